@@ -1,0 +1,32 @@
+# Everything sets itself up: a machine with python3 and make is enough.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check format bench docs
+
+demo: .venv/ready
+	$(BIN)/linrope demo
+
+test: .venv/ready
+	$(BIN)/python -m pytest
+
+check: .venv/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_layers.py
+
+format: .venv/ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: .venv/ready
+	$(BIN)/linrope bench
+
+docs: .venv/ready
+	$(BIN)/mkdocs build --strict
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@

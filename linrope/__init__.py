@@ -1,0 +1,16 @@
+"""Linear attention with rotary position embedding on the feature maps (RoFormer eq. 19)."""
+
+from linrope import feature_maps
+from linrope.attention import LinearRoPEAttention
+from linrope.functional import linear_rope_attention
+from linrope.rotary import Rotary
+from linrope.state import LinearAttentionState
+
+__all__ = [
+    "LinearAttentionState",
+    "LinearRoPEAttention",
+    "Rotary",
+    "feature_maps",
+    "linear_rope_attention",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,162 @@
+"""The layer: project, attend, normalize and gate, project."""
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from linrope import feature_maps
+from linrope.feature_maps import FeatureMap
+from linrope.functional import linear_rope_attention
+from linrope.rotary import LAYOUTS, Rotary
+from linrope.state import LinearAttentionState
+
+
+class LinearRoPEAttention(nn.Module):
+    """Multi-head linear attention with rotary position embedding on the feature maps.
+
+        q, k, v = W_q x, W_k c, W_v c                         c = context, or x
+        y = W_o (norm(linear_rope_attention(q, k, v)) * silu(W_g x))
+
+    x is (b, n, embed_dim), context (b, m, embed_dim). Norm and gate are options: the rotated weights
+    are signed and shrink as positions grow, so a model usually wants one of them.
+
+    Args:
+        embed_dim: size of x and y.
+        num_heads: h.
+        num_kv_heads: g, a divisor of h; default h.
+        head_dim: d of queries and keys; default embed_dim / num_heads.
+        value_head_dim: e of values; default head_dim.
+        feature_map: name or FeatureMap.
+        rotary: "interleaved", "half", a Rotary of the map's feature_dim, or None.
+        causal: as in linear_rope_attention, like normalize, decay and backend.
+        out_norm: RMS norm of each head's output, with a learned weight.
+        gate: multiply by silu(W_g x) before W_o.
+        bias: of the projections.
+
+    Raises:
+        ValueError: sizes that do not divide, unknown names, a signed map with normalize=True.
+
+    Source: RoFormer eq. 19 (arXiv 2104.09864).
+
+    >>> layer = LinearRoPEAttention(256, 4)
+    >>> x = torch.randn(2, 100, 256)
+    >>> y, state = layer(x, return_state=True)
+    >>> layer(x[:, :1], state=state).shape  # the 101st token: constant time and memory
+    torch.Size([2, 1, 256])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_head_dim: int | None = None,
+        feature_map: str | FeatureMap = "elu+1",
+        rotary: str | Rotary | None = "interleaved",
+        causal: bool = True,
+        normalize: bool = True,
+        decay: Tensor | None = None,
+        out_norm: bool = False,
+        gate: bool = False,
+        bias: bool = False,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if decay is not None:
+            raise NotImplementedError("decay: not in this version, expected None")
+        g = num_heads if num_kv_heads is None else num_kv_heads
+        if embed_dim < 1 or num_heads < 1 or g < 1 or num_heads % g:
+            raise ValueError(
+                f"num_kv_heads={g}: expected a divisor of num_heads={num_heads}, "
+                f"and embed_dim={embed_dim} positive"
+            )
+        if head_dim is None and embed_dim % num_heads:
+            raise ValueError(f"embed_dim={embed_dim}: expected a multiple of num_heads={num_heads}")
+        d = embed_dim // num_heads if head_dim is None else head_dim
+        e = d if value_head_dim is None else value_head_dim
+        if d < 1 or e < 1:
+            raise ValueError(f"head_dim={d}, value_head_dim={e}: expected at least 1")
+
+        self.num_heads, self.num_kv_heads, self.head_dim, self.value_head_dim = num_heads, g, d, e
+        self.causal, self.normalize, self.backend = causal, normalize, backend
+        if isinstance(feature_map, str):
+            feature_map = feature_maps.make(feature_map, d)
+        if normalize and not feature_map.positive:
+            raise ValueError(f"feature_map={feature_map}: its features are signed; expected normalize=False")
+        self.feature_map = feature_map.to(device=device)
+        if isinstance(rotary, str):
+            if rotary not in LAYOUTS:
+                raise ValueError(f"rotary={rotary!r}: expected one of {', '.join(LAYOUTS)}, Rotary, None")
+            rotary = Rotary(feature_map.feature_dim, layout=rotary)
+        self.rotary = rotary
+
+        new: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(embed_dim, num_heads * d, **new)
+        self.k_proj = nn.Linear(embed_dim, g * d, **new)
+        self.v_proj = nn.Linear(embed_dim, g * e, **new)
+        self.o_proj = nn.Linear(num_heads * e, embed_dim, **new)
+        self.out_norm = nn.RMSNorm(e, eps=1e-6, device=device, dtype=dtype) if out_norm else None
+        self.g_proj = nn.Linear(embed_dim, num_heads * e, **new) if gate else None
+
+    @overload
+    def forward(
+        self, x: Tensor, context: Tensor | None = ..., *, positions: Tensor | None = ...,
+        context_positions: Tensor | None = ..., key_mask: Tensor | None = ...,
+        cu_seqlens: Tensor | None = ..., state: LinearAttentionState | None = ...,
+        return_state: Literal[False] = ...,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(
+        self, x: Tensor, context: Tensor | None = ..., *, positions: Tensor | None = ...,
+        context_positions: Tensor | None = ..., key_mask: Tensor | None = ...,
+        cu_seqlens: Tensor | None = ..., state: LinearAttentionState | None = ...,
+        return_state: Literal[True],
+    ) -> tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        context_positions: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: LinearAttentionState | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, LinearAttentionState]:
+        """x (b, n, embed_dim) -> y of the same shape, or (y, state); arguments as in the operation."""
+        for name, tensor in (("x", x), ("context", context)):
+            if tensor is not None and (tensor.ndim != 3 or tensor.shape[-1] != self.q_proj.in_features):
+                raise ValueError(
+                    f"{name}: got shape {tuple(tensor.shape)}, "
+                    f"expected (batch, length, {self.q_proj.in_features})"
+                )
+        context = x if context is None else context
+        out, state = linear_rope_attention(
+            self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim)),
+            self.k_proj(context).unflatten(-1, (self.num_kv_heads, self.head_dim)),
+            self.v_proj(context).unflatten(-1, (self.num_kv_heads, self.value_head_dim)),
+            feature_map=self.feature_map,
+            rotary=self.rotary,
+            causal=self.causal,
+            normalize=self.normalize,
+            positions=positions,
+            key_positions=context_positions,
+            key_mask=key_mask,
+            cu_seqlens=cu_seqlens,
+            state=state,
+            return_state=True,
+            backend=self.backend,
+        )
+        if self.out_norm is not None:
+            out = self.out_norm(out)
+        out = out.flatten(-2)
+        if self.g_proj is not None:
+            out = out * nn.functional.silu(self.g_proj(x))
+        y = self.o_proj(out)
+        return (y, state) if return_state else y

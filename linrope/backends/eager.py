@@ -1,0 +1,152 @@
+"""Eq. 19 in plain PyTorch on any device: chunked, with its own backward, as torch.library operators.
+
+It saves q, k, v, the normalizer and the states at block starts, and recomputes the rest. To
+torch.compile a call is one opaque node, whatever the length.
+"""
+
+import torch
+from torch import Tensor
+
+from linrope.backends import eager_bidirectional, eager_causal, eager_step
+from linrope.backends.eager_blocks import BLOCK, Angles, num_blocks
+from linrope.rotary import Rotary
+
+
+def supports(device: torch.device, dtype: torch.dtype) -> str | None:
+    return None
+
+
+def attend(
+    q: Tensor,  # (b, n, h, d)
+    k: Tensor,  # (b, m, g, d)
+    v: Tensor,  # (b, m, g, e)
+    kv: Tensor,  # (b, g, f, e)
+    z: Tensor,  # (b, g, f)
+    *,
+    feature_map: str,
+    rotary: Rotary | None,
+    positions: Tensor,  # (b or 1, n), or (b or 1, 1): consecutive from there on
+    key_positions: Tensor | None,
+    key_mask: Tensor | None,
+    causal: bool,
+    normalize: bool,
+    eps: float,
+    carry: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``reference.attend``; out has v's dtype, all arithmetic kv's (float32 or float64)."""
+    theta = None if rotary is None else rotary.theta.to(q.device).view(-1, rotary.rotary_dim // 2)
+    layout = "" if rotary is None else rotary.layout
+    save = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, kv, z))
+    out, _, kv, z, _, _ = _attend(
+        q, k, v, kv, z, theta, positions, key_positions, key_mask,
+        layout, feature_map, causal, normalize, eps, carry, save,
+    )  # fmt: skip
+    return out, kv, z
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, theta: Tensor | None, positions: Tensor,
+    key_positions: Tensor | None, key_mask: Tensor | None, layout: str, feature_map: str, causal: bool,
+    normalize: bool, eps: float,
+) -> eager_causal.Call:  # fmt: skip
+    lengths = [min(n, BLOCK) if causal else n for n in (q.shape[1], k.shape[1])]
+    q_angles = Angles(theta, layout, positions, lengths[0], kv.dtype)
+    k_angles = q_angles
+    if key_positions is not None:
+        k_angles = Angles(theta, layout, key_positions, lengths[1], kv.dtype)
+    return eager_causal.Call(q, k, v, key_mask, q_angles, k_angles, feature_map, normalize, eps, kv.dtype)
+
+
+@torch.library.custom_op("linrope::eager", mutates_args=())
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, z: Tensor, theta: Tensor | None, positions: Tensor,
+    key_positions: Tensor | None, key_mask: Tensor | None, layout: str, feature_map: str, causal: bool,
+    normalize: bool, eps: float, carry: bool, save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """out, den, kv, z, and for the backward pass the kv and z at block starts."""
+    call = _call(q, k, v, kv, theta, positions, key_positions, key_mask, layout, feature_map, causal,
+                 normalize, eps)  # fmt: skip
+    starts = num_blocks(q.shape[1]) if save and causal else 0
+    kv_starts, z_starts = kv.new_zeros(starts, *kv.shape), z.new_zeros(starts, *z.shape)
+    with torch.autocast(q.device.type, enabled=False):
+        if not causal:
+            out, den, kv_end, z_end = eager_bidirectional.forward(call, kv, z, carry)
+        elif q.shape[1] == 1 and not save:
+            out, kv_end, z_end = eager_step.step(call, kv, z)
+            den = kv.new_empty(q.shape[:3])
+        else:
+            out = v.new_empty(*q.shape[:3], v.shape[3])
+            den = kv.new_empty(q.shape[:3]) if normalize else kv.new_zeros(q.shape[:3])
+            kv_end, z_end = torch.empty_like(kv), torch.empty_like(z)
+            eager_causal.forward(call, kv, z, out, den, kv_end, z_end, kv_starts, z_starts)
+    return out, den, kv_end, z_end, kv_starts, z_starts
+
+
+@_attend.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, z: Tensor, theta: Tensor | None, positions: Tensor,
+    key_positions: Tensor | None, key_mask: Tensor | None, layout: str, feature_map: str, causal: bool,
+    normalize: bool, eps: float, carry: bool, save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    starts = num_blocks(q.shape[1]) if save and causal else 0
+    return (
+        v.new_empty(*q.shape[:3], v.shape[3]),
+        kv.new_empty(q.shape[:3]),
+        torch.empty_like(kv),
+        torch.empty_like(z),
+        kv.new_empty(starts, *kv.shape),
+        z.new_empty(starts, *z.shape),
+    )
+
+
+@torch.library.custom_op("linrope::eager_backward", mutates_args=())
+def _attend_backward(
+    g_out: Tensor, g_kv: Tensor, g_z: Tensor, den: Tensor, z_end: Tensor, kv_starts: Tensor,
+    z_starts: Tensor, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, theta: Tensor | None,
+    positions: Tensor, key_positions: Tensor | None, key_mask: Tensor | None, layout: str, feature_map: str,
+    causal: bool, normalize: bool, eps: float, carry: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v, kv and z."""
+    call = _call(q, k, v, kv, theta, positions, key_positions, key_mask, layout, feature_map, causal,
+                 normalize, eps)  # fmt: skip
+    with torch.autocast(q.device.type, enabled=False):
+        if not causal:
+            return eager_bidirectional.backward(call, g_out, den, kv, z_end, g_kv, g_z, carry)
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        dkv, dz = g_kv.clone(), g_z.clone()
+        eager_causal.backward(call, g_out, den, kv_starts, z_starts, dq, dk, dv, dkv, dz)
+    return dq, dk, dv, dkv, dz
+
+
+@_attend_backward.register_fake
+def _(
+    g_out: Tensor, g_kv: Tensor, g_z: Tensor, den: Tensor, z_end: Tensor, kv_starts: Tensor,
+    z_starts: Tensor, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, theta: Tensor | None,
+    positions: Tensor, key_positions: Tensor | None, key_mask: Tensor | None, layout: str, feature_map: str,
+    causal: bool, normalize: bool, eps: float, carry: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv, torch.empty_like(g_kv), torch.empty_like(g_z)
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, kv, _, theta, positions, key_positions, key_mask, *ctx.how, _save = inputs
+    _, den, _, z_end, kv_starts, z_starts = output
+    ctx.save_for_backward(
+        den, z_end, kv_starts, z_starts, q, k, v, kv, theta, positions, key_positions, key_mask
+    )
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, g_out, g_den, g_kv, g_z, *_):  # type: ignore[no-untyped-def]
+    den, z_end, *rest = ctx.saved_tensors
+    q, v, kv = rest[2], rest[4], rest[5]
+    if g_out is None:
+        g_out = v.new_zeros(*q.shape[:3], v.shape[3])
+    g_kv = torch.zeros_like(kv) if g_kv is None else g_kv
+    g_z = torch.zeros_like(z_end) if g_z is None else g_z
+    grads = _attend_backward(g_out, g_kv, g_z, den, z_end, *rest, *ctx.how)
+    return *grads, *[None] * 11
+
+
+_attend.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,98 @@
+"""Feature maps that act on each number alone, so that kernels can apply them while loading."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linrope.feature_maps.base import FeatureMap
+
+# Every function takes optional buffers. Without them it is ordinary differentiable PyTorch; with them
+# it allocates nothing, which on a CPU is worth more than the arithmetic (a fresh page costs ~1 us).
+Value = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+Slope = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _elu1(x: Tensor, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+    # exp(x) >= x + 1 everywhere, so the larger of the two is the right branch on both sides of 0.
+    # elu(x) + 1 would cancel for negative x: exp(x) - 1 + 1 has lost the small exp(x).
+    e = torch.exp(torch.clamp_max(x, 0, out=out), out=out)
+    return torch.maximum(e, torch.add(x, 1, out=scratch), out=out)
+
+
+def _relu(x: Tensor, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+    return torch.clamp_min(x, 0, out=out)
+
+
+def _relu2(x: Tensor, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+    return torch.square(torch.clamp_min(x, 0, out=out), out=out)
+
+
+def _exp(x: Tensor, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+    return torch.exp(x, out=out)
+
+
+def _silu(x: Tensor, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+    return torch.mul(x, torch.sigmoid(x, out=scratch), out=out)
+
+
+def _identity(x: Tensor, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+    return x if out is None else out.copy_(x)
+
+
+def _silu_slope(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
+    # (x s)' = s + y (1 - s) with s = sigmoid(x), y = x s
+    torch.sigmoid(x, out=out)
+    return out.addcmul_(y, 1 - out)
+
+
+class Elementwise(NamedTuple):
+    """y = value(x, out, scratch) and dy/dx = slope(x, y, out); ``positive`` as in FeatureMap."""
+
+    value: Value
+    slope: Slope
+    positive: bool
+
+
+ELEMENTWISE: dict[str, Elementwise] = {
+    "elu+1": Elementwise(_elu1, lambda x, y, out: torch.clamp_max(y, 1, out=out), True),
+    "relu": Elementwise(_relu, lambda x, y, out: torch.sign(y, out=out), True),
+    "relu2": Elementwise(_relu2, lambda x, y, out: torch.clamp_min(x, 0, out=out).mul_(2), True),
+    "exp": Elementwise(_exp, lambda x, y, out: out.copy_(y), True),
+    "silu": Elementwise(_silu, _silu_slope, False),
+    "identity": Elementwise(_identity, lambda x, y, out: out.fill_(1), False),
+}
+
+
+class ElementwiseMap(FeatureMap):
+    """phi = psi = one function of each number.
+
+    elu+1      x + 1 if x >= 0 else exp(x)     Katharopoulos et al. 2020, arXiv 2006.16236
+    relu       max(x, 0)
+    relu2      max(x, 0)^2
+    exp        exp(x)
+    silu       x sigmoid(x)     signed: only with normalize=False
+    identity   x                signed: only with normalize=False
+
+    >>> from linrope import feature_maps
+    >>> feature_maps.make("elu+1", 2).queries(torch.tensor([0.0, 2.0])).tolist()
+    [1.0, 3.0]
+    """
+
+    elementwise: str
+
+    def __init__(self, name: str, head_dim: int) -> None:
+        super().__init__()
+        self.elementwise = name
+        self.feature_dim = head_dim
+        self.positive = ELEMENTWISE[name].positive
+
+    def queries(self, q: Tensor) -> Tensor:
+        return ELEMENTWISE[self.elementwise].value(q, None, None)
+
+    def keys(self, k: Tensor) -> Tensor:
+        return self.queries(k)
+
+    def extra_repr(self) -> str:
+        return f"{self.elementwise!r}, {self.feature_dim}"

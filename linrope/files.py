@@ -1,0 +1,54 @@
+"""Tensor files: written atomically, read without trust."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes a temporary file beside path and moves it there: a reader sees the old or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Saves tensors and metadata as safetensors, atomically."""
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    replace_file(path, lambda temporary: save_file(plain, temporary, metadata=metadata))
+
+
+def load_tensors(path: Path, kind: str, version: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Reads what ``save_tensors`` wrote with metadata format=kind, version=version.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: damaged, of another kind, or of a newer format.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
+    if metadata.get("format") != kind:
+        raise ValueError(f"{path}: format {metadata.get('format')!r}, expected {kind!r}")
+    if metadata.get("version") != str(version):
+        raise ValueError(f"{path}: version {metadata.get('version')!r}, expected '{version}'")
+    return tensors, metadata
