@@ -104,9 +104,18 @@ class LinearAttentionState:
             raise ValueError(f"{path}: {error}") from error
 
 
+def _flatten(state: LinearAttentionState) -> tuple[list[Tensor], str]:
+    return [state.kv, state.z, state.position], state.identity
+
+
+def _unflatten(leaves: Any, identity: Any) -> LinearAttentionState:
+    kv, z, position = leaves
+    return LinearAttentionState(kv, z, position, identity)
+
+
 pytree.register_pytree_node(
     LinearAttentionState,
-    lambda state: ([state.kv, state.z, state.position], state.identity),
-    lambda leaves, identity: LinearAttentionState(*leaves, identity=identity),
+    _flatten,
+    _unflatten,
     serialized_type_name="linrope.LinearAttentionState",
 )

@@ -37,6 +37,11 @@ def scratch(like: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
     return buffers[dtype]
 
 
+def release_scratch() -> None:
+    """Gives this thread's kept memory back."""
+    _kept.__dict__.clear()
+
+
 def blocks(n: int) -> Iterator[tuple[int, int, int]]:
     """(start, t, c) of each step: whole chunks, and a last short one where C does not divide n."""
     for start in range(0, n, BLOCK):
@@ -64,7 +69,8 @@ def row_groups(b: int, g: int, r: int, n: int) -> Iterator[tuple[slice, slice]]:
 
 def split(x: Tensor, t: int, c: int, g: int) -> Tensor:
     """(b, t c, g r, d) -> (t, b, g, r, c, d), a view."""
-    return x.unflatten(1, (t, c)).unflatten(3, (g, -1)).permute(1, 0, 3, 4, 2, 5)
+    parts: Tensor = x.unflatten(1, (t, c)).unflatten(3, (g, -1))
+    return parts.permute(1, 0, 3, 4, 2, 5)
 
 
 def rows(x: Tensor) -> Tensor:

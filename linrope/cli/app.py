@@ -1,0 +1,278 @@
+"""Commands and their options. What they do lies in models/training.py and cli/benchmark.py."""
+
+import codecs
+import datetime
+import json
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from linrope.cli import benchmark, report
+from linrope.files import replace_file
+from linrope.models import LanguageModel, LanguageModelConfig, generate
+from linrope.models.training import Corpus, Trainer, TrainingConfig, latest_checkpoint
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+console = Console()
+
+DEMO_PROMPT = "def main("
+
+
+def run(arguments: list[str]) -> int:
+    """Exit status: 0, 2 with one line naming the cause where input is at fault, 130 after Ctrl-C."""
+    try:
+        return int(app(arguments, standalone_mode=False) or 0)
+    except typer.Exit as stop:
+        return stop.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except (ValueError, OSError, RuntimeError, typer.TyperException) as error:
+        cause = error.format_message() if hasattr(error, "format_message") else str(error)
+        print(f"linrope: {' '.join(cause.split())}", file=sys.stderr)
+        return 2
+
+
+@app.callback()
+def _linrope() -> None:
+    """Linear attention with rotary position embedding: models, training, benchmarks."""
+
+
+@app.command()
+def train(
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Text file, or folder of text files. Default: Python's standard library.", show_default=False
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the checkpoints.")] = Path("runs/train"),
+    steps: Annotated[int, typer.Option(help="Updates in all.")] = 1000,
+    batch_size: Annotated[int, typer.Option(help="Sequences per update.")] = 8,
+    sequence_length: Annotated[int, typer.Option(help="Bytes per sequence.")] = 512,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
+    embed_dim: Annotated[int, typer.Option(help="Width of the model.")] = 128,
+    layers: Annotated[int, typer.Option(help="Blocks.")] = 4,
+    heads: Annotated[int, typer.Option(help="Heads per block.")] = 4,
+    feature_map: Annotated[str, typer.Option(help="Feature map of the attention.")] = "elu+1",
+    rotary: Annotated[str, typer.Option(help="interleaved, half or none.")] = "interleaved",
+    seed: Annotated[int, typer.Option(help="Of initial weights and data order.")] = 0,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint in --out.")
+    ] = False,
+) -> int:
+    """Train a byte-level language model on text.
+
+    Ctrl-C saves a checkpoint and stops; the same command with --resume goes on, bit for bit as if it
+    had never stopped. With --resume the sizes and rates are those of the checkpoint.
+    """
+    if save_every < 1:
+        raise ValueError(f"--save-every={save_every}: expected at least 1")
+    corpus = Corpus.load(path)
+    if resume:
+        trainer = Trainer.load(out, corpus)
+    else:
+        if out.exists() and any(out.glob("step-*")):
+            raise ValueError(f"--out={out}: has checkpoints already; expected --resume or an empty folder")
+        config = TrainingConfig(steps, batch_size, sequence_length, learning_rate, seed=seed)
+        torch.manual_seed(seed)
+        model = LanguageModel(
+            LanguageModelConfig(
+                embed_dim=embed_dim,
+                num_layers=layers,
+                num_heads=heads,
+                feature_map=feature_map,
+                rotary=None if rotary == "none" else rotary,
+            )
+        )
+        trainer = Trainer(model, corpus, config)
+    _describe(trainer)
+    stopped = _train(trainer, out, save_every)
+    console.print(f"held-out text: {trainer.evaluate():.3f} bits per byte after {trainer.step} steps")
+    console.print(f"checkpoint: {trainer.save(out)}")
+    return 130 if stopped else 0
+
+
+@app.command("generate")
+def generate_text(
+    checkpoint: Annotated[Path, typer.Option(help="Folder of a run, or one checkpoint.")],
+    prompt: Annotated[str, typer.Option(help="Text to go on from.")] = DEMO_PROMPT,
+    max_new_tokens: Annotated[int, typer.Option(help="Bytes to generate.")] = 500,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest byte.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Sample among the k likeliest bytes.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample among the likeliest bytes up to this probability.")
+    ] = 0.95,
+    seed: Annotated[int | None, typer.Option(help="Of the sampling; default: another one each time.")] = None,
+) -> int:
+    """Generate text from a checkpoint, streaming, at constant time and memory per byte."""
+    if not prompt:
+        raise ValueError("--prompt: got an empty text, expected at least one byte")
+    model = LanguageModel.load(latest_checkpoint(checkpoint)).eval()
+    _stream(model, prompt, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    return 0
+
+
+@app.command()
+def bench(
+    max_length: Annotated[int, typer.Option(help="Longest sequence, a power of two from 256 on.")] = 65536,
+    positions: Annotated[
+        str, typer.Option(help="Positions to decode at, separated by commas; empty: none.")
+    ] = "1024,16384,1048576",
+    softmax_limit: Annotated[
+        float, typer.Option(help="Seconds one call of softmax attention may take.")
+    ] = 30.0,
+    budget: Annotated[float, typer.Option(help="Seconds per measurement.")] = 2.0,
+    rounds: Annotated[int, typer.Option(help="Turns that the sides take.")] = 5,
+    out: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path("benchmarks/results"),
+) -> int:
+    """Measure throughput and memory against softmax attention with RoPE.
+
+    Each output is first compared with the equation in float64. Both sides take turns in one run;
+    figures are medians.
+    """
+    if max_length < 256 or max_length & (max_length - 1):
+        raise ValueError(f"--max-length={max_length}: expected a power of two from 256 on")
+    try:
+        places = [int(part) for part in positions.split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(f"--positions={positions!r}: expected integers separated by commas") from None
+    if any(place < 1 or place >= 2**31 for place in places) or budget <= 0 or rounds < 1 or softmax_limit < 0:
+        raise ValueError("--positions, --budget, --rounds, --softmax-limit: expected positive numbers")
+    lengths = [2**i for i in range(8, max_length.bit_length())]
+    _bench(lengths, places, softmax_limit, budget, rounds, out, "cpu")
+    return 0
+
+
+@app.command()
+def demo(
+    seconds: Annotated[float, typer.Option(help="How long to train.")] = 80.0,
+    out: Annotated[Path, typer.Option(help="Folder for all results.")] = Path("runs/demo"),
+) -> int:
+    """Train a small model on real text, generate from it, and outrun softmax attention: 4 minutes."""
+    console.rule("1. A language model on linear attention with RoPE")
+    torch.manual_seed(0)
+    model = LanguageModel(LanguageModelConfig(embed_dim=128, num_layers=4, num_heads=4))
+    trainer = Trainer(model, Corpus.load(), TrainingConfig(steps=1, sequence_length=256))
+    _describe(trainer)
+    before = trainer.evaluate()
+    # The schedule needs a number of steps: as many as the time allows at the speed of the first ones.
+    start, trial = time.perf_counter(), 4
+    for _ in range(trial):
+        trainer.train_step()
+    steps = max(trial + 1, round(seconds / (time.perf_counter() - start) * trial))
+    trainer.config = replace(trainer.config, steps=steps)
+    stopped = _train(trainer, None)
+    after = trainer.evaluate()
+    console.print(f"bits per byte on held-out files: [bold]{before:.2f} before, {after:.2f} after[/bold]")
+    console.print(f"checkpoint: {trainer.save(out)}")
+    if stopped:
+        return 130
+    console.rule("2. Text from it, at constant memory per byte")
+    _stream(model.eval(), DEMO_PROMPT, 300, temperature=0.7, top_k=None, top_p=0.9, seed=0)
+    console.rule("3. Against softmax attention with RoPE")
+    _bench([2**i for i in range(8, 15)], [1024, 65536], 2.0, 0.5, 2, out, "demo")
+    return 0
+
+
+def _bench(
+    lengths: list[int], positions: list[int], limit: float, budget: float, rounds: int, out: Path, name: str
+) -> None:
+    rows: list[dict[str, Any]] = []
+    with _progress("{task.description}") as progress:
+        task = progress.add_task("benchmark", total=len(lengths) + 1)
+        for n in lengths:
+            progress.update(task, description=f"N = {n:,}")
+            rows.append(benchmark.attention_row(n, rows[-1] if rows else None, limit, budget, rounds))
+            progress.advance(task)
+        progress.update(task, description="decoding")
+        decode = benchmark.decode_rows(positions, budget, rounds) if positions else []
+        progress.advance(task)
+    today = datetime.date.today().isoformat()
+    result = {
+        "date": today,
+        "machine": benchmark.machine(),
+        "attention": rows,
+        "overtaking": {mode: benchmark.overtaking(rows, mode) for mode in ("forward", "training")},
+        "decode": decode,
+    }
+    report.show(result, console)
+    path = out / f"{name}-{today}.json"
+    replace_file(path, lambda temporary: temporary.write_text(json.dumps(result, indent=1) + "\n"))
+    report.plot(result, path.with_suffix(".png"))
+    console.print(f"written: {path}, {path.with_suffix('.png')}")
+
+
+def _describe(trainer: Trainer) -> None:
+    size = sum(parameter.numel() for parameter in trainer.model.parameters())
+    corpus = trainer.corpus
+    console.print(
+        f"{size / 1e6:.2f} M parameters; {corpus.name}: {len(corpus.train) / 1e6:.1f} MB to train on, "
+        f"{len(corpus.held_out) / 1e6:.1f} MB held out"
+    )
+
+
+def _progress(text: str) -> Progress:
+    return Progress(
+        TextColumn(text),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+
+
+_STATUS = "{task.fields[bits]:.3f} bits/byte  {task.fields[rate]:,.0f} bytes/s"
+
+
+def _train(trainer: Trainer, out: Path | None, save_every: int = 0) -> bool:
+    """Trains to the end, or to Ctrl-C (then True); a checkpoint every save_every steps."""
+    config, first, start = trainer.config, trainer.step, time.perf_counter()
+    stop = threading.Event()
+
+    def interrupt(*_: object) -> None:
+        stop.set()
+        signal.signal(signal.SIGINT, previous)
+
+    # An interrupt within a step would tear it apart: finish the step first. A second one stops at once.
+    previous = signal.signal(signal.SIGINT, interrupt)
+    bits = rate = 0.0
+    try:
+        with _progress(
+            "loss {task.fields[bits]:.3f} bits/byte  {task.fields[rate]:,.0f} bytes/s"
+        ) as progress:
+            task = progress.add_task("", total=config.steps, completed=first, bits=8.0, rate=0.0)
+            while trainer.step < config.steps and not stop.is_set():
+                loss = trainer.train_step()
+                bits = loss if trainer.step == first + 1 else 0.95 * bits + 0.05 * loss
+                done = (trainer.step - first) * config.batch_size * config.sequence_length
+                rate = done / (time.perf_counter() - start)
+                progress.update(task, completed=trainer.step, bits=bits, rate=rate)
+                if save_every and out and trainer.step % save_every == 0 and trainer.step < config.steps:
+                    trainer.save(out)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if trainer.step > first:
+        console.print(f"{trainer.step} steps; loss {bits:.3f} bits per byte; {rate:,.0f} bytes/s")
+    return stop.is_set()
+
+
+def _stream(model: LanguageModel, prompt: str, count: int, **how: Any) -> None:
+    """Prints the text as it comes; bytes that are not UTF-8 show as replacement characters."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    tokens = torch.tensor([list(prompt.encode())])
+    sys.stdout.write(prompt)
+    for token in generate(model, tokens, count, **how):
+        sys.stdout.write(decoder.decode(bytes([int(token)])))
+        sys.stdout.flush()
+    sys.stdout.write(decoder.decode(b"", final=True) + "\n")

@@ -1,0 +1,152 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from linrope.models import LanguageModel, LanguageModelConfig, generate
+from linrope.models.language_model import _sample
+
+TINY = LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=2)
+
+
+@pytest.fixture
+def model() -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(TINY)
+
+
+def test_prefill_and_decode_give_what_one_call_gives(model: LanguageModel) -> None:
+    tokens = torch.randint(256, (2, 70))
+    whole, _ = model(tokens)
+    part, states = model(tokens[:, :66])
+    pieces = [part]
+    for i in range(66, 70):
+        part, states = model(tokens[:, i : i + 1], states)
+        pieces.append(part)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_the_model_is_causal(model: LanguageModel) -> None:
+    tokens = torch.randint(256, (1, 100))
+    changed = tokens.clone()
+    changed[:, 50:] = (changed[:, 50:] + 1) % 256
+    assert torch.equal(model(tokens)[0][:, :50], model(changed)[0][:, :50])
+
+
+def test_logits_and_embedding_share_their_weights(model: LanguageModel) -> None:
+    logits, _ = model(torch.randint(256, (1, 5)))
+    logits.sum().backward()
+    assert not any("head" in name for name, _ in model.named_parameters())
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_state_memory_does_not_grow(model: LanguageModel) -> None:
+    sizes = []
+    for n in (1, 300):
+        _, states = model(torch.randint(256, (1, n)))
+        sizes.append(sum(s.kv.numel() + s.z.numel() for s in states))
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TINY,
+        LanguageModelConfig(embed_dim=32, num_layers=1, num_heads=4, num_kv_heads=2, feature_map="favor+"),
+        LanguageModelConfig(embed_dim=32, num_layers=1, num_heads=2, rotary=None, gate=False, out_norm=False),
+        LanguageModelConfig(embed_dim=32, num_layers=1, num_heads=2, feature_map="silu", normalize=False),
+    ],
+)
+def test_save_and_load_round_trip(config: LanguageModelConfig, tmp_path: Path) -> None:
+    model, tokens = LanguageModel(config), torch.randint(256, (1, 20))
+    model.save(tmp_path / "model")
+    loaded = LanguageModel.load(tmp_path / "model")
+    assert loaded.config == config
+    assert torch.equal(loaded(tokens)[0], model(tokens)[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: (f / "config.json").write_text('{"embed_dim": 64}'), "weights do not fit"),
+        (lambda f: (f / "config.json").write_text('{"width": 64}'), "unknown keys .'width'."),
+        (lambda f: (f / "config.json").write_text('{"gate": 1}'), "gate=1, expected"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json: "),
+        (lambda f: (f / "config.json").write_text("[]"), "got list, expected an object"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"\x80\x04."), "not a readable safetensors"),
+    ],
+)
+def test_a_damaged_model_is_refused(
+    change: object, message: str, model: LanguageModel, tmp_path: Path
+) -> None:
+    model.save(tmp_path)
+    change(tmp_path)  # type: ignore[operator]
+    with pytest.raises(ValueError, match=message):
+        LanguageModel.load(tmp_path)
+
+
+def test_a_missing_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"config.json: no such file"):
+        LanguageModel.load(tmp_path)
+
+
+def test_config_json_is_readable(model: LanguageModel, tmp_path: Path) -> None:
+    model.save(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["embed_dim"] == 32
+
+
+def test_generation_with_a_seed_repeats_and_greedy_takes_the_likeliest(model: LanguageModel) -> None:
+    prompt = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    runs = [torch.stack(list(generate(model, prompt, 8, top_k=50, top_p=0.9, seed=3))) for _ in range(2)]
+    assert torch.equal(*runs)
+    assert not torch.equal(runs[0], torch.stack(list(generate(model, prompt, 8, seed=4))))
+    tokens = prompt
+    for token in generate(model, prompt, 4, temperature=0):
+        logits, _ = model(tokens)  # without states: recomputed from the start
+        assert torch.equal(token, logits[:, -1].argmax(-1))
+        tokens = torch.cat((tokens, token[:, None]), 1)
+
+
+def test_top_k_and_top_p_keep_the_right_tokens_and_their_odds() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).expand(20000, 4)
+    generator = torch.Generator().manual_seed(0)
+    for options, kept in (
+        ((None, None), 4),
+        ((2, None), 2),
+        ((None, 0.5), 1),
+        ((None, 0.8), 2),
+        ((3, 0.81), 3),
+    ):
+        drawn = _sample(logits, 1.0, *options, generator)
+        odds = F.one_hot(drawn, 4).double().mean(0)
+        expected = torch.tensor([0.5, 0.3, 0.15, 0.05]).double() * (torch.arange(4) < kept)
+        # 20000 draws: a standard deviation of at most 0.0036
+        torch.testing.assert_close(odds, expected / expected.sum(), atol=0.02, rtol=0)
+    cold = _sample(logits, 0.1, None, None, generator)
+    assert (cold == 0).double().mean() > 0.99
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1"),
+        ({"prompt": torch.zeros(1, 0, dtype=torch.int64)}, "prompt: got shape"),
+    ],
+)
+def test_generate_refuses(options: dict[str, object], message: str, model: LanguageModel) -> None:
+    arguments = {"prompt": torch.tensor([[1]]), "max_new_tokens": 1} | options
+    with pytest.raises(ValueError, match=message):
+        generate(model, **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("token", [-1, 256])
+def test_a_token_outside_the_vocabulary_is_refused(token: int, model: LanguageModel) -> None:
+    with pytest.raises(ValueError, match=r"tokens: got ids .* expected 0 .. 255"):
+        model(torch.tensor([[token]]))
