@@ -113,22 +113,19 @@ def linear_rope_attention(
         raise ValueError(f"eps={eps}: expected a positive finite number")
     (b, n, _, d), (m, g, e) = q.shape, v.shape[1:]
 
-    fmap = _resolve_map(feature_map, d)
-    if fmap is not None and normalize and not fmap.positive:
+    fmap, elementwise, positive, map_identity = _resolve_map(feature_map, d)
+    if normalize and not positive:
         raise ValueError(
             f"feature_map={feature_map!r}: its features are signed, so the normalizer can vanish; "
             "expected normalize=False or a positive map"
         )
-    elementwise = "identity"
-    if fmap is not None and fmap.elementwise is not None:
-        elementwise = fmap.elementwise
-    elif fmap is not None:
+    if fmap is not None:
         q, k = fmap.queries(q), fmap.keys(k)
     f = q.shape[-1]
     _check_rotary(rotary, f, g)
     _check_mask(key_mask, b, m, q.device)
 
-    identity = f"{'features' if fmap is None else fmap.identity}; {rotary and rotary.identity}"
+    identity = f"{map_identity}; {rotary and rotary.identity}"
     if state is None:
         wide = torch.promote_types(v.dtype, torch.float32)
         kv, z = v.new_zeros(b, g, f, e, dtype=wide), v.new_zeros(b, g, f, dtype=torch.float64)
@@ -178,15 +175,24 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
         raise ValueError(f"k: got length {m}, expected q's {n} with causal=True")
 
 
-def _resolve_map(feature_map: str | FeatureMap | None, d: int) -> FeatureMap | None:
-    if feature_map is None or isinstance(feature_map, FeatureMap):
-        return feature_map
-    if feature_map in feature_maps.NAMES and feature_map not in (*ELEMENTWISE, "softmax"):
-        raise ValueError(
-            f"feature_map={feature_map!r}: it has a projection of its own; "
-            f"expected the object that feature_maps.make({feature_map!r}, {d}) made"
-        )
-    return feature_maps.make(feature_map, d)
+def _resolve_map(feature_map: str | FeatureMap | None, d: int) -> tuple[FeatureMap | None, str, bool, str]:
+    """The map to run before the backend, the elementwise one inside it, positivity, identity."""
+    if feature_map is None:
+        return None, "identity", True, "features"
+    if isinstance(feature_map, str) and feature_map in ELEMENTWISE:  # every decoding step comes here
+        return None, feature_map, ELEMENTWISE[feature_map].positive, f"{feature_map}({d})"
+    if isinstance(feature_map, str):
+        if feature_map in feature_maps.NAMES and feature_map != "softmax":
+            raise ValueError(
+                f"feature_map={feature_map!r}: it has a projection of its own; "
+                f"expected the object that feature_maps.make({feature_map!r}, {d}) made"
+            )
+        feature_map = feature_maps.make(feature_map, d)
+    if not isinstance(feature_map, FeatureMap):
+        raise TypeError(f"feature_map: got {type(feature_map).__name__}, expected a name, FeatureMap or None")
+    if feature_map.elementwise is not None:
+        return None, feature_map.elementwise, feature_map.positive, feature_map.identity
+    return feature_map, "identity", feature_map.positive, feature_map.identity
 
 
 def _check_rotary(rotary: Rotary | None, f: int, g: int) -> None:

@@ -34,9 +34,17 @@ def attend(
     carry: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As ``reference.attend``; out has v's dtype, all arithmetic kv's (float32 or float64)."""
+    save = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, kv, z))
+    if causal and q.shape[1] == 1 and not save and not torch.compiler.is_compiling():
+        with torch.autocast(q.device.type, enabled=False):
+            out, kv, z = eager_step.step(
+                q, k, v, kv, z,
+                feature_map=feature_map, rotary=rotary, positions=positions,
+                key_positions=key_positions, key_mask=key_mask, normalize=normalize, eps=eps,
+            )  # fmt: skip
+        return out.to(v.dtype), kv, z
     theta = None if rotary is None else rotary.theta.to(q.device).view(-1, rotary.rotary_dim // 2)
     layout = "" if rotary is None else rotary.layout
-    save = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, kv, z))
     out, _, kv, z, _, _ = _attend(
         q, k, v, kv, z, theta, positions, key_positions, key_mask,
         layout, feature_map, causal, normalize, eps, carry, save,
@@ -71,9 +79,6 @@ def _attend(
     with torch.autocast(q.device.type, enabled=False):
         if not causal:
             out, den, kv_end, z_end = eager_bidirectional.forward(call, kv, z, carry)
-        elif q.shape[1] == 1 and not save:
-            out, kv_end, z_end = eager_step.step(call, kv, z)
-            den = kv.new_empty(q.shape[:3])
         else:
             out = v.new_empty(*q.shape[:3], v.shape[3])
             den = kv.new_empty(q.shape[:3]) if normalize else kv.new_zeros(q.shape[:3])

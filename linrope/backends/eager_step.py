@@ -1,33 +1,66 @@
-"""One token of eq. 19: the state takes the key in, then the query reads it. For decoding."""
+"""One token of eq. 19: the state takes the key in, then the query reads it. For decoding.
+
+Few and small operations: what a step costs is mostly PyTorch's cost per call.
+"""
 
 import torch
 from torch import Tensor
 
-from linrope.backends.eager_causal import Call
 from linrope.feature_maps import ELEMENTWISE
+from linrope.rotary import Rotary
 
 
-def step(call: Call, kv: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q (b, 1, h, d), k (b, 1, g, d), v (b, 1, g, e), kv (b, g, f, e), z (b, g, f) -> out, kv, z."""
-    (b, _, h, f), (_, _, g, e) = call.q.shape, call.v.shape
-    value = ELEMENTWISE[call.feature_map].value
-    phi = value(call.q.to(call.dtype), None, None).view(1, b, g, h // g, 1, f)
-    psi = value(call.k.to(call.dtype), None, None).view(1, b, g, 1, 1, f)
-    v = call.v.reshape(b, g, 1, e).to(call.dtype)
-    if call.key_mask is not None:
-        hidden = ~call.key_mask[:, :, None, None]
-        psi, v = psi.masked_fill(hidden[..., None, None], 0), v.masked_fill(hidden, 0)
+def step(
+    q: Tensor,  # (b, 1, h, d)
+    k: Tensor,  # (b, 1, g, d)
+    v: Tensor,  # (b, 1, g, e)
+    kv: Tensor,  # (b, g, f, e)
+    z: Tensor,  # (b, g, f)
+    *,
+    feature_map: str,
+    rotary: Rotary | None,
+    positions: Tensor,  # (b or 1, 1)
+    key_positions: Tensor | None,
+    key_mask: Tensor | None,  # (b, 1)
+    normalize: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``eager.attend`` for one token, without gradients."""
+    (b, _, h, f), (_, _, g, e) = q.shape, v.shape
+    value = ELEMENTWISE[feature_map].value
+    phi = value(q.to(kv.dtype), None, None).reshape(b, g, h // g, f)
+    psi = value(k.to(kv.dtype), None, None).reshape(b, g, 1, f)
+    v = v.to(kv.dtype).reshape(b, g, 1, e)
+    if key_mask is not None:
+        hidden = ~key_mask[:, :, None, None]
+        psi, v = psi.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
     phi_hat, psi_hat = phi, psi
-    q_turn = call.q_angles.block(0, 1, 1)
-    k_turn = q_turn if call.k_angles is call.q_angles else call.k_angles.block(0, 1, 1)
-    if q_turn is not None and k_turn is not None:
-        phi_hat, psi_hat = torch.empty_like(phi), torch.empty_like(psi)
-        q_turn.apply(phi, phi_hat)
-        k_turn.apply(psi, psi_hat)
-    kv = torch.addcmul(kv, psi_hat.view(b, g, f, 1), v)
-    z = z + psi.view(b, g, f)
-    out = phi_hat.view(b, g, h // g, f) @ kv
-    if call.normalize:
-        den = phi.view(b, g, h // g, f) @ z.to(call.dtype)[..., None]
-        out /= den.clamp_(min=call.eps)
-    return out.view(b, 1, h, e).to(call.v.dtype), kv, z
+    if rotary is not None:
+        turn = _turn(rotary, positions, kv.dtype)
+        phi_hat = _rotate(rotary, phi, turn)
+        psi_hat = _rotate(
+            rotary, psi, turn if key_positions is None else _turn(rotary, key_positions, kv.dtype)
+        )
+    kv = torch.addcmul(kv, psi_hat.mT, v)
+    z = z + psi[:, :, 0]
+    out = phi_hat @ kv
+    if normalize:
+        out /= (phi @ z.to(kv.dtype)[..., None]).clamp_(min=eps)
+    return out.view(b, 1, h, e), kv, z
+
+
+def _turn(rotary: Rotary, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    cos, sin = rotary.cos_sin(positions[:, 0], dtype)  # (b or 1, g or 1, p)
+    return cos[:, :, None], sin[:, :, None]
+
+
+def _rotate(rotary: Rotary, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    (cos, sin), width = turn, rotary.rotary_dim
+    turned = x[..., :width]
+    if rotary.layout == "interleaved":
+        pairs = torch.view_as_complex(turned.unflatten(-1, (-1, 2))) * torch.complex(cos, sin)
+        turned = torch.view_as_real(pairs).flatten(-2)
+    else:
+        x1, x2 = turned.chunk(2, -1)
+        turned = torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), -1)
+    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), -1)

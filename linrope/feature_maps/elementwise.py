@@ -94,5 +94,9 @@ class ElementwiseMap(FeatureMap):
     def keys(self, k: Tensor) -> Tensor:
         return self.queries(k)
 
+    @property
+    def identity(self) -> str:
+        return f"{self.elementwise}({self.feature_dim})"
+
     def extra_repr(self) -> str:
         return f"{self.elementwise!r}, {self.feature_dim}"
