@@ -1,5 +1,6 @@
 """The layer: project, attend, normalize and gate, project."""
 
+from difflib import get_close_matches
 from typing import Any, Literal, overload
 
 import torch
@@ -91,7 +92,11 @@ class LinearRoPEAttention(nn.Module):
         self.feature_map = feature_map.to(device=device)
         if isinstance(rotary, str):
             if rotary not in LAYOUTS:
-                raise ValueError(f"rotary={rotary!r}: expected one of {', '.join(LAYOUTS)}, Rotary, None")
+                near = get_close_matches(rotary, LAYOUTS, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(
+                    f"rotary={rotary!r}: expected one of {', '.join(LAYOUTS)}, a Rotary or None{hint}"
+                )
             rotary = Rotary(feature_map.feature_dim, layout=rotary)
         self.rotary = rotary
 
@@ -154,7 +159,7 @@ class LinearRoPEAttention(nn.Module):
             backend=self.backend,
         )
         if self.out_norm is not None:
-            out = self.out_norm(out)
+            out = self.out_norm(out.to(self.out_norm.weight.dtype))
         out = out.flatten(-2)
         if self.g_proj is not None:
             out = out * nn.functional.silu(self.g_proj(x))

@@ -77,16 +77,17 @@ def linear_rope_attention(
         normalize: False: the numerator alone.
         decay: not in this version.
         positions: integers (n,) or (b, n), 0 .. 2^31 - 1. Default: 0, 1, .., or on from the state.
-        key_positions: the same for keys, (m,) or (b, m). Default: positions, if m == n.
+        key_positions: the same for keys, (m,) or (b, m). Default: positions if m == n, else 0, 1, ..,
+            or on from the state.
         key_mask: bool (b, m), True = attend.
         cu_seqlens: not in this version.
         state: to go on from.
         return_state: whether to return (out, state).
         eps: lower bound of the normalizer.
-        backend: "auto", "reference" (quadratic) or "eager" (chunked).
+        backend: "auto", "reference" (quadratic, in the inputs' dtype) or "eager" (chunked).
 
     Returns:
-        out (b, n, h, e) in v's dtype, or (out, state). Sums are kept in float32 or wider.
+        out (b, n, h, e) in v's dtype, or (out, state). eager keeps its sums in float32 or wider.
 
     Raises:
         TypeError: dtypes differ or are not floating; positions are not integers.
@@ -109,10 +110,11 @@ def linear_rope_attention(
         name = "decay" if decay is not None else "cu_seqlens"
         raise NotImplementedError(f"{name}: not in this version, expected None")
     _check_tensors(q, k, v, causal)
-    if not (eps > 0 and math.isfinite(eps)):
+    if not 0 < eps < math.inf:
         raise ValueError(f"eps={eps}: expected a positive finite number")
     (b, n, _, d), (m, g, e) = q.shape, v.shape[1:]
 
+    _check_mask(key_mask, b, m, q.device)
     fmap, elementwise, positive, map_identity = _resolve_map(feature_map, d)
     if normalize and not positive:
         raise ValueError(
@@ -120,10 +122,11 @@ def linear_rope_attention(
             "expected normalize=False or a positive map"
         )
     if fmap is not None:
+        if key_mask is not None:  # what padding holds may overflow in the map, and 0 * inf is no 0
+            k = k.masked_fill(~key_mask[:, :, None, None], 0)
         q, k = fmap.queries(q), fmap.keys(k)
     f = q.shape[-1]
     _check_rotary(rotary, f, g)
-    _check_mask(key_mask, b, m, q.device)
 
     identity = f"{map_identity}; {rotary and rotary.identity}"
     if state is None:
@@ -131,7 +134,8 @@ def linear_rope_attention(
         kv, z = v.new_zeros(b, g, f, e, dtype=wide), v.new_zeros(b, g, f, dtype=torch.float64)
         start = torch.zeros(1, dtype=torch.int64, device=q.device)
     else:
-        _check_state(state, (b, g, f, e), identity, q.device)
+        more = max(n, m) if positions is None else 0
+        _check_state(state, (b, g, f, e), identity, q.device, more)
         kv, z, start = state.kv, state.z, state.position
     where, key_where, end = _resolve_positions(positions, key_positions, start, b, n, m, q.device)
 
@@ -190,6 +194,8 @@ def _resolve_map(feature_map: str | FeatureMap | None, d: int) -> tuple[FeatureM
         feature_map = feature_maps.make(feature_map, d)
     if not isinstance(feature_map, FeatureMap):
         raise TypeError(f"feature_map: got {type(feature_map).__name__}, expected a name, FeatureMap or None")
+    if feature_map.head_dim not in (None, d):
+        raise ValueError(f"feature_map={feature_map}: made for heads of {feature_map.head_dim}, expected {d}")
     if feature_map.elementwise is not None:
         return None, feature_map.elementwise, feature_map.positive, feature_map.identity
     return feature_map, "identity", feature_map.positive, feature_map.identity
@@ -209,6 +215,8 @@ def _check_rotary(rotary: Rotary | None, f: int, g: int) -> None:
 def _check_mask(key_mask: Tensor | None, b: int, m: int, device: torch.device) -> None:
     if key_mask is None:
         return
+    if not isinstance(key_mask, Tensor):
+        raise TypeError(f"key_mask: got {type(key_mask).__name__}, expected a torch.Tensor")
     if key_mask.dtype != torch.bool or key_mask.shape != (b, m):
         raise ValueError(
             f"key_mask: got {key_mask.dtype} {tuple(key_mask.shape)}, expected torch.bool {(b, m)}"
@@ -218,7 +226,11 @@ def _check_mask(key_mask: Tensor | None, b: int, m: int, device: torch.device) -
 
 
 def _check_state(
-    state: LinearAttentionState, shape: tuple[int, ...], identity: str, device: torch.device
+    state: LinearAttentionState,
+    shape: tuple[int, ...],
+    identity: str,
+    device: torch.device,
+    more: int,  # tokens whose positions follow the state's
 ) -> None:
     if not isinstance(state, LinearAttentionState):
         raise TypeError(f"state: got {type(state).__name__}, expected LinearAttentionState")
@@ -228,6 +240,17 @@ def _check_state(
         raise ValueError(f"state: made with {state.identity}; expected {identity}, as this call has it")
     if state.kv.device != device:
         raise ValueError(f"state: got device {state.kv.device}, expected {device}")
+    if _readable(device):
+        positions = state.position.tolist()
+        if positions and (min(positions) < 0 or max(positions) + more - 1 > MAX_POSITION):
+            raise ValueError(
+                f"state: got positions {positions} and {more} tokens more, expected 0 .. {MAX_POSITION}"
+            )
+
+
+def _readable(device: torch.device) -> bool:
+    """Whether to look at numbers: it would stall a GPU and break a compiled graph."""
+    return device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _resolve_positions(
@@ -246,7 +269,7 @@ def _resolve_positions(
         key_where = _check_positions("key_positions", key_positions, b, m, device)
     else:
         key_where = where if m == n else consecutive
-    same = key_where is where
+    same = key_where is where and m == n
     if m == 0:
         end = start
     elif key_positions is None and (positions is None or m != n):
@@ -257,15 +280,17 @@ def _resolve_positions(
 
 
 def _check_positions(name: str, positions: Tensor, b: int, n: int, device: torch.device) -> Tensor:
+    if not isinstance(positions, Tensor):
+        raise TypeError(f"{name}: got {type(positions).__name__}, expected a torch.Tensor")
     if positions.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise TypeError(f"{name}: got {positions.dtype}, expected integers")
-    if positions.shape not in ((n,), (b, n), (1, n)):
+    rows = positions.shape[0] if positions.ndim == 2 else 1
+    if positions.ndim not in (1, 2) or positions.shape[-1] != n or rows not in (1, b):
         raise ValueError(f"{name}: got shape {tuple(positions.shape)}, expected {(n,)} or {(b, n)}")
     if positions.device != device:
         raise ValueError(f"{name}: got device {positions.device}, expected {device}")
-    # Looking at the numbers would stall a GPU and break a compiled graph.
-    if device.type == "cpu" and not torch.compiler.is_compiling() and positions.numel():
+    if _readable(device) and positions.numel():
         low, high = int(positions.min()), int(positions.max())
         if low < 0 or high > MAX_POSITION:
             raise ValueError(f"{name}: got {low} .. {high}, expected 0 .. {MAX_POSITION}")
-    return positions.to(torch.int64).view(-1, n)
+    return positions.to(torch.int64).view(rows, n)

@@ -1,6 +1,7 @@
 """Rotary position embedding: frequencies, angles, rotation."""
 
 import math
+from difflib import get_close_matches
 
 import torch
 from torch import Tensor
@@ -22,11 +23,12 @@ class Rotary:
     Args:
         dim: number of features f (of the feature map, not of the head, where they differ).
         base: of the frequencies.
-        layout: "interleaved" pairs (0, 1), (2, 3), .. (RoFormer, GPT-J); "half" pairs (t, t + f/2)
+        layout: "interleaved" pairs (0, 1), (2, 3), .. (RoFormer, GPT-J); "half" pairs (t, t + rotary_dim/2)
             (GPT-NeoX, Llama).
         rotary_dim: only the first rotary_dim features turn; default: all.
         scaling: None.
-        theta: the frequencies themselves, (f/2,) or, a row per key/value head, (g, f/2); replaces base.
+        theta: the frequencies themselves, (rotary_dim/2,) or, a row per key/value head,
+            (g, rotary_dim/2); replaces base.
 
     Raises:
         ValueError: odd or non-positive sizes, rotary_dim > dim, base <= 0, unknown layout or scaling,
@@ -59,7 +61,9 @@ class Rotary:
         if not (base > 0 and math.isfinite(base)):
             raise ValueError(f"base={base}: expected a positive finite number")
         if layout not in LAYOUTS:
-            raise ValueError(f"layout={layout!r}: expected one of {', '.join(LAYOUTS)}")
+            near = get_close_matches(str(layout), LAYOUTS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"layout={layout!r}: expected one of {', '.join(LAYOUTS)}{hint}")
         if scaling is not None:
             raise ValueError(f"scaling={scaling!r}: expected None, the only one known")
         self.dim, self.base, self.layout, self.rotary_dim = dim, float(base), layout, rotary_dim

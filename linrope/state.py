@@ -48,6 +48,11 @@ class LinearAttentionState:
         for name, tensor in (("kv", self.kv), ("z", self.z)):
             if tensor.dtype not in (torch.float32, torch.float64):
                 raise TypeError(f"state.{name}: got {tensor.dtype}, expected float32 or float64")
+        if not self.kv.device == self.z.device == self.position.device:
+            raise ValueError(
+                f"state: got kv on {self.kv.device}, z on {self.z.device}, position on "
+                f"{self.position.device}; expected one device"
+            )
         if self.position.dtype != torch.int64:
             raise TypeError(f"state.position: got {self.position.dtype}, expected int64")
         if self.kv.ndim != 4 or self.z.shape != self.kv.shape[:3] or self.position.shape != self.kv.shape[:1]:
@@ -100,7 +105,7 @@ class LinearAttentionState:
             raise ValueError(f"{path}: got {sorted(tensors)}, expected kv, z, position and an identity")
         try:
             return cls(tensors["kv"], tensors["z"], tensors["position"], metadata["identity"])
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 
 

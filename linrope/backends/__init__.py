@@ -5,14 +5,15 @@ A backend is a module with ``attend(q, k, v, kv, z, **how) -> (out, kv, z)`` and
 """
 
 from difflib import get_close_matches
-from importlib import import_module
 from types import ModuleType
 
 import torch
 
+from linrope.backends import eager, reference
+
 MODULES = {
-    "reference": "linrope.backends.reference",
-    "eager": "linrope.backends.eager",
+    "reference": reference,
+    "eager": eager,
 }
 NAMES = ("auto", *MODULES)
 
@@ -30,7 +31,7 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
         near = get_close_matches(str(name), NAMES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"backend={name!r}: expected one of {', '.join(NAMES)}{hint}")
-    module = import_module(MODULES["eager" if name == "auto" else name])
+    module: ModuleType = MODULES["eager" if name == "auto" else name]
     reason = module.supports(device, dtype)
     if reason is not None:
         raise RuntimeError(f"backend={name!r} cannot run: {reason}")

@@ -101,10 +101,11 @@ class Block:
         # Queries that share a key would lie apart in smaller chunks: then the normalizer takes c too.
         self.sum_c = SUM_CHUNK if r == 1 and c % SUM_CHUNK == 0 else c
         shapes = self.shapes(t, b, g, r, c, f, e)
-        memory = scratch(call.q, call.dtype, sum(map(math.prod, shapes.values())))
-        for name, shape in shapes.items():
-            setattr(self, name, memory[: math.prod(shape)].view(shape))
-            memory = memory[math.prod(shape) :]
+        # Whole cache lines each: complex views need an even offset, and vector units like it.
+        sizes = [-(-math.prod(shape) // 16) * 16 for shape in shapes.values()]
+        pieces = scratch(call.q, call.dtype, sum(sizes))[: sum(sizes)].split(sizes)
+        for (name, shape), piece in zip(shapes.items(), pieces, strict=True):
+            setattr(self, name, piece[: math.prod(shape)].view(shape))
 
         self.phi, self.phi_hat = rows(self.q[0]), rows(self.q[1])
         self.psi, self.psi_hat = rows(self.k[0]), rows(self.k[1])
@@ -154,9 +155,9 @@ class Block:
     def fold_normalizer(self, z: Tensor) -> Tensor:
         """Adds z to the first key of each chunk, which all its queries see; returns the next z."""
         sums = self.sum_keys.sum(-2).flatten(0, 1)
-        after = sums.cumsum(0, dtype=z.dtype).add_(z)
-        self.sum_keys[..., 0, :].add_((after - sums).view(self.sum_keys[..., 0, :].shape))
-        return after[-1]
+        z_all = torch.cat((z[None], sums)).cumsum(0)  # z before each chunk, and after the last
+        self.sum_keys[..., 0, :].add_(z_all[:-1].view(self.sum_keys[..., 0, :].shape))
+        return z_all[-1]
 
 
 def forward(
@@ -259,10 +260,10 @@ class BackwardBlock(Block):
         # W after each chunk joins every key of the chunk.
         t, s, b, g, _, f = self.sum_keys.shape
         sums = torch.bmm(delta_rows.mT, self.sum_phi).view(t, b, g, s, f).permute(0, 3, 1, 2, 4)
-        before = sums.flatten(0, 1).flip(0).cumsum(0, dtype=w.dtype).flip(0).add_(w)
-        after = (before.view(sums.shape) - sums).permute(0, 2, 3, 1, 4)
+        w_all = torch.cat((w[None], sums.flatten(0, 1).flip(0))).cumsum(0)  # from the last chunk back
+        after = w_all[:-1].flip(0).view(sums.shape).permute(0, 2, 3, 1, 4)
         self.k[1].view(t, b, g, s, -1, f).add_(after[..., None, :])
-        return before[0]
+        return w_all[-1]
 
 
 def backward(

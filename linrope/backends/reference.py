@@ -29,17 +29,19 @@ def attend(
     eps: float,
     carry: bool = True,  # whether the last state is wanted; here it always is computed
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out (b, n, h, e) in q's dtype, and the state after the last key.
+    """out (b, n, h, e) in v's dtype, and the state after the last key; computed in q's dtype.
 
     num_i = sum_j <R(p_i) phi(q_i), R(p_j) psi(k_j)> v_j,  den_i = sum_j <phi(q_i), psi(k_j)>,
     out_i = num_i / max(den_i, eps), the sums over all j, or over j <= i.
     """
     dtype, (n, m) = q.dtype, (q.shape[1], k.shape[1])
     function = ELEMENTWISE[feature_map].value
+    if key_mask is not None:  # before the map too: its slope may be infinite there
+        hidden = ~key_mask[:, :, None, None]
+        k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
     phi, psi = function(q, None, None), function(k, None, None)
     if key_mask is not None:
-        hidden = ~key_mask[:, :, None, None]
-        psi, v = psi.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+        psi = psi.masked_fill(hidden, 0)
     phi_hat, psi_hat = phi, psi
     if rotary is not None:
         phi_hat = rotary(phi, _all_positions(positions, n))
@@ -61,7 +63,7 @@ def attend(
     out = rearrange(num, "b g r n e -> b n (g r) e")
 
     kv = kv + torch.einsum("bmgf,bmge->bgfe", psi_hat.to(kv.dtype), v.to(kv.dtype))
-    return out, kv, z + psi.to(z.dtype).sum(1)
+    return out.to(v.dtype), kv, z + psi.to(z.dtype).sum(1)
 
 
 def _all_positions(positions: Tensor, n: int) -> Tensor:

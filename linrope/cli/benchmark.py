@@ -90,7 +90,7 @@ class AttentionCase:
         return {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}.get(int(choice), str(choice))
 
     def check(self) -> None:
-        """Compares outputs and gradients of both sides with eq. 19, and softmax, in float64.
+        """Compares linrope's outputs and gradients with eq. 19 in float64.
 
         Sampled rows of out and dq, and the last rows of dk and dv, whose sums lie among them.
 
@@ -138,7 +138,7 @@ class AttentionCase:
             assert bool(error.max() <= 1e-4 * expected.abs().max()), f"linrope's d{name} is off at N = {n}"
 
     def check_softmax(self) -> None:
-        """The same for sampled rows of the softmax side's output."""
+        """Compares sampled rows of the softmax side's output with softmax in float64."""
         rows = torch.randint(self.n, (_SAMPLED,), generator=torch.Generator().manual_seed(1))
         q, k, v = (x.detach()[0].double().cpu() for x in self.inputs)
         q, k = (self.rotary(x[None], torch.arange(self.n))[0] for x in (q, k))

@@ -10,6 +10,7 @@ from linrope.feature_maps.base import FeatureMap
 
 # Every function takes optional buffers. Without them it is ordinary differentiable PyTorch; with them
 # it allocates nothing, which on a CPU is worth more than the arithmetic (a fresh page costs ~1 us).
+# scratch may be x itself: it is written last, or not at all.
 Value = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 Slope = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -34,7 +35,7 @@ def _exp(x: Tensor, out: Tensor | None = None, scratch: Tensor | None = None) ->
 
 
 def _silu(x: Tensor, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-    return torch.mul(x, torch.sigmoid(x, out=scratch), out=out)
+    return torch.mul(x, torch.sigmoid(x, out=out), out=out)
 
 
 def _identity(x: Tensor, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
@@ -43,7 +44,7 @@ def _identity(x: Tensor, out: Tensor | None = None, scratch: Tensor | None = Non
 
 def _silu_slope(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
     # (x s)' = s + y (1 - s) with s = sigmoid(x), y = x s
-    torch.sigmoid(x, out=out)
+    torch.sigmoid(x.to(y.dtype), out=out)
     return out.addcmul_(y, 1 - out)
 
 
@@ -58,7 +59,7 @@ class Elementwise(NamedTuple):
 ELEMENTWISE: dict[str, Elementwise] = {
     "elu+1": Elementwise(_elu1, lambda x, y, out: torch.clamp_max(y, 1, out=out), True),
     "relu": Elementwise(_relu, lambda x, y, out: torch.sign(y, out=out), True),
-    "relu2": Elementwise(_relu2, lambda x, y, out: torch.clamp_min(x, 0, out=out).mul_(2), True),
+    "relu2": Elementwise(_relu2, lambda x, y, out: torch.sqrt(y, out=out).mul_(2), True),
     "exp": Elementwise(_exp, lambda x, y, out: out.copy_(y), True),
     "silu": Elementwise(_silu, _silu_slope, False),
     "identity": Elementwise(_identity, lambda x, y, out: out.fill_(1), False),
@@ -68,12 +69,12 @@ ELEMENTWISE: dict[str, Elementwise] = {
 class ElementwiseMap(FeatureMap):
     """phi = psi = one function of each number.
 
-    elu+1      x + 1 if x >= 0 else exp(x)     Katharopoulos et al. 2020, arXiv 2006.16236
-    relu       max(x, 0)
-    relu2      max(x, 0)^2
-    exp        exp(x)
-    silu       x sigmoid(x)     signed: only with normalize=False
-    identity   x                signed: only with normalize=False
+        elu+1      x + 1 if x >= 0 else exp(x)     Katharopoulos et al. 2020, arXiv 2006.16236
+        relu       max(x, 0)
+        relu2      max(x, 0)^2
+        exp        exp(x)
+        silu       x sigmoid(x)     signed: only with normalize=False
+        identity   x                signed: only with normalize=False
 
     >>> from linrope import feature_maps
     >>> feature_maps.make("elu+1", 2).queries(torch.tensor([0.0, 2.0])).tolist()
@@ -85,7 +86,7 @@ class ElementwiseMap(FeatureMap):
     def __init__(self, name: str, head_dim: int) -> None:
         super().__init__()
         self.elementwise = name
-        self.feature_dim = head_dim
+        self.head_dim = self.feature_dim = head_dim
         self.positive = ELEMENTWISE[name].positive
 
     def queries(self, q: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ class FavorPlus(FeatureMap):
     """
 
     positive = True
+    head_dim: int
     projection: Tensor  # (M, d)
 
     def __init__(self, head_dim: int, num_features: int | None = None, seed: int | None = None) -> None:

@@ -21,7 +21,7 @@ class SoftmaxMap(FeatureMap):
 
     def __init__(self, head_dim: int) -> None:
         super().__init__()
-        self.feature_dim = head_dim
+        self.head_dim = self.feature_dim = head_dim
 
     def queries(self, q: Tensor) -> Tensor:
         return q.to(torch.promote_types(q.dtype, torch.float32)).softmax(-1)

@@ -1,0 +1,31 @@
+"""Griffe extension for mkdocs.yml: makes Markdown show docstrings as they are.
+
+Examples would be taken for quotations, and <phi, psi> in a sentence for HTML.
+"""
+
+import re
+from typing import Any
+
+import griffe
+
+
+def as_markdown(text: str) -> str:
+    """Puts each run of lines that starts with >>> into a python fence; escapes < before a letter in text."""
+    lines: list[str] = []
+    inside = False
+    for line in [*text.splitlines(), ""]:
+        if not inside and line.startswith(">>> "):
+            lines.append("```python")
+            inside = True
+        elif inside and not line.strip():
+            lines.append("```")
+            inside = False
+        indented = line.startswith("    ")  # an equation, which Markdown leaves alone
+        lines.append(line if inside or indented else re.sub(r"<(?=[A-Za-z])", "&lt;", line))
+    return "\n".join(lines)
+
+
+class DocstringExamples(griffe.Extension):
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = as_markdown(obj.docstring.value)

@@ -1,0 +1,43 @@
+"""Every ```python block of README.md and docs/*.md runs, page by page, in the page's order.
+
+A block with the info string "python no-run" is only compiled.
+"""
+
+import re
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.is_file()]
+BLOCK = re.compile(r"^( *)```python([^\n]*)\n(.*?)^\1``` *$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(text: str) -> list[tuple[int, str, str]]:
+    """(lines above, info string after "python", code) of each block."""
+    return [
+        (text.count("\n", 0, match.start(3)), match[2].strip(), dedent(match[3]))
+        for match in BLOCK.finditer(text)
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where the blocks write
+    torch.manual_seed(0)
+    names = {"__name__": "__main__"}
+    for above, info, code in blocks(page.read_text("utf-8")):
+        assert info in ("", "no-run"), f"{page.name}, line {above}: unknown info string {info!r}"
+        # Empty lines in front: an error then names the line of the page.
+        compiled = compile("\n" * above + code, str(page), "exec")
+        if info != "no-run":
+            exec(compiled, names)
+
+
+def test_blocks_are_found() -> None:
+    text = (
+        "```python\na = 1\n```\n\n```\nnot this\n```\n\n- list\n\n    ```python no-run\n    b = 2\n    ```\n"
+    )
+    assert blocks(text) == [(1, "", "a = 1\n"), (11, "no-run", "b = 2\n")]

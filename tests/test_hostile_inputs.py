@@ -1,0 +1,538 @@
+"""Bad input gets an error that names the argument, what it got and what was expected; odd input works."""
+
+import copy
+import math
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, feature_maps, linear_rope_attention
+from linrope.rotary import MAX_POSITION
+
+B, N, H, G, D, E = 2, 5, 4, 2, 4, 6
+LAST = torch.full((B,), MAX_POSITION)
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
+def attend(**change):
+    """A good call of the operation, with some arguments changed."""
+    arguments = {"q": ones(B, N, H, D), "k": ones(B, N, G, D), "v": ones(B, N, G, E), "rotary": Rotary(D)}
+    arguments.update(change)
+    tensors = [arguments.pop(name) for name in "qkv"]
+    return linear_rope_attention(*tensors, **arguments)
+
+
+def state(**change) -> LinearAttentionState:
+    made = attend(return_state=True, **{name: x for name, x in change.items() if name not in STATE_FIELDS})[1]
+    return replace(made, **{name: x for name, x in change.items() if name in STATE_FIELDS})
+
+
+STATE_FIELDS = ("kv", "z", "position", "identity")
+
+
+def layer(*sizes: int, **options) -> LinearRoPEAttention:
+    return LinearRoPEAttention(*(sizes or (8, 2)), **options)
+
+
+def run(x: torch.Tensor, options=None, **arguments):
+    return layer(**(options or {}))(x, **arguments)
+
+
+# id: (call, exception, what the message must say)
+REFUSED = {
+    # shapes
+    "q of rank 3": (
+        lambda: attend(q=ones(B, N, D)),
+        ValueError,
+        r"q: got shape \(2, 5, 4\), expected \(batch",
+    ),
+    "k of rank 5": (
+        lambda: attend(k=ones(1, B, N, G, D)),
+        ValueError,
+        r"k: got shape \(1, 2, 5, 2, 4\), exp",
+    ),
+    "v of rank 0": (lambda: attend(v=ones()), ValueError, r"v: got shape \(\), expected \(batch"),
+    "lengths of k and v": (
+        lambda: attend(v=ones(B, N + 1, G, E)),
+        ValueError,
+        r"k, v: got \(2, 5, 2, 4\), \(2, 6, 2, 6\), expected \(b, m, g, d\), \(b, m, g, e\)",
+    ),
+    "heads of k and v": (
+        lambda: attend(v=ones(B, N, 1, E)),
+        ValueError,
+        r"k, v: got .*\(2, 5, 1, 6\), expected",
+    ),
+    "lengths while causal": (
+        lambda: attend(q=ones(B, 3, H, D)),
+        ValueError,
+        r"k: got length 5, expected q's 3 with causal=True",
+    ),
+    "head dims": (
+        lambda: attend(q=ones(B, N, H, 6)),
+        ValueError,
+        r"q, k: got head dims 6, 4, expected equal",
+    ),
+    "heads do not divide": (
+        lambda: attend(q=ones(B, N, 3, D)),
+        ValueError,
+        r"k: got 2 heads, expected a divisor of q's 3",
+    ),
+    "g = 0": (
+        lambda: attend(k=ones(B, N, 0, D), v=ones(B, N, 0, E)),
+        ValueError,
+        r"k: got 0 heads, expected a divisor of q's 4",
+    ),
+    "h = 0": (lambda: attend(q=ones(B, N, 0, D)), ValueError, r"k: got 2 heads, expected a divisor of q's 0"),
+    "d = 0": (
+        lambda: attend(q=ones(B, N, H, 0), k=ones(B, N, G, 0)),
+        ValueError,
+        r"q, k: got head dims 0, 0, expected equal and positive",
+    ),
+    "batches": (lambda: attend(q=ones(3, N, H, D)), ValueError, r"k: got batch 2, expected q's 3"),
+    "devices": (
+        lambda: attend(k=ones(B, N, G, D, device="meta")),
+        ValueError,
+        r"q, k, v: got cpu, meta, cpu, expected one device",
+    ),
+    # types
+    "mixed dtypes": (
+        lambda: attend(q=ones(B, N, H, D, dtype=torch.float64)),
+        TypeError,
+        r"q, k, v: got torch.float64, torch.float32, torch.float32, expected one dtype",
+    ),
+    **{
+        f"{dtype} {name}": (
+            lambda name=name, dtype=dtype: attend(**{name: ones(B, N, G, D, dtype=dtype)}),
+            TypeError,
+            rf"{name}: got {dtype}, expected float64, float32, bfloat16 or float16",
+        )
+        for name in "qkv"
+        for dtype in (torch.int64, torch.complex64, torch.bool, torch.float8_e4m3fn)
+    },
+    **{
+        f"numpy {name}": (
+            lambda name=name: attend(**{name: np.ones((B, N, G, D))}),
+            TypeError,
+            rf"{name}: got ndarray, expected a dense torch.Tensor",
+        )
+        for name in "qkv"
+    },
+    "None as v": (lambda: attend(v=None), TypeError, r"v: got NoneType, expected a dense torch.Tensor"),
+    "sparse k": (
+        lambda: attend(k=ones(B, N, G, D).to_sparse()),
+        TypeError,
+        r"k: got torch.sparse_coo, expected a dense torch.Tensor",
+    ),
+    # positions
+    **{
+        f"{dtype} {name}": (
+            lambda name=name, dtype=dtype: attend(**{name: ones(N, dtype=dtype)}),
+            TypeError,
+            rf"^{name}: got {dtype}, expected integers",
+        )
+        for name in ("positions", "key_positions")
+        for dtype in (torch.float32, torch.bool, torch.complex64)
+    },
+    **{
+        f"{kind} of {name}": (
+            lambda name=name, wrong=wrong: attend(**{name: wrong}),
+            ValueError,
+            f"^{name}: got {message}",
+        )
+        for name in ("positions", "key_positions")
+        for kind, wrong, message in (
+            ("length", torch.arange(N + 1), r"shape \(6,\), expected \(5,\) or \(2, 5\)"),
+            ("batch", torch.zeros(3, N).long(), r"shape \(3, 5\), expected \(5,\) or \(2, 5\)"),
+            ("rank", torch.zeros(B, N, 2).long(), r"shape \(2, 5, 2\), expected \(5,\) or \(2, 5\)"),
+            ("negative number", torch.arange(N) - 1, r"-1 \.\. 3, expected 0 \.\. 2147483647"),
+            (
+                "number past the end",
+                torch.arange(N) + MAX_POSITION,
+                r"2147483647 \.\. 2147483651, expected 0 \.\.",
+            ),
+            ("device", torch.zeros(N, device="meta").long(), r"device meta, expected cpu"),
+        )
+    },
+    "list as positions": (
+        lambda: attend(positions=[0, 1, 2, 3, 4]),
+        TypeError,
+        r"positions: got list, expected",
+    ),
+    "numpy positions": (
+        lambda: attend(positions=np.arange(N)),
+        TypeError,
+        r"positions: got ndarray, expected",
+    ),
+    "state at the last position": (
+        lambda: attend(state=state(position=LAST)),
+        ValueError,
+        r"state: got positions \[2147483647, .* and 5 tokens more, expected 0 \.\. 2147483647",
+    ),
+    "state at a negative position": (
+        lambda: attend(state=state(position=-torch.ones(B).long())),
+        ValueError,
+        r"position.*-1.*expected 0 \.\. 2147483647",
+    ),
+    # mask
+    "shape of the mask": (
+        lambda: attend(key_mask=ones(B, N + 1, dtype=torch.bool)),
+        ValueError,
+        r"key_mask: got torch.bool \(2, 6\), expected torch.bool \(2, 5\)",
+    ),
+    "mask without batch": (
+        lambda: attend(key_mask=ones(N).bool()),
+        ValueError,
+        r"key_mask: got torch.bool \(5,\)",
+    ),
+    "dtype of the mask": (
+        lambda: attend(key_mask=ones(B, N)),
+        ValueError,
+        r"key_mask: got torch.float32 \(2, 5\), expected torch.bool \(2, 5\)",
+    ),
+    "device of the mask": (
+        lambda: attend(key_mask=ones(B, N, dtype=torch.bool, device="meta")),
+        ValueError,
+        r"key_mask: got device meta, expected cpu",
+    ),
+    # state
+    "tuple as state": (
+        lambda: attend(state=(1, 2)),
+        TypeError,
+        r"state: got tuple, expected LinearAttentionState",
+    ),
+    "shape of the state": (
+        lambda: attend(state=state().reorder(torch.tensor([0]))),
+        ValueError,
+        r"state: got kv of shape \(1, 2, 4, 6\), expected \(b, g, f, e\) = \(2, 2, 4, 6\)",
+    ),
+    "state of another map": (
+        lambda: attend(state=state(feature_map="exp")),
+        ValueError,
+        r"state: made with .*exp.*; expected .*elu\+1",
+    ),
+    "state of another rotation": (
+        lambda: attend(state=state(), rotary=Rotary(D, base=500.0)),
+        ValueError,
+        r"state: made with .*base=10000.0.*; expected .*base=500.0",
+    ),
+    "half-precision state": (
+        lambda: state(kv=ones(B, G, D, E, dtype=torch.bfloat16)),
+        TypeError,
+        r"state.kv: got torch.bfloat16, expected float32 or float64",
+    ),
+    "device of the state": (
+        lambda: attend(state=state().to("meta")),
+        ValueError,
+        r"state: got device meta, expected cpu",
+    ),
+    "state in two places": (
+        lambda: state(z=ones(B, G, D, device="meta")),
+        ValueError,
+        r"state: got .*meta.*expected one device",
+    ),
+    # values and names
+    **{
+        f"eps={eps}": (lambda eps=eps: attend(eps=eps), ValueError, rf"eps={eps}: expected a positive finite")
+        for eps in (0.0, -1e-6, math.nan, math.inf)
+    },
+    "signed map": (
+        lambda: attend(feature_map="silu"),
+        ValueError,
+        r"feature_map='silu': its features are signed.*expected normalize=False",
+    ),
+    "unknown map": (
+        lambda: attend(feature_map="elu1"),
+        ValueError,
+        r"feature_map='elu1': expected one of elu\+1, .*mean 'elu\+1'",
+    ),
+    "map that needs an object": (
+        lambda: attend(feature_map="favor+"),
+        ValueError,
+        r"feature_map='favor\+': .*expected the object that feature_maps.make",
+    ),
+    "number as map": (lambda: attend(feature_map=3), TypeError, r"feature_map: got int, expected a name"),
+    "unknown backend": (
+        lambda: attend(backend="eagre"),
+        ValueError,
+        r"backend='eagre': expected one of auto, reference, eager; did you mean 'eager'",
+    ),
+    "backend that cannot run": (
+        lambda: attend(backend="triton"),
+        RuntimeError,
+        r"backend='triton' cannot run: \w",
+    ),
+    "decay": (
+        lambda: attend(decay=ones(G)),
+        NotImplementedError,
+        r"decay: not in this version, expected None",
+    ),
+    "cu_seqlens": (
+        lambda: attend(cu_seqlens=torch.tensor([0, N])),
+        NotImplementedError,
+        r"cu_seqlens: not in this version, expected None",
+    ),
+    "name as rotary": (lambda: attend(rotary="half"), TypeError, r"rotary: got str, expected Rotary or None"),
+    "rotary of another size": (
+        lambda: attend(rotary=Rotary(6)),
+        ValueError,
+        r"rotary: got dim=6, expected the number of features, 4",
+    ),
+    "theta for other heads": (
+        lambda: attend(rotary=Rotary.whole_model(H, D)),
+        ValueError,
+        r"rotary: got theta for 4 heads, expected 2 key/value heads",
+    ),
+    **{
+        f"{name} map object of another head dim": (
+            lambda name=name, options=options: attend(
+                feature_map=feature_maps.make(name, 6, **options), rotary=None
+            ),
+            ValueError,
+            r"feature_map.*6.*expected.*4",
+        )
+        for name, options in (("elu+1", {}), ("softmax", {}), ("favor+", {"num_features": 4}))
+    },
+    # Rotary
+    **{
+        f"dim={dim}": (
+            lambda dim=dim: Rotary(dim),
+            ValueError,
+            rf"dim={dim}: expected a positive even number",
+        )
+        for dim in (5, 0, -2)
+    },
+    **{
+        f"rotary_dim={dim}": (
+            lambda dim=dim: Rotary(4, rotary_dim=dim),
+            ValueError,
+            rf"rotary_dim={dim}: expected an even number from 2 to dim=4",
+        )
+        for dim in (3, 6, 0, -2)
+    },
+    **{
+        f"base={base}": (
+            lambda base=base: Rotary(4, base=base),
+            ValueError,
+            rf"base={base}: expected a positive",
+        )
+        for base in (0.0, -1.0, math.nan, math.inf)
+    },
+    "unknown layout": (
+        lambda: Rotary(4, layout="halve"),
+        ValueError,
+        r"layout='halve': expected one of interleaved, half.*did you mean 'half'",
+    ),
+    "unknown scaling": (lambda: Rotary(4, scaling="yarm"), ValueError, r"scaling='yarm': expected None"),
+    "half layout of the whole model": (
+        lambda: Rotary.whole_model(2, 4, layout="half"),
+        ValueError,
+        r"layout='half': whole-model rotation needs 'interleaved'",
+    ),
+    **{
+        f"theta of shape {shape}": (
+            lambda shape=shape: Rotary(4, theta=ones(*shape)),
+            ValueError,
+            r"theta: got shape \(.*\), expected \(2,\) or \(num_kv_heads, 2\)",
+        )
+        for shape in ((3,), (2, 4), (1, 1, 2), ())
+    },
+    "features to turn": (
+        lambda: Rotary(4)(ones(1, 3, 2, 6), torch.arange(3)),
+        ValueError,
+        r"x: got 6 features, expected dim=4",
+    ),
+    "heads to turn": (
+        lambda: Rotary.whole_model(2, 4)(ones(1, 3, 3, 4), torch.arange(3)),
+        ValueError,
+        r"x: got 3 heads, expected a multiple of theta's 2",
+    ),
+    **{
+        f"{dtype} angles": (
+            lambda dtype=dtype: Rotary(4).angles(ones(3, dtype=dtype)),
+            TypeError,
+            rf"positions: got {dtype}, expected integers",
+        )
+        for dtype in (torch.float32, torch.bool, torch.complex64)
+    },
+    # the layer
+    "heads of the layer": (
+        lambda: layer(10, 3),
+        ValueError,
+        r"embed_dim=10: expected a multiple of num_heads=3",
+    ),
+    "kv heads of the layer": (
+        lambda: layer(12, 4, num_kv_heads=3),
+        ValueError,
+        r"num_kv_heads=3: expected a divisor of num_heads=4",
+    ),
+    "no kv heads": (lambda: layer(num_kv_heads=0), ValueError, r"num_kv_heads=0: expected a divisor"),
+    "no heads": (lambda: layer(8, 0), ValueError, r"expected a divisor of num_heads=0"),
+    "no width": (lambda: layer(0, 2), ValueError, r"embed_dim.*positive"),
+    "no head dim": (
+        lambda: layer(head_dim=0),
+        ValueError,
+        r"head_dim=0, value_head_dim=0: expected at least 1",
+    ),
+    "no value head dim": (
+        lambda: layer(value_head_dim=0),
+        ValueError,
+        r"value_head_dim=0: expected at least 1",
+    ),
+    "odd features": (lambda: layer(10, 2), ValueError, r"dim=5: expected a positive even number"),
+    "unknown map of the layer": (
+        lambda: layer(feature_map="exq"),
+        ValueError,
+        r"feature_map='exq': .*mean 'exp'",
+    ),
+    "signed map of the layer": (
+        lambda: layer(feature_map="identity"),
+        ValueError,
+        r"feature_map=.*'identity'.*signed; expected normalize=False",
+    ),
+    "unknown layout of the layer": (
+        lambda: layer(rotary="halve"),
+        ValueError,
+        r"rotary='halve': expected one of interleaved, half, a Rotary or None; did you mean 'half'",
+    ),
+    "unknown backend of the layer": (
+        lambda: run(ones(1, 3, 8), {"backend": "cuda"}),
+        ValueError,
+        r"backend='cuda'",
+    ),
+    "decay of the layer": (lambda: layer(decay=ones(2)), NotImplementedError, r"decay: .*expected None"),
+    "width of x": (
+        lambda: run(ones(1, 3, 9)),
+        ValueError,
+        r"x: got shape \(1, 3, 9\), expected \(batch, length, 8\)",
+    ),
+    "rank of x": (
+        lambda: run(ones(3, 8)),
+        ValueError,
+        r"x: got shape \(3, 8\), expected \(batch, length, 8\)",
+    ),
+    "rank of the context": (
+        lambda: run(ones(1, 3, 8), context=ones(3, 8)),
+        ValueError,
+        r"context: got shape \(3, 8\), expected \(batch, length, 8\)",
+    ),
+    "length of the context": (
+        lambda: run(ones(1, 3, 8), context=ones(1, 4, 8)),
+        ValueError,
+        r"k: got length 4, expected q's 3 with causal=True",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_bad_input_is_refused_with_a_message_that_says_why(call, error, message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_double_backward_says_that_it_is_not_supported(causal: bool) -> None:
+    q = ones(B, N, H, D).requires_grad_()
+    (grad,) = torch.autograd.grad(attend(q=q, causal=causal).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="linrope"):
+        grad.sum().backward()
+
+
+def test_a_refused_call_leaves_the_state_as_it_was() -> None:
+    given = state()
+    kept = given.clone()
+    with pytest.raises(ValueError, match="state: made with"):
+        attend(state=given, rotary=None)
+    assert torch.equal(given.kv, kept.kv)
+    assert torch.equal(given.z, kept.z)
+
+
+@pytest.mark.parametrize("feature_map", feature_maps.NAMES)
+def test_a_deepcopy_of_a_layer_works_on_its_own(feature_map: str) -> None:
+    normalize = feature_map not in ("silu", "identity")
+    original = layer(feature_map=feature_map, normalize=normalize, out_norm=True, gate=True)
+    x = torch.linspace(-1, 1, 48).view(2, 3, 8)
+    expected, given = original(x, return_state=True)
+    twin = copy.deepcopy(original)
+    assert torch.equal(twin(x, state=given), original(x, state=given))
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert torch.equal(original(x), expected)
+
+
+def test_8_threads_at_once_give_what_one_gives() -> None:
+    module = layer(out_norm=True)
+    inputs = [torch.randn(2, 70 + i, 8, generator=torch.Generator().manual_seed(i)) for i in range(8)]
+
+    def both_ways(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.clone().requires_grad_()
+        y = module(x)
+        (grad,) = torch.autograd.grad(y.square().sum(), x)
+        return y.detach(), grad
+
+    expected = [both_ways(x) for x in inputs]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            for (y, grad), (y0, grad0) in zip(pool.map(both_ways, inputs), expected, strict=True):
+                assert torch.equal(y, y0)
+                assert torch.equal(grad, grad0)
+
+
+def python(source: str, path) -> str:
+    """What a fresh interpreter prints for a script."""
+    path.write_text(source)
+    command = [sys.executable, str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=path.parent.parent)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+ROOT = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+CHILD = """
+import multiprocessing
+
+def call(queue):
+    import torch, linrope
+    torch.set_num_threads(1)
+    x = torch.ones(1, 3, 2, 4, requires_grad=True)
+    linrope.linear_rope_attention(x, x, x, rotary=linrope.Rotary(4)).sum().backward()
+    queue.put((bool(x.grad.isfinite().all()), torch.cuda.is_initialized()))
+
+if __name__ == "__main__":
+    import linrope
+    context = multiprocessing.get_context(METHOD)
+    queue = context.SimpleQueue()
+    child = context.Process(target=call, args=(queue,))
+    child.start()
+    print(queue.get())
+    child.join()
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_child_process_can_run_a_call(method: str, tmp_path) -> None:
+    if method == "fork" and sys.platform == "win32":
+        pytest.skip("this system cannot fork")
+    output = python(ROOT + CHILD.replace("METHOD", repr(method)), tmp_path / "script.py")
+    assert output.strip() == "(True, False)"
+
+
+def test_importing_linrope_brings_in_neither_gpu_nor_command_line_libraries(tmp_path) -> None:
+    source = """
+import torch
+before = set(sys.modules)
+import linrope
+added = {name.split(".")[0] for name in set(sys.modules) - before}
+print(sorted(added & {"triton", "linrope_kernels", "typer", "rich", "matplotlib"}))
+print(torch.cuda.is_initialized())
+"""
+    assert python(ROOT + source, tmp_path / "script.py").split() == ["[]", "False"]

@@ -1,0 +1,98 @@
+"""The layers of the code: imports point down, nothing reaches for a GPU library, files stay short."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import linrope
+
+ROOT = Path(linrope.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+ids = [str(path.relative_to(ROOT)) for path in FILES]
+
+# From top to bottom. The modules of one level do not know each other, apart from BESIDE.
+LEVELS = [
+    {"cli"},
+    {"models"},
+    {"attention", "position_encodings"},
+    {"functional"},
+    {"backends"},
+    {"feature_maps", "rotary", "state", "files"},
+]
+BESIDE = {("state", "files")}
+RANK = {name: rank for rank, level in enumerate(LEVELS) for name in level}
+PUBLIC = RANK["attention"]  # linrope itself re-exports all from there down
+
+
+def imported(source: str, package: str) -> Iterator[str]:
+    """Absolute names of the modules that the source imports, wherever the statement stands."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, *filter(None, [node.module])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def upward(source: str, module: str, is_package: bool = False) -> list[str]:
+    """The imports in a linrope module's source that the order of LEVELS forbids."""
+    own = module.split(".")[1]
+    found = []
+    for name in imported(source, module if is_package else module.rpartition(".")[0]):
+        parts = name.split(".")
+        if parts[0] != "linrope":
+            continue
+        other = parts[1] if len(parts) > 1 else ""
+        rank = RANK.get(other, PUBLIC)  # a name of linrope/__init__.py, where it is no module
+        if other != own and rank <= RANK[own] and (own, other) not in BESIDE:
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_imports_point_down_only(path: Path) -> None:
+    if path == ROOT / "__init__.py":
+        return
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    package = parts[-1] == "__init__"
+    module = ".".join(parts[:-1] if package else parts)
+    own = module.split(".")[1]
+    assert own in RANK, f"{own} has no place in LEVELS"
+    assert upward(path.read_text("utf-8"), module, package) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "module", "found"),
+    [
+        ("from linrope.attention import X", "linrope.functional", ["linrope.attention.X"]),
+        ("from linrope import attention", "linrope.functional", ["linrope.attention"]),
+        ("from linrope import Rotary", "linrope.attention", ["linrope.Rotary"]),
+        ("import linrope.cli.main", "linrope.models.lm", ["linrope.cli.main"]),
+        ("def f():\n    from ..functional import X", "linrope.backends.eager", ["linrope.functional.X"]),
+        ("from linrope.state import X", "linrope.files", ["linrope.state.X"]),
+        ("from linrope.rotary import X", "linrope.feature_maps.base", ["linrope.rotary.X"]),
+        ("import linrope", "linrope.rotary", ["linrope"]),
+        ("from linrope.files import X", "linrope.state", []),
+        ("from linrope import Rotary", "linrope.models.lm", []),
+        ("from linrope import backends\nimport torch", "linrope.functional", []),
+        ("from .base import X", "linrope.feature_maps.favor", []),
+    ],
+)
+def test_the_check_itself_finds_upward_imports(source: str, module: str, found: list[str]) -> None:
+    assert upward(source, module) == found
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_nothing_imports_triton(path: Path) -> None:
+    package = ".".join(path.relative_to(ROOT.parent).parent.parts)
+    assert not [name for name in imported(path.read_text("utf-8"), package) if name.split(".")[0] == "triton"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_files_stay_under_400_lines(path: Path) -> None:
+    assert len(path.read_text("utf-8").splitlines()) < 400

@@ -1,0 +1,227 @@
+"""The numerics contract: error bounds, counts that do not stall, and outputs that do not see the future."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, target
+from hypothesis import strategies as st
+from torch import Tensor
+
+from linrope import LinearAttentionState, Rotary, linear_rope_attention
+from linrope.backends.eager_blocks import BLOCK, CHUNK, SUM_CHUNK
+from linrope.rotary import MAX_POSITION
+from tests.oracle import BACKENDS, POSITIVE, SIGNED, everything, examples, num_features, randoms, use_map
+
+BOUNDS = {torch.float32: 16 * 2.0**-24, torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
+every_dtype = pytest.mark.parametrize("dtype", BOUNDS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+every_map = pytest.mark.parametrize("name", [*POSITIVE, *SIGNED])
+
+CONFIGS = st.fixed_dictionaries(
+    {
+        "name": st.sampled_from([*POSITIVE, *SIGNED]),
+        "layout": st.sampled_from([None, "interleaved", "half"]),
+        "partial": st.booleans(),
+        "causal": st.booleans(),
+        "normalize": st.booleans(),
+        "masked": st.booleans(),
+        "b": st.integers(1, 2),
+        "g": st.integers(1, 2),
+        "r": st.integers(1, 2),  # query heads per key/value head
+        "n": st.integers(1, 300),
+        "before": st.integers(0, 40),  # tokens of the state
+        "d": st.sampled_from([4, 8, 16, 32]),
+        "e": st.sampled_from([1, 4, 16]),
+        "start": st.integers(0, MAX_POSITION - 340),
+        "scale": st.sampled_from([0.1, 1.0, 3.0]),
+        "seed": st.integers(0, 2**32 - 1),
+    }
+)
+
+
+class Problem:
+    """One random configuration: a first piece that only makes a state, and a second that is looked at."""
+
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype) -> None:
+        c = config
+        self.before, self.causal = c["before"], c["causal"]
+        n = c["before"] + c["n"]
+        # Rounding an exponent x costs exp(x) a relative error of u |x|, before any backend sees it.
+        scale = min(c["scale"], 1.0) if c["name"] in ("exp", "softmax", "favor+") else c["scale"]
+        self.qkv = randoms(
+            c["b"], n, c["g"] * c["r"], c["d"], g=c["g"], e=c["e"],
+            dtype=dtype, seed=c["seed"], scale=scale,
+        )  # fmt: skip
+        self.how = use_map(c["name"], c["d"])
+        self.how["normalize"] &= c["normalize"]
+        f = num_features(self.how, c["d"])
+        if c["name"] == "favor+" and dtype == torch.float32:
+            # Its float32 exponents are sums, off by many u: the bound is the backend's, on the features.
+            (q, k, v), fmap = self.qkv, self.how["feature_map"]
+            self.qkv, self.how["feature_map"] = (fmap.queries(q), fmap.keys(k), v), None
+        self.how["rotary"] = c["layout"] and Rotary(
+            f, layout=c["layout"], rotary_dim=f // 2 if c["partial"] else f
+        )
+        self.positions = c["start"] + torch.arange(n)
+        generator = torch.Generator().manual_seed(c["seed"])
+        self.mask = torch.rand(c["b"], n, generator=generator) > 0.3 if c["masked"] else None
+
+    def piece(self, which: slice, dtype: torch.dtype | None) -> tuple[list[Tensor], dict[str, Any]]:
+        mask = None if self.mask is None else self.mask[:, which]
+        return [x[:, which].to(dtype) for x in self.qkv], self.how | {"key_mask": mask}
+
+    def state(self, dtype: torch.dtype | None, backend: str) -> LinearAttentionState | None:
+        if self.before == 0:
+            return None
+        first = slice(0, self.before)
+        inputs, how = self.piece(first, dtype)
+        how |= {"positions": self.positions[first], "backend": backend}
+        return linear_rope_attention(*inputs, return_state=True, **how)[1]
+
+    def second(self, dtype: torch.dtype | None, backend: str) -> tuple[list[Tensor], dict[str, Any]]:
+        inputs, how = self.piece(slice(self.before, None), dtype)
+        how |= {"causal": self.causal, "state": self.state(dtype, backend), "backend": backend}
+        if self.before == 0:
+            how["positions"] = self.positions
+        return inputs, how
+
+    def magnitude(self) -> Tensor:
+        """M_i = sum_j |R phi(q_i)|^T |R psi(k_j)| |v_j| / den_i of the second piece, (b, n, h, e)."""
+        q, k, v = (x.double() for x in self.qkv)
+        fmap, rotary = self.how["feature_map"], self.how["rotary"]
+        phi, psi = (q, k) if fmap is None else (fmap.queries(q), fmap.keys(k))
+        psi, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (psi, v))
+        if self.mask is not None:
+            psi = psi * self.mask[..., None, None]
+        n = q.shape[1]
+        sees = torch.ones(n, n, dtype=torch.float64)
+        sees = (sees.tril() if self.causal else sees)[self.before :]
+        if rotary is None:
+            phi_hat, psi_hat = phi, psi
+        else:
+            phi_hat, psi_hat = rotary(phi, self.positions), rotary(psi, self.positions)
+        phi, phi_hat = phi[:, self.before :], phi_hat[:, self.before :]
+        sizes = torch.einsum("bnhf,bmhf->bhnm", phi_hat.abs(), psi_hat.abs()) * sees
+        total = torch.einsum("bhnm,bmhe->bnhe", sizes, v.abs())
+        if self.how["normalize"]:
+            den = torch.einsum("bhnm,nm->bnh", torch.einsum("bnhf,bmhf->bhnm", phi, psi), sees)
+            total /= den.clamp(min=1e-6)[..., None]
+        return total
+
+
+def error_in_bounds(out: Tensor, oracle: Tensor, size: Tensor) -> float:
+    """The largest |out - oracle| as a part of what the contract allows."""
+    info = torch.finfo(out.dtype)
+    underflow = info.smallest_normal * info.eps  # numbers near 0 have no relative precision
+    return float(((out.double() - oracle).abs() / (BOUNDS[out.dtype] * size + underflow)).max())
+
+
+@every_dtype
+@examples(500)
+@given(config=CONFIGS)
+def test_output_error_is_within_the_bound(dtype: torch.dtype, config: dict[str, Any]) -> None:
+    problem = Problem(config, dtype)
+    size = problem.magnitude()
+    assume(size.max() < torch.finfo(dtype).max)
+    inputs, how = problem.second(dtype, "eager")
+    out = linear_rope_attention(*inputs, **how)
+    inputs, how = problem.second(torch.float64, "reference")
+    error = error_in_bounds(out, linear_rope_attention(*inputs, **how), size)
+    target(error, label="error in units of the bound")
+    assert error <= 1
+
+
+@every_dtype
+@examples(200)
+@given(config=CONFIGS)
+def test_gradient_error_is_that_of_the_reference(dtype: torch.dtype, config: dict[str, Any]) -> None:
+    problem = Problem(config, dtype)
+    results = []
+    for narrow, backend in ((dtype, "eager"), (dtype, "reference"), (torch.float64, "reference")):
+        inputs, how = problem.second(narrow, backend)
+        results.append(everything(*inputs, **how))
+    actual, reference, oracle = results
+    worst = 0.0
+    for name in (name for name in oracle if name.startswith("d")):
+        errors = [(x[name].double() - oracle[name]).abs().max() for x in (actual, reference)]
+        # With one key the output is its value: no gradient for q and k, and nothing to measure errors by.
+        is_zero = oracle[name].abs().max() < 1e-9
+        if errors[1].isfinite() and not is_zero:  # float16 may overflow
+            allowed = 3 * errors[1] + 1e-5 * oracle[name].abs().max()
+            ratio = float(errors[0] / allowed) if errors[0] else 0.0
+            assert ratio <= 1, name
+            worst = max(worst, ratio)
+    target(worst, label="error in units of the bound")
+
+
+def test_the_normalizer_does_not_drift_over_ten_million_tokens() -> None:
+    piece, d = 100_000, 4
+    generator = torch.Generator().manual_seed(0)
+    state, expected = None, torch.zeros(d, dtype=torch.float64)
+    for i in range(100):
+        k = torch.randn(1, piece, 1, d, generator=generator)
+        # Most come without queries, which is fast; some by the chunks of causal attention.
+        causal = i % 10 == 0
+        q = k if causal else k[:, :0]
+        _, state = linear_rope_attention(
+            q, k, k[..., :1], causal=causal, state=state, return_state=True, backend="eager"
+        )
+        expected += torch.where(k > 0, k.double() + 1, k.double().exp()).sum((0, 1, 2))
+    assert state is not None
+    assert state.position.tolist() == [10_000_000]
+    torch.testing.assert_close(state.z[0, 0], expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("steps", [1, 3, 70])
+def test_the_normalizer_does_not_stall_after_many_tokens(steps: int, backend: str) -> None:
+    d, start, feature, tokens = 4, 2.0**25, 0.25, 2100
+    assert torch.tensor(start) + feature == start  # float32 would stall
+    x = torch.full((1, steps, 1, d), feature).log()
+    how: dict[str, Any] = {"feature_map": "exp", "rotary": Rotary(d), "backend": backend}
+    _, state = linear_rope_attention(x[:, :0], x[:, :0], x[:, :0], return_state=True, **how)
+    state = replace(state, z=torch.full_like(state.z, start), position=state.position + 10_000_000)
+    for _ in range(tokens // steps):
+        _, state = linear_rope_attention(x, x, x, state=state, return_state=True, **how)
+    expected = torch.full((d,), tokens * feature, dtype=torch.float64)
+    torch.testing.assert_close(state.z[0, 0] - start, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_float16_does_not_overflow_in_long_sequences(causal: bool) -> None:
+    n, d = 65_536, 8
+    q, k, v = randoms(1, n, 1, d, dtype=torch.float16)
+    out = linear_rope_attention(q, k, v, rotary=Rotary(d), causal=causal, backend="eager")
+    assert out.isfinite().all()
+
+    positions = torch.arange(n, dtype=torch.float64)
+    turn = torch.polar(torch.ones(n, d // 2, dtype=torch.float64), positions[:, None] * Rotary(d).theta)
+    phi, psi = (torch.where(x > 0, x + 1, x.exp())[0, :, 0] for x in (q.double(), k.double()))
+    phi_hat, psi_hat = (
+        torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn).flatten(-2)
+        for x in (phi, psi)
+    )
+    values = v[0, :, 0].double()
+    rows = torch.randint(0, n, (200,), generator=torch.Generator().manual_seed(0))
+    for i in [0, n - 1, *rows.tolist()]:
+        seen = slice(0, i + 1 if causal else n)
+        den = psi[seen].sum(0) @ phi[i]
+        expected = (psi_hat[seen] @ phi_hat[i]) @ values[seen] / den
+        size = (psi_hat[seen].abs() @ phi_hat[i].abs()) @ values[seen].abs() / den
+        assert error_in_bounds(out[0, i, 0], expected, size) <= 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@every_map
+def test_future_tokens_do_not_change_one_bit_of_the_past(name: str, backend: str) -> None:
+    n = BLOCK + CHUNK + 9
+    how = use_map(name, 4) | {"backend": backend}
+    how["rotary"] = Rotary(num_features(how, 4))
+    now = randoms(2, n, 2, 4, g=1, dtype=torch.float32)
+    then = randoms(2, n, 2, 4, g=1, dtype=torch.float32, seed=1, scale=3.0)
+    out = linear_rope_attention(*now, **how)
+    for border in (SUM_CHUNK, CHUNK, 3 * CHUNK, BLOCK, BLOCK + CHUNK):
+        for cut in (border - 1, border, border + 1, border + 7):
+            mixed = (torch.cat((x[:, :cut], y[:, cut:]), 1) for x, y in zip(now, then, strict=True))
+            assert torch.equal(linear_rope_attention(*mixed, **how)[:, :cut], out[:, :cut])

@@ -1,0 +1,350 @@
+"""LinearAttentionState: its contract, its independence of every other tensor, and its file."""
+
+import json
+import pickle
+import struct
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.testing import assert_close
+from torch.utils import _pytree as pytree
+
+from linrope import LinearAttentionState, Rotary, linear_rope_attention
+
+B, G, H, D, E = 3, 2, 4, 4, 6
+ROTARY = Rotary(D)
+IDENTITY = "some map; some rotation"
+
+
+def tokens(n: int, seed: int = 0, dtype: torch.dtype = torch.float32, b: int = B) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (b, n, H, D), (b, n, G, D), (b, n, G, E)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def attend(inputs, state=None, **how) -> tuple[torch.Tensor, LinearAttentionState]:
+    return linear_rope_attention(*inputs, state=state, return_state=True, **{"rotary": ROTARY, **how})
+
+
+def some_state(n: int = 5, **how) -> LinearAttentionState:
+    return attend(tokens(n), **how)[1]
+
+
+def tensors(state: LinearAttentionState) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return state.kv, state.z, state.position
+
+
+def assert_same(a: LinearAttentionState, b: LinearAttentionState) -> None:
+    for x, y in zip(tensors(a), tensors(b), strict=True):
+        assert_close(x, y, atol=0, rtol=0)
+    assert a.identity == b.identity
+
+
+@pytest.mark.parametrize("n", [0, 1, 7])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize(
+    ("dtype", "wide"),
+    [
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+    ],
+)
+def test_state_is_float32_or_wider_and_z_float64(dtype, wide, backend, causal, n) -> None:
+    _, state = attend(tokens(n, dtype=dtype), backend=backend, causal=causal)
+    assert (state.kv.shape, state.kv.dtype) == ((B, G, D, E), wide)
+    assert (state.z.shape, state.z.dtype) == ((B, G, D), torch.float64)
+    assert torch.equal(state.position, torch.full((B,), n))
+
+
+def test_position_goes_on_from_the_state() -> None:
+    state = some_state(5)
+    for n in (3, 0, 1):
+        expected = state.position + n
+        _, state = attend(tokens(n), state)
+        assert torch.equal(state.position, expected)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ({"positions": torch.tensor([4, 9, 7])}, [8, 8, 8]),
+        ({"positions": torch.tensor([[0, 1, 2], [5, 6, 7], [9, 9, 9]], dtype=torch.int32)}, [3, 8, 10]),
+        ({"positions": torch.tensor([1, 2, 3]), "key_positions": torch.tensor([4, 5, 6])}, [7, 7, 7]),
+    ],
+)
+def test_position_follows_the_last_key_where_positions_are_given(how, expected) -> None:
+    _, state = attend(tokens(3), **how)
+    assert state.position.tolist() == expected
+    _, after = attend(tokens(2), state)
+    assert after.position.tolist() == [position + 2 for position in expected]
+
+
+def test_position_counts_keys_where_queries_are_of_another_length() -> None:
+    (q, *_), (_, k, v) = tokens(2), tokens(5)
+    _, state = attend((q, k, v), causal=False)
+    assert state.position.tolist() == [5] * B
+
+
+def test_detach_keeps_the_numbers_and_cuts_the_graph() -> None:
+    inputs = [x.requires_grad_() for x in tokens(4)]
+    state = attend(inputs)[1]
+    assert state.kv.requires_grad
+    detached = state.detach()
+    assert not any(x.requires_grad for x in tensors(detached))
+    assert_same(detached, state)
+
+
+def test_clone_keeps_the_graph() -> None:
+    inputs = [x.requires_grad_() for x in tokens(4)]
+    attend(inputs)[1].clone().kv.sum().backward()
+    assert inputs[1].grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_to_converts_kv_alone(dtype: torch.dtype) -> None:
+    state = some_state()
+    moved = state.to("cpu", dtype)
+    assert (moved.kv.dtype, moved.z.dtype, moved.position.dtype) == (dtype, torch.float64, torch.int64)
+    assert_same(replace(moved, kv=moved.kv.float()), state)
+
+
+def test_to_moves_every_tensor() -> None:
+    assert {x.device.type for x in tensors(some_state().to("meta"))} == {"meta"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64])
+def test_to_refuses_other_types(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=f"dtype: got {dtype}, expected float32 or float64"):
+        some_state().to(dtype=dtype)
+
+
+@pytest.mark.parametrize("index", [[2, 0, 1], [1, 1, 0], [2], [0, 0, 1, 1, 2, 2], []])
+def test_reorder_is_as_if_the_sequences_had_been_fed_in_that_order(index: list[int]) -> None:
+    order = torch.tensor(index, dtype=torch.int64)
+    history, now = tokens(5), tokens(2, seed=1, b=len(index))
+    reordered = attend(history)[1].reorder(order)
+    out, state = attend(now, reordered)
+    again = attend([x[order] for x in history])[1]
+    expected, expected_state = attend(now, again)
+    assert torch.equal(out, expected)
+    assert_same(state, expected_state)
+
+
+@pytest.mark.parametrize(
+    "index", [torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2), torch.zeros(3, dtype=torch.bool)]
+)
+def test_reorder_refuses_what_is_no_vector_of_integers(index: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"index: got torch\.\w+ \(.*\), expected integers of shape \(b,\)"):
+        some_state().reorder(index)
+
+
+def test_reorder_refuses_an_index_past_the_batch() -> None:
+    with pytest.raises(IndexError):
+        some_state().reorder(torch.tensor([B]))
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        LinearAttentionState.detach,
+        LinearAttentionState.clone,
+        LinearAttentionState.to,
+        lambda state: state.to("cpu", state.kv.dtype),
+        lambda state: state.reorder(torch.arange(B)),
+    ],
+)
+def test_copies_share_no_memory_with_the_state(copied) -> None:
+    state = some_state()
+    kept = pickle.loads(pickle.dumps(state))
+    for x in tensors(copied(state)):
+        x.fill_(77)
+    assert_same(state, kept)
+
+
+@pytest.mark.parametrize("n", [0, 1, 7])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_call_neither_changes_nor_shares_the_state_it_is_given(backend, causal, n, grad) -> None:
+    given = some_state()
+    inputs = [x.requires_grad_(grad) for x in tokens(n, seed=1)]
+    kept = pickle.loads(pickle.dumps(given))
+    _, state = attend(inputs, given, backend=backend, causal=causal)
+    assert_same(given, kept)
+    returned = pickle.loads(pickle.dumps(state.detach()))
+    with torch.no_grad():
+        for x in (*tensors(given), *inputs):
+            x.fill_(77)
+        assert_same(state.detach(), returned)
+        for x in tensors(state):
+            x.fill_(55)
+    assert all(bool((x == 77).all()) for x in tensors(given))
+
+
+def test_state_is_a_pytree() -> None:
+    state = some_state()
+    leaves, spec = pytree.tree_flatten({"layer": state})
+    assert all(x is y for x, y in zip(leaves, tensors(state), strict=True))
+    assert_same(pytree.tree_unflatten(leaves, spec)["layer"], state)
+    doubled = pytree.tree_map(lambda x: 2 * x, state)
+    assert isinstance(doubled, LinearAttentionState)
+    assert torch.equal(doubled.kv, 2 * state.kv)
+    assert doubled.identity == state.identity
+    assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_save_and_load_keep_every_bit(dtype: torch.dtype, tmp_path) -> None:
+    state = some_state().to(dtype=dtype)
+    state.save(tmp_path / "new folder" / "state.safetensors")
+    loaded = LinearAttentionState.load(str(tmp_path / "new folder" / "state.safetensors"))
+    assert_same(loaded, state)
+    assert torch.equal(attend(tokens(3, 1), loaded)[0], attend(tokens(3, 1), state)[0])
+
+
+def test_save_takes_views_and_tensors_that_require_grad(tmp_path) -> None:
+    inputs = [x.requires_grad_() for x in tokens(3)]
+    state = attend(inputs)[1]
+    view = replace(state, kv=state.kv.mT.contiguous().mT)
+    view.save(tmp_path / "state")
+    assert_same(LinearAttentionState.load(tmp_path / "state"), state.detach())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"kv": torch.zeros(B, G, D, E).bfloat16()}, TypeError, "state.kv: got torch.bfloat16"),
+        ({"z": torch.zeros(B, G, D).half()}, TypeError, "state.z: got torch.float16, expected float32"),
+        ({"position": torch.zeros(B).int()}, TypeError, "state.position: got torch.int32, expected int64"),
+        ({"kv": torch.zeros(B, G, D)}, ValueError, r"kv \(3, 2, 4\), .* expected \(b, g, f, e\)"),
+        ({"z": torch.zeros(B, G, D + 1)}, ValueError, r"z \(3, 2, 5\)"),
+        ({"position": torch.zeros(B + 1).long()}, ValueError, r"position \(4,\)"),
+    ],
+)
+def test_construction_refuses_other_types_and_shapes(change, error, message) -> None:
+    with pytest.raises(error, match=message):
+        replace(some_state(), **change)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"feature_map": "exp"},
+        {"feature_map": None},
+        {"rotary": None},
+        {"rotary": Rotary(D, base=500.0)},
+        {"rotary": Rotary(D, layout="half")},
+        {"rotary": Rotary(D, rotary_dim=2)},
+    ],
+    ids=str,
+)
+def test_a_call_refuses_the_state_of_another_map_or_rotation(how) -> None:
+    with pytest.raises(ValueError, match=r"state: made with .*; expected .*, as this"):
+        attend(tokens(2), some_state(), **how)
+
+
+def plain(**change) -> dict[str, torch.Tensor]:
+    kv, z = torch.ones(B, G, D, E), torch.ones(B, G, D, dtype=torch.float64)
+    return {"kv": kv, "z": z, "position": torch.zeros(B).long(), **change}
+
+
+META = {"format": "linrope.LinearAttentionState", "version": "1", "identity": IDENTITY}
+
+
+def written(path, content=None, **metadata) -> None:
+    """A well-formed safetensors file, of whatever content."""
+    kept = {name: value for name, value in {**META, **metadata}.items() if value is not None}
+    save_file(plain() if content is None else content, path, metadata=kept)
+
+
+def cut(path, size: int) -> None:
+    written(path)
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def lengthened(path) -> None:
+    written(path)
+    path.write_bytes(path.read_bytes() + b"\0" * 8)
+
+
+def overlapping(path) -> None:
+    where = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    header = json.dumps({"__metadata__": META, "kv": where, "z": where, "position": where}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 4)
+
+
+DAMAGED = {
+    "empty": lambda path: path.write_bytes(b""),
+    "text": lambda path: path.write_text("not a state\n" * 9),
+    "header too long": lambda path: path.write_bytes(struct.pack("<Q", 2**62) + b"{}"),
+    "cut in the header": lambda path: cut(path, 40),
+    "cut in the data": lambda path: cut(path, -1),
+    "extra bytes": lengthened,
+    "overlapping": overlapping,
+    "pickle": lambda path: path.write_bytes(pickle.dumps({"kv": 1})),
+    "torch.save": lambda path: torch.save(plain(), path),
+    "other keys": lambda path: written(path, {**plain(), "more": torch.ones(1)}),
+    "missing key": lambda path: written(path, {"kv": torch.ones(1), "z": torch.ones(1)}),
+    "shapes": lambda path: written(path, plain(z=torch.ones(B, G, D + 1))),
+    "half precision": lambda path: written(path, plain(kv=torch.ones(B, G, D, E).bfloat16())),
+    "integer sums": lambda path: written(path, plain(z=torch.ones(B, G, D).long())),
+    "another format": lambda path: written(path, format="other"),
+    "no format": lambda path: written(path, format=None),
+    "newer": lambda path: written(path, version="2"),
+    "no version": lambda path: written(path, version=None),
+    "no identity": lambda path: written(path, identity=None),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
+def test_load_refuses_damaged_and_foreign_files_and_names_them(damage, tmp_path) -> None:
+    path = tmp_path / "broken.safetensors"
+    damage(path)
+    with pytest.raises(ValueError, match=r"broken\.safetensors: "):
+        LinearAttentionState.load(path)
+
+
+def test_load_says_which_version_it_got_and_which_it_reads(tmp_path) -> None:
+    written(tmp_path / "state", version="2")
+    with pytest.raises(ValueError, match="version '2', expected '1'"):
+        LinearAttentionState.load(tmp_path / "state")
+
+
+@pytest.mark.parametrize("name", ["missing", "."])
+def test_load_of_a_missing_file_says_so(name: str, tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        LinearAttentionState.load(tmp_path / name)
+
+
+class Opened:
+    """Unpickling one would run code."""
+
+    def __reduce__(self):
+        return pytest.fail, ("a pickle was loaded",)
+
+
+def test_load_never_runs_a_pickle(tmp_path) -> None:
+    (tmp_path / "state").write_bytes(pickle.dumps(Opened()))
+    with pytest.raises(ValueError, match="not a readable safetensors file"):
+        LinearAttentionState.load(tmp_path / "state")
+
+
+def test_an_interrupted_save_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch) -> None:
+    path, old = tmp_path / "state", some_state()
+    old.save(path)
+
+    def interrupted(tensors, temporary, metadata) -> None:
+        with open(temporary, "wb") as file:
+            file.write(b"half a file")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("linrope.files.save_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        some_state(9).save(path)
+    assert_same(LinearAttentionState.load(path), old)
+    assert list(tmp_path.iterdir()) == [path]
