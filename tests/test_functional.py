@@ -502,7 +502,7 @@ def test_eager_refuses_a_second_derivative(causal: bool) -> None:
 def test_bidirectional_attention_takes_the_cheaper_order_of_products(n: int, quadratic: bool) -> None:
     f = e = 64
     q, k, v = randoms(1, n, 2, f, dtype=torch.float32)
-    angles = Angles(None, "", torch.zeros(1, 1, dtype=torch.int64), n, torch.float32)
+    angles = Angles(None, "", torch.zeros(1, 1, dtype=torch.int64), n, n, torch.float32)
     call = Call(q, k, v, None, angles, angles, "elu+1", False, 1e-6, torch.float32)
     kv, z = torch.zeros(1, 2, f, e), torch.zeros(1, 2, f, dtype=torch.float64)
     with FlopCounterMode(display=False) as forward:

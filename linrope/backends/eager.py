@@ -57,11 +57,11 @@ def _call(
     key_positions: Tensor | None, key_mask: Tensor | None, layout: str, feature_map: str, causal: bool,
     normalize: bool, eps: float,
 ) -> eager_causal.Call:  # fmt: skip
-    lengths = [min(n, BLOCK) if causal else n for n in (q.shape[1], k.shape[1])]
-    q_angles = Angles(theta, layout, positions, lengths[0], kv.dtype)
+    n, m = q.shape[1], k.shape[1]
+    q_angles = Angles(theta, layout, positions, n, min(n, BLOCK) if causal else n, kv.dtype)
     k_angles = q_angles
     if key_positions is not None:
-        k_angles = Angles(theta, layout, key_positions, lengths[1], kv.dtype)
+        k_angles = Angles(theta, layout, key_positions, m, min(m, BLOCK) if causal else m, kv.dtype)
     return eager_causal.Call(q, k, v, key_mask, q_angles, k_angles, feature_map, normalize, eps, kv.dtype)
 
 

@@ -67,10 +67,12 @@ def row_groups(b: int, g: int, r: int, n: int) -> Iterator[tuple[slice, slice]]:
             yield slice(i, i + batches), slice(j, j + heads)
 
 
-def split(x: Tensor, t: int, c: int, g: int) -> Tensor:
-    """(b, t c, g r, d) -> (t, b, g, r, c, d), a view."""
-    parts: Tensor = x.unflatten(1, (t, c)).unflatten(3, (g, -1))
-    return parts.permute(1, 0, 3, 4, 2, 5)
+def split(x: Tensor, t: int, c: int, g: int, start: int = 0) -> Tensor:
+    """t c tokens of x (b, n, g r, d), from start on, as (t, b, g, r, c, d): a view, in one call."""
+    (b, _, h, d), (sb, sn, sh, sd) = x.shape, x.stride()
+    r = h // g
+    offset = x.storage_offset() + start * sn
+    return x.as_strided((t, b, g, r, c, d), (c * sn, sb, r * sh, sh, sn, sd), offset)
 
 
 def rows(x: Tensor) -> Tensor:
@@ -81,18 +83,28 @@ def rows(x: Tensor) -> Tensor:
 class Angles:
     """cos and sin of a sequence's angles, block by block, formed in float64.
 
-    theta (1 or g, p), None: no rotation; ``longest`` is the length of the longest block. positions
+    theta (1 or g, p), None: no rotation; n tokens, ``longest`` of them in the longest block. positions
     (b or 1, n), or (b or 1, 1) for consecutive ones: then R(p + j) = R(p) R(j), and a block costs one
     complex product instead of its sines.
     """
 
     def __init__(
-        self, theta: Tensor | None, layout: str, positions: Tensor, longest: int, dtype: torch.dtype
+        self,
+        theta: Tensor | None,
+        layout: str,
+        positions: Tensor,
+        n: int,
+        longest: int,
+        dtype: torch.dtype,
     ) -> None:
         self.theta, self.interleaved, self.dtype = theta, layout == "interleaved", dtype
         self.positions, self.consecutive = positions, positions.shape[1] == 1
         if theta is not None and self.consecutive:
-            self.steps = self._turns(torch.arange(longest, device=positions.device)[None])
+            steps = torch.arange(longest, device=positions.device)[None]
+            if longest == n:  # a single block
+                self.positions, self.consecutive = positions + steps, False
+            else:
+                self.steps = self._turns(steps)
 
     def _turns(self, positions: Tensor) -> Tensor:  # (b or 1, l) -> (b or 1, l, g or 1, p) complex128
         assert self.theta is not None
@@ -117,7 +129,8 @@ class Angles:
             turns = self._turns(self.positions + start) * self.steps[:, : t * c]
         else:
             turns = self._turns(self.positions[:, start : start + t * c])
-        turns = turns.unflatten(1, (t, c)).permute(1, 0, 3, 2, 4).unsqueeze(3)
+        b, _, g, p = turns.shape
+        turns = turns.view(b, t, c, g, 1, p).permute(1, 0, 3, 4, 2, 5)
         return Turn(turns, self.interleaved, self.dtype)
 
 

@@ -14,6 +14,7 @@ block starts; delta needs no output: phi . R^T dphi^ = gb . num.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -131,15 +132,14 @@ class Block:
 
     def cut(self, x: Tensor, start: int) -> Tensor:
         """This block's part of a (b, n, heads, d) tensor, as (t, b, g, r, c, d)."""
-        return split(x[:, start : start + self.t * self.c], self.t, self.c, self.g)
+        return split(x, self.t, self.c, self.g, start)
 
     def load(self, start: int) -> None:
         """Features, values, and the states after each chunk; s[0] must hold the one before."""
         call, function = self.call, ELEMENTWISE[self.call.feature_map]
         self.hidden = None
         if call.key_mask is not None:
-            mask = call.key_mask[:, start : start + self.t * self.c, None, None]
-            self.hidden = ~split(mask, self.t, self.c, 1)
+            self.hidden = ~split(call.key_mask[..., None, None], self.t, self.c, 1, start)
         self.q_turn = call.q_angles.block(start, self.t, self.c)
         self.k_turn = self.q_turn
         if call.k_angles is not call.q_angles:
@@ -149,8 +149,9 @@ class Block:
         load_features(self.k_in, function, self.k_turn, self.hidden, self.k)
         load_values(self.cut(call.v, start), self.hidden, self.v)
         torch.bmm(self.psi_hat.mT, self.values, out=self.s_after)
-        for i in range(self.t):
-            self.s[i + 1] += self.s[i]
+        states = self.s.unbind()
+        for before, after in pairwise(states):
+            after.add_(before)
 
     def fold_normalizer(self, z: Tensor) -> Tensor:
         """Adds z to the first key of each chunk, which all its queries see; returns the next z."""
@@ -228,8 +229,9 @@ class BackwardBlock(Block):
     def numerator(self) -> None:
         """dv, and R^T dphi^ and R^T dpsi^ in place of the rotated features."""
         torch.bmm(self.phi_hat.mT, self.gb, out=self.t_before)
-        for i in reversed(range(self.t)):
-            self.ts[i] += self.ts[i + 1]
+        states = self.ts.unbind()[::-1]
+        for after, before in pairwise(states):
+            before.add_(after)
         scores = self.scores
         torch.bmm(self.phi_hat, self.psi_hat.mT, out=scores)
         self.tiles.tril_()
@@ -314,7 +316,7 @@ def _backward(
         if call.normalize:
             dz = block.denominator(den_now, starts[1][index], dz)
         else:
-            block.k[1] += dz[:, :, None, None]
+            block.k[1].add_(dz[:, :, None, None])
         slope(block.q_in, block.q[0], block.dq)
         if block.hidden is not None:
             block.dk.masked_fill_(block.hidden, 0)
