@@ -81,7 +81,7 @@ def _attend(
             out, den, kv_end, z_end = eager_bidirectional.forward(call, kv, z, carry)
         else:
             out = v.new_empty(*q.shape[:3], v.shape[3])
-            den = kv.new_empty(q.shape[:3]) if normalize else kv.new_zeros(q.shape[:3])
+            den = kv.new_empty(q.shape[:3]) if normalize and save else kv.new_zeros(q.shape[:3])
             kv_end, z_end = torch.empty_like(kv), torch.empty_like(z)
             eager_causal.forward(call, kv, z, out, den, kv_end, z_end, kv_starts, z_starts)
     return out, den, kv_end, z_end, kv_starts, z_starts

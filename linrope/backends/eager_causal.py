@@ -199,9 +199,11 @@ def _forward(
             torch.bmm(block.sum_phi, block.sum_psi.mT, out=block.weights)
             block.sum_tiles.tril_()
             den_now = block.weights.sum(-1).view(*block.num.shape[:-1], 1)
-            block.cut(den[..., None], start).copy_(den_now)
-            block.num.div_(den_now.clamp_(min=call.eps))
-        block.cut(out, start).copy_(block.num)
+            if len(starts[0]):
+                block.cut(den[..., None], start).copy_(den_now)
+            torch.div(block.num, den_now.clamp_(min=call.eps), out=block.cut(out, start))
+        else:
+            block.cut(out, start).copy_(block.num)
     return kv, z
 
 
