@@ -157,7 +157,8 @@ class Block:
         """Adds z to the first key of each chunk, which all its queries see; returns the next z."""
         sums = self.sum_keys.sum(-2).flatten(0, 1)
         z_all = torch.cat((z[None], sums)).cumsum(0)  # z before each chunk, and after the last
-        self.sum_keys[..., 0, :].add_(z_all[:-1].view(self.sum_keys[..., 0, :].shape))
+        first_keys = self.sum_keys[..., 0, :]
+        first_keys.add_(z_all[:-1].to(self.call.dtype).view(first_keys.shape))
         return z_all[-1]
 
 
@@ -265,7 +266,7 @@ class BackwardBlock(Block):
         t, s, b, g, _, f = self.sum_keys.shape
         sums = torch.bmm(delta_rows.mT, self.sum_phi).view(t, b, g, s, f).permute(0, 3, 1, 2, 4)
         w_all = torch.cat((w[None], sums.flatten(0, 1).flip(0))).cumsum(0)  # from the last chunk back
-        after = w_all[:-1].flip(0).view(sums.shape).permute(0, 2, 3, 1, 4)
+        after = w_all[:-1].flip(0).to(self.call.dtype).view(sums.shape).permute(0, 2, 3, 1, 4)
         self.k[1].view(t, b, g, s, -1, f).add_(after[..., None, :])
         return w_all[-1]
 
@@ -322,7 +323,8 @@ def _backward(
         slope(block.q_in, block.q[0], block.dq)
         if block.hidden is not None:
             block.dk.masked_fill_(block.hidden, 0)
-        values = block.q[1].mul_(block.dq), block.k[1].mul_(block.dk), block.dv
-        for grad, value in zip(grads, values, strict=True):
-            block.cut(grad, start).copy_(value)
+        dq, dk, dv = (block.cut(grad, start) for grad in grads)
+        torch.mul(block.q[1], block.dq, out=dq)
+        torch.mul(block.k[1], block.dk, out=dk)
+        dv.copy_(block.dv)
     return dkv, dz
