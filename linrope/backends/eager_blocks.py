@@ -99,6 +99,8 @@ class Angles:
     ) -> None:
         self.theta, self.interleaved, self.dtype = theta, layout == "interleaved", dtype
         self.positions, self.consecutive = positions, positions.shape[1] == 1
+        self.turn: Turn | None = None
+        self.buffer: Tensor | None = None
         if theta is not None and self.consecutive:
             steps = torch.arange(longest, device=positions.device)[None]
             if longest == n:  # a single block
@@ -123,26 +125,48 @@ class Angles:
         return part
 
     def block(self, start: int, t: int, c: int) -> "Turn | None":
+        """The rotation of t c tokens from start on; the next call reuses its memory."""
         if self.theta is None:
             return None
         if self.consecutive:
-            turns = self._turns(self.positions + start) * self.steps[:, : t * c]
+            steps = self.steps[:, : t * c]
+            turns = torch.mul(self._turns(self.positions + start), steps, out=self._buffer(steps))
         else:
             turns = self._turns(self.positions[:, start : start + t * c])
         b, _, g, p = turns.shape
         turns = turns.view(b, t, c, g, 1, p).permute(1, 0, 3, 4, 2, 5)
-        return Turn(turns, self.interleaved, self.dtype)
+        if self.turn is None or self.turn.shape != turns.shape:
+            self.turn = Turn(turns.shape, self.interleaved, self.dtype, turns.device)
+        self.turn.set(turns)
+        return self.turn
+
+    def _buffer(self, steps: Tensor) -> Tensor:
+        shape = len(self.positions), *steps.shape[1:]
+        if self.buffer is None or self.buffer.shape != shape:
+            self.buffer = steps.new_empty(shape)
+        return self.buffer
 
 
 class Turn:
     """The rotation of one block: ``apply`` is R, ``undo`` its transpose, on the first 2p features."""
 
-    def __init__(self, turns: Tensor, interleaved: bool, dtype: torch.dtype) -> None:
-        self.interleaved = interleaved
+    def __init__(
+        self, shape: torch.Size, interleaved: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shape, self.interleaved = shape, interleaved
         if interleaved:  # a pair is a complex number, a rotation a complex product
-            self.cis = turns.to(torch.promote_types(dtype, torch.complex64)).contiguous()
+            self.cis = torch.empty(shape, dtype=torch.promote_types(dtype, torch.complex64), device=device)
+            self.conj = torch.empty_like(self.cis)
         else:
-            self.cos, self.sin = turns.real.to(dtype).contiguous(), turns.imag.to(dtype).contiguous()
+            self.cos = torch.empty(shape, dtype=dtype, device=device)
+            self.sin = torch.empty_like(self.cos)
+
+    def set(self, turns: Tensor) -> None:
+        if self.interleaved:
+            self.cis.copy_(turns)
+        else:
+            self.cos.copy_(turns.real)
+            self.sin.copy_(turns.imag)
 
     def apply(self, x: Tensor, out: Tensor) -> None:
         if self.interleaved:
@@ -152,7 +176,7 @@ class Turn:
 
     def undo(self, x: Tensor, out: Tensor) -> None:
         if self.interleaved:
-            self._multiply(x, self.cis.conj().resolve_conj(), out)
+            self._multiply(x, torch.conj_physical(self.cis, out=self.conj), out)
         else:
             self._rotate(x, -self.sin, out)
 

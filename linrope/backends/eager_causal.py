@@ -181,6 +181,7 @@ def forward(
 def _forward(
     call: Call, kv: Tensor, z: Tensor, out: Tensor, den: Tensor, starts: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
+    kv = kv.clone()
     buffers: dict[tuple[int, int], Block] = {}
     for index, (start, t, c) in enumerate(blocks(call.q.shape[1])):
         if (t, c) not in buffers:
@@ -190,7 +191,7 @@ def _forward(
             starts[0][index], starts[1][index] = kv, z
         block.s[0] = kv
         block.load(start)
-        kv = block.s[t].clone()  # the next block may use the same memory
+        kv.copy_(block.s[t])  # out of memory that the next block may use
         z = block.fold_normalizer(z) if call.normalize else z + block.k[0].sum((0, -2))[:, :, 0]
         torch.bmm(block.phi_hat, block.psi_hat.mT, out=block.scores)
         block.tiles.tril_()
@@ -302,6 +303,7 @@ def _backward(
     dz: Tensor,
 ) -> tuple[Tensor, Tensor]:
     slope = ELEMENTWISE[call.feature_map].slope
+    dkv = dkv.clone()
     buffers: dict[tuple[int, int], BackwardBlock] = {}
     for index, (start, t, c) in reversed(list(enumerate(blocks(call.q.shape[1])))):
         if (t, c) not in buffers:
@@ -314,7 +316,7 @@ def _backward(
         if call.normalize:
             block.num.div_(den_now.clamp(min=call.eps))
         block.numerator()
-        dkv = block.ts[0].clone()
+        dkv.copy_(block.ts[0])
         slope(block.k_in, block.k[0], block.dk)  # before z is folded into psi
         if call.normalize:
             dz = block.denominator(den_now, starts[1][index], dz)

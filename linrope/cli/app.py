@@ -194,6 +194,10 @@ def _bench(
             progress.update(task, description=f"N = {n:,}")
             rows.append(benchmark.attention_row(n, rows[-1] if rows else None, limit, budget, rounds))
             progress.advance(task)
+        scaling = None
+        if lengths[-1] > 4096:
+            progress.update(task, description="growth")
+            scaling = benchmark.growth(4096, lengths[-1], budget, rounds)
         progress.update(task, description="decoding")
         decode = benchmark.decode_rows(positions, budget, rounds) if positions else []
         progress.advance(task)
@@ -203,6 +207,7 @@ def _bench(
         "machine": benchmark.machine(),
         "attention": rows,
         "overtaking": {mode: benchmark.overtaking(rows, mode) for mode in ("forward", "training")},
+        "growth": scaling,
         "decode": decode,
     }
     report.show(result, console)

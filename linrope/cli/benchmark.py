@@ -337,13 +337,24 @@ def overtaking(rows: list[dict[str, Any]], mode: str) -> int | None:
     return length
 
 
+def growth(short: int, long: int, budget: float, rounds: int) -> dict[str, Any]:
+    """Time per token at length long over that at length short, in turns: 1 is linear."""
+    cases = {n: AttentionCase(n) for n in (short, long)}
+    ratios = {}
+    for mode in ("forward", "training"):
+        runs = {str(n): partial(getattr(case, mode), case.linrope) for n, case in cases.items()}
+        seconds = median_seconds(runs, rounds * 2, budget * 2)
+        ratios[mode] = seconds[str(long)] / long / (seconds[str(short)] / short)
+    return {"short": short, "long": long, **ratios}
+
+
 def decode_rows(positions: list[int], budget: float, rounds: int) -> list[dict[str, Any]]:
     """Time per token at each position; linrope's steps take turns, so that their ratio means something."""
     cases = [DecodeCase(position) for position in positions]
     for case in cases:
         case.check()
     linrope_seconds = median_seconds(
-        {str(case.position): partial(_repeat, case.linrope) for case in cases}, rounds * 4, budget * 4
+        {str(case.position): partial(_repeat, case.linrope) for case in cases}, rounds * 20, budget * 4
     )
     rows = []
     for case in cases:

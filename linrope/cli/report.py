@@ -65,6 +65,12 @@ def show(result: dict[str, Any], console: Console) -> None:
             f"forward + backward at {rows[-1]['n']:,}: memory beyond inputs, outputs and gradients: "
             f"{memory:.0%} of their size"
         )
+    growth = result["growth"]
+    if growth is not None:
+        console.print(
+            f"time per token at {growth['long']:,} over that at {growth['short']:,}: "
+            f"{growth['forward']:.2f} forward, {growth['training']:.2f} forward + backward"
+        )
     if result["decode"]:
         console.print(decode_table(result["decode"]))
 
