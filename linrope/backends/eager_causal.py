@@ -311,10 +311,11 @@ def _backward(
         block = buffers[t, c]
         block.s[0], block.ts[t] = starts[0][index], dkv
         block.load(start)
-        block.num.copy_(block.cut(g_out, start))
         den_now = block.cut(den[..., None], start)
         if call.normalize:
-            block.num.div_(den_now.clamp(min=call.eps))
+            torch.div(block.cut(g_out, start), den_now.clamp(min=call.eps), out=block.num)
+        else:
+            block.num.copy_(block.cut(g_out, start))
         block.numerator()
         dkv.copy_(block.ts[0])
         slope(block.k_in, block.k[0], block.dk)  # before z is folded into psi

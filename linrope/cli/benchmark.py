@@ -8,7 +8,7 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -216,7 +216,7 @@ class DecodeCase:
 
 
 def median_seconds(
-    functions: dict[str, Callable[[], Any]], rounds: int = 5, budget: float = 2.0
+    functions: Mapping[str, Callable[[], Any]], rounds: int = 5, budget: float = 2.0
 ) -> dict[str, float]:
     """Median wall time of each function; they take turns, so that a busy machine hits all alike.
 
