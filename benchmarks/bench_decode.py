@@ -3,7 +3,7 @@
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from linrope.cli.benchmark import DecodeCase
+from linrope.cli.cases import DecodeCase
 
 
 @pytest.mark.parametrize("position", [1024, 16384, 1048576])
@@ -13,5 +13,6 @@ def bench_decode(benchmark: BenchmarkFixture, side: str, position: int) -> None:
     case.check()
     if side == "softmax":
         case.fill_cache()
+        case.check_softmax()
     benchmark.group = f"position {position}"
     benchmark.pedantic(getattr(case, side), rounds=20, iterations=5, warmup_rounds=1)

@@ -130,9 +130,9 @@ def bench(
     ] = "1024,16384,1048576",
     softmax_limit: Annotated[
         float, typer.Option(help="Seconds one call of softmax attention may take.")
-    ] = 30.0,
-    budget: Annotated[float, typer.Option(help="Seconds per measurement.")] = 2.0,
-    rounds: Annotated[int, typer.Option(help="Turns that the sides take.")] = 5,
+    ] = 12.0,
+    budget: Annotated[float, typer.Option(help="Seconds per measurement.")] = 3.0,
+    rounds: Annotated[int, typer.Option(help="Turns that the sides take.")] = 4,
     out: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path("benchmarks/results"),
 ) -> int:
     """Measure throughput and memory against softmax attention with RoPE.
