@@ -3,6 +3,7 @@
 import codecs
 import datetime
 import json
+import shutil
 import signal
 import sys
 import threading
@@ -19,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from linrope.cli import benchmark, report
 from linrope.files import replace_file
 from linrope.models import LanguageModel, LanguageModelConfig, generate
-from linrope.models.training import Corpus, Trainer, TrainingConfig, latest_checkpoint
+from linrope.models.training import Corpus, Trainer, TrainingConfig, checkpoints, latest_checkpoint
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 console = Console()
@@ -174,6 +175,8 @@ def demo(
     stopped = _train(trainer, None)
     after = trainer.evaluate()
     console.print(f"bits per byte on held-out files: [bold]{before:.2f} before, {after:.2f} after[/bold]")
+    for earlier in checkpoints(out):  # of another demo: a longer one would count as the latest
+        shutil.rmtree(earlier)
     console.print(f"checkpoint: {trainer.save(out)}")
     if stopped:
         return 130
@@ -237,7 +240,7 @@ def _progress(text: str) -> Progress:
     )
 
 
-_STATUS = "{task.fields[bits]:.3f} bits/byte  {task.fields[rate]:,.0f} bytes/s"
+_STATUS = "loss {task.fields[bits]:.3f} bits/byte  {task.fields[rate]:,.0f} bytes/s"
 
 
 def _train(trainer: Trainer, out: Path | None, save_every: int = 0) -> bool:
@@ -253,9 +256,7 @@ def _train(trainer: Trainer, out: Path | None, save_every: int = 0) -> bool:
     previous = signal.signal(signal.SIGINT, interrupt)
     bits = rate = 0.0
     try:
-        with _progress(
-            "loss {task.fields[bits]:.3f} bits/byte  {task.fields[rate]:,.0f} bytes/s"
-        ) as progress:
+        with _progress(_STATUS) as progress:
             task = progress.add_task("", total=config.steps, completed=first, bits=8.0, rate=0.0)
             while trainer.step < config.steps and not stop.is_set():
                 loss = trainer.train_step()

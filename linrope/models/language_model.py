@@ -168,7 +168,8 @@ class LanguageModel(nn.Module):
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
         tensors, _ = load_tensors(Path(folder) / "model.safetensors", _FORMAT, _VERSION)
-        model = cls(config)
+        with torch.random.fork_rng(devices=[]):  # the weights drawn here are not the ones kept
+            model = cls(config)
         try:
             model.load_state_dict(tensors)
         except RuntimeError as error:

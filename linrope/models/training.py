@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import sysconfig
+import tempfile
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -191,8 +192,10 @@ class Trainer:
         """Writes folder/step-N whole or not at all; keeps the last two."""
         folder = Path(folder)
         target = folder / f"step-{self.step:08d}"
-        temporary = folder / f".{target.name}.{os.getpid()}"
-        temporary.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=folder, prefix=f".{target.name}."))
+        temporary.chmod(0o755)
+        replaced = temporary.with_suffix(".replaced")
         try:
             self.model.save(temporary)
             names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
@@ -208,11 +211,12 @@ class Trainer:
                 "checksum": str(self.corpus.checksum),
             }
             save_tensors(temporary / "training.safetensors", tensors, metadata)
-            if target.exists():
-                shutil.rmtree(target)
+            if target.exists():  # moved away whole: half removed, it would count as the latest
+                target.rename(replaced)
             temporary.rename(target)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            for leftover in (temporary, replaced):
+                shutil.rmtree(leftover, ignore_errors=True)
         for old in checkpoints(folder)[:-_KEPT]:
             shutil.rmtree(old)
         return target
@@ -227,18 +231,24 @@ class Trainer:
         latest = latest_checkpoint(folder)
         model = LanguageModel.load(latest)
         tensors, metadata = load_tensors(latest / "training.safetensors", _FORMAT, _VERSION)
-        if metadata["checksum"] != str(corpus.checksum):
+        if metadata.get("checksum") != str(corpus.checksum):
             raise ValueError(f"{latest}: was trained on other text than {corpus.name}")
-        trainer = cls(model, corpus, TrainingConfig(**json.loads(metadata["config"])))
-        trainer.step = int(metadata["step"])
-        for name, parameter in model.named_parameters():
-            state = {}
-            for key in ("step", "exp_avg", "exp_avg_sq"):
-                if f"{key}.{name}" in tensors:
-                    state[key] = tensors[f"{key}.{name}"]
-            if state:
-                trainer.optimizer.state[parameter] = state
-        torch.set_rng_state(tensors["random_state"])
+        try:
+            trainer = cls(model, corpus, TrainingConfig(**json.loads(metadata["config"])))
+            trainer.step = int(metadata["step"])
+            random_state = tensors.pop("random_state")
+            if trainer.step:  # before the first step the optimizer has no state
+                for name, parameter in model.named_parameters():
+                    state = {key: tensors.pop(f"{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
+                    for key in ("exp_avg", "exp_avg_sq"):
+                        if state[key].shape != parameter.shape:
+                            raise ValueError(f"{key}.{name}: got shape {tuple(state[key].shape)}")
+                    trainer.optimizer.state[parameter] = state
+            if tensors:
+                raise ValueError(f"got tensors {sorted(tensors)} too many")
+            torch.set_rng_state(random_state)  # last: a damaged file leaves the process as it was
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{latest / 'training.safetensors'}: does not fit the model: {error}") from error
         return trainer
 
 

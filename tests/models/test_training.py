@@ -2,6 +2,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.training import Corpus, Trainer, TrainingConfig, checkpoints, latest_checkpoint
@@ -118,6 +120,40 @@ def test_the_last_two_checkpoints_are_kept_and_a_half_written_one_is_never_seen(
         trainer.save(tmp_path)
     assert latest_checkpoint(tmp_path).name == "step-00000003"
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "cause"),
+    [
+        (lambda tensors, metadata: tensors.pop("random_state"), "random_state"),
+        (lambda tensors, metadata: tensors.pop("exp_avg.norm.weight"), "exp_avg.norm.weight"),
+        (lambda tensors, metadata: tensors.update({"exp_avg.norm.weight": torch.zeros(3)}), "got shape"),
+        (lambda tensors, metadata: tensors.update(extra=torch.zeros(1)), "extra"),
+        (lambda tensors, metadata: tensors.update(random_state=torch.zeros(3)), "ByteTensor"),
+        (lambda tensors, metadata: metadata.pop("step"), "step"),
+        (lambda tensors, metadata: metadata.update(config='{"stepz": 1}'), "stepz"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(
+    damage: object, cause: str, trainer: Trainer, tmp_path: Path
+) -> None:
+    trainer.train_step()
+    path = trainer.save(tmp_path) / "training.safetensors"
+    with safe_open(path, "pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    damage(tensors, metadata)  # type: ignore[operator]
+    save_file(tensors, path, metadata)
+    random_state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=rf"training.safetensors: does not fit the model: .*{cause}"):
+        Trainer.load(tmp_path, trainer.corpus)
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced_whole(trainer: Trainer, tmp_path: Path) -> None:
+    paths = [trainer.save(tmp_path) for _ in range(2)]
+    assert paths[0] == paths[1]
+    assert [path.name for path in tmp_path.iterdir() if path.name != "text"] == ["step-00000000"]
+    assert Trainer.load(tmp_path, trainer.corpus).step == 0
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update(trainer: Trainer) -> None:
