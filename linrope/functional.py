@@ -1,6 +1,7 @@
 """The operation: check the arguments, choose a backend, call it."""
 
 import math
+from dataclasses import replace
 from typing import Literal, overload
 
 import torch
@@ -137,16 +138,20 @@ def linear_rope_attention(
         more = max(n, m) if positions is None else 0
         _check_state(state, (b, g, f, e), identity, q.device, more)
         kv, z, start = state.kv, state.z, state.position
+    in_place = state is not None and state.donated
     where, key_where, end = _resolve_positions(positions, key_positions, start, b, n, m, q.device)
 
-    module = backends.choose(backend, q.device, v.dtype)
+    module = backends.choose(backend, q, v, kv)
     out: Tensor
     out, kv, z = module.attend(
         q, k, v, kv, z,
         feature_map=elementwise, rotary=rotary, positions=where, key_positions=key_where,
         key_mask=key_mask, causal=causal, normalize=normalize, eps=eps,
-        carry=return_state or state is not None,
+        carry=return_state or state is not None, in_place=in_place,
     )  # fmt: skip
+    if state is not None and in_place and kv is state.kv and z is state.z:  # then all of it is in place
+        state.position.copy_(end)
+        return (out, replace(state, donated=False)) if return_state else out
     if not return_state:
         return out
     return out, LinearAttentionState(kv, z, end.expand(b).clone(), identity)

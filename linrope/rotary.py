@@ -76,6 +76,7 @@ class Rotary:
                     f"or (num_kv_heads, {rotary_dim // 2})"
                 )
             self.theta = theta.detach().to("cpu", torch.float64, copy=True)
+        self._turns: dict[torch.device, Tensor] = {}
         source = f"base={self.base}" if theta is None else f"theta={self.theta.tolist()}"
         # Tells apart two rotations whose states must not be mixed.
         self.identity = f"Rotary({dim}, {source}, layout={layout!r}, rotary_dim={rotary_dim})"
@@ -113,6 +114,18 @@ class Rotary:
         """Cosine and sine of ``angles``, formed in float64 and cast to dtype."""
         angles = self.angles(positions)
         return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def turns(self, device: torch.device) -> Tensor:
+        """theta / 2 pi in units of 2^-64 turns, (1 or g, p) int64: position * turns wraps to the angle.
+
+        Integers that wrap reduce an angle to one turn exactly. theta itself is a float64, so that the
+        angle at position 2^31 is off by 3e-7 rad at most, as with ``angles``.
+        """
+        if device not in self._turns:
+            turns = self.theta.view(-1, self.rotary_dim // 2) / (2 * math.pi)
+            turns = turns - turns.round()  # -1/2 .. 1/2
+            self._turns[device] = (turns * 2.0**64).clamp_max(2.0**63 - 1024).to(torch.int64).to(device)
+        return self._turns[device]
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotates x (b, n, h, f) to positions (n,) or (b, n); float16 and bfloat16 turn in float32."""

@@ -25,6 +25,7 @@ class LinearAttentionState:
         z: (b, g, f), float64 (float32 is taken too): it counts tokens, and a float32 count stalls.
         position: (b,) int64, of the next token.
         identity: of the feature map and the rotation that made it; another one is refused.
+        donated: see ``donate``.
 
     Raises:
         TypeError, ValueError: a tensor of another type or shape.
@@ -41,6 +42,7 @@ class LinearAttentionState:
     z: Tensor
     position: Tensor
     identity: str
+    donated: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv, Tensor):  # a pytree of something else, while tracing
@@ -62,7 +64,8 @@ class LinearAttentionState:
             )
 
     def _map(self, function: Any) -> "LinearAttentionState":
-        return replace(self, kv=function(self.kv), z=function(self.z), position=function(self.position))
+        kv, z, position = function(self.kv), function(self.z), function(self.position)
+        return LinearAttentionState(kv, z, position, self.identity)
 
     def detach(self) -> "LinearAttentionState":
         """The same numbers, cut from the graph: what truncated backpropagation passes on."""
@@ -70,6 +73,21 @@ class LinearAttentionState:
 
     def clone(self) -> "LinearAttentionState":
         return self._map(torch.clone)
+
+    def donate(self) -> "LinearAttentionState":
+        """The same memory, given away: a decoding step (one token, no gradients) writes the next state there.
+
+        This saves an allocation per token, and keeps addresses fixed, as a CUDA graph needs them. Other
+        calls make a new state as always. The state given away must not be used again.
+
+        >>> q = k = v = torch.randn(1, 5, 2, 4)
+        >>> _, state = linear_rope_attention(q, k, v, return_state=True)
+        >>> token = torch.randn(1, 1, 2, 4)
+        >>> _, after = linear_rope_attention(token, token, token, state=state.donate(), return_state=True)
+        >>> after.kv is state.kv, after.position
+        (True, tensor([6]))
+        """
+        return replace(self, donated=True)
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None

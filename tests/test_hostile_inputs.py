@@ -263,12 +263,17 @@ REFUSED = {
     "unknown backend": (
         lambda: attend(backend="eagre"),
         ValueError,
-        r"backend='eagre': expected one of auto, reference, eager; did you mean 'eager'",
+        r"backend='eagre': expected one of auto, reference, eager, triton; did you mean 'eager'",
     ),
     "backend that cannot run": (
-        lambda: attend(backend="triton"),
+        lambda: attend(
+            backend="triton",
+            q=ones(B, N, H, D).double(),
+            k=ones(B, N, G, D).double(),
+            v=ones(B, N, G, E).double(),
+        ),
         RuntimeError,
-        r"backend='triton' cannot run: \w",
+        r"backend='triton' cannot run: float64: use backend='eager'",
     ),
     "decay": (
         lambda: attend(decay=ones(G)),

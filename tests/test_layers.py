@@ -1,6 +1,7 @@
 """The layers of the code: imports point down, nothing reaches for a GPU library, files stay short."""
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import linrope
 
 ROOT = Path(linrope.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
+KERNEL_FILES = sorted((ROOT.parent / "kernels").rglob("*.py"))
 ids = [str(path.relative_to(ROOT)) for path in FILES]
 
 # From top to bottom. The modules of one level do not know each other, apart from BESIDE.
@@ -88,11 +90,19 @@ def test_the_check_itself_finds_upward_imports(source: str, module: str, found: 
 
 
 @pytest.mark.parametrize("path", FILES, ids=ids)
-def test_nothing_imports_triton(path: Path) -> None:
+def test_one_file_imports_the_kernels_and_none_triton(path: Path) -> None:
     package = ".".join(path.relative_to(ROOT.parent).parent.parts)
-    assert not [name for name in imported(path.read_text("utf-8"), package) if name.split(".")[0] == "triton"]
+    found = {name.split(".")[0] for name in imported(path.read_text("utf-8"), package)}
+    own = {"linrope_kernels"} if path == ROOT / "backends" / "triton.py" else set()
+    assert found & {"triton", "linrope_kernels"} == own
 
 
-@pytest.mark.parametrize("path", FILES, ids=ids)
+@pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda path: path.name)
+def test_the_kernels_import_torch_and_triton_only(path: Path) -> None:
+    found = {name.split(".")[0] for name in imported(path.read_text("utf-8"), "linrope_kernels")}
+    assert found - set(sys.stdlib_module_names) <= {"torch", "triton", "linrope_kernels"}
+
+
+@pytest.mark.parametrize("path", [*FILES, *KERNEL_FILES], ids=lambda path: path.stem)
 def test_files_stay_under_400_lines(path: Path) -> None:
     assert len(path.read_text("utf-8").splitlines()) < 400

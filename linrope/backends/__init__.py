@@ -1,13 +1,14 @@
 """One table of backends, and one rule to choose.
 
 A backend is a module with ``attend(q, k, v, kv, z, **how) -> (out, kv, z)`` and
-``supports(device, dtype) -> why not, or None``.
+``supports(q, v, kv) -> why not, or None``.
 """
 
 from difflib import get_close_matches
 from types import ModuleType
+from typing import Any
 
-import torch
+from torch import Tensor
 
 from linrope.backends import eager, reference
 
@@ -15,24 +16,35 @@ MODULES = {
     "reference": reference,
     "eager": eager,
 }
-NAMES = ("auto", *MODULES)
+NAMES = ("auto", *MODULES, "triton")
 
 
-def choose(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """The backend of that name; "auto" takes eager.
+def choose(name: str, q: Tensor, v: Tensor, kv: Tensor) -> ModuleType:
+    """The backend of that name; "auto" takes triton for a call on a GPU that it supports, else eager.
 
     Raises:
         ValueError: unknown name.
         RuntimeError: it cannot run the call, with the reason.
     """
-    if name == "triton":
-        raise RuntimeError("backend='triton' cannot run: this version of linrope has no GPU kernels")
     if name not in NAMES:
         near = get_close_matches(str(name), NAMES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"backend={name!r}: expected one of {', '.join(NAMES)}{hint}")
-    module: ModuleType = MODULES["eager" if name == "auto" else name]
-    reason = module.supports(device, dtype)
-    if reason is not None:
-        raise RuntimeError(f"backend={name!r} cannot run: {reason}")
-    return module
+    order = (name,) if name != "auto" else ("triton", "eager") if q.is_cuda else ("eager",)
+    for candidate in order:
+        module = _load(candidate)
+        reason = module if isinstance(module, str) else module.supports(q, v, kv)
+        if reason is None:
+            return module  # type: ignore[no-any-return]
+    raise RuntimeError(f"backend={name!r} cannot run: {reason}")
+
+
+def _load(name: str) -> Any:
+    """The backend's module, or why it is not to be had."""
+    if name != "triton":
+        return MODULES[name]
+    try:
+        from linrope.backends import triton  # only where it may be used: Triton may be absent
+    except ImportError as error:
+        return str(error)
+    return triton

@@ -12,7 +12,7 @@ from linrope.backends.eager_blocks import BLOCK, Angles, num_blocks
 from linrope.rotary import Rotary
 
 
-def supports(device: torch.device, dtype: torch.dtype) -> str | None:
+def supports(q: Tensor, v: Tensor, kv: Tensor) -> str | None:
     return None
 
 
@@ -32,6 +32,7 @@ def attend(
     normalize: bool,
     eps: float,
     carry: bool,
+    in_place: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As ``reference.attend``; out has v's dtype, all arithmetic kv's (float32 or float64)."""
     save = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, kv, z))
@@ -41,6 +42,7 @@ def attend(
                 q, k, v, kv, z,
                 feature_map=feature_map, rotary=rotary, positions=positions,
                 key_positions=key_positions, key_mask=key_mask, normalize=normalize, eps=eps,
+                in_place=in_place,
             )  # fmt: skip
         return out.to(v.dtype), kv, z
     theta = None if rotary is None else rotary.theta.to(q.device).view(-1, rotary.rotary_dim // 2)

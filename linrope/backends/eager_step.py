@@ -24,6 +24,7 @@ def step(
     key_mask: Tensor | None,  # (b, 1)
     normalize: bool,
     eps: float,
+    in_place: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As ``eager.attend`` for one token, without gradients."""
     (b, _, h, f), (_, _, g, e) = q.shape, v.shape
@@ -41,8 +42,8 @@ def step(
         psi_hat = _rotate(
             rotary, psi, turn if key_positions is None else _turn(rotary, key_positions, kv.dtype)
         )
-    kv = torch.addcmul(kv, psi_hat.mT, v)
-    z = z + psi[:, :, 0]
+    kv = torch.addcmul(kv, psi_hat.mT, v, out=kv if in_place else None)
+    z = torch.add(z, psi[:, :, 0], out=z if in_place else None)
     out = phi_hat @ kv
     if normalize:
         out /= (phi @ z.to(kv.dtype)[..., None]).clamp_(min=eps)

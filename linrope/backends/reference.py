@@ -8,7 +8,7 @@ from linrope.feature_maps import ELEMENTWISE
 from linrope.rotary import Rotary
 
 
-def supports(device: torch.device, dtype: torch.dtype) -> str | None:
+def supports(q: Tensor, v: Tensor, kv: Tensor) -> str | None:
     return None
 
 
@@ -28,6 +28,7 @@ def attend(
     normalize: bool,
     eps: float,
     carry: bool = True,  # whether the last state is wanted; here it always is computed
+    in_place: bool = False,  # whether the first may be overwritten with it; here it never is
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out (b, n, h, e) in v's dtype, and the state after the last key; computed in q's dtype.
 

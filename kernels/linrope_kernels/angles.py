@@ -1,0 +1,57 @@
+"""Angles, exact at any position: integers that wrap reduce them to one turn."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def cos_sin(phase):
+    """cos and sin of an angle given in 2^-64 turns, as int64: a product that wraps is the angle mod 1 turn.
+
+    p theta is exact to 2^-33 turns up to p = 2^31, with no float64 and no range reduction; the quarter
+    turns are split off, so that float32 holds the rest to 1e-7.
+    """
+    turn = (phase >> 32).to(tl.int32)
+    quarter = (turn + 0x20000000) >> 30  # nearest, -2 .. 1; the sum may wrap, which is right
+    rest = (turn - (quarter << 30)).to(tl.float32) * 1.4629180792671596e-09  # 2 pi / 2^32
+    square = rest * rest  # the minimax polynomials of Cephes' sinf and cosf
+    s = -1.9515295891e-4 * square + 8.3321608736e-3
+    s = rest + rest * square * (s * square - 1.6666654611e-1)
+    c = 2.443315711809948e-5 * square - 1.388731625493765e-3
+    c = 1 - 0.5 * square + square * square * (c * square + 4.166664568298827e-2)
+    odd = (quarter & 1) != 0
+    cos = tl.where(odd, s, c)
+    sin = tl.where(odd, c, s)
+    return tl.where(((quarter + 1) & 2) != 0, -cos, cos), tl.where((quarter & 2) != 0, -sin, sin)
+
+
+@triton.jit
+def load_theta(THETA, theta_stride, head, pairs, P: tl.constexpr):
+    """(W,) in 2^-64 turns per position; 0 where nothing rotates."""
+    return tl.load(THETA + head * theta_stride + pairs, mask=pairs < P, other=0)
+
+
+@triton.jit
+def table_fwd_kernel(
+    THETA, theta_stride,  # (1 or g, P) int64, 2^-64 turns per position
+    POSITIONS, position_stride,  # (1 or b, n or 1) int64
+    TABLE,  # (1 or b, 1 or g, n, 2 P)
+    n, heads,
+    P: tl.constexpr, CONSECUTIVE: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """cos and sin of p theta, side by side; CONSECUTIVE: positions holds the first one only."""
+    chunk = tl.program_id(0) % tl.cdiv(n, C)
+    head = tl.program_id(0) // tl.cdiv(n, C) % heads
+    batch = (tl.program_id(0) // tl.cdiv(n, C) // heads).to(tl.int64)
+    rows, pairs = chunk * C + tl.arange(0, C), tl.arange(0, W)
+    POSITIONS += batch * position_stride
+    if CONSECUTIVE:
+        positions = tl.load(POSITIONS) + rows
+    else:
+        positions = tl.load(POSITIONS + rows, mask=rows < n, other=0)
+    theta = load_theta(THETA, theta_stride, head, pairs, P)
+    cos, sin = cos_sin(positions[:, None] * theta[None, :])
+    TABLE += ((batch * heads + head) * n + rows)[:, None].to(tl.int64) * (2 * P) + pairs[None, :]
+    keep = (rows < n)[:, None] & (pairs < P)[None, :]
+    tl.store(TABLE, cos.to(TABLE.dtype.element_ty), mask=keep)
+    tl.store(TABLE + P, sin.to(TABLE.dtype.element_ty), mask=keep)

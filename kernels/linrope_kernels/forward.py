@@ -1,0 +1,226 @@
+"""Causal and bidirectional eq. 19: one scan over a segment's chunks, the state on chip.
+
+    num_i = sum_j <R phi_i, R psi_j> v_j     den_i = sum_j <phi_i, psi_j>     out_i = num_i / max(den_i, eps)
+
+Where there are too few heads to fill the GPU a sequence is cut into segments: ``states`` makes each
+segment's own state, ``prefix`` adds up those before it, and the scans of all segments run at once.
+
+Axis letters as in linrope, and s segment; heads are numbered b h, sequences of keys b g.
+"""
+
+import triton
+import triton.language as tl
+
+from linrope_kernels.pieces import (
+    dot,
+    feature,
+    join,
+    keep,
+    load_pairs,
+    load_state,
+    load_sum,
+    load_turn,
+    load_values,
+    operand,
+    rotate,
+    store_state,
+    store_sum,
+    store_values,
+)
+
+
+@triton.jit
+def scan_fwd_kernel(
+    Q, q_strides,  # (b, n, h, f)
+    K, k_strides,  # (b, m, g, f)
+    V, v_strides,  # (b, m, g, e)
+    MASK,  # (b, m) bool
+    Q_TABLE, q_table_strides,  # (1 or b, 1 or g, n, 2 P): cos and sin
+    K_TABLE, k_table_strides,  # (1 or b, 1 or g, m, 2 P), None: as Q_TABLE
+    S, Z,  # (b g, s, f, e) float32 and (b g, s, f) float64: the state before each segment
+    OUT, out_strides,  # (b, n, h, e)
+    DEN,  # (b, h, n) float32
+    S_END, Z_END,  # (b g, f, e), (b g, f)
+    n, h, group, segments, length, eps,
+    F: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
+    MAP: tl.constexpr, INTERLEAVED: tl.constexpr,
+    CAUSAL: tl.constexpr, NORMALIZE: tl.constexpr,
+    DOT: tl.constexpr, C: tl.constexpr, W: tl.constexpr, BE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out, and where wanted den and the last state; one program per (head, segment, value block)."""
+    BLOCKS: tl.constexpr = (E + BE - 1) // BE
+    block = tl.program_id(0) % BLOCKS
+    segment = tl.program_id(0) // BLOCKS % segments
+    head = tl.program_id(0) // BLOCKS // segments
+    batch, kv_head = (head // h).to(tl.int64), head % h // group
+    sequence = (head // group).to(tl.int64)
+
+    Q += batch * q_strides[0] + (head % h).to(tl.int64) * q_strides[2]
+    K += batch * k_strides[0] + kv_head.to(tl.int64) * k_strides[2]
+    V += batch * v_strides[0] + kv_head.to(tl.int64) * v_strides[2]
+    OUT += batch * out_strides[0] + (head % h).to(tl.int64) * out_strides[2]
+    if MASK is not None:
+        MASK += batch * n
+    if DEN is not None:
+        DEN += head.to(tl.int64) * n
+    if P > 0:
+        Q_TABLE += batch * q_table_strides[0] + kv_head.to(tl.int64) * q_table_strides[1]
+    if K_TABLE is not None:
+        K_TABLE += batch * k_table_strides[0] + kv_head.to(tl.int64) * k_table_strides[1]
+
+    c = tl.arange(0, C)
+    pairs = tl.arange(0, W)
+    e = block * BE + tl.arange(0, BE)
+    seen = c[:, None] >= c[None, :]
+
+    start = sequence * segments + segment if CAUSAL else sequence
+    s1, s2 = load_state(S + start * F * E, pairs, e, F, E, P, INTERLEAVED)
+    z1, z2 = load_sum(Z + start * F, pairs, F, P, INTERLEAVED)
+    first = segment * length
+    for t in tl.range(first, min(first + length, n), C, num_stages=STAGES):
+        rows = t + c
+        inside = rows < n
+        turn = load_turn(Q_TABLE, rows, inside, pairs, P)
+        key_turn = turn
+        if CAUSAL:
+            visible = inside
+            if MASK is not None:
+                visible = inside & (tl.load(MASK + rows, mask=inside, other=0) != 0)
+            if K_TABLE is not None:
+                key_turn = load_turn(K_TABLE, rows, inside, pairs, P)
+            y1, y2 = load_pairs(K, rows, inside, k_strides, 0, F, P, INTERLEAVED, C, W)
+            psi1, psi2 = keep(feature(y1, MAP), feature(y2, MAP), visible, pairs, F, W)
+            psi1_hat, psi2_hat = rotate(psi1, psi2, key_turn, P)
+            psi1_hat, psi2_hat = operand(psi1_hat, DOT), operand(psi2_hat, DOT)
+            psi1, psi2, z1, z2 = join(psi1, psi2, z1, z2, c == 0)
+            psi1, psi2 = operand(psi1, DOT), operand(psi2, DOT)
+            v = operand(load_values(V, rows, visible, v_strides, e, E, BE), DOT)
+        x1, x2 = load_pairs(Q, rows, inside, q_strides, 0, F, P, INTERLEAVED, C, W)
+        phi1, phi2 = feature(x1, MAP), feature(x2, MAP)
+        if NORMALIZE:
+            if CAUSAL:
+                weights = tl.zeros([C, C], tl.float32)
+                weights = dot(operand(phi1, DOT), tl.trans(psi1), weights, DOT)
+                weights = dot(operand(phi2, DOT), tl.trans(psi2), weights, DOT)
+                den = tl.sum(tl.where(seen, weights, 0.0), 1)
+            else:
+                den = tl.sum(phi1 * z1.to(tl.float32)[None, :] + phi2 * z2.to(tl.float32)[None, :], 1)
+            if DEN is not None and block == 0:
+                tl.store(DEN + rows, den, mask=inside)
+        phi1_hat, phi2_hat = rotate(phi1, phi2, turn, P)
+        phi1_hat, phi2_hat = operand(phi1_hat, DOT), operand(phi2_hat, DOT)
+        num = tl.zeros([C, BE], tl.float32)
+        num = dot(phi1_hat, tl.trans(operand(s1, DOT)), num, DOT)
+        num = dot(phi2_hat, tl.trans(operand(s2, DOT)), num, DOT)
+        if CAUSAL:
+            scores = tl.zeros([C, C], tl.float32)
+            scores = dot(phi1_hat, tl.trans(psi1_hat), scores, DOT)
+            scores = dot(phi2_hat, tl.trans(psi2_hat), scores, DOT)
+            scores = tl.where(seen, scores, 0.0)
+            num = dot(operand(scores, DOT), v, num, DOT)
+            s1 = dot(tl.trans(v), psi1_hat, s1, DOT)
+            s2 = dot(tl.trans(v), psi2_hat, s2, DOT)
+        if NORMALIZE:
+            num = num / tl.maximum(den, eps)[:, None]
+        store_values(OUT, num, rows, inside, out_strides, e, E, BE)
+
+    if CAUSAL and segments == 1 and head % group == 0:
+        store_state(S_END + sequence * F * E, s1, s2, pairs, e, F, E, P, INTERLEAVED)
+        if block == 0:
+            store_sum(Z_END + sequence * F, z1, z2, pairs, F, P, INTERLEAVED)
+
+
+@triton.jit
+def states_kernel(
+    X, x_strides,  # (b, m, heads, f): k, or q for the backward pass
+    Y, y_strides,  # (b, m, heads, e): v, or g
+    MASK,  # (b, m) bool
+    DEN, DELTA,  # (b, h, m) float32, for the backward pass
+    TABLE, table_strides,  # (1 or b, 1 or g, m, 2 P)
+    S, Z,  # (b g, s, f, e), (b g, s, f)
+    m, g, group, segments, length, eps,
+    F: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
+    MAP: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NORMALIZE: tl.constexpr, REVERSE: tl.constexpr,
+    DOT: tl.constexpr, C: tl.constexpr, W: tl.constexpr, BE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Each segment's own state: S = sum R psi v^T, z = sum psi; one program per (b g, segment, block).
+
+    REVERSE: T = sum R phi g^T / den and W = sum delta phi, over all query heads of the group.
+    """
+    BLOCKS: tl.constexpr = (E + BE - 1) // BE
+    block = tl.program_id(0) % BLOCKS
+    segment = tl.program_id(0) // BLOCKS % segments
+    sequence = tl.program_id(0) // BLOCKS // segments
+    batch, kv_head = (sequence // g).to(tl.int64), sequence % g
+    sequence = sequence.to(tl.int64)
+
+    X += batch * x_strides[0]
+    Y += batch * y_strides[0]
+    if MASK is not None:
+        MASK += batch * m
+    if P > 0:
+        TABLE += batch * table_strides[0] + kv_head.to(tl.int64) * table_strides[1]
+
+    c = tl.arange(0, C)
+    pairs = tl.arange(0, W)
+    e = block * BE + tl.arange(0, BE)
+    s1, s2 = tl.zeros([BE, W], tl.float32), tl.zeros([BE, W], tl.float32)
+    z1, z2 = tl.zeros([W], tl.float64), tl.zeros([W], tl.float64)
+    first = segment * length
+    for t in tl.range(first, min(first + length, m), C, num_stages=STAGES):
+        rows = t + c
+        inside = rows < m
+        visible = inside
+        if MASK is not None:
+            visible = inside & (tl.load(MASK + rows, mask=inside, other=0) != 0)
+        turn = load_turn(TABLE, rows, inside, pairs, P)
+        for r in range(group if REVERSE else 1):
+            head = (kv_head * group + r if REVERSE else kv_head).to(tl.int64)
+            x1, x2 = load_pairs(X + head * x_strides[2], rows, inside, x_strides, 0, F, P, INTERLEAVED, C, W)
+            y = load_values(Y + head * y_strides[2], rows, visible, y_strides, e, E, BE)
+            x1, x2 = keep(feature(x1, MAP), feature(x2, MAP), visible, pairs, F, W)
+            x1_hat, x2_hat = rotate(x1, x2, turn, P)
+            if REVERSE and NORMALIZE:
+                at = (sequence * group + r) * m + rows
+                y = y.to(tl.float32) / tl.maximum(tl.load(DEN + at, mask=inside, other=1), eps)[:, None]
+                delta = tl.load(DELTA + at, mask=inside, other=0)[:, None]
+                x1, x2 = x1 * delta, x2 * delta
+            y = tl.trans(operand(y, DOT))
+            s1 = dot(y, operand(x1_hat, DOT), s1, DOT)
+            s2 = dot(y, operand(x2_hat, DOT), s2, DOT)
+            if NORMALIZE or not REVERSE:
+                z1 += tl.sum(x1, 0).to(tl.float64)
+                z2 += tl.sum(x2, 0).to(tl.float64)
+
+    at = sequence * segments + segment
+    store_state(S + at * F * E, s1, s2, pairs, e, F, E, P, INTERLEAVED)
+    if block == 0:
+        store_sum(Z + at * F, z1, z2, pairs, F, P, INTERLEAVED)
+
+
+@triton.jit
+def prefix_kernel(
+    S, Z,  # (b g, s, f, e), (b g, s, f): on entry each segment's own, on exit what comes before it
+    S_START, Z_START, S_END, Z_END,  # (b g, f, e), (b g, f)
+    segments,
+    F: tl.constexpr, E: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums of the states before each segment (REVERSE: after it), and of all; in place, in order."""
+    BLOCKS: tl.constexpr = (F * E + BLOCK - 1) // BLOCK
+    block = tl.program_id(0) % BLOCKS
+    sequence = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    f = i % BLOCK  # the first block carries z as well
+    inside, has_z = i < F * E, i < (F if block == 0 else 0)
+    s = tl.load(S_START + sequence * F * E + i, mask=inside)
+    z = tl.load(Z_START + sequence * F + f, mask=has_z)
+    for j in range(segments):
+        at = sequence * segments + (segments - 1 - j if REVERSE else j)
+        own, own_z = tl.load(S + at * F * E + i, mask=inside), tl.load(Z + at * F + f, mask=has_z)
+        tl.store(S + at * F * E + i, s, mask=inside)
+        tl.store(Z + at * F + f, z, mask=has_z)
+        s += own
+        z += own_z
+    tl.store(S_END + sequence * F * E + i, s, mask=inside)
+    tl.store(Z_END + sequence * F + f, z, mask=has_z)

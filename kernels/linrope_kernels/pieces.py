@@ -1,0 +1,233 @@
+"""What all kernels are made of: feature maps, rotation, tiles of feature pairs, states.
+
+A tile of features is two tiles, one for each member of the pairs that rotate together: x1, x2 (C, W) hold
+the pairs w0 .. w0 + W. The state is kept transposed, (BE, W) twice, as Hopper's matrix unit wants it.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def feature(x, MAP: tl.constexpr):
+    """phi(x) in float32; the names are linrope.feature_maps.ELEMENTWISE's."""
+    x = x.to(tl.float32)
+    if MAP == "elu+1":
+        return tl.where(x > 0, x + 1, tl.exp(x))
+    elif MAP == "relu":
+        return tl.maximum(x, 0, propagate_nan=tl.PropagateNan.ALL)
+    elif MAP == "relu2":
+        x = tl.maximum(x, 0, propagate_nan=tl.PropagateNan.ALL)
+        return x * x
+    elif MAP == "exp":
+        return tl.exp(x)
+    elif MAP == "silu":
+        return x * tl.sigmoid(x)
+    else:
+        tl.static_assert(MAP == "identity", "unknown feature map")
+        return x
+
+
+@triton.jit
+def slope(x, MAP: tl.constexpr):
+    """phi'(x) in float32."""
+    x = x.to(tl.float32)
+    if MAP == "elu+1":
+        return tl.where(x > 0, 1.0, tl.exp(x))
+    elif MAP == "relu":
+        return tl.where(x > 0, 1.0, 0.0)
+    elif MAP == "relu2":
+        return 2 * tl.maximum(x, 0)
+    elif MAP == "exp":
+        return tl.exp(x)
+    elif MAP == "silu":
+        s = tl.sigmoid(x)
+        return s + x * s * (1 - s)
+    else:
+        return tl.full(x.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def operand(x, DOT: tl.constexpr):
+    """x as the matrix unit takes it. "tf32" serves float16: as many digits, and float32's range."""
+    if DOT == "bf16":
+        return x.to(tl.bfloat16)
+    elif DOT == "tf32":  # to nearest; the unit by itself would cut off
+        x = x.to(tl.float32)
+        rounded = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def dot(a, b, acc, DOT: tl.constexpr):
+    """acc + a b, accumulated in float32."""
+    if DOT == "ieee":
+        return tl.dot(a, b, acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision="tf32")
+
+
+@triton.jit
+def rotate(x1, x2, turn, P: tl.constexpr):
+    """R x, for turn = (cos, sin)."""
+    if P == 0:
+        return x1, x2
+    else:
+        return x1 * turn[0] - x2 * turn[1], x1 * turn[1] + x2 * turn[0]
+
+
+@triton.jit
+def rotate_back(x1, x2, turn, P: tl.constexpr):
+    """R^T x."""
+    if P == 0:
+        return x1, x2
+    else:
+        return x1 * turn[0] + x2 * turn[1], x2 * turn[0] - x1 * turn[1]
+
+
+@triton.jit
+def members(pairs, F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The two features of each pair. P pairs rotate; the features that do not are paired up likewise."""
+    PAIRS: tl.constexpr = (F + 1) // 2
+    if INTERLEAVED:
+        return 2 * pairs, 2 * pairs + 1
+    elif P == 0 or P == PAIRS:
+        return pairs, pairs + PAIRS
+    else:
+        first = pairs + tl.where(pairs < P, 0, P)
+        return first, first + tl.where(pairs < P, P, PAIRS - P)
+
+
+@triton.jit
+def keep(x1, x2, rows, pairs, F: tl.constexpr, W: tl.constexpr):
+    """x1, x2 (C, W) where the row counts and the feature exists, else 0: phi(0) need not be 0."""
+    if F % (2 * W) == 0:
+        return tl.where(rows[:, None], x1, 0.0), tl.where(rows[:, None], x2, 0.0)
+    else:
+        keep1, keep2 = (2 * pairs < F)[None, :], (2 * pairs + 1 < F)[None, :]
+        return tl.where(rows[:, None] & keep1, x1, 0.0), tl.where(rows[:, None] & keep2, x2, 0.0)
+
+
+@triton.jit
+def join(x1, x2, z1, z2, row):
+    """(x + z in one row, z + the sum of x): whoever sees that row sees all that z has gathered before."""
+    old1, old2 = z1.to(tl.float32)[None, :], z2.to(tl.float32)[None, :]
+    z1 += tl.sum(x1, 0).to(tl.float64)
+    z2 += tl.sum(x2, 0).to(tl.float64)
+    return x1 + tl.where(row[:, None], old1, 0.0), x2 + tl.where(row[:, None], old2, 0.0), z1, z2
+
+
+@triton.jit
+def load_pairs(
+    X, rows, inside, strides, w0,
+    F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """x1, x2 (C, W) of the rows of X, a (n, d) matrix with strides[1] and strides[3]; 0 outside."""
+    X += rows[:, None].to(tl.int64) * strides[1]
+    if INTERLEAVED:
+        f = 2 * w0 + tl.arange(0, 2 * W)
+        keep = inside[:, None]
+        if F % (2 * W) != 0:
+            keep = keep & (f < F)[None, :]
+        x = tl.load(X + f[None, :] * strides[3], mask=keep, other=0)
+        x1, x2 = tl.split(tl.reshape(x, [C, W, 2]))
+    else:
+        pairs = w0 + tl.arange(0, W)
+        f1, f2 = members(pairs, F, P, INTERLEAVED)
+        keep1, keep2 = inside[:, None], inside[:, None]
+        if F % (2 * W) != 0:
+            keep1, keep2 = keep1 & (2 * pairs < F)[None, :], keep2 & (2 * pairs + 1 < F)[None, :]
+        x1 = tl.load(X + f1[None, :] * strides[3], mask=keep1, other=0)
+        x2 = tl.load(X + f2[None, :] * strides[3], mask=keep2, other=0)
+    return x1, x2
+
+
+@triton.jit
+def store_pairs(
+    X, x1, x2, rows, inside, strides, w0,
+    F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    X += rows[:, None].to(tl.int64) * strides[1]
+    if INTERLEAVED:
+        f = 2 * w0 + tl.arange(0, 2 * W)
+        x = tl.reshape(tl.join(x1, x2), [C, 2 * W]).to(X.dtype.element_ty)
+        keep = inside[:, None]
+        if F % (2 * W) != 0:
+            keep = keep & (f < F)[None, :]
+        tl.store(X + f[None, :] * strides[3], x, mask=keep)
+    else:
+        pairs = w0 + tl.arange(0, W)
+        f1, f2 = members(pairs, F, P, INTERLEAVED)
+        keep1, keep2 = inside[:, None], inside[:, None]
+        if F % (2 * W) != 0:
+            keep1, keep2 = keep1 & (2 * pairs < F)[None, :], keep2 & (2 * pairs + 1 < F)[None, :]
+        tl.store(X + f1[None, :] * strides[3], x1.to(X.dtype.element_ty), mask=keep1)
+        tl.store(X + f2[None, :] * strides[3], x2.to(X.dtype.element_ty), mask=keep2)
+
+
+@triton.jit
+def load_values(X, rows, inside, strides, e, E: tl.constexpr, BE: tl.constexpr):
+    """(C, BE): the columns e of the rows of X; 0 outside."""
+    X += rows[:, None].to(tl.int64) * strides[1] + e[None, :] * strides[3]
+    keep = inside[:, None]
+    if E % BE != 0:
+        keep = keep & (e < E)[None, :]
+    return tl.load(X, mask=keep, other=0)
+
+
+@triton.jit
+def store_values(X, x, rows, inside, strides, e, E: tl.constexpr, BE: tl.constexpr):
+    X += rows[:, None].to(tl.int64) * strides[1] + e[None, :] * strides[3]
+    keep = inside[:, None]
+    if E % BE != 0:
+        keep = keep & (e < E)[None, :]
+    tl.store(X, x.to(X.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def load_state(S, pairs, e, F: tl.constexpr, E: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """S^T (BE, W) twice, of a contiguous (f, e) matrix."""
+    f1, f2 = members(pairs, F, P, INTERLEAVED)
+    inside = (e < E)[:, None] & (2 * pairs < F)[None, :]
+    s1 = tl.load(S + f1[None, :] * E + e[:, None], mask=inside, other=0)
+    s2 = tl.load(S + f2[None, :] * E + e[:, None], mask=inside & (2 * pairs + 1 < F)[None, :], other=0)
+    return s1, s2
+
+
+@triton.jit
+def store_state(
+    S, s1, s2, pairs, e, F: tl.constexpr, E: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    f1, f2 = members(pairs, F, P, INTERLEAVED)
+    inside = (e < E)[:, None] & (2 * pairs < F)[None, :]
+    tl.store(S + f1[None, :] * E + e[:, None], s1, mask=inside)
+    tl.store(S + f2[None, :] * E + e[:, None], s2, mask=inside & (2 * pairs + 1 < F)[None, :])
+
+
+@triton.jit
+def load_sum(Z, pairs, F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """z (W,) twice, float64."""
+    f1, f2 = members(pairs, F, P, INTERLEAVED)
+    z1 = tl.load(Z + f1, mask=2 * pairs < F, other=0)
+    return z1, tl.load(Z + f2, mask=2 * pairs + 1 < F, other=0)
+
+
+@triton.jit
+def store_sum(Z, z1, z2, pairs, F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
+    f1, f2 = members(pairs, F, P, INTERLEAVED)
+    tl.store(Z + f1, z1, mask=2 * pairs < F)
+    tl.store(Z + f2, z2, mask=2 * pairs + 1 < F)
+
+
+@triton.jit
+def load_turn(TABLE, rows, inside, pairs, P: tl.constexpr):
+    """cos and sin (C, W) of the rows' angles; no turn where nothing rotates."""
+    if P == 0:
+        return 1.0, 0.0
+    else:
+        TABLE += rows[:, None].to(tl.int64) * (2 * P) + pairs[None, :]
+        keep = inside[:, None] & (pairs < P)[None, :]
+        cos = tl.load(TABLE, mask=keep, other=1).to(tl.float32)
+        return cos, tl.load(TABLE + P, mask=keep, other=0).to(tl.float32)

@@ -1,0 +1,113 @@
+"""Which tiles a kernel takes: one fixed table, so that equal calls give equal bits on equal devices.
+
+Chosen by compiling, not yet by timing: of the candidates that keep a state on chip and read q, k, v as
+few times as possible, those with the fewest spills (kernels/README.md). tune.py times candidates.
+"""
+
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    chunk: int  # C: tokens per step
+    pairs: int  # W: feature pairs per program
+    values: int  # BE: value columns per program
+    warps: int
+    stages: int
+
+
+ALL = 256  # as many as there are
+
+# How products are computed -> (kernel, least of 64, 128, 256 that holds features and values) -> tile
+TABLE: dict[str, dict[tuple[str, int], Tile]] = {
+    "bf16": {
+        ("scan_fwd", 64): Tile(64, ALL, 64, 4, 2),
+        ("scan_fwd", 128): Tile(64, ALL, 64, 8, 2),
+        ("scan_fwd", 256): Tile(32, ALL, 64, 8, 2),
+        ("states", 64): Tile(64, ALL, 64, 4, 2),
+        ("states", 128): Tile(64, ALL, 64, 8, 2),
+        ("states", 256): Tile(64, ALL, 64, 8, 2),
+        ("dq", 64): Tile(64, 32, ALL, 8, 2),
+        ("dq", 128): Tile(64, 32, ALL, 8, 2),
+        ("dq", 256): Tile(64, 16, ALL, 8, 2),
+        ("dkv", 64): Tile(64, 32, ALL, 8, 2),
+        ("dk", 128): Tile(64, 32, ALL, 8, 2),
+        ("dk", 256): Tile(64, 16, ALL, 8, 2),
+        ("dv", 128): Tile(64, ALL, 64, 8, 2),
+        ("dv", 256): Tile(32, ALL, 64, 8, 2),
+    },
+    "tf32": {
+        ("scan_fwd", 64): Tile(32, ALL, 64, 8, 2),
+        ("scan_fwd", 128): Tile(16, ALL, 64, 8, 1),
+        ("scan_fwd", 256): Tile(16, ALL, 32, 4, 1),
+        ("states", 64): Tile(32, ALL, 64, 4, 1),
+        ("states", 128): Tile(32, ALL, 64, 8, 1),
+        ("states", 256): Tile(32, ALL, 32, 8, 1),
+        ("dq", 64): Tile(32, 32, ALL, 8, 1),
+        ("dq", 128): Tile(16, 32, ALL, 8, 1),
+        ("dq", 256): Tile(16, 16, ALL, 8, 1),
+        ("dkv", 64): Tile(16, 32, ALL, 8, 1),
+        ("dk", 128): Tile(16, 32, ALL, 8, 1),
+        ("dk", 256): Tile(16, 16, ALL, 8, 1),
+        ("dv", 128): Tile(32, ALL, 64, 8, 1),
+        ("dv", 256): Tile(16, ALL, 32, 8, 1),
+    },
+    "ieee": {
+        ("scan_fwd", 64): Tile(32, ALL, 64, 4, 1),
+        ("scan_fwd", 128): Tile(16, ALL, 64, 8, 1),
+        ("scan_fwd", 256): Tile(16, ALL, 32, 8, 1),
+        ("states", 64): Tile(32, ALL, 64, 4, 1),
+        ("states", 128): Tile(32, ALL, 64, 8, 1),
+        ("states", 256): Tile(32, ALL, 32, 8, 1),
+        ("dq", 64): Tile(32, 32, ALL, 8, 1),
+        ("dq", 128): Tile(16, 16, ALL, 8, 1),
+        ("dq", 256): Tile(16, 16, ALL, 8, 1),
+        ("dkv", 64): Tile(16, 32, ALL, 8, 1),
+        ("dk", 128): Tile(16, 16, ALL, 8, 1),
+        ("dk", 256): Tile(16, 16, ALL, 8, 1),
+        ("dv", 128): Tile(16, ALL, 64, 8, 1),
+        ("dv", 256): Tile(16, ALL, 32, 8, 1),
+    },
+}
+# Where GPUs before Hopper spill what it does not: capability < 90.
+BEFORE_HOPPER: dict[str, dict[tuple[str, int], Tile]] = {
+    "bf16": {("dkv", 64): Tile(32, 32, ALL, 8, 2)},
+}
+
+
+def power_of_two(n: int) -> int:
+    return max(16, 1 << (n - 1).bit_length())  # 16: the least a matrix product takes
+
+
+def tile(kernel: str, f: int, e: int, dot: str, capability: int) -> Tile:
+    """The tile for f features and e values per head; capability: 90 for compute capability 9.0."""
+    pairs, values = power_of_two((f + 1) // 2), power_of_two(e)
+    if kernel == "step_fwd":
+        return Tile(1, pairs, min(values, max(16, 1024 // pairs)), 4, 1)
+    key = kernel, max(64, 2 * pairs, values)
+    entry = TABLE[dot][key]
+    if capability < 90:
+        entry = BEFORE_HOPPER.get(dot, {}).get(key, entry)
+    return entry._replace(pairs=min(entry.pairs, pairs), values=min(entry.values, values))
+
+
+def fused(f: int, e: int) -> bool:
+    """Whether one kernel makes dk and dv."""
+    return f <= 64 and e <= 64
+
+
+# Segments. Enough of them to give every multiprocessor two programs to run and two to wait; none
+# shorter than SHORTEST, as each costs a state to write and to read.
+SHORTEST = 512
+SEGMENT_MULTIPLE = 128  # whole chunks
+
+
+def most_segments(heads: int, value_blocks: int, multiprocessors: int, warps: int) -> int:
+    """How many segments a long sequence is cut into."""
+    slots, programs = multiprocessors * (2 if warps == 4 else 1), max(1, heads * value_blocks)
+    return 1 if programs >= 0.9 * slots else -(-2 * slots // programs)
+
+
+def segments(n: int, most: int) -> tuple[int, int]:
+    """Number of segments and tokens in each, for n tokens; whole chunks but for the last."""
+    length = max(1, n) if most == 1 else max(SHORTEST, -(-n // (SEGMENT_MULTIPLE * most)) * SEGMENT_MULTIPLE)
+    return max(1, -(-n // length)), length

@@ -1,0 +1,196 @@
+"""Eq. 19 on GPUs, in the fused kernels of linrope_kernels, as torch.library operators.
+
+It saves q, k, v, out, the normalizer and the states at segment starts. In Triton's interpreter
+(TRITON_INTERPRET=1 before the start) it takes CPU tensors, for tests.
+"""
+
+import torch
+from linrope_kernels import INTERPRETED, launch
+from torch import Tensor
+
+from linrope.rotary import Rotary
+
+MAX_DIM = 256
+
+
+def supports(q: Tensor, v: Tensor, kv: Tensor) -> str | None:
+    """Why these kernels cannot run the call; None: they can."""
+    if not q.is_cuda and not INTERPRETED:
+        return (
+            f"tensors on {q.device}: it needs a CUDA device, or TRITON_INTERPRET=1 set before Python starts"
+        )
+    if q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "this GPU: it needs compute capability 8.0 or more"
+    if q.dtype == torch.float64 or kv.dtype == torch.float64:
+        return "float64: use backend='eager'"
+    if q.dtype == torch.bfloat16 and INTERPRETED:
+        return "bfloat16 in Triton's interpreter, which multiplies its bit patterns: use float16 or float32"
+    f, e = q.shape[3], v.shape[3]
+    if f > MAX_DIM or e > MAX_DIM:
+        return f"{f} features and {e} values per head: it takes up to {MAX_DIM} of each; use backend='eager'"
+    return None
+
+
+def attend(
+    q: Tensor,  # (b, n, h, d)
+    k: Tensor,  # (b, m, g, d)
+    v: Tensor,  # (b, m, g, e)
+    kv: Tensor,  # (b, g, f, e)
+    z: Tensor,  # (b, g, f)
+    *,
+    feature_map: str,
+    rotary: Rotary | None,
+    positions: Tensor,  # (b or 1, n), or (b or 1, 1): consecutive from there on
+    key_positions: Tensor | None,
+    key_mask: Tensor | None,
+    causal: bool,
+    normalize: bool,
+    eps: float,
+    carry: bool,
+    in_place: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``reference.attend``; out has v's dtype, sums are float32 and z float64."""
+    n, m = q.shape[1], k.shape[1]
+    theta = None if rotary is None else rotary.turns(q.device)
+    layout = "half" if rotary is None else rotary.layout
+    if key_positions is not None and (n, m) != (positions.shape[1], key_positions.shape[1]):
+        # The kernels take both forms, but not one of each.
+        positions, key_positions = _spell_out(positions, n), _spell_out(key_positions, m)
+    positions = positions.contiguous()
+    key_positions = None if key_positions is None else key_positions.contiguous()
+    key_mask = None if key_mask is None else key_mask.contiguous()
+    z_dtype = z.dtype
+    kv, z = kv.contiguous(), z.double().contiguous()
+    save = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, kv, z))
+    if causal and n == 1 and not save and not torch.compiler.is_compiling():
+        call = _call(
+            q, k, v, key_mask, theta, positions, key_positions, layout, feature_map, causal, normalize, eps
+        )
+        out = v.new_empty(*q.shape[:3], v.shape[3])
+        end = (kv, z) if in_place else (torch.empty_like(kv), torch.empty_like(z))
+        with torch.cuda.device_of(q):
+            launch.step_fwd(call, (kv, z), out, end)
+        return out, end[0], end[1].to(z_dtype)
+    out, _, kv, z, _, _ = _attend(
+        q, k, v, kv, z, theta, positions, key_positions, key_mask,
+        layout, feature_map, causal, normalize, eps, save,
+    )  # fmt: skip
+    return out, kv, z.to(z_dtype)
+
+
+def _spell_out(positions: Tensor, n: int) -> Tensor:
+    if positions.shape[1] == n:
+        return positions
+    return positions + torch.arange(n, device=positions.device)
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, theta: Tensor | None, positions: Tensor,
+    key_positions: Tensor | None, layout: str, feature_map: str, causal: bool, normalize: bool, eps: float,
+) -> launch.Call:  # fmt: skip
+    # float16 has tf32's digits, but sums of features leave its range.
+    dot = "bf16" if q.dtype == torch.bfloat16 else "tf32"
+    if q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
+        dot = "ieee"
+    return launch.Call(
+        q, k, v, key_mask, theta, layout, positions, key_positions, feature_map, causal, normalize, eps, dot
+    )
+
+
+@torch.library.custom_op("linrope::triton", mutates_args=())
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, z: Tensor, theta: Tensor | None, positions: Tensor,
+    key_positions: Tensor | None, key_mask: Tensor | None, layout: str, feature_map: str, causal: bool,
+    normalize: bool, eps: float, save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """out, den, kv, z, and for the backward pass the kv and z at segment starts."""
+    call = _call(
+        q, k, v, key_mask, theta, positions, key_positions, layout, feature_map, causal, normalize, eps
+    )
+    out, den, kv_end, z_end, *saved = _new_results(call, kv, z, save)
+    with torch.cuda.device_of(q):
+        launch.attend_fwd(
+            call, (kv, z), out, den if den.numel() else None, (kv_end, z_end),
+            (saved[0], saved[1]) if saved[0].numel() else None,
+        )  # fmt: skip
+    return out, den, kv_end, z_end, saved[0], saved[1]
+
+
+def _new_results(call: launch.Call, kv: Tensor, z: Tensor, save: bool) -> tuple[Tensor, ...]:
+    (b, n, h, f), e = call.q.shape, call.v.shape[3]
+    segments = launch.saved_segments(call) if save else 0
+    return (
+        call.v.new_empty(b, n, h, e),
+        kv.new_empty(b, h, n if save and call.normalize else 0),
+        torch.empty_like(kv),
+        torch.empty_like(z),
+        kv.new_empty(call.sequences, segments, f, e),
+        z.new_empty(call.sequences, segments, f),
+    )
+
+
+@_attend.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, z: Tensor, theta: Tensor | None, positions: Tensor,
+    key_positions: Tensor | None, key_mask: Tensor | None, layout: str, feature_map: str, causal: bool,
+    normalize: bool, eps: float, save: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    call = _call(
+        q, k, v, key_mask, theta, positions, key_positions, layout, feature_map, causal, normalize, eps
+    )
+    return _new_results(call, kv, z, save)
+
+
+@torch.library.custom_op("linrope::triton_backward", mutates_args=())
+def _attend_backward(
+    g_out: Tensor, g_kv: Tensor, g_z: Tensor, out: Tensor, den: Tensor, kv_end: Tensor, z_end: Tensor,
+    kv_saved: Tensor, z_saved: Tensor, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, z: Tensor,
+    theta: Tensor | None, positions: Tensor, key_positions: Tensor | None, key_mask: Tensor | None,
+    layout: str, feature_map: str, causal: bool, normalize: bool, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v, kv and z."""
+    call = _call(
+        q, k, v, key_mask, theta, positions, key_positions, layout, feature_map, causal, normalize, eps
+    )
+    dq, dk, dv, dkv, dz = _new_gradients(q, k, v, kv, z)
+    with torch.cuda.device_of(q):
+        launch.attend_bwd(
+            call, (kv, z), (kv_saved, z_saved) if kv_saved.numel() else None, (kv_end, z_end),
+            out, den if normalize else None, g_out, (g_kv, g_z), dq, dk, dv, (dkv, dz),
+        )  # fmt: skip
+    return dq, dk, dv, dkv, dz
+
+
+def _new_gradients(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv, dkv, dz = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
+    return dq, dk, dv, dkv, dz
+
+
+@_attend_backward.register_fake
+def _(
+    g_out: Tensor, g_kv: Tensor, g_z: Tensor, out: Tensor, den: Tensor, kv_end: Tensor, z_end: Tensor,
+    kv_saved: Tensor, z_saved: Tensor, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, z: Tensor,
+    theta: Tensor | None, positions: Tensor, key_positions: Tensor | None, key_mask: Tensor | None,
+    layout: str, feature_map: str, causal: bool, normalize: bool, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return _new_gradients(q, k, v, kv, z)
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    *tensors, ctx.layout, ctx.feature_map, ctx.causal, ctx.normalize, ctx.eps, _ = inputs
+    ctx.save_for_backward(*output, *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, g_out, g_den, g_kv, g_z, *_):  # type: ignore[no-untyped-def]
+    out, _, kv_end, z_end, *_ = ctx.saved_tensors
+    grads = _attend_backward(
+        torch.zeros_like(out) if g_out is None else g_out,
+        torch.zeros_like(kv_end) if g_kv is None else g_kv.contiguous(),
+        torch.zeros_like(z_end) if g_z is None else g_z.contiguous(),
+        *ctx.saved_tensors, ctx.layout, ctx.feature_map, ctx.causal, ctx.normalize, ctx.eps,
+    )  # fmt: skip
+    return *grads, *[None] * 10
+
+
+_attend.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,123 @@
+"""Every kernel compiled ahead of time for GPUs that are not there: it fits, it does not spill unknowingly."""
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+from linrope_kernels import tiles
+from linrope_kernels.report import SHARED_LIMIT
+
+from tests.kernels.compiled import CAPABILITIES, run_compiled, start_report
+
+
+@cache
+def reports() -> list[dict[str, Any]]:
+    """The compiler's report on the whole tile table."""
+    out, err = start_report().communicate()
+    assert start_report().returncode == 0, err[-3000:]
+    return [json.loads(line) for line in out.splitlines()]
+
+
+# Bytes spilled per thread, at most, over the capabilities; elsewhere none but LITTLE. A spill goes to the
+# first-level cache: it costs time, not correctness, and none of these was timed on a GPU yet.
+LITTLE = 160  # what another version of ptxas moves to and fro
+NONE = {
+    *((kernel, 64, "bf16") for kernel in ("scan_fwd", "states", "states_bwd", "dq", "step_fwd")),
+    *((kernel, 128, "bf16") for kernel in ("states", "states_bwd", "step_fwd")),
+    ("step_fwd", 256, "bf16"),
+}
+CEILING = {
+    # Ampere keeps both operands of a product in registers, Hopper's unit reads one from shared memory.
+    ("scan_fwd", 128, "bf16"): 800,
+    ("dv", 128, "bf16"): 300,
+    # dk and dv in one pass: five products and two outputs are alive at once.
+    ("dkv", 64, "bf16"): 800,
+    # Every program needs all E values of g and v, and 32 pairs of S or T: 128 registers of 255 for those.
+    ("dq", 128, "bf16"): 500,
+    ("dk", 128, "bf16"): 1000,
+    # 256 features: half of the register file is the state of 64 values. Rare; fewer columns would read more.
+    ("scan_fwd", 256, "bf16"): 1800,
+    ("states_bwd", 256, "bf16"): 300,
+    ("dq", 256, "bf16"): 1100,
+    ("dk", 256, "bf16"): 1200,
+    ("dv", 256, "bf16"): 700,
+    # float16 computes in tf32: operands of four bytes, through the units of Ampere.
+    ("scan_fwd", 128, "fp16"): 2400,
+    ("scan_fwd", 256, "fp16"): 4000,
+    ("dq", 256, "fp16"): 1200,
+    ("dkv", 64, "fp16"): 1000,
+    ("dk", 256, "fp16"): 700,
+    ("dv", 128, "fp16"): 400,
+    # float32 has no matrix unit: products are multiply-adds from registers.
+    ("scan_fwd", 256, "fp32"): 1300,
+    ("dq", 256, "fp32"): 2500,
+    ("dk", 256, "fp32"): 2200,
+    ("dv", 256, "fp32"): 1600,
+}
+# Chunks of 32, or 32 values: tiles too small for wgmma's 64 rows. Wide heads trade it for fewer spills.
+MMA_SYNC_ON_HOPPER = {("scan_fwd", 256), ("dv", 256)}
+
+every_capability = pytest.mark.parametrize("capability", CAPABILITIES)
+
+
+def described(entry: dict[str, Any]) -> tuple[str, int, str]:
+    return entry["kernel"], entry["dim"], entry["dtype"]
+
+
+@every_capability
+def test_every_entry_of_the_table_compiles(capability: int) -> None:
+    compiled = {described(entry) for entry in reports() if entry["capability"] == capability}
+    names = {(name.removesuffix("_bwd"), dim) for name, dim, _ in compiled}
+    assert names >= set(tiles.TABLE["bf16"])
+    assert {(*name, dtype) for name in names for dtype in ("bf16", "fp16", "fp32")} <= compiled
+
+
+@every_capability
+def test_shared_memory_is_within_the_chip_s_limit(capability: int) -> None:
+    limit = SHARED_LIMIT[capability]
+    assert not [e for e in reports() if e["capability"] == capability and e["shared"] > limit]
+
+
+@every_capability
+def test_spills_are_under_their_ceilings(capability: int) -> None:
+    over = []
+    for entry in (e for e in reports() if e["capability"] == capability):
+        name = described(entry)
+        ceiling = 0 if name in NONE else CEILING.get(name, LITTLE)
+        if entry["spills"] > ceiling:
+            over.append((*name, entry["spills"], ceiling))
+    assert not over
+
+
+def test_bfloat16_uses_hopper_s_matrix_unit() -> None:
+    for entry in reports():
+        name, dim, dtype = described(entry)
+        if (entry["capability"], dtype) != (90, "bf16") or name == "step_fwd":
+            continue
+        assert entry["matrix"] > 0, entry
+        assert (entry["mma_sync"] > 0) == ((name, dim) in MMA_SYNC_ON_HOPPER), entry
+
+
+# What else a caller can ask for, at the largest tiles of each kernel
+VARIANTS: dict[str, dict[str, Any]] = {
+    "half": {"INTERLEAVED": False},
+    "partial": {"INTERLEAVED": False, "P": 8},
+    "no rotation": {"INTERLEAVED": False, "P": 0, "Q_TABLE": None, "TABLE": None},
+    "no normalizer": {"NORMALIZE": False},
+    "silu": {"MAP": "silu", "NORMALIZE": False},
+    "bidirectional": {"CAUSAL": False},
+}
+
+
+def test_variants_fit_as_well() -> None:
+    script = f"""
+from linrope_kernels.report import SHARED_LIMIT, compile_kernel
+for name in ("scan_fwd", "dq", "dk"):
+    for variant, constants in {VARIANTS!r}.items():
+        report = compile_kernel(name, 256, 256, "bf16", 80, **constants)
+        assert report.shared <= SHARED_LIMIT[80], (name, variant, report)
+"""
+    process = run_compiled("-c", script)
+    _, err = process.communicate()
+    assert process.returncode == 0, err[-3000:]

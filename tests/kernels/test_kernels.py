@@ -1,0 +1,373 @@
+"""The kernels in Triton's interpreter: outputs, states and all gradients against the float64 oracle."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from linrope_kernels import tiles
+from torch import Tensor
+
+from linrope import LinearAttentionState, Rotary, feature_maps, linear_rope_attention
+from linrope.feature_maps import ELEMENTWISE
+from tests.oracle import everything, examples, random_state, randoms
+from tests.test_numerics import CONFIGS, Problem, error_in_bounds
+
+# exp(x) is formed for all x in elu(x) + 1, also where x + 1 is taken; NumPy would warn.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+
+TOLERANCE = {torch.float32: 16 * 2.0**-23, torch.float16: 4 * 2.0**-10}
+every_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
+both_directions = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+
+
+@pytest.fixture(autouse=True)
+def _poison() -> Iterator[None]:
+    """torch.empty gives NaN: what a kernel does not write shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three segments of 64 tokens and more, as on a GPU that one sequence does not fill."""
+    monkeypatch.setattr(tiles, "SHORTEST", 64)
+    monkeypatch.setattr(tiles, "SEGMENT_MULTIPLE", 64)
+    monkeypatch.setattr(tiles, "most_segments", lambda *_: 3)
+
+
+def compare(q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None = None, **how: Any) -> None:
+    """Output, last state and gradients; errors are measured by each tensor's largest entry, or by 1."""
+    actual = everything(q, k, v, state, backend="triton", **how)
+    oracle = everything(*(x.double() for x in (q, k, v)), state, backend="reference", **how)
+    for name, expected in oracle.items():
+        assert actual[name].shape == expected.shape
+        if expected.numel():
+            error = (actual[name].double() - expected).abs().max()
+            assert error <= TOLERANCE[q.dtype] * expected.abs().max().clamp(min=1), f"{name}: {error}"
+
+
+# Shapes
+
+
+@every_dtype
+@pytest.mark.parametrize("d", [16, 48, 64])
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 200])
+def test_every_length(n: int, d: int, dtype: torch.dtype) -> None:
+    q, k, v = randoms(1, n, 2, d, g=1, e=d // 2, dtype=dtype)
+    how: dict[str, Any] = {"rotary": Rotary(d)}
+    compare(q, k, v, random_state(k, v, how), **how)
+
+
+@both_directions
+@pytest.mark.parametrize(("d", "e"), [(2, 1), (5, 3), (6, 96), (32, 40), (96, 16), (128, 40), (40, 128)])
+def test_every_head_size(d: int, e: int, causal: bool) -> None:
+    q, k, v = randoms(1, 70, 2, d, g=1, e=e, dtype=torch.float32)
+    how: dict[str, Any] = {"rotary": Rotary(d) if d % 2 == 0 else None}
+    compare(q, k, v, random_state(k, v, how), causal=causal, **how)
+
+
+@pytest.mark.parametrize(("d", "e"), [(192, 192), (256, 256)])
+def test_large_heads(d: int, e: int) -> None:
+    q, k, v = randoms(1, 40, 1, d, e=e, dtype=torch.float32)
+    how: dict[str, Any] = {"rotary": Rotary(d, layout="half")}
+    compare(q, k, v, random_state(k, v, how), **how)
+
+
+@both_directions
+@pytest.mark.parametrize(("h", "g"), [(4, 2), (6, 1), (3, 3)])
+@every_dtype
+def test_grouped_heads(dtype: torch.dtype, h: int, g: int, causal: bool) -> None:
+    q, k, v = randoms(2, 70, h, 16, g=g, dtype=dtype)
+    how: dict[str, Any] = {"rotary": Rotary(16, theta=torch.rand(g, 8))}
+    compare(q, k, v, random_state(k, v, how), causal=causal, **how)
+
+
+@pytest.mark.parametrize(("n", "m"), [(5, 70), (70, 5), (0, 5), (5, 0), (70, 70)])
+def test_cross_attention(n: int, m: int) -> None:
+    q, k, v = randoms(2, n, 4, 16, g=2, m=m, dtype=torch.float32)
+    positions = {"positions": torch.arange(n) + 5, "key_positions": torch.randint(0, 99, (2, m))}
+    for where in ({}, positions):
+        how = {"rotary": Rotary(16), "causal": False}
+        compare(q, k, v, random_state(k, v, how), **how, **where)
+
+
+@pytest.mark.parametrize(("b", "n"), [(0, 5), (2, 0)])
+def test_empty_inputs(b: int, n: int) -> None:
+    q, k, v = randoms(b, n, 2, 16, dtype=torch.float32)
+    out, state = linear_rope_attention(q, k, v, backend="triton", return_state=True)
+    assert out.shape == (b, n, 2, 16)
+    assert torch.equal(state.z, torch.zeros(b, 2, 16, dtype=torch.float64))
+
+
+# Options
+
+
+@both_directions
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_every_map(name: str, causal: bool) -> None:
+    q, k, v = randoms(1, 70, 2, 16, dtype=torch.float32)
+    how: dict[str, Any] = {"feature_map": name, "normalize": ELEMENTWISE[name].positive}
+    how["rotary"] = Rotary(16)
+    compare(q, k, v, random_state(k, v, how), causal=causal, **how)
+
+
+def test_a_map_that_runs_before_the_kernel() -> None:
+    q, k, v = randoms(1, 70, 2, 16, dtype=torch.float32)
+    fmap = feature_maps.make("softmax", 16)
+    compare(q, k, v, feature_map=fmap, rotary=Rotary(fmap.feature_dim))
+
+
+@both_directions
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+@pytest.mark.parametrize("rotary_dim", [2, 8, 14, 24])
+def test_every_rotation(rotary_dim: int, layout: str, causal: bool) -> None:
+    q, k, v = randoms(1, 70, 2, 24, dtype=torch.float32)
+    how: dict[str, Any] = {"rotary": Rotary(24, rotary_dim=rotary_dim, layout=layout)}
+    compare(q, k, v, random_state(k, v, how), causal=causal, **how)
+
+
+@both_directions
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("with_state", [True, False])
+@pytest.mark.parametrize("rotary", [None, Rotary(16)], ids=["no rotary", "rotary"])
+def test_every_option(
+    rotary: Rotary | None, with_state: bool, masked: bool, normalize: bool, causal: bool
+) -> None:
+    q, k, v = randoms(3, 70, 2, 16, g=1, e=8, dtype=torch.float32)
+    how: dict[str, Any] = {"rotary": rotary, "normalize": normalize}
+    state = random_state(k, v, how) if with_state else None
+    mask = None
+    if masked:
+        mask = torch.rand(3, 70) > 0.3
+        mask[0, :1], mask[1] = False, False
+        v = v.masked_fill(~mask[..., None, None], float("nan"))
+        actual = linear_rope_attention(q, k, v, causal=causal, key_mask=mask, backend="triton", **how)
+        assert actual.isfinite().all()
+        v = v.nan_to_num()
+    compare(q, k, v, state, causal=causal, key_mask=mask, **how)
+
+
+@both_directions
+def test_positions(causal: bool) -> None:
+    q, k, v = randoms(2, 70, 2, 16, dtype=torch.float32)
+    gaps = torch.randint(0, 2**31 - 1, (2, 70))
+    for where in (
+        {"positions": gaps},
+        {"positions": gaps[0, ::1]},
+        {"positions": gaps.T.contiguous().T},
+        {"positions": gaps, "key_positions": gaps.flip(1)},
+        {"key_positions": gaps[1]},
+    ):
+        compare(q, k, v, causal=causal, rotary=Rotary(16), **where)
+
+
+def test_scores_depend_on_relative_position_only() -> None:
+    q, k, v = randoms(1, 70, 2, 16, dtype=torch.float32)
+    how: dict[str, Any] = {"rotary": Rotary(16), "backend": "triton"}
+    near = linear_rope_attention(q, k, v, positions=torch.arange(70), **how)
+    far = linear_rope_attention(q, k, v, positions=torch.arange(70) + 2**31 - 70, **how)
+    torch.testing.assert_close(far, near, rtol=0, atol=1e-5)
+
+
+def test_queries_without_keys_give_zero() -> None:
+    q, k, v = randoms(1, 70, 2, 16, dtype=torch.float32)
+    mask = torch.arange(70)[None] >= 3
+    results = everything(q, k, v, key_mask=mask, backend="triton", rotary=Rotary(16))
+    assert torch.equal(results["out"][:, :3], torch.zeros(1, 3, 2, 16))
+    assert all(x.isfinite().all() for x in results.values())
+
+
+@both_directions
+def test_strides_do_not_matter(causal: bool) -> None:
+    q, k, v = randoms(2, 70, 4, 16, g=2, dtype=torch.float32)
+    how: dict[str, Any] = {"rotary": Rotary(16), "causal": causal}
+    expected = everything(q, k, v, backend="triton", **how)
+    views = (
+        q.transpose(1, 2).contiguous().transpose(1, 2),
+        k.movedim(3, 0).contiguous().movedim(0, 3),
+        torch.cat((v, v), 3)[..., :16],
+    )
+    for name, x in everything(*views, backend="triton", **how).items():
+        assert torch.equal(x, expected[name])
+    q.requires_grad_()
+    ones = torch.ones(1).expand(2, 70, 4, 16)
+    grads = []
+    for g_out in (ones, ones.contiguous()):
+        out = linear_rope_attention(q, k, v, backend="triton", **how)
+        grads.append(torch.autograd.grad(out, q, g_out)[0])
+    assert torch.equal(*grads)
+
+
+# Segments
+
+
+@both_directions
+@pytest.mark.parametrize("n", [64, 65, 190, 333])
+@pytest.mark.usefixtures("short_segments")
+def test_segments(n: int, causal: bool) -> None:
+    q, k, v = randoms(2, n, 2, 16, g=1, e=8, dtype=torch.float32)
+    how: dict[str, Any] = {"rotary": Rotary(16)}
+    mask = torch.rand(2, n) > 0.3
+    compare(q, k, v, random_state(k, v, how), causal=causal, key_mask=mask, **how)
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_segments_of_large_heads() -> None:
+    q, k, v = randoms(1, 190, 1, 128, e=96, dtype=torch.float32)
+    compare(q, k, v, rotary=Rotary(128))
+
+
+@pytest.mark.parametrize("n", [0, 1, 511, 512, 513, 65_536, 1_000_001])
+@pytest.mark.parametrize("most", [1, 2, 66, 528])
+def test_segments_cover_the_sequence(n: int, most: int) -> None:
+    number, length = tiles.segments(n, most)
+    assert (number - 1) * length < max(n, 1) <= number * length
+    assert number <= most
+    assert number == 1 or (length >= tiles.SHORTEST and length % 128 == 0)
+
+
+def test_enough_segments_to_fill_a_gpu() -> None:
+    assert tiles.most_segments(8, 1, 132, 4) == 66
+    assert tiles.most_segments(240, 1, 132, 4) == 1
+    assert tiles.most_segments(8, 2, 132, 8) == 17
+
+
+# States and decoding
+
+
+@both_directions
+def test_cut_anywhere_and_resumed_is_one_call(causal: bool) -> None:
+    q, k, v = randoms(2, 70, 2, 16, dtype=torch.float32)
+    how: dict[str, Any] = {"rotary": Rotary(16), "backend": "triton"}
+    if not causal:  # the state of one call serves the next as context
+        q = q[:, :3]
+        how |= {"causal": False, "positions": torch.arange(3), "key_positions": torch.arange(70)}
+    out, last = linear_rope_attention(q, k, v, return_state=True, **how)
+    for cut in (1, 13, 64, 69):
+        if causal:
+            a, state = linear_rope_attention(*(x[:, :cut] for x in (q, k, v)), return_state=True, **how)
+            b, state = linear_rope_attention(
+                *(x[:, cut:] for x in (q, k, v)), state=state, return_state=True, **how
+            )
+            torch.testing.assert_close(torch.cat((a, b), 1), out, rtol=0, atol=1e-6)
+        else:
+            one, two = (how | {"key_positions": x} for x in (torch.arange(cut), torch.arange(cut, 70)))
+            _, state = linear_rope_attention(q, k[:, :cut], v[:, :cut], return_state=True, **one)
+            b, state = linear_rope_attention(q, k[:, cut:], v[:, cut:], state=state, return_state=True, **two)
+            torch.testing.assert_close(b, out, rtol=0, atol=1e-6)
+        torch.testing.assert_close(state.kv, last.kv, rtol=0, atol=1e-5)
+        torch.testing.assert_close(state.z, last.z, rtol=1e-6, atol=0)
+
+
+@every_dtype
+@pytest.mark.parametrize("rotary", [None, Rotary(16), Rotary(16, layout="half", rotary_dim=6)])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_decoding(normalize: bool, rotary: Rotary | None, dtype: torch.dtype) -> None:
+    b, n, d, e = 3, 5, 16, 40
+    q, k, v = randoms(b, n, 4, d, g=2, e=e, dtype=dtype)
+    how: dict[str, Any] = {"rotary": rotary, "normalize": normalize}
+    start = random_state(k, v, how)  # a position of its own for each sequence
+    mask = torch.tensor([[True, False, True, True, True]]).expand(b, n).clone()
+    mask[1, 3] = False
+    oracle, last = linear_rope_attention(
+        *(x.double() for x in (q, k, v)), state=start, key_mask=mask, return_state=True,
+        backend="reference", **how,
+    )  # fmt: skip
+    for donate in (False, True):
+        state = start.clone().detach()
+        for t in range(n):
+            step, before = [x[:, t : t + 1] for x in (q, k, v)], state
+            out, state = linear_rope_attention(
+                *step, state=before.donate() if donate else before, key_mask=mask[:, t : t + 1],
+                return_state=True, backend="triton", **how,
+            )  # fmt: skip
+            assert (state.kv.data_ptr() == before.kv.data_ptr()) == donate
+            assert (state.z.data_ptr() == before.z.data_ptr()) == donate
+            error = (out.double() - oracle[:, t : t + 1]).abs().max()
+            assert error <= TOLERANCE[dtype] * oracle.abs().max().clamp(min=1)
+        assert state.position.tolist() == last.position.tolist()
+        torch.testing.assert_close(state.kv.double(), last.kv.double(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(state.z, last.z.double(), rtol=1e-6, atol=0)
+
+
+def test_decoding_with_positions_of_its_own() -> None:
+    q, k, v = randoms(2, 1, 2, 16, dtype=torch.float32)
+    where = {"positions": torch.tensor([[10**9], [3]]), "key_positions": torch.tensor([7])}
+    how: dict[str, Any] = {"rotary": Rotary(16)} | where
+    start = random_state(k, v, {"rotary": Rotary(16)}).detach()
+    actual = linear_rope_attention(q, k, v, state=start, backend="triton", **how)
+    oracle = linear_rope_attention(
+        q.double(), k.double(), v.double(), state=start, backend="reference", **how
+    )
+    torch.testing.assert_close(actual.double(), oracle, rtol=0, atol=1e-5)
+
+
+def test_the_normalizer_does_not_stall_in_decoding() -> None:
+    x = torch.full((1, 1, 1, 16), 0.25).log()
+    how: dict[str, Any] = {"feature_map": "exp", "backend": "triton"}
+    _, state = linear_rope_attention(x, x, x, return_state=True, **how)
+    state = replace(state, z=torch.full_like(state.z, 2.0**25))
+    for _ in range(20):
+        _, state = linear_rope_attention(x, x, x, state=state, return_state=True, **how)
+    torch.testing.assert_close(state.z - 2.0**25, torch.full_like(state.z, 5.0), rtol=1e-6, atol=0)
+
+
+# The numerics contract
+
+
+@every_dtype
+@examples(15)
+@given(config=CONFIGS)
+def test_output_error_is_within_the_bound(dtype: torch.dtype, config: dict[str, Any]) -> None:
+    problem = Problem(config, dtype)
+    size = problem.magnitude()
+    assume(size.max() < torch.finfo(dtype).max)
+    inputs, how = problem.second(dtype, "triton")
+    out = linear_rope_attention(*inputs, **how)
+    inputs, how = problem.second(torch.float64, "reference")
+    assert error_in_bounds(out, linear_rope_attention(*inputs, **how), size) <= 1
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_future_tokens_do_not_change_one_bit_of_the_past() -> None:
+    how: dict[str, Any] = {"rotary": Rotary(16), "backend": "triton"}
+    now, then = (randoms(1, 200, 2, 16, dtype=torch.float32, seed=seed) for seed in (0, 1))
+    out = linear_rope_attention(*now, **how)
+    for cut in (1, 31, 33, 64, 130):
+        mixed = (torch.cat((x[:, :cut], 30 * y[:, cut:]), 1) for x, y in zip(now, then, strict=True))
+        assert torch.equal(linear_rope_attention(*mixed, **how)[:, :cut], out[:, :cut])
+
+
+def test_float16_does_not_overflow_where_features_do() -> None:
+    q, k, v = randoms(1, 70, 1, 16, dtype=torch.float16, scale=3)
+    out = linear_rope_attention(q, k, v, feature_map="exp", rotary=Rotary(16), backend="triton")
+    assert out.isfinite().all()
+
+
+# What it cannot do
+
+
+@pytest.mark.parametrize(
+    ("dtype", "d", "why"),
+    [
+        (torch.float64, 16, r"backend='triton' cannot run: float64: use backend='eager'"),
+        (torch.bfloat16, 16, r"bfloat16 in Triton's interpreter"),
+        (torch.float32, 258, r"258 features and 258 values per head: it takes up to 256"),
+    ],
+)
+def test_what_it_cannot_do_is_named(dtype: torch.dtype, d: int, why: str) -> None:
+    q, k, v = randoms(1, 2, 1, d, dtype=dtype)
+    with pytest.raises(RuntimeError, match=why):
+        linear_rope_attention(q, k, v, backend="triton")
+
+
+def test_a_float64_state_is_refused() -> None:
+    q, k, v = randoms(1, 2, 1, 16, dtype=torch.float32)
+    _, state = linear_rope_attention(q, k, v, return_state=True)
+    with pytest.raises(RuntimeError, match="float64"):
+        linear_rope_attention(q, k, v, state=state.to(dtype=torch.float64), backend="triton")

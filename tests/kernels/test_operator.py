@@ -1,0 +1,121 @@
+"""The Triton backend as a torch.library operator: its own checks, torch.compile, autocast, inference mode."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.testing import assert_close
+
+from linrope import LinearRoPEAttention, Rotary, linear_rope_attention
+from linrope.backends import triton
+from tests.oracle import randoms
+from tests.test_compile import B, Model, gradients, numbers
+
+OPERATOR = torch.ops.linrope.triton.default
+
+
+def operator_arguments(
+    n: int = 20, m: int | None = None, *, causal: bool = True, mask: bool = False, rotary: bool = True,
+    save: bool = True,
+) -> tuple[Any, ...]:  # fmt: skip
+    m = n if m is None else m
+    q, k, v = randoms(2, n, 4, 4, g=2, m=m, e=6, dtype=torch.float32)
+    kv, z = numbers(2, 2, 4, 6), numbers(2, 2, 4, dtype=torch.float64).abs()
+    for x in (q, k, v, kv, z):
+        x.requires_grad_(save)
+    where, key_where = torch.tensor([[3]]), None if m == n else torch.tensor([[0]])
+    theta = Rotary(4).turns(q.device) if rotary else None
+    key_mask = numbers(2, m) > 0 if mask else None
+    return q, k, v, kv, z, theta, where, key_where, key_mask, "half", "elu+1", causal, True, 1e-6, save
+
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "causal, inference, mask": {"save": False, "mask": True},
+    "no rotary": {"rotary": False},
+    "bidirectional": {"causal": False},
+    "cross": {"causal": False, "m": 9},
+}
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+def test_operator_passes_torch_library_s_checks(configuration: dict[str, Any]) -> None:
+    torch.library.opcheck(OPERATOR, operator_arguments(**configuration))
+
+
+@pytest.fixture
+def _no_compiled_code_from_before():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_no_compiled_code_from_before")
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_compiled_in_one_graph_a_module_computes_the_same(causal: bool) -> None:
+    model, counter = Model(backend="triton", causal=causal), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for n in (5, 9, 20, 33, 70):
+        x = numbers(B, n, 16)
+        for a, b in zip(gradients(model, compiled, x), gradients(model, model, x), strict=True):
+            assert_close(a, b)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.usefixtures("_no_compiled_code_from_before")
+def test_compiled_decoding_goes_on_from_a_state_and_compiles_once() -> None:
+    model, counter = Model(backend="triton"), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    x = numbers(B, 8, 16)
+    with torch.no_grad():
+        expected, _ = model(x)
+        _, state = model(x[:, :4])
+        for i in range(4, 8):
+            y, state = compiled(x[:, i : i + 1], state)
+            assert_close(y, expected[:, i : i + 1])
+    assert counter.frame_count == 1
+
+
+def test_inference_mode_and_no_grad_give_what_training_gives() -> None:
+    q, k, v = randoms(1, 70, 2, 16, dtype=torch.float32)
+    how: dict[str, Any] = {"rotary": Rotary(16), "backend": "triton"}
+    expected = linear_rope_attention(q.requires_grad_(), k, v, **how)
+    with torch.no_grad():
+        assert torch.equal(linear_rope_attention(q, k, v, **how), expected)
+    with torch.inference_mode():
+        assert torch.equal(linear_rope_attention(q, k, v, **how), expected)
+
+
+def test_autocast_does_not_narrow_the_sums() -> None:
+    layer = LinearRoPEAttention(16, 2, backend="triton")
+    x = torch.randn(1, 40, 16)
+    expected = layer(x)
+    with torch.autocast("cpu", dtype=torch.float16):
+        y, state = layer(x, return_state=True)
+    assert (y.dtype, state.kv.dtype, state.z.dtype) == (torch.float16, torch.float32, torch.float64)
+    assert_close(y.float(), expected, atol=2e-2, rtol=0)
+
+
+def test_nothing_is_saved_without_gradients_and_little_with_them() -> None:
+    q, k, v = randoms(1, 300, 2, 16, dtype=torch.float32)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        linear_rope_attention(q, k, v, rotary=Rotary(16), backend="triton")
+        assert not saved
+        out = linear_rope_attention(q.requires_grad_(), k, v, rotary=Rotary(16), backend="triton")
+    own = {x.data_ptr() for x in (q, k, v, out)}
+    extra = sum(x.numel() for x in saved if x.numel() and x.data_ptr() not in own)
+    assert extra <= 0.1 * 4 * q.numel()
+
+
+def test_double_backward_is_refused() -> None:
+    q, k, v = randoms(1, 5, 1, 16, dtype=torch.float32)
+    out = linear_rope_attention(q.requires_grad_(), k, v, backend="triton")
+    (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"linrope\.triton_backward"):
+        grad.sum().backward()
+
+
+def test_the_backend_module_is_the_only_importer_of_the_kernels() -> None:
+    assert triton.launch.__name__ == "linrope_kernels.launch"
