@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check format bench docs
+.PHONY: demo test check format bench docs test-gpu bench-gpu
 
 demo: .venv/ready
 	$(BIN)/linrope demo
@@ -22,6 +22,13 @@ format: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/linrope bench
+
+# These two need a GPU, with PyTorch and Triton for it; they run the tree as it lies, uninstalled.
+test-gpu:
+	PYTHONPATH=.:kernels $(PYTHON) -m pytest tests/kernels --device cuda
+
+bench-gpu:
+	PYTHONPATH=.:kernels $(PYTHON) benchmarks/gpu.py
 
 docs: .venv/ready
 	$(BIN)/mkdocs build --strict

@@ -6,6 +6,12 @@ import torch
 import linrope
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device", default="cpu", help="where tests/kernels runs: cpu, in an interpreter, or cuda"
+    )
+
+
 @pytest.fixture(autouse=True)
 def _examples(doctest_namespace: dict[str, object]) -> None:
     torch.manual_seed(0)

@@ -68,7 +68,8 @@ class Rotary:
             raise ValueError(f"scaling={scaling!r}: expected None, the only one known")
         self.dim, self.base, self.layout, self.rotary_dim = dim, float(base), layout, rotary_dim
         if theta is None:
-            self.theta = self.base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+            exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim
+            self.theta = self.base**-exponents
         else:
             if theta.ndim not in (1, 2) or theta.shape[-1] != rotary_dim // 2:
                 raise ValueError(
@@ -126,6 +127,9 @@ class Rotary:
             turns = turns - turns.round()  # -1/2 .. 1/2
             self._turns[device] = (turns * 2.0**64).clamp_max(2.0**63 - 1024).to(torch.int64).to(device)
         return self._turns[device]
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"_turns": {}}  # copies make their own
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotates x (b, n, h, f) to positions (n,) or (b, n); float16 and bfloat16 turn in float32."""

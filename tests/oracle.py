@@ -40,8 +40,8 @@ def randoms(
     g, m, e = g or h, n if m is None else m, e or d
     made = []
     for shape in ((b, n, h, d), (b, m, g, d), (b, m, g, e)):
-        x = torch.randn(shape, generator=generator, dtype=torch.float64)
-        made.append(((x + 0.05 * x.sign()) * scale).to(dtype))
+        x = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        made.append(((x + 0.05 * x.sign()) * scale).to(torch.get_default_device(), dtype))
     return made[0], made[1], made[2]
 
 
@@ -50,8 +50,8 @@ def random_state(k: Tensor, v: Tensor, how: dict[str, Any], *, position: int = 7
     like = {name: how[name] for name in ("feature_map", "normalize", "rotary") if name in how}
     _, state = linear_rope_attention(k[:, :0], k[:, :0], v[:, :0], **like, return_state=True)
     generator = torch.Generator().manual_seed(99)
-    kv = torch.randn(state.kv.shape, generator=generator, dtype=torch.float64).to(state.kv.dtype)
-    z = torch.rand(state.z.shape, generator=generator, dtype=torch.float64) + 0.5
+    kv = torch.randn(state.kv.shape, generator=generator, dtype=torch.float64, device="cpu").to(state.kv)
+    z = torch.rand(state.z.shape, generator=generator, dtype=torch.float64, device="cpu").to(state.z) + 0.5
     where = position + torch.arange(len(kv))
     return replace(state, kv=kv.requires_grad_(), z=z.requires_grad_(), position=where)
 
@@ -70,8 +70,8 @@ def everything(
     results = {"out": out, "kv": last.kv, "z": last.z}
     loss, generator = torch.zeros((), dtype=torch.float64), torch.Generator().manual_seed(5)
     for x in results.values():
-        weight = torch.randn(x.shape, generator=generator, dtype=torch.float64)
-        loss = loss + (x.double() * weight.bfloat16()).sum()  # of few digits: exact in every dtype
+        weight = torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu")
+        loss = loss + (x.double() * weight.bfloat16().to(x.device)).sum()  # of few digits: exact anywhere
     grads = torch.autograd.grad(loss, list(leaves.values()))
     return {name: x.detach() for name, x in results.items()} | dict(zip(leaves, grads, strict=True))
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from linrope import LinearRoPEAttention, Rotary, feature_maps, linear_rope_attention
+from linrope.backends.eager_blocks import release_scratch
 
 OPTIONS = {
     "plain": {},
@@ -240,3 +241,28 @@ def test_repr_names_the_projections_and_the_map() -> None:
     shown = repr(LinearRoPEAttention(16, 4, feature_map=feature_maps.FavorPlus(4, seed=3)))
     for part in ("q_proj", "o_proj", "FavorPlus(4, num_features=8, seed=3)"):
         assert part in shown
+
+
+@pytest.mark.parametrize("name", ["elu+1", "softmax", "favor+"])
+def test_an_ambient_device_changes_nothing_for_tensors_elsewhere(name: str) -> None:
+    """As inside ``with torch.device(..)``, where every tensor made without a device lands on that one."""
+    layer = LinearRoPEAttention(16, 4, feature_map=feature_maps.make(name, 4))
+    x = torch.randn(2, 150, 16, requires_grad=True)
+    for causal in (True, False):
+        layer.causal = causal
+        expected, state = layer(x, return_state=True)
+        release_scratch()
+        with torch.device("meta"):
+            y, after = layer(x, return_state=True)
+            assert layer.rotary.__class__(8).theta.device.type == "cpu"
+            y.sum().backward()
+            layer(x[:, :1], state=after)
+        assert torch.equal(y, expected)
+        assert torch.equal(after.kv, state.kv)
+
+
+def test_a_layer_is_made_on_the_ambient_device() -> None:
+    with torch.device("meta"):
+        layer = LinearRoPEAttention(16, 4, feature_map=feature_maps.make("favor+", 4))
+    assert {parameter.device.type for parameter in layer.parameters()} == {"meta"}
+    assert layer.rotary.theta.device.type == "cpu"

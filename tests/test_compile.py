@@ -24,7 +24,8 @@ def _no_compiled_code_from_before():
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=dtype)
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=dtype, device="cpu").to(torch.get_default_device())
 
 
 def operator_arguments(

@@ -65,7 +65,8 @@ class Problem:
         )
         self.positions = c["start"] + torch.arange(n)
         generator = torch.Generator().manual_seed(c["seed"])
-        self.mask = torch.rand(c["b"], n, generator=generator) > 0.3 if c["masked"] else None
+        mask = torch.rand(c["b"], n, generator=generator, device="cpu") > 0.3
+        self.mask = mask.to(torch.get_default_device()) if c["masked"] else None
 
     def piece(self, which: slice, dtype: torch.dtype | None) -> tuple[list[Tensor], dict[str, Any]]:
         mask = None if self.mask is None else self.mask[:, which]

@@ -138,7 +138,7 @@ def _states(
     )
 
 
-def _new_states(call: Call, length: int) -> State:
+def new_states(call: Call, length: int) -> State:
     segments, _ = tiles.segments(length, call.most_segments())
     f, e = call.q.shape[3], call.v.shape[3]
     s = call.q.new_empty(call.sequences, segments, f, e, dtype=torch.float32)
@@ -156,10 +156,10 @@ def attend_fwd(
     keys = table if key_table is None else key_table
     before = start
     if not call.causal:
-        _states(call, keys, start, _new_states(call, m), end)
+        _states(call, keys, start, new_states(call, m), end)
         before, key_table = end, None
     elif segments > 1:
-        before = saved or _new_states(call, n)
+        before = saved or new_states(call, n)
         _states(call, keys, start, before, end)
     call.launch(
         scan_fwd_kernel, "scan_fwd", b * h * segments,
@@ -194,7 +194,7 @@ def attend_bwd(
 
     after = g_end
     if segments > 1 or not call.causal:
-        after = _new_states(call, n)
+        after = new_states(call, n)
         _states(call, table, g_end, after, g_start, (g_out, den, delta))
     if not call.causal:
         after, table = g_start, keys

@@ -33,7 +33,7 @@ def scratch(like: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
     buffers: dict[Any, Tensor] = _kept.__dict__
     if dtype not in buffers or buffers[dtype].numel() < numel:
         with torch.inference_mode(False):  # or later calls outside could not write to it
-            buffers[dtype] = torch.empty(numel, dtype=dtype)
+            buffers[dtype] = torch.empty(numel, dtype=dtype, device="cpu")
     return buffers[dtype]
 
 

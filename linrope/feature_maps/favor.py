@@ -49,17 +49,20 @@ class FavorPlus(FeatureMap):
 
     def redraw(self, seed: int | None = None) -> None:
         """Draws a new projection; states made with the old one are invalid from here on."""
-        self.seed = int(torch.randint(2**62, ())) if seed is None else seed
+        self.seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
         generator = torch.Generator().manual_seed(self.seed)
-        square = (self.head_dim, self.head_dim)
+
+        def square() -> Tensor:
+            shape = self.head_dim, self.head_dim
+            return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+
         rows: list[Tensor] = []
         for _ in range(0, self.feature_dim, self.head_dim):
-            q, r = torch.linalg.qr(torch.randn(square, generator=generator, dtype=torch.float64))
+            q, r = torch.linalg.qr(square())
             # LAPACK fixes signs: without undoing that, directions are not uniform and the estimate is off.
             directions = (q * r.diagonal().sign()).T
             # Each row as long as an independent gaussian vector.
-            lengths = torch.randn(square, generator=generator, dtype=torch.float64).norm(dim=-1, keepdim=True)
-            rows.append(directions * lengths)
+            rows.append(directions * square().norm(dim=-1, keepdim=True))
         with torch.no_grad():
             self.projection.copy_(torch.cat(rows)[: self.feature_dim])
 
@@ -75,7 +78,7 @@ class FavorPlus(FeatureMap):
 
     # The seed travels with the projection, as a tensor: safetensors takes it.
     def get_extra_state(self) -> Tensor:
-        return torch.tensor(self.seed)
+        return torch.tensor(self.seed, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         self.seed = int(state)

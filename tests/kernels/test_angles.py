@@ -25,8 +25,9 @@ def _cos_sin_kernel(X, COS, SIN, N: tl.constexpr):
 def test_cos_and_sin_are_exact_to_two_units_all_around() -> None:
     number = 2**16
     generator = torch.Generator().manual_seed(0)
-    phase = torch.randint(-(2**63), 2**63 - 1, (number,), generator=generator)
+    phase = torch.randint(-(2**63), 2**63 - 1, (number,), generator=generator, device="cpu")
     phase[:9] = torch.arange(-4, 5) * 2**61  # eighths of a turn; the largest wraps
+    phase = phase.to(torch.get_default_device())
     cos, sin = torch.empty(2, number)
     _cos_sin_kernel[(1,)](phase, cos, sin, number)
     angle = phase.double() * (2 * math.pi * 2.0**-64)
@@ -64,7 +65,7 @@ def test_consecutive_positions_are_spelled_out_by_the_kernel() -> None:
 
 def test_turns_of_theta_wrap_like_the_angle() -> None:
     theta = torch.tensor([0.0, 1.0, math.pi, 3 * math.pi / 2, 2 * math.pi, 100.0, -1.0])
-    turns = Rotary(14, theta=theta.double()).turns(torch.device("cpu"))
+    turns = Rotary(14, theta=theta.double()).turns(torch.get_default_device())
     angle = turns.double() * (2 * math.pi * 2.0**-64)
     torch.testing.assert_close(angle[0].cos(), theta.double().cos(), rtol=0, atol=1e-7)
     torch.testing.assert_close(angle[0].sin(), theta.double().sin(), rtol=0, atol=1e-7)

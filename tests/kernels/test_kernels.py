@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import assume, given
-from linrope_kernels import tiles
+from linrope_kernels import INTERPRETED, tiles
 from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary, feature_maps, linear_rope_attention
@@ -19,13 +19,19 @@ from tests.test_numerics import CONFIGS, Problem, error_in_bounds
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 
 TOLERANCE = {torch.float32: 16 * 2.0**-23, torch.float16: 4 * 2.0**-10}
+if not INTERPRETED:  # the interpreter multiplies bfloat16's bit patterns
+    TOLERANCE[torch.bfloat16] = 4 * 2.0**-7
 every_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
 both_directions = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 
 
 @pytest.fixture(autouse=True)
 def _poison() -> Iterator[None]:
-    """torch.empty gives NaN: what a kernel does not write shows."""
+    """Fresh memory holds NaN: what a kernel does not write shows."""
+    if not INTERPRETED:
+        torch.full((2**28,), float("nan"))  # freed at once, and given out again in pieces
+        yield
+        return
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -356,7 +362,12 @@ def test_float16_does_not_overflow_where_features_do() -> None:
     ("dtype", "d", "why"),
     [
         (torch.float64, 16, r"backend='triton' cannot run: float64: use backend='eager'"),
-        (torch.bfloat16, 16, r"bfloat16 in Triton's interpreter"),
+        pytest.param(
+            torch.bfloat16,
+            16,
+            r"bfloat16 in Triton's interpreter",
+            marks=pytest.mark.skipif(not INTERPRETED, reason="a GPU multiplies bfloat16"),
+        ),
         (torch.float32, 258, r"258 features and 258 values per head: it takes up to 256"),
     ],
 )

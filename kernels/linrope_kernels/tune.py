@@ -1,0 +1,116 @@
+"""Times candidate tiles on a GPU and prints a new table: python -m linrope_kernels.tune --size 64 --dot bf16
+
+A candidate replaces its entry of tiles.TABLE while the whole pass that its kernel belongs to is timed, so
+that what it costs its neighbours counts too. One that does not fit the GPU, or whose results are off, is
+reported and left out.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import torch
+import triton
+from torch import Tensor
+
+from linrope_kernels import launch, tiles
+
+DTYPES = {"bf16": torch.bfloat16, "tf32": torch.float16, "ieee": torch.float32}
+BACKWARD = ("dq", "dkv", "dk", "dv")
+Pass = Callable[[], tuple[Tensor, ...]]
+
+
+def candidates(kernel: str, size: int) -> Iterator[tiles.Tile]:
+    """Tiles that cover what the kernel needs whole: pairs for sums over features, values for g and v."""
+    whole_pairs, whole_values = kernel in ("scan_fwd", "states", "dkv", "dv"), kernel in ("dq", "dkv", "dk")
+    pairs = (tiles.ALL,) if whole_pairs else [w for w in (16, 32, 64) if w <= size // 2]
+    values = (tiles.ALL,) if whole_values else [e for e in (16, 32, 64, 128) if e <= size]
+    for numbers in product((16, 32, 64, 128), pairs, values, (4, 8), (1, 2, 3)):
+        yield tiles.Tile(*numbers)
+
+
+def passes(size: int, dot: str, b: int, n: int, h: int, device: str) -> tuple[Pass, Pass]:
+    """The forward and the backward pass of one random problem, without allocations of inputs."""
+    new = {"device": device, "dtype": DTYPES[dot]}
+    q, k, v, g_out = (torch.randn(b, n, h, size, **new) for _ in range(4))
+    turns = (torch.rand(1, size // 2, device=device, dtype=torch.float64) * 2.0**62).to(torch.int64)
+    first = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    call = launch.Call(q, k, v, None, turns, "half", first, None, "elu+1", True, True, 1e-6, dot)
+    start = (
+        torch.zeros(b, h, size, size, device=device),
+        torch.zeros(b, h, size, device=device, dtype=torch.float64),
+    )
+    end, g_start = (tuple(torch.empty_like(x) for x in start) for _ in range(2))
+    out, den = torch.empty_like(v), torch.empty(b, h, n, device=device)
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+
+    def forward() -> tuple[Tensor, ...]:
+        launch.attend_fwd(call, start, out, den, (end[0], end[1]), None)
+        return out, den
+
+    def backward() -> tuple[Tensor, ...]:
+        saved = None
+        if tiles.segments(n, call.most_segments())[0] > 1:
+            saved = launch.new_states(call, n)
+        launch.attend_fwd(call, start, out, den, (end[0], end[1]), saved)
+        launch.attend_bwd(
+            call, start, saved, (end[0], end[1]), out, den, g_out, start, dq, dk, dv, (g_start[0], g_start[1])
+        )
+        return dq, dk, dv
+
+    return forward, backward
+
+
+def best(
+    kernel: str, size: int, dot: str, run: Pass, timer: Callable[[Pass], float]
+) -> list[tuple[float, tiles.Tile]]:
+    """(ms, tile) of the candidates that run and agree with the table's tile, fastest first."""
+    table, key = tiles.TABLE[dot], (kernel, size)
+    shipped = table[key]
+    expected = [x.double() for x in run()]
+    measured: list[tuple[float, tiles.Tile]] = []
+    try:
+        for tile in candidates(kernel, size):
+            table[key] = tile
+            try:
+                results = run()
+                errors = [(x.double() - y).abs().max() / y.abs().max() for x, y in zip(results, expected)]
+                off = max(float(error) for error in errors)
+                if not off <= 0.05:
+                    print(f"{kernel} {size} {dot} {tuple(tile)}: results differ by {off:.1e}", flush=True)
+                    continue
+                measured.append((timer(run), tile))
+            except (triton.runtime.errors.OutOfResources, triton.CompilationError, RuntimeError) as error:
+                print(f"{kernel} {size} {dot} {tuple(tile)}: {str(error).splitlines()[0][:60]}", flush=True)
+    finally:
+        table[key] = shipped
+    return sorted(measured)
+
+
+def tune(kernels: list[str], size: int, dot: str, shape: tuple[int, int, int], device: str, timer: Callable[[Pass], float]) -> None:  # fmt: skip
+    forward, backward = passes(size, dot, *shape, device)
+    for kernel in kernels:
+        if (kernel, size) not in tiles.TABLE[dot]:
+            continue
+        run = backward if kernel in BACKWARD else forward
+        shipped = timer(run)
+        print(f"{kernel} {size} {dot}: {shipped:.3f} ms with {tuple(tiles.TABLE[dot][kernel, size])}")
+        for ms, tile in best(kernel, size, dot, run, timer)[:5]:
+            print(f'    ("{kernel}", {size}): Tile{tuple(tile)},  # {ms:.3f} ms')
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", type=int, default=64, choices=(64, 128, 256))
+    parser.add_argument("--dot", default="bf16", choices=DTYPES)
+    parser.add_argument("--shape", type=int, nargs=3, default=(4, 8192, 16), metavar=("B", "N", "H"))
+    parser.add_argument("--kernel", nargs="+", default=["scan_fwd", "states", "dq", "dkv", "dk", "dv"])
+    options = parser.parse_args()
+    tune(
+        options.kernel, options.size, options.dot, tuple(options.shape), "cuda",
+        lambda run: triton.testing.do_bench(run, warmup=20, rep=100, return_mode="median"),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
