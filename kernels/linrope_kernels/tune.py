@@ -31,8 +31,7 @@ def candidates(kernel: str, size: int) -> Iterator[tiles.Tile]:
 
 def passes(size: int, dot: str, b: int, n: int, h: int, device: str) -> tuple[Pass, Pass]:
     """The forward and the backward pass of one random problem, without allocations of inputs."""
-    new = {"device": device, "dtype": DTYPES[dot]}
-    q, k, v, g_out = (torch.randn(b, n, h, size, **new) for _ in range(4))
+    q, k, v, g_out = torch.randn(4, b, n, h, size, device=device, dtype=DTYPES[dot])
     turns = (torch.rand(1, size // 2, device=device, dtype=torch.float64) * 2.0**62).to(torch.int64)
     first = torch.zeros(1, 1, dtype=torch.int64, device=device)
     call = launch.Call(q, k, v, None, turns, "half", first, None, "elu+1", True, True, 1e-6, dot)
@@ -87,7 +86,15 @@ def best(
     return sorted(measured)
 
 
-def tune(kernels: list[str], size: int, dot: str, shape: tuple[int, int, int], device: str, timer: Callable[[Pass], float]) -> None:  # fmt: skip
+def tune(
+    kernels: list[str],
+    size: int,
+    dot: str,
+    shape: tuple[int, int, int],  # b, n, h
+    device: str,
+    timer: Callable[[Pass], float],  # in ms
+) -> None:
+    """Prints what the table's tile takes, and the five fastest candidates as entries for the table."""
     forward, backward = passes(size, dot, *shape, device)
     for kernel in kernels:
         if (kernel, size) not in tiles.TABLE[dot]:
