@@ -85,10 +85,11 @@ def linear_rope_attention(
         state: to go on from.
         return_state: whether to return (out, state).
         eps: lower bound of the normalizer.
-        backend: "auto", "reference" (quadratic, in the inputs' dtype) or "eager" (chunked).
+        backend: "auto", "reference" (quadratic, in the inputs' dtype), "eager" (chunked) or "triton"
+            (fused, for GPUs). "auto" takes triton on a GPU where it supports the call, else eager.
 
     Returns:
-        out (b, n, h, e) in v's dtype, or (out, state). eager keeps its sums in float32 or wider.
+        out (b, n, h, e) in v's dtype, or (out, state). eager and triton keep sums in float32 or wider.
 
     Raises:
         TypeError: dtypes differ or are not floating; positions are not integers.

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 
 from linrope import LinearAttentionState, Rotary, linear_rope_attention
+from tests.oracle import random_state, randoms
 
 B, G, H, D, E = 3, 2, 4, 4, 6
 ROTARY = Rotary(D)
@@ -348,3 +349,49 @@ def test_an_interrupted_save_leaves_the_old_file_and_nothing_else(tmp_path, monk
         some_state(9).save(path)
     assert_same(LinearAttentionState.load(path), old)
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_a_donated_state_is_written_in_place_by_a_decoding_step(backend: str) -> None:
+    q, k, v = randoms(2, 6, 4, 8, g=2, dtype=torch.float32)
+    how = {"rotary": Rotary(8), "backend": backend, "return_state": True}
+    expected, last = linear_rope_attention(q, k, v, **how)
+    _, state = linear_rope_attention(*(x[:, :3] for x in (q, k, v)), **how)
+    memory = [x.data_ptr() for x in (state.kv, state.z, state.position)]
+    for i in range(3, 6):
+        step = [x[:, i : i + 1] for x in (q, k, v)]
+        out, state = linear_rope_attention(*step, state=state.donate(), **how)
+        assert [x.data_ptr() for x in (state.kv, state.z, state.position)] == memory
+        assert not state.donated
+        torch.testing.assert_close(out, expected[:, i : i + 1])
+    torch.testing.assert_close(state.kv, last.kv)
+    torch.testing.assert_close(state.z, last.z)
+    assert torch.equal(state.position, last.position)
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager", "triton"])
+def test_other_calls_leave_a_donated_state_alone(backend: str) -> None:
+    q, k, v = randoms(2, 3, 2, 8, dtype=torch.float32)
+    _, state = linear_rope_attention(q, k, v, return_state=True)
+    before = state.clone()
+    calls = [([x[:, :1].clone().requires_grad_() for x in (q, k, v)], {})]  # autograd needs the old numbers
+    calls += [((q, k, v), {}), ((q, k, v), {"causal": False}), ([x[:, :0] for x in (q, k, v)], {})]
+    for inputs, how in calls:
+        out, after = linear_rope_attention(
+            *inputs, state=state.donate(), return_state=True, backend=backend, **how
+        )
+        assert after.kv.data_ptr() != state.kv.data_ptr()
+        for x, y in ((state.kv, before.kv), (state.z, before.z), (state.position, before.position)):
+            assert torch.equal(x, y)
+        if inputs[0].requires_grad:
+            out.sum().backward()
+
+
+def test_a_donated_state_that_needs_gradients_is_left_alone() -> None:
+    q, k, v = randoms(1, 1, 2, 8, dtype=torch.float32)
+    state = random_state(k, v, {})
+    kv = state.kv.detach().clone()
+    out, _ = linear_rope_attention(q, k, v, state=state.donate(), return_state=True)
+    out.sum().backward()
+    assert torch.equal(state.kv, kv)
+    assert state.kv.grad is not None

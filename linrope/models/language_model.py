@@ -239,7 +239,7 @@ def _generate(
         logits, states = model(tokens, states)
         token = _sample(logits[:, -1].float(), temperature, top_k, top_p, generator)
         yield token
-        tokens = token[:, None]
+        tokens, states = token[:, None], [state.donate() for state in states]
 
 
 def _sample(
