@@ -31,7 +31,7 @@ def load_theta(THETA, theta_stride, head, pairs, P: tl.constexpr):
     return tl.load(THETA + head * theta_stride + pairs, mask=pairs < P, other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "heads"])
 def table_fwd_kernel(
     THETA, theta_stride,  # (1 or g, P) int64, 2^-64 turns per position
     POSITIONS, position_stride,  # (1 or b, n or 1) int64

@@ -33,7 +33,7 @@ from linrope_kernels.pieces import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "h", "segments", "length"])
 def dq_kernel(
     Q, q_strides, K, k_strides, V, v_strides, MASK,
     Q_TABLE, q_table_strides, K_TABLE, k_table_strides,
@@ -133,7 +133,7 @@ def dq_kernel(
         store_pairs(DQ, d1, d2, rows, inside, dq_strides, block * W, F, P, INTERLEAVED, C, W)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m", "g", "segments", "length"])
 def dkv_kernel(
     Q, q_strides, K, k_strides, V, v_strides, MASK,
     Q_TABLE, q_table_strides, K_TABLE, k_table_strides,

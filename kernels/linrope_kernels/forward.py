@@ -29,7 +29,7 @@ from linrope_kernels.pieces import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "h", "segments", "length"])
 def scan_fwd_kernel(
     Q, q_strides,  # (b, n, h, f)
     K, k_strides,  # (b, m, g, f)
@@ -130,7 +130,7 @@ def scan_fwd_kernel(
             store_sum(Z_END + sequence * F, z1, z2, pairs, F, P, INTERLEAVED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m", "g", "segments", "length"])
 def states_kernel(
     X, x_strides,  # (b, m, heads, f): k, or q for the backward pass
     Y, y_strides,  # (b, m, heads, e): v, or g
@@ -199,7 +199,7 @@ def states_kernel(
         store_sum(Z + at * F, z1, z2, pairs, F, P, INTERLEAVED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments"])
 def prefix_kernel(
     S, Z,  # (b g, s, f, e), (b g, s, f): on entry each segment's own, on exit what comes before it
     S_START, Z_START, S_END, Z_END,  # (b g, f, e), (b g, f)

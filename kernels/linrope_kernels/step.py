@@ -17,7 +17,7 @@ from linrope_kernels.pieces import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["g", "parts"])
 def step_fwd_kernel(
     Q, q_strides,  # (b, 1, h, f)
     K, k_strides,  # (b, 1, g, f)
