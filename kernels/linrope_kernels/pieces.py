@@ -131,7 +131,7 @@ def load_pairs(
         keep = inside[:, None]
         if F % (2 * W) != 0:
             keep = keep & (f < F)[None, :]
-        x = tl.load(X + f[None, :] * strides[3], mask=keep, other=0)
+        x = tl.load(X + f[None, :].to(tl.int64) * strides[3], mask=keep, other=0)
         x1, x2 = tl.split(tl.reshape(x, [C, W, 2]))
     else:
         pairs = w0 + tl.arange(0, W)
@@ -139,8 +139,8 @@ def load_pairs(
         keep1, keep2 = inside[:, None], inside[:, None]
         if F % (2 * W) != 0:
             keep1, keep2 = keep1 & (2 * pairs < F)[None, :], keep2 & (2 * pairs + 1 < F)[None, :]
-        x1 = tl.load(X + f1[None, :] * strides[3], mask=keep1, other=0)
-        x2 = tl.load(X + f2[None, :] * strides[3], mask=keep2, other=0)
+        x1 = tl.load(X + f1[None, :].to(tl.int64) * strides[3], mask=keep1, other=0)
+        x2 = tl.load(X + f2[None, :].to(tl.int64) * strides[3], mask=keep2, other=0)
     return x1, x2
 
 
@@ -156,21 +156,21 @@ def store_pairs(
         keep = inside[:, None]
         if F % (2 * W) != 0:
             keep = keep & (f < F)[None, :]
-        tl.store(X + f[None, :] * strides[3], x, mask=keep)
+        tl.store(X + f[None, :].to(tl.int64) * strides[3], x, mask=keep)
     else:
         pairs = w0 + tl.arange(0, W)
         f1, f2 = members(pairs, F, P, INTERLEAVED)
         keep1, keep2 = inside[:, None], inside[:, None]
         if F % (2 * W) != 0:
             keep1, keep2 = keep1 & (2 * pairs < F)[None, :], keep2 & (2 * pairs + 1 < F)[None, :]
-        tl.store(X + f1[None, :] * strides[3], x1.to(X.dtype.element_ty), mask=keep1)
-        tl.store(X + f2[None, :] * strides[3], x2.to(X.dtype.element_ty), mask=keep2)
+        tl.store(X + f1[None, :].to(tl.int64) * strides[3], x1.to(X.dtype.element_ty), mask=keep1)
+        tl.store(X + f2[None, :].to(tl.int64) * strides[3], x2.to(X.dtype.element_ty), mask=keep2)
 
 
 @triton.jit
 def load_values(X, rows, inside, strides, e, E: tl.constexpr, BE: tl.constexpr):
     """(C, BE): the columns e of the rows of X; 0 outside."""
-    X += rows[:, None].to(tl.int64) * strides[1] + e[None, :] * strides[3]
+    X += rows[:, None].to(tl.int64) * strides[1] + e[None, :].to(tl.int64) * strides[3]
     keep = inside[:, None]
     if E % BE != 0:
         keep = keep & (e < E)[None, :]
@@ -179,7 +179,7 @@ def load_values(X, rows, inside, strides, e, E: tl.constexpr, BE: tl.constexpr):
 
 @triton.jit
 def store_values(X, x, rows, inside, strides, e, E: tl.constexpr, BE: tl.constexpr):
-    X += rows[:, None].to(tl.int64) * strides[1] + e[None, :] * strides[3]
+    X += rows[:, None].to(tl.int64) * strides[1] + e[None, :].to(tl.int64) * strides[3]
     keep = inside[:, None]
     if E % BE != 0:
         keep = keep & (e < E)[None, :]

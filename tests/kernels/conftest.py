@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.kernels.compiled import start_report
+from tests.kernels.compiled import start_launches, start_report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -13,3 +13,4 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     chosen = any(item.path.parts[-2:] == ("kernels", "test_compile.py") for item in session.items)
     if chosen and not session.config.option.collectonly:
         start_report()
+        start_launches()

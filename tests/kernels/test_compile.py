@@ -8,7 +8,7 @@ import pytest
 from linrope_kernels import tiles
 from linrope_kernels.report import SHARED_LIMIT
 
-from tests.kernels.compiled import CAPABILITIES, run_compiled, start_report
+from tests.kernels.compiled import CAPABILITIES, start_launches, start_report
 
 
 @cache
@@ -99,25 +99,12 @@ def test_bfloat16_uses_hopper_s_matrix_unit() -> None:
         assert (entry["mma_sync"] > 0) == ((name, dim) in MMA_SYNC_ON_HOPPER), entry
 
 
-# What else a caller can ask for, at the largest tiles of each kernel
-VARIANTS: dict[str, dict[str, Any]] = {
-    "half": {"INTERLEAVED": False},
-    "partial": {"INTERLEAVED": False, "P": 8},
-    "no rotation": {"INTERLEAVED": False, "P": 0, "Q_TABLE": None, "TABLE": None},
-    "no normalizer": {"NORMALIZE": False},
-    "silu": {"MAP": "silu", "NORMALIZE": False},
-    "bidirectional": {"CAUSAL": False},
-}
-
-
-def test_variants_fit_as_well() -> None:
-    script = f"""
-from linrope_kernels.report import SHARED_LIMIT, compile_kernel
-for name in ("scan_fwd", "dq", "dk"):
-    for variant, constants in {VARIANTS!r}.items():
-        report = compile_kernel(name, 256, 256, "bf16", 80, **constants)
-        assert report.shared <= SHARED_LIMIT[80], (name, variant, report)
-"""
-    process = run_compiled("-c", script)
-    _, err = process.communicate()
-    assert process.returncode == 0, err[-3000:]
+def test_what_the_launchers_start_compiles_too() -> None:
+    out, err = start_launches().communicate()
+    assert start_launches().returncode == 0, err[-3000:]
+    started = [json.loads(line) for line in out.splitlines()]
+    assert {entry["kernel"] for entry in started} == {
+        "table_fwd_kernel", "scan_fwd_kernel", "states_kernel", "prefix_kernel", "dq_kernel", "dkv_kernel",
+        "step_fwd_kernel",
+    }  # fmt: skip
+    assert not [entry for entry in started if entry["shared"] > SHARED_LIMIT[80]]

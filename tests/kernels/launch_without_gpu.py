@@ -1,0 +1,69 @@
+"""Compiles what the launchers start, from their own arguments, for a GPU that is not there.
+
+The report compiles signatures that it makes up. Here PyTorch's tensors, strides and numbers pass through
+Triton's own specialization, forward and backward, and only the launch is left out.
+"""
+
+import json
+import sys
+
+import torch
+from linrope_kernels import launch, tiles
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from linrope import Rotary, linear_rope_attention
+from linrope.backends import triton as backend
+
+
+class NoDriver:
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", int(sys.argv[1]), 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+def compile_only(self, grid):
+    def start(*args, **constants) -> None:
+        compiled = self.warmup(*args, grid=grid, **constants)
+        print(json.dumps({"kernel": self.__name__, "shared": compiled.metadata.shared}), flush=True)
+
+    return start
+
+
+def attend(
+    n: int = 130, d: int = 64, e: int = 64, h: int = 4, g: int = 4, dtype=torch.bfloat16, **how
+) -> None:
+    """Forward and, unless it decodes, backward."""
+    q, k, v = (torch.zeros(2, n, heads, size, dtype=dtype) for heads, size in ((h, d), (g, d), (g, e)))
+    if how.pop("transposed", False):
+        q, k, v = (x.movedim(3, 0).contiguous().movedim(0, 3) for x in (q, k, v))
+    how = {"rotary": Rotary(d), "backend": "triton", "return_state": True} | how
+    if n > 1:
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, state = linear_rope_attention(q, k, v, **how)
+    if n > 1:
+        torch.autograd.grad(out, (q, k, v), torch.ones(1, dtype=dtype).expand_as(out))
+    else:
+        linear_rope_attention(q, k, v, state=state.donate(), **how)
+
+
+driver.set_active(NoDriver())
+JITFunction.__getitem__ = compile_only
+backend.supports = lambda *_: None
+
+attend(key_mask=torch.zeros(2, 130, dtype=torch.bool))
+attend(g=1, rotary=Rotary(64, layout="half", rotary_dim=24))
+attend(causal=False, positions=torch.arange(130), key_positions=torch.arange(130) * 3)
+attend(transposed=True, rotary=None, normalize=False, feature_map="silu")
+attend(n=16, dtype=torch.float16, rotary=Rotary.whole_model(4, 64))
+attend(n=1, g=2, key_mask=torch.zeros(2, 1, dtype=torch.bool))
+attend(d=256, e=256)
+launch.Call.most_segments = lambda self: 3
+tiles.SHORTEST = 64
+attend(d=96, e=40, g=2, rotary=Rotary(96, layout="half"))
