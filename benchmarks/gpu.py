@@ -1,0 +1,349 @@
+"""linrope on one GPU: against its floor, softmax attention and flash-linear-attention, and decoding.
+
+    PYTHONPATH=.:kernels python3 benchmarks/gpu.py --out benchmarks/results/gpu-name-date.json
+
+Every case is checked before it is timed; one that fails is noted and not timed, and the exit status is 1.
+Softmax attention rotates q and k inside the timed region by plain PyTorch operations, as its users do.
+"bare" is without rotation and, of flash-linear-attention, without feature map and normalizer.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from linrope import LinearAttentionState, Rotary, linear_rope_attention
+from linrope.cli.benchmark import machine
+from linrope.cli.cases import AttentionCase
+
+Row = dict[str, Any]
+Shape = tuple[int, int, int, int]  # batch, length, heads, dim
+MODES = ("forward", "training")
+SECTIONS = ("linrope", "overtaking", "decode", "softmax", "fla")
+SPEEDUPS = ("forward x", "training x", "bare forward x", "bare training x")
+TOLERANCE = {torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
+BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
+WINDOW = 512  # tokens that are compared together
+
+
+def shapes(section: str, tiny: bool) -> list[Shape]:
+    if tiny:
+        return [(1, n, 2, 16) for n in {"overtaking": (16, 32), "decode": (1,)}.get(section, (40,))]
+    if section == "overtaking":
+        return [(8, n, 16, 64) for n in (256, 512, 1024, 2048, 4096)]
+    if section == "decode":
+        return [(heads // 16, 1, 16, d) for d in (64, 128) for heads in (128, 512, 1024, 4096)]
+    sizes = ((8, 2048, 16), (4, 8192, 16), (1, 8192, 96), (1, 65_536, 8), (2, 131_072, 16))
+    return [(*size, d) for d in (64, 128) for size in sizes]
+
+
+def floor_bytes(d: int, e: int) -> dict[str, int]:
+    """The least per token and head, in bfloat16; "step": per decoding step and head, a float32 state."""
+    return {"forward": 2 * (2 * d + 2 * e), "backward": 2 * (6 * d + 5 * e) + 12, "step": 8 * d * e}
+
+
+def timed(function: Callable[[], Any], device: str, flush: bool = False) -> Row:
+    """Times in ms, by events; on the CPU, which only tests use, by the wall clock, once."""
+    if device == "cpu":
+        start = time.perf_counter()
+        function()
+        times = [1e3 * (time.perf_counter() - start)]
+    else:
+        function()  # compiles
+        (once,) = times_by_events(function, 1, flush)
+        runs = 1 if once > 200 else max(10, min(100, int(200 / once)))
+        times = times_by_events(function, runs + runs // 2, flush)[runs // 2 :]  # idle clocks are low
+    median = statistics.median(times)
+    return {"median_ms": median, "min_ms": min(times), "max_ms": max(times), "runs": len(times)}
+
+
+def times_by_events(function: Callable[[], Any], runs: int, flush: bool) -> list[float]:
+    """flush: reads something else before each run, so that nothing is in the L2 cache."""
+    other = torch.zeros(2**26 if flush else 1, device="cuda")
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
+    for start, end in events:
+        other.sum()
+        start.record()
+        function()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in events]
+
+
+def ceilings(device: str, tiny: bool) -> Row:
+    """What the device does at best: bytes read and written by a copy, bfloat16 products of random data."""
+    how: Row = {"device": device, "dtype": torch.bfloat16}
+    source, size = torch.randn(1000 if tiny else 2**30, **how), 64 if tiny else 8192
+    copy = timed(partial(torch.empty_like(source).copy_, source), device)
+    a, b, out = torch.randn(3, size, size, **how)
+    product = timed(partial(torch.mm, a, b, out=out), device)
+    copy |= {"rate": 2e3 * source.nbytes / copy["median_ms"], "unit": "byte/s"}
+    product |= {"rate": 2e3 * size**3 / product["median_ms"], "unit": "flop/s"}
+    return {"copy": copy, "product": product}
+
+
+def check(case: AttentionCase, attend: Callable[[], Tensor]) -> Row:
+    """Errors of the last head's output and gradients, compared with float64, and of the output in units of
+    the contract's bound. AssertionError: one is too large, or a number of any head is not finite."""
+    case.g_out.new_full((4 * case.g_out.numel(),), math.nan)  # freed at once: fresh memory holds NaN
+    results = attend(), *case.training(attend)
+    assert all(bool(x.isfinite().all()) for x in results), "not finite"
+    actual = [x.detach()[-1:, :, -1:].double().cpu() for x in results]
+    given = (x.detach()[-1:, :, -1:].double().cpu() for x in (*case.inputs, case.g_out))
+    q, k, v, g_out = (x.requires_grad_() for x in given)
+    linear = partial(linear_rope_attention, backend="eager")  # in time linear in n
+    out = linear(q, k, v, rotary=case.rotary)
+    exact = [x.detach() for x in (out, *torch.autograd.grad(out, (q, k, v), g_out))]
+    with torch.no_grad():
+        start = (x[:, :WINDOW] for x in (q, k, v))
+        exact[0][:, :WINDOW] = linear_rope_attention(*start, rotary=case.rotary, backend="reference")
+        # M_i = sum_j |R phi(q_i)|^T |R psi(k_j)| |v_j| / den_i
+        positions = torch.arange(case.n, device="cpu")
+        phi_hat, psi_hat = (case.rotary(F.elu(x) + 1, positions).abs() for x in (q, k))
+        magnitude = linear(phi_hat, psi_hat, v.abs(), feature_map=None, normalize=False)
+        magnitude /= linear(q, k, torch.ones_like(v[..., :1]), normalize=False)
+    bound = float(((actual[0] - exact[0]).abs() / magnitude).max()) / TOLERANCE[case.dtype]
+    assert bound <= 1, f"out is off: {bound:.3g} times the bound"
+    tensors = zip(("out", "dq", "dk", "dv"), actual, exact)
+    return {"bound": bound} | {name: compare(name, x, y, TOLERANCE[case.dtype]) for name, x, y in tensors}
+
+
+def compare(name: str, actual: Tensor, expected: Tensor, tolerance: float) -> float:
+    """The largest |actual - expected| / |expected|, in the 2-norm, of a window of tokens: later ones have
+    far smaller outputs and gradients. AssertionError: it is over the tolerance."""
+    windows = zip(actual.double().split(WINDOW, 1), expected.double().split(WINDOW, 1))
+    error = float(torch.stack([(x - y).norm() / y.norm() for x, y in windows]).max())  # NaN if one is
+    assert error <= tolerance, f"{name} is off: {error:.3g} of its size, expected at most {tolerance:.3g}"
+    return error
+
+
+def measured(case: AttentionCase, attend: Callable[[], Tensor], modes: tuple[str, ...] = MODES) -> Row:
+    """Times; inputs that would fit the L2 cache are not left there."""
+    small = sum(x.nbytes for x in case.inputs) < 100e6
+    return {mode: timed(partial(getattr(case, mode), attend), case.device, small) for mode in modes}
+
+
+def linrope_row(case: AttentionCase, bandwidth: float) -> Row:
+    """Times, their part of the floor, and a training step's peak memory beyond inputs, out and gradients."""
+    attend = partial(linear_rope_attention, *case.inputs, rotary=case.rotary, backend="triton")
+    row = {"errors": check(case, attend), **measured(case, attend)}
+    forward, training = (row[mode]["median_ms"] for mode in MODES)
+    floor, per_byte = floor_bytes(case.dim, case.dim), case.tokens * case.heads / bandwidth * 1e3
+    row |= {"forward_ms": forward, "forward_floor": floor["forward"] * per_byte / forward}
+    row |= {"training_ms": training, "backward_floor": floor["backward"] * per_byte / (training - forward)}
+    if case.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before, out = torch.cuda.memory_allocated(), attend()
+        made = out, *torch.autograd.grad(out, case.inputs, case.g_out)
+        extra = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in made)
+        row["extra_memory"] = extra / sum(x.nbytes for x in (*made, *case.inputs, case.g_out))
+    return row
+
+
+def check_softmax(case: AttentionCase) -> None:
+    """AssertionError: the first rows of the last head differ from softmax attention in float64."""
+    q, k, v = (x.detach()[-1:, :WINDOW, -1:].double().cpu() for x in case.inputs)
+    q, k = (case.rotary(x, torch.arange(x.shape[1], device="cpu")).transpose(1, 2) for x in (q, k))
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True).transpose(1, 2)
+    compare("softmax", case.forward(case.softmax)[-1:, :WINDOW, -1:].cpu(), exact, TOLERANCE[case.dtype])
+
+
+def softmax_row(case: AttentionCase, backends: tuple[str, ...]) -> Row:
+    """Times of the backends that run; of one twice as slow as the fastest before it, the forward pass."""
+    row: Row = {"functions": {}, "not_run": {}}
+
+    def bare() -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in case.inputs)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    for name in backends:
+        try:
+            with sdpa_kernel(getattr(SDPBackend, name)):
+                check_softmax(case)
+                row["functions"][name] = measured(case, case.softmax, ("forward",))
+                times = [x["forward"]["median_ms"] for key, x in row["functions"].items() if key in backends]
+                if times[-1] <= 2 * min(times):
+                    row["functions"][name] |= measured(case, case.softmax, ("training",))
+                    row["functions"][f"{name} bare"] = measured(case, bare)
+        except (RuntimeError, AssertionError) as error:  # no kernel for these inputs, no memory, ..
+            row["not_run"][name] = repr(error)[:200]
+    return row
+
+
+def fla_row(case: AttentionCase) -> Row:
+    """Times of eq. 19 from flash-linear-attention's public functions, rotated in its default layout."""
+    row: Row = {"functions": {}, "not_run": {}}
+    (q, k, v), rotary = case.inputs, Rotary(case.dim, layout="half")
+    cos, sin = (x[:, 0] for x in rotary.cos_sin(torch.arange(case.n, device=case.device), case.dtype))
+
+    def route() -> Tensor:
+        phi, psi = F.elu(q) + 1, F.elu(k) + 1
+        phi_hat, psi_hat = rotary_embedding(phi, cos, sin), rotary_embedding(psi, cos, sin)
+        num, _ = chunk_linear_attn(phi_hat, psi_hat, v, scale=1.0, normalize=False)
+        return normalize_with_z_state(num, phi, psi, 1.0, None, False, None)[0]
+
+    try:
+        import fla
+        from fla.modules.rotary import rotary_embedding
+        from fla.ops.linear_attn import chunk_linear_attn
+        from fla.ops.linear_attn.utils import normalize_with_z_state
+
+        row["version"] = fla.__version__
+        ours = partial(linear_rope_attention, q, k, v, rotary=rotary, backend="triton")
+        compare("its route", case.forward(route), case.forward(ours), 4 * TOLERANCE[case.dtype])
+        row["functions"]["route"] = measured(case, route)
+        row["functions"]["bare"] = measured(case, lambda: chunk_linear_attn(q, k, v, normalize=False)[0])
+    except Exception as error:  # that library's troubles are noted, but are no failure of linrope's
+        why = "not installed: " if isinstance(error, ImportError) else ""
+        row["not_run"]["fla"] = why + repr(error)[:200]
+    return row
+
+
+@torch.no_grad()
+def decode_row(shape: Shape, device: str, dtype: torch.dtype, bandwidth: float) -> Row:
+    """A step of so many layers that their states do not fit the L2 cache together, as in a model."""
+    b, _, h, d = shape
+    token = torch.randn(3, *shape, device=device, dtype=dtype)
+    attend = partial(linear_rope_attention, rotary=Rotary(d), return_state=True)
+    step = partial(attend, *token, backend="triton")
+    _, first = step()
+    kv, z = torch.randn_like(first.kv), 1000 + torch.rand_like(first.z)
+    state = LinearAttentionState(kv, z, first.position + 1000, first.identity)
+    layers = [state.clone() for _ in range(min(128, int(256e6 / kv.nbytes) + 1) if device == "cuda" else 2)]
+    exact, end = attend(*token.double(), state=state.to(dtype=torch.float64), backend="reference")
+    out, after = step(state=layers[0].donate())
+    assert after.kv is layers[0].kv, "the state is not updated in place"
+    compare("out", out, exact, TOLERANCE[dtype])
+    compare("kv", after.kv, end.kv, 1e-5)
+    compare("z", after.z, end.z, 1e-6)
+
+    def run() -> list[Tensor]:
+        return [step(state=layer.donate())[0] for layer in layers]
+
+    row: Row = {"layers": len(layers), "eager": timed(run, device)}
+    if device == "cuda":
+        with torch.cuda.stream(torch.cuda.Stream()):
+            run()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+            outs = run()
+        exact, _ = step(state=layers[-1].clone().donate())
+        graph.replay()
+        assert torch.equal(outs[-1], exact), "the CUDA graph gives another output"
+        row["graph"] = timed(graph.replay, device)
+    for name in [x for x in ("eager", "graph") if x in row]:
+        seconds = row[name]["median_ms"] / 1e3 / len(layers)
+        row[f"{name} tokens/s"] = b / seconds
+        row[f"{name} floor"] = floor_bytes(d, d)["step"] * b * h / seconds / bandwidth
+    return row
+
+
+def speedups(functions: Row, base: Row) -> Row:
+    """How many times as long as linrope the fastest takes, with all of the equation and bare."""
+    found: Row = {}
+    for name, times in functions.items():
+        for mode, x in times.items():
+            key = f"bare {mode} x" if name.endswith("bare") else f"{mode} x"
+            found[key] = min(found.get(key, math.inf), x["median_ms"] / base[mode]["median_ms"])
+    return found
+
+
+def overtaking(rows: list[Row], name: str) -> int | None:
+    """The least length from which on that speed-up is over 1; where it is missing, it is not."""
+    slower = [i for i, row in enumerate(rows) if not row.get("speedups", {}).get(name, 0) > 1]
+    faster = rows[max(slower, default=-1) + 1 :]
+    return faster[0]["shape"][1] if faster else None
+
+
+def measure(result: Row, section: str, cases: list[Shape], row_of: Callable[..., Row], end: float) -> None:
+    """Adds a section's rows to the result, while one like the row before fits."""
+    previous, result[section] = 0.0, []
+    for shape in cases:
+        start, row = time.monotonic(), Row(shape=list(shape))
+        if start + previous > end:
+            row["skipped"] = "over the budget"
+        else:
+            try:
+                row |= row_of(section, shape)
+            except Exception as error:  # the other cases are measured nevertheless
+                row["failure"] = repr(error)[:200]
+            previous = time.monotonic() - start
+            print(f"{section} {shape}: {previous:.1f} s {row.get('not_run') or ''}", flush=True)
+        result[section].append(row)
+
+
+def table(result: Row) -> str:
+    """The figures, a line for each case."""
+    lines = []
+    for section in (x for x in SECTIONS if x in result):
+        every = [row | row.get("speedups", {}) for row in result[section]]
+        figures = [{name: x for name, x in row.items() if isinstance(x, float)} for row in every]
+        names = list(dict.fromkeys(name for found in figures for name in found))
+        lines.append(f"{section:<21}" + "".join(f"{name:>17}" for name in names))
+        for row, found in zip(result[section], figures):
+            cells = "".join(f"{found.get(name, math.nan):17.4g}" for name in names)
+            other = row.get("failure") or row.get("skipped")
+            lines.append(f"{row['shape']!s:<21}" + (other or cells or str(row.get("not_run"))))
+    lines += [f"{name}: {x['rate']:.4g} {x['unit']}" for name, x in result["ceilings"].items()]
+    return "\n".join([*lines, f"linrope overtakes softmax attention at n: {result['overtakes']}"])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    started, today = time.monotonic(), time.strftime("%Y-%m-%d")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(f"benchmarks/results/gpu-{today}.json"))
+    parser.add_argument("--budget", type=float, default=420, help="seconds; what no longer fits is skipped")
+    parser.add_argument("--commit", help="of the code, where there is no git")
+    parser.add_argument("--only", nargs="+", default=SECTIONS, choices=SECTIONS)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tiny", action="store_true", help="a test of this script: small shapes")
+    options = parser.parse_args(arguments)
+    device, found = options.device, machine() | {"triton": triton.__version__, "device": options.device}
+    backends = BACKENDS if device == "cuda" else ("MATH",)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16  # of which Triton's interpreter knows
+    if device == "cuda":
+        driver = subprocess.getoutput("nvidia-smi --query-gpu=driver_version --format=csv,noheader")
+        found |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "driver": driver}
+    found["commit"] = options.commit or found["commit"]
+    result: Row = {"machine": found, "date": today, "ceilings": ceilings(device, options.tiny)}
+    bandwidth, linrope = result["ceilings"]["copy"]["rate"], {}
+
+    def row_of(section: str, shape: Shape) -> Row:
+        if section == "decode":
+            return decode_row(shape, device, dtype, bandwidth)
+        b, n, h, d = shape
+        case, row = AttentionCase(n, b, h, d, device, dtype), {}
+        if section in ("linrope", "overtaking"):
+            row = linrope[shape] = linrope_row(case, bandwidth)
+        if section in ("overtaking", "softmax"):
+            row = row | softmax_row(case, backends)
+        if section == "fla":
+            row = fla_row(case)
+        if section != "linrope" and shape in linrope:
+            row["speedups"] = speedups(row["functions"], linrope[shape])
+        return row
+
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    for section in (x for x in SECTIONS if x in options.only):
+        measure(result, section, shapes(section, options.tiny), row_of, started + options.budget)
+        result["overtakes"] = {x: overtaking(result.get("overtaking", []), x) for x in SPEEDUPS}
+        options.out.write_text(json.dumps(result, indent=1) + "\n")  # after each: a run may be cut short
+    print(table(result), options.out, sep="\n")
+    return int(any("failure" in row for section in SECTIONS for row in result.get(section, [])))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
