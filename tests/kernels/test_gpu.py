@@ -81,9 +81,12 @@ def test_long_sequences(dtype: torch.dtype, d: int, b: int) -> None:
     part = slice(b - 1, b)
     state = state.reorder(torch.tensor([b - 1]))
     oracle = everything(*(x[part].double() for x in (q, k, v)), state, backend="eager", **how)
+    allowed = {torch.float32: 1e-4, torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}[dtype]
     for name, expected in oracle.items():
-        error = (actual[name][part].double() - expected).abs().max()
-        assert error <= 64 * UNIT[dtype] * expected.abs().max(), name
+        # Late outputs and gradients are far smaller than early ones: each window by its own size.
+        windows = zip(actual[name][part].double().split(512, 1), expected.double().split(512, 1))
+        for x, y in windows if expected.shape[1] == n else [(actual[name][part].double(), expected)]:
+            assert (x - y).norm() <= allowed * y.norm(), name
 
 
 def test_a_tensor_of_more_than_two_to_the_31_elements() -> None:
