@@ -47,6 +47,11 @@ class Call:
     def tile(self, name: str) -> tiles.Tile:
         return tiles.tile(name, self.q.shape[3], self.v.shape[3], self.dot, _device(self.q).capability)
 
+    @property
+    def reads_out(self) -> bool:
+        """Whether the backward pass needs out: where no program has all feature pairs."""
+        return self.tile("dq").pairs < (self.q.shape[3] + 1) // 2
+
     def most_segments(self) -> int:
         tile, (b, _, h, _) = self.tile("scan_fwd"), self.q.shape
         blocks = -(-self.v.shape[3] // tile.values)
@@ -170,10 +175,10 @@ def attend_fwd(
 
 
 def attend_bwd(
-    call: Call, start: State, saved: State | None, end: State, out: Tensor, den: Tensor | None,
+    call: Call, start: State, saved: State | None, end: State, out: Tensor | None, den: Tensor | None,
     g_out: Tensor, g_end: State, dq: Tensor, dk: Tensor, dv: Tensor, g_start: State,
 ) -> None:  # fmt: skip
-    """Fills dq, dk, dv and the gradient of the first state; out, den, saved, end: attend_fwd's."""
+    """Fills dq, dk, dv and the gradient of the first state; out (if read), den, saved, end: attend_fwd's."""
     b, n, h, f = call.q.shape
     (_, m, g, _), e = call.k.shape, call.v.shape[3]
     tensors = (call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask)
@@ -187,8 +192,8 @@ def attend_bwd(
         key_table = None
     call.launch(
         dq_kernel, "dq", b * h * segments,
-        *tensors, *_with_strides(table), *_with_strides(key_table), *before, out, out.stride(),
-        g_out, g_out.stride(), den, delta, dq, dq.stride(),
+        *tensors, *_with_strides(table), *_with_strides(key_table), *before,
+        out, (0,) * 4 if out is None else out.stride(), g_out, g_out.stride(), den, delta, dq, dq.stride(),
         n, h, call.group, segments, size, call.eps, CAUSAL=call.causal,
     )  # fmt: skip
 

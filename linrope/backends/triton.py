@@ -1,7 +1,7 @@
 """Eq. 19 on GPUs, in the fused kernels of linrope_kernels, as torch.library operators.
 
-It saves q, k, v, out, the normalizer and the states at segment starts. In Triton's interpreter
-(TRITON_INTERPRET=1 before the start) it takes CPU tensors, for tests.
+It saves q, k, v, the normalizer, the states at segment starts, and out for more than 64 features. In
+Triton's interpreter (TRITON_INTERPRET=1 before the start) it takes CPU tensors, for tests.
 """
 
 import torch
@@ -143,7 +143,7 @@ def _(
 
 @torch.library.custom_op("linrope::triton_backward", mutates_args=())
 def _attend_backward(
-    g_out: Tensor, g_kv: Tensor, g_z: Tensor, out: Tensor, den: Tensor, kv_end: Tensor, z_end: Tensor,
+    g_out: Tensor, g_kv: Tensor, g_z: Tensor, out: Tensor | None, den: Tensor, kv_end: Tensor, z_end: Tensor,
     kv_saved: Tensor, z_saved: Tensor, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, z: Tensor,
     theta: Tensor | None, positions: Tensor, key_positions: Tensor | None, key_mask: Tensor | None,
     layout: str, feature_map: str, causal: bool, normalize: bool, eps: float,
@@ -168,7 +168,7 @@ def _new_gradients(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
 
 @_attend_backward.register_fake
 def _(
-    g_out: Tensor, g_kv: Tensor, g_z: Tensor, out: Tensor, den: Tensor, kv_end: Tensor, z_end: Tensor,
+    g_out: Tensor, g_kv: Tensor, g_z: Tensor, out: Tensor | None, den: Tensor, kv_end: Tensor, z_end: Tensor,
     kv_saved: Tensor, z_saved: Tensor, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, z: Tensor,
     theta: Tensor | None, positions: Tensor, key_positions: Tensor | None, key_mask: Tensor | None,
     layout: str, feature_map: str, causal: bool, normalize: bool, eps: float,
@@ -178,14 +178,18 @@ def _(
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     *tensors, ctx.layout, ctx.feature_map, ctx.causal, ctx.normalize, ctx.eps, _ = inputs
-    ctx.save_for_backward(*output, *tensors)
+    q, k, v, _, _, theta, positions, key_positions, key_mask = tensors
+    how = ctx.layout, ctx.feature_map, ctx.causal, ctx.normalize, ctx.eps
+    call = _call(q, k, v, key_mask, theta, positions, key_positions, *how)
+    out, *rest = output
+    ctx.save_for_backward(out if call.reads_out and ctx.normalize else None, *rest, *tensors)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, g_out, g_den, g_kv, g_z, *_):  # type: ignore[no-untyped-def]
-    out, _, kv_end, z_end, *_ = ctx.saved_tensors
+    _, _, kv_end, z_end, _, _, q, _, v, *_ = ctx.saved_tensors
     grads = _attend_backward(
-        torch.zeros_like(out) if g_out is None else g_out,
+        v.new_zeros(*q.shape[:3], v.shape[3]) if g_out is None else g_out,
         torch.zeros_like(kv_end) if g_kv is None else g_kv.contiguous(),
         torch.zeros_like(z_end) if g_z is None else g_z.contiguous(),
         *ctx.saved_tensors, ctx.layout, ctx.feature_map, ctx.causal, ctx.normalize, ctx.eps,
