@@ -124,8 +124,8 @@ def _new_results(call: launch.Call, kv: Tensor, z: Tensor, save: bool) -> tuple[
         kv.new_empty(b, h, n if save and call.normalize else 0),
         torch.empty_like(kv),
         torch.empty_like(z),
-        kv.new_empty(call.sequences, segments, f, e),
-        z.new_empty(call.sequences, segments, f),
+        kv.new_zeros(call.sequences, segments, f, e),  # short sequences leave some unused
+        z.new_zeros(call.sequences, segments, f),
     )
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from linrope_kernels import tiles
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
@@ -42,6 +43,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("configuration", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 def test_operator_passes_torch_library_s_checks(configuration: dict[str, Any]) -> None:
     torch.library.opcheck(OPERATOR, operator_arguments(**configuration))
+
+
+def test_operator_passes_them_with_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "most_segments", lambda *_: 3)
+    torch.library.opcheck(OPERATOR, operator_arguments())
 
 
 @pytest.fixture
