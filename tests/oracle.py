@@ -45,10 +45,17 @@ def randoms(
     return made[0], made[1], made[2]
 
 
-def random_state(k: Tensor, v: Tensor, how: dict[str, Any], *, position: int = 7) -> LinearAttentionState:
+def random_state(
+    k: Tensor, v: Tensor, how: dict[str, Any], *, position: int = 7, h: int | None = None
+) -> LinearAttentionState:
     """A state that fits the call, with kv of both signs and z > 0, leaves of the graph."""
-    like = {name: how[name] for name in ("feature_map", "normalize", "rotary") if name in how}
-    _, state = linear_rope_attention(k[:, :0], k[:, :0], v[:, :0], **like, return_state=True)
+    like = {name: how[name] for name in ("feature_map", "normalize", "rotary", "rope_order") if name in how}
+    if (rotary := how.get("rotary")) is not None and rotary.axes is not None:
+        like["positions"] = torch.zeros(0, rotary.axes, dtype=torch.int64)
+    if how.get("cu_seqlens") is not None:
+        like["cu_seqlens"] = torch.zeros_like(how["cu_seqlens"])
+    q = k.new_zeros(len(k), 0, h or k.shape[2], k.shape[3])
+    _, state = linear_rope_attention(q, k[:, :0], v[:, :0], **like, return_state=True)
     generator = torch.Generator().manual_seed(99)
     kv = torch.randn(state.kv.shape, generator=generator, dtype=torch.float64, device="cpu").to(state.kv)
     z = torch.rand(state.z.shape, generator=generator, dtype=torch.float64, device="cpu").to(state.z) + 0.5
@@ -86,16 +93,31 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], toleranc
         )
 
 
-def rotation(position: int, theta: Tensor, f: int, layout: str) -> Tensor:
-    """RoFormer eq. 15: R(p) as an (f, f) matrix, pair by pair."""
-    matrix, pairs = torch.eye(f, dtype=torch.float64), len(theta)
+def rotation(position: Tensor, rotary: Rotary, head: int) -> Tensor:
+    """RoFormer eq. 15: R(p) as an (f, f) matrix, pair by pair; on a grid the axes add up."""
+    matrix, pairs = torch.eye(rotary.dim, dtype=torch.float64), rotary.rotary_dim // 2
+    per_head = rotary.theta.ndim == (2 if rotary.axes is None else 3)
+    theta = rotary.theta[head] if per_head else rotary.theta
     for t in range(pairs):
-        i, j = (2 * t, 2 * t + 1) if layout == "interleaved" else (t, t + pairs)
-        angle = position * float(theta[t])
+        i, j = (2 * t, 2 * t + 1) if rotary.layout == "interleaved" else (t, t + pairs)
+        angle = float(position * theta[t] if rotary.axes is None else sum(position * theta[:, t]))
         matrix[i, i] = matrix[j, j] = math.cos(angle)
         matrix[j, i] = math.sin(angle)
         matrix[i, j] = -math.sin(angle)
     return matrix
+
+
+def xpos_powers(rotary: Rotary | None, distance: int, f: int) -> Tensor:
+    """(f,): zeta_t^(distance / scale) of both features of pair t, 1 for those that do not turn."""
+    powers = torch.ones(f, dtype=torch.float64)
+    if rotary is None or rotary.xpos is None:
+        return powers
+    pairs = rotary.rotary_dim // 2
+    for t in range(pairs):
+        zeta = (t / pairs + 0.4) / 1.4
+        i, j = (2 * t, 2 * t + 1) if rotary.layout == "interleaved" else (t, t + pairs)
+        powers[i] = powers[j] = zeta ** (distance / rotary.xpos)
+    return powers
 
 
 def equation_19(
@@ -103,21 +125,20 @@ def equation_19(
     psi: Tensor,  # (b, m, g, f)
     v: Tensor,  # (b, m, g, e)
     rotary: Rotary | None,
-    positions: Tensor,  # (b, n)
+    positions: Tensor,  # (b, n), with axes (b, n, axes)
     key_positions: Tensor,  # (b, m)
     key_mask: Tensor | None,
     causal: bool,
     normalize: bool,
     eps: float = 1e-6,
+    decay: Tensor | None = None,  # (g,)
+    sequence: list[int] | None = None,  # which packed sequence each token is of
 ) -> Tensor:
     """(b, n, h, e), one query, one key at a time."""
     (b, n, h, f), (_, m, g, e) = phi.shape, v.shape
 
     def turn(x: Tensor, position: Tensor, head: int) -> Tensor:
-        if rotary is None:
-            return x
-        theta = rotary.theta if rotary.theta.ndim == 1 else rotary.theta[head]
-        return rotation(int(position), theta, f, rotary.layout) @ x
+        return x if rotary is None else rotation(position, rotary, head) @ x
 
     out = torch.zeros(b, n, h, e, dtype=torch.float64)
     for s in range(b):
@@ -129,8 +150,14 @@ def equation_19(
                 for j in range(i + 1 if causal else m):
                     if key_mask is not None and not key_mask[s, j]:
                         continue
-                    key = turn(psi[s, j, kv_head], key_positions[s, j], kv_head)
-                    num += (query @ key) * v[s, j, kv_head]
-                    den += float(phi[s, i, head] @ psi[s, j, kv_head])
+                    if sequence is not None and sequence[i] != sequence[j]:
+                        continue
+                    key, faded = turn(psi[s, j, kv_head], key_positions[s, j], kv_head), 1.0
+                    if decay is not None:
+                        faded = float(decay[kv_head]) ** int(positions[s, i] - key_positions[s, j])
+                    if rotary is not None and rotary.xpos is not None:
+                        key = key * xpos_powers(rotary, int(positions[s, i] - key_positions[s, j]), f)
+                    num += faded * (query @ key) * v[s, j, kv_head]
+                    den += faded * float(phi[s, i, head] @ psi[s, j, kv_head])
                 out[s, i, head] = num / max(den, eps) if normalize else num
     return out

@@ -30,7 +30,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def operator_arguments(
     n: int = 70, m: int | None = None, *, dtype=torch.float64, causal=True, state=False, mask=False,
-    rotary=True, layout="interleaved", positions=False, save=True,
+    rotary=True, layout="interleaved", positions=False, save=True, decay=False,
 ) -> tuple:  # fmt: skip
     m = n if m is None else m
     q, k, v = (
@@ -47,10 +47,11 @@ def operator_arguments(
     if positions:
         where = torch.arange(B * n).view(B, n)
     key_mask = numbers(B, m) > 0 if mask else None
-    theta = Rotary(D).theta[None] if rotary else None
+    theta = Rotary(D).frequencies if rotary else None
+    decays = torch.tensor([0.5, 0.9]) if decay else None
     layout = layout if rotary else ""
     return (
-        q, k, v, kv, z, theta, where, key_where, key_mask,
+        q, k, v, kv, z, theta, None, decays, where, key_where, torch.tensor([3]), key_mask, None,
         layout, "elu+1", causal, True, 1e-6, state, save,
     )  # fmt: skip
 
@@ -61,6 +62,7 @@ CONFIGURATIONS = {
     "causal, state, mask": {"state": True, "mask": True},
     "causal, positions, half": {"positions": True, "layout": "half"},
     "no rotary": {"rotary": False},
+    "decay": {"decay": True, "state": True},
     "float32": {"dtype": torch.float32, "state": True},
     "float32, inference": {"dtype": torch.float32, "save": False, "mask": True},
     "bidirectional": {"causal": False},

@@ -107,7 +107,7 @@ def test_eager_is_reference_with_every_option(
     [(3, 70, 4, 1), (3, 70, 6, 3), (3, 130, 24, 24), (3, 130, 24, 8), (1, 400, 24, 24), (2, 300, 36, 12)],
 )
 def test_eager_is_reference_when_heads_are_worked_on_in_groups(b: int, n: int, h: int, g: int) -> None:
-    assert (len(list(row_groups(b, g, h // g, n))) > 1) == (h > 6)
+    assert (len(list(row_groups(b, g, h // g, n, 8))) > 1) == (h > 6)
     q, k, v = randoms(b, n, h, 4, g=g, e=2)
     how = {"rotary": Rotary(4, theta=torch.rand(g, 2))}
     positions = torch.arange(n) + 10 * torch.arange(b)[:, None]
@@ -503,7 +503,7 @@ def test_bidirectional_attention_takes_the_cheaper_order_of_products(n: int, qua
     f = e = 64
     q, k, v = randoms(1, n, 2, f, dtype=torch.float32)
     angles = Angles(None, "", torch.zeros(1, 1, dtype=torch.int64), n, n, torch.float32)
-    call = Call(q, k, v, None, angles, angles, "elu+1", False, 1e-6, torch.float32)
+    call = Call(q, k, v, None, angles, angles, None, None, "elu+1", False, 1e-6, torch.float32)
     kv, z = torch.zeros(1, 2, f, e), torch.zeros(1, 2, f, dtype=torch.float64)
     with FlopCounterMode(display=False) as forward:
         _, den, _, z_end = eager_bidirectional.forward(call, kv, z, False)

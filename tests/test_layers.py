@@ -14,16 +14,16 @@ FILES = sorted(ROOT.rglob("*.py"))
 KERNEL_FILES = sorted((ROOT.parent / "kernels").rglob("*.py"))
 ids = [str(path.relative_to(ROOT)) for path in FILES]
 
-# From top to bottom. The modules of one level do not know each other, apart from BESIDE.
+# From top to bottom. The modules of one level do not know each other.
 LEVELS = [
     {"cli"},
     {"models"},
     {"attention", "position_encodings"},
     {"functional"},
-    {"backends"},
-    {"feature_maps", "rotary", "state", "files"},
+    {"arguments", "backends"},
+    {"feature_maps", "rotary", "state"},
+    {"files", "frequencies"},
 ]
-BESIDE = {("state", "files")}
 RANK = {name: rank for rank, level in enumerate(LEVELS) for name in level}
 PUBLIC = RANK["attention"]  # linrope itself re-exports all from there down
 
@@ -51,7 +51,7 @@ def upward(source: str, module: str, is_package: bool = False) -> list[str]:
             continue
         other = parts[1] if len(parts) > 1 else ""
         rank = RANK.get(other, PUBLIC)  # a name of linrope/__init__.py, where it is no module
-        if other != own and rank <= RANK[own] and (own, other) not in BESIDE:
+        if other != own and rank <= RANK[own]:
             found.append(name)
     return found
 

@@ -20,9 +20,11 @@ ROTATIONS = {
 
 def check(q: Tensor, k: Tensor, v: Tensor, how: dict, positions: Tensor, key_positions: Tensor) -> None:
     fmap = how["feature_map"]
+    bounds = how.get("cu_seqlens")
     expected = equation_19(
         fmap.queries(q), fmap.keys(k), v, how["rotary"], positions, key_positions,
-        how["key_mask"], how["causal"], how["normalize"],
+        how["key_mask"], how["causal"], how["normalize"], decay=how.get("decay"),
+        sequence=None if bounds is None else [i for i, n in enumerate(bounds.diff()) for _ in range(n)],
     )  # fmt: skip
     out = linear_rope_attention(q, k, v, backend="reference", **how)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-13)
@@ -59,6 +61,75 @@ def test_reference_is_equation_19_with_every_map(name: str, causal: bool) -> Non
     how["rotary"] = Rotary(num_features(how, 4))
     positions = torch.arange(6)[None]
     check(q, k, v, how, positions, positions)
+
+
+FADING = {
+    "decay": {"decay": torch.tensor([0.5, 0.9])},
+    "xpos": {"rotary": Rotary(4, xpos=3.0)},
+    "half of the pairs, xpos, decay": {
+        "rotary": Rotary(4, layout="half", rotary_dim=2, xpos=3.0),
+        "decay": torch.tensor([0.9, 1.0]),
+    },
+}
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("fading", FADING)
+def test_reference_is_equation_19_with_keys_that_fade(
+    fading: str, packed: bool, gaps: bool, normalize: bool
+) -> None:
+    b, n = (1 if packed else 2), 6
+    q, k, v = randoms(b, n, 4, 4, g=2, e=3)
+    how = use_map("elu+1", 4) | {"rotary": Rotary(4), "causal": True, "normalize": normalize} | FADING[fading]
+    how["key_mask"] = torch.tensor([True, True, False, True, True, True]).expand(b, n).clone()
+    positions = torch.arange(n).expand(b, n)
+    if packed:
+        how["cu_seqlens"] = torch.tensor([0, 2, 2, n])
+        positions = torch.tensor([[0, 1, 0, 1, 2, 3]])
+    if gaps:
+        positions = how["positions"] = positions * positions + 5
+    check(q, k, v, how, positions, positions)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+def test_reference_is_equation_19_on_a_grid(layout: str, causal: bool) -> None:
+    q, k, v = randoms(2, 6, 2, 8)
+    rotary = Rotary.axial(8, 3, layout=layout, pairs=(1, 2, 1))
+    grid = torch.tensor([[t, y, x] for t in range(1) for y in range(2) for x in range(3)]).expand(2, 6, 3)
+    how = use_map("elu+1", 8) | {"rotary": rotary, "causal": causal, "normalize": True, "key_mask": None}
+    check(q, k, v, how | {"positions": grid}, grid, grid)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_reference_is_equation_19_packed(causal: bool) -> None:
+    q, k, v = randoms(1, 6, 2, 4)
+    how = use_map("elu+1", 4) | {"rotary": Rotary(4), "causal": causal, "normalize": True, "key_mask": None}
+    how["cu_seqlens"] = torch.tensor([0, 1, 1, 4, 6])
+    where = torch.tensor([[0, 0, 1, 2, 0, 1]])
+    check(q, k, v, how, where, where)
+
+
+def test_order_before_rotates_what_the_map_gets() -> None:
+    q, k, v = randoms(2, 6, 4, 4, g=2)
+    rotary, where = Rotary(4), torch.arange(6)
+    before = linear_rope_attention(q, k, v, rotary=rotary, rope_order="before", backend="reference")
+    plain = linear_rope_attention(rotary(q, where), rotary(k, where), v, backend="reference")
+    assert torch.equal(before, plain)
+
+
+def test_an_attention_factor_goes_to_q_and_k_before_the_map() -> None:
+    q, k, v = randoms(1, 6, 2, 4)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    rotary = Rotary(4, scaling=yarn)
+    factor = rotary.attention_factor
+    assert factor > 1
+    out = linear_rope_attention(q, k, v, rotary=rotary, backend="reference")
+    same = Rotary(4, theta=rotary.theta)
+    expected = linear_rope_attention(q * factor, k * factor, v, rotary=same, backend="reference")
+    assert torch.equal(out, expected)
 
 
 def quarter_turns(x: Tensor, turns: Tensor, layout: str) -> Tensor:

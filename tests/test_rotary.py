@@ -1,7 +1,10 @@
 """Rotary: RoFormer's rotation, its layouts and its precision."""
 
 import copy
+import math
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import mpmath
 import pytest
@@ -10,10 +13,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from linrope import LinearRoPEAttention, Rotary
+from linrope import LinearRoPEAttention, Rotary, linear_rope_attention
 from linrope.rotary import LAYOUTS, MAX_POSITION
 
 positions_up_to_the_last = st.integers(0, MAX_POSITION)
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "ntk": {"factor": 4.0},
+    "dynamic": {"factor": 4.0, "max_position_embeddings": 100, "seq_len": 900},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 100},
+    "longrope": {
+        "factor": 4.0, "original_max_position_embeddings": 100, "seq_len": 900,
+        "short_factor": [1.0] * 8, "long_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 3.0, 4.0, 4.0],
+    },
+    "llama3": {
+        "factor": 4.0, "original_max_position_embeddings": 100,
+        "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    },
+    "proportional": {"partial_rotary_factor": 0.5},
+}  # fmt: skip
+
+
+def scaled(rope_type: str, **keys: Any) -> Rotary:
+    return Rotary(16, scaling={"rope_type": rope_type, **SCALINGS[rope_type], **keys})
 
 
 def vectors(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
@@ -44,6 +67,18 @@ def test_products_depend_on_the_relative_position_alone(m: int, n: int, layout: 
     relative = x @ turn(rotary, y, high - low)
     # float64 angles of up to 1e6 rad are exact to 1e6 * 2^-53 ~ 1e-10
     assert_close(turn(rotary, x, low) @ turn(rotary, y, high), relative, atol=1e-8, rtol=0)
+
+
+@settings(max_examples=20)
+@given(m=st.integers(0, 10**6), n=st.integers(0, 10**6), rope_type=st.sampled_from(list(SCALINGS)))
+def test_scaled_rotations_keep_the_norm_and_depend_on_the_relative_position(
+    m: int, n: int, rope_type: str
+) -> None:
+    rotary, x, y = scaled(rope_type), vectors(16, seed=1), vectors(16, seed=2)
+    low, high = sorted((m, n))
+    at_low, at_high = turn(rotary, x, low), turn(rotary, y, high)
+    assert_close(at_low @ at_high, x @ turn(rotary, y, high - low), atol=1e-8, rtol=0)
+    assert_close(at_high.norm(), y.norm(), atol=0, rtol=1e-14)
 
 
 @settings(deadline=None)
@@ -106,6 +141,106 @@ def test_whole_model_rotation_turns_d_model_before_the_split_into_heads() -> Non
 def test_layer_takes_whole_model_rotation() -> None:
     layer = LinearRoPEAttention(8, 2, rotary=Rotary.whole_model(2, 4))
     assert layer(torch.ones(1, 3, 8)).shape == (1, 3, 8)
+
+
+@pytest.mark.parametrize("pairs", [None, [4, 1]])
+def test_axial_rotation_is_that_of_each_axis_on_its_own_share(pairs: list[int] | None) -> None:
+    x, positions = vectors(2, 7, 3, 10), torch.randint(0, 99, (2, 7, 2), generator=torch.Generator())
+    rows, columns = pairs or (3, 2)
+    y = Rotary.axial(10, base=100.0, pairs=pairs)(x, positions)
+    own = [Rotary(2 * n, base=100.0) for n in (rows, columns)]
+    assert_close(y[..., : 2 * rows], own[0](x[..., : 2 * rows], positions[..., 0]), atol=0, rtol=0)
+    assert_close(y[..., 2 * rows :], own[1](x[..., 2 * rows :], positions[..., 1]), atol=0, rtol=0)
+
+
+def test_axial_rotation_divides_the_pairs_evenly() -> None:
+    video = Rotary.axial(16, 3)
+    assert video.theta.shape == (3, 8)
+    assert (video.theta > 0).sum(1).tolist() == [3, 3, 2]
+    assert ((video.theta > 0).sum(0) == 1).all()
+    assert video.theta[:, [0, 3, 6]].amax(0).tolist() == [1.0] * 3  # every axis starts with 1 rad
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("heads", [None, 2])
+def test_rotations_on_a_grid_depend_on_the_relative_position(layout: str, heads: int | None) -> None:
+    """With any theta, axial or not: a pair may turn with several axes at once."""
+    shape = (3, 4) if heads is None else (heads, 3, 4)
+    rotary = Rotary(8, theta=vectors(*shape), axes=3, layout=layout)
+    x, y = vectors(1, 6, 4, 8, seed=1), vectors(1, 6, 4, 8, seed=2)
+    places = torch.randint(0, 999, (2, 6, 3), generator=torch.Generator().manual_seed(0))
+    m, n = places.sort(0).values
+    products = (rotary(x, m) * rotary(y, n)).sum(-1)
+    assert_close(products, (x * rotary(y, n - m)).sum(-1), atol=1e-8, rtol=0)
+
+
+def test_one_axis_is_no_grid() -> None:
+    theta, x, positions = vectors(2, 4), vectors(1, 6, 4, 8), torch.arange(6)
+    one_axis = Rotary(8, theta=theta[:, None], axes=1)(x, positions[:, None])
+    assert torch.equal(one_axis, Rotary(8, theta=theta)(x, positions))
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 8), (3, 8), (2, 3, 8)])
+def test_turns_wrap_to_the_angles(shape: tuple[int, ...]) -> None:
+    axes = 3 if shape[-2:] == (3, 8) else None
+    rotary = Rotary(16, theta=vectors(*shape), axes=axes)
+    positions = torch.tensor([0, 1, 2, 10**6, MAX_POSITION])
+    where = positions if axes is None else positions[:, None] + torch.tensor([0, -7, -9])
+    where = where.clamp_min(0)
+    turns = rotary.turns(torch.device("cpu"))
+    assert turns.dtype == torch.int64
+    heads = shape[0] if len(shape) > (2 if axes else 1) else 1
+    assert turns.shape == rotary.frequencies.shape == (axes or 1, heads, 8)
+    grid = where[:, None] if axes is None else where
+    wrapped = (grid[..., None, None] * turns).sum(-3)  # int64, modulo 2^64
+    difference = wrapped.double() * (2 * math.pi / 2**64) - rotary.angles(where)
+    assert_close(torch.cos(difference), torch.ones_like(difference), atol=1e-12, rtol=0)
+    assert_close(torch.sin(difference), torch.zeros_like(difference), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_xpos_fades_each_pair_by_its_own_rate(layout: str) -> None:
+    rotary = Rotary(8, rotary_dim=6, xpos=512, layout=layout)
+    rates = [math.log((2 * t / 6 + 0.4) / 1.4) / 512 for t in range(3)]
+    order = (0, 0, 1, 1, 2, 2) if layout == "interleaved" else (0, 1, 2, 0, 1, 2)
+    expected = torch.tensor([*(rates[t] for t in order), 0.0, 0.0], dtype=torch.float64)
+    assert rotary.fade is not None
+    assert_close(rotary.fade, expected)
+    assert rotary.fade.max() <= 0  # zeta_t <= 1: nothing grows
+    # the rotation itself is the same
+    x = vectors(1, 3, 1, 8)
+    assert torch.equal(rotary(x, torch.arange(3)), Rotary(8, rotary_dim=6, layout=layout)(x, torch.arange(3)))
+    assert Rotary(8).fade is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Rotary(8, axes=2), r"axes=2: expected theta beside it, or Rotary.axial"),
+        (lambda: Rotary(8, axes=0), r"axes=0: expected at least 1, or None"),
+        (lambda: Rotary(8, theta=torch.ones(4), axes=2), r"theta: got shape \(4,\), expected \(2, 4\) or"),
+        (lambda: Rotary(8, theta=torch.ones(2, 3, 4), axes=2), r"theta: got shape .*expected \(2, 4\) or"),
+        (lambda: Rotary(8, theta=torch.ones(5)), r"theta: got shape \(5,\), expected \(4\) or"),
+        (lambda: Rotary(8, theta=torch.ones(2, 2, 4)), r"theta: got shape \(2, 2, 4\), expected \(4\) or"),
+        (lambda: Rotary.axial(8, pairs=[4]), r"pairs=\[4\]: expected one positive number per axis, 4 in all"),
+        (lambda: Rotary.axial(8, pairs=[4, 0]), r"pairs=\[4, 0\]: expected"),
+        (lambda: Rotary.axial(8, pairs=[2, 1]), r"pairs=\[2, 1\]: expected"),
+        (lambda: Rotary.axial(4, 3), r"pairs=\[1, 1, 0\]: expected"),
+        (lambda: Rotary.axial(8).angles(torch.arange(4)), r"positions: got shape \(4,\), expected"),
+        (lambda: Rotary.axial(8).angles(torch.ones(4, 3).long()), r"positions: got shape \(4, 3\)"),
+        (lambda: Rotary(8, xpos=0), r"xpos=0: expected a positive finite length"),
+        (lambda: Rotary(8, xpos=math.inf), r"xpos=inf: expected a positive finite length"),
+        (
+            lambda: Rotary(8, theta=torch.ones(4), scaling={"rope_type": "default"}),
+            r"scaling={'rope_type': 'default'}: expected None beside theta",
+        ),
+        (lambda: Rotary(8, axes=2, scaling={"rope_type": "default"}), r"expected None beside axes"),
+        (lambda: Rotary(8, scaling="yarn"), r"scaling='yarn': expected None or a dict with"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 def test_angles_are_exact_to_1e_6_rad_up_to_the_last_position() -> None:
@@ -180,9 +315,21 @@ def test_later_changes_of_the_given_theta_do_not_reach_in() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda rotary: pickle.loads(pickle.dumps(rotary))])
-@pytest.mark.parametrize("rotary", [Rotary(8, base=7.0, layout="half"), Rotary.whole_model(2, 4)])
-def test_copies_turn_alike_and_have_the_same_identity(rotary: Rotary, copied) -> None:
+@pytest.mark.parametrize(
+    "rotary",
+    [
+        Rotary(8, base=7.0, layout="half", xpos=512),
+        Rotary.whole_model(2, 4),
+        Rotary.axial(8),
+        *map(scaled, SCALINGS),
+    ],
+    ids=lambda rotary: rotary.identity[:40],
+)
+def test_copies_turn_alike_and_have_the_same_identity(rotary: Rotary, copied: Callable[[Any], Any]) -> None:
+    rotary.turns(torch.device("cpu"))
     x, positions, twin = vectors(1, 3, 2, rotary.dim), torch.arange(3), copied(rotary)
+    positions = positions if rotary.axes is None else positions[:, None].expand(3, rotary.axes)
+    assert twin.attention_factor == rotary.attention_factor
     assert torch.equal(twin(x, positions), rotary(x, positions))
     assert twin.identity == rotary.identity
 
@@ -197,6 +344,48 @@ def test_identity_tells_rotations_apart() -> None:
         Rotary.whole_model(2, 8),
         Rotary(8, theta=torch.ones(4)),
         Rotary(8, theta=torch.ones(4).double() + 1e-15),
+        Rotary(8, theta=torch.ones(1, 4), axes=1),
+        Rotary(8, xpos=512),
+        *map(scaled, SCALINGS),
+        scaled("yarn", factor=3.0),
+        scaled("yarn", attention_factor=1.0),
+        scaled("longrope", seq_len=800),
+        scaled("dynamic", seq_len=800),
     ]
     assert len({rotary.identity for rotary in different}) == len(different)
     assert Rotary(8).identity == Rotary(8, base=10000).identity == repr(Rotary(8, rotary_dim=8))
+    as_default = scaled("yarn", beta_fast=32, beta_slow=1.0, truncate=True, mscale=None, factor=4)
+    assert as_default.identity == scaled("yarn").identity
+    assert Rotary(8, scaling={"rope_type": "default"}).identity == Rotary(8).identity
+
+
+def test_later_changes_of_the_given_scaling_do_not_reach_in() -> None:
+    given: dict[str, Any] = {"rope_type": "longrope", **copy.deepcopy(SCALINGS["longrope"])}
+    rotary = Rotary(16, scaling=given)
+    given["long_factor"][0] = 99.0
+    assert repr(rotary) == scaled("longrope").identity
+
+
+def test_attention_factor_is_kept_and_the_rotation_leaves_it_out() -> None:
+    rotary, x, positions = scaled("yarn"), vectors(1, 5, 1, 16), torch.arange(5)
+    assert rotary.attention_factor == 0.1 * math.log(4) + 1
+    assert torch.equal(rotary(x, positions), Rotary(16, theta=rotary.theta)(x, positions))
+    cos, sin = rotary.cos_sin(positions, torch.float64)
+    assert_close(cos**2 + sin**2, torch.ones_like(cos))
+    assert Rotary(16).attention_factor == Rotary(16, theta=rotary.theta).attention_factor == 1.0
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_a_stream_keeps_the_frequencies_that_it_began_with(rope_type: str) -> None:
+    """Its state holds rotated keys, so that theta cannot follow the length."""
+    config = {"rope_type": rope_type, **SCALINGS[rope_type]}
+    del config["seq_len"]
+    short, long = (
+        Rotary.from_config(config, head_dim=16, max_position_embeddings=100, seq_len=seq_len)
+        for seq_len in (100, 400)
+    )
+    q, k, v = (vectors(1, 4, 1, 16, seed=seed) for seed in range(3))
+    _, state = linear_rope_attention(q, k, v, rotary=short, return_state=True, backend="reference")
+    linear_rope_attention(q, k, v, rotary=copy.deepcopy(short), state=state, backend="reference")
+    with pytest.raises(ValueError, match=r"state: .*Rotary"):
+        linear_rope_attention(q, k, v, rotary=long, state=state, backend="reference")

@@ -26,18 +26,19 @@ def cos_sin(phase):
 
 
 @triton.jit
-def load_theta(THETA, theta_stride, head, pairs, P: tl.constexpr):
-    """(W,) in 2^-64 turns per position; 0 where nothing rotates."""
-    return tl.load(THETA + head * theta_stride + pairs, mask=pairs < P, other=0)
+def load_theta(THETA, axis, heads, head, pairs, P: tl.constexpr):
+    """(W,) of (axes, 1 or g, P), in 2^-64 turns per position; 0 where nothing rotates."""
+    row = axis * heads + (head if heads > 1 else 0)
+    return tl.load(THETA + row * P + pairs, mask=pairs < P, other=0)
 
 
 @triton.jit(do_not_specialize=["n", "heads"])
 def table_fwd_kernel(
-    THETA, theta_stride,  # (1 or g, P) int64, 2^-64 turns per position
-    POSITIONS, position_stride,  # (1 or b, n or 1) int64
+    THETA,  # (axes, 1 or g, P) int64, 2^-64 turns per position
+    POSITIONS, position_stride,  # (1 or b, n or 1) int64, with axes (1 or b, n, axes)
     TABLE,  # (1 or b, 1 or g, n, 2 P)
     n, heads,
-    P: tl.constexpr, CONSECUTIVE: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    P: tl.constexpr, AXES: tl.constexpr, CONSECUTIVE: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """cos and sin of p theta, side by side; CONSECUTIVE: positions holds the first one only."""
     chunk = tl.program_id(0) % tl.cdiv(n, C)
@@ -45,12 +46,14 @@ def table_fwd_kernel(
     batch = (tl.program_id(0) // tl.cdiv(n, C) // heads).to(tl.int64)
     rows, pairs = chunk * C + tl.arange(0, C), tl.arange(0, W)
     POSITIONS += batch * position_stride
-    if CONSECUTIVE:
-        positions = tl.load(POSITIONS) + rows
-    else:
-        positions = tl.load(POSITIONS + rows, mask=rows < n, other=0)
-    theta = load_theta(THETA, theta_stride, head, pairs, P)
-    cos, sin = cos_sin(positions[:, None] * theta[None, :])
+    phase = tl.zeros([C, W], tl.int64)
+    for a in tl.static_range(AXES):
+        if CONSECUTIVE:
+            positions = tl.load(POSITIONS) + rows
+        else:
+            positions = tl.load(POSITIONS + rows.to(tl.int64) * AXES + a, mask=rows < n, other=0)
+        phase += positions[:, None] * load_theta(THETA, a, heads, head, pairs, P)[None, :]
+    cos, sin = cos_sin(phase)
     TABLE += ((batch * heads + head) * n + rows)[:, None].to(tl.int64) * (2 * P) + pairs[None, :]
     keep = (rows < n)[:, None] & (pairs < P)[None, :]
     tl.store(TABLE, cos.to(TABLE.dtype.element_ty), mask=keep)

@@ -2,8 +2,11 @@
 
     num_i = sum_j <R phi_i, R psi_j> v_j     den_i = sum_j <phi_i, psi_j>     out_i = num_i / max(den_i, eps)
 
+With decay each term is times g^(p_i - p_j); a state is as the last token of its chunk sees it.
+
 Where there are too few heads to fill the GPU a sequence is cut into segments: ``states`` makes each
-segment's own state, ``prefix`` adds up those before it, and the scans of all segments run at once.
+segment's own state, ``prefix`` adds up those before it, and the scans of all segments run at once. Packed
+sequences are cut at their ends too: a table on the device (SLOTS) tells each segment's tokens.
 
 Axis letters as in linrope, and s segment; heads are numbered b h, sequences of keys b g.
 """
@@ -13,19 +16,23 @@ import triton.language as tl
 
 from linrope_kernels.pieces import (
     dot,
+    expm1,
     feature,
     join,
     keep,
+    load_distances,
     load_pairs,
     load_state,
     load_sum,
     load_turn,
     load_values,
     operand,
+    power,
     rotate,
     store_state,
     store_sum,
     store_values,
+    tokens_of,
 )
 
 
@@ -37,6 +44,9 @@ def scan_fwd_kernel(
     MASK,  # (b, m) bool
     Q_TABLE, q_table_strides,  # (1 or b, 1 or g, n, 2 P): cos and sin
     K_TABLE, k_table_strides,  # (1 or b, 1 or g, m, 2 P), None: as Q_TABLE
+    RATES,  # (g,) log of the decay
+    WHERE, BEFORE, where_stride,  # (1 or b, n) int64 positions, of a token and of the one before
+    SLOTS,  # (s, 3) int32 of packed sequences
     S, Z,  # (b g, s, f, e) float32 and (b g, s, f) float64: the state before each segment
     OUT, out_strides,  # (b, n, h, e)
     DEN,  # (b, h, n) float32
@@ -72,14 +82,24 @@ def scan_fwd_kernel(
     pairs = tl.arange(0, W)
     e = block * BE + tl.arange(0, BE)
     seen = c[:, None] >= c[None, :]
+    faded = None
+    if RATES is not None:
+        rate = tl.load(RATES + kv_head)
+        WHERE += batch * where_stride
+        BEFORE += batch * where_stride
 
-    start = sequence * segments + segment if CAUSAL else sequence
+    first, end, entry = tokens_of(SLOTS, segment, length, n)
+    start = sequence * segments + segment if CAUSAL else sequence + entry * (h // group)
     s1, s2 = load_state(S + start * F * E, pairs, e, F, E, P, INTERLEAVED)
     z1, z2 = load_sum(Z + start * F, pairs, F, P, INTERLEAVED)
-    first = segment * length
-    for t in tl.range(first, min(first + length, n), C, num_stages=STAGES):
+    for t in tl.range(first, end, C, num_stages=STAGES):
         rows = t + c
-        inside = rows < n
+        inside = rows < end
+        if RATES is not None:
+            near, near_first, near_last = load_distances(WHERE, BEFORE, t, end, rows, inside, C)
+            keys, chunk = power(rate, near_last - near), expm1(rate * near_last.to(tl.float32))
+            tile = power(rate, tl.where(seen, near[:, None] - near[None, :], 0))
+            faded = (power(rate, near_first), keys, chunk)
         turn = load_turn(Q_TABLE, rows, inside, pairs, P)
         key_turn = turn
         if CAUSAL:
@@ -92,9 +112,13 @@ def scan_fwd_kernel(
             psi1, psi2 = keep(feature(y1, MAP), feature(y2, MAP), visible, pairs, F, W)
             psi1_hat, psi2_hat = rotate(psi1, psi2, key_turn, P)
             psi1_hat, psi2_hat = operand(psi1_hat, DOT), operand(psi2_hat, DOT)
-            psi1, psi2, z1, z2 = join(psi1, psi2, z1, z2, c == 0)
+            psi1, psi2, z1, z2 = join(psi1, psi2, z1, z2, c == 0, faded)
             psi1, psi2 = operand(psi1, DOT), operand(psi2, DOT)
-            v = operand(load_values(V, rows, visible, v_strides, e, E, BE), DOT)
+            v = load_values(V, rows, visible, v_strides, e, E, BE)
+            kept = v
+            if RATES is not None:
+                kept = v.to(tl.float32) * keys[:, None]
+            v, kept = operand(v, DOT), operand(kept, DOT)
         x1, x2 = load_pairs(Q, rows, inside, q_strides, 0, F, P, INTERLEAVED, C, W)
         phi1, phi2 = feature(x1, MAP), feature(x2, MAP)
         if NORMALIZE:
@@ -102,6 +126,8 @@ def scan_fwd_kernel(
                 weights = tl.zeros([C, C], tl.float32)
                 weights = dot(operand(phi1, DOT), tl.trans(psi1), weights, DOT)
                 weights = dot(operand(phi2, DOT), tl.trans(psi2), weights, DOT)
+                if RATES is not None:
+                    weights = weights * tile
                 den = tl.sum(tl.where(seen, weights, 0.0), 1)
             else:
                 den = tl.sum(phi1 * z1.to(tl.float32)[None, :] + phi2 * z2.to(tl.float32)[None, :], 1)
@@ -116,15 +142,19 @@ def scan_fwd_kernel(
             scores = tl.zeros([C, C], tl.float32)
             scores = dot(phi1_hat, tl.trans(psi1_hat), scores, DOT)
             scores = dot(phi2_hat, tl.trans(psi2_hat), scores, DOT)
+            if RATES is not None:
+                scores = scores * tile
+                num = num * power(rate, near)[:, None]
+                s1, s2 = s1 + s1 * chunk, s2 + s2 * chunk
             scores = tl.where(seen, scores, 0.0)
             num = dot(operand(scores, DOT), v, num, DOT)
-            s1 = dot(tl.trans(v), psi1_hat, s1, DOT)
-            s2 = dot(tl.trans(v), psi2_hat, s2, DOT)
+            s1 = dot(tl.trans(kept), psi1_hat, s1, DOT)
+            s2 = dot(tl.trans(kept), psi2_hat, s2, DOT)
         if NORMALIZE:
             num = num / tl.maximum(den, eps)[:, None]
         store_values(OUT, num, rows, inside, out_strides, e, E, BE)
 
-    if CAUSAL and segments == 1 and head % group == 0:
+    if CAUSAL and SLOTS is None and segments == 1 and head % group == 0:
         store_state(S_END + sequence * F * E, s1, s2, pairs, e, F, E, P, INTERLEAVED)
         if block == 0:
             store_sum(Z_END + sequence * F, z1, z2, pairs, F, P, INTERLEAVED)
@@ -137,6 +167,7 @@ def states_kernel(
     MASK,  # (b, m) bool
     DEN, DELTA,  # (b, h, m) float32, for the backward pass
     TABLE, table_strides,  # (1 or b, 1 or g, m, 2 P)
+    RATES, WHERE, BEFORE, where_stride, SLOTS,
     S, Z,  # (b g, s, f, e), (b g, s, f)
     m, g, group, segments, length, eps,
     F: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
@@ -146,7 +177,8 @@ def states_kernel(
 ):  # fmt: skip
     """Each segment's own state: S = sum R psi v^T, z = sum psi; one program per (b g, segment, block).
 
-    REVERSE: T = sum R phi g^T / den and W = sum delta phi, over all query heads of the group.
+    REVERSE: T = sum R phi g^T / den and W = sum delta phi, over all query heads of the group. With decay
+    S and z are as the segment's last token sees them, T and W as the token before it does.
     """
     BLOCKS: tl.constexpr = (E + BE - 1) // BE
     block = tl.program_id(0) % BLOCKS
@@ -167,10 +199,16 @@ def states_kernel(
     e = block * BE + tl.arange(0, BE)
     s1, s2 = tl.zeros([BE, W], tl.float32), tl.zeros([BE, W], tl.float32)
     z1, z2 = tl.zeros([W], tl.float64), tl.zeros([W], tl.float64)
-    first = segment * length
-    for t in tl.range(first, min(first + length, m), C, num_stages=STAGES):
+    first, end, _ = tokens_of(SLOTS, segment, length, m)
+    if RATES is not None:
+        rate = tl.load(RATES + kv_head)
+        WHERE += batch * where_stride
+        edge = tl.load(
+            BEFORE + batch * where_stride + first if REVERSE else WHERE + end - 1, mask=first < end
+        )
+    for t in tl.range(first, end, C, num_stages=STAGES):
         rows = t + c
-        inside = rows < m
+        inside = rows < end
         visible = inside
         if MASK is not None:
             visible = inside & (tl.load(MASK + rows, mask=inside, other=0) != 0)
@@ -180,6 +218,10 @@ def states_kernel(
             x1, x2 = load_pairs(X + head * x_strides[2], rows, inside, x_strides, 0, F, P, INTERLEAVED, C, W)
             y = load_values(Y + head * y_strides[2], rows, visible, y_strides, e, E, BE)
             x1, x2 = keep(feature(x1, MAP), feature(x2, MAP), visible, pairs, F, W)
+            if RATES is not None:
+                where = tl.load(WHERE + rows, mask=inside, other=edge)
+                faded = power(rate, where - edge if REVERSE else edge - where)[:, None]
+                x1, x2 = x1 * faded, x2 * faded
             x1_hat, x2_hat = rotate(x1, x2, turn, P)
             if REVERSE and NORMALIZE:
                 at = (sequence * group + r) * m + rows
@@ -199,27 +241,47 @@ def states_kernel(
         store_sum(Z + at * F, z1, z2, pairs, F, P, INTERLEAVED)
 
 
-@triton.jit(do_not_specialize=["segments"])
+@triton.jit(do_not_specialize=["g", "segments", "length", "m"])
 def prefix_kernel(
+    RATES, WHERE, BEFORE, where_stride, SLOTS,
+    FIRST_SLOTS,  # (s + 1,) int32 of packed sequences
     S, Z,  # (b g, s, f, e), (b g, s, f): on entry each segment's own, on exit what comes before it
     S_START, Z_START, S_END, Z_END,  # (b g, f, e), (b g, f)
-    segments,
+    m, g, segments, length,
     F: tl.constexpr, E: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sums of the states before each segment (REVERSE: after it), and of all; in place, in order."""
     BLOCKS: tl.constexpr = (F * E + BLOCK - 1) // BLOCK
     block = tl.program_id(0) % BLOCKS
     sequence = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    kv_head = sequence % g
     i = block * BLOCK + tl.arange(0, BLOCK)
     f = i % BLOCK  # the first block carries z as well
     inside, has_z = i < F * E, i < (F if block == 0 else 0)
     s = tl.load(S_START + sequence * F * E + i, mask=inside)
     z = tl.load(Z_START + sequence * F + f, mask=has_z)
-    for j in range(segments):
-        at = sequence * segments + (segments - 1 - j if REVERSE else j)
+    low, high, base = 0, segments, sequence * segments
+    if SLOTS is not None:
+        FIRST_SLOTS += sequence // g
+        low, high, base = tl.load(FIRST_SLOTS), tl.load(FIRST_SLOTS + 1), kv_head * segments
+    if RATES is not None:
+        rate = tl.load(RATES + kv_head)
+        if SLOTS is None:
+            WHERE += sequence // g * where_stride
+            BEFORE += sequence // g * where_stride
+    for j in range(low, high):
+        segment = low + high - 1 - j if REVERSE else j
+        at = base + segment
         own, own_z = tl.load(S + at * F * E + i, mask=inside), tl.load(Z + at * F + f, mask=has_z)
         tl.store(S + at * F * E + i, s, mask=inside)
         tl.store(Z + at * F + f, z, mask=has_z)
+        if RATES is not None:
+            first, end, _ = tokens_of(SLOTS, segment, length, m)
+            near = tl.load(WHERE + end - 1, mask=first < end, other=0)
+            near -= tl.load(BEFORE + first, mask=first < end, other=0)
+            faded = expm1(rate * near.to(tl.float32))
+            s += s * faded
+            z += z * faded
         s += own
         z += own_z
     tl.store(S_END + sequence * F * E + i, s, mask=inside)

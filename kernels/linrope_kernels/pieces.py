@@ -111,11 +111,55 @@ def keep(x1, x2, rows, pairs, F: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def join(x1, x2, z1, z2, row):
-    """(x + z in one row, z + the sum of x): whoever sees that row sees all that z has gathered before."""
+def expm1(y):
+    """exp(y) - 1 for y <= 0, to float32's precision also near 0."""
+    series = y * (1 + y * (1 / 2 + y * (1 / 6 + y * (1 / 24 + y * (1 / 120 + y * (1 / 720))))))
+    return tl.where(y > -0.25, series, tl.exp(y) - 1)
+
+
+@triton.jit
+def load_distances(WHERE, BEFORE, t, end, rows, inside, C: tl.constexpr):
+    """int32 distances from the token before the chunk to its rows, and to its first and last one."""
+    before = tl.load(BEFORE + t)
+    last = tl.load(WHERE + tl.minimum(t + C, end) - 1)
+    where = tl.load(WHERE + rows, mask=inside, other=last)
+    MOST: tl.constexpr = 2147483647
+    rows_from = tl.minimum(where - before, MOST).to(tl.int32)
+    first = tl.minimum(tl.load(WHERE + t) - before, MOST).to(tl.int32)
+    return rows_from, first, tl.minimum(last - before, MOST).to(tl.int32)
+
+
+@triton.jit
+def power(rate, distance):
+    """g^distance, for rate = log g."""
+    return tl.exp(rate * distance.to(tl.float32))
+
+
+@triton.jit
+def tokens_of(SLOTS, segment, length, n):
+    """First token, last token + 1 and packed sequence of a segment; SLOTS (s, 3) has them where packed."""
+    if SLOTS is None:
+        first = segment * length
+        return first, tl.minimum(first + length, n), 0
+    else:
+        SLOTS += 3 * segment
+        return tl.load(SLOTS), tl.load(SLOTS + 1), tl.load(SLOTS + 2)
+
+
+@triton.jit
+def join(x1, x2, z1, z2, row, faded):
+    """(x + z in one row, z + the sum of x): whoever sees that row sees all that z has gathered before.
+
+    faded: None, or the powers of g for z in that row, for each x in the sum, and for z in it, less 1.
+    """
     old1, old2 = z1.to(tl.float32)[None, :], z2.to(tl.float32)[None, :]
-    z1 += tl.sum(x1, 0).to(tl.float64)
-    z2 += tl.sum(x2, 0).to(tl.float64)
+    if faded is None:
+        z1 += tl.sum(x1, 0).to(tl.float64)
+        z2 += tl.sum(x2, 0).to(tl.float64)
+    else:
+        old1, old2 = old1 * faded[0], old2 * faded[0]
+        z1 += z1 * faded[2] + tl.sum(x1 * faded[1][:, None], 0).to(tl.float64)
+        z2 += z2 * faded[2] + tl.sum(x2 * faded[1][:, None], 0).to(tl.float64)
     return x1 + tl.where(row[:, None], old1, 0.0), x2 + tl.where(row[:, None], old2, 0.0), z1, z2
 
 

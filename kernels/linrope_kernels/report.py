@@ -26,8 +26,8 @@ from linrope_kernels.step import step_fwd_kernel
 # Shared memory per program, in bytes: CUDA C++ Programming Guide, table of technical specifications.
 SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 DATA = {"Q", "K", "V", "X", "Y", "OUT", "G", "DQ", "DK", "DV"}
-TYPES = {"THETA": "*i64", "Q_POSITIONS": "*i64", "K_POSITIONS": "*i64"}
-TYPES |= dict.fromkeys(("DEN", "DELTA", "S", "T", "S_END", "T_END"), "*fp32")
+TYPES = dict.fromkeys(("THETA", "Q_POSITIONS", "K_POSITIONS", "WHERE", "BEFORE", "START"), "*i64")
+TYPES |= dict.fromkeys(("DEN", "DELTA", "S", "T", "S_END", "T_END", "RATES"), "*fp32")
 TYPES["eps"] = "fp32"
 TYPES |= dict.fromkeys(("Z", "U", "Z_END", "U_END"), "*fp64")
 DTYPES = {"bf16": "bf16", "fp16": "tf32", "fp32": "ieee"}  # how the backend computes products
@@ -53,8 +53,9 @@ class Report:
 
 
 def compile_kernel(
-    name: str, f: int, e: int, dtype: str, capability: int, tile: tiles.Tile | None = None, **constants: Any
-) -> Report:
+    name: str, f: int, e: int, dtype: str, capability: int, tile: tiles.Tile | None = None,
+    decay: bool = False, **constants: Any,
+) -> Report:  # fmt: skip
     """Compiles for a GPU that need not be there; dtype is Triton's: "bf16", "fp16", "fp32"."""
     dot = DTYPES[dtype]
     kernel, wants = KERNELS[name]
@@ -62,10 +63,11 @@ def compile_kernel(
     constants = {
         "F": f, "E": e, "P": f // 2, "MAP": "elu+1", "INTERLEAVED": True, "NORMALIZE": True,
         "DOT": dot, "C": tile.chunk, "W": tile.pairs, "BE": tile.values, "STAGES": tile.stages,
-        "MASK": None, "group": 1, **wants, **constants,
+        "AXES": 1, "MASK": None, "group": 1, **wants, **constants,
     }  # fmt: skip
-    if name != "step_fwd":
-        constants.setdefault("K_TABLE", None)
+    absent = ["SLOTS", "K_TABLE"] if decay else ["SLOTS", "K_TABLE", "RATES", "WHERE", "BEFORE", "START"]
+    constants = dict.fromkeys(absent) | constants
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     signature: dict[str, Any] = {}
     given: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -134,6 +136,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--dim", type=int, nargs="+")
     parser.add_argument("--kernel", nargs="+", choices=KERNELS)
+    parser.add_argument("--decay", action="store_true", help="with decay")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each, and no table")
     options = parser.parse_args()
     if not options.json:
@@ -144,7 +147,7 @@ def main() -> None:
             continue
         for capability in options.capability:
             tile = tiles.tile(name.removesuffix("_bwd"), d, d, DTYPES[dtype], capability)
-            r = compile_kernel(name, d, d, dtype, capability)
+            r = compile_kernel(name, d, d, dtype, capability, decay=options.decay)
             if options.json:
                 line = {"kernel": name, "dim": d, "dtype": dtype, "capability": capability, **asdict(r)}
                 print(json.dumps(line), flush=True)

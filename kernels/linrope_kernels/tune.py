@@ -32,7 +32,7 @@ def candidates(kernel: str, size: int) -> Iterator[tiles.Tile]:
 def passes(size: int, dot: str, b: int, n: int, h: int, device: str) -> tuple[Pass, Pass]:
     """The forward and the backward pass of one random problem, without allocations of inputs."""
     q, k, v, g_out = torch.randn(4, b, n, h, size, device=device, dtype=DTYPES[dot])
-    turns = (torch.rand(1, size // 2, device=device, dtype=torch.float64) * 2.0**62).to(torch.int64)
+    turns = (torch.rand(1, 1, size // 2, device=device, dtype=torch.float64) * 2.0**62).to(torch.int64)
     first = torch.zeros(1, 1, dtype=torch.int64, device=device)
     call = launch.Call(q, k, v, None, turns, "half", first, None, "elu+1", True, True, 1e-6, dot)
     start = (

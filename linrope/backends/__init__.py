@@ -1,7 +1,7 @@
 """One table of backends, and one rule to choose.
 
 A backend is a module with ``attend(q, k, v, kv, z, **how) -> (out, kv, z)`` and
-``supports(q, v, kv) -> why not, or None``.
+``supports(q, v, kv, rotary) -> why not, or None``.
 """
 
 from difflib import get_close_matches
@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from linrope.backends import eager, reference
+from linrope.rotary import Rotary
 
 MODULES = {
     "reference": reference,
@@ -19,7 +20,7 @@ MODULES = {
 NAMES = ("auto", *MODULES, "triton")
 
 
-def choose(name: str, q: Tensor, v: Tensor, kv: Tensor) -> ModuleType:
+def choose(name: str, q: Tensor, v: Tensor, kv: Tensor, rotary: Rotary | None) -> ModuleType:
     """The backend of that name; "auto" takes triton for a call on a GPU that it supports, else eager.
 
     Raises:
@@ -33,7 +34,7 @@ def choose(name: str, q: Tensor, v: Tensor, kv: Tensor) -> ModuleType:
     order = (name,) if name != "auto" else ("triton", "eager") if q.is_cuda else ("eager",)
     for candidate in order:
         module = _load(candidate)
-        reason = module if isinstance(module, str) else module.supports(q, v, kv)
+        reason = module if isinstance(module, str) else module.supports(q, v, kv, rotary)
         if reason is None:
             return module  # type: ignore[no-any-return]
     raise RuntimeError(f"backend={name!r} cannot run: {reason}")

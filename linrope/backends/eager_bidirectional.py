@@ -4,6 +4,9 @@
 long ones the second. The same holds for each gradient.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import torch
 from opt_einsum import contract
 from torch import Tensor
@@ -21,9 +24,9 @@ STATE = "bgmf,bgme->bgfe"
 
 
 class _Features:
-    """phi, R phi, psi, R psi and v of the whole sequence, and how to turn back."""
+    """phi, R phi, psi, R psi and v of a whole sequence, and how to turn back."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, start: int) -> None:
         (b, n, h, f), (m, g, e) = call.q.shape, call.v.shape[1:]
 
         def new(*shape: int) -> Tensor:
@@ -33,8 +36,8 @@ class _Features:
         if call.key_mask is not None:
             self.hidden = ~split(call.key_mask[..., None, None], 1, m, 1)
         function = ELEMENTWISE[call.feature_map]
-        self.q_turn = call.q_angles.block(0, 1, n)
-        self.k_turn = call.k_angles.block(0, 1, m)
+        self.q_turn = call.q_angles.block(start, 1, n)
+        self.k_turn = call.k_angles.block(start, 1, m)
         self.q_in, self.k_in = split(call.q, 1, n, g), split(call.k, 1, m, g)
         q, k, v = new(2, 1, b, g, h // g, n, f), new(2, 1, b, g, 1, m, f), new(1, b, g, 1, m, e)
         load_features(self.q_in, function, self.q_turn, None, q)
@@ -46,7 +49,28 @@ class _Features:
 
 def forward(call: Call, kv: Tensor, z: Tensor, carry: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out (b, n, h, e), den (b, n, h), and the state after all keys; carry: whether S is wanted."""
-    x = _Features(call)
+    if call.bounds is None:
+        return _forward(call, 0, kv, z, carry)
+    parts = [
+        _forward(part, start, kv[i : i + 1], z[i : i + 1], carry)
+        for i, (start, part) in enumerate(_each(call))
+    ]
+    outs, dens, kvs, zs = zip(*parts)
+    return torch.cat(outs, 1), torch.cat(dens, 1), torch.cat(kvs), torch.cat(zs)
+
+
+def _each(call: Call) -> Iterator[tuple[int, Call]]:
+    """First token and call of each packed sequence."""
+    for low, high in call.sequences:
+        q, k, v = (x[:, low:high] for x in (call.q, call.k, call.v))
+        mask = None if call.key_mask is None else call.key_mask[:, low:high]
+        yield low, replace(call, q=q, k=k, v=v, key_mask=mask, bounds=None)
+
+
+def _forward(
+    call: Call, start: int, kv: Tensor, z: Tensor, carry: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = _Features(call, start)
     b, n, h, _ = call.q.shape
     num = contract(NUM, x.phi_hat, x.psi_hat, x.v)
     z_end = z + x.psi.sum(-2)
@@ -68,8 +92,23 @@ def backward(
     call: Call, g_out: Tensor, den: Tensor, kv: Tensor, z_end: Tensor, dkv: Tensor, dz: Tensor, carry: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and of the first state; dkv, dz: those of the last state."""
+    if call.bounds is None:
+        return _backward(call, 0, g_out, den, kv, z_end, dkv, dz, carry)
+    parts = []
+    for i, (start, part) in enumerate(_each(call)):
+        own, tokens = slice(i, i + 1), slice(start, start + part.q.shape[1])
+        states = kv[own], z_end[own], dkv[own], dz[own]
+        parts.append(_backward(part, start, g_out[:, tokens], den[:, tokens], *states, carry))
+    dqs, dks, dvs, dkvs, dzs = zip(*parts)
+    return torch.cat(dqs, 1), torch.cat(dks, 1), torch.cat(dvs, 1), torch.cat(dkvs), torch.cat(dzs)
+
+
+def _backward(
+    call: Call, start: int, g_out: Tensor, den: Tensor, kv: Tensor, z_end: Tensor, dkv: Tensor, dz: Tensor,
+    carry: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dkv, dz = dkv.clone(), dz.clone()
-    x = _Features(call)
+    x = _Features(call, start)
     slope = ELEMENTWISE[call.feature_map].slope
     n, g = call.q.shape[1], z_end.shape[1]
     gb = split(g_out, 1, n, g)[0].to(call.dtype)

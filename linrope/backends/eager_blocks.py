@@ -42,24 +42,24 @@ def release_scratch() -> None:
     _kept.__dict__.clear()
 
 
-def blocks(n: int) -> Iterator[tuple[int, int, int]]:
-    """(start, t, c) of each step: whole chunks, and a last short one where C does not divide n."""
-    for start in range(0, n, BLOCK):
-        full, rest = divmod(min(BLOCK, n - start), CHUNK)
+def blocks(first: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """(start, t, c) of each step: whole chunks, and a last short one where C does not divide the length."""
+    for start in range(first, end, BLOCK):
+        full, rest = divmod(min(BLOCK, end - start), CHUNK)
         if full:
             yield start, full, CHUNK
         if rest:
             yield start + full * CHUNK, 1, rest
 
 
-def num_blocks(n: int) -> int:
+def num_blocks(n: int, sequences: int = 1) -> int:
     """At least the number of blocks; an expression without branches, so that lengths stay symbolic."""
-    return (n + BLOCK - 1) // BLOCK + 1
+    return n // BLOCK + 2 * sequences
 
 
-def row_groups(b: int, g: int, r: int, n: int) -> Iterator[tuple[slice, slice]]:
+def row_groups(b: int, g: int, r: int, n: int, f: int) -> Iterator[tuple[slice, slice]]:
     """Slices of batch and of key/value heads, so that one step's tensors stay in the cache."""
-    rows = max(1, ROWS * BLOCK // max(1, min(n, BLOCK)))
+    rows = max(1, ROWS * BLOCK * 128 // (max(1, min(n, BLOCK)) * max(128, f)))
     heads = max(1, min(g, rows // r))
     batches = max(1, rows // (r * heads)) if heads == g else 1
     for i in range(0, b, batches):
@@ -83,9 +83,9 @@ def rows(x: Tensor) -> Tensor:
 class Angles:
     """cos and sin of a sequence's angles, block by block, formed in float64.
 
-    theta (1 or g, p), None: no rotation; n tokens, ``longest`` of them in the longest block. positions
-    (b or 1, n), or (b or 1, 1) for consecutive ones: then R(p + j) = R(p) R(j), and a block costs one
-    complex product instead of its sines.
+    theta (axes or 1, g or 1, p), None: no rotation; n tokens, ``longest`` of them in the longest block.
+    positions (b or 1, n), (b or 1, n, axes), or (b or 1, 1) for consecutive ones: then
+    R(p + j) = R(p) R(j), and a block costs one complex product instead of its sines.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Angles:
         dtype: torch.dtype,
     ) -> None:
         self.theta, self.interleaved, self.dtype = theta, layout == "interleaved", dtype
-        self.positions, self.consecutive = positions, positions.shape[1] == 1
+        self.positions, self.consecutive = positions, positions.ndim == 2 and positions.shape[1] == 1
         self.turn: Turn | None = None
         self.buffer: Tensor | None = None
         if theta is not None and self.consecutive:
@@ -110,7 +110,9 @@ class Angles:
 
     def _turns(self, positions: Tensor) -> Tensor:  # (b or 1, l) -> (b or 1, l, g or 1, p) complex128
         assert self.theta is not None
-        angles = positions[..., None, None].double() * self.theta
+        angles = positions[..., None, None].double() * (self.theta if positions.ndim == 3 else self.theta[0])
+        if positions.ndim == 3:
+            angles = angles.sum(2)
         return torch.complex(angles.cos(), angles.sin())
 
     def select(self, batch: slice, heads: slice) -> "Angles":
@@ -118,8 +120,8 @@ class Angles:
         part = copy.copy(self)
         if len(self.positions) > 1:
             part.positions = self.positions[batch]
-        if self.theta is not None and len(self.theta) > 1:
-            part.theta = self.theta[heads]
+        if self.theta is not None and self.theta.shape[1] > 1:
+            part.theta = self.theta[:, heads]
             if self.consecutive:
                 part.steps = self.steps[:, :, heads]
         return part
@@ -179,6 +181,16 @@ class Turn:
             self._multiply(x, torch.conj_physical(self.cis, out=self.conj), out)
         else:
             self._rotate(x, -self.sin, out)
+
+    def scaled(self, factor: Tensor) -> "Turn":
+        """This rotation with each pair made longer by a factor: undo is the transpose of that."""
+        turn = copy.copy(self)
+        if self.interleaved:
+            turn.cis = self.cis * factor
+            turn.conj = torch.empty_like(turn.cis)
+        else:
+            turn.cos, turn.sin = self.cos * factor, self.sin * factor
+        return turn
 
     @staticmethod
     def _multiply(x: Tensor, cis: Tensor, out: Tensor) -> None:

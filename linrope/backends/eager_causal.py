@@ -1,14 +1,7 @@
 """Causal eq. 19 in chunks: scores inside a chunk, a state (S, z) across chunks. O(N) time, O(1) memory.
 
-Formulas of the backward pass, with x^ = R x, den the normalizer, g = dL/d out, gb = g / den:
-
-    dphi^_m = sum_{n<=m} (gb_m . v_n) psi^_n          delta_m = -(phi_m . R^T dphi^_m) / den_m
-    dphi_m  = R^T dphi^_m + delta_m Z_m               Z_m = sum_{n<=m} psi_n
-    T_n     = sum_{m>=n} phi^_m gb_m^T                W_n = sum_{m>=n} delta_m phi_m
-    dpsi_n  = R^T T_n v_n + W_n                       dv_n = T_n^T psi^_n
-
-One sweep from the last block to the first computes all of them, from the states saved at the
-block starts; delta needs no output: phi . R^T dphi^ = gb . num.
+With decay every product of a query and a key is times g^(p_m - p_n). A state S is as the last token of its
+chunk sees it, T as the last token before its block does: a chunk that they pass costs them a power of g.
 """
 
 import math
@@ -30,6 +23,7 @@ from linrope.backends.eager_blocks import (
     scratch,
     split,
 )
+from linrope.backends.eager_fade import Fade, PairPowers, Powers
 from linrope.feature_maps import ELEMENTWISE
 
 
@@ -43,6 +37,8 @@ class Call:
     key_mask: Tensor | None  # (b, n)
     q_angles: Angles
     k_angles: Angles
+    fade: Fade | None
+    bounds: list[int] | None  # of packed sequences
     feature_map: str
     normalize: bool
     eps: float
@@ -53,10 +49,16 @@ class Call:
         """r: query heads per key/value head."""
         return self.q.shape[2] // self.k.shape[2]
 
+    @property
+    def sequences(self) -> list[tuple[int, int]]:
+        """First and last token + 1 of each."""
+        return [(0, self.q.shape[1])] if self.bounds is None else list(pairwise(self.bounds))
+
     def parts(self) -> Iterator[tuple["Call", tuple[slice, slice], tuple[slice, slice, slice]]]:
         """Calls small enough for the cache; their slices of (b, g, ..) and of (b, n, h, ..) tensors."""
-        b, n, g, _ = self.k.shape
-        groups = list(row_groups(b, g, self.group, n))
+        b, _, g, f = self.k.shape
+        longest = max(high - low for low, high in self.sequences)
+        groups = list(row_groups(b, g, self.group, longest, f))
         if len(groups) == 1:
             everything = slice(None)
             yield self, (everything, everything), (everything, everything, everything)
@@ -75,6 +77,7 @@ class Call:
                     key_mask=None if self.key_mask is None else self.key_mask[batch],
                     q_angles=q_angles,
                     k_angles=k_angles,
+                    fade=None if self.fade is None else self.fade.select(batch, heads),
                 ),
                 (batch, heads),
                 (batch, slice(None), queries),
@@ -100,7 +103,7 @@ class Block:
         r = call.group
         self.call, self.t, self.c, self.g = call, t, c, g
         # Queries that share a key would lie apart in smaller chunks: then the normalizer takes c too.
-        self.sum_c = SUM_CHUNK if r == 1 and c % SUM_CHUNK == 0 else c
+        self.sum_c = SUM_CHUNK if r == 1 and c % SUM_CHUNK == 0 and call.fade is None else c
         shapes = self.shapes(t, b, g, r, c, f, e)
         # Whole cache lines each: complex views need an even offset, and vector units like it.
         sizes = [-(-math.prod(shape) // 16) * 16 for shape in shapes.values()]
@@ -113,6 +116,8 @@ class Block:
         self.values, self.num_rows = rows(self.v), rows(self.num)
         self.s_before, self.s_after = self.s[:t].flatten(0, 2), self.s[1:].flatten(0, 2)
         self.tiles = self.scores.view(-1, c, c)
+        self.powers: Powers | None = None
+        self.pair_powers: PairPowers | None = None
         # The normalizer's chunks, one order for time: (t', b, g, f) with t' = t c / sum_c.
         keys = self.k[0].view(t, b, g, -1, self.sum_c, f)
         self.sum_keys = keys.permute(0, 3, 1, 2, 4, 5)
@@ -144,21 +149,69 @@ class Block:
         self.k_turn = self.q_turn
         if call.k_angles is not call.q_angles:
             self.k_turn = call.k_angles.block(start, self.t, self.c)
+        if call.fade is not None:
+            self.powers, self.pair_powers = call.fade.block(start, self.t, self.c)
+        if self.pair_powers is not None and self.q_turn is not None and self.k_turn is not None:
+            self.q_turn, self.k_turn = (
+                turn.scaled(factor) for turn, factor in zip((self.q_turn, self.k_turn), self.pair_powers)
+            )
         self.q_in, self.k_in = self.cut(call.q, start), self.cut(call.k, start)
         load_features(self.q_in, function, self.q_turn, None, self.q)
         load_features(self.k_in, function, self.k_turn, self.hidden, self.k)
         load_values(self.cut(call.v, start), self.hidden, self.v)
-        torch.bmm(self.psi_hat.mT, self.values, out=self.s_after)
-        states = self.s.unbind()
-        for before, after in pairwise(states):
-            after.add_(before)
+        values = self.values if self.powers is None else rows(self.v * self.powers.keys)
+        torch.bmm(self.psi_hat.mT, values, out=self.s_after)
+        for i, (before, after) in enumerate(pairwise(self.s.unbind())):
+            after.add_(self.carried(before, i))
+            self.carry_pairs(after, i)
+
+    def carried(self, state: Tensor, chunk: int) -> Tensor:
+        """A state (b, g, ..) on the other side of a chunk."""
+        if self.powers is None:
+            return state
+        factor = self.powers.chunk[chunk % len(self.powers.chunk), ..., 0, 0, 0]
+        factor = factor.to(state.dtype).view(*factor.shape, *[1] * (state.ndim - 2))
+        return torch.addcmul(state, state, factor)
+
+    def carry_pairs(self, state: Tensor, chunk: int) -> None:
+        if self.pair_powers is not None:
+            factor = self.pair_powers.chunk
+            state.addcmul_(state, factor[chunk % len(factor)])
+
+    def fade_rows(self, x: Tensor, factor: str) -> Tensor:
+        """x (t, b, g, r, c, ..), its rows times powers.queries or powers.keys, in place."""
+        return x if self.powers is None else x.mul_(getattr(self.powers, factor))
+
+    def hide(self, scores: Tensor, tiles: Tensor) -> None:
+        """Hides later keys from queries and fades the others; tiles: the same memory, c x c each."""
+        if self.powers is None:
+            tiles.tril_()
+        else:
+            scores.view(*self.num.shape[:-1], self.c).mul_(self.powers.tile)
+
+    def sum_chunks(self) -> Tensor:
+        """(t', b, g, f): the sum of psi of each chunk of the normalizer."""
+        keys = self.sum_keys
+        if self.powers is not None:
+            keys = keys * self.powers.keys[:, None, :, :, 0]
+        return keys.sum(-2).flatten(0, 1)
+
+    def accumulate(self, first: Tensor, sums: Tensor, reverse: bool = False) -> Tensor:
+        """(t' + 1, b, g, f): first plus the sums (t', b, g, f) up to each chunk; or from the last."""
+        if self.powers is None:
+            return torch.cat((first[None], sums)).cumsum(0)
+        found = [first]
+        for i, own in enumerate(sums):
+            found.append(self.carried(found[-1], self.t - 1 - i if reverse else i) + own)
+        return torch.stack(found)
 
     def fold_normalizer(self, z: Tensor) -> Tensor:
         """Adds z to the first key of each chunk, which all its queries see; returns the next z."""
-        sums = self.sum_keys.sum(-2).flatten(0, 1)
-        z_all = torch.cat((z[None], sums)).cumsum(0)  # z before each chunk, and after the last
-        first_keys = self.sum_keys[..., 0, :]
-        first_keys.add_(z_all[:-1].to(self.call.dtype).view(first_keys.shape))
+        z_all = self.accumulate(z, self.sum_chunks())  # z before each chunk, and after the last
+        first_keys, z_before = self.sum_keys[..., 0, :], z_all[:-1]
+        if self.powers is not None:
+            z_before = z_before * self.powers.first[..., 0, 0]
+        first_keys.add_(z_before.to(self.call.dtype).view(first_keys.shape))
         return z_all[-1]
 
 
@@ -173,17 +226,31 @@ def forward(
     kv_starts: Tensor,  # (s, b, g, f, e) the states before each block; s = 0: not wanted
     z_starts: Tensor,  # (s, b, g, f)
 ) -> None:
-    for part, rows_, queries in call.parts():
-        starts = kv_starts[:, rows_[0], rows_[1]], z_starts[:, rows_[0], rows_[1]]
-        kv_end[rows_], z_end[rows_] = _forward(part, kv[rows_], z[rows_], out[queries], den[queries], starts)
+    for part, (batch, heads), queries in call.parts():
+        buffers: dict[tuple[int, int], Block] = {}
+        first = 0
+        for i, tokens in enumerate(call.sequences):
+            own = batch if call.bounds is None else slice(i, i + 1), heads
+            steps = list(blocks(*tokens))
+            starts = kv_starts[first:, batch, heads], z_starts[first:, batch, heads]
+            kv_end[own], z_end[own] = _forward(
+                part, buffers, steps, kv[own], z[own], out[queries], den[queries], starts
+            )
+            first += len(steps)
 
 
 def _forward(
-    call: Call, kv: Tensor, z: Tensor, out: Tensor, den: Tensor, starts: tuple[Tensor, Tensor]
+    call: Call,
+    buffers: dict[tuple[int, int], Block],
+    steps: list[tuple[int, int, int]],
+    kv: Tensor,
+    z: Tensor,
+    out: Tensor,
+    den: Tensor,
+    starts: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
     kv = kv.clone()
-    buffers: dict[tuple[int, int], Block] = {}
-    for index, (start, t, c) in enumerate(blocks(call.q.shape[1])):
+    for index, (start, t, c) in enumerate(steps):
         if (t, c) not in buffers:
             buffers[t, c] = Block(call, t, c)
         block = buffers[t, c]
@@ -192,14 +259,15 @@ def _forward(
         block.s[0] = kv
         block.load(start)
         kv.copy_(block.s[t])  # out of memory that the next block may use
-        z = block.fold_normalizer(z) if call.normalize else z + block.k[0].sum((0, -2))[:, :, 0]
+        z = block.fold_normalizer(z) if call.normalize else block.accumulate(z, block.sum_chunks())[-1]
         torch.bmm(block.phi_hat, block.psi_hat.mT, out=block.scores)
-        block.tiles.tril_()
-        torch.bmm(block.scores, block.values, out=block.num_rows)
-        torch.baddbmm(block.num_rows, block.phi_hat, block.s_before, out=block.num_rows)
+        block.hide(block.scores, block.tiles)
+        torch.bmm(block.phi_hat, block.s_before, out=block.num_rows)
+        block.fade_rows(block.num, "queries")
+        torch.baddbmm(block.num_rows, block.scores, block.values, out=block.num_rows)
         if call.normalize:
             torch.bmm(block.sum_phi, block.sum_psi.mT, out=block.weights)
-            block.sum_tiles.tril_()
+            block.hide(block.weights, block.sum_tiles)
             den_now = block.weights.sum(-1).view(*block.num.shape[:-1], 1)
             if len(starts[0]):
                 block.cut(den[..., None], start).copy_(den_now)
@@ -207,127 +275,3 @@ def _forward(
         else:
             block.cut(out, start).copy_(block.num)
     return kv, z
-
-
-class BackwardBlock(Block):
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    ts: Tensor
-
-    def __init__(self, call: Call, t: int, c: int) -> None:
-        super().__init__(call, t, c)
-        self.dq_rows, self.dk_rows, self.dv_rows = rows(self.dq), rows(self.dk), rows(self.dv)
-        self.t_before, self.t_after = self.ts[:t].flatten(0, 2), self.ts[1:].flatten(0, 2)
-        self.gb = self.num_rows
-        self.ones = self.q.new_ones(self.sum_c, self.sum_c).tril_()
-
-    def shapes(self, t: int, b: int, g: int, r: int, c: int, f: int, e: int) -> dict[str, tuple[int, ...]]:
-        return super().shapes(t, b, g, r, c, f, e) | {
-            "dq": (t, b, g, r, c, f),
-            "dk": (t, b, g, 1, c, f),
-            "dv": (t, b, g, 1, c, e),
-            "ts": (t + 1, b, g, f, e),  # T before each chunk, and after the last
-        }
-
-    def numerator(self) -> None:
-        """dv, and R^T dphi^ and R^T dpsi^ in place of the rotated features."""
-        torch.bmm(self.phi_hat.mT, self.gb, out=self.t_before)
-        states = self.ts.unbind()[::-1]
-        for after, before in pairwise(states):
-            before.add_(after)
-        scores = self.scores
-        torch.bmm(self.phi_hat, self.psi_hat.mT, out=scores)
-        self.tiles.tril_()
-        torch.bmm(scores.mT, self.gb, out=self.dv_rows)
-        torch.baddbmm(self.dv_rows, self.psi_hat, self.t_after, out=self.dv_rows)
-        torch.bmm(self.gb, self.values.mT, out=scores)
-        self.tiles.tril_()
-        torch.bmm(scores, self.psi_hat, out=self.dq_rows)
-        torch.baddbmm(self.dq_rows, self.gb, self.s_before.mT, out=self.dq_rows)
-        torch.bmm(scores.mT, self.phi_hat, out=self.dk_rows)
-        torch.baddbmm(self.dk_rows, self.values, self.t_after.mT, out=self.dk_rows)
-        if self.q_turn is None or self.k_turn is None:
-            self.q[1], self.k[1] = self.dq, self.dk
-        else:
-            self.q_turn.undo(self.dq, self.q[1])
-            self.k_turn.undo(self.dk, self.k[1])
-
-    def denominator(self, den: Tensor, z: Tensor, w: Tensor) -> Tensor:
-        """Adds delta Z to dphi and W to dpsi; w: W after the block, returned: W before it."""
-        delta = torch.mul(self.q[0], self.q[1], out=self.dq).sum(-1, keepdim=True).div_(den).neg_()
-        delta.masked_fill_(den < self.call.eps, 0)  # there max(den, eps) is constant
-        self.fold_normalizer(z)
-        delta_rows = delta.view(*self.weights.shape[:2], 1)
-        torch.mul(delta_rows.view(-1, self.sum_c, 1), self.ones, out=self.sum_tiles)
-        dphi, dpsi = self.phi_hat.view(self.sum_phi.shape), self.psi_hat.view(self.sum_psi.shape)
-        torch.baddbmm(dphi, self.weights, self.sum_psi, out=dphi)
-        torch.baddbmm(dpsi, self.weights.mT, self.sum_phi, out=dpsi)
-        # W after each chunk joins every key of the chunk.
-        t, s, b, g, _, f = self.sum_keys.shape
-        sums = torch.bmm(delta_rows.mT, self.sum_phi).view(t, b, g, s, f).permute(0, 3, 1, 2, 4)
-        w_all = torch.cat((w[None], sums.flatten(0, 1).flip(0))).cumsum(0)  # from the last chunk back
-        after = w_all[:-1].flip(0).to(self.call.dtype).view(sums.shape).permute(0, 2, 3, 1, 4)
-        self.k[1].view(t, b, g, s, -1, f).add_(after[..., None, :])
-        return w_all[-1]
-
-
-def backward(
-    call: Call,
-    g_out: Tensor,  # (b, n, h, e)
-    den: Tensor,  # (b, n, h)
-    kv_starts: Tensor,
-    z_starts: Tensor,
-    dq: Tensor,  # filled here, like the next four
-    dk: Tensor,
-    dv: Tensor,
-    dkv: Tensor,  # (b, g, f, e): on entry the gradient of the last state, on exit of the first
-    dz: Tensor,  # (b, g, f), likewise
-) -> None:
-    for part, rows_, queries in call.parts():
-        keys = rows_[0], slice(None), rows_[1]
-        starts = kv_starts[:, rows_[0], rows_[1]], z_starts[:, rows_[0], rows_[1]]
-        grads = dq[queries], dk[keys], dv[keys]
-        dkv[rows_], dz[rows_] = _backward(
-            part, g_out[queries], den[queries], starts, grads, dkv[rows_], dz[rows_]
-        )
-
-
-def _backward(
-    call: Call,
-    g_out: Tensor,
-    den: Tensor,
-    starts: tuple[Tensor, Tensor],
-    grads: tuple[Tensor, Tensor, Tensor],
-    dkv: Tensor,
-    dz: Tensor,
-) -> tuple[Tensor, Tensor]:
-    slope = ELEMENTWISE[call.feature_map].slope
-    dkv = dkv.clone()
-    buffers: dict[tuple[int, int], BackwardBlock] = {}
-    for index, (start, t, c) in reversed(list(enumerate(blocks(call.q.shape[1])))):
-        if (t, c) not in buffers:
-            buffers[t, c] = BackwardBlock(call, t, c)
-        block = buffers[t, c]
-        block.s[0], block.ts[t] = starts[0][index], dkv
-        block.load(start)
-        den_now = block.cut(den[..., None], start)
-        if call.normalize:
-            torch.div(block.cut(g_out, start), den_now.clamp(min=call.eps), out=block.num)
-        else:
-            block.num.copy_(block.cut(g_out, start))
-        block.numerator()
-        dkv.copy_(block.ts[0])
-        slope(block.k_in, block.k[0], block.dk)  # before z is folded into psi
-        if call.normalize:
-            dz = block.denominator(den_now, starts[1][index], dz)
-        else:
-            block.k[1].add_(dz[:, :, None, None])
-        slope(block.q_in, block.q[0], block.dq)
-        if block.hidden is not None:
-            block.dk.masked_fill_(block.hidden, 0)
-        dq, dk, dv = (block.cut(grad, start) for grad in grads)
-        torch.mul(block.q[1], block.dq, out=dq)
-        torch.mul(block.k[1], block.dk, out=dk)
-        dv.copy_(block.dv)
-    return dkv, dz

@@ -19,8 +19,10 @@ def step(
     *,
     feature_map: str,
     rotary: Rotary | None,
-    positions: Tensor,  # (b or 1, 1)
+    decay: Tensor | None,  # (g,)
+    positions: Tensor,  # (b or 1, 1), with axes (b or 1, 1, axes)
     key_positions: Tensor | None,
+    start: Tensor,  # (b or 1,)
     key_mask: Tensor | None,  # (b, 1)
     normalize: bool,
     eps: float,
@@ -42,6 +44,10 @@ def step(
         psi_hat = _rotate(
             rotary, psi, turn if key_positions is None else _turn(rotary, key_positions, kv.dtype)
         )
+    if decay is not None:
+        fade = decay.double() ** (positions - start[:, None] + 1)  # (b or 1, g)
+        faded = kv * fade[..., None, None].to(kv.dtype), z * fade[..., None].to(z.dtype)
+        kv, z = (kv.copy_(faded[0]), z.copy_(faded[1])) if in_place else faded
     kv = torch.addcmul(kv, psi_hat.mT, v, out=kv if in_place else None)
     z = torch.add(z, psi[:, :, 0], out=z if in_place else None)
     out = phi_hat @ kv

@@ -13,7 +13,7 @@ from linrope.rotary import Rotary
 MAX_DIM = 256
 
 
-def supports(q: Tensor, v: Tensor, kv: Tensor) -> str | None:
+def supports(q: Tensor, v: Tensor, kv: Tensor, rotary: Rotary | None) -> str | None:
     """Why these kernels cannot run the call; None: they can."""
     if not q.is_cuda and not INTERPRETED:
         return (
@@ -25,6 +25,8 @@ def supports(q: Tensor, v: Tensor, kv: Tensor) -> str | None:
         return "float64: use backend='eager'"
     if q.dtype == torch.bfloat16 and INTERPRETED:
         return "bfloat16 in Triton's interpreter, which multiplies its bit patterns: use float16 or float32"
+    if rotary is not None and rotary.fade is not None:
+        return "xpos, a decay per pair of features: use backend='eager'"
     f, e = q.shape[3], v.shape[3]
     if f > MAX_DIM or e > MAX_DIM:
         return f"{f} features and {e} values per head: it takes up to {MAX_DIM} of each; use backend='eager'"
@@ -40,9 +42,12 @@ def attend(
     *,
     feature_map: str,
     rotary: Rotary | None,
+    decay: Tensor | None,
     positions: Tensor,  # (b or 1, n), or (b or 1, 1): consecutive from there on
     key_positions: Tensor | None,
+    start: Tensor,
     key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
     causal: bool,
     normalize: bool,
     eps: float,
@@ -62,17 +67,19 @@ def attend(
     z_dtype = z.dtype
     kv, z = kv.contiguous(), z.double().contiguous()
     save = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, kv, z))
-    if causal and n == 1 and not save and not torch.compiler.is_compiling():
+    step = causal and n == 1 and cu_seqlens is None
+    if step and not save and not torch.compiler.is_compiling():
         call = _call(
-            q, k, v, key_mask, theta, positions, key_positions, layout, feature_map, causal, normalize, eps
-        )
+            q, k, v, theta, decay, positions, key_positions, start, key_mask, None,
+            layout, feature_map, causal, normalize, eps,
+        )  # fmt: skip
         out = v.new_empty(*q.shape[:3], v.shape[3])
         end = (kv, z) if in_place else (torch.empty_like(kv), torch.empty_like(z))
         with torch.cuda.device_of(q):
             launch.step_fwd(call, (kv, z), out, end)
         return out, end[0], end[1].to(z_dtype)
     out, _, kv, z, _, _ = _attend(
-        q, k, v, kv, z, theta, positions, key_positions, key_mask,
+        q, k, v, kv, z, theta, decay, positions, key_positions, start, key_mask, cu_seqlens,
         layout, feature_map, causal, normalize, eps, save,
     )  # fmt: skip
     return out, kv, z.to(z_dtype)
@@ -85,28 +92,32 @@ def _spell_out(positions: Tensor, n: int) -> Tensor:
 
 
 def _call(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, theta: Tensor | None, positions: Tensor,
-    key_positions: Tensor | None, layout: str, feature_map: str, causal: bool, normalize: bool, eps: float,
+    q: Tensor, k: Tensor, v: Tensor, theta: Tensor | None, decay: Tensor | None, positions: Tensor,
+    key_positions: Tensor | None, start: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None,
+    layout: str, feature_map: str, causal: bool, normalize: bool, eps: float,
 ) -> launch.Call:  # fmt: skip
     # float16 has tf32's digits, but sums of features leave its range.
     dot = "bf16" if q.dtype == torch.bfloat16 else "tf32"
     if q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
         dot = "ieee"
     return launch.Call(
-        q, k, v, key_mask, theta, layout, positions, key_positions, feature_map, causal, normalize, eps, dot
-    )
+        q, k, v, key_mask, theta, layout, positions, key_positions, feature_map, causal, normalize, eps, dot,
+        decay, start, cu_seqlens,
+    )  # fmt: skip
 
 
 @torch.library.custom_op("linrope::triton", mutates_args=())
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, z: Tensor, theta: Tensor | None, positions: Tensor,
-    key_positions: Tensor | None, key_mask: Tensor | None, layout: str, feature_map: str, causal: bool,
-    normalize: bool, eps: float, save: bool,
+    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, z: Tensor, theta: Tensor | None, decay: Tensor | None,
+    positions: Tensor, key_positions: Tensor | None, start: Tensor, key_mask: Tensor | None,
+    cu_seqlens: Tensor | None, layout: str, feature_map: str, causal: bool, normalize: bool, eps: float,
+    save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """out, den, kv, z, and for the backward pass the kv and z at segment starts."""
     call = _call(
-        q, k, v, key_mask, theta, positions, key_positions, layout, feature_map, causal, normalize, eps
-    )
+        q, k, v, theta, decay, positions, key_positions, start, key_mask, cu_seqlens,
+        layout, feature_map, causal, normalize, eps,
+    )  # fmt: skip
     out, den, kv_end, z_end, *saved = _new_results(call, kv, z, save)
     with torch.cuda.device_of(q):
         launch.attend_fwd(
@@ -131,13 +142,15 @@ def _new_results(call: launch.Call, kv: Tensor, z: Tensor, save: bool) -> tuple[
 
 @_attend.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, z: Tensor, theta: Tensor | None, positions: Tensor,
-    key_positions: Tensor | None, key_mask: Tensor | None, layout: str, feature_map: str, causal: bool,
-    normalize: bool, eps: float, save: bool,
+    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, z: Tensor, theta: Tensor | None, decay: Tensor | None,
+    positions: Tensor, key_positions: Tensor | None, start: Tensor, key_mask: Tensor | None,
+    cu_seqlens: Tensor | None, layout: str, feature_map: str, causal: bool, normalize: bool, eps: float,
+    save: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     call = _call(
-        q, k, v, key_mask, theta, positions, key_positions, layout, feature_map, causal, normalize, eps
-    )
+        q, k, v, theta, decay, positions, key_positions, start, key_mask, cu_seqlens,
+        layout, feature_map, causal, normalize, eps,
+    )  # fmt: skip
     return _new_results(call, kv, z, save)
 
 
@@ -145,13 +158,15 @@ def _(
 def _attend_backward(
     g_out: Tensor, g_kv: Tensor, g_z: Tensor, out: Tensor | None, den: Tensor, kv_end: Tensor, z_end: Tensor,
     kv_saved: Tensor, z_saved: Tensor, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, z: Tensor,
-    theta: Tensor | None, positions: Tensor, key_positions: Tensor | None, key_mask: Tensor | None,
-    layout: str, feature_map: str, causal: bool, normalize: bool, eps: float,
+    theta: Tensor | None, decay: Tensor | None, positions: Tensor, key_positions: Tensor | None,
+    start: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, layout: str, feature_map: str,
+    causal: bool, normalize: bool, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, kv and z."""
     call = _call(
-        q, k, v, key_mask, theta, positions, key_positions, layout, feature_map, causal, normalize, eps
-    )
+        q, k, v, theta, decay, positions, key_positions, start, key_mask, cu_seqlens,
+        layout, feature_map, causal, normalize, eps,
+    )  # fmt: skip
     dq, dk, dv, dkv, dz = _new_gradients(q, k, v, kv, z)
     with torch.cuda.device_of(q):
         launch.attend_bwd(
@@ -170,17 +185,18 @@ def _new_gradients(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
 def _(
     g_out: Tensor, g_kv: Tensor, g_z: Tensor, out: Tensor | None, den: Tensor, kv_end: Tensor, z_end: Tensor,
     kv_saved: Tensor, z_saved: Tensor, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, z: Tensor,
-    theta: Tensor | None, positions: Tensor, key_positions: Tensor | None, key_mask: Tensor | None,
-    layout: str, feature_map: str, causal: bool, normalize: bool, eps: float,
+    theta: Tensor | None, decay: Tensor | None, positions: Tensor, key_positions: Tensor | None,
+    start: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, layout: str, feature_map: str,
+    causal: bool, normalize: bool, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return _new_gradients(q, k, v, kv, z)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     *tensors, ctx.layout, ctx.feature_map, ctx.causal, ctx.normalize, ctx.eps, _ = inputs
-    q, k, v, _, _, theta, positions, key_positions, key_mask = tensors
     how = ctx.layout, ctx.feature_map, ctx.causal, ctx.normalize, ctx.eps
-    call = _call(q, k, v, key_mask, theta, positions, key_positions, *how)
+    q, k, v, _, _, theta, decay, positions, key_positions, start, key_mask, cu_seqlens = tensors
+    call = _call(q, k, v, theta, decay, positions, key_positions, start, key_mask, cu_seqlens, *how)
     out, *rest = output
     ctx.save_for_backward(out if call.reads_out and ctx.normalize else None, *rest, *tensors)
     ctx.set_materialize_grads(False)
@@ -194,7 +210,7 @@ def _backward(ctx, g_out, g_den, g_kv, g_z, *_):  # type: ignore[no-untyped-def]
         torch.zeros_like(z_end) if g_z is None else g_z.contiguous(),
         *ctx.saved_tensors, ctx.layout, ctx.feature_map, ctx.causal, ctx.normalize, ctx.eps,
     )  # fmt: skip
-    return *grads, *[None] * 10
+    return *grads, *[None] * 13
 
 
 _attend.register_autograd(_backward, setup_context=_setup_context)

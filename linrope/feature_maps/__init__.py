@@ -5,35 +5,74 @@ from functools import partial
 from typing import Any
 
 from linrope.feature_maps.base import FeatureMap
+from linrope.feature_maps.cosformer import Cosformer
+from linrope.feature_maps.dpfp import DPFP
 from linrope.feature_maps.elementwise import ELEMENTWISE, Elementwise, ElementwiseMap
-from linrope.feature_maps.favor import FavorPlus
+from linrope.feature_maps.favor import FavorHyperbolic, FavorPlus, FavorPlusPlus
+from linrope.feature_maps.fourier import RandomFourier
+from linrope.feature_maps.learned import T2R, Hedgehog, LearnedMap
+from linrope.feature_maps.paired import PairedMap
+from linrope.feature_maps.polynomial import Rebased, Taylor2
 from linrope.feature_maps.softmax import SoftmaxMap
 
 __all__ = [
+    "DPFP",
     "ELEMENTWISE",
     "NAMES",
+    "PER_HEAD",
+    "T2R",
+    "Cosformer",
     "Elementwise",
     "ElementwiseMap",
+    "FavorHyperbolic",
     "FavorPlus",
+    "FavorPlusPlus",
     "FeatureMap",
+    "Hedgehog",
+    "LearnedMap",
+    "PairedMap",
+    "RandomFourier",
+    "Rebased",
     "SoftmaxMap",
+    "Taylor2",
     "make",
 ]
+
+
+def _paired(head_dim: int, inner: str = "elu+1", layout: str = "interleaved", **options: Any) -> PairedMap:
+    return PairedMap(make(inner, head_dim, **options), layout)
+
 
 _MAKERS: dict[str, Any] = {
     **{name: partial(ElementwiseMap, name) for name in ELEMENTWISE},
     "softmax": SoftmaxMap,
     "favor+": FavorPlus,
+    "favor+hyperbolic": FavorHyperbolic,
+    "favor++": FavorPlusPlus,
+    "rff": RandomFourier,
+    "dpfp": DPFP,
+    "t2r": T2R,
+    "hedgehog": Hedgehog,
+    "taylor2": Taylor2,
+    "rebased": Rebased,
+    "cosformer": Cosformer,
+    "paired": _paired,
 }
 NAMES = tuple(_MAKERS)
+# The maps with learned weights, which take num_heads and num_kv_heads.
+PER_HEAD = frozenset({"t2r", "hedgehog", "rebased"})
 
 
 def make(name: str, head_dim: int, **options: Any) -> FeatureMap:
     """Makes the feature map of that name for heads of that size.
 
+    Options are those of the map's class; "paired" takes inner (the name of another map, "elu+1" by
+    default), layout, and the inner map's options.
+
     Raises:
-        ValueError: unknown name (the message lists the known ones), or head_dim < 1.
-        TypeError: an option that the map does not have.
+        ValueError: unknown name (the message lists the known ones), or head_dim < 1, or an option's value
+            that does not fit.
+        TypeError: an option that the map does not have, or lacks.
 
     >>> make("favor+", 64, num_features=128, seed=0).feature_dim
     128

@@ -1,12 +1,15 @@
-"""Positive orthogonal random features (Performer)."""
+"""Positive orthogonal random features: three estimates of the softmax kernel."""
+
+import math
 
 import torch
 from torch import Tensor
 
-from linrope.feature_maps.base import FeatureMap
+from linrope.feature_maps.base import widen
+from linrope.feature_maps.random_features import RandomFeatureMap
 
 
-class FavorPlus(FeatureMap):
+class FavorPlus(RandomFeatureMap):
     """FAVOR+: random features whose dot product estimates softmax attention's exp(q.k / sqrt(d)).
 
         phi(x)_i = exp(w_i . x' - |x'|^2 / 2) / sqrt(M),   x' = x / d^(1/4),   i = 1 .. M
@@ -34,54 +37,130 @@ class FavorPlus(FeatureMap):
     """
 
     positive = True
-    head_dim: int
-    projection: Tensor  # (M, d)
-
-    def __init__(self, head_dim: int, num_features: int | None = None, seed: int | None = None) -> None:
-        super().__init__()
-        num_features = 2 * head_dim if num_features is None else num_features
-        if num_features <= 0 or num_features % 2:
-            raise ValueError(f"num_features={num_features}: expected a positive even number")
-        self.head_dim = head_dim
-        self.feature_dim = num_features
-        self.register_buffer("projection", torch.empty(num_features, head_dim))
-        self.redraw(seed)
-
-    def redraw(self, seed: int | None = None) -> None:
-        """Draws a new projection; states made with the old one are invalid from here on."""
-        self.seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
-        generator = torch.Generator().manual_seed(self.seed)
-
-        def square() -> Tensor:
-            shape = self.head_dim, self.head_dim
-            return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-
-        rows: list[Tensor] = []
-        for _ in range(0, self.feature_dim, self.head_dim):
-            q, r = torch.linalg.qr(square())
-            # LAPACK fixes signs: without undoing that, directions are not uniform and the estimate is off.
-            directions = (q * r.diagonal().sign()).T
-            # Each row as long as an independent gaussian vector.
-            rows.append(directions * square().norm(dim=-1, keepdim=True))
-        with torch.no_grad():
-            self.projection.copy_(torch.cat(rows)[: self.feature_dim])
 
     def queries(self, q: Tensor) -> Tensor:
-        x = q.to(torch.promote_types(q.dtype, torch.float32)) * self.head_dim**-0.25
-        with torch.autocast(x.device.type, enabled=False):
-            logits = x @ self.projection.to(x.dtype).T - x.square().sum(-1, keepdim=True) / 2
-        features: Tensor = logits.exp() * self.feature_dim**-0.5
+        logits, square = self.project(q)
+        features: Tensor = (logits - square / 2).exp() * self.feature_dim**-0.5
         return features
 
-    def keys(self, k: Tensor) -> Tensor:
-        return self.queries(k)
 
-    # The seed travels with the projection, as a tensor: safetensors takes it.
+class FavorHyperbolic(RandomFeatureMap):
+    """FAVOR+ with each direction used both ways: the same kernel, of lower variance.
+
+        phi(x) = [exp(w_i . x'), exp(-w_i . x')] exp(-|x'|^2 / 2) / sqrt(2M),   i = 1 .. M
+
+    x' and w as in ``FavorPlus``. (..., d) -> (..., 2M), computed in float32 or wider. For independent
+    w the variance is 1 - exp(-|x' + y'|^2) times that of FAVOR+ with 2M features, at half the products.
+    Choromanski et al. 2021, arXiv 2009.14794, lemma 2.
+
+    Args:
+        head_dim: d.
+        num_features: 2M; default 2 d.
+        seed: of the projection; default: drawn from torch's generator.
+
+    Raises:
+        ValueError: num_features is odd or not positive.
+
+    >>> FavorHyperbolic(16, num_features=64, seed=0).projection.shape
+    torch.Size([32, 16])
+    """
+
+    positive = True
+    features_per_row = 2
+
+    def queries(self, q: Tensor) -> Tensor:
+        logits, square = self.project(q)
+        features: Tensor = (torch.cat((logits, -logits), -1) - square / 2).exp() * self.feature_dim**-0.5
+        return features
+
+
+class FavorPlusPlus(RandomFeatureMap):
+    """FAVOR++: FAVOR+ with the weights of the directions that suit the inputs' size.
+
+        phi(x)_i = D exp(A |w_i|^2 + B w_i . x' - |x'|^2 / 2) / sqrt(M),   i = 1 .. M
+        B = sqrt(1 - 4A),   D = (1 - 4A)^(d/4),   A = (1 - 1/rho) / 8
+        rho = (sqrt((2s + d)^2 + 8 d s) - 2s - d) / (4s),   s = mean of |x' + y'|^2
+
+    x' and w as in ``FavorPlus``, which is the case A = 0. (..., d) -> (..., M), computed in float32 or
+    wider. Every A <= 0 gives the same kernel; with w independent and |x' + y'|^2 = s a product has the
+    second moment
+
+        log E[Z^2] = d log((1 + rho) / (2 rho)) + (d/2) log rho + s (1 + rho) - |x'|^2 - |y'|^2
+
+    which the rho above makes least. s does not follow the data by itself, since a feature must not
+    depend on other tokens: give it, or call ``fit``. It is in the state dict and in the identity, so
+    states made before a ``fit`` are refused after it. Likhosherstov et al. 2022, arXiv 2205.15317.
+
+    Args:
+        head_dim: d.
+        num_features: M; default 2 d.
+        seed: of the projection; default: drawn from torch's generator.
+        spread: s; default 2 sqrt(d), which independent inputs of unit variance have.
+
+    Raises:
+        ValueError: num_features is odd or not positive; spread is negative or not finite.
+
+    >>> phi = FavorPlusPlus(16, seed=0)
+    >>> phi.fit(torch.zeros(1, 5, 2, 16), torch.ones(1, 5, 2, 16))
+    >>> phi.spread
+    4.0
+    """
+
+    positive = True
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_features: int | None = None,
+        seed: int | None = None,
+        spread: float | None = None,
+    ) -> None:
+        super().__init__(head_dim, num_features, seed)
+        self.spread = _check_spread(2 * head_dim**0.5 if spread is None else spread)
+
+    @property
+    def a(self) -> float:
+        """A, at most 0."""
+        d, s = self.head_dim, self.spread
+        rho = 2 * d / (math.sqrt((2 * s + d) ** 2 + 8 * d * s) + 2 * s + d)  # does not cancel for small s
+        return (1 - 1 / rho) / 8
+
+    def fit(self, q: Tensor, k: Tensor) -> None:
+        """Sets ``spread`` to the mean over all pairs of a query and a key that meet in a head.
+
+        q is (..., n, h, d) and k (..., m, g, d), as in the call. States made before are invalid from
+        here on.
+
+        Raises:
+            ValueError: q or k is empty or not finite.
+        """
+        x, y = widen(q.detach()), widen(k.detach())
+        squares = x.square().sum(-1).mean() + y.square().sum(-1).mean()
+        mean_x, mean_y = x.mean(-3), y.mean(-3).repeat_interleave(q.shape[-2] // k.shape[-2], dim=-2)
+        spread = squares + 2 * (mean_x * mean_y).sum(-1).mean()
+        self.spread = _check_spread(float(spread) * self.head_dim**-0.5)
+
+    def queries(self, q: Tensor) -> Tensor:
+        logits, square = self.project(q)
+        a, w = self.a, self.projection.to(logits.dtype)
+        offset = a * w.square().sum(-1) + self.head_dim / 4 * math.log(1 - 4 * a)  # A |w|^2 + log D
+        features: Tensor = (offset + (1 - 4 * a) ** 0.5 * logits - square / 2).exp() * self.feature_dim**-0.5
+        return features
+
+    # As 64 bits each: neither a file nor a cast of the module rounds seed or spread.
     def get_extra_state(self) -> Tensor:
-        return torch.tensor(self.seed, device="cpu")
+        spread = torch.tensor(self.spread, dtype=torch.float64, device="cpu").view(torch.int64)
+        return torch.stack((super().get_extra_state(), spread))
 
     def set_extra_state(self, state: Tensor) -> None:
-        self.seed = int(state)
+        super().set_extra_state(state[0])
+        self.spread = float(state[1].view(torch.float64))
 
     def extra_repr(self) -> str:
-        return f"{self.head_dim}, num_features={self.feature_dim}, seed={self.seed}"
+        return f"{super().extra_repr()}, spread={self.spread}"
+
+
+def _check_spread(spread: float) -> float:
+    if not 0 <= spread < math.inf:
+        raise ValueError(f"spread={spread}: expected the mean of |x' + y'|^2, a finite number >= 0")
+    return float(spread)

@@ -1,9 +1,8 @@
 """The map of Efficient Attention, RoFormer's own example of phi != psi."""
 
-import torch
 from torch import Tensor
 
-from linrope.feature_maps.base import FeatureMap
+from linrope.feature_maps.base import FeatureMap, widen
 
 
 class SoftmaxMap(FeatureMap):
@@ -24,10 +23,10 @@ class SoftmaxMap(FeatureMap):
         self.head_dim = self.feature_dim = head_dim
 
     def queries(self, q: Tensor) -> Tensor:
-        return q.to(torch.promote_types(q.dtype, torch.float32)).softmax(-1)
+        return widen(q).softmax(-1)
 
     def keys(self, k: Tensor) -> Tensor:
-        return k.to(torch.promote_types(k.dtype, torch.float32)).exp()
+        return widen(k).exp()
 
     def extra_repr(self) -> str:
         return f"{self.feature_dim}"

@@ -1,148 +1,169 @@
-"""FAVOR+: orthogonal positive random features, and a projection that travels with the state dict."""
+"""FAVOR+ and its two successors of lower variance."""
 
-import copy
+import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.testing import assert_close
 
 from linrope import LinearRoPEAttention
-from linrope.feature_maps import FavorPlus
+from linrope.feature_maps import FavorHyperbolic, FavorPlus, FavorPlusPlus
+from tests.oracle import randoms
+
+X = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64, device="cpu")
+SCALED = X / 3**0.25
 
 
-def test_features_are_the_formula() -> None:
-    fmap = FavorPlus(3, num_features=4, seed=0).double()
-    x = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
-    scaled = x / 3**0.25
-    expected = [float(torch.exp(w @ scaled - scaled @ scaled / 2)) / 2 for w in fmap.projection]
-    assert_close(fmap.queries(x), torch.tensor(expected, dtype=torch.float64))
-    assert torch.equal(fmap.keys(x), fmap.queries(x))
+def test_favor_plus_is_the_formula() -> None:
+    fmap = FavorPlus(3, num_features=4, seed=0).cpu().double()
+    expected = [float(torch.exp(w @ SCALED - SCALED @ SCALED / 2)) / 2 for w in fmap.projection]
+    assert_close(fmap.queries(X), X.new_tensor(expected))
+    assert torch.equal(fmap.keys(X), fmap.queries(X))
 
 
-@pytest.mark.parametrize(("d", "m"), [(8, 8), (8, 16), (8, 12), (16, 4), (5, 12)])
-def test_rows_are_orthogonal_within_each_block_of_d(d: int, m: int) -> None:
-    projection = FavorPlus(d, num_features=m, seed=1).projection.double()
-    assert projection.shape == (m, d)
-    for block in projection.split(d):
-        directions = block / block.norm(dim=-1, keepdim=True)
-        # the projection is stored in float32
-        identity = torch.eye(len(block), dtype=torch.float64)
-        assert_close(directions @ directions.T, identity, atol=1e-6, rtol=0)
+def test_favor_hyperbolic_is_the_formula() -> None:
+    fmap = FavorHyperbolic(3, num_features=4, seed=0).cpu().double()
+    factor = math.exp(-float(SCALED @ SCALED) / 2) / 2
+    ways = [float(w @ SCALED) for w in fmap.projection]
+    assert len(ways) == 2
+    expected = [math.exp(way) * factor for way in (*ways, *(-way for way in ways))]
+    assert_close(fmap.queries(X), X.new_tensor(expected))
+    assert torch.equal(fmap.keys(X), fmap.queries(X))
 
 
-def test_rows_are_as_long_and_as_isotropic_as_gaussian_ones() -> None:
-    d = 8
-    w = FavorPlus(d, num_features=8000, seed=0).projection.double()
-    # Squared lengths are chi^2(d): mean d, variance 2d; the bounds are 5 standard errors.
-    assert abs(float(w.square().sum(-1).mean()) - d) < 5 * (2 * d / 8000) ** 0.5
-    # Without the sign correction after QR the means are some 0.2 off.
-    assert float(w.mean(0).abs().max()) < 5 * 8000**-0.5
-    second = w.T @ w / 8000 - torch.eye(d)
-    assert float(second.abs().max()) < 5 * (2 / 8000) ** 0.5
+@pytest.mark.parametrize("spread", [0.0, 1e-9, 0.5, 7.0, None])
+def test_favor_plus_plus_is_the_formula(spread: float | None) -> None:
+    fmap = FavorPlusPlus(3, num_features=4, seed=0, spread=spread).cpu().double()
+    d, s = 3, 2 * 3**0.5 if spread is None else spread
+    rho = (math.sqrt((2 * s + d) ** 2 + 8 * d * s) - 2 * s - d) / (4 * s) if s else 1.0
+    a = (1 - 1 / rho) / 8
+    expected = [
+        (1 - 4 * a) ** (d / 4)
+        * math.exp(a * float(w @ w) + (1 - 4 * a) ** 0.5 * float(w @ SCALED) - float(SCALED @ SCALED) / 2)
+        / 2
+        for w in fmap.projection
+    ]
+    # for small s the rho of the paper cancels
+    assert_close(fmap.queries(X), X.new_tensor(expected), rtol=1e-6 if s == 1e-9 else 1e-12, atol=0)
+    assert torch.equal(fmap.keys(X), fmap.queries(X))
 
 
-def relative_errors(m: int, seeds: int) -> torch.Tensor:
-    """Errors of the estimate of exp(q.k / sqrt(d)), by seed."""
-    d = 8
-    q, k = 0.3 * torch.randn(2, d, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    exact = torch.exp(q @ k / d**0.5)
-    maps = [FavorPlus(d, num_features=m, seed=seed).double() for seed in range(seeds)]
-    return torch.stack([phi.queries(q) @ phi.keys(k) / exact - 1 for phi in maps])
-
-
-def test_products_estimate_the_softmax_kernel_with_an_error_that_falls_as_the_root_of_m() -> None:
-    few, many = relative_errors(8, 300), relative_errors(128, 300)
-    for errors in (few, many):  # unbiased: the mean lies within 4 standard errors
-        assert abs(float(errors.mean())) < 4 * float(errors.std()) / 300**0.5
-    # The blocks of d rows are independent: sqrt(128 / 8) = 4. Each spread is known to 5 to 10 % of itself.
-    ratio = float(few.square().mean().sqrt() / many.square().mean().sqrt())
-    assert 4 / 1.3 < ratio < 4 * 1.3
-    assert float(many.square().mean().sqrt()) < 0.1
+def test_without_spread_favor_plus_plus_is_favor_plus() -> None:
+    plain, weighted = FavorPlus(4, seed=0), FavorPlusPlus(4, seed=0, spread=0)
+    x = torch.ones(4)
+    assert torch.equal(plain.queries(x), weighted.queries(x))
 
 
 @settings(deadline=None)
 @given(st.lists(st.floats(-100, 100, width=32), min_size=4, max_size=4))
 def test_features_are_finite_and_not_negative(x: list[float]) -> None:
-    fmap = FavorPlus(4, seed=0)
-    assert fmap.positive
-    features = fmap.queries(torch.tensor(x))
-    assert bool(((features >= 0) & features.isfinite()).all())
+    for fmap in FavorPlus(4, seed=0), FavorHyperbolic(4, seed=0), FavorPlusPlus(4, seed=0):
+        assert fmap.positive
+        features = fmap.queries(torch.tensor(x))
+        assert bool(((features >= 0) & features.isfinite()).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_and_autocast_are_computed_in_float32(dtype: torch.dtype) -> None:
-    fmap, x = FavorPlus(8, seed=0), torch.linspace(-2, 2, 16).view(2, 8)
-    narrow = x.to(dtype)
-    assert torch.equal(fmap.queries(narrow), fmap.queries(narrow.float()))
-    with torch.autocast("cpu", torch.bfloat16):
-        inside = fmap.queries(x)
-    assert torch.equal(inside, fmap.queries(x))
+def products(fmap: FavorPlusPlus | FavorPlus, x: Tensor, y: Tensor) -> Tensor:
+    """One estimate of the kernel from each row of the projection."""
+    return fmap.queries(x) * fmap.keys(y) * fmap.feature_dim
 
 
-def test_the_default_seed_follows_torch_s_generator() -> None:
-    torch.manual_seed(3)
-    first, second = FavorPlus(4), FavorPlus(4)
-    torch.manual_seed(3)
-    assert torch.equal(FavorPlus(4).projection, first.projection)
-    assert not torch.equal(second.projection, first.projection)
+@pytest.mark.parametrize("s", [0.3, 1.5])
+def test_second_moment_of_favor_plus_plus_is_the_documented_one_and_least_at_its_a(s: float) -> None:
+    d = 4
+    x, y = torch.randn(2, d, generator=torch.Generator().manual_seed(1), dtype=torch.float64, device="cpu")
+    x, y = ((s**0.5 * z / (x + y).norm()) for z in (x, y))  # of the scaled inputs
+    squares = float(x @ x + y @ y)
+
+    def log_moment(rho: float) -> float:
+        return d * math.log((1 + rho) / (2 * rho)) + d / 2 * math.log(rho) + s * (1 + rho) - squares
+
+    fmap = FavorPlusPlus(d, num_features=40_000, seed=0, spread=s).cpu().double()
+    z = products(fmap, x * d**0.25, y * d**0.25)
+    rho = 1 / (1 - 8 * fmap.a)
+    assert_close(float(z.mean()), math.exp(float(x @ y)), rtol=0.03, atol=0)
+    assert_close(float(z.square().mean()), math.exp(log_moment(rho)), rtol=0.1, atol=0)
+    assert log_moment(rho) < min(log_moment(1.01 * rho), log_moment(0.99 * rho))
 
 
-def test_a_seed_leaves_torch_s_generator_alone() -> None:
-    before = torch.get_rng_state()
-    assert torch.equal(FavorPlus(4, seed=5).projection, FavorPlus(4, seed=5).projection)
-    assert torch.equal(torch.get_rng_state(), before)
+@pytest.mark.parametrize(("kind", "size", "gain"), [(FavorHyperbolic, 0.25, 0.5), (FavorPlusPlus, 0.75, 0.8)])
+def test_successors_have_less_error_than_favor_plus(kind: Any, size: float, gain: float) -> None:
+    d, m, seeds = 8, 16, 200
+    q, k, _ = (size * x.cpu()[0, :, 0] for x in randoms(1, 16, 1, d))
+    exact = torch.exp((q * k).sum(-1) / d**0.5)
+
+    def error(kind: Any) -> float:
+        maps = [kind(d, num_features=m, seed=seed).cpu().double() for seed in range(seeds)]
+        for fmap in maps:
+            if isinstance(fmap, FavorPlusPlus):
+                fmap.spread = float((q + k).square().sum(-1).mean()) / d**0.5
+        estimates = torch.stack([(fmap.queries(q) * fmap.keys(k)).sum(-1) for fmap in maps])
+        return float((estimates / exact - 1).square().mean())
+
+    assert error(kind) < gain * error(FavorPlus)
 
 
-def test_no_forward_redraws() -> None:
-    fmap = FavorPlus(4, seed=0).train()
-    before = fmap.projection.clone()
-    fmap.queries(torch.ones(3, 4))
-    assert torch.equal(fmap.projection, before)
+def test_variance_of_favor_hyperbolic_is_less_by_the_documented_factor() -> None:
+    d, m, x = 4, 20_000, torch.tensor([0.3, 0.1, 0.0, -0.15], dtype=torch.float64, device="cpu")
+    scaled = x / d**0.25
+    z = products(FavorPlus(d, num_features=m, seed=0).cpu().double(), x, x)
+    both = products(FavorHyperbolic(d, num_features=2 * m, seed=0).cpu().double(), x, x)
+    ways = both.unflatten(-1, (2, -1)).mean(-2)  # of one direction, used both ways
+    # two features for each direction: with as many features, half as many terms
+    factor = 2 * float(ways.var() / z.var())
+    assert_close(factor, 1 - math.exp(-4 * float(scaled @ scaled)), rtol=0.05, atol=0)
 
 
-@pytest.mark.parametrize("through_file", [False, True])
-def test_projection_and_seed_travel_through_the_state_dict(through_file: bool, tmp_path) -> None:
-    saved, loaded = (LinearRoPEAttention(8, 2, feature_map=FavorPlus(4, seed=seed)) for seed in (1, 2))
-    assert saved.feature_map.identity != loaded.feature_map.identity
-    tensors = saved.state_dict()
-    if through_file:
-        save_file(tensors, tmp_path / "layer.safetensors")
-        tensors = load_file(tmp_path / "layer.safetensors")
-    loaded.load_state_dict(tensors)
-    assert loaded.feature_map.identity == saved.feature_map.identity
-    assert torch.equal(loaded.feature_map.projection, saved.feature_map.projection)
-    x = torch.ones(1, 3, 8)
-    _, state = saved(x, return_state=True)
-    assert torch.equal(loaded(x, state=state), saved(x, state=state))
-
-
-def test_redraw_changes_the_identity_and_makes_old_states_invalid() -> None:
-    fmap = FavorPlus(4, seed=1)
-    layer, x = LinearRoPEAttention(8, 2, feature_map=fmap), torch.ones(1, 3, 8)
-    _, state = layer(x, return_state=True)
-    before, projection = fmap.identity, fmap.projection.clone()
-    fmap.redraw(2)
+def test_fit_takes_the_mean_over_pairs_that_meet_in_a_head() -> None:
+    q, k, _ = randoms(2, 5, 4, 8, g=2, m=3)
+    fmap = FavorPlusPlus(8, seed=0)
+    before = fmap.identity
+    fmap.fit(q, k)
+    pairs = [
+        float((q[b, i, h] + k[b, j, h // 2]).square().sum()) / 8**0.5
+        for b in range(2)
+        for h in range(4)
+        for i in range(5)
+        for j in range(3)
+    ]
+    assert fmap.spread == pytest.approx(sum(pairs) / len(pairs), rel=1e-12)
     assert fmap.identity != before
-    assert not torch.equal(fmap.projection, projection)
-    with pytest.raises(ValueError, match=r"made with .*seed=1.*expected .*seed=2"):
+
+
+def test_the_default_spread_is_that_of_unit_variance() -> None:
+    q, k, _ = randoms(1, 2000, 2, 16)
+    q, k = q / q.std(), k / k.std()
+    fmap, fitted = FavorPlusPlus(16, seed=0), FavorPlusPlus(16, seed=0)
+    fitted.fit(q, k)
+    assert fitted.spread == pytest.approx(fmap.spread, rel=0.02)
+
+
+def test_fit_makes_old_states_invalid() -> None:
+    layer, x = LinearRoPEAttention(8, 2, feature_map=FavorPlusPlus(4, seed=1)), torch.ones(1, 3, 8)
+    _, state = layer(x, return_state=True)
+    layer.feature_map.fit(*torch.ones(2, 1, 3, 2, 4))
+    with pytest.raises(ValueError, match=r"made with .*spread=4.0.*expected .*spread=8.0"):
         layer(x, state=state)
-    fmap.redraw(1)
-    assert torch.equal(fmap.projection, projection)
-    layer(x, state=state)
 
 
-def test_copies_are_independent() -> None:
-    fmap = FavorPlus(4, seed=1)
-    twin = copy.deepcopy(fmap)
-    assert twin.identity == fmap.identity
-    twin.redraw(2)
-    assert torch.equal(fmap.projection, FavorPlus(4, seed=1).projection)
+def test_a_cast_of_the_module_rounds_neither_seed_nor_spread() -> None:
+    fmap = FavorPlusPlus(4, seed=2**61 + 1, spread=1 / 3).bfloat16()
+    other = FavorPlusPlus(4, seed=0).bfloat16()
+    other.load_state_dict(fmap.state_dict())
+    assert (other.seed, other.spread) == (2**61 + 1, 1 / 3)
 
 
-@pytest.mark.parametrize("num_features", [0, -2, 7])
-def test_number_of_features_must_be_positive_and_even(num_features: int) -> None:
-    with pytest.raises(ValueError, match=f"num_features={num_features}: expected a positive even number"):
-        FavorPlus(4, num_features=num_features)
+@pytest.mark.parametrize("spread", [-1.0, math.inf, math.nan])
+def test_spread_must_be_finite_and_not_negative(spread: float) -> None:
+    with pytest.raises(ValueError, match=f"spread={spread}: expected"):
+        FavorPlusPlus(4, spread=spread)
+
+
+def test_fit_refuses_inputs_without_a_mean() -> None:
+    empty = torch.ones(1, 0, 2, 4)
+    with pytest.raises(ValueError, match="spread=nan: expected"):
+        FavorPlusPlus(4).fit(empty, empty)

@@ -1,4 +1,4 @@
-"""The softmax map, and ``make``."""
+"""The softmax map."""
 
 import math
 
@@ -39,46 +39,3 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
     assert torch.equal(fmap.queries(x), fmap.queries(x.float()))
     assert torch.equal(fmap.keys(x), fmap.keys(x.float()))
     assert fmap.keys(x).dtype == torch.float32
-
-
-@pytest.mark.parametrize("name", feature_maps.NAMES)
-def test_a_token_s_features_are_its_own(name: str) -> None:
-    """A map that looks along the sequence leaks the future."""
-    fmap = feature_maps.make(name, 4)
-    x = torch.randn(2, 7, 3, 4, generator=torch.Generator().manual_seed(0))
-    y = x.clone()
-    y[:, 4:] = 50.0
-    for function in (fmap.queries, fmap.keys):
-        assert torch.equal(function(x)[:, :4], function(y)[:, :4])
-
-
-def test_make_passes_options_on() -> None:
-    fmap = feature_maps.make("favor+", 8, num_features=6, seed=3)
-    assert isinstance(fmap, feature_maps.FavorPlus)
-    assert (fmap.feature_dim, fmap.seed) == (6, 3)
-
-
-def test_make_refuses_options_that_the_map_does_not_have() -> None:
-    with pytest.raises(TypeError, match="num_features"):
-        feature_maps.make("elu+1", 8, num_features=6)
-
-
-@pytest.mark.parametrize("near", feature_maps.NAMES)
-def test_unknown_name_lists_the_known_ones_and_the_nearest(near: str) -> None:
-    with pytest.raises(ValueError, match="feature_map=") as error:
-        feature_maps.make(near + "_", 8)
-    assert all(name in str(error.value) for name in feature_maps.NAMES)
-    assert f"did you mean {near!r}?" in str(error.value)
-
-
-def test_a_name_like_no_other_gets_no_suggestion() -> None:
-    with pytest.raises(ValueError, match="'@@@'") as error:
-        feature_maps.make("@@@", 8)
-    assert "did you mean" not in str(error.value)
-
-
-@pytest.mark.parametrize("name", feature_maps.NAMES)
-@pytest.mark.parametrize("head_dim", [0, -2])
-def test_head_dim_must_be_positive(name: str, head_dim: int) -> None:
-    with pytest.raises(ValueError, match=f"head_dim={head_dim}"):
-        feature_maps.make(name, head_dim)

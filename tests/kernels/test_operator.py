@@ -18,7 +18,7 @@ OPERATOR = torch.ops.linrope.triton.default
 
 def operator_arguments(
     n: int = 20, m: int | None = None, *, causal: bool = True, mask: bool = False, rotary: bool = True,
-    save: bool = True,
+    save: bool = True, decay: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
     m = n if m is None else m
     q, k, v = randoms(2, n, 4, 4, g=2, m=m, e=6, dtype=torch.float32)
@@ -28,13 +28,15 @@ def operator_arguments(
     where, key_where = torch.tensor([[3]]), None if m == n else torch.tensor([[0]])
     theta = Rotary(4).turns(q.device) if rotary else None
     key_mask = numbers(2, m) > 0 if mask else None
-    return q, k, v, kv, z, theta, where, key_where, key_mask, "half", "elu+1", causal, True, 1e-6, save
+    more = (torch.tensor([0.5, 0.9]) if decay else None, where, key_where, torch.tensor([3]), key_mask, None)
+    return q, k, v, kv, z, theta, *more, "half", "elu+1", causal, True, 1e-6, save
 
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "causal": {},
     "causal, inference, mask": {"save": False, "mask": True},
     "no rotary": {"rotary": False},
+    "decay": {"decay": True},
     "bidirectional": {"causal": False},
     "cross": {"causal": False, "m": 9},
 }

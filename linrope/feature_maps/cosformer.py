@@ -1,0 +1,60 @@
+"""The map of cosFormer: rectified units, weighted by the distance."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from linrope.feature_maps.base import FeatureMap, widen
+
+
+class Cosformer(FeatureMap):
+    """Rectified units whose product fades with the distance, to 0 at max_length L.
+
+        phi(x, i) = psi(x, i) = [relu(x) cos(pi i / 2L), relu(x) sin(pi i / 2L)]
+        <phi(q, i), psi(k, j)> = relu(q).relu(k) cos(pi (i - j) / 2L) >= 0   for 0 <= i, j < L
+
+    (b, n, h, d) and positions (b or 1, n) -> (b, n, h, 2d), computed in float32 or wider, angles in
+    float64. It is a rotation at one frequency that the normalizer sees too; no other rotation is
+    needed, and one on top of it turns the numerator alone. Qin et al. 2022, arXiv 2202.08791.
+
+    Args:
+        head_dim: d.
+        max_length: L, more than every position. Fixed: it is in the features that a state has summed.
+
+    Raises:
+        ValueError: max_length < 1; a position is not below max_length. Positions are looked at on the
+            CPU only, outside of compiled code; elsewhere the normalizer can then vanish.
+
+    >>> phi, x = Cosformer(1, max_length=100), torch.ones(1, 2, 1, 1)
+    >>> features = phi.queries(x, torch.tensor([[0, 50]]))
+    >>> (features[:, 0] * features[:, 1]).sum()  # cos(pi / 4)
+    tensor(0.7071)
+    """
+
+    positive = True
+    positional = True
+
+    def __init__(self, head_dim: int, max_length: int) -> None:
+        super().__init__()
+        if max_length < 1:
+            raise ValueError(f"max_length={max_length}: expected at least 1")
+        self.head_dim = head_dim
+        self.feature_dim = 2 * head_dim
+        self.max_length = max_length
+
+    def queries(self, q: Tensor, positions: Tensor) -> Tensor:
+        readable = positions.device.type == "cpu" and not torch.compiler.is_compiling()
+        if readable and positions.numel() and int(positions.max()) >= self.max_length:
+            raise ValueError(
+                f"positions: got {int(positions.max())}, expected less than max_length={self.max_length}"
+            )
+        x = widen(q).clamp_min(0)
+        angles = positions[..., None, None].double() * (math.pi / 2 / self.max_length)
+        return torch.cat((x * angles.cos().to(x.dtype), x * angles.sin().to(x.dtype)), -1)
+
+    def keys(self, k: Tensor, positions: Tensor) -> Tensor:
+        return self.queries(k, positions)
+
+    def extra_repr(self) -> str:
+        return f"{self.head_dim}, max_length={self.max_length}"

@@ -1,0 +1,60 @@
+"""A feature map whose rotated weights never exceed the unrotated ones."""
+
+import torch
+from torch import Tensor
+
+from linrope.feature_maps.base import FeatureMap, widen
+
+_TWICE = {
+    "interleaved": lambda x: torch.stack((x, x), -1).flatten(-2),
+    "half": lambda x: torch.cat((x, x), -1),
+}
+
+
+class PairedMap(FeatureMap):
+    """Another map, with each feature as both members of a rotation pair.
+
+        interleaved   a1 a1 a2 a2 ..
+        half          a1 a2 .. a1 a2 ..
+
+    A rotation of the same layout, by theta_t for pair t, then weighs each feature by a cosine:
+
+        <R(p) phi(x), R(p') psi(y)> = sum_t 2 phi_t psi_t cos((p - p') theta_t)
+
+    With features >= 0 no weight exceeds the unrotated one in size, so that |out| <= max |v| over the keys
+    that are seen, which eq. 19 alone does not give. With inner maps that are positive in their products
+    alone (taylor2, rebased) the cosines hold and the bound does not. (..., d) -> (..., 2f), computed in
+    float32 or wider.
+
+    Args:
+        inner: the map that makes the features; its head_dim, positive and positional carry over.
+        layout: of the rotation, "interleaved" or "half".
+
+    Raises:
+        ValueError: unknown layout.
+
+    >>> from linrope import feature_maps
+    >>> feature_maps.make("paired", 2, inner="relu").queries(torch.tensor([3.0, 4.0])).tolist()
+    [3.0, 3.0, 4.0, 4.0]
+    """
+
+    def __init__(self, inner: FeatureMap, layout: str = "interleaved") -> None:
+        super().__init__()
+        if layout not in _TWICE:
+            raise ValueError(f"layout={layout!r}: expected one of {', '.join(_TWICE)}")
+        self.inner, self.layout = inner, layout
+        self.head_dim, self.feature_dim = inner.head_dim, 2 * inner.feature_dim
+        self.positive, self.positional = inner.positive, inner.positional
+
+    def queries(self, q: Tensor, *positions: Tensor) -> Tensor:
+        return _TWICE[self.layout](self.inner.queries(widen(q), *positions))
+
+    def keys(self, k: Tensor, *positions: Tensor) -> Tensor:
+        return _TWICE[self.layout](self.inner.keys(widen(k), *positions))
+
+    @property
+    def identity(self) -> str:
+        return f"PairedMap({self.inner.identity}, {self.layout})"
+
+    def extra_repr(self) -> str:
+        return f"layout={self.layout!r}"

@@ -1,0 +1,95 @@
+"""Feature maps whose dot products are polynomials of the inputs' dot product."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from linrope.feature_maps.base import FeatureMap, widen
+from linrope.feature_maps.learned import LearnedMap
+
+
+def quadratic(x: Tensor) -> Tensor:
+    """[x_i^2, sqrt(2) x_i x_j for i < j], so that <quadratic(x), quadratic(y)> = (x.y)^2.
+
+    (..., d) -> (..., d(d+1)/2). Slices and not an index of pairs: their gradients need no atomic sums.
+    """
+    turned = 2**0.5 * x
+    return torch.cat([x.square(), *(turned[..., :-j] * x[..., j:] for j in range(1, x.shape[-1]))], -1)
+
+
+def _pad_to_even(x: Tensor) -> Tensor:
+    return F.pad(x, (0, x.shape[-1] % 2))
+
+
+class Taylor2(FeatureMap):
+    """The exponential's Taylor polynomial of second order, exactly (Based).
+
+        phi(x) = psi(x) = [1, x', quadratic(x') / sqrt(2)],   x' = x / d^(1/4)
+        <phi(q), psi(k)> = 1 + s + s^2/2 >= 1/2,   s = q.k / sqrt(d)
+
+    (..., d) -> (..., 1 + d + d(d+1)/2), with a feature that is 0 where that is odd; computed in float32
+    or wider. The features are signed, their products are not. Many features: made for d = 16, where
+    there are 154. Arora et al. 2024, arXiv 2402.18668.
+
+    Args:
+        head_dim: d.
+
+    >>> phi, x = Taylor2(4), torch.ones(4)
+    >>> phi.queries(x) @ phi.keys(x)  # 1 + 2 + 2
+    tensor(5.0000)
+    """
+
+    positive = True
+    head_dim: int
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        size = 1 + head_dim + head_dim * (head_dim + 1) // 2
+        self.feature_dim = size + size % 2
+
+    def queries(self, q: Tensor) -> Tensor:
+        x = widen(q) * self.head_dim**-0.25
+        return _pad_to_even(torch.cat((torch.ones_like(x[..., :1]), x, quadratic(x) * 0.5**0.5), -1))
+
+    def keys(self, k: Tensor) -> Tensor:
+        return self.queries(k)
+
+    def extra_repr(self) -> str:
+        return f"{self.head_dim}"
+
+
+class Rebased(LearnedMap):
+    """The square of the dot product of learned, normalized vectors (ReBased).
+
+        y(x) = gamma * LayerNorm(x) + beta,   <phi(q), psi(k)> = (y_q(q) . y_k(k))^2
+
+    phi = quadratic(y_q) and psi = quadratic(y_k), each with its own gamma and beta. (..., h, d) ->
+    (..., h, d(d+1)/2), with a feature that is 0 where that is odd; computed in float32 or wider. A
+    product can be 0. Aksenov et al. 2024, arXiv 2402.10644.
+
+    Args:
+        head_dim: d.
+        num_heads: sets of weights for queries; default: one for all heads.
+        num_kv_heads: sets of weights for keys; default num_heads.
+
+    Raises:
+        ValueError: a number of heads does not fit.
+
+    >>> phi, x = Rebased(2).requires_grad_(False), torch.tensor([[1.0, -1.0]])
+    >>> round(float((phi.queries(x) * phi.keys(x)).sum()), 3)  # (1, -1).(1, -1), squared
+    4.0
+    """
+
+    positive = True
+
+    def __init__(self, head_dim: int, num_heads: int | None = None, num_kv_heads: int | None = None) -> None:
+        size = head_dim * (head_dim + 1) // 2
+        super().__init__(head_dim, size + size % 2, num_heads, num_kv_heads)
+
+    def weights(self, heads: int) -> dict[str, Tensor]:
+        return {"gamma": torch.ones(heads, self.head_dim), "beta": torch.zeros(heads, self.head_dim)}
+
+    def features(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        normal = F.layer_norm(x, (self.head_dim,))
+        return _pad_to_even(quadratic(weights["gamma"] * normal + weights["beta"]))

@@ -1,0 +1,42 @@
+"""Every feature map that tests run through, and how to call one."""
+
+from typing import Any
+
+from torch import Tensor
+
+from linrope import feature_maps
+from linrope.feature_maps import FeatureMap
+
+RANDOM = ("favor+", "favor+hyperbolic", "favor++", "rff")
+LEARNED = ("t2r", "hedgehog", "rebased")
+HEADS = {"num_heads": 2, "num_kv_heads": 2}
+
+# By label: name and options, for heads of any size from 2.
+MAPS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in (*feature_maps.ELEMENTWISE, "softmax", "taylor2")},
+    **{name: (name, {"num_features": 8, "seed": 0}) for name in RANDOM},
+    "favor++ of narrow inputs": ("favor++", {"num_features": 8, "seed": 0, "spread": 0.5}),
+    "dpfp": ("dpfp", {}),
+    "dpfp-1": ("dpfp", {"nu": 1}),
+    **{name: (name, {}) for name in LEARNED},
+    **{f"{name} by head": (name, HEADS) for name in LEARNED},
+    "cosformer": ("cosformer", {"max_length": 100}),
+    "paired": ("paired", {}),
+    "paired half": ("paired", {"layout": "half"}),
+    "paired relu": ("paired", {"inner": "relu"}),
+    "paired softmax": ("paired", {"inner": "softmax"}),
+    "paired favor+": ("paired", {"inner": "favor+", "num_features": 8, "seed": 0}),
+    "paired t2r": ("paired", {"inner": "t2r", **HEADS}),
+    "paired cosformer": ("paired", {"inner": "cosformer", "max_length": 100}),
+}
+
+
+def build(label: str, head_dim: int = 4) -> FeatureMap:
+    name, options = MAPS[label]
+    return feature_maps.make(name, head_dim, **options)
+
+
+def features(fmap: FeatureMap, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """phi and psi of (b, n, h, d) tensors whose positions are (b or 1, n)."""
+    where = (positions,) if fmap.positional else ()
+    return fmap.queries(q, *where), fmap.keys(k, *where)

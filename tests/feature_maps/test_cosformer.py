@@ -1,0 +1,70 @@
+"""cosFormer: a map that knows where its tokens are."""
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from linrope import linear_rope_attention
+from linrope.feature_maps import Cosformer
+from tests.oracle import randoms
+
+
+def test_features_are_the_formula() -> None:
+    fmap, positions = Cosformer(2, max_length=10), torch.tensor([[0, 3], [9, 4]])
+    q, k, _ = randoms(2, 2, 3, 2)
+    for x, features in ((q, fmap.queries(q, positions)), (k, fmap.keys(k, positions))):
+        assert features.shape == (2, 2, 3, 4)
+        for b, n in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            angle = math.pi * int(positions[b, n]) / 20
+            positive = x[b, n].clamp_min(0)
+            expected = torch.cat((positive * math.cos(angle), positive * math.sin(angle)), -1)
+            assert_close(features[b, n], expected)
+
+
+def test_products_depend_on_the_distance_and_are_not_negative() -> None:
+    fmap, (q, k, _) = Cosformer(3, max_length=50), randoms(1, 50, 1, 3)
+    positions = torch.arange(50)[None]
+    kernel = fmap.queries(q, positions)[0, :, 0] @ fmap.keys(k, positions)[0, :, 0].T
+    angles = math.pi / 100 * (positions.T - positions).double()
+    plain = q[0, :, 0].clamp_min(0) @ k[0, :, 0].clamp_min(0).T
+    assert_close(kernel, plain * angles.cos())
+    assert bool((kernel >= 0).all())
+
+
+def test_angles_are_formed_in_float64() -> None:
+    length = 2**24 + 2
+    fmap, x = Cosformer(1, max_length=length), torch.ones(1, 2, 1, 1)
+    features = fmap.queries(x, torch.tensor([[length - 1, length - 2]]))[0, :, 0, 0]
+    near_0 = [math.cos(math.pi / 2 * (length - i) / length) for i in (1, 2)]
+    assert_close(features, features.new_tensor(near_0), rtol=1e-6, atol=0)
+
+
+def test_attention_takes_the_positions_given() -> None:
+    """Shifted positions change no product, and pieces go on where the state ends."""
+    fmap, (q, k, v) = Cosformer(4, max_length=100), randoms(1, 20, 2, 4)
+    out = linear_rope_attention(q, k, v, feature_map=fmap)
+    shifted = linear_rope_attention(q, k, v, feature_map=fmap, positions=torch.arange(70, 90))
+    assert_close(shifted, out)
+    pieces, state = [], None
+    for a, b in ((0, 7), (7, 8), (8, 20)):
+        piece, state = linear_rope_attention(
+            q[:, a:b], k[:, a:b], v[:, a:b], feature_map=fmap, state=state, return_state=True
+        )
+        pieces.append(piece)
+    assert_close(torch.cat(pieces, 1), out)
+
+
+@pytest.mark.parametrize("max_length", [0, -3])
+def test_max_length_must_be_positive(max_length: int) -> None:
+    with pytest.raises(ValueError, match=f"max_length={max_length}: expected at least 1"):
+        Cosformer(4, max_length=max_length)
+
+
+def test_a_position_past_the_end_is_refused() -> None:
+    fmap, x = Cosformer(4, max_length=6), torch.ones(1, 2, 1, 4)
+    at = torch.tensor([[2, 5]], device="cpu")
+    fmap.keys(x.cpu(), at)
+    with pytest.raises(ValueError, match="positions: got 6, expected less than max_length=6"):
+        fmap.keys(x.cpu(), at + 1)

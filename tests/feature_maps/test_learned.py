@@ -1,0 +1,131 @@
+"""Maps with learned weights, of all heads or of each."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from linrope import LinearRoPEAttention, feature_maps
+from linrope.feature_maps import T2R, Hedgehog
+from tests.feature_maps.table import LEARNED
+from tests.oracle import randoms
+
+names = pytest.mark.parametrize("name", LEARNED)
+heads = pytest.mark.parametrize("options", [{}, {"num_heads": 4}, {"num_heads": 4, "num_kv_heads": 2}])
+
+
+def random_weights(name: str, d: int, **options: Any) -> feature_maps.LearnedMap:
+    fmap = feature_maps.make(name, d, **options).double()
+    assert isinstance(fmap, feature_maps.LearnedMap)
+    for weight in fmap.parameters():
+        torch.nn.init.normal_(weight)
+    return fmap
+
+
+def by_head(fmap: feature_maps.LearnedMap, x: Tensor, side: str, formula: Any) -> Tensor:
+    """formula(x (b, n, d), weights without their leading axis), head by head."""
+    sets = {key: weight.detach() for key, weight in getattr(fmap, side).items()}
+    return torch.stack(
+        [
+            formula(x[:, :, h], {key: weight[h if len(weight) > 1 else 0] for key, weight in sets.items()})
+            for h in range(x.shape[2])
+        ],
+        dim=2,
+    )
+
+
+def t2r(x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+    return (x @ weights["weight"].T + weights["bias"]).clamp_min(0)
+
+
+def hedgehog(x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+    y = x @ weights["weight"].T
+    both = torch.cat((y.exp(), (-y).exp()), -1)
+    return both / both.sum(-1, keepdim=True)
+
+
+@heads
+@pytest.mark.parametrize(("name", "formula"), [("t2r", t2r), ("hedgehog", hedgehog)])
+def test_features_are_the_formula(name: str, formula: Any, options: dict[str, int]) -> None:
+    fmap = random_weights(name, 3, **options)
+    q, k, _ = randoms(2, 5, 4, 3, g=options.get("num_kv_heads", 4))
+    assert_close(fmap.queries(q), by_head(fmap, q, "phi", formula))
+    assert_close(fmap.keys(k), by_head(fmap, k, "psi", formula))
+
+
+@names
+@heads
+def test_queries_and_keys_have_weights_of_their_own(name: str, options: dict[str, int]) -> None:
+    state = feature_maps.make(name, 4, **options).state_dict()
+    num_heads = options.get("num_heads", 1)
+    sizes = {"phi": num_heads, "psi": options.get("num_kv_heads", num_heads)}
+    assert {key.split(".")[0]: len(weight) for key, weight in state.items()} == sizes
+    assert all(weight.dtype == torch.float32 for weight in state.values())
+
+
+@names
+def test_weights_learn_in_a_layer(name: str) -> None:
+    fmap = feature_maps.make(name, 4, num_heads=4, num_kv_heads=2)
+    layer = LinearRoPEAttention(16, 4, num_kv_heads=2, feature_map=fmap)
+    layer(randoms(1, 6, 1, 16, dtype=torch.float32)[0][:, :, 0]).square().sum().backward()
+    grads = [weight.grad for weight in fmap.parameters()]
+    assert all(grad is not None and bool(grad.isfinite().all()) for grad in grads)
+    assert any(bool(grad.any()) for grad in grads)
+
+
+def test_t2r_starts_like_a_linear_layer() -> None:
+    fmap = T2R(16, num_heads=50)
+    for x in fmap.state_dict().values():
+        assert float(x.abs().max()) <= 1 / 4
+        assert float(x.std()) == pytest.approx(1 / 4 / 3**0.5, rel=0.1)
+    assert not torch.equal(fmap.phi["weight"], fmap.psi["weight"])
+
+
+def test_hedgehog_starts_with_the_identity() -> None:
+    fmap, x = Hedgehog(2, num_heads=3), torch.tensor([1.0, -2.0])
+    weights = [math.exp(number) for number in (1, -2, -1, 2)]
+    expected = x.new_tensor(weights) / sum(weights)
+    assert_close(fmap.queries(x.expand(3, 2)).detach(), expected.expand(3, 4))
+    assert torch.equal(fmap.keys(x.expand(3, 2)), fmap.queries(x.expand(3, 2)))
+
+
+def test_t2r_sizes() -> None:
+    assert [T2R(d).feature_dim for d in (4, 5)] == [4, 6]
+    assert T2R(4, num_features=10).queries(torch.ones(3, 2, 4)).shape == (3, 2, 10)
+
+
+@pytest.mark.parametrize("num_features", [0, -2, 7])
+def test_number_of_features_must_be_positive_and_even(num_features: int) -> None:
+    with pytest.raises(ValueError, match=f"num_features={num_features}: expected a positive even number"):
+        T2R(4, num_features=num_features)
+
+
+@names
+def test_another_number_of_heads_is_refused(name: str) -> None:
+    fmap = feature_maps.make(name, 4, num_heads=4, num_kv_heads=2)
+    with pytest.raises(ValueError, match=r"num_heads=4: .*got 2"):
+        fmap.queries(torch.ones(1, 3, 2, 4))
+    with pytest.raises(ValueError, match=r"num_kv_heads=2: .*got 4"):
+        fmap.keys(torch.ones(1, 3, 4, 4))
+    alone = feature_maps.make(name, 4, num_heads=1)
+    with pytest.raises(ValueError, match=r"num_heads=1: .*got 2"):
+        alone.queries(torch.ones(1, 3, 2, 4))
+
+
+@names
+@pytest.mark.parametrize(
+    "options", [{"num_heads": 0}, {"num_heads": 2, "num_kv_heads": 0}, {"num_kv_heads": 2}]
+)
+def test_numbers_of_heads_must_fit(name: str, options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"num_heads=.*, num_kv_heads=.*: expected"):
+        feature_maps.make(name, 4, **options)
+
+
+@names
+def test_the_identity_tells_sizes_and_not_weights(name: str) -> None:
+    assert random_weights(name, 4).identity == random_weights(name, 4).identity
+    others = [{}, {"num_heads": 2}, {"num_heads": 2, "num_kv_heads": 1}]
+    assert len({feature_maps.make(name, 4, **options).identity for options in others}) == 3

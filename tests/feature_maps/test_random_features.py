@@ -1,0 +1,155 @@
+"""Random projections: how they are drawn, what their error is, and how they travel."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.testing import assert_close
+
+from linrope import LinearRoPEAttention, feature_maps
+from linrope.feature_maps.random_features import orthogonal_gaussian
+from tests.feature_maps.table import RANDOM
+
+names = pytest.mark.parametrize("name", RANDOM)
+
+
+def layer(name: str, seed: int) -> LinearRoPEAttention:
+    fmap = feature_maps.make(name, 4, seed=seed)
+    return LinearRoPEAttention(8, 2, feature_map=fmap, normalize=fmap.positive)
+
+
+@pytest.mark.parametrize(("d", "m"), [(8, 8), (8, 16), (8, 12), (16, 4), (5, 12)])
+def test_rows_are_orthogonal_within_each_block_of_d(d: int, m: int) -> None:
+    rows = orthogonal_gaussian(m, d, torch.Generator().manual_seed(1))
+    assert rows.shape == (m, d)
+    for block in rows.split(d):
+        directions = block / block.norm(dim=-1, keepdim=True)
+        assert_close(directions @ directions.T, torch.eye(len(block)).to(directions), atol=1e-14, rtol=0)
+
+
+def test_rows_are_as_long_and_as_isotropic_as_gaussian_ones() -> None:
+    d = 8
+    w = orthogonal_gaussian(8000, d, torch.Generator().manual_seed(0))
+    # Squared lengths are chi^2(d): mean d, variance 2d; the bounds are 5 standard errors.
+    assert abs(float(w.square().sum(-1).mean()) - d) < 5 * (2 * d / 8000) ** 0.5
+    # Without the sign correction after QR the means are some 0.2 off.
+    assert float(w.mean(0).abs().max()) < 5 * 8000**-0.5
+    second = w.T @ w / 8000 - torch.eye(d).to(w)
+    assert float(second.abs().max()) < 5 * (2 / 8000) ** 0.5
+
+
+def softmax_kernel(q: Tensor, k: Tensor) -> Tensor:
+    return torch.exp(q @ k / len(q) ** 0.5)
+
+
+def gaussian_kernel(q: Tensor, k: Tensor) -> Tensor:
+    return torch.exp(-(q - k).square().sum() / len(q) ** 0.5 / 2)
+
+
+@pytest.mark.parametrize(("name", "kernel"), list(zip(RANDOM, [softmax_kernel] * 3 + [gaussian_kernel])))
+def test_products_estimate_the_kernel_with_an_error_that_falls_as_the_root_of_m(
+    name: str, kernel: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    d, seeds = 8, 300
+    q, k = 0.3 * torch.randn(
+        2, d, generator=torch.Generator().manual_seed(7), dtype=torch.float64, device="cpu"
+    )
+
+    def errors(m: int) -> Tensor:
+        maps = [feature_maps.make(name, d, num_features=m, seed=seed).cpu().double() for seed in range(seeds)]
+        return torch.stack([phi.queries(q) @ phi.keys(k) / kernel(q, k) - 1 for phi in maps])
+
+    few, many = errors(16), errors(256)
+    for relative in (few, many):  # unbiased: the mean lies within 4 standard errors
+        assert abs(float(relative.mean())) < 4 * float(relative.std()) / seeds**0.5
+    # The blocks of d rows are independent: sqrt(256 / 16) = 4. Each spread is known to 5 to 10 % of itself.
+    ratio = float(few.square().mean().sqrt() / many.square().mean().sqrt())
+    assert 4 / 1.3 < ratio < 4 * 1.3
+    assert float(many.square().mean().sqrt()) < 0.15
+
+
+@names
+def test_features_of_far_inputs_are_finite(name: str) -> None:
+    fmap = feature_maps.make(name, 4, seed=0)
+    features = fmap.queries(torch.tensor([[100.0, -100, 30, 0], [0, 0, 0, -1e4]]))
+    assert bool(features.isfinite().all())
+    assert not fmap.positive or bool((features >= 0).all())
+
+
+@names
+def test_the_default_seed_follows_torch_s_generator(name: str) -> None:
+    torch.manual_seed(3)
+    first, second = feature_maps.make(name, 4), feature_maps.make(name, 4)
+    torch.manual_seed(3)
+    assert torch.equal(feature_maps.make(name, 4).projection, first.projection)
+    assert not torch.equal(second.projection, first.projection)
+
+
+@names
+def test_a_seed_leaves_torch_s_generator_alone(name: str) -> None:
+    before = torch.get_rng_state()
+    first, second = (feature_maps.make(name, 4, seed=5).projection for _ in range(2))
+    assert torch.equal(first, second)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@names
+def test_no_forward_redraws(name: str) -> None:
+    fmap = feature_maps.make(name, 4, seed=0).train()
+    before = fmap.projection.clone()
+    fmap.queries(torch.ones(3, 4))
+    assert torch.equal(fmap.projection, before)
+
+
+@names
+@pytest.mark.parametrize("through_file", [False, True])
+def test_projection_and_seed_travel_through_the_state_dict(name: str, through_file: bool, tmp_path) -> None:
+    saved, loaded = layer(name, 1), layer(name, 2)
+    if name == "favor++":
+        saved.feature_map.fit(*torch.ones(2, 1, 3, 2, 4))
+    assert saved.feature_map.identity != loaded.feature_map.identity
+    tensors = saved.state_dict()
+    if through_file:
+        save_file(tensors, tmp_path / "layer.safetensors")
+        tensors = load_file(tmp_path / "layer.safetensors")
+    loaded.load_state_dict(tensors)
+    assert loaded.feature_map.identity == saved.feature_map.identity
+    assert torch.equal(loaded.feature_map.projection, saved.feature_map.projection)
+    x = torch.ones(1, 3, 8)
+    _, state = saved(x, return_state=True)
+    assert torch.equal(loaded(x, state=state), saved(x, state=state))
+
+
+@names
+def test_redraw_changes_the_identity_and_makes_old_states_invalid(name: str) -> None:
+    attention, x = layer(name, 1), torch.ones(1, 3, 8)
+    fmap = attention.feature_map
+    _, state = attention(x, return_state=True)
+    before, projection = fmap.identity, fmap.projection.clone()
+    fmap.redraw(2)
+    assert fmap.identity != before
+    assert not torch.equal(fmap.projection, projection)
+    with pytest.raises(ValueError, match=r"made with .*seed=1.*expected .*seed=2"):
+        attention(x, state=state)
+    fmap.redraw(1)
+    assert torch.equal(fmap.projection, projection)
+    attention(x, state=state)
+
+
+@names
+def test_copies_are_independent(name: str) -> None:
+    fmap = feature_maps.make(name, 4, seed=1)
+    twin = copy.deepcopy(fmap)
+    assert twin.identity == fmap.identity
+    twin.redraw(2)
+    assert torch.equal(fmap.projection, feature_maps.make(name, 4, seed=1).projection)
+
+
+@names
+@pytest.mark.parametrize("num_features", [0, -2, 7])
+def test_number_of_features_must_be_positive_and_even(name: str, num_features: int) -> None:
+    with pytest.raises(ValueError, match=f"num_features={num_features}: expected a positive even number"):
+        feature_maps.make(name, 4, num_features=num_features)

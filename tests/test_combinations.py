@@ -1,0 +1,146 @@
+"""Backends x maps x rotations x kinds of calls against the oracle: output, last state, all gradients.
+
+``python -m tests.test_combinations`` prints what works in which backend.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from linrope import LinearAttentionState, Rotary, feature_maps
+from tests.feature_maps.table import MAPS
+from tests.oracle import assert_same, everything, random_state, randoms
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+
+D, G = 4, 2
+DTYPES = {"eager": torch.float64, "triton": torch.float32}
+TOLERANCES = {"eager": 1e-10, "triton": 32 * 2.0**-23}
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+ROTATIONS: dict[str, Any] = {
+    "none": lambda f: None,
+    "interleaved": Rotary,
+    "half": lambda f: Rotary(f, layout="half"),
+    "partial": lambda f: Rotary(f, layout="half", rotary_dim=2),
+    "theta per head": lambda f: Rotary(f, theta=torch.arange(1.0, G * f // 2 + 1).view(G, -1) / 7),
+    "axial": lambda f: Rotary.axial(f, 2),
+    "yarn, attention factor": lambda f: Rotary(f, scaling=YARN),
+    "xpos": lambda f: Rotary(f, xpos=20.0),
+    "before the map": Rotary,
+}
+PACKED = [0, 3, 3, 40, 70]
+CALLS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "bidirectional": {"causal": False},
+    "packed": {"cu_seqlens": PACKED},
+    "packed, bidirectional": {"cu_seqlens": PACKED, "causal": False},
+    "masked": {"masked": True},
+    "decayed": {"decay": True},
+    "grouped": {"h": 2 * G},
+    "stateful": {"stateful": True},
+    "one token": {"n": 1, "stateful": True, "h": 2 * G},
+    "one token, decayed": {"n": 1, "stateful": True, "decay": True},
+    "all at once": {"cu_seqlens": PACKED, "masked": True, "decay": True, "h": 2 * G, "stateful": True},
+}
+
+
+def problem(
+    name: str, rotation: str, call: str, dtype: torch.dtype
+) -> tuple[list[torch.Tensor], LinearAttentionState | None, dict[str, Any]]:
+    """q, k, v, a state and the other arguments of linear_rope_attention."""
+    options = CALLS[call]
+    n, h, packed = options.get("n", 70), options.get("h", G), options.get("cu_seqlens")
+    b = 1 if packed is not None else 2
+    label, choices = MAPS[name]
+    if "num_heads" in choices:
+        choices = choices | {"num_heads": h, "num_kv_heads": G}
+    fmap = feature_maps.make(label, D, **choices)
+    q, k, v = randoms(b, n, h, D, g=G, e=3, dtype=dtype)
+    order = "before" if rotation == "before the map" else "after"
+    how: dict[str, Any] = {
+        "feature_map": fmap,
+        "normalize": fmap.positive,
+        "rotary": ROTATIONS[rotation](D if order == "before" else fmap.feature_dim),
+        "rope_order": order,
+        "causal": options.get("causal", True),
+        # A small normalizer magnifies what float32 has rounded off the features.
+        "eps": 1e-6 if dtype == torch.float64 else 1.0,
+    }
+    generator, device = torch.Generator().manual_seed(1), torch.get_default_device()
+    if packed is not None:
+        how["cu_seqlens"] = torch.tensor(packed, dtype=torch.int32)
+    if "masked" in options:
+        how["key_mask"] = (torch.rand(b, n, generator=generator, device="cpu") > 0.3).to(device)
+    if rotation == "axial":
+        how["positions"] = torch.randint(0, 50, (n, 2), generator=generator, device="cpu").to(device)
+    state = random_state(k, v, how, h=h) if "stateful" in options else None
+    if "decay" in options:
+        how["decay"] = torch.tensor([0.5, 0.97], dtype=torch.float64)
+    return [q, k, v], state, how
+
+
+def why_not(backend: str, name: str, rotation: str, call: str) -> str | None:
+    """None where it works and is the oracle; else the reason that the library gives."""
+    try:
+        (q, k, v), state, how = problem(name, rotation, call, DTYPES[backend])
+        wide = [x.double() for x in (q, k, v)]
+        actual = everything(q, k, v, state, backend=backend, **how)
+        oracle = everything(*wide, state, backend="reference", **how)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    oracle = {key: x.to(actual[key].dtype) for key, x in oracle.items()}
+    assert_same(actual, oracle, TOLERANCES[backend])
+    return None
+
+
+def refused(backend: str, name: str, rotation: str, call: str) -> str | None:
+    """What the reason must say; None: it must work."""
+    options = CALLS[call]
+    if rotation == "axial" and ("decay" in options or "cosformer" in name):
+        return "got a rotation with axes=2"
+    if rotation == "xpos" and options.get("causal") is False:
+        return "got xpos=20.0, expected causal=True"
+    if rotation == "xpos" and backend == "triton":
+        return "use backend='eager'"
+    return None
+
+
+def cases(backend: str, name: str) -> list[tuple[str, str]]:
+    """(rotation, call): all; for the interpreter, which is slow, some with each."""
+    usual = name == "elu+1"
+    return [
+        (rotation, call)
+        for rotation in ROTATIONS
+        for call in CALLS
+        if backend == "eager"
+        or (call == "all at once" and (usual or rotation == "half"))
+        or (usual and (rotation == "interleaved" or call in ("causal", "packed, bidirectional")))
+    ]
+
+
+@pytest.mark.parametrize("backend", DTYPES)
+@pytest.mark.parametrize("name", MAPS)
+def test_every_backend_is_the_oracle(name: str, backend: str) -> None:
+    for rotation, call in cases(backend, name):
+        reason, expected = why_not(backend, name, rotation, call), refused(backend, name, rotation, call)
+        assert (reason is None) == (expected is None), f"{rotation}, {call}: {reason}"
+        assert expected is None or expected in str(reason)
+
+
+def main() -> None:
+    """Tables of what works: kinds of calls by rotations, then maps."""
+    for backend in DTYPES:
+        print(f"\n{backend}, elu+1: 1 where output, state and gradients are the oracle's")
+        print(" " * 24 + "  ".join(ROTATIONS))
+        for call in CALLS:
+            works = [why_not(backend, "elu+1", rotation, call) is None for rotation in ROTATIONS]
+            row = "  ".join(f"{int(work):^{len(name)}}" for name, work in zip(ROTATIONS, works, strict=True))
+            print(f"{call:<24}{row}", flush=True)
+        works = [name for name in MAPS if why_not(backend, name, "half", "all at once") is None]
+        print(f"maps that work with 'half', all at once: {len(works)} of {len(MAPS)}")
+
+
+if __name__ == "__main__":
+    main()
