@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from linrope.cli import benchmark, report
 from linrope.files import replace_file
 from linrope.models import LanguageModel, LanguageModelConfig, generate
+from linrope.models.language_model import ATTENTION, POSITIONS
 from linrope.models.training import Corpus, Trainer, TrainingConfig, checkpoints, latest_checkpoint
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
@@ -64,7 +65,13 @@ def train(
     layers: Annotated[int, typer.Option(help="Blocks.")] = 4,
     heads: Annotated[int, typer.Option(help="Heads per block.")] = 4,
     feature_map: Annotated[str, typer.Option(help="Feature map of the attention.")] = "elu+1",
-    rotary: Annotated[str, typer.Option(help="interleaved, half or none.")] = "interleaved",
+    attention: Annotated[str, typer.Option(help=f"{' or '.join(ATTENTION)}.")] = "linear",
+    positions: Annotated[
+        str, typer.Option(help=f"{', '.join(POSITIONS)}; the last three with softmax attention only.")
+    ] = "rope",
+    rotary: Annotated[
+        str, typer.Option(help="Layout of the positions 'rope': interleaved, half or none.")
+    ] = "interleaved",
     seed: Annotated[int, typer.Option(help="Of initial weights and data order.")] = 0,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
     resume: Annotated[
@@ -91,6 +98,9 @@ def train(
                 embed_dim=embed_dim,
                 num_layers=layers,
                 num_heads=heads,
+                attention=attention,
+                positions=positions,
+                max_length=max(sequence_length, LanguageModelConfig.max_length),
                 feature_map=feature_map,
                 rotary=None if rotary == "none" else rotary,
             )
@@ -115,7 +125,7 @@ def generate_text(
     ] = 0.95,
     seed: Annotated[int | None, typer.Option(help="Of the sampling; default: another one each time.")] = None,
 ) -> int:
-    """Generate text from a checkpoint, streaming, at constant time and memory per byte."""
+    """Generate text from a checkpoint, streaming; linear attention: at constant time and memory per byte."""
     if not prompt:
         raise ValueError("--prompt: got an empty text, expected at least one byte")
     model = LanguageModel.load(latest_checkpoint(checkpoint)).eval()

@@ -1,11 +1,12 @@
 """A byte-level causal language model on linear attention with RoPE, in one file.
 
-    x = embed(bytes)
+    x = embed(bytes)                                          + p, with absolute positions
     x = x + attention(norm(x));  x = x + swiglu(norm(x))      for each block
     logits = norm(x) embed^T                                  the embedding is tied
 
 The state of a sequence is one LinearAttentionState per block: generating the millionth byte costs what
-the first one costs, in time and in memory.
+the first one costs, in time and in memory. Softmax attention and other position encodings are there to
+compare with.
 """
 
 import json
@@ -13,6 +14,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -21,11 +23,17 @@ from torch.nn import functional as F
 
 from linrope.attention import LinearRoPEAttention
 from linrope.files import load_tensors, replace_file, save_tensors
+from linrope.position_encodings import ABSOLUTE, RELATIVE, KeyValueState, SoftmaxAttention
+from linrope.rotary import LAYOUTS, Rotary
 from linrope.state import LinearAttentionState
 
 _FORMAT, _VERSION = "linrope.LanguageModel", 1
 
-States = list[LinearAttentionState]
+ATTENTION = ("linear", "softmax")
+POSITIONS = ("rope", "none", *ABSOLUTE, *RELATIVE)
+
+State = LinearAttentionState | KeyValueState
+States = list[State]
 
 
 @dataclass(frozen=True)
@@ -39,10 +47,13 @@ class LanguageModelConfig:
     num_kv_heads: int | None = None
     hidden_dim: int | None = None  # of the SwiGLU; default 8/3 embed_dim, rounded up to 32
     feature_map: str = "elu+1"
-    rotary: str | None = "interleaved"
+    rotary: str | None = "interleaved"  # layout of positions "rope"; None: no positions
     normalize: bool = True
     out_norm: bool = True
     gate: bool = True
+    attention: str = "linear"  # or "softmax": without feature_map, normalize, out_norm and gate
+    positions: str = "rope"  # one of POSITIONS; those in RELATIVE with softmax only
+    max_length: int = 4096  # of positions "learned"
 
     @classmethod
     def from_dict(cls, values: object) -> "LanguageModelConfig":
@@ -80,23 +91,41 @@ class Block(nn.Module):
         super().__init__()
         dim = config.embed_dim
         self.attention_norm = nn.RMSNorm(dim, eps=1e-6)
-        self.attention = LinearRoPEAttention(
-            dim,
-            config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            feature_map=config.feature_map,
-            rotary=config.rotary,
-            normalize=config.normalize,
-            out_norm=config.out_norm,
-            gate=config.gate,
-        )
+        self.attention = _softmax(config) if config.attention == "softmax" else _linear(config)
         self.feed_forward_norm = nn.RMSNorm(dim, eps=1e-6)
         self.feed_forward = SwiGLU(dim, config.hidden_dim or 32 * math.ceil(8 / 3 * dim / 32))
 
-    def forward(self, x: Tensor, state: LinearAttentionState | None) -> tuple[Tensor, LinearAttentionState]:
+    def forward(self, x: Tensor, state: State | None) -> tuple[Tensor, State]:
         y, state = self.attention(self.attention_norm(x), state=state, return_state=True)
         x = x + y
         return x + self.feed_forward(self.feed_forward_norm(x)), state
+
+
+def _linear(config: LanguageModelConfig) -> LinearRoPEAttention:
+    return LinearRoPEAttention(
+        config.embed_dim,
+        config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        feature_map=config.feature_map,
+        rotary=config.rotary if config.positions == "rope" else None,
+        normalize=config.normalize,
+        out_norm=config.out_norm,
+        gate=config.gate,
+    )
+
+
+def _softmax(config: LanguageModelConfig) -> SoftmaxAttention:
+    positions: str | Rotary = config.positions if config.positions in RELATIVE else "none"
+    if config.positions == "rope" and config.rotary is not None:
+        positions = Rotary(config.embed_dim // config.num_heads, layout=config.rotary)
+    return SoftmaxAttention(
+        config.embed_dim, config.num_heads, num_kv_heads=config.num_kv_heads, positions=positions
+    )
+
+
+def _absolute(config: LanguageModelConfig) -> nn.Module | None:
+    end = {"max_length": config.max_length} if config.positions == "learned" else {}
+    return ABSOLUTE[config.positions](config.embed_dim, **end) if config.positions in ABSOLUTE else None
 
 
 class LanguageModel(nn.Module):
@@ -117,8 +146,20 @@ class LanguageModel(nn.Module):
         for name in ("vocab_size", "embed_dim", "num_layers", "num_heads"):
             if getattr(config, name) < 1:
                 raise ValueError(f"{name}={getattr(config, name)}: expected at least 1")
+        for name, known in (("attention", ATTENTION), ("positions", POSITIONS), ("rotary", (*LAYOUTS, None))):
+            if (value := getattr(config, name)) not in known:
+                names = [str(choice) for choice in known]
+                near = get_close_matches(str(value), names, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"{name}={value!r}: expected one of {', '.join(names)}{hint}")
+        if config.attention == "linear" and config.positions in RELATIVE:
+            raise ValueError(
+                f"positions={config.positions!r}: a term of the n x m scores, which linear attention never "
+                "forms; expected attention='softmax'"
+            )
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.embed_dim)
+        self.encoding = _absolute(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.embed_dim, eps=1e-6)
         for name, weight in self.named_parameters():
@@ -140,6 +181,11 @@ class LanguageModel(nn.Module):
         if states is not None and len(states) != len(self.blocks):
             raise ValueError(f"states: got {len(states)}, expected one per block, {len(self.blocks)}")
         x = self.embed(tokens)
+        if self.config.positions == "sinusoidal":  # Vaswani 2017, section 3.4: p is about 1, x was small
+            x = x * math.sqrt(self.config.embed_dim)
+        if self.encoding is not None:
+            positions = torch.arange(tokens.shape[1], device=x.device)
+            x = self.encoding(x, positions if states is None else states[0].position[:, None] + positions)
         after: States = []
         for index, block in enumerate(self.blocks):
             x, state = block(x, None if states is None else states[index])
@@ -188,7 +234,7 @@ def generate(
     top_p: float | None = None,
     seed: int | None = None,
 ) -> Iterator[Tensor]:
-    """Samples tokens one by one, at constant time and memory per token.
+    """Samples tokens one by one, with linear attention at constant time and memory per token.
 
     Args:
         prompt: (b, n) integers, n >= 1.

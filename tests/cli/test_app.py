@@ -47,6 +47,18 @@ def test_train_resume_generate(text: Path, tmp_path: Path, capfd: pytest.Capture
     assert generated[0] == generated[1]
 
 
+def test_train_with_other_attention_and_positions(
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, choice = tmp_path / "run", ["--attention", "softmax", "--positions", "shaw"]
+    assert run(["train", str(text), "--out", str(out), "--steps", "3", *choice, *SMALL]) == 0
+    assert "bits per byte after 3 steps" in capfd.readouterr().out
+    config = json.loads((checkpoints(out)[-1] / "config.json").read_text())
+    assert (config["attention"], config["positions"]) == ("softmax", "shaw")
+    assert run(["generate", "--checkpoint", str(out), "--prompt", "To be", "--max-new-tokens", "5"]) == 0
+    assert capfd.readouterr().out.startswith("To be")
+
+
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [
@@ -56,6 +68,10 @@ def test_train_resume_generate(text: Path, tmp_path: Path, capfd: pytest.Capture
         (["train", "{text}", "--steps", "0"], "steps=0"),
         (["train", "{text}", "--feature-map", "elu+"], "did you mean 'elu+1'"),
         (["train", "{text}", "--rotary", "both"], "rotary='both'"),
+        (["train", "{text}", "--attention", "softmax", "--rotary", "both"], "rotary='both'"),
+        (["train", "{text}", "--attention", "square"], "attention='square'"),
+        (["train", "{text}", "--positions", "learnt"], "did you mean 'learned'"),
+        (["train", "{text}", "--positions", "deberta"], "expected attention='softmax'"),
         (["train", "{text}", "--feature-map", "silu"], "signed"),
         (["train", "{text}", "--out", "{text}/run", "--steps", "1", *SMALL], "text.txt"),
         (["train", "{text}", "--out", "{tmp}/none", "--resume"], "expected a folder with checkpoints"),

@@ -1,4 +1,5 @@
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -6,9 +7,13 @@ import torch
 from torch.nn import functional as F
 
 from linrope.models import LanguageModel, LanguageModelConfig, generate
-from linrope.models.language_model import _sample
+from linrope.models.language_model import POSITIONS, _sample
+from linrope.position_encodings import RELATIVE
 
 TINY = LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=2)
+PAIRS = [("linear", name) for name in POSITIONS if name not in RELATIVE]
+PAIRS += [("softmax", name) for name in POSITIONS]
+every_pair = pytest.mark.parametrize(("attention", "positions"), PAIRS)
 
 
 @pytest.fixture
@@ -26,6 +31,77 @@ def test_prefill_and_decode_give_what_one_call_gives(model: LanguageModel) -> No
         part, states = model(tokens[:, i : i + 1], states)
         pieces.append(part)
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-5)
+
+
+@every_pair
+def test_every_attention_goes_with_its_positions(attention: str, positions: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = replace(TINY, attention=attention, positions=positions, num_kv_heads=1, max_length=20)
+    model, tokens = LanguageModel(config), torch.randint(256, (2, 12))
+    whole, _ = model(tokens)
+    whole.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+    first, states = model(tokens[:, :7])
+    second, states = model(tokens[:, 7:11], states)
+    third, _ = model(tokens[:, 11:], [state.detach().reorder(torch.arange(2)) for state in states])
+    torch.testing.assert_close(torch.cat((first, second, third), 1), whole, rtol=1e-4, atol=1e-5)
+
+    model.save(tmp_path)
+    loaded = LanguageModel.load(tmp_path)
+    assert loaded.config == config
+    for token in generate(loaded, tokens, 6, temperature=0):
+        logits, _ = model(tokens)  # without states: recomputed from the start
+        assert torch.equal(token, logits[:, -1].argmax(-1))
+        tokens = torch.cat((tokens, token[:, None]), 1)
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_positions_and_their_layout_make_a_difference(attention: str) -> None:
+    tokens, logits = torch.randint(256, (1, 9)), []
+    for options in ({}, {"rotary": "half"}, {"rotary": None}, {"positions": "none"}):
+        torch.manual_seed(0)
+        logits.append(LanguageModel(replace(TINY, attention=attention, **options))(tokens)[0])
+    assert torch.equal(logits[2], logits[3])
+    assert not any(torch.allclose(a, b) for a, b in ((logits[0], logits[1]), (logits[0], logits[2])))
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_learned_positions_end(attention: str) -> None:
+    model = LanguageModel(replace(TINY, attention=attention, positions="learned", max_length=8))
+    with pytest.raises(ValueError, match=r"positions: got 0 \.\. 8, expected 0 \.\. 7"):
+        model(torch.zeros(1, 9, dtype=torch.int64))
+    tokens = generate(model, torch.zeros(1, 6, dtype=torch.int64), 10)
+    with pytest.raises(ValueError, match=r"positions: got 8 \.\. 8, expected 0 \.\. 7"):
+        list(tokens)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"attention": "softmix"},
+            "attention='softmix': expected one of linear, softmax; did you mean 'softmax'",
+        ),
+        ({"positions": "learnt"}, "positions='learnt': expected one of rope, .*did you mean 'learned'"),
+        ({"rotary": "both", "positions": "none"}, "rotary='both': expected one of interleaved, half, None"),
+        ({"positions": "shaw"}, "positions='shaw': a term of the n x m scores, .*attention='softmax'"),
+        ({"positions": "learned", "max_length": 0}, "max_length=0"),
+        ({"positions": "sinusoidal", "embed_dim": 9, "num_heads": 3}, "dim=9"),
+    ],
+)
+def test_choices_that_do_not_fit_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LanguageModel(replace(TINY, **options))
+
+
+def test_a_config_from_before_these_choices_is_linear_attention_with_rope(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, tokens = LanguageModel(replace(TINY, rotary="half")), torch.randint(256, (1, 9))
+    model.save(tmp_path)
+    old = {k: v for k, v in asdict(model.config).items() if k not in ("attention", "positions", "max_length")}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    assert torch.equal(LanguageModel.load(tmp_path)(tokens)[0], model(tokens)[0])
 
 
 def test_the_model_is_causal(model: LanguageModel) -> None:

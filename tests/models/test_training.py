@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,21 @@ def test_a_resumed_run_ends_with_the_same_bits(trainer: Trainer, cut: int, tmp_p
     assert resumed.step == cut
     assert resumed.config == trainer.config
     assert [resumed.train_step() for _ in range(12 - cut)] == losses[cut:]
+    assert all(torch.equal(a, b) for a, b in zip(_bits(trainer), _bits(resumed), strict=True))
+
+
+@pytest.mark.parametrize(("attention", "positions"), [("softmax", "transformer-xl"), ("linear", "learned")])
+def test_other_models_resume_with_the_same_bits_too(
+    attention: str, positions: str, text: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(replace(TINY, attention=attention, positions=positions))
+    trainer = Trainer(model, Corpus.load(text), SHORT)
+    trainer.train_step()
+    trainer.save(tmp_path / "run")
+    resumed = Trainer.load(tmp_path / "run", trainer.corpus)
+    for each in (trainer, resumed):
+        each.train_step()
     assert all(torch.equal(a, b) for a, b in zip(_bits(trainer), _bits(resumed), strict=True))
 
 

@@ -1,0 +1,77 @@
+"""Absolute position encodings: a vector per position, added to the input."""
+
+import torch
+from torch import Tensor, nn
+
+from linrope.rotary import Rotary
+
+
+class Sinusoidal(nn.Module):
+    """Adds sines and cosines of the position, of wavelengths that grow geometrically.
+
+        x_i + p_i,   p_(i,2t) = sin(i / base^(2t/embed_dim)),   p_(i,2t+1) = cos(i / base^(2t/embed_dim))
+
+    x is (b, n, embed_dim), positions (n,) or (b, n) integers. Nothing is learned and no position is the
+    last one. Angles are formed in float64.
+
+    Raises:
+        ValueError: embed_dim is not even, base <= 0.
+
+    Source: Vaswani et al. 2017, arXiv 1706.03762, section 3.5.
+
+    >>> from linrope.position_encodings import Sinusoidal
+    >>> Sinusoidal(4)(torch.zeros(1, 2, 4), torch.tensor([0, 1]))
+    tensor([[[0.0000, 1.0000, 0.0000, 1.0000],
+             [0.8415, 0.5403, 0.0100, 0.9999]]])
+    """
+
+    def __init__(self, embed_dim: int, base: float = 10000.0) -> None:
+        super().__init__()
+        self.rotary = Rotary(embed_dim, base=base)  # has the same frequencies
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        cos, sin = self.rotary.cos_sin(positions, x.dtype)
+        return x + torch.stack((sin, cos), -1).flatten(-3)
+
+    def extra_repr(self) -> str:
+        return f"{self.rotary.dim}, base={self.rotary.base}"
+
+
+class LearnedAbsolute(nn.Module):
+    """Adds a learned vector per position.
+
+        x_i + table_i,   i < max_length
+
+    x is (b, n, embed_dim), positions (n,) or (b, n) integers.
+
+    Raises:
+        ValueError: sizes below 1; in forward, a position outside 0 .. max_length - 1. Positions on a GPU
+            are left to PyTorch's own assertion: reading them would stall it.
+
+    Source: Devlin et al. 2018, arXiv 1810.04805 (BERT); GPT-2.
+
+    >>> from linrope.position_encodings import LearnedAbsolute
+    >>> LearnedAbsolute(8, max_length=100)(torch.zeros(1, 3, 8), torch.arange(97, 100)).shape
+    torch.Size([1, 3, 8])
+    """
+
+    def __init__(self, embed_dim: int, max_length: int) -> None:
+        super().__init__()
+        if embed_dim < 1 or max_length < 1:
+            raise ValueError(f"embed_dim={embed_dim}, max_length={max_length}: expected at least 1")
+        self.table = nn.Embedding(max_length, embed_dim)
+        nn.init.normal_(self.table.weight, std=0.02)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        last = self.table.num_embeddings - 1
+        if positions.device.type == "cpu" and not torch.compiler.is_compiling() and positions.numel():
+            low, high = int(positions.min()), int(positions.max())
+            if low < 0 or high > last:
+                raise ValueError(
+                    f"positions: got {low} .. {high}, expected 0 .. {last}, as max_length has it"
+                )
+        p: Tensor = self.table(positions)
+        return x + p
+
+
+ABSOLUTE: dict[str, type[nn.Module]] = {"sinusoidal": Sinusoidal, "learned": LearnedAbsolute}

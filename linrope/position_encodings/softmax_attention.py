@@ -1,0 +1,235 @@
+"""Softmax attention as a layer with the interface of LinearRoPEAttention, to compare with."""
+
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linrope.arguments import check_mask, check_packing, resolve_positions
+from linrope.position_encodings.absolute import ABSOLUTE
+from linrope.position_encodings.key_value_state import KeyValueState
+from linrope.position_encodings.relative import RELATIVE, RelativeEncoding
+from linrope.rotary import Rotary
+
+
+class SoftmaxAttention(nn.Module):
+    """Multi-head softmax attention with a position encoding.
+
+        q, k, v = W_q x, W_k c, W_v c                         c = context, or x
+        y = W_o softmax(scores(q, k)) v                       scores = <q_i, k_j> / sqrt(d), or the encoding's
+
+    x is (b, n, embed_dim), context (b, m, embed_dim). Time grows with n m, and so does memory with a
+    relative encoding. A query that sees no key gets exactly 0. Absolute encodings are added to x before.
+
+    Args:
+        embed_dim: size of x and y.
+        num_heads: h.
+        num_kv_heads: g, a divisor of h; default h.
+        head_dim: d of queries and keys; default embed_dim / num_heads.
+        value_head_dim: e of values; default head_dim.
+        positions: "rope", "none", "shaw", "transformer-xl", "deberta", a RelativeEncoding, or a Rotary of
+            head_dim.
+        causal: whether query i sees only the keys j <= i of this call (and all of the state).
+        bias: of the projections.
+
+    Raises:
+        ValueError: sizes that do not divide, unknown names, an encoding of other sizes.
+
+    Source: Vaswani et al. 2017, arXiv 1706.03762; with "rope" RoFormer eq. 16 (arXiv 2104.09864).
+
+    >>> from linrope.position_encodings import SoftmaxAttention
+    >>> layer = SoftmaxAttention(256, 4, positions="deberta")
+    >>> x = torch.randn(2, 100, 256)
+    >>> y, state = layer(x, return_state=True)
+    >>> layer(x[:, :1], state=state).shape  # the 101st token: reads all keys before it
+    torch.Size([2, 1, 256])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_head_dim: int | None = None,
+        positions: str | RelativeEncoding | Rotary = "rope",
+        causal: bool = True,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        g = num_heads if num_kv_heads is None else num_kv_heads
+        if embed_dim < 1 or num_heads < 1 or g < 1 or num_heads % g:
+            raise ValueError(
+                f"num_kv_heads={g}: expected a divisor of num_heads={num_heads}, "
+                f"and embed_dim={embed_dim} positive"
+            )
+        if head_dim is None and embed_dim % num_heads:
+            raise ValueError(f"embed_dim={embed_dim}: expected a multiple of num_heads={num_heads}")
+        d = embed_dim // num_heads if head_dim is None else head_dim
+        e = d if value_head_dim is None else value_head_dim
+        if d < 1 or e < 1:
+            raise ValueError(f"head_dim={d}, value_head_dim={e}: expected at least 1")
+
+        self.num_heads, self.num_kv_heads, self.head_dim, self.value_head_dim = num_heads, g, d, e
+        self.causal = causal
+        self.encoding = _make(positions, num_heads, d, e)
+        if isinstance(self.encoding, nn.Module):
+            self.encoding.to(device=device, dtype=dtype)
+
+        new: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(embed_dim, num_heads * d, **new)
+        self.k_proj = nn.Linear(embed_dim, g * d, **new)
+        self.v_proj = nn.Linear(embed_dim, g * e, **new)
+        self.o_proj = nn.Linear(num_heads * e, embed_dim, **new)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        context_positions: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: KeyValueState | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, KeyValueState]:
+        """x (b, n, embed_dim) -> y of the same shape, or (y, state); arguments as in the linear layer.
+
+        cu_seqlens packs sequences behind a block mask, which saves no time; it goes with no state.
+        """
+        for name, tensor in (("x", x), ("context", context)):
+            if tensor is not None and (tensor.ndim != 3 or tensor.shape[-1] != self.q_proj.in_features):
+                raise ValueError(
+                    f"{name}: got shape {tuple(tensor.shape)}, "
+                    f"expected (batch, length, {self.q_proj.in_features})"
+                )
+        context = x if context is None else context
+        (b, n, _), m = x.shape, context.shape[1]
+        if len(context) != b or (self.causal and n != m):
+            raise ValueError(f"context: got {(len(context), m)}, expected x's {(b, n)}, or causal=False")
+        check_mask(key_mask, b, m, x.device)
+        check_packing(cu_seqlens, b, n, m, x.device)
+        if cu_seqlens is not None and (state is not None or return_state):
+            raise ValueError("cu_seqlens: got a state or return_state=True beside it, expected neither")
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        k = self.k_proj(context).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v = self.v_proj(context).unflatten(-1, (self.num_kv_heads, self.value_head_dim))
+        rotary = self.encoding if isinstance(self.encoding, Rotary) else None
+
+        if state is not None:
+            _check_state(state, k, v, str(rotary))
+            start = state.position
+        else:
+            sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
+            start = torch.zeros(sequences, dtype=torch.int64, device=x.device)
+        where, other, _ = resolve_positions(positions, context_positions, start, b, n, m, None, cu_seqlens)
+        where, key_where = _each(where, n), _each(where if other is None else other, m)
+        if rotary is not None:
+            q, k = (rotary(x * rotary.attention_factor, at) for x, at in ((q, where), (k, key_where)))
+        plain = key_mask is None and state is None and cu_seqlens is None
+        if key_mask is None:
+            key_mask = torch.ones(b, m, dtype=torch.bool, device=x.device)
+        else:  # padding may hold anything, and 0 * inf is no 0
+            k, v = (tensor.masked_fill(~key_mask[:, :, None, None], 0) for tensor in (k, v))
+        after = KeyValueState(k, v, key_where.expand(b, m), key_mask, str(rotary))
+        if state is not None:
+            after = state.append(after)
+
+        if isinstance(self.encoding, RelativeEncoding):
+            mask = self._mask(after.mask, n, cu_seqlens)
+            out = _with_encoding(self.encoding, q, after, where, mask)
+        else:
+            out = _without(q, after, self.causal, None if plain else self._mask(after.mask, n, cu_seqlens))
+        y: Tensor = self.o_proj(out.flatten(-2))
+        return (y, after) if return_state else y
+
+    def _mask(self, key_mask: Tensor, n: int, cu_seqlens: Tensor | None) -> Tensor:
+        """Which keys a query sees: bool (b, 1, n or 1, m)."""
+        m = key_mask.shape[1]
+        seen = key_mask[:, None, None]
+        if self.causal:  # the last n keys are those of this call
+            seen = seen & torch.ones(n, m, dtype=torch.bool, device=seen.device).tril(m - n)
+        if cu_seqlens is not None:
+            tokens = torch.arange(n, device=seen.device)
+            owner = torch.searchsorted(cu_seqlens, tokens, right=True)
+            seen = seen & (owner[:, None] == owner)
+        return seen
+
+
+def _without(q: Tensor, state: KeyValueState, causal: bool, mask: Tensor | None) -> Tensor:
+    """softmax(<q_i, k_j> / sqrt(d)) v, (b, n, h, e)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, state.k, state.v))
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
+    blind = ~mask.any(-1, keepdim=True)  # such a row would be NaN: it sees all, and is then dropped
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | blind, enable_gqa=True)
+    return out.masked_fill(blind, 0).transpose(1, 2)
+
+
+def _with_encoding(
+    encoding: RelativeEncoding, q: Tensor, state: KeyValueState, positions: Tensor, mask: Tensor
+) -> Tensor:
+    """softmax(scores) v as the encoding has them, (b, n, h, e)."""
+    repeats = q.shape[2] // state.k.shape[2]
+    k, v = (x.repeat_interleave(repeats, 2) for x in (state.k, state.v))
+    scores = encoding.scores(q, k, positions, state.positions)
+    # Not -inf: a row without keys would be NaN.
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1, torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    return encoding.values(weights.masked_fill(~mask, 0), v, positions, state.positions)
+
+
+def _make(
+    positions: str | RelativeEncoding | Rotary, num_heads: int, d: int, e: int
+) -> RelativeEncoding | Rotary | None:
+    if isinstance(positions, RelativeEncoding):
+        sizes = (positions.num_heads, positions.head_dim, positions.value_head_dim)
+        if sizes != (num_heads, d, e):
+            raise ValueError(
+                f"positions={positions}: made for (h, d, e) = {sizes}, expected {(num_heads, d, e)}"
+            )
+        return positions
+    if isinstance(positions, Rotary):
+        if positions.dim != d or positions.axes is not None or positions.xpos is not None:
+            raise ValueError(f"positions={positions}: expected dim={d}, without axes and xpos")
+        return positions
+    names = ("rope", "none", *RELATIVE)
+    if positions in ABSOLUTE:
+        raise ValueError(
+            f"positions={positions!r}: an absolute encoding, expected to be added to x before; "
+            f"here one of {', '.join(names)}"
+        )
+    if positions not in names:
+        near = get_close_matches(str(positions), names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"positions={positions!r}: expected one of {', '.join(names)}, a RelativeEncoding or Rotary{hint}"
+        )
+    if positions == "rope":
+        return Rotary(d)
+    return None if positions == "none" else RELATIVE[positions](num_heads, d, e)
+
+
+def _each(positions: Tensor, n: int) -> Tensor:
+    """(b or 1, n) from that, or from the first of consecutive ones."""
+    return positions if positions.shape[1] == n else positions + torch.arange(n, device=positions.device)
+
+
+def _check_state(state: KeyValueState, k: Tensor, v: Tensor, identity: str) -> None:
+    if not isinstance(state, KeyValueState):
+        raise TypeError(f"state: got {type(state).__name__}, expected KeyValueState")
+    for name, old, new in (("k", state.k, k), ("v", state.v, v)):
+        same = old.ndim == 4 and (len(old), *old.shape[2:]) == (len(new), *new.shape[2:])
+        if not same or (old.dtype, old.device) != (new.dtype, new.device):
+            raise ValueError(
+                f"state.{name}: got {old.dtype} {tuple(old.shape)} on {old.device}, expected "
+                f"{new.dtype} ({len(new)}, length, {new.shape[2]}, {new.shape[3]}) on {new.device}"
+            )
+    if state.identity != identity:
+        raise ValueError(f"state: made with {state.identity}; expected {identity}, as this layer has it")
