@@ -18,7 +18,10 @@ _FORMAT, _VERSION = "linrope.LinearAttentionState", 1
 class LinearAttentionState:
     """What causal linear attention remembers of the keys and values it has seen.
 
-        kv = sum_j R(p_j) psi(k_j) v_j^T      z = sum_j psi(k_j)
+        kv = sum_j g^(p - p_j) R(p_j) psi(k_j) v_j^T      z = sum_j g^(p - p_j) psi(k_j)
+
+    as the last token sees them: p = position - 1 (without decay g = 1). Packed sequences have a state each:
+    then b counts sequences.
 
     Args:
         kv: (b, g, f, e), float32 or float64.

@@ -27,6 +27,15 @@ OPTIONS = {
     "map object": {"feature_map": feature_maps.FavorPlus(4, num_features=12, seed=0)},
     "signed": {"feature_map": "silu", "normalize": False, "out_norm": True},
     "reference": {"backend": "reference"},
+    "map as dict": {"feature_map": {"name": "dpfp", "nu": 2}},
+    "learned map": {"feature_map": "hedgehog", "num_kv_heads": 2},
+    "paired learned map": {"feature_map": {"name": "paired", "inner": "t2r"}, "num_kv_heads": 2},
+    "decay": {"decay": "retnet", "num_kv_heads": 2},
+    "decay as numbers": {"decay": [0.5, 0.6, 0.9, 1.0]},
+    "before": {"rope_order": "before", "feature_map": {"name": "dpfp", "nu": 1}},
+    "rotary as dict": {"rotary": {"layout": "half", "base": 100.0}},
+    "rope_parameters": {"rotary": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}},
+    "xpos": {"rotary": {"xpos": 30.0}},
     "all": {"num_kv_heads": 2, "value_head_dim": 6, "out_norm": True, "gate": True, "bias": True},
 }
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -59,6 +68,8 @@ def by_hand(layer: LinearRoPEAttention, x: torch.Tensor, context: torch.Tensor, 
         rotary=layer.rotary,
         causal=layer.causal,
         normalize=layer.normalize,
+        decay=layer.decay,
+        rope_order=layer.rope_order,
         **how,
     )
     if layer.out_norm is not None:
@@ -266,3 +277,49 @@ def test_a_layer_is_made_on_the_ambient_device() -> None:
         layer = LinearRoPEAttention(16, 4, feature_map=feature_maps.make("favor+", 4))
     assert {parameter.device.type for parameter in layer.parameters()} == {"meta"}
     assert layer.rotary.theta.device.type == "cpu"
+
+
+def test_retnet_decay_is_the_paper_s() -> None:
+    decay = LinearRoPEAttention(16, 4, decay="retnet").decay
+    assert decay.tolist() == [1 - 1 / 32, 1 - 1 / 64, 1 - 1 / 128, 1 - 1 / 256]
+
+
+def test_casting_the_layer_leaves_its_decay_exact() -> None:
+    layer = LinearRoPEAttention(16, 4, decay=[0.1, 0.2, 0.3, 1 - 2.0**-40])
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert layer.to(dtype).decay.tolist() == [0.1, 0.2, 0.3, 1 - 2.0**-40]
+    other = LinearRoPEAttention(16, 4, decay="retnet")
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.decay, layer.decay)
+
+
+def test_packed_sequences_and_grids_go_through_the_layer() -> None:
+    layer, x = make(out_norm=True), numbers(1, 9, 16)
+    packed, state = layer(x, cu_seqlens=torch.tensor([0, 4, 4, 9]), return_state=True)
+    assert_close(packed, torch.cat((layer(x[:, :4]), layer(x[:, 4:])), 1))
+    assert state.position.tolist() == [4, 0, 5]
+    grid = torch.tensor([[y, z] for y in range(3) for z in range(3)])
+    image = make(rotary={"axes": 2, "base": 100.0}, causal=False)
+    out = image(x, positions=grid)
+    assert_close(out, image(x, positions=grid + torch.tensor([5, 70])))  # relative on both axes
+    assert not torch.allclose(out, image(x, positions=grid.flip(1)))
+
+
+def test_a_dict_chooses_the_rotation() -> None:
+    assert LinearRoPEAttention(16, 4, rotary={"rope_theta": 50.0}).rotary.layout == "half"
+    assert (
+        LinearRoPEAttention(16, 4, rotary={"rope_theta": 50.0, "layout": "interleaved"}).rotary.base == 50.0
+    )
+    assert LinearRoPEAttention(16, 4, rotary={"axes": 2}).rotary.axes == 2
+    assert LinearRoPEAttention(16, 4, rotary={"rotary_dim": 2}).rotary.rotary_dim == 2
+    hedgehog = LinearRoPEAttention(16, 4, feature_map="hedgehog", rope_order="before")
+    assert hedgehog.rotary.dim == 4
+    assert LinearRoPEAttention(16, 4, feature_map="hedgehog").rotary.dim == 8
+
+
+def test_before_makes_scores_depend_on_absolute_positions() -> None:
+    """What is lost: with eq. 19's order the same layer does not care where a sequence lies."""
+    x, near, far = numbers(1, 9, 16), torch.arange(9), torch.arange(9) + 100
+    after, before = make(), make(rope_order="before")
+    assert_close(after(x, positions=far), after(x, positions=near))
+    assert not torch.allclose(before(x, positions=far), before(x, positions=near), atol=1e-3)

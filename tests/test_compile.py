@@ -79,6 +79,16 @@ def test_operator_passes_torch_library_s_checks(configuration) -> None:
     torch.library.opcheck(OPERATOR, operator_arguments(**configuration))
 
 
+def test_operator_passes_them_with_packed_sequences() -> None:
+    q, k, v = (numbers(1, 70, heads, size) for heads, size in ((H, D), (G, D), (G, E)))
+    kv, z = numbers(3, G, D, E), numbers(3, G, D, dtype=torch.float64).abs()
+    for x in (q, k, v, kv, z):
+        x.requires_grad_()
+    where, start, bounds = torch.arange(70)[None], torch.zeros(3).long(), torch.tensor([0, 5, 5, 70])
+    more = None, None, torch.tensor([0.5, 0.9]), where, None, start, None, bounds
+    torch.library.opcheck(OPERATOR, (q, k, v, kv, z, *more, "", "elu+1", True, True, 1e-6, True, True))
+
+
 class Model(nn.Module):
     def __init__(self, **options) -> None:
         super().__init__()
@@ -110,6 +120,7 @@ def gradients(model: nn.Module, run, x: torch.Tensor, *rest) -> list[torch.Tenso
         (True, {"causal": False}),
         (None, {"feature_map": "softmax", "rotary": "half"}),
         (True, {"feature_map": "favor+"}),
+        (None, {"feature_map": "hedgehog", "decay": "retnet", "rope_order": "before"}),
     ],
     ids=str,
 )

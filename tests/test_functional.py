@@ -3,7 +3,7 @@
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -192,14 +192,18 @@ def in_pieces(
     layout=st.sampled_from([None, "interleaved", "half"]),
     masked=st.booleans(),
     normalize=st.booleans(),
+    decay=st.sampled_from([None, 0.3, 0.9, 0.9999, 1.0]),
+    xpos=st.sampled_from([None, 20.0]),
 )
 def test_a_sequence_cut_anywhere_gives_what_one_call_gives(
-    backend: str, cuts: list[int], layout: str | None, masked: bool, normalize: bool
-) -> None:
+    backend: str, cuts: list[int], layout: str | None, masked: bool, normalize: bool, decay: float | None,
+    xpos: float | None,
+) -> None:  # fmt: skip
     q, k, v = randoms(2, 140, 2, 4, g=1, e=3)
-    how: dict[str, Any] = {"rotary": layout and Rotary(4, layout=layout), "normalize": normalize}
+    how: dict[str, Any] = {"rotary": layout and Rotary(4, layout=layout, xpos=xpos), "normalize": normalize}
     state = random_state(k, v, how)
     how |= {"key_mask": random_mask(2, 140) if masked else None, "backend": backend}
+    how["decay"] = None if decay is None else torch.tensor([decay])
     whole = everything(q, k, v, state, **how)
     assert_same(everything(q, k, v, state, call=in_pieces, cuts=cuts, **how), whole)
 
@@ -238,7 +242,90 @@ def test_keys_may_come_in_pieces_before_the_queries(backend: str) -> None:
     assert_same({"out": out}, {"out": whole})
 
 
+@both_backends
+@examples(20)
+@given(
+    lengths=st.lists(st.integers(0, 70), min_size=1, max_size=5),
+    causal=st.booleans(),
+    fading=st.booleans(),
+    masked=st.booleans(),
+    given_positions=st.booleans(),
+)
+def test_packed_sequences_give_what_each_gives_alone(
+    backend: str, lengths: list[int], causal: bool, fading: bool, masked: bool, given_positions: bool
+) -> None:
+    n, bounds = sum(lengths), [0, *accumulate(lengths)]
+    q, k, v = randoms(1, n, 4, 4, g=2, e=3)
+    how: dict[str, Any] = {"rotary": Rotary(4), "causal": causal}
+    packed = {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
+    state = random_state(k, v, how | packed)
+    how["backend"] = backend
+    if fading and causal:
+        how["decay"] = torch.tensor([0.6, 0.98])
+    mask = random_mask(1, n) if masked else None
+    positions = 40 + torch.arange(n) * 2 if given_positions else None
+    together = everything(q, k, v, state, key_mask=mask, positions=positions, **packed, **how)
+
+    def apart(q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState, **how: Any) -> Any:
+        outs, states = [], []
+        for i, (low, high) in enumerate(pairwise(bounds)):
+            own = state._map(lambda x, i=i: x[i : i + 1])
+            out, last = linear_rope_attention(
+                q[:, low:high], k[:, low:high], v[:, low:high], state=own,
+                key_mask=None if mask is None else mask[:, low:high],
+                positions=None if positions is None else positions[low:high], **how,
+            )  # fmt: skip
+            outs.append(out)
+            states.append(last)
+        kv, z, position = (torch.cat([getattr(x, name) for x in states]) for name in ("kv", "z", "position"))
+        return torch.cat(outs, 1), replace(state, kv=kv, z=z, position=position)
+
+    assert_same(together, everything(q, k, v, state, call=apart, **how))
+
+
+@both_backends
+@pytest.mark.parametrize("grad", [True, False])
+def test_one_token_at_a_given_position_fades_the_state_by_the_gap(grad: bool, backend: str) -> None:
+    q, k, v = randoms(2, 1, 2, 4)
+    how: dict[str, Any] = {"rotary": Rotary(4)}
+    state = random_state(k, v, how)
+    how |= {"decay": torch.tensor([0.9, 0.5]), "positions": state.position[:, None] + 5, "backend": backend}
+    with torch.set_grad_enabled(grad):
+        _, last = linear_rope_attention(q, k, v, state=state, return_state=True, **how)
+        del how["decay"]
+        faded = state.kv.detach() * torch.tensor([0.9, 0.5])[:, None, None] ** 6
+        _, same = linear_rope_attention(q, k, v, state=replace(state, kv=faded), return_state=True, **how)
+    torch.testing.assert_close(last.kv, same.kv)
+
+
 # Padding, grouping, permuting, shifting
+
+
+@both_backends
+@pytest.mark.parametrize("fading", [True, False])
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("lengths", [[70, 3, 1], [5]])
+def test_with_positions_from_the_mask_padded_sequences_have_the_states_of_unpadded_ones(
+    lengths: list[int], side: str, fading: bool, backend: str
+) -> None:
+    n, how = 80, {"rotary": Rotary(4), "backend": backend}
+    if fading:
+        how["decay"] = torch.tensor([0.9])
+    q, k, v = randoms(len(lengths), n, 2, 4, g=1)
+    mask = torch.arange(n) < torch.tensor(lengths)[:, None]
+    mask = mask if side == "right" else mask.flip(1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    out, state = linear_rope_attention(q, k, v, key_mask=mask, positions=positions, return_state=True, **how)
+    token = randoms(len(lengths), 1, 2, 4, g=1, seed=1)
+    following = linear_rope_attention(*token, state=state, **how)
+    assert state.position.tolist() == lengths
+    for i in range(len(lengths)):
+        own = slice(i, i + 1)
+        parts = (x[own, mask[i]] for x in (q, k, v))
+        alone, last = linear_rope_attention(*parts, return_state=True, **how)
+        after = linear_rope_attention(*(x[own] for x in token), state=last, **how)
+        actual = {"out": out[own, mask[i]], "kv": state.kv[own], "z": state.z[own], "next": following[own]}
+        assert_same(actual, {"out": alone, "kv": last.kv, "z": last.z, "next": after})
 
 
 @both_backends

@@ -12,7 +12,17 @@ from torch import Tensor
 from linrope import LinearAttentionState, Rotary, linear_rope_attention
 from linrope.backends.eager_blocks import BLOCK, CHUNK, SUM_CHUNK
 from linrope.rotary import MAX_POSITION
-from tests.oracle import BACKENDS, POSITIVE, SIGNED, everything, examples, num_features, randoms, use_map
+from tests.oracle import (
+    BACKENDS,
+    POSITIVE,
+    SIGNED,
+    assert_same,
+    everything,
+    examples,
+    num_features,
+    randoms,
+    use_map,
+)
 
 BOUNDS = {torch.float32: 16 * 2.0**-24, torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
 every_dtype = pytest.mark.parametrize("dtype", BOUNDS, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -35,6 +45,7 @@ CONFIGS = st.fixed_dictionaries(
         "e": st.sampled_from([1, 4, 16]),
         "start": st.integers(0, MAX_POSITION - 340),
         "scale": st.sampled_from([0.1, 1.0, 3.0]),
+        "decay": st.sampled_from([None, 0.5, 0.9, 0.999, 1 - 2.0**-20]),
         "seed": st.integers(0, 2**32 - 1),
     }
 )
@@ -64,13 +75,16 @@ class Problem:
             f, layout=c["layout"], rotary_dim=f // 2 if c["partial"] else f
         )
         self.positions = c["start"] + torch.arange(n)
+        self.decay = None
+        if c["decay"] is not None and c["causal"]:
+            self.decay = torch.tensor([c["decay"], 1.0][: c["g"]], dtype=torch.float64)
         generator = torch.Generator().manual_seed(c["seed"])
         mask = torch.rand(c["b"], n, generator=generator, device="cpu") > 0.3
         self.mask = mask.to(torch.get_default_device()) if c["masked"] else None
 
     def piece(self, which: slice, dtype: torch.dtype | None) -> tuple[list[Tensor], dict[str, Any]]:
         mask = None if self.mask is None else self.mask[:, which]
-        return [x[:, which].to(dtype) for x in self.qkv], self.how | {"key_mask": mask}
+        return [x[:, which].to(dtype) for x in self.qkv], self.how | {"key_mask": mask, "decay": self.decay}
 
     def state(self, dtype: torch.dtype | None, backend: str) -> LinearAttentionState | None:
         if self.before == 0:
@@ -103,10 +117,15 @@ class Problem:
         else:
             phi_hat, psi_hat = rotary(phi, self.positions), rotary(psi, self.positions)
         phi, phi_hat = phi[:, self.before :], phi_hat[:, self.before :]
+        if self.decay is not None:
+            distance = self.positions[self.before :, None] - self.positions
+            sees = sees * self.decay[:, None, None] ** distance.clamp(min=0)  # (g, n, m)
+            sees = sees.repeat_interleave(q.shape[2] // k.shape[2], 0)
+        sees = sees.expand(q.shape[2], -1, -1)
         sizes = torch.einsum("bnhf,bmhf->bhnm", phi_hat.abs(), psi_hat.abs()) * sees
         total = torch.einsum("bhnm,bmhe->bnhe", sizes, v.abs())
         if self.how["normalize"]:
-            den = torch.einsum("bhnm,nm->bnh", torch.einsum("bnhf,bmhf->bhnm", phi, psi), sees)
+            den = torch.einsum("bhnm,hnm->bnh", torch.einsum("bnhf,bmhf->bhnm", phi, psi), sees)
             total /= den.clamp(min=1e-6)[..., None]
         return total
 
@@ -227,3 +246,101 @@ def test_future_tokens_do_not_change_one_bit_of_the_past(name: str, backend: str
         for cut in (border - 1, border, border + 1, border + 7):
             mixed = (torch.cat((x[:, :cut], y[:, cut:]), 1) for x, y in zip(now, then, strict=True))
             assert torch.equal(linear_rope_attention(*mixed, **how)[:, :cut], out[:, :cut])
+
+
+# Decay
+
+
+@pytest.mark.parametrize("g", [0.9, 0.999, 1 - 2.0**-20])
+def test_decay_is_exact_over_a_million_tokens(g: float) -> None:
+    """Ones in, the geometric sum out: no power of g over- or underflows, and none is biased."""
+    n = 10**6
+    x = torch.zeros(1, n, 1, 2)
+    decay = torch.tensor([g], dtype=torch.float64)
+    how: dict[str, Any] = {"feature_map": "exp", "decay": decay, "normalize": False, "backend": "eager"}
+    out, state = linear_rope_attention(x, x, x + 1, return_state=True, **how)
+    exact = (1 - decay ** torch.arange(1, n + 1)) / (1 - decay)
+    # S is float32: of 15,625 chunks' equal increments each is rounded alike where g is this close to 1.
+    torch.testing.assert_close(
+        out[0, :, 0, 0].double(), 2 * exact, rtol=2e-6 if g < 1 - 1e-4 else 1e-4, atol=0
+    )
+    torch.testing.assert_close(state.z[0, 0, 0], exact[-1], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gaps_of_any_size_fade_to_zero(backend: str) -> None:
+    q, k, v = randoms(1, 5, 1, 4, dtype=torch.float32)
+    where = torch.tensor([0, 1, 10**6, MAX_POSITION - 1, MAX_POSITION])
+    how: dict[str, Any] = {"rotary": Rotary(4), "backend": backend, "decay": torch.tensor([0.5])}
+    results = everything(q, k, v, positions=where, **how)
+    assert all(x.isfinite().all() for x in results.values())
+    torch.testing.assert_close(results["out"][:, 2], v[:, 2])  # alone in its world
+
+
+def test_a_decay_of_one_is_none() -> None:
+    q, k, v = randoms(2, 150, 2, 8)
+    plain, faded = (everything(q, k, v, rotary=Rotary(8), decay=g) for g in (None, torch.ones(2)))
+    assert_same(faded, plain)
+
+
+def test_zero_distance_decays_nothing() -> None:
+    q, k, v = randoms(1, 70, 1, 4)
+    together = torch.full((70,), 7)
+    how: dict[str, Any] = {"positions": together, "rotary": Rotary(4), "normalize": False}
+    out, state = linear_rope_attention(q, k, v, decay=torch.tensor([0.1]), return_state=True, **how)
+    plain, last = linear_rope_attention(q, k, v, return_state=True, **how)
+    assert_same({"out": out, "kv": state.kv}, {"out": plain, "kv": last.kv})
+
+
+def test_many_decoding_steps_with_decay_keep_the_normalizer_exact() -> None:
+    x, decay = torch.zeros(1, 1, 1, 2), torch.tensor([1 - 2.0**-12], dtype=torch.float64)
+    state = None
+    for _ in range(5000):
+        _, state = linear_rope_attention(
+            x, x, x, feature_map="exp", decay=decay, state=state, return_state=True, backend="eager"
+        )
+    assert state is not None
+    exact = (1 - decay**5000) / (1 - decay)
+    torch.testing.assert_close(state.z[0, 0, :1], exact, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("g", [0.999, 0.9999])
+def test_many_decoding_steps_with_decay_are_as_exact_as_one_call(g: float) -> None:
+    n = 5000
+    q, k, v = randoms(1, n, 1, 4, dtype=torch.float32, scale=0.3)
+    rotary = Rotary(4, xpos=None if g < 0.9999 else 512.0)
+    how: dict[str, Any] = {"rotary": rotary, "decay": torch.tensor([g]), "backend": "eager"}
+    oracle = linear_rope_attention(q.double(), k.double(), v.double(), **how)
+    state = None
+    for i in range(n):
+        step = [x[:, i : i + 1] for x in (q, k, v)]
+        out, state = linear_rope_attention(*step, state=state, return_state=True, **how)
+    assert (out[0, 0].double() - oracle[0, -1]).abs().max() <= BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize("xpos", [0.5, 1.0, 20.0, 512.0])
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+def test_xpos_of_any_length_is_the_reference(layout: str, xpos: float) -> None:
+    """zeta^-64 passes float32's range where xpos is short: then it says so."""
+    q, k, v = randoms(1, 150, 1, 4)
+    narrow = [x.float() for x in (q, k, v)]
+    how: dict[str, Any] = {"rotary": Rotary(4, xpos=xpos, layout=layout)}
+    oracle = linear_rope_attention(q, k, v, backend="reference", **how)
+    if xpos * 60 < 63 * 1.26:
+        with pytest.raises(
+            RuntimeError, match="cannot take them, expected shorter gaps or backend='reference'"
+        ):
+            linear_rope_attention(*narrow, backend="eager", **how)
+        return
+    out = linear_rope_attention(*narrow, backend="eager", **how)
+    assert error_in_bounds(out, oracle, torch.full_like(oracle, 1.0)) <= 1
+
+
+def test_xpos_takes_gaps_between_chunks_and_refuses_those_within_one() -> None:
+    q, k, v = randoms(1, 128, 1, 4)
+    where = torch.arange(128) + 10**6 * (torch.arange(128) >= 64)
+    how: dict[str, Any] = {"rotary": Rotary(4, xpos=512.0)}
+    actual, oracle = (everything(q, k, v, positions=where, backend=x, **how) for x in ("eager", "reference"))
+    assert_same(actual, oracle)
+    with pytest.raises(RuntimeError, match="positions: got 1000063 from one token to another 63 further"):
+        linear_rope_attention(q, k, v, positions=where + 10**6 * (torch.arange(128) >= 70), **how)

@@ -86,7 +86,6 @@ def dq_kernel(
     pairs = block * W + tl.arange(0, W)
     e = tl.arange(0, BE)
     seen = c[:, None] >= c[None, :]
-    faded = None
     if RATES is not None:
         rate = tl.load(RATES + kv_head)
         WHERE += batch * where_stride
@@ -104,6 +103,8 @@ def dq_kernel(
             keys, chunk = power(rate, near_last - near), expm1(rate * near_last.to(tl.float32))
             tile = power(rate, tl.where(seen, near[:, None] - near[None, :], 0))
             faded = (power(rate, near_first), keys, chunk)
+        else:
+            faded = None
         turn = load_turn(Q_TABLE, rows, inside, pairs, P)
         gb = load_values(G, rows, inside, g_strides, e, E, BE).to(tl.float32)
         if NORMALIZE:

@@ -82,7 +82,6 @@ def scan_fwd_kernel(
     pairs = tl.arange(0, W)
     e = block * BE + tl.arange(0, BE)
     seen = c[:, None] >= c[None, :]
-    faded = None
     if RATES is not None:
         rate = tl.load(RATES + kv_head)
         WHERE += batch * where_stride
@@ -100,6 +99,8 @@ def scan_fwd_kernel(
             keys, chunk = power(rate, near_last - near), expm1(rate * near_last.to(tl.float32))
             tile = power(rate, tl.where(seen, near[:, None] - near[None, :], 0))
             faded = (power(rate, near_first), keys, chunk)
+        else:
+            faded = None
         turn = load_turn(Q_TABLE, rows, inside, pairs, P)
         key_turn = turn
         if CAUSAL:

@@ -284,7 +284,7 @@ def step_fwd(call: Call, start: State, out: Tensor, end: State) -> None:
     in_place = start[1].data_ptr() == end[1].data_ptr()  # all of a sequence reads z before one writes it
     keys = call.positions if call.key_positions is None else call.key_positions
     axes, heads = (1, 1) if call.theta is None else call.theta.shape[:2]
-    rates = None if call.decay is None else call.decay.double().log().float()
+    rates = None if call.decay is None else call.decay.double().log()
     parts = 1 if in_place else -(-e // call.tile("step_fwd").values)
     call.launch(
         step_fwd_kernel, "step_fwd", call.sequences * parts,

@@ -113,7 +113,8 @@ def keep(x1, x2, rows, pairs, F: tl.constexpr, W: tl.constexpr):
 @triton.jit
 def expm1(y):
     """exp(y) - 1 for y <= 0, to float32's precision also near 0."""
-    series = y * (1 + y * (1 / 2 + y * (1 / 6 + y * (1 / 24 + y * (1 / 120 + y * (1 / 720))))))
+    x = tl.maximum(y, -0.25)
+    series = x * (1 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720))))))
     return tl.where(y > -0.25, series, tl.exp(y) - 1)
 
 

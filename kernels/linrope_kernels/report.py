@@ -81,6 +81,8 @@ def compile_kernel(
             attributes |= {(i, j): [["tt.divisibility", 16]] for j in range(3)}
         else:
             kind = f"*{dtype}" if parameter in DATA else TYPES.get(parameter, "i32")
+            if parameter == "RATES" and name == "step_fwd":
+                kind = "*fp64"
             if parameter.endswith("TABLE"):
                 kind = "*fp16" if dtype == "bf16" else "*fp32"
             signature[parameter] = kind

@@ -5,7 +5,6 @@ import triton.language as tl
 
 from linrope_kernels.angles import cos_sin, load_theta
 from linrope_kernels.pieces import (
-    expm1,
     feature,
     keep,
     load_pairs,
@@ -27,7 +26,7 @@ def step_fwd_kernel(
     THETA, theta_heads,  # (axes, 1 or g, P)
     Q_POSITIONS, q_position_stride,  # (1 or b, 1) int64, with axes (1 or b, 1, axes)
     K_POSITIONS, k_position_stride,
-    RATES,  # (g,) log of the decay
+    RATES,  # (g,) float64, log of the decay
     START, start_stride,  # (1 or b,) int64, the state's position
     S, Z, S_END, Z_END,  # (b g, f, e) float32, (b g, f) float64; if parts == 1 the last may be the first
     OUT, out_strides,  # (b, 1, h, e)
@@ -59,23 +58,26 @@ def step_fwd_kernel(
             phase += tl.load(Q_POSITIONS + batch * q_position_stride + a) * theta
             key_phase += tl.load(K_POSITIONS + batch * k_position_stride + a) * theta
         turn, key_turn = cos_sin(phase), cos_sin(key_phase)
-    faded = 0.0
     if RATES is not None:
         near = tl.load(K_POSITIONS + batch * k_position_stride) - tl.load(START + batch * start_stride) + 1
-        faded = expm1(tl.load(RATES + kv_head) * near.to(tl.float32))
+        faded = tl.exp(tl.load(RATES + kv_head) * near.to(tl.float64)) - 1
 
     x1, x2 = load_pairs(K, row, visible, k_strides, 0, F, P, INTERLEAVED, 1, W)
     psi1, psi2 = keep(feature(x1, MAP), feature(x2, MAP), visible, pairs, F, W)
     psi1_hat, psi2_hat = rotate(psi1, psi2, key_turn, P)
     z1, z2 = load_sum(Z + sequence * F, pairs, F, P, INTERLEAVED)
-    z1 += z1 * faded + tl.sum(psi1, 0).to(tl.float64)
-    z2 += z2 * faded + tl.sum(psi2, 0).to(tl.float64)
+    if RATES is not None:
+        z1, z2 = z1 + z1 * faded, z2 + z2 * faded
+    z1 += tl.sum(psi1, 0).to(tl.float64)
+    z2 += tl.sum(psi2, 0).to(tl.float64)
     for block in range(part, tl.cdiv(E, BE), parts):
         e = block * BE + tl.arange(0, BE)
         v = tl.trans(load_values(V, row, visible, v_strides, e, E, BE)).to(tl.float32)
         s1, s2 = load_state(S + sequence * F * E, pairs, e, F, E, P, INTERLEAVED)
-        s1 += s1 * faded + v * psi1_hat
-        s2 += s2 * faded + v * psi2_hat
+        if RATES is not None:
+            s1, s2 = s1 + s1 * faded.to(tl.float32), s2 + s2 * faded.to(tl.float32)
+        s1 += v * psi1_hat
+        s2 += v * psi2_hat
         store_state(S_END + sequence * F * E, s1, s2, pairs, e, F, E, P, INTERLEAVED)
         for r in range(group):
             head = (kv_head * group + r).to(tl.int64)

@@ -40,8 +40,7 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As ``reference.attend``; out has v's dtype, all arithmetic kv's (float32 or float64)."""
     save = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, kv, z))
-    step = causal and q.shape[1] == 1 and cu_seqlens is None and (rotary is None or rotary.fade is None)
-    if step and not save and not torch.compiler.is_compiling():
+    if causal and q.shape[1] == 1 and cu_seqlens is None and not save and not torch.compiler.is_compiling():
         with torch.autocast(q.device.type, enabled=False):
             out, kv, z = eager_step.step(
                 q, k, v, kv, z,

@@ -152,35 +152,34 @@ class Block:
         if call.fade is not None:
             self.powers, self.pair_powers = call.fade.block(start, self.t, self.c)
         if self.pair_powers is not None and self.q_turn is not None and self.k_turn is not None:
-            self.q_turn, self.k_turn = (
-                turn.scaled(factor) for turn, factor in zip((self.q_turn, self.k_turn), self.pair_powers)
-            )
+            self.q_turn = self.q_turn.scaled(self.pair_powers.queries)
+            self.k_turn = self.k_turn.scaled(self.pair_powers.keys)
         self.q_in, self.k_in = self.cut(call.q, start), self.cut(call.k, start)
         load_features(self.q_in, function, self.q_turn, None, self.q)
         load_features(self.k_in, function, self.k_turn, self.hidden, self.k)
         load_values(self.cut(call.v, start), self.hidden, self.v)
-        values = self.values if self.powers is None else rows(self.v * self.powers.keys)
-        torch.bmm(self.psi_hat.mT, values, out=self.s_after)
+        # What reads a state, and what goes into one.
+        self.phi_state, self.psi_state, values = self.phi_hat, self.psi_hat, self.values
+        if self.powers is not None:
+            values = rows(self.v * self.powers.keys)
+        if self.pair_powers is not None:
+            self.phi_state = rows(self.q[1] * self.pair_powers.first)
+            self.psi_state = rows(self.k[1] * self.pair_powers.last)
+        torch.bmm(self.psi_state.mT, values, out=self.s_after)
         for i, (before, after) in enumerate(pairwise(self.s.unbind())):
             after.add_(self.carried(before, i))
-            self.carry_pairs(after, i)
 
     def carried(self, state: Tensor, chunk: int) -> Tensor:
-        """A state (b, g, ..) on the other side of a chunk."""
+        """A state, S or z, on the other side of a chunk."""
         if self.powers is None:
             return state
-        factor = self.powers.chunk[chunk % len(self.powers.chunk), ..., 0, 0, 0]
-        factor = factor.to(state.dtype).view(*factor.shape, *[1] * (state.ndim - 2))
-        return torch.addcmul(state, state, factor)
+        factors = self.powers.sum_chunk if state.ndim == 3 else self.powers.state_chunk
+        return torch.addcmul(state, state, factors[chunk % len(factors)].to(state.dtype))
 
-    def carry_pairs(self, state: Tensor, chunk: int) -> None:
-        if self.pair_powers is not None:
-            factor = self.pair_powers.chunk
-            state.addcmul_(state, factor[chunk % len(factor)])
-
-    def fade_rows(self, x: Tensor, factor: str) -> Tensor:
-        """x (t, b, g, r, c, ..), its rows times powers.queries or powers.keys, in place."""
-        return x if self.powers is None else x.mul_(getattr(self.powers, factor))
+    def fade_rows(self, x: Tensor, factor: str) -> None:
+        """x (t, b, g, r, c, ..): its rows times powers.queries or powers.keys."""
+        if self.powers is not None:
+            x.mul_(getattr(self.powers, factor))
 
     def hide(self, scores: Tensor, tiles: Tensor) -> None:
         """Hides later keys from queries and fades the others; tiles: the same memory, c x c each."""
@@ -262,7 +261,7 @@ def _forward(
         z = block.fold_normalizer(z) if call.normalize else block.accumulate(z, block.sum_chunks())[-1]
         torch.bmm(block.phi_hat, block.psi_hat.mT, out=block.scores)
         block.hide(block.scores, block.tiles)
-        torch.bmm(block.phi_hat, block.s_before, out=block.num_rows)
+        torch.bmm(block.phi_state, block.s_before, out=block.num_rows)
         block.fade_rows(block.num, "queries")
         torch.baddbmm(block.num_rows, block.scores, block.values, out=block.num_rows)
         if call.normalize:

@@ -42,24 +42,27 @@ class BackwardBlock(Block):
     def numerator(self) -> None:
         """dv, and R^T dphi^ and R^T dpsi^ in place of the rotated features."""
         gb = self.gb if self.powers is None else rows(self.num * self.powers.queries)
-        torch.bmm(self.phi_hat.mT, gb, out=self.t_before)
+        torch.bmm(self.phi_state.mT, gb, out=self.t_before)
         states = self.ts.unbind()
         for i in reversed(range(self.t)):
-            self.carry_pairs(states[i + 1], i)
             states[i].add_(self.carried(states[i + 1], i))
         scores = self.scores
         torch.bmm(self.phi_hat, self.psi_hat.mT, out=scores)
         self.hide(scores, self.tiles)
-        torch.bmm(self.psi_hat, self.t_after, out=self.dv_rows)
+        torch.bmm(self.psi_state, self.t_after, out=self.dv_rows)
         self.fade_rows(self.dv, "keys")
         torch.baddbmm(self.dv_rows, scores.mT, self.gb, out=self.dv_rows)
         torch.bmm(self.gb, self.values.mT, out=scores)
         self.hide(scores, self.tiles)
         torch.bmm(self.gb, self.s_before.mT, out=self.dq_rows)
         self.fade_rows(self.dq, "queries")
+        if self.pair_powers is not None:
+            self.dq.mul_(self.pair_powers.first)
         torch.baddbmm(self.dq_rows, scores, self.psi_hat, out=self.dq_rows)
         torch.bmm(self.values, self.t_after.mT, out=self.dk_rows)
         self.fade_rows(self.dk, "keys")
+        if self.pair_powers is not None:
+            self.dk.mul_(self.pair_powers.last)
         torch.baddbmm(self.dk_rows, scores.mT, self.phi_hat, out=self.dk_rows)
         if self.q_turn is None or self.k_turn is None:
             self.q[1], self.k[1] = self.dq, self.dk

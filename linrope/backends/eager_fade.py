@@ -9,21 +9,28 @@ from torch import Tensor
 
 
 class Powers(NamedTuple):
-    """How keys fade within a block: powers g^distance, of shape (t or 1, b or 1, g, 1, c or 1, ..)."""
+    """How keys fade within a block: powers g^distance, of shape (t or 1, b or 1, g or 1, 1, c or 1, ..)."""
 
     queries: Tensor  # (.., c, 1) from the token before the chunk to each query
     keys: Tensor  # (.., c, 1) from each key to the last of the chunk
     tile: Tensor  # (.., c, c) from key to query, 0 for later keys
     first: Tensor  # (.., 1, 1) from the token before the chunk to its first
-    chunk: Tensor  # (.., 1, 1) from the token before the chunk to its last, less 1: exact where g is near 1
+    # From the token before the chunk to its last, less 1, which is exact where g is near 1: otherwise the
+    # rounding of g^64 would be a bias that every chunk adds to. For z, and for S, where xPos joins in.
+    sum_chunk: Tensor  # (t or 1, b or 1, g or 1, 1) float64
+    state_chunk: Tensor  # (t or 1, b or 1, g or 1, f or 1, 1) float64
 
 
 class PairPowers(NamedTuple):
-    """xPos: the same for each pair (p) of the numerator. Its rates are small, so that 1 / power is safe."""
+    """xPos: the same for each pair of the numerator, (t or 1, b or 1, 1, 1, c or 1, p or f)."""
 
-    queries: Tensor  # (t or 1, b or 1, 1, 1, c, p) from the token before the chunk
-    keys: Tensor  # its inverse
-    chunk: Tensor  # (t or 1, b or 1, 1, f, 1), less 1
+    queries: Tensor  # (.., c, p) from the first token of the chunk
+    keys: Tensor  # (.., c, p) its inverse
+    first: Tensor  # (.., 1, f) from the token before the chunk to its first
+    last: Tensor  # (.., 1, f) from its first to its last
+
+
+MOST = 60.0  # how far e^x may go for the inverse within a chunk: float32 ends at 88
 
 
 class Fade:
@@ -37,11 +44,11 @@ class Fade:
         self, decay: Tensor | None, xpos: Tensor | None, interleaved: bool, pairs: int,
         positions: Tensor, start: Tensor, n: int, bounds: list[int] | None, dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        self.rates = None if decay is None else decay.double().log().view(-1, 1, 1, 1)
-        self.xpos, self.dtype, self.device = xpos, dtype, start.device
+        rates = start.new_zeros(1, dtype=torch.float64) if decay is None else decay.double().log()
+        self.rates, self.xpos, self.dtype = rates.view(-1, 1, 1, 1), xpos, dtype
         if xpos is not None:
             self.pair_rates = xpos[: 2 * pairs : 2] if interleaved else xpos[:pairs]
-        self.consecutive = positions.shape[1] == 1
+        self.consecutive = positions.shape[1] == 1 and n > 1  # a single position may be a given one
         if not self.consecutive:
             self.positions, self.before = positions, positions.roll(1, 1)  # the position of the token before
             if bounds is None:
@@ -52,40 +59,45 @@ class Fade:
 
     def select(self, batch: slice, heads: slice) -> "Fade":
         part = copy.copy(self)
-        if self.rates is not None:
+        if len(self.rates) > 1:
             part.rates = self.rates[heads]
         if not self.consecutive and len(self.positions) > 1:
             part.positions, part.before = self.positions[batch], self.before[batch]
         return part
 
-    def block(self, start: int, t: int, c: int) -> tuple[Powers | None, PairPowers | None]:
+    def block(self, start: int, t: int, c: int) -> tuple[Powers, PairPowers | None]:
         """For t chunks of c tokens from start on."""
         if self.consecutive:
-            where = torch.arange(c, device=self.device).view(1, 1, c)
+            where = torch.arange(c, device=self.rates.device).view(1, 1, c)
             before = where[..., :1] - 1
         else:
             tokens = slice(start, start + t * c)
             where = self.positions[:, tokens].view(-1, t, c)
             before = self.before[:, tokens].view(-1, t, c)[..., :1]
         where, before = (x.transpose(0, 1)[:, :, None, None, :, None] for x in (where, before))
-        last = where[..., -1:, :]
-        powers = pair_powers = None
-        if self.rates is not None:
-            powers = Powers(
-                self._power(where - before),
-                self._power(last - where),
-                self._power((where - where.mT).clamp(min=0)).tril_(),
-                self._power(where[..., :1, :] - before),
-                (self.rates * (last - before)).expm1(),
+        first, last = where[..., :1, :], where[..., -1:, :]
+        state_rates = self.rates if self.xpos is None else self.rates + self.xpos
+        powers = Powers(
+            self._power(self.rates, where - before),
+            self._power(self.rates, last - where),
+            self._power(self.rates, (where - where.mT).clamp(min=0)).tril_(),
+            self._power(self.rates, first - before),
+            (self.rates * (last - before)).expm1()[..., 0, 0],
+            (state_rates * (last - before)).expm1()[..., 0, 0, :, None],
+        )
+        if self.xpos is None:
+            return powers, None
+        if float((last - first).max()) * -float(self.pair_rates.min()) > MOST:
+            raise RuntimeError(
+                f"positions: got {int((last - first).max())} from one token to another {c - 1} further; with "
+                "this xpos backend='eager' cannot take them, expected shorter gaps or backend='reference'"
             )
-        if self.xpos is not None:
-            pair_powers = PairPowers(
-                (self.pair_rates * (where - before)).exp().to(self.dtype),
-                (self.pair_rates * (before - where)).exp().to(self.dtype),
-                (self.xpos * (last - before)).expm1().to(self.dtype)[:, :, :, 0].mT,
-            )
-        return powers, pair_powers
+        return powers, PairPowers(
+            self._power(self.pair_rates, where - first),
+            self._power(self.pair_rates, first - where),
+            self._power(self.xpos, first - before),
+            self._power(self.xpos, last - first),
+        )
 
-    def _power(self, distance: Tensor) -> Tensor:
-        assert self.rates is not None
-        return (self.rates * distance).exp().to(self.dtype)
+    def _power(self, rates: Tensor, distance: Tensor) -> Tensor:
+        return (rates * distance).exp().to(self.dtype)

@@ -44,10 +44,10 @@ def step(
         psi_hat = _rotate(
             rotary, psi, turn if key_positions is None else _turn(rotary, key_positions, kv.dtype)
         )
-    if decay is not None:
-        fade = decay.double() ** (positions - start[:, None] + 1)  # (b or 1, g)
-        faded = kv * fade[..., None, None].to(kv.dtype), z * fade[..., None].to(z.dtype)
-        kv, z = (kv.copy_(faded[0]), z.copy_(faded[1])) if in_place else faded
+    if decay is not None or (rotary is not None and rotary.fade is not None):
+        kv_fade, z_fade = _fade(decay, rotary, (positions - start[:, None] + 1)[..., None])
+        kv = torch.addcmul(kv, kv, kv_fade[..., None].to(kv.dtype), out=kv if in_place else None)
+        z = torch.addcmul(z, z, z_fade.to(z.dtype), out=z if in_place else None)
     kv = torch.addcmul(kv, psi_hat.mT, v, out=kv if in_place else None)
     z = torch.add(z, psi[:, :, 0], out=z if in_place else None)
     out = phi_hat @ kv
@@ -71,3 +71,12 @@ def _rotate(rotary: Rotary, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
         x1, x2 = turned.chunk(2, -1)
         turned = torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), -1)
     return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), -1)
+
+
+def _fade(decay: Tensor | None, rotary: Rotary | None, distance: Tensor) -> tuple[Tensor, Tensor]:
+    """Powers for S (b or 1, g or 1, f or 1) and z (.., 1), less 1: g in float32 would be a bias."""
+    rates = distance.new_zeros(1, 1, dtype=torch.float64) if decay is None else decay.double().log()[:, None]
+    kv_rates = rates
+    if rotary is not None and rotary.fade is not None:
+        kv_rates = rates + rotary.fade.to(rates.device)
+    return torch.expm1(kv_rates * distance), torch.expm1(rates * distance)

@@ -37,10 +37,10 @@ def compile_only(self, grid):
 
 
 def attend(
-    n: int = 130, d: int = 64, e: int = 64, h: int = 4, g: int = 4, dtype=torch.bfloat16, **how
+    n: int = 130, d: int = 64, e: int = 64, h: int = 4, g: int = 4, b: int = 2, dtype=torch.bfloat16, **how
 ) -> None:
     """Forward and, unless it decodes, backward."""
-    q, k, v = (torch.zeros(2, n, heads, size, dtype=dtype) for heads, size in ((h, d), (g, d), (g, e)))
+    q, k, v = (torch.zeros(b, n, heads, size, dtype=dtype) for heads, size in ((h, d), (g, d), (g, e)))
     if how.pop("transposed", False):
         q, k, v = (x.movedim(3, 0).contiguous().movedim(0, 3) for x in (q, k, v))
     how = {"rotary": Rotary(d), "backend": "triton", "return_state": True} | how
@@ -64,7 +64,12 @@ def main() -> None:
     attend(transposed=True, rotary=None, normalize=False, feature_map="silu")
     attend(n=16, dtype=torch.float16, rotary=Rotary.whole_model(4, 64))
     attend(n=1, g=2, key_mask=torch.zeros(2, 1, dtype=torch.bool))
+    attend(n=1, decay=torch.full((4,), 0.9))
     attend(d=256, e=256)
+    attend(d=128, decay=torch.full((4,), 0.9))
+    attend(rotary=Rotary.axial(64, 3), positions=torch.zeros(130, 3, dtype=torch.int64))
+    attend(b=1, g=2, decay=torch.full((2,), 0.9), cu_seqlens=torch.tensor([0, 30, 130], dtype=torch.int32))
+    attend(b=1, causal=False, cu_seqlens=torch.tensor([0, 30, 130]))
     launch.Call.most_segments = lambda self: 3
     tiles.SHORTEST = 64
     attend(d=96, e=40, g=2, rotary=Rotary(96, layout="half"))

@@ -89,6 +89,31 @@ def test_long_sequences(dtype: torch.dtype, d: int, b: int) -> None:
             assert (x - y).norm() <= allowed * y.norm(), name
 
 
+@every_dtype
+def test_packed_sequences_with_decay_never_ask_the_device(dtype: torch.dtype) -> None:
+    lengths = torch.tensor([1, 700, 0, 3000, 64, 5000, 2], device="cpu")
+    cu_seqlens = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int().cuda()
+    n = int(lengths.sum())
+    q, k, v = fresh(1, n, 4, 64, g=2, e=64, dtype=dtype)
+    decay = torch.tensor([0.9, 0.9999])
+    how: dict[str, Any] = {"rotary": Rotary(64), "decay": decay, "cu_seqlens": cu_seqlens}
+    how["rotary"].turns(q.device)  # the one copy from the host, once per Rotary and device
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = linear_rope_attention(*leaves, backend="triton", **how)
+        grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    oracle = linear_rope_attention(*wide, backend="eager", **how)
+    expected = torch.autograd.grad(oracle, wide, torch.ones_like(oracle))
+    allowed = {torch.float32: 1e-4, torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}[dtype]
+    for actual, x in zip((out, *grads), (oracle, *expected), strict=True):
+        for part, y in zip(actual.double().split(512, 1), x.split(512, 1), strict=True):
+            assert (part - y).norm() <= allowed * y.norm()
+
+
 def test_a_tensor_of_more_than_two_to_the_31_elements() -> None:
     h, d = 16, 64
     n = 2**31 // (h * d) + 200

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import assume, given
-from linrope_kernels import INTERPRETED, tiles
+from linrope_kernels import INTERPRETED, launch, tiles
 from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary, feature_maps, linear_rope_attention
@@ -228,6 +228,52 @@ def test_segments_of_large_heads() -> None:
     compare(q, k, v, rotary=Rotary(128))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.usefixtures("short_segments")
+def test_segments_with_decay_and_gaps(packed: bool) -> None:
+    q, k, v = randoms(1 if packed else 2, 190, 4, 16, g=2, e=8, dtype=torch.float32)
+    how: dict[str, Any] = {"rotary": Rotary(16), "decay": torch.tensor([0.8, 0.99])}
+    if packed:  # a sequence of three segments, an empty one, one that ends with a segment
+        how["cu_seqlens"] = torch.tensor([0, 130, 130, 131, 190], dtype=torch.int32)
+    state = random_state(k, v, how)
+    steps = torch.randint(0, 4, (len(q), 190))
+    positions = 20 + steps.cumsum(1)
+    compare(q, k, v, state, key_mask=torch.rand(len(q), 190) > 0.3, positions=positions, **how)
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_segments_of_packed_bidirectional_sequences() -> None:
+    q, k, v = randoms(1, 190, 2, 16, g=1, e=8, dtype=torch.float32)
+    how: dict[str, Any] = {"rotary": Rotary(16), "causal": False}
+    how["cu_seqlens"] = torch.tensor([0, 0, 130, 190])
+    compare(q, k, v, random_state(k, v, how), **how)
+
+
+def test_decay_and_packing_where_feature_pairs_are_split() -> None:
+    q, k, v = randoms(1, 70, 1, 128, e=40, dtype=torch.float32)
+    how: dict[str, Any] = {"rotary": Rotary(128), "decay": torch.tensor([0.9])}
+    compare(q, k, v, cu_seqlens=torch.tensor([0, 30, 70]), **how)
+
+
+def test_whatever_cu_seqlens_holds_nothing_is_read_out_of_bounds() -> None:
+    """On a GPU its numbers are not checked."""
+    for numbers in ([0, 99, 5, 70], [-5, 1000], [70, 0, 3], [2**31 - 1, -(2**31), 7]):
+        cuts = torch.tensor(numbers, dtype=torch.int32)
+        bounds = launch._bounds(cuts, 70)
+        assert 0 <= int(bounds.min()) <= int(bounds.max()) <= 70
+        assert bool((bounds.diff() >= 0).all())
+        q = torch.zeros(1, 70, 1, 16)
+        call = launch.Call(
+            q, q, q, None, None, "half", torch.zeros(1, 70).long(), None, "exp", True, True, 1.0, "ieee",
+            cu_seqlens=cuts,
+        )  # fmt: skip
+        slots = call.segments(70).slots
+        assert slots is not None
+        assert bool((slots[:, 0] <= slots[:, 1]).all())
+        assert 0 <= int(slots[:, :2].min()) <= int(slots[:, :2].max()) <= 70
+        assert 0 <= int(slots[:, 2].min()) <= int(slots[:, 2].max()) < len(numbers) - 1
+
+
 @pytest.mark.parametrize("n", [0, 1, 511, 512, 513, 65_536, 1_000_001])
 @pytest.mark.parametrize("most", [1, 2, 66, 528])
 def test_segments_cover_the_sequence(n: int, most: int) -> None:
@@ -273,10 +319,13 @@ def test_cut_anywhere_and_resumed_is_one_call(causal: bool) -> None:
 @every_dtype
 @pytest.mark.parametrize("rotary", [None, Rotary(16), Rotary(16, layout="half", rotary_dim=6)])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_decoding(normalize: bool, rotary: Rotary | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("decay", [None, 0.9])
+def test_decoding(decay: float | None, normalize: bool, rotary: Rotary | None, dtype: torch.dtype) -> None:
     b, n, d, e = 3, 5, 16, 40
     q, k, v = randoms(b, n, 4, d, g=2, e=e, dtype=dtype)
     how: dict[str, Any] = {"rotary": rotary, "normalize": normalize}
+    if decay is not None:
+        how["decay"] = torch.tensor([decay, 0.5])
     start = random_state(k, v, how)  # a position of its own for each sequence
     mask = torch.tensor([[True, False, True, True, True]]).expand(b, n).clone()
     mask[1, 3] = False
@@ -375,6 +424,12 @@ def test_what_it_cannot_do_is_named(dtype: torch.dtype, d: int, why: str) -> Non
     q, k, v = randoms(1, 2, 1, d, dtype=dtype)
     with pytest.raises(RuntimeError, match=why):
         linear_rope_attention(q, k, v, backend="triton")
+
+
+def test_xpos_is_left_to_eager() -> None:
+    q, k, v = randoms(1, 2, 1, 16, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match=r"xpos, a decay per pair of features: use backend='eager'"):
+        linear_rope_attention(q, k, v, rotary=Rotary(16, xpos=512.0), backend="triton")
 
 
 def test_a_float64_state_is_refused() -> None:

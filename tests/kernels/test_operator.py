@@ -47,6 +47,16 @@ def test_operator_passes_torch_library_s_checks(configuration: dict[str, Any]) -
     torch.library.opcheck(OPERATOR, operator_arguments(**configuration))
 
 
+def test_operator_passes_them_with_packed_sequences() -> None:
+    q, k, v = randoms(1, 20, 4, 4, g=2, e=6, dtype=torch.float32)
+    kv, z = numbers(3, 2, 4, 6), numbers(3, 2, 4, dtype=torch.float64).abs()
+    for x in (q, k, v, kv, z):
+        x.requires_grad_()
+    where, start, bounds = torch.arange(20)[None], torch.zeros(3).long(), torch.tensor([0, 5, 5, 20])
+    more = None, torch.tensor([0.5, 0.9]), where, None, start, None, bounds
+    torch.library.opcheck(OPERATOR, (q, k, v, kv, z, *more, "half", "elu+1", True, True, 1e-6, True))
+
+
 def test_operator_passes_them_with_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "most_segments", lambda *_: 3)
     torch.library.opcheck(OPERATOR, operator_arguments())
