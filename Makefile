@@ -8,7 +8,7 @@ demo: .venv/ready
 	$(BIN)/linrope demo
 
 test: .venv/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 check: .venv/ready
 	$(BIN)/ruff format --check .

@@ -251,6 +251,17 @@ def test_future_tokens_do_not_change_one_bit_of_the_past(name: str, backend: str
 # Decay
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_key_that_is_no_number_does_not_reach_earlier_queries(wrong: float) -> None:
+    q, k, v = randoms(1, 150, 2, 4)
+    for decay in (None, torch.tensor([0.5, 0.9])):
+        how: dict[str, Any] = {"rotary": Rotary(4), "decay": decay, "backend": "eager"}
+        out = linear_rope_attention(q, k, v, **how)
+        bad = k.clone()
+        bad[:, 70] = wrong
+        assert torch.equal(linear_rope_attention(q, bad, v, **how)[:, :70], out[:, :70])
+
+
 @pytest.mark.parametrize("g", [0.9, 0.999, 1 - 2.0**-20])
 def test_decay_is_exact_over_a_million_tokens(g: float) -> None:
     """Ones in, the geometric sum out: no power of g over- or underflows, and none is biased."""

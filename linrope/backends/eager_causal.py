@@ -183,9 +183,8 @@ class Block:
 
     def hide(self, scores: Tensor, tiles: Tensor) -> None:
         """Hides later keys from queries and fades the others; tiles: the same memory, c x c each."""
-        if self.powers is None:
-            tiles.tril_()
-        else:
+        tiles.tril_()  # whatever they hold: the powers alone would leave NaN
+        if self.powers is not None:
             scores.view(*self.num.shape[:-1], self.c).mul_(self.powers.tile)
 
     def sum_chunks(self) -> Tensor:

@@ -76,10 +76,9 @@ class BackwardBlock(Block):
         delta.masked_fill_(den < self.call.eps, 0)  # there max(den, eps) is constant
         self.fold_normalizer(z)
         delta_rows = delta.view(*self.weights.shape[:2], 1)
-        if self.powers is None:
-            torch.mul(delta_rows.view(-1, self.sum_c, 1), self.ones, out=self.sum_tiles)
-        else:
-            torch.mul(delta, self.powers.tile, out=self.weights.view(*delta.shape[:-1], self.c))
+        torch.mul(delta_rows.view(-1, self.sum_c, 1), self.ones, out=self.sum_tiles)
+        if self.powers is not None:
+            self.weights.view(*delta.shape[:-1], self.c).mul_(self.powers.tile)
         dphi, dpsi = self.phi_hat.view(self.sum_phi.shape), self.psi_hat.view(self.sum_psi.shape)
         torch.baddbmm(dphi, self.weights, self.sum_psi, out=dphi)
         torch.baddbmm(dpsi, self.weights.mT, self.sum_phi, out=dpsi)

@@ -13,7 +13,7 @@ class Powers(NamedTuple):
 
     queries: Tensor  # (.., c, 1) from the token before the chunk to each query
     keys: Tensor  # (.., c, 1) from each key to the last of the chunk
-    tile: Tensor  # (.., c, c) from key to query, 0 for later keys
+    tile: Tensor  # (.., c, c) from key to query, 1 for later keys
     first: Tensor  # (.., 1, 1) from the token before the chunk to its first
     # From the token before the chunk to its last, less 1, which is exact where g is near 1: otherwise the
     # rounding of g^64 would be a bias that every chunk adds to. For z, and for S, where xPos joins in.
@@ -80,7 +80,7 @@ class Fade:
         powers = Powers(
             self._power(self.rates, where - before),
             self._power(self.rates, last - where),
-            self._power(self.rates, (where - where.mT).clamp(min=0)).tril_(),
+            self._power(self.rates, (where - where.mT).clamp(min=0)),
             self._power(self.rates, first - before),
             (self.rates * (last - before)).expm1()[..., 0, 0],
             (state_rates * (last - before)).expm1()[..., 0, 0, :, None],

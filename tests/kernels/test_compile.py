@@ -1,22 +1,20 @@
 """Every kernel compiled ahead of time for GPUs that are not there: it fits, it does not spill unknowingly."""
 
-import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from linrope_kernels import tiles
 from linrope_kernels.report import SHARED_LIMIT
 
-from tests.kernels.compiled import CAPABILITIES, start_launches, start_report
+from tests.kernels.compiled import CAPABILITIES, run_compiled
 
 
 @cache
 def reports() -> list[dict[str, Any]]:
     """The compiler's report on the whole tile table."""
-    out, err = start_report().communicate()
-    assert start_report().returncode == 0, err[-3000:]
-    return [json.loads(line) for line in out.splitlines()]
+    return run_compiled("-m", "linrope_kernels.report", "--json", "--capability", *map(str, CAPABILITIES))
 
 
 # Bytes spilled per thread, at most, over the capabilities; elsewhere none but LITTLE. A spill goes to the
@@ -58,6 +56,7 @@ CEILING = {
 # Chunks of 32, or 32 values: tiles too small for wgmma's 64 rows. Wide heads trade it for fewer spills.
 MMA_SYNC_ON_HOPPER = {("scan_fwd", 256), ("dv", 256)}
 
+pytestmark = pytest.mark.xdist_group("compile")  # made once, in one process
 every_capability = pytest.mark.parametrize("capability", CAPABILITIES)
 
 
@@ -100,9 +99,8 @@ def test_bfloat16_uses_hopper_s_matrix_unit() -> None:
 
 
 def test_what_the_launchers_start_compiles_too() -> None:
-    out, err = start_launches().communicate()
-    assert start_launches().returncode == 0, err[-3000:]
-    started = [json.loads(line) for line in out.splitlines()]
+    script = Path(__file__).parent / "launch_without_gpu.py"
+    started = run_compiled(str(script), str(CAPABILITIES[0]))
     assert {entry["kernel"] for entry in started} == {
         "table_fwd_kernel", "scan_fwd_kernel", "states_kernel", "prefix_kernel", "dq_kernel", "dkv_kernel",
         "step_fwd_kernel",

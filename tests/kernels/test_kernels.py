@@ -60,7 +60,7 @@ def compare(q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None 
 
 
 @every_dtype
-@pytest.mark.parametrize("d", [16, 48, 64])
+@pytest.mark.parametrize("d", [16, 48])
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 200])
 def test_every_length(n: int, d: int, dtype: torch.dtype) -> None:
     q, k, v = randoms(1, n, 2, d, g=1, e=d // 2, dtype=dtype)
@@ -140,16 +140,13 @@ def test_every_rotation(rotary_dim: int, layout: str, causal: bool) -> None:
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("with_state", [True, False])
-@pytest.mark.parametrize("rotary", [None, Rotary(16)], ids=["no rotary", "rotary"])
-def test_every_option(
-    rotary: Rotary | None, with_state: bool, masked: bool, normalize: bool, causal: bool
-) -> None:
-    q, k, v = randoms(3, 70, 2, 16, g=1, e=8, dtype=torch.float32)
-    how: dict[str, Any] = {"rotary": rotary, "normalize": normalize}
+def test_every_option(with_state: bool, masked: bool, normalize: bool, causal: bool) -> None:
+    q, k, v = randoms(3, 40, 2, 16, g=1, e=8, dtype=torch.float32)
+    how: dict[str, Any] = {"rotary": Rotary(16), "normalize": normalize}
     state = random_state(k, v, how) if with_state else None
     mask = None
     if masked:
-        mask = torch.rand(3, 70) > 0.3
+        mask = torch.rand(3, 40) > 0.3
         mask[0, :1], mask[1] = False, False
         v = v.masked_fill(~mask[..., None, None], float("nan"))
         actual = linear_rope_attention(q, k, v, causal=causal, key_mask=mask, backend="triton", **how)
@@ -317,10 +314,18 @@ def test_cut_anywhere_and_resumed_is_one_call(causal: bool) -> None:
 
 
 @every_dtype
-@pytest.mark.parametrize("rotary", [None, Rotary(16), Rotary(16, layout="half", rotary_dim=6)])
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("decay", [None, 0.9])
-def test_decoding(decay: float | None, normalize: bool, rotary: Rotary | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("rotary", "normalize", "decay"),
+    [
+        (None, True, None),
+        (None, False, 0.9),
+        (Rotary(16), True, 0.9),
+        (Rotary(16), False, None),
+        (Rotary(16, layout="half", rotary_dim=6), True, None),
+    ],
+    ids=str,
+)
+def test_decoding(rotary: Rotary | None, normalize: bool, decay: float | None, dtype: torch.dtype) -> None:
     b, n, d, e = 3, 5, 16, 40
     q, k, v = randoms(b, n, 4, d, g=2, e=e, dtype=dtype)
     how: dict[str, Any] = {"rotary": rotary, "normalize": normalize}
