@@ -1,0 +1,157 @@
+"""What the models remember of a sequence: one state per layer."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from linrope.files import load_tensors, save_tensors
+from linrope.models.huggingface.configuration import LinRopeConfig
+from linrope.position_encodings import KeyValueState
+from linrope.state import LinearAttentionState
+
+_FORMAT, _VERSION = "linrope.LinRopeCache", 1
+
+State = LinearAttentionState | KeyValueState
+
+
+class StateLayer:
+    """The state of one layer, None before the first token, with the methods that a Cache calls."""
+
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, state: State | None = None) -> None:
+        self.state = state
+
+    def take(self) -> State | None:
+        """The state, given away, as it is the cache's own: decoding writes the next one into its memory."""
+        if self.state is None or _frozen(self.state):
+            return self.state
+        return self.state.donate()
+
+    def reset(self) -> None:
+        self.state = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.state = None if self.state is None else self.state.reorder(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """indices: integers, or bool (b,)."""
+        self.reorder_cache(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.state is not None:
+            index = torch.arange(len(self.state.position), device=self.state.position.device)
+            self.state = self.state.reorder(index.repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raises RuntimeError unless there is nothing to remove."""
+        if tokens_to_remove:
+            raise RuntimeError(
+                f"crop({tokens_to_remove}): a state is a sum over all tokens, from which none can be taken; "
+                "keep a copy.deepcopy of the cache to go back to"
+            )
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class LinRopeCache(Cache):
+    """The states of all layers, for generate() and for forward's past_key_values.
+
+    Its memory does not grow with the sequence, except in "full_attention" layers of a hybrid model, which
+    keep all their keys and values. ``copy.deepcopy`` forks a sequence.
+
+    Args:
+        config: of the model.
+
+    >>> from linrope.models.huggingface import LinRopeCache, LinRopeConfig, LinRopeForCausalLM
+    >>> config = LinRopeConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    ...                        num_attention_heads=2)
+    >>> model, cache = LinRopeForCausalLM(config), LinRopeCache(config)
+    >>> logits = model(torch.randint(50, (1, 10)), past_key_values=cache).logits
+    >>> cache.get_seq_length(), cache.layers[0].state.kv.shape
+    (10, torch.Size([1, 2, 16, 16]))
+    """
+
+    layers: list[StateLayer]  # type: ignore[assignment]
+
+    def __init__(self, config: LinRopeConfig) -> None:
+        super().__init__(layers=[])
+        self.layers += [StateLayer() for _ in range(config.num_hidden_layers)]
+        self.length = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen so far, padding too."""
+        return self.length
+
+    def reset(self) -> None:
+        super().reset()
+        self.length = 0
+
+    @property
+    def batch_size(self) -> int:
+        """-1 before the first token."""
+        state = self.layers[0].state if self.layers else None
+        return -1 if state is None else len(state.position)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes one safetensors file, atomically."""
+        tensors: dict[str, Tensor] = {}
+        metadata = {"format": _FORMAT, "version": str(_VERSION)}
+        metadata |= {"length": str(self.length), "layers": str(len(self.layers))}
+        for i, layer in enumerate(self.layers):
+            if layer.state is not None:
+                metadata[f"{i}.identity"] = layer.state.identity
+                tensors |= {f"{i}.{name}": getattr(layer.state, name) for name in tensors_of(layer.state)}
+        save_tensors(Path(path), tensors, metadata)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: torch.device | str | None = None) -> "LinRopeCache":
+        """Reads what ``save`` wrote, onto the model's device (default: the CPU).
+
+        A model of another configuration refuses it when it is used.
+
+        Raises:
+            FileNotFoundError, ValueError: no such file; a damaged or newer one, or one of other content.
+        """
+        tensors, metadata = load_tensors(Path(path), _FORMAT, _VERSION)
+        cache = cls.__new__(cls)
+        Cache.__init__(cache, layers=[])
+        try:
+            cache.length = int(metadata["length"])
+            for i in range(int(metadata["layers"])):
+                own = {
+                    name.partition(".")[2]: tensor.to(device)
+                    for name, tensor in tensors.items()
+                    if name.startswith(f"{i}.")
+                }
+                cache.layers.append(StateLayer(_state(own, metadata.get(f"{i}.identity", ""))))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: not the states of a model ({error})") from error
+        return cache
+
+
+def _frozen(state: State) -> bool:
+    """Whether it was made in inference mode, outside of which it must not be written to."""
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return False
+    return isinstance(state, LinearAttentionState) and state.kv.is_inference()
+
+
+def tensors_of(state: State) -> tuple[str, ...]:
+    if isinstance(state, LinearAttentionState):
+        return "kv", "z", "position"
+    return "k", "v", "positions", "mask"
+
+
+def _state(tensors: dict[str, Any], identity: str) -> State | None:
+    if not tensors:
+        return None
+    kind = LinearAttentionState if "kv" in tensors else KeyValueState
+    return kind(**tensors, identity=identity)

@@ -1,0 +1,143 @@
+"""What config.json holds, and the attention layers that it describes."""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from linrope.attention import LinearRoPEAttention
+from linrope.feature_maps.random_features import RandomFeatureMap
+from linrope.position_encodings import SoftmaxAttention
+from linrope.rotary import Rotary
+
+LAYER_TYPES = ("linear_attention", "full_attention")
+
+
+class LinRopeConfig(PreTrainedConfig):
+    """Sizes and choices of the Hugging Face models of linear attention with RoPE.
+
+    Names are Llama's where Llama has the thing, and so are the weights' names.
+
+    Args:
+        vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads: sizes.
+        num_key_value_heads: a divisor of num_attention_heads; default: as many.
+        head_dim: default hidden_size / num_attention_heads.
+        rope_parameters: {"rope_theta": .., "rope_type": .., ..} as Hugging Face writes them; the rotation
+            has layout "half", as in Llama, and the size of the features.
+        max_position_embeddings: the trained length, which some rope types need; generation may go beyond.
+        rope_order: "after" the feature map (RoFormer eq. 19) or "before" it.
+        feature_map: name, or {"name": .., options}. Of random ones the seed is drawn here and saved.
+        decay: None, "retnet", or a number in (0, 1] for each key/value head.
+        normalize: divide by the normalizer; with signed feature maps False.
+        out_norm: RMS norm of each head's output.
+        gate: multiply heads by silu(W_g x).
+        layer_types: "linear_attention" or "full_attention" (softmax with RoPE, without decay, out_norm and
+            gate) for each layer; default: all linear.
+        full_attention_interval: k, instead of layer_types: each k-th layer is "full_attention".
+        is_causal: False: each token sees all others, as the masked LM has it.
+        attention_bias: of the attention's projections.
+        rms_norm_eps, initializer_range, tie_word_embeddings, use_cache: as in Llama.
+        pad_token_id, bos_token_id, eos_token_id: special tokens; None: there is no such token.
+
+    Raises:
+        ValueError: a value that does not fit.
+
+    >>> from linrope.models.huggingface import LinRopeConfig
+    >>> LinRopeConfig(num_hidden_layers=4, full_attention_interval=4).layer_types
+    ['linear_attention', 'linear_attention', 'linear_attention', 'full_attention']
+    """
+
+    model_type = "linrope"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+
+    vocab_size: int = 32000
+    hidden_size: int = 1024
+    intermediate_size: int = 2816
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 4096
+    rope_parameters: dict[str, Any] | None = None
+    rope_order: str = "after"
+    feature_map: str | dict[str, Any] = "elu+1"
+    decay: str | list[float] | None = None
+    normalize: bool = True
+    out_norm: bool = True
+    gate: bool = True
+    layer_types: list[str] | None = None
+    is_causal: bool = True
+    attention_bias: bool = False
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
+        if self.num_hidden_layers < 0:
+            raise ValueError(f"num_hidden_layers={self.num_hidden_layers}: expected at least 0")
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        interval = kwargs.pop("full_attention_interval", None)
+        if self.layer_types is None:
+            self.layer_types = _layer_types(self.num_hidden_layers, interval)
+        elif interval is not None:
+            raise ValueError(f"full_attention_interval={interval}: expected None beside layer_types")
+        super().__post_init__(**kwargs)
+        if len(self.layer_types) != self.num_hidden_layers or not set(self.layer_types) <= set(LAYER_TYPES):
+            raise ValueError(
+                f"layer_types={self.layer_types}: expected num_hidden_layers={self.num_hidden_layers} "
+                f"of {', '.join(LAYER_TYPES)}"
+            )
+        with torch.device("meta"):  # a bad value is named here, not when a model is made
+            layers = [make_attention(self, layer_type) for layer_type in LAYER_TYPES]
+        self.head_dim = layers[0].head_dim
+        maps = [module for module in layers[0].modules() if isinstance(module, RandomFeatureMap)]
+        if maps:
+            options = {"name": self.feature_map} if isinstance(self.feature_map, str) else self.feature_map
+            self.feature_map = {**options, "seed": maps[0].seed}
+
+
+def make_attention(config: LinRopeConfig, layer_type: str) -> LinearRoPEAttention | SoftmaxAttention:
+    """The attention of a layer of that type."""
+    if config.decay is not None and not config.is_causal:
+        raise ValueError(f"decay={config.decay}: expected None with is_causal=False")
+    assert config.rope_parameters is not None
+    own: dict[str, Any] = {
+        "num_kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "causal": config.is_causal,
+        "bias": config.attention_bias,
+    }
+    trained: dict[str, Any] = {"max_position_embeddings": config.max_position_embeddings}
+    rope = dict(config.rope_parameters)
+    if rope["rope_type"] in ("default", "linear", "dynamic"):  # which do not need it, but configs have it
+        rope.pop("original_max_position_embeddings", None)
+    if layer_type == "full_attention":
+        dim = config.head_dim or config.hidden_size // config.num_attention_heads
+        rotary = Rotary.from_config(rope, head_dim=dim, **trained)
+        return SoftmaxAttention(config.hidden_size, config.num_attention_heads, positions=rotary, **own)
+    return LinearRoPEAttention(
+        config.hidden_size,
+        config.num_attention_heads,
+        feature_map=config.feature_map,
+        rotary={**rope, **trained},
+        rope_order=config.rope_order,
+        decay=config.decay,
+        normalize=config.normalize,
+        out_norm=config.out_norm,
+        gate=config.gate,
+        **own,
+    )
+
+
+def _layer_types(layers: int, interval: int | None) -> list[str]:
+    if interval is not None and interval < 1:
+        raise ValueError(f"full_attention_interval={interval}: expected at least 1, or None")
+    return [LAYER_TYPES[interval is not None and (i + 1) % interval == 0] for i in range(layers)]

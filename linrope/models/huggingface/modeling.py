@@ -1,0 +1,304 @@
+"""A Llama whose attention is linear, with RoPE on the features, for transformers, in one file.
+
+    x = embed(tokens)
+    x = x + attention(norm(x));  x = x + mlp(norm(x))      for each layer
+    logits = lm_head(norm(x))
+
+Weights have Llama's names. Attention is LinearRoPEAttention, in some layers of a hybrid SoftmaxAttention;
+both go on from a state, so that prefill, chunks of it and decoding are the same call.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, MaskedLMOutput
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from linrope.models.huggingface.cache import LinRopeCache
+from linrope.models.huggingface.configuration import LinRopeConfig, make_attention
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj", "out_norm")
+
+
+class LinRopeMLP(nn.Module):
+    """SwiGLU, W_down (silu(W_gate x) * W_up x), with Llama's names. Shazeer 2020, arXiv 2002.05202."""
+
+    def __init__(self, config: LinRopeConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
+class LinRopeLayer(GradientCheckpointingLayer):
+    """Pre-norm attention and feed-forward, each around a residual connection."""
+
+    def __init__(self, config: LinRopeConfig, index: int) -> None:
+        super().__init__()
+        assert config.layer_types is not None
+        self.index, self.layer_type = index, config.layer_types[index]
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = make_attention(config, self.layer_type)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = LinRopeMLP(config)
+
+    def forward(self, x: Tensor, *, past_key_values: LinRopeCache | None = None, **where: Any) -> Tensor:
+        """x (b, n, hidden_size) -> the same; where: positions, key_mask and cu_seqlens of the tokens."""
+        y = self.input_layernorm(x)
+        if past_key_values is None:
+            y = self.self_attn(y, **where)
+        else:
+            slot = past_key_values.layers[self.index]
+            y, slot.state = self.self_attn(y, state=slot.take(), return_state=True, **where)
+        x = x + y
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class LinRopePreTrainedModel(PreTrainedModel):
+    """What the models share: their config, how weights start, what transformers may do with them."""
+
+    config: LinRopeConfig
+    config_class = LinRopeConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LinRopeLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _is_stateful = True  # no way back: generate() then refuses assisted decoding
+    _can_record_outputs = {"hidden_states": LinRopeLayer}  # noqa: RUF012
+
+    def _initialize_weights(self, module: nn.Module, *args: Any) -> None:
+        # Without what says "custom code", which skips modules without weights of their own. No need to:
+        # _init_weights leaves loaded weights alone.
+        super()._initialize_weights(module)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, LinRopeLayer):  # feature map and decay: as the layer makes them
+            own = {
+                name: tensor
+                for name, tensor in module.self_attn.state_dict(keep_vars=True).items()
+                if name.split(".")[0] not in PROJECTIONS and not name.endswith("_extra_state")
+            }
+            if own:
+                with torch.device("cpu"):
+                    fresh = make_attention(self.config, module.layer_type).state_dict()
+                for name, tensor in own.items():
+                    init.copy_(tensor, fresh[name])
+
+
+class LinRopeModel(LinRopePreTrainedModel):
+    """Tokens in, hidden states out.
+
+    >>> from linrope.models.huggingface import LinRopeConfig, LinRopeModel
+    >>> model = LinRopeModel(LinRopeConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2))
+    >>> model(torch.randint(50, (2, 10))).last_hidden_state.shape
+    torch.Size([2, 10, 32])
+    """
+
+    def __init__(self, config: LinRopeConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(LinRopeLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.causal = config.is_causal
+        self.post_init()
+
+    @merge_with_config_defaults  # type: ignore[untyped-decorator]
+    @capture_outputs  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: LinRopeCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """
+        Args:
+            input_ids: (b, n) integers; or inputs_embeds, (b, n, hidden_size).
+            attention_mask: (b, n), with a cache (b, tokens seen before + n); 0 = padding, on either side.
+            position_ids: (n,) or (b, n). Default: counted without padding, on from the cache. In a batch of
+                one without mask and cache, each 0 begins a new sequence, as packing collators write them.
+            past_key_values: of the tokens before; it is changed.
+            cu_seqlens: (s + 1,), of sequences packed into a batch of one; also as cu_seq_lens_q.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids, inputs_embeds: expected exactly one of them")
+        if past_key_values is not None and not isinstance(past_key_values, LinRopeCache):
+            kind = type(past_key_values).__name__
+            raise TypeError(f"past_key_values: got {kind}, expected LinRopeCache or None")
+        if kwargs.get("is_causal", self.causal) != self.causal:
+            raise ValueError(f"is_causal={not self.causal}: this model was made with is_causal={self.causal}")
+        if past_key_values is not None and (not self.causal or len(past_key_values) != len(self.layers)):
+            expected = f"{len(self.layers)} layers" if self.causal else "None with is_causal=False"
+            raise ValueError(f"past_key_values: got {len(past_key_values)} layers, expected {expected}")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        b, n, _ = x.shape
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+
+        key_mask = None
+        if attention_mask is not None:
+            if attention_mask.shape != (b, seen + n):
+                shape = tuple(attention_mask.shape)
+                raise ValueError(f"attention_mask: got shape {shape}, expected {(b, seen + n)}")
+            if _may_pad(attention_mask, n):
+                key_mask = attention_mask[:, seen:].bool()
+                counted = count_positions(attention_mask)[:, seen:]
+                # Positions that transformers gives padding may fall, and keys cannot fade over that.
+                position_ids = counted if position_ids is None else position_ids.where(key_mask, counted)
+        cu_seqlens = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
+        if cu_seqlens is None and position_ids is not None and b == 1 < n and not seen:
+            cu_seqlens = _restarts(position_ids) if attention_mask is None else None
+        if cu_seqlens is not None and past_key_values is not None:
+            raise ValueError("cu_seqlens: got packed sequences and past_key_values, expected one of the two")
+        if use_cache and past_key_values is None and self.causal and cu_seqlens is None:
+            past_key_values = LinRopeCache(self.config)
+
+        where = {"positions": position_ids, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
+        for layer in self.layers:
+            x = layer(x, past_key_values=past_key_values, **where)
+        if past_key_values is not None:
+            past_key_values.length += n
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+
+
+def count_positions(attention_mask: Tensor) -> Tensor:
+    """(b, m) -> (b, m): padding does not count, and stands where the token before it stands."""
+    return (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+
+
+def _may_pad(attention_mask: Tensor, n: int) -> bool:
+    """Looking costs little beside a long call, but must not make each decoding step wait for a GPU."""
+    blind = torch.compiler.is_compiling() or (n == 1 and attention_mask.device.type != "cpu")
+    return blind or not bool(attention_mask.all())
+
+
+def _restarts(position_ids: Tensor) -> Tensor | None:
+    """cu_seqlens of sequences that begin at the zeros; None: there is one sequence."""
+    first = (position_ids.flatten() == 0).nonzero()[:, 0]
+    end = first.new_full((1,), position_ids.shape[-1])
+    return torch.cat((first.new_zeros(1), first[first > 0], end)) if len(first) > 1 else None
+
+
+class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
+    """Tokens in, logits of the next token out, and generate().
+
+    >>> from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM
+    >>> model = LinRopeForCausalLM(LinRopeConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2))
+    >>> model.generate(torch.randint(50, (2, 10)), max_new_tokens=5).shape
+    torch.Size([2, 15])
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: LinRopeConfig) -> None:
+        if not config.is_causal:
+            raise ValueError("is_causal=False: expected True in a causal language model")
+        super().__init__(config)
+        self.model = LinRopeModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: LinRopeCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Arguments as of ``LinRopeModel``; labels (b, n): the tokens, -100 = no loss; shifted here."""
+        outputs = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
+            past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
+        )  # fmt: skip
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic"):
+            raise ValueError(f"cache_implementation={kind!r}: expected None, as states have one form")
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = LinRopeCache(self.config)
+
+    def _prepare_position_ids_for_generation(
+        self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
+    ) -> Tensor | None:
+        mask = model_kwargs.get("attention_mask")  # without padding the state counts on
+        return None if mask is None or bool(mask.all()) else count_positions(mask)
+
+
+class LinRopeForMaskedLM(LinRopePreTrainedModel):
+    """Tokens in, logits of the same tokens out; each token sees all others (is_causal=False).
+
+    >>> from linrope.models.huggingface import LinRopeConfig, LinRopeForMaskedLM
+    >>> model = LinRopeForMaskedLM(LinRopeConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2))
+    >>> model(torch.randint(50, (2, 10))).logits.shape
+    torch.Size([2, 10, 50])
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: LinRopeConfig) -> None:
+        config = copy.deepcopy(config)
+        config.is_causal = False  # in what is saved as well: AutoModel then makes the same layers
+        super().__init__(config)
+        self.model = LinRopeModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self, input_ids: Tensor | None = None, *, labels: Tensor | None = None, **kwargs: Any
+    ) -> MaskedLMOutput:
+        """Arguments as of ``LinRopeModel``; labels (b, n): -100 = no loss."""
+        outputs = self.model(input_ids, **kwargs)
+        logits = self.lm_head(outputs.last_hidden_state)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+
+
+class LinRopeForSequenceClassification(GenericForSequenceClassification, LinRopePreTrainedModel):
+    """Tokens in, logits of config.num_labels classes out, read at the last token that is no padding.
+
+    >>> from linrope.models.huggingface import LinRopeConfig, LinRopeForSequenceClassification
+    >>> config = LinRopeConfig(vocab_size=50, hidden_size=32, num_labels=3, pad_token_id=0)
+    >>> LinRopeForSequenceClassification(config)(torch.randint(1, 50, (2, 10))).logits.shape
+    torch.Size([2, 3])
+    """

@@ -1,0 +1,85 @@
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from linrope.models.huggingface import LinRopeConfig, LinRopeForMaskedLM
+from tests.models.huggingface.tiny import KINDS, causal_lm, config
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_config_is_the_same(kind: str, tmp_path: Path) -> None:
+    rope = {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0}
+    made = config(**KINDS[kind], rope_parameters=rope, max_position_embeddings=64)
+    made.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(loaded, LinRopeConfig)
+    assert loaded.to_diff_dict() == made.to_diff_dict()
+    assert loaded.head_dim == 8
+
+
+def test_the_seed_of_a_random_map_is_saved() -> None:
+    made = config(feature_map={"name": "paired", "inner": "favor+", "num_features": 16})
+    assert isinstance(made.feature_map, dict)
+    assert set(made.feature_map) == {"name", "inner", "num_features", "seed"}
+    again = LinRopeConfig.from_dict(made.to_dict())
+    assert again.feature_map == made.feature_map
+    one, other = (causal_lm(feature_map=c.feature_map) for c in (made, again))
+    projections = [m.model.layers[1].self_attn.feature_map.inner.projection for m in (one, other)]
+    assert torch.equal(*projections)
+
+
+def test_rope_parameters_reach_both_kinds_of_layers() -> None:
+    rope = {"rope_theta": 1e6, "rope_type": "linear", "factor": 4.0, "partial_rotary_factor": 0.5}
+    linear, full = (
+        layer.self_attn for layer in causal_lm(full_attention_interval=2, rope_parameters=rope).model.layers
+    )
+    theta = torch.tensor([1, 1e6**-0.5], dtype=torch.float64, device="cpu") / 4
+    for rotary in (linear.rotary, full.encoding):
+        torch.testing.assert_close(rotary.theta, theta)
+        assert (rotary.layout, rotary.rotary_dim) == ("half", 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hidden_size": 0}, r"hidden_size=0: expected at least 1"),
+        ({"num_hidden_layers": -1}, r"num_hidden_layers=-1: expected at least 0"),
+        ({"num_key_value_heads": 3}, r"num_kv_heads=3: expected a divisor of num_heads=4"),
+        ({"hidden_size": 33}, r"embed_dim=33: expected a multiple of num_heads=4"),
+        ({"head_dim": 7}, r"got 7 of head_dim=7 features, expected a positive even"),
+        ({"feature_map": "elu1"}, r"feature_map='elu1': expected one of .*did you mean 'elu\+1'\?"),
+        ({"feature_map": "silu"}, r"its features are signed; expected normalize=False"),
+        ({"decay": [0.5, 2.0]}, r"decay: got \[0.5, 2.0\], expected 2 numbers in \(0, 1\]"),
+        ({"decay": "retnet", "is_causal": False}, r"decay=retnet: expected None with is_causal=False"),
+        ({"rope_order": "never"}, r"rope_order='never': expected one of after, before"),
+        ({"rope_parameters": {"rope_type": "yarm"}}, r"rope_type='yarm': expected one of .*did you mean"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, r"rope_theta=-1.0: expected a positive"),
+        ({"layer_types": ["linear_attention"]}, r"layer_types=.*expected num_hidden_layers=2 of"),
+        ({"layer_types": ["linear_attention", "mamba2"]}, r"layer_types=.*mamba2"),
+        ({"full_attention_interval": 0}, r"full_attention_interval=0: expected at least 1"),
+        ({"full_attention_interval": 2, "layer_types": []}, r"expected None beside layer_types"),
+    ],
+)
+def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**options)
+
+
+def test_causality_and_head_must_fit() -> None:
+    with pytest.raises(ValueError, match=r"is_causal=False: expected True in a causal language model"):
+        causal_lm(is_causal=False)
+    with pytest.raises(ValueError, match=r"decay=retnet: expected None with is_causal=False"):
+        LinRopeForMaskedLM(config(decay="retnet"))
+    given = config()
+    assert not LinRopeForMaskedLM(given).config.is_causal
+    assert given.is_causal
+
+
+def test_linrope_alone_does_not_import_transformers() -> None:
+    code = "import sys, linrope, linrope.models; sys.exit('transformers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,269 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from linrope.models.huggingface import (
+    LinRopeCache,
+    LinRopeForCausalLM,
+    LinRopeForMaskedLM,
+    LinRopeForSequenceClassification,
+    LinRopeModel,
+)
+from tests.models.huggingface.tiny import HYBRID, KINDS, causal_lm, config, tokens
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+AUTO = {
+    LinRopeModel: AutoModel,
+    LinRopeForCausalLM: AutoModelForCausalLM,
+    LinRopeForMaskedLM: AutoModelForMaskedLM,
+    LinRopeForSequenceClassification: AutoModelForSequenceClassification,
+}
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def rotated(x: Tensor) -> Tensor:
+    """(b, n, h, f) at positions 0, 1, ..: pairs (t, t + f/2) as complex numbers."""
+    n, half = x.shape[1], x.shape[-1] // 2
+    angle = torch.arange(n)[:, None] * 10000.0 ** -(torch.arange(half).double() / half)
+    z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    return torch.cat((z.real, z.imag), -1)
+
+
+def by_hand(weights: dict[str, Tensor], ids: Tensor, full: tuple[int, ...]) -> Tensor:
+    """The logits of a model of 2 layers, with 4 heads that share 2 keys, elu+1, norm and gate."""
+    x = weights["model.embed_tokens.weight"][ids]
+    b, n = ids.shape
+    mask = torch.ones(n, n, dtype=torch.float64).tril()
+    for i in range(2):
+        w = {key.split(".", 3)[3]: value for key, value in weights.items() if f"layers.{i}." in key}
+        y = rms(x, w["input_layernorm.weight"])
+        q, k, v = ((y @ w[f"self_attn.{p}_proj.weight"].T).view(b, n, -1, 8) for p in "qkv")
+        k, v = (t.repeat_interleave(2, 2) for t in (k, v))
+        if i in full:
+            scores = torch.einsum("bnhd,bmhd->bhnm", rotated(q), rotated(k)) / 8**0.5
+            out = torch.einsum("bhnm,bmhe->bnhe", scores.masked_fill(mask == 0, -torch.inf).softmax(-1), v)
+            out = out.flatten(2)
+        else:
+            q, k = F.elu(q) + 1, F.elu(k) + 1
+            num = torch.einsum("bnhf,bmhf,nm,bmhe->bnhe", rotated(q), rotated(k), mask, v)
+            den = torch.einsum("bnhf,bmhf,nm->bnh", q, k, mask)
+            out = rms(num / den[..., None], w["self_attn.out_norm.weight"]).flatten(2)
+            out = out * F.silu(y @ w["self_attn.g_proj.weight"].T)
+        x = x + out @ w["self_attn.o_proj.weight"].T
+        y = rms(x, w["post_attention_layernorm.weight"])
+        y = F.silu(y @ w["mlp.gate_proj.weight"].T) * (y @ w["mlp.up_proj.weight"].T)
+        x = x + y @ w["mlp.down_proj.weight"].T
+    return rms(x, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
+
+
+@pytest.mark.parametrize("full", [(), (1,)])
+def test_logits_and_loss_are_those_of_the_formula(full: tuple[int, ...]) -> None:
+    model, ids = causal_lm(**HYBRID if full else {}), tokens(2, 9)
+    expected = by_hand(dict(model.state_dict()), ids, full)
+    out = model(ids, labels=ids)
+    torch.testing.assert_close(out.logits, expected)
+    loss = F.cross_entropy(expected[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+    torch.testing.assert_close(out.loss, loss)
+
+
+@pytest.mark.parametrize(
+    ("kind_of_model", "kind"),
+    [(m, k) for m in AUTO for k in KINDS if (m, k) != (LinRopeForMaskedLM, "decay")],  # decay is causal
+)
+def test_saved_and_loaded_models_give_the_same_bits(kind_of_model: Any, kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, ids = kind_of_model(config(**KINDS[kind])).eval(), tokens(2, 9)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").is_file()
+    loaded, report = AUTO[kind_of_model].from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    assert type(loaded) is kind_of_model
+    assert torch.equal(loaded.to(ids.device)(ids)[0], model(ids)[0])
+
+
+def test_tied_embeddings_and_missing_weights(tmp_path: Path) -> None:
+    options = {"tie_word_embeddings": True, "feature_map": "hedgehog", "decay": "retnet"}
+    model = causal_lm(**options)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    state = {name: tensor for name, tensor in model.state_dict().items() if name.endswith("_proj.weight")}
+    loaded = LinRopeForCausalLM.from_pretrained(None, config=config(**options), state_dict=state)
+    layer, own = (m.model.layers[1].self_attn for m in (loaded, model))
+    assert torch.equal(
+        layer.decay_bits.cpu(), own.decay_bits.cpu()
+    )  # not in the file: made as in a new model
+    assert torch.equal(layer.feature_map.phi["weight"], torch.eye(8, device="cpu").expand(4, 8, 8))
+    assert torch.equal(layer.q_proj.weight.cpu().double(), own.q_proj.weight.cpu())
+
+
+def test_weights_have_the_names_and_shapes_of_llamas() -> None:
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    for options in ({}, {"full_attention_interval": 1}):
+        ours = causal_lm(gate=False, out_norm=False, **options)
+        shapes = [{k: v.shape for k, v in model.state_dict().items()} for model in (ours, llama)]
+        assert shapes[0] == shapes[1]
+
+
+@every_kind
+@pytest.mark.parametrize("cuts", [(4, 9), tuple(range(1, 12))], ids=["chunks", "tokens"])
+def test_pieces_give_what_one_call_gives(kind: str, cuts: tuple[int, ...]) -> None:
+    model, ids = causal_lm(**KINDS[kind]), tokens(2, 12)
+    whole = model(ids).logits
+    cache, out = LinRopeCache(model.config), []
+    for begin, end in zip((0, *cuts), (*cuts, 12)):
+        with torch.set_grad_enabled(begin % 2 == 0):  # without gradients a token changes states in place
+            out.append(model(ids[:, begin:end], past_key_values=cache).logits)
+        assert cache.get_seq_length() == end
+    torch.testing.assert_close(torch.cat(out, 1), whole)
+    last = model(ids, logits_to_keep=1).logits
+    torch.testing.assert_close(last, whole[:, -1:])
+
+
+@every_kind
+@pytest.mark.parametrize("positions", ["counted", "given"])
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_padded_is_unpadded(kind: str, side: str, positions: str) -> None:
+    model, ids = causal_lm(**KINDS[kind]), tokens(1, 7)
+    alone = model(ids).logits
+    left, right = {"left": (5, 0), "right": (0, 5), "both": (3, 2)}[side]
+    padded, mask = F.pad(ids, (left, right)), F.pad(torch.ones_like(ids), (left, right))
+    batch, mask = torch.cat((padded, tokens(1, 12))), torch.cat((mask, torch.ones(1, 12, dtype=mask.dtype)))
+    where = {}
+    if positions == "given":  # as transformers writes them: padding stands at 1
+        where = {"position_ids": (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)}
+    out = model(batch, attention_mask=mask, **where).logits[:1]
+    torch.testing.assert_close(out[:, left : left + 7], alone)
+    cache, pieces = LinRopeCache(model.config), []  # and so in pieces, one of them padding alone
+    for begin, end in ((0, 3), (3, 8), (8, 9), (9, 12)):
+        own = {"position_ids": where["position_ids"][:, begin:end]} if where else {}
+        call = model(batch[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, **own)
+        pieces.append(call.logits[:1])
+    torch.testing.assert_close(torch.cat(pieces, 1)[:, left : left + 7], alone)
+
+
+@every_kind
+@pytest.mark.parametrize("how", ["cu_seqlens", "cu_seq_lens_q", "position_ids"])
+def test_packed_is_separate(kind: str, how: str) -> None:
+    model, one, two = causal_lm(**KINDS[kind]), tokens(1, 5), tokens(1, 8, seed=2)
+    where = {how: torch.tensor([0, 5, 13], dtype=torch.int32)}
+    if how == "position_ids":
+        where = {how: torch.cat((torch.arange(5), torch.arange(8)))[None]}
+    out = model(torch.cat((one, two), 1), **where)
+    assert out.past_key_values is None
+    torch.testing.assert_close(out.logits, torch.cat((model(one).logits, model(two).logits), 1))
+
+
+def test_position_ids_shift_nothing_and_scale_something() -> None:
+    model, ids = causal_lm(**HYBRID), tokens(2, 9)
+    expected = model(ids).logits
+    torch.testing.assert_close(model(ids, position_ids=torch.arange(9) + 10**6).logits, expected)
+    assert not torch.allclose(model(ids, position_ids=torch.arange(9) * 2).logits, expected)
+
+
+@pytest.mark.parametrize("kind", ["linear", "hybrid"])
+def test_masked_lm_sees_both_sides_and_no_padding(kind: str) -> None:
+    torch.manual_seed(0)
+    model, ids = LinRopeForMaskedLM(config(**KINDS[kind])).double().eval(), tokens(1, 6)
+    out = model(ids, labels=ids)
+    torch.testing.assert_close(out.loss, F.cross_entropy(out.logits[0].float(), ids[0]))
+    other = ids.clone()
+    other[0, -1] = ids[0, -1] % 49 + 1
+    assert not torch.allclose(model(other).logits[:, 0], out.logits[:, 0])
+    mask = F.pad(torch.ones_like(ids), (2, 3))
+    padded = model(F.pad(ids, (2, 3), value=7), attention_mask=mask).logits[:, 2:-3]
+    torch.testing.assert_close(padded, out.logits)
+
+
+def test_classification_reads_the_last_real_token() -> None:
+    torch.manual_seed(0)
+    model = LinRopeForSequenceClassification(config(num_labels=3)).double().eval()
+    ids = tokens(1, 6)
+    states = model.model(ids).last_hidden_state
+    expected = states[:, -1] @ model.score.weight.T
+    for padding in ((3, 0), (0, 3)):
+        mask = F.pad(torch.ones_like(ids), padding)
+        out = model(F.pad(ids, padding), attention_mask=mask, labels=torch.tensor([2])).logits
+        torch.testing.assert_close(out, expected)
+
+
+def test_bad_arguments_are_refused() -> None:
+    model, ids = causal_lm(), tokens(2, 5)
+    with pytest.raises(ValueError, match="expected exactly one of them"):
+        model(ids, inputs_embeds=torch.zeros(2, 5, 32))
+    with pytest.raises(TypeError, match="past_key_values: got DynamicCache, expected LinRopeCache"):
+        model(ids, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match=r"attention_mask: got shape \(2, 4\), expected \(2, 5\)"):
+        model(ids, attention_mask=torch.ones(2, 4))
+    with pytest.raises(ValueError, match="is_causal=False: this model was made with is_causal=True"):
+        model(ids, is_causal=False)
+    packed = {"cu_seqlens": torch.tensor([0, 2, 5]), "past_key_values": LinRopeCache(model.config)}
+    with pytest.raises(ValueError, match="cu_seqlens: got packed sequences and past_key_values"):
+        model(ids[:1], **packed)
+    both = LinRopeForMaskedLM(config())
+    with pytest.raises(ValueError, match="past_key_values: got 2 layers, expected None with is_causal=False"):
+        both(ids, past_key_values=LinRopeCache(both.config))
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "decay"])
+def test_gradient_checkpointing_changes_no_gradient(kind: str) -> None:
+    model, ids, gradients = causal_lm(**KINDS[kind]).train(), tokens(2, 9), []
+    for reentrant in (None, False, True):
+        if reentrant is not None:
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)
+        torch.testing.assert_close(gradients[2][name], gradient)
+
+
+@every_kind
+def test_half_precision_is_finite_and_near(kind: str) -> None:
+    model, ids = causal_lm(**KINDS[kind]).float(), tokens(2, 40)
+    expected = model(ids).logits
+    with torch.autocast(ids.device.type, torch.bfloat16):
+        out = model(ids, labels=ids)
+    out.loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    for logits in (out.logits, model.bfloat16()(ids).logits):
+        assert (logits.float() - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_compiled_is_eager() -> None:
+    model, ids = causal_lm(**KINDS["decay"]), tokens(2, 9)
+    compiled = torch.compile(model, backend="aot_eager")
+    out = compiled(ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False)
+    out.loss.backward()
+    torch.testing.assert_close(out.logits, model(ids).logits)
+
+
+@torch.no_grad()
+def test_compiled_decoding_compiles_twice_at_most() -> None:
+    torch._dynamo.reset()
+    model, ids, counter = causal_lm(), tokens(2, 12), CompileCounterWithBackend("aot_eager")
+    compiled, cache = torch.compile(model, backend=counter, fullgraph=True), LinRopeCache(model.config)
+    out = [model(ids[:, :6], past_key_values=cache)]
+    out += [compiled(ids[:, i : i + 1], past_key_values=cache) for i in range(6, 12)]
+    assert counter.frame_count <= 2  # for one length of the cache, and for any
+    torch.testing.assert_close(torch.cat([step.logits for step in out], 1), model(ids).logits)
+    torch._dynamo.reset()
