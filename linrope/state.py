@@ -130,8 +130,16 @@ class LinearAttentionState:
             raise ValueError(f"{path}: {error}") from error
 
 
+_LEAVES = ("kv", "z", "position")
+
+
 def _flatten(state: LinearAttentionState) -> tuple[list[Tensor], str]:
     return [state.kv, state.z, state.position], state.identity
+
+
+def _flatten_with_keys(state: LinearAttentionState) -> tuple[list[Any], str]:
+    leaves, identity = _flatten(state)
+    return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(_LEAVES, leaves, strict=True)], identity
 
 
 def _unflatten(leaves: Any, identity: Any) -> LinearAttentionState:
@@ -144,4 +152,5 @@ pytree.register_pytree_node(
     _flatten,
     _unflatten,
     serialized_type_name="linrope.LinearAttentionState",
+    flatten_with_keys_fn=_flatten_with_keys,
 )

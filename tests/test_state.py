@@ -187,6 +187,21 @@ def test_a_call_neither_changes_nor_shares_the_state_it_is_given(backend, causal
     assert all(bool((x == 77).all()) for x in tensors(given))
 
 
+@torch.no_grad()
+def test_a_state_goes_in_and_out_of_an_exported_program() -> None:
+    class Step(torch.nn.Module):
+        def forward(self, q, k, v, state):
+            return linear_rope_attention(q, k, v, rotary=Rotary(4), state=state, return_state=True)
+
+    q, k, v = randoms(2, 5, 2, 4)
+    _, state = linear_rope_attention(q, k, v, rotary=Rotary(4), return_state=True)
+    out, after = torch.export.export(Step(), (q, k, v, state)).module()(q, k, v, state)
+    expected, expected_state = Step()(q, k, v, state)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(after.kv, expected_state.kv)
+    assert torch.equal(after.position, expected_state.position)
+
+
 def test_state_is_a_pytree() -> None:
     state = some_state()
     leaves, spec = pytree.tree_flatten({"layer": state})
