@@ -1,4 +1,4 @@
-"""The ``linrope`` command: demo, bench, train, generate."""
+"""The ``linrope`` command: demo, bench, train, eval, generate."""
 
 import sys
 

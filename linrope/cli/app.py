@@ -1,12 +1,9 @@
-"""Commands and their options. What they do lies in models/training.py and cli/benchmark.py."""
+"""Commands and their options. What they do lies in the modules beside this one and in linrope.models."""
 
-import codecs
 import datetime
 import json
 import shutil
-import signal
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +12,20 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from linrope.cli import benchmark, report
+from linrope.cli import benchmark, evaluation, report
+from linrope.cli.convert import convert
+from linrope.cli.generation import stream
+from linrope.cli.training import describe, progress_bar, run_steps
 from linrope.files import replace_file
-from linrope.models import LanguageModel, LanguageModelConfig, generate
+from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.language_model import ATTENTION, POSITIONS
 from linrope.models.training import Corpus, Trainer, TrainingConfig, checkpoints, latest_checkpoint
+from linrope.models.training.checkpoint import tokenizer_of
+from linrope.models.training.corpus import load_tokenizer
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+app.command()(convert)
 console = Console()
 
 DEMO_PROMPT = "def main("
@@ -37,7 +39,7 @@ def run(arguments: list[str]) -> int:
         return stop.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except (ValueError, OSError, RuntimeError, typer.TyperException) as error:
+    except (ValueError, OSError, RuntimeError, ModuleNotFoundError, typer.TyperException) as error:
         cause = error.format_message() if hasattr(error, "format_message") else str(error)
         print(f"linrope: {' '.join(cause.split())}", file=sys.stderr)
         return 2
@@ -53,14 +55,29 @@ def train(
     path: Annotated[
         Path | None,
         typer.Argument(
-            help="Text file, or folder of text files. Default: Python's standard library.", show_default=False
+            help="Text file, .jsonl file, folder of these, or dataset saved to disk. "
+            "Default: Python's standard library.",
+            show_default=False,
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the checkpoints.")] = Path("runs/train"),
     steps: Annotated[int, typer.Option(help="Updates in all.")] = 1000,
-    batch_size: Annotated[int, typer.Option(help="Sequences per update.")] = 8,
-    sequence_length: Annotated[int, typer.Option(help="Bytes per sequence.")] = 512,
+    batch_size: Annotated[int, typer.Option(help="Rows per process and batch.")] = 8,
+    accumulation: Annotated[int, typer.Option(help="Batches per update.")] = 1,
+    sequence_length: Annotated[int, typer.Option(help="Tokens (bytes, if no tokenizer) per row.")] = 512,
+    pieces: Annotated[
+        int, typer.Option(help="Cut rows into so many pieces; states pass on, memory is that of one piece.")
+    ] = 1,
+    through: Annotated[
+        bool, typer.Option("--through", help="Gradients pass from piece to piece too; costs their memory.")
+    ] = False,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
+    warmup_steps: Annotated[int, typer.Option(help="Steps up to the peak.")] = 20,
+    weight_decay: Annotated[float, typer.Option(help="Of AdamW.")] = 0.1,
+    clip: Annotated[float, typer.Option(help="Largest norm of the gradient.")] = 1.0,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Of transformers: folder or name. Default: bytes.", show_default=False)
+    ] = None,
     embed_dim: Annotated[int, typer.Option(help="Width of the model.")] = 128,
     layers: Annotated[int, typer.Option(help="Blocks.")] = 4,
     heads: Annotated[int, typer.Option(help="Heads per block.")] = 4,
@@ -72,29 +89,40 @@ def train(
     rotary: Annotated[
         str, typer.Option(help="Layout of the positions 'rope': interleaved, half or none.")
     ] = "interleaved",
+    decay: Annotated[
+        str | None, typer.Option(help="'retnet': keys fade, with linear attention.", show_default=False)
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of initial weights and data order.")] = 0,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint in --out.")
     ] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write metrics for TensorBoard too.")
+    ] = False,
 ) -> int:
-    """Train a byte-level language model on text.
+    """Train a language model on text.
 
-    Ctrl-C saves a checkpoint and stops; the same command with --resume goes on, bit for bit as if it
-    had never stopped. With --resume the sizes and rates are those of the checkpoint.
+    Ctrl-C saves a checkpoint and stops. The same command with --resume goes on from the last checkpoint,
+    bit for bit as if the run had never stopped, or been killed. With --resume the sizes, rates and tokenizer
+    are those of the checkpoint. For several processes or GPUs: accelerate launch -m linrope.cli train ..
     """
     if save_every < 1:
         raise ValueError(f"--save-every={save_every}: expected at least 1")
-    corpus = Corpus.load(path)
     if resume:
-        trainer = Trainer.load(out, corpus)
+        trainer = Trainer.load(out, Corpus.load(path, tokenizer_of(latest_checkpoint(out))))
     else:
         if out.exists() and any(out.glob("step-*")):
             raise ValueError(f"--out={out}: has checkpoints already; expected --resume or an empty folder")
-        config = TrainingConfig(steps, batch_size, sequence_length, learning_rate, seed=seed)
+        corpus = Corpus.load(path, None if tokenizer is None else load_tokenizer(tokenizer))
+        config = TrainingConfig(
+            steps, batch_size, sequence_length, learning_rate, warmup_steps, weight_decay, clip, seed,
+            accumulation, pieces, through,
+        )  # fmt: skip
         torch.manual_seed(seed)
         model = LanguageModel(
             LanguageModelConfig(
+                vocab_size=corpus.vocab_size,
                 embed_dim=embed_dim,
                 num_layers=layers,
                 num_heads=heads,
@@ -103,13 +131,16 @@ def train(
                 max_length=max(sequence_length, LanguageModelConfig.max_length),
                 feature_map=feature_map,
                 rotary=None if rotary == "none" else rotary,
+                decay=decay,
             )
         )
         trainer = Trainer(model, corpus, config)
-    _describe(trainer)
-    stopped = _train(trainer, out, save_every)
+    console.quiet = not trainer.accelerator.is_main_process
+    describe(trainer, console)
+    stopped = run_steps(trainer, console, out, save_every, tensorboard)
     console.print(f"held-out text: {trainer.evaluate():.3f} bits per byte after {trainer.step} steps")
-    console.print(f"checkpoint: {trainer.save(out)}")
+    console.print(f"checkpoint: {latest_checkpoint(out)}")
+    trainer.accelerator.end_training()
     return 130 if stopped else 0
 
 
@@ -117,7 +148,7 @@ def train(
 def generate_text(
     checkpoint: Annotated[Path, typer.Option(help="Folder of a run, or one checkpoint.")],
     prompt: Annotated[str, typer.Option(help="Text to go on from.")] = DEMO_PROMPT,
-    max_new_tokens: Annotated[int, typer.Option(help="Bytes to generate.")] = 500,
+    max_new_tokens: Annotated[int, typer.Option(help="Bytes, or tokens, to generate.")] = 500,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest byte.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Sample among the k likeliest bytes.")] = None,
     top_p: Annotated[
@@ -128,8 +159,51 @@ def generate_text(
     """Generate text from a checkpoint, streaming; linear attention: at constant time and memory per byte."""
     if not prompt:
         raise ValueError("--prompt: got an empty text, expected at least one byte")
-    model = LanguageModel.load(latest_checkpoint(checkpoint)).eval()
-    _stream(model, prompt, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    latest = latest_checkpoint(checkpoint)
+    model = LanguageModel.load(latest).eval()
+    stream(
+        model,
+        tokenizer_of(latest),
+        prompt,
+        max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+    )
+    return 0
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Annotated[list[Path], typer.Option(help="Folder of a run, or one checkpoint; several.")],
+    path: Annotated[
+        Path | None,
+        typer.Argument(help="Text as for train. Default: what the run was trained on.", show_default=False),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens per sequence. Default: 4 times the trained length, if a document is that long.",
+            show_default=False,
+        ),
+    ] = None,
+    sequences: Annotated[int, typer.Option(help="At most so many sequences.")] = 64,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for JSON and plot. Default: the first --checkpoint.", show_default=False),
+    ] = None,
+) -> int:
+    """Measure bits per byte by position, past the trained length too.
+
+    Of the text that a run was trained on, the held-out part is read; of any other, all.
+    """
+    if sequences < 1 or (length is not None and length < 1):
+        raise ValueError(f"--sequences={sequences}, --length={length}: expected at least 1")
+    result = evaluation.evaluate(checkpoint, path, length, sequences, console)
+    console.print(evaluation.table(result))
+    written = evaluation.write(result, checkpoint[0] if out is None else out)
+    console.print(f"written: {', '.join(str(file) for file in written)}")
     return 0
 
 
@@ -174,7 +248,7 @@ def demo(
     torch.manual_seed(0)
     model = LanguageModel(LanguageModelConfig(embed_dim=128, num_layers=4, num_heads=4))
     trainer = Trainer(model, Corpus.load(), TrainingConfig(steps=1, sequence_length=256))
-    _describe(trainer)
+    describe(trainer, console)
     before = trainer.evaluate()
     # The schedule needs a number of steps: as many as the time allows at the speed of the first ones.
     start, trial = time.perf_counter(), 4
@@ -182,7 +256,7 @@ def demo(
         trainer.train_step()
     steps = max(trial + 1, round(seconds / (time.perf_counter() - start) * trial))
     trainer.config = replace(trainer.config, steps=steps)
-    stopped = _train(trainer, None)
+    stopped = run_steps(trainer, console)
     after = trainer.evaluate()
     console.print(f"bits per byte on held-out files: [bold]{before:.2f} before, {after:.2f} after[/bold]")
     for earlier in checkpoints(out):  # of another demo: a longer one would count as the latest
@@ -191,7 +265,7 @@ def demo(
     if stopped:
         return 130
     console.rule("2. Text from it, at constant memory per byte")
-    _stream(model.eval(), DEMO_PROMPT, 300, temperature=0.7, top_k=None, top_p=0.9, seed=0)
+    stream(model.eval(), None, DEMO_PROMPT, 300, temperature=0.7, top_k=None, top_p=0.9, seed=0)
     console.rule("3. Against softmax attention with RoPE")
     _bench([2**i for i in range(8, 15)], [1024, 65536], 2.0, 0.5, 2, out, "demo")
     return 0
@@ -201,7 +275,7 @@ def _bench(
     lengths: list[int], positions: list[int], limit: float, budget: float, rounds: int, out: Path, name: str
 ) -> None:
     rows: list[dict[str, Any]] = []
-    with _progress("{task.description}") as progress:
+    with progress_bar("{task.description}", console) as progress:
         task = progress.add_task("benchmark", total=len(lengths) + 1)
         for n in lengths:
             progress.update(task, description=f"N = {n:,}")
@@ -228,67 +302,3 @@ def _bench(
     replace_file(path, lambda temporary: temporary.write_text(json.dumps(result, indent=1) + "\n"))
     report.plot(result, path.with_suffix(".png"))
     console.print(f"written: {path}, {path.with_suffix('.png')}")
-
-
-def _describe(trainer: Trainer) -> None:
-    size = sum(parameter.numel() for parameter in trainer.model.parameters())
-    corpus = trainer.corpus
-    console.print(
-        f"{size / 1e6:.2f} M parameters; {corpus.name}: {len(corpus.train) / 1e6:.1f} MB to train on, "
-        f"{len(corpus.held_out) / 1e6:.1f} MB held out"
-    )
-
-
-def _progress(text: str) -> Progress:
-    return Progress(
-        TextColumn(text),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
-
-
-_STATUS = "loss {task.fields[bits]:.3f} bits/byte  {task.fields[rate]:,.0f} bytes/s"
-
-
-def _train(trainer: Trainer, out: Path | None, save_every: int = 0) -> bool:
-    """Trains to the end, or to Ctrl-C (then True); a checkpoint every save_every steps."""
-    config, first, start = trainer.config, trainer.step, time.perf_counter()
-    stop = threading.Event()
-
-    def interrupt(*_: object) -> None:
-        stop.set()
-        signal.signal(signal.SIGINT, previous)
-
-    # An interrupt within a step would tear it apart: finish the step first. A second one stops at once.
-    previous = signal.signal(signal.SIGINT, interrupt)
-    bits = rate = 0.0
-    try:
-        with _progress(_STATUS) as progress:
-            task = progress.add_task("", total=config.steps, completed=first, bits=8.0, rate=0.0)
-            while trainer.step < config.steps and not stop.is_set():
-                loss = trainer.train_step()
-                bits = loss if trainer.step == first + 1 else 0.95 * bits + 0.05 * loss
-                done = (trainer.step - first) * config.batch_size * config.sequence_length
-                rate = done / (time.perf_counter() - start)
-                progress.update(task, completed=trainer.step, bits=bits, rate=rate)
-                if save_every and out and trainer.step % save_every == 0 and trainer.step < config.steps:
-                    trainer.save(out)
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    if trainer.step > first:
-        console.print(f"{trainer.step} steps; loss {bits:.3f} bits per byte; {rate:,.0f} bytes/s")
-    return stop.is_set()
-
-
-def _stream(model: LanguageModel, prompt: str, count: int, **how: Any) -> None:
-    """Prints the text as it comes; bytes that are not UTF-8 show as replacement characters."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    tokens = torch.tensor([list(prompt.encode())])
-    sys.stdout.write(prompt)
-    for token in generate(model, tokens, count, **how):
-        sys.stdout.write(decoder.decode(bytes([int(token)])))
-        sys.stdout.flush()
-    sys.stdout.write(decoder.decode(b"", final=True) + "\n")

@@ -1,5 +1,6 @@
 """Long-sequence models, each readable as one file."""
 
-from linrope.models.language_model import LanguageModel, LanguageModelConfig, generate
+from linrope.models.generation import generate
+from linrope.models.language_model import LanguageModel, LanguageModelConfig
 
 __all__ = ["LanguageModel", "LanguageModelConfig", "generate"]

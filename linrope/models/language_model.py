@@ -12,15 +12,16 @@ compare with.
 import json
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linrope.arguments import check_packing, resolve_positions
 from linrope.attention import LinearRoPEAttention
 from linrope.files import load_tensors, replace_file, save_tensors
 from linrope.position_encodings import ABSOLUTE, RELATIVE, KeyValueState, SoftmaxAttention
@@ -46,7 +47,7 @@ class LanguageModelConfig:
     num_heads: int = 4
     num_kv_heads: int | None = None
     hidden_dim: int | None = None  # of the SwiGLU; default 8/3 embed_dim, rounded up to 32
-    feature_map: str = "elu+1"
+    feature_map: str | dict = "elu+1"  # type: ignore[type-arg]  # or {"name": .., options}
     rotary: str | None = "interleaved"  # layout of positions "rope"; None: no positions
     normalize: bool = True
     out_norm: bool = True
@@ -54,6 +55,7 @@ class LanguageModelConfig:
     attention: str = "linear"  # or "softmax": without feature_map, normalize, out_norm and gate
     positions: str = "rope"  # one of POSITIONS; those in RELATIVE with softmax only
     max_length: int = 4096  # of positions "learned"
+    decay: str | None = None  # or "retnet"; of linear attention
 
     @classmethod
     def from_dict(cls, values: object) -> "LanguageModelConfig":
@@ -95,10 +97,27 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(dim, eps=1e-6)
         self.feed_forward = SwiGLU(dim, config.hidden_dim or 32 * math.ceil(8 / 3 * dim / 32))
 
-    def forward(self, x: Tensor, state: State | None) -> tuple[Tensor, State]:
-        y, state = self.attention(self.attention_norm(x), state=state, return_state=True)
+    def forward(
+        self, x: Tensor, state: State | None, positions: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, State | None]:
+        y = self.attention_norm(x)
+        if cu_seqlens is not None and isinstance(self.attention, SoftmaxAttention):
+            y, state = _each_alone(self.attention, y, positions, cu_seqlens), None
+        else:
+            where = {"positions": positions, "cu_seqlens": cu_seqlens}
+            y, state = self.attention(y, state=state, return_state=True, **where)
         x = x + y
         return x + self.feed_forward(self.feed_forward_norm(x)), state
+
+
+def _each_alone(
+    attention: SoftmaxAttention, x: Tensor, positions: Tensor | None, cu_seqlens: Tensor
+) -> Tensor:
+    """Packed sequences one by one: a block mask would cost the square of all their lengths."""
+    cuts = cu_seqlens[1:-1].cpu().long()
+    parts = x.tensor_split(cuts, 1)
+    where = [None] * len(parts) if positions is None else positions.tensor_split(cuts, -1)
+    return torch.cat([attention(part, positions=at) for part, at in zip(parts, where, strict=True)], 1)
 
 
 def _linear(config: LanguageModelConfig) -> LinearRoPEAttention:
@@ -111,6 +130,7 @@ def _linear(config: LanguageModelConfig) -> LinearRoPEAttention:
         normalize=config.normalize,
         out_norm=config.out_norm,
         gate=config.gate,
+        decay=config.decay,
     )
 
 
@@ -157,6 +177,8 @@ class LanguageModel(nn.Module):
                 f"positions={config.positions!r}: a term of the n x m scores, which linear attention never "
                 "forms; expected attention='softmax'"
             )
+        if config.attention == "softmax" and config.decay is not None:
+            raise ValueError(f"decay={config.decay!r}: expected None with attention='softmax'")
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.embed_dim)
         self.encoding = _absolute(config)
@@ -168,8 +190,19 @@ class LanguageModel(nn.Module):
                 last = name.endswith(("o_proj.weight", "w2.weight"))
                 nn.init.normal_(weight, std=0.02 / (2 * config.num_layers) ** 0.5 if last else 0.02)
 
-    def forward(self, tokens: Tensor, states: States | None = None) -> tuple[Tensor, States]:
-        """tokens (b, n) integers -> logits (b, n, vocab_size) and the states after the last token."""
+    def forward(
+        self,
+        tokens: Tensor,
+        states: States | None = None,
+        *,
+        positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, States]:
+        """tokens (b, n) integers -> logits (b, n, vocab_size) and the states after the last token.
+
+        positions and cu_seqlens as in linear_rope_attention. Packed softmax attention has no states: none
+        are returned.
+        """
         if tokens.ndim != 2 or tokens.is_floating_point():
             raise ValueError(f"tokens: got {tokens.dtype} {tuple(tokens.shape)}, expected integers (b, n)")
         if not torch.compiler.is_compiling() and tokens.device.type == "cpu" and tokens.numel():
@@ -178,26 +211,28 @@ class LanguageModel(nn.Module):
                 raise ValueError(
                     f"tokens: got ids {low} .. {high}, expected 0 .. {self.config.vocab_size - 1}"
                 )
+        if states and cu_seqlens is not None and self.config.attention == "softmax":
+            raise ValueError("states: got them beside cu_seqlens, expected None with attention='softmax'")
         if states is not None and len(states) != len(self.blocks):
             raise ValueError(f"states: got {len(states)}, expected one per block, {len(self.blocks)}")
         x = self.embed(tokens)
         if self.config.positions == "sinusoidal":  # Vaswani 2017, section 3.4: p is about 1, x was small
             x = x * math.sqrt(self.config.embed_dim)
         if self.encoding is not None:
-            positions = torch.arange(tokens.shape[1], device=x.device)
-            x = self.encoding(x, positions if states is None else states[0].position[:, None] + positions)
+            x = self.encoding(x, _absolute_positions(tokens, states, positions, cu_seqlens))
         after: States = []
         for index, block in enumerate(self.blocks):
-            x, state = block(x, None if states is None else states[index])
-            after.append(state)
+            x, state = block(x, None if states is None else states[index], positions, cu_seqlens)
+            if state is not None:
+                after.append(state)
         return F.linear(self.norm(x), self.embed.weight), after
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes config.json and model.safetensors."""
+    def save(self, folder: str | os.PathLike[str], weights: dict[str, Any] | None = None) -> None:
+        """Writes config.json and model.safetensors; weights: the state_dict, where processes share it."""
         text = json.dumps(asdict(self.config), indent=2) + "\n"
         replace_file(Path(folder) / "config.json", lambda path: path.write_text(text))
         metadata = {"format": _FORMAT, "version": str(_VERSION)}
-        save_tensors(Path(folder) / "model.safetensors", self.state_dict(), metadata)
+        save_tensors(Path(folder) / "model.safetensors", weights or self.state_dict(), metadata)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> "LanguageModel":
@@ -223,81 +258,17 @@ class LanguageModel(nn.Module):
         return model
 
 
-@torch.no_grad()
-def generate(
-    model: LanguageModel,
-    prompt: Tensor,
-    max_new_tokens: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int | None = None,
-) -> Iterator[Tensor]:
-    """Samples tokens one by one, with linear attention at constant time and memory per token.
-
-    Args:
-        prompt: (b, n) integers, n >= 1.
-        max_new_tokens: how many to yield.
-        temperature: divides the logits; 0: the likeliest token.
-        top_k: sample among the k likeliest only.
-        top_p: sample among the fewest likeliest whose probabilities reach p.
-        seed: of the sampling; default: drawn from torch's generator.
-
-    Yields:
-        (b,) tokens.
-
-    Raises:
-        ValueError: an argument out of range.
-
-    >>> from linrope.models import LanguageModel, LanguageModelConfig, generate
-    >>> model = LanguageModel(LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=2))
-    >>> len(list(generate(model, torch.tensor([[76, 105]]), 5, temperature=0.8, top_k=20, seed=1)))
-    5
-    """
-    if prompt.ndim != 2 or prompt.shape[1] < 1:
-        raise ValueError(f"prompt: got shape {tuple(prompt.shape)}, expected (b, n) with n >= 1")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: expected at least 0")
-    if not temperature >= 0:
-        raise ValueError(f"temperature={temperature}: expected at least 0")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k={top_k}: expected at least 1")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p}: expected more than 0, at most 1")
-    generator = torch.Generator(prompt.device)
-    generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
-    return _generate(model, prompt, max_new_tokens, temperature, top_k, top_p, generator)
-
-
-@torch.no_grad()
-def _generate(
-    model: LanguageModel,
-    tokens: Tensor,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    generator: torch.Generator,
-) -> Iterator[Tensor]:
-    states = None
-    for _ in range(max_new_tokens):
-        logits, states = model(tokens, states)
-        token = _sample(logits[:, -1].float(), temperature, top_k, top_p, generator)
-        yield token
-        tokens, states = token[:, None], [state.donate() for state in states]
-
-
-def _sample(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
+def _absolute_positions(
+    tokens: Tensor, states: States | None, positions: Tensor | None, cu_seqlens: Tensor | None
 ) -> Tensor:
-    if temperature == 0:
-        return logits.argmax(-1)
-    order = (logits / temperature).sort(-1, descending=True)
-    probabilities = order.values.softmax(-1)
-    if top_k is not None:
-        probabilities[:, top_k:] = 0
-    if top_p is not None:  # a token stays if those before it do not reach p yet
-        probabilities[probabilities.cumsum(-1) - probabilities >= top_p] = 0
-    chosen = torch.multinomial(probabilities, 1, generator=generator)
-    return order.indices.gather(-1, chosen)[:, 0]
+    """(n,) or (b or 1, n): those given, or on from the states."""
+    if positions is not None:
+        return positions
+    b, n = tokens.shape
+    if cu_seqlens is None:
+        positions = torch.arange(n, device=tokens.device)
+        return positions if states is None else states[0].position[:, None] + positions
+    start = torch.zeros(len(cu_seqlens) - 1, dtype=torch.int64, device=tokens.device)
+    start = start if states is None else states[0].position
+    check_packing(cu_seqlens, b, n, n, tokens.device)
+    return resolve_positions(None, None, start, b, n, n, None, cu_seqlens)[0]

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -7,8 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from linrope.cli.app import run
+from linrope.cli.training import Log
 from linrope.models.training import checkpoints
 
 SMALL = ["--embed-dim", "32", "--layers", "1", "--heads", "2", "--batch-size", "2", "--sequence-length", "32"]
@@ -21,7 +25,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["generate"], ["bench"], ["demo"]])
+@pytest.mark.parametrize("command", [[], ["train"], ["eval"], ["generate"], ["bench"], ["demo"]])
 def test_help_says_what_each_command_does(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*command, "--help"]) == 0
     assert "Usage: " in capsys.readouterr().out
@@ -59,6 +63,85 @@ def test_train_with_other_attention_and_positions(
     assert capfd.readouterr().out.startswith("To be")
 
 
+def test_metrics_of_every_step_and_tensorboard(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = ["--steps", "5", "--save-every", "2", "--tensorboard", "--warmup-steps", "2", "--pieces", "3"]
+    assert run(["train", str(text), "--out", str(out), *options, *SMALL]) == 0
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in lines if "held_out_bits_per_byte" in line] == [2, 4, 5]
+    assert {"bits_per_byte", "learning_rate", "gradient_norm", "seconds"} <= lines[0].keys()
+    assert len(list((out / "tensorboard").iterdir())) == 1
+
+
+def test_absent_tensorboard_is_named(
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    assert run(["train", str(text), "--out", str(tmp_path / "run"), "--tensorboard", *SMALL]) == 2
+    assert "tensorboard is missing; install linrope[train]" in capfd.readouterr().err
+
+
+def test_a_log_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+    log = Log(tmp_path, 2, tensorboard=False)
+    log.write({"step": 3, "bits_per_byte": 2.5})
+    log.close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "bits_per_byte": 2.5}\n'
+
+
+def test_a_tokenizer_stays_with_the_run(
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = tmp_path / "tokenizer", str(tmp_path / "run")
+    words = ["<?>", *sorted(set(re.findall(r"\w+|[^\w\s]", text.read_text())))]
+    model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<?>")
+    own = tokenizers.Tokenizer(model)
+    own.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=own).save_pretrained(folder)
+    train = ["train", str(text), "--out", out]
+    assert run([*train, "--tokenizer", str(folder), "--steps", "3", *SMALL]) == 0
+    config = json.loads((checkpoints(out)[-1] / "config.json").read_text())
+    assert config["vocab_size"] == len(words)
+    folder.rename(tmp_path / "elsewhere")
+    assert run([*train, "--resume"]) == 0
+    assert run(["eval", "--checkpoint", out, "--length", "20"]) == 0
+    capfd.readouterr()
+    arguments = ["--prompt", "To be", "--max-new-tokens", "5", "--seed", "1"]
+    assert run(["generate", "--checkpoint", out, *arguments]) == 0
+    generated = capfd.readouterr().out.split()
+    assert generated[:2] == ["To", "be"]
+    assert len(generated) == 7
+    assert set(generated) <= set(words)
+
+
+def test_eval_of_two_runs(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    runs = [str(tmp_path / name) for name in ("linear", "softmax")]
+    for out in runs:
+        choice = ["--attention", Path(out).name, "--steps", "2"]
+        assert run(["train", str(text), "--out", out, *choice, *SMALL]) == 0
+    both = [part for out in runs for part in ("--checkpoint", out)]
+    capfd.readouterr()
+    assert run(["eval", *both, "--out", str(tmp_path)]) == 0
+    assert "the held-out part of" in " ".join(capfd.readouterr().out.split())
+    result = json.loads((tmp_path / "evaluation.json").read_text())
+    assert [model["attention"] for model in result["models"]] == ["linear", "softmax"]
+    for model in result["models"]:
+        assert (model["held_out"], model["trained_length"], model["step"]) == (True, 32, 2)
+        bins = model["bins"]
+        assert bins[-1]["end"] == 4 * 32
+        mean = sum(row["bits_per_byte"] * (row["end"] - row["start"]) for row in bins) / 128
+        assert model["bits_per_byte"] == pytest.approx(mean)
+    assert (tmp_path / "evaluation.png").stat().st_size > 10_000
+
+    other = tmp_path / "other.txt"
+    other.write_text("Something else, all of which is read. " * 3)
+    assert run(["eval", str(other), "--checkpoint", runs[0], "--length", "60"]) == 0
+    model = json.loads((tmp_path / "linear" / "evaluation.json").read_text())["models"][0]
+    assert (model["held_out"], model["corpus"]) == (False, str(other))
+
+
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [
@@ -75,6 +158,12 @@ def test_train_with_other_attention_and_positions(
         (["train", "{text}", "--feature-map", "silu"], "signed"),
         (["train", "{text}", "--out", "{text}/run", "--steps", "1", *SMALL], "text.txt"),
         (["train", "{text}", "--out", "{tmp}/none", "--resume"], "expected a folder with checkpoints"),
+        (["train", "{text}", "--pieces", "0"], "pieces=0"),
+        (["train", "{text}", "--pieces", "2", "--attention", "softmax"], "pieces=2"),
+        (["train", "{text}", "--tokenizer", "{tmp}/none"], "{tmp}/none"),
+        (["train", "{text}", "--decay", "fast"], "decay='fast'"),
+        (["eval", "--checkpoint", "{tmp}"], "expected a folder with checkpoints"),
+        (["eval", "--checkpoint", "{tmp}", "--sequences", "0"], "--sequences=0"),
         (["generate", "--checkpoint", "{tmp}"], "expected a folder with checkpoints"),
         (["generate"], "--checkpoint"),
         (["bench", "--max-length", "1000"], "--max-length=1000"),
@@ -89,7 +178,7 @@ def test_wrong_input_exits_2_with_one_line(
     message = capfd.readouterr().err
     assert message.startswith("linrope: ")
     assert message.count("\n") == 1
-    assert cause in message
+    assert cause.format(tmp=tmp_path) in message
 
 
 def test_ctrl_c_saves_and_resume_goes_on(text: Path, tmp_path: Path) -> None:

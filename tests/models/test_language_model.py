@@ -1,5 +1,6 @@
 import json
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from linrope.models import LanguageModel, LanguageModelConfig, generate
-from linrope.models.language_model import POSITIONS, _sample
+from linrope.models.generation import _sample
+from linrope.models.language_model import POSITIONS
 from linrope.position_encodings import RELATIVE
 
 TINY = LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=2)
@@ -56,6 +58,37 @@ def test_every_attention_goes_with_its_positions(attention: str, positions: str,
         tokens = torch.cat((tokens, token[:, None]), 1)
 
 
+@every_pair
+def test_packed_sequences_give_what_each_gives_alone(attention: str, positions: str) -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(replace(TINY, attention=attention, positions=positions, max_length=20))
+    tokens, cuts = torch.randint(256, (1, 30)), [0, 9, 9, 20, 30]
+    packed, states = model(tokens, cu_seqlens=torch.tensor(cuts))
+    for a, b in pairwise(cuts):
+        torch.testing.assert_close(packed[:, a:b], model(tokens[:, a:b])[0], rtol=1e-4, atol=1e-5)
+    if attention == "softmax":
+        assert states == []
+        return
+    more = torch.randint(256, (1, 8))
+    after, _ = model(more, states, cu_seqlens=torch.tensor([0, 2, 4, 6, 8]))
+    for i, (a, b) in enumerate(pairwise(cuts)):
+        whole = torch.cat((tokens[:, a:b], more[:, 2 * i : 2 * i + 2]), 1)
+        part = after[:, 2 * i : 2 * i + 2]
+        torch.testing.assert_close(part, model(whole)[0][:, b - a :], rtol=1e-4, atol=1e-5)
+
+
+@every_pair
+def test_positions_may_be_given(attention: str, positions: str) -> None:
+    model, tokens = LanguageModel(replace(TINY, attention=attention, positions=positions)), torch.arange(6)
+    plain, _ = model(tokens[None])
+    given, _ = model(tokens[None], positions=torch.arange(6))
+    spread, _ = model(tokens[None], positions=torch.arange(6) * 3)
+    packed, _ = model(tokens[None], positions=torch.arange(6) * 3, cu_seqlens=torch.tensor([0, 6]))
+    torch.testing.assert_close(given, plain)
+    torch.testing.assert_close(packed, spread, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(spread, plain, atol=1e-6) == (positions == "none")
+
+
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
 def test_positions_and_their_layout_make_a_difference(attention: str) -> None:
     tokens, logits = torch.randint(256, (1, 9)), []
@@ -87,6 +120,8 @@ def test_learned_positions_end(attention: str) -> None:
         ({"rotary": "both", "positions": "none"}, "rotary='both': expected one of interleaved, half, None"),
         ({"positions": "shaw"}, "positions='shaw': a term of the n x m scores, .*attention='softmax'"),
         ({"positions": "learned", "max_length": 0}, "max_length=0"),
+        ({"attention": "softmax", "decay": "retnet"}, "decay='retnet': expected None"),
+        ({"decay": "fast"}, "decay='fast'"),
         ({"positions": "sinusoidal", "embed_dim": 9, "num_heads": 3}, "dim=9"),
     ],
 )
@@ -99,9 +134,27 @@ def test_a_config_from_before_these_choices_is_linear_attention_with_rope(tmp_pa
     torch.manual_seed(0)
     model, tokens = LanguageModel(replace(TINY, rotary="half")), torch.randint(256, (1, 9))
     model.save(tmp_path)
-    old = {k: v for k, v in asdict(model.config).items() if k not in ("attention", "positions", "max_length")}
+    before = (
+        "vocab_size",
+        "embed_dim",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "hidden_dim",
+        "feature_map",
+    )
+    before += ("rotary", "normalize", "out_norm", "gate")
+    old = {k: v for k, v in asdict(model.config).items() if k in before}
     (tmp_path / "config.json").write_text(json.dumps(old))
     assert torch.equal(LanguageModel.load(tmp_path)(tokens)[0], model(tokens)[0])
+
+
+def test_packed_softmax_attention_takes_no_states() -> None:
+    model = LanguageModel(replace(TINY, attention="softmax"))
+    tokens, cu_seqlens = torch.zeros(1, 4, dtype=torch.int64), torch.tensor([0, 4])
+    _, states = model(tokens)
+    with pytest.raises(ValueError, match="states: got them beside cu_seqlens"):
+        model(tokens, states, cu_seqlens=cu_seqlens)
 
 
 def test_the_model_is_causal(model: LanguageModel) -> None:
@@ -131,6 +184,10 @@ def test_state_memory_does_not_grow(model: LanguageModel) -> None:
     [
         TINY,
         LanguageModelConfig(embed_dim=32, num_layers=1, num_heads=4, num_kv_heads=2, feature_map="favor+"),
+        LanguageModelConfig(embed_dim=32, num_layers=1, num_heads=2, decay="retnet"),
+        LanguageModelConfig(
+            embed_dim=32, num_layers=1, num_heads=2, feature_map={"name": "dpfp", "nu": 2}, normalize=True
+        ),
         LanguageModelConfig(embed_dim=32, num_layers=1, num_heads=2, rotary=None, gate=False, out_norm=False),
         LanguageModelConfig(embed_dim=32, num_layers=1, num_heads=2, feature_map="silu", normalize=False),
     ],

@@ -1,0 +1,180 @@
+"""The command ``linrope convert``: what it does lies in models/huggingface/conversion.py."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from safetensors import SafetensorError
+from torch import Tensor
+
+from linrope.files import replace_file
+from linrope.models.training import Corpus, Text
+from linrope.models.training.batch import Batch, visit
+from linrope.models.training.corpus import load_tokenizer
+from linrope.models.training.optional import need
+
+console = Console()
+
+_HELD_OUT_BATCHES = 8
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
+
+def convert(
+    model_folder: Annotated[
+        Path, typer.Argument(help="Folder of a Llama, Mistral or Qwen2 in Hugging Face format.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the new model; empty or not there.")],
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text file, or folder of text files. Default: Python's standard library.", show_default=False
+        ),
+    ] = None,
+    feature_map: Annotated[str, typer.Option(help="Feature map of the attention.")] = "hedgehog",
+    rope_order: Annotated[str, typer.Option(help="before or after: the feature map.")] = "before",
+    keep_softmax: Annotated[
+        str, typer.Option(help="Layers that keep softmax attention, as 0,3; default: none.")
+    ] = "",
+    gate: Annotated[bool, typer.Option("--gate", help="Gate the heads, with new weights.")] = False,
+    out_norm: Annotated[
+        bool, typer.Option("--out-norm", help="Normalize each head's output, with new weights.")
+    ] = False,
+    match_steps: Annotated[int, typer.Option(help="Updates of the feature maps; 0: none.")] = 300,
+    match_learning_rate: Annotated[float, typer.Option(help="Of the first of them.")] = 1e-2,
+    finetune: Annotated[str, typer.Option(help="lora, full or none.")] = "lora",
+    finetune_steps: Annotated[int, typer.Option(help="Updates on the next-token loss.")] = 1000,
+    finetune_learning_rate: Annotated[float, typer.Option(help="Of the first of them.")] = 1e-3,
+    rank: Annotated[int, typer.Option(help="Of LoRA.")] = 8,
+    batch_size: Annotated[int, typer.Option(help="Sequences per update.")] = 8,
+    sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 512,
+    seed: Annotated[int, typer.Option(help="Of data order and of weights that start at random.")] = 0,
+) -> int:
+    """Replace a pretrained model's softmax attention by linear attention, and train that to match.
+
+    Weights are read from the folder, computed with and written in float32; nothing is downloaded. The loss
+    on held-out text is measured before, and after each step.
+    """
+    for package in ("transformers", "peft")[: 1 + (finetune == "lora")]:
+        need(package, "linrope[huggingface]")
+    from linrope.models.huggingface import conversion
+
+    layers = _layers(keep_softmax)
+    if finetune not in (*conversion.FINETUNING, "none"):
+        raise ValueError(f"--finetune={finetune!r}: expected {', '.join(conversion.FINETUNING)} or none")
+    if match_steps < 0 or min(finetune_steps, batch_size, sequence_length - 1, rank) < 1:
+        raise ValueError(
+            "--match-steps: expected at least 0; --finetune-steps, --batch-size, --rank: at least 1; "
+            "--sequence-length: at least 2"
+        )
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"--out={out}: expected an empty folder, or none")
+
+    torch.manual_seed(seed)
+    teacher = _load(model_folder)
+    tokenizer = _tokenizer(model_folder, teacher.config.vocab_size)
+    student = conversion.convert(
+        teacher, feature_map=feature_map, rope_order=rope_order, keep_softmax=layers, gate=gate,
+        out_norm=out_norm,
+    )  # fmt: skip
+    corpus = Corpus.load(text, tokenizer)
+    if corpus.vocab_size > teacher.config.vocab_size:
+        raise ValueError(
+            f"{model_folder}: the tokenizer has {corpus.vocab_size} tokens, the model "
+            f"{teacher.config.vocab_size}"
+        )
+    for name, part in (("training", corpus.train), ("held-out", corpus.held_out)):
+        if len(part) <= sequence_length:
+            raise ValueError(
+                f"--sequence-length={sequence_length}: expected less than the {name} text, {len(part)} tokens"
+            )
+    held_out = _held_out(corpus.held_out, batch_size, sequence_length)
+    rows = _rows(corpus.train, batch_size, sequence_length, seed)
+    console.print(f"{corpus.name}: {len(corpus.train):,} tokens to train on")
+
+    def measure(name: str, model: Any) -> float:
+        loss: float = conversion.evaluate(model, held_out)
+        console.print(f"{name:18} {loss:.4f} nats per token")
+        return loss
+
+    def some(name: str, steps: int) -> Iterator[Tensor]:
+        shown: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
+        yield from track(islice(rows, steps), name, total=steps, **shown)
+
+    matched = finetuned = None
+    before, replaced = measure("before", teacher), measure("after replacement", student)
+    if match_steps:
+        batches = some("matching", match_steps)
+        conversion.match(student, teacher, batches, steps=match_steps, learning_rate=match_learning_rate)
+        matched = measure("after matching", student)
+    if finetune != "none":
+        conversion.finetune(
+            student, some("finetuning", finetune_steps), steps=finetune_steps, method=finetune,
+            learning_rate=finetune_learning_rate, rank=rank,
+        )  # fmt: skip
+        finetuned = measure("after finetuning", student)
+
+    student.save_pretrained(out)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(out)
+    report = json.dumps(asdict(conversion.Losses(before, replaced, matched, finetuned)))
+    replace_file(out / "losses.json", lambda path: path.write_text(report + "\n"))
+    console.print(report, soft_wrap=True, highlight=False)
+    console.print(f"written: {out}")
+    return 0
+
+
+def _layers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(f"--keep-softmax={text!r}: expected integers separated by commas") from None
+
+
+def _load(folder: Path) -> Any:
+    """The model in that folder, in float32, with all of its weights."""
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder / 'config.json'}: no such file")
+    transformers = need("transformers", "linrope[huggingface]")
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # what it warns of is an error below
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, dtype=torch.float32, output_loading_info=True
+        )
+    except SafetensorError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    if info["missing_keys"]:
+        raise ValueError(f"{folder}: expected weights {sorted(info['missing_keys'])[:3]}, which are missing")
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _tokenizer(folder: Path, vocab_size: int) -> Any:
+    """None: tokens are bytes."""
+    if any((folder / name).is_file() for name in _TOKENIZERS):
+        return load_tokenizer(folder)
+    if vocab_size != 256:
+        raise ValueError(f"{folder}: has no tokenizer; expected one, or vocab_size=256 for bytes")
+    return None
+
+
+def _rows(text: Text, batch_size: int, length: int, seed: int) -> Iterator[Tensor]:
+    """Batches (b, n) without end."""
+    first = 0
+    while True:
+        yield Batch.read(text, visit(text, first, batch_size, length, seed), length).tokens
+        first += batch_size
+
+
+def _held_out(text: Text, batch_size: int, length: int) -> list[Tensor]:
+    """Batches (b, n) of rows that are spread evenly."""
+    last = len(text) - length - 1
+    count = batch_size * _HELD_OUT_BATCHES
+    starts = torch.linspace(0, last, count, dtype=torch.float64, device="cpu").long()
+    return [Batch.read(text, part, length).tokens for part in starts.split(batch_size)]

@@ -1,0 +1,105 @@
+"""Bits per byte by position of one or several checkpoints: figures, JSON, plot."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from linrope.files import replace_file
+from linrope.models import LanguageModel
+from linrope.models.training import Corpus, bits_by_position, latest_checkpoint
+from linrope.models.training.checkpoint import load_training, tokenizer_of
+
+
+def evaluate(
+    runs: list[Path], path: Path | None, length: int | None, sequences: int, console: Console
+) -> dict[str, Any]:
+    """The figures of each run, all on the same text: what was held out from training, or another one."""
+    models = []
+    for run in runs:
+        checkpoint = latest_checkpoint(run)
+        config, _, metadata = load_training(checkpoint)
+        where = metadata["corpus"] or None if path is None else path
+        corpus = Corpus.load(where, tokenizer_of(checkpoint))
+        same = metadata["checksum"] == str(corpus.checksum)
+        text = corpus.held_out if same else corpus.all()
+        until = length or min(4 * config.sequence_length, text.longest - 1)
+        model = LanguageModel.load(checkpoint).eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        console.print(f"{run}: {'the held-out part' if same else 'all'} of {corpus.name}, {until:,} tokens")
+        bins = bits_by_position(model, text, until, sequences=sequences)
+        models.append(
+            {
+                "run": str(run),
+                "step": int(metadata["step"]),
+                "attention": model.config.attention,
+                "positions": _positions(model),
+                "trained_length": config.sequence_length,
+                "corpus": corpus.name,
+                "held_out": same,
+                "bits_per_byte": sum(b["bits_per_byte"] * (b["end"] - b["start"]) for b in bins) / until,
+                "bins": bins,
+            }
+        )
+    return {"models": models}
+
+
+def _positions(model: LanguageModel) -> str:
+    config = model.config
+    return "none" if config.positions == "rope" and config.rotary is None else config.positions
+
+
+def table(result: dict[str, Any]) -> Table:
+    """A row per bin of the longest, a column per run."""
+    shown = Table(title="Bits per byte by position")
+    shown.add_column("positions", justify="right")
+    for model in result["models"]:
+        shown.add_column(Path(model["run"]).name, justify="right")
+    columns = [{b["end"]: b for b in model["bins"]} for model in result["models"]]
+    for end in sorted({end for column in columns for end in column}):
+        start = next(int(column[end]["start"]) for column in columns if end in column)
+        cells = [f"{column[end]['bits_per_byte']:.3f}" if end in column else "" for column in columns]
+        shown.add_row(f"{start:,} .. {end - 1:,}", *cells)
+    shown.add_row("all", *(f"{model['bits_per_byte']:.3f}" for model in result["models"]))
+    return shown
+
+
+def write(result: dict[str, Any], folder: Path) -> tuple[Path, Path]:
+    """evaluation.json and evaluation.png."""
+    numbers, picture = folder / "evaluation.json", folder / "evaluation.png"
+    text = json.dumps(result, indent=1) + "\n"
+    replace_file(numbers, lambda temporary: temporary.write_text(text))
+    _plot(result, picture)
+    return numbers, picture
+
+
+def _plot(result: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    colors = ("#0b6e4f", "#c1440e", "#2a4b8d", "#8a6d1d", "#6b2d73")
+    for index, model in enumerate(result["models"]):
+        bins, color = model["bins"], colors[index % len(colors)]
+        middle = [((b["start"] + 1) * b["end"]) ** 0.5 for b in bins]  # counted from 1, for the logarithm
+        bits = [b["bits_per_byte"] for b in bins]
+        label = f"{Path(model['run']).name}: {model['attention']}, positions {model['positions']}"
+        axis.plot(middle, bits, "o-", color=color, label=label, linewidth=2, markersize=4)
+        low, high = ([b["bits_per_byte"] + sign * b["error"] for b in bins] for sign in (-1, 1))
+        axis.fill_between(middle, low, high, color=color, alpha=0.15, linewidth=0)
+    for length in sorted({model["trained_length"] for model in result["models"]}):
+        axis.axvline(length, color="gray", linestyle="--", linewidth=1)
+        axis.annotate(
+            "trained length", (length, 1), (3, -10), ("data", "axes fraction"), "offset points", fontsize=8
+        )
+    axis.set_xscale("log", base=2)
+    axis.set_xlabel("tokens up to this one")
+    axis.set_ylabel("bits per byte")
+    axis.grid(True, which="major", alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

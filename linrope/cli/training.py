@@ -1,0 +1,133 @@
+"""The loop around a trainer's steps: progress, metrics, checkpoints, Ctrl-C."""
+
+import json
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from linrope.files import replace_file
+from linrope.models.training import Trainer
+from linrope.models.training.optional import need
+
+_STATUS = "loss {task.fields[bits]:.3f} bits/byte  {task.fields[rate]:,.0f} bytes/s"
+
+
+class Log:
+    """Metrics of every step, as a line of JSON in metrics.jsonl and, if asked for, to TensorBoard.
+
+    Steps after the given one are forgotten: they were of a run that was killed after its last checkpoint.
+    """
+
+    def __init__(self, folder: Path, step: int, tensorboard: bool) -> None:
+        self.board: Any = None
+        if tensorboard:
+            need("tensorboard", "linrope[train]")
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        path = folder / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+        whole = [line for line in lines if line.endswith("}\n") and json.loads(line)["step"] <= step]
+        replace_file(path, lambda temporary: temporary.write_text("".join(whole)))
+        self.file = open(path, "a")  # noqa: SIM115 - open as long as the run
+
+    def write(self, values: dict[str, float]) -> None:
+        self.file.write(json.dumps(values) + "\n")
+        self.file.flush()
+        if self.board is not None:
+            for name, value in values.items():
+                if name != "step":
+                    self.board.add_scalar(name, value, values["step"])
+
+    def close(self) -> None:
+        self.file.close()
+        if self.board is not None:
+            self.board.close()
+
+
+def describe(trainer: Trainer, console: Console) -> None:
+    size = sum(parameter.numel() for parameter in trainer.model.parameters())
+    corpus, processes = trainer.corpus, trainer.accelerator.num_processes
+    console.print(
+        f"{size / 1e6:.2f} M parameters; {corpus.name}: {corpus.train.size / 1e6:.1f} MB to train on, "
+        f"{corpus.held_out.size / 1e6:.1f} MB held out"
+        + (f"; {processes} processes" if processes > 1 else "")
+    )
+
+
+def run_steps(
+    trainer: Trainer,
+    console: Console,
+    out: Path | None = None,
+    save_every: int = 0,
+    tensorboard: bool = False,
+) -> bool:
+    """Trains to the end, or to Ctrl-C (then True); with out, checkpoints every save_every steps and then."""
+    config, first, start = trainer.config, trainer.step, time.perf_counter()
+    main = trainer.accelerator.is_main_process
+    log = Log(out, first, tensorboard) if out and main and first < config.steps else None
+    stop = threading.Event()
+
+    def interrupt(*_: object) -> None:
+        stop.set()
+        signal.signal(signal.SIGINT, previous)
+
+    # An interrupt within a step would tear it apart: finish the step first. A second one stops at once.
+    previous = signal.signal(signal.SIGINT, interrupt)
+    bits = rate = 0.0
+    stopped = False
+    try:
+        with progress_bar(_STATUS, console) as progress:
+            task = progress.add_task("", total=config.steps, completed=first, bits=8.0, rate=0.0)
+            while trainer.step < config.steps and not stopped:
+                values = trainer.train_step()
+                stopped = _any_process(stop.is_set(), trainer)
+                loss, seconds = values["bits_per_byte"], time.perf_counter() - start
+                bits = loss if trainer.step == first + 1 else 0.95 * bits + 0.05 * loss
+                rate = (trainer.step - first) * _bytes_per_step(trainer) / seconds
+                progress.update(task, completed=trainer.step, bits=bits, rate=rate)
+                save = out and (stopped or trainer.step == config.steps or trainer.step % save_every == 0)
+                if save:
+                    values["held_out_bits_per_byte"] = trainer.evaluate()
+                if log:
+                    log.write(values | {"seconds": seconds})
+                if save and out:
+                    trainer.save(out)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if log:
+            log.close()
+    if trainer.step > first:
+        console.print(f"{trainer.step} steps; loss {bits:.3f} bits per byte; {rate:,.0f} bytes/s")
+    return stopped
+
+
+def _any_process(flag: bool, trainer: Trainer) -> bool:
+    """All stop after the same step, or some would wait for the others for ever."""
+    accelerator = trainer.accelerator
+    if accelerator.num_processes == 1:
+        return flag
+    return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), "sum"))
+
+
+def _bytes_per_step(trainer: Trainer) -> float:
+    config = trainer.config
+    rows: int = config.batch_size * config.accumulation * trainer.accelerator.num_processes
+    return rows * config.sequence_length * trainer.corpus.train.bytes_per_token
+
+
+def progress_bar(text: str, console: Console) -> Progress:
+    return Progress(
+        TextColumn(text),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )

@@ -1,0 +1,88 @@
+"""Sampling from a language model."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from linrope.models.language_model import LanguageModel
+
+
+@torch.no_grad()
+def generate(
+    model: LanguageModel,
+    prompt: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+) -> Iterator[Tensor]:
+    """Samples tokens one by one, with linear attention at constant time and memory per token.
+
+    Args:
+        prompt: (b, n) integers, n >= 1.
+        max_new_tokens: how many to yield.
+        temperature: divides the logits; 0: the likeliest token.
+        top_k: sample among the k likeliest only.
+        top_p: sample among the fewest likeliest whose probabilities reach p.
+        seed: of the sampling; default: drawn from torch's generator.
+
+    Yields:
+        (b,) tokens.
+
+    Raises:
+        ValueError: an argument out of range.
+
+    >>> from linrope.models import LanguageModel, LanguageModelConfig, generate
+    >>> model = LanguageModel(LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=2))
+    >>> len(list(generate(model, torch.tensor([[76, 105]]), 5, temperature=0.8, top_k=20, seed=1)))
+    5
+    """
+    if prompt.ndim != 2 or prompt.shape[1] < 1:
+        raise ValueError(f"prompt: got shape {tuple(prompt.shape)}, expected (b, n) with n >= 1")
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: expected at least 0")
+    if not temperature >= 0:
+        raise ValueError(f"temperature={temperature}: expected at least 0")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k={top_k}: expected at least 1")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p}: expected more than 0, at most 1")
+    generator = torch.Generator(prompt.device)
+    generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
+    return _generate(model, prompt, max_new_tokens, temperature, top_k, top_p, generator)
+
+
+@torch.no_grad()
+def _generate(
+    model: LanguageModel,
+    tokens: Tensor,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    generator: torch.Generator,
+) -> Iterator[Tensor]:
+    states = None
+    for _ in range(max_new_tokens):
+        logits, states = model(tokens, states)
+        token = _sample(logits[:, -1].float(), temperature, top_k, top_p, generator)
+        yield token
+        tokens, states = token[:, None], [state.donate() for state in states]
+
+
+def _sample(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
+) -> Tensor:
+    if temperature == 0:
+        return logits.argmax(-1)
+    order = (logits / temperature).sort(-1, descending=True)
+    probabilities = order.values.softmax(-1)
+    if top_k is not None:
+        probabilities[:, top_k:] = 0
+    if top_p is not None:  # a token stays if those before it do not reach p yet
+        probabilities[probabilities.cumsum(-1) - probabilities >= top_p] = 0
+    chosen = torch.multinomial(probabilities, 1, generator=generator)
+    return order.indices.gather(-1, chosen)[:, 0]

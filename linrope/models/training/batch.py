@@ -1,0 +1,72 @@
+"""Which tokens a step sees: rows of the text, packed, so that no state crosses a document."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from linrope.models.training.corpus import Text
+
+NO_TARGET = -100  # as cross_entropy has it
+
+
+@dataclass(frozen=True)
+class Batch:
+    """b rows of consecutive tokens; a row may hold the ends and starts of several documents."""
+
+    tokens: Tensor  # (b, n) int64
+    targets: Tensor  # (b, n): the next token; NO_TARGET at the end of a document
+    begins: Tensor  # (b, n) bool: whether a document begins here
+    starts: Tensor  # (b,): where in the text each row starts
+
+    @classmethod
+    def read(cls, text: Text, starts: Tensor, length: int) -> "Batch":
+        where = starts[:, None] + torch.arange(length + 1, device=starts.device)
+        document = torch.searchsorted(text.starts, where, right=True) - 1
+        begins, tokens = text.starts[document] == where, text.tokens[where].long()
+        targets = tokens[:, 1:].masked_fill(begins[:, 1:], NO_TARGET)
+        return cls(tokens[:, :-1], targets, begins[:, :-1], starts)
+
+    def to(self, device: torch.device) -> "Batch":
+        moved = (x.to(device) for x in (self.tokens, self.targets, self.begins, self.starts))
+        return Batch(*moved)
+
+    def cut(self, pieces: int) -> Iterator["Batch"]:
+        """The same rows, one part of their length after the other."""
+        parts = (x.tensor_split(pieces, 1) for x in (self.tokens, self.targets, self.begins))
+        starts = self.starts
+        for tokens, targets, begins in zip(*parts, strict=True):
+            yield Batch(tokens, targets, begins, starts)
+            starts = starts + tokens.shape[1]
+
+    def sequences(self) -> tuple[Tensor, Tensor]:
+        """cu_seqlens (s + 1,) of the rows packed one after the other, and the sequence (b, n) of each token.
+
+        A sequence begins with each row and with each document.
+        """
+        first = self.begins.clone()
+        first[:, 0] = True
+        sequence = (first.flatten().cumsum(0) - 1).view(first.shape)
+        return F.pad(first.flatten().nonzero()[:, 0], (0, 1), value=first.numel()), sequence
+
+
+def visit(text: Text, first: int, count: int, length: int, seed: int) -> Tensor:
+    """Where the rows first .. first + count - 1 of an endless walk through the text start.
+
+    An epoch visits every row once, in an order of its own, and cuts the text at places of its own.
+    """
+    per_epoch = len(_epoch(len(text), length, seed, 0))
+    return torch.stack(
+        [_epoch(len(text), length, seed, i // per_epoch)[i % per_epoch] for i in range(first, first + count)]
+    )
+
+
+@lru_cache(maxsize=4)
+def _epoch(size: int, length: int, seed: int, epoch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    slack = min(length, size - length)  # of the first row's start; each row needs one token after it
+    start = torch.randint(slack, (), generator=generator, device="cpu")
+    return start + length * torch.randperm((size - slack) // length, generator=generator, device="cpu")

@@ -1,0 +1,34 @@
+"""The numbers of a training run."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How to train; a checkpoint remembers it."""
+
+    steps: int = 1000
+    batch_size: int = 8  # rows per process, forward and backward
+    sequence_length: int = 512
+    learning_rate: float = 3e-3
+    warmup_steps: int = 20
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    accumulation: int = 1  # batches per update
+    pieces: int = 1  # that a row is cut into; the state passes from one to the next
+    through: bool = False  # whether gradients pass with it
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "sequence_length", "accumulation", "pieces"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
+        for name in ("learning_rate", "clip"):
+            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
+                raise ValueError(f"{name}={getattr(self, name)}: expected a positive finite number")
+        for name in ("warmup_steps", "weight_decay", "seed"):
+            if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
+                raise ValueError(f"{name}={getattr(self, name)}: expected a finite number, at least 0")
+        if self.pieces > self.sequence_length:
+            raise ValueError(f"pieces={self.pieces}: expected at most sequence_length={self.sequence_length}")

@@ -1,0 +1,293 @@
+"""Steps, validation and resume. accelerate brings the devices and processes."""
+
+import json
+import math
+import os
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn import functional as F
+
+from linrope.models.language_model import LanguageModel, State, States
+from linrope.models.training.batch import NO_TARGET, Batch, visit
+from linrope.models.training.checkpoint import (
+    checkpoint_name,
+    latest_checkpoint,
+    load_training,
+    save_training,
+    write_checkpoint,
+)
+from linrope.models.training.config import TrainingConfig
+from linrope.models.training.corpus import Corpus
+from linrope.models.training.optional import need
+from linrope.state import LinearAttentionState
+
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # however the processes share it
+
+
+class Trainer:
+    """Trains model on corpus with AdamW, warm-up and a cosine schedule.
+
+    A step reads accumulation * processes * batch_size rows of sequence_length tokens. Rows are packed:
+    states and positions restart at each row and each document, and the last token of a document
+    predicts nothing. The loss is the mean over all tokens of the step that predict one.
+
+    Args:
+        model: is moved to the accelerator's device.
+        corpus: what to train on.
+        config: how.
+        accelerator: of accelerate; default: one for the GPUs and processes there are.
+
+    Raises:
+        ModuleNotFoundError: accelerate is not installed.
+        ValueError: a part of the corpus is shorter than a row; the model does not fit corpus or config.
+    """
+
+    def __init__(
+        self, model: LanguageModel, corpus: Corpus, config: TrainingConfig, accelerator: Any = None
+    ) -> None:
+        if corpus.vocab_size > model.config.vocab_size:
+            raise ValueError(
+                f"vocab_size={model.config.vocab_size}: expected at least the corpus's, {corpus.vocab_size}"
+            )
+        if config.pieces > 1 and model.config.attention == "softmax":
+            raise ValueError(
+                f"pieces={config.pieces}: softmax attention goes on from no state beside packed documents; "
+                "expected 1"
+            )
+        for name, part in (("training", corpus.train), ("held-out", corpus.held_out)):
+            if len(part) <= config.sequence_length:
+                raise ValueError(
+                    f"sequence_length={config.sequence_length}: expected less than the {name} text, "
+                    f"{len(part)} tokens"
+                )
+        if accelerator is None:
+            # cpu: left to itself, accelerate takes each of several processes without a GPU for a lone one.
+            cpu = not torch.cuda.is_available()
+            accelerator = need("accelerate", "linrope[train]").Accelerator(cpu=cpu)
+        if accelerator.mixed_precision == "fp16":
+            raise ValueError(
+                "mixed_precision='fp16': its scaled gradients overflow now and then, and here that stops the "
+                "run; expected 'bf16' or 'no'"
+            )
+        self.model, self.corpus, self.config, self.accelerator = model, corpus, config, accelerator
+        self.step = 0  # steps done
+        optimizer = torch.optim.AdamW(
+            [
+                {
+                    "params": [p for p in model.parameters() if p.ndim >= 2],
+                    "weight_decay": config.weight_decay,
+                },
+                {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+            ],
+            lr=config.learning_rate,
+            betas=(0.9, 0.95),
+        )
+        self._names = [
+            [name for name, p in model.named_parameters() if (p.ndim >= 2) == matrix]
+            for matrix in (True, False)
+        ]
+        self.parallel, prepared = accelerator.prepare(model, optimizer)  # what processes share
+        self.optimizer: torch.optim.Optimizer = prepared
+
+    def learning_rate(self) -> float:
+        """Linear warm-up, then a cosine down to a tenth."""
+        config = self.config
+        warm = min(1.0, (self.step + 1) / max(1, config.warmup_steps))
+        progress = min(1.0, self.step / config.steps)
+        return config.learning_rate * warm * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+    def train_step(self) -> dict[str, float]:
+        """One update; returns step, bits_per_byte (of the loss), learning_rate and gradient_norm.
+
+        Raises:
+            RuntimeError: the loss or a gradient is not finite; the model is left as it was.
+        """
+        config, accelerator, rate = self.config, self.accelerator, self.learning_rate()
+        self.model.train()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        batches = [self.batch(turn) for turn in range(config.accumulation)]
+        count = self._sum(torch.stack([(batch.targets != NO_TARGET).sum() for batch in batches]).sum())
+        self.optimizer.zero_grad()
+        # Processes average their gradients; what is wanted is the sum over all, divided by the count.
+        scale = accelerator.num_processes / max(1, int(count))
+        losses = [self._backward(batch, scale, batch is batches[-1]) for batch in batches]
+        norm = float(accelerator.clip_grad_norm_(self.parallel.parameters(), config.clip))
+        loss = float(self._sum(torch.stack(losses).sum(dtype=torch.float64))) / max(1, int(count))
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise RuntimeError(
+                f"loss {loss}, gradient norm {norm} at step {self.step}, {self._culprit(batches, losses)}: "
+                "expected finite numbers"
+            )
+        self.optimizer.step()
+        self.step += 1
+        bits = loss / math.log(2) / self.corpus.train.bytes_per_token
+        return {"step": self.step, "bits_per_byte": bits, "learning_rate": rate, "gradient_norm": norm}
+
+    def batch(self, turn: int = 0) -> Batch:
+        """What this process reads in the next step, at that turn of the accumulation."""
+        config, accelerator = self.config, self.accelerator
+        number = self.step * config.accumulation + turn
+        first = (number * accelerator.num_processes + accelerator.process_index) * config.batch_size
+        starts = visit(self.corpus.train, first, config.batch_size, config.sequence_length, config.seed)
+        return Batch.read(self.corpus.train, starts, config.sequence_length).to(accelerator.device)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        total: Tensor = self.accelerator.reduce(x, "sum")
+        return total
+
+    def _backward(self, batch: Batch, scale: float, last: bool) -> Tensor:
+        """Adds this batch to the gradients; returns the losses (b, n) in nats."""
+        through, accelerator = self.config.through, self.accelerator
+        parts: list[Tensor] = []
+        states: States | None = None
+        pieces, before, total = list(batch.cut(self.config.pieces)), None, torch.zeros(())
+        for piece in pieces:
+            end = piece is pieces[-1]
+            with nullcontext() if last and (end or through) else accelerator.no_sync(self.parallel):
+                part, states = _losses(self.parallel, piece, states, before)
+                total = total.to(part) + part.sum() if through else part.sum()
+                if end or not through:
+                    accelerator.backward(total * scale)
+            if not through:
+                states = [state.detach() for state in states]
+            parts.append(part.detach())
+            before = piece
+        return torch.cat(parts, 1)
+
+    def _culprit(self, batches: list[Batch], losses: list[Tensor]) -> str:
+        """Where in the data the first loss stands that is not finite; the rows, if all losses are."""
+        for batch, part in zip(batches, losses, strict=True):
+            bad = ~part.isfinite()
+            if bool(bad.any()):
+                row, token = bad.nonzero()[0].tolist()
+                return f"first at {self.corpus.train.place(int(batch.starts[row]) + token)}"
+        starts = torch.cat([batch.starts for batch in batches]).tolist()
+        return "in rows from " + "; ".join(self.corpus.train.place(start) for start in starts)
+
+    @torch.no_grad()
+    def evaluate(self, rows: int = 64) -> float:
+        """Bits per byte on evenly spread rows of the held-out text; every process reads all of them."""
+        self.model.eval()
+        config, text = self.config, self.corpus.held_out
+        rows = min(rows, len(text) - config.sequence_length)
+        starts = torch.linspace(
+            0, len(text) - config.sequence_length - 1, rows, dtype=torch.float64, device="cpu"
+        ).long()
+        total, count = 0.0, 0
+        for part in starts.split(config.batch_size):
+            batch = Batch.read(text, part, config.sequence_length).to(self.accelerator.device)
+            total += float(_losses(self.parallel, batch)[0].sum(dtype=torch.float64))
+            count += int((batch.targets != NO_TARGET).sum())
+        return total / max(1, count) / math.log(2) / text.bytes_per_token
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Writes folder/step-N whole or not at all; keeps the last two. Every process has to call it."""
+        weights = get_model_state_dict(self.parallel, options=_WHOLE)
+        tensors = {"random_state": torch.get_rng_state()}
+        if self.step:  # before the first step the optimizer has no state
+            optimizer: Any = get_optimizer_state_dict(self.parallel, self._plain_optimizer(), options=_WHOLE)
+            for name, state in optimizer.get("state", {}).items():  # all of it in the main process
+                tensors |= {f"{key}.{name}": value for key, value in state.items()}
+        metadata = {
+            "step": str(self.step),
+            "config": json.dumps(asdict(self.config)),
+            "processes": str(self.accelerator.num_processes),
+            "corpus": self.corpus.path,
+            "checksum": str(self.corpus.checksum),
+        }
+
+        def write(path: Path) -> None:
+            self.model.save(path, weights)
+            save_training(path, tensors, metadata)
+            if self.corpus.tokenizer is not None:
+                self.corpus.tokenizer.save_pretrained(path / "tokenizer")
+
+        if self.accelerator.is_main_process:
+            write_checkpoint(Path(folder), self.step, write)
+        self.accelerator.wait_for_everyone()
+        return Path(folder) / checkpoint_name(self.step)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str], corpus: Corpus, accelerator: Any = None) -> "Trainer":
+        """Goes on from the last checkpoint of folder, on the same corpus with as many processes.
+
+        Raises:
+            FileNotFoundError, ValueError: no checkpoint; a damaged one; another corpus; more or fewer
+                processes.
+        """
+        latest = latest_checkpoint(folder)
+        model = LanguageModel.load(latest)
+        config, tensors, metadata = load_training(latest)
+        if metadata["checksum"] != str(corpus.checksum):
+            raise ValueError(f"{latest}: was trained on other text than {corpus.name}")
+        try:
+            trainer = cls(model, corpus, config, accelerator)
+            if metadata["processes"] != (now := str(trainer.accelerator.num_processes)):
+                raise ValueError(f"processes: got {now}, expected {metadata['processes']} as before")
+            trainer.step = int(metadata["step"])
+            random_state = tensors.pop("random_state")
+            if trainer.step:
+                trainer._load_optimizer(tensors)
+            if tensors:
+                raise ValueError(f"got tensors {sorted(tensors)} too many")
+            torch.set_rng_state(random_state)  # last: a damaged file leaves the process as it was
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{latest / 'training.safetensors'}: does not fit the model: {error}") from error
+        return trainer
+
+    def _load_optimizer(self, tensors: dict[str, Tensor]) -> None:
+        states = {}
+        for name, parameter in self.model.named_parameters():
+            state = {key: tensors.pop(f"{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
+            for key in ("exp_avg", "exp_avg_sq"):
+                if state[key].shape != parameter.shape:
+                    raise ValueError(f"{key}.{name}: got shape {tuple(state[key].shape)}")
+            states[name] = state
+        optimizer = self._plain_optimizer()
+        groups = [
+            {key: value for key, value in group.items() if key != "params"} | {"params": names}
+            for group, names in zip(optimizer.param_groups, self._names, strict=True)
+        ]
+        everything: Any = {"state": states, "param_groups": groups}
+        set_optimizer_state_dict(self.parallel, optimizer, everything, options=_WHOLE)
+
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        plain: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return plain
+
+
+def _losses(
+    model: Any, batch: Batch, states: States | None = None, before: Batch | None = None
+) -> tuple[Tensor, States]:
+    """Losses (b, n) in nats, and the states of the packed sequences; before: the piece that states end."""
+    cu_seqlens, sequence = batch.sequences()
+    if states is not None and before is not None:
+        goes_on = ~batch.begins[:, 0]
+        old, new = before.sequences()[1][goes_on, -1], sequence[goes_on, 0]
+        states = [_carry(state, old, new, len(cu_seqlens) - 1) for state in states]
+    logits, states = model(batch.tokens.reshape(1, -1), states, cu_seqlens=cu_seqlens)
+    targets = batch.targets.flatten()
+    losses = F.cross_entropy(logits[0].float(), targets, ignore_index=NO_TARGET, reduction="none")
+    return losses.view(batch.targets.shape), states
+
+
+def _carry(state: State, old: Tensor, new: Tensor, sequences: int) -> State:
+    """States of so many sequences: those at new go on from those at old, the others are fresh."""
+    assert isinstance(state, LinearAttentionState)
+
+    def move(x: Tensor) -> Tensor:
+        return x.new_zeros(sequences, *x.shape[1:]).index_copy(0, new, x.index_select(0, old))
+
+    return replace(state, kv=move(state.kv), z=move(state.z), position=move(state.position))

@@ -1,0 +1,194 @@
+"""What is read, how it is cut into rows, and that rows are a function of (seed, number)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from linrope.models.training import Corpus, Text
+from linrope.models.training.batch import NO_TARGET, Batch, visit
+from linrope.models.training.corpus import load_tokenizer
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(60):
+        (folder / f"{i}.txt").write_text(f"file {i}: the quick brown fox jumps over the lazy dog. " * 4)
+    return folder
+
+
+def documents(part: Text) -> list[bytes]:
+    ends = [*part.starts[1:].tolist(), len(part)]
+    return [bytes(part.tokens[a:b].tolist()) for a, b in zip(part.starts.tolist(), ends, strict=True)]
+
+
+def test_files_lie_in_one_part_only_and_the_split_is_stable(text: Path) -> None:
+    corpus = Corpus.load(text)
+    parts = [documents(part) for part in (corpus.train, corpus.held_out)]
+    files = {path.name: path.read_bytes() + b"\n" for path in text.iterdir()}
+    assert [files[name] for name in corpus.train.names] == parts[0]
+    assert sorted(parts[0] + parts[1]) == sorted(files.values())
+    assert len(parts[1]) > 0
+    assert Corpus.load(text).checksum == corpus.checksum
+    assert documents(corpus.all()) == parts[0] + parts[1]
+
+
+def test_a_single_file_holds_its_end_out_and_cuts_no_character(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("ä" * 510)
+    corpus = Corpus.load(tmp_path / "a.txt")
+    assert documents(corpus.train) == ["ä".encode() * 485]
+    assert documents(corpus.held_out) == ["ä".encode() * 25]
+
+
+def test_the_two_smallest_corpora(tmp_path: Path) -> None:
+    assert len(Corpus.from_texts(["ab", "cd"]).held_out.names) == 1
+    with pytest.raises(ValueError, match="got 0 bytes of text"):
+        Corpus.from_texts([])
+
+
+def test_json_lines_are_documents(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"line {i}\nand more", "id": i}) for i in range(50)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n\n")
+    corpus = Corpus.load(tmp_path / "a.jsonl")
+    assert sorted(documents(corpus.all())) == sorted(f"line {i}\nand more\n".encode() for i in range(50))
+    assert corpus.all().names[0] == "a.jsonl, line 1"
+    assert sorted(documents(Corpus.load(tmp_path).all())) == sorted(documents(corpus.all()))  # in a folder
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("{", "a.jsonl, line 2: Expecting"),
+        ("[]", "a.jsonl, line 2: expected an object"),
+        ('{"text": 3}', "under 'text'"),
+    ],
+)
+def test_a_bad_line_is_named(line: str, cause: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=cause):
+        Corpus.load(tmp_path / "a.jsonl")
+
+
+def test_a_saved_dataset_is_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    texts = [f"row {i}" for i in range(50)]
+    dataset = datasets.Dataset.from_dict({"text": texts})
+    dataset.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=dataset).save_to_disk(tmp_path / "several")
+    for name in ("one", "several"):
+        found = documents(Corpus.load(tmp_path / name).all())
+        assert sorted(found) == sorted(f"{text}\n".encode() for text in texts)
+    datasets.DatasetDict(test=dataset).save_to_disk(tmp_path / "test")
+    with pytest.raises(ValueError, match="a split 'train'"):
+        Corpus.load(tmp_path / "test")
+
+
+def test_absent_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dataset_info.json").write_text("{}")
+    for name in ("datasets", "transformers"):
+        monkeypatch.setitem(__import__("sys").modules, name, None)
+    with pytest.raises(ModuleNotFoundError, match="datasets is missing; install datasets"):
+        Corpus.load(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match=r"transformers is missing; install linrope\[huggingface\]"):
+        load_tokenizer("gpt2")
+
+
+def make_tokenizer(folder: Path) -> Any:
+    """Words of a closed list, with an end token, as transformers loads it."""
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<end>", "<?>", "to", "be", "or", "not"]
+    model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<?>")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+    return load_tokenizer(folder)
+
+
+def test_a_tokenizer_ends_documents_with_its_own_token(tmp_path: Path) -> None:
+    corpus = Corpus.from_texts(["to be", "or not to be"] * 20, tokenizer=make_tokenizer(tmp_path))
+    assert corpus.vocab_size == 6
+    assert corpus.train.tokens[:8].tolist() == [2, 3, 0, 4, 5, 2, 3, 0]
+    assert corpus.train.starts[:3].tolist() == [0, 3, 8]
+    both = corpus.all()
+    assert both.size == 20 * (len("to be\n") + len("or not to be\n"))  # the end counts as one byte
+    assert both.bytes_per_token == both.size / len(both)
+
+
+def test_what_is_not_text_is_skipped_in_folders_and_refused_alone(text: Path) -> None:
+    checksum = Corpus.load(text).checksum
+    (text / "image.bin").write_bytes(b"\xff\xfe\x00\x01")
+    (text / ".hidden").write_text("no")
+    assert Corpus.load(text).checksum == checksum
+    with pytest.raises(ValueError, match=r"image.bin: expected UTF-8 text"):
+        Corpus.load(text / "image.bin")
+
+
+def test_other_boundaries_are_another_corpus() -> None:
+    tokens = torch.zeros(9, dtype=torch.uint8, device="cpu")
+    checksums = set()
+    for cut in (3, 4):
+        part = Text(tokens, torch.tensor([0, cut], device="cpu"), ("a", "b"), 9)
+        checksums.add(Corpus(part, part, "c").checksum)
+    assert len(checksums) == 2
+
+
+def test_an_absent_or_empty_corpus_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such file or folder"):
+        Corpus.load(tmp_path / "absent")
+    with pytest.raises(ValueError, match="got 0 bytes of text"):
+        Corpus.load(tmp_path)
+
+
+def test_the_default_corpus_is_the_standard_library() -> None:
+    corpus = Corpus.load()
+    assert len(corpus.train) > 5_000_000
+    assert len(corpus.train.names) > 500
+    assert b"import" in bytes(corpus.train.tokens[:100_000].tolist())
+
+
+def test_a_batch_is_the_text_and_no_target_crosses_a_document(text: Path) -> None:
+    part = Corpus.load(text).train
+    tokens, starts = part.tokens.tolist(), set(part.starts.tolist())
+    at = torch.tensor([0, 150, 400], device="cpu")
+    batch = Batch.read(part, at, 300)
+    for row, start in enumerate(at.tolist()):
+        places = range(start, start + 300)
+        assert batch.tokens[row].tolist() == [tokens[i] for i in places]
+        expected = [NO_TARGET if i + 1 in starts else tokens[i + 1] for i in places]
+        assert batch.targets[row].tolist() == expected
+        assert batch.begins[row].tolist() == [i in starts for i in places]
+    for piece, start in zip(batch.cut(3), (0, 100, 200), strict=True):
+        alone = Batch.read(part, at + start, 100)
+        for name in ("tokens", "targets", "begins", "starts"):
+            assert torch.equal(getattr(piece, name), getattr(alone, name))
+    cu_seqlens, sequence = batch.sequences()
+    begins = sorted({0, 300, 600} | {300 * r + c for r, c in batch.begins.nonzero().tolist()})
+    assert cu_seqlens.tolist() == [*begins, 900]
+    assert sequence.flatten().tolist() == [sum(b <= i for b in begins) - 1 for i in range(900)]
+
+
+@pytest.mark.parametrize(("size", "length"), [(1000, 30), (61, 30), (60, 30), (31, 30), (59, 30), (2, 1)])
+def test_an_epoch_visits_every_row_once(size: int, length: int) -> None:
+    tokens = torch.zeros(size, dtype=torch.uint8, device="cpu")
+    text = Text(tokens, torch.zeros(1, dtype=torch.int64, device="cpu"), ("a",), size)
+    rows = (size - min(length, size - length)) // length
+    epochs = visit(text, 0, 3 * rows, length, seed=5).view(3, rows).sort(1).values
+    assert bool((epochs.diff(dim=1) == length).all())
+    assert int(epochs.min()) >= 0
+    assert int(epochs.max()) + length < size
+    if size == 1000:
+        assert len(set(epochs[:, 0].tolist())) > 1  # cut at other places
+    both = torch.cat((visit(text, 0, 2, length, 5), visit(text, 2, 3, length, 5)))
+    assert torch.equal(both, visit(text, 0, 5, length, 5))
+
+
+def test_a_place_is_named(text: Path) -> None:
+    part = Corpus.load(text).train
+    assert part.place(int(part.starts[2]) + 7) == f"{part.names[2]}, token 7"
+    assert part.place(len(part) - 1).startswith(part.names[-1])
