@@ -90,7 +90,10 @@ def train(
         str, typer.Option(help="Layout of the positions 'rope': interleaved, half or none.")
     ] = "interleaved",
     decay: Annotated[
-        str | None, typer.Option(help="'retnet': keys fade, with linear attention.", show_default=False)
+        str | None,
+        typer.Option(
+            help="How keys fade: retnet, the default of linear attention, or none.", show_default=False
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of initial weights and data order.")] = 0,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
@@ -119,6 +122,8 @@ def train(
             steps, batch_size, sequence_length, learning_rate, warmup_steps, weight_decay, clip, seed,
             accumulation, pieces, through,
         )  # fmt: skip
+        if decay is None:
+            decay = "retnet" if attention == "linear" else "none"
         torch.manual_seed(seed)
         model = LanguageModel(
             LanguageModelConfig(
@@ -131,7 +136,7 @@ def train(
                 max_length=max(sequence_length, LanguageModelConfig.max_length),
                 feature_map=feature_map,
                 rotary=None if rotary == "none" else rotary,
-                decay=decay,
+                decay=None if decay == "none" else decay,
             )
         )
         trainer = Trainer(model, corpus, config)
@@ -246,7 +251,7 @@ def demo(
     """Train a small model on real text, generate from it, and outrun softmax attention: 4 minutes."""
     console.rule("1. A language model on linear attention with RoPE")
     torch.manual_seed(0)
-    model = LanguageModel(LanguageModelConfig(embed_dim=128, num_layers=4, num_heads=4))
+    model = LanguageModel(LanguageModelConfig(embed_dim=128, num_layers=4, num_heads=4, decay="retnet"))
     trainer = Trainer(model, Corpus.load(), TrainingConfig(steps=1, sequence_length=256))
     describe(trainer, console)
     before = trainer.evaluate()

@@ -37,6 +37,7 @@ def test_train_resume_generate(text: Path, tmp_path: Path, capfd: pytest.Capture
     assert "bits per byte after 4 steps" in capfd.readouterr().out
     assert run(["train", str(text), "--out", out, "--resume"]) == 0
     capfd.readouterr()
+    assert json.loads((checkpoints(Path(out))[-1] / "config.json").read_text())["decay"] == "retnet"
     generated = []
     for _ in range(2):
         assert (
@@ -58,7 +59,7 @@ def test_train_with_other_attention_and_positions(
     assert run(["train", str(text), "--out", str(out), "--steps", "3", *choice, *SMALL]) == 0
     assert "bits per byte after 3 steps" in capfd.readouterr().out
     config = json.loads((checkpoints(out)[-1] / "config.json").read_text())
-    assert (config["attention"], config["positions"]) == ("softmax", "shaw")
+    assert (config["attention"], config["positions"], config["decay"]) == ("softmax", "shaw", None)
     assert run(["generate", "--checkpoint", str(out), "--prompt", "To be", "--max-new-tokens", "5"]) == 0
     assert capfd.readouterr().out.startswith("To be")
 
