@@ -172,10 +172,10 @@ def resolve_positions(
         consecutive = (tokens + (start - cu_seqlens[:-1])[owner])[None]
     if readable(start.device) and (positions is None or (key_positions is None and m != n)) and start.numel():
         more = max(n, m) if cu_seqlens is None else int(cu_seqlens.diff().max())
-        low, high = int(start.min()), int(start.max())
-        if low < 0 or high + more - 1 > MAX_POSITION:
+        numbers = start.tolist()  # one call into PyTorch: each costs a decoding step some microseconds
+        if min(numbers) < 0 or max(numbers) + more - 1 > MAX_POSITION:
             raise ValueError(
-                f"state: got positions {start.tolist()} and {more} tokens more, expected 0 .. {MAX_POSITION}"
+                f"state: got positions {numbers} and {more} tokens more, expected 0 .. {MAX_POSITION}"
             )
     where = consecutive if positions is None else _check_positions("positions", positions, start, b, n, axes)
     if key_positions is not None:
