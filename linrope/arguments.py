@@ -1,4 +1,4 @@
-"""What the arguments of linear_rope_attention must be, and the positions they amount to."""
+"""What the arguments of linear_rope_attention and of the layers must be, and the positions they amount to."""
 
 import torch
 from torch import Tensor
@@ -15,6 +15,34 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 def readable(device: torch.device) -> bool:
     """Whether to look at numbers: it would stall a GPU and break a compiled graph."""
     return device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def resolve_heads(
+    embed_dim: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None, value_head_dim: int | None
+) -> tuple[int, int, int]:
+    """g, d and e of a layer."""
+    g = num_heads if num_kv_heads is None else num_kv_heads
+    if embed_dim < 1 or num_heads < 1 or g < 1 or num_heads % g:
+        raise ValueError(
+            f"num_kv_heads={g}: expected a divisor of num_heads={num_heads}, "
+            f"and embed_dim={embed_dim} positive"
+        )
+    if head_dim is None and embed_dim % num_heads:
+        raise ValueError(f"embed_dim={embed_dim}: expected a multiple of num_heads={num_heads}")
+    d = embed_dim // num_heads if head_dim is None else head_dim
+    e = d if value_head_dim is None else value_head_dim
+    if d < 1 or e < 1:
+        raise ValueError(f"head_dim={d}, value_head_dim={e}: expected at least 1")
+    return g, d, e
+
+
+def check_inputs(x: Tensor, context: Tensor | None, embed_dim: int) -> None:
+    """Of a layer."""
+    for name, tensor in (("x", x), ("context", context)):
+        if tensor is not None and (tensor.ndim != 3 or tensor.shape[-1] != embed_dim):
+            raise ValueError(
+                f"{name}: got shape {tuple(tensor.shape)}, expected (batch, length, {embed_dim})"
+            )
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from linrope import feature_maps
+from linrope import arguments, feature_maps
 from linrope.feature_maps import FeatureMap
 from linrope.functional import ORDERS, linear_rope_attention
 from linrope.rotary import LAYOUTS, Rotary
@@ -77,19 +77,7 @@ class LinearRoPEAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        g = num_heads if num_kv_heads is None else num_kv_heads
-        if embed_dim < 1 or num_heads < 1 or g < 1 or num_heads % g:
-            raise ValueError(
-                f"num_kv_heads={g}: expected a divisor of num_heads={num_heads}, "
-                f"and embed_dim={embed_dim} positive"
-            )
-        if head_dim is None and embed_dim % num_heads:
-            raise ValueError(f"embed_dim={embed_dim}: expected a multiple of num_heads={num_heads}")
-        d = embed_dim // num_heads if head_dim is None else head_dim
-        e = d if value_head_dim is None else value_head_dim
-        if d < 1 or e < 1:
-            raise ValueError(f"head_dim={d}, value_head_dim={e}: expected at least 1")
-
+        g, d, e = arguments.resolve_heads(embed_dim, num_heads, num_kv_heads, head_dim, value_head_dim)
         self.num_heads, self.num_kv_heads, self.head_dim, self.value_head_dim = num_heads, g, d, e
         self.causal, self.normalize, self.backend = causal, normalize, backend
         if rope_order not in ORDERS:
@@ -144,12 +132,7 @@ class LinearRoPEAttention(nn.Module):
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, LinearAttentionState]:
         """x (b, n, embed_dim) -> y of the same shape, or (y, state); arguments as in the operation."""
-        for name, tensor in (("x", x), ("context", context)):
-            if tensor is not None and (tensor.ndim != 3 or tensor.shape[-1] != self.q_proj.in_features):
-                raise ValueError(
-                    f"{name}: got shape {tuple(tensor.shape)}, "
-                    f"expected (batch, length, {self.q_proj.in_features})"
-                )
+        arguments.check_inputs(x, context, self.q_proj.in_features)
         context = x if context is None else context
         out, state = linear_rope_attention(
             self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim)),

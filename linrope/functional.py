@@ -9,7 +9,7 @@ from torch import Tensor
 
 from linrope import arguments, backends
 from linrope.feature_maps import FeatureMap
-from linrope.rotary import Rotary
+from linrope.rotary import Rotary, spell_out
 from linrope.state import LinearAttentionState
 
 ORDERS = ("after", "before")
@@ -163,15 +163,16 @@ def linear_rope_attention(
 
     if rotary is not None and rotary.attention_factor != 1:
         q, k = q * rotary.attention_factor, k * rotary.attention_factor
+    each, key_each = where, where if key_where is None else key_where
+    if before or (fmap is not None and fmap.positional):
+        each, key_each = spell_out(each, n), spell_out(key_each, m)
     if before and rotary is not None:
-        q, k = rotary(q, _spelled_out(where, n)), rotary(k, _spelled_out(key_where, m, where))
-        rotary = None
+        q, k, rotary = rotary(q, each), rotary(k, key_each), None
     if fmap is not None:
         if key_mask is not None:  # what padding holds may overflow in the map, and 0 * inf is no 0
             k = k.masked_fill(~key_mask[:, :, None, None], 0)
         if fmap.positional:
-            q = fmap.queries(q, _spelled_out(where, n))
-            k = fmap.keys(k, _spelled_out(key_where, m, where))
+            q, k = fmap.queries(q, each), fmap.keys(k, key_each)
         else:
             q, k = fmap.queries(q), fmap.keys(k)
 
@@ -189,13 +190,3 @@ def linear_rope_attention(
     if not return_state:
         return out
     return out, LinearAttentionState(kv, z, end.expand(sequences).clone(), identity)
-
-
-def _spelled_out(positions: Tensor | None, n: int, default: Tensor | None = None) -> Tensor:
-    """(b or 1, n): consecutive positions come as their first one, and a key's may be its query's."""
-    if positions is None:
-        assert default is not None
-        positions = default
-    if positions.shape[1] == n:
-        return positions
-    return positions + torch.arange(n, device=positions.device)

@@ -14,6 +14,13 @@ LAYOUTS = ("interleaved", "half")
 MAX_POSITION = 2**31 - 1
 
 
+def spell_out(positions: Tensor, n: int) -> Tensor:
+    """(b or 1, n) from that, or from the first of consecutive ones, (b or 1, 1); with axes as they are."""
+    if positions.shape[1] == n:
+        return positions
+    return positions + torch.arange(n, device=positions.device)
+
+
 class Rotary:
     """RoFormer's rotation R(p): pair number t of the features turns by the angle p theta_t.
 

@@ -1,6 +1,7 @@
 """Launchers: they choose tiles and segments and start the kernels. No copies of q, k, v, no syncs."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +85,7 @@ class Call:
         keys = None if self.key_positions is None else self.table(self.key_positions, m)
         return self.table(self.positions, n), keys
 
+    @cached_property
     def distances(self) -> tuple[Any, ...]:
         """log of the decay (g,); where each token and the one before it is (1 or b, n), and the stride."""
         if self.decay is None or self.start is None:
@@ -103,9 +105,15 @@ class Call:
 
     def segments(self, n: int) -> "Segments":
         """How the n tokens of a sequence, or of all packed ones, are cut; without asking the device."""
-        number, length = tiles.segments(n, self.most_segments())
-        if self.cu_seqlens is None:
-            return Segments(number, length, None, None)
+        if self.cu_seqlens is not None:
+            return self.packed
+        return Segments(*tiles.segments(n, self.most_segments()), None, None)
+
+    @cached_property
+    def packed(self) -> "Segments":
+        assert self.cu_seqlens is not None
+        n = self.q.shape[1]
+        _, length = tiles.segments(n, self.most_segments())
         bounds = _bounds(self.cu_seqlens, n)
         counts = (bounds.diff() + length - 1) // length
         firsts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
@@ -191,7 +199,7 @@ def _states(
     else:
         x, (y, den, delta), mask = call.q, backward, None
     length, g = x.shape[1], call.k.shape[2]
-    cut, distances = call.segments(length), call.distances()
+    cut, distances = call.segments(length), call.distances
     call.launch(
         states_kernel, "states", call.k.shape[0] * g * cut.number,
         x, x.stride(), y, y.stride(), mask, den, delta, *_with_strides(table), *distances, cut.slots, *own,
@@ -230,7 +238,7 @@ def attend_fwd(
     call.launch(
         scan_fwd_kernel, "scan_fwd", b * h * cut.number,
         call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask,
-        *_with_strides(table), *_with_strides(key_table), *call.distances(), cut.slots, *before,
+        *_with_strides(table), *_with_strides(key_table), *call.distances, cut.slots, *before,
         out, out.stride(), den, *end, n, h, call.group, cut.number, cut.length, call.eps, CAUSAL=call.causal,
     )  # fmt: skip
 
@@ -245,7 +253,7 @@ def attend_bwd(
     tensors = (call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask)
     delta = None if den is None else torch.empty_like(den)
 
-    cut, distances = call.segments(n), call.distances()
+    cut, distances = call.segments(n), call.distances
     table, key_table = call.tables()
     keys = table if key_table is None else key_table
     before = end if not call.causal else saved if saved and cut.number > 1 else start

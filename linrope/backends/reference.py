@@ -8,7 +8,7 @@ from einops import rearrange
 from torch import Tensor
 
 from linrope.feature_maps import ELEMENTWISE
-from linrope.rotary import Rotary
+from linrope.rotary import Rotary, spell_out
 
 
 def supports(q: Tensor, v: Tensor, kv: Tensor, rotary: Rotary | None) -> str | None:
@@ -44,8 +44,8 @@ def attend(
     The sums run over all j, or over j <= i. A state is as its last token sees it, at position start - 1.
     """
     dtype, (n, m) = q.dtype, (q.shape[1], k.shape[1])
-    where = _all_positions(positions, n)
-    key_where = where if key_positions is None else _all_positions(key_positions, m)
+    where = spell_out(positions, n)
+    key_where = where if key_positions is None else spell_out(key_positions, m)
     if cu_seqlens is not None:
         how: dict[str, Any] = {"feature_map": feature_map, "rotary": rotary, "decay": decay}
         how |= {"causal": causal, "normalize": normalize, "eps": eps}
@@ -124,9 +124,3 @@ def _each(
         )  # fmt: skip
     outs, kvs, zs = zip(*results, strict=True)
     return torch.cat(outs, 1), torch.cat(kvs), torch.cat(zs)
-
-
-def _all_positions(positions: Tensor, n: int) -> Tensor:
-    if positions.shape[1] == n:
-        return positions
-    return positions + torch.arange(n, device=positions.device)

@@ -8,7 +8,7 @@ import torch
 from linrope_kernels import INTERPRETED, launch
 from torch import Tensor
 
-from linrope.rotary import Rotary
+from linrope.rotary import Rotary, spell_out
 
 MAX_DIM = 256
 
@@ -60,7 +60,7 @@ def attend(
     layout = "half" if rotary is None else rotary.layout
     if key_positions is not None and (n, m) != (positions.shape[1], key_positions.shape[1]):
         # The kernels take both forms, but not one of each.
-        positions, key_positions = _spell_out(positions, n), _spell_out(key_positions, m)
+        positions, key_positions = spell_out(positions, n), spell_out(key_positions, m)
     positions = positions.contiguous()
     key_positions = None if key_positions is None else key_positions.contiguous()
     key_mask = None if key_mask is None else key_mask.contiguous()
@@ -83,12 +83,6 @@ def attend(
         layout, feature_map, causal, normalize, eps, save,
     )  # fmt: skip
     return out, kv, z.to(z_dtype)
-
-
-def _spell_out(positions: Tensor, n: int) -> Tensor:
-    if positions.shape[1] == n:
-        return positions
-    return positions + torch.arange(n, device=positions.device)
 
 
 def _call(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from linrope.files import replace_file
 from linrope.models.training import Corpus, Text
-from linrope.models.training.batch import Batch, visit
+from linrope.models.training.batch import Batch, spread, visit
 from linrope.models.training.corpus import load_tokenizer
 from linrope.models.training.optional import need
 
@@ -174,7 +174,5 @@ def _rows(text: Text, batch_size: int, length: int, seed: int) -> Iterator[Tenso
 
 def _held_out(text: Text, batch_size: int, length: int) -> list[Tensor]:
     """Batches (b, n) of rows that are spread evenly."""
-    last = len(text) - length - 1
-    count = batch_size * _HELD_OUT_BATCHES
-    starts = torch.linspace(0, last, count, dtype=torch.float64, device="cpu").long()
+    starts = spread(text, batch_size * _HELD_OUT_BATCHES, length)
     return [Batch.read(text, part, length).tokens for part in starts.split(batch_size)]

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linrope.arguments import check_mask, check_packing, resolve_positions
+from linrope.arguments import check_inputs, check_mask, check_packing, resolve_heads, resolve_positions
 from linrope.position_encodings.absolute import ABSOLUTE
 from linrope.position_encodings.key_value_state import KeyValueState
 from linrope.position_encodings.relative import RELATIVE, RelativeEncoding
-from linrope.rotary import Rotary
+from linrope.rotary import Rotary, spell_out
 
 
 class SoftmaxAttention(nn.Module):
@@ -62,19 +62,7 @@ class SoftmaxAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        g = num_heads if num_kv_heads is None else num_kv_heads
-        if embed_dim < 1 or num_heads < 1 or g < 1 or num_heads % g:
-            raise ValueError(
-                f"num_kv_heads={g}: expected a divisor of num_heads={num_heads}, "
-                f"and embed_dim={embed_dim} positive"
-            )
-        if head_dim is None and embed_dim % num_heads:
-            raise ValueError(f"embed_dim={embed_dim}: expected a multiple of num_heads={num_heads}")
-        d = embed_dim // num_heads if head_dim is None else head_dim
-        e = d if value_head_dim is None else value_head_dim
-        if d < 1 or e < 1:
-            raise ValueError(f"head_dim={d}, value_head_dim={e}: expected at least 1")
-
+        g, d, e = resolve_heads(embed_dim, num_heads, num_kv_heads, head_dim, value_head_dim)
         self.num_heads, self.num_kv_heads, self.head_dim, self.value_head_dim = num_heads, g, d, e
         self.causal = causal
         self.encoding = _make(positions, num_heads, d, e)
@@ -103,12 +91,7 @@ class SoftmaxAttention(nn.Module):
 
         cu_seqlens packs sequences behind a block mask, which saves no time; it goes with no state.
         """
-        for name, tensor in (("x", x), ("context", context)):
-            if tensor is not None and (tensor.ndim != 3 or tensor.shape[-1] != self.q_proj.in_features):
-                raise ValueError(
-                    f"{name}: got shape {tuple(tensor.shape)}, "
-                    f"expected (batch, length, {self.q_proj.in_features})"
-                )
+        check_inputs(x, context, self.q_proj.in_features)
         context = x if context is None else context
         (b, n, _), m = x.shape, context.shape[1]
         if len(context) != b or (self.causal and n != m):
@@ -129,7 +112,7 @@ class SoftmaxAttention(nn.Module):
             sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
             start = torch.zeros(sequences, dtype=torch.int64, device=x.device)
         where, other, _ = resolve_positions(positions, context_positions, start, b, n, m, None, cu_seqlens)
-        where, key_where = _each(where, n), _each(where if other is None else other, m)
+        where, key_where = spell_out(where, n), spell_out(where if other is None else other, m)
         if rotary is not None:
             q, k = (rotary(x * rotary.attention_factor, at) for x, at in ((q, where), (k, key_where)))
         plain = key_mask is None and state is None and cu_seqlens is None
@@ -214,11 +197,6 @@ def _make(
     if positions == "rope":
         return Rotary(d)
     return None if positions == "none" else RELATIVE[positions](num_heads, d, e)
-
-
-def _each(positions: Tensor, n: int) -> Tensor:
-    """(b or 1, n) from that, or from the first of consecutive ones."""
-    return positions if positions.shape[1] == n else positions + torch.arange(n, device=positions.device)
 
 
 def _check_state(state: KeyValueState, k: Tensor, v: Tensor, identity: str) -> None:

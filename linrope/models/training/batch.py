@@ -64,6 +64,11 @@ def visit(text: Text, first: int, count: int, length: int, seed: int) -> Tensor:
     )
 
 
+def spread(text: Text, rows: int, length: int) -> Tensor:
+    """Where so many rows start that lie evenly over the text."""
+    return torch.linspace(0, len(text) - length - 1, rows, dtype=torch.float64, device="cpu").long()
+
+
 @lru_cache(maxsize=4)
 def _epoch(size: int, length: int, seed: int, epoch: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn import functional as F
 
 from linrope.models.language_model import LanguageModel, State, States
-from linrope.models.training.batch import NO_TARGET, Batch, visit
+from linrope.models.training.batch import NO_TARGET, Batch, spread, visit
 from linrope.models.training.checkpoint import (
     checkpoint_name,
     latest_checkpoint,
@@ -182,9 +182,7 @@ class Trainer:
         self.model.eval()
         config, text = self.config, self.corpus.held_out
         rows = min(rows, len(text) - config.sequence_length)
-        starts = torch.linspace(
-            0, len(text) - config.sequence_length - 1, rows, dtype=torch.float64, device="cpu"
-        ).long()
+        starts = spread(text, rows, config.sequence_length)
         total, count = 0.0, 0
         for part in starts.split(config.batch_size):
             batch = Batch.read(text, part, config.sequence_length).to(self.accelerator.device)
