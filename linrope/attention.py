@@ -1,7 +1,6 @@
 """The layer: project, attend, normalize and gate, project."""
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, Literal, overload
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from linrope import arguments, feature_maps
 from linrope.feature_maps import FeatureMap
 from linrope.functional import ORDERS, linear_rope_attention
+from linrope.names import check_name
 from linrope.rotary import LAYOUTS, Rotary
 from linrope.state import LinearAttentionState
 
@@ -178,12 +178,7 @@ def _make_rotary(choice: str | Mapping[str, Any] | Rotary | None, dim: int) -> R
     if choice is None or isinstance(choice, Rotary):
         return choice
     if isinstance(choice, str):
-        if choice not in LAYOUTS:
-            near = get_close_matches(choice, LAYOUTS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(
-                f"rotary={choice!r}: expected one of {', '.join(LAYOUTS)}, a dict, a Rotary or None{hint}"
-            )
+        check_name("rotary", choice, LAYOUTS, also="a dict, a Rotary or None")
         return Rotary(dim, layout=choice)
     if "axes" in choice:
         return Rotary.axial(dim, **choice)

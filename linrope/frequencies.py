@@ -7,11 +7,12 @@ are to be multiplied with.
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from linrope.names import check_name, expected_one_of
 
 
 def default(dim: int, base: float) -> tuple[Tensor, float]:
@@ -187,15 +188,9 @@ def _check(key: str, value: Any) -> Any:
     return [float(x) for x in value] if isinstance(value, (list, tuple)) else float(value)
 
 
-def _nearest(name: str, names: Sequence[str]) -> str:
-    near = get_close_matches(name, names, n=1)
-    return f"expected one of {', '.join(names)}" + (f"; did you mean {near[0]!r}?" if near else "")
-
-
 def _find(name: Any) -> tuple[Method, dict[str, Any]]:
     """The method of that name, and its keys with their defaults (inspect.Parameter.empty: required)."""
-    if not isinstance(name, str) or name not in METHODS:
-        raise ValueError(f"rope_type={name!r}: {_nearest(str(name), list(METHODS))}")
+    check_name("rope_type", name, list(METHODS))
     parameters = list(inspect.signature(METHODS[name]).parameters.values())[2:]  # without dim and base
     return METHODS[name], {parameter.name: parameter.default for parameter in parameters}
 
@@ -218,7 +213,7 @@ def resolve(scaling: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]:
         if key == "rope_type" or value is None:
             continue
         if key not in parameters:
-            known = _nearest(str(key), list(parameters)) if parameters else "expected none"
+            known = expected_one_of(key, list(parameters)) if parameters else "expected none"
             raise ValueError(f"{key}={value!r}: unknown key of rope_type={name!r}, {known}")
         parameters[key] = _check(key, value)
     missing = [key for key, value in parameters.items() if value is inspect.Parameter.empty]

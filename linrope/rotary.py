@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from linrope.frequencies import read_config, resolve
+from linrope.names import check_name
 
 LAYOUTS = ("interleaved", "half")
 MAX_POSITION = 2**31 - 1
@@ -83,10 +83,7 @@ class Rotary:
             raise ValueError(f"rotary_dim={rotary_dim}: expected an even number from 2 to dim={dim}")
         if not (base > 0 and math.isfinite(base)):
             raise ValueError(f"base={base}: expected a positive finite number")
-        if layout not in LAYOUTS:
-            near = get_close_matches(str(layout), LAYOUTS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"layout={layout!r}: expected one of {', '.join(LAYOUTS)}{hint}")
+        check_name("layout", layout, LAYOUTS)
         if scaling is not None and (theta is not None or axes is not None):
             beside = "axes" if theta is None else "theta"
             raise ValueError(f"scaling={scaling!r}: expected None beside {beside}")

@@ -23,6 +23,7 @@ LEVELS = [
     {"arguments", "backends"},
     {"feature_maps", "rotary", "state"},
     {"files", "frequencies"},
+    {"names"},
 ]
 RANK = {name: rank for rank, level in enumerate(LEVELS) for name in level}
 PUBLIC = RANK["attention"]  # linrope itself re-exports all from there down

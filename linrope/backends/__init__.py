@@ -4,13 +4,13 @@ A backend is a module with ``attend(q, k, v, kv, z, **how) -> (out, kv, z)`` and
 ``supports(q, v, kv, rotary) -> why not, or None``.
 """
 
-from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from linrope.backends import eager, reference
+from linrope.names import check_name
 from linrope.rotary import Rotary
 
 MODULES = {
@@ -27,10 +27,7 @@ def choose(name: str, q: Tensor, v: Tensor, kv: Tensor, rotary: Rotary | None) -
         ValueError: unknown name.
         RuntimeError: it cannot run the call, with the reason.
     """
-    if name not in NAMES:
-        near = get_close_matches(str(name), NAMES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"backend={name!r}: expected one of {', '.join(NAMES)}{hint}")
+    check_name("backend", name, NAMES)
     order = (name,) if name != "auto" else ("triton", "eager") if q.is_cuda else ("eager",)
     for candidate in order:
         module = _load(candidate)

@@ -1,6 +1,5 @@
 """Feature maps by name: ``make(name, head_dim)``."""
 
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,7 @@ from linrope.feature_maps.learned import T2R, Hedgehog, LearnedMap
 from linrope.feature_maps.paired import PairedMap
 from linrope.feature_maps.polynomial import Rebased, Taylor2
 from linrope.feature_maps.softmax import SoftmaxMap
+from linrope.names import check_name
 
 __all__ = [
     "DPFP",
@@ -77,10 +77,7 @@ def make(name: str, head_dim: int, **options: Any) -> FeatureMap:
     >>> make("favor+", 64, num_features=128, seed=0).feature_dim
     128
     """
-    if name not in _MAKERS:
-        near = get_close_matches(str(name), NAMES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"feature_map={name!r}: expected one of {', '.join(NAMES)}{hint}")
+    check_name("feature_map", name, NAMES)
     if head_dim < 1:
         raise ValueError(f"head_dim={head_dim}: expected at least 1")
     made: FeatureMap = _MAKERS[name](head_dim=head_dim, **options)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from linrope.feature_maps.base import FeatureMap, widen
+from linrope.names import readable
 
 
 class Cosformer(FeatureMap):
@@ -44,8 +45,7 @@ class Cosformer(FeatureMap):
         self.max_length = max_length
 
     def queries(self, q: Tensor, positions: Tensor) -> Tensor:
-        readable = positions.device.type == "cpu" and not torch.compiler.is_compiling()
-        if readable and positions.numel() and int(positions.max()) >= self.max_length:
+        if readable(positions) and positions.numel() and int(positions.max()) >= self.max_length:
             raise ValueError(
                 f"positions: got {int(positions.max())}, expected less than max_length={self.max_length}"
             )

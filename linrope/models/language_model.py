@@ -13,7 +13,6 @@ import json
 import math
 import os
 from dataclasses import asdict, dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch.nn import functional as F
 from linrope.arguments import check_packing, resolve_positions
 from linrope.attention import LinearRoPEAttention
 from linrope.files import load_tensors, replace_file, save_tensors
+from linrope.names import check_name, readable
 from linrope.position_encodings import ABSOLUTE, RELATIVE, KeyValueState, SoftmaxAttention
 from linrope.rotary import LAYOUTS, Rotary
 from linrope.state import LinearAttentionState
@@ -166,12 +166,10 @@ class LanguageModel(nn.Module):
         for name in ("vocab_size", "embed_dim", "num_layers", "num_heads"):
             if getattr(config, name) < 1:
                 raise ValueError(f"{name}={getattr(config, name)}: expected at least 1")
-        for name, known in (("attention", ATTENTION), ("positions", POSITIONS), ("rotary", (*LAYOUTS, None))):
-            if (value := getattr(config, name)) not in known:
-                names = [str(choice) for choice in known]
-                near = get_close_matches(str(value), names, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"{name}={value!r}: expected one of {', '.join(names)}{hint}")
+        check_name("attention", config.attention, ATTENTION)
+        check_name("positions", config.positions, POSITIONS)
+        if config.rotary is not None:
+            check_name("rotary", config.rotary, LAYOUTS, also="None")
         if config.attention == "linear" and config.positions in RELATIVE:
             raise ValueError(
                 f"positions={config.positions!r}: a term of the n x m scores, which linear attention never "
@@ -205,7 +203,7 @@ class LanguageModel(nn.Module):
         """
         if tokens.ndim != 2 or tokens.is_floating_point():
             raise ValueError(f"tokens: got {tokens.dtype} {tuple(tokens.shape)}, expected integers (b, n)")
-        if not torch.compiler.is_compiling() and tokens.device.type == "cpu" and tokens.numel():
+        if readable(tokens) and tokens.numel():
             low, high = int(tokens.min()), int(tokens.max())
             if low < 0 or high >= self.config.vocab_size:
                 raise ValueError(

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from linrope.names import readable
 from linrope.rotary import Rotary
 
 
@@ -64,7 +65,7 @@ class LearnedAbsolute(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         last = self.table.num_embeddings - 1
-        if positions.device.type == "cpu" and not torch.compiler.is_compiling() and positions.numel():
+        if readable(positions) and positions.numel():
             low, high = int(positions.min()), int(positions.max())
             if low < 0 or high > last:
                 raise ValueError(

@@ -1,6 +1,5 @@
 """Softmax attention as a layer with the interface of LinearRoPEAttention, to compare with."""
 
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linrope.arguments import check_inputs, check_mask, check_packing, resolve_heads, resolve_positions
+from linrope.names import check_name
 from linrope.position_encodings.absolute import ABSOLUTE
 from linrope.position_encodings.key_value_state import KeyValueState
 from linrope.position_encodings.relative import RELATIVE, RelativeEncoding
@@ -188,12 +188,7 @@ def _make(
             f"positions={positions!r}: an absolute encoding, expected to be added to x before; "
             f"here one of {', '.join(names)}"
         )
-    if positions not in names:
-        near = get_close_matches(str(positions), names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"positions={positions!r}: expected one of {', '.join(names)}, a RelativeEncoding or Rotary{hint}"
-        )
+    check_name("positions", positions, names, also="a RelativeEncoding or Rotary")
     if positions == "rope":
         return Rotary(d)
     return None if positions == "none" else RELATIVE[positions](num_heads, d, e)
