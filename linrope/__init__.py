@@ -2,7 +2,7 @@
 
 from linrope import feature_maps
 from linrope.attention import LinearRoPEAttention
-from linrope.functional import linear_rope_attention
+from linrope.functional import linear_rope_attention, linear_rope_state
 from linrope.rotary import Rotary
 from linrope.state import LinearAttentionState
 
@@ -12,5 +12,6 @@ __all__ = [
     "Rotary",
     "feature_maps",
     "linear_rope_attention",
+    "linear_rope_state",
 ]
 __version__ = "0.1.0"

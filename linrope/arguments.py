@@ -1,20 +1,21 @@
 """What the arguments of linear_rope_attention and of the layers must be, and the positions they amount to."""
 
+from collections.abc import Sequence
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from linrope import feature_maps
-from linrope.feature_maps import ELEMENTWISE, FeatureMap
+from linrope.feature_maps import FeatureMap
+from linrope.feature_maps.base import same_identity
+from linrope.names import readable
+from linrope.packing import at_last, owners, previous
 from linrope.rotary import MAX_POSITION, Rotary
 from linrope.state import LinearAttentionState
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-def readable(device: torch.device) -> bool:
-    """Whether to look at numbers: it would stall a GPU and break a compiled graph."""
-    return device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def resolve_heads(
@@ -45,8 +46,9 @@ def check_inputs(x: Tensor, context: Tensor | None, embed_dim: int) -> None:
             )
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
-    named = {"q": q, "k": k, "v": v}
+def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, causal: bool) -> None:
+    """q None: the last state alone is asked for."""
+    named = {"k": k, "v": v} if q is None else {"q": q, "k": k, "v": v}
     for name, x in named.items():
         if not isinstance(x, Tensor) or x.layout != torch.strided:
             kind = x.layout if isinstance(x, Tensor) else type(x).__name__
@@ -55,44 +57,48 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
             raise TypeError(f"{name}: got {x.dtype}, expected float64, float32, bfloat16 or float16")
         if x.ndim != 4:
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected (batch, length, heads, dim)")
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k, v: got {q.dtype}, {k.dtype}, {v.dtype}, expected one dtype")
-    if not q.device == k.device == v.device:
-        raise ValueError(f"q, k, v: got {q.device}, {k.device}, {v.device}, expected one device")
-    (b, n, h, d), (_, m, g, _) = q.shape, k.shape
+    names, tensors = ", ".join(named), list(named.values())
+    if any(x.dtype != v.dtype for x in tensors):
+        raise TypeError(f"{names}: got {', '.join(str(x.dtype) for x in tensors)}, expected one dtype")
+    if any(x.device != v.device for x in tensors):
+        raise ValueError(f"{names}: got {', '.join(str(x.device) for x in tensors)}, expected one device")
+    b, m, g, d = k.shape
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(f"k, v: got {tuple(k.shape)}, {tuple(v.shape)}, expected (b, m, g, d), (b, m, g, e)")
-    if k.shape[0] != b:
-        raise ValueError(f"k: got batch {k.shape[0]}, expected q's {b}")
-    if k.shape[3] != d or d == 0:
-        raise ValueError(f"q, k: got head dims {d}, {k.shape[3]}, expected equal and positive ones")
-    if g == 0 or h == 0 or h % g:
-        raise ValueError(f"k: got {g} heads, expected a divisor of q's {h}")
-    if causal and n != m:
-        raise ValueError(f"k: got length {m}, expected q's {n} with causal=True")
+    if q is None:
+        q = k
+    if q.shape[0] != b:
+        raise ValueError(f"k: got batch {b}, expected q's {q.shape[0]}")
+    if q.shape[3] != d or d == 0:
+        raise ValueError(f"q, k: got head dims {q.shape[3]}, {d}, expected equal and positive ones")
+    if g == 0 or q.shape[2] == 0 or q.shape[2] % g:
+        raise ValueError(f"k: got {g} heads, expected a divisor of q's {q.shape[2]}")
+    if causal and q.shape[1] != m:
+        raise ValueError(f"k: got length {m}, expected q's {q.shape[1]} with causal=True")
 
 
-def resolve_map(feature_map: str | FeatureMap | None, d: int) -> tuple[FeatureMap | None, str, bool, str]:
-    """The map to run before the backend, the elementwise one inside it, positivity, identity."""
+def resolve_map(feature_map: str | FeatureMap | None, d: int) -> FeatureMap | None:
+    """The FeatureMap; None: q and k are features."""
     if feature_map is None:
-        return None, "identity", True, "features"
-    if isinstance(feature_map, str) and feature_map in ELEMENTWISE:  # every decoding step comes here
-        return None, feature_map, ELEMENTWISE[feature_map].positive, f"{feature_map}({d})"
+        return None
     if isinstance(feature_map, str):
-        made = feature_maps.make(feature_map, d)
-        if made.state_dict():
-            raise ValueError(
-                f"feature_map={feature_map!r}: it has weights or a projection of its own; "
-                f"expected the object that feature_maps.make({feature_map!r}, {d}) made"
-            )
-        feature_map = made
+        return _made_by_name(feature_map, d)
     if not isinstance(feature_map, FeatureMap):
         raise TypeError(f"feature_map: got {type(feature_map).__name__}, expected a name, FeatureMap or None")
     if feature_map.head_dim not in (None, d):
         raise ValueError(f"feature_map={feature_map}: made for heads of {feature_map.head_dim}, expected {d}")
-    if feature_map.elementwise is not None:
-        return None, feature_map.elementwise, feature_map.positive, feature_map.identity
-    return feature_map, "identity", feature_map.positive, feature_map.identity
+    return feature_map
+
+
+@cache  # every decoding step comes here
+def _made_by_name(name: str, d: int) -> FeatureMap:
+    made = feature_maps.make(name, d)
+    if made.state_dict():
+        raise ValueError(
+            f"feature_map={name!r}: it has weights or a projection of its own; "
+            f"expected the object that feature_maps.make({name!r}, {d}) made"
+        )
+    return made
 
 
 def check_rotary(rotary: Rotary | None, f: int, g: int, causal: bool, before: bool) -> None:
@@ -122,22 +128,63 @@ def check_mask(key_mask: Tensor | None, b: int, m: int, device: torch.device) ->
         raise ValueError(f"key_mask: got device {key_mask.device}, expected {device}")
 
 
+def _check_floating(name: str, x: Tensor, device: torch.device) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name}: got {kind}, expected a floating-point torch.Tensor")
+    if x.device != device:
+        raise ValueError(f"{name}: got device {x.device}, expected {device}")
+
+
 def check_decay(decay: Tensor | None, g: int, causal: bool, device: torch.device) -> None:
     if decay is None:
         return
-    if not isinstance(decay, Tensor) or not decay.is_floating_point():
-        kind = decay.dtype if isinstance(decay, Tensor) else type(decay).__name__
-        raise TypeError(f"decay: got {kind}, expected a floating-point torch.Tensor")
+    _check_floating("decay", decay, device)
     if decay.shape != (g,):
         raise ValueError(f"decay: got shape {tuple(decay.shape)}, expected {(g,)}, one per key/value head")
-    if decay.device != device:
-        raise ValueError(f"decay: got device {decay.device}, expected {device}")
-    if decay.requires_grad:
-        raise ValueError("decay: got a tensor that requires gradients, expected a fixed one")
     if not causal:
         raise ValueError("decay: got causal=False, expected causal=True, where distances have a sign")
-    if readable(device) and not bool(((decay > 0) & (decay <= 1)).all()):
+    if readable(decay) and not bool(((decay > 0) & (decay <= 1)).all()):
         raise ValueError(f"decay: got {decay.tolist()}, expected numbers in (0, 1]")
+
+
+def check_log_decay(log_decay: Tensor | None, k: Tensor, causal: bool) -> None:
+    if log_decay is None:
+        return
+    _check_floating("log_decay", log_decay, k.device)
+    b, m, g, _ = k.shape
+    if log_decay.ndim != 3 or not _broadcasts(log_decay.shape, (b, m, g), (0, 2)):
+        raise ValueError(
+            f"log_decay: got shape {tuple(log_decay.shape)}, expected (b or 1, n, g or 1) = {(b, m, g)}"
+        )
+    if not causal:
+        raise ValueError("log_decay: got causal=False, expected causal=True: it fades what came before")
+    if readable(log_decay) and log_decay.numel() and float(log_decay.max()) > 0:
+        raise ValueError(f"log_decay: got up to {float(log_decay.max()):.3g}, expected numbers <= 0")
+
+
+def check_angle_steps(angle_steps: Tensor | None, k: Tensor, n: int, f: int, rotary: Rotary | None) -> None:
+    if angle_steps is None:
+        return
+    _check_floating("angle_steps", angle_steps, k.device)
+    b, m, g, _ = k.shape
+    most = f // 2 if rotary is None else rotary.rotary_dim // 2
+    if angle_steps.ndim != 4 or not _broadcasts(angle_steps.shape[:3], (b, m, g), (0, 2)):
+        raise ValueError(
+            f"angle_steps: got shape {tuple(angle_steps.shape)}, expected (b or 1, n, g or 1, pairs) with "
+            f"b, n, g = {(b, m, g)}"
+        )
+    pairs = angle_steps.shape[3]
+    if not 1 <= pairs <= most or (rotary is not None and pairs != most):
+        raise ValueError(f"angle_steps: got {pairs} pairs, expected {most}")
+    if n != m:
+        raise ValueError(f"angle_steps: got {n} queries and {m} keys, expected as many of one as of the other")
+    if rotary is not None and rotary.fade is not None:
+        raise ValueError(f"angle_steps: got them beside xpos={rotary.xpos}, expected a rotation without it")
+
+
+def _broadcasts(shape: Sequence[int], full: Sequence[int], ones: Sequence[int]) -> bool:
+    return all(have == want or (i in ones and have == 1) for i, (have, want) in enumerate(zip(shape, full)))
 
 
 def check_packing(cu_seqlens: Tensor | None, b: int, n: int, m: int, device: torch.device) -> None:
@@ -155,7 +202,7 @@ def check_packing(cu_seqlens: Tensor | None, b: int, n: int, m: int, device: tor
         raise ValueError(f"cu_seqlens: got batch {b}, expected 1: the sequences lie one behind the other")
     if n != m:
         raise ValueError(f"cu_seqlens: got {n} queries and {m} keys, expected as many of one as of the other")
-    if readable(device):
+    if readable(cu_seqlens):
         bounds = cu_seqlens.tolist()
         if bounds[0] != 0 or bounds[-1] != n or bounds != sorted(bounds):
             raise ValueError(
@@ -166,11 +213,13 @@ def check_packing(cu_seqlens: Tensor | None, b: int, n: int, m: int, device: tor
 def check_state(
     state: LinearAttentionState, shape: tuple[int, ...], identity: str, device: torch.device
 ) -> None:
+    """shape: (s, g, f, e)."""
     if not isinstance(state, LinearAttentionState):
         raise TypeError(f"state: got {type(state).__name__}, expected LinearAttentionState")
-    if state.kv.shape != shape:
-        raise ValueError(f"state: got kv of shape {tuple(state.kv.shape)}, expected (b, g, f, e) = {shape}")
-    if state.identity != identity:
+    got = (state.sequences, *state.kv.shape[1:])
+    if got != shape:
+        raise ValueError(f"state: got kv of shape {got}, expected (b, g, f, e) = {shape}")
+    if not same_identity(state.identity, identity):
         raise ValueError(f"state: made with {state.identity}; expected {identity}, as this call has it")
     if state.kv.device != device:
         raise ValueError(f"state: got device {state.kv.device}, expected {device}")
@@ -184,7 +233,7 @@ def resolve_positions(
     n: int,
     m: int,
     axes: int | None,
-    cu_seqlens: Tensor | None,
+    bounds: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Positions of queries, of keys (None: the same), and the one after each sequence's last key.
 
@@ -193,39 +242,31 @@ def resolve_positions(
     if axes is not None and (positions is None or (m != n and key_positions is None)):
         name = "positions" if positions is None else "key_positions"
         raise ValueError(f"{name}: got None, expected coordinates, as the rotation has axes={axes}")
-    consecutive = start[:, None]
-    if cu_seqlens is not None:
-        tokens = torch.arange(n, device=start.device)
-        owner = torch.searchsorted(cu_seqlens[1:], tokens, right=True).clamp_(max=len(start) - 1)
-        consecutive = (tokens + (start - cu_seqlens[:-1])[owner])[None]
-    if readable(start.device) and (positions is None or (key_positions is None and m != n)) and start.numel():
-        more = max(n, m) if cu_seqlens is None else int(cu_seqlens.diff().max())
+    by_default = positions is None or (key_positions is None and m != n)
+    if by_default and readable(start) and start.numel():
+        more = max(n, m) if bounds is None else int(bounds.diff().max())
         numbers = start.tolist()  # one call into PyTorch: each costs a decoding step some microseconds
         if min(numbers) < 0 or max(numbers) + more - 1 > MAX_POSITION:
             raise ValueError(
                 f"state: got positions {numbers} and {more} tokens more, expected 0 .. {MAX_POSITION}"
             )
-    where = consecutive if positions is None else _check_positions("positions", positions, start, b, n, axes)
+    consecutive = start[:, None]
+    if by_default and bounds is not None:
+        consecutive = (torch.arange(n, device=start.device) + (start - bounds[:-1])[owners(bounds, n)])[None]
+    given = consecutive
+    if positions is not None:
+        given = _check_positions("positions", positions, start, b, n, axes)
+    key_given = given if m == n else consecutive
     if key_positions is not None:
-        key_where = _check_positions("key_positions", key_positions, start, b, m, axes)
-    else:
-        key_where = where if m == n else consecutive
-    same = key_where is where and m == n
-    return where, None if same else key_where, _end(key_where, start, m, axes, cu_seqlens)
+        key_given = _check_positions("key_positions", key_positions, start, b, m, axes)
+    same = key_given is given and m == n
+    return given, None if same else key_given, _end(key_given, start, m, axes, bounds)
 
 
-def _end(key_where: Tensor, start: Tensor, m: int, axes: int | None, cu_seqlens: Tensor | None) -> Tensor:
-    if m == 0:
-        return start
-    if cu_seqlens is not None:
-        lengths = cu_seqlens.diff()
-        if axes is not None:
-            return start + lengths
-        last = key_where[0].index_select(0, (cu_seqlens[1:] - 1).clamp(min=0, max=m - 1))
-        return torch.where(lengths > 0, last + 1, start)
-    if axes is not None or (key_where.shape[1] == 1 and m > 1):
-        return start + m  # on a grid a state counts tokens
-    return key_where[:, -1] + 1
+def _end(given: Tensor, start: Tensor, m: int, axes: int | None, bounds: Tensor | None) -> Tensor:
+    if axes is not None or (given.shape[1] == 1 and m > 1):  # on a grid a state counts tokens
+        return start + (m if bounds is None else bounds.diff())
+    return start if m == 0 else at_last(given + 1, start, bounds)
 
 
 def _check_positions(name: str, positions: Tensor, start: Tensor, b: int, n: int, axes: int | None) -> Tensor:
@@ -240,25 +281,16 @@ def _check_positions(name: str, positions: Tensor, start: Tensor, b: int, n: int
         raise ValueError(f"{name}: got shape {tuple(positions.shape)}, expected {shape} or {(b, *shape)}")
     if positions.device != start.device:
         raise ValueError(f"{name}: got device {positions.device}, expected {start.device}")
-    if readable(start.device) and positions.numel():
+    if readable(positions) and positions.numel():
         low, high = int(positions.min()), int(positions.max())
         if low < 0 or high > MAX_POSITION:
             raise ValueError(f"{name}: got {low} .. {high}, expected 0 .. {MAX_POSITION}")
     return positions.to(torch.int64).view(rows, *shape)
 
 
-def check_order(positions: Tensor, start: Tensor, cu_seqlens: Tensor | None) -> None:
+def check_order(positions: Tensor, start: Tensor, bounds: Tensor | None) -> None:
     """Where keys fade with distance, positions must not fall; start: as in resolve_positions."""
-    if not readable(start.device) or positions.shape[1] == 0:
-        return
-    if cu_seqlens is None:
-        first, rising = positions[:, 0], positions.diff(dim=1) >= 0
-    else:
-        begins = cu_seqlens[:-1][cu_seqlens.diff() > 0]
-        first, start = positions[0, begins], start[cu_seqlens.diff() > 0]
-        rising = positions.diff(dim=1) >= 0
-        rising[:, begins[1:] - 1] = True
-    if not bool(rising.all()) or not bool((first >= start - 1).all()):
+    if readable(positions) and bool((positions < previous(positions, start - 1, bounds)).any()):
         raise ValueError(
             "positions: got falling ones, expected each at least the one before it (with a state from "
             "its position - 1 on), since keys fade with distance"

@@ -1,44 +1,58 @@
-"""The operation: check the arguments, choose a backend, call it."""
+"""The operation: check and resolve the arguments, map features, attend, hand over the state."""
 
-import math
 from dataclasses import replace
-from typing import Literal, overload
+from typing import Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from linrope import arguments, backends
-from linrope.feature_maps import FeatureMap
+from linrope.backends.call import Call, Sums
+from linrope.decay import Tokens, distances, log_decay_of_tokens, stabilize, visible
+from linrope.feature_maps import ElementwiseMap, FeatureMap
+from linrope.names import check_name
+from linrope.packing import rising_bounds
 from linrope.rotary import Rotary, spell_out
 from linrope.state import LinearAttentionState
 
 ORDERS = ("after", "before")
+EPS_MODES = ("clamp", "add")
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of linear_rope_attention, but return_state, for type checkers."""
+
+    feature_map: str | FeatureMap | None
+    rotary: Rotary | None
+    causal: bool
+    normalize: bool
+    decay: Tensor | None
+    log_decay: Tensor | None
+    angle_steps: Tensor | None
+    positions: Tensor | None
+    key_positions: Tensor | None
+    key_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    state: LinearAttentionState | None
+    eps: float
+    eps_mode: str
+    rope_order: str
+    backend: str
 
 
 @overload
 def linear_rope_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, feature_map: str | FeatureMap | None = ...,
-    rotary: Rotary | None = ..., causal: bool = ..., normalize: bool = ..., decay: Tensor | None = ...,
-    positions: Tensor | None = ..., key_positions: Tensor | None = ..., key_mask: Tensor | None = ...,
-    cu_seqlens: Tensor | None = ..., state: LinearAttentionState | None = ...,
-    return_state: Literal[False] = ..., eps: float = ..., rope_order: str = ..., backend: str = ...,
-) -> Tensor: ...  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = ..., **options: Unpack[Options]
+) -> Tensor: ...
 @overload
 def linear_rope_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, feature_map: str | FeatureMap | None = ...,
-    rotary: Rotary | None = ..., causal: bool = ..., normalize: bool = ..., decay: Tensor | None = ...,
-    positions: Tensor | None = ..., key_positions: Tensor | None = ..., key_mask: Tensor | None = ...,
-    cu_seqlens: Tensor | None = ..., state: LinearAttentionState | None = ...,
-    return_state: Literal[True], eps: float = ..., rope_order: str = ..., backend: str = ...,
-) -> tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, LinearAttentionState]: ...
 @overload
 def linear_rope_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, feature_map: str | FeatureMap | None = ...,
-    rotary: Rotary | None = ..., causal: bool = ..., normalize: bool = ..., decay: Tensor | None = ...,
-    positions: Tensor | None = ..., key_positions: Tensor | None = ..., key_mask: Tensor | None = ...,
-    cu_seqlens: Tensor | None = ..., state: LinearAttentionState | None = ...,
-    return_state: bool, eps: float = ..., rope_order: str = ..., backend: str = ...,
-) -> Tensor | tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: bool, **options: Unpack[Options]
+) -> Tensor | tuple[Tensor, LinearAttentionState]: ...
 def linear_rope_attention(
     q: Tensor,
     k: Tensor,
@@ -49,6 +63,8 @@ def linear_rope_attention(
     causal: bool = True,
     normalize: bool = True,
     decay: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    angle_steps: Tensor | None = None,
     positions: Tensor | None = None,
     key_positions: Tensor | None = None,
     key_mask: Tensor | None = None,
@@ -56,14 +72,18 @@ def linear_rope_attention(
     state: LinearAttentionState | None = None,
     return_state: bool = False,
     eps: float = 1e-6,
+    eps_mode: str = "clamp",
     rope_order: str = "after",
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, LinearAttentionState]:
     """Linear attention with rotary position embedding on the feature maps.
 
-        num_i = sum_j g^(p_i - p_j) <R(p_i) phi(q_i), R(p_j) psi(k_j)> v_j
-        den_i = sum_j g^(p_i - p_j) <phi(q_i), psi(k_j)>
+        num_i = sum_j e^(L_i - L_j) <R(Theta_i) phi(q_i), R(Theta_j) psi(k_j)> v_j
+        den_i = sum_j e^(L_i - L_j) <phi(q_i), psi(k_j)>
         out_i = num_i / max(den_i, eps)
+
+        Theta_i = p_i theta + sum_(t<=i) omega_t      angles, one per pair of features
+        L_i     = p_i log gamma + sum_(t<=i) a_t      log decay, one per key/value head
 
     The sums run over j <= i (causal) or over all keys; a query that sees no key gets 0. Training,
     prefill and decoding are this one call: feeding a sequence in pieces, each with the state of the
@@ -74,39 +94,47 @@ def linear_rope_attention(
         k: (b, m, g, d) keys; query head i reads key/value head i // (h/g).
         v: (b, m, g, e) values.
         feature_map: name or FeatureMap for phi and psi; None: q and k are features already.
-        rotary: the rotation R; None: plain linear attention (eq. 18).
+        rotary: the rotation R by positions, theta; None: plain linear attention (eq. 18).
         causal: whether query i sees only the keys j <= i of this call (and all of the state).
         normalize: False: the numerator alone.
-        decay: g in (0, 1], fixed, (g,): one per key/value head; None: 1. Causal attention only; positions
-            must then not fall.
+        decay: gamma in (0, 1], (g,): one per key/value head; None: 1. Causal attention only; positions must
+            then not fall.
+        log_decay: a <= 0, (b or 1, n, g or 1): the log of what is kept of all before token t when it comes; t
+            itself does not fade (forget gates). Causal attention only; below -10^4 as -10^4, which keeps nothing.
+        angle_steps: omega, (b or 1, n, g or 1, pairs), radians by which token t advances the rotation, beside what
+            positions give; the first 2 pairs features turn, in rotary's layout (interleaved without one).
         positions: integers (n,) or (b, n), 0 .. 2^31 - 1; with a rotation of several axes (.., axes).
             Default: 0, 1, .., or on from the state. For padded batches (left or right):
             ``(key_mask.cumsum(1) - 1).clamp(min=0)``.
         key_positions: the same for keys, (m,) or (b, m). Default: positions if m == n, else 0, 1, ..,
             or on from the state.
-        key_mask: bool (b, m), True = attend.
+        key_mask: bool (b, m), True = attend. A hidden token neither fades nor turns what follows: its log_decay
+            and angle_steps count as 0.
         cu_seqlens: int32 or int64 (s + 1,): sequence i of s packed ones (b == 1) is the tokens
             cu_seqlens[i] .. cu_seqlens[i + 1] - 1. Default positions restart at each; the state has s
             sequences. On a GPU its numbers are not checked, and never lead out of bounds.
-        state: to go on from.
+        state: to go on from; rows of a pool (``state.at(slots)``) are read and written in place.
         return_state: whether to return (out, state).
-        eps: lower bound of the normalizer.
+        eps: lower bound of the normalizer; with maps that return a log_scale relative to the largest key seen.
+        eps_mode: "clamp", or "add": out_i = num_i / (den_i + eps), as other codes have it.
         rope_order: "after", eq. 19; "before" rotates q and k and not their features, as pretrained
             softmax models have it. With maps other than the identity scores are then no functions of
             the relative position.
-        backend: "auto", "reference" (quadratic, in the inputs' dtype), "eager" (chunked) or "triton"
-            (fused, for GPUs). "auto" takes triton on a GPU where it supports the call, else eager.
+        backend: "auto", "reference" (quadratic, in the inputs' dtype), "eager" (chunked), "native" (fused, for
+            CPUs) or "triton" (fused, for GPUs). "auto" takes native on a CPU and triton on a GPU where they
+            support the call, else eager.
 
     Returns:
-        out (b, n, h, e) in v's dtype, or (out, state). eager and triton keep sums in float32 or wider.
+        out (b, n, h, e) in v's dtype, or (out, state). All backends but reference keep sums in float32 or wider.
 
     Raises:
         TypeError: dtypes differ or are not floating; positions or cu_seqlens are not integers.
-        ValueError: shapes, devices, positions, decay, mask, packing, state or a name do not fit; a signed
+        ValueError: shapes, devices, positions, decays, steps, mask, packing, state or a name do not fit; a signed
             feature map with normalize=True.
         RuntimeError: the backend cannot run this call.
 
-    Source: RoFormer eq. 19 (arXiv 2104.09864); decay as in RetNet (arXiv 2307.08621).
+    Source: RoFormer eq. 19 (arXiv 2104.09864); decay as in RetNet (arXiv 2307.08621); gates and steps as in
+    Mamba-2 (arXiv 2405.21060) and Selective RoPE (arXiv 2511.17388).
 
     >>> q, k, v = torch.randn(3, 1, 1000, 8, 64)
     >>> rotary = Rotary(64)
@@ -118,75 +146,230 @@ def linear_rope_attention(
     >>> packed = linear_rope_attention(q, k, v, rotary=rotary, cu_seqlens=torch.tensor([0, 900, 1000]))
     >>> torch.testing.assert_close(packed[:, :900], head)
     """
-    arguments.check_tensors(q, k, v, causal)
-    if not 0 < eps < math.inf:
-        raise ValueError(f"eps={eps}: expected a positive finite number")
-    if rope_order not in ORDERS:
-        raise ValueError(f"rope_order={rope_order!r}: expected one of {', '.join(ORDERS)}")
-    (b, n, _, d), (m, g, e), device = q.shape, v.shape[1:], q.device
-    before = rope_order == "before"
+    request = _Request(
+        q, k, v, feature_map, rotary, causal, normalize, decay, log_decay, angle_steps, positions, key_positions,
+        key_mask, cu_seqlens, state, return_state, eps, eps_mode, rope_order, backend,
+    )  # fmt: skip
+    out, last = _attend(request)
+    return (out, last) if return_state and last is not None else out
 
-    arguments.check_mask(key_mask, b, m, device)
-    arguments.check_decay(decay, g, causal, device)
-    arguments.check_packing(cu_seqlens, b, n, m, device)
-    fmap, elementwise, positive, map_identity = arguments.resolve_map(feature_map, d)
-    if normalize and not positive:
+
+def linear_rope_state(
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: str | FeatureMap | None = "elu+1",
+    rotary: Rotary | None = None,
+    decay: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    angle_steps: Tensor | None = None,
+    positions: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: LinearAttentionState | None = None,
+    backend: str = "auto",
+) -> LinearAttentionState:
+    """The state after the last key of ``linear_rope_attention``, without the outputs and for a fraction of their cost.
+
+        kv = sum_j e^(L - L_j) R(Theta_j) psi(k_j) v_j^T      z = sum_j e^(L - L_j) psi(k_j)
+
+    Arguments, errors and source as there; without keys, an empty state.
+
+    >>> q, k, v = torch.randn(3, 1, 100, 8, 64)
+    >>> _, state = linear_rope_attention(q, k, v, return_state=True)
+    >>> torch.testing.assert_close(linear_rope_state(k, v).kv, state.kv)
+    """
+    request = _Request(
+        None, k, v, feature_map, rotary, True, False, decay, log_decay, angle_steps, positions, None, key_mask,
+        cu_seqlens, state, True, 1e-6, "clamp", "after", backend,
+    )  # fmt: skip
+    last = _attend(request)[1]
+    assert last is not None
+    return last
+
+
+class _Request(NamedTuple):
+    """What the caller gave."""
+
+    q: Tensor | None  # None: the state alone is asked for
+    k: Tensor
+    v: Tensor
+    feature_map: str | FeatureMap | None
+    rotary: Rotary | None
+    causal: bool
+    normalize: bool
+    decay: Tensor | None
+    log_decay: Tensor | None
+    angle_steps: Tensor | None
+    positions: Tensor | None
+    key_positions: Tensor | None
+    key_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    state: LinearAttentionState | None
+    return_state: bool
+    eps: float
+    eps_mode: str
+    rope_order: str
+    backend: str
+
+
+def _attend(request: _Request) -> tuple[Tensor, LinearAttentionState | None]:
+    """out, and the last state where it is wanted."""
+    q, k, v, rotary, state = request.q, request.k, request.v, request.rotary, request.state
+    fmap = _check(request)
+    identity = _identity(fmap, rotary, request.rope_order)
+    sequences = k.shape[0] if request.cu_seqlens is None else len(request.cu_seqlens) - 1
+    if state is not None:
+        f = k.shape[3] if fmap is None else fmap.feature_dim
+        arguments.check_state(state, (sequences, k.shape[2], f, v.shape[3]), identity, k.device)
+    tokens = _resolve_tokens(request, sequences)
+    log_decay = log_decay_of_tokens(request.decay, request.log_decay, request.key_mask, tokens, k.shape[1])
+    angle_steps = request.angle_steps
+    if angle_steps is not None:
+        angle_steps = visible(angle_steps, request.key_mask)
+    fade = None if rotary is None or rotary.fade is None else rotary.fade.to(k.device)
+    q, k, rotary = _rotate_before(request, tokens)
+    q, k, name, q_scale, k_scale = _map_features(q, k, fmap, request.key_mask, tokens)
+    stable = None
+    if k_scale is not None:
+        stable = stabilize(
+            k, k_scale, log_decay, state, tokens,
+            key_mask=request.key_mask, causal=request.causal, exponential=name == "exp",
+        )  # fmt: skip
+        k, log_decay, state = stable.k, stable.log_decay, stable.state
+    call = Call(
+        q, k, v, log_decay, angle_steps, None if rotary is None else rotary.turns(k.device), tokens.positions,
+        tokens.key_positions, fade, None if fade is None else distances(tokens, k.shape[1]), request.key_mask,
+        request.cu_seqlens, "interleaved" if request.rotary is None else request.rotary.layout, name,
+        request.causal, request.normalize, request.eps, request.eps_mode,
+        request.return_state or _in_place(request.state, k),
+    )  # fmt: skip
+    out, sums = backends.choose(request.backend, call, state).attend(call, state)
+    if stable is not None and q_scale is not None and not request.normalize:
+        scale = q_scale + stable.at_tokens.repeat_interleave(call.group, 2)
+        out = (out * scale.exp().to(torch.promote_types(out.dtype, torch.float32))[..., None]).to(out.dtype)
+    if sums is None:
+        return out, None
+    last = None if stable is None else stable.last
+    return out, _next_state(call, sums, request.state, tokens.end, identity, last)
+
+
+def _check(request: _Request) -> FeatureMap | None:
+    """Raises where arguments do not fit; returns the map, None where q and k are features."""
+    q, k, v, rotary, causal = request.q, request.k, request.v, request.rotary, request.causal
+    arguments.check_tensors(q, k, v, causal)
+    if not 0 < request.eps < torch.inf:
+        raise ValueError(f"eps={request.eps}: expected a positive finite number")
+    check_name("eps_mode", request.eps_mode, EPS_MODES)
+    check_name("rope_order", request.rope_order, ORDERS)
+    (b, m, g, d), n, device = k.shape, k.shape[1] if q is None else q.shape[1], k.device
+    before = request.rope_order == "before"
+    arguments.check_mask(request.key_mask, b, m, device)
+    arguments.check_decay(request.decay, g, causal, device)
+    arguments.check_log_decay(request.log_decay, k, causal)
+    arguments.check_packing(request.cu_seqlens, b, n, m, device)
+    fmap = arguments.resolve_map(request.feature_map, d)
+    if request.normalize and fmap is not None and not fmap.positive:
         raise ValueError(
-            f"feature_map={feature_map!r}: its features are signed, so the normalizer can vanish; "
+            f"feature_map={request.feature_map!r}: its features are signed, so the normalizer can vanish; "
             "expected normalize=False or a positive map"
         )
     f = d if fmap is None else fmap.feature_dim
     arguments.check_rotary(rotary, d if before else f, g, causal, before)
-    fading = decay is not None or (rotary is not None and rotary.fade is not None)
-    if fading and key_positions is not None:
-        raise ValueError("key_positions: got them beside fading keys (decay or xpos), expected None")
-    axes = None if rotary is None else rotary.axes
-    if axes is not None and (decay is not None or (fmap is not None and fmap.positional)):
-        name = "decay" if decay is not None else f"feature_map={feature_map}"
-        raise ValueError(f"{name}: got a rotation with axes={axes}, expected one with axes=None")
+    arguments.check_angle_steps(request.angle_steps, k, n, d if before else f, rotary)
+    if before and request.angle_steps is not None:
+        raise ValueError("rope_order='before': got angle_steps, which turn features; expected 'after'")
+    if request.key_positions is not None and (_fades_by_position(request) or request.log_decay is not None):
+        raise ValueError("key_positions: got them beside fading keys (decay, log_decay or xpos), expected None")
+    positional = fmap is not None and fmap.positional
+    if rotary is not None and rotary.axes is not None and (request.decay is not None or positional):
+        name = f"feature_map={request.feature_map}" if positional else "decay"
+        raise ValueError(f"{name}: got a rotation with axes={rotary.axes}, expected one with axes=None")
+    return fmap
 
-    sequences = b if cu_seqlens is None else len(cu_seqlens) - 1
-    identity = f"{map_identity}; {rotary and rotary.identity}{' before' if before else ''}"
+
+def _identity(fmap: FeatureMap | None, rotary: Rotary | None, rope_order: str) -> str:
+    """Of a state: those of other features or another rotation are refused."""
+    before = " before" if rope_order == "before" else ""
+    return f"{'features' if fmap is None else fmap.identity}; {rotary and rotary.identity}{before}"
+
+
+def _resolve_tokens(request: _Request, sequences: int) -> Tokens:
+    q, k, rotary, state = request.q, request.k, request.rotary, request.state
+    (b, m), n = k.shape[:2], k.shape[1] if q is None else q.shape[1]
     if state is None:
-        wide = torch.promote_types(v.dtype, torch.float32)
-        kv, z = v.new_zeros(sequences, g, f, e, dtype=wide), v.new_zeros(sequences, g, f, dtype=torch.float64)
-        start = torch.zeros(1 if cu_seqlens is None else sequences, dtype=torch.int64, device=device)
+        start = torch.zeros(1 if request.cu_seqlens is None else sequences, dtype=torch.int64, device=k.device)
     else:
-        arguments.check_state(state, (sequences, g, f, e), identity, device)
-        kv, z, start = state.kv, state.z, state.position
-    in_place = state is not None and state.donated
-    where, key_where, end = arguments.resolve_positions(
-        positions, key_positions, start, b, n, m, axes, cu_seqlens
+        start = state.position if state.slots is None else state.position[state.slots]
+    bounds = rising_bounds(request.cu_seqlens, n)
+    axes = None if rotary is None else rotary.axes
+    resolved = arguments.resolve_positions(
+        request.positions, request.key_positions, start, b, n, m, axes, bounds
     )
-    if fading and positions is not None:
-        arguments.check_order(where, start, cu_seqlens)
+    if _fades_by_position(request) and request.positions is not None:
+        arguments.check_order(resolved[0], start, bounds)
+    return Tokens(bounds, start, *resolved)
 
-    if rotary is not None and rotary.attention_factor != 1:
-        q, k = q * rotary.attention_factor, k * rotary.attention_factor
-    each, key_each = where, where if key_where is None else key_where
-    if before or (fmap is not None and fmap.positional):
-        each, key_each = spell_out(each, n), spell_out(key_each, m)
-    if before and rotary is not None:
-        q, k, rotary = rotary(q, each), rotary(k, key_each), None
-    if fmap is not None:
-        if key_mask is not None:  # what padding holds may overflow in the map, and 0 * inf is no 0
-            k = k.masked_fill(~key_mask[:, :, None, None], 0)
-        if fmap.positional:
-            q, k = fmap.queries(q, each), fmap.keys(k, key_each)
-        else:
-            q, k = fmap.queries(q), fmap.keys(k)
 
-    module = backends.choose(backend, q, v, kv, rotary)
-    out: Tensor
-    out, kv, z = module.attend(
-        q, k, v, kv, z,
-        feature_map=elementwise, rotary=rotary, decay=decay, positions=where, key_positions=key_where,
-        start=start, key_mask=key_mask, cu_seqlens=cu_seqlens, causal=causal, normalize=normalize, eps=eps,
-        carry=return_state or state is not None, in_place=in_place,
-    )  # fmt: skip
-    if state is not None and in_place and kv is state.kv and z is state.z:  # then all of it is in place
-        state.position.copy_(end)
-        return (out, replace(state, donated=False)) if return_state else out
-    if not return_state:
-        return out
-    return out, LinearAttentionState(kv, z, end.expand(sequences).clone(), identity)
+def _fades_by_position(request: _Request) -> bool:
+    return request.decay is not None or (request.rotary is not None and request.rotary.fade is not None)
+
+
+def _rotate_before(request: _Request, tokens: Tokens) -> tuple[Tensor | None, Tensor, Rotary | None]:
+    """q, k with attention factor, and rotated where the rotation stands before the map; what is left to rotate."""
+    q, k, rotary = request.q, request.k, request.rotary
+    if rotary is None:
+        return q, k, rotary
+    if rotary.attention_factor != 1:
+        q, k = None if q is None else q * rotary.attention_factor, k * rotary.attention_factor
+    if request.rope_order == "after":
+        return q, k, rotary
+    q_where, k_where = _spelled_out(q, k, tokens)
+    return None if q is None else rotary(q, *q_where), rotary(k, *k_where), None
+
+
+def _map_features(
+    q: Tensor | None, k: Tensor, fmap: FeatureMap | None, key_mask: Tensor | None, tokens: Tokens
+) -> tuple[Tensor | None, Tensor, str, Tensor | None, Tensor | None]:
+    """q, k, the elementwise map that backends apply to them, and the log_scale of each query and key."""
+    if fmap is None:
+        return q, k, "identity", None, None
+    if fmap.elementwise is not None and not fmap.log_scaled:
+        return q, k, fmap.elementwise, None, None
+    if key_mask is not None:  # what padding holds may overflow in the map, and 0 * inf is no 0
+        k = k.masked_fill(~key_mask[:, :, None, None], 0)
+    if isinstance(fmap, ElementwiseMap):  # exp: centred here, applied by the backend
+        (q, q_scale), (k, k_scale) = (None, None) if q is None else fmap.centre(q), fmap.centre(k)
+        return q, k, fmap.elementwise, q_scale, k_scale
+    q_where, k_where = _spelled_out(q, k, tokens) if fmap.positional else ((), ())
+    queries, keys = None if q is None else fmap.queries(q, *q_where), fmap.keys(k, *k_where)
+    if not fmap.log_scaled:
+        return queries, keys, "identity", None, None  # type: ignore[return-value]
+    (q, q_scale), (k, k_scale) = (None, None) if queries is None else queries, keys
+    return q, k, "identity", q_scale, k_scale
+
+
+def _spelled_out(q: Tensor | None, k: Tensor, tokens: Tokens) -> tuple[tuple[Tensor], tuple[Tensor]]:
+    """A position for each query, and for each key."""
+    given = tokens.positions if tokens.key_positions is None else tokens.key_positions
+    n = k.shape[1] if q is None else q.shape[1]
+    return (spell_out(tokens.positions, n),), (spell_out(given, k.shape[1]),)
+
+
+def _next_state(
+    call: Call, sums: Sums, state: LinearAttentionState | None, end: Tensor, identity: str,
+    log_scale: Tensor | None,
+) -> LinearAttentionState:  # fmt: skip
+    """The state after the call: a new one, or the given one where it was given away or is a pool's rows."""
+    position = end.expand(call.sequences)
+    if state is None or not _in_place(state, call.k) or (state.slots is None and sums.kv.requires_grad):
+        return LinearAttentionState(sums.kv, sums.z, position.clone(), identity, sums.angle, log_scale)
+    if sums.kv.requires_grad:
+        raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
+    state.write(LinearAttentionState(sums.kv, sums.z, position, identity, sums.angle, log_scale))
+    return replace(state, donated=False)
+
+
+def _in_place(state: LinearAttentionState | None, k: Tensor) -> bool:
+    """Whether the next state goes into the given one's memory."""
+    return state is not None and (state.slots is not None or (state.donated and k.shape[1] == 1))

@@ -254,3 +254,28 @@ class Rotary:
 
     def __repr__(self) -> str:
         return self.identity
+
+
+# TEMPORARY (merged from branch rotary)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    p = cos.shape[-1]
+    turned, rest = wide[..., : 2 * p], wide[..., 2 * p :]
+    if layout == "interleaved":
+        x1, x2 = turned[..., 0::2], turned[..., 1::2]
+        pairs = torch.stack((x1 * cos - x2 * sin, x1 * sin + x2 * cos), -1).flatten(-2)
+    else:
+        x1, x2 = turned.chunk(2, -1)
+        pairs = torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), -1)
+    return torch.cat((pairs, rest), -1).to(x.dtype)
+
+
+def to_turns(radians: Tensor) -> Tensor:
+    x = radians.detach().double() * (1 / (2 * math.pi))
+    x = x - x.round()
+    return torch.where(x == 0.5, -0.5, x).mul(2.0**64).to(torch.int64)
+
+
+def cos_sin_of_turns(turns: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    a = turns.double() * (2 * math.pi / 2.0**64)
+    return a.cos().to(dtype), a.sin().to(dtype)

@@ -10,17 +10,20 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from linrope.files import load_tensors, save_tensors
+from linrope.names import readable
 
 _FORMAT, _VERSION = "linrope.LinearAttentionState", 1
 
+NO_KEYS = -1e30  # log_scale before the first key: finite, so that no difference of two is a NaN
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class LinearAttentionState:
     """What causal linear attention remembers of the keys and values it has seen.
 
-        kv = sum_j g^(p - p_j) R(p_j) psi(k_j) v_j^T      z = sum_j g^(p - p_j) psi(k_j)
+        kv = sum_j e^(L - L_j) R(Theta_j) psi(k_j) v_j^T      z = sum_j e^(L - L_j) psi(k_j)
 
-    as the last token sees them: p = position - 1 (without decay g = 1). Packed sequences have a state each:
+    as the last token sees them (L is its sum of log decays; 0 without decay). Packed sequences have a state each:
     then b counts sequences.
 
     Args:
@@ -28,6 +31,11 @@ class LinearAttentionState:
         z: (b, g, f), float64 (float32 is taken too): it counts tokens, and a float32 count stalls.
         position: (b,) int64, of the next token.
         identity: of the feature map and the rotation that made it; another one is refused.
+        angle: (b, g or 1, pairs) int64, with angle_steps: their sum in 2^-64 turns, which wrap.
+        log_scale: (b, g) float64, with maps that return one: the m of the largest key, as the last token sees it.
+            kv and z are then sums of e^-m times the keys.
+        conv: (b, taps - 1, channels), of a layer with a short convolution: its last inputs.
+        slots: (b',) int64: rows of a pool; see ``at``.
         donated: see ``donate``.
 
     Raises:
@@ -45,30 +53,56 @@ class LinearAttentionState:
     z: Tensor
     position: Tensor
     identity: str
+    angle: Tensor | None = None
+    log_scale: Tensor | None = None
+    conv: Tensor | None = None
+    slots: Tensor | None = None
     donated: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv, Tensor):  # a pytree of something else, while tracing
             return
-        for name, tensor in (("kv", self.kv), ("z", self.z)):
-            if tensor.dtype not in (torch.float32, torch.float64):
-                raise TypeError(f"state.{name}: got {tensor.dtype}, expected float32 or float64")
-        if not self.kv.device == self.z.device == self.position.device:
-            raise ValueError(
-                f"state: got kv on {self.kv.device}, z on {self.z.device}, position on "
-                f"{self.position.device}; expected one device"
-            )
-        if self.position.dtype != torch.int64:
-            raise TypeError(f"state.position: got {self.position.dtype}, expected int64")
-        if self.kv.ndim != 4 or self.z.shape != self.kv.shape[:3] or self.position.shape != self.kv.shape[:1]:
+        for name in ("kv", "z"):
+            if (dtype := getattr(self, name).dtype) not in (torch.float32, torch.float64):
+                raise TypeError(f"state.{name}: got {dtype}, expected float32 or float64")
+        for name in ("position", "angle", "slots"):
+            if (x := getattr(self, name)) is not None and x.dtype != torch.int64:
+                raise TypeError(f"state.{name}: got {x.dtype}, expected int64")
+        if (devices := {x.device for x in self._tensors().values()}) != {self.kv.device}:
+            raise ValueError(f"state: got tensors on {sorted(map(str, devices))}, expected one device")
+        rows = self.kv.shape[:1]
+        fits = self.kv.ndim == 4 and self.z.shape == self.kv.shape[:3] and self.position.shape == rows
+        if not fits:
             raise ValueError(
                 f"state: got kv {tuple(self.kv.shape)}, z {tuple(self.z.shape)}, position "
                 f"{tuple(self.position.shape)}; expected (b, g, f, e), (b, g, f), (b,)"
             )
+        if self.angle is not None and (self.angle.ndim != 3 or self.angle.shape[:1] != rows):
+            raise ValueError(f"state.angle: got {tuple(self.angle.shape)}, expected ({rows[0]}, g or 1, pairs)")
+        if self.conv is not None and (self.conv.ndim != 3 or self.conv.shape[:1] != rows):
+            raise ValueError(f"state.conv: got {tuple(self.conv.shape)}, expected ({rows[0]}, taps - 1, channels)")
+        if self.log_scale is not None and self.log_scale.shape != self.kv.shape[:2]:
+            raise ValueError(
+                f"state.log_scale: got {tuple(self.log_scale.shape)}, expected {tuple(self.kv.shape[:2])}"
+            )
+
+    def __repr__(self) -> str:
+        more = "".join(f", {name}" for name in ("angle", "log_scale", "conv") if getattr(self, name) is not None)
+        at = "" if self.slots is None else f" at {len(self.slots)} slots"
+        return f"LinearAttentionState(kv {tuple(self.kv.shape)} {self.kv.dtype}{more}{at}; {self.identity})"
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Those with a row for each sequence."""
+        named = {name: getattr(self, name) for name in _LEAVES}
+        return {name: x for name, x in named.items() if x is not None}
 
     def _map(self, function: Any) -> "LinearAttentionState":
-        kv, z, position = function(self.kv), function(self.z), function(self.position)
-        return LinearAttentionState(kv, z, position, self.identity)
+        return replace(self, donated=False, **{name: function(x) for name, x in self._tensors().items()})
+
+    @property
+    def sequences(self) -> int:
+        """b, or how many slots."""
+        return self.kv.shape[0] if self.slots is None else self.slots.shape[0]
 
     def detach(self) -> "LinearAttentionState":
         """The same numbers, cut from the graph: what truncated backpropagation passes on."""
@@ -92,14 +126,58 @@ class LinearAttentionState:
         """
         return replace(self, donated=True)
 
+    def at(self, slots: Tensor) -> "LinearAttentionState":
+        """Rows of this state as a pool: calls without gradients read and write them in place.
+
+        slots (b,) int64, no two equal: the row of each sequence of the call, or of each packed sequence. Sequences
+        join, leave and are forked between calls, as in serving with continuous batching: a decoding step and a
+        packed prefill update their rows, and leave the others as they are.
+
+        >>> from linrope import linear_rope_state
+        >>> pool = linear_rope_state(torch.zeros(8, 0, 2, 4), torch.zeros(8, 0, 2, 4))  # 8 rows, all empty
+        >>> q = k = v = torch.randn(2, 1, 2, 4)
+        >>> out = linear_rope_attention(q, k, v, state=pool.at(torch.tensor([6, 1])))
+        >>> pool.position
+        tensor([0, 1, 0, 0, 0, 0, 1, 0])
+        """
+        if not isinstance(slots, Tensor) or slots.dtype not in (torch.int64, torch.int32) or slots.ndim != 1:
+            kind = f"{slots.dtype} {tuple(slots.shape)}" if isinstance(slots, Tensor) else type(slots).__name__
+            raise ValueError(f"slots: got {kind}, expected integers of shape (b,)")
+        if slots.device != self.kv.device:
+            raise ValueError(f"slots: got device {slots.device}, expected {self.kv.device}")
+        if readable(slots) and slots.numel():
+            low, high, rows = int(slots.min()), int(slots.max()), len(self.kv)
+            if low < 0 or high >= rows or len(slots.unique()) < len(slots):
+                raise ValueError(f"slots: got {slots.tolist()}, expected different rows 0 .. {rows - 1}")
+        return replace(self, slots=slots.long())
+
+    def rows(self) -> "LinearAttentionState":
+        """A copy of the rows at the slots, where there are some."""
+        return self if self.slots is None else replace(self.reorder(self.slots), slots=None)
+
+    def write(self, other: "LinearAttentionState") -> None:
+        """Puts another state's numbers into this one's memory, at the slots where there are some."""
+        theirs = other._tensors()
+        for name, mine in self._tensors().items():
+            new = theirs.get(name, mine)
+            if new is mine:
+                continue
+            if self.slots is None:
+                mine.copy_(new)
+            else:
+                mine.index_copy_(0, self.slots, new.to(mine.dtype))
+
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "LinearAttentionState":
         """A copy on that device; dtype, float32 or float64, is kv's. z stays as wide as it is."""
         if dtype not in (None, torch.float32, torch.float64):
             raise TypeError(f"dtype: got {dtype}, expected float32 or float64")
-        moved = self._map(lambda tensor: tensor.to(device, copy=True))
-        return moved if dtype is None else replace(moved, kv=moved.kv.to(dtype))
+        moved = {name: x.to(device, copy=True) for name, x in self._tensors().items()}
+        if dtype is not None:
+            moved["kv"] = moved["kv"].to(dtype)
+        slots = None if self.slots is None else self.slots.to(device)
+        return replace(self, donated=False, slots=slots, **moved)
 
     def reorder(self, index: Tensor) -> "LinearAttentionState":
         """The states of the sequences index (b',): repeats and drops them, as beam search does."""
@@ -112,7 +190,7 @@ class LinearAttentionState:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a safetensors file, atomically."""
         metadata = {"format": _FORMAT, "version": str(_VERSION), "identity": self.identity}
-        save_tensors(Path(path), {"kv": self.kv, "z": self.z, "position": self.position}, metadata)
+        save_tensors(Path(path), self.rows()._tensors(), metadata)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "LinearAttentionState":
@@ -122,19 +200,19 @@ class LinearAttentionState:
             FileNotFoundError, ValueError: no such file; a damaged or newer one, or one of other content.
         """
         tensors, metadata = load_tensors(Path(path), _FORMAT, _VERSION)
-        if set(tensors) != {"kv", "z", "position"} or "identity" not in metadata:
+        if not {"kv", "z", "position"} <= set(tensors) <= set(_LEAVES) or "identity" not in metadata:
             raise ValueError(f"{path}: got {sorted(tensors)}, expected kv, z, position and an identity")
         try:
-            return cls(tensors["kv"], tensors["z"], tensors["position"], metadata["identity"])
+            return cls(identity=metadata["identity"], **tensors)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 
 
-_LEAVES = ("kv", "z", "position")
+_LEAVES = ("kv", "z", "position", "angle", "log_scale", "conv")
 
 
-def _flatten(state: LinearAttentionState) -> tuple[list[Tensor], str]:
-    return [state.kv, state.z, state.position], state.identity
+def _flatten(state: LinearAttentionState) -> tuple[list[Tensor | None], str]:
+    return [getattr(state, name) for name in _LEAVES], state.identity
 
 
 def _flatten_with_keys(state: LinearAttentionState) -> tuple[list[Any], str]:
@@ -143,8 +221,8 @@ def _flatten_with_keys(state: LinearAttentionState) -> tuple[list[Any], str]:
 
 
 def _unflatten(leaves: Any, identity: Any) -> LinearAttentionState:
-    kv, z, position = leaves
-    return LinearAttentionState(kv, z, position, identity)
+    kv, z, position, *others = leaves
+    return LinearAttentionState(kv, z, position, identity, *others)
 
 
 pytree.register_pytree_node(

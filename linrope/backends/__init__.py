@@ -1,48 +1,37 @@
 """One table of backends, and one rule to choose.
 
-A backend is a module with ``attend(q, k, v, kv, z, **how) -> (out, kv, z)`` and
-``supports(q, v, kv, rotary) -> why not, or None``.
+A backend is a module with ``attend(call, state) -> (out, sums)`` and ``supports(call, state) -> why not, or None``:
+``linrope.backends.call``.
 """
 
-from types import ModuleType
+from importlib import import_module
 from typing import Any
 
-from torch import Tensor
-
-from linrope.backends import eager, reference
+from linrope.backends.call import Call
 from linrope.names import check_name
-from linrope.rotary import Rotary
+from linrope.state import LinearAttentionState
 
-MODULES = {
-    "reference": reference,
-    "eager": eager,
-}
-NAMES = ("auto", *MODULES, "triton")
+NAMES = ("auto", "reference", "eager", "native", "triton")
 
 
-def choose(name: str, q: Tensor, v: Tensor, kv: Tensor, rotary: Rotary | None) -> ModuleType:
-    """The backend of that name; "auto" takes triton for a call on a GPU that it supports, else eager.
+def choose(name: str, call: Call, state: LinearAttentionState | None) -> Any:
+    """The backend of that name; "auto" takes native on a CPU and triton on a GPU where they can, else eager.
 
     Raises:
         ValueError: unknown name.
         RuntimeError: it cannot run the call, with the reason.
     """
     check_name("backend", name, NAMES)
-    order = (name,) if name != "auto" else ("triton", "eager") if q.is_cuda else ("eager",)
+    order: tuple[str, ...] = (name,)
+    if name == "auto":
+        order = ("native", "eager") if call.k.device.type == "cpu" else ("triton", "eager")
+    reason: str | None = None
     for candidate in order:
-        module = _load(candidate)
-        reason = module if isinstance(module, str) else module.supports(q, v, kv, rotary)
+        try:
+            module = import_module(f"linrope.backends.{candidate}")  # Triton and the native library may be absent
+            reason = module.supports(call, state)
+        except ImportError as error:
+            reason = str(error)
         if reason is None:
-            return module  # type: ignore[no-any-return]
+            return module
     raise RuntimeError(f"backend={name!r} cannot run: {reason}")
-
-
-def _load(name: str) -> Any:
-    """The backend's module, or why it is not to be had."""
-    if name != "triton":
-        return MODULES[name]
-    try:
-        from linrope.backends import triton  # only where it may be used: Triton may be absent
-    except ImportError as error:
-        return str(error)
-    return triton

@@ -28,6 +28,7 @@ class FeatureMap(nn.Module):
     positive: bool
     positional: bool = False
     elementwise: str | None = None
+    log_scaled: bool = False
 
     # What else a map takes depends on ``positional``: type checkers accept any here.
     def queries(self, q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -44,3 +45,7 @@ class FeatureMap(nn.Module):
 def widen(x: Tensor) -> Tensor:
     """x in float32 or wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def same_identity(a: str, b: str) -> bool:
+    return a == b
