@@ -145,6 +145,9 @@ def proportional(
     return theta, 1.0
 
 
+MROPE_AXES = 3  # coordinates of a position: time, row, column
+
+
 Method = Callable[..., tuple[Tensor, float]]
 METHODS: dict[str, Method] = {
     method.__name__: method
@@ -224,8 +227,8 @@ def resolve(scaling: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]:
 
 def read_config(
     rope_parameters: Mapping[str, Any], head_dim: int, trained: int | None, seq_len: int | None
-) -> tuple[float, int, dict[str, Any]]:
-    """base, rotary_dim and scaling of a Rotary from a Hugging Face config: see Rotary.from_config."""
+) -> tuple[float, int, dict[str, Any], list[int] | None]:
+    """base, rotary_dim, scaling and each pair's axis, of a Hugging Face config: see Rotary.from_config."""
     if not isinstance(rope_parameters, Mapping):
         raise ValueError(f"rope_parameters={rope_parameters!r}: expected a dict")
     nested = [str(key) for key, value in rope_parameters.items() if isinstance(value, Mapping)]
@@ -234,6 +237,11 @@ def read_config(
     scaling = {key: value for key, value in rope_parameters.items() if value is not None}
     scaling.setdefault("rope_type", scaling.get("type", "default"))
     scaling.pop("type", None)  # the older spelling
+    sections, interleaved = scaling.pop("mrope_section", None), scaling.pop("mrope_interleaved", None)
+    if sections is None and (interleaved is not None or scaling["rope_type"] == "mrope"):
+        raise ValueError(f"mrope_section: missing key, got {', '.join(rope_parameters)}")
+    if scaling["rope_type"] == "mrope":  # Qwen2-VL's older configs: the plain theta, on three axes
+        scaling["rope_type"] = "default"
     base, rotary_dim = _check("rope_theta", scaling.pop("rope_theta", 10000.0)), head_dim
     _, keys = _find(scaling["rope_type"])
     if "partial_rotary_factor" not in keys:
@@ -250,7 +258,32 @@ def read_config(
             scaling.setdefault(key, length)
     if scaling["rope_type"] in ("yarn", "longrope") and trained is not None:
         scaling.setdefault("factor", trained / _check(original, scaling[original]))
-    return base, rotary_dim, scaling
+    axes = None if sections is None else _mrope_axes(sections, interleaved, rotary_dim // 2)
+    return base, rotary_dim, scaling, axes
+
+
+def _mrope_axes(sections: Any, interleaved: Any, pairs: int) -> list[int]:
+    """The axis with which each pair turns: 0 0 .. 1 1 .. 2 2 .., or interleaved 0 1 2 0 1 2 .. 0 0.
+
+    Qwen2-VL (arXiv 2409.12191); interleaved: Qwen3-VL, where axes 1 and 2 have every third pair, as many as
+    their section says, and axis 0 has all others.
+    """
+    if interleaved is not None and not isinstance(interleaved, bool):
+        raise ValueError(f"mrope_interleaved={interleaved!r}: expected True or False")
+    whole = isinstance(sections, (list, tuple)) and all(type(n) is int and n > 0 for n in sections)
+    if not whole or len(sections) != MROPE_AXES or sum(sections) != pairs:
+        raise ValueError(f"mrope_section={sections!r}: expected three positive integers, {pairs} in all")
+    if not interleaved:
+        return [axis for axis, section in enumerate(sections) for _ in range(section)]
+    axes = [0] * pairs
+    for axis in (1, 2):
+        last = 3 * (sections[axis] - 1) + axis
+        if last >= pairs:
+            raise ValueError(
+                f"mrope_section={sections!r}: expected section {axis} to fit every third of {pairs} pairs"
+            )
+        axes[axis : last + 1 : 3] = [axis] * sections[axis]
+    return axes
 
 
 def critical_dimension(dim: int, base: float, length: float) -> int:

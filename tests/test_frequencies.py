@@ -9,6 +9,10 @@ import torch
 from torch.testing import assert_close
 from transformers import PhiConfig, modeling_rope_utils
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
+from transformers.models.qwen2_vl import modeling_qwen2_vl
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
+from transformers.models.qwen3_vl import modeling_qwen3_vl
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 
 from linrope import Rotary
 from linrope.frequencies import METHODS, base_for_length, critical_dimension
@@ -188,6 +192,68 @@ def test_the_length_does_not_matter_where_theta_does_not_depend_on_it() -> None:
     assert ours(YARN, 100_000).identity == ours(YARN).identity
 
 
+def theirs_on_a_grid(
+    rope_parameters: dict[str, Any], q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k (1, n, h, f) turned to positions (n, 3) by transformers' own vision language models."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 2 * HEAD_DIM, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "max_position_embeddings": TRAINED, "rope_parameters": dict(rope_parameters),
+    }  # fmt: skip
+    if rope_parameters.get("mrope_interleaved"):
+        config = Qwen3VLTextConfig(head_dim=HEAD_DIM, **sizes)
+        embed: Any = modeling_qwen3_vl.Qwen3VLTextRotaryEmbedding(config)
+        apply = modeling_qwen3_vl.apply_rotary_pos_emb
+    else:
+        embed = modeling_qwen2_vl.Qwen2VLRotaryEmbedding(Qwen2VLTextConfig(**sizes))
+        apply = modeling_qwen2_vl.apply_rotary_pos_emb
+    cos, sin = embed(q, positions.T[:, None])
+    turned = apply(q.transpose(1, 2), k.transpose(1, 2), cos / embed.attention_scaling, sin)
+    return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    "rope_parameters",
+    [
+        {"rope_theta": 1e6, "mrope_section": [8, 12, 12]},
+        {"rope_theta": 1e4, "mrope_section": [20, 4, 8], "type": "mrope"},
+        {"rope_theta": 5e6, "mrope_section": [12, 10, 10], "mrope_interleaved": True},
+        {"rope_theta": 5e6, "mrope_section": [20, 5, 7], "mrope_interleaved": True},
+        {**LLAMA3, "rope_theta": 1e4, "mrope_section": [8, 12, 12], "original_max_position_embeddings": 1024},
+    ],
+    ids=str,
+)
+def test_multimodal_sections_turn_q_and_k_as_transformers_does(rope_parameters: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 20, 2, HEAD_DIM, generator=generator)
+    positions = torch.randint(0, 100, (20, 3), generator=generator)
+    rotary = ours(rope_parameters)
+    assert rotary.axes == 3
+    expected = theirs_on_a_grid(rope_parameters, q, k, positions)
+    for x, theirs_turned in zip((q, k), expected):
+        # theirs: float32 angles, off by 100 * 2^-24 rad and by 1e-6 of theta, times features up to 4
+        assert_close(rotary(x, positions), theirs_turned, atol=1e-4, rtol=0)
+
+
+def test_multimodal_sections_keep_scaling_and_its_attention_factor() -> None:
+    plain, grid = ours(YARN), ours({**YARN, "mrope_section": [8, 12, 12]})
+    assert grid.attention_factor == plain.attention_factor != 1.0
+    assert torch.equal(grid.theta.sum(0), plain.theta)
+    assert grid.theta.count_nonzero(dim=1).tolist() == [8, 12, 12]
+    assert f"attention_factor={plain.attention_factor}" in grid.identity
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_text_turns_as_without_sections(interleaved: bool) -> None:
+    """Its tokens have the same number on every axis."""
+    rope_parameters = {"rope_theta": 1e6, "partial_rotary_factor": 0.5}
+    sections = {"mrope_section": [6, 5, 5], "mrope_interleaved": interleaved}
+    x = torch.randn(1, 9, 2, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(9)
+    text = ours({**rope_parameters, **sections})(x, positions[:, None].expand(9, 3))
+    assert torch.equal(text, ours(rope_parameters)(x, positions))
+
+
 def test_critical_dimension_has_the_published_figure() -> None:
     assert critical_dimension(128, 10000.0, 4096) == 92
     turned = 4096 * Rotary(128).theta >= 2 * math.pi  # pairs t with t <= (dim/2) log_base(length / 2 pi)
@@ -202,6 +268,7 @@ def test_base_for_length_has_the_published_figures(length: int, base: int) -> No
     assert critical_dimension(128, base_for_length(length), length) == 92
 
 
+SECTIONS = "expected three positive integers, 32 in all"
 NUMBER, LONG = "a positive finite number", "a length of more than 1"
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"rope_type": "yarm"}, r"rope_type='yarm': expected one of default, .*; did you mean 'yarn'\?"),
@@ -289,7 +356,21 @@ def test_a_size_or_base_that_the_method_cannot_have_is_refused() -> None:
             r"dict per layer type, expected one of full_attention, sliding",
         ),
         ({"factor": 2.0}, r"factor=2.0: unknown key of rope_type='default'"),
-        ({"mrope_section": [8, 12, 12]}, r"mrope_section=\[8, 12, 12\]: unknown key"),
+        ({"mrope_section": [8, 12, 13]}, rf"mrope_section=\[8, 12, 13\]: {SECTIONS}"),
+        ({"mrope_section": [16, 16]}, rf"mrope_section=\[16, 16\]: {SECTIONS}"),
+        ({"mrope_section": [8, 12.0, 12]}, rf"mrope_section=\[8, 12.0, 12\]: {SECTIONS}"),
+        ({"mrope_section": [0, 16, 16]}, rf"mrope_section=\[0, 16, 16\]: {SECTIONS}"),
+        ({"mrope_section": 32}, rf"mrope_section=32: {SECTIONS}"),
+        (
+            {"mrope_section": [8, 12, 12], "mrope_interleaved": True},
+            r"mrope_section=\[8, 12, 12\]: expected section 1 to fit every third of 32 pairs",
+        ),
+        (
+            {"mrope_section": [8, 12, 12], "mrope_interleaved": 1},
+            r"mrope_interleaved=1: expected True or False",
+        ),
+        ({"mrope_interleaved": True}, r"mrope_section: missing key, got mrope_interleaved"),
+        ({"type": "mrope", "rope_theta": 1e6}, r"mrope_section: missing key, got type, rope_theta"),
         ({"rope_theta": 0}, rf"rope_theta=0: expected {NUMBER}"),
         ({"partial_rotary_factor": 2}, r"partial_rotary_factor=2: expected a number from 0 to 1"),
         (

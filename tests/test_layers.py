@@ -22,7 +22,7 @@ LEVELS = [
     {"functional"},
     {"arguments", "backends"},
     {"feature_maps", "rotary", "state"},
-    {"files", "frequencies"},
+    {"angles", "files", "frequencies"},
     {"names"},
 ]
 RANK = {name: rank for rank, level in enumerate(LEVELS) for name in level}

@@ -11,10 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 from linrope import LinearRoPEAttention, Rotary, linear_rope_attention
-from linrope.rotary import LAYOUTS, MAX_POSITION
+from linrope.rotary import LAYOUTS, MAX_POSITION, grid_positions
 
 positions_up_to_the_last = st.integers(0, MAX_POSITION)
 
@@ -138,6 +139,18 @@ def test_whole_model_rotation_turns_d_model_before_the_split_into_heads() -> Non
     assert_close(after, before, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize(("axes", "heads", "head_dim"), [(2, 4, 6), (3, 2, 10)])
+def test_whole_model_rotation_on_a_grid_turns_d_model_before_the_split(
+    axes: int, heads: int, head_dim: int
+) -> None:
+    d_model, positions = heads * head_dim, grid_positions(*[3] * axes)
+    x = vectors(2, len(positions), d_model)
+    before = Rotary.axial(d_model, axes, base=100.0)(x.unsqueeze(2), positions).unflatten(-1, (heads, -1))
+    rotary = Rotary.whole_model(heads, head_dim, base=100.0, axes=axes)
+    assert rotary.theta.shape == (heads, axes, head_dim // 2)
+    assert torch.equal(rotary(x.unflatten(-1, (heads, -1)), positions), before.squeeze(2))
+
+
 def test_layer_takes_whole_model_rotation() -> None:
     layer = LinearRoPEAttention(8, 2, rotary=Rotary.whole_model(2, 4))
     assert layer(torch.ones(1, 3, 8)).shape == (1, 3, 8)
@@ -151,6 +164,30 @@ def test_axial_rotation_is_that_of_each_axis_on_its_own_share(pairs: list[int] |
     own = [Rotary(2 * n, base=100.0) for n in (rows, columns)]
     assert_close(y[..., : 2 * rows], own[0](x[..., : 2 * rows], positions[..., 0]), atol=0, rtol=0)
     assert_close(y[..., 2 * rows :], own[1](x[..., 2 * rows :], positions[..., 1]), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_partial_axial_rotation_turns_the_first_features_and_leaves_the_rest(layout: str) -> None:
+    x, positions = vectors(1, 6, 2, 14), grid_positions(2, 3)
+    y = Rotary.axial(14, base=100.0, layout=layout, rotary_dim=10)(x, positions)
+    assert torch.equal(y[..., 10:], x[..., 10:])
+    assert torch.equal(y[..., :10], Rotary.axial(10, base=100.0, layout=layout)(x[..., :10], positions))
+
+
+def test_a_grid_is_numbered_row_by_row() -> None:
+    places = grid_positions(2, 3)
+    assert places.dtype == torch.int64
+    assert places.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
+    video = grid_positions(4, 3, 5)
+    assert video.shape == (60, 3)
+    assert torch.equal(video @ torch.tensor([15, 5, 1]), torch.arange(60))
+    assert grid_positions(3).tolist() == [[0], [1], [2]]
+
+
+def test_class_tokens_have_coordinate_0_and_move_the_grid_to_1() -> None:
+    places = grid_positions(2, 3, class_tokens=2)
+    assert torch.equal(places[2:], grid_positions(2, 3) + 1)
+    assert not places[:2].any()
 
 
 def test_axial_rotation_divides_the_pairs_evenly() -> None:
@@ -198,6 +235,37 @@ def test_turns_wrap_to_the_angles(shape: tuple[int, ...]) -> None:
     assert_close(torch.sin(difference), torch.zeros_like(difference), atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_turns_first_read_in_inference_mode_can_be_saved_for_gradients(device: str) -> None:
+    with torch.inference_mode():
+        rotary = Rotary(4)
+        assert not rotary.turns(torch.device(device)).is_inference()
+    assert not rotary.turns(torch.device(device)).is_inference()
+    assert rotary.turns(torch.device(device)) is rotary.turns(torch.device(device))
+
+
+def test_turns_read_in_fake_tensor_mode_are_not_kept() -> None:
+    rotary, meta = Rotary(4), torch.device("meta")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert type(rotary.turns(meta)) is not torch.Tensor
+    assert type(rotary.turns(meta)) is torch.Tensor
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+@pytest.mark.parametrize("make", [Rotary, Rotary.axial, lambda f: Rotary(f, theta=torch.ones(f // 2))])
+def test_a_rotation_made_and_used_in_inference_mode_can_be_trained_with(
+    make: Callable[[int], Rotary], backend: str
+) -> None:
+    q = vectors(1, 6, 1, 4)
+    with torch.inference_mode():
+        rotary = make(4)
+        where = grid_positions(2, 3) if rotary.axes else torch.arange(6)
+        linear_rope_attention(q, q, q, rotary=rotary, positions=where, backend=backend)
+    where, q = where.clone(), q.requires_grad_()
+    linear_rope_attention(q, q, q, rotary=rotary, positions=where, backend=backend).sum().backward()
+    assert q.grad is not None
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_xpos_fades_each_pair_by_its_own_rate(layout: str) -> None:
     rotary = Rotary(8, rotary_dim=6, xpos=512, layout=layout)
@@ -228,6 +296,18 @@ def test_xpos_fades_each_pair_by_its_own_rate(layout: str) -> None:
         (lambda: Rotary.axial(4, 3), r"pairs=\[1, 1, 0\]: expected"),
         (lambda: Rotary.axial(8).angles(torch.arange(4)), r"positions: got shape \(4,\), expected"),
         (lambda: Rotary.axial(8).angles(torch.ones(4, 3).long()), r"positions: got shape \(4, 3\)"),
+        (lambda: Rotary.axial(8, pairs=[2, 2], rotary_dim=4), r"pairs=\[2, 2\]: expected .*, 2 in all"),
+        (lambda: Rotary.axial(8, rotary_dim=10), r"rotary_dim=10: expected an even number from 2 to dim=8"),
+        (lambda: Rotary.whole_model(2, 4, axes=0), r"pairs=\[\]: expected one positive number per axis"),
+        (grid_positions, r"sizes=\(\), class_tokens=0: expected positive sizes"),
+        (lambda: grid_positions(3, 0), r"sizes=\(3, 0\), class_tokens=0: expected positive sizes"),
+        (lambda: grid_positions(3, class_tokens=-1), r"class_tokens=-1: expected .* 0 or more tokens"),
+        (lambda: Rotary(8, theta=torch.full((4,), math.nan)), r"theta: got \[nan, .*expected finite numbers"),
+        (lambda: Rotary(8, attention_factor=2.0), r"attention_factor=2.0: expected None without theta"),
+        (
+            lambda: Rotary(8, theta=torch.ones(4), attention_factor=0.0),
+            r"attention_factor=0.0: expected a positive finite number",
+        ),
         (lambda: Rotary(8, xpos=0), r"xpos=0: expected a positive finite length"),
         (lambda: Rotary(8, xpos=math.inf), r"xpos=inf: expected a positive finite length"),
         (
@@ -314,6 +394,29 @@ def test_later_changes_of_the_given_theta_do_not_reach_in() -> None:
     assert torch.equal(rotary.theta, torch.ones(2, dtype=torch.float64))
 
 
+@pytest.mark.parametrize(
+    "rotary",
+    [Rotary(8, xpos=9), Rotary(8, theta=torch.ones(2, 4)), Rotary.axial(8)],
+    ids=["base", "theta", "axes"],
+)
+def test_theta_cannot_be_changed_behind_the_identity_of_a_rotation(rotary: Rotary) -> None:
+    """A state says by whose rotation its keys are turned."""
+    where = torch.arange(3) if rotary.axes is None else grid_positions(3, 1)
+    x, identity, turns = vectors(1, 3, 2, 8), rotary.identity, rotary.turns(torch.device("cpu")).clone()
+    y, fade = rotary(x, where), rotary.fade
+    rotary.theta.mul_(2)
+    rotary.frequencies.mul_(2)
+    if rotary.fade is not None:
+        rotary.fade.mul_(2)
+        assert torch.equal(rotary.fade, fade)
+    assert torch.equal(rotary(x, where), y)
+    assert torch.equal(rotary.turns(torch.device("cpu")), turns)
+    assert rotary.identity == identity
+    for name in ("theta", "frequencies", "fade"):
+        with pytest.raises(AttributeError):
+            setattr(rotary, name, torch.ones(4))
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda rotary: pickle.loads(pickle.dumps(rotary))])
 @pytest.mark.parametrize(
     "rotary",
@@ -344,6 +447,7 @@ def test_identity_tells_rotations_apart() -> None:
         Rotary.whole_model(2, 8),
         Rotary(8, theta=torch.ones(4)),
         Rotary(8, theta=torch.ones(4).double() + 1e-15),
+        Rotary(8, theta=torch.ones(4), attention_factor=2),
         Rotary(8, theta=torch.ones(1, 4), axes=1),
         Rotary(8, xpos=512),
         *map(scaled, SCALINGS),
@@ -357,6 +461,8 @@ def test_identity_tells_rotations_apart() -> None:
     as_default = scaled("yarn", beta_fast=32, beta_slow=1.0, truncate=True, mscale=None, factor=4)
     assert as_default.identity == scaled("yarn").identity
     assert Rotary(8, scaling={"rope_type": "default"}).identity == Rotary(8).identity
+    ones = torch.ones(4)
+    assert Rotary(8, theta=ones, attention_factor=1.0).identity == Rotary(8, theta=ones).identity
 
 
 def test_later_changes_of_the_given_scaling_do_not_reach_in() -> None:
@@ -373,6 +479,7 @@ def test_attention_factor_is_kept_and_the_rotation_leaves_it_out() -> None:
     cos, sin = rotary.cos_sin(positions, torch.float64)
     assert_close(cos**2 + sin**2, torch.ones_like(cos))
     assert Rotary(16).attention_factor == Rotary(16, theta=rotary.theta).attention_factor == 1.0
+    assert Rotary(16, theta=rotary.theta, attention_factor=2).attention_factor == 2.0
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
