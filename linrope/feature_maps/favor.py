@@ -75,13 +75,14 @@ class FavorPlus(RandomFeatureMap):
     ) -> None:
         super().__init__(head_dim, num_features, seed)
         self.kernel_epsilon = check_epsilon(kernel_epsilon)
+        # Made here: torch.compile takes a module's floats for variables, which it cannot write into a string.
+        self._epsilon = f", kernel_epsilon={self.kernel_epsilon}" if self.kernel_epsilon else ""
 
     def queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
         return _estimate(self.project(q), self.square(q), self.kernel_epsilon)
 
     def settings(self) -> str:
-        epsilon = f", kernel_epsilon={self.kernel_epsilon}" if self.kernel_epsilon else ""
-        return f"{super().settings()}{epsilon}"
+        return f"{super().settings()}{self._epsilon}"
 
 
 class FavorHyperbolic(RandomFeatureMap):
@@ -158,7 +159,18 @@ class FavorPlusPlus(RandomFeatureMap):
         spread: float | None = None,
     ) -> None:
         super().__init__(head_dim, num_features, seed)
-        self.spread = _check_spread(2 * head_dim**0.5 if spread is None else spread)
+        self.spread = 2 * head_dim**0.5 if spread is None else spread
+
+    @property
+    def spread(self) -> float:
+        return self._spread
+
+    @spread.setter
+    def spread(self, spread: float) -> None:
+        if not 0 <= spread < math.inf:
+            raise ValueError(f"spread={spread}: expected the mean of |x' + y'|^2, a finite number >= 0")
+        self._spread = float(spread)
+        self._spread_text = f", spread={self._spread}"  # made here for torch.compile, as in FavorPlus
 
     @property
     def a(self) -> float:
@@ -180,7 +192,7 @@ class FavorPlusPlus(RandomFeatureMap):
         squares = x.square().sum(-1).mean() + y.square().sum(-1).mean()
         mean_x, mean_y = x.mean(-3), y.mean(-3).repeat_interleave(q.shape[-2] // k.shape[-2], dim=-2)
         spread = squares + 2 * (mean_x * mean_y).sum(-1).mean()
-        self.spread = _check_spread(float(spread) * self.head_dim**-0.5)
+        self.spread = float(spread) * self.head_dim**-0.5
 
     def queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
         a, logits = self.a, self.project(q)
@@ -197,16 +209,10 @@ class FavorPlusPlus(RandomFeatureMap):
         self.spread = float(state[1].view(torch.float64))
 
     def settings(self) -> str:
-        return f"{super().settings()}, spread={self.spread}"
+        return f"{super().settings()}{self._spread_text}"
 
 
 def check_epsilon(kernel_epsilon: float) -> float:
     if not 0 <= kernel_epsilon < math.inf:
         raise ValueError(f"kernel_epsilon={kernel_epsilon}: expected a finite number >= 0")
     return float(kernel_epsilon)
-
-
-def _check_spread(spread: float) -> float:
-    if not 0 <= spread < math.inf:
-        raise ValueError(f"spread={spread}: expected the mean of |x' + y'|^2, a finite number >= 0")
-    return float(spread)

@@ -66,16 +66,19 @@ class GeneralizedRandomFeatures(RandomFeatureMap):
         if isinstance(kernel, str):
             if kernel not in KERNELS:
                 raise ValueError(f"kernel={kernel!r}: expected one of {', '.join(KERNELS)}, or a function")
-            self.kernel, self.kernel_name = KERNELS[kernel], kernel
+            self.kernel, name = KERNELS[kernel], kernel
         elif callable(kernel) and hasattr(kernel, "__qualname__"):
-            self.kernel, self.kernel_name = kernel, f"{kernel.__module__}.{kernel.__qualname__}"
+            self.kernel, name = kernel, f"{kernel.__module__}.{kernel.__qualname__}"
         else:
             raise TypeError(f"kernel: got {type(kernel).__name__}, expected a name or a function")
         self.kernel_epsilon = check_epsilon(kernel_epsilon)
+        self._kernel_text = (
+            f"kernel={name}, kernel_epsilon={self.kernel_epsilon}"  # for torch.compile, as in FavorPlus
+        )
         self.positive = positive or kernel in POSITIVE_KERNELS
 
     def queries(self, q: Tensor) -> Tensor:
         return pad_to_even((self.kernel(self.project(q)) + self.kernel_epsilon) * self.num_features**-0.5)
 
     def settings(self) -> str:
-        return f"{super().settings()}, kernel={self.kernel_name}, kernel_epsilon={self.kernel_epsilon}"
+        return f"{super().settings()}, {self._kernel_text}"
