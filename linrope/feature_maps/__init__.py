@@ -3,15 +3,17 @@
 from functools import partial
 from typing import Any
 
-from linrope.feature_maps.base import FeatureMap
+from linrope.feature_maps.base import FeatureMap, Features, same_identity
 from linrope.feature_maps.cosformer import Cosformer
 from linrope.feature_maps.dpfp import DPFP
 from linrope.feature_maps.elementwise import ELEMENTWISE, Elementwise, ElementwiseMap
 from linrope.feature_maps.favor import FavorHyperbolic, FavorPlus, FavorPlusPlus
 from linrope.feature_maps.fourier import RandomFourier
+from linrope.feature_maps.generalized import GeneralizedRandomFeatures
 from linrope.feature_maps.learned import T2R, Hedgehog, LearnedMap
 from linrope.feature_maps.paired import PairedMap
 from linrope.feature_maps.polynomial import Rebased, Taylor2
+from linrope.feature_maps.redraw import Redraw
 from linrope.feature_maps.softmax import SoftmaxMap
 from linrope.names import check_name
 
@@ -28,14 +30,18 @@ __all__ = [
     "FavorPlus",
     "FavorPlusPlus",
     "FeatureMap",
+    "Features",
+    "GeneralizedRandomFeatures",
     "Hedgehog",
     "LearnedMap",
     "PairedMap",
     "RandomFourier",
     "Rebased",
+    "Redraw",
     "SoftmaxMap",
     "Taylor2",
     "make",
+    "same_identity",
 ]
 
 
@@ -49,6 +55,7 @@ _MAKERS: dict[str, Any] = {
     "favor+": FavorPlus,
     "favor+hyperbolic": FavorHyperbolic,
     "favor++": FavorPlusPlus,
+    "generalized": GeneralizedRandomFeatures,
     "rff": RandomFourier,
     "dpfp": DPFP,
     "t2r": T2R,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linrope.feature_maps.base import FeatureMap
+from linrope.feature_maps.base import FeatureMap, Features, centre, exponential
 
 # Every function takes optional buffers. Without them it is ordinary differentiable PyTorch; with them
 # it allocates nothing, which on a CPU is worth more than the arithmetic (a fresh page costs ~1 us).
@@ -72,7 +72,7 @@ class ElementwiseMap(FeatureMap):
         elu+1      x + 1 if x >= 0 else exp(x)     Katharopoulos et al. 2020, arXiv 2006.16236
         relu       max(x, 0)
         relu2      max(x, 0)^2
-        exp        exp(x)
+        exp        exp(x)           log_scaled: features exp(x - s), s = max x
         silu       x sigmoid(x)     signed: only with normalize=False
         identity   x                signed: only with normalize=False
 
@@ -88,12 +88,32 @@ class ElementwiseMap(FeatureMap):
         self.elementwise = name
         self.head_dim = self.feature_dim = head_dim
         self.positive = ELEMENTWISE[name].positive
+        self.log_scaled = name == "exp"
 
-    def queries(self, q: Tensor) -> Tensor:
+    def queries(self, q: Tensor) -> Features:
+        if self.log_scaled:
+            return exponential(q)
         return ELEMENTWISE[self.elementwise].value(q, None, None)
 
-    def keys(self, k: Tensor) -> Tensor:
+    def keys(self, k: Tensor) -> Features:
         return self.queries(k)
+
+    def centre(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(x - s, s) with s = max x over the features: what a kernel applies "exp" to, and log_scale.
+
+        (..., d) -> (..., d) in float32 or wider, since x - s has more digits than x, and (...) float64; the
+        rest as in ``feature_maps.base.centre``.
+
+        Raises:
+            RuntimeError: the map is another one than "exp".
+
+        >>> from linrope import feature_maps
+        >>> feature_maps.make("exp", 2).centre(torch.tensor([300.0, 299.0]))
+        (tensor([ 0., -1.]), tensor(300., dtype=torch.float64))
+        """
+        if not self.log_scaled:
+            raise RuntimeError(f"centre: feature_map={self.elementwise!r} has no log_scale, expected 'exp'")
+        return centre(x)
 
     @property
     def identity(self) -> str:

@@ -5,8 +5,16 @@ import math
 import torch
 from torch import Tensor
 
-from linrope.feature_maps.base import widen
+from linrope.feature_maps.base import exponential, pad_to_even, widen
 from linrope.feature_maps.random_features import RandomFeatureMap
+
+
+def _estimate(logits: Tensor, square: Tensor, kernel_epsilon: float = 0.0) -> tuple[Tensor, Tensor]:
+    """exp(logits - square / 2) / sqrt(M) of logits (..., M), with a log_scale, padded to an even number."""
+    features, log_scale = exponential(logits, square / -2)
+    if kernel_epsilon:
+        features = features + kernel_epsilon
+    return pad_to_even(features), log_scale - math.log(logits.shape[-1]) / 2
 
 
 class FavorPlus(RandomFeatureMap):
@@ -14,34 +22,67 @@ class FavorPlus(RandomFeatureMap):
 
         phi(x)_i = exp(w_i . x' - |x'|^2 / 2) / sqrt(M),   x' = x / d^(1/4),   i = 1 .. M
 
-    w: gaussian, orthogonal in blocks of d. (..., d) -> (..., M), computed in float32 or wider.
-    Choromanski et al. 2021, arXiv 2009.14794, without the maximum over the sequence that its public
-    codes subtract: that one leaks the future, and is not needed, since w.x' - |x'|^2/2 <= |w|^2/2.
+    w: gaussian, orthogonal in blocks of d. (..., d) -> (..., M), and a feature that is 0 where M is odd;
+    computed in float32 or wider. log_scaled by each token's own maximum, where the public codes take one
+    over the sequence for keys, which leaks the future. With kernel_epsilon:
 
-    The projection is a buffer in the state dict, a function of ``seed``. It changes only when
-    ``redraw`` is called; states made before a redraw are refused after it.
+        phi(x)_i = e^s (exp(w_i . x' - |x'|^2 / 2 - s) + kernel_epsilon) / sqrt(M),   s = max of the logits
+
+    so that it is relative to the stabilized features, the largest of which is 1, as in the public codes, and
+    every product is more than 0. (They leave |x'|^2 out of s: of a long vector their features are the
+    epsilon alone.) Choromanski et al. 2021, arXiv 2009.14794.
+
+    As an estimate of softmax attention this needs small inputs. Measured at d = 64 with gaussian q and k
+    of standard deviation c and 512 keys, outputs correlate with softmax attention's as follows:
+
+        c        0.25   0.5    1      2      3
+        M = 128  1.00   0.88   0.20   0.02   0.01     (the default)
+        M = 1024 1.00   0.98   0.27   0.03   0.01
+        M = 4096 1.00   0.99   0.32   0.05   0.02
+
+    So 1024 features serve where |x'|^2 is about 2; where it is 8 or more no number of them that one can
+    afford does, and what is computed is another attention than softmax's, which can be trained as such.
+
+    The projection is a buffer in the state dict. States made with another one are refused; training may
+    redraw it every so many steps: ``feature_maps.Redraw``.
 
     Args:
         head_dim: d.
-        num_features: M; default 2 d. Even, so that features pair up for rotation.
+        num_features: M; default 2 d.
         seed: of the projection; default: drawn from torch's generator.
+        kernel_epsilon: added to the stabilized features; public codes take 1e-6 to 1e-4.
 
     Raises:
-        ValueError: num_features is odd or not positive.
+        ValueError: num_features is not positive; kernel_epsilon is negative or not finite.
 
     >>> phi = FavorPlus(16, num_features=4096, seed=0)
     >>> q, k = torch.full((2, 1, 16), 0.3)
-    >>> estimate, exact = (phi.queries(q) * phi.keys(k)).sum(), ((q * k).sum() / 4).exp()
-    >>> bool((estimate / exact - 1).abs() < 0.1)
+    >>> (features, scale), (key_features, key_scale) = phi.queries(q), phi.keys(k)
+    >>> estimate = (features * key_features).sum() * (scale + key_scale).exp()
+    >>> bool((estimate / ((q * k).sum() / 4).exp() - 1).abs() < 0.1)
     True
     """
 
     positive = True
+    log_scaled = True
 
-    def queries(self, q: Tensor) -> Tensor:
-        logits, square = self.project(q)
-        features: Tensor = (logits - square / 2).exp() * self.feature_dim**-0.5
-        return features
+    def __init__(
+        self,
+        head_dim: int,
+        num_features: int | None = None,
+        seed: int | None = None,
+        kernel_epsilon: float = 0.0,
+    ) -> None:
+        super().__init__(head_dim, num_features, seed)
+        self.kernel_epsilon = check_epsilon(kernel_epsilon)
+        # Made here: torch.compile takes a module's floats for variables, which it cannot write into a string.
+        self._epsilon = f", kernel_epsilon={self.kernel_epsilon}" if self.kernel_epsilon else ""
+
+    def queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        return _estimate(self.project(q), self.square(q), self.kernel_epsilon)
+
+    def settings(self) -> str:
+        return f"{super().settings()}{self._epsilon}"
 
 
 class FavorHyperbolic(RandomFeatureMap):
@@ -51,6 +92,7 @@ class FavorHyperbolic(RandomFeatureMap):
 
     x' and w as in ``FavorPlus``. (..., d) -> (..., 2M), computed in float32 or wider. For independent
     w the variance is 1 - exp(-|x' + y'|^2) times that of FAVOR+ with 2M features, at half the products.
+    log_scaled by each token's own maximum.
     Choromanski et al. 2021, arXiv 2009.14794, lemma 2.
 
     Args:
@@ -66,12 +108,12 @@ class FavorHyperbolic(RandomFeatureMap):
     """
 
     positive = True
+    log_scaled = True
     features_per_row = 2
 
-    def queries(self, q: Tensor) -> Tensor:
-        logits, square = self.project(q)
-        features: Tensor = (torch.cat((logits, -logits), -1) - square / 2).exp() * self.feature_dim**-0.5
-        return features
+    def queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.project(q)
+        return _estimate(torch.cat((logits, -logits), -1), self.square(q))
 
 
 class FavorPlusPlus(RandomFeatureMap):
@@ -81,9 +123,9 @@ class FavorPlusPlus(RandomFeatureMap):
         B = sqrt(1 - 4A),   D = (1 - 4A)^(d/4),   A = (1 - 1/rho) / 8
         rho = (sqrt((2s + d)^2 + 8 d s) - 2s - d) / (4s),   s = mean of |x' + y'|^2
 
-    x' and w as in ``FavorPlus``, which is the case A = 0. (..., d) -> (..., M), computed in float32 or
-    wider. Every A <= 0 gives the same kernel; with w independent and |x' + y'|^2 = s a product has the
-    second moment
+    x' and w as in ``FavorPlus``, which is the case A = 0. (..., d) -> (..., M), and a feature that is 0
+    where M is odd; computed in float32 or wider, log_scaled by each token's own maximum. Every A <= 0
+    gives the same kernel; with w independent and |x' + y'|^2 = s a product has the second moment
 
         log E[Z^2] = d log((1 + rho) / (2 rho)) + (d/2) log rho + s (1 + rho) - |x'|^2 - |y'|^2
 
@@ -98,7 +140,7 @@ class FavorPlusPlus(RandomFeatureMap):
         spread: s; default 2 sqrt(d), which independent inputs of unit variance have.
 
     Raises:
-        ValueError: num_features is odd or not positive; spread is negative or not finite.
+        ValueError: num_features is not positive; spread is negative or not finite.
 
     >>> phi = FavorPlusPlus(16, seed=0)
     >>> phi.fit(torch.zeros(1, 5, 2, 16), torch.ones(1, 5, 2, 16))
@@ -107,6 +149,7 @@ class FavorPlusPlus(RandomFeatureMap):
     """
 
     positive = True
+    log_scaled = True
 
     def __init__(
         self,
@@ -116,7 +159,18 @@ class FavorPlusPlus(RandomFeatureMap):
         spread: float | None = None,
     ) -> None:
         super().__init__(head_dim, num_features, seed)
-        self.spread = _check_spread(2 * head_dim**0.5 if spread is None else spread)
+        self.spread = 2 * head_dim**0.5 if spread is None else spread
+
+    @property
+    def spread(self) -> float:
+        return self._spread
+
+    @spread.setter
+    def spread(self, spread: float) -> None:
+        if not 0 <= spread < math.inf:
+            raise ValueError(f"spread={spread}: expected the mean of |x' + y'|^2, a finite number >= 0")
+        self._spread = float(spread)
+        self._spread_text = f", spread={self._spread}"  # made here for torch.compile, as in FavorPlus
 
     @property
     def a(self) -> float:
@@ -138,14 +192,12 @@ class FavorPlusPlus(RandomFeatureMap):
         squares = x.square().sum(-1).mean() + y.square().sum(-1).mean()
         mean_x, mean_y = x.mean(-3), y.mean(-3).repeat_interleave(q.shape[-2] // k.shape[-2], dim=-2)
         spread = squares + 2 * (mean_x * mean_y).sum(-1).mean()
-        self.spread = _check_spread(float(spread) * self.head_dim**-0.5)
+        self.spread = float(spread) * self.head_dim**-0.5
 
-    def queries(self, q: Tensor) -> Tensor:
-        logits, square = self.project(q)
-        a, w = self.a, self.projection.to(logits.dtype)
-        offset = a * w.square().sum(-1) + self.head_dim / 4 * math.log(1 - 4 * a)  # A |w|^2 + log D
-        features: Tensor = (offset + (1 - 4 * a) ** 0.5 * logits - square / 2).exp() * self.feature_dim**-0.5
-        return features
+    def queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        a, logits = self.a, self.project(q)
+        offset = a * self.projection.double().square().sum(-1) + self.head_dim / 4 * math.log(1 - 4 * a)
+        return _estimate(offset.to(logits.dtype) + (1 - 4 * a) ** 0.5 * logits, self.square(q))
 
     # As 64 bits each: neither a file nor a cast of the module rounds seed or spread.
     def get_extra_state(self) -> Tensor:
@@ -156,11 +208,11 @@ class FavorPlusPlus(RandomFeatureMap):
         super().set_extra_state(state[0])
         self.spread = float(state[1].view(torch.float64))
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, spread={self.spread}"
+    def settings(self) -> str:
+        return f"{super().settings()}{self._spread_text}"
 
 
-def _check_spread(spread: float) -> float:
-    if not 0 <= spread < math.inf:
-        raise ValueError(f"spread={spread}: expected the mean of |x' + y'|^2, a finite number >= 0")
-    return float(spread)
+def check_epsilon(kernel_epsilon: float) -> float:
+    if not 0 <= kernel_epsilon < math.inf:
+        raise ValueError(f"kernel_epsilon={kernel_epsilon}: expected a finite number >= 0")
+    return float(kernel_epsilon)

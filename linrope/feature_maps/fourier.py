@@ -33,6 +33,6 @@ class RandomFourier(RandomFeatureMap):
     features_per_row = 2
 
     def queries(self, q: Tensor) -> Tensor:
-        logits, _ = self.project(q)
+        logits = self.project(q)
         features: Tensor = torch.cat((logits.sin(), logits.cos()), -1) * (self.feature_dim / 2) ** -0.5
         return features

@@ -12,7 +12,8 @@ class LearnedMap(FeatureMap):
 
     x is (..., h, d). Without num_heads all heads share one set of weights, of leading size 1; with it
     each query head and each key/value head has its own. Subclasses give ``weights(heads)``, tensors
-    (heads, ..) as they start, and ``features(x, weights)``, called in float32 or wider.
+    (heads, ..) as they start, and ``features(x, weights)``, called in float32 or wider. The weights are in
+    the identity: a state made before an optimizer's step is refused after it.
     """
 
     head_dim: int
@@ -31,6 +32,13 @@ class LearnedMap(FeatureMap):
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.phi = nn.ParameterDict(self.weights(phi_heads))
         self.psi = nn.ParameterDict(self.weights(psi_heads))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Makes the weights as they start, as after ``to_empty`` of a map made on the meta device."""
+        for side in (self.phi, self.psi):
+            for name, weight in self.weights(len(next(iter(side.values())))).items():
+                side[name].copy_(weight)
 
     def weights(self, heads: int) -> dict[str, Tensor]:
         raise NotImplementedError
@@ -109,8 +117,9 @@ class Hedgehog(LearnedMap):
         phi(x) = softmax over features of [W x, -W x],   psi likewise with its own W
 
     (..., h, d) -> (..., h, 2d), computed in float32 or wider. W starts as the identity. The paper
-    writes exp(W x), exp(-W x); the softmax divides each token's features by their sum, which cancels for
-    queries, weighs keys, and keeps both from overflowing. Zhang et al. 2024, arXiv 2402.04347.
+    writes exp(W x), exp(-W x); its authors' code takes the softmax, which divides each token's features by
+    their sum: that cancels for queries, weighs keys, and holds without a log_scale, since no feature
+    exceeds 1 and the largest is at least 1/(2d). Zhang et al. 2024, arXiv 2402.04347.
 
     Args:
         head_dim: d.

@@ -1,11 +1,13 @@
 """A feature map whose rotated weights never exceed the unrotated ones."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from linrope.feature_maps.base import FeatureMap, widen
+from linrope.feature_maps.base import FeatureMap, Features, widen
 
-_TWICE = {
+_TWICE: dict[str, Callable[[Tensor], Tensor]] = {
     "interleaved": lambda x: torch.stack((x, x), -1).flatten(-2),
     "half": lambda x: torch.cat((x, x), -1),
 }
@@ -27,7 +29,7 @@ class PairedMap(FeatureMap):
     float32 or wider.
 
     Args:
-        inner: the map that makes the features; its head_dim, positive and positional carry over.
+        inner: the map that makes the features; its head_dim, positive, positional and log_scaled carry over.
         layout: of the rotation, "interleaved" or "half".
 
     Raises:
@@ -45,12 +47,17 @@ class PairedMap(FeatureMap):
         self.inner, self.layout = inner, layout
         self.head_dim, self.feature_dim = inner.head_dim, 2 * inner.feature_dim
         self.positive, self.positional = inner.positive, inner.positional
+        self.log_scaled = inner.log_scaled
 
-    def queries(self, q: Tensor, *positions: Tensor) -> Tensor:
-        return _TWICE[self.layout](self.inner.queries(widen(q), *positions))
+    def queries(self, q: Tensor, *positions: Tensor) -> Features:
+        return self._twice(self.inner.queries(widen(q), *positions))
 
-    def keys(self, k: Tensor, *positions: Tensor) -> Tensor:
-        return _TWICE[self.layout](self.inner.keys(widen(k), *positions))
+    def keys(self, k: Tensor, *positions: Tensor) -> Features:
+        return self._twice(self.inner.keys(widen(k), *positions))
+
+    def _twice(self, features: Features) -> Features:
+        twice = _TWICE[self.layout]
+        return (twice(features[0]), features[1]) if isinstance(features, tuple) else twice(features)
 
     @property
     def identity(self) -> str:

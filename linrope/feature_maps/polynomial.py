@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linrope.feature_maps.base import FeatureMap, widen
+from linrope.feature_maps.base import FeatureMap, pad_to_even, widen
 from linrope.feature_maps.learned import LearnedMap
 
 
@@ -15,10 +15,6 @@ def quadratic(x: Tensor) -> Tensor:
     """
     turned = 2**0.5 * x
     return torch.cat([x.square(), *(turned[..., :-j] * x[..., j:] for j in range(1, x.shape[-1]))], -1)
-
-
-def _pad_to_even(x: Tensor) -> Tensor:
-    return F.pad(x, (0, x.shape[-1] % 2))
 
 
 class Taylor2(FeatureMap):
@@ -50,7 +46,7 @@ class Taylor2(FeatureMap):
 
     def queries(self, q: Tensor) -> Tensor:
         x = widen(q) * self.head_dim**-0.25
-        return _pad_to_even(torch.cat((torch.ones_like(x[..., :1]), x, quadratic(x) * 0.5**0.5), -1))
+        return pad_to_even(torch.cat((torch.ones_like(x[..., :1]), x, quadratic(x) * 0.5**0.5), -1))
 
     def keys(self, k: Tensor) -> Tensor:
         return self.queries(k)
@@ -92,4 +88,4 @@ class Rebased(LearnedMap):
 
     def features(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         normal = F.layer_norm(x, (self.head_dim,))
-        return _pad_to_even(quadratic(weights["gamma"] * normal + weights["beta"]))
+        return pad_to_even(quadratic(weights["gamma"] * normal + weights["beta"]))

@@ -1,8 +1,9 @@
 """The map of Efficient Attention, RoFormer's own example of phi != psi."""
 
+import torch
 from torch import Tensor
 
-from linrope.feature_maps.base import FeatureMap, widen
+from linrope.feature_maps.base import FeatureMap, exponential, widen
 
 
 class SoftmaxMap(FeatureMap):
@@ -10,23 +11,25 @@ class SoftmaxMap(FeatureMap):
 
     (..., d) -> (..., d), computed in float32 or wider. Shen et al. 2021, arXiv 1812.01243; RoFormer
     section 3.3. The paper's other choice for keys, a softmax along the sequence, sees the future and
-    is left out; here the normalizer does its work. psi overflows for k > 88.
+    is left out; here the normalizer does its work. log_scaled: keys by their largest number, queries by 1.
 
-    >>> SoftmaxMap(2).queries(torch.zeros(2)).tolist()
-    [0.5, 0.5]
+    >>> features, log_scale = SoftmaxMap(2).queries(torch.zeros(2))
+    >>> features, log_scale
+    (tensor([0.5000, 0.5000]), tensor(0., dtype=torch.float64))
     """
 
     positive = True
+    log_scaled = True
 
     def __init__(self, head_dim: int) -> None:
         super().__init__()
         self.head_dim = self.feature_dim = head_dim
 
-    def queries(self, q: Tensor) -> Tensor:
-        return widen(q).softmax(-1)
+    def queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        return widen(q).softmax(-1), q.new_zeros(q.shape[:-1], dtype=torch.float64)
 
-    def keys(self, k: Tensor) -> Tensor:
-        return widen(k).exp()
+    def keys(self, k: Tensor) -> tuple[Tensor, Tensor]:
+        return exponential(k)
 
     def extra_repr(self) -> str:
         return f"{self.feature_dim}"

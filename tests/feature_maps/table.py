@@ -5,9 +5,9 @@ from typing import Any
 from torch import Tensor
 
 from linrope import feature_maps
-from linrope.feature_maps import FeatureMap
+from linrope.feature_maps import FeatureMap, Features
 
-RANDOM = ("favor+", "favor+hyperbolic", "favor++", "rff")
+RANDOM = ("favor+", "favor+hyperbolic", "favor++", "rff", "generalized")
 LEARNED = ("t2r", "hedgehog", "rebased")
 HEADS = {"num_heads": 2, "num_kv_heads": 2}
 
@@ -16,6 +16,10 @@ MAPS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in (*feature_maps.ELEMENTWISE, "softmax", "taylor2")},
     **{name: (name, {"num_features": 8, "seed": 0}) for name in RANDOM},
     "favor++ of narrow inputs": ("favor++", {"num_features": 8, "seed": 0, "spread": 0.5}),
+    "favor+ of 7": ("favor+", {"num_features": 7, "seed": 0}),
+    "favor++ of 7": ("favor++", {"num_features": 7, "seed": 0}),
+    "generalized of 7": ("generalized", {"num_features": 7, "seed": 0}),
+    "generalized tanh": ("generalized", {"num_features": 8, "seed": 0, "kernel": "tanh"}),
     "dpfp": ("dpfp", {}),
     "dpfp-1": ("dpfp", {"nu": 1}),
     **{name: (name, {}) for name in LEARNED},
@@ -26,6 +30,7 @@ MAPS: dict[str, tuple[str, dict[str, Any]]] = {
     "paired relu": ("paired", {"inner": "relu"}),
     "paired softmax": ("paired", {"inner": "softmax"}),
     "paired favor+": ("paired", {"inner": "favor+", "num_features": 8, "seed": 0}),
+    "paired exp": ("paired", {"inner": "exp"}),
     "paired t2r": ("paired", {"inner": "t2r", **HEADS}),
     "paired cosformer": ("paired", {"inner": "cosformer", "max_length": 100}),
 }
@@ -36,7 +41,15 @@ def build(label: str, head_dim: int = 4) -> FeatureMap:
     return feature_maps.make(name, head_dim, **options)
 
 
+def plain(features: Features) -> Tensor:
+    """The features of a map, log_scaled or not, as one tensor of their dtype."""
+    if isinstance(features, Tensor):
+        return features
+    x, log_scale = features
+    return (x.double() * log_scale.exp()[..., None]).to(x.dtype)
+
+
 def features(fmap: FeatureMap, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """phi and psi of (b, n, h, d) tensors whose positions are (b or 1, n)."""
+    """phi and psi, multiplied out, of (b, n, h, d) tensors whose positions are (b or 1, n)."""
     where = (positions,) if fmap.positional else ()
-    return fmap.queries(q, *where), fmap.keys(k, *where)
+    return plain(fmap.queries(q, *where)), plain(fmap.keys(k, *where))

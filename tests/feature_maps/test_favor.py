@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from linrope import LinearRoPEAttention
 from linrope.feature_maps import FavorHyperbolic, FavorPlus, FavorPlusPlus
+from tests.feature_maps.table import plain
 from tests.oracle import randoms
 
 X = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64, device="cpu")
@@ -21,8 +22,8 @@ SCALED = X / 3**0.25
 def test_favor_plus_is_the_formula() -> None:
     fmap = FavorPlus(3, num_features=4, seed=0).cpu().double()
     expected = [float(torch.exp(w @ SCALED - SCALED @ SCALED / 2)) / 2 for w in fmap.projection]
-    assert_close(fmap.queries(X), X.new_tensor(expected))
-    assert torch.equal(fmap.keys(X), fmap.queries(X))
+    assert_close(plain(fmap.queries(X)), X.new_tensor(expected))
+    assert torch.equal(plain(fmap.keys(X)), plain(fmap.queries(X)))
 
 
 def test_favor_hyperbolic_is_the_formula() -> None:
@@ -31,8 +32,8 @@ def test_favor_hyperbolic_is_the_formula() -> None:
     ways = [float(w @ SCALED) for w in fmap.projection]
     assert len(ways) == 2
     expected = [math.exp(way) * factor for way in (*ways, *(-way for way in ways))]
-    assert_close(fmap.queries(X), X.new_tensor(expected))
-    assert torch.equal(fmap.keys(X), fmap.queries(X))
+    assert_close(plain(fmap.queries(X)), X.new_tensor(expected))
+    assert torch.equal(plain(fmap.keys(X)), plain(fmap.queries(X)))
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-9, 0.5, 7.0, None])
@@ -48,14 +49,35 @@ def test_favor_plus_plus_is_the_formula(spread: float | None) -> None:
         for w in fmap.projection
     ]
     # for small s the rho of the paper cancels
-    assert_close(fmap.queries(X), X.new_tensor(expected), rtol=1e-6 if s == 1e-9 else 1e-12, atol=0)
-    assert torch.equal(fmap.keys(X), fmap.queries(X))
+    assert_close(plain(fmap.queries(X)), X.new_tensor(expected), rtol=1e-6 if s == 1e-9 else 1e-12, atol=0)
+    assert torch.equal(plain(fmap.keys(X)), plain(fmap.queries(X)))
+
+
+def test_kernel_epsilon_is_added_to_the_stabilized_features() -> None:
+    fmap = FavorPlus(3, num_features=4, seed=0, kernel_epsilon=0.125).cpu().double()
+    logits = [float(w @ SCALED - SCALED @ SCALED / 2) for w in fmap.projection]
+    expected = [(math.exp(logit - max(logits)) + 0.125) * math.exp(max(logits)) / 2 for logit in logits]
+    assert_close(plain(fmap.queries(X)), X.new_tensor(expected))
+    assert fmap.identity != FavorPlus(3, num_features=4, seed=0).double().identity
+
+
+def test_with_kernel_epsilon_no_product_of_far_inputs_is_0() -> None:
+    q, k, _ = randoms(1, 50, 1, 64, scale=6, dtype=torch.float32)
+    fmap = FavorPlus(64, seed=0, kernel_epsilon=1e-4)
+    phi, psi = fmap.queries(q)[0][0, :, 0], fmap.keys(k)[0][0, :, 0]
+    assert float((phi @ psi.T).min()) > 1e-4
+
+
+@pytest.mark.parametrize("kernel_epsilon", [-1e-3, math.inf, math.nan])
+def test_kernel_epsilon_must_be_finite_and_not_negative(kernel_epsilon: float) -> None:
+    with pytest.raises(ValueError, match=f"kernel_epsilon={kernel_epsilon}: expected"):
+        FavorPlus(4, kernel_epsilon=kernel_epsilon)
 
 
 def test_without_spread_favor_plus_plus_is_favor_plus() -> None:
-    plain, weighted = FavorPlus(4, seed=0), FavorPlusPlus(4, seed=0, spread=0)
+    uniform, weighted = FavorPlus(4, seed=0), FavorPlusPlus(4, seed=0, spread=0)
     x = torch.ones(4)
-    assert torch.equal(plain.queries(x), weighted.queries(x))
+    assert torch.equal(plain(uniform.queries(x)), plain(weighted.queries(x)))
 
 
 @settings(deadline=None)
@@ -63,13 +85,14 @@ def test_without_spread_favor_plus_plus_is_favor_plus() -> None:
 def test_features_are_finite_and_not_negative(x: list[float]) -> None:
     for fmap in FavorPlus(4, seed=0), FavorHyperbolic(4, seed=0), FavorPlusPlus(4, seed=0):
         assert fmap.positive
-        features = fmap.queries(torch.tensor(x))
+        features, log_scale = fmap.queries(torch.tensor(x))
+        assert bool(log_scale.isfinite())
         assert bool(((features >= 0) & features.isfinite()).all())
 
 
 def products(fmap: FavorPlusPlus | FavorPlus, x: Tensor, y: Tensor) -> Tensor:
     """One estimate of the kernel from each row of the projection."""
-    return fmap.queries(x) * fmap.keys(y) * fmap.feature_dim
+    return plain(fmap.queries(x)) * plain(fmap.keys(y)) * fmap.feature_dim
 
 
 @pytest.mark.parametrize("s", [0.3, 1.5])
@@ -101,7 +124,7 @@ def test_successors_have_less_error_than_favor_plus(kind: Any, size: float, gain
         for fmap in maps:
             if isinstance(fmap, FavorPlusPlus):
                 fmap.spread = float((q + k).square().sum(-1).mean()) / d**0.5
-        estimates = torch.stack([(fmap.queries(q) * fmap.keys(k)).sum(-1) for fmap in maps])
+        estimates = torch.stack([(plain(fmap.queries(q)) * plain(fmap.keys(k))).sum(-1) for fmap in maps])
         return float((estimates / exact - 1).square().mean())
 
     assert error(kind) < gain * error(FavorPlus)

@@ -125,7 +125,33 @@ def test_numbers_of_heads_must_fit(name: str, options: dict[str, int]) -> None:
 
 
 @names
-def test_the_identity_tells_sizes_and_not_weights(name: str) -> None:
-    assert random_weights(name, 4).identity == random_weights(name, 4).identity
+def test_the_identity_tells_sizes(name: str) -> None:
     others = [{}, {"num_heads": 2}, {"num_heads": 2, "num_kv_heads": 1}]
     assert len({feature_maps.make(name, 4, **options).identity for options in others}) == 3
+
+
+@names
+def test_an_optimizer_step_changes_the_identity_and_makes_old_states_invalid(name: str) -> None:
+    layer, x = LinearRoPEAttention(8, 2, feature_map=feature_maps.make(name, 4)), torch.randn(1, 3, 8)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    y, state = layer(x, return_state=True)
+    before = layer.feature_map.identity
+    y.square().sum().backward()
+    optimizer.step()
+    assert layer.feature_map.identity != before
+    with pytest.raises(ValueError, match=r"made with .*#.*expected .*#"):
+        layer(x, state=state)
+
+
+@names
+@heads
+def test_reset_parameters_makes_the_weights_as_they_start(name: str, options: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    fmap = feature_maps.make(name, 4, **options)
+    fresh = fmap.identity
+    assert isinstance(fmap, feature_maps.LearnedMap)
+    for weight in fmap.parameters():
+        torch.nn.init.normal_(weight)
+    torch.manual_seed(0)
+    fmap.reset_parameters()
+    assert fmap.identity == fresh

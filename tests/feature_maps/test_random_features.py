@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.testing import assert_close
 
 from linrope import LinearRoPEAttention, feature_maps
 from linrope.feature_maps.random_features import orthogonal_gaussian
-from tests.feature_maps.table import RANDOM
+from tests.feature_maps.table import RANDOM, plain
 
 names = pytest.mark.parametrize("name", RANDOM)
 
@@ -49,7 +50,7 @@ def gaussian_kernel(q: Tensor, k: Tensor) -> Tensor:
     return torch.exp(-(q - k).square().sum() / len(q) ** 0.5 / 2)
 
 
-@pytest.mark.parametrize(("name", "kernel"), list(zip(RANDOM, [softmax_kernel] * 3 + [gaussian_kernel])))
+@pytest.mark.parametrize(("name", "kernel"), list(zip(RANDOM[:4], [softmax_kernel] * 3 + [gaussian_kernel])))
 def test_products_estimate_the_kernel_with_an_error_that_falls_as_the_root_of_m(
     name: str, kernel: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
@@ -60,7 +61,7 @@ def test_products_estimate_the_kernel_with_an_error_that_falls_as_the_root_of_m(
 
     def errors(m: int) -> Tensor:
         maps = [feature_maps.make(name, d, num_features=m, seed=seed).cpu().double() for seed in range(seeds)]
-        return torch.stack([phi.queries(q) @ phi.keys(k) / kernel(q, k) - 1 for phi in maps])
+        return torch.stack([plain(phi.queries(q)) @ plain(phi.keys(k)) / kernel(q, k) - 1 for phi in maps])
 
     few, many = errors(16), errors(256)
     for relative in (few, many):  # unbiased: the mean lies within 4 standard errors
@@ -74,7 +75,7 @@ def test_products_estimate_the_kernel_with_an_error_that_falls_as_the_root_of_m(
 @names
 def test_features_of_far_inputs_are_finite(name: str) -> None:
     fmap = feature_maps.make(name, 4, seed=0)
-    features = fmap.queries(torch.tensor([[100.0, -100, 30, 0], [0, 0, 0, -1e4]]))
+    features = plain(fmap.queries(torch.tensor([[100.0, -100, 30, 0], [0, 0, 0, -1e4]])))
     assert bool(features.isfinite().all())
     assert not fmap.positive or bool((features >= 0).all())
 
@@ -132,7 +133,7 @@ def test_redraw_changes_the_identity_and_makes_old_states_invalid(name: str) -> 
     fmap.redraw(2)
     assert fmap.identity != before
     assert not torch.equal(fmap.projection, projection)
-    with pytest.raises(ValueError, match=r"made with .*seed=1.*expected .*seed=2"):
+    with pytest.raises(ValueError, match=r"made with .*#.*expected .*#"):
         attention(x, state=state)
     fmap.redraw(1)
     assert torch.equal(fmap.projection, projection)
@@ -149,7 +150,67 @@ def test_copies_are_independent(name: str) -> None:
 
 
 @names
-@pytest.mark.parametrize("num_features", [0, -2, 7])
-def test_number_of_features_must_be_positive_and_even(name: str, num_features: int) -> None:
-    with pytest.raises(ValueError, match=f"num_features={num_features}: expected a positive even number"):
+@pytest.mark.parametrize("num_features", [0, -2])
+def test_number_of_features_must_be_positive(name: str, num_features: int) -> None:
+    with pytest.raises(ValueError, match=f"num_features={num_features}: expected a positive (even )?number"):
         feature_maps.make(name, 4, num_features=num_features)
+
+
+@pytest.mark.parametrize("name", ["favor+hyperbolic", "rff"])
+def test_maps_with_two_features_for_each_direction_take_even_numbers(name: str) -> None:
+    with pytest.raises(ValueError, match="num_features=7: expected a positive even number"):
+        feature_maps.make(name, 4, num_features=7)
+
+
+@pytest.mark.parametrize("name", ["favor+", "favor++", "generalized"])
+def test_an_odd_number_of_features_is_followed_by_a_feature_that_is_0(name: str) -> None:
+    fmap = feature_maps.make(name, 4, num_features=7, seed=0)
+    assert fmap.feature_dim == 8
+    assert fmap.projection.shape == (7, 4)
+    features = plain(fmap.queries(torch.ones(3, 4)))
+    assert torch.equal(features[:, 7], torch.zeros(3))
+    assert bool(features[:, :7].all())
+
+
+@names
+def test_a_projection_can_be_loaded_and_makes_the_map_that_it_came_from(name: str) -> None:
+    fmap, other = (feature_maps.make(name, 4, seed=seed) for seed in (1, 2))
+    fmap.load_projection(other.projection.double())
+    assert fmap.identity == other.identity
+    assert fmap.seed is None
+    again = feature_maps.make(name, 4, seed=3)
+    again.load_state_dict(fmap.state_dict())
+    assert again.seed is None
+    assert again.identity == fmap.identity
+
+
+@pytest.mark.parametrize(
+    ("projection", "error", "message"),
+    [
+        (torch.zeros(8, 4), ValueError, r"projection: got shape \(8, 4\), expected \(4, 8\)"),
+        (torch.full((4, 8), float("nan")), ValueError, "projection: got inf or nan, expected finite"),
+        (
+            torch.full((4, 8), 1e300, dtype=torch.float64),
+            ValueError,
+            "expected finite numbers of torch.float32",
+        ),
+        (torch.zeros(4, 8, dtype=torch.int64), TypeError, "projection: got torch.int64, expected a floating"),
+        ([[0.0] * 8] * 4, TypeError, "projection: got list, expected a floating tensor"),
+    ],
+)
+def test_a_projection_that_does_not_fit_is_refused(projection: Any, error: Any, message: str) -> None:
+    fmap = feature_maps.make("favor+", 8, num_features=4, seed=0)
+    before = fmap.identity
+    with pytest.raises(error, match=message):
+        fmap.load_projection(projection)
+    assert fmap.identity == before
+
+
+@names
+def test_equal_projections_of_different_seeds_accept_each_other_s_states(name: str) -> None:
+    first, x = layer(name, 1), torch.ones(1, 3, 8)
+    second = copy.deepcopy(first)
+    second.feature_map.load_projection(first.feature_map.projection)
+    assert second.feature_map.seed != first.feature_map.seed
+    _, state = first(x, return_state=True)
+    assert torch.equal(second(x, state=state), first(x, state=state))

@@ -1,0 +1,84 @@
+"""Performer's generalized kernels: any function of random projections."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from linrope.feature_maps.base import pad_to_even
+from linrope.feature_maps.favor import check_epsilon
+from linrope.feature_maps.random_features import RandomFeatureMap
+
+# The functions that the paper compares; positive ones are never negative.
+KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "abs": torch.abs,
+    "sigmoid": torch.sigmoid,
+    "exp": torch.exp,
+    "tanh": torch.tanh,
+    "gelu": F.gelu,
+    "cos": torch.cos,
+    "identity": Tensor.clone,
+}
+POSITIVE_KERNELS = frozenset({"relu", "abs", "sigmoid", "exp"})
+
+
+class GeneralizedRandomFeatures(RandomFeatureMap):
+    """Generalized attention: a function f of random projections, plus a small number.
+
+        phi(x)_i = (f(w_i . x') + kernel_epsilon) / sqrt(M),   x' = x / d^(1/4),   i = 1 .. M
+
+    w: gaussian, orthogonal in blocks of d. (..., d) -> (..., M), and a feature that is 0 where M is odd;
+    computed in float32 or wider. The public codes have no 1/sqrt(M), which the normalizer cancels and
+    which makes the product's mean the same for every M. "exp" is out of range for w.x' > 88, which
+    ``FavorPlus`` is not. Choromanski et al. 2021, arXiv 2009.14794, section 4.
+
+    Args:
+        head_dim: d.
+        num_features: M; default 2 d.
+        seed: of the projection; default: drawn from torch's generator.
+        kernel: f: "relu", "abs", "sigmoid", "exp", "tanh", "gelu", "cos", "identity", or a function of a
+            tensor that acts on each number alone; states know a function by its name, so give it one.
+        kernel_epsilon: default 1e-3, as in the public codes.
+        positive: f + kernel_epsilon is never negative. Known of the first four; of others say so.
+
+    Raises:
+        ValueError: num_features is not positive; kernel is an unknown name; kernel_epsilon is negative or
+            not finite.
+        TypeError: kernel is neither a name nor a function that has one.
+
+    >>> phi = GeneralizedRandomFeatures(16, num_features=7, seed=0)
+    >>> phi.feature_dim, bool((phi.queries(torch.randn(16))[:7] > 0).all())
+    (8, True)
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_features: int | None = None,
+        seed: int | None = None,
+        kernel: str | Callable[[Tensor], Tensor] = "relu",
+        kernel_epsilon: float = 1e-3,
+        positive: bool = False,
+    ) -> None:
+        super().__init__(head_dim, num_features, seed)
+        if isinstance(kernel, str):
+            if kernel not in KERNELS:
+                raise ValueError(f"kernel={kernel!r}: expected one of {', '.join(KERNELS)}, or a function")
+            self.kernel, name = KERNELS[kernel], kernel
+        elif callable(kernel) and hasattr(kernel, "__qualname__"):
+            self.kernel, name = kernel, f"{kernel.__module__}.{kernel.__qualname__}"
+        else:
+            raise TypeError(f"kernel: got {type(kernel).__name__}, expected a name or a function")
+        self.kernel_epsilon = check_epsilon(kernel_epsilon)
+        self._kernel_text = (
+            f"kernel={name}, kernel_epsilon={self.kernel_epsilon}"  # for torch.compile, as in FavorPlus
+        )
+        self.positive = positive or kernel in POSITIVE_KERNELS
+
+    def queries(self, q: Tensor) -> Tensor:
+        return pad_to_even((self.kernel(self.project(q)) + self.kernel_epsilon) * self.num_features**-0.5)
+
+    def settings(self) -> str:
+        return f"{super().settings()}, {self._kernel_text}"
