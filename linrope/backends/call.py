@@ -6,6 +6,7 @@ torch.compile and autograd each call of it is then one opaque operator, whatever
 """
 
 from collections.abc import Sequence
+from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple, get_type_hints
 
@@ -109,11 +110,7 @@ class Call(NamedTuple):
 _TYPES: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", bool: "bool", float: "float"}
 _CALL = [f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Call).items()]
 _ARGUMENTS = ", ".join(["str backend", *_CALL, "Tensor? kv", "Tensor? z", "Tensor? angle"])
-_DIFFERENTIABLE = ("q", "k", "v", "log_decay", "angle_steps")
 _FIELDS = len(Call._fields)
-
-CHUNKED: dict[str, ModuleType] = {}  # backends by name: those that were imported
-
 
 class Gradients(NamedTuple):
     """Of a call's tensors, in their shapes; None where there is nothing."""
@@ -128,23 +125,25 @@ class Gradients(NamedTuple):
 
 
 def attend(
-    backend: ModuleType, call: Call, state: LinearAttentionState | None
+    backend: str, call: Call, state: LinearAttentionState | None
 ) -> tuple[Tensor, Sums | None]:
-    """out and, if wanted, the last sums, by a chunked backend's ``forward`` and ``backward``."""
+    """out and, if wanted, the last sums, by the ``forward`` and ``backward`` of the chunked backend of that name."""
     state = None if state is None else state.rows()
     kv, z, angle = (None, None, None) if state is None else (state.kv, state.z, state.angle)
     inputs = (*call[:5], kv, z)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    name = backend.__name__.rpartition(".")[2]
-    CHUNKED[name] = backend
-    out, kv, z, *_ = _attend(name, *call, kv, z, angle, save)
+    out, kv, z, *_ = _attend(backend, *call, kv, z, angle, save)
     return out, Sums(kv, z, call.last_angle(angle)) if call.want_state else None
 
 
 def _read(arguments: Sequence[Any]) -> tuple[ModuleType, Call, Sums | None]:
     """The backend, the call and the sums that the operator's arguments hold."""
     name, fields, (kv, z, angle) = arguments[0], arguments[1 : 1 + _FIELDS], arguments[1 + _FIELDS : 4 + _FIELDS]
-    return CHUNKED[name], Call(*fields), None if kv is None else Sums(kv, z, angle)
+    return _module(name), Call(*fields), None if kv is None else Sums(kv, z, angle)
+
+
+def _module(backend: str) -> ModuleType:
+    return import_module(f"linrope.backends.{backend}")
 
 
 def _absent(like: Tensor) -> Tensor:
@@ -214,7 +213,7 @@ def _(*arguments: Any) -> list[Tensor]:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *arguments, _save = inputs
     out, kv, z, saved = output
-    backend = CHUNKED[arguments[0]]
+    backend = _module(arguments[0])
     results = [out, kv, z, *saved] if backend.READS_RESULTS else list(saved)
     ctx.tensors = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
     ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
@@ -226,6 +225,9 @@ def _backward(ctx: Any, g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor |
     arguments, tensors = list(ctx.others), list(ctx.saved_tensors)
     for i in ctx.tensors:
         arguments[i] = tensors.pop(0)
+    call = _read(arguments)[1]
+    g_out = None if call.q is None else g_out  # compiled code gives zeros for what is absent
+    g_kv, g_z = (g_kv, g_z) if call.want_state else (None, None)
     found = iter(_attend_backward(*arguments, tensors, g_out, g_kv, g_z))
     gradients: list[Tensor | None] = [None] * (len(arguments) + 1)
     for i in (1, 2, 3, 4, 5, 1 + _FIELDS, 2 + _FIELDS):

@@ -10,7 +10,6 @@ everything anew from the inputs. Tensors are (t, g, r, c, ..): t chunk, g key/va
 position in the chunk.
 """
 
-import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
@@ -452,4 +451,4 @@ def quarter_turns(x: Tensor, y: Tensor, call: Call) -> Tensor:
     return x1 * y2 - x2 * y1
 
 
-attend = partial(shared.attend, sys.modules[__name__])
+attend = partial(shared.attend, "eager")
