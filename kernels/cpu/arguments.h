@@ -21,9 +21,9 @@ using Maybe = std::optional<Tensor>;
 const Isa& isa();
 
 inline std::string shape_text(const Tensor& x) {
-  std::string text = "(";
-  for (int64_t i = 0; i < x.dim(); i++) text += (i ? ", " : "") + std::to_string(x.size(i));
-  return text + ")";
+  std::string text;
+  for (int64_t i = 0; i < x.dim(); i++) text.append(i ? ", " : "(").append(std::to_string(x.size(i)));
+  return text.empty() ? "()" : text.append(")");
 }
 
 // A wanted size: one number, or either of two
@@ -39,8 +39,8 @@ inline void check_shape(const char* name, const Tensor& x, std::initializer_list
   int64_t i = 0;
   for (const Size& size : sizes) {
     if (good) good = x.size(i) == size.a || x.size(i) == size.b;
-    wanted += (i ? ", " : "") + std::to_string(size.a) + (size.a == size.b ? "" : " or " + std::to_string(size.b));
-    i++;
+    wanted.append(i++ ? ", " : "").append(std::to_string(size.a));
+    if (size.a != size.b) wanted.append(" or ").append(std::to_string(size.b));
   }
   STD_TORCH_CHECK(good, name, ": got shape ", shape_text(x), ", expected (", wanted, ")");
   STD_TORCH_CHECK(x.is_cpu(), name, ": got a tensor of another device, expected one on the CPU");

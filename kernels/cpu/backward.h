@@ -17,7 +17,7 @@ struct QueryEnd {
                    const float* sin, float den, float inverse, float* turned, float* grown) const {
     const Shape& s = task.s;
     const Call& c = task.c;
-    turn<true>(s, d, cos, sin, 1, d, NW);
+    turn<true>(s, d, cos, sin, 1, d);
     const float x = dot(phi, d, s.F);  // = gb num
     const bool constant = !c.normalize || (!c.add_eps && den < c.eps);
     const float delta = constant ? 0 : -x * inverse;
@@ -40,11 +40,11 @@ void backward_queries(const Call& c, const Span& span, const Ends& ends, bool em
   constexpr int C = kChunk;
   const Shape shape(c);
   const int F = shape.F, E = shape.E;
-  Task task(c, span, 5 * C * F + 3 * C * E + C * C + F * E + 2 * C + 4 * F);
+  Task task(c, span, 6 * C * F + 3 * C * E + C * C + F * E + 2 * C + 4 * F);
   const Shape& s = task.s;
   float *phi = task.floats(C * F), *z = task.floats(C * F), *hat = task.floats(C * F), *d = task.floats(C * F);
   float *v = task.floats(C * E), *v_t = task.floats(C * E), *gb = task.floats(C * E), *scores = task.floats(C * C);
-  float *S = task.floats(F * E), *x = task.floats(F), *raw = task.floats(F), *dens = task.floats(C);
+  float *S = task.floats(F * E), *x = task.floats(C * F), *raw = task.floats(F), *dens = task.floats(C);
   RunningSum sum(F, task.arena);
   Decay decay(c, span);
   Angles k_turn(c, s, span, c.key_positions, ends.angle_in, task.arena);
@@ -62,11 +62,11 @@ void backward_queries(const Call& c, const Span& span, const Ends& ends, bool em
     k_turn.forth(t, rows);
     if (!same) q_turn.forth(t, rows);
     sum.begin();
+    task.key_features(t, 1, rows, x);
+    sum.rows(x, rows, decay.grown, decay.kept, z);
     for (int i = 0; i < rows; i++) {
-      prefetch(task.k, t + i, C, s.f), prefetch(task.v, t + i, C, s.e);
-      task.key_features(t + i, x);
-      sum.row(x, decay.grown[i], decay.kept[i], z + i * F);
-      turn<false>(s, x, k_turn.cos + i * s.half, k_turn.sin + i * s.half, 1, hat + i * NW, NW * C);
+      prefetch(task.v, t + i, C, s.e);
+      turn<false, NW * C>(s, x + i * F, k_turn.cos + i * s.half, k_turn.sin + i * s.half, 1, hat + i * NW);
       task.key_values(t + i, v + i * E, NW, decay.grown[i]);
       if (queries && c.d_log_decay) c.d_log_decay[task.key_index(t + i)] = 0;
       if (queries && c.d_angle_steps) zero(c.d_angle_steps + task.key_index(t + i) * c.pairs, c.pairs);
@@ -76,9 +76,9 @@ void backward_queries(const Call& c, const Span& span, const Ends& ends, bool em
     const bool finite = queries ? all_finite(hat, rows, F) : true;
     for (int r = 0; r < queries; r++) {
       const Rows q = task.query_rows(c.q, r), g = task.query_rows(c.grad, r), dq = task.query_rows(c.dq, r);
+      features(s, q, t, 1, rows, phi);
       for (int i = 0; i < rows; i++) {
-        prefetch(q, t + i, C, s.f), prefetch(g, t + i, C, s.e);
-        features(s, q, t + i, s.map, phi + i * F);
+        prefetch(g, t + i, C, s.e), prefetch(dq, t + i, 0, s.f);
         dens[i] = c.normalize ? dot(phi + i * F, z + i * F, F) : 1;
         const float inverse = task.inverse(dens[i]);
         c.inverse[task.query_index(t + i, r)] = inverse;
@@ -127,13 +127,13 @@ void answer_backward(const Call& c, const Span& span, const Ends& ends) {
       for (int i = 0; i < rows; i++) zero(c.d_angle_steps + task.key_index(t + i) * c.pairs, c.pairs);
     for (int r = 0; r < task.group; r++) {
       const Rows q = task.query_rows(c.q, r), g = task.query_rows(c.grad, r), dq = task.query_rows(c.dq, r);
+      features(s, q, t, 1, rows, phi);
       for (int i = 0; i < rows; i++) {
-        prefetch(q, t + i, C, s.f), prefetch(g, t + i, C, s.e);
-        features(s, q, t + i, s.map, phi + i * F);
+        prefetch(g, t + i, C, s.e), prefetch(dq, t + i, 0, s.f);
         dens[i] = c.normalize ? dot(phi + i * F, z, F) : 1;
         values(s, g, t + i, gb + i * E, NW, task.inverse(dens[i]));
         spread(gb + i * E, E, panels + i * NW, NW * C);
-        turn<false>(s, phi + i * F, turns.cos + i * s.half, turns.sin + i * s.half, 1, hat + i * F, NW);
+        turn<false>(s, phi + i * F, turns.cos + i * s.half, turns.sin + i * s.half, 1, hat + i * F);
       }
       zero_up_to_four(hat, rows, F);
       transpose(hat, rows, F, hat_t);
@@ -158,9 +158,9 @@ void backward_keys(const Call& c, const Span& span, const Ends& ends, double* su
   const int F = shape.F, E = shape.E;
   Task task(c, span, 10 * C * F + 6 * C * E + C * C + 2 * F * E + 8 * F);
   const Shape& s = task.s;
-  float *psi = task.floats(C * F), *psi_hat = task.floats(C * F), *x = task.floats(F), *raw = task.floats(F);
+  float *psi = task.floats(C * F), *psi_hat = task.floats(C * F), *raw = task.floats(F);
   float *scaled = task.floats(C * F), *phi_t = task.floats(C * F), *phi_hat = task.floats(C * F);
-  float *weights = task.floats(C * F), *w = task.floats(F), *d = task.floats(C * F), *v = task.floats(C * E);
+  float *weights = task.floats(C * F), *d = task.floats(C * F), *v = task.floats(C * E);
   float *gb = task.floats(C * E), *gb_t = task.floats(C * E), *panels = task.floats(C * E), *dv = task.floats(C * E);
   float *scores = task.floats(C * C), *S = task.floats(F * E), *S_t = task.floats(F * E);
   RunningSum sum(F, task.arena);
@@ -189,26 +189,28 @@ void backward_keys(const Call& c, const Span& span, const Ends& ends, double* su
     k_turn.back(low, rows);
     if (!same && queries) q_turn.back(low, rows);
     const auto angle = [&](const float* table, int i) { return table + (rows - 1 - i) * s.half; };
+    if (emit_out) task.key_features(last, -1, rows, psi);
     if (emit_out)
       for (int i = 0; i < rows; i++) {
-        prefetch(task.k, last - i, -C, s.f), prefetch(task.v, last - i, -C, s.e);
-        task.key_features(last - i, psi + i * F);
-        turn<false>(s, psi + i * F, angle(k_turn.cos, i), angle(k_turn.sin, i), 1, psi_hat + i * F, NW);
+        prefetch(task.v, last - i, -C, s.e);
+        turn<false>(s, psi + i * F, angle(k_turn.cos, i), angle(k_turn.sin, i), 1, psi_hat + i * F);
         task.key_values(last - i, v + i * E, NW);
       }
-    zero(weights, rows * F);
+    if (!queries) zero(weights, rows * F);
     const Fade fade(decay.sum + decay.at(low));
     for (int r = 0; r < queries; r++) {
       const Rows q = task.query_rows(c.q, r), g = task.query_rows(c.grad, r);
+      features(s, q, last, -1, rows, scaled);
       for (int i = 0; i < rows; i++) {
         const int64_t token = last - i, at = task.query_index(token, r);
-        prefetch(q, token, -C, s.f), prefetch(g, token, -C, s.e);
-        features(s, q, token, s.map, x);
+        prefetch(g, token, -C, s.e);
+        float *x = scaled + i * F, *weight = weights + i * F;
         const float delta = c.delta[at], grown = decay.grown[i];
-        for (int f = 0; f < F; f += W) store(weights + i * F + f, load(weights + i * F + f) + load(x + f) * delta);
-        turn<false>(s, x, angle(turns.cos, i), angle(turns.sin, i), 1, phi_hat + i * NW, NW * C);
+        for (int f = 0; f < F; f += W)
+          store(weight + f, r ? load(weight + f) + load(x + f) * delta : load(x + f) * delta);
+        turn<false, NW * C>(s, x, angle(turns.cos, i), angle(turns.sin, i), 1, phi_hat + i * NW);
         values(s, g, token, panels + i * NW, NW * C, c.inverse[at]);
-        for (int f = 0; f < F; f += W) store(scaled + i * F + f, load(linrope::at(phi_hat + i * NW, NW * C, f)) * grown);
+        for (int f = 0; f < F; f += W) store(x + f, load(linrope::at(phi_hat + i * NW, NW * C, f)) * grown);
         for (int e = 0; e < E; e += W) store(gb + i * E + e, load(linrope::at(panels + i * NW, NW * C, e)) * grown);
       }
       zero_up_to_four(scaled, rows, F), zero_up_to_four(gb, rows, E);
@@ -227,17 +229,15 @@ void backward_keys(const Call& c, const Span& span, const Ends& ends, double* su
       emit({(int)rows, F, E, psi_hat, nullptr, nullptr, S, decay.kept, true, false, nullptr, dv, E});
       emit({(int)rows, E, F, v, nullptr, nullptr, S_t, decay.kept, true, false, nullptr, d, F});
     }
-    if (!queries) {
+    if (!queries && fade.kind != Fade::kNothing)
       for (int i = 0; i < F * E; i += W) store(S + i, fade(load(S + i))), store(S_t + i, fade(load(S_t + i)));
-    }
     sum.begin();
-    for (int i = 0; i < rows; i++) {
+    sum.rows(weights, rows, decay.grown, decay.kept, weights);
+    for (int i = 0; i < (emit_out ? rows : 0); i++) {
       const int64_t token = last - i, key = task.key_index(token);
-      sum.row(weights + i * F, decay.grown[i], decay.kept[i], w);
-      if (!emit_out) continue;
-      float *y = psi + i * F, *dy = d + i * F;
+      float *y = psi + i * F, *dy = d + i * F, *w = weights + i * F;
       if (task.seen(token)) {
-        turn<true>(s, dy, angle(k_turn.cos, i), angle(k_turn.sin, i), 1, dy, NW);
+        turn<true>(s, dy, angle(k_turn.cos, i), angle(k_turn.sin, i), 1, dy);
         if (by_steps)
           for (int p = 0; p < s.pairs; p++) sums[1 + p] += (double)y[p] * dy[s.half + p] - (double)y[s.half + p] * dy[p];
         for (int f = 0; f < F; f += W) store(dy + f, load(dy + f) + load(w + f));

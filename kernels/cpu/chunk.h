@@ -58,17 +58,15 @@ struct Decay {
       if (D[i] < kRange) rows = i;
     }
     sum = D[rows - 1];
-    float r[kChunk];
-    int32_t n[kChunk];
+    float r[kChunk], n[kChunk];
     for (int i = 0; i < kChunk; i++) {
       const double d = D[i] > -80 ? (D[i] < 80 ? D[i] : 80) : D[i] == D[i] ? -80 : D[i];
       const double whole = d * 1.4426950408889634 + 6755399441055744.0 - 6755399441055744.0;
       r[i] = (float)(d - whole * 0.69314718055994531);
-      n[i] = whole == whole ? (int32_t)whole : 0;
+      n[i] = whole == whole ? (float)whole : 0;
     }
     for (int i = 0; i < kChunk; i += W) {
-      const vf x = load(r + i);
-      const vi k = *(const viu*)(n + i);
+      const vf x = load(r + i), k = load(n + i);
       store(kept + i, exp_parts(x, k)), store(grown + i, exp_parts(-x, -k));
     }
     return rows;

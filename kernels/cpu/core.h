@@ -118,19 +118,44 @@ void update(int rows, int K, int N, const float* B_t, const float* V, float* S, 
     });
 }
 
-// rows (rows, K) -> panels of its transpose, (kChunk/NW, K, NW); up to three rows past the last are read
+// 4 x 4 blocks of four rows, each within 128 bits: y[i] gets column i of the blocks
+LINROPE_INLINE void transpose_blocks(const vf (&x)[4], vf (&y)[4]) {
+#if defined(__AVX512F__)
+#define LINROPE_LOW 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
+#define LINROPE_HIGH 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31
+#define LINROPE_LOW2 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
+#define LINROPE_HIGH2 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
+#elif defined(__AVX2__)
+#define LINROPE_LOW 0, 8, 1, 9, 4, 12, 5, 13
+#define LINROPE_HIGH 2, 10, 3, 11, 6, 14, 7, 15
+#define LINROPE_LOW2 0, 1, 8, 9, 4, 5, 12, 13
+#define LINROPE_HIGH2 2, 3, 10, 11, 6, 7, 14, 15
+#else
+#define LINROPE_LOW 0, 4, 1, 5
+#define LINROPE_HIGH 2, 6, 3, 7
+#define LINROPE_LOW2 0, 1, 4, 5
+#define LINROPE_HIGH2 2, 3, 6, 7
+#endif
+  const vf a = __builtin_shufflevector(x[0], x[1], LINROPE_LOW), b = __builtin_shufflevector(x[2], x[3], LINROPE_LOW);
+  const vf c = __builtin_shufflevector(x[0], x[1], LINROPE_HIGH), d = __builtin_shufflevector(x[2], x[3], LINROPE_HIGH);
+  y[0] = __builtin_shufflevector(a, b, LINROPE_LOW2), y[1] = __builtin_shufflevector(a, b, LINROPE_HIGH2);
+  y[2] = __builtin_shufflevector(c, d, LINROPE_LOW2), y[3] = __builtin_shufflevector(c, d, LINROPE_HIGH2);
+}
+
+// rows (count, K) -> panels of its transpose, (kChunk/NW, K, NW); up to three rows past the last are read
 void transpose(const float* rows, int count, int K, float* panels) {
   for (int j = 0; j < count; j += 4) {
-    const float* x = rows + j * K;
-    float* y = panels + j / NW * NW * K + j % NW;
-    for (int f = 0; f < K; f += 4) {
-      const v4 a = *(v4*)(x + f), b = *(v4*)(x + K + f), c = *(v4*)(x + 2 * K + f), d = *(v4*)(x + 3 * K + f);
-      const v4 ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
-      const v4 AB = __builtin_shufflevector(a, b, 2, 6, 3, 7), CD = __builtin_shufflevector(c, d, 2, 6, 3, 7);
-      *(v4*)(y + (f + 0) * NW) = __builtin_shufflevector(ab, cd, 0, 1, 4, 5);
-      *(v4*)(y + (f + 1) * NW) = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
-      *(v4*)(y + (f + 2) * NW) = __builtin_shufflevector(AB, CD, 0, 1, 4, 5);
-      *(v4*)(y + (f + 3) * NW) = __builtin_shufflevector(AB, CD, 2, 3, 6, 7);
+    float* to = panels + j / NW * NW * K + j % NW;
+    for (int f = 0; f < K; f += W) {
+      vf x[4], y[4];
+      for (int i = 0; i < 4; i++) x[i] = load(rows + (j + i) * K + f);
+      transpose_blocks(x, y);
+      for (int block = 0; block < W / 4; block++)
+        for (int i = 0; i < 4; i++) {
+          v4 part;
+          for (int t = 0; t < 4; t++) part[t] = y[i][4 * block + t];
+          *(v4*)(to + (f + 4 * block + i) * NW) = part;
+        }
     }
   }
 }

@@ -45,11 +45,11 @@ void forward(const Call& c, const Span& span, const Ends& ends, bool emit_out) {
     k_turn.forth(t, rows);
     if (!same) q_turn.forth(t, rows);
     sum.begin();
+    task.key_features(t, 1, rows, psi);
+    sum.rows(psi, rows, decay.grown, decay.kept, z);
     for (int i = 0; i < rows; i++) {
-      prefetch(task.k, t + i, C, s.f), prefetch(task.v, t + i, C, s.e);
-      task.key_features(t + i, psi);
-      sum.row(psi, decay.grown[i], decay.kept[i], z + i * F);
-      turn<false>(s, psi, k_turn.cos + i * s.half, k_turn.sin + i * s.half, decay.grown[i], hat + i * F, NW);
+      prefetch(task.v, t + i, C, s.e);
+      turn<false>(s, psi + i * F, k_turn.cos + i * s.half, k_turn.sin + i * s.half, decay.grown[i], hat + i * F);
       task.key_values(t + i, v + i * NW, NW * C);
     }
     zero_up_to_four(hat, rows, F);
@@ -58,11 +58,11 @@ void forward(const Call& c, const Span& span, const Ends& ends, bool emit_out) {
     for (int r = 0; r < queries; r++) {
       const Rows q = task.query_rows(c.q, r), out = task.query_rows(c.out, r);
       const Output to(s, out, t, result);
+      features(s, q, t, 1, rows, psi);
       for (int i = 0; i < rows; i++) {
-        prefetch(q, t + i, C, s.f);
-        features(s, q, t + i, s.map, psi);
-        scale[i] = decay.kept[i] * task.inverse(c.normalize ? dot(psi, z + i * F, F) : 1);
-        turn<false>(s, psi, turns.cos + i * s.half, turns.sin + i * s.half, 1, phi + i * F, NW);
+        prefetch(out, t + i, 0, s.e);
+        scale[i] = decay.kept[i] * task.inverse(c.normalize ? dot(psi + i * F, z + i * F, F) : 1);
+        turn<false>(s, psi + i * F, turns.cos + i * s.half, turns.sin + i * s.half, 1, phi + i * F);
       }
       emit({(int)rows, F, E, phi, hat_t, v, fresh ? nullptr : S, scale, finite, false, scores, to.rows, to.stride});
       to.write(s, out, t, rows);
@@ -83,10 +83,10 @@ void answer(const Call& c, const Span& span, const Ends& ends) {
   constexpr int C = kChunk;
   const Shape shape(c);
   const int F = shape.F, E = shape.E;
-  Task task(c, span, C * F + C * E + F * E + C + 4 * F);
+  Task task(c, span, 2 * C * F + C * E + F * E + C + 4 * F);
   const Shape& s = task.s;
   float *phi = task.floats(C * F), *result = task.floats(C * E), *S = task.floats(F * E), *scale = task.floats(C);
-  float *x = task.floats(F), *z = task.floats(F);
+  float *x = task.floats(C * F), *z = task.floats(F);
   double* sum = task.arena.take<double>(F);
   Angles turns(c, s, span, c.positions, ends.angle_in, task.arena);
   state_in(s, ends.kv_in, S, false, Fade());
@@ -98,11 +98,11 @@ void answer(const Call& c, const Span& span, const Ends& ends) {
     for (int r = 0; r < task.group; r++) {
       const Rows q = task.query_rows(c.q, r), out = task.query_rows(c.out, r);
       const Output to(s, out, t, result);
+      features(s, q, t, 1, rows, x);
       for (int i = 0; i < rows; i++) {
-        prefetch(q, t + i, C, s.f);
-        features(s, q, t + i, s.map, x);
-        scale[i] = task.inverse(c.normalize ? dot(x, z, F) : 1);
-        turn<false>(s, x, turns.cos + i * s.half, turns.sin + i * s.half, 1, phi + i * F, NW);
+        prefetch(out, t + i, 0, s.e);
+        scale[i] = task.inverse(c.normalize ? dot(x + i * F, z, F) : 1);
+        turn<false>(s, x + i * F, turns.cos + i * s.half, turns.sin + i * s.half, 1, phi + i * F);
       }
       emit({rows, F, E, phi, nullptr, nullptr, S, scale, true, false, nullptr, to.rows, to.stride});
       to.write(s, out, t, rows);

@@ -98,6 +98,41 @@ void features(const Shape& s, const Rows& rows, int64_t token, int map, float* y
   }
 }
 
+// Whole vectors throughout: the features of `count` rows, map applied, each fetched C rows ahead
+template <class T, int M> void read_rows(const Shape& s, const Rows& rows, int64_t token, int way, int count, float* y) {
+  const int paired = s.layout == kInterleaved ? s.half : 0;
+  const int64_t step = rows.stride * way, ahead = step * kChunk;
+  const char* x = rows.at(token);
+  for (int i = 0; i < count; i++, x += step, y += s.F) {
+    for (int64_t c = 0; c < s.f * (int)sizeof(T); c += 64) __builtin_prefetch(x + ahead + c);
+    const T* from = (const T*)x;
+    for (int p = 0; p < paired; p += W) {
+      vf a, b;
+      deinterleave(load(from + 2 * p), load(from + 2 * p + W), a, b);
+      store(y + p, apply(M, a)), store(y + s.half + p, apply(M, b));
+    }
+    for (int f = 2 * paired; f < s.F; f += W) store(y + f, apply(M, load(from + f)));
+  }
+}
+template <class T> void read_mapped(const Shape& s, const Rows& rows, int64_t token, int way, int count, float* y) {
+  switch (s.map) {
+    case kElu1: return read_rows<T, kElu1>(s, rows, token, way, count, y);
+    case kRelu: return read_rows<T, kRelu>(s, rows, token, way, count, y);
+    case kRelu2: return read_rows<T, kRelu2>(s, rows, token, way, count, y);
+    case kExp: return read_rows<T, kExp>(s, rows, token, way, count, y);
+    case kSilu: return read_rows<T, kSilu>(s, rows, token, way, count, y);
+    default: return read_rows<T, kIdentity>(s, rows, token, way, count, y);
+  }
+}
+// Rows token, token + way, .. -> y (count, F)
+void features(const Shape& s, const Rows& rows, int64_t token, int way, int count, float* y) {
+  if (s.padded())
+    for (int i = 0; i < count; i++) features(s, rows, token + way * i, s.map, y + i * s.F);
+  else if (rows.type == kFloat32) read_mapped<float>(s, rows, token, way, count, y);
+  else if (rows.type == kBFloat16) read_mapped<bf16>(s, rows, token, way, count, y);
+  else read_mapped<fp16>(s, rows, token, way, count, y);
+}
+
 void write_features(const Shape& s, const float* y, const Rows& rows, int64_t token) {
   char* x = rows.at(token);
   if (rows.type == kFloat32) write_features(s, y, (float*)x);
@@ -106,7 +141,7 @@ void write_features(const Shape& s, const float* y, const Rows& rows, int64_t to
 }
 
 // Blocks of NW numbers go to y, y + block, ..: block is NW for a row, NW * kChunk for a row of panels
-inline float* at(float* y, int block, int i) { return y + i / NW * block + i % NW; }
+LINROPE_INLINE float* at(float* y, int block, int i) { return y + i / NW * block + i % NW; }
 
 template <class T> inline void read_values(const Shape& s, const T* x, float* y, int block, float scale) {
   for (int e0 = 0; e0 < s.E; e0 += NW, y += block) {
@@ -152,8 +187,8 @@ bool all_finite(const float* panels, int rows, int N) {
 }
 
 // y = scale * R x of each pair; `back`: R^T
-template <bool back> inline void turn(const Shape& s, const float* x, const float* cos, const float* sin, float scale,
-                                      float* y, int block) {
+template <bool back, int block = NW>
+LINROPE_INLINE void turn(const Shape& s, const float* x, const float* cos, const float* sin, float scale, float* y) {
   for (int p = 0; p < s.half; p += W) {
     const vf a = load(x + p), b = load(x + s.half + p);
     const vf c = load(cos + p) * scale, n = load(sin + p) * (back ? -scale : scale);

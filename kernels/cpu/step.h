@@ -20,9 +20,9 @@ void step(const Call& c, int64_t row, int64_t head, float* kv, double* z) {
   if (!same) q_turn.forth(0, 1);
   const Angles& turns = same ? k_turn : q_turn;
 
-  task.key_features(0, inside);
+  task.key_features(0, 1, 1, inside);
   task.key_values(0, v, NW);
-  turn<false>(s, inside, k_turn.cos, k_turn.sin, 1, turned, NW);
+  turn<false>(s, inside, k_turn.cos, k_turn.sin, 1, turned);
   write_features(s, inside, psi), write_features(s, turned, hat);
   const Fade fade(Decay(c, span).at(0));
   for (int f = 0; f < s.f; f++) z[f] = z[f] * fade.exact + psi[f];
@@ -31,8 +31,8 @@ void step(const Call& c, int64_t row, int64_t head, float* kv, double* z) {
     vf acc[kMaxDim / W] = {};
     double den = 0;
     if (task.group) {
-      features(s, task.query_rows(c.q, r), 0, s.map, inside);
-      turn<false>(s, inside, turns.cos, turns.sin, 1, turned, NW);
+      features(s, task.query_rows(c.q, r), 0, 1, 1, inside);
+      turn<false>(s, inside, turns.cos, turns.sin, 1, turned);
       write_features(s, inside, phi), write_features(s, turned, query);
       for (int f = 0; f < s.f; f++) den += z[f] * phi[f];
     }

@@ -28,9 +28,11 @@ struct Task {
   }
   float* floats(size_t n) { return arena.take<float>(n); }
 
-  void key_features(int64_t token, float* psi) {
-    if (seen(token)) features(s, k, token, s.map, psi);
-    else zero(psi, s.F);
+  void key_features(int64_t token, int way, int count, float* psi) {
+    features(s, k, token, way, count, psi);
+    if (c.key_mask)
+      for (int i = 0; i < count; i++)
+        if (!seen(token + way * i)) zero(psi + i * s.F, s.F);
   }
   void key_values(int64_t token, float* to, int block, float scale = 1) {
     if (seen(token)) values(s, v, token, to, block, scale);
@@ -52,12 +54,20 @@ struct RunningSum {
   RunningSum(int F, Arena& arena)
       : F(F), all(arena.take<double>(F)), before(arena.take<float>(F)), within(arena.take<float>(F)) {}
   void begin() {
-    for (int i = 0; i < F; i++) before[i] = (float)all[i], within[i] = 0;
+    for (int i = 0; i < F; i++) before[i] = (float)all[i];
   }
-  void row(const float* x, float grown, float kept, float* y) {
-    for (int i = 0; i < F; i += W) {
-      const vf w = load(within + i) + load(x + i) * grown;
-      store(within + i, w), store(y + i, (load(before + i) + w) * kept);
+  // rows of x (count, F) -> rows of y
+  void rows(const float* x, int count, const float* grown, const float* kept, float* y) {
+    for (int f = 0; f < F; f += NW) {
+      vf w[NV] = {}, first[NV];
+      for (int v = 0; v < NV; v++) first[v] = load(before + f + v * W);
+      for (int i = 0; i < count; i++)
+        for (int v = 0; v < NV; v++) {
+          const int at = i * F + f + v * W;
+          w[v] += load(x + at) * grown[i];
+          store(y + at, (first[v] + w[v]) * kept[i]);
+        }
+      for (int v = 0; v < NV; v++) store(within + f + v * W, w[v]);
     }
   }
   void end(const Fade& fade) {

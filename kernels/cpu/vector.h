@@ -9,6 +9,11 @@
 #include <cstring>
 
 #include "call.h"
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#define LINROPE_INLINE inline __attribute__((always_inline))
 
 namespace linrope {
 namespace {
@@ -87,16 +92,21 @@ template <class T> inline void put(T* p, float x) {
 template <> inline void put(float* p, float x) { *p = x; }
 
 inline float sum(vf x) {
-  float s[W], t = 0;
+  float s[W];
   store(s, x);
-  for (int i = 0; i < W; i++) t += s[i];
-  return t;
+  v4 t = *(v4*)s;
+#if defined(__AVX512F__)
+  t = (t + *(v4*)(s + 4)) + (*(v4*)(s + 8) + *(v4*)(s + 12));
+#elif defined(__AVX2__)
+  t += *(v4*)(s + 4);
+#endif
+  return (t[0] + t[2]) + (t[1] + t[3]);
 }
 inline vf largest(vf x, float y) { return x < y ? splat(y) : x; }  // NaN stays NaN
 inline vf smallest(vf x, float y) { return x > y ? splat(y) : x; }
 
-// e^r 2^n, |r| <= ln 2 / 2; n from -252 to 254. Relative error below 1e-7.
-inline vf exp_parts(vf r, vi n) {
+// e^r 2^n, |r| <= ln 2 / 2; n a whole number from -252 to 254. Relative error below 1e-7.
+LINROPE_INLINE vf exp_parts(vf r, vf n) {
   vf p = splat(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
@@ -104,18 +114,22 @@ inline vf exp_parts(vf r, vi n) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
-  const vi half = n >> 1;  // in two steps, for subnormal results
-  return p * (vf)((half + 127) << 23) * (vf)((n - half + 127) << 23);
+#if defined(__AVX512F__)
+  return (vf)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)n);
+#else
+  const vi k = __builtin_convertvector(n, vi), half = k >> 1;  // in two steps, for subnormal results
+  return p * (vf)((half + 127) << 23) * (vf)((k - half + 127) << 23);
+#endif
 }
-inline vf exponential(vf x) {
+LINROPE_INLINE vf exponential(vf x) {
   x = smallest(largest(x, -104.0f), 89.0f);
   const vf t = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer, which its low bits hold
   const vf n = t - 12582912.0f;
   const vf r = x - n * 0.693359375f - n * -2.12194440e-4f;
-  return exp_parts(r, (vi)t - 0x4b400000);
+  return exp_parts(r, n);
 }
 
-inline vf apply(int map, vf x) {
+LINROPE_INLINE vf apply(int map, vf x) {
   switch (map) {
     case kElu1: return largest(x, 0.0f) + exponential(smallest(x, 0.0f));
     case kRelu: return largest(x, 0.0f);
@@ -126,7 +140,7 @@ inline vf apply(int map, vf x) {
   }
 }
 // dy/dx of y = apply(map, x)
-inline vf slope(int map, vf x, vf y) {
+LINROPE_INLINE vf slope(int map, vf x, vf y) {
   switch (map) {
     case kElu1: return smallest(y, 1.0f);
     case kRelu: return y > 0.0f ? splat(1.0f) : y;
