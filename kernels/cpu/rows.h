@@ -37,7 +37,7 @@ struct Rows {  // rows of one batch row and head, by token
 // What lies `ahead` tokens on: a head's rows lie far apart, which the hardware does not see through
 inline void prefetch(const Rows& x, int64_t token, int ahead, int count) {
   const char* p = x.at(token + ahead);
-  for (int i = 0; i < count * (x.type == kFloat32 ? 4 : 2); i += 64) __builtin_prefetch(p + i);
+  for (int i = 0; i < count * (x.type == kFloat32 ? 4 : 2); i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 
 template <class T> inline void copy_in(const T* x, float* y, int n) {
@@ -104,7 +104,7 @@ template <class T, int M> void read_rows(const Shape& s, const Rows& rows, int64
   const int64_t step = rows.stride * way, ahead = step * kChunk;
   const char* x = rows.at(token);
   for (int i = 0; i < count; i++, x += step, y += s.F) {
-    for (int64_t c = 0; c < s.f * (int)sizeof(T); c += 64) __builtin_prefetch(x + ahead + c);
+    for (int64_t c = 0; c < s.f * (int)sizeof(T); c += 64) __builtin_prefetch(x + ahead + c, 0, 2);
     const T* from = (const T*)x;
     for (int p = 0; p < paired; p += W) {
       vf a, b;
