@@ -8,6 +8,7 @@ namespace linrope {
 
 constexpr int kChunk = 32;  // tokens per chunk: 64 does 20% more arithmetic at 64 features
 constexpr int kMaxDim = 256;
+constexpr int kBundle = 8;  // heads that take turns
 
 enum Type : int { kFloat32, kBFloat16, kFloat16, kFloat64 };
 enum Map : int { kIdentity, kElu1, kRelu, kRelu2, kExp, kSilu };
@@ -76,7 +77,11 @@ struct Ends {
   float* kv_out;
   double* z_out;
   const int64_t* angle_in;  // (pairs): sum of the angle steps before the span; null: zero
+  double* sums;  // gradients of keys: running sums of those of log decay and angle steps (1 + pairs), from the end on
 };
+
+// A sweep over spans of one sequence and of the same length, of different heads
+typedef void Sweep(const Call&, int count, const Span*, const Ends*, bool emit);
 
 struct Isa {
   const char* name;
@@ -86,17 +91,11 @@ struct Isa {
   void (*sum_steps)(const Call&, const Span&, int64_t* angle);
   double (*sum_decay)(const Call&, const Span&);
   void (*fade)(double log_decay, int64_t count, float* kv, int64_t z_count, double* z);
-  // causal forward; without emit only the state (of all keys, where not causal)
-  void (*forward)(const Call&, const Span&, const Ends&, bool emit);
-  // dq, den and delta; the ends hold the states before and after the span
-  void (*backward_queries)(const Call&, const Span&, const Ends&, bool emit);
-  // dk and dv, last token first; `in` is the gradient of the state after the span, `out` of the one before it.
-  // sums: running sums of the gradients of log decay and angle steps (1 + pairs), from the end of the span on
-  void (*backward_keys)(const Call&, const Span&, const Ends&, double* sums, bool emit);
-  // all queries of the span from the state of all keys
-  void (*answer)(const Call&, const Span&, const Ends&);
-  // dq of the same; kv_out and z_out receive the gradient of the state
-  void (*answer_backward)(const Call&, const Span&, const Ends&);
+  Sweep* forward;           // causal; without emit only the state (that of all keys, where not causal)
+  Sweep* backward_queries;  // dq, den and delta; the ends hold the states before and after the span
+  Sweep* backward_keys;     // dk and dv, last token first; `in` is the gradient of the state after the span
+  Sweep* answer;            // not causal: all queries of the span from the state of all keys
+  Sweep* answer_backward;   // dq of the same; `out` receives the gradient of the state
   // one token of one row and head, in place; angle is the row's sum, this token's step included
   void (*step)(const Call&, int64_t row, int64_t head, float* kv, double* z);
 };

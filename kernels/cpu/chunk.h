@@ -127,15 +127,15 @@ struct Angles {
   int32_t* turns;
   float *cos, *sin;
 
-  static size_t bytes(const Shape& s) { return 4 * (2 * kChunk + 1) * s.half + 8 * s.half + 1024; }
-
-  Angles(const Call& c, const Shape& s, const Span& span, const Positions& p, const int64_t* angle_in, Arena& arena)
+  // `table`: 2 kChunk half numbers of scratch
+  Angles(const Call& c, const Shape& s, const Span& span, const Positions& p, const int64_t* angle_in, float* table,
+         Arena& arena)
       : c(c), s(s), steps(c, span), theta(c.theta ? c.theta + span.head * c.theta_head : nullptr),
         offsets(c.offsets ? c.offsets + (c.theta_head ? span.head * kChunk * 2 * s.half : 0) : nullptr) {
     positions = p.data ? p.data + batch_row(c, span) * p.batch : nullptr;
     position_stride = p.token;
     sum = arena.take<uint64_t>(s.half), turns = arena.take<int32_t>(s.half);
-    cos = arena.take<float>(kChunk * s.half), sin = arena.take<float>(kChunk * s.half);
+    cos = table, sin = table + kChunk * s.half;
     for (int i = 0; i < s.half; i++) sum[i] = 0, turns[i] = 0;
     const int64_t* start = c.angle ? c.angle + state_row(c, span) * c.angle_row + span.head * c.angle_head : nullptr;
     for (int i = 0; i < s.pairs; i++) sum[i] = (start ? start[i] : 0) + (angle_in ? (uint64_t)angle_in[i] : 0);

@@ -142,13 +142,14 @@ LINROPE_INLINE void transpose_blocks(const vf (&x)[4], vf (&y)[4]) {
   y[2] = __builtin_shufflevector(c, d, LINROPE_LOW2), y[3] = __builtin_shufflevector(c, d, LINROPE_HIGH2);
 }
 
-// rows (count, K) -> panels of its transpose, (kChunk/NW, K, NW); up to three rows past the last are read
-void transpose(const float* rows, int count, int K, float* panels) {
+// count rows of K numbers -> panels of the transpose, (count/NW, K, NW), that lie panel_size apart; up to three rows past
+// the last are read
+void transpose(const float* rows, int stride, int count, int K, float* panels, int panel_size) {
   for (int j = 0; j < count; j += 4) {
-    float* to = panels + j / NW * NW * K + j % NW;
+    float* to = panels + j / NW * panel_size + j % NW;
     for (int f = 0; f < K; f += W) {
       vf x[4], y[4];
-      for (int i = 0; i < 4; i++) x[i] = load(rows + (j + i) * K + f);
+      for (int i = 0; i < 4; i++) x[i] = load(rows + (j + i) * stride + f);
       transpose_blocks(x, y);
       for (int block = 0; block < W / 4; block++)
         for (int i = 0; i < 4; i++) {
@@ -158,6 +159,13 @@ void transpose(const float* rows, int count, int K, float* panels) {
         }
     }
   }
+}
+
+void transpose(const float* rows, int count, int K, float* panels) { transpose(rows, K, count, K, panels, NW * K); }
+
+// The panels of S (F rows, E columns) -> those of its transpose
+void transpose_state(const float* S, int F, int E, float* S_t) {
+  for (int e0 = 0; e0 < E; e0 += NW) transpose(S + e0 * F, NW, F, NW, S_t + e0 * NW, NW * E);
 }
 
 }  // namespace

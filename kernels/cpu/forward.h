@@ -19,96 +19,128 @@ struct Output {  // rows of results on their way to memory: in place where that 
   }
 };
 
-void forward(const Call& c, const Span& span, const Ends& ends, bool emit_out) {
-  constexpr int C = kChunk;
-  const Shape shape(c);
-  const int F = shape.F, E = shape.E;
-  Task task(c, span, 5 * C * F + 2 * C * E + C * C + F * E + C + 2 * F);
-  const Shape& s = task.s;
-  float *psi = task.floats(C * F), *hat = task.floats(C * F), *hat_t = task.floats(C * F), *z = task.floats(C * F);
-  float *phi = task.floats(C * F), *v = task.floats(C * E), *result = task.floats(C * E);
-  float *scores = task.floats(C * C), *S = task.floats(F * E), *scale = task.floats(C);
-  RunningSum sum(F, task.arena);
-  Decay decay(c, span);
-  Angles k_turn(c, s, span, c.key_positions, ends.angle_in, task.arena);
-  const bool same = c.key_positions.data == c.positions.data;
-  Angles q_turn(c, s, span, c.positions, ends.angle_in, task.arena);
-  const int queries = emit_out ? task.group : 0;
+struct Forward : Task {
+  static constexpr int C = kChunk;
+  struct Scratch {
+    float *x, *hat, *hat_t, *z, *v, *result, *scores, *scale, *within, *k_angles, *q_angles;
+    Scratch(const Shape& s, Arena& a)
+        : x(a.take<float>(C * s.F)), hat(a.take<float>(C * s.F)), hat_t(a.take<float>(C * s.F)),
+          z(a.take<float>(C * s.F)), v(a.take<float>(C * s.E)), result(a.take<float>(C * s.E)),
+          scores(a.take<float>(C * C)), scale(a.take<float>(C)), within(a.take<float>(s.F)),
+          k_angles(a.take<float>(2 * C * s.half)), q_angles(a.take<float>(2 * C * s.half)) {}
+  };
+  static size_t bytes(const Shape& s, int count) {
+    return 4 * (4 * C * s.F + 2 * C * s.E + C * C + C + s.F + 4 * C * s.half) + 1024 +
+           count * (size_t)(4 * s.F * s.E + 8 * s.F + 24 * s.half + 512);
+  }
+  const Scratch& w;
+  const int queries;
+  const bool same;  // angles of queries and keys
+  int64_t done = 0;
+  float* S;
+  bool fresh;
+  RunningSum sum;
+  Decay decay;
+  Angles k_turn, q_turn;
 
-  const Fade first(span.begin < span.end ? decay.at(span.begin) : 0);
-  state_in(s, ends.kv_in, S, false, first);
-  sums_in(s, ends.z_in, sum.all, first.exact);
-  bool fresh = !ends.kv_in;
-  for (int64_t t = span.begin, rows; t < span.end; t += rows) {
-    rows = decay.plan(t, span.end - t, 1);
+  Forward(const Call& c, const Span& span, const Ends& ends, bool emit_out, const Scratch& w, Arena& arena)
+      : Task(c, span, ends), w(w), queries(emit_out ? group : 0), same(c.key_positions.data == c.positions.data),
+        S(arena.take<float>(s.F * s.E)), fresh(!ends.kv_in), sum(s.F, w.within, arena), decay(c, span),
+        k_turn(c, s, span, c.key_positions, ends.angle_in, w.k_angles, arena),
+        q_turn(c, s, span, c.positions, ends.angle_in, w.q_angles, arena) {
+    const Fade first(span.begin < span.end ? decay.at(span.begin) : 0);
+    state_in(s, ends.kv_in, S, false, first);
+    sums_in(s, ends.z_in, sum.all, first.exact);
+  }
+
+  void advance() {
+    const int64_t t = span.begin + done;
+    const int rows = decay.plan(t, span.end - t, 1), F = s.F, E = s.E, half = s.half;
     const Angles& turns = same ? k_turn : q_turn;
     k_turn.forth(t, rows);
     if (!same) q_turn.forth(t, rows);
-    sum.begin();
-    task.key_features(t, 1, rows, psi);
-    sum.rows(psi, rows, decay.grown, decay.kept, z);
+    key_features(t, 1, rows, w.x);
+    sum.rows(w.x, rows, decay.grown, decay.kept, w.z);
     for (int i = 0; i < rows; i++) {
-      prefetch(task.v, t + i, C, s.e);
-      turn<false>(s, psi + i * F, k_turn.cos + i * s.half, k_turn.sin + i * s.half, decay.grown[i], hat + i * F);
-      task.key_values(t + i, v + i * NW, NW * C);
+      prefetch(v, t + i, C, s.e);
+      turn<false>(s, w.x + i * F, k_turn.cos + i * half, k_turn.sin + i * half, decay.grown[i], w.hat + i * F);
+      key_values(t + i, w.v + i * NW, NW * C);
     }
-    zero_up_to_four(hat, rows, F);
-    transpose(hat, rows, F, hat_t);
-    const bool finite = queries ? all_finite(v, rows, E) : true;
+    zero_up_to_four(w.hat, rows, F);
+    transpose(w.hat, rows, F, w.hat_t);
+    const bool finite = queries ? all_finite(w.v, rows, E) : true;
     for (int r = 0; r < queries; r++) {
-      const Rows q = task.query_rows(c.q, r), out = task.query_rows(c.out, r);
-      const Output to(s, out, t, result);
-      features(s, q, t, 1, rows, psi);
+      const Rows q = query_rows(c.q, r), out = query_rows(c.out, r);
+      const Output to(s, out, t, w.result);
+      features(s, q, t, 1, rows, w.x);
       for (int i = 0; i < rows; i++) {
         prefetch(out, t + i, 0, s.e);
-        scale[i] = decay.kept[i] * task.inverse(c.normalize ? dot(psi + i * F, z + i * F, F) : 1);
-        turn<false>(s, psi + i * F, turns.cos + i * s.half, turns.sin + i * s.half, 1, phi + i * F);
+        w.scale[i] = decay.kept[i] * inverse(c.normalize ? dot(w.x + i * F, w.z + i * F, F) : 1);
+        turn<false>(s, w.x + i * F, turns.cos + i * half, turns.sin + i * half, 1, w.hat + i * F);
       }
-      emit({(int)rows, F, E, phi, hat_t, v, fresh ? nullptr : S, scale, finite, false, scores, to.rows, to.stride});
+      emit({rows, F, E, w.hat, w.hat_t, w.v, fresh ? nullptr : S, w.scale, finite, false, w.scores, to.rows, to.stride});
       to.write(s, out, t, rows);
     }
+    done += rows;
     const bool more = t + rows < span.end;
-    if (!more && !ends.kv_out && !ends.z_out) break;
+    if (!more && !ends.kv_out && !ends.z_out) return;
     const Fade fade(decay.sum + (more ? decay.at(t + rows) : 0));
-    update(rows, F, E, hat_t, v, S, fresh, fade);
+    update(rows, F, E, w.hat_t, w.v, S, fresh, fade);
     sum.end(fade);
     fresh = false;
   }
-  if (ends.kv_out) state_out(s, S, false, ends.kv_out);
-  if (ends.z_out) sums_out(s, sum.all, ends.z_out);
-}
+  void finish() {
+    if (ends.kv_out) state_out(s, S, false, ends.kv_out);
+    if (ends.z_out) sums_out(s, sum.all, ends.z_out);
+  }
+};
 
 // Every query of the span from the state of all keys (not causal)
-void answer(const Call& c, const Span& span, const Ends& ends) {
-  constexpr int C = kChunk;
-  const Shape shape(c);
-  const int F = shape.F, E = shape.E;
-  Task task(c, span, 2 * C * F + C * E + F * E + C + 4 * F);
-  const Shape& s = task.s;
-  float *phi = task.floats(C * F), *result = task.floats(C * E), *S = task.floats(F * E), *scale = task.floats(C);
-  float *x = task.floats(C * F), *z = task.floats(F);
-  double* sum = task.arena.take<double>(F);
-  Angles turns(c, s, span, c.positions, ends.angle_in, task.arena);
-  state_in(s, ends.kv_in, S, false, Fade());
-  sums_in(s, ends.z_in, sum, 1);
-  for (int i = 0; i < F; i++) z[i] = (float)sum[i];
-  for (int64_t t = span.begin; t < span.end; t += C) {
-    const int rows = span.end - t < C ? (int)(span.end - t) : C;
+struct Answer : Task {
+  static constexpr int C = kChunk;
+  struct Scratch {
+    float *x, *hat, *result, *scale, *angles;
+    Scratch(const Shape& s, Arena& a)
+        : x(a.take<float>(C * s.F)), hat(a.take<float>(C * s.F)), result(a.take<float>(C * s.E)),
+          scale(a.take<float>(C)), angles(a.take<float>(2 * C * s.half)) {}
+  };
+  static size_t bytes(const Shape& s, int count) {
+    return 4 * (2 * C * s.F + C * s.E + C + 2 * C * s.half) + 1024 +
+           count * (size_t)(4 * s.F * s.E + 12 * s.F + 12 * s.half + 512);
+  }
+  const Scratch& w;
+  int64_t done = 0;
+  float *S, *z;
+  Angles turns;
+
+  Answer(const Call& c, const Span& span, const Ends& ends, bool, const Scratch& w, Arena& arena)
+      : Task(c, span, ends), w(w), S(arena.take<float>(s.F * s.E)), z(arena.take<float>(s.F)),
+        turns(c, s, span, c.positions, ends.angle_in, w.angles, arena) {
+    double* sum = arena.take<double>(s.F);
+    state_in(s, ends.kv_in, S, false, Fade());
+    sums_in(s, ends.z_in, sum, 1);
+    for (int i = 0; i < s.F; i++) z[i] = (float)sum[i];
+  }
+  void advance() {
+    const int64_t t = span.begin + done;
+    const int rows = span.end - t < C ? (int)(span.end - t) : C, F = s.F, half = s.half;
     turns.forth(t, rows);
-    for (int r = 0; r < task.group; r++) {
-      const Rows q = task.query_rows(c.q, r), out = task.query_rows(c.out, r);
-      const Output to(s, out, t, result);
-      features(s, q, t, 1, rows, x);
+    for (int r = 0; r < group; r++) {
+      const Rows q = query_rows(c.q, r), out = query_rows(c.out, r);
+      const Output to(s, out, t, w.result);
+      features(s, q, t, 1, rows, w.x);
       for (int i = 0; i < rows; i++) {
         prefetch(out, t + i, 0, s.e);
-        scale[i] = task.inverse(c.normalize ? dot(x + i * F, z, F) : 1);
-        turn<false>(s, x + i * F, turns.cos + i * s.half, turns.sin + i * s.half, 1, phi + i * F);
+        w.scale[i] = inverse(c.normalize ? dot(w.x + i * F, z, F) : 1);
+        turn<false>(s, w.x + i * F, turns.cos + i * half, turns.sin + i * half, 1, w.hat + i * F);
       }
-      emit({rows, F, E, phi, nullptr, nullptr, S, scale, true, false, nullptr, to.rows, to.stride});
+      emit({rows, F, s.E, w.hat, nullptr, nullptr, S, w.scale, true, false, nullptr, to.rows, to.stride});
       to.write(s, out, t, rows);
     }
+    done += rows;
   }
-}
+  void finish() {}
+};
 
 }  // namespace
 }  // namespace linrope

@@ -1,5 +1,7 @@
 // The kernels of one instruction set, compiled with -DISA=name. One table is exported, and nothing else.
-#include "backward.h"
+#include "forward.h"
+#include "keys.h"
+#include "queries.h"
 #include "step.h"
 
 namespace linrope {
@@ -21,7 +23,7 @@ void fade(double log_decay, int64_t count, float* kv, int64_t z_count, double* z
 #define LINROPE_TEXT2(x) #x
 #define LINROPE_TEXT(x) LINROPE_TEXT2(x)
 extern const Isa LINROPE_JOIN(isa_, ISA) = {
-    LINROPE_TEXT(ISA), padded_pairs, offsets, sum_steps, sum_decay, fade, forward, backward_queries, backward_keys,
-    answer, answer_backward, step};
+    LINROPE_TEXT(ISA), padded_pairs, offsets, sum_steps, sum_decay, fade, run_bundle<Forward>,
+    run_bundle<BackwardQueries>, run_bundle<BackwardKeys>, run_bundle<Answer>, run_bundle<AnswerBackward>, step};
 
 }  // namespace linrope

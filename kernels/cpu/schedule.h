@@ -51,6 +51,26 @@ struct Schedule {
         for (int64_t i = first; i < last; i++) task(i);
       });
   }
+  // A sweep over segments [0, count) + first of all heads: ends(head, segment) for each. Heads are bundled as far as
+  // that leaves every thread a task; each head's numbers are the same in any bundle.
+  template <class F> void sweep(Sweep* sweep, int64_t first, int64_t count, int64_t n, bool emit, F ends) const {
+    const int64_t threads = torch::stable::get_num_threads(), fair = tasks() / (threads > 0 ? threads : 1);
+    int64_t bundle = fair < 1 ? 1 : fair < kBundle ? fair : kBundle;
+    if (bundle > c.g) bundle = c.g;
+    if (bundle < 1 || c.sequences < 1) return;
+    const int64_t bundles = (c.g + bundle - 1) / bundle;
+    run(c.sequences * bundles * count, [&](int64_t i) {
+      const int64_t segment = first + i % count, sequence = i / count / bundles, begin = i / count % bundles * bundle;
+      const int64_t end = begin + bundle < c.g ? begin + bundle : c.g;
+      Span spans[kBundle];
+      Ends each[kBundle];
+      for (int64_t g = begin; g < end; g++) {
+        const int64_t head = sequence * c.g + g;
+        spans[g - begin] = span(head * segments + segment, n), each[g - begin] = ends(head, segment);
+      }
+      sweep(c, (int)(end - begin), spans, each, emit);
+    });
+  }
   // The row of the state that the caller gave, or null
   int64_t row(int64_t head) const {
     const int64_t sequence = head / c.g;
@@ -110,11 +130,9 @@ struct Cuts {
   void scan_forward(bool all) {
     const int64_t count = all ? x.segments : x.segments - 1;
     if (count == 0) return;
-    x.run(x.heads() * count, [&](int64_t i) {
-      const int64_t head = i / count, s = i % count;
-      const Span span = x.span(head * x.segments + s, x.c.m);
-      decay[head * x.segments + s] = isa().sum_decay(x.c, span);
-      isa().forward(x.c, span, {nullptr, nullptr, kv_at(head, s + 1), z_at(head, s + 1), angle_at(head, s)}, false);
+    x.sweep(isa().forward, 0, count, x.c.m, false, [&](int64_t head, int64_t s) -> Ends {
+      decay[head * x.segments + s] = isa().sum_decay(x.c, x.span(head * x.segments + s, x.c.m));
+      return {nullptr, nullptr, kv_at(head, s + 1), z_at(head, s + 1), angle_at(head, s), nullptr};
     });
     for (int64_t head = 0; head < x.heads(); head++)
       for (int64_t s = 0; s < count; s++) add(head, s, s + 1, s);
@@ -135,12 +153,10 @@ inline void run_forward(const Schedule& x, float* kv_out, double* z_out) {
   const Call& c = x.c;
   const auto last_kv = [&](int64_t head) { return kv_out ? kv_out + (c.slots ? x.row(head) : head) * x.state : nullptr; };
   const auto last_z = [&](int64_t head) { return z_out ? z_out + (c.slots ? x.row(head) : head) * x.sums : nullptr; };
-  if (c.causal && x.segments == 1) {
-    x.run(x.heads(), [&](int64_t i) {
-      isa().forward(c, x.span(i, c.m), {x.kv(i), x.z(i), last_kv(i), last_z(i), nullptr}, c.q.data);
+  if (c.causal && x.segments == 1)
+    return x.sweep(isa().forward, 0, 1, c.m, c.q.data, [&](int64_t i, int64_t) -> Ends {
+      return {x.kv(i), x.z(i), last_kv(i), last_z(i), nullptr, nullptr};
     });
-    return;
-  }
   Cuts cuts(x);
   cuts.sum_angles();
   for (int64_t head = 0; head < x.heads(); head++) cuts.put(head, 0, x.kv(head), x.z(head));
@@ -152,14 +168,11 @@ inline void run_forward(const Schedule& x, float* kv_out, double* z_out) {
       if (z_out) memcpy(last_z(head), cuts.z_at(head, x.segments), 8 * x.sums);
     }
   if (!c.q.data) return;
-  x.run(x.tasks(), [&](int64_t i) {
-    const int64_t head = i / x.segments, s = i % x.segments;
-    const Span span = x.span(i, c.n);
+  x.sweep(c.causal ? isa().forward : isa().answer, 0, x.segments, c.n, true, [&](int64_t head, int64_t s) -> Ends {
     const int64_t from = c.causal ? s : x.segments;
-    Ends ends{cuts.kv_at(head, from), cuts.z_at(head, from), nullptr, nullptr, cuts.angle_at(head, s)};
-    if (!c.causal) return isa().answer(c, span, ends);
-    if (span.last) ends.kv_out = last_kv(head), ends.z_out = last_z(head);
-    isa().forward(c, span, ends, true);
+    const bool last = c.causal && s == x.segments - 1;
+    return {cuts.kv_at(head, from), cuts.z_at(head, from), last ? last_kv(head) : nullptr,
+            last ? last_z(head) : nullptr, cuts.angle_at(head, s), nullptr};
   });
 }
 
@@ -192,58 +205,41 @@ inline void run_backward(const Schedule& x, const StateGradient& to) {
   }
   if (queries || ends) forth.scan_forward(!c.causal || (ends && !queries));
   if (!c.causal && queries) {  // the gradient of the state of all keys, from all queries
-    x.run(x.tasks(), [&](int64_t i) {
-      const int64_t head = i / S, s = i % S;
-      isa().answer_backward(c, x.span(i, c.n), {forth.kv_at(head, S), forth.z_at(head, S), back.kv_at(head, s),
-                                                back.z_at(head, s), forth.angle_at(head, s)});
+    x.sweep(isa().answer_backward, 0, S, c.n, true, [&](int64_t head, int64_t s) -> Ends {
+      return {forth.kv_at(head, S), forth.z_at(head, S), back.kv_at(head, s), back.z_at(head, s),
+              forth.angle_at(head, s), nullptr};
     });
     for (int64_t head = 0; head < x.heads(); head++)
       for (int64_t s = 0; s < S; s++) back.add(head, s, S, s);
   }
-  const auto query_sweep = [&](int64_t i) {
-    const int64_t head = i / S, s = i % S;
-    const bool last = ends && s == S - 1;
-    isa().backward_queries(c, x.span(i, c.m),
-                           {c.kv || s ? forth.kv_at(head, s) : nullptr, forth.z_at(head, s),
-                            last ? forth.kv_at(head, S) : nullptr, last ? forth.z_at(head, S) : nullptr,
-                            forth.angle_at(head, s)},
-                           true);
-  };
-  const auto key_sweep = [&](int64_t i) {
-    const int64_t head = i / S, s = i % S, after = c.causal ? s + 1 : S;
-    double* own = &sums[i * width];
-    if (s == S - 1 && ends) own[0] = product(x, c, head, forth.kv_at(head, S), forth.z_at(head, S));
-    const bool first = c.causal && s == 0;
-    isa().backward_keys(c, x.span(i, c.m),
-                        {back.kv_at(head, after), back.z_at(head, after), first && to.kv ? to.kv + head * x.state : nullptr,
-                         first && to.z ? to.z + head * x.sums : nullptr, forth.angle_at(head, s)},
-                        own, true);
-  };
-  if (c.causal && S == 1) {
-    x.run(x.tasks(), [&](int64_t i) {
-      if (queries) query_sweep(i);
-      key_sweep(i);
+  if (c.causal && queries)
+    x.sweep(isa().backward_queries, 0, S, c.m, true, [&](int64_t head, int64_t s) -> Ends {
+      const bool last = ends && s == S - 1;
+      return {c.kv || s ? forth.kv_at(head, s) : nullptr, forth.z_at(head, s), last ? forth.kv_at(head, S) : nullptr,
+              last ? forth.z_at(head, S) : nullptr, forth.angle_at(head, s), nullptr};
     });
-  } else if (c.causal) {
-    if (queries) x.run(x.tasks(), query_sweep);
-    x.run(x.heads() * (S - 1), [&](int64_t i) {
-      const int64_t head = i / (S - 1), s = i % (S - 1) + 1;
-      const Span span = x.span(head * S + s, c.m);
-      forth.decay[head * S + s] = isa().sum_decay(c, span);
-      isa().backward_keys(c, span, {nullptr, nullptr, back.kv_at(head, s), back.z_at(head, s), forth.angle_at(head, s)},
-                          nullptr, false);
+  if (c.causal && S > 1) {
+    x.sweep(isa().backward_keys, 1, S - 1, c.m, false, [&](int64_t head, int64_t s) -> Ends {
+      forth.decay[head * S + s] = isa().sum_decay(c, x.span(head * S + s, c.m));
+      return {nullptr, nullptr, back.kv_at(head, s), back.z_at(head, s), forth.angle_at(head, s), nullptr};
     });
     back.decay = forth.decay;
     for (int64_t head = 0; head < x.heads(); head++)
       for (int64_t s = S - 1; s > 0; s--) back.add(head, s + 1, s, s);
-    x.run(x.tasks(), key_sweep);
-  } else {
+  }
+  if (!c.causal)
     for (int64_t head = 0; head < x.heads(); head++) {
       if (to.kv) memcpy(to.kv + head * x.state, back.kv_at(head, S), 4 * x.state);
       if (to.z) memcpy(to.z + head * x.sums, back.z_at(head, S), 8 * x.sums);
     }
-    x.run(x.tasks(), key_sweep);
-  }
+  x.sweep(isa().backward_keys, 0, S, c.m, true, [&](int64_t head, int64_t s) -> Ends {
+    double* own = &sums[(head * S + s) * width];
+    if (s == S - 1 && ends) own[0] = product(x, c, head, forth.kv_at(head, S), forth.z_at(head, S));
+    const int64_t after = c.causal ? s + 1 : S;
+    const bool first = c.causal && s == 0;
+    return {back.kv_at(head, after), back.z_at(head, after), first && to.kv ? to.kv + head * x.state : nullptr,
+            first && to.z ? to.z + head * x.sums : nullptr, forth.angle_at(head, s), own};
+  });
   if (S == 1) return;
   // Sums ran within segments: what later segments hold comes on top
   for (int64_t head = 0; head < x.heads(); head++)

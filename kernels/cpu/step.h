@@ -7,15 +7,16 @@ namespace {
 
 void step(const Call& c, int64_t row, int64_t head, float* kv, double* z) {
   const Span span{row, head, 0, 1, true};
-  const Shape shape(c);
-  const int F = shape.F, E = shape.E;
-  Task task(c, span, 8 * F + 2 * E + 4 * (kMaxDim + 2 * NW));
+  const Task task(c, span, {});
   const Shape& s = task.s;
-  float *inside = task.floats(F), *turned = task.floats(F), *psi = task.floats(s.f + W), *hat = task.floats(s.f + W);
-  float *phi = task.floats(s.f + W), *query = task.floats(s.f + W), *v = task.floats(E), *result = task.floats(E);
-  Angles k_turn(c, s, span, c.key_positions, nullptr, task.arena);
+  const int F = s.F, E = s.E, C = kChunk;
+  Arena arena(4 * (2 * F + 2 * E + 4 * (s.f + W) + 4 * C * s.half) + 24 * s.half + 2048);
+  float *inside = arena.take<float>(F), *turned = arena.take<float>(F), *psi = arena.take<float>(s.f + W);
+  float *hat = arena.take<float>(s.f + W), *phi = arena.take<float>(s.f + W), *query = arena.take<float>(s.f + W);
+  float *v = arena.take<float>(E), *result = arena.take<float>(E);
+  Angles k_turn(c, s, span, c.key_positions, nullptr, arena.take<float>(2 * C * s.half), arena);
   const bool same = c.key_positions.data == c.positions.data;
-  Angles q_turn(c, s, span, c.positions, nullptr, task.arena);
+  Angles q_turn(c, s, span, c.positions, nullptr, arena.take<float>(2 * C * s.half), arena);
   k_turn.forth(0, 1);
   if (!same) q_turn.forth(0, 1);
   const Angles& turns = same ? k_turn : q_turn;
