@@ -19,7 +19,7 @@ LEVELS = [
     {"cli"},
     {"models"},
     {"attention", "position_encodings"},
-    {"functional"},
+    {"functional", "gates", "short_convolution"},
     {"arguments", "backends"},
     {"feature_maps", "rotary", "state"},
     {"angles", "files", "frequencies"},
