@@ -171,6 +171,8 @@ def _new_sums(call: Call, sums: Sums | None) -> tuple[Tensor, Tensor]:
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """out, the last kv and z, and what the backend saves for its backward pass."""
     backend, call, sums = _read(arguments)
+    if call.k.shape[0] == 0:
+        return _new_out(call), *_new_sums(call, sums), backend.new_saved(call) if arguments[-1] else []
     with torch.autocast(call.v.device.type, enabled=False):
         out, last, saved = backend.forward(call, sums, arguments[-1])
     out = _absent(call.v) if out is None else out
@@ -184,6 +186,11 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     return _new_out(call), *_new_sums(call, sums), backend.new_saved(call) if arguments[-1] else []
 
 
+def _new_gradients(call: Call, sums: Sums | None) -> list[Tensor]:
+    inputs = (*call[:5], *(() if sums is None else sums[:2]))
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs if x is not None]
+
+
 @torch.library.custom_op(
     "linrope::attend_backward", mutates_args=(),
     schema=f"({_ARGUMENTS}, Tensor[] results, Tensor? g_out, Tensor? g_kv, Tensor? g_z) -> Tensor[]",
@@ -192,6 +199,8 @@ def _attend_backward(*arguments: Any) -> list[Tensor]:
     """The gradients of what there is among q, k, v, log_decay, angle_steps, kv and z."""
     backend, call, sums = _read(arguments)
     results, g_out, g_kv, g_z = arguments[-4:]
+    if call.k.shape[0] == 0:
+        return _new_gradients(call, sums)
     with torch.autocast(call.v.device.type, enabled=False):
         gradients = backend.backward(call, sums, results, g_out, g_kv, g_z)
     return [x for x in gradients if x is not None]
@@ -199,9 +208,7 @@ def _attend_backward(*arguments: Any) -> list[Tensor]:
 
 @_attend_backward.register_fake
 def _(*arguments: Any) -> list[Tensor]:
-    _, call, sums = _read(arguments)
-    inputs = (*call[:5], *(() if sums is None else sums[:2]))
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs if x is not None]
+    return _new_gradients(*_read(arguments)[1:])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -201,7 +201,7 @@ class Part:
 
     def take(self, x: Tensor, cut: Cut, r: int = 1) -> Tensor:
         """(t, g, r, c, ..) of x (b, n, g r, ..), in the pass' dtype."""
-        return cut.take(x).transpose(1, 2).unflatten(1, (-1, r)).to(self.dtype)
+        return cut.take(x).transpose(1, 2).unflatten(1, (x.shape[2] // r, r)).to(self.dtype)
 
     def table(self, angle: Tensor | None, *, keys: bool) -> tuple[Tensor, Tensor] | None:
         """cos and sin of the angles, (t, g or 1, 1, c, pairs)."""
@@ -274,7 +274,7 @@ def normalizer(part: Part, z_seen: Tensor, phi_seen: Tensor) -> tuple[Tensor, Te
         den = den + part.visible(product(part.phi, part.psi.mT)).sum(-1, keepdim=True)
     if part.call.eps_mode == "add":
         return 1 / (den + part.call.eps), torch.ones_like(den, dtype=torch.bool)
-    return 1 / den.clamp(min=part.call.eps), den > part.call.eps
+    return 1 / den.clamp(min=part.call.eps), den >= part.call.eps
 
 
 def head_groups(call: Call) -> Iterator[slice]:
@@ -308,7 +308,7 @@ def forward(call: Call, sums: Sums | None, save: bool) -> tuple[Tensor | None, t
             num *= normalizer(part, _seen(part, z), part.times(part.phi, "queries"))[0]
         part.query_cut.put(num, out, part.query_heads)
     if out is not None:
-        out = out[:-1].view(b, n, h, -1)
+        out = out[:-1].view(b, n, h, call.v.shape[3])
     if not call.want_state:
         return out, None, []
     kvs, zs = (torch.cat(x, 1) for x in zip(*lasts))
@@ -351,7 +351,7 @@ def backward(
     return Gradients(
         None if call.q is None else dq, dk, dv,
         None if call.log_decay is None or d_log is None else summed_to(d_log[:-1].view(b, m, g), call.log_decay),
-        None if call.angle_steps is None or d_angle is None else summed_to(d_angle[:-1].view(b, m, g, -1), call.angle_steps),
+        None if call.angle_steps is None or d_angle is None else summed_to(d_angle[:-1].view(b, m, g, call.pairs), call.angle_steps),
         *first,
     )  # fmt: skip
 
