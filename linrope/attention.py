@@ -7,16 +7,15 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from linrope import arguments, feature_maps
+from linrope import arguments
+from linrope.choices import check_decays, make_decay, make_forget_gate, make_map, make_rotation
 from linrope.feature_maps import FeatureMap
 from linrope.functional import ORDERS, linear_rope_attention
-from linrope.gates import Constant, ForgetGate, SelectiveSteps, check_decays, make_decay
+from linrope.gates import Constant
 from linrope.names import check_name
-from linrope.rotary import LAYOUTS, Rotary
+from linrope.rotary import Rotary
 from linrope.short_convolution import ShortConvolution
 from linrope.state import LinearAttentionState
-
-ROTATIONS = (*LAYOUTS, "selective")
 
 
 class LinearRoPEAttention(nn.Module):
@@ -41,16 +40,16 @@ class LinearRoPEAttention(nn.Module):
         rotary: "interleaved", "half", a Rotary of the map's feature_dim, None, or a dict: arguments of
             Rotary, of Rotary.axial if it has "axes", or Hugging Face's rope_parameters if it has a key
             "rope_theta" or "rope_type" (then with layout "half" unless it says otherwise). "selective": x
-            speeds the rotation up or slows it down, as ``linrope.gates.SelectiveSteps`` says; with
-            {"name": "selective", "rank": 16, "bound": "multiply" or "add", "per_head": True, ..} and what a dict
-            may have. Or a module that gives angle_steps (b, n, g or 1, pairs) from x, beside those of its
-            attribute ``rotary`` if it has one.
+            speeds the rotation up or slows it down, as ``linrope.gates.SelectiveSteps`` says, with options:
+            {"name": "selective", "rank": 16, "bound": "multiply" or "add", "per_head": True} and what a dict
+            may have. Or a module that gives angle_steps (b, n, g or 1, pairs) from x, beside the rotation
+            of its attribute ``rotary`` if it has one.
         causal: as in linear_rope_attention.
         normalize: as there; see out_norm.
         decay: how keys fade with positions: None, g numbers in (0, 1], "spread": half-lives from 1 token to
-            4096, geometrically over the key/value heads, "learned": one number per head, learned, which starts
-            there; {"name": "spread" or "learned", "longest": tokens}; or "retnet": 1 - 2^(-5 - i) for head i
-            (arXiv 2307.08621), which forgets more slowly.
+            4096, geometrically over the key/value heads, "learned": one number per head, learned, which
+            starts there; {"name": "spread" or "learned", "longest": tokens}; or "retnet": 1 - 2^(-5 - i) for
+            head i (arXiv 2307.08621), which forgets more slowly.
         forget_gate: how keys fade is made from x: True or {"longest": 4096}, where the half-lives start
             spread in the same way (``linrope.gates.ForgetGate``). Causal self-attention only.
         short_conv: taps, usually 4, of a causal convolution on queries, keys and values before the map
@@ -65,8 +64,8 @@ class LinearRoPEAttention(nn.Module):
         bias: of the projections.
 
     Raises:
-        ValueError: sizes that do not divide, unknown names, a signed map with normalize=True, a choice that needs
-            causal=True or rope_order="after" without it.
+        ValueError: sizes that do not divide, unknown names, a signed map with normalize=True, a choice that
+            needs causal=True or rope_order="after" without it.
 
     Source: RoFormer eq. 19 (arXiv 2104.09864); of the options: ``linrope.gates``.
 
@@ -108,18 +107,18 @@ class LinearRoPEAttention(nn.Module):
         check_name("rope_order", rope_order, ORDERS)
         self.rope_order = rope_order
         new: dict[str, Any] = {"device": device, "dtype": dtype}
-        feature_map = _make_map(feature_map, d, num_heads, g)
+        feature_map = make_map(feature_map, d, num_heads, g)
         if normalize and not feature_map.positive:
             raise ValueError(f"feature_map={feature_map}: its features are signed; expected normalize=False")
         self.feature_map = feature_map.to(device=device)
         dim = d if rope_order == "before" else feature_map.feature_dim
-        self.rotary, self.angle_steps = _make_rotation(rotary, dim, embed_dim, g, new)
+        self.rotary, self.angle_steps = make_rotation(rotary, dim, embed_dim, g, new)
         self._decay, self.decay_logit = None, None
         if decay is not None:
             start, learned = make_decay(decay, g)
             self._decay = Constant(start)
             self.decay_logit = nn.Parameter(torch.empty(g, **new)) if learned else None
-        self.forget_gate = _make_forget_gate(forget_gate, embed_dim, g, new)
+        self.forget_gate = make_forget_gate(forget_gate, embed_dim, g, new)
         channels = (num_heads + g) * d + g * e
         self.short_conv = None if short_conv is None else ShortConvolution(channels, short_conv, **new)
         self._check_order(self.rope_order)
@@ -293,8 +292,8 @@ class LinearRoPEAttention(nn.Module):
             if getattr(self, name) is not None:
                 argument = "rotary='selective'" if name == "angle_steps" else name
                 raise ValueError(
-                    f"context: got one beside {argument}, where token t of the keys and of the queries have to be "
-                    "one; expected None"
+                    f"context: got one beside {argument}, where token t of the keys and of the queries have "
+                    "to be the same; expected None"
                 )
 
     def _check_state(self, state: LinearAttentionState | None) -> None:
@@ -343,63 +342,3 @@ def _keep_inputs(
     else:
         into.conv.index_copy_(0, into.slots, inputs.to(into.conv.dtype))
     return last
-
-
-def _make_map(
-    choice: str | Mapping[str, Any] | FeatureMap, head_dim: int, num_heads: int, num_kv_heads: int
-) -> FeatureMap:
-    if isinstance(choice, FeatureMap):
-        return choice
-    options = {"name": choice} if isinstance(choice, str) else dict(choice)
-    if "name" not in options:
-        raise ValueError(f"feature_map={options}: expected the key 'name'")
-    if {options["name"], options.get("inner")} & feature_maps.PER_HEAD:
-        options = {"num_heads": num_heads, "num_kv_heads": num_kv_heads} | options
-    return feature_maps.make(options.pop("name"), head_dim, **options)
-
-
-def _make_rotation(
-    choice: str | Mapping[str, Any] | Rotary | nn.Module | None, dim: int, embed_dim: int, heads: int,
-    new: dict[str, Any],
-) -> tuple[Rotary | None, nn.Module | None]:  # fmt: skip
-    """The rotation by positions, and what gives angle_steps from x."""
-    if isinstance(choice, nn.Module):
-        return getattr(choice, "rotary", None), choice
-    if choice == "selective":
-        choice = {"name": "selective"}
-    if not isinstance(choice, Mapping) or "name" not in choice:
-        return _make_rotary(choice, dim), None
-    check_name("rotary", choice["name"], ("selective",))
-    own = {key: choice[key] for key in ("rank", "bound") if key in choice}
-    rest = {key: x for key, x in choice.items() if key not in ("name", "rank", "bound", "per_head")}
-    rotary = _make_rotary(rest, dim)
-    assert rotary is not None
-    return rotary, SelectiveSteps(
-        embed_dim, rotary, heads if choice.get("per_head", True) else 1, **own, **new
-    )
-
-
-def _make_rotary(choice: str | Mapping[str, Any] | Rotary | None, dim: int) -> Rotary | None:
-    if choice is None or isinstance(choice, Rotary):
-        return choice
-    if isinstance(choice, str):
-        check_name("rotary", choice, ROTATIONS, also="a dict, a Rotary, a module or None")
-        return Rotary(dim, layout=choice)
-    if "axes" in choice:
-        return Rotary.axial(dim, **choice)
-    if {"rope_theta", "rope_type"} & set(choice):
-        own = {key: choice[key] for key in ("layout", "max_position_embeddings", "seq_len") if key in choice}
-        config = {key: value for key, value in choice.items() if key not in own}
-        return Rotary.from_config(config, head_dim=dim, **own)
-    return Rotary(dim, **choice)
-
-
-def _make_forget_gate(
-    choice: bool | Mapping[str, Any], embed_dim: int, heads: int, new: dict[str, Any]
-) -> ForgetGate | None:
-    if choice is False or choice is None:
-        return None
-    options = {} if choice is True else choice
-    if not isinstance(options, Mapping) or set(options) - {"longest"}:
-        raise ValueError(f"forget_gate={choice!r}: expected True, False, or a dict with 'longest'")
-    return ForgetGate(embed_dim, heads, **options, **new)

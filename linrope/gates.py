@@ -1,8 +1,6 @@
 """How fast a layer's keys fade and its features turn: fixed, learned, or made from its input."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +9,6 @@ from torch.nn import functional as F
 from linrope.names import check_name
 from linrope.rotary import Rotary
 
-DECAYS = ("spread", "learned", "retnet")
 BOUNDS = ("multiply", "add")
 LONGEST = 4096.0  # half-life of the slowest head of a spread, in tokens
 
@@ -19,8 +16,8 @@ LONGEST = 4096.0  # half-life of the slowest head of a spread, in tokens
 class Constant:
     """float64 numbers with a copy on each device that asks for them.
 
-    They come from a layer's arguments and are no buffer: casting, averaging or emptying a model does not touch
-    them, and a state dict does not have them.
+    They come from a layer's arguments and are no buffer: casting, averaging or emptying a model does not
+    touch them, and a state dict does not have them.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -62,49 +59,12 @@ def spread(heads: int, longest: float = LONGEST) -> Tensor:
     return 2.0 ** -(longest**-share)
 
 
-def make_decay(choice: str | Mapping[str, Any] | Sequence[float] | Tensor, heads: int) -> tuple[Tensor, bool]:
-    """(heads,) float64, and whether it only starts there and is learned.
-
-    choice: "spread", "learned" (which starts as the spread), "retnet": 1 - 2^(-5 - i) for head i (arXiv
-    2307.08621); {"name": "spread" or "learned", "longest": tokens}; or the numbers.
-    """
-    also = f"{heads} numbers, or None"
-    if isinstance(choice, str):
-        choice = {"name": choice}
-    if isinstance(choice, Mapping):
-        name, options = _named(
-            "decay", choice, DECAYS, () if choice.get("name") == "retnet" else ("longest",), also
-        )
-        if name == "retnet":
-            return 1 - 2.0 ** -(5 + torch.arange(heads, dtype=torch.float64, device="cpu")), False
-        return spread(heads, **options), name == "learned"
-    decay = torch.as_tensor(choice, dtype=torch.float64, device="cpu").detach().clone()
-    check_decays("decay", decay, heads)
-    return decay, False
-
-
-def check_decays(name: str, decay: Tensor, heads: int) -> None:
-    if decay.shape != (heads,) or not bool(((decay > 0) & (decay <= 1)).all()):
-        raise ValueError(f"{name}: got {decay.tolist()}, expected {heads} numbers in (0, 1]")
-
-
-def _named(
-    argument: str, choice: Mapping[str, Any], names: Sequence[str], options: Sequence[str], also: str
-) -> tuple[str, dict[str, Any]]:
-    """The name, and the options beside it."""
-    name, given = choice.get("name"), {key: value for key, value in choice.items() if key != "name"}
-    check_name(argument, name, names, also=also)
-    if unknown := sorted(set(given) - set(options)):
-        raise ValueError(f"{argument}: got {unknown} beside name={name!r}, expected {list(options)} at most")
-    return str(name), given
-
-
 class ForgetGate(nn.Module):
     """How much of all before it each head keeps as a token comes, made from that token.
 
         log_decay = log sigmoid(W x + b)
 
-    x (b, n, embed_dim) -> (b, n, num_heads) <= 0, in float32 or wider whatever x and the weights are: close to
+    x (b, n, embed_dim) -> (b, n, num_heads) <= 0, in float32 or wider whatever x and the weights are: near
     1 half precision knows few decays. b starts at a ``spread`` of half-lives over the heads, W small.
 
     Args:
@@ -148,10 +108,10 @@ class SelectiveSteps(nn.Module):
 
         angle_steps = theta tanh(y)  ("multiply")   or   pi tanh(y)  ("add"),      y = B A x of low rank
 
-    Beside a Rotary with that theta, consecutive tokens are then theta (1 + tanh y) or theta + pi tanh(y) apart.
-    "multiply" suits recall; "add", which can turn any pair by any angle, suits tracking a state. B starts at
-    zero, so that all starts as the fixed rotation. x (b, n, embed_dim) -> (b, n, heads, pairs) in float32 or wider:
-    rounded to half precision, steps add up to an angle that is off by 0.4 rad after some thousand tokens.
+    Beside a Rotary with that theta, consecutive tokens are then theta (1 + tanh y) or theta + pi tanh(y)
+    apart. "multiply" suits recall; "add", which can turn any pair by any angle, suits tracking a state. B
+    starts at zero, so that all starts as the fixed rotation. x (b, n, embed_dim) -> (b, n, heads, pairs) in
+    float32 or wider: in half precision, steps add up to angles 0.4 rad off after some thousand tokens.
 
     Args:
         embed_dim: of x.

@@ -72,7 +72,7 @@ class ShortConvolution(nn.Module):
         return y.view(x.shape), line[places.ends]
 
     def _sums(self, line: Tensor) -> Tensor:
-        """(.., width + n, c) -> (.., n, c). As shifts: a depthwise conv1d is slow on a CPU, backward above all."""
+        """(.., taps - 1 + n, c) -> (.., n, c); as shifts, since a CPU's depthwise conv1d is slow."""
         n, weight = line.shape[1] - self.taps + 1, self.weight[:, 0]
         y: Tensor = line[:, self.taps - 1 :] * weight[:, -1]
         for tap in range(self.taps - 1):
@@ -97,11 +97,9 @@ class _Places(NamedTuple):
         """Made without asking the device for a number."""
         (b, n, _), device = x.shape, x.device
         tokens = torch.arange(b * n, device=device)
-        if cu_seqlens is None:
-            bounds, owner = torch.arange(b + 1, device=device) * n, tokens // max(n, 1)
-        else:
-            bounds = rising_bounds(cu_seqlens, n)
-            owner = owners(bounds, n)
+        packed = rising_bounds(cu_seqlens, n)
+        bounds = torch.arange(b + 1, device=device) * n if packed is None else packed
+        owner = tokens // max(n, 1) if packed is None else owners(packed, n)
         s = len(bounds) - 1
         length = b * n + s * width
         visible = tokens + 1 if key_mask is None else key_mask.flatten().cumsum(0)
