@@ -159,8 +159,8 @@ def check_log_decay(log_decay: Tensor | None, k: Tensor, causal: bool) -> None:
         )
     if not causal:
         raise ValueError("log_decay: got causal=False, expected causal=True: it fades what came before")
-    if readable(log_decay) and log_decay.numel() and (largest := float(log_decay.detach().max())) > 0:
-        raise ValueError(f"log_decay: got up to {largest:.3g}, expected numbers <= 0")
+    if readable(log_decay) and log_decay.numel() and float(log_decay.detach().max()) > 0:
+        raise ValueError(f"log_decay: got up to {float(log_decay.detach().max()):.3g}, expected numbers <= 0")
 
 
 def check_angle_steps(angle_steps: Tensor | None, k: Tensor, n: int, f: int, rotary: Rotary | None) -> None:

@@ -11,7 +11,7 @@ from linrope import arguments
 from linrope.choices import check_decays, make_decay, make_forget_gate, make_map, make_rotation
 from linrope.feature_maps import FeatureMap
 from linrope.functional import ORDERS, linear_rope_attention
-from linrope.gates import Constant
+from linrope.selective import Constant
 from linrope.names import check_name
 from linrope.rotary import Rotary
 from linrope.short_convolution import ShortConvolution
@@ -40,7 +40,7 @@ class LinearRoPEAttention(nn.Module):
         rotary: "interleaved", "half", a Rotary of the map's feature_dim, None, or a dict: arguments of
             Rotary, of Rotary.axial if it has "axes", or Hugging Face's rope_parameters if it has a key
             "rope_theta" or "rope_type" (then with layout "half" unless it says otherwise). "selective": x
-            speeds the rotation up or slows it down, as ``linrope.gates.SelectiveSteps`` says, with options:
+            speeds the rotation up or slows it down, as ``linrope.selective.SelectiveSteps`` says, with options:
             {"name": "selective", "rank": 16, "bound": "multiply" or "add", "per_head": True} and what a dict
             may have. Or a module that gives angle_steps (b, n, g or 1, pairs) from x, beside the rotation
             of its attribute ``rotary`` if it has one.
@@ -51,7 +51,7 @@ class LinearRoPEAttention(nn.Module):
             starts there; {"name": "spread" or "learned", "longest": tokens}; or "retnet": 1 - 2^(-5 - i) for
             head i (arXiv 2307.08621), which forgets more slowly.
         forget_gate: how keys fade is made from x: True or {"longest": 4096}, where the half-lives start
-            spread in the same way (``linrope.gates.ForgetGate``). Causal self-attention only.
+            spread in the same way (``linrope.selective.ForgetGate``). Causal self-attention only.
         short_conv: taps, usually 4, of a causal convolution on queries, keys and values before the map
             (``linrope.short_convolution``), which recall needs. Causal self-attention only.
         qk_norm: RMS norm of each head's query and key before the map, with learned weights.
@@ -67,7 +67,7 @@ class LinearRoPEAttention(nn.Module):
         ValueError: sizes that do not divide, unknown names, a signed map with normalize=True, a choice that
             needs causal=True or rope_order="after" without it.
 
-    Source: RoFormer eq. 19 (arXiv 2104.09864); of the options: ``linrope.gates``.
+    Source: RoFormer eq. 19 (arXiv 2104.09864); of the options: ``linrope.selective``.
 
     >>> layer = LinearRoPEAttention(256, 4, forget_gate=True, short_conv=4)
     >>> x = torch.randn(2, 100, 256)

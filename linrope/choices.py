@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from linrope import feature_maps
 from linrope.feature_maps import FeatureMap
-from linrope.gates import ForgetGate, SelectiveSteps, spread
+from linrope.selective import ForgetGate, SelectiveSteps, spread
 from linrope.names import check_name
 from linrope.rotary import LAYOUTS, Rotary
 

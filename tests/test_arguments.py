@@ -38,11 +38,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "decay for other heads": (lambda: attend(decay=torch.ones(3)), ValueError, "decay: got shape (3,), ex"),
     "decay of rank 2": (lambda: attend(decay=torch.ones(1, G)), ValueError, "decay: got shape (1, 2), exp"),
     "decay elsewhere": (lambda: attend(decay=torch.ones(G, device="meta")), ValueError, "got device meta"),
-    "decay to learn": (
-        lambda: attend(decay=torch.ones(G).requires_grad_()),
-        ValueError,
-        "decay: got a tensor that requires gradients, expected a fixed one",
-    ),
     "decay without time": (
         lambda: attend(causal=False, **FADING),
         ValueError,

@@ -20,7 +20,7 @@ LEVELS = [
     {"models"},
     {"attention", "position_encodings"},
     {"choices", "functional"},
-    {"arguments", "backends", "gates", "short_convolution"},
+    {"arguments", "backends", "selective", "short_convolution"},
     {"feature_maps", "rotary", "state"},
     {"angles", "files", "frequencies"},
     {"names"},

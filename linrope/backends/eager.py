@@ -337,7 +337,8 @@ def backward(
     for heads in head_groups(call):
         part = Part(call, sums, heads)
         found = _gradients(part, sums, g_out, g_kv, g_z)
-        part.query_cut.put(found.phi * part.slope(part.q_in, part.phi), rows[0], part.query_heads)
+        if call.q is not None:
+            part.query_cut.put(found.phi * part.slope(part.q_in, part.phi), rows[0], part.query_heads)
         psi = (found.psi * part.slope(part.k_in, part.psi)).masked_fill(part.hidden, 0)
         part.key_cut.put(psi, rows[1], heads)
         part.key_cut.put(found.v.masked_fill(part.hidden, 0), rows[2], heads)

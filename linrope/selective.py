@@ -48,7 +48,7 @@ def spread(heads: int, longest: float = LONGEST) -> Tensor:
     Raises:
         ValueError: longest under 1 or not finite.
 
-    >>> from linrope.gates import spread
+    >>> from linrope.selective import spread
     >>> spread(3, longest=16.0)  # half-lives 1, 4 and 16
     tensor([0.5000, 0.8409, 0.9576], dtype=torch.float64)
     """
@@ -74,7 +74,7 @@ class ForgetGate(nn.Module):
 
     Source: the gate per head of Mamba-2 (arXiv 2405.21060) and GLA (arXiv 2312.06635), with another start.
 
-    >>> from linrope.gates import ForgetGate
+    >>> from linrope.selective import ForgetGate
     >>> ForgetGate(16, 2, longest=100)(torch.zeros(1, 1, 16)).exp()  # half-lives 1 and 100
     tensor([[[0.5000, 0.9931]]], grad_fn=<ExpBackward0>)
     """
@@ -126,7 +126,7 @@ class SelectiveSteps(nn.Module):
 
     Source: Selective RoPE, arXiv 2511.17388, and Mamba-3, arXiv 2603.15569, bounded and started as RoPE.
 
-    >>> from linrope.gates import SelectiveSteps
+    >>> from linrope.selective import SelectiveSteps
     >>> SelectiveSteps(16, Rotary(8), num_heads=2)(torch.randn(1, 5, 16)).shape
     torch.Size([1, 5, 2, 4])
     """
