@@ -5,7 +5,10 @@ A backend is a module with ``attend(call, state) -> (out, sums)`` and ``supports
 """
 
 from importlib import import_module
+from types import ModuleType
 from typing import Any
+
+import torch
 
 from linrope.backends.call import Call
 from linrope.names import check_name
@@ -27,11 +30,24 @@ def choose(name: str, call: Call, state: LinearAttentionState | None) -> Any:
         order = ("native", "eager") if call.k.device.type == "cpu" else ("triton", "eager")
     reason: str | None = None
     for candidate in order:
-        try:
-            module = import_module(f"linrope.backends.{candidate}")  # Triton and the native library may be absent
-            reason = module.supports(call, state)
-        except ImportError as error:
-            reason = str(error)
+        reason = _why_absent(candidate)
         if reason is None:
-            return module
+            module = _LOADED[candidate]
+            reason = module.supports(call, state)
+            if reason is None:
+                return module
     raise RuntimeError(f"backend={name!r} cannot run: {reason}")
+
+
+_LOADED: dict[str, ModuleType] = {}
+
+
+@torch.compiler.assume_constant_result  # a compiler cannot trace an import
+def _why_absent(name: str) -> str | None:
+    """Loads a backend; Triton and the native library need not be there."""
+    if name not in _LOADED:
+        try:
+            _LOADED[name] = import_module(f"linrope.backends.{name}")
+        except ImportError as error:
+            return str(error)
+    return None

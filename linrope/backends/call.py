@@ -6,6 +6,7 @@ torch.compile and autograd each call of it is then one opaque operator, whatever
 """
 
 from collections.abc import Sequence
+from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple, get_type_hints
 
@@ -112,7 +113,10 @@ _ARGUMENTS = ", ".join(["str backend", *_CALL, "Tensor? kv", "Tensor? z", "Tenso
 _DIFFERENTIABLE = ("q", "k", "v", "log_decay", "angle_steps")
 _FIELDS = len(Call._fields)
 
-CHUNKED: dict[str, ModuleType] = {}  # backends by name: those that were imported
+
+def _named(backend: str) -> ModuleType:
+    """The chunked backend of that name, which a saved program may be the first to use."""
+    return import_module(f"linrope.backends.{backend}")
 
 
 class Gradients(NamedTuple):
@@ -136,7 +140,6 @@ def attend(
     inputs = (*call[:5], kv, z)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     name = backend.__name__.rpartition(".")[2]
-    CHUNKED[name] = backend
     out, kv, z, *_ = _attend(name, *call, kv, z, angle, save)
     return out, Sums(kv, z, call.last_angle(angle)) if call.want_state else None
 
@@ -144,7 +147,7 @@ def attend(
 def _read(arguments: Sequence[Any]) -> tuple[ModuleType, Call, Sums | None]:
     """The backend, the call and the sums that the operator's arguments hold."""
     name, fields, (kv, z, angle) = arguments[0], arguments[1 : 1 + _FIELDS], arguments[1 + _FIELDS : 4 + _FIELDS]
-    return CHUNKED[name], Call(*fields), None if kv is None else Sums(kv, z, angle)
+    return _named(name), Call(*fields), None if kv is None else Sums(kv, z, angle)
 
 
 def _absent(like: Tensor) -> Tensor:
@@ -214,7 +217,7 @@ def _(*arguments: Any) -> list[Tensor]:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *arguments, _save = inputs
     out, kv, z, saved = output
-    backend = CHUNKED[arguments[0]]
+    backend = _named(arguments[0])
     results = [out, kv, z, *saved] if backend.READS_RESULTS else list(saved)
     ctx.tensors = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
     ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
