@@ -166,7 +166,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "decay of the layer, by another name": (
         lambda: LinearRoPEAttention(8, 2, decay="retnot"),
         ValueError,
-        "decay='retnot': expected 'retnet', 2 numbers, or None",
+        "decay='retnot': expected one of spread, learned, retnet, 2 numbers, or None; did you mean 'retnet'?",
     ),
     "too few numbers": (
         lambda: LinearRoPEAttention(8, 2, decay=[0.5]),

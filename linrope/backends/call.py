@@ -130,10 +130,20 @@ def attend(
     """out and, if wanted, the last sums, by the ``forward`` and ``backward`` of the chunked backend of that name."""
     state = None if state is None else state.rows()
     kv, z, angle = (None, None, None) if state is None else (state.kv, state.z, state.angle)
-    inputs = (*call[:5], kv, z)
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    save = torch.is_grad_enabled() and needs_gradients(call, state)
     out, kv, z, *_ = _attend(backend, *call, kv, z, angle, save)
     return out, Sums(kv, z, call.last_angle(angle)) if call.want_state else None
+
+
+def needs_gradients(call: Call, state: LinearAttentionState | None) -> bool:
+    inputs = call[:5] if state is None else (*call[:5], state.kv, state.z)
+    return any(x is not None and x.requires_grad for x in inputs)
+
+
+def summed_to(x: Tensor, like: Tensor) -> Tensor:
+    """x in the shape and dtype of like, summed where like has one entry for many."""
+    ones = [i for i, (have, want) in enumerate(zip(x.shape, like.shape)) if want == 1 and have != 1]
+    return (x.sum(ones, keepdim=True) if ones else x).to(like.dtype)
 
 
 def _read(arguments: Sequence[Any]) -> tuple[ModuleType, Call, Sums | None]:
