@@ -33,9 +33,10 @@ LONGEST_FADE = 60.0  # of xPos: how far e^x may go for the inverse within a chun
 
 def supports(call: Call, state: LinearAttentionState | None) -> str | None:
     if call.fade is not None and call.distances is not None and readable(call.distances):
-        gap = int(call.distances[:, 1:].max()) if call.distances.shape[1] > 1 else 0
-        if gap * -float(call.fade.min()) > LONGEST_FADE / 2:
-            return f"positions with gaps of {gap} and this xpos: use backend='reference'"
+        cut = Cut.of(call.k, call.bounds)
+        most = int(cut.take(call.distances).masked_fill(~cut.valid, 0)[:, 1:].sum(1).max())
+        if most * -float(call.fade.min()) > LONGEST_FADE:
+            return f"{most} positions in one chunk with this xpos: use backend='reference'"
     return None
 
 
