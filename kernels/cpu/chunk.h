@@ -124,6 +124,7 @@ struct Angles {
   uint64_t* theta;  // (axes, half)
   const float* offsets;
   int64_t position_stride;
+  bool one;
   uint64_t* sum;  // of the angle steps up to the token at hand, and what the state brings
   float *cos, *sin;
 
@@ -133,7 +134,7 @@ struct Angles {
       : c(c), s(s), steps(c, span),
         offsets(c.offsets ? c.offsets + (c.theta_head ? span.head * kChunk * 2 * s.half : 0) : nullptr) {
     positions = p.data ? p.data + batch_row(c, span) * p.batch : nullptr;
-    position_stride = p.token;
+    position_stride = p.token, one = p.one;
     sum = arena.take<uint64_t>(s.half), theta = arena.take<uint64_t>(s.axes * s.half);
     for (int i = 0; i < s.axes * s.half; i++) {
       const int axis = i / s.half, pair = i % s.half;
@@ -144,7 +145,7 @@ struct Angles {
     const int64_t* start = c.angle ? c.angle + state_row(c, span) * c.angle_row + span.head * c.angle_head : nullptr;
     for (int i = 0; i < s.pairs; i++) sum[i] = (start ? start[i] : 0) + (angle_in ? (uint64_t)angle_in[i] : 0);
   }
-  int64_t position(int64_t token) const { return position_stride ? positions[token * position_stride] : positions[0] + token; }
+  int64_t position(int64_t token) const { return one ? positions[0] + token : positions[token * position_stride]; }
 
   void direct(int64_t token, float* to_cos, float* to_sin) {
     for (int i = 0; i < s.half; i += W) {
