@@ -1,4 +1,4 @@
-"""Builds the native CPU library, liblinrope_native.so: the kernels once per instruction set, and a thin binding.
+"""Builds liblinrope_native.so: the CPU kernels once per instruction set, and a thin binding.
 
 python kernels/cpu/build.py [OUT_DIR]   (default: linrope/lib)
 """
@@ -15,14 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent
-LIBRARY = "liblinrope_native.so"  # not the name of a Python module, or Python would take it for one
+LIBRARY = "liblinrope_native.so"  # not a Python module's name, or Python would take it for one
 OUT_DIR = SOURCE.parents[1] / "linrope" / "lib"
 
 FLAGS = [
-    "-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
-    "-Wall", "-Wno-psabi",
+    "-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno",
+    "-fno-trapping-math", "-Wall", "-Wno-psabi",
 ]  # fmt: skip
-ISAS = {
+ISAS: dict[str, dict[str, list[str]]] = {
     "x86_64": {
         "baseline": [],
         "v3": ["-march=x86-64-v3"],
