@@ -4,20 +4,18 @@ A backend is a module with ``attend(call, state) -> (out, sums)`` and ``supports
 ``linrope.backends.call``.
 """
 
-from importlib import import_module
 from types import ModuleType
-from typing import Any
 
-import torch
-
+from linrope.backends import eager, native, reference
 from linrope.backends.call import Call
 from linrope.names import check_name
 from linrope.state import LinearAttentionState
 
-NAMES = ("auto", "reference", "eager", "native", "triton")
+MODULES = {"reference": reference, "eager": eager, "native": native}
+NAMES = ("auto", *MODULES, "triton")
 
 
-def choose(name: str, call: Call, state: LinearAttentionState | None) -> Any:
+def choose(name: str, call: Call, state: LinearAttentionState | None) -> ModuleType:
     """The backend of that name; "auto" takes native on a CPU and triton on a GPU where they can, else eager.
 
     Raises:
@@ -28,26 +26,20 @@ def choose(name: str, call: Call, state: LinearAttentionState | None) -> Any:
     order: tuple[str, ...] = (name,)
     if name == "auto":
         order = ("native", "eager") if call.k.device.type == "cpu" else ("triton", "eager")
-    reason: str | None = None
     for candidate in order:
-        reason = _why_absent(candidate)
+        module = load(candidate)
+        reason = module if isinstance(module, str) else module.supports(call, state)
         if reason is None:
-            module = _LOADED[candidate]
-            reason = module.supports(call, state)
-            if reason is None:
-                return module
+            return module
     raise RuntimeError(f"backend={name!r} cannot run: {reason}")
 
 
-_LOADED: dict[str, ModuleType] = {}
-
-
-@torch.compiler.assume_constant_result  # a compiler cannot trace an import
-def _why_absent(name: str) -> str | None:
-    """Loads a backend; Triton and the native library need not be there."""
-    if name not in _LOADED:
-        try:
-            _LOADED[name] = import_module(f"linrope.backends.{name}")
-        except ImportError as error:
-            return str(error)
-    return None
+def load(name: str) -> ModuleType | str:
+    """The backend's module, or why it is not to be had."""
+    if name != "triton":
+        return MODULES[name]
+    try:
+        from linrope.backends import triton  # only where it may be used: Triton may be absent
+    except ImportError as error:
+        return str(error)
+    return triton
