@@ -137,7 +137,7 @@ def train(
         )  # fmt: skip
         if decay is None:
             decay = "spread" if attention == "linear" and not forget_gate else "none"
-        half_lives = {"longest": float(sequence_length)}
+        half_lives: dict[str, Any] = {"longest": sequence_length}
         torch.manual_seed(seed)
         model = LanguageModel(
             LanguageModelConfig(

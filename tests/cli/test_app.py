@@ -37,7 +37,10 @@ def test_train_resume_generate(text: Path, tmp_path: Path, capfd: pytest.Capture
     assert "bits per byte after 4 steps" in capfd.readouterr().out
     assert run(["train", str(text), "--out", out, "--resume"]) == 0
     capfd.readouterr()
-    assert json.loads((checkpoints(Path(out))[-1] / "config.json").read_text())["decay"] == "retnet"
+    assert json.loads((checkpoints(Path(out))[-1] / "config.json").read_text())["decay"] == {
+        "name": "spread",
+        "longest": 32,
+    }
     generated = []
     for _ in range(2):
         assert (
@@ -163,6 +166,12 @@ def test_eval_of_two_runs(text: Path, tmp_path: Path, capfd: pytest.CaptureFixtu
         (["train", "{text}", "--pieces", "2", "--attention", "softmax"], "pieces=2"),
         (["train", "{text}", "--tokenizer", "{tmp}/none"], "{tmp}/none"),
         (["train", "{text}", "--decay", "fast"], "decay='fast'"),
+        (["train", "{text}", "--short-conv", "1"], "short_conv=1"),
+        (
+            ["train", "{text}", "--attention", "softmax", "--forget-gate"],
+            "expected False with attention='softmax'",
+        ),
+        (["train", "{text}", "--attention", "softmax", "--rotary", "selective"], "rotary='selective'"),
         (["eval", "--checkpoint", "{tmp}"], "expected a folder with checkpoints"),
         (["eval", "--checkpoint", "{tmp}", "--sequences", "0"], "--sequences=0"),
         (["generate", "--checkpoint", "{tmp}"], "expected a folder with checkpoints"),

@@ -117,7 +117,10 @@ def test_learned_positions_end(attention: str) -> None:
             "attention='softmix': expected one of linear, softmax; did you mean 'softmax'",
         ),
         ({"positions": "learnt"}, "positions='learnt': expected one of rope, .*did you mean 'learned'"),
-        ({"rotary": "both", "positions": "none"}, "rotary='both': expected one of interleaved, half, None"),
+        (
+            {"rotary": "both", "positions": "none"},
+            "rotary='both': expected one of interleaved, half, selective, a dict or None",
+        ),
         ({"positions": "shaw"}, "positions='shaw': a term of the n x m scores, .*attention='softmax'"),
         ({"positions": "learned", "max_length": 0}, "max_length=0"),
         ({"attention": "softmax", "decay": "retnet"}, "decay='retnet': expected None"),

@@ -209,11 +209,24 @@ def test_the_loss_is_that_of_each_part_of_a_document_alone(
     ids=str,
 )
 def test_the_same_rows_cut_otherwise_give_the_same_gradients(change: dict[str, Any], corpus: Corpus) -> None:
+    _compare_gradients(replace(TINY, decay="retnet"), change, corpus)
+
+
+@pytest.mark.parametrize("feature_map", ["elu+1", "exp"])
+def test_gates_convolution_and_log_scale_pass_from_piece_to_piece(
+    feature_map: str, corpus: Corpus
+) -> None:
+    more = {"forget_gate": {"longest": 64}, "short_conv": 4, "qk_norm": True}
+    model = replace(TINY, feature_map=feature_map, **more)
+    _compare_gradients(model, {"pieces": 7, "through": True}, corpus)
+
+
+def _compare_gradients(model: LanguageModelConfig, change: dict[str, Any], corpus: Corpus) -> None:
     gradients = []
     for options in ({}, change):
         torch.manual_seed(0)
         config = replace(SHORT, **({"batch_size": 4, "sequence_length": 300} | options), clip=1e9)
-        trainer = Trainer(LanguageModel(replace(TINY, decay="retnet")), corpus, config)
+        trainer = Trainer(LanguageModel(model), corpus, config)
         trainer.train_step()
         gradients.append([p.grad for p in trainer.model.parameters()])
     for whole, cut in zip(*gradients, strict=True):

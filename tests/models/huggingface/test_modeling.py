@@ -34,8 +34,8 @@ AUTO = {
 }
 
 
-def rms(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+def rms(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
 def rotated(x: Tensor) -> Tensor:
@@ -63,8 +63,8 @@ def by_hand(weights: dict[str, Tensor], ids: Tensor, full: tuple[int, ...]) -> T
         else:
             q, k = F.elu(q) + 1, F.elu(k) + 1
             num = torch.einsum("bnhf,bmhf,nm,bmhe->bnhe", rotated(q), rotated(k), mask, v)
-            den = torch.einsum("bnhf,bmhf,nm->bnh", q, k, mask)
-            out = rms(num / den[..., None], w["self_attn.out_norm.weight"]).flatten(2)
+            den = torch.einsum("bnhf,bmhf,nm->bnh", q, k, mask)  # which the norm cancels, all but its eps
+            out = rms(num / den[..., None], w["self_attn.out_norm.weight"], eps=0).flatten(2)
             out = out * F.silu(y @ w["self_attn.g_proj.weight"].T)
         x = x + out @ w["self_attn.o_proj.weight"].T
         y = rms(x, w["post_attention_layernorm.weight"])
@@ -85,7 +85,8 @@ def test_logits_and_loss_are_those_of_the_formula(full: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize(
     ("kind_of_model", "kind"),
-    [(m, k) for m in AUTO for k in KINDS if (m, k) != (LinRopeForMaskedLM, "decay")],  # decay is causal
+    # Decay and gates are causal.
+    [(m, k) for m in AUTO for k in KINDS if m is not LinRopeForMaskedLM or k not in ("decay", "gated")],
 )
 def test_saved_and_loaded_models_give_the_same_bits(kind_of_model: Any, kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -105,9 +106,7 @@ def test_tied_embeddings_and_missing_weights(tmp_path: Path) -> None:
     state = {name: tensor for name, tensor in model.state_dict().items() if name.endswith("_proj.weight")}
     loaded = LinRopeForCausalLM.from_pretrained(None, config=config(**options), state_dict=state)
     layer, own = (m.model.layers[1].self_attn for m in (loaded, model))
-    assert torch.equal(
-        layer.decay_bits.cpu(), own.decay_bits.cpu()
-    )  # not in the file: made as in a new model
+    assert torch.equal(layer.decay.cpu(), own.decay.cpu())
     assert torch.equal(layer.feature_map.phi["weight"], torch.eye(8, device="cpu").expand(4, 8, 8))
     assert torch.equal(layer.q_proj.weight.cpu().double(), own.q_proj.weight.cpu())
 
@@ -221,7 +220,7 @@ def test_bad_arguments_are_refused() -> None:
         both(ids, past_key_values=LinRopeCache(both.config))
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "decay"])
+@pytest.mark.parametrize("kind", ["hybrid", "decay", "gated"])
 def test_gradient_checkpointing_changes_no_gradient(kind: str) -> None:
     model, ids, gradients = causal_lm(**KINDS[kind]).train(), tokens(2, 9), []
     for reentrant in (None, False, True):

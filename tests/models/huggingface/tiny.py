@@ -13,6 +13,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "linear": {},
     "hybrid": HYBRID,
     "decay": {"decay": "retnet", "feature_map": "hedgehog", "rope_order": "before", "attention_bias": True},
+    "gated": {
+        "forget_gate": {"longest": 64},
+        "selective_rope": True,
+        "short_conv": 4,
+        "qk_norm": True,
+        "decay": "learned",
+    },
     "plain": {"feature_map": "identity", "normalize": False, "gate": False, "num_key_value_heads": 4},
 }
 

@@ -1,0 +1,452 @@
+"""LinearRoPEAttention with decays, gates, selective rotation and a short convolution keeps its guarantees."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from linrope import LinearAttentionState, LinearRoPEAttention, linear_rope_attention
+
+GATED = {
+    "spread": {"decay": {"name": "spread", "longest": 50}},
+    "learned decay": {"decay": "learned"},
+    "forget gate": {"forget_gate": True},
+    "selective": {"rotary": "selective"},
+    "selective, added": {
+        "rotary": {"name": "selective", "bound": "add", "rank": 3, "per_head": False, "layout": "half"}
+    },
+    "convolution": {"short_conv": 4},
+    "norms": {"qk_norm": True, "out_norm": True},
+    "exponential": {"forget_gate": True, "short_conv": 2, "feature_map": "exp", "out_norm": True},
+    "signed": {"forget_gate": True, "feature_map": "silu", "normalize": False, "rotary": None},
+    "all": {
+        "decay": "learned", "forget_gate": {"longest": 64}, "rotary": "selective", "short_conv": 4,
+        "qk_norm": True, "out_norm": True, "gate": True, "bias": True, "num_kv_heads": 2, "value_head_dim": 6,
+        "feature_map": "hedgehog",
+    },
+}  # fmt: skip
+every_option = pytest.mark.parametrize("options", GATED.values(), ids=GATED)
+
+
+def numbers(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def make(dtype: torch.dtype = torch.float64, **options) -> LinearRoPEAttention:
+    torch.manual_seed(0)
+    layer = LinearRoPEAttention(16, 4, **options, dtype=dtype)
+    with torch.no_grad():
+        for parameter in layer.parameters():  # or what starts at zero could be left out unnoticed
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return layer
+
+
+def assert_same_state(a: LinearAttentionState, b: LinearAttentionState, rows: slice = slice(None)) -> None:
+    """a is b's rows; sums in another order differ by rounding, what is copied does not."""
+    assert a.identity == b.identity
+    assert torch.equal(a.position, b.position[rows])
+    for name in ("kv", "z", "log_scale", "conv"):
+        x, y = getattr(a, name), getattr(b, name)
+        assert (x is None) == (y is None), name
+        if x is not None:
+            assert_close(x, y[rows])
+    assert (a.angle is None) == (b.angle is None)
+    if a.angle is not None:
+        assert int((a.angle - b.angle[rows]).abs().max()) < 2**20  # of 2^64 in a turn
+
+
+@every_option
+def test_the_layer_is_its_parts_around_the_operation(options) -> None:
+    layer, x = make(**options), numbers(2, 9, 16)
+    h, g, d, e = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_head_dim
+    q, k, v = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
+    if layer.short_conv is not None:
+        weight = layer.short_conv.weight
+        line = F.pad(torch.cat((q, k, v), -1).mT, (weight.shape[-1] - 1, 0))
+        q, k, v = F.conv1d(line, weight, groups=len(weight)).mT.split((h * d, g * d, g * e), -1)
+    q, k, v = q.unflatten(-1, (h, d)), k.unflatten(-1, (g, d)), v.unflatten(-1, (g, e))
+    if layer.q_norm is not None:
+        q, k = layer.q_norm(q), layer.k_norm(k)
+    log_decay = torch.zeros(2, 9, g, dtype=torch.float64)
+    if layer.decay is not None:
+        log_decay = log_decay + layer.decay.log()
+    if layer.forget_gate is not None:
+        log_decay = log_decay + (x @ layer.forget_gate.weight.T + layer.forget_gate.bias).sigmoid().log()
+    steps = None
+    if layer.angle_steps is not None:
+        steps = layer.angle_steps(x)
+    out = linear_rope_attention(
+        q, k, v, feature_map=layer.feature_map, rotary=layer.rotary, normalize=layer.normalize,
+        log_decay=log_decay, angle_steps=steps, backend="reference",
+    )  # fmt: skip
+    if layer.out_norm is not None:
+        out = F.normalize(out, dim=-1) * e**0.5 * layer.out_norm.weight
+    out = out.flatten(-2)
+    if layer.g_proj is not None:
+        out = out * F.silu(layer.g_proj(x))
+    # The norm's eps beside squares from 1e-3 on.
+    tolerance = {"rtol": 1e-3, "atol": 1e-3} if layer.out_norm is not None else {}
+    assert_close(layer(x), layer.o_proj(out), **tolerance)
+
+
+@every_option
+@pytest.mark.parametrize("cuts", [range(10), (0, 4, 9), (0, 1, 1, 3, 9)], ids=str)
+def test_a_sequence_cut_anywhere_is_one_call(options, cuts) -> None:
+    layer, x = make(**options), numbers(2, 9, 16)
+    expected, last = layer(x, return_state=True)
+    pieces, state = [], None
+    for a, b in pairwise(cuts):
+        y, state = layer(x[:, a:b], state=state, return_state=True)
+        pieces.append(y)
+    assert_close(torch.cat(pieces, 1), expected)
+    assert_same_state(state, last)
+
+
+@every_option
+def test_the_state_is_made_only_if_asked_for_and_changes_nothing(options) -> None:
+    layer, x = make(**options), numbers(2, 9, 16)
+    y, _ = layer(x, return_state=True)
+    assert torch.equal(layer(x), y)
+
+
+PADDING = {
+    "left": [0, 0, 0, 1, 1, 1, 1, 1, 1],
+    "right": [1, 1, 1, 1, 1, 1, 0, 0, 0],
+    "inside": [1, 0, 0, 1, 0, 1, 1, 0, 1],
+}
+
+
+@every_option
+@pytest.mark.parametrize("side", PADDING)
+def test_padding_changes_neither_outputs_nor_states(options, side: str) -> None:
+    layer, x = make(**options), numbers(2, 9, 16)
+    mask = torch.tensor([PADDING[side], [1] * 9]).bool()
+    how = {"key_mask": mask, "positions": (mask.long().cumsum(1) - 1).clamp(min=0)}
+    x[~mask] = 99.0
+    y, state = layer(x, **how, return_state=True)
+    head, middle = layer(x[:, :5], **{name: t[:, :5] for name, t in how.items()}, return_state=True)
+    tail, end = layer(
+        x[:, 5:], **{name: t[:, 5:] for name, t in how.items()}, state=middle, return_state=True
+    )
+    for row in range(2):
+        alone, last = layer(x[row : row + 1, mask[row]], return_state=True)
+        for got, after in ((y, state), (torch.cat((head, tail), 1), end)):
+            assert_close(got[row : row + 1, mask[row]], alone)
+            assert_same_state(last, after, slice(row, row + 1))
+
+
+@every_option
+def test_packed_sequences_are_those_alone_and_go_on_apart(options) -> None:
+    layer, x, cuts = make(**options), numbers(1, 12, 16), [0, 3, 3, 8, 12]
+    packed, states = layer(x, cu_seqlens=torch.tensor(cuts), return_state=True)
+    more = numbers(1, 4, 16, seed=2)
+    after = layer(more, cu_seqlens=torch.arange(5), state=states)
+    for i, (a, b) in enumerate(pairwise(cuts)):
+        alone = layer(torch.cat((x[:, a:b], more[:, i : i + 1]), 1))
+        assert_close(packed[:, a:b], alone[:, :-1])
+        assert_close(after[:, i : i + 1], alone[:, -1:])
+
+
+@every_option
+@torch.no_grad()
+def test_beams_saved_states_and_copies_go_on_alike(options, tmp_path) -> None:
+    layer, x = make(**options), numbers(3, 6, 16)
+    y, state = layer(x, return_state=True)
+    beams, token = torch.tensor([2, 0, 0, 1]), numbers(4, 1, 16, seed=2)
+    expected = layer(torch.cat((x[beams], token), 1))[:, -1:]
+    reordered = state.reorder(beams)
+    reordered.save(tmp_path / "state")
+    for other in (reordered, LinearAttentionState.load(tmp_path / "state"), copy.deepcopy(reordered)):
+        assert_close(layer(token, state=other), expected)
+    assert torch.equal(copy.deepcopy(layer)(x), y)
+
+
+@every_option
+@torch.no_grad()
+def test_a_donated_state_is_written_in_place(options) -> None:
+    layer, x = make(**options), numbers(2, 8, 16)
+    _, state = layer(x[:, :5], return_state=True)
+    memory = {name: getattr(state, name) for name in ("kv", "z", "conv", "angle")}
+    expected, last = layer(x, return_state=True)
+    for i in range(5, 8):
+        y, state = layer(x[:, i : i + 1], state=state.donate(), return_state=True)
+        assert_close(y, expected[:, i : i + 1])
+        assert all(getattr(state, name) is tensor for name, tensor in memory.items())
+    assert_same_state(state, last)
+
+
+@every_option
+@pytest.mark.parametrize("return_state", [False, True])
+@torch.no_grad()
+def test_rows_of_a_pool_are_read_and_written_in_place(options, return_state: bool) -> None:
+    layer, x = make(**options), numbers(1, 11, 16)
+    _, pool = layer(numbers(6, 0, 16), return_state=True)
+    slots, how = torch.tensor([4, 1]), {"return_state": return_state}
+    layer(x[:, :9], cu_seqlens=torch.tensor([0, 6, 9]), state=pool.at(slots), **how)
+    layer(x[:, 9:].transpose(0, 1), state=pool.at(slots), **how)
+    for slot, tokens in ((4, [0, 1, 2, 3, 4, 5, 9]), (1, [6, 7, 8, 10])):
+        _, alone = layer(x[:, tokens], return_state=True)
+        assert_same_state(alone, pool, slice(slot, slot + 1))
+    others = pool.reorder(torch.tensor([0, 2, 3, 5]))
+    assert not others.kv.any()
+    assert others.conv is None or not others.conv.any()
+
+
+def test_a_pool_is_refused_in_a_call_with_gradients() -> None:
+    layer = make(short_conv=4)
+    _, pool = layer(numbers(3, 0, 16), return_state=True)
+    with pytest.raises(RuntimeError, match=r"state: got rows of a pool in a call with gradients"):
+        layer(numbers(1, 1, 16), state=pool.detach().at(torch.tensor([1])))
+
+
+@every_option
+def test_gradients_reach_every_parameter_also_when_recomputed(options) -> None:
+    layer, found = make(**options), []
+    for run in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
+        layer.zero_grad()
+        x = numbers(2, 7, 16).requires_grad_()
+        (run(x) * numbers(2, 7, 16, seed=3)).sum().backward()
+        found.append([x.grad, *(parameter.grad for parameter in layer.parameters())])
+    for name, a, b in zip(["x", *dict(layer.named_parameters())], *found, strict=True):
+        assert bool(a.isfinite().all()), name
+        assert bool(a.any()), name
+        assert torch.equal(a, b), name
+
+
+@every_option
+def test_gradients_are_those_of_finite_differences(options) -> None:
+    layer, x = make(**options), numbers(1, 4, 16)
+    names = [name for name, _ in layer.named_parameters() if not name.endswith("_proj.weight")]
+    parameters = [layer.get_parameter(name).detach().clone().requires_grad_() for name in names]
+
+    def run(*values: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, dict(zip(names, values)), x).sum((0, 1))
+
+    if parameters:
+        # fast: along random directions, of which a projection has hundreds.
+        assert torch.autograd.gradcheck(run, tuple(parameters), fast_mode=True, atol=1e-6)
+
+
+@every_option
+@pytest.mark.parametrize("masked", [False, True])
+def test_compiled_in_one_graph_the_layer_computes_the_same(options, masked: bool) -> None:
+    torch._dynamo.reset()  # the code of all layers is one to it, and its variants are counted
+    layer = make(**options)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (5, 9):
+        x, mask = numbers(2, n, 16), numbers(2, n) > -1 if masked else None
+        y, state = layer(x, key_mask=mask, return_state=True)
+        got, other = compiled(x, key_mask=mask, return_state=True)
+        assert_close(got, y)
+        assert_close(other.kv, state.kv)
+
+
+@every_option
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_and_autocast_stay_near_with_wide_states(options, dtype: torch.dtype) -> None:
+    layer, x = make(torch.float32, **options), numbers(2, 7, 16).float()
+    expected = copy.deepcopy(layer).double()(x.double())
+    with torch.autocast("cpu", dtype):
+        inside, state = layer(x, return_state=True)
+    assert state.kv.dtype == torch.float32
+    half, after = copy.deepcopy(layer).to(dtype)(x.to(dtype), return_state=True)
+    assert half.dtype == dtype
+    assert after.kv.dtype == torch.float32
+    for y in (inside, half):
+        # Rounded projections, convolution, norms and gates in a chain: some units in the largest output's last
+        # place for each; a gate or an angle summed in half precision would be off by far more on longer rows.
+        assert float((y - expected).detach().abs().max()) < 24 * torch.finfo(dtype).eps * float(
+            expected.detach().abs().max()
+        )
+
+
+def test_long_rows_in_bfloat16_have_the_angles_and_decays_of_float32() -> None:
+    layer, x = (
+        make(torch.float32, rotary="selective", forget_gate=True).bfloat16(),
+        numbers(1, 4000, 16).bfloat16(),
+    )
+    _, state = layer(x, return_state=True)
+    steps = layer.angle_steps(x)
+    assert steps.dtype == layer.forget_gate(x).dtype == torch.float32
+    exact = steps.double().sum(1) / (2 * torch.pi)
+    turned = state.angle.double() / 2.0**64
+    assert float(((turned - exact + 0.5) % 1 - 0.5).abs().max()) < 1e-9  # turns
+
+
+def test_selective_rotation_starts_as_the_fixed_one_bit_for_bit() -> None:
+    x = numbers(2, 9, 16)
+    torch.manual_seed(0)
+    fixed = LinearRoPEAttention(16, 4, dtype=torch.float64)
+    for bound in ("multiply", "add"):
+        selective = LinearRoPEAttention(
+            16, 4, rotary={"name": "selective", "bound": bound}, dtype=torch.float64
+        )
+        selective.load_state_dict(fixed.state_dict(), strict=False)
+        assert torch.equal(selective(x), fixed(x))
+        assert torch.equal(
+            selective(x, positions=torch.arange(9) * 3), fixed(x, positions=torch.arange(9) * 3)
+        )
+
+
+def test_a_module_may_give_the_steps() -> None:
+    class Steps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, :, None, :2].tanh()
+
+    layer, x = make(rotary=Steps()), numbers(2, 9, 16)
+    q, k, v = (p(x).unflatten(-1, (4, 4)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    out = linear_rope_attention(q, k, v, angle_steps=x[:, :, None, :2].tanh())
+    assert_close(layer(x), layer.o_proj(out.flatten(-2)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"forget_gate": True, "causal": False}, "forget_gate: got causal=False, expected causal=True"),
+        ({"short_conv": 4, "causal": False}, "short_conv: got causal=False, expected causal=True"),
+        ({"rotary": "selective", "rope_order": "before"}, "rope_order='before': got selective steps"),
+        ({"rotary": {"name": "selective", "axes": 2}}, "rotary: got .*expected one without axes"),
+        ({"rotary": {"name": "selected"}}, "rotary='selected': expected one of selective"),
+        ({"rotary": "selectiv"}, "rotary='selectiv': expected one of .*did you mean 'selective'"),
+        ({"forget_gate": {"shortest": 1}}, "forget_gate={'shortest': 1}: expected True, False, or a dict"),
+        ({"forget_gate": 3}, "forget_gate=3: expected True, False, or a dict"),
+        ({"short_conv": 1}, "short_conv=1: expected the number of taps"),
+        ({"decay": {"name": "spread", "shortest": 1}}, r"decay: got \['shortest'\] beside name='spread'"),
+        ({"decay": {"longest": 1}}, "decay=None: expected one of spread, learned, retnet, 4 numbers"),
+        ({"decay": {"name": "retnet", "longest": 9}}, r"decay: got \['longest'\] beside name='retnet'"),
+        ({"decay": {"name": "learned", "longest": 0}}, "longest=0: expected a finite number of tokens"),
+    ],
+)
+def test_choices_that_do_not_fit_are_refused(options, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LinearRoPEAttention(16, 4, **options)
+
+
+@pytest.mark.parametrize("options", [{"forget_gate": True}, {"rotary": "selective"}, {"short_conv": 4}])
+def test_a_context_is_refused_by_what_steps_through_one_sequence(options) -> None:
+    with pytest.raises(ValueError, match=r"context: got one beside .*expected None"):
+        make(**options)(numbers(1, 5, 16), numbers(1, 5, 16))
+
+
+def test_states_without_the_convolution_s_inputs_are_refused_and_so_are_others() -> None:
+    x = numbers(2, 5, 16)
+    _, plain = make()(x, return_state=True)
+    _, four = make(short_conv=4)(x, return_state=True)
+    with pytest.raises(ValueError, match=r"state: got conv .*None, expected \(3, 48\)"):
+        make(short_conv=4)(x, state=plain)
+    with pytest.raises(ValueError, match=r"state: got conv .*\(3, 48\), expected \(1, 48\)"):
+        make(short_conv=2)(x, state=four)
+    with pytest.raises(ValueError, match=r"state: got conv .*\(3, 48\), expected None"):
+        make()(x, state=four)
+    with pytest.raises(ValueError, match=r"state: got 2 sequences, expected 1"):
+        make(short_conv=4)(x[:1], state=four)
+    with pytest.raises(TypeError, match="state: got tuple"):
+        make(short_conv=4)(x, state=(1, 2))
+
+
+# ---- Decays: exact, whatever happens to the model.
+
+
+def test_a_fixed_decay_survives_casting_averaging_and_the_meta_device() -> None:
+    numbers_given = [0.1, 0.2, 0.3, 1 - 2.0**-40]
+    layer = LinearRoPEAttention(16, 4, decay=numbers_given)
+    assert not [name for name in layer.state_dict() if "decay" in name]
+    averaged = AveragedModel(layer, use_buffers=True)
+    for _ in range(3):
+        averaged.update_parameters(layer)
+    halves = {name: tensor.half() for name, tensor in layer.state_dict().items()}
+    cast = LinearRoPEAttention(16, 4, decay=numbers_given, dtype=torch.bfloat16)
+    cast.load_state_dict(halves)
+    empty = LinearRoPEAttention(16, 4, decay=numbers_given, device="meta").to_empty(device="cpu")
+    for other in (layer.half(), averaged.module, cast, empty, copy.deepcopy(layer)):
+        assert other.decay.tolist() == numbers_given
+        assert other.decay.dtype == torch.float64
+
+
+def test_state_dicts_with_the_bits_of_a_decay_load_as_before() -> None:
+    layer, decay = LinearRoPEAttention(16, 4, decay="retnet"), torch.tensor([0.5, 0.25, 0.75, 1.0]).double()
+    old = {"decay_bits": decay.view(torch.int64), **layer.state_dict()}
+    layer.load_state_dict(old)
+    assert torch.equal(layer.decay, decay)
+    inside = nn.Sequential(LinearRoPEAttention(16, 4, decay="retnet"))
+    inside.load_state_dict({f"0.{name}": tensor for name, tensor in old.items()})
+    assert torch.equal(inside[0].decay, decay)
+    garbage = old | {"decay_bits": decay.view(torch.int64).float().long()}  # averaged as numbers
+    with pytest.raises(RuntimeError, match=r"decay_bits: got .*expected 4 numbers in \(0, 1\]"):
+        layer.load_state_dict(garbage)
+    with pytest.raises(RuntimeError, match="Unexpected key.*decay_bits"):
+        LinearRoPEAttention(16, 4).load_state_dict(old)
+
+
+def test_a_learned_decay_starts_spread_and_stays_below_1() -> None:
+    layer, x = LinearRoPEAttention(16, 4, decay="learned"), torch.randn(2, 30, 16)
+    spread = LinearRoPEAttention(16, 4, decay="spread").decay
+    assert_close(layer.decay, spread, rtol=1e-6, atol=0)  # a float32 logit
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e4)
+    for _ in range(3):
+        optimizer.zero_grad()
+        layer(x).square().sum().backward()
+        assert bool(layer.decay_logit.grad.isfinite().all())
+        nn.utils.clip_grad_value_(layer.parameters(), 1e-4)
+        optimizer.step()
+    assert not torch.allclose(layer.decay, spread, rtol=1e-3)
+    assert bool(((layer.decay > 0) & (layer.decay < 1)).all())
+
+
+@pytest.mark.parametrize("options", [GATED["all"], {"feature_map": "favor+", "decay": "learned"}])
+def test_reset_parameters_makes_a_new_layer_of_an_empty_one(options) -> None:
+    layer = LinearRoPEAttention(16, 4, **options, device="meta").to_empty(device="cpu")
+    for parameter in layer.parameters():
+        nn.init.constant_(parameter, torch.nan)
+    layer.reset_parameters()
+    fresh = LinearRoPEAttention(16, 4, **options)
+    for name in ("decay_logit", "forget_gate.bias", "angle_steps.up", "short_conv.weight", "q_norm.weight"):
+        if name in dict(fresh.named_parameters()):
+            assert torch.equal(layer.get_parameter(name), fresh.get_parameter(name))
+    assert bool(layer(torch.randn(1, 5, 16)).isfinite().all())
+
+
+# ---- The norm in the normalizer's place.
+
+
+@pytest.mark.parametrize("feature_map", ["elu+1", "hedgehog", "relu", "softmax"])
+def test_a_norm_gives_what_it_gave_behind_the_normalizer_up_to_its_eps(feature_map: str) -> None:
+    layer, x = make(feature_map=feature_map, out_norm=True, decay="spread"), numbers(2, 50, 16)
+    q, k, v = (p(x).unflatten(-1, (4, 4)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    how = {"feature_map": layer.feature_map, "rotary": layer.rotary, "decay": layer.decay}
+    out = linear_rope_attention(q, k, v, **how)
+    expected = layer.o_proj(F.rms_norm(out, (4,), layer.out_norm.weight, eps=1e-6).flatten(-2))
+    # eps was added to squares of averages of values, most of which are above 1e-2.
+    error = (layer(x) - expected).norm() / expected.norm()
+    assert float(error) < 1e-3
+
+
+def test_the_norm_takes_the_normalizer_s_place_where_the_numerator_stays_in_range(monkeypatch) -> None:
+    seen = []
+
+    def spy(*args, normalize: bool, **how):
+        seen.append(normalize)
+        return linear_rope_attention(*args, normalize=normalize, **how)
+
+    monkeypatch.setattr("linrope.attention.linear_rope_attention", spy)
+    x = numbers(1, 5, 16)
+    for options in ({}, {"out_norm": True}, {"out_norm": True, "feature_map": "exp"}):
+        make(**options)(x)
+    make(torch.float16, out_norm=True)(x.half())
+    assert seen == [True, False, True, True]
+
+
+def test_repr_says_what_the_layer_is_in_a_line() -> None:
+    line = repr(LinearRoPEAttention(16, 4, **GATED["all"])).split("\n")[1].strip()
+    assert line == (
+        "heads=4, kv_heads=2, head_dim=4, value_head_dim=6, feature_map=Hedgehog, rotary=selective interleaved, "
+        "decay=learned [0.5, 0.9998], forget_gate, short_conv, qk_norm, out_norm, gate"
+    )
+    assert "decay=[0.9688, 0.9844, 0.9922, 0.9961]" in repr(LinearRoPEAttention(16, 4, decay="retnet"))
+    assert "decay" in repr(LinearRoPEAttention(16, 4, decay="learned", device="meta"))
