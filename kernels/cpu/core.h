@@ -99,22 +99,27 @@ struct Fade {
     kind = log_decay > -0.5 ? kNear : kFar;
     factor = kind == kNear ? (float)std::expm1(log_decay) : (float)exact;
   }
+  // (s + own) e^D, near 1 with one rounding of the large s
+  vf operator()(vf s, vf own) const {
+    return kind == kNothing ? s + own : kind == kNear ? s + (s * factor + (own + own * factor)) : (s + own) * factor;
+  }
   vf operator()(vf s) const { return kind == kNothing ? s : kind == kNear ? s + s * factor : s * factor; }
 };
 
-// S = fade(S + B^T V); `fresh`: S was zero
+// S = fade(S + B^T V); `fresh`: S was zero. The chunk is summed by itself: key by key, every addition would round a
+// large S, and alike where keys are alike.
 void update(int rows, int K, int N, const float* B_t, const float* V, float* S, bool fresh, const Fade& fade) {
   for (int e0 = 0; e0 < N; e0 += NW)
     row_blocks(K, MR, [&]<int M>(int f0) {
       vf acc[M][NV] = {};
       float* s = S + e0 * K + f0 * NW;
-      if (!fresh)
-        for (int r = 0; r < M; r++)
-          for (int v = 0; v < NV; v++) acc[r][v] = *(vf*)(s + r * NW + v * W);
       for (int j0 = 0; j0 < rows; j0 += NW)
         multiply<M>(acc, rows - j0 < NW ? rows - j0 : NW, B_t + j0 * K + f0 * NW, NW, V + e0 * kChunk + j0 * NW);
       for (int r = 0; r < M; r++)
-        for (int v = 0; v < NV; v++) *(vf*)(s + r * NW + v * W) = fade(acc[r][v]);
+        for (int v = 0; v < NV; v++) {
+          vf* old = (vf*)(s + r * NW + v * W);
+          *old = fresh ? fade(acc[r][v]) : fade(*old, acc[r][v]);
+        }
     });
 }
 
