@@ -82,10 +82,12 @@ def stabilize(
     if rows is not None and rows.log_scale is not None:
         first = rows.log_scale
     largest = running_maximum(scale, None if log_decay is None else log_decay.detach().double(), first, bounds)
-    last = at_last(largest, first, bounds).expand(sequences, g)
+    last = at_last(largest, first, bounds).expand(sequences, g).clone()  # alone: it goes into the state
     if causal:
         fading = previous(largest, first, bounds) - largest
-        log_decay = (fading if log_decay is None else log_decay + fading).clamp(NOTHING_KEPT, 0)
+        log_decay = fading if log_decay is None else log_decay + fading
+        exact = log_decay.detach()  # rounding may leave a little more than 0, where clamp would have no gradient
+        log_decay = log_decay - (exact - exact.clamp(NOTHING_KEPT, 0))
     else:
         largest = spread(last, k.shape[1], bounds)
         if rows is not None:

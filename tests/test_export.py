@@ -24,9 +24,13 @@ def make_model(**sizes) -> LanguageModel:
     torch.manual_seed(0)
     model = LanguageModel(LanguageModelConfig(embed_dim=32, num_heads=2, num_kv_heads=1, **sizes)).eval()
     for weight in model.parameters():
-        if weight.ndim == 2:
+        if weight.ndim >= 2:
             nn.init.normal_(weight, std=0.2)
     return model
+
+
+GATED = {"forget_gate": {"longest": 64}, "rotary": "selective", "short_conv": 4, "qk_norm": True}
+every_kind = pytest.mark.parametrize("options", [{}, GATED], ids=["plain", "gated"])
 
 
 def tokens_of(b: int, n: int) -> Tensor:
@@ -41,10 +45,11 @@ def assert_near(got: list[Tensor], expected: list[Tensor]) -> None:
         assert (a - b).abs().max() <= 2e-6 * b.abs().max()
 
 
+@every_kind
 @torch.no_grad()
-def test_an_exported_prefill_and_twenty_steps_are_the_module_s(tmp_path: Path) -> None:
+def test_an_exported_prefill_and_twenty_steps_are_the_module_s(options, tmp_path: Path) -> None:
     """Saved, loaded, and with a batch and a length that differ from those of the export."""
-    model = make_model(num_layers=2)
+    model = make_model(num_layers=2, **options)
     module = TensorStates(model)
     tensors = module.empty(2)
     shapes = [{0: ANY} for _ in tensors]
@@ -68,7 +73,7 @@ def test_an_exported_prefill_and_twenty_steps_are_the_module_s(tmp_path: Path) -
         logits, tensors = step(tokens[:, i : i + 1], tensors)
         expected, states = model(tokens[:, i : i + 1], states)
         assert_near([logits, *tensors], [expected, *torch.utils._pytree.tree_leaves(states)])
-    assert tensors[-1].tolist() == [150] * 3
+    assert tensors[module.names.index("position_1")].tolist() == [150] * 3
 
 
 @torch.no_grad()
@@ -89,6 +94,7 @@ def test_a_saved_program_runs_in_a_process_that_imports_linrope(tmp_path: Path) 
 def test_sequences_begin_with_no_tokens() -> None:
     module = TensorStates(make_model(num_layers=1))
     assert module.names == ["kv_0", "z_0", "position_0"]
+    assert TensorStates(make_model(num_layers=1, **GATED)).names[3:] == ["angle_0", "conv_0"]
     assert all(tensor.shape[0] == 3 and not tensor.any() for tensor in module.empty(3))
 
 
@@ -105,12 +111,13 @@ def run_onnx(session, *inputs: Tensor) -> list[Tensor]:
 
 # The exporter itself copies an object of a class that PyTorch calls deprecated.
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.:FutureWarning")
+@every_kind
 @torch.no_grad()
-def test_onnxruntime_computes_prefill_in_chunks_and_twenty_steps(tmp_path: Path) -> None:
+def test_onnxruntime_computes_prefill_in_chunks_and_twenty_steps(options, tmp_path: Path) -> None:
     """One file with any batch and any length, one token included; positions go up to 2^31."""
     pytest.importorskip("onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime")
-    model = make_model(num_layers=1)
+    model = make_model(num_layers=1, **options)
     model.blocks[0].attention.backend = "reference"
     module = TensorStates(model).eval()
     tensors = module.empty(2)
@@ -124,7 +131,8 @@ def test_onnxruntime_computes_prefill_in_chunks_and_twenty_steps(tmp_path: Path)
     assert [entry.name for entry in session.get_inputs()] == ["tokens", *module.names]
 
     for position in (0, 2**31 - 90):
-        begin = [*module.empty(3)[:2], torch.full((3,), position)]
+        begin = module.empty(3)
+        begin[module.names.index("position_0")] = torch.full((3,), position)
         tokens = tokens_of(3, 90)
         whole, last = module(tokens, begin)
         logits, tensors = [], begin
