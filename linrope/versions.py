@@ -17,7 +17,7 @@ def versions() -> dict[str, Any]:
     """All that ``show_versions`` prints, in types that JSON has.
 
     Returns:
-        linrope, torch, triton (None: not installed), python, platform: strings. ``backends``: by name None, or
+        linrope, torch, triton (None: not installed), python, platform: strings. ``backends``: by name None or
         why it cannot run here. ``instruction_sets`` of the native backend and the one ``instruction_set`` in
         use; [] and None without it. ``threads`` that PyTorch takes for an operation; ``gpus``: names and
         compute capabilities.
