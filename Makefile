@@ -28,7 +28,8 @@ native: .venv/ready
 	$(BIN)/python kernels/cpu/build.py --if-changed
 
 # Reads and writes out of bounds, and undefined behaviour, in a copy of the tree with a library of its own. Python
-# itself is not built for this: so both run times (GCC's) are loaded before it, and leaks are not looked for.
+# itself is not built for this: so both run times (GCC's) are loaded before it, and leaks are not looked for. What
+# they report goes to file descriptor 2, which pytest must leave open.
 SANITIZED := build/sanitized
 test-sanitizers: .venv/ready
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
@@ -37,7 +38,7 @@ test-sanitizers: .venv/ready
 	cd $(SANITIZED) && test -f linrope/lib/liblinrope_native.so && \
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so):$$(c++ -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	$(CURDIR)/$(BIN)/python -m pytest -q tests/kernels/cpu
+	$(CURDIR)/$(BIN)/python -m pytest -q --capture=sys tests/kernels/cpu
 
 # These two need a GPU, with PyTorch and Triton for it; they run the tree as it lies, uninstalled.
 test-gpu:

@@ -28,7 +28,7 @@ class NativeLibrary(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         script = load_build_script(Path(self.root))
         try:
-            library = script.build()
+            library = script.current() or script.build()
         except RuntimeError as error:  # slower, and complete: nothing in it needs the library
             self.app.display_warning(f"linrope: a pure wheel, without the native CPU backend. {error}")
             return

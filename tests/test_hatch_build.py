@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[1]
 
 BUILDS = """
 from pathlib import Path
+def current():
+    return None
 def build():
     library = Path(__file__).parents[2] / "linrope" / "lib" / "liblinrope_native.so"
     library.parent.mkdir(exist_ok=True)
@@ -20,8 +22,17 @@ def build():
     return library
 """
 CANNOT = """
+def current():
+    return None
 def build():
     raise RuntimeError("native CPU library: no C++ compiler 'c++'")
+"""
+
+
+CURRENT = """
+from pathlib import Path
+def current():
+    return Path(__file__).parents[2] / "linrope" / "lib" / "liblinrope_native.so"
 """
 
 
@@ -74,6 +85,12 @@ def test_a_wheel_without_the_library_is_pure_and_says_why(project: Path) -> None
         "linrope/__init__.py", "linrope/backends/__init__.py", "linrope_kernels/__init__.py",
     ]  # fmt: skip
     assert "a pure wheel, without the native CPU backend. native CPU library: no C++ compiler 'c++'" in said
+
+
+def test_a_library_of_the_same_sources_is_not_built_again(project: Path) -> None:
+    hatch(project, BUILDS, "build_editable")
+    wheel, _ = hatch(project, CURRENT, "build_wheel")
+    assert "linrope/lib/liblinrope_native.so" in names(wheel)
 
 
 def test_an_editable_install_builds_into_the_tree(project: Path) -> None:
