@@ -23,7 +23,8 @@ def versions() -> dict[str, Any]:
         compute capabilities.
 
     Example:
-        >>> versions()["backends"]["eager"] is None
+        >>> reasons = versions()["backends"]
+        >>> reasons["eager"] is None
         True
     """
     from linrope import __version__  # linrope is complete only when this runs
