@@ -211,18 +211,19 @@ class LinearAttentionState:
 _LEAVES = ("kv", "z", "position", "angle", "log_scale", "conv")
 
 
-def _flatten(state: LinearAttentionState) -> tuple[list[Tensor | None], str]:
-    return [getattr(state, name) for name in _LEAVES], state.identity
+def _flatten(state: LinearAttentionState) -> tuple[list[Tensor], str]:
+    tensors = state._tensors()
+    return list(tensors.values()), f"{' '.join(tensors)}; {state.identity}"
 
 
 def _flatten_with_keys(state: LinearAttentionState) -> tuple[list[Any], str]:
-    leaves, identity = _flatten(state)
-    return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(_LEAVES, leaves, strict=True)], identity
+    leaves, context = _flatten(state)
+    return [(pytree.GetAttrKey(name), x) for name, x in zip(state._tensors(), leaves, strict=True)], context
 
 
-def _unflatten(leaves: Any, identity: Any) -> LinearAttentionState:
-    kv, z, position, *others = leaves
-    return LinearAttentionState(kv, z, position, identity, *others)
+def _unflatten(leaves: Any, context: Any) -> LinearAttentionState:
+    names, _, identity = context.partition("; ")
+    return LinearAttentionState(identity=identity, **dict(zip(names.split(), leaves, strict=True)))
 
 
 pytree.register_pytree_node(

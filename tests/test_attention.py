@@ -8,7 +8,6 @@ from torch import nn
 from torch.testing import assert_close
 
 from linrope import LinearRoPEAttention, Rotary, feature_maps, linear_rope_attention
-from linrope.backends.eager_blocks import release_scratch
 
 OPTIONS = {
     "plain": {},
@@ -67,13 +66,13 @@ def by_hand(layer: LinearRoPEAttention, x: torch.Tensor, context: torch.Tensor, 
         feature_map=layer.feature_map,
         rotary=layer.rotary,
         causal=layer.causal,
-        normalize=layer.normalize,
+        normalize=layer.normalize and layer.out_norm is None,  # which the norm cancels
         decay=layer.decay,
         rope_order=layer.rope_order,
         **how,
     )
     if layer.out_norm is not None:
-        rms = (out.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        rms = (out.square().mean(-1, keepdim=True) + layer.out_norm.eps).sqrt()
         out = out / rms * layer.get_parameter("out_norm.weight")
     out = out.reshape(b, n, -1)
     if layer.g_proj is not None:
@@ -262,7 +261,6 @@ def test_an_ambient_device_changes_nothing_for_tensors_elsewhere(name: str) -> N
     for causal in (True, False):
         layer.causal = causal
         expected, state = layer(x, return_state=True)
-        release_scratch()
         with torch.device("meta"):
             y, after = layer(x, return_state=True)
             assert layer.rotary.__class__(8).theta.device.type == "cpu"
@@ -288,9 +286,6 @@ def test_casting_the_layer_leaves_its_decay_exact() -> None:
     layer = LinearRoPEAttention(16, 4, decay=[0.1, 0.2, 0.3, 1 - 2.0**-40])
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         assert layer.to(dtype).decay.tolist() == [0.1, 0.2, 0.3, 1 - 2.0**-40]
-    other = LinearRoPEAttention(16, 4, decay="retnet")
-    other.load_state_dict(layer.state_dict())
-    assert torch.equal(other.decay, layer.decay)
 
 
 def test_packed_sequences_and_grids_go_through_the_layer() -> None:

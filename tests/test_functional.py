@@ -11,12 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from linrope import LinearAttentionState, Rotary, linear_rope_attention
-from linrope.backends import eager_bidirectional
-from linrope.backends.eager_blocks import BLOCK, CHUNK, SUM_CHUNK, Angles, row_groups
-from linrope.backends.eager_causal import Call
+from linrope.backends import eager
+from linrope.backends.eager import CHUNK
 from tests.oracle import (
     BACKENDS,
     POSITIVE,
@@ -43,6 +41,13 @@ def random_mask(b: int, m: int) -> Tensor:
     return mask
 
 
+def plain_sums(state: LinearAttentionState) -> tuple[Tensor, Tensor]:
+    """kv and z of the keys themselves, not of e^-m times them: m is a constant to the gradient."""
+    scale = torch.zeros(()) if state.log_scale is None else state.log_scale
+    scale = scale.exp().expand(state.kv.shape[:2])
+    return state.kv * scale[..., None, None], state.z * scale[..., None]
+
+
 def compare(q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None = None, **how: Any) -> None:
     """eager against reference: output, last state, all gradients."""
     actual = everything(q, k, v, state, backend="eager", **how)
@@ -64,10 +69,7 @@ def test_eager_is_reference_with_every_map(name: str, causal: bool) -> None:
 
 
 @both_directions
-@pytest.mark.parametrize(
-    "n", [1, SUM_CHUNK - 1, SUM_CHUNK, SUM_CHUNK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 200,
-          BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 88],
-)  # fmt: skip
+@pytest.mark.parametrize("n", [1, 2, 31, 33, CHUNK - 1, CHUNK, CHUNK + 1, 200, 8 * CHUNK - 1, 8 * CHUNK, 600])
 def test_eager_is_reference_at_every_length(n: int, causal: bool) -> None:
     q, k, v = randoms(1, n, 2, 4, g=1, e=3)
     how: dict[str, Any] = {"rotary": Rotary(4)}
@@ -106,8 +108,10 @@ def test_eager_is_reference_with_every_option(
     ("b", "n", "h", "g"),
     [(3, 70, 4, 1), (3, 70, 6, 3), (3, 130, 24, 24), (3, 130, 24, 8), (1, 400, 24, 24), (2, 300, 36, 12)],
 )
-def test_eager_is_reference_when_heads_are_worked_on_in_groups(b: int, n: int, h: int, g: int) -> None:
-    assert (len(list(row_groups(b, g, h // g, n, 8))) > 1) == (h > 6)
+def test_eager_is_reference_when_heads_are_worked_on_in_groups(
+    b: int, n: int, h: int, g: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eager, "AT_ONCE", b * n * 4 * 2)  # two heads' numbers
     q, k, v = randoms(b, n, h, 4, g=g, e=2)
     how = {"rotary": Rotary(4, theta=torch.rand(g, 2))}
     positions = torch.arange(n) + 10 * torch.arange(b)[:, None]
@@ -143,7 +147,8 @@ def test_causal_attention_takes_key_positions_of_their_own() -> None:
 def test_eager_is_reference_where_eps_bounds_the_normalizer(causal: bool) -> None:
     q, k, v = randoms(2, CHUNK + 6, 2, 4)
     den = linear_rope_attention(q, k, torch.ones_like(v), normalize=False, causal=causal)
-    compare(q, k, v, rotary=Rotary(4), causal=causal, eps=float(den.median()))
+    eps = float(den.median()) * (1 + 1e-9)  # not a normalizer itself, which backends round differently
+    compare(q, k, v, rotary=Rotary(4), causal=causal, eps=eps)
 
 
 @both_backends
@@ -161,7 +166,7 @@ def test_gradients_are_those_of_finite_differences(name: str, causal: bool, back
             q, k, v, state=replace(state, kv=kv, z=z), return_state=True, key_mask=mask, causal=causal,
             backend=backend, **how,
         )  # fmt: skip
-        return out, last.kv, last.z
+        return out, *plain_sums(last)
 
     leaves = [x.detach().requires_grad_() for x in (q, k, v, state.kv, state.z)]
     assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
@@ -580,24 +585,3 @@ def test_eager_refuses_a_second_derivative(causal: bool) -> None:
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError):
         torch.autograd.grad(dq.square().sum(), q)
-
-
-# The order of products
-
-
-@pytest.mark.parametrize(("n", "quadratic"), [(8, True), (1024, False)])
-def test_bidirectional_attention_takes_the_cheaper_order_of_products(n: int, quadratic: bool) -> None:
-    f = e = 64
-    q, k, v = randoms(1, n, 2, f, dtype=torch.float32)
-    angles = Angles(None, "", torch.zeros(1, 1, dtype=torch.int64), n, n, torch.float32)
-    call = Call(q, k, v, None, angles, angles, None, None, "elu+1", False, 1e-6, torch.float32)
-    kv, z = torch.zeros(1, 2, f, e), torch.zeros(1, 2, f, dtype=torch.float64)
-    with FlopCounterMode(display=False) as forward:
-        _, den, _, z_end = eager_bidirectional.forward(call, kv, z, False)
-    scores_first, state_first = 2 * 2 * n * n * (f + e), 2 * 2 * (n + n) * f * e
-    assert forward.get_total_flops() == (scores_first if quadratic else state_first)
-    with FlopCounterMode(display=False) as backward:
-        eager_bidirectional.backward(
-            call, v, den, kv, z_end, torch.zeros_like(kv), torch.zeros_like(z), False
-        )
-    assert backward.get_total_flops() == 3 * (scores_first if quadratic else state_first)

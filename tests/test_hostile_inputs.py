@@ -263,7 +263,7 @@ REFUSED = {
     "unknown backend": (
         lambda: attend(backend="eagre"),
         ValueError,
-        r"backend='eagre': expected one of auto, reference, eager, triton; did you mean 'eager'",
+        r"backend='eagre': expected one of auto, reference, eager, native, triton; did you mean 'eager'",
     ),
     "backend that cannot run": (
         lambda: attend(

@@ -38,14 +38,17 @@ struct Size {
 
 inline void check_shape(const char* name, const Tensor& x, std::initializer_list<Size> sizes) {
   bool good = x.dim() == (int64_t)sizes.size();
-  std::string wanted;
-  int64_t i = 0;
-  for (const Size& size : sizes) {
-    if (good) good = x.size(i) == size.a || x.size(i) == size.b;
-    wanted.append(i++ ? ", " : "").append(std::to_string(size.a));
-    if (size.a != size.b) wanted.append(" or ").append(std::to_string(size.b));
+  const auto actual = x.sizes();
+  for (int64_t i = 0; good && i < (int64_t)sizes.size(); i++)
+    good = actual[i] == sizes.begin()[i].a || actual[i] == sizes.begin()[i].b;
+  if (!good) {
+    std::string wanted;
+    for (const Size& size : sizes) {
+      wanted.append(wanted.empty() ? "" : ", ").append(std::to_string(size.a));
+      if (size.a != size.b) wanted.append(" or ").append(std::to_string(size.b));
+    }
+    STD_TORCH_CHECK(false, name, ": got shape ", shape_text(x), ", expected (", wanted, ")");
   }
-  STD_TORCH_CHECK(good, name, ": got shape ", shape_text(x), ", expected (", wanted, ")");
   STD_TORCH_CHECK(x.is_cpu(), name, ": got a tensor of another device, expected one on the CPU");
 }
 

@@ -150,15 +150,17 @@ static Tensor step(Tensor q, Tensor k, Tensor v, int64_t feature_map, Maybe log_
   }
   float* to_kv = (float*)kv.data_ptr();
   double* to_z = (double*)z.data_ptr();
+  const int64_t heads = schedule.heads();
+  const bool small = heads * schedule.state < 1 << 17;  // then a thread costs more than it saves
+  const int64_t bundle = small ? c.g : 1, bundles = c.g ? c.g / bundle : 0;
   const auto some = [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) {
-      const int64_t row = schedule.row(i);
-      isa().step(c, i / c.g, i % c.g, to_kv + row * schedule.state, to_z + row * schedule.sums);
+      const int64_t row = i / bundles, head = i % bundles * bundle, at = schedule.row(row * c.g);
+      isa().step(c, row, head, head + bundle, to_kv + at * schedule.state, to_z + at * schedule.sums);
     }
   };
-  const int64_t heads = schedule.heads();
-  if (heads * schedule.state < 1 << 17) some(0, heads);  // a thread costs more than it saves
-  else torch::stable::parallel_for(0, heads, 1, some);
+  if (small) some(0, c.sequences * bundles);
+  else torch::stable::parallel_for(0, c.sequences * bundles, 1, some);
   return out;
 }
 

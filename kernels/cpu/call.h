@@ -96,8 +96,8 @@ struct Isa {
   Sweep* backward_keys;     // dk and dv, last token first; `in` is the gradient of the state after the span
   Sweep* answer;            // not causal: all queries of the span from the state of all keys
   Sweep* answer_backward;   // dq of the same; `out` receives the gradient of the state
-  // one token of one row and head, in place; angle is the row's sum, this token's step included
-  void (*step)(const Call&, int64_t row, int64_t head, float* kv, double* z);
+  // one token of the heads [first, last) of a row, in place; kv and z are the row's
+  void (*step)(const Call&, int64_t row, int64_t first, int64_t last, float* kv, double* z);
 };
 
 #if defined(__x86_64__)

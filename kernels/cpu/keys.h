@@ -42,9 +42,9 @@ struct BackwardKeys : Task {
         sum(s.F, w.within, arena), decay(c, span),
         k_turn(c, s, span, c.key_positions, ends.angle_in, w.k_angles, arena),
         q_turn(c, s, span, c.positions, ends.angle_in, w.q_angles, arena), dk(key_rows(c.dk)), dv(key_rows(c.dv)) {
-    for (Angles* turns : {&k_turn, &q_turn})
-      if (turns->steps.base)
-        for (int64_t t = span.begin; t < span.end; t++) turns->steps.add(t, 1, turns->sum);
+    if (k_turn.steps.base)  // going back starts at the sum of all
+      for (int64_t t = span.begin; t < span.end; t++) k_turn.steps.add(t, 1, k_turn.sum);
+    memcpy(q_turn.sum, k_turn.sum, 8 * s.half);
     for (int64_t t = span.begin; t < span.end; t++) {  // where no sweep of queries has left its share
       if (by_decay && !queries) c.d_log_decay[key_index(t)] = 0;
       if (by_steps && !c.grad.data) zero(angle_steps_at(t), c.pairs);

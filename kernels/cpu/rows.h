@@ -206,20 +206,27 @@ inline float dot(const float* x, const float* y, int n) {
 // The caller's (f, e) -> panels of S (F rows) or of its transpose (E rows), faded; null: zero
 void state_in(const Shape& s, const float* kv, float* S, bool transposed, const Fade& fade) {
   zero(S, s.F * s.E);
-  if (!kv) return;
-  for (int i = 0; i < s.F; i++) {
+  for (int i = 0; kv && i < s.F; i++) {
     const int f = s.natural(i);
     if (f < 0) continue;
-    for (int x = 0; x < s.e; x++)
-      *(transposed ? at(S + x * NW, NW * s.E, i) : at(S + i * NW, NW * s.F, x)) = fade(splat(kv[f * s.e + x]))[0];
+    float* to = transposed ? at(S, NW * s.E, i) : S + i * NW;
+    if (transposed)
+      for (int x = 0; x < s.e; x++) to[x * NW] = kv[f * s.e + x];
+    else
+      for (int x = 0; x < s.e; x += NW) memcpy(to + x * s.F, kv + f * s.e + x, 4 * (s.e - x < NW ? s.e - x : NW));
   }
+  if (kv && fade.kind != Fade::kNothing)
+    for (int i = 0; i < s.F * s.E; i += W) store(S + i, fade(load(S + i)));
 }
-void state_out(const Shape& s, float* S, bool transposed, float* kv) {
+void state_out(const Shape& s, const float* S, bool transposed, float* kv) {
   for (int i = 0; i < s.F; i++) {
     const int f = s.natural(i);
     if (f < 0) continue;
-    for (int x = 0; x < s.e; x++)
-      kv[f * s.e + x] = *(transposed ? at(S + x * NW, NW * s.E, i) : at(S + i * NW, NW * s.F, x));
+    const float* from = transposed ? at((float*)S, NW * s.E, i) : S + i * NW;
+    if (transposed)
+      for (int x = 0; x < s.e; x++) kv[f * s.e + x] = from[x * NW];
+    else
+      for (int x = 0; x < s.e; x += NW) memcpy(kv + f * s.e + x, from + x * s.F, 4 * (s.e - x < NW ? s.e - x : NW));
   }
 }
 void sums_in(const Shape& s, const double* z, double* inside, double factor) {

@@ -191,8 +191,28 @@ inline double product(const Schedule& x, const Call& c, int64_t head, const floa
   return s;
 }
 
+// Causal, every sequence whole: no state is kept but the last, where the gradient of log decay needs it
+inline void run_backward_whole(const Schedule& x, const StateGradient& to) {
+  const Call& c = x.c;
+  const bool ends = c.d_log_decay && (c.g_kv || c.g_z);
+  const int64_t width = 1 + c.pairs;
+  std::vector<float> kv(ends ? x.heads() * x.state : 0);
+  std::vector<double> z(ends ? x.heads() * x.sums : 0), sums(x.heads() * width);
+  if (c.grad.data || ends)
+    x.sweep(c.grad.data ? isa().backward_queries : isa().forward, 0, 1, c.m, c.grad.data, [&](int64_t i, int64_t) -> Ends {
+      return {x.kv(i), x.z(i), ends ? &kv[i * x.state] : nullptr, ends ? &z[i * x.sums] : nullptr, nullptr, nullptr};
+    });
+  x.sweep(isa().backward_keys, 0, 1, c.m, true, [&](int64_t i, int64_t) -> Ends {
+    double* own = &sums[i * width];
+    if (ends) own[0] = product(x, c, i, &kv[i * x.state], &z[i * x.sums]);
+    return {c.g_kv ? c.g_kv + i * x.state : nullptr, c.g_z ? c.g_z + i * x.sums : nullptr,
+            to.kv ? to.kv + i * x.state : nullptr, to.z ? to.z + i * x.sums : nullptr, nullptr, own};
+  });
+}
+
 inline void run_backward(const Schedule& x, const StateGradient& to) {
   const Call& c = x.c;
+  if (c.causal && x.segments == 1) return run_backward_whole(x, to);
   const int64_t S = x.segments, width = 1 + c.pairs;
   const bool queries = c.grad.data;
   const bool ends = c.d_log_decay && (c.g_kv || c.g_z);  // then the last state is needed

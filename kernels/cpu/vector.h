@@ -9,7 +9,7 @@
 #include <cstring>
 
 #include "call.h"
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -102,8 +102,17 @@ inline float sum(vf x) {
 #endif
   return (t[0] + t[2]) + (t[1] + t[3]);
 }
-inline vf largest(vf x, float y) { return x < y ? splat(y) : x; }  // NaN stays NaN
-inline vf smallest(vf x, float y) { return x > y ? splat(y) : x; }
+// max(x, y) and min(x, y); NaN stays NaN (x86 returns the second operand)
+#if defined(__AVX512F__)
+LINROPE_INLINE vf largest(vf x, float y) { return (vf)_mm512_maskz_max_ps(0xffff, (__m512)splat(y), (__m512)x); }
+LINROPE_INLINE vf smallest(vf x, float y) { return (vf)_mm512_maskz_min_ps(0xffff, (__m512)splat(y), (__m512)x); }
+#elif defined(__AVX2__)
+LINROPE_INLINE vf largest(vf x, float y) { return (vf)_mm256_max_ps((__m256)splat(y), (__m256)x); }
+LINROPE_INLINE vf smallest(vf x, float y) { return (vf)_mm256_min_ps((__m256)splat(y), (__m256)x); }
+#else
+LINROPE_INLINE vf largest(vf x, float y) { return x < y ? splat(y) : x; }
+LINROPE_INLINE vf smallest(vf x, float y) { return x > y ? splat(y) : x; }
+#endif
 
 // e^r 2^n, |r| <= ln 2 / 2; n a whole number from -252 to 254. Relative error below 1e-7.
 LINROPE_INLINE vf exp_parts(vf r, vf n) {

@@ -6,6 +6,7 @@ torch.compile and autograd each call of it is then one opaque operator, whatever
 """
 
 from collections.abc import Sequence
+from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple, get_type_hints
 
@@ -109,11 +110,7 @@ class Call(NamedTuple):
 _TYPES: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", bool: "bool", float: "float"}
 _CALL = [f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Call).items()]
 _ARGUMENTS = ", ".join(["str backend", *_CALL, "Tensor? kv", "Tensor? z", "Tensor? angle"])
-_DIFFERENTIABLE = ("q", "k", "v", "log_decay", "angle_steps")
 _FIELDS = len(Call._fields)
-
-CHUNKED: dict[str, ModuleType] = {}  # backends by name: those that were imported
-
 
 class Gradients(NamedTuple):
     """Of a call's tensors, in their shapes; None where there is nothing."""
@@ -128,23 +125,35 @@ class Gradients(NamedTuple):
 
 
 def attend(
-    backend: ModuleType, call: Call, state: LinearAttentionState | None
+    backend: str, call: Call, state: LinearAttentionState | None
 ) -> tuple[Tensor, Sums | None]:
-    """out and, if wanted, the last sums, by a chunked backend's ``forward`` and ``backward``."""
+    """out and, if wanted, the last sums, by the ``forward`` and ``backward`` of the chunked backend of that name."""
     state = None if state is None else state.rows()
     kv, z, angle = (None, None, None) if state is None else (state.kv, state.z, state.angle)
-    inputs = (*call[:5], kv, z)
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    name = backend.__name__.rpartition(".")[2]
-    CHUNKED[name] = backend
-    out, kv, z, *_ = _attend(name, *call, kv, z, angle, save)
+    save = torch.is_grad_enabled() and needs_gradients(call, state)
+    out, kv, z, *_ = _attend(backend, *call, kv, z, angle, save)
     return out, Sums(kv, z, call.last_angle(angle)) if call.want_state else None
+
+
+def needs_gradients(call: Call, state: LinearAttentionState | None) -> bool:
+    inputs = call[:5] if state is None else (*call[:5], state.kv, state.z)
+    return any(x is not None and x.requires_grad for x in inputs)
+
+
+def summed_to(x: Tensor, like: Tensor) -> Tensor:
+    """x in the shape and dtype of like, summed where like has one entry for many."""
+    ones = [i for i, (have, want) in enumerate(zip(x.shape, like.shape)) if want == 1 and have != 1]
+    return (x.sum(ones, keepdim=True) if ones else x).to(like.dtype)
 
 
 def _read(arguments: Sequence[Any]) -> tuple[ModuleType, Call, Sums | None]:
     """The backend, the call and the sums that the operator's arguments hold."""
     name, fields, (kv, z, angle) = arguments[0], arguments[1 : 1 + _FIELDS], arguments[1 + _FIELDS : 4 + _FIELDS]
-    return CHUNKED[name], Call(*fields), None if kv is None else Sums(kv, z, angle)
+    return _module(name), Call(*fields), None if kv is None else Sums(kv, z, angle)
+
+
+def _module(backend: str) -> ModuleType:
+    return import_module(f"linrope.backends.{backend}")
 
 
 def _absent(like: Tensor) -> Tensor:
@@ -171,6 +180,8 @@ def _new_sums(call: Call, sums: Sums | None) -> tuple[Tensor, Tensor]:
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """out, the last kv and z, and what the backend saves for its backward pass."""
     backend, call, sums = _read(arguments)
+    if call.k.shape[0] == 0:
+        return _new_out(call), *_new_sums(call, sums), backend.new_saved(call) if arguments[-1] else []
     with torch.autocast(call.v.device.type, enabled=False):
         out, last, saved = backend.forward(call, sums, arguments[-1])
     out = _absent(call.v) if out is None else out
@@ -184,6 +195,11 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     return _new_out(call), *_new_sums(call, sums), backend.new_saved(call) if arguments[-1] else []
 
 
+def _new_gradients(call: Call, sums: Sums | None) -> list[Tensor]:
+    inputs = (*call[:5], *(() if sums is None else sums[:2]))
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs if x is not None]
+
+
 @torch.library.custom_op(
     "linrope::attend_backward", mutates_args=(),
     schema=f"({_ARGUMENTS}, Tensor[] results, Tensor? g_out, Tensor? g_kv, Tensor? g_z) -> Tensor[]",
@@ -192,6 +208,8 @@ def _attend_backward(*arguments: Any) -> list[Tensor]:
     """The gradients of what there is among q, k, v, log_decay, angle_steps, kv and z."""
     backend, call, sums = _read(arguments)
     results, g_out, g_kv, g_z = arguments[-4:]
+    if call.k.shape[0] == 0:
+        return _new_gradients(call, sums)
     with torch.autocast(call.v.device.type, enabled=False):
         gradients = backend.backward(call, sums, results, g_out, g_kv, g_z)
     return [x for x in gradients if x is not None]
@@ -199,15 +217,13 @@ def _attend_backward(*arguments: Any) -> list[Tensor]:
 
 @_attend_backward.register_fake
 def _(*arguments: Any) -> list[Tensor]:
-    _, call, sums = _read(arguments)
-    inputs = (*call[:5], *(() if sums is None else sums[:2]))
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs if x is not None]
+    return _new_gradients(*_read(arguments)[1:])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *arguments, _save = inputs
     out, kv, z, saved = output
-    backend = CHUNKED[arguments[0]]
+    backend = _module(arguments[0])
     results = [out, kv, z, *saved] if backend.READS_RESULTS else list(saved)
     ctx.tensors = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
     ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
@@ -219,6 +235,9 @@ def _backward(ctx: Any, g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor |
     arguments, tensors = list(ctx.others), list(ctx.saved_tensors)
     for i in ctx.tensors:
         arguments[i] = tensors.pop(0)
+    call = _read(arguments)[1]
+    g_out = None if call.q is None else g_out  # compiled code gives zeros for what is absent
+    g_kv, g_z = (g_kv, g_z) if call.want_state else (None, None)
     found = iter(_attend_backward(*arguments, tensors, g_out, g_kv, g_z))
     gradients: list[Tensor | None] = [None] * (len(arguments) + 1)
     for i in (1, 2, 3, 4, 5, 1 + _FIELDS, 2 + _FIELDS):

@@ -38,7 +38,9 @@ class FeatureMap(nn.Module):
     shapes and bytes: equal contents have equal identities, however they came about, and a change of one
     bit changes it. Where no bytes can be read (in torch.compile and torch.export, on the meta device, of
     sharded tensors) "?" stands in place of the digest; ``same_identity`` compares. The digest is made
-    anew only after a change, as torch counts them: a write through ``.data`` is not seen.
+    anew after a change only, as torch counts changes: a write through ``.data`` is not seen. Fused optimizers
+    write uncounted too, so it is also made anew after ``train`` and ``eval``, and after each use of the
+    weights for which gradients are recorded (outside of compiled code).
 
     Raises:
         RuntimeError: ``identity`` of a map that was moved off the meta device by ``to_empty`` and has not
@@ -77,21 +79,28 @@ class FeatureMap(nn.Module):
             return ""
         if torch.compiler.is_compiling() or not all(map(_readable, tensors)):
             return "#?"
-        counted = not any(x.is_inference() for x in tensors)  # of inference tensors torch counts no changes
+        # torch counts no changes of inference tensors, nor those that fused optimizers make.
+        training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        counted = not training and not any(x.is_inference() for x in tensors)
         now = [(x.data_ptr(), x._version, x.dtype, x.device, x.shape, x.stride()) for x in tensors if counted]
-        if counted and self._last is not None and self._last[1] == now:
-            return self._last[2]
+        last = self._last  # once: other threads may change it
+        if counted and last is not None and last[1] == now:
+            return last[2]
         self._check_filled()
         digest = f"#{_digest_of(tensors)}"
-        if counted:
-            self._last = [x.detach() for x in tensors], now, digest
+        self._last = ([x.detach() for x in tensors], now, digest) if counted else None
         return digest
+
+    def train(self, mode: bool = True) -> "FeatureMap":
+        self._last = None
+        super().train(mode)
+        return self
 
     def _check_filled(self) -> None:
         tensors = dict(self._named_tensors())
         for name, (version, digest) in (self._unfilled or {}).items():
             x = tensors[name]
-            if x._version == version and _digest_of([x]) == digest:
+            if not x.is_inference() and x._version == version and _digest_of([x]) == digest:
                 raise RuntimeError(
                     f"{name}: empty since the map left the meta device; expected a call of "
                     "reset_parameters() or load_state_dict() first"
@@ -161,7 +170,7 @@ def widen(x: Tensor) -> Tensor:
 
 def pad_to_even(x: Tensor) -> Tensor:
     """x (..., f), with a feature that is 0 after an odd number of them: a rotation turns pairs."""
-    return F.pad(x, (0, x.shape[-1] % 2))
+    return F.pad(x, (0, 1)) if x.shape[-1] % 2 else x  # F.pad by nothing is a copy
 
 
 def centre(logits: Tensor, shared: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -197,4 +206,4 @@ def exponential(logits: Tensor, shared: Tensor | None = None) -> tuple[Tensor, T
     (tensor([[1.0000, 0.3679]]), tensor([500.], dtype=torch.float64))
     """
     centred, log_scale = centre(logits, shared)
-    return centred.exp(), log_scale
+    return centred.exp_(), log_scale

@@ -32,7 +32,7 @@ class GeneralizedRandomFeatures(RandomFeatureMap):
     w: gaussian, orthogonal in blocks of d. (..., d) -> (..., M), and a feature that is 0 where M is odd;
     computed in float32 or wider. The public codes have no 1/sqrt(M), which the normalizer cancels and
     which makes the product's mean the same for every M. "exp" is out of range for w.x' > 88, which
-    ``FavorPlus`` is not. Choromanski et al. 2021, arXiv 2009.14794, section 4.
+    ``FavorPlus`` is not. Choromanski et al. 2021, arXiv 2009.14794.
 
     Args:
         head_dim: d.

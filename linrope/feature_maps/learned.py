@@ -55,6 +55,8 @@ class LearnedMap(FeatureMap):
     def _apply_weights(self, name: str, x: Tensor, heads: int | None, weights: nn.ParameterDict) -> Tensor:
         if heads not in (None, x.shape[-2]):
             raise ValueError(f"{name}={heads}: the map was made for that many heads, got {x.shape[-2]}")
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._last = None  # an optimizer's step may follow, and fused ones are not seen otherwise
         x = widen(x)
         with torch.autocast(x.device.type, enabled=False):
             return self.features(x, {key: weight.to(x.dtype) for key, weight in weights.items()})

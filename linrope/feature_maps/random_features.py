@@ -92,17 +92,16 @@ class RandomFeatureMap(FeatureMap):
 
     def project(self, x: Tensor) -> Tensor:
         """w . x' (..., M), in float32 or wider."""
-        x = widen(x)
-        # The factor goes into w, in float64: as one rounded number it would shift all logits of x alike.
-        w = (self.projection.double() * self.head_dim**-0.25).to(x.dtype)
+        x = widen(x) * self.head_dim**-0.25
         with torch.autocast(x.device.type, enabled=False):
-            logits: Tensor = x @ w.T
+            logits: Tensor = x @ self.projection.to(x.dtype).T
         return logits
 
     def square(self, x: Tensor) -> Tensor:
         """|x'|^2 (..., 1), in float64."""
-        total: Tensor = x.double().square().sum(-1, keepdim=True) * self.head_dim**-0.5
-        return total
+        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
+        square: Tensor = norm.square() * self.head_dim**-0.5
+        return square
 
     def keys(self, k: Tensor) -> Features:
         return self.queries(k)

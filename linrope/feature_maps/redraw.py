@@ -23,7 +23,7 @@ class Redraw:
     Raises:
         ValueError: every < 1, or done < 0.
 
-    Choromanski et al. 2021, arXiv 2009.14794, section 4.2 and its public codes.
+    Choromanski et al. 2021, arXiv 2009.14794, and its public codes.
 
     >>> layer = LinearRoPEAttention(32, 2, feature_map="favor+")
     >>> redraw = feature_maps.Redraw(layer, every=1000)

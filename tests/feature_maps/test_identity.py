@@ -75,6 +75,7 @@ def test_equal_contents_have_equal_identities(name: str) -> None:
 
 
 @names
+@torch.no_grad()
 def test_contents_are_read_after_a_change_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fmap, reads = make(name), []
     digest_of = base._digest_of

@@ -131,14 +131,31 @@ def test_the_identity_tells_sizes(name: str) -> None:
 
 
 @names
-def test_an_optimizer_step_changes_the_identity_and_makes_old_states_invalid(name: str) -> None:
-    layer, x = LinearRoPEAttention(8, 2, feature_map=feature_maps.make(name, 4)), torch.randn(1, 3, 8)
-    optimizer = torch.optim.AdamW(layer.parameters())
-    y, state = layer(x, return_state=True)
-    before = layer.feature_map.identity
-    y.square().sum().backward()
+@pytest.mark.parametrize("fused", [False, True])  # fused ones change weights without counting versions
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_optimizer_step_changes_the_identity(name: str, fused: bool, compiled: bool) -> None:
+    fmap, x = feature_maps.make(name, 4), torch.randn(3, 1, 4)
+    optimizer = torch.optim.AdamW(fmap.parameters(), fused=fused)
+    fmap.eval()
+    with torch.no_grad():
+        before = fmap.identity
+        assert fmap.identity == before
+    if compiled:
+        fmap.train()  # which is what tells, since compiled code does not
+    queries = torch.compile(fmap.queries, backend="eager") if compiled else fmap.queries
+    queries(x).square().sum().backward()
     optimizer.step()
-    assert layer.feature_map.identity != before
+    optimizer.zero_grad()
+    with torch.no_grad():
+        assert fmap.identity != before
+
+
+@names
+def test_states_made_before_an_optimizer_step_are_refused(name: str) -> None:
+    layer, x = LinearRoPEAttention(8, 2, feature_map=feature_maps.make(name, 4)), torch.randn(1, 3, 8)
+    y, state = layer(x, return_state=True)
+    y.square().sum().backward()
+    torch.optim.AdamW(layer.parameters()).step()
     with pytest.raises(ValueError, match=r"made with .*#.*expected .*#"):
         layer(x, state=state)
 
