@@ -3,7 +3,6 @@
 import json
 import platform
 import sys
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
@@ -80,10 +79,9 @@ def _line(name: str, text: str) -> None:
 
 def _backend(name: str) -> ModuleType | str:
     """The backend, or why it can run no call at all on this machine."""
-    try:
-        module = import_module(f"linrope.backends.{name}")
-    except ImportError as error:
-        return str(error)
+    module = backends.load(name)
+    if isinstance(module, str):
+        return module
     reason: str | None = module.why_not() if hasattr(module, "why_not") else None
     return module if reason is None else reason
 

@@ -17,7 +17,7 @@ def fake_native(monkeypatch: pytest.MonkeyPatch, why_not: str | None) -> None:
     module.why_not = lambda: why_not
     module.instruction_sets = lambda: ["v3", "baseline"]
     module.instruction_set = lambda: "baseline"
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(backends.MODULES, "native", module)
 
 
 def test_every_backend_is_told_and_two_run_everywhere() -> None:
@@ -53,6 +53,7 @@ def test_an_absent_library_is_told_with_the_reason(
 
 
 def test_a_backend_that_cannot_be_imported_is_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(backends, "triton", raising=False)
     monkeypatch.setitem(sys.modules, "linrope.backends.triton", None)
     assert "linrope.backends.triton" in versions()["backends"]["triton"]
 

@@ -1,4 +1,4 @@
-"""Builds the native library once, where there is a compiler."""
+"""The native library, of the sources as they are; without one its tests are skipped."""
 
 import importlib.util
 from pathlib import Path
@@ -6,23 +6,25 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[3]
+from linrope.backends import native as backend
+
+SCRIPT = Path(__file__).parents[3] / "kernels" / "cpu" / "build.py"
 
 
-def load_build_script():
-    spec = importlib.util.spec_from_file_location("linrope_native_build", ROOT / "kernels/cpu/build.py")
+@pytest.fixture(scope="session")
+def build_script():
+    """kernels/cpu/build.py, which is part of no package."""
+    spec = importlib.util.spec_from_file_location("linrope_native_build", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 @pytest.fixture(scope="session")
-def native():
-    """torch.ops.linrope_native, of the sources as they are."""
-    script = load_build_script()
-    try:
-        library = script.current() or script.build()
-    except script.Unavailable as error:
-        pytest.skip(str(error))
-    torch.ops.load_library(str(library))
+def native(build_script):
+    """torch.ops.linrope_native."""
+    if not backend.LIBRARY.is_file():
+        pytest.skip(backend.why_not())
+    assert build_script.current() is not None, f"{backend.LIBRARY} is of other sources: make native"
+    assert backend.why_not() is None, backend.why_not()
     return torch.ops.linrope_native

@@ -1,6 +1,5 @@
 """The build script: what it refuses, and how it tells a library of other sources apart."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -8,20 +7,13 @@ from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "kernels" / "cpu" / "build.py"
-
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, with sources and an output folder of its own."""
-    spec = importlib.util.spec_from_file_location("linrope_native_build_here", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def script(build_script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, with sources of its own."""
     (tmp_path / "kernel.cpp").write_text("int one = 1;\n")
-    monkeypatch.setattr(module, "SOURCE", tmp_path)
-    return module
+    monkeypatch.setattr(build_script, "SOURCE", tmp_path)
+    return build_script
 
 
 def built(script: ModuleType, folder: Path) -> Path:
@@ -67,17 +59,15 @@ def test_a_compiler_that_fails_is_an_error_with_its_words(script: ModuleType, tm
     assert not isinstance(error.value, script.Unavailable)
 
 
-def test_the_command_goes_on_without_a_compiler(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), str(tmp_path), "--compiler", "no-such-compiler", "--if-changed"]
+def test_the_command_goes_on_without_a_compiler(build_script: ModuleType, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        build_script.__file__,
+        str(tmp_path),
+        "--compiler",
+        "no-such-compiler",
+        "--if-changed",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0
     assert done.stderr == "native CPU library: no C++ compiler 'no-such-compiler': not built\n"
-
-
-def test_the_library_that_is_loaded_is_of_the_sources_as_they_are(native: object) -> None:
-    spec = importlib.util.spec_from_file_location("linrope_native_build_there", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.current() is not None
