@@ -69,7 +69,7 @@ inline Tensor empty(ScalarType dtype, std::initializer_list<int64_t> sizes, bool
                        : dtype == ScalarType::BFloat16 ? aoti_torch_dtype_bfloat16()
                                                        : aoti_torch_dtype_float16();
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(count, sizes.begin(), strides, type, aoti_torch_device_type_cpu(), 0, &handle));
   Tensor result(handle);
 #if defined(__linux__)
