@@ -79,7 +79,7 @@ inline Tensor empty(ScalarType dtype, std::initializer_list<int64_t> sizes, bool
   const uintptr_t last = ((uintptr_t)result.data_ptr() + result.numel() * result.element_size()) / kHuge * kHuge;
   if (last >= first + 2 * kHuge) madvise((void*)first, last - first, MADV_HUGEPAGE);
 #endif
-  if (zeros) memset(result.data_ptr(), 0, (size_t)result.numel() * result.element_size());
+  if (zeros && result.numel()) memset(result.data_ptr(), 0, (size_t)result.numel() * result.element_size());
   return result;
 }
 
