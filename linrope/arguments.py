@@ -183,7 +183,9 @@ def check_angle_steps(angle_steps: Tensor | None, k: Tensor, n: int, f: int, rot
     if not 1 <= pairs <= most or (rotary is not None and pairs != most):
         raise ValueError(f"angle_steps: got {pairs} pairs, expected {most}")
     if n != m:
-        raise ValueError(f"angle_steps: got {n} queries and {m} keys, expected as many of one as of the other")
+        raise ValueError(
+            f"angle_steps: got {n} queries and {m} keys, expected as many of one as of the other"
+        )
     if rotary is not None and rotary.fade is not None:
         raise ValueError(f"angle_steps: got them beside xpos={rotary.xpos}, expected a rotation without it")
 

@@ -81,18 +81,24 @@ def stabilize(
     rows = None if state is None else state.rows()
     if rows is not None and rows.log_scale is not None:
         first = rows.log_scale
-    largest = running_maximum(scale, None if log_decay is None else log_decay.detach().double(), first, bounds)
+    largest = running_maximum(
+        scale, None if log_decay is None else log_decay.detach().double(), first, bounds
+    )
     last = at_last(largest, first, bounds).expand(sequences, g).clone()  # alone: it goes into the state
     if causal:
         fading = previous(largest, first, bounds) - largest
         log_decay = fading if log_decay is None else log_decay + fading
-        exact = log_decay.detach()  # rounding may leave a little more than 0, where clamp would have no gradient
+        exact = (
+            log_decay.detach()
+        )  # rounding may leave a little more than 0, where clamp would have no gradient
         log_decay = log_decay - (exact - exact.clamp(NOTHING_KEPT, 0))
     else:
         largest = spread(last, k.shape[1], bounds)
         if rows is not None:
             kept = (first - last).exp()
-            state = replace(rows, kv=rows.kv * kept.to(rows.kv.dtype)[..., None, None], z=rows.z * kept[..., None])
+            state = replace(
+                rows, kv=rows.kv * kept.to(rows.kv.dtype)[..., None, None], z=rows.z * kept[..., None]
+            )
     wide = torch.promote_types(k.dtype, torch.float32)
     below = (scale - largest).clamp(min=NOTHING_KEPT).to(wide)[..., None]
     k = k.to(wide) + below if exponential else k * below.exp()

@@ -217,11 +217,15 @@ def _attend(request: _Request) -> tuple[Tensor, LinearAttentionState | None]:
     """out, and the last state where it is wanted."""
     q, k, v, rotary, state = request.q, request.k, request.v, request.rotary, request.state
     fmap = _check(request)
-    identity = "" if state is None and not request.return_state else _identity(fmap, rotary, request.rope_order)
+    identity = (
+        "" if state is None and not request.return_state else _identity(fmap, rotary, request.rope_order)
+    )
     sequences = k.shape[0] if request.cu_seqlens is None else len(request.cu_seqlens) - 1
     if state is not None:
         f = k.shape[3] if fmap is None else fmap.feature_dim
         arguments.check_state(state, (sequences, k.shape[2], f, v.shape[3]), identity, k.device)
+        if state.angle is not None and request.angle_steps is None:
+            raise ValueError("angle_steps: got None, expected those of this piece, as the state was made with some")
     tokens = _resolve_tokens(request, sequences)
     log_decay = log_decay_of_tokens(request.decay, request.log_decay, request.key_mask, tokens, k.shape[1])
     angle_steps = request.angle_steps
@@ -280,7 +284,9 @@ def _check(request: _Request) -> FeatureMap | None:
     if before and request.angle_steps is not None:
         raise ValueError("rope_order='before': got angle_steps, which turn features; expected 'after'")
     if request.key_positions is not None and (_fades_by_position(request) or request.log_decay is not None):
-        raise ValueError("key_positions: got them beside fading keys (decay, log_decay or xpos), expected None")
+        raise ValueError(
+            "key_positions: got them beside fading keys (decay, log_decay or xpos), expected None"
+        )
     positional = fmap is not None and fmap.positional
     if rotary is not None and rotary.axes is not None and (request.decay is not None or positional):
         name = f"feature_map={request.feature_map}" if positional else "decay"
@@ -298,7 +304,9 @@ def _resolve_tokens(request: _Request, sequences: int) -> Tokens:
     q, k, rotary, state = request.q, request.k, request.rotary, request.state
     (b, m), n = k.shape[:2], k.shape[1] if q is None else q.shape[1]
     if state is None:
-        start = torch.zeros(1 if request.cu_seqlens is None else sequences, dtype=torch.int64, device=k.device)
+        start = torch.zeros(
+            1 if request.cu_seqlens is None else sequences, dtype=torch.int64, device=k.device
+        )
     else:
         start = state.position if state.slots is None else state.position[state.slots]
     bounds = rising_bounds(request.cu_seqlens, n)

@@ -26,7 +26,9 @@ def previous(x: Tensor, first: Tensor, bounds: Tensor | None) -> Tensor:
         return x
     if bounds is None:
         rows = max(len(x), len(first))
-        return torch.cat((first[:, None].expand(rows, *x[0, :1].shape), x[:, :-1].expand(rows, *x[0, 1:].shape)), 1)
+        return torch.cat(
+            (first[:, None].expand(rows, *x[0, :1].shape), x[:, :-1].expand(rows, *x[0, 1:].shape)), 1
+        )
     owner = owners(bounds, n)
     begins = torch.arange(n, device=x.device) == bounds[owner]
     return torch.where(begins.view(1, n, *[1] * (x.ndim - 2)), spread(first, n, bounds), x.roll(1, 1))
@@ -60,9 +62,7 @@ def sums_so_far(x: Tensor, bounds: Tensor | None) -> Tensor:
     return total - before
 
 
-def running_maximum(
-    scale: Tensor, log_decay: Tensor | None, first: Tensor, bounds: Tensor | None
-) -> Tensor:
+def running_maximum(scale: Tensor, log_decay: Tensor | None, first: Tensor, bounds: Tensor | None) -> Tensor:
     """m_i = max(m_(i-1) + a_i, s_i) with scale s (b, n, g), log_decay a (b or 1, n, g or 1), m_(-1) = first (s or 1, g).
 
     In log2(n) steps, each of which doubles how far every token has looked back. No sum of a over the whole

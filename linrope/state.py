@@ -78,16 +78,22 @@ class LinearAttentionState:
                 f"{tuple(self.position.shape)}; expected (b, g, f, e), (b, g, f), (b,)"
             )
         if self.angle is not None and (self.angle.ndim != 3 or self.angle.shape[:1] != rows):
-            raise ValueError(f"state.angle: got {tuple(self.angle.shape)}, expected ({rows[0]}, g or 1, pairs)")
+            raise ValueError(
+                f"state.angle: got {tuple(self.angle.shape)}, expected ({rows[0]}, g or 1, pairs)"
+            )
         if self.conv is not None and (self.conv.ndim != 3 or self.conv.shape[:1] != rows):
-            raise ValueError(f"state.conv: got {tuple(self.conv.shape)}, expected ({rows[0]}, taps - 1, channels)")
+            raise ValueError(
+                f"state.conv: got {tuple(self.conv.shape)}, expected ({rows[0]}, taps - 1, channels)"
+            )
         if self.log_scale is not None and self.log_scale.shape != self.kv.shape[:2]:
             raise ValueError(
                 f"state.log_scale: got {tuple(self.log_scale.shape)}, expected {tuple(self.kv.shape[:2])}"
             )
 
     def __repr__(self) -> str:
-        more = "".join(f", {name}" for name in ("angle", "log_scale", "conv") if getattr(self, name) is not None)
+        more = "".join(
+            f", {name}" for name in ("angle", "log_scale", "conv") if getattr(self, name) is not None
+        )
         at = "" if self.slots is None else f" at {len(self.slots)} slots"
         return f"LinearAttentionState(kv {tuple(self.kv.shape)} {self.kv.dtype}{more}{at}; {self.identity})"
 
@@ -141,7 +147,9 @@ class LinearAttentionState:
         tensor([0, 1, 0, 0, 0, 0, 1, 0])
         """
         if not isinstance(slots, Tensor) or slots.dtype not in (torch.int64, torch.int32) or slots.ndim != 1:
-            kind = f"{slots.dtype} {tuple(slots.shape)}" if isinstance(slots, Tensor) else type(slots).__name__
+            kind = (
+                f"{slots.dtype} {tuple(slots.shape)}" if isinstance(slots, Tensor) else type(slots).__name__
+            )
             raise ValueError(f"slots: got {kind}, expected integers of shape (b,)")
         if slots.device != self.kv.device:
             raise ValueError(f"slots: got device {slots.device}, expected {self.kv.device}")

@@ -52,7 +52,12 @@ CALLS: dict[str, dict[str, Any]] = {
     "one token, gated, steps": {"n": 1, "gated": True, "steps": True, "stateful": True, "h": 2 * G},
     "eps added": {"eps_mode": "add", "gated": True, "stateful": True},
     "all at once, gated": {
-        "cu_seqlens": PACKED, "masked": True, "decay": True, "h": 2 * G, "stateful": True, "gated": True,
+        "cu_seqlens": PACKED,
+        "masked": True,
+        "decay": True,
+        "h": 2 * G,
+        "stateful": True,
+        "gated": True,
         "steps": True,
     },
     "all at once": {"cu_seqlens": PACKED, "masked": True, "decay": True, "h": 2 * G, "stateful": True},
@@ -101,7 +106,10 @@ def problem(
         steps = 3 * torch.randn(b, n, heads, pairs, generator=generator, device="cpu").double()
         how["angle_steps"] = steps.to(device, dtype)
         if state is not None:
-            state = replace(state, angle=torch.randint(-(2**62), 2**62, (len(state.kv), heads, pairs), generator=generator))
+            state = replace(
+                state,
+                angle=torch.randint(-(2**62), 2**62, (len(state.kv), heads, pairs), generator=generator),
+            )
     how["eps_mode"] = options.get("eps_mode", "clamp")
     if "decay" in options:
         how["decay"] = torch.tensor([0.5, 0.97], dtype=torch.float64)

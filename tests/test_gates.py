@@ -63,7 +63,9 @@ def selective_rope(q: Tensor, k: Tensor, v: Tensor, omega: Tensor, alpha: Tensor
     def turned(x: Tensor) -> Tensor:
         angle = omega.cumsum(0)
         x1, x2 = x[:, ::2], x[:, 1::2]
-        return torch.stack((x1 * angle.cos() - x2 * angle.sin(), x1 * angle.sin() + x2 * angle.cos()), -1).flatten(1)
+        return torch.stack(
+            (x1 * angle.cos() - x2 * angle.sin(), x1 * angle.sin() + x2 * angle.cos()), -1
+        ).flatten(1)
 
     return gated_linear_attention(turned(q), turned(k), v, alpha)
 
@@ -232,7 +234,9 @@ def test_a_state_of_long_ago_stays_within_the_bound(way: str, gap: int, backend:
         return torch.autograd.grad(out[:, -1].sum(), kv)[0]
 
     expected = run("reference", torch.float64)
-    bound = 16 * u * expected.abs().max()  # M is at least this: one term's own size, since nothing is cancelled later
+    bound = (
+        16 * u * expected.abs().max()
+    )  # M is at least this: one term's own size, since nothing is cancelled later
     assert float((run(backend, torch.float32) - expected).abs().max()) <= float(bound) + 1e-38
 
 
@@ -271,9 +275,7 @@ def test_with_gates_and_steps_a_sequence_cut_anywhere_is_one_call(
     torch.testing.assert_close(state.kv, last.kv, rtol=0, atol=1e-11)
     torch.testing.assert_close(state.z, last.z, rtol=0, atol=1e-11)
     assert torch.equal(state.angle, last.angle)
-    alone = linear_rope_state(
-        k, v, log_decay=gates, angle_steps=steps, key_mask=mask, **how
-    )
+    alone = linear_rope_state(k, v, log_decay=gates, angle_steps=steps, key_mask=mask, **how)
     torch.testing.assert_close(alone.kv, last.kv, rtol=0, atol=1e-12)
     assert torch.equal(alone.angle, last.angle)
 

@@ -151,7 +151,9 @@ class Problem:
         if "log_decay" in self.data:
             gates = (self.data["log_decay"].double() * visible[..., None]).cumsum(1)
             between = gates[:, self.before :, None] - gates[:, None]  # (b, n, m, g)
-            sees = sees * between.clamp(max=0).exp().permute(0, 3, 1, 2).repeat_interleave(q.shape[2] // k.shape[2], 1)
+            sees = sees * between.clamp(max=0).exp().permute(0, 3, 1, 2).repeat_interleave(
+                q.shape[2] // k.shape[2], 1
+            )
         sizes = torch.einsum("bnhf,bmhf->bhnm", phi_hat.abs(), psi_hat.abs()) * sees
         total = torch.einsum("bhnm,bmhe->bnhe", sizes, v.abs())
         if self.how["normalize"]:
@@ -185,7 +187,9 @@ def test_output_error_is_within_the_bound(dtype: torch.dtype, backend: str, conf
 
 def cancelling(oracle: dict[str, Tensor]) -> Tensor:
     """About how large the sums are whose difference is the gradient of log_decay; the loss weighs by about 1."""
-    return sum(oracle[name].abs().sum(-1).max() for name in ("out", "z")) + oracle["kv"].abs().sum((2, 3)).max()
+    return (
+        sum(oracle[name].abs().sum(-1).max() for name in ("out", "z")) + oracle["kv"].abs().sum((2, 3)).max()
+    )
 
 
 @every_fast
@@ -387,9 +391,7 @@ def test_xpos_of_any_length_is_the_reference(layout: str, xpos: float) -> None:
     how: dict[str, Any] = {"rotary": Rotary(4, xpos=xpos, layout=layout)}
     oracle = linear_rope_attention(q, k, v, backend="reference", **how)
     if xpos * 60 < 63 * 1.26:
-        with pytest.raises(
-            RuntimeError, match="in one chunk with this xpos: use backend='reference'"
-        ):
+        with pytest.raises(RuntimeError, match="in one chunk with this xpos: use backend='reference'"):
             linear_rope_attention(*narrow, backend="eager", **how)
         return
     out = linear_rope_attention(*narrow, backend="eager", **how)

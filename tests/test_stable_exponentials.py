@@ -18,7 +18,9 @@ D = 64
 
 
 def build(name: str, d: int = D) -> FeatureMap:
-    return feature_maps.make(name, d, **({} if name in ("exp", "softmax") else {"seed": 0, "num_features": d}))
+    return feature_maps.make(
+        name, d, **({} if name in ("exp", "softmax") else {"seed": 0, "num_features": d})
+    )
 
 
 def in_the_log_domain(
@@ -44,7 +46,9 @@ def in_the_log_domain(
 @pytest.mark.parametrize("size", [1.0, 2.0, 3.0])
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("decay", [1.0, 0.9])
-def test_float32_is_the_sum_formed_in_the_log_domain(decay: float, name: str, size: float, backend: str) -> None:
+def test_float32_is_the_sum_formed_in_the_log_domain(
+    decay: float, name: str, size: float, backend: str
+) -> None:
     n, fmap = 300, build(name)
     q, k, v = randoms(1, n, 1, D, e=8, dtype=torch.float32, scale=size)
     rotary = Rotary(fmap.feature_dim)
@@ -138,7 +142,9 @@ def test_bidirectional_and_stateful_calls_hold_as_well(causal: bool, backend: st
     q, k, v = randoms(2, 40, 2, 8, scale=4.0)
     how: dict[str, Any] = {"feature_map": fmap, "rotary": Rotary(8), "causal": causal, "backend": backend}
     _, state = linear_rope_attention(q[:, :20], k[:, :20], v[:, :20], return_state=True, **how)
-    found, last = linear_rope_attention(q[:, 20:], k[:, 20:], v[:, 20:], state=state, return_state=True, **how)
+    found, last = linear_rope_attention(
+        q[:, 20:], k[:, 20:], v[:, 20:], state=state, return_state=True, **how
+    )
     whole, expected = linear_rope_attention(q, k, v, return_state=True, **how)
     torch.testing.assert_close(found, whole[:, 20:], rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(last.log_scale, expected.log_scale)

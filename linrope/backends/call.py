@@ -8,7 +8,7 @@ torch.compile and autograd each call of it is then one opaque operator, whatever
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, TypeAlias, get_type_hints
 
 import torch
 from torch import Tensor
@@ -39,7 +39,9 @@ class Call(NamedTuple):
     log_decay: Tensor | None  # (b or 1, m, g or 1) <= 0: all decay per head, of whatever origin; causal only
     angle_steps: Tensor | None  # (b or 1, m, g or 1, pairs) radians
     theta: Tensor | None  # (axes, g or 1, pairs) int64: 2^-64 turns per position
-    positions: Tensor  # (b or 1, n) int64; (b or 1, 1): consecutive from there on; with axes (b or 1, n, axes)
+    positions: (
+        Tensor  # (b or 1, n) int64; (b or 1, 1): consecutive from there on; with axes (b or 1, n, axes)
+    )
     key_positions: Tensor | None  # of keys, likewise; None: as positions
     fade: Tensor | None  # (f,) float64: xPos' log decay per position, in the numerator only
     distances: Tensor | None  # (b or 1, m) int64, beside fade: positions passed since the token before
@@ -87,7 +89,9 @@ class Call(NamedTuple):
             total = steps if total is None else total + steps
         return total
 
-    def cos_sin(self, angle: Tensor | None, dtype: torch.dtype, *, keys: bool = False) -> tuple[Tensor, Tensor] | None:
+    def cos_sin(
+        self, angle: Tensor | None, dtype: torch.dtype, *, keys: bool = False
+    ) -> tuple[Tensor, Tensor] | None:
         """Of all angles, formed in float64."""
         turns = self.turns(angle, keys=keys)
         return None if turns is None else cos_sin_of_turns(turns, dtype)
@@ -107,10 +111,20 @@ class Call(NamedTuple):
 
 # ---- The operator. Its list of arguments is Call's, and the sums that the call goes on from.
 
-_TYPES: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", bool: "bool", float: "float"}
+_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    str: "str",
+    bool: "bool",
+    float: "float",
+}
 _CALL = [f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Call).items()]
 _ARGUMENTS = ", ".join(["str backend", *_CALL, "Tensor? kv", "Tensor? z", "Tensor? angle"])
 _FIELDS = len(Call._fields)
+
+# out, the last kv and z, and what is saved for the backward pass; None: not wanted.
+Results: TypeAlias = tuple[Tensor | None, tuple[Tensor, Tensor] | None, list[Tensor]]
+
 
 class Gradients(NamedTuple):
     """Of a call's tensors, in their shapes; None where there is nothing."""
@@ -124,9 +138,7 @@ class Gradients(NamedTuple):
     z: Tensor | None
 
 
-def attend(
-    backend: str, call: Call, state: LinearAttentionState | None
-) -> tuple[Tensor, Sums | None]:
+def attend(backend: str, call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
     """out and, if wanted, the last sums, by the ``forward`` and ``backward`` of the chunked backend of that name."""
     state = None if state is None else state.rows()
     kv, z, angle = (None, None, None) if state is None else (state.kv, state.z, state.angle)
@@ -148,7 +160,11 @@ def summed_to(x: Tensor, like: Tensor) -> Tensor:
 
 def _read(arguments: Sequence[Any]) -> tuple[ModuleType, Call, Sums | None]:
     """The backend, the call and the sums that the operator's arguments hold."""
-    name, fields, (kv, z, angle) = arguments[0], arguments[1 : 1 + _FIELDS], arguments[1 + _FIELDS : 4 + _FIELDS]
+    name, fields, (kv, z, angle) = (
+        arguments[0],
+        arguments[1 : 1 + _FIELDS],
+        arguments[1 + _FIELDS : 4 + _FIELDS],
+    )
     return _module(name), Call(*fields), None if kv is None else Sums(kv, z, angle)
 
 
@@ -175,7 +191,9 @@ def _new_sums(call: Call, sums: Sums | None) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op(
-    "linrope::attend", mutates_args=(), schema=f"({_ARGUMENTS}, bool save) -> (Tensor, Tensor, Tensor, Tensor[])"
+    "linrope::attend",
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}, bool save) -> (Tensor, Tensor, Tensor, Tensor[])",
 )
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """out, the last kv and z, and what the backend saves for its backward pass."""

@@ -78,16 +78,21 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
     """out, and the last sums where they are wanted; in the state's own memory where that was given away."""
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and shared.needs_gradients(call, state)):
         return shared.attend("native", call, state)
-    if call.q is not None and call.causal and call.k.shape[1] == 1 and call.cu_seqlens is None and state is not None:
+    if (
+        call.q is not None
+        and call.causal
+        and call.k.shape[1] == 1
+        and call.cu_seqlens is None
+        and state is not None
+    ):
         return _step(call, state)
     sums, slots = (None, None) if state is None else (Sums(state.kv, state.z, state.angle), state.slots)
     out, kv, z = _forward(call, sums, slots)
     if not call.want_state:
         return out, None
-    rows = None if state is None else state.rows().angle if call.angle_steps is not None else None
-    if state is not None and slots is not None:
-        kv, z = state.kv, state.z
-    return out, Sums(kv, z, call.last_angle(rows))
+    if state is not None and slots is not None:  # all of it is written in the pool's rows
+        return out, Sums(state.kv, state.z, state.angle)
+    return out, Sums(kv, z, call.last_angle(None if state is None else state.angle))
 
 
 def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
@@ -108,7 +113,9 @@ def new_saved(call: Call) -> list[Tensor]:
     return []
 
 
-def forward(call: Call, sums: Sums | None, save: bool) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None, list[Tensor]]:
+def forward(
+    call: Call, sums: Sums | None, save: bool
+) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None, list[Tensor]]:
     out, kv, z = _forward(call, sums, None)
     return out if call.q is not None else None, (kv, z) if call.want_state else None, []
 
@@ -124,7 +131,12 @@ def _forward(call: Call, sums: Sums | None, slots: Tensor | None) -> tuple[Tenso
 
 
 def backward(
-    call: Call, sums: Sums | None, results: list[Tensor], g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor | None
+    call: Call,
+    sums: Sums | None,
+    results: list[Tensor],
+    g_out: Tensor | None,
+    g_kv: Tensor | None,
+    g_z: Tensor | None,
 ) -> Gradients:
     q, k, v, _ = _dense(call)
     if g_out is not None:

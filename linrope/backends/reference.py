@@ -42,7 +42,10 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
 
 def _part(call: Call, low: int, high: int) -> Call:
     """The tokens low .. high - 1."""
-    whole = {name: getattr(call, name) for name in ("q", "k", "v", "log_decay", "angle_steps", "distances", "key_mask")}
+    whole = {
+        name: getattr(call, name)
+        for name in ("q", "k", "v", "log_decay", "angle_steps", "distances", "key_mask")
+    }
     parts = {name: None if x is None else x[:, low:high] for name, x in whole.items()}
     positions, keys = spell_out(call.positions, call.k.shape[1]), call.key_positions
     key_positions = None if keys is None else spell_out(keys, call.k.shape[1])[:, low:high]
@@ -65,7 +68,7 @@ def _attend(call: Call, sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
     if call.key_mask is not None:  # before the map too: its slope may be infinite there
         hidden = ~call.key_mask[:, :, None, None]
         k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
-    phi, psi = function(q, None, None), function(k, None, None)
+    phi, psi = function(q), function(k)
     if call.key_mask is not None:
         psi = psi.masked_fill(hidden, 0)
     phi_hat, psi_hat = _rotated(call, phi, sums.angle, keys=False), _rotated(call, psi, sums.angle, keys=True)
@@ -121,7 +124,9 @@ def _rotated(call: Call, x: Tensor, angle: Tensor | None, *, keys: bool) -> Tens
     cos, sin = found
     if call.angle_steps is not None and call.angle_steps.requires_grad:
         steps = sums_so_far(call.angle_steps.double(), None)
-        zero = (steps - steps.detach()).to(wide)  # the angle is an integer: here is what its slope goes through
+        zero = (steps - steps.detach()).to(
+            wide
+        )  # the angle is an integer: here is what its slope goes through
         cos, sin = cos - sin * zero, sin + cos * zero
     heads = cos.shape[2]
     if heads > 1:  # query heads that share a key/value head share its angles

@@ -8,61 +8,34 @@ from torch import Tensor
 
 from linrope.feature_maps.base import FeatureMap, Features, centre, exponential
 
-# Every function takes optional buffers. Without them it is ordinary differentiable PyTorch; with them
-# it allocates nothing, which on a CPU is worth more than the arithmetic (a fresh page costs ~1 us).
-# scratch may be x itself: it is written last, or not at all.
-Value = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
-Slope = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-
-def _elu1(x: Tensor, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+def _elu1(x: Tensor) -> Tensor:
     # exp(x) >= x + 1 everywhere, so the larger of the two is the right branch on both sides of 0.
     # elu(x) + 1 would cancel for negative x: exp(x) - 1 + 1 has lost the small exp(x).
-    e = torch.exp(torch.clamp_max(x, 0, out=out), out=out)
-    return torch.maximum(e, torch.add(x, 1, out=scratch), out=out)
+    return torch.maximum(x.clamp(max=0).exp(), x + 1)
 
 
-def _relu(x: Tensor, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-    return torch.clamp_min(x, 0, out=out)
-
-
-def _relu2(x: Tensor, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-    return torch.square(torch.clamp_min(x, 0, out=out), out=out)
-
-
-def _exp(x: Tensor, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-    return torch.exp(x, out=out)
-
-
-def _silu(x: Tensor, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-    return torch.mul(x, torch.sigmoid(x, out=out), out=out)
-
-
-def _identity(x: Tensor, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-    return x if out is None else out.copy_(x)
-
-
-def _silu_slope(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
+def _silu_slope(x: Tensor, y: Tensor) -> Tensor:
     # (x s)' = s + y (1 - s) with s = sigmoid(x), y = x s
-    torch.sigmoid(x.to(y.dtype), out=out)
-    return out.addcmul_(y, 1 - out)
+    s = x.sigmoid()
+    return s + y * (1 - s)
 
 
 class Elementwise(NamedTuple):
-    """y = value(x, out, scratch) and dy/dx = slope(x, y, out); ``positive`` as in FeatureMap."""
+    """y = value(x) and dy/dx = slope(x, y); ``positive`` as in FeatureMap."""
 
-    value: Value
-    slope: Slope
+    value: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor, Tensor], Tensor]
     positive: bool
 
 
 ELEMENTWISE: dict[str, Elementwise] = {
-    "elu+1": Elementwise(_elu1, lambda x, y, out: torch.clamp_max(y, 1, out=out), True),
-    "relu": Elementwise(_relu, lambda x, y, out: torch.sign(y, out=out), True),
-    "relu2": Elementwise(_relu2, lambda x, y, out: torch.sqrt(y, out=out).mul_(2), True),
-    "exp": Elementwise(_exp, lambda x, y, out: out.copy_(y), True),
-    "silu": Elementwise(_silu, _silu_slope, False),
-    "identity": Elementwise(_identity, lambda x, y, out: out.fill_(1), False),
+    "elu+1": Elementwise(_elu1, lambda x, y: y.clamp(max=1), True),
+    "relu": Elementwise(lambda x: x.clamp(min=0), lambda x, y: y.sign(), True),
+    "relu2": Elementwise(lambda x: x.clamp(min=0).square(), lambda x, y: 2 * y.sqrt(), True),
+    "exp": Elementwise(torch.exp, lambda x, y: y, True),
+    "silu": Elementwise(lambda x: x * x.sigmoid(), _silu_slope, False),
+    "identity": Elementwise(lambda x: x, lambda x, y: torch.ones_like(y), False),
 }
 
 
@@ -93,7 +66,7 @@ class ElementwiseMap(FeatureMap):
     def queries(self, q: Tensor) -> Features:
         if self.log_scaled:
             return exponential(q)
-        return ELEMENTWISE[self.elementwise].value(q, None, None)
+        return ELEMENTWISE[self.elementwise].value(q)
 
     def keys(self, k: Tensor) -> Features:
         return self.queries(k)
