@@ -24,7 +24,7 @@ const Isa& isa() { return *in_use; }
 
 static std::string isas() {
   std::string names;
-  for (const Isa* x : available()) names += (names.empty() ? "" : ",") + std::string(x->name);
+  for (const Isa* x : available()) names.append(names.empty() ? "" : ",").append(x->name);
   return names;
 }
 static std::string isa_name() { return isa().name; }
