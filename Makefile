@@ -2,12 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check format bench docs test-gpu bench-gpu
+.PHONY: demo test check format bench docs native test-sanitizers test-gpu bench-gpu
 
-demo: .venv/ready
+demo: .venv/ready native
 	$(BIN)/linrope demo
 
-test: .venv/ready
+test: .venv/ready native
 	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 check: .venv/ready
@@ -20,8 +20,25 @@ format: .venv/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: .venv/ready
+bench: .venv/ready native
 	$(BIN)/linrope bench
+
+# The native CPU library, from the sources as they are; without a C++ compiler the other backends do.
+native: .venv/ready
+	$(BIN)/python kernels/cpu/build.py --if-changed
+
+# Reads and writes out of bounds, and undefined behaviour, in a copy of the tree with a library of its own. Python
+# itself is not built for this: so both run times (GCC's) are loaded before it, and leaks are not looked for. What
+# they report goes to file descriptor 2, which pytest must leave open.
+SANITIZED := build/sanitized
+test-sanitizers: .venv/ready
+	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
+	cp -r conftest.py pyproject.toml kernels linrope tests $(SANITIZED)
+	$(BIN)/python $(SANITIZED)/kernels/cpu/build.py --sanitize $(SANITIZED)/linrope/lib
+	cd $(SANITIZED) && test -f linrope/lib/liblinrope_native.so && \
+	LD_PRELOAD="$$(c++ -print-file-name=libasan.so):$$(c++ -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	$(CURDIR)/$(BIN)/python -m pytest -q --capture=sys tests/kernels/cpu
 
 # These two need a GPU, with PyTorch and Triton for it; they run the tree as it lies, uninstalled.
 test-gpu:
@@ -33,7 +50,10 @@ bench-gpu:
 docs: .venv/ready
 	$(BIN)/mkdocs build --strict
 
-.venv/ready: pyproject.toml constraints.txt
+# torch before the rest: the native library is built against it, and an isolated build would fetch it again.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+.venv/ready: pyproject.toml constraints.txt hatch_build.py
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) torch hatchling
+	$(PIP) --no-build-isolation -e '.[dev]'
 	touch $@

@@ -5,6 +5,7 @@ from linrope.attention import LinearRoPEAttention
 from linrope.functional import linear_rope_attention, linear_rope_state
 from linrope.rotary import Rotary
 from linrope.state import LinearAttentionState
+from linrope.versions import show_versions
 
 __all__ = [
     "LinearAttentionState",
@@ -13,5 +14,6 @@ __all__ = [
     "feature_maps",
     "linear_rope_attention",
     "linear_rope_state",
+    "show_versions",
 ]
 __version__ = "0.1.0"

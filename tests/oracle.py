@@ -5,15 +5,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings
 from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary, feature_maps, linear_rope_attention
+from linrope.backends import native
 
 POSITIVE = ("elu+1", "relu", "relu2", "exp", "softmax", "favor+")
 SIGNED = ("silu", "identity")
-BACKENDS = ("reference", "eager")
+BACKENDS = ("reference", "eager")  # those that compute in float64, too
+NATIVE = pytest.param(
+    "native", marks=pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+)
+FAST = ("eager", NATIVE)  # for float32, bfloat16, float16
 
 
 def examples(number: int) -> settings:

@@ -17,7 +17,7 @@ ids = [str(path.relative_to(ROOT)) for path in FILES]
 # From top to bottom. The modules of one level do not know each other.
 LEVELS = [
     {"cli"},
-    {"models"},
+    {"models", "versions"},
     {"attention", "position_encodings"},
     {"choices", "functional"},
     {"arguments", "backends", "selective", "short_convolution"},

@@ -69,7 +69,7 @@ inline Tensor empty(ScalarType dtype, std::initializer_list<int64_t> sizes, bool
                        : dtype == ScalarType::BFloat16 ? aoti_torch_dtype_bfloat16()
                                                        : aoti_torch_dtype_float16();
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(count, sizes.begin(), strides, type, aoti_torch_device_type_cpu(), 0, &handle));
   Tensor result(handle);
 #if defined(__linux__)
@@ -79,7 +79,7 @@ inline Tensor empty(ScalarType dtype, std::initializer_list<int64_t> sizes, bool
   const uintptr_t last = ((uintptr_t)result.data_ptr() + result.numel() * result.element_size()) / kHuge * kHuge;
   if (last >= first + 2 * kHuge) madvise((void*)first, last - first, MADV_HUGEPAGE);
 #endif
-  if (zeros) memset(result.data_ptr(), 0, (size_t)result.numel() * result.element_size());
+  if (zeros && result.numel()) memset(result.data_ptr(), 0, (size_t)result.numel() * result.element_size());
   return result;
 }
 
@@ -107,9 +107,10 @@ inline Gate gate(const char* name, const Tensor& x, int64_t b, int64_t m, int64_
 inline Positions positions(const char* name, const Tensor& x, int64_t b, int64_t n, int64_t axes) {
   if (axes == 1 && x.dim() == 2) check_shape(name, x, {{b, 1}, {n, 1}});
   else check_shape(name, x, {{b, 1}, n, axes});
-  check_type(name, x, ScalarType::Long, "int64"), check_contiguous(name, x);
-  const bool one = x.dim() == 2 && x.size(1) == 1;
-  return {(const int64_t*)x.data_ptr(), x.size(0) == 1 ? 0 : x.size(1) * (x.dim() == 3 ? axes : 1), one ? 0 : axes};
+  check_type(name, x, ScalarType::Long, "int64");
+  STD_TORCH_CHECK(x.dim() == 2 || axes == 1 || x.stride(2) == 1, name, ": got stride ", x.stride(2),
+                  " in the last dimension, expected 1");
+  return {(const int64_t*)x.data_ptr(), x.size(0) == 1 ? 0 : x.stride(0), x.stride(1), x.dim() == 2 && x.size(1) == 1};
 }
 
 struct Inputs {  // the arguments that forward, backward and step share
@@ -184,7 +185,7 @@ inline void read_rotation(const Inputs& x, Call& c) {
     c.key_positions = c.positions;
     if (x.key_positions) c.key_positions = positions("key_positions", *x.key_positions, b, c.m, c.axes);
     else
-      STD_TORCH_CHECK(c.n == c.m || c.positions.token == 0, "key_positions: got none for ", c.m, " keys and ", c.n,
+      STD_TORCH_CHECK(c.n == c.m || c.positions.one, "key_positions: got none for ", c.m, " keys and ", c.n,
                       " queries, expected (b or 1, ", c.m, ")");
   }
   if (x.angle_steps) {

@@ -1,9 +1,13 @@
-"""Builds the native CPU library, liblinrope_native.so: the kernels once per instruction set, and a thin binding.
+"""Builds the native CPU library, liblinrope_native.so: kernels once per instruction set, and a thin binding.
 
 python kernels/cpu/build.py [OUT_DIR]   (default: linrope/lib)
+
+The library's build id is a digest of the sources it was built from: so a library of other sources is told
+apart. One that cannot be built anew is removed.
 """
 
 import argparse
+import hashlib
 import importlib.util
 import os
 import platform
@@ -15,14 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent
-LIBRARY = "liblinrope_native.so"  # not the name of a Python module, or Python would take it for one
+LIBRARY = "liblinrope_native.so"  # not a Python module's name, or Python would take it for one
 OUT_DIR = SOURCE.parents[1] / "linrope" / "lib"
 
 FLAGS = [
-    "-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
-    "-Wall", "-Wno-psabi",
+    "-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math",
+    "-ffp-contract=fast", "-Wall", "-Wno-psabi",
 ]  # fmt: skip
-ISAS = {
+ISAS: dict[str, dict[str, list[str]]] = {
     "x86_64": {
         "baseline": [],
         "v3": ["-march=x86-64-v3"],
@@ -33,11 +37,31 @@ ISAS = {
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # 2.10: the library serves that torch and later ones
 
 
+class Unavailable(RuntimeError):
+    """This machine cannot build the library, whatever the sources."""
+
+
+def digest() -> str:
+    """Of all sources, and so of the flags too, which stand in this file: 40 hexadecimal digits."""
+    sources = sorted(path for path in SOURCE.iterdir() if path.suffix in (".h", ".cpp", ".py"))
+    return hashlib.sha1(
+        b"\0".join(path.name.encode() + b"\0" + path.read_bytes() for path in sources)
+    ).hexdigest()
+
+
+def current(out_dir: Path = OUT_DIR) -> Path | None:
+    """The library there, if it was built from the sources as they are."""
+    library = out_dir / LIBRARY
+    return library if library.exists() and bytes.fromhex(digest()) in library.read_bytes() else None
+
+
 def torch_folder() -> Path:
     """Where torch is installed; it need not be imported for its headers."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        raise RuntimeError("native CPU library: torch is not installed, expected its headers")
+        raise Unavailable(
+            "native CPU library: torch is not installed for the Python that builds, expected its headers"
+        )
     folder = Path(spec.origin).parent
     if not (folder / "include" / "torch" / "csrc" / "stable" / "library.h").exists():
         raise RuntimeError(
@@ -50,15 +74,18 @@ def build(out_dir: Path = OUT_DIR, *, compiler: str | None = None, sanitize: boo
     """Compiles and links; returns the library's path.
 
     Raises:
-        RuntimeError: no compiler, no headers, an unknown machine, or the compiler's own words.
+        Unavailable: no compiler, no headers, an unknown machine.
+        RuntimeError: the compiler's own words.
     """
+    library, built_from = out_dir / LIBRARY, digest()
+    library.unlink(missing_ok=True)  # what fails below leaves no library of other sources
     name = compiler or os.environ.get("CXX") or "c++"
     command = shutil.which(name)
     if command is None:
-        raise RuntimeError(f"native CPU library: no C++ compiler {name!r}")
+        raise Unavailable(f"native CPU library: no C++ compiler {name!r}")
     machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine())
     if platform.system() != "Linux" or machine not in ISAS:
-        raise RuntimeError(
+        raise Unavailable(
             f"native CPU library: got {platform.system()} on {machine}, expected Linux on {', '.join(ISAS)}"
         )
     torch = torch_folder()
@@ -77,7 +104,7 @@ def build(out_dir: Path = OUT_DIR, *, compiler: str | None = None, sanitize: boo
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda job: _run([command, *flags, *job[1], "-c", "-o", job[0]]), jobs.items()))
         out_dir.mkdir(parents=True, exist_ok=True)
-        library, fresh = out_dir / LIBRARY, f"{folder}/{LIBRARY}"
+        fresh = f"{folder}/{LIBRARY}"
         link = [
             command,
             "-shared",
@@ -86,7 +113,9 @@ def build(out_dir: Path = OUT_DIR, *, compiler: str | None = None, sanitize: boo
             fresh,
             *jobs,
         ]
-        _run([*link, f"-L{torch / 'lib'}", "-ltorch_cpu", "-Wl,--as-needed"])
+        _run(
+            [*link, f"-Wl,--build-id=0x{built_from}", f"-L{torch / 'lib'}", "-ltorch_cpu", "-Wl,--as-needed"]
+        )
         part = library.with_suffix(".part")
         shutil.copyfile(fresh, part)
         part.replace(library)  # never half a file, and a process that has the old one keeps it
@@ -108,5 +137,13 @@ if __name__ == "__main__":
     parser.add_argument(
         "--sanitize", action="store_true", help="with the address and undefined-behaviour sanitizers"
     )
+    parser.add_argument(
+        "--if-changed", action="store_true", help="only where the library is not of these sources"
+    )
     given = parser.parse_args()
-    print(build(given.out_dir, compiler=given.compiler, sanitize=given.sanitize))
+    if given.if_changed and current(given.out_dir):
+        sys.exit()
+    try:
+        print(build(given.out_dir, compiler=given.compiler, sanitize=given.sanitize))
+    except Unavailable as error:  # no fault of the sources: the other backends do without
+        print(f"{error}: not built", file=sys.stderr)

@@ -25,9 +25,10 @@ struct Gate {  // (b, n, g[, pairs]) numbers of any type; stride 0 where they ar
   int64_t batch, token, head, pair;
 };
 
-struct Positions {  // (b, n, axes); token 0: one number for token 0 of the row, and consecutive from there
+struct Positions {  // (b, n, axes)
   const int64_t* data;
   int64_t batch, token;
+  bool one;  // one number, of token 0 of the row, and consecutive from there
 };
 
 struct Call {

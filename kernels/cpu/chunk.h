@@ -120,42 +120,43 @@ struct Angles {
   const Call& c;
   const Shape& s;
   Steps steps;
-  const int64_t *theta, *positions;
+  const int64_t* positions;
+  uint64_t* theta;  // (axes, half)
   const float* offsets;
   int64_t position_stride;
+  bool one;
   uint64_t* sum;  // of the angle steps up to the token at hand, and what the state brings
-  int32_t* turns;
   float *cos, *sin;
 
   // `table`: 2 kChunk half numbers of scratch
   Angles(const Call& c, const Shape& s, const Span& span, const Positions& p, const int64_t* angle_in, float* table,
          Arena& arena)
-      : c(c), s(s), steps(c, span), theta(c.theta ? c.theta + span.head * c.theta_head : nullptr),
+      : c(c), s(s), steps(c, span),
         offsets(c.offsets ? c.offsets + (c.theta_head ? span.head * kChunk * 2 * s.half : 0) : nullptr) {
     positions = p.data ? p.data + batch_row(c, span) * p.batch : nullptr;
-    position_stride = p.token;
-    sum = arena.take<uint64_t>(s.half), turns = arena.take<int32_t>(s.half);
+    position_stride = p.token, one = p.one;
+    sum = arena.take<uint64_t>(s.half), theta = arena.take<uint64_t>(s.axes * s.half);
+    for (int i = 0; i < s.axes * s.half; i++) {
+      const int axis = i / s.half, pair = i % s.half;
+      theta[i] = pair < s.pairs ? c.theta[axis * c.theta_axis + span.head * c.theta_head + pair] : 0;
+    }
     cos = table, sin = table + kChunk * s.half;
-    for (int i = 0; i < s.half; i++) sum[i] = 0, turns[i] = 0;
+    for (int i = 0; i < s.half; i++) sum[i] = 0;
     const int64_t* start = c.angle ? c.angle + state_row(c, span) * c.angle_row + span.head * c.angle_head : nullptr;
     for (int i = 0; i < s.pairs; i++) sum[i] = (start ? start[i] : 0) + (angle_in ? (uint64_t)angle_in[i] : 0);
   }
-  int64_t position(int64_t token) const { return position_stride ? positions[token * position_stride] : positions[0] + token; }
+  int64_t position(int64_t token) const { return one ? positions[0] + token : positions[token * position_stride]; }
 
   void direct(int64_t token, float* to_cos, float* to_sin) {
-    uint64_t x[kMaxDim / 2];
-    for (int i = 0; i < s.pairs; i++) x[i] = sum[i];
-    if (theta)
-      for (int a = 0; a < c.axes; a++) {
-        const uint64_t p = c.axes == 1 ? position(token) : positions[token * position_stride + a];
-        const int64_t* row = theta + a * c.theta_axis;
-        for (int i = 0; i < s.pairs; i++) x[i] += p * (uint64_t)row[i];
-      }
-    for (int i = 0; i < s.pairs; i++) turns[i] = (int32_t)((x[i] + 0x80000000u) >> 32);
     for (int i = 0; i < s.half; i += W) {
-      vf a, b;
-      cos_sin(*(const viu*)(turns + i), a, b);
-      store(to_cos + i, a), store(to_sin + i, b);
+      vl x = *(const vlu*)(sum + i);
+      for (int a = 0; a < s.axes; a++) {
+        const uint64_t p = s.axes == 1 ? position(token) : positions[token * position_stride + a];
+        x += *(const vlu*)(theta + a * s.half + i) * p;
+      }
+      vf c, s;
+      cos_sin(__builtin_convertvector((x + 0x80000000u) >> 32, vi), c, s);
+      store(to_cos + i, c), store(to_sin + i, s);
     }
   }
   void row(int64_t low, int i) {

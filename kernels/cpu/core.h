@@ -8,14 +8,14 @@
 namespace linrope {
 namespace {
 
-// acc (M, NW) += a (M, K; row stride rs) * panel (K, NW)
-template <int M> inline void multiply(vf (&acc)[M][NV], int K, const float* a, int64_t rs, const float* panel) {
+// acc (M, N vectors) += a (M, K; row stride rs) * the first N vectors of a panel (K, NW)
+template <int M, int N> inline void multiply(vf (&acc)[M][N], int K, const float* a, int64_t rs, const float* panel) {
   for (int k = 0; k < K; k++) {
-    vf b[NV];
-    for (int v = 0; v < NV; v++) b[v] = *(const vf*)(panel + k * NW + v * W);
+    vf b[N];
+    for (int v = 0; v < N; v++) b[v] = *(const vf*)(panel + k * NW + v * W);
     for (int r = 0; r < M; r++) {
       const vf x = splat(a[r * rs + k]);
-      for (int v = 0; v < NV; v++) acc[r][v] += x * b[v];
+      for (int v = 0; v < N; v++) acc[r][v] += x * b[v];
     }
   }
 }
@@ -62,21 +62,24 @@ void emit(const Emit& x) {
   const int limit = x.finite ? MR : 1;
   if (x.B_t)
     row_blocks(x.rows, limit, [&]<int M>(int i0) {
-      for (int j0 = 0; j0 < i0 + M; j0 += NW) {
-        vf acc[M][NV] = {};
-        multiply<M>(acc, x.K, x.A + i0 * x.K, x.K, x.B_t + j0 * x.K);
+      const auto tile = [&]<int N>(int j0, vf(&&acc)[M][N]) {
+        multiply(acc, x.K, x.A + i0 * x.K, x.K, x.B_t + j0 * x.K);
         for (int r = 0; r < M; r++)
-          for (int v = 0; v < NV; v++) {
+          for (int v = 0; v < N; v++) {
             const vi j = iota() + (j0 + v * W);
             *(vf*)(x.scores + (i0 + r) * C + j0 + v * W) = j <= i0 + r ? acc[r][v] : vf{};
           }
+      };
+      for (int j0 = 0; j0 < i0 + M; j0 += NW) {  // keys up to the block's last query
+        if (i0 + M - j0 > NW / 2) tile(j0, (vf[M][NV]){});
+        else tile(j0, (vf[M][NV / 2]){});
       }
     });
   for (int e0 = 0; e0 < x.N; e0 += NW)
     row_blocks(x.rows, limit, [&]<int M>(int i0) {
       vf acc[M][NV] = {};
-      if (x.S) multiply<M>(acc, x.K, x.A + i0 * x.K, x.K, x.S + e0 * x.K);
-      if (x.B_t) multiply<M>(acc, i0 + M, x.scores + i0 * C, C, x.V + e0 * C);
+      if (x.S) multiply(acc, x.K, x.A + i0 * x.K, x.K, x.S + e0 * x.K);
+      if (x.B_t) multiply(acc, i0 + M, x.scores + i0 * C, C, x.V + e0 * C);
       for (int r = 0; r < M; r++)
         for (int v = 0; v < NV; v++) {
           float* out = x.out + (i0 + r) * x.stride + e0 + v * W;
@@ -99,22 +102,27 @@ struct Fade {
     kind = log_decay > -0.5 ? kNear : kFar;
     factor = kind == kNear ? (float)std::expm1(log_decay) : (float)exact;
   }
+  // (s + own) e^D, near 1 with one rounding of the large s
+  vf operator()(vf s, vf own) const {
+    return kind == kNothing ? s + own : kind == kNear ? s + (s * factor + (own + own * factor)) : (s + own) * factor;
+  }
   vf operator()(vf s) const { return kind == kNothing ? s : kind == kNear ? s + s * factor : s * factor; }
 };
 
-// S = fade(S + B^T V); `fresh`: S was zero
+// S = fade(S + B^T V); `fresh`: S was zero. The chunk is summed by itself: key by key, every addition would round a
+// large S, and alike where keys are alike.
 void update(int rows, int K, int N, const float* B_t, const float* V, float* S, bool fresh, const Fade& fade) {
   for (int e0 = 0; e0 < N; e0 += NW)
     row_blocks(K, MR, [&]<int M>(int f0) {
       vf acc[M][NV] = {};
       float* s = S + e0 * K + f0 * NW;
-      if (!fresh)
-        for (int r = 0; r < M; r++)
-          for (int v = 0; v < NV; v++) acc[r][v] = *(vf*)(s + r * NW + v * W);
       for (int j0 = 0; j0 < rows; j0 += NW)
-        multiply<M>(acc, rows - j0 < NW ? rows - j0 : NW, B_t + j0 * K + f0 * NW, NW, V + e0 * kChunk + j0 * NW);
+        multiply(acc, rows - j0 < NW ? rows - j0 : NW, B_t + j0 * K + f0 * NW, NW, V + e0 * kChunk + j0 * NW);
       for (int r = 0; r < M; r++)
-        for (int v = 0; v < NV; v++) *(vf*)(s + r * NW + v * W) = fade(acc[r][v]);
+        for (int v = 0; v < NV; v++) {
+          vf* old = (vf*)(s + r * NW + v * W);
+          *old = fresh ? fade(acc[r][v]) : fade(*old, acc[r][v]);
+        }
     });
 }
 

@@ -31,7 +31,7 @@ struct Forward : Task {
   };
   static size_t bytes(const Shape& s, int count) {
     return 4 * (4 * C * s.F + 2 * C * s.E + C * C + C + s.F + 4 * C * s.half) + 1024 +
-           count * (size_t)(4 * s.F * s.E + 8 * s.F + 24 * s.half + 512);
+           count * (size_t)(4 * s.F * s.E + 8 * s.F + 2 * s.angle_bytes() + 512);
   }
   const Scratch& w;
   const int queries;
@@ -106,7 +106,7 @@ struct Answer : Task {
   };
   static size_t bytes(const Shape& s, int count) {
     return 4 * (2 * C * s.F + C * s.E + C + 2 * C * s.half) + 1024 +
-           count * (size_t)(4 * s.F * s.E + 12 * s.F + 12 * s.half + 512);
+           count * (size_t)(4 * s.F * s.E + 12 * s.F + s.angle_bytes() + 512);
   }
   const Scratch& w;
   int64_t done = 0;

@@ -22,7 +22,7 @@ struct BackwardKeys : Task {
   };
   static size_t bytes(const Shape& s, int count) {
     return 4 * (7 * C * s.F + 5 * C * s.E + C * C + s.F * s.E + 2 * s.F + 4 * C * s.half) + 2048 +
-           count * (size_t)(4 * s.F * s.E + 8 * s.F + 24 * s.half + 512);
+           count * (size_t)(4 * s.F * s.E + 8 * s.F + 2 * s.angle_bytes() + 512);
   }
   const Scratch& w;
   const bool emit_out, same, by_decay, by_steps;

@@ -47,7 +47,7 @@ struct BackwardQueries : Task {
   };
   static size_t bytes(const Shape& s, int count) {
     return 4 * (4 * C * s.F + 3 * C * s.E + C * C + C + 2 * s.F + 4 * C * s.half) + 1024 +
-           count * (size_t)(4 * s.F * s.E + 8 * s.F + 24 * s.half + 512);
+           count * (size_t)(4 * s.F * s.E + 8 * s.F + 2 * s.angle_bytes() + 512);
   }
   const Scratch& w;
   const bool same;
@@ -136,7 +136,7 @@ struct AnswerBackward : Task {
   };
   static size_t bytes(const Shape& s, int count) {
     return 4 * (4 * C * s.F + 2 * C * s.E + 2 * C + s.F + 2 * C * s.half) + 1024 +
-           count * (size_t)(8 * s.F * s.E + 20 * s.F + 12 * s.half + 512);
+           count * (size_t)(8 * s.F * s.E + 20 * s.F + s.angle_bytes() + 512);
   }
   const Scratch& w;
   int64_t done = 0;

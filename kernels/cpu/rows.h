@@ -9,10 +9,12 @@ namespace linrope {
 namespace {
 
 struct Shape {
-  int f, pairs, half, rest, F, e, E, layout, map;
+  int f, pairs, half, rest, F, e, E, layout, map, axes;
   explicit Shape(const Call& c)
       : f(c.f), pairs(c.layout == kNone ? 0 : c.pairs), half(round_up(pairs, W)), rest(f - 2 * pairs),
-        F(round_up(2 * half + rest, NW)), e(c.e), E(round_up(e, NW)), layout(c.layout), map(c.map) {}
+        F(round_up(2 * half + rest, NW)), e(c.e), E(round_up(e, NW)), layout(c.layout), map(c.map),
+        axes(c.theta ? c.axes : 0) {}
+  size_t angle_bytes() const { return (8 + 8 * (size_t)axes) * half + 128; }
   bool padded() const { return F != f; }
   int natural(int i) const {  // the caller's index of feature i inside; -1: padding
     if (i >= 2 * half) return i - 2 * half < rest ? i - 2 * half + 2 * pairs : -1;

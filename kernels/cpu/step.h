@@ -100,7 +100,7 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_turn, con
 // Heads [first, last) of one row; kv and z are the row's
 void step(const Call& c, int64_t row, int64_t first, int64_t last, float* kv, double* z) {
   const Shape s(c);
-  Arena arena(StepScratch::bytes(s) + 24 * s.half + 512);
+  Arena arena(StepScratch::bytes(s) + 2 * s.angle_bytes() + 512);
   const StepScratch scratch(s, arena);
   const size_t mark = arena.used;
   const bool same = c.key_positions.data == c.positions.data, shared = !c.theta_head && !c.angle_head && !c.angle_steps.data;

@@ -33,9 +33,10 @@ LONGEST_FADE = 60.0  # of xPos: how far e^x may go for the inverse within a chun
 
 def supports(call: Call, state: LinearAttentionState | None) -> str | None:
     if call.fade is not None and call.distances is not None and readable(call.distances):
-        gap = int(call.distances[:, 1:].max()) if call.distances.shape[1] > 1 else 0
-        if gap * -float(call.fade.min()) > LONGEST_FADE / 2:
-            return f"positions with gaps of {gap} and this xpos: use backend='reference'"
+        cut = Cut.of(call.k, call.bounds)
+        most = int(cut.take(call.distances).masked_fill(~cut.valid, 0)[:, 1:].sum(1).max())
+        if most * -float(call.fade.min()) > LONGEST_FADE:
+            return f"{most} positions in one chunk with this xpos: use backend='reference'"
     return None
 
 
@@ -193,8 +194,10 @@ class Part:
         self.pair_decay = None
         if call.fade is not None and call.distances is not None:
             log = self.key_cut.take(call.distances)[:, None, None, :, None] * call.fade
+            first = log[..., :1, :].clone()
+            log[..., :1, :] = 0  # sums from the chunk's first token on: a long gap before it would cost them digits
             self.pair_decay = Decay.of(log, self.key_cut)
-            self.lift = self.pair_decay.sums - self.pair_decay.sums[..., :1, :]  # from the chunk's first token on
+            self.pair_first, self.lift = first, self.pair_decay.sums
             self.phi_hat = self.phi_hat * self.lift.exp().to(self.dtype)
             self.psi_hat = self.psi_hat * (-self.lift).exp().to(self.dtype)
 
@@ -238,14 +241,12 @@ class Part:
         """xPos between the chunk's first token and the token before it (which reads), or its last (writes)."""
         if self.pair_decay is None:
             return state
-        first = self.pair_decay.sums[..., :1, :]
-        log = self.pair_decay.total - first if write else first
-        return fade(state, log[:, :, 0].mT)
+        return fade(state, (self.pair_decay.total if write else self.pair_first)[:, :, 0].mT)
 
     def logs(self) -> tuple[Tensor | None, Tensor | None]:
         """log of how a chunk fades S (t, g or 1, 1 or f, 1) and z (t, g or 1, 1)."""
         own = None if self.decay is None else self.decay.total[:, :, 0]
-        pairs = None if self.pair_decay is None else self.pair_decay.total[:, :, 0].mT
+        pairs = None if self.pair_decay is None else (self.pair_decay.total + self.pair_first)[:, :, 0].mT
         both = own if pairs is None else pairs if own is None else own + pairs
         return both, None if own is None else own[..., 0]
 

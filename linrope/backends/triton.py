@@ -13,6 +13,13 @@ from linrope.rotary import Rotary, spell_out
 MAX_DIM = 256
 
 
+def why_not() -> str | None:
+    """Why no call at all runs on this machine; None: there is a device for it."""
+    if INTERPRETED or torch.cuda.is_available():
+        return None
+    return "PyTorch sees no CUDA device"
+
+
 def supports(q: Tensor, v: Tensor, kv: Tensor, rotary: Rotary | None) -> str | None:
     """Why these kernels cannot run the call; None: they can."""
     if not q.is_cuda and not INTERPRETED:

@@ -1,4 +1,4 @@
-"""The ``linrope`` command: demo, bench, train, eval, generate."""
+"""The ``linrope`` command: demo, bench, train, eval, generate, convert, env."""
 
 import sys
 

@@ -23,6 +23,7 @@ from linrope.models.language_model import ATTENTION, POSITIONS
 from linrope.models.training import Corpus, Trainer, TrainingConfig, checkpoints, latest_checkpoint
 from linrope.models.training.checkpoint import tokenizer_of
 from linrope.models.training.corpus import load_tokenizer
+from linrope.versions import show_versions
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 app.command()(convert)
@@ -257,6 +258,15 @@ def bench(
         raise ValueError("--positions, --budget, --rounds, --softmax-limit: expected positive numbers")
     lengths = [2**i for i in range(8, max_length.bit_length())]
     _bench(lengths, places, softmax_limit, budget, rounds, out, "cpu")
+    return 0
+
+
+@app.command()
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object in place of lines.")] = False,
+) -> int:
+    """Show versions, the backends that run here, why others do not, and the instruction set in use."""
+    show_versions(as_json=as_json)
     return 0
 
 

@@ -216,6 +216,13 @@ def test_ctrl_c_saves_and_resume_goes_on(text: Path, tmp_path: Path) -> None:
     assert metadata["embed_dim"] == 32
 
 
+def test_env_prints_lines_or_json(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["env"]) == 0
+    assert "backend eager     yes\n" in capfd.readouterr().out
+    assert run(["env", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["backends"]["eager"] is None
+
+
 def test_bench_writes_what_it_prints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ["--max-length", "512", "--positions", "64", "--budget", "0.05", "--rounds", "1"]
     assert run(["bench", *arguments, "--out", str(tmp_path)]) == 0

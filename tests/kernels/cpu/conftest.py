@@ -1,32 +1,30 @@
-"""Builds the native library once, where there is a compiler."""
+"""The native library, of the sources as they are; without one its tests are skipped."""
 
 import importlib.util
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[3]
+from linrope.backends import native as backend
+
+SCRIPT = Path(__file__).parents[3] / "kernels" / "cpu" / "build.py"
 
 
-def load_build_script():
-    spec = importlib.util.spec_from_file_location("linrope_native_build", ROOT / "kernels/cpu/build.py")
+@pytest.fixture(scope="session")
+def build_script():
+    """kernels/cpu/build.py, which is part of no package."""
+    spec = importlib.util.spec_from_file_location("linrope_native_build", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 @pytest.fixture(scope="session")
-def native():
-    """torch.ops.linrope_native, of the sources as they are."""
-    if sys.platform != "linux" or shutil.which("c++") is None:
-        pytest.skip("needs Linux and a C++ compiler")
-    script = load_build_script()
-    library = script.OUT_DIR / script.LIBRARY
-    newest = max(path.stat().st_mtime for path in (ROOT / "kernels/cpu").iterdir())
-    if not library.exists() or library.stat().st_mtime < newest:
-        library = script.build()
-    torch.ops.load_library(str(library))
+def native(build_script):
+    """torch.ops.linrope_native."""
+    if not backend.LIBRARY.is_file():
+        pytest.skip(backend.why_not())
+    assert build_script.current() is not None, f"{backend.LIBRARY} is of other sources: make native"
+    assert backend.why_not() is None, backend.why_not()
     return torch.ops.linrope_native

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class Case:
         return {name: x for name, x in zip(names, results, strict=True) if getattr(self, name) is not None}
 
     def double(self, grad: bool = False) -> "Case":
-        """In float64; with grad the differentiable tensors are leaves, spread out to the gradients' shapes."""
+        """In float64; with grad the differentiable tensors are leaves of the gradients' shapes."""
         b, m, g = self.k.shape[:3]
         new: dict[str, Tensor] = {}
         for name in ("q", "k", "v", "log_decay", "angle_steps", "kv", "z"):
@@ -106,14 +107,14 @@ def _turn(x: Tensor, angles: Tensor, layout: int) -> Tensor:
 
 def attend(case: Case) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
     """out, kv, z, and M: the numerator's sum of absolute values over the denominator."""
-    (b, m, g, f), e = case.k.shape, case.v.shape[3]
+    (b, m, g, _), e = case.k.shape, case.v.shape[3]
     h = g if case.q is None else case.q.shape[2]
     n = m if case.q is None else case.q.shape[1]
     if case.cu_seqlens is None:
         sequences = [(i, slice(0, n), slice(0, m)) for i in range(b)]
     else:
         bounds = case.cu_seqlens.tolist()
-        sequences = [(0, slice(x, y), slice(x, y)) for x, y in zip(bounds[:-1], bounds[1:], strict=True)]
+        sequences = [(0, slice(x, y), slice(x, y)) for x, y in pairwise(bounds)]
     repeat = lambda x, dim: x.repeat_interleave(h // g, dim)  # noqa: E731
     out = case.v.new_zeros(b, n, h, e)
     bound = case.v.new_zeros(b, n, h, e)

@@ -3,6 +3,7 @@
 import math
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))  # no package: tests import by file
-from oracle import Case, attend, gradients  # noqa: E402
+from oracle import Case, attend, gradients
 
 UNIT = {torch.float32: 16 * 2.0**-24, torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
 
@@ -217,7 +218,7 @@ def test_a_gate_that_forgets_all_leaves_nothing(native, strength):
     decay[:, 7::9] = strength
     case = replace(case, log_decay=decay)
     out, kv, z = case.forward(native)
-    expected, kv64, z64, bound = attend(case.double())
+    expected, kv64, _, bound = attend(case.double())
     assert_within(out, expected, UNIT[torch.float32] * bound + 1e-30)
     assert_within(kv, kv64, 1e-6 * float(kv64.abs().max()))
     grads = case.backward(native, torch.ones_like(out), torch.ones_like(kv), torch.ones_like(z))
@@ -291,7 +292,7 @@ def test_the_future_changes_no_bit_of_what_came_before(native, name, what):
 @pytest.mark.parametrize("name", ["half", "gates", "packed", "bidirectional"])
 def test_a_nan_stays_in_its_sequence_and_head(native, name):
     case = make(**CASES[name] | {"h": 4, "g": 2, "b": 1 if "packed" in CASES[name] else 2})
-    out, kv, z = case.forward(native)
+    out, *_ = case.forward(native)
     weights = random_like(out, 1)
     grads = case.backward(native, weights, None, None)
     v = case.v.clone()
@@ -404,9 +405,7 @@ def last_angle(case: Case) -> Tensor:
     if case.cu_seqlens is None:
         return case.angle + turns.sum(1)
     bounds = case.cu_seqlens.tolist()
-    return case.angle + torch.stack(
-        [turns[0, a:b].sum(0) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
-    )
+    return case.angle + torch.stack([turns[0, a:b].sum(0) for a, b in pairwise(bounds)])
 
 
 STEPS: dict[str, dict[str, Any]] = {

@@ -1,0 +1,110 @@
+"""Wheels with and without the native library, of a small project with a build script of its own."""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+BUILDS = """
+from pathlib import Path
+def current():
+    return None
+def build():
+    library = Path(__file__).parents[2] / "linrope" / "lib" / "liblinrope_native.so"
+    library.parent.mkdir(exist_ok=True)
+    library.write_text("a library")
+    return library
+"""
+CANNOT = """
+def current():
+    return None
+def build():
+    raise RuntimeError("native CPU library: no C++ compiler 'c++'")
+"""
+
+
+CURRENT = """
+from pathlib import Path
+def current():
+    return Path(__file__).parents[2] / "linrope" / "lib" / "liblinrope_native.so"
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    for name in ("pyproject.toml", "hatch_build.py", ".gitignore"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in (
+        "README.md",
+        "LICENSE",
+        "kernels/linrope_kernels/__init__.py",
+        "linrope/backends/__init__.py",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "linrope" / "__init__.py").write_text('__version__ = "1.2.3"\n')
+    (tmp_path / "kernels" / "cpu").mkdir()
+    (tmp_path / "kernels" / "cpu" / "kernel.cpp").touch()
+    return tmp_path
+
+
+def hatch(project: Path, script: str, function: str) -> tuple[Path, str]:
+    """The archive that one of hatchling's functions makes, and what it says."""
+    (project / "kernels" / "cpu" / "build.py").write_text(script)
+    command = f"import hatchling.build as hatch; print(hatch.{function}('dist'))"
+    done = subprocess.run([sys.executable, "-c", command], cwd=project, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return project / "dist" / done.stdout.split()[-1], " ".join((done.stdout + done.stderr).split())
+
+
+def names(wheel: Path) -> list[str]:
+    return [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+
+
+def test_a_wheel_with_the_library_is_of_this_platform_and_any_python(project: Path) -> None:
+    wheel, said = hatch(project, BUILDS, "build_wheel")
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert wheel.name == f"linrope-1.2.3-py3-none-{platform}.whl"
+    assert "linrope/lib/liblinrope_native.so" in names(wheel)
+    assert "with the native CPU backend" in said
+
+
+def test_a_wheel_without_the_library_is_pure_and_says_why(project: Path) -> None:
+    library = project / "linrope" / "lib" / "liblinrope_native.so"
+    library.parent.mkdir()
+    library.write_text("of another day")  # what lies in the tree is no part of it
+    wheel, said = hatch(project, CANNOT, "build_wheel")
+    assert wheel.name == "linrope-1.2.3-py3-none-any.whl"
+    assert sorted(names(wheel)) == [
+        "linrope/__init__.py", "linrope/backends/__init__.py", "linrope_kernels/__init__.py",
+    ]  # fmt: skip
+    assert "a pure wheel, without the native CPU backend. native CPU library: no C++ compiler 'c++'" in said
+
+
+def test_a_library_of_the_same_sources_is_not_built_again(project: Path) -> None:
+    hatch(project, BUILDS, "build_editable")
+    wheel, _ = hatch(project, CURRENT, "build_wheel")
+    assert "linrope/lib/liblinrope_native.so" in names(wheel)
+
+
+def test_an_editable_install_builds_into_the_tree(project: Path) -> None:
+    wheel, _ = hatch(project, BUILDS, "build_editable")
+    assert (project / "linrope" / "lib" / "liblinrope_native.so").exists()
+    assert names(wheel) == ["_linrope.pth"]
+
+
+def test_the_source_archive_holds_what_builds_the_library_and_no_library(project: Path) -> None:
+    hatch(project, BUILDS, "build_editable")
+    archive, _ = hatch(project, BUILDS, "build_sdist")
+    shutil.unpack_archive(archive, project / "unpacked", filter="data")
+    (top,) = (project / "unpacked").iterdir()
+    assert (top / "hatch_build.py").exists()
+    assert (top / "kernels" / "cpu" / "build.py").exists()
+    assert (top / "kernels" / "cpu" / "kernel.cpp").exists()
+    assert not (top / "linrope" / "lib").exists()

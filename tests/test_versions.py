@@ -1,0 +1,71 @@
+"""What is said about this machine."""
+
+import json
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+import linrope
+from linrope import backends
+from linrope.versions import show_versions, versions
+
+
+def fake_native(monkeypatch: pytest.MonkeyPatch, why_not: str | None) -> None:
+    module = ModuleType("linrope.backends.native")
+    module.why_not = lambda: why_not
+    module.instruction_sets = lambda: ["v3", "baseline"]
+    module.instruction_set = lambda: "baseline"
+    monkeypatch.setitem(backends.MODULES, "native", module)
+
+
+def test_every_backend_is_told_and_two_run_everywhere() -> None:
+    found = versions()
+    assert list(found["backends"]) == [name for name in backends.NAMES if name != "auto"]
+    assert found["backends"]["reference"] is None
+    assert found["backends"]["eager"] is None
+    assert found["linrope"] == linrope.__version__
+    assert found["torch"] == torch.__version__
+    assert found["threads"] == torch.get_num_threads()
+
+
+def test_the_instruction_set_in_use_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_native(monkeypatch, None)
+    found = versions()
+    assert found["backends"]["native"] is None
+    assert (found["instruction_sets"], found["instruction_set"]) == (["v3", "baseline"], "baseline")
+    show_versions()
+    assert "instruction set   baseline, of v3, baseline\n" in capsys.readouterr().out
+
+
+def test_an_absent_library_is_told_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_native(monkeypatch, "no library in linrope/lib")
+    found = versions()
+    assert found["backends"]["native"] == "no library in linrope/lib"
+    assert (found["instruction_sets"], found["instruction_set"]) == ([], None)
+    show_versions()
+    assert "backend native    no: no library in linrope/lib\n" in capsys.readouterr().out
+
+
+def test_a_backend_that_cannot_be_imported_is_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(backends, "triton", raising=False)
+    monkeypatch.setitem(sys.modules, "linrope.backends.triton", None)
+    assert "linrope.backends.triton" in versions()["backends"]["triton"]
+
+
+def test_the_json_holds_what_versions_returns(capsys: pytest.CaptureFixture[str]) -> None:
+    show_versions(as_json=True)
+    assert json.loads(capsys.readouterr().out) == versions()
+
+
+def test_gpus_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    show_versions()
+    assert capsys.readouterr().out.endswith("GPU               GPU 0, compute capability 9.0\n")
