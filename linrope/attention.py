@@ -11,9 +11,9 @@ from linrope import arguments
 from linrope.choices import check_decays, make_decay, make_forget_gate, make_map, make_rotation
 from linrope.feature_maps import FeatureMap
 from linrope.functional import ORDERS, linear_rope_attention
-from linrope.selective import Constant
 from linrope.names import check_name
 from linrope.rotary import Rotary
+from linrope.selective import Constant
 from linrope.short_convolution import ShortConvolution
 from linrope.state import LinearAttentionState
 
@@ -40,10 +40,10 @@ class LinearRoPEAttention(nn.Module):
         rotary: "interleaved", "half", a Rotary of the map's feature_dim, None, or a dict: arguments of
             Rotary, of Rotary.axial if it has "axes", or Hugging Face's rope_parameters if it has a key
             "rope_theta" or "rope_type" (then with layout "half" unless it says otherwise). "selective": x
-            speeds the rotation up or slows it down, as ``linrope.selective.SelectiveSteps`` says, with options:
-            {"name": "selective", "rank": 16, "bound": "multiply" or "add", "per_head": True} and what a dict
-            may have. Or a module that gives angle_steps (b, n, g or 1, pairs) from x, beside the rotation
-            of its attribute ``rotary`` if it has one.
+            speeds the rotation up or slows it down (``linrope.selective.SelectiveSteps``); with options,
+            {"name": "selective", "rank": 16, "bound": "multiply" or "add", "per_head": True} and what a
+            dict may have. Or a module that gives angle_steps (b, n, g or 1, pairs) from x, beside the
+            rotation of its attribute ``rotary`` if it has one.
         causal: as in linear_rope_attention.
         normalize: as there; see out_norm.
         decay: how keys fade with positions: None, g numbers in (0, 1], "spread": half-lives from 1 token to

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from linrope import feature_maps
 from linrope.feature_maps import FeatureMap
-from linrope.selective import ForgetGate, SelectiveSteps, spread
 from linrope.names import check_name
 from linrope.rotary import LAYOUTS, Rotary
+from linrope.selective import ForgetGate, SelectiveSteps, spread
 
 DECAYS = ("spread", "learned", "retnet")
 ROTATIONS = (*LAYOUTS, "selective")

@@ -25,7 +25,7 @@ def previous(x: Tensor, first: Tensor, bounds: Tensor | None) -> Tensor:
     if n == 0:
         return x
     if bounds is None:
-        rows = max(len(x), len(first))
+        rows = max(x.shape[0], first.shape[0])  # not len(), which fixes the batch of an exported program
         return torch.cat(
             (first[:, None].expand(rows, *x[0, :1].shape), x[:, :-1].expand(rows, *x[0, 1:].shape)), 1
         )

@@ -58,7 +58,7 @@ class ShortConvolution(nn.Module):
         """
         width = self.taps - 1
         if key_mask is None and cu_seqlens is None:
-            first = x.new_zeros(len(x), width, self.channels) if before is None else before.to(x.dtype)
+            first = x.new_zeros(x.shape[0], width, self.channels) if before is None else before.to(x.dtype)
             line = torch.cat((first, x), 1)
             return self._sums(line), line[:, x.shape[1] :].clone()  # or the whole line would stay in memory
         places = _Places.of(x, key_mask, cu_seqlens, width)

@@ -30,7 +30,9 @@ def make_model(**sizes) -> LanguageModel:
 
 
 GATED = {"forget_gate": {"longest": 64}, "rotary": "selective", "short_conv": 4, "qk_norm": True}
-every_kind = pytest.mark.parametrize("options", [{}, GATED], ids=["plain", "gated"])
+every_kind = pytest.mark.parametrize(
+    "options", [{}, {"decay": "spread"}, GATED], ids=["plain", "decay", "gated"]
+)
 
 
 def tokens_of(b: int, n: int) -> Tensor:

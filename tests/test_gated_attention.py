@@ -416,6 +416,7 @@ def test_reset_parameters_makes_a_new_layer_of_an_empty_one(options) -> None:
 
 
 @pytest.mark.parametrize("feature_map", ["elu+1", "hedgehog", "relu", "softmax"])
+@torch.no_grad()
 def test_a_norm_gives_what_it_gave_behind_the_normalizer_up_to_its_eps(feature_map: str) -> None:
     layer, x = make(feature_map=feature_map, out_norm=True, decay="spread"), numbers(2, 50, 16)
     q, k, v = (p(x).unflatten(-1, (4, 4)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))

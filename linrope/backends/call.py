@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias, get_type_hints
 import torch
 from torch import Tensor
 
-from linrope.packing import rising_bounds, spread, sums_so_far
+from linrope.packing import at_last, rising_bounds, spread, sums_so_far
 from linrope.rotary import cos_sin_of_turns, spell_out, to_turns
 from linrope.state import LinearAttentionState
 
@@ -100,12 +100,8 @@ class Call(NamedTuple):
         """(s, g or 1, pairs): angle and all steps of a sequence."""
         if self.angle_steps is None:
             return None
-        steps, bounds = to_turns(self.angle_steps), self.bounds
-        if bounds is None:
-            total = steps.sum(1).expand(self.k.shape[0], -1, -1)
-        else:
-            so_far = torch.cat((steps.new_zeros(1, *steps.shape[2:]), steps[0].cumsum(0)))
-            total = so_far[bounds[1:]] - so_far[bounds[:-1]]
+        so_far = sums_so_far(to_turns(self.angle_steps), self.bounds)  # as sum() in onnxruntime does not wrap
+        total = at_last(so_far, so_far.new_zeros(1, *so_far.shape[2:]), self.bounds).expand(self.sequences, -1, -1)
         return total.clone() if angle is None else total + angle
 
 

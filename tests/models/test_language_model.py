@@ -125,6 +125,10 @@ def test_learned_positions_end(attention: str) -> None:
         ({"positions": "learned", "max_length": 0}, "max_length=0"),
         ({"attention": "softmax", "decay": "retnet"}, "decay='retnet': expected None"),
         ({"decay": "fast"}, "decay='fast'"),
+        ({"attention": "softmax", "forget_gate": True}, "forget_gate=True: expected False"),
+        ({"attention": "softmax", "short_conv": 4}, "short_conv=4: expected None"),
+        ({"attention": "softmax", "rotary": "selective"}, "rotary='selective': expected interleaved or half"),
+        ({"rotary": {"name": "selected"}}, "rotary='selected': expected one of selective"),
         ({"positions": "sinusoidal", "embed_dim": 9, "num_heads": 3}, "dim=9"),
     ],
 )
@@ -148,6 +152,20 @@ def test_a_config_from_before_these_choices_is_linear_attention_with_rope(tmp_pa
     )
     before += ("rotary", "normalize", "out_norm", "gate")
     old = {k: v for k, v in asdict(model.config).items() if k in before}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    assert torch.equal(LanguageModel.load(tmp_path)(tokens)[0], model(tokens)[0])
+
+
+def test_a_model_saved_with_the_bits_of_its_decay_loads(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, tokens = LanguageModel(replace(TINY, decay="retnet")), torch.randint(256, (1, 9))
+    bits = {
+        f"blocks.{i}.attention.decay_bits": block.attention.decay.view(torch.int64)
+        for i, block in enumerate(model.blocks)
+    }
+    model.save(tmp_path, model.state_dict() | bits)
+    new = ("forget_gate", "short_conv", "qk_norm")
+    old = {k: v for k, v in asdict(model.config).items() if k not in new}
     (tmp_path / "config.json").write_text(json.dumps(old))
     assert torch.equal(LanguageModel.load(tmp_path)(tokens)[0], model(tokens)[0])
 
@@ -189,6 +207,16 @@ def test_state_memory_does_not_grow(model: LanguageModel) -> None:
         LanguageModelConfig(embed_dim=32, num_layers=1, num_heads=4, num_kv_heads=2, feature_map="favor+"),
         LanguageModelConfig(embed_dim=32, num_layers=1, num_heads=2, decay="retnet"),
         LanguageModelConfig(
+            embed_dim=32,
+            num_layers=1,
+            num_heads=2,
+            decay={"name": "learned", "longest": 100},
+            forget_gate={"longest": 64},
+            rotary={"name": "selective", "bound": "add"},
+            short_conv=4,
+            qk_norm=True,
+        ),
+        LanguageModelConfig(
             embed_dim=32, num_layers=1, num_heads=2, feature_map={"name": "dpfp", "nu": 2}, normalize=True
         ),
         LanguageModelConfig(embed_dim=32, num_layers=1, num_heads=2, rotary=None, gate=False, out_norm=False),
@@ -209,6 +237,8 @@ def test_save_and_load_round_trip(config: LanguageModelConfig, tmp_path: Path) -
         (lambda f: (f / "config.json").write_text('{"embed_dim": 64}'), "weights do not fit"),
         (lambda f: (f / "config.json").write_text('{"width": 64}'), "unknown keys .'width'."),
         (lambda f: (f / "config.json").write_text('{"gate": 1}'), "gate=1, expected"),
+        (lambda f: (f / "config.json").write_text('{"forget_gate": 1}'), "forget_gate=1, expected"),
+        (lambda f: (f / "config.json").write_text('{"short_conv": true}'), "short_conv=True, expected"),
         (lambda f: (f / "config.json").write_text("{"), "config.json: "),
         (lambda f: (f / "config.json").write_text("[]"), "got list, expected an object"),
         (lambda f: (f / "model.safetensors").write_bytes(b"\x80\x04."), "not a readable safetensors"),
@@ -231,6 +261,34 @@ def test_a_missing_model_is_refused(tmp_path: Path) -> None:
 def test_config_json_is_readable(model: LanguageModel, tmp_path: Path) -> None:
     model.save(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["embed_dim"] == 32
+
+
+def test_the_model_s_options_start_as_the_layer_starts_them() -> None:
+    gates = {"forget_gate": {"longest": 64}, "rotary": "selective", "short_conv": 4, "decay": "learned"}
+    attention = LanguageModel(replace(TINY, **gates)).blocks[0].attention
+    assert not attention.angle_steps.up.any()
+    assert torch.equal(
+        attention.short_conv.weight[..., -1], torch.ones_like(attention.short_conv.weight[..., -1])
+    )
+    assert bool((attention.forget_gate.weight.abs() < 0.1).all())
+    torch.testing.assert_close(attention.decay[0], torch.tensor(0.5).double())
+
+
+def test_states_that_are_not_asked_for_are_not_made(model: LanguageModel) -> None:
+    tokens = torch.randint(256, (1, 9))
+    logits, states = model(tokens, return_states=False)
+    assert states == []
+    assert torch.equal(logits, model(tokens)[0])
+
+
+@pytest.mark.parametrize("options", [{"decay": "learned", "feature_map": "exp"}, {"rotary": "selective"}])
+def test_generation_with_gates_is_the_argmax_of_each_call(options: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    gates = {"forget_gate": True, "short_conv": 4, "qk_norm": True}
+    model, tokens = LanguageModel(replace(TINY, **gates, **options)).double(), torch.tensor([[1, 2, 3]])
+    for token in generate(model, tokens, 8, temperature=0):
+        assert torch.equal(token, model(tokens)[0][:, -1].argmax(-1))
+        tokens = torch.cat((tokens, token[:, None]), 1)
 
 
 def test_generation_with_a_seed_repeats_and_greedy_takes_the_likeliest(model: LanguageModel) -> None:
