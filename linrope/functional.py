@@ -254,6 +254,8 @@ def _attend(request: _Request) -> tuple[Tensor, LinearAttentionState | None]:
         out = (out * scale.exp().to(torch.promote_types(out.dtype, torch.float32))[..., None]).to(out.dtype)
     if sums is None:
         return out, None
+    if (pool := request.state) is not None and pool.slots is not None and sums.kv is pool.kv:
+        return out, pool.moved_on(tokens.end, None if stable is None else stable.last)
     last = None if stable is None else stable.last
     return out, _next_state(call, sums, request.state, tokens.end, identity, last)
 

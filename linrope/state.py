@@ -175,6 +175,14 @@ class LinearAttentionState:
             else:
                 mine.index_copy_(0, self.slots, new.to(mine.dtype))
 
+    def moved_on(self, position: Tensor, log_scale: Tensor | None) -> "LinearAttentionState":
+        """This pool after a backend has written kv, z and angle in its rows: the rest joins them."""
+        assert self.slots is not None
+        self.position.index_copy_(0, self.slots, position.expand(self.sequences))
+        if log_scale is not None and self.log_scale is not None:
+            self.log_scale.index_copy_(0, self.slots, log_scale)
+        return replace(self, donated=False)
+
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "LinearAttentionState":

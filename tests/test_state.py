@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 
-from linrope import LinearAttentionState, Rotary, linear_rope_attention
-from tests.oracle import random_state, randoms
+from linrope import LinearAttentionState, Rotary, linear_rope_attention, linear_rope_state
+from tests.oracle import FAST, random_state, randoms
 
 B, G, H, D, E = 3, 2, 4, 4, 6
 ROTARY = Rotary(D)
@@ -411,3 +411,49 @@ def test_a_donated_state_that_needs_gradients_is_left_alone() -> None:
     out.sum().backward()
     assert torch.equal(state.kv, kv)
     assert state.kv.grad is not None
+
+
+@pytest.mark.parametrize("backend", ["reference", *FAST])
+@pytest.mark.parametrize("fades_and_turns", [False, True])
+@pytest.mark.parametrize("feature_map", ["elu+1", "exp"])
+@torch.no_grad()
+def test_rows_of_a_pool_are_read_and_written_in_place(
+    feature_map: str, fades_and_turns: bool, backend: str
+) -> None:
+    q, k, v = randoms(1, 9, 4, 8, g=2, dtype=torch.float32)
+    given = [q, k, v]
+    if fades_and_turns:
+        given += [-torch.rand(1, 9, 2), torch.randn(1, 9, 2, 4)]
+
+    def run(which: list[int], **how) -> tuple[torch.Tensor, LinearAttentionState]:
+        data = dict(zip(("log_decay", "angle_steps"), (x[:, which] for x in given[3:])))
+        return linear_rope_attention(
+            *(x[:, which] for x in given[:3]), rotary=Rotary(8), feature_map=feature_map, backend=backend,
+            return_state=True, **data, **how,
+        )  # fmt: skip
+
+    pool = run([])[1].reorder(torch.zeros(5, dtype=torch.int64))  # empty rows
+    slots = torch.tensor([3, 1])
+    first, _ = run(list(range(7)), state=pool.at(slots), cu_seqlens=torch.tensor([0, 4, 7]))
+    second, _ = run([7, 8], state=pool.at(slots), cu_seqlens=torch.tensor([0, 1, 2]))
+    for slot, which, outs in (
+        (3, [0, 1, 2, 3, 7], (first[:, :4], second[:, :1])),
+        (1, [4, 5, 6, 8], (first[:, 4:], second[:, 1:])),
+    ):
+        out, alone = run(which)
+        assert_close(torch.cat(outs, 1), out)
+        for name, x in alone._tensors().items():
+            assert_close(getattr(pool, name)[slot : slot + 1], x, msg=f"{name} of slot {slot}")
+    assert pool.position.tolist() == [0, 4, 0, 5, 0]
+    assert not pool.kv[[0, 2, 4]].any()
+
+
+@pytest.mark.parametrize("backend", ["reference", *FAST])
+def test_no_tokens_leave_a_fading_state_as_it_was(backend: str) -> None:
+    k, v, decay = torch.zeros(3, 0, 2, 4), torch.zeros(3, 0, 2, 6), torch.tensor([0.5, 0.9])
+    empty = linear_rope_state(k, v, decay=decay, backend=backend)
+    assert empty.position.tolist() == [0, 0, 0]
+    _, k, v = randoms(3, 5, 2, 4, e=6, dtype=torch.float32)
+    state = linear_rope_state(k, v, decay=decay, backend=backend)
+    after = linear_rope_state(k[:, :0], v[:, :0], decay=decay, state=state, backend=backend)
+    assert_same(after, state)
