@@ -20,8 +20,8 @@ LEVELS = [
     {"models", "versions"},
     {"attention", "position_encodings"},
     {"choices", "functional"},
-    {"arguments", "backends", "selective", "short_convolution"},
-    {"feature_maps", "rotary", "state"},
+    {"arguments", "backends", "decay", "selective", "short_convolution"},
+    {"feature_maps", "packing", "rotary", "state"},
     {"angles", "files", "frequencies"},
     {"names"},
 ]
