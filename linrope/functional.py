@@ -9,7 +9,14 @@ from typing_extensions import Unpack
 
 from linrope import arguments, backends
 from linrope.backends.call import Call, Sums
-from linrope.decay import Tokens, distances, log_decay_of_tokens, stabilize, visible
+from linrope.decay import (
+    Tokens,
+    distances,
+    log_decay_of_tokens,
+    slope_of_angle,
+    stabilize,
+    steps_of_tokens,
+)
 from linrope.feature_maps import ElementwiseMap, FeatureMap
 from linrope.names import check_name
 from linrope.packing import rising_bounds
@@ -225,12 +232,12 @@ def _attend(request: _Request) -> tuple[Tensor, LinearAttentionState | None]:
         f = k.shape[3] if fmap is None else fmap.feature_dim
         arguments.check_state(state, (sequences, k.shape[2], f, v.shape[3]), identity, k.device)
         if state.angle is not None and request.angle_steps is None:
-            raise ValueError("angle_steps: got None, expected those of this piece, as the state was made with some")
+            raise ValueError(
+                "angle_steps: got None, expected those of this piece, as the state was made with some"
+            )
     tokens = _resolve_tokens(request, sequences)
     log_decay = log_decay_of_tokens(request.decay, request.log_decay, request.key_mask, tokens, k.shape[1])
-    angle_steps = request.angle_steps
-    if angle_steps is not None:
-        angle_steps = visible(angle_steps, request.key_mask)
+    angle_steps = steps_of_tokens(request.angle_steps, request.key_mask, state, tokens)
     fade = None if rotary is None or rotary.fade is None else rotary.fade.to(k.device)
     q, k, rotary = _rotate_before(request, tokens)
     q, k, name, q_scale, k_scale = _map_features(q, k, fmap, request.key_mask, tokens)
@@ -255,7 +262,10 @@ def _attend(request: _Request) -> tuple[Tensor, LinearAttentionState | None]:
     if sums is None:
         return out, None
     last = None if stable is None else stable.last
-    return out, _next_state(call, sums, request.state, tokens.end, identity, last)
+    slope = None if angle_steps is None else slope_of_angle(angle_steps, tokens)
+    return out, _next_state(
+        call, sums, request.state, tokens.end, identity, log_scale=last, angle_slope=slope
+    )
 
 
 def _check(request: _Request) -> FeatureMap | None:
@@ -365,16 +375,21 @@ def _spelled_out(q: Tensor | None, k: Tensor, tokens: Tokens) -> tuple[tuple[Ten
 
 
 def _next_state(
-    call: Call, sums: Sums, state: LinearAttentionState | None, end: Tensor, identity: str,
-    log_scale: Tensor | None,
-) -> LinearAttentionState:  # fmt: skip
+    call: Call,
+    sums: Sums,
+    state: LinearAttentionState | None,
+    end: Tensor,
+    identity: str,
+    **more: Tensor | None,
+) -> LinearAttentionState:
     """The state after the call: a new one, or the given one where it was given away or is a pool's rows."""
     position = end.expand(call.sequences)
+    made = LinearAttentionState(sums.kv, sums.z, position, identity, sums.angle, **more)  # type: ignore[arg-type]
     if state is None or not _in_place(state, call.k) or (state.slots is None and sums.kv.requires_grad):
-        return LinearAttentionState(sums.kv, sums.z, position.clone(), identity, sums.angle, log_scale)
+        return replace(made, position=position.clone())
     if sums.kv.requires_grad:
         raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
-    state.write(LinearAttentionState(sums.kv, sums.z, position, identity, sums.angle, log_scale))
+    state.write(made)
     return replace(state, donated=False)
 
 

@@ -52,6 +52,13 @@ def spread(x: Tensor, n: int, bounds: Tensor | None) -> Tensor:
     return (x.expand(len(bounds) - 1, *x.shape[1:]) if len(x) == 1 else x)[owners(bounds, n)][None]
 
 
+def at_first(x: Tensor, n: int, bounds: Tensor | None) -> Tensor:
+    """(b or 1, n, ..): x (s or 1, ..) at the first token of each sequence, elsewhere 0."""
+    tokens = torch.arange(n, device=x.device)
+    begins = tokens == (0 if bounds is None else bounds[owners(bounds, n)])
+    return spread(x, n, bounds).where(begins.view(1, n, *[1] * (x.ndim - 1)), 0)
+
+
 def sums_so_far(x: Tensor, bounds: Tensor | None) -> Tensor:
     """x (b or 1, n, ..) summed from the first token of each sequence on; exact for integers, which may wrap."""
     total = x.cumsum(1)

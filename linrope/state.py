@@ -34,6 +34,8 @@ class LinearAttentionState:
         angle: (b, g or 1, pairs) int64, with angle_steps: their sum in 2^-64 turns, which wrap.
         log_scale: (b, g) float64, with maps that return one: the m of the largest key, as the last token sees it.
             kv and z are then sums of e^-m times the keys.
+        angle_slope: (b, g or 1, pairs) zeros, in calls with gradients: through them the gradient of later calls
+            reaches the steps that angle, of integers, has summed.
         conv: (b, taps - 1, channels), of a layer with a short convolution: its last inputs.
         slots: (b',) int64: rows of a pool; see ``at``.
         donated: see ``donate``.
@@ -56,6 +58,7 @@ class LinearAttentionState:
     angle: Tensor | None = None
     log_scale: Tensor | None = None
     conv: Tensor | None = None
+    angle_slope: Tensor | None = None
     slots: Tensor | None = None
     donated: bool = False
 
@@ -112,7 +115,7 @@ class LinearAttentionState:
 
     def detach(self) -> "LinearAttentionState":
         """The same numbers, cut from the graph: what truncated backpropagation passes on."""
-        return self._map(lambda tensor: tensor.detach().clone())
+        return replace(self._map(lambda tensor: tensor.detach().clone()), angle_slope=None)
 
     def clone(self) -> "LinearAttentionState":
         return self._map(torch.clone)
@@ -198,7 +201,7 @@ class LinearAttentionState:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a safetensors file, atomically."""
         metadata = {"format": _FORMAT, "version": str(_VERSION), "identity": self.identity}
-        save_tensors(Path(path), self.rows()._tensors(), metadata)
+        save_tensors(Path(path), self.rows().detach()._tensors(), metadata)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "LinearAttentionState":
@@ -216,7 +219,7 @@ class LinearAttentionState:
             raise ValueError(f"{path}: {error}") from error
 
 
-_LEAVES = ("kv", "z", "position", "angle", "log_scale", "conv")
+_LEAVES = ("kv", "z", "position", "angle", "log_scale", "conv", "angle_slope")
 
 
 def _flatten(state: LinearAttentionState) -> tuple[list[Tensor], str]:

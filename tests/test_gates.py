@@ -292,3 +292,38 @@ def test_the_state_alone_has_gradients(backend: str) -> None:
 
     for found, expected in zip(run(backend), run("reference")):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+@every_backend
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_of_pieces_are_those_of_one_call(packed: bool, backend: str) -> None:
+    n, cut = 60, 23
+    q, k, v = randoms(1, n, 4, 6, g=2)
+    gates, steps = data(n, b=1, d=6)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, gates, steps)]
+    weight = torch.randn(1, n, 4, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    how: dict[str, Any] = {"rotary": Rotary(6), "backend": backend}
+    if packed:  # two sequences, whose pieces lie behind each other
+        order = torch.cat((torch.arange(10), torch.arange(23, 40), torch.arange(10, 23), torch.arange(40, 60)))
+        places, cut = torch.argsort(order), 27
+        bounds = [torch.tensor([0, 23, 60]), torch.tensor([0, 10, 27]), torch.tensor([0, 13, 33])]
+    else:
+        order = places = torch.arange(n)
+
+    def run(inputs: list[Tensor], state: Any = None, which: int = 0) -> Any:
+        more: dict[str, Any] = {"cu_seqlens": bounds[which]} if packed else {}
+        q, k, v, a, w = inputs
+        return linear_rope_attention(
+            q, k, v, log_decay=a, angle_steps=w, state=state, return_state=True, **more, **how
+        )
+
+    whole, last = run(leaves)
+    expected = torch.autograd.grad((whole * weight).sum() + last.kv.sum(), leaves)
+    mixed = [x[:, order] for x in leaves]
+    first, state = run([x[:, :cut] for x in mixed], which=1)
+    second, last = run([x[:, cut:] for x in mixed], state, which=2)
+    pieces = torch.cat((first, second), 1)[:, places]
+    torch.testing.assert_close(pieces, whole)
+    found = torch.autograd.grad((pieces * weight).sum() + last.kv.sum(), leaves)
+    for name, a, b in zip("qkvaw", found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11 * float(b.abs().max()), msg=name)

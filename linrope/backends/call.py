@@ -101,7 +101,9 @@ class Call(NamedTuple):
         if self.angle_steps is None:
             return None
         so_far = sums_so_far(to_turns(self.angle_steps), self.bounds)  # as sum() in onnxruntime does not wrap
-        total = at_last(so_far, so_far.new_zeros(1, *so_far.shape[2:]), self.bounds).expand(self.sequences, -1, -1)
+        total = at_last(so_far, so_far.new_zeros(1, *so_far.shape[2:]), self.bounds).expand(
+            self.sequences, -1, -1
+        )
         return total.clone() if angle is None else total + angle
 
 
