@@ -23,7 +23,8 @@ class Tokens(NamedTuple):
 
 
 def distances(tokens: Tokens, m: int) -> Tensor:
-    """(b or 1, m) int64: how many positions each token is from the one before it, or from the state's last."""
+    """(b or 1, m) int64: how many positions each token is from the one before it, or from the state's
+    last."""
     if tokens.positions.shape[1] == 1 and m > 1:
         return tokens.start.new_ones(1, 1).expand(1, m)
     return tokens.positions - previous(tokens.positions, tokens.start - 1, tokens.bounds)
@@ -32,7 +33,8 @@ def distances(tokens: Tokens, m: int) -> Tensor:
 def log_decay_of_tokens(
     decay: Tensor | None, log_decay: Tensor | None, key_mask: Tensor | None, tokens: Tokens, m: int
 ) -> Tensor | None:
-    """(b or 1, m, g or 1): a fixed decay with the positions, and gates, in one; hidden tokens' gates count as 0."""
+    """(b or 1, m, g or 1): a fixed decay with the positions, and gates, in one; hidden tokens' gates count
+    as 0."""
     if log_decay is not None:
         log_decay = visible(log_decay, key_mask).to(torch.promote_types(log_decay.dtype, torch.float32))
         log_decay = log_decay.clamp(min=NOTHING_KEPT)
@@ -81,14 +83,16 @@ class Stabilized(NamedTuple):
 
 
 def stabilize(
-    k: Tensor, log_scale: Tensor, log_decay: Tensor | None, state: LinearAttentionState | None, tokens: Tokens,
+    k: Tensor, log_scale: Tensor, log_decay: Tensor | None, state: LinearAttentionState | None, tokens:
+    Tokens,
     *, key_mask: Tensor | None, causal: bool, exponential: bool,
 ) -> Stabilized:  # fmt: skip
     """Keys e^(s_i - m_i) psi_i, which fade by a_i + m_(i-1) - m_i, with the running maximum
 
         m_i = max(m_(i-1) + a_i, s_i)
 
-    in place of keys e^(s_i) psi_i that fade by a_i: the same output, every number in range, and no future token
+    in place of keys e^(s_i) psi_i that fade by a_i: the same output, every number in range, and no future
+    token
     read. m is a constant to the gradient. Bidirectional calls take the maximum over all keys instead.
 
     k (b, m, g, f) are features psi or, where the backend applies exp itself (exponential), their logarithms;

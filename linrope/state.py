@@ -23,7 +23,8 @@ class LinearAttentionState:
 
         kv = sum_j e^(L - L_j) R(Theta_j) psi(k_j) v_j^T      z = sum_j e^(L - L_j) psi(k_j)
 
-    as the last token sees them (L is its sum of log decays; 0 without decay). Packed sequences have a state each:
+    as the last token sees them (L is its sum of log decays; 0 without decay). Packed sequences have a state
+    each:
     then b counts sequences.
 
     Args:
@@ -32,9 +33,11 @@ class LinearAttentionState:
         position: (b,) int64, of the next token.
         identity: of the feature map and the rotation that made it; another one is refused.
         angle: (b, g or 1, pairs) int64, with angle_steps: their sum in 2^-64 turns, which wrap.
-        log_scale: (b, g) float64, with maps that return one: the m of the largest key, as the last token sees it.
+        log_scale: (b, g) float64, with maps that return one: the m of the largest key, as the last token
+            sees it.
             kv and z are then sums of e^-m times the keys.
-        angle_slope: (b, g or 1, pairs) zeros, in calls with gradients: through them the gradient of later calls
+        angle_slope: (b, g or 1, pairs) zeros, in calls with gradients: through them the gradient of later
+            calls
             reaches the steps that angle, of integers, has summed.
         conv: (b, taps - 1, channels), of a layer with a short convolution: its last inputs.
         slots: (b',) int64: rows of a pool; see ``at``.
@@ -138,8 +141,10 @@ class LinearAttentionState:
     def at(self, slots: Tensor) -> "LinearAttentionState":
         """Rows of this state as a pool: calls without gradients read and write them in place.
 
-        slots (b,) int64, no two equal: the row of each sequence of the call, or of each packed sequence. Sequences
-        join, leave and are forked between calls, as in serving with continuous batching: a decoding step and a
+        slots (b,) int64, no two equal: the row of each sequence of the call, or of each packed sequence.
+        Sequences
+        join, leave and are forked between calls, as in serving with continuous batching: a decoding step
+        and a
         packed prefill update their rows, and leave the others as they are.
 
         >>> from linrope import linear_rope_state
@@ -188,7 +193,7 @@ class LinearAttentionState:
         if dtype is not None:
             moved["kv"] = moved["kv"].to(dtype)
         slots = None if self.slots is None else self.slots.to(device)
-        return replace(self, donated=False, slots=slots, **moved)
+        return replace(self, donated=False, slots=slots, **moved)  # type: ignore[arg-type]
 
     def reorder(self, index: Tensor) -> "LinearAttentionState":
         """The states of the sequences index (b',): repeats and drops them, as beam search does."""
@@ -214,7 +219,7 @@ class LinearAttentionState:
         if not {"kv", "z", "position"} <= set(tensors) <= set(_LEAVES) or "identity" not in metadata:
             raise ValueError(f"{path}: got {sorted(tensors)}, expected kv, z, position and an identity")
         try:
-            return cls(identity=metadata["identity"], **tensors)
+            return cls(identity=metadata["identity"], **tensors)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 
