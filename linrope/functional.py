@@ -366,7 +366,7 @@ def _next_state(
         return LinearAttentionState(sums.kv, sums.z, position.clone(), identity, sums.angle, log_scale)
     if sums.kv.requires_grad:
         raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
-    state.write(LinearAttentionState(sums.kv, sums.z, position, identity, sums.angle, log_scale))
+    state.write({"kv": sums.kv, "z": sums.z, "position": position, "angle": sums.angle, "log_scale": log_scale})
     return replace(state, donated=False)
 
 

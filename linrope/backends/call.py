@@ -215,7 +215,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *arguments, _save = inputs
     out, kv, z, saved = output
     backend = CHUNKED[arguments[0]]
-    results = [out, kv, z, *saved] if backend.READS_RESULTS else list(saved)
+    reads = backend.READS_RESULTS
+    if callable(reads):
+        reads = reads(_read(arguments)[1])
+    results = [out, kv, z, *saved] if reads else list(saved)
     ctx.tensors = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
     ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
     ctx.save_for_backward(*(arguments[i] for i in ctx.tensors), *results)
