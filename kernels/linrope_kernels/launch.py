@@ -18,25 +18,25 @@ NO_STATE = (None, None)
 PREFIX_BLOCK = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Call:
-    """What one call works on; names as in linrope.backends.call.Call."""
+    """What one call works on; names and defaults as in linrope."""
 
     q: Tensor | None  # (b, n, h, f), any strides, as k and v; None: the last state alone is wanted
     k: Tensor  # (b, m, g, f)
     v: Tensor  # (b, m, g, e)
-    log_decay: Tensor | None  # (b or 1, m, g or 1) <= 0, any strides
-    theta: Tensor | None  # (axes, 1 or g, P) int64, 2^-64 turns per position
+    log_decay: Tensor | None = None  # (b or 1, m, g or 1) <= 0, any strides
+    theta: Tensor | None = None  # (axes, 1 or g, P) int64, 2^-64 turns per position
     positions: Tensor  # (1 or b, n) int64 contiguous, or (1 or b, 1): consecutive; or (1 or b, n, axes)
-    key_positions: Tensor | None  # (1 or b, m), likewise; None: as positions
-    key_mask: Tensor | None  # (b, m) bool, contiguous
-    cu_seqlens: Tensor | None  # (s + 1,) of packed sequences: then b is 1
-    layout: str
-    feature_map: str
-    causal: bool
-    normalize: bool
-    eps: float
-    eps_mode: str
+    key_positions: Tensor | None = None  # (1 or b, m), likewise; None: as positions
+    key_mask: Tensor | None = None  # (b, m) bool, contiguous
+    cu_seqlens: Tensor | None = None  # (s + 1,) of packed sequences: then b is 1
+    layout: str = "half"
+    feature_map: str = "elu+1"
+    causal: bool = True
+    normalize: bool = True
+    eps: float = 1e-6
+    eps_mode: str = "clamp"
     dot: str  # how products are computed: "bf16", "tf32", "ieee"
     # In place of theta: all angles (1 or b, n, 1 or g, P) int64, in 2^-64 turns, of queries and, if they differ, of keys
     phases: tuple[Tensor, Tensor | None] | None = None
@@ -154,7 +154,7 @@ class Call:
             )  # fmt: skip
 
 
-GIVEN = tuple(field.name for field in fields(Call))[:-2]  # what linrope's Call has
+GIVEN = tuple(field.name for field in fields(Call) if field.name not in ("dot", "phases"))  # linrope's Call has them
 
 
 class Segments(NamedTuple):

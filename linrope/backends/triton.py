@@ -116,7 +116,7 @@ def backward(
     if g_out is None:
         assert call.q is not None
         g_out = call.v.new_zeros(1).expand(*call.q.shape[:3], call.v.shape[3])
-    if g_kv is not None or g_z is not None:
+    if call.want_state and (g_kv is not None or g_z is not None):
         kv, z = launch.new_state(own, _state(sums))
         g_end = (
             torch.zeros_like(kv) if g_kv is None else g_kv.contiguous(),

@@ -261,8 +261,7 @@ def test_whatever_cu_seqlens_holds_nothing_is_read_out_of_bounds() -> None:
         assert bool((bounds.diff() >= 0).all())
         q = torch.zeros(1, 70, 1, 16)
         call = launch.Call(
-            q, q, q, None, None, "half", torch.zeros(1, 70).long(), None, "exp", True, True, 1.0, "ieee",
-            cu_seqlens=cuts,
+            q=q, k=q, v=q, positions=torch.zeros(1, 70).long(), cu_seqlens=cuts, dot="ieee"
         )  # fmt: skip
         slots = call.segments(70).slots
         assert slots is not None
