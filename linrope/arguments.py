@@ -1,7 +1,6 @@
 """What the arguments of linear_rope_attention and of the layers must be, and the positions they amount to."""
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -90,14 +89,20 @@ def resolve_map(feature_map: str | FeatureMap | None, d: int) -> FeatureMap | No
     return feature_map
 
 
-@cache  # every decoding step comes here
+_MADE: dict[tuple[str, int], FeatureMap] = {}  # every decoding step asks
+
+
 def _made_by_name(name: str, d: int) -> FeatureMap:
+    if (name, d) in _MADE and not torch.compiler.is_compiling():
+        return _MADE[name, d]
     made = feature_maps.make(name, d)
     if made.state_dict():
         raise ValueError(
             f"feature_map={name!r}: it has weights or a projection of its own; "
             f"expected the object that feature_maps.make({name!r}, {d}) made"
         )
+    if not torch.compiler.is_compiling():
+        _MADE[name, d] = made
     return made
 
 
@@ -159,8 +164,8 @@ def check_log_decay(log_decay: Tensor | None, k: Tensor, causal: bool) -> None:
         )
     if not causal:
         raise ValueError("log_decay: got causal=False, expected causal=True: it fades what came before")
-    if readable(log_decay) and log_decay.numel() and float(log_decay.max()) > 0:
-        raise ValueError(f"log_decay: got up to {float(log_decay.max()):.3g}, expected numbers <= 0")
+    if readable(log_decay) and log_decay.numel() and float(log_decay.detach().max()) > 0:
+        raise ValueError(f"log_decay: got up to {float(log_decay.detach().max()):.3g}, expected numbers <= 0")
 
 
 def check_angle_steps(angle_steps: Tensor | None, k: Tensor, n: int, f: int, rotary: Rotary | None) -> None:

@@ -217,7 +217,7 @@ def _attend(request: _Request) -> tuple[Tensor, LinearAttentionState | None]:
     """out, and the last state where it is wanted."""
     q, k, v, rotary, state = request.q, request.k, request.v, request.rotary, request.state
     fmap = _check(request)
-    identity = _identity(fmap, rotary, request.rope_order)
+    identity = "" if state is None and not request.return_state else _identity(fmap, rotary, request.rope_order)
     sequences = k.shape[0] if request.cu_seqlens is None else len(request.cu_seqlens) - 1
     if state is not None:
         f = k.shape[3] if fmap is None else fmap.feature_dim

@@ -67,26 +67,33 @@ def everything(
     q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None = None, *,
     call: Callable[..., Any] = linear_rope_attention, **how: Any,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Output, last state, and the gradients of all inputs through all of them."""
-    leaves = {"dq": q, "dk": k, "dv": v}
+    """Output, last state, and the gradients of all inputs through all of them; log_decay and angle_steps too."""
+    data = {name: how.pop(name) for name in ("log_decay", "angle_steps") if how.get(name) is not None}
+    leaves = {"dq": q, "dk": k, "dv": v, **{f"d{name}": x for name, x in data.items()}}
     leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
+    how |= {name: leaves[f"d{name}"] for name in data}
     if state is not None:
         state = replace(state, kv=state.kv.detach().requires_grad_(), z=state.z.detach().requires_grad_())
         leaves |= {"dkv": state.kv, "dz": state.z}
     out, last = call(leaves["dq"], leaves["dk"], leaves["dv"], state=state, return_state=True, **how)
     results = {"out": out, "kv": last.kv, "z": last.z}
+    integers = {} if last.angle is None else {"angle": last.angle}
     loss, generator = torch.zeros((), dtype=torch.float64), torch.Generator().manual_seed(5)
     for x in results.values():
         weight = torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu")
         loss = loss + (x.double() * weight.bfloat16().to(x.device)).sum()  # of few digits: exact anywhere
     grads = torch.autograd.grad(loss, list(leaves.values()))
-    return {name: x.detach() for name, x in results.items()} | dict(zip(leaves, grads, strict=True))
+    found = {name: x.detach() for name, x in results.items()} | dict(zip(leaves, grads, strict=True))
+    return found | integers
 
 
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
     """Equal up to ``tolerance`` of each tensor's largest entry (of 1 if that is less): entries cancel."""
     assert actual.keys() == expected.keys()
     for name, x in expected.items():
+        if not x.is_floating_point():
+            assert torch.equal(actual[name], x), name
+            continue
         bound = tolerance * max(1.0, float(x.abs().max()) if x.numel() else 0.0)
         torch.testing.assert_close(
             actual[name], x, rtol=0, atol=bound, msg=lambda text, n=name: f"{n}: {text}"

@@ -38,11 +38,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "decay for other heads": (lambda: attend(decay=torch.ones(3)), ValueError, "decay: got shape (3,), ex"),
     "decay of rank 2": (lambda: attend(decay=torch.ones(1, G)), ValueError, "decay: got shape (1, 2), exp"),
     "decay elsewhere": (lambda: attend(decay=torch.ones(G, device="meta")), ValueError, "got device meta"),
-    "decay to learn": (
-        lambda: attend(decay=torch.ones(G).requires_grad_()),
-        ValueError,
-        "decay: got a tensor that requires gradients, expected a fixed one",
-    ),
     "decay without time": (
         lambda: attend(causal=False, **FADING),
         ValueError,
@@ -171,7 +166,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "decay of the layer, by another name": (
         lambda: LinearRoPEAttention(8, 2, decay="retnot"),
         ValueError,
-        "decay='retnot': expected 'retnet', 2 numbers, or None",
+        "decay='retnot': expected one of spread, learned, retnet, 2 numbers, or None; did you mean 'retnet'?",
     ),
     "too few numbers": (
         lambda: LinearRoPEAttention(8, 2, decay=[0.5]),

@@ -66,13 +66,13 @@ def by_hand(layer: LinearRoPEAttention, x: torch.Tensor, context: torch.Tensor, 
         feature_map=layer.feature_map,
         rotary=layer.rotary,
         causal=layer.causal,
-        normalize=layer.normalize,
+        normalize=layer.normalize and layer.out_norm is None,  # which the norm cancels
         decay=layer.decay,
         rope_order=layer.rope_order,
         **how,
     )
     if layer.out_norm is not None:
-        rms = (out.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        rms = (out.square().mean(-1, keepdim=True) + layer.out_norm.eps).sqrt()
         out = out / rms * layer.get_parameter("out_norm.weight")
     out = out.reshape(b, n, -1)
     if layer.g_proj is not None:
@@ -286,9 +286,6 @@ def test_casting_the_layer_leaves_its_decay_exact() -> None:
     layer = LinearRoPEAttention(16, 4, decay=[0.1, 0.2, 0.3, 1 - 2.0**-40])
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         assert layer.to(dtype).decay.tolist() == [0.1, 0.2, 0.3, 1 - 2.0**-40]
-    other = LinearRoPEAttention(16, 4, decay="retnet")
-    other.load_state_dict(layer.state_dict())
-    assert torch.equal(other.decay, layer.decay)
 
 
 def test_packed_sequences_and_grids_go_through_the_layer() -> None:

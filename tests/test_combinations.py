@@ -3,6 +3,7 @@
 ``python -m tests.test_combinations`` prints what works in which backend.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,6 +43,18 @@ CALLS: dict[str, dict[str, Any]] = {
     "stateful": {"stateful": True},
     "one token": {"n": 1, "stateful": True, "h": 2 * G},
     "one token, decayed": {"n": 1, "stateful": True, "decay": True},
+    "gated": {"gated": True},
+    "gated, decayed, grouped, masked": {"gated": True, "decay": True, "h": 2 * G, "masked": True},
+    "gated, packed, stateful": {"gated": True, "cu_seqlens": PACKED, "stateful": True},
+    "steps": {"steps": True},
+    "steps for all heads, bidirectional": {"steps": "shared", "causal": False, "masked": True},
+    "gated, steps, stateful, grouped": {"gated": "shared", "steps": True, "h": 2 * G, "stateful": True},
+    "one token, gated, steps": {"n": 1, "gated": True, "steps": True, "stateful": True, "h": 2 * G},
+    "eps added": {"eps_mode": "add", "gated": True, "stateful": True},
+    "all at once, gated": {
+        "cu_seqlens": PACKED, "masked": True, "decay": True, "h": 2 * G, "stateful": True, "gated": True,
+        "steps": True,
+    },
     "all at once": {"cu_seqlens": PACKED, "masked": True, "decay": True, "h": 2 * G, "stateful": True},
 }
 
@@ -66,7 +79,7 @@ def problem(
         "rope_order": order,
         "causal": options.get("causal", True),
         # A small normalizer magnifies what float32 has rounded off the features.
-        "eps": 1e-6 if dtype == torch.float64 else 1.0,
+        "eps": 1e-4 if dtype == torch.float64 else 1.0,
     }
     generator, device = torch.Generator().manual_seed(1), torch.get_default_device()
     if packed is not None:
@@ -76,9 +89,28 @@ def problem(
     if rotation == "axial":
         how["positions"] = torch.randint(0, 50, (n, 2), generator=generator, device="cpu").to(device)
     state = random_state(k, v, how, h=h) if "stateful" in options else None
+    rotary = how["rotary"]
+    if "gated" in options:  # strong, weak and none
+        heads = 1 if options["gated"] == "shared" else G
+        gates = -torch.rand(b, n, heads, generator=generator, device="cpu").double() * 2
+        gates[:, 5::11], gates[:, 7::13], gates[:, 20:22] = -20, 0, -1e4
+        how["log_decay"] = gates.to(device, dtype)
+    if "steps" in options and takes_steps(rotation):
+        heads = 1 if options["steps"] == "shared" else G
+        pairs = how["feature_map"].feature_dim // 2 if rotary is None else rotary.rotary_dim // 2
+        steps = 3 * torch.randn(b, n, heads, pairs, generator=generator, device="cpu").double()
+        how["angle_steps"] = steps.to(device, dtype)
+        if state is not None:
+            state = replace(state, angle=torch.randint(-(2**62), 2**62, (len(state.kv), heads, pairs), generator=generator))
+    how["eps_mode"] = options.get("eps_mode", "clamp")
     if "decay" in options:
         how["decay"] = torch.tensor([0.5, 0.97], dtype=torch.float64)
     return [q, k, v], state, how
+
+
+def takes_steps(rotation: str) -> bool:
+    """Whether steps of the data can turn features beside it."""
+    return rotation not in ("xpos", "before the map")
 
 
 def why_not(backend: str, name: str, rotation: str, call: str) -> str | None:
@@ -86,8 +118,9 @@ def why_not(backend: str, name: str, rotation: str, call: str) -> str | None:
     try:
         (q, k, v), state, how = problem(name, rotation, call, DTYPES[backend])
         wide = [x.double() for x in (q, k, v)]
+        exact = how | {name: how[name].double() for name in ("log_decay", "angle_steps") if name in how}
         actual = everything(q, k, v, state, backend=backend, **how)
-        oracle = everything(*wide, state, backend="reference", **how)
+        oracle = everything(*wide, state, backend="reference", **exact)
     except (RuntimeError, ValueError) as error:
         return str(error)
     oracle = {key: x.to(actual[key].dtype) for key, x in oracle.items()}

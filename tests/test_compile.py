@@ -1,4 +1,4 @@
-"""torch.library's own checks of the eager operator, and torch.compile without recompilation."""
+"""torch.library's own checks of the operator, and torch.compile without recompilation."""
 
 import pytest
 import torch
@@ -7,9 +7,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, linear_rope_attention
-from linrope.backends import eager  # noqa: F401  registers the operator
+from linrope.backends.call import Call
 
-OPERATOR = torch.ops.linrope.eager.default
+OPERATOR = torch.ops.linrope.attend.default
 B, G, H, D, E = 2, 2, 4, 4, 6
 
 
@@ -28,32 +28,37 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=generator, dtype=dtype, device="cpu").to(torch.get_default_device())
 
 
+def tokens(n: int, m: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    shapes = (B, n, H, D), (B, m, G, D), (B, m, G, E)
+    return [numbers(*shape, dtype=dtype) for shape in shapes]
+
+
 def operator_arguments(
     n: int = 70, m: int | None = None, *, dtype=torch.float64, causal=True, state=False, mask=False,
-    rotary=True, layout="interleaved", positions=False, save=True, decay=False,
+    rotary=True, layout="interleaved", positions=False, save=True, decay=False, steps=False, packed=False,
+    want_state=True, state_only=False,
 ) -> tuple:  # fmt: skip
     m = n if m is None else m
-    q, k, v = (
-        numbers(B, n, H, D, dtype=dtype),
-        numbers(B, m, G, D, dtype=dtype),
-        numbers(B, m, G, E, dtype=dtype),
-    )
-    kv, z = torch.zeros(B, G, D, E, dtype=dtype), torch.zeros(B, G, D, dtype=torch.float64)
+    q, k, v = tokens(n, m, dtype)
+    b = 1 if packed else B
+    q, k, v = None if state_only else q[:b].clone(), k[:b].clone(), v[:b].clone()
+    sequences = 3 if packed else b
+    kv = z = angle = None
     if state:
-        kv, z = numbers(B, G, D, E, dtype=dtype), numbers(B, G, D, dtype=torch.float64).abs()
-    for x in (q, k, v, *((kv, z) if state else ())):
-        x.requires_grad_(save)
-    where, key_where = torch.tensor([[3]]), None if m == n else torch.tensor([[0]])
-    if positions:
-        where = torch.arange(B * n).view(B, n)
-    key_mask = numbers(B, m) > 0 if mask else None
-    theta = Rotary(D).frequencies if rotary else None
-    decays = torch.tensor([0.5, 0.9]) if decay else None
-    layout = layout if rotary else ""
-    return (
-        q, k, v, kv, z, theta, None, decays, where, key_where, torch.tensor([3]), key_mask, None,
-        layout, "elu+1", causal, True, 1e-6, state, save,
+        kv, z = numbers(sequences, G, D, E, dtype=dtype), numbers(sequences, G, D, dtype=torch.float64).abs()
+        angle = torch.arange(sequences * G * D // 2).view(sequences, G, -1) * 2**60 if steps else None
+    log_decay = -numbers(b, m, G, dtype=dtype).abs() if decay else None
+    angle_steps = numbers(b, m, 1, D // 2, dtype=dtype) if steps else None
+    for x in (q, k, v, kv, z, log_decay, angle_steps):
+        if x is not None:
+            x.requires_grad_(save)
+    call = Call(
+        q, k, v, log_decay, angle_steps, Rotary(D).turns(torch.device("cpu")) if rotary else None,
+        torch.arange(b * n).view(b, n) if positions else torch.tensor([[3]]),
+        None if m == n else torch.tensor([[0]]), None, None, numbers(b, m) > 0 if mask else None,
+        torch.tensor([0, 5, 5, n]) if packed else None, layout, "elu+1", causal, True, 1e-6, "clamp", want_state,
     )  # fmt: skip
+    return "eager", *call, kv, z, angle, save
 
 
 CONFIGURATIONS = {
@@ -63,6 +68,10 @@ CONFIGURATIONS = {
     "causal, positions, half": {"positions": True, "layout": "half"},
     "no rotary": {"rotary": False},
     "decay": {"decay": True, "state": True},
+    "decay, steps": {"decay": True, "steps": True, "state": True},
+    "steps alone, no state wanted": {"steps": True, "rotary": False, "want_state": False},
+    "packed": {"packed": True, "state": True, "decay": True},
+    "state only": {"state_only": True, "decay": True},
     "float32": {"dtype": torch.float32, "state": True},
     "float32, inference": {"dtype": torch.float32, "save": False, "mask": True},
     "bidirectional": {"causal": False},
@@ -77,16 +86,6 @@ CONFIGURATIONS = {
 def test_operator_passes_torch_library_s_checks(configuration) -> None:
     """Schema, autograd registration, fake tensors (shapes and dtypes), and dynamic-shape tracing."""
     torch.library.opcheck(OPERATOR, operator_arguments(**configuration))
-
-
-def test_operator_passes_them_with_packed_sequences() -> None:
-    q, k, v = (numbers(1, 70, heads, size) for heads, size in ((H, D), (G, D), (G, E)))
-    kv, z = numbers(3, G, D, E), numbers(3, G, D, dtype=torch.float64).abs()
-    for x in (q, k, v, kv, z):
-        x.requires_grad_()
-    where, start, bounds = torch.arange(70)[None], torch.zeros(3).long(), torch.tensor([0, 5, 5, 70])
-    more = None, None, torch.tensor([0.5, 0.9]), where, None, start, None, bounds
-    torch.library.opcheck(OPERATOR, (q, k, v, kv, z, *more, "", "elu+1", True, True, 1e-6, True, True))
 
 
 class Model(nn.Module):
@@ -196,6 +195,6 @@ def test_the_operation_itself_compiles_with_given_positions_and_mask() -> None:
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
     for n in (4, 9):
-        q, k, v, _ = (operator_arguments(n, dtype=torch.float32)[i] for i in range(4))
+        q, k, v = tokens(n, n, torch.float32)
         how = torch.arange(n) * 3, numbers(B, n) > 0
         assert_close(compiled(q, k, v, *how), run(q, k, v, *how))

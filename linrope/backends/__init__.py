@@ -4,17 +4,18 @@ A backend is a module with ``attend(call, state) -> (out, sums)`` and ``supports
 ``linrope.backends.call``.
 """
 
-from importlib import import_module
-from typing import Any
+from types import ModuleType
 
+from linrope.backends import eager, native, reference
 from linrope.backends.call import Call
 from linrope.names import check_name
 from linrope.state import LinearAttentionState
 
-NAMES = ("auto", "reference", "eager", "native", "triton")
+MODULES = {"reference": reference, "eager": eager, "native": native}
+NAMES = ("auto", *MODULES, "triton")
 
 
-def choose(name: str, call: Call, state: LinearAttentionState | None) -> Any:
+def choose(name: str, call: Call, state: LinearAttentionState | None) -> ModuleType:
     """The backend of that name; "auto" takes native on a CPU and triton on a GPU where they can, else eager.
 
     Raises:
@@ -25,13 +26,20 @@ def choose(name: str, call: Call, state: LinearAttentionState | None) -> Any:
     order: tuple[str, ...] = (name,)
     if name == "auto":
         order = ("native", "eager") if call.k.device.type == "cpu" else ("triton", "eager")
-    reason: str | None = None
     for candidate in order:
-        try:
-            module = import_module(f"linrope.backends.{candidate}")  # Triton and the native library may be absent
-            reason = module.supports(call, state)
-        except ImportError as error:
-            reason = str(error)
+        module = load(candidate)
+        reason = module if isinstance(module, str) else module.supports(call, state)
         if reason is None:
             return module
     raise RuntimeError(f"backend={name!r} cannot run: {reason}")
+
+
+def load(name: str) -> ModuleType | str:
+    """The backend's module, or why it is not to be had."""
+    if name != "triton":
+        return MODULES[name]
+    try:
+        from linrope.backends import triton  # only where it may be used: Triton may be absent
+    except ImportError as error:
+        return str(error)
+    return triton

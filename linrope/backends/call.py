@@ -6,6 +6,7 @@ torch.compile and autograd each call of it is then one opaque operator, whatever
 """
 
 from collections.abc import Sequence
+from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple, get_type_hints
 
@@ -109,11 +110,7 @@ class Call(NamedTuple):
 _TYPES: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", bool: "bool", float: "float"}
 _CALL = [f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Call).items()]
 _ARGUMENTS = ", ".join(["str backend", *_CALL, "Tensor? kv", "Tensor? z", "Tensor? angle"])
-_DIFFERENTIABLE = ("q", "k", "v", "log_decay", "angle_steps")
 _FIELDS = len(Call._fields)
-
-CHUNKED: dict[str, ModuleType] = {}  # backends by name: those that were imported
-
 
 class Gradients(NamedTuple):
     """Of a call's tensors, in their shapes; None where there is nothing."""
@@ -128,23 +125,35 @@ class Gradients(NamedTuple):
 
 
 def attend(
-    backend: ModuleType, call: Call, state: LinearAttentionState | None
+    backend: str, call: Call, state: LinearAttentionState | None
 ) -> tuple[Tensor, Sums | None]:
-    """out and, if wanted, the last sums, by a chunked backend's ``forward`` and ``backward``."""
+    """out and, if wanted, the last sums, by the ``forward`` and ``backward`` of the chunked backend of that name."""
     state = None if state is None else state.rows()
     kv, z, angle = (None, None, None) if state is None else (state.kv, state.z, state.angle)
-    inputs = (*call[:5], kv, z)
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    name = backend.__name__.rpartition(".")[2]
-    CHUNKED[name] = backend
-    out, kv, z, *_ = _attend(name, *call, kv, z, angle, save)
+    save = torch.is_grad_enabled() and needs_gradients(call, state)
+    out, kv, z, *_ = _attend(backend, *call, kv, z, angle, save)
     return out, Sums(kv, z, call.last_angle(angle)) if call.want_state else None
+
+
+def needs_gradients(call: Call, state: LinearAttentionState | None) -> bool:
+    inputs = call[:5] if state is None else (*call[:5], state.kv, state.z)
+    return any(x is not None and x.requires_grad for x in inputs)
+
+
+def summed_to(x: Tensor, like: Tensor) -> Tensor:
+    """x in the shape and dtype of like, summed where like has one entry for many."""
+    ones = [i for i, (have, want) in enumerate(zip(x.shape, like.shape)) if want == 1 and have != 1]
+    return (x.sum(ones, keepdim=True) if ones else x).to(like.dtype)
 
 
 def _read(arguments: Sequence[Any]) -> tuple[ModuleType, Call, Sums | None]:
     """The backend, the call and the sums that the operator's arguments hold."""
     name, fields, (kv, z, angle) = arguments[0], arguments[1 : 1 + _FIELDS], arguments[1 + _FIELDS : 4 + _FIELDS]
-    return CHUNKED[name], Call(*fields), None if kv is None else Sums(kv, z, angle)
+    return _module(name), Call(*fields), None if kv is None else Sums(kv, z, angle)
+
+
+def _module(backend: str) -> ModuleType:
+    return import_module(f"linrope.backends.{backend}")
 
 
 def _absent(like: Tensor) -> Tensor:
@@ -214,11 +223,9 @@ def _(*arguments: Any) -> list[Tensor]:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *arguments, _save = inputs
     out, kv, z, saved = output
-    backend = CHUNKED[arguments[0]]
-    reads = backend.READS_RESULTS
-    if callable(reads):
-        reads = reads(_read(arguments)[1])
-    results = [out, kv, z, *saved] if reads else list(saved)
+    backend, call, _ = _read(arguments)
+    reads = backend.READS_RESULTS  # of triton a function, since few of its calls do
+    results = [out, kv, z, *saved] if (reads(call) if callable(reads) else reads) else list(saved)
     ctx.tensors = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
     ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
     ctx.save_for_backward(*(arguments[i] for i in ctx.tensors), *results)
@@ -229,6 +236,9 @@ def _backward(ctx: Any, g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor |
     arguments, tensors = list(ctx.others), list(ctx.saved_tensors)
     for i in ctx.tensors:
         arguments[i] = tensors.pop(0)
+    call = _read(arguments)[1]
+    g_out = None if call.q is None else g_out  # compiled code gives zeros for what is absent
+    g_kv, g_z = (g_kv, g_z) if call.want_state else (None, None)
     found = iter(_attend_backward(*arguments, tensors, g_out, g_kv, g_z))
     gradients: list[Tensor | None] = [None] * (len(arguments) + 1)
     for i in (1, 2, 3, 4, 5, 1 + _FIELDS, 2 + _FIELDS):

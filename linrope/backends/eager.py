@@ -10,7 +10,6 @@ everything anew from the inputs. Tensors are (t, g, r, c, ..): t chunk, g key/va
 position in the chunk.
 """
 
-import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
@@ -337,7 +336,8 @@ def backward(
     for heads in head_groups(call):
         part = Part(call, sums, heads)
         found = _gradients(part, sums, g_out, g_kv, g_z)
-        part.query_cut.put(found.phi * part.slope(part.q_in, part.phi), rows[0], part.query_heads)
+        if call.q is not None:
+            part.query_cut.put(found.phi * part.slope(part.q_in, part.phi), rows[0], part.query_heads)
         psi = (found.psi * part.slope(part.k_in, part.psi)).masked_fill(part.hidden, 0)
         part.key_cut.put(psi, rows[1], heads)
         part.key_cut.put(found.v.masked_fill(part.hidden, 0), rows[2], heads)
@@ -350,16 +350,10 @@ def backward(
     first = (None, None) if sums is None else tuple(torch.cat(x, 1).to(y.dtype) for x, y in zip(zip(*firsts), sums))
     return Gradients(
         None if call.q is None else dq, dk, dv,
-        None if call.log_decay is None or d_log is None else summed_to(d_log[:-1].view(b, m, g), call.log_decay),
-        None if call.angle_steps is None or d_angle is None else summed_to(d_angle[:-1].view(b, m, g, call.pairs), call.angle_steps),
+        None if call.log_decay is None or d_log is None else shared.summed_to(d_log[:-1].view(b, m, g), call.log_decay),
+        None if call.angle_steps is None or d_angle is None else shared.summed_to(d_angle[:-1].view(b, m, g, call.pairs), call.angle_steps),
         *first,
     )  # fmt: skip
-
-
-def summed_to(x: Tensor, like: Tensor) -> Tensor:
-    """x in the shape and dtype of like, summed where it has one entry for many."""
-    ones = [i for i, (have, want) in enumerate(zip(x.shape, like.shape)) if want == 1 and have != 1]
-    return (x.sum(ones, keepdim=True) if ones else x).to(like.dtype)
 
 
 class _Gradients(NamedTuple):
@@ -451,4 +445,4 @@ def quarter_turns(x: Tensor, y: Tensor, call: Call) -> Tensor:
     return x1 * y2 - x2 * y1
 
 
-attend = partial(shared.attend, sys.modules[__name__])
+attend = partial(shared.attend, "eager")

@@ -80,7 +80,7 @@ def _attend(call: Call, sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
     length_hat = length
     if call.fade is not None and call.distances is not None:
         length_hat = length + (call.distances.cumsum(1)[..., None] * call.fade)[:, None]
-    own, own_hat = (length, length_hat) if call.causal else 2 * (length.new_zeros(1, 1, n, 1),)
+    own, own_hat = (x[:, :, :n] if call.causal else x.new_zeros(1, 1, n, 1) for x in (length, length_hat))
     last, last_hat = (x[:, :, -1:] if m else x.new_zeros(1, 1, 1, 1) for x in (length, length_hat))
 
     def fade(exponent: Tensor) -> Tensor:

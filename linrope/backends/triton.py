@@ -4,8 +4,6 @@ It saves q, k, v, the normalizer, the states at segment starts, and out for more
 Triton's interpreter (TRITON_INTERPRET=1 before the start) it takes CPU tensors, for tests.
 """
 
-import sys
-
 import torch
 from linrope_kernels import INTERPRETED, launch
 from torch import Tensor
@@ -32,24 +30,21 @@ def supports(call: Call, state: LinearAttentionState | None) -> str | None:
         return "xpos, a decay per pair of features: use backend='eager'"
     if f > MAX_DIM or e > MAX_DIM:
         return f"{f} features and {e} values per head: it takes up to {MAX_DIM} of each; use backend='eager'"
-    for name in ("log_decay", "angle_steps"):
-        if _has_gradient(getattr(call, name)):
-            return f"gradients of {name}: use backend='eager'"
-    if call.q is None and any(map(_has_gradient, (k, call.v, state and state.kv, state and state.z))):
-        return "gradients of linear_rope_state: use backend='eager'"
+    if torch.is_grad_enabled() and shared.needs_gradients(call, state):
+        for name in ("log_decay", "angle_steps"):
+            if (x := getattr(call, name)) is not None and x.requires_grad:
+                return f"gradients of {name}: use backend='eager'"
+        if call.q is None:
+            return "gradients of linear_rope_state: use backend='eager'"
     return None
 
 
-def _has_gradient(x: Tensor | None) -> bool:
-    return x is not None and x.requires_grad and torch.is_grad_enabled()
-
-
-def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor | None, Sums | None]:
-    inputs = (*call[:5], *(() if state is None else (state.kv, state.z)))
+def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
+    differentiates = torch.is_grad_enabled() and shared.needs_gradients(call, state)
     step = call.causal and call.q is not None and call.k.shape[1] == 1 and call.cu_seqlens is None
-    if step and not any(map(_has_gradient, inputs)) and not torch.compiler.is_compiling():
+    if step and not differentiates and not torch.compiler.is_compiling():
         return _step(call, state)
-    return shared.attend(sys.modules[__name__], call, state)
+    return shared.attend("triton", call, state)
 
 
 def _step(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
@@ -116,7 +111,7 @@ def backward(
     if g_out is None:
         assert call.q is not None
         g_out = call.v.new_zeros(1).expand(*call.q.shape[:3], call.v.shape[3])
-    if call.want_state and (g_kv is not None or g_z is not None):
+    if g_kv is not None or g_z is not None:
         kv, z = launch.new_state(own, _state(sums))
         g_end = (
             torch.zeros_like(kv) if g_kv is None else g_kv.contiguous(),

@@ -29,6 +29,7 @@ app.command()(convert)
 console = Console()
 
 DEMO_PROMPT = "def main("
+DEMO_DECAY = {"name": "spread", "longest": 256}  # half-lives up to the rows it is trained on
 
 
 def run(arguments: list[str]) -> int:
@@ -87,14 +88,26 @@ def train(
         str, typer.Option(help=f"{', '.join(POSITIONS)}; the last three with softmax attention only.")
     ] = "rope",
     rotary: Annotated[
-        str, typer.Option(help="Layout of the positions 'rope': interleaved, half or none.")
+        str,
+        typer.Option(
+            help="Of the positions 'rope': interleaved, half, selective (made from the input) or none."
+        ),
     ] = "interleaved",
     decay: Annotated[
         str | None,
         typer.Option(
-            help="How keys fade: retnet, the default of linear attention, or none.", show_default=False
+            help="How keys fade: spread (half-lives from 1 token to a row; the default of linear attention "
+            "without --forget-gate), learned (starts there), retnet or none.",
+            show_default=False,
         ),
     ] = None,
+    forget_gate: Annotated[
+        bool, typer.Option("--forget-gate", help="Keys fade by a gate made from the input, too.")
+    ] = False,
+    short_conv: Annotated[
+        int, typer.Option(help="Taps of a convolution on queries, keys and values, as 4; 0: none.")
+    ] = 0,
+    qk_norm: Annotated[bool, typer.Option("--qk-norm", help="RMS norm of queries and keys.")] = False,
     seed: Annotated[int, typer.Option(help="Of initial weights and data order.")] = 0,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
     resume: Annotated[
@@ -123,7 +136,8 @@ def train(
             accumulation, pieces, through,
         )  # fmt: skip
         if decay is None:
-            decay = "retnet" if attention == "linear" else "none"
+            decay = "spread" if attention == "linear" and not forget_gate else "none"
+        half_lives = {"longest": float(sequence_length)}
         torch.manual_seed(seed)
         model = LanguageModel(
             LanguageModelConfig(
@@ -135,8 +149,11 @@ def train(
                 positions=positions,
                 max_length=max(sequence_length, LanguageModelConfig.max_length),
                 feature_map=feature_map,
-                rotary=None if rotary == "none" else rotary,
-                decay=None if decay == "none" else decay,
+                rotary=_or_none(rotary),
+                decay={"name": decay, **half_lives} if decay in ("spread", "learned") else _or_none(decay),
+                forget_gate=half_lives if forget_gate else False,
+                short_conv=short_conv or None,
+                qk_norm=qk_norm,
             )
         )
         trainer = Trainer(model, corpus, config)
@@ -251,7 +268,7 @@ def demo(
     """Train a small model on real text, generate from it, and outrun softmax attention: 4 minutes."""
     console.rule("1. A language model on linear attention with RoPE")
     torch.manual_seed(0)
-    model = LanguageModel(LanguageModelConfig(embed_dim=128, num_layers=4, num_heads=4, decay="retnet"))
+    model = LanguageModel(LanguageModelConfig(embed_dim=128, num_layers=4, num_heads=4, decay=DEMO_DECAY))
     trainer = Trainer(model, Corpus.load(), TrainingConfig(steps=1, sequence_length=256))
     describe(trainer, console)
     before = trainer.evaluate()
@@ -274,6 +291,10 @@ def demo(
     console.rule("3. Against softmax attention with RoPE")
     _bench([2**i for i in range(8, 15)], [1024, 65536], 2.0, 0.5, 2, out, "demo")
     return 0
+
+
+def _or_none(name: str) -> str | None:
+    return None if name == "none" else name
 
 
 def _bench(

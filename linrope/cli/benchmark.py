@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import linrope
-from linrope.backends.eager_blocks import release_scratch
 from linrope.cli.cases import AttentionCase, DecodeCase
 
 CHUNK = 64  # C of the operation count
@@ -64,7 +63,6 @@ def peak_memory(function: Callable[[], Any]) -> int | None:
         line = next(line for line in status.read_text().splitlines() if line.startswith(key))
         return int(line.split()[1]) * 1024
 
-    release_scratch()
     try:
         ctypes.CDLL(None).malloc_trim(0)  # or memory freed earlier would be used again, and not seen
         clear.write_text("5")  # sets the peak back to the present size

@@ -1,5 +1,7 @@
 """What exporters and other runtimes take: tensors in, tensors out."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -13,7 +15,8 @@ class TensorStates(nn.Module):
         logits, [kv_0', z_0', position_0', kv_1', ..] = module(tokens, [kv_0, z_0, position_0, kv_1, ..])
 
     The tensors of block i are those of its LinearAttentionState: kv_i (b, g, f, e), z_i (b, g, f), position_i
-    (b,). Sequences begin with ``empty``; a prompt, in one piece or in several, and a decoding step are
+    (b,), and where the model has them angle_i, log_scale_i and conv_i. Sequences begin with ``empty``; a
+    prompt, in one piece or in several, and a decoding step are
     then the same call. The weights are the model's own, not copies.
 
     Args:
@@ -37,10 +40,11 @@ class TensorStates(nn.Module):
         if model.config.attention != "linear":
             raise ValueError(f"model: got attention={model.config.attention!r}, expected 'linear'")
         self.model = model
-        self.names = [f"{name}_{i}" for i in range(len(model.blocks)) for name in ("kv", "z", "position")]
         with torch.no_grad():
             _, states = model(torch.zeros(1, 0, dtype=torch.int64, device=model.embed.weight.device))
         self._empty, self._structure = pytree.tree_flatten(states)
+        paths: list[Any] = [path for path, _ in pytree.tree_flatten_with_path(states)[0]]
+        self.names = [f"{leaf.name}_{block.idx}" for block, leaf in paths]
 
     def empty(self, batch: int) -> list[Tensor]:
         """The states of so many sequences that have no token yet."""

@@ -14,7 +14,7 @@ import math
 import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from linrope.arguments import check_packing, resolve_positions
 from linrope.attention import LinearRoPEAttention
+from linrope.choices import ROTATIONS
 from linrope.files import load_tensors, replace_file, save_tensors
 from linrope.names import check_name, readable
 from linrope.position_encodings import ABSOLUTE, RELATIVE, KeyValueState, SoftmaxAttention
@@ -48,14 +49,19 @@ class LanguageModelConfig:
     num_kv_heads: int | None = None
     hidden_dim: int | None = None  # of the SwiGLU; default 8/3 embed_dim, rounded up to 32
     feature_map: str | dict = "elu+1"  # type: ignore[type-arg]  # or {"name": .., options}
-    rotary: str | None = "interleaved"  # layout of positions "rope"; None: no positions
+    # Of positions "rope": a layout, "selective", or {"name": "selective", options}; None: no positions.
+    rotary: str | dict | None = "interleaved"  # type: ignore[type-arg]
     normalize: bool = True
     out_norm: bool = True
     gate: bool = True
-    attention: str = "linear"  # or "softmax": without feature_map, normalize, out_norm and gate
+    attention: str = "linear"  # or "softmax", which has nothing of what is above but heads and rotary
     positions: str = "rope"  # one of POSITIONS; those in RELATIVE with softmax only
     max_length: int = 4096  # of positions "learned"
-    decay: str | None = None  # or "retnet"; of linear attention
+    # Of linear attention, as in LinearRoPEAttention:
+    decay: str | dict | None = None  # type: ignore[type-arg]
+    forget_gate: bool | dict = False  # type: ignore[type-arg]
+    short_conv: int | None = None
+    qk_norm: bool = False
 
     @classmethod
     def from_dict(cls, values: object) -> "LanguageModelConfig":
@@ -66,9 +72,9 @@ class LanguageModelConfig:
         if unknown := sorted(set(values) - set(known)):
             raise ValueError(f"config: got unknown keys {unknown}, expected some of {sorted(known)}")
         for name, value in values.items():
-            kind = known[name]
-            if not (isinstance(value, kind) and isinstance(value, bool) == (kind is bool)):  # type: ignore[arg-type]
-                raise ValueError(f"config: got {name}={value!r}, expected {kind}")
+            kinds = get_args(known[name]) or (known[name],)
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                raise ValueError(f"config: got {name}={value!r}, expected {known[name]}")
         return cls(**values)
 
 
@@ -98,16 +104,19 @@ class Block(nn.Module):
         self.feed_forward = SwiGLU(dim, config.hidden_dim or 32 * math.ceil(8 / 3 * dim / 32))
 
     def forward(
-        self, x: Tensor, state: State | None, positions: Tensor | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, State | None]:
-        y = self.attention_norm(x)
+        self, x: Tensor, state: State | None, positions: Tensor | None, cu_seqlens: Tensor | None,
+        return_state: bool,
+    ) -> tuple[Tensor, State | None]:  # fmt: skip
+        y, after = self.attention_norm(x), None
+        where = {"state": state, "positions": positions, "cu_seqlens": cu_seqlens}
         if cu_seqlens is not None and isinstance(self.attention, SoftmaxAttention):
-            y, state = _each_alone(self.attention, y, positions, cu_seqlens), None
+            y = _each_alone(self.attention, y, positions, cu_seqlens)
+        elif return_state:
+            y, after = self.attention(y, return_state=True, **where)
         else:
-            where = {"positions": positions, "cu_seqlens": cu_seqlens}
-            y, state = self.attention(y, state=state, return_state=True, **where)
+            y = self.attention(y, **where)
         x = x + y
-        return x + self.feed_forward(self.feed_forward_norm(x)), state
+        return x + self.feed_forward(self.feed_forward_norm(x)), after
 
 
 def _each_alone(
@@ -131,16 +140,31 @@ def _linear(config: LanguageModelConfig) -> LinearRoPEAttention:
         out_norm=config.out_norm,
         gate=config.gate,
         decay=config.decay,
+        forget_gate=config.forget_gate,
+        short_conv=config.short_conv,
+        qk_norm=config.qk_norm,
     )
 
 
 def _softmax(config: LanguageModelConfig) -> SoftmaxAttention:
     positions: str | Rotary = config.positions if config.positions in RELATIVE else "none"
-    if config.positions == "rope" and config.rotary is not None:
+    if config.positions == "rope" and isinstance(config.rotary, str):
         positions = Rotary(config.embed_dim // config.num_heads, layout=config.rotary)
     return SoftmaxAttention(
         config.embed_dim, config.num_heads, num_kv_heads=config.num_kv_heads, positions=positions
     )
+
+
+def _check_softmax(config: LanguageModelConfig) -> None:
+    """Refuses choices that only linear attention has."""
+    for name in ("decay", "forget_gate", "short_conv", "qk_norm"):
+        if (value := getattr(config, name)) not in (None, False):
+            off = LanguageModelConfig.__dataclass_fields__[name].default
+            raise ValueError(f"{name}={value!r}: expected {off} with attention='softmax'")
+    if config.rotary not in (*LAYOUTS, None):
+        raise ValueError(
+            f"rotary={config.rotary!r}: expected {' or '.join(LAYOUTS)} with attention='softmax'"
+        )
 
 
 def _absolute(config: LanguageModelConfig) -> nn.Module | None:
@@ -168,22 +192,22 @@ class LanguageModel(nn.Module):
                 raise ValueError(f"{name}={getattr(config, name)}: expected at least 1")
         check_name("attention", config.attention, ATTENTION)
         check_name("positions", config.positions, POSITIONS)
-        if config.rotary is not None:
-            check_name("rotary", config.rotary, LAYOUTS, also="None")
+        if isinstance(config.rotary, str):  # or None, or a dict, which the layer checks
+            check_name("rotary", config.rotary, ROTATIONS, also="a dict or None")
         if config.attention == "linear" and config.positions in RELATIVE:
             raise ValueError(
                 f"positions={config.positions!r}: a term of the n x m scores, which linear attention never "
                 "forms; expected attention='softmax'"
             )
-        if config.attention == "softmax" and config.decay is not None:
-            raise ValueError(f"decay={config.decay!r}: expected None with attention='softmax'")
+        if config.attention == "softmax":
+            _check_softmax(config)
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.embed_dim)
         self.encoding = _absolute(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.embed_dim, eps=1e-6)
         for name, weight in self.named_parameters():
-            if weight.ndim == 2:
+            if weight.ndim == 2 and ".angle_steps." not in name:
                 # Residual branches add up over 2 layers per block: GPT-2's scaling keeps the sum tame.
                 last = name.endswith(("o_proj.weight", "w2.weight"))
                 nn.init.normal_(weight, std=0.02 / (2 * config.num_layers) ** 0.5 if last else 0.02)
@@ -195,11 +219,12 @@ class LanguageModel(nn.Module):
         *,
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        return_states: bool = True,
     ) -> tuple[Tensor, States]:
         """tokens (b, n) integers -> logits (b, n, vocab_size) and the states after the last token.
 
         positions and cu_seqlens as in linear_rope_attention. Packed softmax attention has no states: none
-        are returned.
+        are returned, as with return_states=False, which saves the time they take.
         """
         if tokens.ndim != 2 or tokens.is_floating_point():
             raise ValueError(f"tokens: got {tokens.dtype} {tuple(tokens.shape)}, expected integers (b, n)")
@@ -220,7 +245,8 @@ class LanguageModel(nn.Module):
             x = self.encoding(x, _absolute_positions(tokens, states, positions, cu_seqlens))
         after: States = []
         for index, block in enumerate(self.blocks):
-            x, state = block(x, None if states is None else states[index], positions, cu_seqlens)
+            before = None if states is None else states[index]
+            x, state = block(x, before, positions, cu_seqlens, return_states)
             if state is not None:
                 after.append(state)
         return F.linear(self.norm(x), self.embed.weight), after

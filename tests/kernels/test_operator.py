@@ -60,7 +60,6 @@ def operator_arguments(
         **{"layout": "half", "feature_map": "elu+1", "causal": True, "normalize": True, "eps": 1e-6,
            "eps_mode": "clamp", "want_state": True} | how,
     )  # fmt: skip
-    shared.CHUNKED["triton"] = triton
     return "triton", *call, *sums, None, save
 
 

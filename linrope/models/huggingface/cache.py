@@ -146,7 +146,8 @@ def _frozen(state: State) -> bool:
 
 def tensors_of(state: State) -> tuple[str, ...]:
     if isinstance(state, LinearAttentionState):
-        return "kv", "z", "position"
+        names = ("kv", "z", "position", "angle", "log_scale", "conv")
+        return tuple(name for name in names if getattr(state, name) is not None)
     return "k", "v", "positions", "mask"
 
 

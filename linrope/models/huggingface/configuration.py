@@ -27,12 +27,15 @@ class LinRopeConfig(PreTrainedConfig):
         max_position_embeddings: the trained length, which some rope types need; generation may go beyond.
         rope_order: "after" the feature map (RoFormer eq. 19) or "before" it.
         feature_map: name, or {"name": .., options}. Of random ones the seed is drawn here and saved.
-        decay: None, "retnet", or a number in (0, 1] for each key/value head.
+        decay: None, "spread", "learned", "retnet", {"name": .., "longest": tokens}, or a number in (0, 1] for
+            each key/value head, as in LinearRoPEAttention. So are forget_gate, short_conv and qk_norm.
+        selective_rope: the input speeds up or slows down the rotation that rope_parameters give; True, or the
+            options rank, bound and per_head of LinearRoPEAttention's rotary="selective".
         normalize: divide by the normalizer; with signed feature maps False.
         out_norm: RMS norm of each head's output.
         gate: multiply heads by silu(W_g x).
-        layer_types: "linear_attention" or "full_attention" (softmax with RoPE, without decay, out_norm and
-            gate) for each layer; default: all linear.
+        layer_types: "linear_attention" or "full_attention" (softmax with RoPE as rope_parameters give it,
+            and nothing of what stands above from rope_order on) for each layer; default: all linear.
         full_attention_interval: k, instead of layer_types: each k-th layer is "full_attention".
         is_causal: False: each token sees all others, as the masked LM has it.
         attention_bias: of the attention's projections.
@@ -61,7 +64,11 @@ class LinRopeConfig(PreTrainedConfig):
     rope_parameters: dict[str, Any] | None = None
     rope_order: str = "after"
     feature_map: str | dict[str, Any] = "elu+1"
-    decay: str | list[float] | None = None
+    decay: str | list[float] | dict[str, Any] | None = None
+    forget_gate: bool | dict[str, Any] = False
+    selective_rope: bool | dict[str, Any] = False
+    short_conv: int | None = None
+    qk_norm: bool = False
     normalize: bool = True
     out_norm: bool = True
     gate: bool = True
@@ -123,13 +130,19 @@ def make_attention(config: LinRopeConfig, layer_type: str) -> LinearRoPEAttentio
         dim = config.head_dim or config.hidden_size // config.num_attention_heads
         rotary = Rotary.from_config(rope, head_dim=dim, **trained)
         return SoftmaxAttention(config.hidden_size, config.num_attention_heads, positions=rotary, **own)
+    selective: dict[str, Any] = {}
+    if config.selective_rope is not False:
+        selective = {"name": "selective"} | ({} if config.selective_rope is True else config.selective_rope)
     return LinearRoPEAttention(
         config.hidden_size,
         config.num_attention_heads,
         feature_map=config.feature_map,
-        rotary={**rope, **trained},
+        rotary={**rope, **trained, **selective},
         rope_order=config.rope_order,
         decay=config.decay,
+        forget_gate=config.forget_gate,
+        short_conv=config.short_conv,
+        qk_norm=config.qk_norm,
         normalize=config.normalize,
         out_norm=config.out_norm,
         gate=config.gate,

@@ -25,7 +25,9 @@ from linrope.models.training.optional import need
 FAMILIES = ("llama", "mistral", "qwen2")  # model types that differ from Llama in their biases alone
 FINETUNING = ("lora", "full")
 _PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
-_NEW = {"feature_map", "g_proj", "out_norm"}  # modules that a softmax model does not have
+# Modules and parameters that a softmax model does not have.
+_NEW = {"feature_map", "g_proj", "out_norm", "decay_logit", "forget_gate", "angle_steps", "short_conv"}
+_NEW |= {"q_norm", "k_norm"}
 _SAME = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings", "rope_parameters", "rms_norm_eps",
@@ -61,8 +63,9 @@ def convert(
         feature_map: as in LinRopeConfig.
         rope_order: "before" as in the softmax model, or "after" the feature map (RoFormer eq. 19).
         keep_softmax: indices of the layers whose attention stays.
-        options: further ones of LinRopeConfig: decay, normalize, out_norm, gate. The last two are False if
-            not given: a model does without them at first, and they start at random.
+        options: further ones of LinRopeConfig: decay, forget_gate, selective_rope, short_conv, qk_norm,
+            normalize, out_norm, gate. The last two are False if not given: a model does without them at
+            first, and they start at random.
 
     Raises:
         TypeError: model is not a model of transformers for causal language modeling.

@@ -24,7 +24,7 @@ from transformers.utils.output_capturing import capture_outputs
 from linrope.models.huggingface.cache import LinRopeCache
 from linrope.models.huggingface.configuration import LinRopeConfig, make_attention
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj", "out_norm")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj", "out_norm", "q_norm", "k_norm")
 
 
 class LinRopeMLP(nn.Module):
@@ -77,6 +77,7 @@ class LinRopePreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _is_stateful = True  # no way back: generate() then refuses assisted decoding
     _can_record_outputs = {"hidden_states": LinRopeLayer}  # noqa: RUF012
+    _keys_to_ignore_on_load_unexpected = [r"decay_bits$"]  # noqa: RUF012  # fixed decays, which config has
 
     def _initialize_weights(self, module: nn.Module, *args: Any) -> None:
         # Without what says "custom code", which skips modules without weights of their own. No need to:
@@ -86,7 +87,7 @@ class LinRopePreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, LinRopeLayer):  # feature map and decay: as the layer makes them
+        if isinstance(module, LinRopeLayer):  # feature map, gates and convolution: as the layer makes them
             own = {
                 name: tensor
                 for name, tensor in module.self_attn.state_dict(keep_vars=True).items()

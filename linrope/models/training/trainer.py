@@ -30,7 +30,7 @@ from linrope.models.training.checkpoint import (
 from linrope.models.training.config import TrainingConfig
 from linrope.models.training.corpus import Corpus
 from linrope.models.training.optional import need
-from linrope.state import LinearAttentionState
+from linrope.state import NO_KEYS, LinearAttentionState
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # however the processes share it
 
@@ -156,7 +156,7 @@ class Trainer:
         for piece in pieces:
             end = piece is pieces[-1]
             with nullcontext() if last and (end or through) else accelerator.no_sync(self.parallel):
-                part, states = _losses(self.parallel, piece, states, before)
+                part, states = _losses(self.parallel, piece, states, before, return_states=not end)
                 total = total.to(part) + part.sum() if through else part.sum()
                 if end or not through:
                     accelerator.backward(total * scale)
@@ -267,15 +267,17 @@ class Trainer:
 
 
 def _losses(
-    model: Any, batch: Batch, states: States | None = None, before: Batch | None = None
-) -> tuple[Tensor, States]:
+    model: Any, batch: Batch, states: States | None = None, before: Batch | None = None, *,
+    return_states: bool = False,
+) -> tuple[Tensor, States]:  # fmt: skip
     """Losses (b, n) in nats, and the states of the packed sequences; before: the piece that states end."""
     cu_seqlens, sequence = batch.sequences()
     if states is not None and before is not None:
         goes_on = ~batch.begins[:, 0]
         old, new = before.sequences()[1][goes_on, -1], sequence[goes_on, 0]
         states = [_carry(state, old, new, len(cu_seqlens) - 1) for state in states]
-    logits, states = model(batch.tokens.reshape(1, -1), states, cu_seqlens=cu_seqlens)
+    tokens = batch.tokens.reshape(1, -1)
+    logits, states = model(tokens, states, cu_seqlens=cu_seqlens, return_states=return_states)
     targets = batch.targets.flatten()
     losses = F.cross_entropy(logits[0].float(), targets, ignore_index=NO_TARGET, reduction="none")
     return losses.view(batch.targets.shape), states
@@ -285,7 +287,12 @@ def _carry(state: State, old: Tensor, new: Tensor, sequences: int) -> State:
     """States of so many sequences: those at new go on from those at old, the others are fresh."""
     assert isinstance(state, LinearAttentionState)
 
-    def move(x: Tensor) -> Tensor:
-        return x.new_zeros(sequences, *x.shape[1:]).index_copy(0, new, x.index_select(0, old))
+    def move(x: Tensor | None, fresh: float = 0.0) -> Any:
+        if x is None:
+            return None
+        return x.new_full((sequences, *x.shape[1:]), fresh).index_copy(0, new, x.index_select(0, old))
 
-    return replace(state, kv=move(state.kv), z=move(state.z), position=move(state.position))
+    return replace(
+        state, kv=move(state.kv), z=move(state.z), position=move(state.position), angle=move(state.angle),
+        log_scale=move(state.log_scale, NO_KEYS), conv=move(state.conv),
+    )  # fmt: skip

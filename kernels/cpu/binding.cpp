@@ -1,0 +1,198 @@
+// The operators of linrope_native, through PyTorch's stable ABI: one library for every torch >= 2.10, any Python.
+#include <cstring>
+#include <tuple>
+
+#include "schedule.h"
+
+namespace linrope {
+
+static std::vector<const Isa*> available() {  // best first
+  std::vector<const Isa*> found;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd"))
+    found.push_back(&isa_v4);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
+    found.push_back(&isa_v3);
+#endif
+  found.push_back(&isa_baseline);
+  return found;
+}
+static const Isa* in_use = available()[0];
+const Isa& isa() { return *in_use; }
+
+static std::string isas() {
+  std::string names;
+  for (const Isa* x : available()) names += (names.empty() ? "" : ",") + std::string(x->name);
+  return names;
+}
+static std::string isa_name() { return isa().name; }
+static void set_isa(std::string name) {
+  for (const Isa* x : available())
+    if (name == x->name) {
+      in_use = x;
+      return;
+    }
+  STD_TORCH_CHECK(false, "isa: got ", name, ", expected one of ", isas());
+}
+
+// cos and sin of theta times 0 .. kChunk - 1, where positions may follow each other
+static std::vector<float> make_offsets(Call& c) {
+  std::vector<float> table;
+  if (!c.theta || c.axes != 1 || c.angle_steps.data || (c.n < 2 && c.m < 2)) return table;
+  table.resize((c.theta_head ? c.g : 1) * kChunk * 2 * isa().padded_pairs(c.pairs));
+  isa().offsets(c, table.data());
+  c.offsets = table.data();
+  return table;
+}
+
+static void add_steps(const Call& c, const Schedule& x, int64_t* angle) {
+  const int64_t heads = c.angle_head ? c.g : 1;
+  for (int64_t sequence = 0; sequence < c.sequences; sequence++)
+    for (int64_t head = 0; head < heads; head++) {
+      Span span = x.span((sequence * c.g + head) * x.segments, c.m);
+      span.end = x.span((sequence * c.g + head + 1) * x.segments - 1, c.m).end;
+      const int64_t row = c.slots ? c.slots[sequence] : sequence;
+      isa().sum_steps(c, span, angle + row * c.angle_row + head * c.angle_head);
+    }
+}
+static void check_angle_heads(const Call& c) {
+  STD_TORCH_CHECK(!c.angle || !c.angle_steps.head || c.angle_head || c.g == 1,
+                  "angle: got 1 head, expected angle_steps' ", c.g);
+}
+
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+
+static Three forward(Maybe q, Tensor k, Tensor v, int64_t feature_map, Maybe log_decay, Maybe theta, Maybe positions,
+                     Maybe key_positions, Maybe angle_steps, Maybe angle, Maybe key_mask, Maybe cu_seqlens, Maybe kv,
+                     Maybe z, Maybe slots, int64_t layout, bool causal, bool normalize, double eps, bool add_eps,
+                     bool want_state) {
+  Call c = read_call({q, k, v, feature_map, log_decay, theta, positions, key_positions, angle_steps, angle, key_mask,
+                      cu_seqlens, kv, z, slots, layout, causal, normalize, eps, add_eps});
+  if (slots) check_angle_heads(c);
+  const Schedule schedule(c);
+  const auto table = make_offsets(c);
+  const auto type = k.scalar_type();
+  Tensor out = q ? empty(type, {k.size(0), c.n, c.h, c.e}) : empty(type, {0});
+  const bool state = want_state && !slots;
+  Tensor last_kv = state ? empty(ScalarType::Float, {c.sequences, c.g, c.f, c.e}) : empty(ScalarType::Float, {0});
+  Tensor last_z = state ? empty(ScalarType::Double, {c.sequences, c.g, c.f}) : empty(ScalarType::Double, {0});
+  if (q) c.out = view(out), zero_outside(schedule, out);
+  float* to_kv = slots ? (float*)kv->data_ptr() : state ? (float*)last_kv.data_ptr() : nullptr;
+  double* to_z = slots ? (double*)z->data_ptr() : state ? (double*)last_z.data_ptr() : nullptr;
+  run_forward(schedule, to_kv, to_z);
+  if (slots && c.angle && c.angle_steps.data) add_steps(c, schedule, (int64_t*)angle->data_ptr());
+  return {out, last_kv, last_z};
+}
+
+static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    Maybe g_out, Maybe g_kv, Maybe g_z, Maybe q, Tensor k, Tensor v, int64_t feature_map, Maybe log_decay, Maybe theta,
+    Maybe positions, Maybe key_positions, Maybe angle_steps, Maybe angle, Maybe key_mask, Maybe cu_seqlens, Maybe kv,
+    Maybe z, int64_t layout, bool causal, bool normalize, double eps, bool add_eps, bool want_log_decay,
+    bool want_angle_steps) {
+  const Maybe none;
+  Call c = read_call({q, k, v, feature_map, log_decay, theta, positions, key_positions, angle_steps, angle, key_mask,
+                      cu_seqlens, kv, z, none, layout, causal, normalize, eps, add_eps});
+  const auto type = k.scalar_type();
+  const int64_t b = k.size(0);
+  STD_TORCH_CHECK(q || !g_out, "g_out: got it without q, expected none");
+  STD_TORCH_CHECK(!want_angle_steps || c.angle_steps.data, "want_angle_steps: got it without angle_steps");
+  STD_TORCH_CHECK(!want_log_decay || c.log_decay.data, "want_log_decay: got it without log_decay");
+  if (g_out) {
+    check_shape("g_out", *g_out, {b, c.n, c.h, c.e}), check_rows("g_out", *g_out, type);
+    c.grad = view(*g_out);
+  }
+  if (g_kv) {
+    check_shape("g_kv", *g_kv, {c.sequences, c.g, c.f, c.e}), check_contiguous("g_kv", *g_kv);
+    check_type("g_kv", *g_kv, ScalarType::Float, "float32");
+    c.g_kv = (const float*)g_kv->data_ptr();
+  }
+  if (g_z) {
+    check_shape("g_z", *g_z, {c.sequences, c.g, c.f}), check_contiguous("g_z", *g_z);
+    check_type("g_z", *g_z, ScalarType::Double, "float64");
+    c.g_z = (const double*)g_z->data_ptr();
+  }
+  const Schedule schedule(c);
+  const auto table = make_offsets(c);
+  Tensor dq = q ? empty(type, {b, c.n, c.h, c.f}, !g_out) : empty(type, {0});
+  Tensor dk = empty(type, {b, c.m, c.g, c.f}), dv = empty(type, {b, c.m, c.g, c.e});
+  Tensor da = want_log_decay ? empty(ScalarType::Float, {b, c.m, c.g}) : empty(ScalarType::Float, {0});
+  Tensor dw = want_angle_steps ? empty(ScalarType::Float, {b, c.m, c.g, c.pairs}) : empty(ScalarType::Float, {0});
+  Tensor dkv = kv ? empty(ScalarType::Float, {c.sequences, c.g, c.f, c.e}) : empty(ScalarType::Float, {0});
+  Tensor dz = kv ? empty(ScalarType::Double, {c.sequences, c.g, c.f}) : empty(ScalarType::Double, {0});
+  if (q) c.dq = view(dq);
+  c.dk = view(dk), c.dv = view(dv);
+  if (want_log_decay) c.d_log_decay = (float*)da.data_ptr();
+  if (want_angle_steps) c.d_angle_steps = (float*)dw.data_ptr();
+  for (const Tensor* x : {&dq, &dk, &dv, &da, &dw})
+    if (x->dim() > 1) zero_outside(schedule, *x);
+  std::vector<float> saved(g_out && causal ? 2 * b * c.n * c.h : 0);
+  c.inverse = saved.data(), c.delta = saved.data() + saved.size() / 2;
+  run_backward(schedule, {kv ? (float*)dkv.data_ptr() : nullptr, kv ? (double*)dz.data_ptr() : nullptr});
+  return {dq, dk, dv, da, dw, dkv, dz};
+}
+
+static Tensor step(Tensor q, Tensor k, Tensor v, int64_t feature_map, Maybe log_decay, Maybe theta, Maybe positions,
+                   Maybe key_positions, Maybe angle_steps, Maybe angle, Maybe key_mask, Tensor kv, Tensor z,
+                   Maybe slots, int64_t layout, bool normalize, double eps, bool add_eps) {
+  const Maybe query = q, state = kv, sums = z, none;
+  Call c = read_call({query, k, v, feature_map, log_decay, theta, positions, key_positions, angle_steps, angle,
+                      key_mask, none, state, sums, slots, layout, true, normalize, eps, add_eps});
+  STD_TORCH_CHECK(c.n == 1, "q: got ", c.n, " tokens, expected 1");
+  Tensor out = empty(k.scalar_type(), {c.sequences, 1, c.h, c.e});
+  c.out = view(out);
+  const Schedule schedule(c);
+  if (c.angle_steps.data && c.angle) {
+    check_angle_heads(c);
+    add_steps(c, schedule, (int64_t*)angle->data_ptr());
+    c.angle_steps.data = nullptr;
+  }
+  float* to_kv = (float*)kv.data_ptr();
+  double* to_z = (double*)z.data_ptr();
+  const int64_t heads = schedule.heads();
+  const bool small = heads * schedule.state < 1 << 17;  // then a thread costs more than it saves
+  const int64_t bundle = small ? c.g : 1, bundles = c.g ? c.g / bundle : 0;
+  const auto some = [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++) {
+      const int64_t row = i / bundles, head = i % bundles * bundle, at = schedule.row(row * c.g);
+      isa().step(c, row, head, head + bundle, to_kv + at * schedule.state, to_z + at * schedule.sums);
+    }
+  };
+  if (small) some(0, c.sequences * bundles);
+  else torch::stable::parallel_for(0, c.sequences * bundles, 1, some);
+  return out;
+}
+
+}  // namespace linrope
+
+STABLE_TORCH_LIBRARY(linrope_native, m) {
+  m.def(
+      "forward(Tensor? q, Tensor k, Tensor v, int feature_map, Tensor? log_decay, Tensor? theta, Tensor? positions, "
+      "Tensor? key_positions, Tensor? angle_steps, Tensor? angle, Tensor? key_mask, Tensor? cu_seqlens, Tensor? kv, "
+      "Tensor? z, Tensor? slots, int layout, bool causal, bool normalize, float eps, bool add_eps, bool want_state) "
+      "-> (Tensor, Tensor, Tensor)");
+  m.def(
+      "backward(Tensor? g_out, Tensor? g_kv, Tensor? g_z, Tensor? q, Tensor k, Tensor v, int feature_map, "
+      "Tensor? log_decay, Tensor? theta, Tensor? positions, Tensor? key_positions, Tensor? angle_steps, Tensor? angle, "
+      "Tensor? key_mask, Tensor? cu_seqlens, Tensor? kv, Tensor? z, int layout, bool causal, bool normalize, float eps, "
+      "bool add_eps, bool want_log_decay, bool want_angle_steps) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "step(Tensor q, Tensor k, Tensor v, int feature_map, Tensor? log_decay, Tensor? theta, Tensor? positions, "
+      "Tensor? key_positions, Tensor? angle_steps, Tensor(a!)? angle, Tensor? key_mask, Tensor(b!) kv, Tensor(c!) z, "
+      "Tensor? slots, int layout, bool normalize, float eps, bool add_eps) -> Tensor");
+  m.def("isas() -> str");
+  m.def("isa() -> str");
+  m.def("set_isa(str name) -> ()");
+}
+STABLE_TORCH_LIBRARY_IMPL(linrope_native, CPU, m) {
+  m.impl("forward", TORCH_BOX(&linrope::forward));
+  m.impl("backward", TORCH_BOX(&linrope::backward));
+  m.impl("step", TORCH_BOX(&linrope::step));
+}
+STABLE_TORCH_LIBRARY_IMPL(linrope_native, CompositeExplicitAutograd, m) {
+  m.impl("isas", TORCH_BOX(&linrope::isas));
+  m.impl("isa", TORCH_BOX(&linrope::isa_name));
+  m.impl("set_isa", TORCH_BOX(&linrope::set_isa));
+}

@@ -1,0 +1,205 @@
+// What a chunk of tokens has: how many there are, how they fade, by which angles they turn.
+#pragma once
+#include "rows.h"
+
+namespace linrope {
+namespace {
+
+struct Bounds {  // the tokens of one sequence; packed ones lie behind each other in batch row 0
+  int64_t batch, begin, end;
+};
+
+inline double read(const char* p, int type) {
+  switch (type) {
+    case kFloat32: return *(const float*)p;
+    case kFloat64: return *(const double*)p;
+    case kBFloat16: return to_float(*(const bf16*)p);
+    default: return to_float(*(const fp16*)p);
+  }
+}
+inline int size_of(int type) { return type == kFloat64 ? 8 : type == kFloat32 ? 4 : 2; }
+
+inline int64_t batch_row(const Call& c, const Span& span) { return c.cu_seqlens ? 0 : span.sequence; }
+inline int64_t state_row(const Call& c, const Span& span) {
+  return c.slots ? c.slots[span.sequence * c.slots_stride] : span.sequence;
+}
+
+// Decay within a chunk, relative to its first token: kept[i] = e^D_i, grown[i] = e^-D_i. A chunk ends before the
+// token that would bring D under -40, so that both are ordinary numbers, and where it ends depends on no later token.
+struct Decay {
+  static constexpr double kRange = -40, kNone = -1000;  // e^-1000 is 0; lower logs would cancel in sums
+  const char* base = nullptr;
+  int type = 0;
+  int64_t stride = 0;
+  double sum = 0;  // D of the chunk's last token
+  float kept[kChunk], grown[kChunk];
+
+  Decay(const Call& c, const Span& span) {
+    for (int i = 0; i < kChunk; i++) kept[i] = grown[i] = 1;
+    const Gate& a = c.log_decay;
+    if (!a.data) return;
+    type = a.type, stride = a.token * size_of(type);
+    base = a.data + (batch_row(c, span) * a.batch + span.head * a.head) * size_of(type);
+  }
+  double at(int64_t token) const {
+    if (!base) return 0;
+    const double a = read(base + token * stride, type);
+    return a < kNone ? kNone : a;
+  }
+  // The number of tokens of the chunk t, t + way, .. of at most `left`. Going back, token t's fade on what came
+  // "before" it in this direction is a of token t + 1.
+  int plan(int64_t t, int64_t left, int way) {
+    int rows = left < kChunk ? (int)left : kChunk;
+    if (!base) return rows;
+    double D[kChunk] = {};
+    sum = 0;
+    for (int i = 1; i < rows; i++) {
+      D[i] = D[i - 1] + at(way > 0 ? t + i : t - i + 1);
+      if (D[i] < kRange) rows = i;
+    }
+    sum = D[rows - 1];
+    float r[kChunk], n[kChunk];
+    for (int i = 0; i < kChunk; i++) {
+      const double d = D[i] > -80 ? (D[i] < 80 ? D[i] : 80) : D[i] == D[i] ? -80 : D[i];
+      const double whole = d * 1.4426950408889634 + 6755399441055744.0 - 6755399441055744.0;
+      r[i] = (float)(d - whole * 0.69314718055994531);
+      n[i] = whole == whole ? (float)whole : 0;
+    }
+    for (int i = 0; i < kChunk; i += W) {
+      const vf x = load(r + i), k = load(n + i);
+      store(kept + i, exp_parts(x, k)), store(grown + i, exp_parts(-x, -k));
+    }
+    return rows;
+  }
+};
+
+double sum_decay(const Call& c, const Span& span) {
+  const Decay decay(c, span);
+  double s = 0;
+  for (int64_t t = span.begin; t < span.end; t++) s += decay.at(t);
+  return s;
+}
+
+// Angle steps in radians -> units of 2^-64 turns, wrapping
+struct Steps {
+  const char* base = nullptr;
+  int type = 0, pairs = 0;
+  int64_t token = 0, pair = 0;
+  Steps(const Call& c, const Span& span) {
+    const Gate& w = c.angle_steps;
+    if (!w.data) return;
+    type = w.type, pairs = c.pairs, token = w.token * size_of(type), pair = w.pair * size_of(type);
+    base = w.data + (batch_row(c, span) * w.batch + span.head * w.head) * size_of(type);
+  }
+  // sums += way * the token's steps
+  void add(int64_t t, uint64_t way, uint64_t* sums) const {
+    double x[kMaxDim / 2];
+    const char* p = base + t * token;
+    if (type == kFloat32 && pair == 4)
+      for (int i = 0; i < pairs; i++) x[i] = ((const float*)p)[i];
+    else
+      for (int i = 0; i < pairs; i++) x[i] = read(p + i * pair, type);
+    for (int i = 0; i < pairs; i++) {
+      const double y = x[i] * 0.15915494309189535;  // 1 / 2 pi
+      const double near = y + 6755399441055744.0 - 6755399441055744.0;
+      const double whole = std::fabs(y) < 0x1p51 ? near : y;  // as large as that it is whole already
+      const double part = y - whole;
+      sums[i] += way * (uint64_t)(int64_t)((part < 0.5 ? part : -0.5) * 0x1p64);
+    }
+  }
+};
+
+void sum_steps(const Call& c, const Span& span, int64_t* angle) {
+  const Steps steps(c, span);
+  if (!steps.base) return;
+  for (int64_t t = span.begin; t < span.end; t++) steps.add(t, 1, (uint64_t*)angle);
+}
+
+// cos and sin of the angles of a chunk's tokens, lowest token first
+struct Angles {
+  const Call& c;
+  const Shape& s;
+  Steps steps;
+  const int64_t *theta, *positions;
+  const float* offsets;
+  int64_t position_stride;
+  uint64_t* sum;  // of the angle steps up to the token at hand, and what the state brings
+  int32_t* turns;
+  float *cos, *sin;
+
+  // `table`: 2 kChunk half numbers of scratch
+  Angles(const Call& c, const Shape& s, const Span& span, const Positions& p, const int64_t* angle_in, float* table,
+         Arena& arena)
+      : c(c), s(s), steps(c, span), theta(c.theta ? c.theta + span.head * c.theta_head : nullptr),
+        offsets(c.offsets ? c.offsets + (c.theta_head ? span.head * kChunk * 2 * s.half : 0) : nullptr) {
+    positions = p.data ? p.data + batch_row(c, span) * p.batch : nullptr;
+    position_stride = p.token;
+    sum = arena.take<uint64_t>(s.half), turns = arena.take<int32_t>(s.half);
+    cos = table, sin = table + kChunk * s.half;
+    for (int i = 0; i < s.half; i++) sum[i] = 0, turns[i] = 0;
+    const int64_t* start = c.angle ? c.angle + state_row(c, span) * c.angle_row + span.head * c.angle_head : nullptr;
+    for (int i = 0; i < s.pairs; i++) sum[i] = (start ? start[i] : 0) + (angle_in ? (uint64_t)angle_in[i] : 0);
+  }
+  int64_t position(int64_t token) const { return position_stride ? positions[token * position_stride] : positions[0] + token; }
+
+  void direct(int64_t token, float* to_cos, float* to_sin) {
+    uint64_t x[kMaxDim / 2];
+    for (int i = 0; i < s.pairs; i++) x[i] = sum[i];
+    if (theta)
+      for (int a = 0; a < c.axes; a++) {
+        const uint64_t p = c.axes == 1 ? position(token) : positions[token * position_stride + a];
+        const int64_t* row = theta + a * c.theta_axis;
+        for (int i = 0; i < s.pairs; i++) x[i] += p * (uint64_t)row[i];
+      }
+    for (int i = 0; i < s.pairs; i++) turns[i] = (int32_t)((x[i] + 0x80000000u) >> 32);
+    for (int i = 0; i < s.half; i += W) {
+      vf a, b;
+      cos_sin(*(const viu*)(turns + i), a, b);
+      store(to_cos + i, a), store(to_sin + i, b);
+    }
+  }
+  void row(int64_t low, int i) {
+    float *to_cos = cos + i * s.half, *to_sin = sin + i * s.half;
+    const int64_t offset = offsets && i ? position(low + i) - position(low) : -1;
+    if (offset < 0 || offset >= kChunk) return direct(low + i, to_cos, to_sin);
+    const float* table = offsets + offset * 2 * s.half;  // R(p) = R(p0) R(p - p0)
+    for (int p = 0; p < s.half; p += W) {
+      const vf c0 = load(cos + p), s0 = load(sin + p), c1 = load(table + p), s1 = load(table + s.half + p);
+      store(to_cos + p, c0 * c1 - s0 * s1), store(to_sin + p, s0 * c1 + c0 * s1);
+    }
+  }
+  void forth(int64_t low, int rows) {
+    if (!s.half) return;
+    for (int i = 0; i < rows; i++) {
+      if (steps.base) steps.add(low + i, 1, sum);
+      row(low, i);
+    }
+  }
+  void back(int64_t low, int rows) {  // sum is that of the chunk's last token
+    if (!s.half) return;
+    if (!steps.base) return forth(low, rows);
+    for (int i = rows - 1; i >= 0; i--) {
+      direct(low + i, cos + i * s.half, sin + i * s.half);
+      steps.add(low + i, -1, sum);
+    }
+  }
+};
+
+void offsets(const Call& c, float* table) {
+  const Shape s(c);
+  const int heads = c.theta_head ? c.g : 1;
+  for (int h = 0; h < heads; h++)
+    for (int i = 0; i < kChunk; i++, table += 2 * s.half) {
+      int32_t turns[kMaxDim / 2 + W] = {};
+      for (int p = 0; p < s.pairs; p++)
+        turns[p] = (int32_t)(((uint64_t)i * (uint64_t)c.theta[h * c.theta_head + p] + 0x80000000u) >> 32);
+      for (int p = 0; p < s.half; p += W) {
+        vf a, b;
+        cos_sin(*(const viu*)(turns + p), a, b);
+        store(table + p, a), store(table + s.half + p, b);
+      }
+    }
+}
+
+}  // namespace
+}  // namespace linrope

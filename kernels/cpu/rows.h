@@ -1,0 +1,244 @@
+// Rows of numbers: features and values as the caller has them, and as the product core wants them.
+//
+// Inside, the features of a row stand in this order, whatever the caller's layout: first halves of the pairs (padded
+// to whole vectors), second halves, and the features that do not turn; F numbers in all, padding zero.
+#pragma once
+#include "core.h"
+
+namespace linrope {
+namespace {
+
+struct Shape {
+  int f, pairs, half, rest, F, e, E, layout, map;
+  explicit Shape(const Call& c)
+      : f(c.f), pairs(c.layout == kNone ? 0 : c.pairs), half(round_up(pairs, W)), rest(f - 2 * pairs),
+        F(round_up(2 * half + rest, NW)), e(c.e), E(round_up(e, NW)), layout(c.layout), map(c.map) {}
+  bool padded() const { return F != f; }
+  int natural(int i) const {  // the caller's index of feature i inside; -1: padding
+    if (i >= 2 * half) return i - 2 * half < rest ? i - 2 * half + 2 * pairs : -1;
+    const int second = i >= half, p = i - second * half;
+    if (p >= pairs) return -1;
+    return layout == kInterleaved ? 2 * p + second : p + second * pairs;
+  }
+};
+
+struct Rows {  // rows of one batch row and head, by token
+  char* base;
+  int64_t stride;
+  int type;
+  Rows(const View& x, int type, int64_t batch, int64_t head) : type(type) {
+    const int64_t size = type == kFloat32 ? 4 : 2;
+    base = x.data ? x.data + (batch * x.batch + head * x.head) * size : nullptr;
+    stride = x.token * size;
+  }
+  char* at(int64_t token) const { return base + token * stride; }
+};
+
+// What lies `ahead` tokens on: a head's rows lie far apart, which the hardware does not see through
+inline void prefetch(const Rows& x, int64_t token, int ahead, int count) {
+  const char* p = x.at(token + ahead);
+  for (int i = 0; i < count * (x.type == kFloat32 ? 4 : 2); i += 64) __builtin_prefetch(p + i, 0, 2);
+}
+
+template <class T> inline void copy_in(const T* x, float* y, int n) {
+  int i = 0;
+  for (; i + W <= n; i += W) store(y + i, load(x + i));
+  for (; i < n; i++) y[i] = to_float(x[i]);
+}
+template <class T> inline void copy_out(const float* x, T* y, int n) {
+  int i = 0;
+  for (; i + W <= n; i += W) store(y + i, load(x + i));
+  for (; i < n; i++) put(y + i, x[i]);
+}
+
+template <class T> void read_features(const Shape& s, const T* x, float* y) {
+  if (s.layout == kInterleaved) {
+    int p = 0;
+    for (; p + W <= s.pairs; p += W) {
+      vf a, b;
+      deinterleave(load(x + 2 * p), load(x + 2 * p + W), a, b);
+      store(y + p, a), store(y + s.half + p, b);
+    }
+    for (; p < s.pairs; p++) y[p] = to_float(x[2 * p]), y[s.half + p] = to_float(x[2 * p + 1]);
+  } else if (s.layout == kHalf) {
+    copy_in(x, y, s.pairs), copy_in(x + s.pairs, y + s.half, s.pairs);
+  }
+  copy_in(x + 2 * s.pairs, y + 2 * s.half, s.rest);
+}
+
+template <class T> void write_features(const Shape& s, const float* y, T* x) {
+  if (s.layout == kInterleaved) {
+    int p = 0;
+    for (; p + W <= s.pairs; p += W) {
+      vf a, b;
+      interleave(load(y + p), load(y + s.half + p), a, b);
+      store(x + 2 * p, a), store(x + 2 * p + W, b);
+    }
+    for (; p < s.pairs; p++) put(x + 2 * p, y[p]), put(x + 2 * p + 1, y[s.half + p]);
+  } else if (s.layout == kHalf) {
+    copy_out(y, x, s.pairs), copy_out(y + s.half, x + s.pairs, s.pairs);
+  }
+  copy_out(y + 2 * s.half, x + 2 * s.pairs, s.rest);
+}
+
+inline void zero(float* x, int n) { memset(x, 0, 4 * (size_t)n); }
+
+// y = map(features of the row)
+void features(const Shape& s, const Rows& rows, int64_t token, int map, float* y) {
+  if (s.padded()) zero(y, s.F);
+  const char* x = rows.at(token);
+  if (rows.type == kFloat32) read_features(s, (const float*)x, y);
+  else if (rows.type == kBFloat16) read_features(s, (const bf16*)x, y);
+  else read_features(s, (const fp16*)x, y);
+  if (map == kIdentity) return;
+  for (int i = 0; i < s.F; i += W) store(y + i, apply(map, load(y + i)));
+  if (s.padded()) {
+    for (int i = s.pairs; i < s.half; i++) y[i] = y[s.half + i] = 0;
+    for (int i = 2 * s.half + s.rest; i < s.F; i++) y[i] = 0;
+  }
+}
+
+// Whole vectors throughout: the features of `count` rows, map applied, each fetched C rows ahead
+template <class T, int M> void read_rows(const Shape& s, const Rows& rows, int64_t token, int way, int count, float* y) {
+  const int paired = s.layout == kInterleaved ? s.half : 0;
+  const int64_t step = rows.stride * way, ahead = step * kChunk;
+  const char* x = rows.at(token);
+  for (int i = 0; i < count; i++, x += step, y += s.F) {
+    for (int64_t c = 0; c < s.f * (int)sizeof(T); c += 64) __builtin_prefetch(x + ahead + c, 0, 2);
+    const T* from = (const T*)x;
+    for (int p = 0; p < paired; p += W) {
+      vf a, b;
+      deinterleave(load(from + 2 * p), load(from + 2 * p + W), a, b);
+      store(y + p, apply(M, a)), store(y + s.half + p, apply(M, b));
+    }
+    for (int f = 2 * paired; f < s.F; f += W) store(y + f, apply(M, load(from + f)));
+  }
+}
+template <class T> void read_mapped(const Shape& s, const Rows& rows, int64_t token, int way, int count, float* y) {
+  switch (s.map) {
+    case kElu1: return read_rows<T, kElu1>(s, rows, token, way, count, y);
+    case kRelu: return read_rows<T, kRelu>(s, rows, token, way, count, y);
+    case kRelu2: return read_rows<T, kRelu2>(s, rows, token, way, count, y);
+    case kExp: return read_rows<T, kExp>(s, rows, token, way, count, y);
+    case kSilu: return read_rows<T, kSilu>(s, rows, token, way, count, y);
+    default: return read_rows<T, kIdentity>(s, rows, token, way, count, y);
+  }
+}
+// Rows token, token + way, .. -> y (count, F)
+void features(const Shape& s, const Rows& rows, int64_t token, int way, int count, float* y) {
+  if (s.padded())
+    for (int i = 0; i < count; i++) features(s, rows, token + way * i, s.map, y + i * s.F);
+  else if (rows.type == kFloat32) read_mapped<float>(s, rows, token, way, count, y);
+  else if (rows.type == kBFloat16) read_mapped<bf16>(s, rows, token, way, count, y);
+  else read_mapped<fp16>(s, rows, token, way, count, y);
+}
+
+void write_features(const Shape& s, const float* y, const Rows& rows, int64_t token) {
+  char* x = rows.at(token);
+  if (rows.type == kFloat32) write_features(s, y, (float*)x);
+  else if (rows.type == kBFloat16) write_features(s, y, (bf16*)x);
+  else write_features(s, y, (fp16*)x);
+}
+
+// Blocks of NW numbers go to y, y + block, ..: block is NW for a row, NW * kChunk for a row of panels
+LINROPE_INLINE float* at(float* y, int block, int i) { return y + i / NW * block + i % NW; }
+
+template <class T> inline void read_values(const Shape& s, const T* x, float* y, int block, float scale) {
+  for (int e0 = 0; e0 < s.E; e0 += NW, y += block) {
+    if (e0 + NW <= s.e) {
+      for (int i = 0; i < NW; i += W) store(y + i, load(x + e0 + i) * scale);
+    } else {
+      zero(y, NW);
+      for (int i = e0; i < s.e; i++) y[i - e0] = to_float(x[i]) * scale;
+    }
+  }
+}
+void values(const Shape& s, const Rows& rows, int64_t token, float* y, int block, float scale = 1) {
+  const char* x = rows.at(token);
+  if (rows.type == kFloat32) read_values(s, (const float*)x, y, block, scale);
+  else if (rows.type == kBFloat16) read_values(s, (const bf16*)x, y, block, scale);
+  else read_values(s, (const fp16*)x, y, block, scale);
+}
+void zero_row(float* y, int block, int n) {
+  for (int i = 0; i < n; i += NW, y += block) zero(y, NW);
+}
+void write_values(const Shape& s, const float* y, const Rows& rows, int64_t token) {
+  char* x = rows.at(token);
+  if (rows.type == kFloat32) copy_out(y, (float*)x, s.e);
+  else if (rows.type == kBFloat16) copy_out(y, (bf16*)x, s.e);
+  else copy_out(y, (fp16*)x, s.e);
+}
+
+// y = row, n numbers, in blocks
+inline void spread(const float* row, int n, float* y, int block) {
+  for (int i = 0; i < n; i += W) store(at(y, block, i), load(row + i));
+}
+
+// Whether the `rows` rows of panels hold finite numbers only
+bool all_finite(const float* panels, int rows, int N) {
+  vf bad = {};
+  for (int e0 = 0; e0 < N; e0 += NW)
+    for (int i = 0; i < rows * NW; i += W) {
+      const vf x = load(panels + e0 * kChunk + i);
+      bad += x - x;
+    }
+  const float s = sum(bad);
+  return s == s;
+}
+
+// y = scale * R x of each pair; `back`: R^T
+template <bool back, int block = NW>
+LINROPE_INLINE void turn(const Shape& s, const float* x, const float* cos, const float* sin, float scale, float* y) {
+  for (int p = 0; p < s.half; p += W) {
+    const vf a = load(x + p), b = load(x + s.half + p);
+    const vf c = load(cos + p) * scale, n = load(sin + p) * (back ? -scale : scale);
+    store(at(y, block, p), a * c - b * n), store(at(y, block, s.half + p), a * n + b * c);
+  }
+  for (int i = 2 * s.half; i < s.F; i += W) store(at(y, block, i), load(x + i) * scale);
+}
+
+inline float dot(const float* x, const float* y, int n) {
+  vf acc = {};
+  for (int i = 0; i < n; i += W) acc += load(x + i) * load(y + i);
+  return sum(acc);
+}
+
+// The caller's (f, e) -> panels of S (F rows) or of its transpose (E rows), faded; null: zero
+void state_in(const Shape& s, const float* kv, float* S, bool transposed, const Fade& fade) {
+  zero(S, s.F * s.E);
+  for (int i = 0; kv && i < s.F; i++) {
+    const int f = s.natural(i);
+    if (f < 0) continue;
+    float* to = transposed ? at(S, NW * s.E, i) : S + i * NW;
+    if (transposed)
+      for (int x = 0; x < s.e; x++) to[x * NW] = kv[f * s.e + x];
+    else
+      for (int x = 0; x < s.e; x += NW) memcpy(to + x * s.F, kv + f * s.e + x, 4 * (s.e - x < NW ? s.e - x : NW));
+  }
+  if (kv && fade.kind != Fade::kNothing)
+    for (int i = 0; i < s.F * s.E; i += W) store(S + i, fade(load(S + i)));
+}
+void state_out(const Shape& s, const float* S, bool transposed, float* kv) {
+  for (int i = 0; i < s.F; i++) {
+    const int f = s.natural(i);
+    if (f < 0) continue;
+    const float* from = transposed ? at((float*)S, NW * s.E, i) : S + i * NW;
+    if (transposed)
+      for (int x = 0; x < s.e; x++) kv[f * s.e + x] = from[x * NW];
+    else
+      for (int x = 0; x < s.e; x += NW) memcpy(kv + f * s.e + x, from + x * s.F, 4 * (s.e - x < NW ? s.e - x : NW));
+  }
+}
+void sums_in(const Shape& s, const double* z, double* inside, double factor) {
+  for (int i = 0; i < s.F; i++) {
+    const int f = s.natural(i);
+    inside[i] = f < 0 || !z ? 0 : z[f] * factor;
+  }
+}
+void sums_out(const Shape& s, const double* inside, double* z) {
+  for (int i = 0; i < s.F; i++)
+    if (const int f = s.natural(i); f >= 0) z[f] = inside[i];
+}
+
+}  // namespace
+}  // namespace linrope

@@ -1,0 +1,122 @@
+// One token: S = e^a S + R psi v^T, out = R phi S / den. The state is in the caller's order, and stays where it is.
+#pragma once
+#include "task.h"
+
+namespace linrope {
+namespace {
+
+struct Columns {  // of one state, (f, stride)
+  int f, stride;
+  float* kv;
+  const float *key, *query, *v;
+  float* out;
+  const Fade& fade;
+  float scale;
+};
+
+// N vectors of columns: S = fade(S) + key v^T (once, with `change`), out = scale query S
+template <int N, int kind> inline void columns(const Columns& x, bool change) {
+  vf acc[2][N] = {}, v[N];
+  for (int i = 0; i < N; i++) v[i] = load(x.v + i * W);
+  const auto row = [&](int f, vf (&to)[N]) {
+    float* s = x.kv + (int64_t)f * x.stride;
+    for (int i = 0; i < N; i++) {
+      vf y = load(s + i * W);
+      if (change) {
+        if constexpr (kind == Fade::kNear) y += y * x.fade.factor;
+        if constexpr (kind == Fade::kFar) y *= x.fade.factor;
+        y += v[i] * x.key[f];
+        store(s + i * W, y);
+      }
+      to[i] += y * x.query[f];
+    }
+  };
+  int f = 0;
+  for (; f + 1 < x.f; f += 2) row(f, acc[0]), row(f + 1, acc[1]);
+  if (f < x.f) row(f, acc[0]);
+  for (int i = 0; i < N; i++) store(x.out + i * W, (acc[0][i] + acc[1][i]) * x.scale);
+}
+
+template <int N> inline void columns(const Columns& x, bool change) {
+  switch (change ? x.fade.kind : Fade::kNothing) {
+    case Fade::kNear: return columns<N, Fade::kNear>(x, change);
+    case Fade::kFar: return columns<N, Fade::kFar>(x, change);
+    default: return columns<N, Fade::kNothing>(x, change);
+  }
+}
+
+// Fewer columns than a vector has
+inline void last_columns(const Columns& x, int count, bool change) {
+  for (int e = 0; e < count; e++) {
+    float acc = 0;
+    for (int f = 0; f < x.f; f++) {
+      float& s = x.kv[(int64_t)f * x.stride + e];
+      if (change) s = x.fade(splat(s))[0] + x.v[e] * x.key[f];
+      acc += s * x.query[f];
+    }
+    x.out[e] = acc * x.scale;
+  }
+}
+
+struct StepScratch {
+  float *inside, *turned, *psi, *hat, *phi, *query, *v, *result, *k_angles, *q_angles;
+  StepScratch(const Shape& s, Arena& a)
+      : inside(a.take<float>(s.F)), turned(a.take<float>(s.F)), psi(a.take<float>(s.f + W)),
+        hat(a.take<float>(s.f + W)), phi(a.take<float>(s.f + W)), query(a.take<float>(s.f + W)), v(a.take<float>(s.E)),
+        result(a.take<float>(s.E)), k_angles(a.take<float>(2 * kChunk * s.half)),
+        q_angles(a.take<float>(2 * kChunk * s.half)) {}
+  static size_t bytes(const Shape& s) { return 4 * (2 * s.F + 2 * s.E + 4 * (s.f + W) + 4 * kChunk * s.half) + 1024; }
+};
+
+void step_head(const Task& task, const StepScratch& w, const Angles& k_turn, const Angles& turns, float* kv, double* z) {
+  const Call& c = task.c;
+  const Shape& s = task.s;
+  task.key_features(0, 1, 1, w.inside);
+  task.key_values(0, w.v, NW);
+  turn<false>(s, w.inside, k_turn.cos, k_turn.sin, 1, w.turned);
+  write_features(s, w.inside, w.psi), write_features(s, w.turned, w.hat);
+  const Fade fade(Decay(c, task.span).at(0));
+  for (int f = 0; f < s.f; f++) z[f] = z[f] * fade.exact + w.psi[f];
+  for (int r = 0; r == 0 || r < task.group; r++) {
+    double den = 0;
+    if (task.group) {
+      features(s, task.query_rows(c.q, r), 0, 1, 1, w.inside);
+      turn<false>(s, w.inside, turns.cos, turns.sin, 1, w.turned);
+      write_features(s, w.inside, w.phi), write_features(s, w.turned, w.query);
+      for (int f = 0; f < s.f; f++) den += z[f] * w.phi[f];
+    }
+    const double bound = !c.normalize ? 1 : c.add_eps ? den + c.eps : den < c.eps ? c.eps : den;
+    const float scale = (float)(1 / bound);
+    for (int e = 0; e < s.e;) {
+      const Columns x{s.f, s.e, kv + e, w.hat, w.query, w.v + e, w.result + e, fade, scale};
+      if (s.e - e >= 4 * W) columns<4>(x, r == 0), e += 4 * W;
+      else if (s.e - e >= W) columns<1>(x, r == 0), e += W;
+      else last_columns(x, s.e - e, r == 0), e = s.e;
+    }
+    if (task.group) write_values(s, w.result, task.query_rows(c.out, r), 0);
+  }
+}
+
+// Heads [first, last) of one row; kv and z are the row's
+void step(const Call& c, int64_t row, int64_t first, int64_t last, float* kv, double* z) {
+  const Shape s(c);
+  Arena arena(StepScratch::bytes(s) + 24 * s.half + 512);
+  const StepScratch scratch(s, arena);
+  const size_t mark = arena.used;
+  const bool same = c.key_positions.data == c.positions.data, shared = !c.theta_head && !c.angle_head && !c.angle_steps.data;
+  for (int64_t head = first; head < last; head++) {
+    const Span span{row, head, 0, 1, true};
+    const Task task(c, span, {});
+    arena.used = mark;
+    Angles k_turn(c, s, span, c.key_positions, nullptr, scratch.k_angles, arena);
+    Angles q_turn(c, s, span, c.positions, nullptr, scratch.q_angles, arena);
+    if (!shared || head == first) {  // the tables stay as they are for the heads that share them
+      k_turn.forth(0, 1);
+      if (!same) q_turn.forth(0, 1);
+    }
+    step_head(task, scratch, k_turn, same ? k_turn : q_turn, kv + head * s.f * s.e, z + head * s.f);
+  }
+}
+
+}  // namespace
+}  // namespace linrope

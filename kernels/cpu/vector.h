@@ -1,0 +1,239 @@
+// Vectors of the instruction set at hand (GNU vector extensions), and the functions of one number that kernels need.
+// Everything lies in an anonymous namespace: an inline function shared between instruction sets could be linked from
+// the wrong one.
+#pragma once
+#include <cmath>
+#include <initializer_list>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "call.h"
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define LINROPE_INLINE inline __attribute__((always_inline))
+
+namespace linrope {
+namespace {
+
+// W lanes; a micro-kernel holds MR rows of NV vectors in registers; NW columns make a panel
+#if defined(__AVX512F__)
+constexpr int W = 16, NV = 2, MR = 8;
+#elif defined(__AVX2__)
+constexpr int W = 8, NV = 2, MR = 6;
+#elif defined(__aarch64__)
+constexpr int W = 4, NV = 4, MR = 6;
+#else
+constexpr int W = 4, NV = 2, MR = 6;
+#endif
+constexpr int NW = NV * W;
+static_assert(kChunk % NW == 0);
+
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef float vfu __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef int32_t viu __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef uint16_t vh __attribute__((vector_size(2 * W), aligned(2), may_alias));
+typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
+
+struct bf16 { uint16_t bits; };
+struct fp16 { uint16_t bits; };
+
+inline vf splat(float x) { return x - vf{}; }
+inline vf load(const float* p) { return *(const vfu*)p; }
+inline void store(float* p, vf x) { *(vfu*)p = x; }
+
+inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(*(const vh*)p, vu) << 16); }
+inline void store(bf16* p, vf x) {  // to nearest even; NaN stays NaN
+  vu u = (vu)x;
+  u = x == x ? (u + 0x7fff + ((u >> 16) & 1)) >> 16 : (u >> 16) | 64;
+  *(vh*)p = __builtin_convertvector(u, vh);
+}
+
+inline vf load(const fp16* p) {
+  const vu u = __builtin_convertvector(*(const vh*)p, vu), magnitude = u & 0x7fff;
+  // Exponents move from bias 15 to 127. Subnormal numbers are integers times 2^-24; infinity and NaN keep all ones.
+  const vu normal = (magnitude << 13) + (112u << 23);
+  const vf small = __builtin_convertvector((vi)magnitude, vf) * 0x1p-24f;
+  vu y = magnitude < 0x400 ? (vu)small : normal;
+  y = magnitude >= 0x7c00 ? (magnitude << 13) | 0x7f800000u : y;
+  return (vf)(y | (u & 0x8000) << 16);
+}
+inline void store(fp16* p, vf x) {  // to nearest even
+  const vu u = (vu)x, sign = (u >> 16) & 0x8000, magnitude = u & 0x7fffffff;
+  const vu normal = (magnitude + 0xfff + ((magnitude >> 13) & 1) - (112u << 23)) >> 13;
+  // Adding 0.5 puts the unit of a float's last place at 2^-24, the unit of subnormal halves.
+  const vu small = (vu)((vf)magnitude + 0.5f) - 0x3f000000u;
+  vu y = magnitude < 0x38800000u ? small : normal;
+  y = magnitude >= 0x477ff000u ? vu{} + 0x7c00 : y;
+  y = magnitude > 0x7f800000u ? vu{} + 0x7e00 : y;
+  *(vh*)p = __builtin_convertvector(y | sign, vh);
+}
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+  const uint32_t u = (uint32_t)x.bits << 16;
+  float y;
+  memcpy(&y, &u, 4);
+  return y;
+}
+inline float to_float(fp16 x) {
+  fp16 some[W] = {x};
+  return load(some)[0];
+}
+template <class T> inline void put(T* p, float x) {
+  T some[W];
+  store(some, splat(x));
+  *p = some[0];
+}
+template <> inline void put(float* p, float x) { *p = x; }
+
+inline float sum(vf x) {
+  float s[W];
+  store(s, x);
+  v4 t = *(v4*)s;
+#if defined(__AVX512F__)
+  t = (t + *(v4*)(s + 4)) + (*(v4*)(s + 8) + *(v4*)(s + 12));
+#elif defined(__AVX2__)
+  t += *(v4*)(s + 4);
+#endif
+  return (t[0] + t[2]) + (t[1] + t[3]);
+}
+// max(x, y) and min(x, y); NaN stays NaN (x86 returns the second operand)
+#if defined(__AVX512F__)
+LINROPE_INLINE vf largest(vf x, float y) { return (vf)_mm512_maskz_max_ps(0xffff, (__m512)splat(y), (__m512)x); }
+LINROPE_INLINE vf smallest(vf x, float y) { return (vf)_mm512_maskz_min_ps(0xffff, (__m512)splat(y), (__m512)x); }
+#elif defined(__AVX2__)
+LINROPE_INLINE vf largest(vf x, float y) { return (vf)_mm256_max_ps((__m256)splat(y), (__m256)x); }
+LINROPE_INLINE vf smallest(vf x, float y) { return (vf)_mm256_min_ps((__m256)splat(y), (__m256)x); }
+#else
+LINROPE_INLINE vf largest(vf x, float y) { return x < y ? splat(y) : x; }
+LINROPE_INLINE vf smallest(vf x, float y) { return x > y ? splat(y) : x; }
+#endif
+
+// e^r 2^n, |r| <= ln 2 / 2; n a whole number from -252 to 254. Relative error below 1e-7.
+LINROPE_INLINE vf exp_parts(vf r, vf n) {
+  vf p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+#if defined(__AVX512F__)
+  return (vf)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)n);
+#else
+  const vi k = __builtin_convertvector(n, vi), half = k >> 1;  // in two steps, for subnormal results
+  return p * (vf)((half + 127) << 23) * (vf)((k - half + 127) << 23);
+#endif
+}
+LINROPE_INLINE vf exponential(vf x) {
+  x = smallest(largest(x, -104.0f), 89.0f);
+  const vf t = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer, which its low bits hold
+  const vf n = t - 12582912.0f;
+  const vf r = x - n * 0.693359375f - n * -2.12194440e-4f;
+  return exp_parts(r, n);
+}
+
+LINROPE_INLINE vf apply(int map, vf x) {
+  switch (map) {
+    case kElu1: return largest(x, 0.0f) + exponential(smallest(x, 0.0f));
+    case kRelu: return largest(x, 0.0f);
+    case kRelu2: x = largest(x, 0.0f); return x * x;
+    case kExp: return exponential(x);
+    case kSilu: return x / (1.0f + exponential(-x));
+    default: return x;
+  }
+}
+// dy/dx of y = apply(map, x)
+LINROPE_INLINE vf slope(int map, vf x, vf y) {
+  switch (map) {
+    case kElu1: return smallest(y, 1.0f);
+    case kRelu: return y > 0.0f ? splat(1.0f) : y;
+    case kRelu2: return 2.0f * largest(x, 0.0f);
+    case kExp: return y;
+    case kSilu: {
+      const vf s = 1.0f / (1.0f + exponential(-x));
+      return s + y * (1.0f - s);
+    }
+    default: return splat(1.0f);
+  }
+}
+
+// Cosine and sine of angles in units of 2^-32 turns; absolute error below 1e-7
+inline void cos_sin(vi angle, vf& c, vf& s) {
+  const vi quadrant = (vi)((vu)angle + (1u << 29)) >> 30;
+  const vf x = __builtin_convertvector((vi)((vu)angle - ((vu)quadrant << 30)), vf) * 1.46291807926715968e-9f;
+  const vf y = x * x;
+  vf a = splat(-1.9515295891e-4f);
+  a = a * y + 8.3321608736e-3f;
+  a = a * y - 1.6666654611e-1f;
+  a = a * y * x + x;
+  vf b = splat(2.443315711809948e-5f);
+  b = b * y - 1.388731625493765e-3f;
+  b = b * y + 4.166664568298827e-2f;
+  b = b * y * y - 0.5f * y + 1.0f;
+  const vi odd = (quadrant & 1) != 0;
+  const vi minus_s = (quadrant & 2) << 30, minus_c = ((quadrant + 1) & 2) << 30;
+  s = (vf)((vi)(odd ? b : a) ^ minus_s);
+  c = (vf)((vi)(odd ? a : b) ^ minus_c);
+}
+
+// x = (x0, x1, ..), y: the even numbers and the odd ones
+inline void deinterleave(vf x, vf y, vf& even, vf& odd) {
+#if defined(__AVX512F__)
+  even = __builtin_shufflevector(x, y, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  odd = __builtin_shufflevector(x, y, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#elif defined(__AVX2__)
+  even = __builtin_shufflevector(x, y, 0, 2, 4, 6, 8, 10, 12, 14);
+  odd = __builtin_shufflevector(x, y, 1, 3, 5, 7, 9, 11, 13, 15);
+#else
+  even = __builtin_shufflevector(x, y, 0, 2, 4, 6);
+  odd = __builtin_shufflevector(x, y, 1, 3, 5, 7);
+#endif
+}
+inline void interleave(vf even, vf odd, vf& x, vf& y) {
+#if defined(__AVX512F__)
+  x = __builtin_shufflevector(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  y = __builtin_shufflevector(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#elif defined(__AVX2__)
+  x = __builtin_shufflevector(even, odd, 0, 8, 1, 9, 2, 10, 3, 11);
+  y = __builtin_shufflevector(even, odd, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+  x = __builtin_shufflevector(even, odd, 0, 4, 1, 5);
+  y = __builtin_shufflevector(even, odd, 2, 6, 3, 7);
+#endif
+}
+
+struct Arena {  // scratch of one task, in parts aligned to 64 bytes; a thread keeps it
+  char* base;
+  size_t used = 0, size;
+  explicit Arena(size_t bytes) : size((bytes + 63) / 64 * 64) {
+    static thread_local struct Kept {
+      char* base = nullptr;
+      size_t size = 0;
+      ~Kept() { free(base); }
+    } kept;
+    if (kept.size < size) {
+      free(kept.base);
+      kept.base = (char*)aligned_alloc(64, size);
+      kept.size = size;
+      if (!kept.base) abort();
+    }
+    base = kept.base;
+  }
+  template <class T> T* take(size_t n) {
+    T* p = (T*)(base + used);
+    used += (n * sizeof(T) + 63) / 64 * 64;
+    if (used > size) abort();  // a mistake in the sizes asked for: never write past the end
+    return p;
+  }
+};
+
+inline int round_up(int x, int to) { return (x + to - 1) / to * to; }
+
+}  // namespace
+}  // namespace linrope

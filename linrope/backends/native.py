@@ -1,0 +1,171 @@
+"""Eq. 19 on CPUs, in the compiled kernels of kernels/cpu. Loads the library, and says why not.
+
+Sums are float32, z float64. The backward pass computes everything anew from the inputs.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from linrope.backends import call as shared
+from linrope.backends.call import Call, Gradients, Sums
+from linrope.state import LinearAttentionState
+
+READS_RESULTS = False
+MAX_DIM = 256
+LIBRARY = Path(__file__).parents[1] / "lib" / "liblinrope_native.so"
+MAPS = {name: i for i, name in enumerate(("identity", "elu+1", "relu", "relu2", "exp", "silu"))}
+LAYOUTS = {"interleaved": 1, "half": 2}
+
+
+def _load() -> str | None:
+    """Why the library cannot be had; None: it is loaded."""
+    if not LIBRARY.is_file():
+        return "the native library is not built: it needs a C++ compiler at installation (docs/cpu.md)"
+    try:
+        torch.ops.load_library(LIBRARY)
+    except (OSError, RuntimeError) as error:
+        return f"the native library cannot be loaded: {error}"
+    return None
+
+
+_PROBLEM = _load()
+_ops = torch.ops.linrope_native
+
+
+def why_not() -> str | None:
+    """Why this backend runs nothing on this machine; None: it runs."""
+    return _PROBLEM
+
+
+def instruction_sets() -> list[str]:
+    """Those for which there are kernels that this machine can run, the best one first."""
+    return [] if _PROBLEM else _ops.isas().split(",")
+
+
+def instruction_set() -> str | None:
+    """The one in use."""
+    return None if _PROBLEM else _ops.isa()
+
+
+def use_instruction_set(name: str) -> None:
+    """Takes another one of ``instruction_sets``; for tests. Raises RuntimeError where there is none of that name."""
+    if _PROBLEM:
+        raise RuntimeError(_PROBLEM)
+    _ops.set_isa(name)
+
+
+def supports(call: Call, state: LinearAttentionState | None) -> str | None:
+    f, e = call.k.shape[3], call.v.shape[3]
+    if _PROBLEM:
+        return _PROBLEM
+    if call.k.device.type != "cpu":
+        return f"tensors on {call.k.device}: it needs a CPU"
+    if torch.float64 in (call.k.dtype, call.v.dtype):
+        return "float64: use backend='eager'"
+    if state is not None and (state.kv.dtype != torch.float32 or state.z.dtype != torch.float64):
+        return f"a state of {state.kv.dtype} and {state.z.dtype}: use backend='eager'"
+    if call.fade is not None:
+        return "xpos, a decay per pair of features: use backend='eager'"
+    if f > MAX_DIM or e > MAX_DIM:
+        return f"{f} features and {e} values per head: it takes up to {MAX_DIM} of each; use backend='eager'"
+    return None
+
+
+def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
+    """out, and the last sums where they are wanted; in the state's own memory where that was given away."""
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and shared.needs_gradients(call, state)):
+        return shared.attend("native", call, state)
+    if call.q is not None and call.causal and call.k.shape[1] == 1 and call.cu_seqlens is None and state is not None:
+        return _step(call, state)
+    sums, slots = (None, None) if state is None else (Sums(state.kv, state.z, state.angle), state.slots)
+    out, kv, z = _forward(call, sums, slots)
+    if not call.want_state:
+        return out, None
+    rows = None if state is None else state.rows().angle if call.angle_steps is not None else None
+    if state is not None and slots is not None:
+        kv, z = state.kv, state.z
+    return out, Sums(kv, z, call.last_angle(rows))
+
+
+def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
+    """One token of every sequence."""
+    sums = Sums(state.kv, state.z, state.angle)
+    if state.slots is None and not state.donated:
+        sums = Sums(sums.kv.clone(), sums.z.clone(), None if sums.angle is None else sums.angle.clone())
+    q, k, v, wide = _dense(call)
+    out = _ops.step(
+        q, k, v, MAPS[call.feature_map], call.log_decay, call.theta, call.positions, call.key_positions,
+        call.angle_steps, sums.angle, call.key_mask, sums.kv, sums.z, state.slots,
+        LAYOUTS[call.layout] if call.pairs else 0, call.normalize, call.eps, call.eps_mode == "add",
+    )  # fmt: skip
+    return out if wide else out.to(call.v.dtype), sums
+
+
+def new_saved(call: Call) -> list[Tensor]:
+    return []
+
+
+def forward(call: Call, sums: Sums | None, save: bool) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None, list[Tensor]]:
+    out, kv, z = _forward(call, sums, None)
+    return out if call.q is not None else None, (kv, z) if call.want_state else None, []
+
+
+def _forward(call: Call, sums: Sums | None, slots: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, wide = _dense(call)
+    out, kv, z = _ops.forward(
+        q if call.q is not None else None, k, v, *_how(call, sums), slots,
+        LAYOUTS[call.layout] if call.pairs else 0, call.causal, call.normalize, call.eps, call.eps_mode == "add",
+        call.want_state,
+    )  # fmt: skip
+    return out if wide else out.to(call.v.dtype), kv, z
+
+
+def backward(
+    call: Call, sums: Sums | None, results: list[Tensor], g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor | None
+) -> Gradients:
+    q, k, v, _ = _dense(call)
+    if g_out is not None:
+        g_out = _rows_dense(g_out.to(v.dtype))
+    dq, dk, dv, d_log, d_steps, d_kv, d_z = _ops.backward(
+        g_out, None if g_kv is None else g_kv.contiguous(), None if g_z is None else g_z.contiguous(),
+        q if call.q is not None else None, k, v, *_how(call, sums), LAYOUTS[call.layout] if call.pairs else 0,
+        call.causal, call.normalize, call.eps, call.eps_mode == "add", call.log_decay is not None,
+        call.angle_steps is not None,
+    )  # fmt: skip
+    return Gradients(
+        None if call.q is None else dq,
+        dk,
+        dv.to(call.v.dtype),
+        None if call.log_decay is None else shared.summed_to(d_log, call.log_decay),
+        None if call.angle_steps is None else shared.summed_to(d_steps, call.angle_steps),
+        None if sums is None else d_kv,
+        None if sums is None else d_z,
+    )
+
+
+def _how(call: Call, sums: Sums | None) -> tuple[object, ...]:
+    """The arguments that forward and backward share, in the operators' order."""
+    kv, z, angle = (None, None, None) if sums is None else sums
+    return (
+        MAPS[call.feature_map], call.log_decay, call.theta, call.positions.contiguous(),
+        None if call.key_positions is None else call.key_positions.contiguous(), call.angle_steps, angle,
+        None if call.key_mask is None else call.key_mask.contiguous(), call.cu_seqlens,
+        None if kv is None else kv.contiguous(), None if z is None else z.contiguous(),
+    )  # fmt: skip
+
+
+def _dense(call: Call) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """q, k, v of one dtype, with features and values next to each other in memory; whether v has its own dtype."""
+    q, k, v = call.k if call.q is None else call.q, call.k, call.v
+    same = v.dtype == k.dtype == q.dtype
+    if not same:  # features that a map made are float32
+        wide = torch.promote_types(k.dtype, v.dtype)
+        q, k, v = q.to(wide), k.to(wide), v.to(wide)
+    return _rows_dense(q), _rows_dense(k), _rows_dense(v), same
+
+
+def _rows_dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

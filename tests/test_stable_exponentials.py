@@ -1,0 +1,145 @@
+"""Exponential feature maps at the magnitudes of real models: the running maximum of the keys' scales."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from linrope import Rotary, feature_maps, linear_rope_attention
+from linrope.feature_maps import FeatureMap
+from tests.oracle import BACKENDS, examples, randoms
+
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+MAPS = ("exp", "softmax", "favor+", "favor+hyperbolic", "favor++")
+D = 64
+
+
+def build(name: str, d: int = D) -> FeatureMap:
+    return feature_maps.make(name, d, **({} if name in ("exp", "softmax") else {"seed": 0, "num_features": d}))
+
+
+def in_the_log_domain(
+    q: Tensor, k: Tensor, v: Tensor, fmap: FeatureMap, rotary: Rotary, decay: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, M and the normalizer relative to the largest key, of one head (n, ..), in float64 without a state.
+
+    Each query divides all its keys by the largest that it sees.
+    """
+    (phi, _), (psi, s) = fmap.queries(q.double()[None, :, None]), fmap.keys(k.double()[None, :, None])
+    where = torch.arange(len(q))
+    phi_hat, psi_hat = rotary(phi, where)[0, :, 0], rotary(psi, where)[0, :, 0]
+    phi, psi, s = phi[0, :, 0], psi[0, :, 0], s[0, :, 0]
+    scales = s[None] + (where[:, None] - where) * torch.tensor(decay).double().log()
+    scales = scales.masked_fill(where[None] > where[:, None], -torch.inf)
+    scales = (scales - scales.amax(1, keepdim=True)).exp()
+    den = ((phi @ psi.T) * scales).sum(1, keepdim=True)
+    size = ((phi_hat.abs() @ psi_hat.abs().T) * scales) @ v.double().abs()
+    return ((phi_hat @ psi_hat.T) * scales) @ v.double() / den, size / den, den
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
+@pytest.mark.parametrize("size", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("decay", [1.0, 0.9])
+def test_float32_is_the_sum_formed_in_the_log_domain(decay: float, name: str, size: float, backend: str) -> None:
+    n, fmap = 300, build(name)
+    q, k, v = randoms(1, n, 1, D, e=8, dtype=torch.float32, scale=size)
+    rotary = Rotary(fmap.feature_dim)
+    expected, m, den = in_the_log_domain(q[0, :, 0], k[0, :, 0], v[0, :, 0], fmap, rotary, decay)
+    out = linear_rope_attention(
+        q, k, v, feature_map=fmap, rotary=rotary, backend=backend,
+        decay=None if decay == 1 else torch.tensor([decay], dtype=torch.float64),
+    )  # fmt: skip
+    above = (den > 1e-6)[:, 0]
+    error = ((out[0, :, 0].double() - expected).abs() / m)[above]
+    # The logits themselves, sums of 64 products of size 3, are off by 1e-5 in float32.
+    assert float(error.max()) < 2e-4
+
+
+def share_at_eps(name: str, size: float) -> float:
+    """Of the queries, how many have a normalizer at eps."""
+    fmap = build(name)
+    q, k, _ = randoms(1, 1000, 2, D, dtype=torch.float32, scale=size)
+    counted = linear_rope_attention(q, k, torch.ones_like(k[..., :1]), feature_map=fmap)
+    return float((counted < 1 - 1e-3).float().mean())
+
+
+def test_few_normalizers_sink_to_eps_at_ordinary_magnitudes(record_property: Any) -> None:
+    shares = {name: [share_at_eps(name, size) for size in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)] for name in MAPS}
+    for name, found in shares.items():
+        record_property(name, found)
+        print(f"{name}: share of rows at eps for sizes 1 to 6: {', '.join(f'{x:.3f}' for x in found)}")
+    assert shares["favor+"][0] == 0
+    assert max(shares["favor+"][:3]) < 0.05  # 0.9 without the running maximum, at size 3
+
+
+@every_backend
+@pytest.mark.parametrize("normalize", [True, False])
+@given(cuts=st.lists(st.integers(0, 70), max_size=3).map(sorted), name=st.sampled_from(MAPS), gated=st.booleans(),
+       masked=st.booleans())  # fmt: skip
+@examples(25)
+def test_streams_and_packed_sequences_are_one_call(
+    backend: str, normalize: bool, cuts: list[int], name: str, gated: bool, masked: bool
+) -> None:
+    n, d = 70, 8
+    fmap = build(name, d)
+    q, k, v = randoms(1, n, 4, d, g=2, e=3, scale=3.0 if normalize else 0.5)
+    generator = torch.Generator().manual_seed(3)
+    tokens: dict[str, Tensor] = {}
+    if gated:
+        tokens["log_decay"] = -3 * torch.rand(1, n, 2, generator=generator, dtype=torch.float64)
+    if masked:
+        tokens["key_mask"] = torch.rand(1, n, generator=generator) > 0.3
+    how: dict[str, Any] = {
+        "feature_map": fmap, "rotary": Rotary(fmap.feature_dim), "normalize": normalize, "backend": backend
+    }  # fmt: skip
+
+    def run(low: int, high: int, **more: Any) -> Any:
+        part = {key: x[:, low:high] for key, x in tokens.items()}
+        return linear_rope_attention(
+            q[:, low:high], k[:, low:high], v[:, low:high], return_state=True, **part, **more, **how
+        )
+
+    whole, last = run(0, n)
+    bounds = [0, *cuts, n]
+    state, pieces, alone = None, [], []
+    for low, high in zip(bounds, bounds[1:]):
+        out, state = run(low, high, state=state)
+        pieces.append(out)
+        alone.append(run(low, high)[0])
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(state.log_scale, last.log_scale, rtol=0, atol=1e-10)
+    torch.testing.assert_close(state.kv, last.kv, rtol=1e-10, atol=1e-10)
+    packed, _ = run(0, n, cu_seqlens=torch.tensor(bounds))
+    torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-10, atol=1e-10)
+
+
+@every_backend
+@pytest.mark.parametrize("name", MAPS)
+def test_a_later_key_changes_no_earlier_bit(name: str, backend: str) -> None:
+    fmap = build(name, 8)
+    q, k, v = randoms(1, 150, 2, 8, dtype=torch.float32, scale=2.0)
+    how: dict[str, Any] = {"feature_map": fmap, "rotary": Rotary(fmap.feature_dim), "backend": backend}
+    before = linear_rope_attention(q, k, v, **how)
+    k = k.clone()
+    k[:, 97:] *= 20
+    after = linear_rope_attention(q, k, v, **how)
+    assert torch.equal(before[:, :97], after[:, :97])
+    assert bool(after.isfinite().all())
+
+
+@every_backend
+@pytest.mark.parametrize("causal", [True, False])
+def test_bidirectional_and_stateful_calls_hold_as_well(causal: bool, backend: str) -> None:
+    fmap = build("favor+", 8)
+    q, k, v = randoms(2, 40, 2, 8, scale=4.0)
+    how: dict[str, Any] = {"feature_map": fmap, "rotary": Rotary(8), "causal": causal, "backend": backend}
+    _, state = linear_rope_attention(q[:, :20], k[:, :20], v[:, :20], return_state=True, **how)
+    found, last = linear_rope_attention(q[:, 20:], k[:, 20:], v[:, 20:], state=state, return_state=True, **how)
+    whole, expected = linear_rope_attention(q, k, v, return_state=True, **how)
+    torch.testing.assert_close(found, whole[:, 20:], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(last.log_scale, expected.log_scale)
+    torch.testing.assert_close(last.kv, expected.kv, rtol=1e-10, atol=1e-12)
