@@ -5,6 +5,9 @@
     T_n     = sum_{m>=n} phi^_m gb_m^T                W_n = sum_{m>=n} delta_m phi_m
     dpsi_n  = R^T T_n v_n + W_n                       dv_n = T_n^T psi^_n
 
+Of log decay and angle steps each token's part is stored, <phi, dphi> and <psi, dpsi>, <J phi, R^T dphi^> and
+<J psi, R^T dpsi^> with a quarter turn J of each pair; their sums over tokens are left to the caller.
+
 With decay each product of a query and a key is times e^(D_m - D_n); T and W are as the token before their
 chunk sees them.
 
@@ -35,6 +38,7 @@ from linrope_kernels.pieces import (
     rotate,
     rotate_back,
     slope,
+    store_angles,
     store_pairs,
     store_state,
     store_sum,
@@ -54,6 +58,8 @@ def dq_kernel(
     G, g_strides,  # (b, n, h, e)
     DEN, DELTA,  # (b, h, n)
     DQ, dq_strides,  # (b, n, h, f)
+    D_LOG,  # (b, n, h, blocks of pairs) float32: <phi, dphi>; None: not wanted
+    D_ANGLES,  # (b, n, h, P) float32; None: not wanted
     n, h, group, segments, length, eps,
     F: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
     MAP: tl.constexpr, INTERLEAVED: tl.constexpr, ADD: tl.constexpr,
@@ -146,6 +152,10 @@ def dq_kernel(
             s2 = dot(tl.trans(kept), psi2_hat, s2, DOT)
         d1, d2 = rotate_back(d1, d2, turn, P)
         x1, x2 = load_pairs(Q, rows, inside, q_strides, block * W, F, P, INTERLEAVED, C, W)
+        token = (batch * n + rows) * h + head % h
+        if D_ANGLES is not None:
+            turned = feature(x1, MAP) * d2 - feature(x2, MAP) * d1
+            store_angles(D_ANGLES, turned, token, inside, pairs, P)
         if NORMALIZE:
             if BLOCKS == 1:
                 delta = -tl.sum(feature(x1, MAP) * d1 + feature(x2, MAP) * d2, 1) / divisor(den, eps, ADD)
@@ -163,6 +173,11 @@ def dq_kernel(
             else:
                 d1 += delta[:, None] * z1.to(tl.float32)[None, :]
                 d2 += delta[:, None] * z2.to(tl.float32)[None, :]
+        if D_LOG is not None:
+            grown = tl.sum(feature(x1, MAP) * d1 + feature(x2, MAP) * d2, 1)
+            if NORMALIZE and not ADD:
+                grown = tl.where(den < eps, grown, 0.0)  # elsewhere out does not change with phi's length
+            tl.store(D_LOG + token * BLOCKS + block, grown, mask=inside)
         d1, d2 = d1 * slope(x1, MAP), d2 * slope(x2, MAP)
         store_pairs(DQ, d1, d2, rows, inside, dq_strides, block * W, F, P, INTERLEAVED, C, W)
 
@@ -176,6 +191,7 @@ def dkv_kernel(
     G, g_strides, DEN, DELTA,
     DK, dk_strides,  # (b, m, g, f)
     DV, dv_strides,  # (b, m, g, e)
+    D_LOG, D_ANGLES,  # (b, m, g, blocks of pairs), (b, m, g, P): of keys
     T_END, U_END,  # (b g, f, e), (b g, f): the gradient of the first state; None: not wanted
     m, g, group, segments, length, eps,
     F: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
@@ -309,8 +325,16 @@ def dkv_kernel(
             store_values(DV, dv, rows, inside, dv_strides, e, E, BE)
         if WANT_DK:
             d1, d2 = rotate_back(d1, d2, key_turn, P)
-            d1 = tl.where(visible[:, None], (d1 + w1) * slope(y1, MAP), 0.0)
-            d2 = tl.where(visible[:, None], (d2 + w2) * slope(y2, MAP), 0.0)
+            token = (batch * m + rows) * g + kv_head
+            if D_ANGLES is not None:
+                turned = tl.where(visible[:, None], feature(y1, MAP) * d2 - feature(y2, MAP) * d1, 0.0)
+                store_angles(D_ANGLES, turned, token, inside, pairs, P)
+            d1, d2 = d1 + w1, d2 + w2
+            if D_LOG is not None:
+                grown = tl.sum(feature(y1, MAP) * d1 + feature(y2, MAP) * d2, 1)
+                tl.store(D_LOG + token * PAIR_BLOCKS + pair_block, tl.where(visible, grown, 0.0), mask=inside)
+            d1 = tl.where(visible[:, None], d1 * slope(y1, MAP), 0.0)
+            d2 = tl.where(visible[:, None], d2 * slope(y2, MAP), 0.0)
             store_pairs(DK, d1, d2, rows, inside, dk_strides, pair_block * W, F, P, INTERLEAVED, C, W)
 
     if WANT_DK and CAUSAL and SLOTS is None and T_END is not None:

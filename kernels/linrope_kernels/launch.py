@@ -310,10 +310,20 @@ def attend_fwd(
     return out, end, saved
 
 
+class Gradients(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    start: State | None  # of the first state, if there was one
+    # Parts of each token, float64, if the call has log_decay or phases:
+    log_decay: Tensor | None  # (b, m, g): <psi, dpsi> - <phi, dphi>
+    angles: Tensor | None  # (b, m, g, P): <J phi, R^T dphi^> + <J psi, R^T dpsi^>
+
+
 def attend_bwd(
     call: Call, start: State | None, saved: list[Tensor], out: Tensor | None, g_out: Tensor, g_end: State | None
-) -> tuple[Tensor, Tensor, Tensor, State | None]:
-    """dq, dk, dv and, if there was one, the gradient of the first state; saved and out (if read): attend_fwd's."""
+) -> Gradients:
+    """saved and out (if it is read) are attend_fwd's."""
     assert call.q is not None
     b, n, h, f = call.q.shape
     (_, m, g, _), e = call.k.shape, call.v.shape[3]
@@ -321,6 +331,14 @@ def attend_bwd(
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v))
     den, states = _unpack(call, saved)
     delta = None if den is None else torch.empty_like(den)
+    logs = angles = (None, None)
+    new = torch.empty if call.cu_seqlens is None else torch.zeros  # packed sequences may not cover all tokens
+    how: dict[str, Any] = {"dtype": torch.float32, "device": dq.device}
+    if call.log_decay is not None:
+        blocks = (-(-((f + 1) // 2) // call.tile(name).pairs) for name in ("dq", "dkv" if tiles.fused(f, e) else "dk"))
+        logs = new(b, n, h, next(blocks), **how), new(b, m, g, next(blocks), **how)
+    if call.phases is not None:
+        angles = new(b, n, h, call.pairs, **how), new(b, m, g, call.pairs, **how)
     g_start = new_state(call, start) if start is not None or not call.causal else None
 
     cut = call.segments(n)
@@ -338,7 +356,7 @@ def attend_bwd(
         dq_kernel, "dq", b * h * cut.number,
         *tensors, *_with_strides(table), *_with_strides(key_table), *call.decay, cut.slots,
         *(before or NO_STATE), out, _strides(out, 4), g_out, g_out.stride(), den, delta, dq, dq.stride(),
-        n, h, call.group, cut.number, cut.length, call.eps, CAUSAL=call.causal,
+        logs[0], angles[0], n, h, call.group, cut.number, cut.length, call.eps, CAUSAL=call.causal,
     )  # fmt: skip
 
     after = g_end
@@ -353,10 +371,13 @@ def attend_bwd(
             dkv_kernel, name, b * g * cut.number,
             *tensors, *_with_strides(table), *_with_strides(key_table), *call.decay, cut.slots,
             *(after or NO_STATE), g_out, g_out.stride(), den, delta, dk, dk.stride(), dv, dv.stride(),
-            *(g_start or NO_STATE), m, g, call.group, cut.number, cut.length, call.eps,
+            logs[1], angles[1], *(g_start or NO_STATE), m, g, call.group, cut.number, cut.length, call.eps,
             CAUSAL=call.causal, WANT_DK=name != "dv", WANT_DV=name != "dk",
         )  # fmt: skip
-    return dq, dk, dv, g_start if start is not None else None
+    grouped = (b, n, g, call.group)
+    d_log = None if logs[1] is None else logs[1].double().sum(3) - logs[0].double().sum(3).view(grouped).sum(3)
+    d_angles = None if angles[1] is None else angles[1].double() + angles[0].double().view(*grouped, -1).sum(3)
+    return Gradients(dq, dk, dv, g_start if start is not None else None, d_log, d_angles)
 
 
 def step_fwd(call: Call, start: State | None, end: State | None, slots: Tensor | None) -> Tensor:

@@ -331,3 +331,9 @@ def load_turn(TABLE, rows, inside, pairs, P: tl.constexpr):
         keep = inside[:, None] & (pairs < P)[None, :]
         cos = tl.load(TABLE, mask=keep, other=1).to(tl.float32)
         return cos, tl.load(TABLE + P, mask=keep, other=0).to(tl.float32)
+
+
+@triton.jit
+def store_angles(X, x, tokens, inside, pairs, P: tl.constexpr):
+    """x (C, W), a number for each pair that turns, to the rows ``tokens`` (C,) of X (.., P)."""
+    tl.store(X + tokens[:, None] * P + pairs[None, :], x, mask=inside[:, None] & (pairs < P)[None, :])

@@ -27,7 +27,7 @@ from linrope_kernels.step import step_fwd_kernel
 SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 DATA = {"Q", "K", "V", "X", "Y", "OUT", "G", "DQ", "DK", "DV"}
 TYPES = dict.fromkeys(("THETA", "Q_POSITIONS", "K_POSITIONS"), "*i64")
-TYPES |= dict.fromkeys(("DEN", "DELTA", "S", "T", "S_END", "T_END", "LOG"), "*fp32")
+TYPES |= dict.fromkeys(("DEN", "DELTA", "S", "T", "S_END", "T_END", "LOG", "D_LOG"), "*fp32")
 TYPES["eps"] = "fp32"
 TYPES |= dict.fromkeys(("Z", "U", "Z_END", "U_END", "TOTALS"), "*fp64")
 STRIDES = {"table_strides": 2, "log_strides": 3, "phase_strides": 4}
@@ -66,7 +66,8 @@ def compile_kernel(
         "DOT": dot, "C": tile.chunk, "W": tile.pairs, "BE": tile.values, "STAGES": tile.stages,
         "AXES": 1, "ADD": False, "MASK": None, "group": 1, **wants, **constants,
     }  # fmt: skip
-    absent = ["SLOTS", "K_TABLE", "Q_PHASES", "K_PHASES"] + ([] if decay else ["LOG", "TOTALS"])
+    absent = ["SLOTS", "K_TABLE", "Q_PHASES", "K_PHASES", "D_ANGLES"]
+    absent += [] if decay else ["LOG", "TOTALS", "D_LOG"]
     constants = dict.fromkeys(absent) | constants
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     signature: dict[str, Any] = {}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from linrope.backends import call as shared
 from linrope.backends.call import Call, Gradients, Sums
+from linrope.packing import spread, sums_so_far
 from linrope.state import LinearAttentionState
 
 MAX_DIM = 256
@@ -30,12 +31,8 @@ def supports(call: Call, state: LinearAttentionState | None) -> str | None:
         return "xpos, a decay per pair of features: use backend='eager'"
     if f > MAX_DIM or e > MAX_DIM:
         return f"{f} features and {e} values per head: it takes up to {MAX_DIM} of each; use backend='eager'"
-    if torch.is_grad_enabled() and shared.needs_gradients(call, state):
-        for name in ("log_decay", "angle_steps"):
-            if (x := getattr(call, name)) is not None and x.requires_grad:
-                return f"gradients of {name}: use backend='eager'"
-        if call.q is None:
-            return "gradients of linear_rope_state: use backend='eager'"
+    if call.q is None and torch.is_grad_enabled() and shared.needs_gradients(call, state):
+        return "gradients of linear_rope_state: use backend='eager'"
     return None
 
 
@@ -118,6 +115,27 @@ def backward(
             torch.zeros_like(z) if g_z is None else g_z.contiguous(),
         )
     with torch.cuda.device_of(call.k):
-        dq, dk, dv, first = launch.attend_bwd(own, _state(sums), results, out, g_out, g_end)
-    none = [None if x is None else torch.zeros_like(x) for x in (call.log_decay, call.angle_steps)]
-    return Gradients(dq, dk, dv, *none, *(first or (None, None)))
+        found = launch.attend_bwd(own, _state(sums), results, out, g_out, g_end)
+    return Gradients(
+        found.q, found.k, found.v, _d_log_decay(call, sums, found), _d_angle_steps(call, found),
+        *(found.start or (None, None)),
+    )  # fmt: skip
+
+
+def _d_log_decay(call: Call, sums: Sums | None, found: launch.Gradients) -> Tensor | None:
+    """da_t = sum_(i < t) (<psi_i, dpsi_i> - <phi_i, dphi_i>) + <S, dS> + <z, dz> of the first state."""
+    if call.log_decay is None or found.log_decay is None:
+        return None
+    total = sums_so_far(found.log_decay, call.bounds) - found.log_decay
+    if sums is not None and found.start is not None:
+        first = (sums.kv.double() * found.start[0]).sum((2, 3)) + (sums.z.double() * found.start[1]).sum(2)
+        total += spread(first, total.shape[1], call.bounds)
+    return shared.summed_to(total, call.log_decay)
+
+
+def _d_angle_steps(call: Call, found: launch.Gradients) -> Tensor | None:
+    """domega_t = sum_(i >= t) (<J phi_i, R^T dphi^_i> + <J psi_i, R^T dpsi^_i>)."""
+    if call.angle_steps is None or found.angles is None:
+        return None
+    bounds = None if call.bounds is None else (call.k.shape[1] - call.bounds).flip(0)
+    return shared.summed_to(sums_so_far(found.angles.flip(1), bounds).flip(1), call.angle_steps)
