@@ -68,10 +68,10 @@ def step_fwd_kernel(
                 phase += tl.load(Q_POSITIONS + batch * q_position_stride + a) * theta
                 key_phase += tl.load(K_POSITIONS + batch * k_position_stride + a) * theta
         else:
-            at = batch * q_phase_strides[0] + kv_head * q_phase_strides[2] + pairs * q_phase_strides[3]
-            key_at = batch * k_phase_strides[0] + kv_head * k_phase_strides[2] + pairs * k_phase_strides[3]
-            phase = tl.load(Q_PHASES + at, mask=pairs < P, other=0)[None, :]
-            key_phase = tl.load(K_PHASES + key_at, mask=pairs < P, other=0)[None, :]
+            q_at = batch * q_phase_strides[0] + kv_head * q_phase_strides[2] + pairs * q_phase_strides[3]
+            k_at = batch * k_phase_strides[0] + kv_head * k_phase_strides[2] + pairs * k_phase_strides[3]
+            phase = tl.load(Q_PHASES + q_at, mask=pairs < P, other=0)[None, :]
+            key_phase = tl.load(K_PHASES + k_at, mask=pairs < P, other=0)[None, :]
         turn, key_turn = cos_sin(phase), cos_sin(key_phase)
     if LOG is not None:
         log = tl.load(LOG + batch * log_strides[0] + kv_head * log_strides[2]).to(tl.float64)
