@@ -337,7 +337,6 @@ def dkv_kernel(
             d2 = tl.where(visible[:, None], d2 * slope(y2, MAP), 0.0)
             store_pairs(DK, d1, d2, rows, inside, dk_strides, pair_block * W, F, P, INTERLEAVED, C, W)
 
-    if WANT_DK and CAUSAL and SLOTS is None and T_END is not None:
-        if segments == 1:
-            store_state(T_END, sequence, t1, t2, pairs, e, F, E, P, INTERLEAVED)
-            store_sum(U_END, sequence, u1, u2, pairs, F, P, INTERLEAVED)
+    if WANT_DK and CAUSAL and SLOTS is None and T_END is not None and segments == 1:
+        store_state(T_END, sequence, t1, t2, pairs, e, F, E, P, INTERLEAVED)
+        store_sum(U_END, sequence, u1, u2, pairs, F, P, INTERLEAVED)

@@ -2,8 +2,8 @@
 
     num_i = sum_j <R phi_i, R psi_j> v_j     den_i = sum_j <phi_i, psi_j>     out_i = num_i / max(den_i, eps)
 
-With decay each term is times e^(D_i - D_j), for D the sum of the tokens' log decay, formed from the chunk's start;
-a state is as the last token of its chunk sees it. ADD: out_i = num_i / (den_i + eps).
+With decay each term is times e^(D_i - D_j), for D the sum of the tokens' log decay, formed from the chunk's
+start; a state is as the last token of its chunk sees it. ADD: out_i = num_i / (den_i + eps).
 
 Where there are too few heads to fill the GPU a sequence is cut into segments: ``states`` makes each
 segment's own state, ``prefix`` adds up those before it, and the scans of all segments run at once. Packed
@@ -158,11 +158,10 @@ def scan_fwd_kernel(
             num = num / divisor(den, eps, ADD)[:, None]
         store_values(OUT, num, rows, inside, out_strides, e, E, BE)
 
-    if CAUSAL and SLOTS is None and S_END is not None:
-        if segments == 1 and head % group == 0:
-            store_state(S_END, sequence, s1, s2, pairs, e, F, E, P, INTERLEAVED)
-            if block == 0:
-                store_sum(Z_END, sequence, z1, z2, pairs, F, P, INTERLEAVED)
+    if CAUSAL and SLOTS is None and S_END is not None and segments == 1 and head % group == 0:
+        store_state(S_END, sequence, s1, s2, pairs, e, F, E, P, INTERLEAVED)
+        if block == 0:
+            store_sum(Z_END, sequence, z1, z2, pairs, F, P, INTERLEAVED)
 
 
 @triton.jit(do_not_specialize=["m", "g", "segments", "length"])
@@ -184,8 +183,8 @@ def states_kernel(
     """Each segment's own state: S = sum R psi v^T, z = sum psi; one program per (b g, segment, block).
 
     REVERSE: T = sum R phi g^T / den and W = sum delta phi, over all query heads of the group. With decay
-    S and z are as the segment's last token sees them, T and W as the token before it does; from there outwards
-    its chunks are taken, so that what lies between is known and nothing that was added has to fade again.
+    S and z are as the segment's last token sees them, T and W as the token before it does. From there on
+    chunks are taken, so that what lies between is known, and nothing that was added has to fade again.
     """
     BLOCKS: tl.constexpr = (E + BE - 1) // BE
     block = tl.program_id(0) % BLOCKS

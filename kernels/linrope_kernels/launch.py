@@ -11,6 +11,7 @@ from linrope_kernels import tiles
 from linrope_kernels.angles import table_fwd_kernel
 from linrope_kernels.backward import dkv_kernel, dq_kernel
 from linrope_kernels.forward import prefix_kernel, scan_fwd_kernel, states_kernel
+from linrope_kernels.segments import Segments, cut_packed
 from linrope_kernels.step import step_fwd_kernel
 
 State = tuple[Tensor, Tensor]  # S (b, g, f, e) float32 and z (b, g, f) float64 or float32, contiguous
@@ -38,7 +39,7 @@ class Call:
     eps: float = 1e-6
     eps_mode: str = "clamp"
     dot: str  # how products are computed: "bf16", "tf32", "ieee"
-    # In place of theta: all angles (1 or b, n, 1 or g, P) int64, in 2^-64 turns, of queries and, if they differ, of keys
+    # In place of theta all angles (1 or b, n, 1 or g, P), in 2^-64 turns: of queries; of keys if they differ
     phases: tuple[Tensor, Tensor | None] | None = None
 
     @property
@@ -113,30 +114,19 @@ class Call:
         """log_decay and its strides."""
         return self.log_decay, _strides(self.log_decay, 3)
 
-    def segments(self, n: int) -> "Segments":
+    def segments(self, n: int) -> Segments:
         """How the n tokens of a sequence, or of all packed ones, are cut; without asking the device."""
         if self.cu_seqlens is not None:
-            return self.packed
+            return self._packed
         return Segments(*tiles.segments(n, self.most_segments()), None, None)
 
     @cached_property
-    def packed(self) -> "Segments":
+    def _packed(self) -> Segments:
         assert self.cu_seqlens is not None
-        n = self.queries.shape[1]
-        _, length = tiles.segments(n, self.most_segments())
-        bounds = _bounds(self.cu_seqlens, n)
-        counts = (bounds.diff() + length - 1) // length
-        firsts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
-        number = n // length + len(counts)  # at least as many as there are; the rest stays empty
-        slots = torch.arange(number, device=bounds.device)
-        owner = _owner(firsts, slots)
-        low = bounds[owner] + (slots - firsts[owner]) * length
-        high = torch.minimum(low + length, bounds[owner + 1])
-        used = slots < firsts[-1]
-        table = torch.stack((torch.where(used, low, 0), torch.where(used, high, 0), owner), 1)
-        return Segments(number, length, table.int(), firsts.int())
+        n = self.k.shape[1]
+        return cut_packed(self.cu_seqlens, n, tiles.segments(n, self.most_segments())[1])
 
-    def scans_states(self, cut: "Segments") -> bool:
+    def scans_states(self, cut: Segments) -> bool:
         """Whether the states of segments have kernels of their own."""
         return cut.number > 1 or cut.slots is not None
 
@@ -154,24 +144,7 @@ class Call:
             )  # fmt: skip
 
 
-GIVEN = tuple(field.name for field in fields(Call) if field.name not in ("dot", "phases"))  # linrope's Call has them
-
-
-class Segments(NamedTuple):
-    number: int
-    length: int
-    slots: Tensor | None  # (number, 3) int32 of packed sequences: first token, last + 1, sequence
-    firsts: Tensor | None  # (s + 1,) int32: the first slot of each packed sequence
-
-
-def _bounds(cu_seqlens: Tensor, n: int) -> Tensor:
-    """Whatever the device holds: numbers that rise, within the sequence."""
-    return cu_seqlens.long().clamp(0, n).cummax(0).values
-
-
-def _owner(bounds: Tensor, x: Tensor) -> Tensor:
-    """In which part each of x lies, for parts that begin at bounds; the last one has all that is beyond."""
-    return torch.searchsorted(bounds[1:], x, right=True).clamp_(max=len(bounds) - 2)
+GIVEN = tuple(x.name for x in fields(Call) if x.name not in ("dot", "phases"))  # linrope's Call has these
 
 
 class _Device(NamedTuple):
@@ -198,7 +171,6 @@ def _with_strides(table: Tensor | None) -> tuple[Any, ...]:
 
 
 def _row_stride(x: Tensor | None) -> int:
-    """Of a table with a row for each, or one row for all."""
     return _strides(x, 1)[0]
 
 
@@ -259,11 +231,15 @@ def _states(
         x, (y, den, delta), mask = call.q, backward, None
     length, g = x.shape[1], call.k.shape[2]
     cut = call.segments(length)
-    alone = own is None and start is None and not call.scans_states(cut)  # a segment's own state is the last one
+    alone = (
+        own is None and start is None and not call.scans_states(cut)
+    )  # a segment's own state is the last one
     own = (end if alone else own) or new_states(call, cut.number)
     totals = None
     if call.log_decay is not None:
-        totals = own[0].new_empty(own[0].shape[0] * g if alone else own[0].shape[0], cut.number, dtype=torch.float64)
+        totals = own[0].new_empty(
+            own[0].shape[0] * g if alone else own[0].shape[0], cut.number, dtype=torch.float64
+        )
     call.launch(
         states_kernel, "states", call.k.shape[0] * g * cut.number,
         x, x.stride(), y, y.stride(), mask, den, delta, *_with_strides(table), *call.decay, cut.slots,
@@ -321,24 +297,30 @@ class Gradients(NamedTuple):
 
 
 def attend_bwd(
-    call: Call, start: State | None, saved: list[Tensor], out: Tensor | None, g_out: Tensor, g_end: State | None
+    call: Call,
+    start: State | None,
+    saved: list[Tensor],
+    out: Tensor | None,
+    g_out: Tensor,
+    g_end: State | None,
 ) -> Gradients:
     """saved and out (if it is read) are attend_fwd's."""
     assert call.q is not None
     b, n, h, f = call.q.shape
     (_, m, g, _), e = call.k.shape, call.v.shape[3]
     tensors = (call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask)
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v))
+    dq, dk, dv = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v)
+    )
     den, states = _unpack(call, saved)
     delta = None if den is None else torch.empty_like(den)
-    logs = angles = (None, None)
-    new = torch.empty if call.cu_seqlens is None else torch.zeros  # packed sequences may not cover all tokens
-    how: dict[str, Any] = {"dtype": torch.float32, "device": dq.device}
+    logs = angles = None
     if call.log_decay is not None:
-        blocks = (-(-((f + 1) // 2) // call.tile(name).pairs) for name in ("dq", "dkv" if tiles.fused(f, e) else "dk"))
-        logs = new(b, n, h, next(blocks), **how), new(b, m, g, next(blocks), **how)
+        half, names = (f + 1) // 2, ("dq", "dkv" if tiles.fused(f, e) else "dk")
+        logs = _parts(call, *(-(-half // call.tile(name).pairs) for name in names))
     if call.phases is not None:
-        angles = new(b, n, h, call.pairs, **how), new(b, m, g, call.pairs, **how)
+        angles = _parts(call, call.pairs, call.pairs)
+    (log_q, log_k), (angles_q, angles_k) = logs or (None, None), angles or (None, None)
     g_start = new_state(call, start) if start is not None or not call.causal else None
 
     cut = call.segments(n)
@@ -356,7 +338,7 @@ def attend_bwd(
         dq_kernel, "dq", b * h * cut.number,
         *tensors, *_with_strides(table), *_with_strides(key_table), *call.decay, cut.slots,
         *(before or NO_STATE), out, _strides(out, 4), g_out, g_out.stride(), den, delta, dq, dq.stride(),
-        logs[0], angles[0], n, h, call.group, cut.number, cut.length, call.eps, CAUSAL=call.causal,
+        log_q, angles_q, n, h, call.group, cut.number, cut.length, call.eps, CAUSAL=call.causal,
     )  # fmt: skip
 
     after = g_end
@@ -371,21 +353,38 @@ def attend_bwd(
             dkv_kernel, name, b * g * cut.number,
             *tensors, *_with_strides(table), *_with_strides(key_table), *call.decay, cut.slots,
             *(after or NO_STATE), g_out, g_out.stride(), den, delta, dk, dk.stride(), dv, dv.stride(),
-            logs[1], angles[1], *(g_start or NO_STATE), m, g, call.group, cut.number, cut.length, call.eps,
+            log_k, angles_k, *(g_start or NO_STATE), m, g, call.group, cut.number, cut.length, call.eps,
             CAUSAL=call.causal, WANT_DK=name != "dv", WANT_DV=name != "dk",
         )  # fmt: skip
-    grouped = (b, n, g, call.group)
-    d_log = None if logs[1] is None else logs[1].double().sum(3) - logs[0].double().sum(3).view(grouped).sum(3)
-    d_angles = None if angles[1] is None else angles[1].double() + angles[0].double().view(*grouped, -1).sum(3)
+    d_log = None if logs is None else _per_key_head(logs[1], g).sum(3) - _per_key_head(logs[0], g).sum(3)
+    d_angles = None if angles is None else _per_key_head(angles[1], g) + _per_key_head(angles[0], g)
     return Gradients(dq, dk, dv, g_start if start is not None else None, d_log, d_angles)
 
 
+def _parts(call: Call, of_queries: int, of_keys: int) -> tuple[Tensor, Tensor]:
+    """(b, n, h, ..) and (b, m, g, ..) float32, not filled in; packed sequences may not cover all tokens."""
+    assert call.q is not None
+    new = torch.empty if call.cu_seqlens is None else torch.zeros
+    shapes = (*call.q.shape[:3], of_queries), (*call.k.shape[:3], of_keys)
+    q, k = (new(shape, dtype=torch.float32, device=call.k.device) for shape in shapes)
+    return q, k
+
+
+def _per_key_head(x: Tensor, g: int) -> Tensor:
+    """x (b, n, h, ..) summed over the query heads of each key/value head, float64."""
+    b, n, h, last = x.shape
+    return x.double().view(b, n, g, h // g, last).sum(3)
+
+
 def step_fwd(call: Call, start: State | None, end: State | None, slots: Tensor | None) -> Tensor:
-    """out of one token of every sequence. ``end`` may be ``start``, which is then updated in place, and a pool
-    of states if ``slots`` (b,) says which row is whose."""
+    """out of one token of every sequence.
+
+    ``end`` may be ``start``, which is then updated in place. With slots (b,) both are pools of states.
+    """
     assert call.q is not None
     g, e = call.k.shape[2], call.v.shape[3]
-    in_place = start is not None and end is not None and start[1] is end[1]  # all of a sequence reads z before one writes
+    # One program then does all of a sequence: each program reads z, and one writes it.
+    in_place = start is not None and end is not None and start[1] is end[1]
     keys = call.positions if call.key_positions is None else call.key_positions
     axes, heads = (1, 1) if call.theta is None else call.theta.shape[:2]
     phases, key_phases = call.phases or (None, None)
@@ -397,6 +396,7 @@ def step_fwd(call: Call, start: State | None, end: State | None, slots: Tensor |
         call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask,
         call.theta, heads, call.positions, _row_stride(call.positions), keys, _row_stride(keys),
         phases, _strides(phases, 4), key_phases, _strides(key_phases, 4), *call.decay, slots,
-        *(start or NO_STATE), *(end or NO_STATE), out, out.stride(), g, call.group, parts, call.eps, AXES=axes,
+        *(start or NO_STATE), *(end or NO_STATE), out, out.stride(), g, call.group, parts, call.eps,
+        AXES=axes,
     )  # fmt: skip
     return out

@@ -127,9 +127,9 @@ def load_decay(LOG, strides, rows, inside):
 
 @triton.jit
 def in_twos(log):
-    """(whole, rest), int32 and float32, with e^log = 2^(whole + rest): a float64 log <= 0 in 2 x 32 bits.
+    """(whole, rest), int32 and float32, with e^log = 2^(whole + rest): a float64 log <= 0 in two parts.
 
-    The difference of two such pairs is as exact as that of the float64 numbers, at any size, and power() forms
+    The difference of two such pairs is right to float32 of itself, whatever their size, and power() forms
     the exponential of it to a few units in the last place. exp() of a float32 number y is off by |y| units.
     """
     log = tl.maximum(log, -1e8) * 1.4426950408889634  # 1 / log 2
@@ -141,10 +141,12 @@ def in_twos(log):
 def power(whole, rest):
     """2^(whole + rest) in float32 for -1 <= rest <= 1 and a sum <= 0; below 2^-125 it is 0.
 
-    Above 0 whole is cut off at 1, where two roundings may lead it: nothing overflows for keys that nobody sees.
+    Above 0 whole is cut off at 1, where two roundings may lead it: keys that nobody sees overflow nothing.
     """
     whole = tl.maximum(tl.minimum(whole, 1), -126)
-    bits = tl.exp2(rest).to(tl.int32, bitcast=True) + (whole << 23)  # the exponent is what a float32 begins with
+    bits = tl.exp2(rest).to(tl.int32, bitcast=True) + (
+        whole << 23
+    )  # the exponent is what a float32 begins with
     return tl.where(whole > -126, bits.to(tl.float32, bitcast=True), 0.0)
 
 

@@ -41,7 +41,7 @@ def step_fwd_kernel(
     MAP: tl.constexpr, INTERLEAVED: tl.constexpr, ADD: tl.constexpr, NORMALIZE: tl.constexpr,
     W: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """S = e^a S + R psi v^T, z = e^a z + psi; out = (R phi)^T S / phi . z; ``parts`` programs per sequence."""
+    """S = e^a S + R psi v^T, z = e^a z + psi; out = (R phi)^T S / phi . z; ``parts`` programs a sequence."""
     part = tl.program_id(0) % parts
     sequence = tl.program_id(0) // parts
     batch, kv_head = (sequence // g).to(tl.int64), sequence % g
@@ -105,6 +105,5 @@ def step_fwd_kernel(
                 out /= divisor(tl.sum(phi1 * z1.to(tl.float32) + phi2 * z2.to(tl.float32)), eps, ADD)
             at = OUT + head * out_strides[2] + e * out_strides[3]
             tl.store(at, out.to(OUT.dtype.element_ty), mask=e < E)
-    if S_END is not None:
-        if part == 0:
-            store_sum(Z_END, number, z1, z2, pairs, F, P, INTERLEAVED)
+    if S_END is not None and part == 0:
+        store_sum(Z_END, number, z1, z2, pairs, F, P, INTERLEAVED)

@@ -20,7 +20,9 @@ def supports(call: Call, state: LinearAttentionState | None) -> str | None:
     """Why these kernels cannot run the call; None: they can."""
     k, f, e = call.k, call.k.shape[3], call.v.shape[3]
     if not k.is_cuda and not INTERPRETED:
-        return f"tensors on {k.device}: it needs a CUDA device, or TRITON_INTERPRET=1 set before Python starts"
+        return (
+            f"tensors on {k.device}: it needs a CUDA device, or TRITON_INTERPRET=1 set before Python starts"
+        )
     if k.is_cuda and torch.cuda.get_device_capability(k.device) < (8, 0):
         return "this GPU: it needs compute capability 8.0 or more"
     if torch.float64 in (k.dtype, call.v.dtype) or (state is not None and state.kv.dtype == torch.float64):
@@ -75,13 +77,17 @@ def _launchable(call: Call, sums: Sums | None = None, *, angles: bool = True) ->
         given[name] = None if given[name] is None else given[name].contiguous()
     phases = None
     if call.angle_steps is not None and angles:
-        angle, keys = None if sums is None else sums.angle, call.key_positions is not None
-        phases = call.turns(angle), call.turns(angle, keys=True) if keys else None
+        angle, keys = None if sums is None else sums.angle, None
+        if call.key_positions is not None:
+            keys = call.turns(angle, keys=True)
+        queries = call.turns(angle)
+        assert queries is not None
+        phases = queries, keys
         given["theta"] = None
     return launch.Call(**given, dot=dot, phases=phases)
 
 
-def READS_RESULTS(call: Call) -> bool:  # noqa: N802
+def READS_RESULTS(call: Call) -> bool:
     return _launchable(call, angles=False).reads_out
 
 
@@ -93,14 +99,21 @@ def _state(sums: Sums | None) -> launch.State | None:
     return None if sums is None else (sums.kv.contiguous(), sums.z.contiguous())
 
 
-def forward(call: Call, sums: Sums | None, save: bool) -> tuple[Tensor | None, launch.State | None, list[Tensor]]:
+def forward(
+    call: Call, sums: Sums | None, save: bool
+) -> tuple[Tensor | None, launch.State | None, list[Tensor]]:
     """out (b, n, h, e), the last kv and z where they are wanted, and what ``new_saved`` describes."""
     with torch.cuda.device_of(call.k):
         return launch.attend_fwd(_launchable(call, sums), _state(sums), want_end=call.want_state, save=save)
 
 
 def backward(
-    call: Call, sums: Sums | None, results: list[Tensor], g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor | None
+    call: Call,
+    sums: Sums | None,
+    results: list[Tensor],
+    g_out: Tensor | None,
+    g_kv: Tensor | None,
+    g_z: Tensor | None,
 ) -> Gradients:
     own, out, g_end = _launchable(call, sums), None, None
     if own.reads_out:

@@ -73,7 +73,9 @@ def main() -> None:
     attend(rotary=Rotary.axial(64, 3), positions=torch.zeros(130, 3, dtype=torch.int64))
     attend(b=1, g=2, decay=torch.full((2,), 0.9), cu_seqlens=torch.tensor([0, 30, 130], dtype=torch.int32))
     attend(b=1, causal=False, cu_seqlens=torch.tensor([0, 30, 130]))
-    linear_rope_state(*torch.zeros(2, 2, 130, 4, 64, dtype=torch.bfloat16), rotary=Rotary(64), backend="triton")
+    linear_rope_state(
+        *torch.zeros(2, 2, 130, 4, 64, dtype=torch.bfloat16), rotary=Rotary(64), backend="triton"
+    )
     launch.Call.most_segments = lambda self: 3
     tiles.SHORTEST = 64
     attend(d=96, e=40, g=2, rotary=Rotary(96, layout="half"))

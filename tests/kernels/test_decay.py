@@ -1,4 +1,4 @@
-"""Fixed decay, forget gates and angles of the data: within the numerics contract at any strength and any age."""
+"""Fixed decay, forget gates, angles of the data: within the numerics contract at any strength and age."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def elu1(x: Tensor) -> Tensor:
 
 
 def worst(q: Tensor, k: Tensor, v: Tensor, *, rotary: Rotary, **how: Any) -> float:
-    """The largest |out - oracle| in units of u M_i = u sum_j |R phi_i|^T |R psi_j| |v_j| e^(L_i - L_j) / den_i.
+    """The largest |out - oracle| / (u M_i), M_i = sum_j |R phi_i|^T |R psi_j| |v_j| e^(L_i - L_j) / den_i.
 
     M's two sums are themselves such calls, of other features.
     """
@@ -73,7 +73,8 @@ def test_a_state_of_long_ago_keeps_it(n: int, gap: int) -> None:
     positions = how.pop("positions")
     size = linear_rope_attention(
         Rotary(16)(elu1(q.double()), positions).abs(), k.double(), v.double(), feature_map=None,
-        decay=how["decay"], normalize=False, key_mask=how["key_mask"], positions=positions, backend="reference",
+        decay=how["decay"], normalize=False, key_mask=how["key_mask"], positions=positions,
+        backend="reference",
         state=LinearAttentionState(state.kv.abs(), state.z, state.position, "features; None"),
     )  # fmt: skip
     assert float(((out.double() - oracle).abs() / size).max()) <= 16 * 2.0**-24
@@ -139,5 +140,3 @@ def test_segments_with_decay_and_gaps(packed: bool) -> None:
     steps = torch.randint(0, 4, (len(q), 190))
     positions = 20 + steps.cumsum(1)
     compare(q, k, v, state, key_mask=torch.rand(len(q), 190) > 0.3, positions=positions, **how)
-
-

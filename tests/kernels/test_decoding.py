@@ -125,7 +125,10 @@ def test_a_step_reads_and_writes_the_rows_of_a_pool(decay: float | None) -> None
 def test_a_packed_prefill_writes_its_rows_of_a_pool() -> None:
     q, k, v = randoms(1, 70, 2, 16, dtype=torch.float32)
     how: dict[str, Any] = {"rotary": Rotary(16), "cu_seqlens": torch.tensor([0, 30, 70])}
-    pool, slots = random_state(k.expand(4, -1, -1, -1), v.expand(4, -1, -1, -1), {}).detach(), torch.tensor([2, 0])
+    pool, slots = (
+        random_state(k.expand(4, -1, -1, -1), v.expand(4, -1, -1, -1), {}).detach(),
+        torch.tensor([2, 0]),
+    )
     pool = replace(pool, identity=linear_rope_state(k, v, rotary=Rotary(16)).identity)
     rows = pool.reorder(slots)
     with torch.no_grad():
@@ -167,4 +170,6 @@ def test_the_state_alone(with_state: bool, packed: bool) -> None:
     actual = linear_rope_state(k, v, state=state, backend="triton", **how)
     oracle = linear_rope_state(k.double(), v.double(), state=state, backend="reference", **how)
     for x, expected in ((actual.kv, oracle.kv), (actual.z, oracle.z)):
-        torch.testing.assert_close(x.double(), expected.double(), rtol=0, atol=1e-5 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            x.double(), expected.double(), rtol=0, atol=1e-5 * float(expected.abs().max())
+        )

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import assume, given
-from linrope_kernels import INTERPRETED, launch, tiles
+from linrope_kernels import INTERPRETED, launch, segments, tiles
 
 from linrope import Rotary, feature_maps, linear_rope_attention
 from linrope.feature_maps import ELEMENTWISE
@@ -204,7 +204,7 @@ def test_whatever_cu_seqlens_holds_nothing_is_read_out_of_bounds() -> None:
     """On a GPU its numbers are not checked."""
     for numbers in ([0, 99, 5, 70], [-5, 1000], [70, 0, 3], [2**31 - 1, -(2**31), 7]):
         cuts = torch.tensor(numbers, dtype=torch.int32)
-        bounds = launch._bounds(cuts, 70)
+        bounds = segments.rising_bounds(cuts, 70)
         assert 0 <= int(bounds.min()) <= int(bounds.max()) <= 70
         assert bool((bounds.diff() >= 0).all())
         q = torch.zeros(1, 70, 1, 16)

@@ -1,4 +1,4 @@
-"""The Triton backend behind the shared operator: torch.library's checks, torch.compile, autocast, inference mode."""
+"""The Triton backend behind the shared operator: torch.library's checks, compilation, autocast, inference."""
 
 from typing import Any
 
