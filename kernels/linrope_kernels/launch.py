@@ -377,10 +377,7 @@ def _per_key_head(x: Tensor, g: int) -> Tensor:
 
 
 def step_fwd(call: Call, start: State | None, end: State | None, slots: Tensor | None) -> Tensor:
-    """out of one token of every sequence.
-
-    ``end`` may be ``start``, which is then updated in place. With slots (b,) both are pools of states.
-    """
+    """out of one token of every sequence; end may be start, to update it; with slots (b,) both are pools."""
     assert call.q is not None
     g, e = call.k.shape[2], call.v.shape[3]
     # One program then does all of a sequence: each program reads z, and one writes it.

@@ -132,8 +132,8 @@ def in_twos(log):
     The difference of two such pairs is right to float32 of itself, whatever their size, and power() forms
     the exponential of it to a few units in the last place. exp() of a float32 number y is off by |y| units.
     """
-    log = tl.maximum(log, -1e8) * 1.4426950408889634  # 1 / log 2
-    whole = tl.floor(log + 0.5)
+    log = tl.where(log < -1e8, -1e8, log) * 1.4426950408889634  # 1 / log 2
+    whole = tl.where(log == log, tl.floor(log + 0.5), 0.0)  # NaN stays one, in the rest
     return whole.to(tl.int32), (log - whole).to(tl.float32)
 
 
@@ -144,10 +144,8 @@ def power(whole, rest):
     Above 0 whole is cut off at 1, where two roundings may lead it: keys that nobody sees overflow nothing.
     """
     whole = tl.maximum(tl.minimum(whole, 1), -126)
-    bits = tl.exp2(rest).to(tl.int32, bitcast=True) + (
-        whole << 23
-    )  # the exponent is what a float32 begins with
-    return tl.where(whole > -126, bits.to(tl.float32, bitcast=True), 0.0)
+    scale = ((whole + 127) << 23).to(tl.float32, bitcast=True)  # 2^whole: its exponent's bits
+    return tl.where(whole > -126, tl.exp2(rest) * scale, 0.0)
 
 
 @triton.jit

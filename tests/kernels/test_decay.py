@@ -88,6 +88,15 @@ def test_keys_of_several_chunks_ago_keep_it() -> None:
     assert worst(q, k, v, **how) <= 16
 
 
+def test_a_gate_that_is_not_a_number_shows_from_its_token_on() -> None:
+    q, k, v = randoms(1, 130, 2, 16, dtype=torch.float32)
+    log_decay = gates(1, 130, 1, "weak")
+    log_decay[0, 40] = float("nan")
+    out = linear_rope_attention(q, k, v, log_decay=log_decay, backend="triton")
+    assert out[:, :40].isfinite().all()
+    assert out[:, 40:].isnan().all()
+
+
 @every_dtype
 @pytest.mark.parametrize("strength", ["weak", "strong"])
 @pytest.mark.usefixtures("short_segments")
