@@ -395,12 +395,11 @@ def _next_state(
 ) -> LinearAttentionState:
     """The state after the call: a new one, or the given one where it was given away or is a pool's rows."""
     position = end.expand(call.sequences)
-    made = LinearAttentionState(sums.kv, sums.z, position, identity, sums.angle, **more)  # type: ignore[arg-type]
     if state is None or not _in_place(state, call.k) or (state.slots is None and sums.kv.requires_grad):
-        return replace(made, position=position.clone())
+        return LinearAttentionState(sums.kv, sums.z, position.clone(), identity, sums.angle, **more)  # type: ignore[arg-type]
     if sums.kv.requires_grad:
         raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
-    state.write(made)
+    state.write({"kv": sums.kv, "z": sums.z, "position": position, "angle": sums.angle, **more})
     return replace(state, donated=False)
 
 

@@ -171,12 +171,12 @@ class LinearAttentionState:
         """A copy of the rows at the slots, where there are some."""
         return self if self.slots is None else replace(self.reorder(self.slots), slots=None)
 
-    def write(self, other: "LinearAttentionState") -> None:
-        """Puts another state's numbers into this one's memory, at the slots where there are some."""
-        theirs = other._tensors()
+    def write(self, other: "LinearAttentionState | dict[str, Tensor | None]") -> None:
+        """Puts another state's numbers, or some by name, into this one's memory, at the slots where there are some."""
+        theirs = other if isinstance(other, dict) else other._tensors()
         for name, mine in self._tensors().items():
-            new = theirs.get(name, mine)
-            if new is mine:
+            new = theirs.get(name)
+            if new is None or new is mine:  # a tensor of this state itself was written in place
                 continue
             if self.slots is None:
                 mine.copy_(new)

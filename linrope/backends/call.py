@@ -242,8 +242,9 @@ def _(*arguments: Any) -> list[Tensor]:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *arguments, _save = inputs
     out, kv, z, saved = output
-    backend = _module(arguments[0])
-    results = [out, kv, z, *saved] if backend.READS_RESULTS else list(saved)
+    backend, call, _ = _read(arguments)
+    reads = backend.READS_RESULTS  # of triton a function, since few of its calls do
+    results = [out, kv, z, *saved] if (reads(call) if callable(reads) else reads) else list(saved)
     ctx.tensors = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
     ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
     ctx.save_for_backward(*(arguments[i] for i in ctx.tensors), *results)
