@@ -1,6 +1,7 @@
 """The state that carries a sequence on: constant memory per token."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -171,12 +172,11 @@ class LinearAttentionState:
         """A copy of the rows at the slots, where there are some."""
         return self if self.slots is None else replace(self.reorder(self.slots), slots=None)
 
-    def write(self, other: "LinearAttentionState | dict[str, Tensor | None]") -> None:
-        """Puts another state's numbers, or some by name, into this one's memory, at the slots where there are some."""
-        theirs = other if isinstance(other, dict) else other._tensors()
+    def write(self, tensors: Mapping[str, Tensor | None]) -> None:
+        """Puts tensors into the memory of those of the same names, at the slots where there are some."""
         for name, mine in self._tensors().items():
-            new = theirs.get(name)
-            if new is None or new is mine:  # a tensor of this state itself was written in place
+            new = tensors.get(name)
+            if new is None or new is mine:  # written in place already
                 continue
             if self.slots is None:
                 mine.copy_(new)

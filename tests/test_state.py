@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 
 from linrope import LinearAttentionState, Rotary, linear_rope_attention
-from tests.oracle import random_state, randoms
+from tests.oracle import BACKENDS, NATIVE, random_state, randoms
 
 B, G, H, D, E = 3, 2, 4, 4, 6
 ROTARY = Rotary(D)
@@ -411,3 +411,72 @@ def test_a_donated_state_that_needs_gradients_is_left_alone() -> None:
     out.sum().backward()
     assert torch.equal(state.kv, kv)
     assert state.kv.grad is not None
+
+
+# A pool of states, as serving holds them
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("backend", [*BACKENDS, NATIVE])
+def test_sequences_in_a_pool_join_leave_and_fork_as_if_each_were_alone(backend: str, gated: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    how = {"rotary": ROTARY, "backend": backend}
+
+    def draw(n: int) -> dict[str, torch.Tensor]:
+        shapes = {"q": (1, n, H, D), "k": (1, n, G, D), "v": (1, n, G, E)}
+        made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        if gated:
+            made["log_decay"] = -torch.rand(1, n, G, generator=generator)
+            made["angle_steps"] = torch.randn(1, n, G, D // 2, generator=generator)
+        return made
+
+    def run(inputs: dict[str, torch.Tensor], **more) -> tuple[torch.Tensor, LinearAttentionState]:
+        return linear_rope_attention(**inputs, return_state=True, **how, **more)
+
+    def join(parts: list[dict[str, torch.Tensor]], dim: int) -> dict[str, torch.Tensor]:
+        return {name: torch.cat([part[name] for part in parts], dim) for name in parts[0]}
+
+    empty = {name: x.expand(6, 0, *x.shape[2:]) for name, x in draw(0).items()}
+    pool = run(empty)[1]
+    fresh, memory = pool.rows().clone(), pool.kv.data_ptr()
+    prompts = [draw(n) for n in (5, 0, 70)]
+    alone = [run(prompt) for prompt in prompts]
+    with torch.no_grad():
+        slots = torch.tensor([4, 0, 1])
+        bounds = torch.tensor([0, 5, 5, 75])
+        out, after = run(join(prompts, 1), state=pool.at(slots), cu_seqlens=bounds)
+        # "eager" pads short sequences by their average length, and sums of other shapes round otherwise.
+        rounding = 1e-5 if backend == "eager" else 0
+        torch.testing.assert_close(out, torch.cat([x for x, _ in alone], 1), rtol=rounding, atol=rounding)
+        assert after.slots is not None
+        assert torch.equal(pool.position, torch.tensor([0, 70, 0, 0, 5, 0]))
+        states = {slot: pool.at(torch.tensor([slot])).rows() for slot in slots.tolist()}
+        for members in ([4, 1], [1, 4, 0], [0], [4, 1, 5]):
+            if 5 in members:  # a fork: 5 goes on from where 1 is
+                for name, x in pool._tensors().items():
+                    x[5] = x[1]
+                    assert x.data_ptr() == getattr(pool, name).data_ptr()
+                states[5] = states[1].clone()
+            tokens = [draw(1) for _ in members]
+            out = linear_rope_attention(**join(tokens, 0), state=pool.at(torch.tensor(members)), **how)
+            for i, (slot, token) in enumerate(zip(members, tokens, strict=True)):
+                expected, states[slot] = run(token, state=states[slot])
+                assert torch.equal(out[i : i + 1], expected)
+                assert_same(pool.at(torch.tensor([slot])).rows(), states[slot])
+    assert pool.kv.data_ptr() == memory
+    assert_same(pool.at(torch.tensor([2, 3])).rows(), fresh.reorder(torch.tensor([2, 3])))
+
+
+def test_the_rows_of_a_pool_are_refused_where_they_cannot_be_written() -> None:
+    pool = some_state().detach()
+    q, k, v = tokens(1, b=2)
+    with pytest.raises(ValueError, match="slots: got \\[0, 3\\], expected different rows 0 .. 2"):
+        pool.at(torch.tensor([0, 3]))
+    with pytest.raises(ValueError, match="slots: got \\[1, 1\\], expected different rows 0 .. 2"):
+        pool.at(torch.tensor([1, 1]))
+    with pytest.raises(ValueError, match="slots: got torch.float32 \\(2,\\), expected integers"):
+        pool.at(torch.tensor([0.0, 1.0]))
+    with pytest.raises(ValueError, match="state: got kv of shape \\(1, 2, 4, 6\\), expected"):
+        attend((q, k, v), pool.at(torch.tensor([2])))
+    with pytest.raises(RuntimeError, match="rows of a pool in a call with gradients"):
+        attend((q, k.requires_grad_(), v), pool.at(torch.tensor([0, 1])))
