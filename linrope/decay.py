@@ -1,4 +1,4 @@
-"""How keys fade: all decay as one log per token, and the running maximum that keeps exponential features in range."""
+"""How tokens fade and turn by the data, and the running maximum that keeps exponential features in range."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linrope.packing import at_last, previous, running_maximum, spread
+from linrope.packing import at_first, at_last, previous, running_maximum, spread, sums_so_far
 from linrope.state import NO_KEYS, LinearAttentionState
 
 NOTHING_KEPT = -1e4  # e^-10000 is 0 in every dtype, and sums of such numbers stay finite
@@ -23,7 +23,8 @@ class Tokens(NamedTuple):
 
 
 def distances(tokens: Tokens, m: int) -> Tensor:
-    """(b or 1, m) int64: how many positions each token is from the one before it, or from the state's last."""
+    """(b or 1, m) int64: how many positions each token is from the one before it, or from the state's
+    last."""
     if tokens.positions.shape[1] == 1 and m != 1:
         return tokens.start.new_ones(1, 1).expand(1, m)
     return tokens.positions - previous(tokens.positions, tokens.start - 1, tokens.bounds)
@@ -32,7 +33,8 @@ def distances(tokens: Tokens, m: int) -> Tensor:
 def log_decay_of_tokens(
     decay: Tensor | None, log_decay: Tensor | None, key_mask: Tensor | None, tokens: Tokens, m: int
 ) -> Tensor | None:
-    """(b or 1, m, g or 1): a fixed decay with the positions, and gates, in one; hidden tokens' gates count as 0."""
+    """(b or 1, m, g or 1): a fixed decay with the positions, and gates, in one; hidden tokens' gates count
+    as 0."""
     if log_decay is not None:
         log_decay = visible(log_decay, key_mask).to(torch.promote_types(log_decay.dtype, torch.float32))
         log_decay = log_decay.clamp(min=NOTHING_KEPT)
@@ -41,6 +43,28 @@ def log_decay_of_tokens(
     fixed = distances(tokens, m)[..., None] * decay.double().log()
     fixed = fixed.clamp(min=NOTHING_KEPT)
     return fixed if log_decay is None else log_decay + fixed
+
+
+def steps_of_tokens(
+    angle_steps: Tensor | None, key_mask: Tensor | None, state: LinearAttentionState | None, tokens: Tokens
+) -> Tensor | None:
+    """angle_steps (b or 1, n, g or 1, pairs), hidden tokens' 0; the state's zeros join its first ones."""
+    if angle_steps is None:
+        return None
+    steps = visible(angle_steps, key_mask)
+    if state is not None and state.angle_slope is not None and steps.shape[1]:
+        steps = steps + at_first(state.angle_slope, steps.shape[1], tokens.bounds).to(steps.dtype)
+    return steps
+
+
+def slope_of_angle(steps: Tensor, tokens: Tokens) -> Tensor | None:
+    """(s, g or 1, pairs) zeros whose gradient is that of the sums of steps, which are integers themselves."""
+    if not steps.requires_grad or not torch.is_grad_enabled():
+        return None
+    sums = sums_so_far(steps.double(), tokens.bounds)
+    total = at_last(sums, sums.new_zeros(1, *sums.shape[2:]), tokens.bounds)
+    total = total.expand(tokens.end.shape[0] if tokens.bounds is not None else sums.shape[0], -1, -1)
+    return total - total.detach()
 
 
 def visible(x: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -59,14 +83,16 @@ class Stabilized(NamedTuple):
 
 
 def stabilize(
-    k: Tensor, log_scale: Tensor, log_decay: Tensor | None, state: LinearAttentionState | None, tokens: Tokens,
+    k: Tensor, log_scale: Tensor, log_decay: Tensor | None, state: LinearAttentionState | None, tokens:
+    Tokens,
     *, key_mask: Tensor | None, causal: bool, exponential: bool,
 ) -> Stabilized:  # fmt: skip
     """Keys e^(s_i - m_i) psi_i, which fade by a_i + m_(i-1) - m_i, with the running maximum
 
         m_i = max(m_(i-1) + a_i, s_i)
 
-    in place of keys e^(s_i) psi_i that fade by a_i: the same output, every number in range, and no future token
+    in place of keys e^(s_i) psi_i that fade by a_i: the same output, every number in range, and no future
+    token
     read. m is a constant to the gradient. Bidirectional calls take the maximum over all keys instead.
 
     k (b, m, g, f) are features psi or, where the backend applies exp itself (exponential), their logarithms;

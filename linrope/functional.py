@@ -9,7 +9,14 @@ from typing_extensions import Unpack
 
 from linrope import arguments, backends
 from linrope.backends.call import Call, Sums
-from linrope.decay import Tokens, distances, log_decay_of_tokens, stabilize, visible
+from linrope.decay import (
+    Tokens,
+    distances,
+    log_decay_of_tokens,
+    slope_of_angle,
+    stabilize,
+    steps_of_tokens,
+)
 from linrope.feature_maps import ElementwiseMap, FeatureMap
 from linrope.names import check_name
 from linrope.packing import rising_bounds
@@ -100,36 +107,43 @@ def linear_rope_attention(
         decay: gamma in (0, 1], (g,): one per key/value head; None: 1. Causal attention only; positions must
             then not fall.
         log_decay: a <= 0, (b or 1, n, g or 1): the log of what is kept of all before token t when it comes; t
-            itself does not fade (forget gates). Causal attention only; below -10^4 as -10^4, which keeps nothing.
-        angle_steps: omega, (b or 1, n, g or 1, pairs), radians by which token t advances the rotation, beside what
+            itself does not fade (forget gates). Causal attention only; below -10^4 as -10^4, which keeps
+            nothing.
+        angle_steps: omega, (b or 1, n, g or 1, pairs), radians by which token t advances the rotation,
+            beside what
             positions give; the first 2 pairs features turn, in rotary's layout (interleaved without one).
         positions: integers (n,) or (b, n), 0 .. 2^31 - 1; with a rotation of several axes (.., axes).
             Default: 0, 1, .., or on from the state. For padded batches (left or right):
             ``(key_mask.cumsum(1) - 1).clamp(min=0)``.
         key_positions: the same for keys, (m,) or (b, m). Default: positions if m == n, else 0, 1, ..,
             or on from the state.
-        key_mask: bool (b, m), True = attend. A hidden token neither fades nor turns what follows: its log_decay
+        key_mask: bool (b, m), True = attend. A hidden token neither fades nor turns what follows: its
+            log_decay
             and angle_steps count as 0.
         cu_seqlens: int32 or int64 (s + 1,): sequence i of s packed ones (b == 1) is the tokens
             cu_seqlens[i] .. cu_seqlens[i + 1] - 1. Default positions restart at each; the state has s
             sequences. On a GPU its numbers are not checked, and never lead out of bounds.
         state: to go on from; rows of a pool (``state.at(slots)``) are read and written in place.
         return_state: whether to return (out, state).
-        eps: lower bound of the normalizer; with maps that return a log_scale relative to the largest key seen.
+        eps: lower bound of the normalizer; with maps that return a log_scale relative to the largest key
+            seen.
         eps_mode: "clamp", or "add": out_i = num_i / (den_i + eps), as other codes have it.
         rope_order: "after", eq. 19; "before" rotates q and k and not their features, as pretrained
             softmax models have it. With maps other than the identity scores are then no functions of
             the relative position.
-        backend: "auto", "reference" (quadratic, in the inputs' dtype), "eager" (chunked), "native" (fused, for
+        backend: "auto", "reference" (quadratic, in the inputs' dtype), "eager" (chunked), "native" (fused,
+            for
             CPUs) or "triton" (fused, for GPUs). "auto" takes native on a CPU and triton on a GPU where they
             support the call, else eager.
 
     Returns:
-        out (b, n, h, e) in v's dtype, or (out, state). All backends but reference keep sums in float32 or wider.
+        out (b, n, h, e) in v's dtype, or (out, state). All backends but reference keep sums in float32 or
+        wider.
 
     Raises:
         TypeError: dtypes differ or are not floating; positions or cu_seqlens are not integers.
-        ValueError: shapes, devices, positions, decays, steps, mask, packing, state or a name do not fit; a signed
+        ValueError: shapes, devices, positions, decays, steps, mask, packing, state or a name do not fit; a
+            signed
             feature map with normalize=True.
         RuntimeError: the backend cannot run this call.
 
@@ -147,7 +161,8 @@ def linear_rope_attention(
     >>> torch.testing.assert_close(packed[:, :900], head)
     """
     request = _Request(
-        q, k, v, feature_map, rotary, causal, normalize, decay, log_decay, angle_steps, positions, key_positions,
+        q, k, v, feature_map, rotary, causal, normalize, decay, log_decay, angle_steps, positions,
+        key_positions,
         key_mask, cu_seqlens, state, return_state, eps, eps_mode, rope_order, backend,
     )  # fmt: skip
     out, last = _attend(request)
@@ -169,7 +184,8 @@ def linear_rope_state(
     state: LinearAttentionState | None = None,
     backend: str = "auto",
 ) -> LinearAttentionState:
-    """The state after the last key of ``linear_rope_attention``, without the outputs and for a fraction of their cost.
+    """The state after the last key of ``linear_rope_attention``, without the outputs and for a fraction of
+    their cost.
 
         kv = sum_j e^(L - L_j) R(Theta_j) psi(k_j) v_j^T      z = sum_j e^(L - L_j) psi(k_j)
 
@@ -180,7 +196,8 @@ def linear_rope_state(
     >>> torch.testing.assert_close(linear_rope_state(k, v).kv, state.kv)
     """
     request = _Request(
-        None, k, v, feature_map, rotary, True, False, decay, log_decay, angle_steps, positions, None, key_mask,
+        None, k, v, feature_map, rotary, True, False, decay, log_decay, angle_steps, positions, None,
+        key_mask,
         cu_seqlens, state, True, 1e-6, "clamp", "after", backend,
     )  # fmt: skip
     last = _attend(request)[1]
@@ -225,12 +242,12 @@ def _attend(request: _Request) -> tuple[Tensor, LinearAttentionState | None]:
         f = k.shape[3] if fmap is None else fmap.feature_dim
         arguments.check_state(state, (sequences, k.shape[2], f, v.shape[3]), identity, k.device)
         if state.angle is not None and request.angle_steps is None:
-            raise ValueError("angle_steps: got None, expected those of this piece, as the state was made with some")
+            raise ValueError(
+                "angle_steps: got None, expected those of this piece, as the state was made with some"
+            )
     tokens = _resolve_tokens(request, sequences)
     log_decay = log_decay_of_tokens(request.decay, request.log_decay, request.key_mask, tokens, k.shape[1])
-    angle_steps = request.angle_steps
-    if angle_steps is not None:
-        angle_steps = visible(angle_steps, request.key_mask)
+    angle_steps = steps_of_tokens(request.angle_steps, request.key_mask, state, tokens)
     fade = None if rotary is None or rotary.fade is None else rotary.fade.to(k.device)
     q, k, rotary = _rotate_before(request, tokens)
     q, k, name, q_scale, k_scale = _map_features(q, k, fmap, request.key_mask, tokens)
@@ -254,10 +271,11 @@ def _attend(request: _Request) -> tuple[Tensor, LinearAttentionState | None]:
         out = (out * scale.exp().to(torch.promote_types(out.dtype, torch.float32))[..., None]).to(out.dtype)
     if sums is None:
         return out, None
-    if (pool := request.state) is not None and pool.slots is not None and sums.kv is pool.kv:
-        return out, pool.moved_on(tokens.end, None if stable is None else stable.last)
     last = None if stable is None else stable.last
-    return out, _next_state(call, sums, request.state, tokens.end, identity, last)
+    slope = None if angle_steps is None else slope_of_angle(angle_steps, tokens)
+    return out, _next_state(
+        call, sums, request.state, tokens.end, identity, log_scale=last, angle_slope=slope
+    )
 
 
 def _check(request: _Request) -> FeatureMap | None:
@@ -326,7 +344,8 @@ def _fades_by_position(request: _Request) -> bool:
 
 
 def _rotate_before(request: _Request, tokens: Tokens) -> tuple[Tensor | None, Tensor, Rotary | None]:
-    """q, k with attention factor, and rotated where the rotation stands before the map; what is left to rotate."""
+    """q, k with attention factor, and rotated where the rotation stands before the map; what is left to
+    rotate."""
     q, k, rotary = request.q, request.k, request.rotary
     if rotary is None:
         return q, k, rotary
@@ -367,16 +386,20 @@ def _spelled_out(q: Tensor | None, k: Tensor, tokens: Tokens) -> tuple[tuple[Ten
 
 
 def _next_state(
-    call: Call, sums: Sums, state: LinearAttentionState | None, end: Tensor, identity: str,
-    log_scale: Tensor | None,
-) -> LinearAttentionState:  # fmt: skip
+    call: Call,
+    sums: Sums,
+    state: LinearAttentionState | None,
+    end: Tensor,
+    identity: str,
+    **more: Tensor | None,
+) -> LinearAttentionState:
     """The state after the call: a new one, or the given one where it was given away or is a pool's rows."""
     position = end.expand(call.sequences)
     if state is None or not _in_place(state, call.k) or (state.slots is None and sums.kv.requires_grad):
-        return LinearAttentionState(sums.kv, sums.z, position.clone(), identity, sums.angle, log_scale)
+        return LinearAttentionState(sums.kv, sums.z, position.clone(), identity, sums.angle, **more)  # type: ignore[arg-type]
     if sums.kv.requires_grad:
         raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
-    state.write(LinearAttentionState(sums.kv, sums.z, position, identity, sums.angle, log_scale))
+    state.write({"kv": sums.kv, "z": sums.z, "position": position, "angle": sums.angle, **more})
     return replace(state, donated=False)
 
 

@@ -1,6 +1,7 @@
 """The state that carries a sequence on: constant memory per token."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ class LinearAttentionState:
 
         kv = sum_j e^(L - L_j) R(Theta_j) psi(k_j) v_j^T      z = sum_j e^(L - L_j) psi(k_j)
 
-    as the last token sees them (L is its sum of log decays; 0 without decay). Packed sequences have a state each:
+    as the last token sees them (L is its sum of log decays; 0 without decay). Packed sequences have a state
+    each:
     then b counts sequences.
 
     Args:
@@ -32,8 +34,12 @@ class LinearAttentionState:
         position: (b,) int64, of the next token.
         identity: of the feature map and the rotation that made it; another one is refused.
         angle: (b, g or 1, pairs) int64, with angle_steps: their sum in 2^-64 turns, which wrap.
-        log_scale: (b, g) float64, with maps that return one: the m of the largest key, as the last token sees it.
+        log_scale: (b, g) float64, with maps that return one: the m of the largest key, as the last token
+            sees it.
             kv and z are then sums of e^-m times the keys.
+        angle_slope: (b, g or 1, pairs) zeros, in calls with gradients: through them the gradient of later
+            calls
+            reaches the steps that angle, of integers, has summed.
         conv: (b, taps - 1, channels), of a layer with a short convolution: its last inputs.
         slots: (b',) int64: rows of a pool; see ``at``.
         donated: see ``donate``.
@@ -56,6 +62,7 @@ class LinearAttentionState:
     angle: Tensor | None = None
     log_scale: Tensor | None = None
     conv: Tensor | None = None
+    angle_slope: Tensor | None = None
     slots: Tensor | None = None
     donated: bool = False
 
@@ -112,7 +119,7 @@ class LinearAttentionState:
 
     def detach(self) -> "LinearAttentionState":
         """The same numbers, cut from the graph: what truncated backpropagation passes on."""
-        return self._map(lambda tensor: tensor.detach().clone())
+        return replace(self._map(lambda tensor: tensor.detach().clone()), angle_slope=None)
 
     def clone(self) -> "LinearAttentionState":
         return self._map(torch.clone)
@@ -135,8 +142,10 @@ class LinearAttentionState:
     def at(self, slots: Tensor) -> "LinearAttentionState":
         """Rows of this state as a pool: calls without gradients read and write them in place.
 
-        slots (b,) int64, no two equal: the row of each sequence of the call, or of each packed sequence. Sequences
-        join, leave and are forked between calls, as in serving with continuous batching: a decoding step and a
+        slots (b,) int64, no two equal: the row of each sequence of the call, or of each packed sequence.
+        Sequences
+        join, leave and are forked between calls, as in serving with continuous batching: a decoding step
+        and a
         packed prefill update their rows, and leave the others as they are.
 
         >>> from linrope import linear_rope_state
@@ -163,25 +172,25 @@ class LinearAttentionState:
         """A copy of the rows at the slots, where there are some."""
         return self if self.slots is None else replace(self.reorder(self.slots), slots=None)
 
-    def write(self, other: "LinearAttentionState") -> None:
-        """Puts another state's numbers into this one's memory, at the slots where there are some."""
-        theirs = other._tensors()
+    def write(self, new: "LinearAttentionState | Mapping[str, Tensor | None]") -> None:
+        """Puts another state, or tensors by name, into this one's memory, at the slots where there are some.
+
+        >>> k = v = torch.randn(3, 5, 2, 4)
+        >>> from linrope import linear_rope_state
+        >>> pool = linear_rope_state(k, v)
+        >>> pool.at(torch.tensor([2])).write(pool.at(torch.tensor([0])).rows())  # 2 goes on as a fork of 0
+        >>> torch.equal(pool.kv[2], pool.kv[0])
+        True
+        """
+        tensors = new._tensors() if isinstance(new, LinearAttentionState) else new
         for name, mine in self._tensors().items():
-            new = theirs.get(name, mine)
-            if new is mine:
+            theirs = tensors.get(name)
+            if theirs is None or theirs is mine:  # written in place already
                 continue
             if self.slots is None:
-                mine.copy_(new)
+                mine.copy_(theirs)
             else:
-                mine.index_copy_(0, self.slots, new.to(mine.dtype))
-
-    def moved_on(self, position: Tensor, log_scale: Tensor | None) -> "LinearAttentionState":
-        """This pool after a backend has written kv, z and angle in its rows: the rest joins them."""
-        assert self.slots is not None
-        self.position.index_copy_(0, self.slots, position.expand(self.sequences))
-        if log_scale is not None and self.log_scale is not None:
-            self.log_scale.index_copy_(0, self.slots, log_scale)
-        return replace(self, donated=False)
+                mine.index_copy_(0, self.slots, theirs.to(mine.dtype))
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -193,7 +202,7 @@ class LinearAttentionState:
         if dtype is not None:
             moved["kv"] = moved["kv"].to(dtype)
         slots = None if self.slots is None else self.slots.to(device)
-        return replace(self, donated=False, slots=slots, **moved)
+        return replace(self, donated=False, slots=slots, **moved)  # type: ignore[arg-type]
 
     def reorder(self, index: Tensor) -> "LinearAttentionState":
         """The states of the sequences index (b',): repeats and drops them, as beam search does."""
@@ -206,7 +215,7 @@ class LinearAttentionState:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a safetensors file, atomically."""
         metadata = {"format": _FORMAT, "version": str(_VERSION), "identity": self.identity}
-        save_tensors(Path(path), self.rows()._tensors(), metadata)
+        save_tensors(Path(path), self.rows().detach()._tensors(), metadata)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "LinearAttentionState":
@@ -219,12 +228,12 @@ class LinearAttentionState:
         if not {"kv", "z", "position"} <= set(tensors) <= set(_LEAVES) or "identity" not in metadata:
             raise ValueError(f"{path}: got {sorted(tensors)}, expected kv, z, position and an identity")
         try:
-            return cls(identity=metadata["identity"], **tensors)
+            return cls(identity=metadata["identity"], **tensors)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 
 
-_LEAVES = ("kv", "z", "position", "angle", "log_scale", "conv")
+_LEAVES = ("kv", "z", "position", "angle", "log_scale", "conv", "angle_slope")
 
 
 def _flatten(state: LinearAttentionState) -> tuple[list[Tensor], str]:

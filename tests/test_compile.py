@@ -56,7 +56,8 @@ def operator_arguments(
         q, k, v, log_decay, angle_steps, Rotary(D).turns(torch.device("cpu")) if rotary else None,
         torch.arange(b * n).view(b, n) if positions else torch.tensor([[3]]),
         None if m == n else torch.tensor([[0]]), None, None, numbers(b, m) > 0 if mask else None,
-        torch.tensor([0, 5, 5, n]) if packed else None, layout, "elu+1", causal, True, 1e-6, "clamp", want_state,
+        torch.tensor([0, 5, 5, n]) if packed else None, layout, "elu+1", causal, True, 1e-6, "clamp",
+        want_state,
     )  # fmt: skip
     return "eager", *call, kv, z, angle, save
 

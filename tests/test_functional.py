@@ -14,7 +14,7 @@ from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary, linear_rope_attention
 from linrope.backends import eager
-from linrope.backends.eager import CHUNK
+from linrope.chunks import CHUNK
 from tests.oracle import (
     BACKENDS,
     POSITIVE,

@@ -23,11 +23,13 @@ def data(n: int, g: int = 2, b: int = 2, d: int = 4, seed: int = 1) -> tuple[Ten
     return gates, 2 * torch.randn(b, n, g, d // 2, generator=generator, dtype=torch.float64)
 
 
-# What others call by another name, each as its paper writes its recurrence: S_t from S_(t-1), one token at a time.
+# What others call by another name, each as its paper writes its recurrence: S_t from S_(t-1), one token at
+# a time.
 
 
 def retnet(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """RetNet (arXiv 2307.08621), eq. 5: S_n = gamma S_(n-1) + k_n^T v_n with (q_n e^(i n theta)), (k_n e^(i n theta)) complex."""
+    """RetNet (arXiv 2307.08621), eq. 5: S_n = gamma S_(n-1) + k_n^T v_n with (q_n e^(i n theta)), (k_n e^(i
+    n theta)) complex."""
     n, d = q.shape
     theta = 10000.0 ** (-torch.arange(0, d, 2).double() / d)
     state, out = torch.zeros(d // 2, v.shape[1], dtype=torch.complex128), []
@@ -40,7 +42,8 @@ def retnet(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def gated_linear_attention(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
-    """GLA (arXiv 2312.06635), eq. 3, with one gate per head: S_t = alpha_t S_(t-1) + k_t^T v_t, o_t = q_t S_t."""
+    """GLA (arXiv 2312.06635), eq. 3, with one gate per head: S_t = alpha_t S_(t-1) + k_t^T v_t, o_t = q_t
+    S_t."""
     state, out = torch.zeros(q.shape[1], v.shape[1], dtype=q.dtype), []
     for t in range(len(q)):
         state = alpha[t] * state + torch.outer(k[t], v[t])
@@ -58,7 +61,8 @@ def mamba2(x: Tensor, dt: Tensor, a: float, b: Tensor, c: Tensor) -> Tensor:
 
 
 def selective_rope(q: Tensor, k: Tensor, v: Tensor, omega: Tensor, alpha: Tensor) -> Tensor:
-    """Selective RoPE (arXiv 2511.17388): q, k turned by the sums of omega up to their token, then a gated recurrence."""
+    """Selective RoPE (arXiv 2511.17388): q, k turned by the sums of omega up to their token, then a gated
+    recurrence."""
 
     def turned(x: Tensor) -> Tensor:
         angle = omega.cumsum(0)
@@ -71,7 +75,8 @@ def selective_rope(q: Tensor, k: Tensor, v: Tensor, omega: Tensor, alpha: Tensor
 
 
 def mamba3(x: Tensor, dt: Tensor, a: Tensor, theta: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Mamba-3 (arXiv 2603.15569) without its trapezoid: complex h_t = e^(dt_t (A_t + i theta_t)) h_(t-1) + dt_t B_t x_t^T.
+    """Mamba-3 (arXiv 2603.15569) without its trapezoid: complex h_t = e^(dt_t (A_t + i theta_t)) h_(t-1) +
+    dt_t B_t x_t^T.
 
     y_t = Re(conj(C_t) h_t), B and C complex numbers from pairs of real ones.
     """
@@ -292,3 +297,40 @@ def test_the_state_alone_has_gradients(backend: str) -> None:
 
     for found, expected in zip(run(backend), run("reference")):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+@every_backend
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_of_pieces_are_those_of_one_call(packed: bool, backend: str) -> None:
+    n, cut = 60, 23
+    q, k, v = randoms(1, n, 4, 6, g=2)
+    gates, steps = data(n, b=1, d=6)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, gates, steps)]
+    weight = torch.randn(1, n, 4, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    how: dict[str, Any] = {"rotary": Rotary(6), "backend": backend}
+    if packed:  # two sequences, whose pieces lie behind each other
+        order = torch.cat(
+            (torch.arange(10), torch.arange(23, 40), torch.arange(10, 23), torch.arange(40, 60))
+        )
+        places, cut = torch.argsort(order), 27
+        bounds = [torch.tensor([0, 23, 60]), torch.tensor([0, 10, 27]), torch.tensor([0, 13, 33])]
+    else:
+        order = places = torch.arange(n)
+
+    def run(inputs: list[Tensor], state: Any = None, which: int = 0) -> Any:
+        more: dict[str, Any] = {"cu_seqlens": bounds[which]} if packed else {}
+        q, k, v, a, w = inputs
+        return linear_rope_attention(
+            q, k, v, log_decay=a, angle_steps=w, state=state, return_state=True, **more, **how
+        )
+
+    whole, last = run(leaves)
+    expected = torch.autograd.grad((whole * weight).sum() + last.kv.sum(), leaves)
+    mixed = [x[:, order] for x in leaves]
+    first, state = run([x[:, :cut] for x in mixed], which=1)
+    second, last = run([x[:, cut:] for x in mixed], state, which=2)
+    pieces = torch.cat((first, second), 1)[:, places]
+    torch.testing.assert_close(pieces, whole)
+    found = torch.autograd.grad((pieces * weight).sum() + last.kv.sum(), leaves)
+    for name, a, b in zip("qkvaw", found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11 * float(b.abs().max()), msg=name)

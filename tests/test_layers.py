@@ -21,7 +21,7 @@ LEVELS = [
     {"attention", "position_encodings"},
     {"choices", "functional"},
     {"arguments", "backends", "decay", "selective", "short_convolution"},
-    {"feature_maps", "packing", "rotary", "state"},
+    {"chunks", "feature_maps", "packing", "rotary", "state"},
     {"angles", "files", "frequencies"},
     {"names"},
 ]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary, linear_rope_attention
-from linrope.backends.eager import CHUNK
+from linrope.chunks import CHUNK
 from linrope.rotary import MAX_POSITION, rotate
 from tests.feature_maps.table import plain
 from tests.oracle import (
@@ -186,7 +186,8 @@ def test_output_error_is_within_the_bound(dtype: torch.dtype, backend: str, conf
 
 
 def cancelling(oracle: dict[str, Tensor]) -> Tensor:
-    """About how large the sums are whose difference is the gradient of log_decay; the loss weighs by about 1."""
+    """About how large the sums are whose difference is the gradient of log_decay; the loss weighs by about
+    1."""
     return (
         sum(oracle[name].abs().sum(-1).max() for name in ("out", "z")) + oracle["kv"].abs().sum((2, 3)).max()
     )
@@ -208,7 +209,8 @@ def test_gradient_error_is_that_of_the_reference(
     worst = 0.0
     for name in (name for name in oracle if name.startswith("d")):
         errors = [(x[name].double() - oracle[name]).abs().max() for x in (actual, reference)]
-        # The gradient of log_decay is a difference of sums as large as outputs and states: of a gate that is all but
+        # The gradient of log_decay is a difference of sums as large as outputs and states: of a gate that
+        # is all but
         # closed only their rounding is left.
         lost = BOUNDS[torch.float32] * cancelling(oracle) if name == "dlog_decay" else 0.0
         # With one key the output is its value: no gradient for q and k, and nothing to measure errors by.

@@ -1,5 +1,6 @@
 """Exponential feature maps at the magnitudes of real models: the running maximum of the keys' scales."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -82,7 +83,8 @@ def test_few_normalizers_sink_to_eps_at_ordinary_magnitudes(record_property: Any
 
 @every_backend
 @pytest.mark.parametrize("normalize", [True, False])
-@given(cuts=st.lists(st.integers(0, 70), max_size=3).map(sorted), name=st.sampled_from(MAPS), gated=st.booleans(),
+@given(cuts=st.lists(st.integers(0, 70), max_size=3).map(sorted), name=st.sampled_from(MAPS),
+gated=st.booleans(),
        masked=st.booleans())  # fmt: skip
 @examples(25)
 def test_streams_and_packed_sequences_are_one_call(
@@ -110,7 +112,7 @@ def test_streams_and_packed_sequences_are_one_call(
     whole, last = run(0, n)
     bounds = [0, *cuts, n]
     state, pieces, alone = None, [], []
-    for low, high in zip(bounds, bounds[1:]):
+    for low, high in pairwise(bounds):
         out, state = run(low, high, state=state)
         pieces.append(out)
         alone.append(run(low, high)[0])

@@ -34,27 +34,33 @@ def load_theta(THETA, axis, heads, head, pairs, P: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n", "heads"])
 def table_fwd_kernel(
-    THETA,  # (axes, 1 or g, P) int64, 2^-64 turns per position
+    THETA,  # (axes, 1 or g, P) int64, 2^-64 turns per position; None: PHASES
     POSITIONS, position_stride,  # (1 or b, n or 1) int64, with axes (1 or b, n, axes)
+    PHASES, phase_strides,  # (1 or b, n, 1 or g, P) int64, in 2^-64 turns
     TABLE,  # (1 or b, 1 or g, n, 2 P)
     n, heads,
     P: tl.constexpr, AXES: tl.constexpr, CONSECUTIVE: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """cos and sin of p theta, side by side; CONSECUTIVE: positions holds the first one only."""
+    """cos and sin of p theta or of PHASES, side by side; CONSECUTIVE: positions holds the first one only."""
     chunk = tl.program_id(0) % tl.cdiv(n, C)
     head = tl.program_id(0) // tl.cdiv(n, C) % heads
     batch = (tl.program_id(0) // tl.cdiv(n, C) // heads).to(tl.int64)
     rows, pairs = chunk * C + tl.arange(0, C), tl.arange(0, W)
-    POSITIONS += batch * position_stride
-    phase = tl.zeros([C, W], tl.int64)
-    for a in tl.static_range(AXES):
-        if CONSECUTIVE:
-            positions = tl.load(POSITIONS) + rows
-        else:
-            positions = tl.load(POSITIONS + rows.to(tl.int64) * AXES + a, mask=rows < n, other=0)
-        phase += positions[:, None] * load_theta(THETA, a, heads, head, pairs, P)[None, :]
+    inside = (rows < n)[:, None] & (pairs < P)[None, :]
+    if THETA is None:
+        PHASES += batch * phase_strides[0] + head.to(tl.int64) * phase_strides[2]
+        at = rows.to(tl.int64)[:, None] * phase_strides[1] + pairs[None, :] * phase_strides[3]
+        phase = tl.load(PHASES + at, mask=inside, other=0)
+    else:
+        POSITIONS += batch * position_stride
+        phase = tl.zeros([C, W], tl.int64)
+        for a in tl.static_range(AXES):
+            if CONSECUTIVE:
+                positions = tl.load(POSITIONS) + rows
+            else:
+                positions = tl.load(POSITIONS + rows.to(tl.int64) * AXES + a, mask=rows < n, other=0)
+            phase += positions[:, None] * load_theta(THETA, a, heads, head, pairs, P)[None, :]
     cos, sin = cos_sin(phase)
     TABLE += ((batch * heads + head) * n + rows)[:, None].to(tl.int64) * (2 * P) + pairs[None, :]
-    keep = (rows < n)[:, None] & (pairs < P)[None, :]
-    tl.store(TABLE, cos.to(TABLE.dtype.element_ty), mask=keep)
-    tl.store(TABLE + P, sin.to(TABLE.dtype.element_ty), mask=keep)
+    tl.store(TABLE, cos.to(TABLE.dtype.element_ty), mask=inside)
+    tl.store(TABLE + P, sin.to(TABLE.dtype.element_ty), mask=inside)

@@ -2,7 +2,8 @@
 
     num_i = sum_j <R phi_i, R psi_j> v_j     den_i = sum_j <phi_i, psi_j>     out_i = num_i / max(den_i, eps)
 
-With decay each term is times g^(p_i - p_j); a state is as the last token of its chunk sees it.
+With decay each term is times e^(D_i - D_j), for D the sum of the tokens' log decay, formed from the chunk's
+start; a state is as the last token of its chunk sees it. ADD: out_i = num_i / (den_i + eps).
 
 Where there are too few heads to fill the GPU a sequence is cut into segments: ``states`` makes each
 segment's own state, ``prefix`` adds up those before it, and the scans of all segments run at once. Packed
@@ -15,12 +16,15 @@ import triton
 import triton.language as tl
 
 from linrope_kernels.pieces import (
+    divisor,
     dot,
-    expm1,
+    factors,
+    fade,
     feature,
+    in_twos,
     join,
     keep,
-    load_distances,
+    load_decay,
     load_pairs,
     load_state,
     load_sum,
@@ -32,6 +36,7 @@ from linrope_kernels.pieces import (
     store_state,
     store_sum,
     store_values,
+    tile_power,
     tokens_of,
 )
 
@@ -44,16 +49,15 @@ def scan_fwd_kernel(
     MASK,  # (b, m) bool
     Q_TABLE, q_table_strides,  # (1 or b, 1 or g, n, 2 P): cos and sin
     K_TABLE, k_table_strides,  # (1 or b, 1 or g, m, 2 P), None: as Q_TABLE
-    RATES,  # (g,) log of the decay
-    WHERE, BEFORE, where_stride,  # (1 or b, n) int64 positions, of a token and of the one before
+    LOG, log_strides,  # (b or 1, n, g or 1) float32 or float64: log decay; strides of 0 for axes of length 1
     SLOTS,  # (s, 3) int32 of packed sequences
-    S, Z,  # (b g, s, f, e) float32 and (b g, s, f) float64: the state before each segment
+    S, Z,  # (b g, s, f, e) float32 and (b g, s, f) float64: the state before each segment; None: 0
     OUT, out_strides,  # (b, n, h, e)
     DEN,  # (b, h, n) float32
-    S_END, Z_END,  # (b g, f, e), (b g, f)
+    S_END, Z_END,  # (b g, f, e), (b g, f); None: not wanted
     n, h, group, segments, length, eps,
     F: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
-    MAP: tl.constexpr, INTERLEAVED: tl.constexpr,
+    MAP: tl.constexpr, INTERLEAVED: tl.constexpr, ADD: tl.constexpr,
     CAUSAL: tl.constexpr, NORMALIZE: tl.constexpr,
     DOT: tl.constexpr, C: tl.constexpr, W: tl.constexpr, BE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -82,23 +86,22 @@ def scan_fwd_kernel(
     pairs = tl.arange(0, W)
     e = block * BE + tl.arange(0, BE)
     seen = c[:, None] >= c[None, :]
-    if RATES is not None:
-        rate = tl.load(RATES + kv_head)
-        WHERE += batch * where_stride
-        BEFORE += batch * where_stride
+    if LOG is not None:
+        LOG += batch * log_strides[0] + kv_head.to(tl.int64) * log_strides[2]
 
     first, end, entry = tokens_of(SLOTS, segment, length, n)
     start = sequence * segments + segment if CAUSAL else sequence + entry * (h // group)
-    s1, s2 = load_state(S + start * F * E, pairs, e, F, E, P, INTERLEAVED)
-    z1, z2 = load_sum(Z + start * F, pairs, F, P, INTERLEAVED)
+    s1, s2 = load_state(S, start, pairs, e, F, E, P, INTERLEAVED)
+    z1, z2 = load_sum(Z, start, pairs, F, P, INTERLEAVED)
     for t in tl.range(first, end, C, num_stages=STAGES):
         rows = t + c
         inside = rows < end
-        if RATES is not None:
-            near, near_first, near_last = load_distances(WHERE, BEFORE, t, end, rows, inside, C)
-            keys, chunk = power(rate, near_last - near), expm1(rate * near_last.to(tl.float32))
-            tile = power(rate, tl.where(seen, near[:, None] - near[None, :], 0))
-            faded = (power(rate, near_first), keys, chunk)
+        if LOG is not None:
+            sums, total = load_decay(LOG, log_strides, rows, inside)
+            at, last, chunk = in_twos(sums), in_twos(total), factors(total)
+            queries, keys = power(at[0], at[1]), power(last[0] - at[0], last[1] - at[1])
+            tile = tile_power(at, at)
+            faded = (queries, keys, tl.exp(total))
         else:
             faded = None
         turn = load_turn(Q_TABLE, rows, inside, pairs, P)
@@ -117,7 +120,7 @@ def scan_fwd_kernel(
             psi1, psi2 = operand(psi1, DOT), operand(psi2, DOT)
             v = load_values(V, rows, visible, v_strides, e, E, BE)
             kept = v
-            if RATES is not None:
+            if LOG is not None:
                 kept = v.to(tl.float32) * keys[:, None]
             v, kept = operand(v, DOT), operand(kept, DOT)
         x1, x2 = load_pairs(Q, rows, inside, q_strides, 0, F, P, INTERLEAVED, C, W)
@@ -127,7 +130,7 @@ def scan_fwd_kernel(
                 weights = tl.zeros([C, C], tl.float32)
                 weights = dot(operand(phi1, DOT), tl.trans(psi1), weights, DOT)
                 weights = dot(operand(phi2, DOT), tl.trans(psi2), weights, DOT)
-                if RATES is not None:
+                if LOG is not None:
                     weights = weights * tile
                 den = tl.sum(tl.where(seen, weights, 0.0), 1)
             else:
@@ -143,22 +146,22 @@ def scan_fwd_kernel(
             scores = tl.zeros([C, C], tl.float32)
             scores = dot(phi1_hat, tl.trans(psi1_hat), scores, DOT)
             scores = dot(phi2_hat, tl.trans(psi2_hat), scores, DOT)
-            if RATES is not None:
+            if LOG is not None:
                 scores = scores * tile
-                num = num * power(rate, near)[:, None]
-                s1, s2 = s1 + s1 * chunk, s2 + s2 * chunk
+                num = num * queries[:, None]
+                s1, s2 = fade(s1, chunk), fade(s2, chunk)
             scores = tl.where(seen, scores, 0.0)
             num = dot(operand(scores, DOT), v, num, DOT)
             s1 = dot(tl.trans(kept), psi1_hat, s1, DOT)
             s2 = dot(tl.trans(kept), psi2_hat, s2, DOT)
         if NORMALIZE:
-            num = num / tl.maximum(den, eps)[:, None]
+            num = num / divisor(den, eps, ADD)[:, None]
         store_values(OUT, num, rows, inside, out_strides, e, E, BE)
 
-    if CAUSAL and SLOTS is None and segments == 1 and head % group == 0:
-        store_state(S_END + sequence * F * E, s1, s2, pairs, e, F, E, P, INTERLEAVED)
+    if CAUSAL and SLOTS is None and S_END is not None and segments == 1 and head % group == 0:
+        store_state(S_END, sequence, s1, s2, pairs, e, F, E, P, INTERLEAVED)
         if block == 0:
-            store_sum(Z_END + sequence * F, z1, z2, pairs, F, P, INTERLEAVED)
+            store_sum(Z_END, sequence, z1, z2, pairs, F, P, INTERLEAVED)
 
 
 @triton.jit(do_not_specialize=["m", "g", "segments", "length"])
@@ -168,18 +171,20 @@ def states_kernel(
     MASK,  # (b, m) bool
     DEN, DELTA,  # (b, h, m) float32, for the backward pass
     TABLE, table_strides,  # (1 or b, 1 or g, m, 2 P)
-    RATES, WHERE, BEFORE, where_stride, SLOTS,
+    LOG, log_strides, SLOTS,
     S, Z,  # (b g, s, f, e), (b g, s, f)
+    TOTALS,  # (b g, s) float64, with decay: its sum over each segment
     m, g, group, segments, length, eps,
     F: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
-    MAP: tl.constexpr, INTERLEAVED: tl.constexpr,
+    MAP: tl.constexpr, INTERLEAVED: tl.constexpr, ADD: tl.constexpr,
     NORMALIZE: tl.constexpr, REVERSE: tl.constexpr,
     DOT: tl.constexpr, C: tl.constexpr, W: tl.constexpr, BE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each segment's own state: S = sum R psi v^T, z = sum psi; one program per (b g, segment, block).
 
     REVERSE: T = sum R phi g^T / den and W = sum delta phi, over all query heads of the group. With decay
-    S and z are as the segment's last token sees them, T and W as the token before it does.
+    S and z are as the segment's last token sees them, T and W as the token before it does. From there on
+    chunks are taken, so that what lies between is known, and nothing that was added has to fade again.
     """
     BLOCKS: tl.constexpr = (E + BE - 1) // BE
     block = tl.program_id(0) % BLOCKS
@@ -201,33 +206,34 @@ def states_kernel(
     s1, s2 = tl.zeros([BE, W], tl.float32), tl.zeros([BE, W], tl.float32)
     z1, z2 = tl.zeros([W], tl.float64), tl.zeros([W], tl.float64)
     first, end, _ = tokens_of(SLOTS, segment, length, m)
-    if RATES is not None:
-        rate = tl.load(RATES + kv_head)
-        WHERE += batch * where_stride
-        edge = tl.load(
-            BEFORE + batch * where_stride + first if REVERSE else WHERE + end - 1, mask=first < end
-        )
-    for t in tl.range(first, end, C, num_stages=STAGES):
-        rows = t + c
+    if LOG is not None:
+        LOG += batch * log_strides[0] + kv_head.to(tl.int64) * log_strides[2]
+    between = tl.full([], 0, tl.float64)
+    chunks = tl.cdiv(end - first, C)
+    for i in tl.range(0, chunks, num_stages=STAGES):
+        rows = first + (i if REVERSE else chunks - 1 - i) * C + c
         inside = rows < end
         visible = inside
         if MASK is not None:
             visible = inside & (tl.load(MASK + rows, mask=inside, other=0) != 0)
         turn = load_turn(TABLE, rows, inside, pairs, P)
+        if LOG is not None:
+            sums, total = load_decay(LOG, log_strides, rows, inside)
+            at = in_twos(between + (sums if REVERSE else total - sums))
+            faded = power(at[0], at[1])[:, None]
+            between += total
         for r in range(group if REVERSE else 1):
             head = (kv_head * group + r if REVERSE else kv_head).to(tl.int64)
             x1, x2 = load_pairs(X + head * x_strides[2], rows, inside, x_strides, 0, F, P, INTERLEAVED, C, W)
             y = load_values(Y + head * y_strides[2], rows, visible, y_strides, e, E, BE)
             x1, x2 = keep(feature(x1, MAP), feature(x2, MAP), visible, pairs, F, W)
-            if RATES is not None:
-                where = tl.load(WHERE + rows, mask=inside, other=edge)
-                faded = power(rate, where - edge if REVERSE else edge - where)[:, None]
+            if LOG is not None:
                 x1, x2 = x1 * faded, x2 * faded
             x1_hat, x2_hat = rotate(x1, x2, turn, P)
             if REVERSE and NORMALIZE:
-                at = (sequence * group + r) * m + rows
-                y = y.to(tl.float32) / tl.maximum(tl.load(DEN + at, mask=inside, other=1), eps)[:, None]
-                delta = tl.load(DELTA + at, mask=inside, other=0)[:, None]
+                token = (sequence * group + r) * m + rows
+                y = y.to(tl.float32) / divisor(tl.load(DEN + token, mask=inside, other=1), eps, ADD)[:, None]
+                delta = tl.load(DELTA + token, mask=inside, other=0)[:, None]
                 x1, x2 = x1 * delta, x2 * delta
             y = tl.trans(operand(y, DOT))
             s1 = dot(y, operand(x1_hat, DOT), s1, DOT)
@@ -236,54 +242,50 @@ def states_kernel(
                 z1 += tl.sum(x1, 0).to(tl.float64)
                 z2 += tl.sum(x2, 0).to(tl.float64)
 
-    at = sequence * segments + segment
-    store_state(S + at * F * E, s1, s2, pairs, e, F, E, P, INTERLEAVED)
+    number = sequence * segments + segment
+    store_state(S, number, s1, s2, pairs, e, F, E, P, INTERLEAVED)
     if block == 0:
-        store_sum(Z + at * F, z1, z2, pairs, F, P, INTERLEAVED)
+        store_sum(Z, number, z1, z2, pairs, F, P, INTERLEAVED)
+        if LOG is not None:
+            tl.store(TOTALS + number, between)
 
 
-@triton.jit(do_not_specialize=["g", "segments", "length", "m"])
+@triton.jit(do_not_specialize=["g", "segments"])
 def prefix_kernel(
-    RATES, WHERE, BEFORE, where_stride, SLOTS,
+    TOTALS,  # (b g, s) float64: log decay of each segment
     FIRST_SLOTS,  # (s + 1,) int32 of packed sequences
     S, Z,  # (b g, s, f, e), (b g, s, f): on entry each segment's own, on exit what comes before it
-    S_START, Z_START, S_END, Z_END,  # (b g, f, e), (b g, f)
-    m, g, segments, length,
+    S_START, Z_START,  # (b g, f, e), (b g, f); None: 0
+    S_END, Z_END,  # None: not wanted
+    g, segments,
     F: tl.constexpr, E: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sums of the states before each segment (REVERSE: after it), and of all; in place, in order."""
     BLOCKS: tl.constexpr = (F * E + BLOCK - 1) // BLOCK
     block = tl.program_id(0) % BLOCKS
     sequence = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    kv_head = sequence % g
     i = block * BLOCK + tl.arange(0, BLOCK)
     f = i % BLOCK  # the first block carries z as well
     inside, has_z = i < F * E, i < (F if block == 0 else 0)
-    s = tl.load(S_START + sequence * F * E + i, mask=inside)
-    z = tl.load(Z_START + sequence * F + f, mask=has_z)
+    s, z = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float64)
+    if S_START is not None:
+        s = tl.load(S_START + sequence * F * E + i, mask=inside, other=0)
+        z = tl.load(Z_START + sequence * F + f, mask=has_z, other=0).to(tl.float64)
     low, high, base = 0, segments, sequence * segments
-    if SLOTS is not None:
+    if FIRST_SLOTS is not None:
         FIRST_SLOTS += sequence // g
-        low, high, base = tl.load(FIRST_SLOTS), tl.load(FIRST_SLOTS + 1), kv_head * segments
-    if RATES is not None:
-        rate = tl.load(RATES + kv_head)
-        if SLOTS is None:
-            WHERE += sequence // g * where_stride
-            BEFORE += sequence // g * where_stride
+        low, high, base = tl.load(FIRST_SLOTS), tl.load(FIRST_SLOTS + 1), sequence % g * segments
     for j in range(low, high):
-        segment = low + high - 1 - j if REVERSE else j
-        at = base + segment
-        own, own_z = tl.load(S + at * F * E + i, mask=inside), tl.load(Z + at * F + f, mask=has_z)
+        at = base + (low + high - 1 - j if REVERSE else j)
+        own = tl.load(S + at * F * E + i, mask=inside, other=0)
+        own_z = tl.load(Z + at * F + f, mask=has_z, other=0)
         tl.store(S + at * F * E + i, s, mask=inside)
         tl.store(Z + at * F + f, z, mask=has_z)
-        if RATES is not None:
-            first, end, _ = tokens_of(SLOTS, segment, length, m)
-            near = tl.load(WHERE + end - 1, mask=first < end, other=0)
-            near -= tl.load(BEFORE + first, mask=first < end, other=0)
-            faded = expm1(rate * near.to(tl.float32))
-            s += s * faded
-            z += z * faded
+        if TOTALS is not None:
+            total = tl.load(TOTALS + at)
+            s, z = fade(s, factors(total)), z * tl.exp(total)
         s += own
         z += own_z
-    tl.store(S_END + sequence * F * E + i, s, mask=inside)
-    tl.store(Z_END + sequence * F + f, z, mask=has_z)
+    if S_END is not None:
+        tl.store(S_END + sequence * F * E + i, s, mask=inside)
+        tl.store(Z_END + sequence * F + f, z.to(Z_END.dtype.element_ty), mask=has_z)

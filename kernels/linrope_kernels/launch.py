@@ -1,6 +1,6 @@
 """Launchers: they choose tiles and segments and start the kernels. No copies of q, k, v, no syncs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -11,155 +11,140 @@ from linrope_kernels import tiles
 from linrope_kernels.angles import table_fwd_kernel
 from linrope_kernels.backward import dkv_kernel, dq_kernel
 from linrope_kernels.forward import prefix_kernel, scan_fwd_kernel, states_kernel
+from linrope_kernels.segments import Segments, cut_packed
 from linrope_kernels.step import step_fwd_kernel
 
-State = tuple[Tensor, Tensor]  # S (b, g, f, e) float32 and z (b, g, f) float64, contiguous
+State = tuple[Tensor, Tensor]  # S (b, g, f, e) float32 and z (b, g, f) float64 or float32, contiguous
+NO_STATE = (None, None)
 PREFIX_BLOCK = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Call:
-    """What one call works on."""
+    """What one call works on; names and defaults as in linrope."""
 
-    q: Tensor  # (b, n, h, f), any strides, as k and v
+    q: Tensor | None  # (b, n, h, f), any strides, as k and v; None: the last state alone is wanted
     k: Tensor  # (b, m, g, f)
     v: Tensor  # (b, m, g, e)
-    key_mask: Tensor | None  # (b, m) bool, contiguous
-    theta: Tensor | None  # (axes, 1 or g, P) int64, 2^-64 turns per position; None: no rotation
-    layout: str
+    log_decay: Tensor | None = None  # (b or 1, m, g or 1) <= 0, any strides
+    theta: Tensor | None = None  # (axes, 1 or g, P) int64, 2^-64 turns per position
     positions: Tensor  # (1 or b, n) int64 contiguous, or (1 or b, 1): consecutive; or (1 or b, n, axes)
-    key_positions: Tensor | None  # (1 or b, m), likewise; None: as positions
-    feature_map: str
-    causal: bool
-    normalize: bool
-    eps: float
-    dot: str  # how products are computed: "bf16", "tf32", "ieee"
-    decay: Tensor | None = None  # (g,)
-    start: Tensor | None = None  # (1 or b,) int64, of packed sequences (s,): the state's position
+    key_positions: Tensor | None = None  # (1 or b, m), likewise; None: as positions
+    key_mask: Tensor | None = None  # (b, m) bool, contiguous
     cu_seqlens: Tensor | None = None  # (s + 1,) of packed sequences: then b is 1
+    layout: str = "half"
+    feature_map: str = "elu+1"
+    causal: bool = True
+    normalize: bool = True
+    eps: float = 1e-6
+    eps_mode: str = "clamp"
+    dot: str  # how products are computed: "bf16", "tf32", "ieee"
+    # In place of theta all angles (1 or b, n, 1 or g, P), in 2^-64 turns: of queries; of keys if they differ
+    phases: tuple[Tensor, Tensor | None] | None = None
+
+    @property
+    def queries(self) -> Tensor:
+        """q, or k where there are no queries: for shapes."""
+        return self.k if self.q is None else self.q
 
     @property
     def group(self) -> int:
         """Query heads per key/value head."""
-        return self.q.shape[2] // self.k.shape[2]
+        return self.queries.shape[2] // self.k.shape[2]
+
+    @property
+    def pairs(self) -> int:
+        """P: how many pairs turn."""
+        angles = self.theta if self.phases is None else self.phases[0]
+        return 0 if angles is None else angles.shape[-1]
+
+    @property
+    def entries(self) -> int:
+        """b, of packed sequences s."""
+        return self.k.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     @property
     def sequences(self) -> int:
         """b g, of packed sequences s g: how many states there are."""
-        entries = self.k.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
-        return entries * self.k.shape[2]
+        return self.entries * self.k.shape[2]
 
     def tile(self, name: str) -> tiles.Tile:
-        return tiles.tile(name, self.q.shape[3], self.v.shape[3], self.dot, _device(self.q).capability)
+        return tiles.tile(name, self.k.shape[3], self.v.shape[3], self.dot, _device(self.k).capability)
 
     @property
     def reads_out(self) -> bool:
         """Whether the backward pass needs out: where no program has all feature pairs."""
-        return self.tile("dq").pairs < (self.q.shape[3] + 1) // 2
+        return self.normalize and self.tile("dq").pairs < (self.k.shape[3] + 1) // 2
 
     def most_segments(self) -> int:
-        tile, (b, _, h, _) = self.tile("scan_fwd"), self.q.shape
+        tile, (b, _, h, _) = self.tile("scan_fwd"), self.queries.shape
         blocks = -(-self.v.shape[3] // tile.values)
-        return tiles.most_segments(b * h, blocks, _device(self.q).multiprocessors, tile.warps)
+        return tiles.most_segments(b * h, blocks, _device(self.k).multiprocessors, tile.warps)
 
-    def table(self, positions: Tensor, n: int) -> Tensor | None:
+    def table(self, positions: Tensor, phases: Tensor | None, n: int) -> Tensor | None:
         """cos and sin (1 or b, 1 or g, n, 2 P) of the angles; float16 holds more digits than bfloat16."""
-        if self.theta is None:
+        if not self.pairs:
             return None
-        axes, heads, pairs = self.theta.shape
+        if phases is None:
+            assert self.theta is not None
+            rows, (axes, heads, _) = positions.shape[0], self.theta.shape
+        else:
+            rows, axes, heads = phases.shape[0], 1, phases.shape[2]
         dtype = torch.float16 if self.dot == "bf16" else torch.float32
-        table = positions.new_empty(positions.shape[0], heads, n, 2 * pairs, dtype=dtype)
+        table = positions.new_empty(rows, heads, n, 2 * self.pairs, dtype=dtype)
         chunk = 32
-        programs = table.shape[0] * heads * -(-n // chunk)
+        programs = rows * heads * -(-n // chunk)
         if programs:
             table_fwd_kernel[(programs,)](
-                self.theta, positions, _row_stride(positions), table, n, heads, P=pairs, AXES=axes,
-                CONSECUTIVE=positions.ndim == 2 and positions.shape[1] == 1, C=chunk,
-                W=tiles.power_of_two(pairs),
+                self.theta, positions, _row_stride(positions), phases, _strides(phases, 4), table, n, heads,
+                P=self.pairs, AXES=axes, CONSECUTIVE=positions.ndim == 2 and positions.shape[1] == 1, C=chunk,
+                W=tiles.power_of_two(self.pairs),
             )  # fmt: skip
         return table
 
     def tables(self) -> tuple[Tensor | None, Tensor | None]:
         """Of queries and, if their positions are others, of keys."""
-        n, m = self.q.shape[1], self.k.shape[1]
-        keys = None if self.key_positions is None else self.table(self.key_positions, m)
-        return self.table(self.positions, n), keys
+        n, m = self.queries.shape[1], self.k.shape[1]
+        phases, key_phases = self.phases or (None, None)
+        keys = None if self.key_positions is None else self.table(self.key_positions, key_phases, m)
+        return self.table(self.positions, phases, n), keys
 
-    @cached_property
-    def distances(self) -> tuple[Any, ...]:
-        """log of the decay (g,); where each token and the one before it is (1 or b, n), and the stride."""
-        if self.decay is None or self.start is None:
-            return None, None, None, 0
-        n = self.k.shape[1]
-        where = self.positions
-        if where.shape[1] != n:
-            where = where + torch.arange(n, device=where.device)
-        before = where.roll(1, 1)
-        if self.cu_seqlens is None:
-            before[:, :1] = self.start[:, None] - 1
-        else:
-            tokens, bounds = torch.arange(n, device=where.device), _bounds(self.cu_seqlens, n)
-            owner = _owner(bounds, tokens)
-            before = torch.where(tokens == bounds[owner], self.start[owner] - 1, before)
-        return self.decay.double().log().float(), where, before, _row_stride(where)
+    @property
+    def decay(self) -> tuple[Any, ...]:
+        """log_decay and its strides."""
+        return self.log_decay, _strides(self.log_decay, 3)
 
-    def segments(self, n: int) -> "Segments":
+    def segments(self, n: int) -> Segments:
         """How the n tokens of a sequence, or of all packed ones, are cut; without asking the device."""
         if self.cu_seqlens is not None:
-            return self.packed
+            return self._packed
         return Segments(*tiles.segments(n, self.most_segments()), None, None)
 
     @cached_property
-    def packed(self) -> "Segments":
+    def _packed(self) -> Segments:
         assert self.cu_seqlens is not None
-        n = self.q.shape[1]
-        _, length = tiles.segments(n, self.most_segments())
-        bounds = _bounds(self.cu_seqlens, n)
-        counts = (bounds.diff() + length - 1) // length
-        firsts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
-        number = n // length + len(counts)  # at least as many as there are; the rest stays empty
-        slots = torch.arange(number, device=bounds.device)
-        owner = _owner(firsts, slots)
-        low = bounds[owner] + (slots - firsts[owner]) * length
-        high = torch.minimum(low + length, bounds[owner + 1])
-        used = slots < firsts[-1]
-        table = torch.stack((torch.where(used, low, 0), torch.where(used, high, 0), owner), 1)
-        return Segments(number, length, table.int(), firsts.int())
+        n = self.k.shape[1]
+        return cut_packed(self.cu_seqlens, n, tiles.segments(n, self.most_segments())[1])
 
-    def scans_states(self, cut: "Segments") -> bool:
+    def scans_states(self, cut: Segments) -> bool:
         """Whether the states of segments have kernels of their own."""
         return cut.number > 1 or cut.slots is not None
 
     def launch(self, kernel: Any, name: str, copies: int, *args: Any, **constants: Any) -> None:
         """Starts ``copies`` programs for every block of the output, with the tile of that name."""
-        f, e, tile = self.q.shape[3], self.v.shape[3], self.tile(name)
-        pairs = 0 if self.theta is None else self.theta.shape[2]
+        f, e, tile = self.k.shape[3], self.v.shape[3], self.tile(name)
         if name != "step_fwd":
             copies *= -(-((f + 1) // 2) // tile.pairs) * -(-e // tile.values)
             constants |= {"DOT": self.dot, "C": tile.chunk, "STAGES": tile.stages}
         if copies:
             kernel[(copies,)](
-                *args, F=f, E=e, P=pairs, MAP=self.feature_map, NORMALIZE=self.normalize,
-                INTERLEAVED=pairs > 0 and self.layout == "interleaved", W=tile.pairs, BE=tile.values,
-                num_warps=tile.warps, num_stages=tile.stages, **constants,
+                *args, F=f, E=e, P=self.pairs, MAP=self.feature_map, NORMALIZE=self.normalize,
+                INTERLEAVED=self.pairs > 0 and self.layout == "interleaved", ADD=self.eps_mode == "add",
+                W=tile.pairs, BE=tile.values, num_warps=tile.warps, num_stages=tile.stages, **constants,
             )  # fmt: skip
 
 
-class Segments(NamedTuple):
-    number: int
-    length: int
-    slots: Tensor | None  # (number, 3) int32 of packed sequences: first token, last + 1, sequence
-    firsts: Tensor | None  # (s + 1,) int32: the first slot of each packed sequence
-
-
-def _bounds(cu_seqlens: Tensor, n: int) -> Tensor:
-    """Whatever the device holds: numbers that rise, within the sequence."""
-    return cu_seqlens.long().clamp(0, n).cummax(0).values
-
-
-def _owner(bounds: Tensor, x: Tensor) -> Tensor:
-    """In which part each of x lies, for parts that begin at bounds; the last one has all that is beyond."""
-    return torch.searchsorted(bounds[1:], x, right=True).clamp_(max=len(bounds) - 2)
+GIVEN = tuple(x.name for x in fields(Call) if x.name not in ("dot", "phases"))  # linrope's Call has these
 
 
 class _Device(NamedTuple):
@@ -174,13 +159,19 @@ def _device(x: Tensor) -> _Device:
     return _Device(10 * properties.major + properties.minor, properties.multi_processor_count)
 
 
+def _strides(x: Tensor | None, axes: int) -> tuple[int, ...]:
+    """0 for axes of length 1: one entry for all."""
+    if x is None:
+        return (0,) * axes
+    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride()))
+
+
 def _with_strides(table: Tensor | None) -> tuple[Any, ...]:
-    return table, (0, 0) if table is None else (_row_stride(table), _row_stride(table[0]))
+    return table, _strides(table, 4)[:2]
 
 
 def _row_stride(x: Tensor | None) -> int:
-    """Of a table with a row for each, or one row for all."""
-    return 0 if x is None or x.shape[0] == 1 else x.stride(0)
+    return _strides(x, 1)[0]
 
 
 def saved_segments(call: Call) -> int:
@@ -189,89 +180,170 @@ def saved_segments(call: Call) -> int:
     return 0 if most == 1 or not call.causal or call.cu_seqlens is not None else most
 
 
+def new_states(call: Call, number: int) -> State:
+    """Of ``number`` segments of each sequence (of packed ones: of all together), not filled in."""
+    f, e, rows = call.k.shape[3], call.v.shape[3], call.k.shape[0] * call.k.shape[2]
+    s = call.k.new_empty(rows, number, f, e, dtype=torch.float32)
+    return s, s.new_empty(rows, number, f, dtype=torch.float64)
+
+
+def new_state(call: Call, like: State | None) -> State:
+    """Of each sequence, not filled in; z in the dtype that it has there."""
+    (_, _, g, f), e = call.k.shape, call.v.shape[3]
+    s = call.k.new_empty(call.entries, g, f, e, dtype=torch.float32)
+    return s, s.new_empty(*s.shape[:3], dtype=torch.float64 if like is None else like[1].dtype)
+
+
+def new_saved(call: Call) -> list[Tensor]:
+    """What the backward pass needs: den (b, h, n) and, unless it is cheap to make again, a state.
+
+    That is the state of all keys or, where few heads are cut into segments, the states before those; short
+    sequences leave some of these as they came.
+    """
+    if call.q is None:
+        return []
+    b, n, h, _ = call.q.shape
+    saved = [call.q.new_empty(b, h, n, dtype=torch.float32)] if call.normalize else []
+    if not call.causal:
+        return [*saved, *new_state(call, None)]
+    most = saved_segments(call)
+    return [*saved, *new_states(call, most)] if most else saved
+
+
+def _unpack(call: Call, saved: list[Tensor]) -> tuple[Tensor | None, State | None]:
+    """den and the state or states of new_saved."""
+    den, *states = saved if call.normalize else (None, *saved)
+    return den, (states[0], states[1]) if states else None  # type: ignore[return-value]
+
+
 def _states(
-    call: Call, table: Tensor | None, start: State, own: State, end: State,
+    call: Call, table: Tensor | None, start: State | None, own: State | None, end: State | None,
     backward: tuple[Tensor, Tensor | None, Tensor | None] | None = None,
 ) -> None:  # fmt: skip
-    """own: the states before (backward: after) each segment; end: the last. backward: g, den, delta."""
+    """own: the states before (backward: after) each segment; end: the last. backward: g, den, delta.
+
+    None: no state to start from, not wanted.
+    """
     if backward is None:
         x, y, mask, den, delta = call.k, call.v, call.key_mask, None, None
     else:
+        assert call.q is not None
         x, (y, den, delta), mask = call.q, backward, None
     length, g = x.shape[1], call.k.shape[2]
-    cut, distances = call.segments(length), call.distances
+    cut = call.segments(length)
+    alone = (
+        own is None and start is None and not call.scans_states(cut)
+    )  # a segment's own state is the last one
+    own = (end if alone else own) or new_states(call, cut.number)
+    totals = None
+    if call.log_decay is not None:
+        totals = own[0].new_empty(
+            own[0].shape[0] * g if alone else own[0].shape[0], cut.number, dtype=torch.float64
+        )
     call.launch(
         states_kernel, "states", call.k.shape[0] * g * cut.number,
-        x, x.stride(), y, y.stride(), mask, den, delta, *_with_strides(table), *distances, cut.slots, *own,
-        length, g, call.group, cut.number, cut.length, call.eps, REVERSE=backward is not None,
+        x, x.stride(), y, y.stride(), mask, den, delta, *_with_strides(table), *call.decay, cut.slots,
+        *own, totals, length, g, call.group, cut.number, cut.length, call.eps, REVERSE=backward is not None,
     )  # fmt: skip
-    f, e = call.q.shape[3], call.v.shape[3]
-    prefix_kernel[(call.sequences * -(-f * e // PREFIX_BLOCK),)](
-        *distances, cut.slots, cut.firsts, *own, *start, *end, length, g, cut.number, cut.length,
-        F=f, E=e, REVERSE=backward is not None, BLOCK=PREFIX_BLOCK,
-    )  # fmt: skip
-
-
-def new_states(call: Call, length: int) -> State:
-    f, e = call.q.shape[3], call.v.shape[3]
-    b, g, number = call.k.shape[0], call.k.shape[2], call.segments(length).number
-    s = call.q.new_empty(b * g, number, f, e, dtype=torch.float32)
-    return s, s.new_empty(b * g, number, f, dtype=torch.float64)
+    f, e = call.k.shape[3], call.v.shape[3]
+    if not alone and call.sequences:
+        prefix_kernel[(call.sequences * -(-f * e // PREFIX_BLOCK),)](
+            totals, cut.firsts, *own, *(start or NO_STATE), *(end or NO_STATE), g, cut.number,
+            F=f, E=e, REVERSE=backward is not None, BLOCK=PREFIX_BLOCK,
+        )  # fmt: skip
 
 
 def attend_fwd(
-    call: Call, start: State, out: Tensor, den: Tensor | None, end: State, saved: State | None
-) -> None:
-    """Fills out (b, n, h, e), den (b, h, n), the last state and, if wanted, those before the segments."""
+    call: Call, start: State | None, *, want_end: bool, save: bool
+) -> tuple[Tensor | None, State | None, list[Tensor]]:
+    """out (b, n, h, e), the last state where it is wanted, and what new_saved says."""
+    table, key_table = call.tables()
+    keys = table if key_table is None else key_table
+    end = new_state(call, start) if want_end else None
+    saved = new_saved(call) if save else []
+    if call.q is None:
+        _states(call, keys, start, None, end)
+        return None, end, saved
+    den, states = _unpack(call, saved) if save else (None, None)
     b, n, h, _ = call.q.shape
-    m = call.k.shape[1]
+    cut, before = call.segments(n), start
+    if not call.causal:
+        before, key_table = states or end or new_state(call, None), None
+        _states(call, keys, start, None, before)
+        if end is not None and end is not before:
+            end = end[0].copy_(before[0]), end[1].copy_(before[1])
+    elif call.scans_states(cut):
+        before = states or new_states(call, cut.number)
+        _states(call, keys, start, before, end)
+    out = call.v.new_empty(b, n, h, call.v.shape[3])
+    call.launch(
+        scan_fwd_kernel, "scan_fwd", b * h * cut.number,
+        call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask,
+        *_with_strides(table), *_with_strides(key_table), *call.decay, cut.slots, *(before or NO_STATE),
+        out, out.stride(), den, *(end or NO_STATE), n, h, call.group, cut.number, cut.length, call.eps,
+        CAUSAL=call.causal,
+    )  # fmt: skip
+    return out, end, saved
+
+
+class Gradients(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    start: State | None  # of the first state, if there was one
+    # Parts of each token, float64, if the call has log_decay or phases:
+    log_decay: Tensor | None  # (b, m, g): <psi, dpsi> - <phi, dphi>
+    angles: Tensor | None  # (b, m, g, P): <J phi, R^T dphi^> + <J psi, R^T dpsi^>
+
+
+def attend_bwd(
+    call: Call,
+    start: State | None,
+    saved: list[Tensor],
+    out: Tensor | None,
+    g_out: Tensor,
+    g_end: State | None,
+) -> Gradients:
+    """saved and out (if it is read) are attend_fwd's."""
+    assert call.q is not None
+    b, n, h, f = call.q.shape
+    (_, m, g, _), e = call.k.shape, call.v.shape[3]
+    tensors = (call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask)
+    dq, dk, dv = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v)
+    )
+    den, states = _unpack(call, saved)
+    delta = None if den is None else torch.empty_like(den)
+    logs = angles = None
+    if call.log_decay is not None:
+        half, names = (f + 1) // 2, ("dq", "dkv" if tiles.fused(f, e) else "dk")
+        logs = _parts(call, *(-(-half // call.tile(name).pairs) for name in names))
+    if call.phases is not None:
+        angles = _parts(call, call.pairs, call.pairs)
+    (log_q, log_k), (angles_q, angles_k) = logs or (None, None), angles or (None, None)
+    g_start = new_state(call, start) if start is not None or not call.causal else None
+
     cut = call.segments(n)
     table, key_table = call.tables()
     keys = table if key_table is None else key_table
     before = start
     if not call.causal:
-        _states(call, keys, start, new_states(call, m), end)
-        before, key_table = end, None
+        before, key_table = states, None
     elif call.scans_states(cut):
-        before = saved or new_states(call, n)
-        _states(call, keys, start, before, end)
-    call.launch(
-        scan_fwd_kernel, "scan_fwd", b * h * cut.number,
-        call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask,
-        *_with_strides(table), *_with_strides(key_table), *call.distances, cut.slots, *before,
-        out, out.stride(), den, *end, n, h, call.group, cut.number, cut.length, call.eps, CAUSAL=call.causal,
-    )  # fmt: skip
-
-
-def attend_bwd(
-    call: Call, start: State, saved: State | None, end: State, out: Tensor | None, den: Tensor | None,
-    g_out: Tensor, g_end: State, dq: Tensor, dk: Tensor, dv: Tensor, g_start: State,
-) -> None:  # fmt: skip
-    """Fills dq, dk, dv and the gradient of the first state; out (if read), den, saved, end: attend_fwd's."""
-    b, n, h, f = call.q.shape
-    (_, m, g, _), e = call.k.shape, call.v.shape[3]
-    tensors = (call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask)
-    delta = None if den is None else torch.empty_like(den)
-
-    cut, distances = call.segments(n), call.distances
-    table, key_table = call.tables()
-    keys = table if key_table is None else key_table
-    before = end if not call.causal else saved if saved and cut.number > 1 else start
-    if call.causal and call.cu_seqlens is not None:
-        before = new_states(call, n)
-        _states(call, keys, start, before, (torch.empty_like(start[0]), torch.empty_like(start[1])))
-    if not call.causal:
-        key_table = None
+        before = states
+        if before is None:
+            before = new_states(call, cut.number)
+            _states(call, keys, start, before, None)
     call.launch(
         dq_kernel, "dq", b * h * cut.number,
-        *tensors, *_with_strides(table), *_with_strides(key_table), *distances, cut.slots, *before,
-        out, (0,) * 4 if out is None else out.stride(), g_out, g_out.stride(), den, delta, dq, dq.stride(),
-        n, h, call.group, cut.number, cut.length, call.eps, CAUSAL=call.causal,
+        *tensors, *_with_strides(table), *_with_strides(key_table), *call.decay, cut.slots,
+        *(before or NO_STATE), out, _strides(out, 4), g_out, g_out.stride(), den, delta, dq, dq.stride(),
+        log_q, angles_q, n, h, call.group, cut.number, cut.length, call.eps, CAUSAL=call.causal,
     )  # fmt: skip
 
     after = g_end
     if call.scans_states(cut) or not call.causal:
-        after = new_states(call, n)
+        after = new_states(call, cut.number) if call.causal else None
         _states(call, table, g_end, after, g_start, (g_out, den, delta))
     if not call.causal:
         after, table = g_start, keys
@@ -279,25 +351,49 @@ def attend_bwd(
     for name in ("dkv",) if tiles.fused(f, e) else ("dk", "dv"):
         call.launch(
             dkv_kernel, name, b * g * cut.number,
-            *tensors, *_with_strides(table), *_with_strides(key_table), *distances, cut.slots, *after,
-            g_out, g_out.stride(), den, delta, dk, dk.stride(), dv, dv.stride(), *g_start,
-            m, g, call.group, cut.number, cut.length, call.eps,
+            *tensors, *_with_strides(table), *_with_strides(key_table), *call.decay, cut.slots,
+            *(after or NO_STATE), g_out, g_out.stride(), den, delta, dk, dk.stride(), dv, dv.stride(),
+            log_k, angles_k, *(g_start or NO_STATE), m, g, call.group, cut.number, cut.length, call.eps,
             CAUSAL=call.causal, WANT_DK=name != "dv", WANT_DV=name != "dk",
         )  # fmt: skip
+    d_log = None if logs is None else _per_key_head(logs[1], g).sum(3) - _per_key_head(logs[0], g).sum(3)
+    d_angles = None if angles is None else _per_key_head(angles[1], g) + _per_key_head(angles[0], g)
+    return Gradients(dq, dk, dv, g_start if start is not None else None, d_log, d_angles)
 
 
-def step_fwd(call: Call, start: State, out: Tensor, end: State) -> None:
-    """One token of every sequence. ``end`` may be ``start``: the state is then updated in place."""
+def _parts(call: Call, of_queries: int, of_keys: int) -> tuple[Tensor, Tensor]:
+    """(b, n, h, ..) and (b, m, g, ..) float32, not filled in; packed sequences may not cover all tokens."""
+    assert call.q is not None
+    new = torch.empty if call.cu_seqlens is None else torch.zeros
+    shapes = (*call.q.shape[:3], of_queries), (*call.k.shape[:3], of_keys)
+    q, k = (new(shape, dtype=torch.float32, device=call.k.device) for shape in shapes)
+    return q, k
+
+
+def _per_key_head(x: Tensor, g: int) -> Tensor:
+    """x (b, n, h, ..) summed over the query heads of each key/value head, float64."""
+    b, n, h, last = x.shape
+    return x.double().view(b, n, g, h // g, last).sum(3)
+
+
+def step_fwd(call: Call, start: State | None, end: State | None, slots: Tensor | None) -> Tensor:
+    """out of one token of every sequence; end may be start, to update it; with slots (b,) both are pools."""
+    assert call.q is not None
     g, e = call.k.shape[2], call.v.shape[3]
-    in_place = start[1].data_ptr() == end[1].data_ptr()  # all of a sequence reads z before one writes it
+    # One program then does all of a sequence: each program reads z, and one writes it.
+    in_place = start is not None and end is not None and start[1] is end[1]
     keys = call.positions if call.key_positions is None else call.key_positions
     axes, heads = (1, 1) if call.theta is None else call.theta.shape[:2]
-    rates = None if call.decay is None else call.decay.double().log()
+    phases, key_phases = call.phases or (None, None)
+    key_phases = phases if key_phases is None else key_phases
     parts = 1 if in_place else -(-e // call.tile("step_fwd").values)
+    out = call.v.new_empty(*call.q.shape[:3], e)
     call.launch(
         step_fwd_kernel, "step_fwd", call.sequences * parts,
         call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask,
         call.theta, heads, call.positions, _row_stride(call.positions), keys, _row_stride(keys),
-        rates, call.start, _row_stride(call.start), *start, *end, out, out.stride(),
-        g, call.group, parts, call.eps, AXES=axes,
+        phases, _strides(phases, 4), key_phases, _strides(key_phases, 4), *call.decay, slots,
+        *(start or NO_STATE), *(end or NO_STATE), out, out.stride(), g, call.group, parts, call.eps,
+        AXES=axes,
     )  # fmt: skip
+    return out

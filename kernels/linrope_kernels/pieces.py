@@ -119,21 +119,64 @@ def expm1(y):
 
 
 @triton.jit
-def load_distances(WHERE, BEFORE, t, end, rows, inside, C: tl.constexpr):
-    """int32 distances from the token before the chunk to its rows, and to its first and last one."""
-    before = tl.load(BEFORE + t)
-    last = tl.load(WHERE + tl.minimum(t + C, end) - 1)
-    where = tl.load(WHERE + rows, mask=inside, other=last)
-    MOST: tl.constexpr = 2147483647
-    rows_from = tl.minimum(where - before, MOST).to(tl.int32)
-    first = tl.minimum(tl.load(WHERE + t) - before, MOST).to(tl.int32)
-    return rows_from, first, tl.minimum(last - before, MOST).to(tl.int32)
+def load_decay(LOG, strides, rows, inside):
+    """float64 sums of a chunk's log decay, from its first token to each row (C,), and to its last."""
+    log = tl.load(LOG + rows.to(tl.int64) * strides[1], mask=inside, other=0).to(tl.float64)
+    return tl.cumsum(log, 0), tl.sum(log, 0)
 
 
 @triton.jit
-def power(rate, distance):
-    """g^distance, for rate = log g."""
-    return tl.exp(rate * distance.to(tl.float32))
+def in_twos(log):
+    """(whole, rest), int32 and float32, with e^log = 2^(whole + rest): a float64 log <= 0 in two parts.
+
+    The difference of two such pairs is right to float32 of itself, whatever their size, and power() forms
+    the exponential of it to a few units in the last place. exp() of a float32 number y is off by |y| units.
+    """
+    log = tl.where(log < -1e8, -1e8, log) * 1.4426950408889634  # 1 / log 2
+    whole = tl.where(log == log, tl.floor(log + 0.5), 0.0)  # NaN stays one, in the rest
+    return whole.to(tl.int32), (log - whole).to(tl.float32)
+
+
+@triton.jit
+def power(whole, rest):
+    """2^(whole + rest) in float32 for -1 <= rest <= 1 and a sum <= 0; below 2^-125 it is 0.
+
+    Above 0 whole is cut off at 1, where two roundings may lead it: keys that nobody sees overflow nothing.
+    """
+    whole = tl.maximum(tl.minimum(whole, 1), -126)
+    scale = ((whole + 127) << 23).to(tl.float32, bitcast=True)  # 2^whole: its exponent's bits
+    return tl.where(whole > -126, tl.exp2(rest) * scale, 0.0)
+
+
+@triton.jit
+def tile_power(rows, columns):
+    """e^(D_row - D_column) (C, C), for D in two parts (in_twos) each."""
+    return power(rows[0][:, None] - columns[0][None, :], rows[1][:, None] - columns[1][None, :])
+
+
+@triton.jit
+def factors(log):
+    """(a, b) with e^log = a + b, for scalars: a state S is to become S a + S b (fade).
+
+    Near 1 these are 1 and the rest: a rounded factor would add the same error in every chunk.
+    """
+    whole, rest = in_twos(log)
+    near = log > -0.25
+    return tl.where(near, 1.0, power(whole, rest)), tl.where(near, expm1(log.to(tl.float32)), 0.0)
+
+
+@triton.jit
+def fade(x, by):
+    return x * by[0] + x * by[1]
+
+
+@triton.jit
+def divisor(den, eps, ADD: tl.constexpr):
+    """What the numerator is divided by."""
+    if ADD:
+        return den + eps
+    else:
+        return tl.maximum(den, eps)
 
 
 @triton.jit
@@ -151,16 +194,16 @@ def tokens_of(SLOTS, segment, length, n):
 def join(x1, x2, z1, z2, row, faded):
     """(x + z in one row, z + the sum of x): whoever sees that row sees all that z has gathered before.
 
-    faded: None, or the powers of g for z in that row, for each x in the sum, and for z in it, less 1.
+    faded: None, or what is left at each row of z (C,), at the last row of each x (C,), and there of z.
     """
     old1, old2 = z1.to(tl.float32)[None, :], z2.to(tl.float32)[None, :]
     if faded is None:
         z1 += tl.sum(x1, 0).to(tl.float64)
         z2 += tl.sum(x2, 0).to(tl.float64)
     else:
-        old1, old2 = old1 * faded[0], old2 * faded[0]
-        z1 += z1 * faded[2] + tl.sum(x1 * faded[1][:, None], 0).to(tl.float64)
-        z2 += z2 * faded[2] + tl.sum(x2 * faded[1][:, None], 0).to(tl.float64)
+        old1, old2 = old1 * faded[0][:, None], old2 * faded[0][:, None]
+        z1 = z1 * faded[2] + tl.sum(x1 * faded[1][:, None], 0).to(tl.float64)
+        z2 = z2 * faded[2] + tl.sum(x2 * faded[1][:, None], 0).to(tl.float64)
     return x1 + tl.where(row[:, None], old1, 0.0), x2 + tl.where(row[:, None], old2, 0.0), z1, z2
 
 
@@ -232,38 +275,50 @@ def store_values(X, x, rows, inside, strides, e, E: tl.constexpr, BE: tl.constex
 
 
 @triton.jit
-def load_state(S, pairs, e, F: tl.constexpr, E: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """S^T (BE, W) twice, of a contiguous (f, e) matrix."""
-    f1, f2 = members(pairs, F, P, INTERLEAVED)
-    inside = (e < E)[:, None] & (2 * pairs < F)[None, :]
-    s1 = tl.load(S + f1[None, :] * E + e[:, None], mask=inside, other=0)
-    s2 = tl.load(S + f2[None, :] * E + e[:, None], mask=inside & (2 * pairs + 1 < F)[None, :], other=0)
-    return s1, s2
+def load_state(S, at, pairs, e, F: tl.constexpr, E: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """S^T (BE, W) twice, of the contiguous (f, e) matrix number ``at``; 0 where there is none."""
+    if S is None:
+        zeros = tl.zeros([e.shape[0], pairs.shape[0]], tl.float32)
+        return zeros, zeros
+    else:
+        f1, f2 = members(pairs, F, P, INTERLEAVED)
+        inside = (e < E)[:, None] & (2 * pairs < F)[None, :]
+        S += at * F * E
+        s1 = tl.load(S + f1[None, :] * E + e[:, None], mask=inside, other=0)
+        s2 = tl.load(S + f2[None, :] * E + e[:, None], mask=inside & (2 * pairs + 1 < F)[None, :], other=0)
+        return s1, s2
 
 
 @triton.jit
 def store_state(
-    S, s1, s2, pairs, e, F: tl.constexpr, E: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr
+    S, at, s1, s2, pairs, e, F: tl.constexpr, E: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
     f1, f2 = members(pairs, F, P, INTERLEAVED)
     inside = (e < E)[:, None] & (2 * pairs < F)[None, :]
+    S += at * F * E
     tl.store(S + f1[None, :] * E + e[:, None], s1, mask=inside)
     tl.store(S + f2[None, :] * E + e[:, None], s2, mask=inside & (2 * pairs + 1 < F)[None, :])
 
 
 @triton.jit
-def load_sum(Z, pairs, F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """z (W,) twice, float64."""
-    f1, f2 = members(pairs, F, P, INTERLEAVED)
-    z1 = tl.load(Z + f1, mask=2 * pairs < F, other=0)
-    return z1, tl.load(Z + f2, mask=2 * pairs + 1 < F, other=0)
+def load_sum(Z, at, pairs, F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """z (W,) twice, float64; 0 where there is none."""
+    if Z is None:
+        zeros = tl.zeros([pairs.shape[0]], tl.float64)
+        return zeros, zeros
+    else:
+        f1, f2 = members(pairs, F, P, INTERLEAVED)
+        Z += at * F
+        z1 = tl.load(Z + f1, mask=2 * pairs < F, other=0).to(tl.float64)
+        return z1, tl.load(Z + f2, mask=2 * pairs + 1 < F, other=0).to(tl.float64)
 
 
 @triton.jit
-def store_sum(Z, z1, z2, pairs, F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
+def store_sum(Z, at, z1, z2, pairs, F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
     f1, f2 = members(pairs, F, P, INTERLEAVED)
-    tl.store(Z + f1, z1, mask=2 * pairs < F)
-    tl.store(Z + f2, z2, mask=2 * pairs + 1 < F)
+    Z += at * F
+    tl.store(Z + f1, z1.to(Z.dtype.element_ty), mask=2 * pairs < F)
+    tl.store(Z + f2, z2.to(Z.dtype.element_ty), mask=2 * pairs + 1 < F)
 
 
 @triton.jit
@@ -276,3 +331,9 @@ def load_turn(TABLE, rows, inside, pairs, P: tl.constexpr):
         keep = inside[:, None] & (pairs < P)[None, :]
         cos = tl.load(TABLE, mask=keep, other=1).to(tl.float32)
         return cos, tl.load(TABLE + P, mask=keep, other=0).to(tl.float32)
+
+
+@triton.jit
+def store_angles(X, x, tokens, inside, pairs, P: tl.constexpr):
+    """x (C, W), a number for each pair that turns, to the rows ``tokens`` (C,) of X (.., P)."""
+    tl.store(X + tokens[:, None] * P + pairs[None, :], x, mask=inside[:, None] & (pairs < P)[None, :])

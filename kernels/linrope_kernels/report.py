@@ -26,10 +26,11 @@ from linrope_kernels.step import step_fwd_kernel
 # Shared memory per program, in bytes: CUDA C++ Programming Guide, table of technical specifications.
 SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 DATA = {"Q", "K", "V", "X", "Y", "OUT", "G", "DQ", "DK", "DV"}
-TYPES = dict.fromkeys(("THETA", "Q_POSITIONS", "K_POSITIONS", "WHERE", "BEFORE", "START"), "*i64")
-TYPES |= dict.fromkeys(("DEN", "DELTA", "S", "T", "S_END", "T_END", "RATES"), "*fp32")
+TYPES = dict.fromkeys(("THETA", "Q_POSITIONS", "K_POSITIONS"), "*i64")
+TYPES |= dict.fromkeys(("DEN", "DELTA", "S", "T", "S_END", "T_END", "LOG", "D_LOG"), "*fp32")
 TYPES["eps"] = "fp32"
-TYPES |= dict.fromkeys(("Z", "U", "Z_END", "U_END"), "*fp64")
+TYPES |= dict.fromkeys(("Z", "U", "Z_END", "U_END", "TOTALS"), "*fp64")
+STRIDES = {"table_strides": 2, "log_strides": 3, "phase_strides": 4}
 DTYPES = {"bf16": "bf16", "fp16": "tf32", "fp32": "ieee"}  # how the backend computes products
 KERNELS: dict[str, tuple[Any, dict[str, bool]]] = {
     "scan_fwd": (scan_fwd_kernel, {"CAUSAL": True}),
@@ -63,9 +64,10 @@ def compile_kernel(
     constants = {
         "F": f, "E": e, "P": f // 2, "MAP": "elu+1", "INTERLEAVED": True, "NORMALIZE": True,
         "DOT": dot, "C": tile.chunk, "W": tile.pairs, "BE": tile.values, "STAGES": tile.stages,
-        "AXES": 1, "MASK": None, "group": 1, **wants, **constants,
+        "AXES": 1, "ADD": False, "MASK": None, "group": 1, **wants, **constants,
     }  # fmt: skip
-    absent = ["SLOTS", "K_TABLE"] if decay else ["SLOTS", "K_TABLE", "RATES", "WHERE", "BEFORE", "START"]
+    absent = ["SLOTS", "K_TABLE", "Q_PHASES", "K_PHASES", "D_ANGLES"]
+    absent += [] if decay else ["LOG", "TOTALS", "D_LOG"]
     constants = dict.fromkeys(absent) | constants
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     signature: dict[str, Any] = {}
@@ -74,15 +76,13 @@ def compile_kernel(
     for i, parameter in enumerate(kernel.arg_names):
         if parameter in constants:
             signature[parameter], given[i,] = "constexpr", constants[parameter]
-        elif parameter.endswith("table_strides"):
-            signature[parameter] = ("i32", "i32")
+        elif numbers := [number for name, number in STRIDES.items() if parameter.endswith(name)]:
+            signature[parameter] = ("i32",) * numbers[0]
         elif parameter.endswith("_strides"):
             signature[parameter], given[i, 3] = ("i32", "i32", "i32", "constexpr"), 1
             attributes |= {(i, j): [["tt.divisibility", 16]] for j in range(3)}
         else:
             kind = f"*{dtype}" if parameter in DATA else TYPES.get(parameter, "i32")
-            if parameter == "RATES" and name == "step_fwd":
-                kind = "*fp64"
             if parameter.endswith("TABLE"):
                 kind = "*fp16" if dtype == "bf16" else "*fp32"
             signature[parameter] = kind

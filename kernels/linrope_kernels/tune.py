@@ -34,28 +34,16 @@ def passes(size: int, dot: str, b: int, n: int, h: int, device: str) -> tuple[Pa
     q, k, v, g_out = torch.randn(4, b, n, h, size, device=device, dtype=DTYPES[dot])
     turns = (torch.rand(1, 1, size // 2, device=device, dtype=torch.float64) * 2.0**62).to(torch.int64)
     first = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    call = launch.Call(q, k, v, None, turns, "half", first, None, "elu+1", True, True, 1e-6, dot)
-    start = (
-        torch.zeros(b, h, size, size, device=device),
-        torch.zeros(b, h, size, device=device, dtype=torch.float64),
-    )
-    end, g_start = (tuple(torch.empty_like(x) for x in start) for _ in range(2))
-    out, den = torch.empty_like(v), torch.empty(b, h, n, device=device)
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    call = launch.Call(q=q, k=k, v=v, theta=turns, positions=first, dot=dot)
 
     def forward() -> tuple[Tensor, ...]:
-        launch.attend_fwd(call, start, out, den, (end[0], end[1]), None)
-        return out, den
+        out, _, saved = launch.attend_fwd(call, None, want_end=True, save=True)
+        assert out is not None
+        return out, *saved[:1]
 
     def backward() -> tuple[Tensor, ...]:
-        saved = None
-        if tiles.segments(n, call.most_segments())[0] > 1:
-            saved = launch.new_states(call, n)
-        launch.attend_fwd(call, start, out, den, (end[0], end[1]), saved)
-        launch.attend_bwd(
-            call, start, saved, (end[0], end[1]), out, den, g_out, start, dq, dk, dv, (g_start[0], g_start[1])
-        )
-        return dq, dk, dv
+        out, _, saved = launch.attend_fwd(call, None, want_end=True, save=True)
+        return launch.attend_bwd(call, None, saved, out if call.reads_out else None, g_out, None)[:3]
 
     return forward, backward
 

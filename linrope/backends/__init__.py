@@ -1,7 +1,7 @@
 """One table of backends, and one rule to choose.
 
-A backend is a module with ``attend(call, state) -> (out, sums)`` and ``supports(call, state) -> why not, or None``:
-``linrope.backends.call``.
+A backend is a module with ``attend(call, state) -> (out, sums)`` and ``supports(call, state) -> why not, or
+None``: ``linrope.backends.call``.
 """
 
 from types import ModuleType
@@ -30,7 +30,7 @@ def choose(name: str, call: Call, state: LinearAttentionState | None) -> ModuleT
         module = load(candidate)
         reason = module if isinstance(module, str) else module.supports(call, state)
         if reason is None:
-            return module
+            return module  # type: ignore[return-value]
     raise RuntimeError(f"backend={name!r} cannot run: {reason}")
 
 

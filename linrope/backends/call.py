@@ -29,7 +29,8 @@ class Sums(NamedTuple):
 class Call(NamedTuple):
     """One call of the operation, checked and resolved.
 
-    Features are phi(q) and psi(k) where ``feature_map`` is the name of an elementwise map; "identity": q and k are
+    Features are phi(q) and psi(k) where ``feature_map`` is the name of an elementwise map; "identity": q
+    and k are
     features already. Token t's log_decay and angle_steps are 0 where a mask hides it.
     """
 
@@ -76,7 +77,8 @@ class Call(NamedTuple):
         return rising_bounds(self.cu_seqlens, self.k.shape[1])
 
     def turns(self, angle: Tensor | None, *, keys: bool = False) -> Tensor | None:
-        """(b or 1, n, g or 1, pairs) int64: the angles Theta of all queries or keys, in 2^-64 turns that wrap."""
+        """(b or 1, n, g or 1, pairs) int64: the angles Theta of all queries or keys, in 2^-64 turns that
+        wrap."""
         total, n = None, self.k.shape[1] if keys or self.q is None else self.q.shape[1]
         if self.theta is not None:
             given = self.positions if self.key_positions is None or not keys else self.key_positions
@@ -101,7 +103,9 @@ class Call(NamedTuple):
         if self.angle_steps is None:
             return None
         so_far = sums_so_far(to_turns(self.angle_steps), self.bounds)  # as sum() in onnxruntime does not wrap
-        total = at_last(so_far, so_far.new_zeros(1, *so_far.shape[2:]), self.bounds).expand(self.sequences, -1, -1)
+        total = at_last(so_far, so_far.new_zeros(1, *so_far.shape[2:]), self.bounds).expand(
+            self.sequences, -1, -1
+        )
         return total.clone() if angle is None else total + angle
 
 
@@ -135,7 +139,8 @@ class Gradients(NamedTuple):
 
 
 def attend(backend: str, call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
-    """out and, if wanted, the last sums, by the ``forward`` and ``backward`` of the chunked backend of that name."""
+    """out and, if wanted, the last sums, by the ``forward`` and ``backward`` of the chunked backend of that
+    name."""
     state = None if state is None else state.rows()
     kv, z, angle = (None, None, None) if state is None else (state.kv, state.z, state.angle)
     save = torch.is_grad_enabled() and needs_gradients(call, state)
@@ -237,8 +242,9 @@ def _(*arguments: Any) -> list[Tensor]:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *arguments, _save = inputs
     out, kv, z, saved = output
-    backend = _module(arguments[0])
-    results = [out, kv, z, *saved] if backend.READS_RESULTS else list(saved)
+    backend, call, _ = _read(arguments)
+    reads = backend.READS_RESULTS  # of triton a function, since few of its calls do
+    results = [out, kv, z, *saved] if (reads(call) if callable(reads) else reads) else list(saved)
     ctx.tensors = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
     ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
     ctx.save_for_backward(*(arguments[i] for i in ctx.tensors), *results)

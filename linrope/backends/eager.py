@@ -1,31 +1,33 @@
 """Eq. 19 in chunks, in plain PyTorch: any device, any float dtype, O(N), no loop over chunks.
 
     1  cut every sequence into chunks of c tokens
-    2  inside a chunk: scores <R phi_i, R psi_j> e^(D_i - D_j), j <= i, with D the sum of log decays from its start
-    3  from chunk to chunk: the state S, which a chunk fades by e^(D_c) and adds its own keys to (``scan``)
+    2  inside a chunk: scores <R phi_i, R psi_j> e^(D_i - D_j), j <= i, D the sum of log decays from its start
+    3  from chunk to chunk: the state S, faded by e^(D_c), with the chunk's own keys added
+    (``linrope.chunks``)
     4  num_i = sum_j scores_ij v_j + e^(D_i) R phi_i S, and den_i likewise without rotation
 
-The backward pass does the same with the gradient T of the state, from the last chunk to the first; it computes
-everything anew from the inputs. Tensors are (t, g, r, c, ..): t chunk, g key/value head, r query head of it, c
-position in the chunk.
+The backward pass does the same with the gradient T of the state, from the last chunk to the first, and
+starts from
+the inputs alone. Tensors are (t, g, r, c, ..): t chunk, g key/value head, r its query head, c position in
+the chunk.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from linrope.backends import call as shared
 from linrope.backends.call import Call, Gradients, Sums
+from linrope.chunks import Cut, around, around_reversed, fade
 from linrope.feature_maps import ELEMENTWISE
 from linrope.names import readable
 from linrope.rotary import rotate
 from linrope.state import LinearAttentionState
 
 READS_RESULTS = False
-CHUNK = 64
 AT_ONCE = 2**20  # numbers of k in one pass: heads beyond that take turns, and need no more memory
 LONGEST_FADE = 60.0  # of xPos: how far e^x may go for its inverse within a chunk; float32 ends at 88
 
@@ -41,99 +43,6 @@ def supports(call: Call, state: LinearAttentionState | None) -> str | None:
 
 def new_saved(call: Call) -> list[Tensor]:
     return []
-
-
-class Cut(NamedTuple):
-    """The chunks of all sequences, each of which has at least one; made without asking the device."""
-
-    tokens: Tensor  # (t, c) int64: row of the token among all b n
-    valid: Tensor  # (t, c): whether there is one; the last chunk of a sequence may be short
-    owner: Tensor  # (t,): the chunk's sequence
-    begins: Tensor  # (t,): whether it is its first
-    last: Tensor  # (s,): the last chunk of each sequence
-
-    @classmethod
-    def of(cls, x: Tensor, bounds: Tensor | None) -> "Cut":
-        """Of the tokens of x (b, n, ..)."""
-        (b, n), device = x.shape[:2], x.device
-        if bounds is None:
-            bounds = torch.arange(b + 1, device=device) * n
-        s = len(bounds) - 1
-        c = min(CHUNK, 1 << max(b * n // s - 1, 0).bit_length())
-        counts = ((bounds.diff() + c - 1) // c).clamp(min=1)
-        ends = counts.cumsum(0)
-        # As many as there are, or, as nobody knows how long packed sequences are, some more, which are empty.
-        chunks = torch.arange(b * max(-(-n // c), 1) if s == b else n // c + s, device=device)
-        owner = torch.searchsorted(ends, chunks, right=True).clamp_(max=s - 1)
-        index = chunks - (ends - counts)[owner]
-        tokens = (bounds[owner] + index * c)[:, None] + torch.arange(c, device=device)
-        valid = tokens < torch.where(chunks < ends[-1], bounds[owner + 1], 0)[:, None]
-        return cls(tokens.where(valid, 0), valid, owner, (index == 0) | (chunks >= ends[-1]), ends - 1)
-
-    def take(self, x: Tensor) -> Tensor:
-        """(t, c, ..) of x (b or 1, n, ..): of no token, any numbers."""
-        if x.shape[:2].numel() == 0:
-            return x.new_zeros(*self.tokens.shape, *x.shape[2:])
-        return x.flatten(0, 1)[self.tokens if len(x) > 1 else self.tokens % x.shape[1]]
-
-    def put(self, x: Tensor, like: Tensor) -> Tensor:
-        """(b, n, g r, ..) of x (t, g, r, c, ..), with b and n like's."""
-        rows = x.flatten(1, 2).transpose(1, 2)
-        found = rows.new_empty(like.shape[0] * like.shape[1] + 1, *rows.shape[2:])  # the last: of no token
-        found[self.tokens.where(self.valid, len(found) - 1)] = rows
-        return found[:-1].unflatten(0, like.shape[:2])
-
-    def reverse(self) -> "Cut":
-        """The chunks from the last to the first; a sequence begins with its last one."""
-        ends = torch.cat((self.begins[1:], self.begins.new_ones(1)))
-        first = torch.cat((self.last.new_zeros(1), self.last[:-1] + 1))
-        return Cut(*(x.flip(0) for x in (self.tokens, self.valid, self.owner, ends)), len(ends) - 1 - first)
-
-
-def fade(x: Tensor, log: Tensor | None) -> Tensor:
-    """x e^log, with the factor in two parts: rounding it once would add the same error at every chunk."""
-    if log is None:
-        return x
-    factor = log.double().exp()
-    high = factor.to(x.dtype)
-    return torch.addcmul(x * high, x, (factor - high).to(x.dtype))
-
-
-def scan(own: Tensor, log: Tensor | None, begins: Tensor) -> Tensor:
-    """after_t = own_t + e^log_t after_(t-1), where t - 1 is of the same sequence: in pairs, pairs of pairs, ..
-
-    own (t, ..), log like it with ones for missing axes, begins (t,).
-    """
-    if len(own) < 2:
-        return own
-    first, second, rest = slice(0, len(own) // 2 * 2, 2), slice(1, None, 2), slice(2, None, 2)
-
-    def carried(after: Tensor, chunks: slice) -> Tensor:
-        starts = begins[chunks].view(-1, *[1] * (own.ndim - 1))
-        return fade(after, None if log is None else log[chunks]).masked_fill(starts, 0)
-
-    both = None if log is None else log[first] + log[second]
-    after = torch.empty_like(own)
-    after[second] = scan(own[second] + carried(own[first], second), both, begins[first] | begins[second])
-    after[:1] = own[:1]
-    after[rest] = own[rest] + carried(after[1 : len(own) - 1 : 2], rest)
-    return after
-
-
-def around(own: Tensor, log: Tensor | None, cut: Cut, first: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The state before and after each chunk; first (s, ..): what comes before a sequence, None: 0."""
-    starts = cut.begins.view(-1, *[1] * (own.ndim - 1))
-    before = (
-        torch.zeros_like(own) if first is None else first.to(own.dtype)[cut.owner].masked_fill(~starts, 0)
-    )
-    after = scan(own if first is None else own + fade(before, log), log, cut.begins)
-    return torch.where(starts, before, after.roll(1, 0)), after
-
-
-def around_reversed(own: Tensor, log: Tensor | None, cut: Cut, last: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The gradient of the state after and before each chunk; last (s, ..): of the last state."""
-    after, before = around(own.flip(0), None if log is None else log.flip(0), cut.reverse(), last)
-    return after.flip(0), before.flip(0)
 
 
 class Decay:
@@ -218,18 +127,17 @@ class Chunks:
         """xPos from the chunk's first token to its last."""
         return state if self.pairs is None else fade(state, self.pairs.total)
 
-    def faded(self, x: Tensor, factor: str) -> Tensor:
-        faded: Tensor = x if self.decay is None else getattr(self.decay, factor)(x)
-        return faded
+    def faded(self, x: Tensor, factor: Callable[[Decay, Tensor], Tensor]) -> Tensor:
+        return x if self.decay is None else factor(self.decay, x)
 
     def visible(self, scores: Tensor) -> Tensor:
         """scores (t, g, r, c, c) of the keys that a query sees, faded."""
-        return self.faded(scores, "tile").tril()
+        return self.faded(scores, Decay.tile).tril()
 
     def states(self, sums: Sums | None) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """S (t, g, f, e) before and after each chunk, and z (t, g, f)."""
-        own = self.written(self.faded(self.psi_hat, "keys")[:, :, 0].mT @ self.v[:, :, 0])
-        own_z = self.faded(self.psi.double(), "keys")[:, :, 0].sum(-2)
+        own = self.written(self.faded(self.psi_hat, Decay.keys)[:, :, 0].mT @ self.v[:, :, 0])
+        own_z = self.faded(self.psi.double(), Decay.keys)[:, :, 0].sum(-2)
         kv, z = (None, None) if sums is None else sums[:2]
         return around(own, self.kv_log, self.keys, kv), around(own_z, self.z_log, self.keys, z)
 
@@ -239,7 +147,7 @@ class Chunks:
 
     def normalizer(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """1 / den (t, g, r, c, 1), and whether den follows the features; z (t, g, f): what queries read."""
-        den = product(self.faded(self.phi, "queries"), z[:, :, None, :, None].to(self.dtype))
+        den = product(self.faded(self.phi, Decay.queries), z[:, :, None, :, None].to(self.dtype))
         if self.call.causal:
             den = den + self.visible(product(self.phi, self.psi.mT)).sum(-1, keepdim=True)
         if self.call.eps_mode == "add":
@@ -269,10 +177,11 @@ def backward(
 ) -> Gradients:  # fmt: skip
     parts = [_backward(*part) for part in _by_heads(call, sums, g_out, g_kv, g_z)]
     dq, dk, dv, d_log, d_steps, d_kv, d_z = (
-        None if x[0] is None else torch.cat(x, dim)  # type: ignore[arg-type]
+        None if x[0] is None else torch.cat(x, dim)
         for x, dim in zip(zip(*parts, strict=True), (2, 2, 2, 2, 2, 1, 1), strict=True)
     )
-    assert dk is not None and dv is not None
+    assert dk is not None
+    assert dv is not None
     d_log = None if d_log is None or call.log_decay is None else shared.summed_to(d_log, call.log_decay)
     d_steps = (
         None if d_steps is None or call.angle_steps is None else shared.summed_to(d_steps, call.angle_steps)
@@ -304,7 +213,7 @@ def _forward(call: Call, sums: Sums | None) -> tuple[Tensor | None, Tensor, Tens
     last = kv[1][x.keys.last], z[1][x.keys.last].to(torch.float64 if sums is None else sums.z.dtype)
     if call.q is None:
         return None, *last
-    num = product(x.faded(x.phi_hat, "queries"), x.read(x.seen(kv))[:, :, None])
+    num = product(x.faded(x.phi_hat, Decay.queries), x.read(x.seen(kv))[:, :, None])
     if call.causal:
         num += product(x.visible(product(x.phi_hat, x.psi_hat.mT)), x.v)
     if call.normalize:
@@ -321,28 +230,31 @@ def _backward(
     dpsi^_j = sum_i (gb_i v_j) e^(D_i - D_j) phi^_i + e^(D_c - D_j) T v_j  dpsi_j = R^T dpsi^_j + w_j
     dv_j    = sum_i e^(D_i - D_j) <phi^_i, psi^_j> gb_i + e^(D_c - D_j) T^T psi^_j
     T       = gradient of S: a chunk fades it by e^(D_c) and adds e^(D_i) phi^_i gb_i^T; w is that of z
-    da_t     = sum_(i>=t) <phi_i, dphi_i> - <psi_i, dpsi_i> + <S, T> + <z, w>: i, S, z, T, w to the chunk's end
-    domega_t = sum_(i>=t) <J phi^_i, dphi^_i> + <J psi^_i, dpsi^_i>, J a quarter turn: i to the sequence's end
+    da_t    = sum_(i>=t) <phi_i, dphi_i> - <psi_i, dpsi_i> + <S, T> + <z, w>, all to the chunk's end
+    domega_t = sum_(i>=t) <J phi^_i, dphi^_i> + <J psi^_i, dpsi^_i>, to the sequence's end; J a quarter turn
     """
     x = Chunks(call, sums)
     kv, z = x.states(sums)
-    phi_read, seen, z_seen = x.faded(x.phi_hat, "queries"), x.read(x.seen(kv))[:, :, None], x.seen(z)
+    phi_read, seen, z_seen = x.faded(x.phi_hat, Decay.queries), x.read(x.seen(kv))[:, :, None], x.seen(z)
     gb, delta = x.v.new_zeros(*x.phi.shape[:-1], x.v.shape[-1]), torch.zeros_like(x.phi[..., :1])
     if g_out is not None:
         gb = x.take(g_out, x.queries, call.group).masked_fill(~x.queries.valid[:, None, None, :, None], 0)
     if call.normalize:
         inverse, follows = x.normalizer(z_seen)
         gb = gb * inverse
-    d_phi_hat = x.faded(product(gb, seen.mT), "queries")
+    d_phi_hat = x.faded(product(gb, seen.mT), Decay.queries)
     if call.causal:
         d_scores = x.visible(product(gb, x.v.mT))
         d_phi_hat += product(d_scores, x.psi_hat)
     if call.normalize:
         delta = (-(x.phi_hat * d_phi_hat).sum(-1, keepdim=True) * inverse).masked_fill(~follows, 0)
     d_phi = x.turned(x.lifted(d_phi_hat, 1), x.query_turn, -1)
-    d_phi += x.faded(delta, "queries") * z_seen[:, :, None, None].to(x.dtype)
+    d_phi += x.faded(delta, Decay.queries) * z_seen[:, :, None, None].to(x.dtype)
 
-    own, own_z = transposed_product(phi_read, gb), (x.faded(x.phi, "queries") * delta).double().sum((2, 3))
+    own, own_z = (
+        transposed_product(phi_read, gb),
+        (x.faded(x.phi, Decay.queries) * delta).double().sum((2, 3)),
+    )
     t_after, t_before = around_reversed(x.read(own[:, :, 0]), x.kv_log, x.queries, g_kv)
     w_after, w_before = around_reversed(own_z, x.z_log, x.queries, g_z)
     at_first = x.queries.reverse().last
@@ -350,8 +262,8 @@ def _backward(
     if not call.causal:
         t_after, w_after = d_kv[x.keys.owner], d_z[x.keys.owner]
     wanted = x.written(t_after)[:, :, None]
-    d_psi_hat, d_v = (x.faded(product(y, z), "keys") for y, z in ((x.v, wanted.mT), (x.psi_hat, wanted)))
-    d_psi = x.faded(w_after[:, :, None, None].to(x.dtype).expand_as(x.psi), "keys")
+    d_psi_hat, d_v = (x.faded(product(y, z), Decay.keys) for y, z in ((x.v, wanted.mT), (x.psi_hat, wanted)))
+    d_psi = x.faded(w_after[:, :, None, None].to(x.dtype).expand_as(x.psi), Decay.keys)
     if call.causal:
         weights = x.visible(delta.expand(*delta.shape[:-1], delta.shape[-2]))
         d_phi += product(weights, x.psi)
@@ -363,14 +275,13 @@ def _backward(
     d_log = d_steps = None
     if call.log_decay is not None:
         change = ((x.phi * d_phi).sum((2, 4)) - (x.psi * d_psi).sum((2, 4))).double()
-        later = (kv[1] * t_after).sum((2, 3)) + (z[1] * w_after).sum(2)
-        d_log = later[..., None] + change.flip(-1).cumsum(-1).flip(-1)
-        d_log = x.keys.put(d_log[:, :, None], call.k)
+        d_log = _sums_from(x, change[..., None], (kv[1] * t_after).sum((2, 3)) + (z[1] * w_after).sum(2))[
+            ..., 0
+        ]
     if call.angle_steps is not None:
         change = _quarter_turned(x.phi_hat, d_phi_hat, call) + _quarter_turned(x.psi_hat, d_psi_hat, call)
         change = change.masked_fill(~x.keys.valid[:, None, :, None], 0).double()
-        later, _ = around_reversed(change.sum(2), None, x.keys, None)
-        d_steps = x.keys.put((later[:, :, None] + change.flip(2).cumsum(2).flip(2))[:, :, None], call.k)
+        d_steps = _sums_from(x, change, around_reversed(change.sum(2), None, x.keys, None)[0])
     d_q = d_phi * x.function.slope(x.q, x.phi)
     d_k = (d_psi * x.function.slope(x.k, x.psi)).masked_fill(x.hidden, 0)
     return Gradients(
@@ -381,11 +292,18 @@ def _backward(
     )  # fmt: skip
 
 
+def _sums_from(x: Chunks, change: Tensor, later: Tensor) -> Tensor:
+    """(b, n, g, k): sums of change (t, g, c, k) from each token to the chunk's end, and later (t, g or .., k)."""
+    sums = change.flip(2).cumsum(2).flip(2) + later.view(*change.shape[:2], 1, -1)
+    return x.keys.put(sums[:, :, None], x.call.k)
+
+
 def _quarter_turned(x: Tensor, y: Tensor, call: Call) -> Tensor:
     """<J x, y> of each pair that turns, summed over r: (t, g, c, pairs)."""
     width, zero = 2 * call.pairs, x.new_zeros(call.pairs)
     pairs = (rotate(x[..., :width], zero, zero + 1, call.layout) * y[..., :width]).sum(2)
-    return pairs.unflatten(-1, (-1, 2)).sum(-1) if call.layout == "interleaved" else sum(pairs.chunk(2, -1))  # type: ignore[return-value]
+    one, other = (pairs[..., ::2], pairs[..., 1::2]) if call.layout == "interleaved" else pairs.chunk(2, -1)
+    return one + other
 
 
 attend = partial(shared.attend, "eager")

@@ -3,7 +3,6 @@
 Sums are float32, z float64. The backward pass computes everything anew from the inputs.
 """
 
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -51,7 +50,8 @@ def instruction_set() -> str | None:
 
 
 def use_instruction_set(name: str) -> None:
-    """Takes another one of ``instruction_sets``; for tests. Raises RuntimeError where there is none of that name."""
+    """Takes another one of ``instruction_sets``; for tests. Raises RuntimeError where there is none of that
+    name."""
     if _PROBLEM:
         raise RuntimeError(_PROBLEM)
     _ops.set_isa(name)
@@ -124,7 +124,8 @@ def _forward(call: Call, sums: Sums | None, slots: Tensor | None) -> tuple[Tenso
     q, k, v, wide = _dense(call)
     out, kv, z = _ops.forward(
         q if call.q is not None else None, k, v, *_how(call, sums), slots,
-        LAYOUTS[call.layout] if call.pairs else 0, call.causal, call.normalize, call.eps, call.eps_mode == "add",
+        LAYOUTS[call.layout] if call.pairs else 0, call.causal, call.normalize, call.eps, call.eps_mode ==
+        "add",
         call.want_state,
     )  # fmt: skip
     return out if wide else out.to(call.v.dtype), kv, z
@@ -170,7 +171,8 @@ def _how(call: Call, sums: Sums | None) -> tuple[object, ...]:
 
 
 def _dense(call: Call) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """q, k, v of one dtype, with features and values next to each other in memory; whether v has its own dtype."""
+    """q, k, v of one dtype, with features and values next to each other in memory; whether v has its own
+    dtype."""
     q, k, v = call.k if call.q is None else call.q, call.k, call.v
     same = v.dtype == k.dtype == q.dtype
     if not same:  # features that a map made are float32

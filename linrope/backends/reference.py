@@ -19,7 +19,7 @@ def supports(call: Call, state: LinearAttentionState | None) -> str | None:
 
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
     """out (b, n, h, e) in v's dtype, and the sums after the last key; computed in q's dtype."""
-    (_, m, g, f), e = call.k.shape, call.v.shape[3]
+    (_, _, g, f), e = call.k.shape, call.v.shape[3]
     if state is None:
         wide = torch.promote_types(call.v.dtype, torch.float32)
         zeros = call.v.new_zeros(call.sequences, g, f, e, dtype=wide)
@@ -49,9 +49,8 @@ def _part(call: Call, low: int, high: int) -> Call:
     parts = {name: None if x is None else x[:, low:high] for name, x in whole.items()}
     positions, keys = spell_out(call.positions, call.k.shape[1]), call.key_positions
     key_positions = None if keys is None else spell_out(keys, call.k.shape[1])[:, low:high]
-    return call._replace(
-        **parts, positions=positions[:, low:high], key_positions=key_positions, cu_seqlens=None
-    )  # type: ignore[arg-type]
+    here = {"positions": positions[:, low:high], "key_positions": key_positions, "cu_seqlens": None}
+    return call._replace(**parts, **here)  # type: ignore[arg-type]
 
 
 def _attend(call: Call, sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,7 +75,8 @@ def _attend(call: Call, sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
     phi, phi_hat = (rearrange(x, "b n (g r) f -> b g r n f", g=k.shape[2]) for x in (phi, phi_hat))
     psi, psi_hat, v = (rearrange(x, "b m g f -> b g m f") for x in (psi, psi_hat, v))
 
-    # L (b or 1, g or 1, m, 1), summed from the token before the first; in the numerator xPos joins in, per feature.
+    # L (b or 1, g or 1, m, 1), summed from the token before the first; in the numerator xPos joins in, per
+    # feature.
     length = phi.new_zeros(1, 1, m, 1, dtype=torch.float64)
     if call.log_decay is not None:
         length = rearrange(call.log_decay.double().cumsum(1), "b m g -> b g m 1")

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from linrope import Rotary, linear_rope_attention
+from linrope import Rotary, linear_rope_attention, linear_rope_state
 from linrope.backends import triton as backend
 
 
@@ -51,6 +51,7 @@ def attend(
         torch.autograd.grad(out, (q, k, v), torch.ones(1, dtype=dtype).expand_as(out))
     else:
         linear_rope_attention(q, k, v, state=state.donate(), **how)
+        linear_rope_attention(q, k, v, state=state.at(torch.tensor([1, 0])), **how)
 
 
 def main() -> None:
@@ -65,11 +66,16 @@ def main() -> None:
     attend(n=16, dtype=torch.float16, rotary=Rotary.whole_model(4, 64))
     attend(n=1, g=2, key_mask=torch.zeros(2, 1, dtype=torch.bool))
     attend(n=1, decay=torch.full((4,), 0.9))
+    attend(n=1, g=2, angle_steps=torch.zeros(2, 1, 2, 32), log_decay=torch.zeros(2, 1, 1), eps_mode="add")
     attend(d=256, e=256)
     attend(d=128, decay=torch.full((4,), 0.9))
+    attend(log_decay=torch.zeros(1, 130, 4, requires_grad=True), angle_steps=torch.zeros(2, 130, 1, 32))
     attend(rotary=Rotary.axial(64, 3), positions=torch.zeros(130, 3, dtype=torch.int64))
     attend(b=1, g=2, decay=torch.full((2,), 0.9), cu_seqlens=torch.tensor([0, 30, 130], dtype=torch.int32))
     attend(b=1, causal=False, cu_seqlens=torch.tensor([0, 30, 130]))
+    linear_rope_state(
+        *torch.zeros(2, 2, 130, 4, 64, dtype=torch.bfloat16), rotary=Rotary(64), backend="triton"
+    )
     launch.Call.most_segments = lambda self: 3
     tiles.SHORTEST = 64
     attend(d=96, e=40, g=2, rotary=Rotary(96, layout="half"))

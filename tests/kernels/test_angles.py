@@ -1,6 +1,7 @@
 """Angles from integers that wrap, against float64."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -40,10 +41,8 @@ def test_the_table_is_exact_at_any_position(base: float) -> None:
     rotary = Rotary(16, base=base)
     positions = torch.tensor([[0, 1, 63, 10**6, 10**9, MAX_POSITION]])
     q = torch.zeros(1, 6, 1, 16)
-    call = Call(
-        q, q, q, None, rotary.turns(q.device), "half", positions, None, "exp", True, True, 1.0, "ieee"
-    )
-    table = call.table(positions, 6)
+    call = Call(q=q, k=q, v=q, theta=rotary.turns(q.device), positions=positions, dot="ieee")
+    table, _ = call.tables()
     assert table is not None
     cos, sin = rotary.cos_sin(positions[0], torch.float64)
     for part, expected in zip(table[0, 0].split(8, -1), (cos[:, 0], sin[:, 0]), strict=True):
@@ -54,9 +53,9 @@ def test_consecutive_positions_are_spelled_out_by_the_kernel() -> None:
     rotary = Rotary.whole_model(2, 16)
     q = torch.zeros(3, 70, 2, 16)
     first = torch.tensor([[0], [5], [10**9]])
-    call = Call(q, q, q, None, rotary.turns(q.device), "half", first, None, "exp", True, True, 1.0, "ieee")
-    one = call.table(first, 70)
-    all_of_them = call.table(first + torch.arange(70), 70)
+    call = Call(q=q, k=q, v=q, theta=rotary.turns(q.device), positions=first, dot="ieee")
+    one, _ = call.tables()
+    all_of_them, _ = replace(call, positions=first + torch.arange(70)).tables()
     assert one is not None
     assert all_of_them is not None
     assert one.shape == (3, 2, 70, 16)

@@ -1,59 +1,20 @@
 """The kernels in Triton's interpreter: outputs, states and all gradients against the float64 oracle."""
 
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import assume, given
-from linrope_kernels import INTERPRETED, launch, tiles
-from torch import Tensor
+from linrope_kernels import INTERPRETED, launch, segments, tiles
 
-from linrope import LinearAttentionState, Rotary, feature_maps, linear_rope_attention
+from linrope import Rotary, feature_maps, linear_rope_attention
 from linrope.feature_maps import ELEMENTWISE
+from tests.kernels import comparison
+from tests.kernels.comparison import both_directions, compare, every_dtype
 from tests.oracle import everything, examples, random_state, randoms
 from tests.test_numerics import CONFIGS, Problem, error_in_bounds
 
-# exp(x) is formed for all x in elu(x) + 1, also where x + 1 is taken; NumPy would warn.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
-
-TOLERANCE = {torch.float32: 16 * 2.0**-23, torch.float16: 4 * 2.0**-10}
-if not INTERPRETED:  # the interpreter multiplies bfloat16's bit patterns
-    TOLERANCE[torch.bfloat16] = 4 * 2.0**-7
-every_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
-both_directions = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-
-
-@pytest.fixture(autouse=True)
-def _poison() -> Iterator[None]:
-    """Fresh memory holds NaN: what a kernel does not write shows."""
-    if not INTERPRETED:
-        torch.full((2**28,), float("nan"))  # freed at once, and given out again in pieces
-        yield
-        return
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three segments of 64 tokens and more, as on a GPU that one sequence does not fill."""
-    monkeypatch.setattr(tiles, "SHORTEST", 64)
-    monkeypatch.setattr(tiles, "SEGMENT_MULTIPLE", 64)
-    monkeypatch.setattr(tiles, "most_segments", lambda *_: 3)
-
-
-def compare(q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None = None, **how: Any) -> None:
-    """Output, last state and gradients; errors are measured by each tensor's largest entry, or by 1."""
-    actual = everything(q, k, v, state, backend="triton", **how)
-    oracle = everything(*(x.double() for x in (q, k, v)), state, backend="reference", **how)
-    for name, expected in oracle.items():
-        assert actual[name].shape == expected.shape
-        if expected.numel():
-            error = (actual[name].double() - expected).abs().max()
-            assert error <= TOLERANCE[q.dtype] * expected.abs().max().clamp(min=1), f"{name}: {error}"
+pytestmark = comparison.marks
 
 
 # Shapes
@@ -225,19 +186,6 @@ def test_segments_of_large_heads() -> None:
     compare(q, k, v, rotary=Rotary(128))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.usefixtures("short_segments")
-def test_segments_with_decay_and_gaps(packed: bool) -> None:
-    q, k, v = randoms(1 if packed else 2, 190, 4, 16, g=2, e=8, dtype=torch.float32)
-    how: dict[str, Any] = {"rotary": Rotary(16), "decay": torch.tensor([0.8, 0.99])}
-    if packed:  # a sequence of three segments, an empty one, one that ends with a segment
-        how["cu_seqlens"] = torch.tensor([0, 130, 130, 131, 190], dtype=torch.int32)
-    state = random_state(k, v, how)
-    steps = torch.randint(0, 4, (len(q), 190))
-    positions = 20 + steps.cumsum(1)
-    compare(q, k, v, state, key_mask=torch.rand(len(q), 190) > 0.3, positions=positions, **how)
-
-
 @pytest.mark.usefixtures("short_segments")
 def test_segments_of_packed_bidirectional_sequences() -> None:
     q, k, v = randoms(1, 190, 2, 16, g=1, e=8, dtype=torch.float32)
@@ -256,13 +204,12 @@ def test_whatever_cu_seqlens_holds_nothing_is_read_out_of_bounds() -> None:
     """On a GPU its numbers are not checked."""
     for numbers in ([0, 99, 5, 70], [-5, 1000], [70, 0, 3], [2**31 - 1, -(2**31), 7]):
         cuts = torch.tensor(numbers, dtype=torch.int32)
-        bounds = launch._bounds(cuts, 70)
+        bounds = segments.rising_bounds(cuts, 70)
         assert 0 <= int(bounds.min()) <= int(bounds.max()) <= 70
         assert bool((bounds.diff() >= 0).all())
         q = torch.zeros(1, 70, 1, 16)
         call = launch.Call(
-            q, q, q, None, None, "half", torch.zeros(1, 70).long(), None, "exp", True, True, 1.0, "ieee",
-            cu_seqlens=cuts,
+            q=q, k=q, v=q, positions=torch.zeros(1, 70).long(), cu_seqlens=cuts, dot="ieee"
         )  # fmt: skip
         slots = call.segments(70).slots
         assert slots is not None
@@ -284,97 +231,6 @@ def test_enough_segments_to_fill_a_gpu() -> None:
     assert tiles.most_segments(8, 1, 132, 4) == 66
     assert tiles.most_segments(240, 1, 132, 4) == 1
     assert tiles.most_segments(8, 2, 132, 8) == 17
-
-
-# States and decoding
-
-
-@both_directions
-def test_cut_anywhere_and_resumed_is_one_call(causal: bool) -> None:
-    q, k, v = randoms(2, 70, 2, 16, dtype=torch.float32)
-    how: dict[str, Any] = {"rotary": Rotary(16), "backend": "triton"}
-    if not causal:  # the state of one call serves the next as context
-        q = q[:, :3]
-        how |= {"causal": False, "positions": torch.arange(3), "key_positions": torch.arange(70)}
-    out, last = linear_rope_attention(q, k, v, return_state=True, **how)
-    for cut in (1, 13, 64, 69):
-        if causal:
-            a, state = linear_rope_attention(*(x[:, :cut] for x in (q, k, v)), return_state=True, **how)
-            b, state = linear_rope_attention(
-                *(x[:, cut:] for x in (q, k, v)), state=state, return_state=True, **how
-            )
-            torch.testing.assert_close(torch.cat((a, b), 1), out, rtol=0, atol=1e-6)
-        else:
-            one, two = (how | {"key_positions": x} for x in (torch.arange(cut), torch.arange(cut, 70)))
-            _, state = linear_rope_attention(q, k[:, :cut], v[:, :cut], return_state=True, **one)
-            b, state = linear_rope_attention(q, k[:, cut:], v[:, cut:], state=state, return_state=True, **two)
-            torch.testing.assert_close(b, out, rtol=0, atol=1e-6)
-        torch.testing.assert_close(state.kv, last.kv, rtol=0, atol=1e-5)
-        torch.testing.assert_close(state.z, last.z, rtol=1e-6, atol=0)
-
-
-@every_dtype
-@pytest.mark.parametrize(
-    ("rotary", "normalize", "decay"),
-    [
-        (None, True, None),
-        (None, False, 0.9),
-        (Rotary(16), True, 0.9),
-        (Rotary(16), False, None),
-        (Rotary(16, layout="half", rotary_dim=6), True, None),
-    ],
-    ids=str,
-)
-def test_decoding(rotary: Rotary | None, normalize: bool, decay: float | None, dtype: torch.dtype) -> None:
-    b, n, d, e = 3, 5, 16, 40
-    q, k, v = randoms(b, n, 4, d, g=2, e=e, dtype=dtype)
-    how: dict[str, Any] = {"rotary": rotary, "normalize": normalize}
-    if decay is not None:
-        how["decay"] = torch.tensor([decay, 0.5])
-    start = random_state(k, v, how)  # a position of its own for each sequence
-    mask = torch.tensor([[True, False, True, True, True]]).expand(b, n).clone()
-    mask[1, 3] = False
-    oracle, last = linear_rope_attention(
-        *(x.double() for x in (q, k, v)), state=start, key_mask=mask, return_state=True,
-        backend="reference", **how,
-    )  # fmt: skip
-    for donate in (False, True):
-        state = start.clone().detach()
-        for t in range(n):
-            step, before = [x[:, t : t + 1] for x in (q, k, v)], state
-            out, state = linear_rope_attention(
-                *step, state=before.donate() if donate else before, key_mask=mask[:, t : t + 1],
-                return_state=True, backend="triton", **how,
-            )  # fmt: skip
-            assert (state.kv.data_ptr() == before.kv.data_ptr()) == donate
-            assert (state.z.data_ptr() == before.z.data_ptr()) == donate
-            error = (out.double() - oracle[:, t : t + 1]).abs().max()
-            assert error <= TOLERANCE[dtype] * oracle.abs().max().clamp(min=1)
-        assert state.position.tolist() == last.position.tolist()
-        torch.testing.assert_close(state.kv.double(), last.kv.double(), rtol=0, atol=1e-5)
-        torch.testing.assert_close(state.z, last.z.double(), rtol=1e-6, atol=0)
-
-
-def test_decoding_with_positions_of_its_own() -> None:
-    q, k, v = randoms(2, 1, 2, 16, dtype=torch.float32)
-    where = {"positions": torch.tensor([[10**9], [3]]), "key_positions": torch.tensor([7])}
-    how: dict[str, Any] = {"rotary": Rotary(16)} | where
-    start = random_state(k, v, {"rotary": Rotary(16)}).detach()
-    actual = linear_rope_attention(q, k, v, state=start, backend="triton", **how)
-    oracle = linear_rope_attention(
-        q.double(), k.double(), v.double(), state=start, backend="reference", **how
-    )
-    torch.testing.assert_close(actual.double(), oracle, rtol=0, atol=1e-5)
-
-
-def test_the_normalizer_does_not_stall_in_decoding() -> None:
-    x = torch.full((1, 1, 1, 16), 0.25).log()
-    how: dict[str, Any] = {"feature_map": "exp", "backend": "triton"}
-    _, state = linear_rope_attention(x, x, x, return_state=True, **how)
-    state = replace(state, z=torch.full_like(state.z, 2.0**25))
-    for _ in range(20):
-        _, state = linear_rope_attention(x, x, x, state=state, return_state=True, **how)
-    torch.testing.assert_close(state.z - 2.0**25, torch.full_like(state.z, 5.0), rtol=1e-6, atol=0)
 
 
 # The numerics contract

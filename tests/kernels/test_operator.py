@@ -1,65 +1,91 @@
-"""The Triton backend as a torch.library operator: its own checks, torch.compile, autocast, inference mode."""
+"""The Triton backend behind the shared operator: torch.library's checks, compilation, autocast, inference."""
 
 from typing import Any
 
 import pytest
 import torch
 from linrope_kernels import tiles
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
-from linrope import LinearRoPEAttention, Rotary, linear_rope_attention
+from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, linear_rope_attention
+from linrope.backends import call as shared
 from linrope.backends import triton
 from tests.oracle import randoms
-from tests.test_compile import B, Model, gradients, numbers
 
-OPERATOR = torch.ops.linrope.triton.default
+
+class Model(nn.Module):
+    """One layer without weights around it, so that a compiler has something to fuse with."""
+
+    def __init__(self, causal: bool = True) -> None:
+        super().__init__()
+        self.attention = LinearRoPEAttention(16, 4, num_kv_heads=2, causal=causal, backend="triton")
+
+    def forward(self, x: Tensor, state: LinearAttentionState | None = None) -> Any:
+        if not self.attention.causal:
+            return self.attention(2 * x) + x
+        y, state = self.attention(2 * x, state=state, return_state=True)
+        return y + x, state
+
+
+def gradients(model: Model, run: Any, x: Tensor) -> list[Tensor]:
+    """Of all weights and of x."""
+    x = x.clone().requires_grad_()
+    y = run(x)
+    y = y[0] if isinstance(y, tuple) else y
+    return list(torch.autograd.grad(y.square().sum(), [*model.parameters(), x]))
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, dtype=dtype)
 
 
 def operator_arguments(
-    n: int = 20, m: int | None = None, *, causal: bool = True, mask: bool = False, rotary: bool = True,
-    save: bool = True, decay: bool = False,
+    n: int = 20, m: int | None = None, *, mask: bool = False, rotary: bool = True, save: bool = True,
+    decay: bool = False, state: bool = True, packed: bool = False, **how: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     m = n if m is None else m
-    q, k, v = randoms(2, n, 4, 4, g=2, m=m, e=6, dtype=torch.float32)
-    kv, z = numbers(2, 2, 4, 6), numbers(2, 2, 4, dtype=torch.float64).abs()
-    for x in (q, k, v, kv, z):
-        x.requires_grad_(save)
-    where, key_where = torch.tensor([[3]]), None if m == n else torch.tensor([[0]])
-    theta = Rotary(4).turns(q.device) if rotary else None
-    key_mask = numbers(2, m) > 0 if mask else None
-    more = (torch.tensor([0.5, 0.9]) if decay else None, where, key_where, torch.tensor([3]), key_mask, None)
-    return q, k, v, kv, z, theta, *more, "half", "elu+1", causal, True, 1e-6, save
+    b, bounds = (1, torch.tensor([0, 5, 5, 20])) if packed else (2, None)
+    q, k, v = randoms(b, n, 4, 4, g=2, m=m, e=6, dtype=torch.float32)
+    s = 3 if packed else b
+    sums = (numbers(s, 2, 4, 6), numbers(s, 2, 4, dtype=torch.float64).abs()) if state else (None, None)
+    for x in (q, k, v, *sums):
+        if x is not None:
+            x.requires_grad_(save)
+    call = shared.Call(
+        q, k, v, -torch.rand(1, n, 2).double() if decay else None, None,
+        Rotary(4).turns(q.device) if rotary else None, torch.tensor([[3]]),
+        None if m == n else torch.tensor([[0]]), None, None, numbers(b, m) > 0 if mask else None, bounds,
+        **{"layout": "half", "feature_map": "elu+1", "causal": True, "normalize": True, "eps": 1e-6,
+           "eps_mode": "clamp", "want_state": True} | how,
+    )  # fmt: skip
+    return "triton", *call, *sums, None, save
 
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "causal": {},
     "causal, inference, mask": {"save": False, "mask": True},
-    "no rotary": {"rotary": False},
+    "no rotary, no state": {"rotary": False, "state": False, "want_state": False},
     "decay": {"decay": True},
     "bidirectional": {"causal": False},
+    "bidirectional, no state": {"causal": False, "state": False, "want_state": False},
     "cross": {"causal": False, "m": 9},
+    "packed": {"packed": True, "decay": True},
 }
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 def test_operator_passes_torch_library_s_checks(configuration: dict[str, Any]) -> None:
-    torch.library.opcheck(OPERATOR, operator_arguments(**configuration))
-
-
-def test_operator_passes_them_with_packed_sequences() -> None:
-    q, k, v = randoms(1, 20, 4, 4, g=2, e=6, dtype=torch.float32)
-    kv, z = numbers(3, 2, 4, 6), numbers(3, 2, 4, dtype=torch.float64).abs()
-    for x in (q, k, v, kv, z):
-        x.requires_grad_()
-    where, start, bounds = torch.arange(20)[None], torch.zeros(3).long(), torch.tensor([0, 5, 5, 20])
-    more = None, torch.tensor([0.5, 0.9]), where, None, start, None, bounds
-    torch.library.opcheck(OPERATOR, (q, k, v, kv, z, *more, "half", "elu+1", True, True, 1e-6, True))
+    torch.library.opcheck(torch.ops.linrope.attend.default, operator_arguments(**configuration))
 
 
 def test_operator_passes_them_with_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them in use: states saved for segments that a short sequence lacks hold anything."""
     monkeypatch.setattr(tiles, "most_segments", lambda *_: 3)
-    torch.library.opcheck(OPERATOR, operator_arguments())
+    monkeypatch.setattr(tiles, "SHORTEST", 32)
+    monkeypatch.setattr(tiles, "SEGMENT_MULTIPLE", 32)
+    torch.library.opcheck(torch.ops.linrope.attend.default, operator_arguments(n=90, decay=True))
 
 
 @pytest.fixture
@@ -72,10 +98,10 @@ def _no_compiled_code_from_before():
 @pytest.mark.usefixtures("_no_compiled_code_from_before")
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 def test_compiled_in_one_graph_a_module_computes_the_same(causal: bool) -> None:
-    model, counter = Model(backend="triton", causal=causal), CompileCounterWithBackend("aot_eager")
+    model, counter = Model(causal), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for n in (5, 9, 20, 33, 70):
-        x = numbers(B, n, 16)
+        x = numbers(2, n, 16)
         for a, b in zip(gradients(model, compiled, x), gradients(model, model, x), strict=True):
             assert_close(a, b)
     assert counter.frame_count <= 2
@@ -83,9 +109,9 @@ def test_compiled_in_one_graph_a_module_computes_the_same(causal: bool) -> None:
 
 @pytest.mark.usefixtures("_no_compiled_code_from_before")
 def test_compiled_decoding_goes_on_from_a_state_and_compiles_once() -> None:
-    model, counter = Model(backend="triton"), CompileCounterWithBackend("aot_eager")
+    model, counter = Model(), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
-    x = numbers(B, 8, 16)
+    x = numbers(2, 8, 16)
     with torch.no_grad():
         expected, _ = model(x)
         _, state = model(x[:, :4])
@@ -132,7 +158,7 @@ def test_double_backward_is_refused() -> None:
     q, k, v = randoms(1, 5, 1, 16, dtype=torch.float32)
     out = linear_rope_attention(q.requires_grad_(), k, v, backend="triton")
     (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"linrope\.triton_backward"):
+    with pytest.raises(RuntimeError, match=r"linrope\.attend_backward"):
         grad.sum().backward()
 
 
