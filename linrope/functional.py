@@ -107,44 +107,38 @@ def linear_rope_attention(
         decay: gamma in (0, 1], (g,): one per key/value head; None: 1. Causal attention only; positions must
             then not fall.
         log_decay: a <= 0, (b or 1, n, g or 1): the log of what is kept of all before token t when it comes; t
-            itself does not fade (forget gates). Causal attention only; below -10^4 as -10^4, which keeps
-            nothing.
+            itself does not fade (forget gates). Causal attention only; below -10^4 as -10^4: nothing is kept.
         angle_steps: omega, (b or 1, n, g or 1, pairs), radians by which token t advances the rotation,
-            beside what
-            positions give; the first 2 pairs features turn, in rotary's layout (interleaved without one).
+            beside what positions give; the first 2 pairs features turn, in rotary's layout (interleaved
+            without one).
         positions: integers (n,) or (b, n), 0 .. 2^31 - 1; with a rotation of several axes (.., axes).
             Default: 0, 1, .., or on from the state. For padded batches (left or right):
             ``(key_mask.cumsum(1) - 1).clamp(min=0)``.
         key_positions: the same for keys, (m,) or (b, m). Default: positions if m == n, else 0, 1, ..,
             or on from the state.
         key_mask: bool (b, m), True = attend. A hidden token neither fades nor turns what follows: its
-            log_decay
-            and angle_steps count as 0.
+            log_decay and angle_steps count as 0.
         cu_seqlens: int32 or int64 (s + 1,): sequence i of s packed ones (b == 1) is the tokens
             cu_seqlens[i] .. cu_seqlens[i + 1] - 1. Default positions restart at each; the state has s
             sequences. On a GPU its numbers are not checked, and never lead out of bounds.
         state: to go on from; rows of a pool (``state.at(slots)``) are read and written in place.
         return_state: whether to return (out, state).
-        eps: lower bound of the normalizer; with maps that return a log_scale relative to the largest key
-            seen.
+        eps: lower bound of the normalizer; with maps that return a log_scale, relative to the largest key.
         eps_mode: "clamp", or "add": out_i = num_i / (den_i + eps), as other codes have it.
         rope_order: "after", eq. 19; "before" rotates q and k and not their features, as pretrained
             softmax models have it. With maps other than the identity scores are then no functions of
             the relative position.
         backend: "auto", "reference" (quadratic, in the inputs' dtype), "eager" (chunked), "native" (fused,
-            for
-            CPUs) or "triton" (fused, for GPUs). "auto" takes native on a CPU and triton on a GPU where they
-            support the call, else eager.
+            for CPUs) or "triton" (fused, for GPUs). "auto" takes native on a CPU and triton on a GPU where
+            they support the call, else eager.
 
     Returns:
-        out (b, n, h, e) in v's dtype, or (out, state). All backends but reference keep sums in float32 or
-        wider.
+        out (b, n, h, e) in v's dtype, or (out, state). But for reference, sums are in float32 or wider.
 
     Raises:
         TypeError: dtypes differ or are not floating; positions or cu_seqlens are not integers.
         ValueError: shapes, devices, positions, decays, steps, mask, packing, state or a name do not fit; a
-            signed
-            feature map with normalize=True.
+            signed feature map with normalize=True.
         RuntimeError: the backend cannot run this call.
 
     Source: RoFormer eq. 19 (arXiv 2104.09864); decay as in RetNet (arXiv 2307.08621); gates and steps as in

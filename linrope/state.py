@@ -25,8 +25,7 @@ class LinearAttentionState:
         kv = sum_j e^(L - L_j) R(Theta_j) psi(k_j) v_j^T      z = sum_j e^(L - L_j) psi(k_j)
 
     as the last token sees them (L is its sum of log decays; 0 without decay). Packed sequences have a state
-    each:
-    then b counts sequences.
+    each: then b counts sequences.
 
     Args:
         kv: (b, g, f, e), float32 or float64.
@@ -35,11 +34,9 @@ class LinearAttentionState:
         identity: of the feature map and the rotation that made it; another one is refused.
         angle: (b, g or 1, pairs) int64, with angle_steps: their sum in 2^-64 turns, which wrap.
         log_scale: (b, g) float64, with maps that return one: the m of the largest key, as the last token
-            sees it.
-            kv and z are then sums of e^-m times the keys.
+            sees it. kv and z are then sums of e^-m times the keys.
         angle_slope: (b, g or 1, pairs) zeros, in calls with gradients: through them the gradient of later
-            calls
-            reaches the steps that angle, of integers, has summed.
+            calls reaches the steps that angle, of integers, has summed.
         conv: (b, taps - 1, channels), of a layer with a short convolution: its last inputs.
         slots: (b',) int64: rows of a pool; see ``at``.
         donated: see ``donate``.
@@ -143,10 +140,8 @@ class LinearAttentionState:
         """Rows of this state as a pool: calls without gradients read and write them in place.
 
         slots (b,) int64, no two equal: the row of each sequence of the call, or of each packed sequence.
-        Sequences
-        join, leave and are forked between calls, as in serving with continuous batching: a decoding step
-        and a
-        packed prefill update their rows, and leave the others as they are.
+        Sequences join, leave and are forked between calls, as in serving with continuous batching: a
+        decoding step and a packed prefill update their rows, and leave the others as they are.
 
         >>> from linrope import linear_rope_state
         >>> pool = linear_rope_state(torch.zeros(8, 0, 2, 4), torch.zeros(8, 0, 2, 4))  # 8 rows, all empty

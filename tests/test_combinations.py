@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:Runt
 
 D, G = 4, 2
 DTYPES = {"eager": torch.float64, "native": torch.float32, "triton": torch.float32}
-TOLERANCES = {"eager": 1e-10, "native": 32 * 2.0**-23, "triton": 32 * 2.0**-23}
+TOLERANCES = {"eager": 1e-10, "native": 64 * 2.0**-23, "triton": 32 * 2.0**-23}
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 ROTATIONS: dict[str, Any] = {
@@ -149,13 +149,13 @@ def refused(backend: str, name: str, rotation: str, call: str) -> str | None:
 
 
 def cases(backend: str, name: str) -> list[tuple[str, str]]:
-    """(rotation, call): all with "eager", which computes in float64; with the others some with each map."""
+    """(rotation, call): all; for the interpreter, which is slow, some with each."""
     usual = name == "elu+1"
     return [
         (rotation, call)
         for rotation in ROTATIONS
         for call in CALLS
-        if backend == "eager"
+        if backend != "triton"
         or (call == "all at once" and (usual or rotation == "half"))
         or (usual and (rotation == "interleaved" or call in ("causal", "packed, bidirectional")))
     ]

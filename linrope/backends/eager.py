@@ -94,11 +94,10 @@ class Chunks:
             self.decay = Decay(self.keys.take(call.log_decay).transpose(1, 2)[:, :, None, :, None], self.keys)
             self.kv_log, self.z_log = self.decay.total, self.decay.total[..., 0]
         if call.fade is not None and call.distances is not None:
-            passed = self.keys.take(call.distances).masked_fill(
-                ~self.keys.valid, 0
-            )  # none in an empty sequence
+            passed = self.keys.take(call.distances).masked_fill(~self.keys.valid, 0)
             log = passed[:, None, None, :, None] * call.fade
-            self.first = log[:, :, 0, :1].mT.clone()  # apart: a long gap would cost the sums their digits
+            # Apart, since a long gap before the chunk would cost the sums their digits.
+            self.first = log[:, :, 0, :1].mT.clone()
             log[..., 0, :] = 0
             self.pairs = Decay(log, self.keys)
             self.kv_log = self.first + self.pairs.total + (0 if self.kv_log is None else self.kv_log)
