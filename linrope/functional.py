@@ -9,14 +9,7 @@ from typing_extensions import Unpack
 
 from linrope import arguments, backends
 from linrope.backends.call import Call, Sums
-from linrope.decay import (
-    Tokens,
-    distances,
-    log_decay_of_tokens,
-    slope_of_angle,
-    stabilize,
-    steps_of_tokens,
-)
+from linrope.decay import Tokens, distances, log_decay_of_tokens, slope_of_angle, stabilize, steps_of_tokens
 from linrope.feature_maps import ElementwiseMap, FeatureMap
 from linrope.names import check_name
 from linrope.packing import rising_bounds
