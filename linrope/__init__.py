@@ -16,4 +16,4 @@ __all__ = [
     "linear_rope_state",
     "show_versions",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
