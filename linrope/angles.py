@@ -17,7 +17,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
 
     Args:
         x: (..., f).
-        cos, sin: (..., pairs), of shapes that broadcast. The first 2 pairs features turn, the rest stays.
+        cos: (..., pairs), of a shape that broadcasts. The first 2 pairs features turn, the rest stays.
+        sin: of the same shape as cos.
         layout: "interleaved" pairs (0, 1), (2, 3), ..; "half" pairs (t, t + pairs).
 
     Returns:

@@ -25,7 +25,7 @@ class Tokens(NamedTuple):
 def distances(tokens: Tokens, m: int) -> Tensor:
     """(b or 1, m) int64: how many positions each token is from the one before it, or from the state's
     last."""
-    if tokens.positions.shape[1] == 1 and m > 1:
+    if tokens.positions.shape[1] == 1 and m != 1:
         return tokens.start.new_ones(1, 1).expand(1, m)
     return tokens.positions - previous(tokens.positions, tokens.start - 1, tokens.bounds)
 

@@ -172,16 +172,25 @@ class LinearAttentionState:
         """A copy of the rows at the slots, where there are some."""
         return self if self.slots is None else replace(self.reorder(self.slots), slots=None)
 
-    def write(self, tensors: Mapping[str, Tensor | None]) -> None:
-        """Puts tensors into the memory of those of the same names, at the slots where there are some."""
+    def write(self, new: "LinearAttentionState | Mapping[str, Tensor | None]") -> None:
+        """Puts another state, or tensors by name, into this one's memory, at the slots where there are some.
+
+        >>> k = v = torch.randn(3, 5, 2, 4)
+        >>> from linrope import linear_rope_state
+        >>> pool = linear_rope_state(k, v)
+        >>> pool.at(torch.tensor([2])).write(pool.at(torch.tensor([0])).rows())  # 2 goes on as a fork of 0
+        >>> torch.equal(pool.kv[2], pool.kv[0])
+        True
+        """
+        tensors = new._tensors() if isinstance(new, LinearAttentionState) else new
         for name, mine in self._tensors().items():
-            new = tensors.get(name)
-            if new is None or new is mine:  # written in place already
+            theirs = tensors.get(name)
+            if theirs is None or theirs is mine:  # written in place already
                 continue
             if self.slots is None:
-                mine.copy_(new)
+                mine.copy_(theirs)
             else:
-                mine.index_copy_(0, self.slots, new.to(mine.dtype))
+                mine.index_copy_(0, self.slots, theirs.to(mine.dtype))
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None

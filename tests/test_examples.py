@@ -32,49 +32,52 @@ def model():
     return streaming.train(30)
 
 
-def take(batch, count: int) -> torch.Tensor:
-    return torch.stack(list(batch.stream(count)), 1)
+def run(server, steps: int) -> None:
+    for _ in range(steps):
+        server.step()
 
 
 def test_the_streaming_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    streaming.main(steps=3)
-    assert "with the same bytes: True" in capsys.readouterr().out
+    streaming.main(steps=30)
+    assert "5 sequences in 4 slots, each with the bytes that it has alone" in capsys.readouterr().out
 
 
-def test_prompts_of_different_lengths_stream_together_as_each_alone(model) -> None:
-    together = take(streaming.Batch.begin(model, PROMPTS), 30)
-    alone = [take(streaming.Batch.begin(model, [prompt]), 30) for prompt in PROMPTS]
-    assert torch.equal(together, torch.cat(alone))
+def test_sequences_that_join_at_different_times_stream_as_each_alone(model) -> None:
+    server = streaming.Server(model, slots=3)
+    slots = []
+    for prompt in PROMPTS:
+        slots.append(server.join(prompt))
+        run(server, 7)
+    assert [len(server.running[slot].text) for slot in slots] == [39, 25, 8]
+    for slot in slots:
+        sequence = server.leave(slot)
+        assert sequence.text == streaming.alone(model, sequence)
+    assert sorted(server.free) == [0, 1, 2]
 
 
-def test_a_restored_batch_goes_on_bit_by_bit(model, tmp_path: Path) -> None:
-    batch = streaming.Batch.begin(model, PROMPTS)
-    take(batch, 10)
-    batch.save(tmp_path)
-    restored = streaming.Batch.load(model, tmp_path)
-    assert torch.equal(take(restored, 30), take(batch, 30))
-    for a, b in zip(restored.states, batch.states, strict=True):
-        assert torch.equal(a.kv, b.kv)
-        assert torch.equal(a.z, b.z)
-        assert torch.equal(a.position, b.position)
+def test_forks_go_on_as_if_each_had_been_there_alone_and_leave_the_first_as_it_was(model) -> None:
+    server = streaming.Server(model, slots=3)
+    first = server.join(PROMPTS[0])
+    run(server, 5)
+    forks = [server.fork(first, text) for text in (" the", " a horse")]
+    run(server, 10)
+    for slot in (first, *forks):
+        sequence = server.leave(slot)
+        assert sequence.text == streaming.alone(model, sequence)
 
 
-def test_forks_go_on_as_if_each_had_been_there_alone_and_leave_the_batch_as_it_was(model) -> None:
-    batch = streaming.Batch.begin(model, PROMPTS)
-    forks = take(streaming.fork(batch, 1, [" the", " its"]), 20)
-    alone = [take(streaming.Batch.begin(model, [PROMPTS[1] + text]), 20) for text in (" the", " its")]
-    assert torch.equal(forks, torch.cat(alone))
-    assert torch.equal(take(batch, 20), take(streaming.Batch.begin(model, PROMPTS), 20))
-
-
-def test_beams_have_the_log_probabilities_that_one_pass_gives_them(model) -> None:
-    tokens, scores = streaming.search(streaming.Batch.begin(model, ["For "]), width=4, length=12)
-    greedy = take(streaming.Batch.begin(model, ["For "]), 12)
-    whole = torch.cat((streaming.to_tokens(["For "]).expand(5, -1), torch.cat((tokens, greedy))), 1)
-    ahead = model(whole[:, :-1])[0][:, 3:].log_softmax(-1)
-    expected = ahead.gather(-1, whole[:, 4:, None]).sum((1, 2))
-    torch.testing.assert_close(scores, expected[:4], rtol=1e-4, atol=1e-4)
-    assert scores[0] >= expected[4] - 1e-4  # the likeliest is no less likely than the greedy one
+def test_a_slot_keeps_nothing_of_who_has_left(model) -> None:
+    server = streaming.Server(model, slots=1)
+    server.join(PROMPTS[0])
+    run(server, 5)
+    server.leave(0)
+    server.join(PROMPTS[1])
+    server.step()
+    fresh = streaming.Server(model, slots=1)
+    fresh.join(PROMPTS[1])
+    fresh.step()
+    for a, b in zip(server.pool, fresh.pool, strict=True):
+        assert all(torch.equal(x, y) for x, y in ((a.kv, b.kv), (a.z, b.z), (a.conv, b.conv)))
 
 
 def test_images_show_the_disc_where_their_class_says() -> None:

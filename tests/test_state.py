@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 
-from linrope import LinearAttentionState, Rotary, linear_rope_attention
-from tests.oracle import BACKENDS, NATIVE, random_state, randoms
+from linrope import LinearAttentionState, Rotary, linear_rope_attention, linear_rope_state
+from tests.oracle import BACKENDS, FAST, NATIVE, random_state, randoms
 
 B, G, H, D, E = 3, 2, 4, 4, 6
 ROTARY = Rotary(D)
@@ -480,3 +480,14 @@ def test_the_rows_of_a_pool_are_refused_where_they_cannot_be_written() -> None:
         attend((q, k, v), pool.at(torch.tensor([2])))
     with pytest.raises(RuntimeError, match="rows of a pool in a call with gradients"):
         attend((q, k.requires_grad_(), v), pool.at(torch.tensor([0, 1])))
+
+
+@pytest.mark.parametrize("backend", ["reference", *FAST])
+def test_no_tokens_leave_a_fading_state_as_it_was(backend: str) -> None:
+    k, v, decay = torch.zeros(3, 0, 2, 4), torch.zeros(3, 0, 2, 6), torch.tensor([0.5, 0.9])
+    empty = linear_rope_state(k, v, decay=decay, backend=backend)
+    assert empty.position.tolist() == [0, 0, 0]
+    _, k, v = randoms(3, 5, 2, 4, e=6, dtype=torch.float32)
+    state = linear_rope_state(k, v, decay=decay, backend=backend)
+    after = linear_rope_state(k[:, :0], v[:, :0], decay=decay, state=state, backend=backend)
+    assert_same(after, state)

@@ -1,23 +1,19 @@
-"""Batched streaming generation, with states that are joined, saved, restored, forked and reordered.
+"""Continuous batching on a pool of states: sequences join, leave and are forked between decoding steps.
 
-A small byte-level model learns a nursery rhyme, which takes some seconds. Then it is served. All that a
-sequence leaves behind is one state per block, of the same size after ten bytes as after ten million.
+A small byte-level model learns a nursery rhyme, which takes some seconds. Then it is served. A sequence is a
+row of a state that each block has allocated once, of the same size after ten bytes as after ten million, so
+that there is nothing to page. Each text comes out as if it had been alone, which the last lines assert.
 
     python docs/examples/streaming.py
 """
 
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import chain
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 from torch.nn import functional as F
 
-from linrope import LinearAttentionState
-from linrope.models import LanguageModel, LanguageModelConfig
+from linrope.models import LanguageModel, LanguageModelConfig, generate
 
 RHYME = (
     "For want of a nail the shoe was lost. For want of a shoe the horse was lost. "
@@ -26,23 +22,17 @@ RHYME = (
 )
 
 
-def to_tokens(texts: list[str]) -> Tensor:
-    return torch.tensor([list(text.encode()) for text in texts])
-
-
-def to_text(tokens: Tensor) -> str:
-    return bytes(tokens.tolist()).decode(errors="replace")
-
-
 def train(steps: int) -> LanguageModel:
     torch.manual_seed(0)
-    model = LanguageModel(LanguageModelConfig(embed_dim=64, num_layers=2, num_heads=2))
+    model = LanguageModel(
+        LanguageModelConfig(embed_dim=64, num_layers=2, num_heads=2, forget_gate=True, short_conv=4)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    text = to_tokens([RHYME * 3])[0]
+    text = torch.tensor(list((RHYME * 3).encode()))
     for _ in range(steps):
         starts = torch.randint(len(text) - 97, (8, 1))
         windows = text[starts + torch.arange(97)]
-        logits, _ = model(windows[:, :-1])
+        logits, _ = model(windows[:, :-1], return_states=False)
         F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -50,102 +40,92 @@ def train(steps: int) -> LanguageModel:
 
 
 @dataclass
-class Batch:
-    """Sequences that run together: bytes still to be read, and the states after those before."""
-
-    model: LanguageModel
-    tokens: Tensor  # (b, n)
-    states: list[LinearAttentionState]  # one per block
-
-    @classmethod
-    def begin(cls, model: LanguageModel, prompts: list[str]) -> "Batch":
-        """Prompts of any lengths, each read alone."""
-        batches = []
-        for prompt in prompts:
-            tokens = to_tokens([prompt])
-            batches.append(cls(model, tokens[:, -1:], model(tokens[:, :-1])[1]))
-        return cls.join(batches)
-
-    @classmethod
-    def join(cls, batches: list["Batch"]) -> "Batch":
-        """One batch, each sequence at its own position: new ones may join those that run."""
-        states = []
-        for block in zip(*(batch.states for batch in batches)):
-            kv, z, position = (torch.cat([getattr(s, x) for s in block]) for x in ("kv", "z", "position"))
-            states.append(LinearAttentionState(kv, z, position, block[0].identity))
-        return cls(batches[0].model, torch.cat([batch.tokens for batch in batches]), states)
-
-    def read(self) -> Tensor:
-        """Logits (b, vocab) of the next bytes."""
-        logits, self.states = self.model(self.tokens, self.states)
-        return logits[:, -1]
-
-    def stream(self, count: int) -> Iterator[Tensor]:
-        """Yields the likeliest next bytes (b,), as soon as they are there."""
-        for _ in range(count):
-            self.tokens = self.read().argmax(-1, keepdim=True)
-            yield self.tokens[:, 0]
-
-    def pick(self, index: Tensor) -> "Batch":
-        """The sequences of that index (b',), copied: it repeats, drops and reorders them."""
-        return Batch(self.model, self.tokens[index], [state.reorder(index) for state in self.states])
-
-    def save(self, folder: Path) -> None:
-        save_file({"tokens": self.tokens}, folder / "tokens.safetensors")
-        for i, state in enumerate(self.states):
-            state.save(folder / f"block_{i}.safetensors")
-
-    @classmethod
-    def load(cls, model: LanguageModel, folder: Path) -> "Batch":
-        paths = [folder / f"block_{i}.safetensors" for i in range(len(model.blocks))]
-        tokens = load_file(folder / "tokens.safetensors")["tokens"]
-        return cls(model, tokens, [LinearAttentionState.load(path) for path in paths])
+class Sequence:
+    text: list[int]
+    given: int  # so many of its tokens are not the model's
+    read: int = 0  # how many its states have seen
 
 
-def fork(batch: Batch, sequence: int, texts: list[str]) -> Batch:
-    """That sequence goes on in several ways, with one of the texts, of equal lengths, in each."""
-    forks = batch.pick(torch.full((len(texts),), sequence))
-    forks.tokens = torch.cat((forks.tokens, to_tokens(texts)), 1)
-    return forks
+def to_text(tokens: list[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
 
 
-def search(beams: Batch, width: int, length: int) -> tuple[Tensor, Tensor]:
-    """From a batch of one, used up: the continuations (width, length) and their log-probabilities."""
-    scores, found = torch.zeros(1), torch.zeros(1, 0, dtype=torch.int64)
-    for _ in range(length):
-        ahead = scores[:, None] + beams.read().log_softmax(-1)  # (beams, vocab)
-        scores, best = ahead.flatten().topk(width)
-        beam, token = best // ahead.shape[1], best % ahead.shape[1]
-        beams = beams.pick(beam)
-        beams.tokens = token[:, None]
-        found = torch.cat((found[beam], beams.tokens), 1)
-    return found, scores
+class Server:
+    """Sequences that run together, each in a slot of its own; slots are rows of the states."""
+
+    def __init__(self, model: LanguageModel, slots: int) -> None:
+        self.model = model
+        _, self.empty = model(torch.zeros(1, 0, dtype=torch.int64))  # a state per block, of no tokens
+        self.pool = [state.reorder(torch.zeros(slots, dtype=torch.int64)) for state in self.empty]
+        self.free = list(range(slots))
+        self.running: dict[int, Sequence] = {}
+
+    def join(self, prompt: str) -> int:
+        """A new sequence's slot. Its prompt is read by the next step."""
+        slot = self.free.pop()
+        for state, empty in zip(self.pool, self.empty, strict=True):
+            state.at(torch.tensor([slot])).write(empty)
+        self.running[slot] = Sequence(list(prompt.encode()), len(prompt.encode()))
+        return slot
+
+    def fork(self, slot: int, text: str) -> int:
+        """A copy that goes on with that text, and knows all before it without reading it again."""
+        copy, old = self.free.pop(), self.running[slot]
+        for state in self.pool:
+            state.at(torch.tensor([copy])).write(state.at(torch.tensor([slot])).rows())
+        tokens = [*old.text, *text.encode()]
+        self.running[copy] = Sequence(tokens, len(tokens), old.read)
+        return copy
+
+    def leave(self, slot: int) -> Sequence:
+        self.free.append(slot)
+        return self.running.pop(slot)
+
+    def step(self) -> None:
+        """Reads what is new of all sequences, in one call, and appends to each its likeliest next byte."""
+        slots, sequences = torch.tensor(list(self.running)), list(self.running.values())
+        new = [sequence.text[sequence.read :] for sequence in sequences]
+        ends = torch.tensor([len(tokens) for tokens in new]).cumsum(0)
+        rows = [state.at(slots) for state in self.pool]  # read and written in place
+        if len(new) == ends[-1]:  # one token of each, in rows
+            logits, _ = self.model(torch.tensor(new), rows, return_states=False)
+            last = logits[:, -1]
+        else:  # prompts of any lengths, and the next tokens of other sequences, one behind the other
+            tokens = torch.tensor([list(chain(*new))])
+            logits, _ = self.model(tokens, rows, cu_seqlens=F.pad(ends, (1, 0)), return_states=False)
+            last = logits[0, ends - 1]
+        for sequence, token in zip(sequences, last.argmax(-1).tolist(), strict=True):
+            sequence.read = len(sequence.text)
+            sequence.text.append(token)
+
+
+def alone(model: LanguageModel, sequence: Sequence) -> list[int]:
+    """The same text, of a sequence that nothing runs beside."""
+    given = sequence.text[: sequence.given]
+    tokens = generate(model, torch.tensor([given]), len(sequence.text) - len(given), temperature=0)
+    return given + [int(token) for token in tokens]
 
 
 def main(steps: int = 150) -> None:
     torch.set_num_threads(1)  # the tensors are small: more threads mostly wait for each other
     model = train(steps)
-
-    print("A batch of three, byte by byte; the first one:")
-    batch = Batch.begin(model, ["For want of a nail", "And all for", "the battle was lost. For"])
-    for tokens in batch.stream(20):
-        print(to_text(tokens[:1]), end="", flush=True)
-    print(f"\nPositions: {batch.states[0].position.tolist()}")
-
-    with tempfile.TemporaryDirectory() as folder:
-        batch.save(Path(folder))
-        restored = Batch.load(model, Path(folder))
-    here, there = (torch.stack(list(x.stream(30)), 1) for x in (batch, restored))
-    print(f"\nSaved and restored, it goes on with the same bytes: {torch.equal(here, there)}")
-    print("\n".join(map(to_text, there)))
-
-    print("\nOne sequence, forked:")
-    forks = fork(Batch.begin(model, ["For want of a "]), 0, ["shoe", "nail"])
-    print("\n".join(map(to_text, torch.stack(list(forks.stream(24)), 1))))
-
-    print("\nBeams, with their log-probabilities:")
-    for tokens, score in zip(*search(Batch.begin(model, ["the "]), width=3, length=20)):
-        print(f"{score:6.2f}  {to_text(tokens)}")
+    server, done = Server(model, slots=4), []
+    first, second = server.join("For want of a nail"), server.join("And all for")
+    for step in range(60):
+        if step == 10:
+            server.join("the battle was lost. For")
+        if step == 20:
+            server.fork(first, "Or a shoe")
+        if step == 40:
+            done.append(server.leave(second))
+            server.join("For want of a r")  # in the slot that is free again
+        server.step()
+    done += [server.leave(slot) for slot in list(server.running)]
+    for sequence in done:
+        assert sequence.text == alone(model, sequence)
+        given, made = sequence.text[: sequence.given], sequence.text[sequence.given :]
+        print(f"{to_text(given)!r}\n    {to_text(made)!r}")
+    print(f"{len(done)} sequences in {len(server.free)} slots, each with the bytes that it has alone")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ class LinRopeConfig(PreTrainedConfig):
 
     Names are Llama's where Llama has the thing, and so are the weights' names.
 
-    Args:
+    Attributes:
         vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads: sizes.
         num_key_value_heads: a divisor of num_attention_heads; default: as many.
         head_dim: default hidden_size / num_attention_heads.
