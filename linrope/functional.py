@@ -1,6 +1,5 @@
 """The operation: check and resolve the arguments, map features, attend, hand over the state."""
 
-from dataclasses import replace
 from typing import Literal, NamedTuple, TypedDict, overload
 
 import torch
@@ -225,7 +224,9 @@ def _attend(request: _Request) -> tuple[Tensor, LinearAttentionState | None]:
         f = k.shape[3] if fmap is None else fmap.feature_dim
         arguments.check_state(state, (sequences, k.shape[2], f, v.shape[3]), identity, k.device)
         if state.angle is not None and request.angle_steps is None:
-            raise ValueError("angle_steps: got None, expected those of this piece, as the state was made with some")
+            raise ValueError(
+                "angle_steps: got None, expected those of this piece, as the state was made with some"
+            )
     tokens = _resolve_tokens(request, sequences)
     log_decay = log_decay_of_tokens(request.decay, request.log_decay, request.key_mask, tokens, k.shape[1])
     angle_steps = request.angle_steps
@@ -255,7 +256,7 @@ def _attend(request: _Request) -> tuple[Tensor, LinearAttentionState | None]:
     if sums is None:
         return out, None
     last = None if stable is None else stable.last
-    return out, _next_state(call, sums, request.state, tokens.end, identity, last)
+    return out, _next_state(call, sums, request, tokens, identity, last)
 
 
 def _check(request: _Request) -> FeatureMap | None:
@@ -365,17 +366,24 @@ def _spelled_out(q: Tensor | None, k: Tensor, tokens: Tokens) -> tuple[tuple[Ten
 
 
 def _next_state(
-    call: Call, sums: Sums, state: LinearAttentionState | None, end: Tensor, identity: str,
-    log_scale: Tensor | None,
-) -> LinearAttentionState:  # fmt: skip
+    call: Call, sums: Sums, request: _Request, tokens: Tokens, identity: str, log_scale: Tensor | None
+) -> LinearAttentionState:
     """The state after the call: a new one, or the given one where it was given away or is a pool's rows."""
-    position = end.expand(call.sequences)
+    state, m = request.state, call.k.shape[1]
+    by_default = request.positions is None or (call.q is not None and m != call.q.shape[1])
+    on_a_grid = request.rotary is not None and request.rotary.axes is not None  # there a state counts tokens
+    counted = on_a_grid or (request.key_positions is None and by_default)
     if state is None or not _in_place(state, call.k) or (state.slots is None and sums.kv.requires_grad):
-        return LinearAttentionState(sums.kv, sums.z, position.clone(), identity, sums.angle, log_scale)
+        position = arguments.next_position(tokens, m, counted).expand(call.sequences).clone()
+        return LinearAttentionState(sums.kv, sums.z, position, identity, sums.angle, log_scale)
     if sums.kv.requires_grad:
         raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
-    state.write(LinearAttentionState(sums.kv, sums.z, position, identity, sums.angle, log_scale))
-    return replace(state, donated=False)
+    state.write({"kv": sums.kv, "z": sums.z, "angle": sums.angle, "log_scale": log_scale})
+    if state.slots is None and counted:
+        state.position.add_(m)
+    else:
+        state.write({"position": arguments.next_position(tokens, m, counted).expand(call.sequences)})
+    return state._marked(False)
 
 
 def _in_place(state: LinearAttentionState | None, k: Tensor) -> bool:
