@@ -174,9 +174,9 @@ class LinearAttentionState:
 
     def write(self, numbers: Mapping[str, Tensor | None]) -> None:
         """Puts the tensors of those names into this state's memory, at the slots where there are some."""
-        for name, mine in self._tensors().items():
-            new = numbers.get(name)
-            if new is None or new is mine:
+        for name, new in numbers.items():
+            mine = getattr(self, name)
+            if new is None or mine is None or new is mine:
                 continue
             if self.slots is None:
                 mine.copy_(new)
