@@ -19,7 +19,6 @@ class Tokens(NamedTuple):
     start: Tensor  # (b or 1,), of packed sequences (s,): the position of the first token to come
     positions: Tensor  # (b or 1, m), or (b or 1, 1): consecutive from there on; with axes (b or 1, m, axes)
     key_positions: Tensor | None  # likewise; None: as positions
-    end: Tensor  # (b or 1,) or (s,): the position after the last token
 
 
 def distances(tokens: Tokens, m: int) -> Tensor:

@@ -1,6 +1,5 @@
 """The operation: check and resolve the arguments, map features, attend, hand over the state."""
 
-from dataclasses import replace
 from typing import Literal, NamedTuple, TypedDict, overload
 
 import torch
@@ -273,9 +272,7 @@ def _attend(request: _Request) -> tuple[Tensor, LinearAttentionState | None]:
         return out, None
     last = None if stable is None else stable.last
     slope = None if angle_steps is None else slope_of_angle(angle_steps, tokens)
-    return out, _next_state(
-        call, sums, request.state, tokens.end, identity, log_scale=last, angle_slope=slope
-    )
+    return out, _next_state(call, sums, request, tokens, identity, log_scale=last, angle_slope=slope)
 
 
 def _check(request: _Request) -> FeatureMap | None:
@@ -386,21 +383,24 @@ def _spelled_out(q: Tensor | None, k: Tensor, tokens: Tokens) -> tuple[tuple[Ten
 
 
 def _next_state(
-    call: Call,
-    sums: Sums,
-    state: LinearAttentionState | None,
-    end: Tensor,
-    identity: str,
-    **more: Tensor | None,
+    call: Call, sums: Sums, request: _Request, tokens: Tokens, identity: str, **more: Tensor | None
 ) -> LinearAttentionState:
     """The state after the call: a new one, or the given one where it was given away or is a pool's rows."""
-    position = end.expand(call.sequences)
+    state, m = request.state, call.k.shape[1]
+    by_default = request.positions is None or (call.q is not None and m != call.q.shape[1])
+    on_a_grid = request.rotary is not None and request.rotary.axes is not None  # there a state counts tokens
+    counted = on_a_grid or (request.key_positions is None and by_default)
     if state is None or not _in_place(state, call.k) or (state.slots is None and sums.kv.requires_grad):
-        return LinearAttentionState(sums.kv, sums.z, position.clone(), identity, sums.angle, **more)  # type: ignore[arg-type]
+        position = arguments.next_position(tokens, m, counted).expand(call.sequences).clone()
+        return LinearAttentionState(sums.kv, sums.z, position, identity, sums.angle, **more)  # type: ignore[arg-type]
     if sums.kv.requires_grad:
         raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
-    state.write({"kv": sums.kv, "z": sums.z, "position": position, "angle": sums.angle, **more})
-    return replace(state, donated=False)
+    state.write({"kv": sums.kv, "z": sums.z, "angle": sums.angle, **more})
+    if state.slots is None and counted:
+        state.position.add_(m)
+    else:
+        state.write({"position": arguments.next_position(tokens, m, counted).expand(call.sequences)})
+    return state._marked(False)
 
 
 def _in_place(state: LinearAttentionState | None, k: Tensor) -> bool:
