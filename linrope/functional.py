@@ -16,10 +16,11 @@ from linrope.decay import (
     stabilize,
     steps_of_tokens,
 )
-from linrope.feature_maps import ElementwiseMap, FeatureMap
+from linrope.feature_maps import FeatureMap
+from linrope.features import map_features, rotate_before
 from linrope.names import check_name
 from linrope.packing import rising_bounds
-from linrope.rotary import Rotary, spell_out
+from linrope.rotary import Rotary
 from linrope.state import LinearAttentionState
 
 ORDERS = ("after", "before")
@@ -248,8 +249,8 @@ def _attend(request: _Request) -> tuple[Tensor, LinearAttentionState | None]:
     log_decay = log_decay_of_tokens(request.decay, request.log_decay, request.key_mask, tokens, k.shape[1])
     angle_steps = steps_of_tokens(request.angle_steps, request.key_mask, state, tokens)
     fade = None if rotary is None or rotary.fade is None else rotary.fade.to(k.device)
-    q, k, rotary = _rotate_before(request, tokens)
-    q, k, name, q_scale, k_scale = _map_features(q, k, fmap, request.key_mask, tokens)
+    q, k, rotary = rotate_before(q, k, rotary, request.rope_order, tokens)
+    q, k, name, q_scale, k_scale = map_features(q, k, fmap, request.key_mask, tokens)
     stable = None
     if k_scale is not None:
         stable = stabilize(
@@ -338,48 +339,6 @@ def _resolve_tokens(request: _Request, sequences: int) -> Tokens:
 
 def _fades_by_position(request: _Request) -> bool:
     return request.decay is not None or (request.rotary is not None and request.rotary.fade is not None)
-
-
-def _rotate_before(request: _Request, tokens: Tokens) -> tuple[Tensor | None, Tensor, Rotary | None]:
-    """q, k with attention factor, and rotated where the rotation stands before the map; what is left to
-    rotate."""
-    q, k, rotary = request.q, request.k, request.rotary
-    if rotary is None:
-        return q, k, rotary
-    if rotary.attention_factor != 1:
-        q, k = None if q is None else q * rotary.attention_factor, k * rotary.attention_factor
-    if request.rope_order == "after":
-        return q, k, rotary
-    q_where, k_where = _spelled_out(q, k, tokens)
-    return None if q is None else rotary(q, *q_where), rotary(k, *k_where), None
-
-
-def _map_features(
-    q: Tensor | None, k: Tensor, fmap: FeatureMap | None, key_mask: Tensor | None, tokens: Tokens
-) -> tuple[Tensor | None, Tensor, str, Tensor | None, Tensor | None]:
-    """q, k, the elementwise map that backends apply to them, and the log_scale of each query and key."""
-    if fmap is None:
-        return q, k, "identity", None, None
-    if fmap.elementwise is not None and not fmap.log_scaled:
-        return q, k, fmap.elementwise, None, None
-    if key_mask is not None:  # what padding holds may overflow in the map, and 0 * inf is no 0
-        k = k.masked_fill(~key_mask[:, :, None, None], 0)
-    if isinstance(fmap, ElementwiseMap):  # exp: centred here, applied by the backend
-        (q, q_scale), (k, k_scale) = (None, None) if q is None else fmap.centre(q), fmap.centre(k)
-        return q, k, fmap.elementwise, q_scale, k_scale
-    q_where, k_where = _spelled_out(q, k, tokens) if fmap.positional else ((), ())
-    queries, keys = None if q is None else fmap.queries(q, *q_where), fmap.keys(k, *k_where)
-    if not fmap.log_scaled:
-        return queries, keys, "identity", None, None  # type: ignore[return-value]
-    (q, q_scale), (k, k_scale) = (None, None) if queries is None else queries, keys
-    return q, k, "identity", q_scale, k_scale
-
-
-def _spelled_out(q: Tensor | None, k: Tensor, tokens: Tokens) -> tuple[tuple[Tensor], tuple[Tensor]]:
-    """A position for each query, and for each key."""
-    given = tokens.positions if tokens.key_positions is None else tokens.key_positions
-    n = k.shape[1] if q is None else q.shape[1]
-    return (spell_out(tokens.positions, n),), (spell_out(given, k.shape[1]),)
 
 
 def _next_state(

@@ -470,13 +470,13 @@ def test_sequences_in_a_pool_join_leave_and_fork_as_if_each_were_alone(backend: 
 def test_the_rows_of_a_pool_are_refused_where_they_cannot_be_written() -> None:
     pool = some_state().detach()
     q, k, v = tokens(1, b=2)
-    with pytest.raises(ValueError, match="slots: got \\[0, 3\\], expected different rows 0 .. 2"):
+    with pytest.raises(ValueError, match=r"slots: got \[0, 3\], expected different rows 0 .. 2"):
         pool.at(torch.tensor([0, 3]))
-    with pytest.raises(ValueError, match="slots: got \\[1, 1\\], expected different rows 0 .. 2"):
+    with pytest.raises(ValueError, match=r"slots: got \[1, 1\], expected different rows 0 .. 2"):
         pool.at(torch.tensor([1, 1]))
-    with pytest.raises(ValueError, match="slots: got torch.float32 \\(2,\\), expected integers"):
+    with pytest.raises(ValueError, match=r"slots: got torch.float32 \(2,\), expected integers"):
         pool.at(torch.tensor([0.0, 1.0]))
-    with pytest.raises(ValueError, match="state: got kv of shape \\(1, 2, 4, 6\\), expected"):
+    with pytest.raises(ValueError, match=r"state: got kv of shape \(1, 2, 4, 6\), expected"):
         attend((q, k, v), pool.at(torch.tensor([2])))
     with pytest.raises(RuntimeError, match="rows of a pool in a call with gradients"):
         attend((q, k.requires_grad_(), v), pool.at(torch.tensor([0, 1])))
