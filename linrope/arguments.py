@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from linrope import feature_maps
+from linrope.decay import Tokens
 from linrope.feature_maps import FeatureMap
 from linrope.feature_maps.base import same_identity
 from linrope.names import readable
@@ -49,31 +50,32 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, causal: bool) -> None:
     """q None: the last state alone is asked for."""
     named = {"k": k, "v": v} if q is None else {"q": q, "k": k, "v": v}
     for name, x in named.items():
-        if not isinstance(x, Tensor) or x.layout != torch.strided:
+        if not isinstance(x, Tensor) or x.layout is not torch.strided:
             kind = x.layout if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"{name}: got {kind}, expected a dense torch.Tensor")
         if x.dtype not in _DTYPES:
             raise TypeError(f"{name}: got {x.dtype}, expected float64, float32, bfloat16 or float16")
         if x.ndim != 4:
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected (batch, length, heads, dim)")
-    names, tensors = ", ".join(named), list(named.values())
-    if any(x.dtype != v.dtype for x in tensors):
-        raise TypeError(f"{names}: got {', '.join(str(x.dtype) for x in tensors)}, expected one dtype")
-    if any(x.device != v.device for x in tensors):
-        raise ValueError(f"{names}: got {', '.join(str(x.device) for x in tensors)}, expected one device")
-    b, m, g, d = k.shape
-    if k.shape[:3] != v.shape[:3]:
+    q = k if q is None else q
+    dtype, device = v.dtype, v.device
+    if k.dtype != dtype or q.dtype != dtype:
+        got = ", ".join(str(x.dtype) for x in named.values())
+        raise TypeError(f"{', '.join(named)}: got {got}, expected one dtype")
+    if k.device != device or q.device != device:
+        got = ", ".join(str(x.device) for x in named.values())
+        raise ValueError(f"{', '.join(named)}: got {got}, expected one device")
+    (b, m, g, d), (q_b, n, h, q_d), (v_b, v_m, v_g, _) = k.shape, q.shape, v.shape
+    if b != v_b or m != v_m or g != v_g:
         raise ValueError(f"k, v: got {tuple(k.shape)}, {tuple(v.shape)}, expected (b, m, g, d), (b, m, g, e)")
-    if q is None:
-        q = k
-    if q.shape[0] != b:
-        raise ValueError(f"k: got batch {b}, expected q's {q.shape[0]}")
-    if q.shape[3] != d or d == 0:
-        raise ValueError(f"q, k: got head dims {q.shape[3]}, {d}, expected equal and positive ones")
-    if g == 0 or q.shape[2] == 0 or q.shape[2] % g:
-        raise ValueError(f"k: got {g} heads, expected a divisor of q's {q.shape[2]}")
-    if causal and q.shape[1] != m:
-        raise ValueError(f"k: got length {m}, expected q's {q.shape[1]} with causal=True")
+    if q_b != b:
+        raise ValueError(f"k: got batch {b}, expected q's {q_b}")
+    if q_d != d or d == 0:
+        raise ValueError(f"q, k: got head dims {q_d}, {d}, expected equal and positive ones")
+    if g == 0 or h == 0 or h % g:
+        raise ValueError(f"k: got {g} heads, expected a divisor of q's {h}")
+    if causal and n != m:
+        raise ValueError(f"k: got length {m}, expected q's {n} with causal=True")
 
 
 def resolve_map(feature_map: str | FeatureMap | None, d: int) -> FeatureMap | None:
@@ -114,9 +116,9 @@ def check_rotary(rotary: Rotary | None, f: int, g: int, causal: bool, before: bo
     if rotary.dim != f:
         what = "head dim" if before else "number of features"
         raise ValueError(f"rotary: got dim={rotary.dim}, expected the {what}, {f}")
-    if (heads := rotary.frequencies.shape[1]) not in (1, g):
-        raise ValueError(f"rotary: got theta for {heads} heads, expected {g} key/value heads")
-    if rotary.fade is not None and (before or not causal):
+    if rotary.heads not in (1, g):
+        raise ValueError(f"rotary: got theta for {rotary.heads} heads, expected {g} key/value heads")
+    if rotary.xpos is not None and (before or not causal):
         raise ValueError(f"rotary: got xpos={rotary.xpos}, expected causal=True and rope_order='after'")
 
 
@@ -186,7 +188,7 @@ def check_angle_steps(angle_steps: Tensor | None, k: Tensor, n: int, f: int, rot
         raise ValueError(
             f"angle_steps: got {n} queries and {m} keys, expected as many of one as of the other"
         )
-    if rotary is not None and rotary.fade is not None:
+    if rotary is not None and rotary.xpos is not None:
         raise ValueError(f"angle_steps: got them beside xpos={rotary.xpos}, expected a rotation without it")
 
 
@@ -223,8 +225,9 @@ def check_state(
     """shape: (s, g, f, e)."""
     if not isinstance(state, LinearAttentionState):
         raise TypeError(f"state: got {type(state).__name__}, expected LinearAttentionState")
-    got = (state.sequences, *state.kv.shape[1:])
+    got = state.kv.shape if state.slots is None else (state.sequences, *state.kv.shape[1:])
     if got != shape:
+        got = tuple(got)
         raise ValueError(f"state: got kv of shape {got}, expected (b, g, f, e) = {shape}")
     if not same_identity(state.identity, identity):
         raise ValueError(f"state: made with {state.identity}; expected {identity}, as this call has it")
@@ -241,8 +244,8 @@ def resolve_positions(
     m: int,
     axes: int | None,
     bounds: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Positions of queries, of keys (None: the same), and the one after each sequence's last key.
+) -> tuple[Tensor, Tensor | None]:
+    """Positions of queries, and of keys (None: the same).
 
     (b or 1, n), with axes (b or 1, n, axes); (b or 1, 1): consecutive from there on.
     """
@@ -257,7 +260,7 @@ def resolve_positions(
             raise ValueError(
                 f"state: got positions {numbers} and {more} tokens more, expected 0 .. {MAX_POSITION}"
             )
-    consecutive = start[:, None]
+    consecutive = start.unsqueeze(1)
     if by_default and bounds is not None:
         consecutive = (torch.arange(n, device=start.device) + (start - bounds[:-1])[owners(bounds, n)])[None]
     given = consecutive
@@ -267,13 +270,15 @@ def resolve_positions(
     if key_positions is not None:
         key_given = _check_positions("key_positions", key_positions, start, b, m, axes)
     same = key_given is given and m == n
-    return given, None if same else key_given, _end(key_given, start, m, axes, bounds)
+    return given, None if same else key_given
 
 
-def _end(given: Tensor, start: Tensor, m: int, axes: int | None, bounds: Tensor | None) -> Tensor:
-    if axes is not None or (given.shape[1] == 1 and m > 1):  # on a grid a state counts tokens
-        return start + (m if bounds is None else bounds.diff())
-    return start if m == 0 else at_last(given + 1, start, bounds)
+def next_position(tokens: Tokens, m: int, counted: bool) -> Tensor:
+    """(b or 1,) or (s,): the position after each sequence's last key; counted: they rose by one per token."""
+    if counted:
+        return tokens.start + (m if tokens.bounds is None else tokens.bounds.diff())
+    keys = tokens.positions if tokens.key_positions is None else tokens.key_positions
+    return tokens.start if m == 0 else at_last(keys + 1, tokens.start, tokens.bounds)
 
 
 def _check_positions(name: str, positions: Tensor, start: Tensor, b: int, n: int, axes: int | None) -> Tensor:

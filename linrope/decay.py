@@ -19,7 +19,6 @@ class Tokens(NamedTuple):
     start: Tensor  # (b or 1,), of packed sequences (s,): the position of the first token to come
     positions: Tensor  # (b or 1, m), or (b or 1, 1): consecutive from there on; with axes (b or 1, m, axes)
     key_positions: Tensor | None  # likewise; None: as positions
-    end: Tensor  # (b or 1,) or (s,): the position after the last token
 
 
 def distances(tokens: Tokens, m: int) -> Tensor:
@@ -63,7 +62,8 @@ def slope_of_angle(steps: Tensor, tokens: Tokens) -> Tensor | None:
         return None
     sums = sums_so_far(steps.double(), tokens.bounds)
     total = at_last(sums, sums.new_zeros(1, *sums.shape[2:]), tokens.bounds)
-    total = total.expand(tokens.end.shape[0] if tokens.bounds is not None else sums.shape[0], -1, -1)
+    sequences = sums.shape[0] if tokens.bounds is None else len(tokens.bounds) - 1
+    total = total.expand(sequences, -1, -1)
     return total - total.detach()
 
 

@@ -1,6 +1,5 @@
 """The operation: check and resolve the arguments, map features, attend, hand over the state."""
 
-from dataclasses import replace
 from typing import Literal, NamedTuple, TypedDict, overload
 
 import torch
@@ -10,10 +9,11 @@ from typing_extensions import Unpack
 from linrope import arguments, backends
 from linrope.backends.call import Call, Sums
 from linrope.decay import Tokens, distances, log_decay_of_tokens, slope_of_angle, stabilize, steps_of_tokens
-from linrope.feature_maps import ElementwiseMap, FeatureMap
+from linrope.feature_maps import FeatureMap
+from linrope.features import map_features, rotate_before
 from linrope.names import check_name
 from linrope.packing import rising_bounds
-from linrope.rotary import Rotary, spell_out
+from linrope.rotary import Rotary
 from linrope.state import LinearAttentionState
 
 ORDERS = ("after", "before")
@@ -236,8 +236,8 @@ def _attend(request: _Request) -> tuple[Tensor, LinearAttentionState | None]:
     log_decay = log_decay_of_tokens(request.decay, request.log_decay, request.key_mask, tokens, k.shape[1])
     angle_steps = steps_of_tokens(request.angle_steps, request.key_mask, state, tokens)
     fade = None if rotary is None or rotary.fade is None else rotary.fade.to(k.device)
-    q, k, rotary = _rotate_before(request, tokens)
-    q, k, name, q_scale, k_scale = _map_features(q, k, fmap, request.key_mask, tokens)
+    q, k, rotary = rotate_before(q, k, rotary, request.rope_order, tokens)
+    q, k, name, q_scale, k_scale = map_features(q, k, fmap, request.key_mask, tokens)
     stable = None
     if k_scale is not None:
         stable = stabilize(
@@ -260,9 +260,7 @@ def _attend(request: _Request) -> tuple[Tensor, LinearAttentionState | None]:
         return out, None
     last = None if stable is None else stable.last
     slope = None if angle_steps is None else slope_of_angle(angle_steps, tokens)
-    return out, _next_state(
-        call, sums, request.state, tokens.end, identity, log_scale=last, angle_slope=slope
-    )
+    return out, _next_state(call, sums, request, tokens, identity, log_scale=last, angle_slope=slope)
 
 
 def _check(request: _Request) -> FeatureMap | None:
@@ -330,64 +328,25 @@ def _fades_by_position(request: _Request) -> bool:
     return request.decay is not None or (request.rotary is not None and request.rotary.fade is not None)
 
 
-def _rotate_before(request: _Request, tokens: Tokens) -> tuple[Tensor | None, Tensor, Rotary | None]:
-    """q, k with attention factor, and rotated where the rotation stands before the map; what is left to
-    rotate."""
-    q, k, rotary = request.q, request.k, request.rotary
-    if rotary is None:
-        return q, k, rotary
-    if rotary.attention_factor != 1:
-        q, k = None if q is None else q * rotary.attention_factor, k * rotary.attention_factor
-    if request.rope_order == "after":
-        return q, k, rotary
-    q_where, k_where = _spelled_out(q, k, tokens)
-    return None if q is None else rotary(q, *q_where), rotary(k, *k_where), None
-
-
-def _map_features(
-    q: Tensor | None, k: Tensor, fmap: FeatureMap | None, key_mask: Tensor | None, tokens: Tokens
-) -> tuple[Tensor | None, Tensor, str, Tensor | None, Tensor | None]:
-    """q, k, the elementwise map that backends apply to them, and the log_scale of each query and key."""
-    if fmap is None:
-        return q, k, "identity", None, None
-    if fmap.elementwise is not None and not fmap.log_scaled:
-        return q, k, fmap.elementwise, None, None
-    if key_mask is not None:  # what padding holds may overflow in the map, and 0 * inf is no 0
-        k = k.masked_fill(~key_mask[:, :, None, None], 0)
-    if isinstance(fmap, ElementwiseMap):  # exp: centred here, applied by the backend
-        (q, q_scale), (k, k_scale) = (None, None) if q is None else fmap.centre(q), fmap.centre(k)
-        return q, k, fmap.elementwise, q_scale, k_scale
-    q_where, k_where = _spelled_out(q, k, tokens) if fmap.positional else ((), ())
-    queries, keys = None if q is None else fmap.queries(q, *q_where), fmap.keys(k, *k_where)
-    if not fmap.log_scaled:
-        return queries, keys, "identity", None, None  # type: ignore[return-value]
-    (q, q_scale), (k, k_scale) = (None, None) if queries is None else queries, keys
-    return q, k, "identity", q_scale, k_scale
-
-
-def _spelled_out(q: Tensor | None, k: Tensor, tokens: Tokens) -> tuple[tuple[Tensor], tuple[Tensor]]:
-    """A position for each query, and for each key."""
-    given = tokens.positions if tokens.key_positions is None else tokens.key_positions
-    n = k.shape[1] if q is None else q.shape[1]
-    return (spell_out(tokens.positions, n),), (spell_out(given, k.shape[1]),)
-
-
 def _next_state(
-    call: Call,
-    sums: Sums,
-    state: LinearAttentionState | None,
-    end: Tensor,
-    identity: str,
-    **more: Tensor | None,
+    call: Call, sums: Sums, request: _Request, tokens: Tokens, identity: str, **more: Tensor | None
 ) -> LinearAttentionState:
     """The state after the call: a new one, or the given one where it was given away or is a pool's rows."""
-    position = end.expand(call.sequences)
+    state, m = request.state, call.k.shape[1]
+    by_default = request.positions is None or (call.q is not None and m != call.q.shape[1])
+    on_a_grid = request.rotary is not None and request.rotary.axes is not None  # there a state counts tokens
+    counted = on_a_grid or (request.key_positions is None and by_default)
     if state is None or not _in_place(state, call.k) or (state.slots is None and sums.kv.requires_grad):
-        return LinearAttentionState(sums.kv, sums.z, position.clone(), identity, sums.angle, **more)  # type: ignore[arg-type]
+        position = arguments.next_position(tokens, m, counted).expand(call.sequences).clone()
+        return LinearAttentionState(sums.kv, sums.z, position, identity, sums.angle, **more)  # type: ignore[arg-type]
     if sums.kv.requires_grad:
         raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
-    state.write({"kv": sums.kv, "z": sums.z, "position": position, "angle": sums.angle, **more})
-    return replace(state, donated=False)
+    state.write({"kv": sums.kv, "z": sums.z, "angle": sums.angle, **more})
+    if state.slots is None and counted:
+        state.position.add_(m)
+    else:
+        state.write({"position": arguments.next_position(tokens, m, counted).expand(call.sequences)})
+    return state._marked(False)
 
 
 def _in_place(state: LinearAttentionState | None, k: Tensor) -> bool:

@@ -8,6 +8,8 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
 
 def expected_one_of(value: object, known: Sequence[str], also: str = "") -> str:
     """The end of an error's message: the known names, and the one nearest to the value.
@@ -50,5 +52,4 @@ def readable(x: Tensor | torch.device) -> bool:
         return False
     if isinstance(x, Tensor) and (isinstance(x, FakeTensor) or is_functorch_wrapped_tensor(x)):
         return False
-    fake_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    return fake_mode is None
+    return torch._C._get_dispatch_mode(_FAKE) is None

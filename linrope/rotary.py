@@ -100,6 +100,7 @@ class Rotary:
 
     attention_factor: float  # for q and k before the feature map: linear_rope_attention applies it
     identity: str  # tells apart two rotations whose states must not be mixed
+    heads: int  # how many key/value heads have a theta of their own; 1: all share it
 
     def __init__(
         self,
@@ -151,6 +152,7 @@ class Rotary:
             self._frequencies = self._theta.view(-1, axes or 1, rotary_dim // 2).transpose(0, 1)
             self._fade = None if xpos is None else _xpos_fade(dim, rotary_dim, layout, xpos)
             self._turns = to_turns(self._frequencies).contiguous()
+        self.heads = self._frequencies.shape[1]
         self._copies: dict[torch.device, Tensor] = {}
         factor = None if attention_factor in (None, 1.0) else self.attention_factor
         options = (("axes", axes), ("attention_factor", factor), ("xpos", xpos))
@@ -313,7 +315,7 @@ class Rotary:
         if x.shape[-1] != self.dim:
             raise ValueError(f"x: got {x.shape[-1]} features, expected dim={self.dim}")
         cos, sin = self.cos_sin(positions, torch.promote_types(x.dtype, torch.float32))
-        heads = self._frequencies.shape[1]
+        heads = self.heads
         if heads > 1:  # query heads that share a key/value head share its theta
             if x.shape[-2] % heads:
                 raise ValueError(f"x: got {x.shape[-2]} heads, expected a multiple of theta's {heads}")

@@ -66,17 +66,20 @@ class LinearAttentionState:
     def __post_init__(self) -> None:
         if not isinstance(self.kv, Tensor):  # a pytree of something else, while tracing
             return
-        for name in ("kv", "z"):
-            if (dtype := getattr(self, name).dtype) not in (torch.float32, torch.float64):
-                raise TypeError(f"state.{name}: got {dtype}, expected float32 or float64")
-        for name in ("position", "angle", "slots"):
-            if (x := getattr(self, name)) is not None and x.dtype != torch.int64:
-                raise TypeError(f"state.{name}: got {x.dtype}, expected int64")
-        if (devices := {x.device for x in self._tensors().values()}) != {self.kv.device}:
-            raise ValueError(f"state: got tensors on {sorted(map(str, devices))}, expected one device")
-        rows = self.kv.shape[:1]
-        fits = self.kv.ndim == 4 and self.z.shape == self.kv.shape[:3] and self.position.shape == rows
-        if not fits:
+        for name, x in (("kv", self.kv), ("z", self.z)):
+            if x.dtype not in (torch.float32, torch.float64):
+                raise TypeError(f"state.{name}: got {x.dtype}, expected float32 or float64")
+        for name, y in (("position", self.position), ("angle", self.angle), ("slots", self.slots)):
+            if y is not None and y.dtype != torch.int64:
+                raise TypeError(f"state.{name}: got {y.dtype}, expected int64")
+        device = self.kv.device
+        for x in self._tensors().values():
+            if x.device != device:
+                devices = sorted({str(x.device) for x in self._tensors().values()})
+                raise ValueError(f"state: got tensors on {devices}, expected one device")
+        shape = self.kv.shape
+        rows = shape[:1]
+        if len(shape) != 4 or self.z.shape != shape[:3] or self.position.shape != rows:
             raise ValueError(
                 f"state: got kv {tuple(self.kv.shape)}, z {tuple(self.z.shape)}, position "
                 f"{tuple(self.position.shape)}; expected (b, g, f, e), (b, g, f), (b,)"
@@ -103,8 +106,7 @@ class LinearAttentionState:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Those with a row for each sequence."""
-        named = {name: getattr(self, name) for name in _LEAVES}
-        return {name: x for name, x in named.items() if x is not None}
+        return {name: x for name in _LEAVES if (x := getattr(self, name)) is not None}
 
     def _map(self, function: Any) -> "LinearAttentionState":
         return replace(self, donated=False, **{name: function(x) for name, x in self._tensors().items()})
@@ -134,7 +136,13 @@ class LinearAttentionState:
         >>> after.kv is state.kv, after.position
         (True, tensor([6]))
         """
-        return replace(self, donated=True)
+        return self._marked(True)
+
+    def _marked(self, donated: bool) -> "LinearAttentionState":
+        """With that mark, and the same tensors: they have been checked when this state was made."""
+        marked = object.__new__(LinearAttentionState)
+        marked.__dict__.update(self.__dict__, donated=donated)
+        return marked
 
     def at(self, slots: Tensor) -> "LinearAttentionState":
         """Rows of this state as a pool: calls without gradients read and write them in place.
@@ -178,9 +186,9 @@ class LinearAttentionState:
         True
         """
         tensors = new._tensors() if isinstance(new, LinearAttentionState) else new
-        for name, mine in self._tensors().items():
-            theirs = tensors.get(name)
-            if theirs is None or theirs is mine:  # written in place already
+        for name, theirs in tensors.items():
+            mine = getattr(self, name)
+            if mine is None or theirs is None or theirs is mine:  # the last: written in place already
                 continue
             if self.slots is None:
                 mine.copy_(theirs)

@@ -6,12 +6,14 @@ torch.compile and autograd each call of it is then one opaque operator, whatever
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from linrope.packing import at_last, rising_bounds, spread, sums_so_far
 from linrope.rotary import cos_sin_of_turns, spell_out, to_turns
@@ -144,8 +146,22 @@ def attend(backend: str, call: Call, state: LinearAttentionState | None) -> tupl
     state = None if state is None else state.rows()
     kv, z, angle = (None, None, None) if state is None else (state.kv, state.z, state.angle)
     save = torch.is_grad_enabled() and needs_gradients(call, state)
-    out, kv, z, *_ = _attend(backend, *call, kv, z, angle, save)
+    run: Any = _Recorded.apply if save and _plain(call, state) else _attend
+    out, kv, z, *_ = run(backend, *call, kv, z, angle, save)
     return out, Sums(kv, z, call.last_angle(angle)) if call.want_state else None
+
+
+def _plain(call: Call, state: LinearAttentionState | None) -> bool:
+    """Whether autograd alone looks on: no compiler, dispatch mode or torch.func, no tensor of another kind.
+
+    The operator's own autograd costs more than a short call; ``_Recorded`` is the same without it.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
+        return False
+    tensors = call if state is None else (*call, state.kv, state.z, state.angle)
+    return all(type(x) in (Tensor, Parameter) for x in tensors if isinstance(x, Tensor))
 
 
 def needs_gradients(call: Call, state: LinearAttentionState | None) -> bool:
@@ -173,6 +189,12 @@ def _module(backend: str) -> ModuleType:
     return import_module(f"linrope.backends.{backend}")
 
 
+def _full_precision(call: Call) -> AbstractContextManager[object]:
+    """Without autocast, where there is some: entering and leaving its context takes time."""
+    device = call.v.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
 def _absent(like: Tensor) -> Tensor:
     """In place of None, which an operator cannot return."""
     return like.new_empty(0)
@@ -197,11 +219,15 @@ def _new_sums(call: Call, sums: Sums | None) -> tuple[Tensor, Tensor]:
     schema=f"({_ARGUMENTS}, bool save) -> (Tensor, Tensor, Tensor, Tensor[])",
 )
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    return _run(*arguments)
+
+
+def _run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """out, the last kv and z, and what the backend saves for its backward pass."""
     backend, call, sums = _read(arguments)
     if call.k.shape[0] == 0:
         return _new_out(call), *_new_sums(call, sums), backend.new_saved(call) if arguments[-1] else []
-    with torch.autocast(call.v.device.type, enabled=False):
+    with _full_precision(call):
         out, last, saved = backend.forward(call, sums, arguments[-1])
     out = _absent(call.v) if out is None else out
     kv, z = (_absent(call.v), _absent(call.v)) if last is None else last
@@ -224,12 +250,16 @@ def _new_gradients(call: Call, sums: Sums | None) -> list[Tensor]:
     schema=f"({_ARGUMENTS}, Tensor[] results, Tensor? g_out, Tensor? g_kv, Tensor? g_z) -> Tensor[]",
 )  # fmt: skip
 def _attend_backward(*arguments: Any) -> list[Tensor]:
+    return _run_backward(*arguments)
+
+
+def _run_backward(*arguments: Any) -> list[Tensor]:
     """The gradients of what there is among q, k, v, log_decay, angle_steps, kv and z."""
     backend, call, sums = _read(arguments)
     results, g_out, g_kv, g_z = arguments[-4:]
     if call.k.shape[0] == 0:
         return _new_gradients(call, sums)
-    with torch.autocast(call.v.device.type, enabled=False):
+    with _full_precision(call):
         gradients = backend.backward(call, sums, results, g_out, g_kv, g_z)
     return [x for x in gradients if x is not None]
 
@@ -249,16 +279,18 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
     ctx.save_for_backward(*(arguments[i] for i in ctx.tensors), *results)
     ctx.set_materialize_grads(False)
+    ctx.recorded = False
 
 
-def _backward(ctx: Any, g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor | None, _: Any) -> Any:
+def _backward(ctx: Any, g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor | None, _: Any = None) -> Any:
     arguments, tensors = list(ctx.others), list(ctx.saved_tensors)
     for i in ctx.tensors:
         arguments[i] = tensors.pop(0)
     call = _read(arguments)[1]
     g_out = None if call.q is None else g_out  # compiled code gives zeros for what is absent
     g_kv, g_z = (g_kv, g_z) if call.want_state else (None, None)
-    found = iter(_attend_backward(*arguments, tensors, g_out, g_kv, g_z))
+    run = _run_backward if ctx.recorded and not torch.is_grad_enabled() else _attend_backward
+    found = iter(run(*arguments, tensors, g_out, g_kv, g_z))
     gradients: list[Tensor | None] = [None] * (len(arguments) + 1)
     for i in (1, 2, 3, 4, 5, 1 + _FIELDS, 2 + _FIELDS):
         if arguments[i] is not None:
@@ -267,3 +299,18 @@ def _backward(ctx: Any, g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor |
 
 
 _attend.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Recorded(torch.autograd.Function):
+    """The operator and its gradient without the dispatcher: see ``_plain``."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        results = _run(*arguments)
+        _setup_context(ctx, arguments, results)
+        ctx.recorded = True
+        return results[:3]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return _backward(ctx, *gradients)

@@ -105,7 +105,8 @@ class Chunks:
 
     def take(self, x: Tensor, cut: Cut, r: int = 1) -> Tensor:
         """(t, g, r, c, ..) of x (b, n, g r, ..), in the dtype of all sums."""
-        return cut.take(x).transpose(1, 2).unflatten(1, (x.shape[2] // r, r)).to(self.dtype)
+        found: Tensor = cut.take(x).transpose(1, 2).unflatten(1, (x.shape[2] // r, r))
+        return found.to(self.dtype)
 
     def turn(self, angle: Tensor | None, *, keys: bool) -> list[Tensor] | None:
         """cos and sin of the angles, (t, g or 1, 1, c, pairs)."""
@@ -157,7 +158,8 @@ class Chunks:
 
 def product(x: Tensor, y: Tensor) -> Tensor:
     """x (t, g, r, c, k) times y (t, g, 1, k, l)."""
-    return (x.flatten(2, 3) @ y[:, :, 0]).unflatten(2, x.shape[2:4])
+    found: Tensor = (x.flatten(2, 3) @ y[:, :, 0]).unflatten(2, x.shape[2:4])
+    return found
 
 
 def transposed_product(scores: Tensor, x: Tensor) -> Tensor:
@@ -293,7 +295,7 @@ def _backward(
 
 
 def _sums_from(x: Chunks, change: Tensor, later: Tensor) -> Tensor:
-    """(b, n, g, k): sums of change (t, g, c, k) from each token to the chunk's end, and later (t, g or .., k)."""
+    """(b, n, g, k): sums of change (t, g, c, k) from each token to the chunk's end, and later (t, g, k)."""
     sums = change.flip(2).cumsum(2).flip(2) + later.view(*change.shape[:2], 1, -1)
     return x.keys.put(sums[:, :, None], x.call.k)
 

@@ -78,13 +78,8 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
     """out, and the last sums where they are wanted; in the state's own memory where that was given away."""
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and shared.needs_gradients(call, state)):
         return shared.attend("native", call, state)
-    if (
-        call.q is not None
-        and call.causal
-        and call.k.shape[1] == 1
-        and call.cu_seqlens is None
-        and state is not None
-    ):
+    one = call.k.shape[1] == 1 and call.causal and call.q is not None and call.cu_seqlens is None
+    if one and state is not None:
         return _step(call, state)
     sums, slots = (None, None) if state is None else (Sums(state.kv, state.z, state.angle), state.slots)
     out, kv, z = _forward(call, sums, slots)
@@ -97,16 +92,16 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
 
 def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
     """One token of every sequence."""
-    sums = Sums(state.kv, state.z, state.angle)
+    kv, z, angle = state.kv, state.z, state.angle
     if state.slots is None and not state.donated:
-        sums = Sums(sums.kv.clone(), sums.z.clone(), None if sums.angle is None else sums.angle.clone())
+        kv, z, angle = kv.clone(), z.clone(), None if angle is None else angle.clone()
     q, k, v, wide = _dense(call)
-    out = _ops.step(
+    out = _ops.step.default(
         q, k, v, MAPS[call.feature_map], call.log_decay, call.theta, call.positions, call.key_positions,
-        call.angle_steps, sums.angle, call.key_mask, sums.kv, sums.z, state.slots,
+        call.angle_steps, angle, call.key_mask, kv, z, state.slots,
         LAYOUTS[call.layout] if call.pairs else 0, call.normalize, call.eps, call.eps_mode == "add",
     )  # fmt: skip
-    return out if wide else out.to(call.v.dtype), sums
+    return out if wide else out.to(call.v.dtype), Sums(kv, z, angle)
 
 
 def new_saved(call: Call) -> list[Tensor]:
@@ -122,7 +117,7 @@ def forward(
 
 def _forward(call: Call, sums: Sums | None, slots: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, wide = _dense(call)
-    out, kv, z = _ops.forward(
+    out, kv, z = _ops.forward.default(
         q if call.q is not None else None, k, v, *_how(call, sums), slots,
         LAYOUTS[call.layout] if call.pairs else 0, call.causal, call.normalize, call.eps, call.eps_mode ==
         "add",
@@ -142,7 +137,7 @@ def backward(
     q, k, v, _ = _dense(call)
     if g_out is not None:
         g_out = _rows_dense(g_out.to(v.dtype))
-    dq, dk, dv, d_log, d_steps, d_kv, d_z = _ops.backward(
+    dq, dk, dv, d_log, d_steps, d_kv, d_z = _ops.backward.default(
         g_out, None if g_kv is None else g_kv.contiguous(), None if g_z is None else g_z.contiguous(),
         q if call.q is not None else None, k, v, *_how(call, sums), LAYOUTS[call.layout] if call.pairs else 0,
         call.causal, call.normalize, call.eps, call.eps_mode == "add", call.log_decay is not None,

@@ -233,9 +233,12 @@ def evaluate(
 @app.command()
 def bench(
     max_length: Annotated[int, typer.Option(help="Longest sequence, a power of two from 256 on.")] = 65536,
+    threads: Annotated[
+        int, typer.Option(help="Of both sides; 0: PyTorch's. With 1, times are the thread's CPU time.")
+    ] = 0,
     positions: Annotated[
         str, typer.Option(help="Positions to decode at, separated by commas; empty: none.")
-    ] = "1024,16384,1048576",
+    ] = "256,1024,16384,1048576",
     softmax_limit: Annotated[
         float, typer.Option(help="Seconds one call of softmax attention may take.")
     ] = 12.0,
@@ -256,7 +259,11 @@ def bench(
         raise ValueError(f"--positions={positions!r}: expected integers separated by commas") from None
     if any(place < 1 or place >= 2**31 for place in places) or budget <= 0 or rounds < 1 or softmax_limit < 0:
         raise ValueError("--positions, --budget, --rounds, --softmax-limit: expected positive numbers")
-    lengths = [2**i for i in range(8, max_length.bit_length())]
+    if threads < 0:
+        raise ValueError(f"--threads={threads}: expected 0 or more")
+    if threads:
+        torch.set_num_threads(threads)
+    lengths = [2**i for i in range(5, max_length.bit_length())]
     _bench(lengths, places, softmax_limit, budget, rounds, out, "cpu")
     return 0
 
@@ -321,6 +328,8 @@ def _bench(
         if lengths[-1] > 4096:
             progress.update(task, description="growth")
             scaling = benchmark.growth(4096, lengths[-1], budget, rounds)
+        progress.update(task, description="extra costs")
+        costs = benchmark.extra_costs(min(4096, lengths[-1]), budget, rounds)
         progress.update(task, description="decoding")
         decode = benchmark.decode_rows(positions, budget, rounds) if positions else []
         progress.advance(task)
@@ -331,6 +340,7 @@ def _bench(
         "attention": rows,
         "overtaking": {mode: benchmark.overtaking(rows, mode) for mode in ("forward", "training")},
         "growth": scaling,
+        "costs": costs,
         "decode": decode,
     }
     report.show(result, console)

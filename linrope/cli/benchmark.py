@@ -15,24 +15,27 @@ import torch
 from torch import Tensor
 
 import linrope
+from linrope.backends import native
 from linrope.cli.cases import AttentionCase, DecodeCase
 
-CHUNK = 64  # C of the operation count
+CHUNK = 32  # C of the operation count
 _STEPS = 20  # decoding steps per measurement
 
 
 def flop_per_token_head(d: int, e: int) -> int:
-    """2CD + 2CE + 4DE + 2CD with C = 64: scores, values, state, normalizer."""
-    return 2 * CHUNK * d + 2 * CHUNK * e + 4 * d * e + 2 * CHUNK * d
+    """2CD + CE + 4DE with C = 32: scores of whole tiles, values of half a tile, state in and out."""
+    return 2 * CHUNK * d + CHUNK * e + 4 * d * e
 
 
 def median_seconds(
     functions: Mapping[str, Callable[[], Any]], rounds: int = 5, budget: float = 2.0
 ) -> dict[str, float]:
-    """Median wall time of each function; they take turns, so that a busy machine hits all alike.
+    """Median time of each function; they take turns, so that a busy machine hits all alike.
 
-    budget: seconds per function over all rounds; at least one call a round.
+    Wall time, or with one thread its CPU time. budget: seconds per function over all rounds; at least one
+    call a round.
     """
+    clock = time.thread_time if clock_name() == "thread CPU time" else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():
@@ -40,17 +43,22 @@ def median_seconds(
                 function()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            end = time.perf_counter() + budget / rounds
+            end = clock() + budget / rounds
             while True:
-                start = time.perf_counter()
+                start = clock()
                 function()
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
-                now = time.perf_counter()
+                now = clock()
                 times[name].append(now - start)
                 if now >= end or len(times[name]) >= 200:
                     break
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def clock_name() -> str:
+    """What times are: a thread's CPU time says what a call costs while others use the machine too."""
+    return "thread CPU time" if torch.get_num_threads() == 1 else "wall time"
 
 
 def peak_memory(function: Callable[[], Any]) -> int | None:
@@ -90,6 +98,8 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": model,
         "threads": torch.get_num_threads(),
+        "clock": clock_name(),
+        "instruction_set": native.instruction_set(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "linrope": linrope.__version__,
@@ -114,10 +124,12 @@ def attention_row(
     softmax_limit seconds, judged by the previous row: its time grows with the square of n."""
     case = AttentionCase(n)
     case.check()
+    case.check(case.eager)
     row: dict[str, Any] = {"n": n, "softmax_backend": case.softmax_backend()}
     runs: dict[str, Callable[[], Any]] = {"matmul": matmul_case()}
     for mode, run in (("forward", case.forward), ("training", case.training)):
         runs[f"linrope_{mode}"] = partial(run, case.linrope)
+        runs[f"eager_{mode}"] = partial(run, case.eager)
         growth = 0.0
         if previous is not None:
             growth = (n / previous["n"]) ** 2 * (previous[mode]["softmax_seconds"] or math.inf)
@@ -132,6 +144,7 @@ def attention_row(
         row[mode] = {
             "linrope_seconds": fast,
             "softmax_seconds": slow,
+            "eager_seconds": seconds[f"eager_{mode}"],
             "linrope_tokens_per_second": case.tokens / fast,
             "softmax_tokens_per_second": slow and case.tokens / slow,
             "ratio": slow and slow / fast,
@@ -169,29 +182,53 @@ def growth(short: int, long: int, budget: float, rounds: int) -> dict[str, Any]:
     return {"short": short, "long": long, **ratios}
 
 
+def extra_costs(n: int, budget: float, rounds: int) -> dict[str, Any]:
+    """Time with decay, gates, steps, packing, and in bfloat16, over that of the plain call, in turns."""
+    case, half = AttentionCase(n), AttentionCase(n, dtype=torch.bfloat16)
+    ways: dict[str, tuple[AttentionCase, Callable[[], Tensor]]] = {"plain": (case, case.linrope)}
+    for name, options in case.variants().items():
+        ways[name] = case, partial(case.linrope, **options)
+        with torch.no_grad():
+            out, expected = case.linrope(**options), case.linrope(**options, backend="eager")
+        torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4)
+    ways["bfloat16"] = half, half.linrope
+    costs: dict[str, Any] = {"n": n}
+    for mode in ("forward", "training"):
+        runs = {name: partial(getattr(of, mode), attend) for name, (of, attend) in ways.items()}
+        seconds = median_seconds(runs, rounds, budget)
+        costs[mode] = {name: x / seconds["plain"] for name, x in seconds.items() if name != "plain"}
+    return costs
+
+
 def decode_rows(positions: list[int], budget: float, rounds: int) -> list[dict[str, Any]]:
     """Time per token at each position; linrope's steps take turns, so that their ratio means something."""
     cases = [DecodeCase(position) for position in positions]
     for case in cases:
         case.check()
-    linrope_seconds = median_seconds(
-        {str(case.position): partial(_repeat, case.linrope) for case in cases}, rounds * 20, budget * 4
-    )
+    ways = ("linrope", "linrope_donated", "linrope_layer")
+    runs = {(way, case.position): partial(_repeat, getattr(case, way)) for way in ways for case in cases}
+    times = median_seconds({f"{way} {at}": run for (way, at), run in runs.items()}, rounds * 10, budget * 2)
+    seconds = {name: x / _STEPS for name, x in times.items()}
     rows = []
     for case in cases:
         case.fill_cache()
         case.check_softmax()
-        softmax = median_seconds({"softmax": case.softmax}, rounds, budget)["softmax"]
+        others = median_seconds({"": case.softmax, "layer": case.softmax_layer}, rounds, budget)
+        softmax, softmax_layer = others[""], others["layer"]
         assert case.cache is not None
         cache = sum(x.numel() * x.element_size() for x in case.cache)
         case.cache = None
-        fast = linrope_seconds[str(case.position)] / _STEPS
+        fast, donated, layer = (seconds[f"{way} {case.position}"] for way in ways)
         state = sum(x.numel() * x.element_size() for x in (case.state.kv, case.state.z))
         rows.append({
             "position": case.position,
             "linrope_seconds": fast,
+            "linrope_donated_seconds": donated,
             "softmax_seconds": softmax,
             "ratio": softmax / fast,
+            "linrope_layer_seconds": layer,
+            "softmax_layer_seconds": softmax_layer,
+            "layer_ratio": softmax_layer / layer,
             "state_bytes": state,
             "cache_bytes": cache,
         })  # fmt: skip

@@ -5,12 +5,13 @@ Each case checks both sides against float64 before anyone times them.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linrope import LinearAttentionState, Rotary, linear_rope_attention
+from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, linear_rope_attention
 
 U32 = 2.0**-24
 _SAMPLED = 32  # rows that are checked where checking all would take too long
@@ -44,8 +45,24 @@ class AttentionCase:
     def tokens(self) -> int:
         return self.batch * self.n
 
-    def linrope(self) -> Tensor:
-        return linear_rope_attention(*self.inputs, rotary=self.rotary)
+    def linrope(self, **options: Any) -> Tensor:
+        out: Tensor = linear_rope_attention(*self.inputs, rotary=self.rotary, **options)
+        return out
+
+    def eager(self) -> Tensor:
+        return self.linrope(backend="eager")
+
+    def variants(self) -> dict[str, dict[str, Any]]:
+        """Options of ``linrope`` that cost extra, by name."""
+        generator = torch.Generator().manual_seed(1)
+        gates = torch.rand(1, self.n, self.heads, generator=generator).log().div(8)
+        steps = torch.randn(1, self.n, self.heads, self.dim // 2, generator=generator)
+        return {
+            "decay": {"decay": torch.linspace(0.9, 1, self.heads)},
+            "log_decay": {"log_decay": gates.requires_grad_()},
+            "angle_steps": {"angle_steps": steps.requires_grad_()},
+            "packed": {"cu_seqlens": torch.arange(0, self.n + 1, 128)},
+        }
 
     def softmax(self) -> Tensor:
         q, k, v = self.inputs
@@ -72,14 +89,15 @@ class AttentionCase:
         choice = torch._fused_sdp_choice(q, k, v, is_causal=True)
         return {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}.get(int(choice), str(choice))
 
-    def check(self) -> None:
-        """Compares linrope's outputs and gradients with eq. 19 in float64.
+    def check(self, attend: Callable[[], Tensor] | None = None) -> None:
+        """Compares the outputs and gradients of attend (default: linrope) with eq. 19 in float64.
 
         Sampled rows of out and dq, and the last rows of dk and dv, whose sums lie among them.
 
         Raises:
             AssertionError: one of them is off.
         """
+        attend = self.linrope if attend is None else attend
         n, count = self.n, min(_SAMPLED, self.n)
         generator = torch.Generator().manual_seed(0)
         last = torch.arange(n - count, n)
@@ -98,7 +116,7 @@ class AttentionCase:
         out = num / den[..., None]
         magnitude = torch.einsum("rhf,mhf->hrm", phi_hat[rows].abs(), psi_hat.abs()) * seen
         bound = torch.einsum("hrm,mhe->hre", magnitude, v.abs()) / den[..., None]
-        error = (self.forward(self.linrope)[0, rows].double().cpu().transpose(0, 1) - out).abs()
+        error = (self.forward(attend)[0, rows].double().cpu().transpose(0, 1) - out).abs()
         assert bool((error <= 16 * U32 * bound).all()), f"linrope's output is off at N = {n}"
 
         gb = g.transpose(0, 1) / den[..., None]
@@ -113,7 +131,7 @@ class AttentionCase:
         dpsi = self._unrotate(back, last) + torch.einsum("hrm,rhf->mhf", d_weights[:, late, last], phi[last])
         dk = dpsi * torch.where(k[last] > 0, 1.0, psi[last])
         dv = torch.einsum("hrm,hre->mhe", scores[:, late, last], gb[:, late])
-        grads = self.training(self.linrope)
+        grads = self.training(attend)
         for name, got, expected in zip(
             "qkv", (grads[0][0, rows], grads[1][0, last], grads[2][0, last]), (dq, dk, dv)
         ):
@@ -148,11 +166,14 @@ class DecodeCase:
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.position)
         self.rotary = Rotary(self.dim)
-        self.token = tuple(torch.randn(1, 1, self.heads, self.dim, generator=generator) for _ in range(3))
+        self.token = torch.randn(3, 1, 1, self.heads, self.dim, generator=generator).unbind(0)
         # The state is made of a few keys and moved to the position: its cost does not depend on them.
         q, k, v = torch.randn(3, 1, 64, self.heads, self.dim, generator=generator)
         _, state = linear_rope_attention(q, k, v, rotary=self.rotary, return_state=True)
         self.state = LinearAttentionState(state.kv, state.z, torch.tensor([self.position]), state.identity)
+        self.moving = self.state.clone()
+        self.layer = LinearRoPEAttention(self.heads * self.dim, self.heads, rotary=self.rotary).eval()
+        self.x = torch.randn(1, 1, self.heads * self.dim, generator=generator)
         self.cache: tuple[Tensor, Tensor] | None = None
         cos, sin = self.rotary.cos_sin(torch.tensor([self.position]))
         self.cis = torch.complex(cos, sin)
@@ -168,10 +189,31 @@ class DecodeCase:
             )
         return out
 
+    def linrope_donated(self) -> None:
+        """The next state in this one's memory: the position goes on with every step."""
+        with torch.no_grad():
+            _, self.moving = linear_rope_attention(
+                *self.token, rotary=self.rotary, state=self.moving.donate(), return_state=True
+            )
+
+    def linrope_layer(self) -> None:
+        with torch.no_grad():
+            _, self.moving = self.layer(self.x, state=self.moving.donate(), return_state=True)
+
+    def softmax_layer(self) -> Tensor:
+        """The same projections around the step with a cache."""
+        layer, shape = self.layer, (1, 1, self.heads, self.dim)
+        with torch.no_grad():
+            q, k, v = (project(self.x).view(shape) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
+            out: Tensor = layer.o_proj(self._softmax(q, k, v).transpose(1, 2).reshape(1, 1, -1))
+        return out
+
     def softmax(self) -> Tensor:
+        return self._softmax(*self.token)
+
+    def _softmax(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self.cache is not None
         keys, values = self.cache
-        q, k, v = self.token
         with torch.no_grad():
             q, k = (
                 torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * self.cis).flatten(-2)

@@ -9,7 +9,8 @@ from rich.table import Table
 
 def attention_table(rows: list[dict[str, Any]], mode: str, name: str) -> Table:
     table = Table(title=f"Causal attention with RoPE, (1, N, 8, 64) float32: {name}")
-    for column in ("N", "linrope tok/s", "softmax tok/s", "ratio", "linrope MB", "softmax MB"):
+    columns = ("N", "linrope tok/s", "softmax tok/s", "ratio", "over eager", "linrope MB", "softmax MB")
+    for column in columns:
         table.add_column(column, justify="right")
     for row in rows:
         part = row[mode]
@@ -19,6 +20,7 @@ def attention_table(rows: list[dict[str, Any]], mode: str, name: str) -> Table:
             f"{part['linrope_tokens_per_second']:,.0f}",
             "too long" if slow else f"{part['softmax_tokens_per_second']:,.0f}",
             "" if slow else f"{part['ratio']:.2f}x",
+            f"{part['eager_seconds'] / part['linrope_seconds']:.2f}x",
             _megabytes(part["linrope_bytes"]),
             _megabytes(part["softmax_bytes"]),
         )
@@ -27,15 +29,28 @@ def attention_table(rows: list[dict[str, Any]], mode: str, name: str) -> Table:
 
 def decode_table(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="Decoding, one token after so many, 8 heads of 64, float32")
-    for name in ("position", "linrope us", "softmax us", "ratio", "state MB", "cache MB"):
+    for name in (
+        "position",
+        "op us",
+        "donated",
+        "softmax",
+        "ratio",
+        "layer us",
+        "softmax",
+        "ratio",
+        "cache MB",
+    ):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
             f"{row['position']:,}",
             f"{row['linrope_seconds'] * 1e6:.0f}",
+            f"{row['linrope_donated_seconds'] * 1e6:.0f}",
             f"{row['softmax_seconds'] * 1e6:.0f}",
             f"{row['ratio']:.2f}x",
-            f"{row['state_bytes'] / 1e6:.2f}",
+            f"{row['linrope_layer_seconds'] * 1e6:.0f}",
+            f"{row['softmax_layer_seconds'] * 1e6:.0f}",
+            f"{row['layer_ratio']:.2f}x",
             f"{row['cache_bytes'] / 1e6:.1f}",
         )
     return table
@@ -44,7 +59,10 @@ def decode_table(rows: list[dict[str, Any]]) -> Table:
 def show(result: dict[str, Any], console: Console) -> None:
     """Prints both tables and what they come to."""
     machine = result["machine"]
-    console.print(f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}")
+    console.print(
+        f"{machine['cpu']} ({machine['instruction_set'] or 'no native library'}), "
+        f"{machine['threads']} threads, torch {machine['torch']}, {machine['clock']}"
+    )
     rows = result["attention"]
     for mode, name in (("forward", "forward"), ("training", "forward + backward")):
         console.print(attention_table(rows, mode, name))
@@ -71,6 +89,10 @@ def show(result: dict[str, Any], console: Console) -> None:
             f"time per token at {growth['long']:,} over that at {growth['short']:,}: "
             f"{growth['forward']:.2f} forward, {growth['training']:.2f} forward + backward"
         )
+    costs = result["costs"]
+    for mode, name in (("forward", "forward"), ("training", "forward + backward")):
+        text = ", ".join(f"{what} {ratio:.2f}" for what, ratio in costs[mode].items())
+        console.print(f"{name} at {costs['n']:,}, time over that of the plain call: {text}")
     if result["decode"]:
         console.print(decode_table(result["decode"]))
 
@@ -113,7 +135,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes[0].set_ylabel("tokens per second")
     axes[0].legend(loc="lower left", fontsize=8)
     machine = result["machine"]
-    figure.suptitle(f"8 heads of 64, float32, {machine['cpu']}, {machine['threads']} threads", fontsize=10)
+    threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
+    figure.suptitle(f"8 heads of 64, float32, {machine['cpu']}, {threads}", fontsize=10)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

@@ -111,7 +111,7 @@ class SoftmaxAttention(nn.Module):
         else:
             sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
             start = torch.zeros(sequences, dtype=torch.int64, device=x.device)
-        where, other, _ = resolve_positions(positions, context_positions, start, b, n, m, None, cu_seqlens)
+        where, other = resolve_positions(positions, context_positions, start, b, n, m, None, cu_seqlens)
         where, key_where = spell_out(where, n), spell_out(where if other is None else other, m)
         if rotary is not None:
             q, k = (rotary(x * rotary.attention_factor, at) for x, at in ((q, where), (k, key_where)))

@@ -228,7 +228,7 @@ def test_bench_writes_what_it_prints(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert run(["bench", *arguments, "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("*.json")
     result = json.loads(path.read_text())
-    assert [row["n"] for row in result["attention"]] == [256, 512]
+    assert [row["n"] for row in result["attention"]] == [32, 64, 128, 256, 512]
     assert result["decode"][0]["position"] == 64
     assert path.with_suffix(".png").stat().st_size > 10_000
     assert "softmax tok/s" in capfd.readouterr().out

@@ -1,0 +1,59 @@
+"""What all chunked backends share: one operator, and the same without the dispatcher for short calls."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from linrope import LinearAttentionState, Rotary, linear_rope_attention
+from tests.oracle import randoms
+
+BACKENDS = ("eager", "native")
+
+
+class Seen(TorchDispatchMode):
+    """The names of the operators that run under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def gradients(backend: str) -> list[Tensor]:
+    q, k, v = (x.requires_grad_() for x in randoms(2, 40, 4, 8, g=2, dtype=torch.float32))
+    log_decay = torch.full((2, 40, 2), -0.1, requires_grad=True)
+    steps = torch.full((2, 40, 2, 4), 0.1, requires_grad=True)
+    kv, z = (
+        torch.ones(2, 2, 8, 8, requires_grad=True),
+        torch.ones(2, 2, 8, dtype=torch.float64).requires_grad_(),
+    )
+    state = LinearAttentionState(kv, z, torch.tensor([3, 5]), f"elu+1(8); {Rotary(8).identity}")
+    out, last = linear_rope_attention(
+        q, k, v, rotary=Rotary(8), log_decay=log_decay, angle_steps=steps, state=state, return_state=True,
+        backend=backend,
+    )  # fmt: skip
+    loss = out.square().sum() + last.kv.square().sum() + last.z.square().sum()
+    return [out, last.kv, last.z, *torch.autograd.grad(loss, (q, k, v, log_decay, steps, kv, z))]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_results_and_gradients_are_those_of_the_operator_bit_for_bit(backend: str) -> None:
+    with Seen() as seen:
+        expected = gradients(backend)
+    assert {"linrope::attend", "linrope::attend_backward"} <= seen.names
+    for x, y in zip(gradients(backend), expected, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_not_wanted_gets_no_gradient_and_no_error(backend: str) -> None:
+    q, k, v = randoms(1, 5, 2, 8, dtype=torch.float32)
+    out, state = linear_rope_attention(q, k, v.requires_grad_(), return_state=True, backend=backend)
+    (from_state,) = torch.autograd.grad(state.kv.sum(), v, retain_graph=True)
+    assert from_state.abs().sum() > 0
+    (dv,) = torch.autograd.grad(out.sum(), v)
+    assert dv.shape == v.shape
