@@ -73,9 +73,9 @@ class LinearAttentionState:
             if y is not None and y.dtype != torch.int64:
                 raise TypeError(f"state.{name}: got {y.dtype}, expected int64")
         device = self.kv.device
-        for x in self._tensors().values():
+        for x in self.tensors().values():
             if x.device != device:
-                devices = sorted({str(x.device) for x in self._tensors().values()})
+                devices = sorted({str(x.device) for x in self.tensors().values()})
                 raise ValueError(f"state: got tensors on {devices}, expected one device")
         shape = self.kv.shape
         rows = shape[:1]
@@ -104,12 +104,12 @@ class LinearAttentionState:
         at = "" if self.slots is None else f" at {len(self.slots)} slots"
         return f"LinearAttentionState(kv {tuple(self.kv.shape)} {self.kv.dtype}{more}{at}; {self.identity})"
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Those with a row for each sequence."""
         return {name: x for name in _LEAVES if (x := getattr(self, name)) is not None}
 
     def _map(self, function: Any) -> "LinearAttentionState":
-        return replace(self, donated=False, **{name: function(x) for name, x in self._tensors().items()})
+        return replace(self, donated=False, **{name: function(x) for name, x in self.tensors().items()})
 
     @property
     def sequences(self) -> int:
@@ -185,7 +185,7 @@ class LinearAttentionState:
         >>> torch.equal(pool.kv[2], pool.kv[0])
         True
         """
-        tensors = new._tensors() if isinstance(new, LinearAttentionState) else new
+        tensors = new.tensors() if isinstance(new, LinearAttentionState) else new
         for name, theirs in tensors.items():
             mine = getattr(self, name)
             if mine is None or theirs is None or theirs is mine:  # the last: written in place already
@@ -201,7 +201,7 @@ class LinearAttentionState:
         """A copy on that device; dtype, float32 or float64, is kv's. z stays as wide as it is."""
         if dtype not in (None, torch.float32, torch.float64):
             raise TypeError(f"dtype: got {dtype}, expected float32 or float64")
-        moved = {name: x.to(device, copy=True) for name, x in self._tensors().items()}
+        moved = {name: x.to(device, copy=True) for name, x in self.tensors().items()}
         if dtype is not None:
             moved["kv"] = moved["kv"].to(dtype)
         slots = None if self.slots is None else self.slots.to(device)
@@ -218,7 +218,7 @@ class LinearAttentionState:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a safetensors file, atomically."""
         metadata = {"format": _FORMAT, "version": str(_VERSION), "identity": self.identity}
-        save_tensors(Path(path), self.rows().detach()._tensors(), metadata)
+        save_tensors(Path(path), self.rows().detach().tensors(), metadata)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "LinearAttentionState":
@@ -240,13 +240,13 @@ _LEAVES = ("kv", "z", "position", "angle", "log_scale", "conv", "angle_slope")
 
 
 def _flatten(state: LinearAttentionState) -> tuple[list[Tensor], str]:
-    tensors = state._tensors()
+    tensors = state.tensors()
     return list(tensors.values()), f"{' '.join(tensors)}; {state.identity}"
 
 
 def _flatten_with_keys(state: LinearAttentionState) -> tuple[list[Any], str]:
     leaves, context = _flatten(state)
-    return [(pytree.GetAttrKey(name), x) for name, x in zip(state._tensors(), leaves, strict=True)], context
+    return [(pytree.GetAttrKey(name), x) for name, x in zip(state.tensors(), leaves, strict=True)], context
 
 
 def _unflatten(leaves: Any, context: Any) -> LinearAttentionState:

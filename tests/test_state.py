@@ -453,7 +453,7 @@ def test_sequences_in_a_pool_join_leave_and_fork_as_if_each_were_alone(backend: 
         states = {slot: pool.at(torch.tensor([slot])).rows() for slot in slots.tolist()}
         for members in ([4, 1], [1, 4, 0], [0], [4, 1, 5]):
             if 5 in members:  # a fork: 5 goes on from where 1 is
-                for name, x in pool._tensors().items():
+                for name, x in pool.tensors().items():
                     x[5] = x[1]
                     assert x.data_ptr() == getattr(pool, name).data_ptr()
                 states[5] = states[1].clone()

@@ -116,7 +116,7 @@ class T2R(LearnedMap):
 class Hedgehog(LearnedMap):
     """A softmax over a learned transform of the vector and its opposite.
 
-        phi(x) = softmax over features of [W x, -W x],   psi likewise with its own W
+        phi(x) = softmax over features of [y, -y],  y = W x + b,   psi likewise with its own W, b
 
     (..., h, d) -> (..., h, 2d), computed in float32 or wider. W starts as the identity. The paper
     writes exp(W x), exp(-W x); its authors' code takes the softmax, which divides each token's features by
@@ -127,6 +127,7 @@ class Hedgehog(LearnedMap):
         head_dim: d.
         num_heads: sets of weights for queries; default: one for all heads.
         num_kv_heads: sets of weights for keys; default num_heads.
+        bias: whether there is b; it starts at 0.
 
     Raises:
         ValueError: a number of heads does not fit.
@@ -137,12 +138,20 @@ class Hedgehog(LearnedMap):
 
     positive = True
 
-    def __init__(self, head_dim: int, num_heads: int | None = None, num_kv_heads: int | None = None) -> None:
+    def __init__(
+        self,
+        head_dim: int,
+        num_heads: int | None = None,
+        num_kv_heads: int | None = None,
+        bias: bool = False,
+    ) -> None:
+        self.bias = bias
         super().__init__(head_dim, 2 * head_dim, num_heads, num_kv_heads)
 
     def weights(self, heads: int) -> dict[str, Tensor]:
-        return {"weight": torch.eye(self.head_dim).repeat(heads, 1, 1)}
+        weight = {"weight": torch.eye(self.head_dim).repeat(heads, 1, 1)}
+        return weight | ({"bias": torch.zeros(heads, self.head_dim)} if self.bias else {})
 
     def features(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
-        y = torch.einsum("...hd,hfd->...hf", x, weights["weight"])
+        y = torch.einsum("...hd,hfd->...hf", x, weights["weight"]) + weights.get("bias", 0.0)
         return torch.cat((y, -y), -1).softmax(-1)

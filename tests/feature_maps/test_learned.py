@@ -172,3 +172,15 @@ def test_reset_parameters_makes_the_weights_as_they_start(name: str, options: di
     torch.manual_seed(0)
     fmap.reset_parameters()
     assert fmap.identity == fresh
+
+
+def test_hedgehog_may_have_a_bias_which_starts_at_0() -> None:
+    plain, fmap = Hedgehog(2, num_heads=3), Hedgehog(2, num_heads=3, bias=True)
+    x = torch.randn(5, 3, 2)
+    assert torch.equal(fmap.queries(x), plain.queries(x))
+    assert set(plain.state_dict()) < set(fmap.state_dict())
+    with torch.no_grad():
+        fmap.phi["bias"][1] = torch.tensor([1.0, -2.0])
+    shifted = x + torch.tensor([[0.0, 0.0], [1.0, -2.0], [0.0, 0.0]])
+    torch.testing.assert_close(fmap.queries(x), plain.queries(shifted))
+    assert torch.equal(fmap.keys(x), plain.keys(x))

@@ -213,8 +213,10 @@ def test_the_same_rows_cut_otherwise_give_the_same_gradients(change: dict[str, A
 
 
 @pytest.mark.parametrize("feature_map", ["elu+1", "exp"])
-def test_gates_convolution_and_log_scale_pass_from_piece_to_piece(feature_map: str, corpus: Corpus) -> None:
-    more = {"forget_gate": {"longest": 64}, "short_conv": 4, "qk_norm": True}
+def test_gates_steps_convolution_and_log_scale_pass_from_piece_to_piece(
+    feature_map: str, corpus: Corpus
+) -> None:
+    more = {"forget_gate": {"longest": 64}, "short_conv": 4, "qk_norm": True, "rotary": "selective"}
     model = replace(TINY, feature_map=feature_map, **more)
     _compare_gradients(model, {"pieces": 7, "through": True}, corpus)
 

@@ -287,12 +287,8 @@ def _carry(state: State, old: Tensor, new: Tensor, sequences: int) -> State:
     """States of so many sequences: those at new go on from those at old, the others are fresh."""
     assert isinstance(state, LinearAttentionState)
 
-    def move(x: Tensor | None, fresh: float = 0.0) -> Any:
-        if x is None:
-            return None
+    def move(x: Tensor, fresh: float) -> Any:
         return x.new_full((sequences, *x.shape[1:]), fresh).index_copy(0, new, x.index_select(0, old))
 
-    return replace(
-        state, kv=move(state.kv), z=move(state.z), position=move(state.position), angle=move(state.angle),
-        log_scale=move(state.log_scale, NO_KEYS), conv=move(state.conv),
-    )  # fmt: skip
+    moved = {name: move(x, NO_KEYS if name == "log_scale" else 0.0) for name, x in state.tensors().items()}
+    return replace(state, **moved)
