@@ -22,8 +22,7 @@ class Tokens(NamedTuple):
 
 
 def distances(tokens: Tokens, m: int) -> Tensor:
-    """(b or 1, m) int64: how many positions each token is from the one before it, or from the state's
-    last."""
+    """(b or 1, m) int64: how many positions each token is from the one before it, or the state's last."""
     if tokens.positions.shape[1] == 1 and m != 1:
         return tokens.start.new_ones(1, 1).expand(1, m)
     return tokens.positions - previous(tokens.positions, tokens.start - 1, tokens.bounds)
@@ -32,8 +31,7 @@ def distances(tokens: Tokens, m: int) -> Tensor:
 def log_decay_of_tokens(
     decay: Tensor | None, log_decay: Tensor | None, key_mask: Tensor | None, tokens: Tokens, m: int
 ) -> Tensor | None:
-    """(b or 1, m, g or 1): a fixed decay with the positions, and gates, in one; hidden tokens' gates count
-    as 0."""
+    """(b or 1, m, g or 1): a fixed decay by positions, and gates, in one; hidden tokens' gates are 0."""
     if log_decay is not None:
         log_decay = visible(log_decay, key_mask).to(torch.promote_types(log_decay.dtype, torch.float32))
         log_decay = log_decay.clamp(min=NOTHING_KEPT)
@@ -56,12 +54,15 @@ def steps_of_tokens(
     return steps
 
 
-def slope_of_angle(steps: Tensor, tokens: Tokens) -> Tensor | None:
+def slope_of_angle(steps: Tensor, state: LinearAttentionState | None, tokens: Tokens) -> Tensor | None:
     """(s, g or 1, pairs) zeros whose gradient is that of the sums of steps, which are integers themselves."""
     if not steps.requires_grad or not torch.is_grad_enabled():
         return None
     sums = sums_so_far(steps.double(), tokens.bounds)
-    total = at_last(sums, sums.new_zeros(1, *sums.shape[2:]), tokens.bounds)
+    before = sums.new_zeros(1, *sums.shape[2:])
+    if state is not None and state.angle_slope is not None:
+        before = state.angle_slope  # of a sequence without tokens: the others' sums have it
+    total = at_last(sums, before, tokens.bounds)
     sequences = sums.shape[0] if tokens.bounds is None else len(tokens.bounds) - 1
     total = total.expand(sequences, -1, -1)
     return total - total.detach()
@@ -83,16 +84,14 @@ class Stabilized(NamedTuple):
 
 
 def stabilize(
-    k: Tensor, log_scale: Tensor, log_decay: Tensor | None, state: LinearAttentionState | None, tokens:
-    Tokens,
-    *, key_mask: Tensor | None, causal: bool, exponential: bool,
+    k: Tensor, log_scale: Tensor, log_decay: Tensor | None, state: LinearAttentionState | None,
+    tokens: Tokens, *, key_mask: Tensor | None, causal: bool, exponential: bool,
 ) -> Stabilized:  # fmt: skip
     """Keys e^(s_i - m_i) psi_i, which fade by a_i + m_(i-1) - m_i, with the running maximum
 
         m_i = max(m_(i-1) + a_i, s_i)
 
-    in place of keys e^(s_i) psi_i that fade by a_i: the same output, every number in range, and no future
-    token
+    in place of keys e^(s_i) psi_i that fade by a_i: the same output, every number in range, no future token
     read. m is a constant to the gradient. Bidirectional calls take the maximum over all keys instead.
 
     k (b, m, g, f) are features psi or, where the backend applies exp itself (exponential), their logarithms;

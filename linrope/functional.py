@@ -171,8 +171,7 @@ def linear_rope_state(
     state: LinearAttentionState | None = None,
     backend: str = "auto",
 ) -> LinearAttentionState:
-    """The state after the last key of ``linear_rope_attention``, without the outputs and for a fraction of
-    their cost.
+    """The last state of ``linear_rope_attention``, without the outputs and for a fraction of their cost.
 
         kv = sum_j e^(L - L_j) R(Theta_j) psi(k_j) v_j^T      z = sum_j e^(L - L_j) psi(k_j)
 
@@ -184,8 +183,7 @@ def linear_rope_state(
     """
     request = _Request(
         None, k, v, feature_map, rotary, True, False, decay, log_decay, angle_steps, positions, None,
-        key_mask,
-        cu_seqlens, state, True, 1e-6, "clamp", "after", backend,
+        key_mask, cu_seqlens, state, True, 1e-6, "clamp", "after", backend,
     )  # fmt: skip
     last = _attend(request)[1]
     assert last is not None
@@ -259,7 +257,7 @@ def _attend(request: _Request) -> tuple[Tensor, LinearAttentionState | None]:
     if sums is None:
         return out, None
     last = None if stable is None else stable.last
-    slope = None if angle_steps is None else slope_of_angle(angle_steps, tokens)
+    slope = None if angle_steps is None else slope_of_angle(angle_steps, state, tokens)
     return out, _next_state(call, sums, request, tokens, identity, log_scale=last, angle_slope=slope)
 
 

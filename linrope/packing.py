@@ -35,8 +35,7 @@ def previous(x: Tensor, first: Tensor, bounds: Tensor | None) -> Tensor:
 
 
 def at_last(x: Tensor, otherwise: Tensor, bounds: Tensor | None) -> Tensor:
-    """(s or 1, ..): x (b or 1, n, ..) at the last token of each sequence; of an empty one ``otherwise`` (s
-    or 1, ..)."""
+    """(s or 1, ..): x (b or 1, n, ..) at the last token of each sequence; of an empty one ``otherwise``."""
     n = x.shape[1]
     if n == 0:
         return otherwise
@@ -47,8 +46,7 @@ def at_last(x: Tensor, otherwise: Tensor, bounds: Tensor | None) -> Tensor:
 
 
 def spread(x: Tensor, n: int, bounds: Tensor | None) -> Tensor:
-    """(b or 1, 1, ..) or, for packed sequences, (1, n, ..): what is known per sequence, x (s or 1, ..), at
-    each token."""
+    """(b or 1, 1, ..), packed (1, n, ..): what is known per sequence, x (s or 1, ..), at each token."""
     if bounds is None:
         return x[:, None]
     return (x.expand(len(bounds) - 1, *x.shape[1:]) if len(x) == 1 else x)[owners(bounds, n)][None]
@@ -62,8 +60,7 @@ def at_first(x: Tensor, n: int, bounds: Tensor | None) -> Tensor:
 
 
 def sums_so_far(x: Tensor, bounds: Tensor | None) -> Tensor:
-    """x (b or 1, n, ..) summed from the first token of each sequence on; exact for integers, which may
-    wrap."""
+    """x (b or 1, n, ..) summed from each sequence's first token on; exact for integers, which may wrap."""
     total = x.cumsum(1)
     if bounds is None or x.shape[1] == 0:
         return total
@@ -73,8 +70,7 @@ def sums_so_far(x: Tensor, bounds: Tensor | None) -> Tensor:
 
 
 def running_maximum(scale: Tensor, log_decay: Tensor | None, first: Tensor, bounds: Tensor | None) -> Tensor:
-    """m_i = max(m_(i-1) + a_i, s_i) with scale s (b, n, g), log_decay a (b or 1, n, g or 1), m_(-1) = first
-    (s or 1, g).
+    """m_i = max(m_(i-1) + a_i, s_i), from scale s (b, n, g), log_decay a (b or 1, n, g or 1), first (.., g).
 
     In log2(n) steps, each of which doubles how far every token has looked back. No sum of a over the whole
     sequence is formed, so strong decays cost no digits.

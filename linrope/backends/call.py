@@ -79,8 +79,7 @@ class Call(NamedTuple):
         return rising_bounds(self.cu_seqlens, self.k.shape[1])
 
     def turns(self, angle: Tensor | None, *, keys: bool = False) -> Tensor | None:
-        """(b or 1, n, g or 1, pairs) int64: the angles Theta of all queries or keys, in 2^-64 turns that
-        wrap."""
+        """(b or 1, n, g or 1, pairs) int64: Theta of all queries or keys, in 2^-64 turns that wrap."""
         total, n = None, self.k.shape[1] if keys or self.q is None else self.q.shape[1]
         if self.theta is not None:
             given = self.positions if self.key_positions is None or not keys else self.key_positions
@@ -141,8 +140,7 @@ class Gradients(NamedTuple):
 
 
 def attend(backend: str, call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
-    """out and, if wanted, the last sums, by the ``forward`` and ``backward`` of the chunked backend of that
-    name."""
+    """out and, if wanted, the last sums, by a chunked backend's ``forward`` and ``backward``."""
     state = None if state is None else state.rows()
     kv, z, angle = (None, None, None) if state is None else (state.kv, state.z, state.angle)
     save = torch.is_grad_enabled() and needs_gradients(call, state)

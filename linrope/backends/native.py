@@ -50,8 +50,7 @@ def instruction_set() -> str | None:
 
 
 def use_instruction_set(name: str) -> None:
-    """Takes another one of ``instruction_sets``; for tests. Raises RuntimeError where there is none of that
-    name."""
+    """Takes another of ``instruction_sets``, for tests; RuntimeError where there is none of that name."""
     if _PROBLEM:
         raise RuntimeError(_PROBLEM)
     _ops.set_isa(name)
@@ -166,8 +165,7 @@ def _how(call: Call, sums: Sums | None) -> tuple[object, ...]:
 
 
 def _dense(call: Call) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """q, k, v of one dtype, with features and values next to each other in memory; whether v has its own
-    dtype."""
+    """q, k, v of one dtype with dense rows, and whether they had one dtype before."""
     q, k, v = call.k if call.q is None else call.q, call.k, call.v
     same = v.dtype == k.dtype == q.dtype
     if not same:  # features that a map made are float32
