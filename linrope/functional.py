@@ -269,7 +269,8 @@ def _check(request: _Request) -> FeatureMap | None:
         raise ValueError(f"eps={request.eps}: expected a positive finite number")
     check_name("eps_mode", request.eps_mode, EPS_MODES)
     check_name("rope_order", request.rope_order, ORDERS)
-    (b, m, g, d), n, device = k.shape, k.shape[1] if q is None else q.shape[1], k.device
+    b, m, g, d = k.shape
+    n, device = m if q is None else q.shape[1], k.device
     before = request.rope_order == "before"
     arguments.check_mask(request.key_mask, b, m, device)
     arguments.check_decay(request.decay, g, causal, device)
@@ -305,7 +306,8 @@ def _identity(fmap: FeatureMap | None, rotary: Rotary | None, rope_order: str) -
 
 def _resolve_tokens(request: _Request, sequences: int) -> Tokens:
     q, k, rotary, state = request.q, request.k, request.rotary, request.state
-    (b, m), n = k.shape[:2], k.shape[1] if q is None else q.shape[1]
+    b, m, _, _ = k.shape
+    n = m if q is None else q.shape[1]
     if state is None:
         start = torch.zeros(
             1 if request.cu_seqlens is None else sequences, dtype=torch.int64, device=k.device
@@ -317,13 +319,13 @@ def _resolve_tokens(request: _Request, sequences: int) -> Tokens:
     resolved = arguments.resolve_positions(
         request.positions, request.key_positions, start, b, n, m, axes, bounds
     )
-    if _fades_by_position(request) and request.positions is not None:
+    if request.positions is not None and _fades_by_position(request):
         arguments.check_order(resolved[0], start, bounds)
     return Tokens(bounds, start, *resolved)
 
 
 def _fades_by_position(request: _Request) -> bool:
-    return request.decay is not None or (request.rotary is not None and request.rotary.fade is not None)
+    return request.decay is not None or (request.rotary is not None and request.rotary.xpos is not None)
 
 
 def _next_state(

@@ -9,7 +9,7 @@ from rich.table import Table
 
 def attention_table(rows: list[dict[str, Any]], mode: str, name: str) -> Table:
     table = Table(title=f"Causal attention with RoPE, (1, N, 8, 64) float32: {name}")
-    columns = ("N", "linrope tok/s", "softmax tok/s", "ratio", "over eager", "linrope MB", "softmax MB")
+    columns = ("N", "linrope tok/s", "softmax tok/s", "ratio", "eager", "MB", "softmax MB")
     for column in columns:
         table.add_column(column, justify="right")
     for row in rows:
@@ -73,7 +73,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(f"{name}: linrope {text}")
     console.print(
         f"softmax attention: scaled_dot_product_attention, backend '{rows[0]['softmax_backend']}'. "
-        "MB: growth of the process."
+        "eager: linrope over its eager backend. MB: growth of the process."
     )
     fractions = ", ".join(f"{row['flop_fraction']:.0%} at {row['n']:,}" for row in rows[-3:])
     console.print(f"forward FLOP/s over those of a 1024^3 float32 matmul: {fractions}")
