@@ -94,13 +94,13 @@ def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
     kv, z, angle = state.kv, state.z, state.angle
     if state.slots is None and not state.donated:
         kv, z, angle = kv.clone(), z.clone(), None if angle is None else angle.clone()
-    q, k, v, wide = _dense(call)
+    q, k, v, same = _dense(call)
     out = _ops.step.default(
         q, k, v, MAPS[call.feature_map], call.log_decay, call.theta, call.positions, call.key_positions,
         call.angle_steps, angle, call.key_mask, kv, z, state.slots,
         LAYOUTS[call.layout] if call.pairs else 0, call.normalize, call.eps, call.eps_mode == "add",
     )  # fmt: skip
-    return out if wide else out.to(call.v.dtype), Sums(kv, z, angle)
+    return out if same else out.to(call.v.dtype), Sums(kv, z, angle)
 
 
 def new_saved(call: Call) -> list[Tensor]:
@@ -115,14 +115,14 @@ def forward(
 
 
 def _forward(call: Call, sums: Sums | None, slots: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, wide = _dense(call)
+    q, k, v, same = _dense(call)
     out, kv, z = _ops.forward.default(
         q if call.q is not None else None, k, v, *_how(call, sums), slots,
         LAYOUTS[call.layout] if call.pairs else 0, call.causal, call.normalize, call.eps, call.eps_mode ==
         "add",
         call.want_state,
     )  # fmt: skip
-    return out if wide else out.to(call.v.dtype), kv, z
+    return out if same else out.to(call.v.dtype), kv, z
 
 
 def backward(
