@@ -8,7 +8,7 @@ demo: .venv/ready native
 	$(BIN)/linrope demo
 
 test: .venv/ready native
-	$(BIN)/python -m pytest -n auto --dist loadgroup
+	$(BIN)/python -m pytest -n auto
 
 check: .venv/ready
 	$(BIN)/ruff format --check .

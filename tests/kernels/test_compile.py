@@ -1,20 +1,12 @@
 """Every kernel compiled ahead of time for GPUs that are not there: it fits, it does not spill unknowingly."""
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 from linrope_kernels import tiles
 from linrope_kernels.report import SHARED_LIMIT
 
 from tests.kernels.compiled import CAPABILITIES, run_compiled
-
-
-@cache
-def reports() -> list[dict[str, Any]]:
-    """The compiler's report on the whole tile table."""
-    return run_compiled("-m", "linrope_kernels.report", "--json", "--capability", *map(str, CAPABILITIES))
 
 
 # Bytes spilled per thread, at most, over the capabilities; elsewhere none but LITTLE. A spill goes to the
@@ -56,43 +48,38 @@ CEILING = {
 # Chunks of 32, or 32 values: tiles too small for wgmma's 64 rows. Wide heads trade it for fewer spills.
 MMA_SYNC_ON_HOPPER = {("scan_fwd", 256), ("dv", 256)}
 
-pytestmark = pytest.mark.xdist_group("compile")  # made once, in one process
-every_capability = pytest.mark.parametrize("capability", CAPABILITIES)
-
 
 def described(entry: dict[str, Any]) -> tuple[str, int, str]:
     return entry["kernel"], entry["dim"], entry["dtype"]
 
 
-@every_capability
-def test_every_entry_of_the_table_compiles(capability: int) -> None:
-    compiled = {described(entry) for entry in reports() if entry["capability"] == capability}
+def test_the_whole_table_compiles_fits_and_spills_no_more_than_known() -> None:
+    """One test, since making the report takes minutes: several processes would each make their own."""
+    everything = run_compiled(
+        "-m", "linrope_kernels.report", "--json", "--capability", *map(str, CAPABILITIES)
+    )
+    for capability in CAPABILITIES:
+        report = [entry for entry in everything if entry["capability"] == capability]
+        check_that_nothing_is_left_out({described(entry) for entry in report})
+        assert not [entry for entry in report if entry["shared"] > SHARED_LIMIT[capability]]
+        assert not [entry for entry in report if entry["spills"] > ceiling(described(entry))]
+    check_the_use_of_hopper_s_matrix_unit([entry for entry in everything if entry["capability"] == 90])
+
+
+def check_that_nothing_is_left_out(compiled: set[tuple[str, int, str]]) -> None:
     names = {(name.removesuffix("_bwd"), dim) for name, dim, _ in compiled}
     assert names >= set(tiles.TABLE["bf16"])
     assert {(*name, dtype) for name in names for dtype in ("bf16", "fp16", "fp32")} <= compiled
 
 
-@every_capability
-def test_shared_memory_is_within_the_chip_s_limit(capability: int) -> None:
-    limit = SHARED_LIMIT[capability]
-    assert not [e for e in reports() if e["capability"] == capability and e["shared"] > limit]
+def ceiling(name: tuple[str, int, str]) -> int:
+    return 0 if name in NONE else CEILING.get(name, LITTLE)
 
 
-@every_capability
-def test_spills_are_under_their_ceilings(capability: int) -> None:
-    over = []
-    for entry in (e for e in reports() if e["capability"] == capability):
-        name = described(entry)
-        ceiling = 0 if name in NONE else CEILING.get(name, LITTLE)
-        if entry["spills"] > ceiling:
-            over.append((*name, entry["spills"], ceiling))
-    assert not over
-
-
-def test_bfloat16_uses_hopper_s_matrix_unit() -> None:
-    for entry in reports():
+def check_the_use_of_hopper_s_matrix_unit(report: list[dict[str, Any]]) -> None:
+    for entry in report:
         name, dim, dtype = described(entry)
-        if (entry["capability"], dtype) != (90, "bf16") or name == "step_fwd":
+        if dtype != "bf16" or name == "step_fwd":
             continue
         assert entry["matrix"] > 0, entry
         assert (entry["mma_sync"] > 0) == ((name, dim) in MMA_SYNC_ON_HOPPER), entry
