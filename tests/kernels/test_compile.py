@@ -8,7 +8,6 @@ from linrope_kernels.report import SHARED_LIMIT
 
 from tests.kernels.compiled import CAPABILITIES, run_compiled
 
-
 # Bytes spilled per thread, at most, over the capabilities; elsewhere none but LITTLE. A spill goes to the
 # first-level cache: it costs time, not correctness, and none of these was timed on a GPU yet.
 LITTLE = 160  # what another version of ptxas moves to and fro
