@@ -112,11 +112,11 @@ def stabilize(
     last = at_last(largest, first, bounds).expand(sequences, g).clone()  # alone: it goes into the state
     if causal:
         fading = previous(largest, first, bounds) - largest
-        log_decay = fading if log_decay is None else log_decay + fading
-        exact = (
-            log_decay.detach()
-        )  # rounding may leave a little more than 0, where clamp would have no gradient
-        log_decay = log_decay - (exact - exact.clamp(NOTHING_KEPT, 0))
+        if log_decay is None:
+            log_decay = fading.clamp(NOTHING_KEPT, 0)
+        else:  # rounding may leave a little more than 0, where clamp would have no gradient
+            kept = (fading + log_decay.detach()).clamp(NOTHING_KEPT, 0)
+            log_decay = kept + (log_decay - log_decay.detach())
     else:
         largest = spread(last, k.shape[1], bounds)
         if rows is not None:

@@ -66,6 +66,10 @@ def random_state(
     kv = torch.randn(state.kv.shape, generator=generator, dtype=torch.float64, device="cpu").to(state.kv)
     z = torch.rand(state.z.shape, generator=generator, dtype=torch.float64, device="cpu").to(state.z) + 0.5
     where = position + torch.arange(len(kv))
+    if state.log_scale is not None:  # of keys that were there, as kv says
+        state = replace(
+            state, log_scale=torch.rand(state.log_scale.shape, generator=generator).double() - 0.5
+        )
     return replace(state, kv=kv.requires_grad_(), z=z.requires_grad_(), position=where)
 
 
