@@ -161,7 +161,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(trainer: Trainer) -> 
         lambda _, tokens, x: x.masked_fill((tokens[0] == 7)[..., None], torch.inf)
     )
     before = [x.clone() for x in _bits(trainer)]
-    # "native" keeps it to that token and later ones; "eager" works in chunks, and this row is shorter than one.
+    # "native" keeps it to that token and later ones, "eager" to its chunk, which is this whole row.
     found = text.place(bad if native.why_not() is None else bad - column)
     with pytest.raises(RuntimeError, match=rf"loss nan, .* at step 1, first at {re.escape(found)}: "):
         trainer.train_step()
