@@ -1,10 +1,14 @@
-"""Tensor files: written atomically, read without trust."""
+"""Files: written atomically, read without trust."""
 
+import hashlib
+import json
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -26,10 +30,39 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def parse_json(text: str | bytes, name: str) -> Any:
+    """What the text says; name: of where it stands, for the message.
+
+    Raises:
+        ValueError: it is no JSON, or nested deeper than Python reads.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: not readable as JSON ({error})") from error
+
+
+def digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+    """Of all names, types, shapes and bytes: changes with any bit of them."""
+    found = hashlib.blake2b(json.dumps(sorted(metadata.items())).encode(), digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Saves tensors and metadata as safetensors, atomically."""
+    """Saves tensors and metadata as safetensors, atomically, with a checksum of both.
+
+    Raises:
+        OSError: they cannot be written, as on a full disk.
+    """
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    replace_file(path, lambda temporary: save_file(plain, temporary, metadata=metadata))
+    metadata = {**metadata, "checksum": digest(plain, metadata)}
+    try:
+        replace_file(path, lambda temporary: save_file(plain, temporary, metadata=metadata))
+    except SafetensorError as error:
+        raise OSError(f"{path}: cannot be written ({error})") from error
 
 
 def load_tensors(path: Path, kind: str, version: int) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -37,7 +70,7 @@ def load_tensors(path: Path, kind: str, version: int) -> tuple[dict[str, Tensor]
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: damaged, of another kind, or of a newer format.
+        ValueError: damaged, of another kind, or of another version. Files of linrope 0.1 have no checksum.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")

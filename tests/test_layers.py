@@ -16,6 +16,7 @@ ids = [str(path.relative_to(ROOT)) for path in FILES]
 
 # From top to bottom. The modules of one level do not know each other.
 LEVELS = [
+    {"__main__"},
     {"cli"},
     {"models", "versions"},
     {"attention", "position_encodings"},

@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from torch import Tensor
 
 import linrope
 from linrope.backends import native
-from linrope.cli.cases import AttentionCase, DecodeCase
+from linrope.cli.cases import AttentionCase, Case, DecodeCase
+from linrope.cli.peers import peers_of
 
 CHUNK = 32  # C of the operation count
 _STEPS = 20  # decoding steps per measurement
@@ -27,42 +29,60 @@ def flop_per_token_head(d: int, e: int) -> int:
     return 2 * CHUNK * d + CHUNK * e + 4 * d * e
 
 
-def median_seconds(
-    functions: Mapping[str, Callable[[], Any]], rounds: int = 5, budget: float = 2.0
+def typical_seconds(
+    functions: Mapping[str, Callable[[], Any]], rounds: int = 5, budget: float = 2.0, device: str = "cpu"
 ) -> dict[str, float]:
-    """Median time of each function; they take turns, so that a busy machine hits all alike.
+    """Time of each function; they take turns, so that a busy machine hits all alike.
 
-    Wall time, or with one thread its CPU time. budget: seconds per function over all rounds; at least one
-    call a round.
+    Medians of the wall time; of one thread minima of its CPU time, to which other processes only add.
+    budget: seconds per function over all rounds; at least one call a round.
     """
-    clock = time.thread_time if clock_name() == "thread CPU time" else time.perf_counter
+    alone = clock_name(device) != WALL
+    clock = time.thread_time if alone else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():
             if not times[name] or times[name][-1] < 1:  # warm-up, which long calls can do without
                 function()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            _wait(device)
             end = clock() + budget / rounds
             while True:
                 start = clock()
                 function()
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
+                _wait(device)
                 now = clock()
                 times[name].append(now - start)
                 if now >= end or len(times[name]) >= 200:
                     break
-    return {name: statistics.median(values) for name, values in times.items()}
+    typical = min if alone else statistics.median
+    return {name: typical(values) for name, values in times.items()}
 
 
-def clock_name() -> str:
+WALL = "wall time, medians"
+
+
+def clock_name(device: str = "cpu") -> str:
     """What times are: a thread's CPU time says what a call costs while others use the machine too."""
-    return "thread CPU time" if torch.get_num_threads() == 1 else "wall time"
+    on_cpu = torch.device(device).type == "cpu"
+    return "thread CPU time, minima" if on_cpu and torch.get_num_threads() == 1 else WALL
 
 
-def peak_memory(function: Callable[[], Any]) -> int | None:
-    """Bytes that the process grows by at most while function runs, its result included (Linux)."""
+def _wait(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory(function: Callable[[], Any], device: str = "cpu") -> int | None:
+    """Bytes that are taken at most while function runs, its result included.
+
+    On a CPU what the process grows by (Linux), on a GPU what PyTorch allocates there.
+    """
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        start = torch.cuda.memory_allocated(device)
+        result = function()
+        del result
+        return torch.cuda.max_memory_allocated(device) - start
     status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     if not status.exists():
         return None
@@ -83,12 +103,12 @@ def peak_memory(function: Callable[[], Any]) -> int | None:
     return peak - before
 
 
-def matmul_case() -> Callable[[], Tensor]:
-    a, b, out = torch.randn(1024, 1024), torch.randn(1024, 1024), torch.empty(1024, 1024)
+def matmul_case(case: Case) -> Callable[[], Tensor]:
+    a, b, out = torch.randn(3, 1024, 1024).to(case.device, case.dtype)
     return lambda: torch.mm(a, b, out=out)
 
 
-def machine() -> dict[str, Any]:
+def machine(device: str = "cpu") -> dict[str, Any]:
     """What the figures were measured on."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
@@ -98,7 +118,8 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": model,
         "threads": torch.get_num_threads(),
-        "clock": clock_name(),
+        "device": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device,
+        "clock": clock_name(device),
         "instruction_set": native.instruction_set(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -117,27 +138,42 @@ def _commit() -> str | None:
     return found.stdout.strip() or None
 
 
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: seconds one call of softmax attention may take, seconds per figure, turns."""
+
+    softmax_limit: float
+    budget: float
+    rounds: int
+
+    def seconds(self, runs: Mapping[str, Callable[[], Any]], device: str, times: int = 1) -> dict[str, float]:
+        return typical_seconds(runs, self.rounds * times, self.budget * times, device)
+
+
 def attention_row(
-    n: int, previous: dict[str, Any] | None, softmax_limit: float, budget: float, rounds: int
-) -> dict[str, Any]:
-    """All figures at length n. Softmax attention is left out where one call would take longer than
-    softmax_limit seconds, judged by the previous row: its time grows with the square of n."""
-    case = AttentionCase(n)
+    of: Case, n: int, previous: dict[str, Any] | None, effort: Effort
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """All figures at length n, and why peers have none.
+
+    Softmax attention is left out where one call would take longer than the effort allows, judged by the
+    previous row: its time grows with the square of n.
+    """
+    case = AttentionCase(n, **vars(of))
     case.check()
     case.check(case.eager)
+    peers, reasons = peers_of(case)
     row: dict[str, Any] = {"n": n, "softmax_backend": case.softmax_backend()}
-    runs: dict[str, Callable[[], Any]] = {"matmul": matmul_case()}
+    runs: dict[str, Callable[[], Any]] = {"matmul": matmul_case(of)}
     for mode, run in (("forward", case.forward), ("training", case.training)):
         runs[f"linrope_{mode}"] = partial(run, case.linrope)
         runs[f"eager_{mode}"] = partial(run, case.eager)
-        growth = 0.0
-        if previous is not None:
-            growth = (n / previous["n"]) ** 2 * (previous[mode]["softmax_seconds"] or math.inf)
-        if growth <= softmax_limit:
+        for name, attend in peers.items():
+            runs[f"{name}_{mode}"] = partial(run, attend)
+        if _softmax_seconds(of, n, previous, mode) <= effort.softmax_limit:
             runs[f"softmax_{mode}"] = partial(run, case.softmax)
     if "softmax_forward" in runs:
         case.check_softmax()
-    seconds = median_seconds(runs, rounds, budget)
+    seconds = effort.seconds(runs, of.device)
     row["matmul_flops"] = 2 * 1024**3 / seconds["matmul"]
     for mode, run in (("forward", case.forward), ("training", case.training)):
         fast, slow = seconds[f"linrope_{mode}"], seconds.get(f"softmax_{mode}")
@@ -145,19 +181,33 @@ def attention_row(
             "linrope_seconds": fast,
             "softmax_seconds": slow,
             "eager_seconds": seconds[f"eager_{mode}"],
+            "peer_seconds": {name: seconds[f"{name}_{mode}"] for name in peers},
             "linrope_tokens_per_second": case.tokens / fast,
             "softmax_tokens_per_second": slow and case.tokens / slow,
             "ratio": slow and slow / fast,
-            "linrope_bytes": peak_memory(partial(run, case.linrope)),
-            "softmax_bytes": slow and peak_memory(partial(run, case.softmax)),
+            "linrope_bytes": peak_memory(partial(run, case.linrope), of.device),
+            "softmax_bytes": slow and peak_memory(partial(run, case.softmax), of.device),
         }
-    flop = case.tokens * case.heads * flop_per_token_head(case.dim, case.dim)
+    flop = case.tokens * case.heads * flop_per_token_head(case.how["feature_map"].feature_dim, case.dim)
     row["flop_fraction"] = flop / seconds["linrope_forward"] / row["matmul_flops"]
-    tensor = case.inputs[0].numel() * case.inputs[0].element_size()
     used = row["training"]["linrope_bytes"]
-    # Beyond inputs, outputs and gradients: q, k, v, out and their gradients are 8 tensors, 4 of them new.
-    row["extra_memory_fraction"] = None if used is None else max(0, used - 4 * tensor) / (8 * tensor)
-    return row
+    # Beyond inputs, outputs and gradients: out and the gradients of q, k and v are new.
+    inputs, out = sum(x.nbytes for x in case.inputs), case.g_out.nbytes
+    beyond = None if used is None else max(0, used - inputs - out)
+    row["extra_memory_fraction"] = None if beyond is None else beyond / (2 * inputs + 2 * out)
+    return row, reasons
+
+
+def _softmax_seconds(of: Case, n: int, previous: dict[str, Any] | None, mode: str) -> float:
+    """About what a call of softmax attention takes, by the length before; infinite where that had none."""
+    if previous is not None:
+        before = float(previous[mode]["softmax_seconds"] or math.inf)
+        return before * (n / int(previous["n"])) ** 2
+    if n <= 1024:
+        return 0.0
+    case = AttentionCase(1024, **vars(of))
+    run = {"": partial(getattr(case, mode), case.softmax)}
+    return (n / 1024) ** 2 * typical_seconds(run, 1, 0.1, of.device)[""]
 
 
 def overtaking(rows: list[dict[str, Any]], mode: str) -> int | None:
@@ -171,20 +221,21 @@ def overtaking(rows: list[dict[str, Any]], mode: str) -> int | None:
     return length
 
 
-def growth(short: int, long: int, budget: float, rounds: int) -> dict[str, Any]:
+def growth(of: Case, short: int, long: int, effort: Effort) -> dict[str, Any]:
     """Time per token at length long over that at length short, in turns: 1 is linear."""
-    cases = {n: AttentionCase(n) for n in (short, long)}
+    cases = {n: AttentionCase(n, **vars(of)) for n in (short, long)}
     ratios = {}
     for mode in ("forward", "training"):
         runs = {str(n): partial(getattr(case, mode), case.linrope) for n, case in cases.items()}
-        seconds = median_seconds(runs, rounds * 2, budget * 2)
+        seconds = effort.seconds(runs, of.device, times=2)
         ratios[mode] = seconds[str(long)] / long / (seconds[str(short)] / short)
     return {"short": short, "long": long, **ratios}
 
 
-def extra_costs(n: int, budget: float, rounds: int) -> dict[str, Any]:
+def extra_costs(n: int, effort: Effort) -> dict[str, Any]:
     """Time with decay, gates, steps, packing, and in bfloat16, over that of the plain call, in turns."""
     case, half = AttentionCase(n), AttentionCase(n, dtype=torch.bfloat16)
+    half.check()
     ways: dict[str, tuple[AttentionCase, Callable[[], Tensor]]] = {"plain": (case, case.linrope)}
     for name, options in case.variants().items():
         ways[name] = case, partial(case.linrope, **options)
@@ -195,25 +246,26 @@ def extra_costs(n: int, budget: float, rounds: int) -> dict[str, Any]:
     costs: dict[str, Any] = {"n": n}
     for mode in ("forward", "training"):
         runs = {name: partial(getattr(of, mode), attend) for name, (of, attend) in ways.items()}
-        seconds = median_seconds(runs, rounds, budget)
+        seconds = effort.seconds(runs, "cpu")
         costs[mode] = {name: x / seconds["plain"] for name, x in seconds.items() if name != "plain"}
     return costs
 
 
-def decode_rows(positions: list[int], budget: float, rounds: int) -> list[dict[str, Any]]:
+def decode_rows(of: Case, positions: list[int], effort: Effort) -> list[dict[str, Any]]:
     """Time per token at each position; linrope's steps take turns, so that their ratio means something."""
-    cases = [DecodeCase(position) for position in positions]
+    cases = [DecodeCase(position, of) for position in positions]
     for case in cases:
         case.check()
     ways = ("linrope", "linrope_donated", "linrope_layer")
     runs = {(way, case.position): partial(_repeat, getattr(case, way)) for way in ways for case in cases}
-    times = median_seconds({f"{way} {at}": run for (way, at), run in runs.items()}, rounds * 10, budget * 2)
+    named = {f"{way} {at}": run for (way, at), run in runs.items()}
+    times = typical_seconds(named, effort.rounds * 10, effort.budget * 2, of.device)
     seconds = {name: x / _STEPS for name, x in times.items()}
     rows = []
     for case in cases:
         case.fill_cache()
         case.check_softmax()
-        others = median_seconds({"": case.softmax, "layer": case.softmax_layer}, rounds, budget)
+        others = effort.seconds({"": case.softmax, "layer": case.softmax_layer}, of.device)
         softmax, softmax_layer = others[""], others["layer"]
         assert case.cache is not None
         cache = sum(x.numel() * x.element_size() for x in case.cache)

@@ -1,6 +1,6 @@
 """What is compared: linear attention with RoPE and softmax attention with RoPE, on the same inputs.
 
-Each case checks both sides against float64 before anyone times them.
+Each case checks both sides against float64 (checks.py) before anyone times them.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,63 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, linear_rope_attention
+from linrope.choices import make_decay, make_map
+from linrope.cli import checks
 
-U32 = 2.0**-24
-_SAMPLED = 32  # rows that are checked where checking all would take too long
+
+@dataclass
+class Case:
+    """What all cases of a run share: sizes, dtype, and how attention is computed."""
+
+    batch: int = 1
+    heads: int = 8
+    dim: int = 64
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    kv_heads: int | None = None  # default: heads
+    feature_map: str | dict[str, Any] = "elu+1"
+    decay: str | None = None  # by name, as LinearRoPEAttention takes it
+    gates: bool = False  # a forget gate per key/value head, made from random numbers
+    backend: str = "auto"
+
+    def options(self) -> dict[str, Any]:
+        """Of ``linear_rope_attention``, without the gates.
+
+        Raises:
+            ValueError: sizes, or a map or decay, that do not fit.
+        """
+        for name in ("batch", "heads", "dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name}={getattr(self, name)}: expected at least 1")
+        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+            raise ValueError(f"--kv-heads={self.kv_heads}: expected a divisor of --heads={self.heads}")
+        groups = self.kv_heads or self.heads
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            fmap = (
+                make_map(self.feature_map, self.dim, self.heads, groups).to(self.device).requires_grad_(False)
+            )
+        decay = None if self.decay is None else make_decay(self.decay, groups)[0].to(self.device)
+        return {
+            "feature_map": fmap,
+            "rotary": Rotary(fmap.feature_dim),
+            "normalize": fmap.positive,
+            "decay": decay,
+            "backend": self.backend,
+        }
+
+
+def shape_of(case: Case) -> dict[str, Any]:
+    """The fields of a case, as JSON has them."""
+    return {name: getattr(case, name) for name in Case.__dataclass_fields__} | {
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "kv_heads": case.kv_heads or case.heads,
+    }
 
 
 @dataclass
 class AttentionCase:
-    """Causal self-attention, (1, n, 8, 64) float32 unless told otherwise."""
+    """Causal self-attention on (b, n, h, d)."""
 
     n: int
     batch: int = 1
@@ -27,26 +76,48 @@ class AttentionCase:
     dim: int = 64
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
+    kv_heads: int | None = None
+    feature_map: str | dict[str, Any] = "elu+1"
+    decay: str | None = None
+    gates: bool = False
+    backend: str = "auto"
     inputs: tuple[Tensor, Tensor, Tensor] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        case = Case(**{name: getattr(self, name) for name in Case.__dataclass_fields__})
+        self.how = case.options()
+        self.rotary: Rotary = self.how["rotary"]
         generator = torch.Generator(self.device).manual_seed(self.n)
-        shape = self.batch, self.n, self.heads, self.dim
+        groups = self.kv_heads or self.heads
         q, k, v, self.g_out = (
-            torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype) for _ in range(4)
+            torch.randn(
+                (self.batch, self.n, heads, self.dim),
+                generator=generator,
+                device=self.device,
+                dtype=self.dtype,
+            )
+            for heads in (self.heads, groups, groups, self.heads)
         )
         self.inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
-        self.rotary = Rotary(self.dim)
-        positions = torch.arange(self.n, device=self.device)
-        cos, sin = self.rotary.cos_sin(positions)
+        self.log_decay: Tensor | None = None
+        if self.gates:
+            some = torch.rand(self.batch, self.n, groups, generator=generator, device=self.device)
+            self.log_decay = some.clamp(min=1e-3).log().div(8).requires_grad_()
+            self.how["log_decay"] = self.log_decay
+        cos, sin = Rotary(self.dim).cos_sin(torch.arange(self.n, device=self.device))
         self.cis = torch.complex(cos, sin)  # the softmax side gets its table for free
 
     @property
     def tokens(self) -> int:
         return self.batch * self.n
 
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """What gradients are taken of: q, k, v, and the gates where there are some."""
+        return self.inputs if self.log_decay is None else (*self.inputs, self.log_decay)
+
     def linrope(self, **options: Any) -> Tensor:
-        out: Tensor = linear_rope_attention(*self.inputs, rotary=self.rotary, **options)
+        out: Tensor = linear_rope_attention(*self.inputs, **(self.how | options))
         return out
 
     def eager(self) -> Tensor:
@@ -67,8 +138,9 @@ class AttentionCase:
     def softmax(self) -> Tensor:
         q, k, v = self.inputs
         q, k = self._rotate(q), self._rotate(k)
+        grouped = self.kv_heads not in (None, self.heads)
         out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=grouped
         )
         return out.transpose(1, 2)
 
@@ -81,131 +153,112 @@ class AttentionCase:
             return attend()
 
     def training(self, attend: Callable[[], Tensor]) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(attend(), self.inputs, self.g_out)
+        out = attend()
+        return torch.autograd.grad(out, self.leaves, self.g_out.to(out.dtype), allow_unused=True)
 
     def softmax_backend(self) -> str:
         """The kernel that scaled_dot_product_attention takes for these inputs."""
         q, k, v = (x.detach().transpose(1, 2) for x in self.inputs)
-        choice = torch._fused_sdp_choice(q, k, v, is_causal=True)
+        grouped = self.kv_heads not in (None, self.heads)
+        choice = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=grouped)
         return {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}.get(int(choice), str(choice))
 
     def check(self, attend: Callable[[], Tensor] | None = None) -> None:
-        """Compares the outputs and gradients of attend (default: linrope) with eq. 19 in float64.
-
-        Sampled rows of out and dq, and the last rows of dk and dv, whose sums lie among them.
+        """Compares the outputs and gradients of attend (default: linrope) with the equation in float64.
 
         Raises:
             AssertionError: one of them is off.
         """
-        attend = self.linrope if attend is None else attend
-        n, count = self.n, min(_SAMPLED, self.n)
-        generator = torch.Generator().manual_seed(0)
-        last = torch.arange(n - count, n)
-        rows = torch.cat((torch.randint(n, (count,), generator=generator), last))
-        seen = torch.arange(n) <= rows[:, None]
-        q, k, v = (x.detach()[0].double().cpu() for x in self.inputs)
-        g = self.g_out[0, rows].double().cpu()
-        phi, psi = (torch.where(x > 0, x + 1, x.exp()) for x in (q, k))
-        positions = torch.arange(n)
-        phi_hat, psi_hat = (self.rotary(x[None], positions)[0] for x in (phi, psi))
-
-        # eq. 19 and its gradient, written out for the rows
-        scores = torch.einsum("rhf,mhf->hrm", phi_hat[rows], psi_hat) * seen
-        den = (torch.einsum("rhf,mhf->hrm", phi[rows], psi) * seen).sum(-1)
-        num = torch.einsum("hrm,mhe->hre", scores, v)
-        out = num / den[..., None]
-        magnitude = torch.einsum("rhf,mhf->hrm", phi_hat[rows].abs(), psi_hat.abs()) * seen
-        bound = torch.einsum("hrm,mhe->hre", magnitude, v.abs()) / den[..., None]
-        error = (self.forward(attend)[0, rows].double().cpu().transpose(0, 1) - out).abs()
-        assert bool((error <= 16 * U32 * bound).all()), f"linrope's output is off at N = {n}"
-
-        gb = g.transpose(0, 1) / den[..., None]
-        d_scores = torch.einsum("hre,mhe->hrm", gb, v) * seen
-        delta = -(gb * out).sum(-1)
-        d_weights = delta[..., None] * seen
-        back = torch.einsum("hrm,mhf->rhf", d_scores, psi_hat)
-        dphi = self._unrotate(back, rows) + torch.einsum("hrm,mhf->rhf", d_weights, psi)
-        dq = dphi * torch.where(q[rows] > 0, 1.0, phi[rows])
-        late = slice(count, None)  # the last rows among rows: all that the last keys are seen by
-        back = torch.einsum("hrm,rhf->mhf", d_scores[:, late, last], phi_hat[last])
-        dpsi = self._unrotate(back, last) + torch.einsum("hrm,rhf->mhf", d_weights[:, late, last], phi[last])
-        dk = dpsi * torch.where(k[last] > 0, 1.0, psi[last])
-        dv = torch.einsum("hrm,hre->mhe", scores[:, late, last], gb[:, late])
-        grads = self.training(attend)
-        for name, got, expected in zip(
-            "qkv", (grads[0][0, rows], grads[1][0, last], grads[2][0, last]), (dq, dk, dv)
-        ):
-            error = (got.double().cpu() - expected).abs()
-            assert bool(error.max() <= 1e-4 * expected.abs().max()), f"linrope's d{name} is off at N = {n}"
+        checks.check_attention(self, self.linrope if attend is None else attend, "linrope", self.how)
 
     def check_softmax(self) -> None:
-        """Compares sampled rows of the softmax side's output with softmax in float64."""
-        rows = torch.randint(self.n, (_SAMPLED,), generator=torch.Generator().manual_seed(1))
-        q, k, v = (x.detach()[0].double().cpu() for x in self.inputs)
-        q, k = (self.rotary(x[None], torch.arange(self.n))[0] for x in (q, k))
-        logits = torch.einsum("rhd,mhd->hrm", q[rows], k) / self.dim**0.5
-        logits = logits.masked_fill(torch.arange(self.n) > rows[:, None], -torch.inf)
-        out = torch.einsum("hrm,mhe->rhe", logits.softmax(-1), v)
-        error = (self.forward(self.softmax)[0, rows].double().cpu() - out).abs().max()
-        assert error <= 1e-5, f"softmax attention's output is off at N = {self.n}"
+        """Compares sampled rows of the softmax side's output with softmax in float64.
 
-    def _unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """R(p)^T x: rotation with the sines negated."""
-        opposite = Rotary(self.dim, theta=-self.rotary.theta)
-        return opposite(x[None], positions)[0]
+        Raises:
+            AssertionError: one of them is off.
+        """
+        checks.check_softmax(self)
 
 
 @dataclass
 class DecodeCase:
-    """One new token after ``position`` earlier ones: a state against a key/value cache."""
+    """One new token of each sequence after ``position`` earlier ones: a state against a key/value cache."""
 
     position: int
-    heads: int = 8
-    dim: int = 64
+    case: Case = field(default_factory=Case)
 
     def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(self.position)
-        self.rotary = Rotary(self.dim)
-        self.token = torch.randn(3, 1, 1, self.heads, self.dim, generator=generator).unbind(0)
+        case = self.case
+        self.heads, self.dim, self.groups = case.heads, case.dim, case.kv_heads or case.heads
+        self.how = case.options()
+        self.rotary: Rotary = self.how["rotary"]
+        generator = torch.Generator(case.device).manual_seed(self.position)
+        new: dict[str, Any] = {"generator": generator, "device": case.device, "dtype": case.dtype}
+        sizes = (self.heads, self.groups, self.groups)
+        self.token = [torch.randn(case.batch, 1, heads, self.dim, **new) for heads in sizes]
         # The state is made of a few keys and moved to the position: its cost does not depend on them.
-        q, k, v = torch.randn(3, 1, 64, self.heads, self.dim, generator=generator)
-        _, state = linear_rope_attention(q, k, v, rotary=self.rotary, return_state=True)
-        self.state = LinearAttentionState(state.kv, state.z, torch.tensor([self.position]), state.identity)
+        few = [torch.randn(case.batch, 64, heads, self.dim, **new) for heads in sizes]
+        gates = {"log_decay": few[1][..., 0].float().abs().div(-8)} if case.gates else {}
+        if case.gates:
+            self.how["log_decay"] = self.token[1][..., 0].float().abs().div(-8)
+        _, state = linear_rope_attention(*few, **(self.how | gates), return_state=True)
+        self.where = torch.full((case.batch,), self.position, device=case.device)
+        self.state = LinearAttentionState(
+            state.kv, state.z, self.where.clone(), state.identity, log_scale=state.log_scale
+        )
         self.moving = self.state.clone()
-        self.layer = LinearRoPEAttention(self.heads * self.dim, self.heads, rotary=self.rotary).eval()
-        self.x = torch.randn(1, 1, self.heads * self.dim, generator=generator)
+        self.layer = LinearRoPEAttention(
+            self.heads * self.dim,
+            self.heads,
+            num_kv_heads=self.groups,
+            head_dim=self.dim,
+            **{name: self.how[name] for name in ("feature_map", "rotary", "normalize", "backend")},
+            decay=case.decay,
+            forget_gate=case.gates,
+            device=case.device,
+            dtype=case.dtype,
+        ).eval()
+        self.x = torch.randn(case.batch, 1, self.heads * self.dim, **new)
+        self.moving_in_layer: LinearAttentionState | None = None
         self.cache: tuple[Tensor, Tensor] | None = None
-        cos, sin = self.rotary.cos_sin(torch.tensor([self.position]))
+        cos, sin = Rotary(self.dim).cos_sin(self.where[:1])
         self.cis = torch.complex(cos, sin)
 
     def fill_cache(self) -> None:
-        shape = 1, self.heads, self.position + 1, self.dim
-        self.cache = torch.empty(shape).normal_(), torch.empty(shape).normal_()
+        shape = self.case.batch, self.groups, self.position + 1, self.dim
+        new: dict[str, Any] = {"device": self.case.device, "dtype": self.case.dtype}
+        self.cache = torch.empty(shape, **new).normal_(), torch.empty(shape, **new).normal_()
 
     def linrope(self) -> Tensor:
         with torch.no_grad():
-            out, _ = linear_rope_attention(
-                *self.token, rotary=self.rotary, state=self.state, return_state=True
-            )
+            made = linear_rope_attention(*self.token, **self.how, state=self.state, return_state=True)
+        out: Tensor = made[0]
         return out
 
     def linrope_donated(self) -> None:
         """The next state in this one's memory: the position goes on with every step."""
         with torch.no_grad():
             _, self.moving = linear_rope_attention(
-                *self.token, rotary=self.rotary, state=self.moving.donate(), return_state=True
+                *self.token, **self.how, state=self.moving.donate(), return_state=True
             )
 
     def linrope_layer(self) -> None:
         with torch.no_grad():
-            _, self.moving = self.layer(self.x, state=self.moving.donate(), return_state=True)
+            if self.moving_in_layer is None:
+                _, self.moving_in_layer = self.layer(self.x, positions=self.where[:, None], return_state=True)
+            _, self.moving_in_layer = self.layer(
+                self.x, state=self.moving_in_layer.donate(), return_state=True
+            )
 
     def softmax_layer(self) -> Tensor:
         """The same projections around the step with a cache."""
-        layer, shape = self.layer, (1, 1, self.heads, self.dim)
+        layer, b = self.layer, self.case.batch
         with torch.no_grad():
-            q, k, v = (project(self.x).view(shape) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
-            out: Tensor = layer.o_proj(self._softmax(q, k, v).transpose(1, 2).reshape(1, 1, -1))
+            q, k, v = (
+                project(self.x).view(b, 1, -1, self.dim)
+                for project in (layer.q_proj, layer.k_proj, layer.v_proj)
+            )
+            out: Tensor = layer.o_proj(self._softmax(q, k, v).transpose(1, 2).reshape(b, 1, -1))
         return out
 
     def softmax(self) -> Tensor:
@@ -214,30 +267,24 @@ class DecodeCase:
     def _softmax(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self.cache is not None
         keys, values = self.cache
+        grouped = self.groups != self.heads
         with torch.no_grad():
             q, k = (
-                torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * self.cis).flatten(-2)
+                torch.view_as_real(torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * self.cis)
+                .flatten(-2)
+                .to(x.dtype)
                 for x in (q, k)
             )
             keys[:, :, -1:], values[:, :, -1:] = k.transpose(1, 2), v.transpose(1, 2)
-            return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values)
+            return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, enable_gqa=grouped)
 
     def check(self) -> None:
-        """Compares one step with eq. 19 on the state, in float64.
+        """Compares one step with the equation on the state, in float64.
 
         Raises:
             AssertionError: it is off.
         """
-        q, k, v = (x[0, 0].double() for x in self.token)
-        phi, psi = (torch.where(x > 0, x + 1, x.exp()) for x in (q, k))
-        at = torch.tensor([self.position])
-        phi_hat, psi_hat = (self.rotary(x[None, None], at)[0, 0] for x in (phi, psi))
-        kv = self.state.kv[0].double() + psi_hat[..., None] * v[:, None]
-        den = (phi * (self.state.z[0] + psi)).sum(-1, keepdim=True)
-        bound = torch.einsum("hf,hfe->he", phi_hat.abs(), kv.abs()) / den
-        out = torch.einsum("hf,hfe->he", phi_hat, kv) / den
-        error = (self.linrope()[0, 0].double() - out).abs()
-        assert bool((error <= 16 * U32 * bound).all()), f"the step is off at position {self.position}"
+        checks.check_step(self)
 
     def check_softmax(self) -> None:
         """Compares the softmax side's step with softmax in float64, head by head.
@@ -245,11 +292,4 @@ class DecodeCase:
         Raises:
             AssertionError: it is off.
         """
-        assert self.cache is not None
-        out, q = self.softmax()[0, :, 0].double(), self.token[0]
-        at = torch.tensor([self.position])
-        q = self.rotary(q.double(), at)[0, 0]
-        for head, (keys, values) in enumerate(zip(*(x[0] for x in self.cache), strict=True)):
-            weights = (keys.double() @ q[head] / self.dim**0.5).softmax(0)
-            error = (out[head] - weights @ values.double()).abs().max()
-            assert error <= 1e-5, f"softmax attention's step is off at position {self.position}"
+        checks.check_softmax_step(self)

@@ -15,11 +15,16 @@ from linrope.models.training.checkpoint import load_training, tokenizer_of
 
 
 def evaluate(
-    runs: list[Path], path: Path | None, length: int | None, sequences: int, console: Console
+    runs: list[Path],
+    path: Path | None,
+    length: int | None,
+    sequences: int,
+    device: torch.device,
+    console: Console,
 ) -> dict[str, Any]:
     """The figures of each run, all on the same text: what was held out from training, or another one."""
     models = []
-    for run in runs:
+    for run, label in zip(runs, labels(runs), strict=True):
         checkpoint = latest_checkpoint(run)
         config, _, metadata = load_training(checkpoint)
         where = metadata["corpus"] or None if path is None else path
@@ -27,12 +32,13 @@ def evaluate(
         same = metadata["checksum"] == str(corpus.checksum)
         text = corpus.held_out if same else corpus.all()
         until = length or min(4 * config.sequence_length, text.longest - 1)
-        model = LanguageModel.load(checkpoint).eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        model = LanguageModel.load(checkpoint).eval().to(device)
         console.print(f"{run}: {'the held-out part' if same else 'all'} of {corpus.name}, {until:,} tokens")
         bins = bits_by_position(model, text, until, sequences=sequences)
         models.append(
             {
                 "run": str(run),
+                "label": label,
                 "step": int(metadata["step"]),
                 "attention": model.config.attention,
                 "positions": _positions(model),
@@ -46,6 +52,22 @@ def evaluate(
     return {"models": models}
 
 
+def labels(runs: list[Path]) -> list[str]:
+    """The end of each path, as much of it as tells them apart.
+
+    Raises:
+        ValueError: two are the same.
+    """
+    parts = [run.resolve().parts for run in runs]
+    if len(set(parts)) < len(parts):
+        raise ValueError(f"--checkpoint: got {', '.join(map(str, runs))}, expected each of them once")
+    for count in range(1, max(map(len, parts)) + 1):
+        found = ["/".join(part[-count:]) for part in parts]
+        if len(set(found)) == len(found):
+            break
+    return found
+
+
 def _positions(model: LanguageModel) -> str:
     config = model.config
     return "none" if config.positions == "rope" and config.rotary is None else config.positions
@@ -56,7 +78,7 @@ def table(result: dict[str, Any]) -> Table:
     shown = Table(title="Bits per byte by position")
     shown.add_column("positions", justify="right")
     for model in result["models"]:
-        shown.add_column(Path(model["run"]).name, justify="right")
+        shown.add_column(model["label"], justify="right")
     columns = [{b["end"]: b for b in model["bins"]} for model in result["models"]]
     for end in sorted({end for column in columns for end in column}):
         start = next(int(column[end]["start"]) for column in columns if end in column)
@@ -87,7 +109,7 @@ def _plot(result: dict[str, Any], path: Path) -> None:
         bins, color = model["bins"], colors[index % len(colors)]
         middle = [((b["start"] + 1) * b["end"]) ** 0.5 for b in bins]  # counted from 1, for the logarithm
         bits = [b["bits_per_byte"] for b in bins]
-        label = f"{Path(model['run']).name}: {model['attention']}, positions {model['positions']}"
+        label = f"{model['label']}: {model['attention']}, positions {model['positions']}"
         axis.plot(middle, bits, "o-", color=color, label=label, linewidth=2, markersize=4)
         low, high = ([b["bits_per_byte"] + sign * b["error"] for b in bins] for sign in (-1, 1))
         axis.fill_between(middle, low, high, color=color, alpha=0.15, linewidth=0)

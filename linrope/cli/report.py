@@ -1,15 +1,17 @@
-"""Benchmark results as tables on the terminal and as a plot."""
+"""Benchmark results as tables on the terminal."""
 
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 
-def attention_table(rows: list[dict[str, Any]], mode: str, name: str) -> Table:
-    table = Table(title=f"Causal attention with RoPE, (1, N, 8, 64) float32: {name}")
-    columns = ("N", "linrope tok/s", "softmax tok/s", "ratio", "eager", "MB", "softmax MB")
+def attention_table(result: dict[str, Any], mode: str, name: str) -> Table:
+    case, rows = result["case"], result["attention"]
+    sizes = f"({case['batch']}, N, {case['heads']}, {case['dim']}) {case['dtype']}"
+    table = Table(title=f"Causal attention with RoPE, {sizes}: {name}")
+    peers = list(dict.fromkeys(peer for row in rows for peer in row[mode]["peer_seconds"]))
+    columns = ("N", "linrope tok/s", "softmax tok/s", "ratio", "eager", *peers, "MB", "softmax MB")
     for column in columns:
         table.add_column(column, justify="right")
     for row in rows:
@@ -21,14 +23,17 @@ def attention_table(rows: list[dict[str, Any]], mode: str, name: str) -> Table:
             "too long" if slow else f"{part['softmax_tokens_per_second']:,.0f}",
             "" if slow else f"{part['ratio']:.2f}x",
             f"{part['eager_seconds'] / part['linrope_seconds']:.2f}x",
+            *(_ratio(part["peer_seconds"].get(peer), part["linrope_seconds"]) for peer in peers),
             _megabytes(part["linrope_bytes"]),
             _megabytes(part["softmax_bytes"]),
         )
     return table
 
 
-def decode_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="Decoding, one token after so many, 8 heads of 64, float32")
+def decode_table(result: dict[str, Any]) -> Table:
+    case, rows = result["case"], result["decode"]
+    sizes = f"{case['batch']} x {case['heads']} heads of {case['dim']}, {case['dtype']}"
+    table = Table(title=f"Decoding, one token after so many, {sizes}")
     for name in (
         "position",
         "op us",
@@ -65,7 +70,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     )
     rows = result["attention"]
     for mode, name in (("forward", "forward"), ("training", "forward + backward")):
-        console.print(attention_table(rows, mode, name))
+        console.print(attention_table(result, mode, name))
         length = result["overtaking"][mode]
         text = (
             "does not overtake softmax attention" if length is None else f"is faster from N = {length:,} on"
@@ -73,10 +78,12 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(f"{name}: linrope {text}")
     console.print(
         f"softmax attention: scaled_dot_product_attention, backend '{rows[0]['softmax_backend']}'. "
-        "eager: linrope over its eager backend. MB: growth of the process."
+        "eager, and peers: linrope over them; peers compute without rotation. MB: growth of the process."
     )
+    for peer, reason in result["peers_not_run"].items():
+        console.print(f"{peer}: {reason}")
     fractions = ", ".join(f"{row['flop_fraction']:.0%} at {row['n']:,}" for row in rows[-3:])
-    console.print(f"forward FLOP/s over those of a 1024^3 float32 matmul: {fractions}")
+    console.print(f"forward FLOP/s over those of a 1024^3 matmul: {fractions}")
     memory = rows[-1]["extra_memory_fraction"]
     if memory is not None:
         console.print(
@@ -90,55 +97,15 @@ def show(result: dict[str, Any], console: Console) -> None:
             f"{growth['forward']:.2f} forward, {growth['training']:.2f} forward + backward"
         )
     costs = result["costs"]
-    for mode, name in (("forward", "forward"), ("training", "forward + backward")):
+    for mode, name in (("forward", "forward"), ("training", "forward + backward")) if costs else ():
         text = ", ".join(f"{what} {ratio:.2f}" for what, ratio in costs[mode].items())
         console.print(f"{name} at {costs['n']:,}, time over that of the plain call: {text}")
     if result["decode"]:
-        console.print(decode_table(result["decode"]))
+        console.print(decode_table(result))
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Tokens per second over N, both sides, both modes, log-log."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    rows = result["attention"]
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")
-    for axis, mode, title in zip(
-        axes, ("forward", "training"), ("forward", "forward + backward"), strict=True
-    ):
-        for side, name, color in (
-            ("linrope", "linear attention with RoPE (linrope)", "#0b6e4f"),
-            ("softmax", f"softmax attention with RoPE (SDPA, {rows[0]['softmax_backend']})", "#c1440e"),
-        ):
-            points = [(r["n"], r[mode][f"{side}_tokens_per_second"]) for r in rows]
-            points = [(n, rate) for n, rate in points if rate]
-            axis.loglog(*zip(*points, strict=True), "o-", label=name, color=color, linewidth=2, markersize=5)
-        best = [row for row in rows if row[mode]["ratio"]]
-        if best:
-            last = best[-1]
-            axis.annotate(
-                f"{last[mode]['ratio']:.0f}x",
-                (last["n"], last[mode]["softmax_tokens_per_second"]),
-                textcoords="offset points",
-                xytext=(6, 8),
-                color="#c1440e",
-            )
-        lengths = [row["n"] for row in rows]
-        axis.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
-        axis.minorticks_off()
-        axis.set_title(title)
-        axis.set_xlabel("sequence length N")
-        axis.grid(True, which="major", alpha=0.3)
-    axes[0].set_ylabel("tokens per second")
-    axes[0].legend(loc="lower left", fontsize=8)
-    machine = result["machine"]
-    threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
-    figure.suptitle(f"8 heads of 64, float32, {machine['cpu']}, {threads}", fontsize=10)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+def _ratio(slow: float | None, fast: float) -> str:
+    return "" if slow is None else f"{slow / fast:.2f}x"
 
 
 def _megabytes(x: float | None) -> str:

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from linrope.files import replace_file
+from linrope.files import parse_json, replace_file
 from linrope.models.training import Trainer
 from linrope.models.training.optional import need
 
@@ -33,7 +33,9 @@ class Log:
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         path = folder / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-        whole = [line for line in lines if line.endswith("}\n") and json.loads(line)["step"] <= step]
+        whole = [
+            line for line in lines if line.endswith("}\n") and parse_json(line, str(path))["step"] <= step
+        ]
         replace_file(path, lambda temporary: temporary.write_text("".join(whole)))
         self.file = open(path, "a")  # noqa: SIM115 - open as long as the run
 
@@ -51,14 +53,23 @@ class Log:
             self.board.close()
 
 
+def accelerator_on(device: torch.device) -> Any:
+    """accelerate's, for that device and the processes there are."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    # cpu: left to itself, accelerate takes each of several processes without a GPU for a lone one.
+    accelerator = need("accelerate", "linrope[train]").Accelerator(cpu=device.type == "cpu")
+    if accelerator.device.type != device.type:
+        raise ValueError(f"--device={device}: accelerate takes {accelerator.device} here")
+    return accelerator
+
+
 def describe(trainer: Trainer, console: Console) -> None:
     size = sum(parameter.numel() for parameter in trainer.model.parameters())
-    corpus, processes = trainer.corpus, trainer.accelerator.num_processes
-    console.print(
-        f"{size / 1e6:.2f} M parameters; {corpus.name}: {corpus.train.size / 1e6:.1f} MB to train on, "
-        f"{corpus.held_out.size / 1e6:.1f} MB held out"
-        + (f"; {processes} processes" if processes > 1 else "")
-    )
+    accelerator = trainer.accelerator
+    text = f"{size / 1e6:.2f} M parameters on {accelerator.device}; {trainer.corpus.describe()}"
+    more = f"; {accelerator.num_processes} processes" if accelerator.num_processes > 1 else ""
+    console.print(text + more)
 
 
 def run_steps(

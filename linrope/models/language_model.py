@@ -23,7 +23,8 @@ from torch.nn import functional as F
 from linrope.arguments import check_packing, resolve_positions
 from linrope.attention import LinearRoPEAttention
 from linrope.choices import ROTATIONS
-from linrope.files import load_tensors, replace_file, save_tensors
+from linrope.files import digest, load_tensors, parse_json, replace_file, save_tensors
+from linrope.models.folders import latest_checkpoint
 from linrope.names import check_name, readable
 from linrope.position_encodings import ABSOLUTE, RELATIVE, KeyValueState, SoftmaxAttention
 from linrope.rotary import LAYOUTS, Rotary
@@ -253,33 +254,48 @@ class LanguageModel(nn.Module):
 
     def save(self, folder: str | os.PathLike[str], weights: dict[str, Any] | None = None) -> None:
         """Writes config.json and model.safetensors; weights: the state_dict, where processes share it."""
-        text = json.dumps(asdict(self.config), indent=2) + "\n"
+        values = asdict(self.config)
+        text = json.dumps(values, indent=2) + "\n"
         replace_file(Path(folder) / "config.json", lambda path: path.write_text(text))
-        metadata = {"format": _FORMAT, "version": str(_VERSION)}
+        metadata = {"format": _FORMAT, "version": str(_VERSION), "config": _digest(values)}
         save_tensors(Path(folder) / "model.safetensors", weights or self.state_dict(), metadata)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> "LanguageModel":
-        """Reads what ``save`` wrote.
+        """Reads what ``save`` wrote: that folder, or a run's, of which it takes the last checkpoint.
 
         Raises:
             FileNotFoundError, ValueError: a file is missing, damaged, newer, or does not fit the other.
         """
-        path = Path(folder) / "config.json"
+        folder = latest_checkpoint(folder)
+        path, weights = folder / "config.json", folder / "model.safetensors"
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file")
+        values = parse_json(path.read_bytes(), str(path))
         try:
-            config = LanguageModelConfig.from_dict(json.loads(path.read_text()))
+            config = LanguageModelConfig.from_dict(values)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
-        tensors, _ = load_tensors(Path(folder) / "model.safetensors", _FORMAT, _VERSION)
-        with torch.random.fork_rng(devices=[]):  # the weights drawn here are not the ones kept
-            model = cls(config)
+        tensors, metadata = load_tensors(weights, _FORMAT, _VERSION)
+        if metadata.get("config", _digest(values)) != _digest(values):
+            raise ValueError(f"{path}: differs from the one that {weights.name} was saved with")
+        if config.num_layers > len(tensors):
+            raise ValueError(f"{path}: got {config.num_layers} layers, expected those of {weights.name}")
         try:
+            with torch.device("meta"):  # sizes that no machine has room for are seen here
+                shapes = {name: x.shape for name, x in cls(config).state_dict().items()}
+            if wrong := [name for name, x in tensors.items() if shapes.get(name, x.shape) != x.shape]:
+                raise ValueError(f"sizes of {wrong[:3]} differ")
+            with torch.random.fork_rng(devices=[]):  # the weights drawn here are not the ones kept
+                model = cls(config)
             model.load_state_dict(tensors)
-        except RuntimeError as error:
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"{folder}: weights do not fit config.json: {error}") from error
         return model
+
+
+def _digest(config: dict[str, Any]) -> str:
+    return digest({}, {"config": json.dumps(config, sort_keys=True)})
 
 
 def _absolute_positions(

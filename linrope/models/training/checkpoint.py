@@ -1,7 +1,5 @@
 """Checkpoints of a run: folders step-N, there whole or not at all."""
 
-import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -10,32 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from linrope.files import load_tensors, save_tensors
+from linrope.files import load_tensors, parse_json, save_tensors
+from linrope.models.folders import checkpoints
 from linrope.models.training.config import TrainingConfig
 from linrope.models.training.corpus import load_tokenizer
 
-_FORMAT, _VERSION = "linrope.Training", 2
+_FORMAT, _VERSION = "linrope.Training", 3
 _NOTED = {"step", "config", "processes", "corpus", "checksum"}
 _KEPT = 2  # checkpoints
-
-
-def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
-    return sorted(path for path in Path(folder).glob("step-*") if path.is_dir())
-
-
-def latest_checkpoint(folder: str | os.PathLike[str]) -> Path:
-    """folder itself if it is a checkpoint, else the last one in it.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    if (Path(folder) / "model.safetensors").is_file():
-        return Path(folder)
-    found = checkpoints(folder)
-    if not found:
-        raise FileNotFoundError(f"{folder}: expected a folder with checkpoints (step-*)")
-    return found[-1]
 
 
 def checkpoint_name(step: int) -> str:
@@ -74,7 +54,7 @@ def load_training(checkpoint: Path) -> tuple[TrainingConfig, dict[str, Tensor], 
     try:
         if missing := _NOTED - set(metadata):
             raise ValueError(f"got no {', '.join(sorted(missing))}")
-        return TrainingConfig(**json.loads(metadata["config"])), tensors, metadata
+        return TrainingConfig(**parse_json(metadata["config"], "config")), tensors, metadata
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: does not fit the model: {error}") from error
 

@@ -1,7 +1,7 @@
 """The numbers of a training run."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,12 @@ class TrainingConfig:
     through: bool = False  # whether gradients pass with it
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value, kind = getattr(self, field.name), type(field.default)
+            if not isinstance(value, (int, float) if kind is float else kind) or (
+                isinstance(value, bool) and kind is not bool
+            ):
+                raise TypeError(f"{field.name}: got {value!r}, expected {kind.__name__}")
         for name in ("steps", "batch_size", "sequence_length", "accumulation", "pieces"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")

@@ -1,21 +1,24 @@
 """Texts as tokens: what to train on, and what is held out."""
 
-import json
 import os
+import socket
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from linrope.files import parse_json
 from linrope.models.training.optional import need
 
-_HELD_OUT = 20  # one document in so many, or that part of a single one, is for validation
+_HELD_OUT = 20  # one byte in so many is for validation
 _JSON_LINES = (".jsonl", ".ndjson")
 
 
@@ -52,7 +55,10 @@ class Text:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents as tokens, a twentieth of them held out. None lies in both parts, but for a single one.
+    """Documents as tokens, a twentieth of their bytes held out. Only a single one lies in both parts.
+
+    Held out are whole documents, in the order of a digest of their names, until they have a twentieth of all
+    bytes; none that has more than a tenth, unless all have: then the smallest.
 
     Without a tokenizer tokens are bytes. A document ends with a newline, with a tokenizer with its
     end-of-sequence token, where it has one.
@@ -68,6 +74,7 @@ class Corpus:
     name: str
     path: str = ""  # what was loaded; empty: Python's standard library
     tokenizer: Any = None
+    skipped: tuple[str, ...] = ()  # files that are no text
     checksum: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,9 +115,18 @@ class Corpus:
         if not root.exists():
             raise FileNotFoundError(f"{root}: no such file or folder")
         whole = root.is_file() and root.suffix not in _JSON_LINES  # one document, which no other follows
-        documents = list(_documents(root, "*.py" if standard_library else "*"))
+        skipped: list[str] = []
+        documents = list(_documents(root, "*.py" if standard_library else "*", skipped))
         name = "Python's standard library" if standard_library else str(root)
-        return _split(documents, b"" if whole else b"\n", name, "" if path is None else str(path), tokenizer)
+        if not documents and skipped:
+            raise ValueError(f"{name}: got no text; skipped, as not UTF-8: {_some(skipped)}")
+        end, where = b"" if whole else b"\n", "" if path is None else str(path)
+        return replace(_split(documents, end, name, where, tokenizer), skipped=tuple(skipped))
+
+    def describe(self) -> str:
+        """What there is, in a line: sizes, and the files that are no text."""
+        text = f"{self.name}: {_bytes(self.train.size)} to train on, {_bytes(self.held_out.size)} held out"
+        return text + (f"; skipped, as not UTF-8 text: {_some(self.skipped)}" if self.skipped else "")
 
     @classmethod
     def from_texts(cls, texts: Iterable[str], name: str = "texts", tokenizer: Any = None) -> "Corpus":
@@ -126,15 +142,45 @@ class Corpus:
 def load_tokenizer(name: str | os.PathLike[str]) -> Any:
     """A tokenizer of transformers, from a folder or by name.
 
+    A name is looked for in the local cache first, so that without a network nothing is waited for. Code
+    that comes with a tokenizer is not run.
+
     Raises:
         ModuleNotFoundError: transformers is not installed.
         OSError, ValueError: no such tokenizer.
     """
-    return need("transformers", "linrope[huggingface]").AutoTokenizer.from_pretrained(str(name))
+    load = need("transformers", "linrope[huggingface]").AutoTokenizer.from_pretrained
+    options: dict[str, Any] = {"trust_remote_code": False}
+    if Path(name).is_dir():
+        return load(str(name), **options)
+    try:
+        return load(str(name), local_files_only=True, **options)
+    except (OSError, ValueError) as error:
+        if not _hub_answers():
+            raise OSError(
+                f"tokenizer={str(name)!r}: no such folder, not in the cache of Hugging Face's hub, which "
+                "does not answer; expected a tokenizer's folder (save_pretrained writes one), or none: bytes"
+            ) from error
+    return load(str(name), **options)
 
 
-def _documents(root: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
-    """Name and text of each document that is not empty."""
+def _hub_answers() -> bool:
+    """Whether a connection to the hub, or to the proxy before it, opens."""
+    hub = need("huggingface_hub", "linrope[huggingface]").constants
+    if hub.HF_HUB_OFFLINE:
+        return False
+    end = urlsplit(hub.ENDPOINT)
+    end = urlsplit(getproxies().get(end.scheme, hub.ENDPOINT))
+    try:
+        port = end.port or (80 if end.scheme == "http" else 443)
+        socket.create_connection((end.hostname or "", port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def _documents(root: Path, pattern: str, skipped: list[str]) -> Iterator[tuple[str, bytes]]:
+    """Name and text of each document that is not empty; adds the files that are no text to skipped."""
     if root.is_file():
         text = _read(root)
         if text is None:
@@ -149,11 +195,13 @@ def _documents(root: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
     else:
         for file in sorted(root.rglob(pattern)):
             inside = file.relative_to(root)
-            skipped = {"site-packages", "dist-packages", "__pycache__"} & set(inside.parts)
-            if skipped or any(part.startswith(".") for part in inside.parts) or not file.is_file():
+            foreign = {"site-packages", "dist-packages", "__pycache__"} & set(inside.parts)
+            if foreign or any(part.startswith(".") for part in inside.parts) or not file.is_file():
                 continue
-            if text := _read(file):
-                name = inside.as_posix()
+            name, text = inside.as_posix(), _read(file)
+            if text is None:
+                skipped.append(name)
+            elif text:
                 yield from _lines(name, text) if file.suffix in _JSON_LINES else [(name, text)]
 
 
@@ -171,10 +219,7 @@ def _lines(name: str, lines: bytes) -> Iterator[tuple[str, bytes]]:
     for number, line in enumerate(lines.split(b"\n"), 1):
         if not line.strip():
             continue
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{name}, line {number}: {error}") from error
+        value = parse_json(line, f"{name}, line {number}")
         text = value.get("text") if isinstance(value, dict) else None
         if not isinstance(text, str):
             raise ValueError(f"{name}, line {number}: expected an object with a string under 'text'")
@@ -192,16 +237,38 @@ def _split(documents: list[tuple[str, bytes]], end: bytes, name: str, path: str,
         parts[0].append((only, text[:cut] + end))
         parts[1].append((only, text[cut:] + end))
     else:
-        for document, text in documents:
-            parts[zlib.crc32(document.encode()) % _HELD_OUT == 0].append((document, text + end))
-        for full, empty in (parts, parts[::-1]):
-            if len(full) > 1 and not empty:
-                empty.append(full.pop())
+        chosen = _held_out(documents)
+        for index, (document, text) in enumerate(documents):
+            parts[index in chosen].append((document, text + end))
     train, held_out = (_tokenize(part, end, tokenizer) for part in parts)
     if len(train) < 2 or len(held_out) < 2:
         size = sum(len(text) for _, text in documents)
         raise ValueError(f"{name}: got {size} bytes of text, expected enough to train on")
     return Corpus(train, held_out, name, path, tokenizer)
+
+
+def _held_out(documents: list[tuple[str, bytes]]) -> set[int]:
+    """Which documents are held out: in the order of a digest of their names, a twentieth of all bytes."""
+    sizes = [len(text) for _, text in documents]
+    wanted, held, found = sum(sizes) / _HELD_OUT, 0, set()
+    for index in sorted(range(len(documents)), key=lambda i: zlib.crc32(documents[i][0].encode())):
+        if held >= wanted:
+            break
+        if held + sizes[index] <= 2 * wanted:
+            found.add(index)
+            held += sizes[index]
+    return found or {min(range(len(sizes)), key=sizes.__getitem__, default=0)}
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{', '.join(names[:5])}{rest}"
+
+
+def _bytes(size: int) -> str:
+    return (
+        f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB" if size >= 1e3 else f"{size} bytes"
+    )
 
 
 def _tokenize(documents: list[tuple[str, bytes]], end: bytes, tokenizer: Any) -> Text:

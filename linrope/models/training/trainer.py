@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn import functional as F
 
+from linrope.models.folders import latest_checkpoint
 from linrope.models.language_model import LanguageModel, State, States
 from linrope.models.training.batch import NO_TARGET, Batch, spread, visit
 from linrope.models.training.checkpoint import (
     checkpoint_name,
-    latest_checkpoint,
     load_training,
     save_training,
     write_checkpoint,

@@ -1,0 +1,233 @@
+"""The command ``linrope train``: its options, and what becomes of them."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from linrope.cli.devices import HELP as DEVICE_HELP
+from linrope.cli.devices import pick_device
+from linrope.cli.training import accelerator_on, describe, run_steps
+from linrope.files import parse_json
+from linrope.models import LanguageModel, LanguageModelConfig
+from linrope.models.language_model import ATTENTION, POSITIONS
+from linrope.models.training import Corpus, Trainer, TrainingConfig, latest_checkpoint
+from linrope.models.training.checkpoint import tokenizer_of
+from linrope.models.training.corpus import load_tokenizer
+from linrope.models.training.optional import need
+from linrope.names import expected_one_of
+
+console = Console()
+
+# Options that a resumed run heeds; all others are the checkpoint's.
+_OF_THIS_CALL = {"path", "out", "steps", "save_every", "resume", "tensorboard", "device", "config"}
+# Fields of the two configs whose options have other names.
+_RENAMED = {"num_layers": "layers", "num_heads": "heads"}
+
+
+def _read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Makes what the file says the defaults of this call, so that options given beside it go first."""
+    if path is None:
+        return None
+    text = path.read_text("utf-8")
+    if path.suffix == ".json":
+        values = parse_json(text, str(path))
+    else:
+        yaml = need("yaml", "linrope[cli]")
+        try:
+            values = yaml.safe_load(text)
+        except (yaml.YAMLError, RecursionError) as error:
+            raise ValueError(f"{path}: not readable as YAML ({error})") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: got {type(values).__name__}, expected options and their values")
+    known = [str(parameter.name) for parameter in context.command.params if parameter.name != "config"]
+    defaults = {str(key).replace("-", "_"): value for key, value in values.items()}
+    for name, value in defaults.items():
+        if name not in known:
+            raise ValueError(f"{path}: got the option {name!r}, {expected_one_of(name, known)}")
+        if not isinstance(value, str | int | float | bool | None):
+            raise ValueError(f"{path}: got {name}={value!r}, expected a text, a number, true, false or null")
+    context.default_map = defaults
+    return path
+
+
+def train(
+    context: typer.Context,
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Text file, .jsonl file, folder of these, or dataset saved to disk. "
+            "Default: Python's standard library.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the checkpoints.")] = Path("runs/train"),
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with options, .json or .yaml, as steps: 500; options given here go first.",
+            callback=_read_config,
+            is_eager=True,
+            show_default=False,
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Updates in all; with --resume: to go on to.")] = 1000,
+    batch_size: Annotated[int, typer.Option(help="Rows per process and batch.")] = 8,
+    accumulation: Annotated[int, typer.Option(help="Batches per update.")] = 1,
+    sequence_length: Annotated[int, typer.Option(help="Tokens (bytes, if no tokenizer) per row.")] = 512,
+    pieces: Annotated[
+        int, typer.Option(help="Cut rows into so many pieces; states pass on, memory is that of one piece.")
+    ] = 1,
+    through: Annotated[
+        bool, typer.Option("--through", help="Gradients pass from piece to piece too; costs their memory.")
+    ] = False,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
+    warmup_steps: Annotated[int, typer.Option(help="Steps up to the peak.")] = 20,
+    weight_decay: Annotated[float, typer.Option(help="Of AdamW.")] = 0.1,
+    clip: Annotated[float, typer.Option(help="Largest norm of the gradient.")] = 1.0,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Of transformers: folder or name. Default: bytes.", show_default=False)
+    ] = None,
+    embed_dim: Annotated[int, typer.Option(help="Width of the model.")] = 128,
+    layers: Annotated[int, typer.Option(help="Blocks.")] = 4,
+    heads: Annotated[int, typer.Option(help="Heads per block.")] = 4,
+    feature_map: Annotated[str, typer.Option(help="Feature map of the attention.")] = "elu+1",
+    attention: Annotated[str, typer.Option(help=f"{' or '.join(ATTENTION)}.")] = "linear",
+    positions: Annotated[
+        str, typer.Option(help=f"{', '.join(POSITIONS)}; the last three with softmax attention only.")
+    ] = "rope",
+    rotary: Annotated[
+        str,
+        typer.Option(
+            help="Of the positions 'rope': interleaved, half, selective (made from the input) or none."
+        ),
+    ] = "interleaved",
+    decay: Annotated[
+        str | None,
+        typer.Option(
+            help="How keys fade: spread (half-lives from 1 token to a row; the default of linear attention "
+            "without --forget-gate), learned (starts there), retnet or none.",
+            show_default=False,
+        ),
+    ] = None,
+    forget_gate: Annotated[
+        bool, typer.Option("--forget-gate", help="Keys fade by a gate made from the input, too.")
+    ] = False,
+    short_conv: Annotated[
+        int, typer.Option(help="Taps of a convolution on queries, keys and values, as 4; 0: none.")
+    ] = 0,
+    qk_norm: Annotated[bool, typer.Option("--qk-norm", help="RMS norm of queries and keys.")] = False,
+    seed: Annotated[int, typer.Option(help="Of initial weights and data order.")] = 0,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint in --out.")
+    ] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write metrics for TensorBoard too.")
+    ] = False,
+    device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "auto",
+) -> int:
+    """Train a language model on text.
+
+    Ctrl-C saves a checkpoint and stops. The same command with --resume goes on from the last checkpoint,
+    bit for bit as if the run had never stopped, or been killed; with more --steps than before it goes on
+    beyond its end. With --resume the sizes, rates and tokenizer are those of the checkpoint; which of the
+    options given differ is said. For several processes or GPUs: accelerate launch -m linrope.cli train ..
+    """
+    if save_every < 1:
+        raise ValueError(f"--save-every={save_every}: expected at least 1")
+    options = dict(context.params)
+    given = {
+        str(name)
+        for name in options
+        if (source := context.get_parameter_source(name)) is not None and source.name != "DEFAULT"
+    }
+    accelerator = accelerator_on(pick_device(device))
+    console.quiet = not accelerator.is_main_process
+    if resume:
+        trainer = _resume(out, path, accelerator, options, given)
+    else:
+        if out.exists() and any(out.glob("step-*")):
+            raise ValueError(f"--out={out}: has checkpoints already; expected --resume or an empty folder")
+        training = _training(options)
+        corpus = Corpus.load(path, None if tokenizer is None else load_tokenizer(tokenizer))
+        torch.manual_seed(seed)
+        trainer = Trainer(LanguageModel(_model(options, corpus.vocab_size)), corpus, training, accelerator)
+    describe(trainer, console)
+    stopped = run_steps(trainer, console, out, save_every, tensorboard)
+    console.print(f"held-out text: {trainer.evaluate():.3f} bits per byte after {trainer.step} steps")
+    console.print(f"checkpoint: {latest_checkpoint(out)}", soft_wrap=True)
+    trainer.accelerator.end_training()
+    return 130 if stopped else 0
+
+
+def _training(options: dict[str, Any]) -> TrainingConfig:
+    return TrainingConfig(**{name: options[name] for name in TrainingConfig.__dataclass_fields__})
+
+
+def _model(options: dict[str, Any], vocab_size: int) -> LanguageModelConfig:
+    linear, length = options["attention"] == "linear", options["sequence_length"]
+    decay = options["decay"]
+    if decay is None:
+        decay = "spread" if linear and not options["forget_gate"] else "none"
+    half_lives: dict[str, Any] = {"longest": length}
+    feature_map: Any = options["feature_map"]
+    max_length = max(length, LanguageModelConfig.max_length)
+    if feature_map == "cosformer":  # which ends at its max_length
+        feature_map = {"name": feature_map, "max_length": max_length}
+    return LanguageModelConfig(
+        vocab_size=vocab_size,
+        embed_dim=options["embed_dim"],
+        num_layers=options["layers"],
+        num_heads=options["heads"],
+        attention=options["attention"],
+        positions=options["positions"],
+        max_length=max_length,
+        feature_map=feature_map,
+        rotary=_or_none(options["rotary"]),
+        decay={"name": decay, **half_lives} if decay in ("spread", "learned") else _or_none(decay),
+        forget_gate=half_lives if options["forget_gate"] else False,
+        short_conv=options["short_conv"] or None,
+        qk_norm=options["qk_norm"],
+    )
+
+
+def _or_none(name: str) -> str | None:
+    return None if name == "none" else name
+
+
+def _resume(
+    out: Path, path: Path | None, accelerator: Any, options: dict[str, Any], given: set[str]
+) -> Trainer:
+    """The run in that folder; says where it stands, where it goes, and which options it does not heed."""
+    latest = latest_checkpoint(out)
+    trainer = Trainer.load(out, Corpus.load(path, tokenizer_of(latest)), accelerator)
+    had = {**asdict(trainer.config), **asdict(trainer.model.config)}
+    wanted = {**asdict(_training(options)), **asdict(_model(options, had["vocab_size"]))}
+    ignored = []
+    for field in had:
+        option = _RENAMED.get(field, field)
+        if option in given - _OF_THIS_CALL and wanted[field] != had[field]:
+            ignored.append(f"--{option.replace('_', '-')} (the checkpoint has {json.dumps(had[field])})")
+    if "tokenizer" in given:
+        ignored.append("--tokenizer (the checkpoint has its own)")
+    if ignored:
+        console.print(f"ignored beside --resume: {', '.join(ignored)}", soft_wrap=True)
+    if "steps" in given and options["steps"] != trainer.config.steps:
+        if options["steps"] < trainer.step:
+            raise ValueError(f"--steps={options['steps']}: expected at least {trainer.step}, those done")
+        before = trainer.config.steps
+        trainer.config = replace(trainer.config, steps=options["steps"])
+        console.print(f"steps: {trainer.config.steps}, before {before}; the rate follows the longer cosine")
+    left = trainer.config.steps - trainer.step
+    console.print(
+        f"{latest}: goes on at step {trainer.step:,} of {trainer.config.steps:,}"
+        if left
+        else f"{latest}: has all of its {trainer.step:,} steps; --steps, a larger number, goes on",
+        soft_wrap=True,
+    )
+    return trainer
