@@ -52,13 +52,13 @@ def digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Saves tensors and metadata as safetensors, atomically, with a checksum of both.
+    """Saves tensors and metadata as safetensors, atomically, with a digest of both.
 
     Raises:
         OSError: they cannot be written, as on a full disk.
     """
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    metadata = {**metadata, "checksum": digest(plain, metadata)}
+    metadata = {**metadata, "digest": digest(plain, metadata)}
     try:
         replace_file(path, lambda temporary: save_file(plain, temporary, metadata=metadata))
     except SafetensorError as error:
@@ -70,7 +70,7 @@ def load_tensors(path: Path, kind: str, version: int) -> tuple[dict[str, Tensor]
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: damaged, of another kind, or of another version. Files of linrope 0.1 have no checksum.
+        ValueError: damaged, of another kind, or of another version. Files of linrope 0.1 have no digest.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
@@ -84,4 +84,7 @@ def load_tensors(path: Path, kind: str, version: int) -> tuple[dict[str, Tensor]
         raise ValueError(f"{path}: format {metadata.get('format')!r}, expected {kind!r}")
     if metadata.get("version") != str(version):
         raise ValueError(f"{path}: version {metadata.get('version')!r}, expected '{version}'")
+    found = metadata.pop("digest", None)
+    if found is not None and found != digest(tensors, metadata):
+        raise ValueError(f"{path}: damaged: its digest is not that of its contents")
     return tensors, metadata

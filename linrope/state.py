@@ -1,8 +1,8 @@
 """The state that carries a sequence on: constant memory per token."""
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +98,47 @@ class LinearAttentionState:
             )
 
     def __repr__(self) -> str:
-        more = "".join(
-            f", {name}" for name in ("angle", "log_scale", "conv") if getattr(self, name) is not None
-        )
+        more = "".join(f", {name}" for name in self.tensors() if name not in ("kv", "z", "position"))
         at = "" if self.slots is None else f" at {len(self.slots)} slots"
-        return f"LinearAttentionState(kv {tuple(self.kv.shape)} {self.kv.dtype}{more}{at}; {self.identity})"
+        where = self.position[:4].tolist() if readable(self.position) else ["?"]
+        positions = ", ".join(map(str, where)) + (", .." if len(self.position) > 4 else "")
+        kind = str(self.kv.dtype).removeprefix("torch.")
+        return f"LinearAttentionState(kv {tuple(self.kv.shape)} {kind}{more}{at}, position [{positions}])"
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        """Of a copy or a file of torch.save: checked as a state made in any other way."""
+        names = {field.name for field in fields(self)}
+        if not {"kv", "z", "position", "identity"} <= set(values) <= names:
+            raise ValueError(f"state: got {sorted(map(str, values))}, expected some of {sorted(names)}")
+        self.__dict__.update(values)
+        self.__post_init__()
+
+    @classmethod
+    def cat(cls, states: Sequence["LinearAttentionState"]) -> "LinearAttentionState":
+        """The sequences of all of them in one state, in their order: how sequences join a batch.
+
+        Raises:
+            ValueError: none is given; they differ in identity, shapes, dtypes, devices, or in what they hold.
+
+        >>> from linrope import linear_rope_state
+        >>> k = v = torch.randn(3, 5, 2, 4)
+        >>> one, two = linear_rope_state(k[:1], v[:1]), linear_rope_state(k[1:], v[1:])
+        >>> LinearAttentionState.cat([one, two])
+        LinearAttentionState(kv (3, 2, 4, 4) float32, position [5, 5, 5])
+        """
+        if not states:
+            raise ValueError("states: got none, expected at least one")
+        rows = [state.rows().tensors() for state in states]
+        for state, own in zip(states, rows, strict=True):
+            if state.identity != states[0].identity:
+                raise ValueError(f"states: got one of {state.identity} beside one of {states[0].identity}")
+            found, wanted = _kinds(own), _kinds(rows[0])
+            if found != wanted:
+                raise ValueError(f"states: got {found} beside {wanted}, expected the same but for the batch")
+        return replace(
+            states[0], slots=None, donated=False,
+            **{name: torch.cat([own[name] for own in rows]) for name in rows[0]},
+        )  # type: ignore[arg-type]  # fmt: skip
 
     def tensors(self) -> dict[str, Tensor]:
         """Those with a row for each sequence."""
@@ -236,6 +272,11 @@ class LinearAttentionState:
             raise ValueError(f"{path}: {error}") from error
 
 
+def _kinds(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Shape without the batch, dtype and device of each."""
+    return {name: f"{tuple(x.shape[1:])} {x.dtype} {x.device}" for name, x in tensors.items()}
+
+
 _LEAVES = ("kv", "z", "position", "angle", "log_scale", "conv", "angle_slope")
 
 
@@ -254,6 +295,7 @@ def _unflatten(leaves: Any, context: Any) -> LinearAttentionState:
     return LinearAttentionState(identity=identity, **dict(zip(names.split(), leaves, strict=True)))
 
 
+torch.serialization.add_safe_globals([LinearAttentionState])  # for torch.load, which takes no other classes
 pytree.register_pytree_node(
     LinearAttentionState,
     _flatten,

@@ -491,3 +491,40 @@ def test_no_tokens_leave_a_fading_state_as_it_was(backend: str) -> None:
     state = linear_rope_state(k, v, decay=decay, backend=backend)
     after = linear_rope_state(k[:, :0], v[:, :0], decay=decay, state=state, backend=backend)
     assert_same(after, state)
+
+
+def test_states_join_in_one_batch_and_go_on_as_if_each_were_alone() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 3, 6, 2, 4)
+    how = {"rotary": Rotary(4), "return_state": True}
+    starts = [[x[i : i + 1, : 3 + i] for x in (q, k, v)] for i in range(3)]
+    alone = [linear_rope_attention(*start, **how)[1] for start in starts]
+    both = LinearAttentionState.cat([alone[0], LinearAttentionState.cat(alone[1:])])
+    assert both.position.tolist() == [3, 4, 5]
+    out, after = linear_rope_attention(q[:, -1:], k[:, -1:], v[:, -1:], state=both, **how)
+    for i, state in enumerate(alone):
+        one, last = linear_rope_attention(*(x[i : i + 1, -1:] for x in (q, k, v)), state=state, **how)
+        assert torch.equal(out[i : i + 1], one)
+        assert torch.equal(after.kv[i : i + 1], last.kv)
+
+
+def test_states_that_differ_do_not_join() -> None:
+    k = v = torch.randn(1, 3, 2, 4)
+    state = linear_rope_state(k, v)
+    for other, cause in (
+        (linear_rope_state(k, v, feature_map="relu"), "states: got one of"),
+        (state.to(dtype=torch.float64), "expected the same but for the batch"),
+        (linear_rope_state(k[:, :, :1], v[:, :, :1]), "expected the same but for the batch"),
+        (linear_rope_state(k, v, angle_steps=torch.zeros(1, 3, 2, 2)), "states: got"),
+    ):
+        with pytest.raises(ValueError, match=cause):
+            LinearAttentionState.cat([state, other])
+    with pytest.raises(ValueError, match="states: got none"):
+        LinearAttentionState.cat([])
+
+
+def test_a_repr_is_short() -> None:
+    state = some_state()
+    assert len(repr(state)) < 120
+    assert state.identity not in repr(state)
+    assert f"position [{state.position[0]}" in repr(state)

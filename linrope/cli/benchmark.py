@@ -167,8 +167,8 @@ def attention_row(
     for mode, run in (("forward", case.forward), ("training", case.training)):
         runs[f"linrope_{mode}"] = partial(run, case.linrope)
         runs[f"eager_{mode}"] = partial(run, case.eager)
-        for name, attend in peers.items():
-            runs[f"{name}_{mode}"] = partial(run, attend)
+        for name, (plain, attend) in peers.items():
+            runs[f"{name}_{mode}"] = partial(getattr(plain, mode), attend)
         if _softmax_seconds(of, n, previous, mode) <= effort.softmax_limit:
             runs[f"softmax_{mode}"] = partial(run, case.softmax)
     if "softmax_forward" in runs:

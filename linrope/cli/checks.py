@@ -94,7 +94,7 @@ def _rows(
 def _features(
     fmap: Any, q: Tensor, k: Tensor, q_where: Tensor, k_where: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """phi and its log_scale, psi and its log_scale, in float64, of tokens (n, heads, d) at these positions (n,)."""
+    """phi and its log_scale, psi and its log_scale, in float64, of tokens (n, heads, d) at positions (n,)."""
     wide = copy.deepcopy(fmap).double().cpu()
     found: list[Tensor] = []
     for of, x, where in ((wide.queries, q, q_where), (wide.keys, k, k_where)):

@@ -85,9 +85,10 @@ PEERS = {
 }
 
 
-def peers_of(case: AttentionCase) -> tuple[dict[str, Attend], dict[str, str]]:
-    """What can be timed on this case, checked; and of all others why not."""
-    found: dict[str, Attend] = {}
+def peers_of(case: AttentionCase) -> tuple[dict[str, tuple[AttentionCase, Attend]], dict[str, str]]:
+    """What can be timed at this case's sizes, with elu+1 and without decay, checked; of others why not."""
+    plain = AttentionCase(case.n, case.batch, case.heads, case.dim, case.device, case.dtype)
+    found: dict[str, tuple[AttentionCase, Attend]] = {}
     reasons: dict[str, str] = {}
     for name, peer in PEERS.items():
         try:
@@ -102,11 +103,11 @@ def peers_of(case: AttentionCase) -> tuple[dict[str, Attend], dict[str, str]]:
             reasons[name] = "knows no grouped heads"
         else:
             try:
-                attend = peer.call(module, case)
+                attend = peer.call(module, plain)
                 how: dict[str, Any] = {"feature_map": feature_maps.make("elu+1", case.dim), "rotary": None}
                 how |= {"normalize": peer.normalize, "decay": None}
-                checks.check_attention(case, attend, name, how, checks.SLACK)  # their eps is not ours
-                found[name] = attend
+                checks.check_attention(plain, attend, name, how, checks.SLACK)  # their eps is not ours
+                found[name] = plain, attend
             except Exception as error:  # its troubles end its column, and nothing else
                 reasons[name] = f"failed: {_line(error)}"
     return found, reasons

@@ -102,7 +102,11 @@ def _mark(axis: Any, text: str, x: float, y: float, up: int) -> None:
 def _dress(axis: Any, ticks: list[int]) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator
 
-    shown = ticks[:: -(-len(ticks) // 12)]
+    shown = ticks[:1]
+    for n in ticks:
+        if n > 1.4 * shown[-1]:  # closer ones would run into each other
+            shown.append(n)
+    shown = shown[:: -(-len(shown) // 12)]
     axis.set_xticks(shown, [_short(n) for n in shown], fontsize=8)
     axis.minorticks_off()
     low, high = axis.get_ylim()
@@ -115,6 +119,6 @@ def _dress(axis: Any, ticks: list[int]) -> None:
 
 def _short(n: int) -> str:
     for size, letter in ((2**20, "M"), (2**10, "k")):
-        if n >= size:
-            return f"{n / size:.4g}{letter}"
+        if n % size == 0:
+            return f"{n // size}{letter}"
     return str(n)

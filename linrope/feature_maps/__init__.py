@@ -15,7 +15,7 @@ from linrope.feature_maps.paired import PairedMap
 from linrope.feature_maps.polynomial import Rebased, Taylor2
 from linrope.feature_maps.redraw import Redraw
 from linrope.feature_maps.softmax import SoftmaxMap
-from linrope.names import check_name
+from linrope.names import check_name, expected_one_of
 
 __all__ = [
     "DPFP",
@@ -66,6 +66,26 @@ _MAKERS: dict[str, Any] = {
     "paired": _paired,
 }
 NAMES = tuple(_MAKERS)
+# What other libraries and papers call them.
+_ELSEWHERE = {
+    "performer": "favor+",
+    "favor": "favor+",
+    "prf": "favor+",
+    "orf": "favor+",
+    "elu": "elu+1",
+    "1+elu": "elu+1",
+    "linear": "elu+1",
+    "relu^2": "relu2",
+    "squared_relu": "relu2",
+    "rfa": "rff",
+    "fourier": "rff",
+    "deltanet": "dpfp",
+    "based": "taylor2",
+    "taylor": "taylor2",
+    "lolcats": "hedgehog",
+    "cos": "cosformer",
+    "none": "identity",
+}
 # The maps with learned weights, which take num_heads and num_kv_heads.
 PER_HEAD = frozenset({"t2r", "hedgehog", "rebased"})
 
@@ -84,6 +104,8 @@ def make(name: str, head_dim: int, **options: Any) -> FeatureMap:
     >>> make("favor+", 64, num_features=128, seed=0).feature_dim
     128
     """
+    if isinstance(name, str) and (known := _ELSEWHERE.get(name.lower())):
+        raise ValueError(f"feature_map={name!r}: {expected_one_of(known, NAMES)}")
     check_name("feature_map", name, NAMES)
     if head_dim < 1:
         raise ValueError(f"head_dim={head_dim}: expected at least 1")

@@ -254,10 +254,9 @@ class LanguageModel(nn.Module):
 
     def save(self, folder: str | os.PathLike[str], weights: dict[str, Any] | None = None) -> None:
         """Writes config.json and model.safetensors; weights: the state_dict, where processes share it."""
-        values = asdict(self.config)
-        text = json.dumps(values, indent=2) + "\n"
+        text = json.dumps(asdict(self.config), indent=2) + "\n"
         replace_file(Path(folder) / "config.json", lambda path: path.write_text(text))
-        metadata = {"format": _FORMAT, "version": str(_VERSION), "config": _digest(values)}
+        metadata = {"format": _FORMAT, "version": str(_VERSION), "config": _digest(self.config)}
         save_tensors(Path(folder) / "model.safetensors", weights or self.state_dict(), metadata)
 
     @classmethod
@@ -271,13 +270,12 @@ class LanguageModel(nn.Module):
         path, weights = folder / "config.json", folder / "model.safetensors"
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file")
-        values = parse_json(path.read_bytes(), str(path))
         try:
-            config = LanguageModelConfig.from_dict(values)
+            config = LanguageModelConfig.from_dict(parse_json(path.read_bytes(), path.name))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
         tensors, metadata = load_tensors(weights, _FORMAT, _VERSION)
-        if metadata.get("config", _digest(values)) != _digest(values):
+        if metadata.get("config", _digest(config)) != _digest(config):
             raise ValueError(f"{path}: differs from the one that {weights.name} was saved with")
         if config.num_layers > len(tensors):
             raise ValueError(f"{path}: got {config.num_layers} layers, expected those of {weights.name}")
@@ -294,8 +292,13 @@ class LanguageModel(nn.Module):
         return model
 
 
-def _digest(config: dict[str, Any]) -> str:
-    return digest({}, {"config": json.dumps(config, sort_keys=True)})
+def _digest(config: LanguageModelConfig) -> str:
+    """Of what differs from the defaults: a field that a later version adds leaves it as it was."""
+    values = asdict(config)
+    chosen = {
+        field.name: values[field.name] for field in fields(config) if values[field.name] != field.default
+    }
+    return digest({}, {"config": json.dumps(chosen, sort_keys=True)})
 
 
 def _absolute_positions(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class KeyValueState:
     """What softmax attention remembers: every key and value it has seen.
 
@@ -32,6 +32,10 @@ class KeyValueState:
     positions: Tensor
     mask: Tensor
     identity: str
+
+    def __repr__(self) -> str:
+        kind = str(self.k.dtype).removeprefix("torch.")
+        return f"KeyValueState(k {tuple(self.k.shape)}, v {tuple(self.v.shape)}, {kind})"
 
     @property
     def position(self) -> Tensor:
@@ -68,3 +72,6 @@ class KeyValueState:
                 f"index: got {index.dtype} {tuple(index.shape)}, expected integers of shape (b,)"
             )
         return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+
+
+torch.serialization.add_safe_globals([KeyValueState])

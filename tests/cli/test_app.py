@@ -11,7 +11,9 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import linrope
 from linrope.cli.app import run
+from linrope.cli.evaluation import labels
 from linrope.cli.training import Log
 from linrope.models.training import checkpoints
 
@@ -176,8 +178,10 @@ def test_eval_of_two_runs(text: Path, tmp_path: Path, capfd: pytest.CaptureFixtu
         (["eval", "--checkpoint", "{tmp}", "--sequences", "0"], "--sequences=0"),
         (["generate", "--checkpoint", "{tmp}"], "expected a folder with checkpoints"),
         (["generate"], "--checkpoint"),
-        (["bench", "--max-length", "1000"], "--max-length=1000"),
-        (["bench", "--positions", "1k"], "--positions='1k'"),
+        (["train", "{text}", "--feature-map", "performer"], "did you mean 'favor+'"),
+        (["train", "{text}", "--device", "tpu9"], "--device=tpu9"),
+        (["train", "{text}", "--device", "meta"], "--device=meta"),
+        (["train", "{text}", "--config", "{tmp}/none"], "{tmp}/none"),
         (["dance"], "dance"),
     ],
 )
@@ -223,12 +227,146 @@ def test_env_prints_lines_or_json(capfd: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capfd.readouterr().out)["backends"]["eager"] is None
 
 
-def test_bench_writes_what_it_prints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--max-length", "512", "--positions", "64", "--budget", "0.05", "--rounds", "1"]
-    assert run(["bench", *arguments, "--out", str(tmp_path)]) == 0
-    (path,) = tmp_path.glob("*.json")
-    result = json.loads(path.read_text())
-    assert [row["n"] for row in result["attention"]] == [32, 64, 128, 256, 512]
-    assert result["decode"][0]["position"] == 64
-    assert path.with_suffix(".png").stat().st_size > 10_000
-    assert "softmax tok/s" in capfd.readouterr().out
+def test_without_a_command_the_help_is_printed_as_it_is(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 0
+    text = capfd.readouterr().out
+    assert run(["--help"]) == 0
+    assert text == capfd.readouterr().out
+    assert not re.search(r"\w\.\.\.", text)  # no description is cut off
+    for command in ("train", "generate", "eval", "bench", "convert", "env", "demo"):
+        assert re.search(rf"^  {command} +\S.*\.$", text, re.MULTILINE)
+
+
+def test_version_and_python_m(capfd: pytest.CaptureFixture[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", "linrope", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"linrope {linrope.__version__}\n")
+    assert run(["--version"]) == 0
+    assert capfd.readouterr().out == done.stdout
+
+
+def test_an_error_that_is_not_the_input_s_exits_1_and_leads_to_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(**_: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("linrope.cli.app.show_versions", broken)
+    assert run(["env"]) == 1
+    assert (
+        capfd.readouterr().err
+        == "linrope: RuntimeError: no such kernel (linrope --traceback .. shows where)\n"
+    )
+    for arguments in (["--traceback", "env"], ["env", "--traceback"]):
+        with pytest.raises(RuntimeError, match="no such kernel"):
+            run(arguments)
+    with pytest.raises(ValueError, match="--prompt"):
+        run(["generate", "--checkpoint", "a", "--prompt", "", "--traceback"])
+
+
+def test_a_finished_run_goes_on_with_more_steps_and_says_what_it_ignores(
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train = ["train", str(text), "--out", str(tmp_path / "run")]
+    assert run([*train, "--steps", "3", *SMALL]) == 0
+    capfd.readouterr()
+    assert run([*train, "--resume"]) == 0
+    assert "has all of its 3 steps; --steps, a larger number, goes on" in capfd.readouterr().out
+    assert run([*train, "--resume", "--steps", "5", "--embed-dim", "64", "--seed", "1", *SMALL[2:]]) == 0
+    printed = capfd.readouterr().out
+    assert "goes on at step 3 of 5" in printed
+    assert (
+        "ignored beside --resume: --seed (the checkpoint has 0), --embed-dim (the checkpoint has 32)\n"
+        in printed
+    )
+    assert "after 5 steps" in printed
+    assert run([*train, "--resume", "--steps", "4"]) == 2
+    assert "--steps=4: expected at least 5" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (
+            "a.json",
+            '{"steps": 2, "embed-dim": 32, "layers": 1, "heads": 2, "sequence_length": 32, "qk_norm": true}',
+        ),
+        ("a.yaml", "steps: 2\nembed_dim: 32\nlayers: 1\nheads: 2\nsequence-length: 32\nqk-norm: true\n"),
+    ],
+)
+def test_options_come_from_a_file_too_and_flags_go_first(
+    name: str, content: str, text: Path, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content + ("learning_rate: 1e-3\n" if name == "a.yaml" else ""))
+    out = tmp_path / "run"
+    assert run(["train", str(text), "--out", str(out), "--config", str(tmp_path / name), "--heads", "4"]) == 0
+    (last,) = checkpoints(out)
+    config = json.loads((last / "config.json").read_text())
+    assert last.name == "step-00000002"
+    assert [config[key] for key in ("embed_dim", "num_layers", "num_heads", "qk_norm")] == [32, 1, 4, True]
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        ('{"stepz": 1}', "got the option 'stepz', expected one of"),
+        ('{"steps": [1]}', "got steps=[1], expected a text"),
+        ('{"steps": "many"}', "--steps"),
+        ("[" * 100_000, "not readable as JSON"),
+        ("3", "got int, expected options"),
+    ],
+)
+def test_a_wrong_file_of_options_is_refused(
+    content: str, cause: str, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.json").write_text(content)
+    arguments = ["train", str(text), "--out", str(tmp_path / "run"), "--config", str(tmp_path / "a.json")]
+    assert run(arguments) == 2
+    assert cause in capfd.readouterr().err
+
+
+def test_files_that_are_no_text_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in ("a.png", "b.bin"):
+        (folder / name).write_bytes(b"\xff\xfe\x00")
+    train = ["train", str(folder), "--out", str(tmp_path / "run"), "--steps", "1", *SMALL]
+    assert run(train) == 2
+    assert "got no text; skipped, as not UTF-8: a.png, b.bin" in capfd.readouterr().err
+    for name in ("c.txt", "d.txt"):
+        (folder / name).write_text("To be, or not to be. " * 20)
+    assert run(train) == 0
+    printed = " ".join(capfd.readouterr().out.split())
+    assert "421 bytes to train on, 421 bytes held out; skipped, as not UTF-8 text: a.png, b.bin" in printed
+
+
+def test_cosformer_trains(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = ["--feature-map", "cosformer", "--steps", "1", *SMALL]
+    assert run(["train", str(text), "--out", str(out), *options]) == 0
+    config = json.loads((checkpoints(out)[-1] / "config.json").read_text())
+    assert config["feature_map"] == {"name": "cosformer", "max_length": 4096}
+
+
+@pytest.mark.parametrize("arguments", [["train", "{text}", "--out", "{tmp}/run", "--steps", "1", *SMALL]])
+def test_a_full_disk_is_one_line_and_leaves_no_partial_checkpoint(
+    arguments: list[str], text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (20_000, limits[1])
+    )  # bytes per file: less than the weights take
+    try:
+        status = run([part.format(text=text, tmp=tmp_path) for part in arguments])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert status == 2
+    assert "model.safetensors: cannot be written" in capfd.readouterr().err
+    assert checkpoints(tmp_path / "run") == []
+
+
+def test_curves_of_runs_with_one_name_have_labels_that_differ(tmp_path: Path) -> None:
+    assert labels([tmp_path / "a" / "run", tmp_path / "b" / "run"]) == ["a/run", "b/run"]
+    assert labels([tmp_path / "one", tmp_path / "two"]) == ["one", "two"]
+    with pytest.raises(ValueError, match="expected each of them once"):
+        labels([tmp_path / "one", tmp_path / "two" / ".." / "one"])

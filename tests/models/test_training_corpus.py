@@ -62,7 +62,7 @@ def test_json_lines_are_documents(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "cause"),
     [
-        ("{", "a.jsonl, line 2: Expecting"),
+        ("{", "a.jsonl, line 2: not readable as JSON"),
         ("[]", "a.jsonl, line 2: expected an object"),
         ('{"text": 3}', "under 'text'"),
     ],
@@ -113,9 +113,9 @@ def make_tokenizer(folder: Path) -> Any:
 def test_a_tokenizer_ends_documents_with_its_own_token(tmp_path: Path) -> None:
     corpus = Corpus.from_texts(["to be", "or not to be"] * 20, tokenizer=make_tokenizer(tmp_path))
     assert corpus.vocab_size == 6
-    assert corpus.train.tokens[:8].tolist() == [2, 3, 0, 4, 5, 2, 3, 0]
-    assert corpus.train.starts[:3].tolist() == [0, 3, 8]
     both = corpus.all()
+    found = [part.tolist() for part in both.tokens.tensor_split(both.starts[1:])]
+    assert sorted(found) == [[2, 3, 0]] * 20 + [[4, 5, 2, 3, 0]] * 20
     assert both.size == 20 * (len("to be\n") + len("or not to be\n"))  # the end counts as one byte
     assert both.bytes_per_token == both.size / len(both)
 
