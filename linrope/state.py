@@ -135,10 +135,8 @@ class LinearAttentionState:
             found, wanted = _kinds(own), _kinds(rows[0])
             if found != wanted:
                 raise ValueError(f"states: got {found} beside {wanted}, expected the same but for the batch")
-        return replace(
-            states[0], slots=None, donated=False,
-            **{name: torch.cat([own[name] for own in rows]) for name in rows[0]},
-        )  # type: ignore[arg-type]  # fmt: skip
+        joined: dict[str, Any] = {name: torch.cat([own[name] for own in rows]) for name in rows[0]}
+        return replace(states[0], slots=None, donated=False, **joined)
 
     def tensors(self) -> dict[str, Tensor]:
         """Those with a row for each sequence."""

@@ -120,7 +120,10 @@ def convert(
         )  # fmt: skip
         finetuned = measure("after finetuning", student)
 
-    student.save_pretrained(out)
+    try:
+        student.save_pretrained(out)
+    except SafetensorError as error:
+        raise OSError(f"{out}: cannot be written ({error})") from error
     if tokenizer is not None:
         tokenizer.save_pretrained(out)
     report = json.dumps(asdict(conversion.Losses(before, replaced, matched, finetuned)))

@@ -1,6 +1,6 @@
 """What config.json holds, and the attention layers that it describes."""
 
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import torch
 from transformers import PreTrainedConfig
@@ -83,7 +83,18 @@ class LinRopeConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing: a saved folder names linrope's classes, and gets no copy of their code."""
+
     def __post_init__(self, **kwargs: Any) -> None:
+        _check_types(self)
+        try:
+            self._complete(**kwargs)
+        except (AttributeError, TypeError) as error:  # of a wrong type inside a list or dict
+            raise ValueError(f"config: got a value of a type that does not fit: {error}") from error
+
+    def _complete(self, **kwargs: Any) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
@@ -109,6 +120,15 @@ class LinRopeConfig(PreTrainedConfig):
         if maps:
             options = {"name": self.feature_map} if isinstance(self.feature_map, str) else self.feature_map
             self.feature_map = {**options, "seed": maps[0].seed}
+
+
+def _check_types(config: LinRopeConfig) -> None:
+    for name, kind in LinRopeConfig.__annotations__.items():
+        kinds = tuple(get_origin(one) or one for one in get_args(kind) or (kind,))
+        value, also = getattr(config, name), {float: int, list: tuple}
+        fits = isinstance(value, kinds + tuple(also[one] for one in kinds if one in also))
+        if not fits or (isinstance(value, bool) and bool not in kinds):
+            raise ValueError(f"{name}={value!r}: expected {getattr(kind, '__name__', kind)}")
 
 
 def make_attention(config: LinRopeConfig, layer_type: str) -> LinearRoPEAttention | SoftmaxAttention:

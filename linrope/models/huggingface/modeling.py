@@ -9,6 +9,8 @@ both go on from a state, so that prefill, chunks of it and decoding are the same
 """
 
 import copy
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +18,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
-from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, MaskedLMOutput
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from linrope.models.huggingface.cache import LinRopeCache
+from linrope.models.huggingface.cache import LinRopeCache, State
 from linrope.models.huggingface.configuration import LinRopeConfig, make_attention
+from linrope.models.huggingface.saving import auto_map, write_beside
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj", "out_norm", "q_norm", "k_norm")
 
@@ -47,23 +55,26 @@ class LinRopeLayer(GradientCheckpointingLayer):
     def __init__(self, config: LinRopeConfig, index: int) -> None:
         super().__init__()
         assert config.layer_types is not None
-        self.index, self.layer_type = index, config.layer_types[index]
+        self.layer_type = config.layer_types[index]
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = make_attention(config, self.layer_type)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LinRopeMLP(config)
 
-    def forward(self, x: Tensor, *, past_key_values: LinRopeCache | None = None, **where: Any) -> Tensor:
-        """x (b, n, hidden_size) -> the same; where: positions, key_mask and cu_seqlens of the tokens."""
-        y = self.input_layernorm(x)
-        if past_key_values is None:
-            y = self.self_attn(y, **where)
+    def forward(
+        self, x: Tensor, *, state: State | None = None, return_state: bool = False, **where: Any
+    ) -> tuple[Tensor, State | None]:
+        """x (b, n, hidden_size) -> the same, and the state; where: positions, key_mask and cu_seqlens.
+
+        A function of its arguments: the backward pass of gradient checkpointing runs it a second time.
+        """
+        y, after = self.input_layernorm(x), None
+        if return_state:
+            y, after = self.self_attn(y, state=state, return_state=True, **where)
         else:
-            slot = past_key_values.layers[self.index]
-            y, slot.state = self.self_attn(y, state=slot.take(), return_state=True, **where)
+            y = self.self_attn(y, **where)
         x = x + y
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        return x + self.mlp(self.post_attention_layernorm(x)), after
 
 
 class LinRopePreTrainedModel(PreTrainedModel):
@@ -78,6 +89,25 @@ class LinRopePreTrainedModel(PreTrainedModel):
     _is_stateful = True  # no way back: generate() then refuses assisted decoding
     _can_record_outputs = {"hidden_states": LinRopeLayer}  # noqa: RUF012
     _keys_to_ignore_on_load_unexpected = [r"decay_bits$"]  # noqa: RUF012  # fixed decays, which config has
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """As of all models; beside config and weights the folder says how it is loaded."""
+        self.config.auto_map = auto_map()
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if kwargs.get("is_main_process", True):
+            write_beside(Path(save_directory), type(self).__name__)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Nothing: a saved folder names linrope's classes, and gets no copy of their code."""
+
+    def _no_choice(self, *_: Any, **__: Any) -> bool:
+        raise ValueError(
+            "attn_implementation: expected None or 'eager': linrope computes the linear attention, and in "
+            "'full_attention' layers always torch.nn.functional.scaled_dot_product_attention"
+        )
+
+    _sdpa_can_dispatch = _flash_attn_can_dispatch = _flex_attn_can_dispatch = _no_choice
 
     def _initialize_weights(self, module: nn.Module, *args: Any) -> None:
         # Without what says "custom code", which skips modules without weights of their own. No need to:
@@ -173,9 +203,14 @@ class LinRopeModel(LinRopePreTrainedModel):
             past_key_values = LinRopeCache(self.config)
 
         where = {"positions": position_ids, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
-        for layer in self.layers:
-            x = layer(x, past_key_values=past_key_values, **where)
-        if past_key_values is not None:
+        if past_key_values is None:
+            for layer in self.layers:
+                x, _ = layer(x, **where)
+        else:
+            twice = self.training and torch.is_grad_enabled()  # layers may run again: states must stay
+            for layer, slot in zip(self.layers, past_key_values.layers):
+                before = slot.state if twice else slot.take()
+                x, slot.state = layer(x, state=before, return_state=True, **where)
             past_key_values.length += n
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
 
@@ -302,4 +337,24 @@ class LinRopeForSequenceClassification(GenericForSequenceClassification, LinRope
     >>> config = LinRopeConfig(vocab_size=50, hidden_size=32, num_labels=3, pad_token_id=0)
     >>> LinRopeForSequenceClassification(config)(torch.randint(1, 50, (2, 10))).logits.shape
     torch.Size([2, 3])
+    """
+
+
+class LinRopeForTokenClassification(GenericForTokenClassification, LinRopePreTrainedModel):
+    """Tokens in, logits of config.num_labels classes for each of them out; is_causal=False sees both sides.
+
+    >>> from linrope.models.huggingface import LinRopeConfig, LinRopeForTokenClassification
+    >>> config = LinRopeConfig(vocab_size=50, hidden_size=32, num_labels=3, is_causal=False)
+    >>> LinRopeForTokenClassification(config)(torch.randint(50, (2, 10))).logits.shape
+    torch.Size([2, 10, 3])
+    """
+
+
+class LinRopeForQuestionAnswering(GenericForQuestionAnswering, LinRopePreTrainedModel):
+    """Tokens in, logits of where an answer starts and ends out; is_causal=False sees both sides.
+
+    >>> from linrope.models.huggingface import LinRopeConfig, LinRopeForQuestionAnswering
+    >>> config = LinRopeConfig(vocab_size=50, hidden_size=32, is_causal=False)
+    >>> LinRopeForQuestionAnswering(config)(torch.randint(50, (2, 10))).start_logits.shape
+    torch.Size([2, 10])
     """
