@@ -266,6 +266,10 @@ class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Arguments as of ``LinRopeModel``; labels (b, n): the tokens, -100 = no loss; shifted here."""
+        # Checkpointing: transformers drops use_cache, as caches that layers write to do not go with it.
+        dropped = use_cache and self.training and self.model.gradient_checkpointing
+        if dropped and past_key_values is None and not {"cu_seqlens", "cu_seq_lens_q"} & set(kwargs):
+            past_key_values = LinRopeCache(self.config)
         outputs = self.model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
             past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,

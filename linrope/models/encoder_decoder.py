@@ -1,0 +1,167 @@
+"""An encoder, a decoder and cross-attention between them, on linear attention with RoPE, in one file.
+
+    encoder:  x = x + attention(norm(x));  x = x + mlp(norm(x))
+    decoder:  x = x + causal_attention(norm(x));  x = x + cross(norm(x), context);  x = x + mlp(norm(x))
+
+They take and give vectors (b, n, dim): tokens, patches or frames become vectors outside. A decoder without
+context is the trunk of a language model. Its state is of constant size, what it has read of the context too.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from linrope.attention import LinearRoPEAttention
+from linrope.models.language_model import SwiGLU
+from linrope.state import LinearAttentionState
+
+
+class DecoderState(NamedTuple):
+    """What a block of a decoder remembers: of its own tokens, and of the context."""
+
+    own: LinearAttentionState
+    context: LinearAttentionState | None
+
+
+class EncoderBlock(nn.Module):
+    """Pre-norm attention, in which each token sees all, and feed-forward, each around a residual connection.
+
+    Args:
+        dim: of the vectors.
+        heads: a divisor of dim.
+        **attention: further arguments of LinearRoPEAttention, as feature_map, rotary or num_kv_heads.
+    """
+
+    def __init__(self, dim: int, heads: int, **attention: Any) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(dim, eps=1e-6)
+        self.attention = LinearRoPEAttention(dim, heads, causal=False, **attention)
+        self.feed_forward_norm = nn.RMSNorm(dim, eps=1e-6)
+        self.feed_forward = SwiGLU(dim, 4 * dim)
+
+    def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """x (b, n, dim) -> the same shape; key_mask (b, n) bool, False: padding."""
+        x = x + self.attention(self.attention_norm(x), key_mask=key_mask)
+        y: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        return y
+
+
+class DecoderBlock(nn.Module):
+    """Pre-norm causal attention, attention to a context, feed-forward, each around a residual connection.
+
+    Attention to the context is not rotated: the two sequences' positions have nothing in common.
+
+    Args:
+        dim, heads: as in EncoderBlock.
+        context_dim: of the context's vectors; None: no cross-attention.
+        **attention: further arguments of the causal LinearRoPEAttention, decay and gates among them.
+    """
+
+    def __init__(self, dim: int, heads: int, context_dim: int | None = None, **attention: Any) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(dim, eps=1e-6)
+        self.attention = LinearRoPEAttention(dim, heads, **attention)
+        self.cross_norm = self.cross = self.context_proj = None
+        if context_dim is not None:
+            shared = {name: attention[name] for name in ("feature_map", "normalize") if name in attention}
+            self.cross_norm = nn.RMSNorm(dim, eps=1e-6)
+            self.context_proj = (
+                nn.Linear(context_dim, dim, bias=False) if context_dim != dim else nn.Identity()
+            )
+            self.cross = LinearRoPEAttention(dim, heads, causal=False, rotary=None, **shared)
+        self.feed_forward_norm = nn.RMSNorm(dim, eps=1e-6)
+        self.feed_forward = SwiGLU(dim, 4 * dim)
+
+    def forward(
+        self, x: Tensor, context: Tensor | None = None, context_mask: Tensor | None = None,
+        state: DecoderState | None = None,
+    ) -> tuple[Tensor, DecoderState]:  # fmt: skip
+        """x (b, n, dim), context (b, m, context_dim) -> (b, n, dim), and the state, which has read both."""
+        y, own = self.attention(
+            self.attention_norm(x), state=None if state is None else state.own, return_state=True
+        )
+        x = x + y
+        read = None if state is None else state.context
+        if self.cross is not None and self.cross_norm is not None and self.context_proj is not None:
+            # Without a context the state has read it.
+            context = x[:, :0] if context is None else self.context_proj(context)
+            y, read = self.cross(
+                self.cross_norm(x), context, key_mask=context_mask, state=read, return_state=True
+            )
+            x = x + y
+        return x + self.feed_forward(self.feed_forward_norm(x)), DecoderState(own, read)
+
+
+class Encoder(nn.Module):
+    """So many EncoderBlocks and a norm.
+
+    Args:
+        dim, heads: as in EncoderBlock.
+        depth: blocks.
+        **attention: further arguments of LinearRoPEAttention.
+
+    >>> from linrope.models.encoder_decoder import Encoder
+    >>> Encoder(dim=32, depth=2, heads=4)(torch.randn(2, 10, 32)).shape
+    torch.Size([2, 10, 32])
+    """
+
+    def __init__(self, dim: int, depth: int, heads: int, **attention: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(EncoderBlock(dim, heads, **attention) for _ in range(depth))
+        self.norm = nn.RMSNorm(dim, eps=1e-6)
+
+    def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """x (b, n, dim) -> the same shape; key_mask (b, n) bool, False: padding."""
+        for block in self.blocks:
+            x = block(x, key_mask)
+        y: Tensor = self.norm(x)
+        return y
+
+
+class Decoder(nn.Module):
+    """So many DecoderBlocks and a norm: all at once in training, and token by token from states.
+
+    Args:
+        dim, heads, context_dim: as in DecoderBlock.
+        depth: blocks.
+        **attention: further arguments of the causal LinearRoPEAttention.
+
+    Raises:
+        ValueError: a context is given and not expected, or expected and not given at the start.
+
+    >>> from linrope.models.encoder_decoder import Decoder, Encoder
+    >>> encoder, decoder = Encoder(32, 2, 4), Decoder(32, 2, 4, context_dim=32, decay="spread")
+    >>> context, x = encoder(torch.randn(1, 20, 32)), torch.randn(1, 5, 32)
+    >>> y, states = decoder(x, context)
+    >>> y_next, states = decoder(x[:, -1:], states=states)  # the states have read the context
+    >>> y_next.shape, states[0].context.position
+    (torch.Size([1, 1, 32]), tensor([20]))
+    """
+
+    def __init__(
+        self, dim: int, depth: int, heads: int, context_dim: int | None = None, **attention: Any
+    ) -> None:
+        super().__init__()
+        self.context_dim = context_dim
+        self.blocks = nn.ModuleList(DecoderBlock(dim, heads, context_dim, **attention) for _ in range(depth))
+        self.norm = nn.RMSNorm(dim, eps=1e-6)
+
+    def forward(
+        self, x: Tensor, context: Tensor | None = None, context_mask: Tensor | None = None,
+        states: list[DecoderState] | None = None,
+    ) -> tuple[Tensor, list[DecoderState]]:  # fmt: skip
+        """x (b, n, dim), context (b, m, context_dim) -> (b, n, dim) and a state per block.
+
+        With states of a call that had the context, a context adds to it; without one it stays as it is.
+        """
+        if context is not None and self.context_dim is None:
+            raise ValueError("context: got one, expected None, as context_dim is None")
+        if context is None and states is None and self.context_dim is not None:
+            raise ValueError(
+                f"context: got None, expected (b, m, {self.context_dim}) or states that have read it"
+            )
+        after = []
+        for index, block in enumerate(self.blocks):
+            x, state = block(x, context, context_mask, None if states is None else states[index])
+            after.append(state)
+        return self.norm(x), after

@@ -1,0 +1,55 @@
+import pytest
+import torch
+
+from linrope.models.encoder_decoder import Decoder, Encoder
+
+EXACT = {"rtol": 0, "atol": 1e-12}
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_padding_changes_nothing_of_an_encoder() -> None:
+    encoder, x = Encoder(16, 2, 2), torch.randn(1, 7, 16)
+    mask = torch.arange(10)[None] < 7
+    padded = torch.cat((x, torch.randn(1, 3, 16)), 1)
+    torch.testing.assert_close(encoder(padded, mask)[:, :7], encoder(x), **EXACT)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"decay": "spread"}, {"forget_gate": True, "short_conv": 4}], ids=str
+)
+def test_a_decoder_s_steps_give_what_one_call_gives(options) -> None:
+    decoder, context, x = Decoder(16, 2, 2, 24, **options), torch.randn(2, 9, 24), torch.randn(2, 6, 16)
+    mask = torch.arange(9) < torch.tensor([[9], [5]])
+    whole, _ = decoder(x, context, mask)
+    y, states = decoder(x[:, :2], context, mask)
+    parts = [y]
+    for i in range(2, 6):
+        y, states = decoder(x[:, i : i + 1], states=states)
+        parts.append(y)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, **EXACT)
+    alone, _ = decoder(x[1:], context[1:, :5])
+    torch.testing.assert_close(alone, whole[1:], **EXACT)
+
+
+def test_a_decoder_sees_the_past_alone_and_all_of_the_context() -> None:
+    decoder, context, x = Decoder(16, 2, 2, 16), torch.randn(1, 9, 16), torch.randn(1, 6, 16)
+    y, _ = decoder(x, context)
+    later = torch.cat((x[:, :4], torch.randn(1, 2, 16)), 1)
+    assert torch.equal(decoder(later, context)[0][:, :4], y[:, :4])
+    assert not torch.equal(decoder(x, context.flip(1).sin())[0][:, :1], y[:, :1])
+
+
+def test_a_context_is_there_where_it_is_expected() -> None:
+    x = torch.randn(1, 3, 16)
+    with pytest.raises(ValueError, match="context: got one, expected None"):
+        Decoder(16, 1, 2)(x, x)
+    with pytest.raises(ValueError, match="context: got None, expected"):
+        Decoder(16, 1, 2, 16)(x)
+    assert Decoder(16, 1, 2)(x)[1][0].context is None
