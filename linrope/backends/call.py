@@ -7,6 +7,7 @@ torch.compile and autograd each call of it is then one opaque operator, whatever
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias, get_type_hints
@@ -183,6 +184,7 @@ def _read(arguments: Sequence[Any]) -> tuple[ModuleType, Call, Sums | None]:
     return _module(name), Call(*fields), None if kv is None else Sums(kv, z, angle)
 
 
+@cache
 def _module(backend: str) -> ModuleType:
     return import_module(f"linrope.backends.{backend}")
 

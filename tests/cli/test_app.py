@@ -11,6 +11,7 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from linrope.cli import main
 from linrope.cli.app import run
 from linrope.cli.training import Log
 from linrope.models.training import checkpoints
@@ -232,3 +233,28 @@ def test_bench_writes_what_it_prints(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert result["decode"][0]["position"] == 64
     assert path.with_suffix(".png").stat().st_size > 10_000
     assert "softmax tok/s" in capfd.readouterr().out
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of Linux's OpenMP")
+@pytest.mark.parametrize(
+    ("command", "variable", "anew"),
+    [("train", None, True), ("bench", None, False), ("train", "OMP_NUM_THREADS", False)],
+)
+def test_commands_that_train_let_waiting_threads_sleep(
+    command: str, variable: str | None, anew: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Spinning ones took five times as long on a machine that others use.
+    for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, "1")
+    started: list[str] = []
+
+    def execve(path: str, arguments: list[str], environment: dict[str, str]) -> None:
+        started.append(environment["OMP_WAIT_POLICY"])
+
+    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.setattr(sys, "argv", ["linrope", command, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert started == (["passive"] if anew else [])
