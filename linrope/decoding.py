@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from linrope.backends import native
-from linrope.backends.call import Call
+from linrope.backends.call import Call, transformed
 
 if TYPE_CHECKING:
     from linrope.state import LinearAttentionState
@@ -60,6 +61,8 @@ def follow(
     if steps.decay is not None and steps.decay._version != steps.version:
         return None
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return None
+    if transformed() or forward_ad._current_level >= 0:
         return None
     try:
         return native.follow(steps.resolved, q, k, v, log_decay, angle_steps, state)

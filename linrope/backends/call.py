@@ -14,7 +14,9 @@ from typing import Any, NamedTuple, TypeAlias, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
+from torch.utils import _pytree as pytree
 
 from linrope.packing import at_last, rising_bounds, spread, sums_so_far
 from linrope.rotary import cos_sin_of_turns, spell_out, to_turns
@@ -145,17 +147,21 @@ def attend(backend: str, call: Call, state: LinearAttentionState | None) -> tupl
     state = None if state is None else state.rows()
     kv, z, angle = (None, None, None) if state is None else (state.kv, state.z, state.angle)
     save = torch.is_grad_enabled() and needs_gradients(call, state)
-    run: Any = _Recorded.apply if save and _plain(call, state) else _attend
+    run: Any = _attend
+    if transformed():
+        run = _Transformed.apply
+    elif save and _plain(call, state):
+        run = _Recorded.apply
     out, kv, z, *_ = run(backend, *call, kv, z, angle, save)
     return out, Sums(kv, z, call.last_angle(angle)) if call.want_state else None
 
 
 def _plain(call: Call, state: LinearAttentionState | None) -> bool:
-    """Whether autograd alone looks on: no compiler, dispatch mode or torch.func, no tensor of another kind.
+    """Whether autograd alone looks on: no compiler or dispatch mode, no tensor of another kind.
 
     The operator's own autograd costs more than a short call; ``_Recorded`` is the same without it.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling():
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
         return False
@@ -289,7 +295,9 @@ def _backward(ctx: Any, g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor |
     call = _read(arguments)[1]
     g_out = None if call.q is None else g_out  # compiled code gives zeros for what is absent
     g_kv, g_z = (g_kv, g_z) if call.want_state else (None, None)
-    run = _run_backward if ctx.recorded and not torch.is_grad_enabled() else _attend_backward
+    run: Any = _run_backward if ctx.recorded and not torch.is_grad_enabled() else _attend_backward
+    if transformed():
+        run = _TransformedBackward.run
     found = iter(run(*arguments, tensors, g_out, g_kv, g_z))
     gradients: list[Tensor | None] = [None] * (len(arguments) + 1)
     for i in (1, 2, 3, 4, 5, 1 + _FIELDS, 2 + _FIELDS):
@@ -314,3 +322,82 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         return _backward(ctx, *gradients)
+
+
+class _Transformed(torch.autograd.Function):
+    """The operator within torch.func's transformations, which want it in this form."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        out, kv, z, saved = _attend(*arguments)
+        return out, kv, z, *saved
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _setup_context(ctx, inputs, (*output[:3], output[3:]))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return _backward(ctx, *gradients[:3])
+
+
+class _TransformedBackward(torch.autograd.Function):
+    """Its backward pass, likewise; arguments in another order, since lists of tensors are not followed."""
+
+    generate_vmap_rule = True
+
+    @classmethod
+    def run(cls, *arguments: Any) -> Any:
+        *call, results, g_out, g_kv, g_z = arguments
+        return cls.apply(*call, g_out, g_kv, g_z, *results)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        end = _FIELDS + 7  # the backend's name, the call, three sums and three gradients
+        return tuple(
+            _attend_backward(*arguments[: end - 3], list(arguments[end:]), *arguments[end - 3 : end])
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        raise RuntimeError("second derivatives: got a fused backend, expected backend='reference'")
+
+
+def has_tangents(call: Call, state: LinearAttentionState | None) -> bool:
+    """Whether forward-mode differentiation follows an input, which an operator would drop unseen."""
+    if forward_ad._current_level < 0:
+        return False
+    tensors = call if state is None else (*call, state.kv, state.z)
+    return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def transformed() -> bool:
+    """Whether torch.func (vmap, grad, jacrev ..) transforms this call."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def _one_after_another(operator: Any) -> Any:
+    """vmap's rule for an operator: as many calls of it as there are."""
+
+    def rule(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
+        dims, spec = pytree.tree_flatten(in_dims, is_leaf=lambda x: x is None)
+        leaves = pytree.tree_flatten(arguments, is_leaf=lambda x: x is None)[0]
+
+        def run(i: int) -> Any:
+            one = [x if d is None else x.select(d, i) for x, d in zip(leaves, dims, strict=True)]
+            return operator(*pytree.tree_unflatten(one, spec))
+
+        results = pytree.tree_map(lambda *x: torch.stack(x), *(run(i) for i in range(info.batch_size)))
+        return results, pytree.tree_map(lambda _: 0, results)
+
+    return rule
+
+
+_attend.register_vmap(_one_after_another(_attend))
+_attend_backward.register_vmap(_one_after_another(_attend_backward))

@@ -76,7 +76,8 @@ def supports(call: Call, state: LinearAttentionState | None) -> str | None:
 
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
     """out, and the last sums where they are wanted; in the state's own memory where that was given away."""
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and shared.needs_gradients(call, state)):
+    watched = torch.compiler.is_compiling() or shared.transformed()
+    if watched or (torch.is_grad_enabled() and shared.needs_gradients(call, state)):
         return shared.attend("native", call, state)
     one = call.k.shape[1] == 1 and call.causal and call.q is not None and call.cu_seqlens is None
     if one and state is not None:
