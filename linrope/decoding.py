@@ -7,7 +7,7 @@ itself; where anything differs, it is a call like any other.
 """
 
 from operator import is_
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,7 @@ from torch.autograd import forward_ad
 
 from linrope.backends import native
 from linrope.backends.call import Call, transformed
-
-if TYPE_CHECKING:
-    from linrope.state import LinearAttentionState
+from linrope.state import LinearAttentionState
 
 
 class Steps(NamedTuple):
@@ -48,7 +46,7 @@ def follow(
     v: Tensor,
     log_decay: Tensor | None,
     angle_steps: Tensor | None,
-    state: "LinearAttentionState",
+    state: LinearAttentionState,
     *,
     options: tuple[object, ...],
 ) -> Tensor | None:

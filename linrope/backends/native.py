@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linrope.backends import call as shared
-from linrope.backends.call import Call, Gradients, Sums
+from linrope.backends import operators
+from linrope.backends.call import Call, Gradients, Sums, needs_gradients, summed_to, transformed
 from linrope.state import LinearAttentionState
 
 READS_RESULTS = False
@@ -76,9 +76,9 @@ def supports(call: Call, state: LinearAttentionState | None) -> str | None:
 
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
     """out, and the last sums where they are wanted; in the state's own memory where that was given away."""
-    watched = torch.compiler.is_compiling() or shared.transformed()
-    if watched or (torch.is_grad_enabled() and shared.needs_gradients(call, state)):
-        return shared.attend("native", call, state)
+    watched = torch.compiler.is_compiling() or transformed()
+    if watched or (torch.is_grad_enabled() and needs_gradients(call, state)):
+        return operators.attend("native", call, state)
     one = call.k.shape[1] == 1 and call.causal and call.q is not None and call.cu_seqlens is None
     if one and state is not None:
         return _step(call, state)
@@ -189,8 +189,8 @@ def backward(
         None if call.q is None else dq,
         dk,
         dv.to(call.v.dtype),
-        None if call.log_decay is None else shared.summed_to(d_log, call.log_decay),
-        None if call.angle_steps is None else shared.summed_to(d_steps, call.angle_steps),
+        None if call.log_decay is None else summed_to(d_log, call.log_decay),
+        None if call.angle_steps is None else summed_to(d_steps, call.angle_steps),
         None if sums is None else d_kv,
         None if sums is None else d_z,
     )
