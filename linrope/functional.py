@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from linrope import arguments, backends
+from linrope import arguments, backends, decoding
 from linrope.backends.call import Call, Sums
 from linrope.decay import Tokens, distances, log_decay_of_tokens, slope_of_angle, stabilize, steps_of_tokens
 from linrope.feature_maps import FeatureMap
@@ -148,10 +148,15 @@ def linear_rope_attention(
     >>> torch.testing.assert_close(packed[:, :900], head)
     """
     request = _Request(
-        q, k, v, feature_map, rotary, causal, normalize, decay, log_decay, angle_steps, positions,
-        key_positions,
-        key_mask, cu_seqlens, state, return_state, eps, eps_mode, rope_order, backend,
+        q, k, v, log_decay, angle_steps, state, feature_map, rotary, causal, normalize, decay, positions,
+        key_positions, key_mask, cu_seqlens, return_state, eps, eps_mode, rope_order, backend,
     )  # fmt: skip
+    if state is not None:
+        out = decoding.follow(q, k, v, log_decay, angle_steps, state, options=request[_OPTIONS:])
+        if out is not None:
+            return out, state._marked(False)
+    if q is None:
+        raise TypeError("q: got NoneType, expected a dense torch.Tensor")
     out, last = _attend(request)
     return (out, last) if return_state and last is not None else out
 
@@ -182,8 +187,8 @@ def linear_rope_state(
     >>> torch.testing.assert_close(linear_rope_state(k, v).kv, state.kv)
     """
     request = _Request(
-        None, k, v, feature_map, rotary, True, False, decay, log_decay, angle_steps, positions, None,
-        key_mask, cu_seqlens, state, True, 1e-6, "clamp", "after", backend,
+        None, k, v, log_decay, angle_steps, state, feature_map, rotary, True, False, decay, positions,
+        None, key_mask, cu_seqlens, True, 1e-6, "clamp", "after", backend,
     )  # fmt: skip
     last = _attend(request)[1]
     assert last is not None
@@ -196,23 +201,26 @@ class _Request(NamedTuple):
     q: Tensor | None  # None: the state alone is asked for
     k: Tensor
     v: Tensor
-    feature_map: str | FeatureMap | None
+    log_decay: Tensor | None
+    angle_steps: Tensor | None
+    state: LinearAttentionState | None
+    feature_map: str | FeatureMap | None  # from here on: what the steps of a decoding loop have in common
     rotary: Rotary | None
     causal: bool
     normalize: bool
     decay: Tensor | None
-    log_decay: Tensor | None
-    angle_steps: Tensor | None
     positions: Tensor | None
     key_positions: Tensor | None
     key_mask: Tensor | None
     cu_seqlens: Tensor | None
-    state: LinearAttentionState | None
     return_state: bool
     eps: float
     eps_mode: str
     rope_order: str
     backend: str
+
+
+_OPTIONS = _Request._fields.index("feature_map")
 
 
 def _attend(request: _Request) -> tuple[Tensor, LinearAttentionState | None]:
@@ -229,6 +237,10 @@ def _attend(request: _Request) -> tuple[Tensor, LinearAttentionState | None]:
         if state.angle is not None and request.angle_steps is None:
             raise ValueError(
                 "angle_steps: got None, expected those of this piece, as the state was made with some"
+            )
+        if state.slots is not None and state.angle is None and request.angle_steps is not None:
+            raise ValueError(
+                "state: got rows of a pool made without angle_steps, which has no place for theirs"
             )
     tokens = _resolve_tokens(request, sequences)
     log_decay = log_decay_of_tokens(request.decay, request.log_decay, request.key_mask, tokens, k.shape[1])
@@ -248,9 +260,10 @@ def _attend(request: _Request) -> tuple[Tensor, LinearAttentionState | None]:
         tokens.key_positions, fade, None if fade is None else distances(tokens, k.shape[1]), request.key_mask,
         request.cu_seqlens, "interleaved" if request.rotary is None else request.rotary.layout, name,
         request.causal, request.normalize, request.eps, request.eps_mode,
-        request.return_state or _in_place(request.state, k),
+        request.return_state or _in_place(request.state, k, angle_steps is not None),
     )  # fmt: skip
-    out, sums = backends.choose(request.backend, call, state).attend(call, state)
+    backend = backends.choose(request.backend, call, state)
+    out, sums = backend.attend(call, state)
     if stable is not None and q_scale is not None and not request.normalize:
         scale = q_scale + stable.at_tokens.repeat_interleave(call.group, 2)
         out = (out * scale.exp().to(torch.promote_types(out.dtype, torch.float32))[..., None]).to(out.dtype)
@@ -258,7 +271,26 @@ def _attend(request: _Request) -> tuple[Tensor, LinearAttentionState | None]:
         return out, None
     last = None if stable is None else stable.last
     slope = None if angle_steps is None else slope_of_angle(angle_steps, state, tokens)
-    return out, _next_state(call, sums, request, tokens, identity, log_scale=last, angle_slope=slope)
+    after = _next_state(call, sums, request, tokens, identity, log_scale=last, angle_slope=slope)
+    if backend is backends.native and _starts_a_loop(request, call):
+        after.__dict__["steps"] = decoding.steps_like(
+            call, request[_OPTIONS:], request.decay, gated=request.log_decay is not None
+        )
+    return out, after
+
+
+def _starts_a_loop(request: _Request, call: Call) -> bool:
+    """Whether this was a step in place that the kernel did alone, from what the caller gave and the state."""
+    given = request.positions, request.key_positions, request.key_mask, request.cu_seqlens
+    return (
+        request.state is not None
+        and request.state.donated
+        and request.state.slots is None
+        and call.k.shape[1] == 1
+        and call.q is request.q
+        and call.k is request.k
+        and all(x is None for x in given)
+    )
 
 
 def _check(request: _Request) -> FeatureMap | None:
@@ -336,7 +368,11 @@ def _next_state(
     by_default = request.positions is None or (call.q is not None and m != call.q.shape[1])
     on_a_grid = request.rotary is not None and request.rotary.axes is not None  # there a state counts tokens
     counted = on_a_grid or (request.key_positions is None and by_default)
-    if state is None or not _in_place(state, call.k) or (state.slots is None and sums.kv.requires_grad):
+    if (
+        state is None
+        or not _in_place(state, call.k, call.angle_steps is not None)
+        or (state.slots is None and sums.kv.requires_grad)
+    ):
         position = arguments.next_position(tokens, m, counted).expand(call.sequences).clone()
         return LinearAttentionState(sums.kv, sums.z, position, identity, sums.angle, **more)  # type: ignore[arg-type]
     if sums.kv.requires_grad:
@@ -349,6 +385,8 @@ def _next_state(
     return state._marked(False)
 
 
-def _in_place(state: LinearAttentionState | None, k: Tensor) -> bool:
+def _in_place(state: LinearAttentionState | None, k: Tensor, turned: bool) -> bool:
     """Whether the next state goes into the given one's memory."""
-    return state is not None and (state.slots is not None or (state.donated and k.shape[1] == 1))
+    if state is None or (state.slots is None and (not state.donated or k.shape[1] != 1)):
+        return False
+    return state.angle is not None or not turned  # else there is no memory for the sum of the steps

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -62,6 +62,7 @@ class LinearAttentionState:
     angle_slope: Tensor | None = None
     slots: Tensor | None = None
     donated: bool = False
+    steps: ClassVar[object] = None  # of one that a decoding loop carries along: linrope.decoding.Steps
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv, Tensor):  # a pytree of something else, while tracing
@@ -96,6 +97,9 @@ class LinearAttentionState:
             raise ValueError(
                 f"state.log_scale: got {tuple(self.log_scale.shape)}, expected {tuple(self.kv.shape[:2])}"
             )
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: x for name, x in self.__dict__.items() if name != "steps"}  # a copy starts afresh
 
     def __repr__(self) -> str:
         more = "".join(f", {name}" for name in self.tensors() if name not in ("kv", "z", "position"))

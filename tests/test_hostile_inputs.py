@@ -499,7 +499,10 @@ def call(queue):
     queue.put((bool(x.grad.isfinite().all()), torch.cuda.is_initialized()))
 
 if __name__ == "__main__":
-    import linrope
+    import torch, linrope
+    torch.set_num_threads(2)  # the parent's threads have run: the child has none of them
+    x = torch.ones(1, 512, 8, 16)
+    linrope.linear_rope_attention(x, x, x)
     context = multiprocessing.get_context(METHOD)
     queue = context.SimpleQueue()
     child = context.Process(target=call, args=(queue,))

@@ -21,6 +21,7 @@ LEVELS = [
     {"models", "versions"},
     {"attention", "position_encodings"},
     {"choices", "functional"},
+    {"decoding"},
     {"arguments", "backends", "features", "selective", "short_convolution"},
     {"decay"},
     {"chunks", "feature_maps", "packing", "rotary", "state"},

@@ -135,11 +135,27 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backwa
 
 static Tensor step(Tensor q, Tensor k, Tensor v, int64_t feature_map, Maybe log_decay, Maybe theta, Maybe positions,
                    Maybe key_positions, Maybe angle_steps, Maybe angle, Maybe key_mask, Tensor kv, Tensor z,
-                   Maybe slots, int64_t layout, bool normalize, double eps, bool add_eps) {
+                   Maybe slots, int64_t layout, bool normalize, double eps, bool add_eps, bool advance) {
   const Maybe query = q, state = kv, sums = z, none;
   Call c = read_call({query, k, v, feature_map, log_decay, theta, positions, key_positions, angle_steps, angle,
                       key_mask, none, state, sums, slots, layout, true, normalize, eps, add_eps});
   STD_TORCH_CHECK(c.n == 1, "q: got ", c.n, " tokens, expected 1");
+  int64_t* position = nullptr;
+  if (advance) {
+    STD_TORCH_CHECK(positions, "positions: got none, expected those that advance");
+    check_shape("positions", *positions, {c.sequences, 1}), check_contiguous("positions", *positions);
+    check_type("positions", *positions, ScalarType::Long, "int64");
+    position = (int64_t*)positions->data_ptr();
+    for (int64_t i = 0; i < c.sequences; i++)
+      STD_TORCH_CHECK(position[i] >= 0 && position[i] < int64_t(1) << 31, "positions: got ", position[i],
+                      ", expected 0 .. 2^31 - 1");
+    const Gate& gate = c.log_decay;
+    for (int64_t i = 0; gate.data && i < c.sequences * c.g; i++) {
+      const int64_t at = i / c.g * gate.batch + i % c.g * gate.head;
+      const double a = gate.type == kFloat32 ? ((const float*)gate.data)[at] : ((const double*)gate.data)[at];
+      STD_TORCH_CHECK(!(a > 0), "log_decay: got ", a, ", expected numbers <= 0");
+    }
+  }
   Tensor out = empty(k.scalar_type(), {c.sequences, 1, c.h, c.e});
   c.out = view(out);
   const Schedule schedule(c);
@@ -161,6 +177,7 @@ static Tensor step(Tensor q, Tensor k, Tensor v, int64_t feature_map, Maybe log_
   };
   if (small) some(0, c.sequences * bundles);
   else torch::stable::parallel_for(0, c.sequences * bundles, 1, some);
+  for (int64_t i = 0; position && i < c.sequences; i++) position[i]++;
   return out;
 }
 
@@ -179,9 +196,9 @@ STABLE_TORCH_LIBRARY(linrope_native, m) {
       "bool add_eps, bool want_log_decay, bool want_angle_steps) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
-      "step(Tensor q, Tensor k, Tensor v, int feature_map, Tensor? log_decay, Tensor? theta, Tensor? positions, "
+      "step(Tensor q, Tensor k, Tensor v, int feature_map, Tensor? log_decay, Tensor? theta, Tensor(d!)? positions, "
       "Tensor? key_positions, Tensor? angle_steps, Tensor(a!)? angle, Tensor? key_mask, Tensor(b!) kv, Tensor(c!) z, "
-      "Tensor? slots, int layout, bool normalize, float eps, bool add_eps) -> Tensor");
+      "Tensor? slots, int layout, bool normalize, float eps, bool add_eps, bool advance=False) -> Tensor");
   m.def("isas() -> str");
   m.def("isa() -> str");
   m.def("set_isa(str name) -> ()");

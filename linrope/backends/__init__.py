@@ -7,7 +7,7 @@ None``: ``linrope.backends.call``.
 from types import ModuleType
 
 from linrope.backends import eager, native, reference
-from linrope.backends.call import Call
+from linrope.backends.call import Call, has_tangents
 from linrope.names import check_name
 from linrope.state import LinearAttentionState
 
@@ -23,6 +23,8 @@ def choose(name: str, call: Call, state: LinearAttentionState | None) -> ModuleT
         RuntimeError: it cannot run the call, with the reason.
     """
     check_name("backend", name, NAMES)
+    if name != "reference" and has_tangents(call, state):
+        raise RuntimeError(f"backend={name!r}: got inputs with tangents (forward mode), expected 'reference'")
     order: tuple[str, ...] = (name,)
     if name == "auto":
         order = ("native", "eager") if call.k.device.type == "cpu" else ("triton", "eager")

@@ -1,19 +1,15 @@
-"""What every backend is given: one frozen Call. And the one operator that all chunked backends share.
+"""What every backend is given: one frozen Call.
 
 A backend is a module with ``attend(call, state) -> (out, sums)`` and ``supports(call, state) -> why not, or
-None``. A chunked backend gives ``forward`` and ``backward`` instead, and takes ``attend`` from here: to
-torch.compile and autograd each call of it is then one opaque operator, whatever the length.
+None``. A chunked backend gives ``forward`` and ``backward`` instead, and takes ``attend`` from
+``linrope.backends.operators``.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
-from types import ModuleType
-from typing import Any, NamedTuple, TypeAlias, get_type_hints
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.autograd import forward_ad
 
 from linrope.packing import at_last, rising_bounds, spread, sums_so_far
 from linrope.rotary import cos_sin_of_turns, spell_out, to_turns
@@ -110,19 +106,6 @@ class Call(NamedTuple):
         return total.clone() if angle is None else total + angle
 
 
-# ---- The operator. Its list of arguments is Call's, and the sums that the call goes on from.
-
-_TYPES: dict[Any, str] = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    str: "str",
-    bool: "bool",
-    float: "float",
-}
-_CALL = [f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Call).items()]
-_ARGUMENTS = ", ".join(["str backend", *_CALL, "Tensor? kv", "Tensor? z", "Tensor? angle"])
-_FIELDS = len(Call._fields)
-
 # out, the last kv and z, and what is saved for the backward pass; None: not wanted.
 Results: TypeAlias = tuple[Tensor | None, tuple[Tensor, Tensor] | None, list[Tensor]]
 
@@ -139,176 +122,25 @@ class Gradients(NamedTuple):
     z: Tensor | None
 
 
-def attend(backend: str, call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
-    """out and, if wanted, the last sums, by a chunked backend's ``forward`` and ``backward``."""
-    state = None if state is None else state.rows()
-    kv, z, angle = (None, None, None) if state is None else (state.kv, state.z, state.angle)
-    save = torch.is_grad_enabled() and needs_gradients(call, state)
-    run: Any = _Recorded.apply if save and _plain(call, state) else _attend
-    out, kv, z, *_ = run(backend, *call, kv, z, angle, save)
-    return out, Sums(kv, z, call.last_angle(angle)) if call.want_state else None
-
-
-def _plain(call: Call, state: LinearAttentionState | None) -> bool:
-    """Whether autograd alone looks on: no compiler, dispatch mode or torch.func, no tensor of another kind.
-
-    The operator's own autograd costs more than a short call; ``_Recorded`` is the same without it.
-    """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
-        return False
-    tensors = call if state is None else (*call, state.kv, state.z, state.angle)
-    return all(type(x) in (Tensor, Parameter) for x in tensors if isinstance(x, Tensor))
-
-
 def needs_gradients(call: Call, state: LinearAttentionState | None) -> bool:
     inputs = call[:5] if state is None else (*call[:5], state.kv, state.z)
     return any(x is not None and x.requires_grad for x in inputs)
+
+
+def has_tangents(call: Call, state: LinearAttentionState | None) -> bool:
+    """Whether forward-mode differentiation follows an input, which an operator would drop unseen."""
+    if forward_ad._current_level < 0:
+        return False
+    tensors = call if state is None else (*call, state.kv, state.z)
+    return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def transformed() -> bool:
+    """Whether torch.func (vmap, grad, jacrev ..) transforms this call."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def summed_to(x: Tensor, like: Tensor) -> Tensor:
     """x in the shape and dtype of like, summed where like has one entry for many."""
     ones = [i for i, (have, want) in enumerate(zip(x.shape, like.shape)) if want == 1 and have != 1]
     return (x.sum(ones, keepdim=True) if ones else x).to(like.dtype)
-
-
-def _read(arguments: Sequence[Any]) -> tuple[ModuleType, Call, Sums | None]:
-    """The backend, the call and the sums that the operator's arguments hold."""
-    name, fields, (kv, z, angle) = (
-        arguments[0],
-        arguments[1 : 1 + _FIELDS],
-        arguments[1 + _FIELDS : 4 + _FIELDS],
-    )
-    return _module(name), Call(*fields), None if kv is None else Sums(kv, z, angle)
-
-
-def _module(backend: str) -> ModuleType:
-    return import_module(f"linrope.backends.{backend}")
-
-
-def _full_precision(call: Call) -> AbstractContextManager[object]:
-    """Without autocast, where there is some: entering and leaving its context takes time."""
-    device = call.v.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-
-
-def _absent(like: Tensor) -> Tensor:
-    """In place of None, which an operator cannot return."""
-    return like.new_empty(0)
-
-
-def _new_out(call: Call) -> Tensor:
-    return _absent(call.v) if call.q is None else call.v.new_empty(*call.q.shape[:3], call.v.shape[3])
-
-
-def _new_sums(call: Call, sums: Sums | None) -> tuple[Tensor, Tensor]:
-    if not call.want_state:
-        return _absent(call.v), _absent(call.v)
-    (_, _, g, f), e, s = call.k.shape, call.v.shape[3], call.sequences
-    wide = torch.promote_types(call.v.dtype, torch.float32)
-    kv_dtype, z_dtype = (wide, torch.float64) if sums is None else (sums.kv.dtype, sums.z.dtype)
-    return call.v.new_empty(s, g, f, e, dtype=kv_dtype), call.v.new_empty(s, g, f, dtype=z_dtype)
-
-
-@torch.library.custom_op(
-    "linrope::attend",
-    mutates_args=(),
-    schema=f"({_ARGUMENTS}, bool save) -> (Tensor, Tensor, Tensor, Tensor[])",
-)
-def _attend(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    return _run(*arguments)
-
-
-def _run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """out, the last kv and z, and what the backend saves for its backward pass."""
-    backend, call, sums = _read(arguments)
-    if call.k.shape[0] == 0:
-        return _new_out(call), *_new_sums(call, sums), backend.new_saved(call) if arguments[-1] else []
-    with _full_precision(call):
-        out, last, saved = backend.forward(call, sums, arguments[-1])
-    out = _absent(call.v) if out is None else out
-    kv, z = (_absent(call.v), _absent(call.v)) if last is None else last
-    return out, kv, z, saved
-
-
-@_attend.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    backend, call, sums = _read(arguments)
-    return _new_out(call), *_new_sums(call, sums), backend.new_saved(call) if arguments[-1] else []
-
-
-def _new_gradients(call: Call, sums: Sums | None) -> list[Tensor]:
-    inputs = (*call[:5], *(() if sums is None else sums[:2]))
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs if x is not None]
-
-
-@torch.library.custom_op(
-    "linrope::attend_backward", mutates_args=(),
-    schema=f"({_ARGUMENTS}, Tensor[] results, Tensor? g_out, Tensor? g_kv, Tensor? g_z) -> Tensor[]",
-)  # fmt: skip
-def _attend_backward(*arguments: Any) -> list[Tensor]:
-    return _run_backward(*arguments)
-
-
-def _run_backward(*arguments: Any) -> list[Tensor]:
-    """The gradients of what there is among q, k, v, log_decay, angle_steps, kv and z."""
-    backend, call, sums = _read(arguments)
-    results, g_out, g_kv, g_z = arguments[-4:]
-    if call.k.shape[0] == 0:
-        return _new_gradients(call, sums)
-    with _full_precision(call):
-        gradients = backend.backward(call, sums, results, g_out, g_kv, g_z)
-    return [x for x in gradients if x is not None]
-
-
-@_attend_backward.register_fake
-def _(*arguments: Any) -> list[Tensor]:
-    return _new_gradients(*_read(arguments)[1:])
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    *arguments, _save = inputs
-    out, kv, z, saved = output
-    backend, call, _ = _read(arguments)
-    reads = backend.READS_RESULTS  # of triton a function, since few of its calls do
-    results = [out, kv, z, *saved] if (reads(call) if callable(reads) else reads) else list(saved)
-    ctx.tensors = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
-    ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
-    ctx.save_for_backward(*(arguments[i] for i in ctx.tensors), *results)
-    ctx.set_materialize_grads(False)
-    ctx.recorded = False
-
-
-def _backward(ctx: Any, g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor | None, _: Any = None) -> Any:
-    arguments, tensors = list(ctx.others), list(ctx.saved_tensors)
-    for i in ctx.tensors:
-        arguments[i] = tensors.pop(0)
-    call = _read(arguments)[1]
-    g_out = None if call.q is None else g_out  # compiled code gives zeros for what is absent
-    g_kv, g_z = (g_kv, g_z) if call.want_state else (None, None)
-    run = _run_backward if ctx.recorded and not torch.is_grad_enabled() else _attend_backward
-    found = iter(run(*arguments, tensors, g_out, g_kv, g_z))
-    gradients: list[Tensor | None] = [None] * (len(arguments) + 1)
-    for i in (1, 2, 3, 4, 5, 1 + _FIELDS, 2 + _FIELDS):
-        if arguments[i] is not None:
-            gradients[i] = next(found)
-    return tuple(gradients)
-
-
-_attend.register_autograd(_backward, setup_context=_setup_context)
-
-
-class _Recorded(torch.autograd.Function):
-    """The operator and its gradient without the dispatcher: see ``_plain``."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        results = _run(*arguments)
-        _setup_context(ctx, arguments, results)
-        ctx.recorded = True
-        return results[:3]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        return _backward(ctx, *gradients)

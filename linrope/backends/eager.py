@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.backends import call as shared
-from linrope.backends.call import Call, Gradients, Sums
+from linrope.backends import operators
+from linrope.backends.call import Call, Gradients, Results, Sums, summed_to
 from linrope.chunks import Cut, around, around_reversed, fade
 from linrope.feature_maps import ELEMENTWISE
 from linrope.names import readable
@@ -167,7 +167,7 @@ def transposed_product(scores: Tensor, x: Tensor) -> Tensor:
     return (scores.flatten(2, 3).mT @ x.flatten(2, 3))[:, :, None]
 
 
-def forward(call: Call, sums: Sums | None, save: bool) -> shared.Results:
+def forward(call: Call, sums: Sums | None, save: bool) -> Results:
     outs, kvs, zs = zip(*[_forward(*part) for part in _by_heads(call, sums)], strict=True)
     out = None if call.q is None else torch.cat(outs, 2)
     return out, (torch.cat(kvs, 1), torch.cat(zs, 1)) if call.want_state else None, []
@@ -184,10 +184,8 @@ def backward(
     )
     assert dk is not None
     assert dv is not None
-    d_log = None if d_log is None or call.log_decay is None else shared.summed_to(d_log, call.log_decay)
-    d_steps = (
-        None if d_steps is None or call.angle_steps is None else shared.summed_to(d_steps, call.angle_steps)
-    )
+    d_log = None if d_log is None or call.log_decay is None else summed_to(d_log, call.log_decay)
+    d_steps = None if d_steps is None or call.angle_steps is None else summed_to(d_steps, call.angle_steps)
     return Gradients(dq, dk, dv, d_log, d_steps, d_kv, d_z)
 
 
@@ -308,4 +306,4 @@ def _quarter_turned(x: Tensor, y: Tensor, call: Call) -> Tensor:
     return one + other
 
 
-attend = partial(shared.attend, "eager")
+attend = partial(operators.attend, "eager")

@@ -4,12 +4,13 @@ Sums are float32, z float64. The backward pass computes everything anew from the
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from linrope.backends import call as shared
-from linrope.backends.call import Call, Gradients, Sums
+from linrope.backends import operators
+from linrope.backends.call import Call, Gradients, Sums, needs_gradients, summed_to, transformed
 from linrope.state import LinearAttentionState
 
 READS_RESULTS = False
@@ -75,8 +76,9 @@ def supports(call: Call, state: LinearAttentionState | None) -> str | None:
 
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
     """out, and the last sums where they are wanted; in the state's own memory where that was given away."""
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and shared.needs_gradients(call, state)):
-        return shared.attend("native", call, state)
+    watched = torch.compiler.is_compiling() or transformed()
+    if watched or (torch.is_grad_enabled() and needs_gradients(call, state)):
+        return operators.attend("native", call, state)
     one = call.k.shape[1] == 1 and call.causal and call.q is not None and call.cu_seqlens is None
     if one and state is not None:
         return _step(call, state)
@@ -94,6 +96,8 @@ def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
     kv, z, angle = state.kv, state.z, state.angle
     if state.slots is None and not state.donated:
         kv, z, angle = kv.clone(), z.clone(), None if angle is None else angle.clone()
+    if angle is None and call.angle_steps is not None:  # the state was made without
+        angle = state.position.new_zeros(len(kv), *call.angle_steps.shape[2:])
     q, k, v, same = _dense(call)
     out = _ops.step.default(
         q, k, v, MAPS[call.feature_map], call.log_decay, call.theta, call.positions, call.key_positions,
@@ -101,6 +105,45 @@ def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
         LAYOUTS[call.layout] if call.pairs else 0, call.normalize, call.eps, call.eps_mode == "add",
     )  # fmt: skip
     return out if same else out.to(call.v.dtype), Sums(kv, z, angle)
+
+
+class Resolved(NamedTuple):
+    """What a decoding loop's steps have in common, as the operator takes it."""
+
+    feature_map: int
+    log_decay: Tensor | None
+    theta: Tensor | None
+    layout: int
+    normalize: bool
+    eps: float
+    add_eps: bool
+
+
+def resolved(call: Call) -> Resolved:
+    layout = LAYOUTS[call.layout] if call.pairs else 0
+    how = MAPS[call.feature_map], call.log_decay, call.theta, layout, call.normalize, call.eps
+    return Resolved(*how, call.eps_mode == "add")
+
+
+def follow(
+    how: Resolved,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    angle_steps: Tensor | None,
+    state: LinearAttentionState,
+) -> Tensor:
+    """out of a further step in the memory of a state that was given away; its positions advance too.
+
+    RuntimeError, before anything is written: the tensors do not fit each other, or their numbers the range.
+    """
+    out: Tensor = _ops.step.default(
+        q, k, v, how.feature_map, how.log_decay if log_decay is None else log_decay, how.theta,
+        state.position.unsqueeze(1), None, angle_steps, state.angle, None, state.kv, state.z, None,
+        how.layout, how.normalize, how.eps, how.add_eps, True,
+    )  # fmt: skip
+    return out
 
 
 def new_saved(call: Call) -> list[Tensor]:
@@ -146,8 +189,8 @@ def backward(
         None if call.q is None else dq,
         dk,
         dv.to(call.v.dtype),
-        None if call.log_decay is None else shared.summed_to(d_log, call.log_decay),
-        None if call.angle_steps is None else shared.summed_to(d_steps, call.angle_steps),
+        None if call.log_decay is None else summed_to(d_log, call.log_decay),
+        None if call.angle_steps is None else summed_to(d_steps, call.angle_steps),
         None if sums is None else d_kv,
         None if sums is None else d_z,
     )

@@ -8,8 +8,8 @@ import torch
 from linrope_kernels import INTERPRETED, launch
 from torch import Tensor
 
-from linrope.backends import call as shared
-from linrope.backends.call import Call, Gradients, Sums
+from linrope.backends import operators
+from linrope.backends.call import Call, Gradients, Sums, needs_gradients, summed_to
 from linrope.packing import spread, sums_so_far
 from linrope.state import LinearAttentionState
 
@@ -33,17 +33,17 @@ def supports(call: Call, state: LinearAttentionState | None) -> str | None:
         return "xpos, a decay per pair of features: use backend='eager'"
     if f > MAX_DIM or e > MAX_DIM:
         return f"{f} features and {e} values per head: it takes up to {MAX_DIM} of each; use backend='eager'"
-    if call.q is None and torch.is_grad_enabled() and shared.needs_gradients(call, state):
+    if call.q is None and torch.is_grad_enabled() and needs_gradients(call, state):
         return "gradients of linear_rope_state: use backend='eager'"
     return None
 
 
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
-    differentiates = torch.is_grad_enabled() and shared.needs_gradients(call, state)
+    differentiates = torch.is_grad_enabled() and needs_gradients(call, state)
     step = call.causal and call.q is not None and call.k.shape[1] == 1 and call.cu_seqlens is None
     if step and not differentiates and not torch.compiler.is_compiling():
         return _step(call, state)
-    return shared.attend("triton", call, state)
+    return operators.attend("triton", call, state)
 
 
 def _step(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
@@ -143,7 +143,7 @@ def _d_log_decay(call: Call, sums: Sums | None, found: launch.Gradients) -> Tens
     if sums is not None and found.start is not None:
         first = (sums.kv.double() * found.start[0]).sum((2, 3)) + (sums.z.double() * found.start[1]).sum(2)
         total += spread(first, total.shape[1], call.bounds)
-    return shared.summed_to(total, call.log_decay)
+    return summed_to(total, call.log_decay)
 
 
 def _d_angle_steps(call: Call, found: launch.Gradients) -> Tensor | None:
@@ -151,4 +151,4 @@ def _d_angle_steps(call: Call, found: launch.Gradients) -> Tensor | None:
     if call.angle_steps is None or found.angles is None:
         return None
     bounds = None if call.bounds is None else (call.k.shape[1] - call.bounds).flip(0)
-    return shared.summed_to(sums_so_far(found.angles.flip(1), bounds).flip(1), call.angle_steps)
+    return summed_to(sums_so_far(found.angles.flip(1), bounds).flip(1), call.angle_steps)

@@ -12,6 +12,7 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import linrope
+from linrope.cli import main
 from linrope.cli.app import run
 from linrope.cli.evaluation import labels
 from linrope.cli.training import Log
@@ -370,3 +371,28 @@ def test_curves_of_runs_with_one_name_have_labels_that_differ(tmp_path: Path) ->
     assert labels([tmp_path / "one", tmp_path / "two"]) == ["one", "two"]
     with pytest.raises(ValueError, match="expected each of them once"):
         labels([tmp_path / "one", tmp_path / "two" / ".." / "one"])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of Linux's OpenMP")
+@pytest.mark.parametrize(
+    ("command", "variable", "anew"),
+    [("train", None, True), ("bench", None, False), ("train", "OMP_NUM_THREADS", False)],
+)
+def test_commands_that_train_let_waiting_threads_sleep(
+    command: str, variable: str | None, anew: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Spinning ones took five times as long on a machine that others use.
+    for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, "1")
+    started: list[str] = []
+
+    def execve(path: str, arguments: list[str], environment: dict[str, str]) -> None:
+        started.append(environment["OMP_WAIT_POLICY"])
+
+    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.setattr(sys, "argv", ["linrope", command, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert started == (["passive"] if anew else [])

@@ -10,8 +10,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, linear_rope_attention
-from linrope.backends import call as shared
 from linrope.backends import triton
+from linrope.backends.call import Call
 from tests.oracle import randoms
 
 
@@ -53,7 +53,7 @@ def operator_arguments(
     for x in (q, k, v, *sums):
         if x is not None:
             x.requires_grad_(save)
-    call = shared.Call(
+    call = Call(
         q, k, v, -torch.rand(1, n, 2).double() if decay else None, None,
         Rotary(4).turns(q.device) if rotary else None, torch.tensor([[3]]),
         None if m == n else torch.tensor([[0]]), None, None, numbers(b, m) > 0 if mask else None, bounds,

@@ -1,0 +1,95 @@
+"""torch.func's transformations: those that fused backends follow, and those that they refuse."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
+from torch.testing import assert_close
+
+from linrope import LinearRoPEAttention, Rotary, linear_rope_attention
+from tests.oracle import NATIVE, randoms
+
+BACKENDS = ("eager", NATIVE)
+ROTARY = Rotary(8)
+
+
+def attend(x: Tensor, backend: str, **options: Tensor) -> Tensor:
+    return linear_rope_attention(x, x.flip(1), x * 0.5, rotary=ROTARY, backend=backend, **options)
+
+
+def inputs(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def loss(x: Tensor, backend: str) -> Tensor:
+    return attend(x, backend).square().sum()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_vmap_grad_and_their_likes_are_those_of_reference(backend: str) -> None:
+    x, gates = inputs(3, 2, 20, 2, 8), -inputs(2, 20, 2).abs()
+    ways = {
+        "vmap": lambda name: vmap(lambda y: attend(y, name))(x),
+        "vmap of one input": lambda name: vmap(lambda y: attend(y, name, log_decay=gates))(x),
+        "grad": lambda name: grad(loss)(x[0], name),
+        "jacrev": lambda name: jacrev(lambda y: attend(y, name).square().sum((1, 2, 3)))(x[0]),
+        "per sample": lambda name: vmap(grad(lambda y: loss(y[None], name)))(x[0]),
+        "two levels": lambda name: vmap(vmap(lambda y: attend(y[None], name)))(x),
+    }
+    for name, way in ways.items():
+        assert_close(way(backend), way("reference"), rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_per_sample_gradients_of_a_layer_are_those_of_one_sample_at_a_time(backend: str) -> None:
+    torch.manual_seed(0)
+    layer, x = LinearRoPEAttention(16, 2, forget_gate=True, backend=backend), inputs(3, 10, 16)
+    weights = dict(layer.named_parameters())
+
+    def one(weights: dict[str, Tensor], sample: Tensor) -> Tensor:
+        out: Tensor = functional_call(layer, weights, (sample[None],))
+        return out.square().sum()
+
+    found = vmap(grad(one), in_dims=(None, 0))(weights, x)
+    for i, sample in enumerate(x):
+        expected = torch.autograd.grad(one(weights, sample), list(weights.values()))
+        for name, gradient in zip(weights, expected, strict=True):
+            assert_close(found[name][i], gradient, rtol=1e-4, atol=1e-4, msg=name)
+
+
+OWN = pytest.mark.filterwarnings("ignore:`torch.jit.script` is")  # PyTorch's, of its own forward mode
+
+
+@OWN
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+def test_forward_mode_is_refused_not_zero(backend: str) -> None:
+    x = inputs(1, 5, 2, 8)
+    message = rf"backend='{backend}': got inputs with tangents \(forward mode\), expected 'reference'"
+    with pytest.raises(RuntimeError, match=message):
+        jvp(lambda y: attend(y, backend), (x,), (x,))
+    with pytest.raises(RuntimeError, match=message):
+        jacfwd(lambda y: attend(y, backend))(x)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=message):
+        attend(forward_ad.make_dual(x, x), backend)
+    with forward_ad.dual_level():  # without a tangent there is nothing to follow
+        attend(x, backend)
+
+
+@OWN
+def test_reference_has_forward_mode() -> None:
+    (x, tangent, _) = randoms(1, 6, 2, 8)
+    _, found = jvp(lambda y: attend(y, "reference"), (x,), (tangent,))
+    near = 1e-6
+    expected = (attend(x + near * tangent, "reference") - attend(x - near * tangent, "reference")) / (
+        2 * near
+    )
+    assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_second_derivatives_are_refused(backend: str) -> None:
+    x = inputs(1, 4, 1, 8)
+    with pytest.raises(RuntimeError, match="second derivatives: got a fused backend, expected backend='ref"):
+        jacrev(grad(loss))(x, backend)
