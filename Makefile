@@ -15,6 +15,7 @@ check: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layers.py
+	$(BIN)/mkdocs build --strict --quiet
 
 format: .venv/ready
 	$(BIN)/ruff format .

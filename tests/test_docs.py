@@ -36,6 +36,11 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
             exec(compiled, names)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_installs_from_an_index_that_has_no_linrope(page: Path) -> None:
+    assert not re.search(r"pip install ['\"]?linrope", page.read_text("utf-8"))
+
+
 def test_blocks_are_found() -> None:
     text = (
         "```python\na = 1\n```\n\n```\nnot this\n```\n\n- list\n\n    ```python no-run\n    b = 2\n    ```\n"

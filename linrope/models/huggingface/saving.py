@@ -35,8 +35,8 @@ tags: [linrope, linear-attention]
 ---
 # {kind}
 
-Linear attention with rotary position embedding on the feature maps (RoFormer eq. 19), by
-[linrope](https://pypi.org/project/linrope/), which has to be installed with its extra `huggingface`:
+Linear attention with rotary position embedding on the feature maps (RoFormer eq. 19), by the package linrope,
+which has to be installed with its extra `huggingface`:
 
 ```python
 import linrope.models.huggingface  # registers the model with transformers' Auto classes
