@@ -1,6 +1,7 @@
 """What every map has to keep, and ``make``."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -168,3 +169,12 @@ def test_heads_of_one_number(label: str) -> None:
     for y in features(fmap, x, x, consecutive(x)):
         assert y.shape == (1, 1, 2, fmap.feature_dim)
         assert_close(y, y.nan_to_num())
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [("performer", "favor+"), ("Performer", "favor+"), ("elu", "elu+1"), ("based", "taylor2")],
+)
+def test_what_others_call_a_map_leads_to_its_name(name: str, ours: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"did you mean '{ours}'?")):
+        feature_maps.make(name, 4)

@@ -344,3 +344,11 @@ def test_generate_refuses(options: dict[str, object], message: str, model: Langu
 def test_a_token_outside_the_vocabulary_is_refused(token: int, model: LanguageModel) -> None:
     with pytest.raises(ValueError, match=r"tokens: got ids .* expected 0 .. 255"):
         model(torch.tensor([[token]]))
+
+
+def test_a_run_s_folder_gives_its_last_model(model: LanguageModel, tmp_path: Path) -> None:
+    model.save(tmp_path / "step-00000002")
+    with torch.no_grad():
+        model.embed.weight += 1
+    model.save(tmp_path / "step-00000010")
+    assert torch.equal(LanguageModel.load(tmp_path).embed.weight, model.embed.weight)

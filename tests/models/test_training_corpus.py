@@ -1,6 +1,7 @@
 """What is read, how it is cut into rows, and that rows are a function of (seed, number)."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +193,33 @@ def test_a_place_is_named(text: Path) -> None:
     part = Corpus.load(text).train
     assert part.place(int(part.starts[2]) + 7) == f"{part.names[2]}, token 7"
     assert part.place(len(part) - 1).startswith(part.names[-1])
+
+
+@pytest.mark.parametrize(
+    "sizes", [[100] * 200, [10] * 500 + [20_000], list(range(1, 400))], ids=["equal", "one large", "all"]
+)
+def test_a_twentieth_of_the_bytes_is_held_out(sizes: list[int]) -> None:
+    corpus = Corpus.from_texts("x" * size for size in sizes)
+    part = corpus.held_out.size / (corpus.train.size + corpus.held_out.size)
+    assert 0.045 <= part <= 0.1
+    again = Corpus.from_texts("x" * size for size in sizes)
+    assert again.held_out.names == corpus.held_out.names
+
+
+def test_of_a_few_large_documents_the_smallest_is_held_out() -> None:
+    corpus = Corpus.from_texts(["x" * 300, "y" * 200, "z" * 400])
+    assert documents(corpus.held_out) == [b"y" * 200 + b"\n"]
+    assert "202 bytes held out" not in corpus.describe()
+    assert corpus.describe() == "texts: 702 bytes to train on, 201 bytes held out"
+
+
+def test_a_tokenizer_s_name_without_a_network_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr("socket.create_connection", refuse)
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
+    start = time.monotonic()
+    with pytest.raises(OSError, match=r"which does not answer; expected a tokenizer's folder"):
+        load_tokenizer("some-owner/some-tokenizer")
+    assert time.monotonic() - start < 20  # transformers by itself tries five times, for most of a minute
