@@ -1,6 +1,7 @@
 """Bits per byte by position of one or several checkpoints: figures, JSON, plot."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def evaluate(
                 "run": str(run),
                 "label": label,
                 "step": int(metadata["step"]),
+                "config": asdict(model.config),
                 "attention": model.config.attention,
                 "positions": _positions(model),
                 "trained_length": config.sequence_length,
@@ -65,6 +67,19 @@ def labels(runs: list[Path]) -> list[str]:
         found = ["/".join(part[-count:]) for part in parts]
         if len(set(found)) == len(found):
             break
+    return found
+
+
+def legends(models: list[dict[str, Any]]) -> list[str]:
+    """The label of each model, its attention and positions, and the choices in which the models differ."""
+    configs = [model["config"] for model in models]
+    differ = [name for name in configs[0] if any(config[name] != configs[0][name] for config in configs)]
+    found = []
+    for model, config in zip(models, configs, strict=True):
+        own = {name: config[name] for name in differ if name not in ("attention", "positions")}
+        own = {name: x["name"] if isinstance(x, dict) and "name" in x else x for name, x in own.items()}
+        more = "".join(f", {name} {value}" for name, value in own.items())
+        found.append(f"{model['label']}: {model['attention']}, positions {model['positions']}{more}")
     return found
 
 
@@ -105,11 +120,10 @@ def _plot(result: dict[str, Any], path: Path) -> None:
 
     figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
     colors = ("#0b6e4f", "#c1440e", "#2a4b8d", "#8a6d1d", "#6b2d73")
-    for index, model in enumerate(result["models"]):
+    for index, (model, label) in enumerate(zip(result["models"], legends(result["models"]), strict=True)):
         bins, color = model["bins"], colors[index % len(colors)]
         middle = [((b["start"] + 1) * b["end"]) ** 0.5 for b in bins]  # counted from 1, for the logarithm
         bits = [b["bits_per_byte"] for b in bins]
-        label = f"{model['label']}: {model['attention']}, positions {model['positions']}"
         axis.plot(middle, bits, "o-", color=color, label=label, linewidth=2, markersize=4)
         low, high = ([b["bits_per_byte"] + sign * b["error"] for b in bins] for sign in (-1, 1))
         axis.fill_between(middle, low, high, color=color, alpha=0.15, linewidth=0)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 import linrope
 from linrope.cli import main
 from linrope.cli.app import run
-from linrope.cli.evaluation import labels
+from linrope.cli.evaluation import labels, legends
 from linrope.cli.training import Log
 from linrope.models.training import checkpoints
 
@@ -364,6 +364,16 @@ def test_a_full_disk_is_one_line_and_leaves_no_partial_checkpoint(
     assert status == 2
     assert "model.safetensors: cannot be written" in capfd.readouterr().err
     assert checkpoints(tmp_path / "run") == []
+
+
+def test_legends_name_what_the_models_differ_in() -> None:
+    spread, none = ({"decay": decay, "embed_dim": 8} for decay in ({"name": "spread", "longest": 9}, None))
+    same = {"attention": "linear", "positions": "rope"}
+    models = [{"label": "a", "config": spread, **same}, {"label": "b", "config": none, **same}]
+    assert legends(models) == [
+        "a: linear, positions rope, decay spread",
+        "b: linear, positions rope, decay None",
+    ]
 
 
 def test_curves_of_runs_with_one_name_have_labels_that_differ(tmp_path: Path) -> None:
