@@ -1,0 +1,120 @@
+"""linrope train: a longer run, options from a file, what is said of the text, a full disk."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from linrope.cli.app import run
+from linrope.models.training import checkpoints
+
+SMALL = ["--embed-dim", "32", "--layers", "1", "--heads", "2", "--batch-size", "2", "--sequence-length", "32"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("To be, or not to be, that is the question. " * 100)
+    return path
+
+
+def test_a_finished_run_goes_on_with_more_steps_and_says_what_it_ignores(
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train = ["train", str(text), "--out", str(tmp_path / "run")]
+    assert run([*train, "--steps", "3", *SMALL]) == 0
+    capfd.readouterr()
+    assert run([*train, "--resume"]) == 0
+    assert "has all of its 3 steps; --steps, a larger number, goes on" in capfd.readouterr().out
+    assert run([*train, "--resume", "--steps", "5", "--embed-dim", "64", "--seed", "1", *SMALL[2:]]) == 0
+    printed = capfd.readouterr().out
+    assert "goes on at step 3 of 5" in printed
+    assert (
+        "ignored beside --resume: --seed (the checkpoint has 0), --embed-dim (the checkpoint has 32)\n"
+        in printed
+    )
+    assert "after 5 steps" in printed
+    assert run([*train, "--resume", "--steps", "4"]) == 2
+    assert "--steps=4: expected at least 5" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (
+            "a.json",
+            '{"steps": 2, "embed-dim": 32, "layers": 1, "heads": 2, "sequence_length": 32, "qk_norm": true}',
+        ),
+        ("a.yaml", "steps: 2\nembed_dim: 32\nlayers: 1\nheads: 2\nsequence-length: 32\nqk-norm: true\n"),
+    ],
+)
+def test_options_come_from_a_file_too_and_flags_go_first(
+    name: str, content: str, text: Path, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content + ("learning_rate: 1e-3\n" if name == "a.yaml" else ""))
+    out = tmp_path / "run"
+    assert run(["train", str(text), "--out", str(out), "--config", str(tmp_path / name), "--heads", "4"]) == 0
+    (last,) = checkpoints(out)
+    config = json.loads((last / "config.json").read_text())
+    assert last.name == "step-00000002"
+    assert [config[key] for key in ("embed_dim", "num_layers", "num_heads", "qk_norm")] == [32, 1, 4, True]
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        ('{"stepz": 1}', "got the option 'stepz', expected one of"),
+        ('{"steps": [1]}', "got steps=[1], expected a text"),
+        ('{"steps": "many"}', "--steps"),
+        ("[" * 100_000, "not readable as JSON"),
+        ("3", "got int, expected options"),
+    ],
+)
+def test_a_wrong_file_of_options_is_refused(
+    content: str, cause: str, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.json").write_text(content)
+    arguments = ["train", str(text), "--out", str(tmp_path / "run"), "--config", str(tmp_path / "a.json")]
+    assert run(arguments) == 2
+    assert cause in capfd.readouterr().err
+
+
+def test_files_that_are_no_text_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in ("a.png", "b.bin"):
+        (folder / name).write_bytes(b"\xff\xfe\x00")
+    train = ["train", str(folder), "--out", str(tmp_path / "run"), "--steps", "1", *SMALL]
+    assert run(train) == 2
+    assert "got no text; skipped, as not UTF-8: a.png, b.bin" in capfd.readouterr().err
+    for name in ("c.txt", "d.txt"):
+        (folder / name).write_text("To be, or not to be. " * 20)
+    assert run(train) == 0
+    printed = " ".join(capfd.readouterr().out.split())
+    assert "421 bytes to train on, 421 bytes held out; skipped, as not UTF-8 text: a.png, b.bin" in printed
+
+
+def test_cosformer_trains(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = ["--feature-map", "cosformer", "--steps", "1", *SMALL]
+    assert run(["train", str(text), "--out", str(out), *options]) == 0
+    config = json.loads((checkpoints(out)[-1] / "config.json").read_text())
+    assert config["feature_map"] == {"name": "cosformer", "max_length": 4096}
+
+
+@pytest.mark.parametrize("arguments", [["train", "{text}", "--out", "{tmp}/run", "--steps", "1", *SMALL]])
+def test_a_full_disk_is_one_line_and_leaves_no_partial_checkpoint(
+    arguments: list[str], text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (20_000, limits[1])
+    )  # bytes per file: less than the weights take
+    try:
+        status = run([part.format(text=text, tmp=tmp_path) for part in arguments])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert status == 2
+    assert "model.safetensors: cannot be written" in capfd.readouterr().err
+    assert checkpoints(tmp_path / "run") == []
