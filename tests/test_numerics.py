@@ -9,7 +9,7 @@ from hypothesis import assume, given, target
 from hypothesis import strategies as st
 from torch import Tensor
 
-from linrope import LinearAttentionState, Rotary, linear_rope_attention
+from linrope import LinearAttentionState, Rotary, feature_maps, linear_rope_attention
 from linrope.chunks import CHUNK
 from linrope.rotary import MAX_POSITION, rotate
 from tests.feature_maps.table import plain
@@ -183,6 +183,34 @@ def test_output_error_is_within_the_bound(dtype: torch.dtype, backend: str, conf
     error = error_in_bounds(out, linear_rope_attention(*inputs, **how), size)
     target(error, label="error in units of the bound")
     assert error <= 1
+
+
+@every_fast
+@every_dtype
+@pytest.mark.parametrize("scale", [0.3, 1.0, 3.0, 6.0])
+@pytest.mark.parametrize("name", ["taylor2", "rebased"])
+def test_where_features_are_signed_the_bound_has_the_normalizer_s_own_cancellation(
+    name: str, scale: float, dtype: torch.dtype, backend: str
+) -> None:
+    n, d = 120, 16
+    fmap = feature_maps.make(name, d)
+    for seed in range(3):
+        q, k, v = randoms(1, n, 2, d, seed=seed, scale=scale)
+        features = plain(fmap.queries(q)), plain(fmap.keys(k))
+        q, k, v = *(x.detach().to(dtype) for x in features), v.to(dtype)
+        wide = [x.double() for x in (q, k, v)]
+        positions = torch.arange(n)
+        rotary = Rotary(q.shape[-1])
+        oracle = linear_rope_attention(*wide, rotary=rotary, feature_map=None, backend="reference")
+        out = linear_rope_attention(q, k, v, rotary=rotary, feature_map=None, backend=backend)
+
+        def weights(phi: Tensor, psi: Tensor) -> Tensor:
+            return torch.einsum("bnhf,bmhf->bhnm", phi, psi).tril()
+
+        phi_hat, psi_hat = rotary(wide[0], positions).abs(), rotary(wide[1], positions).abs()
+        den, size = (weights(*pair).sum(-1).mT[..., None] for pair in (wide[:2], [x.abs() for x in wide[:2]]))
+        terms = torch.einsum("bhnm,bmhe->bnhe", weights(phi_hat, psi_hat), wide[2].abs())
+        assert error_in_bounds(out, oracle, (terms + oracle.abs() * size) / den) <= 1
 
 
 def cancelling(oracle: dict[str, Tensor]) -> Tensor:
