@@ -9,6 +9,8 @@ from typing_extensions import Unpack
 from linrope import arguments, backends
 from linrope.backends.call import Call, Sums
 from linrope.decay import Tokens, distances, log_decay_of_tokens, slope_of_angle, stabilize, steps_of_tokens
+from linrope.distributed.attend import Operation, Started, attend_shard, begin_shard
+from linrope.distributed.shard import Shard
 from linrope.feature_maps import FeatureMap
 from linrope.features import map_features, rotate_before
 from linrope.names import check_name
@@ -39,6 +41,7 @@ class Options(TypedDict, total=False):
     eps_mode: str
     rope_order: str
     backend: str
+    shard: Shard | Started | None
 
 
 @overload
@@ -75,6 +78,7 @@ def linear_rope_attention(
     eps_mode: str = "clamp",
     rope_order: str = "after",
     backend: str = "auto",
+    shard: Shard | Started | None = None,
 ) -> Tensor | tuple[Tensor, LinearAttentionState]:
     """Linear attention with rotary position embedding on the feature maps.
 
@@ -124,6 +128,9 @@ def linear_rope_attention(
         backend: "auto", "reference" (quadratic, in the inputs' dtype), "eager" (chunked), "native" (fused,
             for CPUs) or "triton" (fused, for GPUs). "auto" takes native on a CPU and triton on a GPU where
             they support the call, else eager.
+        shard: a ``linrope.distributed.Shard``: the tokens are this rank's part of each sequence, and all ranks
+            make this call. cu_seqlens are then the shard's; a state is given to every rank, the same one, and
+            every rank returns that of all tokens (of packed sequences: a local document's each).
 
     Returns:
         out (b, n, h, e) in v's dtype, or (out, state). But for reference, sums are in float32 or wider.
@@ -152,7 +159,7 @@ def linear_rope_attention(
         key_positions,
         key_mask, cu_seqlens, state, return_state, eps, eps_mode, rope_order, backend,
     )  # fmt: skip
-    out, last = _attend(request)
+    out, last = _attend(request) if shard is None else attend_shard(request, shard, _operation())
     return (out, last) if return_state and last is not None else out
 
 
@@ -188,6 +195,20 @@ def linear_rope_state(
     last = _attend(request)[1]
     assert last is not None
     return last
+
+
+def send_state(k: Tensor, v: Tensor, *, shard: Shard, **options: Unpack[Options]) -> Started:
+    """Begins a call on a shard: sends the state of its keys, and is given to the call as ``shard`` with q.
+
+    What is computed in between does not wait for the other ranks. Options as in ``linear_rope_attention``.
+    """
+    given = {name: x for name, x in options.items() if name != "shard"}
+    defaults = {name: None for name in _Request._fields[:-1]} | {
+        "feature_map": "elu+1", "causal": True, "normalize": True, "eps": 1e-6, "eps_mode": "clamp",
+        "rope_order": "after", "return_state": False, "backend": "auto",
+    }  # fmt: skip
+    request = _Request(**defaults | given | {"k": k, "v": v})  # type: ignore[arg-type]
+    return begin_shard(request, shard, _operation())
 
 
 class _Request(NamedTuple):
@@ -296,6 +317,10 @@ def _check(request: _Request) -> FeatureMap | None:
         name = f"feature_map={request.feature_map}" if positional else "decay"
         raise ValueError(f"{name}: got a rotation with axes={rotary.axes}, expected one with axes=None")
     return fmap
+
+
+def _operation() -> Operation:
+    return Operation(_check, _attend, _identity)
 
 
 def _identity(fmap: FeatureMap | None, rotary: Rotary | None, rope_order: str) -> str:

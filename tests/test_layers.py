@@ -20,7 +20,7 @@ LEVELS = [
     {"models", "versions"},
     {"attention", "position_encodings"},
     {"choices", "functional"},
-    {"arguments", "backends", "features", "selective", "short_convolution"},
+    {"arguments", "backends", "distributed", "features", "selective", "short_convolution"},
     {"decay"},
     {"chunks", "feature_maps", "packing", "rotary", "state"},
     {"angles", "files", "frequencies"},
