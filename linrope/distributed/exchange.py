@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -125,11 +124,11 @@ def _padded(x: Tensor) -> int:
 
 def _packed(tensors: Sequence[Tensor], size: int) -> Tensor:
     """(size, bytes) of tensors (size, ..)."""
-    parts = []
-    for x in tensors:
-        flat = x.contiguous().view(size, prod(x.shape[1:])).view(torch.uint8)
-        parts += [flat, flat.new_zeros(size, _padded(x[0]) - flat.shape[1])]
-    return torch.cat(parts, 1)
+    like = [x[0] for x in tensors]
+    data = like[0].new_zeros(size, sum(map(_padded, like)), dtype=torch.uint8)
+    for place, x in zip(_unpacked(data, like), tensors, strict=True):
+        place.copy_(x)
+    return data
 
 
 def _unpacked(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
