@@ -23,7 +23,7 @@ EPS_MODES = ("clamp", "add")
 
 
 class Options(TypedDict, total=False):
-    """The keyword arguments of linear_rope_attention, but return_state, for type checkers."""
+    """The keyword arguments of linear_rope_attention, but return_state and shard, for type checkers."""
 
     feature_map: str | FeatureMap | None
     rotary: Rotary | None
@@ -41,20 +41,37 @@ class Options(TypedDict, total=False):
     eps_mode: str
     rope_order: str
     backend: str
-    shard: Shard | Started | None
 
 
 @overload
 def linear_rope_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = ..., **options: Unpack[Options]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_state: Literal[False] = ...,
+    shard: Shard | Started | None = ...,
+    **options: Unpack[Options],
 ) -> Tensor: ...
 @overload
 def linear_rope_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **options: Unpack[Options]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_state: Literal[True],
+    shard: Shard | Started | None = ...,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, LinearAttentionState]: ...
 @overload
 def linear_rope_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: bool, **options: Unpack[Options]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_state: bool,
+    shard: Shard | Started | None = ...,
+    **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, LinearAttentionState]: ...
 def linear_rope_attention(
     q: Tensor,
@@ -197,17 +214,16 @@ def linear_rope_state(
     return last
 
 
-def send_state(k: Tensor, v: Tensor, *, shard: Shard, **options: Unpack[Options]) -> Started:
+def send_state(k: Tensor, v: Tensor, shard: Shard, /, **options: Unpack[Options]) -> Started:
     """Begins a call on a shard: sends the state of its keys, and is given to the call as ``shard`` with q.
 
     What is computed in between does not wait for the other ranks. Options as in ``linear_rope_attention``.
     """
-    given = {name: x for name, x in options.items() if name != "shard"}
-    defaults = {name: None for name in _Request._fields[:-1]} | {
-        "feature_map": "elu+1", "causal": True, "normalize": True, "eps": 1e-6, "eps_mode": "clamp",
-        "rope_order": "after", "return_state": False, "backend": "auto",
+    defaults: dict[str, object] = dict.fromkeys(_Request._fields) | {
+        "feature_map": "elu+1", "causal": True, "rope_order": "after", "backend": "auto", "eps": 1e-6,
+        "eps_mode": "clamp",
     }  # fmt: skip
-    request = _Request(**defaults | given | {"k": k, "v": v})  # type: ignore[arg-type]
+    request = _Request(**{**defaults, **options, "k": k, "v": v})  # type: ignore[arg-type]
     return begin_shard(request, shard, _operation())
 
 

@@ -83,9 +83,7 @@ def _finish(
     by_default = request.positions is None or (rotary is not None and rotary.axes is not None)
     position = _positions(request, shard).expand(-1, request.k.shape[0]).flatten() if by_default else None
     state, packed = _together(rows, position), shard.cu_seqlens is not None
-    out, last = operation.attend(
-        request._replace(state=state, return_state=request.return_state and packed)
-    )
+    out, last = operation.attend(request._replace(state=state, return_state=request.return_state and packed))
     if request.return_state and not packed:
         last = fold(own, shard.everywhere, before, rules, fresh=fresh)
     return out, last
@@ -166,11 +164,9 @@ def _empty(request: Any, position: Tensor, operation: Operation) -> LinearAttent
     return LinearAttentionState(kv, z, position, identity)
 
 
-def _before(
-    request: Any, shard: Shard, operation: Operation, own: dict[str, Tensor]
-) -> LinearAttentionState:
+def _before(request: Any, shard: Shard, operation: Operation, own: dict[str, Tensor]) -> LinearAttentionState:
     """What precedes all ranks: the state given to each of them, or an empty one."""
-    state = request.state
+    state: LinearAttentionState | None = request.state
     if state is None:
         state = _empty(request, own["position"].new_zeros(request.k.shape[0]), operation)
     if "log_scale" in own and state.log_scale is None:
@@ -179,7 +175,12 @@ def _before(
 
 
 def _rows(
-    own: dict[str, Tensor], shard: Shard, before: LinearAttentionState, rules: Rules, causal: bool, fresh: bool
+    own: dict[str, Tensor],
+    shard: Shard,
+    before: LinearAttentionState,
+    rules: Rules,
+    causal: bool,
+    fresh: bool,
 ) -> list[LinearAttentionState]:
     """What each local document goes on from: earlier ranks' tokens; of bidirectional calls, later ones' too."""
     left = fold(own, shard.before, before, rules, fresh=fresh)
@@ -196,9 +197,7 @@ def _rows(
     alone = len(rows) == 1
     chain = [*(shard.before if alone else []), shard.rank, *shard.after]
     both = fold(sides, chain, before, rules, fresh=fresh, skip=shard.rank)
-    rows[-1] = replace(
-        rows[-1], kv=both.kv, z=both.z, log_scale=both.log_scale
-    )
+    rows[-1] = replace(rows[-1], kv=both.kv, z=both.z, log_scale=both.log_scale)
     return rows
 
 

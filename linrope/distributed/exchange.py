@@ -50,6 +50,14 @@ class Channel:
             for row in rows
         ]
 
+    def total(self, count: Tensor) -> Tensor:
+        """The sum of a number of each rank, without a gradient."""
+        total = count.detach().clone()
+        if self.size > 1:
+            with self.sending(total.element_size()):
+                dist.all_reduce(total, group=self.group)
+        return total
+
     def device(self) -> torch.device:
         """Where the group's tensors have to be."""
         backend = dist.get_backend(self.group)
@@ -87,7 +95,7 @@ class Gathered(NamedTuple):
         """
         with self.channel.sending(None):
             self.work.wait()
-        return list(_Gather.apply(self.channel, self.received, *self.own))
+        return list(_Gather.apply(self.channel, self.received, *self.own))  # type: ignore[no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
@@ -99,7 +107,7 @@ class _Gather(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         channel, floating = ctx.channel, [x for x in gradients if x.is_floating_point()]
         sent = _packed(floating, channel.size)

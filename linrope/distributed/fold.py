@@ -93,30 +93,3 @@ def _turned(kv: Tensor, angle: Tensor | None, slope: Tensor | None, layout: str)
         zero = slope.to(kv.dtype)
         cos, sin = cos - sin * zero, sin + cos * zero
     return rotate(kv.mT, cos[:, :, None], sin[:, :, None], layout).mT
-
-
-def last_inputs(x: Tensor, key_mask: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
-    """(b, width, c): the last visible tokens of x (b, n, c), at the end; and how many there are, (b,)."""
-    b, n, _ = x.shape
-    if key_mask is None:
-        count = min(n, width)
-        tail = torch.cat((x.new_zeros(b, width - count, x.shape[2]), x[:, n - count :]), 1)
-        return tail, torch.full((b,), count, device=x.device)
-    if n == 0:
-        return x.new_zeros(b, width, x.shape[2]), torch.zeros(b, dtype=torch.int64, device=x.device)
-    from_end = key_mask.flip(1).cumsum(1).flip(1)  # of visible tokens: 1 is the last
-    wanted = torch.arange(width, 0, -1, device=x.device)
-    found = (from_end[:, None] == wanted[:, None]) & key_mask[:, None]  # (b, width, n)
-    tail = x.gather(1, found.int().argmax(2)[..., None].expand(-1, -1, x.shape[2]))
-    return tail.masked_fill(~found.any(2)[..., None], 0), key_mask.sum(1).clamp(max=width)
-
-
-def fold_inputs(tails: Tensor, counts: Tensor, chain: Sequence[int], start: Tensor) -> Tensor:
-    """(b, width, c): the last inputs after the ranks of chain; start: those before them."""
-    width, line = start.shape[1], start + tails[:0].sum(0)
-    slots = torch.arange(width, device=start.device)
-    for s in chain:
-        index = slots + counts[s][:, None]
-        index = torch.where(index < width, index, width + slots)
-        line = torch.cat((line, tails[s]), 1).gather(1, index[..., None].expand(-1, -1, start.shape[2]))
-    return line

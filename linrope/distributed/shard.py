@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 
 from linrope.distributed.exchange import Channel
 
@@ -146,6 +147,22 @@ class Shard:
         targets = tokens.roll(-1, 1)
         targets[:, [end - 1 for end in self.bounds[1:] if end]] = ignore
         return self.take(targets)
+
+    def mean_loss(
+        self, logits: Tensor, targets: Tensor, count: Tensor | int | None = None, ignore: int = NO_TARGET
+    ) -> Tensor:
+        """This rank's part of the mean cross-entropy over all ranks' targets: the parts add up to it.
+
+            sum_i -log softmax(logits_i)[target_i] / count
+
+        logits (b, n, vocabulary), targets (b, n) as ``targets`` gives them; count: of what to divide by, where
+        a step has more than this batch; None: the ranks add up how many targets they have. Where gradients are
+        averaged over processes, multiply by their number.
+        """
+        if count is None:
+            count = self.channel.total((targets != ignore).sum()).clamp(min=1)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+        return F.cross_entropy(wide, targets.flatten(), ignore_index=ignore, reduction="sum") / count
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
         """(n,): where each local token stands in its document."""

@@ -1,4 +1,4 @@
-"""Calls of the operation that shards have to give the numbers of one process for; run on each rank of a group."""
+"""Calls of the operation, for which shards have to give one process's numbers; each rank of a group runs them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -127,7 +127,7 @@ def results(
     loss = (out.double() * weight).sum()
     found = {"out": out.detach()}
     if whole_state:
-        for name, x in (("kv", last.kv), ("z", last.z)):
+        for x in (last.kv, last.z):
             loss = loss + share * (x.double() * weights_like(x, 11)).sum()
         found |= {f"last {name}": x.detach() for name, x in last.tensors().items() if name != "angle_slope"}
     grads = torch.autograd.grad(loss, list(leaves.values()))
@@ -137,7 +137,7 @@ def results(
 def both(
     name: str, lengths: list[int], dtype: torch.dtype, backend: str, *, packed: bool, given: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Shard]:
-    """What one process finds of this rank's tokens, and what this rank finds; given: a state to go on from."""
+    """What one process finds of this rank's tokens, and what this rank finds; given: a state."""
     n, b = sum(lengths), 1 if packed else B
     how = with_dtype((PACKED if packed else CASES)[name](n), dtype) | {"backend": backend}
     q, k, v = (x.to(dtype) for x in randoms(b, n, H, D, g=G, e=E, seed=1))
@@ -155,9 +155,7 @@ def both(
             axes = key.endswith("positions") and how["rotary"].axes is not None
             here[key] = shard.take(x, x.ndim - 1 - axes if key.endswith("positions") else 1)
     parts = [shard.take(x) for x in (q, k, v)]
-    many = results(
-        *parts, here, state, shard.take(weight), 1 / shard.size, whole_state=not packed
-    )
+    many = results(*parts, here, state, shard.take(weight), 1 / shard.size, whole_state=not packed)
     for key, x in one.items():
         if key == "out" or key in ("dq", "dk", "dv", "dlog_decay", "dangle_steps"):
             one[key] = shard.take(x)
@@ -167,9 +165,9 @@ def both(
 
 
 def compare(
-    name: str, lengths: list[int], dtype: torch.dtype, tolerance: float, backend: str, packed: bool, given: bool
-) -> float:
-    """The largest difference, relative to each tensor's largest entry (of all ranks') or 1."""
+    name: str, lengths: list[int], dtype: torch.dtype, backend: str, packed: bool, given: bool
+) -> dict[str, float]:
+    """The differences, relative to each tensor's largest entry (of all ranks') or 1."""
     one, many, _ = both(name, lengths, dtype, backend, packed=packed, given=given)
     assert one.keys() == many.keys()
     gaps, sizes = [], []
@@ -177,10 +175,34 @@ def compare(
         if not x.is_floating_point():
             x, many[key] = x - many[key], torch.zeros_like(x)  # integers, which wrap, are to be equal
         gaps.append((many[key].double() - x.double()).abs().max() if x.numel() else torch.tensor(0.0))
-        sizes.append(x.double().abs().max() if one[key].is_floating_point() and x.numel() else torch.tensor(1.0))
+        sizes.append(
+            x.double().abs().max() if one[key].is_floating_point() and x.numel() else torch.tensor(1.0)
+        )
     gap, size = torch.stack([x.double() for x in gaps]), torch.stack([x.double() for x in sizes])
     for x in (gap, size):  # on all ranks, before one of them fails and leaves the others waiting
         dist.all_reduce(x, dist.ReduceOp.MAX)
     worst = dict(zip(one, (gap / size.clamp(min=1)).tolist(), strict=True))
-    assert max(worst.values()) <= tolerance, f"{name}, {lengths}: {worst}, expected at most {tolerance:.0e}"
-    return max(worst.values())
+    for key, found in worst.items():
+        most = tolerance(name, dtype, gradient=key.startswith("d"))
+        assert found <= most, f"{name}, {lengths}, {key}: {found:.1e}, expected at most {most:.0e}"
+    return worst
+
+
+def tolerance(name: str, dtype: torch.dtype, *, gradient: bool) -> float:
+    if dtype != torch.float64:  # docs/numerics.md: 16 u = 1e-6 of M, and M is some times the largest entry
+        return 2e-5 if gradient else 3e-6
+    # Before the first key there is a decay of e^-10000, beside which sums of logs lose four digits: in one
+    # process and in many.
+    return 1e-11 if "exponential" in name or "random" in name else 1e-13
+
+
+def several(names: list[str], long: bool, dtype: torch.dtype, backend: str, packed: bool = False) -> float:
+    """compare() of several cases, each with some or all cuts into shards."""
+    worst, cuts = 0.0, LENGTHS[dist.get_world_size()]
+    for i, name in enumerate(names):
+        own = cuts[:1] if packed else cuts if long else [cuts[i % len(cuts)]]
+        for j, lengths in enumerate(own):
+            for given in (False,) if packed else (False, True) if long else ((i + j) % 2 == 0,):
+                found = compare(name, lengths, dtype, backend, packed, given)
+                worst = max(worst, *found.values())
+    return worst

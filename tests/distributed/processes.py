@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -21,18 +22,20 @@ class Processes:
     def __init__(self, size: int, folder: Path) -> None:
         # One server imports PyTorch, and each process is a fork of it: a spawn would import it again.
         context = get_context("forkserver")
-        context.set_forkserver_preload(["tests.distributed.cases"])
+        context.set_forkserver_preload(["tests.distributed.cases", "tests.distributed.checks"])
         self.size, self.pipes, self.processes = size, [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, str(folder / "store"), theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, size, str(folder / "store"), theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What each rank returned; an AssertionError with the tracebacks of those that failed."""
+        """What each rank returned, or a failed test with the tracebacks of those that failed."""
         for pipe in self.pipes:
             pipe.send((function, args))
         answers = []
@@ -42,7 +45,8 @@ class Processes:
             except EOFError:
                 answers.append((False, f"rank {rank}: ended"))
         failed = [text for done, text in answers if not done]
-        assert not failed, "\n".join(failed)
+        if failed:
+            pytest.fail("\n".join(failed), pytrace=False)
         return [result for _, result in answers]
 
     def close(self) -> None:
@@ -57,7 +61,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES="")
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=20)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
     while True:
         try:

@@ -1,0 +1,22 @@
+"""The layer and the models on shards: one process's outputs, losses and gradients of all weights."""
+
+import pytest
+
+from tests.distributed import checks
+from tests.distributed.processes import Processes
+
+
+@pytest.mark.parametrize("name", checks.LAYERS)
+def test_a_layer_gives_the_numbers_of_one_process(processes: Processes, name: str) -> None:
+    processes.run(checks.layers, name)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one sequence", "packed"])
+def test_a_language_model_has_the_loss_and_gradients_of_one_process(
+    processes: Processes, packed: bool
+) -> None:
+    processes.run(checks.language_model, packed)
+
+
+def test_a_transformers_model_has_the_loss_of_one_process_and_decodes_after_it(processes: Processes) -> None:
+    processes.run(checks.hugging_face)
