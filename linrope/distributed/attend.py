@@ -58,7 +58,7 @@ def begin_shard(request: Any, shard: Shard, operation: Operation) -> Started:
     own = _own(request, shard, operation, -1)
     if not request.causal and shard.cu_seqlens is not None:
         own |= {f"{FIRST}{name}": x for name, x in _own(request, shard, operation, 0).items()}
-    return Started(shard, list(own), shard.channel.gather(list(own.values())))
+    return Started(shard, list(own), shard.channel.gather(list(own.values()), bool(_learned(request))))
 
 
 def _finish(
@@ -103,7 +103,6 @@ def _describe(request: Any, shard: Shard, operation: Operation) -> str:
     b, _, g, d = k.shape
     tensors = {"k": k, "v": v, "decay": request.decay, "log_decay": request.log_decay}
     tensors |= {"angle_steps": request.angle_steps}
-    learned = [name for name, x in tensors.items() if x is not None and x.requires_grad]
     given = [name for name in (*tensors, "positions", "state") if getattr(request, name) is not None]
     steps = None if request.angle_steps is None else tuple(request.angle_steps.shape[2:])
     if state is not None and readable(state.position):
@@ -111,8 +110,18 @@ def _describe(request: Any, shard: Shard, operation: Operation) -> str:
     return (
         f"{v.dtype} k (b, m, g, d) = ({b}, m, {g}, {d}), e={v.shape[3]}, causal={request.causal}, "
         f"feature_map={_named(request.feature_map)}, rotary={request.rotary}, given {given}, steps {steps}, "
-        f"gradients of {learned if torch.is_grad_enabled() else []}"
+        f"gradients of {_learned(request)}"
     )
+
+
+def _learned(request: Any) -> list[str]:
+    """What the state of the keys has gradients for."""
+    names = ("k", "v", "decay", "log_decay", "angle_steps")
+    tensors: list[tuple[str, Tensor | None]] = [(name, getattr(request, name)) for name in names]
+    if isinstance(request.feature_map, FeatureMap):
+        tensors += [("feature_map", x) for x in request.feature_map.parameters()]
+    found = [name for name, x in tensors if x is not None and x.requires_grad and torch.is_grad_enabled()]
+    return sorted(set(found), key=found.index)
 
 
 def _named(feature_map: object) -> str:

@@ -25,7 +25,7 @@ def convolve_shard(
     shard.agree(lambda: _describe(x, shard, width, before))
     tokens = shard.piece(-1)
     tail, count = last_inputs(x[:, tokens], None if key_mask is None else key_mask[:, tokens], width)
-    tails, counts = shard.channel.gather([tail, count]).wait()
+    tails, counts = shard.channel.gather([tail, count], _learned(x)).wait()
     start = x.new_zeros(tail.shape) if before is None else before.to(x.dtype)
     halo = fold_inputs(tails, counts, shard.before, start)
     documents = max(1, len(shard.mine))
@@ -40,11 +40,14 @@ def _describe(x: Tensor, shard: Shard, width: int, before: Tensor | None) -> str
         raise ValueError(
             f"x: got {x.shape[1]} tokens on rank {shard.rank}, expected {shard.length} as its shard has"
         )
-    learned = x.requires_grad and torch.is_grad_enabled()
     return (
         f"{x.dtype} inputs of the convolution (b, n, c) = ({x.shape[0]}, n, {x.shape[2]}), taps={width + 1}, "
-        f"gradients {learned}, given some {before is not None}"
+        f"gradients {_learned(x)}, given some {before is not None}"
     )
+
+
+def _learned(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
 
 
 def last_inputs(x: Tensor, key_mask: Tensor | None, width: int) -> tuple[Tensor, Tensor]:

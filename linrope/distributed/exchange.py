@@ -28,14 +28,17 @@ class Channel:
         if self.rank < 0:
             raise ValueError("group: got one that this process is not in, expected one of its own")
 
-    def gather(self, tensors: Sequence[Tensor]) -> "Gathered":
-        """Sends each rank's tensors, which have the same shapes everywhere; does not wait for them."""
+    def gather(self, tensors: Sequence[Tensor], learned: bool) -> "Gathered":
+        """Sends each rank's tensors, which have the same shapes everywhere; does not wait for them.
+
+        learned: whether gradients go back, on all ranks or on none.
+        """
         with torch.no_grad():
             sent = _packed([x.detach()[None] for x in tensors], 1)[0]
         received = sent.new_empty(self.size * len(sent))
         with self.sending(len(sent)):
             work = _all_gather(received, sent, group=self.group, async_op=True)
-        return Gathered(self, list(tensors), sent, received, work)
+        return Gathered(self, list(tensors), learned, sent, received, work)
 
     def compare(self, text: str, checksum: int) -> list[tuple[int, str]]:
         """Each rank's checksum and text, cut where it is long."""
@@ -84,6 +87,7 @@ class Gathered(NamedTuple):
 
     channel: Channel
     own: list[Tensor]
+    learned: bool
     sent: Tensor  # its memory is read until all has arrived
     received: Tensor  # bytes
     work: Any
@@ -95,12 +99,16 @@ class Gathered(NamedTuple):
         """
         with self.channel.sending(None):
             self.work.wait()
-        return list(_Gather.apply(self.channel, self.received, *self.own))  # type: ignore[no-untyped-call]
+        # An empty shard's tensors may need no gradient, but its rank has to be there when the others send theirs.
+        anchor = self.received.new_zeros((), dtype=torch.float32, requires_grad=self.learned)
+        return list(_Gather.apply(self.channel, self.received, anchor, *self.own))  # type: ignore[no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, channel: Channel, received: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, channel: Channel, received: Tensor, anchor: Tensor, *own: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.channel = channel
         results = _unpacked(received.view(channel.size, -1), own)
         ctx.mark_non_differentiable(*[x for x in results if not x.is_floating_point()])
@@ -115,7 +123,12 @@ class _Gather(torch.autograd.Function):
         with channel.sending(sent.shape[1]):
             dist.all_to_all_single(received.view(-1), sent.view(-1), group=channel.group)
         found = iter(_unpacked(received, [x[0] for x in floating]))
-        return None, None, *[_in_order(next(found)) if x.is_floating_point() else None for x in gradients]
+        return (
+            None,
+            None,
+            None,
+            *[_in_order(next(found)) if x.is_floating_point() else None for x in gradients],
+        )
 
 
 def _in_order(x: Tensor) -> Tensor:

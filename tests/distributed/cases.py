@@ -20,6 +20,7 @@ LENGTHS = {  # of 2 and 4 ranks: one shard longer than a chunk of 64 tokens, emp
     2: ([80, 21], [0, 17], [17, 0], [16, 1]),
     4: ([30, 70, 5, 9], [9, 0, 8, 0], [1, 1, 15, 1], [0, 0, 0, 12]),
 }
+PACKED_LENGTHS = {2: ([80, 21], [101, 0]), 4: ([30, 70, 5, 9], [35, 0, 79, 0])}
 BORDERS = {2: [0, 30, 30, 80, 101], 4: [0, 20, 20, 35, 100, 114]}  # documents: across borders, at them, empty
 
 
@@ -198,9 +199,9 @@ def tolerance(name: str, dtype: torch.dtype, *, gradient: bool) -> float:
 
 def several(names: list[str], long: bool, dtype: torch.dtype, backend: str, packed: bool = False) -> float:
     """compare() of several cases, each with some or all cuts into shards."""
-    worst, cuts = 0.0, LENGTHS[dist.get_world_size()]
+    worst, cuts = 0.0, (PACKED_LENGTHS if packed else LENGTHS)[dist.get_world_size()]
     for i, name in enumerate(names):
-        own = cuts[:1] if packed else cuts if long else [cuts[i % len(cuts)]]
+        own = cuts if long else [cuts[i % len(cuts)]]
         for j, lengths in enumerate(own):
             for given in (False,) if packed else (False, True) if long else ((i + j) % 2 == 0,):
                 found = compare(name, lengths, dtype, backend, packed, given)
