@@ -145,9 +145,9 @@ def linear_rope_attention(
         backend: "auto", "reference" (quadratic, in the inputs' dtype), "eager" (chunked), "native" (fused,
             for CPUs) or "triton" (fused, for GPUs). "auto" takes native on a CPU and triton on a GPU where
             they support the call, else eager.
-        shard: a ``linrope.distributed.Shard``: the tokens are this rank's part of each sequence, and all ranks
-            make this call. cu_seqlens are then the shard's; a state is given to every rank, the same one, and
-            every rank returns that of all tokens (of packed sequences: a local document's each).
+        shard: a ``linrope.distributed.Shard``: the tokens are this rank's part of each sequence, and all
+            ranks make this call. cu_seqlens are then the shard's; a state is given to every rank, the same
+            one, and every rank returns that of all tokens (of packed sequences: a local document's each).
 
     Returns:
         out (b, n, h, e) in v's dtype, or (out, state). But for reference, sums are in float32 or wider.

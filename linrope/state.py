@@ -21,8 +21,8 @@ NO_KEYS = -1e30  # log_scale before the first key: finite, so that no difference
 class _Wide:
     """A state's tensors but conv, out of reach of FSDP.
 
-    Its mixed precision takes a dataclass among a module's arguments or results apart, casts every tensor to half
-    precision, in which sums stall, and makes a new one of them. That one finds here what it is to hold.
+    Its mixed precision takes a dataclass among a module's arguments or results apart, casts every tensor to
+    half precision, in which sums stall, and makes a new one of them: which finds here what it is to hold.
     """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
@@ -78,10 +78,11 @@ class LinearAttentionState:
     def __post_init__(self) -> None:
         if not isinstance(self.kv, Tensor):  # a pytree of something else, while tracing
             return
-        half = (torch.bfloat16, torch.float16)
-        if self._wide is not None and self.kv.dtype in half and self.z.dtype in half:
-            self.__dict__.update(self._wide.tensors)
-        self.__dict__["_wide"] = _Wide({name: x for name, x in self.tensors().items() if name != "conv"})
+        if not torch.compiler.is_compiling():
+            half = (torch.bfloat16, torch.float16)
+            if self._wide is not None and self.kv.dtype in half and self.z.dtype in half:
+                self.__dict__.update(self._wide.tensors)
+            self.__dict__["_wide"] = _Wide({name: x for name, x in self.tensors().items() if name != "conv"})
         for name, x in (("kv", self.kv), ("z", self.z)):
             if x.dtype not in (torch.float32, torch.float64):
                 raise TypeError(f"state.{name}: got {x.dtype}, expected float32 or float64")

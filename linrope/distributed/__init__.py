@@ -1,4 +1,4 @@
-"""Past one device, on torch.distributed: sequences in shards, whose traffic does not grow with their length."""
+"""Past one device, on torch.distributed: sequences in shards, with traffic that does not grow with them."""
 
 from linrope.distributed.shard import Shard
 

@@ -1,4 +1,4 @@
-"""The operation on a shard: the own tokens' state, all ranks' states in one gather, then the ordinary call."""
+"""The operation on a shard: the own tokens' state, a gather of all ranks' states, then the ordinary call."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -191,7 +191,7 @@ def _rows(
     causal: bool,
     fresh: bool,
 ) -> list[LinearAttentionState]:
-    """What each local document goes on from: earlier ranks' tokens; of bidirectional calls, later ones' too."""
+    """What each local document goes on from: earlier ranks' tokens; bidirectional, later ones' too."""
     left = fold(own, shard.before, before, rules, fresh=fresh)
     rows = [left] + [before] * (len(shard.mine) - 1)
     if causal or not shard.mine:

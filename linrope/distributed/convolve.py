@@ -1,4 +1,4 @@
-"""The short convolution on a shard: its last inputs on each rank, in one gather, are what the next goes on from."""
+"""The short convolution on a shard: one gather of each rank's last inputs, which the next goes on from."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ def convolve_shard(
     key_mask: Tensor | None,
     state: LinearAttentionState | None,
 ) -> tuple[Tensor, Tensor]:
-    """y of the local x (b, n, c), and the last inputs: of all tokens; of packed ones, of each local document."""
+    """y of the local x (b, n, c), and the last inputs of all tokens, or, packed, of each local document."""
     width, before = convolution.taps - 1, None if state is None else state.conv  # type: ignore[attr-defined]
     if shard.size == 1:
         y, last = convolution(x, before, key_mask, shard.cu_seqlens)

@@ -68,7 +68,7 @@ class Channel:
 
     @contextmanager
     def sending(self, count: int | None) -> Iterator[None]:
-        """Around a collective that sends so many bytes to each other rank; None: around the wait for one."""
+        """Around a collective that sends so many bytes to each other rank; None: the wait for one."""
         if count is not None:
             self.collectives += 1
             self.bytes_sent += count * (self.size - 1)
@@ -76,9 +76,9 @@ class Channel:
             yield
         except RuntimeError as error:
             raise RuntimeError(
-                f"shard: rank {self.rank} of {self.size} could not exchange with the others: {error}; expected all "
-                "of them in the same call (one that has ended, or takes longer than the group's timeout, is "
-                "named in its own output)"
+                f"shard: rank {self.rank} of {self.size} could not exchange with the others: {error}; expected "
+                "all of them in the same call, within the group's timeout; the cause is in the output of the "
+                "one that ended or came late"
             ) from error
 
 
@@ -95,13 +95,14 @@ class Gathered(NamedTuple):
     def wait(self) -> list[Tensor]:
         """(size, ..) each, where they have arrived.
 
-        Their gradient goes back to the rank that sent them: there, those of all ranks are added in rank order.
+        Their gradient goes back to the rank that sent them, where all ranks' are added in rank order.
         """
         with self.channel.sending(None):
             self.work.wait()
-        # An empty shard's tensors may need no gradient, but its rank has to be there when the others send theirs.
+        # An empty shard's tensors may need no gradient, but its rank has to be there when others send theirs.
         anchor = self.received.new_zeros((), dtype=torch.float32, requires_grad=self.learned)
-        return list(_Gather.apply(self.channel, self.received, anchor, *self.own))  # type: ignore[no-untyped-call]
+        found = _Gather.apply(self.channel, self.received, anchor, *self.own)  # type: ignore[no-untyped-call]
+        return list(found)
 
 
 class _Gather(torch.autograd.Function):

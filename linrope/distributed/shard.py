@@ -32,11 +32,11 @@ class Shard:
 
         rank r holds the tokens lengths[0] + .. + lengths[r - 1] .. + lengths[r] - 1
 
-    Given as ``shard=`` to ``linear_rope_attention``, the layer and the models, with the tensors of these tokens:
-    outputs, positions, states and gradients are then those of one process with all tokens. What the ranks
-    send each other is one state each, forward and backward, whatever the lengths. In a group of one nothing is
-    sent, and the bits are those of a call without shard. Parameters are copies on each rank: the sum of their
-    gradients over the ranks is the gradient, as for parts of a batch.
+    Given as ``shard=`` to ``linear_rope_attention``, the layer and the models, with the tensors of these
+    tokens: outputs, positions, states and gradients are then those of one process with all tokens. What the
+    ranks send each other is one state each, forward and backward, whatever the lengths. In a group of one
+    nothing is sent, and the bits are those of a call without shard. Parameters are copies on each rank: the
+    sum of their gradients over the ranks is the gradient, as for parts of a batch.
 
     Args:
         group: a process group; a DeviceMesh of one dimension or with one that is named "cp"; None: all
@@ -46,9 +46,9 @@ class Shard:
             ``shard.cu_seqlens``, and calls are given none beside the shard.
 
     Raises:
-        ValueError: as many lengths as ranks were expected; cu_seqlens that do not rise from 0 to their sum; a
-            mesh of several dimensions without "cp". At the first call, on every rank: ranks that differ in what
-            they were given here or there.
+        ValueError: as many lengths as ranks were expected; cu_seqlens that do not rise from 0 to their sum;
+            a mesh of several dimensions without "cp". At the first call, on every rank: ranks that differ in
+            what they were given here or there.
 
     Source: the all-gather of states of LASP-2, arXiv 2502.07563.
 
@@ -155,9 +155,9 @@ class Shard:
 
             sum_i -log softmax(logits_i)[target_i] / count
 
-        logits (b, n, vocabulary), targets (b, n) as ``targets`` gives them; count: of what to divide by, where
-        a step has more than this batch; None: the ranks add up how many targets they have. Where gradients are
-        averaged over processes, multiply by their number.
+        logits (b, n, vocabulary), targets (b, n) as ``targets`` gives them; count: what to divide by, where a
+        step has more than this batch; None: the ranks add up how many targets they have. Where gradients
+        are averaged over processes, multiply by their number.
         """
         if count is None:
             count = self.channel.total((targets != ignore).sum()).clamp(min=1)
@@ -202,7 +202,7 @@ def _group_of(group: "dist.ProcessGroup | DeviceMesh | None") -> "dist.ProcessGr
         names = group.mesh_dim_names or ()
         if group.ndim > 1 and DIMENSION not in names:
             raise ValueError(
-                f"group: got a mesh of dimensions {names}, expected one dimension, or {DIMENSION!r} among them"
+                f"group: got a mesh of dimensions {names}, expected one, or {DIMENSION!r} among them"
             )
         return group.get_group(DIMENSION if group.ndim > 1 else None)
     if group is not None and not isinstance(group, dist.ProcessGroup):

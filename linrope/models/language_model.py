@@ -227,8 +227,8 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, States]:
         """tokens (b, n) integers -> logits (b, n, vocab_size) and the states after the last token.
 
-        positions, cu_seqlens and shard as in linear_rope_attention. Packed softmax attention has no states: none
-        are returned, as with return_states=False, which saves the time they take.
+        positions, cu_seqlens and shard as in linear_rope_attention. Packed softmax attention has no states:
+        none are returned, as with return_states=False, which saves the time they take.
         """
         if tokens.ndim != 2 or tokens.is_floating_point():
             raise ValueError(f"tokens: got {tokens.dtype} {tuple(tokens.shape)}, expected integers (b, n)")

@@ -1,4 +1,4 @@
-"""Calls of the operation, for which shards have to give one process's numbers; each rank of a group runs them."""
+"""Calls of the operation, for which shards have to give one process's numbers; each rank runs them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -64,7 +64,8 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "steps for all heads without a rotation": lambda n: {"angle_steps": steps(n, heads=1, pairs=2)},
     "exponentials": lambda n: {"rotary": Rotary(D), "feature_map": "exp"},
     "exponentials that fade": lambda n: {
-        "rotary": Rotary(D), "feature_map": "exp", "log_decay": gates(n), "decay": decay(), "key_mask": mask(n),
+        "rotary": Rotary(D), "feature_map": "exp", "log_decay": gates(n), "decay": decay(),
+        "key_mask": mask(n),
     },
     "random features": lambda n: {
         "rotary": Rotary(16), "feature_map": feature_maps.make("favor+", D, seed=0, num_features=16),

@@ -193,7 +193,7 @@ class LinRopeModel(LinRopePreTrainedModel):
             raise ValueError("shard: got one, expected None with full attention, which needs all keys")
         if attention_mask is not None and _may_pad(attention_mask, n):
             raise ValueError(
-                "attention_mask: got padding beside a shard, expected packed sequences, which the shard describes"
+                "attention_mask: got padding beside a shard, expected packed sequences (its cu_seqlens)"
             )
 
 
