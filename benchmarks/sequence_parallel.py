@@ -58,7 +58,7 @@ def calculate(model: Model, tokens: int, gpus: int, flops: float, bandwidth: flo
     return {
         "tokens per GPU": own,
         # One input per block, the blow-up inside one block (about 34 d per token), logits apart.
-        "activations, GB": (2 * model.layers + 34) * own * model.embed_dim * 2 / 1e9,
+        "activations, GB": (model.layers + 34) * own * model.embed_dim * 2 / 1e9,
         # bfloat16 weights and gradients, float32 master weights and two moments, over all GPUs.
         "weights, GB": 16 * model.parameters / gpus / 1e9 + 2 * 2 * model.parameters / model.layers / 1e9,
         "gathered states of a block, GB": 2 * gathered / 1e9,
@@ -70,7 +70,9 @@ def calculate(model: Model, tokens: int, gpus: int, flops: float, bandwidth: flo
 
 def print_calculation() -> None:
     model = Model()
-    print(f"{model.parameters / 1e9:.1f} billion parameters, {model.state / 1e6:.2f} MB of state per layer and rank")
+    print(
+        f"{model.parameters / 1e9:.1f} billion parameters, {model.state / 1e6:.2f} MB of state per layer and rank"
+    )
     for tokens in (1_000_000, 100_000_000):
         for gpus in (8, 64, 1024):
             found = calculate(model, tokens, gpus, flops=400e12, bandwidth=40e9)
@@ -100,7 +102,9 @@ def measure() -> None:
     for total in (4096, 65536):
         shard = Shard(lengths=[total // size] * size)
         q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, shard.length, HEADS, DIM))
-        linear_rope_attention(q, k, v, shard=shard)
+        linear_rope_attention(q, k, v, shard=shard)  # the ranks compare what they have, with gradients
+        with torch.no_grad():
+            linear_rope_attention(q, k, v, shard=shard)  # and without
         before, state = shard.channel.bytes_sent, state_bytes(HEADS, DIM, DIM)
         with torch.no_grad():
             linear_rope_attention(q, k, v, shard=shard)

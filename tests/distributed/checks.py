@@ -1,11 +1,15 @@
 """What each rank of a group asserts about shards, beside the numbers; run by the tests."""
 
+import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._composable import checkpoint
+from torch.distributed.checkpoint import load as load_checkpoint
+from torch.distributed.checkpoint import save as save_checkpoint
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -351,3 +355,43 @@ def mesh_of_two_dimensions() -> None:
     out = linear_rope_attention(*[shard.take(x)[row] for x in (q, k, v)], shard=shard)
     expected = shard.take(linear_rope_attention(q, k, v))[row]
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+
+
+def reshards(folder: str) -> None:
+    """A distributed checkpoint of half of the processes is read by all, and theirs by half of them again."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    few = dist.new_group(list(range(size // 2)))
+    everyone = dist.group.WORLD
+    for i, (writers, readers) in enumerate(((few, everyone), (everyone, few))):
+        path = f"{folder}/{i}-{size}"
+        if dist.get_rank(writers) >= 0:
+            model = _shared(writers)
+            save_checkpoint(model.state_dict(), checkpoint_id=path, process_group=writers)
+        dist.barrier()
+        if dist.get_rank(readers) >= 0:
+            model = _shared(readers)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.zero_()
+            found = model.state_dict()
+            load_checkpoint(found, checkpoint_id=path, process_group=readers)
+            model.load_state_dict(found)
+            for p, q in zip(model.parameters(), small_model().parameters(), strict=True):
+                assert torch.equal(p.full_tensor(), q), rank
+        dist.barrier()
+
+
+def _shared(group: Any) -> Any:
+    model: Any = small_model()
+    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    return model
+
+
+def one_rank_dies() -> None:
+    """Between the forward and the backward pass; where the others wait, they are told so."""
+    shard = Shard(lengths=even(4 * dist.get_world_size()))
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 4, 2, 4))
+    out = linear_rope_attention(q, k, v, shard=shard)
+    if shard.rank == shard.size - 1:
+        os._exit(3)
+    out.sum().backward()

@@ -1,5 +1,7 @@
 """The layer and the models on shards: one process's outputs, losses and gradients of all weights."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.distributed import checks
@@ -37,3 +39,7 @@ def test_shards_of_sequences_and_of_weights_and_checkpointed_activations_go_toge
 
 def test_a_mesh_of_two_dimensions_gives_its_cp(processes: Processes) -> None:
     processes.run(checks.mesh_of_two_dimensions)
+
+
+def test_a_checkpoint_is_read_by_more_and_by_fewer_processes(processes: Processes, tmp_path: Path) -> None:
+    processes.run(checks.reshards, str(tmp_path))

@@ -1,5 +1,7 @@
 """Several processes with a part of each sequence find what one process with all of them finds."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -61,3 +63,12 @@ def test_ranks_that_disagree_are_told_so_everywhere(processes: Processes, what: 
     for message in processes.run(checks.disagree, what):
         for part in ("rank 0", f"rank {processes.size - 1}", *checks.DISAGREEMENTS[what]):
             assert part in message, message
+
+
+def test_when_a_rank_dies_the_others_say_what_they_waited_for(tmp_path: Path) -> None:
+    doomed = Processes(2, tmp_path)
+    with pytest.raises(pytest.fail.Exception) as error:
+        doomed.run(checks.one_rank_dies)
+    doomed.close()
+    assert "rank 1: ended" in str(error.value)
+    assert "shard: rank 0 of 2 could not exchange with the others" in str(error.value)
