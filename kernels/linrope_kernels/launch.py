@@ -97,8 +97,8 @@ class Call:
         if programs:
             table_fwd_kernel[(programs,)](
                 self.theta, positions, _row_stride(positions), phases, _strides(phases, 4), table, n, heads,
-                P=self.pairs, AXES=axes, CONSECUTIVE=positions.ndim == 2 and positions.shape[1] == 1, C=chunk,
-                W=tiles.power_of_two(self.pairs),
+                P=self.pairs, AXES=axes, CONSECUTIVE=positions.ndim == 2 and positions.shape[1] == 1,
+                INTERLEAVED=self.layout == "interleaved", C=chunk, W=tiles.power_of_two(self.pairs),
             )  # fmt: skip
         return table
 
@@ -139,7 +139,7 @@ class Call:
         if copies:
             kernel[(copies,)](
                 *args, F=f, E=e, P=self.pairs, MAP=self.feature_map, NORMALIZE=self.normalize,
-                INTERLEAVED=self.pairs > 0 and self.layout == "interleaved", ADD=self.eps_mode == "add",
+                INTERLEAVED=not self.pairs or self.layout == "interleaved", ADD=self.eps_mode == "add",
                 W=tile.pairs, BE=tile.values, num_warps=tile.warps, num_stages=tile.stages, **constants,
             )  # fmt: skip
 
