@@ -316,8 +316,7 @@ def attend_bwd(
     delta = None if den is None else torch.empty_like(den)
     logs = angles = None
     if call.log_decay is not None:
-        half, names = (f + 1) // 2, ("dq", "dkv" if tiles.fused(f, e) else "dk")
-        logs = _parts(call, *(-(-half // call.tile(name).pairs) for name in names))
+        logs = _parts(call, *(-(-((f + 1) // 2) // call.tile(name).pairs) for name in ("dq", "dk")))
     if call.phases is not None:
         angles = _parts(call, call.pairs, call.pairs)
     (log_q, log_k), (angles_q, angles_k) = logs or (None, None), angles or (None, None)
@@ -348,13 +347,13 @@ def attend_bwd(
     if not call.causal:
         after, table = g_start, keys
     cut = call.segments(m)
-    for name in ("dkv",) if tiles.fused(f, e) else ("dk", "dv"):
+    for name in ("dk", "dv"):
         call.launch(
             dkv_kernel, name, b * g * cut.number,
             *tensors, *_with_strides(table), *_with_strides(key_table), *call.decay, cut.slots,
             *(after or NO_STATE), g_out, g_out.stride(), den, delta, dk, dk.stride(), dv, dv.stride(),
             log_k, angles_k, *(g_start or NO_STATE), m, g, call.group, cut.number, cut.length, call.eps,
-            CAUSAL=call.causal, WANT_DK=name != "dv", WANT_DV=name != "dk",
+            CAUSAL=call.causal, WANT_DK=name == "dk", WANT_DV=name == "dv",
         )  # fmt: skip
     d_log = None if logs is None else _per_key_head(logs[1], g).sum(3) - _per_key_head(logs[0], g).sum(3)
     d_angles = None if angles is None else _per_key_head(angles[1], g) + _per_key_head(angles[0], g)

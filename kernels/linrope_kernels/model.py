@@ -32,7 +32,7 @@ UNITS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "sync": (("BAR", "WARP", "DEPBAR", "LDGDEPBAR", "FENCE", "MEMBAR", "SYNCS", "ERRBAR"), 1, 20),
     "shared": (("LDS", "STS", "ATOMS"), 4, 29),
     "local": (("LDL", "STL"), 4, 33),
-    "global": (("LDG", "STG", "LDGSTS", "UBLK", "UTMA"), 4, 290),
+    "global": (("LDG", "STG", "LDGSTS", "UBLK", "UTMA"), 4, 12),
     "shuffle": (("SHFL", "REDUX", "VOTE"), 4, 24),
     "branch": (("BRA", "BSSY", "BSYNC", "CALL", "RET", "EXIT", "NOP"), 1, 1),
     "fp64": (("DADD", "DMUL", "DFMA", "DSETP"), 2, 20),
@@ -45,7 +45,7 @@ UNITS: dict[str, tuple[tuple[str, ...], int, int]] = {
 # Units that share one port.
 PORT = {"local": "memory port", "shared": "memory port", "global": "memory port", "shuffle": "memory port"}
 PORT |= {"imad": "fma"}
-COPY_LATENCY = 700  # from HBM
+MEMORY_LATENCY = 700  # from HBM
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,19 @@ class Instruction:
     waits: int  # bits of the scoreboards that have to be clear
     unit: str
     bytes: int  # that each thread moves, or 4
+    jump: str | None  # the label that it may go to
+    always: bool  # no predicate
 
 
-def machine_code(cubin: bytes) -> tuple[list[Instruction], list[tuple[int, int]], int]:
-    """Instructions, loops as (first, last), and registers per thread."""
+class Code(NamedTuple):
+    instructions: list[Instruction]
+    labels: dict[str, int]
+    loops: list[tuple[int, int]]  # first and last instruction
+    registers: int  # per thread
+
+
+def machine_code(cubin: bytes) -> Code:
+    """Disassembles what ptxas made."""
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -78,42 +87,60 @@ def machine_code(cubin: bytes) -> tuple[list[Instruction], list[tuple[int, int]]
     for line in lines:
         if label := re.match(r"(\.L_x_\d+):", line):
             labels[label[1]] = len(code)
-        found = re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?);?\s*/\*", line)
+        found = re.match(r"\s*/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?);?\s*/\*", line)
         if not found:
             continue
         control = int(re.findall(r"0x([0-9a-f]{16})", next(lines))[0], 16)
-        code.append(_instruction(found[1], found[2], control))
-        label = re.search(r"`\((\.L_x_\d+)\)", found[2])
-        if found[1].startswith("BRA") and label and labels.get(label[1], len(code)) < len(code) - 1:
-            loops.append((labels[label[1]], len(code) - 1))
+        code.append(_instruction(found[2], found[3], control, not found[1]))
+        at = labels.get(code[-1].jump or "", len(code))
+        if at < len(code) - 1:
+            loops.append((at, len(code) - 1))
     registers = re.search(r"REG:(\d+)", usage)
     assert registers, usage
-    return code, loops, int(registers[1])
+    return Code(code, labels, loops, int(registers[1]))
 
 
-def _instruction(name: str, arguments: str, control: int) -> Instruction:
+def _instruction(name: str, arguments: str, control: int, always: bool) -> Instruction:
     unit = next(unit for unit, (names, _, _) in UNITS.items() if name.startswith(names))
     width = re.search(r"\.(128|64|U8|S8|U16|S16)\b", name)
     sizes = {"128": 16, "64": 8, "U8": 1, "S8": 1, "U16": 2, "S16": 2}
     moved = sizes[width[1]] if width else 4
     if name.startswith(("LDSM", "STSM")):
         moved = 4 * int(name[-1]) if name[-1].isdigit() else 4
+    label = re.search(r"`\((\.L_x_\d+)\)", arguments)
+    jump = label[1] if label and name.startswith("BRA") else None
     stall, sets, reads, waits = (
         (control >> at) & mask for at, mask in ((41, 15), (46, 7), (49, 7), (52, 63))
     )
-    return Instruction(name, arguments, max(1, stall), sets, reads, waits, unit, moved)
+    return Instruction(name, arguments, max(1, stall), sets, reads, waits, unit, moved, jump, always)
 
 
-def main_loop(code: list[Instruction], loops: list[tuple[int, int]]) -> list[Instruction]:
-    """The loop with most products of matrices, or else the longest; straight code is its own."""
-    if not loops:
-        return code
+def main_loop(code: Code) -> list[list[Instruction]]:
+    """The loop with most products of matrices, or else the longest; straight code is its own.
 
-    def products(loop: tuple[int, int]) -> tuple[int, int]:
-        return sum(x.unit in ("wgmma", "mma") for x in code[slice(*loop)]), loop[1] - loop[0]
+    Where a branch decides between products there are two passes through it, as long as the branches go one way.
+    """
+    instructions = code.instructions
+    if not code.loops:
+        return [instructions]
 
-    first, last = max(loops, key=products)
-    return code[first : last + 1]
+    def products(first: int, last: int) -> int:
+        return sum(x.unit in ("wgmma", "mma") for x in instructions[first:last])
+
+    first, last = max(code.loops, key=lambda loop: (products(*loop), loop[1] - loop[0]))
+
+    def one_pass(jumps: bool) -> list[Instruction]:
+        found, at = [], first
+        while at != last and len(found) < len(instructions):
+            found.append(x := instructions[at])
+            to = code.labels[x.jump] if x.jump else None
+            if to is not None and (x.always or (jumps and (products(at, to) or to > last))):
+                at = to
+            else:
+                at += 1
+        return [*found, instructions[last]]
+
+    return sorted({len(x): x for x in map(one_pass, (False, True))}.values(), key=len)
 
 
 def moved(loop: list[Instruction]) -> int:
@@ -205,11 +232,12 @@ class _Quarter:
             done = self.multiply(warp, x)
         elif x.unit not in ("sync", "branch", "uniform"):
             self.busy[port] = now + (1 if x.name.startswith("IMAD.MOV") else busy)
-        if x.name.startswith(("LDGSTS", "STG")):  # loads without a copy's queue are few and short
+        if x.unit == "global":
             self.memory = max(now, self.memory) + 32 * x.bytes / BYTES_PER_CYCLE
+            arrives = self.memory + MEMORY_LATENCY
+            done = arrives if x.name.startswith("LDG.") else now + 12
             if x.name.startswith("LDGSTS"):
-                warp.copy = self.memory + COPY_LATENCY
-                done = now + 12
+                warp.copy = arrives
         if x.name.startswith("LDGDEPBAR"):
             warp.copies = [*warp.copies[-7:], max(warp.copy, now)]
             warp.copy = 0

@@ -175,13 +175,12 @@ def in_twos(log):
 
 @triton.jit
 def power(whole, rest):
-    """2^(whole + rest) in float32 for -1 <= rest <= 1 and a sum <= 0; below 2^-125 it is 0.
+    """2^(whole + rest) in float32 for -1 <= rest <= 1 and a sum <= 0; below 2^-127 it is 0.
 
     Above 0 whole is cut off at 1, where two roundings may lead it: keys that nobody sees overflow nothing.
     """
-    whole = tl.maximum(tl.minimum(whole, 1), -126)
-    scale = ((whole + 127) << 23).to(tl.float32, bitcast=True)  # 2^whole: its exponent's bits
-    return tl.where(whole > -126, tl.exp2(rest) * scale, 0.0)
+    whole = tl.maximum(tl.minimum(whole, 1), -127)
+    return tl.exp2(rest) * ((whole + 127) << 23).to(tl.float32, bitcast=True)  # 2^whole: its exponent's bits
 
 
 @triton.jit

@@ -62,9 +62,7 @@ class Launch(NamedTuple):
     def name(self) -> str:
         name = str(self.kernel.__name__).removesuffix("_kernel")
         if name == "dkv":
-            return {(True, True): "dkv", (True, False): "dk", (False, True): "dv"}[
-                self.given["WANT_DK"], self.given["WANT_DV"]
-            ]
+            return "dk" if self.given["WANT_DK"] else "dv"
         return name + ("_bwd" if self.given.get("REVERSE") else "")
 
 
@@ -138,40 +136,40 @@ class Report(NamedTuple):
     loop: dict[str, int]  # instructions of the main loop by unit
     bytes: float  # that the main loop moves per token and program, all loads counted
     programs: int  # on one multiprocessor at once
-    cycles: float | None  # modelled, per 64 tokens and program; None: not Hopper
-    limits: dict[str, float] | None  # what that time goes to
+    cycles: list[float]  # modelled, per 64 tokens and program, of each way through the loop; Hopper only
+    limits: dict[str, float]  # what that time goes to, the first way
 
 
 def report(x: Launch, dim: int, dtype: str, capability: int) -> Report:
-    code, loop, registers = _code(x.compiled.asm["cubin"])
-    warps, given = x.compiled.metadata.num_warps, x.given
+    code, passes = _code(x.compiled.asm["cubin"])
+    warps, given, loop = x.compiled.metadata.num_warps, x.given, passes[0]
     chunk, shared = given.get("C", 1), x.compiled.metadata.shared
-    programs = model.resident(registers, shared, warps)
-    found = None
+    programs = model.resident(code.registers, shared, warps)
+    found = []
     if capability == 90 and "STAGES" in given:
-        found = _model(x.compiled.asm["cubin"], warps, programs)
+        found = [_model(x.compiled.asm["cubin"], warps, programs, i) for i in range(len(passes))]
     counts = Counter(instruction.unit for instruction in loop)
     ptx = x.compiled.asm["ptx"]
     return Report(
         x.name, dim, dtype, capability,
         chunk, given.get("W", 0), given.get("BE", 0), warps, given.get("STAGES", 1),
-        registers, sum(i.bytes for i in code if i.unit == "local"), shared,
+        code.registers, sum(i.bytes for i in code.instructions if i.unit == "local"), shared,
         len(re.findall(r"wgmma\.mma_async|tcgen05\.mma", ptx)), len(re.findall(r"\bmma\.sync", ptx)),
         dict(counts.most_common()), model.moved(loop) * warps / chunk, programs,
-        None if found is None else found.cycles * 64 / chunk, None if found is None else found.limits,
+        [x.cycles * 64 / chunk for x in found], found[0].limits if found else {},
     )  # fmt: skip
 
 
 @cache
-def _code(cubin: bytes) -> tuple[list[model.Instruction], list[model.Instruction], int]:
-    """All, the main loop, registers."""
-    code, loops, registers = model.machine_code(cubin)
-    return code, model.main_loop(code, loops), registers
+def _code(cubin: bytes) -> tuple[model.Code, list[list[model.Instruction]]]:
+    """All, and the passes through the main loop."""
+    code = model.machine_code(cubin)
+    return code, model.main_loop(code)
 
 
 @cache
-def _model(cubin: bytes, warps: int, programs: int) -> model.Modelled:
-    return model.model(_code(cubin)[1], warps, programs)
+def _model(cubin: bytes, warps: int, programs: int, one: int = 0) -> model.Modelled:
+    return model.model(_code(cubin)[1][one], warps, programs)
 
 
 def seconds(x: Launch) -> float:
@@ -179,7 +177,7 @@ def seconds(x: Launch) -> float:
     if "STAGES" not in x.given:  # the table of angles, and sums of states: they move memory
         moved = sum(t.nbytes for name, t in x.given.items() if name in ("TABLE", "S", "Z") and t is not None)
         return float(LAUNCH + (1 if "TABLE" in x.given else 2) * moved / model.BANDWIDTH)
-    _, _, registers = _code(x.compiled.asm["cubin"])
+    registers = _code(x.compiled.asm["cubin"])[0].registers
     warps = x.compiled.metadata.num_warps
     most = model.resident(registers, x.compiled.metadata.shared, warps)
     chunks: int = -(-x.given["length"] // x.given["C"])
@@ -231,9 +229,9 @@ def show(x: Report) -> str:
     units = ("fma", "alu", "imad", "special", "shared", "global", "wgmma", "sync", "local")
     loop = " ".join(f"{x.loop.get(unit, 0):>4}" for unit in units)
     modelled = ""
-    if x.cycles is not None and x.limits is not None:
+    if x.cycles:
         most = [f"{why} {part:.0%}" for why, part in list(x.limits.items())[:3]]
-        modelled = f"{x.cycles:>6.0f}  {', '.join(most)}"
+        modelled = f"{'/'.join(f'{cycles:.0f}' for cycles in x.cycles):>11}  {', '.join(most)}"
     return (
         f"{x.kernel:<10} {x.dim:>3} {x.dtype:>4} {x.capability:>3} {x.chunk:>3} {x.pairs:>3} {x.values:>3} "
         f"{x.warps:>2} {x.stages:>2} {x.registers:>4} {x.spills:>6} {x.shared:>6} {x.programs:>4} "
@@ -243,7 +241,7 @@ def show(x: Report) -> str:
 
 HEADER = (
     "kernel     dim type  sm   C   W  BE  w  s regs spills shared prog bytes  loop"
-    "  fma  alu imad spec shrd glob wgmm sync locl cycles  where the time goes"
+    "  fma  alu imad spec shrd glob wgmm sync locl      cycles  where the time goes"
 )
 
 

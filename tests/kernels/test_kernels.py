@@ -228,9 +228,10 @@ def test_segments_cover_the_sequence(n: int, most: int) -> None:
 
 
 def test_enough_segments_to_fill_a_gpu() -> None:
-    assert tiles.most_segments(8, 1, 132, 4) == 66
+    assert tiles.most_segments(8, 1, 132, 4) == 33  # 264 programs, on 132 multiprocessors
     assert tiles.most_segments(240, 1, 132, 4) == 1
-    assert tiles.most_segments(8, 2, 132, 8) == 17
+    assert tiles.most_segments(150, 1, 132, 4) == 3  # 450 in two waves of 264, since one would leave 114 idle
+    assert tiles.most_segments(8, 2, 132, 8) == 8
 
 
 # The numerics contract
