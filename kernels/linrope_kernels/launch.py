@@ -133,7 +133,7 @@ class Call:
     def launch(self, kernel: Any, name: str, copies: int, *args: Any, **constants: Any) -> None:
         """Starts ``copies`` programs for every block of the output, with the tile of that name."""
         f, e, tile = self.k.shape[3], self.v.shape[3], self.tile(name)
-        if name != "step_fwd":
+        if not name.startswith("step"):
             copies *= -(-((f + 1) // 2) // tile.pairs) * -(-e // tile.values)
             constants |= {"DOT": self.dot, "C": tile.chunk, "STAGES": tile.stages}
         if copies:
@@ -307,7 +307,7 @@ def attend_bwd(
     """saved and out (if it is read) are attend_fwd's."""
     assert call.q is not None
     b, n, h, f = call.q.shape
-    (_, m, g, _), e = call.k.shape, call.v.shape[3]
+    _, m, g, _ = call.k.shape
     tensors = (call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask)
     dq, dk, dv = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v)
@@ -379,16 +379,17 @@ def step_fwd(call: Call, start: State | None, end: State | None, slots: Tensor |
     """out of one token of every sequence; end may be start, to update it; with slots (b,) both are pools."""
     assert call.q is not None
     g, e = call.k.shape[2], call.v.shape[3]
-    # One program then does all of a sequence: each program reads z, and one writes it.
+    # One program then does all of a sequence, since each program reads z, and one writes it.
     in_place = start is not None and end is not None and start[1] is end[1]
     keys = call.positions if call.key_positions is None else call.key_positions
     axes, heads = (1, 1) if call.theta is None else call.theta.shape[:2]
     phases, key_phases = call.phases or (None, None)
     key_phases = phases if key_phases is None else key_phases
-    parts = 1 if in_place else -(-e // call.tile("step_fwd").values)
+    name = "step_in_place" if in_place else "step_fwd"
+    parts = 1 if in_place else -(-e // call.tile(name).values)
     out = call.v.new_empty(*call.q.shape[:3], e)
     call.launch(
-        step_fwd_kernel, "step_fwd", call.sequences * parts,
+        step_fwd_kernel, name, call.sequences * parts,
         call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask,
         call.theta, heads, call.positions, _row_stride(call.positions), keys, _row_stride(keys),
         phases, _strides(phases, 4), key_phases, _strides(key_phases, 4), *call.decay, slots,

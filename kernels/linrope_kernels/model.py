@@ -58,13 +58,10 @@ class Instruction:
     waits: int  # bits of the scoreboards that have to be clear
     unit: str
     bytes: int  # that each thread moves, or 4
-    jump: str | None  # the label that it may go to
-    always: bool  # no predicate
 
 
 class Code(NamedTuple):
     instructions: list[Instruction]
-    labels: dict[str, int]
     loops: list[tuple[int, int]]  # first and last instruction
     registers: int  # per thread
 
@@ -87,60 +84,43 @@ def machine_code(cubin: bytes) -> Code:
     for line in lines:
         if label := re.match(r"(\.L_x_\d+):", line):
             labels[label[1]] = len(code)
-        found = re.match(r"\s*/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?);?\s*/\*", line)
+        found = re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?);?\s*/\*", line)
         if not found:
             continue
         control = int(re.findall(r"0x([0-9a-f]{16})", next(lines))[0], 16)
-        code.append(_instruction(found[2], found[3], control, not found[1]))
-        at = labels.get(code[-1].jump or "", len(code))
-        if at < len(code) - 1:
-            loops.append((at, len(code) - 1))
+        code.append(_instruction(found[1], found[2], control))
+        label = re.search(r"`\((\.L_x_\d+)\)", found[2])
+        if found[1].startswith("BRA") and label and labels.get(label[1], len(code)) < len(code) - 1:
+            loops.append((labels[label[1]], len(code) - 1))
     registers = re.search(r"REG:(\d+)", usage)
     assert registers, usage
-    return Code(code, labels, loops, int(registers[1]))
+    return Code(code, loops, int(registers[1]))
 
 
-def _instruction(name: str, arguments: str, control: int, always: bool) -> Instruction:
+def _instruction(name: str, arguments: str, control: int) -> Instruction:
     unit = next(unit for unit, (names, _, _) in UNITS.items() if name.startswith(names))
     width = re.search(r"\.(128|64|U8|S8|U16|S16)\b", name)
     sizes = {"128": 16, "64": 8, "U8": 1, "S8": 1, "U16": 2, "S16": 2}
     moved = sizes[width[1]] if width else 4
     if name.startswith(("LDSM", "STSM")):
         moved = 4 * int(name[-1]) if name[-1].isdigit() else 4
-    label = re.search(r"`\((\.L_x_\d+)\)", arguments)
-    jump = label[1] if label and name.startswith("BRA") else None
     stall, sets, reads, waits = (
         (control >> at) & mask for at, mask in ((41, 15), (46, 7), (49, 7), (52, 63))
     )
-    return Instruction(name, arguments, max(1, stall), sets, reads, waits, unit, moved, jump, always)
+    return Instruction(name, arguments, max(1, stall), sets, reads, waits, unit, moved)
 
 
-def main_loop(code: Code) -> list[list[Instruction]]:
-    """The loop with most products of matrices, or else the longest; straight code is its own.
-
-    Where a branch decides between products there are two passes through it, as long as the branches go one way.
-    """
-    instructions = code.instructions
+def main_loop(code: Code) -> list[Instruction]:
+    """The loop with most products of matrices, or else the longest; straight code is its own."""
     if not code.loops:
-        return [instructions]
+        return code.instructions
 
-    def products(first: int, last: int) -> int:
-        return sum(x.unit in ("wgmma", "mma") for x in instructions[first:last])
+    def size(loop: tuple[int, int]) -> tuple[int, int]:
+        products = [x for x in code.instructions[slice(*loop)] if x.unit in ("wgmma", "mma")]
+        return len(products), loop[1] - loop[0]
 
-    first, last = max(code.loops, key=lambda loop: (products(*loop), loop[1] - loop[0]))
-
-    def one_pass(jumps: bool) -> list[Instruction]:
-        found, at = [], first
-        while at != last and len(found) < len(instructions):
-            found.append(x := instructions[at])
-            to = code.labels[x.jump] if x.jump else None
-            if to is not None and (x.always or (jumps and (products(at, to) or to > last))):
-                at = to
-            else:
-                at += 1
-        return [*found, instructions[last]]
-
-    return sorted({len(x): x for x in map(one_pass, (False, True))}.values(), key=len)
+    first, last = max(code.loops, key=size)
+    return code.instructions[first : last + 1]
 
 
 def moved(loop: list[Instruction]) -> int:

@@ -136,18 +136,17 @@ class Report(NamedTuple):
     loop: dict[str, int]  # instructions of the main loop by unit
     bytes: float  # that the main loop moves per token and program, all loads counted
     programs: int  # on one multiprocessor at once
-    cycles: list[float]  # modelled, per 64 tokens and program, of each way through the loop; Hopper only
-    limits: dict[str, float]  # what that time goes to, the first way
+    cycles: float | None  # modelled, per 64 tokens and program, on Hopper
+    limits: dict[str, float]  # what that time goes to
 
 
 def report(x: Launch, dim: int, dtype: str, capability: int) -> Report:
-    code, passes = _code(x.compiled.asm["cubin"])
-    warps, given, loop = x.compiled.metadata.num_warps, x.given, passes[0]
+    code, loop = _code(x.compiled.asm["cubin"])
+    warps, given = x.compiled.metadata.num_warps, x.given
     chunk, shared = given.get("C", 1), x.compiled.metadata.shared
-    programs = model.resident(code.registers, shared, warps)
-    found = []
+    programs, found = model.resident(code.registers, shared, warps), None
     if capability == 90 and "STAGES" in given:
-        found = [_model(x.compiled.asm["cubin"], warps, programs, i) for i in range(len(passes))]
+        found = _model(x.compiled.asm["cubin"], warps, programs)
     counts = Counter(instruction.unit for instruction in loop)
     ptx = x.compiled.asm["ptx"]
     return Report(
@@ -156,20 +155,20 @@ def report(x: Launch, dim: int, dtype: str, capability: int) -> Report:
         code.registers, sum(i.bytes for i in code.instructions if i.unit == "local"), shared,
         len(re.findall(r"wgmma\.mma_async|tcgen05\.mma", ptx)), len(re.findall(r"\bmma\.sync", ptx)),
         dict(counts.most_common()), model.moved(loop) * warps / chunk, programs,
-        [x.cycles * 64 / chunk for x in found], found[0].limits if found else {},
+        found and found.cycles * 64 / chunk, found.limits if found else {},
     )  # fmt: skip
 
 
 @cache
-def _code(cubin: bytes) -> tuple[model.Code, list[list[model.Instruction]]]:
-    """All, and the passes through the main loop."""
+def _code(cubin: bytes) -> tuple[model.Code, list[model.Instruction]]:
+    """All, and the main loop."""
     code = model.machine_code(cubin)
     return code, model.main_loop(code)
 
 
 @cache
-def _model(cubin: bytes, warps: int, programs: int, one: int = 0) -> model.Modelled:
-    return model.model(_code(cubin)[1][one], warps, programs)
+def _model(cubin: bytes, warps: int, programs: int) -> model.Modelled:
+    return model.model(_code(cubin)[1], warps, programs)
 
 
 def seconds(x: Launch) -> float:
@@ -231,7 +230,7 @@ def show(x: Report) -> str:
     modelled = ""
     if x.cycles:
         most = [f"{why} {part:.0%}" for why, part in list(x.limits.items())[:3]]
-        modelled = f"{'/'.join(f'{cycles:.0f}' for cycles in x.cycles):>11}  {', '.join(most)}"
+        modelled = f"{x.cycles:>6.0f}  {', '.join(most)}"
     return (
         f"{x.kernel:<10} {x.dim:>3} {x.dtype:>4} {x.capability:>3} {x.chunk:>3} {x.pairs:>3} {x.values:>3} "
         f"{x.warps:>2} {x.stages:>2} {x.registers:>4} {x.spills:>6} {x.shared:>6} {x.programs:>4} "
@@ -241,7 +240,7 @@ def show(x: Report) -> str:
 
 HEADER = (
     "kernel     dim type  sm   C   W  BE  w  s regs spills shared prog bytes  loop"
-    "  fma  alu imad spec shrd glob wgmm sync locl      cycles  where the time goes"
+    "  fma  alu imad spec shrd glob wgmm sync locl cycles  where the time goes"
 )
 
 

@@ -82,6 +82,8 @@ def tile(kernel: str, f: int, e: int, dot: str, capability: int) -> Tile:
     pairs, values = power_of_two((f + 1) // 2), power_of_two(e)
     if kernel == "step_fwd":
         return Tile(1, pairs, min(values, max(16, 1024 // pairs)), 4, 1)
+    if kernel == "step_in_place":  # all that a program may hold at once: no chain of loads one after another
+        return Tile(1, pairs, min(values, max(16, 8192 // pairs)), 8, 1)
     key = kernel, max(64, 2 * pairs, values)
     entry = TABLE[dot][key]
     if (
