@@ -158,8 +158,8 @@ def model(loop: list[Instruction], warps: int, programs: int, passes: int = 6, s
     quarter = _Quarter([_Warp(p, free=137 * p) for p in range(programs) for _ in range(warps // 4)])
     while any(warp.passes < passes for warp in quarter.warps):
         quarter.issue(loop, passes)
-    ends = [warp.ends for warp in quarter.warps]
-    steady = max(end[-1] for end in ends) - max(end[settle - 1] for end in ends)
+    ends = sorted(end for warp in quarter.warps for end in warp.ends)
+    steady = ends[-1] - ends[settle * len(quarter.warps) - 1]
     total = sum(quarter.spent.values())
     limits = {why: cycles / total for why, cycles in quarter.spent.most_common()}
     return Modelled(steady / (passes - settle) / programs, limits)
@@ -167,29 +167,29 @@ def model(loop: list[Instruction], warps: int, programs: int, passes: int = 6, s
 
 class _Quarter:
     def __init__(self, warps: list[_Warp]) -> None:
-        self.warps, self.last, self.cycle = warps, warps[0], -1.0
+        self.warps, self.last, self.cycle = warps, 0, -1.0
         self.busy: dict[str, float] = defaultdict(float)  # unit -> until when
         self.memory = 0.0  # until when the share of the memory's bandwidth is taken
         self.waiting: dict[int, list[_Warp]] = {}  # program -> warps at a barrier
         self.spent: Counter[str] = Counter()
 
     def issue(self, loop: list[Instruction], passes: int) -> None:
-        """The next instruction, of the warp that can go first; of the last one's where several can."""
+        """The next instruction, of the warp that can go first; where several can of the last one, or the youngest."""
         held = [warp for at_barrier in self.waiting.values() for warp in at_barrier]
-        ready = [
-            (*self.earliest(warp, loop[warp.at]), warp is not self.last, i)
-            for i, warp in enumerate(self.warps)
-            if warp.passes < passes and not any(warp is other for other in held)
-        ]
-        when, why, _, i = min((max(x[0], self.cycle + 1), *x[1:]) for x in ready) if ready else (0, "", 0, 0)
+        ready = []
+        for i, warp in enumerate(self.warps):
+            if warp.passes < passes and not any(warp is other for other in held):
+                when, why = self.earliest(warp, loop[warp.at])
+                ready.append((max(when, self.cycle + 1), i != self.last, -i, why))
+        when, _, i, why = min(ready)
         self.spent["issue"] += 1
         self.spent[why] += int(when - self.cycle - 1)
-        self.last, self.cycle = self.warps[i], when
-        self.start(self.last, loop[self.last.at])
-        self.last.at += 1
-        if self.last.at == len(loop):
-            self.last.at, self.last.passes = 0, self.last.passes + 1
-            self.last.ends.append(when)
+        self.cycle, self.last, warp = when, -i, self.warps[-i]
+        self.start(warp, loop[warp.at])
+        warp.at += 1
+        if warp.at == len(loop):
+            warp.at, warp.passes = 0, warp.passes + 1
+            warp.ends.append(when)
 
     def earliest(self, warp: _Warp, x: Instruction) -> tuple[float, str]:
         """When it may issue, and what it waits for until then."""
