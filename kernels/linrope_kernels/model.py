@@ -174,7 +174,7 @@ class _Quarter:
         self.spent: Counter[str] = Counter()
 
     def issue(self, loop: list[Instruction], passes: int) -> None:
-        """The next instruction, of the warp that can go first; where several can of the last one, or the youngest."""
+        """The next instruction, of the warp that can go first; of several the last one, or the youngest."""
         held = [warp for at_barrier in self.waiting.values() for warp in at_barrier]
         ready = []
         for i, warp in enumerate(self.warps):

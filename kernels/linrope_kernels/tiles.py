@@ -1,7 +1,7 @@
 """Which tiles a kernel takes: one fixed table, so that equal calls give equal bits on equal devices.
 
-Chosen by compiling, not yet by timing: of the candidates that keep a state on chip and read q, k, v as
-few times as possible, those with the fewest spills (kernels/README.md). tune.py times candidates.
+Chosen by compiling and by a model of the compiled code, not yet by timing (kernels/README.md): tune.py times
+candidates on a GPU.
 """
 
 from typing import NamedTuple
@@ -71,6 +71,10 @@ TABLE: dict[str, dict[tuple[str, int], Tile]] = {
         ("dv", 256): Tile(16, ALL, 32, 8, 1),
     },
 }
+
+
+# Ampere's matrix unit and consumer Blackwell's take both operands from registers: fewer pairs fit beside.
+REGISTER_OPERANDS = {"bf16": {("dk", 64): Tile(64, 16, ALL, 4, 2)}}
 
 
 def power_of_two(n: int) -> int:

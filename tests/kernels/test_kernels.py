@@ -260,6 +260,15 @@ def test_future_tokens_do_not_change_one_bit_of_the_past() -> None:
         assert torch.equal(linear_rope_attention(*mixed, **how)[:, :cut], out[:, :cut])
 
 
+@pytest.mark.parametrize("name", ["elu+1", "relu"])
+def test_nan_reaches_every_later_token_and_no_earlier_one(name: str) -> None:
+    q, k, v = randoms(1, 100, 1, 16, dtype=torch.float32)
+    k[0, 40, 0, 3] = float("nan")
+    out = linear_rope_attention(q, k, v, feature_map=name, rotary=Rotary(16), backend="triton")
+    assert out[:, :40].isfinite().all()
+    assert out[:, 40:].isnan().all()
+
+
 def test_float16_does_not_overflow_where_features_do() -> None:
     q, k, v = randoms(1, 70, 1, 16, dtype=torch.float16, scale=3)
     out = linear_rope_attention(q, k, v, feature_map="exp", rotary=Rotary(16), backend="triton")
