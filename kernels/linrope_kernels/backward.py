@@ -24,6 +24,7 @@ from linrope_kernels.pieces import (
     factors,
     fade,
     feature,
+    in_registers,
     in_twos,
     join,
     keep,
@@ -116,6 +117,8 @@ def dq_kernel(
             faded = None
         turn = load_turn(Q_TABLE, rows, inside, pairs, P)
         gb = load_values(G, rows, inside, g_strides, e, E, BE).to(tl.float32)
+        if not CAUSAL:
+            gb = in_registers(gb, inside)
         if NORMALIZE:
             den = tl.load(DEN + rows, mask=inside, other=1)
             gb = gb / divisor(den, eps, ADD)[:, None]
@@ -265,6 +268,8 @@ def dkv_kernel(
             dv = dot(psi2, tl.trans(operand(t2, DOT)), dv, DOT)
         if WANT_DK:
             v = operand(load_values(V, rows, visible, v_strides, e, E, BE), DOT)
+            if not CAUSAL:
+                v = in_registers(v, visible)
             d1, d2 = tl.zeros([C, W], tl.float32), tl.zeros([C, W], tl.float32)
             d1, d2 = dot(v, operand(t1, DOT), d1, DOT), dot(v, operand(t2, DOT), d2, DOT)
             w1 = tl.zeros([C, W], tl.float32) + u1.to(tl.float32)[None, :]
@@ -284,6 +289,8 @@ def dkv_kernel(
                 if NORMALIZE:
                     den = tl.load(DEN + at, mask=inside, other=1)
                     gb = gb.to(tl.float32) / divisor(den, eps, ADD)[:, None]
+                elif not WANT_DV:  # v gb^T would be a product of two copies
+                    gb = in_registers(gb, inside)
                 gb = operand(gb, DOT)
                 x1, x2 = load_pairs(
                     Q + head * q_strides[2], rows, inside, q_strides, pair_block * W,

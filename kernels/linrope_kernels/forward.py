@@ -21,6 +21,7 @@ from linrope_kernels.pieces import (
     factors,
     fade,
     feature,
+    in_registers,
     in_twos,
     join,
     keep,
@@ -124,6 +125,8 @@ def scan_fwd_kernel(
                 kept = v.to(tl.float32) * keys[:, None]
             v, kept = operand(v, DOT), operand(kept, DOT)
         x1, x2 = load_pairs(Q, rows, inside, q_strides, 0, F, P, INTERLEAVED, C, W)
+        if not CAUSAL:
+            x1, x2 = in_registers(x1, inside), in_registers(x2, inside)
         phi1, phi2 = feature(x1, MAP), feature(x2, MAP)
         if NORMALIZE:
             if CAUSAL:
