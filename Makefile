@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check format bench docs native test-sanitizers test-gpu bench-gpu
+.PHONY: demo test check format bench docs native test-sanitizers test-ptx test-gpu bench-gpu
 
 demo: .venv/ready native
 	$(BIN)/linrope demo
@@ -40,6 +40,10 @@ test-sanitizers: .venv/ready
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so):$$(c++ -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	$(CURDIR)/$(BIN)/python -m pytest -q --capture=sys tests/kernels/cpu
+
+# The whole table of tiles, compiled and run by the emulator of tests/kernels/ptx, and a table of the errors.
+test-ptx: .venv/ready
+	$(BIN)/python -m pytest -n auto -m ptx -rP tests/kernels/test_ptx.py
 
 # These two need a GPU, with PyTorch and Triton for it; they run the tree as it lies, uninstalled.
 test-gpu:

@@ -25,6 +25,7 @@ from linrope_kernels.pieces import (
     fade,
     feature,
     features,
+    in_registers,
     in_twos,
     join,
     keep,
@@ -119,6 +120,8 @@ def dq_kernel(
             faded = None
         turn = load_turn(Q_TABLE, rows, inside, block * W, F, P, INTERLEAVED, C, W)
         gb = load_values(G, rows, inside, g_strides, e, E, BE).to(tl.float32)
+        if not CAUSAL:
+            gb = in_registers(gb, inside)
         if NORMALIZE:
             den = tl.load(DEN + rows, mask=inside, other=1)
             gb = gb / divisor(den, eps, ADD)[:, None]
@@ -258,6 +261,8 @@ def dkv_kernel(
             dv = dot(psi, tl.trans(operand(t, DOT)), tl.zeros([C, BE], tl.float32), DOT)
         if WANT_DK:
             v = operand(load_values(V, rows, visible, v_strides, e, E, BE), DOT)
+            if not CAUSAL:
+                v = in_registers(v, visible)
             d = dot(v, operand(t, DOT), tl.zeros([C, 2 * W], tl.float32), DOT)
             w = tl.zeros([C, 2 * W], tl.float32) + u.to(tl.float32)[None, :]
         if LOG is not None:
@@ -275,6 +280,8 @@ def dkv_kernel(
                 if NORMALIZE:
                     den = tl.load(DEN + at, mask=inside, other=1)
                     gb = gb.to(tl.float32) / divisor(den, eps, ADD)[:, None]
+                elif not WANT_DV:  # v gb^T would be a product of two copies
+                    gb = in_registers(gb, inside)
                 gb = operand(gb, DOT)
                 x = load_features(
                     Q + head * q_strides[2], rows, inside, q_strides, pair_block * W,

@@ -22,6 +22,7 @@ from linrope_kernels.pieces import (
     fade,
     feature,
     features,
+    in_registers,
     in_twos,
     join,
     keep,
@@ -124,6 +125,8 @@ def scan_fwd_kernel(
                 kept = v.to(tl.float32) * keys[:, None]
             v, kept = operand(v, DOT), operand(kept, DOT)
         x = load_features(Q, rows, inside, q_strides, 0, F, P, INTERLEAVED, C, W)
+        if not CAUSAL:
+            x = in_registers(x, inside)
         phi = feature(x, MAP)
         if NORMALIZE:
             if CAUSAL:

@@ -1,0 +1,184 @@
+"""Calls that go through every part of the kernels, and what the numerics contract allows of each."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linrope import Rotary, feature_maps, linear_rope_attention
+from linrope.rotary import rotate
+
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+TIMES = {torch.float32: 16, torch.bfloat16: 4, torch.float16: 4}  # of u M
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+Options = Callable[["Problem"], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """``before`` tokens only make a state; the rest of the n go on from it."""
+
+    options: Options
+    b: int = 1
+    n: int = 130  # two chunks of 64 and a tail
+    h: int = 2
+    g: int = 1
+    before: int = 0
+    segments: bool = False  # few heads: a sequence is cut into three
+    less: tuple[int, int] = (0, 0)  # taken from the sizes of heads and of values
+    kind: str = "attend"  # "step": token by token; "state": the last state alone
+    sizes: tuple[int, ...] = (64,)
+
+
+@dataclass
+class Problem:
+    case: Case
+    dtype: torch.dtype
+    size: int
+    q: Tensor = field(init=False)
+    k: Tensor = field(init=False)
+    v: Tensor = field(init=False)
+    how: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        c = self.case
+        torch.manual_seed(0)
+        d, e = self.size - c.less[0], self.size - c.less[1]
+        shapes = (c.h, d), (c.g, d), (c.g, e)
+        self.q, self.k, self.v = (torch.randn(c.b, c.n, *shape).to(self.dtype) for shape in shapes)
+        self.how = c.options(self)
+
+    def piece(
+        self, which: slice, wide: bool, backend: str
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+        how = {"backend": backend} | self.how
+        for name in ("log_decay", "angle_steps", "key_mask"):
+            if name in how:
+                how[name] = how[name][:, which]
+        q, k, v = (x[:, which].double() if wide else x[:, which] for x in (self.q, self.k, self.v))
+        return (q, k, v), how
+
+    def magnitude(self) -> Tensor:
+        """M_i = sum_j |R phi(q_i)|^T |R psi(k_j)| |v_j| / den_i: the equation itself, of absolute values."""
+        how, v = self.how, self.v.double()
+        fmap = feature_maps.make(how.get("feature_map", "elu+1") or "identity", self.q.shape[3])
+        phi, psi = fmap.queries(self.q.double()), fmap.keys(self.k.double())
+        kept = {name: how[name] for name in ("causal", "decay", "key_mask", "cu_seqlens") if name in how}
+        kept |= {"feature_map": None, "rotary": None, "normalize": False, "backend": "reference"}
+        if "log_decay" in how:
+            kept["log_decay"] = how["log_decay"].double()
+        total = linear_rope_attention(self._turned(phi).abs(), self._turned(psi, True).abs(), v.abs(), **kept)
+        if how.get("normalize", True):
+            den = linear_rope_attention(phi, psi, torch.ones_like(v), **kept)[..., :1]
+            eps = how.get("eps", 1e-6)
+            total /= den + eps if how.get("eps_mode") == "add" else den.clamp(min=eps)
+        return total[:, self.case.before :]
+
+    def _turned(self, x: Tensor, keys: bool = False) -> Tensor:
+        rotary, steps = self.how.get("rotary"), self.how.get("angle_steps")
+        if rotary is None:
+            return x
+        positions = self.how.get("positions", torch.arange(x.shape[1]))
+        if "cu_seqlens" in self.how:
+            positions = torch.cat([torch.arange(int(n)) for n in self.how["cu_seqlens"].diff()])
+        x = rotary(x, self.how.get("key_positions", positions) if keys else positions)
+        if steps is None:
+            return x
+        visible = self.how.get("key_mask", torch.ones(x.shape[:2]))
+        angles = (steps.double() * visible[..., None, None]).cumsum(1)
+        angles = angles.expand(-1, -1, self.case.g, -1).repeat_interleave(x.shape[2] // self.case.g, 2)
+        return rotate(x, angles.cos(), angles.sin(), rotary.layout)
+
+
+def plain(p: Problem) -> dict[str, Any]:
+    return {"rotary": Rotary(p.q.shape[3])}
+
+
+def half(p: Problem) -> dict[str, Any]:
+    return {"rotary": Rotary(p.q.shape[3], layout="half")}
+
+
+def mask(p: Problem) -> dict[str, Any]:
+    mask = torch.rand(p.k.shape[:2]) > 0.3
+    mask[:, 0] = False  # the first query sees nothing
+    return {"key_mask": mask}
+
+
+def gates(p: Problem) -> dict[str, Any]:
+    b, n, g, d = p.k.shape
+    log = -torch.rand(b, n, g).square()
+    log[:, 3::17], log[:, 7::23], log[:, 11::29] = -20, 0, -1e4
+    return half(p) | {"log_decay": log, "angle_steps": torch.randn(b, n, 1, d // 2), "eps_mode": "add"}
+
+
+def decay(p: Problem) -> dict[str, Any]:
+    return {"decay": torch.tensor([0.9, 0.999][: p.k.shape[2]])}
+
+
+def packed(p: Problem) -> dict[str, Any]:
+    n = p.k.shape[1]
+    return plain(p) | {"cu_seqlens": torch.tensor([0, n // 4, n // 4, n], dtype=torch.int32)}
+
+
+def both_ways(p: Problem) -> dict[str, Any]:
+    return {"causal": False}
+
+
+def other_positions(p: Problem) -> dict[str, Any]:
+    at = torch.arange(p.k.shape[1])
+    return half(p) | {"positions": at + 2**30, "key_positions": at.flip(0) * 3 + 2**30}
+
+
+def raw(p: Problem) -> dict[str, Any]:
+    """Nothing is done to q, k and v: the tiles go into products as they were loaded."""
+    return {"feature_map": None, "rotary": None, "normalize": False}
+
+
+def clamped(p: Problem) -> dict[str, Any]:
+    """The divisor is eps for the first tokens, den for the last."""
+    return {"eps": 50.0 * p.size}
+
+
+def mapped(name: str, **more: Any) -> Options:
+    return lambda p: plain(p) | {"feature_map": name} | more
+
+
+def axial(p: Problem) -> dict[str, Any]:
+    return {"rotary": Rotary.axial(p.q.shape[3], 2), "positions": torch.randint(0, 99, (p.k.shape[1], 2))}
+
+
+def partial(p: Problem) -> dict[str, Any]:
+    d = p.q.shape[3]
+    return {"rotary": Rotary(d, layout="half", rotary_dim=d // 2)}
+
+
+def join(*parts: Options) -> Options:
+    def options(p: Problem) -> dict[str, Any]:
+        return {name: x for part in parts for name, x in part(p).items()}
+
+    return options
+
+
+ALL = (64, 128, 256)
+GROUPED: dict[str, Any] = {"b": 2, "h": 4, "g": 2}
+CASES = {
+    "plain": Case(plain, before=33, sizes=ALL),
+    "gates": Case(join(gates, mask), n=100, before=20, **GROUPED, sizes=ALL),
+    "packed": Case(join(packed, decay), h=4, g=2, sizes=(64, 128)),
+    "segments": Case(join(plain, mask, decay, clamped), n=230, before=33, segments=True, sizes=ALL),
+    "bidirectional": Case(join(other_positions, both_ways, mask), n=100, **GROUPED, sizes=ALL),
+    "bidirectional packed": Case(join(packed, both_ways), n=190, segments=True),
+    "bidirectional resumed": Case(join(plain, both_ways, mask), n=230, before=33, segments=True),
+    "raw": Case(raw, before=33, sizes=(64, 128)),
+    "raw bidirectional": Case(join(raw, both_ways), before=33, sizes=ALL),
+    "odd sizes": Case(partial, h=3, g=1, less=(16, 24), sizes=(64, 128)),
+    "relu2": Case(mapped("relu2")),
+    "silu": Case(mapped("silu", normalize=False)),
+    "axes": Case(axial),
+    "state alone": Case(join(half, decay, mask), n=190, g=2, segments=True, kind="state"),
+    "steps": Case(plain, b=2, n=5, h=4, g=2, kind="step", sizes=ALL),
+    "steps with gates": Case(join(gates, mask), b=2, n=5, h=4, g=2, kind="step", sizes=ALL),
+    "raw steps": Case(raw, b=2, n=5, h=4, g=2, kind="step", less=(16, 24)),
+}

@@ -1,0 +1,146 @@
+"""Runs cases in the emulator: python -m tests.kernels.ptx.check CAPABILITY DTYPE SIZE [NAME ..]
+
+Prints a line of JSON for each, and for kernels that do not finish the fault.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from linrope_kernels import tiles
+from torch import Tensor
+
+from linrope import LinearAttentionState, linear_rope_attention, linear_rope_state
+from tests.kernels.ptx.cases import CASES, DTYPES, TIMES, UNIT, Problem
+from tests.kernels.ptx.launcher import install
+from tests.oracle import everything
+
+Ratios = dict[str, float]  # error over what is allowed
+
+
+@contextmanager
+def short_segments(wanted: bool) -> Iterator[None]:
+    names = ("SHORTEST", "SEGMENT_MULTIPLE", "most_segments")
+    before = {name: getattr(tiles, name) for name in names}
+    if wanted:
+        tiles.SHORTEST, tiles.SEGMENT_MULTIPLE, tiles.most_segments = 64, 64, lambda *_: 3
+    try:
+        yield
+    finally:
+        for name, x in before.items():
+            setattr(tiles, name, x)
+
+
+def largest(x: Tensor) -> float:
+    """NaN is infinitely far off."""
+    return float(x.nan_to_num(nan=float("inf")).max()) if x.numel() else 0.0
+
+
+def of_output(p: Problem, out: Tensor, oracle: Tensor, rows: slice = slice(None)) -> float:
+    allowed = TIMES[p.dtype] * UNIT[p.dtype] * p.magnitude()[:, rows]
+    tiny = torch.finfo(p.dtype).smallest_normal * torch.finfo(p.dtype).eps
+    return largest((out.double() - oracle).abs() / (allowed + tiny))
+
+
+def of_state(p: Problem, actual: LinearAttentionState, oracle: LinearAttentionState) -> Ratios:
+    found = {}
+    for name, allowed in (("kv", 2 * TIMES[p.dtype] * UNIT[p.dtype]), ("z", 1e-6)):
+        x, y = getattr(actual, name).double(), getattr(oracle, name).double()
+        found[name] = largest((x - y).abs()) / (allowed * max(1.0, largest(y.abs())))
+    return found
+
+
+def attend(p: Problem) -> Ratios:
+    """Output, last state and all gradients; a first piece makes the state."""
+    results = []
+    for wide, backend in ((False, "triton"), (False, "reference"), (True, "reference")):
+        state = None
+        if p.case.before:
+            first, how = p.piece(slice(0, p.case.before), wide, backend)
+            with torch.no_grad():
+                _, state = linear_rope_attention(*first, return_state=True, **how)
+        second, how = p.piece(slice(p.case.before, None), wide, backend)
+        results.append(everything(*second, state, **how))
+    actual, narrow, oracle = results
+    found = {"out": of_output(p, actual["out"], oracle["out"])}
+    for name in oracle:
+        if name.startswith("d"):
+            error, other = (largest((x[name].double() - oracle[name]).abs()) for x in (actual, narrow))
+            # The gradient of log_decay is a difference of sums as large as outputs and states.
+            sums = (
+                oracle["out"].abs().sum(-1).max()
+                + oracle["kv"].abs().sum((2, 3)).max()
+                + oracle["z"].sum(-1).max()
+            )
+            lost = 16 * 2.0**-24 * float(sums) if name == "dlog_decay" else 0.0
+            found[name] = error / (3 * other + 1e-5 * largest(oracle[name].abs()) + lost + 1e-30)
+        elif name in ("kv", "z"):
+            allowed = 1e-6 if name == "z" else 2 * TIMES[p.dtype] * UNIT[p.dtype]
+            error = largest((actual[name].double() - oracle[name]).abs())
+            found[name] = error / (allowed * max(1.0, largest(oracle[name].abs())))
+    return found
+
+
+def steps(p: Problem) -> Ratios:
+    """Token by token, each in a state of its own, in one that is given away, or in the rows of a pool."""
+    wide, how = p.piece(slice(None), True, "reference")
+    oracle, last = linear_rope_attention(*wide, return_state=True, **how)
+    found: Ratios = {}
+    slots = torch.arange(p.case.b).flip(0)
+    for way in ("new", "donated", "pool"):
+        state, outs = None, []
+        for t in range(p.case.n):
+            token, how = p.piece(slice(t, t + 1), False, "triton")
+            if state is not None:
+                state = state.donate() if way == "donated" else state
+                state = state.reorder(slots).at(slots) if way == "pool" else state
+            out, state = linear_rope_attention(*token, state=state, return_state=True, **how)
+            state = state.rows()
+            outs.append(out)
+        found[f"out, {way}"] = of_output(p, torch.cat(outs, 1), oracle)
+        found |= {f"{name}, {way}": x for name, x in of_state(p, state, last).items()}
+    return found
+
+
+def state_alone(p: Problem) -> Ratios:
+    states = []
+    for wide, backend in ((False, "triton"), (True, "reference")):
+        (_, k, v), how = p.piece(slice(None), wide, backend)
+        states.append(linear_rope_state(k, v, **how))
+    return of_state(p, *states)
+
+
+KINDS = {"attend": attend, "step": steps, "state": state_alone}
+
+
+def main(capability: str, dtype: str, size: str, *names: str) -> None:
+    torch.use_deterministic_algorithms(True)  # fresh memory holds NaN
+    torch.set_num_threads(1)
+    emulator = install(int(capability))
+    for name in names or [name for name, case in CASES.items() if int(size) in case.sizes]:
+        case, begin = CASES[name], time.perf_counter()
+        emulator.report.findings.clear()
+        emulator.report.launches.clear()
+        ratios, fault = {}, None
+        with short_segments(case.segments), torch.set_grad_enabled(case.kind == "attend"):
+            try:
+                ratios = KINDS[case.kind](Problem(case, DTYPES[dtype], int(size)))
+            except Exception as error:
+                fault = f"{type(error).__name__}: {error}"
+        line: dict[str, Any] = {
+            "case": name, "capability": int(capability), "dtype": dtype, "size": int(size), "ratios": ratios,
+            "fault": fault, "findings": [[*key, count] for key, count in emulator.report.findings.items()],
+            "kernels": sorted({launch.kernel for launch in emulator.report.launches}),
+            "copies": sum(x.reads_of_copies for x in emulator.report.launches if x.kernel != "states_kernel"),
+            "instructions": sum(launch.instructions for launch in emulator.report.launches),
+            "seconds": round(time.perf_counter() - begin, 1),
+        }  # fmt: skip
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
