@@ -23,8 +23,8 @@ CEILING = {
     ("dk", 256, "bf16"): 1200,
     ("dv", 256, "bf16"): 700,
 }
-# float16 computes in tf32 by Ampere's units, and float32 by multiply-adds from registers. Their tiles were not
-# chosen again for features side by side: that is left to `tune.py` on a GPU.
+# float16 computes in tf32 by Ampere's units, and float32 by multiply-adds from registers. Their tiles are
+# still those chosen before features lay side by side: `tune.py` on a GPU is to choose again.
 WIDE_CEILING = 6000
 # On other GPUs than Hopper, in bfloat16. Ampere's and consumer Blackwell's units keep operands in registers.
 ELSEWHERE = {
