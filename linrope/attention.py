@@ -9,9 +9,12 @@ from torch import Tensor, nn
 
 from linrope import arguments
 from linrope.choices import check_decays, make_decay, make_forget_gate, make_map, make_rotation
+from linrope.distributed.convolve import convolve_shard
+from linrope.distributed.shard import Shard
 from linrope.feature_maps import FeatureMap
-from linrope.functional import ORDERS, linear_rope_attention
+from linrope.functional import Options, linear_rope_attention, send_state
 from linrope.names import check_name
+from linrope.request import ORDERS
 from linrope.rotary import Rotary
 from linrope.selective import Constant
 from linrope.short_convolution import ShortConvolution
@@ -216,14 +219,14 @@ class LinearRoPEAttention(nn.Module):
         self, x: Tensor, context: Tensor | None = ..., *, positions: Tensor | None = ...,
         context_positions: Tensor | None = ..., key_mask: Tensor | None = ...,
         cu_seqlens: Tensor | None = ..., state: LinearAttentionState | None = ...,
-        return_state: Literal[False] = ...,
+        return_state: Literal[False] = ..., shard: Shard | None = ...,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def forward(
         self, x: Tensor, context: Tensor | None = ..., *, positions: Tensor | None = ...,
         context_positions: Tensor | None = ..., key_mask: Tensor | None = ...,
         cu_seqlens: Tensor | None = ..., state: LinearAttentionState | None = ...,
-        return_state: Literal[True],
+        return_state: Literal[True], shard: Shard | None = ...,
     ) -> tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
     def forward(
         self,
@@ -236,58 +239,62 @@ class LinearRoPEAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         state: LinearAttentionState | None = None,
         return_state: bool = False,
+        shard: Shard | None = None,
     ) -> Tensor | tuple[Tensor, LinearAttentionState]:
         """x (b, n, embed_dim) -> y of the same shape, or (y, state); arguments as in the operation."""
         arguments.check_inputs(x, context, self.q_proj.in_features)
         if context is not None:
-            self._check_context()
+            self._check_context(shard)
         c = x if context is None else context
-        q, k, v = self.q_proj(x), self.k_proj(c), self.v_proj(c)
+        k, v = self.k_proj(c), self.v_proj(c)
         self._check_state(state)
-        inputs = None
+        q = inputs = None
         if self.short_conv is not None:
-            q, k, v, inputs = self._convolve(q, k, v, key_mask, cu_seqlens, state)
-        q, k = (
-            q.unflatten(-1, (self.num_heads, self.head_dim)),
-            k.unflatten(-1, (self.num_kv_heads, self.head_dim)),
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = (
-                norm(y.to(norm.weight.dtype)).to(v.dtype) for norm, y in ((self.q_norm, q), (self.k_norm, k))
-            )
-        result = linear_rope_attention(
-            q,
-            k,
-            v.unflatten(-1, (self.num_kv_heads, self.value_head_dim)),
-            feature_map=self.feature_map,
-            rotary=self.rotary,
-            causal=self.causal,
-            normalize=self.normalize and (not self._norm_for_normalizer or v.dtype == torch.float16),
-            decay=self.decay,
-            log_decay=None if self.forget_gate is None else self.forget_gate(x),
-            angle_steps=None if self.angle_steps is None else self.angle_steps(x),
-            positions=positions,
-            key_positions=context_positions,
-            key_mask=key_mask,
-            cu_seqlens=cu_seqlens,
-            state=state,
-            return_state=return_state,
-            rope_order=self.rope_order,
-            backend=self.backend,
-        )
+            q, k, v, inputs = self._convolve(self.q_proj(x), k, v, key_mask, cu_seqlens, state, shard)
+        k = self._heads(k, self.num_kv_heads, self.k_norm)
+        v = v.unflatten(-1, (self.num_kv_heads, self.value_head_dim))
+        options: Options = {
+            "feature_map": self.feature_map,
+            "rotary": self.rotary,
+            "causal": self.causal,
+            "normalize": self.normalize and (not self._norm_for_normalizer or v.dtype == torch.float16),
+            "decay": self.decay,
+            "log_decay": None if self.forget_gate is None else self.forget_gate(x),
+            "angle_steps": None if self.angle_steps is None else self.angle_steps(x),
+            "positions": positions,
+            "key_positions": context_positions,
+            "key_mask": key_mask,
+            "cu_seqlens": cu_seqlens,
+            "state": state,
+            "rope_order": self.rope_order,
+            "backend": self.backend,
+        }
+        # The keys' state goes to the other ranks while q and the gate are projected.
+        sent = None if shard is None else send_state(k, v, shard, **options)
+        q = self._heads(self.q_proj(x) if q is None else q, self.num_heads, self.q_norm)
+        gate = None if self.g_proj is None else nn.functional.silu(self.g_proj(x))
+        result = linear_rope_attention(q, k, v, return_state=return_state, shard=sent, **options)
         out, last = result if isinstance(result, tuple) else (result, None)
         if inputs is not None:
             last = _keep_inputs(inputs, state, last)
         if self.out_norm is not None:
             out = self.out_norm(out.to(self.out_norm.weight.dtype))
         out = out.flatten(-2)
-        if self.g_proj is not None:
-            out = out * nn.functional.silu(self.g_proj(x))
+        if gate is not None:
+            out = out * gate
         y = self.o_proj(out)
         return y if last is None or not return_state else (y, last)
 
-    def _check_context(self) -> None:
+    def _heads(self, y: Tensor, heads: int, norm: nn.RMSNorm | None) -> Tensor:
+        y = y.unflatten(-1, (heads, self.head_dim))
+        return y if norm is None else norm(y.to(norm.weight.dtype)).to(y.dtype)
+
+    def _check_context(self, shard: Shard | None) -> None:
         """Refuses a context where something steps through keys and queries together."""
+        if shard is not None:
+            raise ValueError(
+                "context: got one beside a shard, which cuts queries and keys alike; expected None"
+            )
         for name in ("forget_gate", "angle_steps", "short_conv"):
             if getattr(self, name) is not None:
                 argument = "rotary='selective'" if name == "angle_steps" else name
@@ -308,10 +315,14 @@ class LinearRoPEAttention(nn.Module):
 
     def _convolve(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None,
-        state: LinearAttentionState | None,
+        state: LinearAttentionState | None, shard: Shard | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """q, k and v after the short convolution, and the last of what went into it."""
         assert self.short_conv is not None
+        if shard is not None:
+            y, last = convolve_shard(self.short_conv, torch.cat((q, k, v), -1), shard, key_mask, state)
+            q, k, v = y.split((q.shape[-1], k.shape[-1], v.shape[-1]), -1)
+            return q, k, v, last
         (b, n, _), device = q.shape, q.device
         arguments.check_mask(key_mask, b, n, device)
         arguments.check_packing(cu_seqlens, b, n, n, device)

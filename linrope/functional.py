@@ -1,27 +1,21 @@
-"""The operation: check and resolve the arguments, map features, attend, hand over the state."""
+"""The operation, as callers see it."""
 
-from typing import Literal, NamedTuple, TypedDict, overload
+from typing import Literal, TypedDict, overload
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from linrope import arguments, backends, decoding
-from linrope.backends.call import Call, Sums
-from linrope.decay import Tokens, distances, log_decay_of_tokens, slope_of_angle, stabilize, steps_of_tokens
+from linrope import decoding
+from linrope.distributed.attend import Started, attend_shard, begin_shard
+from linrope.distributed.shard import Shard
 from linrope.feature_maps import FeatureMap
-from linrope.features import map_features, rotate_before
-from linrope.names import check_name
-from linrope.packing import rising_bounds
+from linrope.request import OPTIONS, Request, attend, operation
 from linrope.rotary import Rotary
 from linrope.state import LinearAttentionState
 
-ORDERS = ("after", "before")
-EPS_MODES = ("clamp", "add")
-
 
 class Options(TypedDict, total=False):
-    """The keyword arguments of linear_rope_attention, but return_state, for type checkers."""
+    """The keyword arguments of linear_rope_attention, but return_state and shard, for type checkers."""
 
     feature_map: str | FeatureMap | None
     rotary: Rotary | None
@@ -43,15 +37,33 @@ class Options(TypedDict, total=False):
 
 @overload
 def linear_rope_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = ..., **options: Unpack[Options]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_state: Literal[False] = ...,
+    shard: Shard | Started | None = ...,
+    **options: Unpack[Options],
 ) -> Tensor: ...
 @overload
 def linear_rope_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **options: Unpack[Options]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_state: Literal[True],
+    shard: Shard | Started | None = ...,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, LinearAttentionState]: ...
 @overload
 def linear_rope_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: bool, **options: Unpack[Options]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_state: bool,
+    shard: Shard | Started | None = ...,
+    **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, LinearAttentionState]: ...
 def linear_rope_attention(
     q: Tensor,
@@ -75,6 +87,7 @@ def linear_rope_attention(
     eps_mode: str = "clamp",
     rope_order: str = "after",
     backend: str = "auto",
+    shard: Shard | Started | None = None,
 ) -> Tensor | tuple[Tensor, LinearAttentionState]:
     """Linear attention with rotary position embedding on the feature maps.
 
@@ -124,6 +137,9 @@ def linear_rope_attention(
         backend: "auto", "reference" (quadratic, in the inputs' dtype), "eager" (chunked), "native" (fused,
             for CPUs) or "triton" (fused, for GPUs). "auto" takes native on a CPU and triton on a GPU where
             they support the call, else eager.
+        shard: a ``linrope.distributed.Shard``: the tokens are this rank's part of each sequence, and all
+            ranks make this call. cu_seqlens are then the shard's; a state is given to every rank, the same
+            one, and every rank returns that of all tokens (of packed sequences: a local document's each).
 
     Returns:
         out (b, n, h, e) in v's dtype, or (out, state). But for reference, sums are in float32 or wider.
@@ -147,17 +163,20 @@ def linear_rope_attention(
     >>> packed = linear_rope_attention(q, k, v, rotary=rotary, cu_seqlens=torch.tensor([0, 900, 1000]))
     >>> torch.testing.assert_close(packed[:, :900], head)
     """
-    request = _Request(
+    request = Request(
         q, k, v, log_decay, angle_steps, state, feature_map, rotary, causal, normalize, decay, positions,
         key_positions, key_mask, cu_seqlens, return_state, eps, eps_mode, rope_order, backend,
     )  # fmt: skip
-    if state is not None:
-        out = decoding.follow(q, k, v, log_decay, angle_steps, state, options=request[_OPTIONS:])
-        if out is not None:
-            return out, state._marked(False)
     if q is None:
         raise TypeError("q: got NoneType, expected a dense torch.Tensor")
-    out, last = _attend(request)
+    if shard is not None:
+        out, last = attend_shard(request, shard, operation())
+    else:
+        if state is not None:
+            further = decoding.follow(q, k, v, log_decay, angle_steps, state, options=request[OPTIONS:])
+            if further is not None:
+                return further, state._marked(False)
+        out, last = attend(request)
     return (out, last) if return_state and last is not None else out
 
 
@@ -186,207 +205,23 @@ def linear_rope_state(
     >>> _, state = linear_rope_attention(q, k, v, return_state=True)
     >>> torch.testing.assert_close(linear_rope_state(k, v).kv, state.kv)
     """
-    request = _Request(
+    request = Request(
         None, k, v, log_decay, angle_steps, state, feature_map, rotary, True, False, decay, positions,
         None, key_mask, cu_seqlens, True, 1e-6, "clamp", "after", backend,
     )  # fmt: skip
-    last = _attend(request)[1]
+    last = attend(request)[1]
     assert last is not None
     return last
 
 
-class _Request(NamedTuple):
-    """What the caller gave."""
+def send_state(k: Tensor, v: Tensor, shard: Shard, /, **options: Unpack[Options]) -> Started:
+    """Begins a call on a shard: sends the state of its keys, and is given to the call as ``shard`` with q.
 
-    q: Tensor | None  # None: the state alone is asked for
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor | None
-    angle_steps: Tensor | None
-    state: LinearAttentionState | None
-    feature_map: str | FeatureMap | None  # from here on: what the steps of a decoding loop have in common
-    rotary: Rotary | None
-    causal: bool
-    normalize: bool
-    decay: Tensor | None
-    positions: Tensor | None
-    key_positions: Tensor | None
-    key_mask: Tensor | None
-    cu_seqlens: Tensor | None
-    return_state: bool
-    eps: float
-    eps_mode: str
-    rope_order: str
-    backend: str
-
-
-_OPTIONS = _Request._fields.index("feature_map")
-
-
-def _attend(request: _Request) -> tuple[Tensor, LinearAttentionState | None]:
-    """out, and the last state where it is wanted."""
-    q, k, v, rotary, state = request.q, request.k, request.v, request.rotary, request.state
-    fmap = _check(request)
-    identity = (
-        "" if state is None and not request.return_state else _identity(fmap, rotary, request.rope_order)
-    )
-    sequences = k.shape[0] if request.cu_seqlens is None else len(request.cu_seqlens) - 1
-    if state is not None:
-        f = k.shape[3] if fmap is None else fmap.feature_dim
-        arguments.check_state(state, (sequences, k.shape[2], f, v.shape[3]), identity, k.device)
-        if state.angle is not None and request.angle_steps is None:
-            raise ValueError(
-                "angle_steps: got None, expected those of this piece, as the state was made with some"
-            )
-        if state.slots is not None and state.angle is None and request.angle_steps is not None:
-            raise ValueError(
-                "state: got rows of a pool made without angle_steps, which has no place for theirs"
-            )
-    tokens = _resolve_tokens(request, sequences)
-    log_decay = log_decay_of_tokens(request.decay, request.log_decay, request.key_mask, tokens, k.shape[1])
-    angle_steps = steps_of_tokens(request.angle_steps, request.key_mask, state, tokens)
-    fade = None if rotary is None or rotary.fade is None else rotary.fade.to(k.device)
-    q, k, rotary = rotate_before(q, k, rotary, request.rope_order, tokens)
-    q, k, name, q_scale, k_scale = map_features(q, k, fmap, request.key_mask, tokens)
-    stable = None
-    if k_scale is not None:
-        stable = stabilize(
-            k, k_scale, log_decay, state, tokens,
-            key_mask=request.key_mask, causal=request.causal, exponential=name == "exp",
-        )  # fmt: skip
-        k, log_decay, state = stable.k, stable.log_decay, stable.state
-    call = Call(
-        q, k, v, log_decay, angle_steps, None if rotary is None else rotary.turns(k.device), tokens.positions,
-        tokens.key_positions, fade, None if fade is None else distances(tokens, k.shape[1]), request.key_mask,
-        request.cu_seqlens, "interleaved" if request.rotary is None else request.rotary.layout, name,
-        request.causal, request.normalize, request.eps, request.eps_mode,
-        request.return_state or _in_place(request.state, k, angle_steps is not None),
-    )  # fmt: skip
-    backend = backends.choose(request.backend, call, state)
-    out, sums = backend.attend(call, state)
-    if stable is not None and q_scale is not None and not request.normalize:
-        scale = q_scale + stable.at_tokens.repeat_interleave(call.group, 2)
-        out = (out * scale.exp().to(torch.promote_types(out.dtype, torch.float32))[..., None]).to(out.dtype)
-    if sums is None:
-        return out, None
-    last = None if stable is None else stable.last
-    slope = None if angle_steps is None else slope_of_angle(angle_steps, state, tokens)
-    after = _next_state(call, sums, request, tokens, identity, log_scale=last, angle_slope=slope)
-    if backend is backends.native and _starts_a_loop(request, call):
-        after.__dict__["steps"] = decoding.steps_like(
-            call, request[_OPTIONS:], request.decay, gated=request.log_decay is not None
-        )
-    return out, after
-
-
-def _starts_a_loop(request: _Request, call: Call) -> bool:
-    """Whether this was a step in place that the kernel did alone, from what the caller gave and the state."""
-    given = request.positions, request.key_positions, request.key_mask, request.cu_seqlens
-    return (
-        request.state is not None
-        and request.state.donated
-        and request.state.slots is None
-        and call.k.shape[1] == 1
-        and call.q is request.q
-        and call.k is request.k
-        and all(x is None for x in given)
-    )
-
-
-def _check(request: _Request) -> FeatureMap | None:
-    """Raises where arguments do not fit; returns the map, None where q and k are features."""
-    q, k, v, rotary, causal = request.q, request.k, request.v, request.rotary, request.causal
-    arguments.check_tensors(q, k, v, causal)
-    if not 0 < request.eps < torch.inf:
-        raise ValueError(f"eps={request.eps}: expected a positive finite number")
-    check_name("eps_mode", request.eps_mode, EPS_MODES)
-    check_name("rope_order", request.rope_order, ORDERS)
-    b, m, g, d = k.shape
-    n, device = m if q is None else q.shape[1], k.device
-    before = request.rope_order == "before"
-    arguments.check_mask(request.key_mask, b, m, device)
-    arguments.check_decay(request.decay, g, causal, device)
-    arguments.check_log_decay(request.log_decay, k, causal)
-    arguments.check_packing(request.cu_seqlens, b, n, m, device)
-    fmap = arguments.resolve_map(request.feature_map, d)
-    if request.normalize and fmap is not None and not fmap.positive:
-        raise ValueError(
-            f"feature_map={request.feature_map!r}: its features are signed, so the normalizer can vanish; "
-            "expected normalize=False or a positive map"
-        )
-    f = d if fmap is None else fmap.feature_dim
-    arguments.check_rotary(rotary, d if before else f, g, causal, before)
-    arguments.check_angle_steps(request.angle_steps, k, n, d if before else f, rotary)
-    if before and request.angle_steps is not None:
-        raise ValueError("rope_order='before': got angle_steps, which turn features; expected 'after'")
-    if request.key_positions is not None and (_fades_by_position(request) or request.log_decay is not None):
-        raise ValueError(
-            "key_positions: got them beside fading keys (decay, log_decay or xpos), expected None"
-        )
-    positional = fmap is not None and fmap.positional
-    if rotary is not None and rotary.axes is not None and (request.decay is not None or positional):
-        name = f"feature_map={request.feature_map}" if positional else "decay"
-        raise ValueError(f"{name}: got a rotation with axes={rotary.axes}, expected one with axes=None")
-    return fmap
-
-
-def _identity(fmap: FeatureMap | None, rotary: Rotary | None, rope_order: str) -> str:
-    """Of a state: those of other features or another rotation are refused."""
-    before = " before" if rope_order == "before" else ""
-    return f"{'features' if fmap is None else fmap.identity}; {rotary and rotary.identity}{before}"
-
-
-def _resolve_tokens(request: _Request, sequences: int) -> Tokens:
-    q, k, rotary, state = request.q, request.k, request.rotary, request.state
-    b, m, _, _ = k.shape
-    n = m if q is None else q.shape[1]
-    if state is None:
-        start = torch.zeros(
-            1 if request.cu_seqlens is None else sequences, dtype=torch.int64, device=k.device
-        )
-    else:
-        start = state.position if state.slots is None else state.position[state.slots]
-    bounds = rising_bounds(request.cu_seqlens, n)
-    axes = None if rotary is None else rotary.axes
-    resolved = arguments.resolve_positions(
-        request.positions, request.key_positions, start, b, n, m, axes, bounds
-    )
-    if request.positions is not None and _fades_by_position(request):
-        arguments.check_order(resolved[0], start, bounds)
-    return Tokens(bounds, start, *resolved)
-
-
-def _fades_by_position(request: _Request) -> bool:
-    return request.decay is not None or (request.rotary is not None and request.rotary.xpos is not None)
-
-
-def _next_state(
-    call: Call, sums: Sums, request: _Request, tokens: Tokens, identity: str, **more: Tensor | None
-) -> LinearAttentionState:
-    """The state after the call: a new one, or the given one where it was given away or is a pool's rows."""
-    state, m = request.state, call.k.shape[1]
-    by_default = request.positions is None or (call.q is not None and m != call.q.shape[1])
-    on_a_grid = request.rotary is not None and request.rotary.axes is not None  # there a state counts tokens
-    counted = on_a_grid or (request.key_positions is None and by_default)
-    if (
-        state is None
-        or not _in_place(state, call.k, call.angle_steps is not None)
-        or (state.slots is None and sums.kv.requires_grad)
-    ):
-        position = arguments.next_position(tokens, m, counted).expand(call.sequences).clone()
-        return LinearAttentionState(sums.kv, sums.z, position, identity, sums.angle, **more)  # type: ignore[arg-type]
-    if sums.kv.requires_grad:
-        raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
-    state.write({"kv": sums.kv, "z": sums.z, "angle": sums.angle, **more})
-    if state.slots is None and counted:
-        state.position.add_(m)
-    else:
-        state.write({"position": arguments.next_position(tokens, m, counted).expand(call.sequences)})
-    return state._marked(False)
-
-
-def _in_place(state: LinearAttentionState | None, k: Tensor, turned: bool) -> bool:
-    """Whether the next state goes into the given one's memory."""
-    if state is None or (state.slots is None and (not state.donated or k.shape[1] != 1)):
-        return False
-    return state.angle is not None or not turned  # else there is no memory for the sum of the steps
+    What is computed in between does not wait for the other ranks. Options as in ``linear_rope_attention``.
+    """
+    defaults: dict[str, object] = dict.fromkeys(Request._fields) | {
+        "feature_map": "elu+1", "causal": True, "rope_order": "after", "backend": "auto", "eps": 1e-6,
+        "eps_mode": "clamp",
+    }  # fmt: skip
+    request = Request(**{**defaults, **options, "k": k, "v": v})  # type: ignore[arg-type]
+    return begin_shard(request, shard, operation())

@@ -18,6 +18,17 @@ _FORMAT, _VERSION = "linrope.LinearAttentionState", 1
 NO_KEYS = -1e30  # log_scale before the first key: finite, so that no difference of two is a NaN
 
 
+class _Wide:
+    """A state's tensors but conv, out of reach of FSDP.
+
+    Its mixed precision takes a dataclass among a module's arguments or results apart, casts every tensor to
+    half precision, in which sums stall, and makes a new one of them: which finds here what it is to hold.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class LinearAttentionState:
     """What causal linear attention remembers of the keys and values it has seen.
@@ -62,11 +73,17 @@ class LinearAttentionState:
     angle_slope: Tensor | None = None
     slots: Tensor | None = None
     donated: bool = False
+    _wide: "_Wide | None" = None
     steps: ClassVar[object] = None  # of one that a decoding loop carries along: linrope.decoding.Steps
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv, Tensor):  # a pytree of something else, while tracing
             return
+        if not torch.compiler.is_compiling():
+            half = (torch.bfloat16, torch.float16)
+            if self._wide is not None and self.kv.dtype in half and self.z.dtype in half:
+                self.__dict__.update(self._wide.tensors)
+            self.__dict__["_wide"] = _Wide({name: x for name, x in self.tensors().items() if name != "conv"})
         for name, x in (("kv", self.kv), ("z", self.z)):
             if x.dtype not in (torch.float32, torch.float64):
                 raise TypeError(f"state.{name}: got {x.dtype}, expected float32 or float64")
@@ -99,7 +116,7 @@ class LinearAttentionState:
             )
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: x for name, x in self.__dict__.items() if name != "steps"}  # a copy starts afresh
+        return {name: x for name, x in self.__dict__.items() if name not in ("steps", "_wide")}
 
     def __repr__(self) -> str:
         more = "".join(f", {name}" for name in self.tensors() if name not in ("kv", "z", "position"))

@@ -84,7 +84,7 @@ def test_from_its_second_step_on_a_loop_goes_straight_to_the_kernel(monkeypatch:
         _, state = step(first, None, way)
         _, state = step(second, state.donate(), way)
         with monkeypatch.context() as patched:
-            patched.setattr("linrope.functional._attend", None)
+            patched.setattr("linrope.functional.attend", None)
             step(third, state.donate(), way)
 
 

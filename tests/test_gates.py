@@ -1,6 +1,7 @@
 """Decay and rotation made from the data: other models' recurrences, strong gates, long gaps, masks, cuts."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linrope import Rotary, linear_rope_attention, linear_rope_state
-from tests.oracle import BACKENDS, assert_same, everything, examples, randoms
+from tests.oracle import BACKENDS, FAST, assert_same, everything, examples, randoms
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -334,3 +335,18 @@ def test_gradients_of_pieces_are_those_of_one_call(packed: bool, backend: str) -
     found = torch.autograd.grad((pieces * weight).sum() + last.kv.sum(), leaves)
     for name, a, b in zip("qkvaw", found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11 * float(b.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_without_tokens_the_gradient_of_the_last_state_goes_to_the_one_before(backend: str) -> None:
+    q, k, v = (x.float() for x in randoms(1, 5, 2, 4))
+    state = linear_rope_state(k, v)
+    state = replace(state, kv=state.kv.requires_grad_())
+    gates, angle_steps = torch.zeros(1, 0, 2, requires_grad=True), torch.zeros(1, 0, 2, 2, requires_grad=True)
+    _, last = linear_rope_attention(
+        q[:, :0], k[:, :0], v[:, :0], log_decay=gates, angle_steps=angle_steps, state=state,
+        return_state=True, backend=backend,
+    )  # fmt: skip
+    found = torch.autograd.grad(last.kv.sum(), [state.kv, gates, angle_steps])
+    assert torch.equal(found[0], torch.ones_like(state.kv))
+    assert [x.shape for x in found[1:]] == [gates.shape, angle_steps.shape]

@@ -39,9 +39,11 @@ def table_fwd_kernel(
     PHASES, phase_strides,  # (1 or b, n, 1 or g, P) int64, in 2^-64 turns
     TABLE,  # (1 or b, 1 or g, n, 2 P)
     n, heads,
-    P: tl.constexpr, AXES: tl.constexpr, CONSECUTIVE: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    P: tl.constexpr, AXES: tl.constexpr, CONSECUTIVE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """cos and sin of p theta or of PHASES, side by side; CONSECUTIVE: positions holds the first one only."""
+    """cos and sin of p theta or of PHASES, laid out as the members of a pair are, so that each thread loads
+    what belongs to its features; CONSECUTIVE: positions holds the first one only."""
     chunk = tl.program_id(0) % tl.cdiv(n, C)
     head = tl.program_id(0) // tl.cdiv(n, C) % heads
     batch = (tl.program_id(0) // tl.cdiv(n, C) // heads).to(tl.int64)
@@ -61,6 +63,11 @@ def table_fwd_kernel(
                 positions = tl.load(POSITIONS + rows.to(tl.int64) * AXES + a, mask=rows < n, other=0)
             phase += positions[:, None] * load_theta(THETA, a, heads, head, pairs, P)[None, :]
     cos, sin = cos_sin(phase)
-    TABLE += ((batch * heads + head) * n + rows)[:, None].to(tl.int64) * (2 * P) + pairs[None, :]
-    tl.store(TABLE, cos.to(TABLE.dtype.element_ty), mask=inside)
-    tl.store(TABLE + P, sin.to(TABLE.dtype.element_ty), mask=inside)
+    TABLE += ((batch * heads + head) * n + rows)[:, None].to(tl.int64) * (2 * P)
+    if INTERLEAVED:
+        both, i = tl.reshape(tl.join(cos, sin), [C, 2 * W]), tl.arange(0, 2 * W)
+        inside = (rows < n)[:, None] & (i < 2 * P)[None, :]
+        tl.store(TABLE + i[None, :], both.to(TABLE.dtype.element_ty), mask=inside)
+    else:
+        tl.store(TABLE + pairs[None, :], cos.to(TABLE.dtype.element_ty), mask=inside)
+        tl.store(TABLE + P + pairs[None, :], sin.to(TABLE.dtype.element_ty), mask=inside)

@@ -24,22 +24,24 @@ from linrope_kernels.pieces import (
     factors,
     fade,
     feature,
+    features,
     in_twos,
     join,
     keep,
     load_decay,
-    load_pairs,
+    load_features,
     load_state,
     load_sum,
     load_turn,
     load_values,
     operand,
     power,
+    quarter_turns,
     rotate,
     rotate_back,
     slope,
     store_angles,
-    store_pairs,
+    store_features,
     store_state,
     store_sum,
     store_values,
@@ -94,6 +96,7 @@ def dq_kernel(
 
     c = tl.arange(0, C)
     pairs = block * W + tl.arange(0, W)
+    f = features(block * W, F, P, INTERLEAVED, W)
     e = tl.arange(0, BE)
     seen = c[:, None] >= c[None, :]
     if LOG is not None:
@@ -101,8 +104,8 @@ def dq_kernel(
 
     first, end, entry = tokens_of(SLOTS, segment, length, n)
     start = sequence * segments + segment if CAUSAL else sequence + entry * (h // group)
-    s1, s2 = load_state(S, start, pairs, e, F, E, P, INTERLEAVED)
-    z1, z2 = load_sum(Z, start, pairs, F, P, INTERLEAVED)
+    s = load_state(S, start, f, e, F, E)
+    z = load_sum(Z, start, f, F)
     for t in tl.range(first, end, C, num_stages=STAGES):
         rows = t + c
         inside = rows < end
@@ -114,7 +117,7 @@ def dq_kernel(
             faded = (queries, keys, tl.exp(total))
         else:
             faded = None
-        turn = load_turn(Q_TABLE, rows, inside, pairs, P)
+        turn = load_turn(Q_TABLE, rows, inside, block * W, F, P, INTERLEAVED, C, W)
         gb = load_values(G, rows, inside, g_strides, e, E, BE).to(tl.float32)
         if NORMALIZE:
             den = tl.load(DEN + rows, mask=inside, other=1)
@@ -123,19 +126,17 @@ def dq_kernel(
                 out = load_values(OUT, rows, inside, out_strides, e, E, BE).to(tl.float32)
                 delta = -tl.sum(gb * out, 1)
         gb = operand(gb, DOT)
-        d1, d2 = tl.zeros([C, W], tl.float32), tl.zeros([C, W], tl.float32)
-        d1, d2 = dot(gb, operand(s1, DOT), d1, DOT), dot(gb, operand(s2, DOT), d2, DOT)
+        d = dot(gb, operand(s, DOT), tl.zeros([C, 2 * W], tl.float32), DOT)
         if CAUSAL:
             visible = inside
             if MASK is not None:
                 visible = inside & (tl.load(MASK + rows, mask=inside, other=0) != 0)
             key_turn = turn
             if K_TABLE is not None:
-                key_turn = load_turn(K_TABLE, rows, inside, pairs, P)
-            y1, y2 = load_pairs(K, rows, inside, k_strides, block * W, F, P, INTERLEAVED, C, W)
-            psi1, psi2 = keep(feature(y1, MAP), feature(y2, MAP), visible, pairs, F, W)
-            psi1_hat, psi2_hat = rotate(psi1, psi2, key_turn, P)
-            psi1_hat, psi2_hat = operand(psi1_hat, DOT), operand(psi2_hat, DOT)
+                key_turn = load_turn(K_TABLE, rows, inside, block * W, F, P, INTERLEAVED, C, W)
+            y = load_features(K, rows, inside, k_strides, block * W, F, P, INTERLEAVED, C, W)
+            psi = keep(feature(y, MAP), visible, block * W, F, W)
+            psi_hat = operand(rotate(psi, key_turn, P), DOT)
             v = load_values(V, rows, visible, v_strides, e, E, BE)
             kept = v
             if LOG is not None:
@@ -144,42 +145,37 @@ def dq_kernel(
             d_scores = dot(gb, tl.trans(v), tl.zeros([C, C], tl.float32), DOT)
             if LOG is not None:
                 d_scores = d_scores * tile
-                d1, d2 = d1 * queries[:, None], d2 * queries[:, None]
-                s1, s2 = fade(s1, chunk), fade(s2, chunk)
-            d_scores = operand(tl.where(seen, d_scores, 0.0), DOT)
-            d1, d2 = dot(d_scores, psi1_hat, d1, DOT), dot(d_scores, psi2_hat, d2, DOT)
-            s1 = dot(tl.trans(kept), psi1_hat, s1, DOT)
-            s2 = dot(tl.trans(kept), psi2_hat, s2, DOT)
-        d1, d2 = rotate_back(d1, d2, turn, P)
-        x1, x2 = load_pairs(Q, rows, inside, q_strides, block * W, F, P, INTERLEAVED, C, W)
+                d = d * queries[:, None]
+                s = fade(s, chunk)
+            d = dot(operand(tl.where(seen, d_scores, 0.0), DOT), psi_hat, d, DOT)
+            s = dot(tl.trans(kept), psi_hat, s, DOT)
+        d = rotate_back(d, turn, P)
+        x = load_features(Q, rows, inside, q_strides, block * W, F, P, INTERLEAVED, C, W)
+        phi = feature(x, MAP)
         token = (batch * n + rows) * h + head % h
         if D_ANGLES is not None:
-            turned = feature(x1, MAP) * d2 - feature(x2, MAP) * d1
-            store_angles(D_ANGLES, turned, token, inside, pairs, P)
+            store_angles(D_ANGLES, quarter_turns(phi, d), token, inside, pairs, P)
         if NORMALIZE:
             if BLOCKS == 1:
-                delta = -tl.sum(feature(x1, MAP) * d1 + feature(x2, MAP) * d2, 1) / divisor(den, eps, ADD)
+                delta = -tl.sum(phi * d, 1) / divisor(den, eps, ADD)
             if not ADD:
                 delta = tl.where(den < eps, 0.0, delta)  # there max(den, eps) is constant
             if block == 0:
                 tl.store(DELTA + rows, delta, mask=inside)
             if CAUSAL:
-                psi1, psi2, z1, z2 = join(psi1, psi2, z1, z2, c == 0, faded)
+                psi, z = join(psi, z, c == 0, faded)
                 weights = tl.where(seen, delta[:, None], 0.0)
                 if LOG is not None:
                     weights = weights * tile
-                weights = operand(weights, DOT)
-                d1, d2 = dot(weights, operand(psi1, DOT), d1, DOT), dot(weights, operand(psi2, DOT), d2, DOT)
+                d = dot(operand(weights, DOT), operand(psi, DOT), d, DOT)
             else:
-                d1 += delta[:, None] * z1.to(tl.float32)[None, :]
-                d2 += delta[:, None] * z2.to(tl.float32)[None, :]
+                d += delta[:, None] * z.to(tl.float32)[None, :]
         if D_LOG is not None:
-            grown = tl.sum(feature(x1, MAP) * d1 + feature(x2, MAP) * d2, 1)
+            grown = tl.sum(phi * d, 1)
             if NORMALIZE and not ADD:
                 grown = tl.where(den < eps, grown, 0.0)  # elsewhere out does not change with phi's length
             tl.store(D_LOG + token * BLOCKS + block, grown, mask=inside)
-        d1, d2 = d1 * slope(x1, MAP), d2 * slope(x2, MAP)
-        store_pairs(DQ, d1, d2, rows, inside, dq_strides, block * W, F, P, INTERLEAVED, C, W)
+        store_features(DQ, d * slope(x, MAP), rows, inside, dq_strides, block * W, F, P, INTERLEAVED, W)
 
 
 @triton.jit(do_not_specialize=["m", "g", "segments", "length"])
@@ -228,6 +224,7 @@ def dkv_kernel(
 
     c = tl.arange(0, C)
     pairs = pair_block * W + tl.arange(0, W)
+    f = features(pair_block * W, F, P, INTERLEAVED, W)
     e = value_block * BE + tl.arange(0, BE)
     seen = c[:, None] <= c[None, :]  # rows are keys here, columns queries
     if LOG is not None:
@@ -235,12 +232,11 @@ def dkv_kernel(
 
     first, end, entry = tokens_of(SLOTS, segment, length, m)
     start = sequence * segments + segment if CAUSAL else sequence + entry * g
-    t1, t2 = load_state(T, start, pairs, e, F, E, P, INTERLEAVED)
-    u1, u2 = load_sum(U, start, pairs, F, P, INTERLEAVED)
+    t = load_state(T, start, f, e, F, E)
+    u = load_sum(U, start, f, F)
     chunks = tl.cdiv(end - first, C)
     for i in tl.range(0, chunks, num_stages=STAGES):
-        t = first + (chunks - 1 - i) * C
-        rows = t + c
+        rows = first + (chunks - 1 - i) * C + c
         inside = rows < end
         if LOG is not None:
             sums, total = load_decay(LOG, log_strides, rows, inside)
@@ -251,31 +247,26 @@ def dkv_kernel(
         visible = inside
         if MASK is not None:
             visible = inside & (tl.load(MASK + rows, mask=inside, other=0) != 0)
-        turn = load_turn(Q_TABLE, rows, inside, pairs, P)
+        turn = load_turn(Q_TABLE, rows, inside, pair_block * W, F, P, INTERLEAVED, C, W)
         key_turn = turn
         if K_TABLE is not None:
-            key_turn = load_turn(K_TABLE, rows, inside, pairs, P)
-        y1, y2 = load_pairs(K, rows, inside, k_strides, pair_block * W, F, P, INTERLEAVED, C, W)
+            key_turn = load_turn(K_TABLE, rows, inside, pair_block * W, F, P, INTERLEAVED, C, W)
+        y = load_features(K, rows, inside, k_strides, pair_block * W, F, P, INTERLEAVED, C, W)
         if WANT_DV:
-            psi1, psi2 = keep(feature(y1, MAP), feature(y2, MAP), visible, pairs, F, W)
-            psi1, psi2 = rotate(psi1, psi2, key_turn, P)
-            psi1, psi2 = operand(psi1, DOT), operand(psi2, DOT)
-            dv = tl.zeros([C, BE], tl.float32)
-            dv = dot(psi1, tl.trans(operand(t1, DOT)), dv, DOT)
-            dv = dot(psi2, tl.trans(operand(t2, DOT)), dv, DOT)
+            psi = rotate(keep(feature(y, MAP), visible, pair_block * W, F, W), key_turn, P)
+            psi = operand(psi, DOT)
+            dv = dot(psi, tl.trans(operand(t, DOT)), tl.zeros([C, BE], tl.float32), DOT)
         if WANT_DK:
             v = operand(load_values(V, rows, visible, v_strides, e, E, BE), DOT)
-            d1, d2 = tl.zeros([C, W], tl.float32), tl.zeros([C, W], tl.float32)
-            d1, d2 = dot(v, operand(t1, DOT), d1, DOT), dot(v, operand(t2, DOT), d2, DOT)
-            w1 = tl.zeros([C, W], tl.float32) + u1.to(tl.float32)[None, :]
-            w2 = tl.zeros([C, W], tl.float32) + u2.to(tl.float32)[None, :]
+            d = dot(v, operand(t, DOT), tl.zeros([C, 2 * W], tl.float32), DOT)
+            w = tl.zeros([C, 2 * W], tl.float32) + u.to(tl.float32)[None, :]
         if LOG is not None:
             if WANT_DV:
                 dv = dv * keys
             if WANT_DK:
-                d1, d2, w1, w2 = d1 * keys, d2 * keys, w1 * keys, w2 * keys
-                u1, u2 = u1 * tl.exp(total), u2 * tl.exp(total)
-            t1, t2 = fade(t1, chunk), fade(t2, chunk)
+                d, w = d * keys, w * keys
+                u = u * tl.exp(total)
+            t = fade(t, chunk)
         if CAUSAL:
             for r in range(group):
                 head = (kv_head * group + r).to(tl.int64)
@@ -285,16 +276,14 @@ def dkv_kernel(
                     den = tl.load(DEN + at, mask=inside, other=1)
                     gb = gb.to(tl.float32) / divisor(den, eps, ADD)[:, None]
                 gb = operand(gb, DOT)
-                x1, x2 = load_pairs(
+                x = load_features(
                     Q + head * q_strides[2], rows, inside, q_strides, pair_block * W,
                     F, P, INTERLEAVED, C, W,
                 )  # fmt: skip
-                phi1, phi2 = keep(feature(x1, MAP), feature(x2, MAP), inside, pairs, F, W)
-                phi1_hat, phi2_hat = rotate(phi1, phi2, turn, P)
-                phi1_hat, phi2_hat = operand(phi1_hat, DOT), operand(phi2_hat, DOT)
+                phi = keep(feature(x, MAP), inside, pair_block * W, F, W)
+                phi_hat = operand(rotate(phi, turn, P), DOT)
                 if WANT_DV:
-                    scores = dot(psi1, tl.trans(phi1_hat), tl.zeros([C, C], tl.float32), DOT)
-                    scores = dot(psi2, tl.trans(phi2_hat), scores, DOT)
+                    scores = dot(psi, tl.trans(phi_hat), tl.zeros([C, C], tl.float32), DOT)
                     if LOG is not None:
                         scores = scores * tile
                     dv = dot(operand(tl.where(seen, scores, 0.0), DOT), gb, dv, DOT)
@@ -303,40 +292,35 @@ def dkv_kernel(
                     if LOG is not None:
                         d_scores = d_scores * tile
                     d_scores = operand(tl.where(seen, d_scores, 0.0), DOT)
-                    d1, d2 = dot(d_scores, phi1_hat, d1, DOT), dot(d_scores, phi2_hat, d2, DOT)
+                    d = dot(d_scores, phi_hat, d, DOT)
                     if NORMALIZE:
                         delta = tl.load(DELTA + at, mask=inside, other=0)
                         weights = tl.where(seen, delta[None, :], 0.0)
                         if LOG is not None:
                             weights = weights * tile
-                        weights = operand(weights, DOT)
-                        w1 = dot(weights, operand(phi1, DOT), w1, DOT)
-                        w2 = dot(weights, operand(phi2, DOT), w2, DOT)
+                        w = dot(operand(weights, DOT), operand(phi, DOT), w, DOT)
                         if LOG is not None:
-                            phi1, phi2 = phi1 * queries, phi2 * queries
-                        u1 += tl.sum(phi1 * delta[:, None], 0).to(tl.float64)
-                        u2 += tl.sum(phi2 * delta[:, None], 0).to(tl.float64)
+                            phi = phi * queries
+                        u += tl.sum(phi * delta[:, None], 0).to(tl.float64)
                 if LOG is not None:
                     gb = operand(gb.to(tl.float32) * queries, DOT)
-                t1 = dot(tl.trans(gb), phi1_hat, t1, DOT)
-                t2 = dot(tl.trans(gb), phi2_hat, t2, DOT)
+                t = dot(tl.trans(gb), phi_hat, t, DOT)
         if WANT_DV:
             dv = tl.where(visible[:, None], dv, 0.0)
             store_values(DV, dv, rows, inside, dv_strides, e, E, BE)
         if WANT_DK:
-            d1, d2 = rotate_back(d1, d2, key_turn, P)
+            d = rotate_back(d, key_turn, P)
             token = (batch * m + rows) * g + kv_head
             if D_ANGLES is not None:
-                turned = tl.where(visible[:, None], feature(y1, MAP) * d2 - feature(y2, MAP) * d1, 0.0)
+                turned = tl.where(visible[:, None], quarter_turns(feature(y, MAP), d), 0.0)
                 store_angles(D_ANGLES, turned, token, inside, pairs, P)
-            d1, d2 = d1 + w1, d2 + w2
+            d += w
             if D_LOG is not None:
-                grown = tl.sum(feature(y1, MAP) * d1 + feature(y2, MAP) * d2, 1)
-                tl.store(D_LOG + token * PAIR_BLOCKS + pair_block, tl.where(visible, grown, 0.0), mask=inside)
-            d1 = tl.where(visible[:, None], d1 * slope(y1, MAP), 0.0)
-            d2 = tl.where(visible[:, None], d2 * slope(y2, MAP), 0.0)
-            store_pairs(DK, d1, d2, rows, inside, dk_strides, pair_block * W, F, P, INTERLEAVED, C, W)
+                grown = tl.where(visible, tl.sum(feature(y, MAP) * d, 1), 0.0)
+                tl.store(D_LOG + token * PAIR_BLOCKS + pair_block, grown, mask=inside)
+            d = tl.where(visible[:, None], d * slope(y, MAP), 0.0)
+            store_features(DK, d, rows, inside, dk_strides, pair_block * W, F, P, INTERLEAVED, W)
 
     if WANT_DK and CAUSAL and SLOTS is None and T_END is not None and segments == 1:
-        store_state(T_END, sequence, t1, t2, pairs, e, F, E, P, INTERLEAVED)
-        store_sum(U_END, sequence, u1, u2, pairs, F, P, INTERLEAVED)
+        store_state(T_END, sequence, t, f, e, F, E)
+        store_sum(U_END, sequence, u, f, F)

@@ -21,11 +21,12 @@ from linrope_kernels.pieces import (
     factors,
     fade,
     feature,
+    features,
     in_twos,
     join,
     keep,
     load_decay,
-    load_pairs,
+    load_features,
     load_state,
     load_sum,
     load_turn,
@@ -83,7 +84,7 @@ def scan_fwd_kernel(
         K_TABLE += batch * k_table_strides[0] + kv_head.to(tl.int64) * k_table_strides[1]
 
     c = tl.arange(0, C)
-    pairs = tl.arange(0, W)
+    f = features(0, F, P, INTERLEAVED, W)
     e = block * BE + tl.arange(0, BE)
     seen = c[:, None] >= c[None, :]
     if LOG is not None:
@@ -91,8 +92,8 @@ def scan_fwd_kernel(
 
     first, end, entry = tokens_of(SLOTS, segment, length, n)
     start = sequence * segments + segment if CAUSAL else sequence + entry * (h // group)
-    s1, s2 = load_state(S, start, pairs, e, F, E, P, INTERLEAVED)
-    z1, z2 = load_sum(Z, start, pairs, F, P, INTERLEAVED)
+    s = load_state(S, start, f, e, F, E)
+    z = load_sum(Z, start, f, F)
     for t in tl.range(first, end, C, num_stages=STAGES):
         rows = t + c
         inside = rows < end
@@ -104,64 +105,55 @@ def scan_fwd_kernel(
             faded = (queries, keys, tl.exp(total))
         else:
             faded = None
-        turn = load_turn(Q_TABLE, rows, inside, pairs, P)
+        turn = load_turn(Q_TABLE, rows, inside, 0, F, P, INTERLEAVED, C, W)
         key_turn = turn
         if CAUSAL:
             visible = inside
             if MASK is not None:
                 visible = inside & (tl.load(MASK + rows, mask=inside, other=0) != 0)
             if K_TABLE is not None:
-                key_turn = load_turn(K_TABLE, rows, inside, pairs, P)
-            y1, y2 = load_pairs(K, rows, inside, k_strides, 0, F, P, INTERLEAVED, C, W)
-            psi1, psi2 = keep(feature(y1, MAP), feature(y2, MAP), visible, pairs, F, W)
-            psi1_hat, psi2_hat = rotate(psi1, psi2, key_turn, P)
-            psi1_hat, psi2_hat = operand(psi1_hat, DOT), operand(psi2_hat, DOT)
-            psi1, psi2, z1, z2 = join(psi1, psi2, z1, z2, c == 0, faded)
-            psi1, psi2 = operand(psi1, DOT), operand(psi2, DOT)
+                key_turn = load_turn(K_TABLE, rows, inside, 0, F, P, INTERLEAVED, C, W)
+            y = load_features(K, rows, inside, k_strides, 0, F, P, INTERLEAVED, C, W)
+            psi = keep(feature(y, MAP), visible, 0, F, W)
+            psi_hat = operand(rotate(psi, key_turn, P), DOT)
+            psi, z = join(psi, z, c == 0, faded)
+            psi = operand(psi, DOT)
             v = load_values(V, rows, visible, v_strides, e, E, BE)
             kept = v
             if LOG is not None:
                 kept = v.to(tl.float32) * keys[:, None]
             v, kept = operand(v, DOT), operand(kept, DOT)
-        x1, x2 = load_pairs(Q, rows, inside, q_strides, 0, F, P, INTERLEAVED, C, W)
-        phi1, phi2 = feature(x1, MAP), feature(x2, MAP)
+        x = load_features(Q, rows, inside, q_strides, 0, F, P, INTERLEAVED, C, W)
+        phi = feature(x, MAP)
         if NORMALIZE:
             if CAUSAL:
-                weights = tl.zeros([C, C], tl.float32)
-                weights = dot(operand(phi1, DOT), tl.trans(psi1), weights, DOT)
-                weights = dot(operand(phi2, DOT), tl.trans(psi2), weights, DOT)
+                weights = dot(operand(phi, DOT), tl.trans(psi), tl.zeros([C, C], tl.float32), DOT)
                 if LOG is not None:
                     weights = weights * tile
                 den = tl.sum(tl.where(seen, weights, 0.0), 1)
             else:
-                den = tl.sum(phi1 * z1.to(tl.float32)[None, :] + phi2 * z2.to(tl.float32)[None, :], 1)
+                den = tl.sum(phi * z.to(tl.float32)[None, :], 1)
             if DEN is not None and block == 0:
                 tl.store(DEN + rows, den, mask=inside)
-        phi1_hat, phi2_hat = rotate(phi1, phi2, turn, P)
-        phi1_hat, phi2_hat = operand(phi1_hat, DOT), operand(phi2_hat, DOT)
-        num = tl.zeros([C, BE], tl.float32)
-        num = dot(phi1_hat, tl.trans(operand(s1, DOT)), num, DOT)
-        num = dot(phi2_hat, tl.trans(operand(s2, DOT)), num, DOT)
+        phi_hat = operand(rotate(phi, turn, P), DOT)
+        num = dot(phi_hat, tl.trans(operand(s, DOT)), tl.zeros([C, BE], tl.float32), DOT)
         if CAUSAL:
-            scores = tl.zeros([C, C], tl.float32)
-            scores = dot(phi1_hat, tl.trans(psi1_hat), scores, DOT)
-            scores = dot(phi2_hat, tl.trans(psi2_hat), scores, DOT)
+            scores = dot(phi_hat, tl.trans(psi_hat), tl.zeros([C, C], tl.float32), DOT)
             if LOG is not None:
                 scores = scores * tile
                 num = num * queries[:, None]
-                s1, s2 = fade(s1, chunk), fade(s2, chunk)
+                s = fade(s, chunk)
             scores = tl.where(seen, scores, 0.0)
             num = dot(operand(scores, DOT), v, num, DOT)
-            s1 = dot(tl.trans(kept), psi1_hat, s1, DOT)
-            s2 = dot(tl.trans(kept), psi2_hat, s2, DOT)
+            s = dot(tl.trans(kept), psi_hat, s, DOT)
         if NORMALIZE:
             num = num / divisor(den, eps, ADD)[:, None]
         store_values(OUT, num, rows, inside, out_strides, e, E, BE)
 
     if CAUSAL and SLOTS is None and S_END is not None and segments == 1 and head % group == 0:
-        store_state(S_END, sequence, s1, s2, pairs, e, F, E, P, INTERLEAVED)
+        store_state(S_END, sequence, s, f, e, F, E)
         if block == 0:
-            store_sum(Z_END, sequence, z1, z2, pairs, F, P, INTERLEAVED)
+            store_sum(Z_END, sequence, z, f, F)
 
 
 @triton.jit(do_not_specialize=["m", "g", "segments", "length"])
@@ -201,10 +193,9 @@ def states_kernel(
         TABLE += batch * table_strides[0] + kv_head.to(tl.int64) * table_strides[1]
 
     c = tl.arange(0, C)
-    pairs = tl.arange(0, W)
+    f = features(0, F, P, INTERLEAVED, W)
     e = block * BE + tl.arange(0, BE)
-    s1, s2 = tl.zeros([BE, W], tl.float32), tl.zeros([BE, W], tl.float32)
-    z1, z2 = tl.zeros([W], tl.float64), tl.zeros([W], tl.float64)
+    s, z = tl.zeros([BE, 2 * W], tl.float32), tl.zeros([2 * W], tl.float64)
     first, end, _ = tokens_of(SLOTS, segment, length, m)
     if LOG is not None:
         LOG += batch * log_strides[0] + kv_head.to(tl.int64) * log_strides[2]
@@ -216,7 +207,7 @@ def states_kernel(
         visible = inside
         if MASK is not None:
             visible = inside & (tl.load(MASK + rows, mask=inside, other=0) != 0)
-        turn = load_turn(TABLE, rows, inside, pairs, P)
+        turn = load_turn(TABLE, rows, inside, 0, F, P, INTERLEAVED, C, W)
         if LOG is not None:
             sums, total = load_decay(LOG, log_strides, rows, inside)
             at = in_twos(between + (sums if REVERSE else total - sums))
@@ -224,28 +215,24 @@ def states_kernel(
             between += total
         for r in range(group if REVERSE else 1):
             head = (kv_head * group + r if REVERSE else kv_head).to(tl.int64)
-            x1, x2 = load_pairs(X + head * x_strides[2], rows, inside, x_strides, 0, F, P, INTERLEAVED, C, W)
+            x = load_features(X + head * x_strides[2], rows, inside, x_strides, 0, F, P, INTERLEAVED, C, W)
             y = load_values(Y + head * y_strides[2], rows, visible, y_strides, e, E, BE)
-            x1, x2 = keep(feature(x1, MAP), feature(x2, MAP), visible, pairs, F, W)
+            x = keep(feature(x, MAP), visible, 0, F, W)
             if LOG is not None:
-                x1, x2 = x1 * faded, x2 * faded
-            x1_hat, x2_hat = rotate(x1, x2, turn, P)
+                x = x * faded
+            x_hat = rotate(x, turn, P)
             if REVERSE and NORMALIZE:
                 token = (sequence * group + r) * m + rows
                 y = y.to(tl.float32) / divisor(tl.load(DEN + token, mask=inside, other=1), eps, ADD)[:, None]
-                delta = tl.load(DELTA + token, mask=inside, other=0)[:, None]
-                x1, x2 = x1 * delta, x2 * delta
-            y = tl.trans(operand(y, DOT))
-            s1 = dot(y, operand(x1_hat, DOT), s1, DOT)
-            s2 = dot(y, operand(x2_hat, DOT), s2, DOT)
+                x = x * tl.load(DELTA + token, mask=inside, other=0)[:, None]
+            s = dot(tl.trans(operand(y, DOT)), operand(x_hat, DOT), s, DOT)
             if NORMALIZE or not REVERSE:
-                z1 += tl.sum(x1, 0).to(tl.float64)
-                z2 += tl.sum(x2, 0).to(tl.float64)
+                z += tl.sum(x, 0).to(tl.float64)
 
     number = sequence * segments + segment
-    store_state(S, number, s1, s2, pairs, e, F, E, P, INTERLEAVED)
+    store_state(S, number, s, f, e, F, E)
     if block == 0:
-        store_sum(Z, number, z1, z2, pairs, F, P, INTERLEAVED)
+        store_sum(Z, number, z, f, F)
         if LOG is not None:
             tl.store(TOTALS + number, between)
 

@@ -97,8 +97,8 @@ class Call:
         if programs:
             table_fwd_kernel[(programs,)](
                 self.theta, positions, _row_stride(positions), phases, _strides(phases, 4), table, n, heads,
-                P=self.pairs, AXES=axes, CONSECUTIVE=positions.ndim == 2 and positions.shape[1] == 1, C=chunk,
-                W=tiles.power_of_two(self.pairs),
+                P=self.pairs, AXES=axes, CONSECUTIVE=positions.ndim == 2 and positions.shape[1] == 1,
+                INTERLEAVED=self.layout == "interleaved", C=chunk, W=tiles.power_of_two(self.pairs),
             )  # fmt: skip
         return table
 
@@ -133,13 +133,13 @@ class Call:
     def launch(self, kernel: Any, name: str, copies: int, *args: Any, **constants: Any) -> None:
         """Starts ``copies`` programs for every block of the output, with the tile of that name."""
         f, e, tile = self.k.shape[3], self.v.shape[3], self.tile(name)
-        if name != "step_fwd":
+        if not name.startswith("step"):
             copies *= -(-((f + 1) // 2) // tile.pairs) * -(-e // tile.values)
             constants |= {"DOT": self.dot, "C": tile.chunk, "STAGES": tile.stages}
         if copies:
             kernel[(copies,)](
                 *args, F=f, E=e, P=self.pairs, MAP=self.feature_map, NORMALIZE=self.normalize,
-                INTERLEAVED=self.pairs > 0 and self.layout == "interleaved", ADD=self.eps_mode == "add",
+                INTERLEAVED=not self.pairs or self.layout == "interleaved", ADD=self.eps_mode == "add",
                 W=tile.pairs, BE=tile.values, num_warps=tile.warps, num_stages=tile.stages, **constants,
             )  # fmt: skip
 
@@ -307,7 +307,7 @@ def attend_bwd(
     """saved and out (if it is read) are attend_fwd's."""
     assert call.q is not None
     b, n, h, f = call.q.shape
-    (_, m, g, _), e = call.k.shape, call.v.shape[3]
+    _, m, g, _ = call.k.shape
     tensors = (call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask)
     dq, dk, dv = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v)
@@ -316,8 +316,7 @@ def attend_bwd(
     delta = None if den is None else torch.empty_like(den)
     logs = angles = None
     if call.log_decay is not None:
-        half, names = (f + 1) // 2, ("dq", "dkv" if tiles.fused(f, e) else "dk")
-        logs = _parts(call, *(-(-half // call.tile(name).pairs) for name in names))
+        logs = _parts(call, *(-(-((f + 1) // 2) // call.tile(name).pairs) for name in ("dq", "dk")))
     if call.phases is not None:
         angles = _parts(call, call.pairs, call.pairs)
     (log_q, log_k), (angles_q, angles_k) = logs or (None, None), angles or (None, None)
@@ -348,13 +347,13 @@ def attend_bwd(
     if not call.causal:
         after, table = g_start, keys
     cut = call.segments(m)
-    for name in ("dkv",) if tiles.fused(f, e) else ("dk", "dv"):
+    for name in ("dk", "dv"):
         call.launch(
             dkv_kernel, name, b * g * cut.number,
             *tensors, *_with_strides(table), *_with_strides(key_table), *call.decay, cut.slots,
             *(after or NO_STATE), g_out, g_out.stride(), den, delta, dk, dk.stride(), dv, dv.stride(),
             log_k, angles_k, *(g_start or NO_STATE), m, g, call.group, cut.number, cut.length, call.eps,
-            CAUSAL=call.causal, WANT_DK=name != "dv", WANT_DV=name != "dk",
+            CAUSAL=call.causal, WANT_DK=name == "dk", WANT_DV=name == "dv",
         )  # fmt: skip
     d_log = None if logs is None else _per_key_head(logs[1], g).sum(3) - _per_key_head(logs[0], g).sum(3)
     d_angles = None if angles is None else _per_key_head(angles[1], g) + _per_key_head(angles[0], g)
@@ -380,16 +379,17 @@ def step_fwd(call: Call, start: State | None, end: State | None, slots: Tensor |
     """out of one token of every sequence; end may be start, to update it; with slots (b,) both are pools."""
     assert call.q is not None
     g, e = call.k.shape[2], call.v.shape[3]
-    # One program then does all of a sequence: each program reads z, and one writes it.
+    # One program then does all of a sequence, since each program reads z, and one writes it.
     in_place = start is not None and end is not None and start[1] is end[1]
     keys = call.positions if call.key_positions is None else call.key_positions
     axes, heads = (1, 1) if call.theta is None else call.theta.shape[:2]
     phases, key_phases = call.phases or (None, None)
     key_phases = phases if key_phases is None else key_phases
-    parts = 1 if in_place else -(-e // call.tile("step_fwd").values)
+    name = "step_in_place" if in_place else "step_fwd"
+    parts = 1 if in_place else -(-e // call.tile(name).values)
     out = call.v.new_empty(*call.q.shape[:3], e)
     call.launch(
-        step_fwd_kernel, "step_fwd", call.sequences * parts,
+        step_fwd_kernel, name, call.sequences * parts,
         call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask,
         call.theta, heads, call.positions, _row_stride(call.positions), keys, _row_stride(keys),
         phases, _strides(phases, 4), key_phases, _strides(key_phases, 4), *call.decay, slots,

@@ -1,7 +1,7 @@
 """What all kernels are made of: feature maps, rotation, tiles of feature pairs, states.
 
-A tile of features is two tiles, one for each member of the pairs that rotate together: x1, x2 (C, W) hold
-the pairs w0 .. w0 + W. The state is kept transposed, (BE, W) twice, as Hopper's matrix unit wants it.
+A tile of features is (C, 2 W): W pairs, whose two members, which rotate together, stand side by side whatever
+their layout in memory. The state is kept transposed, (BE, 2 W), as Hopper's matrix unit wants it.
 """
 
 import triton
@@ -9,11 +9,20 @@ import triton.language as tl
 
 
 @triton.jit
+def exp_up_to_0(x):
+    """e^min(x, 0), NaN for NaN: no comparison for the rest to wait for; in map and slope of elu + 1.
+
+    exp2 is one instruction, exp one with a case for results below 2^-126, which are 0 here.
+    """
+    return tl.exp2(tl.minimum(x, 0, propagate_nan=tl.PropagateNan.ALL) * 1.4426950408889634)  # 1 / log 2
+
+
+@triton.jit
 def feature(x, MAP: tl.constexpr):
     """phi(x) in float32; the names are linrope.feature_maps.ELEMENTWISE's."""
     x = x.to(tl.float32)
     if MAP == "elu+1":
-        return tl.where(x > 0, x + 1, tl.exp(x))
+        return tl.maximum(x, 0) + exp_up_to_0(x)
     elif MAP == "relu":
         return tl.maximum(x, 0, propagate_nan=tl.PropagateNan.ALL)
     elif MAP == "relu2":
@@ -33,7 +42,7 @@ def slope(x, MAP: tl.constexpr):
     """phi'(x) in float32."""
     x = x.to(tl.float32)
     if MAP == "elu+1":
-        return tl.where(x > 0, 1.0, tl.exp(x))
+        return exp_up_to_0(x)
     elif MAP == "relu":
         return tl.where(x > 0, 1.0, 0.0)
     elif MAP == "relu2":
@@ -70,44 +79,71 @@ def dot(a, b, acc, DOT: tl.constexpr):
 
 
 @triton.jit
-def rotate(x1, x2, turn, P: tl.constexpr):
+def members(x):
+    """The first and the second members of the pairs, (C, W) each."""
+    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+
+
+@triton.jit
+def side_by_side(x1, x2):
+    return tl.reshape(tl.join(x1, x2), [x1.shape[0], 2 * x1.shape[1]])
+
+
+@triton.jit
+def rotate(x, turn, P: tl.constexpr):
     """R x, for turn = (cos, sin)."""
     if P == 0:
-        return x1, x2
+        return x
     else:
-        return x1 * turn[0] - x2 * turn[1], x1 * turn[1] + x2 * turn[0]
+        x1, x2 = members(x)
+        return side_by_side(x1 * turn[0] - x2 * turn[1], x1 * turn[1] + x2 * turn[0])
 
 
 @triton.jit
-def rotate_back(x1, x2, turn, P: tl.constexpr):
+def rotate_back(x, turn, P: tl.constexpr):
     """R^T x."""
     if P == 0:
-        return x1, x2
+        return x
     else:
-        return x1 * turn[0] + x2 * turn[1], x2 * turn[0] - x1 * turn[1]
+        x1, x2 = members(x)
+        return side_by_side(x1 * turn[0] + x2 * turn[1], x2 * turn[0] - x1 * turn[1])
 
 
 @triton.jit
-def members(pairs, F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The two features of each pair. P pairs rotate; the features that do not are paired up likewise."""
+def quarter_turns(x, y):
+    """J x y (C, W), pair by pair, J a turn by 90 degrees."""
+    x1, x2 = members(x)
+    y1, y2 = members(y)
+    return x1 * y2 - x2 * y1
+
+
+@triton.jit
+def halves(pairs, F: tl.constexpr, P: tl.constexpr):
+    """Where both members are in layout "half". P pairs rotate; other features are paired up likewise."""
     PAIRS: tl.constexpr = (F + 1) // 2
-    if INTERLEAVED:
-        return 2 * pairs, 2 * pairs + 1
-    elif P == 0 or P == PAIRS:
-        return pairs, pairs + PAIRS
-    else:
-        first = pairs + tl.where(pairs < P, 0, P)
-        return first, first + tl.where(pairs < P, P, PAIRS - P)
+    first = pairs + tl.where(pairs < P, 0, P)
+    return first, first + tl.where(pairs < P, P, PAIRS - P)
 
 
 @triton.jit
-def keep(x1, x2, rows, pairs, F: tl.constexpr, W: tl.constexpr):
-    """x1, x2 (C, W) where the row counts and the feature exists, else 0: phi(0) need not be 0."""
-    if F % (2 * W) == 0:
-        return tl.where(rows[:, None], x1, 0.0), tl.where(rows[:, None], x2, 0.0)
+def features(w0, F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr, W: tl.constexpr):
+    """(2 W,): where in memory the features of the pairs w0 .. w0 + W are; F or more where there is none."""
+    i = 2 * w0 + tl.arange(0, 2 * W)
+    if INTERLEAVED:
+        return i
     else:
-        keep1, keep2 = (2 * pairs < F)[None, :], (2 * pairs + 1 < F)[None, :]
-        return tl.where(rows[:, None] & keep1, x1, 0.0), tl.where(rows[:, None] & keep2, x2, 0.0)
+        first, second = halves(i // 2, F, P)
+        return tl.where(i < F, tl.where(i % 2 == 0, first, second), F)
+
+
+@triton.jit
+def keep(x, rows, w0, F: tl.constexpr, W: tl.constexpr):
+    """x (C, 2 W) where the row counts and the feature exists, else 0: phi(0) need not be 0."""
+    if F % (2 * W) == 0:
+        return tl.where(rows[:, None], x, 0.0)
+    else:
+        exists = 2 * w0 + tl.arange(0, 2 * W) < F
+        return tl.where(rows[:, None] & exists[None, :], x, 0.0)
 
 
 @triton.jit
@@ -139,13 +175,12 @@ def in_twos(log):
 
 @triton.jit
 def power(whole, rest):
-    """2^(whole + rest) in float32 for -1 <= rest <= 1 and a sum <= 0; below 2^-125 it is 0.
+    """2^(whole + rest) in float32 for -1 <= rest <= 1 and a sum <= 0; below 2^-127 it is 0.
 
     Above 0 whole is cut off at 1, where two roundings may lead it: keys that nobody sees overflow nothing.
     """
-    whole = tl.maximum(tl.minimum(whole, 1), -126)
-    scale = ((whole + 127) << 23).to(tl.float32, bitcast=True)  # 2^whole: its exponent's bits
-    return tl.where(whole > -126, tl.exp2(rest) * scale, 0.0)
+    whole = tl.maximum(tl.minimum(whole, 1), -127)
+    return tl.exp2(rest) * ((whole + 127) << 23).to(tl.float32, bitcast=True)  # 2^whole: its exponent's bits
 
 
 @triton.jit
@@ -191,68 +226,66 @@ def tokens_of(SLOTS, segment, length, n):
 
 
 @triton.jit
-def join(x1, x2, z1, z2, row, faded):
+def join(x, z, row, faded):
     """(x + z in one row, z + the sum of x): whoever sees that row sees all that z has gathered before.
 
     faded: None, or what is left at each row of z (C,), at the last row of each x (C,), and there of z.
     """
-    old1, old2 = z1.to(tl.float32)[None, :], z2.to(tl.float32)[None, :]
+    old = z.to(tl.float32)[None, :]
     if faded is None:
-        z1 += tl.sum(x1, 0).to(tl.float64)
-        z2 += tl.sum(x2, 0).to(tl.float64)
+        z += tl.sum(x, 0).to(tl.float64)
     else:
-        old1, old2 = old1 * faded[0][:, None], old2 * faded[0][:, None]
-        z1 = z1 * faded[2] + tl.sum(x1 * faded[1][:, None], 0).to(tl.float64)
-        z2 = z2 * faded[2] + tl.sum(x2 * faded[1][:, None], 0).to(tl.float64)
-    return x1 + tl.where(row[:, None], old1, 0.0), x2 + tl.where(row[:, None], old2, 0.0), z1, z2
+        old = old * faded[0][:, None]
+        z = z * faded[2] + tl.sum(x * faded[1][:, None], 0).to(tl.float64)
+    return x + tl.where(row[:, None], old, 0.0), z
 
 
 @triton.jit
-def load_pairs(
+def load_features(
     X, rows, inside, strides, w0,
     F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """x1, x2 (C, W) of the rows of X, a (n, d) matrix with strides[1] and strides[3]; 0 outside."""
+    """(C, 2 W) of the rows of X, a (n, d) matrix with strides[1] and strides[3]; 0 outside."""
     X += rows[:, None].to(tl.int64) * strides[1]
     if INTERLEAVED:
         f = 2 * w0 + tl.arange(0, 2 * W)
-        keep = inside[:, None]
+        mask = inside[:, None]
         if F % (2 * W) != 0:
-            keep = keep & (f < F)[None, :]
-        x = tl.load(X + f[None, :].to(tl.int64) * strides[3], mask=keep, other=0)
-        x1, x2 = tl.split(tl.reshape(x, [C, W, 2]))
+            mask = mask & (f < F)[None, :]
+        return tl.load(X + f[None, :].to(tl.int64) * strides[3], mask=mask, other=0)
     else:
         pairs = w0 + tl.arange(0, W)
-        f1, f2 = members(pairs, F, P, INTERLEAVED)
-        keep1, keep2 = inside[:, None], inside[:, None]
+        f1, f2 = halves(pairs, F, P)
+        mask1, mask2 = inside[:, None], inside[:, None]
         if F % (2 * W) != 0:
-            keep1, keep2 = keep1 & (2 * pairs < F)[None, :], keep2 & (2 * pairs + 1 < F)[None, :]
-        x1 = tl.load(X + f1[None, :].to(tl.int64) * strides[3], mask=keep1, other=0)
-        x2 = tl.load(X + f2[None, :].to(tl.int64) * strides[3], mask=keep2, other=0)
-    return x1, x2
+            mask1, mask2 = mask1 & (2 * pairs < F)[None, :], mask2 & (2 * pairs + 1 < F)[None, :]
+        x1 = tl.load(X + f1[None, :].to(tl.int64) * strides[3], mask=mask1, other=0)
+        x2 = tl.load(X + f2[None, :].to(tl.int64) * strides[3], mask=mask2, other=0)
+        return side_by_side(x1, x2)
 
 
 @triton.jit
-def store_pairs(
-    X, x1, x2, rows, inside, strides, w0,
-    F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+def store_features(
+    X, x, rows, inside, strides, w0,
+    F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     X += rows[:, None].to(tl.int64) * strides[1]
+    x = x.to(X.dtype.element_ty)
     if INTERLEAVED:
         f = 2 * w0 + tl.arange(0, 2 * W)
-        x = tl.reshape(tl.join(x1, x2), [C, 2 * W]).to(X.dtype.element_ty)
-        keep = inside[:, None]
+        mask = inside[:, None]
         if F % (2 * W) != 0:
-            keep = keep & (f < F)[None, :]
-        tl.store(X + f[None, :].to(tl.int64) * strides[3], x, mask=keep)
+            mask = mask & (f < F)[None, :]
+        tl.store(X + f[None, :].to(tl.int64) * strides[3], x, mask=mask)
     else:
         pairs = w0 + tl.arange(0, W)
-        f1, f2 = members(pairs, F, P, INTERLEAVED)
-        keep1, keep2 = inside[:, None], inside[:, None]
+        f1, f2 = halves(pairs, F, P)
+        x1, x2 = members(x)
+        mask1, mask2 = inside[:, None], inside[:, None]
         if F % (2 * W) != 0:
-            keep1, keep2 = keep1 & (2 * pairs < F)[None, :], keep2 & (2 * pairs + 1 < F)[None, :]
-        tl.store(X + f1[None, :].to(tl.int64) * strides[3], x1.to(X.dtype.element_ty), mask=keep1)
-        tl.store(X + f2[None, :].to(tl.int64) * strides[3], x2.to(X.dtype.element_ty), mask=keep2)
+            mask1, mask2 = mask1 & (2 * pairs < F)[None, :], mask2 & (2 * pairs + 1 < F)[None, :]
+        tl.store(X + f1[None, :].to(tl.int64) * strides[3], x1, mask=mask1)
+        tl.store(X + f2[None, :].to(tl.int64) * strides[3], x2, mask=mask2)
 
 
 @triton.jit
@@ -275,62 +308,60 @@ def store_values(X, x, rows, inside, strides, e, E: tl.constexpr, BE: tl.constex
 
 
 @triton.jit
-def load_state(S, at, pairs, e, F: tl.constexpr, E: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """S^T (BE, W) twice, of the contiguous (f, e) matrix number ``at``; 0 where there is none."""
+def load_state(S, at, f, e, F: tl.constexpr, E: tl.constexpr):
+    """S^T (BE, 2 W), of the contiguous (f, e) matrix number ``at``; 0 where there is none."""
     if S is None:
-        zeros = tl.zeros([e.shape[0], pairs.shape[0]], tl.float32)
-        return zeros, zeros
+        return tl.zeros([e.shape[0], f.shape[0]], tl.float32)
     else:
-        f1, f2 = members(pairs, F, P, INTERLEAVED)
-        inside = (e < E)[:, None] & (2 * pairs < F)[None, :]
-        S += at * F * E
-        s1 = tl.load(S + f1[None, :] * E + e[:, None], mask=inside, other=0)
-        s2 = tl.load(S + f2[None, :] * E + e[:, None], mask=inside & (2 * pairs + 1 < F)[None, :], other=0)
-        return s1, s2
+        inside = (e < E)[:, None] & (f < F)[None, :]
+        return tl.load(S + at * F * E + f[None, :] * E + e[:, None], mask=inside, other=0)
 
 
 @triton.jit
-def store_state(
-    S, at, s1, s2, pairs, e, F: tl.constexpr, E: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr
-):
-    f1, f2 = members(pairs, F, P, INTERLEAVED)
-    inside = (e < E)[:, None] & (2 * pairs < F)[None, :]
-    S += at * F * E
-    tl.store(S + f1[None, :] * E + e[:, None], s1, mask=inside)
-    tl.store(S + f2[None, :] * E + e[:, None], s2, mask=inside & (2 * pairs + 1 < F)[None, :])
+def store_state(S, at, s, f, e, F: tl.constexpr, E: tl.constexpr):
+    tl.store(S + at * F * E + f[None, :] * E + e[:, None], s, mask=(e < E)[:, None] & (f < F)[None, :])
 
 
 @triton.jit
-def load_sum(Z, at, pairs, F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """z (W,) twice, float64; 0 where there is none."""
+def load_sum(Z, at, f, F: tl.constexpr):
+    """z (2 W,), float64; 0 where there is none."""
     if Z is None:
-        zeros = tl.zeros([pairs.shape[0]], tl.float64)
-        return zeros, zeros
+        return tl.zeros([f.shape[0]], tl.float64)
     else:
-        f1, f2 = members(pairs, F, P, INTERLEAVED)
-        Z += at * F
-        z1 = tl.load(Z + f1, mask=2 * pairs < F, other=0).to(tl.float64)
-        return z1, tl.load(Z + f2, mask=2 * pairs + 1 < F, other=0).to(tl.float64)
+        return tl.load(Z + at * F + f, mask=f < F, other=0).to(tl.float64)
 
 
 @triton.jit
-def store_sum(Z, at, z1, z2, pairs, F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
-    f1, f2 = members(pairs, F, P, INTERLEAVED)
-    Z += at * F
-    tl.store(Z + f1, z1.to(Z.dtype.element_ty), mask=2 * pairs < F)
-    tl.store(Z + f2, z2.to(Z.dtype.element_ty), mask=2 * pairs + 1 < F)
+def store_sum(Z, at, z, f, F: tl.constexpr):
+    tl.store(Z + at * F + f, z.to(Z.dtype.element_ty), mask=f < F)
 
 
 @triton.jit
-def load_turn(TABLE, rows, inside, pairs, P: tl.constexpr):
-    """cos and sin (C, W) of the rows' angles; no turn where nothing rotates."""
+def load_turn(
+    TABLE, rows, inside, w0,
+    F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """cos and sin (C, W) of the rows' angles, stored as features are; no turn where nothing rotates."""
     if P == 0:
         return 1.0, 0.0
     else:
-        TABLE += rows[:, None].to(tl.int64) * (2 * P) + pairs[None, :]
-        keep = inside[:, None] & (pairs < P)[None, :]
-        cos = tl.load(TABLE, mask=keep, other=1).to(tl.float32)
-        return cos, tl.load(TABLE + P, mask=keep, other=0).to(tl.float32)
+        pairs = w0 + tl.arange(0, W)
+        all_turn: tl.constexpr = 2 * P >= F and P % W == 0
+        mask = inside[:, None]
+        TABLE += rows[:, None].to(tl.int64) * (2 * P)
+        if INTERLEAVED:
+            i = 2 * w0 + tl.arange(0, 2 * W)
+            if not all_turn:
+                mask = mask & (i < 2 * P)[None, :]
+            cos, sin = members(tl.load(TABLE + i[None, :], mask=mask, other=0).to(tl.float32))
+            if not all_turn:
+                cos = tl.where((pairs < P)[None, :], cos, 1.0)
+            return cos, sin
+        else:
+            if not all_turn:
+                mask = mask & (pairs < P)[None, :]
+            cos = tl.load(TABLE + pairs[None, :], mask=mask, other=1).to(tl.float32)
+            return cos, tl.load(TABLE + P + pairs[None, :], mask=mask, other=0).to(tl.float32)
 
 
 @triton.jit

@@ -1,165 +1,285 @@
-"""What the compiler makes of every kernel, on a machine with no GPU: python -m linrope_kernels.report
+"""What is launched, and what the compiler makes of it, on a machine with no GPU.
 
-Registers and spills are ptxas's, for one entry of the tile table each; shared memory is per program.
+    PYTHONPATH=kernels python -m linrope_kernels.report --dim 64 128 --decay
+
+The launchers run on tensors without memory; each kernel that they would start is compiled from the very
+arguments that it would get, as Triton specialises on strides, multiples of 16 and constants. Registers,
+spills and shared memory are facts; cycles are linrope_kernels.model's, never compared with a GPU yet.
 """
 
 import argparse
 import json
-import os
 import re
-import subprocess
-import tempfile
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
-from linrope_kernels import tiles
-from linrope_kernels.backward import dkv_kernel, dq_kernel
-from linrope_kernels.forward import scan_fwd_kernel, states_kernel
-from linrope_kernels.step import step_fwd_kernel
+from linrope_kernels import launch, model
 
 # Shared memory per program, in bytes: CUDA C++ Programming Guide, table of technical specifications.
 SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-DATA = {"Q", "K", "V", "X", "Y", "OUT", "G", "DQ", "DK", "DV"}
-TYPES = dict.fromkeys(("THETA", "Q_POSITIONS", "K_POSITIONS"), "*i64")
-TYPES |= dict.fromkeys(("DEN", "DELTA", "S", "T", "S_END", "T_END", "LOG", "D_LOG"), "*fp32")
-TYPES["eps"] = "fp32"
-TYPES |= dict.fromkeys(("Z", "U", "Z_END", "U_END", "TOTALS"), "*fp64")
-STRIDES = {"table_strides": 2, "log_strides": 3, "phase_strides": 4}
-DTYPES = {"bf16": "bf16", "fp16": "tf32", "fp32": "ieee"}  # how the backend computes products
-KERNELS: dict[str, tuple[Any, dict[str, bool]]] = {
-    "scan_fwd": (scan_fwd_kernel, {"CAUSAL": True}),
-    "states": (states_kernel, {"REVERSE": False}),
-    "states_bwd": (states_kernel, {"REVERSE": True}),
-    "dq": (dq_kernel, {"CAUSAL": True}),
-    "dkv": (dkv_kernel, {"CAUSAL": True, "WANT_DK": True, "WANT_DV": True}),
-    "dk": (dkv_kernel, {"CAUSAL": True, "WANT_DK": True, "WANT_DV": False}),
-    "dv": (dkv_kernel, {"CAUSAL": True, "WANT_DK": False, "WANT_DV": True}),
-    "step_fwd": (step_fwd_kernel, {}),
-}
+DTYPES = {"bf16": (torch.bfloat16, "bf16"), "fp16": (torch.float16, "tf32"), "fp32": (torch.float32, "ieee")}
+FEW_HEADS, MANY_HEADS = (1, 65_536, 8), (8, 2048, 64)  # b, n, h: cut into segments, and not
+SHAPES = ((4, 8192, 16), (1, 65_536, 8), (8, 2048, 16), (8, 2048, 64))
+LAUNCH = 2e-6  # seconds that a launch takes beside its work
+PROLOGUE = 3000  # cycles before a program's first chunk and after its last
 
 
-@dataclass(frozen=True)
-class Report:
+class _NoGPU:
+    """In place of Triton's driver."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # Triton keeps what it compiled for each device
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+class Launch(NamedTuple):
+    """One start of a kernel that did not take place."""
+
+    kernel: Any
+    programs: int
+    given: dict[str, Any]  # its arguments and constants by name
+    compiled: Any
+
+    @property
+    def name(self) -> str:
+        name = str(self.kernel.__name__).removesuffix("_kernel")
+        if name == "dkv":
+            return "dk" if self.given["WANT_DK"] else "dv"
+        return name + ("_bwd" if self.given.get("REVERSE") else "")
+
+
+@contextmanager
+def recorded(capability: int) -> Iterator[list[Launch]]:
+    """What would be launched inside, compiled for a GPU of that capability and an H200's size."""
+    launches: list[Launch] = []
+
+    def getitem(kernel: Any, grid: tuple[int, ...]) -> Any:
+        def start(*given: Any, **constants: Any) -> None:
+            compiled = kernel.warmup(*given, grid=grid, **constants)
+            by_name = dict(zip(kernel.arg_names, given)) | constants
+            launches.append(Launch(kernel, grid[0], by_name, compiled))
+
+        return start
+
+    before = JITFunction.__getitem__, launch._device
+    JITFunction.__getitem__ = getitem
+    launch._device = lambda x: launch._Device(capability, model.MULTIPROCESSORS)
+    driver.set_active(_NoGPU(capability))
+    try:
+        yield launches
+    finally:
+        JITFunction.__getitem__, launch._device = before
+        if torch.cuda.is_available():
+            driver.reset_active()
+
+
+def call_of(
+    shape: tuple[int, int, int], d: int, dtype: str, decay: bool = False, layout: str = "interleaved"
+) -> launch.Call:
+    """A call (b, n, h) of heads of d features and d values, without memory."""
+    b, n, h = shape
+    kind, dot = DTYPES[dtype]
+    q, k, v = torch.empty(3, b, n, h, d, dtype=kind, device="meta")
+    log = torch.empty(b, n, h, device="meta") if decay else None
+    turns, first = (torch.empty(1, 1, x, dtype=torch.int64, device="meta") for x in (d // 2, 1))
+    return launch.Call(
+        q=q, k=k, v=v, log_decay=log, theta=turns, positions=first[0], layout=layout, dot=dot
+    )  # fmt: skip
+
+
+def launches(
+    call: launch.Call, capability: int, *, backward: bool = True
+) -> tuple[list[Launch], list[Launch]]:
+    """Of the forward and of the backward pass."""
+    with recorded(capability) as forward:
+        out, _, saved = launch.attend_fwd(call, None, want_end=False, save=backward)
+    with recorded(capability) as after:
+        if backward:
+            assert out is not None
+            launch.attend_bwd(call, None, saved, out if call.reads_out else None, torch.empty_like(out), None)
+    return forward, after
+
+
+class Report(NamedTuple):
+    kernel: str
+    dim: int
+    dtype: str
+    capability: int
+    chunk: int
+    pairs: int
+    values: int
+    warps: int
+    stages: int
     registers: int
     spills: int  # bytes stored to and loaded from local memory, per thread
     shared: int  # bytes per program
-    matrix: int  # instructions of Hopper's and Blackwell's matrix units: wgmma, tcgen05
+    matrix: int  # instructions of Hopper's and Blackwell's matrix units
     mma_sync: int  # those of older units
+    loop: dict[str, int]  # instructions of the main loop by unit
+    bytes: float  # that the main loop moves per token and program, all loads counted
+    programs: int  # on one multiprocessor at once
+    cycles: float | None  # modelled, per 64 tokens and program, on Hopper
+    limits: dict[str, float]  # what that time goes to
 
 
-def compile_kernel(
-    name: str, f: int, e: int, dtype: str, capability: int, tile: tiles.Tile | None = None,
-    decay: bool = False, **constants: Any,
-) -> Report:  # fmt: skip
-    """Compiles for a GPU that need not be there; dtype is Triton's: "bf16", "fp16", "fp32"."""
-    dot = DTYPES[dtype]
-    kernel, wants = KERNELS[name]
-    tile = tile or tiles.tile(name.removesuffix("_bwd"), f, e, dot, capability)
-    constants = {
-        "F": f, "E": e, "P": f // 2, "MAP": "elu+1", "INTERLEAVED": True, "NORMALIZE": True,
-        "DOT": dot, "C": tile.chunk, "W": tile.pairs, "BE": tile.values, "STAGES": tile.stages,
-        "AXES": 1, "ADD": False, "MASK": None, "group": 1, **wants, **constants,
-    }  # fmt: skip
-    absent = ["SLOTS", "K_TABLE", "Q_PHASES", "K_PHASES", "D_ANGLES"]
-    absent += [] if decay else ["LOG", "TOTALS", "D_LOG"]
-    constants = dict.fromkeys(absent) | constants
-    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
-    signature: dict[str, Any] = {}
-    given: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    for i, parameter in enumerate(kernel.arg_names):
-        if parameter in constants:
-            signature[parameter], given[i,] = "constexpr", constants[parameter]
-        elif numbers := [number for name, number in STRIDES.items() if parameter.endswith(name)]:
-            signature[parameter] = ("i32",) * numbers[0]
-        elif parameter.endswith("_strides"):
-            signature[parameter], given[i, 3] = ("i32", "i32", "i32", "constexpr"), 1
-            attributes |= {(i, j): [["tt.divisibility", 16]] for j in range(3)}
-        else:
-            kind = f"*{dtype}" if parameter in DATA else TYPES.get(parameter, "i32")
-            if parameter.endswith("TABLE"):
-                kind = "*fp16" if dtype == "bf16" else "*fp32"
-            signature[parameter] = kind
-            if signature[parameter].startswith("*"):
-                attributes[i,] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constexprs=given, attrs=attributes)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    said = _assemble(compiled.asm["ptx"], capability)
-    registers = re.search(r"Used (\d+) registers", said)
-    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
-    assert registers, said
-    ptx = compiled.asm["ptx"]
+def report(x: Launch, dim: int, dtype: str, capability: int) -> Report:
+    code, loop = _code(x.compiled.asm["cubin"])
+    warps, given = x.compiled.metadata.num_warps, x.given
+    chunk, shared = given.get("C", 1), x.compiled.metadata.shared
+    programs, found = model.resident(code.registers, shared, warps), None
+    if capability == 90 and "STAGES" in given:
+        found = _model(x.compiled.asm["cubin"], warps, programs)
+    counts = Counter(instruction.unit for instruction in loop)
+    ptx = x.compiled.asm["ptx"]
     return Report(
-        int(registers[1]),
-        sum(map(int, spills)),
-        compiled.metadata.shared,
-        len(re.findall(r"wgmma\.mma_async|tcgen05\.mma", ptx)),
-        len(re.findall(r"\bmma\.sync", ptx)),
-    )
+        x.name, dim, dtype, capability,
+        chunk, given.get("W", 0), given.get("BE", 0), warps, given.get("STAGES", 1),
+        code.registers, sum(i.bytes for i in code.instructions if i.unit == "local"), shared,
+        len(re.findall(r"wgmma\.mma_async|tcgen05\.mma", ptx)), len(re.findall(r"\bmma\.sync", ptx)),
+        dict(counts.most_common()), model.moved(loop) * warps / chunk, programs,
+        found and found.cycles * 64 / chunk, found.limits if found else {},
+    )  # fmt: skip
 
 
-def _assemble(ptx: str, capability: int) -> str:
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    name = "ptxas-blackwell" if capability >= 100 and (tools / "ptxas-blackwell").exists() else "ptxas"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        arch = f"sm_{capability}" + ("a" if capability >= 90 else "")
-        command = [str(tools / name), "-v", f"-arch={arch}", file.name, "-o", os.devnull]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return str(done.stderr)
+@cache
+def _code(cubin: bytes) -> tuple[model.Code, list[model.Instruction]]:
+    """All, and the main loop."""
+    code = model.machine_code(cubin)
+    return code, model.main_loop(code)
+
+
+@cache
+def _model(cubin: bytes, warps: int, programs: int) -> model.Modelled:
+    return model.model(_code(cubin)[1], warps, programs)
+
+
+def seconds(x: Launch) -> float:
+    """Modelled time of a launch on an H200."""
+    if "STAGES" not in x.given:  # the table of angles, and sums of states: they move memory
+        moved = sum(t.nbytes for name, t in x.given.items() if name in ("TABLE", "S", "Z") and t is not None)
+        return float(LAUNCH + (1 if "TABLE" in x.given else 2) * moved / model.BANDWIDTH)
+    registers = _code(x.compiled.asm["cubin"])[0].registers
+    warps = x.compiled.metadata.num_warps
+    most = model.resident(registers, x.compiled.metadata.shared, warps)
+    chunks: int = -(-x.given["length"] // x.given["C"])
+
+    def wave(programs: int) -> float:
+        if not programs:
+            return 0.0
+        return PROLOGUE + chunks * programs * _model(x.compiled.asm["cubin"], warps, programs).cycles
+
+    full, rest = divmod(x.programs, most * model.MULTIPROCESSORS)
+    cycles = full * wave(most) + wave(-(-rest // model.MULTIPROCESSORS))
+    return LAUNCH + cycles / model.CLOCK
+
+
+def floors(shape: tuple[int, int, int], d: int) -> tuple[float, float]:
+    """Seconds that moving the least bytes takes: q, k, v, out once; backward in two passes."""
+    b, n, h = shape
+    return tuple(b * n * h * x / model.BANDWIDTH for x in (8 * d, 22 * d + 12))  # type: ignore[return-value]
 
 
 def entries(
-    kernels: list[str] | None = None, dims: list[int] | None = None
-) -> Iterator[tuple[str, int, str]]:
-    """(kernel, features and values per head, how products are computed): the tile table, or parts of it."""
-    every = [(name, size) for name, size in tiles.TABLE["bf16"]]
-    every += [("states_bwd", size) for name, size in tiles.TABLE["bf16"] if name == "states"]
-    every += [("step_fwd", size) for size in (64, 128, 256)]
-    for name, size in every:
-        if (not kernels or name in kernels) and (not dims or size in dims):
-            for dtype in DTYPES:
-                yield name, size, dtype
+    dims: list[int],
+    dtypes: list[str],
+    capabilities: list[int],
+    decay: bool = False,
+    layout: str = "interleaved",
+) -> Iterator[Report]:
+    """Every kernel of the table, as launched where heads are few, forward, backward and decoding."""
+    for d in dims:
+        for dtype in dtypes:
+            for capability in capabilities:
+                call = call_of(FEW_HEADS, d, dtype, decay, layout)
+                forward, backward = launches(call, capability)
+                with recorded(capability) as step:
+                    state = launch.new_state(call, None)
+                    launch.step_fwd(_one_token(call), state, state, None)
+                for x in {x.name: x for x in (*forward, *backward, *step)}.values():
+                    if "BE" in x.given:
+                        yield report(x, d, dtype, capability)
+
+
+def _one_token(call: launch.Call) -> launch.Call:
+    assert call.q is not None
+    log = None if call.log_decay is None else call.log_decay[:, :1]
+    return replace(call, q=call.q[:, :1], k=call.k[:, :1], v=call.v[:, :1], log_decay=log)
+
+
+def show(x: Report) -> str:
+    units = ("fma", "alu", "imad", "special", "shared", "global", "wgmma", "sync", "local")
+    loop = " ".join(f"{x.loop.get(unit, 0):>4}" for unit in units)
+    modelled = ""
+    if x.cycles:
+        most = [f"{why} {part:.0%}" for why, part in list(x.limits.items())[:3]]
+        modelled = f"{x.cycles:>6.0f}  {', '.join(most)}"
+    return (
+        f"{x.kernel:<10} {x.dim:>3} {x.dtype:>4} {x.capability:>3} {x.chunk:>3} {x.pairs:>3} {x.values:>3} "
+        f"{x.warps:>2} {x.stages:>2} {x.registers:>4} {x.spills:>6} {x.shared:>6} {x.programs:>4} "
+        f"{x.bytes:>5.0f} {sum(x.loop.values()):>5} {loop} {modelled}"
+    )
+
+
+HEADER = (
+    "kernel     dim type  sm   C   W  BE  w  s regs spills shared prog bytes  loop"
+    "  fma  alu imad spec shrd glob wgmm sync locl cycles  where the time goes"
+)
+
+
+def show_calls(d: int, decay: bool) -> Iterator[str]:
+    """Modelled shares of the floor, of whole calls."""
+    for shape in SHAPES:
+        passes = launches(call_of(shape, d, "bf16", decay), 90)
+        shares = [floor / sum(map(seconds, each)) for floor, each in zip(floors(shape, d), passes)]
+        parts = [" ".join(f"{x.name} {1e6 * seconds(x):.0f}" for x in each) for each in passes]
+        yield (
+            f"{shape!s:<15} {d:>3} {'decay' if decay else '':<5} forward {shares[0]:.0%}, "
+            f"backward {shares[1]:.0%} of the floor; us: {parts[0]} | {parts[1]}"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--capability", type=int, nargs="+", default=[80, 90, 100])
-    parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--dim", type=int, nargs="+")
-    parser.add_argument("--kernel", nargs="+", choices=KERNELS)
-    parser.add_argument("--decay", action="store_true", help="with decay")
+    parser.add_argument("--capability", type=int, nargs="+", default=[90])
+    parser.add_argument("--dtype", nargs="+", default=["bf16"], choices=DTYPES)
+    parser.add_argument("--dim", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--layout", default="interleaved", choices=["interleaved", "half"])
+    parser.add_argument("--decay", action="store_true", help="with log_decay for each token and head")
+    parser.add_argument(
+        "--calls", action="store_true", help="modelled time of whole calls, in bfloat16 on an H200"
+    )
     parser.add_argument("--json", action="store_true", help="a line of JSON for each, and no table")
     options = parser.parse_args()
+    if options.calls:
+        for d in options.dim:
+            for line in show_calls(d, options.decay):
+                print(line, flush=True)
+        return
     if not options.json:
-        print(f"Triton {triton.__version__}; per thread: registers, spilled bytes; per program: shared bytes")
-        print("kernel       dim dtype  sm   C   W  BE warps stages registers spills shared matrix mma.sync")
-    for name, d, dtype in entries(options.kernel, options.dim):
-        if dtype not in options.dtype:
-            continue
-        for capability in options.capability:
-            tile = tiles.tile(name.removesuffix("_bwd"), d, d, DTYPES[dtype], capability)
-            r = compile_kernel(name, d, d, dtype, capability, decay=options.decay)
-            if options.json:
-                line = {"kernel": name, "dim": d, "dtype": dtype, "capability": capability, **asdict(r)}
-                print(json.dumps(line), flush=True)
-            else:
-                print(
-                    f"{name:<11} {d:>4} {dtype:>5} {capability:>3} {tile.chunk:>3} {tile.pairs:>3} "
-                    f"{tile.values:>3} {tile.warps:>5} {tile.stages:>6} {r.registers:>9} {r.spills:>6} "
-                    f"{r.shared:>6} {r.matrix:>6} {r.mma_sync:>8}",
-                    flush=True,
-                )
+        print(
+            f"Triton {triton.__version__}; cycles: modelled, per 64 tokens and program, on a multiprocessor"
+        )
+        print(HEADER)
+    for x in entries(options.dim, options.dtype, options.capability, options.decay, options.layout):
+        print(json.dumps(x._asdict()) if options.json else show(x), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ from linrope_kernels.pieces import (
     factors,
     fade,
     feature,
+    features,
     keep,
-    load_pairs,
+    load_features,
     load_state,
     load_sum,
     load_values,
@@ -77,33 +78,31 @@ def step_fwd_kernel(
         log = tl.load(LOG + batch * log_strides[0] + kv_head * log_strides[2]).to(tl.float64)
         kept = factors(log)
 
-    x1, x2 = load_pairs(K, row, visible, k_strides, 0, F, P, INTERLEAVED, 1, W)
-    psi1, psi2 = keep(feature(x1, MAP), feature(x2, MAP), visible, pairs, F, W)
-    psi1_hat, psi2_hat = rotate(psi1, psi2, key_turn, P)
-    z1, z2 = load_sum(Z, number, pairs, F, P, INTERLEAVED)
+    f = features(0, F, P, INTERLEAVED, W)
+    x = load_features(K, row, visible, k_strides, 0, F, P, INTERLEAVED, 1, W)
+    psi = keep(feature(x, MAP), visible, 0, F, W)
+    psi_hat = rotate(psi, key_turn, P)
+    z = load_sum(Z, number, f, F)
     if LOG is not None:
-        z1, z2 = z1 * tl.exp(log), z2 * tl.exp(log)
-    z1 += tl.sum(psi1, 0).to(tl.float64)
-    z2 += tl.sum(psi2, 0).to(tl.float64)
+        z = z * tl.exp(log)
+    z += tl.sum(psi, 0).to(tl.float64)
     for block in range(part, tl.cdiv(E, BE), parts):
         e = block * BE + tl.arange(0, BE)
         v = tl.trans(load_values(V, row, visible, v_strides, e, E, BE)).to(tl.float32)
-        s1, s2 = load_state(S, number, pairs, e, F, E, P, INTERLEAVED)
+        s = load_state(S, number, f, e, F, E)
         if LOG is not None:
-            s1, s2 = fade(s1, kept), fade(s2, kept)
-        s1 += v * psi1_hat
-        s2 += v * psi2_hat
+            s = fade(s, kept)
+        s += v * psi_hat
         if S_END is not None:
-            store_state(S_END, number, s1, s2, pairs, e, F, E, P, INTERLEAVED)
+            store_state(S_END, number, s, f, e, F, E)
         for r in range(group):
             head = (kv_head * group + r).to(tl.int64)
-            x1, x2 = load_pairs(Q + head * q_strides[2], row, row == 0, q_strides, 0, F, P, INTERLEAVED, 1, W)
-            phi1, phi2 = feature(x1, MAP), feature(x2, MAP)
-            phi1_hat, phi2_hat = rotate(phi1, phi2, turn, P)
-            out = tl.sum(s1 * phi1_hat + s2 * phi2_hat, 1)
+            x = load_features(Q + head * q_strides[2], row, row == 0, q_strides, 0, F, P, INTERLEAVED, 1, W)
+            phi = feature(x, MAP)
+            out = tl.sum(s * rotate(phi, turn, P), 1)
             if NORMALIZE:
-                out /= divisor(tl.sum(phi1 * z1.to(tl.float32) + phi2 * z2.to(tl.float32)), eps, ADD)
+                out /= divisor(tl.sum(phi * z.to(tl.float32)), eps, ADD)
             at = OUT + head * out_strides[2] + e * out_strides[3]
             tl.store(at, out.to(OUT.dtype.element_ty), mask=e < E)
     if S_END is not None and part == 0:
-        store_sum(Z_END, number, z1, z2, pairs, F, P, INTERLEAVED)
+        store_sum(Z_END, number, z, f, F)

@@ -1,7 +1,7 @@
 """Which tiles a kernel takes: one fixed table, so that equal calls give equal bits on equal devices.
 
-Chosen by compiling, not yet by timing: of the candidates that keep a state on chip and read q, k, v as
-few times as possible, those with the fewest spills (kernels/README.md). tune.py times candidates.
+Chosen by compiling and by a model of the compiled code, not yet by timing (kernels/README.md): tune.py times
+candidates on a GPU.
 """
 
 from typing import NamedTuple
@@ -20,19 +20,20 @@ ALL = 256  # as many as there are
 # How products are computed -> (kernel, least of 64, 128, 256 that holds features and values) -> tile
 TABLE: dict[str, dict[tuple[str, int], Tile]] = {
     "bf16": {
-        ("scan_fwd", 64): Tile(64, ALL, 64, 4, 2),
-        ("scan_fwd", 128): Tile(64, ALL, 64, 8, 2),
-        ("scan_fwd", 256): Tile(32, ALL, 64, 8, 2),
-        ("states", 64): Tile(64, ALL, 64, 4, 2),
-        ("states", 128): Tile(64, ALL, 64, 8, 2),
+        ("scan_fwd", 64): Tile(64, ALL, 64, 4, 3),
+        ("scan_fwd", 128): Tile(64, ALL, 64, 4, 2),
+        ("scan_fwd", 256): Tile(32, ALL, 32, 8, 2),
+        ("states", 64): Tile(64, ALL, 64, 4, 3),
+        ("states", 128): Tile(64, ALL, 64, 4, 3),
         ("states", 256): Tile(64, ALL, 64, 8, 2),
-        ("dq", 64): Tile(64, 32, ALL, 8, 2),
-        ("dq", 128): Tile(64, 32, ALL, 8, 2),
+        ("dq", 64): Tile(64, 32, ALL, 4, 3),
+        ("dq", 128): Tile(64, 16, ALL, 4, 2),
         ("dq", 256): Tile(64, 16, ALL, 8, 2),
-        ("dkv", 64): Tile(64, 32, ALL, 8, 2),
-        ("dk", 128): Tile(64, 32, ALL, 8, 2),
+        ("dk", 64): Tile(64, 32, ALL, 4, 2),
+        ("dk", 128): Tile(64, 32, ALL, 4, 2),
         ("dk", 256): Tile(64, 16, ALL, 8, 2),
-        ("dv", 128): Tile(64, ALL, 64, 8, 2),
+        ("dv", 64): Tile(64, ALL, 64, 4, 3),
+        ("dv", 128): Tile(64, ALL, 64, 4, 2),
         ("dv", 256): Tile(32, ALL, 64, 8, 2),
     },
     "tf32": {
@@ -45,7 +46,8 @@ TABLE: dict[str, dict[tuple[str, int], Tile]] = {
         ("dq", 64): Tile(32, 32, ALL, 8, 1),
         ("dq", 128): Tile(16, 32, ALL, 8, 1),
         ("dq", 256): Tile(16, 16, ALL, 8, 1),
-        ("dkv", 64): Tile(16, 32, ALL, 8, 1),
+        ("dk", 64): Tile(16, 32, ALL, 8, 1),
+        ("dv", 64): Tile(16, ALL, 64, 8, 1),
         ("dk", 128): Tile(16, 32, ALL, 8, 1),
         ("dk", 256): Tile(16, 16, ALL, 8, 1),
         ("dv", 128): Tile(32, ALL, 64, 8, 1),
@@ -61,17 +63,18 @@ TABLE: dict[str, dict[tuple[str, int], Tile]] = {
         ("dq", 64): Tile(32, 32, ALL, 8, 1),
         ("dq", 128): Tile(16, 16, ALL, 8, 1),
         ("dq", 256): Tile(16, 16, ALL, 8, 1),
-        ("dkv", 64): Tile(16, 32, ALL, 8, 1),
+        ("dk", 64): Tile(16, 32, ALL, 8, 1),
+        ("dv", 64): Tile(16, ALL, 64, 8, 1),
         ("dk", 128): Tile(16, 16, ALL, 8, 1),
         ("dk", 256): Tile(16, 16, ALL, 8, 1),
         ("dv", 128): Tile(16, ALL, 64, 8, 1),
         ("dv", 256): Tile(16, ALL, 32, 8, 1),
     },
 }
-# Where GPUs before Hopper spill what it does not: capability < 90.
-BEFORE_HOPPER: dict[str, dict[tuple[str, int], Tile]] = {
-    "bf16": {("dkv", 64): Tile(32, 32, ALL, 8, 2)},
-}
+
+
+# Ampere's matrix unit and consumer Blackwell's take both operands from registers: fewer pairs fit beside.
+REGISTER_OPERANDS = {"bf16": {("dk", 64): Tile(64, 16, ALL, 4, 2)}}
 
 
 def power_of_two(n: int) -> int:
@@ -83,19 +86,18 @@ def tile(kernel: str, f: int, e: int, dot: str, capability: int) -> Tile:
     pairs, values = power_of_two((f + 1) // 2), power_of_two(e)
     if kernel == "step_fwd":
         return Tile(1, pairs, min(values, max(16, 1024 // pairs)), 4, 1)
+    if kernel == "step_in_place":  # all that a program may hold at once: no chain of loads one after another
+        return Tile(1, pairs, min(values, max(16, 8192 // pairs)), 8, 1)
     key = kernel, max(64, 2 * pairs, values)
     entry = TABLE[dot][key]
-    if capability < 90:
-        entry = BEFORE_HOPPER.get(dot, {}).get(key, entry)
+    if (
+        capability >= 100
+    ):  # there Triton 3.5 to 3.7 pipelines loops over a state wrongly: state-spaces/mamba#997
+        entry = entry._replace(stages=1)
     return entry._replace(pairs=min(entry.pairs, pairs), values=min(entry.values, values))
 
 
-def fused(f: int, e: int) -> bool:
-    """Whether one kernel makes dk and dv."""
-    return f <= 64 and e <= 64
-
-
-# Segments. Enough of them to give every multiprocessor two programs to run and two to wait; none
+# Segments: as many as fill the programs that run at once, once or, where that leaves many idle, twice; none
 # shorter than SHORTEST, as each costs a state to write and to read.
 SHORTEST = 512
 SEGMENT_MULTIPLE = 128  # whole chunks
@@ -104,7 +106,10 @@ SEGMENT_MULTIPLE = 128  # whole chunks
 def most_segments(heads: int, value_blocks: int, multiprocessors: int, warps: int) -> int:
     """How many segments a long sequence is cut into."""
     slots, programs = multiprocessors * (2 if warps == 4 else 1), max(1, heads * value_blocks)
-    return 1 if programs >= 0.9 * slots else -(-2 * slots // programs)
+    if programs >= 0.9 * slots:
+        return 1
+    once = slots // programs
+    return once if once * programs >= 0.9 * slots else 2 * slots // programs
 
 
 def segments(n: int, most: int) -> tuple[int, int]:

@@ -16,13 +16,13 @@ from torch import Tensor
 from linrope_kernels import launch, tiles
 
 DTYPES = {"bf16": torch.bfloat16, "tf32": torch.float16, "ieee": torch.float32}
-BACKWARD = ("dq", "dkv", "dk", "dv")
+BACKWARD = ("dq", "dk", "dv")
 Pass = Callable[[], tuple[Tensor, ...]]
 
 
 def candidates(kernel: str, size: int) -> Iterator[tiles.Tile]:
     """Tiles that cover what the kernel needs whole: pairs for sums over features, values for g and v."""
-    whole_pairs, whole_values = kernel in ("scan_fwd", "states", "dkv", "dv"), kernel in ("dq", "dkv", "dk")
+    whole_pairs, whole_values = kernel in ("scan_fwd", "states", "dv"), kernel in ("dq", "dk")
     pairs = (tiles.ALL,) if whole_pairs else [w for w in (16, 32, 64) if w <= size // 2]
     values = (tiles.ALL,) if whole_values else [e for e in (16, 32, 64, 128) if e <= size]
     for numbers in product((16, 32, 64, 128), pairs, values, (4, 8), (1, 2, 3)):
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=64, choices=(64, 128, 256))
     parser.add_argument("--dot", default="bf16", choices=DTYPES)
     parser.add_argument("--shape", type=int, nargs=3, default=(4, 8192, 16), metavar=("B", "N", "H"))
-    parser.add_argument("--kernel", nargs="+", default=["scan_fwd", "states", "dq", "dkv", "dk", "dv"])
+    parser.add_argument("--kernel", nargs="+", default=["scan_fwd", "states", "dq", "dk", "dv"])
     options = parser.parse_args()
     tune(
         options.kernel, options.size, options.dot, tuple(options.shape), "cuda",

@@ -168,6 +168,12 @@ def _forward(call: Call, sums: Sums | None, slots: Tensor | None) -> tuple[Tenso
     return out if same else out.to(call.v.dtype), kv, z
 
 
+def _summed(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
+    if like is None or gradient is None:
+        return None if like is None else torch.zeros_like(like)
+    return summed_to(gradient, like)
+
+
 def backward(
     call: Call,
     sums: Sums | None,
@@ -179,18 +185,19 @@ def backward(
     q, k, v, _ = _dense(call)
     if g_out is not None:
         g_out = _rows_dense(g_out.to(v.dtype))
+    some = call.k.shape[1] > 0  # without tokens nothing fades or turns, and the library knows of neither
     dq, dk, dv, d_log, d_steps, d_kv, d_z = _ops.backward.default(
         g_out, None if g_kv is None else g_kv.contiguous(), None if g_z is None else g_z.contiguous(),
         q if call.q is not None else None, k, v, *_how(call, sums), LAYOUTS[call.layout] if call.pairs else 0,
-        call.causal, call.normalize, call.eps, call.eps_mode == "add", call.log_decay is not None,
-        call.angle_steps is not None,
+        call.causal, call.normalize, call.eps, call.eps_mode == "add",
+        some and call.log_decay is not None, some and call.angle_steps is not None,
     )  # fmt: skip
     return Gradients(
         None if call.q is None else dq,
         dk,
         dv.to(call.v.dtype),
-        None if call.log_decay is None else summed_to(d_log, call.log_decay),
-        None if call.angle_steps is None else summed_to(d_steps, call.angle_steps),
+        _summed(d_log if some else None, call.log_decay),
+        _summed(d_steps if some else None, call.angle_steps),
         None if sums is None else d_kv,
         None if sums is None else d_z,
     )

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from linrope.arguments import check_packing, resolve_positions
 from linrope.attention import LinearRoPEAttention
 from linrope.choices import ROTATIONS
+from linrope.distributed.shard import Shard
 from linrope.files import digest, load_tensors, parse_json, replace_file, save_tensors
 from linrope.models.folders import latest_checkpoint
 from linrope.names import check_name, readable
@@ -106,10 +107,12 @@ class Block(nn.Module):
 
     def forward(
         self, x: Tensor, state: State | None, positions: Tensor | None, cu_seqlens: Tensor | None,
-        return_state: bool,
+        return_state: bool, shard: Shard | None = None,
     ) -> tuple[Tensor, State | None]:  # fmt: skip
         y, after = self.attention_norm(x), None
-        where = {"state": state, "positions": positions, "cu_seqlens": cu_seqlens}
+        where: dict[str, Any] = {"state": state, "positions": positions, "cu_seqlens": cu_seqlens}
+        if shard is not None:  # softmax attention knows of none
+            where["shard"] = shard
         if cu_seqlens is not None and isinstance(self.attention, SoftmaxAttention):
             y = _each_alone(self.attention, y, positions, cu_seqlens)
         elif return_state:
@@ -221,11 +224,12 @@ class LanguageModel(nn.Module):
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         return_states: bool = True,
+        shard: Shard | None = None,
     ) -> tuple[Tensor, States]:
         """tokens (b, n) integers -> logits (b, n, vocab_size) and the states after the last token.
 
-        positions and cu_seqlens as in linear_rope_attention. Packed softmax attention has no states: none
-        are returned, as with return_states=False, which saves the time they take.
+        positions, cu_seqlens and shard as in linear_rope_attention. Packed softmax attention has no states:
+        none are returned, as with return_states=False, which saves the time they take.
         """
         if tokens.ndim != 2 or tokens.is_floating_point():
             raise ValueError(f"tokens: got {tokens.dtype} {tuple(tokens.shape)}, expected integers (b, n)")
@@ -235,6 +239,8 @@ class LanguageModel(nn.Module):
                 raise ValueError(
                     f"tokens: got ids {low} .. {high}, expected 0 .. {self.config.vocab_size - 1}"
                 )
+        if shard is not None and self.config.attention == "softmax":
+            raise ValueError("shard: got one, expected None with attention='softmax', which needs all keys")
         if states and cu_seqlens is not None and self.config.attention == "softmax":
             raise ValueError("states: got them beside cu_seqlens, expected None with attention='softmax'")
         if states is not None and len(states) != len(self.blocks):
@@ -243,11 +249,11 @@ class LanguageModel(nn.Module):
         if self.config.positions == "sinusoidal":  # Vaswani 2017, section 3.4: p is about 1, x was small
             x = x * math.sqrt(self.config.embed_dim)
         if self.encoding is not None:
-            x = self.encoding(x, _absolute_positions(tokens, states, positions, cu_seqlens))
+            x = self.encoding(x, _absolute_positions(tokens, states, positions, cu_seqlens, shard))
         after: States = []
         for index, block in enumerate(self.blocks):
             before = None if states is None else states[index]
-            x, state = block(x, before, positions, cu_seqlens, return_states)
+            x, state = block(x, before, positions, cu_seqlens, return_states, shard)
             if state is not None:
                 after.append(state)
         return F.linear(self.norm(x), self.embed.weight), after
@@ -302,11 +308,15 @@ def _digest(config: LanguageModelConfig) -> str:
 
 
 def _absolute_positions(
-    tokens: Tensor, states: States | None, positions: Tensor | None, cu_seqlens: Tensor | None
-) -> Tensor:
+    tokens: Tensor, states: States | None, positions: Tensor | None, cu_seqlens: Tensor | None,
+    shard: Shard | None,
+) -> Tensor:  # fmt: skip
     """(n,) or (b or 1, n): those given, or on from the states."""
     if positions is not None:
         return positions
+    if shard is not None:
+        positions = shard.positions(tokens.device)
+        return positions if states is None else states[0].position[:, None] + positions
     b, n = tokens.shape
     if cu_seqlens is None:
         positions = torch.arange(n, device=tokens.device)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-CAPABILITIES = (80, 90, 100)
+CAPABILITIES = (80, 90, 100, 120)
 
 
 def run_compiled(*arguments: str) -> list[dict[str, Any]]:

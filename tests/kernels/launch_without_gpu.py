@@ -1,7 +1,7 @@
-"""Compiles what the launchers start, from their own arguments, for a GPU that is not there.
+"""Compiles what calls of linrope start, from their own arguments, for a GPU that is not there.
 
-The report compiles signatures that it makes up. Here PyTorch's tensors, strides and numbers pass through
-Triton's own specialization, forward and backward, and only the launch is left out.
+PyTorch's tensors, strides and numbers pass through Triton's own specialization, forward and backward, and
+only the launch is left out.
 """
 
 import json
@@ -9,31 +9,10 @@ import sys
 
 import torch
 from linrope_kernels import launch, tiles
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from linrope_kernels.report import recorded
 
 from linrope import Rotary, linear_rope_attention, linear_rope_state
 from linrope.backends import triton as backend
-
-
-class NoDriver:
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", int(sys.argv[1]), 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-
-def compile_only(self, grid):
-    def start(*args, **constants) -> None:
-        compiled = self.warmup(*args, grid=grid, **constants)
-        print(json.dumps({"kernel": self.__name__, "shared": compiled.metadata.shared}), flush=True)
-
-    return start
 
 
 def attend(
@@ -55,10 +34,14 @@ def attend(
 
 
 def main() -> None:
-    driver.set_active(NoDriver())
-    JITFunction.__getitem__ = compile_only
     backend.supports = lambda *_: None
+    with recorded(int(sys.argv[1])) as launches:
+        every_form()
+    for x in launches:
+        print(json.dumps({"kernel": x.kernel.__name__, "shared": x.compiled.metadata.shared}))
 
+
+def every_form() -> None:
     attend(key_mask=torch.zeros(2, 130, dtype=torch.bool))
     attend(g=1, rotary=Rotary(64, layout="half", rotary_dim=24))
     attend(causal=False, positions=torch.arange(130), key_positions=torch.arange(130) * 3)

@@ -8,41 +8,64 @@ from linrope_kernels.report import SHARED_LIMIT
 
 from tests.kernels.compiled import CAPABILITIES, run_compiled
 
-# Bytes spilled per thread, at most, over the capabilities; elsewhere none but LITTLE. A spill goes to the
-# first-level cache: it costs time, not correctness, and none of these was timed on a GPU yet.
-LITTLE = 160  # what another version of ptxas moves to and fro
-NONE = {
-    *((kernel, 64, "bf16") for kernel in ("scan_fwd", "states", "states_bwd", "dq", "step_fwd")),
-    *((kernel, 128, "bf16") for kernel in ("states", "states_bwd", "step_fwd")),
-    ("step_fwd", 256, "bf16"),
-}
+# Bytes spilled per thread, at most; elsewhere none but LITTLE. A spill goes to the first-level cache: it costs
+# time, not correctness, and none of these was timed on a GPU yet. At 64 features bfloat16 stays within LITTLE.
+LITTLE = 128
 CEILING = {
-    # Ampere keeps both operands of a product in registers, Hopper's unit reads one from shared memory.
+    # Two programs of four warps on a multiprocessor beat one of eight in the model, spills and all.
     ("scan_fwd", 128, "bf16"): 800,
-    ("dv", 128, "bf16"): 300,
-    # dk and dv in one pass: five products and two outputs are alive at once.
-    ("dkv", 64, "bf16"): 800,
-    # Every program needs all E values of g and v, and 32 pairs of S or T: 128 registers of 255 for those.
-    ("dq", 128, "bf16"): 500,
     ("dk", 128, "bf16"): 1000,
+    ("dv", 128, "bf16"): 300,
     # 256 features: half of the register file is the state of 64 values. Rare; fewer columns would read more.
-    ("scan_fwd", 256, "bf16"): 1800,
+    ("scan_fwd", 256, "bf16"): 600,
     ("states_bwd", 256, "bf16"): 300,
-    ("dq", 256, "bf16"): 1100,
+    ("dq", 256, "bf16"): 1200,
     ("dk", 256, "bf16"): 1200,
     ("dv", 256, "bf16"): 700,
     # float16 computes in tf32: operands of four bytes, through the units of Ampere.
     ("scan_fwd", 128, "fp16"): 2400,
     ("scan_fwd", 256, "fp16"): 4000,
+    ("dq", 64, "fp16"): 300,
     ("dq", 256, "fp16"): 1200,
-    ("dkv", 64, "fp16"): 1000,
+    ("dk", 64, "fp16"): 600,
+    ("dv", 64, "fp16"): 600,
     ("dk", 256, "fp16"): 700,
     ("dv", 128, "fp16"): 400,
     # float32 has no matrix unit: products are multiply-adds from registers.
+    ("scan_fwd", 64, "fp32"): 1300,
     ("scan_fwd", 256, "fp32"): 1300,
     ("dq", 256, "fp32"): 2500,
     ("dk", 256, "fp32"): 2200,
-    ("dv", 256, "fp32"): 1600,
+    ("dv", 256, "fp32"): 1900,
+}
+# On other GPUs than Hopper, in bfloat16. Ampere's and consumer Blackwell's units keep operands in registers.
+ELSEWHERE = {
+    ("scan_fwd", 64): 300,
+    ("scan_fwd", 128): 2500,
+    ("scan_fwd", 256): 3000,
+    ("states", 128): 300,
+    ("states_bwd", 128): 600,
+    ("states", 256): 400,
+    ("states_bwd", 256): 600,
+    ("dq", 64): 600,
+    ("dq", 128): 600,
+    ("dq", 256): 2000,
+    ("dk", 64): 600,
+    ("dk", 128): 4000,
+    ("dk", 256): 2000,
+    ("dv", 64): 300,
+    ("dv", 128): 1500,
+    ("dv", 256): 1500,
+}
+# A tile of factors stays alive beside the scores.
+DECAY_CEILING = {
+    "scan_fwd": 600,
+    "states": LITTLE,
+    "states_bwd": LITTLE,
+    "dq": 1200,
+    "dk": 1600,
+    "dv": LITTLE,
+    "step_fwd": 0,
 }
 # Chunks of 32, or 32 values: tiles too small for wgmma's 64 rows. Wide heads trade it for fewer spills.
 MMA_SYNC_ON_HOPPER = {("scan_fwd", 256), ("dv", 256)}
@@ -52,17 +75,26 @@ def described(entry: dict[str, Any]) -> tuple[str, int, str]:
     return entry["kernel"], entry["dim"], entry["dtype"]
 
 
+def report(*arguments: str) -> list[dict[str, Any]]:
+    return run_compiled("-m", "linrope_kernels.report", "--json", "--dim", *arguments)
+
+
 def test_the_whole_table_compiles_fits_and_spills_no_more_than_known() -> None:
     """One test, since making the report takes minutes: several processes would each make their own."""
-    everything = run_compiled(
-        "-m", "linrope_kernels.report", "--json", "--capability", *map(str, CAPABILITIES)
-    )
-    for capability in CAPABILITIES:
-        report = [entry for entry in everything if entry["capability"] == capability]
-        check_that_nothing_is_left_out({described(entry) for entry in report})
-        assert not [entry for entry in report if entry["shared"] > SHARED_LIMIT[capability]]
-        assert not [entry for entry in report if entry["spills"] > ceiling(described(entry))]
+    sizes, capabilities = ("64", "128", "256"), [*map(str, CAPABILITIES)]
+    wide = report(*sizes, "--dtype", "bf16", "--capability", *capabilities)
+    everything = [*wide, *report(*sizes, "--dtype", "fp16", "fp32", "--capability", "90")]
+    check_that_nothing_is_left_out({described(entry) for entry in everything})
+    assert {entry["capability"] for entry in wide} == set(CAPABILITIES)
+    assert not [entry for entry in everything if entry["shared"] > SHARED_LIMIT[entry["capability"]]]
+    assert not [entry for entry in everything if entry["spills"] > ceiling(entry)]
     check_the_use_of_hopper_s_matrix_unit([entry for entry in everything if entry["capability"] == 90])
+
+
+def test_decay_spills_no_more_than_known_at_64_features() -> None:
+    spills = {entry["kernel"]: entry["spills"] for entry in report("64", "--decay")}
+    assert spills.keys() == DECAY_CEILING.keys()
+    assert not [name for name in spills if spills[name] > DECAY_CEILING[name]]
 
 
 def check_that_nothing_is_left_out(compiled: set[tuple[str, int, str]]) -> None:
@@ -71,8 +103,11 @@ def check_that_nothing_is_left_out(compiled: set[tuple[str, int, str]]) -> None:
     assert {(*name, dtype) for name in names for dtype in ("bf16", "fp16", "fp32")} <= compiled
 
 
-def ceiling(name: tuple[str, int, str]) -> int:
-    return 0 if name in NONE else CEILING.get(name, LITTLE)
+def ceiling(entry: dict[str, Any]) -> int:
+    known = CEILING.get(described(entry), LITTLE)
+    if entry["capability"] == 90:
+        return known
+    return max(known, ELSEWHERE.get((entry["kernel"], entry["dim"]), 0))
 
 
 def check_the_use_of_hopper_s_matrix_unit(report: list[dict[str, Any]]) -> None:

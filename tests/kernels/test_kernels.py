@@ -228,9 +228,10 @@ def test_segments_cover_the_sequence(n: int, most: int) -> None:
 
 
 def test_enough_segments_to_fill_a_gpu() -> None:
-    assert tiles.most_segments(8, 1, 132, 4) == 66
+    assert tiles.most_segments(8, 1, 132, 4) == 33  # 264 programs, on 132 multiprocessors
     assert tiles.most_segments(240, 1, 132, 4) == 1
-    assert tiles.most_segments(8, 2, 132, 8) == 17
+    assert tiles.most_segments(150, 1, 132, 4) == 3  # 450 in two waves of 264, since one would leave 114 idle
+    assert tiles.most_segments(8, 2, 132, 8) == 8
 
 
 # The numerics contract
@@ -257,6 +258,15 @@ def test_future_tokens_do_not_change_one_bit_of_the_past() -> None:
     for cut in (1, 31, 33, 64, 130):
         mixed = (torch.cat((x[:, :cut], 30 * y[:, cut:]), 1) for x, y in zip(now, then, strict=True))
         assert torch.equal(linear_rope_attention(*mixed, **how)[:, :cut], out[:, :cut])
+
+
+@pytest.mark.parametrize("name", ["elu+1", "relu"])
+def test_nan_reaches_every_later_token_and_no_earlier_one(name: str) -> None:
+    q, k, v = randoms(1, 100, 1, 16, dtype=torch.float32)
+    k[0, 40, 0, 3] = float("nan")
+    out = linear_rope_attention(q, k, v, feature_map=name, rotary=Rotary(16), backend="triton")
+    assert out[:, :40].isfinite().all()
+    assert out[:, 40:].isnan().all()
 
 
 def test_float16_does_not_overflow_where_features_do() -> None:

@@ -28,6 +28,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from linrope.distributed.shard import Shard
 from linrope.models.huggingface.cache import LinRopeCache, State
 from linrope.models.huggingface.configuration import LinRopeConfig, make_attention
 from linrope.models.huggingface.saving import auto_map, write_beside
@@ -159,6 +160,7 @@ class LinRopeModel(LinRopePreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
+        shard: Shard | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """
@@ -169,6 +171,8 @@ class LinRopeModel(LinRopePreTrainedModel):
                 one without mask and cache, each 0 begins a new sequence, as packing collators write them.
             past_key_values: of the tokens before; it is changed.
             cu_seqlens: (s + 1,), of sequences packed into a batch of one; also as cu_seq_lens_q.
+            shard: a ``linrope.distributed.Shard``: the tokens are this rank's part, without padding. Not for
+                layers with full attention, nor packed sequences beside a cache.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: expected exactly one of them")
@@ -183,6 +187,9 @@ class LinRopeModel(LinRopePreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         b, n, _ = x.shape
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if shard is not None:
+            self._check_shard(attention_mask, n)
+            attention_mask, cu_seqlens = None, shard.cu_seqlens
 
         key_mask = None
         if attention_mask is not None:
@@ -195,14 +202,16 @@ class LinRopeModel(LinRopePreTrainedModel):
                 # Positions that transformers gives padding may fall, and keys cannot fade over that.
                 position_ids = counted if position_ids is None else position_ids.where(key_mask, counted)
         cu_seqlens = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
-        if cu_seqlens is None and position_ids is not None and b == 1 < n and not seen:
+        if cu_seqlens is None and position_ids is not None and b == 1 < n and not seen and shard is None:
             cu_seqlens = _restarts(position_ids) if attention_mask is None else None
         if cu_seqlens is not None and past_key_values is not None:
             raise ValueError("cu_seqlens: got packed sequences and past_key_values, expected one of the two")
         if use_cache and past_key_values is None and self.causal and cu_seqlens is None:
             past_key_values = LinRopeCache(self.config)
 
-        where = {"positions": position_ids, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
+        where: dict[str, Any] = {"positions": position_ids, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
+        if shard is not None:
+            where |= {"cu_seqlens": None, "shard": shard}
         if past_key_values is None:
             for layer in self.layers:
                 x, _ = layer(x, **where)
@@ -211,8 +220,16 @@ class LinRopeModel(LinRopePreTrainedModel):
             for layer, slot in zip(self.layers, past_key_values.layers):
                 before = slot.state if twice else slot.take()
                 x, slot.state = layer(x, state=before, return_state=True, **where)
-            past_key_values.length += n
+            past_key_values.length += n if shard is None else shard.total
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+
+    def _check_shard(self, attention_mask: Tensor | None, n: int) -> None:
+        if "full_attention" in (self.config.layer_types or ()):
+            raise ValueError("shard: got one, expected None with full attention, which needs all keys")
+        if attention_mask is not None and _may_pad(attention_mask, n):
+            raise ValueError(
+                "attention_mask: got padding beside a shard, expected packed sequences (its cu_seqlens)"
+            )
 
 
 def count_positions(attention_mask: Tensor) -> Tensor:
@@ -263,21 +280,30 @@ class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        shard: Shard | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Arguments as of ``LinRopeModel``; labels (b, n): the tokens, -100 = no loss; shifted here."""
+        """Arguments as of ``LinRopeModel``; labels (b, n): the tokens, -100 = no loss; shifted here.
+
+        With a shard, labels are the next tokens already (``shard.targets``), since the last one's is another
+        rank's, and the losses of all ranks add up to the loss: each is divided by all ranks' labels, or by
+        num_items_in_batch.
+        """
         # Checkpointing: transformers drops use_cache, as caches that layers write to do not go with it.
         dropped = use_cache and self.training and self.model.gradient_checkpointing
         if dropped and past_key_values is None and not {"cu_seqlens", "cu_seq_lens_q"} & set(kwargs):
             past_key_values = LinRopeCache(self.config)
         outputs = self.model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
-            past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
+            past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, shard=shard,
+            **kwargs,
         )  # fmt: skip
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
-        if labels is not None:
+        if labels is not None and shard is not None:
+            loss = shard.mean_loss(logits, labels, kwargs.get("num_items_in_batch"))
+        elif labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,

@@ -1,0 +1,77 @@
+"""The short convolution on a shard: one gather of each rank's last inputs, which the next goes on from."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linrope.distributed.shard import Shard
+from linrope.state import LinearAttentionState
+
+
+def convolve_shard(
+    convolution: Callable[..., Any],  # a ShortConvolution
+    x: Tensor,
+    shard: Shard,
+    key_mask: Tensor | None,
+    state: LinearAttentionState | None,
+) -> tuple[Tensor, Tensor]:
+    """y of the local x (b, n, c), and the last inputs of all tokens, or, packed, of each local document."""
+    width, before = convolution.taps - 1, None if state is None else state.conv  # type: ignore[attr-defined]
+    if shard.size == 1:
+        y, last = convolution(x, before, key_mask, shard.cu_seqlens)
+        return y, last
+    shard.agree(lambda: _describe(x, shard, width, before))
+    tokens = shard.piece(-1)
+    tail, count = last_inputs(x[:, tokens], None if key_mask is None else key_mask[:, tokens], width)
+    tails, counts = shard.channel.gather([tail, count], _learned(x)).wait()
+    start = x.new_zeros(tail.shape) if before is None else before.to(x.dtype)
+    halo = fold_inputs(tails, counts, shard.before, start)
+    documents = max(1, len(shard.mine))
+    if documents > 1:
+        halo = torch.cat((halo, halo.new_zeros(documents - 1, *halo.shape[1:])))
+    y, last = convolution(x, halo, key_mask, shard.cu_seqlens)
+    return y, last if shard.cu_seqlens is not None else fold_inputs(tails, counts, shard.everywhere, start)
+
+
+def _describe(x: Tensor, shard: Shard, width: int, before: Tensor | None) -> str:
+    if x.shape[1] != shard.length:
+        raise ValueError(
+            f"x: got {x.shape[1]} tokens on rank {shard.rank}, expected {shard.length} as its shard has"
+        )
+    return (
+        f"{x.dtype} inputs of the convolution (b, n, c) = ({x.shape[0]}, n, {x.shape[2]}), taps={width + 1}, "
+        f"gradients {_learned(x)}, given some {before is not None}"
+    )
+
+
+def _learned(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def last_inputs(x: Tensor, key_mask: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
+    """(b, width, c): the last visible tokens of x (b, n, c), at the end; and how many there are, (b,)."""
+    b, n, _ = x.shape
+    if key_mask is None:
+        count = min(n, width)
+        tail = torch.cat((x.new_zeros(b, width - count, x.shape[2]), x[:, n - count :]), 1)
+        return tail, torch.full((b,), count, device=x.device)
+    if n == 0:
+        return x.new_zeros(b, width, x.shape[2]), torch.zeros(b, dtype=torch.int64, device=x.device)
+    from_end = key_mask.flip(1).cumsum(1).flip(1)  # of visible tokens: 1 is the last
+    wanted = torch.arange(width, 0, -1, device=x.device)
+    found = (from_end[:, None] == wanted[:, None]) & key_mask[:, None]  # (b, width, n)
+    tail = x.gather(1, found.int().argmax(2)[..., None].expand(-1, -1, x.shape[2]))
+    return tail.masked_fill(~found.any(2)[..., None], 0), key_mask.sum(1).clamp(max=width)
+
+
+def fold_inputs(tails: Tensor, counts: Tensor, chain: Sequence[int], start: Tensor) -> Tensor:
+    """(b, width, c): the last inputs after the ranks of chain; start: those before them."""
+    width, line = start.shape[1], start + tails[:0].sum(0)
+    slots = torch.arange(width, device=start.device)
+    for s in chain:
+        index = slots + counts[s][:, None]
+        index = torch.where(index < width, index, width + slots)
+        line = torch.cat((line, tails[s]), 1).gather(1, index[..., None].expand(-1, -1, start.shape[2]))
+    return line

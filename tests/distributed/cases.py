@@ -1,0 +1,210 @@
+"""Calls of the operation, for which shards have to give one process's numbers; each rank runs them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from linrope import LinearAttentionState, Rotary, feature_maps, linear_rope_attention
+from linrope.distributed import Shard
+from tests.oracle import random_state, randoms
+
+B, H, G, D, E = 2, 4, 2, 8, 6
+SEQUENCE = ("log_decay", "angle_steps", "positions", "key_positions", "key_mask")  # have an axis of tokens
+ADDED = ("kv", "z", "decay")  # gradients that are sums over the ranks
+
+LENGTHS = {  # of 2 and 4 ranks: one shard longer than a chunk of 64 tokens, empty ones, ones of a token
+    2: ([80, 21], [0, 17], [17, 0], [16, 1]),
+    4: ([30, 70, 5, 9], [9, 0, 8, 0], [1, 1, 15, 1], [0, 0, 0, 12]),
+}
+PACKED_LENGTHS = {2: ([80, 21], [101, 0]), 4: ([30, 70, 5, 9], [35, 0, 79, 0])}
+BORDERS = {2: [0, 30, 30, 80, 101], 4: [0, 20, 20, 35, 100, 114]}  # documents: across borders, at them, empty
+
+
+def gates(n: int, rows: int = B, heads: int = G) -> Tensor:
+    return -torch.rand(rows, n, heads, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def steps(n: int, rows: int = B, heads: int = G, pairs: int = D // 2) -> Tensor:
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(rows, n, heads, pairs, generator=generator, dtype=torch.float64)
+
+
+def mask(n: int) -> Tensor:
+    return torch.rand(B, n, generator=torch.Generator().manual_seed(6)) < 0.7
+
+
+def gaps(n: int, rows: int = B) -> Tensor:
+    """Positions that do not fall, and begin after those of any state."""
+    jumps = torch.randint(0, 3, (rows, n), generator=torch.Generator().manual_seed(7))
+    return 20 + jumps.cumsum(1)
+
+
+def decay() -> Tensor:
+    return torch.tensor([0.9, 0.999], dtype=torch.float64)
+
+
+def theta_per_head() -> Rotary:
+    return Rotary(D, theta=torch.rand(G, D // 2, generator=torch.Generator().manual_seed(8)).double())
+
+
+CASES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "RoFormer's equation": lambda n: {"rotary": Rotary(D)},
+    "no rotation, the numerator alone": lambda n: {"feature_map": "silu", "normalize": False},
+    "decay": lambda n: {"rotary": Rotary(D, layout="half"), "decay": decay()},
+    "gates": lambda n: {"rotary": Rotary(D), "log_decay": gates(n)},
+    "steps": lambda n: {"rotary": Rotary(D), "angle_steps": steps(n)},
+    "all that fades and turns": lambda n: {
+        "rotary": theta_per_head(), "decay": decay(), "log_decay": gates(n, 1), "angle_steps": steps(n, 1),
+        "key_mask": mask(n),
+    },
+    "steps for all heads without a rotation": lambda n: {"angle_steps": steps(n, heads=1, pairs=2)},
+    "exponentials": lambda n: {"rotary": Rotary(D), "feature_map": "exp"},
+    "exponentials that fade": lambda n: {
+        "rotary": Rotary(D), "feature_map": "exp", "log_decay": gates(n), "decay": decay(),
+        "key_mask": mask(n),
+    },
+    "random features": lambda n: {
+        "rotary": Rotary(16), "feature_map": feature_maps.make("favor+", D, seed=0, num_features=16),
+        "angle_steps": steps(n, pairs=8),
+    },
+    "positions": lambda n: {"rotary": Rotary(D), "positions": gaps(n), "decay": decay()},
+    "positions of all rows": lambda n: {"rotary": Rotary(D), "positions": gaps(n, 1)[0], "decay": decay()},
+    "positions on a grid": lambda n: {
+        "rotary": Rotary.axial(D, axes=2), "positions": torch.stack((gaps(n), gaps(n) + 3), -1),
+        "log_decay": gates(n),
+    },
+    "xPos": lambda n: {"rotary": Rotary(D, xpos=50.0), "positions": gaps(n), "log_decay": gates(n)},
+    "a map with positions": lambda n: {"feature_map": feature_maps.make("cosformer", D, max_length=200)},
+    "rotated before the map": lambda n: {"rotary": Rotary(D), "rope_order": "before", "log_decay": gates(n)},
+    "bidirectional": lambda n: {"rotary": Rotary(D), "causal": False, "key_mask": mask(n)},
+    "bidirectional steps": lambda n: {"rotary": Rotary(D), "causal": False, "angle_steps": steps(n)},
+    "bidirectional exponentials": lambda n: {"rotary": Rotary(D), "causal": False, "feature_map": "exp"},
+    "positions of keys": lambda n: {
+        "rotary": Rotary(D), "causal": False, "positions": gaps(n), "key_positions": gaps(n) + 2,
+    },
+}  # fmt: skip
+
+PACKED: dict[str, Callable[[int], dict[str, Any]]] = {
+    "packed": lambda n: {"rotary": Rotary(D)},
+    "packed and fading": lambda n: {
+        "rotary": Rotary(D), "decay": decay(), "log_decay": gates(n, 1), "angle_steps": steps(n, 1),
+    },
+    "packed exponentials": lambda n: {"rotary": Rotary(D), "feature_map": "exp", "log_decay": gates(n, 1)},
+    "packed with positions": lambda n: {"rotary": Rotary(D), "positions": gaps(n, 1)[0], "decay": decay()},
+    "packed bidirectional": lambda n: {"rotary": Rotary(D), "causal": False, "angle_steps": steps(n, 1)},
+    "packed bidirectional exponentials": lambda n: {
+        "rotary": Rotary(D), "causal": False, "feature_map": "exp",
+    },
+}  # fmt: skip
+
+
+def with_dtype(how: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    names = ("log_decay", "angle_steps")
+    return {name: x.to(dtype) if name in names else x for name, x in how.items()}
+
+
+def weights_like(x: Tensor, seed: int) -> Tensor:
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def results(
+    q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any], state: LinearAttentionState | None,
+    weight: Tensor, share: float, *, whole_state: bool,
+) -> dict[str, Tensor]:  # fmt: skip
+    """out, the last state and all gradients; share: of the last state's part of the loss."""
+    leaves = {"q": q, "k": k, "v": v}
+    leaves |= {name: how[name] for name in ("log_decay", "angle_steps", "decay") if how.get(name) is not None}
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
+    how = how | {name: leaves[name] for name in how if name in leaves}
+    if state is not None:
+        state = replace(state, kv=state.kv.detach().requires_grad_(), z=state.z.detach().requires_grad_())
+        leaves |= {"kv": state.kv, "z": state.z}
+    out, last = linear_rope_attention(
+        leaves["q"], leaves["k"], leaves["v"], **how, state=state, return_state=True
+    )
+    loss = (out.double() * weight).sum()
+    found = {"out": out.detach()}
+    if whole_state:
+        for x in (last.kv, last.z):
+            loss = loss + share * (x.double() * weights_like(x, 11)).sum()
+        found |= {f"last {name}": x.detach() for name, x in last.tensors().items() if name != "angle_slope"}
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    return found | {f"d{name}": x for name, x in zip(leaves, grads, strict=True)}
+
+
+def both(
+    name: str, lengths: list[int], dtype: torch.dtype, backend: str, *, packed: bool, given: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Shard]:
+    """What one process finds of this rank's tokens, and what this rank finds; given: a state."""
+    n, b = sum(lengths), 1 if packed else B
+    how = with_dtype((PACKED if packed else CASES)[name](n), dtype) | {"backend": backend}
+    q, k, v = (x.to(dtype) for x in randoms(b, n, H, D, g=G, e=E, seed=1))
+    bounds = torch.tensor(BORDERS[len(lengths)]) if packed else None
+    state = random_state(k.double(), v.double(), how) if given else None
+    if state is not None:
+        state = state.to(dtype=torch.float32 if dtype != torch.float64 else None)
+    weight = weights_like(v[:, :, :1].expand(-1, -1, H, -1), 12)
+    one = results(q, k, v, how | {"cu_seqlens": bounds}, state, weight, 1.0, whole_state=not packed)
+
+    shard = Shard(lengths=lengths, cu_seqlens=bounds)
+    here = dict(how) | {"shard": shard}
+    for key in SEQUENCE:
+        if (x := how.get(key)) is not None:
+            axes = key.endswith("positions") and how["rotary"].axes is not None
+            here[key] = shard.take(x, x.ndim - 1 - axes if key.endswith("positions") else 1)
+    parts = [shard.take(x) for x in (q, k, v)]
+    many = results(*parts, here, state, shard.take(weight), 1 / shard.size, whole_state=not packed)
+    for key, x in one.items():
+        if key == "out" or key in ("dq", "dk", "dv", "dlog_decay", "dangle_steps"):
+            one[key] = shard.take(x)
+        elif key.startswith("d"):
+            dist.all_reduce(many[key])
+    return one, many, shard
+
+
+def compare(
+    name: str, lengths: list[int], dtype: torch.dtype, backend: str, packed: bool, given: bool
+) -> dict[str, float]:
+    """The differences, relative to each tensor's largest entry (of all ranks') or 1."""
+    one, many, _ = both(name, lengths, dtype, backend, packed=packed, given=given)
+    assert one.keys() == many.keys()
+    gaps, sizes = [], []
+    for key, x in one.items():
+        if not x.is_floating_point():
+            x, many[key] = x - many[key], torch.zeros_like(x)  # integers, which wrap, are to be equal
+        gaps.append((many[key].double() - x.double()).abs().max() if x.numel() else torch.tensor(0.0))
+        sizes.append(
+            x.double().abs().max() if one[key].is_floating_point() and x.numel() else torch.tensor(1.0)
+        )
+    gap, size = torch.stack([x.double() for x in gaps]), torch.stack([x.double() for x in sizes])
+    for x in (gap, size):  # on all ranks, before one of them fails and leaves the others waiting
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+    worst = dict(zip(one, (gap / size.clamp(min=1)).tolist(), strict=True))
+    for key, found in worst.items():
+        most = tolerance(name, dtype, gradient=key.startswith("d"))
+        assert found <= most, f"{name}, {lengths}, {key}: {found:.1e}, expected at most {most:.0e}"
+    return worst
+
+
+def tolerance(name: str, dtype: torch.dtype, *, gradient: bool) -> float:
+    if dtype != torch.float64:  # docs/numerics.md: 16 u = 1e-6 of M, and M is some times the largest entry
+        return 2e-5 if gradient else 3e-6
+    # Before the first key there is a decay of e^-10000, beside which sums of logs lose four digits: in one
+    # process and in many.
+    return 1e-11 if "exponential" in name or "random" in name else 1e-13
+
+
+def several(names: list[str], long: bool, dtype: torch.dtype, backend: str, packed: bool = False) -> float:
+    """compare() of several cases, each with some or all cuts into shards."""
+    worst, cuts = 0.0, (PACKED_LENGTHS if packed else LENGTHS)[dist.get_world_size()]
+    for i, name in enumerate(names):
+        own = cuts if long else [cuts[i % len(cuts)]]
+        for j, lengths in enumerate(own):
+            for given in (False,) if packed else (False, True) if long else ((i + j) % 2 == 0,):
+                found = compare(name, lengths, dtype, backend, packed, given)
+                worst = max(worst, *found.values())
+    return worst
