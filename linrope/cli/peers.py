@@ -87,7 +87,6 @@ PEERS = {
 
 def peers_of(case: AttentionCase) -> tuple[dict[str, tuple[AttentionCase, Attend]], dict[str, str]]:
     """What can be timed at this case's sizes, with elu+1 and without decay, checked; of others why not."""
-    plain = AttentionCase(case.n, case.batch, case.heads, case.dim, case.device, case.dtype)
     found: dict[str, tuple[AttentionCase, Attend]] = {}
     reasons: dict[str, str] = {}
     for name, peer in PEERS.items():
@@ -103,6 +102,7 @@ def peers_of(case: AttentionCase) -> tuple[dict[str, tuple[AttentionCase, Attend
             reasons[name] = "knows no grouped heads"
         else:
             try:
+                plain = AttentionCase(case.n, case.batch, case.heads, case.dim, case.device, case.dtype)
                 attend = peer.call(module, plain)
                 how: dict[str, Any] = {"feature_map": feature_maps.make("elu+1", case.dim), "rotary": None}
                 how |= {"normalize": peer.normalize, "decay": None}

@@ -22,7 +22,9 @@ from linrope.models.huggingface import (
     LinRopeConfig,
     LinRopeForCausalLM,
     LinRopeForMaskedLM,
+    LinRopeForQuestionAnswering,
     LinRopeForSequenceClassification,
+    LinRopeForTokenClassification,
     LinRopeModel,
 )
 from linrope.models.huggingface.cache import tensors_of
@@ -56,6 +58,8 @@ for names, model in (
     (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, LinRopeForCausalLM),
     (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, LinRopeForMaskedLM),
     (modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, LinRopeForSequenceClassification),
+    (modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, LinRopeForTokenClassification),
+    (modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES, LinRopeForQuestionAnswering),
 ):
     names["linrope"] = model.__name__
 
@@ -86,7 +90,13 @@ class Sizes:
 
 
 class ModelTest(COMMON.ModelTesterMixin, GENERATION.GenerationTesterMixin, unittest.TestCase):  # type: ignore[misc,name-defined]
-    all_model_classes = (LinRopeModel, LinRopeForCausalLM, LinRopeForSequenceClassification)
+    all_model_classes = (
+        LinRopeModel,
+        LinRopeForCausalLM,
+        LinRopeForSequenceClassification,
+        LinRopeForTokenClassification,
+        LinRopeForQuestionAnswering,
+    )
     all_generative_model_classes = (LinRopeForCausalLM,)
     has_attentions = False
     options: dict[str, Any] = {}  # noqa: RUF012
