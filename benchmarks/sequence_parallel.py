@@ -1,7 +1,7 @@
 """What sequences in shards cost: measured between processes, and calculated for many GPUs.
 
-    torchrun --nproc-per-node 2 benchmarks/sequence_parallel.py     measures here, with gloo on CPUs
-    python benchmarks/sequence_parallel.py                          prints the calculation of docs/distributed.md
+    torchrun --nproc-per-node 2 benchmarks/sequence_parallel.py    measures here, with gloo on CPUs
+    python benchmarks/sequence_parallel.py                         prints the table of docs/distributed.md
 
 Measured are the bytes that a process hands to the others, which must not grow with the sequence and must be
 those of the calculation, and the time of a shard in a group over that of the same shard alone.
