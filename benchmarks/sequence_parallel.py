@@ -1,10 +1,10 @@
 """What sequences in shards cost: measured between processes, and calculated for many GPUs.
 
-    torchrun --nproc-per-node 2 benchmarks/sequence_parallel.py     measures here, with gloo on CPUs
-    python benchmarks/sequence_parallel.py                          prints the calculation of docs/distributed.md
+    torchrun --nproc-per-node 2 benchmarks/sequence_parallel.py    measures here, with gloo on CPUs
+    python benchmarks/sequence_parallel.py                         prints the table of docs/distributed.md
 
-Measured are the bytes that a process hands to the others, which must not grow with the sequence and must be those
-of the calculation, and the time of a shard in a group over that of the same shard alone.
+Measured are the bytes that a process hands to the others, which must not grow with the sequence and must be
+those of the calculation, and the time of a shard in a group over that of the same shard alone.
 """
 
 import os
@@ -12,9 +12,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from linrope import LinearRoPEAttention, linear_rope_attention
 from linrope.distributed import Shard
@@ -70,9 +72,8 @@ def calculate(model: Model, tokens: int, gpus: int, flops: float, bandwidth: flo
 
 def print_calculation() -> None:
     model = Model()
-    print(
-        f"{model.parameters / 1e9:.1f} billion parameters, {model.state / 1e6:.2f} MB of state per layer and rank"
-    )
+    size = f"{model.parameters / 1e9:.1f} billion parameters"
+    print(f"{size}, {model.state / 1e6:.2f} MB of state per layer and rank")
     for tokens in (1_000_000, 100_000_000):
         for gpus in (8, 64, 1024):
             found = calculate(model, tokens, gpus, flops=400e12, bandwidth=40e9)
@@ -89,7 +90,7 @@ def timed(run: Callable[[], object], repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def ratio(many: Callable[[], object], alone: Callable[[], object], rounds: int = 15) -> float:
+def ratio(many: Callable[[], object], alone: Callable[[], object], rounds: int = 7) -> float:
     """The median of time in the group over time alone; the two take turns."""
     timed(many, 2), timed(alone, 2)
     return statistics.median(timed(many, 1) / timed(alone, 1) for _ in range(rounds))
@@ -114,23 +115,21 @@ def measure() -> None:
         assert forward == (size - 1) * state
         assert both == (size - 1) * (2 * state - 8)
 
-        def forward_pass(own: Shard | None, q=q, k=k, v=v) -> None:  # type: ignore[no-untyped-def]
+        def forward_pass(own: Shard | None, q: Tensor = q, k: Tensor = k, v: Tensor = v) -> None:
             with torch.no_grad():
                 linear_rope_attention(q, k, v, shard=own)
 
-        def both_passes(own: Shard | None, q=q, k=k, v=v) -> None:  # type: ignore[no-untyped-def]
+        def both_passes(own: Shard | None, q: Tensor = q, k: Tensor = k, v: Tensor = v) -> None:
             linear_rope_attention(q, k, v, shard=own).sum().backward()
 
         layer = LinearRoPEAttention(HEADS * DIM, HEADS, gate=True)
         x = torch.randn(1, shard.length, HEADS * DIM, requires_grad=True)
 
-        def layer_passes(own: Shard | None, layer=layer, x=x) -> None:  # type: ignore[no-untyped-def]
+        def layer_passes(own: Shard | None, layer: nn.Module = layer, x: Tensor = x) -> None:
             layer(x, shard=own).sum().backward()
 
-        found = [
-            ratio(lambda f=f: f(shard), lambda f=f: f(None))  # type: ignore[misc]
-            for f in (forward_pass, both_passes, layer_passes)
-        ]
+        passes = (forward_pass, both_passes, layer_passes)
+        found = [ratio(partial(f, shard), partial(f, None)) for f in passes]
         if rank == 0:
             print(
                 f"{total} tokens on {size} processes: a rank sends {forward:,} bytes forward and "

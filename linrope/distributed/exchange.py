@@ -76,9 +76,9 @@ class Channel:
             yield
         except RuntimeError as error:
             raise RuntimeError(
-                f"shard: rank {self.rank} of {self.size} could not exchange with the others: {error}; expected "
-                "all of them in the same call, within the group's timeout; the cause is in the output of the "
-                "one that ended or came late"
+                f"shard: rank {self.rank} of {self.size} could not exchange with the others: {error}; "
+                "expected all of them in the same call, within the group's timeout; the cause is in the "
+                "output of the one that ended or came late"
             ) from error
 
 
