@@ -43,7 +43,7 @@ test-sanitizers: .venv/ready
 
 # The whole table of tiles, compiled and run by the emulator of tests/kernels/ptx, and a table of the errors.
 test-ptx: .venv/ready
-	$(BIN)/python -m pytest -n auto -m ptx -rP tests/kernels/test_ptx.py
+	$(BIN)/python -m pytest -n auto -m ptx -rP tests/kernels/test_ptx.py tests/kernels/test_compile.py
 
 # These two need a GPU, with PyTorch and Triton for it; they run the tree as it lies, uninstalled.
 test-gpu:

@@ -140,12 +140,12 @@ class Report(NamedTuple):
     limits: dict[str, float]  # what that time goes to
 
 
-def report(x: Launch, dim: int, dtype: str, capability: int) -> Report:
+def report(x: Launch, dim: int, dtype: str, capability: int, modelled: bool = True) -> Report:
     code, loop = _code(x.compiled.asm["cubin"])
     warps, given = x.compiled.metadata.num_warps, x.given
     chunk, shared = given.get("C", 1), x.compiled.metadata.shared
     programs, found = model.resident(code.registers, shared, warps), None
-    if capability == 90 and "STAGES" in given:
+    if modelled and capability == 90 and "STAGES" in given:
         found = _model(x.compiled.asm["cubin"], warps, programs)
     counts = Counter(instruction.unit for instruction in loop)
     ptx = x.compiled.asm["ptx"]
@@ -203,6 +203,7 @@ def entries(
     capabilities: list[int],
     decay: bool = False,
     layout: str = "interleaved",
+    modelled: bool = True,
 ) -> Iterator[Report]:
     """Every kernel of the table, as launched where heads are few, forward, backward and decoding."""
     for d in dims:
@@ -215,7 +216,7 @@ def entries(
                     launch.step_fwd(_one_token(call), state, state, None)
                 for x in {x.name: x for x in (*forward, *backward, *step)}.values():
                     if "BE" in x.given:
-                        yield report(x, d, dtype, capability)
+                        yield report(x, d, dtype, capability, modelled)
 
 
 def _one_token(call: launch.Call) -> launch.Call:
@@ -267,6 +268,7 @@ def main() -> None:
         "--calls", action="store_true", help="modelled time of whole calls, in bfloat16 on an H200"
     )
     parser.add_argument("--json", action="store_true", help="a line of JSON for each, and no table")
+    parser.add_argument("--no-model", action="store_true", help="without modelled times, which take as long")
     options = parser.parse_args()
     if options.calls:
         for d in options.dim:
@@ -278,7 +280,8 @@ def main() -> None:
             f"Triton {triton.__version__}; cycles: modelled, per 64 tokens and program, on a multiprocessor"
         )
         print(HEADER)
-    for x in entries(options.dim, options.dtype, options.capability, options.decay, options.layout):
+    given = options.dim, options.dtype, options.capability, options.decay, options.layout
+    for x in entries(*given, modelled=not options.no_model):
         print(json.dumps(x._asdict()) if options.json else show(x), flush=True)
 
 
