@@ -92,7 +92,8 @@ class Recall(Task):
     """
 
     length: int = 128
-    steps: int = 1200
+    steps: int = 1000
+    rows: int = 16
     trained_pairs: tuple[int, ...] = (4, 8, 16)  # one step after the other
     tested_pairs: tuple[int, ...] = (4, 8, 16, 32)
     power: float = 0.01
