@@ -23,10 +23,7 @@ def run(
 ) -> None:
     """Runs what is missing. A run that was killed goes on from where it was a minute before."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        runner.study(out, only or [], scale, seeds, jobs, device)
-    except (ValueError, RuntimeError) as error:
-        raise SystemExit(f"study: {error}") from error
+    runner.study(out, only or [], scale, seeds, jobs, device)
 
 
 @app.command()
@@ -42,5 +39,13 @@ def plot(folder: Folder) -> None:
         print(path)
 
 
+def main(arguments: list[str] | None = None) -> None:
+    """Exit status 1 and one line where the arguments or the results are at fault."""
+    try:
+        app(arguments)
+    except (ValueError, RuntimeError) as error:
+        raise SystemExit(f"study: {error}") from error
+
+
 if __name__ == "__main__":
-    app()
+    main()

@@ -11,15 +11,13 @@ LEARNING_RATES = (1e-3, 3e-3, 1e-2)
 GRID_SEED = 0  # of the runs that choose a learning rate, and of no other
 
 _ALL = [name for name in VARIANTS if not name.startswith(("axial", "linear-conv", "gate-selective-add"))]
-_RECALL = [
-    "softmax-rope", "eq19", "spread", "gate-rope",
-    "gate-rope-conv", "gate-conv", "gate-selective-conv", "linear-conv",
-]  # fmt: skip
+_CONVOLUTIONS = ["gate-rope-conv", "gate-conv", "gate-selective-conv", "linear-conv"]
+_RECALL = ["softmax-rope", "gate-rope", *_CONVOLUTIONS]
 _STATE = [
     "softmax-rope", "eq19", "spread", "gate-rope", "gate", "gate-selective", "gate-selective-add",
     "gate-selective-conv",
 ]  # fmt: skip
-_COPY = ["softmax-rope", "softmax-none", "eq19", "spread", "gate-rope", *_RECALL[4:]]
+_COPY = ["softmax-rope", "softmax-none", "eq19", "spread", "gate-rope", *_CONVOLUTIONS]
 
 # The first model of a family is the one with which the family's learning rate is chosen.
 PLAN: list[tuple[Task, list[str]]] = [
@@ -31,7 +29,7 @@ PLAN: list[tuple[Task, list[str]]] = [
     (Sum("parity", vocab_size=2, modulus=2), _STATE),
     (Sum("modulo-3", vocab_size=3, modulus=3), _STATE),
     (Copying("copying"), _COPY),
-    (Distant("distant"), ["softmax-rope", "eq19", "spread", "gate-rope", "gate-rope-conv", "hybrid"]),
+    (Distant("distant"), ["softmax-rope", "gate-rope", "gate-rope-conv", "linear-conv", "hybrid"]),
     (
         Images("images"),
         ["softmax-rope", "softmax-none", "softmax-sinusoidal", "eq19", "linear", "axial", "axial-before"],

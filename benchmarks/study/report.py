@@ -54,7 +54,7 @@ def table(task: str, rows: Rows) -> str:
     settings = every[0]["settings"]
     seeds = sorted({len(row) for row in rows.values()})
     title = (
-        f"**{task}**: {settings['steps']} steps of about {_tokens(settings):,} tokens, "
+        f"**{task}**: {settings['steps']} steps of about {every[0]['tokens_per_step']:,} tokens, "
         f"{' to '.join(map(str, sorted({seeds[0], seeds[-1]})))} seeds, commit "
         f"{', '.join(sorted({str(line['machine']['commit'])[:8] for line in every}))}"
     )
@@ -66,10 +66,6 @@ def table(task: str, rows: Rows) -> str:
             body.append([label, *bounds, *[""] * (len(head) - 1 - len(names))])
     body += [[model, *_figures(row, names), *_costs(row)] for model, row in rows.items()]
     return "\n".join([title, "", *(f"| {' | '.join(cells)} |" for cells in body)])
-
-
-def _tokens(settings: dict[str, Any]) -> int:
-    return int(settings["rows"] * settings["length"])
 
 
 def _figures(row: list[Line], names: Sequence[str]) -> list[str]:

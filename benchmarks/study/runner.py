@@ -170,6 +170,7 @@ def perform(arguments: tuple[Run, Path, str]) -> Line:
         "optimizer": {"betas": BETAS, "weight_decay": WEIGHT_DECAY, "clip": CLIP, "warm_up": WARM_UP},
         "parameters": sum(p.numel() for p in model.parameters()),
         "state_numbers": state_numbers(model),
+        "tokens_per_step": task.tokens,
         "seconds": progress.seconds,
         "cpu_seconds": progress.cpu_seconds,
         "tokens_per_second": len(progress.losses) * task.tokens / progress.seconds,

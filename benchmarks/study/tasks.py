@@ -1,6 +1,6 @@
 """What a task is, and the tasks on made-up tokens: recall, copying, counting modulo a number."""
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -170,7 +170,7 @@ class Copying(Task):
     vocab_size: int = 17  # 16 symbols and the mark
     length: int = 20
     shortest: int = 8
-    times: tuple[int, ...] = field(default=(1, 2, 4))
+    times: tuple[int, ...] = (1, 2, 4)
 
     @property
     def tokens(self) -> int:

@@ -105,7 +105,7 @@ class Distant(Task):
 
     length: int = 4096  # the farthest distance trained at
     steps: int = 1000
-    rows: int = 2  # of the farthest distance
+    rows: int = 1  # of the farthest distance
     test_rows: int = 32
     pairs: int = 4
     values: int = 16

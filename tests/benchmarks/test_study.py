@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.study import __main__ as commands
 from benchmarks.study import lines, peers, plan, report, runner, text, training, variants
 from benchmarks.study.images import Images
 from benchmarks.study.runner import Run
@@ -323,6 +324,30 @@ def test_a_peer_that_is_not_installed_is_left_out_and_named(
     assert lines.read(tmp_path) == []
 
 
+def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = [
+        "--out",
+        str(tmp_path),
+        "--scale",
+        "1e-4",
+        "--seeds",
+        "1",
+        "--only",
+        "copying",
+        "--only",
+        "gate-conv",
+    ]
+    for arguments in (["run", *out], ["table", str(tmp_path)], ["plot", str(tmp_path)]):
+        with pytest.raises(SystemExit) as end:
+            commands.main(arguments)
+        assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert "**copying**" in shown
+    assert shown.endswith("copying.png\n")
+    with pytest.raises(SystemExit, match=r"study: .*runs.jsonl: expected the results of at least one run"):
+        commands.main(["table", str(tmp_path / "nothing")])
+
+
 # Tables and plots
 
 
@@ -330,7 +355,7 @@ def made_up(task: Task, model: str, seed: int, results: dict[str, Any] | None) -
     return Run(task, model, seed, 3e-3, "run").key() | {
         "results": results, "floor": {"1x": 0.5}, "ceiling": {"1x": 1.0}, "machine": {"commit": "0123456789"},
         "parameters": 1234, "state_numbers": 64, "tokens_per_second": 1e4, "memory_bytes": 2_000_000,
-        "seconds": 7.0,
+        "seconds": 7.0, "tokens_per_step": 1024,
     }  # fmt: skip
 
 
