@@ -91,20 +91,20 @@ class Recall(Task):
     after a gap drawn from a power law, with the exponent of Zoology's published settings, and 0 between them.
     """
 
-    length: int = 128
+    vocab_size: int = 128
+    length: int = 64  # twice that of 32 pairs, which would not fit
     steps: int = 1000
-    rows: int = 16
     trained_pairs: tuple[int, ...] = (4, 8, 16)  # one step after the other
     tested_pairs: tuple[int, ...] = (4, 8, 16, 32)
     power: float = 0.01
 
     def make(self, pairs: int, rows: int, generator: torch.Generator) -> Batch:
-        half, first = self.vocab_size // 2, 2 * pairs
+        half, first, length = self.vocab_size // 2, 2 * pairs, max(self.length, 4 * pairs)
         keys = torch.rand(rows, half - 1, generator=generator).argsort(1)[:, :pairs] + 1
         values = torch.rand(rows, half, generator=generator).argsort(1)[:, :pairs] + half
-        inputs = torch.zeros(rows, self.length, dtype=torch.int64)
+        inputs = torch.zeros(rows, length, dtype=torch.int64)
         inputs[:, :first:2], inputs[:, 1:first:2] = keys, values
-        space = (self.length - first) // 2
+        space = (length - first) // 2
         weights = torch.arange(1, space + 1, dtype=torch.float32) ** (self.power - 1)
         at = first + 2 * torch.multinomial(weights.expand(rows, -1), pairs, generator=generator)
         targets = torch.full_like(inputs, NO_TARGET)
@@ -169,6 +169,7 @@ class Copying(Task):
 
     vocab_size: int = 17  # 16 symbols and the mark
     length: int = 20
+    steps: int = 1000
     shortest: int = 8
     times: tuple[int, ...] = (1, 2, 4)
 
