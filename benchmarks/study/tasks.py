@@ -93,7 +93,7 @@ class Recall(Task):
 
     vocab_size: int = 128
     length: int = 64  # twice that of 32 pairs, which would not fit
-    steps: int = 1000
+    steps: int = 1500
     trained_pairs: tuple[int, ...] = (4, 8, 16)  # one step after the other
     tested_pairs: tuple[int, ...] = (4, 8, 16, 32)
     power: float = 0.01

@@ -107,12 +107,12 @@ class Distant(Task):
     steps: int = 1000
     rows: int = 1  # of the farthest distance
     test_rows: int = 32
-    pairs: int = 4
+    pairs: int = 8
     values: int = 16
-    distances: tuple[int, ...] = (64, 256, 1024, 4096)
+    distances: tuple[int, ...] = (16, 64, 256, 1024, 4096)
     tested: tuple[int, ...] = (256, 1024, 4096, 8192)
     first_key: int = 128
-    first_value: int = 192
+    first_value: int = 144
 
     def make(self, text: Text, distance: int, rows: int, generator: torch.Generator) -> Batch:
         keys = torch.rand(rows, self.first_value - self.first_key, generator=generator).argsort(1)
@@ -128,7 +128,7 @@ class Distant(Task):
 
     def batch(self, seed: int, step: int) -> Batch:
         distance = self.distances[step % len(self.distances)]
-        rows = self.tokens // distance
+        rows = max(1, self.tokens // (distance + 3 * self.pairs))
         return self.make(corpus().train, distance, rows, self.generator(seed, step))
 
     def measure(self, model: nn.Module) -> dict[str, Any]:
