@@ -104,7 +104,7 @@ class Distant(Task):
     """
 
     length: int = 4096  # the farthest distance trained at
-    steps: int = 1000
+    steps: int = 1500
     rows: int = 1  # of the farthest distance
     test_rows: int = 32
     pairs: int = 8
