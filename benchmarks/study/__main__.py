@@ -1,0 +1,51 @@
+"""The commands of the study."""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from benchmarks.study import report, runner
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+Folder = Annotated[Path, typer.Argument(help="With the results, runs.jsonl.")]
+
+
+@app.command()
+def run(
+    out: Annotated[Path, typer.Option(help="Folder of the results; what it has is not run again.")],
+    only: Annotated[list[str] | None, typer.Option(help="Tasks and models; may be repeated.")] = None,
+    scale: Annotated[float, typer.Option(help="Times the steps, about times the parameters.")] = 1.0,
+    seeds: Annotated[int, typer.Option(help="Of each model on each task.")] = 3,
+    jobs: Annotated[int, typer.Option(help="Runs side by side, one thread each on a CPU.")] = 1,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "",
+) -> None:
+    """Runs what is missing. A run that was killed goes on from where it was a minute before."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    runner.study(out, only or [], scale, seeds, jobs, device)
+
+
+@app.command()
+def table(folder: Folder) -> None:
+    """Prints a Markdown table per task: mean over the seeds, and half of what lies between the extremes."""
+    print(report.tables(folder))
+
+
+@app.command()
+def plot(folder: Folder) -> None:
+    """Writes the plots beside the results."""
+    for path in report.plots(folder):
+        print(path)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Exit status 1 and one line where the arguments or the results are at fault."""
+    try:
+        app(arguments)
+    except (ValueError, RuntimeError) as error:
+        raise SystemExit(f"study: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

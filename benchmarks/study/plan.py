@@ -1,0 +1,72 @@
+"""The design: which models run which task. docs/evidence.md says which question each of them answers."""
+
+from collections.abc import Sequence
+
+from benchmarks.study.images import Images
+from benchmarks.study.tasks import Copying, Recall, Sum, Task
+from benchmarks.study.text import Distant, Language
+from benchmarks.study.variants import VARIANTS, family
+
+LEARNING_RATES = (1e-3, 3e-3, 1e-2)
+GRID_SEED = 0  # of the runs that choose a learning rate, and of no other
+
+_ALL = [name for name in VARIANTS if not name.startswith(("axial", "linear-conv", "gate-selective-add"))]
+_CONVOLUTIONS = ["gate-rope-conv", "gate-conv", "gate-selective-conv", "linear-conv"]
+_RECALL = ["softmax-rope", "gate-rope", *_CONVOLUTIONS]
+_STATE = [
+    "softmax-rope", "eq19", "spread", "gate-rope", "gate", "gate-selective", "gate-selective-add",
+    "gate-selective-conv",
+]  # fmt: skip
+_COPY = ["softmax-rope", "softmax-none", "eq19", "spread", "gate-rope", *_CONVOLUTIONS]
+
+# The first model of a family is the one with which the family's learning rate is chosen.
+PLAN: list[tuple[Task, list[str]]] = [
+    (Language("language"), _ALL),
+    (Recall("recall-1024", heads=4), _RECALL),
+    (Recall("recall-2048", heads=2, head_dim=32), _RECALL),
+    (Recall("recall-4096", heads=1, head_dim=64), _RECALL),
+    (Recall("recall-maps"), [name for name in VARIANTS if name.startswith("spread")]),
+    (Sum("parity", vocab_size=2, modulus=2), _STATE),
+    (Sum("modulo-3", vocab_size=3, modulus=3), _STATE),
+    (Copying("copying"), _COPY),
+    (Distant("distant"), ["softmax-rope", "gate-rope", "gate-rope-conv", "linear-conv", "hybrid"]),
+    (
+        Images("images"),
+        ["softmax-rope", "softmax-none", "softmax-sinusoidal", "eq19", "linear", "axial", "axial-before"],
+    ),
+]
+# Only where it is asked for by name: it takes longer than all of the others together.
+LONG = (
+    Language("language-long", heads=8, head_dim=32, length=1024, rows=4, steps=3000, layers=4, test_rows=32),
+    ["softmax-rope", "spread", "gate-rope", "gate-selective-conv"],
+)
+
+
+def chosen(only: Sequence[str], scale: float) -> list[tuple[Task, list[str]]]:
+    """The tasks and models to run: all, or those named; a name is that of a task or of a model.
+
+    Raises:
+        ValueError: an unknown name; scale not positive.
+    """
+    if not scale > 0:
+        raise ValueError(f"scale={scale}: expected a positive number")
+    plan = [*PLAN, *([LONG] if LONG[0].name in only else [])]
+    tasks = {task.name for task, _ in [*PLAN, LONG]} & set(only)
+    models = set(VARIANTS) & set(only)
+    if unknown := sorted(set(only) - tasks - models):
+        names = ", ".join([*(task.name for task, _ in [*PLAN, LONG]), *VARIANTS])
+        raise ValueError(f"only: got {unknown}, expected names of {names}")
+    return [
+        (task.scaled(scale), [name for name in names if not models or name in models])
+        for task, names in plan
+        if not tasks or task.name in tasks
+    ]
+
+
+def representatives(task: Task, names: Sequence[str]) -> dict[str, str]:
+    """By family the model that chooses its learning rate: the first of the whole plan, whatever is run."""
+    every = next(models for other, models in [*PLAN, LONG] if other.name == task.name)
+    first: dict[str, str] = {}
+    for name in every:
+        first.setdefault(family(name), name)
+    return {family(name): first[family(name)] for name in names}

@@ -1,0 +1,398 @@
+"""benchmarks/study: its tasks, that its models are of one size, and that nothing is lost or counted twice."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.study import __main__ as commands
+from benchmarks.study import lines, peers, plan, report, runner, text, training, variants
+from benchmarks.study.images import Images
+from benchmarks.study.runner import Run
+from benchmarks.study.tasks import Copying, Recall, Sum, Task
+from benchmarks.study.text import Distant, Language
+from linrope.models.training import Corpus
+from linrope.models.training.batch import NO_TARGET
+
+
+@lru_cache(maxsize=1)
+def small_corpus() -> Corpus:
+    """Random letters; the standard library takes seconds to read."""
+    letters = torch.randint(
+        32, 127, (40, 9000), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+    return Corpus.from_texts([row.numpy().tobytes().decode() for row in letters])
+
+
+@pytest.fixture(autouse=True)
+def _corpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "corpus", small_corpus)
+
+
+def tiny(task: Task) -> Task:
+    """Two steps on two rows, and for text shorter ones."""
+    task = replace(task.scaled(1e-4), rows=2)
+    if isinstance(task, Language):
+        return replace(task, length=16)
+    return replace(task, length=128, distances=(64, 128), tested=(64,)) if isinstance(task, Distant) else task
+
+
+TASKS = {task.name: task for task, _ in [*plan.PLAN, plan.LONG]}
+PAIRS = [(task, name) for task, names in [*plan.PLAN, plan.LONG] for name in names]
+LANGUAGE = tiny(TASKS["language"])
+
+
+class Solver(nn.Module):
+    """Gives the answer that ``solve`` finds; a parameter, since tasks ask models for their device."""
+
+    def __init__(self, classes: int, solve: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.unused, self.classes, self.solve = nn.Parameter(torch.zeros(())), classes, solve
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return nn.functional.one_hot(self.solve(inputs) % self.classes, self.classes).float()
+
+
+def look_up(inputs: Tensor) -> Tensor:
+    """What followed the same token when it stood there first."""
+    first = (inputs[:, :, None] == inputs[:, None]).int().argmax(-1)
+    return inputs.gather(1, (first + 1).clamp(max=inputs.shape[1] - 1))
+
+
+def repeat(inputs: Tensor) -> Tensor:
+    """The text from its beginning on, once the mark has come."""
+    return inputs.roll(inputs.shape[1] // 2, 1)
+
+
+# Tasks
+
+
+@pytest.mark.parametrize(
+    ("task", "solve"),
+    [
+        (Recall("recall", test_rows=20), look_up),
+        (Distant("distant", test_rows=3, tested=(256, 1024)), look_up),
+        (Sum("parity", vocab_size=2, modulus=2), lambda inputs: inputs.cumsum(1)),
+        (Sum("modulo-3", vocab_size=3, modulus=3), lambda inputs: inputs.cumsum(1)),
+        (Copying("copying"), repeat),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_a_perfect_solver_gets_the_ceiling_and_guessing_the_floor(
+    task: Task, solve: Callable[[Tensor], Tensor]
+) -> None:
+    assert task.measure(Solver(task.vocab_size, solve)) == task.ceiling()
+    guess = Solver(task.vocab_size, lambda inputs: torch.full_like(inputs, 1))
+    assert all(share <= 3 * task.floor()[name] for name, share in task.measure(guess).items())
+
+
+def test_a_model_that_knows_nothing_needs_eight_bits_anywhere() -> None:
+    class Uniform(Solver):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return torch.zeros(*inputs.shape, 256)
+
+    found = LANGUAGE.measure(Uniform(256, look_up))
+    assert found["bits"] == pytest.approx(8)
+    assert [found[f"{t}x - 1x"] for t in (2, 4, 8)] == [0, 0, 0]
+    assert len(found["by position"]) == len(found["by position, 1x"]) == 64
+    assert 6 < LANGUAGE.floor()["bits"] < 7  # of 95 letters, all as frequent
+
+
+def test_what_a_long_context_brings_is_measured_on_the_same_bytes() -> None:
+    class Counts(Solver):
+        """Is the surer of the next byte, which it sees, the longer the context is."""
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            sure = torch.arange(inputs.shape[1]).div(8).expand(inputs.shape)
+            return nn.functional.one_hot(inputs.roll(-1, 1), 256) * sure[..., None]
+
+    found = LANGUAGE.measure(Counts(256, look_up))
+    assert found["8x - 1x"] < found["4x - 1x"] < found["2x - 1x"] < 0
+    # In the first window they are one, but for its last byte: what this model reads there is in another row.
+    assert found["by position"][:7] == pytest.approx(found["by position, 1x"][:7])
+
+
+def test_images_are_seen_whole_and_show_every_direction() -> None:
+    images, labels = Images("images").make(200, 32, torch.Generator().manual_seed(0))
+    assert images.shape == (200, 3, 32, 32)
+    assert labels.unique().tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_batches_depend_on_seed_and_step_alone(task: Task) -> None:
+    task = tiny(task)
+    for one, same, other in zip(task.batch(1, 5), task.batch(1, 5), task.batch(2, 5)):
+        assert torch.equal(one, same)
+        assert one.shape != other.shape or not torch.equal(one, other)
+    assert (task.batch(1, 5)[1] != NO_TARGET).any()
+
+
+# Models
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_all_models_of_a_task_have_as_many_parameters(task: Task) -> None:
+    names = [name for other, name in PAIRS if other is task and peers.why_not(name) is None]
+    counts = {name: sum(p.numel() for p in variants.build(name, task).parameters()) for name in names}
+    assert max(counts.values()) <= 1.01 * counts["softmax-rope" if "softmax-rope" in counts else "spread"]
+    assert min(counts.values()) >= 0.99 * max(counts.values())
+
+
+def test_a_model_of_another_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="gate: got 1011 parameters, expected 1000 within 1%"):
+        variants.check_parameters("gate", 1011, 1000)
+    variants.check_parameters("gate", 1010, 1000)
+
+
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [(LANGUAGE, name) for name in dict(plan.PLAN)[TASKS["language"]]]
+    + [(tiny(task), names[-1]) for task, names in plan.PLAN[1:]]
+    + [(tiny(TASKS["images"]), name) for name in ("softmax-sinusoidal", "linear", "axial")],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_every_model_trains_and_is_measured(task: Task, name: str, tmp_path: Path) -> None:
+    if reason := peers.why_not(name):
+        pytest.skip(reason)
+    model = variants.build(name, task, seed=1)
+    before = [p.clone() for p in model.parameters()]
+    progress = training.train(model, task, 1, 1e-3, tmp_path / "x.pt")
+    assert len(progress.losses) == 2
+    moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before)]
+    assert sum(moved) > 0.8 * len(moved)  # selective steps start at zero, and half of them get no gradient
+    assert all(x == x for x in task.measure(model).values())
+
+
+def test_variants_are_what_their_names_say() -> None:
+    layers = {
+        name: variants.build(name, LANGUAGE).model.blocks for name in ("rope-before", "hybrid", "spread")
+    }
+    assert [x.attention.rope_order for x in layers["rope-before"]] == ["before"] * 4
+    kinds = [type(x.attention).__name__ for x in layers["hybrid"]]
+    assert kinds == ["LinearRoPEAttention"] * 3 + ["SoftmaxAttention"]
+    assert layers["spread"][0].attention.decay[-1] == pytest.approx(2 ** (-1 / LANGUAGE.length))
+
+
+def test_the_state_of_linear_attention_has_a_size() -> None:
+    task = TASKS["recall-2048"]
+    numbers = {name: variants.state_numbers(variants.build(name, task)) for name in ("eq19", "softmax-rope")}
+    assert numbers == {"eq19": 2 * 2048, "softmax-rope": None}
+    assert variants.state_numbers(variants.build("hybrid", LANGUAGE)) is None
+
+
+# Runs
+
+
+def test_a_run_that_was_killed_ends_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = replace(tiny(TASKS["copying"]), steps=6)
+    monkeypatch.setattr(training, "SAVE_EVERY", -1.0)
+
+    def trained(folder: str) -> tuple[list[float], list[Tensor]]:
+        model = variants.build("gate-selective-conv", task, seed=1)
+        losses = training.train(model, task, 1, 1e-2, tmp_path / folder / "x.pt").losses
+        return losses, [p.detach() for p in model.parameters()]
+
+    whole = trained("whole")
+    make = Copying.batch
+
+    def kill(self: Copying, seed: int, step: int) -> Any:
+        if step == 4:
+            raise KeyboardInterrupt
+        return make(self, seed, step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Copying, "batch", kill)
+        with pytest.raises(KeyboardInterrupt):
+            trained("killed")
+    losses, weights = trained("killed")
+    assert losses == whole[0]
+    assert all(torch.equal(x, y) for x, y in zip(weights, whole[1]))
+
+
+def test_a_study_that_was_killed_runs_only_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (tmp_path, ["parity", "eq19", "softmax-rope"], 1e-4)
+    append = lines.append
+
+    def kill(folder: Path, line: lines.Line) -> None:
+        if len(lines.read(folder)) == 7:  # 3 learning rates of 2 families, and one run
+            raise KeyboardInterrupt
+        append(folder, line)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lines, "append", kill)
+        with pytest.raises(KeyboardInterrupt):
+            runner.study(*arguments, seeds=2, jobs=1, device="cpu")
+    with open(tmp_path / lines.NAME, "a") as file:
+        file.write('{"task": "par')  # a line that was being written
+    capsys.readouterr()
+    runner.study(*arguments, seeds=2, jobs=1, device="cpu")
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    found = lines.read(tmp_path)
+    assert len({(x["model"], x["seed"], x["learning_rate"], x["phase"]) for x in found}) == len(found) == 10
+    assert [(x["model"], x["seed"]) for x in found[6:]] == [
+        ("softmax-rope", 1), ("eq19", 1), ("softmax-rope", 2), ("eq19", 2),
+    ]  # fmt: skip
+    runner.study(*arguments, seeds=2, jobs=1, device="cpu")
+    assert capsys.readouterr().out == ""
+    assert not list((tmp_path / "unfinished").glob("*"))
+
+
+def test_a_line_has_what_repeats_the_run(tmp_path: Path) -> None:
+    run = Run(tiny(TASKS["parity"]), "gate-rope", 3, 1e-3, "run")
+    first = runner.perform((run, tmp_path, "cpu"))
+    json.dumps(first, allow_nan=False)
+    assert first.keys() >= {"options", "settings", "machine", "versions", "modified", "optimizer", "date"}
+    assert first["machine"].keys() >= {"cpu", "commit", "threads"}
+    assert first["tokens_per_second"] > 0
+    again = runner.perform((run, tmp_path, "cpu"))
+    assert again["losses"] == first["losses"]
+    assert again["results"] == first["results"]
+    assert runner.is_done(run, [json.loads(json.dumps(first))])
+    assert not runner.is_done(replace(run, task=replace(run.task, steps=3)), [first])
+
+
+def test_a_run_that_diverges_is_a_line_without_results(tmp_path: Path) -> None:
+    line = runner.perform(
+        (Run(replace(tiny(TASKS["parity"]), steps=50), "eq19", 1, 1e20, "run"), tmp_path, "cpu")
+    )
+    assert line["results"] is None
+    assert line["diverged_at"] < 50
+    lines.append(tmp_path, line)
+    assert "| 1 of 1 diverged |" in report.tables(tmp_path)
+
+
+def test_the_learning_rate_is_the_one_with_the_least_loss_of_the_grid() -> None:
+    task = TASKS["parity"]
+    losses = dict(zip(plan.LEARNING_RATES, (0.5, 0.2, None)))
+    grid = [Run(task, "eq19", plan.GRID_SEED, rate, "grid") for rate in losses]
+    found = [run.key() | {"final_loss": losses[run.learning_rate]} for run in grid]
+    noise = [Run(task, "eq19", 1, 1e-2, "run").key() | {"final_loss": 0.0}]
+    assert runner.best_rate(task, "eq19", found + noise) == 3e-3
+    with pytest.raises(RuntimeError, match="diverged"):
+        runner.best_rate(task, "eq19", found[2:])
+    counting = runner.counting([(task, ["eq19"])], 3, found)
+    assert [(run.seed, run.learning_rate) for run in counting] == [(seed, 3e-3) for seed in (1, 2, 3)]
+
+
+def test_a_part_of_the_study_uses_the_learning_rates_of_the_whole() -> None:
+    ((task, names),) = plan.chosen(["language", "gate-selective"], 1.0)
+    assert names == ["gate-selective"]
+    assert plan.representatives(task, names) == {"gate": "gate-rope"}
+
+
+@pytest.mark.parametrize(
+    ("only", "scale", "message"),
+    [(["gates"], 1.0, "got \\['gates'\\], expected names"), ([], 0.0, "scale=0.0")],
+)
+def test_what_cannot_be_chosen_is_refused(only: list[str], scale: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan.chosen(only, scale)
+
+
+def test_a_larger_scale_has_more_steps_and_parameters() -> None:
+    small, large = (
+        sum(p.numel() for p in variants.build("eq19", TASKS["language"].scaled(scale)).parameters())
+        for scale in (1.0, 4.0)
+    )
+    assert 3.5 < large / small < 4.5
+    assert TASKS["language"].scaled(4.0).steps == 4 * TASKS["language"].steps
+
+
+def test_a_peer_that_is_not_installed_is_left_out_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    runner.study(tmp_path, ["language", "mamba-2"], 1e-4, seeds=1, jobs=1, device="cpu")
+    assert capsys.readouterr().out == "language: left out mamba-2: transformers is not installed\n"
+    assert lines.read(tmp_path) == []
+
+
+def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = [
+        "--out",
+        str(tmp_path),
+        "--scale",
+        "1e-4",
+        "--seeds",
+        "1",
+        "--only",
+        "copying",
+        "--only",
+        "gate-conv",
+    ]
+    for arguments in (["run", *out], ["table", str(tmp_path)], ["plot", str(tmp_path)]):
+        with pytest.raises(SystemExit) as end:
+            commands.main(arguments)
+        assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert "**copying**" in shown
+    assert shown.endswith("copying.png\n")
+    with pytest.raises(SystemExit, match=r"study: .*runs.jsonl: expected the results of at least one run"):
+        commands.main(["table", str(tmp_path / "nothing")])
+
+
+# Tables and plots
+
+
+def made_up(task: Task, model: str, seed: int, results: dict[str, Any] | None) -> lines.Line:
+    return Run(task, model, seed, 3e-3, "run").key() | {
+        "results": results, "floor": {"1x": 0.5}, "ceiling": {"1x": 1.0}, "machine": {"commit": "0123456789"},
+        "parameters": 1234, "state_numbers": 64, "tokens_per_second": 1e4, "memory_bytes": 2_000_000,
+        "seconds": 7.0, "tokens_per_step": 1024,
+    }  # fmt: skip
+
+
+def test_a_table_has_means_and_spreads_from_the_lines_alone(tmp_path: Path) -> None:
+    for seed, share in enumerate((0.5, 0.6, 0.9), 1):
+        lines.append(tmp_path, made_up(TASKS["parity"], "eq19", seed, {"1x": share, "curve": [1.0]}))
+    lines.append(tmp_path, made_up(TASKS["parity"], "gate", 1, {"1x": 1.0, "curve": [1.0]}))
+    lines.append(tmp_path, made_up(TASKS["parity"], "gate", 2, None))
+    lines.append(tmp_path, made_up(TASKS["parity"], "eq19", 0, {"1x": 0.0}) | {"phase": "grid"})
+    found = report.tables(tmp_path)
+    assert found.splitlines()[0].startswith("**parity**: 800 steps of about 1,024 tokens, 2 to 3 seeds")
+    assert re.search(r"\| guessing \| 0.500 \|", found)
+    assert re.search(r"\| a perfect solver \| 1.000 \|", found)
+    assert "| eq19 | 0.667 ± 0.200 | 1,234 | 64 | 0.003 | 10,000 | 2 | 7 |" in found
+    assert "| gate | 1 of 2 diverged |" in found
+    assert "curve" not in found
+
+
+def test_lines_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least one run"):
+        report.tables(tmp_path)
+    line = made_up(TASKS["parity"], "eq19", 1, {"1x": 0.5})
+    lines.append(tmp_path, line)
+    lines.append(tmp_path, line)
+    with pytest.raises(ValueError, match="two lines of one seed"):
+        report.tables(tmp_path)
+    other = replace(TASKS["parity"], steps=3)
+    lines.append(tmp_path, made_up(other, "gate", 1, {"1x": 0.5}))
+    with pytest.raises(ValueError, match="several settings"):
+        report.tables(tmp_path)
+    (tmp_path / lines.NAME).write_text('{"task": 1}\n{"ta\n{"task": 2}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        lines.read(tmp_path)
+
+
+def test_plots_are_drawn_from_the_lines_alone(tmp_path: Path) -> None:
+    language = {"bits": 2.0, "by position": [2.0] * 64, "by position, 1x": [2.5] * 64}
+    for model in ("softmax-rope", "eq19"):
+        lines.append(tmp_path, made_up(TASKS["language"], model, 1, language))
+        lines.append(tmp_path, made_up(TASKS["parity"], model, 1, {"1x": 1.0, "2x": 0.5, "4x": 0.5}))
+        for size in (1024, 2048):
+            lines.append(tmp_path, made_up(TASKS[f"recall-{size}"], model, 1, {"16 pairs": 0.5}))
+    lines.append(tmp_path, made_up(TASKS["parity"], "gate", 1, None))
+    drawn = report.plots(tmp_path)
+    assert {path.name for path in drawn} == {"language.png", "parity.png", "recall.png"}
+    assert all(path.read_bytes()[1:4] == b"PNG" for path in drawn)
