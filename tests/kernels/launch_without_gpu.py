@@ -37,6 +37,8 @@ def main() -> None:
     backend.supports = lambda *_: None
     with recorded(int(sys.argv[1])) as launches:
         every_form()
+        if "wide" in sys.argv:
+            wide_heads()
     for x in launches:
         print(json.dumps({"kernel": x.kernel.__name__, "shared": x.compiled.metadata.shared}))
 
@@ -50,8 +52,6 @@ def every_form() -> None:
     attend(n=1, g=2, key_mask=torch.zeros(2, 1, dtype=torch.bool))
     attend(n=1, decay=torch.full((4,), 0.9))
     attend(n=1, g=2, angle_steps=torch.zeros(2, 1, 2, 32), log_decay=torch.zeros(2, 1, 1), eps_mode="add")
-    attend(d=256, e=256)
-    attend(d=128, decay=torch.full((4,), 0.9))
     attend(log_decay=torch.zeros(1, 130, 4, requires_grad=True), angle_steps=torch.zeros(2, 130, 1, 32))
     attend(rotary=Rotary.axial(64, 3), positions=torch.zeros(130, 3, dtype=torch.int64))
     attend(b=1, g=2, decay=torch.full((2,), 0.9), cu_seqlens=torch.tensor([0, 30, 130], dtype=torch.int32))
@@ -61,6 +61,12 @@ def every_form() -> None:
     )
     launch.Call.most_segments = lambda self: 3
     tiles.SHORTEST = 64
+    attend(e=40, g=2, rotary=Rotary(64, layout="half"))
+
+
+def wide_heads() -> None:
+    attend(d=256, e=256)
+    attend(d=128, decay=torch.full((4,), 0.9))
     attend(d=96, e=40, g=2, rotary=Rotary(96, layout="half"))
 
 

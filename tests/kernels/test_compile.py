@@ -118,9 +118,10 @@ def check_the_use_of_hopper_s_matrix_unit(report: list[dict[str, Any]]) -> None:
         assert (entry["mma_sync"] > 0) == ((name, dim) in MMA_SYNC_ON_HOPPER), entry
 
 
-def test_what_the_launchers_start_compiles_too() -> None:
+@pytest.mark.parametrize("heads", ["usual", pytest.param("wide", marks=pytest.mark.ptx)])
+def test_what_the_launchers_start_compiles_too(heads: str) -> None:
     script = Path(__file__).parent / "launch_without_gpu.py"
-    started = run_compiled(str(script), str(CAPABILITIES[0]))
+    started = run_compiled(str(script), str(CAPABILITIES[0]), heads)
     assert {entry["kernel"] for entry in started} == {
         "table_fwd_kernel", "scan_fwd_kernel", "states_kernel", "prefix_kernel", "dq_kernel", "dkv_kernel",
         "step_fwd_kernel",
