@@ -63,6 +63,6 @@ def follow(
     if transformed() or forward_ad._current_level >= 0:
         return None
     try:
-        return native.follow(steps.resolved, q, k, v, log_decay, angle_steps, state)
+        return native.follow(steps.resolved, state, (q, k, v), log_decay, angle_steps)
     except (RuntimeError, TypeError):  # the kernel's checks; the ordinary call says what is wrong
         return None

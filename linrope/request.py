@@ -112,6 +112,7 @@ def _starts_a_loop(request: Request, call: Call) -> bool:
         and request.state.donated
         and request.state.slots is None
         and call.k.shape[1] == 1
+        and call.causal
         and call.q is request.q
         and call.k is request.k
         and all(x is None for x in given)

@@ -22,6 +22,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "sum": {"decay": torch.tensor([0.9, 0.99]), "log_decay": True, "eps_mode": "add"},
     "heads": {"rotary": Rotary(F, theta=torch.rand(G, F // 2)), "normalize": False},
     "mapped": {"feature_map": "exp"},
+    "bidirectional": {"causal": False},
 }
 
 
@@ -218,6 +219,6 @@ def test_copies_of_a_state_start_afresh() -> None:
     first, second, *_ = data(2)
     _, state = step(first, None)
     _, state = step(second, state.donate())
-    assert state.steps is None or isinstance(state.steps, decoding.Steps)
+    assert isinstance(state.steps, decoding.Steps) == (native.why_not() is None)
     for other in (state.clone(), copy.deepcopy(state), state.reorder(torch.tensor([1, 0]))):
         assert other.steps is None

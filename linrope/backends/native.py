@@ -99,16 +99,17 @@ def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
     if angle is None and call.angle_steps is not None:  # the state was made without
         angle = state.position.new_zeros(len(kv), *call.angle_steps.shape[2:])
     q, k, v, same = _dense(call)
+    how = resolved(call)
     out = _ops.step.default(
-        q, k, v, MAPS[call.feature_map], call.log_decay, call.theta, call.positions, call.key_positions,
+        q, k, v, how.feature_map, how.log_decay, how.theta, call.positions, call.key_positions,
         call.angle_steps, angle, call.key_mask, kv, z, state.slots,
-        LAYOUTS[call.layout] if call.pairs else 0, call.normalize, call.eps, call.eps_mode == "add",
+        how.layout, how.normalize, how.eps, how.add_eps,
     )  # fmt: skip
     return out if same else out.to(call.v.dtype), Sums(kv, z, angle)
 
 
 class Resolved(NamedTuple):
-    """What a decoding loop's steps have in common, as the operator takes it."""
+    """What the steps of a decoding loop have in common, as the operator takes it."""
 
     feature_map: int
     log_decay: Tensor | None
@@ -127,19 +128,17 @@ def resolved(call: Call) -> Resolved:
 
 def follow(
     how: Resolved,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    state: LinearAttentionState,
+    token: tuple[Tensor, Tensor, Tensor],
     log_decay: Tensor | None,
     angle_steps: Tensor | None,
-    state: LinearAttentionState,
 ) -> Tensor:
     """out of a further step in the memory of a state that was given away; its positions advance too.
 
     RuntimeError, before anything is written: the tensors do not fit each other, or their numbers the range.
     """
     out: Tensor = _ops.step.default(
-        q, k, v, how.feature_map, how.log_decay if log_decay is None else log_decay, how.theta,
+        *token, how.feature_map, how.log_decay if log_decay is None else log_decay, how.theta,
         state.position.unsqueeze(1), None, angle_steps, state.angle, None, state.kv, state.z, None,
         how.layout, how.normalize, how.eps, how.add_eps, True,
     )  # fmt: skip
