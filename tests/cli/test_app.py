@@ -21,13 +21,6 @@ from linrope.models.training import checkpoints
 SMALL = ["--embed-dim", "32", "--layers", "1", "--heads", "2", "--batch-size", "2", "--sequence-length", "32"]
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("To be, or not to be, that is the question. " * 100)
-    return path
-
-
 @pytest.mark.parametrize("command", [[], ["train"], ["eval"], ["generate"], ["bench"], ["demo"]])
 def test_help_says_what_each_command_does(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*command, "--help"]) == 0

@@ -11,13 +11,6 @@ from linrope.models.training import checkpoints
 SMALL = ["--embed-dim", "32", "--layers", "1", "--heads", "2", "--batch-size", "2", "--sequence-length", "32"]
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("To be, or not to be, that is the question. " * 100)
-    return path
-
-
 def test_a_finished_run_goes_on_with_more_steps_and_says_what_it_ignores(
     text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

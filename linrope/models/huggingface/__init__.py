@@ -4,15 +4,7 @@ from linrope.models.training.optional import need
 
 need("transformers", "linrope[huggingface]")
 
-from transformers import (  # noqa: E402
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+import transformers  # noqa: E402
 
 from linrope.models.huggingface.cache import LinRopeCache  # noqa: E402
 from linrope.models.huggingface.configuration import LinRopeConfig  # noqa: E402
@@ -25,6 +17,7 @@ from linrope.models.huggingface.modeling import (  # noqa: E402
     LinRopeModel,
     LinRopePreTrainedModel,
 )
+from linrope.models.huggingface.saving import AUTO_MAP  # noqa: E402
 
 __all__ = [
     "LORA_TARGETS",
@@ -39,13 +32,9 @@ __all__ = [
     "LinRopePreTrainedModel",
 ]
 
-AutoConfig.register(LinRopeConfig.model_type, LinRopeConfig)
-AutoModel.register(LinRopeConfig, LinRopeModel)
-AutoModelForCausalLM.register(LinRopeConfig, LinRopeForCausalLM)
-AutoModelForMaskedLM.register(LinRopeConfig, LinRopeForMaskedLM)
-AutoModelForQuestionAnswering.register(LinRopeConfig, LinRopeForQuestionAnswering)
-AutoModelForSequenceClassification.register(LinRopeConfig, LinRopeForSequenceClassification)
-AutoModelForTokenClassification.register(LinRopeConfig, LinRopeForTokenClassification)
+for _auto, _name in AUTO_MAP.items():
+    _key = LinRopeConfig.model_type if _auto == "AutoConfig" else LinRopeConfig
+    getattr(transformers, _auto).register(_key, globals()[_name])
 
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # of a LoraConfig that names none
 try:

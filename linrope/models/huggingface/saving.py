@@ -4,21 +4,7 @@ from pathlib import Path
 
 CODE_FILE = "linrope_models.py"
 
-# The module that config.json's auto_map names: with trust_remote_code=True transformers imports it, and with
-# it linrope, which has to be installed.
-CODE = '''"""Classes of this model: they are linrope's own, and nothing else is run from this folder."""
-
-from linrope.models.huggingface.configuration import LinRopeConfig
-from linrope.models.huggingface.modeling import (
-    LinRopeForCausalLM,
-    LinRopeForMaskedLM,
-    LinRopeForQuestionAnswering,
-    LinRopeForSequenceClassification,
-    LinRopeForTokenClassification,
-    LinRopeModel,
-)
-'''
-
+# Transformers' Auto classes, and the class of linrope that each makes
 AUTO_MAP = {
     "AutoConfig": "LinRopeConfig",
     "AutoModel": "LinRopeModel",
@@ -28,6 +14,13 @@ AUTO_MAP = {
     "AutoModelForSequenceClassification": "LinRopeForSequenceClassification",
     "AutoModelForTokenClassification": "LinRopeForTokenClassification",
 }
+
+# The module that config.json's auto_map names: with trust_remote_code=True transformers imports it, and with
+# it linrope, which has to be installed.
+CODE = f'''"""Classes of this model: they are linrope's own, and nothing else is run from this folder."""
+
+from linrope.models.huggingface import {", ".join(sorted(AUTO_MAP.values()))}
+'''
 
 _CARD = """---
 library_name: transformers
