@@ -31,7 +31,7 @@ class Language(Task):
 
     heads: int = 6
     layers: int = 4
-    steps: int = 900
+    steps: int = 600
     rows: int = 4
     test_rows: int = 64
     times: int = 8
