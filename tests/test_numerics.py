@@ -12,6 +12,7 @@ from torch import Tensor
 from linrope import LinearAttentionState, Rotary, feature_maps, linear_rope_attention
 from linrope.chunks import CHUNK
 from linrope.rotary import MAX_POSITION, rotate
+from tests.bounds import BOUNDS, cancelling, error_in_bounds
 from tests.feature_maps.table import plain
 from tests.oracle import (
     BACKENDS,
@@ -27,7 +28,6 @@ from tests.oracle import (
     use_map,
 )
 
-BOUNDS = {torch.float32: 16 * 2.0**-24, torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
 every_dtype = pytest.mark.parametrize("dtype", BOUNDS, ids=lambda dtype: str(dtype).removeprefix("torch."))
 every_fast = pytest.mark.parametrize("backend", FAST)
 every_map = pytest.mark.parametrize("name", [*POSITIVE, *SIGNED])
@@ -162,13 +162,6 @@ class Problem:
         return total
 
 
-def error_in_bounds(out: Tensor, oracle: Tensor, size: Tensor) -> float:
-    """The largest |out - oracle| as a part of what the contract allows."""
-    info = torch.finfo(out.dtype)
-    underflow = info.smallest_normal * info.eps  # numbers near 0 have no relative precision
-    return float(((out.double() - oracle).abs() / (BOUNDS[out.dtype] * size + underflow)).max())
-
-
 @every_fast
 @every_dtype
 @examples(400)
@@ -211,14 +204,6 @@ def test_where_features_are_signed_the_bound_has_the_normalizer_s_own_cancellati
         den, size = (weights(*pair).sum(-1).mT[..., None] for pair in (wide[:2], [x.abs() for x in wide[:2]]))
         terms = torch.einsum("bhnm,bmhe->bnhe", weights(phi_hat, psi_hat), wide[2].abs())
         assert error_in_bounds(out, oracle, (terms + oracle.abs() * size) / den) <= 1
-
-
-def cancelling(oracle: dict[str, Tensor]) -> Tensor:
-    """About how large the sums are whose difference is the gradient of log_decay; the loss weighs by about
-    1."""
-    return (
-        sum(oracle[name].abs().sum(-1).max() for name in ("out", "z")) + oracle["kv"].abs().sum((2, 3)).max()
-    )
 
 
 @every_fast

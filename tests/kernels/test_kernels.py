@@ -12,7 +12,7 @@ from linrope.feature_maps import ELEMENTWISE
 from tests.kernels import comparison
 from tests.kernels.comparison import both_directions, compare, every_dtype
 from tests.oracle import everything, examples, random_state, randoms
-from tests.test_numerics import CONFIGS, Problem, error_in_bounds
+from tests.test_numerics import CONFIGS, Problem
 
 pytestmark = comparison.marks
 
