@@ -13,7 +13,12 @@ from linrope.rotary import MAX_POSITION
 from tests.feature_maps.table import MAPS
 from tests.oracle import randoms
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 class Given(FeatureMap):
@@ -64,11 +69,26 @@ class Configuration:
         self._draw_rotation()
         self._draw_fading()
         self._draw_positions()
-        self.eps, self.eps_mode = chance.choice([1e-6, 1e-6, 1e-3, 1.0]), chance.choice(["clamp", "clamp", "add"])
+        self.eps, self.eps_mode = (
+            chance.choice([1e-6, 1e-6, 1e-3, 1.0]),
+            chance.choice(["clamp", "clamp", "add"]),
+        )
         self._build()
 
     def __repr__(self) -> str:
-        names = ("kind", "before", "lengths", "dtype_name", "scale", "g", "r", "e", "map", "normalize", "rotary")
+        names = (
+            "kind",
+            "before",
+            "lengths",
+            "dtype_name",
+            "scale",
+            "g",
+            "r",
+            "e",
+            "map",
+            "normalize",
+            "rotary",
+        )
         more = ("order", "eps", "eps_mode", "given", "gap", "decay")
         text = ", ".join(f"{name}={getattr(self, name)}" for name in names + more)
         return f"{text}, data={ {name: tuple(x.shape) for name, x in self.data.items()} }, m={self.m}"
@@ -118,7 +138,9 @@ class Configuration:
 
     def _draw_rotation(self) -> None:
         chance, f = self.chance, self.f
-        name = chance.choice(["none", "pairs", "pairs", "pairs", "partial", "heads", "axes", "yarn", "xpos", "before"])
+        name = chance.choice(
+            ["none", "pairs", "pairs", "pairs", "partial", "heads", "axes", "yarn", "xpos", "before"]
+        )
         layout, pairs = chance.choice(["interleaved", "half"]), f // 2
         self.order, self.rotary = "after", None
         positional = self.map is not None and self.map.positional
@@ -126,7 +148,11 @@ class Configuration:
             self.order, self.rotary = "before", Rotary(self.d, layout=layout)
         elif f % 2 or name in ("none", "before"):
             pass
-        elif name == "pairs" or (name == "xpos" and not self.causal) or (name == "axes" and (f < 4 or positional)):
+        elif (
+            name == "pairs"
+            or (name == "xpos" and not self.causal)
+            or (name == "axes" and (f < 4 or positional))
+        ):
             self.rotary = Rotary(f, layout=layout, base=chance.choice([1e4, 10.0, 1e6]))
         elif name == "partial":
             self.rotary = Rotary(f, layout=layout, rotary_dim=2 * chance.randint(1, pairs))
@@ -196,7 +222,9 @@ class Configuration:
         n = sum(total) if self.packed else total[0]
         m = None if self.m is None else self.before[0] + self.m
         scale = self.scale
-        exponential = self.map is not None and self.map.elementwise == "exp" or type(self.map).__name__ == "SoftmaxMap"
+        exponential = (
+            (self.map is not None and self.map.elementwise == "exp") or type(self.map).__name__ == "SoftmaxMap"
+        )
         if exponential and self.dtype == torch.float32:
             scale = min(scale, 1.0)  # rounding an exponent x costs u |x|, before any backend sees it
         q, k, v = randoms(
@@ -210,7 +238,9 @@ class Configuration:
         self.mask = None
         if chance.random() < 0.3:
             self.mask = self.rand(self.b, n if m is None else m) > chance.choice([0.1, 0.5, 0.95])
-        self.by_backend = by_backend = self.map is None or (self.map.elementwise is not None and not self.map.log_scaled)
+        self.by_backend = by_backend = self.map is None or (
+            self.map.elementwise is not None and not self.map.log_scaled
+        )
         if not by_backend and not exponential and self.dtype == torch.float32 and self.order == "after":
             # Its float32 exponents and sums are off by many u: the bound is the backend's, on the features.
             q, k = self._features(q, k)
@@ -258,7 +288,8 @@ class Configuration:
 
     def _places(self, number: int) -> dict[str, Tensor]:
         parts = [
-            x[:before] if number == 0 else x[before:] for x, before in zip(self.positions, self.before, strict=True)
+            x[:before] if number == 0 else x[before:]
+            for x, before in zip(self.positions, self.before, strict=True)
         ]
         joined = torch.cat(parts) if self.packed else torch.stack(parts)
         if not self.packed and self.b == 1:

@@ -29,6 +29,7 @@ class Sizes:
     kv: Tensor  # (s, g, f, e)
     z: Tensor  # (s, g, f)
     lost: float  # what sums that fade below float32's range come to in an output, in units of its roundoff
+    exact: float = 0.0  # what a float64 result may be off by, in these units
 
 
 class Equation:
@@ -68,7 +69,9 @@ class Equation:
         dims = {"out": 1, "den": 1, "kv": 0, "z": 0}
         joined = {name: torch.cat([getattr(x, name) for x in sizes], dims[name]) for name in dims}
         self.sizes = Sizes(**joined, lost=sizes[0].lost)
-        unused = sum(0 * how[name].sum() for name in ("log_decay", "angle_steps") if how.get(name) is not None)
+        unused = sum(
+            0 * how[name].sum() for name in ("log_decay", "angle_steps") if how.get(name) is not None
+        )
         return torch.cat(outs, 1) + unused, replace(states[0], **tensors)
 
 
@@ -95,7 +98,9 @@ def _attend(
         zeros = v.new_zeros(b, g, psi.shape[3], e)
         state = LinearAttentionState(zeros, zeros[..., 0], start, "")
     kv_size, z_size = before or (state.kv.detach().abs(), state.z.detach().abs())
-    phi_hat, psi_hat, width, angle = _turned(phi, psi, rotary, given, at_keys, angle_steps, hidden, state.angle)
+    phi_hat, psi_hat, width, angle = _turned(
+        phi, psi, rotary, given, at_keys, angle_steps, hidden, state.angle
+    )
 
     first = None if k_scale is None else state.log_scale
     w, w0, top = _weights(log_decay, decay, k_scale, first, mask, distance, causal, g)
@@ -131,7 +136,13 @@ def _attend(
     position = start + m if counted else at_keys[:, -1] + 1
     scale = None
     if k_scale is not None:
-        scale = top[:, :, -1] if m else torch.full((b, g), NO_KEYS, dtype=torch.float64) if first is None else first
+        scale = (
+            top[:, :, -1]
+            if m
+            else torch.full((b, g), NO_KEYS, dtype=torch.float64)
+            if first is None
+            else first
+        )
     after = LinearAttentionState(kv, z, position, "", angle, scale)
     lost = 2.0**-126 * 2.0**24 / (eps if normalize else 1)
     return num, after, Sizes(size.detach(), den.detach()[..., 0], kv_size.detach(), z_size.detach(), lost)
@@ -223,7 +234,9 @@ def _weights(
     exponent, exponent0, sees = a.new_zeros(b, g, 1, m), a.new_zeros(b, g, 1), mask[:, None, None]
     if causal:
         a = a.mT
-        later = torch.ones(m, m, dtype=torch.bool).triu(1)  # [j, t]: token t comes after key j, [i, j]: unseen
+        later = torch.ones(m, m, dtype=torch.bool).triu(
+            1
+        )  # [j, t]: token t comes after key j, [i, j]: unseen
         exponent, exponent0 = (a[:, :, None] * later).cumsum(-1).mT, a.cumsum(-1)
         sees = sees & ~later
     exponent = exponent.masked_fill(~sees, -torch.inf)
@@ -252,7 +265,13 @@ def _sum(
 
 
 def _last(
-    psi: Tensor, v: Tensor, kv: Tensor, w: Tensor, w0: Tensor, far: Tensor | None = None, far0: Tensor | None = None
+    psi: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    w: Tensor,
+    w0: Tensor,
+    far: Tensor | None = None,
+    far0: Tensor | None = None,
 ) -> Tensor:
     """(b, g, f, e): all keys times values as the last token sees them. far (b, m, f), far0 (b, f)."""
     psi = psi * w[:, :, -1].mT[..., None] * (1 if far is None else far[:, :, None])

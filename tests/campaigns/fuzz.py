@@ -26,8 +26,8 @@ from linrope.models.training import Corpus, Trainer, TrainingConfig
 from tests.campaigns import mangle
 from tests.campaigns.processes import finish, start
 
-SOFT, HARD = 5.0, 300.0  # seconds: of one case, which is then stopped; of all cases of one process
-AT_ONCE = 250  # cases of a process
+SOFT, HARD = 20.0, 1200.0  # seconds: of one case, which is then stopped; of all cases of one process
+AT_ONCE = 50  # cases of a process
 MEMORY = 3 * 2**30  # bytes that a case may take
 SIZES = {"vocab_size": 256, "embed_dim": 8, "num_layers": 1, "num_heads": 2, "hidden_dim": 8}
 TEXT = "To be, or not to be, that is the question. " * 40
@@ -57,7 +57,10 @@ class Material:
         self.corpus = trainer.corpus
         with contextlib.redirect_stdout(io.StringIO()):  # what commands import, they import here and once
             for name in ("train", "generate", "eval"):
-                warm = [x.format(text=self.text, run=self.run, place=folder / "warm") for x in mangle.WORKING[name].split()]
+                warm = [
+                    x.format(text=self.text, run=self.run, place=folder / "warm")
+                    for x in mangle.WORKING[name].split()
+                ]
                 assert command([name, *warm]) == 0
 
     def work(self, index: int) -> Path:
@@ -84,8 +87,28 @@ def _options(chance: random.Random, material: Material, place: Path) -> None:
     """A file of options for train."""
     path = place / chance.choice(["options.yaml", "options.json", "options"])
     path.write_bytes(mangle.options(chance))
-    arguments = ["train", str(material.text), "--config", str(path), "--out", str(place / "run"), "--steps", "1"]
-    arguments += ["--embed-dim", "8", "--layers", "1", "--heads", "2", "--batch-size", "1", "--sequence-length", "16"]
+    arguments = [
+        "train",
+        str(material.text),
+        "--config",
+        str(path),
+        "--out",
+        str(place / "run"),
+        "--steps",
+        "1",
+    ]
+    arguments += [
+        "--embed-dim",
+        "8",
+        "--layers",
+        "1",
+        "--heads",
+        "2",
+        "--batch-size",
+        "1",
+        "--sequence-length",
+        "16",
+    ]
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
         status = command(arguments)
@@ -147,7 +170,9 @@ def _write(chance: random.Random, material: Material, place: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     target, what = place / "out", chance.choice(["state", "model", "trainer", "command"])
     if chance.random() < 0.3:
-        target = chance.choice([Path("/proc/out"), Path("/dev/full"), place / "file" / "out", Path("/dev/null/x")])
+        target = chance.choice(
+            [Path("/proc/out"), Path("/dev/full"), place / "file" / "out", Path("/dev/null/x")]
+        )
         (place / "file").write_text("")
     else:
         most = int(2 ** chance.uniform(0, 16))
@@ -161,7 +186,16 @@ def _write(chance: random.Random, material: Material, place: Path) -> None:
         elif what == "trainer":
             written = _loads(lambda: material.trainer.save(target))
         else:
-            arguments = ["train", str(material.text), "--out", str(target), "--steps", "1", "--embed-dim", "8"]
+            arguments = [
+                "train",
+                str(material.text),
+                "--out",
+                str(target),
+                "--steps",
+                "1",
+                "--embed-dim",
+                "8",
+            ]
             arguments += ["--layers", "1", "--heads", "2", "--batch-size", "1", "--sequence-length", "16"]
             with contextlib.redirect_stderr(io.StringIO()) as errors:
                 status = command(arguments)

@@ -96,7 +96,9 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     kills, early, runs = run(given.count, given.seed)
-    print(f"{kills} kills ({early} before the first checkpoint): {runs} runs ended with the bits of one left alone")
+    print(
+        f"{kills} kills ({early} before the first checkpoint): {runs} runs ended with the bits of one left alone"
+    )
     return 0
 
 

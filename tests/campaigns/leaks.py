@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from linrope import Rotary, linear_rope_attention
+from linrope.backends import native
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.training import Corpus, Trainer, TrainingConfig
 
@@ -48,7 +49,13 @@ def decode(backend: str, *, donated: bool) -> Callable[[int], None]:
 def generate() -> Callable[[int], None]:
     """A model's steps, with gates, rotation by the data and a convolution."""
     config = LanguageModelConfig(
-        vocab_size=16, embed_dim=16, num_layers=1, num_heads=2, forget_gate=True, rotary="selective", short_conv=3
+        vocab_size=16,
+        embed_dim=16,
+        num_layers=1,
+        num_heads=2,
+        forget_gate=True,
+        rotary="selective",
+        short_conv=3,
     )
     model, token, states = LanguageModel(config).eval(), torch.zeros(1, 1, dtype=torch.int64), None
 
@@ -89,8 +96,8 @@ def watch(name: str, steps: Callable[[int], None], count: int) -> int:
 
 
 def run(decoding: int, training: int) -> None:
-    for backend in ("native", "eager"):
-        few = decoding if backend == "native" else decoding // 10
+    for backend in ("eager",) if native.why_not() else ("native", "eager"):
+        few = decoding // (10 if backend == "eager" else 1)
         watch(f"decoding, {backend}, states given away", decode(backend, donated=True), few)
         watch(f"decoding, {backend}, new states", decode(backend, donated=False), few)
     watch("decoding, a model", generate(), decoding // 10)

@@ -73,10 +73,40 @@ def value(chance: random.Random, depth: int = 0) -> Any:
     kind = chance.choice(["text", "number", "number", "none", "bool", "list", "dict"])
     if kind in ("list", "dict") and depth < 3:
         inner = [value(chance, depth + 1) for _ in range(chance.randrange(4))]
-        keys = ["name", "longest", "base", "num_features", "rank", "seed", "inner", "scaling", "x", "theta", "axes"]
+        keys = [
+            "name",
+            "longest",
+            "base",
+            "num_features",
+            "rank",
+            "seed",
+            "inner",
+            "scaling",
+            "x",
+            "theta",
+            "axes",
+        ]
         return inner if kind == "list" else {chance.choice(keys): x for x in inner}
     if kind == "number":
-        numbers = [0, 1, -1, 2, 3, 7, 8, 64, 0.5, 1e300, -1e-300, 2**31, 2**63, 2**70, 10**400, float("nan"), float("inf")]
+        numbers = [
+            0,
+            1,
+            -1,
+            2,
+            3,
+            7,
+            8,
+            64,
+            0.5,
+            1e300,
+            -1e-300,
+            2**31,
+            2**63,
+            2**70,
+            10**400,
+            float("nan"),
+            float("inf"),
+        ]
         return chance.choice(numbers)
     return {"none": None, "bool": chance.random() < 0.5}.get(kind, chance.choice(STRANGE))
 
@@ -85,7 +115,10 @@ def json_like(chance: random.Random, text: str) -> bytes:
     """A JSON object with some of its values, or of its bytes, changed."""
     content = json.loads(text)
     for _ in range(chance.choice([1, 1, 2, 4])):
-        kind, key = chance.choice(["set", "set", "set", "add", "drop", "inner"]), chance.choice([*content, "x"])
+        kind, key = (
+            chance.choice(["set", "set", "set", "add", "drop", "inner"]),
+            chance.choice([*content, "x"]),
+        )
         if kind == "drop":
             content.pop(key, None)
         elif kind == "inner" and isinstance(content.get(key), dict) and content[key]:
@@ -106,8 +139,12 @@ def options(chance: random.Random) -> bytes:
     if chance.random() < 0.5:
         made = json.dumps(content).encode("utf-8", "surrogatepass")
     else:
-        lines = [f"{name}: {chance.choice(STRANGE) if chance.random() < 0.5 else x}" for name, x in content.items()]
-        lines += chance.choices(["", "- a", "&a [*a]", "!!python/object/apply:os.system ['true']", "<<: *x", "\t"], k=1)
+        lines = [
+            f"{name}: {chance.choice(STRANGE) if chance.random() < 0.5 else x}" for name, x in content.items()
+        ]
+        lines += chance.choices(
+            ["", "- a", "&a [*a]", "!!python/object/apply:os.system ['true']", "<<: *x", "\t"], k=1
+        )
         made = "\n".join(lines).encode("utf-8", "surrogatepass")
     return made if chance.random() < 0.8 else damaged(chance, made)
 
@@ -150,14 +187,20 @@ def safetensors_like(chance: random.Random, content: bytes) -> bytes:
         elif kind == "drop":
             header.pop(name, None)
         elif kind == "rename" and own is not None:
-            header[chance.choice(["kv", "z", "position", "angle", "slots", "conv", "log_scale", "w"])] = header.pop(name)
+            header[chance.choice(["kv", "z", "position", "angle", "slots", "conv", "log_scale", "w"])] = (
+                header.pop(name)
+            )
         elif kind == "value":
             header[name] = value(chance)
         elif isinstance(own, dict) and "shape" in own:
             key = chance.choice(["dtype", "shape", "data_offsets"])
             own[key] = {
-                "dtype": chance.choice(["F32", "F64", "I64", "BF16", "F16", "U8", "BOOL", "C64", "F8_E4M3", 3]),
-                "shape": chance.choice([[], [0], [1, 2], own["shape"][::-1], [-1], [2**62, 4], "x", own["shape"] + [1]]),
+                "dtype": chance.choice(
+                    ["F32", "F64", "I64", "BF16", "F16", "U8", "BOOL", "C64", "F8_E4M3", 3]
+                ),
+                "shape": chance.choice(
+                    [[], [0], [1, 2], own["shape"][::-1], [-1], [2**62, 4], "x", own["shape"] + [1]]
+                ),
                 "data_offsets": chance.choice([[0, 0], [0, 8], [8, 0], [0, 2**63], [-8, 0], "x", [0]]),
             }[key]
     metadata = header.get("__metadata__")
@@ -181,9 +224,24 @@ def without_digest(path: Path, *names: str) -> None:
 def checkpoint(chance: random.Random, run: Path, text: Path) -> str:
     """Damages the last checkpoint of a run; returns how."""
     last = sorted(run.glob("step-*"))[-1]
-    path = chance.choice([last / name for name in ("config.json", "model.safetensors", "training.safetensors")])
+    path = chance.choice(
+        [last / name for name in ("config.json", "model.safetensors", "training.safetensors")]
+    )
     kind = chance.choice(
-        ["damage", "damage", "damage", "header", "json", "swap", "link", "absent", "folder", "pipe", "step", "older"]
+        [
+            "damage",
+            "damage",
+            "damage",
+            "header",
+            "json",
+            "swap",
+            "link",
+            "absent",
+            "folder",
+            "pipe",
+            "step",
+            "older",
+        ]
     )
     content = path.read_bytes()
     if kind == "damage" or (kind == "header" and path.suffix == ".json"):
@@ -197,7 +255,9 @@ def checkpoint(chance: random.Random, run: Path, text: Path) -> str:
         shutil.copyfile(other, path)
     elif kind == "link":
         path.unlink()
-        target = chance.choice([str(path), "nowhere", "/dev/zero", "/dev/full", "/", str(text), "/proc/self/mem"])
+        target = chance.choice(
+            [str(path), "nowhere", "/dev/zero", "/dev/full", "/", str(text), "/proc/self/mem"]
+        )
         path.symlink_to(target)
     elif kind in ("absent", "folder", "pipe"):
         path.unlink()
