@@ -26,7 +26,7 @@ LEVELS = [
     {"arguments", "backends", "distributed", "features", "selective", "short_convolution"},
     {"decay"},
     {"chunks", "feature_maps", "packing", "rotary", "state"},
-    {"angles", "files", "frequencies"},
+    {"angles", "constants", "files", "frequencies"},
     {"names"},
 ]
 RANK = {name: rank for rank, level in enumerate(LEVELS) for name in level}
