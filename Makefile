@@ -2,13 +2,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check format bench docs native dist test-dist test-sanitizers test-ptx test-gpu bench-gpu
+.PHONY: demo test test-long check format bench docs native dist test-dist test-sanitizers test-ptx test-gpu bench-gpu
 
 demo: .venv/ready native
 	$(BIN)/linrope demo
 
 test: .venv/ready native
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist loadgroup
+
+# What make test leaves out, but for test-ptx's: minutes each of several processes, all combinations, all kernels.
+test-long: .venv/ready native
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m long
 
 check: .venv/ready
 	$(BIN)/ruff format --check .

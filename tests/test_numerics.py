@@ -171,7 +171,7 @@ def error_in_bounds(out: Tensor, oracle: Tensor, size: Tensor) -> float:
 
 @every_fast
 @every_dtype
-@examples(400)
+@examples(100)
 @given(config=CONFIGS)
 def test_output_error_is_within_the_bound(dtype: torch.dtype, backend: str, config: dict[str, Any]) -> None:
     problem = Problem(config, dtype)
@@ -223,7 +223,7 @@ def cancelling(oracle: dict[str, Tensor]) -> Tensor:
 
 @every_fast
 @every_dtype
-@examples(150)
+@examples(60)
 @given(config=CONFIGS)
 def test_gradient_error_is_that_of_the_reference(
     dtype: torch.dtype, backend: str, config: dict[str, Any]
