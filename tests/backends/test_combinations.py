@@ -1,6 +1,6 @@
 """Backends x maps x rotations x kinds of calls against the oracle: output, last state, all gradients.
 
-``python -m tests.test_combinations`` prints what works in which backend.
+``python -m tests.backends.test_combinations`` prints what works in which backend.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ import torch
 
 from linrope import LinearAttentionState, Rotary, feature_maps
 from tests.feature_maps.table import MAPS
-from tests.oracle import NATIVE, assert_same, everything, random_state, randoms
+from tests.oracle import DTYPES, NATIVE, TOLERANCES, assert_same, everything, random_state, randoms
 
 pytestmark = [
     pytest.mark.usefixtures("quick_interpreter"),
@@ -20,8 +20,6 @@ pytestmark = [
 ]
 
 D, G = 4, 2
-DTYPES = {"eager": torch.float64, "native": torch.float32, "triton": torch.float32}
-TOLERANCES = {"eager": 1e-10, "native": 64 * 2.0**-23, "triton": 32 * 2.0**-23}
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 ROTATIONS: dict[str, Any] = {
