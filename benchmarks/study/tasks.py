@@ -139,7 +139,6 @@ class Sum(Task):
     modulus: int = 2
     length: int = 32
     head_dim: int = 8
-    steps: int = 800
     times: tuple[int, ...] = (1, 2, 4)
 
     def make(self, rows: int, length: int, generator: torch.Generator) -> Batch:
@@ -169,7 +168,6 @@ class Copying(Task):
 
     vocab_size: int = 17  # 16 symbols and the mark
     length: int = 20
-    steps: int = 1000
     shortest: int = 8
     times: tuple[int, ...] = (1, 2, 4)
 
