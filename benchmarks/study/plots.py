@@ -78,7 +78,6 @@ def _positions(rows: Rows, panels: Any) -> None:
             found = _results(rows, model)
             if not found:
                 continue
-            n = rows[model][0]["settings"]["length"]
             whole, alone = (
                 [mean(x) for x in zip(*(result[key] for result in found))]
                 for key in ("by position", "by position, 1x")
