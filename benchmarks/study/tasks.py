@@ -91,11 +91,11 @@ class Recall(Task):
     after a gap drawn from a power law, with the exponent of Zoology's published settings, and 0 between them.
     """
 
-    vocab_size: int = 128
-    length: int = 64  # twice that of 32 pairs, which would not fit
-    steps: int = 1500
-    trained_pairs: tuple[int, ...] = (4, 8, 16)  # one step after the other
-    tested_pairs: tuple[int, ...] = (4, 8, 16, 32)
+    vocab_size: int = 32
+    length: int = 32
+    steps: int = 400
+    trained_pairs: tuple[int, ...] = (2, 4, 8)  # one step after the other
+    tested_pairs: tuple[int, ...] = (4, 8)
     power: float = 0.01
 
     def make(self, pairs: int, rows: int, generator: torch.Generator) -> Batch:

@@ -181,9 +181,9 @@ def test_variants_are_what_their_names_say() -> None:
 
 
 def test_the_state_of_linear_attention_has_a_size() -> None:
-    task = TASKS["recall-2048"]
+    task = TASKS["recall-512"]
     numbers = {name: variants.state_numbers(variants.build(name, task)) for name in ("eq19", "softmax-rope")}
-    assert numbers == {"eq19": 2 * 2048, "softmax-rope": None}
+    assert numbers == {"eq19": 2 * 512, "softmax-rope": None}
     assert variants.state_numbers(variants.build("hybrid", LANGUAGE)) is None
 
 
@@ -390,8 +390,8 @@ def test_plots_are_drawn_from_the_lines_alone(tmp_path: Path) -> None:
     for model in ("softmax-rope", "eq19"):
         lines.append(tmp_path, made_up(TASKS["language"], model, 1, language))
         lines.append(tmp_path, made_up(TASKS["parity"], model, 1, {"1x": 1.0, "2x": 0.5, "4x": 0.5}))
-        for size in (1024, 2048):
-            lines.append(tmp_path, made_up(TASKS[f"recall-{size}"], model, 1, {"16 pairs": 0.5}))
+        for size in (256, 512):
+            lines.append(tmp_path, made_up(TASKS[f"recall-{size}"], model, 1, {"8 pairs": 0.5}))
     lines.append(tmp_path, made_up(TASKS["parity"], "gate", 1, None))
     drawn = plots.plots(tmp_path)
     assert {path.name for path in drawn} == {
