@@ -91,11 +91,12 @@ class Recall(Task):
     after a gap drawn from a power law, with the exponent of Zoology's published settings, and 0 between them.
     """
 
-    vocab_size: int = 32
-    length: int = 32
-    steps: int = 400
-    trained_pairs: tuple[int, ...] = (2, 4, 8)  # one step after the other
-    tested_pairs: tuple[int, ...] = (4, 8)
+    vocab_size: int = 16
+    length: int = 24
+    steps: int = 500
+    rows: int = 64
+    trained_pairs: tuple[int, ...] = (2, 4, 6)  # one step after the other
+    tested_pairs: tuple[int, ...] = (2, 4, 6)
     power: float = 0.01
 
     def make(self, pairs: int, rows: int, generator: torch.Generator) -> Batch:

@@ -391,7 +391,7 @@ def test_plots_are_drawn_from_the_lines_alone(tmp_path: Path) -> None:
         lines.append(tmp_path, made_up(TASKS["language"], model, 1, language))
         lines.append(tmp_path, made_up(TASKS["parity"], model, 1, {"1x": 1.0, "2x": 0.5, "4x": 0.5}))
         for size in (256, 512):
-            lines.append(tmp_path, made_up(TASKS[f"recall-{size}"], model, 1, {"8 pairs": 0.5}))
+            lines.append(tmp_path, made_up(TASKS[f"recall-{size}"], model, 1, {"6 pairs": 0.5}))
     lines.append(tmp_path, made_up(TASKS["parity"], "gate", 1, None))
     drawn = plots.plots(tmp_path)
     assert {path.name for path in drawn} == {
