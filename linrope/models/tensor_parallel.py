@@ -24,11 +24,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 from linrope.attention import LinearRoPEAttention
+from linrope.constants import Constant
 from linrope.feature_maps.base import FeatureMap
 from linrope.feature_maps.learned import LearnedMap
 from linrope.models.language_model import LanguageModel
 from linrope.rotary import Rotary
-from linrope.selective import Constant, SelectiveSteps
+from linrope.selective import SelectiveSteps
 
 # Of what a layer's process has a part of its own: the dimension that is cut.
 CUT = {
