@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.study import __main__ as commands
-from benchmarks.study import lines, peers, plan, report, runner, text, training, variants
+from benchmarks.study import lines, peers, plan, plots, report, runner, text, training, variants
 from benchmarks.study.images import Images
 from benchmarks.study.runner import Run
 from benchmarks.study.tasks import Copying, Recall, Sum, Task
@@ -181,9 +181,9 @@ def test_variants_are_what_their_names_say() -> None:
 
 
 def test_the_state_of_linear_attention_has_a_size() -> None:
-    task = TASKS["recall-2048"]
+    task = TASKS["recall-512"]
     numbers = {name: variants.state_numbers(variants.build(name, task)) for name in ("eq19", "softmax-rope")}
-    assert numbers == {"eq19": 2 * 2048, "softmax-rope": None}
+    assert numbers == {"eq19": 2 * 512, "softmax-rope": None}
     assert variants.state_numbers(variants.build("hybrid", LANGUAGE)) is None
 
 
@@ -349,7 +349,7 @@ def made_up(task: Task, model: str, seed: int, results: dict[str, Any] | None) -
     return Run(task, model, seed, 3e-3, "run").key() | {
         "results": results, "floor": {"1x": 0.5}, "ceiling": {"1x": 1.0}, "machine": {"commit": "0123456789"},
         "parameters": 1234, "state_numbers": 64, "tokens_per_second": 1e4, "memory_bytes": 2_000_000,
-        "seconds": 7.0, "tokens_per_step": 1024,
+        "seconds": 14.0, "cpu_seconds": 7.0, "tokens_per_step": 1024,
     }  # fmt: skip
 
 
@@ -363,7 +363,7 @@ def test_a_table_has_means_and_spreads_from_the_lines_alone(tmp_path: Path) -> N
     assert found.splitlines()[0].startswith("**parity**: 800 steps of about 1,024 tokens, 2 to 3 seeds")
     assert re.search(r"\| guessing \| 0.500 \|", found)
     assert re.search(r"\| a perfect solver \| 1.000 \|", found)
-    assert "| eq19 | 0.667 ± 0.200 | 1,234 | 64 | 0.003 | 10,000 | 2 | 7 |" in found
+    assert "| eq19 | 0.667 ± 0.200 | 1,234 | 64 | 0.003 | 20,000 | 7 | 2 |" in found
     assert "| gate | 1 of 2 diverged |" in found
     assert "curve" not in found
 
@@ -390,9 +390,14 @@ def test_plots_are_drawn_from_the_lines_alone(tmp_path: Path) -> None:
     for model in ("softmax-rope", "eq19"):
         lines.append(tmp_path, made_up(TASKS["language"], model, 1, language))
         lines.append(tmp_path, made_up(TASKS["parity"], model, 1, {"1x": 1.0, "2x": 0.5, "4x": 0.5}))
-        for size in (1024, 2048):
-            lines.append(tmp_path, made_up(TASKS[f"recall-{size}"], model, 1, {"16 pairs": 0.5}))
+        for size in (256, 512):
+            lines.append(tmp_path, made_up(TASKS[f"recall-{size}"], model, 1, {"6 pairs": 0.5}))
     lines.append(tmp_path, made_up(TASKS["parity"], "gate", 1, None))
-    drawn = report.plots(tmp_path)
-    assert {path.name for path in drawn} == {"language.png", "parity.png", "recall.png"}
+    drawn = plots.plots(tmp_path)
+    assert {path.name for path in drawn} == {
+        "language.png",
+        "language-positions.png",
+        "parity.png",
+        "recall.png",
+    }
     assert all(path.read_bytes()[1:4] == b"PNG" for path in drawn)

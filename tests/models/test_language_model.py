@@ -2,6 +2,7 @@ import json
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -138,7 +139,8 @@ def test_choices_that_do_not_fit_are_refused(options: dict[str, object], message
 
 def test_a_config_from_before_these_choices_is_linear_attention_with_rope(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, tokens = LanguageModel(replace(TINY, rotary="half")), torch.randint(256, (1, 9))
+    # Models had no decay then, whatever the default is now.
+    model, tokens = LanguageModel(replace(TINY, rotary="half", decay=None)), torch.randint(256, (1, 9))
     model.save(tmp_path)
     before = (
         "vocab_size",
@@ -153,6 +155,23 @@ def test_a_config_from_before_these_choices_is_linear_attention_with_rope(tmp_pa
     old = {k: v for k, v in asdict(model.config).items() if k in before}
     (tmp_path / "config.json").write_text(json.dumps(old))
     assert torch.equal(LanguageModel.load(tmp_path)(tokens)[0], model(tokens)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "decays"),
+    [
+        ({}, True),
+        ({"forget_gate": True}, False),
+        ({"decay": None}, False),
+        ({"rotary": None}, False),
+        ({"positions": "sinusoidal"}, False),
+    ],
+    ids=str,
+)
+def test_a_decay_is_the_default_beside_a_rotation_alone(options: dict[str, Any], decays: bool) -> None:
+    decay = LanguageModel(replace(TINY, **options)).blocks[0].attention.decay
+    assert (decay is not None) == decays
+    assert not decays or decay.tolist() == [2**-1, 2 ** (-1 / 4096)]
 
 
 def test_a_model_saved_with_the_bits_of_its_decay_loads(tmp_path: Path) -> None:
