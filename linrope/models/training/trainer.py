@@ -10,12 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.nn import functional as F
 
 from linrope.models.folders import latest_checkpoint
@@ -32,7 +26,15 @@ from linrope.models.training.corpus import Corpus
 from linrope.models.training.optional import need
 from linrope.state import NO_KEYS, LinearAttentionState
 
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # however the processes share it
+
+def _whole() -> tuple[Any, Any]:
+    """PyTorch's state dicts of what processes share, and the options for all of it.
+
+    Imported here, since it takes longer than all else that the commands import beside PyTorch.
+    """
+    from torch.distributed.checkpoint import state_dict
+
+    return state_dict, state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class Trainer:
@@ -192,10 +194,12 @@ class Trainer:
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Writes folder/step-N whole or not at all; keeps the last two. Every process has to call it."""
-        weights = get_model_state_dict(self.parallel, options=_WHOLE)
+        state_dict, whole = _whole()
+        weights = state_dict.get_model_state_dict(self.parallel, options=whole)
         tensors = {"random_state": torch.get_rng_state()}
         if self.step:  # before the first step the optimizer has no state
-            optimizer: Any = get_optimizer_state_dict(self.parallel, self._plain_optimizer(), options=_WHOLE)
+            plain = self._plain_optimizer()
+            optimizer: Any = state_dict.get_optimizer_state_dict(self.parallel, plain, options=whole)
             for name, state in optimizer.get("state", {}).items():  # all of it in the main process
                 tensors |= {f"{key}.{name}": value for key, value in state.items()}
         metadata = {
@@ -259,7 +263,8 @@ class Trainer:
             for group, names in zip(optimizer.param_groups, self._names, strict=True)
         ]
         everything: Any = {"state": states, "param_groups": groups}
-        set_optimizer_state_dict(self.parallel, optimizer, everything, options=_WHOLE)
+        state_dict, whole = _whole()
+        state_dict.set_optimizer_state_dict(self.parallel, optimizer, everything, options=whole)
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
         plain: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
