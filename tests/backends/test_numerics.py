@@ -11,7 +11,8 @@ from torch import Tensor
 from linrope import Rotary, feature_maps, linear_rope_attention
 from linrope.chunks import CHUNK
 from linrope.rotary import MAX_POSITION
-from tests.backends.problems import BOUNDS, CONFIGS, Problem, error_in_bounds
+from tests.backends.problems import CONFIGS, Problem
+from tests.bounds import BOUNDS, cancelling, error_in_bounds
 from tests.feature_maps.table import plain
 from tests.oracle import (
     BACKENDS,
@@ -74,14 +75,6 @@ def test_where_features_are_signed_the_bound_has_the_normalizer_s_own_cancellati
         den, size = (weights(*pair).sum(-1).mT[..., None] for pair in (wide[:2], [x.abs() for x in wide[:2]]))
         terms = torch.einsum("bhnm,bmhe->bnhe", weights(phi_hat, psi_hat), wide[2].abs())
         assert error_in_bounds(out, oracle, (terms + oracle.abs() * size) / den) <= 1
-
-
-def cancelling(oracle: dict[str, Tensor]) -> Tensor:
-    """About how large the sums are whose difference is the gradient of log_decay; the loss weighs by about
-    1."""
-    return (
-        sum(oracle[name].abs().sum(-1).max() for name in ("out", "z")) + oracle["kv"].abs().sum((2, 3)).max()
-    )
 
 
 @every_fast

@@ -9,7 +9,8 @@ from linrope_kernels import INTERPRETED, launch, segments, tiles
 
 from linrope import Rotary, feature_maps, linear_rope_attention
 from linrope.feature_maps import ELEMENTWISE
-from tests.backends.problems import CONFIGS, Problem, error_in_bounds
+from tests.backends.problems import CONFIGS, Problem
+from tests.bounds import error_in_bounds
 from tests.kernels import comparison
 from tests.kernels.comparison import TOLERANCE, both_directions, compare, every_dtype, long_here
 from tests.oracle import everything, examples, random_state, randoms
