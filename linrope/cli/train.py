@@ -1,6 +1,7 @@
 """The command ``linrope train``: its options, and what becomes of them."""
 
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -142,8 +143,11 @@ def train(
     bit for bit as if the run had never stopped, or been killed; with more --steps than before it goes on
     beyond its end. With --resume the sizes, rates and tokenizer are those of the checkpoint; which of the
     options given differ is said. For several processes or GPUs: accelerate launch -m linrope.cli train ..,
-    or torchrun -m linrope.cli train ..
+    or torchrun -m linrope.cli train .., whose restarts (--max-restarts) go on as with --resume.
     """
+    # torchrun starts a group anew in which a process ended.
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and any(out.glob("step-*")):
+        resume = True
     if save_every < 1:
         raise ValueError(f"--save-every={save_every}: expected at least 1")
     options = dict(context.params)

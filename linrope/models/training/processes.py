@@ -106,7 +106,7 @@ class Processes:
         """Of packed rows, whose tokens are shared out in parts as equal as may be."""
         if self.tokens == 1:
             return None
-        parts = torch.arange(int(cu_seqlens[-1])).tensor_split(self.tokens)
+        parts = torch.arange(int(cu_seqlens[-1]), device="cpu").tensor_split(self.tokens)
         return Shard(self.mesh, lengths=[len(part) for part in parts], cu_seqlens=cu_seqlens)
 
 
