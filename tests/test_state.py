@@ -403,6 +403,25 @@ def test_other_calls_leave_a_donated_state_alone(backend: str) -> None:
             out.sum().backward()
 
 
+@pytest.mark.parametrize("n", [1, 7])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("backend", [*BACKENDS, NATIVE])
+@torch.no_grad()
+def test_a_state_is_written_to_by_one_token_that_it_was_given_away_to_and_by_no_other_call(
+    backend: str, causal: bool, n: int
+) -> None:
+    q, k, v = randoms(2, n, 2, 8, dtype=torch.float32)
+    how = {"rotary": Rotary(8), "causal": causal, "backend": backend}
+    state = linear_rope_state(k, v, rotary=Rotary(8))
+    kept = state.clone()
+    out = linear_rope_attention(q, k, v, state=state, **how)
+    expected, last = linear_rope_attention(q, k, v, state=state, return_state=True, **how)
+    assert torch.equal(out, expected)
+    assert_same(state, kept)
+    assert torch.equal(linear_rope_attention(q, k, v, state=state.donate(), **how), expected)
+    assert_same(state, last if n == 1 else kept)
+
+
 def test_a_donated_state_that_needs_gradients_is_left_alone() -> None:
     q, k, v = randoms(1, 1, 2, 8, dtype=torch.float32)
     state = random_state(k, v, {})

@@ -319,6 +319,8 @@ def _absolute_positions(
     if positions is not None:
         return positions
     if shard is not None:
+        if states is not None and shard.cu_seqlens is not None:
+            return shard.positions(tokens.device, states[0].position)
         positions = shard.positions(tokens.device)
         return positions if states is None else states[0].position[:, None] + positions
     b, n = tokens.shape

@@ -144,7 +144,7 @@ def both(
     how = with_dtype((PACKED if packed else CASES)[name](n), dtype) | {"backend": backend}
     q, k, v = (x.to(dtype) for x in randoms(b, n, H, D, g=G, e=E, seed=1))
     bounds = torch.tensor(BORDERS[len(lengths)]) if packed else None
-    state = random_state(k.double(), v.double(), how) if given else None
+    state = random_state(k.double(), v.double(), how | {"cu_seqlens": bounds}) if given else None
     if state is not None:
         state = state.to(dtype=torch.float32 if dtype != torch.float64 else None)
     weight = weights_like(v[:, :, :1].expand(-1, -1, H, -1), 12)
@@ -204,7 +204,7 @@ def several(names: list[str], long: bool, dtype: torch.dtype, backend: str, pack
     for i, name in enumerate(names):
         own = cuts if long else [cuts[i % len(cuts)]]
         for j, lengths in enumerate(own):
-            for given in (False,) if packed else (False, True) if long else ((i + j) % 2 == 0,):
+            for given in (False, True) if long else ((i + j) % 2 == 0,):
                 found = compare(name, lengths, dtype, backend, packed, given)
                 worst = max(worst, *found.values())
     return worst

@@ -22,7 +22,9 @@ class Processes:
     def __init__(self, size: int, folder: Path) -> None:
         # One server imports PyTorch, and each process is a fork of it: a spawn would import it again.
         context = get_context("forkserver")
-        context.set_forkserver_preload(["tests.distributed.cases", "tests.distributed.checks"])
+        context.set_forkserver_preload(
+            ["tests.distributed.cases", "tests.distributed.checks", "tests.distributed.heads"]
+        )
         self.size, self.pipes, self.processes = size, [], []
         for rank in range(size):
             ours, theirs = context.Pipe()

@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 
 from linrope.attention import LinearRoPEAttention
 from linrope.feature_maps.random_features import RandomFeatureMap
+from linrope.models.huggingface.parallel import TP_PLAN
 from linrope.position_encodings import SoftmaxAttention
 from linrope.rotary import Rotary
 
@@ -54,6 +55,7 @@ class LinRopeConfig(PreTrainedConfig):
 
     model_type = "linrope"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    base_model_tp_plan = TP_PLAN
 
     vocab_size: int = 32000
     hidden_size: int = 1024

@@ -119,7 +119,7 @@ def gradients(model: nn.Module, run, x: torch.Tensor, *rest) -> list[torch.Tenso
         (None, {}),
         (True, {"causal": False}),
         (None, {"feature_map": "softmax", "rotary": "half"}),
-        (True, {"feature_map": "favor+"}),
+        (None, {"feature_map": "favor+"}),
         (None, {"feature_map": "hedgehog", "decay": "retnet", "rope_order": "before"}),
     ],
     ids=str,
