@@ -90,9 +90,13 @@ def _positions(rows: Rows, panels: Any) -> None:
         axes.axhline(0, color="gray", linewidth=0.8)
         axes.set(title=title, xlabel="position / trained length")
         axes.grid(alpha=0.3)
-        if axes.has_data():
-            axes.legend(fontsize="small")
-    panels[0].set(ylabel="bits per byte beyond those with\nno more than the trained length")
+        if axes.get_lines()[:-1]:
+            axes.legend(fontsize="small", ncols=2, loc="upper left")
+    low, high = panels[0].get_ylim()  # which all share; room for the legends
+    panels[0].set(
+        ylabel="bits per byte beyond those with\nno more than the trained length",
+        ylim=(low, high + 0.3 * (high - low)),
+    )
 
 
 def _shares(rows: Rows, axes: Any) -> None:

@@ -356,6 +356,16 @@ def test_the_page_has_the_tables_of_the_committed_results() -> None:
         )
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/recipes.md"])
+def test_figures_that_other_pages_quote_are_those_of_the_tables(name: str) -> None:
+    tables, text = (ROOT / "docs/evidence.md").read_text(), (ROOT / name).read_text()
+    if name == "README.md":
+        text = text.split("<!-- study -->")[1].split("<!-- /study -->")[0]
+    quoted = re.findall(r"-?\d\.\d{3}(?: ± \d\.\d{3})?|\d+,\d{3} \|", text)
+    assert len(quoted) > 10
+    assert [figure for figure in quoted if figure not in tables] == []
+
+
 def made_up(task: Task, model: str, seed: int, results: dict[str, Any] | None) -> lines.Line:
     return Run(task, model, seed, 3e-3, "run").key() | {
         "results": results, "floor": {"1x": 0.5}, "ceiling": {"1x": 1.0}, "machine": {"commit": "0123456789"},
