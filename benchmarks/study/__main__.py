@@ -33,9 +33,14 @@ def table(folder: Folder) -> None:
 
 
 @app.command()
-def plot(folder: Folder) -> None:
-    """Writes the plots beside the results."""
-    for path in plots.plots(folder):
+def plot(
+    folder: Folder,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the plots. Default: beside the results.")
+    ] = None,
+) -> None:
+    """Writes the plots."""
+    for path in plots.plots(folder, out or folder):
         print(path)
 
 

@@ -16,8 +16,8 @@ PANELS: dict[str, list[str]] = {
 }
 
 
-def plots(folder: Path) -> list[Path]:
-    """The pictures that the folder's results suffice for, written beside them.
+def plots(folder: Path, out: Path) -> list[Path]:
+    """The pictures that the folder's results suffice for, written into out.
 
     Raises:
         ValueError: as in report.counted.
@@ -26,17 +26,18 @@ def plots(folder: Path) -> list[Path]:
 
     matplotlib.use("Agg")
     found = counted(folder)
+    out.mkdir(parents=True, exist_ok=True)
     drawn = []
     for task, rows in found.items():
         if task.startswith("language"):
-            height = 1 + 0.25 * len(rows)
-            drawn.append(_draw(folder / f"{task}.png", 1, partial(_bits, rows), (7, height)))
-            drawn.append(_draw(folder / f"{task}-positions.png", 3, partial(_positions, rows), (12, 4)))
+            height = 1 + 0.21 * len(rows)
+            drawn.append(_draw(out / f"{task}.png", 1, partial(_bits, rows), (7, height)))
+            drawn.append(_draw(out / f"{task}-positions.png", 3, partial(_positions, rows), (12, 4)))
         elif task in ("parity", "modulo-3", "copying", "distant", "images"):
-            drawn.append(_draw(folder / f"{task}.png", 1, partial(_shares, rows), (7, 4)))
+            drawn.append(_draw(out / f"{task}.png", 1, partial(_shares, rows), (7, 4)))
     sizes = {task: rows for task, rows in found.items() if task.removeprefix("recall-").isdecimal()}
     if sizes:
-        drawn.append(_draw(folder / "recall.png", 1, partial(_recall, sizes), (7, 4)))
+        drawn.append(_draw(out / "recall.png", 1, partial(_recall, sizes), (7, 4)))
     return drawn
 
 
@@ -67,7 +68,7 @@ def _bits(rows: Rows, axes: Any) -> None:
     names = sorted(bits, key=lambda model: -bits[model][0])
     values, low, high = zip(*(bits[name] for name in names))
     axes.errorbar(values, names, xerr=(low, high), fmt="o", markersize=4, capsize=3)
-    axes.set(xlabel="bits per byte, held-out files, within the trained length: mean, least and largest seed")
+    axes.set(xlabel="bits per byte within the trained length: mean, least and largest seed")
     axes.grid(alpha=0.3)
 
 
@@ -83,15 +84,19 @@ def _positions(rows: Rows, panels: Any) -> None:
                 for key in ("by position", "by position, 1x")
             )
             gaps = [x - y for x, y in zip(whole, alone)]
-            # Over parts of half the trained length: single eighths are too rough to read.
-            parts = [mean(gaps[i : i + 4]) for i in range(0, len(gaps), 4)]
-            axes.plot([(i + 0.5) / 2 for i in range(len(parts))], parts, label=model, marker=".")
+            # Over whole windows of the trained length, at whose beginnings the shorter context is shortest.
+            parts = [mean(gaps[i : i + 8]) for i in range(0, len(gaps), 8)]
+            axes.plot([i + 0.5 for i in range(len(parts))], parts, label=model, marker=".")
         axes.axhline(0, color="gray", linewidth=0.8)
         axes.set(title=title, xlabel="position / trained length")
         axes.grid(alpha=0.3)
-        if axes.has_data():
-            axes.legend(fontsize="small")
-    panels[0].set(ylabel="bits per byte beyond those with\nno more than the trained length")
+        if axes.get_lines()[:-1]:
+            axes.legend(fontsize="small", ncols=2, loc="upper left")
+    low, high = panels[0].get_ylim()  # which all share; room for the legends
+    panels[0].set(
+        ylabel="bits per byte beyond those with\nno more than the trained length",
+        ylim=(low, high + 0.3 * (high - low)),
+    )
 
 
 def _shares(rows: Rows, axes: Any) -> None:

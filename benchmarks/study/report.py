@@ -8,12 +8,13 @@ from typing import Any
 
 from benchmarks.study import lines
 from benchmarks.study.lines import Line
+from benchmarks.study.variants import VARIANTS
 
 Rows = dict[str, list[Line]]  # by model, a line per seed
 
 
 def counted(folder: Path) -> dict[str, Rows]:
-    """By task and model the lines of the runs that count, in the order in which models first came.
+    """By task and model the lines of the runs that count, models in the order of VARIANTS.
 
     Raises:
         ValueError: there are none; lines of one task and model that do not belong together.
@@ -32,7 +33,10 @@ def counted(folder: Path) -> dict[str, Rows]:
         for model, row in rows.items():
             if len({line["seed"] for line in row}) < len(row):
                 raise ValueError(f"{task}, {model}: got two lines of one seed")
-    return found
+    order = list(VARIANTS)
+    return {
+        task: dict(sorted(rows.items(), key=lambda row: order.index(row[0]))) for task, rows in found.items()
+    }
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:

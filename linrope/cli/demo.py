@@ -24,9 +24,9 @@ PROMPT = "def main("
 _ROW = 256
 _SIZES: dict[str, Any] = {"embed_dim": 128, "num_layers": 4, "num_heads": 4}
 # Half-lives up to the rows it is trained on: docs/evidence.md.
-_LINEAR = LanguageModelConfig(**_SIZES, decay={"name": "spread", "longest": _ROW})
+LINEAR = LanguageModelConfig(**_SIZES, decay={"name": "spread", "longest": _ROW})
 # Wider where the other one has a gate: as many parameters, within 1%.
-_SOFTMAX = LanguageModelConfig(**_SIZES, attention="softmax", hidden_dim=392)
+SOFTMAX = LanguageModelConfig(**_SIZES, attention="softmax", hidden_dim=392)
 _TRIAL = 4  # steps
 
 
@@ -40,14 +40,14 @@ def demo(
     """
     corpus = Corpus.load()
     console.rule("1. A language model on linear attention with RoPE")
-    trainer, stopped = _train(_LINEAR, corpus, seconds)
+    trainer, stopped = _train(LINEAR, corpus, seconds)
     for earlier in checkpoints(out):  # of another demo: a longer one would count as the latest
         shutil.rmtree(earlier)
     console.print(f"checkpoint: {trainer.save(out)}")
     if stopped:
         return 130
     console.rule("2. The same with softmax attention, for the same time")
-    other, stopped = _train(_SOFTMAX, corpus, seconds)
+    other, stopped = _train(SOFTMAX, corpus, seconds)
     if stopped:
         return 130
     after, softmax = trainer.evaluate(), other.evaluate()
