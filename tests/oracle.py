@@ -20,6 +20,9 @@ NATIVE = pytest.param(
     "native", marks=pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 )
 FAST = ("eager", NATIVE)  # for float32, bfloat16, float16
+# In what a backend is compared with the oracle, and how many of a tensor's largest entry it may be off.
+DTYPES = {"eager": torch.float64, "native": torch.float32, "triton": torch.float32}
+TOLERANCES = {"eager": 1e-10, "native": 64 * 2.0**-23, "triton": 32 * 2.0**-23}
 
 
 def examples(number: int) -> settings:
@@ -71,6 +74,14 @@ def random_state(
             state, log_scale=torch.rand(state.log_scale.shape, generator=generator).double() - 0.5
         )
     return replace(state, kv=kv.requires_grad_(), z=z.requires_grad_(), position=where)
+
+
+def random_mask(b: int, m: int) -> Tensor:
+    """A third hidden; the first key of the first sequence, and the whole second sequence, hidden too."""
+    mask = torch.rand(b, m, generator=torch.Generator().manual_seed(3)) > 1 / 3
+    mask[0, :1] = False
+    mask[1:2] = False
+    return mask
 
 
 def everything(

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from linrope_kernels import launch, model
+from linrope_kernels import gradients, launch, model
 
 # Shared memory per program, in bytes: CUDA C++ Programming Guide, table of technical specifications.
 SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -114,7 +114,9 @@ def launches(
     with recorded(capability) as after:
         if backward:
             assert out is not None
-            launch.attend_bwd(call, None, saved, out if call.reads_out else None, torch.empty_like(out), None)
+            gradients.attend_bwd(
+                call, None, saved, out if call.reads_out else None, torch.empty_like(out), None
+            )
     return forward, after
 
 

@@ -1,4 +1,5 @@
-"""A random configuration of two calls of the operation: a first one, which makes a state, and one that is looked at."""
+"""A random configuration of two calls of the operation: a first one, which makes a state, and one that
+is looked at."""
 
 import random
 from dataclasses import dataclass
@@ -48,7 +49,8 @@ class Piece:
 
 
 class Configuration:
-    """A first piece, which makes a state, and a second one, which is looked at, both drawn from one number."""
+    """A first piece, which makes a state, and a second one, which is looked at, both drawn from one
+    number."""
 
     def __init__(self, seed: int, index: int, dtypes: list[str], most: int) -> None:
         """most: tokens of a sequence that is looked at."""
@@ -222,9 +224,9 @@ class Configuration:
         n = sum(total) if self.packed else total[0]
         m = None if self.m is None else self.before[0] + self.m
         scale = self.scale
-        exponential = (
-            (self.map is not None and self.map.elementwise == "exp") or type(self.map).__name__ == "SoftmaxMap"
-        )
+        exponential = (self.map is not None and self.map.elementwise == "exp") or type(
+            self.map
+        ).__name__ == "SoftmaxMap"
         if exponential and self.dtype == torch.float32:
             scale = min(scale, 1.0)  # rounding an exponent x costs u |x|, before any backend sees it
         q, k, v = randoms(

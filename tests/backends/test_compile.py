@@ -1,0 +1,205 @@
+"""torch.library's own checks of the operator, and torch.compile without recompilation."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.testing import assert_close
+
+from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, linear_rope_attention
+from linrope.backends.call import Call
+
+OPERATOR = torch.ops.linrope.attend.default
+B, G, H, D, E = 2, 2, 4, 4, 6
+
+
+@pytest.fixture(autouse=True)
+def _no_compiled_code_from_before():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on shared cores, tiny operations spend ten times as long in thread barriers
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    torch.set_num_threads(threads)
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=dtype, device="cpu").to(torch.get_default_device())
+
+
+def tokens(n: int, m: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    shapes = (B, n, H, D), (B, m, G, D), (B, m, G, E)
+    return [numbers(*shape, dtype=dtype) for shape in shapes]
+
+
+def operator_arguments(
+    n: int = 70, m: int | None = None, *, dtype=torch.float64, causal=True, state=False, mask=False,
+    rotary=True, layout="interleaved", positions=False, save=True, decay=False, steps=False, packed=False,
+    want_state=True, state_only=False,
+) -> tuple:  # fmt: skip
+    m = n if m is None else m
+    q, k, v = tokens(n, m, dtype)
+    b = 1 if packed else B
+    q, k, v = None if state_only else q[:b].clone(), k[:b].clone(), v[:b].clone()
+    sequences = 3 if packed else b
+    kv = z = angle = None
+    if state:
+        kv, z = numbers(sequences, G, D, E, dtype=dtype), numbers(sequences, G, D, dtype=torch.float64).abs()
+        angle = torch.arange(sequences * G * D // 2).view(sequences, G, -1) * 2**60 if steps else None
+    log_decay = -numbers(b, m, G, dtype=dtype).abs() if decay else None
+    angle_steps = numbers(b, m, 1, D // 2, dtype=dtype) if steps else None
+    for x in (q, k, v, kv, z, log_decay, angle_steps):
+        if x is not None:
+            x.requires_grad_(save)
+    call = Call(
+        q, k, v, log_decay, angle_steps, Rotary(D).turns(torch.device("cpu")) if rotary else None,
+        torch.arange(b * n).view(b, n) if positions else torch.tensor([[3]]),
+        None if m == n else torch.tensor([[0]]), None, None, numbers(b, m) > 0 if mask else None,
+        torch.tensor([0, 5, 5, n]) if packed else None, layout, "elu+1", causal, True, 1e-6, "clamp",
+        want_state,
+    )  # fmt: skip
+    return "eager", *call, kv, z, angle, save
+
+
+CONFIGURATIONS = {
+    "causal": {},
+    "causal, inference": {"save": False},
+    "causal, state, mask": {"state": True, "mask": True},
+    "causal, positions, half": {"positions": True, "layout": "half"},
+    "no rotary": {"rotary": False},
+    "decay": {"decay": True, "state": True},
+    "decay, steps": {"decay": True, "steps": True, "state": True},
+    "steps alone, no state wanted": {"steps": True, "rotary": False, "want_state": False},
+    "packed": {"packed": True, "state": True, "decay": True},
+    "state only": {"state_only": True, "decay": True},
+    "float32": {"dtype": torch.float32, "state": True},
+    "float32, inference": {"dtype": torch.float32, "save": False, "mask": True},
+    "bidirectional": {"causal": False},
+    "bidirectional, inference": {"causal": False, "save": False, "state": True},
+    "bidirectional, state, mask": {"causal": False, "state": True, "mask": True},
+    "one token": {"n": 1, "state": True, "save": False},
+    "cross": {"causal": False, "m": 9, "dtype": torch.float32},
+}
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+def test_operator_passes_torch_library_s_checks(configuration) -> None:
+    """Schema, autograd registration, fake tensors (shapes and dtypes), and dynamic-shape tracing."""
+    torch.library.opcheck(OPERATOR, operator_arguments(**configuration))
+
+
+class Model(nn.Module):
+    def __init__(self, **options) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = LinearRoPEAttention(16, H, num_kv_heads=G, out_norm=True, gate=True, **options)
+        self.outer = nn.Linear(16, 8)
+
+    def forward(
+        self, x: torch.Tensor, state: LinearAttentionState | None = None
+    ) -> tuple[torch.Tensor, LinearAttentionState]:
+        y, state = self.inner(x, state=state, return_state=True)
+        return self.outer(torch.relu(y)), state
+
+
+def gradients(model: nn.Module, run, x: torch.Tensor, *rest) -> list[torch.Tensor]:
+    """Output, last state, and the gradients of input and parameters."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y, state = run(x, *rest)
+    (y.square().sum() + state.kv.square().sum() + state.z.sum()).backward()
+    return [y, state.kv, state.z, x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "options"),
+    [
+        (None, {}),
+        (True, {"causal": False}),
+        (None, {"feature_map": "favor+"}),
+        pytest.param(True, {}, marks=pytest.mark.long),
+        pytest.param(None, {"feature_map": "softmax", "rotary": "half"}, marks=pytest.mark.long),
+        pytest.param(
+            None,
+            {"feature_map": "hedgehog", "decay": "retnet", "rope_order": "before"},
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=str,
+)
+def test_compiled_in_one_graph_a_module_computes_the_same(options, dynamic) -> None:
+    model = Model(**options)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for n in (9, 70):
+        x = numbers(B, n, 16)
+        for a, b in zip(gradients(model, compiled, x), gradients(model, model, x), strict=True):
+            assert_close(a, b)
+
+
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_hundred_lengths_compile_at_most_twice(causal: bool) -> None:
+    """Once for the first length, and once, when it sees a second one, for all lengths."""
+    model, counter = Model(causal=causal), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for n in range(2, 102):
+        y, _ = compiled(numbers(B, n, 16))
+        y.sum().backward()
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_hundred_calls_with_the_state_handed_on_compile_at_most_twice(causal: bool) -> None:
+    model, counter = Model(causal=causal), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    with torch.no_grad():
+        _, state = model(numbers(B, 5, 16))
+        for n in range(2, 102):
+            x = numbers(B, n, 16)
+            expected, expected_state = model(x, state)
+            y, state = compiled(x, state)
+            assert_close(y, expected)
+            assert torch.equal(state.position, expected_state.position)
+    assert counter.frame_count <= 2
+
+
+def test_compiled_decoding_goes_on_from_a_state_and_compiles_once() -> None:
+    model, counter = Model(), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    x = numbers(B, 20, 16)
+    with torch.no_grad():
+        expected, _ = model(x)
+        _, state = model(x[:, :10])
+        for i in range(10, 20):
+            y, state = compiled(x[:, i : i + 1], state)
+            assert_close(y, expected[:, i : i + 1])
+    assert counter.frame_count == 1
+
+
+# The tracer looks at .grad of its inputs, also of slices that have none.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_gradients_flow_through_a_state_that_compiled_code_returned() -> None:
+    model = Model()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    x = numbers(B, 12, 16)
+
+    def in_two_pieces(x: torch.Tensor, run) -> tuple[torch.Tensor, LinearAttentionState]:
+        head, state = run(x[:, :5])
+        tail, state = run(x[:, 5:], state)
+        return torch.cat((head, tail), 1), state
+
+    whole = gradients(model, model, x)
+    pieces = gradients(model, lambda x: in_two_pieces(x, compiled), x)
+    for a, b in zip(pieces, whole, strict=True):
+        assert_close(a, b, atol=1e-4, rtol=1e-4)  # float32 sums in another order
+
+
+def test_the_operation_itself_compiles_with_given_positions_and_mask() -> None:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions, mask) -> torch.Tensor:
+        return linear_rope_attention(q, k, v, rotary=Rotary(D), positions=positions, key_mask=mask)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (4, 9):
+        q, k, v = tokens(n, n, torch.float32)
+        how = torch.arange(n) * 3, numbers(B, n) > 0
+        assert_close(compiled(q, k, v, *how), run(q, k, v, *how))

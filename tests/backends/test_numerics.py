@@ -1,0 +1,294 @@
+"""The numerics contract: error bounds, counts that do not stall, and outputs that do not see the future."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, target
+from torch import Tensor
+
+from linrope import Rotary, feature_maps, linear_rope_attention
+from linrope.chunks import CHUNK
+from linrope.rotary import MAX_POSITION
+from tests.backends.problems import CONFIGS, Problem
+from tests.bounds import BOUNDS, cancelling, error_in_bounds
+from tests.feature_maps.table import plain
+from tests.oracle import (
+    BACKENDS,
+    FAST,
+    NATIVE,
+    POSITIVE,
+    SIGNED,
+    assert_same,
+    everything,
+    examples,
+    num_features,
+    randoms,
+    use_map,
+)
+
+every_dtype = pytest.mark.parametrize("dtype", BOUNDS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+every_fast = pytest.mark.parametrize("backend", FAST)
+every_map = pytest.mark.parametrize("name", [*POSITIVE, *SIGNED])
+
+
+@every_fast
+@every_dtype
+@examples(100)
+@given(config=CONFIGS)
+def test_output_error_is_within_the_bound(dtype: torch.dtype, backend: str, config: dict[str, Any]) -> None:
+    problem = Problem(config, dtype)
+    size = problem.magnitude()
+    assume(size.max() < torch.finfo(dtype).max)
+    inputs, how = problem.second(dtype, backend)
+    out = linear_rope_attention(*inputs, **how)
+    inputs, how = problem.second(torch.float64, "reference")
+    error = error_in_bounds(out, linear_rope_attention(*inputs, **how), size)
+    target(error, label="error in units of the bound")
+    assert error <= 1
+
+
+@every_fast
+@every_dtype
+@pytest.mark.parametrize("scale", [0.3, 1.0, 3.0, 6.0])
+@pytest.mark.parametrize("name", ["taylor2", "rebased"])
+def test_where_features_are_signed_the_bound_has_the_normalizer_s_own_cancellation(
+    name: str, scale: float, dtype: torch.dtype, backend: str
+) -> None:
+    n, d = 120, 16
+    fmap = feature_maps.make(name, d)
+    for seed in range(3):
+        q, k, v = randoms(1, n, 2, d, seed=seed, scale=scale)
+        features = plain(fmap.queries(q)), plain(fmap.keys(k))
+        q, k, v = *(x.detach().to(dtype) for x in features), v.to(dtype)
+        wide = [x.double() for x in (q, k, v)]
+        positions = torch.arange(n)
+        rotary = Rotary(q.shape[-1])
+        oracle = linear_rope_attention(*wide, rotary=rotary, feature_map=None, backend="reference")
+        out = linear_rope_attention(q, k, v, rotary=rotary, feature_map=None, backend=backend)
+
+        def weights(phi: Tensor, psi: Tensor) -> Tensor:
+            return torch.einsum("bnhf,bmhf->bhnm", phi, psi).tril()
+
+        phi_hat, psi_hat = rotary(wide[0], positions).abs(), rotary(wide[1], positions).abs()
+        den, size = (weights(*pair).sum(-1).mT[..., None] for pair in (wide[:2], [x.abs() for x in wide[:2]]))
+        terms = torch.einsum("bhnm,bmhe->bnhe", weights(phi_hat, psi_hat), wide[2].abs())
+        assert error_in_bounds(out, oracle, (terms + oracle.abs() * size) / den) <= 1
+
+
+@every_fast
+@every_dtype
+@examples(60)
+@given(config=CONFIGS)
+def test_gradient_error_is_that_of_the_reference(
+    dtype: torch.dtype, backend: str, config: dict[str, Any]
+) -> None:
+    problem = Problem(config, dtype)
+    results = []
+    for narrow, name in ((dtype, backend), (dtype, "reference"), (torch.float64, "reference")):
+        inputs, how = problem.second(narrow, name)
+        results.append(everything(*inputs, **how))
+    actual, reference, oracle = results
+    worst = 0.0
+    for name in (name for name in oracle if name.startswith("d")):
+        errors = [(x[name].double() - oracle[name]).abs().max() for x in (actual, reference)]
+        # The gradient of log_decay is a difference of sums as large as outputs and states: of a gate that
+        # is all but
+        # closed only their rounding is left.
+        lost = BOUNDS[torch.float32] * cancelling(oracle) if name == "dlog_decay" else 0.0
+        # With one key the output is its value: no gradient for q and k, and nothing to measure errors by.
+        is_zero = oracle[name].abs().max() < 1e-9
+        if errors[1].isfinite() and not is_zero:  # float16 may overflow
+            allowed = 3 * errors[1] + 1e-5 * oracle[name].abs().max() + lost
+            ratio = float(errors[0] / allowed) if errors[0] else 0.0
+            assert ratio <= 1, name
+            worst = max(worst, ratio)
+    target(worst, label="error in units of the bound")
+
+
+@every_fast
+def test_the_normalizer_does_not_drift_over_ten_million_tokens(backend: str) -> None:
+    piece, d = 100_000, 4
+    generator = torch.Generator().manual_seed(0)
+    state, expected = None, torch.zeros(d, dtype=torch.float64)
+    for i in range(100):
+        k = torch.randn(1, piece, 1, d, generator=generator)
+        # Most come without queries, which is fast; some by the chunks of causal attention.
+        causal = i % 10 == 0
+        q = k if causal else k[:, :0]
+        _, state = linear_rope_attention(
+            q, k, k[..., :1], causal=causal, state=state, return_state=True, backend=backend
+        )
+        expected += torch.where(k > 0, k.double() + 1, k.double().exp()).sum((0, 1, 2))
+    assert state is not None
+    assert state.position.tolist() == [10_000_000]
+    torch.testing.assert_close(state.z[0, 0], expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, NATIVE])
+@pytest.mark.parametrize("steps", [1, 3, 70])
+def test_the_normalizer_does_not_stall_after_many_tokens(steps: int, backend: str) -> None:
+    d, start, feature, tokens = 4, 2.0**25, 0.25, 2100
+    assert torch.tensor(start) + feature == start  # float32 would stall
+    x = torch.full((1, steps, 1, d), feature).log()
+    how: dict[str, Any] = {"feature_map": "elu+1", "rotary": Rotary(d), "backend": backend}
+    _, state = linear_rope_attention(x[:, :0], x[:, :0], x[:, :0], return_state=True, **how)
+    state = replace(state, z=torch.full_like(state.z, start), position=state.position + 10_000_000)
+    for _ in range(tokens // steps):
+        _, state = linear_rope_attention(x, x, x, state=state, return_state=True, **how)
+    expected = torch.full((d,), tokens * feature, dtype=torch.float64)
+    torch.testing.assert_close(state.z[0, 0] - start, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@every_fast
+def test_float16_does_not_overflow_in_long_sequences(causal: bool, backend: str) -> None:
+    n, d = 65_536, 8
+    q, k, v = randoms(1, n, 1, d, dtype=torch.float16)
+    out = linear_rope_attention(q, k, v, rotary=Rotary(d), causal=causal, backend=backend)
+    assert out.isfinite().all()
+
+    positions = torch.arange(n, dtype=torch.float64)
+    turn = torch.polar(torch.ones(n, d // 2, dtype=torch.float64), positions[:, None] * Rotary(d).theta)
+    phi, psi = (torch.where(x > 0, x + 1, x.exp())[0, :, 0] for x in (q.double(), k.double()))
+    phi_hat, psi_hat = (
+        torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn).flatten(-2)
+        for x in (phi, psi)
+    )
+    values = v[0, :, 0].double()
+    rows = torch.randint(0, n, (200,), generator=torch.Generator().manual_seed(0))
+    for i in [0, n - 1, *rows.tolist()]:
+        seen = slice(0, i + 1 if causal else n)
+        den = psi[seen].sum(0) @ phi[i]
+        expected = (psi_hat[seen] @ phi_hat[i]) @ values[seen] / den
+        size = (psi_hat[seen].abs() @ phi_hat[i].abs()) @ values[seen].abs() / den
+        assert error_in_bounds(out[0, i, 0], expected, size) <= 1
+
+
+@pytest.mark.parametrize("scale", [3.0, 30.0])  # 30: exp overflows, and big sums would swallow small ones
+@pytest.mark.parametrize("backend", [*BACKENDS, NATIVE])
+@every_map
+def test_future_tokens_do_not_change_one_bit_of_the_past(name: str, backend: str, scale: float) -> None:
+    n = 9 * CHUNK + 9
+    how = use_map(name, 4) | {"backend": backend}
+    how["rotary"] = Rotary(num_features(how, 4))
+    now = randoms(2, n, 2, 4, g=1, dtype=torch.float32)
+    then = randoms(2, n, 2, 4, g=1, dtype=torch.float32, seed=1, scale=scale)
+    out = linear_rope_attention(*now, **how)
+    for border in (16, 32, CHUNK, 3 * CHUNK, 8 * CHUNK, 9 * CHUNK):
+        for cut in (border - 1, border, border + 1, border + 7):
+            mixed = (torch.cat((x[:, :cut], y[:, cut:]), 1) for x, y in zip(now, then, strict=True))
+            assert torch.equal(linear_rope_attention(*mixed, **how)[:, :cut], out[:, :cut])
+
+
+# Decay
+
+
+@every_fast
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_key_that_is_no_number_does_not_reach_earlier_queries(wrong: float, backend: str) -> None:
+    q, k, v = randoms(1, 150, 2, 4, dtype=torch.float32)
+    for decay in (None, torch.tensor([0.5, 0.9])):
+        how: dict[str, Any] = {"rotary": Rotary(4), "decay": decay, "backend": backend}
+        out = linear_rope_attention(q, k, v, **how)
+        bad = k.clone()
+        bad[:, 70] = wrong
+        assert torch.equal(linear_rope_attention(q, bad, v, **how)[:, :70], out[:, :70])
+
+
+@every_fast
+@pytest.mark.parametrize("g", [0.9, 0.999, 1 - 2.0**-20])
+def test_decay_is_exact_over_a_million_tokens(g: float, backend: str) -> None:
+    """Ones in, the geometric sum out: no power of g over- or underflows, and none is biased."""
+    n = 10**6
+    x = torch.zeros(1, n, 1, 2)
+    decay = torch.tensor([g], dtype=torch.float64)
+    how: dict[str, Any] = {"feature_map": "exp", "decay": decay, "normalize": False, "backend": backend}
+    out, state = linear_rope_attention(x, x, x + 1, return_state=True, **how)
+    exact = (1 - decay ** torch.arange(1, n + 1)) / (1 - decay)
+    # S is float32: of 15,625 chunks' equal increments each is rounded alike where g is this close to 1.
+    torch.testing.assert_close(
+        out[0, :, 0, 0].double(), 2 * exact, rtol=2e-6 if g < 1 - 1e-4 else 1e-4, atol=0
+    )
+    torch.testing.assert_close(state.z[0, 0, 0], exact[-1], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, NATIVE])
+def test_gaps_of_any_size_fade_to_zero(backend: str) -> None:
+    q, k, v = randoms(1, 5, 1, 4, dtype=torch.float32)
+    where = torch.tensor([0, 1, 10**6, MAX_POSITION - 1, MAX_POSITION])
+    how: dict[str, Any] = {"rotary": Rotary(4), "backend": backend, "decay": torch.tensor([0.5])}
+    results = everything(q, k, v, positions=where, **how)
+    assert all(x.isfinite().all() for x in results.values())
+    torch.testing.assert_close(results["out"][:, 2], v[:, 2])  # alone in its world
+
+
+def test_a_decay_of_one_is_none() -> None:
+    q, k, v = randoms(2, 150, 2, 8)
+    plain, faded = (everything(q, k, v, rotary=Rotary(8), decay=g) for g in (None, torch.ones(2)))
+    assert_same(faded, plain)
+
+
+def test_zero_distance_decays_nothing() -> None:
+    q, k, v = randoms(1, 70, 1, 4)
+    together = torch.full((70,), 7)
+    how: dict[str, Any] = {"positions": together, "rotary": Rotary(4), "normalize": False}
+    out, state = linear_rope_attention(q, k, v, decay=torch.tensor([0.1]), return_state=True, **how)
+    plain, last = linear_rope_attention(q, k, v, return_state=True, **how)
+    assert_same({"out": out, "kv": state.kv}, {"out": plain, "kv": last.kv})
+
+
+@every_fast
+def test_many_decoding_steps_with_decay_keep_the_normalizer_exact(backend: str) -> None:
+    x, decay = torch.zeros(1, 1, 1, 2), torch.tensor([1 - 2.0**-11], dtype=torch.float64)
+    state = None
+    for _ in range(2000):
+        _, state = linear_rope_attention(
+            x, x, x, feature_map="exp", decay=decay, state=state, return_state=True, backend=backend
+        )
+    assert state is not None
+    exact = (1 - decay**2000) / (1 - decay)
+    torch.testing.assert_close(state.z[0, 0, :1], exact, rtol=1e-12, atol=0)
+
+
+@every_fast
+@pytest.mark.parametrize("g", [0.999, 0.9999])
+def test_many_decoding_steps_with_decay_are_as_exact_as_one_call(g: float, backend: str) -> None:
+    n = 2000
+    q, k, v = randoms(1, n, 1, 4, dtype=torch.float32, scale=0.3)
+    rotary = Rotary(4, xpos=512.0 if g == 0.9999 and backend == "eager" else None)
+    how: dict[str, Any] = {"rotary": rotary, "decay": torch.tensor([g])}
+    oracle = linear_rope_attention(q.double(), k.double(), v.double(), backend="eager", **how)
+    how["backend"] = backend
+    state = None
+    for i in range(n):
+        step = [x[:, i : i + 1] for x in (q, k, v)]
+        out, state = linear_rope_attention(*step, state=state, return_state=True, **how)
+    assert (out[0, 0].double() - oracle[0, -1]).abs().max() <= BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize("xpos", [0.5, 1.0, 20.0, 512.0])
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+def test_xpos_of_any_length_is_the_reference(layout: str, xpos: float) -> None:
+    """zeta^-64 passes float32's range where xpos is short: then it says so."""
+    q, k, v = randoms(1, 150, 1, 4)
+    narrow = [x.float() for x in (q, k, v)]
+    how: dict[str, Any] = {"rotary": Rotary(4, xpos=xpos, layout=layout)}
+    oracle = linear_rope_attention(q, k, v, backend="reference", **how)
+    if xpos * 60 < 63 * 1.26:
+        with pytest.raises(RuntimeError, match="in one chunk with this xpos: use backend='reference'"):
+            linear_rope_attention(*narrow, backend="eager", **how)
+        return
+    out = linear_rope_attention(*narrow, backend="eager", **how)
+    assert error_in_bounds(out, oracle, torch.full_like(oracle, 1.0)) <= 1
+
+
+def test_xpos_takes_gaps_between_chunks_and_refuses_those_within_one() -> None:
+    q, k, v = randoms(1, 128, 1, 4)
+    where = torch.arange(128) + 10**6 * (torch.arange(128) >= 64)
+    how: dict[str, Any] = {"rotary": Rotary(4, xpos=512.0)}
+    actual, oracle = (everything(q, k, v, positions=where, backend=x, **how) for x in ("eager", "reference"))
+    assert_same(actual, oracle)
+    with pytest.raises(RuntimeError, match="1000063 positions in one chunk with this xpos"):
+        linear_rope_attention(q, k, v, positions=where + 10**6 * (torch.arange(128) >= 70), **how)
