@@ -51,6 +51,7 @@ def check(config: Configuration, backends: tuple[str, ...]) -> Counter[str]:
         after = equation(*wide.qkv, state=state, **wide.how)[1]
     oracle = everything(*wide.qkv, state, call=equation, **wide.how)
     sizes = equation.sizes
+    sizes.slack = 16 if config.order == "before" and not config.by_backend else 1
     sizes.exact = EXACT if config.rotary is None or config.rotary.xpos is None else EXACT_XPOS
     results = [x for name, x in oracle.items() if x.is_floating_point()] + [sizes.out, sizes.kv]
     if any(not bool(x.isfinite().all()) or _largest(x) > torch.finfo(config.dtype).max for x in results):
@@ -105,7 +106,7 @@ def _ratio(error: Tensor, allowed: Tensor) -> float:
 def _out_error(out: Tensor, oracle: Tensor, sizes: Sizes) -> float:
     if out.dtype == torch.float64:
         return _ratio((out - oracle).abs(), sizes.exact * sizes.out)
-    return error_in_bounds(out, oracle, sizes.out + sizes.lost)
+    return error_in_bounds(out, oracle, sizes.slack * sizes.out + sizes.lost)
 
 
 def _check_state(
@@ -148,9 +149,14 @@ def _check_gradients(
         if found[name].shape != oracle[name].shape:
             raise OutOfContract(f"{backend}: {name} has shape {tuple(found[name].shape)}")
         error, largest = _largest(found[name].double() - oracle[name]), _largest(oracle[name])
+        if name in ("dkv", "dz") and config.map is not None and config.map.log_scaled:
+            continue  # in units of e^m, which of a state without keys may be any
         if largest < 1e-9:  # one key: the output is its value, whatever q and k are
             continue
-        rounded = torch.finfo(found[name].dtype).eps * largest  # log_decay may be narrower than q
+        narrow = found[name].dtype != config.dtype  # then parts are rounded that may cancel
+        rounded = torch.finfo(found[name].dtype).eps * (
+            biggest if narrow else largest
+        )  # log_decay may be narrower than q
         lost = float(cancelling(oracle)) if name == "dlog_decay" and oracle["out"].numel() else 0.0
         if yardstick is None:
             _expect(name, backend, error / (GRADIENT * largest + rounded + sizes.exact * (lost + biggest)))

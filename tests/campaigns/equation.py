@@ -31,6 +31,7 @@ class Sizes:
     z: Tensor  # (s, g, f)
     lost: float  # what sums that fade below float32's range come to in an output, in units of its roundoff
     exact: float = 0.0  # what a float64 result may be off by, in these units
+    slack: int = 1  # of features that are rounded before the backend sees them
 
 
 class Equation:
