@@ -30,7 +30,7 @@ class Given(FeatureMap):
         self.feature_dim, self.positive, self.log_scaled = made.feature_dim, made.positive, made.log_scaled
 
     def queries(self, q: Tensor) -> Features:
-        return (q[..., :-1], q[..., -1].double()) if self.log_scaled else q
+        return (q[..., :-1], q[..., -1].detach().double()) if self.log_scaled else q
 
     def keys(self, k: Tensor) -> Features:
         return self.queries(k)
