@@ -71,7 +71,11 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE - 60)
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=PATIENCE - 60),
     )
     while True:
         try:
