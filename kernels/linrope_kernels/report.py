@@ -259,7 +259,7 @@ def show_calls(d: int, decay: bool) -> Iterator[str]:
         )
 
 
-def predictions(shapes: list[tuple[int, int, int]], d: int, decay: bool) -> Iterator[dict[str, Any]]:
+def predictions(shapes: list[Any], d: int, decay: bool) -> Iterator[dict[str, Any]]:
     """Modelled seconds of the forward and the backward pass of such calls, in bfloat16 on an H200."""
     for shape in shapes:
         forward, backward = launches(call_of(shape, d, "bf16", decay), 90)
@@ -286,7 +286,7 @@ def main() -> None:
     if options.calls:
         for d in options.dim:
             if options.json:
-                for found in predictions(options.shape or SHAPES, d, options.decay):
+                for found in predictions([tuple(x) for x in options.shape or SHAPES], d, options.decay):
                     print(json.dumps(found), flush=True)
                 continue
             for line in show_calls(d, options.decay):
