@@ -2,13 +2,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check format bench docs native test-sanitizers test-ptx test-gpu bench-gpu
+.PHONY: demo test test-long check format bench docs native dist test-dist test-sanitizers test-ptx test-gpu bench-gpu
 
 demo: .venv/ready native
 	$(BIN)/linrope demo
 
 test: .venv/ready native
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist loadgroup
+
+# What make test leaves out, but for test-ptx's: minutes each of several processes, all combinations, all kernels.
+test-long: .venv/ready native
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m long
 
 check: .venv/ready
 	$(BIN)/ruff format --check .
@@ -27,6 +31,24 @@ bench: .venv/ready native
 # The native CPU library, from the sources as they are; without a C++ compiler the other backends do.
 native: .venv/ready
 	$(BIN)/python kernels/cpu/build.py --if-changed
+
+# A source distribution, and a wheel for machines like this one with the native library in it.
+dist: .venv/ready native
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+
+# What a user gets, in a fresh environment of PYTHON's (make test-dist PYTHON=python3.13): the wheel, tests of the
+# source distribution that find no other linrope than the wheel's, and a wheel made from the source distribution.
+TRIED := build/dist
+test-dist: dist
+	rm -rf $(TRIED) && mkdir -p $(TRIED)/tree
+	$(PYTHON) -m venv $(TRIED)/venv
+	$(TRIED)/venv/bin/python -m pip install -q -c constraints.txt "$$(ls dist/*.whl)[cli]" pytest hypothesis
+	tar -xzf dist/*.tar.gz -C $(TRIED)/tree --strip-components=1
+	$(BIN)/python -m pip wheel -q --no-build-isolation --no-deps -w $(TRIED) $(TRIED)/tree
+	rm -r $(TRIED)/tree/linrope
+	cd $(TRIED)/tree && ../venv/bin/linrope env && ../venv/bin/python -m pytest -q -o pythonpath=. \
+	tests/test_attention.py tests/models/test_language_model.py tests/cli/test_app.py
 
 # Reads and writes out of bounds, and undefined behaviour, in a copy of the tree with a library of its own. Python
 # itself is not built for this: so both run times (GCC's) are loaded before it, and leaks are not looked for. What

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from linrope import arguments
 from linrope.choices import check_decays, make_decay, make_forget_gate, make_map, make_rotation
+from linrope.constants import Constant
 from linrope.distributed.convolve import convolve_shard
 from linrope.distributed.shard import Shard
 from linrope.feature_maps import FeatureMap
@@ -16,7 +17,6 @@ from linrope.functional import Options, linear_rope_attention, send_state
 from linrope.names import check_name
 from linrope.request import ORDERS
 from linrope.rotary import Rotary
-from linrope.selective import Constant
 from linrope.short_convolution import ShortConvolution
 from linrope.state import LinearAttentionState
 
@@ -119,7 +119,7 @@ class LinearRoPEAttention(nn.Module):
         self._decay, self.decay_logit = None, None
         if decay is not None:
             start, learned = make_decay(decay, g)
-            self._decay = Constant(start)
+            self._decay = Constant(start.double())
             self.decay_logit = nn.Parameter(torch.empty(g, **new)) if learned else None
         self.forget_gate = make_forget_gate(forget_gate, embed_dim, g, new)
         channels = (num_heads + g) * d + g * e
@@ -182,7 +182,7 @@ class LinearRoPEAttention(nn.Module):
             decay = decay.view(torch.float64) if decay.dtype == torch.int64 else decay
             try:
                 check_decays(key, decay, self.num_kv_heads)
-                self._decay = Constant(decay)
+                self._decay = Constant(decay.double())
             except ValueError as error:
                 error_msgs.append(str(error))
         super()._load_from_state_dict(

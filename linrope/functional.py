@@ -9,7 +9,7 @@ from linrope import decoding
 from linrope.distributed.attend import Started, attend_shard, begin_shard
 from linrope.distributed.shard import Shard
 from linrope.feature_maps import FeatureMap
-from linrope.request import OPTIONS, Request, attend, operation
+from linrope.request import OPTIONS, Request, attend
 from linrope.rotary import Rotary
 from linrope.state import LinearAttentionState
 
@@ -170,7 +170,7 @@ def linear_rope_attention(
     if q is None:
         raise TypeError("q: got NoneType, expected a dense torch.Tensor")
     if shard is not None:
-        out, last = attend_shard(request, shard, operation())
+        out, last = attend_shard(request, shard)
     else:
         if state is not None:
             further = decoding.follow(q, k, v, log_decay, angle_steps, state, options=request[OPTIONS:])
@@ -224,4 +224,4 @@ def send_state(k: Tensor, v: Tensor, shard: Shard, /, **options: Unpack[Options]
         "eps_mode": "clamp",
     }  # fmt: skip
     request = Request(**{**defaults, **options, "k": k, "v": v})  # type: ignore[arg-type]
-    return begin_shard(request, shard, operation())
+    return begin_shard(request, shard)

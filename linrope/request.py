@@ -8,7 +8,6 @@ from torch import Tensor
 from linrope import arguments, backends, decoding
 from linrope.backends.call import Call, Sums
 from linrope.decay import Tokens, distances, log_decay_of_tokens, slope_of_angle, stabilize, steps_of_tokens
-from linrope.distributed.attend import Operation
 from linrope.feature_maps import FeatureMap
 from linrope.features import map_features, rotate_before
 from linrope.names import check_name
@@ -51,9 +50,9 @@ OPTIONS = Request._fields.index("feature_map")
 def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
     """out, and the last state where it is wanted."""
     q, k, v, rotary, state = request.q, request.k, request.v, request.rotary, request.state
-    fmap = _check(request)
+    fmap = check(request)
     identity = (
-        "" if state is None and not request.return_state else _identity(fmap, rotary, request.rope_order)
+        "" if state is None and not request.return_state else identity_of(fmap, rotary, request.rope_order)
     )
     sequences = k.shape[0] if request.cu_seqlens is None else len(request.cu_seqlens) - 1
     if state is not None:
@@ -71,7 +70,7 @@ def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
     log_decay = log_decay_of_tokens(request.decay, request.log_decay, request.key_mask, tokens, k.shape[1])
     angle_steps = steps_of_tokens(request.angle_steps, request.key_mask, state, tokens)
     fade = None if rotary is None or rotary.fade is None else rotary.fade.to(k.device)
-    q, k, rotary = rotate_before(q, k, rotary, request.rope_order, tokens)
+    q, k, rotary = rotate_before(q, k, fmap, rotary, request.rope_order, tokens)
     q, k, name, q_scale, k_scale = map_features(q, k, fmap, request.key_mask, tokens)
     stable = None
     if k_scale is not None:
@@ -119,7 +118,7 @@ def _starts_a_loop(request: Request, call: Call) -> bool:
     )
 
 
-def _check(request: Request) -> FeatureMap | None:
+def check(request: Request) -> FeatureMap | None:
     """Raises where arguments do not fit; returns the map, None where q and k are features."""
     q, k, v, rotary, causal = request.q, request.k, request.v, request.rotary, request.causal
     arguments.check_tensors(q, k, v, causal)
@@ -156,11 +155,7 @@ def _check(request: Request) -> FeatureMap | None:
     return fmap
 
 
-def operation() -> Operation:
-    return Operation(_check, attend, _identity)
-
-
-def _identity(fmap: FeatureMap | None, rotary: Rotary | None, rope_order: str) -> str:
+def identity_of(fmap: FeatureMap | None, rotary: Rotary | None, rope_order: str) -> str:
     """Of a state: those of other features or another rotation are refused."""
     before = " before" if rope_order == "before" else ""
     return f"{'features' if fmap is None else fmap.identity}; {rotary and rotary.identity}{before}"

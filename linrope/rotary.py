@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from linrope.angles import LAYOUTS, cos_sin_of_turns, rotate, to_turns
+from linrope.constants import Constant
 from linrope.frequencies import MROPE_AXES, read_config, resolve
 from linrope.names import check_name
 
@@ -151,9 +152,8 @@ class Rotary:
                 source = f"theta={self._theta.tolist()}"
             self._frequencies = self._theta.view(-1, axes or 1, rotary_dim // 2).transpose(0, 1)
             self._fade = None if xpos is None else _xpos_fade(dim, rotary_dim, layout, xpos)
-            self._turns = to_turns(self._frequencies).contiguous()
+            self._turns = Constant(to_turns(self._frequencies))
         self.heads = self._frequencies.shape[1]
-        self._copies: dict[torch.device, Tensor] = {}
         factor = None if attention_factor in (None, 1.0) else self.attention_factor
         options = (("axes", axes), ("attention_factor", factor), ("xpos", xpos))
         more = "".join(f", {name}={value}" for name, value in options if value is not None)
@@ -293,18 +293,7 @@ class Rotary:
         angle at position 2^31 is off by 5e-7 rad at most, theta being up to 1. All calls share the tensor:
         it is not to be written to.
         """
-        if device == self._turns.device:
-            return self._turns
-        if device not in self._copies:
-            with torch.inference_mode(False):  # a graph of autograd may save it later
-                there = self._turns.to(device)
-            if torch.compiler.is_compiling() or type(there) is not Tensor:  # it lives in this graph alone
-                return there
-            self._copies[device] = there
-        return self._copies[device]
-
-    def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_copies": {}}  # a copy of the object makes its own
+        return self._turns.on(device)
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotates x (b, n, h, f) to positions (n,) or (b, n), with axes (.., axes), without xpos' fading.

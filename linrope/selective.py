@@ -6,38 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linrope.constants import Constant
 from linrope.names import check_name
 from linrope.rotary import Rotary
 
 BOUNDS = ("multiply", "add")
 LONGEST = 4096.0  # half-life of the slowest head of a spread, in tokens
-
-
-class Constant:
-    """float64 numbers with a copy on each device that asks for them.
-
-    They come from a layer's arguments and are no buffer: casting, averaging or emptying a model does not
-    touch them, and a state dict does not have them.
-    """
-
-    def __init__(self, values: Tensor) -> None:
-        with torch.inference_mode(False):  # graphs of autograd will save what is made here
-            self._values = values.detach().to("cpu", torch.float64, copy=True)
-        self._copies: dict[torch.device, Tensor] = {}
-
-    def on(self, device: torch.device) -> Tensor:
-        if device == self._values.device:
-            return self._values
-        if device not in self._copies:
-            with torch.inference_mode(False):
-                there = self._values.to(device)
-            if torch.compiler.is_compiling() or type(there) is not Tensor:  # it lives in this graph alone
-                return there
-            self._copies[device] = there
-        return self._copies[device]
-
-    def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_copies": {}}  # a copy of the object makes its own
 
 
 def spread(heads: int, longest: float = LONGEST) -> Tensor:

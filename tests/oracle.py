@@ -20,6 +20,9 @@ NATIVE = pytest.param(
     "native", marks=pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 )
 FAST = ("eager", NATIVE)  # for float32, bfloat16, float16
+# In what a backend is compared with the oracle, and how many of a tensor's largest entry it may be off.
+DTYPES = {"eager": torch.float64, "native": torch.float32, "triton": torch.float32}
+TOLERANCES = {"eager": 1e-10, "native": 64 * 2.0**-23, "triton": 32 * 2.0**-23}
 
 
 def examples(number: int) -> settings:
@@ -73,6 +76,14 @@ def random_state(
     return replace(state, kv=kv.requires_grad_(), z=z.requires_grad_(), position=where)
 
 
+def random_mask(b: int, m: int) -> Tensor:
+    """A third hidden; the first key of the first sequence, and the whole second sequence, hidden too."""
+    mask = torch.rand(b, m, generator=torch.Generator().manual_seed(3)) > 1 / 3
+    mask[0, :1] = False
+    mask[1:2] = False
+    return mask
+
+
 def everything(
     q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None = None, *,
     call: Callable[..., Any] = linear_rope_attention, **how: Any,
@@ -93,7 +104,7 @@ def everything(
     for x in results.values():
         weight = torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu")
         loss = loss + (x.double() * weight.bfloat16().to(x.device)).sum()  # of few digits: exact anywhere
-    grads = torch.autograd.grad(loss, list(leaves.values()))
+    grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
     found = {name: x.detach() for name, x in results.items()} | dict(zip(leaves, grads, strict=True))
     return found | integers
 

@@ -31,7 +31,12 @@ def make_model(**sizes) -> LanguageModel:
 
 GATED = {"forget_gate": {"longest": 64}, "rotary": "selective", "short_conv": 4, "qk_norm": True}
 every_kind = pytest.mark.parametrize(
-    "options", [{}, {"decay": "spread"}, GATED], ids=["plain", "decay", "gated"]
+    "options",
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.long),
+        pytest.param({"decay": "spread"}, id="decay", marks=pytest.mark.long),
+        pytest.param(GATED, id="gated"),
+    ],
 )
 
 

@@ -21,12 +21,13 @@ LEVELS = [
     {"models", "versions"},
     {"attention", "position_encodings"},
     {"choices", "functional"},
+    {"distributed"},
     {"request"},
     {"decoding"},
-    {"arguments", "backends", "distributed", "features", "selective", "short_convolution"},
+    {"arguments", "backends", "features", "selective", "short_convolution"},
     {"decay"},
     {"chunks", "feature_maps", "packing", "rotary", "state"},
-    {"angles", "files", "frequencies"},
+    {"angles", "constants", "files", "frequencies"},
     {"names"},
 ]
 RANK = {name: rank for rank, level in enumerate(LEVELS) for name in level}

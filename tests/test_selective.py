@@ -2,7 +2,6 @@
 
 import copy
 import math
-import pickle
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from linrope import Rotary
-from linrope.selective import Constant, ForgetGate, SelectiveSteps, spread
+from linrope.selective import ForgetGate, SelectiveSteps, spread
 
 
 def numbers(*shape: int, seed: int = 1) -> Tensor:
@@ -122,14 +121,3 @@ def test_reset_parameters_fills_what_left_the_meta_device(make) -> None:
     expected = make(dtype=torch.float64)
     for a, b in zip(module.parameters(), expected.parameters(), strict=True):
         assert torch.equal(a, b)
-
-
-def test_a_constant_is_exact_on_each_device_and_travels_without_its_copies() -> None:
-    values = torch.tensor([0.1, 1 - 2.0**-40], dtype=torch.float64)
-    constant = Constant(values)
-    values.zero_()  # it has its own
-    assert constant.on(torch.device("cpu")).tolist() == [0.1, 1 - 2.0**-40]
-    assert constant.on(torch.device("meta")).is_meta
-    for twin in (copy.deepcopy(constant), pickle.loads(pickle.dumps(constant))):
-        assert torch.equal(twin.on(torch.device("cpu")), constant.on(torch.device("cpu")))
-        assert twin._copies == {}

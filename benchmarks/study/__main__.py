@@ -6,7 +6,7 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks.study import report, runner
+from benchmarks.study import plots, report, runner
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 Folder = Annotated[Path, typer.Argument(help="With the results, runs.jsonl.")]
@@ -33,9 +33,14 @@ def table(folder: Folder) -> None:
 
 
 @app.command()
-def plot(folder: Folder) -> None:
-    """Writes the plots beside the results."""
-    for path in report.plots(folder):
+def plot(
+    folder: Folder,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the plots. Default: beside the results.")
+    ] = None,
+) -> None:
+    """Writes the plots."""
+    for path in plots.plots(folder, out or folder):
         print(path)
 
 

@@ -23,7 +23,7 @@ class Images(Task):
 
     vocab_size: int = 8  # directions
     length: int = 64  # patches
-    steps: int = 300
+    steps: int = 150
     rows: int = 64
     test_rows: int = 1000
     patch: int = 4

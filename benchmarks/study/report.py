@@ -1,20 +1,20 @@
-"""Tables and plots, from the lines of the results alone."""
+"""Tables, from the lines of the results alone."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from benchmarks.study import lines
 from benchmarks.study.lines import Line
+from benchmarks.study.variants import VARIANTS
 
 Rows = dict[str, list[Line]]  # by model, a line per seed
 
 
 def counted(folder: Path) -> dict[str, Rows]:
-    """By task and model the lines of the runs that count, in the order in which models first came.
+    """By task and model the lines of the runs that count, models in the order of VARIANTS.
 
     Raises:
         ValueError: there are none; lines of one task and model that do not belong together.
@@ -33,7 +33,10 @@ def counted(folder: Path) -> dict[str, Rows]:
         for model, row in rows.items():
             if len({line["seed"] for line in row}) < len(row):
                 raise ValueError(f"{task}, {model}: got two lines of one seed")
-    return found
+    order = list(VARIANTS)
+    return {
+        task: dict(sorted(rows.items(), key=lambda row: order.index(row[0]))) for task, rows in found.items()
+    }
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
@@ -58,7 +61,7 @@ def table(task: str, rows: Rows) -> str:
         f"{' to '.join(map(str, sorted({seeds[0], seeds[-1]})))} seeds, commit "
         f"{', '.join(sorted({str(line['machine']['commit'])[:8] for line in every}))}"
     )
-    head = ["", *names, "parameters", "state", "rate", "tokens/s", "MB", "seconds"]
+    head = ["", *names, "parameters", "state", "rate", "tokens per CPU s", "CPU s", "MB"]
     body = [head, ["---"] * len(head)]
     for label, key in (("guessing", "floor"), ("a perfect solver", "ceiling")):
         if every[0][key]:
@@ -82,95 +85,8 @@ def _costs(row: list[Line]) -> list[str]:
         f"{first['parameters']:,}",
         "grows, or unknown" if first["state_numbers"] is None else f"{first['state_numbers']:,}",
         f"{first['learning_rate']:g}",
-        f"{mean(line['tokens_per_second'] for line in row):,.0f}",
+        # Of the processor's time, which a machine that is busy with other work changes least.
+        f"{mean(line['tokens_per_second'] * line['seconds'] / line['cpu_seconds'] for line in row):,.0f}",
+        f"{mean(line['cpu_seconds'] for line in row):.0f}",
         f"{min(memory) / 1e6:.0f}" if memory else "",  # the first run of a process loads libraries too
-        f"{mean(line['seconds'] for line in row):.0f}",
     ]
-
-
-def plots(folder: Path) -> list[Path]:
-    """One picture per task that has curves or lengths, and one of recall over the size of the state."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    found = counted(folder)
-    drawn = []
-    for task, rows in found.items():
-        if task.startswith("language"):
-            drawn.append(_draw(folder / f"{task}.png", partial(_positions, rows)))
-        elif task in ("parity", "modulo-3", "copying", "distant"):
-            drawn.append(_draw(folder / f"{task}.png", partial(_lengths, rows)))
-    sizes = {
-        task: rows for task, rows in found.items() if task.startswith("recall-") and task != "recall-maps"
-    }
-    if sizes:
-        drawn.append(_draw(folder / "recall.png", partial(_recall, sizes)))
-    return drawn
-
-
-def _draw(path: Path, draw: Callable[[Any], None]) -> Path:
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    draw(axes)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="x-small", ncols=2)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return path
-
-
-def _whole(row: list[Line]) -> list[dict[str, Any]]:
-    return [line["results"] for line in row if line["results"] is not None]
-
-
-def _positions(rows: Rows, axes: Any) -> None:
-    """Bits per byte by position, and on the same bytes with the trained length's context at most."""
-    for model, row in rows.items():
-        if not (results := _whole(row)):
-            continue
-        n = row[0]["settings"]["length"]
-        whole, alone = (
-            [mean(x) for x in zip(*(result[key] for result in results))]
-            for key in ("by position", "by position, 1x")
-        )
-        at = [(i + 0.5) * n / 8 for i in range(len(whole))]
-        axes.plot(at, [x - y for x, y in zip(whole, alone)], label=model)
-        axes.axvline(n, color="gray", linewidth=0.5)
-    axes.set(
-        xlabel="position (gray: the trained length)",
-        ylabel="bits per byte over those with the trained length's context",
-    )
-
-
-def _lengths(rows: Rows, axes: Any) -> None:
-    for model, row in rows.items():
-        if results := _whole(row):
-            names = list(results[0])
-            means = [mean(result[name] for result in results) for name in names]
-            low, high = (
-                [abs(pick(result[name] for result in results) - y) for name, y in zip(names, means)]
-                for pick in (min, max)
-            )
-            axes.errorbar(names, means, yerr=(low, high), label=model, marker="o", capsize=2)
-    floor = next(iter(rows.values()))[0]["floor"]
-    axes.plot(list(floor), list(floor.values()), color="gray", linestyle=":", label="guessing")
-    axes.set(ylabel="share of the answers that are right", ylim=(0, 1.03))
-
-
-def _recall(sizes: dict[str, Rows], axes: Any) -> None:
-    """Over the most pairs trained on; the name of a task ends with the numbers of a layer's state."""
-    curves: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for task, rows in sizes.items():
-        for model, row in rows.items():
-            pairs = f"{max(row[0]['settings']['trained_pairs'])} pairs"
-            if results := _whole(row):
-                size = int(task.removeprefix("recall-"))
-                curves[model].append((size, mean(result[pairs] for result in results)))
-    for model, points in curves.items():
-        axes.plot(*zip(*sorted(points)), label=model, marker="o")
-    axes.set(
-        xlabel="numbers in a layer's state (of linear attention)", ylabel=f"share of {pairs} recalled",
-        xscale="log", ylim=(0, 1.03),
-    )  # fmt: skip

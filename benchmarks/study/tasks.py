@@ -91,11 +91,12 @@ class Recall(Task):
     after a gap drawn from a power law, with the exponent of Zoology's published settings, and 0 between them.
     """
 
-    vocab_size: int = 128
-    length: int = 64  # twice that of 32 pairs, which would not fit
-    steps: int = 1500
-    trained_pairs: tuple[int, ...] = (4, 8, 16)  # one step after the other
-    tested_pairs: tuple[int, ...] = (4, 8, 16, 32)
+    vocab_size: int = 16
+    length: int = 24
+    steps: int = 500
+    rows: int = 64
+    trained_pairs: tuple[int, ...] = (2, 4, 6)  # one step after the other
+    tested_pairs: tuple[int, ...] = (2, 4, 6)
     power: float = 0.01
 
     def make(self, pairs: int, rows: int, generator: torch.Generator) -> Batch:
@@ -139,7 +140,6 @@ class Sum(Task):
     modulus: int = 2
     length: int = 32
     head_dim: int = 8
-    steps: int = 800
     times: tuple[int, ...] = (1, 2, 4)
 
     def make(self, rows: int, length: int, generator: torch.Generator) -> Batch:
@@ -169,7 +169,6 @@ class Copying(Task):
 
     vocab_size: int = 17  # 16 symbols and the mark
     length: int = 20
-    steps: int = 1000
     shortest: int = 8
     times: tuple[int, ...] = (1, 2, 4)
 

@@ -50,6 +50,7 @@ VARIANTS: dict[str, tuple[str, Options]] = {
     "spread-hedgehog": ("decay", _SPREAD | {"feature_map": "hedgehog"}),
     "spread-taylor2": ("decay", _SPREAD | {"feature_map": "taylor2"}),
     "spread-paired": ("decay", _SPREAD | {"feature_map": "paired"}),
+    "spread-4096": ("decay", {"decay": "spread"}),
     "gate-rope": ("gate", _GATE),
     "gate": ("gate", _GATE | _PLAIN),
     "gate-selective": ("gate", _GATE | _SELECTIVE),
@@ -61,6 +62,9 @@ VARIANTS: dict[str, tuple[str, Options]] = {
     "gate-conv": ("convolution", _GATE | _PLAIN | _CONV),
     "gate-selective-conv": ("convolution", _GATE | _SELECTIVE | _CONV),
     "linear-conv": ("convolution", _PLAIN | _CONV),
+    "linear-conv-relu2": ("convolution", _PLAIN | _CONV | {"feature_map": "relu2"}),
+    "linear-conv-hedgehog": ("convolution", _PLAIN | _CONV | {"feature_map": "hedgehog"}),
+    "linear-conv-taylor2": ("convolution", _PLAIN | _CONV | {"feature_map": "taylor2"}),
     **{name: (name, {}) for name in peers.PEERS},
 }
 
@@ -138,14 +142,15 @@ def _make(name: str, task: Task, hidden_dim: int) -> Logits:
         "embed_dim": task.dim,
         "num_heads": task.heads,
         "num_layers": task.layers,
+        "decay": None,
     }
-    config = LanguageModelConfig(**sizes, hidden_dim=hidden_dim, **options)
+    config = LanguageModelConfig(**(sizes | options), hidden_dim=hidden_dim)
     model = LanguageModel(config)
     for block in model.blocks:
         if order != "after":
             cast(LinearRoPEAttention, block.attention).rope_order = order
     if softmax_last:
-        softmax = LanguageModelConfig(**sizes, hidden_dim=hidden_dim, **_SOFTMAX)
+        softmax = LanguageModelConfig(**(sizes | _SOFTMAX), hidden_dim=hidden_dim)
         model.blocks[-1] = LanguageModel(softmax).blocks[-1]
     return Logits(model, asdict(config) | {"order": order, "softmax_last": softmax_last}, _first)
 

@@ -1,37 +1,28 @@
 """Commands and their options. What they do lies in the modules beside this one and in linrope.models."""
 
-import shutil
 import sys
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
 import linrope
 from linrope.cli import evaluation
-from linrope.cli.bench import bench, measure
-from linrope.cli.benchmark import Effort
-from linrope.cli.cases import Case
+from linrope.cli.bench import bench
 from linrope.cli.convert import convert
+from linrope.cli.demo import PROMPT, demo
 from linrope.cli.devices import HELP as DEVICE_HELP
 from linrope.cli.devices import pick_device
 from linrope.cli.generation import stream
 from linrope.cli.train import train
-from linrope.cli.training import describe, run_steps
-from linrope.models import LanguageModel, LanguageModelConfig
-from linrope.models.training import Corpus, Trainer, TrainingConfig, checkpoints, latest_checkpoint
+from linrope.models import LanguageModel
+from linrope.models.training import latest_checkpoint
 from linrope.models.training.checkpoint import tokenizer_of
 from linrope.versions import show_versions
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 console = Console()
-
-DEMO_PROMPT = "def main("
-DEMO_DECAY = {"name": "spread", "longest": 256}  # half-lives up to the rows it is trained on
 
 
 def run(arguments: list[str]) -> int:
@@ -82,7 +73,7 @@ app.command(short_help="Train a language model on text.")(train)
 @app.command("generate", short_help="Generate text from a checkpoint, streaming.")
 def generate_text(
     checkpoint: Annotated[Path, typer.Option(help="Folder of a run, or one checkpoint.")],
-    prompt: Annotated[str, typer.Option(help="Text to go on from.")] = DEMO_PROMPT,
+    prompt: Annotated[str, typer.Option(help="Text to go on from.")] = PROMPT,
     max_new_tokens: Annotated[int, typer.Option(help="Bytes, or tokens, to generate.")] = 500,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest byte.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Sample among the k likeliest bytes.")] = None,
@@ -159,34 +150,4 @@ def env(
     return 0
 
 
-@app.command(short_help="Train, generate and measure in 4 minutes.")
-def demo(
-    seconds: Annotated[float, typer.Option(help="How long to train.")] = 80.0,
-    out: Annotated[Path, typer.Option(help="Folder for all results.")] = Path("runs/demo"),
-) -> int:
-    """Train a small model on real text, generate from it, and outrun softmax attention: 4 minutes."""
-    console.rule("1. A language model on linear attention with RoPE")
-    torch.manual_seed(0)
-    model = LanguageModel(LanguageModelConfig(embed_dim=128, num_layers=4, num_heads=4, decay=DEMO_DECAY))
-    trainer = Trainer(model, Corpus.load(), TrainingConfig(steps=1, sequence_length=256))
-    describe(trainer, console)
-    before = trainer.evaluate()
-    # The schedule needs a number of steps: as many as the time allows at the speed of the first ones.
-    start, trial = time.perf_counter(), 4
-    for _ in range(trial):
-        trainer.train_step()
-    steps = max(trial + 1, round(seconds / (time.perf_counter() - start) * trial))
-    trainer.config = replace(trainer.config, steps=steps)
-    stopped = run_steps(trainer, console)
-    after = trainer.evaluate()
-    console.print(f"bits per byte on held-out files: [bold]{before:.2f} before, {after:.2f} after[/bold]")
-    for earlier in checkpoints(out):  # of another demo: a longer one would count as the latest
-        shutil.rmtree(earlier)
-    console.print(f"checkpoint: {trainer.save(out)}")
-    if stopped:
-        return 130
-    console.rule("2. Text from it, at constant memory per byte")
-    stream(model.eval(), None, DEMO_PROMPT, 300, temperature=0.7, top_k=None, top_p=0.9, seed=0)
-    console.rule("3. Against softmax attention with RoPE")
-    measure(Case(), [2**i for i in range(8, 15)], [1024, 65536], Effort(2.0, 0.5, 2), out, "demo", console)
-    return 0
+app.command(short_help="Train, generate and measure in 4 minutes.")(demo)

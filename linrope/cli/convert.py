@@ -46,6 +46,12 @@ def convert(
     out_norm: Annotated[
         bool, typer.Option("--out-norm", help="Normalize each head's output, with new weights.")
     ] = False,
+    forget_gate: Annotated[
+        bool, typer.Option("--forget-gate", help="Keys fade by a gate made from the input, a new one.")
+    ] = False,
+    short_conv: Annotated[
+        int, typer.Option(help="Taps of a convolution on queries, keys and values, as 4; 0: none.")
+    ] = 0,
     match_steps: Annotated[int, typer.Option(help="Updates of the feature maps; 0: none.")] = 300,
     match_learning_rate: Annotated[float, typer.Option(help="Of the first of them.")] = 1e-2,
     finetune: Annotated[str, typer.Option(help="lora, full or none.")] = "lora",
@@ -81,7 +87,7 @@ def convert(
     tokenizer = _tokenizer(model_folder, teacher.config.vocab_size)
     student = conversion.convert(
         teacher, feature_map=feature_map, rope_order=rope_order, keep_softmax=layers, gate=gate,
-        out_norm=out_norm,
+        out_norm=out_norm, forget_gate=forget_gate, short_conv=short_conv or None,
     )  # fmt: skip
     corpus = Corpus.load(text, tokenizer)
     if corpus.vocab_size > teacher.config.vocab_size:

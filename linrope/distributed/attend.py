@@ -1,6 +1,5 @@
 """The operation on a shard: the own tokens' state, a gather of all ranks' states, then the ordinary call."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,18 +12,10 @@ from linrope.distributed.fold import Rules, fold
 from linrope.distributed.shard import Shard
 from linrope.feature_maps import FeatureMap
 from linrope.names import readable
-from linrope.rotary import Rotary
+from linrope.request import Request, attend, check, identity_of
 from linrope.state import NO_KEYS, LinearAttentionState
 
 FIRST = "first."  # before the names of what belongs to the first local document
-
-
-class Operation(NamedTuple):
-    """What the operation does with a request, whose fields are its arguments."""
-
-    check: Callable[[Any], FeatureMap | None]
-    attend: Callable[[Any], tuple[Tensor, LinearAttentionState | None]]
-    identity: Callable[[FeatureMap | None, Rotary | None, str], str]
 
 
 class Started(NamedTuple):
@@ -35,37 +26,53 @@ class Started(NamedTuple):
     gathered: Gathered | None  # None: in a group of one nothing is sent
 
 
-def attend_shard(
-    request: Any, shard: Shard | Started, operation: Operation
-) -> tuple[Tensor, LinearAttentionState | None]:
+# torch.compile leaves out what the ranks send each other, and compiles what is around it.
+@torch.compiler.disable
+def attend_shard(request: Request, shard: Shard | Started) -> tuple[Tensor, LinearAttentionState | None]:
     """out, and the last state where it is wanted."""
     if request.cu_seqlens is not None:
         raise ValueError("cu_seqlens: got them beside a shard, expected None, as the shard has them")
-    started = shard if isinstance(shard, Started) else begin_shard(request, shard, operation)
+    started = shard if isinstance(shard, Started) else begin_shard(request, shard)
     request = request._replace(cu_seqlens=started.shard.cu_seqlens)
     if started.gathered is None:
-        return operation.attend(request)
-    return _finish(started, started.gathered.wait(), request, operation)
+        return attend(request)
+    pool, state = request.state, _dense(request).state
+    if pool is None or pool.slots is None:
+        return _finish(started, started.gathered.wait(), request)
+    out, last = _finish(started, started.gathered.wait(), request._replace(state=state, return_state=True))
+    assert last is not None
+    if last.kv.requires_grad:
+        raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
+    pool.write(last)
+    return out, pool._marked(False)
 
 
-def begin_shard(request: Any, shard: Shard, operation: Operation) -> Started:
+@torch.compiler.disable
+def begin_shard(request: Request, shard: Shard) -> Started:
     """Sends the state of the last local document (bidirectional and packed: and the first)."""
     if not isinstance(shard, Shard):
         raise TypeError(f"shard: got {type(shard).__name__}, expected linrope.distributed.Shard or None")
     if shard.size == 1:
         return Started(shard, [], None)
-    shard.agree(lambda: _describe(request, shard, operation))
-    own = _own(request, shard, operation, -1)
+    shard.agree(lambda: _describe(request, shard))
+    request = _dense(request)
+    own = _own(request, shard, -1)
     if not request.causal and shard.cu_seqlens is not None:
-        own |= {f"{FIRST}{name}": x for name, x in _own(request, shard, operation, 0).items()}
+        own |= {f"{FIRST}{name}": x for name, x in _own(request, shard, 0).items()}
     return Started(shard, list(own), shard.channel.gather(list(own.values()), bool(_learned(request))))
 
 
+def _dense(request: Request) -> Request:
+    """The request with a copy of a pool's rows."""
+    return request if request.state is None else request._replace(state=request.state.rows())
+
+
 def _finish(
-    started: Started, tensors: list[Tensor], request: Any, operation: Operation
+    started: Started, tensors: list[Tensor], request: Request
 ) -> tuple[Tensor, LinearAttentionState | None]:
     """The ordinary call, with the other ranks' tokens as its state."""
     shard = started.shard
+    assert request.q is not None
     if request.q.shape[1] != request.k.shape[1]:
         raise ValueError(
             f"q: got {request.q.shape[1]} queries and {request.k.shape[1]} keys beside a shard, expected as "
@@ -76,37 +83,45 @@ def _finish(
     rotary = request.rotary
     xpos = None if rotary is None or rotary.fade is None else rotary.fade.to(request.k.device)
     rules = Rules(log_gamma, xpos, "interleaved" if rotary is None else rotary.layout)
-    before = _before(request, shard, operation, own)
+    before = _before(request, shard, own)
     fresh = request.state is None
     rows = _rows(own, shard, before, rules, request.causal, fresh)
     # Positions that are given begin anywhere; on a grid a state counts tokens.
     by_default = request.positions is None or (rotary is not None and rotary.axes is not None)
     position = _positions(request, shard).expand(-1, request.k.shape[0]).flatten() if by_default else None
     state, packed = _together(rows, position), shard.cu_seqlens is not None
-    out, last = operation.attend(request._replace(state=state, return_state=request.return_state and packed))
+    out, last = attend(request._replace(state=state, return_state=request.return_state and packed))
     if request.return_state and not packed:
-        last = fold(own, shard.everywhere, before, rules, fresh=fresh)
+        last = fold(own, shard.everywhere, before[0], rules, fresh=fresh)
     return out, last
 
 
-def _describe(request: Any, shard: Shard, operation: Operation) -> str:
+def _describe(request: Request, shard: Shard) -> str:
     """What has to be the same on all ranks; raises what is wrong on this one."""
-    operation.check(request._replace(q=None, causal=True, normalize=False, key_positions=None))
+    check(request._replace(q=None, causal=True, normalize=False, key_positions=None))
     k, v, state = request.k, request.v, request.state
     if k.shape[1] != shard.length:
         raise ValueError(
             f"k: got {k.shape[1]} tokens on rank {shard.rank}, expected {shard.length} as its shard has"
         )
-    if state is not None and (state.slots is not None or shard.cu_seqlens is not None):
-        what = "packed sequences" if state.slots is None else "rows of a pool"
-        raise NotImplementedError(f"state: got one of {what} beside a shard, expected None")
+    if state is not None and shard.cu_seqlens is not None:
+        if state.slots is not None:
+            raise NotImplementedError(
+                "state: got rows of a pool beside packed sequences in shards, of which a rank knows its own "
+                "last states alone; expected a state"
+            )
+        if state.sequences != len(shard.bounds) - 1:
+            documents = len(shard.bounds) - 1
+            raise ValueError(
+                f"state: got {state.sequences} sequences, expected those of all ranks, {documents}"
+            )
     b, _, g, d = k.shape
     tensors = {"k": k, "v": v, "decay": request.decay, "log_decay": request.log_decay}
     tensors |= {"angle_steps": request.angle_steps}
     given = [name for name in (*tensors, "positions", "state") if getattr(request, name) is not None]
     steps = None if request.angle_steps is None else tuple(request.angle_steps.shape[2:])
     if state is not None and readable(state.position):
-        given[-1] = f"state at {state.position.tolist()}"
+        given[-1] = f"state at {state.rows().position.tolist()}"
     return (
         f"{v.dtype} k (b, m, g, d) = ({b}, m, {g}, {d}), e={v.shape[3]}, causal={request.causal}, "
         f"feature_map={_named(request.feature_map)}, rotary={request.rotary}, given {given}, steps {steps}, "
@@ -114,7 +129,7 @@ def _describe(request: Any, shard: Shard, operation: Operation) -> str:
     )
 
 
-def _learned(request: Any) -> list[str]:
+def _learned(request: Request) -> list[str]:
     """What the state of the keys has gradients for."""
     names = ("k", "v", "decay", "log_decay", "angle_steps")
     tensors: list[tuple[str, Tensor | None]] = [(name, getattr(request, name)) for name in names]
@@ -128,25 +143,28 @@ def _named(feature_map: object) -> str:
     return feature_map if isinstance(feature_map, str) else type(feature_map).__name__
 
 
-def _own(request: Any, shard: Shard, operation: Operation, index: int) -> dict[str, Tensor]:
+def _own(request: Request, shard: Shard, index: int) -> dict[str, Tensor]:
     """The state of the first (0) or last (-1) local document's tokens alone, and the sum of its gates."""
     tokens = shard.piece(index)
 
+    def cut(x: Tensor, dim: int = 1) -> Tensor:
+        return x.narrow(dim, tokens.start, tokens.stop - tokens.start)
+
     def part(x: Tensor | None, dim: int = 1) -> Tensor | None:
-        return None if x is None else x.narrow(dim, tokens.start, tokens.stop - tokens.start)
+        return None if x is None else cut(x, dim)
 
     given = request.positions if request.key_positions is None else request.key_positions
     axes = request.rotary is not None and request.rotary.axes is not None
     key_mask, b = part(request.key_mask), request.k.shape[0]
     here = request._replace(
-        q=None, k=part(request.k), v=part(request.v), causal=True, normalize=False, return_state=True,
+        q=None, k=cut(request.k), v=cut(request.v), causal=True, normalize=False, return_state=True,
         positions=part(given, -2 if axes else -1), key_positions=None, key_mask=key_mask, cu_seqlens=None,
         log_decay=part(request.log_decay), angle_steps=part(request.angle_steps),
     )  # fmt: skip
     position = _positions(request, shard)[index].expand(b)
     if here.positions is not None and not axes and here.k.shape[1]:
         position = here.positions[..., 0].long().expand(b)  # its own distances alone are of interest
-    state = operation.attend(here._replace(state=_empty(request, position, operation)))[1]
+    state = attend(here._replace(state=_empty(request, position)))[1]
     assert state is not None
     own = state.tensors()
     if here.log_decay is not None:
@@ -155,45 +173,55 @@ def _own(request: Any, shard: Shard, operation: Operation, index: int) -> dict[s
     return own
 
 
-def _positions(request: Any, shard: Shard) -> Tensor:
+def _positions(request: Request, shard: Shard) -> Tensor:
     """(s or 1, b or 1): by default, of the first token of each local document; 0 where there is none."""
     begins = [piece.position for piece in shard.mine] or [0]
     positions = torch.tensor(begins, device=request.k.device)[:, None]
-    return positions if request.state is None else positions + request.state.position
+    if request.state is None:
+        return positions
+    if shard.cu_seqlens is None:
+        return positions + request.state.position
+    return positions + request.state.position[shard.documents(positions.device)][:, None]
 
 
-def _empty(request: Any, position: Tensor, operation: Operation) -> LinearAttentionState:
+def _empty(request: Request, position: Tensor) -> LinearAttentionState:
     """Of no tokens, for sequences that begin at position (s,)."""
-    (_, _, g, d), fmap, v, before = request.k.shape, operation.check(request), request.v, request.state
+    (_, _, g, d), fmap, v, before = request.k.shape, check(request), request.v, request.state
     f, e, s = d if fmap is None else fmap.feature_dim, v.shape[3], len(position)
     kv_dtype = torch.promote_types(v.dtype, torch.float32) if before is None else before.kv.dtype
     kv = v.new_zeros(s, g, f, e, dtype=kv_dtype)
     z = v.new_zeros(s, g, f, dtype=torch.float64 if before is None else before.z.dtype)
-    identity = operation.identity(fmap, request.rotary, request.rope_order)
+    identity = identity_of(fmap, request.rotary, request.rope_order)
     return LinearAttentionState(kv, z, position, identity)
 
 
-def _before(request: Any, shard: Shard, operation: Operation, own: dict[str, Tensor]) -> LinearAttentionState:
-    """What precedes all ranks: the state given to each of them, or an empty one."""
+def _before(request: Request, shard: Shard, own: dict[str, Tensor]) -> list[LinearAttentionState]:
+    """What precedes all ranks, of each local document: the state given to each of them, or an empty one."""
     state: LinearAttentionState | None = request.state
     if state is None:
-        state = _empty(request, own["position"].new_zeros(request.k.shape[0]), operation)
+        state = _empty(request, own["position"].new_zeros(request.k.shape[0]))
     if "log_scale" in own and state.log_scale is None:
         state = replace(state, log_scale=own["log_scale"].new_full(own["log_scale"].shape[1:], NO_KEYS))
-    return replace(state, conv=None)
+    state = replace(state, conv=None)
+    if shard.cu_seqlens is None:
+        return [state]
+    documents = shard.documents(state.kv.device)
+    if request.state is None:
+        return [state] * len(documents)
+    return [state.reorder(document) for document in documents[:, None]]
 
 
 def _rows(
     own: dict[str, Tensor],
     shard: Shard,
-    before: LinearAttentionState,
+    before: list[LinearAttentionState],
     rules: Rules,
     causal: bool,
     fresh: bool,
 ) -> list[LinearAttentionState]:
     """What each local document goes on from: earlier ranks' tokens; bidirectional, later ones' too."""
-    left = fold(own, shard.before, before, rules, fresh=fresh)
-    rows = [left] + [before] * (len(shard.mine) - 1)
+    left = fold(own, shard.before, before[0], rules, fresh=fresh)
+    rows = [left, *before[1:]]
     if causal or not shard.mine:
         return rows
     # Of later ranks their first document counts, of earlier ones the last.
@@ -205,7 +233,7 @@ def _rows(
     }
     alone = len(rows) == 1
     chain = [*(shard.before if alone else []), shard.rank, *shard.after]
-    both = fold(sides, chain, before, rules, fresh=fresh, skip=shard.rank)
+    both = fold(sides, chain, before[-1], rules, fresh=fresh, skip=shard.rank)
     rows[-1] = replace(rows[-1], kv=both.kv, z=both.z, log_scale=both.log_scale)
     return rows
 

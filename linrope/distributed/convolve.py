@@ -10,6 +10,7 @@ from linrope.distributed.shard import Shard
 from linrope.state import LinearAttentionState
 
 
+@torch.compiler.disable
 def convolve_shard(
     convolution: Callable[..., Any],  # a ShortConvolution
     x: Tensor,
@@ -18,7 +19,7 @@ def convolve_shard(
     state: LinearAttentionState | None,
 ) -> tuple[Tensor, Tensor]:
     """y of the local x (b, n, c), and the last inputs of all tokens, or, packed, of each local document."""
-    width, before = convolution.taps - 1, None if state is None else state.conv  # type: ignore[attr-defined]
+    width, before = convolution.taps - 1, None if state is None else state.rows().conv  # type: ignore[attr-defined]
     if shard.size == 1:
         y, last = convolution(x, before, key_mask, shard.cu_seqlens)
         return y, last
@@ -26,13 +27,16 @@ def convolve_shard(
     tokens = shard.piece(-1)
     tail, count = last_inputs(x[:, tokens], None if key_mask is None else key_mask[:, tokens], width)
     tails, counts = shard.channel.gather([tail, count], _learned(x)).wait()
-    start = x.new_zeros(tail.shape) if before is None else before.to(x.dtype)
-    halo = fold_inputs(tails, counts, shard.before, start)
-    documents = max(1, len(shard.mine))
-    if documents > 1:
-        halo = torch.cat((halo, halo.new_zeros(documents - 1, *halo.shape[1:])))
+    packed, documents = shard.cu_seqlens is not None, shard.documents(x.device)
+    if before is not None:
+        start = before.to(x.dtype)[documents] if packed else before.to(x.dtype)
+    else:
+        start = x.new_zeros(len(documents) if packed else len(x), *tail.shape[1:])
+    # Of packed sequences the first local one alone has tokens on earlier ranks.
+    first = fold_inputs(tails, counts, shard.before, start[:1] if packed else start)
+    halo = torch.cat((first, start[1:])) if packed else first
     y, last = convolution(x, halo, key_mask, shard.cu_seqlens)
-    return y, last if shard.cu_seqlens is not None else fold_inputs(tails, counts, shard.everywhere, start)
+    return y, last if packed else fold_inputs(tails, counts, shard.everywhere, start)
 
 
 def _describe(x: Tensor, shard: Shard, width: int, before: Tensor | None) -> str:

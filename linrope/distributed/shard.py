@@ -164,10 +164,16 @@ class Shard:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
         return F.cross_entropy(wide, targets.flatten(), ignore_index=ignore, reduction="sum") / count
 
-    def positions(self, device: torch.device | str | None = None) -> Tensor:
-        """(n,): where each local token stands in its document."""
+    def positions(self, device: torch.device | str | None = None, start: Tensor | None = None) -> Tensor:
+        """(n,): where each local token stands in its document; start: where that of all ranks begin, (s,)."""
         parts = [torch.arange(x.position, x.position + x.high - x.low, device=device) for x in self.mine]
+        if start is not None:
+            parts = [at + start[x.document] for at, x in zip(parts, self.mine, strict=True)]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
+
+    def documents(self, device: torch.device | str | None = None) -> Tensor:
+        """(s,): which of all documents the local ones are; an empty rank has document 0, without tokens."""
+        return torch.tensor([piece.document for piece in self.mine] or [0], device=device)
 
     def agree(self, describe: Callable[[], str]) -> None:
         """Raises on every rank where one has other sizes or an error; asks the others once for each text."""

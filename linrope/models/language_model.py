@@ -35,6 +35,7 @@ _FORMAT, _VERSION = "linrope.LanguageModel", 1
 
 ATTENTION = ("linear", "softmax")
 POSITIONS = ("rope", "none", *ABSOLUTE, *RELATIVE)
+_BEFORE: dict[str, Any] = {"decay": None}  # defaults that were other ones when models were saved first
 
 State = LinearAttentionState | KeyValueState
 States = list[State]
@@ -59,8 +60,9 @@ class LanguageModelConfig:
     attention: str = "linear"  # or "softmax", which has nothing of what is above but heads and rotary
     positions: str = "rope"  # one of POSITIONS; those in RELATIVE with softmax only
     max_length: int = 4096  # of positions "learned"
-    # Of linear attention, as in LinearRoPEAttention:
-    decay: str | dict | None = None  # type: ignore[type-arg]
+    # Of linear attention, as in LinearRoPEAttention. decay "auto": "spread" beside a rotation, None without
+    # one or with a forget gate.
+    decay: str | dict | None = "auto"  # type: ignore[type-arg]
     forget_gate: bool | dict = False  # type: ignore[type-arg]
     short_conv: int | None = None
     qk_norm: bool = False
@@ -77,7 +79,7 @@ class LanguageModelConfig:
             kinds = get_args(known[name]) or (known[name],)
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 raise ValueError(f"config: got {name}={value!r}, expected {known[name]}")
-        return cls(**values)
+        return cls(**(_BEFORE | values))
 
 
 class SwiGLU(nn.Module):
@@ -134,6 +136,10 @@ def _each_alone(
 
 
 def _linear(config: LanguageModelConfig) -> LinearRoPEAttention:
+    decay = config.decay
+    if decay == "auto":
+        rope = config.positions == "rope" and config.rotary is not None
+        decay = "spread" if rope and not config.forget_gate else None
     return LinearRoPEAttention(
         config.embed_dim,
         config.num_heads,
@@ -143,7 +149,7 @@ def _linear(config: LanguageModelConfig) -> LinearRoPEAttention:
         normalize=config.normalize,
         out_norm=config.out_norm,
         gate=config.gate,
-        decay=config.decay,
+        decay=decay,
         forget_gate=config.forget_gate,
         short_conv=config.short_conv,
         qk_norm=config.qk_norm,
@@ -162,8 +168,8 @@ def _softmax(config: LanguageModelConfig) -> SoftmaxAttention:
 def _check_softmax(config: LanguageModelConfig) -> None:
     """Refuses choices that only linear attention has."""
     for name in ("decay", "forget_gate", "short_conv", "qk_norm"):
-        if (value := getattr(config, name)) not in (None, False):
-            off = LanguageModelConfig.__dataclass_fields__[name].default
+        if (value := getattr(config, name)) not in (None, False, "auto"):
+            off = False if name in ("forget_gate", "qk_norm") else None
             raise ValueError(f"{name}={value!r}: expected {off} with attention='softmax'")
     if config.rotary not in (*LAYOUTS, None):
         raise ValueError(
@@ -299,11 +305,9 @@ class LanguageModel(nn.Module):
 
 
 def _digest(config: LanguageModelConfig) -> str:
-    """Of what differs from the defaults: a field that a later version adds leaves it as it was."""
-    values = asdict(config)
-    chosen = {
-        field.name: values[field.name] for field in fields(config) if values[field.name] != field.default
-    }
+    """Of what differs from the first defaults: a field that a later version adds leaves it as it was."""
+    values, first = asdict(config), {field.name: field.default for field in fields(config)} | _BEFORE
+    chosen = {name: value for name, value in values.items() if value != first[name]}
     return digest({}, {"config": json.dumps(chosen, sort_keys=True)})
 
 
@@ -315,6 +319,8 @@ def _absolute_positions(
     if positions is not None:
         return positions
     if shard is not None:
+        if states is not None and shard.cu_seqlens is not None:
+            return shard.positions(tokens.device, states[0].position)
         positions = shard.positions(tokens.device)
         return positions if states is None else states[0].position[:, None] + positions
     b, n = tokens.shape

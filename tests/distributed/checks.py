@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from linrope import LinearRoPEAttention, Rotary, linear_rope_attention
+from linrope import LinearRoPEAttention, Rotary, linear_rope_attention, linear_rope_state
 from linrope.distributed import Shard
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.huggingface import LinRopeCache, LinRopeConfig, LinRopeForCausalLM
@@ -123,6 +124,28 @@ def prefill_then_decode() -> None:
     torch.testing.assert_close(step, whole[:, n:], rtol=0, atol=1e-13)
 
 
+def pool_of_states() -> None:
+    """Two rows of a pool are read, and written by every rank as by one process; the third stays."""
+    size = dist.get_world_size()
+    how: dict[str, Any] = {"rotary": Rotary(4), "decay": torch.tensor([0.9, 0.99])}
+    q, k, v = randoms(2, 5 * size, 2, 4)
+    slots, lengths = torch.tensor([2, 0]), [0, *[5] * (size - 2), 10]
+    with torch.no_grad():
+        first = linear_rope_state(*randoms(3, 6, 2, 4, seed=2)[1:], **how)
+        one, many = first.clone(), first.clone()
+        expected = linear_rope_attention(q, k, v, state=one.at(slots), **how)
+        shard = Shard(lengths=lengths)
+        out = linear_rope_attention(
+            *[shard.take(x) for x in (q, k, v)], state=many.at(slots), shard=shard, **how
+        )
+    torch.testing.assert_close(out, shard.take(expected), rtol=0, atol=1e-13)
+    for name, x in one.tensors().items():
+        torch.testing.assert_close(many.tensors()[name], x, rtol=0, atol=1e-13, msg=name)
+    shard = Shard(lengths=even(5 * size), cu_seqlens=[0, 5 * size, 5 * size])
+    with pytest.raises(NotImplementedError, match="state: got rows of a pool beside packed sequences"):
+        linear_rope_attention(*[shard.take(x[:1]) for x in (q, k, v)], state=many.at(slots), shard=shard)
+
+
 DISAGREEMENTS = {  # what the message names on both sides
     "lengths": ("lengths=[", "3]", "4]"),
     "documents": ("cu_seqlens=[0, 2,", "cu_seqlens=[0, 3,"),
@@ -177,6 +200,8 @@ def layers(name: str) -> None:
     lengths = {2: [9, 2], 4: [1, 0, 2, 8]}[size]  # the convolution looks back over several ranks
     x, weight = torch.randn(2, 2, 11, 16, dtype=torch.float64)
     key_mask = torch.rand(2, 11) < 0.7
+    with torch.no_grad():  # of the packed sequences; only some go on from one
+        _, before = layer(torch.randn(4, 3, 16, dtype=torch.float64), return_state=True)
     for bounds in (None, [0, 3, 3, 10, 11]):
         rows = slice(None) if bounds is None else slice(1)
         mask = key_mask if bounds is None else None
@@ -187,7 +212,7 @@ def layers(name: str) -> None:
             how: dict[str, Any] = {"key_mask": None if mask is None else take(mask), "shard": shard}
             if shard is None and bounds is not None:
                 how["cu_seqlens"] = torch.tensor(bounds)
-            y, state = layer(own, return_state=True, **how)
+            y, state = layer(own, state=before if bounds else None, return_state=True, **how)
             if mask is not None:  # what the convolution makes of a hidden query is any number
                 y = y.masked_fill(~take(mask)[..., None], 0)
             loss = (y * take(weight[rows])).sum()

@@ -6,8 +6,11 @@ import pytest
 
 from tests.distributed.processes import Processes
 
+# All tests with one group of processes go to one of xdist's workers, so that no other starts such a group.
+SIZES = [pytest.param(size, marks=pytest.mark.xdist_group(f"{size} processes")) for size in (2, 4)]
 
-@pytest.fixture(scope="session", params=[2, 4], ids="{} processes".format)
+
+@pytest.fixture(scope="session", params=SIZES, ids="{} processes".format)
 def processes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Processes]:

@@ -22,7 +22,14 @@ class Processes:
     def __init__(self, size: int, folder: Path) -> None:
         # One server imports PyTorch, and each process is a fork of it: a spawn would import it again.
         context = get_context("forkserver")
-        context.set_forkserver_preload(["tests.distributed.cases", "tests.distributed.checks"])
+        context.set_forkserver_preload(
+            [
+                "tests.distributed.cases",
+                "tests.distributed.checks",
+                "tests.distributed.heads",
+                "tests.distributed.training",
+            ]
+        )
         self.size, self.pipes, self.processes = size, [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
@@ -59,6 +66,9 @@ class Processes:
 
 def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES="")
+    # What torchrun sets, and accelerate and transformers ask for.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)

@@ -54,6 +54,10 @@ def test_half_precision_is_as_near_as_one_process(processes: Processes) -> None:
     processes.run(checks.half_precision)
 
 
+def test_rows_of_a_pool_are_read_and_written_by_every_rank(processes: Processes) -> None:
+    processes.run(checks.pool_of_states)
+
+
 def test_a_prefill_on_many_decodes_on_one(processes: Processes) -> None:
     processes.run(checks.prefill_then_decode)
 

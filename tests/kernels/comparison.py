@@ -13,7 +13,12 @@ from tests.oracle import everything
 TOLERANCE = {torch.float32: 16 * 2.0**-23, torch.float16: 4 * 2.0**-10}
 if not INTERPRETED:  # the interpreter multiplies bfloat16's bit patterns
     TOLERANCE[torch.bfloat16] = 4 * 2.0**-7
-every_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
+long_here = [pytest.mark.long] if INTERPRETED else []  # a second or two each in the interpreter
+every_dtype = pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(x, marks=long_here if x == torch.float16 else []) for x in TOLERANCE],
+    ids=lambda dtype: str(dtype).removeprefix("torch."),
+)
 both_directions = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 marks = [
     pytest.mark.usefixtures("poison"),

@@ -9,6 +9,11 @@ import pytest
 import torch
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _quick(quick_interpreter: None) -> None:
+    pass
+
+
 @pytest.fixture
 def poison() -> Iterator[None]:
     """Fresh memory holds NaN: what a kernel does not write shows."""

@@ -67,6 +67,13 @@ def report(*arguments: str) -> list[dict[str, Any]]:
 
 
 def test_kernels_of_64_features_compile_fit_and_spill_no_more_than_known() -> None:
+    found = report("64", "--dtype", "bf16", "--capability", "90")
+    assert {entry["capability"] for entry in found} == {90}
+    check(found)
+
+
+@pytest.mark.long
+def test_they_do_so_on_every_gpu() -> None:
     """One test, since making the report takes a minute: several processes would each make their own."""
     found = report("64", "--dtype", "bf16", "--capability", *map(str, CAPABILITIES))
     assert {entry["capability"] for entry in found} == set(CAPABILITIES)
@@ -88,6 +95,7 @@ def check(entries: list[dict[str, Any]]) -> None:
     check_the_use_of_hopper_s_matrix_unit([entry for entry in entries if entry["capability"] == 90])
 
 
+@pytest.mark.long
 def test_decay_spills_no_more_than_known_at_64_features() -> None:
     spills = {entry["kernel"]: entry["spills"] for entry in report("64", "--decay")}
     assert spills.keys() == DECAY_CEILING.keys()

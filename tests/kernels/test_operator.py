@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, linear_rope_attention
 from linrope.backends import triton
 from linrope.backends.call import Call
+from tests.kernels.comparison import long_here
 from tests.oracle import randoms
 
 
@@ -64,25 +65,34 @@ def operator_arguments(
 
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "causal": {},
     "causal, inference, mask": {"save": False, "mask": True},
     "no rotary, no state": {"rotary": False, "state": False, "want_state": False},
-    "decay": {"decay": True},
-    "bidirectional": {"causal": False},
-    "bidirectional, no state": {"causal": False, "state": False, "want_state": False},
     "cross": {"causal": False, "m": 9},
     "packed": {"packed": True, "decay": True},
 }
+LONG: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "decay": {"decay": True},
+    "bidirectional": {"causal": False},
+    "bidirectional, no state": {"causal": False, "state": False, "want_state": False},
+}
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        *(pytest.param(x, id=name) for name, x in CONFIGURATIONS.items()),
+        *(pytest.param(x, id=name, marks=long_here) for name, x in LONG.items()),
+    ],
+)
 def test_operator_passes_torch_library_s_checks(configuration: dict[str, Any]) -> None:
     torch.library.opcheck(torch.ops.linrope.attend.default, operator_arguments(**configuration))
 
 
-def test_operator_passes_them_with_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("segments", [pytest.param(3, marks=long_here)])
+def test_operator_passes_them_with_segments(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them in use: states saved for segments that a short sequence lacks hold anything."""
-    monkeypatch.setattr(tiles, "most_segments", lambda *_: 3)
+    monkeypatch.setattr(tiles, "most_segments", lambda *_: segments)
     monkeypatch.setattr(tiles, "SHORTEST", 32)
     monkeypatch.setattr(tiles, "SEGMENT_MULTIPLE", 32)
     torch.library.opcheck(torch.ops.linrope.attend.default, operator_arguments(n=90, decay=True))

@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 
 from linrope.attention import LinearRoPEAttention
 from linrope.feature_maps.random_features import RandomFeatureMap
+from linrope.models.huggingface.parallel import TP_PLAN
 from linrope.position_encodings import SoftmaxAttention
 from linrope.rotary import Rotary
 
@@ -28,7 +29,9 @@ class LinRopeConfig(PreTrainedConfig):
         rope_order: "after" the feature map (RoFormer eq. 19) or "before" it.
         feature_map: name, or {"name": .., options}. Of random ones the seed is drawn here and saved.
         decay: None, "spread", "learned", "retnet", {"name": .., "longest": tokens}, or a number in (0, 1] for
-            each key/value head, as in LinearRoPEAttention. So are forget_gate, short_conv and qk_norm.
+            each key/value head, as in LinearRoPEAttention. "auto": "spread", but None beside a forget gate or
+            with is_causal=False. A saved config that does not say has None.
+        forget_gate, short_conv, qk_norm: as in LinearRoPEAttention.
         selective_rope: the input speeds up or slows down the rotation that rope_parameters give; True, or the
             options rank, bound and per_head of LinearRoPEAttention's rotary="selective".
         normalize: divide by the normalizer; with signed feature maps False.
@@ -52,6 +55,7 @@ class LinRopeConfig(PreTrainedConfig):
 
     model_type = "linrope"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    base_model_tp_plan = TP_PLAN
 
     vocab_size: int = 32000
     hidden_size: int = 1024
@@ -64,7 +68,7 @@ class LinRopeConfig(PreTrainedConfig):
     rope_parameters: dict[str, Any] | None = None
     rope_order: str = "after"
     feature_map: str | dict[str, Any] = "elu+1"
-    decay: str | list[float] | dict[str, Any] | None = None
+    decay: str | list[float] | dict[str, Any] | None = "auto"
     forget_gate: bool | dict[str, Any] = False
     selective_rope: bool | dict[str, Any] = False
     short_conv: int | None = None
@@ -82,6 +86,11 @@ class LinRopeConfig(PreTrainedConfig):
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Of what was saved, maybe before decay was "auto"."""
+        return super().from_dict({"decay": None} | config_dict, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
@@ -133,7 +142,10 @@ def _check_types(config: LinRopeConfig) -> None:
 
 def make_attention(config: LinRopeConfig, layer_type: str) -> LinearRoPEAttention | SoftmaxAttention:
     """The attention of a layer of that type."""
-    if config.decay is not None and not config.is_causal:
+    decay = config.decay
+    if decay == "auto":
+        decay = "spread" if config.is_causal and config.forget_gate is False else None
+    if decay is not None and not config.is_causal:
         raise ValueError(f"decay={config.decay}: expected None with is_causal=False")
     assert config.rope_parameters is not None
     own: dict[str, Any] = {
@@ -159,7 +171,7 @@ def make_attention(config: LinRopeConfig, layer_type: str) -> LinearRoPEAttentio
         feature_map=config.feature_map,
         rotary={**rope, **trained, **selective},
         rope_order=config.rope_order,
-        decay=config.decay,
+        decay=decay,
         forget_gate=config.forget_gate,
         short_conv=config.short_conv,
         qk_norm=config.qk_norm,

@@ -64,8 +64,8 @@ def convert(
         rope_order: "before" as in the softmax model, or "after" the feature map (RoFormer eq. 19).
         keep_softmax: indices of the layers whose attention stays.
         options: further ones of LinRopeConfig: decay, forget_gate, selective_rope, short_conv, qk_norm,
-            normalize, out_norm, gate. The last two are False if not given: a model does without them at
-            first, and they start at random.
+            normalize, out_norm, gate. Decay is None and the last two are False if not given: a model does
+            without them at first, and gate and norm start at random.
 
     Raises:
         TypeError: model is not a model of transformers for causal language modeling.
@@ -86,6 +86,7 @@ def convert(
     new: dict[str, Any] = {
         "feature_map": feature_map,
         "rope_order": rope_order,
+        "decay": None,
         "layer_types": [
             "full_attention" if index in keep_softmax else "linear_attention" for index in range(layers)
         ],

@@ -31,6 +31,7 @@ from transformers.utils.output_capturing import capture_outputs
 from linrope.distributed.shard import Shard
 from linrope.models.huggingface.cache import LinRopeCache, State
 from linrope.models.huggingface.configuration import LinRopeConfig, make_attention
+from linrope.models.huggingface.parallel import TP_HEAD
 from linrope.models.huggingface.saving import auto_map, write_beside
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj", "out_norm", "q_norm", "k_norm")
@@ -260,6 +261,7 @@ class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tp_plan = TP_HEAD
 
     def __init__(self, config: LinRopeConfig) -> None:
         if not config.is_causal:
@@ -338,6 +340,7 @@ class LinRopeForMaskedLM(LinRopePreTrainedModel):
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tp_plan = TP_HEAD
 
     def __init__(self, config: LinRopeConfig) -> None:
         config = copy.deepcopy(config)

@@ -26,6 +26,7 @@ def numbers(build_script, compiler: str, folder: Path, *run: str) -> dict[str, f
     return {f"{i} {name} {at}": float(x) for i, (name, at, x) in enumerate(lines)}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     QEMU is None or not shutil.which(COMPILER) or not shutil.which(HOST) or platform.machine() != "x86_64",
     reason=f"needs {COMPILER} and qemu-aarch64 on x86-64",

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from linrope.models.huggingface import LinRopeConfig, LinRopeForMaskedLM
+from linrope.models.huggingface.configuration import make_attention
 from tests.models.huggingface.tiny import KINDS, causal_lm, config
 
 
@@ -78,6 +79,20 @@ def test_causality_and_head_must_fit() -> None:
     given = config()
     assert not LinRopeForMaskedLM(given).config.is_causal
     assert given.is_causal
+
+
+def test_a_decay_is_the_default_of_causal_layers_without_a_forget_gate() -> None:
+    def decays(**options: Any) -> bool:
+        return make_attention(config(**options), "linear_attention").decay is not None
+
+    assert decays()
+    assert not decays(decay=None)
+    assert not decays(forget_gate=True)
+    assert not decays(is_causal=False)
+    saved = config().to_dict()
+    assert make_attention(LinRopeConfig.from_dict(saved), "linear_attention").decay is not None
+    del saved["decay"]  # as a folder from before decays has it: its weights were trained without one
+    assert LinRopeConfig.from_dict(saved).decay is None
 
 
 def test_linrope_alone_does_not_import_transformers() -> None:

@@ -10,7 +10,7 @@ from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM
 HYBRID: dict[str, Any] = {"full_attention_interval": 2}
 # What layers can be: of one kind, of both, and with all options.
 KINDS: dict[str, dict[str, Any]] = {
-    "linear": {},
+    "linear": {"decay": None},
     "hybrid": HYBRID,
     "decay": {"decay": "retnet", "feature_map": "hedgehog", "rope_order": "before", "attention_bias": True},
     "gated": {

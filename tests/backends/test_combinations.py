@@ -1,8 +1,9 @@
 """Backends x maps x rotations x kinds of calls against the oracle: output, last state, all gradients.
 
-``python -m tests.test_combinations`` prints what works in which backend.
+``python -m tests.backends.test_combinations`` prints what works in which backend.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +12,14 @@ import torch
 
 from linrope import LinearAttentionState, Rotary, feature_maps
 from tests.feature_maps.table import MAPS
-from tests.oracle import NATIVE, assert_same, everything, random_state, randoms
+from tests.oracle import DTYPES, NATIVE, TOLERANCES, assert_same, everything, random_state, randoms
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+pytestmark = [
+    pytest.mark.usefixtures("quick_interpreter"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
+]
 
 D, G = 4, 2
-DTYPES = {"eager": torch.float64, "native": torch.float32, "triton": torch.float32}
-TOLERANCES = {"eager": 1e-10, "native": 64 * 2.0**-23, "triton": 32 * 2.0**-23}
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 ROTATIONS: dict[str, Any] = {
@@ -148,36 +150,48 @@ def refused(backend: str, name: str, rotation: str, call: str) -> str | None:
     return None
 
 
-def cases(backend: str, name: str) -> list[tuple[str, str]]:
-    """(rotation, call): all; for the interpreter, which is slow, some with each."""
-    usual = name == "elu+1"
-    return [
-        (rotation, call)
-        for rotation in ROTATIONS
-        for call in CALLS
-        if backend != "triton"
-        or (call == "all at once" and (usual or rotation == "half"))
-        or (usual and (rotation == "interleaved" or call in ("causal", "packed, bidirectional")))
-    ]
-
-
+PRODUCT = [(rotation, call) for rotation in ROTATIONS for call in CALLS]
 # Maps that are not elementwise reach the kernels as features: for the slow interpreter two stand for all.
 INTERPRETED = ("elu+1", "relu", "relu2", "exp", "silu", "identity", "favor+", "taylor2")
 
 
-@pytest.mark.parametrize(
-    ("backend", "name"),
-    [
+def cases(backend: str, name: str) -> list[tuple[str, str]]:
+    """(rotation, call): of elu+1 all, of others, and in the slow interpreter, each call with one rotation."""
+    if backend == "triton" and name != "elu+1":
+        return [("half", "all at once")]
+    if backend != "triton" and name == "elu+1":
+        return PRODUCT
+    rotations, start = list(ROTATIONS), list(MAPS).index(name)  # the next map has the next rotation
+    if backend == "triton":
+        rotations = [x for x in rotations if x not in ("axial", "xpos")]  # refused with most calls
+    return [(rotations[(start + i) % len(rotations)], call) for i, call in enumerate(CALLS)]
+
+
+def each(backends: Iterable[str]) -> list[Any]:
+    """(backend, name of a map) to run."""
+    return [
         pytest.param(backend, name, marks=NATIVE.marks if backend == "native" else ())
-        for backend in DTYPES
+        for backend in backends
         for name in (INTERPRETED if backend == "triton" else MAPS)
-    ],
-)
-def test_every_backend_is_the_oracle(backend: str, name: str) -> None:
-    for rotation, call in cases(backend, name):
+    ]
+
+
+def check(backend: str, name: str, cases: list[tuple[str, str]]) -> None:
+    for rotation, call in cases:
         reason, expected = why_not(backend, name, rotation, call), refused(backend, name, rotation, call)
         assert (reason is None) == (expected is None), f"{rotation}, {call}: {reason}"
         assert expected is None or expected in str(reason)
+
+
+@pytest.mark.parametrize(("backend", "name"), each(DTYPES))
+def test_every_backend_is_the_oracle(backend: str, name: str) -> None:
+    check(backend, name, cases(backend, name))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("backend", "name"), [*each(["eager", "native"]), ("triton", "elu+1")])
+def test_every_backend_is_the_oracle_whatever_comes_together(backend: str, name: str) -> None:
+    check(backend, name, PRODUCT)
 
 
 def main() -> None:

@@ -67,9 +67,9 @@ def test_reference_is_equation_19_with_every_map(name: str, causal: bool) -> Non
 
 FADING = {
     "decay": {"decay": torch.tensor([0.5, 0.9])},
-    "xpos": {"rotary": Rotary(4, xpos=3.0)},
-    "half of the pairs, xpos, decay": {
-        "rotary": Rotary(4, layout="half", rotary_dim=2, xpos=3.0),
+    "xpos": {"rotary": Rotary(8, xpos=3.0)},
+    "some of the pairs, xpos, decay": {
+        "rotary": Rotary(8, layout="half", rotary_dim=6, xpos=3.0),
         "decay": torch.tensor([0.9, 1.0]),
     },
 }
@@ -83,8 +83,8 @@ def test_reference_is_equation_19_with_keys_that_fade(
     fading: str, packed: bool, gaps: bool, normalize: bool
 ) -> None:
     b, n = (1 if packed else 2), 6
-    q, k, v = randoms(b, n, 4, 4, g=2, e=3)
-    how = use_map("elu+1", 4) | {"rotary": Rotary(4), "causal": True, "normalize": normalize} | FADING[fading]
+    q, k, v = randoms(b, n, 4, 8, g=2, e=3)
+    how = use_map("elu+1", 8) | {"rotary": Rotary(8), "causal": True, "normalize": normalize} | FADING[fading]
     how["key_mask"] = torch.tensor([True, True, False, True, True, True]).expand(b, n).clone()
     positions = torch.arange(n).expand(b, n)
     if packed:

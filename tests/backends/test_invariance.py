@@ -1,0 +1,262 @@
+"""What must change nothing: grouping, shifting, empty tensors, masked numbers, strides, modes, threads."""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from linrope import Rotary, linear_rope_attention
+from tests.oracle import (
+    BACKENDS,
+    POSITIVE,
+    SIGNED,
+    assert_same,
+    everything,
+    num_features,
+    random_mask,
+    random_state,
+    randoms,
+    use_map,
+)
+
+MAPS = (*POSITIVE, *SIGNED)
+both_backends = pytest.mark.parametrize("backend", BACKENDS)
+both_directions = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+
+
+# Grouping, permuting, shifting
+
+
+@both_backends
+@both_directions
+def test_grouped_heads_are_expanded_heads(causal: bool, backend: str) -> None:
+    q, k, v = randoms(2, 70, 6, 4, g=2, e=3)
+    how: dict[str, Any] = {"rotary": Rotary(4), "causal": causal, "backend": backend}
+    grouped = everything(q, k, v, **how)
+    full = everything(q, k.repeat_interleave(3, 2), v.repeat_interleave(3, 2), **how)
+    assert_same({"out": grouped["out"], "dq": grouped["dq"]}, {"out": full["out"], "dq": full["dq"]})
+
+
+@both_backends
+@both_directions
+def test_interleaved_is_half_with_permuted_pairs(causal: bool, backend: str) -> None:
+    q, k, v = randoms(2, 70, 2, 6)
+    order = [0, 2, 4, 1, 3, 5]
+    how: dict[str, Any] = {"causal": causal, "backend": backend}
+    interleaved = linear_rope_attention(q, k, v, rotary=Rotary(6), **how)
+    half = linear_rope_attention(q[..., order], k[..., order], v, rotary=Rotary(6, layout="half"), **how)
+    assert_same({"out": half}, {"out": interleaved})
+
+
+@both_backends
+@both_directions
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("explicit", [True, False])
+def test_shifting_all_positions_changes_nothing(
+    explicit: bool, normalize: bool, causal: bool, backend: str
+) -> None:
+    q, k, v = randoms(2, 70, 2, 4)
+    how: dict[str, Any] = {"rotary": Rotary(4), "causal": causal, "backend": backend, "normalize": normalize}
+    at_zero = linear_rope_attention(q, k, v, **how)
+    shift = 1_000_000
+    if explicit:
+        shifted = linear_rope_attention(q, k, v, positions=shift + torch.arange(70), **how)
+    else:
+        _, empty = linear_rope_attention(q[:, :0], k[:, :0], v[:, :0], return_state=True, **how)
+        state = replace(empty, position=empty.position + shift)
+        shifted = linear_rope_attention(q, k, v, state=state, **how)
+    # A float64 angle near 1e6 is spaced by 1e-10.
+    assert_same({"out": shifted}, {"out": at_zero}, tolerance=1e-9)
+
+
+@both_backends
+@both_directions
+def test_rotation_by_zero_is_plain_linear_attention(causal: bool, backend: str) -> None:
+    q, k, v = randoms(2, 70, 2, 4)
+    how: dict[str, Any] = {"causal": causal, "backend": backend}
+    still = Rotary(4, theta=torch.zeros(2))
+    assert_same(everything(q, k, v, rotary=still, **how), everything(q, k, v, rotary=None, **how))
+
+
+# Nothing to attend to, and numbers that are none
+
+
+@both_backends
+@pytest.mark.parametrize(
+    ("b", "n", "m", "causal"),
+    [
+        (2, 0, 0, True),
+        (2, 0, 0, False),
+        (0, 5, 5, True),
+        (0, 5, 5, False),
+        (2, 5, 0, False),
+        (2, 0, 5, False),
+    ],
+)
+@pytest.mark.parametrize("with_state", [True, False])
+def test_empty_tensors_give_zeros_and_empty_gradients(
+    with_state: bool, b: int, n: int, m: int, causal: bool, backend: str
+) -> None:
+    q, k, v = randoms(b, n, 2, 4, m=m)
+    how: dict[str, Any] = {"rotary": Rotary(4)}
+    state = random_state(k, v, how) if with_state else None
+    if m != n:
+        how["positions"] = torch.arange(n)
+    results = everything(q, k, v, state, causal=causal, backend=backend, **how)
+    assert results["out"].shape == (b, n, 2, 4)
+    assert all(x.isfinite().all() for x in results.values())
+    if m == 0 and not with_state:
+        assert not results["out"].any()
+
+
+@both_backends
+@both_directions
+@pytest.mark.parametrize("name", POSITIVE)
+def test_a_query_without_keys_gives_zero_and_finite_gradients(name: str, causal: bool, backend: str) -> None:
+    q, k, v = randoms(2, 70, 2, 4, dtype=torch.float32)
+    how = use_map(name, 4)
+    mask = torch.ones(2, 70, dtype=torch.bool)
+    mask[0] = False
+    mask[1, :3] = False
+    rotary = Rotary(num_features(how, 4))
+    results = everything(q, k, v, rotary=rotary, key_mask=mask, causal=causal, backend=backend, **how)
+    assert not results["out"][0].any()
+    assert not (causal and results["out"][1, :3].any())
+    assert results["out"][1, 3:].any()
+    assert all(x.isfinite().all() for x in results.values())
+    assert not results["dk"][0].any()
+
+
+@both_backends
+@both_directions
+def test_a_nan_stays_in_its_sequence(causal: bool, backend: str) -> None:
+    q, k, v = randoms(3, 70, 2, 4, dtype=torch.float32)
+    how: dict[str, Any] = {"rotary": Rotary(4), "causal": causal, "backend": backend}
+    state = random_state(k, v, {"rotary": how["rotary"]})
+    clean = everything(q, k, v, state, **how)
+    for x in (q, k, v):
+        x[1, 5, 0, 0] = math.nan
+    dirty = everything(q, k, v, state, **how)
+    for name, x in clean.items():
+        assert torch.equal(dirty[name][[0, 2]], x[[0, 2]]), name
+    assert dirty["out"][1].isnan().any()
+
+
+@both_backends
+@both_directions
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1000.0])
+def test_what_masked_keys_hold_does_not_matter(garbage: float, name: str, causal: bool, backend: str) -> None:
+    q, k, v = randoms(2, 70, 2, 4, dtype=torch.float32)
+    how = use_map(name, 4) | {"causal": causal, "backend": backend, "key_mask": random_mask(2, 70)}
+    how["rotary"] = Rotary(num_features(how, 4))
+    clean = everything(q, k, v, **how)
+    dirty_k, dirty_v = (x.masked_fill(~how["key_mask"][..., None, None], garbage) for x in (k, v))
+    dirty = everything(q, dirty_k, dirty_v, **how)
+    for tensor in ("out", "kv", "z", "dq", "dv", "dk"):
+        assert torch.equal(dirty[tensor], clean[tensor]), tensor
+
+
+# Strides, dtypes, modes, threads
+
+
+@both_backends
+@both_directions
+def test_strides_of_inputs_and_gradients_do_not_matter(causal: bool, backend: str) -> None:
+    b, n, h, d = 3, 70, 2, 4
+    q, k, v = randoms(b, n, h, d)
+    q, k, v = q, k[:1].expand_as(k), v[:, :, :1].expand_as(v)
+    views = q.transpose(1, 2).contiguous().transpose(1, 2), k, v
+    how: dict[str, Any] = {"rotary": Rotary(d), "causal": causal, "backend": backend}
+    assert_same(everything(*views, **how), everything(*(x.clone() for x in (q, k, v)), **how))
+
+    weights = torch.randn(n, dtype=torch.float64)[None, :, None, None].expand(b, n, h, d)
+    grads = []
+    for weight in (weights, weights.contiguous(), weights.transpose(2, 3).contiguous().transpose(2, 3)):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = linear_rope_attention(*leaves, **how)
+        grads.append(dict(zip("qkv", torch.autograd.grad(out, leaves, weight), strict=True)))
+    assert_same(grads[0], grads[1])
+    assert_same(grads[2], grads[1])
+
+
+@both_backends
+@both_directions
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_output_has_the_dtype_of_v_and_the_state_is_wide(
+    dtype: torch.dtype, name: str, causal: bool, backend: str
+) -> None:
+    q, k, v = (x.requires_grad_() for x in randoms(1, 5, 2, 4, dtype=dtype))
+    how = use_map(name, 4) | {"causal": causal, "backend": backend}
+    out, state = linear_rope_attention(q, k, v, return_state=True, **how)
+    assert out.dtype == dtype
+    assert state.kv.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert state.z.dtype == torch.float64
+    out.sum().backward()
+    assert {x.grad.dtype for x in (q, k, v) if x.grad is not None} == {dtype}
+
+
+@both_directions
+@pytest.mark.parametrize("name", POSITIVE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_does_not_narrow_the_sums(dtype: torch.dtype, name: str, causal: bool) -> None:
+    q, k, v = randoms(2, 70, 2, 4, dtype=dtype)
+    how = use_map(name, 4) | {"causal": causal, "backend": "eager"}
+    how["rotary"] = Rotary(num_features(how, 4))
+    plain = everything(q, k, v, **how)
+
+    def call(*args: Any, **kwargs: Any) -> Any:  # PyTorch wants backward passes outside of autocast
+        with torch.autocast("cpu", torch.bfloat16):
+            return linear_rope_attention(*args, **kwargs)
+
+    cast = everything(q, k, v, call=call, **how)
+    for tensor, x in plain.items():
+        assert torch.equal(cast[tensor], x), tensor
+        assert cast[tensor].dtype == x.dtype
+
+
+@both_directions
+@pytest.mark.parametrize("order", ["inference first", "inference last"])
+def test_inference_mode_and_training_may_follow_each_other(order: str, causal: bool) -> None:
+    q, k, v = randoms(2, 70, 2, 4, dtype=torch.float32)
+    how: dict[str, Any] = {"rotary": Rotary(4), "causal": causal, "backend": "eager"}
+
+    def infer() -> Tensor:
+        with torch.inference_mode():
+            return linear_rope_attention(q, k, v, **how)
+
+    def train() -> Tensor:
+        return everything(q, k, v, **how)["out"]
+
+    calls = (infer, train) if order == "inference first" else (train, infer)
+    with ThreadPoolExecutor(1) as fresh:  # a thread of its own has no memory kept from earlier calls
+        first, second = fresh.submit(lambda: [call() for call in calls]).result()
+    assert torch.equal(first, second)
+
+
+@both_backends
+@both_directions
+def test_threads_at_once_give_the_bits_of_one(causal: bool, backend: str) -> None:
+    inputs = [randoms(2, 50 + 40 * i, 4, 8, g=2, dtype=torch.float32, seed=i) for i in range(8)]
+    how: dict[str, Any] = {"rotary": Rotary(8), "causal": causal, "backend": backend}
+    alone = [everything(*qkv, **how) for qkv in inputs]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            together = list(pool.map(lambda qkv: everything(*qkv, **how), inputs))
+            for one, other in zip(alone, together, strict=True):
+                for name, x in one.items():
+                    assert torch.equal(other[name], x), name
+
+
+@both_directions
+def test_eager_refuses_a_second_derivative(causal: bool) -> None:
+    q, k, v = (x.requires_grad_() for x in randoms(1, 5, 2, 4))
+    out = linear_rope_attention(q, k, v, causal=causal, backend="eager")
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(dq.square().sum(), q)

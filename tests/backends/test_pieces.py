@@ -1,0 +1,211 @@
+"""A sequence in pieces, packed, or padded gives what it gives whole and alone."""
+
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from linrope import LinearAttentionState, Rotary, linear_rope_attention
+from tests.oracle import (
+    BACKENDS,
+    POSITIVE,
+    SIGNED,
+    assert_same,
+    everything,
+    examples,
+    num_features,
+    random_mask,
+    random_state,
+    randoms,
+    use_map,
+)
+
+MAPS = (*POSITIVE, *SIGNED)
+both_backends = pytest.mark.parametrize("backend", BACKENDS)
+both_directions = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+
+
+def in_pieces(
+    q: Tensor, k: Tensor, v: Tensor, *, cuts: list[int], state: LinearAttentionState | None,
+    key_mask: Tensor | None = None, return_state: bool = True, **how: Any,
+) -> tuple[Tensor, LinearAttentionState]:  # fmt: skip
+    outs, borders = [], [0, *cuts, q.shape[1]]
+    for a, b in pairwise(borders):
+        mask = None if key_mask is None else key_mask[:, a:b]
+        out, state = linear_rope_attention(
+            q[:, a:b], k[:, a:b], v[:, a:b], state=state, key_mask=mask, return_state=True, **how
+        )
+        outs.append(out)
+    assert state is not None
+    return torch.cat(outs, 1), state
+
+
+@both_backends
+@examples(25)
+@given(
+    cuts=st.lists(st.integers(0, 140), max_size=4).map(sorted),
+    layout=st.sampled_from([None, "interleaved", "half"]),
+    masked=st.booleans(),
+    normalize=st.booleans(),
+    decay=st.sampled_from([None, 0.3, 0.9, 0.9999, 1.0]),
+    xpos=st.sampled_from([None, 20.0]),
+)
+def test_a_sequence_cut_anywhere_gives_what_one_call_gives(
+    backend: str, cuts: list[int], layout: str | None, masked: bool, normalize: bool, decay: float | None,
+    xpos: float | None,
+) -> None:  # fmt: skip
+    q, k, v = randoms(2, 140, 2, 4, g=1, e=3)
+    how: dict[str, Any] = {"rotary": layout and Rotary(4, layout=layout, xpos=xpos), "normalize": normalize}
+    state = random_state(k, v, how)
+    how |= {"key_mask": random_mask(2, 140) if masked else None, "backend": backend}
+    how["decay"] = None if decay is None else torch.tensor([decay])
+    whole = everything(q, k, v, state, **how)
+    assert_same(everything(q, k, v, state, call=in_pieces, cuts=cuts, **how), whole)
+
+
+@both_backends
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("layout", [None, "interleaved", "half"])
+def test_decoding_token_by_token_gives_what_one_call_gives(
+    layout: str | None, name: str, backend: str
+) -> None:
+    q, k, v = randoms(2, 20, 4, 6, g=2, e=5)
+    how: dict[str, Any] = use_map(name, 6) | {"backend": backend}
+    f = num_features(how, 6)
+    how["rotary"] = layout and Rotary(f, layout=layout, rotary_dim=f - 2)
+    how["key_mask"] = random_mask(2, 20)
+    how["cuts"] = list(range(1, 20))
+    with torch.no_grad():
+        out, state = in_pieces(q, k, v, state=None, **how)
+    assert state.position.tolist() == [20, 20]
+    with_gradients = everything(q, k, v, call=in_pieces, **how)
+    del how["cuts"]
+    whole = everything(q, k, v, **how)
+    assert_same(with_gradients, whole)
+    assert_same({"out": out, "kv": state.kv, "z": state.z}, {x: whole[x] for x in ("out", "kv", "z")})
+
+
+@both_backends
+def test_keys_may_come_in_pieces_before_the_queries(backend: str) -> None:
+    q, k, v = randoms(2, 9, 2, 4, m=30)
+    how: dict[str, Any] = {"rotary": Rotary(4), "causal": False, "backend": backend}
+    whole = linear_rope_attention(q, k, v, positions=torch.arange(9), **how)
+    _, state = linear_rope_attention(q[:, :0], k[:, :11], v[:, :11], return_state=True, **how)
+    _, state = linear_rope_attention(q[:, :0], k[:, 11:], v[:, 11:], state=state, return_state=True, **how)
+    assert state.position.tolist() == [30, 30]
+    out = linear_rope_attention(q, k[:, :0], v[:, :0], state=state, positions=torch.arange(9), **how)
+    assert_same({"out": out}, {"out": whole})
+
+
+@both_backends
+@examples(20)
+@given(
+    lengths=st.lists(st.integers(0, 70), min_size=1, max_size=5),
+    causal=st.booleans(),
+    fading=st.booleans(),
+    masked=st.booleans(),
+    given_positions=st.booleans(),
+)
+def test_packed_sequences_give_what_each_gives_alone(
+    backend: str, lengths: list[int], causal: bool, fading: bool, masked: bool, given_positions: bool
+) -> None:
+    n, bounds = sum(lengths), [0, *accumulate(lengths)]
+    q, k, v = randoms(1, n, 4, 4, g=2, e=3)
+    how: dict[str, Any] = {"rotary": Rotary(4), "causal": causal}
+    packed = {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
+    state = random_state(k, v, how | packed)
+    how["backend"] = backend
+    if fading and causal:
+        how["decay"] = torch.tensor([0.6, 0.98])
+    mask = random_mask(1, n) if masked else None
+    positions = 40 + torch.arange(n) * 2 if given_positions else None
+    together = everything(q, k, v, state, key_mask=mask, positions=positions, **packed, **how)
+
+    def apart(q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState, **how: Any) -> Any:
+        outs, states = [], []
+        for i, (low, high) in enumerate(pairwise(bounds)):
+            own = state.reorder(torch.tensor([i]))
+            out, last = linear_rope_attention(
+                q[:, low:high], k[:, low:high], v[:, low:high], state=own,
+                key_mask=None if mask is None else mask[:, low:high],
+                positions=None if positions is None else positions[low:high], **how,
+            )  # fmt: skip
+            outs.append(out)
+            states.append(last)
+        kv, z, position = (torch.cat([getattr(x, name) for x in states]) for name in ("kv", "z", "position"))
+        return torch.cat(outs, 1), replace(state, kv=kv, z=z, position=position)
+
+    assert_same(together, everything(q, k, v, state, call=apart, **how))
+
+
+@both_backends
+@pytest.mark.parametrize("grad", [True, False])
+def test_one_token_at_a_given_position_fades_the_state_by_the_gap(grad: bool, backend: str) -> None:
+    q, k, v = randoms(2, 1, 2, 4)
+    how: dict[str, Any] = {"rotary": Rotary(4)}
+    state = random_state(k, v, how)
+    how |= {"decay": torch.tensor([0.9, 0.5]), "positions": state.position[:, None] + 5, "backend": backend}
+    with torch.set_grad_enabled(grad):
+        _, last = linear_rope_attention(q, k, v, state=state, return_state=True, **how)
+        del how["decay"]
+        faded = state.kv.detach() * torch.tensor([0.9, 0.5])[:, None, None] ** 6
+        _, same = linear_rope_attention(q, k, v, state=replace(state, kv=faded), return_state=True, **how)
+    torch.testing.assert_close(last.kv, same.kv)
+
+
+# Padding
+
+
+@both_backends
+@pytest.mark.parametrize("fading", [True, False])
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("lengths", [[70, 3, 1], [5]])
+def test_with_positions_from_the_mask_padded_sequences_have_the_states_of_unpadded_ones(
+    lengths: list[int], side: str, fading: bool, backend: str
+) -> None:
+    n, how = 80, {"rotary": Rotary(4), "backend": backend}
+    if fading:
+        how["decay"] = torch.tensor([0.9])
+    q, k, v = randoms(len(lengths), n, 2, 4, g=1)
+    mask = torch.arange(n) < torch.tensor(lengths)[:, None]
+    mask = mask if side == "right" else mask.flip(1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    out, state = linear_rope_attention(q, k, v, key_mask=mask, positions=positions, return_state=True, **how)
+    token = randoms(len(lengths), 1, 2, 4, g=1, seed=1)
+    following = linear_rope_attention(*token, state=state, **how)
+    assert state.position.tolist() == lengths
+    for i in range(len(lengths)):
+        own = slice(i, i + 1)
+        parts = (x[own, mask[i]] for x in (q, k, v))
+        alone, last = linear_rope_attention(*parts, return_state=True, **how)
+        after = linear_rope_attention(*(x[own] for x in token), state=last, **how)
+        actual = {"out": out[own, mask[i]], "kv": state.kv[own], "z": state.z[own], "next": following[own]}
+        assert_same(actual, {"out": alone, "kv": last.kv, "z": last.z, "next": after})
+
+
+@both_backends
+@both_directions
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padded_sequences_give_what_unpadded_ones_give(side: str, causal: bool, backend: str) -> None:
+    lengths, n = [70, 3, 1], 70
+    how: dict[str, Any] = {"rotary": Rotary(4), "causal": causal, "backend": backend}
+    q, k, v = randoms(3, n, 2, 4, g=1)
+    mask, positions = torch.zeros(3, n, dtype=torch.bool), torch.zeros(3, n, dtype=torch.int64)
+    real = [slice(0, length) if side == "right" else slice(n - length, n) for length in lengths]
+    for i, where in enumerate(real):
+        mask[i, where], positions[i, where] = True, torch.arange(lengths[i])
+    out, state = linear_rope_attention(
+        q, k, v, key_mask=mask, positions=positions if side == "left" else None, return_state=True, **how
+    )
+    if side == "left":
+        assert state.position.tolist() == lengths
+    for i, where in enumerate(real):
+        parts = (x[i : i + 1, where] for x in (q, k, v))
+        alone, last = linear_rope_attention(*parts, return_state=True, **how)
+        actual = {"out": out[i : i + 1, where], "kv": state.kv[i : i + 1], "z": state.z[i : i + 1]}
+        assert_same(actual, {"out": alone, "kv": last.kv, "z": last.z})
