@@ -9,7 +9,12 @@ from linrope.rotary import Rotary, spell_out
 
 
 def rotate_before(
-    q: Tensor | None, k: Tensor, fmap: FeatureMap | None, rotary: Rotary | None, rope_order: str, tokens: Tokens
+    q: Tensor | None,
+    k: Tensor,
+    fmap: FeatureMap | None,
+    rotary: Rotary | None,
+    rope_order: str,
+    tokens: Tokens,
 ) -> tuple[Tensor | None, Tensor, Rotary | None]:
     """q, k with the attention factor, rotated where that precedes the map; and the rotation that is left.
 

@@ -29,6 +29,7 @@ class Sizes:
     kv: Tensor  # (s, g, f, e)
     z: Tensor  # (s, g, f)
     lost: float  # what sums that fade below float32's range come to in an output, in units of its roundoff
+    exact: float = 0.0  # what a float64 result may be off by, in these units
 
 
 class Equation:

@@ -26,8 +26,8 @@ from linrope.models.training import Corpus, Trainer, TrainingConfig
 from tests.campaigns import mangle
 from tests.campaigns.processes import finish, start
 
-SOFT, HARD = 5.0, 300.0  # seconds: of one case, which is then stopped; of all cases of one process
-AT_ONCE = 250  # cases of a process
+SOFT, HARD = 20.0, 1200.0  # seconds: of one case, which is then stopped; of all cases of one process
+AT_ONCE = 50  # cases of a process
 MEMORY = 3 * 2**30  # bytes that a case may take
 SIZES = {"vocab_size": 256, "embed_dim": 8, "num_layers": 1, "num_heads": 2, "hidden_dim": 8}
 TEXT = "To be, or not to be, that is the question. " * 40

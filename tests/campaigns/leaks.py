@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from linrope import Rotary, linear_rope_attention
+from linrope.backends import native
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.training import Corpus, Trainer, TrainingConfig
 
@@ -95,8 +96,8 @@ def watch(name: str, steps: Callable[[int], None], count: int) -> int:
 
 
 def run(decoding: int, training: int) -> None:
-    for backend in ("native", "eager"):
-        few = decoding if backend == "native" else decoding // 10
+    for backend in ("eager",) if native.why_not() else ("native", "eager"):
+        few = decoding // (10 if backend == "eager" else 1)
         watch(f"decoding, {backend}, states given away", decode(backend, donated=True), few)
         watch(f"decoding, {backend}, new states", decode(backend, donated=False), few)
     watch("decoding, a model", generate(), decoding // 10)
