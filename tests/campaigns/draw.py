@@ -222,9 +222,9 @@ class Configuration:
         n = sum(total) if self.packed else total[0]
         m = None if self.m is None else self.before[0] + self.m
         scale = self.scale
-        exponential = (
-            (self.map is not None and self.map.elementwise == "exp") or type(self.map).__name__ == "SoftmaxMap"
-        )
+        exponential = (self.map is not None and self.map.elementwise == "exp") or type(
+            self.map
+        ).__name__ == "SoftmaxMap"
         if exponential and self.dtype == torch.float32:
             scale = min(scale, 1.0)  # rounding an exponent x costs u |x|, before any backend sees it
         q, k, v = randoms(
