@@ -138,8 +138,8 @@ def test_eps_may_be_added(causal: bool) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.usefixtures("short_segments")
 def test_segments_with_decay_and_gaps(packed: bool) -> None:
-    q, k, v = randoms(1 if packed else 2, 190, 4, 16, g=2, e=8, dtype=torch.float32)
-    how: dict[str, Any] = {"rotary": Rotary(16), "decay": torch.tensor([0.8, 0.99])}
+    q, k, v = randoms(1 if packed else 2, 190, 2, 16, g=1, e=8, dtype=torch.float32)
+    how: dict[str, Any] = {"rotary": Rotary(16), "decay": torch.tensor([0.9])}
     if packed:  # a sequence of three segments, an empty one, one that ends with a segment
         how["cu_seqlens"] = torch.tensor([0, 130, 130, 131, 190], dtype=torch.int32)
     state = random_state(k, v, how)
