@@ -102,8 +102,11 @@ def children(count: int) -> None:
         found = [[torch.from_numpy(x) for x in result] for result in results.get(timeout=120)]
         child.join(60)
         assert child.exitcode == 0, f"{method}: exit status {child.exitcode}"
-        same([[x.to(y.dtype) for x, y in zip(a, b, strict=True)] for a, b in zip(found, expected, strict=True)],
-             expected, f"a process by {method}")  # fmt: skip
+        found = [
+            [x.to(y.dtype) for x, y in zip(mine, theirs, strict=True)]
+            for mine, theirs in zip(found, expected, strict=True)
+        ]
+        same(found, expected, f"a process by {method}")
 
 
 class Outputs(Dataset[Tensor]):

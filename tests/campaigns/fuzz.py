@@ -1,12 +1,15 @@
-"""Command lines, configurations, states and checkpoints drawn at random: an error that names its cause, or it works.
+"""Command lines, configurations, states and checkpoints drawn at random: an error that names its cause,
+or it works.
 
-``python -m tests.campaigns.fuzz --count 50000 --seed 0``. No case may end in a traceback, in a crash, after its time
+``python -m tests.campaigns.fuzz --count 50000 --seed 0``. No case may end in a traceback, in a crash,
+after its time
 limit, or with a file half written. What does is printed with its number; ``--only`` repeats it.
 """
 
 import argparse
 import contextlib
 import io
+import os
 import random
 import resource
 import shutil
@@ -160,9 +163,9 @@ def _checkpoint(chance: random.Random, material: Material, place: Path) -> None:
         if status not in (0, 2):
             raise AssertionError(f"{said}: exit status {status}: {errors.getvalue()}")
         return
-    if not _loads(lambda: Trainer.load(run, material.corpus)):
-        if not torch.equal(torch.random.get_rng_state(), before):
-            raise AssertionError(f"{said}: a refused checkpoint changed the random state")
+    loaded = _loads(lambda: Trainer.load(run, material.corpus))
+    if not loaded and not torch.equal(torch.random.get_rng_state(), before):
+        raise AssertionError(f"{said}: a refused checkpoint changed the random state")
 
 
 def _write(chance: random.Random, material: Material, place: Path) -> None:
@@ -233,6 +236,7 @@ def case(index: int, seed: int, material: Material) -> str:
     chance = random.Random(f"{seed}/{index}")
     kind = chance.choices(list(KINDS), WEIGHTS)[0]
     place = material.work(index)
+    os.chdir(place)  # where files go whose name is drawn
 
     def stop(*_: object) -> None:
         raise Stopped
@@ -245,6 +249,7 @@ def case(index: int, seed: int, material: Material) -> str:
         kind = f"{kind}, at work for {SOFT:.0f} s"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        os.chdir(material.folder)
         shutil.rmtree(place, ignore_errors=True)
     return kind
 

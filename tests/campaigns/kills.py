@@ -49,7 +49,8 @@ def bits(out: Path) -> dict[str, object]:
 
 
 def run(count: int, seed: int) -> tuple[int, int, int]:
-    """Kills, those that fell before the first checkpoint, and runs that ended; AssertionError at other bits."""
+    """Kills, those that fell before the first checkpoint, and runs that ended; AssertionError at other
+    bits."""
     chance = random.Random(seed)
     kills = early = runs = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -97,7 +98,8 @@ def main() -> int:
     torch.set_num_threads(1)
     kills, early, runs = run(given.count, given.seed)
     print(
-        f"{kills} kills ({early} before the first checkpoint): {runs} runs ended with the bits of one left alone"
+        f"{kills} kills ({early} before the first checkpoint): {runs} runs ended "
+        "with the bits of one left alone"
     )
     return 0
 

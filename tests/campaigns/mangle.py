@@ -11,31 +11,42 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 STRANGE = [
-    "", " ", "-", "--", "0", "-1", "1", "2", "3", "7", "1e9", "1e-9", "nan", "inf", "-inf", "1.5", "0x10", "１２", "∞",
-    "true", "null", "[]", "{}", "none", "elu+1", "favor+", "softmax", "hedgehog", "learned", "retnet", "selective",
-    "half", "rope", "alibi", "cosformer", "taylor2", "../../etc/passwd", "/dev/null", "/dev/zero", "/dev/full", "/proc",
-    "~", "\udcff", "x" * 300, "a" * 5000, "\u0000", "\n", "9" * 30, "-" + "9" * 30, "18446744073709551616", "2147483648",
-    "cuda", "cuda:99", "meta", "cpu:1", "%s", "{text}", "$HOME", "None", "spread", "bfloat16", "float16", "native",
+    "", " ", "-", "--", "0", "-1", "1", "2", "3", "7", "1e9", "1e-9", "nan", "inf", "-inf", "1.5",
+    "0x10", "１２", "∞",
+    "true", "null", "[]", "{}", "none", "elu+1", "favor+", "softmax", "hedgehog", "learned", "retnet",
+    "selective",
+    "half", "rope", "alibi", "cosformer", "taylor2", "../../etc/passwd", "/dev/null", "/dev/zero",
+    "/dev/full", "/proc",
+    "~", "\udcff", "x" * 300, "a" * 5000, "\u0000", "\n", "9" * 30, "-" + "9" * 30,
+    "18446744073709551616", "2147483648",
+    "cuda", "cuda:99", "meta", "cpu:1", "%s", "{text}", "$HOME", "None", "spread", "bfloat16", "float16",
+    "native",
 ]  # fmt: skip
 OPTIONS = {
     "train": [
-        "--out", "--config", "--steps", "--batch-size", "--accumulation", "--sequence-length", "--pieces", "--through",
-        "--learning-rate", "--warmup-steps", "--weight-decay", "--clip", "--tokenizer", "--embed-dim", "--layers",
+        "--out", "--config", "--steps", "--batch-size", "--accumulation", "--sequence-length",
+        "--pieces", "--through",
+        "--learning-rate", "--warmup-steps", "--weight-decay", "--clip", "--tokenizer", "--embed-dim",
+        "--layers",
         "--heads", "--feature-map", "--attention", "--positions", "--rotary", "--decay", "--forget-gate",
         "--short-conv", "--qk-norm", "--seed", "--save-every", "--resume", "--device", "--stepz", "--help",
     ],
     "generate": [
-        "--checkpoint", "--prompt", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--seed", "--device",
+        "--checkpoint", "--prompt", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--seed",
+        "--device",
     ],
     "eval": ["--checkpoint", "--length", "--sequences", "--out", "--device"],
-    "convert": ["--out", "--text", "--feature-map", "--rope-order", "--keep-softmax", "--match-steps", "--rank"],
-    "bench": ["--help", "--dtype", "--lengths", "--backend", "--compare", "--feature-map", "--decay", "--decode-at"],
+    "convert": ["--out", "--text", "--feature-map", "--rope-order", "--keep-softmax", "--match-steps",
+    "--rank"],
+    "bench": ["--help", "--dtype", "--lengths", "--backend", "--compare", "--feature-map", "--decay",
+    "--decode-at"],
     "env": ["--json", "--no"],
     "dance": ["--help"],
 }  # fmt: skip
 FLAGS = ("--through", "--forget-gate", "--qk-norm", "--resume", "--help", "--json", "--no")
 WORKING = {
-    "train": "{text} --out {place}/run --steps 1 --embed-dim 8 --layers 1 --heads 2 --batch-size 1 --sequence-length 16",
+    "train": "{text} --out {place}/run --steps 1 --embed-dim 8 --layers 1 --heads 2 --batch-size 1"
+    " --sequence-length 16",
     "generate": "--checkpoint {run} --prompt a --max-new-tokens 2 --seed 1",
     "eval": "--checkpoint {run} --length 16 --sequences 1 --out {place}",
     "convert": "{place} --out {place}/converted --text {text}",
@@ -174,7 +185,8 @@ def damaged(chance: random.Random, content: bytes) -> bytes:
 
 
 def safetensors_like(chance: random.Random, content: bytes) -> bytes:
-    """A header with other entries, of the right length, over the same bytes: what someone would write on purpose."""
+    """A header with other entries, of the right length, over the same bytes: what someone would write on
+    purpose."""
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
     for _ in range(chance.choice([1, 1, 2, 3])):

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 
 def start(work: Callable[[], int]) -> int:
-    """Runs ``work`` in a fork, its output thrown away; returns the process's id. Its status is work's; 99: it raised."""
+    """Runs ``work`` in a fork, its output thrown away; returns the process's id. Its status is work's;
+    99: it raised."""
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
