@@ -7,26 +7,15 @@ Measured are the bytes that a process hands to the others, which must not grow w
 those of the calculation, and the time of a shard in a group over that of the same shard alone.
 """
 
+import json
 import os
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
-from linrope import LinearRoPEAttention, linear_rope_attention
-from linrope.distributed import Shard
-
-HEADS, DIM = 8, 64  # of the measurement, and of docs/distributed.md's bytes per state
-
-
-def state_bytes(heads: int, features: int, values: int) -> int:
-    """kv in float32, z in float64, one position: what a rank sends for each row of a batch."""
-    return heads * features * (4 * values + 8) + 8
+from linrope.cli import scaling
+from linrope.cli.scaling import state_bytes
 
 
 @dataclass(frozen=True)
@@ -82,60 +71,14 @@ def print_calculation() -> None:
                 print(f"  {name:44} {x:12,.3f}" if x < 1e4 else f"  {name:44} {x:12,.0f}")
 
 
-def timed(run: Callable[[], object], repeats: int) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    return (time.perf_counter() - start) / repeats
-
-
-def ratio(many: Callable[[], object], alone: Callable[[], object], rounds: int = 7) -> float:
-    """The median of time in the group over time alone; the two take turns."""
-    timed(many, 2), timed(alone, 2)
-    return statistics.median(timed(many, 1) / timed(alone, 1) for _ in range(rounds))
-
-
 def measure() -> None:
+    """Two lengths, whose bytes have to be the same."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for total in (4096, 65536):
-        shard = Shard(lengths=[total // size] * size)
-        q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, shard.length, HEADS, DIM))
-        linear_rope_attention(q, k, v, shard=shard)  # the ranks compare what they have, with gradients
-        with torch.no_grad():
-            linear_rope_attention(q, k, v, shard=shard)  # and without
-        before, state = shard.channel.bytes_sent, state_bytes(HEADS, DIM, DIM)
-        with torch.no_grad():
-            linear_rope_attention(q, k, v, shard=shard)
-        forward = shard.channel.bytes_sent - before
-        linear_rope_attention(q, k, v, shard=shard).sum().backward()
-        both = shard.channel.bytes_sent - before - forward
-        assert forward == (size - 1) * state
-        assert both == (size - 1) * (2 * state - 8)
-
-        def forward_pass(own: Shard | None, q: Tensor = q, k: Tensor = k, v: Tensor = v) -> None:
-            with torch.no_grad():
-                linear_rope_attention(q, k, v, shard=own)
-
-        def both_passes(own: Shard | None, q: Tensor = q, k: Tensor = k, v: Tensor = v) -> None:
-            linear_rope_attention(q, k, v, shard=own).sum().backward()
-
-        layer = LinearRoPEAttention(HEADS * DIM, HEADS, gate=True)
-        x = torch.randn(1, shard.length, HEADS * DIM, requires_grad=True)
-
-        def layer_passes(own: Shard | None, layer: nn.Module = layer, x: Tensor = x) -> None:
-            layer(x, shard=own).sum().backward()
-
-        passes = (forward_pass, both_passes, layer_passes)
-        found = [ratio(partial(f, shard), partial(f, None)) for f in passes]
-        if rank == 0:
-            print(
-                f"{total} tokens on {size} processes: a rank sends {forward:,} bytes forward and "
-                f"{both - forward:,} backward; time over the shard alone: operation forward {found[0]:.2f}, "
-                f"with backward {found[1]:.2f}, layer with backward {found[2]:.2f}"
-            )
+    for tokens in (4096, 65536):
+        found = scaling.measure(tokens, heads=8, dim=64)
+        if dist.get_rank() == 0:
+            print(json.dumps(found, indent=1))
     dist.destroy_process_group()
 
 

@@ -111,7 +111,10 @@ def stabilize(
     )
     last = at_last(largest, first, bounds).expand(sequences, g).clone()  # alone: it goes into the state
     if causal:
-        fading = previous(largest, first, bounds) - largest
+        before = previous(largest, first, bounds)
+        # Where no key came before nothing fades: a decay of e^-10000 there would cost all later sums of logs
+        # four digits.
+        fading = (before - largest).masked_fill(before == NO_KEYS, 0)
         if log_decay is None:
             log_decay = fading.clamp(NOTHING_KEPT, 0)
         else:  # rounding may leave a little more than 0, where clamp would have no gradient

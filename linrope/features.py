@@ -4,15 +4,26 @@ from torch import Tensor
 
 from linrope.decay import Tokens
 from linrope.feature_maps import ElementwiseMap, FeatureMap
+from linrope.feature_maps.base import widen
 from linrope.rotary import Rotary, spell_out
 
 
 def rotate_before(
-    q: Tensor | None, k: Tensor, rotary: Rotary | None, rope_order: str, tokens: Tokens
+    q: Tensor | None,
+    k: Tensor,
+    fmap: FeatureMap | None,
+    rotary: Rotary | None,
+    rope_order: str,
+    tokens: Tokens,
 ) -> tuple[Tensor | None, Tensor, Rotary | None]:
-    """q, k with the attention factor, rotated where that precedes the map; and the rotation that is left."""
+    """q, k with the attention factor, rotated where that precedes the map; and the rotation that is left.
+
+    In float32 or wider where the map computes in it anyway: half precision would round an exponent x by u x.
+    """
     if rotary is None:
         return q, k, rotary
+    if (rotary.attention_factor != 1 or rope_order == "before") and not _by_backend(fmap):
+        q, k = None if q is None else widen(q), widen(k)
     if rotary.attention_factor != 1:
         q, k = None if q is None else q * rotary.attention_factor, k * rotary.attention_factor
     if rope_order == "after":
@@ -27,7 +38,7 @@ def map_features(
     """q, k, the elementwise map that backends apply to them, and the log_scale of each query and key."""
     if fmap is None:
         return q, k, "identity", None, None
-    if fmap.elementwise is not None and not fmap.log_scaled:
+    if fmap.elementwise is not None and _by_backend(fmap):
         return q, k, fmap.elementwise, None, None
     if key_mask is not None:  # what padding holds may overflow in the map, and 0 * inf is no 0
         k = k.masked_fill(~key_mask[:, :, None, None], 0)
@@ -40,6 +51,11 @@ def map_features(
         return queries, keys, "identity", None, None  # type: ignore[return-value]
     (q, q_scale), (k, k_scale) = (None, None) if queries is None else queries, keys
     return q, k, "identity", q_scale, k_scale
+
+
+def _by_backend(fmap: FeatureMap | None) -> bool:
+    """Whether the backend takes q and k as they are, and applies the map itself."""
+    return fmap is None or (fmap.elementwise is not None and not fmap.log_scaled)
 
 
 def _spelled_out(q: Tensor | None, k: Tensor, tokens: Tokens) -> tuple[tuple[Tensor], tuple[Tensor]]:

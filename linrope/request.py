@@ -70,7 +70,7 @@ def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
     log_decay = log_decay_of_tokens(request.decay, request.log_decay, request.key_mask, tokens, k.shape[1])
     angle_steps = steps_of_tokens(request.angle_steps, request.key_mask, state, tokens)
     fade = None if rotary is None or rotary.fade is None else rotary.fade.to(k.device)
-    q, k, rotary = rotate_before(q, k, rotary, request.rope_order, tokens)
+    q, k, rotary = rotate_before(q, k, fmap, rotary, request.rope_order, tokens)
     q, k, name, q_scale, k_scale = map_features(q, k, fmap, request.key_mask, tokens)
     stable = None
     if k_scale is not None:

@@ -104,7 +104,7 @@ def everything(
     for x in results.values():
         weight = torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu")
         loss = loss + (x.double() * weight.bfloat16().to(x.device)).sum()  # of few digits: exact anywhere
-    grads = torch.autograd.grad(loss, list(leaves.values()))
+    grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
     found = {name: x.detach() for name, x in results.items()} | dict(zip(leaves, grads, strict=True))
     return found | integers
 

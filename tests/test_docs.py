@@ -41,6 +41,17 @@ def test_no_page_installs_from_an_index_that_has_no_linrope(page: Path) -> None:
     assert not re.search(r"pip install ['\"]?linrope", page.read_text("utf-8"))
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_the_tests_that_a_page_names_are_there(page: Path) -> None:
+    file = ""
+    for name in re.findall(r"`(tests/[\w/.]+|test_\w+)`", page.read_text("utf-8")):
+        if name.startswith("tests/"):
+            assert (ROOT / name).exists(), name
+            file = (ROOT / name).read_text("utf-8") if name.endswith(".py") else ""
+        else:
+            assert f"def {name}(" in file, name
+
+
 def test_blocks_are_found() -> None:
     text = (
         "```python\na = 1\n```\n\n```\nnot this\n```\n\n- list\n\n    ```python no-run\n    b = 2\n    ```\n"

@@ -238,7 +238,7 @@ def test_gradients_are_those_of_finite_differences(options) -> None:
 def test_compiled_in_one_graph_the_layer_computes_the_same(options, masked: bool) -> None:
     torch._dynamo.reset()  # the code of all layers is one to it, and its variants are counted
     layer = make(**options)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for n in (5, 9):
         x, mask = numbers(2, n, 16), numbers(2, n) > -1 if masked else None
         y, state = layer(x, key_mask=mask, return_state=True)

@@ -1,12 +1,7 @@
 """Bad input gets an error that names the argument, what it got and what was expected; odd input works."""
 
-import copy
 import math
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -296,68 +291,6 @@ REFUSED = {
         )
         for name, options in (("elu+1", {}), ("softmax", {}), ("favor+", {"num_features": 4}))
     },
-    # Rotary
-    **{
-        f"dim={dim}": (
-            lambda dim=dim: Rotary(dim),
-            ValueError,
-            rf"dim={dim}: expected a positive even number",
-        )
-        for dim in (5, 0, -2)
-    },
-    **{
-        f"rotary_dim={dim}": (
-            lambda dim=dim: Rotary(4, rotary_dim=dim),
-            ValueError,
-            rf"rotary_dim={dim}: expected an even number from 2 to dim=4",
-        )
-        for dim in (3, 6, 0, -2)
-    },
-    **{
-        f"base={base}": (
-            lambda base=base: Rotary(4, base=base),
-            ValueError,
-            rf"base={base}: expected a positive",
-        )
-        for base in (0.0, -1.0, math.nan, math.inf)
-    },
-    "unknown layout": (
-        lambda: Rotary(4, layout="halve"),
-        ValueError,
-        r"layout='halve': expected one of interleaved, half.*did you mean 'half'",
-    ),
-    "unknown scaling": (lambda: Rotary(4, scaling="yarm"), ValueError, r"scaling='yarm': expected None"),
-    "half layout of the whole model": (
-        lambda: Rotary.whole_model(2, 4, layout="half"),
-        ValueError,
-        r"layout='half': whole-model rotation needs 'interleaved'",
-    ),
-    **{
-        f"theta of shape {shape}": (
-            lambda shape=shape: Rotary(4, theta=ones(*shape)),
-            ValueError,
-            r"theta: got shape \(.*\), expected \(2\) or \(num_kv_heads, 2\)",
-        )
-        for shape in ((3,), (2, 4), (1, 1, 2), ())
-    },
-    "features to turn": (
-        lambda: Rotary(4)(ones(1, 3, 2, 6), torch.arange(3)),
-        ValueError,
-        r"x: got 6 features, expected dim=4",
-    ),
-    "heads to turn": (
-        lambda: Rotary.whole_model(2, 4)(ones(1, 3, 3, 4), torch.arange(3)),
-        ValueError,
-        r"x: got 3 heads, expected a multiple of theta's 2",
-    ),
-    **{
-        f"{dtype} angles": (
-            lambda dtype=dtype: Rotary(4).angles(ones(3, dtype=dtype)),
-            TypeError,
-            rf"positions: got {dtype}, expected integers",
-        )
-        for dtype in (torch.float32, torch.bool, torch.complex64)
-    },
     # the layer
     "heads of the layer": (
         lambda: layer(10, 3),
@@ -442,91 +375,3 @@ def test_a_refused_call_leaves_the_state_as_it_was() -> None:
         attend(state=given, rotary=None)
     assert torch.equal(given.kv, kept.kv)
     assert torch.equal(given.z, kept.z)
-
-
-@pytest.mark.parametrize("feature_map", feature_maps.NAMES)
-def test_a_deepcopy_of_a_layer_works_on_its_own(feature_map: str) -> None:
-    options = {"max_length": 10} if feature_map == "cosformer" else {}
-    normalize = feature_maps.make(feature_map, 4, **options).positive
-    chosen = {"name": feature_map, **options}
-    original = layer(feature_map=chosen, normalize=normalize, out_norm=True, gate=True)
-    x = torch.linspace(-1, 1, 48).view(2, 3, 8)
-    expected, given = original(x, return_state=True)
-    twin = copy.deepcopy(original)
-    assert torch.equal(twin(x, state=given), original(x, state=given))
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.zero_()
-    assert torch.equal(original(x), expected)
-
-
-def test_8_threads_at_once_give_what_one_gives() -> None:
-    module = layer(out_norm=True)
-    inputs = [torch.randn(2, 70 + i, 8, generator=torch.Generator().manual_seed(i)) for i in range(8)]
-
-    def both_ways(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = x.clone().requires_grad_()
-        y = module(x)
-        (grad,) = torch.autograd.grad(y.square().sum(), x)
-        return y.detach(), grad
-
-    expected = [both_ways(x) for x in inputs]
-    with ThreadPoolExecutor(8) as pool:
-        for _ in range(3):
-            for (y, grad), (y0, grad0) in zip(pool.map(both_ways, inputs), expected, strict=True):
-                assert torch.equal(y, y0)
-                assert torch.equal(grad, grad0)
-
-
-def python(source: str, path) -> str:
-    """What a fresh interpreter prints for a script."""
-    path.write_text(source)
-    command = [sys.executable, str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=path.parent.parent)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-ROOT = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
-CHILD = """
-import multiprocessing
-
-def call(queue):
-    import torch, linrope
-    torch.set_num_threads(1)
-    x = torch.ones(1, 3, 2, 4, requires_grad=True)
-    linrope.linear_rope_attention(x, x, x, rotary=linrope.Rotary(4)).sum().backward()
-    queue.put((bool(x.grad.isfinite().all()), torch.cuda.is_initialized()))
-
-if __name__ == "__main__":
-    import torch, linrope
-    torch.set_num_threads(2)  # the parent's threads have run: the child has none of them
-    x = torch.ones(1, 512, 8, 16)
-    linrope.linear_rope_attention(x, x, x)
-    context = multiprocessing.get_context(METHOD)
-    queue = context.SimpleQueue()
-    child = context.Process(target=call, args=(queue,))
-    child.start()
-    print(queue.get())
-    child.join()
-"""
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_child_process_can_run_a_call(method: str, tmp_path) -> None:
-    if method == "fork" and sys.platform == "win32":
-        pytest.skip("this system cannot fork")
-    output = python(ROOT + CHILD.replace("METHOD", repr(method)), tmp_path / "script.py")
-    assert output.strip() == "(True, False)"
-
-
-def test_importing_linrope_brings_in_neither_gpu_nor_command_line_libraries(tmp_path) -> None:
-    source = """
-import torch
-before = set(sys.modules)
-import linrope
-added = {name.split(".")[0] for name in set(sys.modules) - before}
-print(sorted(added & {"triton", "linrope_kernels", "typer", "rich", "matplotlib"}))
-print(torch.cuda.is_initialized())
-"""
-    assert python(ROOT + source, tmp_path / "script.py").split() == ["[]", "False"]

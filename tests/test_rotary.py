@@ -2,9 +2,7 @@
 
 import copy
 import math
-import pickle
 from collections.abc import Callable
-from typing import Any
 
 import mpmath
 import pytest
@@ -16,28 +14,9 @@ from torch.testing import assert_close
 
 from linrope import LinearRoPEAttention, Rotary, linear_rope_attention
 from linrope.rotary import LAYOUTS, MAX_POSITION, grid_positions
+from tests.scalings import SCALINGS, scaled
 
 positions_up_to_the_last = st.integers(0, MAX_POSITION)
-
-SCALINGS: dict[str, dict[str, Any]] = {
-    "linear": {"factor": 4.0},
-    "ntk": {"factor": 4.0},
-    "dynamic": {"factor": 4.0, "max_position_embeddings": 100, "seq_len": 900},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 100},
-    "longrope": {
-        "factor": 4.0, "original_max_position_embeddings": 100, "seq_len": 900,
-        "short_factor": [1.0] * 8, "long_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 3.0, 4.0, 4.0],
-    },
-    "llama3": {
-        "factor": 4.0, "original_max_position_embeddings": 100,
-        "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    },
-    "proportional": {"partial_rotary_factor": 0.5},
-}  # fmt: skip
-
-
-def scaled(rope_type: str, **keys: Any) -> Rotary:
-    return Rotary(16, scaling={"rope_type": rope_type, **SCALINGS[rope_type], **keys})
 
 
 def vectors(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
@@ -281,48 +260,6 @@ def test_xpos_fades_each_pair_by_its_own_rate(layout: str) -> None:
     assert Rotary(8).fade is None
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Rotary(8, axes=2), r"axes=2: expected theta beside it, or Rotary.axial"),
-        (lambda: Rotary(8, axes=0), r"axes=0: expected at least 1, or None"),
-        (lambda: Rotary(8, theta=torch.ones(4), axes=2), r"theta: got shape \(4,\), expected \(2, 4\) or"),
-        (lambda: Rotary(8, theta=torch.ones(2, 3, 4), axes=2), r"theta: got shape .*expected \(2, 4\) or"),
-        (lambda: Rotary(8, theta=torch.ones(5)), r"theta: got shape \(5,\), expected \(4\) or"),
-        (lambda: Rotary(8, theta=torch.ones(2, 2, 4)), r"theta: got shape \(2, 2, 4\), expected \(4\) or"),
-        (lambda: Rotary.axial(8, pairs=[4]), r"pairs=\[4\]: expected one positive number per axis, 4 in all"),
-        (lambda: Rotary.axial(8, pairs=[4, 0]), r"pairs=\[4, 0\]: expected"),
-        (lambda: Rotary.axial(8, pairs=[2, 1]), r"pairs=\[2, 1\]: expected"),
-        (lambda: Rotary.axial(4, 3), r"pairs=\[1, 1, 0\]: expected"),
-        (lambda: Rotary.axial(8).angles(torch.arange(4)), r"positions: got shape \(4,\), expected"),
-        (lambda: Rotary.axial(8).angles(torch.ones(4, 3).long()), r"positions: got shape \(4, 3\)"),
-        (lambda: Rotary.axial(8, pairs=[2, 2], rotary_dim=4), r"pairs=\[2, 2\]: expected .*, 2 in all"),
-        (lambda: Rotary.axial(8, rotary_dim=10), r"rotary_dim=10: expected an even number from 2 to dim=8"),
-        (lambda: Rotary.whole_model(2, 4, axes=0), r"pairs=\[\]: expected one positive number per axis"),
-        (grid_positions, r"sizes=\(\), class_tokens=0: expected positive sizes"),
-        (lambda: grid_positions(3, 0), r"sizes=\(3, 0\), class_tokens=0: expected positive sizes"),
-        (lambda: grid_positions(3, class_tokens=-1), r"class_tokens=-1: expected .* 0 or more tokens"),
-        (lambda: Rotary(8, theta=torch.full((4,), math.nan)), r"theta: got \[nan, .*expected finite numbers"),
-        (lambda: Rotary(8, attention_factor=2.0), r"attention_factor=2.0: expected None without theta"),
-        (
-            lambda: Rotary(8, theta=torch.ones(4), attention_factor=0.0),
-            r"attention_factor=0.0: expected a positive finite number",
-        ),
-        (lambda: Rotary(8, xpos=0), r"xpos=0: expected a positive finite length"),
-        (lambda: Rotary(8, xpos=math.inf), r"xpos=inf: expected a positive finite length"),
-        (
-            lambda: Rotary(8, theta=torch.ones(4), scaling={"rope_type": "default"}),
-            r"scaling={'rope_type': 'default'}: expected None beside theta",
-        ),
-        (lambda: Rotary(8, axes=2, scaling={"rope_type": "default"}), r"expected None beside axes"),
-        (lambda: Rotary(8, scaling="yarn"), r"scaling='yarn': expected None or a dict with"),
-    ],
-)
-def test_what_does_not_fit_is_refused(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 def test_angles_are_exact_to_1e_6_rad_up_to_the_last_position() -> None:
     """Against 60 digits: theta itself, the angle modulo 2 pi, and cos and sin."""
     generator = torch.Generator().manual_seed(0)
@@ -385,91 +322,6 @@ def test_casting_a_layer_to_bfloat16_leaves_theta_in_float64() -> None:
     assert layer.rotary is not None
     assert torch.equal(layer.rotary.theta, Rotary(8).theta)
     assert layer.rotary.theta.dtype == torch.float64
-
-
-def test_later_changes_of_the_given_theta_do_not_reach_in() -> None:
-    theta = torch.ones(2, dtype=torch.float64)
-    rotary = Rotary(4, theta=theta)
-    theta.zero_()
-    assert torch.equal(rotary.theta, torch.ones(2, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(
-    "rotary",
-    [Rotary(8, xpos=9), Rotary(8, theta=torch.ones(2, 4)), Rotary.axial(8)],
-    ids=["base", "theta", "axes"],
-)
-def test_theta_cannot_be_changed_behind_the_identity_of_a_rotation(rotary: Rotary) -> None:
-    """A state says by whose rotation its keys are turned."""
-    where = torch.arange(3) if rotary.axes is None else grid_positions(3, 1)
-    x, identity, turns = vectors(1, 3, 2, 8), rotary.identity, rotary.turns(torch.device("cpu")).clone()
-    y, fade = rotary(x, where), rotary.fade
-    rotary.theta.mul_(2)
-    rotary.frequencies.mul_(2)
-    if rotary.fade is not None:
-        rotary.fade.mul_(2)
-        assert torch.equal(rotary.fade, fade)
-    assert torch.equal(rotary(x, where), y)
-    assert torch.equal(rotary.turns(torch.device("cpu")), turns)
-    assert rotary.identity == identity
-    for name in ("theta", "frequencies", "fade"):
-        with pytest.raises(AttributeError):
-            setattr(rotary, name, torch.ones(4))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda rotary: pickle.loads(pickle.dumps(rotary))])
-@pytest.mark.parametrize(
-    "rotary",
-    [
-        Rotary(8, base=7.0, layout="half", xpos=512),
-        Rotary.whole_model(2, 4),
-        Rotary.axial(8),
-        *map(scaled, SCALINGS),
-    ],
-    ids=lambda rotary: rotary.identity[:40],
-)
-def test_copies_turn_alike_and_have_the_same_identity(rotary: Rotary, copied: Callable[[Any], Any]) -> None:
-    rotary.turns(torch.device("cpu"))
-    x, positions, twin = vectors(1, 3, 2, rotary.dim), torch.arange(3), copied(rotary)
-    positions = positions if rotary.axes is None else positions[:, None].expand(3, rotary.axes)
-    assert twin.attention_factor == rotary.attention_factor
-    assert torch.equal(twin(x, positions), rotary(x, positions))
-    assert twin.identity == rotary.identity
-
-
-def test_identity_tells_rotations_apart() -> None:
-    different = [
-        Rotary(8),
-        Rotary(8, base=9999.0),
-        Rotary(8, layout="half"),
-        Rotary(8, rotary_dim=4),
-        Rotary(10),
-        Rotary.whole_model(2, 8),
-        Rotary(8, theta=torch.ones(4)),
-        Rotary(8, theta=torch.ones(4).double() + 1e-15),
-        Rotary(8, theta=torch.ones(4), attention_factor=2),
-        Rotary(8, theta=torch.ones(1, 4), axes=1),
-        Rotary(8, xpos=512),
-        *map(scaled, SCALINGS),
-        scaled("yarn", factor=3.0),
-        scaled("yarn", attention_factor=1.0),
-        scaled("longrope", seq_len=800),
-        scaled("dynamic", seq_len=800),
-    ]
-    assert len({rotary.identity for rotary in different}) == len(different)
-    assert Rotary(8).identity == Rotary(8, base=10000).identity == repr(Rotary(8, rotary_dim=8))
-    as_default = scaled("yarn", beta_fast=32, beta_slow=1.0, truncate=True, mscale=None, factor=4)
-    assert as_default.identity == scaled("yarn").identity
-    assert Rotary(8, scaling={"rope_type": "default"}).identity == Rotary(8).identity
-    ones = torch.ones(4)
-    assert Rotary(8, theta=ones, attention_factor=1.0).identity == Rotary(8, theta=ones).identity
-
-
-def test_later_changes_of_the_given_scaling_do_not_reach_in() -> None:
-    given: dict[str, Any] = {"rope_type": "longrope", **copy.deepcopy(SCALINGS["longrope"])}
-    rotary = Rotary(16, scaling=given)
-    given["long_factor"][0] = 99.0
-    assert repr(rotary) == scaled("longrope").identity
 
 
 def test_attention_factor_is_kept_and_the_rotation_leaves_it_out() -> None:

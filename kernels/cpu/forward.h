@@ -58,7 +58,7 @@ struct Forward : Task {
     const int rows = decay.plan(t, span.end - t, 1), F = s.F, E = s.E, half = s.half;
     const Angles& turns = same ? k_turn : q_turn;
     k_turn.forth(t, rows);
-    if (!same) q_turn.forth(t, rows);
+    if (!same && queries) q_turn.forth(t, rows);  // keys alone: there may be fewer queries than these
     key_features(t, 1, rows, w.x);
     sum.rows(w.x, rows, decay.grown, decay.kept, w.z);
     for (int i = 0; i < rows; i++) {

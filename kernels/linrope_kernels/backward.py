@@ -19,14 +19,17 @@ import triton
 import triton.language as tl
 
 from linrope_kernels.pieces import (
+    again,
+    as_columns,
+    as_rows,
     divisor,
     dot,
+    exponents,
     factors,
     fade,
     feature,
     features,
     in_registers,
-    in_twos,
     join,
     keep,
     load_decay,
@@ -46,7 +49,6 @@ from linrope_kernels.pieces import (
     store_state,
     store_sum,
     store_values,
-    tile_power,
     tokens_of,
 )
 
@@ -111,11 +113,10 @@ def dq_kernel(
         rows = t + c
         inside = rows < end
         if LOG is not None:
-            sums, total = load_decay(LOG, log_strides, rows, inside)
-            at, last, chunk = in_twos(sums), in_twos(total), factors(total)
-            queries, keys = power(at[0], at[1]), power(last[0] - at[0], last[1] - at[1])
-            tile = tile_power(at, at)
-            faded = (queries, keys, tl.exp(total))
+            sums, total = load_decay(LOG, log_strides, rows, inside, DOT)
+            at, chunk = as_rows(exponents(sums, DOT)), factors(total)
+            queries, keys = power(at, (0, 0), DOT), power(exponents(total, DOT), at, DOT)
+            faded = (queries, keys, chunk)
         else:
             faded = None
         turn = load_turn(Q_TABLE, rows, inside, block * W, F, P, INTERLEAVED, C, W)
@@ -139,19 +140,17 @@ def dq_kernel(
                 key_turn = load_turn(K_TABLE, rows, inside, block * W, F, P, INTERLEAVED, C, W)
             y = load_features(K, rows, inside, k_strides, block * W, F, P, INTERLEAVED, C, W)
             psi = keep(feature(y, MAP), visible, block * W, F, W)
-            psi_hat = operand(rotate(psi, key_turn, P), DOT)
-            v = load_values(V, rows, visible, v_strides, e, E, BE)
-            kept = v
-            if LOG is not None:
-                kept = v.to(tl.float32) * keys[:, None]
-            v, kept = operand(v, DOT), operand(kept, DOT)
+            psi_hat = rotate(psi, key_turn, P)
+            kept = operand(psi_hat if LOG is None else psi_hat * keys, DOT)
+            psi_hat = operand(psi_hat, DOT)
+            v = operand(load_values(V, rows, visible, v_strides, e, E, BE), DOT)
             d_scores = dot(gb, tl.trans(v), tl.zeros([C, C], tl.float32), DOT)
             if LOG is not None:
-                d_scores = d_scores * tile
-                d = d * queries[:, None]
+                d_scores = d_scores * power(at, as_columns(exponents(sums, DOT)), DOT)
+                d = d * queries
                 s = fade(s, chunk)
             d = dot(operand(tl.where(seen, d_scores, 0.0), DOT), psi_hat, d, DOT)
-            s = dot(tl.trans(kept), psi_hat, s, DOT)
+            s = dot(tl.trans(v), kept, s, DOT)
         d = rotate_back(d, turn, P)
         x = load_features(Q, rows, inside, q_strides, block * W, F, P, INTERLEAVED, C, W)
         phi = feature(x, MAP)
@@ -167,9 +166,11 @@ def dq_kernel(
                 tl.store(DELTA + rows, delta, mask=inside)
             if CAUSAL:
                 psi, z = join(psi, z, c == 0, faded)
-                weights = tl.where(seen, delta[:, None], 0.0)
+                weights = tl.broadcast_to(delta[:, None], C, C)
                 if LOG is not None:
-                    weights = weights * tile
+                    at = again(exponents(sums, DOT), end)
+                    weights = weights * power(as_rows(at), as_columns(at), DOT)
+                weights = tl.where(seen, weights, 0.0)
                 d = dot(operand(weights, DOT), operand(psi, DOT), d, DOT)
             else:
                 d += delta[:, None] * z.to(tl.float32)[None, :]
@@ -242,11 +243,10 @@ def dkv_kernel(
         rows = first + (chunks - 1 - i) * C + c
         inside = rows < end
         if LOG is not None:
-            sums, total = load_decay(LOG, log_strides, rows, inside)
-            near, last, chunk = in_twos(sums), in_twos(total), factors(total)
-            queries = power(near[0], near[1])[:, None]
-            keys = power(last[0] - near[0], last[1] - near[1])[:, None]
-            tile = power(near[0][None, :] - near[0][:, None], near[1][None, :] - near[1][:, None])
+            sums, total = load_decay(LOG, log_strides, rows, inside, DOT)
+            since, chunk = exponents(sums, DOT), factors(total)
+            queries = power(since, (0, 0), DOT)[:, None]
+            keys = power(exponents(total, DOT), since, DOT)[:, None]
         visible = inside
         if MASK is not None:
             visible = inside & (tl.load(MASK + rows, mask=inside, other=0) != 0)
@@ -270,7 +270,7 @@ def dkv_kernel(
                 dv = dv * keys
             if WANT_DK:
                 d, w = d * keys, w * keys
-                u = u * tl.exp(total)
+                u = fade(u, chunk)
             t = fade(t, chunk)
         if CAUSAL:
             for r in range(group):
@@ -292,19 +292,21 @@ def dkv_kernel(
                 if WANT_DV:
                     scores = dot(psi, tl.trans(phi_hat), tl.zeros([C, C], tl.float32), DOT)
                     if LOG is not None:
-                        scores = scores * tile
+                        scores = scores * power(as_columns(since), as_rows(since), DOT)
                     dv = dot(operand(tl.where(seen, scores, 0.0), DOT), gb, dv, DOT)
                 if WANT_DK:
                     d_scores = dot(v, tl.trans(gb), tl.zeros([C, C], tl.float32), DOT)
                     if LOG is not None:
-                        d_scores = d_scores * tile
+                        d_scores = d_scores * power(as_columns(since), as_rows(since), DOT)
                     d_scores = operand(tl.where(seen, d_scores, 0.0), DOT)
                     d = dot(d_scores, phi_hat, d, DOT)
                     if NORMALIZE:
                         delta = tl.load(DELTA + at, mask=inside, other=0)
-                        weights = tl.where(seen, delta[None, :], 0.0)
+                        weights = tl.broadcast_to(delta[None, :], C, C)
                         if LOG is not None:
-                            weights = weights * tile
+                            once_more = again(since, end)
+                            weights *= power(as_columns(once_more), as_rows(once_more), DOT)
+                        weights = tl.where(seen, weights, 0.0)
                         w = dot(operand(weights, DOT), operand(phi, DOT), w, DOT)
                         if LOG is not None:
                             phi = phi * queries

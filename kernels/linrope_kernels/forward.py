@@ -16,14 +16,16 @@ import triton
 import triton.language as tl
 
 from linrope_kernels.pieces import (
+    as_columns,
+    as_rows,
     divisor,
     dot,
+    exponents,
     factors,
     fade,
     feature,
     features,
     in_registers,
-    in_twos,
     join,
     keep,
     load_decay,
@@ -38,7 +40,6 @@ from linrope_kernels.pieces import (
     store_state,
     store_sum,
     store_values,
-    tile_power,
     tokens_of,
 )
 
@@ -99,11 +100,10 @@ def scan_fwd_kernel(
         rows = t + c
         inside = rows < end
         if LOG is not None:
-            sums, total = load_decay(LOG, log_strides, rows, inside)
-            at, last, chunk = in_twos(sums), in_twos(total), factors(total)
-            queries, keys = power(at[0], at[1]), power(last[0] - at[0], last[1] - at[1])
-            tile = tile_power(at, at)
-            faded = (queries, keys, tl.exp(total))
+            sums, total = load_decay(LOG, log_strides, rows, inside, DOT)
+            at, chunk = as_rows(exponents(sums, DOT)), factors(total)
+            queries, keys = power(at, (0, 0), DOT), power(exponents(total, DOT), at, DOT)
+            faded = (queries, keys, chunk)
         else:
             faded = None
         turn = load_turn(Q_TABLE, rows, inside, 0, F, P, INTERLEAVED, C, W)
@@ -116,18 +116,20 @@ def scan_fwd_kernel(
                 key_turn = load_turn(K_TABLE, rows, inside, 0, F, P, INTERLEAVED, C, W)
             y = load_features(K, rows, inside, k_strides, 0, F, P, INTERLEAVED, C, W)
             psi = keep(feature(y, MAP), visible, 0, F, W)
-            psi_hat = operand(rotate(psi, key_turn, P), DOT)
+            psi_hat = rotate(psi, key_turn, P)
+            kept = operand(psi_hat if LOG is None else psi_hat * keys, DOT)
+            psi_hat = operand(psi_hat, DOT)
             psi, z = join(psi, z, c == 0, faded)
             psi = operand(psi, DOT)
-            v = load_values(V, rows, visible, v_strides, e, E, BE)
-            kept = v
-            if LOG is not None:
-                kept = v.to(tl.float32) * keys[:, None]
-            v, kept = operand(v, DOT), operand(kept, DOT)
+            v = operand(load_values(V, rows, visible, v_strides, e, E, BE), DOT)
         x = load_features(Q, rows, inside, q_strides, 0, F, P, INTERLEAVED, C, W)
         if not CAUSAL:
             x = in_registers(x, inside)
         phi = feature(x, MAP)
+        phi_hat = operand(rotate(phi, turn, P), DOT)
+        if LOG is not None:  # one tile for both products, gone before the state is read
+            tile = power(at, as_columns(exponents(sums, DOT)), DOT)
+            scores = dot(phi_hat, tl.trans(psi_hat), tl.zeros([C, C], tl.float32), DOT) * tile
         if NORMALIZE:
             if CAUSAL:
                 weights = dot(operand(phi, DOT), tl.trans(psi), tl.zeros([C, C], tl.float32), DOT)
@@ -138,17 +140,16 @@ def scan_fwd_kernel(
                 den = tl.sum(phi * z.to(tl.float32)[None, :], 1)
             if DEN is not None and block == 0:
                 tl.store(DEN + rows, den, mask=inside)
-        phi_hat = operand(rotate(phi, turn, P), DOT)
         num = dot(phi_hat, tl.trans(operand(s, DOT)), tl.zeros([C, BE], tl.float32), DOT)
         if CAUSAL:
-            scores = dot(phi_hat, tl.trans(psi_hat), tl.zeros([C, C], tl.float32), DOT)
-            if LOG is not None:
-                scores = scores * tile
-                num = num * queries[:, None]
+            if LOG is None:
+                scores = dot(phi_hat, tl.trans(psi_hat), tl.zeros([C, C], tl.float32), DOT)
+            else:
+                num = num * queries
                 s = fade(s, chunk)
             scores = tl.where(seen, scores, 0.0)
             num = dot(operand(scores, DOT), v, num, DOT)
-            s = dot(tl.trans(kept), psi_hat, s, DOT)
+            s = dot(tl.trans(v), kept, s, DOT)
         if NORMALIZE:
             num = num / divisor(den, eps, ADD)[:, None]
         store_values(OUT, num, rows, inside, out_strides, e, E, BE)
@@ -212,9 +213,9 @@ def states_kernel(
             visible = inside & (tl.load(MASK + rows, mask=inside, other=0) != 0)
         turn = load_turn(TABLE, rows, inside, 0, F, P, INTERLEAVED, C, W)
         if LOG is not None:
-            sums, total = load_decay(LOG, log_strides, rows, inside)
-            at = in_twos(between + (sums if REVERSE else total - sums))
-            faded = power(at[0], at[1])[:, None]
+            sums, total = load_decay(LOG, log_strides, rows, inside, DOT)
+            at = exponents(between + (sums if REVERSE else total - sums), DOT)
+            faded = power(at, (0, 0), DOT)[:, None]
             between += total
         for r in range(group if REVERSE else 1):
             head = (kv_head * group + r if REVERSE else kv_head).to(tl.int64)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from linrope_kernels import tiles
 from linrope_kernels.angles import table_fwd_kernel
-from linrope_kernels.backward import dkv_kernel, dq_kernel
 from linrope_kernels.forward import prefix_kernel, scan_fwd_kernel, states_kernel
 from linrope_kernels.segments import Segments, cut_packed
 from linrope_kernels.step import step_fwd_kernel
 
+Tables = tuple[Tensor | None, Tensor | None]  # of angles: of queries, and of keys if their positions differ
 State = tuple[Tensor, Tensor]  # S (b, g, f, e) float32 and z (b, g, f) float64 or float32, contiguous
 NO_STATE = (None, None)
 PREFIX_BLOCK = 1024
@@ -74,6 +74,8 @@ class Call:
     @property
     def reads_out(self) -> bool:
         """Whether the backward pass needs out: where no program has all feature pairs."""
+        if self.q is None:
+            return False
         return self.normalize and self.tile("dq").pairs < (self.k.shape[3] + 1) // 2
 
     def most_segments(self) -> int:
@@ -81,28 +83,32 @@ class Call:
         blocks = -(-self.v.shape[3] // tile.values)
         return tiles.most_segments(b * h, blocks, _device(self.k).multiprocessors, tile.warps)
 
-    def table(self, positions: Tensor, phases: Tensor | None, n: int) -> Tensor | None:
-        """cos and sin (1 or b, 1 or g, n, 2 P) of the angles; float16 holds more digits than bfloat16."""
-        if not self.pairs:
-            return None
+    def new_table(self, positions: Tensor, phases: Tensor | None, n: int) -> Tensor:
+        """For cos and sin (1 or b, 1 or g, n, 2 P) of the angles; float16 holds more digits than bfloat16."""
         if phases is None:
             assert self.theta is not None
-            rows, (axes, heads, _) = positions.shape[0], self.theta.shape
+            rows, heads = positions.shape[0], self.theta.shape[1]
         else:
-            rows, axes, heads = phases.shape[0], 1, phases.shape[2]
+            rows, heads = phases.shape[0], phases.shape[2]
         dtype = torch.float16 if self.dot == "bf16" else torch.float32
-        table = positions.new_empty(rows, heads, n, 2 * self.pairs, dtype=dtype)
+        return positions.new_empty(rows, heads, n, 2 * self.pairs, dtype=dtype)
+
+    def table(self, positions: Tensor, phases: Tensor | None, n: int) -> Tensor | None:
+        if not self.pairs:
+            return None
+        table = self.new_table(positions, phases, n)
+        (rows, heads, _, _), axes = table.shape, 1 if self.theta is None else self.theta.shape[0]
         chunk = 32
         programs = rows * heads * -(-n // chunk)
         if programs:
             table_fwd_kernel[(programs,)](
-                self.theta, positions, _row_stride(positions), phases, _strides(phases, 4), table, n, heads,
+                self.theta, positions, _row_stride(positions), phases, strides_of(phases, 4), table, n, heads,
                 P=self.pairs, AXES=axes, CONSECUTIVE=positions.ndim == 2 and positions.shape[1] == 1,
                 INTERLEAVED=self.layout == "interleaved", C=chunk, W=tiles.power_of_two(self.pairs),
             )  # fmt: skip
         return table
 
-    def tables(self) -> tuple[Tensor | None, Tensor | None]:
+    def tables(self) -> Tables:
         """Of queries and, if their positions are others, of keys."""
         n, m = self.queries.shape[1], self.k.shape[1]
         phases, key_phases = self.phases or (None, None)
@@ -112,7 +118,7 @@ class Call:
     @property
     def decay(self) -> tuple[Any, ...]:
         """log_decay and its strides."""
-        return self.log_decay, _strides(self.log_decay, 3)
+        return self.log_decay, strides_of(self.log_decay, 3)
 
     def segments(self, n: int) -> Segments:
         """How the n tokens of a sequence, or of all packed ones, are cut; without asking the device."""
@@ -159,19 +165,19 @@ def _device(x: Tensor) -> _Device:
     return _Device(10 * properties.major + properties.minor, properties.multi_processor_count)
 
 
-def _strides(x: Tensor | None, axes: int) -> tuple[int, ...]:
+def strides_of(x: Tensor | None, axes: int) -> tuple[int, ...]:
     """0 for axes of length 1: one entry for all."""
     if x is None:
         return (0,) * axes
     return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride()))
 
 
-def _with_strides(table: Tensor | None) -> tuple[Any, ...]:
-    return table, _strides(table, 4)[:2]
+def with_strides(table: Tensor | None) -> tuple[Any, ...]:
+    return table, strides_of(table, 4)[:2]
 
 
 def _row_stride(x: Tensor | None) -> int:
-    return _strides(x, 1)[0]
+    return strides_of(x, 1)[0]
 
 
 def saved_segments(call: Call) -> int:
@@ -194,8 +200,18 @@ def new_state(call: Call, like: State | None) -> State:
     return s, s.new_empty(*s.shape[:3], dtype=torch.float64 if like is None else like[1].dtype)
 
 
-def new_saved(call: Call) -> list[Tensor]:
-    """What the backward pass needs: den (b, h, n) and, unless it is cheap to make again, a state.
+def new_tables(call: Call) -> list[Tensor]:
+    """The tables of angles that the forward pass saves; those made from data are made again."""
+    if call.theta is None or call.q is None:
+        return []
+    given = [(call.positions, call.q)]
+    if call.key_positions is not None:
+        given.append((call.key_positions, call.k))
+    return [call.new_table(positions, None, x.shape[1]) for positions, x in given]
+
+
+def new_sums(call: Call) -> list[Tensor]:
+    """den (b, h, n) and, unless it is cheap to make again, a state, for the backward pass.
 
     That is the state of all keys or, where few heads are cut into segments, the states before those; short
     sequences leave some of these as they came.
@@ -210,13 +226,18 @@ def new_saved(call: Call) -> list[Tensor]:
     return [*saved, *new_states(call, most)] if most else saved
 
 
-def _unpack(call: Call, saved: list[Tensor]) -> tuple[Tensor | None, State | None]:
-    """den and the state or states of new_saved."""
+def new_saved(call: Call) -> list[Tensor]:
+    """What the backward pass needs, not filled in."""
+    return [*new_tables(call), *new_sums(call)]
+
+
+def unpack(call: Call, saved: list[Tensor]) -> tuple[Tensor | None, State | None]:
+    """den and the state or states of new_sums."""
     den, *states = saved if call.normalize else (None, *saved)
     return den, (states[0], states[1]) if states else None  # type: ignore[return-value]
 
 
-def _states(
+def segment_states(
     call: Call, table: Tensor | None, start: State | None, own: State | None, end: State | None,
     backward: tuple[Tensor, Tensor | None, Tensor | None] | None = None,
 ) -> None:  # fmt: skip
@@ -242,7 +263,7 @@ def _states(
         )
     call.launch(
         states_kernel, "states", call.k.shape[0] * g * cut.number,
-        x, x.stride(), y, y.stride(), mask, den, delta, *_with_strides(table), *call.decay, cut.slots,
+        x, x.stride(), y, y.stride(), mask, den, delta, *with_strides(table), *call.decay, cut.slots,
         *own, totals, length, g, call.group, cut.number, cut.length, call.eps, REVERSE=backward is not None,
     )  # fmt: skip
     f, e = call.k.shape[3], call.v.shape[3]
@@ -254,125 +275,41 @@ def _states(
 
 
 def attend_fwd(
-    call: Call, start: State | None, *, want_end: bool, save: bool
+    call: Call, start: State | None, *, want_end: bool, save: bool, tables: Tables | None = None
 ) -> tuple[Tensor | None, State | None, list[Tensor]]:
-    """out (b, n, h, e), the last state where it is wanted, and what new_saved says."""
-    table, key_table = call.tables()
+    """out (b, n, h, e), the last state where it is wanted, and what new_saved says.
+
+    tables: those of call.tables(), where they are there already.
+    """
+    table, key_table = tables or call.tables()
     keys = table if key_table is None else key_table
     end = new_state(call, start) if want_end else None
-    saved = new_saved(call) if save else []
     if call.q is None:
-        _states(call, keys, start, None, end)
-        return None, end, saved
-    den, states = _unpack(call, saved) if save else (None, None)
+        segment_states(call, keys, start, None, end)
+        return None, end, []
+    saved = new_sums(call) if save else []
+    den, states = unpack(call, saved) if save else (None, None)
     b, n, h, _ = call.q.shape
     cut, before = call.segments(n), start
     if not call.causal:
         before, key_table = states or end or new_state(call, None), None
-        _states(call, keys, start, None, before)
+        segment_states(call, keys, start, None, before)
         if end is not None and end is not before:
             end = end[0].copy_(before[0]), end[1].copy_(before[1])
     elif call.scans_states(cut):
         before = states or new_states(call, cut.number)
-        _states(call, keys, start, before, end)
+        segment_states(call, keys, start, before, end)
     out = call.v.new_empty(b, n, h, call.v.shape[3])
     call.launch(
         scan_fwd_kernel, "scan_fwd", b * h * cut.number,
         call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask,
-        *_with_strides(table), *_with_strides(key_table), *call.decay, cut.slots, *(before or NO_STATE),
+        *with_strides(table), *with_strides(key_table), *call.decay, cut.slots, *(before or NO_STATE),
         out, out.stride(), den, *(end or NO_STATE), n, h, call.group, cut.number, cut.length, call.eps,
         CAUSAL=call.causal,
     )  # fmt: skip
+    if save and call.theta is not None and table is not None:
+        saved = [table, *([] if keys is None or keys is table else [keys]), *saved]
     return out, end, saved
-
-
-class Gradients(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    start: State | None  # of the first state, if there was one
-    # Parts of each token, float64, if the call has log_decay or phases:
-    log_decay: Tensor | None  # (b, m, g): <psi, dpsi> - <phi, dphi>
-    angles: Tensor | None  # (b, m, g, P): <J phi, R^T dphi^> + <J psi, R^T dpsi^>
-
-
-def attend_bwd(
-    call: Call,
-    start: State | None,
-    saved: list[Tensor],
-    out: Tensor | None,
-    g_out: Tensor,
-    g_end: State | None,
-) -> Gradients:
-    """saved and out (if it is read) are attend_fwd's."""
-    assert call.q is not None
-    b, n, h, f = call.q.shape
-    _, m, g, _ = call.k.shape
-    tensors = (call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask)
-    dq, dk, dv = (
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v)
-    )
-    den, states = _unpack(call, saved)
-    delta = None if den is None else torch.empty_like(den)
-    logs = angles = None
-    if call.log_decay is not None:
-        logs = _parts(call, *(-(-((f + 1) // 2) // call.tile(name).pairs) for name in ("dq", "dk")))
-    if call.phases is not None:
-        angles = _parts(call, call.pairs, call.pairs)
-    (log_q, log_k), (angles_q, angles_k) = logs or (None, None), angles or (None, None)
-    g_start = new_state(call, start) if start is not None or not call.causal else None
-
-    cut = call.segments(n)
-    table, key_table = call.tables()
-    keys = table if key_table is None else key_table
-    before = start
-    if not call.causal:
-        before, key_table = states, None
-    elif call.scans_states(cut):
-        before = states
-        if before is None:
-            before = new_states(call, cut.number)
-            _states(call, keys, start, before, None)
-    call.launch(
-        dq_kernel, "dq", b * h * cut.number,
-        *tensors, *_with_strides(table), *_with_strides(key_table), *call.decay, cut.slots,
-        *(before or NO_STATE), out, _strides(out, 4), g_out, g_out.stride(), den, delta, dq, dq.stride(),
-        log_q, angles_q, n, h, call.group, cut.number, cut.length, call.eps, CAUSAL=call.causal,
-    )  # fmt: skip
-
-    after = g_end
-    if call.scans_states(cut) or not call.causal:
-        after = new_states(call, cut.number) if call.causal else None
-        _states(call, table, g_end, after, g_start, (g_out, den, delta))
-    if not call.causal:
-        after, table = g_start, keys
-    cut = call.segments(m)
-    for name in ("dk", "dv"):
-        call.launch(
-            dkv_kernel, name, b * g * cut.number,
-            *tensors, *_with_strides(table), *_with_strides(key_table), *call.decay, cut.slots,
-            *(after or NO_STATE), g_out, g_out.stride(), den, delta, dk, dk.stride(), dv, dv.stride(),
-            log_k, angles_k, *(g_start or NO_STATE), m, g, call.group, cut.number, cut.length, call.eps,
-            CAUSAL=call.causal, WANT_DK=name == "dk", WANT_DV=name == "dv",
-        )  # fmt: skip
-    d_log = None if logs is None else _per_key_head(logs[1], g).sum(3) - _per_key_head(logs[0], g).sum(3)
-    d_angles = None if angles is None else _per_key_head(angles[1], g) + _per_key_head(angles[0], g)
-    return Gradients(dq, dk, dv, g_start if start is not None else None, d_log, d_angles)
-
-
-def _parts(call: Call, of_queries: int, of_keys: int) -> tuple[Tensor, Tensor]:
-    """(b, n, h, ..) and (b, m, g, ..) float32, not filled in; packed sequences may not cover all tokens."""
-    assert call.q is not None
-    new = torch.empty if call.cu_seqlens is None else torch.zeros
-    shapes = (*call.q.shape[:3], of_queries), (*call.k.shape[:3], of_keys)
-    q, k = (new(shape, dtype=torch.float32, device=call.k.device) for shape in shapes)
-    return q, k
-
-
-def _per_key_head(x: Tensor, g: int) -> Tensor:
-    """x (b, n, h, ..) summed over the query heads of each key/value head, float64."""
-    b, n, h, last = x.shape
-    return x.double().view(b, n, g, h // g, last).sum(3)
 
 
 def step_fwd(call: Call, start: State | None, end: State | None, slots: Tensor | None) -> Tensor:
@@ -392,7 +329,7 @@ def step_fwd(call: Call, start: State | None, end: State | None, slots: Tensor |
         step_fwd_kernel, name, call.sequences * parts,
         call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask,
         call.theta, heads, call.positions, _row_stride(call.positions), keys, _row_stride(keys),
-        phases, _strides(phases, 4), key_phases, _strides(key_phases, 4), *call.decay, slots,
+        phases, strides_of(phases, 4), key_phases, strides_of(key_phases, 4), *call.decay, slots,
         *(start or NO_STATE), *(end or NO_STATE), out, out.stride(), g, call.group, parts, call.eps,
         AXES=axes,
     )  # fmt: skip

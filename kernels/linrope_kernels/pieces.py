@@ -165,9 +165,11 @@ def expm1(y):
 
 
 @triton.jit
-def load_decay(LOG, strides, rows, inside):
+def load_decay(LOG, strides, rows, inside, DOT: tl.constexpr):
     """float64 sums of a chunk's log decay, from its first token to each row (C,), and to its last."""
     log = tl.load(LOG + rows.to(tl.int64) * strides[1], mask=inside, other=0).to(tl.float64)
+    if DOT == "bf16":
+        log = tl.where(log < -111.0, -111.0, log)  # e^-111 < 2^-149: nothing is left, and sums stay small
     return tl.cumsum(log, 0), tl.sum(log, 0)
 
 
@@ -175,8 +177,8 @@ def load_decay(LOG, strides, rows, inside):
 def in_twos(log):
     """(whole, rest), int32 and float32, with e^log = 2^(whole + rest): a float64 log <= 0 in two parts.
 
-    The difference of two such pairs is right to float32 of itself, whatever their size, and power() forms
-    the exponential of it to a few units in the last place. exp() of a float32 number y is off by |y| units.
+    The difference of two such pairs is right to float32 of itself, whatever their size, and the exponential
+    of it to a few units in the last place. exp() of a float32 number y is off by |y| units.
     """
     log = tl.where(log < -1e8, -1e8, log) * 1.4426950408889634  # 1 / log 2
     whole = tl.where(log == log, tl.floor(log + 0.5), 0.0)  # NaN stays one, in the rest
@@ -184,7 +186,29 @@ def in_twos(log):
 
 
 @triton.jit
-def power(whole, rest):
+def exponents(log, DOT: tl.constexpr):
+    """A float64 log <= 0 as power() takes it: in two parts, or for bfloat16's eight digits in one."""
+    if DOT == "bf16":
+        x = (log * 1.4426950408889634).to(tl.float32)
+        return x, x
+    else:
+        return in_twos(log)
+
+
+@triton.jit
+def power(at, since, DOT: tl.constexpr):
+    """e^(at - since) in float32, for exponents() of logs; below 2^-127 it is 0.
+
+    Where at is the larger one it is any number: keys that nobody sees.
+    """
+    if DOT == "bf16":
+        return tl.exp2(at[0] - since[0])
+    else:
+        return exact_power(at[0] - since[0], at[1] - since[1])
+
+
+@triton.jit
+def exact_power(whole, rest):
     """2^(whole + rest) in float32 for -1 <= rest <= 1 and a sum <= 0; below 2^-127 it is 0.
 
     Above 0 whole is cut off at 1, where two roundings may lead it: keys that nobody sees overflow nothing.
@@ -194,9 +218,20 @@ def power(whole, rest):
 
 
 @triton.jit
-def tile_power(rows, columns):
-    """e^(D_row - D_column) (C, C), for D in two parts (in_twos) each."""
-    return power(rows[0][:, None] - columns[0][None, :], rows[1][:, None] - columns[1][None, :])
+def again(at, end):
+    """at; as the compiler does not see that, it computes from it anew what else would stay in registers."""
+    never = tl.where(end < 0, 1, 0)
+    return at[0] + never, at[1] + never
+
+
+@triton.jit
+def as_rows(at):
+    return at[0][:, None], at[1][:, None]
+
+
+@triton.jit
+def as_columns(at):
+    return at[0][None, :], at[1][None, :]
 
 
 @triton.jit
@@ -207,7 +242,7 @@ def factors(log):
     """
     whole, rest = in_twos(log)
     near = log > -0.25
-    return tl.where(near, 1.0, power(whole, rest)), tl.where(near, expm1(log.to(tl.float32)), 0.0)
+    return tl.where(near, 1.0, exact_power(whole, rest)), tl.where(near, expm1(log.to(tl.float32)), 0.0)
 
 
 @triton.jit
@@ -239,14 +274,14 @@ def tokens_of(SLOTS, segment, length, n):
 def join(x, z, row, faded):
     """(x + z in one row, z + the sum of x): whoever sees that row sees all that z has gathered before.
 
-    faded: None, or what is left at each row of z (C,), at the last row of each x (C,), and there of z.
+    faded: None, or what is left at each row of z (C, 1), at the last row of each x (C, 1), and there of z.
     """
     old = z.to(tl.float32)[None, :]
     if faded is None:
         z += tl.sum(x, 0).to(tl.float64)
     else:
-        old = old * faded[0][:, None]
-        z = z * faded[2] + tl.sum(x * faded[1][:, None], 0).to(tl.float64)
+        old = old * faded[0]
+        z = fade(z, faded[2]) + tl.sum(x * faded[1], 0).to(tl.float64)
     return x + tl.where(row[:, None], old, 0.0), z
 
 

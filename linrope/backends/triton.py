@@ -5,7 +5,7 @@ Triton's interpreter (TRITON_INTERPRET=1 before the start) it takes CPU tensors,
 """
 
 import torch
-from linrope_kernels import INTERPRETED, launch
+from linrope_kernels import INTERPRETED, gradients, launch
 from torch import Tensor
 
 from linrope.backends import operators
@@ -33,8 +33,6 @@ def supports(call: Call, state: LinearAttentionState | None) -> str | None:
         return "xpos, a decay per pair of features: use backend='eager'"
     if f > MAX_DIM or e > MAX_DIM:
         return f"{f} features and {e} values per head: it takes up to {MAX_DIM} of each; use backend='eager'"
-    if call.q is None and torch.is_grad_enabled() and needs_gradients(call, state):
-        return "gradients of linear_rope_state: use backend='eager'"
     return None
 
 
@@ -76,6 +74,8 @@ def _launchable(call: Call, sums: Sums | None = None, *, angles: bool = True) ->
     for name in ("positions", "key_positions", "key_mask"):
         given[name] = None if given[name] is None else given[name].contiguous()
     phases = None
+    if call.angle_steps is not None:
+        given["theta"] = None
     if call.angle_steps is not None and angles:
         angle, keys = None if sums is None else sums.angle, None
         if call.key_positions is not None:
@@ -83,7 +83,6 @@ def _launchable(call: Call, sums: Sums | None = None, *, angles: bool = True) ->
         queries = call.turns(angle)
         assert queries is not None
         phases = queries, keys
-        given["theta"] = None
     return launch.Call(**given, dot=dot, phases=phases)
 
 
@@ -118,8 +117,7 @@ def backward(
     own, out, g_end = _launchable(call, sums), None, None
     if own.reads_out:
         out, _, _, *results = results
-    if g_out is None:
-        assert call.q is not None
+    if g_out is None and call.q is not None:
         g_out = call.v.new_zeros(1).expand(*call.q.shape[:3], call.v.shape[3])
     if g_kv is not None or g_z is not None:
         kv, z = launch.new_state(own, _state(sums))
@@ -128,14 +126,18 @@ def backward(
             torch.zeros_like(z) if g_z is None else g_z.contiguous(),
         )
     with torch.cuda.device_of(call.k):
-        found = launch.attend_bwd(own, _state(sums), results, out, g_out, g_end)
+        if g_out is None:  # of the last state alone
+            assert g_end is not None
+            found = gradients.state_bwd(own, _state(sums), g_end)
+        else:
+            found = gradients.attend_bwd(own, _state(sums), results, out, g_out, g_end)
     return Gradients(
         found.q, found.k, found.v, _d_log_decay(call, sums, found), _d_angle_steps(call, found),
         *(found.start or (None, None)),
     )  # fmt: skip
 
 
-def _d_log_decay(call: Call, sums: Sums | None, found: launch.Gradients) -> Tensor | None:
+def _d_log_decay(call: Call, sums: Sums | None, found: gradients.Gradients) -> Tensor | None:
     """da_t = sum_(i < t) (<psi_i, dpsi_i> - <phi_i, dphi_i>) + <S, dS> + <z, dz> of the first state."""
     if call.log_decay is None or found.log_decay is None:
         return None
@@ -146,7 +148,7 @@ def _d_log_decay(call: Call, sums: Sums | None, found: launch.Gradients) -> Tens
     return summed_to(total, call.log_decay)
 
 
-def _d_angle_steps(call: Call, found: launch.Gradients) -> Tensor | None:
+def _d_angle_steps(call: Call, found: gradients.Gradients) -> Tensor | None:
     """domega_t = sum_(i >= t) (<J phi_i, R^T dphi^_i> + <J psi_i, R^T dpsi^_i>)."""
     if call.angle_steps is None or found.angles is None:
         return None

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from linrope import backends, feature_maps
 from linrope.choices import DECAYS
-from linrope.cli import benchmark, comparison, plots, report
+from linrope.cli import benchmark, comparison, plots, report, scaling
 from linrope.cli.benchmark import Effort
 from linrope.cli.cases import Case, shape_of
 from linrope.cli.devices import HELP as DEVICE_HELP
@@ -59,6 +59,13 @@ def bench(
     ] = 12.0,
     budget: Annotated[float, typer.Option(help="Seconds per measurement.")] = 3.0,
     rounds: Annotated[int, typer.Option(help="Turns that the sides take.")] = 4,
+    distributed: Annotated[
+        str,
+        typer.Option(
+            help="Numbers of processes, as 1,2,4: measures only how sequences in shards scale over them, "
+            "--max-length tokens, with gloo and a thread each."
+        ),
+    ] = "",
     out: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path("benchmarks/results"),
     compare: Annotated[
         tuple[Path, Path] | None,
@@ -74,6 +81,10 @@ def bench(
     """
     if compare is not None:
         console.print(comparison.compare(*(comparison.read(path) for path in compare)))
+        return 0
+    if distributed:
+        _lengths(max_length, "")
+        scaling.scale(_integers("--distributed", distributed, 65), max_length, heads, dim, out, console)
         return 0
     if budget <= 0 or rounds < 1 or softmax_limit < 0:
         raise ValueError("--budget, --rounds, --softmax-limit: expected positive numbers")

@@ -1,6 +1,7 @@
 """The command ``linrope train``: its options, and what becomes of them."""
 
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +26,7 @@ console = Console()
 
 # Options that a resumed run heeds; all others are the checkpoint's.
 _OF_THIS_CALL = {"path", "out", "steps", "save_every", "resume", "tensorboard", "device", "config"}
+_OF_THIS_CALL |= {"sequence_parallel", "tensor_parallel"}
 # Fields of the two configs whose options have other names.
 _RENAMED = {"num_layers": "layers", "num_heads": "heads"}
 
@@ -121,6 +123,10 @@ def train(
         int, typer.Option(help="Taps of a convolution on queries, keys and values, as 4; 0: none.")
     ] = 0,
     qk_norm: Annotated[bool, typer.Option("--qk-norm", help="RMS norm of queries and keys.")] = False,
+    sequence_parallel: Annotated[int, typer.Option(help="Processes that share the tokens of a batch.")] = 1,
+    tensor_parallel: Annotated[
+        int, typer.Option(help="Processes that share the heads; those left have batches of their own.")
+    ] = 1,
     seed: Annotated[int, typer.Option(help="Of initial weights and data order.")] = 0,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
     resume: Annotated[
@@ -136,8 +142,12 @@ def train(
     Ctrl-C saves a checkpoint and stops. The same command with --resume goes on from the last checkpoint,
     bit for bit as if the run had never stopped, or been killed; with more --steps than before it goes on
     beyond its end. With --resume the sizes, rates and tokenizer are those of the checkpoint; which of the
-    options given differ is said. For several processes or GPUs: accelerate launch -m linrope.cli train ..
+    options given differ is said. For several processes or GPUs: accelerate launch -m linrope.cli train ..,
+    or torchrun -m linrope.cli train .., whose restarts (--max-restarts) go on as with --resume.
     """
+    # torchrun starts a group anew in which a process ended.
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and any(out.glob("step-*")):
+        resume = True
     if save_every < 1:
         raise ValueError(f"--save-every={save_every}: expected at least 1")
     options = dict(context.params)
@@ -156,7 +166,8 @@ def train(
         training = _training(options)
         corpus = Corpus.load(path, None if tokenizer is None else load_tokenizer(tokenizer))
         torch.manual_seed(seed)
-        trainer = Trainer(LanguageModel(_model(options, corpus.vocab_size)), corpus, training, accelerator)
+        model = LanguageModel(_model(options, corpus.vocab_size))
+        trainer = Trainer(model, corpus, training, accelerator, **_parallel(options))
     describe(trainer, console)
     stopped = run_steps(trainer, console, out, save_every, tensorboard)
     console.print(f"held-out text: {trainer.evaluate():.3f} bits per byte after {trainer.step} steps")
@@ -167,6 +178,10 @@ def train(
 
 def _training(options: dict[str, Any]) -> TrainingConfig:
     return TrainingConfig(**{name: options[name] for name in TrainingConfig.__dataclass_fields__})
+
+
+def _parallel(options: dict[str, Any]) -> dict[str, int]:
+    return {name: options[name] for name in ("sequence_parallel", "tensor_parallel")}
 
 
 def _model(options: dict[str, Any], vocab_size: int) -> LanguageModelConfig:
@@ -205,7 +220,8 @@ def _resume(
 ) -> Trainer:
     """The run in that folder; says where it stands, where it goes, and which options it does not heed."""
     latest = latest_checkpoint(out)
-    trainer = Trainer.load(out, Corpus.load(path, tokenizer_of(latest)), accelerator)
+    corpus = Corpus.load(path, tokenizer_of(latest))
+    trainer = Trainer.load(out, corpus, accelerator, **_parallel(options))
     had = {**asdict(trainer.config), **asdict(trainer.model.config)}
     wanted = {**asdict(_training(options)), **asdict(_model(options, had["vocab_size"]))}
     ignored = []

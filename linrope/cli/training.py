@@ -68,7 +68,11 @@ def describe(trainer: Trainer, console: Console) -> None:
     size = sum(parameter.numel() for parameter in trainer.model.parameters())
     accelerator = trainer.accelerator
     text = f"{size / 1e6:.2f} M parameters on {accelerator.device}; {trainer.corpus.describe()}"
-    more = f"; {accelerator.num_processes} processes" if accelerator.num_processes > 1 else ""
+    processes, more = trainer.processes, ""
+    if accelerator.num_processes > 1:
+        shared = (("rows", processes.rows), ("tokens", processes.tokens), ("heads", processes.heads))
+        kinds = ", ".join(f"{count} with {name} of their own" for name, count in shared if count > 1)
+        more = f"; {accelerator.num_processes} processes: {kinds}"
     console.print(text + more)
 
 
@@ -129,7 +133,7 @@ def _any_process(flag: bool, trainer: Trainer) -> bool:
 
 def _bytes_per_step(trainer: Trainer) -> float:
     config = trainer.config
-    rows: int = config.batch_size * config.accumulation * trainer.accelerator.num_processes
+    rows: int = config.batch_size * config.accumulation * trainer.processes.rows
     return rows * config.sequence_length * trainer.corpus.train.bytes_per_token
 
 

@@ -26,6 +26,8 @@ class Started(NamedTuple):
     gathered: Gathered | None  # None: in a group of one nothing is sent
 
 
+# torch.compile leaves out what the ranks send each other, and compiles what is around it.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend_shard(request: Request, shard: Shard | Started) -> tuple[Tensor, LinearAttentionState | None]:
     """out, and the last state where it is wanted."""
     if request.cu_seqlens is not None:
@@ -45,6 +47,7 @@ def attend_shard(request: Request, shard: Shard | Started) -> tuple[Tensor, Line
     return out, pool._marked(False)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def begin_shard(request: Request, shard: Shard) -> Started:
     """Sends the state of the last local document (bidirectional and packed: and the first)."""
     if not isinstance(shard, Shard):

@@ -10,6 +10,7 @@ from linrope.distributed.shard import Shard
 from linrope.state import LinearAttentionState
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def convolve_shard(
     convolution: Callable[..., Any],  # a ShortConvolution
     x: Tensor,

@@ -1,5 +1,6 @@
 """What ranks send each other: tensors of one size from each to all, and the gradients back."""
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ class Channel:
         self.rank = 0 if alone else dist.get_rank(group)
         self.size = 1 if alone else dist.get_world_size(group)
         self.collectives, self.bytes_sent = 0, 0
+        self.seconds = 0.0  # in collectives and waiting for them
         if self.rank < 0:
             raise ValueError("group: got one that this process is not in, expected one of its own")
 
@@ -72,8 +74,10 @@ class Channel:
         if count is not None:
             self.collectives += 1
             self.bytes_sent += count * (self.size - 1)
+        start = time.perf_counter()
         try:
             yield
+            self.seconds += time.perf_counter() - start
         except RuntimeError as error:
             raise RuntimeError(
                 f"shard: rank {self.rank} of {self.size} could not exchange with the others: {error}; "

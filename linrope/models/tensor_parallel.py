@@ -27,7 +27,7 @@ from linrope.attention import LinearRoPEAttention
 from linrope.constants import Constant
 from linrope.feature_maps.base import FeatureMap
 from linrope.feature_maps.learned import LearnedMap
-from linrope.models.language_model import LanguageModel
+from linrope.models.language_model import Block, LanguageModel
 from linrope.rotary import Rotary
 from linrope.selective import SelectiveSteps
 
@@ -66,9 +66,10 @@ def share_heads(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         raise TypeError(f"module: got {kind}, expected LinearRoPEAttention or LanguageModel")
     if module.config.attention == "softmax":
         raise ValueError("attention='softmax': expected 'linear' for tensor parallelism")
-    hidden = module.blocks[0].feed_forward.w1.out_features
-    _check_divides("hidden_dim", hidden, mesh.size())
     for block in module.blocks:  # all are checked before one is changed
+        assert isinstance(block, Block)
+        assert isinstance(block.attention, LinearRoPEAttention)
+        _check_divides("hidden_dim", block.feed_forward.w1.out_features, mesh.size())
         _check(block.attention, mesh.size())
     plan: dict[str, ParallelStyle] = {
         "blocks.*.attention": HeadParallel(),
@@ -97,7 +98,7 @@ class SharedHeads(LinearRoPEAttention):
     mesh: DeviceMesh
     _readers: dict[str, Callable[[DTensor], Tensor]]  # by parameter: what this process reads of it
 
-    def forward(self, x: Tensor, context: Tensor | None = None, **how: Any) -> Any:  # type: ignore[override]
+    def forward(self, x: Tensor, context: Tensor | None = None, **how: Any) -> Any:
         """As of the ordinary layer, with its x and y; the state is of the own heads."""
         with self._own_parts():
             result = super().forward(

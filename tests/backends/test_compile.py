@@ -115,12 +115,16 @@ def gradients(model: nn.Module, run, x: torch.Tensor, *rest) -> list[torch.Tenso
 @pytest.mark.parametrize(
     ("dynamic", "options"),
     [
-        (True, {}),
         (None, {}),
         (True, {"causal": False}),
-        (None, {"feature_map": "softmax", "rotary": "half"}),
         (None, {"feature_map": "favor+"}),
-        (None, {"feature_map": "hedgehog", "decay": "retnet", "rope_order": "before"}),
+        pytest.param(True, {}, marks=pytest.mark.long),
+        pytest.param(None, {"feature_map": "softmax", "rotary": "half"}, marks=pytest.mark.long),
+        pytest.param(
+            None,
+            {"feature_map": "hedgehog", "decay": "retnet", "rope_order": "before"},
+            marks=pytest.mark.long,
+        ),
     ],
     ids=str,
 )
@@ -133,7 +137,7 @@ def test_compiled_in_one_graph_a_module_computes_the_same(options, dynamic) -> N
             assert_close(a, b)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_hundred_lengths_compile_at_most_twice(causal: bool) -> None:
     """Once for the first length, and once, when it sees a second one, for all lengths."""
     model, counter = Model(causal=causal), CompileCounterWithBackend("aot_eager")
@@ -144,7 +148,7 @@ def test_a_hundred_lengths_compile_at_most_twice(causal: bool) -> None:
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_hundred_calls_with_the_state_handed_on_compile_at_most_twice(causal: bool) -> None:
     model, counter = Model(causal=causal), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)

@@ -129,7 +129,7 @@ def test_packed_sequences_give_what_each_gives_alone(
     def apart(q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState, **how: Any) -> Any:
         outs, states = [], []
         for i, (low, high) in enumerate(pairwise(bounds)):
-            own = state._map(lambda x, i=i: x[i : i + 1])
+            own = state.reorder(torch.tensor([i]))
             out, last = linear_rope_attention(
                 q[:, low:high], k[:, low:high], v[:, low:high], state=own,
                 key_mask=None if mask is None else mask[:, low:high],

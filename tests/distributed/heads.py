@@ -1,6 +1,5 @@
 """What each rank of a group asserts about heads shared out among them; run by the tests."""
 
-import os
 from typing import Any
 
 import pytest
@@ -141,7 +140,6 @@ def refusals() -> None:
 def hugging_face(folder: str) -> None:
     """Loaded by transformers' own plan: logits, gradients, generated tokens, and what is saved again."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     torch.manual_seed(0)
     config = LinRopeConfig(
         vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=8,

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-PATIENCE = 90  # seconds for one function; a hang then fails one test and not the run
+PATIENCE = 300  # seconds for one function; a hang then fails one test and not the run
 
 
 class Processes:
@@ -23,7 +23,12 @@ class Processes:
         # One server imports PyTorch, and each process is a fork of it: a spawn would import it again.
         context = get_context("forkserver")
         context.set_forkserver_preload(
-            ["tests.distributed.cases", "tests.distributed.checks", "tests.distributed.heads"]
+            [
+                "tests.distributed.cases",
+                "tests.distributed.checks",
+                "tests.distributed.heads",
+                "tests.distributed.training",
+            ]
         )
         self.size, self.pipes, self.processes = size, [], []
         for rank in range(size):
@@ -61,9 +66,16 @@ class Processes:
 
 def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES="")
+    # What torchrun sets, and accelerate and transformers ask for.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=PATIENCE - 60),
     )
     while True:
         try:

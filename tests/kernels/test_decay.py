@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linrope import LinearAttentionState, Rotary, linear_rope_attention, linear_rope_state
+from linrope import LinearAttentionState, Rotary, linear_rope_attention
 from tests.kernels import comparison
 from tests.kernels.comparison import compare
 from tests.oracle import random_state, randoms
@@ -133,12 +133,6 @@ def test_eps_may_be_added(causal: bool) -> None:
     compare(q, k, v, rotary=Rotary(16), eps=0.5, eps_mode="add", causal=causal)
     q, k, v = randoms(1, 40, 1, 128, dtype=torch.float32)
     compare(q, k, v, rotary=Rotary(128), eps=0.5, eps_mode="add", causal=causal)
-
-
-def test_gradients_of_the_state_alone_are_left_to_eager() -> None:
-    _, k, v = randoms(1, 5, 2, 16, dtype=torch.float32)
-    with pytest.raises(RuntimeError, match="gradients of linear_rope_state: use backend='eager'"):
-        linear_rope_state(k.requires_grad_(), v, backend="triton")
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -1,6 +1,6 @@
 """What the compilers make of the kernels, in an emulator: within the numerics contract, and free of races.
 
-``make test-ptx`` runs the whole table of tiles; ``make test`` a few calls of it.
+``make test-ptx`` runs the whole table of tiles; ``make test`` and ``make test-long`` a few calls of it.
 """
 
 from typing import Any
@@ -10,12 +10,8 @@ import pytest
 from tests.kernels.compiled import run_compiled
 
 ALL_SIZES, ALL_DTYPES, EMULATED = (64, 128, 256), ("bf16", "fp16", "fp32"), (80, 90)
-SHORT = [
-    (90, "bf16", "gates", "raw bidirectional", "steps with gates"),
-    (80, "bf16", "plain"),
-    (80, "fp16", "raw"),
-    (90, "fp32", "bidirectional"),
-]
+SHORT = [(90, "bf16", "gates", "raw bidirectional", "steps with gates"), (80, "bf16", "plain")]
+LONGER = [(80, "fp16", "raw"), (90, "fp32", "bidirectional")]
 
 
 def check(capability: int, dtype: str, size: int, *names: str) -> list[dict[str, Any]]:
@@ -40,7 +36,10 @@ def check(capability: int, dtype: str, size: int, *names: str) -> list[dict[str,
     return lines
 
 
-@pytest.mark.parametrize(("capability", "dtype", "names"), [(x[0], x[1], x[2:]) for x in SHORT])
+@pytest.mark.parametrize(
+    ("capability", "dtype", "names"),
+    [pytest.param(*x[:2], x[2:], marks=[pytest.mark.long] if x in LONGER else []) for x in SHORT + LONGER],
+)
 def test_compiled_kernels_keep_the_contract(capability: int, dtype: str, names: tuple[str, ...]) -> None:
     assert len(check(capability, dtype, 64, *names)) == len(names)
 

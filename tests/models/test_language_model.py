@@ -9,7 +9,6 @@ import torch
 from torch.nn import functional as F
 
 from linrope.models import LanguageModel, LanguageModelConfig, generate
-from linrope.models.generation import _sample
 from linrope.models.language_model import POSITIONS
 from linrope.position_encodings import RELATIVE
 
@@ -323,8 +322,12 @@ def test_generation_with_a_seed_repeats_and_greedy_takes_the_likeliest(model: La
 
 
 def test_top_k_and_top_p_keep_the_right_tokens_and_their_odds() -> None:
-    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).expand(20000, 4)
-    generator = torch.Generator().manual_seed(0)
+    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
+    prompt = torch.zeros(20000, 1, dtype=torch.int64)
+
+    def model(tokens: torch.Tensor, states: object) -> tuple[torch.Tensor, list[object]]:
+        return logits.expand(*tokens.shape, 4), []
+
     for options, kept in (
         ((None, None), 4),
         ((2, None), 2),
@@ -332,12 +335,12 @@ def test_top_k_and_top_p_keep_the_right_tokens_and_their_odds() -> None:
         ((None, 0.8), 2),
         ((3, 0.81), 3),
     ):
-        drawn = _sample(logits, 1.0, *options, generator)
+        (drawn,) = generate(model, prompt, 1, top_k=options[0], top_p=options[1], seed=0)  # type: ignore[arg-type]
         odds = F.one_hot(drawn, 4).double().mean(0)
         expected = torch.tensor([0.5, 0.3, 0.15, 0.05]).double() * (torch.arange(4) < kept)
         # 20000 draws: a standard deviation of at most 0.0036
         torch.testing.assert_close(odds, expected / expected.sum(), atol=0.02, rtol=0)
-    cold = _sample(logits, 0.1, None, None, generator)
+    (cold,) = generate(model, prompt, 1, temperature=0.1, seed=0)  # type: ignore[arg-type]
     assert (cold == 0).double().mean() > 0.99
 
 

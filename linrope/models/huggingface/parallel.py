@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 HEADS = "linrope_heads"
 
 try:
-    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+    from transformers.distributed.tensor_parallel import TensorParallelLayer
 except ImportError:  # transformers that shares weights in another way, by parameter
     TP_PLAN, TP_HEAD = None, None
 else:
@@ -22,7 +23,7 @@ else:
     }
     TP_HEAD = {"lm_head": "colwise_gather_output"}
 
-    class _Heads(TensorParallelLayer):  # type: ignore[misc]
+    class _Heads(TensorParallelLayer):
         """``linrope.models.tensor_parallel.HeadParallel``, on weights that are yet to be loaded."""
 
         def install_forward(self, module: nn.Module, mesh: "DeviceMesh") -> Any:
@@ -32,4 +33,4 @@ else:
 
             return parallelize_module(module, mesh, HeadParallel(), src_data_rank=None)
 
-    ALL_PARALLEL_STYLES.register(HEADS, _Heads())
+    ALL_PARALLEL_STYLES.register(HEADS, _Heads())  # type: ignore[arg-type]

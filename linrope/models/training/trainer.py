@@ -10,12 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.nn import functional as F
 
 from linrope.models.folders import latest_checkpoint
@@ -30,32 +24,46 @@ from linrope.models.training.checkpoint import (
 from linrope.models.training.config import TrainingConfig
 from linrope.models.training.corpus import Corpus
 from linrope.models.training.optional import need
+from linrope.models.training.processes import Processes, last_states
 from linrope.state import NO_KEYS, LinearAttentionState
 
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # however the processes share it
+
+def _whole() -> tuple[Any, Any]:
+    """PyTorch's state dicts of what processes share, and the options for all of it.
+
+    Imported here, since it takes longer than all else that the commands import beside PyTorch.
+    """
+    from torch.distributed.checkpoint import state_dict
+
+    return state_dict, state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class Trainer:
     """Trains model on corpus with AdamW, warm-up and a cosine schedule.
 
-    A step reads accumulation * processes * batch_size rows of sequence_length tokens. Rows are packed:
-    states and positions restart at each row and each document, and the last token of a document
-    predicts nothing. The loss is the mean over all tokens of the step that predict one.
+    A step reads accumulation * batch_size rows of sequence_length tokens for each group of processes that
+    share tokens and heads. Rows are packed: states and positions restart at each row and each document, and
+    the last token of a document predicts nothing. The loss is the mean over all tokens of the step that
+    predict one; it, the gradient and evaluation are those of one process, whatever is shared.
 
     Args:
         model: is moved to the accelerator's device.
         corpus: what to train on.
         config: how.
         accelerator: of accelerate; default: one for the GPUs and processes there are.
+        sequence_parallel: so many processes share the tokens of a batch.
+        tensor_parallel: so many share the heads.
 
     Raises:
         ModuleNotFoundError: accelerate is not installed.
-        ValueError: a part of the corpus is shorter than a row; the model does not fit corpus or config.
+        ValueError: a part of the corpus is shorter than a row; the model does not fit corpus, config or the
+            numbers of processes.
     """
 
     def __init__(
-        self, model: LanguageModel, corpus: Corpus, config: TrainingConfig, accelerator: Any = None
-    ) -> None:
+        self, model: LanguageModel, corpus: Corpus, config: TrainingConfig, accelerator: Any = None, *,
+        sequence_parallel: int = 1, tensor_parallel: int = 1,
+    ) -> None:  # fmt: skip
         if corpus.vocab_size > model.config.vocab_size:
             raise ValueError(
                 f"vocab_size={model.config.vocab_size}: expected at least the corpus's, {corpus.vocab_size}"
@@ -65,6 +73,8 @@ class Trainer:
                 f"pieces={config.pieces}: softmax attention goes on from no state beside packed documents; "
                 "expected 1"
             )
+        if sequence_parallel > 1 and model.config.attention == "softmax":
+            raise ValueError(f"sequence_parallel={sequence_parallel}: expected 1 with attention='softmax'")
         for name, part in (("training", corpus.train), ("held-out", corpus.held_out)):
             if len(part) <= config.sequence_length:
                 raise ValueError(
@@ -82,6 +92,8 @@ class Trainer:
             )
         self.model, self.corpus, self.config, self.accelerator = model, corpus, config, accelerator
         self.step = 0  # steps done
+        self.processes = Processes(accelerator, sequence_parallel, tensor_parallel)
+        self.processes.share(model)
         optimizer = torch.optim.AdamW(
             [
                 {
@@ -92,12 +104,13 @@ class Trainer:
             ],
             lr=config.learning_rate,
             betas=(0.9, 0.95),
+            foreach=False if tensor_parallel > 1 else None,  # which take no DTensors beside other tensors
         )
         self._names = [
             [name for name, p in model.named_parameters() if (p.ndim >= 2) == matrix]
             for matrix in (True, False)
         ]
-        self.parallel, prepared = accelerator.prepare(model, optimizer)  # what processes share
+        self.parallel, prepared = self.processes.prepare(model, optimizer)
         self.optimizer: torch.optim.Optimizer = prepared
 
     def learning_rate(self) -> float:
@@ -113,18 +126,18 @@ class Trainer:
         Raises:
             RuntimeError: the loss or a gradient is not finite; the model is left as it was.
         """
-        config, accelerator, rate = self.config, self.accelerator, self.learning_rate()
+        config, processes, rate = self.config, self.processes, self.learning_rate()
         self.model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         batches = [self.batch(turn) for turn in range(config.accumulation)]
-        count = self._sum(torch.stack([(batch.targets != NO_TARGET).sum() for batch in batches]).sum())
+        targets = torch.stack([(batch.targets != NO_TARGET).sum() for batch in batches]).sum()
+        count = max(1, int(processes.sum(targets, "dp")))
         self.optimizer.zero_grad()
-        # Processes average their gradients; what is wanted is the sum over all, divided by the count.
-        scale = accelerator.num_processes / max(1, int(count))
+        scale = processes.scale() / count
         losses = [self._backward(batch, scale, batch is batches[-1]) for batch in batches]
-        norm = float(accelerator.clip_grad_norm_(self.parallel.parameters(), config.clip))
-        loss = float(self._sum(torch.stack(losses).sum(dtype=torch.float64))) / max(1, int(count))
+        norm = processes.clip_gradients(self.parallel, config.clip)
+        loss = float(processes.sum(torch.stack(losses).sum(dtype=torch.float64), "dp", "cp")) / count
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise RuntimeError(
                 f"loss {loss}, gradient norm {norm} at step {self.step}, {self._culprit(batches, losses)}: "
@@ -137,34 +150,50 @@ class Trainer:
 
     def batch(self, turn: int = 0) -> Batch:
         """What this process reads in the next step, at that turn of the accumulation."""
-        config, accelerator = self.config, self.accelerator
+        config, processes = self.config, self.processes
         number = self.step * config.accumulation + turn
-        first = (number * accelerator.num_processes + accelerator.process_index) * config.batch_size
+        first = (number * processes.rows + processes.row) * config.batch_size
         starts = visit(self.corpus.train, first, config.batch_size, config.sequence_length, config.seed)
-        return Batch.read(self.corpus.train, starts, config.sequence_length).to(accelerator.device)
-
-    def _sum(self, x: Tensor) -> Tensor:
-        total: Tensor = self.accelerator.reduce(x, "sum")
-        return total
+        return Batch.read(self.corpus.train, starts, config.sequence_length).to(self.accelerator.device)
 
     def _backward(self, batch: Batch, scale: float, last: bool) -> Tensor:
-        """Adds this batch to the gradients; returns the losses (b, n) in nats."""
+        """Adds this batch to the gradients; returns the losses (b, n) in nats, 0 of others' tokens."""
         through, accelerator = self.config.through, self.accelerator
         parts: list[Tensor] = []
         states: States | None = None
-        pieces, before, total = list(batch.cut(self.config.pieces)), None, torch.zeros(())
+        pieces, total = list(batch.cut(self.config.pieces)), torch.zeros(())
         for piece in pieces:
             end = piece is pieces[-1]
             with nullcontext() if last and (end or through) else accelerator.no_sync(self.parallel):
-                part, states = _losses(self.parallel, piece, states, before, return_states=not end)
+                part, states = self._losses(piece, states, return_states=not end)
                 total = total.to(part) + part.sum() if through else part.sum()
                 if end or not through:
                     accelerator.backward(total * scale)
             if not through:
                 states = [state.detach() for state in states]
             parts.append(part.detach())
-            before = piece
         return torch.cat(parts, 1)
+
+    def _losses(
+        self, batch: Batch, states: States | None = None, *, return_states: bool = False
+    ) -> tuple[Tensor, States]:
+        """Losses (b, n) in nats, 0 of tokens that others have, and states of the rows, to go on from."""
+        cu_seqlens, sequence = batch.sequences()
+        if states is not None:
+            rows = (~batch.begins[:, 0]).nonzero()[:, 0]  # others begin a document
+            states = [_carry(state, rows, sequence[rows, 0], len(cu_seqlens) - 1) for state in states]
+        shard = self.processes.shard(cu_seqlens)
+        tokens, targets = batch.tokens.reshape(1, -1), batch.targets.reshape(1, -1)
+        where: dict[str, Any] = {"cu_seqlens": cu_seqlens}
+        if shard is not None:
+            tokens, targets, where = shard.take(tokens), shard.take(targets), {"shard": shard}
+        logits, after = self.parallel(tokens, states, return_states=return_states, **where)
+        losses = F.cross_entropy(logits[0].float(), targets[0], ignore_index=NO_TARGET, reduction="none")
+        if shard is not None:
+            losses = F.pad(losses, (shard.start, shard.total - shard.stop))
+        if return_states:
+            after = last_states(after, sequence[:, -1], shard, self.config.through)
+        return losses.view(batch.targets.shape), after
 
     def _culprit(self, batches: list[Batch], losses: list[Tensor]) -> str:
         """Where in the data the first loss stands that is not finite; the rows, if all losses are."""
@@ -183,25 +212,28 @@ class Trainer:
         config, text = self.config, self.corpus.held_out
         rows = min(rows, len(text) - config.sequence_length)
         starts = spread(text, rows, config.sequence_length)
-        total, count = 0.0, 0
+        total, count = torch.zeros((), dtype=torch.float64, device=self.accelerator.device), 0
         for part in starts.split(config.batch_size):
             batch = Batch.read(text, part, config.sequence_length).to(self.accelerator.device)
-            total += float(_losses(self.parallel, batch)[0].sum(dtype=torch.float64))
+            total += self._losses(batch)[0].sum(dtype=torch.float64)
             count += int((batch.targets != NO_TARGET).sum())
-        return total / max(1, count) / math.log(2) / text.bytes_per_token
+        bits = float(self.processes.sum(total, "cp")) / math.log(2)
+        return bits / max(1, count) / text.bytes_per_token
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Writes folder/step-N whole or not at all; keeps the last two. Every process has to call it."""
-        weights = get_model_state_dict(self.parallel, options=_WHOLE)
+        state_dict, whole = _whole()
+        weights = state_dict.get_model_state_dict(self.parallel, options=whole)
         tensors = {"random_state": torch.get_rng_state()}
         if self.step:  # before the first step the optimizer has no state
-            optimizer: Any = get_optimizer_state_dict(self.parallel, self._plain_optimizer(), options=_WHOLE)
+            plain = self._plain_optimizer()
+            optimizer: Any = state_dict.get_optimizer_state_dict(self.parallel, plain, options=whole)
             for name, state in optimizer.get("state", {}).items():  # all of it in the main process
                 tensors |= {f"{key}.{name}": value for key, value in state.items()}
         metadata = {
             "step": str(self.step),
             "config": json.dumps(asdict(self.config)),
-            "processes": str(self.accelerator.num_processes),
+            "processes": str(self.processes.rows),
             "corpus": self.corpus.path,
             "checksum": str(self.corpus.checksum),
         }
@@ -218,12 +250,17 @@ class Trainer:
         return Path(folder) / checkpoint_name(self.step)
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str], corpus: Corpus, accelerator: Any = None) -> "Trainer":
-        """Goes on from the last checkpoint of folder, on the same corpus with as many processes.
+    def load(
+        cls, folder: str | os.PathLike[str], corpus: Corpus, accelerator: Any = None, **parallel: int
+    ) -> "Trainer":
+        """Goes on from the last checkpoint of folder, on the same corpus.
+
+        As many processes as before have to read rows of their own; parallel, sequence_parallel and
+        tensor_parallel, may differ.
 
         Raises:
             FileNotFoundError, ValueError: no checkpoint; a damaged one; another corpus; more or fewer
-                processes.
+                processes with rows of their own.
         """
         latest = latest_checkpoint(folder)
         model = LanguageModel.load(latest)
@@ -231,9 +268,10 @@ class Trainer:
         if metadata["checksum"] != str(corpus.checksum):
             raise ValueError(f"{latest}: was trained on other text than {corpus.name}")
         try:
-            trainer = cls(model, corpus, config, accelerator)
-            if metadata["processes"] != (now := str(trainer.accelerator.num_processes)):
-                raise ValueError(f"processes: got {now}, expected {metadata['processes']} as before")
+            trainer = cls(model, corpus, config, accelerator, **parallel)
+            if metadata["processes"] != (now := str(trainer.processes.rows)):
+                before = metadata["processes"]
+                raise ValueError(f"processes: got {now}, expected {before} with rows of their own, as before")
             trainer.step = int(metadata["step"])
             random_state = tensors.pop("random_state")
             if trainer.step:
@@ -259,36 +297,20 @@ class Trainer:
             for group, names in zip(optimizer.param_groups, self._names, strict=True)
         ]
         everything: Any = {"state": states, "param_groups": groups}
-        set_optimizer_state_dict(self.parallel, optimizer, everything, options=_WHOLE)
+        state_dict, whole = _whole()
+        state_dict.set_optimizer_state_dict(self.parallel, optimizer, everything, options=whole)
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
         plain: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return plain
 
 
-def _losses(
-    model: Any, batch: Batch, states: States | None = None, before: Batch | None = None, *,
-    return_states: bool = False,
-) -> tuple[Tensor, States]:  # fmt: skip
-    """Losses (b, n) in nats, and the states of the packed sequences; before: the piece that states end."""
-    cu_seqlens, sequence = batch.sequences()
-    if states is not None and before is not None:
-        goes_on = ~batch.begins[:, 0]
-        old, new = before.sequences()[1][goes_on, -1], sequence[goes_on, 0]
-        states = [_carry(state, old, new, len(cu_seqlens) - 1) for state in states]
-    tokens = batch.tokens.reshape(1, -1)
-    logits, states = model(tokens, states, cu_seqlens=cu_seqlens, return_states=return_states)
-    targets = batch.targets.flatten()
-    losses = F.cross_entropy(logits[0].float(), targets, ignore_index=NO_TARGET, reduction="none")
-    return losses.view(batch.targets.shape), states
-
-
-def _carry(state: State, old: Tensor, new: Tensor, sequences: int) -> State:
-    """States of so many sequences: those at new go on from those at old, the others are fresh."""
+def _carry(state: State, rows: Tensor, new: Tensor, sequences: int) -> State:
+    """States of so many sequences: those at new go on from those of the rows, the others are fresh."""
     assert isinstance(state, LinearAttentionState)
 
     def move(x: Tensor, fresh: float) -> Any:
-        return x.new_full((sequences, *x.shape[1:]), fresh).index_copy(0, new, x.index_select(0, old))
+        return x.new_full((sequences, *x.shape[1:]), fresh).index_copy(0, new, x.index_select(0, rows))
 
     moved = {name: move(x, NO_KEYS if name == "log_scale" else 0.0) for name, x in state.tensors().items()}
     return replace(state, **moved)

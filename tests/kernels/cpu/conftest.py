@@ -28,3 +28,12 @@ def native(build_script):
     assert build_script.current() is not None, f"{backend.LIBRARY} is of other sources: make native"
     assert backend.why_not() is None, backend.why_not()
     return torch.ops.linrope_native
+
+
+@pytest.fixture(params=["v4", "v3", "baseline"])
+def isa(request, native):
+    """Every test runs on every instruction set that this machine has."""
+    if request.param not in native.isas().split(","):
+        pytest.skip(f"no {request.param} on this machine")
+    native.set_isa(request.param)
+    return request.param

@@ -1,0 +1,130 @@
+"""How many launches a layer's forward and backward pass take on a GPU, counted without one.
+
+    PYTHONPATH=.:kernels python benchmarks/launches.py
+
+Layers live on the meta device, the kernels' launchers are recorded in place of started, and PyTorch's
+operations are counted where they are dispatched. Views and fresh memory launch nothing. An operation may
+take more than one launch (a sum over few long rows, a product split over its sum), which is not counted.
+"""
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from linrope_kernels import launch, model
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
+from linrope import LinearRoPEAttention
+from linrope.backends import operators
+from linrope.backends import triton as backend
+
+FREE = {
+    "_unsafe_view",
+    "promote_types",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "detach",
+    "lift_fresh",
+}
+SHAPES = {"many heads": (8, 2048, 64), "few heads": (1, 65_536, 8), "short": (8, 512, 16)}
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gates": {"forget_gate": True},
+    "gates, selective": {"forget_gate": True, "rotary": "selective"},
+    "gates, convolution, norm": {"forget_gate": True, "short_conv": 4, "out_norm": True, "gate": True},
+}
+
+
+class Counted(TorchDispatchMode):
+    """PyTorch's operations by name, those inside of linrope's operator as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.linrope.attend.default, torch.ops.linrope.attend_backward.default):
+            forward = func is torch.ops.linrope.attend.default
+            with self:
+                return (operators._run if forward else operators._run_backward)(*args)
+        name = func._schema.name.removeprefix("aten::")
+        aliases = [x.alias_info for x in func._schema.returns]
+        if name not in FREE and not any(x is not None and not x.is_write for x in aliases):
+            self.names[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def recorded() -> Iterator[Counter[str]]:
+    """Names of the kernels that would be started, on a GPU of an H100's size."""
+    names: Counter[str] = Counter()
+
+    def getitem(kernel: Any, grid: tuple[int, ...]) -> Any:
+        return lambda *_, **__: names.update([kernel.__name__.removesuffix("_kernel")])
+
+    before = (
+        JITFunction.__getitem__,
+        launch._device,
+        backend.supports,
+        operators._full_precision,
+        torch.autocast,
+    )
+    JITFunction.__getitem__ = getitem
+    launch._device = lambda x: launch._Device(90, model.MULTIPROCESSORS)
+    backend.supports = lambda call, state: None
+    operators._full_precision = lambda call: nullcontext()  # the meta device knows no autocast
+    torch.autocast = lambda *_, **__: nullcontext()
+    try:
+        yield names
+    finally:
+        JITFunction.__getitem__, launch._device, backend.supports, *others = before
+        operators._full_precision, torch.autocast = others
+
+
+def count(shape: tuple[int, int, int], **options: Any) -> dict[str, dict[str, Counter[str]]]:
+    """By pass: the kernels' launches, and PyTorch's operations."""
+    b, n, h = shape
+    layer = LinearRoPEAttention(
+        64 * h, h, backend="triton", device="meta", dtype=torch.bfloat16, **options
+    )  # fmt: skip
+    x = torch.empty(b, n, 64 * h, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    found = {}
+    with recorded() as kernels, Counted() as operations:
+        y = layer(x)
+        found["forward"] = {"kernels": Counter(kernels), "operations": Counter(operations.names)}
+        kernels.clear(), operations.names.clear()
+        torch.autograd.grad(y, (x, *layer.parameters()), torch.empty_like(y), allow_unused=True)
+        found["backward"] = {"kernels": Counter(kernels), "operations": Counter(operations.names)}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--names", action="store_true", help="which they are")
+    options = parser.parse_args()
+    for shape_name, shape in SHAPES.items():
+        for name, how in LAYERS.items():
+            found = count(shape, **how)
+            if options.json:
+                print(json.dumps({"name": shape_name, "shape": shape, "layer": name} | found))
+                continue
+            sums = [
+                f"{p} {each['kernels'].total()} + {each['operations'].total()}" for p, each in found.items()
+            ]
+            print(f"{shape_name:<10} {name:<25} {', '.join(sums)}")
+            if options.names:
+                for p, each in found.items():
+                    print(f"    {p}: {dict(each['kernels'])} {dict(each['operations'].most_common())}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""The numerics contract of docs/numerics.md as numbers, for all tests that compare with the equation."""
+
+import torch
+from torch import Tensor
+
+BOUNDS = {torch.float32: 16 * 2.0**-24, torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
+
+
+def error_in_bounds(out: Tensor, oracle: Tensor, size: Tensor) -> float:
+    """The largest |out - oracle| as a part of what the contract allows; 0 where there are no numbers."""
+    info = torch.finfo(out.dtype)
+    underflow = info.smallest_normal * info.eps  # numbers near 0 have no relative precision
+    allowed = BOUNDS[out.dtype] * size + underflow
+    return float(((out.double() - oracle).abs() / allowed).max()) if out.numel() else 0.0
+
+
+def cancelling(oracle: dict[str, Tensor]) -> Tensor:
+    """About how large the sums are whose difference is the gradient of log_decay; the loss weighs by about
+    1."""
+    return (
+        sum(oracle[name].abs().sum(-1).max() for name in ("out", "z")) + oracle["kv"].abs().sum((2, 3)).max()
+    )

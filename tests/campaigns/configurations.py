@@ -1,0 +1,246 @@
+"""Random configurations of a call, in every backend, against the equation in float64: the numerics contract.
+
+``python -m tests.campaigns.configurations --count 20000 --seed 0`` runs them on the CPU backends, with
+``--interpreter`` on the Triton kernels. For each that fails it prints the command that repeats it.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from linrope import LinearAttentionState, linear_rope_attention
+from linrope.backends import native
+from linrope.state import NO_KEYS
+from tests.bounds import BOUNDS, cancelling, error_in_bounds
+from tests.campaigns.draw import Configuration, Piece
+from tests.campaigns.equation import Equation, Sizes
+from tests.oracle import everything
+
+FAST = ("eager",) if native.why_not() else ("eager", "native")
+CPU = {"float32": ("reference", *FAST), "float64": ("reference", "eager")}
+CPU |= dict.fromkeys(("bfloat16", "float16"), FAST)  # "reference" adds up in half precision there
+INTERPRETER = dict.fromkeys(("float32", "float16"), ("triton",))
+
+EXACT = 1e-9  # of float64, in units of the terms' sizes: "reference" takes differences of sums of logs there,
+EXACT_XPOS = 1e-7  # which with xPos are as large as positions
+GRADIENT = 1e-9  # of float64, in units of a gradient's largest entry
+
+
+class OutOfContract(AssertionError):
+    pass
+
+
+def check(config: Configuration, backends: tuple[str, ...]) -> Counter[str]:
+    """How many comparisons were made, by kind; OutOfContract at the first one that fails."""
+    done: Counter[str] = Counter()
+    first, second = config.piece(0), config.piece(1)
+    before, state = None, None
+    if config.has_state:
+        equation, wide = Equation(), first.wide()
+        with torch.no_grad():
+            _, state = equation(*wide.qkv, **wide.how)
+        before = equation.sizes
+    equation, wide = Equation(before), second.wide()
+    with torch.no_grad():
+        after = equation(*wide.qkv, state=state, **wide.how)[1]
+    oracle = everything(*wide.qkv, state, call=equation, **wide.how)
+    sizes = equation.sizes
+    sizes.exact = EXACT if config.rotary is None or config.rotary.xpos is None else EXACT_XPOS
+    results = [x for name, x in oracle.items() if x.is_floating_point()] + [sizes.out, sizes.kv]
+    if any(not bool(x.isfinite().all()) or _largest(x) > torch.finfo(config.dtype).max for x in results):
+        return Counter({"out of range": 1})
+    yardstick = None if config.dtype == torch.float64 else _run("reference", config, first, second)[0]
+    for backend in backends:
+        try:
+            found, last, out = _run(backend, config, first, second)
+        except RuntimeError as error:
+            if config.rotary is None or config.rotary.xpos is None or "xpos" not in str(error):
+                raise
+            done["refused"] += 1
+            continue
+        done[f"{backend} {config.dtype_name}"] += 1
+        for name, x in (("out", found["out"]), ("out without gradients", out)):
+            _expect(name, backend, _out_error(x, oracle["out"], sizes))
+        _check_state(backend, config, found, last, oracle, after, sizes)
+        done["gradients"] += _check_gradients(backend, config, found, oracle, yardstick, sizes)
+        done["steps in place"] += _check_steps(backend, config, first, second, oracle, sizes)
+    return done
+
+
+def _run(
+    backend: str, config: Configuration, first: Piece, second: Piece
+) -> tuple[dict[str, Tensor], LinearAttentionState, Tensor]:
+    """Everything of the second call, its last state, and its output where nothing is differentiated."""
+    state = None
+    if config.has_state:
+        with torch.no_grad():
+            _, state = linear_rope_attention(*first.qkv, return_state=True, backend=backend, **first.how)
+    found = everything(*second.qkv, state, backend=backend, **second.how)
+    with torch.no_grad():
+        out, last = linear_rope_attention(
+            *second.qkv, state=state, return_state=True, backend=backend, **second.how
+        )
+    return found, last, out
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def _expect(what: str, backend: str, error: float) -> None:
+    if not error <= 1:
+        raise OutOfContract(f"{backend}: {what} is {error:.3g} times what the contract allows")
+
+
+def _ratio(error: Tensor, allowed: Tensor) -> float:
+    return float((error / (allowed + 1e-37)).max()) if error.numel() else 0.0
+
+
+def _out_error(out: Tensor, oracle: Tensor, sizes: Sizes) -> float:
+    if out.dtype == torch.float64:
+        return _ratio((out - oracle).abs(), sizes.exact * sizes.out)
+    return error_in_bounds(out, oracle, sizes.out + sizes.lost)
+
+
+def _check_state(
+    backend: str, config: Configuration, found: dict[str, Tensor], last: LinearAttentionState,
+    oracle: dict[str, Tensor], after: LinearAttentionState, sizes: Sizes,
+) -> None:  # fmt: skip
+    """Sums are float32, whatever the inputs are; of "triton" its products have the inputs' digits."""
+    u = sizes.exact if config.dtype == torch.float64 else BOUNDS[torch.float32]
+    rounds = config.rotary is not None and (config.order == "before" or config.rotary.attention_factor != 1)
+    if backend == "triton" or (rounds and config.dtype != torch.float64):  # q and k, before the map
+        u = BOUNDS[config.dtype]
+    lag = torch.zeros(1, 1, dtype=torch.float64)
+    if after.log_scale is not None and last.log_scale is not None:
+        # Exponents formed in float32 of inputs in half precision are off; of given features they are not.
+        lag = (last.log_scale - after.log_scale).masked_fill(after.log_scale <= NO_KEYS / 2, 0)
+        _expect("log_scale", backend, _largest(lag) / (1e-9 if config.dtype == torch.float64 else 1e-3))
+    for name, size in (("kv", sizes.kv), ("z", sizes.z)):
+        by = lag[(..., *[None] * (size.ndim - 2))]
+        error = (found[name].double() * by.exp() - oracle[name]).abs()
+        slack = u + 4 * _largest(lag)
+        if config.dtype != torch.float64 and not config.by_backend:
+            slack = max(slack, BOUNDS[torch.float16])  # of features that are sums, formed in float32
+        _expect(name, backend, _ratio(error, slack * size))
+    for name in ("position", "angle"):
+        one, other = getattr(last, name), getattr(after, name)
+        if one is not None and not torch.equal(one, other.expand_as(one)):
+            raise OutOfContract(f"{backend}: {name} of the state is {one}, expected {other}")
+
+
+def _check_gradients(
+    backend: str, config: Configuration, found: dict[str, Tensor], oracle: dict[str, Tensor],
+    yardstick: dict[str, Tensor] | None, sizes: Sizes,
+) -> int:  # fmt: skip
+    biggest = max(_largest(x) for name, x in oracle.items() if name.startswith("d"))
+    at_eps = config.normalize and bool((sizes.den < 100 * config.eps).any())
+    near = (sizes.den / config.eps - 1).abs() < 1e-3
+    if config.normalize and config.eps_mode == "clamp" and bool(near.any()):
+        return 0  # where the clamp begins the gradient jumps
+    for name in (name for name in oracle if name.startswith("d")):
+        if found[name].shape != oracle[name].shape:
+            raise OutOfContract(f"{backend}: {name} has shape {tuple(found[name].shape)}")
+        error, largest = _largest(found[name].double() - oracle[name]), _largest(oracle[name])
+        if largest < 1e-9:  # one key: the output is its value, whatever q and k are
+            continue
+        rounded = torch.finfo(found[name].dtype).eps * largest  # log_decay may be narrower than q
+        lost = float(cancelling(oracle)) if name == "dlog_decay" and oracle["out"].numel() else 0.0
+        if yardstick is None:
+            _expect(name, backend, error / (GRADIENT * largest + rounded + sizes.exact * (lost + biggest)))
+            continue
+        reference = _largest(yardstick[name].double() - oracle[name])
+        if reference < float("inf"):  # float16 may overflow
+            # At eps terms are 1 / eps as large as elsewhere, and may cancel in what is summed over queries.
+            lost += biggest if at_eps else 0
+            allowed = 3 * reference + 1e-5 * largest + rounded + BOUNDS[torch.float32] * lost
+            _expect(name, backend, error / allowed)
+    return 1
+
+
+def _check_steps(
+    backend: str, config: Configuration, first: Piece, second: Piece, oracle: dict[str, Tensor], sizes: Sizes
+) -> int:
+    """A decoding step in the memory of a state that was given away, and of a pool's rows."""
+    if not (config.has_state and config.causal and not config.packed and config.lengths[0] == 1):
+        return 0
+    with torch.no_grad():
+        _, state = linear_rope_attention(*first.qkv, return_state=True, backend=backend, **first.how)
+        rows = torch.arange(len(state.kv)) + 1
+        tensors = {name: torch.cat((x[:1], x, x[:1])).clone() for name, x in state.tensors().items()}
+        pool = replace(state, **tensors)
+        if "angle_steps" in second.how and pool.angle is None:
+            return 0
+        for label, own in (("a state given away", state.clone().donate()), ("a pool", pool.at(rows))):
+            out, last = linear_rope_attention(
+                *second.qkv, state=own, return_state=True, backend=backend, **second.how
+            )
+            _expect(f"out in {label}", backend, _out_error(out, oracle["out"], sizes))
+            new = last.rows().kv if label == "a pool" else last.kv
+            if new.shape != oracle["kv"].shape:
+                raise OutOfContract(f"{backend}: kv in {label} has shape {tuple(new.shape)}")
+        if not all(torch.equal(x[[0, -1]], tensors[name][[0, -1]]) for name, x in pool.tensors().items()):
+            raise OutOfContract(f"{backend}: a step wrote into a row of a pool that is not its own")
+    return 1
+
+
+def run(
+    count: int, seed: int, *, interpreter: bool = False, start: int = 0, most: int = 150, report: int = 500
+) -> tuple[Counter[str], list[int]]:
+    """What was compared, and the numbers of the configurations that failed."""
+    backends = INTERPRETER if interpreter else CPU
+    done: Counter[str] = Counter()
+    failed, began = [], time.monotonic()
+    for index in range(start, start + count):
+        try:
+            config = Configuration(seed, index, list(backends), most)
+            done += check(config, backends[config.dtype_name])
+        except Exception as error:
+            failed.append(index)
+            again = f"--only {index} --seed {seed} --most {most}{' --interpreter' * interpreter}"
+            print(
+                f"{type(error).__name__}: {error}\n  python -m tests.campaigns.configurations {again}",
+                flush=True,
+            )
+        if (index + 1 - start) % report == 0:
+            seconds = time.monotonic() - began
+            print(f"{index + 1 - start} configurations, {len(failed)} failed, {seconds:.0f} s", flush=True)
+    return done, failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=20000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=int, default=0, help="number of the first configuration")
+    parser.add_argument("--most", type=int, default=150, help="tokens of a sequence")
+    parser.add_argument("--only", type=int, help="one configuration, whose error is raised")
+    parser.add_argument(
+        "--interpreter", action="store_true", help="the Triton kernels, in Triton's interpreter"
+    )
+    given = parser.parse_args()
+    if given.interpreter:
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+    torch.set_num_threads(1)
+    if given.only is not None:
+        backends = INTERPRETER if given.interpreter else CPU
+        config = Configuration(given.seed, given.only, list(backends), given.most)
+        print(config)
+        print(dict(check(config, backends[config.dtype_name])))
+        return 0
+    done, failed = run(
+        given.count, given.seed, interpreter=given.interpreter, start=given.start, most=given.most
+    )
+    print(f"{given.count} configurations, {len(failed)} out of contract: {failed}")
+    print(", ".join(f"{name}: {number}" for name, number in sorted(done.items())))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,279 @@
+"""The equation in float64 with all of its options at once: no code of a backend is used.
+
+What every backend, "reference" too, is compared with, and the sizes of the terms that the contract's bounds are
+made of.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linrope import LinearAttentionState, Rotary
+from linrope.feature_maps import FeatureMap
+from linrope.rotary import cos_sin_of_turns, rotate, to_turns
+from linrope.state import NO_KEYS
+
+NOTHING_KEPT = -1e4
+_OF_TOKENS = ("log_decay", "angle_steps", "key_mask", "positions", "key_positions")
+
+
+@dataclass
+class Sizes:
+    """Of the terms that results are sums of: what a rounding error is measured by."""
+
+    out: Tensor  # (b, n, h, e): M of docs/numerics.md, with the normalizer's own cancellation
+    den: Tensor  # (b, n, h): the normalizer before eps
+    kv: Tensor  # (s, g, f, e)
+    z: Tensor  # (s, g, f)
+    lost: float  # what sums that fade below float32's range come to in an output, in units of its roundoff
+    exact: float = 0.0  # what a float64 result may be off by, in these units
+
+
+class Equation:
+    """linear_rope_attention for float64 tensors; ``sizes`` are those of the last call.
+
+    before: the sizes of the call that made the state.
+    """
+
+    sizes: Sizes
+
+    def __init__(self, before: Sizes | None = None) -> None:
+        self.before = before
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, state: LinearAttentionState | None = None,
+        cu_seqlens: Tensor | None = None, return_state: bool = True, **how: Any,
+    ) -> tuple[Tensor, LinearAttentionState]:  # fmt: skip
+        parts = [(slice(None), slice(None))]  # of a batch, of tokens
+        if cu_seqlens is not None:
+            ends = pairwise(cu_seqlens.tolist())
+            parts = [(slice(i, i + 1), slice(*bounds)) for i, bounds in enumerate(ends)]
+            plain = how["rotary"] is None or how["rotary"].axes is None
+            for name in ("positions", "key_positions"):
+                if how.get(name) is not None and how[name].ndim == (1 if plain else 2):
+                    how[name] = how[name][None]
+        found = []
+        for rows, tokens in parts:
+            own = {
+                name: x[:, tokens] if name in _OF_TOKENS and x is not None and cu_seqlens is not None else x
+                for name, x in how.items()
+            }
+            first = None if state is None else state.reorder(torch.arange(len(state.kv))[rows])
+            before = None if self.before is None else (self.before.kv[rows], self.before.z[rows])
+            found.append(_attend(q[:, tokens], k[:, tokens], v[:, tokens], first, before, **own))
+        outs, states, sizes = zip(*found)
+        tensors = {name: torch.cat([x.tensors()[name] for x in states]) for name in states[0].tensors()}
+        dims = {"out": 1, "den": 1, "kv": 0, "z": 0}
+        joined = {name: torch.cat([getattr(x, name) for x in sizes], dims[name]) for name in dims}
+        self.sizes = Sizes(**joined, lost=sizes[0].lost)
+        unused = sum(
+            0 * how[name].sum() for name in ("log_decay", "angle_steps") if how.get(name) is not None
+        )
+        return torch.cat(outs, 1) + unused, replace(states[0], **tensors)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None, before: tuple[Tensor, Tensor] | None, *,
+    feature_map: FeatureMap | None, rotary: Rotary | None, rope_order: str, causal: bool, normalize: bool,
+    eps: float, eps_mode: str, positions: Tensor | None = None, key_positions: Tensor | None = None,
+    decay: Tensor | None = None, log_decay: Tensor | None = None, angle_steps: Tensor | None = None,
+    key_mask: Tensor | None = None,
+) -> tuple[Tensor, LinearAttentionState, Sizes]:  # fmt: skip
+    (b, n, h, _), (_, m, g, _), e = q.shape, k.shape, v.shape[3]
+    mask = torch.ones(b, m, dtype=torch.bool) if key_mask is None else key_mask
+    hidden = ~mask[..., None, None]
+    start = torch.zeros(b, dtype=torch.int64) if state is None else state.position
+    axes = None if rotary is None else rotary.axes
+    given, at_keys, distance = _places(positions, key_positions, start, n, m, axes)
+    if rotary is not None:
+        q, k = q * rotary.attention_factor, k * rotary.attention_factor
+        if rope_order == "before":
+            q, k, rotary = rotary(q, given), rotary(k, at_keys), None
+    (phi, q_scale), (psi, k_scale) = _features(feature_map, q, k.masked_fill(hidden, 0), given, at_keys)
+    psi, v = psi.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+    if state is None:
+        zeros = v.new_zeros(b, g, psi.shape[3], e)
+        state = LinearAttentionState(zeros, zeros[..., 0], start, "")
+    kv_size, z_size = before or (state.kv.detach().abs(), state.z.detach().abs())
+    phi_hat, psi_hat, width, angle = _turned(
+        phi, psi, rotary, given, at_keys, angle_steps, hidden, state.angle
+    )
+
+    first = None if k_scale is None else state.log_scale
+    w, w0, top = _weights(log_decay, decay, k_scale, first, mask, distance, causal, g)
+    far = far0 = None
+    if rotary is not None and rotary.fade is not None:
+        passed = distance.cumsum(1)
+        far = ((passed[:, :, None] - passed[:, None]).clamp(min=0)[..., None] * rotary.fade).exp()
+        far0 = (passed[..., None] * rotary.fade).exp()
+
+    ones = torch.ones_like(v[..., :1])
+    num = _sum(phi_hat, psi_hat, v, state.kv, w, w0, far, far0)
+    size = _sum(phi_hat.abs(), psi_hat.abs(), v.abs(), kv_size, w, w0, far, far0)
+    den = _sum(phi, psi, ones, state.z[..., None], w, w0)
+    if normalize:
+        divisor = den + eps if eps_mode == "add" else den.clamp(min=eps)
+        num = num / divisor
+        terms = _sum(phi.abs(), psi.abs(), ones, z_size[..., None], w, w0)
+        signed = terms > den.abs() * 1.001  # the normalizer cancels, which magnifies its rounding
+        size = (size + num.abs() * terms * signed) / divisor.abs()
+    else:
+        factor = top.mT.repeat_interleave(h // g, 2)[..., None]
+        factor = (factor if q_scale is None else factor + q_scale[..., None]).exp()
+        num, size = num * factor, size * factor
+
+    kv, z = state.kv, state.z
+    if m:  # as the last token sees it
+        ends = [None if x is None else x[:, -1] for x in (far, far0)]
+        kv = _last(psi_hat, v, kv, w, w0, *ends)
+        kv_size = _last(width, v.abs(), kv_size, w, w0, *ends)
+        z = _last(psi, ones, z[..., None], w, w0)[..., 0]
+        z_size = _last(psi.abs(), ones, z_size[..., None], w, w0)[..., 0]
+    counted = axes is not None or m == 0 or (key_positions is None and (positions is None or m != n))
+    position = start + m if counted else at_keys[:, -1] + 1
+    scale = None
+    if k_scale is not None:
+        scale = (
+            top[:, :, -1]
+            if m
+            else torch.full((b, g), NO_KEYS, dtype=torch.float64)
+            if first is None
+            else first
+        )
+    after = LinearAttentionState(kv, z, position, "", angle, scale)
+    lost = 2.0**-126 * 2.0**24 / (eps if normalize else 1)
+    return num, after, Sizes(size.detach(), den.detach()[..., 0], kv_size.detach(), z_size.detach(), lost)
+
+
+def _places(
+    positions: Tensor | None, key_positions: Tensor | None, start: Tensor, n: int, m: int, axes: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions of queries (b, n) and keys (b, m), with axes (b, n, axes), and the distances (b, m) of keys."""
+    b = len(start)
+
+    def spelled(given: Tensor | None, length: int) -> Tensor:
+        if given is None:
+            return start[:, None] + torch.arange(length)
+        shape = (length,) if axes is None else (length, axes)
+        rows = given if given.ndim > len(shape) else given[None]
+        return rows.long().expand(b, *shape)
+
+    given = spelled(positions, n)
+    at_keys = given if key_positions is None and m == n else spelled(key_positions, m)
+    if axes is not None or m == 0:
+        return given, at_keys, at_keys.new_zeros(b, m)
+    return given, at_keys, at_keys - torch.cat((start[:, None] - 1, at_keys[:, :-1]), 1)
+
+
+def _features(
+    fmap: FeatureMap | None, q: Tensor, k: Tensor, given: Tensor, at_keys: Tensor
+) -> list[tuple[Tensor, Tensor | None]]:
+    """phi and psi with their log_scales."""
+    if fmap is None:
+        return [(q, None), (k, None)]
+    where = ((given,), (at_keys,)) if fmap.positional else ((), ())
+    both: list[Any] = [fmap.queries(q, *where[0]), fmap.keys(k, *where[1])]
+    return [(x[0], x[1].detach()) if fmap.log_scaled else (x, None) for x in both]
+
+
+def _turned(
+    phi: Tensor, psi: Tensor, rotary: Rotary | None, given: Tensor, at_keys: Tensor, steps: Tensor | None,
+    hidden: Tensor, angle: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """R(Theta) phi, R(Theta) psi, what it is the difference of, and the sum of the steps after the last token."""
+    turns: list[Any] = [0, 0]
+    if rotary is not None:
+        theta = rotary.turns(torch.device("cpu"))  # (axes or 1, g or 1, pairs), in 2^-64 turns that wrap
+        places = [x if rotary.axes is not None else x[..., None] for x in (given, at_keys)]
+        turns = [(x[..., None, None] * theta).sum(-3) for x in places]
+    slope = None
+    if steps is not None:
+        steps = steps.expand(len(hidden), *steps.shape[1:]).masked_fill(hidden, 0)
+        sums = to_turns(steps.detach()).cumsum(1)
+        angle = sums.new_zeros(len(sums), *sums.shape[2:]) if angle is None else angle
+        turns = [x + sums + angle[:, None] for x in turns]
+        angle = angle + to_turns(steps.detach()).sum(1)
+        slope = steps.cumsum(1)
+        slope = slope - slope.detach()
+    if rotary is None and steps is None:
+        return phi, psi, psi.abs(), angle
+    layout = "interleaved" if rotary is None else rotary.layout
+    zero = torch.zeros(turns[0].shape[-1], dtype=torch.float64)
+    width = psi.abs() + rotate(psi, zero, zero + 1, layout).abs()  # the other of each pair
+    return _rotated(phi, turns[0], slope, layout), _rotated(psi, turns[1], slope, layout), width, angle
+
+
+def _rotated(x: Tensor, turns: Tensor, slope: Tensor | None, layout: str) -> Tensor:
+    cos, sin = cos_sin_of_turns(turns, torch.float64)
+    if slope is not None:  # integers have none
+        cos, sin = cos - sin * slope, sin + cos * slope
+    if cos.shape[2] > 1:
+        cos, sin = (y.repeat_interleave(x.shape[2] // y.shape[2], 2) for y in (cos, sin))
+    return rotate(x, cos, sin, layout)
+
+
+def _weights(
+    log_decay: Tensor | None, decay: Tensor | None, log_scale: Tensor | None, first: Tensor | None, mask: Tensor,
+    distance: Tensor, causal: bool, g: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """What is left of key j (b, g, n or 1, m) and of the state (b, g, n or 1) as query i comes, in units of e^top.
+
+        e^(L_i - L_j + s_j - top_i),   top_i = max_j L_i - L_j + s_j
+
+    Each sum of logs is formed of its own tokens' logs, and not as a difference.
+    """
+    b, m = mask.shape
+    a = torch.zeros(b, m, g, dtype=torch.float64)
+    if log_decay is not None:
+        a = a + log_decay.clamp(min=NOTHING_KEPT).expand(b, m, g).masked_fill(~mask[..., None], 0)
+    if decay is not None:
+        a = a + (distance[..., None] * decay.double().log()).clamp(min=NOTHING_KEPT)
+    exponent, exponent0, sees = a.new_zeros(b, g, 1, m), a.new_zeros(b, g, 1), mask[:, None, None]
+    if causal:
+        a = a.mT
+        later = torch.ones(m, m, dtype=torch.bool).triu(
+            1
+        )  # [j, t]: token t comes after key j, [i, j]: unseen
+        exponent, exponent0 = (a[:, :, None] * later).cumsum(-1).mT, a.cumsum(-1)
+        sees = sees & ~later
+    exponent = exponent.masked_fill(~sees, -torch.inf)
+    top = torch.zeros_like(exponent0)
+    if log_scale is not None:
+        exponent = exponent + log_scale.mT[:, :, None]
+        exponent0 = exponent0 + (a.new_full((b, g), NO_KEYS) if first is None else first)[..., None]
+        top = exponent0 if m == 0 else torch.maximum(exponent.amax(-1), exponent0)
+        top = top.clamp(min=NO_KEYS).detach()
+    return (exponent - top[..., None]).exp(), (exponent0 - top).exp(), top
+
+
+def _sum(
+    phi: Tensor, psi: Tensor, v: Tensor, kv: Tensor, w: Tensor, w0: Tensor, far: Tensor | None = None,
+    far0: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """sum_j w_ij <phi_i, psi_j> v_j and what the state adds: (b, n, h, e). far (b, n, m, f), far0 (b, n, f)."""
+    phi = phi.unflatten(2, (psi.shape[2], -1))
+    if far is None:
+        scores = torch.einsum("bngrf,bmgf->bgrnm", phi, psi)
+    else:
+        scores = torch.einsum("bngrf,bmgf,bnmf->bgrnm", phi, psi, far)
+    new = torch.einsum("bgrnm,bmge->bngre", scores * w[:, :, None], v)
+    old = phi * w0.mT[..., None, None] * (1 if far0 is None else far0[:, :, None, None])
+    return (new + torch.einsum("bngrf,bgfe->bngre", old, kv)).flatten(2, 3)
+
+
+def _last(
+    psi: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    w: Tensor,
+    w0: Tensor,
+    far: Tensor | None = None,
+    far0: Tensor | None = None,
+) -> Tensor:
+    """(b, g, f, e): all keys times values as the last token sees them. far (b, m, f), far0 (b, f)."""
+    psi = psi * w[:, :, -1].mT[..., None] * (1 if far is None else far[:, :, None])
+    kv = kv * w0[:, :, -1, None, None] * (1 if far0 is None else far0[:, None, :, None])
+    return kv + torch.einsum("bmgf,bmge->bgfe", psi, v)

@@ -1,0 +1,89 @@
+"""The campaigns, for a few seconds each; CONTRIBUTING.md says how they run at length."""
+
+import sys
+
+import pytest
+import torch
+
+from linrope import Rotary, linear_rope_attention
+from linrope.backends import native
+from tests.campaigns import concurrency, configurations, fuzz, kills, leaks, streaming
+from tests.campaigns.processes import finish, start
+
+needs_fork = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks, and reads /proc")
+
+
+def test_random_configurations_are_within_the_contract() -> None:
+    done, failed = configurations.run(60, 0)
+    assert failed == []
+    assert done["reference float64"] > 5
+
+
+@needs_fork
+def test_what_is_fuzzed_ends_in_an_error_that_is_promised() -> None:
+    done, failed = fuzz.run(60, 0)
+    assert failed == []
+    assert done.total() == 60
+
+
+@needs_fork
+def test_a_run_killed_at_random_instants_ends_with_its_bits() -> None:
+    assert kills.run(2, 0)[0] == 2
+
+
+def test_streams_do_not_drift() -> None:
+    streaming.run(12, 10**5)
+
+
+@needs_fork
+def test_memory_stays_as_it_is() -> None:
+    leaks.run(1000, 30)
+
+
+def test_threads_give_the_bits_of_one() -> None:
+    concurrency.run(15, spawns=False)
+
+
+def keys_alone(queries: int) -> int:
+    """Keys with positions of their own, more of them than there are queries."""
+    q, (k, v) = torch.randn(1, queries, 1, 4), torch.randn(2, 1, 300, 1, 4)
+    given = {"positions": torch.arange(queries), "key_positions": torch.arange(300)}
+    linear_rope_attention(
+        q, k, v, causal=False, rotary=Rotary(4), backend="native", return_state=True, **given
+    )
+    return 0
+
+
+@needs_fork
+@pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+def test_native_reads_no_position_past_the_last_query_s() -> None:
+    """In a process of its own: without queries it read at address 0."""
+    assert finish(start(lambda: keys_alone(0)), 60) == 0
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("backend", configurations.FAST)
+def test_a_sum_over_no_tokens_has_gradients(backend: str, causal: bool) -> None:
+    """Its gradient comes expanded, with strides of 0, and counts as contiguous."""
+    q, k, v = (torch.randn(1, 0, 2, 4, requires_grad=True) for _ in range(3))
+    out = linear_rope_attention(q, k, v, causal=causal, backend=backend)
+    assert all(x.shape == (1, 0, 2, 4) for x in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("backend", configurations.FAST)
+def test_an_attention_factor_is_not_rounded_before_an_exponential(backend: str) -> None:
+    """In half precision that would put a relative error of u x into e^x."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (6 * torch.randn(3, 1, 40, 1, 8, generator=generator)).bfloat16()
+    found = {}
+    for order in ("after", "before"):
+        rotary = Rotary(8, scaling=scaling)
+        how = {"feature_map": "exp", "rotary": rotary, "rope_order": order}
+        exact = linear_rope_attention(q.double(), k.double(), v.double(), backend="reference", **how)
+        out = linear_rope_attention(q.float(), k.float(), v.float(), backend=backend, **how)
+        found[order] = linear_rope_attention(q, k, v, backend=backend, **how).double() - exact
+        # What is left is the output's own rounding.
+        assert (
+            found[order].abs() <= 2.0**-8 * exact.abs() + 4 * (out.double() - exact).abs() + 1e-3
+        ).all(), order

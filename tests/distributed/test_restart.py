@@ -1,0 +1,73 @@
+"""A rank that is killed, and torchrun's restart from the last checkpoint: the bits of an undisturbed run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from linrope.models.training import checkpoints, latest_checkpoint
+
+pytestmark = pytest.mark.long
+
+SMALL = "--embed-dim 32 --layers 1 --heads 2 --batch-size 2 --sequence-length 32 --pieces 2 --steps 20"
+
+
+def start(text: Path, out: Path, log: Path, restarts: int) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", str(restarts), "-m", "linrope.cli", "train", str(text), "--out", str(out)]
+    command += [*SMALL.split(), "--save-every", "1", "--sequence-parallel", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with log.open("wb") as file:
+        return subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+
+
+def kill_last_rank(parent: int) -> None:
+    """Of the processes that torchrun has started."""
+    children = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+            environment = (stat.parent / "environ").read_bytes()
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(fields[1]) == parent and b"\0RANK=1\0" in environment:
+            children.append(int(stat.parent.name))
+    assert len(children) == 1
+    os.kill(children[0], signal.SIGKILL)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are looked up in /proc")
+def test_a_killed_rank_ends_all_and_a_restart_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("To be, or not to be, that is the question. " * 100)
+    names = ("whole", "ended", "killed")
+    processes = {}
+    for name in names:
+        out, log = tmp_path / name, tmp_path / f"{name}.log"
+        process = start(text, out, log, restarts=name == "killed")
+        if name != "whole":
+            end = time.monotonic() + 300
+            while not any(int(path.name[5:]) >= 3 for path in checkpoints(out)):
+                assert process.poll() is None and time.monotonic() < end, log.read_text()  # noqa: PT018
+                time.sleep(0.01)
+            kill_last_rank(process.pid)
+        processes[name] = process.wait(timeout=300)
+    assert [processes[name] != 0 for name in names] == [False, True, False]
+    message = (tmp_path / "ended.log").read_text()
+    assert "Signal 9 (SIGKILL)" in message
+
+    ends = [latest_checkpoint(tmp_path / name) for name in ("whole", "killed")]
+    for name in ("model.safetensors", "training.safetensors"):
+        expected, found = (load_file(end / name) for end in ends)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    logs = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "killed")]
+    for a, b in zip(*logs, strict=True):
+        assert json.loads(a)["gradient_norm"] == json.loads(b)["gradient_norm"]

@@ -1,0 +1,35 @@
+"""Runs whose processes share rows, tokens and heads have the numbers of one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import training
+from tests.distributed.processes import Processes
+
+HOW: dict[str, dict[str, Any]] = {
+    "accumulation": {"accumulation": 2},
+    "pieces": {"pieces": 3},
+    "pieces whose gradients go through": {"pieces": 2, "through": True},
+}
+
+
+@pytest.mark.parametrize("name", HOW)
+def test_tokens_and_heads_are_shared(processes: Processes, name: str) -> None:
+    size = processes.size
+    for tokens, heads in [(2, 1), (1, 2)] if size == 2 else [(2, 2)]:
+        processes.run(training.arrangement, tokens, heads, HOW[name])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", HOW)
+@pytest.mark.parametrize(("tokens", "heads"), [(4, 1), (1, 4), (2, 1), (1, 2), (1, 1)])
+def test_every_arrangement(processes: Processes, name: str, tokens: int, heads: int) -> None:
+    if tokens * heads > processes.size:
+        pytest.skip("needs four processes")
+    processes.run(training.arrangement, tokens, heads, HOW[name])
+
+
+def test_a_run_goes_on_with_another_arrangement(processes: Processes, tmp_path: Path) -> None:
+    processes.run(training.another_arrangement, str(tmp_path))

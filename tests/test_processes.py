@@ -1,0 +1,100 @@
+"""Copies, threads, child processes and imports: what a program does with a layer around its calls."""
+
+import copy
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from linrope import LinearRoPEAttention, feature_maps
+
+
+@pytest.mark.parametrize("feature_map", feature_maps.NAMES)
+def test_a_deepcopy_of_a_layer_works_on_its_own(feature_map: str) -> None:
+    options = {"max_length": 10} if feature_map == "cosformer" else {}
+    normalize = feature_maps.make(feature_map, 4, **options).positive
+    chosen = {"name": feature_map, **options}
+    original = LinearRoPEAttention(8, 2, feature_map=chosen, normalize=normalize, out_norm=True, gate=True)
+    x = torch.linspace(-1, 1, 48).view(2, 3, 8)
+    expected, given = original(x, return_state=True)
+    twin = copy.deepcopy(original)
+    assert torch.equal(twin(x, state=given), original(x, state=given))
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert torch.equal(original(x), expected)
+
+
+def test_8_threads_at_once_give_what_one_gives() -> None:
+    module = LinearRoPEAttention(8, 2, out_norm=True)
+    inputs = [torch.randn(2, 70 + i, 8, generator=torch.Generator().manual_seed(i)) for i in range(8)]
+
+    def both_ways(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.clone().requires_grad_()
+        y = module(x)
+        (grad,) = torch.autograd.grad(y.square().sum(), x)
+        return y.detach(), grad
+
+    expected = [both_ways(x) for x in inputs]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            for (y, grad), (y0, grad0) in zip(pool.map(both_ways, inputs), expected, strict=True):
+                assert torch.equal(y, y0)
+                assert torch.equal(grad, grad0)
+
+
+def python(source: str, path) -> str:
+    """What a fresh interpreter prints for a script."""
+    path.write_text(source)
+    command = [sys.executable, str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=path.parent.parent)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+ROOT = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+CHILD = """
+import multiprocessing
+
+def call(queue):
+    import torch, linrope
+    torch.set_num_threads(1)
+    x = torch.ones(1, 3, 2, 4, requires_grad=True)
+    linrope.linear_rope_attention(x, x, x, rotary=linrope.Rotary(4)).sum().backward()
+    queue.put((bool(x.grad.isfinite().all()), torch.cuda.is_initialized()))
+
+if __name__ == "__main__":
+    import torch, linrope
+    torch.set_num_threads(2)  # the parent's threads have run: the child has none of them
+    x = torch.ones(1, 512, 8, 16)
+    linrope.linear_rope_attention(x, x, x)
+    context = multiprocessing.get_context(METHOD)
+    queue = context.SimpleQueue()
+    child = context.Process(target=call, args=(queue,))
+    child.start()
+    print(queue.get())
+    child.join()
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_child_process_can_run_a_call(method: str, tmp_path) -> None:
+    if method == "fork" and sys.platform == "win32":
+        pytest.skip("this system cannot fork")
+    output = python(ROOT + CHILD.replace("METHOD", repr(method)), tmp_path / "script.py")
+    assert output.strip() == "(True, False)"
+
+
+def test_importing_linrope_brings_in_neither_gpu_nor_command_line_libraries(tmp_path) -> None:
+    source = """
+import torch
+before = set(sys.modules)
+import linrope
+added = {name.split(".")[0] for name in set(sys.modules) - before}
+print(sorted(added & {"triton", "linrope_kernels", "typer", "rich", "matplotlib"}))
+print(torch.cuda.is_initialized())
+"""
+    assert python(ROOT + source, tmp_path / "script.py").split() == ["[]", "False"]
