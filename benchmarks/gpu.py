@@ -1,4 +1,4 @@
-"""linrope on one GPU: against its floor, softmax attention and flash-linear-attention, and decoding.
+"""linrope on one GPU: against its floor, softmax attention and other libraries, gates, decoding, launches.
 
     PYTHONPATH=.:kernels python3 benchmarks/gpu.py --out benchmarks/results/gpu-name-date.json
 
@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.gpu_host import MODES, Row, host_row, predicted
+from benchmarks.gpu_others import OTHERS, bare
 from linrope import LinearAttentionState, Rotary, linear_rope_attention
 from linrope.cli.benchmark import machine
 from linrope.cli.cases import AttentionCase
 
-Row = dict[str, Any]
 Shape = tuple[int, int, int, int]  # batch, length, heads, dim
-MODES = ("forward", "training")
-SECTIONS = ("linrope", "overtaking", "decode", "softmax", "fla")
+SECTIONS = ("linrope", "overtaking", "decode", "softmax", "fla", "gated", "host")
 SPEEDUPS = ("forward x", "training x", "bare forward x", "bare training x")
 TOLERANCE = {torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
 BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
@@ -45,6 +46,10 @@ def shapes(section: str, tiny: bool) -> list[Shape]:
         return [(8, n, 16, 64) for n in (256, 512, 1024, 2048, 4096)]
     if section == "decode":
         return [(heads // 16, 1, 16, d) for d in (64, 128) for heads in (128, 512, 1024, 4096)]
+    if section == "host":
+        return [(b, 512, 16, 64) for b in (1, 8)]
+    if section == "gated":
+        return [(*size, 64) for size in ((8, 2048, 16), (4, 8192, 16), (1, 65_536, 8))]
     sizes = ((8, 2048, 16), (4, 8192, 16), (1, 8192, 96), (1, 65_536, 8), (2, 131_072, 16))
     return [(*size, d) for d in (64, 128) for size in sizes]
 
@@ -212,6 +217,36 @@ def fla_row(case: AttentionCase) -> Row:
     return row
 
 
+def gated_row(case: AttentionCase) -> Row:
+    """Times with a forget gate per head: all of the equation, and bare, as other libraries compute it."""
+    row: Row = {"functions": {}, "not_run": {}}
+    assert case.log_decay is not None
+    part = [x.detach()[-1:, :, -1:].double().cpu() for x in (*case.inputs, case.log_decay)]
+    wide = copy(case)
+    wide.inputs, wide.log_decay = (part[0], part[1], part[2]), part[3]
+    how = {"rotary": case.rotary, "log_decay": part[3], "backend": "eager"}
+    with torch.no_grad():
+        full, exact = linear_rope_attention(*part[:3], **how), bare(wide, "eager")
+    own: dict[str, Callable[[], Tensor]] = {
+        "linrope": partial(case.linrope, backend="triton"), "linrope bare": partial(bare, case)
+    }  # fmt: skip
+    for (name, attend), expected in zip(own.items(), (full, exact)):
+        compare(name, case.forward(attend)[-1:, :, -1:].cpu(), expected, TOLERANCE[case.dtype])
+        row["functions"][name] = measured(case, attend)
+    for name, make in OTHERS.items():
+        try:
+            theirs, attend = make(case)
+            compare(name, theirs.forward(attend)[-1:, :, -1:].cpu(), exact, 4 * TOLERANCE[case.dtype])
+            row["functions"][f"{name} bare"] = measured(theirs, attend)
+        except Exception as error:  # their troubles are noted, but are no failure of linrope's
+            row["not_run"][name] = ("not installed: " if isinstance(error, ImportError) else "") + repr(
+                error
+            )[:200]
+    for mode in MODES:
+        row[f"{mode}_ms"] = row["functions"]["linrope"][mode]["median_ms"]
+    return row
+
+
 @torch.no_grad()
 def decode_row(shape: Shape, device: str, dtype: torch.dtype, bandwidth: float) -> Row:
     """A step of so many layers that their states do not fit the L2 cache together, as in a model."""
@@ -317,6 +352,7 @@ def main(arguments: list[str] | None = None) -> int:
     if device == "cuda":
         driver = subprocess.getoutput("nvidia-smi --query-gpu=driver_version --format=csv,noheader")
         found |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "driver": driver}
+    found["hopper"] = device == "cuda" and torch.cuda.get_device_capability()[0] == 9
     found["commit"] = options.commit or found["commit"]
     result: Row = {"machine": found, "date": today, "ceilings": ceilings(device, options.tiny)}
     bandwidth, linrope = result["ceilings"]["copy"]["rate"], {}
@@ -325,7 +361,11 @@ def main(arguments: list[str] | None = None) -> int:
         if section == "decode":
             return decode_row(shape, device, dtype, bandwidth)
         b, n, h, d = shape
-        case, row = AttentionCase(n, b, h, d, device, dtype), {}
+        case, row = AttentionCase(n, b, h, d, device, dtype, gates=section == "gated"), {}
+        if section == "gated":
+            return gated_row(case)
+        if section == "host":
+            return host_row(case)
         if section in ("linrope", "overtaking"):
             row = linrope[shape] = linrope_row(case, bandwidth)
         if section in ("overtaking", "softmax"):
@@ -339,6 +379,8 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for section in (x for x in SECTIONS if x in options.only):
         measure(result, section, shapes(section, options.tiny), row_of, started + options.budget)
+        if section in ("linrope", "gated") and found["hopper"]:
+            predicted(result[section], section == "gated")
         result["overtakes"] = {x: overtaking(result.get("overtaking", []), x) for x in SPEEDUPS}
         options.out.write_text(json.dumps(result, indent=1) + "\n")  # after each: a run may be cut short
     print(table(result), options.out, sep="\n")

@@ -23,8 +23,18 @@ from linrope import LinearRoPEAttention
 from linrope.backends import operators
 from linrope.backends import triton as backend
 
-FREE = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh"}
-SHAPES = {"many heads": (8, 2048, 16), "few heads": (1, 65_536, 8), "short": (8, 512, 16)}
+FREE = {
+    "_unsafe_view",
+    "promote_types",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "detach",
+    "lift_fresh",
+}
+SHAPES = {"many heads": (8, 2048, 64), "few heads": (1, 65_536, 8), "short": (8, 512, 16)}
 LAYERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "gates": {"forget_gate": True},
@@ -60,7 +70,13 @@ def recorded() -> Iterator[Counter[str]]:
     def getitem(kernel: Any, grid: tuple[int, ...]) -> Any:
         return lambda *_, **__: names.update([kernel.__name__.removesuffix("_kernel")])
 
-    before = JITFunction.__getitem__, launch._device, backend.supports, operators._full_precision, torch.autocast
+    before = (
+        JITFunction.__getitem__,
+        launch._device,
+        backend.supports,
+        operators._full_precision,
+        torch.autocast,
+    )
     JITFunction.__getitem__ = getitem
     launch._device = lambda x: launch._Device(90, model.MULTIPROCESSORS)
     backend.supports = lambda call, state: None
@@ -99,9 +115,11 @@ def main() -> None:
         for name, how in LAYERS.items():
             found = count(shape, **how)
             if options.json:
-                print(json.dumps({"shape": shape, "layer": name} | found))
+                print(json.dumps({"name": shape_name, "shape": shape, "layer": name} | found))
                 continue
-            sums = [f"{p} {each['kernels'].total()} + {each['operations'].total()}" for p, each in found.items()]
+            sums = [
+                f"{p} {each['kernels'].total()} + {each['operations'].total()}" for p, each in found.items()
+            ]
             print(f"{shape_name:<10} {name:<25} {', '.join(sums)}")
             if options.names:
                 for p, each in found.items():

@@ -224,4 +224,5 @@ def send_state(k: Tensor, v: Tensor, shard: Shard, /, **options: Unpack[Options]
         "eps_mode": "clamp",
     }  # fmt: skip
     request = Request(**{**defaults, **options, "k": k, "v": v})  # type: ignore[arg-type]
-    return begin_shard(request, shard)
+    started: Started = begin_shard(request, shard)
+    return started

@@ -150,6 +150,7 @@ def test_onnxruntime_computes_prefill_in_chunks_and_twenty_steps(options, tmp_pa
 
 
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.:FutureWarning")
+@pytest.mark.long
 @torch.no_grad()
 def test_onnxruntime_computes_bidirectional_attention_on_a_grid(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")

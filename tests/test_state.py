@@ -251,3 +251,5 @@ def test_a_repr_is_short() -> None:
     assert len(repr(state)) < 120
     assert state.identity not in repr(state)
     assert f"position [{state.position[0]}" in repr(state)
+    for rows, shown in ((4, "[5, 5, 5, 5])"), (5, "[5, 5, 5, 5, ..])")):
+        assert repr(state.reorder(torch.zeros(rows).long())).endswith(shown)

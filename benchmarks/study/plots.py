@@ -33,10 +33,10 @@ def plots(folder: Path, out: Path) -> list[Path]:
             height = 1 + 0.21 * len(rows)
             drawn.append(_draw(out / f"{task}.png", 1, partial(_bits, rows), (7, height)))
             drawn.append(_draw(out / f"{task}-positions.png", 3, partial(_positions, rows), (12, 4)))
-        elif task in ("parity", "modulo-3", "copying", "distant", "images"):
+        else:
             drawn.append(_draw(out / f"{task}.png", 1, partial(_shares, rows), (7, 4)))
     sizes = {task: rows for task, rows in found.items() if task.removeprefix("recall-").isdecimal()}
-    if sizes:
+    if len(sizes) > 1:
         drawn.append(_draw(out / "recall.png", 1, partial(_recall, sizes), (7, 4)))
     return drawn
 

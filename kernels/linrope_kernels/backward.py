@@ -18,28 +18,21 @@ programs split their output: dq and dk by feature pairs (W of them), dv by value
 import triton
 import triton.language as tl
 
+from linrope_kernels.decay import again, as_columns, as_rows, exponents, factors, fade, load_decay, power
 from linrope_kernels.pieces import (
-    again,
-    as_columns,
-    as_rows,
     divisor,
     dot,
-    exponents,
-    factors,
-    fade,
     feature,
     features,
     in_registers,
     join,
     keep,
-    load_decay,
     load_features,
     load_state,
     load_sum,
     load_turn,
     load_values,
     operand,
-    power,
     quarter_turns,
     rotate,
     rotate_back,

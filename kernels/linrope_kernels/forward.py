@@ -15,27 +15,21 @@ Axis letters as in linrope, and s segment; heads are numbered b h, sequences of 
 import triton
 import triton.language as tl
 
+from linrope_kernels.decay import as_columns, as_rows, exponents, factors, fade, load_decay, power
 from linrope_kernels.pieces import (
-    as_columns,
-    as_rows,
     divisor,
     dot,
-    exponents,
-    factors,
-    fade,
     feature,
     features,
     in_registers,
     join,
     keep,
-    load_decay,
     load_features,
     load_state,
     load_sum,
     load_turn,
     load_values,
     operand,
-    power,
     rotate,
     store_state,
     store_sum,

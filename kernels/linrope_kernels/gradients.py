@@ -125,7 +125,8 @@ def state_bwd(call: Call, start: State | None, g_end: State) -> Gradients:
         )  # fmt: skip
     g_start = None
     if start is not None:
-        g_start = tuple((x * total.view(*total.shape, *[1] * (x.ndim - 2))).to(x.dtype) for x in g_end)
+        kv, z = ((x * total.view(*total.shape, *[1] * (x.ndim - 2))).to(x.dtype) for x in g_end)
+        g_start = kv, z
     d_log = None if log is None else _per_key_head(log, g).sum(3)
     return Gradients(
         None,
@@ -133,7 +134,7 @@ def state_bwd(call: Call, start: State | None, g_end: State) -> Gradients:
         dv,
         g_start,
         d_log,
-        None if angles is None else _per_key_head(angles, g),  # type: ignore[arg-type]
+        None if angles is None else _per_key_head(angles, g),
     )
 
 

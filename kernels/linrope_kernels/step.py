@@ -4,10 +4,9 @@ import triton
 import triton.language as tl
 
 from linrope_kernels.angles import cos_sin, load_theta
+from linrope_kernels.decay import factors, fade
 from linrope_kernels.pieces import (
     divisor,
-    factors,
-    fade,
     feature,
     features,
     keep,

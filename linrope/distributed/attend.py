@@ -9,7 +9,7 @@ from torch import Tensor
 from linrope.decay import NOTHING_KEPT, visible
 from linrope.distributed.exchange import Gathered
 from linrope.distributed.fold import Rules, fold
-from linrope.distributed.shard import Shard
+from linrope.distributed.shard import Shard, uncompiled
 from linrope.feature_maps import FeatureMap
 from linrope.names import readable
 from linrope.request import Request, attend, check, identity_of
@@ -27,7 +27,7 @@ class Started(NamedTuple):
 
 
 # torch.compile leaves out what the ranks send each other, and compiles what is around it.
-@torch.compiler.disable
+@uncompiled
 def attend_shard(request: Request, shard: Shard | Started) -> tuple[Tensor, LinearAttentionState | None]:
     """out, and the last state where it is wanted."""
     if request.cu_seqlens is not None:
@@ -47,7 +47,7 @@ def attend_shard(request: Request, shard: Shard | Started) -> tuple[Tensor, Line
     return out, pool._marked(False)
 
 
-@torch.compiler.disable
+@uncompiled
 def begin_shard(request: Request, shard: Shard) -> Started:
     """Sends the state of the last local document (bidirectional and packed: and the first)."""
     if not isinstance(shard, Shard):

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.distributed.shard import Shard
+from linrope.distributed.shard import Shard, uncompiled
 from linrope.state import LinearAttentionState
 
 
-@torch.compiler.disable
+@uncompiled
 def convolve_shard(
     convolution: Callable[..., Any],  # a ShortConvolution
     x: Tensor,

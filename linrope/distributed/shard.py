@@ -1,9 +1,10 @@
 """Which tokens of a batch each process of a group holds, and that all of them agree about it."""
 
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from linrope.distributed.exchange import Channel
 
 DIMENSION = "cp"  # the name that torchtitan and accelerate give a mesh's dimension for parts of a sequence
 SHOWN = 8  # numbers of a list in an error
+P = ParamSpec("P")
+T = TypeVar("T")
 NO_TARGET = -100  # as cross_entropy has it
 
 
@@ -25,6 +28,21 @@ class Piece(NamedTuple):
     low: int  # among all tokens of the batch
     high: int
     position: int  # of the token low in its document
+
+
+def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """torch.compile leaves the function out, as torch.compiler.disable has it.
+
+    Which imports the compiler, and with it Triton, where it stands: here only once something is compiled.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **more: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **more)  # type: ignore[no-any-return]
+        return function(*args, **more)
+
+    return call
 
 
 class Shard:

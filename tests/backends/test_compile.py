@@ -117,7 +117,7 @@ def gradients(model: nn.Module, run, x: torch.Tensor, *rest) -> list[torch.Tenso
     [
         (None, {}),
         (True, {"causal": False}),
-        (None, {"feature_map": "favor+"}),
+        pytest.param(None, {"feature_map": "favor+"}, marks=pytest.mark.long),
         pytest.param(True, {}, marks=pytest.mark.long),
         pytest.param(None, {"feature_map": "softmax", "rotary": "half"}, marks=pytest.mark.long),
         pytest.param(

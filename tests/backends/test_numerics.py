@@ -292,3 +292,16 @@ def test_xpos_takes_gaps_between_chunks_and_refuses_those_within_one() -> None:
     assert_same(actual, oracle)
     with pytest.raises(RuntimeError, match="1000063 positions in one chunk with this xpos"):
         linear_rope_attention(q, k, v, positions=where + 10**6 * (torch.arange(128) >= 70), **how)
+
+
+@pytest.mark.parametrize("further", [0, 1])
+def test_what_xpos_can_bear_is_measured_from_a_chunk_s_first_token_to_its_last(further: int) -> None:
+    q, k, v = randoms(1, 70, 1, 4)
+    how: dict[str, Any] = {"rotary": Rotary(4, xpos=512.0), "backend": "eager"}
+    most = int(-60 / float(how["rotary"].fade.min()))  # positions
+    where = torch.arange(70) + (most + further - 5) * (torch.arange(70) >= 68)  # in a chunk of six tokens
+    if further:
+        with pytest.raises(RuntimeError, match=f"{most + 1} positions in one chunk with this xpos"):
+            linear_rope_attention(q, k, v, positions=where, **how)
+    else:
+        assert linear_rope_attention(q, k, v, positions=where, **how).isfinite().all()

@@ -357,6 +357,10 @@ def test_the_whole_script_writes_every_field_and_prints_a_table(tmp_path: Path) 
     (own,) = result["linrope"]
     assert own.keys() >= {"shape", "errors", "forward", "training", "forward_floor", "backward_floor"}
     assert own["forward"].keys() == TIMES
+    (gated,), (host,) = result["gated"], result["host"]
+    assert gated["functions"].keys() >= {"linrope", "linrope bare"}
+    assert gated["not_run"].keys() <= {"simple_gla", "mamba SSD"}
+    assert host.keys() >= {"forward host us", "training host us"}
     assert [row["shape"][1] for row in result["overtaking"]] == [16, 32]
     for row in (*result["overtaking"], *result["softmax"]):
         assert row["speedups"].keys() == set(gpu.SPEEDUPS)
@@ -392,4 +396,4 @@ def test_without_time_nothing_is_measured_and_that_is_said(
     assert gpu.main(["--device", DEVICE, "--tiny", "--out", str(path), "--budget", "0"]) == 0
     result = json.loads(path.read_text())
     assert all("skipped" in row for section in gpu.SECTIONS for row in result[section])
-    assert capsys.readouterr().out.count("over the budget") == 6
+    assert capsys.readouterr().out.count("over the budget") == 8

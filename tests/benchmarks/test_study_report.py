@@ -86,6 +86,8 @@ def test_plots_are_drawn_from_the_lines_alone(tmp_path: Path) -> None:
         "language.png",
         "language-positions.png",
         "parity.png",
+        "recall-256.png",
+        "recall-512.png",
         "recall.png",
     }
     assert all(path.read_bytes()[1:4] == b"PNG" for path in drawn)

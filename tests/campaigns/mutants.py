@@ -35,19 +35,23 @@ ORACLE = f"{B}/test_combinations.py::test_every_backend_is_the_oracle"
 # Those that see most faults soonest come first.
 OPERATION = (
     f"{ORACLE}[native-elu+1]", f"{ORACLE}[eager-elu+1]", f"{B}/test_reference.py", f"{B}/test_equivalence.py",
-    f"{B}/test_gates.py", f"{B}/test_pieces.py", "tests/test_state.py", f"{ORACLE}[eager-favor+]",
+    f"{B}/test_gates.py", f"{B}/test_pieces.py", "tests/test_state_in_place.py", f"{ORACLE}[eager-favor+]",
     f"{B}/test_stable_exponentials.py", f"{B}/test_invariance.py", "linrope/functional.py",
 )  # fmt: skip
+ROTARY = ("tests/test_rotary.py", "tests/test_rotary_arguments.py", "tests/test_rotary_identity.py")
 CHECKS = ("tests/test_arguments.py", "tests/test_hostile_inputs.py", "tests/test_attention.py")
 TRANSFORMS = (f"{B}/test_operators.py", f"{B}/test_transforms.py", f"{B}/test_compile.py")
 TESTS: dict[str, tuple[str, ...]] = {
     "linrope/functional.py": (*OPERATION, *CHECKS),
     "linrope/request.py": (*OPERATION, "tests/test_decoding.py", *CHECKS),
     "linrope/arguments.py": (*CHECKS, *OPERATION),
-    "linrope/state.py": ("tests/test_state.py", *CHECKS, *OPERATION, "tests/test_decoding.py"),
-    "linrope/rotary.py": ("tests/test_rotary.py", *CHECKS, "tests/test_frequencies.py", *OPERATION),
-    "linrope/angles.py": ("tests/test_angles.py", "tests/test_rotary.py", *OPERATION),
-    "linrope/frequencies.py": ("tests/test_frequencies.py", "tests/test_rotary.py", *CHECKS[:2]),
+    "linrope/state.py": (
+        "tests/test_state.py", "tests/test_state_in_place.py", "tests/test_state_files.py", *CHECKS,
+        *OPERATION, "tests/test_decoding.py",
+    ),
+    "linrope/rotary.py": (*ROTARY, "tests/test_frequencies.py", *OPERATION),
+    "linrope/angles.py": ("tests/test_angles.py", *ROTARY, *OPERATION),
+    "linrope/frequencies.py": ("tests/test_frequencies.py", *ROTARY),
     "linrope/decay.py": (*OPERATION, f"{B}/test_numerics.py"),
     "linrope/chunks.py": (*OPERATION, f"{B}/test_numerics.py"),
     "linrope/packing.py": (*OPERATION, CHECKS[1]),

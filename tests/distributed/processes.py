@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-PATIENCE = 90  # seconds for one function; a hang then fails one test and not the run
+PATIENCE = 300  # seconds for one function; a hang then fails one test and not the run
 
 
 class Processes:
@@ -71,7 +71,11 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=PATIENCE - 60),
     )
     while True:
         try:

@@ -51,7 +51,7 @@ def test_a_killed_rank_ends_all_and_a_restart_goes_on_bit_for_bit(tmp_path: Path
     processes = {}
     for name in names:
         out, log = tmp_path / name, tmp_path / f"{name}.log"
-        process = start(text, out, log, restarts=name == "killed")
+        process = start(text, out, log, restarts=int(name == "killed"))
         if name != "whole":
             end = time.monotonic() + 300
             while not any(int(path.name[5:]) >= 3 for path in checkpoints(out)):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # once: the first step of an optimizer would import it in each process
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState

@@ -271,7 +271,7 @@ class Trainer:
             trainer = cls(model, corpus, config, accelerator, **parallel)
             if metadata["processes"] != (now := str(trainer.processes.rows)):
                 before = metadata["processes"]
-                raise ValueError(f"processes with rows of their own: got {now}, expected {before} as before")
+                raise ValueError(f"processes: got {now}, expected {before} with rows of their own, as before")
             trainer.step = int(metadata["step"])
             random_state = tensors.pop("random_state")
             if trainer.step:

@@ -1,0 +1,20 @@
+"""The launches that docs/gpu.md tells of, counted anew."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_layer_launches_no_more_than_the_page_says() -> None:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "TRITON_INTERPRET": "0"}
+    command = [sys.executable, str(ROOT / "benchmarks" / "launches.py"), "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    for line in map(json.loads, done.stdout.splitlines()):
+        counts = [sum(line[p][kind].values()) for p in ("forward", "backward") for kind in line[p]]
+        assert "| {} | {} | {} + {} | {} + {} |".format(line["name"], line["layer"], *counts) in page
