@@ -18,7 +18,7 @@ from linrope import LinearAttentionState, linear_rope_attention
 from linrope.backends import native
 from linrope.state import NO_KEYS
 from tests.bounds import BOUNDS, cancelling, error_in_bounds
-from tests.campaigns.draw import Configuration, Piece
+from tests.campaigns.draw import Configuration, Given, Piece
 from tests.campaigns.equation import Equation, Sizes
 from tests.oracle import everything
 
@@ -51,7 +51,10 @@ def check(config: Configuration, backends: tuple[str, ...]) -> Counter[str]:
         after = equation(*wide.qkv, state=state, **wide.how)[1]
     oracle = everything(*wide.qkv, state, call=equation, **wide.how)
     sizes = equation.sizes
-    sizes.slack = 16 if config.order == "before" and not config.by_backend else 1
+    # docs/numerics.md promises nothing of what is rounded before a backend sees the features.
+    exponential = config.map is not None and config.map.log_scaled and not isinstance(config.map, Given)
+    features = exponential or (config.rounds and (config.dtype != torch.float32 or not config.by_backend))
+    sizes.slack = 16 if features and config.dtype != torch.float64 else 1
     sizes.exact = EXACT if config.rotary is None or config.rotary.xpos is None else EXACT_XPOS
     results = [x for name, x in oracle.items() if x.is_floating_point()] + [sizes.out, sizes.kv]
     if any(not bool(x.isfinite().all()) or _largest(x) > torch.finfo(config.dtype).max for x in results):
@@ -115,9 +118,8 @@ def _check_state(
 ) -> None:  # fmt: skip
     """Sums are float32, whatever the inputs are; of "triton" its products have the inputs' digits."""
     u = sizes.exact if config.dtype == torch.float64 else BOUNDS[torch.float32]
-    rounds = config.rotary is not None and (config.order == "before" or config.rotary.attention_factor != 1)
-    if backend == "triton" or (rounds and config.dtype != torch.float64):  # q and k, before the map
-        u = BOUNDS[config.dtype]
+    if backend == "triton" or (config.rounds and config.dtype != torch.float64):
+        u = max(BOUNDS[config.dtype], 16 * u) * sizes.slack
     lag = torch.zeros(1, 1, dtype=torch.float64)
     if after.log_scale is not None and last.log_scale is not None:
         # Exponents formed in float32 of inputs in half precision are off; of given features they are not.
@@ -150,7 +152,7 @@ def _check_gradients(
         error, largest = _largest(found[name].double() - oracle[name]), _largest(oracle[name])
         if name in ("dkv", "dz") and config.map is not None and config.map.log_scaled:
             continue  # in units of e^m, which of a state without keys may be any
-        if largest < 1e-9:  # one key: the output is its value, whatever q and k are
+        if largest < max(1e-9, 1e-6 * biggest):  # one key: the output is its value, whatever q and k are
             continue
         if backend == "reference" and name == "dangle_steps" and found[name].dtype != config.dtype:
             continue  # it rounds the steps' gradients through queries and keys before it adds them

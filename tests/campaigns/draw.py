@@ -95,6 +95,11 @@ class Configuration:
         text = ", ".join(f"{name}={getattr(self, name)}" for name in names + more)
         return f"{text}, data={ {name: tuple(x.shape) for name, x in self.data.items()} }, m={self.m}"
 
+    @property
+    def rounds(self) -> bool:
+        """Whether something is done to q and k before the map."""
+        return self.rotary is not None and (self.order == "before" or self.rotary.attention_factor != 1)
+
     def rand(self, *shape: int) -> Tensor:
         return torch.rand(shape, generator=self.generator, dtype=torch.float64)
 
