@@ -41,6 +41,10 @@ State = LinearAttentionState | KeyValueState
 States = list[State]
 
 
+_SIZES = ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "hidden_dim", "max_length")
+_LARGEST = 2**31 - 1
+
+
 @dataclass(frozen=True)
 class LanguageModelConfig:
     """Sizes and choices of a LanguageModel; saved beside the weights as JSON."""
@@ -66,6 +70,12 @@ class LanguageModelConfig:
     forget_gate: bool | dict = False  # type: ignore[type-arg]
     short_conv: int | None = None
     qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            value = getattr(self, name)
+            if value is not None and value > _LARGEST:
+                raise ValueError(f"{name}={value}: expected at most {_LARGEST}")
 
     @classmethod
     def from_dict(cls, values: object) -> "LanguageModelConfig":

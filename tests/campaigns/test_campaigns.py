@@ -7,6 +7,7 @@ import torch
 
 from linrope import Rotary, linear_rope_attention
 from linrope.backends import native
+from linrope.models import LanguageModelConfig
 from tests.campaigns import concurrency, configurations, fuzz, kills, leaks, streaming
 from tests.campaigns.processes import finish, start
 
@@ -87,3 +88,9 @@ def test_an_attention_factor_is_not_rounded_before_an_exponential(backend: str) 
         assert (
             found[order].abs() <= 2.0**-8 * exact.abs() + 4 * (out.double() - exact).abs() + 1e-3
         ).all(), order
+
+
+@pytest.mark.parametrize("name", ["embed_dim", "num_heads", "max_length"])
+def test_a_size_past_64_bits_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=9+: expected at most"):
+        LanguageModelConfig(**{name: 10**30 - 1})
