@@ -149,7 +149,7 @@ def _linear(config: LanguageModelConfig) -> LinearRoPEAttention:
     decay = config.decay
     if decay == "auto":
         rope = config.positions == "rope" and config.rotary is not None
-        decay = "spread" if rope and not config.forget_gate else None
+        decay = "spread" if rope and config.forget_gate is False else None
     return LinearRoPEAttention(
         config.embed_dim,
         config.num_heads,

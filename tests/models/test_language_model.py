@@ -162,6 +162,7 @@ def test_a_config_from_before_these_choices_is_linear_attention_with_rope(tmp_pa
     [
         ({}, True),
         ({"forget_gate": True}, False),
+        ({"forget_gate": {}}, False),
         ({"decay": None}, False),
         ({"rotary": None}, False),
         ({"positions": "sinusoidal"}, False),
