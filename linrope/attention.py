@@ -119,7 +119,7 @@ class LinearRoPEAttention(nn.Module):
         self._decay, self.decay_logit = None, None
         if decay is not None:
             start, learned = make_decay(decay, g)
-            self._decay = Constant(start.double())
+            self._decay = Constant(start)
             self.decay_logit = nn.Parameter(torch.empty(g, **new)) if learned else None
         self.forget_gate = make_forget_gate(forget_gate, embed_dim, g, new)
         channels = (num_heads + g) * d + g * e

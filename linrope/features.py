@@ -22,7 +22,7 @@ def rotate_before(
     """
     if rotary is None:
         return q, k, rotary
-    if (rotary.attention_factor != 1 or rope_order == "before") and not _by_backend(fmap):
+    if (rotary.attention_factor != 1 or rope_order == "before") and _by_backend(fmap) is None:
         q, k = None if q is None else widen(q), widen(k)
     if rotary.attention_factor != 1:
         q, k = None if q is None else q * rotary.attention_factor, k * rotary.attention_factor
@@ -36,10 +36,9 @@ def map_features(
     q: Tensor | None, k: Tensor, fmap: FeatureMap | None, key_mask: Tensor | None, tokens: Tokens
 ) -> tuple[Tensor | None, Tensor, str, Tensor | None, Tensor | None]:
     """q, k, the elementwise map that backends apply to them, and the log_scale of each query and key."""
-    if fmap is None:
-        return q, k, "identity", None, None
-    if fmap.elementwise is not None and _by_backend(fmap):
-        return q, k, fmap.elementwise, None, None
+    if (name := _by_backend(fmap)) is not None:
+        return q, k, name, None, None
+    assert fmap is not None
     if key_mask is not None:  # what padding holds may overflow in the map, and 0 * inf is no 0
         k = k.masked_fill(~key_mask[:, :, None, None], 0)
     if isinstance(fmap, ElementwiseMap):  # exp: centred here, applied by the backend
@@ -53,9 +52,11 @@ def map_features(
     return q, k, "identity", q_scale, k_scale
 
 
-def _by_backend(fmap: FeatureMap | None) -> bool:
-    """Whether the backend takes q and k as they are, and applies the map itself."""
-    return fmap is None or (fmap.elementwise is not None and not fmap.log_scaled)
+def _by_backend(fmap: FeatureMap | None) -> str | None:
+    """The map that a backend applies itself, to q and k as they are; None: they are mapped before."""
+    if fmap is None:
+        return "identity"
+    return None if fmap.log_scaled else fmap.elementwise
 
 
 def _spelled_out(q: Tensor | None, k: Tensor, tokens: Tokens) -> tuple[tuple[Tensor], tuple[Tensor]]:

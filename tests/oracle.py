@@ -20,6 +20,11 @@ NATIVE = pytest.param(
     "native", marks=pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 )
 FAST = ("eager", NATIVE)  # for float32, bfloat16, float16
+MAPS = (*POSITIVE, *SIGNED)
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+every_fast = pytest.mark.parametrize("backend", FAST)
+every_map = pytest.mark.parametrize("name", MAPS)
+both_directions = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 # In what a backend is compared with the oracle, and how many of a tensor's largest entry it may be off.
 DTYPES = {"eager": torch.float64, "native": torch.float32, "triton": torch.float32}
 TOLERANCES = {"eager": 1e-10, "native": 64 * 2.0**-23, "triton": 32 * 2.0**-23}

@@ -42,7 +42,7 @@ def attend_bwd(
 ) -> Gradients:
     """saved and out (if it is read) are attend_fwd's."""
     assert call.q is not None
-    b, n, h, f = call.q.shape
+    b, n, h, _ = call.q.shape
     _, m, g, _ = call.k.shape
     tensors = (call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask)
     dq, dk, dv = (
@@ -53,8 +53,7 @@ def attend_bwd(
     delta = None if den is None else torch.empty_like(den)
     logs = angles = None
     if call.log_decay is not None:
-        blocks = (-(-((f + 1) // 2) // call.tile(name).pairs) for name in ("dq", "dk"))
-        logs = tuple(_part(call, x, number) for x, number in zip((call.q, call.k), blocks))
+        logs = _log_part(call, call.q, "dq"), _log_part(call, call.k, "dk")
     if call.phases is not None:
         angles = _part(call, call.q, call.pairs), _part(call, call.k, call.pairs)
     (log_q, log_k), (angles_q, angles_k) = logs or (None, None), angles or (None, None)
@@ -111,8 +110,7 @@ def state_bwd(call: Call, start: State | None, g_end: State) -> Gradients:
     cut = call.segments(m)
     fade, total = _after_segments(call, cut)
     after = tuple(_of_segments(call, x, cut, fade) for x in g_end)
-    blocks = -(-((call.k.shape[3] + 1) // 2) // call.tile("dk").pairs)
-    log = None if call.log_decay is None else _part(call, call.k, blocks)
+    log = None if call.log_decay is None else _log_part(call, call.k, "dk")
     angles = None if call.phases is None else _part(call, call.k, call.pairs)
     for name in ("dk", "dv"):
         call.launch(
@@ -178,6 +176,11 @@ def _part(call: Call, x: Tensor, numbers: int) -> Tensor:
     """(b, n, heads, numbers) float32 for x's tokens, not filled in; packed sequences may not cover all."""
     new = torch.empty if call.cu_seqlens is None else torch.zeros
     return new(*x.shape[:3], numbers, dtype=torch.float32, device=x.device)
+
+
+def _log_part(call: Call, x: Tensor, name: str) -> Tensor:
+    """A number for each block of pairs that a program of that kernel has."""
+    return _part(call, x, -(-((x.shape[3] + 1) // 2) // call.tile(name).pairs))
 
 
 def _per_key_head(x: Tensor, g: int) -> Tensor:

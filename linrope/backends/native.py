@@ -224,6 +224,6 @@ def _dense(call: Call) -> tuple[Tensor, Tensor, Tensor, bool]:
 
 
 def _rows_dense(x: Tensor) -> Tensor:
-    if x.stride(-1) == 1 or x.numel() == 0:  # nothing counts as contiguous, whatever its strides are
-        return x if x.stride(-1) == 1 else x.new_empty(x.shape)
-    return x.contiguous()
+    if x.stride(-1) == 1:
+        return x
+    return x.contiguous() if x.numel() else x.new_empty(x.shape)  # nothing is contiguous whatever its strides

@@ -105,9 +105,12 @@ def scale(groups: list[int], tokens: int, heads: int, dim: int, out: Path, conso
     """
     rows = []
     for size in groups:
+        measured: dict[int, dict[str, Any]] = {}  # by tokens, which are the same for the largest group
         for kind, total in (("strong", tokens), ("weak", tokens * size // max(groups))):
-            console.print(f"{size} processes, {total:,} tokens ({kind})")
-            rows.append({"scaling": kind} | _run_group(size, total, heads, dim))
+            if total not in measured:
+                console.print(f"{size} processes, {total:,} tokens ({kind})")
+                measured[total] = _run_group(size, total, heads, dim)
+            rows.append({"scaling": kind} | measured[total])
     today = datetime.date.today().isoformat()
     case = {"tokens": tokens, "heads": heads, "dim": dim, "threads": 1, "backend": "gloo"}
     result = {"date": today, "machine": machine("cpu"), "case": case, "rows": rows}

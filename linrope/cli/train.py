@@ -16,7 +16,7 @@ from linrope.cli.training import accelerator_on, describe, run_steps
 from linrope.files import parse_json
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.language_model import ATTENTION, POSITIONS
-from linrope.models.training import Corpus, Trainer, TrainingConfig, latest_checkpoint
+from linrope.models.training import Corpus, Trainer, TrainingConfig, checkpoints, latest_checkpoint
 from linrope.models.training.checkpoint import tokenizer_of
 from linrope.models.training.corpus import load_tokenizer
 from linrope.models.training.optional import need
@@ -146,7 +146,7 @@ def train(
     or torchrun -m linrope.cli train .., whose restarts (--max-restarts) go on as with --resume.
     """
     # torchrun starts a group anew in which a process ended.
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and any(out.glob("step-*")):
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and checkpoints(out):
         resume = True
     if save_every < 1:
         raise ValueError(f"--save-every={save_every}: expected at least 1")

@@ -205,10 +205,9 @@ def _before(request: Request, shard: Shard, own: dict[str, Tensor]) -> list[Line
     state = replace(state, conv=None)
     if shard.cu_seqlens is None:
         return [state]
-    documents = shard.documents(state.kv.device)
     if request.state is None:
-        return [state] * len(documents)
-    return [state.reorder(document) for document in documents[:, None]]
+        return [state] * max(1, len(shard.mine))
+    return [state.reorder(document) for document in shard.documents(state.kv.device)[:, None]]
 
 
 def _rows(

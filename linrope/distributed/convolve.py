@@ -27,11 +27,11 @@ def convolve_shard(
     tokens = shard.piece(-1)
     tail, count = last_inputs(x[:, tokens], None if key_mask is None else key_mask[:, tokens], width)
     tails, counts = shard.channel.gather([tail, count], _learned(x)).wait()
-    packed, documents = shard.cu_seqlens is not None, shard.documents(x.device)
-    if before is not None:
-        start = before.to(x.dtype)[documents] if packed else before.to(x.dtype)
+    packed = shard.cu_seqlens is not None
+    if before is None:
+        start = x.new_zeros(max(1, len(shard.mine)) if packed else len(x), *tail.shape[1:])
     else:
-        start = x.new_zeros(len(documents) if packed else len(x), *tail.shape[1:])
+        start = (before[shard.documents(x.device)] if packed else before).to(x.dtype)
     # Of packed sequences the first local one alone has tokens on earlier ranks.
     first = fold_inputs(tails, counts, shard.before, start[:1] if packed else start)
     halo = torch.cat((first, start[1:])) if packed else first

@@ -11,13 +11,13 @@ from linrope import LinearAttentionState, Rotary, linear_rope_attention
 from linrope.backends import eager
 from linrope.chunks import CHUNK
 from tests.oracle import (
-    BACKENDS,
     DTYPES,
-    FAST,
-    POSITIVE,
-    SIGNED,
+    MAPS,
     TOLERANCES,
     assert_same,
+    both_directions,
+    every_backend,
+    every_fast,
     everything,
     num_features,
     random_mask,
@@ -25,11 +25,6 @@ from tests.oracle import (
     randoms,
     use_map,
 )
-
-MAPS = (*POSITIVE, *SIGNED)
-every_fast = pytest.mark.parametrize("backend", FAST)
-both_backends = pytest.mark.parametrize("backend", BACKENDS)
-both_directions = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 
 
 def plain_sums(state: LinearAttentionState) -> tuple[Tensor, Tensor]:
@@ -174,7 +169,7 @@ def test_eager_is_reference_where_eps_bounds_the_normalizer(causal: bool) -> Non
     compare("eager", q, k, v, rotary=Rotary(4), causal=causal, eps=eps)
 
 
-@both_backends
+@every_backend
 @both_directions
 @pytest.mark.parametrize("name", MAPS)
 def test_gradients_are_those_of_finite_differences(name: str, causal: bool, backend: str) -> None:

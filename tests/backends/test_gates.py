@@ -12,9 +12,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linrope import Rotary, linear_rope_attention, linear_rope_state
-from tests.oracle import BACKENDS, FAST, assert_same, everything, examples, randoms
-
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
+from tests.oracle import (
+    BACKENDS,
+    FAST,
+    assert_same,
+    every_backend,
+    everything,
+    examples,
+    randoms,
+)
 
 
 def data(n: int, g: int = 2, b: int = 2, d: int = 4, seed: int = 1) -> tuple[Tensor, Tensor]:

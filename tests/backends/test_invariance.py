@@ -11,10 +11,11 @@ from torch import Tensor
 
 from linrope import Rotary, linear_rope_attention
 from tests.oracle import (
-    BACKENDS,
+    MAPS,
     POSITIVE,
-    SIGNED,
     assert_same,
+    both_directions,
+    every_backend,
     everything,
     num_features,
     random_mask,
@@ -23,15 +24,10 @@ from tests.oracle import (
     use_map,
 )
 
-MAPS = (*POSITIVE, *SIGNED)
-both_backends = pytest.mark.parametrize("backend", BACKENDS)
-both_directions = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-
-
 # Grouping, permuting, shifting
 
 
-@both_backends
+@every_backend
 @both_directions
 def test_grouped_heads_are_expanded_heads(causal: bool, backend: str) -> None:
     q, k, v = randoms(2, 70, 6, 4, g=2, e=3)
@@ -41,7 +37,7 @@ def test_grouped_heads_are_expanded_heads(causal: bool, backend: str) -> None:
     assert_same({"out": grouped["out"], "dq": grouped["dq"]}, {"out": full["out"], "dq": full["dq"]})
 
 
-@both_backends
+@every_backend
 @both_directions
 def test_interleaved_is_half_with_permuted_pairs(causal: bool, backend: str) -> None:
     q, k, v = randoms(2, 70, 2, 6)
@@ -52,7 +48,7 @@ def test_interleaved_is_half_with_permuted_pairs(causal: bool, backend: str) -> 
     assert_same({"out": half}, {"out": interleaved})
 
 
-@both_backends
+@every_backend
 @both_directions
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("explicit", [True, False])
@@ -73,7 +69,7 @@ def test_shifting_all_positions_changes_nothing(
     assert_same({"out": shifted}, {"out": at_zero}, tolerance=1e-9)
 
 
-@both_backends
+@every_backend
 @both_directions
 def test_rotation_by_zero_is_plain_linear_attention(causal: bool, backend: str) -> None:
     q, k, v = randoms(2, 70, 2, 4)
@@ -85,7 +81,7 @@ def test_rotation_by_zero_is_plain_linear_attention(causal: bool, backend: str) 
 # Nothing to attend to, and numbers that are none
 
 
-@both_backends
+@every_backend
 @pytest.mark.parametrize(
     ("b", "n", "m", "causal"),
     [
@@ -113,7 +109,7 @@ def test_empty_tensors_give_zeros_and_empty_gradients(
         assert not results["out"].any()
 
 
-@both_backends
+@every_backend
 @both_directions
 @pytest.mark.parametrize("name", POSITIVE)
 def test_a_query_without_keys_gives_zero_and_finite_gradients(name: str, causal: bool, backend: str) -> None:
@@ -131,7 +127,7 @@ def test_a_query_without_keys_gives_zero_and_finite_gradients(name: str, causal:
     assert not results["dk"][0].any()
 
 
-@both_backends
+@every_backend
 @both_directions
 def test_a_nan_stays_in_its_sequence(causal: bool, backend: str) -> None:
     q, k, v = randoms(3, 70, 2, 4, dtype=torch.float32)
@@ -146,7 +142,7 @@ def test_a_nan_stays_in_its_sequence(causal: bool, backend: str) -> None:
     assert dirty["out"][1].isnan().any()
 
 
-@both_backends
+@every_backend
 @both_directions
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1000.0])
@@ -164,7 +160,7 @@ def test_what_masked_keys_hold_does_not_matter(garbage: float, name: str, causal
 # Strides, dtypes, modes, threads
 
 
-@both_backends
+@every_backend
 @both_directions
 def test_strides_of_inputs_and_gradients_do_not_matter(causal: bool, backend: str) -> None:
     b, n, h, d = 3, 70, 2, 4
@@ -184,7 +180,7 @@ def test_strides_of_inputs_and_gradients_do_not_matter(causal: bool, backend: st
     assert_same(grads[2], grads[1])
 
 
-@both_backends
+@every_backend
 @both_directions
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -239,7 +235,7 @@ def test_inference_mode_and_training_may_follow_each_other(order: str, causal: b
     assert torch.equal(first, second)
 
 
-@both_backends
+@every_backend
 @both_directions
 def test_threads_at_once_give_the_bits_of_one(causal: bool, backend: str) -> None:
     inputs = [randoms(2, 50 + 40 * i, 4, 8, g=2, dtype=torch.float32, seed=i) for i in range(8)]

@@ -16,11 +16,10 @@ from tests.bounds import BOUNDS, cancelling, error_in_bounds
 from tests.feature_maps.table import plain
 from tests.oracle import (
     BACKENDS,
-    FAST,
     NATIVE,
-    POSITIVE,
-    SIGNED,
     assert_same,
+    every_fast,
+    every_map,
     everything,
     examples,
     num_features,
@@ -29,8 +28,6 @@ from tests.oracle import (
 )
 
 every_dtype = pytest.mark.parametrize("dtype", BOUNDS, ids=lambda dtype: str(dtype).removeprefix("torch."))
-every_fast = pytest.mark.parametrize("backend", FAST)
-every_map = pytest.mark.parametrize("name", [*POSITIVE, *SIGNED])
 
 
 @every_fast

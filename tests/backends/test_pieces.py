@@ -12,10 +12,10 @@ from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary, linear_rope_attention
 from tests.oracle import (
-    BACKENDS,
-    POSITIVE,
-    SIGNED,
+    MAPS,
     assert_same,
+    both_directions,
+    every_backend,
     everything,
     examples,
     num_features,
@@ -24,10 +24,6 @@ from tests.oracle import (
     randoms,
     use_map,
 )
-
-MAPS = (*POSITIVE, *SIGNED)
-both_backends = pytest.mark.parametrize("backend", BACKENDS)
-both_directions = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 
 
 def in_pieces(
@@ -45,7 +41,7 @@ def in_pieces(
     return torch.cat(outs, 1), state
 
 
-@both_backends
+@every_backend
 @examples(25)
 @given(
     cuts=st.lists(st.integers(0, 140), max_size=4).map(sorted),
@@ -68,7 +64,7 @@ def test_a_sequence_cut_anywhere_gives_what_one_call_gives(
     assert_same(everything(q, k, v, state, call=in_pieces, cuts=cuts, **how), whole)
 
 
-@both_backends
+@every_backend
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("layout", [None, "interleaved", "half"])
 def test_decoding_token_by_token_gives_what_one_call_gives(
@@ -90,7 +86,7 @@ def test_decoding_token_by_token_gives_what_one_call_gives(
     assert_same({"out": out, "kv": state.kv, "z": state.z}, {x: whole[x] for x in ("out", "kv", "z")})
 
 
-@both_backends
+@every_backend
 def test_keys_may_come_in_pieces_before_the_queries(backend: str) -> None:
     q, k, v = randoms(2, 9, 2, 4, m=30)
     how: dict[str, Any] = {"rotary": Rotary(4), "causal": False, "backend": backend}
@@ -102,7 +98,7 @@ def test_keys_may_come_in_pieces_before_the_queries(backend: str) -> None:
     assert_same({"out": out}, {"out": whole})
 
 
-@both_backends
+@every_backend
 @examples(20)
 @given(
     lengths=st.lists(st.integers(0, 70), min_size=1, max_size=5),
@@ -143,7 +139,7 @@ def test_packed_sequences_give_what_each_gives_alone(
     assert_same(together, everything(q, k, v, state, call=apart, **how))
 
 
-@both_backends
+@every_backend
 @pytest.mark.parametrize("grad", [True, False])
 def test_one_token_at_a_given_position_fades_the_state_by_the_gap(grad: bool, backend: str) -> None:
     q, k, v = randoms(2, 1, 2, 4)
@@ -161,7 +157,7 @@ def test_one_token_at_a_given_position_fades_the_state_by_the_gap(grad: bool, ba
 # Padding
 
 
-@both_backends
+@every_backend
 @pytest.mark.parametrize("fading", [True, False])
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("lengths", [[70, 3, 1], [5]])
@@ -188,7 +184,7 @@ def test_with_positions_from_the_mask_padded_sequences_have_the_states_of_unpadd
         assert_same(actual, {"out": alone, "kv": last.kv, "z": last.z, "next": after})
 
 
-@both_backends
+@every_backend
 @both_directions
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padded_sequences_give_what_unpadded_ones_give(side: str, causal: bool, backend: str) -> None:

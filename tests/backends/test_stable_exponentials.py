@@ -11,9 +11,13 @@ from torch import Tensor
 
 from linrope import Rotary, feature_maps, linear_rope_attention
 from linrope.feature_maps import FeatureMap
-from tests.oracle import BACKENDS, examples, randoms
+from tests.oracle import (
+    BACKENDS,
+    every_backend,
+    examples,
+    randoms,
+)
 
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
 MAPS = ("exp", "softmax", "favor+", "favor+hyperbolic", "favor++")
 D = 64
 

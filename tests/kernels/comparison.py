@@ -19,7 +19,6 @@ every_dtype = pytest.mark.parametrize(
     [pytest.param(x, marks=long_here if x == torch.float16 else []) for x in TOLERANCE],
     ids=lambda dtype: str(dtype).removeprefix("torch."),
 )
-both_directions = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 marks = [
     pytest.mark.usefixtures("poison"),
     # exp(x) is formed for all x in elu(x) + 1, also where x + 1 is taken; NumPy would warn.

@@ -8,8 +8,8 @@ import torch
 
 from linrope import Rotary, linear_rope_attention, linear_rope_state
 from tests.kernels import comparison
-from tests.kernels.comparison import TOLERANCE, both_directions, every_dtype
-from tests.oracle import random_state, randoms
+from tests.kernels.comparison import TOLERANCE, every_dtype
+from tests.oracle import both_directions, random_state, randoms
 
 pytestmark = comparison.marks
 

@@ -9,7 +9,12 @@ from linrope_kernels import INTERPRETED, tiles
 from torch import Tensor
 
 from linrope import Rotary, linear_rope_attention
-from tests.oracle import assert_same, everything, random_state
+from tests.oracle import (
+    assert_same,
+    both_directions,
+    everything,
+    random_state,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,7 +23,6 @@ pytestmark = [
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 TIMES = {torch.float32: 16, torch.bfloat16: 4, torch.float16: 4}  # of u M, in the numerics contract
 every_dtype = pytest.mark.parametrize("dtype", UNIT, ids=lambda dtype: str(dtype).removeprefix("torch."))
-both_directions = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 
 
 @pytest.fixture(autouse=True)

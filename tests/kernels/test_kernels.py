@@ -12,8 +12,8 @@ from linrope.feature_maps import ELEMENTWISE
 from tests.backends.problems import CONFIGS, Problem
 from tests.bounds import error_in_bounds
 from tests.kernels import comparison
-from tests.kernels.comparison import TOLERANCE, both_directions, compare, every_dtype, long_here
-from tests.oracle import everything, examples, random_state, randoms
+from tests.kernels.comparison import TOLERANCE, compare, every_dtype, long_here
+from tests.oracle import both_directions, everything, examples, random_state, randoms
 
 pytestmark = comparison.marks
 
