@@ -59,7 +59,24 @@ def calculate(model: Model, tokens: int, gpus: int, flops: float, bandwidth: flo
     }
 
 
+def overhead(dim: int, chunk: int) -> tuple[float, float]:
+    """Arithmetic of a shard in a group over that of the same shard alone: forward, and with backward.
+
+    Per token and head, with as many features as values: a product with the state, or what a token adds to it,
+    is 2 dim^2; one with the keys of its chunk, half of which it sees, is chunk dim. In a group comes on top the
+    state of the shard's keys, and in the backward pass dk and dv from its gradient.
+    """
+    state, tile = 2 * dim**2, chunk * dim
+    forward = 2 * state + 2 * tile  # S phi and S += psi v^T; scores, and their product with v
+    # dphi, S again, its gradient, dpsi and dv; scores and their gradients, and dphi, dpsi and dv from them.
+    backward = 5 * state + 5 * tile
+    return 1 + state / forward, 1 + 3 * state / (forward + backward)
+
+
 def print_calculation() -> None:
+    for dim, chunk in ((64, 32), (128, 32), (128, 128)):
+        forward, both = overhead(dim, chunk)
+        print(f"heads of {dim}, chunks of {chunk}: {forward:.2f} of a shard alone, with backward {both:.2f}")
     model = Model()
     size = f"{model.parameters / 1e9:.1f} billion parameters"
     print(f"{size}, {model.state / 1e6:.2f} MB of state per layer and rank")

@@ -1,5 +1,6 @@
 """What each rank of a group asserts about transformers' Trainer, with its own switches; run by the tests."""
 
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -107,9 +108,9 @@ def compare(folder: str, rows: int, trainer: type[Trainer] = Trainer, **shared: 
     losses = expected(one)
     how: dict[str, Any] = {"distributed_config": DistributedConfig(**shared)} if shared else {}
     model = LinRopeForCausalLM.from_pretrained(folder, **how)
-    # accelerate wants GPUs for a mesh; that these are none makes no other difference here.
+    # accelerate wants GPUs for heads shared out; that these are none makes no other difference here.
     pretended = mock.PropertyMock(return_value=True)
-    with mock.patch.object(Accelerator, "multi_device", pretended) if shared else mock.MagicMock():
+    with mock.patch.object(Accelerator, "multi_device", pretended) if "tp_size" in shared else nullcontext():
         run = trainer(model, arguments(folder, rows), train_dataset=Rows(), eval_dataset=Rows())
         run.train()
         evaluated = run.evaluate()["eval_loss"]
