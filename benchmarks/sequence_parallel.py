@@ -63,8 +63,8 @@ def overhead(dim: int, chunk: int) -> tuple[float, float]:
     """Arithmetic of a shard in a group over that of the same shard alone: forward, and with backward.
 
     Per token and head, with as many features as values: a product with the state, or what a token adds to it,
-    is 2 dim^2; one with the keys of its chunk, half of which it sees, is chunk dim. In a group comes on top the
-    state of the shard's keys, and in the backward pass dk and dv from its gradient.
+    is 2 dim^2; one with the keys of its chunk, half of which it sees, is chunk dim. In a group comes on top
+    the state of the shard's keys, and in the backward pass dk and dv from its gradient.
     """
     state, tile = 2 * dim**2, chunk * dim
     forward = 2 * state + 2 * tile  # S phi and S += psi v^T; scores, and their product with v
