@@ -13,7 +13,7 @@ from linrope import Rotary, feature_maps, linear_rope_attention, linear_rope_sta
 from linrope.backends import native
 from linrope.rotary import MAX_POSITION
 from tests.bounds import BOUNDS, error_in_bounds
-from tests.campaigns.equation import Equation
+from tests.equation import Equation
 
 OPTIONS: dict[str, dict[str, Any]] = {  # what a stream's calls have in common
     "plain": {},

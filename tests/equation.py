@@ -53,7 +53,7 @@ class Equation:
         if cu_seqlens is not None:
             ends = pairwise(cu_seqlens.tolist())
             parts = [(slice(i, i + 1), slice(*bounds)) for i, bounds in enumerate(ends)]
-            plain = how["rotary"] is None or how["rotary"].axes is None
+            plain = how.get("rotary") is None or how["rotary"].axes is None
             for name in ("positions", "key_positions"):
                 if how.get(name) is not None and how[name].ndim == (1 if plain else 2):
                     how[name] = how[name][None]
@@ -80,10 +80,10 @@ class Equation:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None, before: tuple[Tensor, Tensor] |
     None, *,
-    feature_map: FeatureMap | None, rotary: Rotary | None, rope_order: str, causal: bool, normalize: bool,
-    eps: float, eps_mode: str, positions: Tensor | None = None, key_positions: Tensor | None = None,
-    decay: Tensor | None = None, log_decay: Tensor | None = None, angle_steps: Tensor | None = None,
-    key_mask: Tensor | None = None,
+    feature_map: FeatureMap | None, rotary: Rotary | None = None, rope_order: str = "after",
+    causal: bool = True, normalize: bool = True, eps: float = 1e-6, eps_mode: str = "clamp",
+    positions: Tensor | None = None, key_positions: Tensor | None = None, decay: Tensor | None = None,
+    log_decay: Tensor | None = None, angle_steps: Tensor | None = None, key_mask: Tensor | None = None,
 ) -> tuple[Tensor, LinearAttentionState, Sizes]:  # fmt: skip
     (b, n, h, _), (_, m, g, _), e = q.shape, k.shape, v.shape[3]
     mask = torch.ones(b, m, dtype=torch.bool) if key_mask is None else key_mask
