@@ -88,9 +88,8 @@ def test_gradient_error_is_that_of_the_reference(
     worst = 0.0
     for name in (name for name in oracle if name.startswith("d")):
         errors = [(x[name].double() - oracle[name]).abs().max() for x in (actual, reference)]
-        # The gradient of log_decay is a difference of sums as large as outputs and states: of a gate that
-        # is all but
-        # closed only their rounding is left.
+        # The gradient of log_decay is a difference of sums as large as outputs and states: of a gate
+        # that is all but closed only their rounding is left.
         lost = BOUNDS[torch.float32] * cancelling(oracle) if name == "dlog_decay" else 0.0
         # With one key the output is its value: no gradient for q and k, and nothing to measure errors by.
         is_zero = oracle[name].abs().max() < 1e-9
