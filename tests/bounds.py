@@ -15,8 +15,7 @@ def error_in_bounds(out: Tensor, oracle: Tensor, size: Tensor) -> float:
 
 
 def cancelling(oracle: dict[str, Tensor]) -> Tensor:
-    """About how large the sums are whose difference is the gradient of log_decay; the loss weighs by about
-    1."""
+    """About how large the sums are whose difference is log_decay's gradient, in a loss of weights about 1."""
     return (
         sum(oracle[name].abs().sum(-1).max() for name in ("out", "z")) + oracle["kv"].abs().sum((2, 3)).max()
     )

@@ -93,8 +93,7 @@ def everything(
     q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None = None, *,
     call: Callable[..., Any] = linear_rope_attention, **how: Any,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Output, last state, and the gradients of all inputs through all of them; log_decay and angle_steps
-    too."""
+    """Output, last state, and the gradients of all inputs through all of them."""
     data = {name: how.pop(name) for name in ("log_decay", "angle_steps") if how.get(name) is not None}
     leaves = {"dq": q, "dk": k, "dv": v, **{f"d{name}": x for name, x in data.items()}}
     leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}

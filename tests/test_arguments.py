@@ -32,6 +32,54 @@ FADING: dict[str, Any] = {"decay": torch.full((G,), 0.5)}
 GRID: dict[str, Any] = {"rotary": Rotary.axial(D, 2)}
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    # log_decay and angle_steps
+    **{
+        f"log_decay of shape {shape}": (
+            lambda shape=shape: attend(log_decay=torch.zeros(shape)),
+            ValueError,
+            f"log_decay: got shape {shape}, expected (b or 1, n, g or 1) = (1, 5, 2)",
+        )
+        for shape in ((1, N), (1, N, G, 1), (2, N, G), (1, N + 1, G), (1, 1, G), (1, N, 3))
+    },
+    **{
+        f"angle_steps of shape {shape}": (
+            lambda shape=shape: attend(angle_steps=torch.zeros(shape)),
+            ValueError,
+            f"angle_steps: got shape {shape}, expected (b or 1, n, g or 1, pairs) with b, n, g = (1, 5, 2)",
+        )
+        for shape in ((1, N, G), (1, N, G, 2, 1), (2, N, G, 2), (1, N - 1, G, 2), (1, N, 3, 2))
+    },
+    "log_decay > 0": (lambda: attend(log_decay=torch.full((1, N, G), 0.5)), ValueError, "got up to 0.5, exp"),
+    "log_decay without time": (
+        lambda: attend(log_decay=torch.zeros(1, N, G), causal=False),
+        ValueError,
+        "log_decay: got causal=False, expected causal=True",
+    ),
+    "too many pairs": (
+        lambda: attend(angle_steps=torch.zeros(1, N, G, 3)),
+        ValueError,
+        "angle_steps: got 3 pairs, expected 2",
+    ),
+    "fewer pairs than the rotation has": (
+        lambda: attend(angle_steps=torch.zeros(1, N, G, 1), rotary=Rotary(D)),
+        ValueError,
+        "angle_steps: got 1 pairs, expected 2",
+    ),
+    "no pairs": (
+        lambda: attend(angle_steps=torch.zeros(1, N, G, 0)),
+        ValueError,
+        "angle_steps: got 0 pairs, expected 2",
+    ),
+    "steps of other keys": (
+        lambda: attend(angle_steps=torch.zeros(1, N + 1, G, 2), m=N + 1, causal=False),
+        ValueError,
+        "angle_steps: got 5 queries and 6 keys",
+    ),
+    "steps beside xPos": (
+        lambda: attend(angle_steps=torch.zeros(1, N, G, 2), rotary=Rotary(D, xpos=20.0)),
+        ValueError,
+        "angle_steps: got them beside xpos=20.0",
+    ),
     # decay
     "a number as decay": (lambda: attend(decay=0.9), TypeError, "decay: got float, expected a floating-"),
     "integers as decay": (lambda: attend(decay=cu(1, 1)), TypeError, "decay: got torch.int32, expected a fl"),

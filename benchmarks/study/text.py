@@ -99,17 +99,18 @@ def _bits(model: nn.Module, rows: Tensor, tokens: int = 16_384) -> Tensor:
 class Distant(Task):
     """Recall across text: key and value bytes, so many bytes of source code, the keys again in another order.
 
-    Keys and values are bytes that the text has not. A step reads rows of one distance, the distances take
-    turns, and all steps have about as many tokens: the nearer ones teach what the far ones ask.
+    Keys and values are bytes that the text has not. A step reads rows of one distance, and the distances
+    take turns. The near ones come more often: they teach what the far ones ask.
     """
 
     length: int = 4096  # the farthest distance trained at
-    steps: int = 1500
+    steps: int = 1000
     rows: int = 1  # of the farthest distance
+    most: int = 2048  # tokens of a step of any other
     test_rows: int = 32
-    pairs: int = 8
+    pairs: int = 4
     values: int = 16
-    distances: tuple[int, ...] = (16, 64, 256, 1024, 4096)
+    distances: tuple[int, ...] = (8, 32, 8, 256, 32, 1024, 8, 4096)
     tested: tuple[int, ...] = (256, 1024, 4096, 8192)
     first_key: int = 128
     first_value: int = 144
@@ -128,8 +129,14 @@ class Distant(Task):
 
     def batch(self, seed: int, step: int) -> Batch:
         distance = self.distances[step % len(self.distances)]
-        rows = max(1, self.tokens // (distance + 3 * self.pairs))
-        return self.make(corpus().train, distance, rows, self.generator(seed, step))
+        return self.make(corpus().train, distance, self._rows(distance), self.generator(seed, step))
+
+    def _rows(self, distance: int) -> int:
+        return max(self.rows, self.most // (distance + 3 * self.pairs))
+
+    @property
+    def tokens(self) -> int:
+        return sum(self._rows(n) * (n + 3 * self.pairs) for n in self.distances) // len(self.distances)
 
     def measure(self, model: nn.Module) -> dict[str, Any]:
         generator = self.generator(TEST_SEED, 0)

@@ -28,8 +28,7 @@ class Call(NamedTuple):
     """One call of the operation, checked and resolved.
 
     Features are phi(q) and psi(k) where ``feature_map`` is the name of an elementwise map; "identity": q
-    and k are
-    features already. Token t's log_decay and angle_steps are 0 where a mask hides it.
+    and k are features already. Token t's log_decay and angle_steps are 0 where a mask hides it.
     """
 
     q: Tensor | None  # (b, n, h, f); None: the last state alone is wanted

@@ -2,14 +2,12 @@
 
     1  cut every sequence into chunks of c tokens
     2  inside a chunk: scores <R phi_i, R psi_j> e^(D_i - D_j), j <= i, D the sum of log decays from its start
-    3  from chunk to chunk: the state S, faded by e^(D_c), with the chunk's own keys added
-    (``linrope.chunks``)
+    3  from chunk to chunk: the state S, faded by e^(D_c), and the chunk's own keys (``linrope.chunks``)
     4  num_i = sum_j scores_ij v_j + e^(D_i) R phi_i S, and den_i likewise without rotation
 
 The backward pass does the same with the gradient T of the state, from the last chunk to the first, and
-starts from
-the inputs alone. Tensors are (t, g, r, c, ..): t chunk, g key/value head, r its query head, c position in
-the chunk.
+starts from the inputs alone. Tensors are (t, g, r, c, ..): t chunk, g key/value head, r its query head,
+c position in the chunk.
 """
 
 from collections.abc import Callable, Iterator

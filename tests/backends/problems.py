@@ -1,4 +1,4 @@
-"""Random configurations of a call, and how large its terms are, by which errors are measured."""
+"""Random configurations of a call, drawn by hypothesis, with what the equation gives."""
 
 from typing import Any
 
@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary, linear_rope_attention
-from linrope.rotary import MAX_POSITION, rotate
+from linrope.rotary import MAX_POSITION
+from tests.equation import Equation, Sizes
 from tests.feature_maps.table import plain
 from tests.oracle import POSITIVE, SIGNED, num_features, randoms, use_map
 
@@ -100,42 +101,17 @@ class Problem:
             how["positions"] = self.positions
         return inputs, how
 
-    def magnitude(self) -> Tensor:
-        """M_i = sum_j |R phi(q_i)|^T |R psi(k_j)| |v_j| / den_i of the second piece, (b, n, h, e)."""
-        q, k, v = (x.double() for x in self.qkv)
-        fmap, rotary = self.how["feature_map"], self.how["rotary"]
-        phi, psi = (q, k) if fmap is None else (plain(fmap.queries(q)), plain(fmap.keys(k)))
-        psi, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (psi, v))
-        if self.mask is not None:
-            psi = psi * self.mask[..., None, None]
-        n = q.shape[1]
-        sees = torch.ones(n, n, dtype=torch.float64)
-        sees = (sees.tril() if self.causal else sees)[self.before :]
-        if rotary is None:
-            phi_hat, psi_hat = phi, psi
-        else:
-            phi_hat, psi_hat = rotary(phi, self.positions), rotary(psi, self.positions)
-        visible = torch.ones(q.shape[:2]) if self.mask is None else self.mask
-        if "angle_steps" in self.data:
-            angles = (self.data["angle_steps"].double() * visible[..., None, None]).cumsum(1)
-            angles = angles.repeat_interleave(q.shape[2] // k.shape[2], 2)
-            layout = "interleaved" if rotary is None else rotary.layout
-            phi_hat, psi_hat = (rotate(x, angles.cos(), angles.sin(), layout) for x in (phi_hat, psi_hat))
-        phi, phi_hat = phi[:, self.before :], phi_hat[:, self.before :]
-        if self.decay is not None:
-            distance = self.positions[self.before :, None] - self.positions
-            sees = sees * self.decay[:, None, None] ** distance.clamp(min=0)  # (g, n, m)
-            sees = sees.repeat_interleave(q.shape[2] // k.shape[2], 0)
-        sees = sees.expand(q.shape[0], q.shape[2], -1, -1)
-        if "log_decay" in self.data:
-            gates = (self.data["log_decay"].double() * visible[..., None]).cumsum(1)
-            between = gates[:, self.before :, None] - gates[:, None]  # (b, n, m, g)
-            sees = sees * between.clamp(max=0).exp().permute(0, 3, 1, 2).repeat_interleave(
-                q.shape[2] // k.shape[2], 1
-            )
-        sizes = torch.einsum("bnhf,bmhf->bhnm", phi_hat.abs(), psi_hat.abs()) * sees
-        total = torch.einsum("bhnm,bmhe->bnhe", sizes, v.abs())
-        if self.how["normalize"]:
-            den = torch.einsum("bhnm,bhnm->bnh", torch.einsum("bnhf,bmhf->bhnm", phi, psi), sees)
-            total /= (den + 1e-6 if self.how["eps_mode"] == "add" else den.clamp(min=1e-6))[..., None]
-        return total
+    def exact(self) -> tuple[Tensor, Sizes]:
+        """The second piece's output in float64, and the sizes of its terms."""
+        state, sizes = None, None
+        if self.before:
+            first = slice(0, self.before)
+            inputs, how = self.piece(first, torch.float64)
+            equation = Equation()
+            _, state = equation(*inputs, positions=self.positions[first], **how)
+            sizes = equation.sizes
+        equation = Equation(sizes)
+        inputs, how = self.piece(slice(self.before, None), torch.float64)
+        given = None if self.before else self.positions
+        out, _ = equation(*inputs, causal=self.causal, state=state, positions=given, **how)
+        return out, equation.sizes

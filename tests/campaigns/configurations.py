@@ -19,7 +19,7 @@ from linrope.backends import native
 from linrope.state import NO_KEYS
 from tests.bounds import BOUNDS, cancelling, error_in_bounds
 from tests.campaigns.draw import Configuration, Given, Piece
-from tests.campaigns.equation import Equation, Sizes
+from tests.equation import Equation, Sizes
 from tests.oracle import everything
 
 FAST = ("eager",) if native.why_not() else ("eager", "native")

@@ -1,5 +1,4 @@
-"""A random configuration of two calls of the operation: a first one, which makes a state, and one that
-is looked at."""
+"""A random configuration of two calls: a first one, which makes a state, and one that is looked at."""
 
 import random
 from dataclasses import dataclass
@@ -49,8 +48,7 @@ class Piece:
 
 
 class Configuration:
-    """A first piece, which makes a state, and a second one, which is looked at, both drawn from one
-    number."""
+    """A first piece, which makes a state, and a second, which is looked at, both drawn from one number."""
 
     def __init__(self, seed: int, index: int, dtypes: list[str], most: int) -> None:
         """most: tokens of a sequence that is looked at."""

@@ -13,7 +13,7 @@ from linrope import Rotary, feature_maps, linear_rope_attention, linear_rope_sta
 from linrope.backends import native
 from linrope.rotary import MAX_POSITION
 from tests.bounds import BOUNDS, error_in_bounds
-from tests.campaigns.equation import Equation
+from tests.equation import Equation
 
 OPTIONS: dict[str, dict[str, Any]] = {  # what a stream's calls have in common
     "plain": {},
@@ -25,12 +25,10 @@ OPTIONS: dict[str, dict[str, Any]] = {  # what a stream's calls have in common
 
 
 def stream(name: str, backend: str, pieces: int, seed: int = 0) -> float:
-    """The largest error of any output, in units of the bound, from position 0 to 2^31 - 1 with gaps in
-    between.
+    """The largest error of any output, in units of the bound, from position 0 to 2^31 - 1 with gaps between.
 
     A stream is cut into pieces of one to forty tokens, each with the state of the one before; the
-    equation goes
-    along in float64.
+    equation goes along in float64.
     """
     options = dict(OPTIONS[name])
     gated, steps = options.pop("gated", False), options.pop("steps", False)
@@ -81,8 +79,7 @@ def count(tokens: int, backend: str, piece: int = 10**6) -> tuple[float, float]:
     """Errors of z (relative) and kv (in units of its bound) after so many tokens, a piece at a time.
 
     All pieces have the same keys and values, so that the sums are known: z is so many times one piece's,
-    and a
-    pair's kv is a geometric series of turns by one piece's length.
+    and a pair's kv is a geometric series of turns by one piece's length.
     """
     d = 4
     generator = torch.Generator().manual_seed(0)

@@ -260,12 +260,10 @@ def test_enough_segments_to_fill_a_gpu() -> None:
 @given(config=CONFIGS)
 def test_output_error_is_within_the_bound(dtype: torch.dtype, config: dict[str, Any]) -> None:
     problem = Problem(config, dtype)
-    size = problem.magnitude()
-    assume(size.max() < torch.finfo(dtype).max)
+    oracle, sizes = problem.exact()
+    assume(sizes.out.max() < torch.finfo(dtype).max)
     inputs, how = problem.second(dtype, "triton")
-    out = linear_rope_attention(*inputs, **how)
-    inputs, how = problem.second(torch.float64, "reference")
-    assert error_in_bounds(out, linear_rope_attention(*inputs, **how), size) <= 1
+    assert error_in_bounds(linear_rope_attention(*inputs, **how), oracle, sizes.out) <= 1
 
 
 @pytest.mark.usefixtures("short_segments")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope import Rotary, feature_maps, linear_rope_attention
-from linrope.rotary import rotate
+from linrope import Rotary, feature_maps
+from tests.equation import Equation
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 TIMES = {torch.float32: 16, torch.bfloat16: 4, torch.float16: 4}  # of u M
@@ -61,35 +61,12 @@ class Problem:
         return (q, k, v), how
 
     def magnitude(self) -> Tensor:
-        """M_i = sum_j |R phi(q_i)|^T |R psi(k_j)| |v_j| / den_i: the equation itself, of absolute values."""
-        how, v = self.how, self.v.double()
-        fmap = feature_maps.make(how.get("feature_map", "elu+1") or "identity", self.q.shape[3])
-        phi, psi = fmap.queries(self.q.double()), fmap.keys(self.k.double())
-        kept = {name: how[name] for name in ("causal", "decay", "key_mask", "cu_seqlens") if name in how}
-        kept |= {"feature_map": None, "rotary": None, "normalize": False, "backend": "reference"}
-        if "log_decay" in how:
-            kept["log_decay"] = how["log_decay"].double()
-        total = linear_rope_attention(self._turned(phi).abs(), self._turned(psi, True).abs(), v.abs(), **kept)
-        if how.get("normalize", True):
-            den = linear_rope_attention(phi, psi, torch.ones_like(v), **kept)[..., :1]
-            eps = how.get("eps", 1e-6)
-            total /= den + eps if how.get("eps_mode") == "add" else den.clamp(min=eps)
-        return total[:, self.case.before :]
-
-    def _turned(self, x: Tensor, keys: bool = False) -> Tensor:
-        rotary, steps = self.how.get("rotary"), self.how.get("angle_steps")
-        if rotary is None:
-            return x
-        positions = self.how.get("positions", torch.arange(x.shape[1]))
-        if "cu_seqlens" in self.how:
-            positions = torch.cat([torch.arange(int(n)) for n in self.how["cu_seqlens"].diff()])
-        x = rotary(x, self.how.get("key_positions", positions) if keys else positions)
-        if steps is None:
-            return x
-        visible = self.how.get("key_mask", torch.ones(x.shape[:2]))
-        angles = (steps.double() * visible[..., None, None]).cumsum(1)
-        angles = angles.expand(-1, -1, self.case.g, -1).repeat_interleave(x.shape[2] // self.case.g, 2)
-        return rotate(x, angles.cos(), angles.sin(), rotary.layout)
+        """M of docs/numerics.md, (b, n, h, e)."""
+        equation, (qkv, how) = Equation(), self.piece(slice(None), True, "")
+        name = how.pop("feature_map", "elu+1")
+        fmap = None if name is None else feature_maps.make(name, self.q.shape[3])
+        equation(*qkv, **{name: x for name, x in how.items() if name != "backend"}, feature_map=fmap)
+        return equation.sizes.out[:, self.case.before :]
 
 
 def plain(p: Problem) -> dict[str, Any]:

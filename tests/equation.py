@@ -1,8 +1,7 @@
 """The equation in float64 with all of its options at once: no code of a backend is used.
 
 What every backend, "reference" too, is compared with, and the sizes of the terms that the contract's
-bounds are
-made of.
+bounds are made of.
 """
 
 from dataclasses import dataclass, replace
@@ -53,7 +52,7 @@ class Equation:
         if cu_seqlens is not None:
             ends = pairwise(cu_seqlens.tolist())
             parts = [(slice(i, i + 1), slice(*bounds)) for i, bounds in enumerate(ends)]
-            plain = how["rotary"] is None or how["rotary"].axes is None
+            plain = how.get("rotary") is None or how["rotary"].axes is None
             for name in ("positions", "key_positions"):
                 if how.get(name) is not None and how[name].ndim == (1 if plain else 2):
                     how[name] = how[name][None]
@@ -78,12 +77,12 @@ class Equation:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None, before: tuple[Tensor, Tensor] |
-    None, *,
-    feature_map: FeatureMap | None, rotary: Rotary | None, rope_order: str, causal: bool, normalize: bool,
-    eps: float, eps_mode: str, positions: Tensor | None = None, key_positions: Tensor | None = None,
-    decay: Tensor | None = None, log_decay: Tensor | None = None, angle_steps: Tensor | None = None,
-    key_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None,
+    before: tuple[Tensor, Tensor] | None, *,
+    feature_map: FeatureMap | None, rotary: Rotary | None = None, rope_order: str = "after",
+    causal: bool = True, normalize: bool = True, eps: float = 1e-6, eps_mode: str = "clamp",
+    positions: Tensor | None = None, key_positions: Tensor | None = None, decay: Tensor | None = None,
+    log_decay: Tensor | None = None, angle_steps: Tensor | None = None, key_mask: Tensor | None = None,
 ) -> tuple[Tensor, LinearAttentionState, Sizes]:  # fmt: skip
     (b, n, h, _), (_, m, g, _), e = q.shape, k.shape, v.shape[3]
     mask = torch.ones(b, m, dtype=torch.bool) if key_mask is None else key_mask
@@ -154,8 +153,7 @@ def _attend(
 def _places(
     positions: Tensor | None, key_positions: Tensor | None, start: Tensor, n: int, m: int, axes: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions of queries (b, n) and keys (b, m), with axes (b, n, axes), and the distances (b, m) of
-    keys."""
+    """Positions of queries (b, n) and keys (b, m), with axes (b, n, axes), and keys' distances (b, m)."""
     b = len(start)
 
     def spelled(given: Tensor | None, length: int) -> Tensor:
@@ -187,8 +185,7 @@ def _turned(
     phi: Tensor, psi: Tensor, rotary: Rotary | None, given: Tensor, at_keys: Tensor, steps: Tensor | None,
     hidden: Tensor, angle: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """R(Theta) phi, R(Theta) psi, what it is the difference of, and the sum of the steps after the last
-    token."""
+    """R(Theta) phi, R(Theta) psi, what that is the difference of, and the sum of all steps."""
     turns: list[Any] = [0, 0]
     if rotary is not None:
         theta = rotary.turns(torch.device("cpu"))  # (axes or 1, g or 1, pairs), in 2^-64 turns that wrap
@@ -221,12 +218,10 @@ def _rotated(x: Tensor, turns: Tensor, slope: Tensor | None, layout: str) -> Ten
 
 
 def _weights(
-    log_decay: Tensor | None, decay: Tensor | None, log_scale: Tensor | None, first: Tensor | None, mask:
-    Tensor,
-    distance: Tensor, causal: bool, g: int,
+    log_decay: Tensor | None, decay: Tensor | None, log_scale: Tensor | None, first: Tensor | None,
+    mask: Tensor, distance: Tensor, causal: bool, g: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """What is left of key j (b, g, n or 1, m) and of the state (b, g, n or 1) as query i comes, in units
-    of e^top.
+    """What query i finds of key j (b, g, n or 1, m) and of the state (b, g, n or 1), in units of e^top.
 
         e^(L_i - L_j + s_j - top_i),   top_i = max_j L_i - L_j + s_j
 
@@ -260,8 +255,7 @@ def _sum(
     phi: Tensor, psi: Tensor, v: Tensor, kv: Tensor, w: Tensor, w0: Tensor, far: Tensor | None = None,
     far0: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """sum_j w_ij <phi_i, psi_j> v_j and what the state adds: (b, n, h, e). far (b, n, m, f), far0 (b, n,
-    f)."""
+    """sum_j w_ij <phi_i, psi_j> v_j and the state's part: (b, n, h, e). far (b, n, m, f), far0 (b, n, f)."""
     phi = phi.unflatten(2, (psi.shape[2], -1))
     if far is None:
         scores = torch.einsum("bngrf,bmgf->bgrnm", phi, psi)
