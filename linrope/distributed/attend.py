@@ -148,6 +148,8 @@ def _own(request: Request, shard: Shard, index: int) -> dict[str, Tensor]:
     tokens = shard.piece(index)
 
     def cut(x: Tensor, dim: int = 1) -> Tensor:
+        if tokens == slice(0, x.shape[dim]):  # the backward pass of narrow() would fill and copy a tensor
+            return x
         return x.narrow(dim, tokens.start, tokens.stop - tokens.start)
 
     def part(x: Tensor | None, dim: int = 1) -> Tensor | None:
