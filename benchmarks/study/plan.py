@@ -14,6 +14,7 @@ _ALL = [name for name in VARIANTS if not name.startswith(("axial", "linear-conv"
 _RECALL = ["linear-conv", "gate-conv", "gate-rope-conv", "gate-selective-conv"]
 _MAPS = ["linear-conv-relu2", "linear-conv-hedgehog", "linear-conv-taylor2"]
 _STATE = ["softmax-rope", "gate-selective-add", "gate-selective", "gate-rope"]
+_DISTANT = ["softmax-rope", "gate-rope", "hybrid", "linear-conv", "gate-conv", "gate-rope-conv"]
 _COPY = ["softmax-rope", "gate-rope", "gate-rope-conv", "gate-conv"]
 
 # The first model of a family is the one with which the family's learning rate is chosen.
@@ -25,7 +26,7 @@ PLAN: list[tuple[Task, list[str]]] = [
     (Sum("parity", vocab_size=2, modulus=2), _STATE),
     (Sum("modulo-3", vocab_size=3, modulus=3), _STATE),
     (Copying("copying"), _COPY),
-    (Distant("distant"), ["softmax-rope", "gate-rope", "gate-rope-conv", "linear-conv", "hybrid"]),
+    (Distant("distant"), _DISTANT),
     (Images("images"), ["eq19", "linear", "axial", "axial-before"]),
 ]
 # Only where it is asked for by name: it takes longer than all of the others together.

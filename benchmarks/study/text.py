@@ -104,16 +104,16 @@ class Distant(Task):
     """
 
     length: int = 4096  # the farthest distance trained at
-    steps: int = 1000
+    steps: int = 800
     rows: int = 1  # of the farthest distance
     most: int = 2048  # tokens of a step of any other
     test_rows: int = 32
     pairs: int = 4
-    values: int = 16
-    distances: tuple[int, ...] = (8, 32, 8, 256, 32, 1024, 8, 4096)
+    values: int = 8
+    distances: tuple[int, ...] = (8, 32, 8, 128, 8, 32, 1024, 8, 32, 4096)
     tested: tuple[int, ...] = (256, 1024, 4096, 8192)
     first_key: int = 128
-    first_value: int = 144
+    first_value: int = 136
 
     def make(self, text: Text, distance: int, rows: int, generator: torch.Generator) -> Batch:
         keys = torch.rand(rows, self.first_value - self.first_key, generator=generator).argsort(1)
