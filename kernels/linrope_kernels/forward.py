@@ -218,10 +218,11 @@ def states_kernel(
             x = keep(feature(x, MAP), visible, 0, F, W)
             if LOG is not None:
                 x = x * faded
+            token = (sequence * group + r) * m + rows
+            if REVERSE and NORMALIZE:
+                x *= (1 / divisor(tl.load(DEN + token, mask=inside, other=1), eps, ADD))[:, None]
             x_hat = rotate(x, turn, P)
             if REVERSE and NORMALIZE:
-                token = (sequence * group + r) * m + rows
-                y = y.to(tl.float32) / divisor(tl.load(DEN + token, mask=inside, other=1), eps, ADD)[:, None]
                 x = x * tl.load(DELTA + token, mask=inside, other=0)[:, None]
             s = dot(tl.trans(operand(y, DOT)), operand(x_hat, DOT), s, DOT)
             if NORMALIZE or not REVERSE:
