@@ -1,12 +1,14 @@
-"""Gradients of eq. 19. With x^ = R x, g = dL/d out, gb = g / den (den as clamped in the forward pass):
+"""Gradients of eq. 19. With x^ = R x, g = dL/d out (den as clamped in the forward pass):
 
-    dphi^_m = sum_{n<=m} (gb_m . v_n) psi^_n          delta_m = -(phi_m . R^T dphi^_m) / den_m
-    dphi_m  = R^T dphi^_m + delta_m Z_m               Z_m = sum_{n<=m} psi_n
-    T_n     = sum_{m>=n} phi^_m gb_m^T                W_n = sum_{m>=n} delta_m phi_m
+    dphi^_m = sum_{n<=m} (g_m . v_n) psi^_n / den_m   delta_m = -(phi_m . R^T dphi^_m) = -(g_m . out_m)
+    dphi_m  = R^T dphi^_m + delta_m Z_m / den_m       Z_m = sum_{n<=m} psi_n
+    T_n     = sum_{m>=n} (phi^_m / den_m) g_m^T       W_n = sum_{m>=n} delta_m phi_m / den_m
     dpsi_n  = R^T T_n v_n + W_n                       dv_n = T_n^T psi^_n
 
 Of log decay and angle steps each token's part is stored, <phi, dphi> and <psi, dpsi>, <J phi, R^T dphi^> and
 <J psi, R^T dpsi^> with a quarter turn J of each pair; their sums over tokens are left to the caller.
+
+What is divided is a sum or a feature and never g, which the matrix unit then takes as it was copied.
 
 With decay each product of a query and a key is times e^(D_m - D_n); T and W are as the token before their
 chunk sees them.
@@ -114,7 +116,7 @@ def dq_kernel(
             faded = None
         turn = load_turn(Q_TABLE, rows, inside, block * W, F, P, INTERLEAVED, C, W)
         grad = load_values(G, rows, inside, g_strides, e, E, BE)
-        if not CAUSAL or BLOCKS == 1:
+        if not CAUSAL or BLOCKS == 1:  # with three stages there is no shared memory for three of g
             grad = in_registers(grad, inside)
         if NORMALIZE:
             den = tl.load(DEN + rows, mask=inside, other=1)

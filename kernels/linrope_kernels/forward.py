@@ -172,7 +172,7 @@ def states_kernel(
 ):  # fmt: skip
     """Each segment's own state: S = sum R psi v^T, z = sum psi; one program per (b g, segment, block).
 
-    REVERSE: T = sum R phi g^T / den and W = sum delta phi, over all query heads of the group. With decay
+    REVERSE: T = sum R phi g^T / den and W = sum delta phi / den, over all query heads. With decay
     S and z are as the segment's last token sees them, T and W as the token before it does. From there on
     chunks are taken, so that what lies between is known, and nothing that was added has to fade again.
     """

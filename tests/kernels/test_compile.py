@@ -15,7 +15,8 @@ LITTLE = 128
 CEILING = {
     # Two programs of four warps on a multiprocessor beat one of eight in the model, spills and all.
     ("scan_fwd", 128, "bf16"): 300,  # 280
-    ("dk", 128, "bf16"): 850,  # 820
+    ("dk", 64, "bf16"): 230,  # 216
+    ("dk", 128, "bf16"): 720,  # 688
     # 256 features: half of the register file is the state of 64 values. Rare; fewer columns would read more.
     ("scan_fwd", 256, "bf16"): 600,
     ("states_bwd", 256, "bf16"): 300,
@@ -49,8 +50,8 @@ DECAY_CEILING = {
     "scan_fwd": LITTLE,
     "states": LITTLE,
     "states_bwd": LITTLE,
-    "dq": 300,
-    "dk": 700,
+    "dq": LITTLE,
+    "dk": 450,  # 424
     "dv": LITTLE,
     "step_fwd": 0,
 }
