@@ -63,7 +63,7 @@ TABLE: dict[str, dict[tuple[str, int], Tile]] = {
         ("dq", 64): Tile(16, 32, ALL, 4, 1),
         ("dq", 128): Tile(16, 32, ALL, 8, 1),
         ("dq", 256): Tile(16, 16, ALL, 8, 1),
-        ("dk", 64): Tile(16, 32, ALL, 4, 1),
+        ("dk", 64): Tile(16, 32, ALL, 8, 1),
         ("dv", 64): Tile(16, ALL, 64, 4, 1),
         ("dk", 128): Tile(16, 32, ALL, 8, 1),
         ("dk", 256): Tile(16, 16, ALL, 8, 1),
@@ -76,7 +76,7 @@ TABLE: dict[str, dict[tuple[str, int], Tile]] = {
 TABLE["bf16 from registers"] = TABLE["bf16"] | {
     ("scan_fwd", 128): Tile(32, ALL, 64, 4, 2),
     ("dq", 64): Tile(64, 32, ALL, 4, 2),
-    ("dq", 128): Tile(32, 32, ALL, 4, 2),
+    ("dq", 128): Tile(64, 16, ALL, 4, 2),
     ("dk", 128): Tile(32, 32, ALL, 4, 2),
     ("dv", 128): Tile(32, ALL, 64, 4, 2),
 }
