@@ -75,8 +75,8 @@ TABLE: dict[str, dict[tuple[str, int], Tile]] = {
 # Ampere's matrix unit and consumer Blackwell's take both operands from registers: fewer tokens fit beside.
 TABLE["bf16 from registers"] = TABLE["bf16"] | {
     ("scan_fwd", 128): Tile(32, ALL, 64, 4, 2),
-    ("dq", 64): Tile(64, 32, ALL, 4, 2),
-    ("dq", 128): Tile(64, 16, ALL, 4, 2),
+    ("dq", 64): Tile(32, 32, ALL, 4, 3),
+    ("dq", 128): Tile(32, 16, ALL, 4, 2),
     ("dk", 128): Tile(32, 32, ALL, 4, 2),
     ("dv", 128): Tile(32, ALL, 64, 4, 2),
 }
