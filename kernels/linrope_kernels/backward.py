@@ -1,12 +1,14 @@
-"""Gradients of eq. 19. With x^ = R x, g = dL/d out, gb = g / den (den as clamped in the forward pass):
+"""Gradients of eq. 19. With x^ = R x, g = dL/d out (den as clamped in the forward pass):
 
-    dphi^_m = sum_{n<=m} (gb_m . v_n) psi^_n          delta_m = -(phi_m . R^T dphi^_m) / den_m
-    dphi_m  = R^T dphi^_m + delta_m Z_m               Z_m = sum_{n<=m} psi_n
-    T_n     = sum_{m>=n} phi^_m gb_m^T                W_n = sum_{m>=n} delta_m phi_m
+    dphi^_m = sum_{n<=m} (g_m . v_n) psi^_n / den_m   delta_m = -(phi_m . R^T dphi^_m) = -(g_m . out_m)
+    dphi_m  = R^T dphi^_m + delta_m Z_m / den_m       Z_m = sum_{n<=m} psi_n
+    T_n     = sum_{m>=n} (phi^_m / den_m) g_m^T       W_n = sum_{m>=n} delta_m phi_m / den_m
     dpsi_n  = R^T T_n v_n + W_n                       dv_n = T_n^T psi^_n
 
 Of log decay and angle steps each token's part is stored, <phi, dphi> and <psi, dpsi>, <J phi, R^T dphi^> and
 <J psi, R^T dpsi^> with a quarter turn J of each pair; their sums over tokens are left to the caller.
+
+What is divided is a sum or a feature and never g, which the matrix unit then takes as it was copied.
 
 With decay each product of a query and a key is times e^(D_m - D_n); T and W are as the token before their
 chunk sees them.
@@ -113,17 +115,17 @@ def dq_kernel(
         else:
             faded = None
         turn = load_turn(Q_TABLE, rows, inside, block * W, F, P, INTERLEAVED, C, W)
-        gb = load_values(G, rows, inside, g_strides, e, E, BE).to(tl.float32)
-        if not CAUSAL:
-            gb = in_registers(gb, inside)
+        grad = load_values(G, rows, inside, g_strides, e, E, BE)
+        if not CAUSAL or BLOCKS == 1:  # with three stages there is no shared memory for three of g
+            grad = in_registers(grad, inside)
         if NORMALIZE:
             den = tl.load(DEN + rows, mask=inside, other=1)
-            gb = gb / divisor(den, eps, ADD)[:, None]
+            scale = 1 / divisor(den, eps, ADD)
             if BLOCKS > 1:
                 out = load_values(OUT, rows, inside, out_strides, e, E, BE).to(tl.float32)
-                delta = -tl.sum(gb * out, 1)
-        gb = operand(gb, DOT)
-        d = dot(gb, operand(s, DOT), tl.zeros([C, 2 * W], tl.float32), DOT)
+                delta = -tl.sum(grad.to(tl.float32) * out, 1)
+        grad = operand(grad, DOT)
+        d = dot(grad, operand(s, DOT), tl.zeros([C, 2 * W], tl.float32), DOT)
         if CAUSAL:
             visible = inside
             if MASK is not None:
@@ -137,13 +139,19 @@ def dq_kernel(
             kept = operand(psi_hat if LOG is None else psi_hat * keys, DOT)
             psi_hat = operand(psi_hat, DOT)
             v = operand(load_values(V, rows, visible, v_strides, e, E, BE), DOT)
-            d_scores = dot(gb, tl.trans(v), tl.zeros([C, C], tl.float32), DOT)
+            if LOG is not None:
+                s = fade(s, chunk)
+            s = dot(tl.trans(v), kept, s, DOT)
+            if NORMALIZE:
+                psi, z = join(psi, z, c == 0, faded)
+                psi = operand(psi, DOT)
+            d_scores = dot(grad, tl.trans(v), tl.zeros([C, C], tl.float32), DOT)
             if LOG is not None:
                 d_scores = d_scores * power(at, as_columns(exponents(sums, DOT)), DOT)
                 d = d * queries
-                s = fade(s, chunk)
             d = dot(operand(tl.where(seen, d_scores, 0.0), DOT), psi_hat, d, DOT)
-            s = dot(tl.trans(v), kept, s, DOT)
+        if NORMALIZE:
+            d = d * scale[:, None]
         d = rotate_back(d, turn, P)
         x = load_features(Q, rows, inside, q_strides, block * W, F, P, INTERLEAVED, C, W)
         phi = feature(x, MAP)
@@ -152,19 +160,19 @@ def dq_kernel(
             store_angles(D_ANGLES, quarter_turns(phi, d), token, inside, pairs, P)
         if NORMALIZE:
             if BLOCKS == 1:
-                delta = -tl.sum(phi * d, 1) / divisor(den, eps, ADD)
+                delta = -tl.sum(phi * d, 1)
             if not ADD:
                 delta = tl.where(den < eps, 0.0, delta)  # there max(den, eps) is constant
             if block == 0:
                 tl.store(DELTA + rows, delta, mask=inside)
+            delta = delta * scale
             if CAUSAL:
-                psi, z = join(psi, z, c == 0, faded)
                 weights = tl.broadcast_to(delta[:, None], C, C)
                 if LOG is not None:
                     at = again(exponents(sums, DOT), end)
                     weights = weights * power(as_rows(at), as_columns(at), DOT)
                 weights = tl.where(seen, weights, 0.0)
-                d = dot(operand(weights, DOT), operand(psi, DOT), d, DOT)
+                d = dot(operand(weights, DOT), psi, d, DOT)
             else:
                 d += delta[:, None] * z.to(tl.float32)[None, :]
         if D_LOG is not None:
@@ -269,26 +277,26 @@ def dkv_kernel(
             for r in range(group):
                 head = (kv_head * group + r).to(tl.int64)
                 at = (sequence * group + r) * m + rows
-                gb = load_values(G + head * g_strides[2], rows, inside, g_strides, e, E, BE)
-                if NORMALIZE:
-                    den = tl.load(DEN + at, mask=inside, other=1)
-                    gb = gb.to(tl.float32) / divisor(den, eps, ADD)[:, None]
-                elif not WANT_DV:  # v gb^T would be a product of two copies
-                    gb = in_registers(gb, inside)
-                gb = operand(gb, DOT)
+                copied = load_values(G + head * g_strides[2], rows, inside, g_strides, e, E, BE)
+                grad = operand(copied, DOT)
                 x = load_features(
                     Q + head * q_strides[2], rows, inside, q_strides, pair_block * W,
                     F, P, INTERLEAVED, C, W,
                 )  # fmt: skip
                 phi = keep(feature(x, MAP), inside, pair_block * W, F, W)
-                phi_hat = operand(rotate(phi, turn, P), DOT)
+                if NORMALIZE:
+                    phi *= (1 / divisor(tl.load(DEN + at, mask=inside, other=1), eps, ADD))[:, None]
+                phi_hat = rotate(phi, turn, P)
+                entering = operand(phi_hat if LOG is None else phi_hat * queries, DOT)
+                phi_hat = operand(phi_hat, DOT)
                 if WANT_DV:
                     scores = dot(psi, tl.trans(phi_hat), tl.zeros([C, C], tl.float32), DOT)
                     if LOG is not None:
                         scores = scores * power(as_columns(since), as_rows(since), DOT)
-                    dv = dot(operand(tl.where(seen, scores, 0.0), DOT), gb, dv, DOT)
+                    dv = dot(operand(tl.where(seen, scores, 0.0), DOT), grad, dv, DOT)
                 if WANT_DK:
-                    d_scores = dot(v, tl.trans(gb), tl.zeros([C, C], tl.float32), DOT)
+                    written = operand(in_registers(copied, inside), DOT)  # or v g^T would be of two copies
+                    d_scores = dot(v, tl.trans(written), tl.zeros([C, C], tl.float32), DOT)
                     if LOG is not None:
                         d_scores = d_scores * power(as_columns(since), as_rows(since), DOT)
                     d_scores = operand(tl.where(seen, d_scores, 0.0), DOT)
@@ -301,12 +309,9 @@ def dkv_kernel(
                             weights *= power(as_columns(once_more), as_rows(once_more), DOT)
                         weights = tl.where(seen, weights, 0.0)
                         w = dot(operand(weights, DOT), operand(phi, DOT), w, DOT)
-                        if LOG is not None:
-                            phi = phi * queries
-                        u += tl.sum(phi * delta[:, None], 0).to(tl.float64)
-                if LOG is not None:
-                    gb = operand(gb.to(tl.float32) * queries, DOT)
-                t = dot(tl.trans(gb), phi_hat, t, DOT)
+                        delta = delta[:, None] if LOG is None else delta[:, None] * queries
+                        u += tl.sum(phi * delta, 0).to(tl.float64)
+                t = dot(tl.trans(grad), entering, t, DOT)
         if WANT_DV:
             dv = tl.where(visible[:, None], dv, 0.0)
             store_values(DV, dv, rows, inside, dv_strides, e, E, BE)

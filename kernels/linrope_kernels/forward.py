@@ -172,7 +172,7 @@ def states_kernel(
 ):  # fmt: skip
     """Each segment's own state: S = sum R psi v^T, z = sum psi; one program per (b g, segment, block).
 
-    REVERSE: T = sum R phi g^T / den and W = sum delta phi, over all query heads of the group. With decay
+    REVERSE: T = sum R phi g^T / den and W = sum delta phi / den, over all query heads. With decay
     S and z are as the segment's last token sees them, T and W as the token before it does. From there on
     chunks are taken, so that what lies between is known, and nothing that was added has to fade again.
     """
@@ -218,10 +218,11 @@ def states_kernel(
             x = keep(feature(x, MAP), visible, 0, F, W)
             if LOG is not None:
                 x = x * faded
+            token = (sequence * group + r) * m + rows
+            if REVERSE and NORMALIZE:
+                x *= (1 / divisor(tl.load(DEN + token, mask=inside, other=1), eps, ADD))[:, None]
             x_hat = rotate(x, turn, P)
             if REVERSE and NORMALIZE:
-                token = (sequence * group + r) * m + rows
-                y = y.to(tl.float32) / divisor(tl.load(DEN + token, mask=inside, other=1), eps, ADD)[:, None]
                 x = x * tl.load(DELTA + token, mask=inside, other=0)[:, None]
             s = dot(tl.trans(operand(y, DOT)), operand(x_hat, DOT), s, DOT)
             if NORMALIZE or not REVERSE:

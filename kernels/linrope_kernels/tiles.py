@@ -27,7 +27,7 @@ TABLE: dict[str, dict[tuple[str, int], Tile]] = {
         ("states", 128): Tile(64, ALL, 64, 4, 3),
         ("states", 256): Tile(64, ALL, 64, 8, 2),
         ("dq", 64): Tile(64, 32, ALL, 4, 3),
-        ("dq", 128): Tile(64, 16, ALL, 4, 2),
+        ("dq", 128): Tile(64, 32, ALL, 4, 2),
         ("dq", 256): Tile(64, 16, ALL, 8, 2),
         ("dk", 64): Tile(64, 32, ALL, 4, 2),
         ("dk", 128): Tile(64, 32, ALL, 4, 2),
@@ -54,27 +54,38 @@ TABLE: dict[str, dict[tuple[str, int], Tile]] = {
         ("dv", 256): Tile(16, ALL, 32, 8, 1),
     },
     "ieee": {
-        ("scan_fwd", 64): Tile(32, ALL, 64, 4, 1),
+        ("scan_fwd", 64): Tile(16, ALL, 64, 4, 1),
         ("scan_fwd", 128): Tile(16, ALL, 64, 8, 1),
         ("scan_fwd", 256): Tile(16, ALL, 32, 8, 1),
         ("states", 64): Tile(32, ALL, 64, 4, 1),
         ("states", 128): Tile(32, ALL, 64, 8, 1),
         ("states", 256): Tile(32, ALL, 32, 8, 1),
-        ("dq", 64): Tile(32, 32, ALL, 8, 1),
-        ("dq", 128): Tile(16, 16, ALL, 8, 1),
+        ("dq", 64): Tile(16, 32, ALL, 4, 1),
+        ("dq", 128): Tile(16, 32, ALL, 8, 1),
         ("dq", 256): Tile(16, 16, ALL, 8, 1),
         ("dk", 64): Tile(16, 32, ALL, 8, 1),
-        ("dv", 64): Tile(16, ALL, 64, 8, 1),
-        ("dk", 128): Tile(16, 16, ALL, 8, 1),
+        ("dv", 64): Tile(16, ALL, 64, 4, 1),
+        ("dk", 128): Tile(16, 32, ALL, 8, 1),
         ("dk", 256): Tile(16, 16, ALL, 8, 1),
         ("dv", 128): Tile(16, ALL, 64, 8, 1),
         ("dv", 256): Tile(16, ALL, 32, 8, 1),
     },
 }
 
+# Ampere's matrix unit and consumer Blackwell's take both operands from registers: fewer tokens fit beside.
+TABLE["bf16 from registers"] = TABLE["bf16"] | {
+    ("scan_fwd", 128): Tile(32, ALL, 64, 4, 2),
+    ("dq", 64): Tile(32, 32, ALL, 4, 3),
+    ("dq", 128): Tile(32, 16, ALL, 4, 2),
+    ("dk", 128): Tile(32, 32, ALL, 4, 2),
+    ("dv", 128): Tile(32, ALL, 64, 4, 2),
+}
 
-# Ampere's matrix unit and consumer Blackwell's take both operands from registers: fewer pairs fit beside.
-REGISTER_OPERANDS = {"bf16": {("dk", 64): Tile(64, 16, ALL, 4, 2)}}
+
+def table_of(dot: str, capability: int) -> dict[tuple[str, int], Tile]:
+    """The entries for GPUs of that compute capability, 90 for 9.0."""
+    from_registers = dot == "bf16" and (capability < 90 or capability >= 120)
+    return TABLE["bf16 from registers" if from_registers else dot]
 
 
 def power_of_two(n: int) -> int:
@@ -89,7 +100,7 @@ def tile(kernel: str, f: int, e: int, dot: str, capability: int) -> Tile:
     if kernel == "step_in_place":  # all that a program may hold at once: no chain of loads one after another
         return Tile(1, pairs, min(values, max(16, 8192 // pairs)), 8, 1)
     key = kernel, max(64, 2 * pairs, values)
-    entry = TABLE[dot][key]
+    entry = table_of(dot, capability)[key]
     if (
         capability >= 100
     ):  # there Triton 3.5 to 3.7 pipelines loops over a state wrongly: state-spaces/mamba#997

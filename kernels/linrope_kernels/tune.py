@@ -1,6 +1,6 @@
 """Times candidate tiles on a GPU and prints a new table: python -m linrope_kernels.tune --size 64 --dot bf16
 
-A candidate replaces its entry of tiles.TABLE while the whole pass that its kernel belongs to is timed, so
+A candidate replaces its entry of the GPU's table while the whole pass that its kernel belongs to is timed, so
 that what it costs its neighbours counts too. One that does not fit the GPU, or whose results are off, is
 reported and left out.
 """
@@ -29,6 +29,12 @@ def candidates(kernel: str, size: int) -> Iterator[tiles.Tile]:
         yield tiles.Tile(*numbers)
 
 
+def table_of(dot: str) -> dict[tuple[str, int], tiles.Tile]:
+    """The table's entries for the GPU that is there."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return tiles.table_of(dot, launch._device(torch.empty(0, device=device)).capability)
+
+
 def passes(size: int, dot: str, b: int, n: int, h: int, device: str) -> tuple[Pass, Pass]:
     """The forward and the backward pass of one random problem, without allocations of inputs."""
     q, k, v, g_out = torch.randn(4, b, n, h, size, device=device, dtype=DTYPES[dot])
@@ -53,7 +59,7 @@ def best(
     kernel: str, size: int, dot: str, run: Pass, timer: Callable[[Pass], float]
 ) -> list[tuple[float, tiles.Tile]]:
     """(ms, tile) of the candidates that run and agree with the table's tile, fastest first."""
-    table, key = tiles.TABLE[dot], (kernel, size)
+    table, key = table_of(dot), (kernel, size)
     shipped = table[key]
     expected = [x.double() for x in run()]
     measured: list[tuple[float, tiles.Tile]] = []
@@ -86,11 +92,11 @@ def tune(
     """Prints what the table's tile takes, and the five fastest candidates as entries for the table."""
     forward, backward = passes(size, dot, *shape, device)
     for kernel in kernels:
-        if (kernel, size) not in tiles.TABLE[dot]:
+        if (kernel, size) not in table_of(dot):
             continue
         run = backward if kernel in BACKWARD else forward
         shipped = timer(run)
-        print(f"{kernel} {size} {dot}: {shipped:.3f} ms with {tuple(tiles.TABLE[dot][kernel, size])}")
+        print(f"{kernel} {size} {dot}: {shipped:.3f} ms with {tuple(table_of(dot)[kernel, size])}")
         for ms, tile in best(kernel, size, dot, run, timer)[:5]:
             print(f'    ("{kernel}", {size}): Tile{tuple(tile)},  # {ms:.3f} ms')
 

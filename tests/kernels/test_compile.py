@@ -15,7 +15,8 @@ LITTLE = 128
 CEILING = {
     # Two programs of four warps on a multiprocessor beat one of eight in the model, spills and all.
     ("scan_fwd", 128, "bf16"): 300,  # 280
-    ("dk", 128, "bf16"): 850,  # 820
+    ("dk", 64, "bf16"): 230,  # 216
+    ("dk", 128, "bf16"): 720,  # 688
     # 256 features: half of the register file is the state of 64 values. Rare; fewer columns would read more.
     ("scan_fwd", 256, "bf16"): 600,
     ("states_bwd", 256, "bf16"): 300,
@@ -23,10 +24,9 @@ CEILING = {
     ("dk", 256, "bf16"): 1200,
     ("dv", 256, "bf16"): 700,
 }
-# float16 computes in tf32 by Ampere's units, and float32 by multiply-adds from registers. Their tiles are
-# still those chosen before features lay side by side: `tune.py` on a GPU is to choose again. Compiled for
-# float32: 1980 and 1304 bytes in scan and dq at 64, up to 584 at 128.
-WIDE_CEILING = {64: 2100, 128: 700, 256: 6000}
+# float16 computes in tf32 by Ampere's units, and float32 by multiply-adds from registers. float32: up to 1580
+# bytes (dq) at 64, 1276 (dq) at 128; float16's tiles are those chosen before features lay side by side.
+WIDE_CEILING = {64: 2100, 128: 1300, 256: 6000}
 # On other GPUs than Hopper, in bfloat16. Ampere's and consumer Blackwell's units keep operands in registers.
 ELSEWHERE = {
     ("scan_fwd", 128): 6000,  # 1276 on 8.0, 64 on 10.0, 5848 on 12.0
@@ -38,7 +38,7 @@ ELSEWHERE = {
     ("dq", 64): 400,  # 168, 392 on 12.0
     ("dq", 128): 400,
     ("dq", 256): 2500,
-    ("dk", 64): 1100,  # 1066, 996 on 12.0: to be chosen anew where there is one
+    ("dk", 64): 1200,  # 1104 on 8.0; not compiled again for 12.0
     ("dk", 128): 2000,  # 1712, 472 on 10.0, 1952 on 12.0
     ("dk", 256): 2500,
     ("dv", 128): 1200,  # 968, 1160 on 12.0
@@ -49,8 +49,8 @@ DECAY_CEILING = {
     "scan_fwd": LITTLE,
     "states": LITTLE,
     "states_bwd": LITTLE,
-    "dq": 300,
-    "dk": 700,
+    "dq": LITTLE,
+    "dk": 450,  # 424
     "dv": LITTLE,
     "step_fwd": 0,
 }
