@@ -4,6 +4,7 @@ What every backend, "reference" too, is compared with, and the sizes of the term
 bounds are made of.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -100,7 +101,7 @@ def _attend(
         zeros = v.new_zeros(b, g, psi.shape[3], e)
         state = LinearAttentionState(zeros, zeros[..., 0], start, "")
     kv_size, z_size = before or (state.kv.detach().abs(), state.z.detach().abs())
-    phi_hat, psi_hat, width, angle = _turned(
+    phi_hat, psi_hat, (phi_length, psi_length), angle = _turned(
         phi, psi, rotary, given, at_keys, angle_steps, hidden, state.angle
     )
 
@@ -115,6 +116,9 @@ def _attend(
     ones = torch.ones_like(v[..., :1])
     num = _sum(phi_hat, psi_hat, v, state.kv, w, w0, far, far0)
     size = _sum(phi_hat.abs(), psi_hat.abs(), v.abs(), kv_size, w, w0, far, far0)
+    # Of one key and one pair the components' product may vanish, but not the rounding of cos and sin.
+    pairs = _sum(phi_length / 2, psi_length / 2, v.abs(), kv_size / 2, w, w0, far, far0)
+    size = torch.maximum(size, pairs)
     den = _sum(phi, psi, ones, state.z[..., None], w, w0)
     if normalize:
         divisor = den + eps if eps_mode == "add" else den.clamp(min=eps)
@@ -131,7 +135,7 @@ def _attend(
     if m:  # as the last token sees it
         ends = [None if x is None else x[:, -1] for x in (far, far0)]
         kv = _last(psi_hat, v, kv, w, w0, *ends)
-        kv_size = _last(width, v.abs(), kv_size, w, w0, *ends)
+        kv_size = _last(psi_length, v.abs(), kv_size, w, w0, *ends)
         z = _last(psi, ones, z[..., None], w, w0)[..., 0]
         z_size = _last(psi.abs(), ones, z_size[..., None], w, w0)[..., 0]
     counted = axes is not None or m == 0 or (key_positions is None and (positions is None or m != n))
@@ -184,8 +188,8 @@ def _features(
 def _turned(
     phi: Tensor, psi: Tensor, rotary: Rotary | None, given: Tensor, at_keys: Tensor, steps: Tensor | None,
     hidden: Tensor, angle: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """R(Theta) phi, R(Theta) psi, what that is the difference of, and the sum of all steps."""
+) -> tuple[Tensor, Tensor, Sequence[Tensor], Tensor | None]:  # fmt: skip
+    """R(Theta) phi, R(Theta) psi, the lengths of their pairs at each member, and the sum of all steps."""
     turns: list[Any] = [0, 0]
     if rotary is not None:
         theta = rotary.turns(torch.device("cpu"))  # (axes or 1, g or 1, pairs), in 2^-64 turns that wrap
@@ -201,11 +205,12 @@ def _turned(
         slope = steps.cumsum(1)
         slope = slope - slope.detach()
     if rotary is None and steps is None:
-        return phi, psi, psi.abs(), angle
+        return phi, psi, (phi.abs(), psi.abs()), angle
     layout = "interleaved" if rotary is None else rotary.layout
     zero = torch.zeros(turns[0].shape[-1], dtype=torch.float64)
-    width = psi.abs() + rotate(psi, zero, zero + 1, layout).abs()  # the other of each pair
-    return _rotated(phi, turns[0], slope, layout), _rotated(psi, turns[1], slope, layout), width, angle
+    lengths = [(x.square() + rotate(x, zero, zero + 1, layout).square()).sqrt() for x in (phi, psi)]
+    hats = [_rotated(x, at, slope, layout) for x, at in zip((phi, psi), turns, strict=True)]
+    return *hats, lengths, angle
 
 
 def _rotated(x: Tensor, turns: Tensor, slope: Tensor | None, layout: str) -> Tensor:

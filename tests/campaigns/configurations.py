@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -40,26 +41,15 @@ def check(config: Configuration, backends: tuple[str, ...]) -> Counter[str]:
     """How many comparisons were made, by kind; OutOfContract at the first one that fails."""
     done: Counter[str] = Counter()
     first, second = config.piece(0), config.piece(1)
-    before, state = None, None
-    if config.has_state:
-        equation, wide = Equation(), first.wide()
-        with torch.no_grad():
-            _, state = equation(*wide.qkv, **wide.how)
-        before = equation.sizes
-    equation, wide = Equation(before), second.wide()
-    with torch.no_grad():
-        after = equation(*wide.qkv, state=state, **wide.how)[1]
-    oracle = everything(*wide.qkv, state, call=equation, **wide.how)
-    sizes = equation.sizes
+    oracle, after, sizes = _exact(config, first, second)
     # docs/numerics.md promises nothing of what is rounded before a backend sees the features.
     exponential = config.map is not None and config.map.log_scaled and not isinstance(config.map, Given)
-    features = exponential or (config.rounds and (config.dtype != torch.float32 or not config.by_backend))
-    sizes.slack = 16 if features and config.dtype != torch.float64 else 1
+    sizes.slack = 16 if (exponential or config.rounds) and config.dtype != torch.float64 else 1
     sizes.exact = EXACT if config.rotary is None or config.rotary.xpos is None else EXACT_XPOS
     results = [x for name, x in oracle.items() if x.is_floating_point()] + [sizes.out, sizes.kv]
     if any(not bool(x.isfinite().all()) or _largest(x) > torch.finfo(config.dtype).max for x in results):
         return Counter({"out of range": 1})
-    yardstick = None if config.dtype == torch.float64 else _run("reference", config, first, second)[0]
+    yardstick = None if config.dtype == torch.float64 else Yardstick(config, first, second, oracle)
     for backend in backends:
         try:
             found, last, out = _run(backend, config, first, second)
@@ -75,6 +65,49 @@ def check(config: Configuration, backends: tuple[str, ...]) -> Counter[str]:
         done["gradients"] += _check_gradients(backend, config, found, oracle, yardstick, sizes)
         done["steps in place"] += _check_steps(backend, config, first, second, oracle, sizes)
     return done
+
+
+def _exact(
+    config: Configuration, first: Piece, second: Piece
+) -> tuple[dict[str, Tensor], LinearAttentionState, Sizes]:
+    """Everything of the second call, its last state, and the sizes of the terms, by the equation."""
+    before, state = None, None
+    if config.has_state:
+        equation, wide = Equation(), first.wide()
+        with torch.no_grad():
+            _, state = equation(*wide.qkv, **wide.how)
+        before = equation.sizes
+    equation, wide = Equation(before), second.wide()
+    with torch.no_grad():
+        after = equation(*wide.qkv, state=state, **wide.how)[1]
+    return everything(*wide.qkv, state, call=equation, **wide.how), after, equation.sizes
+
+
+class Yardstick:
+    """The errors of "reference" in the gradients of a call, by which those of a backend are measured."""
+
+    def __init__(self, config: Configuration, first: Piece, second: Piece, oracle: dict[str, Tensor]) -> None:
+        self.config, self.pieces = config, (first, second)
+        self.errors = self._of(first, second, oracle)
+
+    def _of(self, first: Piece, second: Piece, oracle: dict[str, Tensor]) -> dict[str, float]:
+        found = _run("reference", self.config, first, second)[0]
+        return {name: _largest(found[name].double() - x) for name, x in oracle.items() if name[0] == "d"}
+
+    @cached_property
+    def beside(self) -> dict[str, float]:
+        """The largest over eight calls whose q, k, v are up to 1% off: of one call it may be small by luck."""
+        generator, worst = torch.Generator().manual_seed(0), dict(self.errors)
+        for _ in range(8):
+            pieces = [replace(piece, qkv=[_moved(x, generator) for x in piece.qkv]) for piece in self.pieces]
+            errors = self._of(*pieces, _exact(self.config, *pieces)[0])
+            worst = {name: max(x, errors[name]) for name, x in worst.items()}
+        return worst
+
+
+def _moved(x: Tensor, generator: torch.Generator) -> Tensor:
+    by = 0.02 * torch.rand(x.shape, generator=generator) - 0.01
+    return x * (1 + by).to(x.dtype)
 
 
 def _run(
@@ -140,7 +173,7 @@ def _check_state(
 
 def _check_gradients(
     backend: str, config: Configuration, found: dict[str, Tensor], oracle: dict[str, Tensor],
-    yardstick: dict[str, Tensor] | None, sizes: Sizes,
+    yardstick: Yardstick | None, sizes: Sizes,
 ) -> int:  # fmt: skip
     biggest = max(_largest(x) for name, x in oracle.items() if name.startswith("d"))
     at_eps = config.normalize and bool((sizes.den < 100 * config.eps).any())
@@ -164,9 +197,12 @@ def _check_gradients(
         if yardstick is None:
             _expect(name, backend, error / (GRADIENT * largest + rounded + sizes.exact * (lost + biggest)))
             continue
-        reference = _largest(yardstick[name].double() - oracle[name])
-        if reference < float("inf"):  # float16 may overflow
+        for errors in ("errors", "beside"):
+            reference = getattr(yardstick, errors)[name]
             allowed = 3 * reference + 1e-5 * largest + rounded + BOUNDS[torch.float32] * lost
+            if error <= allowed or reference == float("inf"):  # float16 may overflow
+                break
+        else:
             _expect(name, backend, error / allowed)
     return 1
 
