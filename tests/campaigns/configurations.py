@@ -96,7 +96,7 @@ class Yardstick:
 
     @cached_property
     def beside(self) -> dict[str, float]:
-        """The largest over eight calls whose q, k, v are up to 1% off: of one call it may be small by luck."""
+        """The largest over eight calls whose q, k, v are up to 1% off: of one it may be small by luck."""
         generator, worst = torch.Generator().manual_seed(0), dict(self.errors)
         for _ in range(8):
             pieces = [replace(piece, qkv=[_moved(x, generator) for x in piece.qkv]) for piece in self.pieces]
