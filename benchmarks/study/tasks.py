@@ -42,7 +42,7 @@ class Task:
 
     def scaled(self: Self, scale: float) -> Self:
         """scale times the steps, and about scale times the parameters; below 1 fewer test rows too."""
-        head_dim = max(8, 4 * round(self.head_dim * scale**0.5 / 4))
+        head_dim = max(min(8, self.head_dim), 4 * round(self.head_dim * scale**0.5 / 4))
         test_rows = max(2, round(self.test_rows * min(1.0, scale)))
         steps = max(2, round(self.steps * scale))
         return replace(self, head_dim=head_dim, steps=steps, test_rows=test_rows)

@@ -299,6 +299,18 @@ def test_what_cannot_be_chosen_is_refused(only: list[str], scale: float, message
         plan.chosen(only, scale)
 
 
+def test_a_scale_of_one_changes_nothing() -> None:
+    assert [task.scaled(1.0) for task in TASKS.values()] == list(TASKS.values())
+
+
+def test_the_number_in_a_recall_s_name_is_that_of_a_layer_s_state() -> None:
+    for task, names in plan.chosen([], 1.0):
+        if task.name.startswith("recall-"):
+            model = variants.build("linear-conv", task)
+            assert "linear-conv" in names
+            assert variants.state_numbers(model) == int(task.name.removeprefix("recall-")) * task.layers
+
+
 def test_a_larger_scale_has_more_steps_and_parameters() -> None:
     small, large = (
         sum(p.numel() for p in variants.build("eq19", TASKS["language"].scaled(scale)).parameters())
