@@ -192,7 +192,7 @@ def _turned(
     """R(Theta) phi, R(Theta) psi, the lengths of their pairs at each member, and the sum of all steps."""
     turns: list[Any] = [0, 0]
     if rotary is not None:
-        theta = rotary.turns(torch.device("cpu"))  # (axes or 1, g or 1, pairs), in 2^-64 turns that wrap
+        theta = rotary.turns(phi.device)  # (axes or 1, g or 1, pairs), in 2^-64 turns that wrap
         places = [x if rotary.axes is not None else x[..., None] for x in (given, at_keys)]
         turns = [(x[..., None, None] * theta).sum(-3) for x in places]
     slope = None
