@@ -116,21 +116,24 @@ def _shares(rows: Rows, axes: Any) -> None:
 
 
 def _recall(sizes: dict[str, Rows], axes: Any) -> None:
-    """Over the most pairs trained on; the name of a task ends with the numbers of a layer's state."""
+    """Over the most pairs trained on; softmax attention stands where linear attention with its heads does."""
     models = list(dict.fromkeys(model for rows in sizes.values() for model in rows))
+    ticks = set()
     for model in models:
         points = []
         for task, rows in sizes.items():
             if found := _results(rows, model):
-                pairs = f"{max(rows[model][0]['settings']['trained_pairs'])} pairs"
-                points.append((int(task.removeprefix("recall-")), *_spread([x[pairs] for x in found])))
+                line = rows[model][0]
+                pairs, layers = max(line["settings"]["trained_pairs"]), line["settings"]["layers"]
+                size = (line["state_numbers"] or int(task.removeprefix("recall-")) * layers) // layers
+                points.append((size, *_spread([x[f"{pairs} pairs"] for x in found])))
         if points:
-            size, values, low, high = zip(*sorted(points))
-            axes.errorbar(size, values, yerr=(low, high), label=model, marker="o", capsize=3)
-    ticks = sorted(int(task.removeprefix("recall-")) for task in sizes)
+            x, values, low, high = zip(*sorted(points))
+            ticks.update(x)
+            axes.errorbar(x, values, yerr=(low, high), label=model, marker="o", capsize=3)
     axes.set(xscale="log", ylim=(0, 1.03), ylabel="share of pairs recalled")
     axes.set_xlabel("numbers in a layer's state (of linear attention; softmax has as many heads)")
-    axes.set_xticks(ticks, [f"{size:,}" for size in ticks])
+    axes.set_xticks(sorted(ticks), [f"{size:,}" for size in sorted(ticks)])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
