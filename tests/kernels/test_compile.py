@@ -25,8 +25,8 @@ CEILING = {
     ("dv", 256, "bf16"): 700,
 }
 # float16 computes in tf32 by Ampere's units, and float32 by multiply-adds from registers. float32: up to
-# 1580 bytes (dq) at 64, 1276 (dq) at 128; float16 1148 (scan) at 128. At 256 ptxas gives up on some kernels and
-# leaves them 32 registers: float32's dq, dk and dv (15068), float16's scan (17320). Right, and slow.
+# 1580 bytes (dq) at 64, 1276 (dq) at 128; float16 1148 (scan) at 128. At 256 ptxas gives up on some kernels
+# and leaves them 32 registers: float32's dq, dk and dv (15068), float16's scan (17320). Right, and slow.
 WIDE_CEILING = {64: 2100, 128: 1300, 256: 17500}
 # On other GPUs than Hopper, in bfloat16. Ampere's and consumer Blackwell's units keep operands in registers.
 ELSEWHERE = {
