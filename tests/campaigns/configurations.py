@@ -190,9 +190,8 @@ def _check_gradients(
         if backend == "reference" and name == "dangle_steps" and found[name].dtype != config.dtype:
             continue  # it rounds the steps' gradients through queries and keys before it adds them
         narrow = found[name].dtype != config.dtype  # then parts are rounded that may cancel
-        rounded = torch.finfo(found[name].dtype).eps * (
-            biggest if narrow else largest
-        )  # log_decay may be narrower than q
+        # log_decay may be narrower than q.
+        rounded = torch.finfo(found[name].dtype).eps * (biggest if narrow else largest)
         lost = float(cancelling(oracle)) if name == "dlog_decay" and oracle["out"].numel() else 0.0
         if yardstick is None:
             _expect(name, backend, error / (GRADIENT * largest + rounded + sizes.exact * (lost + biggest)))

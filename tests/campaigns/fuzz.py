@@ -1,9 +1,7 @@
-"""Command lines, configurations, states and checkpoints drawn at random: an error that names its cause,
-or it works.
+"""Command lines, configurations, states, checkpoints drawn at random: a named error, or they work.
 
 ``python -m tests.campaigns.fuzz --count 50000 --seed 0``. No case may end in a traceback, in a crash,
-after its time
-limit, or with a file half written. What does is printed with its number; ``--only`` repeats it.
+after its time limit, or with a file half written. What does is shown with its number; ``--only`` repeats it.
 """
 
 import argparse

@@ -49,8 +49,7 @@ def bits(out: Path) -> dict[str, object]:
 
 
 def run(count: int, seed: int) -> tuple[int, int, int]:
-    """Kills, those that fell before the first checkpoint, and runs that ended; AssertionError at other
-    bits."""
+    """Kills, those before the first checkpoint, and runs that ended; AssertionError at other bits."""
     chance = random.Random(seed)
     kills = early = runs = 0
     with tempfile.TemporaryDirectory() as folder:

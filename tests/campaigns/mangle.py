@@ -185,8 +185,7 @@ def damaged(chance: random.Random, content: bytes) -> bytes:
 
 
 def safetensors_like(chance: random.Random, content: bytes) -> bytes:
-    """A header with other entries, of the right length, over the same bytes: what someone would write on
-    purpose."""
+    """A header with other entries, its length right, over the same bytes: as someone writes on purpose."""
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
     for _ in range(chance.choice([1, 1, 2, 3])):

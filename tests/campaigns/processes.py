@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 
 def start(work: Callable[[], int]) -> int:
-    """Runs ``work`` in a fork, its output thrown away; returns the process's id. Its status is work's;
-    99: it raised."""
+    """The id of a fork that runs ``work``, its output thrown away; its status is work's; 99: it raised."""
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
