@@ -4,7 +4,7 @@ What every backend, "reference" too, is compared with, and the sizes of the term
 bounds are made of.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,7 @@ from linrope.rotary import cos_sin_of_turns, rotate, to_turns
 from linrope.state import NO_KEYS
 
 NOTHING_KEPT = -1e4
+Change = Callable[[Tensor], Tensor]
 _OF_TOKENS = ("log_decay", "angle_steps", "key_mask", "positions", "key_positions")
 
 
@@ -37,13 +38,14 @@ class Sizes:
 class Equation:
     """linear_rope_attention for float64 tensors; ``sizes`` are those of the last call.
 
-    before: the sizes of the call that made the state.
+    before: the sizes of the call that made the state. rounded: what happens to the operands of products
+    (rotated features, scores, states) and to the output, as where a backend rounds them.
     """
 
     sizes: Sizes
 
-    def __init__(self, before: Sizes | None = None) -> None:
-        self.before = before
+    def __init__(self, before: Sizes | None = None, rounded: Change = lambda x: x) -> None:
+        self.before, self.rounded = before, rounded
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, state: LinearAttentionState | None = None,
@@ -65,7 +67,8 @@ class Equation:
             }
             first = None if state is None else state.reorder(torch.arange(len(state.kv))[rows])
             before = None if self.before is None else (self.before.kv[rows], self.before.z[rows])
-            found.append(_attend(q[:, tokens], k[:, tokens], v[:, tokens], first, before, **own))
+            qkv = [x[:, tokens] for x in (q, k, v)]
+            found.append(_attend(*qkv, first, before, self.rounded, **own))
         outs, states, sizes = zip(*found)
         tensors = {name: torch.cat([x.tensors()[name] for x in states]) for name in states[0].tensors()}
         dims = {"out": 1, "den": 1, "kv": 0, "z": 0}
@@ -79,7 +82,7 @@ class Equation:
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None,
-    before: tuple[Tensor, Tensor] | None, *,
+    before: tuple[Tensor, Tensor] | None, rounded: Change, *,
     feature_map: FeatureMap | None, rotary: Rotary | None = None, rope_order: str = "after",
     causal: bool = True, normalize: bool = True, eps: float = 1e-6, eps_mode: str = "clamp",
     positions: Tensor | None = None, key_positions: Tensor | None = None, decay: Tensor | None = None,
@@ -114,7 +117,12 @@ def _attend(
         far0 = (passed[..., None] * rotary.fade).exp()
 
     ones = torch.ones_like(v[..., :1])
-    num = _sum(phi_hat, psi_hat, v, state.kv, w, w0, far, far0)
+
+    def numerator() -> Tensor:
+        return _sum(rounded(phi_hat), rounded(psi_hat), v, rounded(state.kv), w, w0, far, far0, rounded)
+
+    num = numerator()
+    num = num + (numerator() - num).detach()  # the one that is differentiated is not rounded alike
     size = _sum(phi_hat.abs(), psi_hat.abs(), v.abs(), kv_size, w, w0, far, far0)
     # Of one key and one pair the components' product may vanish, but not the rounding of cos and sin.
     pairs = _sum(phi_length / 2, psi_length / 2, v.abs(), kv_size / 2, w, w0, far, far0)
@@ -134,7 +142,7 @@ def _attend(
     kv, z = state.kv, state.z
     if m:  # as the last token sees it
         ends = [None if x is None else x[:, -1] for x in (far, far0)]
-        kv = _last(psi_hat, v, kv, w, w0, *ends)
+        kv = _last(rounded(psi_hat), v, kv, w, w0, *ends)
         kv_size = _last(psi_length, v.abs(), kv_size, w, w0, *ends)
         z = _last(psi, ones, z[..., None], w, w0)[..., 0]
         z_size = _last(psi.abs(), ones, z_size[..., None], w, w0)[..., 0]
@@ -151,7 +159,8 @@ def _attend(
         )
     after = LinearAttentionState(kv, z, position, "", angle, scale)
     lost = 2.0**-126 * 2.0**24 / (eps if normalize else 1)
-    return num, after, Sizes(size.detach(), den.detach()[..., 0], kv_size.detach(), z_size.detach(), lost)
+    sizes = Sizes(size.detach(), den.detach()[..., 0], kv_size.detach(), z_size.detach(), lost)
+    return rounded(num), after, sizes
 
 
 def _places(
@@ -258,7 +267,7 @@ def _weights(
 
 def _sum(
     phi: Tensor, psi: Tensor, v: Tensor, kv: Tensor, w: Tensor, w0: Tensor, far: Tensor | None = None,
-    far0: Tensor | None = None,
+    far0: Tensor | None = None, rounded: Change = lambda x: x,
 ) -> Tensor:  # fmt: skip
     """sum_j w_ij <phi_i, psi_j> v_j and the state's part: (b, n, h, e). far (b, n, m, f), far0 (b, n, f)."""
     phi = phi.unflatten(2, (psi.shape[2], -1))
@@ -266,20 +275,15 @@ def _sum(
         scores = torch.einsum("bngrf,bmgf->bgrnm", phi, psi)
     else:
         scores = torch.einsum("bngrf,bmgf,bnmf->bgrnm", phi, psi, far)
-    new = torch.einsum("bgrnm,bmge->bngre", scores * w[:, :, None], v)
+    new = torch.einsum("bgrnm,bmge->bngre", rounded(scores * w[:, :, None]), v)
     old = phi * w0.mT[..., None, None] * (1 if far0 is None else far0[:, :, None, None])
     return (new + torch.einsum("bngrf,bgfe->bngre", old, kv)).flatten(2, 3)
 
 
 def _last(
-    psi: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    w: Tensor,
-    w0: Tensor,
-    far: Tensor | None = None,
+    psi: Tensor, v: Tensor, kv: Tensor, w: Tensor, w0: Tensor, far: Tensor | None = None,
     far0: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """(b, g, f, e): all keys times values as the last token sees them. far (b, m, f), far0 (b, f)."""
     psi = psi * w[:, :, -1].mT[..., None] * (1 if far is None else far[:, :, None])
     kv = kv * w0[:, :, -1, None, None] * (1 if far0 is None else far0[:, None, :, None])

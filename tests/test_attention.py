@@ -237,6 +237,11 @@ def test_device_and_dtype_are_those_asked_for() -> None:
     assert {t.device.type for t in layer.state_dict().values() if t.ndim} == {"meta"}
 
 
+def test_one_of_everything_is_a_layer() -> None:
+    layer = LinearRoPEAttention(1, 1, rotary=None)
+    assert layer(torch.randn(1, 3, 1)).shape == (1, 3, 1)
+
+
 def test_length_0_and_batch_0_give_empty_outputs_and_zero_gradients() -> None:
     layer = make(out_norm=True, gate=True)
     for shape in ((2, 0, 16), (0, 5, 16)):

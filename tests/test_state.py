@@ -216,6 +216,12 @@ def test_a_call_refuses_the_state_of_another_map_or_rotation(how) -> None:
         attend(tokens(2), some_state(), **how)
 
 
+def test_a_state_names_the_order_in_which_older_files_name_it() -> None:
+    k = torch.randn(1, 3, 2, 4)
+    names = [linear_rope_state(k, k, rotary=Rotary(4), rope_order=x).identity for x in ("after", "before")]
+    assert names[1] == f"{names[0]} before"
+
+
 def test_states_join_in_one_batch_and_go_on_as_if_each_were_alone() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 3, 6, 2, 4)

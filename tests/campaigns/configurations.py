@@ -20,7 +20,8 @@ from linrope.backends import native
 from linrope.state import NO_KEYS
 from tests.bounds import BOUNDS, cancelling, error_in_bounds
 from tests.campaigns.draw import Configuration, Given, Piece
-from tests.equation import Equation, Sizes
+from tests.equation import Change, Equation, Sizes
+from tests.interpreter import quicken
 from tests.oracle import everything
 
 FAST = ("eager",) if native.why_not() else ("eager", "native")
@@ -49,7 +50,9 @@ def check(config: Configuration, backends: tuple[str, ...]) -> Counter[str]:
     results = [x for name, x in oracle.items() if x.is_floating_point()] + [sizes.out, sizes.kv]
     if any(not bool(x.isfinite().all()) or _largest(x) > torch.finfo(config.dtype).max for x in results):
         return Counter({"out of range": 1})
-    yardstick = None if config.dtype == torch.float64 else Yardstick(config, first, second, oracle)
+    yardstick = None
+    if config.dtype != torch.float64:
+        yardstick = Yardstick(config, first, second, oracle, operands="triton" in backends)
     for backend in backends:
         try:
             found, last, out = _run(backend, config, first, second)
@@ -68,7 +71,7 @@ def check(config: Configuration, backends: tuple[str, ...]) -> Counter[str]:
 
 
 def _exact(
-    config: Configuration, first: Piece, second: Piece
+    config: Configuration, first: Piece, second: Piece, rounded: Change = lambda x: x
 ) -> tuple[dict[str, Tensor], LinearAttentionState, Sizes]:
     """Everything of the second call, its last state, and the sizes of the terms, by the equation."""
     before, state = None, None
@@ -77,36 +80,51 @@ def _exact(
         with torch.no_grad():
             _, state = equation(*wide.qkv, **wide.how)
         before = equation.sizes
-    equation, wide = Equation(before), second.wide()
+    equation, wide = Equation(before, rounded), second.wide()
     with torch.no_grad():
         after = equation(*wide.qkv, state=state, **wide.how)[1]
     return everything(*wide.qkv, state, call=equation, **wide.how), after, equation.sizes
 
 
 class Yardstick:
-    """The errors of "reference" in the gradients of a call, by which those of a backend are measured."""
+    """The errors of "reference" in the gradients of a call, by which those of a backend are measured.
 
-    def __init__(self, config: Configuration, first: Piece, second: Piece, oracle: dict[str, Tensor]) -> None:
+    operands: also those of the equation, with the operands of its products rounded as tensor cores want them.
+    """
+
+    def __init__(
+        self, config: Configuration, first: Piece, second: Piece, oracle: dict[str, Tensor], *, operands: bool
+    ) -> None:  # fmt: skip
         self.config, self.pieces = config, (first, second)
+        self.operands = operands and config.dtype != torch.float32
         self.errors = self._of(first, second, oracle)
 
     def _of(self, first: Piece, second: Piece, oracle: dict[str, Tensor]) -> dict[str, float]:
-        found = _run("reference", self.config, first, second)[0]
-        return {name: _largest(found[name].double() - x) for name, x in oracle.items() if name[0] == "d"}
+        found = [_run("reference", self.config, first, second)[0]]
+        if self.operands:
+            generator, u = torch.Generator().manual_seed(0), torch.finfo(self.config.dtype).eps / 2
+            found.append(_exact(self.config, first, second, lambda x: _moved(x, generator, u))[0])
+        return {
+            name: max(_largest(each[name].double() - x) for each in found)
+            for name, x in oracle.items()
+            if name[0] == "d"
+        }
 
     @cached_property
     def beside(self) -> dict[str, float]:
         """The largest over eight calls whose q, k, v are up to 1% off: of one it may be small by luck."""
         generator, worst = torch.Generator().manual_seed(0), dict(self.errors)
         for _ in range(8):
-            pieces = [replace(piece, qkv=[_moved(x, generator) for x in piece.qkv]) for piece in self.pieces]
+            pieces = [
+                replace(piece, qkv=[_moved(x, generator, 0.01) for x in piece.qkv]) for piece in self.pieces
+            ]
             errors = self._of(*pieces, _exact(self.config, *pieces)[0])
             worst = {name: max(x, errors[name]) for name, x in worst.items()}
         return worst
 
 
-def _moved(x: Tensor, generator: torch.Generator) -> Tensor:
-    by = 0.02 * torch.rand(x.shape, generator=generator) - 0.01
+def _moved(x: Tensor, generator: torch.Generator, most: float) -> Tensor:
+    by = most * (2 * torch.rand(x.shape, generator=generator, dtype=torch.float64) - 1)
     return x * (1 + by).to(x.dtype)
 
 
@@ -269,6 +287,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.interpreter:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+        quicken()
     torch.set_num_threads(1)
     if given.only is not None:
         backends = INTERPRETER if given.interpreter else CPU

@@ -77,20 +77,10 @@ class Configuration:
 
     def __repr__(self) -> str:
         names = (
-            "kind",
-            "before",
-            "lengths",
-            "dtype_name",
-            "scale",
-            "g",
-            "r",
-            "e",
-            "map",
-            "normalize",
-            "rotary",
-        )
-        more = ("order", "eps", "eps_mode", "given", "gap", "decay")
-        text = ", ".join(f"{name}={getattr(self, name)}" for name in names + more)
+            "kind", "before", "lengths", "dtype_name", "scale", "g", "r", "e", "map", "normalize", "rotary",
+            "order", "eps", "eps_mode", "given", "gap", "decay",
+        )  # fmt: skip
+        text = ", ".join(f"{name}={getattr(self, name)}" for name in names)
         return f"{text}, data={ {name: tuple(x.shape) for name, x in self.data.items()} }, m={self.m}"
 
     @property

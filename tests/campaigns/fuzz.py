@@ -31,6 +31,10 @@ SOFT, HARD = 20.0, 1200.0  # seconds: of one case, which is then stopped; of all
 AT_ONCE = 50  # cases of a process
 MEMORY = 3 * 2**30  # bytes that a case may take
 SIZES = {"vocab_size": 256, "embed_dim": 8, "num_layers": 1, "num_heads": 2, "hidden_dim": 8}
+TINY = (
+    "--steps", "1", "--embed-dim", "8", "--layers", "1", "--heads", "2", "--batch-size", "1",
+    "--sequence-length", "16",
+)  # fmt: skip
 TEXT = "To be, or not to be, that is the question. " * 40
 
 
@@ -88,28 +92,7 @@ def _options(chance: random.Random, material: Material, place: Path) -> None:
     """A file of options for train."""
     path = place / chance.choice(["options.yaml", "options.json", "options"])
     path.write_bytes(mangle.options(chance))
-    arguments = [
-        "train",
-        str(material.text),
-        "--config",
-        str(path),
-        "--out",
-        str(place / "run"),
-        "--steps",
-        "1",
-    ]
-    arguments += [
-        "--embed-dim",
-        "8",
-        "--layers",
-        "1",
-        "--heads",
-        "2",
-        "--batch-size",
-        "1",
-        "--sequence-length",
-        "16",
-    ]
+    arguments = ["train", str(material.text), "--config", str(path), "--out", str(place / "run"), *TINY]
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
         status = command(arguments)
@@ -187,17 +170,7 @@ def _write(chance: random.Random, material: Material, place: Path) -> None:
         elif what == "trainer":
             written = _loads(lambda: material.trainer.save(target))
         else:
-            arguments = [
-                "train",
-                str(material.text),
-                "--out",
-                str(target),
-                "--steps",
-                "1",
-                "--embed-dim",
-                "8",
-            ]
-            arguments += ["--layers", "1", "--heads", "2", "--batch-size", "1", "--sequence-length", "16"]
+            arguments = ["train", str(material.text), "--out", str(target), *TINY]
             with contextlib.redirect_stderr(io.StringIO()) as errors:
                 status = command(arguments)
             written = status == 0
