@@ -217,8 +217,10 @@ def test_a_call_refuses_the_state_of_another_map_or_rotation(how) -> None:
 
 
 def test_a_state_names_the_order_in_which_older_files_name_it() -> None:
-    k = torch.randn(1, 3, 2, 4)
-    names = [linear_rope_state(k, k, rotary=Rotary(4), rope_order=x).identity for x in ("after", "before")]
+    q, names = torch.randn(1, 3, 2, 4), []
+    for order in ("after", "before"):
+        state = linear_rope_attention(q, q, q, rotary=Rotary(4), rope_order=order, return_state=True)[1]
+        names.append(state.identity)
     assert names[1] == f"{names[0]} before"
 
 
