@@ -44,6 +44,7 @@ from linrope_kernels.pieces import (
     store_state,
     store_sum,
     store_values,
+    sum_of_products,
     tokens_of,
 )
 
@@ -123,7 +124,7 @@ def dq_kernel(
             scale = 1 / divisor(den, eps, ADD)
             if BLOCKS > 1:
                 out = load_values(OUT, rows, inside, out_strides, e, E, BE).to(tl.float32)
-                delta = -tl.sum(grad.to(tl.float32) * out, 1)
+                delta = -sum_of_products(grad.to(tl.float32), out, 1)
         grad = operand(grad, DOT)
         d = dot(grad, operand(s, DOT), tl.zeros([C, 2 * W], tl.float32), DOT)
         if CAUSAL:
@@ -160,7 +161,7 @@ def dq_kernel(
             store_angles(D_ANGLES, quarter_turns(phi, d), token, inside, pairs, P)
         if NORMALIZE:
             if BLOCKS == 1:
-                delta = -tl.sum(phi * d, 1)
+                delta = -sum_of_products(phi, d, 1)
             if not ADD:
                 delta = tl.where(den < eps, 0.0, delta)  # there max(den, eps) is constant
             if block == 0:
@@ -176,7 +177,7 @@ def dq_kernel(
             else:
                 d += delta[:, None] * z.to(tl.float32)[None, :]
         if D_LOG is not None:
-            grown = tl.sum(phi * d, 1)
+            grown = sum_of_products(phi, d, 1)
             if NORMALIZE and not ADD:
                 grown = tl.where(den < eps, grown, 0.0)  # elsewhere out does not change with phi's length
             tl.store(D_LOG + token * BLOCKS + block, grown, mask=inside)
@@ -310,7 +311,7 @@ def dkv_kernel(
                         weights = tl.where(seen, weights, 0.0)
                         w = dot(operand(weights, DOT), operand(phi, DOT), w, DOT)
                         delta = delta[:, None] if LOG is None else delta[:, None] * queries
-                        u += tl.sum(phi * delta, 0).to(tl.float64)
+                        u += sum_of_products(phi, delta, 0).to(tl.float64)
                 t = dot(tl.trans(grad), entering, t, DOT)
         if WANT_DV:
             dv = tl.where(visible[:, None], dv, 0.0)
@@ -323,7 +324,7 @@ def dkv_kernel(
                 store_angles(D_ANGLES, turned, token, inside, pairs, P)
             d += w
             if D_LOG is not None:
-                grown = tl.where(visible, tl.sum(feature(y, MAP) * d, 1), 0.0)
+                grown = tl.where(visible, sum_of_products(feature(y, MAP), d, 1), 0.0)
                 tl.store(D_LOG + token * PAIR_BLOCKS + pair_block, grown, mask=inside)
             d = tl.where(visible[:, None], d * slope(y, MAP), 0.0)
             store_features(DK, d, rows, inside, dk_strides, pair_block * W, F, P, INTERLEAVED, W)

@@ -34,6 +34,7 @@ from linrope_kernels.pieces import (
     store_state,
     store_sum,
     store_values,
+    sum_of_products,
     tokens_of,
 )
 
@@ -131,7 +132,7 @@ def scan_fwd_kernel(
                     weights = weights * tile
                 den = tl.sum(tl.where(seen, weights, 0.0), 1)
             else:
-                den = tl.sum(phi * z.to(tl.float32)[None, :], 1)
+                den = sum_of_products(phi, z.to(tl.float32)[None, :], 1)
             if DEN is not None and block == 0:
                 tl.store(DEN + rows, den, mask=inside)
         num = dot(phi_hat, tl.trans(operand(s, DOT)), tl.zeros([C, BE], tl.float32), DOT)

@@ -179,6 +179,15 @@ def tokens_of(SLOTS, segment, length, n):
 
 
 @triton.jit
+def sum_of_products(x, y, AXIS: tl.constexpr):
+    """Of x y over an axis. Each thread that the axis is spread over adds up all of it: they must agree."""
+    products = x * y
+    if products.numel <= 1024:  # a thread that has one would fuse it, unrounded, with the sum of the others
+        products += 0.0
+    return tl.sum(products, AXIS)
+
+
+@triton.jit
 def join(x, z, row, faded):
     """(x + z in one row, z + the sum of x): whoever sees that row sees all that z has gathered before.
 
@@ -189,7 +198,7 @@ def join(x, z, row, faded):
         z += tl.sum(x, 0).to(tl.float64)
     else:
         old = old * faded[0]
-        z = fade(z, faded[2]) + tl.sum(x * faded[1], 0).to(tl.float64)
+        z = fade(z, faded[2]) + sum_of_products(x, faded[1], 0).to(tl.float64)
     return x + tl.where(row[:, None], old, 0.0), z
 
 

@@ -17,6 +17,7 @@ from linrope_kernels.pieces import (
     rotate,
     store_state,
     store_sum,
+    sum_of_products,
 )
 
 
@@ -98,9 +99,9 @@ def step_fwd_kernel(
             head = (kv_head * group + r).to(tl.int64)
             x = load_features(Q + head * q_strides[2], row, row == 0, q_strides, 0, F, P, INTERLEAVED, 1, W)
             phi = feature(x, MAP)
-            out = tl.sum(s * rotate(phi, turn, P), 1)
+            out = sum_of_products(s, rotate(phi, turn, P), 1)
             if NORMALIZE:
-                out /= divisor(tl.sum(phi * z.to(tl.float32)), eps, ADD)
+                out /= divisor(sum_of_products(phi, z.to(tl.float32), None), eps, ADD)
             at = OUT + head * out_strides[2] + e * out_strides[3]
             tl.store(at, out.to(OUT.dtype.element_ty), mask=e < E)
     if S_END is not None and part == 0:

@@ -62,30 +62,34 @@ TABLE: dict[str, dict[tuple[str, int], Tile]] = {
         ("states", 256): Tile(32, ALL, 32, 8, 1),
         ("dq", 64): Tile(16, 32, ALL, 4, 1),
         ("dq", 128): Tile(16, 32, ALL, 8, 1),
-        ("dq", 256): Tile(16, 16, ALL, 8, 1),
+        ("dq", 256): Tile(16, 8, ALL, 8, 1),
         ("dk", 64): Tile(16, 32, ALL, 8, 1),
         ("dv", 64): Tile(16, ALL, 64, 4, 1),
         ("dk", 128): Tile(16, 32, ALL, 8, 1),
-        ("dk", 256): Tile(16, 16, ALL, 8, 1),
+        ("dk", 256): Tile(16, 8, ALL, 8, 1),
         ("dv", 128): Tile(16, ALL, 64, 8, 1),
-        ("dv", 256): Tile(16, ALL, 32, 8, 1),
+        ("dv", 256): Tile(16, ALL, 16, 8, 1),
     },
 }
 
 # Ampere's matrix unit and consumer Blackwell's take both operands from registers: fewer tokens fit beside.
 TABLE["bf16 from registers"] = TABLE["bf16"] | {
     ("scan_fwd", 128): Tile(32, ALL, 64, 4, 2),
+    ("scan_fwd", 256): Tile(16, ALL, 32, 8, 2),
     ("dq", 64): Tile(32, 32, ALL, 4, 3),
     ("dq", 128): Tile(32, 16, ALL, 4, 2),
+    ("dq", 256): Tile(16, 16, ALL, 8, 2),
     ("dk", 128): Tile(32, 32, ALL, 4, 2),
     ("dv", 128): Tile(32, ALL, 64, 4, 2),
 }
+TABLE["bf16 on 10.0"] = TABLE["bf16"] | {("scan_fwd", 256): Tile(16, ALL, 32, 8, 2)}
 
 
 def table_of(dot: str, capability: int) -> dict[tuple[str, int], Tile]:
     """The entries for GPUs of that compute capability, 90 for 9.0."""
-    from_registers = dot == "bf16" and (capability < 90 or capability >= 120)
-    return TABLE["bf16 from registers" if from_registers else dot]
+    if dot == "bf16" and capability // 10 != 9:
+        return TABLE["bf16 on 10.0" if capability // 10 in (10, 11) else "bf16 from registers"]
+    return TABLE[dot]
 
 
 def power_of_two(n: int) -> int:

@@ -194,6 +194,7 @@ def _check_gradients(
     yardstick: Yardstick | None, sizes: Sizes,
 ) -> int:  # fmt: skip
     biggest = max(_largest(x) for name, x in oracle.items() if name.startswith("d"))
+    unit = BOUNDS[config.dtype if backend == "triton" else torch.float32]  # of sums in log_decay's gradient
     at_eps = config.normalize and bool((sizes.den < 100 * config.eps).any())
     if at_eps:
         return 0  # terms are as large as 1 / eps and cancel; where the clamp begins the gradient jumps
@@ -210,13 +211,13 @@ def _check_gradients(
         narrow = found[name].dtype != config.dtype  # then parts are rounded that may cancel
         # log_decay may be narrower than q.
         rounded = torch.finfo(found[name].dtype).eps * (biggest if narrow else largest)
-        lost = float(cancelling(oracle)) if name == "dlog_decay" and oracle["out"].numel() else 0.0
+        terms = float(cancelling(oracle)) if name == "dlog_decay" and oracle["out"].numel() else 0.0
         if yardstick is None:
-            _expect(name, backend, error / (GRADIENT * largest + rounded + sizes.exact * (lost + biggest)))
+            _expect(name, backend, error / (GRADIENT * largest + rounded + sizes.exact * (terms + biggest)))
             continue
         for errors in ("errors", "beside"):
             reference = getattr(yardstick, errors)[name]
-            allowed = 3 * reference + 1e-5 * largest + rounded + BOUNDS[torch.float32] * lost
+            allowed = 3 * reference + 1e-5 * largest + rounded + unit * terms
             if error <= allowed or not reference < float("inf"):  # float16 may overflow
                 break
         else:

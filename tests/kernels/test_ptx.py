@@ -51,6 +51,11 @@ def test_a_mask_hides_keys_in_float16_at_128_features(capability: int) -> None:
     assert len(check(capability, "fp16", 128, "gates")) == 1
 
 
+def test_all_threads_that_hold_a_sum_hold_the_same_bits() -> None:
+    """Of few products each fused its own, unrounded, with the sum of the others, and the last one counted."""
+    assert len(check(90, "fp32", 32, "gates")) == 1
+
+
 @pytest.mark.ptx
 @pytest.mark.parametrize("size", ALL_SIZES)
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
