@@ -54,11 +54,14 @@ def digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Saves tensors and metadata as safetensors, atomically, with a digest of both.
 
+    metadata: with a version, which becomes "version.1": such a file has a digest, also where none is found.
+
     Raises:
         OSError: they cannot be written, as on a full disk.
     """
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    metadata = {**metadata, "digest": digest(plain, metadata)}
+    metadata = {**metadata, "version": f"{metadata['version']}.1"}
+    metadata["digest"] = digest(plain, metadata)
     try:
         replace_file(path, lambda temporary: save_file(plain, temporary, metadata=metadata))
     except SafetensorError as error:
@@ -82,9 +85,9 @@ def load_tensors(path: Path, kind: str, version: int) -> tuple[dict[str, Tensor]
         raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
     if metadata.get("format") != kind:
         raise ValueError(f"{path}: format {metadata.get('format')!r}, expected {kind!r}")
-    if metadata.get("version") != str(version):
-        raise ValueError(f"{path}: version {metadata.get('version')!r}, expected '{version}'")
-    found = metadata.pop("digest", None)
-    if found is not None and found != digest(tensors, metadata):
+    noted, found = metadata.get("version"), metadata.pop("digest", None)
+    if noted not in (f"{version}", f"{version}.1"):
+        raise ValueError(f"{path}: version {noted!r}, expected '{version}.1'")
+    if (noted != f"{version}" or found is not None) and found != digest(tensors, metadata):
         raise ValueError(f"{path}: damaged: its digest is not that of its contents")
     return tensors, metadata

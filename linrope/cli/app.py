@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
@@ -43,12 +44,20 @@ def run(arguments: list[str]) -> int:
             raise
         usage = getattr(error, "format_message", None)  # of typer's own errors
         cause = " ".join((str(error) if usage is None else usage()).split())
-        if usage is not None or isinstance(error, ValueError | OSError | ModuleNotFoundError):
+        too_large = _is_of_memory(error)
+        if too_large:
+            cause = f"not enough memory: {cause}"
+        if usage is not None or too_large or isinstance(error, ValueError | OSError | ModuleNotFoundError):
             print(f"linrope: {cause}", file=sys.stderr)
             return 2
         kind = type(error).__name__
         print(f"linrope: {kind}: {cause} (linrope --traceback .. shows where)", file=sys.stderr)
         return 1
+
+
+def _is_of_memory(error: Exception) -> bool:
+    """Whether sizes were asked for that do not fit; on a CPU PyTorch has no type for it."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "you tried to allocate" in str(error)
 
 
 def _print_version(wanted: bool) -> None:

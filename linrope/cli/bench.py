@@ -126,7 +126,7 @@ def _integers(option: str, text: str, end: int) -> list[int]:
         found = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         raise ValueError(f"{option}={text!r}: expected integers separated by commas") from None
-    if any(number < 1 or number >= end for number in found):
+    if not found or any(number < 1 or number >= end for number in found):
         raise ValueError(f"{option}={text!r}: expected numbers from 1 to {end - 1}")
     return found
 

@@ -41,7 +41,10 @@ State = LinearAttentionState | KeyValueState
 States = list[State]
 
 
-_SIZES = ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "hidden_dim", "max_length")
+_SIZES = (
+    "vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "hidden_dim", "max_length",
+    "short_conv",
+)  # fmt: skip
 _LARGEST = 2**31 - 1
 
 

@@ -209,14 +209,19 @@ def case(index: int, seed: int, material: Material) -> str:
     place = material.work(index)
     os.chdir(place)  # where files go whose name is drawn
 
+    stopped = []
+
     def stop(*_: object) -> None:
+        stopped.append(True)
         raise Stopped
 
     signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, SOFT)
+    signal.setitimer(signal.ITIMER_REAL, SOFT, 1)  # once more where the first was swallowed
     try:
         KINDS[kind](chance, material, place)
-    except Stopped:
+    except (Stopped, Exception):
+        if not stopped:
+            raise
         kind = f"{kind}, at work for {SOFT:.0f} s"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

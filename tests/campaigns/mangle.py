@@ -184,6 +184,11 @@ def damaged(chance: random.Random, content: bytes) -> bytes:
     return bytes(x)
 
 
+def _reshaped(shape: object) -> list[object]:
+    """Unless it is one of these already."""
+    return [shape[::-1], [*shape, 1]] if isinstance(shape, list) else []
+
+
 def safetensors_like(chance: random.Random, content: bytes) -> bytes:
     """A header with other entries, its length right, over the same bytes: as someone writes on purpose."""
     size = int.from_bytes(content[:8], "little")
@@ -209,14 +214,14 @@ def safetensors_like(chance: random.Random, content: bytes) -> bytes:
                 "dtype": chance.choice(
                     ["F32", "F64", "I64", "BF16", "F16", "U8", "BOOL", "C64", "F8_E4M3", 3]
                 ),
-                "shape": chance.choice(
-                    [[], [0], [1, 2], own["shape"][::-1], [-1], [2**62, 4], "x", own["shape"] + [1]]
-                ),
+                "shape": chance.choice([[], [0], [1, 2], [-1], [2**62, 4], "x", *_reshaped(own["shape"])]),
                 "data_offsets": chance.choice([[0, 0], [0, 8], [8, 0], [0, 2**63], [-8, 0], "x", [0]]),
             }[key]
     metadata = header.get("__metadata__")
     if isinstance(metadata, dict):
         metadata.pop("digest", None)
+        if metadata.get("version") == "1.1":
+            metadata["version"] = "1"
     made = json.dumps(header).encode("utf-8", "surrogatepass")
     length = len(made) if chance.random() < 0.9 else chance.choice([0, 1, 2**32, 2**63, len(made) + 1])
     return length.to_bytes(8, "little") + made + content[8 + size :]
@@ -227,6 +232,7 @@ def without_digest(path: Path, *names: str) -> None:
     with safe_open(path, "pt") as file:
         metadata = dict(file.metadata())
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    metadata["version"] = metadata["version"].removesuffix(".1")
     for name in ("digest", *names):
         metadata.pop(name, None)
     save_file(tensors, path, metadata)

@@ -163,6 +163,11 @@ def test_eval_of_two_runs(text: Path, tmp_path: Path, capfd: pytest.CaptureFixtu
         (["train", "{text}", "--tokenizer", "{tmp}/none"], "{tmp}/none"),
         (["train", "{text}", "--decay", "fast"], "decay='fast'"),
         (["train", "{text}", "--short-conv", "1"], "short_conv=1"),
+        (["train", "{text}", "--short-conv", str(10**30)], "short_conv=1000"),
+        (["train", "{text}", "--embed-dim", str(2**30)], "not enough memory"),
+        (["train", "{text}", "--seed", str(10**30)], "seed=1000"),
+        (["train", "{text}", "--learning-rate", "1e300"], "learning_rate=1e+300"),
+        (["bench", "--lengths", " "], "--lengths=' '"),
         (
             ["train", "{text}", "--attention", "softmax", "--forget-gate"],
             "expected False with attention='softmax'",

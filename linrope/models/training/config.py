@@ -1,7 +1,9 @@
 """The numbers of a training run."""
 
-import math
 from dataclasses import dataclass, fields
+
+LARGEST = 2**40  # of integers: seeds are multiplied by a million
+LARGEST_FLOAT = 3.4e38  # float32's
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,16 @@ class TrainingConfig:
                 isinstance(value, bool) and kind is not bool
             ):
                 raise TypeError(f"{field.name}: got {value!r}, expected {kind.__name__}")
+            if kind is int and isinstance(value, int) and value > LARGEST:
+                raise ValueError(f"{field.name}={value}: expected at most {LARGEST}")
         for name in ("steps", "batch_size", "sequence_length", "accumulation", "pieces"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
         for name in ("learning_rate", "clip"):
-            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
+            if not (0 < getattr(self, name) <= LARGEST_FLOAT):
                 raise ValueError(f"{name}={getattr(self, name)}: expected a positive finite number")
         for name in ("warmup_steps", "weight_decay", "seed"):
-            if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
+            if not (0 <= getattr(self, name) <= LARGEST_FLOAT):
                 raise ValueError(f"{name}={getattr(self, name)}: expected a finite number, at least 0")
         if self.pieces > self.sequence_length:
             raise ValueError(f"pieces={self.pieces}: expected at most sequence_length={self.sequence_length}")
