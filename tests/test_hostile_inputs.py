@@ -172,6 +172,17 @@ REFUSED = {
         ValueError,
         r"state: got positions \[2147483647, .* and 5 tokens more, expected 0 \.\. 2147483647",
     ),
+    "packed sequences past the last position": (
+        lambda: attend(
+            q=ones(1, N, H, D),
+            k=ones(1, N, G, D),
+            v=ones(1, N, G, E),
+            state=state(position=LAST - 2),
+            cu_seqlens=torch.tensor([0, 1, N], dtype=torch.int32),
+        ),
+        ValueError,
+        r"state: got positions \[2147483645, .* and 4 tokens more, expected 0 \.\. 2147483647",
+    ),
     "state at a negative position": (
         lambda: attend(state=state(position=-torch.ones(B).long())),
         ValueError,

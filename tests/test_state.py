@@ -239,6 +239,15 @@ def test_states_join_in_one_batch_and_go_on_as_if_each_were_alone() -> None:
         assert torch.equal(after.kv[i : i + 1], last.kv)
 
 
+def test_one_state_joins_to_itself() -> None:
+    state = some_state()
+    assert_same(LinearAttentionState.cat([state]), state)
+
+
+def test_a_pool_has_rows_for_no_sequence() -> None:
+    assert some_state().at(torch.zeros(0, dtype=torch.int64)).sequences == 0
+
+
 def test_states_that_differ_do_not_join() -> None:
     k = v = torch.randn(1, 3, 2, 4)
     state = linear_rope_state(k, v)

@@ -115,7 +115,9 @@ def bench(
 
 def _lengths(max_length: int, lengths: str) -> list[int]:
     if lengths:
-        return sorted(set(_integers("--lengths", lengths, 2**31 - 1)))
+        if not (chosen := sorted(set(_integers("--lengths", lengths, 2**31 - 1)))):
+            raise ValueError(f"--lengths={lengths!r}: got none, expected at least one")
+        return chosen
     if max_length < 256 or max_length & (max_length - 1):
         raise ValueError(f"--max-length={max_length}: expected a power of two from 256 on")
     return [2**i for i in range(5, max_length.bit_length())]
@@ -126,7 +128,7 @@ def _integers(option: str, text: str, end: int) -> list[int]:
         found = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         raise ValueError(f"{option}={text!r}: expected integers separated by commas") from None
-    if not found or any(number < 1 or number >= end for number in found):
+    if any(number < 1 or number >= end for number in found):
         raise ValueError(f"{option}={text!r}: expected numbers from 1 to {end - 1}")
     return found
 

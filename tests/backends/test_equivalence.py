@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary, linear_rope_attention
-from linrope.backends import eager
+from linrope.backends import eager, native
 from linrope.chunks import CHUNK
 from tests.oracle import (
     DTYPES,
@@ -188,3 +188,11 @@ def test_gradients_are_those_of_finite_differences(name: str, causal: bool, back
 
     leaves = [x.detach().requires_grad_() for x in (q, k, v, state.kv, state.z)]
     assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
+
+
+@pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+@pytest.mark.parametrize(("d", "e"), [(258, 8), (8, 258)])
+def test_native_names_sizes_that_it_cannot_take(d: int, e: int) -> None:
+    q, k, v = randoms(1, 2, 1, d, e=e, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match=f"{d} features and {e} values per head: it takes up to 256"):
+        linear_rope_attention(q, k, v, backend="native")

@@ -43,11 +43,11 @@ CHECKS = ("tests/test_arguments.py", "tests/test_hostile_inputs.py", "tests/test
 TRANSFORMS = (f"{B}/test_operators.py", f"{B}/test_transforms.py", f"{B}/test_compile.py")
 TESTS: dict[str, tuple[str, ...]] = {
     "linrope/functional.py": (*OPERATION, *CHECKS),
-    "linrope/request.py": (*OPERATION, "tests/test_decoding.py", *CHECKS),
+    "linrope/request.py": (*OPERATION, "tests/test_decoding.py", *CHECKS, "tests/test_state.py"),
     "linrope/arguments.py": (*CHECKS, *OPERATION),
     "linrope/state.py": (
         "tests/test_state.py", "tests/test_state_in_place.py", "tests/test_state_files.py", *CHECKS,
-        *OPERATION, "tests/test_decoding.py",
+        *OPERATION, "tests/test_decoding.py", "tests/test_files.py",
     ),
     "linrope/rotary.py": (*ROTARY, "tests/test_frequencies.py", *OPERATION),
     "linrope/angles.py": ("tests/test_angles.py", *ROTARY, *OPERATION),
@@ -57,7 +57,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "linrope/packing.py": (*OPERATION, CHECKS[1]),
     "linrope/decoding.py": ("tests/test_decoding.py", *OPERATION),
     "linrope/features.py": (*OPERATION, "tests/feature_maps/test_feature_maps.py"),
-    "linrope/backends/__init__.py": (*OPERATION, *CHECKS, "tests/test_versions.py"),
+    "linrope/backends/__init__.py": (*OPERATION, *CHECKS, "tests/test_versions.py", TRANSFORMS[1]),
     "linrope/backends/call.py": (*OPERATION, *TRANSFORMS),
     "linrope/backends/eager.py": (*OPERATION, f"{B}/test_numerics.py"),
     "linrope/backends/native.py": (TRANSFORMS[0], *OPERATION, "tests/test_decoding.py", "tests/kernels/cpu"),
@@ -65,7 +65,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "linrope/backends/reference.py": OPERATION,
     "linrope/backends/triton.py": (
         "tests/kernels/test_decoding.py", "tests/kernels/test_decay.py", "tests/kernels/test_kernels.py",
-        "tests/kernels/test_operator.py",
+        "tests/kernels/test_operator.py", "tests/kernels/test_state_gradients.py",
     ),
     "linrope/models/huggingface/cache.py": (
         "tests/models/huggingface/test_generation.py", "tests/models/huggingface/test_modeling.py",
