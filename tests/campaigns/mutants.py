@@ -43,7 +43,9 @@ CHECKS = ("tests/test_arguments.py", "tests/test_hostile_inputs.py", "tests/test
 TRANSFORMS = (f"{B}/test_operators.py", f"{B}/test_transforms.py", f"{B}/test_compile.py")
 TESTS: dict[str, tuple[str, ...]] = {
     "linrope/functional.py": (*OPERATION, *CHECKS),
-    "linrope/request.py": (*OPERATION, "tests/test_decoding.py", *CHECKS, "tests/test_state.py"),
+    "linrope/request.py": (
+        *OPERATION, "tests/test_decoding.py", *CHECKS, "tests/test_state.py", f"{B}/test_numerics.py",
+    ),
     "linrope/arguments.py": (*CHECKS, *OPERATION),
     "linrope/state.py": (
         "tests/test_state.py", "tests/test_state_in_place.py", "tests/test_state_files.py", *CHECKS,
