@@ -15,7 +15,9 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOW)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name == "pieces" else []) for name in HOW]
+)
 def test_tokens_and_heads_are_shared(processes: Processes, name: str) -> None:
     size = processes.size
     for tokens, heads in [(2, 1), (1, 2)] if size == 2 else [(2, 2)]:
