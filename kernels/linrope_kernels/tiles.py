@@ -17,6 +17,9 @@ class Tile(NamedTuple):
 
 ALL = 256  # as many as there are
 
+# In scan and dq no chunk is under 32 but for "ieee". Triton 3.6 and 3.7 choose an operand's layout by the
+# narrowest load that it comes from, here the mask's 8 bits, halved again where pairs are joined; that layout
+# has 32 rows, and of 16 it counts half twice.
 # How products are computed -> (kernel, least of 64, 128, 256 that holds features and values) -> tile
 TABLE: dict[str, dict[tuple[str, int], Tile]] = {
     "bf16": {
@@ -75,21 +78,17 @@ TABLE: dict[str, dict[tuple[str, int], Tile]] = {
 # Ampere's matrix unit and consumer Blackwell's take both operands from registers: fewer tokens fit beside.
 TABLE["bf16 from registers"] = TABLE["bf16"] | {
     ("scan_fwd", 128): Tile(32, ALL, 64, 4, 2),
-    ("scan_fwd", 256): Tile(16, ALL, 32, 8, 2),
     ("dq", 64): Tile(32, 32, ALL, 4, 3),
     ("dq", 128): Tile(32, 16, ALL, 4, 2),
-    ("dq", 256): Tile(16, 16, ALL, 8, 2),
     ("dk", 128): Tile(32, 32, ALL, 4, 2),
     ("dv", 128): Tile(32, ALL, 64, 4, 2),
 }
-TABLE["bf16 on 10.0"] = TABLE["bf16"] | {("scan_fwd", 256): Tile(16, ALL, 32, 8, 2)}
 
 
 def table_of(dot: str, capability: int) -> dict[tuple[str, int], Tile]:
     """The entries for GPUs of that compute capability, 90 for 9.0."""
-    if dot == "bf16" and capability // 10 != 9:
-        return TABLE["bf16 on 10.0" if capability // 10 in (10, 11) else "bf16 from registers"]
-    return TABLE[dot]
+    from_registers = dot == "bf16" and (capability < 90 or capability >= 120)
+    return TABLE["bf16 from registers" if from_registers else dot]
 
 
 def power_of_two(n: int) -> int:
@@ -108,6 +107,10 @@ def tile(kernel: str, f: int, e: int, dot: str, capability: int) -> Tile:
     if (
         capability >= 100
     ):  # there Triton 3.5 to 3.7 pipelines loops over a state wrongly: state-spaces/mamba#997
+        entry = entry._replace(stages=1)
+    if kernel in ("dk", "dv") and values < 64:
+        # Hopper's wgmma would still read g of one query head while cp.async writes the next but one over it:
+        # Triton counts buffers by another product of g, which is too small for wgmma.
         entry = entry._replace(stages=1)
     return entry._replace(pairs=min(entry.pairs, pairs), values=min(entry.values, values))
 
