@@ -128,6 +128,6 @@ def stabilize(
                 rows, kv=rows.kv * kept.to(rows.kv.dtype)[..., None, None], z=rows.z * kept[..., None]
             )
     wide = torch.promote_types(k.dtype, torch.float32)
-    below = (scale - largest).clamp(min=NOTHING_KEPT).to(wide)[..., None]
-    k = k.to(wide) + below if exponential else k * below.exp()
+    below = (scale - largest).clamp(min=NOTHING_KEPT)[..., None]
+    k = k.to(wide) + below.to(wide) if exponential else k * below.exp().to(wide)
     return Stabilized(k, log_decay, state, largest, last)

@@ -127,7 +127,7 @@ def _attend(
     # Of one key and one pair the components' product may vanish, but not the rounding of cos and sin.
     pairs = _sum(phi_length / 2, psi_length / 2, v.abs(), kv_size / 2, w, w0, far, far0)
     size = torch.maximum(size, pairs)
-    den = _sum(phi, psi, ones, state.z[..., None], w, w0)
+    den = _sum(rounded(phi), rounded(psi), ones, rounded(state.z)[..., None], w, w0)
     if normalize:
         divisor = den + eps if eps_mode == "add" else den.clamp(min=eps)
         num = num / divisor

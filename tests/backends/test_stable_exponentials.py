@@ -155,3 +155,30 @@ def test_bidirectional_and_stateful_calls_hold_as_well(causal: bool, backend: st
     torch.testing.assert_close(found, whole[:, 20:], rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(last.log_scale, expected.log_scale)
     torch.testing.assert_close(last.kv, expected.kv, rtol=1e-10, atol=1e-12)
+
+
+class Scaled(FeatureMap):
+    """Features as they are; the last number is the log_scale."""
+
+    log_scaled, positive = True, True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feature_dim = 2
+
+    def queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        return q[..., :-1], q[..., -1].double()
+
+    def keys(self, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.queries(k)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_key_far_below_the_largest_keeps_its_digits_where_queries_miss_the_largest(backend: str) -> None:
+    """Its weight is e^-60; formed in float32 it would be 60 units in the last place off."""
+    q = torch.tensor([0.0, 1, 0]).expand(1, 2, 1, 3)
+    k = torch.tensor([[1, 0, 30.1], [0, 1, -30.3]])[None, :, None]
+    v = torch.ones(1, 2, 1, 1)
+    out = linear_rope_attention(q, k, v, feature_map=Scaled(), normalize=False, backend=backend)
+    expected = k[0, 1, 0, 2].double().exp()
+    assert abs(out[0, 1, 0, 0].double() / expected - 1) < 4 * 2.0**-24

@@ -63,7 +63,10 @@ def check(config: Configuration, backends: tuple[str, ...]) -> Counter[str]:
             continue
         done[f"{backend} {config.dtype_name}"] += 1
         for name, x in (("out", found["out"]), ("out without gradients", out)):
-            _expect(name, backend, _out_error(x, oracle["out"], sizes))
+            error = _out_error(x, oracle["out"], sizes)
+            if error > 1 and config.rounds and yardstick is not None:  # what is rounded before the map
+                error = _largest(x.double() - oracle["out"]) / (3 * yardstick.errors["out"])
+            _expect(name, backend, error)
         _check_state(backend, config, found, last, oracle, after, sizes)
         done["gradients"] += _check_gradients(backend, config, found, oracle, yardstick, sizes)
         done["steps in place"] += _check_steps(backend, config, first, second, oracle, sizes)
@@ -97,23 +100,27 @@ class Yardstick:
     ) -> None:  # fmt: skip
         self.config, self.pieces = config, (first, second)
         self.operands = operands and config.dtype != torch.float32
+        self.oracle = oracle
         self.errors = self._of(first, second, oracle)
 
-    def _of(self, first: Piece, second: Piece, oracle: dict[str, Tensor]) -> dict[str, float]:
+    def _of(
+        self, first: Piece, second: Piece, oracle: dict[str, Tensor], draws: int = 1
+    ) -> dict[str, float]:  # fmt: skip
         found = [_run("reference", self.config, first, second)[0]]
         if self.operands:
-            generator, u = torch.Generator().manual_seed(0), torch.finfo(self.config.dtype).eps / 2
-            found.append(_exact(self.config, first, second, lambda x: _moved(x, generator, u))[0])
+            generator, u = torch.Generator().manual_seed(0), torch.finfo(self.config.dtype).eps
+            for _ in range(draws):
+                found.append(_exact(self.config, first, second, lambda x: _moved(x, generator, u))[0])
         return {
             name: max(_largest(each[name].double() - x) for each in found)
             for name, x in oracle.items()
-            if name[0] == "d"
+            if name == "out" or name[0] == "d"
         }
 
     @cached_property
     def beside(self) -> dict[str, float]:
         """The largest over eight calls whose q, k, v are up to 1% off: of one it may be small by luck."""
-        generator, worst = torch.Generator().manual_seed(0), dict(self.errors)
+        generator, worst = torch.Generator().manual_seed(0), self._of(*self.pieces, self.oracle, draws=32)
         for _ in range(8):
             pieces = [
                 replace(piece, qkv=[_moved(x, generator, 0.01) for x in piece.qkv]) for piece in self.pieces
@@ -198,6 +205,12 @@ def _check_gradients(
     at_eps = config.normalize and bool((sizes.den < 100 * config.eps).any())
     if at_eps:
         return 0  # terms are as large as 1 / eps and cancel; where the clamp begins the gradient jumps
+    if yardstick is not None and yardstick.operands:
+        worst = BOUNDS[config.dtype] * _largest(sizes.out)
+        if worst > _largest(
+            oracle["out"]
+        ):  # the products cancel, and leave no digits of output and gradients
+            return 0
     for name in (name for name in oracle if name.startswith("d")):
         if found[name].shape != oracle[name].shape:
             raise OutOfContract(f"{backend}: {name} has shape {tuple(found[name].shape)}")
