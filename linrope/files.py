@@ -30,6 +30,14 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def check_readable(path: Path) -> None:
+    """Raises ValueError where safetensors would write a file of that name and not read it."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{str(path)!a}: expected a path in UTF-8") from None
+
+
 def parse_json(text: str | bytes, name: str) -> Any:
     """What the text says; name: of where it stands, for the message.
 
@@ -57,8 +65,10 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
     metadata: with a version, which becomes "version.1": such a file has a digest, also where none is found.
 
     Raises:
+        ValueError: path is not UTF-8.
         OSError: they cannot be written, as on a full disk.
     """
+    check_readable(path)
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     metadata = {**metadata, "version": f"{metadata['version']}.1"}
     metadata["digest"] = digest(plain, metadata)

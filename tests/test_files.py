@@ -83,6 +83,12 @@ def test_a_digest_whose_name_is_damaged_is_missed(tmp_path: Path) -> None:
         LinearAttentionState.load(path)
 
 
+def test_a_path_that_safetensors_would_not_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected a path in UTF-8"):
+        some_state().save(tmp_path / "\udcff")
+    assert not list(tmp_path.iterdir())
+
+
 def test_files_from_before_there_were_digests_load(tmp_path: Path) -> None:
     state = some_state()
     state.save(tmp_path / "new")

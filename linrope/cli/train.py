@@ -13,7 +13,7 @@ from rich.console import Console
 from linrope.cli.devices import HELP as DEVICE_HELP
 from linrope.cli.devices import pick_device
 from linrope.cli.training import accelerator_on, describe, run_steps
-from linrope.files import parse_json
+from linrope.files import check_readable, parse_json
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.language_model import ATTENTION, POSITIONS
 from linrope.models.training import Corpus, Trainer, TrainingConfig, checkpoints, latest_checkpoint
@@ -161,6 +161,7 @@ def train(
     if resume:
         trainer = _resume(out, path, accelerator, options, given)
     else:
+        check_readable(out)
         if out.exists() and any(out.glob("step-*")):
             raise ValueError(f"--out={out}: has checkpoints already; expected --resume or an empty folder")
         training = _training(options)

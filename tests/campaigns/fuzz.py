@@ -235,7 +235,7 @@ def _some(indices: list[int], seed: int, material: Material, report: Path) -> in
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
-    with open(report, "a", buffering=1) as out:
+    with open(report, "a", buffering=1, errors="backslashreplace") as out:
         for index in indices:
             out.write(f"begin {index}\n")
             try:

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import linrope
@@ -64,6 +63,7 @@ def test_train_with_other_attention_and_positions(
 
 
 def test_metrics_of_every_step_and_tensorboard(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
     out = tmp_path / "run"
     options = ["--steps", "5", "--save-every", "2", "--tensorboard", "--warmup-steps", "2", "--pieces", "3"]
     assert run(["train", str(text), "--out", str(out), *options, *SMALL]) == 0
@@ -96,6 +96,7 @@ def test_a_tokenizer_stays_with_the_run(
 ) -> None:
     folder, out = tmp_path / "tokenizer", str(tmp_path / "run")
     words = ["<?>", *sorted(set(re.findall(r"\w+|[^\w\s]", text.read_text())))]
+    tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<?>")
     own = tokenizers.Tokenizer(model)
     own.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -168,6 +169,7 @@ def test_eval_of_two_runs(text: Path, tmp_path: Path, capfd: pytest.CaptureFixtu
         (["train", "{text}", "--seed", str(10**30)], "seed=1000"),
         (["train", "{text}", "--learning-rate", "1e300"], "learning_rate=1e+300"),
         (["bench", "--lengths", " "], "--lengths=' '"),
+        (["train", "{text}", "--out", "{tmp}/\udcff"], r"\udcff': expected a path in UTF-8"),
         (
             ["train", "{text}", "--attention", "softmax", "--forget-gate"],
             "expected False with attention='softmax'",
