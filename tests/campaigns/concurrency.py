@@ -127,7 +127,7 @@ class Outputs(Dataset[Tensor]):
 
 def loaders(count: int) -> None:
     data = Outputs(count)
-    expected = [[x] for x in data]
+    expected = [[data[index]] for index in range(count)]
     for method in ("fork", "spawn"):
         loader = DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context=method)
         same([[x] for x in loader], expected, f"a DataLoader's workers by {method}")
