@@ -128,8 +128,9 @@ def check_the_use_of_hopper_s_matrix_unit(report: list[dict[str, Any]]) -> None:
         name, dim, dtype = described(entry)
         if dtype != "bf16" or name == "step_fwd":
             continue
-        assert entry["matrix"] > 0, entry
-        assert (entry["mma_sync"] > 0) == ((name, dim) in MMA_SYNC_ON_HOPPER), entry
+        small = (name, dim) in MMA_SYNC_ON_HOPPER
+        assert entry["matrix"] > 0 or small, entry
+        assert (entry["mma_sync"] > 0) == small, entry
 
 
 @pytest.mark.parametrize("heads", ["usual", pytest.param("wide", marks=pytest.mark.ptx)])
