@@ -104,13 +104,10 @@ def tile(kernel: str, f: int, e: int, dot: str, capability: int) -> Tile:
         return Tile(1, pairs, min(values, max(16, 8192 // pairs)), 8, 1)
     key = kernel, max(64, 2 * pairs, values)
     entry = table_of(dot, capability)[key]
-    if (
-        capability >= 100
-    ):  # there Triton 3.5 to 3.7 pipelines loops over a state wrongly: state-spaces/mamba#997
-        entry = entry._replace(stages=1)
-    if kernel in ("dk", "dv") and values < 64:
-        # Hopper's wgmma would still read g of one query head while cp.async writes the next but one over it:
-        # Triton counts buffers by another product of g, which is too small for wgmma.
+    # From 10.0 on Triton 3.5 to 3.7 pipelines loops over a state wrongly: state-spaces/mamba#997. With few
+    # values Hopper's wgmma would still read g of one query head while cp.async writes the next but one over
+    # it: Triton counts buffers by another product of g, which is too small for wgmma.
+    if capability >= 100 or (kernel in ("dk", "dv") and values < 64):
         entry = entry._replace(stages=1)
     return entry._replace(pairs=min(entry.pairs, pairs), values=min(entry.values, values))
 

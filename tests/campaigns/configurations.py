@@ -206,10 +206,8 @@ def _check_gradients(
     if at_eps:
         return 0  # terms are as large as 1 / eps and cancel; where the clamp begins the gradient jumps
     if yardstick is not None and yardstick.operands:
-        worst = BOUNDS[config.dtype] * _largest(sizes.out)
-        if worst > _largest(
-            oracle["out"]
-        ):  # the products cancel, and leave no digits of output and gradients
+        bound, out = BOUNDS[config.dtype] * _largest(sizes.out), _largest(oracle["out"])
+        if bound > out:  # the products cancel, and leave no digits of output and gradients
             return 0
     for name in (name for name in oracle if name.startswith("d")):
         if found[name].shape != oracle[name].shape:

@@ -36,9 +36,13 @@ class TrainingConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
         for name in ("learning_rate", "clip"):
             if not (0 < getattr(self, name) <= LARGEST_FLOAT):
-                raise ValueError(f"{name}={getattr(self, name)}: expected a positive finite number")
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: expected a positive finite number of float32"
+                )
         for name in ("warmup_steps", "weight_decay", "seed"):
             if not (0 <= getattr(self, name) <= LARGEST_FLOAT):
-                raise ValueError(f"{name}={getattr(self, name)}: expected a finite number, at least 0")
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: expected a finite number, at least 0, of float32"
+                )
         if self.pieces > self.sequence_length:
             raise ValueError(f"pieces={self.pieces}: expected at most sequence_length={self.sequence_length}")
