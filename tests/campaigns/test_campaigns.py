@@ -20,6 +20,14 @@ def test_random_configurations_are_within_the_contract() -> None:
     assert done["reference float64"] > 5
 
 
+@pytest.mark.usefixtures("quick_interpreter")
+def test_random_configurations_of_the_kernels_are_within_the_contract() -> None:
+    done, failed = configurations.run(8, 3, interpreter=True)
+    assert failed == []
+    assert done["triton float32"] > 1
+    assert done["triton float16"] > 1
+
+
 @needs_fork
 def test_what_is_fuzzed_ends_in_an_error_that_is_promised() -> None:
     done, failed = fuzz.run(60, 0)
