@@ -108,3 +108,48 @@ def test_the_source_archive_holds_what_builds_the_library_and_no_library(project
     assert (top / "kernels" / "cpu" / "build.py").exists()
     assert (top / "kernels" / "cpu" / "kernel.cpp").exists()
     assert not (top / "linrope" / "lib").exists()
+
+
+def metadata(wheel: Path) -> str:
+    (name,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("/METADATA"))
+    return zipfile.ZipFile(wheel).read(name).decode()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+@pytest.mark.parametrize(
+    ("remote", "expected"),
+    [
+        ("https://code.example/someone/linrope.git", "https://code.example/someone/linrope"),
+        ("https://someone:token@code.example:8443/linrope/", "https://code.example:8443/linrope"),
+        ("git@code.example:someone/linrope.git", "https://code.example/someone/linrope"),
+        ("ssh://git@code.example:22/someone/linrope", "https://code.example/someone/linrope"),
+        ("/home/someone/linrope", None),
+        ("../linrope.git", None),
+        ("file:///home/someone/linrope", None),
+        ("C:/someone/linrope", None),
+    ],
+)
+def test_addresses_are_those_of_the_repository(project: Path, remote: str, expected: str | None) -> None:
+    (project / "docs").mkdir()
+    (project / "docs" / "one.md").touch()
+    (project / "README.md").write_text(
+        "[one](docs/one.md#two), ![three](docs/one.md), [0](x), [a](https://a.b/c)"
+    )
+    for arguments in (["init", "-q"], ["remote", "add", "origin", remote]):
+        subprocess.run(["git", *arguments], cwd=project, check=True)
+    wheel, _ = hatch(project, CANNOT, "build_wheel")
+    said = metadata(wheel)
+    assert "token" not in said
+    if expected is None:
+        assert "Project-URL: " not in said
+        assert "[one](docs/one.md#two), ![three](docs/one.md), [0](x), [a](https://a.b/c)" in said
+        return
+    assert f"Project-URL: Repository, {expected}\n" in said
+    assert (
+        f"[one]({expected}/blob/HEAD/docs/one.md#two), ![three]({expected}/raw/HEAD/docs/one.md), "
+        "[0](x), [a](https://a.b/c)"
+    ) in said
+    archive, _ = hatch(project, CANNOT, "build_sdist")
+    shutil.unpack_archive(archive, project / "unpacked", filter="data")
+    (top,) = (project / "unpacked").iterdir()
+    assert metadata(hatch(top, CANNOT, "build_wheel")[0]) == said
