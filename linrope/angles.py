@@ -77,5 +77,19 @@ def cos_sin_of_turns(turns: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     >>> cos_sin_of_turns(torch.tensor([0, 2**61, -(2**63)]), torch.float32)[0]
     tensor([ 1.0000,  0.7071, -1.0000])
     """
-    angles = turns.double() * (2 * math.pi / 2.0**64)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return cos_sin(turns.double() * (2 * math.pi / 2.0**64), dtype)
+
+
+def cos_sin(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Of angles in rad, float64: formed in float64 and cast to dtype.
+
+    Few runtimes of ONNX have cosines of float64 (onnxruntime from 1.30 on). There an angle is x + y, x in
+    float32, and cos x - y sin x, sin x + y cos x are its cosine and sine to 2^-45.
+    """
+    if dtype == torch.float64 or not torch.onnx.is_in_onnx_export():
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+    angles = angles - 2 * math.pi * (angles / (2 * math.pi)).round()
+    near = angles.float()
+    rest = (angles - near).float()
+    cos, sin = near.cos(), near.sin()
+    return (cos - rest * sin).to(dtype), (sin + rest * cos).to(dtype)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.angles import LAYOUTS, cos_sin_of_turns, rotate, to_turns
+from linrope.angles import LAYOUTS, cos_sin, cos_sin_of_turns, rotate, to_turns
 from linrope.constants import Constant
 from linrope.frequencies import MROPE_AXES, read_config, resolve
 from linrope.names import check_name
@@ -283,8 +283,7 @@ class Rotary:
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Cosine and sine of ``angles``, formed in float64 and cast to dtype, without attention_factor."""
-        angles = self.angles(positions)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return cos_sin(self.angles(positions), dtype)
 
     def turns(self, device: torch.device) -> Tensor:
         """frequencies / 2 pi in units of 2^-64 turns, int64: position * turns wraps to the angle.

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from linrope import Rotary
+from linrope.angles import cos_sin
 from linrope.rotary import LAYOUTS, MAX_POSITION, cos_sin_of_turns, rotate, to_turns
 
 angles_of_some_turns = st.floats(-100.0, 100.0)
@@ -146,3 +147,17 @@ def test_position_times_turns_is_the_angle_of_the_rotation(
         cos_sin_of_turns(turns, torch.float64), rotary.cos_sin(positions, torch.float64)
     ):
         assert_close(ours, expected, atol=bound, rtol=0)
+
+
+@given(st.floats(-(2.0**31), 2.0**31))
+def test_onnx_gets_cosines_of_float32_that_are_as_exact(angle: float) -> None:
+    angles = torch.tensor([angle], dtype=torch.float64)
+    expected = angles.cos(), angles.sin()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+        found = cos_sin(angles, torch.float32)
+        assert torch.equal(cos_sin(angles, torch.float64)[0], expected[0])
+    own = abs(angle) * 2.0**-52  # what reducing a float64 to one turn costs
+    for x, exact in zip(found, expected, strict=True):
+        assert x.dtype == torch.float32
+        assert_close(x.double(), exact, rtol=0, atol=1.5 * 2.0**-24 + own)  # else 2^-23

@@ -27,6 +27,13 @@ console = Console()
 # Options that a resumed run heeds; all others are the checkpoint's.
 _OF_THIS_CALL = {"path", "out", "steps", "save_every", "resume", "tensorboard", "device", "config"}
 _OF_THIS_CALL |= {"sequence_parallel", "tensor_parallel"}
+# torchrun gives all starts of a group one store, where a process can find the address of one that has ended:
+# PyTorch's issue 135712. Then the variable is "True".
+_SHARED_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_FRESH_STORES = (
+    "torchrun: a restart can fail, as processes may find the addresses of those that ended; to be safe, "
+    "start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --standalone, or --rdzv-backend c10d"
+)
 # Fields of the two configs whose options have other names.
 _RENAMED = {"num_layers": "layers", "num_heads": "heads"}
 
@@ -158,6 +165,8 @@ def train(
     }
     accelerator = accelerator_on(pick_device(device))
     console.quiet = not accelerator.is_main_process
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and os.environ.get(_SHARED_STORE) == "True":
+        console.print(_FRESH_STORES)
     if resume:
         trainer = _resume(out, path, accelerator, options, given)
     else:

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from linrope.angles import cos_sin
 from linrope.feature_maps.base import FeatureMap, widen
 from linrope.names import readable
 
@@ -51,7 +52,8 @@ class Cosformer(FeatureMap):
             )
         x = widen(q).clamp_min(0)
         angles = positions[..., None, None].double() * (math.pi / 2 / self.max_length)
-        return torch.cat((x * angles.cos().to(x.dtype), x * angles.sin().to(x.dtype)), -1)
+        cos, sin = cos_sin(angles, x.dtype)
+        return torch.cat((x * cos, x * sin), -1)
 
     def keys(self, k: Tensor, positions: Tensor) -> Tensor:
         return self.queries(k, positions)

@@ -111,3 +111,15 @@ def test_a_full_disk_is_one_line_and_leaves_no_partial_checkpoint(
     assert status == 2
     assert "model.safetensors: cannot be written" in capfd.readouterr().err
     assert checkpoints(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize(("shared", "said"), [("True", True), ("False", False)])
+def test_restarts_in_one_store_are_warned_of(
+    shared: str, said: bool, text: Path, tmp_path: Path,
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """tests/distributed/test_restart.py restarts for real."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+    assert run(["train", str(text), "--out", str(tmp_path / "run"), "--steps", "1", *SMALL]) == 0
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in capfd.readouterr().out) is said
