@@ -24,13 +24,8 @@ def previous(x: Tensor, first: Tensor, bounds: Tensor | None) -> Tensor:
     n = x.shape[1]
     if n == 0:
         return x
-    if bounds is None:
-        rows = max(x.shape[0], first.shape[0])  # not len(), which fixes the batch of an exported program
-        return torch.cat(
-            (first[:, None].expand(rows, *x[0, :1].shape), x[:, :-1].expand(rows, *x[0, 1:].shape)), 1
-        )
-    owner = owners(bounds, n)
-    begins = torch.arange(n, device=x.device) == bounds[owner]
+    tokens = torch.arange(n, device=x.device)
+    begins = tokens == (0 if bounds is None else bounds[owners(bounds, n)])
     return torch.where(begins.view(1, n, *[1] * (x.ndim - 2)), spread(first, n, bounds), x.roll(1, 1))
 
 
@@ -72,12 +67,25 @@ def sums_so_far(x: Tensor, bounds: Tensor | None) -> Tensor:
 def running_maximum(scale: Tensor, log_decay: Tensor | None, first: Tensor, bounds: Tensor | None) -> Tensor:
     """m_i = max(m_(i-1) + a_i, s_i), from scale s (b, n, g), log_decay a (b or 1, n, g or 1), first (.., g).
 
-    In log2(n) steps, each of which doubles how far every token has looked back. No sum of a over the whole
+    No gradient passes through it.
+    """
+    if torch.onnx.is_in_onnx_export() and bounds is None:
+        return _maximum_by_table(scale, log_decay, first)
+    if torch.compiler.is_compiling():
+        m: Tensor = _maximum_of_any_length(scale, log_decay, first, bounds)
+        return m
+    return _maximum_by_doubling(scale, log_decay, first, bounds)
+
+
+def _maximum_by_doubling(
+    scale: Tensor, log_decay: Tensor | None, first: Tensor, bounds: Tensor | None
+) -> Tensor:
+    """In log2(n) steps, each of which doubles how far every token has looked back. No sum of a over the whole
     sequence is formed, so strong decays cost no digits.
     """
     b, n, g = scale.shape
     if n == 0:
-        return scale
+        return scale.clone()
     a = scale.new_zeros(1, 1, 1) if log_decay is None else log_decay
     a = a.expand(b, n, g).contiguous()
     begins = torch.zeros(n, dtype=torch.bool, device=scale.device)
@@ -97,3 +105,26 @@ def running_maximum(scale: Tensor, log_decay: Tensor | None, first: Tensor, boun
         begins = torch.cat((begins[:step], begins[step:] | begins[:-step]), 0)
         step *= 2
     return m
+
+
+# One node in a graph: a traced loop would be that of one length, from one power of two to the next.
+_maximum_of_any_length = torch.library.custom_op(
+    "linrope::running_maximum",
+    _maximum_by_doubling,
+    mutates_args=(),
+    schema="(Tensor scale, Tensor? log_decay, Tensor first, Tensor? bounds) -> Tensor",
+)
+
+
+@_maximum_of_any_length.register_fake
+def _(scale: Tensor, log_decay: Tensor | None, first: Tensor, bounds: Tensor | None) -> Tensor:
+    return torch.empty_like(scale, memory_format=torch.contiguous_format)
+
+
+def _maximum_by_table(scale: Tensor, log_decay: Tensor | None, first: Tensor) -> Tensor:
+    """Of all pairs of tokens, as the backend "reference" does it: by operations of ONNX, for any length."""
+    length = torch.zeros_like(scale) if log_decay is None else log_decay.cumsum(1)
+    tokens = torch.arange(scale.shape[1], device=scale.device)
+    seen = (tokens[:, None] >= tokens)[..., None]
+    reached = (scale[:, None] + length[:, :, None] - length[:, None]).masked_fill(~seen, -torch.inf)
+    return torch.maximum(reached.amax(2), first[:, None] + length)

@@ -112,6 +112,16 @@ def gradients(model: nn.Module, run, x: torch.Tensor, *rest) -> list[torch.Tenso
     return [y, state.kv, state.z, x.grad, *(parameter.grad for parameter in model.parameters())]
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("decays", [False, True])
+def test_the_running_maximum_has_an_operator(decays: bool, packed: bool) -> None:
+    scale = numbers(1, 9, 2).double()
+    log_decay = -scale.abs() if decays else None
+    bounds = torch.tensor([0, 4, 9]) if packed else None
+    operator = torch.ops.linrope.running_maximum.default
+    torch.library.opcheck(operator, (scale, log_decay, scale.new_zeros(1, 2), bounds))
+
+
 @pytest.mark.parametrize(
     ("dynamic", "options"),
     [
@@ -137,10 +147,14 @@ def test_compiled_in_one_graph_a_module_computes_the_same(options, dynamic) -> N
             assert_close(a, b)
 
 
-@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_a_hundred_lengths_compile_at_most_twice(causal: bool) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"feature_map": "softmax"}, pytest.param({"causal": False}, marks=pytest.mark.long)],
+    ids=str,
+)
+def test_a_hundred_lengths_compile_at_most_twice(options) -> None:
     """Once for the first length, and once, when it sees a second one, for all lengths."""
-    model, counter = Model(causal=causal), CompileCounterWithBackend("aot_eager")
+    model, counter = Model(**options), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for n in range(2, 102):
         y, _ = compiled(numbers(B, n, 16))
