@@ -76,7 +76,7 @@ def _throughput(axis: Any, rows: list[dict[str, Any]], mode: str, batch: int) ->
     best = [row for row in rows if row[mode]["ratio"]]
     if best:
         last = best[-1]
-        _mark(axis, f"{last[mode]['ratio']:.1f}x", last["n"], last[mode]["softmax_tokens_per_second"], -14)
+        _mark(axis, _times(last[mode]["ratio"]), last["n"], last[mode]["softmax_tokens_per_second"], -14)
     _dress(axis, lengths)
     axis.set_xlabel("sequence length N")
 
@@ -87,7 +87,7 @@ def _steps(axis: Any, rows: list[dict[str, Any]]) -> None:
         axis.loglog(places, [row[key] * 1e6 for row in rows], "o-", label=name, color=color, linewidth=2)
     last = rows[-1]
     ratio = last["softmax_seconds"] / last["linrope_donated_seconds"]
-    _mark(axis, f"{ratio:,.1f}x", last["position"], last["softmax_seconds"] * 1e6, 2)
+    _mark(axis, _times(ratio), last["position"], last["softmax_seconds"] * 1e6, 2)
     _dress(axis, places)
     axis.set_title("decoding, one token")
     axis.set_xlabel("tokens before it (state, or key/value cache)")
@@ -112,7 +112,7 @@ def _dress(axis: Any, ticks: list[int]) -> None:
     low, high = axis.get_ylim()
     if high < 100 * low:  # a decade's mark alone would say little
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y < 1e4 else f"{y / 1e3:,.0f}k"))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _decimal(y)))
     axis.margins(x=0.05, y=0.1)
     axis.grid(True, which="major", alpha=0.3)
 
@@ -122,3 +122,15 @@ def _short(n: int) -> str:
         if n % size == 0:
             return f"{n // size}{letter}"
     return str(n)
+
+
+def _decimal(y: float) -> str:
+    for size, letter in ((1e6, "M"), (1e3, "k")):
+        if y >= size:
+            return f"{y / size:g}{letter}"
+    return f"{y:g}"
+
+
+def _times(ratio: float) -> str:
+    """With three digits."""
+    return f"{ratio:.1f}x" if ratio < 100 else f"{float(f'{ratio:.3g}'):,.0f}x"
