@@ -98,7 +98,7 @@ def _made_by_name(name: str, d: int) -> FeatureMap:
     if (name, d) in _MADE and not torch.compiler.is_compiling():
         return _MADE[name, d]
     made = feature_maps.make(name, d)
-    if made.state_dict():
+    if [*made.parameters(), *made.buffers()]:
         raise ValueError(
             f"feature_map={name!r}: it has weights or a projection of its own; "
             f"expected the object that feature_maps.make({name!r}, {d}) made"

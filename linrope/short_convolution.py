@@ -100,7 +100,7 @@ class _Places(NamedTuple):
         packed = rising_bounds(cu_seqlens, n)
         bounds = torch.arange(b + 1, device=device) * n if packed is None else packed
         owner = tokens // max(n, 1) if packed is None else owners(packed, n)
-        s = len(bounds) - 1
+        s = b if packed is None else len(packed) - 1  # len() would fix the batch of an exported program
         length = b * n + s * width
         visible = tokens + 1 if key_mask is None else key_mask.flatten().cumsum(0)
         row = visible - 1 + (owner + 1) * width

@@ -195,6 +195,8 @@ class LinearAttentionState:
 
     def _marked(self, donated: bool) -> "LinearAttentionState":
         """With that mark, and the same tensors: they have been checked when this state was made."""
+        if torch.compiler.is_compiling():  # PyTorch 2.11 cannot trace the lines below
+            return replace(self, donated=donated)
         marked = object.__new__(LinearAttentionState)
         marked.__dict__.update(self.__dict__, donated=donated)
         return marked

@@ -104,6 +104,7 @@ def test_the_source_archive_holds_what_builds_the_library_and_no_library(project
     archive, _ = hatch(project, BUILDS, "build_sdist")
     shutil.unpack_archive(archive, project / "unpacked", filter="data")
     (top,) = (project / "unpacked").iterdir()
+    assert (top / "README.md").exists()
     assert (top / "hatch_build.py").exists()
     assert (top / "kernels" / "cpu" / "build.py").exists()
     assert (top / "kernels" / "cpu" / "kernel.cpp").exists()

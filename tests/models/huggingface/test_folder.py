@@ -21,7 +21,7 @@ from linrope.models.huggingface import (
     LinRopeForQuestionAnswering,
     LinRopeForTokenClassification,
 )
-from tests.models.huggingface.tiny import causal_lm, config, tokens
+from tests.models.huggingface.tiny import causal_lm, checkpoint_activations, config, tokens
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_checkpointing_keeps_the_cache(kind: dict, reentrant: bool) -> None:
     expected.logits.sum().backward()
     grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint_activations(model, {"use_reentrant": reentrant})
     assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), generated)
     out = model(ids, use_cache=True)
     assert torch.equal(out.logits, expected.logits)

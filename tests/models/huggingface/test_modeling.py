@@ -23,7 +23,7 @@ from linrope.models.huggingface import (
     LinRopeForSequenceClassification,
     LinRopeModel,
 )
-from tests.models.huggingface.tiny import HYBRID, KINDS, causal_lm, config, tokens
+from tests.models.huggingface.tiny import HYBRID, KINDS, causal_lm, checkpoint_activations, config, tokens
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 AUTO = {
@@ -239,7 +239,7 @@ def test_gradient_checkpointing_changes_no_gradient(kind: str) -> None:
     model, ids, gradients = causal_lm(**KINDS[kind]).train(), tokens(2, 9), []
     for reentrant in (None, False, True):
         if reentrant is not None:
-            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+            checkpoint_activations(model, {"use_reentrant": reentrant})
         model.zero_grad()
         model(ids, labels=ids).loss.backward()
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})

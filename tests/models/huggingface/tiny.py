@@ -39,3 +39,11 @@ def causal_lm(**options: Any) -> LinRopeForCausalLM:
 def tokens(b: int, n: int, seed: int = 1) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, 50, (b, n), generator=generator, device="cpu").to(torch.get_default_device())
+
+
+def checkpoint_activations(model: LinRopeForCausalLM, options: dict[str, Any]) -> None:
+    """transformers has renamed it in 5.21."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(options)
+    else:
+        model.gradient_checkpointing_enable(options)
