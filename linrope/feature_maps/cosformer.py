@@ -50,7 +50,7 @@ class Cosformer(FeatureMap):
             raise ValueError(
                 f"positions: got {int(positions.max())}, expected less than max_length={self.max_length}"
             )
-        x = widen(q).clamp_min(0)
+        x = widen(q).relu()
         angles = positions[..., None, None].double() * (math.pi / 2 / self.max_length)
         cos, sin = cos_sin(angles, x.dtype)
         return torch.cat((x * cos, x * sin), -1)

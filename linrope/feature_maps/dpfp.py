@@ -37,7 +37,7 @@ class DPFP(FeatureMap):
 
     def queries(self, q: Tensor) -> Tensor:
         x = widen(q)
-        r = torch.cat((x, -x), -1).clamp_min(0)
+        r = torch.cat((x, -x), -1).relu()
         return torch.cat([r * r.roll(-j, -1) for j in range(1, self.nu + 1)], -1)
 
     def keys(self, k: Tensor) -> Tensor:

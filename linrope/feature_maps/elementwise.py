@@ -31,8 +31,8 @@ class Elementwise(NamedTuple):
 
 ELEMENTWISE: dict[str, Elementwise] = {
     "elu+1": Elementwise(_elu1, lambda x, y: y.clamp(max=1), True),
-    "relu": Elementwise(lambda x: x.clamp(min=0), lambda x, y: y.sign(), True),
-    "relu2": Elementwise(lambda x: x.clamp(min=0).square(), lambda x, y: 2 * y.sqrt(), True),
+    "relu": Elementwise(torch.relu, lambda x, y: y.sign(), True),
+    "relu2": Elementwise(lambda x: x.relu().square(), lambda x, y: 2 * y.sqrt(), True),
     "exp": Elementwise(torch.exp, lambda x, y: y, True),
     "silu": Elementwise(lambda x: x * x.sigmoid(), _silu_slope, False),
     "identity": Elementwise(lambda x: x, lambda x, y: torch.ones_like(y), False),
