@@ -10,9 +10,9 @@ from linrope.feature_maps.base import FeatureMap, Features, centre, exponential
 
 
 def _elu1(x: Tensor) -> Tensor:
-    # exp(x) >= x + 1 everywhere, so the larger of the two is the right branch on both sides of 0.
-    # elu(x) + 1 would cancel for negative x: exp(x) - 1 + 1 has lost the small exp(x).
-    return torch.maximum(x.clamp(max=0).exp(), x + 1)
+    # elu(x) + 1 would cancel for negative x: exp(x) - 1 + 1 has lost the small exp(x). And clamp's slope at its
+    # bound is 1 up to PyTorch 2.13, and 0 in 2.15.
+    return torch.where(x > 0, x + 1, x.masked_fill(x > 0, 0).exp())
 
 
 def _silu_slope(x: Tensor, y: Tensor) -> Tensor:

@@ -78,6 +78,7 @@ LONG: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # PyTorch 2.15 reads it itself
 @pytest.mark.parametrize(
     "configuration",
     [
