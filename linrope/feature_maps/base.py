@@ -168,6 +168,11 @@ def widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def at_most_0(x: Tensor) -> Tensor:
+    """x, or a number whose exponential is 1, with slope 1 at 0: clamp's at its bound is 0 in PyTorch 2.15."""
+    return x.clamp(max=torch.finfo(x.dtype).tiny)
+
+
 def pad_to_even(x: Tensor) -> Tensor:
     """x (..., f), with a feature that is 0 after an odd number of them: a rotation turns pairs."""
     return F.pad(x, (0, 1)) if x.shape[-1] % 2 else x  # F.pad by nothing is a copy

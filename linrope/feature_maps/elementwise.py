@@ -6,13 +6,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linrope.feature_maps.base import FeatureMap, Features, centre, exponential
+from linrope.feature_maps.base import FeatureMap, Features, at_most_0, centre, exponential
 
 
 def _elu1(x: Tensor) -> Tensor:
-    # elu(x) + 1 would cancel for negative x: exp(x) - 1 + 1 has lost the small exp(x). And clamp's slope at its
-    # bound is 1 up to PyTorch 2.13, and 0 in 2.15.
-    return torch.where(x > 0, x + 1, x.masked_fill(x > 0, 0).exp())
+    # exp(x) >= x + 1 everywhere, so the larger of the two is the right branch on both sides of 0.
+    # elu(x) + 1 would cancel for negative x: exp(x) - 1 + 1 has lost the small exp(x).
+    return torch.maximum(at_most_0(x).exp(), x + 1)
 
 
 def _silu_slope(x: Tensor, y: Tensor) -> Tensor:
