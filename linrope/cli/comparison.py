@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
 
+from linrope.cli.report import plain_table, times
 from linrope.files import parse_json
 
 _SAME = ("cpu", "device", "threads", "clock", "instruction_set", "torch")
@@ -44,21 +44,21 @@ def compare(first: dict[str, Any], second: dict[str, Any]) -> Group:
     common = [key for key in pairs[0] if key in pairs[1]]
     if not common:
         raise ValueError(f"{first['name']}, {second['name']}: got no length and no position in common")
-    table = Table(title=f"Seconds of linrope: {first['name']}, {second['name']}, and first over second")
+    table = plain_table(f"Seconds of linrope: {first['name']}, {second['name']}, and first over second")
     for column in ("what", "first", "second", "speed-up", "softmax first", "softmax second"):
         table.add_column(column, justify="left" if column == "what" else "right")
     for key in common:
         (a, a_softmax), (b, b_softmax) = pairs[0][key], pairs[1][key]
-        table.add_row(key, f"{a:.3g}", f"{b:.3g}", f"{a / b:.2f}x", _number(a_softmax), _number(b_softmax))
+        table.add_row(key, f"{a:.3g}", f"{b:.3g}", times(a / b), _number(a_softmax), _number(b_softmax))
     return Group(*_differences(first, second), table)
 
 
 def _times(result: dict[str, Any]) -> dict[str, tuple[float, float | None]]:
     """linrope's and softmax attention's seconds, by what was measured."""
     found = {}
-    for mode, name in (("forward", "forward"), ("training", "forward + backward")):
+    for mode in ("forward", "training"):
         for row in result["attention"]:
-            found[f"{name}, N = {row['n']:,}"] = row[mode]["linrope_seconds"], row[mode]["softmax_seconds"]
+            found[f"{mode}, N = {row['n']:,}"] = row[mode]["linrope_seconds"], row[mode]["softmax_seconds"]
     for row in result.get("decode") or []:
         at = f"{row['position']:,}"
         found[f"step at {at}"] = row["linrope_donated_seconds"], row["softmax_seconds"]

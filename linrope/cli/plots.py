@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from linrope.cli.report import times
+
 LINROPE, SOFTMAX = "#0b6e4f", "#c1440e"
 PEERS = ("#2a4b8d", "#8a6d1d", "#6b2d73", "#555555")
 
@@ -76,7 +78,7 @@ def _throughput(axis: Any, rows: list[dict[str, Any]], mode: str, batch: int) ->
     best = [row for row in rows if row[mode]["ratio"]]
     if best:
         last = best[-1]
-        _mark(axis, _times(last[mode]["ratio"]), last["n"], last[mode]["softmax_tokens_per_second"], -14)
+        _mark(axis, times(last[mode]["ratio"]), last["n"], last[mode]["softmax_tokens_per_second"], -14)
     _dress(axis, lengths)
     axis.set_xlabel("sequence length N")
 
@@ -87,7 +89,7 @@ def _steps(axis: Any, rows: list[dict[str, Any]]) -> None:
         axis.loglog(places, [row[key] * 1e6 for row in rows], "o-", label=name, color=color, linewidth=2)
     last = rows[-1]
     ratio = last["softmax_seconds"] / last["linrope_donated_seconds"]
-    _mark(axis, _times(ratio), last["position"], last["softmax_seconds"] * 1e6, 2)
+    _mark(axis, times(ratio), last["position"], last["softmax_seconds"] * 1e6, 2)
     _dress(axis, places)
     axis.set_title("decoding, one token")
     axis.set_xlabel("tokens before it (state, or key/value cache)")
@@ -129,8 +131,3 @@ def _decimal(y: float) -> str:
         if y >= size:
             return f"{y / size:g}{letter}"
     return f"{y:g}"
-
-
-def _times(ratio: float) -> str:
-    """With three digits."""
-    return f"{ratio:.1f}x" if ratio < 100 else f"{float(f'{ratio:.3g}'):,.0f}x"

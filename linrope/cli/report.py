@@ -2,14 +2,20 @@
 
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
+
+
+def plain_table(title: str) -> Table:
+    """Without lines between columns, which 80 characters have no place for."""
+    return Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
 
 
 def attention_table(result: dict[str, Any], mode: str, name: str) -> Table:
     case, rows = result["case"], result["attention"]
     sizes = f"({case['batch']}, N, {case['heads']}, {case['dim']}) {case['dtype']}"
-    table = Table(title=f"Causal attention with RoPE, {sizes}: {name}")
+    table = plain_table(f"Causal attention with RoPE, {sizes}: {name}")
     peers = list(dict.fromkeys(peer for row in rows for peer in row[mode]["peer_seconds"]))
     columns = ("N", "linrope tok/s", "softmax tok/s", "ratio", "eager", *peers, "MB", "softmax MB")
     for column in columns:
@@ -21,8 +27,8 @@ def attention_table(result: dict[str, Any], mode: str, name: str) -> Table:
             f"{row['n']:,}",
             f"{part['linrope_tokens_per_second']:,.0f}",
             "too long" if slow else f"{part['softmax_tokens_per_second']:,.0f}",
-            "" if slow else f"{part['ratio']:.2f}x",
-            f"{part['eager_seconds'] / part['linrope_seconds']:.2f}x",
+            "" if slow else times(part["ratio"]),
+            times(part["eager_seconds"] / part["linrope_seconds"]),
             *(_ratio(part["peer_seconds"].get(peer), part["linrope_seconds"]) for peer in peers),
             _megabytes(part["linrope_bytes"]),
             _megabytes(part["softmax_bytes"]),
@@ -33,18 +39,9 @@ def attention_table(result: dict[str, Any], mode: str, name: str) -> Table:
 def decode_table(result: dict[str, Any]) -> Table:
     case, rows = result["case"], result["decode"]
     sizes = f"{case['batch']} x {case['heads']} heads of {case['dim']}, {case['dtype']}"
-    table = Table(title=f"Decoding, one token after so many, {sizes}")
-    for name in (
-        "position",
-        "op us",
-        "donated",
-        "softmax",
-        "ratio",
-        "layer us",
-        "softmax",
-        "ratio",
-        "cache MB",
-    ):
+    table = plain_table(f"Decoding, microseconds for a token after so many, {sizes}")
+    sides = ("op", "donated", "softmax", "ratio", "layer", "softmax", "ratio")
+    for name in ("after", *sides, "cache MB"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
@@ -52,10 +49,10 @@ def decode_table(result: dict[str, Any]) -> Table:
             f"{row['linrope_seconds'] * 1e6:.0f}",
             f"{row['linrope_donated_seconds'] * 1e6:.0f}",
             f"{row['softmax_seconds'] * 1e6:.0f}",
-            f"{row['ratio']:.2f}x",
+            times(row["ratio"]),
             f"{row['linrope_layer_seconds'] * 1e6:.0f}",
             f"{row['softmax_layer_seconds'] * 1e6:.0f}",
-            f"{row['layer_ratio']:.2f}x",
+            times(row["layer_ratio"]),
             f"{row['cache_bytes'] / 1e6:.1f}",
         )
     return table
@@ -104,8 +101,19 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(decode_table(result))
 
 
+def times(ratio: float) -> str:
+    """With three digits."""
+    return (
+        f"{ratio:.2f}x"
+        if ratio < 10
+        else f"{ratio:.1f}x"
+        if ratio < 100
+        else f"{float(f'{ratio:.3g}'):,.0f}x"
+    )
+
+
 def _ratio(slow: float | None, fast: float) -> str:
-    return "" if slow is None else f"{slow / fast:.2f}x"
+    return "" if slow is None else times(slow / fast)
 
 
 def _megabytes(x: float | None) -> str:
