@@ -58,11 +58,11 @@ def _times(result: dict[str, Any]) -> dict[str, tuple[float, float | None]]:
     found = {}
     for mode in ("forward", "training"):
         for row in result["attention"]:
-            found[f"{mode}, N = {row['n']:,}"] = row[mode]["linrope_seconds"], row[mode]["softmax_seconds"]
+            found[f"{mode}, {row['n']:,}"] = row[mode]["linrope_seconds"], row[mode]["softmax_seconds"]
     for row in result.get("decode") or []:
         at = f"{row['position']:,}"
         found[f"step at {at}"] = row["linrope_donated_seconds"], row["softmax_seconds"]
-        found[f"layer's step at {at}"] = row["linrope_layer_seconds"], row["softmax_layer_seconds"]
+        found[f"layer at {at}"] = row["linrope_layer_seconds"], row["softmax_layer_seconds"]
     return found
 
 
