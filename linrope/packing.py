@@ -19,14 +19,18 @@ def owners(bounds: Tensor, n: int) -> Tensor:
     return torch.searchsorted(bounds[1:], tokens, right=True).clamp_(max=max(len(bounds) - 2, 0))
 
 
+def begins(n: int, bounds: Tensor | None, device: torch.device) -> Tensor:
+    """(n,): which tokens are the first of a sequence."""
+    return torch.arange(n, device=device) == (0 if bounds is None else bounds[owners(bounds, n)])
+
+
 def previous(x: Tensor, first: Tensor, bounds: Tensor | None) -> Tensor:
     """x (b or 1, n, ..) at the token before each; first (s or 1, ..): what comes before a sequence."""
     n = x.shape[1]
     if n == 0:
         return x
-    tokens = torch.arange(n, device=x.device)
-    begins = tokens == (0 if bounds is None else bounds[owners(bounds, n)])
-    return torch.where(begins.view(1, n, *[1] * (x.ndim - 2)), spread(first, n, bounds), x.roll(1, 1))
+    here = begins(n, bounds, x.device).view(1, n, *[1] * (x.ndim - 2))
+    return torch.where(here, spread(first, n, bounds), x.roll(1, 1))
 
 
 def at_last(x: Tensor, otherwise: Tensor, bounds: Tensor | None) -> Tensor:
@@ -49,9 +53,8 @@ def spread(x: Tensor, n: int, bounds: Tensor | None) -> Tensor:
 
 def at_first(x: Tensor, n: int, bounds: Tensor | None) -> Tensor:
     """(b or 1, n, ..): x (s or 1, ..) at the first token of each sequence, elsewhere 0."""
-    tokens = torch.arange(n, device=x.device)
-    begins = tokens == (0 if bounds is None else bounds[owners(bounds, n)])
-    return spread(x, n, bounds).where(begins.view(1, n, *[1] * (x.ndim - 1)), 0)
+    here = begins(n, bounds, x.device).view(1, n, *[1] * (x.ndim - 1))
+    return spread(x, n, bounds).where(here, 0)
 
 
 def sums_so_far(x: Tensor, bounds: Tensor | None) -> Tensor:
@@ -88,21 +91,17 @@ def _maximum_by_doubling(
         return scale.clone()
     a = scale.new_zeros(1, 1, 1) if log_decay is None else log_decay
     a = a.expand(b, n, g).contiguous()
-    begins = torch.zeros(n, dtype=torch.bool, device=scale.device)
-    begins[0] = True
-    if bounds is not None:
-        tokens = torch.arange(n, device=scale.device)
-        begins = tokens == bounds[owners(bounds, n)]
+    cut = begins(n, bounds, scale.device)
     # What lies before a sequence joins its first token, which then looks back no further.
     before = first.expand(b, g)[:, None] if bounds is None else spread(first, n, bounds)
-    m = torch.where(begins[:, None], torch.maximum(scale, before + a), scale)
-    begins = begins[:, None].expand(n, g)
+    m = torch.where(cut[:, None], torch.maximum(scale, before + a), scale)
+    cut = cut[:, None].expand(n, g)
     step = 1
     while step < n:
-        earlier = torch.where(begins[step:], scale.new_full((), -torch.inf), m[:, :-step] + a[:, step:])
+        earlier = torch.where(cut[step:], scale.new_full((), -torch.inf), m[:, :-step] + a[:, step:])
         m = torch.cat((m[:, :step], torch.maximum(m[:, step:], earlier)), 1)
-        a = torch.cat((a[:, :step], torch.where(begins[step:], a[:, step:], a[:, step:] + a[:, :-step])), 1)
-        begins = torch.cat((begins[:step], begins[step:] | begins[:-step]), 0)
+        a = torch.cat((a[:, :step], torch.where(cut[step:], a[:, step:], a[:, step:] + a[:, :-step])), 1)
+        cut = torch.cat((cut[:step], cut[step:] | cut[:-step]), 0)
         step *= 2
     return m
 

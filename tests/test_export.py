@@ -99,6 +99,24 @@ def test_a_saved_program_runs_in_a_process_that_imports_linrope(tmp_path: Path) 
     assert torch.equal(torch.load(tmp_path / "y.pt"), layer(x))
 
 
+@torch.no_grad()
+def test_a_masked_layer_is_exported_for_any_batch_and_length() -> None:
+    """Two tokens and one sequence too, with what depends on the tokens before each."""
+    options = {"feature_map": "softmax", "decay": "retnet", "short_conv": 4}
+    layer = LinearRoPEAttention(16, 2, **options).eval()
+
+    def inputs(b: int, n: int) -> tuple[Tensor, dict[str, Tensor]]:
+        mask = torch.arange(n).expand(b, n) % 3 != 1
+        return torch.randn(b, n, 16), {"key_mask": mask}
+
+    x, more = inputs(2, 9)
+    shapes = {"x": {0: ANY, 1: ANY}, "key_mask": {0: ANY, 1: ANY}}
+    exported = torch.export.export(layer, (x,), more, dynamic_shapes=shapes).module()
+    for b, n in ((1, 2), (3, 70)):
+        x, more = inputs(b, n)
+        assert_near([exported(x, **more)], [layer(x, **more)])
+
+
 def test_sequences_begin_with_no_tokens() -> None:
     module = TensorStates(make_model(num_layers=1))
     assert module.names == ["kv_0", "z_0", "position_0"]

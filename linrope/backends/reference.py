@@ -8,6 +8,7 @@ from torch import Tensor
 
 from linrope.backends.call import Call, Sums
 from linrope.feature_maps import ELEMENTWISE
+from linrope.feature_maps.base import at_most_0
 from linrope.packing import sums_so_far
 from linrope.rotary import rotate, spell_out
 from linrope.state import LinearAttentionState
@@ -86,10 +87,8 @@ def _attend(call: Call, sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
     own, own_hat = (x[:, :, :n] if call.causal else x.new_zeros(1, 1, n, 1) for x in (length, length_hat))
     last, last_hat = (x[:, :, -1:] if m else x.new_zeros(1, 1, 1, 1) for x in (length, length_hat))
 
-    def fade(
-        exponent: Tensor,
-    ) -> Tensor:  # clamp's slope at 0, where gates are 0, differs from PyTorch to PyTorch
-        return exponent.masked_fill(exponent > 0, 0).exp().to(dtype)
+    def fade(exponent: Tensor) -> Tensor:
+        return at_most_0(exponent).exp().to(dtype)
 
     def visible(scores: Tensor) -> Tensor:
         return scores.tril() if call.causal else scores

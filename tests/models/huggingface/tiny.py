@@ -42,7 +42,7 @@ def tokens(b: int, n: int, seed: int = 1) -> Tensor:
 
 
 def checkpoint_activations(model: LinRopeForCausalLM, options: dict[str, Any]) -> None:
-    """transformers has renamed it in 5.21."""
+    """transformers has renamed it, after 5.20."""
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(options)
     else:
