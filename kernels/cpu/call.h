@@ -2,6 +2,7 @@
 //
 // Axis letters: b batch, n query position, m key position, h query head, g key/value head, f feature dim, e value dim.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 
 namespace linrope {
@@ -9,6 +10,7 @@ namespace linrope {
 constexpr int kChunk = 32;  // tokens per chunk: 64 does 20% more arithmetic at 64 features
 constexpr int kMaxDim = 256;
 constexpr int kBundle = 8;  // heads that take turns
+constexpr int kBlock = 128;  // tokens from one anchor to the next (see Ends); chunks do not reach across
 
 enum Type : int { kFloat32, kBFloat16, kFloat16, kFloat64 };
 enum Map : int { kIdentity, kElu1, kRelu, kRelu2, kExp, kSilu };
@@ -79,6 +81,10 @@ struct Ends {
   double* z_out;
   const int64_t* angle_in;  // (pairs): sum of the angle steps before the span; null: zero
   double* sums;  // gradients of keys: running sums of those of log decay and angle steps (1 + pairs), from the end on
+  // The states before every kBlock-th token of the span, anchor_bytes() each; null: not wanted. The sweep forward
+  // writes them. From them and the state's gradient the sweep of keys starts its running sum of log decay's gradient
+  // anew, so that a rounding error stays within kBlock tokens and does not add up over a sequence.
+  char* anchors;
 };
 
 // A sweep over spans of one sequence and of the same length, of different heads
@@ -87,6 +93,7 @@ typedef void Sweep(const Call&, int count, const Span*, const Ends*, bool emit);
 struct Isa {
   const char* name;
   int (*padded_pairs)(int pairs);
+  size_t (*anchor_bytes)(const Call&);
   void (*offsets)(const Call&, float* table);
   // The running sum of the span's angle steps is added to angle (pairs).
   void (*sum_steps)(const Call&, const Span&, int64_t* angle);

@@ -33,6 +33,9 @@ struct Decay {
   int64_t stride = 0;
   double sum = 0;  // D of the chunk's last token
   float kept[kChunk], grown[kChunk];
+  int64_t block = -1;  // whose chunks begin at these offsets
+  int chunks = 0;
+  uint16_t offsets[kBlock];
 
   Decay(const Call& c, const Span& span) {
     for (int i = 0; i < kChunk; i++) kept[i] = grown[i] = 1;
@@ -46,18 +49,22 @@ struct Decay {
     const double a = read(base + token * stride, type);
     return a < kNone ? kNone : a;
   }
-  // The number of tokens of the chunk t, t + way, .. of at most `left`. Going back, token t's fade on what came
-  // "before" it in this direction is a of token t + 1.
-  int plan(int64_t t, int64_t left, int way) {
-    int rows = left < kChunk ? (int)left : kChunk;
-    if (!base) return rows;
-    double D[kChunk] = {};
-    sum = 0;
-    for (int i = 1; i < rows; i++) {
-      D[i] = D[i - 1] + at(way > 0 ? t + i : t - i + 1);
-      if (D[i] < kRange) rows = i;
+  // How many of the `left` tokens from t on make a chunk; D, of each of them
+  int rows(int64_t t, int64_t left, double* D) const {
+    int count = left < kChunk ? (int)left : kChunk;
+    D[0] = 0;
+    for (int i = 1; base && i < count; i++) {
+      D[i] = D[i - 1] + at(t + i);
+      if (D[i] < kRange) count = i;
     }
-    sum = D[rows - 1];
+    return count;
+  }
+  // The same, with kept, grown and sum
+  int plan(int64_t t, int64_t left) {
+    double D[kChunk] = {};
+    const int count = rows(t, left, D);
+    if (!base) return count;
+    sum = D[count - 1];
     float r[kChunk], n[kChunk];
     for (int i = 0; i < kChunk; i++) {
       const double d = D[i] > -80 ? (D[i] < 80 ? D[i] : 80) : D[i] == D[i] ? -80 : D[i];
@@ -69,7 +76,18 @@ struct Decay {
       const vf x = load(r + i), k = load(n + i);
       store(kept + i, exp_parts(x, k)), store(grown + i, exp_parts(-x, -k));
     }
-    return rows;
+    return count;
+  }
+  // Where the chunk begins that ends with token `last`, as it does for a sweep forward over tokens first .. last
+  int64_t start(int64_t first, int64_t last) {
+    if (!base) return last - (last - first) % kChunk;
+    if (first != block) {
+      double D[kChunk];
+      chunks = 0, block = first;
+      for (int64_t t = first; t <= last; t += rows(t, last - t + 1, D)) offsets[chunks++] = (uint16_t)(t - first);
+    }
+    while (first + offsets[chunks - 1] > last) chunks--;
+    return first + offsets[chunks - 1];
   }
 };
 

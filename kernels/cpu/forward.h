@@ -55,7 +55,7 @@ struct Forward : Task {
 
   void advance() {
     const int64_t t = span.begin + done;
-    const int rows = decay.plan(t, span.end - t, 1), F = s.F, E = s.E, half = s.half;
+    const int rows = decay.plan(t, block_end(t) - t), F = s.F, E = s.E, half = s.half;
     const Angles& turns = same ? k_turn : q_turn;
     k_turn.forth(t, rows);
     if (!same && queries) q_turn.forth(t, rows);  // keys alone: there may be fewer queries than these
@@ -82,12 +82,17 @@ struct Forward : Task {
       to.write(s, out, t, rows);
     }
     done += rows;
-    const bool more = t + rows < span.end;
+    const bool more = t + rows < span.end, anchor = is_anchor(t + rows);
     if (!more && !ends.kv_out && !ends.z_out) return;
-    const Fade fade(decay.sum + (more ? decay.at(t + rows) : 0));
+    const double next = more ? decay.at(t + rows) : 0;
+    const Fade fade(anchor ? decay.sum : decay.sum + next);
     update(rows, F, E, w.hat_t, w.v, S, fresh, fade);
     sum.end(fade);
     fresh = false;
+    if (!anchor) return;
+    leave_anchor(t + rows, S, sum.all);
+    const Fade past(next);
+    fade_state(S, F * E, past), sum.fade(past);
   }
   void finish() {
     if (ends.kv_out) state_out(s, S, false, ends.kv_out);

@@ -10,10 +10,10 @@ namespace {
 struct BackwardKeys : Task {
   static constexpr int C = kChunk;
   struct Scratch {
-    float *psi, *psi_hat, *scaled, *phi_t, *phi_hat, *weights, *d, *v, *gb, *gb_t, *panels, *dv, *scores, *S_t, *raw,
+    float *psi, *psi_hat, *phi, *phi_t, *phi_hat, *weights, *d, *v, *gb, *gb_t, *panels, *dv, *scores, *S_t, *raw,
         *within, *k_angles, *q_angles;
     Scratch(const Shape& s, Arena& a)
-        : psi(a.take<float>(C * s.F)), psi_hat(a.take<float>(C * s.F)), scaled(a.take<float>(C * s.F)),
+        : psi(a.take<float>(C * s.F)), psi_hat(a.take<float>(C * s.F)), phi(a.take<float>(C * s.F)),
           phi_t(a.take<float>(C * s.F)), phi_hat(a.take<float>(C * s.F)), weights(a.take<float>(C * s.F)),
           d(a.take<float>(C * s.F)), v(a.take<float>(C * s.E)), gb(a.take<float>(C * s.E)),
           gb_t(a.take<float>(C * s.E)), panels(a.take<float>(C * s.E)), dv(a.take<float>(C * s.E)),
@@ -28,10 +28,12 @@ struct BackwardKeys : Task {
   const bool emit_out, same, by_decay, by_steps;
   const int queries;
   int64_t done = 0;
-  float* S;  // dL/d of the state
+  float* S;  // dL/d of the state, as the first token of the chunk at hand sees it
   double* sums;
   RunningSum sum;
   Decay decay;
+  int64_t low = 0;  // the first token of the chunk at hand
+  float kept[kChunk], grown[kChunk];  // e^D, e^-D of its tokens, the last one first
   Angles k_turn, q_turn;
   Rows dk, dv;
 
@@ -49,14 +51,22 @@ struct BackwardKeys : Task {
       if (by_decay && !queries) c.d_log_decay[key_index(t)] = 0;
       if (by_steps && !c.grad.data) zero(angle_steps_at(t), c.pairs);
     }
-    state_in(s, ends.kv_in, S, false, Fade());
-    sums_in(s, ends.z_in, sum.all, 1);
+    const Fade first(span.begin < span.end ? enter(span.end - 1) : 0);
+    state_in(s, ends.kv_in, S, false, first);
+    sums_in(s, ends.z_in, sum.all, first.exact);
+  }
+  // Makes the chunk that ends with token `last` the one at hand. Returns its sum of log decay. Chunks and factors are
+  // those of the sweep of queries: so each pair of tokens has the same weight in both sweeps, to the bit.
+  double enter(int64_t last) {
+    low = decay.start(block_begin(last), last);
+    const int rows = decay.plan(low, last - low + 1);
+    for (int i = 0; i < rows; i++) kept[i] = decay.kept[rows - 1 - i], grown[i] = decay.grown[rows - 1 - i];
+    return decay.sum;
   }
 
   void advance() {
     const int64_t last = span.end - 1 - done;
-    const int rows = decay.plan(last, last - span.begin + 1, -1), F = s.F, E = s.E;
-    const int64_t low = last - rows + 1;
+    const int rows = (int)(last - low + 1), F = s.F, E = s.E;
     const Angles& q_angles = same ? k_turn : q_turn;
     k_turn.back(low, rows);
     if (!same && queries) q_turn.back(low, rows);
@@ -70,55 +80,58 @@ struct BackwardKeys : Task {
       }
       transpose_state(S, F, E, w.S_t);
     }
-    const Fade fade(decay.sum + decay.at(low));
+    if (by_decay && is_anchor(last + 1))  // the sweep of queries left its state transposed
+      sums[0] = product_at_anchor(last + 1, queries ? w.S_t : S, sum.all) * std::exp(-decay.sum);
     for (int r = 0; r < queries; r++) {
       read_queries(last, rows, r, q_angles);
       if (emit_out) {
         const bool more = r > 0, fine_v = all_finite(w.panels, rows, E), fine_k = all_finite(w.phi_hat, rows, F);
-        emit({rows, F, E, w.psi_hat, w.phi_t, w.panels, more ? nullptr : S, decay.kept, fine_v, more, w.scores, w.dv, E});
-        emit({rows, E, F, w.v, w.gb_t, w.phi_hat, more ? nullptr : w.S_t, decay.kept, fine_k, more, w.scores, w.d, F});
+        emit({rows, F, E, w.psi_hat, w.phi_t, w.panels, more ? nullptr : S, grown, fine_v, more, w.scores, w.dv, E});
+        emit({rows, E, F, w.v, w.gb_t, w.phi_hat, more ? nullptr : w.S_t, grown, fine_k, more, w.scores, w.d, F});
       }
-      update(rows, F, E, w.phi_t, w.panels, S, false, r == queries - 1 ? fade : Fade());
+      if (r < queries - 1) update(rows, F, E, w.phi_t, w.panels, S, false, Fade());
     }
     if (!queries) {
       zero(w.weights, rows * F);
       if (emit_out) {
-        emit({rows, F, E, w.psi_hat, nullptr, nullptr, S, decay.kept, true, false, nullptr, w.dv, E});
-        emit({rows, E, F, w.v, nullptr, nullptr, w.S_t, decay.kept, true, false, nullptr, w.d, F});
+        emit({rows, F, E, w.psi_hat, nullptr, nullptr, S, grown, true, false, nullptr, w.dv, E});
+        emit({rows, E, F, w.v, nullptr, nullptr, w.S_t, grown, true, false, nullptr, w.d, F});
       }
-      if (fade.kind != Fade::kNothing)
-        for (int i = 0; i < F * E; i += W) store(S + i, fade(load(S + i)));
     }
-    sum.rows(w.weights, rows, decay.grown, decay.kept, w.weights);
-    sum.end(fade);
-    if (emit_out) write(last, rows);
+    sum.rows(w.weights, rows, kept, grown, w.weights);
+    if (emit_out) write(last, low, rows);
     done += rows;
+    const double a = decay.at(low);
+    const Fade fade(low > span.begin ? a + enter(low - 1) : a);
+    if (queries) update(rows, F, E, w.phi_t, w.panels, S, false, fade);
+    else fade_state(S, F * E, fade);
+    sum.end(fade);
   }
 
-  // phi^ and gb as panels, and, grown by decay, transposed; delta phi is added up in `weights`
+  // phi^ and gb transposed, and, as they are kept, as panels; delta phi is added up in `weights`
   void read_queries(int64_t last, int rows, int r, const Angles& angles) {
     const Rows q = query_rows(c.q, r), g = query_rows(c.grad, r);
     const int F = s.F, E = s.E;
-    features(s, q, last, -1, rows, w.scaled);
+    features(s, q, last, -1, rows, w.phi);
     for (int i = 0; i < rows; i++) {
       const int64_t token = last - i, index = query_index(token, r);
       prefetch(g, token, -C, s.e);
-      float *x = w.scaled + i * F, *weight = w.weights + i * F;
-      const float delta = c.delta[index], grown = decay.grown[i];
+      float *x = w.phi + i * F, *weight = w.weights + i * F;
+      const float delta = c.delta[index];
       const int angle = (rows - 1 - i) * s.half;
       for (int f = 0; f < F; f += W)
         store(weight + f, r ? load(weight + f) + load(x + f) * delta : load(x + f) * delta);
-      turn<false, NW * C>(s, x, angles.cos + angle, angles.sin + angle, 1, w.phi_hat + i * NW);
-      values(s, g, token, w.panels + i * NW, NW * C, c.inverse[index]);
-      for (int f = 0; f < F; f += W) store(x + f, load(at(w.phi_hat + i * NW, NW * C, f)) * grown);
-      for (int e = 0; e < E; e += W) store(w.gb + i * E + e, load(at(w.panels + i * NW, NW * C, e)) * grown);
+      turn<false>(s, x, angles.cos + angle, angles.sin + angle, 1, x);
+      values(s, g, token, w.gb + i * E, NW, c.inverse[index]);
+      for (int f = 0; f < F; f += W) store(at(w.phi_hat + i * NW, NW * C, f), load(x + f) * kept[i]);
+      for (int e = 0; e < E; e += W) store(at(w.panels + i * NW, NW * C, e), load(w.gb + i * E + e) * kept[i]);
     }
-    zero_up_to_four(w.scaled, rows, F), zero_up_to_four(w.gb, rows, E);
-    transpose(w.scaled, rows, F, w.phi_t);
+    zero_up_to_four(w.phi, rows, F), zero_up_to_four(w.gb, rows, E);
+    transpose(w.phi, rows, F, w.phi_t);
     if (emit_out) transpose(w.gb, rows, E, w.gb_t);
   }
 
-  void write(int64_t last, int rows) {
+  void write(int64_t last, int64_t low, int rows) {
     const int F = s.F, E = s.E;
     for (int i = 0; i < rows; i++) {
       const int64_t token = last - i;
@@ -129,7 +142,7 @@ struct BackwardKeys : Task {
         if (by_steps)  // the normalizer's share does not turn
           for (int p = 0; p < s.pairs; p++) sums[1 + p] += y[p] * dy[s.half + p] - y[s.half + p] * dy[p];
         for (int f = 0; f < F; f += W) store(dy + f, load(dy + f) + load(weight + f));
-        if (by_decay) sums[0] -= dot(y, dy, F);
+        if (by_decay) sums[0] -= product(y, dy, F);
         const float* raw = y;
         if (s.map == kSilu || s.map == kRelu2) features(s, k, token, kIdentity, w.raw), raw = w.raw;
         for (int f = 0; f < F; f += W) store(dy + f, load(dy + f) * slope(s.map, load(raw + f), load(y + f)));

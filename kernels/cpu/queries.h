@@ -17,13 +17,14 @@ struct QueryEnd {
     const Shape& s = task.s;
     const Call& c = task.c;
     turn<true>(s, d, cos, sin, 1, d);
-    const float x = dot(phi, d, s.F);  // = gb num
+    const double exact = grown ? product(phi, d, s.F) : 0;
+    const float x = grown ? (float)exact : dot(phi, d, s.F);  // = gb num
     const bool constant = !c.normalize || (!c.add_eps && den < c.eps);
     const float delta = constant ? 0 : -x * inverse;
     if (turned)
       for (int p = 0; p < s.pairs; p++) turned[p] += phi[p] * d[s.half + p] - phi[s.half + p] * d[p];
     // <phi, dphi> = x + delta den; with the normalizer and no eps in it that is 0
-    if (grown) *grown += constant ? x : c.add_eps ? x * c.eps * inverse : 0;
+    if (grown) *grown += (float)(exact + (delta == 0 ? 0 : delta * product(phi, z, s.F)));
     const float* from = phi;
     if (s.map == kSilu || s.map == kRelu2) features(s, q, token, kIdentity, raw), from = raw;
     for (int i = 0; i < s.F; i += W) {
@@ -70,7 +71,7 @@ struct BackwardQueries : Task {
 
   void advance() {
     const int64_t t = span.begin + done;
-    const int rows = decay.plan(t, span.end - t, 1), F = s.F, E = s.E, half = s.half;
+    const int rows = decay.plan(t, block_end(t) - t), F = s.F, E = s.E, half = s.half;
     const Angles& turns = same ? k_turn : q_turn;
     k_turn.forth(t, rows);
     if (!same) q_turn.forth(t, rows);
@@ -78,8 +79,9 @@ struct BackwardQueries : Task {
     sum.rows(w.x, rows, decay.grown, decay.kept, w.z);
     for (int i = 0; i < rows; i++) {
       prefetch(v, t + i, C, s.e);
-      turn<false, NW * C>(s, w.x + i * F, k_turn.cos + i * half, k_turn.sin + i * half, 1, w.hat + i * NW);
-      key_values(t + i, w.v + i * E, NW, decay.grown[i]);
+      turn<false, NW * C>(s, w.x + i * F, k_turn.cos + i * half, k_turn.sin + i * half, decay.grown[i],
+                           w.hat + i * NW);
+      key_values(t + i, w.v + i * E, NW);
       if (c.d_log_decay) c.d_log_decay[key_index(t + i)] = 0;
       if (c.d_angle_steps) zero(angle_steps_at(t + i), c.pairs);
     }
@@ -88,12 +90,17 @@ struct BackwardQueries : Task {
     const bool finite = all_finite(w.hat, rows, F);
     for (int r = 0; r < group; r++) queries(t, rows, r, turns, finite);
     done += rows;
-    const bool more = t + rows < span.end;
+    const bool more = t + rows < span.end, anchor = is_anchor(t + rows);
     if (!more && !ends.kv_out && !ends.z_out) return;
-    const Fade fade(decay.sum + (more ? decay.at(t + rows) : 0));
+    const double next = more ? decay.at(t + rows) : 0;
+    const Fade fade(anchor ? decay.sum : decay.sum + next);
     update(rows, E, F, w.v_t, w.hat, S, fresh, fade);
     sum.end(fade);
     fresh = false;
+    if (!anchor) return;
+    leave_anchor(t + rows, S, sum.all);
+    const Fade past(next);
+    fade_state(S, F * E, past), sum.fade(past);
   }
   void queries(int64_t t, int rows, int r, const Angles& turns, bool finite) {
     const Rows q = query_rows(c.q, r), g = query_rows(c.grad, r), dq = query_rows(c.dq, r);

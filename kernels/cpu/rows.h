@@ -205,6 +205,23 @@ inline float dot(const float* x, const float* y, int n) {
   return sum(acc);
 }
 
+void fade_state(float* S, int count, const Fade& fade) {
+  if (fade.kind != Fade::kNothing)
+    for (int i = 0; i < count; i += W) store(S + i, fade(load(S + i)));
+}
+
+// The same in float64
+inline double product(const float* x, const float* y, int n) {
+  vd acc = {};
+  for (int i = 0; i < n; i += W)
+    acc += __builtin_convertvector(load(x + i), vd) * __builtin_convertvector(load(y + i), vd);
+  alignas(64) double part[W];
+  memcpy(part, &acc, sizeof part);
+  for (int width = W / 2; width; width /= 2)  // in pairs, which do not wait for each other
+    for (int i = 0; i < width; i++) part[i] += part[i + width];
+  return part[0];
+}
+
 // The caller's (f, e) -> panels of S (F rows) or of its transpose (E rows), faded; null: zero
 void state_in(const Shape& s, const float* kv, float* S, bool transposed, const Fade& fade) {
   zero(S, s.F * s.E);
@@ -217,8 +234,7 @@ void state_in(const Shape& s, const float* kv, float* S, bool transposed, const 
     else
       for (int x = 0; x < s.e; x += NW) memcpy(to + x * s.F, kv + f * s.e + x, 4 * (s.e - x < NW ? s.e - x : NW));
   }
-  if (kv && fade.kind != Fade::kNothing)
-    for (int i = 0; i < s.F * s.E; i += W) store(S + i, fade(load(S + i)));
+  if (kv) fade_state(S, s.F * s.E, fade);
 }
 void state_out(const Shape& s, const float* S, bool transposed, float* kv) {
   for (int i = 0; i < s.F; i++) {

@@ -4,6 +4,7 @@
 // result do not depend on the number of threads.
 #pragma once
 #include <cstring>
+#include <memory>
 
 #include "arguments.h"
 
@@ -182,31 +183,51 @@ struct StateGradient {
   double* z;
 };
 
-inline double product(const Schedule& x, const Call& c, int64_t head, const float* kv, const double* z) {
+// <S, dS> + <z, dz>: the gradient of the log decay of the token after that state
+inline double product(const Schedule& x, const float* kv, const double* z, const float* g_kv, const double* g_z) {
   double s = 0;
-  if (c.g_kv)
-    for (int64_t i = 0; i < x.state; i++) s += (double)kv[i] * c.g_kv[head * x.state + i];
-  if (c.g_z)
-    for (int64_t i = 0; i < x.sums; i++) s += z[i] * c.g_z[head * x.sums + i];
+  for (int64_t i = 0; g_kv && i < x.state; i++) s += (double)kv[i] * g_kv[i];
+  for (int64_t i = 0; g_z && i < x.sums; i++) s += z[i] * g_z[i];
   return s;
 }
 
-// Causal, every sequence whole: no state is kept but the last, where the gradient of log decay needs it
+// Room for the anchors of all tasks, where the gradient of log decay is wanted
+struct Anchors {
+  size_t each = 0;
+  std::vector<int64_t> first;
+  std::unique_ptr<char[]> room;
+  explicit Anchors(const Schedule& x) {
+    if (!x.c.causal || !x.c.d_log_decay) return;
+    int64_t count = 0;
+    for (int64_t i = 0; i < x.tasks(); i++) {
+      const Span span = x.span(i, x.c.m);
+      first.push_back(count);
+      if (span.end > span.begin) count += (span.end - span.begin - 1) / kBlock;
+    }
+    each = isa().anchor_bytes(x.c), room.reset(new char[count * each + 1]);
+  }
+  char* of(int64_t task) const { return room ? room.get() + first[task] * each : nullptr; }
+};
+
+// Causal, every sequence whole: no state is kept but those that the gradient of log decay needs, anchors and the last
 inline void run_backward_whole(const Schedule& x, const StateGradient& to) {
   const Call& c = x.c;
   const bool ends = c.d_log_decay && (c.g_kv || c.g_z);
   const int64_t width = 1 + c.pairs;
   std::vector<float> kv(ends ? x.heads() * x.state : 0);
   std::vector<double> z(ends ? x.heads() * x.sums : 0), sums(x.heads() * width);
+  const Anchors anchors(x);
   if (c.grad.data || ends)
     x.sweep(c.grad.data ? isa().backward_queries : isa().forward, 0, 1, c.m, c.grad.data, [&](int64_t i, int64_t) -> Ends {
-      return {x.kv(i), x.z(i), ends ? &kv[i * x.state] : nullptr, ends ? &z[i * x.sums] : nullptr, nullptr, nullptr};
+      return {x.kv(i), x.z(i), ends ? &kv[i * x.state] : nullptr, ends ? &z[i * x.sums] : nullptr, nullptr, nullptr, anchors.of(i)};
     });
   x.sweep(isa().backward_keys, 0, 1, c.m, true, [&](int64_t i, int64_t) -> Ends {
     double* own = &sums[i * width];
-    if (ends) own[0] = product(x, c, i, &kv[i * x.state], &z[i * x.sums]);
-    return {c.g_kv ? c.g_kv + i * x.state : nullptr, c.g_z ? c.g_z + i * x.sums : nullptr,
-            to.kv ? to.kv + i * x.state : nullptr, to.z ? to.z + i * x.sums : nullptr, nullptr, own};
+    const float* g_kv = c.g_kv ? c.g_kv + i * x.state : nullptr;
+    const double* g_z = c.g_z ? c.g_z + i * x.sums : nullptr;
+    if (ends) own[0] = product(x, &kv[i * x.state], &z[i * x.sums], g_kv, g_z);
+    return {g_kv, g_z, to.kv ? to.kv + i * x.state : nullptr, to.z ? to.z + i * x.sums : nullptr, nullptr, own,
+            anchors.of(i)};
   });
 }
 
@@ -218,6 +239,7 @@ inline void run_backward(const Schedule& x, const StateGradient& to) {
   const bool ends = c.d_log_decay && (c.g_kv || c.g_z);  // then the last state is needed
   Cuts forth(x), back(x);
   std::vector<double> sums(x.tasks() * width);
+  const Anchors anchors(x);
   forth.sum_angles();
   for (int64_t head = 0; head < x.heads(); head++) {
     forth.put(head, 0, x.kv(head), x.z(head));
@@ -236,7 +258,12 @@ inline void run_backward(const Schedule& x, const StateGradient& to) {
     x.sweep(isa().backward_queries, 0, S, c.m, true, [&](int64_t head, int64_t s) -> Ends {
       const bool last = ends && s == S - 1;
       return {c.kv || s ? forth.kv_at(head, s) : nullptr, forth.z_at(head, s), last ? forth.kv_at(head, S) : nullptr,
-              last ? forth.z_at(head, S) : nullptr, forth.angle_at(head, s), nullptr};
+              last ? forth.z_at(head, S) : nullptr, forth.angle_at(head, s), nullptr, anchors.of(head * S + s)};
+    });
+  if (c.causal && !queries && c.d_log_decay)  // the states before segments are there: now those between
+    x.sweep(isa().forward, 0, S, c.m, false, [&](int64_t head, int64_t s) -> Ends {
+      return {forth.kv_at(head, s), forth.z_at(head, s), nullptr, nullptr, forth.angle_at(head, s), nullptr,
+              anchors.of(head * S + s)};
     });
   if (c.causal && S > 1) {
     x.sweep(isa().backward_keys, 1, S - 1, c.m, false, [&](int64_t head, int64_t s) -> Ends {
@@ -254,14 +281,16 @@ inline void run_backward(const Schedule& x, const StateGradient& to) {
     }
   x.sweep(isa().backward_keys, 0, S, c.m, true, [&](int64_t head, int64_t s) -> Ends {
     double* own = &sums[(head * S + s) * width];
-    if (s == S - 1 && ends) own[0] = product(x, c, head, forth.kv_at(head, S), forth.z_at(head, S));
     const int64_t after = c.causal ? s + 1 : S;
+    if (c.causal && c.d_log_decay && (ends || s < S - 1))
+      own[0] = product(x, forth.kv_at(head, after), forth.z_at(head, after), back.kv_at(head, after),
+                       back.z_at(head, after));
     const bool first = c.causal && s == 0;
     return {back.kv_at(head, after), back.z_at(head, after), first && to.kv ? to.kv + head * x.state : nullptr,
-            first && to.z ? to.z + head * x.sums : nullptr, forth.angle_at(head, s), own};
+            first && to.z ? to.z + head * x.sums : nullptr, forth.angle_at(head, s), own, anchors.of(head * S + s)};
   });
-  if (S == 1) return;
-  // Sums ran within segments: what later segments hold comes on top
+  if (S == 1 || !c.d_angle_steps) return;
+  // The angles' sums ran within segments: what later segments hold comes on top
   for (int64_t head = 0; head < x.heads(); head++)
     for (int64_t s = S - 2; s >= 0; s--) {
       double *own = &sums[(head * S + s) * width], *later = own + width;
@@ -269,11 +298,9 @@ inline void run_backward(const Schedule& x, const StateGradient& to) {
       const int64_t batch = c.cu_seqlens ? 0 : span.sequence;
       for (int64_t t = span.begin; t < span.end; t++) {
         const int64_t key = (batch * c.m + t) * c.g + span.head;
-        if (c.d_log_decay) c.d_log_decay[key] += (float)later[0];
-        if (c.d_angle_steps)
-          for (int64_t p = 0; p < c.pairs; p++) c.d_angle_steps[key * c.pairs + p] += (float)later[1 + p];
+        for (int64_t p = 0; p < c.pairs; p++) c.d_angle_steps[key * c.pairs + p] += (float)later[1 + p];
       }
-      for (int64_t p = 0; p < width; p++) own[p] += later[p];
+      for (int64_t p = 1; p < width; p++) own[p] += later[p];
     }
 }
 

@@ -43,6 +43,30 @@ struct Task {
     if (seen(token)) values(s, v, token, to, block, scale);
     else zero_row(to, block, s.E);
   }
+  // The token's block of the span
+  int64_t block_begin(int64_t token) const { return token - (token - span.begin) % kBlock; }
+  int64_t block_end(int64_t token) const {
+    const int64_t next = block_begin(token) + kBlock;
+    return next < span.end ? next : span.end;
+  }
+  bool is_anchor(int64_t token) const {
+    return ends.anchors && token > span.begin && token < span.end && token == block_begin(token);
+  }
+  static size_t anchor_bytes(const Shape& s) { return 4 * (size_t)s.F * s.E + 8 * (size_t)s.F; }
+  char* anchor(int64_t token) const {
+    return ends.anchors + ((token - span.begin) / kBlock - 1) * anchor_bytes(s);
+  }
+  void leave_anchor(int64_t token, const float* S, const double* z) const {
+    char* to = anchor(token);
+    memcpy(to, z, 8 * s.F), memcpy(to + 8 * s.F, S, 4 * s.F * s.E);
+  }
+  // <S, dS> + <z, dz> of the state there
+  double product_at_anchor(int64_t token, const float* dS, const double* dz) const {
+    const char* from = anchor(token);
+    double x = product((const float*)(from + 8 * s.F), dS, s.F * s.E);
+    for (int i = 0; i < s.F; i++) x += ((const double*)from)[i] * dz[i];
+    return x;
+  }
   // 1 / max(den, eps) and the like
   float inverse(float den) const {
     if (!c.normalize) return 1;
@@ -72,8 +96,11 @@ struct RunningSum {
       for (int v = 0; v < NV; v++) store(within + f + v * W, w[v]);
     }
   }
-  void end(const Fade& fade) {
-    for (int i = 0; i < F; i++) all[i] = (all[i] + within[i]) * fade.exact;
+  void end(const Fade& by) {
+    for (int i = 0; i < F; i++) all[i] = (all[i] + within[i]) * by.exact;
+  }
+  void fade(const Fade& by) {
+    for (int i = 0; i < F; i++) all[i] *= by.exact;
   }
 };
 

@@ -37,6 +37,7 @@ typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef int32_t viu __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
 typedef uint64_t vl __attribute__((vector_size(8 * W)));
+typedef double vd __attribute__((vector_size(8 * W)));
 typedef uint64_t vlu __attribute__((vector_size(8 * W), aligned(8), may_alias));
 typedef uint16_t vh __attribute__((vector_size(2 * W), aligned(2), may_alias));
 typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
