@@ -77,7 +77,7 @@ bench-gpu:
 docs: .venv/ready
 	$(BIN)/mkdocs build --strict
 
-# torch before the rest: the native library is built against it, and an isolated build would fetch it again.
+# torch before the rest: the native library is built against it, and pip's isolated builds do not see it.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 .venv/ready: pyproject.toml constraints.txt hatch_build.py
 	$(PYTHON) -m venv --clear .venv

@@ -25,7 +25,7 @@ CANNOT = """
 def current():
     return None
 def build():
-    raise RuntimeError("native CPU library: no C++ compiler 'c++'")
+    raise RuntimeError("no compiler: found none of c++\\nand more")
 """
 
 
@@ -55,12 +55,19 @@ def project(tmp_path: Path) -> Path:
 
 
 def hatch(project: Path, script: str, function: str) -> tuple[Path, str]:
-    """The archive that one of hatchling's functions makes, and what it says."""
+    """The archive that one of the backend's functions makes, and what it says."""
     (project / "kernels" / "cpu" / "build.py").write_text(script)
-    command = f"import hatchling.build as hatch; print(hatch.{function}('dist'))"
+    command = f"import hatch_build; print(hatch_build.{function}('dist'))"
     done = subprocess.run([sys.executable, "-c", command], cwd=project, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return project / "dist" / done.stdout.split()[-1], " ".join((done.stdout + done.stderr).split())
+
+
+def unpacked(archive: Path, folder: Path) -> Path:
+    """The one folder in a source distribution."""
+    shutil.unpack_archive(archive, folder, filter="data")
+    (top,) = folder.iterdir()
+    return top
 
 
 def names(wheel: Path) -> list[str]:
@@ -80,11 +87,29 @@ def test_a_wheel_without_the_library_is_pure_and_says_why(project: Path) -> None
     library.parent.mkdir()
     library.write_text("of another day")  # what lies in the tree is no part of it
     wheel, said = hatch(project, CANNOT, "build_wheel")
-    assert wheel.name == "linrope-1.2.3-py3-none-any.whl"
+    assert wheel.name == "linrope-1.2.3+pure.no.compiler-py3-none-any.whl"
+    assert "\nVersion: 1.2.3+pure.no.compiler\n" in metadata(wheel)
     assert sorted(names(wheel)) == [
-        "linrope/__init__.py", "linrope/backends/__init__.py", "linrope_kernels/__init__.py",
+        "linrope/__init__.py", "linrope/backends/__init__.py", "linrope/lib/why_pure.txt",
+        "linrope_kernels/__init__.py",
     ]  # fmt: skip
-    assert "a pure wheel, without the native CPU backend. native CPU library: no C++ compiler 'c++'" in said
+    assert zipfile.ZipFile(wheel).read("linrope/lib/why_pure.txt") == b"no compiler: found none of c++\n"
+    assert "a pure wheel, without the native CPU backend. no compiler: found none of c++ and more" in said
+    assert not (project / "linrope" / "lib" / "why_pure.txt").exists()  # the tree may get a library later
+
+
+def test_a_pure_wheel_of_a_source_distribution_keeps_its_version(project: Path, tmp_path: Path) -> None:
+    archive, _ = hatch(project, CANNOT, "build_sdist")
+    assert archive.name == "linrope-1.2.3.tar.gz"
+    wheel, _ = hatch(unpacked(archive, tmp_path / "unpacked"), CANNOT, "build_wheel")
+    assert wheel.name == "linrope-1.2.3-py3-none-any.whl"
+    assert "linrope/lib/why_pure.txt" in names(wheel)
+
+
+def test_a_pure_editable_install_says_why_in_its_version_alone(project: Path) -> None:
+    wheel, _ = hatch(project, CANNOT, "build_editable")
+    assert wheel.name == "linrope-1.2.3+pure.no.compiler-py3-none-any.whl"
+    assert names(wheel) == ["_linrope.pth"]
 
 
 def test_a_library_of_the_same_sources_is_not_built_again(project: Path) -> None:
@@ -102,8 +127,7 @@ def test_an_editable_install_builds_into_the_tree(project: Path) -> None:
 def test_the_source_archive_holds_what_builds_the_library_and_no_library(project: Path) -> None:
     hatch(project, BUILDS, "build_editable")
     archive, _ = hatch(project, BUILDS, "build_sdist")
-    shutil.unpack_archive(archive, project / "unpacked", filter="data")
-    (top,) = (project / "unpacked").iterdir()
+    top = unpacked(archive, project / "unpacked")
     assert (top / "README.md").exists()
     assert (top / "hatch_build.py").exists()
     assert (top / "kernels" / "cpu" / "build.py").exists()
@@ -138,7 +162,7 @@ def test_addresses_are_those_of_the_repository(project: Path, remote: str, expec
     )
     for arguments in (["init", "-q"], ["remote", "add", "origin", remote]):
         subprocess.run(["git", *arguments], cwd=project, check=True)
-    wheel, _ = hatch(project, CANNOT, "build_wheel")
+    wheel, _ = hatch(project, BUILDS, "build_wheel")
     said = metadata(wheel)
     assert "token" not in said
     if expected is None:
@@ -150,7 +174,5 @@ def test_addresses_are_those_of_the_repository(project: Path, remote: str, expec
         f"[one]({expected}/blob/HEAD/docs/one.md#two), ![three]({expected}/raw/HEAD/docs/one.md), "
         "[0](x), [a](https://a.b/c)"
     ) in said
-    archive, _ = hatch(project, CANNOT, "build_sdist")
-    shutil.unpack_archive(archive, project / "unpacked", filter="data")
-    (top,) = (project / "unpacked").iterdir()
-    assert metadata(hatch(top, CANNOT, "build_wheel")[0]) == said
+    archive, _ = hatch(project, BUILDS, "build_sdist")
+    assert metadata(hatch(unpacked(archive, project / "unpacked"), BUILDS, "build_wheel")[0]) == said

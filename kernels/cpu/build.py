@@ -34,11 +34,12 @@ ISAS: dict[str, dict[str, list[str]]] = {
     },
     "aarch64": {"baseline": []},
 }
+COMPILERS = ("c++", "g++", "clang++")  # if $CXX names none
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # 2.10: the library serves that torch and later ones
 
 
 class Unavailable(RuntimeError):
-    """This machine cannot build the library, whatever the sources."""
+    """This machine cannot build the library, whatever the sources: "no compiler: found none of .."."""
 
 
 def digest() -> str:
@@ -59,35 +60,50 @@ def torch_folder() -> Path:
     """Where torch is installed; it need not be imported for its headers."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        raise Unavailable(
-            "native CPU library: torch is not installed for the Python that builds, expected its headers"
-        )
+        if in_an_isolated_build():
+            raise Unavailable(
+                "build isolation: the build could not see PyTorch; install PyTorch and hatchling first, "
+                "then run pip with --no-build-isolation"
+            )
+        raise Unavailable("no PyTorch: the build needs its headers; install PyTorch first")
     folder = Path(spec.origin).parent
     if not (folder / "include" / "torch" / "csrc" / "stable" / "library.h").exists():
-        raise RuntimeError(
-            f"native CPU library: no stable ABI headers in {folder}, expected torch >= 2.10 with include/"
+        raise Unavailable(
+            f"no PyTorch headers: {folder} has none of the stable ABI, expected PyTorch 2.10 or later"
         )
     return folder
+
+
+def in_an_isolated_build() -> bool:
+    """Whether this runs in a temporary environment of pip or build (build-env-) or of uv (builds-v)."""
+    return any("build-env-" in folder or "builds-v" in folder for folder in (sys.prefix, *sys.path))
+
+
+def find_compiler(names: tuple[str, ...]) -> str:
+    """The path of the first of these commands that there is."""
+    for name in names:
+        if path := shutil.which(name):
+            return path
+    raise Unavailable(
+        f"no compiler: found none of {', '.join(names)}; install a C++20 compiler, or name one in $CXX"
+    )
 
 
 def build(out_dir: Path = OUT_DIR, *, compiler: str | None = None, sanitize: bool = False) -> Path:
     """Compiles and links; returns the library's path.
 
     Raises:
-        Unavailable: no compiler, no headers, an unknown machine.
-        RuntimeError: the compiler's own words.
+        Unavailable: an unknown machine, no compiler, no headers.
+        RuntimeError: the compiler's first error; in further lines its command and all that it printed.
     """
     library, built_from = out_dir / LIBRARY, digest()
     library.unlink(missing_ok=True)  # what fails below leaves no library of other sources
-    name = compiler or os.environ.get("CXX") or "c++"
-    command = shutil.which(name)
-    if command is None:
-        raise Unavailable(f"native CPU library: no C++ compiler {name!r}")
     machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine())
     if platform.system() != "Linux" or machine not in ISAS:
-        raise Unavailable(
-            f"native CPU library: got {platform.system()} on {machine}, expected Linux on {', '.join(ISAS)}"
-        )
+        system = platform.system()
+        raise Unavailable(f"{system} {machine}: the kernels are for Linux on {' and '.join(ISAS)}")
+    wanted = compiler or os.environ.get("CXX")
+    command = find_compiler((wanted,) if wanted else COMPILERS)
     torch = torch_folder()
     flags = [*FLAGS, *(["-fsanitize=address,undefined", "-g", "-O1"] if sanitize else [])]
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +141,9 @@ def build(out_dir: Path = OUT_DIR, *, compiler: str | None = None, sanitize: boo
 def _run(command: list[str]) -> None:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        raise RuntimeError(f"native CPU library: {' '.join(command)} failed:\n{result.stderr[-4000:]}")
+        lines = result.stderr.splitlines() or [f"exit status {result.returncode}"]
+        first = next((line for line in lines if "error" in line), lines[0])
+        raise RuntimeError(f"compiler failed: {first}\n{' '.join(command)}\n{result.stderr[-4000:]}")
     if result.stderr:
         print(result.stderr, file=sys.stderr)
 
@@ -133,7 +151,7 @@ def _run(command: list[str]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out_dir", nargs="?", type=Path, default=OUT_DIR)
-    parser.add_argument("--compiler", help="default: $CXX, else c++")
+    parser.add_argument("--compiler", help="default: $CXX, else c++, g++ or clang++")
     parser.add_argument(
         "--sanitize", action="store_true", help="with the address and undefined-behaviour sanitizers"
     )
@@ -146,4 +164,4 @@ if __name__ == "__main__":
     try:
         print(build(given.out_dir, compiler=given.compiler, sanitize=given.sanitize))
     except Unavailable as error:  # no fault of the sources: the other backends do without
-        print(f"{error}: not built", file=sys.stderr)
+        print(f"native CPU library: not built: {error}", file=sys.stderr)

@@ -16,6 +16,7 @@ from linrope.state import LinearAttentionState
 READS_RESULTS = False
 MAX_DIM = 256
 LIBRARY = Path(__file__).parents[1] / "lib" / "liblinrope_native.so"
+WHY_PURE = LIBRARY.with_name("why_pure.txt")  # hatch_build.py puts it into wheels without the library
 MAPS = {name: i for i, name in enumerate(("identity", "elu+1", "relu", "relu2", "exp", "silu"))}
 LAYOUTS = {"interleaved": 1, "half": 2}
 
@@ -23,12 +24,20 @@ LAYOUTS = {"interleaved": 1, "half": 2}
 def _load() -> str | None:
     """Why the library cannot be had; None: it is loaded."""
     if not LIBRARY.is_file():
-        return "the native library is not built: it needs a C++ compiler at installation (docs/cpu.md)"
+        return _why_absent()
     try:
         torch.ops.load_library(LIBRARY)
     except (OSError, RuntimeError) as error:
         return f"the native library cannot be loaded: {error}"
     return None
+
+
+def _why_absent() -> str:
+    if WHY_PURE.is_file():
+        return f"a pure build ({WHY_PURE.read_text(encoding='utf-8').strip()})"
+    if (Path(__file__).parents[2] / "kernels" / "cpu" / "build.py").is_file():
+        return "not built in this tree: run `make native`"
+    return f"this installation lacks {LIBRARY}, and does not say why"
 
 
 _PROBLEM = _load()

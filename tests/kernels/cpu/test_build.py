@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -40,9 +40,50 @@ def test_where_there_is_no_library_none_is_current(script: ModuleType, tmp_path:
 
 def test_without_a_compiler_it_says_so_and_leaves_no_old_library(script: ModuleType, tmp_path: Path) -> None:
     library = built(script, tmp_path)
-    with pytest.raises(script.Unavailable, match="no C\\+\\+ compiler 'no-such-compiler'"):
+    with pytest.raises(script.Unavailable, match="no compiler: found none of no-such-compiler;"):
         script.build(tmp_path, compiler="no-such-compiler")
     assert not library.exists()
+
+
+def test_without_a_name_it_looks_for_three_compilers(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(script.Unavailable, match="found none of c\\+\\+, g\\+\\+, clang\\+\\+"):
+        script.build(tmp_path)
+    (tmp_path / "clang++").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "clang++").chmod(0o755)
+    with pytest.raises(RuntimeError, match=r"compiler failed: exit status 1\n.*clang"):
+        script.build(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        (
+            "/tmp/pip-build-env-1a2b3c/overlay/lib/python3.11/site-packages",
+            "build isolation: .*--no-build-isolation",
+        ),
+        ("/home/someone/venv/lib/python3.11/site-packages", "no PyTorch: .*install PyTorch first"),
+    ],
+)
+def test_without_pytorch_it_tells_isolation_from_absence(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, reason: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(sys, "path", [folder])
+    with pytest.raises(script.Unavailable, match=reason):
+        script.build(tmp_path, compiler=sys.executable)
+
+
+def test_a_pytorch_without_headers_is_named(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = SimpleNamespace(origin=str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: installed)
+    with pytest.raises(script.Unavailable, match=r"no PyTorch headers: .*torch has none"):
+        script.build(tmp_path, compiler=sys.executable)
 
 
 def test_an_unknown_machine_is_named(
@@ -54,9 +95,14 @@ def test_an_unknown_machine_is_named(
 
 
 def test_a_compiler_that_fails_is_an_error_with_its_words(script: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="failed") as error:
-        script.build(tmp_path, compiler="false")
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho 'In file x:\nx:1: error: one\nx:2: error: two' >&2; exit 1\n")
+    compiler.chmod(0o755)
+    with pytest.raises(RuntimeError) as error:
+        script.build(tmp_path, compiler=str(compiler))
     assert not isinstance(error.value, script.Unavailable)
+    assert str(error.value).startswith("compiler failed: x:1: error: one\n")
+    assert "x:2: error: two" in str(error.value)
 
 
 def test_the_command_goes_on_without_a_compiler(build_script: ModuleType, tmp_path: Path) -> None:
@@ -70,4 +116,6 @@ def test_the_command_goes_on_without_a_compiler(build_script: ModuleType, tmp_pa
     ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0
-    assert done.stderr == "native CPU library: no C++ compiler 'no-such-compiler': not built\n"
+    assert done.stderr.startswith(
+        "native CPU library: not built: no compiler: found none of no-such-compiler;"
+    )
