@@ -58,6 +58,28 @@ def test_a_backend_that_cannot_be_imported_is_told_with_the_reason(monkeypatch: 
     assert "linrope.backends.triton" in versions()["backends"]["triton"]
 
 
+@pytest.mark.parametrize(
+    ("devices", "capability", "reason"),
+    [
+        (0, (0, 0), "PyTorch sees no CUDA device"),
+        (2, (7, 5), "no GPU here has compute capability 8.0 or more"),
+        (2, (9, 0), None),
+    ],
+)
+def test_triton_runs_only_where_there_is_a_gpu_for_it(
+    monkeypatch: pytest.MonkeyPatch, devices: int, capability: tuple[int, int], reason: str | None
+) -> None:
+    pytest.importorskip("triton")
+    from linrope.backends import triton
+
+    monkeypatch.setattr(triton, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    assert versions()["backends"]["triton"] == reason
+
+
 def test_the_json_holds_what_versions_returns(capsys: pytest.CaptureFixture[str]) -> None:
     show_versions(as_json=True)
     assert json.loads(capsys.readouterr().out) == versions()

@@ -14,6 +14,19 @@ from linrope.packing import spread, sums_so_far
 from linrope.state import LinearAttentionState
 
 MAX_DIM = 256
+MIN_CAPABILITY = (8, 0)
+
+
+def why_not() -> str | None:
+    """Why these kernels can run no call at all on this machine; None: they can run some."""
+    if INTERPRETED:
+        return None
+    if not torch.cuda.is_available():
+        return "PyTorch sees no CUDA device"
+    gpus = range(torch.cuda.device_count())
+    if all(torch.cuda.get_device_capability(gpu) < MIN_CAPABILITY for gpu in gpus):
+        return "no GPU here has compute capability 8.0 or more"
+    return None
 
 
 def supports(call: Call, state: LinearAttentionState | None) -> str | None:
@@ -23,7 +36,7 @@ def supports(call: Call, state: LinearAttentionState | None) -> str | None:
         return (
             f"tensors on {k.device}: it needs a CUDA device, or TRITON_INTERPRET=1 set before Python starts"
         )
-    if k.is_cuda and torch.cuda.get_device_capability(k.device) < (8, 0):
+    if k.is_cuda and torch.cuda.get_device_capability(k.device) < MIN_CAPABILITY:
         return "this GPU: it needs compute capability 8.0 or more"
     if torch.float64 in (k.dtype, call.v.dtype) or (state is not None and state.kv.dtype == torch.float64):
         return "float64: use backend='eager'"
