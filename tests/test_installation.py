@@ -1,0 +1,149 @@
+"""Installation by README's own lines: it ends with the CPU kernels, or says why there are none."""
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+TREE = ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore", "linrope", "kernels")
+PYTORCH = "uv pip install torch --torch-backend=cpu"
+
+
+def blocks(page: str) -> list[list[str]]:
+    """The commands of each ```sh block in a page's section "Install", without their comments."""
+    section = (ROOT / page).read_text("utf-8").partition("\n## Install\n")[2].partition("\n## ")[0]
+    found = re.findall(r"^```sh\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    return [[line.partition("  #")[0].strip() for line in block.splitlines()] for block in found]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A checkout in which nothing was built yet."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    for name in TREE:
+        if (ROOT / name).is_dir():
+            unbuilt = shutil.ignore_patterns("__pycache__", "lib")
+            shutil.copytree(ROOT / name, folder / name, ignore=unbuilt)
+        else:
+            shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def run(command: str | list[str], folder: Path, **environment: str) -> str:
+    """What the command prints. It must succeed, without the variables that lead to this tree."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CXX")}
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=kept | environment,
+        shell=isinstance(command, str),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def show_versions(folder: Path, *paths: Path) -> str:
+    """What a new process prints about the linrope in one of these folders."""
+    command = [sys.executable, "-c", "import linrope; linrope.show_versions()"]
+    return run(command, folder, PYTHONPATH=os.pathsep.join(map(str, paths)))
+
+
+def test_the_readme_installs_pytorch_for_cpus_and_hatchling_before_it_builds() -> None:
+    install, wheel = blocks("README.md")
+    assert install == [
+        PYTORCH, "pip install hatchling", "pip install --no-build-isolation '.[cli]'", "linrope env",
+    ]  # fmt: skip
+    assert wheel[0].startswith("pip wheel --no-build-isolation ")
+
+
+def test_the_pages_first_one_has_the_readmes_lines() -> None:
+    assert blocks("docs/index.md") == blocks("README.md")[:1]
+
+
+@pytest.mark.parametrize("missing", ["compiler", pytest.param("pytorch", marks=pytest.mark.long)])
+def test_a_pure_build_names_its_reason_on_pips_last_lines_and_in_show_versions(
+    tree: Path, tmp_path: Path, missing: str
+) -> None:
+    pytest.importorskip("pip")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    environment = {"PATH": str(empty)}  # finds no compiler
+    if missing == "pytorch":  # nor does this Python find PyTorch
+        (empty / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
+        environment = {"PYTHONPATH": str(empty), "CXX": sys.executable}
+    command = blocks("README.md")[1][0].split()
+    said = run([sys.executable, "-m", *command], tree, **environment)
+    (wheel,) = (tree / "dist").iterdir()
+    assert wheel.name == f"linrope-{version()}+pure.no.{missing}-py3-none-any.whl"
+    assert f"filename={wheel.name} " in "".join(said.splitlines()[-4:])
+    installed = tmp_path / "installed"
+    install = ["pip", "install", "--no-deps", "--target", str(installed), str(wheel)]
+    last = run([sys.executable, "-m", *install], tmp_path).splitlines()[-1]
+    assert last == f"Successfully installed linrope-{version()}+pure.no.{missing}"
+    reasons = {
+        "compiler": "no compiler: found none of c++, g++, clang++; ",
+        "pytorch": "no PyTorch: the build needs its headers; ",
+    }
+    said = show_versions(tmp_path, installed)
+    assert f"linrope           {version()}\n" in said
+    assert f"backend native    no: a pure build ({reasons[missing]}" in said
+
+
+def test_a_tree_in_which_nothing_was_built_names_the_command_that_builds(tree: Path, tmp_path: Path) -> None:
+    said = show_versions(tmp_path, tree, tree / "kernels")
+    assert "backend native    no: not built in this tree: run `make native`\n" in said
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this PyTorch needs CUDA's packages beside it")
+def test_the_readmes_lines_end_with_the_kernels(tree: Path, tmp_path: Path) -> None:
+    """In an empty environment, but for PyTorch, which is this one's; a build in isolation is pure."""
+    environment = empty_environment_with_pytorch(tmp_path)
+    install, wheel = ("\n".join(["set -e", *block]) for block in blocks("README.md"))
+    said = run(install.replace(PYTORCH, "pip install torch"), tree, **environment)
+    assert f"Created wheel for linrope: filename=linrope-{version()}-py3-none-linux" in said
+    assert "backend native    yes\n" in said
+
+    built = (tree / "linrope" / "lib").rename(tmp_path / "lib")
+    said = run("pip install . && linrope env", tree, **environment)
+    assert f"\nSuccessfully installed linrope-{version()}+pure.build.isolation\n" in said
+    assert "backend native    no: a pure build (build isolation: " in said
+
+    built.rename(tree / "linrope" / "lib")  # saves a second compilation
+    said = run(f"{wheel}\nlinrope env", tree, **environment)
+    assert f"\nSuccessfully installed linrope-{version()}\n" in said
+    assert "backend native    yes\n" in said
+
+
+def version() -> str:
+    source = (ROOT / "linrope" / "__init__.py").read_text("utf-8")
+    return re.findall('^__version__ = "(.*)"$', source, re.MULTILINE)[0]
+
+
+def empty_environment_with_pytorch(folder: Path) -> dict[str, str]:
+    """The variables of a shell in a new virtual environment, to which PyTorch alone was added."""
+    venv, packages = folder / "venv", folder / "packages"
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    packages.mkdir()
+    distribution = importlib.metadata.distribution("torch")
+    for name in {file.parts[0] for file in distribution.files or [] if file.parts[0] != ".."}:
+        (packages / name).symlink_to(distribution.locate_file(name))
+    (site,) = venv.glob("lib/python*/site-packages")
+    (site / "pytorch.pth").write_text(f"{packages}\n")
+    pinned = (ROOT / "constraints.txt").read_text("utf-8")
+    constraints = folder / "constraints.txt"
+    constraints.write_text(re.sub("(?m)^torch==.*", f"torch=={distribution.version}", pinned))
+    path = f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    return {"PATH": path, "PIP_CONSTRAINT": str(constraints)}
