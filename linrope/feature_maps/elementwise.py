@@ -6,13 +6,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linrope.feature_maps.base import FeatureMap, Features, at_most_0, centre, exponential
+from linrope.feature_maps.base import FeatureMap, Features, centre, exponential
 
 
 def _elu1(x: Tensor) -> Tensor:
-    # exp(x) >= x + 1 everywhere, so the larger of the two is the right branch on both sides of 0.
-    # elu(x) + 1 would cancel for negative x: exp(x) - 1 + 1 has lost the small exp(x).
-    return torch.maximum(at_most_0(x).exp(), x + 1)
+    # elu(x) + 1 would cancel for negative x: exp(x) - 1 + 1 has lost the small exp(x). The larger of exp(x)
+    # and x + 1 has the mean of their slopes where rounding makes them equal. Here each term has half the
+    # slope at 0, and elsewhere one of them has all of it.
+    zero = x.new_zeros(())
+    return torch.minimum(x, zero).exp() + torch.maximum(x, zero)
 
 
 def _silu_slope(x: Tensor, y: Tensor) -> Tensor:
@@ -32,7 +34,7 @@ class Elementwise(NamedTuple):
 ELEMENTWISE: dict[str, Elementwise] = {
     "elu+1": Elementwise(_elu1, lambda x, y: y.clamp(max=1), True),
     "relu": Elementwise(torch.relu, lambda x, y: y.sign(), True),
-    "relu2": Elementwise(lambda x: x.relu().square(), lambda x, y: 2 * y.sqrt(), True),
+    "relu2": Elementwise(lambda x: x.relu().square(), lambda x, y: 2 * x.relu(), True),
     "exp": Elementwise(torch.exp, lambda x, y: y, True),
     "silu": Elementwise(lambda x: x * x.sigmoid(), _silu_slope, False),
     "identity": Elementwise(lambda x: x, lambda x, y: torch.ones_like(y), False),
