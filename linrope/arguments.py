@@ -235,6 +235,27 @@ def check_state(
         raise ValueError(f"state: got device {state.kv.device}, expected {device}")
 
 
+def check_angle(state: LinearAttentionState, angle_steps: Tensor) -> None:
+    """Whether the state's sum of steps fits these, and a pool has a place for the sum."""
+    (heads, pairs), angle = angle_steps.shape[2:], state.angle
+    if angle is None:
+        if state.slots is not None:
+            raise ValueError(
+                "state: got rows of a pool made without angle_steps, which has no place for theirs"
+            )
+        return
+    g = state.kv.shape[1]
+    if angle.shape[1] not in (1, g) or angle.shape[2] != pairs:
+        raise ValueError(
+            f"state.angle: got {tuple(angle.shape)}, expected ({angle.shape[0]}, {g} or 1, {pairs}) beside "
+            f"these angle_steps"
+        )
+    if state.slots is not None and angle.shape[1] < heads:
+        raise ValueError(
+            f"state.angle: got rows of a pool made with angle_steps of one head, expected a place for {heads}"
+        )
+
+
 def resolve_positions(
     positions: Tensor | None,
     key_positions: Tensor | None,

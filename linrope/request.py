@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from linrope import arguments, backends, decoding
-from linrope.backends.call import Call, Sums
+from linrope.backends.call import Call, Sums, needs_gradients
 from linrope.decay import Tokens, distances, log_decay_of_tokens, slope_of_angle, stabilize, steps_of_tokens
 from linrope.feature_maps import FeatureMap
 from linrope.features import map_features, rotate_before
@@ -14,6 +14,7 @@ from linrope.names import check_name
 from linrope.packing import rising_bounds
 from linrope.rotary import Rotary
 from linrope.state import LinearAttentionState
+from linrope.writing import check_writable
 
 ORDERS = ("after", "before")
 EPS_MODES = ("clamp", "add")
@@ -62,10 +63,8 @@ def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
             raise ValueError(
                 "angle_steps: got None, expected those of this piece, as the state was made with some"
             )
-        if state.slots is not None and state.angle is None and request.angle_steps is not None:
-            raise ValueError(
-                "state: got rows of a pool made without angle_steps, which has no place for theirs"
-            )
+        if request.angle_steps is not None:
+            arguments.check_angle(state, request.angle_steps)
     tokens = _resolve_tokens(request, sequences)
     log_decay = log_decay_of_tokens(request.decay, request.log_decay, request.key_mask, tokens, k.shape[1])
     angle_steps = steps_of_tokens(request.angle_steps, request.key_mask, state, tokens)
@@ -84,9 +83,10 @@ def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
         tokens.key_positions, fade, None if fade is None else distances(tokens, k.shape[1]), request.key_mask,
         request.cu_seqlens, "interleaved" if request.rotary is None else request.rotary.layout, name,
         request.causal, request.normalize, request.eps, request.eps_mode,
-        request.return_state or _in_place(request.state, k, angle_steps is not None),
+        request.return_state or _may_write(request.state, k),
     )  # fmt: skip
     backend = backends.choose(request.backend, call, state)
+    in_place = _checked_memory(request.state, call)
     out, sums = backend.attend(call, state)
     if stable is not None and q_scale is not None and not request.normalize:
         scale = q_scale + stable.at_tokens.repeat_interleave(call.group, 2)
@@ -95,7 +95,9 @@ def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
         return out, None
     last = None if stable is None else stable.last
     slope = None if angle_steps is None else slope_of_angle(angle_steps, state, tokens)
-    after = _next_state(call, sums, request, tokens, identity, log_scale=last, angle_slope=slope)
+    after = _next_state(
+        call, sums, request, tokens, identity, in_place=in_place, log_scale=last, angle_slope=slope
+    )
     if backend is backends.native and _starts_a_loop(request, call):
         after.__dict__["steps"] = decoding.steps_like(
             call, request[OPTIONS:], request.decay, gated=request.log_decay is not None
@@ -186,32 +188,46 @@ def _fades_by_position(request: Request) -> bool:
 
 
 def _next_state(
-    call: Call, sums: Sums, request: Request, tokens: Tokens, identity: str, **more: Tensor | None
+    call: Call,
+    sums: Sums,
+    request: Request,
+    tokens: Tokens,
+    identity: str,
+    *,
+    in_place: bool,
+    **more: Tensor | None,
 ) -> LinearAttentionState:
     """The state after the call: a new one, or the given one where it was given away or is a pool's rows."""
     state, m = request.state, call.k.shape[1]
     by_default = request.positions is None or (call.q is not None and m != call.q.shape[1])
     on_a_grid = request.rotary is not None and request.rotary.axes is not None  # there a state counts tokens
     counted = on_a_grid or (request.key_positions is None and by_default)
-    if (
-        state is None
-        or not _in_place(state, call.k, call.angle_steps is not None)
-        or (state.slots is None and sums.kv.requires_grad)
-    ):
+    if state is None or not in_place:
         position = arguments.next_position(tokens, m, counted).expand(call.sequences).clone()
         return LinearAttentionState(sums.kv, sums.z, position, identity, sums.angle, **more)  # type: ignore[arg-type]
-    if sums.kv.requires_grad:
-        raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
-    state.write({"kv": sums.kv, "z": sums.z, "angle": sums.angle, **more})
-    if state.slots is None and counted:
-        state.position.add_(m)
-    else:
-        state.write({"position": arguments.next_position(tokens, m, counted).expand(call.sequences)})
+    position = arguments.next_position(tokens, m, counted).expand(call.sequences)
+    state._put({"kv": sums.kv, "z": sums.z, "angle": sums.angle, **more, "position": position})
     return state._marked(False)
 
 
-def _in_place(state: LinearAttentionState | None, k: Tensor, turned: bool) -> bool:
-    """Whether the next state goes into the given one's memory."""
-    if state is None or (state.slots is None and (not state.donated or k.shape[1] != 1)):
+def _may_write(state: LinearAttentionState | None, k: Tensor) -> bool:
+    """Whether a call without gradients writes to the state: a pool's rows, or one given away for a token."""
+    return state is not None and (state.slots is not None or (state.donated and k.shape[1] == 1))
+
+
+def _checked_memory(state: LinearAttentionState | None, call: Call) -> bool:
+    """Whether the next state goes into the given one's memory, which is then fit for it.
+
+    Raises before anything is written.
+    """
+    if state is None or not _may_write(state, call.k):
         return False
-    return state.angle is not None or not turned  # else there is no memory for the sum of the steps
+    if torch.is_grad_enabled() and needs_gradients(call, state):
+        if state.slots is not None:
+            raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
+        return False
+    check_writable({name: x for name, x in state.tensors().items() if name != "angle_slope"})
+    if call.angle_steps is None:
+        return True
+    # Otherwise the old state has no memory for the sum of the steps.
+    return state.angle is not None and state.angle.shape[1] >= call.angle_steps.shape[2]

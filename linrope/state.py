@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from linrope.files import load_tensors, save_tensors
 from linrope.names import readable
+from linrope.writing import check_writable
 
 _FORMAT, _VERSION = "linrope.LinearAttentionState", 1
 
@@ -84,8 +85,8 @@ class LinearAttentionState:
             if self._wide is not None and self.kv.dtype in half and self.z.dtype in half:
                 self.__dict__.update(self._wide.tensors)
             self.__dict__["_wide"] = _Wide({name: x for name, x in self.tensors().items() if name != "conv"})
-        for name, x in (("kv", self.kv), ("z", self.z)):
-            if x.dtype not in (torch.float32, torch.float64):
+        for name, x in (("kv", self.kv), ("z", self.z), ("log_scale", self.log_scale)):
+            if x is not None and x.dtype not in (torch.float32, torch.float64):
                 raise TypeError(f"state.{name}: got {x.dtype}, expected float32 or float64")
         for name, y in (("position", self.position), ("angle", self.angle), ("slots", self.slots)):
             if y is not None and y.dtype != torch.int64:
@@ -182,7 +183,9 @@ class LinearAttentionState:
         """The same memory, given away: a decoding step (one token, no gradients) writes the next state there.
 
         This saves an allocation per token, and keeps addresses fixed, as a CUDA graph needs them. Other
-        calls make a new state as always. The state given away must not be used again.
+        calls make a new state as always. The state given away must not be used again. Memory that torch
+        cannot write to is refused with a ValueError before anything changes. That of a read-only numpy array
+        or file looks like any other: do not give it away.
 
         >>> q = k = v = torch.randn(1, 5, 2, 4)
         >>> _, state = linear_rope_attention(q, k, v, return_state=True)
@@ -235,6 +238,9 @@ class LinearAttentionState:
     def write(self, new: "LinearAttentionState | Mapping[str, Tensor | None]") -> None:
         """Puts another state, or tensors by name, into this one's memory, at the slots where there are some.
 
+        Raises:
+            ValueError: a shape does not fit, or memory cannot be written to; nothing has changed then.
+
         >>> k = v = torch.randn(3, 5, 2, 4)
         >>> from linrope import linear_rope_state
         >>> pool = linear_rope_state(k, v)
@@ -243,6 +249,17 @@ class LinearAttentionState:
         True
         """
         tensors = new.tensors() if isinstance(new, LinearAttentionState) else new
+        mine = self.tensors()
+        pairs = {name: (mine[name], x) for name, x in tensors.items() if x is not None and name in mine}
+        for name, (to, x) in pairs.items():
+            expected = (self.sequences, *to.shape[1:])
+            if x.shape != expected:
+                raise ValueError(f"state.{name}: got shape {tuple(x.shape)}, expected {expected}")
+        check_writable({name: to for name, (to, _) in pairs.items()})
+        self._put(tensors)
+
+    def _put(self, tensors: Mapping[str, Tensor | None]) -> None:
+        """Writes what has been checked."""
         for name, theirs in tensors.items():
             mine = getattr(self, name)
             if mine is None or theirs is None or theirs is mine:  # the last: written in place already

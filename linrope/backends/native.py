@@ -91,6 +91,8 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
     one = call.k.shape[1] == 1 and call.causal and call.q is not None and call.cu_seqlens is None
     if one and state is not None:
         return _step(call, state)
+    if state is not None and state.slots is not None and not _dense_state(state):
+        state = state.rows()  # the caller writes what comes of them
     sums, slots = (None, None) if state is None else (Sums(state.kv, state.z, state.angle), state.slots)
     out, kv, z = _forward(call, sums, slots)
     if not call.want_state:
@@ -100,18 +102,30 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
     return out, Sums(kv, z, call.last_angle(None if state is None else state.angle))
 
 
+def _dense_state(state: LinearAttentionState) -> bool:
+    """Whether the kernels can write to it, as they do to contiguous tensors alone."""
+    return all(x is None or x.is_contiguous() for x in (state.kv, state.z, state.angle))
+
+
 def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
-    """One token of every sequence."""
-    kv, z, angle = state.kv, state.z, state.angle
-    if state.slots is None and not state.donated:
-        kv, z, angle = kv.clone(), z.clone(), None if angle is None else angle.clone()
-    if angle is None and call.angle_steps is not None:  # the state was made without
-        angle = state.position.new_zeros(len(kv), *call.angle_steps.shape[2:])
+    """One token of every sequence, in the state's memory where the kernel may write there."""
+    in_place = (state.slots is not None or state.donated) and _dense_state(state)
+    rows = state if in_place else state.rows()
+    kv, z, angle = rows.kv, rows.z, rows.angle
+    if not in_place:
+        kv, z = (x.clone(memory_format=torch.contiguous_format) for x in (kv, z))
+        angle = None if angle is None else angle.clone(memory_format=torch.contiguous_format)
+    if call.angle_steps is not None:
+        heads, pairs = call.angle_steps.shape[2:]
+        if angle is None:  # the state was made without
+            angle = state.position.new_zeros(len(kv), heads, pairs)
+        elif angle.shape[1] < heads:  # or with steps that all heads share
+            angle = angle.expand(-1, heads, -1).clone(memory_format=torch.contiguous_format)
     q, k, v, same = _dense(call)
     how = resolved(call)
     out = _ops.step.default(
         q, k, v, how.feature_map, how.log_decay, how.theta, call.positions, call.key_positions,
-        call.angle_steps, angle, call.key_mask, kv, z, state.slots,
+        call.angle_steps, angle, call.key_mask, kv, z, rows.slots,
         how.layout, how.normalize, how.eps, how.add_eps,
     )  # fmt: skip
     return out if same else out.to(call.v.dtype), Sums(kv, z, angle)

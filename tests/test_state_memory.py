@@ -1,0 +1,189 @@
+"""A call in a state's own memory either does all of it, or raises and leaves every tensor as it was."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from linrope import LinearAttentionState, LinearRoPEAttention, linear_rope_attention, linear_rope_state
+from tests.oracle import NATIVE
+
+ROWS, G, H, D, E = 3, 2, 2, 4, 6
+SLOTS = torch.tensor([2, 0])
+CALLS = {"donated": (ROWS, 1), "pool": (2, 1), "packed": (1, 7)}  # batch and tokens
+
+
+def made_in_inference_mode(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return x.clone()
+
+
+def overlapping(x: Tensor) -> Tensor:
+    """Rows that begin in the middle of the one before."""
+    return torch.as_strided(torch.cat((x, x)).flatten(), x.shape, (x.stride(0) // 2, *x.stride()[1:]))
+
+
+REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "expanded": lambda x: x[:1].expand_as(x),
+    "inference": made_in_inference_mode,
+    "overlapping": overlapping,
+}
+TAKEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "leaf": lambda x: x.clone().requires_grad_(x.is_floating_point()),
+    "gaps": lambda x: torch.stack((x, x), -1)[..., 0],
+    "transposed": lambda x: x.mT.contiguous().mT if x.ndim > 1 else x,
+}
+every_call = pytest.mark.parametrize("call", CALLS)
+every_map = pytest.mark.parametrize("fmap", ["elu+1", "exp"])
+every_backend = pytest.mark.parametrize("backend", ["reference", "eager", NATIVE, "triton"])
+
+
+def some_state(fmap: str) -> LinearAttentionState:
+    generator = torch.Generator().manual_seed(0)
+    k, v, a, omega = (
+        torch.randn(ROWS, 5, *shape, generator=generator) for shape in ((G, D), (G, E), (G,), (G, 2))
+    )
+    return linear_rope_state(k, v, feature_map=fmap, log_decay=-a.abs(), angle_steps=omega)
+
+
+def run(state: LinearAttentionState, call: str, **how: Any) -> LinearAttentionState:
+    """The state after new tokens in its memory; of a pool its rows."""
+    b, n = CALLS[call]
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, a, omega = (
+        torch.randn(b, n, *shape, generator=generator) for shape in ((H, D), (G, D), (G, E), (G,), (G, 2))
+    )
+    if call == "packed":
+        how["cu_seqlens"] = torch.tensor([0, 3, 7])
+    _, after = linear_rope_attention(
+        q, k, v, log_decay=-a.abs(), angle_steps=omega, state=state, return_state=True, **how
+    )
+    return after.rows()
+
+
+def in_place(state: LinearAttentionState, call: str) -> LinearAttentionState:
+    return state.donate() if call == "donated" else state.at(SLOTS)
+
+
+def names(fmap: str) -> list[str]:
+    return ["kv", "z", "position", "angle", *(["log_scale"] if fmap == "exp" else [])]
+
+
+@every_backend
+@every_map
+@every_call
+@pytest.mark.parametrize("kind", REFUSED)
+@torch.no_grad()
+def test_memory_that_cannot_be_written_is_named_and_nothing_changes(
+    kind: str, call: str, fmap: str, backend: str
+) -> None:
+    for name in names(fmap):
+        good = some_state(fmap)
+        state = replace(good, **{name: REFUSED[kind](getattr(good, name))})
+        before = state.clone()
+        with pytest.raises(ValueError, match=rf"^state\.{name}: got"):
+            run(in_place(state, call), call, backend=backend, feature_map=fmap)
+        for field, x in state.tensors().items():
+            assert torch.equal(x, getattr(before, field)), (name, field)
+
+
+@every_backend
+@every_map
+@every_call
+@pytest.mark.parametrize("kind", TAKEN)
+@torch.no_grad()
+def test_memory_of_any_other_kind_is_written_to(kind: str, call: str, fmap: str, backend: str) -> None:
+    for name in names(fmap):
+        good = some_state(fmap)
+        copied = good if call == "donated" else good.at(SLOTS).rows()
+        expected = run(copied, call, backend=backend, feature_map=fmap)
+        state = replace(good.clone(), **{name: TAKEN[kind](getattr(good, name))})
+        after = run(in_place(state, call), call, backend=backend, feature_map=fmap)
+        memory = state if call == "donated" else state.at(SLOTS).rows()
+        for got in (after, memory):
+            for field, x in expected.tensors().items():
+                torch.testing.assert_close(getattr(got, field), x, msg=f"{field} beside another {name}")
+
+
+@every_backend
+@every_call
+def test_a_leaf_that_requires_gradients_is_left_alone_or_refused(call: str, backend: str) -> None:
+    for name in ("kv", "z", "log_scale"):
+        good = some_state("exp")
+        state = replace(good, **{name: getattr(good, name).clone().requires_grad_()})
+        before = state.detach()
+        if call == "donated":  # a call with gradients makes a new state
+            after = run(in_place(state, call), call, backend=backend, feature_map="exp")
+            assert after.kv.data_ptr() != state.kv.data_ptr()
+        else:
+            with pytest.raises(RuntimeError, match="state: got rows of a pool in a call with gradients"):
+                run(in_place(state, call), call, backend=backend, feature_map="exp")
+        for field, x in before.tensors().items():
+            assert torch.equal(getattr(state, field), x), (name, field)
+
+
+@every_backend
+def test_a_query_that_needs_gradients_leaves_the_state_to_the_backward_pass(backend: str) -> None:
+    q, k, v = torch.randn(1, 1, H, D, requires_grad=True), torch.randn(1, 1, G, D), torch.randn(1, 1, G, E)
+    state = linear_rope_state(torch.randn(1, 5, G, D), torch.randn(1, 5, G, E))
+    before = state.clone()
+    out, _ = linear_rope_attention(q, k, v, state=state.donate(), return_state=True, backend=backend)
+    assert torch.equal(state.kv, before.kv)
+    out.sum().backward()
+    with pytest.raises(RuntimeError, match="rows of a pool in a call with gradients"):
+        linear_rope_attention(q, k, v, state=state.at(torch.tensor([0])), backend=backend)
+    assert torch.equal(state.kv, before.kv)
+
+
+@every_backend
+@every_call
+@torch.no_grad()
+def test_a_sum_of_steps_of_another_shape(call: str, backend: str) -> None:
+    good = some_state("elu+1")
+    assert good.angle is not None
+    twice = replace(good.clone(), angle=torch.cat((good.angle, good.angle), -1))
+    shared = replace(good.clone(), angle=good.angle[:, :1].clone())
+    for state in (twice, shared):
+        before = state.clone()
+        if call == "donated" and state is shared:  # no room for a sum per head: the next state has its own
+            expected = run(state.clone(), call, backend="eager")
+            after = run(in_place(state, call), call, backend=backend)
+            for field, x in expected.tensors().items():
+                torch.testing.assert_close(getattr(after, field), x)
+            continue
+        with pytest.raises(ValueError, match=r"^state\.angle: got"):
+            run(in_place(state, call), call, backend=backend)
+        for field, x in before.tensors().items():
+            assert torch.equal(getattr(state, field), x)
+
+
+@torch.no_grad()
+def test_the_convolution_of_a_layer_is_checked_with_the_rest() -> None:
+    layer, x = LinearRoPEAttention(8, 2, short_conv=3), torch.randn(2, 1, 8)
+    _, state = layer(x, return_state=True)
+    bad = replace(state, conv=state.conv[:1].expand_as(state.conv))
+    before = bad.clone()
+    with pytest.raises(ValueError, match=r"^state\.conv: got entries that share memory"):
+        layer(x, state=bad.donate(), return_state=True)
+    assert all(torch.equal(x, getattr(before, name)) for name, x in bad.tensors().items())
+
+
+@torch.no_grad()
+def test_write_checks_all_shapes_first() -> None:
+    pool, other = some_state("elu+1"), some_state("elu+1").reorder(torch.tensor([0, 1]))
+    before = pool.clone()
+    with pytest.raises(ValueError, match=r"state\.position: got shape \(2,\), expected \(1,\)"):
+        pool.at(torch.tensor([1])).write({"kv": other.kv[:1], "position": other.position})
+    with pytest.raises(ValueError, match=r"state\.kv: got shape"):
+        pool.write(other)
+    assert all(torch.equal(x, getattr(before, name)) for name, x in pool.tensors().items())
+
+
+def test_a_log_scale_of_another_dtype_is_refused() -> None:
+    state = some_state("exp")
+    assert state.log_scale is not None
+    with pytest.raises(TypeError, match=r"state\.log_scale: got torch.int64, expected float32 or float64"):
+        replace(state, log_scale=state.log_scale.long())
