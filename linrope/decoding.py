@@ -23,7 +23,7 @@ class Steps(NamedTuple):
 
     options: tuple[object, ...]  # the caller's: all but the token's tensors and the state
     decay: Tensor | None
-    version: int  # of decay, which the caller could write to
+    numbers: list[float] | None  # decay's, when log_decay was made of them: torch does not count all writes
     gated: bool  # whether each token brings log_decay
     turned: bool  # and angle_steps
     resolved: native.Resolved
@@ -32,12 +32,12 @@ class Steps(NamedTuple):
 def steps_like(call: Call, options: tuple[object, ...], decay: Tensor | None, *, gated: bool) -> Steps | None:
     """After a step by the native backend, in place and without given positions or mask.
 
-    None: the next one needs what this one did (its decay depends on the token, or may be written to unseen).
+    None: the next one needs what this one did (its decay depends on the token).
     """
-    if torch.is_grad_enabled() or (decay is not None and (decay.is_inference() or gated)):
+    if torch.is_grad_enabled() or (decay is not None and gated):
         return None
-    version = 0 if decay is None else decay._version
-    return Steps(options, decay, version, gated, call.angle_steps is not None, native.resolved(call))
+    numbers = None if decay is None else decay.tolist()
+    return Steps(options, decay, numbers, gated, call.angle_steps is not None, native.resolved(call))
 
 
 def follow(
@@ -56,11 +56,11 @@ def follow(
         return None
     if steps.gated != (log_decay is not None) or steps.turned != (angle_steps is not None):
         return None
-    if steps.decay is not None and steps.decay._version != steps.version:
-        return None
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return None
     if transformed() or forward_ad._current_level >= 0:
+        return None
+    if steps.decay is not None and steps.decay.tolist() != steps.numbers:
         return None
     try:
         return native.follow(steps.resolved, state, (q, k, v), log_decay, angle_steps)

@@ -147,17 +147,30 @@ def test_what_a_loop_changes_is_seen(change: dict[str, Any]) -> None:
     torch.testing.assert_close(state.kv, after.kv)
 
 
+@pytest.mark.parametrize("made_by", ["torch", "numpy", "inference mode"])
+@pytest.mark.parametrize("written_by", ["fill_", "data", "numpy"])
 @torch.no_grad()
-def test_a_decay_written_to_between_steps_is_seen() -> None:
+def test_a_decay_written_to_between_steps_is_seen(written_by: str, made_by: str) -> None:
     decay = torch.tensor([0.9, 0.99])
+    if made_by == "numpy":
+        decay = torch.from_numpy(decay.numpy().copy())
+    if made_by == "inference mode":
+        with torch.inference_mode():
+            decay = decay.clone()
+
+    def write(x: float) -> None:  # torch counts the first kind of writes alone
+        with torch.inference_mode(decay.is_inference()):
+            {"fill_": decay.fill_, "data": decay.data.fill_, "numpy": decay.numpy().fill}[written_by](x)
+
     first, second, third, *_ = data(3)
     _, state = step(first, None, decay=decay)
     _, state = step(second, state.donate(), decay=decay)
-    decay.fill_(0.5)
-    expected, _ = step(third, state.clone(), decay=decay)
-    out, _ = step(third, state.donate(), decay=decay)
-    torch.testing.assert_close(out, expected, rtol=0, atol=0)
-    decay.fill_(2)
+    for x in (0.5, 0.75):
+        write(x)
+        expected, _ = step(third, state.clone(), decay=decay)
+        out, state = step(third, state.donate(), decay=decay)
+        torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    write(2)
     with pytest.raises(ValueError, match="decay: got"):
         step(third, state.donate(), decay=decay)
 
