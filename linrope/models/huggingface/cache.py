@@ -137,6 +137,32 @@ class LinRopeCache(Cache):
         return cache
 
 
+def check_lengths(name: str, inputs: Tensor, attention_mask: Tensor | None, seen: int) -> None:
+    """Raises ValueError unless generate() can tell which inputs come after a cache of ``seen`` tokens.
+
+    inputs (b, n, ..) are all tokens, with a mask (b, n) or none, or the new ones alone, with a mask
+    (b, seen + n); embeddings are always all.
+    """
+    b, n = inputs.shape[:2]
+    length = n if attention_mask is None else attention_mask.shape[-1]
+    if length == n and (n > seen or not seen):
+        return
+    if name == "input_ids" and length == seen + n:
+        return
+    got = None if attention_mask is None else f"shape {tuple(attention_mask.shape)}"
+    if name != "input_ids":
+        if n <= seen:
+            raise ValueError(f"{name}: got {n} tokens, expected those of the cache, {seen}, and the new ones")
+        raise ValueError(f"attention_mask: got {got}, expected {(b, n)}")
+    if not seen:
+        raise ValueError(f"attention_mask: got {got}, expected {(b, n)}")
+    whole = f", or {(b, n)} if they are all tokens" if n > seen else ""
+    raise ValueError(
+        f"attention_mask: got {got} beside {n} input_ids and a cache of {seen} tokens, expected shape "
+        f"{(b, seen + n)} if they are the new tokens{whole}"
+    )
+
+
 def _frozen(state: State) -> bool:
     """Whether it was made in inference mode, outside of which it must not be written to."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():

@@ -29,7 +29,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import capture_outputs
 
 from linrope.distributed.shard import Shard
-from linrope.models.huggingface.cache import LinRopeCache, State
+from linrope.models.huggingface.cache import LinRopeCache, State, check_lengths
 from linrope.models.huggingface.configuration import LinRopeConfig, make_attention
 from linrope.models.huggingface.parallel import TP_HEAD
 from linrope.models.huggingface.saving import auto_map, write_beside
@@ -313,6 +313,16 @@ class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
         )
+
+    def _prepare_model_inputs(
+        self, inputs: Tensor | None, bos_token_id: Any, model_kwargs: dict[str, Any], *args: Any
+    ) -> tuple[Tensor, str | None, dict[str, Any]]:
+        """As of all models; checked, since generate() slices inputs by a mask that it then drops."""
+        tensor, name, rest = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs, *args)  # type: ignore[misc]
+        cache = rest.get("past_key_values")
+        seen = cache.get_seq_length() if isinstance(cache, LinRopeCache) else 0
+        check_lengths(name or "input_ids", tensor, rest.get("attention_mask"), seen)
+        return tensor, name, rest
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

@@ -1,0 +1,121 @@
+"""Going on from a cache: the tokens of one sequence, or an error that names the length of the mask."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from linrope.models.huggingface import LinRopeCache, LinRopeForCausalLM
+from tests.models.huggingface.tiny import HYBRID, KINDS, causal_lm, tokens
+
+SEEN, NEW = 7, 4  # tokens in the cache, and tokens that it has not seen
+
+
+@pytest.fixture(params=["linear", "hybrid", "gated"])
+def model(request: pytest.FixtureRequest) -> LinRopeForCausalLM:
+    return causal_lm(**KINDS[request.param])
+
+
+@pytest.fixture
+def cache(model: LinRopeForCausalLM) -> LinRopeCache:
+    cache = LinRopeCache(model.config)
+    with torch.no_grad():
+        model(tokens(1, SEEN), past_key_values=cache)
+    return cache
+
+
+def whole(new: int = NEW) -> Tensor:
+    return torch.cat((tokens(1, SEEN), tokens(1, new, seed=2)), 1)
+
+
+def ones(n: int) -> Tensor:
+    return torch.ones(1, n, dtype=torch.long)
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"prefill_chunk_size": 2}], ids=str)
+def test_all_tokens_or_the_new_ones_under_a_whole_mask_go_on(
+    model: LinRopeForCausalLM, cache: LinRopeCache, how: dict[str, Any]
+) -> None:
+    cache.batch_repeat_interleave(how.get("num_beams", 1))
+    for new in (1, NEW, 2 * SEEN):
+        prompt = whole(new)
+        expected = model.generate(prompt, max_new_tokens=5, **how)[:, -5:]
+        for ids, mask in (
+            (prompt, None),
+            (prompt, torch.ones_like(prompt)),
+            (prompt[:, SEEN:], torch.ones_like(prompt)),
+        ):
+            out = model.generate(
+                ids, attention_mask=mask, past_key_values=copy.deepcopy(cache), max_new_tokens=5, **how
+            )
+            assert torch.equal(out[:, -5:], expected)
+
+
+@pytest.mark.parametrize(
+    ("sent", "mask", "expected"),
+    [
+        ("new", None, rf"got None .* expected shape \(1, {SEEN + NEW}\)"),
+        ("new", NEW, rf"got shape \(1, {NEW}\) .* expected shape \(1, {SEEN + NEW}\)"),
+        ("new", SEEN, rf"expected shape \(1, {SEEN + NEW}\)"),
+        ("new", SEEN + NEW - 1, rf"expected shape \(1, {SEEN + NEW}\)"),
+        ("new", SEEN + NEW + 1, rf"expected shape \(1, {SEEN + NEW}\)"),
+        ("whole", SEEN + NEW - 1, rf"expected .* or \(1, {SEEN + NEW}\) if they are all"),
+        ("whole", SEEN + NEW + 1, rf"expected .* or \(1, {SEEN + NEW}\) if they are all"),
+        ("seen", None, rf"got None .* expected shape \(1, {2 * SEEN}\)"),
+    ],
+)
+def test_a_missing_or_wrong_mask_is_refused_with_the_expected_length(
+    model: LinRopeForCausalLM, cache: LinRopeCache, sent: str, mask: int | None, expected: str
+) -> None:
+    ids = {"new": whole()[:, SEEN:], "whole": whole(), "seen": whole()[:, :SEEN]}[sent]
+    before = copy.deepcopy(cache.layers[0].state)
+    with pytest.raises(ValueError, match=f"^attention_mask: .*{expected}"):
+        model.generate(
+            ids, attention_mask=None if mask is None else ones(mask), past_key_values=cache, max_new_tokens=5
+        )
+    assert cache.get_seq_length() == SEEN
+    assert torch.equal(cache.layers[0].state.kv, before.kv)
+
+
+def test_embeddings_are_those_of_all_tokens(model: LinRopeForCausalLM, cache: LinRopeCache) -> None:
+    embedded = model.model.embed_tokens(whole())
+    expected = model.generate(whole(), max_new_tokens=5)[:, -5:]
+    out = model.generate(inputs_embeds=embedded, past_key_values=copy.deepcopy(cache), max_new_tokens=5)
+    assert torch.equal(out, expected)
+    for mask in (None, ones(SEEN + NEW)):
+        with pytest.raises(ValueError, match=rf"inputs_embeds: got {NEW} tokens, expected those of the"):
+            model.generate(
+                inputs_embeds=embedded[:, SEEN:], attention_mask=mask, past_key_values=cache, max_new_tokens=5
+            )
+    with pytest.raises(ValueError, match=rf"attention_mask: got shape \(1, {NEW}\), expected \(1, 11\)"):
+        model.generate(
+            inputs_embeds=embedded, attention_mask=ones(NEW), past_key_values=cache, max_new_tokens=5
+        )
+
+
+def test_a_first_call_needs_a_mask_of_the_inputs_or_none(model: LinRopeForCausalLM) -> None:
+    for more in ({}, {"past_key_values": LinRopeCache(model.config)}):
+        for n in (SEEN - 1, SEEN + 1):
+            with pytest.raises(ValueError, match=rf"attention_mask: got shape .*, expected \(1, {SEEN}\)"):
+                model.generate(tokens(1, SEEN), attention_mask=ones(n), max_new_tokens=2, **more)
+
+
+@pytest.mark.parametrize("options", [{"decay": "retnet"}, HYBRID], ids=["linear", "hybrid"])
+@torch.no_grad()
+def test_forward_goes_on_from_a_padded_cache_with_a_whole_mask_or_none(options: dict[str, Any]) -> None:
+    """States count tokens without padding, and full attention keeps its mask: none is needed."""
+    model = causal_lm(**options)
+    first = torch.cat((F.pad(tokens(1, 3), (2, 0)), tokens(1, 5, seed=3)))
+    mask, new = (first != 0).long(), tokens(2, NEW, seed=2)
+    both = torch.cat((mask, torch.ones_like(new)), 1)
+    expected = model(torch.cat((first, new), 1), attention_mask=both).logits[:, 5:]
+    cache = LinRopeCache(model.config)
+    model(first, attention_mask=mask, past_key_values=cache)
+    for given in (None, both):
+        logits = model(new, attention_mask=given, past_key_values=copy.deepcopy(cache)).logits
+        torch.testing.assert_close(logits, expected)
+    with pytest.raises(ValueError, match=r"attention_mask: got shape \(2, 4\), expected \(2, 9\)"):
+        model(new, attention_mask=torch.ones_like(new), past_key_values=cache)
