@@ -27,8 +27,8 @@ class EncoderBlock(nn.Module):
     """Pre-norm attention, in which each token sees all, and feed-forward, each around a residual connection.
 
     Args:
-        dim: of the vectors.
-        heads: a divisor of dim.
+        dim: the size of the vectors.
+        heads: the number of heads, a divisor of dim.
         **attention: further arguments of LinearRoPEAttention, as feature_map, rotary or num_kv_heads.
     """
 
@@ -52,8 +52,9 @@ class DecoderBlock(nn.Module):
     Attention to the context is not rotated: the two sequences' positions have nothing in common.
 
     Args:
-        dim, heads: as in EncoderBlock.
-        context_dim: of the context's vectors; None: no cross-attention.
+        dim: the size of the vectors.
+        heads: the number of heads, a divisor of dim.
+        context_dim: the size of the context's vectors; None: no cross-attention.
         **attention: further arguments of the causal LinearRoPEAttention, decay and gates among them.
     """
 
@@ -96,8 +97,9 @@ class Encoder(nn.Module):
     """So many EncoderBlocks and a norm.
 
     Args:
-        dim, heads: as in EncoderBlock.
-        depth: blocks.
+        dim: the size of the vectors.
+        depth: the number of blocks.
+        heads: the number of heads, a divisor of dim.
         **attention: further arguments of LinearRoPEAttention.
 
     >>> from linrope.models.encoder_decoder import Encoder
@@ -122,8 +124,10 @@ class Decoder(nn.Module):
     """So many DecoderBlocks and a norm: all at once in training, and token by token from states.
 
     Args:
-        dim, heads, context_dim: as in DecoderBlock.
-        depth: blocks.
+        dim: the size of the vectors.
+        depth: the number of blocks.
+        heads: the number of heads, a divisor of dim.
+        context_dim: the size of the context's vectors; None: no cross-attention.
         **attention: further arguments of the causal LinearRoPEAttention.
 
     Raises:
