@@ -14,12 +14,11 @@ test: .venv/ready native
 test-long: .venv/ready native
 	$(BIN)/python -m pytest -n auto --dist loadgroup -m long
 
-check: .venv/ready
+check: .venv/ready docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layers.py
-	$(BIN)/mkdocs build --strict --quiet
 
 format: .venv/ready
 	$(BIN)/ruff format .
@@ -74,8 +73,9 @@ test-gpu:
 bench-gpu:
 	PYTHONPATH=.:kernels $(PYTHON) benchmarks/gpu.py
 
+# The site, in site/. Warnings are errors.
 docs: .venv/ready
-	$(BIN)/mkdocs build --strict
+	$(BIN)/python docs/build.py
 
 # torch before the rest: the native library is built against it, and pip's isolated builds do not see it.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt

@@ -1,4 +1,4 @@
-"""Griffe extension for mkdocs.yml: makes Markdown show docstrings as they are.
+"""Griffe extension for zensical.toml: makes Markdown show docstrings as they are.
 
 Examples would be taken for quotations, and <phi, psi> in a sentence for HTML.
 """
