@@ -1,5 +1,7 @@
 """Random configurations of a call, drawn by hypothesis, with what the equation gives."""
 
+from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -80,6 +82,13 @@ class Problem:
             self.data["angle_steps"] = steps.to(torch.get_default_device(), dtype)
         mask = torch.rand(c["b"], n, generator=generator, device="cpu") > 0.3
         self.mask = mask.to(torch.get_default_device()) if c["masked"] else None
+
+    def beside(self, change: Callable[[Tensor], Tensor]) -> "Problem":
+        """The same with other numbers in q, k and v."""
+        problem = copy(self)
+        q, k, v = self.qkv
+        problem.qkv = change(q), change(k), change(v)
+        return problem
 
     def piece(self, which: slice, dtype: torch.dtype | None) -> tuple[list[Tensor], dict[str, Any]]:
         more: dict[str, Any] = {name: x[:, which].to(dtype) for name, x in self.data.items()}

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from linrope_kernels import INTERPRETED, launch, segments, tiles
 
 from linrope import Rotary, feature_maps, linear_rope_attention
@@ -261,7 +261,8 @@ def test_enough_segments_to_fill_a_gpu() -> None:
 def test_output_error_is_within_the_bound(dtype: torch.dtype, config: dict[str, Any]) -> None:
     problem = Problem(config, dtype)
     oracle, sizes = problem.exact()
-    assume(sizes.out.max() < torch.finfo(dtype).max)
+    if sizes.out.max() >= torch.finfo(dtype).max:
+        return  # float16 cannot hold it
     inputs, how = problem.second(dtype, "triton")
     assert error_in_bounds(linear_rope_attention(*inputs, **how), oracle, sizes.out) <= 1
 

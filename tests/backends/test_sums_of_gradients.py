@@ -1,0 +1,127 @@
+"""Sums of log_decay's gradient over thousands of tokens, which is what a parameter receives.
+
+A running sum over the sequence would keep each rounding error in all tokens before it: every entry is off by
+little, and the sum by a lot. "eager" starts anew in every chunk and is the measure for the others.
+"""
+
+import math
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from linrope import Rotary, linear_rope_attention
+from tests.oracle import NATIVE, random_state, randoms
+from tests.yardstick import FACTOR, SHARE, Yardstick
+
+N, D = 8192, 16
+GATES = (0.05, 0.5, 0.9, 0.99, 0.9999, "mamba-2")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "identity": {"feature_map": None, "normalize": False},
+    "elu+1": {},
+    "rotated": {"rotary": Rotary(D)},
+    "rotated, unnormalized": {"rotary": Rotary(D), "normalize": False},
+    "grouped heads": {"rotary": Rotary(D), "heads": 8},
+    "few heads": {"rotary": Rotary(D), "rows": 1, "groups": 2},  # "native" cuts long sequences of few heads
+    "packed": {"rotary": Rotary(D), "rows": 1, "bounds": [0, 1, 1000, 5500, N]},
+    "state": {"rotary": Rotary(D), "state": True},
+    "state, few heads": {"rotary": Rotary(D), "rows": 1, "groups": 2, "state": True},
+}
+# The strongest gate with every option, and Mamba-2's with two; the rest by make test-long.
+ORDINARY = {(0.05, name) for name in OPTIONS} | {("mamba-2", name) for name in ("identity", "rotated")}
+CASES = [
+    pytest.param(gate, name, marks=() if (gate, name) in ORDINARY else pytest.mark.long)
+    for gate in GATES
+    for name in OPTIONS
+]
+
+
+def log_decay(gate: float | str, rows: int, heads: int) -> Tensor:
+    """(rows, N, heads): a constant gate, or A dt as Mamba-2 starts with them."""
+    if isinstance(gate, float):
+        return torch.full((rows, N, heads), math.log(gate))
+    generator = torch.Generator().manual_seed(1)
+    dt = torch.exp(math.log(1e-3) + math.log(100) * torch.rand(rows, N, heads, generator=generator))
+    return -torch.linspace(1, 16, heads) * dt
+
+
+class Problem:
+    def __init__(
+        self, gate: float | str, *, rows: int = 2, groups: int = 4, heads: int | None = None,
+        bounds: list[int] | None = None, state: bool = False, **how: Any,
+    ) -> None:  # fmt: skip
+        self.q, self.k, self.v = randoms(rows, N, heads or groups, D, g=groups, e=D, dtype=torch.float32)
+        self.log = log_decay(gate, rows, groups)
+        self.how = how
+        if bounds is not None:
+            self.how["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32)
+        self.state = random_state(self.k[:, :1], self.v[:, :1], {"normalize": True} | how) if state else None
+
+    def beside(self, change: Callable[[Tensor], Tensor]) -> "Problem":
+        problem = copy(self)
+        problem.q, problem.k, problem.v = change(self.q), change(self.k), change(self.v)
+        return problem
+
+    def sums(self, dtype: torch.dtype, backend: str) -> Tensor:
+        """(rows, groups): the gradient of log_decay, summed over the tokens."""
+        log = self.log.to(dtype).requires_grad_()
+        state = self.state
+        if state is not None:
+            state = replace(state, kv=state.kv.detach().to(dtype), z=state.z.detach())
+        qkv = (x.to(dtype) for x in (self.q, self.k, self.v))
+        out, last = linear_rope_attention(
+            *qkv, log_decay=log, state=state, return_state=True, backend=backend, **self.how
+        )
+        generator = torch.Generator().manual_seed(2)
+        loss = (out * torch.randn(out.shape, generator=generator)).sum()
+        if state is not None:  # the last state's gradient, too
+            loss = loss + (last.kv * torch.randn(last.kv.shape, generator=generator)).sum()
+        (gradient,) = torch.autograd.grad(loss, log)
+        return gradient.double().sum(1)
+
+
+def root_mean_square(x: Tensor) -> float:
+    return float(x.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("backend", [NATIVE])
+@pytest.mark.parametrize(("gate", "name"), CASES)
+def test_sums_over_tokens_are_as_exact_as_those_of_eager(gate: float | str, name: str, backend: str) -> None:
+    problem = Problem(gate, **OPTIONS[name])
+
+    def errors_of_eager(change: Callable[[Tensor], Tensor], several: bool) -> dict[str, float]:
+        near = problem.beside(change)
+        return {
+            "sums": root_mean_square(near.sums(torch.float32, "eager") - near.sums(torch.float64, "eager"))
+        }
+
+    exact = problem.sums(torch.float64, "eager")
+    error = root_mean_square(problem.sums(torch.float32, backend) - exact)
+    assert Yardstick(errors_of_eager).ratio("sums", error, root_mean_square(exact)) <= 1
+
+
+@pytest.mark.parametrize("backend", ["eager", NATIVE])
+def test_pieces_that_pass_the_state_on_sum_up_like_one_call(backend: str) -> None:
+    """As shards of a sequence do: gradients go from piece to piece through the states."""
+    problem = Problem("mamba-2", rotary=Rotary(D), rows=1)
+
+    def sums(dtype: torch.dtype, backend: str, pieces: int) -> Tensor:
+        log, state, loss = problem.log.to(dtype).requires_grad_(), None, torch.zeros((), dtype=dtype)
+        weights = torch.randn(problem.v.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+        for part in torch.arange(N).chunk(pieces):
+            qkv = (x[:, part].to(dtype) for x in (problem.q, problem.k, problem.v))
+            out, state = linear_rope_attention(
+                *qkv, log_decay=log[:, part], state=state, return_state=True, backend=backend, **problem.how
+            )
+            loss = loss + (out * weights[:, part]).sum()
+        (gradient,) = torch.autograd.grad(loss, log)
+        return gradient.double().sum(1)
+
+    exact = sums(torch.float64, "eager", 1)
+    allowed = root_mean_square(sums(torch.float32, "eager", 1) - exact)
+    error = root_mean_square(sums(torch.float32, backend, 4) - exact)
+    assert error <= FACTOR * allowed + SHARE * root_mean_square(exact)
