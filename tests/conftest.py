@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import providers
+
+from linrope.backends import native
 
 # No draw depends on a clock, on earlier failures, or on what else a process has imported: without the last
 # line Hypothesis would also draw the constants of those of our modules that are loaded.
 never: dict[str, Any] = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+never["phases"] = [Phase.explicit, Phase.generate]
 settings.register_profile("ordinary", **never, derandomize=True, max_examples=100)
 settings.register_profile("other", **never, max_examples=100)
 settings.register_profile("thorough", **never, max_examples=2000)
@@ -29,6 +32,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TRITON_INTERPRET"] = "0" if device.type == "cuda" else "1"
     if device.type == "cuda":
         torch.set_default_device(device)
+    if (name := config.getoption("--instruction-set")) is not None:
+        try:
+            native.use_instruction_set(name)
+        except RuntimeError as error:
+            raise pytest.UsageError(f"--instruction-set {name}: {error}") from error
 
 
 @pytest.fixture(scope="session")

@@ -62,7 +62,7 @@ def show_versions(folder: Path, *paths: Path) -> str:
 def test_the_readme_installs_pytorch_for_cpus_and_hatchling_before_it_builds() -> None:
     install, wheel = blocks("README.md")
     assert install == [
-        PYTORCH, "pip install hatchling", "pip install --no-build-isolation '.[cli]'", "linrope env",
+        "pip install uv hatchling", PYTORCH, "pip install --no-build-isolation '.[cli]'", "linrope env",
     ]  # fmt: skip
     assert wheel[0].startswith("pip wheel --no-build-isolation ")
 

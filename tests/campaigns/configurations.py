@@ -23,7 +23,7 @@ from tests.campaigns.draw import Configuration, Given, Piece
 from tests.equation import Change, Equation, Sizes
 from tests.interpreter import quicken
 from tests.oracle import everything
-from tests.yardstick import Yardstick, largest, moved
+from tests.yardstick import Yardstick, at_eps, largest, moved
 
 FAST = ("eager",) if native.why_not() else ("eager", "native")
 CPU = {"float32": ("reference", *FAST), "float64": ("reference", "eager")}
@@ -184,9 +184,8 @@ def _check_gradients(
 ) -> int:  # fmt: skip
     biggest = max(largest(x) for name, x in oracle.items() if name.startswith("d"))
     unit = BOUNDS[config.dtype if backend == "triton" else torch.float32]  # of sums in log_decay's gradient
-    at_eps = config.normalize and bool((sizes.den < 100 * config.eps).any())
-    if at_eps:
-        return 0  # terms are as large as 1 / eps and cancel; where the clamp begins the gradient jumps
+    if config.normalize and at_eps(sizes.den, config.eps):
+        return 0
     if yardstick is not None and backend == "triton" and config.dtype != torch.float32:
         bound, out = BOUNDS[config.dtype] * largest(sizes.out), largest(oracle["out"])
         if bound > out:  # the products cancel, and leave no digits of output and gradients
