@@ -5,8 +5,10 @@
     T_n     = sum_{m>=n} (phi^_m / den_m) g_m^T       W_n = sum_{m>=n} delta_m phi_m / den_m
     dpsi_n  = R^T T_n v_n + W_n                       dv_n = T_n^T psi^_n
 
-Of log decay and angle steps each token's part is stored, <phi, dphi> and <psi, dpsi>, <J phi, R^T dphi^> and
-<J psi, R^T dpsi^> with a quarter turn J of each pair; their sums over tokens are left to the caller.
+For the gradients of log decay and angle steps the kernels store each token's part: <phi, dphi> and
+<psi, dpsi>, <J phi, R^T dphi^> and <J psi, R^T dpsi^>, with J a quarter turn of each pair. gradients.py sums
+the parts of log decay, the caller those of angle steps. <phi, dphi> is stored as computed, even where the
+normalizer makes it 0 but for rounding: its error cancels a part of that of <psi, dpsi>.
 
 What is divided is a sum or a feature and never g, which the matrix unit then takes as it was copied.
 
@@ -178,8 +180,6 @@ def dq_kernel(
                 d += delta[:, None] * z.to(tl.float32)[None, :]
         if D_LOG is not None:
             grown = sum_of_products(phi, d, 1)
-            if NORMALIZE and not ADD:
-                grown = tl.where(den < eps, grown, 0.0)  # elsewhere out does not change with phi's length
             tl.store(D_LOG + token * BLOCKS + block, grown, mask=inside)
         store_features(DQ, d * slope(x, MAP), rows, inside, dq_strides, block * W, F, P, INTERLEAVED, W)
 

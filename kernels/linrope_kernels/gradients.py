@@ -1,4 +1,4 @@
-"""The backward pass: launches of its kernels, and gradients of decay and angles from the parts they store."""
+"""The backward pass: launches of its kernels, and the gradient of log decay from the parts they store."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -19,7 +19,12 @@ from linrope_kernels.launch import (
     unpack,
     with_strides,
 )
-from linrope_kernels.segments import Segments, rising_bounds
+from linrope_kernels.segments import Segments, rising_bounds, sums_between
+
+# Every ANCHOR tokens the state and its gradient give the gradient of log decay directly; in between it is a
+# running sum. A rounding error therefore reaches at most ANCHOR tokens. Fewer tokens are more exact, but each
+# anchor writes and reads two states.
+ANCHOR = 128
 
 
 class Gradients(NamedTuple):
@@ -27,9 +32,8 @@ class Gradients(NamedTuple):
     k: Tensor
     v: Tensor
     start: State | None  # of the first state, if there was one
-    # Parts of each token, float64, if the call has log_decay or phases:
-    log_decay: Tensor | None  # (b, m, g): <psi, dpsi> - <phi, dphi>
-    angles: Tensor | None  # (b, m, g, P): <J phi, R^T dphi^> + <J psi, R^T dpsi^>
+    log_decay: Tensor | None  # (b, m, g), float64
+    angles: Tensor | None  # (b, m, g, P), float64: each token's part, <J phi, R^T dphi^> + <J psi, R^T dpsi^>
 
 
 def attend_bwd(
@@ -60,7 +64,7 @@ def attend_bwd(
     g_start = new_state(call, start) if start is not None or not call.causal else None
 
     cut = call.segments(n)
-    keys = table if key_table is None else key_table
+    queries, keys = table, table if key_table is None else key_table
     before = start
     if not call.causal:
         before, key_table = states, None
@@ -68,7 +72,7 @@ def attend_bwd(
         before = states
         if before is None:
             before = new_states(call, cut.number)
-            segment_states(call, keys, start, before, None)
+            segment_states(call, cut, keys, start, before, None)
     call.launch(
         dq_kernel, "dq", b * h * cut.number,
         *tensors, *with_strides(table), *with_strides(key_table), *call.decay, cut.slots,
@@ -79,7 +83,7 @@ def attend_bwd(
     after = g_end
     if call.scans_states(cut) or not call.causal:
         after = new_states(call, cut.number) if call.causal else None
-        segment_states(call, table, g_end, after, g_start, (g_out, den, delta))
+        segment_states(call, cut, table, g_end, after, g_start, (g_out, den, delta))
     if not call.causal:
         after, table = g_start, keys
     cut = call.segments(m)
@@ -91,7 +95,13 @@ def attend_bwd(
             log_k, angles_k, *(g_start or NO_STATE), m, g, call.group, cut.number, cut.length, call.eps,
             CAUSAL=call.causal, WANT_DK=name == "dk", WANT_DV=name == "dv",
         )  # fmt: skip
-    d_log = None if logs is None else _per_key_head(logs[1], g).sum(3) - _per_key_head(logs[0], g).sum(3)
+    d_log = None
+    if logs is not None:
+        parts = _per_key_head(logs[1], g).sum(3) - _per_key_head(logs[0], g).sum(3)
+        cut = call.segments_of(m, ANCHOR)
+        after = new_states(call, cut.number)
+        segment_states(call, cut, queries, g_end, after, None, (g_out, den, delta))
+        d_log = _d_log_decay(call, cut, parts, keys, start, g_start, after, g_end)
     d_angles = None if angles is None else _per_key_head(angles[1], g) + _per_key_head(angles[0], g)
     return Gradients(dq, dk, dv, g_start if start is not None else None, d_log, d_angles)
 
@@ -125,7 +135,13 @@ def state_bwd(call: Call, start: State | None, g_end: State) -> Gradients:
     if start is not None:
         kv, z = ((x * total.view(*total.shape, *[1] * (x.ndim - 2))).to(x.dtype) for x in g_end)
         g_start = kv, z
-    d_log = None if log is None else _per_key_head(log, g).sum(3)
+    d_log = None
+    if log is not None:
+        cut = call.segments_of(m, ANCHOR)
+        fade, _ = _after_segments(call, cut)
+        after = _of_segments(call, g_end[0], cut, fade), _of_segments(call, g_end[1], cut, fade)
+        parts = _per_key_head(log, g).sum(3)
+        d_log = _d_log_decay(call, cut, parts, table, start, g_start, after, g_end)
     return Gradients(
         None,
         dk,
@@ -134,6 +150,46 @@ def state_bwd(call: Call, start: State | None, g_end: State) -> Gradients:
         d_log,
         None if angles is None else _per_key_head(angles, g),
     )
+
+
+def _d_log_decay(
+    call: Call, cut: Segments, parts: Tensor, keys: Tensor | None, start: State | None, g_start: State | None,
+    after: State, g_end: State | None,
+) -> Tensor:  # fmt: skip
+    """The gradient of log decay at token t of a segment that begins at token s:
+
+        da_t = <S, dS> + <z, dz> before token s + sum_(s <= i < t) (<psi_i, dpsi_i> - <phi_i, dphi_i>)
+
+    Summed over the whole segment, the right-hand side is <S, dS> + <z, dz> after the segment. The difference
+    that rounding leaves is divided evenly among the segment's tokens, which halves the error of their sum.
+
+    parts (b, m, g): the terms of the sum. after: T and W after each segment, the values of dS and dz there.
+    """
+    b, _, g, _ = call.k.shape
+    before, end = new_states(call, cut.number), None if g_end is None else new_state(call, None)
+    segment_states(call, cut, keys, start, before, end)
+    first, last = _product(call, start, g_start), _product(call, end, g_end)
+    between = parts.new_zeros(b * g, cut.number - 1)
+    for x, dx in zip(before, after):
+        between += x[:, 1:].mul_(dx[:, :-1]).flatten(2).sum(2, dtype=torch.float64)
+    between = between.view(b, g, cut.number - 1).transpose(1, 2)
+    lows, highs = (parts.new_zeros(b, cut.number, g) for _ in range(2))
+    lows[:, 1:], highs[:, :-1] = between, between
+    if cut.slots is None or cut.firsts is None:
+        lows[:, 0], highs[:, -1] = first, last
+    else:
+        owner, number = cut.slots[:, 2].long(), torch.arange(cut.number, device=parts.device)
+        lows = torch.where((number == cut.firsts[owner])[:, None], first[owner], lows)
+        highs = torch.where((number + 1 == cut.firsts[owner + 1])[:, None], last[owner], highs)
+    return sums_between(parts, cut, lows, highs)
+
+
+def _product(call: Call, x: State | None, dx: State | None) -> Tensor:
+    """<S, dS> + <z, dz> of each sequence, (sequences, g) float64; None: 0."""
+    total = call.k.new_zeros(call.entries, call.k.shape[2], dtype=torch.float64)
+    for one, other in zip(x or (), dx or ()):
+        total += (one.double() * other).flatten(2).sum(2)
+    return total
 
 
 def _after_segments(call: Call, cut: Segments) -> tuple[Tensor, Tensor]:

@@ -128,9 +128,14 @@ class Call:
 
     @cached_property
     def _packed(self) -> Segments:
-        assert self.cu_seqlens is not None
         n = self.k.shape[1]
-        return cut_packed(self.cu_seqlens, n, tiles.segments(n, self.most_segments())[1])
+        return self.segments_of(n, tiles.segments(n, self.most_segments())[1])
+
+    def segments_of(self, n: int, length: int) -> Segments:
+        """Segments of ``length`` tokens, but for the last one of each sequence."""
+        if self.cu_seqlens is not None:
+            return cut_packed(self.cu_seqlens, n, length)
+        return Segments(max(1, -(-n // length)), length, None, None)
 
     def scans_states(self, cut: Segments) -> bool:
         """Whether the states of segments have kernels of their own."""
@@ -238,10 +243,10 @@ def unpack(call: Call, saved: list[Tensor]) -> tuple[Tensor | None, State | None
 
 
 def segment_states(
-    call: Call, table: Tensor | None, start: State | None, own: State | None, end: State | None,
-    backward: tuple[Tensor, Tensor | None, Tensor | None] | None = None,
+    call: Call, cut: Segments, table: Tensor | None, start: State | None, own: State | None,
+    end: State | None, backward: tuple[Tensor, Tensor | None, Tensor | None] | None = None,
 ) -> None:  # fmt: skip
-    """own: the states before (backward: after) each segment; end: the last. backward: g, den, delta.
+    """own: the states before (backward: after) each segment of cut; end: the last. backward: g, den, delta.
 
     None: no state to start from, not wanted.
     """
@@ -251,7 +256,6 @@ def segment_states(
         assert call.q is not None
         x, (y, den, delta), mask = call.q, backward, None
     length, g = x.shape[1], call.k.shape[2]
-    cut = call.segments(length)
     alone = (
         own is None and start is None and not call.scans_states(cut)
     )  # a segment's own state is the last one
@@ -285,7 +289,7 @@ def attend_fwd(
     keys = table if key_table is None else key_table
     end = new_state(call, start) if want_end else None
     if call.q is None:
-        segment_states(call, keys, start, None, end)
+        segment_states(call, call.segments(call.k.shape[1]), keys, start, None, end)
         return None, end, []
     saved = new_sums(call) if save else []
     den, states = unpack(call, saved) if save else (None, None)
@@ -293,12 +297,12 @@ def attend_fwd(
     cut, before = call.segments(n), start
     if not call.causal:
         before, key_table = states or end or new_state(call, None), None
-        segment_states(call, keys, start, None, before)
+        segment_states(call, call.segments(call.k.shape[1]), keys, start, None, before)
         if end is not None and end is not before:
             end = end[0].copy_(before[0]), end[1].copy_(before[1])
     elif call.scans_states(cut):
         before = states or new_states(call, cut.number)
-        segment_states(call, keys, start, before, end)
+        segment_states(call, cut, keys, start, before, end)
     out = call.v.new_empty(b, n, h, call.v.shape[3])
     call.launch(
         scan_fwd_kernel, "scan_fwd", b * h * cut.number,

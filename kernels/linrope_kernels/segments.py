@@ -28,6 +28,30 @@ def cut_packed(cu_seqlens: Tensor, n: int, length: int) -> Segments:
     return Segments(number, length, table.int(), firsts.int())
 
 
+def sums_between(x: Tensor, cut: Segments, low: Tensor, high: Tensor) -> Tensor:
+    """Running sums of x (b, n, g) within each segment, without the token itself, that lead from low to high.
+
+    low and high (b, segments, g) are the sums before a segment's first token and after its last one. The
+    difference between high and low + the sum of x is divided evenly among the tokens. Tokens outside of all
+    packed sequences get 0.
+    """
+    n = x.shape[1]
+    tokens = torch.arange(n, device=x.device)
+    if cut.slots is None:
+        at = tokens // cut.length
+        first, end = at * cut.length, ((at + 1) * cut.length).clamp(max=n)
+    else:
+        ends = cut.slots[:, 1].cummax(0).values
+        at = torch.searchsorted(ends, tokens.int(), right=True).clamp_(max=cut.number - 1)
+        first, end = cut.slots[at, 0].long(), cut.slots[at, 1].long()
+    inside = (first <= tokens) & (tokens < end)
+    sums = torch.cat((x.new_zeros(x.shape[0], 1, x.shape[2]), x.cumsum(1)), 1)
+    missing = high[:, at] - low[:, at] - (sums[:, end] - sums[:, first])
+    part = (tokens - first) / (end - first)
+    found = low[:, at] + (sums[:, :-1] - sums[:, first]) + part[:, None] * missing
+    return torch.where(inside[:, None], found, 0)
+
+
 def rising_bounds(cu_seqlens: Tensor, n: int) -> Tensor:
     """Whatever the device holds: numbers that rise, within the sequence."""
     return cu_seqlens.long().clamp(0, n).cummax(0).values

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linrope.backends import operators
 from linrope.backends.call import Call, Gradients, Sums, needs_gradients, summed_to
-from linrope.packing import spread, sums_so_far
+from linrope.packing import sums_so_far
 from linrope.state import LinearAttentionState
 
 MAX_DIM = 256
@@ -144,21 +144,13 @@ def backward(
             found = gradients.state_bwd(own, _state(sums), g_end)
         else:
             found = gradients.attend_bwd(own, _state(sums), results, out, g_out, g_end)
+    d_log_decay = None
+    if call.log_decay is not None and found.log_decay is not None:
+        d_log_decay = summed_to(found.log_decay, call.log_decay)
     return Gradients(
-        found.q, found.k, found.v, _d_log_decay(call, sums, found), _d_angle_steps(call, found),
+        found.q, found.k, found.v, d_log_decay, _d_angle_steps(call, found),
         *(found.start or (None, None)),
     )  # fmt: skip
-
-
-def _d_log_decay(call: Call, sums: Sums | None, found: gradients.Gradients) -> Tensor | None:
-    """da_t = sum_(i < t) (<psi_i, dpsi_i> - <phi_i, dphi_i>) + <S, dS> + <z, dz> of the first state."""
-    if call.log_decay is None or found.log_decay is None:
-        return None
-    total = sums_so_far(found.log_decay, call.bounds) - found.log_decay
-    if sums is not None and found.start is not None:
-        first = (sums.kv.double() * found.start[0]).sum((2, 3)) + (sums.z.double() * found.start[1]).sum(2)
-        total += spread(first, total.shape[1], call.bounds)
-    return summed_to(total, call.log_decay)
 
 
 def _d_angle_steps(call: Call, found: gradients.Gradients) -> Tensor | None:

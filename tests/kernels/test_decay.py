@@ -106,6 +106,39 @@ def test_gradients_with_gates(strength: str, dtype: torch.dtype) -> None:
     compare(q, k, v, state, log_decay=gates(2, 130, 1, strength), **how)
 
 
+def test_sums_of_the_gradient_of_gates_are_as_exact_as_eager_s() -> None:
+    """A parameter receives the sum over all tokens: a rounding error may reach few tokens' gradients only."""
+
+    def sums(heads: int, dtype: torch.dtype, backend: str) -> Tensor:
+        q, k, v, w = (x[:, :, :heads].to(dtype) for x in (*inputs, weights))
+        log_decay = torch.full((1, 400, heads), -0.75, dtype=dtype, requires_grad=True)
+        how = {"log_decay": log_decay, "feature_map": None, "normalize": False, "backend": backend}
+        out = linear_rope_attention(q, k, v, **how)
+        return torch.autograd.grad((out * w).sum(), log_decay)[0].double().sum((0, 1))
+
+    def error(heads: int, backend: str) -> Tensor:
+        """Root mean square over heads."""
+        return (sums(heads, torch.float32, backend) - exact[:heads]).square().mean().sqrt()
+
+    inputs, (_, _, weights) = (randoms(1, 400, 64, 16, dtype=torch.float32, seed=seed) for seed in (0, 1))
+    exact = sums(64, torch.float64, "eager")
+    assert error(3, "triton") <= 3 * error(64, "eager")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_of_gates_over_many_anchors(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from linrope_kernels import gradients
+
+    monkeypatch.setattr(gradients, "ANCHOR", 16)
+    b, n = (1, 100) if packed else (2, 50)
+    q, k, v = randoms(b, n, 2, 16, g=1, e=8, dtype=torch.float32)
+    how: dict[str, Any] = {"rotary": Rotary(16), "log_decay": gates(b, n, 1, "weak")}
+    if packed:  # an empty sequence, one of a single token, one that ends with a segment
+        how["cu_seqlens"] = torch.tensor([0, 40, 40, 41, 73, 100], dtype=torch.int32)
+    state = random_state(k, v, how)
+    compare(q, k, v, state, key_mask=torch.rand(b, n) > 0.3, **how)
+
+
 def test_gates_of_one_head_or_one_row_serve_all() -> None:
     q, k, v = randoms(2, 40, 2, 16, dtype=torch.float32)
     for shape in ((1, 40, 2), (2, 40, 1)):
