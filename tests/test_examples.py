@@ -95,6 +95,7 @@ def test_images_show_the_disc_where_their_class_says() -> None:
         assert full == ([True, False] if vision.CLASSES[label] in ("right", "below") else [False, True])
 
 
+@pytest.mark.long
 def test_the_vision_encoder_learns_where_things_are() -> None:
     """Four classes, each as frequent: without the rotation one in four is right."""
     assert vision.accuracy(vision.train(vision.GRID, steps=150, batch_size=32), 500) > 0.6

@@ -27,7 +27,7 @@ LEVELS = [
     {"arguments", "backends", "features", "selective", "short_convolution"},
     {"decay"},
     {"chunks", "feature_maps", "packing", "rotary", "state"},
-    {"angles", "constants", "files", "frequencies"},
+    {"angles", "constants", "files", "frequencies", "writing"},
     {"names"},
 ]
 RANK = {name: rank for rank, level in enumerate(LEVELS) for name in level}

@@ -39,6 +39,9 @@ TAKEN: dict[str, Callable[[Tensor], Tensor]] = {
 every_call = pytest.mark.parametrize("call", CALLS)
 every_map = pytest.mark.parametrize("fmap", ["elu+1", "exp"])
 every_backend = pytest.mark.parametrize("backend", ["reference", "eager", NATIVE, "triton"])
+every_backend_quickly = pytest.mark.parametrize(
+    "backend", ["reference", "eager", NATIVE, pytest.param("triton", marks=pytest.mark.long)]
+)
 
 
 def some_state(fmap: str) -> LinearAttentionState:
@@ -90,7 +93,7 @@ def test_memory_that_cannot_be_written_is_named_and_nothing_changes(
             assert torch.equal(x, getattr(before, field)), (name, field)
 
 
-@every_backend
+@every_backend_quickly
 @every_map
 @every_call
 @pytest.mark.parametrize("kind", TAKEN)

@@ -336,6 +336,7 @@ def test_without_it_the_row_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 # All of it
 
 
+@pytest.mark.long
 def test_the_whole_script_writes_every_field_and_prints_a_table(tmp_path: Path) -> None:
     path = tmp_path / "new" / "gpu.json"
     interpret = "0" if DEVICE == "cuda" else "1"

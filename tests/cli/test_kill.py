@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -35,6 +36,7 @@ def wait_for_step(out: Path, step: int, process: "subprocess.Popen[bytes]") -> N
     raise AssertionError(f"no checkpoint of step {step}")
 
 
+@pytest.mark.long  # make test has the campaign of kills for a few instants
 def test_a_run_killed_at_random_ends_with_the_same_bits(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("To be, or not to be, that is the question. " * 100)

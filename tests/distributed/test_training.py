@@ -13,10 +13,11 @@ HOW: dict[str, dict[str, Any]] = {
     "pieces": {"pieces": 3},
     "pieces whose gradients go through": {"pieces": 2, "through": True},
 }
+ORDINARY = "pieces whose gradients go through"
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] if name == "pieces" else []) for name in HOW]
+    "name", [pytest.param(name, marks=() if name == ORDINARY else pytest.mark.long) for name in HOW]
 )
 def test_tokens_and_heads_are_shared(processes: Processes, name: str) -> None:
     size = processes.size

@@ -56,6 +56,7 @@ def test_no_copy_is_written_over_what_the_matrix_unit_still_reads() -> None:
     assert len(check(90, "bf16", 16, "gates")) == 1
 
 
+@pytest.mark.long
 def test_all_threads_that_hold_a_sum_hold_the_same_bits() -> None:
     """Of few products each fused its own, unrounded, with the sum of the others, and the last one counted."""
     assert len(check(90, "fp32", 32, "gates")) == 1

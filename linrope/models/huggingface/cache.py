@@ -1,6 +1,7 @@
 """What the models remember of a sequence: one state per layer."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -137,12 +138,14 @@ class LinRopeCache(Cache):
         return cache
 
 
-def check_lengths(name: str, inputs: Tensor, attention_mask: Tensor | None, seen: int) -> None:
-    """Raises ValueError unless generate() can tell which inputs come after a cache of ``seen`` tokens.
+def check_lengths(inputs: Tensor, name: str, others: Mapping[str, Any]) -> None:
+    """Raises ValueError unless generate() can tell which inputs come after what the cache has seen.
 
     inputs (b, n, ..) are all tokens, with a mask (b, n) or none, or the new ones alone, with a mask
     (b, seen + n); embeddings are always all.
     """
+    cache, attention_mask = others.get("past_key_values"), others.get("attention_mask")
+    seen = cache.get_seq_length() if isinstance(cache, LinRopeCache) else 0
     b, n = inputs.shape[:2]
     length = n if attention_mask is None else attention_mask.shape[-1]
     if length == n and (n > seen or not seen):

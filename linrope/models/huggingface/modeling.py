@@ -314,15 +314,11 @@ class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
         )
 
-    def _prepare_model_inputs(
-        self, inputs: Tensor | None, bos_token_id: Any, model_kwargs: dict[str, Any], *args: Any
-    ) -> tuple[Tensor, str | None, dict[str, Any]]:
-        """As of all models; checked, since generate() slices inputs by a mask that it then drops."""
-        tensor, name, rest = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs, *args)  # type: ignore[misc]
-        cache = rest.get("past_key_values")
-        seen = cache.get_seq_length() if isinstance(cache, LinRopeCache) else 0
-        check_lengths(name or "input_ids", tensor, rest.get("attention_mask"), seen)
-        return tensor, name, rest
+    def _prepare_model_inputs(self, *args: Any, **kwargs: Any) -> tuple[Tensor, str | None, dict[str, Any]]:
+        """Checks the mask here, since generate() slices the inputs by it and then drops it."""
+        inputs, name, others = super()._prepare_model_inputs(*args, **kwargs)  # type: ignore[misc]
+        check_lengths(inputs, name or "input_ids", others)
+        return inputs, name, others
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
