@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -26,6 +27,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.long
 def test_two_processes_share_a_batch(tmp_path: Path) -> None:
     lines = (f"line {i}: to be or not to be. " * (1 + i % 5) for i in range(200))
     (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))

@@ -7,7 +7,10 @@ import pytest
 from tests.distributed.processes import Processes
 
 # All tests with one group of processes go to one of xdist's workers, so that no other starts such a group.
-SIZES = [pytest.param(size, marks=pytest.mark.xdist_group(f"{size} processes")) for size in (2, 4)]
+SIZES = [
+    pytest.param(2, marks=pytest.mark.xdist_group("2 processes")),
+    pytest.param(4, marks=[pytest.mark.xdist_group("4 processes"), pytest.mark.long]),
+]
 
 
 @pytest.fixture(scope="session", params=SIZES, ids="{} processes".format)

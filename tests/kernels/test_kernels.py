@@ -256,7 +256,7 @@ def test_enough_segments_to_fill_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@examples(8)
+@examples(4)
 @given(config=CONFIGS)
 def test_output_error_is_within_the_bound(dtype: torch.dtype, config: dict[str, Any]) -> None:
     problem = Problem(config, dtype)

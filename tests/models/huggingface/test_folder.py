@@ -42,6 +42,7 @@ def test_the_card_names_the_import_and_stays_where_there_is_one(folder: Path) ->
     assert card.read_text() == "mine"
 
 
+@pytest.mark.long
 def test_without_the_import_transformers_loads_the_folder_by_trust_remote_code(folder: Path) -> None:
     code = f"""
 from transformers import AutoModelForCausalLM, pipeline
