@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long check format bench docs native dist test-dist test-sanitizers test-ptx test-gpu bench-gpu
+.PHONY: demo test test-long test-lowest check format bench docs native dist test-dist test-sanitizers test-ptx test-gpu bench-gpu
 
 demo: .venv/ready native
 	$(BIN)/linrope demo
@@ -48,6 +48,20 @@ test-dist: dist
 	rm -r $(TRIED)/tree/linrope
 	cd $(TRIED)/tree && ../venv/bin/linrope env && ../venv/bin/python -m pytest -q -o pythonpath=. \
 	tests/test_attention.py tests/models/test_language_model.py tests/cli/test_app.py
+
+# make test with the lowest versions that pyproject.toml allows of what a user installs, in an environment of its own.
+# Old libraries beside new ones have their DeprecationWarnings. TORCH= takes PyTorch, with CUDA, from the package index.
+LOWEST := build/lowest
+TORCH := --torch-backend cpu
+EXTRAS := --extra cli --extra export --extra huggingface --extra train --extra triton
+test-lowest:
+	$(PYTHON) -m venv --clear $(LOWEST)
+	$(LOWEST)/bin/python -m pip install -q uv
+	$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python $(TORCH) --resolution lowest-direct \
+	-r pyproject.toml $(EXTRAS)
+	$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python hatchling hypothesis pytest pytest-xdist pip
+	$(LOWEST)/bin/python kernels/cpu/build.py
+	$(LOWEST)/bin/python -m pytest -n auto --dist loadgroup -W ignore::DeprecationWarning
 
 # Reads and writes out of bounds, and undefined behaviour, in a copy of the tree with a library of its own. Python
 # itself is not built for this: so both run times (GCC's) are loaded before it, and leaks are not looked for. What
