@@ -38,7 +38,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def run(command: str | list[str], folder: Path, **environment: str) -> str:
-    """What the command prints. It must succeed, without the variables that lead to this tree."""
+    """Runs the command without the variables that lead to this tree, and returns what it printed."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CXX")}
     done = subprocess.run(
         command,
@@ -54,7 +54,7 @@ def run(command: str | list[str], folder: Path, **environment: str) -> str:
 
 
 def show_versions(folder: Path, *paths: Path) -> str:
-    """What a new process prints about the linrope in one of these folders."""
+    """Returns what show_versions() prints in a new process that imports linrope from one of these folders."""
     command = [sys.executable, "-c", "import linrope; linrope.show_versions()"]
     return run(command, folder, PYTHONPATH=os.pathsep.join(map(str, paths)))
 

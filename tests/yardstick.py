@@ -12,7 +12,7 @@ SHARE = 1e-5  # and by that share of the gradient's largest entry
 
 
 class Yardstick:
-    """What the contract allows a backend's gradients in one call.
+    """The error that the contract allows in a backend's gradients of one call.
 
     The error of "reference" in one call may be small by luck. Where a backend fails by it, the largest error
     in eight more calls counts, whose q, k and v are up to 1% off.
@@ -37,7 +37,7 @@ class Yardstick:
         return worst
 
     def ratio(self, name: str, error: float, largest: float, besides: float = 0.0) -> float:
-        """The error as a part of what is allowed; ``besides``: what the call allows beyond the yardstick."""
+        """The error divided by the allowed error, to which ``besides`` is added."""
         found = 0.0
         for errors in ("errors", "beside"):
             reference = getattr(self, errors)[name]

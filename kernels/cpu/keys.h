@@ -99,7 +99,7 @@ struct BackwardKeys : Task {
       }
     }
     sum.rows(w.weights, rows, kept, grown, w.weights);
-    if (emit_out) write(last, low, rows);
+    if (emit_out) write(last, rows);
     done += rows;
     const double a = decay.at(low);
     const Fade fade(low > span.begin ? a + enter(low - 1) : a);
@@ -131,7 +131,7 @@ struct BackwardKeys : Task {
     if (emit_out) transpose(w.gb, rows, E, w.gb_t);
   }
 
-  void write(int64_t last, int64_t low, int rows) {
+  void write(int64_t last, int rows) {
     const int F = s.F, E = s.E;
     for (int i = 0; i < rows; i++) {
       const int64_t token = last - i;

@@ -106,7 +106,7 @@ def test_sums_over_tokens_are_as_exact_as_those_of_eager(gate: float | str, name
 
 @pytest.mark.parametrize("backend", ["eager", NATIVE])
 def test_pieces_that_pass_the_state_on_sum_up_like_one_call(backend: str) -> None:
-    """As shards of a sequence do: gradients go from piece to piece through the states."""
+    """Shards of a sequence do the same: gradients pass from piece to piece through the states."""
     problem = Problem("mamba-2", rotary=Rotary(D), rows=1)
 
     def sums(dtype: torch.dtype, backend: str, pieces: int) -> Tensor:

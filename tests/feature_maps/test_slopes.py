@@ -26,7 +26,7 @@ def points(dtype: torch.dtype) -> Tensor:
 
 
 def exact(name: str, x: Tensor) -> Tensor:
-    """The derivative in float64; at a kink of relu the left one, as PyTorch has it."""
+    """The derivative in float64. At 0 relu has its left derivative, 0, as in PyTorch."""
     x = x.double()
     s = x.sigmoid()
     if name == "elu+1":
