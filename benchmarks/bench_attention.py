@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from linrope.cli.cases import AttentionCase
+from linrope.cli.bench.cases import AttentionCase
 
 
 @pytest.mark.parametrize("n", [256, 1024, 4096, 16384])

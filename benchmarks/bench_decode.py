@@ -3,7 +3,7 @@
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from linrope.cli.cases import DecodeCase
+from linrope.cli.bench.cases import DecodeCase
 
 
 @pytest.mark.parametrize("position", [1024, 16384, 1048576])

@@ -28,8 +28,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu_host import MODES, Row, host_row, predicted
 from benchmarks.gpu_others import OTHERS, bare
 from linrope import LinearAttentionState, Rotary, linear_rope_attention
-from linrope.cli.benchmark import machine
-from linrope.cli.cases import AttentionCase
+from linrope.cli.bench.benchmark import machine
+from linrope.cli.bench.cases import AttentionCase
 
 Shape = tuple[int, int, int, int]  # batch, length, heads, dim
 SECTIONS = ("linrope", "overtaking", "decode", "softmax", "fla", "gated", "host")

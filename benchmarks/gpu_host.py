@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from linrope import linear_rope_attention
-from linrope.cli.cases import AttentionCase
+from linrope.cli.bench.cases import AttentionCase
 
 Row = dict[str, Any]
 MODES = ("forward", "training")

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from linrope import linear_rope_attention
-from linrope.cli.cases import AttentionCase
+from linrope.cli.bench.cases import AttentionCase
 
 Function = Callable[[], Tensor]
 

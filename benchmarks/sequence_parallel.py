@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from linrope.cli import scaling
-from linrope.cli.scaling import state_bytes
+from linrope.cli.bench import scaling
+from linrope.cli.bench.scaling import state_bytes
 
 
 @dataclass(frozen=True)

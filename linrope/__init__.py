@@ -1,10 +1,10 @@
 """Linear attention with rotary position embedding on the feature maps (RoFormer eq. 19)."""
 
 from linrope import feature_maps
-from linrope.attention import LinearRoPEAttention
-from linrope.functional import linear_rope_attention, linear_rope_state
-from linrope.rotary import Rotary
-from linrope.state import LinearAttentionState
+from linrope.layer.attention import LinearRoPEAttention
+from linrope.operation.functional import linear_rope_attention, linear_rope_state
+from linrope.rotation.rotary import Rotary
+from linrope.sequence.state import LinearAttentionState
 from linrope.versions import show_versions
 
 __all__ = [

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary
 from linrope.feature_maps import FeatureMap
-from linrope.rotary import cos_sin_of_turns, rotate, to_turns
-from linrope.state import NO_KEYS
+from linrope.rotation.rotary import cos_sin_of_turns, rotate, to_turns
+from linrope.sequence.state import NO_KEYS
 
 NOTHING_KEPT = -1e4
 Change = Callable[[Tensor], Tensor]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, feature_maps, linear_rope_attention
-from linrope.rotary import MAX_POSITION
+from linrope.rotation.rotary import MAX_POSITION
 
 B, N, H, G, D, E = 2, 5, 4, 2, 4, 6
 LAST = torch.full((B,), MAX_POSITION)

@@ -17,7 +17,7 @@ from benchmarks.study.lines import Line
 from benchmarks.study.tasks import Task
 from benchmarks.study.training import BETAS, CLIP, WARM_UP, WEIGHT_DECAY, Progress, train
 from benchmarks.study.variants import VARIANTS, build, family, state_numbers
-from linrope.cli.benchmark import machine, peak_memory
+from linrope.cli.bench.benchmark import machine, peak_memory
 from linrope.versions import versions
 
 

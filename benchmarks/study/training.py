@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.study.tasks import Task
-from linrope.files import replace_file
+from linrope.common.files import replace_file
 from linrope.models.training.batch import NO_TARGET
 
 WARM_UP, WEIGHT_DECAY, BETAS, CLIP = 0.05, 0.1, (0.9, 0.95), 1.0  # warm-up as a part of the steps

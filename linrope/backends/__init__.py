@@ -8,8 +8,8 @@ from types import ModuleType
 
 from linrope.backends import eager, native, reference
 from linrope.backends.call import Call, has_tangents
-from linrope.names import check_name
-from linrope.state import LinearAttentionState
+from linrope.common.names import check_name
+from linrope.sequence.state import LinearAttentionState
 
 MODULES = {"reference": reference, "eager": eager, "native": native}
 NAMES = ("auto", *MODULES, "triton")

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from linrope.packing import at_last, rising_bounds, spread, sums_so_far
-from linrope.rotary import cos_sin_of_turns, spell_out, to_turns
-from linrope.state import LinearAttentionState
+from linrope.rotation.rotary import cos_sin_of_turns, spell_out, to_turns
+from linrope.sequence.packing import at_last, rising_bounds, spread, sums_so_far
+from linrope.sequence.state import LinearAttentionState
 
 
 class Sums(NamedTuple):

@@ -2,7 +2,7 @@
 
     1  cut every sequence into chunks of c tokens
     2  inside a chunk: scores <R phi_i, R psi_j> e^(D_i - D_j), j <= i, D the sum of log decays from its start
-    3  from chunk to chunk: the state S, faded by e^(D_c), and the chunk's own keys (``linrope.chunks``)
+    3  from chunk to chunk: the state S, faded by e^(D_c), and the chunk's own keys (``linrope.sequence.chunks``)
     4  num_i = sum_j scores_ij v_j + e^(D_i) R phi_i S, and den_i likewise without rotation
 
 The backward pass does the same with the gradient T of the state, from the last chunk to the first, and
@@ -19,11 +19,11 @@ from torch import Tensor
 
 from linrope.backends import operators
 from linrope.backends.call import Call, Gradients, Results, Sums, summed_to
-from linrope.chunks import Cut, around, around_reversed, fade
+from linrope.common.names import readable
 from linrope.feature_maps import ELEMENTWISE
-from linrope.names import readable
-from linrope.rotary import rotate
-from linrope.state import LinearAttentionState
+from linrope.rotation.rotary import rotate
+from linrope.sequence.chunks import Cut, around, around_reversed, fade
+from linrope.sequence.state import LinearAttentionState
 
 READS_RESULTS = False
 AT_ONCE = 2**20  # numbers of k in one pass: heads beyond that take turns, and need no more memory

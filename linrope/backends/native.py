@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linrope.backends import operators
 from linrope.backends.call import Call, Gradients, Sums, needs_gradients, summed_to, transformed
-from linrope.state import LinearAttentionState
+from linrope.sequence.state import LinearAttentionState
 
 READS_RESULTS = False
 MAX_DIM = 256

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from linrope.backends.call import Call, Sums, needs_gradients, transformed
-from linrope.state import LinearAttentionState
+from linrope.sequence.state import LinearAttentionState
 
 _TYPES: dict[Any, str] = {
     Tensor: "Tensor",

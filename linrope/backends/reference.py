@@ -9,9 +9,9 @@ from torch import Tensor
 from linrope.backends.call import Call, Sums
 from linrope.feature_maps import ELEMENTWISE
 from linrope.feature_maps.base import at_most_0
-from linrope.packing import sums_so_far
-from linrope.rotary import rotate, spell_out
-from linrope.state import LinearAttentionState
+from linrope.rotation.rotary import rotate, spell_out
+from linrope.sequence.packing import sums_so_far
+from linrope.sequence.state import LinearAttentionState
 
 
 def supports(call: Call, state: LinearAttentionState | None) -> str | None:

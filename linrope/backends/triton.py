@@ -10,8 +10,8 @@ from torch import Tensor
 
 from linrope.backends import operators
 from linrope.backends.call import Call, Gradients, Sums, needs_gradients, summed_to
-from linrope.packing import sums_so_far
-from linrope.state import LinearAttentionState
+from linrope.sequence.packing import sums_so_far
+from linrope.sequence.state import LinearAttentionState
 
 MAX_DIM = 256
 MIN_CAPABILITY = (8, 0)

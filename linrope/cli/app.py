@@ -10,7 +10,7 @@ from rich.console import Console
 
 import linrope
 from linrope.cli import evaluation
-from linrope.cli.bench import bench
+from linrope.cli.bench.command import bench
 from linrope.cli.convert import convert
 from linrope.cli.demo import PROMPT, demo
 from linrope.cli.devices import HELP as DEVICE_HELP

@@ -14,7 +14,7 @@ from rich.progress import track
 from safetensors import SafetensorError
 from torch import Tensor
 
-from linrope.files import replace_file
+from linrope.common.files import replace_file
 from linrope.models.training import Corpus, Text
 from linrope.models.training.batch import Batch, spread, visit
 from linrope.models.training.corpus import load_tokenizer

@@ -10,9 +10,9 @@ import torch
 import typer
 from rich.console import Console
 
-from linrope.cli.bench import measure
-from linrope.cli.benchmark import Effort
-from linrope.cli.cases import Case
+from linrope.cli.bench.benchmark import Effort
+from linrope.cli.bench.cases import Case
+from linrope.cli.bench.command import measure
 from linrope.cli.generation import stream
 from linrope.cli.training import describe, run_steps
 from linrope.models import LanguageModel, LanguageModelConfig

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from linrope.files import replace_file
+from linrope.common.files import replace_file
 from linrope.models import LanguageModel
 from linrope.models.training import Corpus, bits_by_position, latest_checkpoint
 from linrope.models.training.checkpoint import load_training, tokenizer_of

@@ -13,14 +13,14 @@ from rich.console import Console
 from linrope.cli.devices import HELP as DEVICE_HELP
 from linrope.cli.devices import pick_device
 from linrope.cli.training import accelerator_on, describe, run_steps
-from linrope.files import check_readable, parse_json
+from linrope.common.files import check_readable, parse_json
+from linrope.common.names import expected_one_of
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.language_model import ATTENTION, POSITIONS
 from linrope.models.training import Corpus, Trainer, TrainingConfig, checkpoints, latest_checkpoint
 from linrope.models.training.checkpoint import tokenizer_of
 from linrope.models.training.corpus import load_tokenizer
 from linrope.models.training.optional import need
-from linrope.names import expected_one_of
 
 console = Console()
 

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from linrope.files import parse_json, replace_file
+from linrope.common.files import parse_json, replace_file
 from linrope.models.training import Trainer
 from linrope.models.training.optional import need
 

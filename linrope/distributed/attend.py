@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from linrope.decay import NOTHING_KEPT, visible
+from linrope.common.names import readable
 from linrope.distributed.exchange import Gathered
 from linrope.distributed.fold import Rules, fold
 from linrope.distributed.shard import Shard, uncompiled
 from linrope.feature_maps import FeatureMap
-from linrope.names import readable
-from linrope.request import Request, attend, check, identity_of
-from linrope.state import NO_KEYS, LinearAttentionState
+from linrope.operation.request import Request, attend, check, identity_of
+from linrope.sequence.decay import NOTHING_KEPT, visible
+from linrope.sequence.state import NO_KEYS, LinearAttentionState
 
 FIRST = "first."  # before the names of what belongs to the first local document
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from linrope.distributed.shard import Shard, uncompiled
-from linrope.state import LinearAttentionState
+from linrope.sequence.state import LinearAttentionState
 
 
 @uncompiled

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linrope.angles import cos_sin_of_turns, rotate
-from linrope.chunks import fade
-from linrope.state import LinearAttentionState
+from linrope.rotation.angles import cos_sin_of_turns, rotate
+from linrope.sequence.chunks import fade
+from linrope.sequence.state import LinearAttentionState
 
 
 class Rules(NamedTuple):

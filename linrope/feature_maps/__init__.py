@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+from linrope.common.names import check_name, expected_one_of
 from linrope.feature_maps.base import FeatureMap, Features, same_identity
 from linrope.feature_maps.cosformer import Cosformer
 from linrope.feature_maps.dpfp import DPFP
@@ -15,7 +16,6 @@ from linrope.feature_maps.paired import PairedMap
 from linrope.feature_maps.polynomial import Rebased, Taylor2
 from linrope.feature_maps.redraw import Redraw
 from linrope.feature_maps.softmax import SoftmaxMap
-from linrope.names import check_name, expected_one_of
 
 __all__ = [
     "DPFP",

@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from linrope.angles import cos_sin
+from linrope.common.names import readable
 from linrope.feature_maps.base import FeatureMap, widen
-from linrope.names import readable
+from linrope.rotation.angles import cos_sin
 
 
 class Cosformer(FeatureMap):

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from linrope.attention import LinearRoPEAttention
+from linrope.layer.attention import LinearRoPEAttention
 from linrope.models.language_model import SwiGLU
-from linrope.state import LinearAttentionState
+from linrope.sequence.state import LinearAttentionState
 
 
 class DecoderState(NamedTuple):

@@ -20,16 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linrope.arguments import check_packing, resolve_positions
-from linrope.attention import LinearRoPEAttention
-from linrope.choices import ROTATIONS
+from linrope.common.files import digest, load_tensors, parse_json, replace_file, save_tensors
+from linrope.common.names import check_name, readable
 from linrope.distributed.shard import Shard
-from linrope.files import digest, load_tensors, parse_json, replace_file, save_tensors
+from linrope.layer.attention import LinearRoPEAttention
+from linrope.layer.choices import ROTATIONS
 from linrope.models.folders import latest_checkpoint
-from linrope.names import check_name, readable
+from linrope.operation.checks import check_packing, resolve_positions
 from linrope.position_encodings import ABSOLUTE, RELATIVE, KeyValueState, SoftmaxAttention
-from linrope.rotary import LAYOUTS, Rotary
-from linrope.state import LinearAttentionState
+from linrope.rotation.rotary import LAYOUTS, Rotary
+from linrope.sequence.state import LinearAttentionState
 
 _FORMAT, _VERSION = "linrope.LanguageModel", 1
 

@@ -23,13 +23,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from linrope.attention import LinearRoPEAttention
-from linrope.constants import Constant
+from linrope.common.constants import Constant
 from linrope.feature_maps.base import FeatureMap
 from linrope.feature_maps.learned import LearnedMap
+from linrope.layer.attention import LinearRoPEAttention
+from linrope.layer.selective import SelectiveSteps
 from linrope.models.language_model import Block, LanguageModel
-from linrope.rotary import Rotary
-from linrope.selective import SelectiveSteps
+from linrope.rotation.rotary import Rotary
 
 # Of what a layer's process has a part of its own: the dimension that is cut.
 CUT = {

@@ -11,7 +11,7 @@ from linrope.position_encodings.absolute import ABSOLUTE, LearnedAbsolute, Sinus
 from linrope.position_encodings.key_value_state import KeyValueState
 from linrope.position_encodings.relative import RELATIVE, DeBERTa, RelativeEncoding, Shaw, TransformerXL
 from linrope.position_encodings.softmax_attention import SoftmaxAttention
-from linrope.rotary import Rotary
+from linrope.rotation.rotary import Rotary
 
 __all__ = [
     "ABSOLUTE",

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from linrope.names import readable
-from linrope.rotary import Rotary
+from linrope.common.names import readable
+from linrope.rotation.rotary import Rotary
 
 
 class Sinusoidal(nn.Module):

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from linrope.rotary import Rotary
+from linrope.rotation.rotary import Rotary
 
 
 class RelativeEncoding(nn.Module):

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linrope.arguments import check_inputs, check_mask, check_packing, resolve_heads, resolve_positions
-from linrope.names import check_name
+from linrope.common.names import check_name
+from linrope.operation.checks import check_inputs, check_mask, check_packing, resolve_heads, resolve_positions
 from linrope.position_encodings.absolute import ABSOLUTE
 from linrope.position_encodings.key_value_state import KeyValueState
 from linrope.position_encodings.relative import RELATIVE, RelativeEncoding
-from linrope.rotary import Rotary, spell_out
+from linrope.rotation.rotary import Rotary, spell_out
 
 
 class SoftmaxAttention(nn.Module):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary, linear_rope_attention
-from linrope.rotary import MAX_POSITION
+from linrope.rotation.rotary import MAX_POSITION
 from tests.equation import Equation, Sizes
 from tests.feature_maps.table import plain
 from tests.oracle import POSITIVE, SIGNED, num_features, randoms, use_map

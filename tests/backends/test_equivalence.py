@@ -9,7 +9,7 @@ from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary, linear_rope_attention
 from linrope.backends import eager, native
-from linrope.chunks import CHUNK
+from linrope.sequence.chunks import CHUNK
 from tests.oracle import (
     DTYPES,
     MAPS,

@@ -10,8 +10,8 @@ from hypothesis import given
 from torch import Tensor
 
 from linrope import Rotary, feature_maps, linear_rope_attention
-from linrope.chunks import CHUNK
-from linrope.rotary import MAX_POSITION
+from linrope.rotation.rotary import MAX_POSITION
+from linrope.sequence.chunks import CHUNK
 from tests.backends.problems import CONFIGS, Problem
 from tests.bounds import BOUNDS, cancelling, error_in_bounds
 from tests.feature_maps.table import plain

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from linrope import Rotary, linear_rope_attention
-from linrope.cli.cases import AttentionCase
+from linrope.cli.bench.cases import AttentionCase
 
 ROOT = Path(__file__).parents[2]
 DEVICE = torch.get_default_device().type

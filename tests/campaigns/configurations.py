@@ -17,7 +17,7 @@ from torch import Tensor
 
 from linrope import LinearAttentionState, linear_rope_attention
 from linrope.backends import native
-from linrope.state import NO_KEYS
+from linrope.sequence.state import NO_KEYS
 from tests.bounds import BOUNDS, cancelling, error_in_bounds
 from tests.campaigns.draw import Configuration, Given, Piece
 from tests.equation import Change, Equation, Sizes

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from linrope import Rotary, feature_maps
 from linrope.feature_maps import ELEMENTWISE, FeatureMap, Features
-from linrope.rotary import MAX_POSITION
+from linrope.rotation.rotary import MAX_POSITION
 from tests.feature_maps.table import MAPS
 from tests.oracle import randoms
 

@@ -36,29 +36,29 @@ ORACLE = f"{B}/test_combinations.py::test_every_backend_is_the_oracle"
 OPERATION = (
     f"{ORACLE}[native-elu+1]", f"{ORACLE}[eager-elu+1]", f"{B}/test_reference.py", f"{B}/test_equivalence.py",
     f"{B}/test_gates.py", f"{B}/test_pieces.py", "tests/test_state_in_place.py", f"{ORACLE}[eager-favor+]",
-    f"{B}/test_stable_exponentials.py", f"{B}/test_invariance.py", "linrope/functional.py",
+    f"{B}/test_stable_exponentials.py", f"{B}/test_invariance.py", "linrope/operation/functional.py",
 )  # fmt: skip
 ROTARY = ("tests/test_rotary.py", "tests/test_rotary_arguments.py", "tests/test_rotary_identity.py")
 CHECKS = ("tests/test_arguments.py", "tests/test_hostile_inputs.py", "tests/test_attention.py")
 TRANSFORMS = (f"{B}/test_operators.py", f"{B}/test_transforms.py", f"{B}/test_compile.py")
 TESTS: dict[str, tuple[str, ...]] = {
-    "linrope/functional.py": (*OPERATION, *CHECKS),
-    "linrope/request.py": (
+    "linrope/operation/functional.py": (*OPERATION, *CHECKS),
+    "linrope/operation/request.py": (
         *OPERATION, "tests/test_decoding.py", *CHECKS, "tests/test_state.py", f"{B}/test_numerics.py",
     ),
-    "linrope/arguments.py": (*CHECKS, *OPERATION),
-    "linrope/state.py": (
+    "linrope/operation/checks.py": (*CHECKS, *OPERATION),
+    "linrope/sequence/state.py": (
         "tests/test_state.py", "tests/test_state_in_place.py", "tests/test_state_files.py", *CHECKS,
         *OPERATION, "tests/test_decoding.py", "tests/test_files.py",
     ),
-    "linrope/rotary.py": (*ROTARY, "tests/test_frequencies.py", *OPERATION),
-    "linrope/angles.py": ("tests/test_angles.py", *ROTARY, *OPERATION),
-    "linrope/frequencies.py": ("tests/test_frequencies.py", *ROTARY),
-    "linrope/decay.py": (*OPERATION, f"{B}/test_numerics.py"),
-    "linrope/chunks.py": (*OPERATION, f"{B}/test_numerics.py"),
-    "linrope/packing.py": (*OPERATION, CHECKS[1]),
-    "linrope/decoding.py": ("tests/test_decoding.py", *OPERATION),
-    "linrope/features.py": (*OPERATION, "tests/feature_maps/test_feature_maps.py"),
+    "linrope/rotation/rotary.py": (*ROTARY, "tests/test_frequencies.py", *OPERATION),
+    "linrope/rotation/angles.py": ("tests/test_angles.py", *ROTARY, *OPERATION),
+    "linrope/rotation/frequencies.py": ("tests/test_frequencies.py", *ROTARY),
+    "linrope/sequence/decay.py": (*OPERATION, f"{B}/test_numerics.py"),
+    "linrope/sequence/chunks.py": (*OPERATION, f"{B}/test_numerics.py"),
+    "linrope/sequence/packing.py": (*OPERATION, CHECKS[1]),
+    "linrope/operation/decoding.py": ("tests/test_decoding.py", *OPERATION),
+    "linrope/operation/features.py": (*OPERATION, "tests/feature_maps/test_feature_maps.py"),
     "linrope/backends/__init__.py": (*OPERATION, *CHECKS, "tests/test_versions.py", TRANSFORMS[1]),
     "linrope/backends/call.py": (*OPERATION, *TRANSFORMS),
     "linrope/backends/eager.py": (*OPERATION, f"{B}/test_numerics.py"),

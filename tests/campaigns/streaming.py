@@ -11,7 +11,7 @@ import torch
 
 from linrope import Rotary, feature_maps, linear_rope_attention, linear_rope_state
 from linrope.backends import native
-from linrope.rotary import MAX_POSITION
+from linrope.rotation.rotary import MAX_POSITION
 from tests.bounds import BOUNDS, error_in_bounds
 from tests.equation import Equation
 

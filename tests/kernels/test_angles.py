@@ -12,7 +12,7 @@ from linrope_kernels.launch import Call
 from linrope_kernels.pieces import operand
 
 from linrope import Rotary
-from linrope.rotary import MAX_POSITION
+from linrope.rotation.rotary import MAX_POSITION
 
 
 @triton.jit

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from linrope.files import load_tensors, save_tensors
+from linrope.common.files import load_tensors, save_tensors
 from linrope.models.huggingface.configuration import LinRopeConfig
 from linrope.position_encodings import KeyValueState
-from linrope.state import LinearAttentionState
+from linrope.sequence.state import LinearAttentionState
 
 _FORMAT, _VERSION = "linrope.LinRopeCache", 1
 

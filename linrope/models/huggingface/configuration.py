@@ -5,11 +5,11 @@ from typing import Any, get_args, get_origin
 import torch
 from transformers import PreTrainedConfig
 
-from linrope.attention import LinearRoPEAttention
 from linrope.feature_maps.random_features import RandomFeatureMap
+from linrope.layer.attention import LinearRoPEAttention
 from linrope.models.huggingface.parallel import TP_PLAN
 from linrope.position_encodings import SoftmaxAttention
-from linrope.rotary import Rotary
+from linrope.rotation.rotary import Rotary
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 

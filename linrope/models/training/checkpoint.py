@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from linrope.files import load_tensors, parse_json, save_tensors
+from linrope.common.files import load_tensors, parse_json, save_tensors
 from linrope.models.folders import checkpoints
 from linrope.models.training.config import TrainingConfig
 from linrope.models.training.corpus import load_tokenizer

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linrope.files import parse_json
+from linrope.common.files import parse_json
 from linrope.models.training.optional import need
 
 _HELD_OUT = 20  # one byte in so many is for validation

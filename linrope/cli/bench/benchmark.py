@@ -1,0 +1,292 @@
+"""Measures the cases of cases.py: time in turns, memory, and what they come to."""
+
+import ctypes
+import math
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import linrope
+from linrope.backends import native
+from linrope.cli.bench.cases import AttentionCase, Case, DecodeCase
+from linrope.cli.bench.peers import peers_of
+
+CHUNK = 32  # C of the operation count
+_STEPS = 20  # decoding steps per measurement
+
+
+def flop_per_token_head(d: int, e: int) -> int:
+    """2CD + CE + 4DE with C = 32: scores of whole tiles, values of half a tile, state in and out."""
+    return 2 * CHUNK * d + CHUNK * e + 4 * d * e
+
+
+def typical_seconds(
+    functions: Mapping[str, Callable[[], Any]], rounds: int = 5, budget: float = 2.0, device: str = "cpu"
+) -> dict[str, float]:
+    """Time of each function; they take turns, so that a busy machine hits all alike.
+
+    Medians of the wall time; of one thread minima of its CPU time, to which other processes only add.
+    budget: seconds per function over all rounds; at least one call a round.
+    """
+    alone = clock_name(device) != WALL
+    clock = time.thread_time if alone else time.perf_counter
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            if not times[name] or times[name][-1] < 1:  # warm-up, which long calls can do without
+                function()
+            _wait(device)
+            end = clock() + budget / rounds
+            while True:
+                start = clock()
+                function()
+                _wait(device)
+                now = clock()
+                times[name].append(now - start)
+                if now >= end or len(times[name]) >= 200:
+                    break
+    typical = min if alone else statistics.median
+    return {name: typical(values) for name, values in times.items()}
+
+
+WALL = "wall time, medians"
+
+
+def clock_name(device: str = "cpu") -> str:
+    """What times are: a thread's CPU time says what a call costs while others use the machine too."""
+    on_cpu = torch.device(device).type == "cpu"
+    return "thread CPU time, minima" if on_cpu and torch.get_num_threads() == 1 else WALL
+
+
+def _wait(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory(function: Callable[[], Any], device: str = "cpu") -> int | None:
+    """Bytes that are taken at most while function runs, its result included.
+
+    On a CPU what the process grows by (Linux), on a GPU what PyTorch allocates there.
+    """
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        start = torch.cuda.memory_allocated(device)
+        result = function()
+        del result
+        return torch.cuda.max_memory_allocated(device) - start
+    status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    if not status.exists():
+        return None
+
+    def read(key: str) -> int:
+        line = next(line for line in status.read_text().splitlines() if line.startswith(key))
+        return int(line.split()[1]) * 1024
+
+    try:
+        ctypes.CDLL(None).malloc_trim(0)  # or memory freed earlier would be used again, and not seen
+        clear.write_text("5")  # sets the peak back to the present size
+    except (OSError, AttributeError):
+        return None
+    before = read("VmRSS:")
+    result = function()
+    peak = read("VmHWM:")
+    del result
+    return peak - before
+
+
+def matmul_case(case: Case) -> Callable[[], Tensor]:
+    a, b, out = torch.randn(3, 1024, 1024).to(case.device, case.dtype)
+    return lambda: torch.mm(a, b, out=out)
+
+
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """What the figures were measured on."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    return {
+        "cpu": model,
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device,
+        "clock": clock_name(device),
+        "instruction_set": native.instruction_set(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "linrope": linrope.__version__,
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """Of the checkout that linrope runs from, if it is one."""
+    command = ["git", "-C", str(Path(linrope.__file__).parent), "rev-parse", "HEAD"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return found.stdout.strip() or None
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: seconds one call of softmax attention may take, seconds per figure, turns."""
+
+    softmax_limit: float
+    budget: float
+    rounds: int
+
+    def seconds(self, runs: Mapping[str, Callable[[], Any]], device: str, times: int = 1) -> dict[str, float]:
+        return typical_seconds(runs, self.rounds * times, self.budget * times, device)
+
+
+def attention_row(
+    of: Case, n: int, previous: dict[str, Any] | None, effort: Effort
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """All figures at length n, and why peers have none.
+
+    Softmax attention is left out where one call would take longer than the effort allows, judged by the
+    previous row: its time grows with the square of n.
+    """
+    case = AttentionCase(n, **vars(of))
+    case.check()
+    case.check(case.eager)
+    peers, reasons = peers_of(case)
+    row: dict[str, Any] = {"n": n, "softmax_backend": case.softmax_backend()}
+    runs: dict[str, Callable[[], Any]] = {"matmul": matmul_case(of)}
+    for mode, run in (("forward", case.forward), ("training", case.training)):
+        runs[f"linrope_{mode}"] = partial(run, case.linrope)
+        runs[f"eager_{mode}"] = partial(run, case.eager)
+        for name, (plain, attend) in peers.items():
+            runs[f"{name}_{mode}"] = partial(getattr(plain, mode), attend)
+        if _softmax_seconds(of, n, previous, mode) <= effort.softmax_limit:
+            runs[f"softmax_{mode}"] = partial(run, case.softmax)
+    if "softmax_forward" in runs:
+        case.check_softmax()
+    seconds = effort.seconds(runs, of.device)
+    row["matmul_flops"] = 2 * 1024**3 / seconds["matmul"]
+    for mode, run in (("forward", case.forward), ("training", case.training)):
+        fast, slow = seconds[f"linrope_{mode}"], seconds.get(f"softmax_{mode}")
+        row[mode] = {
+            "linrope_seconds": fast,
+            "softmax_seconds": slow,
+            "eager_seconds": seconds[f"eager_{mode}"],
+            "peer_seconds": {name: seconds[f"{name}_{mode}"] for name in peers},
+            "linrope_tokens_per_second": case.tokens / fast,
+            "softmax_tokens_per_second": slow and case.tokens / slow,
+            "ratio": slow and slow / fast,
+            "linrope_bytes": peak_memory(partial(run, case.linrope), of.device),
+            "softmax_bytes": slow and peak_memory(partial(run, case.softmax), of.device),
+        }
+    flop = case.tokens * case.heads * flop_per_token_head(case.how["feature_map"].feature_dim, case.dim)
+    row["flop_fraction"] = flop / seconds["linrope_forward"] / row["matmul_flops"]
+    used = row["training"]["linrope_bytes"]
+    # Beyond inputs, outputs and gradients: out and the gradients of q, k and v are new.
+    inputs, out = sum(x.nbytes for x in case.inputs), case.g_out.nbytes
+    beyond = None if used is None else max(0, used - inputs - out)
+    row["extra_memory_fraction"] = None if beyond is None else beyond / (2 * inputs + 2 * out)
+    return row, reasons
+
+
+def _softmax_seconds(of: Case, n: int, previous: dict[str, Any] | None, mode: str) -> float:
+    """About what a call of softmax attention takes, by the length before; infinite where that had none."""
+    if previous is not None:
+        before = float(previous[mode]["softmax_seconds"] or math.inf)
+        return before * (n / int(previous["n"])) ** 2
+    if n <= 1024:
+        return 0.0
+    case = AttentionCase(1024, **vars(of))
+    run = {"": partial(getattr(case, mode), case.softmax)}
+    return (n / 1024) ** 2 * typical_seconds(run, 1, 0.1, of.device)[""]
+
+
+def overtaking(rows: list[dict[str, Any]], mode: str) -> int | None:
+    """The smallest length from which on linrope is the faster one."""
+    length = None
+    for row in reversed(rows):
+        ratio = row[mode]["ratio"]
+        if ratio is not None and ratio < 1:
+            break
+        length = row["n"]
+    return length
+
+
+def growth(of: Case, short: int, long: int, effort: Effort) -> dict[str, Any]:
+    """Time per token at length long over that at length short, in turns: 1 is linear."""
+    cases = {n: AttentionCase(n, **vars(of)) for n in (short, long)}
+    ratios = {}
+    for mode in ("forward", "training"):
+        runs = {str(n): partial(getattr(case, mode), case.linrope) for n, case in cases.items()}
+        seconds = effort.seconds(runs, of.device, times=2)
+        ratios[mode] = seconds[str(long)] / long / (seconds[str(short)] / short)
+    return {"short": short, "long": long, **ratios}
+
+
+def extra_costs(n: int, effort: Effort) -> dict[str, Any]:
+    """Time with decay, gates, steps, packing, and in bfloat16, over that of the plain call, in turns."""
+    case, half = AttentionCase(n), AttentionCase(n, dtype=torch.bfloat16)
+    half.check()
+    ways: dict[str, tuple[AttentionCase, Callable[[], Tensor]]] = {"plain": (case, case.linrope)}
+    for name, options in case.variants().items():
+        ways[name] = case, partial(case.linrope, **options)
+        with torch.no_grad():
+            out, expected = case.linrope(**options), case.linrope(**options, backend="eager")
+        torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4)
+    ways["bfloat16"] = half, half.linrope
+    costs: dict[str, Any] = {"n": n}
+    for mode in ("forward", "training"):
+        runs = {name: partial(getattr(of, mode), attend) for name, (of, attend) in ways.items()}
+        seconds = effort.seconds(runs, "cpu")
+        costs[mode] = {name: x / seconds["plain"] for name, x in seconds.items() if name != "plain"}
+    return costs
+
+
+def decode_rows(of: Case, positions: list[int], effort: Effort) -> list[dict[str, Any]]:
+    """Time per token at each position; linrope's steps take turns, so that their ratio means something."""
+    cases = [DecodeCase(position, of) for position in positions]
+    for case in cases:
+        case.check()
+    ways = ("linrope", "linrope_donated", "linrope_layer")
+    runs = {(way, case.position): partial(_repeat, getattr(case, way)) for way in ways for case in cases}
+    named = {f"{way} {at}": run for (way, at), run in runs.items()}
+    times = typical_seconds(named, effort.rounds * 10, effort.budget * 2, of.device)
+    seconds = {name: x / _STEPS for name, x in times.items()}
+    rows = []
+    for case in cases:
+        case.fill_cache()
+        case.check_softmax()
+        others = effort.seconds({"": case.softmax, "layer": case.softmax_layer}, of.device)
+        softmax, softmax_layer = others[""], others["layer"]
+        assert case.cache is not None
+        cache = sum(x.numel() * x.element_size() for x in case.cache)
+        case.cache = None
+        fast, donated, layer = (seconds[f"{way} {case.position}"] for way in ways)
+        state = sum(x.numel() * x.element_size() for x in (case.state.kv, case.state.z))
+        rows.append({
+            "position": case.position,
+            "linrope_seconds": fast,
+            "linrope_donated_seconds": donated,
+            "softmax_seconds": softmax,
+            "ratio": softmax / fast,
+            "linrope_layer_seconds": layer,
+            "softmax_layer_seconds": softmax_layer,
+            "layer_ratio": softmax_layer / layer,
+            "state_bytes": state,
+            "cache_bytes": cache,
+        })  # fmt: skip
+    return rows
+
+
+def _repeat(function: Callable[[], Any]) -> None:
+    for _ in range(_STEPS):
+        function()

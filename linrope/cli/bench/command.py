@@ -1,0 +1,191 @@
+"""The command ``linrope bench``."""
+
+import datetime
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from linrope import backends, feature_maps
+from linrope.cli.bench import benchmark, comparison, plots, report, scaling
+from linrope.cli.bench.benchmark import Effort
+from linrope.cli.bench.cases import Case, shape_of
+from linrope.cli.devices import HELP as DEVICE_HELP
+from linrope.cli.devices import pick_device
+from linrope.cli.training import progress_bar
+from linrope.common.files import replace_file
+from linrope.common.names import check_name
+from linrope.layer.choices import DECAYS
+from linrope.versions import versions
+
+console = Console()
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)
+}
+
+
+def bench(
+    max_length: Annotated[int, typer.Option(help="Longest sequence, a power of two from 256 on.")] = 65536,
+    lengths: Annotated[
+        str, typer.Option(help="These lengths, separated by commas, in place of the powers of two.")
+    ] = "",
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
+    device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
+    batch: Annotated[int, typer.Option(help="Sequences per call.")] = 1,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="Key/value heads. Default: --heads.", show_default=False)
+    ] = None,
+    dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
+    feature_map: Annotated[str, typer.Option(help="Name of a feature map.")] = "elu+1",
+    decay: Annotated[str, typer.Option(help=f"How keys fade: none, {', '.join(DECAYS)}.")] = "none",
+    gates: Annotated[
+        bool, typer.Option("--gates", help="A forget gate for each token and key/value head.")
+    ] = False,
+    backend: Annotated[str, typer.Option(help=f"{', '.join(backends.NAMES)}.")] = "auto",
+    threads: Annotated[
+        int,
+        typer.Option(help="Of all sides; 0: PyTorch's. With 1, times are minima of the thread's CPU time."),
+    ] = 0,
+    positions: Annotated[
+        str, typer.Option(help="Positions to decode at, separated by commas; empty: none.")
+    ] = "256,1024,16384,1048576",
+    softmax_limit: Annotated[
+        float, typer.Option(help="Seconds one call of softmax attention may take.")
+    ] = 12.0,
+    budget: Annotated[float, typer.Option(help="Seconds per measurement.")] = 3.0,
+    rounds: Annotated[int, typer.Option(help="Turns that the sides take.")] = 4,
+    distributed: Annotated[
+        str,
+        typer.Option(
+            help="Numbers of processes, as 1,2,4: measures only how sequences in shards scale over them, "
+            "--max-length tokens, with gloo and a thread each."
+        ),
+    ] = "",
+    out: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path("benchmarks/results"),
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            help="Two JSON files of earlier runs: only shows how the second differs.", show_default=False
+        ),
+    ] = None,
+) -> int:
+    """Measure throughput and memory against softmax attention with RoPE, and against installed peers.
+
+    Each output is first compared with the equation in float64. All sides take turns in one run; figures are
+    medians, with --threads 1 minima. Nothing is overwritten: a second run of a day has a number in its name.
+    """
+    if compare is not None:
+        console.print(comparison.compare(*(comparison.read(path) for path in compare)))
+        return 0
+    if distributed:
+        _lengths(max_length, "")
+        scaling.scale(_integers("--distributed", distributed, 65), max_length, heads, dim, out, console)
+        return 0
+    if budget <= 0 or rounds < 1 or softmax_limit < 0:
+        raise ValueError("--budget, --rounds, --softmax-limit: expected positive numbers")
+    if threads < 0:
+        raise ValueError(f"--threads={threads}: expected 0 or more")
+    check_name("--dtype", dtype, tuple(DTYPES))
+    check_name("--backend", backend, backends.NAMES)
+    check_name("--decay", decay, ("none", *DECAYS))
+    check_name("--feature-map", feature_map, feature_maps.NAMES)
+    if backend != "auto" and (reason := versions()["backends"][backend]) is not None:
+        raise ValueError(f"--backend={backend}: cannot run here: {reason}")
+    places = _integers("--positions", positions, 2**31 - 2**20)
+    chosen = _lengths(max_length, lengths)
+    fmap: Any = feature_map
+    if feature_map == "cosformer":  # which ends at its max_length
+        fmap = {"name": feature_map, "max_length": max([*chosen, *(place + 2**20 for place in places)]) + 1}
+    case = Case(
+        batch, heads, dim, str(pick_device(device)), DTYPES[dtype], kv_heads, fmap,
+        None if decay == "none" else decay, gates, backend,
+    )  # fmt: skip
+    case.options()  # what does not fit is named before anything is measured
+    if threads:
+        torch.set_num_threads(threads)
+    effort = Effort(softmax_limit, budget, rounds)
+    measure(case, chosen, places, effort, out, torch.device(case.device).type, console)
+    return 0
+
+
+def _lengths(max_length: int, lengths: str) -> list[int]:
+    if lengths:
+        if not (chosen := sorted(set(_integers("--lengths", lengths, 2**31 - 1)))):
+            raise ValueError(f"--lengths={lengths!r}: got none, expected at least one")
+        return chosen
+    if max_length < 256 or max_length & (max_length - 1):
+        raise ValueError(f"--max-length={max_length}: expected a power of two from 256 on")
+    return [2**i for i in range(5, max_length.bit_length())]
+
+
+def _integers(option: str, text: str, end: int) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(f"{option}={text!r}: expected integers separated by commas") from None
+    if any(number < 1 or number >= end for number in found):
+        raise ValueError(f"{option}={text!r}: expected numbers from 1 to {end - 1}")
+    return found
+
+
+def measure(
+    case: Case,
+    lengths: list[int],
+    positions: list[int],
+    effort: Effort,
+    out: Path,
+    name: str,
+    console: Console,
+) -> None:
+    """Runs all of it, shows it, and writes name-date.json and .png into out."""
+    rows: list[dict[str, Any]] = []
+    peers: dict[str, str] = {}
+    with progress_bar("{task.description}", console) as progress:
+        task = progress.add_task("benchmark", total=len(lengths) + 1)
+        for n in lengths:
+            progress.update(task, description=f"N = {n:,}")
+            row, reasons = benchmark.attention_row(case, n, rows[-1] if rows else None, effort)
+            rows.append(row)
+            peers |= reasons
+            progress.advance(task)
+        scaling = costs = None
+        if lengths[-1] > 4096:
+            progress.update(task, description="growth")
+            scaling = benchmark.growth(case, 4096, lengths[-1], effort)
+        if case == Case():
+            progress.update(task, description="extra costs")
+            costs = benchmark.extra_costs(min(4096, max(128, lengths[-1])), effort)
+        progress.update(task, description="decoding")
+        decode = benchmark.decode_rows(case, positions, effort) if positions else []
+        progress.advance(task)
+    today = datetime.date.today().isoformat()
+    result = {
+        "date": today,
+        "machine": benchmark.machine(case.device),
+        "case": shape_of(case),
+        "attention": rows,
+        "peers_not_run": peers,
+        "overtaking": {mode: benchmark.overtaking(rows, mode) for mode in ("forward", "training")},
+        "growth": scaling,
+        "costs": costs,
+        "decode": decode,
+    }
+    report.show(result, console)
+    path = _unused(out, f"{name}-{today}")
+    replace_file(path, lambda temporary: temporary.write_text(json.dumps(result, indent=1) + "\n"))
+    picture = path.with_suffix(".png")
+    replace_file(picture, lambda temporary: plots.plot(result, temporary))
+    console.print(f"written: {path}, {picture}", soft_wrap=True)
+
+
+def _unused(folder: Path, name: str) -> Path:
+    """A JSON file of that name, with the first number after it that no result has yet."""
+    path, number = folder / f"{name}.json", 2
+    while path.exists() or path.with_suffix(".png").exists():
+        path, number = folder / f"{name}-{number}.json", number + 1
+    return path

@@ -1,0 +1,83 @@
+"""Two results of ``linrope bench`` side by side."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+
+from linrope.cli.bench.report import plain_table, times
+from linrope.common.files import parse_json
+
+_SAME = ("cpu", "device", "threads", "clock", "instruction_set", "torch")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A result, with the name of its file.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file; it is not a result of ``linrope bench``.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    result = parse_json(path.read_bytes(), str(path))
+    if (
+        not isinstance(result, dict)
+        or not isinstance(result.get("attention"), list)
+        or "machine" not in result
+    ):
+        raise ValueError(f"{path}: expected a result of linrope bench")
+    return {**result, "name": path.stem}
+
+
+def compare(first: dict[str, Any], second: dict[str, Any]) -> Group:
+    """How many times as fast the second is, by length and by position; what else differs stands above.
+
+    Raises:
+        ValueError: the two have no length and no position in common; one lacks a figure.
+    """
+    try:
+        pairs = _times(first), _times(second)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{first['name']}, {second['name']}: expected results of linrope bench ({error})"
+        ) from error
+    common = [key for key in pairs[0] if key in pairs[1]]
+    if not common:
+        raise ValueError(f"{first['name']}, {second['name']}: got no length and no position in common")
+    table = plain_table(f"Seconds of linrope: {first['name']}, {second['name']}, and first over second")
+    for column in ("what", "first", "second", "speed-up", "softmax first", "softmax second"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for key in common:
+        (a, a_softmax), (b, b_softmax) = pairs[0][key], pairs[1][key]
+        table.add_row(key, f"{a:.3g}", f"{b:.3g}", times(a / b), _number(a_softmax), _number(b_softmax))
+    return Group(*_differences(first, second), table)
+
+
+def _times(result: dict[str, Any]) -> dict[str, tuple[float, float | None]]:
+    """linrope's and softmax attention's seconds, by what was measured."""
+    found = {}
+    for mode in ("forward", "training"):
+        for row in result["attention"]:
+            found[f"{mode}, {row['n']:,}"] = row[mode]["linrope_seconds"], row[mode]["softmax_seconds"]
+    for row in result.get("decode") or []:
+        at = f"{row['position']:,}"
+        found[f"step at {at}"] = row["linrope_donated_seconds"], row["softmax_seconds"]
+        found[f"layer at {at}"] = row["linrope_layer_seconds"], row["softmax_layer_seconds"]
+    return found
+
+
+def _differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    """A line for each thing on which the two do not agree: times then mean something else."""
+    parts = [(first["machine"], second["machine"], _SAME)]
+    if "case" in first and "case" in second:
+        parts.append((first["case"], second["case"], tuple(first["case"])))
+    return [
+        f"differs: {name}: {one.get(name)}, {other.get(name)}"
+        for one, other, names in parts
+        for name in names
+        if one.get(name) != other.get(name)
+    ]
+
+
+def _number(x: float | None) -> str:
+    return "" if x is None else f"{x:.3g}"

@@ -1,0 +1,133 @@
+"""The plot of a benchmark: tokens per second over the length, and the time of a decoding step."""
+
+from pathlib import Path
+from typing import Any
+
+from linrope.cli.bench.report import times
+
+LINROPE, SOFTMAX = "#0b6e4f", "#c1440e"
+PEERS = ("#2a4b8d", "#8a6d1d", "#6b2d73", "#555555")
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """All sides, both modes, log-log; where decoding was measured, a third panel has it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    decode = result["decode"]
+    figure, axes = plt.subplots(
+        1, 3 if decode else 2, figsize=(14.5 if decode else 10, 4.6), layout="constrained"
+    )
+    axes[1].sharey(axes[0])
+    for axis, mode, title in zip(axes, ("forward", "training"), ("forward", "forward + backward")):
+        _throughput(axis, result["attention"], mode, result["case"]["batch"])
+        axis.set_title(title)
+    axes[0].set_ylabel("tokens per second")
+    axes[1].tick_params(labelleft=False)
+    if decode:
+        _steps(axes[2], decode)
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), fontsize=9, frameon=False)
+    figure.suptitle(_caption(result), fontsize=10)
+    figure.savefig(path, dpi=150, format="png")
+    plt.close(figure)
+
+
+def _caption(result: dict[str, Any]) -> str:
+    machine, case = result["machine"], result["case"]
+    groups = "" if case["kv_heads"] == case["heads"] else f" ({case['kv_heads']} for keys and values)"
+    what = [f"{case['batch']} x {case['heads']} heads{groups} of {case['dim']}", case["dtype"]]
+    fmap = case["feature_map"] if isinstance(case["feature_map"], str) else case["feature_map"]["name"]
+    what += [
+        fmap,
+        *([f"decay {case['decay']}"] if case["decay"] else []),
+        *(["gates"] if case["gates"] else []),
+    ]
+    on_cpu = machine["device"] == "cpu"
+    threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
+    return ", ".join(
+        [*what, *([machine["cpu"], threads] if on_cpu else [machine["device"]]), machine["clock"]]
+    )
+
+
+def _throughput(axis: Any, rows: list[dict[str, Any]], mode: str, batch: int) -> None:
+    lines = [
+        (
+            "linear attention with RoPE (linrope)",
+            LINROPE,
+            [r[mode]["linrope_tokens_per_second"] for r in rows],
+        ),
+        (
+            f"softmax attention with RoPE (SDPA, {rows[0]['softmax_backend']})",
+            SOFTMAX,
+            [r[mode]["softmax_tokens_per_second"] for r in rows],
+        ),
+    ]
+    names = dict.fromkeys(name for row in rows for name in row[mode]["peer_seconds"])
+    for name, color in zip(names, PEERS):
+        seconds = [row[mode]["peer_seconds"].get(name) for row in rows]
+        rates = [batch * row["n"] / x if x else None for row, x in zip(rows, seconds, strict=True)]
+        lines.append((f"{name}, no rotation", color, rates))
+    lengths = [row["n"] for row in rows]
+    for name, color, rates in lines:
+        points = [(n, rate) for n, rate in zip(lengths, rates, strict=True) if rate]
+        if points:
+            axis.loglog(*zip(*points, strict=True), "o-", label=name, color=color, linewidth=2, markersize=5)
+    best = [row for row in rows if row[mode]["ratio"]]
+    if best:
+        last = best[-1]
+        _mark(axis, times(last[mode]["ratio"]), last["n"], last[mode]["softmax_tokens_per_second"], -14)
+    _dress(axis, lengths)
+    axis.set_xlabel("sequence length N")
+
+
+def _steps(axis: Any, rows: list[dict[str, Any]]) -> None:
+    places = [row["position"] for row in rows]
+    for name, color, key in (("", LINROPE, "linrope_donated_seconds"), ("", SOFTMAX, "softmax_seconds")):
+        axis.loglog(places, [row[key] * 1e6 for row in rows], "o-", label=name, color=color, linewidth=2)
+    last = rows[-1]
+    ratio = last["softmax_seconds"] / last["linrope_donated_seconds"]
+    _mark(axis, times(ratio), last["position"], last["softmax_seconds"] * 1e6, 2)
+    _dress(axis, places)
+    axis.set_title("decoding, one token")
+    axis.set_xlabel("tokens before it (state, or key/value cache)")
+    axis.set_ylabel("microseconds")
+
+
+def _mark(axis: Any, text: str, x: float, y: float, up: int) -> None:
+    """The text left of the last point, so many points higher: inside the axes, and beside the line."""
+    axis.annotate(text, (x, y), (-8, up), textcoords="offset points", ha="right", color=SOFTMAX)
+
+
+def _dress(axis: Any, ticks: list[int]) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    shown = ticks[:1]
+    for n in ticks:
+        if n > 1.4 * shown[-1]:  # closer ones would run into each other
+            shown.append(n)
+    shown = shown[:: -(-len(shown) // 12)]
+    axis.set_xticks(shown, [_short(n) for n in shown], fontsize=8)
+    axis.minorticks_off()
+    low, high = axis.get_ylim()
+    if high < 100 * low:  # a decade's mark alone would say little
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _decimal(y)))
+    axis.margins(x=0.05, y=0.1)
+    axis.grid(True, which="major", alpha=0.3)
+
+
+def _short(n: int) -> str:
+    for size, letter in ((2**20, "M"), (2**10, "k")):
+        if n % size == 0:
+            return f"{n // size}{letter}"
+    return str(n)
+
+
+def _decimal(y: float) -> str:
+    for size, letter in ((1e6, "M"), (1e3, "k")):
+        if y >= size:
+            return f"{y / size:g}{letter}"
+    return f"{y:g}"

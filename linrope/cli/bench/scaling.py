@@ -1,0 +1,164 @@
+"""How shards of sequences scale over processes: ``linrope bench --distributed``.
+
+    torchrun --nproc-per-node 2 -m linrope.cli.bench.scaling [tokens [heads [dim]]]
+
+measures one group and prints a line of JSON. Each process has one thread.
+"""
+
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from linrope.cli.bench.benchmark import machine
+from linrope.common.files import replace_file
+from linrope.distributed.shard import Shard
+from linrope.layer.attention import LinearRoPEAttention
+from linrope.operation.functional import linear_rope_attention
+
+ROUNDS = 5
+PASSES = ("forward", "training", "layer training")
+
+
+def state_bytes(heads: int, features: int, values: int) -> int:
+    """kv in float32, z in float64, one position: what a rank sends for each row of a batch."""
+    return heads * features * (4 * values + 8) + 8
+
+
+def measure(tokens: int, heads: int, dim: int) -> dict[str, Any]:
+    """Of one sequence of so many tokens over all processes; every process returns the slowest one's numbers.
+
+    Bytes are those that a process hands to the others, and must be those of one state each; seconds are
+    medians; over_alone is the time over that of the same shard without a group, the two taking turns;
+    communication is the share of the time that a process spends in collectives and waiting for them.
+    """
+    size = dist.get_world_size()
+    lengths = [len(part) for part in torch.arange(tokens).tensor_split(size)]
+    shard = Shard(lengths=lengths)
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, shard.length, heads, dim))
+    layer = LinearRoPEAttention(heads * dim, heads, gate=True)
+    x = torch.randn(1, shard.length, heads * dim, requires_grad=True)
+
+    def forward(own: Shard | None) -> None:
+        with torch.no_grad():
+            linear_rope_attention(q, k, v, shard=own)
+
+    def training(own: Shard | None) -> None:
+        linear_rope_attention(q, k, v, shard=own).sum().backward()
+
+    def layer_training(own: Shard | None) -> None:
+        layer(x, shard=own).sum().backward()
+
+    found: dict[str, Any] = {"processes": size, "tokens": tokens}
+    for name, run in zip(PASSES, (forward, training, layer_training), strict=True):
+        run(shard)  # the ranks compare what they were given, once
+        found |= {f"{name}, {key}": value for key, value in _timed(run, shard).items()}
+    sent = [found[f"{name}, bytes"] for name in PASSES[:2]]
+    state = 0 if size == 1 else state_bytes(heads, dim, dim)
+    expected = [(size - 1) * state, (size - 1) * max(0, 2 * state - 8)]  # a position has no gradient
+    if sent != expected:
+        raise RuntimeError(f"got {sent} bytes sent, expected {expected}, whatever the length")
+    return found
+
+
+def _timed(run: Callable[[Shard | None], None], shard: Shard) -> dict[str, float]:
+    channel, times, ratios, shares = shard.channel, [], [], []
+    before = channel.bytes_sent
+    run(shard)
+    sent = channel.bytes_sent - before
+    for _ in range(ROUNDS):
+        waited = channel.seconds
+        seconds = _seconds(run, shard)
+        shares.append((channel.seconds - waited) / seconds)
+        times.append(seconds)
+        ratios.append(seconds / _seconds(run, None))
+    medians = torch.tensor([statistics.median(x) for x in (times, ratios, shares)], dtype=torch.float64)
+    if shard.size > 1:
+        dist.all_reduce(medians, dist.ReduceOp.MAX)
+    seconds, ratio, share = medians.tolist()
+    return {"seconds": seconds, "over_alone": ratio, "communication": share, "bytes": sent}
+
+
+def _seconds(run: Callable[[Shard | None], None], shard: Shard | None) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    run(shard)
+    return time.perf_counter() - start
+
+
+def scale(groups: list[int], tokens: int, heads: int, dim: int, out: Path, console: Console) -> Path:
+    """Runs groups of those sizes, one after the other, and writes distributed-date.json into out.
+
+    Strong scaling: so many tokens in all. Weak: so many for the largest group, and as many per process in
+    each.
+    """
+    rows = []
+    for size in groups:
+        measured: dict[int, dict[str, Any]] = {}  # by tokens, which are the same for the largest group
+        for kind, total in (("strong", tokens), ("weak", tokens * size // max(groups))):
+            if total not in measured:
+                console.print(f"{size} processes, {total:,} tokens ({kind})")
+                measured[total] = _run_group(size, total, heads, dim)
+            rows.append({"scaling": kind} | measured[total])
+    today = datetime.date.today().isoformat()
+    case = {"tokens": tokens, "heads": heads, "dim": dim, "threads": 1, "backend": "gloo"}
+    result = {"date": today, "machine": machine("cpu"), "case": case, "rows": rows}
+    console.print(_table(rows))
+    path, number = out / f"distributed-{today}.json", 2
+    while path.exists():
+        path, number = out / f"distributed-{today}-{number}.json", number + 1
+    replace_file(path, lambda temporary: temporary.write_text(json.dumps(result, indent=1) + "\n"))
+    console.print(f"written: {path}", soft_wrap=True)
+    return path
+
+
+def _run_group(size: int, tokens: int, heads: int, dim: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    command += ["-m", "linrope.cli.bench.scaling", str(tokens), str(heads), str(dim)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        raise RuntimeError(f"a group of {size} processes ended with {done.returncode}: {done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("scaling", "processes", "tokens", *PASSES, "bytes sent")
+    table.caption = "time; times that of a shard alone; share in communication"
+    for row in rows:
+        cells = [
+            f"{row[f'{name}, seconds'] * 1e3:.1f} ms\n{row[f'{name}, over_alone']:.2f}x, "
+            f"{row[f'{name}, communication']:.0%}"
+            for name in PASSES
+        ]
+        sent = f"{row['training, bytes']:,}"
+        table.add_row(row["scaling"], str(row["processes"]), f"{row['tokens']:,}", *cells, sent)
+    return table
+
+
+def main(tokens: int = 65536, heads: int = 8, dim: int = 64) -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    try:
+        found = measure(tokens, heads, dim)
+        if dist.get_rank() == 0:
+            print(json.dumps(found), flush=True)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

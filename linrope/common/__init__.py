@@ -1,0 +1,1 @@
+"""Checks and files that every room may use."""

@@ -1,0 +1,1 @@
+"""The attention layer and what it is built from."""

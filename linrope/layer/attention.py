@@ -1,0 +1,355 @@
+"""The layer: project, attend, normalize and gate, project."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from linrope.common.constants import Constant
+from linrope.common.names import check_name
+from linrope.distributed.convolve import convolve_shard
+from linrope.distributed.shard import Shard
+from linrope.feature_maps import FeatureMap
+from linrope.layer.choices import check_decays, make_decay, make_forget_gate, make_map, make_rotation
+from linrope.layer.short_convolution import ShortConvolution
+from linrope.operation import checks
+from linrope.operation.functional import Options, linear_rope_attention, send_state
+from linrope.operation.request import ORDERS
+from linrope.rotation.rotary import Rotary
+from linrope.sequence.state import LinearAttentionState
+
+
+class LinearRoPEAttention(nn.Module):
+    """Multi-head linear attention with rotary position embedding on the feature maps.
+
+        q, k, v = conv(W_q x, W_k c, W_v c)                   c = context, or x
+        y = W_o (norm(linear_rope_attention(q, k, v, a, omega)) * silu(W_g x))
+        a = log sigmoid(W_a x + b_a)        omega = theta tanh(B A x)
+
+    x is (b, n, embed_dim), context (b, m, embed_dim). Convolution, norm, gates a and W_g, and steps omega are
+    options. The rotated weights are signed and shrink as positions grow, so a model usually wants the norm or
+    W_g; a decay, fixed or from the gate a, is what a language model gains most from.
+
+    Args:
+        embed_dim: size of x and y.
+        num_heads: h.
+        num_kv_heads: g, a divisor of h; default h.
+        head_dim: d of queries and keys; default embed_dim / num_heads.
+        value_head_dim: e of values; default head_dim.
+        feature_map: name, {"name": .., options of feature_maps.make}, or FeatureMap. Learned maps that are
+            made here have weights for each head.
+        rotary: "interleaved", "half", a Rotary of the map's feature_dim, None, or a dict: arguments of
+            Rotary, of Rotary.axial if it has "axes", or Hugging Face's rope_parameters if it has a key
+            "rope_theta" or "rope_type" (then with layout "half" unless it says otherwise). "selective": x
+            speeds the rotation up or slows it down (``linrope.layer.selective.SelectiveSteps``); with options,
+            {"name": "selective", "rank": 16, "bound": "multiply" or "add", "per_head": True} and what a
+            dict may have. Or a module that gives angle_steps (b, n, g or 1, pairs) from x, beside the
+            rotation of its attribute ``rotary`` if it has one.
+        causal: as in linear_rope_attention.
+        normalize: as there; see out_norm.
+        decay: how keys fade with positions: None, g numbers in (0, 1], "spread": half-lives from 1 token to
+            4096, geometrically over the key/value heads, "learned": one number per head, learned, which
+            starts there; {"name": "spread" or "learned", "longest": tokens}; or "retnet": 1 - 2^(-5 - i) for
+            head i (arXiv 2307.08621), which forgets more slowly.
+        forget_gate: how keys fade is made from x: True or {"longest": 4096}, where the half-lives start
+            spread in the same way (``linrope.layer.selective.ForgetGate``). Causal self-attention only.
+        short_conv: taps, usually 4, of a causal convolution on queries, keys and values before the map
+            (``linrope.layer.short_convolution``), which recall needs. Causal self-attention only.
+        qk_norm: RMS norm of each head's query and key before the map, with learned weights.
+        rope_order: as in linear_rope_attention, like backend. With "before" the rotation has the size of the
+            heads.
+        out_norm: RMS norm of each head's output, with a learned weight. It cancels the normalizer, one number
+            per token and head, which is then left out even if normalize=True; but not with maps that return
+            a log_scale or in float16, where the numerator alone may leave the dtype's range.
+        gate: multiply by silu(W_g x) before W_o.
+        bias: of the projections.
+
+    Raises:
+        ValueError: sizes that do not divide, unknown names, a signed map with normalize=True, a choice that
+            needs causal=True or rope_order="after" without it.
+
+    Source: RoFormer eq. 19 (arXiv 2104.09864); of the options: ``linrope.layer.selective``.
+
+    >>> layer = LinearRoPEAttention(256, 4, forget_gate=True, short_conv=4)
+    >>> x = torch.randn(2, 100, 256)
+    >>> y, state = layer(x, return_state=True)
+    >>> layer(x[:, :1], state=state).shape  # the 101st token: constant time and memory
+    torch.Size([2, 1, 256])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_head_dim: int | None = None,
+        feature_map: str | Mapping[str, Any] | FeatureMap = "elu+1",
+        rotary: str | Mapping[str, Any] | Rotary | nn.Module | None = "interleaved",
+        causal: bool = True,
+        normalize: bool = True,
+        decay: str | Mapping[str, Any] | Sequence[float] | Tensor | None = None,
+        forget_gate: bool | Mapping[str, Any] = False,
+        short_conv: int | None = None,
+        qk_norm: bool = False,
+        out_norm: bool = False,
+        gate: bool = False,
+        bias: bool = False,
+        rope_order: str = "after",
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        g, d, e = checks.resolve_heads(embed_dim, num_heads, num_kv_heads, head_dim, value_head_dim)
+        self.num_heads, self.num_kv_heads, self.head_dim, self.value_head_dim = num_heads, g, d, e
+        self.causal, self.normalize, self.backend = causal, normalize, backend
+        check_name("rope_order", rope_order, ORDERS)
+        self.rope_order = rope_order
+        new: dict[str, Any] = {"device": device, "dtype": dtype}
+        feature_map = make_map(feature_map, d, num_heads, g)
+        if normalize and not feature_map.positive:
+            raise ValueError(f"feature_map={feature_map}: its features are signed; expected normalize=False")
+        self.feature_map = feature_map.to(device=device)
+        dim = d if rope_order == "before" else feature_map.feature_dim
+        self.rotary, self.angle_steps = make_rotation(rotary, dim, embed_dim, g, new)
+        self._decay, self.decay_logit = None, None
+        if decay is not None:
+            start, learned = make_decay(decay, g)
+            self._decay = Constant(start)
+            self.decay_logit = nn.Parameter(torch.empty(g, **new)) if learned else None
+        self.forget_gate = make_forget_gate(forget_gate, embed_dim, g, new)
+        channels = (num_heads + g) * d + g * e
+        self.short_conv = None if short_conv is None else ShortConvolution(channels, short_conv, **new)
+        self._check_order(self.rope_order)
+
+        self.q_proj = nn.Linear(embed_dim, num_heads * d, bias=bias, **new)
+        self.k_proj = nn.Linear(embed_dim, g * d, bias=bias, **new)
+        self.v_proj = nn.Linear(embed_dim, g * e, bias=bias, **new)
+        self.o_proj = nn.Linear(num_heads * e, embed_dim, bias=bias, **new)
+        self.q_norm = nn.RMSNorm(d, eps=1e-6, **new) if qk_norm else None
+        self.k_norm = nn.RMSNorm(d, eps=1e-6, **new) if qk_norm else None
+        # Without the normalizer a numerator is as small as its features; 1e-6 is for averages of values.
+        self._norm_for_normalizer = normalize and out_norm and not feature_map.log_scaled
+        eps = 1e-12 if self._norm_for_normalizer else 1e-6
+        self.out_norm = nn.RMSNorm(e, eps=eps, **new) if out_norm else None
+        self.g_proj = nn.Linear(embed_dim, num_heads * e, bias=bias, **new) if gate else None
+        self._start_decay()
+
+    def _check_order(self, rope_order: str) -> None:
+        """Refuses what looks back over the tokens where they have no order."""
+        for name in ("forget_gate", "short_conv"):
+            if not self.causal and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name}: got causal=False, expected causal=True: it looks back from each token"
+                )
+        if rope_order == "before" and self.angle_steps is not None:
+            raise ValueError(
+                "rope_order='before': got selective steps, which turn features; expected 'after'"
+            )
+
+    @torch.no_grad()
+    def _start_decay(self) -> None:
+        if self.decay_logit is not None and self._decay is not None:
+            self.decay_logit.copy_(self._decay.on(torch.device("cpu")).logit())
+
+    def reset_parameters(self) -> None:
+        """Makes all weights as they start, as after ``to_empty`` of a layer made on the meta device."""
+        for child in self.children():
+            if callable(reset := getattr(child, "reset_parameters", None)):
+                reset()
+        self._start_decay()
+
+    @property
+    def decay(self) -> Tensor | None:
+        """(g,) float64, fixed or as learned so far."""
+        if self.decay_logit is not None:
+            return self.decay_logit.double().sigmoid()
+        return None if self._decay is None else self._decay.on(self.k_proj.weight.device)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        """Takes the fixed decay that state dicts once had, as the bits of float64 numbers."""
+        key = f"{prefix}decay_bits"
+        if key in state_dict and self._decay is not None and self.decay_logit is None:
+            state_dict = dict(state_dict)
+            decay = state_dict.pop(key).cpu()
+            decay = decay.view(torch.float64) if decay.dtype == torch.int64 else decay
+            try:
+                check_decays(key, decay, self.num_kv_heads)
+                self._decay = Constant(decay.double())
+            except ValueError as error:
+                error_msgs.append(str(error))
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def extra_repr(self) -> str:
+        """Sizes and choices that are no modules, in one line."""
+        shown = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+        if self.value_head_dim != self.head_dim:
+            shown += f", value_head_dim={self.value_head_dim}"
+        shown += f", feature_map={self.feature_map.elementwise or type(self.feature_map).__name__}"
+        if self.rotary is not None:
+            own = "" if self.rotary.base == 10000.0 else f" base={self.rotary.base}"
+            shown += (
+                f", rotary={'selective ' if self.angle_steps is not None else ''}{self.rotary.layout}{own}"
+            )
+        elif self.angle_steps is not None:
+            shown += f", rotary={type(self.angle_steps).__name__}"
+        else:
+            shown += ", rotary=None"
+        if (decay := self.decay) is not None:
+            numbers = "meta" if decay.is_meta else ", ".join(f"{x:.4g}" for x in decay.tolist())
+            shown += f", decay={'learned ' if self.decay_logit is not None else ''}[{numbers}]"
+        gates = ("forget_gate", "short_conv", "q_norm", "out_norm", "g_proj")
+        names = {"q_norm": "qk_norm", "g_proj": "gate"}
+        shown += "".join(f", {names.get(name, name)}" for name in gates if getattr(self, name) is not None)
+        shown += "" if self.normalize else ", normalize=False"
+        shown += "" if self.rope_order == "after" else ", rope_order=before"
+        return shown + ("" if self.causal else ", causal=False")
+
+    @overload
+    def forward(
+        self, x: Tensor, context: Tensor | None = ..., *, positions: Tensor | None = ...,
+        context_positions: Tensor | None = ..., key_mask: Tensor | None = ...,
+        cu_seqlens: Tensor | None = ..., state: LinearAttentionState | None = ...,
+        return_state: Literal[False] = ..., shard: Shard | None = ...,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(
+        self, x: Tensor, context: Tensor | None = ..., *, positions: Tensor | None = ...,
+        context_positions: Tensor | None = ..., key_mask: Tensor | None = ...,
+        cu_seqlens: Tensor | None = ..., state: LinearAttentionState | None = ...,
+        return_state: Literal[True], shard: Shard | None = ...,
+    ) -> tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        context_positions: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: LinearAttentionState | None = None,
+        return_state: bool = False,
+        shard: Shard | None = None,
+    ) -> Tensor | tuple[Tensor, LinearAttentionState]:
+        """x (b, n, embed_dim) -> y of the same shape, or (y, state); arguments as in the operation."""
+        checks.check_inputs(x, context, self.q_proj.in_features)
+        if context is not None:
+            self._check_context(shard)
+        c = x if context is None else context
+        k, v = self.k_proj(c), self.v_proj(c)
+        self._check_state(state)
+        q = inputs = None
+        if self.short_conv is not None:
+            q, k, v, inputs = self._convolve(self.q_proj(x), k, v, key_mask, cu_seqlens, state, shard)
+        k = self._heads(k, self.num_kv_heads, self.k_norm)
+        v = v.unflatten(-1, (self.num_kv_heads, self.value_head_dim))
+        options: Options = {
+            "feature_map": self.feature_map,
+            "rotary": self.rotary,
+            "causal": self.causal,
+            "normalize": self.normalize and (not self._norm_for_normalizer or v.dtype == torch.float16),
+            "decay": self.decay,
+            "log_decay": None if self.forget_gate is None else self.forget_gate(x),
+            "angle_steps": None if self.angle_steps is None else self.angle_steps(x),
+            "positions": positions,
+            "key_positions": context_positions,
+            "key_mask": key_mask,
+            "cu_seqlens": cu_seqlens,
+            "state": state,
+            "rope_order": self.rope_order,
+            "backend": self.backend,
+        }
+        # The keys' state goes to the other ranks while q and the gate are projected.
+        sent = None if shard is None else send_state(k, v, shard, **options)
+        q = self._heads(self.q_proj(x) if q is None else q, self.num_heads, self.q_norm)
+        gate = None if self.g_proj is None else nn.functional.silu(self.g_proj(x))
+        result = linear_rope_attention(q, k, v, return_state=return_state, shard=sent, **options)
+        out, last = result if isinstance(result, tuple) else (result, None)
+        if inputs is not None:
+            last = _keep_inputs(inputs, state, last)
+        if self.out_norm is not None:
+            out = self.out_norm(out.to(self.out_norm.weight.dtype))
+        out = out.flatten(-2)
+        if gate is not None:
+            out = out * gate
+        y = self.o_proj(out)
+        return y if last is None or not return_state else (y, last)
+
+    def _heads(self, y: Tensor, heads: int, norm: nn.RMSNorm | None) -> Tensor:
+        y = y.unflatten(-1, (heads, self.head_dim))
+        return y if norm is None else norm(y.to(norm.weight.dtype)).to(y.dtype)
+
+    def _check_context(self, shard: Shard | None) -> None:
+        """Refuses a context where something steps through keys and queries together."""
+        if shard is not None:
+            raise ValueError(
+                "context: got one beside a shard, which cuts queries and keys alike; expected None"
+            )
+        for name in ("forget_gate", "angle_steps", "short_conv"):
+            if getattr(self, name) is not None:
+                argument = "rotary='selective'" if name == "angle_steps" else name
+                raise ValueError(
+                    f"context: got one beside {argument}, where token t of the keys and of the queries have "
+                    "to be the same; expected None"
+                )
+
+    def _check_state(self, state: LinearAttentionState | None) -> None:
+        if not isinstance(state, LinearAttentionState):  # the operation says so
+            return
+        expected = None if self.short_conv is None else (self.short_conv.taps - 1, self.short_conv.channels)
+        got = None if state.conv is None else tuple(state.conv.shape[1:])
+        if got != expected:
+            raise ValueError(
+                f"state: got conv of (taps - 1, channels) = {got}, expected {expected}, as this layer has it"
+            )
+
+    def _convolve(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None,
+        state: LinearAttentionState | None, shard: Shard | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """q, k and v after the short convolution, and the last of what went into it."""
+        assert self.short_conv is not None
+        if shard is not None:
+            y, last = convolve_shard(self.short_conv, torch.cat((q, k, v), -1), shard, key_mask, state)
+            q, k, v = y.split((q.shape[-1], k.shape[-1], v.shape[-1]), -1)
+            return q, k, v, last
+        (b, n, _), device = q.shape, q.device
+        checks.check_mask(key_mask, b, n, device)
+        checks.check_packing(cu_seqlens, b, n, n, device)
+        before, sequences = None, b if cu_seqlens is None else len(cu_seqlens) - 1
+        if isinstance(state, LinearAttentionState) and state.conv is not None:
+            if state.sequences != sequences:
+                raise ValueError(f"state: got {state.sequences} sequences, expected {sequences}")
+            before = state.conv if state.slots is None else state.conv.index_select(0, state.slots)
+        y, last = self.short_conv(torch.cat((q, k, v), -1), before, key_mask, cu_seqlens)
+        q, k, v = y.split((q.shape[-1], k.shape[-1], v.shape[-1]), -1)
+        return q, k, v, last
+
+
+def _keep_inputs(
+    inputs: Tensor, state: LinearAttentionState | None, last: LinearAttentionState | None
+) -> LinearAttentionState | None:
+    """The last state with the convolution's inputs, written in place where the operation wrote in place."""
+    pool = state if state is not None and state.slots is not None else None
+    if pool is None and (last is None or last.conv is None or inputs.requires_grad):
+        return None if last is None else replace(last, conv=inputs)
+    into = last if pool is None else pool
+    assert into is not None
+    assert into.conv is not None
+    if inputs.requires_grad:
+        raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
+    if into.slots is None:
+        into.conv.copy_(inputs)
+    else:
+        into.conv.index_copy_(0, into.slots, inputs.to(into.conv.dtype))
+    return last

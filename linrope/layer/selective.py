@@ -1,0 +1,142 @@
+"""How fast a layer's keys fade and its features turn: fixed, learned, or made from its input."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linrope.common.constants import Constant
+from linrope.common.names import check_name
+from linrope.rotation.rotary import Rotary
+
+BOUNDS = ("multiply", "add")
+LONGEST = 4096.0  # half-life of the slowest head of a spread, in tokens
+
+
+def spread(heads: int, longest: float = LONGEST) -> Tensor:
+    """(heads,) float64: decays whose half-lives grow geometrically from 1 token to ``longest``.
+
+        gamma_i = 2^(-1 / T_i),   T_i = longest^(i / (heads - 1));   of a single head T = sqrt(longest)
+
+    Raises:
+        ValueError: longest under 1 or not finite.
+
+    >>> from linrope.layer.selective import spread
+    >>> spread(3, longest=16.0)  # half-lives 1, 4 and 16
+    tensor([0.5000, 0.8409, 0.9576], dtype=torch.float64)
+    """
+    if isinstance(longest, bool) or not isinstance(longest, (int, float)) or not 1 <= longest < math.inf:
+        raise ValueError(f"longest={longest!r}: expected a finite number of tokens, at least 1")
+    i = torch.arange(heads, dtype=torch.float64, device="cpu")
+    share = i / (heads - 1) if heads > 1 else i + 0.5
+    return 2.0 ** -(longest**-share)
+
+
+class ForgetGate(nn.Module):
+    """How much of all before it each head keeps as a token comes, made from that token.
+
+        log_decay = log sigmoid(W x + b)
+
+    x (b, n, embed_dim) -> (b, n, num_heads) <= 0, in float32 or wider whatever x and the weights are: near
+    1 half precision knows few decays. b starts at a ``spread`` of half-lives over the heads, W small.
+
+    Args:
+        embed_dim: of x.
+        num_heads: g.
+        longest: half-life of the slowest head at the start, in tokens; 1: all heads start at 1/2.
+
+    Source: the gate per head of Mamba-2 (arXiv 2405.21060) and GLA (arXiv 2312.06635), with another start.
+
+    >>> from linrope.layer.selective import ForgetGate
+    >>> ForgetGate(16, 2, longest=100)(torch.zeros(1, 1, 16)).exp()  # half-lives 1 and 100
+    tensor([[[0.5000, 0.9931]]], grad_fn=<ExpBackward0>)
+    """
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, longest: float = LONGEST, *,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.longest = longest
+        self.weight = nn.Parameter(torch.empty(num_heads, embed_dim, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+        self.bias.copy_(spread(len(self.bias), self.longest).logit())
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.logsigmoid(F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)))
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]}, num_heads={self.weight.shape[0]}, longest={self.longest}"
+
+
+class SelectiveSteps(nn.Module):
+    """By how much more or less than theta each token turns the features, made from that token.
+
+        angle_steps = theta tanh(y)  ("multiply")   or   pi tanh(y)  ("add"),      y = B A x of low rank
+
+    Beside a Rotary with that theta, consecutive tokens are then theta (1 + tanh y) or theta + pi tanh(y)
+    apart. "multiply" suits recall; "add", which can turn any pair by any angle, suits tracking a state. B
+    starts at zero, so that all starts as the fixed rotation. x (b, n, embed_dim) -> (b, n, heads, pairs) in
+    float32 or wider: in half precision, steps add up to angles 0.4 rad off after some thousand tokens.
+
+    Args:
+        embed_dim: of x.
+        rotary: whose theta (rad per position), pairs and layout it adds to.
+        num_heads: 1: all heads share the steps. Otherwise each key/value head has its own, for
+            rank * pairs weights per head, well under 1% of a layer's.
+        rank: of B A.
+        bound: "multiply" or "add".
+
+    Raises:
+        ValueError: an unknown bound; rank under 1; a rotation with axes or xpos.
+
+    Source: Selective RoPE, arXiv 2511.17388, and Mamba-3, arXiv 2603.15569, bounded and started as RoPE.
+
+    >>> from linrope.layer.selective import SelectiveSteps
+    >>> SelectiveSteps(16, Rotary(8), num_heads=2)(torch.randn(1, 5, 16)).shape
+    torch.Size([1, 5, 2, 4])
+    """
+
+    def __init__(
+        self, embed_dim: int, rotary: Rotary, num_heads: int, rank: int = 16, bound: str = "multiply", *,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        check_name("bound", bound, BOUNDS)
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"rank={rank!r}: expected an integer, at least 1")
+        if rotary.axes is not None or rotary.xpos is not None:
+            raise ValueError(
+                f"rotary: got {rotary}, expected one without axes and xpos beside selective steps"
+            )
+        self.rotary, self.bound = rotary, bound
+        theta = rotary.frequencies[0]
+        self._theta = Constant(theta)
+        self.down = nn.Parameter(torch.empty(rank, embed_dim, device=device, dtype=dtype))
+        self.up = nn.Parameter(torch.empty(num_heads, theta.shape[1], rank, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.down, std=self.down.shape[1] ** -0.5)
+        nn.init.zeros_(self.up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            y = F.linear(F.linear(x.to(wide), self.down.to(wide)), self.up.flatten(0, 1).to(wide))
+            y = y.unflatten(-1, self.up.shape[:2]).tanh()
+            steps: Tensor = y * (math.pi if self.bound == "add" else self._theta.on(x.device).to(wide))
+        return steps
+
+    def extra_repr(self) -> str:
+        heads, _, rank = self.up.shape
+        return f"{self.down.shape[1]}, heads={heads}, rank={rank}, bound={self.bound!r}"

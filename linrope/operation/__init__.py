@@ -1,0 +1,1 @@
+"""The operation: what a call is, its checks, and the call itself."""

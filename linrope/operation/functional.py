@@ -1,0 +1,228 @@
+"""The operation, as callers see it."""
+
+from typing import Literal, TypedDict, overload
+
+from torch import Tensor
+from typing_extensions import Unpack
+
+from linrope.distributed.attend import Started, attend_shard, begin_shard
+from linrope.distributed.shard import Shard
+from linrope.feature_maps import FeatureMap
+from linrope.operation import decoding
+from linrope.operation.request import OPTIONS, Request, attend
+from linrope.rotation.rotary import Rotary
+from linrope.sequence.state import LinearAttentionState
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of linear_rope_attention, but return_state and shard, for type checkers."""
+
+    feature_map: str | FeatureMap | None
+    rotary: Rotary | None
+    causal: bool
+    normalize: bool
+    decay: Tensor | None
+    log_decay: Tensor | None
+    angle_steps: Tensor | None
+    positions: Tensor | None
+    key_positions: Tensor | None
+    key_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    state: LinearAttentionState | None
+    eps: float
+    eps_mode: str
+    rope_order: str
+    backend: str
+
+
+@overload
+def linear_rope_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_state: Literal[False] = ...,
+    shard: Shard | Started | None = ...,
+    **options: Unpack[Options],
+) -> Tensor: ...
+@overload
+def linear_rope_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_state: Literal[True],
+    shard: Shard | Started | None = ...,
+    **options: Unpack[Options],
+) -> tuple[Tensor, LinearAttentionState]: ...
+@overload
+def linear_rope_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_state: bool,
+    shard: Shard | Started | None = ...,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, LinearAttentionState]: ...
+def linear_rope_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: str | FeatureMap | None = "elu+1",
+    rotary: Rotary | None = None,
+    causal: bool = True,
+    normalize: bool = True,
+    decay: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    angle_steps: Tensor | None = None,
+    positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: LinearAttentionState | None = None,
+    return_state: bool = False,
+    eps: float = 1e-6,
+    eps_mode: str = "clamp",
+    rope_order: str = "after",
+    backend: str = "auto",
+    shard: Shard | Started | None = None,
+) -> Tensor | tuple[Tensor, LinearAttentionState]:
+    """Linear attention with rotary position embedding on the feature maps.
+
+        num_i = sum_j e^(L_i - L_j) <R(Theta_i) phi(q_i), R(Theta_j) psi(k_j)> v_j
+        den_i = sum_j e^(L_i - L_j) <phi(q_i), psi(k_j)>
+        out_i = num_i / max(den_i, eps)
+
+        Theta_i = p_i theta + sum_(t<=i) omega_t      angles, one per pair of features
+        L_i     = p_i log gamma + sum_(t<=i) a_t      log decay, one per key/value head
+
+    The sums run over j <= i (causal) or over all keys; a query that sees no key gets 0. Training,
+    prefill and decoding are this one call: feeding a sequence in pieces, each with the state of the
+    one before, gives what one call gives.
+
+    Args:
+        q: (b, n, h, d) queries; float64, float32, bfloat16 or float16.
+        k: (b, m, g, d) keys; query head i reads key/value head i // (h/g).
+        v: (b, m, g, e) values.
+        feature_map: name or FeatureMap for phi and psi; None: q and k are features already.
+        rotary: the rotation R by positions, theta; None: plain linear attention (eq. 18).
+        causal: whether query i sees only the keys j <= i of this call (and all of the state).
+        normalize: False: the numerator alone.
+        decay: gamma in (0, 1], (g,): one per key/value head; None: 1. Causal attention only; positions must
+            then not fall.
+        log_decay: a <= 0, (b or 1, n, g or 1): the log of what is kept of all before token t when it comes; t
+            itself does not fade (forget gates). Causal attention only; below -10^4 as -10^4: nothing is kept.
+        angle_steps: omega, (b or 1, n, g or 1, pairs), radians by which token t advances the rotation,
+            beside what positions give; the first 2 pairs features turn, in rotary's layout (interleaved
+            without one).
+        positions: integers (n,) or (b, n), 0 .. 2^31 - 1; with a rotation of several axes (.., axes).
+            Default: 0, 1, .., or on from the state. For padded batches (left or right):
+            ``(key_mask.cumsum(1) - 1).clamp(min=0)``.
+        key_positions: the same for keys, (m,) or (b, m). Default: positions if m == n, else 0, 1, ..,
+            or on from the state.
+        key_mask: bool (b, m), True = attend. A hidden token neither fades nor turns what follows: its
+            log_decay and angle_steps count as 0.
+        cu_seqlens: int32 or int64 (s + 1,): sequence i of s packed ones (b == 1) is the tokens
+            cu_seqlens[i] .. cu_seqlens[i + 1] - 1. Default positions restart at each; the state has s
+            sequences. On a GPU its numbers are not checked, and never lead out of bounds.
+        state: to go on from; rows of a pool (``state.at(slots)``) are read and written in place.
+        return_state: whether to return (out, state).
+        eps: lower bound of the normalizer; with maps that return a log_scale, relative to the largest key.
+        eps_mode: "clamp", or "add": out_i = num_i / (den_i + eps), as other codes have it.
+        rope_order: "after", eq. 19; "before" rotates q and k and not their features, as pretrained
+            softmax models have it. With maps other than the identity scores are then no functions of
+            the relative position.
+        backend: "auto", "reference" (quadratic, in the inputs' dtype), "eager" (chunked), "native" (fused,
+            for CPUs) or "triton" (fused, for GPUs). "auto" takes native on a CPU and triton on a GPU where
+            they support the call, else eager.
+        shard: a ``linrope.distributed.Shard``: the tokens are this rank's part of each sequence, and all
+            ranks make this call. cu_seqlens are then the shard's; a state is given to every rank, the same
+            one, and every rank returns that of all tokens (of packed sequences: a local document's each).
+
+    Returns:
+        out (b, n, h, e) in v's dtype, or (out, state). But for reference, sums are in float32 or wider.
+
+    Raises:
+        TypeError: dtypes differ or are not floating; positions or cu_seqlens are not integers.
+        ValueError: shapes, devices, positions, decays, steps, mask, packing, state or a name do not fit; a
+            signed feature map with normalize=True.
+        RuntimeError: the backend cannot run this call.
+
+    Source: RoFormer eq. 19 (arXiv 2104.09864); decay as in RetNet (arXiv 2307.08621); gates and steps as in
+    Mamba-2 (arXiv 2405.21060) and Selective RoPE (arXiv 2511.17388).
+
+    >>> q, k, v = torch.randn(3, 1, 1000, 8, 64)
+    >>> rotary = Rotary(64)
+    >>> out = linear_rope_attention(q, k, v, rotary=rotary)
+    >>> a, b = [x[:, :900] for x in (q, k, v)], [x[:, 900:] for x in (q, k, v)]
+    >>> head, state = linear_rope_attention(*a, rotary=rotary, return_state=True)
+    >>> tail = linear_rope_attention(*b, rotary=rotary, state=state)
+    >>> torch.testing.assert_close(torch.cat((head, tail), 1), out)
+    >>> packed = linear_rope_attention(q, k, v, rotary=rotary, cu_seqlens=torch.tensor([0, 900, 1000]))
+    >>> torch.testing.assert_close(packed[:, :900], head)
+    """
+    request = Request(
+        q, k, v, log_decay, angle_steps, state, feature_map, rotary, causal, normalize, decay, positions,
+        key_positions, key_mask, cu_seqlens, return_state, eps, eps_mode, rope_order, backend,
+    )  # fmt: skip
+    if q is None:
+        raise TypeError("q: got NoneType, expected a dense torch.Tensor")
+    if shard is not None:
+        out, last = attend_shard(request, shard)
+    else:
+        if state is not None:
+            further = decoding.follow(q, k, v, log_decay, angle_steps, state, options=request[OPTIONS:])
+            if further is not None:
+                return further, state._marked(False)
+        out, last = attend(request)
+    return (out, last) if return_state and last is not None else out
+
+
+def linear_rope_state(
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: str | FeatureMap | None = "elu+1",
+    rotary: Rotary | None = None,
+    decay: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    angle_steps: Tensor | None = None,
+    positions: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: LinearAttentionState | None = None,
+    backend: str = "auto",
+) -> LinearAttentionState:
+    """The last state of ``linear_rope_attention``, without the outputs and for a fraction of their cost.
+
+        kv = sum_j e^(L - L_j) R(Theta_j) psi(k_j) v_j^T      z = sum_j e^(L - L_j) psi(k_j)
+
+    Arguments, errors and source as there; without keys, an empty state.
+
+    >>> q, k, v = torch.randn(3, 1, 100, 8, 64)
+    >>> _, state = linear_rope_attention(q, k, v, return_state=True)
+    >>> torch.testing.assert_close(linear_rope_state(k, v).kv, state.kv)
+    """
+    request = Request(
+        None, k, v, log_decay, angle_steps, state, feature_map, rotary, True, False, decay, positions,
+        None, key_mask, cu_seqlens, True, 1e-6, "clamp", "after", backend,
+    )  # fmt: skip
+    last = attend(request)[1]
+    assert last is not None
+    return last
+
+
+def send_state(k: Tensor, v: Tensor, shard: Shard, /, **options: Unpack[Options]) -> Started:
+    """Begins a call on a shard: sends the state of its keys, and is given to the call as ``shard`` with q.
+
+    What is computed in between does not wait for the other ranks. Options as in ``linear_rope_attention``.
+    """
+    defaults: dict[str, object] = dict.fromkeys(Request._fields) | {
+        "feature_map": "elu+1", "causal": True, "rope_order": "after", "backend": "auto", "eps": 1e-6,
+        "eps_mode": "clamp",
+    }  # fmt: skip
+    request = Request(**{**defaults, **options, "k": k, "v": v})  # type: ignore[arg-type]
+    started: Started = begin_shard(request, shard)
+    return started

@@ -1,0 +1,1 @@
+"""Angles and the rotation of pairs of features."""

@@ -1,0 +1,1 @@
+"""Tokens in order: the state, packed sequences, chunks, decay."""

@@ -1,0 +1,345 @@
+"""The state that carries a sequence on: constant memory per token."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from linrope.common.files import load_tensors, save_tensors
+from linrope.common.names import readable
+from linrope.common.writing import check_writable
+
+_FORMAT, _VERSION = "linrope.LinearAttentionState", 1
+
+NO_KEYS = -1e30  # log_scale before the first key: finite, so that no difference of two is a NaN
+
+
+class _Wide:
+    """A state's tensors but conv, out of reach of FSDP.
+
+    Its mixed precision takes a dataclass among a module's arguments or results apart, casts every tensor to
+    half precision, in which sums stall, and makes a new one of them: which finds here what it is to hold.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LinearAttentionState:
+    """What causal linear attention remembers of the keys and values it has seen.
+
+        kv = sum_j e^(L - L_j) R(Theta_j) psi(k_j) v_j^T      z = sum_j e^(L - L_j) psi(k_j)
+
+    as the last token sees them (L is its sum of log decays; 0 without decay). Packed sequences have a state
+    each: then b counts sequences.
+
+    Args:
+        kv: (b, g, f, e), float32 or float64.
+        z: (b, g, f), float64 (float32 is taken too): it counts tokens, and a float32 count stalls.
+        position: (b,) int64, of the next token.
+        identity: of the feature map and the rotation that made it; another one is refused.
+        angle: (b, g or 1, pairs) int64, with angle_steps: their sum in 2^-64 turns, which wrap.
+        log_scale: (b, g) float64, with maps that return one: the m of the largest key, as the last token
+            sees it. kv and z are then sums of e^-m times the keys.
+        angle_slope: (b, g or 1, pairs) zeros, in calls with gradients: through them the gradient of later
+            calls reaches the steps that angle, of integers, has summed.
+        conv: (b, taps - 1, channels), of a layer with a short convolution: its last inputs.
+        slots: (b',) int64: rows of a pool; see ``at``.
+        donated: see ``donate``.
+
+    Raises:
+        TypeError, ValueError: a tensor of another type or shape.
+
+    Source: Katharopoulos et al. 2020, arXiv 2006.16236, eq. 18 and 19; RoFormer eq. 19.
+
+    >>> q = k = v = torch.randn(1, 5, 2, 4)
+    >>> out, state = linear_rope_attention(q, k, v, return_state=True)
+    >>> state.kv.shape, state.position
+    (torch.Size([1, 2, 4, 4]), tensor([5]))
+    """
+
+    kv: Tensor
+    z: Tensor
+    position: Tensor
+    identity: str
+    angle: Tensor | None = None
+    log_scale: Tensor | None = None
+    conv: Tensor | None = None
+    angle_slope: Tensor | None = None
+    slots: Tensor | None = None
+    donated: bool = False
+    _wide: "_Wide | None" = None
+    steps: ClassVar[object] = (
+        None  # of one that a decoding loop carries along: linrope.operation.decoding.Steps
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kv, Tensor):  # a pytree of something else, while tracing
+            return
+        if not torch.compiler.is_compiling():
+            half = (torch.bfloat16, torch.float16)
+            if self._wide is not None and self.kv.dtype in half and self.z.dtype in half:
+                self.__dict__.update(self._wide.tensors)
+            self.__dict__["_wide"] = _Wide({name: x for name, x in self.tensors().items() if name != "conv"})
+        for name, x in (("kv", self.kv), ("z", self.z), ("log_scale", self.log_scale)):
+            if x is not None and x.dtype not in (torch.float32, torch.float64):
+                raise TypeError(f"state.{name}: got {x.dtype}, expected float32 or float64")
+        for name, y in (("position", self.position), ("angle", self.angle), ("slots", self.slots)):
+            if y is not None and y.dtype != torch.int64:
+                raise TypeError(f"state.{name}: got {y.dtype}, expected int64")
+        device = self.kv.device
+        for x in self.tensors().values():
+            if x.device != device:
+                devices = sorted({str(x.device) for x in self.tensors().values()})
+                raise ValueError(f"state: got tensors on {devices}, expected one device")
+        shape = self.kv.shape
+        rows = shape[:1]
+        if len(shape) != 4 or self.z.shape != shape[:3] or self.position.shape != rows:
+            raise ValueError(
+                f"state: got kv {tuple(self.kv.shape)}, z {tuple(self.z.shape)}, position "
+                f"{tuple(self.position.shape)}; expected (b, g, f, e), (b, g, f), (b,)"
+            )
+        if self.angle is not None and (self.angle.ndim != 3 or self.angle.shape[:1] != rows):
+            raise ValueError(
+                f"state.angle: got {tuple(self.angle.shape)}, expected ({rows[0]}, g or 1, pairs)"
+            )
+        if self.conv is not None and (self.conv.ndim != 3 or self.conv.shape[:1] != rows):
+            raise ValueError(
+                f"state.conv: got {tuple(self.conv.shape)}, expected ({rows[0]}, taps - 1, channels)"
+            )
+        if self.log_scale is not None and self.log_scale.shape != self.kv.shape[:2]:
+            raise ValueError(
+                f"state.log_scale: got {tuple(self.log_scale.shape)}, expected {tuple(self.kv.shape[:2])}"
+            )
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: x for name, x in self.__dict__.items() if name not in ("steps", "_wide")}
+
+    def __repr__(self) -> str:
+        more = "".join(f", {name}" for name in self.tensors() if name not in ("kv", "z", "position"))
+        at = "" if self.slots is None else f" at {len(self.slots)} slots"
+        where = self.position[:4].tolist() if readable(self.position) else ["?"]
+        positions = ", ".join(map(str, where)) + (", .." if len(self.position) > 4 else "")
+        kind = str(self.kv.dtype).removeprefix("torch.")
+        return f"LinearAttentionState(kv {tuple(self.kv.shape)} {kind}{more}{at}, position [{positions}])"
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        """Of a copy or a file of torch.save: checked as a state made in any other way."""
+        names = {field.name for field in fields(self)}
+        if not {"kv", "z", "position", "identity"} <= set(values) <= names:
+            raise ValueError(f"state: got {sorted(map(str, values))}, expected some of {sorted(names)}")
+        self.__dict__.update(values)
+        self.__post_init__()
+
+    @classmethod
+    def cat(cls, states: Sequence["LinearAttentionState"]) -> "LinearAttentionState":
+        """The sequences of all of them in one state, in their order: how sequences join a batch.
+
+        Raises:
+            ValueError: none is given; they differ in identity, shapes, dtypes, devices, or in what they hold.
+
+        >>> from linrope import linear_rope_state
+        >>> k = v = torch.randn(3, 5, 2, 4)
+        >>> one, two = linear_rope_state(k[:1], v[:1]), linear_rope_state(k[1:], v[1:])
+        >>> LinearAttentionState.cat([one, two])
+        LinearAttentionState(kv (3, 2, 4, 4) float32, position [5, 5, 5])
+        """
+        if not states:
+            raise ValueError("states: got none, expected at least one")
+        rows = [state.rows().tensors() for state in states]
+        for state, own in zip(states, rows, strict=True):
+            if state.identity != states[0].identity:
+                raise ValueError(f"states: got one of {state.identity} beside one of {states[0].identity}")
+            found, wanted = _kinds(own), _kinds(rows[0])
+            if found != wanted:
+                raise ValueError(f"states: got {found} beside {wanted}, expected the same but for the batch")
+        joined: dict[str, Any] = {name: torch.cat([own[name] for own in rows]) for name in rows[0]}
+        return replace(states[0], slots=None, donated=False, **joined)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those with a row for each sequence."""
+        return {name: x for name in _LEAVES if (x := getattr(self, name)) is not None}
+
+    def _map(self, function: Any) -> "LinearAttentionState":
+        return replace(self, donated=False, **{name: function(x) for name, x in self.tensors().items()})
+
+    @property
+    def sequences(self) -> int:
+        """b, or how many slots."""
+        return self.kv.shape[0] if self.slots is None else self.slots.shape[0]
+
+    def detach(self) -> "LinearAttentionState":
+        """The same numbers, cut from the graph: what truncated backpropagation passes on."""
+        return replace(self._map(lambda tensor: tensor.detach().clone()), angle_slope=None)
+
+    def clone(self) -> "LinearAttentionState":
+        return self._map(torch.clone)
+
+    def donate(self) -> "LinearAttentionState":
+        """The same memory, given away: a decoding step (one token, no gradients) writes the next state there.
+
+        This saves an allocation per token, and keeps addresses fixed, as a CUDA graph needs them. Other
+        calls make a new state as always. The state given away must not be used again. Memory that torch
+        cannot write to is refused with a ValueError before anything changes. That of a read-only numpy array
+        or file looks like any other: do not give it away.
+
+        >>> q = k = v = torch.randn(1, 5, 2, 4)
+        >>> _, state = linear_rope_attention(q, k, v, return_state=True)
+        >>> token = torch.randn(1, 1, 2, 4)
+        >>> _, after = linear_rope_attention(token, token, token, state=state.donate(), return_state=True)
+        >>> after.kv is state.kv, after.position
+        (True, tensor([6]))
+        """
+        return self._marked(True)
+
+    def _marked(self, donated: bool) -> "LinearAttentionState":
+        """With that mark, and the same tensors: they have been checked when this state was made."""
+        if torch.compiler.is_compiling():  # PyTorch 2.11 cannot trace the lines below
+            return replace(self, donated=donated)
+        marked = object.__new__(LinearAttentionState)
+        marked.__dict__.update(self.__dict__, donated=donated)
+        return marked
+
+    def at(self, slots: Tensor) -> "LinearAttentionState":
+        """Rows of this state as a pool: calls without gradients read and write them in place.
+
+        slots (b,) int64, no two equal: the row of each sequence of the call, or of each packed sequence.
+        Sequences join, leave and are forked between calls, as in serving with continuous batching: a
+        decoding step and a packed prefill update their rows, and leave the others as they are.
+
+        >>> from linrope import linear_rope_state
+        >>> pool = linear_rope_state(torch.zeros(8, 0, 2, 4), torch.zeros(8, 0, 2, 4))  # 8 rows, all empty
+        >>> q = k = v = torch.randn(2, 1, 2, 4)
+        >>> out = linear_rope_attention(q, k, v, state=pool.at(torch.tensor([6, 1])))
+        >>> pool.position
+        tensor([0, 1, 0, 0, 0, 0, 1, 0])
+        """
+        if not isinstance(slots, Tensor) or slots.dtype not in (torch.int64, torch.int32) or slots.ndim != 1:
+            kind = (
+                f"{slots.dtype} {tuple(slots.shape)}" if isinstance(slots, Tensor) else type(slots).__name__
+            )
+            raise ValueError(f"slots: got {kind}, expected integers of shape (b,)")
+        if slots.device != self.kv.device:
+            raise ValueError(f"slots: got device {slots.device}, expected {self.kv.device}")
+        if readable(slots) and slots.numel():
+            low, high, rows = int(slots.min()), int(slots.max()), len(self.kv)
+            if low < 0 or high >= rows or len(slots.unique()) < len(slots):
+                raise ValueError(f"slots: got {slots.tolist()}, expected different rows 0 .. {rows - 1}")
+        return replace(self, slots=slots.long())
+
+    def rows(self) -> "LinearAttentionState":
+        """A copy of the rows at the slots, where there are some."""
+        return self if self.slots is None else replace(self.reorder(self.slots), slots=None)
+
+    def write(self, new: "LinearAttentionState | Mapping[str, Tensor | None]") -> None:
+        """Puts another state, or tensors by name, into this one's memory, at the slots where there are some.
+
+        Raises:
+            ValueError: a shape does not fit, or memory cannot be written to; nothing has changed then.
+
+        >>> k = v = torch.randn(3, 5, 2, 4)
+        >>> from linrope import linear_rope_state
+        >>> pool = linear_rope_state(k, v)
+        >>> pool.at(torch.tensor([2])).write(pool.at(torch.tensor([0])).rows())  # 2 goes on as a fork of 0
+        >>> torch.equal(pool.kv[2], pool.kv[0])
+        True
+        """
+        tensors = new.tensors() if isinstance(new, LinearAttentionState) else new
+        mine = self.tensors()
+        pairs = {name: (mine[name], x) for name, x in tensors.items() if x is not None and name in mine}
+        for name, (to, x) in pairs.items():
+            expected = (self.sequences, *to.shape[1:])
+            if x.shape != expected:
+                raise ValueError(f"state.{name}: got shape {tuple(x.shape)}, expected {expected}")
+        check_writable({name: to for name, (to, _) in pairs.items()})
+        self._put(tensors)
+
+    def _put(self, tensors: Mapping[str, Tensor | None]) -> None:
+        """Writes what has been checked."""
+        for name, theirs in tensors.items():
+            mine = getattr(self, name)
+            if mine is None or theirs is None or theirs is mine:  # the last: written in place already
+                continue
+            if self.slots is None:
+                mine.copy_(theirs)
+            else:
+                mine.index_copy_(0, self.slots, theirs.to(mine.dtype))
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "LinearAttentionState":
+        """A copy on that device; dtype, float32 or float64, is kv's. z stays as wide as it is."""
+        if dtype not in (None, torch.float32, torch.float64):
+            raise TypeError(f"dtype: got {dtype}, expected float32 or float64")
+        moved = {name: x.to(device, copy=True) for name, x in self.tensors().items()}
+        if dtype is not None:
+            moved["kv"] = moved["kv"].to(dtype)
+        slots = None if self.slots is None else self.slots.to(device)
+        return replace(self, donated=False, slots=slots, **moved)  # type: ignore[arg-type]
+
+    def reorder(self, index: Tensor) -> "LinearAttentionState":
+        """The states of the sequences index (b',): repeats and drops them, as beam search does."""
+        if index.ndim != 1 or index.is_floating_point() or index.dtype == torch.bool:
+            raise ValueError(
+                f"index: got {index.dtype} {tuple(index.shape)}, expected integers of shape (b,)"
+            )
+        return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a safetensors file, atomically."""
+        metadata = {"format": _FORMAT, "version": str(_VERSION), "identity": self.identity}
+        save_tensors(Path(path), self.rows().detach().tensors(), metadata)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "LinearAttentionState":
+        """Reads what ``save`` wrote.
+
+        Raises:
+            FileNotFoundError, ValueError: no such file; a damaged or newer one, or one of other content.
+        """
+        tensors, metadata = load_tensors(Path(path), _FORMAT, _VERSION)
+        if not {"kv", "z", "position"} <= set(tensors) <= set(_LEAVES) or "identity" not in metadata:
+            raise ValueError(f"{path}: got {sorted(tensors)}, expected kv, z, position and an identity")
+        try:
+            return cls(identity=metadata["identity"], **tensors)  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def _kinds(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Shape without the batch, dtype and device of each."""
+    return {name: f"{tuple(x.shape[1:])} {x.dtype} {x.device}" for name, x in tensors.items()}
+
+
+_LEAVES = ("kv", "z", "position", "angle", "log_scale", "conv", "angle_slope")
+
+
+def _flatten(state: LinearAttentionState) -> tuple[list[Tensor], str]:
+    tensors = state.tensors()
+    return list(tensors.values()), f"{' '.join(tensors)}; {state.identity}"
+
+
+def _flatten_with_keys(state: LinearAttentionState) -> tuple[list[Any], str]:
+    leaves, context = _flatten(state)
+    return [(pytree.GetAttrKey(name), x) for name, x in zip(state.tensors(), leaves, strict=True)], context
+
+
+def _unflatten(leaves: Any, context: Any) -> LinearAttentionState:
+    names, _, identity = context.partition("; ")
+    return LinearAttentionState(identity=identity, **dict(zip(names.split(), leaves, strict=True)))
+
+
+torch.serialization.add_safe_globals([LinearAttentionState])  # for torch.load, which takes no other classes
+pytree.register_pytree_node(
+    LinearAttentionState,
+    _flatten,
+    _unflatten,
+    serialized_type_name="linrope.LinearAttentionState",
+    flatten_with_keys_fn=_flatten_with_keys,
+)

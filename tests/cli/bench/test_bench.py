@@ -1,0 +1,191 @@
+"""linrope bench: options, checks, files; the times themselves are nobody's test."""
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from linrope.cli.app import run
+from linrope.cli.bench.benchmark import Effort, attention_row, typical_seconds
+from linrope.cli.bench.cases import AttentionCase, Case, DecodeCase
+from linrope.cli.bench.peers import peers_of
+
+FAST = ["--budget", "0.01", "--rounds", "1"]
+
+
+def test_bench_writes_what_it_prints_and_overwrites_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["bench", "--max-length", "256", "--positions", "64,128", *FAST, "--out", str(tmp_path)]
+    assert run(arguments) == 0
+    (first,) = tmp_path.glob("*.json")
+    result = json.loads(first.read_text())
+    assert [row["n"] for row in result["attention"]] == [32, 64, 128, 256]
+    assert [row["position"] for row in result["decode"]] == [64, 128]
+    assert result["case"]["dtype"] == "float32"
+    assert set(result["costs"]["forward"]) >= {"decay", "bfloat16"}
+    assert first.with_suffix(".png").stat().st_size > 10_000
+    assert "softmax tok/s" in capfd.readouterr().out
+
+    before = first.read_bytes()
+    options = ["--lengths", "40,100", "--dim", "16", "--heads", "4", "--kv-heads", "2", "--batch", "2"]
+    options += ["--dtype", "bfloat16", "--feature-map", "relu", "--decay", "spread", "--gates"]
+    options += ["--backend", "eager", "--positions", "", *FAST, "--out", str(tmp_path)]
+    assert run(["bench", *options]) == 0
+    (second,) = set(tmp_path.glob("*.json")) - {first}
+    assert first.read_bytes() == before
+    assert second.name == f"{first.stem}-2.json"
+    result = json.loads(second.read_text())
+    assert [row["n"] for row in result["attention"]] == [40, 100]
+    assert result["decode"] == []
+    assert result["case"] == {
+        "batch": 2, "heads": 4, "dim": 16, "device": "cpu", "dtype": "bfloat16", "kv_heads": 2,
+        "feature_map": "relu", "decay": "spread", "gates": True, "backend": "eager",
+    }  # fmt: skip
+
+    capfd.readouterr()
+    assert run(["bench", "--compare", str(first), str(first)]) == 0
+    printed = capfd.readouterr().out
+    assert "1.00x" in printed
+    assert "differs" not in printed
+    assert run(["bench", "--compare", str(first), str(second)]) == 2
+    assert "no length and no position in common" in capfd.readouterr().err
+
+
+def test_comparing_says_what_differs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    times = {"linrope_seconds": 2.0, "softmax_seconds": None}
+    result = {"machine": {"cpu": "one"}, "attention": [{"n": 64, "forward": times, "training": times}]}
+    faster = json.loads(json.dumps(result).replace("2.0", "0.5").replace("one", "other"))
+    for name, content in (("a", result), ("b", faster), ("c", {"machine": {}, "attention": [3]}), ("d", [])):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    a, b, c, d = (str(tmp_path / f"{name}.json") for name in "abcd")
+    assert run(["bench", "--compare", a, b]) == 0
+    printed = capfd.readouterr().out
+    assert "differs: cpu: one, other" in printed
+    assert "4.00x" in printed
+    for wrong in (c, d, str(tmp_path)):
+        assert run(["bench", "--compare", a, wrong]) == 2
+        assert capfd.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        (["--max-length", "1000"], "--max-length=1000"),
+        (["--lengths", "0,5"], "--lengths='0,5'"),
+        (["--positions", "1k"], "--positions='1k'"),
+        (["--positions", "2147483000"], "--positions="),
+        (["--dtype", "float64"], "--dtype='float64'"),
+        (["--heads", "0"], "--heads=0"),
+        (["--kv-heads", "3"], "--kv-heads=3"),
+        (["--feature-map", "performer"], "--feature-map='performer'"),
+        (["--decay", "fast"], "--decay='fast'"),
+        (["--backend", "cuda"], "--backend='cuda'"),
+        (["--budget", "0"], "--budget"),
+        (["--device", "tpu9"], "--device=tpu9"),
+    ],
+)
+def test_wrong_options_are_named(
+    arguments: list[str], cause: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", *arguments, "--out", str(tmp_path)]) == 2
+    message = capfd.readouterr().err
+    assert message.count("\n") == 1
+    assert cause in message
+
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"dtype": torch.bfloat16, "batch": 2},
+    {"dtype": torch.float16, "kv_heads": 1},
+    {"decay": "spread", "gates": True, "kv_heads": 2},
+    {"feature_map": "favor+", "gates": True},
+    {"feature_map": "hedgehog", "decay": "retnet"},
+    {"feature_map": "silu"},
+    {"feature_map": {"name": "cosformer", "max_length": 200}},
+    {"backend": "reference"},
+]
+
+
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_every_option_is_checked_against_float64(options: dict[str, Any]) -> None:
+    case = Case(**{"heads": 4, "dim": 16, **options})
+    attention, step = AttentionCase(70, **vars(case)), DecodeCase(90, case)
+    attention.check()
+    attention.check_softmax()
+    step.check()
+    step.fill_cache()
+    step.check_softmax()
+
+    def off(attend: Any) -> Any:
+        def other() -> Tensor:
+            out: Tensor = attend()
+            changed = out.clone()
+            changed[-1, -1, 1] *= 1.25  # one head of the last token
+            return changed
+
+        return other
+
+    with pytest.raises(AssertionError, match="out is off at N = 70"):
+        attention.check(off(attention.linrope))
+    step.linrope = off(step.linrope)  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match="the step is off"):
+        step.check()
+
+
+@pytest.mark.parametrize(("index", "label"), list(enumerate(("dq", "dk", "dv", "dlog_decay"))))
+def test_a_wrong_gradient_is_seen(index: int, label: str) -> None:
+    case = AttentionCase(70, heads=2, dim=16, gates=True)
+    right = case.training
+
+    def wrong(attend: Any) -> tuple[Tensor, ...]:
+        grads = list(right(attend))
+        grads[index] = grads[index] * 1.01
+        return tuple(grads)
+
+    case.training = wrong  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match=f"{label} is off"):
+        case.check()
+
+
+def test_a_single_thread_s_times_are_minima_and_others_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+    for threads, clock, expected in ((1, "thread_time", 1.0), (2, "perf_counter", 2.0)):
+        now = iter([0.0, *(x for pair in ((0.0, 1.0), (1.0, 3.0), (3.0, 6.0)) for x in pair)])
+        monkeypatch.setattr(f"linrope.cli.bench.benchmark.time.{clock}", lambda now=now: next(now))
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert typical_seconds({"": lambda: None}, rounds=1, budget=6.0) == {"": expected}
+
+
+def test_softmax_attention_is_left_out_where_it_takes_too_long() -> None:
+    case = Case(heads=2, dim=16)
+    row, _ = attention_row(case, 2048, None, Effort(0.0, 0.01, 1))
+    assert row["forward"]["softmax_seconds"] is row["training"]["ratio"] is None
+
+
+def test_peers_that_are_not_there_or_wrong_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.einsum("bhnd,bhmd->bhnm", q, k).tril()
+        return (scores / scores.sum(-1, keepdim=True)) @ v
+
+    package, module = (
+        types.ModuleType("performer_pytorch"),
+        types.ModuleType("performer_pytorch.performer_pytorch"),
+    )
+    monkeypatch.setitem(sys.modules, "performer_pytorch", package)
+    monkeypatch.setitem(sys.modules, "performer_pytorch.performer_pytorch", module)
+    module.causal_linear_attention_noncuda = right  # type: ignore[attr-defined]
+    case = AttentionCase(70, heads=2, dim=16, gates=True)  # peers go without gates
+    found, reasons = peers_of(case)
+    assert list(found) == ["performer-pytorch"]
+    assert reasons["mamba"] in ("not installed", "needs a GPU")
+    module.causal_linear_attention_noncuda = lambda q, k, v: 2 * right(q, k, v)  # type: ignore[attr-defined]
+    found, reasons = peers_of(case)
+    assert found == {}
+    assert "performer-pytorch: out is off at N = 70" in reasons["performer-pytorch"]
+    _, reasons = peers_of(AttentionCase(70, heads=2, dim=16, kv_heads=1))
+    assert reasons["performer-pytorch"] == "knows no grouped heads"

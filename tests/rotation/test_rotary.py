@@ -1,0 +1,350 @@
+"""Rotary: RoFormer's rotation, its layouts and its precision."""
+
+import copy
+import math
+from collections.abc import Callable
+
+import mpmath
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing import assert_close
+
+from linrope import LinearRoPEAttention, Rotary, linear_rope_attention
+from linrope.rotation.rotary import LAYOUTS, MAX_POSITION, grid_positions
+from tests.scalings import SCALINGS, scaled
+
+positions_up_to_the_last = st.integers(0, MAX_POSITION)
+
+
+def vectors(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def turn(rotary: Rotary, x: torch.Tensor, position: int) -> torch.Tensor:
+    """x (f,) turned to a position."""
+    return rotary(x.view(1, 1, 1, -1), torch.tensor([position])).flatten()
+
+
+def dense(theta: torch.Tensor, position: int) -> torch.Tensor:
+    """The block-diagonal matrix of eq. 15."""
+    blocks = []
+    for angle in (position * theta).tolist():
+        c, s = mpmath.cos(angle), mpmath.sin(angle)
+        blocks.append(torch.tensor([[c, -s], [s, c]], dtype=torch.float64))
+    return torch.block_diag(*blocks)
+
+
+@settings(deadline=None)
+@given(m=st.integers(0, 10**6), n=st.integers(0, 10**6), layout=st.sampled_from(LAYOUTS))
+def test_products_depend_on_the_relative_position_alone(m: int, n: int, layout: str) -> None:
+    rotary, x, y = Rotary(16, layout=layout), vectors(16, seed=1), vectors(16, seed=2)
+    low, high = sorted((m, n))
+    # R(m)^T R(n) = R(n - m), and R(n)^T R(m) is its transpose
+    x, y = (x, y) if low == m else (y, x)
+    relative = x @ turn(rotary, y, high - low)
+    # float64 angles of up to 1e6 rad are exact to 1e6 * 2^-53 ~ 1e-10
+    assert_close(turn(rotary, x, low) @ turn(rotary, y, high), relative, atol=1e-8, rtol=0)
+
+
+@settings(max_examples=20)
+@given(m=st.integers(0, 10**6), n=st.integers(0, 10**6), rope_type=st.sampled_from(list(SCALINGS)))
+def test_scaled_rotations_keep_the_norm_and_depend_on_the_relative_position(
+    m: int, n: int, rope_type: str
+) -> None:
+    rotary, x, y = scaled(rope_type), vectors(16, seed=1), vectors(16, seed=2)
+    low, high = sorted((m, n))
+    at_low, at_high = turn(rotary, x, low), turn(rotary, y, high)
+    assert_close(at_low @ at_high, x @ turn(rotary, y, high - low), atol=1e-8, rtol=0)
+    assert_close(at_high.norm(), y.norm(), atol=0, rtol=1e-14)
+
+
+@settings(deadline=None)
+@given(position=positions_up_to_the_last, layout=st.sampled_from(LAYOUTS))
+def test_rotation_keeps_the_norm(position: int, layout: str) -> None:
+    x = vectors(16)
+    assert_close(turn(Rotary(16, layout=layout), x, position).norm(), x.norm(), atol=0, rtol=1e-14)
+
+
+@pytest.mark.parametrize("position", [0, 1, 7, 1000])
+def test_elementwise_form_is_the_dense_matrix_of_eq_15(position: int) -> None:
+    rotary, x = Rotary(8), vectors(8)
+    matrix = dense(rotary.theta, position)
+    assert_close(turn(rotary, x, position), matrix @ x)
+    # and of eq. 34: x cos + (-x2, x1, -x4, x3, ..) sin, every cos and sin twice
+    angles = (position * rotary.theta).repeat_interleave(2)
+    swapped = torch.stack((-x[1::2], x[0::2]), -1).flatten()
+    assert_close(matrix @ x, x * angles.cos() + swapped * angles.sin())
+
+
+@pytest.mark.parametrize("rotary_dim", [8, 4])
+def test_layouts_are_equal_up_to_a_permutation_of_the_features(rotary_dim: int) -> None:
+    x, positions = vectors(2, 5, 3, 8), torch.tensor([3, 1, 4, 1, 5])
+    # half layout's feature number t, t + p are the pair 2t, 2t + 1
+    pairs = torch.arange(rotary_dim).view(-1, 2).T.flatten()
+    order = torch.cat((pairs, torch.arange(rotary_dim, 8)))
+    interleaved, half = (Rotary(8, layout=layout, rotary_dim=rotary_dim) for layout in LAYOUTS)
+    assert_close(half(x[..., order], positions), interleaved(x, positions)[..., order], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_partial_rotation_turns_the_first_features_and_leaves_the_rest(layout: str) -> None:
+    x, positions = vectors(1, 6, 2, 10), torch.arange(6)
+    y = Rotary(10, rotary_dim=4, layout=layout)(x, positions)
+    assert torch.equal(y[..., 4:], x[..., 4:])
+    assert torch.equal(y[..., :4], Rotary(4, layout=layout)(x[..., :4], positions))
+
+
+def test_theta_is_that_of_eq_15_and_base_changes_it() -> None:
+    expected = [float(mpmath.mpf(500) ** (mpmath.mpf(-2 * t) / 6)) for t in range(3)]
+    assert_close(Rotary(8, base=500.0, rotary_dim=6).theta, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_query_heads_that_share_a_key_head_share_its_theta() -> None:
+    theta = torch.tensor([[1.0, 0.5], [0.3, 0.1]], dtype=torch.float64)
+    x, positions = vectors(2, 5, 6, 4), torch.randint(0, 99, (2, 5), generator=torch.Generator())
+    y = Rotary(4, theta=theta)(x, positions)
+    for head in range(6):
+        alone = Rotary(4, theta=theta[head // 3])(x[:, :, head : head + 1], positions)
+        assert torch.equal(y[:, :, head : head + 1], alone)
+
+
+def test_whole_model_rotation_turns_d_model_before_the_split_into_heads() -> None:
+    x, positions = vectors(2, 7, 4 * 6), torch.arange(7)
+    before = Rotary(24, base=100.0)(x.unsqueeze(2), positions).view(2, 7, 4, 6)
+    after = Rotary.whole_model(4, 6, base=100.0)(x.view(2, 7, 4, 6), positions)
+    assert_close(after, before, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(("axes", "heads", "head_dim"), [(2, 4, 6), (3, 2, 10)])
+def test_whole_model_rotation_on_a_grid_turns_d_model_before_the_split(
+    axes: int, heads: int, head_dim: int
+) -> None:
+    d_model, positions = heads * head_dim, grid_positions(*[3] * axes)
+    x = vectors(2, len(positions), d_model)
+    before = Rotary.axial(d_model, axes, base=100.0)(x.unsqueeze(2), positions).unflatten(-1, (heads, -1))
+    rotary = Rotary.whole_model(heads, head_dim, base=100.0, axes=axes)
+    assert rotary.theta.shape == (heads, axes, head_dim // 2)
+    assert torch.equal(rotary(x.unflatten(-1, (heads, -1)), positions), before.squeeze(2))
+
+
+def test_layer_takes_whole_model_rotation() -> None:
+    layer = LinearRoPEAttention(8, 2, rotary=Rotary.whole_model(2, 4))
+    assert layer(torch.ones(1, 3, 8)).shape == (1, 3, 8)
+
+
+@pytest.mark.parametrize("pairs", [None, [4, 1]])
+def test_axial_rotation_is_that_of_each_axis_on_its_own_share(pairs: list[int] | None) -> None:
+    x, positions = vectors(2, 7, 3, 10), torch.randint(0, 99, (2, 7, 2), generator=torch.Generator())
+    rows, columns = pairs or (3, 2)
+    y = Rotary.axial(10, base=100.0, pairs=pairs)(x, positions)
+    own = [Rotary(2 * n, base=100.0) for n in (rows, columns)]
+    assert_close(y[..., : 2 * rows], own[0](x[..., : 2 * rows], positions[..., 0]), atol=0, rtol=0)
+    assert_close(y[..., 2 * rows :], own[1](x[..., 2 * rows :], positions[..., 1]), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_partial_axial_rotation_turns_the_first_features_and_leaves_the_rest(layout: str) -> None:
+    x, positions = vectors(1, 6, 2, 14), grid_positions(2, 3)
+    y = Rotary.axial(14, base=100.0, layout=layout, rotary_dim=10)(x, positions)
+    assert torch.equal(y[..., 10:], x[..., 10:])
+    assert torch.equal(y[..., :10], Rotary.axial(10, base=100.0, layout=layout)(x[..., :10], positions))
+
+
+def test_a_grid_is_numbered_row_by_row() -> None:
+    places = grid_positions(2, 3)
+    assert places.dtype == torch.int64
+    assert places.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
+    video = grid_positions(4, 3, 5)
+    assert video.shape == (60, 3)
+    assert torch.equal(video @ torch.tensor([15, 5, 1]), torch.arange(60))
+    assert grid_positions(3).tolist() == [[0], [1], [2]]
+
+
+def test_class_tokens_have_coordinate_0_and_move_the_grid_to_1() -> None:
+    places = grid_positions(2, 3, class_tokens=2)
+    assert torch.equal(places[2:], grid_positions(2, 3) + 1)
+    assert not places[:2].any()
+
+
+def test_axial_rotation_divides_the_pairs_evenly() -> None:
+    video = Rotary.axial(16, 3)
+    assert video.theta.shape == (3, 8)
+    assert (video.theta > 0).sum(1).tolist() == [3, 3, 2]
+    assert ((video.theta > 0).sum(0) == 1).all()
+    assert video.theta[:, [0, 3, 6]].amax(0).tolist() == [1.0] * 3  # every axis starts with 1 rad
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("heads", [None, 2])
+def test_rotations_on_a_grid_depend_on_the_relative_position(layout: str, heads: int | None) -> None:
+    """With any theta, axial or not: a pair may turn with several axes at once."""
+    shape = (3, 4) if heads is None else (heads, 3, 4)
+    rotary = Rotary(8, theta=vectors(*shape), axes=3, layout=layout)
+    x, y = vectors(1, 6, 4, 8, seed=1), vectors(1, 6, 4, 8, seed=2)
+    places = torch.randint(0, 999, (2, 6, 3), generator=torch.Generator().manual_seed(0))
+    m, n = places.sort(0).values
+    products = (rotary(x, m) * rotary(y, n)).sum(-1)
+    assert_close(products, (x * rotary(y, n - m)).sum(-1), atol=1e-8, rtol=0)
+
+
+def test_one_axis_is_no_grid() -> None:
+    theta, x, positions = vectors(2, 4), vectors(1, 6, 4, 8), torch.arange(6)
+    one_axis = Rotary(8, theta=theta[:, None], axes=1)(x, positions[:, None])
+    assert torch.equal(one_axis, Rotary(8, theta=theta)(x, positions))
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 8), (3, 8), (2, 3, 8)])
+def test_turns_wrap_to_the_angles(shape: tuple[int, ...]) -> None:
+    axes = 3 if shape[-2:] == (3, 8) else None
+    rotary = Rotary(16, theta=vectors(*shape), axes=axes)
+    positions = torch.tensor([0, 1, 2, 10**6, MAX_POSITION])
+    where = positions if axes is None else positions[:, None] + torch.tensor([0, -7, -9])
+    where = where.clamp_min(0)
+    turns = rotary.turns(torch.device("cpu"))
+    assert turns.dtype == torch.int64
+    heads = shape[0] if len(shape) > (2 if axes else 1) else 1
+    assert turns.shape == rotary.frequencies.shape == (axes or 1, heads, 8)
+    grid = where[:, None] if axes is None else where
+    wrapped = (grid[..., None, None] * turns).sum(-3)  # int64, modulo 2^64
+    difference = wrapped.double() * (2 * math.pi / 2**64) - rotary.angles(where)
+    assert_close(torch.cos(difference), torch.ones_like(difference), atol=1e-12, rtol=0)
+    assert_close(torch.sin(difference), torch.zeros_like(difference), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_turns_first_read_in_inference_mode_can_be_saved_for_gradients(device: str) -> None:
+    with torch.inference_mode():
+        rotary = Rotary(4)
+        assert not rotary.turns(torch.device(device)).is_inference()
+    assert not rotary.turns(torch.device(device)).is_inference()
+    assert rotary.turns(torch.device(device)) is rotary.turns(torch.device(device))
+
+
+def test_turns_read_in_fake_tensor_mode_are_not_kept() -> None:
+    rotary, meta = Rotary(4), torch.device("meta")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert type(rotary.turns(meta)) is not torch.Tensor
+    assert type(rotary.turns(meta)) is torch.Tensor
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+@pytest.mark.parametrize("make", [Rotary, Rotary.axial, lambda f: Rotary(f, theta=torch.ones(f // 2))])
+def test_a_rotation_made_and_used_in_inference_mode_can_be_trained_with(
+    make: Callable[[int], Rotary], backend: str
+) -> None:
+    q = vectors(1, 6, 1, 4)
+    with torch.inference_mode():
+        rotary = make(4)
+        where = grid_positions(2, 3) if rotary.axes else torch.arange(6)
+        linear_rope_attention(q, q, q, rotary=rotary, positions=where, backend=backend)
+    where, q = where.clone(), q.requires_grad_()
+    linear_rope_attention(q, q, q, rotary=rotary, positions=where, backend=backend).sum().backward()
+    assert q.grad is not None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_xpos_fades_each_pair_by_its_own_rate(layout: str) -> None:
+    rotary = Rotary(8, rotary_dim=6, xpos=512, layout=layout)
+    rates = [math.log((2 * t / 6 + 0.4) / 1.4) / 512 for t in range(3)]
+    order = (0, 0, 1, 1, 2, 2) if layout == "interleaved" else (0, 1, 2, 0, 1, 2)
+    expected = torch.tensor([*(rates[t] for t in order), 0.0, 0.0], dtype=torch.float64)
+    assert rotary.fade is not None
+    assert_close(rotary.fade, expected)
+    assert rotary.fade.max() <= 0  # zeta_t <= 1: nothing grows
+    # the rotation itself is the same
+    x = vectors(1, 3, 1, 8)
+    assert torch.equal(rotary(x, torch.arange(3)), Rotary(8, rotary_dim=6, layout=layout)(x, torch.arange(3)))
+    assert Rotary(8).fade is None
+
+
+def test_angles_are_exact_to_1e_6_rad_up_to_the_last_position() -> None:
+    """Against 60 digits: theta itself, the angle modulo 2 pi, and cos and sin."""
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.randint(0, MAX_POSITION, (12,), generator=generator)
+    positions = torch.cat((positions, torch.tensor([0, 1, 10**6, MAX_POSITION])))
+    rotary = Rotary(64)
+    angles = rotary.angles(positions)[:, 0]
+    cos, sin = (x[:, 0] for x in rotary.cos_sin(positions, torch.float64))
+    with mpmath.workdps(60):
+        for i, position in enumerate(positions.tolist()):
+            for t in range(0, 32, 3):
+                exact = position * mpmath.mpf(10000) ** (mpmath.mpf(-2 * t) / 64)
+                difference = (mpmath.mpf(angles[i, t].item()) - exact) % (2 * mpmath.pi)
+                assert min(difference, 2 * mpmath.pi - difference) <= 1e-6
+                assert abs(mpmath.cos(exact) - cos[i, t].item()) <= 1e-6
+                assert abs(mpmath.sin(exact) - sin[i, t].item()) <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_cos_sin_are_formed_in_float64_and_then_cast(dtype: torch.dtype) -> None:
+    positions = torch.tensor([5, MAX_POSITION])
+    cos, sin = Rotary(8).cos_sin(positions, dtype)
+    assert cos.dtype == sin.dtype == dtype
+    assert cos.shape == sin.shape == (2, 1, 4)
+    angles = Rotary(8).angles(positions)
+    assert angles.dtype == torch.float64
+    assert torch.equal(cos, angles.cos().to(dtype))
+    assert torch.equal(sin, angles.sin().to(dtype))
+
+
+def test_cos_sin_default_to_float32() -> None:
+    assert Rotary(8).cos_sin(torch.arange(3))[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_turns_in_float32(dtype: torch.dtype, layout: str) -> None:
+    x, positions, rotary = vectors(1, 9, 2, 8).to(dtype), torch.arange(9) + 12345, Rotary(8, layout=layout)
+    y = rotary(x, positions)
+    assert y.dtype == dtype
+    assert torch.equal(y, rotary(x.float(), positions).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_integer_positions_of_every_width_give_the_same_angles(dtype: torch.dtype) -> None:
+    positions = torch.arange(100)
+    assert torch.equal(Rotary(4).angles(positions.to(dtype)), Rotary(4).angles(positions))
+
+
+@pytest.mark.parametrize(("distance", "mean"), [(0, 32.5), (8, 19.8), (50, 12.6), (100, 10.2), (250, 6.55)])
+def test_long_term_decay_has_the_published_figures(distance: int, mean: float) -> None:
+    """Mean of |S_i| over the partial sums S_i of exp(i distance theta_t): RoFormer section 3.4.3."""
+    angles = Rotary(128).angles(torch.tensor([distance])).flatten()
+    partial_sums = torch.polar(torch.ones_like(angles), angles).cumsum(0)
+    assert float(partial_sums.abs().mean()) == pytest.approx(mean, rel=5e-3)  # of figures with 3 digits
+
+
+def test_casting_a_layer_to_bfloat16_leaves_theta_in_float64() -> None:
+    layer = LinearRoPEAttention(16, 2).bfloat16()
+    assert layer.rotary is not None
+    assert torch.equal(layer.rotary.theta, Rotary(8).theta)
+    assert layer.rotary.theta.dtype == torch.float64
+
+
+def test_attention_factor_is_kept_and_the_rotation_leaves_it_out() -> None:
+    rotary, x, positions = scaled("yarn"), vectors(1, 5, 1, 16), torch.arange(5)
+    assert rotary.attention_factor == 0.1 * math.log(4) + 1
+    assert torch.equal(rotary(x, positions), Rotary(16, theta=rotary.theta)(x, positions))
+    cos, sin = rotary.cos_sin(positions, torch.float64)
+    assert_close(cos**2 + sin**2, torch.ones_like(cos))
+    assert Rotary(16).attention_factor == Rotary(16, theta=rotary.theta).attention_factor == 1.0
+    assert Rotary(16, theta=rotary.theta, attention_factor=2).attention_factor == 2.0
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_a_stream_keeps_the_frequencies_that_it_began_with(rope_type: str) -> None:
+    """Its state holds rotated keys, so that theta cannot follow the length."""
+    config = {"rope_type": rope_type, **SCALINGS[rope_type]}
+    del config["seq_len"]
+    short, long = (
+        Rotary.from_config(config, head_dim=16, max_position_embeddings=100, seq_len=seq_len)
+        for seq_len in (100, 400)
+    )
+    q, k, v = (vectors(1, 4, 1, 16, seed=seed) for seed in range(3))
+    _, state = linear_rope_attention(q, k, v, rotary=short, return_state=True, backend="reference")
+    linear_rope_attention(q, k, v, rotary=copy.deepcopy(short), state=state, backend="reference")
+    with pytest.raises(ValueError, match=r"state: .*Rotary"):
+        linear_rope_attention(q, k, v, rotary=long, state=state, backend="reference")

@@ -1,0 +1,102 @@
+"""A rotation cannot be changed, and its identity and its copies are of the same theta."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from linrope import Rotary
+from linrope.rotation.rotary import grid_positions
+from tests.scalings import SCALINGS, scaled
+
+
+def vectors(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def test_later_changes_of_the_given_theta_do_not_reach_in() -> None:
+    theta = torch.ones(2, dtype=torch.float64)
+    rotary = Rotary(4, theta=theta)
+    theta.zero_()
+    assert torch.equal(rotary.theta, torch.ones(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "rotary",
+    [Rotary(8, xpos=9), Rotary(8, theta=torch.ones(2, 4)), Rotary.axial(8)],
+    ids=["base", "theta", "axes"],
+)
+def test_theta_cannot_be_changed_behind_the_identity_of_a_rotation(rotary: Rotary) -> None:
+    """A state says by whose rotation its keys are turned."""
+    where = torch.arange(3) if rotary.axes is None else grid_positions(3, 1)
+    x, identity, turns = vectors(1, 3, 2, 8), rotary.identity, rotary.turns(torch.device("cpu")).clone()
+    y, fade = rotary(x, where), rotary.fade
+    rotary.theta.mul_(2)
+    rotary.frequencies.mul_(2)
+    if rotary.fade is not None:
+        rotary.fade.mul_(2)
+        assert torch.equal(rotary.fade, fade)
+    assert torch.equal(rotary(x, where), y)
+    assert torch.equal(rotary.turns(torch.device("cpu")), turns)
+    assert rotary.identity == identity
+    for name in ("theta", "frequencies", "fade"):
+        with pytest.raises(AttributeError):
+            setattr(rotary, name, torch.ones(4))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda rotary: pickle.loads(pickle.dumps(rotary))])
+@pytest.mark.parametrize(
+    "rotary",
+    [
+        Rotary(8, base=7.0, layout="half", xpos=512),
+        Rotary.whole_model(2, 4),
+        Rotary.axial(8),
+        *map(scaled, SCALINGS),
+    ],
+    ids=lambda rotary: rotary.identity[:40],
+)
+def test_copies_turn_alike_and_have_the_same_identity(rotary: Rotary, copied: Callable[[Any], Any]) -> None:
+    rotary.turns(torch.device("cpu"))
+    x, positions, twin = vectors(1, 3, 2, rotary.dim), torch.arange(3), copied(rotary)
+    positions = positions if rotary.axes is None else positions[:, None].expand(3, rotary.axes)
+    assert twin.attention_factor == rotary.attention_factor
+    assert torch.equal(twin(x, positions), rotary(x, positions))
+    assert twin.identity == rotary.identity
+
+
+def test_identity_tells_rotations_apart() -> None:
+    different = [
+        Rotary(8),
+        Rotary(8, base=9999.0),
+        Rotary(8, layout="half"),
+        Rotary(8, rotary_dim=4),
+        Rotary(10),
+        Rotary.whole_model(2, 8),
+        Rotary(8, theta=torch.ones(4)),
+        Rotary(8, theta=torch.ones(4).double() + 1e-15),
+        Rotary(8, theta=torch.ones(4), attention_factor=2),
+        Rotary(8, theta=torch.ones(1, 4), axes=1),
+        Rotary(8, xpos=512),
+        *map(scaled, SCALINGS),
+        scaled("yarn", factor=3.0),
+        scaled("yarn", attention_factor=1.0),
+        scaled("longrope", seq_len=800),
+        scaled("dynamic", seq_len=800),
+    ]
+    assert len({rotary.identity for rotary in different}) == len(different)
+    assert Rotary(8).identity == Rotary(8, base=10000).identity == repr(Rotary(8, rotary_dim=8))
+    as_default = scaled("yarn", beta_fast=32, beta_slow=1.0, truncate=True, mscale=None, factor=4)
+    assert as_default.identity == scaled("yarn").identity
+    assert Rotary(8, scaling={"rope_type": "default"}).identity == Rotary(8).identity
+    ones = torch.ones(4)
+    assert Rotary(8, theta=ones, attention_factor=1.0).identity == Rotary(8, theta=ones).identity
+
+
+def test_later_changes_of_the_given_scaling_do_not_reach_in() -> None:
+    given: dict[str, Any] = {"rope_type": "longrope", **copy.deepcopy(SCALINGS["longrope"])}
+    rotary = Rotary(16, scaling=given)
+    given["long_factor"][0] = 99.0
+    assert repr(rotary) == scaled("longrope").identity
