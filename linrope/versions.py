@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from linrope import backends
+from linrope.backends.protocol import Backend
 
 
 def versions() -> dict[str, Any]:
@@ -77,12 +78,12 @@ def _line(name: str, text: str) -> None:
     sys.stdout.write(f"{name:<17} {' '.join(text.split())}\n")
 
 
-def _backend(name: str) -> ModuleType | str:
+def _backend(name: str) -> Backend | str:
     """The backend, or why it can run no call at all on this machine."""
     module = backends.load(name)
     if isinstance(module, str):
         return module
-    reason: str | None = module.why_not() if hasattr(module, "why_not") else None
+    reason = module.why_not()
     return module if reason is None else reason
 
 

@@ -1,6 +1,7 @@
 """The layers of the code: imports point down, nothing reaches for a GPU library, files stay short."""
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,24 +15,21 @@ FILES = sorted(ROOT.rglob("*.py"))
 KERNEL_FILES = sorted((ROOT.parent / "kernels").rglob("*.py"))
 ids = [str(path.relative_to(ROOT)) for path in FILES]
 
-# From top to bottom. The modules of one level do not know each other.
-LEVELS = [
+# From top to bottom. The rooms of one floor do not know each other.
+FLOORS = [
     {"__main__"},
     {"cli"},
     {"models", "versions"},
-    {"attention", "position_encodings"},
-    {"choices", "functional"},
-    {"distributed"},
-    {"request"},
-    {"decoding"},
-    {"arguments", "backends", "features", "selective", "short_convolution"},
-    {"decay"},
-    {"chunks", "feature_maps", "packing", "rotary", "state"},
-    {"angles", "constants", "files", "frequencies", "writing"},
-    {"names"},
+    {"distributed", "position_encodings"},
+    {"layer"},
+    {"operation"},
+    {"backends"},
+    {"feature_maps"},
+    {"rotation", "sequence"},
+    {"common"},
 ]
-RANK = {name: rank for rank, level in enumerate(LEVELS) for name in level}
-PUBLIC = RANK["attention"]  # linrope itself re-exports all from there down
+RANK = {name: rank for rank, level in enumerate(FLOORS) for name in level}
+PUBLIC = RANK["layer"]  # linrope itself re-exports all from there down
 
 
 def imported(source: str, package: str) -> Iterator[str]:
@@ -48,7 +46,7 @@ def imported(source: str, package: str) -> Iterator[str]:
 
 
 def upward(source: str, module: str, is_package: bool = False) -> list[str]:
-    """The imports in a linrope module's source that the order of LEVELS forbids."""
+    """The imports in a linrope module's source that the order of FLOORS forbids."""
     own = module.split(".")[1]
     found = []
     for name in imported(source, module if is_package else module.rpartition(".")[0]):
@@ -70,7 +68,7 @@ def test_imports_point_down_only(path: Path) -> None:
     package = parts[-1] == "__init__"
     module = ".".join(parts[:-1] if package else parts)
     own = module.split(".")[1]
-    assert own in RANK, f"{own} has no place in LEVELS"
+    assert own in RANK, f"{own} has no place in FLOORS"
     assert upward(path.read_text("utf-8"), module, package) == []
 
 
@@ -82,16 +80,16 @@ def test_imports_point_down_only(path: Path) -> None:
             "linrope.operation.functional",
             ["linrope.layer.attention.X"],
         ),
-        ("from linrope import attention", "linrope.operation.functional", ["linrope.layer.attention"]),
+        ("from linrope import layer", "linrope.operation.functional", ["linrope.layer"]),
         ("from linrope import Rotary", "linrope.layer.attention", ["linrope.Rotary"]),
         ("import linrope.cli.main", "linrope.models.lm", ["linrope.cli.main"]),
         (
-            "def f():\n    from ..functional import X",
+            "def f():\n    from ..operation.functional import X",
             "linrope.backends.eager",
             ["linrope.operation.functional.X"],
         ),
         ("from linrope.sequence.state import X", "linrope.common.files", ["linrope.sequence.state.X"]),
-        ("from linrope.rotation.rotary import X", "linrope.feature_maps.base", ["linrope.rotation.rotary.X"]),
+        ("from linrope.backends.call import X", "linrope.feature_maps.base", ["linrope.backends.call.X"]),
         ("import linrope", "linrope.rotation.rotary", ["linrope"]),
         ("from linrope.common.files import X", "linrope.sequence.state", []),
         ("from linrope import Rotary", "linrope.models.lm", []),
@@ -120,3 +118,44 @@ def test_the_kernels_import_torch_and_triton_only(path: Path) -> None:
 @pytest.mark.parametrize("path", [*FILES, *KERNEL_FILES], ids=lambda path: path.stem)
 def test_files_stay_under_400_lines(path: Path) -> None:
     assert len(path.read_text("utf-8").splitlines()) < 400
+
+
+def module_of(path: Path) -> str:
+    """The name under which Python imports the file."""
+    return ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_when_loaded(path: Path) -> set[str]:
+    """The modules of linrope that a module imports before it runs anything."""
+    modules = {module_of(other) for other in FILES} - {"linrope"}
+    tree = ast.parse(path.read_text("utf-8"))
+    outside = [node for node in tree.body if not isinstance(node, ast.If)]  # if TYPE_CHECKING
+    names = imported(ast.unparse(ast.Module(outside, [])), module_of(path))
+    return {m for name in names for m in (name, name.rpartition(".")[0]) if m in modules} - {module_of(path)}
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """The modules that lie on a circle of imports."""
+    while leaves := [name for name, others in graph.items() if not others & graph.keys()]:
+        graph = {name: others for name, others in graph.items() if name not in leaves}
+    return sorted(graph)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {module_of(path): imported_when_loaded(path) for path in FILES if path.name != "__init__.py"}
+    assert circles(graph) == []
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"a"}, "c": {"a"}, "d": set()}) == ["a", "b", "c"]
+
+
+def test_the_operation_runs_without_the_distributed_package() -> None:
+    """Importing linrope and calling the layer loads no module of linrope.distributed."""
+    code = (
+        "import sys, torch, linrope\n"
+        "linrope.LinearRoPEAttention(8, 2, short_conv=2)(torch.zeros(1, 3, 8))\n"
+        "print([name for name in sys.modules if name.startswith('linrope.distributed')])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

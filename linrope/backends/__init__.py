@@ -1,22 +1,34 @@
-"""One table of backends, and one rule to choose.
+"""The table of backends, and the rule that chooses one for a call."""
 
-A backend is a module with ``attend(call, state) -> (out, sums)`` and ``supports(call, state) -> why not, or
-None``: ``linrope.backends.call``.
-"""
-
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 from linrope.backends import eager, native, reference
 from linrope.backends.call import Call, has_tangents
+from linrope.backends.protocol import Backend
 from linrope.common.names import check_name
 from linrope.sequence.state import LinearAttentionState
 
-MODULES = {"reference": reference, "eager": eager, "native": native}
-NAMES = ("auto", *MODULES, "triton")
+if TYPE_CHECKING:
+    from linrope.backends import triton
+
+    # A type checker compares each module with the protocol that it has to fulfil.
+    from linrope.backends.protocol import ChunkedBackend
+
+    _CHUNKED: tuple[ChunkedBackend, ...] = (eager, native, triton)
+
+# Each backend, and the devices for which "auto" tries it, in this order.
+BACKENDS: dict[str, tuple[str, ...]] = {
+    "native": ("cpu",),
+    "triton": ("cuda",),
+    "eager": ("cpu", "cuda"),
+    "reference": (),
+}
+NAMES = ("auto", *BACKENDS)
+_MODULES: dict[str, Backend] = {"native": native, "eager": eager, "reference": reference}
 
 
-def choose(name: str, call: Call, state: LinearAttentionState | None) -> ModuleType:
-    """The backend of that name; "auto" takes native on a CPU and triton on a GPU where they can, else eager.
+def choose(name: str, call: Call, state: LinearAttentionState | None) -> Backend:
+    """The backend of that name; "auto" takes native on a CPU and triton on a GPU if they can, else eager.
 
     Raises:
         ValueError: unknown name.
@@ -25,23 +37,28 @@ def choose(name: str, call: Call, state: LinearAttentionState | None) -> ModuleT
     check_name("backend", name, NAMES)
     if name != "reference" and has_tangents(call, state):
         raise RuntimeError(f"backend={name!r}: got inputs with tangents (forward mode), expected 'reference'")
-    order: tuple[str, ...] = (name,)
-    if name == "auto":
-        order = ("native", "eager") if call.k.device.type == "cpu" else ("triton", "eager")
-    for candidate in order:
-        module = load(candidate)
-        reason = module if isinstance(module, str) else module.supports(call, state)
+    device = "cpu" if call.k.device.type == "cpu" else "cuda"
+    candidates = [x for x in BACKENDS if device in BACKENDS[x]] if name == "auto" else [name]
+    for candidate in candidates:
+        backend = load(candidate)
+        reason = backend if isinstance(backend, str) else _why_not(backend, call, state)
         if reason is None:
-            return module  # type: ignore[return-value]
+            return backend  # type: ignore[return-value]
     raise RuntimeError(f"backend={name!r} cannot run: {reason}")
 
 
-def load(name: str) -> ModuleType | str:
-    """The backend's module, or why it is not to be had."""
-    if name != "triton":
-        return MODULES[name]
-    try:
-        from linrope.backends import triton  # only where it may be used: Triton may be absent
-    except ImportError as error:
-        return str(error)
-    return triton
+def _why_not(backend: Backend, call: Call, state: LinearAttentionState | None) -> str | None:
+    if call.feature_map not in backend.MAPS:
+        return f"feature_map={call.feature_map!r}: it computes {', '.join(backend.MAPS)}; use backend='eager'"
+    return backend.supports(call, state)
+
+
+def load(name: str) -> Backend | str:
+    """The backend, or why it cannot be imported: triton needs a package that may be absent."""
+    if name == "triton":
+        try:
+            from linrope.backends import triton  # only where it may be used
+        except ImportError as error:
+            return str(error)
+        return triton
+    return _MODULES[name]

@@ -1,8 +1,8 @@
-"""Eq. 19 in chunks, in plain PyTorch: any device, any float dtype, O(N), no loop over chunks.
+"""Equation 19 in chunks, in plain PyTorch: any device, any floating dtype, O(N), no loop over chunks.
 
     1  cut every sequence into chunks of c tokens
     2  inside a chunk: scores <R phi_i, R psi_j> e^(D_i - D_j), j <= i, D the sum of log decays from its start
-    3  from chunk to chunk: the state S, faded by e^(D_c), and the chunk's own keys (``linrope.sequence.chunks``)
+    3  from chunk to chunk: the state S, decayed by e^(D_c), plus the keys of the chunk (``linrope.sequence.chunks``)
     4  num_i = sum_j scores_ij v_j + e^(D_i) R phi_i S, and den_i likewise without rotation
 
 The backward pass does the same with the gradient T of the state, from the last chunk to the first, and
@@ -11,6 +11,7 @@ c position in the chunk.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,22 +26,30 @@ from linrope.rotation.rotary import rotate
 from linrope.sequence.chunks import Cut, around, around_reversed, fade
 from linrope.sequence.state import LinearAttentionState
 
-READS_RESULTS = False
+MAPS = ELEMENTWISE
 AT_ONCE = 2**20  # numbers of k in one pass: heads beyond that take turns, and need no more memory
 LONGEST_FADE = 60.0  # of xPos: how far e^x may go for its inverse within a chunk; float32 ends at 88
 
 
+def why_not() -> str | None:
+    return None
+
+
 def supports(call: Call, state: LinearAttentionState | None) -> str | None:
-    if call.fade is not None and call.distances is not None and readable(call.distances):
+    if call.xpos_log_decay is not None and call.distances is not None and readable(call.distances):
         cut = Cut.of(call.k, call.bounds)
         most = int(cut.take(call.distances).masked_fill(~cut.valid, 0)[:, 1:].sum(1).max())
-        if most * -float(call.fade.min()) > LONGEST_FADE:
+        if most * -float(call.xpos_log_decay.min()) > LONGEST_FADE:
             return f"{most} positions in one chunk with this xpos: use backend='reference'"
     return None
 
 
 def new_saved(call: Call) -> list[Tensor]:
     return []
+
+
+def reads_results(call: Call) -> bool:
+    return False
 
 
 class Decay:
@@ -51,15 +60,15 @@ class Decay:
         self.total = self.sums[:, :, 0, -1:].mT  # (t, g or 1, 1 or f, 1), as S has its axes
 
     def queries(self, x: Tensor) -> Tensor:
-        """x with what is left for each query of what came before the chunk."""
+        """x_i e^(D_i): decayed since the chunk's start."""
         return x * self.sums.exp().to(x.dtype)
 
     def keys(self, x: Tensor) -> Tensor:
-        """x with what is left of each key at the last token."""
+        """x_j e^(D_c - D_j): decayed to the chunk's last token."""
         return x * (self.sums[..., -1:, :] - self.sums).exp().to(x.dtype)
 
     def tile(self, scores: Tensor) -> Tensor:
-        """scores with what is left of key j for query i."""
+        """scores_ij e^(D_i - D_j)."""
         return scores * (self.sums - self.sums.mT).clamp(max=0).exp().to(scores.dtype)
 
 
@@ -68,7 +77,7 @@ class Chunks:
 
     def __init__(self, call: Call, sums: Sums | None) -> None:
         q, k = call.k[:, :0] if call.q is None else call.q, call.k
-        self.call, self.function = call, ELEMENTWISE[call.feature_map]
+        self.call, self.function = call, MAPS[call.feature_map]
         self.dtype = torch.promote_types(q.dtype, torch.float32) if sums is None else sums.kv.dtype
         self.keys = self.queries = Cut.of(k, call.bounds)
         if call.q is not None and not call.causal:
@@ -91,15 +100,18 @@ class Chunks:
         if call.log_decay is not None:
             self.decay = Decay(self.keys.take(call.log_decay).transpose(1, 2)[:, :, None, :, None], self.keys)
             self.kv_log, self.z_log = self.decay.total, self.decay.total[..., 0]
-        if call.fade is not None and call.distances is not None:
+        if call.xpos_log_decay is not None and call.distances is not None:
             passed = self.keys.take(call.distances).masked_fill(~self.keys.valid, 0)
-            log = passed[:, None, None, :, None] * call.fade
+            log = passed[:, None, None, :, None] * call.xpos_log_decay
             # Apart, since a long gap before the chunk would cost the sums their digits.
             self.first = log[:, :, 0, :1].mT.clone()
             log[..., 0, :] = 0
             self.pairs = Decay(log, self.keys)
             self.kv_log = self.first + self.pairs.total + (0 if self.kv_log is None else self.kv_log)
-            self.phi_hat, self.psi_hat = self.lifted(self.phi_hat, 1), self.lifted(self.psi_hat, -1)
+            self.phi_hat, self.psi_hat = (
+                self.xpos_within_chunk(self.phi_hat, 1),
+                self.xpos_within_chunk(self.psi_hat, -1),
+            )
 
     def take(self, x: Tensor, cut: Cut, r: int = 1) -> Tensor:
         """(t, g, r, c, ..) of x (b, n, g r, ..), in the dtype of all sums."""
@@ -114,15 +126,15 @@ class Chunks:
     def turned(self, x: Tensor, turn: list[Tensor] | None, way: int = 1) -> Tensor:
         return x if turn is None else rotate(x, turn[0], way * turn[1], self.call.layout)
 
-    def lifted(self, x: Tensor, way: int) -> Tensor:
+    def xpos_within_chunk(self, x: Tensor, way: int) -> Tensor:
         """xPos from the chunk's first token to each, or its inverse."""
         return x if self.pairs is None else x * (way * self.pairs.sums).exp().to(x.dtype)
 
-    def read(self, state: Tensor) -> Tensor:
+    def xpos_into_chunk(self, state: Tensor) -> Tensor:
         """xPos from the token before the chunk to its first."""
         return state if self.pairs is None else fade(state, self.first)
 
-    def written(self, state: Tensor) -> Tensor:
+    def xpos_out_of_chunk(self, state: Tensor) -> Tensor:
         """xPos from the chunk's first token to its last."""
         return state if self.pairs is None else fade(state, self.pairs.total)
 
@@ -135,10 +147,12 @@ class Chunks:
 
     def states(self, sums: Sums | None) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """S (t, g, f, e) before and after each chunk, and z (t, g, f)."""
-        own = self.written(self.faded(self.psi_hat, Decay.keys)[:, :, 0].mT @ self.v[:, :, 0])
-        own_z = self.faded(self.psi.double(), Decay.keys)[:, :, 0].sum(-2)
-        kv, z = (None, None) if sums is None else sums[:2]
-        return around(own, self.kv_log, self.keys, kv), around(own_z, self.z_log, self.keys, z)
+        kv_of_chunk = self.xpos_out_of_chunk(
+            self.faded(self.psi_hat, Decay.keys)[:, :, 0].mT @ self.v[:, :, 0]
+        )
+        z_of_chunk = self.faded(self.psi.double(), Decay.keys)[:, :, 0].sum(-2)
+        kv, z = (None, None) if sums is None else (sums.kv, sums.z)
+        return around(kv_of_chunk, self.kv_log, self.keys, kv), around(z_of_chunk, self.z_log, self.keys, z)
 
     def seen(self, states: tuple[Tensor, Tensor]) -> Tensor:
         """What the queries of each chunk read: the state before it or, bidirectional, that of all keys."""
@@ -166,7 +180,7 @@ def transposed_product(scores: Tensor, x: Tensor) -> Tensor:
 
 
 def forward(call: Call, sums: Sums | None, save: bool) -> Results:
-    outs, kvs, zs = zip(*[_forward(*part) for part in _by_heads(call, sums)], strict=True)
+    outs, kvs, zs = zip(*[_forward(**part) for part in _by_heads(call, sums)], strict=True)
     out = None if call.q is None else torch.cat(outs, 2)
     return out, (torch.cat(kvs, 1), torch.cat(zs, 1)) if call.want_state else None, []
 
@@ -175,20 +189,30 @@ def backward(
     call: Call, sums: Sums | None, results: list[Tensor], g_out: Tensor | None, g_kv: Tensor | None,
     g_z: Tensor | None,
 ) -> Gradients:  # fmt: skip
-    parts = [_backward(*part) for part in _by_heads(call, sums, g_out, g_kv, g_z)]
-    dq, dk, dv, d_log, d_steps, d_kv, d_z = (
-        None if x[0] is None else torch.cat(x, dim)
-        for x, dim in zip(zip(*parts, strict=True), (2, 2, 2, 2, 2, 1, 1), strict=True)
-    )
-    assert dk is not None
-    assert dv is not None
-    d_log = None if d_log is None or call.log_decay is None else summed_to(d_log, call.log_decay)
-    d_steps = None if d_steps is None or call.angle_steps is None else summed_to(d_steps, call.angle_steps)
-    return Gradients(dq, dk, dv, d_log, d_steps, d_kv, d_z)
+    parts = [_backward(**part) for part in _by_heads(call, sums, g_out=g_out, g_kv=g_kv, g_z=g_z)]
+
+    def joined(name: str) -> Tensor | None:
+        heads = 1 if name in ("kv", "z") else 2  # the axis of heads
+        tensors = [getattr(part, name) for part in parts]
+        return None if tensors[0] is None else torch.cat(tensors, heads)
+
+    gradients = Gradients(**{name: joined(name) for name in Gradients._fields})  # type: ignore[arg-type]
+    summed = {
+        name: summed_to(gradient, like)
+        for name in ("log_decay", "angle_steps")
+        if (like := getattr(call, name)) is not None and (gradient := getattr(gradients, name)) is not None
+    }
+    return gradients._replace(**summed)
 
 
-def _by_heads(call: Call, sums: Sums | None, *gradients: Tensor | None) -> Iterator[Any]:
-    """The call, its sums and gradients (of out, kv, z) for some key/value heads after the other."""
+def _by_heads(
+    call: Call,
+    sums: Sums | None,
+    g_out: Tensor | None = None,
+    g_kv: Tensor | None = None,
+    g_z: Tensor | None = None,
+) -> Iterator[dict[str, Any]]:
+    """The call, its sums and the gradients g_out, g_kv, g_z, for a few key/value heads at a time."""
     g, r = call.k.shape[2], call.group
     size = max(1, min(g, AT_ONCE * g // max(call.k.numel(), 1)))
 
@@ -197,21 +221,27 @@ def _by_heads(call: Call, sums: Sums | None, *gradients: Tensor | None) -> Itera
 
     for low in range(0, g, size):
         heads, queries = slice(low, min(low + size, g)), slice(low * r, min(low + size, g) * r)
-        named = {name: part(getattr(call, name), 2, heads) for name in ("k", "v", "log_decay", "angle_steps")}
-        own = call._replace(q=part(call.q, 2, queries), theta=part(call.theta, 1, heads), **named)  # type: ignore[arg-type]
-        own_sums = None if sums is None else Sums(*(part(x, 1, heads) for x in sums))  # type: ignore[arg-type]
-        dims = ((2, queries), (1, heads), (1, heads))
-        yield own, own_sums, *(part(x, *where) for x, where in zip(gradients, dims))
+        tensors = {
+            name: part(getattr(call, name), 2, heads) for name in ("k", "v", "log_decay", "angle_steps")
+        }
+        tensors |= {"q": part(call.q, 2, queries), "theta": part(call.theta, 1, heads)}
+        yield {
+            "call": replace(call, **tensors),  # type: ignore[arg-type]
+            "sums": None if sums is None else Sums(*(part(x, 1, heads) for x in sums)),  # type: ignore[arg-type]
+            "g_out": part(g_out, 2, queries),
+            "g_kv": part(g_kv, 1, heads),
+            "g_z": part(g_z, 1, heads),
+        }
 
 
-def _forward(call: Call, sums: Sums | None) -> tuple[Tensor | None, Tensor, Tensor]:
+def _forward(call: Call, sums: Sums | None, **_: None) -> tuple[Tensor | None, Tensor, Tensor]:
     """out (b, n, h, e) and the last kv and z."""
     x = Chunks(call, sums)
     kv, z = x.states(sums)
     last = kv[1][x.keys.last], z[1][x.keys.last].to(torch.float64 if sums is None else sums.z.dtype)
     if call.q is None:
         return None, *last
-    num = product(x.faded(x.phi_hat, Decay.queries), x.read(x.seen(kv))[:, :, None])
+    num = product(x.faded(x.phi_hat, Decay.queries), x.xpos_into_chunk(x.seen(kv))[:, :, None])
     if call.causal:
         num += product(x.visible(product(x.phi_hat, x.psi_hat.mT)), x.v)
     if call.normalize:
@@ -233,7 +263,11 @@ def _backward(
     """
     x = Chunks(call, sums)
     kv, z = x.states(sums)
-    phi_read, seen, z_seen = x.faded(x.phi_hat, Decay.queries), x.read(x.seen(kv))[:, :, None], x.seen(z)
+    phi_read, seen, z_seen = (
+        x.faded(x.phi_hat, Decay.queries),
+        x.xpos_into_chunk(x.seen(kv))[:, :, None],
+        x.seen(z),
+    )
     gb, delta = x.v.new_zeros(*x.phi.shape[:-1], x.v.shape[-1]), torch.zeros_like(x.phi[..., :1])
     if g_out is not None:
         gb = x.take(g_out, x.queries, call.group).masked_fill(~x.queries.valid[:, None, None, :, None], 0)
@@ -246,20 +280,20 @@ def _backward(
         d_phi_hat += product(d_scores, x.psi_hat)
     if call.normalize:
         delta = (-(x.phi_hat * d_phi_hat).sum(-1, keepdim=True) * inverse).masked_fill(~follows, 0)
-    d_phi = x.turned(x.lifted(d_phi_hat, 1), x.query_turn, -1)
+    d_phi = x.turned(x.xpos_within_chunk(d_phi_hat, 1), x.query_turn, -1)
     d_phi += x.faded(delta, Decay.queries) * z_seen[:, :, None, None].to(x.dtype)
 
     own, own_z = (
         transposed_product(phi_read, gb),
         (x.faded(x.phi, Decay.queries) * delta).double().sum((2, 3)),
     )
-    t_after, t_before = around_reversed(x.read(own[:, :, 0]), x.kv_log, x.queries, g_kv)
+    t_after, t_before = around_reversed(x.xpos_into_chunk(own[:, :, 0]), x.kv_log, x.queries, g_kv)
     w_after, w_before = around_reversed(own_z, x.z_log, x.queries, g_z)
     at_first = x.queries.reverse().last
     d_kv, d_z = t_before.flip(0)[at_first], w_before.flip(0)[at_first]
     if not call.causal:
         t_after, w_after = d_kv[x.keys.owner], d_z[x.keys.owner]
-    wanted = x.written(t_after)[:, :, None]
+    wanted = x.xpos_out_of_chunk(t_after)[:, :, None]
     d_psi_hat, d_v = (x.faded(product(y, z), Decay.keys) for y, z in ((x.v, wanted.mT), (x.psi_hat, wanted)))
     d_psi = x.faded(w_after[:, :, None, None].to(x.dtype).expand_as(x.psi), Decay.keys)
     if call.causal:
@@ -268,7 +302,7 @@ def _backward(
         d_psi = d_psi + transposed_product(weights, x.phi)
         d_psi_hat += transposed_product(d_scores, x.phi_hat)
         d_v += transposed_product(x.visible(product(x.phi_hat, x.psi_hat.mT)), gb)
-    d_psi = d_psi + x.turned(x.lifted(d_psi_hat, -1), x.key_turn, -1)
+    d_psi = d_psi + x.turned(x.xpos_within_chunk(d_psi_hat, -1), x.key_turn, -1)
 
     d_log = d_steps = None
     if call.log_decay is not None:
@@ -283,11 +317,14 @@ def _backward(
     d_q = d_phi * x.function.slope(x.q, x.phi)
     d_k = (d_psi * x.function.slope(x.k, x.psi)).masked_fill(x.hidden, 0)
     return Gradients(
-        None if call.q is None else x.queries.put(d_q.to(call.q.dtype), call.q),
-        x.keys.put(d_k.to(call.k.dtype), call.k),
-        x.keys.put(d_v.masked_fill(x.hidden, 0).to(call.v.dtype), call.v),
-        d_log, d_steps, *((None, None) if sums is None else (d_kv.to(sums.kv.dtype), d_z.to(sums.z.dtype))),
-    )  # fmt: skip
+        q=None if call.q is None else x.queries.put(d_q.to(call.q.dtype), call.q),
+        k=x.keys.put(d_k.to(call.k.dtype), call.k),
+        v=x.keys.put(d_v.masked_fill(x.hidden, 0).to(call.v.dtype), call.v),
+        log_decay=d_log,
+        angle_steps=d_steps,
+        kv=None if sums is None else d_kv.to(sums.kv.dtype),
+        z=None if sums is None else d_z.to(sums.z.dtype),
+    )
 
 
 def _sums_from(x: Chunks, change: Tensor, later: Tensor) -> Tensor:

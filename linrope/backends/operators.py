@@ -1,21 +1,21 @@
-"""The one operator that all chunked backends share: to torch.compile and autograd each call is opaque.
+"""The operator behind all chunked backends: one opaque node for autograd and for torch.compile.
 
-Its list of arguments is Call's, and the sums that the call goes on from.
+Operators take flat lists of arguments. ``flatten`` and ``unflatten`` turn a call into such a list and back; the
+schema, the gradients' places and the list itself follow from the fields of ``Call``.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from importlib import import_module
-from types import ModuleType
-from typing import Any, get_type_hints
+from dataclasses import fields
+from typing import Any, cast, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
-from linrope.backends.call import Call, Sums, needs_gradients, transformed
+from linrope.backends.call import INPUTS, Call, Sums, needs_gradients, transformed
+from linrope.backends.protocol import ChunkedBackend
 from linrope.sequence.state import LinearAttentionState
 
 _TYPES: dict[Any, str] = {
@@ -25,61 +25,74 @@ _TYPES: dict[Any, str] = {
     bool: "bool",
     float: "float",
 }
-_CALL = [f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Call).items()]
-_ARGUMENTS = ", ".join(["str backend", *_CALL, "Tensor? kv", "Tensor? z", "Tensor? angle"])
-_FIELDS = len(Call._fields)
+_FIELDS = tuple(field.name for field in fields(Call))
+_ARGUMENTS = ("backend", *_FIELDS, *Sums._fields)
+_DIFFERENTIABLE = [_ARGUMENTS.index(name) for name in (*INPUTS, "kv", "z")]
+
+
+def _schema() -> str:
+    """The types and names of the list that ``flatten`` makes."""
+    hints = get_type_hints(Call) | {"backend": str} | dict.fromkeys(Sums._fields, Tensor | None)
+    return ", ".join(f"{_TYPES[hints[name]]} {name}" for name in _ARGUMENTS)
+
+
+def flatten(backend: str, call: Call, sums: Sums | None) -> tuple[Any, ...]:
+    """The operator's first arguments."""
+    return backend, *[getattr(call, name) for name in _FIELDS], *(sums or (None, None, None))
+
+
+def unflatten(arguments: Sequence[Any]) -> tuple[ChunkedBackend, Call, Sums | None]:
+    """The backend, the call and the incoming sums from the operator's arguments."""
+    named = dict(zip(_ARGUMENTS, arguments))
+    backend, kv, z, angle = (named.pop(name) for name in ("backend", *Sums._fields))
+    return _module(backend), Call(**named), None if kv is None else Sums(kv, z, angle)
+
+
+def _module(name: str) -> ChunkedBackend:
+    from linrope.backends import load  # the table imports the backends, which import this module
+
+    return cast(ChunkedBackend, load(name))
 
 
 def attend(backend: str, call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
     """out and, if wanted, the last sums, by a chunked backend's ``forward`` and ``backward``."""
     state = None if state is None else state.rows()
-    kv, z, angle = (None, None, None) if state is None else (state.kv, state.z, state.angle)
+    sums = None if state is None else Sums(state.kv, state.z, state.angle)
     save = torch.is_grad_enabled() and needs_gradients(call, state)
     run: Any = _attend
     if transformed():
         run = _Transformed.apply
     elif save and _plain(call, state):
         run = _Recorded.apply
-    out, kv, z, *_ = run(backend, *call, kv, z, angle, save)
-    return out, Sums(kv, z, call.last_angle(angle)) if call.want_state else None
+    out, kv, z, *_ = run(*flatten(backend, call, sums), save)
+    if not call.want_state:
+        return out, None
+    return out, Sums(kv, z, call.last_angle(None if sums is None else sums.angle))
 
 
 def _plain(call: Call, state: LinearAttentionState | None) -> bool:
-    """Whether autograd alone looks on: no compiler or dispatch mode, no tensor of another kind.
+    """True in plain eager mode: no compiler, dispatch mode or tensor subclass.
 
-    The operator's own autograd costs more than a short call; ``_Recorded`` is the same without it.
+    The operator's own autograd costs more than a short call; ``_Recorded`` does the same without it.
     """
     if torch.compiler.is_compiling():
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
         return False
-    tensors = call if state is None else (*call, state.kv, state.z, state.angle)
+    tensors = (
+        list(vars(call).values()) if state is None else [*vars(call).values(), state.kv, state.z, state.angle]
+    )
     return all(type(x) in (Tensor, Parameter) for x in tensors if isinstance(x, Tensor))
 
 
-def _read(arguments: Sequence[Any]) -> tuple[ModuleType, Call, Sums | None]:
-    """The backend, the call and the sums that the operator's arguments hold."""
-    name, fields, (kv, z, angle) = (
-        arguments[0],
-        arguments[1 : 1 + _FIELDS],
-        arguments[1 + _FIELDS : 4 + _FIELDS],
-    )
-    return _module(name), Call(*fields), None if kv is None else Sums(kv, z, angle)
-
-
-@cache
-def _module(backend: str) -> ModuleType:
-    return import_module(f"linrope.backends.{backend}")
-
-
 def _full_precision(call: Call) -> AbstractContextManager[object]:
-    """Without autocast, where there is some: entering and leaving its context takes time."""
+    """Turns autocast off if it is on. Entering the context always would cost time."""
     device = call.v.device.type
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _absent(like: Tensor) -> Tensor:
-    """In place of None, which an operator cannot return."""
+    """An empty tensor stands for None: custom operators cannot return optionals."""
     return like.new_empty(0)
 
 
@@ -99,7 +112,7 @@ def _new_sums(call: Call, sums: Sums | None) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op(
     "linrope::attend",
     mutates_args=(),
-    schema=f"({_ARGUMENTS}, bool save) -> (Tensor, Tensor, Tensor, Tensor[])",
+    schema=f"({_schema()}, bool save) -> (Tensor, Tensor, Tensor, Tensor[])",
 )
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     return _run(*arguments)
@@ -107,7 +120,7 @@ def _attend(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
 
 def _run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """out, the last kv and z, and what the backend saves for its backward pass."""
-    backend, call, sums = _read(arguments)
+    backend, call, sums = unflatten(arguments)
     if call.k.shape[0] == 0:
         return _new_out(call), *_new_sums(call, sums), backend.new_saved(call) if arguments[-1] else []
     with _full_precision(call):
@@ -119,26 +132,26 @@ def _run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
 
 @_attend.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    backend, call, sums = _read(arguments)
+    backend, call, sums = unflatten(arguments)
     return _new_out(call), *_new_sums(call, sums), backend.new_saved(call) if arguments[-1] else []
 
 
 def _new_gradients(call: Call, sums: Sums | None) -> list[Tensor]:
-    inputs = (*call[:5], *(() if sums is None else sums[:2]))
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs if x is not None]
+    tensors = [getattr(call, name) for name in INPUTS] + ([] if sums is None else [sums.kv, sums.z])
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors if x is not None]
 
 
 @torch.library.custom_op(
     "linrope::attend_backward", mutates_args=(),
-    schema=f"({_ARGUMENTS}, Tensor[] results, Tensor? g_out, Tensor? g_kv, Tensor? g_z) -> Tensor[]",
+    schema=f"({_schema()}, Tensor[] results, Tensor? g_out, Tensor? g_kv, Tensor? g_z) -> Tensor[]",
 )  # fmt: skip
 def _attend_backward(*arguments: Any) -> list[Tensor]:
     return _run_backward(*arguments)
 
 
 def _run_backward(*arguments: Any) -> list[Tensor]:
-    """The gradients of what there is among q, k, v, log_decay, angle_steps, kv and z."""
-    backend, call, sums = _read(arguments)
+    """The gradients of the inputs that are present among q, k, v, log_decay, angle_steps, kv and z."""
+    backend, call, sums = unflatten(arguments)
     results, g_out, g_kv, g_z = arguments[-4:]
     if call.k.shape[0] == 0:
         return _new_gradients(call, sums)
@@ -149,15 +162,14 @@ def _run_backward(*arguments: Any) -> list[Tensor]:
 
 @_attend_backward.register_fake
 def _(*arguments: Any) -> list[Tensor]:
-    return _new_gradients(*_read(arguments)[1:])
+    return _new_gradients(*unflatten(arguments)[1:])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *arguments, _save = inputs
     out, kv, z, saved = output
-    backend, call, _ = _read(arguments)
-    reads = backend.READS_RESULTS  # of triton a function, since few of its calls do
-    results = [out, kv, z, *saved] if (reads(call) if callable(reads) else reads) else list(saved)
+    backend, call, _ = unflatten(arguments)
+    results = [out, kv, z, *saved] if backend.reads_results(call) else list(saved)
     ctx.tensors = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
     ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
     ctx.save_for_backward(*(arguments[i] for i in ctx.tensors), *results)
@@ -169,17 +181,17 @@ def _backward(ctx: Any, g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor |
     arguments, tensors = list(ctx.others), list(ctx.saved_tensors)
     for i in ctx.tensors:
         arguments[i] = tensors.pop(0)
-    call = _read(arguments)[1]
+    call = unflatten(arguments)[1]
     g_out = None if call.q is None else g_out  # compiled code gives zeros for what is absent
     g_kv, g_z = (g_kv, g_z) if call.want_state else (None, None)
     run: Any = _run_backward if ctx.recorded and not torch.is_grad_enabled() else _attend_backward
     if transformed():
         run = _TransformedBackward.run
-    found = iter(run(*arguments, tensors, g_out, g_kv, g_z))
+    present = iter(run(*arguments, tensors, g_out, g_kv, g_z))
     gradients: list[Tensor | None] = [None] * (len(arguments) + 1)
-    for i in (1, 2, 3, 4, 5, 1 + _FIELDS, 2 + _FIELDS):
+    for i in _DIFFERENTIABLE:
         if arguments[i] is not None:
-            gradients[i] = next(found)
+            gradients[i] = next(present)
     return tuple(gradients)
 
 
@@ -202,7 +214,7 @@ class _Recorded(torch.autograd.Function):
 
 
 class _Transformed(torch.autograd.Function):
-    """The operator within torch.func's transformations, which want it in this form."""
+    """The operator in the form that torch.func's transformations require."""
 
     generate_vmap_rule = True
 
@@ -221,21 +233,19 @@ class _Transformed(torch.autograd.Function):
 
 
 class _TransformedBackward(torch.autograd.Function):
-    """Its backward pass, likewise; arguments in another order, since lists of tensors are not followed."""
+    """Its backward pass in that form. The results come last, one by one: torch.func ignores lists of tensors."""
 
     generate_vmap_rule = True
 
     @classmethod
     def run(cls, *arguments: Any) -> Any:
-        *call, results, g_out, g_kv, g_z = arguments
-        return cls.apply(*call, g_out, g_kv, g_z, *results)  # type: ignore[no-untyped-call]
+        *flat, results, g_out, g_kv, g_z = arguments
+        return cls.apply(*flat, g_out, g_kv, g_z, *results)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        end = _FIELDS + 7  # the backend's name, the call, three sums and three gradients
-        return tuple(
-            _attend_backward(*arguments[: end - 3], list(arguments[end:]), *arguments[end - 3 : end])
-        )
+        flat, (g_out, g_kv, g_z, *results) = arguments[: len(_ARGUMENTS)], arguments[len(_ARGUMENTS) :]
+        return tuple(_attend_backward(*flat, results, g_out, g_kv, g_z))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -247,7 +257,7 @@ class _TransformedBackward(torch.autograd.Function):
 
 
 def _one_after_another(operator: Any) -> Any:
-    """vmap's rule for an operator: as many calls of it as there are."""
+    """vmap's rule for an operator: one call per entry of the batch."""
 
     def rule(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
         dims, spec = pytree.tree_flatten(in_dims, is_leaf=lambda x: x is None)

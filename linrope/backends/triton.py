@@ -1,7 +1,7 @@
-"""Eq. 19 on GPUs, in the fused kernels of linrope_kernels.
+"""Equation 19 on GPUs, in the fused kernels of linrope_kernels.
 
-It saves q, k, v, the normalizer, the states at segment starts, and out for more than 64 features. In
-Triton's interpreter (TRITON_INTERPRET=1 before the start) it takes CPU tensors, for tests.
+The backward pass needs q, k, v, the normalizer, the states at the starts of segments and, with more than 64
+features, out. In Triton's interpreter (TRITON_INTERPRET=1 before Python starts) it runs CPU tensors, for tests.
 """
 
 import torch
@@ -13,12 +13,13 @@ from linrope.backends.call import Call, Gradients, Sums, needs_gradients, summed
 from linrope.sequence.packing import sums_so_far
 from linrope.sequence.state import LinearAttentionState
 
+MAPS = dict.fromkeys(("elu+1", "relu", "relu2", "exp", "silu", "identity"))  # those of linrope_kernels.pieces
 MAX_DIM = 256
 MIN_CAPABILITY = (8, 0)
 
 
 def why_not() -> str | None:
-    """Why these kernels can run no call at all on this machine; None: they can run some."""
+    """Why no call can run on this machine; None: some can."""
     if INTERPRETED:
         return None
     if not torch.cuda.is_available():
@@ -42,7 +43,7 @@ def supports(call: Call, state: LinearAttentionState | None) -> str | None:
         return "float64: use backend='eager'"
     if call.v.dtype == torch.bfloat16 and INTERPRETED:
         return "bfloat16 in Triton's interpreter, which multiplies its bit patterns: use float16 or float32"
-    if call.fade is not None:
+    if call.xpos_log_decay is not None:
         return "xpos, a decay per pair of features: use backend='eager'"
     if f > MAX_DIM or e > MAX_DIM:
         return f"{f} features and {e} values per head: it takes up to {MAX_DIM} of each; use backend='eager'"
@@ -58,7 +59,7 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
 
 
 def _step(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
-    """One token of every sequence in one launch, which writes the state in its place if it may."""
+    """One token of every sequence in one launch, which updates the state in place if it may."""
     start = end = slots = angle = None
     if state is not None:
         in_place = state.donated or state.slots is not None
@@ -68,27 +69,23 @@ def _step(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums 
         end = start if in_place else (torch.empty_like(start[0]), torch.empty_like(start[1]))
         angle = angle if angle is None or slots is None else angle[slots]
     sums = None if start is None else Sums(*start, angle)
-    own = _launchable(call, sums)
+    launched = _launchable(call, sums)
     if not call.want_state:
         end = None
     elif end is None:
-        end = launch.new_state(own, None)
+        end = launch.new_state(launched, None)
     with torch.cuda.device_of(call.k):
-        out = launch.step_fwd(own, start, end, slots)
+        out = launch.step_fwd(launched, start, end, slots)
     return out, None if end is None else Sums(*end, call.last_angle(angle))
 
 
 def _launchable(call: Call, sums: Sums | None = None, *, angles: bool = True) -> launch.Call:
-    # float16 has tf32's digits, but sums of features leave its range.
+    """The kernels' record of the call. angles: whether it needs the angles of angle_steps."""
+    # float16 has as many digits as tf32, but sums of features leave its range.
     dot = "bf16" if call.v.dtype == torch.bfloat16 else "tf32"
     if call.v.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
         dot = "ieee"
-    given = {name: getattr(call, name) for name in launch.GIVEN}
-    for name in ("positions", "key_positions", "key_mask"):
-        given[name] = None if given[name] is None else given[name].contiguous()
     phases = None
-    if call.angle_steps is not None:
-        given["theta"] = None
     if call.angle_steps is not None and angles:
         angle, keys = None if sums is None else sums.angle, None
         if call.key_positions is not None:
@@ -96,10 +93,32 @@ def _launchable(call: Call, sums: Sums | None = None, *, angles: bool = True) ->
         queries = call.turns(angle)
         assert queries is not None
         phases = queries, keys
-    return launch.Call(**given, dot=dot, phases=phases)
+    return launch.Call(
+        q=call.q,
+        k=call.k,
+        v=call.v,
+        log_decay=call.log_decay,
+        theta=call.theta if call.angle_steps is None else None,
+        positions=call.positions.contiguous(),
+        key_positions=_contiguous(call.key_positions),
+        key_mask=_contiguous(call.key_mask),
+        cu_seqlens=call.cu_seqlens,
+        layout=call.layout,
+        feature_map=call.feature_map,
+        causal=call.causal,
+        normalize=call.normalize,
+        eps=call.eps,
+        eps_mode=call.eps_mode,
+        dot=dot,
+        phases=phases,
+    )
 
 
-def READS_RESULTS(call: Call) -> bool:
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def reads_results(call: Call) -> bool:
     return _launchable(call, angles=False).reads_out
 
 
@@ -127,35 +146,41 @@ def backward(
     g_kv: Tensor | None,
     g_z: Tensor | None,
 ) -> Gradients:
-    own, out, g_end = _launchable(call, sums), None, None
-    if own.reads_out:
+    launched, out, g_end = _launchable(call, sums), None, None
+    if launched.reads_out:
         out, _, _, *results = results
     if g_out is None and call.q is not None:
         g_out = call.v.new_zeros(1).expand(*call.q.shape[:3], call.v.shape[3])
     if g_kv is not None or g_z is not None:
-        kv, z = launch.new_state(own, _state(sums))
+        kv, z = launch.new_state(launched, _state(sums))
         g_end = (
             torch.zeros_like(kv) if g_kv is None else g_kv.contiguous(),
             torch.zeros_like(z) if g_z is None else g_z.contiguous(),
         )
     with torch.cuda.device_of(call.k):
-        if g_out is None:  # of the last state alone
+        if g_out is None:  # only the last state has a gradient
             assert g_end is not None
-            found = gradients.state_bwd(own, _state(sums), g_end)
+            kernel = gradients.state_bwd(launched, _state(sums), g_end)
         else:
-            found = gradients.attend_bwd(own, _state(sums), results, out, g_out, g_end)
+            kernel = gradients.attend_bwd(launched, _state(sums), results, out, g_out, g_end)
     d_log_decay = None
-    if call.log_decay is not None and found.log_decay is not None:
-        d_log_decay = summed_to(found.log_decay, call.log_decay)
+    if call.log_decay is not None and kernel.log_decay is not None:
+        d_log_decay = summed_to(kernel.log_decay, call.log_decay)
+    d_kv, d_z = kernel.start or (None, None)
     return Gradients(
-        found.q, found.k, found.v, d_log_decay, _d_angle_steps(call, found),
-        *(found.start or (None, None)),
-    )  # fmt: skip
+        q=kernel.q,
+        k=kernel.k,
+        v=kernel.v,
+        log_decay=d_log_decay,
+        angle_steps=_d_angle_steps(call, kernel.angles),
+        kv=d_kv,
+        z=d_z,
+    )
 
 
-def _d_angle_steps(call: Call, found: gradients.Gradients) -> Tensor | None:
+def _d_angle_steps(call: Call, d_angles: Tensor | None) -> Tensor | None:
     """domega_t = sum_(i >= t) (<J phi_i, R^T dphi^_i> + <J psi_i, R^T dpsi^_i>)."""
-    if call.angle_steps is None or found.angles is None:
+    if call.angle_steps is None or d_angles is None:
         return None
     bounds = None if call.bounds is None else (call.k.shape[1] - call.bounds).flip(0)
-    return summed_to(sums_so_far(found.angles.flip(1), bounds).flip(1), call.angle_steps)
+    return summed_to(sums_so_far(d_angles.flip(1), bounds).flip(1), call.angle_steps)

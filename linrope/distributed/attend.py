@@ -1,4 +1,4 @@
-"""The operation on a shard: the own tokens' state, a gather of all ranks' states, then the ordinary call."""
+"""The operation on a shard: the state of the local tokens, a gather of all states, then the ordinary call."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -9,76 +9,83 @@ from torch import Tensor
 from linrope.common.names import readable
 from linrope.distributed.exchange import Gathered
 from linrope.distributed.fold import Rules, fold
-from linrope.distributed.shard import Shard, uncompiled
+from linrope.distributed.layout import Layout
+from linrope.distributed.uncompiled import uncompiled
 from linrope.feature_maps import FeatureMap
-from linrope.operation.request import Request, attend, check, identity_of
+from linrope.operation.attend import attend, identity_of
+from linrope.operation.checks import check
+from linrope.operation.request import Request
 from linrope.sequence.decay import NOTHING_KEPT, visible
 from linrope.sequence.state import NO_KEYS, LinearAttentionState
 
 FIRST = "first."  # before the names of what belongs to the first local document
 
 
-class Started(NamedTuple):
-    """A call whose states are on their way to the other ranks."""
+class SentState(NamedTuple):
+    """A call on a shard whose states are on their way to the other processes."""
 
-    shard: Shard
+    shard: Layout
     names: list[str]
     gathered: Gathered | None  # None: in a group of one nothing is sent
 
+    def attend(self, request: Request) -> tuple[Tensor, LinearAttentionState | None]:
+        """out, and the last state if it is wanted."""
+        return _attend(request, self)
 
-# torch.compile leaves out what the ranks send each other, and compiles what is around it.
+
 @uncompiled
-def attend_shard(request: Request, shard: Shard | Started) -> tuple[Tensor, LinearAttentionState | None]:
-    """out, and the last state where it is wanted."""
-    if request.cu_seqlens is not None:
-        raise ValueError("cu_seqlens: got them beside a shard, expected None, as the shard has them")
-    started = shard if isinstance(shard, Started) else begin_shard(request, shard)
-    request = request._replace(cu_seqlens=started.shard.cu_seqlens)
-    if started.gathered is None:
+def send_state(request: Request, shard: Layout) -> SentState:
+    """Sends the state of the last local document (bidirectional and packed: of the first too)."""
+    _refuse_packing(request)
+    if shard.size == 1:
+        return SentState(shard, [], None)
+    shard.agree(lambda: _describe(request, shard))
+    request = _dense(request)
+    local = _local_state(request, shard, -1)
+    if not request.causal and shard.cu_seqlens is not None:
+        local |= {f"{FIRST}{name}": x for name, x in _local_state(request, shard, 0).items()}
+    return SentState(shard, list(local), shard.channel.gather(list(local.values()), bool(_learned(request))))
+
+
+@uncompiled
+def _attend(request: Request, sent: SentState) -> tuple[Tensor, LinearAttentionState | None]:
+    _refuse_packing(request)
+    request = replace(request, cu_seqlens=sent.shard.cu_seqlens)
+    if sent.gathered is None:
         return attend(request)
     pool, state = request.state, _dense(request).state
     if pool is None or pool.slots is None:
-        return _finish(started, started.gathered.wait(), request)
-    out, last = _finish(started, started.gathered.wait(), request._replace(state=state, return_state=True))
+        return _finish(sent, sent.gathered.wait(), request)
+    out, last = _finish(sent, sent.gathered.wait(), replace(request, state=state, return_state=True))
     assert last is not None
     if last.kv.requires_grad:
         raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
     pool.write(last)
-    return out, pool._marked(False)
+    return out, pool._marked(donated=False, loop=None)
 
 
-@uncompiled
-def begin_shard(request: Request, shard: Shard) -> Started:
-    """Sends the state of the last local document (bidirectional and packed: and the first)."""
-    if not isinstance(shard, Shard):
-        raise TypeError(f"shard: got {type(shard).__name__}, expected linrope.distributed.Shard or None")
-    if shard.size == 1:
-        return Started(shard, [], None)
-    shard.agree(lambda: _describe(request, shard))
-    request = _dense(request)
-    own = _own(request, shard, -1)
-    if not request.causal and shard.cu_seqlens is not None:
-        own |= {f"{FIRST}{name}": x for name, x in _own(request, shard, 0).items()}
-    return Started(shard, list(own), shard.channel.gather(list(own.values()), bool(_learned(request))))
+def _refuse_packing(request: Request) -> None:
+    if request.cu_seqlens is not None:
+        raise ValueError("cu_seqlens: got them beside a shard, expected None, as the shard has them")
 
 
 def _dense(request: Request) -> Request:
     """The request with a copy of a pool's rows."""
-    return request if request.state is None else request._replace(state=request.state.rows())
+    return request if request.state is None else replace(request, state=request.state.rows())
 
 
 def _finish(
-    started: Started, tensors: list[Tensor], request: Request
+    sent: SentState, tensors: list[Tensor], request: Request
 ) -> tuple[Tensor, LinearAttentionState | None]:
     """The ordinary call, with the other ranks' tokens as its state."""
-    shard = started.shard
+    shard = sent.shard
     assert request.q is not None
     if request.q.shape[1] != request.k.shape[1]:
         raise ValueError(
             f"q: got {request.q.shape[1]} queries and {request.k.shape[1]} keys beside a shard, expected as "
             "many of one as of the other"
         )
-    own = dict(zip(started.names, tensors, strict=True))
+    own = dict(zip(sent.names, tensors, strict=True))
     log_gamma = None if request.decay is None else request.decay.double().log()
     rotary = request.rotary
     xpos = None if rotary is None or rotary.fade is None else rotary.fade.to(request.k.device)
@@ -90,15 +97,15 @@ def _finish(
     by_default = request.positions is None or (rotary is not None and rotary.axes is not None)
     position = _positions(request, shard).expand(-1, request.k.shape[0]).flatten() if by_default else None
     state, packed = _together(rows, position), shard.cu_seqlens is not None
-    out, last = attend(request._replace(state=state, return_state=request.return_state and packed))
+    out, last = attend(replace(request, state=state, return_state=request.return_state and packed))
     if request.return_state and not packed:
         last = fold(own, shard.everywhere, before[0], rules, fresh=fresh)
     return out, last
 
 
-def _describe(request: Request, shard: Shard) -> str:
+def _describe(request: Request, shard: Layout) -> str:
     """What has to be the same on all ranks; raises what is wrong on this one."""
-    check(request._replace(q=None, causal=True, normalize=False, key_positions=None))
+    check(replace(request, q=None, causal=True, normalize=False, key_positions=None))
     k, v, state = request.k, request.v, request.state
     if k.shape[1] != shard.length:
         raise ValueError(
@@ -143,7 +150,7 @@ def _named(feature_map: object) -> str:
     return feature_map if isinstance(feature_map, str) else type(feature_map).__name__
 
 
-def _own(request: Request, shard: Shard, index: int) -> dict[str, Tensor]:
+def _local_state(request: Request, shard: Layout, index: int) -> dict[str, Tensor]:
     """The state of the first (0) or last (-1) local document's tokens alone, and the sum of its gates."""
     tokens = shard.piece(index)
 
@@ -158,7 +165,8 @@ def _own(request: Request, shard: Shard, index: int) -> dict[str, Tensor]:
     given = request.positions if request.key_positions is None else request.key_positions
     axes = request.rotary is not None and request.rotary.axes is not None
     key_mask, b = part(request.key_mask), request.k.shape[0]
-    here = request._replace(
+    here = replace(
+        request,
         q=None, k=cut(request.k), v=cut(request.v), causal=True, normalize=False, return_state=True,
         positions=part(given, -2 if axes else -1), key_positions=None, key_mask=key_mask, cu_seqlens=None,
         log_decay=part(request.log_decay), angle_steps=part(request.angle_steps),
@@ -166,7 +174,7 @@ def _own(request: Request, shard: Shard, index: int) -> dict[str, Tensor]:
     position = _positions(request, shard)[index].expand(b)
     if here.positions is not None and not axes and here.k.shape[1]:
         position = here.positions[..., 0].long().expand(b)  # its own distances alone are of interest
-    state = attend(here._replace(state=_empty(request, position)))[1]
+    state = attend(replace(here, state=_empty(request, position)))[1]
     assert state is not None
     own = state.tensors()
     if here.log_decay is not None:
@@ -175,7 +183,7 @@ def _own(request: Request, shard: Shard, index: int) -> dict[str, Tensor]:
     return own
 
 
-def _positions(request: Request, shard: Shard) -> Tensor:
+def _positions(request: Request, shard: Layout) -> Tensor:
     """(s or 1, b or 1): by default, of the first token of each local document; 0 where there is none."""
     begins = [piece.position for piece in shard.mine] or [0]
     positions = torch.tensor(begins, device=request.k.device)[:, None]
@@ -197,7 +205,7 @@ def _empty(request: Request, position: Tensor) -> LinearAttentionState:
     return LinearAttentionState(kv, z, position, identity)
 
 
-def _before(request: Request, shard: Shard, own: dict[str, Tensor]) -> list[LinearAttentionState]:
+def _before(request: Request, shard: Layout, own: dict[str, Tensor]) -> list[LinearAttentionState]:
     """What precedes all ranks, of each local document: the state given to each of them, or an empty one."""
     state: LinearAttentionState | None = request.state
     if state is None:
@@ -214,7 +222,7 @@ def _before(request: Request, shard: Shard, own: dict[str, Tensor]) -> list[Line
 
 def _rows(
     own: dict[str, Tensor],
-    shard: Shard,
+    shard: Layout,
     before: list[LinearAttentionState],
     rules: Rules,
     causal: bool,

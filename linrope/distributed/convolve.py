@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.distributed.shard import Shard, uncompiled
+from linrope.distributed.layout import Layout
+from linrope.distributed.uncompiled import uncompiled
 from linrope.sequence.state import LinearAttentionState
 
 
@@ -14,7 +15,7 @@ from linrope.sequence.state import LinearAttentionState
 def convolve_shard(
     convolution: Callable[..., Any],  # a ShortConvolution
     x: Tensor,
-    shard: Shard,
+    shard: Layout,
     key_mask: Tensor | None,
     state: LinearAttentionState | None,
 ) -> tuple[Tensor, Tensor]:
@@ -39,7 +40,7 @@ def convolve_shard(
     return y, last if packed else fold_inputs(tails, counts, shard.everywhere, start)
 
 
-def _describe(x: Tensor, shard: Shard, width: int, before: Tensor | None) -> str:
+def _describe(x: Tensor, shard: Layout, width: int, before: Tensor | None) -> str:
     if x.shape[1] != shard.length:
         raise ValueError(
             f"x: got {x.shape[1]} tokens on rank {shard.rank}, expected {shard.length} as its shard has"

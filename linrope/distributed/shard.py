@@ -1,51 +1,19 @@
-"""Which tokens of a batch each process of a group holds, and that all of them agree about it."""
+"""The shard of a batch that a process holds: the public object of this package."""
 
-import functools
-import zlib
-from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
-from typing import NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable
+from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional as F
+from typing_extensions import Unpack
 
-from linrope.distributed.exchange import Channel
-
-DIMENSION = "cp"  # the name that torchtitan and accelerate give a mesh's dimension for parts of a sequence
-SHOWN = 8  # numbers of a list in an error
-P = ParamSpec("P")
-T = TypeVar("T")
-NO_TARGET = -100  # as cross_entropy has it
+from linrope.distributed.attend import SentState, send_state
+from linrope.distributed.convolve import convolve_shard
+from linrope.distributed.layout import Layout
+from linrope.operation.request import Options, Request
+from linrope.sequence.state import LinearAttentionState
 
 
-class Piece(NamedTuple):
-    """The tokens of one document that one rank holds."""
-
-    document: int
-    low: int  # among all tokens of the batch
-    high: int
-    position: int  # of the token low in its document
-
-
-def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """torch.compile leaves the function out, as torch.compiler.disable has it.
-
-    Which imports the compiler, and with it Triton, where it stands: here only once something is compiled.
-    """
-
-    @functools.wraps(function)
-    def call(*args: P.args, **more: P.kwargs) -> T:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **more)  # type: ignore[no-any-return]
-        return function(*args, **more)
-
-    return call
-
-
-class Shard:
+class Shard(Layout):
     """The contiguous part of each sequence that this process of a group holds: made once per batch.
 
         rank r holds the tokens lengths[0] + .. + lengths[r - 1] .. + lengths[r] - 1
@@ -77,175 +45,23 @@ class Shard:
     (torch.Size([1, 10]), tensor(-100))
     """
 
-    def __init__(
+    def attend(self, request: Request) -> tuple[Tensor, LinearAttentionState | None]:
+        """out of this process's tokens, and the last state of all tokens if it is wanted."""
+        return send_state(request, self).attend(request)
+
+    def send_state(self, k: Tensor, v: Tensor, /, **options: Unpack[Options]) -> SentState:
+        """Begins a call: sends the state of the keys. Give the result to the call as ``shard``, with q.
+
+        What is computed in between does not wait for the other processes. Options as in ``linear_rope_attention``.
+        """
+        return send_state(Request(q=None, k=k, v=v, **options), self)
+
+    def convolve(
         self,
-        group: "dist.ProcessGroup | DeviceMesh | None" = None,
-        *,
-        lengths: Sequence[int],
-        cu_seqlens: Tensor | Sequence[int] | None = None,
-    ) -> None:
-        self.channel = Channel(_group_of(group))
-        self.rank, self.size = self.channel.rank, self.channel.size
-        self.lengths = [int(n) for n in lengths]
-        if len(self.lengths) != self.size or min(self.lengths) < 0:
-            raise ValueError(
-                f"lengths: got {_shown(self.lengths)}, expected {self.size}, one per rank and none negative"
-            )
-        starts = [0, *accumulate(self.lengths)]
-        self.start, self.stop, self.total = starts[self.rank], starts[self.rank + 1], starts[-1]
-        device, bounds = None, [0, self.total]
-        if cu_seqlens is not None:
-            device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else torch.device("cpu")
-            bounds = [int(x) for x in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)]
-            if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != self.total or bounds != sorted(bounds):
-                raise ValueError(
-                    f"cu_seqlens: got {_shown(bounds)}, expected numbers that rise from 0 to the sum of "
-                    f"lengths, {self.total}"
-                )
-        self.bounds = bounds
-        self.pieces = [_pieces(bounds, low, high) for low, high in pairwise(starts)]
-        self.cu_seqlens: Tensor | None = None
-        if device is not None:
-            ends = [piece.high - self.start for piece in self.mine] or [0]
-            self.cu_seqlens = torch.tensor([0, *ends], device=device)
-        self._agreed: set[str] = set()
-
-    @property
-    def mine(self) -> list[Piece]:
-        """A document each; none on an empty rank."""
-        return self.pieces[self.rank]
-
-    @property
-    def length(self) -> int:
-        """Tokens of this rank."""
-        return self.lengths[self.rank]
-
-    @property
-    def before(self) -> list[int]:
-        """The earlier ranks with tokens of the document that this rank's first token belongs to."""
-        if not self.mine:
-            return []
-        first = self.mine[0].document
-        return [s for s in range(self.rank) if self.pieces[s] and self.pieces[s][-1].document == first]
-
-    @property
-    def after(self) -> list[int]:
-        """The later ranks with tokens of the document that this rank's last token belongs to."""
-        if not self.mine:
-            return []
-        last, later = self.mine[-1].document, range(self.rank + 1, self.size)
-        return [s for s in later if self.pieces[s] and self.pieces[s][0].document == last]
-
-    @property
-    def everywhere(self) -> list[int]:
-        """The ranks that have tokens."""
-        return [s for s in range(self.size) if self.pieces[s]]
-
-    def piece(self, index: int) -> slice:
-        """The tokens of the first (0) or last (-1) local document, among the local ones."""
-        if not self.mine:
-            return slice(0, 0)
-        return slice(self.mine[index].low - self.start, self.mine[index].high - self.start)
-
-    def take(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The part of x, of all ranks' tokens, that this rank holds."""
-        if x.shape[dim] != self.total:
-            raise ValueError(
-                f"x: got {x.shape[dim]} tokens, expected those of all ranks, {self.total} = the sum of "
-                f"{_shown(self.lengths)}"
-            )
-        return x.narrow(dim, self.start, self.length)
-
-    def targets(self, tokens: Tensor, ignore: int = NO_TARGET) -> Tensor:
-        """(b, n): the token after each local one, across the border; ``ignore`` at the end of a document.
-
-        tokens (b, sum of lengths) are those of all ranks. Their losses are to be divided by the number of
-        targets of all ranks, not of this one.
-        """
-        targets = tokens.roll(-1, 1)
-        targets[:, [end - 1 for end in self.bounds[1:] if end]] = ignore
-        return self.take(targets)
-
-    def mean_loss(
-        self, logits: Tensor, targets: Tensor, count: Tensor | int | None = None, ignore: int = NO_TARGET
-    ) -> Tensor:
-        """This rank's part of the mean cross-entropy over all ranks' targets: the parts add up to it.
-
-            sum_i -log softmax(logits_i)[target_i] / count
-
-        logits (b, n, vocabulary), targets (b, n) as ``targets`` gives them; count: what to divide by, where a
-        step has more than this batch; None: the ranks add up how many targets they have. Where gradients
-        are averaged over processes, multiply by their number.
-        """
-        if count is None:
-            count = self.channel.total((targets != ignore).sum()).clamp(min=1)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-        return F.cross_entropy(wide, targets.flatten(), ignore_index=ignore, reduction="sum") / count
-
-    def positions(self, device: torch.device | str | None = None, start: Tensor | None = None) -> Tensor:
-        """(n,): where each local token stands in its document; start: where that of all ranks begin, (s,)."""
-        parts = [torch.arange(x.position, x.position + x.high - x.low, device=device) for x in self.mine]
-        if start is not None:
-            parts = [at + start[x.document] for at, x in zip(parts, self.mine, strict=True)]
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
-
-    def documents(self, device: torch.device | str | None = None) -> Tensor:
-        """(s,): which of all documents the local ones are; an empty rank has document 0, without tokens."""
-        return torch.tensor([piece.document for piece in self.mine] or [0], device=device)
-
-    def agree(self, describe: Callable[[], str]) -> None:
-        """Raises on every rank where one has other sizes or an error; asks the others once for each text."""
-        failure: Exception | None = None
-        try:
-            text = describe()
-        except (TypeError, ValueError, RuntimeError) as error:
-            failure, text = error, f"{type(error).__name__}: {error}"
-        if text in self._agreed:
-            return
-        if failure is not None and self._agreed:  # the others are past asking
-            raise failure
-        bounds, lengths = self.bounds, self.lengths
-        text_of_all = f"lengths={_shown(lengths)}, cu_seqlens={_shown(bounds)}, {text}"
-        texts = self.channel.compare(text_of_all, zlib.crc32(f"{lengths} {bounds} {text}".encode()))
-        other = next((r for r in range(self.size) if texts[r] != texts[0]), None)
-        if other is not None:
-            raise ValueError(
-                f"shard: the ranks disagree: rank 0 has {texts[0][1]}; rank {other} has {texts[other][1]}"
-            ) from failure
-        if failure is not None:
-            raise failure
-        self._agreed.add(text)
-
-    def __repr__(self) -> str:
-        packed = "" if self.cu_seqlens is None else f", {len(self.bounds) - 1} packed sequences"
-        return f"Shard(rank {self.rank} of {self.size}, lengths={_shown(self.lengths)}{packed})"
-
-
-def _group_of(group: "dist.ProcessGroup | DeviceMesh | None") -> "dist.ProcessGroup | None":
-    if isinstance(group, DeviceMesh):
-        names = group.mesh_dim_names or ()
-        if group.ndim > 1 and DIMENSION not in names:
-            raise ValueError(
-                f"group: got a mesh of dimensions {names}, expected one, or {DIMENSION!r} among them"
-            )
-        return group.get_group(DIMENSION if group.ndim > 1 else None)
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group: got {type(group).__name__}, expected a ProcessGroup, a DeviceMesh or None")
-    return group
-
-
-def _pieces(bounds: list[int], low: int, high: int) -> list[Piece]:
-    """Of the documents with tokens in low .. high - 1."""
-    found = []
-    for document, (begin, end) in enumerate(pairwise(bounds)):
-        first, last = max(begin, low), min(end, high)
-        if first < last:
-            found.append(Piece(document, first, last, first - begin))
-    return found
-
-
-def _shown(numbers: Sequence[int]) -> str:
-    if len(numbers) <= SHOWN:
-        return str(list(numbers))
-    some = ", ".join(map(str, numbers[:SHOWN]))
-    return f"[{some}, ..] ({len(numbers)} numbers, checksum {zlib.crc32(str(list(numbers)).encode()):08x})"
+        convolution: Callable[..., Any],
+        x: Tensor,
+        key_mask: Tensor | None,
+        state: LinearAttentionState | None,
+    ) -> tuple[Tensor, Tensor]:
+        """A ``ShortConvolution`` of the local x (b, n, c), and the last inputs of all tokens."""
+        return convolve_shard(convolution, x, self, key_mask, state)

@@ -9,14 +9,13 @@ from torch import Tensor, nn
 
 from linrope.common.constants import Constant
 from linrope.common.names import check_name
-from linrope.distributed.convolve import convolve_shard
-from linrope.distributed.shard import Shard
 from linrope.feature_maps import FeatureMap
 from linrope.layer.choices import check_decays, make_decay, make_forget_gate, make_map, make_rotation
 from linrope.layer.short_convolution import ShortConvolution
 from linrope.operation import checks
-from linrope.operation.functional import Options, linear_rope_attention, send_state
-from linrope.operation.request import ORDERS
+from linrope.operation.functional import linear_rope_attention
+from linrope.operation.request import ORDERS, Options
+from linrope.operation.shards import LayerShard
 from linrope.rotation.rotary import Rotary
 from linrope.sequence.state import LinearAttentionState
 
@@ -219,14 +218,14 @@ class LinearRoPEAttention(nn.Module):
         self, x: Tensor, context: Tensor | None = ..., *, positions: Tensor | None = ...,
         context_positions: Tensor | None = ..., key_mask: Tensor | None = ...,
         cu_seqlens: Tensor | None = ..., state: LinearAttentionState | None = ...,
-        return_state: Literal[False] = ..., shard: Shard | None = ...,
+        return_state: Literal[False] = ..., shard: LayerShard | None = ...,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def forward(
         self, x: Tensor, context: Tensor | None = ..., *, positions: Tensor | None = ...,
         context_positions: Tensor | None = ..., key_mask: Tensor | None = ...,
         cu_seqlens: Tensor | None = ..., state: LinearAttentionState | None = ...,
-        return_state: Literal[True], shard: Shard | None = ...,
+        return_state: Literal[True], shard: LayerShard | None = ...,
     ) -> tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
     def forward(
         self,
@@ -239,7 +238,7 @@ class LinearRoPEAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         state: LinearAttentionState | None = None,
         return_state: bool = False,
-        shard: Shard | None = None,
+        shard: LayerShard | None = None,
     ) -> Tensor | tuple[Tensor, LinearAttentionState]:
         """x (b, n, embed_dim) -> y of the same shape, or (y, state); arguments as in the operation."""
         checks.check_inputs(x, context, self.q_proj.in_features)
@@ -270,7 +269,7 @@ class LinearRoPEAttention(nn.Module):
             "backend": self.backend,
         }
         # The keys' state goes to the other ranks while q and the gate are projected.
-        sent = None if shard is None else send_state(k, v, shard, **options)
+        sent = None if shard is None else shard.send_state(k, v, **options)
         q = self._heads(self.q_proj(x) if q is None else q, self.num_heads, self.q_norm)
         gate = None if self.g_proj is None else nn.functional.silu(self.g_proj(x))
         result = linear_rope_attention(q, k, v, return_state=return_state, shard=sent, **options)
@@ -289,7 +288,7 @@ class LinearRoPEAttention(nn.Module):
         y = y.unflatten(-1, (heads, self.head_dim))
         return y if norm is None else norm(y.to(norm.weight.dtype)).to(y.dtype)
 
-    def _check_context(self, shard: Shard | None) -> None:
+    def _check_context(self, shard: LayerShard | None) -> None:
         """Refuses a context where something steps through keys and queries together."""
         if shard is not None:
             raise ValueError(
@@ -315,12 +314,12 @@ class LinearRoPEAttention(nn.Module):
 
     def _convolve(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None,
-        state: LinearAttentionState | None, shard: Shard | None,
+        state: LinearAttentionState | None, shard: LayerShard | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """q, k and v after the short convolution, and the last of what went into it."""
         assert self.short_conv is not None
         if shard is not None:
-            y, last = convolve_shard(self.short_conv, torch.cat((q, k, v), -1), shard, key_mask, state)
+            y, last = shard.convolve(self.short_conv, torch.cat((q, k, v), -1), key_mask, state)
             q, k, v = y.split((q.shape[-1], k.shape[-1], v.shape[-1]), -1)
             return q, k, v, last
         (b, n, _), device = q.shape, q.device

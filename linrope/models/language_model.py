@@ -26,7 +26,8 @@ from linrope.distributed.shard import Shard
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.choices import ROTATIONS
 from linrope.models.folders import latest_checkpoint
-from linrope.operation.checks import check_packing, resolve_positions
+from linrope.operation.checks import check_packing
+from linrope.operation.positions import resolve_positions
 from linrope.position_encodings import ABSOLUTE, RELATIVE, KeyValueState, SoftmaxAttention
 from linrope.rotation.rotary import LAYOUTS, Rotary
 from linrope.sequence.state import LinearAttentionState
@@ -343,4 +344,4 @@ def _absolute_positions(
     start = torch.zeros(len(cu_seqlens) - 1, dtype=torch.int64, device=tokens.device)
     start = start if states is None else states[0].position
     check_packing(cu_seqlens, b, n, n, tokens.device)
-    return resolve_positions(None, None, start, b, n, n, None, cu_seqlens)[0]
+    return resolve_positions(positions=None, start=start, b=b, n=n, m=n, bounds=cu_seqlens)[0]

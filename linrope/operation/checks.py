@@ -1,4 +1,4 @@
-"""What the arguments of linear_rope_attention and of the layers must be, and the positions they amount to."""
+"""The checks of the arguments of linear_rope_attention and of the layers."""
 
 from collections.abc import Sequence
 
@@ -6,22 +6,20 @@ import torch
 from torch import Tensor
 
 from linrope import feature_maps
-from linrope.common.names import readable
+from linrope.common.names import check_name, readable
 from linrope.feature_maps import FeatureMap
 from linrope.feature_maps.base import same_identity
-from linrope.rotation.rotary import MAX_POSITION, Rotary
-from linrope.sequence.decay import Tokens
-from linrope.sequence.packing import at_last, owners, previous
+from linrope.operation.request import EPS_MODES, ORDERS, Request
+from linrope.rotation.rotary import Rotary
 from linrope.sequence.state import LinearAttentionState
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def resolve_heads(
     embed_dim: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None, value_head_dim: int | None
 ) -> tuple[int, int, int]:
-    """g, d and e of a layer."""
+    """g, d and e of a layer from its arguments."""
     g = num_heads if num_kv_heads is None else num_kv_heads
     if embed_dim < 1 or num_heads < 1 or g < 1 or num_heads % g:
         raise ValueError(
@@ -38,7 +36,7 @@ def resolve_heads(
 
 
 def check_inputs(x: Tensor, context: Tensor | None, embed_dim: int) -> None:
-    """Of a layer."""
+    """Checks what a layer is called with."""
     for name, tensor in (("x", x), ("context", context)):
         if tensor is not None and (tensor.ndim != 3 or tensor.shape[-1] != embed_dim):
             raise ValueError(
@@ -46,8 +44,45 @@ def check_inputs(x: Tensor, context: Tensor | None, embed_dim: int) -> None:
             )
 
 
+def check(request: Request) -> FeatureMap | None:
+    """Raises if the arguments do not fit together. Returns the map; None: q and k are features."""
+    q, k, v, rotary, causal = request.q, request.k, request.v, request.rotary, request.causal
+    check_tensors(q, k, v, causal)
+    if not 0 < request.eps < torch.inf:
+        raise ValueError(f"eps={request.eps}: expected a positive finite number")
+    check_name("eps_mode", request.eps_mode, EPS_MODES)
+    check_name("rope_order", request.rope_order, ORDERS)
+    b, m, g, d = k.shape
+    n, device = m if q is None else q.shape[1], k.device
+    before = request.rope_order == "before"
+    check_mask(request.key_mask, b, m, device)
+    check_decay(request.decay, g, causal, device)
+    check_log_decay(request.log_decay, k, causal)
+    check_packing(request.cu_seqlens, b, n, m, device)
+    fmap = resolve_map(request.feature_map, d)
+    if request.normalize and fmap is not None and not fmap.positive:
+        raise ValueError(
+            f"feature_map={request.feature_map!r}: its features are signed, so the normalizer can vanish; "
+            "expected normalize=False or a positive map"
+        )
+    f = d if fmap is None else fmap.feature_dim
+    check_rotary(rotary, d if before else f, g, causal, before)
+    check_angle_steps(request.angle_steps, k, n, d if before else f, rotary)
+    if before and request.angle_steps is not None:
+        raise ValueError("rope_order='before': got angle_steps, which turn features; expected 'after'")
+    if request.key_positions is not None and (request.decays_by_position or request.log_decay is not None):
+        raise ValueError(
+            "key_positions: got them beside keys that decay (decay, log_decay or xpos), expected None"
+        )
+    positional = fmap is not None and fmap.positional
+    if rotary is not None and rotary.axes is not None and (request.decay is not None or positional):
+        name = f"feature_map={request.feature_map}" if positional else "decay"
+        raise ValueError(f"{name}: got a rotation with axes={rotary.axes}, expected one with axes=None")
+    return fmap
+
+
 def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, causal: bool) -> None:
-    """q None: the last state alone is asked for."""
+    """q None: only the last state is wanted."""
     named = {"k": k, "v": v} if q is None else {"q": q, "k": k, "v": v}
     for name, x in named.items():
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
@@ -91,7 +126,7 @@ def resolve_map(feature_map: str | FeatureMap | None, d: int) -> FeatureMap | No
     return feature_map
 
 
-_MADE: dict[tuple[str, int], FeatureMap] = {}  # every decoding step asks
+_MADE: dict[tuple[str, int], FeatureMap] = {}  # a cache: every decoding step looks its map up
 
 
 def _made_by_name(name: str, d: int) -> FeatureMap:
@@ -165,7 +200,7 @@ def check_log_decay(log_decay: Tensor | None, k: Tensor, causal: bool) -> None:
             f"log_decay: got shape {tuple(log_decay.shape)}, expected (b or 1, n, g or 1) = {(b, m, g)}"
         )
     if not causal:
-        raise ValueError("log_decay: got causal=False, expected causal=True: it fades what came before")
+        raise ValueError("log_decay: got causal=False, expected causal=True: it decays what came before")
     if readable(log_decay) and log_decay.numel() and float(log_decay.detach().max()) > 0:
         raise ValueError(f"log_decay: got up to {float(log_decay.detach().max()):.3g}, expected numbers <= 0")
 
@@ -208,7 +243,7 @@ def check_packing(cu_seqlens: Tensor | None, b: int, n: int, m: int, device: tor
     if cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens: got device {cu_seqlens.device}, expected {device}")
     if b != 1:
-        raise ValueError(f"cu_seqlens: got batch {b}, expected 1: the sequences lie one behind the other")
+        raise ValueError(f"cu_seqlens: got batch {b}, expected 1: the sequences lie one after the other")
     if n != m:
         raise ValueError(f"cu_seqlens: got {n} queries and {m} keys, expected as many of one as of the other")
     if readable(cu_seqlens):
@@ -219,24 +254,35 @@ def check_packing(cu_seqlens: Tensor | None, b: int, n: int, m: int, device: tor
             )
 
 
-def check_state(
-    state: LinearAttentionState, shape: tuple[int, ...], identity: str, device: torch.device
-) -> None:
-    """shape: (s, g, f, e)."""
+def check_state(request: Request, fmap: FeatureMap | None, identity: str) -> None:
+    """Raises if the state does not fit the call."""
+    state, k = request.state, request.k
     if not isinstance(state, LinearAttentionState):
         raise TypeError(f"state: got {type(state).__name__}, expected LinearAttentionState")
+    shape = (
+        request.sequences,
+        k.shape[2],
+        k.shape[3] if fmap is None else fmap.feature_dim,
+        request.v.shape[3],
+    )
     got = state.kv.shape if state.slots is None else (state.sequences, *state.kv.shape[1:])
     if got != shape:
         got = tuple(got)
         raise ValueError(f"state: got kv of shape {got}, expected (b, g, f, e) = {shape}")
     if not same_identity(state.identity, identity):
         raise ValueError(f"state: made with {state.identity}; expected {identity}, as this call has it")
-    if state.kv.device != device:
-        raise ValueError(f"state: got device {state.kv.device}, expected {device}")
+    if state.kv.device != k.device:
+        raise ValueError(f"state: got device {state.kv.device}, expected {k.device}")
+    if request.angle_steps is not None:
+        check_angle(state, request.angle_steps)
+    elif state.angle is not None:
+        raise ValueError(
+            "angle_steps: got None, expected those of this piece, as the state was made with some"
+        )
 
 
 def check_angle(state: LinearAttentionState, angle_steps: Tensor) -> None:
-    """Whether the state's sum of steps fits these, and a pool has a place for the sum."""
+    """Raises if the state's sum of steps does not fit these, or a pool has no place for the sum."""
     (heads, pairs), angle = angle_steps.shape[2:], state.angle
     if angle is None:
         if state.slots is not None:
@@ -253,78 +299,4 @@ def check_angle(state: LinearAttentionState, angle_steps: Tensor) -> None:
     if state.slots is not None and angle.shape[1] < heads:
         raise ValueError(
             f"state.angle: got rows of a pool made with angle_steps of one head, expected a place for {heads}"
-        )
-
-
-def resolve_positions(
-    positions: Tensor | None,
-    key_positions: Tensor | None,
-    start: Tensor,  # (b or 1,), of packed sequences (s,): the position of the first token to come
-    b: int,
-    n: int,
-    m: int,
-    axes: int | None,
-    bounds: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Positions of queries, and of keys (None: the same).
-
-    (b or 1, n), with axes (b or 1, n, axes); (b or 1, 1): consecutive from there on.
-    """
-    if axes is not None and (positions is None or (m != n and key_positions is None)):
-        name = "positions" if positions is None else "key_positions"
-        raise ValueError(f"{name}: got None, expected coordinates, as the rotation has axes={axes}")
-    by_default = positions is None or (key_positions is None and m != n)
-    if by_default and readable(start) and start.numel():
-        more = max(n, m) if bounds is None else int(bounds.diff().max())
-        numbers = start.tolist()  # one call into PyTorch: each costs a decoding step some microseconds
-        if min(numbers) < 0 or max(numbers) + more - 1 > MAX_POSITION:
-            raise ValueError(
-                f"state: got positions {numbers} and {more} tokens more, expected 0 .. {MAX_POSITION}"
-            )
-    consecutive = start.unsqueeze(1)
-    if by_default and bounds is not None:
-        consecutive = (torch.arange(n, device=start.device) + (start - bounds[:-1])[owners(bounds, n)])[None]
-    given = consecutive
-    if positions is not None:
-        given = _check_positions("positions", positions, start, b, n, axes)
-    key_given = given if m == n else consecutive
-    if key_positions is not None:
-        key_given = _check_positions("key_positions", key_positions, start, b, m, axes)
-    same = key_given is given and m == n
-    return given, None if same else key_given
-
-
-def next_position(tokens: Tokens, m: int, counted: bool) -> Tensor:
-    """(b or 1,) or (s,): the position after each sequence's last key; counted: they rose by one per token."""
-    if counted:
-        return tokens.start + (m if tokens.bounds is None else tokens.bounds.diff())
-    keys = tokens.positions if tokens.key_positions is None else tokens.key_positions
-    return tokens.start if m == 0 else at_last(keys + 1, tokens.start, tokens.bounds)
-
-
-def _check_positions(name: str, positions: Tensor, start: Tensor, b: int, n: int, axes: int | None) -> Tensor:
-    if not isinstance(positions, Tensor):
-        raise TypeError(f"{name}: got {type(positions).__name__}, expected a torch.Tensor")
-    if positions.dtype not in _INTEGERS:
-        raise TypeError(f"{name}: got {positions.dtype}, expected integers")
-    shape = (n,) if axes is None else (n, axes)
-    rows = positions.shape[0] if positions.ndim > len(shape) else 1
-    fits = positions.ndim - len(shape) in (0, 1) and rows in (1, b)
-    if not fits or any(have != want for have, want in zip(positions.shape[-len(shape) :], shape)):
-        raise ValueError(f"{name}: got shape {tuple(positions.shape)}, expected {shape} or {(b, *shape)}")
-    if positions.device != start.device:
-        raise ValueError(f"{name}: got device {positions.device}, expected {start.device}")
-    if readable(positions) and positions.numel():
-        low, high = int(positions.min()), int(positions.max())
-        if low < 0 or high > MAX_POSITION:
-            raise ValueError(f"{name}: got {low} .. {high}, expected 0 .. {MAX_POSITION}")
-    return positions.to(torch.int64).view(rows, *shape)
-
-
-def check_order(positions: Tensor, start: Tensor, bounds: Tensor | None) -> None:
-    """Where keys fade with distance, positions must not fall; start: as in resolve_positions."""
-    if readable(positions) and bool((positions < previous(positions, start - 1, bounds)).any()):
-        raise ValueError(
-            "positions: got falling ones, expected each at least the one before it (with a state from "
-            "its position - 1 on), since keys fade with distance"
         )

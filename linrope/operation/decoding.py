@@ -1,68 +1,114 @@
-"""A decoding loop from its second step on: what its steps have in common is checked and resolved once.
+"""The decoding loop: from its second step on, a step goes straight to the kernel.
 
-A step's kernel takes some microseconds, and Python, which checks and resolves every argument, three times as
-many. So a step in the memory of a state that was given away leaves what it found on the next state. Where the
-step after has the same objects for options, it goes straight to the kernel, which checks the token's tensors
-itself; where anything differs, it is a call like any other.
+A step's kernel takes some microseconds. Checking and resolving every argument in Python takes several times as long.
+So the first step in the memory of a donated state leaves a ``DecodingLoop`` on the state that it returns: the settings
+of that step, checked and resolved. If the next call has the same settings, ``DecodingLoop.step`` calls the kernel at
+once. The kernel checks the token's tensors itself, before it writes anything. If anything differs, ``step`` returns
+None and the call goes the ordinary way, with every check.
+
+A loop may have a fixed or a learned decay, gates, or both, and angle steps. It is made only for the native backend,
+without gradients, positions, masks and packed sequences, where the backend applies the feature map itself.
 """
 
-from operator import is_
-from typing import NamedTuple
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from linrope import backends
 from linrope.backends import native
 from linrope.backends.call import Call, transformed
+from linrope.backends.protocol import Backend
+from linrope.operation.request import Method, Places, Request
+from linrope.sequence.decay import NOTHING_KEPT
 from linrope.sequence.state import LinearAttentionState
 
-
-class Steps(NamedTuple):
-    """What the steps of a loop share."""
-
-    options: tuple[object, ...]  # the caller's: all but the token's tensors and the state
-    decay: Tensor | None
-    numbers: list[float] | None  # decay's, when log_decay was made of them: torch does not count all writes
-    gated: bool  # whether each token brings log_decay
-    turned: bool  # and angle_steps
-    resolved: native.Resolved
+_METHOD = tuple(field.name for field in fields(Method))
+_PLACES = tuple(field.name for field in fields(Places))
 
 
-def steps_like(call: Call, options: tuple[object, ...], decay: Tensor | None, *, gated: bool) -> Steps | None:
-    """After a step by the native backend, in place and without given positions or mask.
+def loop_after(request: Request, call: Call, backend: Backend) -> "DecodingLoop | None":
+    """The loop that a step in place begins; None: the next step has to be checked like this one."""
+    state = request.state
+    direct = (
+        backend is backends.load("native")
+        and state is not None
+        and state.donated
+        and state.slots is None
+        and call.k.shape[1] == 1
+        and call.causal
+        and call.q is request.q  # no map and no factor in between
+        and call.k is request.k
+        and all(getattr(request, name) is None for name in _PLACES)
+        and not torch.is_grad_enabled()
+    )
+    return DecodingLoop(request, call) if direct else None
 
-    None: the next one needs what this one did (its decay depends on the token).
-    """
-    if torch.is_grad_enabled() or (decay is not None and gated):
-        return None
-    numbers = None if decay is None else decay.tolist()
-    return Steps(options, decay, numbers, gated, call.angle_steps is not None, native.resolved(call))
 
+class DecodingLoop:
+    """What the steps of one decoding loop share, checked and resolved by its first step."""
 
-def follow(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    angle_steps: Tensor | None,
-    state: LinearAttentionState,
-    *,
-    options: tuple[object, ...],
-) -> Tensor | None:
-    """out, with the next state in the given one's memory; None: no such step, and nothing was written."""
-    steps: Steps | None = getattr(state, "steps", None)
-    if steps is None or not state.donated or not all(map(is_, options, steps.options)):
-        return None
-    if steps.gated != (log_decay is not None) or steps.turned != (angle_steps is not None):
-        return None
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return None
-    if transformed() or forward_ad._current_level >= 0:
-        return None
-    if steps.decay is not None and steps.decay.tolist() != steps.numbers:
-        return None
-    try:
-        return native.follow(steps.resolved, state, (q, k, v), log_decay, angle_steps)
-    except (RuntimeError, TypeError):  # the kernel's checks; the ordinary call says what is wrong
-        return None
+    def __init__(self, request: Request, call: Call) -> None:
+        assert request.state is not None
+        self.memory = request.state.kv, request.state.z  # checked to be writable, and of a fitting kind
+        self.method = {name: getattr(request, name) for name in _METHOD}
+        self.gated = request.log_decay is not None
+        self.turned = request.angle_steps is not None
+        # PyTorch does not count every write to a tensor, so decay is compared by its numbers.
+        self.decay = None if request.decay is None else request.decay.tolist()
+        self.log_decay = None  # (1, 1, g): of the fixed or learned decay alone
+        if request.decay is not None:
+            self.log_decay = request.decay.double().log().clamp(min=NOTHING_KEPT)[None, None]
+        self.settings = native.settings(call)
+
+    def step(
+        self,
+        state: LinearAttentionState,
+        *,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        angle_steps: Tensor | None,
+        decay: Tensor | None,
+        **rest: object,
+    ) -> Tensor | None:
+        """out, with the next state in the given one's memory; None: not a step of this loop, nothing is written.
+
+        rest: the other fields of a ``Request``, but for state and return_state.
+        """
+        if (
+            not state.donated
+            or self.gated != (log_decay is not None)
+            or self.turned != (angle_steps is not None)
+        ):
+            return None
+        if state.kv is not self.memory[0] or state.z is not self.memory[1]:
+            return None
+        if any(rest[name] is not value for name, value in self.method.items()):
+            return None
+        if any(rest[name] is not None for name in _PLACES):
+            return None
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+            return None
+        if transformed() or forward_ad._current_level >= 0:
+            return None
+        try:
+            if (None if decay is None else decay.tolist()) != self.decay:
+                return None
+            if self.log_decay is not None:
+                log_decay = self.log_decay if log_decay is None else self._with_gates(log_decay)
+            return native.step_in_place(
+                state, q=q, k=k, v=v, log_decay=log_decay, angle_steps=angle_steps, **self.settings
+            )
+        except (RuntimeError, TypeError, AttributeError):  # the ordinary call says what is wrong
+            return None
+
+    def _with_gates(self, gates: Tensor) -> Tensor:
+        """All log decay of a token: as in ``linrope.sequence.decay.log_decay_of_tokens``."""
+        if float(gates.max()) > 0:
+            raise RuntimeError(f"log_decay: got {float(gates.max())}, expected numbers <= 0")
+        assert self.log_decay is not None
+        wide = gates.to(torch.promote_types(gates.dtype, torch.float32))
+        return wide.clamp(min=NOTHING_KEPT) + self.log_decay

@@ -1,38 +1,16 @@
-"""The operation, as callers see it."""
+"""The public operation: ``linear_rope_attention`` and ``linear_rope_state``."""
 
-from typing import Literal, TypedDict, overload
+from typing import Any, Literal, overload
 
 from torch import Tensor
 from typing_extensions import Unpack
 
-from linrope.distributed.attend import Started, attend_shard, begin_shard
-from linrope.distributed.shard import Shard
 from linrope.feature_maps import FeatureMap
-from linrope.operation import decoding
-from linrope.operation.request import OPTIONS, Request, attend
+from linrope.operation.attend import attend
+from linrope.operation.request import Options, Request
+from linrope.operation.shards import TokenShard
 from linrope.rotation.rotary import Rotary
 from linrope.sequence.state import LinearAttentionState
-
-
-class Options(TypedDict, total=False):
-    """The keyword arguments of linear_rope_attention, but return_state and shard, for type checkers."""
-
-    feature_map: str | FeatureMap | None
-    rotary: Rotary | None
-    causal: bool
-    normalize: bool
-    decay: Tensor | None
-    log_decay: Tensor | None
-    angle_steps: Tensor | None
-    positions: Tensor | None
-    key_positions: Tensor | None
-    key_mask: Tensor | None
-    cu_seqlens: Tensor | None
-    state: LinearAttentionState | None
-    eps: float
-    eps_mode: str
-    rope_order: str
-    backend: str
 
 
 @overload
@@ -42,7 +20,7 @@ def linear_rope_attention(
     v: Tensor,
     *,
     return_state: Literal[False] = ...,
-    shard: Shard | Started | None = ...,
+    shard: TokenShard | None = ...,
     **options: Unpack[Options],
 ) -> Tensor: ...
 @overload
@@ -52,7 +30,7 @@ def linear_rope_attention(
     v: Tensor,
     *,
     return_state: Literal[True],
-    shard: Shard | Started | None = ...,
+    shard: TokenShard | None = ...,
     **options: Unpack[Options],
 ) -> tuple[Tensor, LinearAttentionState]: ...
 @overload
@@ -62,7 +40,7 @@ def linear_rope_attention(
     v: Tensor,
     *,
     return_state: bool,
-    shard: Shard | Started | None = ...,
+    shard: TokenShard | None = ...,
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, LinearAttentionState]: ...
 def linear_rope_attention(
@@ -87,7 +65,7 @@ def linear_rope_attention(
     eps_mode: str = "clamp",
     rope_order: str = "after",
     backend: str = "auto",
-    shard: Shard | Started | None = None,
+    shard: TokenShard | None = None,
 ) -> Tensor | tuple[Tensor, LinearAttentionState]:
     """Linear attention with rotary position embedding on the feature maps.
 
@@ -163,20 +141,39 @@ def linear_rope_attention(
     >>> packed = linear_rope_attention(q, k, v, rotary=rotary, cu_seqlens=torch.tensor([0, 900, 1000]))
     >>> torch.testing.assert_close(packed[:, :900], head)
     """
-    request = Request(
-        q, k, v, log_decay, angle_steps, state, feature_map, rotary, causal, normalize, decay, positions,
-        key_positions, key_mask, cu_seqlens, return_state, eps, eps_mode, rope_order, backend,
-    )  # fmt: skip
     if q is None:
         raise TypeError("q: got NoneType, expected a dense torch.Tensor")
-    if shard is not None:
-        out, last = attend_shard(request, shard)
-    else:
-        if state is not None:
-            further = decoding.follow(q, k, v, log_decay, angle_steps, state, options=request[OPTIONS:])
-            if further is not None:
-                return further, state._marked(False)
+    parts: dict[str, Any] = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "log_decay": log_decay,
+        "angle_steps": angle_steps,
+        "decay": decay,
+        "positions": positions,
+        "key_positions": key_positions,
+        "key_mask": key_mask,
+        "cu_seqlens": cu_seqlens,
+        "feature_map": feature_map,
+        "rotary": rotary,
+        "causal": causal,
+        "normalize": normalize,
+        "eps": eps,
+        "eps_mode": eps_mode,
+        "rope_order": rope_order,
+        "backend": backend,
+    }
+    if isinstance(state, LinearAttentionState) and state.loop is not None and shard is None:
+        step: Tensor | None = state.loop.step(state, **parts)
+        if step is not None:
+            return (step, state._marked(donated=False, loop=state.loop)) if return_state else step
+    request = Request(**parts, state=state, return_state=return_state)
+    if shard is None:
         out, last = attend(request)
+    elif isinstance(shard, TokenShard):
+        out, last = shard.attend(request)
+    else:
+        raise TypeError(f"shard: got {type(shard).__name__}, expected linrope.distributed.Shard or None")
     return (out, last) if return_state and last is not None else out
 
 
@@ -206,23 +203,22 @@ def linear_rope_state(
     >>> torch.testing.assert_close(linear_rope_state(k, v).kv, state.kv)
     """
     request = Request(
-        None, k, v, log_decay, angle_steps, state, feature_map, rotary, True, False, decay, positions,
-        None, key_mask, cu_seqlens, True, 1e-6, "clamp", "after", backend,
-    )  # fmt: skip
+        q=None,
+        k=k,
+        v=v,
+        log_decay=log_decay,
+        angle_steps=angle_steps,
+        decay=decay,
+        positions=positions,
+        key_mask=key_mask,
+        cu_seqlens=cu_seqlens,
+        feature_map=feature_map,
+        rotary=rotary,
+        normalize=False,
+        backend=backend,
+        state=state,
+        return_state=True,
+    )
     last = attend(request)[1]
     assert last is not None
     return last
-
-
-def send_state(k: Tensor, v: Tensor, shard: Shard, /, **options: Unpack[Options]) -> Started:
-    """Begins a call on a shard: sends the state of its keys, and is given to the call as ``shard`` with q.
-
-    What is computed in between does not wait for the other ranks. Options as in ``linear_rope_attention``.
-    """
-    defaults: dict[str, object] = dict.fromkeys(Request._fields) | {
-        "feature_map": "elu+1", "causal": True, "rope_order": "after", "backend": "auto", "eps": 1e-6,
-        "eps_mode": "clamp",
-    }  # fmt: skip
-    request = Request(**{**defaults, **options, "k": k, "v": v})  # type: ignore[arg-type]
-    started: Started = begin_shard(request, shard)
-    return started

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linrope.common.names import check_name
-from linrope.operation.checks import check_inputs, check_mask, check_packing, resolve_heads, resolve_positions
+from linrope.operation.checks import check_inputs, check_mask, check_packing, resolve_heads
+from linrope.operation.positions import resolve_positions
 from linrope.position_encodings.absolute import ABSOLUTE
 from linrope.position_encodings.key_value_state import KeyValueState
 from linrope.position_encodings.relative import RELATIVE, RelativeEncoding
@@ -111,7 +112,15 @@ class SoftmaxAttention(nn.Module):
         else:
             sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
             start = torch.zeros(sequences, dtype=torch.int64, device=x.device)
-        where, other = resolve_positions(positions, context_positions, start, b, n, m, None, cu_seqlens)
+        where, other = resolve_positions(
+            positions=positions,
+            key_positions=context_positions,
+            start=start,
+            b=b,
+            n=n,
+            m=m,
+            bounds=cu_seqlens,
+        )
         where, key_where = spell_out(where, n), spell_out(where if other is None else other, m)
         if rotary is not None:
             q, k = (rotary(x * rotary.attention_factor, at) for x, at in ((q, where), (k, key_where)))

@@ -1,7 +1,7 @@
-"""Which tokens belong together: the rows of a batch, or packed sequences one behind the other.
+"""Which tokens belong together: the rows of a batch, or packed sequences one after the other.
 
-``bounds`` are the (s + 1,) places where packed sequences begin and end (b is then 1); None: each row of the
-batch is a sequence. Nothing here asks the device for a number.
+``bounds`` (s + 1,) are the tokens where packed sequences begin and end (b is then 1). None: each row of the batch
+is a sequence. No function here reads a number back from the device.
 """
 
 import torch
@@ -14,13 +14,13 @@ def rising_bounds(cu_seqlens: Tensor | None, n: int) -> Tensor | None:
 
 
 def owners(bounds: Tensor, n: int) -> Tensor:
-    """(n,): in which sequence each token lies; tokens beyond the last bound count as the last one's."""
+    """(n,): the sequence of each token. Tokens beyond the last bound belong to the last sequence."""
     tokens = torch.arange(n, device=bounds.device)
     return torch.searchsorted(bounds[1:], tokens, right=True).clamp_(max=max(len(bounds) - 2, 0))
 
 
 def begins(n: int, bounds: Tensor | None, device: torch.device) -> Tensor:
-    """(n,): which tokens are the first of a sequence."""
+    """(n,): True at the first token of each sequence."""
     return torch.arange(n, device=device) == (0 if bounds is None else bounds[owners(bounds, n)])
 
 
@@ -30,11 +30,11 @@ def previous(x: Tensor, first: Tensor, bounds: Tensor | None) -> Tensor:
     if n == 0:
         return x
     here = begins(n, bounds, x.device).view(1, n, *[1] * (x.ndim - 2))
-    return torch.where(here, spread(first, n, bounds), x.roll(1, 1))
+    return torch.where(here, per_token(first, n, bounds), x.roll(1, 1))
 
 
 def at_last(x: Tensor, otherwise: Tensor, bounds: Tensor | None) -> Tensor:
-    """(s or 1, ..): x (b or 1, n, ..) at the last token of each sequence; of an empty one ``otherwise``."""
+    """(s or 1, ..): x (b or 1, n, ..) at the last token of each sequence; empty sequences take ``otherwise``."""
     n = x.shape[1]
     if n == 0:
         return otherwise
@@ -44,8 +44,8 @@ def at_last(x: Tensor, otherwise: Tensor, bounds: Tensor | None) -> Tensor:
     return torch.where(bounds.diff().gt(0).view(-1, *[1] * (last.ndim - 1)), last, otherwise)
 
 
-def spread(x: Tensor, n: int, bounds: Tensor | None) -> Tensor:
-    """(b or 1, 1, ..), packed (1, n, ..): what is known per sequence, x (s or 1, ..), at each token."""
+def per_token(x: Tensor, n: int, bounds: Tensor | None) -> Tensor:
+    """Broadcasts x (s or 1, ..), one value per sequence, to the tokens: (b or 1, 1, ..), packed (1, n, ..)."""
     if bounds is None:
         return x[:, None]
     return (x.expand(len(bounds) - 1, *x.shape[1:]) if len(x) == 1 else x)[owners(bounds, n)][None]
@@ -54,7 +54,7 @@ def spread(x: Tensor, n: int, bounds: Tensor | None) -> Tensor:
 def at_first(x: Tensor, n: int, bounds: Tensor | None) -> Tensor:
     """(b or 1, n, ..): x (s or 1, ..) at the first token of each sequence, elsewhere 0."""
     here = begins(n, bounds, x.device).view(1, n, *[1] * (x.ndim - 1))
-    return spread(x, n, bounds).where(here, 0)
+    return per_token(x, n, bounds).where(here, 0)
 
 
 def sums_so_far(x: Tensor, bounds: Tensor | None) -> Tensor:
@@ -83,8 +83,9 @@ def running_maximum(scale: Tensor, log_decay: Tensor | None, first: Tensor, boun
 def _maximum_by_doubling(
     scale: Tensor, log_decay: Tensor | None, first: Tensor, bounds: Tensor | None
 ) -> Tensor:
-    """In log2(n) steps, each of which doubles how far every token has looked back. No sum of a over the whole
-    sequence is formed, so strong decays cost no digits.
+    """In log2(n) steps, each of which doubles how far back every token has looked.
+
+    It never sums a over the whole sequence, so strong decays cost no digits.
     """
     b, n, g = scale.shape
     if n == 0:
@@ -92,8 +93,8 @@ def _maximum_by_doubling(
     a = scale.new_zeros(1, 1, 1) if log_decay is None else log_decay
     a = a.expand(b, n, g).contiguous()
     cut = begins(n, bounds, scale.device)
-    # What lies before a sequence joins its first token, which then looks back no further.
-    before = first.expand(b, g)[:, None] if bounds is None else spread(first, n, bounds)
+    # The value before a sequence joins its first token, which then looks back no further.
+    before = first.expand(b, g)[:, None] if bounds is None else per_token(first, n, bounds)
     m = torch.where(cut[:, None], torch.maximum(scale, before + a), scale)
     cut = cut[:, None].expand(n, g)
     step = 1
@@ -121,7 +122,7 @@ def _(scale: Tensor, log_decay: Tensor | None, first: Tensor, bounds: Tensor | N
 
 
 def _maximum_by_table(scale: Tensor, log_decay: Tensor | None, first: Tensor) -> Tensor:
-    """Of all pairs of tokens, as the backend "reference" does it: by operations of ONNX, for any length."""
+    """Over all pairs of tokens, in operations that ONNX has, for any length."""
     length = torch.zeros_like(scale) if log_decay is None else log_decay.cumsum(1)
     tokens = torch.arange(scale.shape[1], device=scale.device)
     seen = (tokens[:, None] >= tokens)[..., None]

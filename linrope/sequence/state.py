@@ -1,10 +1,10 @@
-"""The state that carries a sequence on: constant memory per token."""
+"""The state of a sequence: what decoding and processing in pieces carry from call to call."""
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ NO_KEYS = -1e30  # log_scale before the first key: finite, so that no difference
 
 
 class _Wide:
-    """A state's tensors but conv, out of reach of FSDP.
+    """Hides a state's wide tensors (all but conv) from FSDP2's cast to half precision, in which sums stall.
 
-    Its mixed precision takes a dataclass among a module's arguments or results apart, casts every tensor to
-    half precision, in which sums stall, and makes a new one of them: which finds here what it is to hold.
+    FSDP2 takes a dataclass apart, casts every tensor in it and builds a new one. ``__post_init__`` then restores the
+    tensors from here.
     """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
@@ -32,26 +32,27 @@ class _Wide:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LinearAttentionState:
-    """What causal linear attention remembers of the keys and values it has seen.
+    """What causal linear attention remembers of the keys and values that it has seen.
 
         kv = sum_j e^(L - L_j) R(Theta_j) psi(k_j) v_j^T      z = sum_j e^(L - L_j) psi(k_j)
 
-    as the last token sees them (L is its sum of log decays; 0 without decay). Packed sequences have a state
-    each: then b counts sequences.
+    where L is the sum of log decays up to the last token (0 without decay). With packed sequences each has a state of
+    its own, and b counts sequences.
 
     Args:
         kv: (b, g, f, e), float32 or float64.
         z: (b, g, f), float64 (float32 is taken too): it counts tokens, and a float32 count stalls.
         position: (b,) int64, of the next token.
-        identity: of the feature map and the rotation that made it; another one is refused.
+        identity: names the feature map and the rotation that made it. A call with others rejects the state.
         angle: (b, g or 1, pairs) int64, with angle_steps: their sum in 2^-64 turns, which wrap.
-        log_scale: (b, g) float64, with maps that return one: the m of the largest key, as the last token
-            sees it. kv and z are then sums of e^-m times the keys.
-        angle_slope: (b, g or 1, pairs) zeros, in calls with gradients: through them the gradient of later
-            calls reaches the steps that angle, of integers, has summed.
-        conv: (b, taps - 1, channels), of a layer with a short convolution: its last inputs.
+        log_scale: (b, g) float64, with maps that return a log_scale: m, that of the largest key, decayed to the last
+            token. kv and z are then sums of e^-m times the keys.
+        angle_slope: (b, g or 1, pairs) zeros, in calls with gradients. They carry the gradient of later calls to the
+            angle_steps behind ``angle``, whose integers have no gradient.
+        conv: (b, taps - 1, channels): the last inputs of a layer's short convolution.
         slots: (b',) int64: rows of a pool; see ``at``.
         donated: see ``donate``.
+        loop: the decoding loop whose step made this state (``linrope.operation.decoding``); never saved.
 
     Raises:
         TypeError, ValueError: a tensor of another type or shape.
@@ -75,9 +76,7 @@ class LinearAttentionState:
     slots: Tensor | None = None
     donated: bool = False
     _wide: "_Wide | None" = None
-    steps: ClassVar[object] = (
-        None  # of one that a decoding loop carries along: linrope.operation.decoding.Steps
-    )
+    loop: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv, Tensor):  # a pytree of something else, while tracing
@@ -119,7 +118,7 @@ class LinearAttentionState:
             )
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: x for name, x in self.__dict__.items() if name not in ("steps", "_wide")}
+        return {name: x for name, x in self.__dict__.items() if name not in ("loop", "_wide")}
 
     def __repr__(self) -> str:
         more = "".join(f", {name}" for name in self.tensors() if name not in ("kv", "z", "position"))
@@ -130,7 +129,7 @@ class LinearAttentionState:
         return f"LinearAttentionState(kv {tuple(self.kv.shape)} {kind}{more}{at}, position [{positions}])"
 
     def __setstate__(self, values: dict[str, Any]) -> None:
-        """Of a copy or a file of torch.save: checked as a state made in any other way."""
+        """Checks what a copy or torch.load restores like a state made in any other way."""
         names = {field.name for field in fields(self)}
         if not {"kv", "z", "position", "identity"} <= set(values) <= names:
             raise ValueError(f"state: got {sorted(map(str, values))}, expected some of {sorted(names)}")
@@ -139,7 +138,7 @@ class LinearAttentionState:
 
     @classmethod
     def cat(cls, states: Sequence["LinearAttentionState"]) -> "LinearAttentionState":
-        """The sequences of all of them in one state, in their order: how sequences join a batch.
+        """One state with the sequences of all given states, in order: how sequences join a batch.
 
         Raises:
             ValueError: none is given; they differ in identity, shapes, dtypes, devices, or in what they hold.
@@ -160,34 +159,36 @@ class LinearAttentionState:
             if found != wanted:
                 raise ValueError(f"states: got {found} beside {wanted}, expected the same but for the batch")
         joined: dict[str, Any] = {name: torch.cat([own[name] for own in rows]) for name in rows[0]}
-        return replace(states[0], slots=None, donated=False, **joined)
+        return replace(states[0], slots=None, donated=False, loop=None, **joined)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those with a row for each sequence."""
+        """The tensors with a row for each sequence, by name."""
         return {name: x for name in _LEAVES if (x := getattr(self, name)) is not None}
 
     def _map(self, function: Any) -> "LinearAttentionState":
-        return replace(self, donated=False, **{name: function(x) for name, x in self.tensors().items()})
+        return replace(
+            self, donated=False, loop=None, **{name: function(x) for name, x in self.tensors().items()}
+        )
 
     @property
     def sequences(self) -> int:
-        """b, or how many slots."""
+        """b, or the number of slots."""
         return self.kv.shape[0] if self.slots is None else self.slots.shape[0]
 
     def detach(self) -> "LinearAttentionState":
-        """The same numbers, cut from the graph: what truncated backpropagation passes on."""
+        """A copy without gradients: what truncated backpropagation passes on."""
         return replace(self._map(lambda tensor: tensor.detach().clone()), angle_slope=None)
 
     def clone(self) -> "LinearAttentionState":
         return self._map(torch.clone)
 
     def donate(self) -> "LinearAttentionState":
-        """The same memory, given away: a decoding step (one token, no gradients) writes the next state there.
+        """Lets the next decoding step (one token, no gradients) overwrite this state's memory with the next state.
 
-        This saves an allocation per token, and keeps addresses fixed, as a CUDA graph needs them. Other
-        calls make a new state as always. The state given away must not be used again. Memory that torch
-        cannot write to is refused with a ValueError before anything changes. That of a read-only numpy array
-        or file looks like any other: do not give it away.
+        This saves an allocation per token and keeps addresses fixed, as CUDA graphs require. Calls with more tokens or
+        with gradients make a new state as usual. Do not use the donated state again. Memory that PyTorch cannot
+        write to raises a ValueError before anything changes. The memory of a read-only numpy array or file looks
+        like any other: do not donate it.
 
         >>> q = k = v = torch.randn(1, 5, 2, 4)
         >>> _, state = linear_rope_attention(q, k, v, return_state=True)
@@ -196,22 +197,22 @@ class LinearAttentionState:
         >>> after.kv is state.kv, after.position
         (True, tensor([6]))
         """
-        return self._marked(True)
+        return self._marked(donated=True, loop=self.loop)
 
-    def _marked(self, donated: bool) -> "LinearAttentionState":
-        """With that mark, and the same tensors: they have been checked when this state was made."""
+    def _marked(self, *, donated: bool, loop: Any) -> "LinearAttentionState":
+        """The same tensors, which were checked when this state was made, with those two fields."""
         if torch.compiler.is_compiling():  # PyTorch 2.11 cannot trace the lines below
-            return replace(self, donated=donated)
+            return replace(self, donated=donated, loop=loop)
         marked = object.__new__(LinearAttentionState)
-        marked.__dict__.update(self.__dict__, donated=donated)
+        marked.__dict__.update(self.__dict__, donated=donated, loop=loop)
         return marked
 
     def at(self, slots: Tensor) -> "LinearAttentionState":
-        """Rows of this state as a pool: calls without gradients read and write them in place.
+        """Rows of this state, used as a pool: calls without gradients read and write them in place.
 
-        slots (b,) int64, no two equal: the row of each sequence of the call, or of each packed sequence.
-        Sequences join, leave and are forked between calls, as in serving with continuous batching: a
-        decoding step and a packed prefill update their rows, and leave the others as they are.
+        slots (b,) int64, all different: the row of each sequence of the call, or of each packed sequence.
+        Sequences may join, leave and fork between calls, as in continuous batching. A decoding step or a packed
+        prefill updates its rows and leaves the others alone.
 
         >>> from linrope import linear_rope_state
         >>> pool = linear_rope_state(torch.zeros(8, 0, 2, 4), torch.zeros(8, 0, 2, 4))  # 8 rows, all empty
@@ -231,14 +232,14 @@ class LinearAttentionState:
             low, high, rows = int(slots.min()), int(slots.max()), len(self.kv)
             if low < 0 or high >= rows or len(slots.unique()) < len(slots):
                 raise ValueError(f"slots: got {slots.tolist()}, expected different rows 0 .. {rows - 1}")
-        return replace(self, slots=slots.long())
+        return replace(self, slots=slots.long(), loop=None)
 
     def rows(self) -> "LinearAttentionState":
-        """A copy of the rows at the slots, where there are some."""
+        """A copy of the rows at the slots; without slots, the state itself."""
         return self if self.slots is None else replace(self.reorder(self.slots), slots=None)
 
     def write(self, new: "LinearAttentionState | Mapping[str, Tensor | None]") -> None:
-        """Puts another state, or tensors by name, into this one's memory, at the slots where there are some.
+        """Copies another state, or tensors by name, into this one's memory: at the slots, if it has slots.
 
         Raises:
             ValueError: a shape does not fit, or memory cannot be written to; nothing has changed then.
@@ -261,10 +262,10 @@ class LinearAttentionState:
         self._put(tensors)
 
     def _put(self, tensors: Mapping[str, Tensor | None]) -> None:
-        """Writes what has been checked."""
+        """Writes tensors that have been checked."""
         for name, theirs in tensors.items():
             mine = getattr(self, name)
-            if mine is None or theirs is None or theirs is mine:  # the last: written in place already
+            if mine is None or theirs is None or theirs is mine:  # the same tensor: already written in place
                 continue
             if self.slots is None:
                 mine.copy_(theirs)
@@ -274,17 +275,17 @@ class LinearAttentionState:
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "LinearAttentionState":
-        """A copy on that device; dtype, float32 or float64, is kv's. z stays as wide as it is."""
+        """A copy on that device, with kv in dtype (float32 or float64). z keeps its dtype."""
         if dtype not in (None, torch.float32, torch.float64):
             raise TypeError(f"dtype: got {dtype}, expected float32 or float64")
         moved = {name: x.to(device, copy=True) for name, x in self.tensors().items()}
         if dtype is not None:
             moved["kv"] = moved["kv"].to(dtype)
         slots = None if self.slots is None else self.slots.to(device)
-        return replace(self, donated=False, slots=slots, **moved)  # type: ignore[arg-type]
+        return replace(self, donated=False, loop=None, slots=slots, **moved)  # type: ignore[arg-type]
 
     def reorder(self, index: Tensor) -> "LinearAttentionState":
-        """The states of the sequences index (b',): repeats and drops them, as beam search does."""
+        """The states of sequences index (b',), which may repeat and drop some, as in beam search."""
         if index.ndim != 1 or index.is_floating_point() or index.dtype == torch.bool:
             raise ValueError(
                 f"index: got {index.dtype} {tuple(index.shape)}, expected integers of shape (b,)"
@@ -298,10 +299,10 @@ class LinearAttentionState:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "LinearAttentionState":
-        """Reads what ``save`` wrote.
+        """Reads a file that ``save`` wrote.
 
         Raises:
-            FileNotFoundError, ValueError: no such file; a damaged or newer one, or one of other content.
+            FileNotFoundError: no such file. ValueError: it is damaged, newer, or holds something else.
         """
         tensors, metadata = load_tensors(Path(path), _FORMAT, _VERSION)
         if not {"kv", "z", "position"} <= set(tensors) <= set(_LEAVES) or "identity" not in metadata:
@@ -313,7 +314,7 @@ class LinearAttentionState:
 
 
 def _kinds(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Shape without the batch, dtype and device of each."""
+    """Each tensor's shape without the batch, its dtype and its device."""
     return {name: f"{tuple(x.shape[1:])} {x.dtype} {x.device}" for name, x in tensors.items()}
 
 
@@ -335,7 +336,7 @@ def _unflatten(leaves: Any, context: Any) -> LinearAttentionState:
     return LinearAttentionState(identity=identity, **dict(zip(names.split(), leaves, strict=True)))
 
 
-torch.serialization.add_safe_globals([LinearAttentionState])  # for torch.load, which takes no other classes
+torch.serialization.add_safe_globals([LinearAttentionState])  # torch.load accepts no other classes
 pytree.register_pytree_node(
     LinearAttentionState,
     _flatten,

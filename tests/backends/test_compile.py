@@ -7,7 +7,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, linear_rope_attention
-from linrope.backends.call import Call
+from linrope.backends.call import Call, Sums
+from linrope.backends.operators import flatten
 
 OPERATOR = torch.ops.linrope.attend.default
 B, G, H, D, E = 2, 2, 4, 4, 6
@@ -53,13 +54,23 @@ def operator_arguments(
         if x is not None:
             x.requires_grad_(save)
     call = Call(
-        q, k, v, log_decay, angle_steps, Rotary(D).turns(torch.device("cpu")) if rotary else None,
-        torch.arange(b * n).view(b, n) if positions else torch.tensor([[3]]),
-        None if m == n else torch.tensor([[0]]), None, None, numbers(b, m) > 0 if mask else None,
-        torch.tensor([0, 5, 5, n]) if packed else None, layout, "elu+1", causal, True, 1e-6, "clamp",
-        want_state,
-    )  # fmt: skip
-    return "eager", *call, kv, z, angle, save
+        q=q,
+        k=k,
+        v=v,
+        log_decay=log_decay,
+        angle_steps=angle_steps,
+        theta=Rotary(D).turns(torch.device("cpu")) if rotary else None,
+        positions=torch.arange(b * n).view(b, n) if positions else torch.tensor([[3]]),
+        key_positions=None if m == n else torch.tensor([[0]]),
+        key_mask=numbers(b, m) > 0 if mask else None,
+        cu_seqlens=torch.tensor([0, 5, 5, n]) if packed else None,
+        layout=layout,
+        feature_map="elu+1",
+        causal=causal,
+        want_state=want_state,
+    )
+    sums = None if kv is None or z is None else Sums(kv, z, angle)
+    return *flatten("eager", call, sums), save
 
 
 CONFIGURATIONS = {

@@ -11,7 +11,8 @@ from torch.testing import assert_close
 
 from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, linear_rope_attention
 from linrope.backends import triton
-from linrope.backends.call import Call
+from linrope.backends.call import Call, Sums
+from linrope.backends.operators import flatten
 from tests.kernels.comparison import long_here
 from tests.oracle import randoms
 
@@ -54,14 +55,20 @@ def operator_arguments(
     for x in (q, k, v, *sums):
         if x is not None:
             x.requires_grad_(save)
+    options = {"layout": "half", "feature_map": "elu+1", "want_state": True} | how
     call = Call(
-        q, k, v, -torch.rand(1, n, 2).double() if decay else None, None,
-        Rotary(4).turns(q.device) if rotary else None, torch.tensor([[3]]),
-        None if m == n else torch.tensor([[0]]), None, None, numbers(b, m) > 0 if mask else None, bounds,
-        **{"layout": "half", "feature_map": "elu+1", "causal": True, "normalize": True, "eps": 1e-6,
-           "eps_mode": "clamp", "want_state": True} | how,
-    )  # fmt: skip
-    return "triton", *call, *sums, None, save
+        q=q,
+        k=k,
+        v=v,
+        log_decay=-torch.rand(1, n, 2).double() if decay else None,
+        theta=Rotary(4).turns(q.device) if rotary else None,
+        positions=torch.tensor([[3]]),
+        key_positions=None if m == n else torch.tensor([[0]]),
+        key_mask=numbers(b, m) > 0 if mask else None,
+        cu_seqlens=bounds,
+        **options,
+    )
+    return *flatten("triton", call, Sums(*sums, None) if state else None), save
 
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {

@@ -107,7 +107,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "decay with positions of keys": (
         lambda: attend(key_positions=torch.arange(N), **FADING),
         ValueError,
-        "key_positions: got them beside fading keys",
+        "key_positions: got them beside keys that decay",
     ),
     "falling positions": (
         lambda: attend(positions=torch.tensor([0, 1, 3, 2, 4]), **FADING),

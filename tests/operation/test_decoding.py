@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from linrope import LinearAttentionState, Rotary, decoding, linear_rope_attention
+from linrope import LinearAttentionState, Rotary, linear_rope_attention
 from linrope.backends import native
+from linrope.operation.decoding import DecodingLoop
 from tests.oracle import BACKENDS, NATIVE
 
 B, G, H, F, E = 2, 2, 4, 8, 6
@@ -80,7 +81,7 @@ def test_a_loop_has_the_bits_of_calls_that_copy_the_state(way: str, backend: str
 @pytest.mark.skipif(native.why_not() is not None, reason="needs the native kernels")
 @torch.no_grad()
 def test_from_its_second_step_on_a_loop_goes_straight_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    for way in ("plain", "decay", "gates", "steps", "both", "heads"):
+    for way in ("plain", "decay", "gates", "steps", "both", "sum", "heads"):
         first, second, third, *_ = data(3)
         _, state = step(first, None, way)
         _, state = step(second, state.donate(), way)
@@ -232,6 +233,6 @@ def test_copies_of_a_state_start_afresh() -> None:
     first, second, *_ = data(2)
     _, state = step(first, None)
     _, state = step(second, state.donate())
-    assert isinstance(state.steps, decoding.Steps) == (native.why_not() is None)
+    assert isinstance(state.loop, DecodingLoop) == (native.why_not() is None)
     for other in (state.clone(), copy.deepcopy(state), state.reorder(torch.tensor([1, 0]))):
-        assert other.steps is None
+        assert other.loop is None

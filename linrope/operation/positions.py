@@ -1,0 +1,113 @@
+"""The positions of a call's tokens: as given, or consecutive from where the state ended."""
+
+import torch
+from torch import Tensor
+
+from linrope.common.names import readable
+from linrope.operation.request import Request
+from linrope.rotation.rotary import MAX_POSITION
+from linrope.sequence.decay import Tokens
+from linrope.sequence.packing import at_last, owners, previous, rising_bounds
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def resolve(request: Request) -> Tokens:
+    """Where the tokens of the call are. Raises if positions do not fit."""
+    k, state = request.k, request.state
+    if state is None:
+        sequences = 1 if request.cu_seqlens is None else request.sequences
+        start = torch.zeros(sequences, dtype=torch.int64, device=k.device)
+    else:
+        start = state.position if state.slots is None else state.position[state.slots]
+    bounds = rising_bounds(request.cu_seqlens, request.queries)
+    positions, key_positions = resolve_positions(
+        positions=request.positions,
+        key_positions=request.key_positions,
+        start=start,
+        b=k.shape[0],
+        n=request.queries,
+        m=k.shape[1],
+        axes=None if request.rotary is None else request.rotary.axes,
+        bounds=bounds,
+    )
+    if request.positions is not None and request.decays_by_position:
+        _check_order(positions, start, bounds)
+    return Tokens(bounds, start, positions, key_positions)
+
+
+def after(request: Request, tokens: Tokens) -> Tensor:
+    """(b or 1,), packed (s,): the position of the token after each sequence's last key."""
+    m = request.k.shape[1]
+    on_a_grid = request.rotary is not None and request.rotary.axes is not None  # there a state counts tokens
+    by_default = request.positions is None or m != request.queries
+    if on_a_grid or (request.key_positions is None and by_default):
+        return tokens.start + (m if tokens.bounds is None else tokens.bounds.diff())
+    keys = tokens.positions if tokens.key_positions is None else tokens.key_positions
+    return tokens.start if m == 0 else at_last(keys + 1, tokens.start, tokens.bounds)
+
+
+def resolve_positions(
+    *,
+    positions: Tensor | None,
+    key_positions: Tensor | None = None,
+    start: Tensor,  # (b or 1,), packed (s,): the default position of the first token
+    b: int,
+    n: int,
+    m: int,
+    axes: int | None = None,
+    bounds: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The positions of queries, and of keys (None: the same).
+
+    (b or 1, n), with axes (b or 1, n, axes); (b or 1, 1): consecutive from there on.
+    """
+    if axes is not None and (positions is None or (m != n and key_positions is None)):
+        name = "positions" if positions is None else "key_positions"
+        raise ValueError(f"{name}: got None, expected coordinates, as the rotation has axes={axes}")
+    by_default = positions is None or (key_positions is None and m != n)
+    if by_default and readable(start) and start.numel():
+        more = max(n, m) if bounds is None else int(bounds.diff().max())
+        numbers = start.tolist()  # one call into PyTorch: each costs a decoding step some microseconds
+        if min(numbers) < 0 or max(numbers) + more - 1 > MAX_POSITION:
+            raise ValueError(
+                f"state: got positions {numbers} and {more} tokens more, expected 0 .. {MAX_POSITION}"
+            )
+    consecutive = start.unsqueeze(1)
+    if by_default and bounds is not None:
+        consecutive = (torch.arange(n, device=start.device) + (start - bounds[:-1])[owners(bounds, n)])[None]
+    of_queries = consecutive
+    if positions is not None:
+        of_queries = _check_positions("positions", positions, start, b, n, axes)
+    of_keys = of_queries if m == n else consecutive
+    if key_positions is not None:
+        of_keys = _check_positions("key_positions", key_positions, start, b, m, axes)
+    return of_queries, None if of_keys is of_queries and m == n else of_keys
+
+
+def _check_positions(name: str, positions: Tensor, start: Tensor, b: int, n: int, axes: int | None) -> Tensor:
+    if not isinstance(positions, Tensor):
+        raise TypeError(f"{name}: got {type(positions).__name__}, expected a torch.Tensor")
+    if positions.dtype not in _INTEGERS:
+        raise TypeError(f"{name}: got {positions.dtype}, expected integers")
+    shape = (n,) if axes is None else (n, axes)
+    rows = positions.shape[0] if positions.ndim > len(shape) else 1
+    fits = positions.ndim - len(shape) in (0, 1) and rows in (1, b)
+    if not fits or any(have != want for have, want in zip(positions.shape[-len(shape) :], shape)):
+        raise ValueError(f"{name}: got shape {tuple(positions.shape)}, expected {shape} or {(b, *shape)}")
+    if positions.device != start.device:
+        raise ValueError(f"{name}: got device {positions.device}, expected {start.device}")
+    if readable(positions) and positions.numel():
+        low, high = int(positions.min()), int(positions.max())
+        if low < 0 or high > MAX_POSITION:
+            raise ValueError(f"{name}: got {low} .. {high}, expected 0 .. {MAX_POSITION}")
+    return positions.to(torch.int64).view(rows, *shape)
+
+
+def _check_order(positions: Tensor, start: Tensor, bounds: Tensor | None) -> None:
+    """Raises if positions fall in a call whose keys decay with distance."""
+    if readable(positions) and bool((positions < previous(positions, start - 1, bounds)).any()):
+        raise ValueError(
+            "positions: got falling ones, expected each at least the one before it (with a state from "
+            "its position - 1 on), since keys decay with distance"
+        )
