@@ -269,7 +269,7 @@ REFUSED = {
     "unknown backend": (
         lambda: attend(backend="eagre"),
         ValueError,
-        r"backend='eagre': expected one of auto, reference, eager, native, triton; did you mean 'eager'",
+        r"backend='eagre': expected one of auto, native, triton, eager, reference; did you mean 'eager'",
     ),
     "backend that cannot run": (
         lambda: attend(

@@ -24,7 +24,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "reference": (),
 }
 NAMES = ("auto", *BACKENDS)
-_MODULES: dict[str, Backend] = {"native": native, "eager": eager, "reference": reference}
+MODULES: dict[str, Backend] = {"native": native, "eager": eager, "reference": reference}
 
 
 def choose(name: str, call: Call, state: LinearAttentionState | None) -> Backend:
@@ -61,4 +61,4 @@ def load(name: str) -> Backend | str:
         except ImportError as error:
             return str(error)
         return triton
-    return _MODULES[name]
+    return MODULES[name]
