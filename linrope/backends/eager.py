@@ -20,7 +20,7 @@ from torch import Tensor
 
 from linrope.backends import operators
 from linrope.backends.call import Call, Gradients, Results, Sums, summed_to
-from linrope.common.names import readable
+from linrope.common.values import values_readable
 from linrope.feature_maps import ELEMENTWISE
 from linrope.rotation.rotary import rotate
 from linrope.sequence.chunks import Cut, around, around_reversed, fade
@@ -36,7 +36,7 @@ def why_not() -> str | None:
 
 
 def supports(call: Call, state: LinearAttentionState | None) -> str | None:
-    if call.xpos_log_decay is not None and call.distances is not None and readable(call.distances):
+    if call.xpos_log_decay is not None and call.distances is not None and values_readable(call.distances):
         cut = Cut.of(call.k, call.bounds)
         most = int(cut.take(call.distances).masked_fill(~cut.valid, 0)[:, 1:].sum(1).max())
         if most * -float(call.xpos_log_decay.min()) > LONGEST_FADE:

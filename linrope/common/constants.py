@@ -1,18 +1,18 @@
-"""Numbers that a model computes with and neither learns nor saves."""
+"""A per-device cache of fixed tensors (neither parameters nor buffers)."""
 
 import torch
 from torch import Tensor
 
 
 class Constant:
-    """Numbers with a copy on each device that asks for them.
+    """A fixed tensor, copied once to each device that asks for it.
 
-    They come from an object's arguments and are no buffer: casting, averaging or emptying a model does not
-    touch them, and a state dict does not have them. All who ask share the tensor: it is not to be written to.
+    It is derived from an object's arguments and is no buffer: casting, averaging or emptying a model does not
+    touch it, and it is not in the state dict. All callers share the copy: do not write to it.
     """
 
     def __init__(self, values: Tensor) -> None:
-        with torch.inference_mode(False):  # graphs of autograd will save what is made here
+        with torch.inference_mode(False):  # autograd saves these tensors, and cannot save inference tensors
             self._values = values.detach().to("cpu", copy=True).contiguous()
         self._copies: dict[torch.device, Tensor] = {}
 
@@ -21,11 +21,13 @@ class Constant:
             return self._values
         if device not in self._copies:
             with torch.inference_mode(False):
-                there = self._values.to(device)
-            if torch.compiler.is_compiling() or type(there) is not Tensor:  # it lives in this graph alone
-                return there
-            self._copies[device] = there
+                copy = self._values.to(device)
+            if (
+                torch.compiler.is_compiling() or type(copy) is not Tensor
+            ):  # a traced copy lives in its graph only
+                return copy
+            self._copies[device] = copy
         return self._copies[device]
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_copies": {}}  # a copy of the object makes its own
+        return self.__dict__ | {"_copies": {}}  # a pickled or deep copy fills its own cache

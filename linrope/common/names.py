@@ -1,20 +1,13 @@
-"""What the checks of arguments share: a name out of a list, and whether to look at a tensor's numbers."""
+"""Checks of arguments that take a name from a list."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-import torch
-from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import FakeTensor
-
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
-
 
 def expected_one_of(value: object, known: Sequence[str], also: str = "") -> str:
-    """The end of an error's message: the known names, and the one nearest to the value.
+    """Ends an error message: lists the known names and suggests the one nearest to the value.
 
-    also: what else is accepted, in words.
+    also: other accepted values, in words.
 
     >>> from linrope.common.names import expected_one_of
     >>> expected_one_of("hlf", ("interleaved", "half"), also="a Rotary or None")
@@ -26,7 +19,7 @@ def expected_one_of(value: object, known: Sequence[str], also: str = "") -> str:
 
 
 def check_name(argument: str, value: object, known: Sequence[str], also: str = "") -> None:
-    """Raises ValueError unless the value is one of the known names; also: what else is accepted, in words.
+    """Raises ValueError unless the value is one of the known names; also: other accepted values, in words.
 
     >>> from linrope.common.names import check_name
     >>> check_name("layout", "hlf", ("interleaved", "half"))
@@ -35,21 +28,3 @@ def check_name(argument: str, value: object, known: Sequence[str], also: str = "
     """
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"{argument}={value!r}: {expected_one_of(value, known, also)}")
-
-
-def readable(x: Tensor | torch.device) -> bool:
-    """Whether to look at the numbers of a tensor, or of tensors on a device, in order to check them.
-
-    Not on a GPU, which it would stall, nor while a graph is compiled or a FakeTensorMode is on, nor of a
-    fake, a meta or a vmapped tensor: these have no numbers.
-
-    >>> from linrope.common.names import readable
-    >>> readable(torch.ones(2)), readable(torch.ones(2, device="meta"))
-    (True, False)
-    """
-    device = x.device if isinstance(x, Tensor) else x
-    if device.type != "cpu" or torch.compiler.is_compiling():
-        return False
-    if isinstance(x, Tensor) and (isinstance(x, FakeTensor) or is_functorch_wrapped_tensor(x)):
-        return False
-    return torch._C._get_dispatch_mode(_FAKE) is None

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from linrope.common.names import readable
+from linrope.common.values import values_readable
 from linrope.distributed.exchange import Gathered
 from linrope.distributed.fold import Rules, fold
 from linrope.distributed.layout import Layout
@@ -127,7 +127,7 @@ def _describe(request: Request, shard: Layout) -> str:
     tensors |= {"angle_steps": request.angle_steps}
     given = [name for name in (*tensors, "positions", "state") if getattr(request, name) is not None]
     steps = None if request.angle_steps is None else tuple(request.angle_steps.shape[2:])
-    if state is not None and readable(state.position):
+    if state is not None and values_readable(state.position):
         given[-1] = f"state at {state.rows().position.tolist()}"
     return (
         f"{v.dtype} k (b, m, g, d) = ({b}, m, {g}, {d}), e={v.shape[3]}, causal={request.causal}, "

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from linrope.common.names import readable
+from linrope.common.values import values_readable
 from linrope.feature_maps.base import FeatureMap, widen
 from linrope.rotation.angles import cos_sin
 
@@ -46,7 +46,7 @@ class Cosformer(FeatureMap):
         self.max_length = max_length
 
     def queries(self, q: Tensor, positions: Tensor) -> Tensor:
-        if readable(positions) and positions.numel() and int(positions.max()) >= self.max_length:
+        if values_readable(positions) and positions.numel() and int(positions.max()) >= self.max_length:
             raise ValueError(
                 f"positions: got {int(positions.max())}, expected less than max_length={self.max_length}"
             )

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linrope.common.files import digest, load_tensors, parse_json, replace_file, save_tensors
-from linrope.common.names import check_name, readable
+from linrope.common.names import check_name
+from linrope.common.values import values_readable
 from linrope.distributed.shard import Shard
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.choices import ROTATIONS
@@ -253,7 +254,7 @@ class LanguageModel(nn.Module):
         """
         if tokens.ndim != 2 or tokens.is_floating_point():
             raise ValueError(f"tokens: got {tokens.dtype} {tuple(tokens.shape)}, expected integers (b, n)")
-        if readable(tokens) and tokens.numel():
+        if values_readable(tokens) and tokens.numel():
             low, high = int(tokens.min()), int(tokens.max())
             if low < 0 or high >= self.config.vocab_size:
                 raise ValueError(

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from linrope import feature_maps
-from linrope.common.names import check_name, readable
+from linrope.common.names import check_name
+from linrope.common.values import values_readable
 from linrope.feature_maps import FeatureMap
 from linrope.feature_maps.base import same_identity
 from linrope.operation.request import EPS_MODES, ORDERS, Request
@@ -186,7 +187,7 @@ def check_decay(decay: Tensor | None, g: int, causal: bool, device: torch.device
         raise ValueError(f"decay: got shape {tuple(decay.shape)}, expected {(g,)}, one per key/value head")
     if not causal:
         raise ValueError("decay: got causal=False, expected causal=True, where distances have a sign")
-    if readable(decay) and not bool(((decay > 0) & (decay <= 1)).all()):
+    if values_readable(decay) and not bool(((decay > 0) & (decay <= 1)).all()):
         raise ValueError(f"decay: got {decay.tolist()}, expected numbers in (0, 1]")
 
 
@@ -201,7 +202,7 @@ def check_log_decay(log_decay: Tensor | None, k: Tensor, causal: bool) -> None:
         )
     if not causal:
         raise ValueError("log_decay: got causal=False, expected causal=True: it decays what came before")
-    if readable(log_decay) and log_decay.numel() and float(log_decay.detach().max()) > 0:
+    if values_readable(log_decay) and log_decay.numel() and float(log_decay.detach().max()) > 0:
         raise ValueError(f"log_decay: got up to {float(log_decay.detach().max()):.3g}, expected numbers <= 0")
 
 
@@ -246,7 +247,7 @@ def check_packing(cu_seqlens: Tensor | None, b: int, n: int, m: int, device: tor
         raise ValueError(f"cu_seqlens: got batch {b}, expected 1: the sequences lie one after the other")
     if n != m:
         raise ValueError(f"cu_seqlens: got {n} queries and {m} keys, expected as many of one as of the other")
-    if readable(cu_seqlens):
+    if values_readable(cu_seqlens):
         bounds = cu_seqlens.tolist()
         if bounds[0] != 0 or bounds[-1] != n or bounds != sorted(bounds):
             raise ValueError(

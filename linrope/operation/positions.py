@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from linrope.common.names import readable
+from linrope.common.values import values_readable
 from linrope.operation.request import Request
 from linrope.rotation.rotary import MAX_POSITION
 from linrope.sequence.decay import Tokens
@@ -66,7 +66,7 @@ def resolve_positions(
         name = "positions" if positions is None else "key_positions"
         raise ValueError(f"{name}: got None, expected coordinates, as the rotation has axes={axes}")
     by_default = positions is None or (key_positions is None and m != n)
-    if by_default and readable(start) and start.numel():
+    if by_default and values_readable(start) and start.numel():
         more = max(n, m) if bounds is None else int(bounds.diff().max())
         numbers = start.tolist()  # one call into PyTorch: each costs a decoding step some microseconds
         if min(numbers) < 0 or max(numbers) + more - 1 > MAX_POSITION:
@@ -97,7 +97,7 @@ def _check_positions(name: str, positions: Tensor, start: Tensor, b: int, n: int
         raise ValueError(f"{name}: got shape {tuple(positions.shape)}, expected {shape} or {(b, *shape)}")
     if positions.device != start.device:
         raise ValueError(f"{name}: got device {positions.device}, expected {start.device}")
-    if readable(positions) and positions.numel():
+    if values_readable(positions) and positions.numel():
         low, high = int(positions.min()), int(positions.max())
         if low < 0 or high > MAX_POSITION:
             raise ValueError(f"{name}: got {low} .. {high}, expected 0 .. {MAX_POSITION}")
@@ -106,7 +106,7 @@ def _check_positions(name: str, positions: Tensor, start: Tensor, b: int, n: int
 
 def _check_order(positions: Tensor, start: Tensor, bounds: Tensor | None) -> None:
     """Raises if positions fall in a call whose keys decay with distance."""
-    if readable(positions) and bool((positions < previous(positions, start - 1, bounds)).any()):
+    if values_readable(positions) and bool((positions < previous(positions, start - 1, bounds)).any()):
         raise ValueError(
             "positions: got falling ones, expected each at least the one before it (with a state from "
             "its position - 1 on), since keys decay with distance"

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from linrope.common.names import readable
+from linrope.common.values import values_readable
 from linrope.rotation.rotary import Rotary
 
 
@@ -65,7 +65,7 @@ class LearnedAbsolute(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         last = self.table.num_embeddings - 1
-        if readable(positions) and positions.numel():
+        if values_readable(positions) and positions.numel():
             low, high = int(positions.min()), int(positions.max())
             if low < 0 or high > last:
                 raise ValueError(

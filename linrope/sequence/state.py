@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from linrope.common.files import load_tensors, save_tensors
-from linrope.common.names import readable
+from linrope.common.values import values_readable
 from linrope.common.writing import check_writable
 
 _FORMAT, _VERSION = "linrope.LinearAttentionState", 1
@@ -123,7 +123,7 @@ class LinearAttentionState:
     def __repr__(self) -> str:
         more = "".join(f", {name}" for name in self.tensors() if name not in ("kv", "z", "position"))
         at = "" if self.slots is None else f" at {len(self.slots)} slots"
-        where = self.position[:4].tolist() if readable(self.position) else ["?"]
+        where = self.position[:4].tolist() if values_readable(self.position) else ["?"]
         positions = ", ".join(map(str, where)) + (", .." if len(self.position) > 4 else "")
         kind = str(self.kv.dtype).removeprefix("torch.")
         return f"LinearAttentionState(kv {tuple(self.kv.shape)} {kind}{more}{at}, position [{positions}])"
@@ -228,7 +228,7 @@ class LinearAttentionState:
             raise ValueError(f"slots: got {kind}, expected integers of shape (b,)")
         if slots.device != self.kv.device:
             raise ValueError(f"slots: got device {slots.device}, expected {self.kv.device}")
-        if readable(slots) and slots.numel():
+        if values_readable(slots) and slots.numel():
             low, high, rows = int(slots.min()), int(slots.max()), len(self.kv)
             if low < 0 or high >= rows or len(slots.unique()) < len(slots):
                 raise ValueError(f"slots: got {slots.tolist()}, expected different rows 0 .. {rows - 1}")

@@ -1,0 +1,26 @@
+"""Whether a check may read the values of a tensor."""
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+def values_readable(x: Tensor | torch.device) -> bool:
+    """False on a GPU and while tracing.
+
+    Reading a value from a GPU would make the host wait for it. Traced tensors (torch.compile, FakeTensorMode,
+    vmap) and tensors on the meta device have no values. For a device: whether its tensors' values may be read.
+
+    >>> from linrope.common.values import values_readable
+    >>> values_readable(torch.ones(2)), values_readable(torch.ones(2, device="meta"))
+    (True, False)
+    """
+    device = x.device if isinstance(x, Tensor) else x
+    if device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    if isinstance(x, Tensor) and (isinstance(x, FakeTensor) or is_functorch_wrapped_tensor(x)):
+        return False
+    return torch._C._get_dispatch_mode(_FAKE) is None
