@@ -16,6 +16,7 @@ from linrope.cli.training import accelerator_on, describe, run_steps
 from linrope.common.files import check_readable, parse_json
 from linrope.common.names import expected_one_of
 from linrope.models import LanguageModel, LanguageModelConfig
+from linrope.models.decay import resolve_decay
 from linrope.models.language_model import ATTENTION, POSITIONS
 from linrope.models.training import Corpus, Trainer, TrainingConfig, checkpoints, latest_checkpoint
 from linrope.models.training.checkpoint import tokenizer_of
@@ -118,8 +119,8 @@ def train(
     decay: Annotated[
         str | None,
         typer.Option(
-            help="How keys fade: spread (half-lives from 1 token to a row; the default of linear attention "
-            "without --forget-gate), learned (starts there), retnet or none.",
+            help="How keys decay: spread (half-lives from 1 token to a row; the default of linear attention "
+            "with a rotation and without --forget-gate), learned (starts as spread), retnet or none.",
             show_default=False,
         ),
     ] = None,
@@ -195,14 +196,16 @@ def _parallel(options: dict[str, Any]) -> dict[str, int]:
 
 
 def _model(options: dict[str, Any], vocab_size: int) -> LanguageModelConfig:
-    linear, length = options["attention"] == "linear", options["sequence_length"]
-    decay = options["decay"]
-    if decay is None:
-        decay = "spread" if linear and not options["forget_gate"] else "none"
+    length = options["sequence_length"]
+    rotary = _or_none(options["rotary"])
+    decay = "auto" if options["decay"] is None else _or_none(options["decay"])
+    if options["attention"] == "linear":
+        rotated = options["positions"] == "rope" and rotary is not None
+        decay = resolve_decay(decay, rotated=rotated, forget_gate=options["forget_gate"])
     half_lives: dict[str, Any] = {"longest": length}
     feature_map: Any = options["feature_map"]
     max_length = max(length, LanguageModelConfig.max_length)
-    if feature_map == "cosformer":  # which ends at its max_length
+    if feature_map == "cosformer":  # which refuses positions from max_length on
         feature_map = {"name": feature_map, "max_length": max_length}
     return LanguageModelConfig(
         vocab_size=vocab_size,
@@ -213,8 +216,8 @@ def _model(options: dict[str, Any], vocab_size: int) -> LanguageModelConfig:
         positions=options["positions"],
         max_length=max_length,
         feature_map=feature_map,
-        rotary=_or_none(options["rotary"]),
-        decay={"name": decay, **half_lives} if decay in ("spread", "learned") else _or_none(decay),
+        rotary=rotary,
+        decay={"name": decay, **half_lives} if decay in ("spread", "learned") else decay,
         forget_gate=half_lives if options["forget_gate"] else False,
         short_conv=options["short_conv"] or None,
         qk_norm=options["qk_norm"],

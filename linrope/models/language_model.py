@@ -1,12 +1,12 @@
 """A byte-level causal language model on linear attention with RoPE, in one file.
 
     x = embed(bytes)                                          + p, with absolute positions
-    x = x + attention(norm(x));  x = x + swiglu(norm(x))      for each block
+    x = x + attention(norm(x));  x = x + swiglu(norm(x))      in each block
     logits = norm(x) embed^T                                  the embedding is tied
 
-The state of a sequence is one LinearAttentionState per block: generating the millionth byte costs what
-the first one costs, in time and in memory. Softmax attention and other position encodings are there to
-compare with.
+The state of a sequence is one LinearAttentionState per block: generating the millionth byte takes the same
+time and memory as generating the first. Softmax attention and other position encodings are included for
+comparison.
 """
 
 import json
@@ -26,6 +26,7 @@ from linrope.common.values import values_readable
 from linrope.distributed.shard import Shard
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.choices import ROTATIONS
+from linrope.models.decay import resolve_decay
 from linrope.models.folders import latest_checkpoint
 from linrope.operation.checks import check_packing
 from linrope.operation.positions import resolve_positions
@@ -37,11 +38,9 @@ _FORMAT, _VERSION = "linrope.LanguageModel", 1
 
 ATTENTION = ("linear", "softmax")
 POSITIONS = ("rope", "none", *ABSOLUTE, *RELATIVE)
-_BEFORE: dict[str, Any] = {"decay": None}  # defaults that were other ones when models were saved first
 
 State = LinearAttentionState | KeyValueState
 States = list[State]
-
 
 _SIZES = (
     "vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "hidden_dim", "max_length",
@@ -52,25 +51,24 @@ _LARGEST = 2**31 - 1
 
 @dataclass(frozen=True)
 class LanguageModelConfig:
-    """Sizes and choices of a LanguageModel; saved beside the weights as JSON."""
+    """The sizes and choices of a LanguageModel, saved beside the weights as JSON."""
 
     vocab_size: int = 256
     embed_dim: int = 256
     num_layers: int = 4
     num_heads: int = 4
     num_kv_heads: int | None = None
-    hidden_dim: int | None = None  # of the SwiGLU; default 8/3 embed_dim, rounded up to 32
+    hidden_dim: int | None = None  # of the SwiGLU; default: 8/3 embed_dim, rounded up to a multiple of 32
     feature_map: str | dict = "elu+1"  # type: ignore[type-arg]  # or {"name": .., options}
-    # Of positions "rope": a layout, "selective", or {"name": "selective", options}; None: no positions.
+    # With positions "rope": a layout, "selective", or {"name": "selective", options}; None: no rotation.
     rotary: str | dict | None = "interleaved"  # type: ignore[type-arg]
     normalize: bool = True
     out_norm: bool = True
     gate: bool = True
-    attention: str = "linear"  # or "softmax", which has nothing of what is above but heads and rotary
-    positions: str = "rope"  # one of POSITIONS; those in RELATIVE with softmax only
-    max_length: int = 4096  # of positions "learned"
-    # Of linear attention, as in LinearRoPEAttention. decay "auto": "spread" beside a rotation, None without
-    # one or with a forget gate.
+    attention: str = "linear"  # or "softmax", which uses only the heads and rotary of the fields above
+    positions: str = "rope"  # one of POSITIONS; those in RELATIVE require softmax attention
+    max_length: int = 4096  # the size of the table if positions is "learned"
+    # Options of linear attention, as in LinearRoPEAttention. decay="auto": see models/decay.py.
     decay: str | dict | None = "auto"  # type: ignore[type-arg]
     forget_gate: bool | dict = False  # type: ignore[type-arg]
     short_conv: int | None = None
@@ -94,7 +92,7 @@ class LanguageModelConfig:
             kinds = get_args(known[name]) or (known[name],)
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 raise ValueError(f"config: got {name}={value!r}, expected {known[name]}")
-        return cls(**(_BEFORE | values))
+        return cls(**values)
 
 
 class SwiGLU(nn.Module):
@@ -112,7 +110,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward, each around a residual connection."""
+    """Attention and a feed-forward network, each behind a norm and inside a residual connection."""
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
@@ -126,45 +124,56 @@ class Block(nn.Module):
         self, x: Tensor, state: State | None, positions: Tensor | None, cu_seqlens: Tensor | None,
         return_state: bool, shard: Shard | None = None,
     ) -> tuple[Tensor, State | None]:  # fmt: skip
-        y, after = self.attention_norm(x), None
-        where: dict[str, Any] = {"state": state, "positions": positions, "cu_seqlens": cu_seqlens}
-        if shard is not None:  # softmax attention knows of none
-            where["shard"] = shard
-        if cu_seqlens is not None and isinstance(self.attention, SoftmaxAttention):
-            y = _each_alone(self.attention, y, positions, cu_seqlens)
-        elif return_state:
-            y, after = self.attention(y, return_state=True, **where)
-        else:
-            y = self.attention(y, **where)
-        x = x + y
-        return x + self.feed_forward(self.feed_forward_norm(x)), after
+        mixer = _Mixer(self.attention, state, positions, cu_seqlens, return_state, shard)
+        x = x + mixer(self.attention_norm(x))
+        x = x + self.feed_forward(self.feed_forward_norm(x))
+        return x, mixer.state
 
 
-def _each_alone(
+class _Mixer:
+    """A block's attention as a function of x alone, which keeps the new state in ``state``."""
+
+    def __init__(
+        self, attention: nn.Module, state: State | None, positions: Tensor | None, cu_seqlens: Tensor | None,
+        return_state: bool, shard: Shard | None,
+    ) -> None:  # fmt: skip
+        self.attention, self.state, self.return_state = attention, state, return_state
+        self.options: dict[str, Any] = {"positions": positions, "cu_seqlens": cu_seqlens}
+        if shard is not None:  # softmax attention has no such argument
+            self.options["shard"] = shard
+
+    def __call__(self, x: Tensor) -> Tensor:
+        before, self.state = self.state, None
+        if self.options["cu_seqlens"] is not None and isinstance(self.attention, SoftmaxAttention):
+            return _attend_to_each_sequence(self.attention, x, **self.options)
+        y = self.attention(x, state=before, return_state=self.return_state, **self.options)
+        if self.return_state:
+            y, self.state = y
+        return y
+
+
+def _attend_to_each_sequence(
     attention: SoftmaxAttention, x: Tensor, positions: Tensor | None, cu_seqlens: Tensor
 ) -> Tensor:
-    """Packed sequences one by one: a block mask would cost the square of all their lengths."""
+    """Splits packed sequences: the cost of a block mask would be the square of their total length."""
     cuts = cu_seqlens[1:-1].cpu().long()
     parts = x.tensor_split(cuts, 1)
-    where = [None] * len(parts) if positions is None else positions.tensor_split(cuts, -1)
-    return torch.cat([attention(part, positions=at) for part, at in zip(parts, where, strict=True)], 1)
+    part_positions = [None] * len(parts) if positions is None else positions.tensor_split(cuts, -1)
+    return torch.cat([attention(part, positions=p) for part, p in zip(parts, part_positions, strict=True)], 1)
 
 
 def _linear(config: LanguageModelConfig) -> LinearRoPEAttention:
-    decay = config.decay
-    if decay == "auto":
-        rope = config.positions == "rope" and config.rotary is not None
-        decay = "spread" if rope and config.forget_gate is False else None
+    rotary = config.rotary if config.positions == "rope" else None
     return LinearRoPEAttention(
         config.embed_dim,
         config.num_heads,
         num_kv_heads=config.num_kv_heads,
         feature_map=config.feature_map,
-        rotary=config.rotary if config.positions == "rope" else None,
+        rotary=rotary,
         normalize=config.normalize,
         out_norm=config.out_norm,
         gate=config.gate,
-        decay=decay,
+        decay=resolve_decay(config.decay, rotated=rotary is not None, forget_gate=config.forget_gate),
         forget_gate=config.forget_gate,
         short_conv=config.short_conv,
         qk_norm=config.qk_norm,
@@ -181,11 +190,11 @@ def _softmax(config: LanguageModelConfig) -> SoftmaxAttention:
 
 
 def _check_softmax(config: LanguageModelConfig) -> None:
-    """Refuses choices that only linear attention has."""
+    """Raises ValueError for options that only linear attention has."""
     for name in ("decay", "forget_gate", "short_conv", "qk_norm"):
         if (value := getattr(config, name)) not in (None, False, "auto"):
-            off = False if name in ("forget_gate", "qk_norm") else None
-            raise ValueError(f"{name}={value!r}: expected {off} with attention='softmax'")
+            expected = False if name in ("forget_gate", "qk_norm") else None
+            raise ValueError(f"{name}={value!r}: expected {expected} with attention='softmax'")
     if config.rotary not in (*LAYOUTS, None):
         raise ValueError(
             f"rotary={config.rotary!r}: expected {' or '.join(LAYOUTS)} with attention='softmax'"
@@ -198,10 +207,10 @@ def _absolute(config: LanguageModelConfig) -> nn.Module | None:
 
 
 class LanguageModel(nn.Module):
-    """Bytes in, logits of the next byte out.
+    """Takes bytes and returns the logits of the next byte.
 
     Raises:
-        ValueError: sizes that do not fit, unknown names.
+        ValueError: a size does not fit, or a name is unknown.
 
     >>> from linrope.models import LanguageModel, LanguageModelConfig
     >>> model = LanguageModel(LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=2))
@@ -217,12 +226,12 @@ class LanguageModel(nn.Module):
                 raise ValueError(f"{name}={getattr(config, name)}: expected at least 1")
         check_name("attention", config.attention, ATTENTION)
         check_name("positions", config.positions, POSITIONS)
-        if isinstance(config.rotary, str):  # or None, or a dict, which the layer checks
+        if isinstance(config.rotary, str):  # the layer checks a dict
             check_name("rotary", config.rotary, ROTATIONS, also="a dict or None")
         if config.attention == "linear" and config.positions in RELATIVE:
             raise ValueError(
-                f"positions={config.positions!r}: a term of the n x m scores, which linear attention never "
-                "forms; expected attention='softmax'"
+                f"positions={config.positions!r}: adds a term to the n x m scores, which linear attention "
+                "never forms; expected attention='softmax'"
             )
         if config.attention == "softmax":
             _check_softmax(config)
@@ -233,9 +242,9 @@ class LanguageModel(nn.Module):
         self.norm = nn.RMSNorm(config.embed_dim, eps=1e-6)
         for name, weight in self.named_parameters():
             if weight.ndim == 2 and ".angle_steps." not in name:
-                # Residual branches add up over 2 layers per block: GPT-2's scaling keeps the sum tame.
-                last = name.endswith(("o_proj.weight", "w2.weight"))
-                nn.init.normal_(weight, std=0.02 / (2 * config.num_layers) ** 0.5 if last else 0.02)
+                # GPT-2's scaling: x sums two branches per block, so the last weights of each start smaller.
+                ends_branch = name.endswith(("o_proj.weight", "w2.weight"))
+                nn.init.normal_(weight, std=0.02 / (2 * config.num_layers) ** 0.5 if ends_branch else 0.02)
 
     def forward(
         self,
@@ -247,10 +256,10 @@ class LanguageModel(nn.Module):
         return_states: bool = True,
         shard: Shard | None = None,
     ) -> tuple[Tensor, States]:
-        """tokens (b, n) integers -> logits (b, n, vocab_size) and the states after the last token.
+        """tokens (b, n) integers -> logits (b, n, vocab_size), and the states after the last token.
 
-        positions, cu_seqlens and shard as in linear_rope_attention. Packed softmax attention has no states:
-        none are returned, as with return_states=False, which saves the time they take.
+        positions, cu_seqlens and shard are as in linear_rope_attention. With return_states=False the list of
+        states is empty, which saves the time to compute them. Packed softmax attention has no states.
         """
         if tokens.ndim != 2 or tokens.is_floating_point():
             raise ValueError(f"tokens: got {tokens.dtype} {tuple(tokens.shape)}, expected integers (b, n)")
@@ -261,34 +270,39 @@ class LanguageModel(nn.Module):
                     f"tokens: got ids {low} .. {high}, expected 0 .. {self.config.vocab_size - 1}"
                 )
         if shard is not None and self.config.attention == "softmax":
-            raise ValueError("shard: got one, expected None with attention='softmax', which needs all keys")
+            raise ValueError("shard: got one, expected None with attention='softmax', which reads all keys")
         if states and cu_seqlens is not None and self.config.attention == "softmax":
-            raise ValueError("states: got them beside cu_seqlens, expected None with attention='softmax'")
+            raise ValueError("states: got states and cu_seqlens, expected None with attention='softmax'")
         if states is not None and len(states) != len(self.blocks):
             raise ValueError(f"states: got {len(states)}, expected one per block, {len(self.blocks)}")
         x = self.embed(tokens)
-        if self.config.positions == "sinusoidal":  # Vaswani 2017, section 3.4: p is about 1, x was small
+        if (
+            self.config.positions == "sinusoidal"
+        ):  # Vaswani 2017, section 3.4: p is about 1, and x starts small
             x = x * math.sqrt(self.config.embed_dim)
         if self.encoding is not None:
             x = self.encoding(x, _absolute_positions(tokens, states, positions, cu_seqlens, shard))
-        after: States = []
+        new_states: States = []
         for index, block in enumerate(self.blocks):
-            before = None if states is None else states[index]
-            x, state = block(x, before, positions, cu_seqlens, return_states, shard)
+            state = None if states is None else states[index]
+            x, state = block(x, state, positions, cu_seqlens, return_states, shard)
             if state is not None:
-                after.append(state)
-        return F.linear(self.norm(x), self.embed.weight), after
+                new_states.append(state)
+        return F.linear(self.norm(x), self.embed.weight), new_states
 
     def save(self, folder: str | os.PathLike[str], weights: dict[str, Any] | None = None) -> None:
-        """Writes config.json and model.safetensors; weights: the state_dict, where processes share it."""
+        """Writes config.json and model.safetensors.
+
+        weights: the whole state_dict, if this process holds only a part of it; default: self.state_dict().
+        """
         text = json.dumps(asdict(self.config), indent=2) + "\n"
         replace_file(Path(folder) / "config.json", lambda path: path.write_text(text))
-        metadata = {"format": _FORMAT, "version": str(_VERSION), "config": _digest(self.config)}
+        metadata = {"format": _FORMAT, "version": str(_VERSION), "config": config_digest(json.loads(text))}
         save_tensors(Path(folder) / "model.safetensors", weights or self.state_dict(), metadata)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> "LanguageModel":
-        """Reads what ``save`` wrote: that folder, or a run's, of which it takes the last checkpoint.
+        """Reads a folder that ``save`` wrote, or the last checkpoint in the folder of a run.
 
         Raises:
             FileNotFoundError, ValueError: a file is missing, damaged, newer, or does not fit the other.
@@ -298,20 +312,23 @@ class LanguageModel(nn.Module):
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file")
         try:
-            config = LanguageModelConfig.from_dict(parse_json(path.read_bytes(), path.name))
+            values = parse_json(path.read_bytes(), path.name)
+            config = LanguageModelConfig.from_dict(values)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
         tensors, metadata = load_tensors(weights, _FORMAT, _VERSION)
-        if metadata.get("config", _digest(config)) != _digest(config):
+        if metadata.get("config") != config_digest(values):
             raise ValueError(f"{path}: differs from the one that {weights.name} was saved with")
         if config.num_layers > len(tensors):
             raise ValueError(f"{path}: got {config.num_layers} layers, expected those of {weights.name}")
         try:
-            with torch.device("meta"):  # sizes that no machine has room for are seen here
+            with torch.device("meta"):  # compares the sizes before any memory is allocated
                 shapes = {name: x.shape for name, x in cls(config).state_dict().items()}
             if wrong := [name for name, x in tensors.items() if shapes.get(name, x.shape) != x.shape]:
                 raise ValueError(f"sizes of {wrong[:3]} differ")
-            with torch.random.fork_rng(devices=[]):  # the weights drawn here are not the ones kept
+            with torch.random.fork_rng(
+                devices=[]
+            ):  # loading draws no random numbers from the caller's stream
                 model = cls(config)
             model.load_state_dict(tensors)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
@@ -319,18 +336,16 @@ class LanguageModel(nn.Module):
         return model
 
 
-def _digest(config: LanguageModelConfig) -> str:
-    """Of what differs from the first defaults: a field that a later version adds leaves it as it was."""
-    values, first = asdict(config), {field.name: field.default for field in fields(config)} | _BEFORE
-    chosen = {name: value for name, value in values.items() if value != first[name]}
-    return digest({}, {"config": json.dumps(chosen, sort_keys=True)})
+def config_digest(values: dict[str, Any]) -> str:
+    """A digest of the contents of config.json, which the weights carry to vouch for it."""
+    return digest({}, {"config": json.dumps(values, sort_keys=True)})
 
 
 def _absolute_positions(
     tokens: Tensor, states: States | None, positions: Tensor | None, cu_seqlens: Tensor | None,
     shard: Shard | None,
 ) -> Tensor:  # fmt: skip
-    """(n,) or (b or 1, n): those given, or on from the states."""
+    """(n,) or (b or 1, n): the caller's positions, or positions that continue the states."""
     if positions is not None:
         return positions
     if shard is not None:

@@ -32,6 +32,26 @@ def test_a_finished_run_goes_on_with_more_steps_and_says_what_it_ignores(
 
 
 @pytest.mark.parametrize(
+    ("options", "decay"),
+    [
+        ([], {"name": "spread", "longest": 32}),
+        (["--forget-gate"], None),
+        (["--rotary", "none"], None),
+        (["--positions", "sinusoidal"], None),
+        (["--forget-gate", "--decay", "learned"], {"name": "learned", "longest": 32}),
+        (["--decay", "none"], None),
+    ],
+    ids=str,
+)
+def test_the_default_decay_is_that_of_the_models(
+    options: list[str], decay: object, text: Path, tmp_path: Path
+) -> None:
+    assert run(["train", str(text), "--out", str(tmp_path), "--steps", "1", *SMALL, *options]) == 0
+    (last,) = checkpoints(tmp_path)
+    assert json.loads((last / "config.json").read_text())["decay"] == decay
+
+
+@pytest.mark.parametrize(
     ("name", "content"),
     [
         (

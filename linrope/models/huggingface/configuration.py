@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 
 from linrope.feature_maps.random_features import RandomFeatureMap
 from linrope.layer.attention import LinearRoPEAttention
+from linrope.models.decay import resolve_decay
 from linrope.models.huggingface.parallel import TP_PLAN
 from linrope.position_encodings import SoftmaxAttention
 from linrope.rotation.rotary import Rotary
@@ -29,8 +30,8 @@ class LinRopeConfig(PreTrainedConfig):
         rope_order: "after" the feature map (RoFormer eq. 19) or "before" it.
         feature_map: name, or {"name": .., options}. Of random ones the seed is drawn here and saved.
         decay: None, "spread", "learned", "retnet", {"name": .., "longest": tokens}, or a number in (0, 1] for
-            each key/value head, as in LinearRoPEAttention. "auto": "spread", but None beside a forget gate or
-            with is_causal=False. A saved config that does not say has None.
+            each key/value head, as in LinearRoPEAttention. "auto": "spread", but None with a forget gate or
+            with is_causal=False.
         forget_gate, short_conv, qk_norm: as in LinearRoPEAttention.
         selective_rope: the input speeds up or slows down the rotation that rope_parameters give; True, or the
             options rank, bound and per_head of LinearRoPEAttention's rotary="selective".
@@ -88,11 +89,6 @@ class LinRopeConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Of what was saved, maybe before decay was "auto"."""
-        return super().from_dict({"decay": None} | config_dict, **kwargs)
-
-    @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
         """Nothing: a saved folder names linrope's classes, and gets no copy of their code."""
 
@@ -142,9 +138,7 @@ def _check_types(config: LinRopeConfig) -> None:
 
 def make_attention(config: LinRopeConfig, layer_type: str) -> LinearRoPEAttention | SoftmaxAttention:
     """The attention of a layer of that type."""
-    decay = config.decay
-    if decay == "auto":
-        decay = "spread" if config.is_causal and config.forget_gate is False else None
+    decay = resolve_decay(config.decay, rotated=True, forget_gate=config.forget_gate, causal=config.is_causal)
     if decay is not None and not config.is_causal:
         raise ValueError(f"decay={config.decay}: expected None with is_causal=False")
     assert config.rope_parameters is not None
