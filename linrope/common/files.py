@@ -1,4 +1,4 @@
-"""Files: written atomically, read without trust."""
+"""Writes files atomically and checks everything that it reads."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a temporary file beside path and moves it there: a reader sees the old or the new one."""
+    """Writes a temporary file beside path and moves it there: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
@@ -31,7 +31,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def check_readable(path: Path) -> None:
-    """Raises ValueError where safetensors would write a file of that name and not read it."""
+    """Raises ValueError for a path that is not UTF-8: safetensors writes such a file but cannot read it."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -39,10 +39,10 @@ def check_readable(path: Path) -> None:
 
 
 def parse_json(text: str | bytes, name: str) -> Any:
-    """What the text says; name: of where it stands, for the message.
+    """Parses the text as JSON. The error message names its source, name.
 
     Raises:
-        ValueError: it is no JSON, or nested deeper than Python reads.
+        ValueError: the text is not JSON, or is nested deeper than Python can read.
     """
     try:
         return json.loads(text)
@@ -51,27 +51,24 @@ def parse_json(text: str | bytes, name: str) -> Any:
 
 
 def digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
-    """Of all names, types, shapes and bytes: changes with any bit of them."""
-    found = hashlib.blake2b(json.dumps(sorted(metadata.items())).encode(), digest_size=16)
+    """Hashes the metadata and the names, dtypes, shapes and bytes of all tensors."""
+    hashed = hashlib.blake2b(json.dumps(sorted(metadata.items())).encode(), digest_size=16)
     for name, tensor in sorted(tensors.items()):
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        hashed.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Saves tensors and metadata as safetensors, atomically, with a digest of both.
 
-    metadata: with a version, which becomes "version.1": such a file has a digest, also where none is found.
-
     Raises:
         ValueError: path is not UTF-8.
-        OSError: they cannot be written, as on a full disk.
+        OSError: the file cannot be written, as when the disk is full.
     """
     check_readable(path)
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    metadata = {**metadata, "version": f"{metadata['version']}.1"}
-    metadata["digest"] = digest(plain, metadata)
+    metadata = {**metadata, "digest": digest(plain, metadata)}
     try:
         replace_file(path, lambda temporary: save_file(plain, temporary, metadata=metadata))
     except SafetensorError as error:
@@ -83,7 +80,7 @@ def load_tensors(path: Path, kind: str, version: int) -> tuple[dict[str, Tensor]
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: damaged, of another kind, or of another version. Files of linrope 0.1 have no digest.
+        ValueError: the file is damaged, or of another kind or version.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
@@ -95,9 +92,8 @@ def load_tensors(path: Path, kind: str, version: int) -> tuple[dict[str, Tensor]
         raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
     if metadata.get("format") != kind:
         raise ValueError(f"{path}: format {metadata.get('format')!r}, expected {kind!r}")
-    noted, found = metadata.get("version"), metadata.pop("digest", None)
-    if noted not in (f"{version}", f"{version}.1"):
-        raise ValueError(f"{path}: version {noted!r}, expected '{version}.1'")
-    if (noted != f"{version}" or found is not None) and found != digest(tensors, metadata):
-        raise ValueError(f"{path}: damaged: its digest is not that of its contents")
+    if metadata.get("version") != str(version):
+        raise ValueError(f"{path}: version {metadata.get('version')!r}, expected '{version}'")
+    if metadata.pop("digest", None) != digest(tensors, metadata):
+        raise ValueError(f"{path}: damaged: its digest does not match its contents")
     return tensors, metadata

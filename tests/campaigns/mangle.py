@@ -1,5 +1,6 @@
 """What the fuzzing feeds: arguments, options, JSON and files, made of good ones by random changes."""
 
+import contextlib
 import json
 import os
 import random
@@ -7,8 +8,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
+
+from linrope.common.files import digest, save_tensors
 
 STRANGE = [
     "", " ", "-", "--", "0", "-1", "1", "2", "3", "7", "1e9", "1e-9", "nan", "inf", "-inf", "1.5",
@@ -219,23 +222,28 @@ def safetensors_like(chance: random.Random, content: bytes) -> bytes:
             }[key]
     metadata = header.get("__metadata__")
     if isinstance(metadata, dict):
-        metadata.pop("digest", None)
-        if metadata.get("version") == "1.1":
-            metadata["version"] = "1"
+        _sign(header, content[8 + size :])
     made = json.dumps(header).encode("utf-8", "surrogatepass")
     length = len(made) if chance.random() < 0.9 else chance.choice([0, 1, 2**32, 2**63, len(made) + 1])
     return length.to_bytes(8, "little") + made + content[8 + size :]
 
 
-def without_digest(path: Path, *names: str) -> None:
-    """Takes that metadata, and the digest that would miss it, out of a good file."""
+def _sign(header: dict[str, Any], body: bytes) -> None:
+    """Writes a digest into the header that fits the damaged file, if safetensors reads that at all."""
+    header["__metadata__"].pop("digest", None)
+    text = json.dumps(header).encode("utf-8", "surrogatepass")
+    with contextlib.suppress(SafetensorError, TypeError, ValueError):
+        tensors = load(len(text).to_bytes(8, "little") + text + body)
+        header["__metadata__"]["digest"] = digest(tensors, header["__metadata__"])
+
+
+def change_metadata(path: Path, **metadata: str) -> None:
+    """Rewrites a good file with other metadata and a digest that fits."""
     with safe_open(path, "pt") as file:
-        metadata = dict(file.metadata())
+        old = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    metadata["version"] = metadata["version"].removesuffix(".1")
-    for name in ("digest", *names):
-        metadata.pop(name, None)
-    save_file(tensors, path, metadata)
+    del old["digest"]
+    save_tensors(path, tensors, old | metadata)
 
 
 def checkpoint(chance: random.Random, run: Path, text: Path) -> str:

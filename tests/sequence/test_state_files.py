@@ -93,7 +93,7 @@ def test_load_refuses_damaged_and_foreign_files_and_names_them(damage, tmp_path)
 
 def test_load_says_which_version_it_got_and_which_it_reads(tmp_path) -> None:
     written(tmp_path / "state", version="2")
-    with pytest.raises(ValueError, match=r"version '2', expected '1\.1'"):
+    with pytest.raises(ValueError, match=r"version '2', expected '1'"):
         LinearAttentionState.load(tmp_path / "state")
 
 

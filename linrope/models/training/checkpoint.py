@@ -13,7 +13,7 @@ from linrope.models.folders import checkpoints
 from linrope.models.training.config import TrainingConfig
 from linrope.models.training.corpus import load_tokenizer
 
-_FORMAT, _VERSION = "linrope.Training", 3
+_FORMAT, _VERSION = "linrope.Training", 1
 _NOTED = {"step", "config", "processes", "corpus", "checksum"}
 _KEPT = 2  # checkpoints
 
