@@ -144,11 +144,11 @@ class _Mixer:
 
     def __call__(self, x: Tensor) -> Tensor:
         before, self.state = self.state, None
-        if self.options["cu_seqlens"] is not None and isinstance(self.attention, SoftmaxAttention):
+        if isinstance(self.attention, SoftmaxAttention) and self.options["cu_seqlens"] is not None:
             return _attend_to_each_sequence(self.attention, x, **self.options)
-        y = self.attention(x, state=before, return_state=self.return_state, **self.options)
-        if self.return_state:
-            y, self.state = y
+        result: Any = self.attention(x, state=before, return_state=self.return_state, **self.options)
+        y: Tensor
+        y, self.state = result if self.return_state else (result, None)
         return y
 
 
