@@ -1,8 +1,7 @@
 """The state of softmax attention: all keys and values."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -10,16 +9,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False, repr=False)
 class KeyValueState:
-    """What softmax attention remembers: every key and value it has seen.
+    """The state of softmax attention: every key and value of the sequence so far.
 
-    It grows with each token, in memory and in the time of the next one; a LinearAttentionState does not.
+    Each token adds to its memory and to the time of the next token; a LinearAttentionState does not grow.
 
     Args:
         k: (b, m, g, d) keys, rotated where RoPE rotates them.
         v: (b, m, g, e) values.
         positions: (b, m) int64.
-        mask: (b, m) bool, True = attend.
-        identity: of the rotation that turned k; another one is refused.
+        mask: (b, m) bool; False: padding.
+        identity: the rotation of k; a layer with another rotation rejects the state.
 
     >>> from linrope.position_encodings import SoftmaxAttention
     >>> _, state = SoftmaxAttention(16, 2)(torch.randn(1, 5, 16), return_state=True)
@@ -39,34 +38,36 @@ class KeyValueState:
 
     @property
     def position(self) -> Tensor:
-        """(b,) int64, of the next token."""
+        """(b,) int64: the position of the next token."""
         if self.positions.shape[1] == 0:
             return self.positions.new_zeros(len(self.positions))
         return self.positions[:, -1] + 1
 
     def append(self, later: "KeyValueState") -> "KeyValueState":
-        """The keys and values of both, these first."""
-        return self._map(lambda mine, other: torch.cat((mine, other), 1), later)
+        """This state followed by the keys and values of ``later``."""
+        return self._map(lambda before, after: torch.cat((before, after), 1), later)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by field name; each has a row for each sequence."""
+        return {field.name: x for field in fields(self) if isinstance(x := getattr(self, field.name), Tensor)}
 
     def _map(self, function: Callable[..., Tensor], *others: "KeyValueState") -> "KeyValueState":
-        names = ("k", "v", "positions", "mask")
-        sides = (self, *others)
-        made: dict[str, Any] = {name: function(*(getattr(side, name) for side in sides)) for name in names}
-        return replace(self, **made)
+        rows = {name: (x, *(getattr(other, name) for other in others)) for name, x in self.tensors().items()}
+        return replace(self, **{name: function(*tensors) for name, tensors in rows.items()})  # type: ignore[arg-type]
 
     def detach(self) -> "KeyValueState":
-        """The same numbers, cut from the graph."""
+        """A copy that is cut from the autograd graph."""
         return self._map(lambda tensor: tensor.detach().clone())
 
     def clone(self) -> "KeyValueState":
         return self._map(torch.clone)
 
     def donate(self) -> "KeyValueState":
-        """Itself: a state that grows has no memory to write the next one into."""
+        """Returns itself: a growing state has no memory that the next state could be written into."""
         return self
 
     def reorder(self, index: Tensor) -> "KeyValueState":
-        """The states of the sequences index (b',): repeats and drops them, as beam search does."""
+        """Selects the sequences index (b',); beam search repeats some and drops others."""
         if index.ndim != 1 or index.is_floating_point() or index.dtype == torch.bool:
             raise ValueError(
                 f"index: got {index.dtype} {tuple(index.shape)}, expected integers of shape (b,)"

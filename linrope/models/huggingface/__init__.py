@@ -1,4 +1,4 @@
-"""Models for transformers, registered with its Auto classes as this module is imported."""
+"""Models for transformers. Importing this module registers them with the Auto classes."""
 
 from linrope.models.training.optional import need
 
@@ -36,10 +36,10 @@ for _auto, _name in AUTO_MAP.items():
     _key = LinRopeConfig.model_type if _auto == "AutoConfig" else LinRopeConfig
     getattr(transformers, _auto).register(_key, globals()[_name])
 
-LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # of a LoraConfig that names none
+LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # the default of a LoraConfig that names no modules
 try:
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as _LORA
-except ModuleNotFoundError:  # peft is an extra of its own to whoever does not tune
+except ModuleNotFoundError:  # peft is needed for finetuning only
     pass
 else:
     _LORA.setdefault(LinRopeConfig.model_type, LORA_TARGETS)

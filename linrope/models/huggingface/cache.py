@@ -1,4 +1,4 @@
-"""What the models remember of a sequence: one state per layer."""
+"""The cache of the Hugging Face models: one state per layer."""
 
 import os
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ State = LinearAttentionState | KeyValueState
 
 
 class StateLayer:
-    """The state of one layer, None before the first token, with the methods that a Cache calls."""
+    """The state of one layer (None before the first token), with the methods that a Cache calls."""
 
     is_compileable = False
     is_croppable = False
@@ -30,8 +30,8 @@ class StateLayer:
         self.state = state
 
     def take(self) -> State | None:
-        """The state, given away, as it is the cache's own: decoding writes the next one into its memory."""
-        if self.state is None or _frozen(self.state):
+        """Gives the state away, since nobody else holds it: decoding may overwrite its memory."""
+        if self.state is None or _is_read_only(self.state):
             return self.state
         return self.state.donate()
 
@@ -42,7 +42,7 @@ class StateLayer:
         self.state = None if self.state is None else self.state.reorder(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """indices: integers, or bool (b,)."""
+        """indices: integers, or a bool mask (b,)."""
         self.reorder_cache(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -51,11 +51,11 @@ class StateLayer:
             self.state = self.state.reorder(index.repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raises RuntimeError unless there is nothing to remove."""
+        """Raises RuntimeError unless tokens_to_remove is 0: a state cannot be rolled back."""
         if tokens_to_remove:
             raise RuntimeError(
-                f"crop({tokens_to_remove}): a state is a sum over all tokens, from which none can be taken; "
-                "keep a copy.deepcopy of the cache to go back to"
+                f"crop({tokens_to_remove}): a state is a sum over all tokens, from which none can be removed; "
+                "to go back, keep a copy.deepcopy of the cache"
             )
 
     def get_max_length(self) -> int:
@@ -65,11 +65,11 @@ class StateLayer:
 class LinRopeCache(Cache):
     """The states of all layers, for generate() and for forward's past_key_values.
 
-    Its memory does not grow with the sequence, except in "full_attention" layers of a hybrid model, which
+    Its memory does not grow with the sequence, except in the "full_attention" layers of a hybrid model, which
     keep all their keys and values. ``copy.deepcopy`` forks a sequence.
 
     Args:
-        config: of the model.
+        config: the configuration of the model.
 
     >>> from linrope.models.huggingface import LinRopeCache, LinRopeConfig, LinRopeForCausalLM
     >>> config = LinRopeConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -88,7 +88,7 @@ class LinRopeCache(Cache):
         self.length = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen so far, padding too."""
+        """The number of tokens seen so far, padding included."""
         return self.length
 
     def reset(self) -> None:
@@ -109,17 +109,17 @@ class LinRopeCache(Cache):
         for i, layer in enumerate(self.layers):
             if layer.state is not None:
                 metadata[f"{i}.identity"] = layer.state.identity
-                tensors |= {f"{i}.{name}": getattr(layer.state, name) for name in tensors_of(layer.state)}
+                tensors |= {f"{i}.{name}": x for name, x in layer.state.detach().tensors().items()}
         save_tensors(Path(path), tensors, metadata)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str | None = None) -> "LinRopeCache":
-        """Reads what ``save`` wrote, onto the model's device (default: the CPU).
+        """Reads a file that ``save`` wrote onto a device, which must be the model's (default: the CPU).
 
-        A model of another configuration refuses it when it is used.
+        A model of another configuration rejects the cache in its first call.
 
         Raises:
-            FileNotFoundError, ValueError: no such file; a damaged or newer one, or one of other content.
+            FileNotFoundError, ValueError: there is no such file; it is damaged, newer, or of another kind.
         """
         tensors, metadata = load_tensors(Path(path), _FORMAT, _VERSION)
         cache = cls.__new__(cls)
@@ -127,24 +127,24 @@ class LinRopeCache(Cache):
         try:
             cache.length = int(metadata["length"])
             for i in range(int(metadata["layers"])):
-                own = {
+                layer_tensors = {
                     name.partition(".")[2]: tensor.to(device)
                     for name, tensor in tensors.items()
                     if name.startswith(f"{i}.")
                 }
-                cache.layers.append(StateLayer(_state(own, metadata.get(f"{i}.identity", ""))))
+                cache.layers.append(StateLayer(_state(layer_tensors, metadata.get(f"{i}.identity", ""))))
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}: not the states of a model ({error})") from error
+            raise ValueError(f"{path}: does not hold the states of a model ({error})") from error
         return cache
 
 
-def check_lengths(inputs: Tensor, name: str, others: Mapping[str, Any]) -> None:
-    """Raises ValueError unless generate() can tell which inputs come after what the cache has seen.
+def check_lengths(inputs: Tensor, name: str, model_kwargs: Mapping[str, Any]) -> None:
+    """Raises ValueError unless generate() can tell which inputs are new to the cache.
 
-    inputs (b, n, ..) are all tokens, with a mask (b, n) or none, or the new ones alone, with a mask
-    (b, seen + n); embeddings are always all.
+    inputs (b, n, ..) are either all tokens, with a mask (b, n) or none, or only the new tokens, with a mask
+    (b, seen + n). Embeddings are always those of all tokens.
     """
-    cache, attention_mask = others.get("past_key_values"), others.get("attention_mask")
+    cache, attention_mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
     seen = cache.get_seq_length() if isinstance(cache, LinRopeCache) else 0
     b, n = inputs.shape[:2]
     length = n if attention_mask is None else attention_mask.shape[-1]
@@ -155,29 +155,22 @@ def check_lengths(inputs: Tensor, name: str, others: Mapping[str, Any]) -> None:
     got = None if attention_mask is None else f"shape {tuple(attention_mask.shape)}"
     if name != "input_ids":
         if n <= seen:
-            raise ValueError(f"{name}: got {n} tokens, expected those of the cache, {seen}, and the new ones")
+            raise ValueError(f"{name}: got {n} tokens, expected the cache's {seen} tokens and the new ones")
         raise ValueError(f"attention_mask: got {got}, expected {(b, n)}")
     if not seen:
         raise ValueError(f"attention_mask: got {got}, expected {(b, n)}")
-    whole = f", or {(b, n)} if they are all tokens" if n > seen else ""
+    alternative = f", or {(b, n)} if they are all tokens" if n > seen else ""
     raise ValueError(
-        f"attention_mask: got {got} beside {n} input_ids and a cache of {seen} tokens, expected shape "
-        f"{(b, seen + n)} if they are the new tokens{whole}"
+        f"attention_mask: got {got} with {n} input_ids and a cache of {seen} tokens, expected shape "
+        f"{(b, seen + n)} if they are the new tokens{alternative}"
     )
 
 
-def _frozen(state: State) -> bool:
-    """Whether it was made in inference mode, outside of which it must not be written to."""
+def _is_read_only(state: State) -> bool:
+    """True if the state was made in inference mode and this call runs outside of that mode."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return False
     return isinstance(state, LinearAttentionState) and state.kv.is_inference()
-
-
-def tensors_of(state: State) -> tuple[str, ...]:
-    if isinstance(state, LinearAttentionState):
-        names = ("kv", "z", "position", "angle", "log_scale", "conv")
-        return tuple(name for name in names if getattr(state, name) is not None)
-    return "k", "v", "positions", "mask"
 
 
 def _state(tensors: dict[str, Any], identity: str) -> State | None:

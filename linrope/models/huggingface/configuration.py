@@ -1,4 +1,4 @@
-"""What config.json holds, and the attention layers that it describes."""
+"""The configuration of the Hugging Face models, and the attention layers that it describes."""
 
 from typing import Any, get_args, get_origin
 
@@ -16,38 +16,38 @@ LAYER_TYPES = ("linear_attention", "full_attention")
 
 
 class LinRopeConfig(PreTrainedConfig):
-    """Sizes and choices of the Hugging Face models of linear attention with RoPE.
+    """The sizes and choices of the Hugging Face models of linear attention with RoPE.
 
-    Names are Llama's where Llama has the thing, and so are the weights' names.
+    Options and weights that Llama has too have Llama's names.
 
     Attributes:
         vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads: sizes.
-        num_key_value_heads: a divisor of num_attention_heads; default: as many.
+        num_key_value_heads: a divisor of num_attention_heads; default num_attention_heads.
         head_dim: default hidden_size / num_attention_heads.
-        rope_parameters: {"rope_theta": .., "rope_type": .., ..} as Hugging Face writes them; the rotation
-            has layout "half", as in Llama, and the size of the features.
-        max_position_embeddings: the trained length, which some rope types need; generation may go beyond.
+        rope_parameters: {"rope_theta": .., "rope_type": .., ..} as Hugging Face writes them. The rotation
+            has layout "half", as in Llama, and turns all features.
+        max_position_embeddings: the trained length, which some rope types require; generation may exceed it.
         rope_order: "after" the feature map (RoFormer eq. 19) or "before" it.
-        feature_map: name, or {"name": .., options}. Of random ones the seed is drawn here and saved.
+        feature_map: a name, or {"name": .., options}. The seed of a random map is drawn here and saved.
         decay: None, "spread", "learned", "retnet", {"name": .., "longest": tokens}, or a number in (0, 1] for
             each key/value head, as in LinearRoPEAttention. "auto": "spread", but None with a forget gate or
             with is_causal=False.
         forget_gate, short_conv, qk_norm: as in LinearRoPEAttention.
-        selective_rope: the input speeds up or slows down the rotation that rope_parameters give; True, or the
+        selective_rope: whether the input changes the speed of the rotation of rope_parameters; True, or the
             options rank, bound and per_head of LinearRoPEAttention's rotary="selective".
-        normalize: divide by the normalizer; with signed feature maps False.
-        out_norm: RMS norm of each head's output.
-        gate: multiply heads by silu(W_g x).
-        layer_types: "linear_attention" or "full_attention" (softmax with RoPE as rope_parameters give it,
-            and nothing of what stands above from rope_order on) for each layer; default: all linear.
-        full_attention_interval: k, instead of layer_types: each k-th layer is "full_attention".
-        is_causal: False: each token sees all others, as the masked LM has it.
-        attention_bias: of the attention's projections.
+        normalize: whether to divide by the normalizer; signed feature maps require False.
+        out_norm: whether each head's output has an RMS norm.
+        gate: whether to multiply the heads by silu(W_g x).
+        layer_types: "linear_attention" or "full_attention" for each layer; default: all linear. Full
+            attention is softmax with the RoPE of rope_parameters. It ignores the options from rope_order to gate.
+        full_attention_interval: k, instead of layer_types: every k-th layer is "full_attention".
+        is_causal: False: each token sees all others, as in the masked language model.
+        attention_bias: whether the projections of the attention have biases.
         rms_norm_eps, initializer_range, tie_word_embeddings, use_cache: as in Llama.
-        pad_token_id, bos_token_id, eos_token_id: special tokens; None: there is no such token.
+        pad_token_id, bos_token_id, eos_token_id: special tokens; None: the tokenizer has no such token.
 
     Raises:
-        ValueError: a value that does not fit.
+        ValueError: a value does not fit.
 
     >>> from linrope.models.huggingface import LinRopeConfig
     >>> LinRopeConfig(num_hidden_layers=4, full_attention_interval=4).layer_types
@@ -90,14 +90,14 @@ class LinRopeConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Nothing: a saved folder names linrope's classes, and gets no copy of their code."""
+        """Does nothing: a saved folder names linrope's classes and gets no copy of their code."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         _check_types(self)
         try:
             self._complete(**kwargs)
-        except (AttributeError, TypeError) as error:  # of a wrong type inside a list or dict
-            raise ValueError(f"config: got a value of a type that does not fit: {error}") from error
+        except (AttributeError, TypeError) as error:  # from a wrong type inside a list or dict
+            raise ValueError(f"config: got a value of the wrong type: {error}") from error
 
     def _complete(self, **kwargs: Any) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"):
@@ -111,14 +111,14 @@ class LinRopeConfig(PreTrainedConfig):
         if self.layer_types is None:
             self.layer_types = _layer_types(self.num_hidden_layers, interval)
         elif interval is not None:
-            raise ValueError(f"full_attention_interval={interval}: expected None beside layer_types")
+            raise ValueError(f"full_attention_interval={interval}: expected None with layer_types")
         super().__post_init__(**kwargs)
         if len(self.layer_types) != self.num_hidden_layers or not set(self.layer_types) <= set(LAYER_TYPES):
             raise ValueError(
                 f"layer_types={self.layer_types}: expected num_hidden_layers={self.num_hidden_layers} "
                 f"of {', '.join(LAYER_TYPES)}"
             )
-        with torch.device("meta"):  # a bad value is named here, not when a model is made
+        with torch.device("meta"):  # reports bad values now, not when a model is made
             layers = [make_attention(self, layer_type) for layer_type in LAYER_TYPES]
         self.head_dim = layers[0].head_dim
         maps = [module for module in layers[0].modules() if isinstance(module, RandomFeatureMap)]
@@ -129,33 +129,33 @@ class LinRopeConfig(PreTrainedConfig):
 
 def _check_types(config: LinRopeConfig) -> None:
     for name, kind in LinRopeConfig.__annotations__.items():
-        kinds = tuple(get_origin(one) or one for one in get_args(kind) or (kind,))
-        value, also = getattr(config, name), {float: int, list: tuple}
-        fits = isinstance(value, kinds + tuple(also[one] for one in kinds if one in also))
+        kinds = tuple(get_origin(union_type) or union_type for union_type in get_args(kind) or (kind,))
+        value, substitutes = getattr(config, name), {float: int, list: tuple}
+        fits = isinstance(value, kinds + tuple(substitutes[kind] for kind in kinds if kind in substitutes))
         if not fits or (isinstance(value, bool) and bool not in kinds):
             raise ValueError(f"{name}={value!r}: expected {getattr(kind, '__name__', kind)}")
 
 
 def make_attention(config: LinRopeConfig, layer_type: str) -> LinearRoPEAttention | SoftmaxAttention:
-    """The attention of a layer of that type."""
+    """The attention of a layer of the given type."""
     decay = resolve_decay(config.decay, rotated=True, forget_gate=config.forget_gate, causal=config.is_causal)
     if decay is not None and not config.is_causal:
         raise ValueError(f"decay={config.decay}: expected None with is_causal=False")
     assert config.rope_parameters is not None
-    own: dict[str, Any] = {
+    shared: dict[str, Any] = {
         "num_kv_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
         "causal": config.is_causal,
         "bias": config.attention_bias,
     }
-    trained: dict[str, Any] = {"max_position_embeddings": config.max_position_embeddings}
+    length: dict[str, Any] = {"max_position_embeddings": config.max_position_embeddings}
     rope = dict(config.rope_parameters)
-    if rope["rope_type"] in ("default", "linear", "dynamic"):  # which do not need it, but configs have it
+    if rope["rope_type"] in ("default", "linear", "dynamic"):  # they ignore it, but configs have it
         rope.pop("original_max_position_embeddings", None)
     if layer_type == "full_attention":
         dim = config.head_dim or config.hidden_size // config.num_attention_heads
-        rotary = Rotary.from_config(rope, head_dim=dim, **trained)
-        return SoftmaxAttention(config.hidden_size, config.num_attention_heads, positions=rotary, **own)
+        rotary = Rotary.from_config(rope, head_dim=dim, **length)
+        return SoftmaxAttention(config.hidden_size, config.num_attention_heads, positions=rotary, **shared)
     selective: dict[str, Any] = {}
     if config.selective_rope is not False:
         selective = {"name": "selective"} | ({} if config.selective_rope is True else config.selective_rope)
@@ -163,7 +163,7 @@ def make_attention(config: LinRopeConfig, layer_type: str) -> LinearRoPEAttentio
         config.hidden_size,
         config.num_attention_heads,
         feature_map=config.feature_map,
-        rotary={**rope, **trained, **selective},
+        rotary={**rope, **length, **selective},
         rope_order=config.rope_order,
         decay=decay,
         forget_gate=config.forget_gate,
@@ -172,7 +172,7 @@ def make_attention(config: LinRopeConfig, layer_type: str) -> LinearRoPEAttentio
         normalize=config.normalize,
         out_norm=config.out_norm,
         gate=config.gate,
-        **own,
+        **shared,
     )
 
 

@@ -4,8 +4,8 @@
     x = x + attention(norm(x));  x = x + mlp(norm(x))      for each layer
     logits = lm_head(norm(x))
 
-Weights have Llama's names. Attention is LinearRoPEAttention, in some layers of a hybrid SoftmaxAttention;
-both go on from a state, so that prefill, chunks of it and decoding are the same call.
+Weights have Llama's names. Attention is LinearRoPEAttention, or SoftmaxAttention in some layers of a hybrid.
+Both continue from a state, so that a prefill, a chunk of it and a decoding step are the same call.
 """
 
 import copy
@@ -52,7 +52,7 @@ class LinRopeMLP(nn.Module):
 
 
 class LinRopeLayer(GradientCheckpointingLayer):
-    """Pre-norm attention and feed-forward, each around a residual connection."""
+    """Attention and a feed-forward network, each behind a norm and inside a residual connection."""
 
     def __init__(self, config: LinRopeConfig, index: int) -> None:
         super().__init__()
@@ -64,23 +64,22 @@ class LinRopeLayer(GradientCheckpointingLayer):
         self.mlp = LinRopeMLP(config)
 
     def forward(
-        self, x: Tensor, *, state: State | None = None, return_state: bool = False, **where: Any
+        self, x: Tensor, *, state: State | None = None, return_state: bool = False, **tokens: Any
     ) -> tuple[Tensor, State | None]:
-        """x (b, n, hidden_size) -> the same, and the state; where: positions, key_mask and cu_seqlens.
+        """x (b, n, hidden_size) -> the same shape, and the new state.
 
-        A function of its arguments: the backward pass of gradient checkpointing runs it a second time.
+        tokens: positions, key_mask, cu_seqlens and shard of the attention. The call must not change anything
+        but its results: in gradient checkpointing the backward pass repeats it.
         """
-        y, after = self.input_layernorm(x), None
-        if return_state:
-            y, after = self.self_attn(y, state=state, return_state=True, **where)
-        else:
-            y = self.self_attn(y, **where)
+        y = self.self_attn(self.input_layernorm(x), state=state, return_state=return_state, **tokens)
+        y, state = y if return_state else (y, None)
         x = x + y
-        return x + self.mlp(self.post_attention_layernorm(x)), after
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        return x, state
 
 
 class LinRopePreTrainedModel(PreTrainedModel):
-    """What the models share: their config, how weights start, what transformers may do with them."""
+    """The base of all models: their config, their initial weights, and what transformers may do with them."""
 
     config: LinRopeConfig
     config_class = LinRopeConfig
@@ -88,12 +87,11 @@ class LinRopePreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["LinRopeLayer"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _is_stateful = True  # no way back: generate() then refuses assisted decoding
+    _is_stateful = True  # a state cannot be rolled back: generate() refuses assisted decoding
     _can_record_outputs = {"hidden_states": LinRopeLayer}  # noqa: RUF012
-    _keys_to_ignore_on_load_unexpected = [r"decay_bits$"]  # noqa: RUF012  # fixed decays, which config has
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """As of all models; beside config and weights the folder says how it is loaded."""
+        """Saves as other models do, and adds the files that say how to load the folder."""
         self.config.auto_map = auto_map()
         super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True):
@@ -101,39 +99,39 @@ class LinRopePreTrainedModel(PreTrainedModel):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """Nothing: a saved folder names linrope's classes, and gets no copy of their code."""
+        """Does nothing: a saved folder names linrope's classes and gets no copy of their code."""
 
-    def _no_choice(self, *_: Any, **__: Any) -> bool:
+    def _refuse_implementation(self, *_: Any, **__: Any) -> bool:
         raise ValueError(
-            "attn_implementation: expected None or 'eager': linrope computes the linear attention, and in "
-            "'full_attention' layers always torch.nn.functional.scaled_dot_product_attention"
+            "attn_implementation: expected None or 'eager': linrope computes the linear attention, and "
+            "'full_attention' layers always call torch.nn.functional.scaled_dot_product_attention"
         )
 
-    _sdpa_can_dispatch = _flash_attn_can_dispatch = _flex_attn_can_dispatch = _no_choice
+    _sdpa_can_dispatch = _flash_attn_can_dispatch = _flex_attn_can_dispatch = _refuse_implementation
 
     def _initialize_weights(self, module: nn.Module, *args: Any) -> None:
-        # Without what says "custom code", which skips modules without weights of their own. No need to:
-        # _init_weights leaves loaded weights alone.
+        # Drops the flag that marks remote code: it skips modules that hold no weights themselves. Nothing is
+        # lost, since _init_weights leaves loaded weights alone.
         super()._initialize_weights(module)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, LinRopeLayer):  # feature map, gates and convolution: as the layer makes them
-            own = {
+        if isinstance(module, LinRopeLayer):  # feature map, gates and convolution start as in a new layer
+            special = {
                 name: tensor
                 for name, tensor in module.self_attn.state_dict(keep_vars=True).items()
                 if name.split(".")[0] not in PROJECTIONS and not name.endswith("_extra_state")
             }
-            if own:
+            if special:
                 with torch.device("cpu"):
                     fresh = make_attention(self.config, module.layer_type).state_dict()
-                for name, tensor in own.items():
+                for name, tensor in special.items():
                     init.copy_(tensor, fresh[name])
 
 
 class LinRopeModel(LinRopePreTrainedModel):
-    """Tokens in, hidden states out.
+    """Takes tokens and returns hidden states.
 
     >>> from linrope.models.huggingface import LinRopeConfig, LinRopeModel
     >>> model = LinRopeModel(LinRopeConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2))
@@ -166,14 +164,14 @@ class LinRopeModel(LinRopePreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """
         Args:
-            input_ids: (b, n) integers; or inputs_embeds, (b, n, hidden_size).
-            attention_mask: (b, n), with a cache (b, tokens seen before + n); 0 = padding, on either side.
-            position_ids: (n,) or (b, n). Default: counted without padding, on from the cache. In a batch of
-                one without mask and cache, each 0 begins a new sequence, as packing collators write them.
-            past_key_values: of the tokens before; it is changed.
-            cu_seqlens: (s + 1,), of sequences packed into a batch of one; also as cu_seq_lens_q.
-            shard: a ``linrope.distributed.Shard``: the tokens are this rank's part, without padding. Not for
-                layers with full attention, nor packed sequences beside a cache.
+            input_ids: (b, n) integers. Give either these or inputs_embeds, (b, n, hidden_size).
+            attention_mask: (b, n), or (b, tokens seen before + n) with a cache; 0: padding, on either side.
+            position_ids: (n,) or (b, n). By default they continue those of the cache and skip padding. In a
+                batch of one without mask and cache, each 0 begins a new sequence, as packing collators do.
+            past_key_values: the cache of the tokens before. The call updates it.
+            cu_seqlens: (s + 1,) bounds of sequences packed into a batch of one; also as cu_seq_lens_q.
+            shard: a ``linrope.distributed.Shard``: the tokens are this rank's part, without padding. Layers
+                with full attention take no shard, and neither does a cache with packed sequences.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: expected exactly one of them")
@@ -200,7 +198,7 @@ class LinRopeModel(LinRopePreTrainedModel):
             if _may_pad(attention_mask, n):
                 key_mask = attention_mask[:, seen:].bool()
                 counted = count_positions(attention_mask)[:, seen:]
-                # Positions that transformers gives padding may fall, and keys cannot fade over that.
+                # The positions that transformers gives to padding may fall, and decay needs rising ones.
                 position_ids = counted if position_ids is None else position_ids.where(key_mask, counted)
         cu_seqlens = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
         if cu_seqlens is None and position_ids is not None and b == 1 < n and not seen and shard is None:
@@ -210,49 +208,51 @@ class LinRopeModel(LinRopePreTrainedModel):
         if use_cache and past_key_values is None and self.causal and cu_seqlens is None:
             past_key_values = LinRopeCache(self.config)
 
-        where: dict[str, Any] = {"positions": position_ids, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
+        tokens: dict[str, Any] = {"positions": position_ids, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
         if shard is not None:
-            where |= {"cu_seqlens": None, "shard": shard}
+            tokens |= {"cu_seqlens": None, "shard": shard}
         if past_key_values is None:
             for layer in self.layers:
-                x, _ = layer(x, **where)
+                x, _ = layer(x, **tokens)
         else:
-            twice = self.training and torch.is_grad_enabled()  # layers may run again: states must stay
-            for layer, slot in zip(self.layers, past_key_values.layers):
-                before = slot.state if twice else slot.take()
-                x, slot.state = layer(x, state=before, return_state=True, **where)
+            may_repeat = (
+                self.training and torch.is_grad_enabled()
+            )  # then a layer must not overwrite its state
+            for layer, cache in zip(self.layers, past_key_values.layers):
+                state = cache.state if may_repeat else cache.take()
+                x, cache.state = layer(x, state=state, return_state=True, **tokens)
             past_key_values.length += n if shard is None else shard.total
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
 
     def _check_shard(self, attention_mask: Tensor | None, n: int) -> None:
         if "full_attention" in (self.config.layer_types or ()):
-            raise ValueError("shard: got one, expected None with full attention, which needs all keys")
+            raise ValueError("shard: got one, expected None with full attention, which reads all keys")
         if attention_mask is not None and _may_pad(attention_mask, n):
             raise ValueError(
-                "attention_mask: got padding beside a shard, expected packed sequences (its cu_seqlens)"
+                "attention_mask: got padding with a shard, expected packed sequences (the shard's cu_seqlens)"
             )
 
 
 def count_positions(attention_mask: Tensor) -> Tensor:
-    """(b, m) -> (b, m): padding does not count, and stands where the token before it stands."""
+    """(b, m) -> (b, m): counts tokens. Padding has the position of the token before it."""
     return (attention_mask.long().cumsum(1) - 1).clamp(min=0)
 
 
 def _may_pad(attention_mask: Tensor, n: int) -> bool:
-    """Looking costs little beside a long call, but must not make each decoding step wait for a GPU."""
-    blind = torch.compiler.is_compiling() or (n == 1 and attention_mask.device.type != "cpu")
-    return blind or not bool(attention_mask.all())
+    """True unless the mask is known to be all ones. A decoding step on a GPU does not wait to read it."""
+    unread = torch.compiler.is_compiling() or (n == 1 and attention_mask.device.type != "cpu")
+    return unread or not bool(attention_mask.all())
 
 
 def _restarts(position_ids: Tensor) -> Tensor | None:
-    """cu_seqlens of sequences that begin at the zeros; None: there is one sequence."""
+    """cu_seqlens of the sequences that begin at position 0; None if there is only one."""
     first = (position_ids.flatten() == 0).nonzero()[:, 0]
     end = first.new_full((1,), position_ids.shape[-1])
     return torch.cat((first.new_zeros(1), first[first > 0], end)) if len(first) > 1 else None
 
 
 class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
-    """Tokens in, logits of the next token out, and generate().
+    """Takes tokens and returns the logits of the next token; has generate().
 
     >>> from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM
     >>> model = LinRopeForCausalLM(LinRopeConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2))
@@ -285,13 +285,13 @@ class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
         shard: Shard | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Arguments as of ``LinRopeModel``; labels (b, n): the tokens, -100 = no loss; shifted here.
+        """Takes the arguments of ``LinRopeModel``, and labels (b, n): the tokens, or -100 for no loss.
 
-        With a shard, labels are the next tokens already (``shard.targets``), since the last one's is another
-        rank's, and the losses of all ranks add up to the loss: each is divided by all ranks' labels, or by
-        num_items_in_batch.
+        The call shifts the labels. With a shard they must be the next tokens already (``shard.targets``),
+        since the last token's label lies on another rank. The losses of all ranks then add up to the loss:
+        each is divided by the number of labels on all ranks, or by num_items_in_batch.
         """
-        # Checkpointing: transformers drops use_cache, as caches that layers write to do not go with it.
+        # With gradient checkpointing transformers drops use_cache. This model may keep it: see LinRopeLayer.
         dropped = use_cache and self.training and self.model.gradient_checkpointing
         if dropped and past_key_values is None and not {"cu_seqlens", "cu_seq_lens_q"} & set(kwargs):
             past_key_values = LinRopeCache(self.config)
@@ -300,8 +300,8 @@ class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
             past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, shard=shard,
             **kwargs,
         )  # fmt: skip
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, rows])
         loss = None
         if labels is not None and shard is not None:
             loss = shard.mean_loss(logits, labels, kwargs.get("num_items_in_batch"))
@@ -315,29 +315,29 @@ class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
         )
 
     def _prepare_model_inputs(self, *args: Any, **kwargs: Any) -> tuple[Tensor, str | None, dict[str, Any]]:
-        """Checks the mask here, since generate() slices the inputs by it and then drops it."""
-        inputs, name, others = super()._prepare_model_inputs(*args, **kwargs)  # type: ignore[misc]
-        check_lengths(inputs, name or "input_ids", others)
-        return inputs, name, others
+        """Checks the mask here, because generate() slices the inputs by it and then drops it."""
+        inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)  # type: ignore[misc]
+        check_lengths(inputs, name or "input_ids", model_kwargs)
+        return inputs, name, model_kwargs
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
-            raise ValueError(f"cache_implementation={kind!r}: expected None, as states have one form")
+            raise ValueError(f"cache_implementation={kind!r}: expected None: there is only one kind of cache")
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = LinRopeCache(self.config)
 
     def _prepare_position_ids_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
     ) -> Tensor | None:
-        mask = model_kwargs.get("attention_mask")  # without padding the state counts on
+        mask = model_kwargs.get("attention_mask")  # without padding the state itself counts positions
         return None if mask is None or bool(mask.all()) else count_positions(mask)
 
 
 class LinRopeForMaskedLM(LinRopePreTrainedModel):
-    """Tokens in, logits of the same tokens out; each token sees all others (is_causal=False).
+    """Takes tokens and returns the logits of the same tokens; each token sees all others (is_causal=False).
 
     >>> from linrope.models.huggingface import LinRopeConfig, LinRopeForMaskedLM
     >>> model = LinRopeForMaskedLM(LinRopeConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2))
@@ -350,7 +350,7 @@ class LinRopeForMaskedLM(LinRopePreTrainedModel):
 
     def __init__(self, config: LinRopeConfig) -> None:
         config = copy.deepcopy(config)
-        config.is_causal = False  # in what is saved as well: AutoModel then makes the same layers
+        config.is_causal = False  # saved with the config, so that AutoModel makes the same layers
         super().__init__(config)
         self.model = LinRopeModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -360,7 +360,7 @@ class LinRopeForMaskedLM(LinRopePreTrainedModel):
     def forward(
         self, input_ids: Tensor | None = None, *, labels: Tensor | None = None, **kwargs: Any
     ) -> MaskedLMOutput:
-        """Arguments as of ``LinRopeModel``; labels (b, n): -100 = no loss."""
+        """Takes the arguments of ``LinRopeModel``, and labels (b, n): -100 where there is no loss."""
         outputs = self.model(input_ids, **kwargs)
         logits = self.lm_head(outputs.last_hidden_state)
         loss = None
@@ -370,7 +370,7 @@ class LinRopeForMaskedLM(LinRopePreTrainedModel):
 
 
 class LinRopeForSequenceClassification(GenericForSequenceClassification, LinRopePreTrainedModel):
-    """Tokens in, logits of config.num_labels classes out, read at the last token that is no padding.
+    """Takes tokens and returns logits of config.num_labels classes, from the last token that is not padding.
 
     >>> from linrope.models.huggingface import LinRopeConfig, LinRopeForSequenceClassification
     >>> config = LinRopeConfig(vocab_size=50, hidden_size=32, num_labels=3, pad_token_id=0)
@@ -380,7 +380,7 @@ class LinRopeForSequenceClassification(GenericForSequenceClassification, LinRope
 
 
 class LinRopeForTokenClassification(GenericForTokenClassification, LinRopePreTrainedModel):
-    """Tokens in, logits of config.num_labels classes for each of them out; is_causal=False sees both sides.
+    """Takes tokens and returns logits of config.num_labels classes for each; is_causal=False sees both sides.
 
     >>> from linrope.models.huggingface import LinRopeConfig, LinRopeForTokenClassification
     >>> config = LinRopeConfig(vocab_size=50, hidden_size=32, num_labels=3, is_causal=False)
@@ -390,7 +390,7 @@ class LinRopeForTokenClassification(GenericForTokenClassification, LinRopePreTra
 
 
 class LinRopeForQuestionAnswering(GenericForQuestionAnswering, LinRopePreTrainedModel):
-    """Tokens in, logits of where an answer starts and ends out; is_causal=False sees both sides.
+    """Takes tokens and returns logits for an answer's start and end; is_causal=False sees both sides.
 
     >>> from linrope.models.huggingface import LinRopeConfig, LinRopeForQuestionAnswering
     >>> config = LinRopeConfig(vocab_size=50, hidden_size=32, is_causal=False)

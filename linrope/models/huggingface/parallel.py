@@ -1,4 +1,4 @@
-"""The plan by which transformers shares a model's heads and hidden units over processes."""
+"""The plan by which transformers splits a model's heads and hidden units over processes."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ HEADS = "linrope_heads"
 try:
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
     from transformers.distributed.tensor_parallel import TensorParallelLayer
-except ImportError:  # transformers that shares weights in another way, by parameter
+except ImportError:  # this version of transformers splits parameters one by one
     TP_PLAN, TP_HEAD = None, None
 else:
     TP_PLAN = {
@@ -24,7 +24,7 @@ else:
     TP_HEAD = {"lm_head": "colwise_gather_output"}
 
     class _Heads(TensorParallelLayer):
-        """``linrope.models.tensor_parallel.HeadParallel``, on weights that are yet to be loaded."""
+        """``linrope.models.tensor_parallel.HeadParallel`` for a model whose weights are loaded afterwards."""
 
         def install_forward(self, module: nn.Module, mesh: "DeviceMesh") -> Any:
             from torch.distributed.tensor.parallel import parallelize_module

@@ -1,10 +1,10 @@
-"""What lies in a saved folder beside config and weights: how to load it, for people and for transformers."""
+"""Files in a saved folder that tell people and transformers how to load it."""
 
 from pathlib import Path
 
 CODE_FILE = "linrope_models.py"
 
-# Transformers' Auto classes, and the class of linrope that each makes
+# Transformers' Auto classes, and linrope's class for each.
 AUTO_MAP = {
     "AutoConfig": "LinRopeConfig",
     "AutoModel": "LinRopeModel",
@@ -15,9 +15,9 @@ AUTO_MAP = {
     "AutoModelForTokenClassification": "LinRopeForTokenClassification",
 }
 
-# The module that config.json's auto_map names: with trust_remote_code=True transformers imports it, and with
-# it linrope, which has to be installed.
-CODE = f'''"""Classes of this model: they are linrope's own, and nothing else is run from this folder."""
+# The module that auto_map in config.json names. With trust_remote_code=True transformers imports it, and with
+# it linrope, which must be installed.
+CODE = f'''"""The classes of this model, imported from linrope. No other code of this folder is run."""
 
 from linrope.models.huggingface import {", ".join(sorted(AUTO_MAP.values()))}
 '''
@@ -28,8 +28,8 @@ tags: [linrope, linear-attention]
 ---
 # {kind}
 
-Linear attention with rotary position embedding on the feature maps (RoFormer eq. 19), by the package linrope,
-which has to be installed with its extra `huggingface`:
+Linear attention with rotary position embedding on the feature maps (RoFormer eq. 19). It requires the package
+linrope with its extra `huggingface`:
 
 ```python
 import linrope.models.huggingface  # registers the model with transformers' Auto classes
@@ -38,17 +38,17 @@ from transformers import {auto}
 model = {auto}.from_pretrained("path of this folder")
 ```
 
-Without that import `trust_remote_code=True` does the same: `{code}` names linrope's classes, no more.
+`trust_remote_code=True` does the same without that import: `{code}` only names linrope's classes.
 """
 
 
 def auto_map() -> dict[str, str]:
-    """As config.json has it."""
+    """The entry ``auto_map`` of config.json."""
     return {auto: f"{CODE_FILE.removesuffix('.py')}.{name}" for auto, name in AUTO_MAP.items()}
 
 
 def write_beside(folder: Path, kind: str) -> None:
-    """Writes the module, and the model card where there is none yet."""
+    """Writes the module, and a model card unless the folder has one."""
     (folder / CODE_FILE).write_text(CODE)
     card = folder / "README.md"
     if not card.exists():

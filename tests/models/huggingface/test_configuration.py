@@ -63,7 +63,7 @@ def test_rope_parameters_reach_both_kinds_of_layers() -> None:
         ({"layer_types": ["linear_attention"]}, r"layer_types=.*expected num_hidden_layers=2 of"),
         ({"layer_types": ["linear_attention", "mamba2"]}, r"layer_types=.*mamba2"),
         ({"full_attention_interval": 0}, r"full_attention_interval=0: expected at least 1"),
-        ({"full_attention_interval": 2, "layer_types": []}, r"expected None beside layer_types"),
+        ({"full_attention_interval": 2, "layer_types": []}, r"expected None with layer_types"),
     ],
 )
 def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:

@@ -1,14 +1,17 @@
 import copy
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import set_seed
 from transformers.generation.streamers import BaseStreamer
 
+from linrope import LinearAttentionState
 from linrope.models.huggingface import LinRopeCache, LinRopeForCausalLM
 from tests.models.huggingface.tiny import HYBRID, KINDS, causal_lm, tokens
 
@@ -207,7 +210,28 @@ def test_sequences_of_a_cache_are_chosen_and_repeated(model: LinRopeForCausalLM)
     torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)
 
 
-def test_what_needs_a_way_back_is_refused(model: LinRopeForCausalLM) -> None:
+def test_a_saved_cache_has_every_tensor_of_the_states(tmp_path: Path) -> None:
+    @dataclass(frozen=True, eq=False, repr=False)
+    class LaterState(LinearAttentionState):
+        extra: Tensor | None = None
+
+        def tensors(self) -> dict[str, Tensor]:
+            return super().tensors() | {"extra": self.extra}
+
+    model, path = causal_lm(decay="spread", feature_map="exp", short_conv=3), tmp_path / "cache"
+    cache = LinRopeCache(model.config)
+    model(tokens(1, 3), past_key_values=cache)
+    state = cache.layers[0].state
+    cache.layers[0].state = LaterState(
+        **{f.name: getattr(state, f.name) for f in fields(state)}, extra=torch.ones(1)
+    )
+    cache.save(path)
+    with safe_open(path, "pt") as file:
+        saved = {name for name in file.keys() if name.startswith("0.")}  # noqa: SIM118
+    assert saved == {f"0.{name}" for name in state.tensors()} | {"0.extra"}
+
+
+def test_a_state_cannot_be_rolled_back(model: LinRopeForCausalLM) -> None:
     ids, cache = tokens(1, 6), LinRopeCache(model.config)
     for how in ({"assistant_model": causal_lm()}, {"prompt_lookup_num_tokens": 2}):
         with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):

@@ -27,7 +27,6 @@ from linrope.models.huggingface import (
     LinRopeForTokenClassification,
     LinRopeModel,
 )
-from linrope.models.huggingface.cache import tensors_of
 
 CHECKOUT = os.environ.get("TRANSFORMERS_CHECKOUT")
 if not CHECKOUT:
@@ -117,8 +116,7 @@ class ModelTest(COMMON.ModelTesterMixin, GENERATION.GenerationTesterMixin, unitt
         assert one.get_seq_length() == other.get_seq_length()
         for a, b in zip(one.layers, other.layers):
             assert a.state.identity == b.state.identity
-            for name in tensors_of(a.state):
-                tensor = getattr(a.state, name)
+            for name, tensor in a.state.tensors().items():
                 torch.testing.assert_close(tensor, getattr(b.state, name))
 
     def test_left_padding_compatibility(self) -> None:

@@ -111,20 +111,6 @@ def test_tied_embeddings_and_missing_weights(tmp_path: Path) -> None:
     assert torch.equal(layer.q_proj.weight.cpu().double(), own.q_proj.weight.cpu())
 
 
-def test_a_model_saved_with_the_bits_of_its_decay_loads_without_a_word(tmp_path: Path) -> None:
-    model, ids = causal_lm(decay="retnet"), tokens(2, 9)
-    bits = {
-        f"model.layers.{i}.self_attn.decay_bits": layer.self_attn.decay.view(torch.int64)
-        for i, layer in enumerate(model.model.layers)
-    }
-    model.save_pretrained(tmp_path, state_dict=model.state_dict() | bits)
-    loaded, report = LinRopeForCausalLM.from_pretrained(
-        tmp_path, output_loading_info=True, dtype=torch.float64
-    )
-    assert not any(report.values())
-    assert torch.equal(loaded.to(ids.device)(ids).logits, model(ids).logits)
-
-
 def test_weights_have_the_names_and_shapes_of_llamas() -> None:
     sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))

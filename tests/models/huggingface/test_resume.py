@@ -86,7 +86,7 @@ def test_embeddings_are_those_of_all_tokens(model: LinRopeForCausalLM, cache: Li
     out = model.generate(inputs_embeds=embedded, past_key_values=copy.deepcopy(cache), max_new_tokens=5)
     assert torch.equal(out, expected)
     for mask in (None, ones(SEEN + NEW)):
-        with pytest.raises(ValueError, match=rf"inputs_embeds: got {NEW} tokens, expected those of the"):
+        with pytest.raises(ValueError, match=rf"inputs_embeds: got {NEW} tokens, expected the cache's"):
             model.generate(
                 inputs_embeds=embedded[:, SEEN:], attention_mask=mask, past_key_values=cache, max_new_tokens=5
             )
