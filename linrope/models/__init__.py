@@ -1,4 +1,4 @@
-"""Long-sequence models, each readable as one file."""
+"""Models for long sequences, each in one readable file."""
 
 from linrope.models.generation import generate
 from linrope.models.language_model import LanguageModel, LanguageModelConfig

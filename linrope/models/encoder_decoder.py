@@ -3,8 +3,8 @@
     encoder:  x = x + attention(norm(x));  x = x + mlp(norm(x))
     decoder:  x = x + causal_attention(norm(x));  x = x + cross(norm(x), context);  x = x + mlp(norm(x))
 
-They take and give vectors (b, n, dim): tokens, patches or frames become vectors outside. A decoder without
-context is the trunk of a language model. Its state is of constant size, what it has read of the context too.
+Inputs and outputs are vectors (b, n, dim); the caller turns tokens, patches or frames into vectors. A decoder
+without context is the trunk of a language model. Its state has a constant size, with a context too.
 """
 
 from typing import Any, NamedTuple
@@ -17,14 +17,14 @@ from linrope.sequence.state import LinearAttentionState
 
 
 class DecoderState(NamedTuple):
-    """What a block of a decoder remembers: of its own tokens, and of the context."""
+    """The states of a decoder block: one for its tokens, one for the context."""
 
-    own: LinearAttentionState
+    tokens: LinearAttentionState
     context: LinearAttentionState | None
 
 
 class EncoderBlock(nn.Module):
-    """Pre-norm attention, in which each token sees all, and feed-forward, each around a residual connection.
+    """Bidirectional attention and a feed-forward network, each behind a norm and in a residual connection.
 
     Args:
         dim: the size of the vectors.
@@ -42,20 +42,21 @@ class EncoderBlock(nn.Module):
     def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """x (b, n, dim) -> the same shape; key_mask (b, n) bool, False: padding."""
         x = x + self.attention(self.attention_norm(x), key_mask=key_mask)
-        y: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
-        return y
+        x = x + self.feed_forward(self.feed_forward_norm(x))
+        return x
 
 
 class DecoderBlock(nn.Module):
-    """Pre-norm causal attention, attention to a context, feed-forward, each around a residual connection.
+    """Causal attention, attention to a context and a feed-forward network.
 
-    Attention to the context is not rotated: the two sequences' positions have nothing in common.
+    Each is behind a norm and inside a residual connection. Attention to the context has no rotation, since
+    the positions of the two sequences are unrelated.
 
     Args:
         dim: the size of the vectors.
         heads: the number of heads, a divisor of dim.
         context_dim: the size of the context's vectors; None: no cross-attention.
-        **attention: further arguments of the causal LinearRoPEAttention, decay and gates among them.
+        **attention: further arguments of the causal LinearRoPEAttention, including decay and gates.
     """
 
     def __init__(self, dim: int, heads: int, context_dim: int | None = None, **attention: Any) -> None:
@@ -77,24 +78,23 @@ class DecoderBlock(nn.Module):
         self, x: Tensor, context: Tensor | None = None, context_mask: Tensor | None = None,
         state: DecoderState | None = None,
     ) -> tuple[Tensor, DecoderState]:  # fmt: skip
-        """x (b, n, dim), context (b, m, context_dim) -> (b, n, dim), and the state, which has read both."""
-        y, own = self.attention(
-            self.attention_norm(x), state=None if state is None else state.own, return_state=True
-        )
+        """x (b, n, dim), context (b, m, context_dim) -> (b, n, dim), and the state after both."""
+        tokens_state, context_state = (None, None) if state is None else state
+        y, tokens_state = self.attention(self.attention_norm(x), state=tokens_state, return_state=True)
         x = x + y
-        read = None if state is None else state.context
         if self.cross is not None and self.cross_norm is not None and self.context_proj is not None:
-            # Without a context the state has read it.
+            # No context: the state holds it already.
             context = x[:, :0] if context is None else self.context_proj(context)
-            y, read = self.cross(
-                self.cross_norm(x), context, key_mask=context_mask, state=read, return_state=True
+            y, context_state = self.cross(
+                self.cross_norm(x), context, key_mask=context_mask, state=context_state, return_state=True
             )
             x = x + y
-        return x + self.feed_forward(self.feed_forward_norm(x)), DecoderState(own, read)
+        x = x + self.feed_forward(self.feed_forward_norm(x))
+        return x, DecoderState(tokens_state, context_state)
 
 
 class Encoder(nn.Module):
-    """So many EncoderBlocks and a norm.
+    """A stack of EncoderBlocks and a norm.
 
     Args:
         dim: the size of the vectors.
@@ -121,7 +121,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """So many DecoderBlocks and a norm: all at once in training, and token by token from states.
+    """A stack of DecoderBlocks and a norm. It reads a sequence at once in training, or continues from states.
 
     Args:
         dim: the size of the vectors.
@@ -131,7 +131,7 @@ class Decoder(nn.Module):
         **attention: further arguments of the causal LinearRoPEAttention.
 
     Raises:
-        ValueError: a context is given and not expected, or expected and not given at the start.
+        ValueError: a context is given although context_dim is None, or missing in the first call.
 
     >>> from linrope.models.encoder_decoder import Decoder, Encoder
     >>> encoder, decoder = Encoder(32, 2, 4), Decoder(32, 2, 4, context_dim=32, decay="spread")
@@ -156,16 +156,16 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, list[DecoderState]]:  # fmt: skip
         """x (b, n, dim), context (b, m, context_dim) -> (b, n, dim) and a state per block.
 
-        With states of a call that had the context, a context adds to it; without one it stays as it is.
+        With states, a context is appended to the context that they have read.
         """
         if context is not None and self.context_dim is None:
-            raise ValueError("context: got one, expected None, as context_dim is None")
+            raise ValueError("context: got one, expected None, since context_dim is None")
         if context is None and states is None and self.context_dim is not None:
             raise ValueError(
                 f"context: got None, expected (b, m, {self.context_dim}) or states that have read it"
             )
-        after = []
+        new_states = []
         for index, block in enumerate(self.blocks):
             x, state = block(x, context, context_mask, None if states is None else states[index])
-            after.append(state)
-        return self.norm(x), after
+            new_states.append(state)
+        return self.norm(x), new_states

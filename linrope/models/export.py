@@ -1,4 +1,4 @@
-"""What exporters and other runtimes take: tensors in, tensors out."""
+"""A language model for exporters and other runtimes: tensors in, tensors out."""
 
 from typing import Any
 
@@ -10,20 +10,20 @@ from linrope.models.language_model import LanguageModel
 
 
 class TensorStates(nn.Module):
-    """A LanguageModel whose states come and go as plain tensors.
+    """A LanguageModel whose states are plain tensors in its arguments and results.
 
         logits, [kv_0', z_0', position_0', kv_1', ..] = module(tokens, [kv_0, z_0, position_0, kv_1, ..])
 
     The tensors of block i are those of its LinearAttentionState: kv_i (b, g, f, e), z_i (b, g, f), position_i
-    (b,), and where the model has them angle_i, log_scale_i and conv_i. Sequences begin with ``empty``; a
-    prompt, in one piece or in several, and a decoding step are
-    then the same call. The weights are the model's own, not copies.
+    (b,), and angle_i, log_scale_i and conv_i if the model has them. Sequences begin with ``empty``. A
+    prompt, a piece of a prompt and a decoding step are all the same call. The weights are shared with the
+    model.
 
     Args:
-        model: with linear attention.
+        model: a LanguageModel with linear attention.
 
     Raises:
-        ValueError: a model with softmax attention, whose cache grows.
+        ValueError: the model has softmax attention, whose cache grows.
 
     >>> from linrope.models import LanguageModel, LanguageModelConfig
     >>> from linrope.models.export import TensorStates
@@ -47,7 +47,7 @@ class TensorStates(nn.Module):
         self.names = [f"{leaf.name}_{block.idx}" for block, leaf in paths]
 
     def empty(self, batch: int) -> list[Tensor]:
-        """The states of so many sequences that have no token yet."""
+        """The states of ``batch`` sequences before their first token."""
         return [tensor.repeat(batch, *[1] * (tensor.ndim - 1)) for tensor in self._empty]
 
     def forward(self, tokens: Tensor, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:

@@ -1,4 +1,4 @@
-"""Where a run keeps its models: folders step-N."""
+"""The checkpoints of a run: folders named step-N."""
 
 import os
 from pathlib import Path
@@ -10,14 +10,14 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path:
-    """folder itself, or where it is a run's the last checkpoint in it.
+    """The folder itself if it holds a model, else the last checkpoint in it.
 
     Raises:
-        FileNotFoundError: it has neither a model nor checkpoints.
+        FileNotFoundError: the folder holds neither a model nor checkpoints.
     """
     folder = Path(folder)
     if any((folder / name).is_file() for name in ("config.json", "model.safetensors")):
         return folder
-    if found := checkpoints(folder):
-        return found[-1]
+    if steps := checkpoints(folder):
+        return steps[-1]
     raise FileNotFoundError(f"{folder}: expected a folder with checkpoints (step-*) or a model")

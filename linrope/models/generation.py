@@ -1,4 +1,4 @@
-"""Sampling from a language model."""
+"""Samples from a language model."""
 
 from collections.abc import Iterator
 
@@ -19,21 +19,21 @@ def generate(
     top_p: float | None = None,
     seed: int | None = None,
 ) -> Iterator[Tensor]:
-    """Samples tokens one by one, with linear attention at constant time and memory per token.
+    """Samples tokens one by one. With linear attention each takes the same time and memory.
 
     Args:
         prompt: (b, n) integers, n >= 1.
-        max_new_tokens: how many to yield.
-        temperature: divides the logits; 0: the likeliest token.
-        top_k: sample among the k likeliest only.
-        top_p: sample among the fewest likeliest whose probabilities reach p.
-        seed: of the sampling; default: drawn from torch's generator.
+        max_new_tokens: the number of tokens to yield.
+        temperature: divides the logits; 0: always the likeliest token.
+        top_k: samples only among the k likeliest tokens.
+        top_p: samples only among the likeliest tokens whose probabilities add up to p, as few as possible.
+        seed: the seed of the sampling; default: drawn from torch's generator.
 
     Yields:
         (b,) tokens.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument is out of range.
 
     >>> from linrope.models import LanguageModel, LanguageModelConfig, generate
     >>> model = LanguageModel(LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=2))
@@ -82,7 +82,7 @@ def _sample(
     probabilities = order.values.softmax(-1)
     if top_k is not None:
         probabilities[:, top_k:] = 0
-    if top_p is not None:  # a token stays if those before it do not reach p yet
+    if top_p is not None:  # keeps a token if the likelier ones do not add up to p
         probabilities[probabilities.cumsum(-1) - probabilities >= top_p] = 0
     chosen = torch.multinomial(probabilities, 1, generator=generator)
     return order.indices.gather(-1, chosen)[:, 0]

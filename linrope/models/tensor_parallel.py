@@ -3,8 +3,8 @@
     y = sum over processes of W_o[:, its heads] (out of its heads)       one all-reduce forward, one backward
 
 Weights are DTensors and keep their names, so that optimizers, distributed checkpoints and state dicts see a
-whole model. Projections lie cut into rows or columns; what is small lies whole on each process, which reads
-its heads' part of it, and gradients are added up over all.
+whole model. Projections are sharded by rows or columns. Small parameters are replicated: each process reads
+the part of its heads, and the gradients of all processes are added up.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,8 +31,8 @@ from linrope.layer.selective import SelectiveSteps
 from linrope.models.language_model import Block, LanguageModel
 from linrope.rotation.rotary import Rotary
 
-# Of what a layer's process has a part of its own: the dimension that is cut.
-CUT = {
+# Sharded parameters and the dimension each is split along.
+SHARDED = {
     **dict.fromkeys(("q_proj.weight", "k_proj.weight", "v_proj.weight", "g_proj.weight"), 0),
     **dict.fromkeys(("q_proj.bias", "k_proj.bias", "v_proj.bias", "g_proj.bias"), 0),
     **dict.fromkeys(("forget_gate.weight", "forget_gate.bias", "decay_logit"), 0),
@@ -41,21 +41,22 @@ CUT = {
 
 
 def share_heads(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Gives each process of the mesh its heads of a LinearRoPEAttention, or of each block of a LanguageModel.
+    """Splits the heads of a LinearRoPEAttention, or of each block of a LanguageModel, over a mesh.
 
-    Inputs and outputs stay whole, and so do the model's embedding and norms. A state has its process's heads.
-    Transformers' models are shared out as they are loaded, ``from_pretrained(..,
-    distributed_config=DistributedConfig(tp_size=..))``; in plans of your own for
-    ``torch.distributed.tensor.parallel.parallelize_module`` a layer's style is ``HeadParallel``.
+    Each process has the whole inputs, outputs, embedding and norms. A state holds only the heads of its
+    process. Models of transformers are split as they are loaded: ``from_pretrained(..,
+    distributed_config=DistributedConfig(tp_size=..))``. In your own plan for
+    ``torch.distributed.tensor.parallel.parallelize_module`` the style of a layer is ``HeadParallel``.
 
     Args:
-        module: is changed; the weights are those of the mesh's first process.
-        mesh: of one dimension, as mesh["tp"].
+        module: the module, which is changed. All processes take the weights of the mesh's first process.
+        mesh: a mesh of one dimension, such as mesh["tp"].
 
     Raises:
-        ValueError: key/value heads or hidden units that the number of processes does not divide; a layer that
-            is shared already; softmax attention; a module that gives angle steps and is no SelectiveSteps.
-        TypeError: another module.
+        ValueError: the number of processes does not divide the key/value heads or the hidden units, a layer
+            is split already, the attention is softmax, or another module than SelectiveSteps makes angle
+            steps.
+        TypeError: module is of another class.
 
     Source: Megatron-LM, arXiv 1909.08053, section 3.
     """
@@ -66,11 +67,11 @@ def share_heads(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         raise TypeError(f"module: got {kind}, expected LinearRoPEAttention or LanguageModel")
     if module.config.attention == "softmax":
         raise ValueError("attention='softmax': expected 'linear' for tensor parallelism")
-    for block in module.blocks:  # all are checked before one is changed
+    for block in module.blocks:  # check all blocks before changing the first
         assert isinstance(block, Block)
         assert isinstance(block.attention, LinearRoPEAttention)
         _check_divides("hidden_dim", block.feed_forward.w1.out_features, mesh.size())
-        _check(block.attention, mesh.size())
+        _check_heads(block.attention, mesh.size())
     plan: dict[str, ParallelStyle] = {
         "blocks.*.attention": HeadParallel(),
         "blocks.*.feed_forward.w1": ColwiseParallel(),
@@ -85,58 +86,60 @@ class HeadParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(module) is not LinearRoPEAttention:
-            shared = " that has been shared already" if isinstance(module, SharedHeads) else ""
+            shared = " that is split already" if isinstance(module, SharedHeads) else ""
             raise ValueError(f"module: got {type(module).__name__}{shared}, expected LinearRoPEAttention")
-        _check(module, device_mesh.size())
-        _place(module, device_mesh, self.src_data_rank)
+        _check_heads(module, device_mesh.size())
+        _distribute(module, device_mesh, self.src_data_rank)
         return module
 
 
 class SharedHeads(LinearRoPEAttention):
-    """A layer of which this process has some of the heads; ``HeadParallel`` makes it of an ordinary one."""
+    """A layer whose heads are split over processes; ``HeadParallel`` turns an ordinary layer into one."""
 
     mesh: DeviceMesh
-    _readers: dict[str, Callable[[DTensor], Tensor]]  # by parameter: what this process reads of it
+    _readers: dict[str, Callable[[DTensor], Tensor]]  # by parameter: reads this rank's part of it
 
-    def forward(self, x: Tensor, context: Tensor | None = None, **how: Any) -> Any:
-        """As of the ordinary layer, with its x and y; the state is of the own heads."""
-        with self._own_parts():
+    def forward(self, x: Tensor, context: Tensor | None = None, **options: Any) -> Any:
+        """Takes and returns what the ordinary layer does; the state holds only this rank's heads."""
+        with self._local_parameters():
             result = super().forward(
-                _copied(x, self.mesh), None if context is None else _copied(context, self.mesh), **how
+                _sum_gradients(x, self.mesh),
+                None if context is None else _sum_gradients(context, self.mesh),
+                **options,
             )
         if isinstance(result, tuple):
-            return _added(result[0], self.mesh), result[1]
-        return _added(result, self.mesh)
+            return _sum(result[0], self.mesh), result[1]
+        return _sum(result, self.mesh)
 
     @contextmanager
-    def _own_parts(self) -> Iterator[None]:
-        """Has the layer's parameters be plain tensors of the own heads."""
-        found = []
+    def _local_parameters(self) -> Iterator[None]:
+        """Temporarily swaps DTensor parameters for this rank's local tensors."""
+        swapped = []
         for name, read in self._readers.items():
             owner, _, last = name.rpartition(".")
             module = self.get_submodule(owner)
-            whole: Any = module._parameters[last]
-            found.append((module, last, whole))
-            module._parameters[last] = read(whole)  # type: ignore[assignment]
+            parameter: Any = module._parameters[last]
+            swapped.append((module, last, parameter))
+            module._parameters[last] = read(parameter)  # type: ignore[assignment]
         try:
             yield
         finally:
-            for module, last, whole in found:
-                module._parameters[last] = whole
+            for module, last, parameter in swapped:
+                module._parameters[last] = parameter
 
     def extra_repr(self) -> str:
-        with self._own_parts():
+        with self._local_parameters():
             return f"{super().extra_repr()}, rank {self.mesh.get_local_rank()} of {self.mesh.size()}"
 
 
-def _copied(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """x, whose gradients of all processes are added up."""
-    whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    return whole.to_local(grad_placements=[Partial()])
+def _sum_gradients(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """x itself; the backward pass adds up the gradients of all processes."""
+    replicated = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return replicated.to_local(grad_placements=[Partial()])
 
 
-def _added(y: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of all processes' y."""
+def _sum(y: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum of y over all processes."""
     parts = DTensor.from_local(y, mesh, [Partial()], run_check=False)
     return parts.redistribute(placements=[Replicate()]).to_local()
 
@@ -146,44 +149,44 @@ def _check_divides(name: str, number: int, size: int) -> None:
         raise ValueError(f"{name}={number}: expected a multiple of the {size} processes that share them")
 
 
-def _check(layer: LinearRoPEAttention, size: int) -> None:
+def _check_heads(layer: LinearRoPEAttention, size: int) -> None:
     _check_divides("num_kv_heads", layer.num_kv_heads, size)
     steps = layer.angle_steps
     if steps is not None and not isinstance(steps, SelectiveSteps):
         raise ValueError(
-            f"rotary: got a {type(steps).__name__}, whose heads are not known; expected SelectiveSteps for "
-            "tensor parallelism"
+            f"rotary: got a {type(steps).__name__}, which cannot be split by heads; expected SelectiveSteps "
+            "for tensor parallelism"
         )
 
 
-def _place(layer: LinearRoPEAttention, mesh: DeviceMesh, source: int | None) -> None:
-    """Makes the layer one of the own heads: parameters become DTensors, constants those of these heads."""
+def _distribute(layer: LinearRoPEAttention, mesh: DeviceMesh, source: int | None) -> None:
+    """Makes parameters DTensors, cuts constants down to this rank's heads, and changes the layer's class."""
     size, rank, g = mesh.size(), mesh.get_local_rank(), layer.num_kv_heads
-    own = slice(rank * g // size, (rank + 1) * g // size)
-    cut = dict(CUT)
+    heads = slice(rank * g // size, (rank + 1) * g // size)
+    sharded = dict(SHARDED)
     for name, module in layer.named_modules():
         if isinstance(module, LearnedMap) and module.num_heads is not None:
-            cut |= {f"{name}.{weight}": 0 for weight, _ in module.named_parameters()}
+            sharded |= {f"{name}.{weight}": 0 for weight, _ in module.named_parameters()}
             module.num_heads = module.num_heads // size
             module.num_kv_heads = (module.num_kv_heads or 0) // size
-    layer.rotary = _rotary(layer.rotary, own)
+    layer.rotary = _local_rotary(layer.rotary, heads)
     if isinstance(steps := layer.angle_steps, SelectiveSteps):
         if steps.up.shape[0] > 1:
-            cut["angle_steps.up"] = 0
+            sharded["angle_steps.up"] = 0
         if steps.rotary.heads > 1:
             steps.rotary = layer.rotary if layer.rotary is not None else steps.rotary
-            steps._theta = Constant(steps._theta.on(torch.device("cpu"))[own])
+            steps._theta = Constant(steps._theta.on(torch.device("cpu"))[heads])
     if layer._decay is not None:
-        layer._decay = Constant(layer._decay.on(torch.device("cpu"))[own])
+        layer._decay = Constant(layer._decay.on(torch.device("cpu"))[heads])
     readers: dict[str, Callable[[DTensor], Tensor]] = {}
     for name, parameter in list(layer.named_parameters()):
-        placement: Placement = Shard(cut[name]) if name in cut else Replicate()
+        placement: Placement = Shard(sharded[name]) if name in sharded else Replicate()
         if name == "short_conv.weight":
-            readers[name] = partial(_channels, ranges=_ranges(layer, rank, size))
+            readers[name] = partial(_channels, ranges=_channel_ranges(layer, rank, size))
         elif name == "o_proj.bias":
-            readers[name] = partial(_once, here=rank == 0)
+            readers[name] = partial(_on_one_rank, this_rank=rank == 0)
         else:
-            readers[name] = DTensor.to_local if name in cut else _whole
+            readers[name] = DTensor.to_local if name in sharded else _replicated
         owner, _, last = name.rpartition(".")
         data = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
         layer.get_submodule(owner)._parameters[last] = nn.Parameter(data, parameter.requires_grad)
@@ -196,36 +199,36 @@ def _place(layer: LinearRoPEAttention, mesh: DeviceMesh, source: int | None) -> 
         layer.feature_map._last = None
 
 
-def _rotary(rotary: Rotary | None, own: slice) -> Rotary | None:
+def _local_rotary(rotary: Rotary | None, heads: slice) -> Rotary | None:
     if rotary is None or rotary.heads == 1:
         return rotary
     factor = None if rotary.attention_factor == 1.0 else rotary.attention_factor
     return Rotary(
         rotary.dim, base=rotary.base, layout=rotary.layout, rotary_dim=rotary.rotary_dim,
-        theta=rotary.theta[own], axes=rotary.axes, attention_factor=factor, xpos=rotary.xpos,
+        theta=rotary.theta[heads], axes=rotary.axes, attention_factor=factor, xpos=rotary.xpos,
     )  # fmt: skip
 
 
-def _ranges(layer: LinearRoPEAttention, rank: int, size: int) -> list[tuple[int, int]]:
-    """The channels of the own heads: of queries, keys and values."""
-    found, start = [], 0
+def _channel_ranges(layer: LinearRoPEAttention, rank: int, size: int) -> list[tuple[int, int]]:
+    """The channels of this rank's queries, keys and values in the convolution over all of them."""
+    ranges, start = [], 0
     for projection in (layer.q_proj, layer.k_proj, layer.v_proj):
         count = projection.out_features // size
-        found.append((start + rank * count, start + (rank + 1) * count))
+        ranges.append((start + rank * count, start + (rank + 1) * count))
         start += projection.out_features
-    return found
+    return ranges
 
 
-def _whole(x: DTensor) -> Tensor:
-    """x, whose gradients of all processes are added up."""
+def _replicated(x: DTensor) -> Tensor:
+    """The whole x; the backward pass adds up the gradients of all processes."""
     return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 def _channels(x: DTensor, ranges: list[tuple[int, int]]) -> Tensor:
-    whole = _whole(x)
-    return torch.cat([whole[low:high] for low, high in ranges])
+    channels = _replicated(x)
+    return torch.cat([channels[low:high] for low, high in ranges])
 
 
-def _once(x: DTensor, here: bool) -> Tensor:
-    """A bias, which one process adds to the sum of all."""
-    return _whole(x) * here
+def _on_one_rank(x: DTensor, this_rank: bool) -> Tensor:
+    """A bias that only one process adds, since the outputs of all are summed."""
+    return _replicated(x) * this_rank

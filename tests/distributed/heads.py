@@ -124,7 +124,7 @@ def refusals() -> None:
     with pytest.raises(ValueError, match=r"num_kv_heads=1: expected a multiple of the \d processes"):
         share_heads(LinearRoPEAttention(16, 4, num_kv_heads=1), mesh)
     shared = share_heads(LinearRoPEAttention(16, 4), mesh)
-    with pytest.raises(ValueError, match="got SharedHeads that has been shared already"):
+    with pytest.raises(ValueError, match="got SharedHeads that is split already"):
         share_heads(shared, mesh)
     sizes: dict[str, Any] = {"embed_dim": 16, "num_layers": 1, "num_heads": 4}
     with pytest.raises(ValueError, match="hidden_dim=33: expected a multiple"):
@@ -133,7 +133,7 @@ def refusals() -> None:
         share_heads(LanguageModel(LanguageModelConfig(**sizes, attention="softmax")), mesh)
     with pytest.raises(TypeError, match="module: got Linear, expected LinearRoPEAttention or LanguageModel"):
         share_heads(nn.Linear(2, 2), mesh)
-    with pytest.raises(ValueError, match="rotary: got a Bilinear, whose heads are not known"):
+    with pytest.raises(ValueError, match="rotary: got a Bilinear, which cannot be split by heads"):
         share_heads(LinearRoPEAttention(16, 4, rotary=nn.Bilinear(1, 1, 1)), mesh)
 
 

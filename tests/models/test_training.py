@@ -92,7 +92,7 @@ def test_other_text_is_refused_on_resume(trainer: Trainer, text: Path, tmp_path:
     trainer.train_step()
     trainer.save(tmp_path / "run")
     (text / "new.txt").write_text("one more")
-    with pytest.raises(ValueError, match="was trained on other text"):
+    with pytest.raises(ValueError, match="was trained on another text"):
         Trainer.load(tmp_path / "run", Corpus.load(text))
 
 
@@ -259,7 +259,7 @@ def test_detached_pieces_have_the_same_loss_and_other_gradients(tmp_path: Path) 
 def test_what_the_trainer_cannot_do_is_refused(text: Path) -> None:
     corpus = Corpus.load(text)
     softmax = LanguageModel(replace(TINY, attention="softmax"))
-    with pytest.raises(ValueError, match="pieces=2: softmax attention"):
+    with pytest.raises(ValueError, match="pieces=2: packed softmax attention"):
         Trainer(softmax, corpus, replace(SHORT, pieces=2))
     with pytest.raises(ValueError, match="vocab_size=100: expected at least the corpus's, 256"):
         Trainer(LanguageModel(replace(TINY, vocab_size=100)), corpus, SHORT)

@@ -54,8 +54,8 @@ class StateLayer:
         """Raises RuntimeError unless tokens_to_remove is 0: a state cannot be rolled back."""
         if tokens_to_remove:
             raise RuntimeError(
-                f"crop({tokens_to_remove}): a state is a sum over all tokens, from which none can be removed; "
-                "to go back, keep a copy.deepcopy of the cache"
+                f"crop({tokens_to_remove}): a state sums all tokens, from which none can be removed; to go "
+                "back, keep a copy.deepcopy of the cache"
             )
 
     def get_max_length(self) -> int:

@@ -39,7 +39,7 @@ class LinRopeConfig(PreTrainedConfig):
         out_norm: whether each head's output has an RMS norm.
         gate: whether to multiply the heads by silu(W_g x).
         layer_types: "linear_attention" or "full_attention" for each layer; default: all linear. Full
-            attention is softmax with the RoPE of rope_parameters. It ignores the options from rope_order to gate.
+            attention is softmax with the RoPE of rope_parameters; it ignores options from rope_order to gate.
         full_attention_interval: k, instead of layer_types: every k-th layer is "full_attention".
         is_causal: False: each token sees all others, as in the masked language model.
         attention_bias: whether the projections of the attention have biases.

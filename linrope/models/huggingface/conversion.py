@@ -1,10 +1,10 @@
-"""From a trained softmax model to linear attention: take its weights, match its attention, finetune.
+"""Converts a trained softmax model to linear attention: copies its weights, matches its attention, finetunes.
 
-    student = convert(teacher)                     # weights as they are, attention replaced
-    match(student, teacher, batches, steps=300)    # only the feature maps learn
+    student = convert(teacher)                     # the same weights, the attention replaced
+    match(student, teacher, batches, steps=300)    # trains only the feature maps
     finetune(student, batches, steps=1000)         # next-token loss
 
-The steps of LoLCATs (Zhang et al. 2024, arXiv 2410.10254), without its sliding window.
+These are the steps of LoLCATs (Zhang et al. 2024, arXiv 2410.10254), without its sliding window.
 """
 
 import copy
@@ -22,7 +22,7 @@ from linrope.models.huggingface.configuration import LinRopeConfig
 from linrope.models.huggingface.modeling import LinRopeForCausalLM
 from linrope.models.training.optional import need
 
-FAMILIES = ("llama", "mistral", "qwen2")  # model types that differ from Llama in their biases alone
+FAMILIES = ("llama", "mistral", "qwen2")  # model types that differ from Llama only in their biases
 FINETUNING = ("lora", "full")
 _PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 # Modules and parameters that a softmax model does not have.
@@ -37,7 +37,7 @@ _SAME = (
 
 @dataclass(frozen=True)
 class Losses:
-    """Next-token losses of one held-out text, in nats per token; None: that step was left out."""
+    """Next-token losses on one held-out text, in nats per token; None: the step was skipped."""
 
     before: float
     after_replacement: float
@@ -53,23 +53,23 @@ def convert(
     keep_softmax: Collection[int] = (),
     **options: Any,
 ) -> LinRopeForCausalLM:
-    """The same model with linear attention: all weights are copied by name, learned feature maps are new.
+    """Makes the same model with linear attention: copies all weights by name and adds new feature maps.
 
-    Maps start as ``linrope.feature_maps`` makes them, random ones from torch's generator. Until ``match`` has
-    trained them the model is poor.
+    The maps start as ``linrope.feature_maps`` makes them; torch's generator draws the random ones. The
+    model is poor until ``match`` has trained them.
 
     Args:
-        model: a Llama, Mistral or Qwen2 for causal language modeling; it is left as it is.
+        model: a Llama, Mistral or Qwen2 for causal language modeling. It is not changed.
         feature_map: as in LinRopeConfig.
         rope_order: "before" as in the softmax model, or "after" the feature map (RoFormer eq. 19).
-        keep_softmax: indices of the layers whose attention stays.
-        options: further ones of LinRopeConfig: decay, forget_gate, selective_rope, short_conv, qk_norm,
-            normalize, out_norm, gate. Decay is None and the last two are False if not given: a model does
-            without them at first, and gate and norm start at random.
+        keep_softmax: indices of the layers that keep softmax attention.
+        options: other options of LinRopeConfig: decay, forget_gate, selective_rope, short_conv, qk_norm,
+            normalize, out_norm, gate. Here decay defaults to None, out_norm and gate to False, since the
+            original model has none of them and gates would start with random weights.
 
     Raises:
-        TypeError: model is not a model of transformers for causal language modeling.
-        ValueError: a model with parts that are not supported, named; an option that does not fit.
+        TypeError: model is not a causal language model of transformers.
+        ValueError: the model has an unsupported part (the message names it), or an option does not fit.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from linrope.models.huggingface.conversion import convert
@@ -79,7 +79,7 @@ def convert(
     >>> student.config.layer_types
     ['linear_attention', 'full_attention']
     """
-    weights = _check(model)
+    weights = _convertible_weights(model)
     layers = model.config.num_hidden_layers
     if wrong := [index for index in keep_softmax if not 0 <= index < layers]:
         raise ValueError(f"keep_softmax: got {wrong}, expected indices 0 .. {layers - 1}")
@@ -101,10 +101,10 @@ def convert(
     missing, unexpected = student.load_state_dict(weights, strict=False)
     missing = [name for name in missing if not _is_new(name) and not name.endswith("o_proj.bias")]
     if missing or unexpected:
-        raise ValueError(f"model: expected Llama's weights; got too many, {unexpected}; too few, {missing}")
+        raise ValueError(f"model: expected Llama's weights; unexpected: {unexpected}; missing: {missing}")
     with torch.no_grad():
         for name, parameter in student.named_parameters():
-            if name not in weights and name.endswith("o_proj.bias"):  # Qwen2 has biases of q, k and v alone
+            if name not in weights and name.endswith("o_proj.bias"):  # Qwen2 has biases of q, k and v only
                 parameter.zero_()
     student.generation_config = copy.deepcopy(model.generation_config)
     student.eval()
@@ -119,25 +119,25 @@ def match(
     steps: int,
     learning_rate: float = 1e-2,
 ) -> list[float]:
-    """Trains what is new in the student until its attention gives what the teacher's gives.
+    """Trains the student's new parameters until its attention reproduces the teacher's outputs.
 
         loss = mean over linear layers of |y - y'|^2 / |y|^2,   y' = attention(x)
 
-    x and y are what the teacher's attention gets and gives: no layer sees the errors of those before it.
-    Nothing but the feature maps, and gates and norms where they are, changes.
+    x and y are the inputs and outputs of the teacher's attention, so no layer sees the errors of earlier
+    layers. Only the feature maps change, and the gates and norms if the student has them.
 
     Args:
-        student: what ``convert`` made of the teacher.
-        teacher: stays as it is.
+        student: the model that ``convert`` made from the teacher.
+        teacher: the softmax model. It is not changed.
         batches: tokens (b, n), at least as many batches as steps.
-        steps: updates, with AdamW; the rate falls to a tenth.
-        learning_rate: of the first step.
+        steps: the number of updates, with AdamW; the learning rate falls to a tenth.
+        learning_rate: the rate of the first step.
 
     Returns:
-        The loss of each step; that of an attention which gives 0 is 1.
+        The loss of each step. An attention whose outputs are 0 has the loss 1.
 
     Raises:
-        ValueError: there is nothing to learn; too few batches.
+        ValueError: the student has nothing to learn, or there are too few batches.
         RuntimeError: the loss or a gradient is not finite.
 
     Source: attention transfer, arXiv 2410.10254.
@@ -147,11 +147,11 @@ def match(
         raise ValueError("student: has nothing to match, expected linear layers with a learned feature map")
     kinds = student.config.layer_types or []
     linear = [index for index, kind in enumerate(kinds) if kind == "linear_attention"]
-    seen: dict[int, tuple[Tensor, Tensor]] = {}
+    teacher_pairs: dict[int, tuple[Tensor, Tensor]] = {}  # (x, y) by layer
 
-    def keep(index: int) -> Callable[..., None]:
+    def record(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: tuple[Tensor, Any]) -> None:
-            seen[index] = kwargs["hidden_states"], output[0]
+            teacher_pairs[index] = kwargs["hidden_states"], output[0]
 
         return hook
 
@@ -160,7 +160,7 @@ def match(
             teacher.model(tokens, use_cache=False)
         errors = []
         for index in linear:
-            x, y = seen.pop(index)
+            x, y = teacher_pairs.pop(index)
             difference = student.model.layers[index].self_attn(x) - y
             errors.append(difference.float().square().sum() / y.float().square().sum())
         return torch.stack(errors).mean()
@@ -168,7 +168,7 @@ def match(
     training = teacher.training
     teacher.eval()
     hooks = [
-        teacher.model.layers[index].self_attn.register_forward_hook(keep(index), with_kwargs=True)
+        teacher.model.layers[index].self_attn.register_forward_hook(record(index), with_kwargs=True)
         for index in linear
     ]
     try:
@@ -191,20 +191,20 @@ def finetune(
     """Trains the student to predict the next token.
 
     Args:
-        student: after ``match``.
+        student: the model after ``match``.
         batches: tokens (b, n), at least as many batches as steps.
-        steps: updates, with AdamW; the rate falls to a tenth.
-        method: "lora": additions of low rank to W_q, W_k, W_v and W_o of all layers, which are merged into
-            them at the end, and what is new in the student; or "full": all weights.
-        learning_rate: of the first step.
-        rank: of the additions, which are scaled by 2.
+        steps: the number of updates, with AdamW; the learning rate falls to a tenth.
+        method: "full": trains all weights. "lora": trains the student's new parameters and low-rank updates
+            of W_q, W_k, W_v and W_o in all layers, and merges the updates at the end.
+        learning_rate: the rate of the first step.
+        rank: the rank of the updates, which are scaled by 2.
 
     Returns:
         The loss of each step, in nats per token.
 
     Raises:
         ModuleNotFoundError: method="lora", and peft is not installed.
-        ValueError: unknown method; too few batches.
+        ValueError: the method is unknown, or there are too few batches.
         RuntimeError: the loss or a gradient is not finite.
 
     Source: LoRA, Hu et al. 2021, arXiv 2106.09685.
@@ -219,8 +219,8 @@ def finetune(
     if method == "full":
         return _train(list(student.parameters()), loss, batches, steps, learning_rate)
     peft = need("peft", "linrope[huggingface]")
-    choice = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=_PROJECTIONS)
-    adapted = peft.LoraModel(student, choice, "default")  # changes the student's own modules
+    lora = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=_PROJECTIONS)
+    adapted = peft.LoraModel(student, lora, "default")  # wraps modules inside the student
     for name, parameter in student.named_parameters():
         if _is_new(name):
             parameter.requires_grad_(True)
@@ -234,7 +234,7 @@ def finetune(
 
 @torch.no_grad()
 def evaluate(model: PreTrainedModel, batches: Collection[Tensor]) -> float:
-    """The mean next-token loss in nats per token, of batches (b, n) of one size."""
+    """The mean next-token loss in nats per token, over batches (b, n) of equal size."""
     training = model.training
     model.eval()
     losses = [
@@ -245,8 +245,8 @@ def evaluate(model: PreTrainedModel, batches: Collection[Tensor]) -> float:
     return math.fsum(losses) / len(losses)
 
 
-def _check(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights of a model that can be converted."""
+def _convertible_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The model's weights; raises for a model that cannot be converted."""
     if not isinstance(model, PreTrainedModel) or not hasattr(model, "lm_head"):
         raise TypeError(
             f"model: got {type(model).__name__}, expected a causal language model of transformers"
@@ -257,7 +257,7 @@ def _check(model: PreTrainedModel) -> dict[str, Tensor]:
     if config.hidden_act not in ("silu", "swish"):
         raise ValueError(f"hidden_act={config.hidden_act!r}: expected 'silu'")
     if (window := getattr(config, "sliding_window", None)) is not None:
-        raise ValueError(f"sliding_window={window}: expected None, as attention is to see all tokens")
+        raise ValueError(f"sliding_window={window}: expected None, since the student attends to all tokens")
     weights: dict[str, Tensor] = model.state_dict()
     return weights
 
@@ -273,7 +273,7 @@ def _train(
     steps: int,
     learning_rate: float,
 ) -> list[float]:
-    """AdamW without weight decay, a cosine down to a tenth; gradients of the parameters alone."""
+    """AdamW without weight decay, on these parameters only; the rate follows a cosine down to a tenth."""
     if steps < 1:
         raise ValueError(f"steps={steps}: expected at least 1")
     optimizer = torch.optim.AdamW(parameters, learning_rate, betas=(0.9, 0.95), weight_decay=0.0)

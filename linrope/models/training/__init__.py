@@ -1,7 +1,7 @@
-"""Training a LanguageModel: texts, packed batches, steps, checkpoints, evaluation by position.
+"""Trains a LanguageModel: texts, packed batches, steps, checkpoints, evaluation by position.
 
-Everything that a step does is a function of (config, corpus, processes, step), so that a run resumed from
-a checkpoint ends with the same bits as one that was never interrupted.
+Everything that a step does is a function of (config, corpus, processes, step), so that a run resumed from a
+checkpoint ends with the same bits as an uninterrupted run.
 """
 
 from linrope.models.folders import checkpoints, latest_checkpoint

@@ -1,4 +1,4 @@
-"""Which tokens a step sees: rows of the text, packed, so that no state crosses a document."""
+"""The tokens of a step: rows of the text, packed so that no state crosses a document."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,23 +10,24 @@ from torch.nn import functional as F
 
 from linrope.models.training.corpus import Text
 
-NO_TARGET = -100  # as cross_entropy has it
+NO_TARGET = -100  # as in cross_entropy
 
 
 @dataclass(frozen=True)
 class Batch:
-    """b rows of consecutive tokens; a row may hold the ends and starts of several documents."""
+    """b rows of consecutive tokens; a row may hold parts of several documents."""
 
     tokens: Tensor  # (b, n) int64
-    targets: Tensor  # (b, n): the next token; NO_TARGET at the end of a document
+    targets: Tensor  # (b, n) int64: the next token; NO_TARGET at the end of a document
     begins: Tensor  # (b, n) bool: whether a document begins here
     starts: Tensor  # (b,): where in the text each row starts
 
     @classmethod
     def read(cls, text: Text, starts: Tensor, length: int) -> "Batch":
-        where = starts[:, None] + torch.arange(length + 1, device=starts.device)
-        document = torch.searchsorted(text.starts, where, right=True) - 1
-        begins, tokens = text.starts[document] == where, text.tokens[where].long()
+        """Reads rows of ``length`` tokens, which begin at the tokens ``starts`` of the text."""
+        indices = starts[:, None] + torch.arange(length + 1, device=starts.device)
+        document = torch.searchsorted(text.starts, indices, right=True) - 1
+        begins, tokens = text.starts[document] == indices, text.tokens[indices].long()
         targets = tokens[:, 1:].masked_fill(begins[:, 1:], NO_TARGET)
         return cls(tokens[:, :-1], targets, begins[:, :-1], starts)
 
@@ -35,7 +36,7 @@ class Batch:
         return Batch(*moved)
 
     def cut(self, pieces: int) -> Iterator["Batch"]:
-        """The same rows, one part of their length after the other."""
+        """Cuts the rows into pieces of about equal length, first piece first."""
         parts = (x.tensor_split(pieces, 1) for x in (self.tokens, self.targets, self.begins))
         starts = self.starts
         for tokens, targets, begins in zip(*parts, strict=True):
@@ -43,9 +44,9 @@ class Batch:
             starts = starts + tokens.shape[1]
 
     def sequences(self) -> tuple[Tensor, Tensor]:
-        """cu_seqlens (s + 1,) of the rows packed one after the other, and the sequence (b, n) of each token.
+        """cu_seqlens (s + 1,) of the rows packed one after another, and the sequence (b, n) of each token.
 
-        A sequence begins with each row and with each document.
+        A new sequence begins with each row and with each document.
         """
         first = self.begins.clone()
         first[:, 0] = True
@@ -54,9 +55,9 @@ class Batch:
 
 
 def visit(text: Text, first: int, count: int, length: int, seed: int) -> Tensor:
-    """Where the rows first .. first + count - 1 of an endless walk through the text start.
+    """The first tokens of rows first .. first + count - 1 in an endless walk through the text.
 
-    An epoch visits every row once, in an order of its own, and cuts the text at places of its own.
+    An epoch visits every row once. Each epoch has another order and cuts the text at other places.
     """
     per_epoch = len(_epoch(len(text), length, seed, 0))
     return torch.stack(
@@ -65,13 +66,13 @@ def visit(text: Text, first: int, count: int, length: int, seed: int) -> Tensor:
 
 
 def spread(text: Text, rows: int, length: int) -> Tensor:
-    """Where so many rows start that lie evenly over the text."""
+    """The first tokens of rows that are spread evenly over the text."""
     return torch.linspace(0, len(text) - length - 1, rows, dtype=torch.float64, device="cpu").long()
 
 
 @lru_cache(maxsize=4)
 def _epoch(size: int, length: int, seed: int, epoch: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    slack = min(length, size - length)  # of the first row's start; each row needs one token after it
+    slack = min(length, size - length)  # room for the first row's start; each row requires one token after it
     start = torch.randint(slack, (), generator=generator, device="cpu")
     return start + length * torch.randperm((size - slack) // length, generator=generator, device="cpu")

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: folders step-N, there whole or not at all."""
+"""Checkpoints of a run: folders step-N, each written completely or not at all."""
 
 import shutil
 import tempfile
@@ -14,8 +14,8 @@ from linrope.models.training.config import TrainingConfig
 from linrope.models.training.corpus import load_tokenizer
 
 _FORMAT, _VERSION = "linrope.Training", 1
-_NOTED = {"step", "config", "processes", "corpus", "checksum"}
-_KEPT = 2  # checkpoints
+_REQUIRED = {"step", "config", "processes", "corpus", "checksum"}
+_KEEP = 2  # checkpoints
 
 
 def checkpoint_name(step: int) -> str:
@@ -23,7 +23,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> None:
-    """Has ``write`` fill folder/step-N; keeps the last two. A kill at any moment leaves one to go on from."""
+    """Calls ``write`` to fill folder/step-N, and keeps the last two. A kill at any time leaves a good one."""
     target = folder / checkpoint_name(step)
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(".step-*"):  # of a run that was killed
@@ -33,26 +33,26 @@ def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> 
     replaced = temporary.with_suffix(".replaced")
     try:
         write(temporary)
-        if target.exists():  # moved away whole: half removed, it would count as the latest
+        if target.exists():  # moved in one step: a half-removed folder would count as the latest
             target.rename(replaced)
         temporary.rename(target)
     finally:
         for leftover in (temporary, replaced):
             shutil.rmtree(leftover, ignore_errors=True)
-    for old in checkpoints(folder)[:-_KEPT]:
+    for old in checkpoints(folder)[:-_KEEP]:
         shutil.rmtree(old)
 
 
 def load_training(checkpoint: Path) -> tuple[TrainingConfig, dict[str, Tensor], dict[str, str]]:
-    """How the run is trained, the optimizer's tensors, and what else was noted.
+    """The run's TrainingConfig, the optimizer's tensors, and the file's metadata.
 
     Raises:
-        FileNotFoundError, ValueError: no such file; damaged, or of another version.
+        FileNotFoundError, ValueError: there is no such file; it is damaged, or of another version.
     """
     file = checkpoint / "training.safetensors"
     tensors, metadata = load_tensors(file, _FORMAT, _VERSION)
     try:
-        if missing := _NOTED - set(metadata):
+        if missing := _REQUIRED - set(metadata):
             raise ValueError(f"got no {', '.join(sorted(missing))}")
         return TrainingConfig(**parse_json(metadata["config"], "config")), tensors, metadata
     except (TypeError, ValueError) as error:
@@ -65,6 +65,6 @@ def save_training(checkpoint: Path, tensors: dict[str, Tensor], metadata: dict[s
 
 
 def tokenizer_of(checkpoint: Path) -> Any:
-    """The tokenizer that the run was given; None: bytes."""
+    """The run's tokenizer; None: its tokens are bytes."""
     folder = checkpoint / "tokenizer"
     return load_tokenizer(folder) if folder.is_dir() else None

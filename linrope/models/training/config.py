@@ -1,14 +1,14 @@
-"""The numbers of a training run."""
+"""The options of a training run."""
 
 from dataclasses import dataclass, fields
 
-LARGEST = 2**40  # of integers: seeds are multiplied by a million
-LARGEST_FLOAT = 3.4e38  # float32's
+LARGEST = 2**40  # integer; seeds are multiplied by a million
+LARGEST_FLOAT = 3.4e38  # of float32
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How to train; a checkpoint remembers it."""
+    """The options of a training run, saved in its checkpoints."""
 
     steps: int = 1000
     batch_size: int = 8  # rows per process, forward and backward
@@ -19,8 +19,8 @@ class TrainingConfig:
     clip: float = 1.0
     seed: int = 0
     accumulation: int = 1  # batches per update
-    pieces: int = 1  # that a row is cut into; the state passes from one to the next
-    through: bool = False  # whether gradients pass with it
+    pieces: int = 1  # per row; the state passes from one piece to the next
+    through: bool = False  # whether gradients pass through that state
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -1,4 +1,4 @@
-"""Texts as tokens: what to train on, and what is held out."""
+"""Reads texts as tokens and splits them into a training part and a held-out part."""
 
 import os
 import socket
@@ -18,16 +18,16 @@ from torch import Tensor
 from linrope.common.files import parse_json
 from linrope.models.training.optional import need
 
-_HELD_OUT = 20  # one byte in so many is for validation
+_HELD_OUT = 20  # holds out one byte in 20
 _JSON_LINES = (".jsonl", ".ndjson")
 
 
 @dataclass(frozen=True)
 class Text:
-    """Documents back to back."""
+    """Documents, one after another."""
 
-    tokens: Tensor  # (n,) uint8 bytes, or int32 of a tokenizer
-    starts: Tensor  # (documents,) int64: the first token of each
+    tokens: Tensor  # (n,) uint8 for bytes, int32 from a tokenizer
+    starts: Tensor  # (documents,) int64: the first token of each document
     names: tuple[str, ...]
     size: int  # in bytes
 
@@ -40,28 +40,29 @@ class Text:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document."""
+        """The number of tokens in the longest document."""
         return int(self.sizes().max())
 
     def sizes(self) -> Tensor:
-        """(documents,) tokens of each."""
+        """(documents,): the number of tokens in each document."""
         return torch.cat((self.starts, self.starts.new_tensor([len(self)]))).diff()
 
     def place(self, token: int) -> str:
-        """Where that token stands: the document, and how far in."""
+        """Names the document of a token and the token's place in it."""
         document = int(torch.searchsorted(self.starts, token, right=True)) - 1
         return f"{self.names[document]}, token {token - int(self.starts[document])}"
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents as tokens, a twentieth of their bytes held out. Only a single one lies in both parts.
+    """Documents as tokens, with a twentieth of their bytes held out.
 
-    Held out are whole documents, in the order of a digest of their names, until they have a twentieth of all
-    bytes; none that has more than a tenth, unless all have: then the smallest.
+    Whole documents are held out, in the order of a digest of their names, until they have a twentieth of all
+    bytes. Documents that would exceed a tenth are passed over; if all do, the smallest one is held out. A
+    corpus of one document is cut in two.
 
-    Without a tokenizer tokens are bytes. A document ends with a newline, with a tokenizer with its
-    end-of-sequence token, where it has one.
+    Without a tokenizer the tokens are bytes, and each document ends with a newline. With one, each document
+    ends with the end-of-sequence token if the tokenizer has it.
 
     >>> from linrope.models.training import Corpus
     >>> corpus = Corpus.from_texts(["to be", "or not", "to be"])
@@ -72,9 +73,9 @@ class Corpus:
     train: Text
     held_out: Text
     name: str
-    path: str = ""  # what was loaded; empty: Python's standard library
+    path: str = ""  # the file or folder; empty: Python's standard library
     tokenizer: Any = None
-    skipped: tuple[str, ...] = ()  # files that are no text
+    skipped: tuple[str, ...] = ()  # files that are not text
     checksum: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,54 +101,55 @@ class Corpus:
         """Reads documents; default: the files of Python's standard library.
 
         Args:
-            path: a UTF-8 text file; a .jsonl file (a document per line, under the key "text"); a folder,
-                each text file of which is a document; a dataset that ``datasets`` saved to disk (column
+            path: a UTF-8 text file; a .jsonl file (one document per line, under the key "text"); a folder, in
+                which each text file is a document; or a dataset that ``datasets`` saved to disk (column
                 "text").
-            tokenizer: of transformers.
+            tokenizer: a tokenizer of transformers; default: bytes.
 
         Raises:
-            FileNotFoundError: no such path.
-            ValueError: not UTF-8 text, not JSON, or too little of it.
+            FileNotFoundError: there is no such path.
+            ValueError: the text is not UTF-8, not JSON, or too short.
             ModuleNotFoundError: the path is a saved dataset, and datasets is not installed.
         """
         standard_library = path is None
         root = Path(sysconfig.get_paths()["stdlib"] if path is None else path)
         if not root.exists():
             raise FileNotFoundError(f"{root}: no such file or folder")
-        whole = root.is_file() and root.suffix not in _JSON_LINES  # one document, which no other follows
+        single = root.is_file() and root.suffix not in _JSON_LINES  # one document: none follows it
         skipped: list[str] = []
         documents = list(_documents(root, "*.py" if standard_library else "*", skipped))
         name = "Python's standard library" if standard_library else str(root)
         if not documents and skipped:
-            raise ValueError(f"{name}: got no text; skipped, as not UTF-8: {_some(skipped)}")
-        end, where = b"" if whole else b"\n", "" if path is None else str(path)
-        return replace(_split(documents, end, name, where, tokenizer), skipped=tuple(skipped))
+            raise ValueError(f"{name}: got no text; skipped, as not UTF-8: {_first_five(skipped)}")
+        end = b"" if single else b"\n"
+        corpus = _split(documents, end, name, "" if path is None else str(path), tokenizer)
+        return replace(corpus, skipped=tuple(skipped))
 
     def describe(self) -> str:
-        """What there is, in a line: sizes, and the files that are no text."""
+        """One line: the sizes of both parts, and the files that are not text."""
         text = f"{self.name}: {_bytes(self.train.size)} to train on, {_bytes(self.held_out.size)} held out"
-        return text + (f"; skipped, as not UTF-8 text: {_some(self.skipped)}" if self.skipped else "")
+        return text + (f"; skipped, as not UTF-8 text: {_first_five(self.skipped)}" if self.skipped else "")
 
     @classmethod
     def from_texts(cls, texts: Iterable[str], name: str = "texts", tokenizer: Any = None) -> "Corpus":
-        """Takes strings, a document each, as a column of a dataset has them.
+        """Takes one string per document, such as a column of a dataset.
 
         Raises:
-            ValueError: too little text.
+            ValueError: there is too little text.
         """
         documents = [(f"{name} {index}", text.encode()) for index, text in enumerate(texts)]
         return _split(documents, b"\n", name, name, tokenizer)
 
 
 def load_tokenizer(name: str | os.PathLike[str]) -> Any:
-    """A tokenizer of transformers, from a folder or by name.
+    """Loads a tokenizer of transformers from a folder or by name.
 
-    A name is looked for in the local cache first, so that without a network nothing is waited for. Code
-    that comes with a tokenizer is not run.
+    A name is first looked up in the local cache, so that nothing waits for an absent network. Code that comes
+    with a tokenizer is not run.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
-        OSError, ValueError: no such tokenizer.
+        OSError, ValueError: there is no such tokenizer.
     """
     load = need("transformers", "linrope[huggingface]").AutoTokenizer.from_pretrained
     options: dict[str, Any] = {"trust_remote_code": False}
@@ -158,14 +160,15 @@ def load_tokenizer(name: str | os.PathLike[str]) -> Any:
     except (OSError, ValueError) as error:
         if not _hub_answers():
             raise OSError(
-                f"tokenizer={str(name)!r}: no such folder, not in the cache of Hugging Face's hub, which "
-                "does not answer; expected a tokenizer's folder (save_pretrained writes one), or none: bytes"
+                f"tokenizer={str(name)!r}: there is no such folder, it is not in the cache of Hugging Face's "
+                "hub, and the hub does not answer; expected a tokenizer's folder (as save_pretrained writes "
+                "it), or no tokenizer (then tokens are bytes)"
             ) from error
     return load(str(name), **options)
 
 
 def _hub_answers() -> bool:
-    """Whether a connection to the hub, or to the proxy before it, opens."""
+    """Whether the hub, or the proxy in front of it, accepts a connection."""
     hub = need("huggingface_hub", "linrope[huggingface]").constants
     if hub.HF_HUB_OFFLINE:
         return False
@@ -180,7 +183,7 @@ def _hub_answers() -> bool:
 
 
 def _documents(root: Path, pattern: str, skipped: list[str]) -> Iterator[tuple[str, bytes]]:
-    """Name and text of each document that is not empty; adds the files that are no text to skipped."""
+    """The name and text of each document that is not empty; appends files that are not text to skipped."""
     if root.is_file():
         text = _read(root)
         if text is None:
@@ -194,11 +197,11 @@ def _documents(root: Path, pattern: str, skipped: list[str]) -> Iterator[tuple[s
         yield from ((f"row {index}", row.encode()) for index, row in enumerate(dataset["text"]) if row)
     else:
         for file in sorted(root.rglob(pattern)):
-            inside = file.relative_to(root)
-            foreign = {"site-packages", "dist-packages", "__pycache__"} & set(inside.parts)
-            if foreign or any(part.startswith(".") for part in inside.parts) or not file.is_file():
+            path = file.relative_to(root)
+            installed = {"site-packages", "dist-packages", "__pycache__"} & set(path.parts)
+            if installed or any(part.startswith(".") for part in path.parts) or not file.is_file():
                 continue
-            name, text = inside.as_posix(), _read(file)
+            name, text = path.as_posix(), _read(file)
             if text is None:
                 skipped.append(name)
             elif text:
@@ -206,7 +209,7 @@ def _documents(root: Path, pattern: str, skipped: list[str]) -> Iterator[tuple[s
 
 
 def _read(file: Path) -> bytes | None:
-    """The file's bytes if they are UTF-8 text."""
+    """The bytes of the file if they are UTF-8 text, else None."""
     text = file.read_bytes()
     try:
         text.decode()
@@ -232,14 +235,14 @@ def _split(documents: list[tuple[str, bytes]], end: bytes, name: str, path: str,
     if len(documents) == 1:
         ((only, text),) = documents
         cut = len(text) - len(text) // _HELD_OUT
-        while cut < len(text) and text[cut] & 0xC0 == 0x80:  # not inside a character
+        while cut < len(text) and text[cut] & 0xC0 == 0x80:  # moves out of a multi-byte character
             cut += 1
         parts[0].append((only, text[:cut] + end))
         parts[1].append((only, text[cut:] + end))
     else:
-        chosen = _held_out(documents)
+        held_out_indices = _held_out(documents)
         for index, (document, text) in enumerate(documents):
-            parts[index in chosen].append((document, text + end))
+            parts[index in held_out_indices].append((document, text + end))
     train, held_out = (_tokenize(part, end, tokenizer) for part in parts)
     if len(train) < 2 or len(held_out) < 2:
         size = sum(len(text) for _, text in documents)
@@ -248,19 +251,19 @@ def _split(documents: list[tuple[str, bytes]], end: bytes, name: str, path: str,
 
 
 def _held_out(documents: list[tuple[str, bytes]]) -> set[int]:
-    """Which documents are held out: in the order of a digest of their names, a twentieth of all bytes."""
+    """The indices of the documents to hold out; see Corpus."""
     sizes = [len(text) for _, text in documents]
-    wanted, held, found = sum(sizes) / _HELD_OUT, 0, set()
+    wanted, held, indices = sum(sizes) / _HELD_OUT, 0, set()
     for index in sorted(range(len(documents)), key=lambda i: zlib.crc32(documents[i][0].encode())):
         if held >= wanted:
             break
         if held + sizes[index] <= 2 * wanted:
-            found.add(index)
+            indices.add(index)
             held += sizes[index]
-    return found or {min(range(len(sizes)), key=sizes.__getitem__, default=0)}
+    return indices or {min(range(len(sizes)), key=sizes.__getitem__, default=0)}
 
 
-def _some(names: Sequence[str]) -> str:
+def _first_five(names: Sequence[str]) -> str:
     rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return f"{', '.join(names[:5])}{rest}"
 

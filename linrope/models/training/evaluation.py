@@ -1,4 +1,4 @@
-"""Bits per byte by position: does a model use long contexts, and does it hold past the trained length?"""
+"""Bits per byte by position: does a model use long contexts, and does it extrapolate?"""
 
 import math
 
@@ -20,22 +20,23 @@ def bits_by_position(
     batch_size: int = 8,
     piece: int = 512,
 ) -> list[dict[str, float]]:
-    """Bits per byte of tokens at positions 0 .. length - 1, in bins that grow by the root of two.
+    """Bits per byte of tokens at positions 0 .. length - 1, in bins that grow by a factor of sqrt(2).
 
-    The same sequences, which lie inside one document each, fill all bins. They are read in pieces, each
-    from the state of the one before: with linear attention at constant memory, whatever the length.
+    All bins come from the same sequences, each from inside one document. The model reads them in pieces, each
+    piece from the state of the one before. With linear attention the memory does not depend on the length.
 
     Args:
-        model: to measure.
-        text: to read.
-        length: of a sequence, in tokens.
-        sequences: at most so many, spread evenly.
-        batch_size: sequences at a time.
-        piece: tokens of each at a time.
+        model: the model to measure.
+        text: the text to read.
+        length: the length of a sequence, in tokens.
+        sequences: the largest number of sequences; they are spread evenly over the text.
+        batch_size: the number of sequences in a batch.
+        piece: the number of tokens in a piece.
 
     Returns:
-        Of each bin: start, end, bits_per_byte, the number of sequences, and error: the standard error of
-        that mean over them, 0 of a single one.
+        For each bin: start, end, bits_per_byte, sequences (their number), and error, the standard error of
+            the
+        mean over the sequences (0 for a single sequence).
 
     Raises:
         ValueError: no document is longer than length.
@@ -64,7 +65,7 @@ def bits_by_position(
 
 
 def _starts(text: Text, length: int) -> Tensor:
-    """All rows of length + 1 tokens, side by side, that lie inside one document."""
+    """The first tokens of all adjacent rows of length + 1 tokens that lie inside one document."""
     if not 1 <= length < text.longest:
         raise ValueError(
             f"length={length}: expected at least 1, less than the longest document, {text.longest} tokens"
@@ -76,7 +77,7 @@ def _starts(text: Text, length: int) -> Tensor:
 
 
 def _sums(model: LanguageModel, text: Text, starts: Tensor, edges: Tensor, piece: int) -> Tensor:
-    """Losses in nats, summed by bin, (b, bins) float64."""
+    """Losses in nats, summed over each bin: (b, bins) float64."""
     device = next(model.parameters()).device
     length = int(edges[-1])
     sums = torch.zeros(len(starts), len(edges) - 1, dtype=torch.float64, device="cpu")

@@ -1,4 +1,4 @@
-"""Packages that not every run needs."""
+"""Imports packages that only some runs require."""
 
 from importlib import import_module
 from typing import Any
@@ -8,7 +8,7 @@ def need(module: str, package: str) -> Any:
     """Imports the module.
 
     Raises:
-        ModuleNotFoundError: it is not there; says which package to install.
+        ModuleNotFoundError: the module is missing; the message says which package to install.
     """
     try:
         return import_module(module)

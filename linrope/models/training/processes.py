@@ -1,4 +1,4 @@
-"""How the processes of a run share rows, the tokens of a row, and heads."""
+"""Splits rows, the tokens of a row, and heads over the processes of a run."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,13 +18,15 @@ from linrope.sequence.state import LinearAttentionState
 
 
 class Processes:
-    """A run's processes: sequence_parallel of them share a batch's tokens, tensor_parallel the heads.
+    """The processes of a run: sequence_parallel share the tokens of a batch, tensor_parallel the heads.
 
-    What is left, ``rows`` of them, read rows of their own. The mesh's dimensions are dp, cp and tp.
+    That leaves ``rows`` groups of processes, each of which reads different rows. The dimensions of the mesh
+    are dp (rows), cp (tokens) and tp (heads).
 
     Raises:
-        ValueError: numbers whose product does not divide the processes there are; beside tensor parallelism
-            mixed precision or another way of accelerate's to share weights.
+        ValueError: the product of both numbers does not divide the number of processes, or tensor
+            parallelism is combined with mixed precision or with another of accelerate's ways to split
+            weights.
     """
 
     def __init__(self, accelerator: Any, sequence_parallel: int = 1, tensor_parallel: int = 1) -> None:
@@ -33,7 +35,7 @@ class Processes:
         if min(sequence_parallel, tensor_parallel) < 1 or count % shared:
             raise ValueError(
                 f"sequence_parallel={sequence_parallel}, tensor_parallel={tensor_parallel}: expected numbers "
-                f"whose product divides the processes, {count}"
+                f"whose product divides the number of processes, {count}"
             )
         kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
         if tensor_parallel > 1 and (accelerator.mixed_precision != "no" or not kind.startswith("MULTI")):
@@ -49,11 +51,11 @@ class Processes:
 
     @property
     def row(self) -> int:
-        """Which of those that read rows of their own this one belongs to."""
+        """The group of this process among the groups that read different rows."""
         return int(self.accelerator.process_index) // (self.tokens * self.heads)
 
     def share(self, model: LanguageModel) -> None:
-        """Leaves each process its heads of the model; before the optimizer is made."""
+        """Splits the heads of the model over the processes; called before the optimizer is made."""
         if self.heads == 1:
             return
         assert self.mesh is not None
@@ -64,14 +66,14 @@ class Processes:
         share_heads(model, self.mesh["tp"])
 
     def prepare(self, model: LanguageModel, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-        """Both as accelerate has them. It knows no shared heads: gradients are then added up here."""
+        """Wraps both with accelerate, except a model with split heads: see clip_gradients."""
         if self.heads > 1:
             return model, self.accelerator.prepare(optimizer)
         prepared: tuple[Any, Any] = self.accelerator.prepare(model, optimizer)
         return prepared
 
     def sum(self, x: Tensor, *dimensions: str) -> Tensor:
-        """x added up over those dimensions of the mesh; "dp": over what others read."""
+        """The sum of x over these dimensions of the mesh."""
         if self.mesh is None:
             total: Tensor = self.accelerator.reduce(x, "sum") if "dp" in dimensions else x
             return total
@@ -81,12 +83,15 @@ class Processes:
         return total
 
     def scale(self) -> float:
-        """What a process's loss is multiplied with, as gradients of several are averaged and not added."""
+        """The factor for the loss of a process: it undoes accelerate's mean over processes."""
         return 1.0 if self.heads > 1 else float(self.accelerator.num_processes)
 
     @torch.no_grad()
     def clip_gradients(self, model: nn.Module, largest: float) -> float:
-        """The norm of the gradient of all processes; each then has its part of it, no longer than largest."""
+        """Clips the gradient of all processes to the norm ``largest``; returns the norm before.
+
+        With split heads it first adds up the gradients of the processes that have the same heads.
+        """
         if self.heads == 1:
             return float(self.accelerator.clip_grad_norm_(model.parameters(), largest))
         parameters = [p for p in model.parameters() if p.grad is not None]
@@ -103,7 +108,7 @@ class Processes:
         return float(norm)
 
     def shard(self, cu_seqlens: Tensor) -> Shard | None:
-        """Of packed rows, whose tokens are shared out in parts as equal as may be."""
+        """This process's shard of packed rows; the shards are as equal as possible."""
         if self.tokens == 1:
             return None
         parts = torch.arange(int(cu_seqlens[-1]), device="cpu").tensor_split(self.tokens)
@@ -119,30 +124,31 @@ def _local(x: Any) -> Tensor:
 def last_states(
     states: Sequence[LinearAttentionState], sequence: Tensor, shard: Shard | None, learned: bool
 ) -> list[LinearAttentionState]:
-    """Of states of packed sequences, those of the sequences (b,), on every process that shares their tokens.
+    """Selects the states of the sequences (b,), on every process that shares their tokens.
 
-    learned: whether gradients go back through them.
+    learned: whether gradients pass back through the states.
     """
     if shard is None:
         return [state.reorder(sequence) for state in states]
     documents, ends = sequence.tolist(), shard.bounds[1:]
-    # A sequence's last token is on one rank: there its state is that of the whole.
+    # The rank that has a sequence's last token has its final state.
     owners = [
         next(r for r, pieces in enumerate(shard.pieces) if any(_ends(p, d, ends) for p in pieces))
         for d in documents
     ]
-    mine = [next((i for i, p in enumerate(shard.mine) if _ends(p, d, ends)), 0) for d in documents]
-    index = torch.tensor(mine, device=sequence.device)
-    own = [state.reorder(index).tensors() for state in states]
-    sent = shard.channel.gather([x for tensors in own for x in tensors.values()], learned).wait()
+    pieces = [next((i for i, p in enumerate(shard.mine) if _ends(p, d, ends)), 0) for d in documents]
+    index = torch.tensor(pieces, device=sequence.device)
+    local = [state.reorder(index).tensors() for state in states]
+    gathered = shard.channel.gather([x for tensors in local for x in tensors.values()], learned).wait()
     owner, row = (
         torch.tensor(owners, device=sequence.device),
         torch.arange(len(documents), device=sequence.device),
     )
-    found = iter([x[owner, row] for x in sent])
-    new: list[dict[str, Any]] = [{name: next(found) for name in tensors} for tensors in own]
+    selected = iter([x[owner, row] for x in gathered])
+    new: list[dict[str, Any]] = [{name: next(selected) for name in tensors} for tensors in local]
     return [replace(state, **tensors) for state, tensors in zip(states, new, strict=True)]
 
 
 def _ends(piece: Any, document: int, ends: Sequence[int]) -> bool:
+    """Whether the piece holds the last token of the document."""
     return bool(piece.document == document and piece.high == ends[document])

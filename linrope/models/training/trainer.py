@@ -1,4 +1,4 @@
-"""Steps, validation and resume. accelerate brings the devices and processes."""
+"""Training steps, evaluation, saving and resuming. accelerate provides the devices and processes."""
 
 import json
 import math
@@ -28,10 +28,10 @@ from linrope.models.training.processes import Processes, last_states
 from linrope.sequence.state import NO_KEYS, LinearAttentionState
 
 
-def _whole() -> tuple[Any, Any]:
-    """PyTorch's state dicts of what processes share, and the options for all of it.
+def _full_state_dicts() -> tuple[Any, Any]:
+    """PyTorch's distributed state dicts, and the options that gather them in the main process.
 
-    Imported here, since it takes longer than all else that the commands import beside PyTorch.
+    Imported here because this import takes longer than all others of the commands, PyTorch excepted.
     """
     from torch.distributed.checkpoint import state_dict
 
@@ -39,25 +39,25 @@ def _whole() -> tuple[Any, Any]:
 
 
 class Trainer:
-    """Trains model on corpus with AdamW, warm-up and a cosine schedule.
+    """Trains a model on a corpus with AdamW, warm-up and a cosine schedule.
 
-    A step reads accumulation * batch_size rows of sequence_length tokens for each group of processes that
-    share tokens and heads. Rows are packed: states and positions restart at each row and each document, and
-    the last token of a document predicts nothing. The loss is the mean over all tokens of the step that
-    predict one; it, the gradient and evaluation are those of one process, whatever is shared.
+    In a step, each group of processes that share tokens and heads reads accumulation * batch_size rows of
+    sequence_length tokens. Rows are packed: states and positions restart at each row and each document, and
+    the last token of a document predicts nothing. The loss is the mean over all predicted tokens of the
+    step. The loss, the gradient and the evaluation do not depend on how the work is split over processes.
 
     Args:
-        model: is moved to the accelerator's device.
-        corpus: what to train on.
-        config: how.
-        accelerator: of accelerate; default: one for the GPUs and processes there are.
-        sequence_parallel: so many processes share the tokens of a batch.
-        tensor_parallel: so many share the heads.
+        model: the model, which is moved to the accelerator's device.
+        corpus: the text to train on.
+        config: the options of the run.
+        accelerator: from accelerate; default: one for the available GPUs and processes.
+        sequence_parallel: the number of processes that share the tokens of a batch.
+        tensor_parallel: the number of processes that share the heads.
 
     Raises:
         ModuleNotFoundError: accelerate is not installed.
-        ValueError: a part of the corpus is shorter than a row; the model does not fit corpus, config or the
-            numbers of processes.
+        ValueError: a part of the corpus is shorter than a row, or the model does not fit the corpus, the
+            config or the numbers of processes.
     """
 
     def __init__(
@@ -70,8 +70,7 @@ class Trainer:
             )
         if config.pieces > 1 and model.config.attention == "softmax":
             raise ValueError(
-                f"pieces={config.pieces}: softmax attention goes on from no state beside packed documents; "
-                "expected 1"
+                f"pieces={config.pieces}: packed softmax attention cannot continue from a state; expected 1"
             )
         if sequence_parallel > 1 and model.config.attention == "softmax":
             raise ValueError(f"sequence_parallel={sequence_parallel}: expected 1 with attention='softmax'")
@@ -82,13 +81,13 @@ class Trainer:
                     f"{len(part)} tokens"
                 )
         if accelerator is None:
-            # cpu: left to itself, accelerate takes each of several processes without a GPU for a lone one.
+            # cpu=True: without it accelerate treats each of several processes without a GPU as a lone one.
             cpu = not torch.cuda.is_available()
             accelerator = need("accelerate", "linrope[train]").Accelerator(cpu=cpu)
         if accelerator.mixed_precision == "fp16":
             raise ValueError(
-                "mixed_precision='fp16': its scaled gradients overflow now and then, and here that stops the "
-                "run; expected 'bf16' or 'no'"
+                "mixed_precision='fp16': its scaled gradients sometimes overflow, and the trainer stops at "
+                "infinite gradients; expected 'bf16' or 'no'"
             )
         self.model, self.corpus, self.config, self.accelerator = model, corpus, config, accelerator
         self.step = 0  # steps done
@@ -104,7 +103,7 @@ class Trainer:
             ],
             lr=config.learning_rate,
             betas=(0.9, 0.95),
-            foreach=False if tensor_parallel > 1 else None,  # which take no DTensors beside other tensors
+            foreach=False if tensor_parallel > 1 else None,  # foreach cannot mix DTensors and other tensors
         )
         self._names = [
             [name for name, p in model.named_parameters() if (p.ndim >= 2) == matrix]
@@ -114,7 +113,7 @@ class Trainer:
         self.optimizer: torch.optim.Optimizer = prepared
 
     def learning_rate(self) -> float:
-        """Linear warm-up, then a cosine down to a tenth."""
+        """The rate of the next step: linear warm-up times a cosine that falls to a tenth."""
         config = self.config
         warm = min(1.0, (self.step + 1) / max(1, config.warmup_steps))
         progress = min(1.0, self.step / config.steps)
@@ -124,7 +123,7 @@ class Trainer:
         """One update; returns step, bits_per_byte (of the loss), learning_rate and gradient_norm.
 
         Raises:
-            RuntimeError: the loss or a gradient is not finite; the model is left as it was.
+            RuntimeError: the loss or a gradient is not finite. The model is not changed.
         """
         config, processes, rate = self.config, self.processes, self.learning_rate()
         self.model.train()
@@ -149,7 +148,7 @@ class Trainer:
         return {"step": self.step, "bits_per_byte": bits, "learning_rate": rate, "gradient_norm": norm}
 
     def batch(self, turn: int = 0) -> Batch:
-        """What this process reads in the next step, at that turn of the accumulation."""
+        """The batch that this process reads in the next step, in turn ``turn`` of the accumulation."""
         config, processes = self.config, self.processes
         number = self.step * config.accumulation + turn
         first = (number * processes.rows + processes.row) * config.batch_size
@@ -157,7 +156,7 @@ class Trainer:
         return Batch.read(self.corpus.train, starts, config.sequence_length).to(self.accelerator.device)
 
     def _backward(self, batch: Batch, scale: float, last: bool) -> Tensor:
-        """Adds this batch to the gradients; returns the losses (b, n) in nats, 0 of others' tokens."""
+        """Adds this batch to the gradients; returns losses (b, n) in nats, 0 for others' tokens."""
         through, accelerator = self.config.through, self.accelerator
         parts: list[Tensor] = []
         states: States | None = None
@@ -177,26 +176,26 @@ class Trainer:
     def _losses(
         self, batch: Batch, states: States | None = None, *, return_states: bool = False
     ) -> tuple[Tensor, States]:
-        """Losses (b, n) in nats, 0 of tokens that others have, and states of the rows, to go on from."""
+        """Losses (b, n) in nats, 0 for tokens of other processes, and the final states of the rows."""
         cu_seqlens, sequence = batch.sequences()
         if states is not None:
-            rows = (~batch.begins[:, 0]).nonzero()[:, 0]  # others begin a document
+            rows = (~batch.begins[:, 0]).nonzero()[:, 0]  # the rows that continue a document
             states = [_carry(state, rows, sequence[rows, 0], len(cu_seqlens) - 1) for state in states]
         shard = self.processes.shard(cu_seqlens)
         tokens, targets = batch.tokens.reshape(1, -1), batch.targets.reshape(1, -1)
-        where: dict[str, Any] = {"cu_seqlens": cu_seqlens}
+        packing: dict[str, Any] = {"cu_seqlens": cu_seqlens}
         if shard is not None:
-            tokens, targets, where = shard.take(tokens), shard.take(targets), {"shard": shard}
-        logits, after = self.parallel(tokens, states, return_states=return_states, **where)
+            tokens, targets, packing = shard.take(tokens), shard.take(targets), {"shard": shard}
+        logits, new_states = self.parallel(tokens, states, return_states=return_states, **packing)
         losses = F.cross_entropy(logits[0].float(), targets[0], ignore_index=NO_TARGET, reduction="none")
         if shard is not None:
             losses = F.pad(losses, (shard.start, shard.total - shard.stop))
         if return_states:
-            after = last_states(after, sequence[:, -1], shard, self.config.through)
-        return losses.view(batch.targets.shape), after
+            new_states = last_states(new_states, sequence[:, -1], shard, self.config.through)
+        return losses.view(batch.targets.shape), new_states
 
     def _culprit(self, batches: list[Batch], losses: list[Tensor]) -> str:
-        """Where in the data the first loss stands that is not finite; the rows, if all losses are."""
+        """The text behind the first loss that is not finite; all rows of the step if every loss is finite."""
         for batch, part in zip(batches, losses, strict=True):
             bad = ~part.isfinite()
             if bool(bad.any()):
@@ -221,14 +220,14 @@ class Trainer:
         return bits / max(1, count) / text.bytes_per_token
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Writes folder/step-N whole or not at all; keeps the last two. Every process has to call it."""
-        state_dict, whole = _whole()
-        weights = state_dict.get_model_state_dict(self.parallel, options=whole)
+        """Writes folder/step-N completely or not at all; keeps the last two. Every process must call it."""
+        state_dict, options = _full_state_dicts()
+        weights = state_dict.get_model_state_dict(self.parallel, options=options)
         tensors = {"random_state": torch.get_rng_state()}
         if self.step:  # before the first step the optimizer has no state
             plain = self._plain_optimizer()
-            optimizer: Any = state_dict.get_optimizer_state_dict(self.parallel, plain, options=whole)
-            for name, state in optimizer.get("state", {}).items():  # all of it in the main process
+            optimizer: Any = state_dict.get_optimizer_state_dict(self.parallel, plain, options=options)
+            for name, state in optimizer.get("state", {}).items():  # empty except in the main process
                 tensors |= {f"{key}.{name}": value for key, value in state.items()}
         metadata = {
             "step": str(self.step),
@@ -253,32 +252,33 @@ class Trainer:
     def load(
         cls, folder: str | os.PathLike[str], corpus: Corpus, accelerator: Any = None, **parallel: int
     ) -> "Trainer":
-        """Goes on from the last checkpoint of folder, on the same corpus.
+        """Resumes from the last checkpoint of folder, on the same corpus.
 
-        As many processes as before have to read rows of their own; parallel, sequence_parallel and
-        tensor_parallel, may differ.
+        parallel: sequence_parallel and tensor_parallel. Both may differ from the run before, if the number of
+        groups that read different rows stays the same.
 
         Raises:
-            FileNotFoundError, ValueError: no checkpoint; a damaged one; another corpus; more or fewer
-                processes with rows of their own.
+            FileNotFoundError, ValueError: there is no checkpoint, it is damaged, the corpus is another one,
+                or the number of groups that read different rows has changed.
         """
         latest = latest_checkpoint(folder)
         model = LanguageModel.load(latest)
         config, tensors, metadata = load_training(latest)
         if metadata["checksum"] != str(corpus.checksum):
-            raise ValueError(f"{latest}: was trained on other text than {corpus.name}")
+            raise ValueError(f"{latest}: was trained on another text than {corpus.name}")
         try:
             trainer = cls(model, corpus, config, accelerator, **parallel)
-            if metadata["processes"] != (now := str(trainer.processes.rows)):
-                before = metadata["processes"]
-                raise ValueError(f"processes: got {now}, expected {before} with rows of their own, as before")
+            if (expected := metadata["processes"]) != (rows := str(trainer.processes.rows)):
+                raise ValueError(
+                    f"processes: got {rows}, expected {expected} that read different rows, as before"
+                )
             trainer.step = int(metadata["step"])
             random_state = tensors.pop("random_state")
             if trainer.step:
                 trainer._load_optimizer(tensors)
             if tensors:
-                raise ValueError(f"got tensors {sorted(tensors)} too many")
-            torch.set_rng_state(random_state)  # last: a damaged file leaves the process as it was
+                raise ValueError(f"got unexpected tensors {sorted(tensors)}")
+            torch.set_rng_state(random_state)  # last: a damaged file must not change the process
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"{latest / 'training.safetensors'}: does not fit the model: {error}") from error
         return trainer
@@ -296,9 +296,9 @@ class Trainer:
             {key: value for key, value in group.items() if key != "params"} | {"params": names}
             for group, names in zip(optimizer.param_groups, self._names, strict=True)
         ]
-        everything: Any = {"state": states, "param_groups": groups}
-        state_dict, whole = _whole()
-        state_dict.set_optimizer_state_dict(self.parallel, optimizer, everything, options=whole)
+        optimizer_state: Any = {"state": states, "param_groups": groups}
+        state_dict, options = _full_state_dicts()
+        state_dict.set_optimizer_state_dict(self.parallel, optimizer, optimizer_state, options=options)
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
         plain: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -306,7 +306,7 @@ class Trainer:
 
 
 def _carry(state: State, rows: Tensor, new: Tensor, sequences: int) -> State:
-    """States of so many sequences: those at new go on from those of the rows, the others are fresh."""
+    """A state of ``sequences`` sequences: those at ``new`` continue the rows, the others start empty."""
     assert isinstance(state, LinearAttentionState)
 
     def move(x: Tensor, fresh: float) -> Any:

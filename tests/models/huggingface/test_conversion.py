@@ -217,7 +217,7 @@ def test_a_folder_brings_the_model_back(choice: dict[str, Any], tmp_path: Path) 
     [
         (lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=16)), "sliding_window=16"),
         (lambda: llama(hidden_act="gelu"), "hidden_act='gelu'"),
-        (lambda: llama(mlp_bias=True), r"too many, \[.*mlp.gate_proj.bias"),
+        (lambda: llama(mlp_bias=True), r"unexpected: \[.*mlp.gate_proj.bias"),
         (lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)), "model_type='qwen3'"),
         (lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2)), "model_type='gpt2'"),
     ],
