@@ -15,7 +15,7 @@ from torch import Tensor
 from linrope.backends.call import Call, Sums
 from linrope.backends.sequences import separately
 from linrope.feature_maps import ELEMENTWISE
-from linrope.feature_maps.base import at_most_0
+from linrope.feature_maps.log_scale import at_most_0
 from linrope.rotation.rotary import rotate
 from linrope.sequence.packing import sums_so_far
 from linrope.sequence.state import LinearAttentionState

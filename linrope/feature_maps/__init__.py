@@ -4,13 +4,14 @@ from functools import partial
 from typing import Any
 
 from linrope.common.names import check_name, expected_one_of
-from linrope.feature_maps.base import FeatureMap, Features, same_identity
+from linrope.feature_maps.base import FeatureMap, Features
 from linrope.feature_maps.cosformer import Cosformer
 from linrope.feature_maps.dpfp import DPFP
 from linrope.feature_maps.elementwise import ELEMENTWISE, Elementwise, ElementwiseMap
 from linrope.feature_maps.favor import FavorHyperbolic, FavorPlus, FavorPlusPlus
 from linrope.feature_maps.fourier import RandomFourier
 from linrope.feature_maps.generalized import GeneralizedRandomFeatures
+from linrope.feature_maps.identity import same_identity
 from linrope.feature_maps.learned import T2R, Hedgehog, LearnedMap
 from linrope.feature_maps.paired import PairedMap
 from linrope.feature_maps.polynomial import Rebased, Taylor2
@@ -66,8 +67,8 @@ _MAKERS: dict[str, Any] = {
     "paired": _paired,
 }
 NAMES = tuple(_MAKERS)
-# What other libraries and papers call them.
-_ELSEWHERE = {
+# Names in other libraries and papers, for the hint in the error message.
+_ALIASES = {
     "performer": "favor+",
     "favor": "favor+",
     "prf": "favor+",
@@ -97,14 +98,14 @@ def make(name: str, head_dim: int, **options: Any) -> FeatureMap:
     default), layout, and the inner map's options.
 
     Raises:
-        ValueError: unknown name (the message lists the known ones), or head_dim < 1, or an option's value
-            that does not fit.
-        TypeError: an option that the map does not have, or lacks.
+        ValueError: the name is unknown (the message lists the known ones), head_dim < 1, or the value of an
+            option does not fit.
+        TypeError: the map does not have an option, or a required option is missing.
 
     >>> make("favor+", 64, num_features=128, seed=0).feature_dim
     128
     """
-    if isinstance(name, str) and (known := _ELSEWHERE.get(name.lower())):
+    if isinstance(name, str) and (known := _ALIASES.get(name.lower())):
         raise ValueError(f"feature_map={name!r}: {expected_one_of(known, NAMES)}")
     check_name("feature_map", name, NAMES)
     if head_dim < 1:

@@ -1,4 +1,4 @@
-"""The map of cosFormer: rectified units, weighted by the distance."""
+"""The map of cosFormer: rectified units, weighted by distance."""
 
 import math
 
@@ -11,22 +11,22 @@ from linrope.rotation.angles import cos_sin
 
 
 class Cosformer(FeatureMap):
-    """Rectified units whose product fades with the distance, to 0 at max_length L.
+    """Rectified units whose product decreases with the distance, to 0 at max_length L.
 
         phi(x, i) = psi(x, i) = [relu(x) cos(pi i / 2L), relu(x) sin(pi i / 2L)]
         <phi(q, i), psi(k, j)> = relu(q).relu(k) cos(pi (i - j) / 2L) >= 0   for 0 <= i, j < L
 
     (b, n, h, d) and positions (b or 1, n) -> (b, n, h, 2d), computed in float32 or wider, angles in
-    float64. It is a rotation at one frequency that the normalizer sees too; no other rotation is
-    needed, and one on top of it turns the numerator alone. Qin et al. 2022, arXiv 2202.08791.
+    float64. This is a rotation at one frequency, in the normalizer as well. It requires no other rotation;
+    RoPE on top of it turns only the numerator. Qin et al. 2022, arXiv 2202.08791.
 
     Args:
         head_dim: d.
-        max_length: L, more than every position. Fixed: it is in the features that a state has summed.
+        max_length: L, more than every position. It cannot change: the features in a state depend on it.
 
     Raises:
-        ValueError: max_length < 1; a position is not below max_length. Positions are looked at on the
-            CPU only, outside of compiled code; elsewhere the normalizer can then vanish.
+        ValueError: max_length < 1, or a position is not below max_length. Positions are checked only on a CPU
+            and outside of compiled code; elsewhere the normalizer may vanish for such positions.
 
     >>> phi, x = Cosformer(1, max_length=100), torch.ones(1, 2, 1, 1)
     >>> features = phi.queries(x, torch.tensor([[0, 50]]))

@@ -1,4 +1,4 @@
-"""Deterministic parameter-free projection."""
+"""Deterministic parameter-free projection (DPFP)."""
 
 import torch
 from torch import Tensor
@@ -7,16 +7,16 @@ from linrope.feature_maps.base import FeatureMap, widen
 
 
 class DPFP(FeatureMap):
-    """Products of neighbors among the positive and the negative parts of a vector.
+    """Products of neighboring entries in the positive and negative parts of a vector.
 
         r = [relu(x), relu(-x)],   phi(x) = psi(x) = [r_i r_(i+j)],  i = 1 .. 2d cyclic, j = 1 .. nu
 
-    (..., d) -> (..., 2 d nu), computed in float32 or wider. At most nu (d + 1) features are not 0, and
-    vectors of different signs share few. Schlag et al. 2021, arXiv 2102.11174.
+    (..., d) -> (..., 2 d nu), computed in float32 or wider. At most nu (d + 1) features are nonzero, and
+    vectors of different signs share few of them. Schlag et al. 2021, arXiv 2102.11174.
 
     Args:
         head_dim: d.
-        nu: how many neighbors, 1 .. 2d - 1.
+        nu: the number of neighbors, 1 .. 2d - 1.
 
     Raises:
         ValueError: nu is out of range.

@@ -1,4 +1,4 @@
-"""Feature maps that act on each number alone, so that kernels can apply them while loading."""
+"""Feature maps that act on each number alone; kernels apply them as they load a tensor."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -6,13 +6,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linrope.feature_maps.base import FeatureMap, Features, centre, exponential
+from linrope.feature_maps.base import FeatureMap, Features
+from linrope.feature_maps.log_scale import centre, exponential
 
 
 def _elu1(x: Tensor) -> Tensor:
-    # elu(x) + 1 would cancel for negative x: exp(x) - 1 + 1 has lost the small exp(x). The larger of exp(x)
-    # and x + 1 has the mean of their slopes where rounding makes them equal. Here each term has half the
-    # slope at 0, and elsewhere one of them has all of it.
+    # elu(x) + 1 = exp(x) - 1 + 1 would lose a small exp(x). max(exp(x), x + 1) would have a wrong slope where
+    # rounding makes both equal. In this sum each term has half of the slope at 0, and one has all of it
+    # elsewhere.
     zero = x.new_zeros(())
     return torch.minimum(x, zero).exp() + torch.maximum(x, zero)
 
@@ -74,13 +75,13 @@ class ElementwiseMap(FeatureMap):
         return self.queries(k)
 
     def centre(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(x - s, s) with s = max x over the features: what a kernel applies "exp" to, and log_scale.
+        """(x - s, s) with s = max x over the features: a kernel's input for "exp", and log_scale.
 
-        (..., d) -> (..., d) in float32 or wider, since x - s has more digits than x, and (...) float64; the
-        rest as in ``feature_maps.base.centre``.
+        (..., d) -> (..., d) in float32 or wider, since x - s has more digits than x, and (...) float64. See
+        ``feature_maps.log_scale.centre``.
 
         Raises:
-            RuntimeError: the map is another one than "exp".
+            RuntimeError: the map is not "exp".
 
         >>> from linrope import feature_maps
         >>> feature_maps.make("exp", 2).centre(torch.tensor([300.0, 299.0]))

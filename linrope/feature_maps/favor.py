@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from linrope.feature_maps.base import exponential, pad_to_even, widen
+from linrope.feature_maps.base import pad_to_even, widen
+from linrope.feature_maps.log_scale import exponential
 from linrope.feature_maps.random_features import RandomFeatureMap
 
 
@@ -22,38 +23,38 @@ class FavorPlus(RandomFeatureMap):
 
         phi(x)_i = exp(w_i . x' - |x'|^2 / 2) / sqrt(M),   x' = x / d^(1/4),   i = 1 .. M
 
-    w: gaussian, orthogonal in blocks of d. (..., d) -> (..., M), and a feature that is 0 where M is odd;
-    computed in float32 or wider. log_scaled by each token's own maximum, where the public codes take one
-    over the sequence for keys, which leaks the future. With kernel_epsilon:
+    The w are gaussian, orthogonal in blocks of d. (..., d) -> (..., M), with a zero feature appended if M is
+    odd; computed in float32 or wider. log_scale is each token's maximum; public implementations take the
+    maximum of all keys, which leaks the future. With kernel_epsilon:
 
         phi(x)_i = e^s (exp(w_i . x' - |x'|^2 / 2 - s) + kernel_epsilon) / sqrt(M),   s = max of the logits
 
-    so that it is relative to the stabilized features, the largest of which is 1, as in the public codes, and
-    every product is more than 0. (They leave |x'|^2 out of s: of a long vector their features are the
-    epsilon alone.) Choromanski et al. 2021, arXiv 2009.14794.
+    kernel_epsilon is added to the stabilized features, whose maximum is 1, as in the public
+    implementations, and makes every product positive. (They leave |x'|^2 out of s: a long vector then keeps
+    nothing but the epsilon.) Choromanski et al. 2021, arXiv 2009.14794.
 
-    As an estimate of softmax attention this needs small inputs. Measured at d = 64 with gaussian q and k
-    of standard deviation c and 512 keys, outputs correlate with softmax attention's as follows:
+    The estimate of softmax attention is good only for small inputs. For gaussian q and k of standard
+    deviation c, d = 64 and 512 keys, the outputs have this correlation with softmax attention's:
 
         c        0.25   0.5    1      2      3
         M = 128  1.00   0.88   0.20   0.02   0.01     (the default)
         M = 1024 1.00   0.98   0.27   0.03   0.01
         M = 4096 1.00   0.99   0.32   0.05   0.02
 
-    So 1024 features serve where |x'|^2 is about 2; where it is 8 or more no number of them that one can
-    afford does, and what is computed is another attention than softmax's, which can be trained as such.
+    So 1024 features are enough where |x'|^2 is about 2, and no affordable number is where it is 8 or more.
+    The map then computes another attention than softmax's, which can be trained as well.
 
-    The projection is a buffer in the state dict. States made with another one are refused; training may
-    redraw it every so many steps: ``feature_maps.Redraw``.
+    The projection is a buffer in the state dict, and states of another projection are rejected. Training may
+    redraw it now and then: ``feature_maps.Redraw``.
 
     Args:
         head_dim: d.
         num_features: M; default 2 d.
-        seed: of the projection; default: drawn from torch's generator.
-        kernel_epsilon: added to the stabilized features; public codes take 1e-6 to 1e-4.
+        seed: the seed of the projection; default: drawn from torch's generator.
+        kernel_epsilon: added to the stabilized features; public implementations take 1e-6 to 1e-4.
 
     Raises:
-        ValueError: num_features is not positive; kernel_epsilon is negative or not finite.
+        ValueError: num_features is not positive, or kernel_epsilon is negative or not finite.
 
     >>> phi = FavorPlus(16, num_features=4096, seed=0)
     >>> q, k = torch.full((2, 1, 16), 0.3)
@@ -75,7 +76,7 @@ class FavorPlus(RandomFeatureMap):
     ) -> None:
         super().__init__(head_dim, num_features, seed)
         self.kernel_epsilon = check_epsilon(kernel_epsilon)
-        # Made here: torch.compile takes a module's floats for variables, which it cannot write into a string.
+        # Formatted here, since torch.compile cannot format a module's floats: it treats them as variables.
         self._epsilon = f", kernel_epsilon={self.kernel_epsilon}" if self.kernel_epsilon else ""
 
     def queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,19 +87,18 @@ class FavorPlus(RandomFeatureMap):
 
 
 class FavorHyperbolic(RandomFeatureMap):
-    """FAVOR+ with each direction used both ways: the same kernel, of lower variance.
+    """FAVOR+ that uses each direction both ways: it estimates the same kernel with a lower variance.
 
         phi(x) = [exp(w_i . x'), exp(-w_i . x')] exp(-|x'|^2 / 2) / sqrt(2M),   i = 1 .. M
 
-    x' and w as in ``FavorPlus``. (..., d) -> (..., 2M), computed in float32 or wider. For independent
-    w the variance is 1 - exp(-|x' + y'|^2) times that of FAVOR+ with 2M features, at half the products.
-    log_scaled by each token's own maximum.
-    Choromanski et al. 2021, arXiv 2009.14794, lemma 2.
+    x' and w as in ``FavorPlus``. (..., d) -> (..., 2M), computed in float32 or wider. For independent w the
+    variance is 1 - exp(-|x' + y'|^2) times that of FAVOR+ with 2M features, at half the products. log_scale
+    is each token's maximum. Choromanski et al. 2021, arXiv 2009.14794, lemma 2.
 
     Args:
         head_dim: d.
         num_features: 2M; default 2 d.
-        seed: of the projection; default: drawn from torch's generator.
+        seed: the seed of the projection; default: drawn from torch's generator.
 
     Raises:
         ValueError: num_features is odd or not positive.
@@ -117,30 +117,30 @@ class FavorHyperbolic(RandomFeatureMap):
 
 
 class FavorPlusPlus(RandomFeatureMap):
-    """FAVOR++: FAVOR+ with the weights of the directions that suit the inputs' size.
+    """FAVOR++: FAVOR+ with directions weighted to suit the size of the inputs.
 
         phi(x)_i = D exp(A |w_i|^2 + B w_i . x' - |x'|^2 / 2) / sqrt(M),   i = 1 .. M
         B = sqrt(1 - 4A),   D = (1 - 4A)^(d/4),   A = (1 - 1/rho) / 8
         rho = (sqrt((2s + d)^2 + 8 d s) - 2s - d) / (4s),   s = mean of |x' + y'|^2
 
-    x' and w as in ``FavorPlus``, which is the case A = 0. (..., d) -> (..., M), and a feature that is 0
-    where M is odd; computed in float32 or wider, log_scaled by each token's own maximum. Every A <= 0
-    gives the same kernel; with w independent and |x' + y'|^2 = s a product has the second moment
+    x' and w as in ``FavorPlus``, which is the case A = 0. (..., d) -> (..., M), with a zero feature
+    appended if M is odd; computed in float32 or wider. log_scale is each token's maximum. Every A <= 0
+    gives the same kernel. For independent w and |x' + y'|^2 = s a product has the second moment
 
         log E[Z^2] = d log((1 + rho) / (2 rho)) + (d/2) log rho + s (1 + rho) - |x'|^2 - |y'|^2
 
-    which the rho above makes least. s does not follow the data by itself, since a feature must not
-    depend on other tokens: give it, or call ``fit``. It is in the state dict and in the identity, so
-    states made before a ``fit`` are refused after it. Likhosherstov et al. 2022, arXiv 2205.15317.
+    and the rho above minimizes it. A feature must not depend on other tokens, so s does not follow the data:
+    pass it, or call ``fit``. It is in the state dict and in the identity: after a ``fit``, earlier states are
+    rejected. Likhosherstov et al. 2022, arXiv 2205.15317.
 
     Args:
         head_dim: d.
         num_features: M; default 2 d.
-        seed: of the projection; default: drawn from torch's generator.
-        spread: s; default 2 sqrt(d), which independent inputs of unit variance have.
+        seed: the seed of the projection; default: drawn from torch's generator.
+        spread: s; default 2 sqrt(d), the value for independent inputs of unit variance.
 
     Raises:
-        ValueError: num_features is not positive; spread is negative or not finite.
+        ValueError: num_features is not positive, or spread is negative or not finite.
 
     >>> phi = FavorPlusPlus(16, seed=0)
     >>> phi.fit(torch.zeros(1, 5, 2, 16), torch.ones(1, 5, 2, 16))
@@ -170,7 +170,7 @@ class FavorPlusPlus(RandomFeatureMap):
         if not 0 <= spread < math.inf:
             raise ValueError(f"spread={spread}: expected the mean of |x' + y'|^2, a finite number >= 0")
         self._spread = float(spread)
-        self._spread_text = f", spread={self._spread}"  # made here for torch.compile, as in FavorPlus
+        self._spread_text = f", spread={self._spread}"  # formatted here for torch.compile, as in FavorPlus
 
     @property
     def a(self) -> float:
@@ -180,10 +180,9 @@ class FavorPlusPlus(RandomFeatureMap):
         return (1 - 1 / rho) / 8
 
     def fit(self, q: Tensor, k: Tensor) -> None:
-        """Sets ``spread`` to the mean over all pairs of a query and a key that meet in a head.
+        """Sets ``spread`` to its mean over all pairs of a query and a key in the same head.
 
-        q is (..., n, h, d) and k (..., m, g, d), as in the call. States made before are invalid from
-        here on.
+        q is (..., n, h, d) and k (..., m, g, d), as in the call. Earlier states become invalid.
 
         Raises:
             ValueError: q or k is empty or not finite.
@@ -199,7 +198,7 @@ class FavorPlusPlus(RandomFeatureMap):
         offset = a * self.projection.double().square().sum(-1) + self.head_dim / 4 * math.log(1 - 4 * a)
         return _estimate(offset.to(logits.dtype) + (1 - 4 * a) ** 0.5 * logits, self.square(q))
 
-    # As 64 bits each: neither a file nor a cast of the module rounds seed or spread.
+    # 64-bit integers, so that neither a file nor a cast of the module rounds seed or spread.
     def get_extra_state(self) -> Tensor:
         spread = torch.tensor(self.spread, dtype=torch.float64, device="cpu").view(torch.int64)
         return torch.stack((super().get_extra_state(), spread))

@@ -12,14 +12,14 @@ class RandomFourier(RandomFeatureMap):
         phi(x) = [sin(w_i . x'), cos(w_i . x')] / sqrt(M),   x' = x / d^(1/4),   i = 1 .. M
         E <phi(x), phi(y)> = exp(-|x' - y'|^2 / 2)
 
-    w: gaussian, orthogonal in blocks of d. (..., d) -> (..., 2M), computed in float32 or wider. Signed:
-    only with normalize=False. With all |x| and all |y| equal (RFA normalizes both to length 1) the
-    kernel is exp(q.k / sqrt(d)) up to a factor. Peng et al. 2021, arXiv 2103.02143.
+    The w are gaussian, orthogonal in blocks of d. (..., d) -> (..., 2M), computed in float32 or wider. The
+    features are signed and require normalize=False. If all |x| are equal and all |y| are (RFA normalizes both
+    to length 1), the kernel is exp(q.k / sqrt(d)) up to a factor. Peng et al. 2021, arXiv 2103.02143.
 
     Args:
         head_dim: d.
         num_features: 2M; default 2 d.
-        seed: of the projection; default: drawn from torch's generator.
+        seed: the seed of the projection; default: drawn from torch's generator.
 
     Raises:
         ValueError: num_features is odd or not positive.

@@ -10,7 +10,7 @@ from linrope.feature_maps.base import pad_to_even
 from linrope.feature_maps.favor import check_epsilon
 from linrope.feature_maps.random_features import RandomFeatureMap
 
-# The functions that the paper compares; positive ones are never negative.
+# The functions that the paper compares.
 KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "abs": torch.abs,
@@ -25,28 +25,28 @@ POSITIVE_KERNELS = frozenset({"relu", "abs", "sigmoid", "exp"})
 
 
 class GeneralizedRandomFeatures(RandomFeatureMap):
-    """Generalized attention: a function f of random projections, plus a small number.
+    """Generalized attention: a function f of random projections plus a small constant.
 
         phi(x)_i = (f(w_i . x') + kernel_epsilon) / sqrt(M),   x' = x / d^(1/4),   i = 1 .. M
 
-    w: gaussian, orthogonal in blocks of d. (..., d) -> (..., M), and a feature that is 0 where M is odd;
-    computed in float32 or wider. The public codes have no 1/sqrt(M), which the normalizer cancels and
-    which makes the product's mean the same for every M. "exp" is out of range for w.x' > 88, which
-    ``FavorPlus`` is not. Choromanski et al. 2021, arXiv 2009.14794.
+    The w are gaussian, orthogonal in blocks of d. (..., d) -> (..., M), with a zero feature appended if M is
+    odd; computed in float32 or wider. Public implementations leave out 1/sqrt(M). The normalizer cancels it;
+    without a normalizer it makes the mean product the same for every M. "exp" overflows for w.x' > 88;
+    ``FavorPlus`` does not. Choromanski et al. 2021, arXiv 2009.14794.
 
     Args:
         head_dim: d.
         num_features: M; default 2 d.
-        seed: of the projection; default: drawn from torch's generator.
-        kernel: f: "relu", "abs", "sigmoid", "exp", "tanh", "gelu", "cos", "identity", or a function of a
-            tensor that acts on each number alone; states know a function by its name, so give it one.
-        kernel_epsilon: default 1e-3, as in the public codes.
-        positive: f + kernel_epsilon is never negative. Known of the first four; of others say so.
+        seed: the seed of the projection; default: drawn from torch's generator.
+        kernel: f: "relu", "abs", "sigmoid", "exp", "tanh", "gelu", "cos", "identity", or an elementwise
+            function of a tensor. The function must have a name, by which states identify it.
+        kernel_epsilon: default 1e-3, as in public implementations.
+        positive: whether f + kernel_epsilon is never negative; the first four kernels are known to be so.
 
     Raises:
-        ValueError: num_features is not positive; kernel is an unknown name; kernel_epsilon is negative or
+        ValueError: num_features is not positive, kernel is an unknown name, or kernel_epsilon is negative or
             not finite.
-        TypeError: kernel is neither a name nor a function that has one.
+        TypeError: kernel is neither a name nor a function with a name.
 
     >>> phi = GeneralizedRandomFeatures(16, num_features=7, seed=0)
     >>> phi.feature_dim, bool((phi.queries(torch.randn(16))[:7] > 0).all())
@@ -72,9 +72,8 @@ class GeneralizedRandomFeatures(RandomFeatureMap):
         else:
             raise TypeError(f"kernel: got {type(kernel).__name__}, expected a name or a function")
         self.kernel_epsilon = check_epsilon(kernel_epsilon)
-        self._kernel_text = (
-            f"kernel={name}, kernel_epsilon={self.kernel_epsilon}"  # for torch.compile, as in FavorPlus
-        )
+        # Formatted here for torch.compile, as in FavorPlus.
+        self._kernel_text = f"kernel={name}, kernel_epsilon={self.kernel_epsilon}"
         self.positive = positive or kernel in POSITIVE_KERNELS
 
     def queries(self, q: Tensor) -> Tensor:

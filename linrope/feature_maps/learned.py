@@ -8,12 +8,12 @@ from linrope.feature_maps.base import FeatureMap, widen
 
 
 class LearnedMap(FeatureMap):
-    """A function with weights of its own for queries (``phi``) and for keys (``psi``).
+    """The base of maps with learned weights: one set for queries (``phi``), another for keys (``psi``).
 
-    x is (..., h, d). Without num_heads all heads share one set of weights, of leading size 1; with it
-    each query head and each key/value head has its own. Subclasses give ``weights(heads)``, tensors
-    (heads, ..) as they start, and ``features(x, weights)``, called in float32 or wider. The weights are in
-    the identity: a state made before an optimizer's step is refused after it.
+    x is (..., h, d). Without num_heads all heads share one set of weights, of leading size 1. With it each
+    query head and each key/value head has its own set. Subclasses implement ``weights(heads)``, the initial
+    tensors (heads, ..), and ``features(x, weights)``, which is called in float32 or wider. The weights are
+    part of the identity: a state from before an optimizer step is rejected after it.
     """
 
     head_dim: int
@@ -35,7 +35,7 @@ class LearnedMap(FeatureMap):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Makes the weights as they start, as after ``to_empty`` of a map made on the meta device."""
+        """Sets the weights to their initial values, for a map that ``to_empty`` moved off the meta device."""
         for side in (self.phi, self.psi):
             for name, weight in self.weights(len(next(iter(side.values())))).items():
                 side[name].copy_(weight)
@@ -56,7 +56,7 @@ class LearnedMap(FeatureMap):
         if heads not in (None, x.shape[-2]):
             raise ValueError(f"{name}={heads}: the map was made for that many heads, got {x.shape[-2]}")
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._last = None  # an optimizer's step may follow, and fused ones are not seen otherwise
+            self.forget_digest()  # an optimizer step may follow, and torch does not count those of fused ones
         x = widen(x)
         with torch.autocast(x.device.type, enabled=False):
             return self.features(x, {key: weight.to(x.dtype) for key, weight in weights.items()})
@@ -67,21 +67,21 @@ class LearnedMap(FeatureMap):
 
 
 class T2R(LearnedMap):
-    """A layer of rectified units: what softmax attention is finetuned into by T2R.
+    """A layer of rectified units, into which T2R finetunes softmax attention.
 
-        phi(x) = relu(W x + b),   psi likewise with its own W and b
+        phi(x) = relu(W x + b),   psi the same with another W and b
 
     (..., h, d) -> (..., h, f), computed in float32 or wider. W and b start uniform in +-1/sqrt(d), as
     in torch.nn.Linear. Kasai et al. 2021, arXiv 2103.13076.
 
     Args:
         head_dim: d.
-        num_features: f; default d, or d + 1 where d is odd.
-        num_heads: sets of weights for queries; default: one for all heads.
-        num_kv_heads: sets of weights for keys; default num_heads.
+        num_features: f; default d, or d + 1 if d is odd.
+        num_heads: the number of sets of weights for queries; default: one set for all heads.
+        num_kv_heads: the number of sets of weights for keys; default num_heads.
 
     Raises:
-        ValueError: num_features is odd or not positive; a number of heads does not fit.
+        ValueError: num_features is odd or not positive, or a number of heads does not fit.
 
     >>> T2R(16, num_heads=8, num_kv_heads=2).psi["weight"].shape
     torch.Size([2, 16, 16])
@@ -116,18 +116,18 @@ class T2R(LearnedMap):
 class Hedgehog(LearnedMap):
     """A softmax over a learned transform of the vector and its opposite.
 
-        phi(x) = softmax over features of [y, -y],  y = W x + b,   psi likewise with its own W, b
+        phi(x) = softmax over features of [y, -y],  y = W x + b,   psi the same with another W, b
 
-    (..., h, d) -> (..., h, 2d), computed in float32 or wider. W starts as the identity. The paper
-    writes exp(W x), exp(-W x); its authors' code takes the softmax, which divides each token's features by
-    their sum: that cancels for queries, weighs keys, and holds without a log_scale, since no feature
+    (..., h, d) -> (..., h, 2d), computed in float32 or wider. W starts as the identity. The paper writes
+    exp(W x), exp(-W x); its authors' implementation takes the softmax, which divides each token's features by
+    their sum. That cancels for queries and weighs the keys. It requires no log_scale, since no feature
     exceeds 1 and the largest is at least 1/(2d). Zhang et al. 2024, arXiv 2402.04347.
 
     Args:
         head_dim: d.
-        num_heads: sets of weights for queries; default: one for all heads.
-        num_kv_heads: sets of weights for keys; default num_heads.
-        bias: whether there is b; it starts at 0.
+        num_heads: the number of sets of weights for queries; default: one set for all heads.
+        num_kv_heads: the number of sets of weights for keys; default num_heads.
+        bias: whether the map has b, which starts at 0.
 
     Raises:
         ValueError: a number of heads does not fit.

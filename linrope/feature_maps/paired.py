@@ -14,7 +14,7 @@ _TWICE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class PairedMap(FeatureMap):
-    """Another map, with each feature as both members of a rotation pair.
+    """Another map, whose features each fill both members of a rotation pair.
 
         interleaved   a1 a1 a2 a2 ..
         half          a1 a2 .. a1 a2 ..
@@ -23,17 +23,17 @@ class PairedMap(FeatureMap):
 
         <R(p) phi(x), R(p') psi(y)> = sum_t 2 phi_t psi_t cos((p - p') theta_t)
 
-    With features >= 0 no weight exceeds the unrotated one in size, so that |out| <= max |v| over the keys
-    that are seen, which eq. 19 alone does not give. With inner maps that are positive in their products
-    alone (taylor2, rebased) the cosines hold and the bound does not. (..., d) -> (..., 2f), computed in
-    float32 or wider.
+    If the features are >= 0, no weight exceeds the unrotated one in absolute value. Then |out| <= max |v|
+    over the visible keys, which eq. 19 does not guarantee. If only the products of the inner map are
+    positive (taylor2, rebased), the bound does not hold. (..., d) -> (..., 2f), computed in float32 or
+    wider.
 
     Args:
         inner: the map that makes the features; its head_dim, positive, positional and log_scaled carry over.
-        layout: of the rotation, "interleaved" or "half".
+        layout: the layout of the rotation, "interleaved" or "half".
 
     Raises:
-        ValueError: unknown layout.
+        ValueError: the layout is unknown.
 
     >>> from linrope import feature_maps
     >>> feature_maps.make("paired", 2, inner="relu").queries(torch.tensor([3.0, 4.0])).tolist()

@@ -11,21 +11,21 @@ from linrope.feature_maps.learned import LearnedMap
 def quadratic(x: Tensor) -> Tensor:
     """[x_i^2, sqrt(2) x_i x_j for i < j], so that <quadratic(x), quadratic(y)> = (x.y)^2.
 
-    (..., d) -> (..., d(d+1)/2). Slices and not an index of pairs: their gradients need no atomic sums.
+    (..., d) -> (..., d(d+1)/2). Uses slices, whose gradients require no atomic sums, rather than an index.
     """
-    turned = 2**0.5 * x
-    return torch.cat([x.square(), *(turned[..., :-j] * x[..., j:] for j in range(1, x.shape[-1]))], -1)
+    scaled = 2**0.5 * x
+    return torch.cat([x.square(), *(scaled[..., :-j] * x[..., j:] for j in range(1, x.shape[-1]))], -1)
 
 
 class Taylor2(FeatureMap):
-    """The exponential's Taylor polynomial of second order, exactly (Based).
+    """Based: dot products that are exactly the second-order Taylor polynomial of the exponential.
 
         phi(x) = psi(x) = [1, x', quadratic(x') / sqrt(2)],   x' = x / d^(1/4)
         <phi(q), psi(k)> = 1 + s + s^2/2 >= 1/2,   s = q.k / sqrt(d)
 
-    (..., d) -> (..., 1 + d + d(d+1)/2), with a feature that is 0 where that is odd; computed in float32
-    or wider. The features are signed, their products are not. Many features: made for d = 16, where
-    there are 154. Arora et al. 2024, arXiv 2402.18668.
+    (..., d) -> (..., 1 + d + d(d+1)/2), with a zero feature appended if that is odd; computed in float32 or
+    wider. The features are signed, their products are positive. The map is meant for small heads: d = 16
+    has 154 features. Arora et al. 2024, arXiv 2402.18668.
 
     Args:
         head_dim: d.
@@ -56,18 +56,18 @@ class Taylor2(FeatureMap):
 
 
 class Rebased(LearnedMap):
-    """The square of the dot product of learned, normalized vectors (ReBased).
+    """ReBased: the square of the dot product of learned, normalized vectors.
 
         y(x) = gamma * LayerNorm(x) + beta,   <phi(q), psi(k)> = (y_q(q) . y_k(k))^2
 
     phi = quadratic(y_q) and psi = quadratic(y_k), each with its own gamma and beta. (..., h, d) ->
-    (..., h, d(d+1)/2), with a feature that is 0 where that is odd; computed in float32 or wider. A
-    product can be 0. Aksenov et al. 2024, arXiv 2402.10644.
+    (..., h, d(d+1)/2), with a zero feature appended if that is odd; computed in float32 or wider. Products
+    may be 0. Aksenov et al. 2024, arXiv 2402.10644.
 
     Args:
         head_dim: d.
-        num_heads: sets of weights for queries; default: one for all heads.
-        num_kv_heads: sets of weights for keys; default num_heads.
+        num_heads: the number of sets of weights for queries; default: one set for all heads.
+        num_kv_heads: the number of sets of weights for keys; default num_heads.
 
     Raises:
         ValueError: a number of heads does not fit.

@@ -1,11 +1,11 @@
-"""What the maps with a random projection share: the draw, and how it travels."""
+"""The base of maps with a random projection: how it is drawn, saved and loaded."""
 
 import torch
 from torch import Tensor
 
 from linrope.feature_maps.base import FeatureMap, Features, widen
 
-_NO_SEED = -(2**63)  # in the state dict, of a projection that was not drawn
+_NO_SEED = -(2**63)  # the seed in the state dict of a projection that was not drawn
 
 
 def orthogonal_gaussian(rows: int, d: int, generator: torch.Generator) -> Tensor:
@@ -17,9 +17,10 @@ def orthogonal_gaussian(rows: int, d: int, generator: torch.Generator) -> Tensor
     blocks: list[Tensor] = []
     for _ in range(0, rows, d):
         q, r = torch.linalg.qr(square())
-        # LAPACK fixes signs: without undoing that, directions are not uniform and the estimate is off.
+        # Undoes the signs that LAPACK chooses: otherwise directions are not uniform and the estimate is
+        # biased.
         directions = (q * r.diagonal().sign()).T
-        # Each row as long as an independent gaussian vector.
+        # Each row gets the length of an independent gaussian vector.
         blocks.append(directions * square().norm(dim=-1, keepdim=True))
     return torch.cat(blocks)[:rows]
 
@@ -28,10 +29,10 @@ class RandomFeatureMap(FeatureMap):
     """phi = psi = a function of w_i . x' and |x'|^2, with x' = x / d^(1/4) and random w_i.
 
     The projection w is a buffer in the state dict. It changes only when ``redraw``, ``load_projection`` or
-    ``load_state_dict`` is called, or the module is cast; states made with another projection are refused.
-    ``seed`` tells what it was drawn from, None where it was loaded; it is no part of the identity.
-    Subclasses say with ``features_per_row`` how many features they make of each w_i. An odd number of
-    features is followed by one that is 0, so that all are in pairs that a rotation can turn.
+    ``load_state_dict`` is called, or the module is cast. States made with another projection are rejected.
+    ``seed`` is the seed of the projection, or None if it was loaded; it is not part of the identity.
+    Subclasses set ``features_per_row``, the number of features per w_i. A zero feature is appended to an
+    odd number of features, since a rotation turns pairs.
     """
 
     features_per_row = 1
@@ -52,25 +53,25 @@ class RandomFeatureMap(FeatureMap):
 
     @torch.no_grad()
     def redraw(self, seed: int | None = None) -> None:
-        """Draws a new projection; states made with the old one are invalid from here on."""
+        """Draws a new projection. States made with the old one become invalid."""
         self.seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
         generator = torch.Generator().manual_seed(self.seed)
         self.projection.copy_(orthogonal_gaussian(len(self.projection), self.head_dim, generator))
 
     def reset_parameters(self) -> None:
-        """Draws the projection of ``seed``, as after ``to_empty`` of a map made on the meta device."""
+        """Draws the projection of ``seed`` again, for a map that ``to_empty`` moved off the meta device."""
         self.redraw(self.seed)
 
     @torch.no_grad()
     def load_projection(self, projection: Tensor) -> None:
-        """Takes a projection (M, d) from elsewhere, rounded to this one's dtype; ``seed`` becomes None.
+        """Sets the projection (M, d), rounded to the dtype of the current one; ``seed`` becomes None.
 
-        Rows are expected as drawn from a gaussian of variance 1: x' has the factor d^(-1/4) already.
-        States made with the old one are invalid from here on.
+        The rows should have unit variance: x' already contains the factor d^(-1/4). States made with the old
+        projection become invalid.
 
         Raises:
-            TypeError: not a floating tensor.
-            ValueError: another shape, or a number that is not finite in this map's dtype.
+            TypeError: projection is not a floating tensor.
+            ValueError: projection has another shape, or a number that is not finite in this map's dtype.
 
         >>> from linrope import feature_maps
         >>> fmap = feature_maps.make("favor+", 2, num_features=4)
@@ -106,7 +107,7 @@ class RandomFeatureMap(FeatureMap):
     def keys(self, k: Tensor) -> Features:
         return self.queries(k)
 
-    # The seed travels with the projection, as a tensor: safetensors takes it.
+    # The seed is saved with the projection, as a tensor, since safetensors saves nothing else.
     def get_extra_state(self) -> Tensor:
         return torch.tensor(_NO_SEED if self.seed is None else self.seed, device="cpu")
 

@@ -1,4 +1,4 @@
-"""Redrawing random projections in training."""
+"""Redraws random projections in training."""
 
 import hashlib
 
@@ -8,22 +8,22 @@ from linrope.feature_maps.random_features import RandomFeatureMap
 
 
 class Redraw:
-    """Redraws all random feature maps of a model every so many optimizer steps, as Performers train.
+    """Redraws all random feature maps of a model at regular intervals, as Performers train.
 
-    Call ``step()`` once after each optimizer step. A new projection is a function of the map before, of
-    which every process of a distributed run has the same: all draw alike. Maps of equal projections stay
-    equal. **States made before a redraw are invalid after it** and are refused: start sequences anew, or
-    carry no state across steps. The step counter is all there is to save: ``Redraw(model, every, done)``.
+    Call ``step()`` once after each optimizer step. A new projection is a function of the old map, which is
+    the same in every process of a distributed run: all processes draw alike. Maps with equal projections
+    stay equal. **States from before a redraw are rejected after it**: carry no state across optimizer
+    steps. To resume, save the step counter ``redraw.done`` and call ``Redraw(model, every, done)``.
 
     Args:
-        model: whose modules are looked through at each redraw.
-        every: how many steps between two redraws.
-        done: the steps taken before, of a run that goes on; ``redraw.done`` of the one before.
+        model: the model, whose modules are searched at each redraw.
+        every: the number of steps between two redraws.
+        done: the number of steps before this run.
 
     Raises:
         ValueError: every < 1, or done < 0.
 
-    Choromanski et al. 2021, arXiv 2009.14794, and its public codes.
+    Choromanski et al. 2021, arXiv 2009.14794, and its public implementations.
 
     >>> layer = LinearRoPEAttention(32, 2, feature_map="favor+")
     >>> redraw = feature_maps.Redraw(layer, every=1000)
@@ -37,7 +37,7 @@ class Redraw:
         self.model, self.every, self.done = model, every, done
 
     def step(self) -> bool:
-        """Counts an optimizer step; redraws if it is due, and says whether it did."""
+        """Counts an optimizer step; redraws if it is time to, and returns whether it did."""
         self.done += 1
         if self.done % self.every:
             return False

@@ -3,15 +3,16 @@
 import torch
 from torch import Tensor
 
-from linrope.feature_maps.base import FeatureMap, exponential, widen
+from linrope.feature_maps.base import FeatureMap, widen
+from linrope.feature_maps.log_scale import exponential
 
 
 class SoftmaxMap(FeatureMap):
     """phi(q) = softmax over the features of q,  psi(k) = exp(k).
 
     (..., d) -> (..., d), computed in float32 or wider. Shen et al. 2021, arXiv 1812.01243; RoFormer
-    section 3.3. The paper's other choice for keys, a softmax along the sequence, sees the future and
-    is left out; here the normalizer does its work. log_scaled: keys by their largest number, queries by 1.
+    section 3.3. The paper also takes a softmax of the keys along the sequence. That sees the future and is
+    left out; the normalizer does its work. log_scale is the maximum of a key, and 0 for queries.
 
     >>> features, log_scale = SoftmaxMap(2).queries(torch.zeros(2))
     >>> features, log_scale

@@ -196,7 +196,7 @@ def _distribute(layer: LinearRoPEAttention, mesh: DeviceMesh, source: int | None
     layer.__class__ = SharedHeads
     layer.mesh, layer._readers = mesh, readers  # type: ignore[assignment]
     if isinstance(layer.feature_map, FeatureMap):
-        layer.feature_map._last = None
+        layer.feature_map.forget_digest()
 
 
 def _local_rotary(rotary: Rotary | None, heads: slice) -> Rotary | None:

@@ -9,7 +9,7 @@ from linrope import feature_maps
 from linrope.common.names import check_name
 from linrope.common.values import values_readable
 from linrope.feature_maps import FeatureMap
-from linrope.feature_maps.base import same_identity
+from linrope.feature_maps.identity import same_identity
 from linrope.operation.request import EPS_MODES, ORDERS, Request
 from linrope.rotation.rotary import Rotary
 from linrope.sequence.state import LinearAttentionState

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from linrope import feature_maps
 from linrope.feature_maps import FeatureMap
-from linrope.feature_maps.base import centre, exponential
+from linrope.feature_maps.log_scale import centre, exponential
 from linrope.feature_maps.random_features import RandomFeatureMap
 from tests.feature_maps.table import MAPS, build
 from tests.oracle import randoms
