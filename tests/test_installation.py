@@ -17,9 +17,8 @@ PYTORCH = "uv pip install torch --torch-backend=cpu"
 
 
 def blocks(page: str) -> list[list[str]]:
-    """The commands of each ```sh block in a page's section "Install", without their comments."""
-    section = (ROOT / page).read_text("utf-8").partition("\n## Install\n")[2].partition("\n## ")[0]
-    found = re.findall(r"^```sh\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    """The commands of each ```sh block of a page, without their comments: README's install, and build a wheel."""
+    found = re.findall(r"^```sh\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
     return [[line.partition("  #")[0].strip() for line in block.splitlines()] for block in found]
 
 
