@@ -47,7 +47,7 @@ def predicted(rows: list[Row], decay: bool) -> None:
         command = [
             sys.executable,
             "-m",
-            "linrope_kernels.report",
+            "linrope_kernel_tools.report",
             "--calls",
             "--json",
             "--dim",

@@ -15,7 +15,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from linrope_kernels import launch, model
+from linrope_kernel_tools import cycle_model
+from linrope_kernels import launch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
@@ -78,7 +79,7 @@ def recorded() -> Iterator[Counter[str]]:
         torch.autocast,
     )
     JITFunction.__getitem__ = getitem
-    launch._device = lambda x: launch._Device(90, model.MULTIPROCESSORS)
+    launch._device = lambda x: launch._Device(90, cycle_model.MULTIPROCESSORS)
     backend.supports = lambda call, state: None
     operators._full_precision = lambda call: nullcontext()  # the meta device knows no autocast
     torch.autocast = lambda *_, **__: nullcontext()

@@ -44,6 +44,7 @@ def project(tmp_path: Path) -> Path:
         "README.md",
         "LICENSE",
         "kernels/linrope_kernels/__init__.py",
+        "kernels/linrope_kernel_tools/__init__.py",
         "linrope/backends/__init__.py",
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -96,6 +97,17 @@ def test_a_wheel_without_the_library_is_pure_and_says_why(project: Path) -> None
     assert zipfile.ZipFile(wheel).read("linrope/lib/why_pure.txt") == b"no compiler: found none of c++\n"
     assert "a pure wheel, without the native CPU backend. no compiler: found none of c++ and more" in said
     assert not (project / "linrope" / "lib" / "why_pure.txt").exists()  # the tree may get a library later
+
+
+def test_tools_of_the_kernels_are_in_the_source_distribution_and_in_no_wheel(
+    project: Path, tmp_path: Path
+) -> None:
+    wheel, _ = hatch(project, BUILDS, "build_wheel")
+    assert "linrope_kernels/__init__.py" in names(wheel)
+    assert not [name for name in names(wheel) if "tools" in name]
+    archive, _ = hatch(project, BUILDS, "build_sdist")
+    top = unpacked(archive, tmp_path / "unpacked")
+    assert (top / "kernels" / "linrope_kernel_tools" / "__init__.py").exists()
 
 
 def test_a_pure_wheel_of_a_source_distribution_keeps_its_version(project: Path, tmp_path: Path) -> None:

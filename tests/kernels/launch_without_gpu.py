@@ -8,8 +8,8 @@ import json
 import sys
 
 import torch
+from linrope_kernel_tools.report import recorded
 from linrope_kernels import launch, tiles
-from linrope_kernels.report import recorded
 
 from linrope import Rotary, linear_rope_attention, linear_rope_state
 from linrope.backends import triton as backend

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from linrope_kernel_tools.report import SHARED_LIMIT
 from linrope_kernels import tiles
-from linrope_kernels.report import SHARED_LIMIT
 
 from tests.kernels.compiled import CAPABILITIES, run_compiled
 
@@ -64,7 +64,7 @@ def described(entry: dict[str, Any]) -> tuple[str, int, str]:
 
 
 def report(*arguments: str) -> list[dict[str, Any]]:
-    return run_compiled("-m", "linrope_kernels.report", "--json", "--no-model", "--dim", *arguments)
+    return run_compiled("-m", "linrope_kernel_tools.report", "--json", "--no-model", "--dim", *arguments)
 
 
 def test_kernels_of_64_features_compile_fit_and_spill_no_more_than_known() -> None:

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from linrope_kernels import tiles, tune
+from linrope_kernel_tools import tune
+from linrope_kernels import tiles
 
 
 @pytest.mark.parametrize("kernel", ["scan_fwd", "dq"])

@@ -1,10 +1,10 @@
 """What is launched, and what the compiler makes of it, on a machine with no GPU.
 
-    PYTHONPATH=kernels python -m linrope_kernels.report --dim 64 128 --decay
+    PYTHONPATH=kernels python -m linrope_kernel_tools.report --dim 64 128 --decay
 
 The launchers run on tensors without memory; each kernel that they would start is compiled from the very
 arguments that it would get, as Triton specialises on strides, multiples of 16 and constants. Registers,
-spills and shared memory are facts; cycles are linrope_kernels.model's, never compared with a GPU yet.
+spills and shared memory are facts. Cycles come from cycle_model.py and were never compared with a GPU.
 """
 
 import argparse
@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from linrope_kernels import gradients, launch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from linrope_kernels import gradients, launch, model
+from linrope_kernel_tools import cycle_model
 
 # Shared memory per program, in bytes: CUDA C++ Programming Guide, table of technical specifications.
 SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -81,7 +82,7 @@ def recorded(capability: int) -> Iterator[list[Launch]]:
 
     before = JITFunction.__getitem__, launch._device
     JITFunction.__getitem__ = getitem
-    launch._device = lambda x: launch._Device(capability, model.MULTIPROCESSORS)
+    launch._device = lambda x: launch._Device(capability, cycle_model.MULTIPROCESSORS)
     driver.set_active(_NoGPU(capability))
     try:
         yield launches
@@ -146,7 +147,7 @@ def report(x: Launch, dim: int, dtype: str, capability: int, modelled: bool = Tr
     code, loop = _code(x.compiled.asm["cubin"])
     warps, given = x.compiled.metadata.num_warps, x.given
     chunk, shared = given.get("C", 1), x.compiled.metadata.shared
-    programs, found = model.resident(code.registers, shared, warps), None
+    programs, found = cycle_model.resident(code.registers, shared, warps), None
     if modelled and capability == 90 and "STAGES" in given:
         found = _model(x.compiled.asm["cubin"], warps, programs)
     counts = Counter(instruction.unit for instruction in loop)
@@ -156,31 +157,31 @@ def report(x: Launch, dim: int, dtype: str, capability: int, modelled: bool = Tr
         chunk, given.get("W", 0), given.get("BE", 0), warps, given.get("STAGES", 1),
         code.registers, sum(i.bytes for i in code.instructions if i.unit == "local"), shared,
         len(re.findall(r"wgmma\.mma_async|tcgen05\.mma", ptx)), len(re.findall(r"\bmma\.sync", ptx)),
-        dict(counts.most_common()), model.moved(loop) * warps / chunk, programs,
+        dict(counts.most_common()), cycle_model.moved(loop) * warps / chunk, programs,
         found and found.cycles * 64 / chunk, found.limits if found else {},
     )  # fmt: skip
 
 
 @cache
-def _code(cubin: bytes) -> tuple[model.Code, list[model.Instruction]]:
+def _code(cubin: bytes) -> tuple[cycle_model.Code, list[cycle_model.Instruction]]:
     """All, and the main loop."""
-    code = model.machine_code(cubin)
-    return code, model.main_loop(code)
+    code = cycle_model.machine_code(cubin)
+    return code, cycle_model.main_loop(code)
 
 
 @cache
-def _model(cubin: bytes, warps: int, programs: int) -> model.Modelled:
-    return model.model(_code(cubin)[1], warps, programs)
+def _model(cubin: bytes, warps: int, programs: int) -> cycle_model.Modelled:
+    return cycle_model.model(_code(cubin)[1], warps, programs)
 
 
 def seconds(x: Launch) -> float:
     """Modelled time of a launch on an H200."""
     if "STAGES" not in x.given:  # the table of angles, and sums of states: they move memory
         moved = sum(t.nbytes for name, t in x.given.items() if name in ("TABLE", "S", "Z") and t is not None)
-        return float(LAUNCH + (1 if "TABLE" in x.given else 2) * moved / model.BANDWIDTH)
+        return float(LAUNCH + (1 if "TABLE" in x.given else 2) * moved / cycle_model.BANDWIDTH)
     registers = _code(x.compiled.asm["cubin"])[0].registers
     warps = x.compiled.metadata.num_warps
-    most = model.resident(registers, x.compiled.metadata.shared, warps)
+    most = cycle_model.resident(registers, x.compiled.metadata.shared, warps)
     chunks: int = -(-x.given["length"] // x.given["C"])
 
     def wave(programs: int) -> float:
@@ -188,15 +189,15 @@ def seconds(x: Launch) -> float:
             return 0.0
         return PROLOGUE + chunks * programs * _model(x.compiled.asm["cubin"], warps, programs).cycles
 
-    full, rest = divmod(x.programs, most * model.MULTIPROCESSORS)
-    cycles = full * wave(most) + wave(-(-rest // model.MULTIPROCESSORS))
-    return LAUNCH + cycles / model.CLOCK
+    full, rest = divmod(x.programs, most * cycle_model.MULTIPROCESSORS)
+    cycles = full * wave(most) + wave(-(-rest // cycle_model.MULTIPROCESSORS))
+    return LAUNCH + cycles / cycle_model.CLOCK
 
 
 def floors(shape: tuple[int, int, int], d: int) -> tuple[float, float]:
     """Seconds that moving the least bytes takes: q, k, v, out once; backward in two passes."""
     b, n, h = shape
-    return tuple(b * n * h * x / model.BANDWIDTH for x in (8 * d, 22 * d + 12))  # type: ignore[return-value]
+    return tuple(b * n * h * x / cycle_model.BANDWIDTH for x in (8 * d, 22 * d + 12))  # type: ignore[return-value]
 
 
 def entries(

@@ -1,4 +1,6 @@
-"""Times candidate tiles on a GPU and prints a new table: python -m linrope_kernels.tune --size 64 --dot bf16
+"""Times candidate tiles on a GPU and prints the fastest as entries for the table in tiles.py.
+
+    PYTHONPATH=kernels python -m linrope_kernel_tools.tune --size 64 --dot bf16
 
 A candidate replaces its entry of the GPU's table while the whole pass that its kernel belongs to is timed, so
 that what it costs its neighbours counts too. One that does not fit the GPU, or whose results are off, is
@@ -11,9 +13,8 @@ from itertools import product
 
 import torch
 import triton
-from torch import Tensor
-
 from linrope_kernels import gradients, launch, tiles
+from torch import Tensor
 
 DTYPES = {"bf16": torch.bfloat16, "tf32": torch.float16, "ieee": torch.float32}
 BACKWARD = ("dq", "dk", "dv")

@@ -1,7 +1,7 @@
 """The model of one multiprocessor: made-up loops whose time is known beforehand."""
 
 import pytest
-from linrope_kernels.model import Code, Instruction, main_loop, model, moved, resident
+from linrope_kernel_tools.cycle_model import Code, Instruction, main_loop, model, moved, resident
 
 
 def instruction(name: str, unit: str, arguments: str = "", **how: int) -> Instruction:
