@@ -71,30 +71,34 @@ if __name__ == "__main__":
     torch.set_num_threads(2)  # the parent's threads have run: the child has none of them
     x = torch.ones(1, 512, 8, 16)
     linrope.linear_rope_attention(x, x, x)
-    context = multiprocessing.get_context(METHOD)
-    queue = context.SimpleQueue()
-    child = context.Process(target=call, args=(queue,))
-    child.start()
-    print(queue.get())
-    child.join()
+    for method in ("fork", "spawn"):
+        context = multiprocessing.get_context(method)
+        queue = context.SimpleQueue()
+        child = context.Process(target=call, args=(queue,))
+        child.start()
+        print(method, *queue.get())
+        child.join()
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_child_process_can_run_a_call(method: str, tmp_path) -> None:
-    if method == "fork" and sys.platform == "win32":
-        pytest.skip("this system cannot fork")
-    output = python(ROOT + CHILD.replace("METHOD", repr(method)), tmp_path / "script.py")
-    assert output.strip() == "(True, False)"
+@pytest.mark.skipif(sys.platform == "win32", reason="this system cannot fork")
+def test_a_forked_and_a_spawned_child_process_can_run_a_call(tmp_path) -> None:
+    output = python(ROOT + CHILD, tmp_path / "script.py")
+    assert output.splitlines() == ["fork True False", "spawn True False"]
 
 
-def test_importing_linrope_brings_in_neither_gpu_nor_command_line_libraries(tmp_path) -> None:
+def test_imports_bring_in_neither_gpu_nor_command_line_nor_training_libraries(tmp_path) -> None:
+    """Of linrope alone, then of its models, which need no transformers and no accelerate."""
     source = """
 import torch
 before = set(sys.modules)
-import linrope
-added = {name.split(".")[0] for name in set(sys.modules) - before}
-print(sorted(added & {"triton", "linrope_kernels", "typer", "rich", "matplotlib"}))
+for module in ("linrope", "linrope.models", "linrope.models.training"):
+    __import__(module)
+    added = {name.split(".")[0] for name in set(sys.modules) - before}
+    print(*sorted(added & {"triton", "linrope_kernels", "typer", "rich", "matplotlib"}), "of", module)
+    print(*sorted(added & {"accelerate", "transformers", "datasets", "tensorboard"}), "of", module)
 print(torch.cuda.is_initialized())
 """
-    assert python(ROOT + source, tmp_path / "script.py").split() == ["[]", "False"]
+    modules = ("linrope", "linrope.models", "linrope.models.training")
+    expected = [line for module in modules for line in 2 * [f"of {module}"]]
+    assert python(ROOT + source, tmp_path / "script.py").splitlines() == [*expected, "False"]

@@ -241,33 +241,25 @@ def test_zero_distance_decays_nothing() -> None:
     assert_same({"out": out, "kv": state.kv}, {"out": plain, "kv": last.kv})
 
 
-@every_fast
-def test_many_decoding_steps_with_decay_keep_the_normalizer_exact(backend: str) -> None:
-    x, decay = torch.zeros(1, 1, 1, 2), torch.tensor([1 - 2.0**-11], dtype=torch.float64)
-    state = None
-    for _ in range(2000):
-        _, state = linear_rope_attention(
-            x, x, x, feature_map="exp", decay=decay, state=state, return_state=True, backend=backend
-        )
-    assert state is not None
-    exact = (1 - decay**2000) / (1 - decay)
-    torch.testing.assert_close(state.z[0, 0, :1], exact, rtol=1e-12, atol=0)
-
-
-@every_fast
-@pytest.mark.parametrize("g", [0.999, 0.9999])
-def test_many_decoding_steps_with_decay_are_as_exact_as_one_call(g: float, backend: str) -> None:
-    n = 2000
-    q, k, v = randoms(1, n, 1, 4, dtype=torch.float32, scale=0.3)
-    rotary = Rotary(4, xpos=512.0 if g == 0.9999 and backend == "eager" else None)
-    how: dict[str, Any] = {"rotary": rotary, "decay": torch.tensor([g])}
+@pytest.mark.parametrize(
+    ("backend", "xpos"), [("eager", None), ("eager", 512.0), pytest.param("native", None, marks=NATIVE.marks)]
+)
+def test_many_decoding_steps_with_decay_are_as_exact_as_one_call(backend: str, xpos: float | None) -> None:
+    """Three heads, each with a decay of its own; the keys of the last one count the normalizer."""
+    n, count = 2000 if xpos is None else 1000, 1 - 2.0**-11
+    q, k, v = randoms(1, n, 3, 4, dtype=torch.float32, scale=0.3)
+    k[:, :, 2] = 0  # whose feature is 1
+    decay = torch.tensor([0.999, 0.9999, count], dtype=torch.float64)
+    how: dict[str, Any] = {"rotary": Rotary(4, xpos=xpos), "decay": decay}
     oracle = linear_rope_attention(q.double(), k.double(), v.double(), backend="eager", **how)
-    how["backend"] = backend
     state = None
     for i in range(n):
         step = [x[:, i : i + 1] for x in (q, k, v)]
-        out, state = linear_rope_attention(*step, state=state, return_state=True, **how)
+        out, state = linear_rope_attention(*step, state=state, return_state=True, backend=backend, **how)
     assert (out[0, 0].double() - oracle[0, -1]).abs().max() <= BOUNDS[torch.float32]
+    assert state is not None
+    exact = torch.full((4,), (1 - count**n) / (1 - count), dtype=torch.float64)
+    torch.testing.assert_close(state.z[0, 2], exact, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("xpos", [0.5, 1.0, 20.0, 512.0])

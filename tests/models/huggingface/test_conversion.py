@@ -140,15 +140,24 @@ def test_kept_layers_attend_as_the_teacher_and_linear_ones_by_the_formula() -> N
         torch.testing.assert_close(linear(x), expected, rtol=1e-5, atol=1e-5)
 
 
+LOWERED: dict[str, dict[str, Any]] = {
+    "all defaults": {},
+    "all options": {"rope_order": "after", "feature_map": "t2r", "keep_softmax": [1]},
+}
+ONE_OPTION: dict[str, dict[str, Any]] = {
+    "after": {"rope_order": "after"},
+    "t2r": {"feature_map": "t2r"},
+    "hybrid": {"keep_softmax": [1]},
+}
+
+
+@pytest.mark.xdist_group("conversion")  # one worker trains the model
 @pytest.mark.parametrize(
     "choice",
     [
-        {},
-        {"rope_order": "after"},
-        {"feature_map": "t2r"},
-        {"keep_softmax": [1]},
+        *(pytest.param(choice, id=name) for name, choice in LOWERED.items()),
+        *(pytest.param(choice, id=name, marks=pytest.mark.long) for name, choice in ONE_OPTION.items()),
     ],
-    ids=["before", "after", "t2r", "hybrid"],
 )
 def test_each_step_lowers_the_loss(trained: LlamaForCausalLM, choice: dict[str, Any]) -> None:
     torch.manual_seed(1)
