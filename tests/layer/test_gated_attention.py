@@ -236,13 +236,15 @@ def test_gradients_are_those_of_finite_differences(options) -> None:
     ("options", "masked"), [(GATED["all"], True), (GATED["exponential"], False)], ids=["all", "exponential"]
 )
 def test_compiled_in_one_graph_the_layer_computes_the_same(options, masked: bool) -> None:
+    """One length with a graph for gradients, then any length without."""
     torch._dynamo.reset()  # the code of all layers is one to it, and its variants are counted
     layer = make(**options)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for n in (5, 9):
+    for n, grad in ((5, True), (9, False)):
         x, mask = numbers(2, n, 16), numbers(2, n) > -1 if masked else None
-        y, state = layer(x, key_mask=mask, return_state=True)
-        got, other = compiled(x, key_mask=mask, return_state=True)
+        with torch.set_grad_enabled(grad):
+            y, state = layer(x, key_mask=mask, return_state=True)
+            got, other = compiled(x, key_mask=mask, return_state=True)
         assert_close(got, y)
         assert_close(other.kv, state.kv)
 
