@@ -9,11 +9,11 @@ per key/value head, f features, e values.
 
 import torch
 from einops import rearrange
-from opt_einsum import contract
 from torch import Tensor
 
 from linrope.backends.call import Call, Sums
-from linrope.backends.sequences import separately
+from linrope.backends.contraction import contract
+from linrope.backends.sequences import separately, sums_before
 from linrope.feature_maps import ELEMENTWISE
 from linrope.feature_maps.log_scale import at_most_0
 from linrope.rotation.rotary import rotate
@@ -33,7 +33,7 @@ def supports(call: Call, state: LinearAttentionState | None) -> str | None:
 
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
     """out (b, n, h, e) in v's dtype, computed in q's dtype, and the sums after the last key."""
-    sums = _no_keys(call) if state is None else _sums_of(state.rows())
+    sums = sums_before(call, state)
     if call.cu_seqlens is None:
         out, kv, z = _attend(call, sums)
     else:
@@ -67,38 +67,32 @@ def _attend(call: Call, sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
         den = contract("bgrnf,bgmf->bgrn", phi, psi)
 
     # 3. Add what came before: the state, S with its z.         num += e^(L_i) phi_hat S,   den += e^(L_i) phi z
-    L_query, L_query_hat = (
-        x[:, :, : phi.shape[3]] if call.causal else x.new_zeros(1, 1, 1, 1) for x in (L, L_hat)
-    )
-    S, z, e = sums.kv, sums.z, _exp
-    num = num + contract(
-        "bgrnf,bgfe->bgrne", phi_hat * e(L_query_hat).to(phi.dtype)[:, :, None], S.to(phi.dtype)
-    )
-    den = den + contract("bgrnf,bgf->bgrn", phi * e(L_query).to(phi.dtype)[:, :, None], z.to(phi.dtype))
+    n, S, z = phi.shape[3] if call.causal else 1, sums.kv, sums.z
+    decayed, decayed_hat = (y * _exp(x[:, :, None, :n], y) for x, y in ((L, phi), (L_hat, phi_hat)))
+    num = num + contract("bgrnf,bgfe->bgrne", decayed_hat, S.to(phi.dtype))
+    den = den + contract("bgrnf,bgf->bgrn", decayed, z.to(phi.dtype))
 
     # 4. Divide, and pass the state on.      S = e^(L_end) S + sum_j e^(L_end - L_j) psi_hat_j v_j^T, z likewise
     den = den + call.eps if call.eps_mode == "add" else den.clamp(min=call.eps)
     out = rearrange(num / den[..., None] if call.normalize else num, "b g r n e -> b n (g r) e")
     L_end, L_end_hat = (x[:, :, -1:] if x.shape[2] else x.new_zeros(1, 1, 1, 1) for x in (L, L_hat))
-    psi_hat, psi = psi_hat * e(L_end_hat - L_hat).to(psi.dtype), psi * e(L_end - L).to(psi.dtype)
+    psi, psi_hat = psi * _exp(L_end - L, psi), psi_hat * _exp(L_end_hat - L_hat, psi)
     S = S * L_end_hat.exp().mT.to(S.dtype) + contract("bgmf,bgme->bgfe", psi_hat.to(S.dtype), v.to(S.dtype))
     z = z * L_end.exp()[:, :, 0].to(z.dtype) + psi.to(z.dtype).sum(2)
     return out.to(call.v.dtype), S, z
 
 
-def _exp(exponent: Tensor) -> Tensor:
-    """e^x for an exponent that rounding may have left a little above 0."""
-    return at_most_0(exponent).exp()
+def _exp(x: Tensor, like: Tensor) -> Tensor:
+    """e^x in the dtype of ``like``; x <= 0, but for what rounding adds to it."""
+    return at_most_0(x).exp().to(like.dtype)
 
 
 def _scores(phi: Tensor, psi: Tensor, L: Tensor) -> Tensor:
     """<phi_i, psi_j> e^(L_i - L_j) for j <= i, else 0: (b, g, r, n, m)."""
-    D = _exp(L[:, :, : phi.shape[3], None] - L[:, :, None]).to(
-        phi.dtype
-    )  # (b, g, n, m, 1), with xPos (b, g, n, m, f)
+    D = _exp(L[:, :, : phi.shape[3], None] - L[:, :, None], phi)  # (b, g, n, m, 1), with xPos (b, g, n, m, f)
     if D.shape[-1] == 1:
-        return contract("bgrnf,bgmf,bgnm->bgrnm", phi, psi, D[..., 0]).tril()  # type: ignore[no-any-return]
-    return contract("bgrnf,bgmf,bgnmf->bgrnm", phi, psi, D).tril()  # type: ignore[no-any-return]
+        return contract("bgrnf,bgmf,bgnm->bgrnm", phi, psi, D[..., 0]).tril()
+    return contract("bgrnf,bgmf,bgnmf->bgrnm", phi, psi, D).tril()
 
 
 def _log_decay(call: Call, phi: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,20 +114,9 @@ def _rotated(call: Call, x: Tensor, angle: Tensor | None, *, keys: bool) -> Tens
     cos, sin = cos_sin
     if call.angle_steps is not None and call.angle_steps.requires_grad:
         steps = sums_so_far(call.angle_steps.double(), None)
-        zero = (steps - steps.detach()).to(
-            wide
-        )  # integer angles carry no gradient: this carries d angle / d steps
+        # Integer angles carry no gradient. This zero carries d(angle) / d(steps).
+        zero = (steps - steps.detach()).to(wide)
         cos, sin = cos - sin * zero, sin + cos * zero
     if cos.shape[2] > 1:  # query heads that share a key/value head share its angles
         cos, sin = (y.repeat_interleave(x.shape[2] // y.shape[2], 2) for y in (cos, sin))
     return rotate(x, cos, sin, call.layout)
-
-
-def _no_keys(call: Call) -> Sums:
-    (_, _, g, f), e = call.k.shape, call.v.shape[3]
-    kv = call.v.new_zeros(call.sequences, g, f, e, dtype=torch.promote_types(call.v.dtype, torch.float32))
-    return Sums(kv, kv.new_zeros(kv.shape[:3], dtype=torch.float64), None)
-
-
-def _sums_of(state: LinearAttentionState) -> Sums:
-    return Sums(state.kv, state.z, state.angle)

@@ -1,15 +1,27 @@
-"""Packed sequences as calls of their own, for the reference backend."""
+"""What the reference backend leaves out of its page: the sums at the start, and packed sequences one by one."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from linrope.backends.call import Call, Sums
 from linrope.rotation.rotary import spell_out
+from linrope.sequence.state import LinearAttentionState
 
 PER_TOKEN = ("q", "k", "v", "log_decay", "angle_steps", "distances", "key_mask", "positions", "key_positions")
+
+
+def sums_before(call: Call, state: LinearAttentionState | None) -> Sums:
+    """The sums that the call goes on from: the state's, or zeros."""
+    if state is not None:
+        rows = state.rows()
+        return Sums(rows.kv, rows.z, rows.angle)
+    (_, _, g, f), e = call.k.shape, call.v.shape[3]
+    kv = call.v.new_zeros(call.sequences, g, f, e, dtype=torch.promote_types(call.v.dtype, torch.float32))
+    return Sums(kv, kv.new_zeros(kv.shape[:3], dtype=torch.float64), None)
 
 
 def separately(call: Call, sums: Sums) -> Iterator[tuple[Call, Sums]]:

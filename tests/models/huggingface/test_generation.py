@@ -238,7 +238,7 @@ def test_a_state_cannot_be_rolled_back(model: LinRopeForCausalLM) -> None:
             model.generate(ids, max_new_tokens=3, **how)
     model(ids, past_key_values=cache)
     cache.crop(0)
-    with pytest.raises(RuntimeError, match=r"crop\(-2\): a state is a sum over all tokens"):
+    with pytest.raises(RuntimeError, match=r"crop\(-2\): a state sums all tokens"):
         cache.crop(-2)
     with pytest.raises(ValueError, match="cache_implementation='static': expected None"):
         model.generate(ids, max_new_tokens=3, cache_implementation="static")
