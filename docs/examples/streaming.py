@@ -1,8 +1,8 @@
 """Continuous batching on a pool of states: sequences join, leave and are forked between decoding steps.
 
-A small byte-level model learns a nursery rhyme, which takes some seconds. Then it is served. A sequence is a
-row of a state that each block has allocated once, of the same size after ten bytes as after ten million, so
-that there is nothing to page. Each text comes out as if it had been alone, which the last lines assert.
+A small byte-level model learns a nursery rhyme, which takes a few seconds. Then it is served. Each block allocates
+one pool of states, and a sequence is a row of each pool. A row has the same size after ten bytes as after ten
+million, so there is nothing to page. The last lines assert that each text is the one that it gets alone.
 
     python docs/examples/streaming.py
 """
@@ -51,7 +51,7 @@ def to_text(tokens: list[int]) -> str:
 
 
 class Server:
-    """Sequences that run together, each in a slot of its own; slots are rows of the states."""
+    """Runs sequences together, each in its own slot; slots are rows of the states."""
 
     def __init__(self, model: LanguageModel, slots: int) -> None:
         self.model = model
@@ -61,7 +61,7 @@ class Server:
         self.running: dict[int, Sequence] = {}
 
     def join(self, prompt: str) -> int:
-        """A new sequence's slot. Its prompt is read by the next step."""
+        """Returns the slot of a new sequence, whose prompt the next step reads."""
         slot = self.free.pop()
         for state, empty in zip(self.pool, self.empty, strict=True):
             state.at(torch.tensor([slot])).write(empty)
@@ -69,7 +69,7 @@ class Server:
         return slot
 
     def fork(self, slot: int, text: str) -> int:
-        """A copy that goes on with that text, and knows all before it without reading it again."""
+        """Returns the slot of a copy that continues with `text`, without reading the earlier tokens again."""
         copy, old = self.free.pop(), self.running[slot]
         for state in self.pool:
             state.at(torch.tensor([copy])).write(state.at(torch.tensor([slot])).rows())
@@ -82,7 +82,7 @@ class Server:
         return self.running.pop(slot)
 
     def step(self) -> None:
-        """Reads what is new of all sequences, in one call, and appends to each its likeliest next byte."""
+        """Reads the new bytes of all sequences in one call, and appends to each its likeliest next byte."""
         slots, sequences = torch.tensor(list(self.running)), list(self.running.values())
         new = [sequence.text[sequence.read :] for sequence in sequences]
         ends = torch.tensor([len(tokens) for tokens in new]).cumsum(0)
@@ -90,7 +90,7 @@ class Server:
         if len(new) == ends[-1]:  # one token of each, in rows
             logits, _ = self.model(torch.tensor(new), rows, return_states=False)
             last = logits[:, -1]
-        else:  # prompts of any lengths, and the next tokens of other sequences, one behind the other
+        else:  # prompts of any lengths and single next tokens, packed one after another
             tokens = torch.tensor([list(chain(*new))])
             logits, _ = self.model(tokens, rows, cu_seqlens=F.pad(ends, (1, 0)), return_states=False)
             last = logits[0, ends - 1]
@@ -100,7 +100,7 @@ class Server:
 
 
 def alone(model: LanguageModel, sequence: Sequence) -> list[int]:
-    """The same text, of a sequence that nothing runs beside."""
+    """The text that a sequence gets if it runs alone."""
     given = sequence.text[: sequence.given]
     tokens = generate(model, torch.tensor([given]), len(sequence.text) - len(given), temperature=0)
     return given + [int(token) for token in tokens]
@@ -118,7 +118,7 @@ def main(steps: int = 150) -> None:
             server.fork(first, "Or a shoe")
         if step == 40:
             done.append(server.leave(second))
-            server.join("For want of a r")  # in the slot that is free again
+            server.join("For want of a r")  # in the freed slot
         server.step()
     done += [server.leave(slot) for slot in list(server.running)]
     for sequence in done:

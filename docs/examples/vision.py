@@ -1,8 +1,8 @@
 """A vision encoder in one file: bidirectional linear attention with a rotation on the grid of patches.
 
-Each image holds a square and a disc of random sizes, colors and places. The question is where the disc lies
-from the square: right of it, below, left, or above. No patch alone can tell, nor can all patches in a
-heap: it takes their places. So the same encoder without the rotation can only guess, one in four.
+Each image holds a square and a disc of random sizes, colors and places. The question is whether the disc lies
+right of the square, below it, left of it, or above it. A patch alone cannot tell, and neither can all patches
+without their places. So the same encoder without the rotation can only guess, and is right one time in four.
 
     python docs/examples/vision.py
 """
