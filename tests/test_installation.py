@@ -17,7 +17,7 @@ PYTORCH = "uv pip install torch --torch-backend=cpu"
 
 
 def blocks(page: str) -> list[list[str]]:
-    """The commands of each ```sh block of a page, without their comments: README's install, and build a wheel."""
+    """The commands of each ```sh block of a page, without comments; README's install, and build a wheel."""
     found = re.findall(r"^```sh\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
     return [[line.partition("  #")[0].strip() for line in block.splitlines()] for block in found]
 

@@ -1,8 +1,9 @@
 """Continuous batching on a pool of states: sequences join, leave and are forked between decoding steps.
 
-A small byte-level model learns a nursery rhyme, which takes a few seconds. Then it is served. Each block allocates
-one pool of states, and a sequence is a row of each pool. A row has the same size after ten bytes as after ten
-million, so there is nothing to page. The last lines assert that each text is the one that it gets alone.
+A small byte-level model learns a nursery rhyme, which takes a few seconds. Then it is served. Each block
+allocates one pool of states, and a sequence is a row of each pool. A row has the same size after ten bytes as
+after ten million, so there is nothing to page. The last lines assert that each sequence gets the text that it
+gets alone.
 
     python docs/examples/streaming.py
 """
