@@ -3,6 +3,7 @@
 Sums are float32, z is float64. The backward pass recomputes everything from the inputs.
 """
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,8 @@ def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
         elif angle.shape[1] < heads:  # or with steps that all heads share
             angle = angle.expand(-1, heads, -1).clone(memory_format=torch.contiguous_format)
     q, k, v, same = _dense(call)
-    out = _ops.step.default(
+    out = _run(
+        _ops.step.default,
         q=q,
         k=k,
         v=v,
@@ -135,13 +137,14 @@ def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
         kv=kv,
         z=z,
         slots=rows.slots,
+        advance=False,
         **settings(call),
     )
     return out if same else out.to(call.v.dtype), Sums(kv, z, angle)
 
 
 def settings(call: Call) -> dict[str, Any]:
-    """The kernels' arguments that all steps of a decoding loop share."""
+    """The kernels' arguments that do not depend on the tokens."""
     return {
         "feature_map": MAPS[call.feature_map],
         "theta": call.theta,
@@ -152,31 +155,37 @@ def settings(call: Call) -> dict[str, Any]:
     }
 
 
-def step_in_place(
-    state: LinearAttentionState, *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None,
-    angle_steps: Tensor | None, **settings: Any,
-) -> Tensor:  # fmt: skip
+def prepared_step(call: Call) -> list[Any]:
+    """The step kernel's arguments in its schema's order, with None for those that every token has anew."""
+    arguments = settings(call) | {"advance": True}
+    return [arguments.get(name) for name in _places(_ops.step.default)]
+
+
+def step_in_place(prepared: list[Any], state: LinearAttentionState, **token: Tensor | None) -> Tensor:
     """out of one token in the memory of a donated state, whose positions advance too.
 
+    token: q, k, v, log_decay, angle_steps.
     RuntimeError, before anything is written: the tensors do not fit each other, or a number is out of range.
     """
-    out: Tensor = _ops.step.default(
-        q=q,
-        k=k,
-        v=v,
-        positions=state.position.unsqueeze(1),
-        key_positions=None,
-        log_decay=log_decay,
-        angle_steps=angle_steps,
-        angle=state.angle,
-        key_mask=None,
-        kv=state.kv,
-        z=state.z,
-        slots=None,
-        advance=True,
-        **settings,
-    )
+    arguments, places = prepared.copy(), _places(_ops.step.default)
+    for name, x in token.items():
+        arguments[places[name]] = x
+    arguments[places["positions"]] = state.position.unsqueeze(1)
+    arguments[places["kv"]], arguments[places["z"]] = state.kv, state.z
+    arguments[places["angle"]] = state.angle
+    out: Tensor = _ops.step.default(*arguments)
     return out
+
+
+@cache
+def _places(operator: Any) -> dict[str, int]:
+    """The places of an operator's arguments, by name."""
+    return {argument.name: place for place, argument in enumerate(operator._schema.arguments)}
+
+
+def _run(operator: Any, **arguments: Any) -> Any:
+    """operator(**arguments), which as it stands would take 5 us more to sort the keywords."""
+    return operator(*[arguments[name] for name in _places(operator)])
 
 
 def new_saved(call: Call) -> list[Tensor]:
@@ -196,13 +205,14 @@ def forward(
 
 def _forward(call: Call, sums: Sums | None, slots: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, same = _dense(call)
-    out, kv, z = _ops.forward.default(
+    out, kv, z = _run(
+        _ops.forward.default,
         q=q if call.q is not None else None,
         k=k,
         v=v,
         slots=slots,
         want_state=call.want_state,
-        **_places(call, sums),
+        **_tensors(call, sums),
         **settings(call),
     )
     return out if same else out.to(call.v.dtype), kv, z
@@ -226,7 +236,8 @@ def backward(
     if g_out is not None:
         g_out = _rows_dense(g_out.to(v.dtype))
     some = call.k.shape[1] > 0  # without tokens the library has no gradients of log_decay and angle_steps
-    dq, dk, dv, d_log, d_steps, d_kv, d_z = _ops.backward.default(
+    dq, dk, dv, d_log, d_steps, d_kv, d_z = _run(
+        _ops.backward.default,
         g_out=g_out,
         g_kv=_contiguous(g_kv),
         g_z=_contiguous(g_z),
@@ -235,7 +246,7 @@ def backward(
         v=v,
         want_log_decay=some and call.log_decay is not None,
         want_angle_steps=some and call.angle_steps is not None,
-        **_places(call, sums),
+        **_tensors(call, sums),
         **settings(call),
     )
     return Gradients(
@@ -249,7 +260,7 @@ def backward(
     )
 
 
-def _places(call: Call, sums: Sums | None) -> dict[str, Any]:
+def _tensors(call: Call, sums: Sums | None) -> dict[str, Any]:
     """The kernels' arguments that forward and backward share beside ``settings``."""
     return {
         "positions": call.positions.contiguous(),

@@ -11,6 +11,8 @@ without gradients, positions, masks and packed sequences, where the backend appl
 """
 
 from dataclasses import fields
+from operator import is_, itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +26,9 @@ from linrope.operation.request import Method, Places, Request
 from linrope.sequence.decay import NOTHING_KEPT
 from linrope.sequence.state import LinearAttentionState
 
-_METHOD = tuple(field.name for field in fields(Method))
+_method_of = itemgetter(*[field.name for field in fields(Method)])
 _PLACES = tuple(field.name for field in fields(Places))
+_places_of = itemgetter(*_PLACES)
 
 
 def loop_after(request: Request, call: Call, backend: Backend) -> "DecodingLoop | None":
@@ -52,7 +55,7 @@ class DecodingLoop:
     def __init__(self, request: Request, call: Call) -> None:
         assert request.state is not None
         self.memory = request.state.kv, request.state.z  # checked to be writable, and of a fitting kind
-        self.method = {name: getattr(request, name) for name in _METHOD}
+        self.method = _method_of(vars(request))
         self.gated = request.log_decay is not None
         self.turned = request.angle_steps is not None
         # PyTorch does not count every write to a tensor, so decay is compared by its numbers.
@@ -60,35 +63,19 @@ class DecodingLoop:
         self.log_decay = None  # (1, 1, g): of the fixed or learned decay alone
         if request.decay is not None:
             self.log_decay = request.decay.double().log().clamp(min=NOTHING_KEPT)[None, None]
-        self.settings = native.settings(call)
+        self.prepared = native.prepared_step(call)
 
-    def step(
-        self,
-        state: LinearAttentionState,
-        *,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor | None,
-        angle_steps: Tensor | None,
-        decay: Tensor | None,
-        **rest: object,
-    ) -> Tensor | None:
-        """out, with the next state in the given one's memory; None: not a step of this loop, nothing is written.
+    def step(self, state: LinearAttentionState, parts: dict[str, Any]) -> Tensor | None:
+        """out, with the next state in the given one's memory; None: not a step of this loop, and nothing is written.
 
-        rest: the other fields of a ``Request``, but for state and return_state.
+        parts: the fields of a ``Request`` by name, but for state and return_state.
         """
-        if (
-            not state.donated
-            or self.gated != (log_decay is not None)
-            or self.turned != (angle_steps is not None)
-        ):
+        log_decay, angle_steps, decay = parts["log_decay"], parts["angle_steps"], parts["decay"]
+        if not state.donated or state.kv is not self.memory[0] or state.z is not self.memory[1]:
             return None
-        if state.kv is not self.memory[0] or state.z is not self.memory[1]:
+        if self.gated != (log_decay is not None) or self.turned != (angle_steps is not None):
             return None
-        if any(rest[name] is not value for name, value in self.method.items()):
-            return None
-        if any(rest[name] is not None for name in _PLACES):
+        if not all(map(is_, _method_of(parts), self.method)) or any(x is not None for x in _places_of(parts)):
             return None
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
             return None
@@ -99,8 +86,9 @@ class DecodingLoop:
                 return None
             if self.log_decay is not None:
                 log_decay = self.log_decay if log_decay is None else self._with_gates(log_decay)
+            q, k, v = parts["q"], parts["k"], parts["v"]
             return native.step_in_place(
-                state, q=q, k=k, v=v, log_decay=log_decay, angle_steps=angle_steps, **self.settings
+                self.prepared, state, q=q, k=k, v=v, log_decay=log_decay, angle_steps=angle_steps
             )
         except (RuntimeError, TypeError, AttributeError):  # the ordinary call says what is wrong
             return None

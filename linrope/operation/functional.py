@@ -164,7 +164,7 @@ def linear_rope_attention(
         "backend": backend,
     }
     if isinstance(state, LinearAttentionState) and state.loop is not None and shard is None:
-        step: Tensor | None = state.loop.step(state, **parts)
+        step: Tensor | None = state.loop.step(state, parts)
         if step is not None:
             return (step, state._marked(donated=False, loop=state.loop)) if return_state else step
     request = Request(**parts, state=state, return_state=return_state)
