@@ -1,4 +1,4 @@
-"""What runs here: versions, backends and why not, instruction sets, threads, GPUs."""
+"""Versions, available backends, instruction sets, threads and GPUs of this machine."""
 
 import json
 import platform
@@ -14,20 +14,20 @@ from linrope.backends.protocol import Backend
 
 
 def versions() -> dict[str, Any]:
-    """All that ``show_versions`` prints, in types that JSON has.
+    """Everything that ``show_versions`` prints, as JSON types.
 
     Returns:
-        linrope, torch, triton (None: not installed), python, platform: strings. ``backends``: by name None or
-        why it cannot run here. ``instruction_sets`` of the native backend and the one ``instruction_set`` in
-        use; [] and None without it. ``threads`` that PyTorch takes for an operation; ``gpus``: names and
-        compute capabilities.
+        linrope, torch, triton (None if not installed), python, platform: strings. backends: for each name
+        None, or the reason why it is not available. instruction_sets: those of the native backend, and
+        instruction_set: the one in use ([] and None without that backend). threads: how many PyTorch uses
+        for an operation. gpus: names and compute capabilities.
 
     Example:
         >>> reasons = versions()["backends"]
         >>> reasons["eager"] is None
         True
     """
-    from linrope import __version__  # linrope is complete only when this runs
+    from linrope import __version__  # at call time, since linrope imports this module
 
     modules = {name: _backend(name) for name in backends.NAMES if name != "auto"}
     native = modules["native"]
@@ -40,7 +40,7 @@ def versions() -> dict[str, Any]:
         "triton": _installed("triton"),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "backends": {name: found if isinstance(found, str) else None for name, found in modules.items()},
+        "backends": {name: module if isinstance(module, str) else None for name, module in modules.items()},
         "instruction_sets": sets,
         "instruction_set": in_use,
         "threads": torch.get_num_threads(),
@@ -49,28 +49,28 @@ def versions() -> dict[str, Any]:
 
 
 def show_versions(*, as_json: bool = False) -> None:
-    """Prints the versions, the backends that run here, and why others do not: for reports of bugs.
+    """Prints the versions, the available backends, and why the others are not available; for bug reports.
 
     Args:
-        as_json: in place of lines of text one JSON object, ``linrope.versions.versions()``.
+        as_json: prints one JSON object, ``linrope.versions.versions()``, in place of lines of text.
 
     Example:
         >>> show_versions()  # doctest: +ELLIPSIS
         linrope           ...
         torch             ...
     """
-    found = versions()
+    report = versions()
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(report, indent=2))
         return
     for name in ("linrope", "torch", "triton", "python", "platform"):
-        _line(name, found[name] or "not installed")
-    for name, reason in found["backends"].items():
+        _line(name, report[name] or "not installed")
+    for name, reason in report["backends"].items():
         _line(f"backend {name}", "yes" if reason is None else f"no: {reason}")
-    if found["instruction_set"] is not None:
-        _line("instruction set", f"{found['instruction_set']}, of {', '.join(found['instruction_sets'])}")
-    _line("threads", str(found["threads"]))
-    for gpu in found["gpus"] or ["none"]:
+    if report["instruction_set"] is not None:
+        _line("instruction set", f"{report['instruction_set']}, of {', '.join(report['instruction_sets'])}")
+    _line("threads", str(report["threads"]))
+    for gpu in report["gpus"] or ["none"]:
         _line("GPU", gpu)
 
 

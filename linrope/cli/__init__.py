@@ -5,7 +5,7 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line; says how to install its dependencies where they are missing."""
+    """Runs the command line, or says how to install its dependencies if they are missing."""
     _let_threads_sleep()
     try:
         from linrope.cli.app import run
@@ -17,16 +17,16 @@ def main() -> None:
 
 
 def _let_threads_sleep() -> None:
-    """Starts this process anew with OpenMP's threads asleep while they wait for each other.
+    """Restarts this process with OpenMP threads that sleep, rather than spin, while they wait for each other.
 
-    A training step has thousands of short parallel regions. Where other processes run too, a thread that
-    spins takes the core from the one that it waits for: beside two of them on two cores, a step takes five
-    times as long. OpenMP reads the choice when PyTorch is imported, as it has been by now.
+    A training step has thousands of short parallel regions. If other processes run too, a spinning thread
+    takes the core from the thread it waits for: with two such processes on two cores, a step takes five
+    times as long. OpenMP reads this setting when PyTorch is imported, which has already happened here.
     """
-    chosen = {"OMP_WAIT_POLICY", "OMP_NUM_THREADS", "GOMP_SPINCOUNT"} & os.environ.keys()
+    user_chose = {"OMP_WAIT_POLICY", "OMP_NUM_THREADS", "GOMP_SPINCOUNT"} & os.environ.keys()
     command = next((part for part in sys.argv[1:] if not part.startswith("-")), None)
-    measured = command in (None, "bench", "env")  # what users' own programs would have
-    if chosen or measured or not sys.platform.startswith("linux"):
+    measures = command in (None, "bench", "env")  # these measure or show what users' programs get
+    if user_chose or measures or not sys.platform.startswith("linux"):
         return
     environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)

@@ -1,4 +1,4 @@
-"""``python -m linrope.cli``, which ``accelerate launch -m`` and ``torchrun -m`` need."""
+"""Runs ``python -m linrope.cli``, for ``accelerate launch -m`` and ``torchrun -m``."""
 
 from linrope.cli import main
 

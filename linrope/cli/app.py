@@ -1,4 +1,4 @@
-"""Commands and their options. What they do lies in the modules beside this one and in linrope.models."""
+"""The commands and their options. The other modules of this package and linrope.models do the work."""
 
 import sys
 from pathlib import Path
@@ -27,12 +27,13 @@ console = Console()
 
 
 def run(arguments: list[str]) -> int:
-    """Runs a command; without one, prints the help.
+    """Runs a command, or prints the help if there is none.
 
-    Exit status: 0; 2 with one line naming the cause where input is at fault; 1 with a line that leads to the
-    traceback at any other error; 130 after Ctrl-C. With --traceback, wherever it stands, errors are raised.
+    Exit status: 0; 2, with one line that names the cause, if the input is at fault; 1, with one line that
+    says how to get the traceback, for any other error; 130 after Ctrl-C. With --traceback, anywhere in the
+    arguments, errors are raised.
     """
-    rest = [part for part in arguments if part != "--traceback"]
+    rest = [argument for argument in arguments if argument != "--traceback"]
     try:
         return int(app(rest or ["--help"], prog_name="linrope", standalone_mode=False) or 0)
     except typer.Exit as stop:
@@ -42,9 +43,9 @@ def run(arguments: list[str]) -> int:
     except Exception as error:
         if len(rest) < len(arguments):
             raise
-        usage = getattr(error, "format_message", None)  # of typer's own errors
+        usage = getattr(error, "format_message", None)  # typer's errors have it
         cause = " ".join((str(error) if usage is None else usage()).split())
-        too_large = _is_of_memory(error)
+        too_large = _is_out_of_memory(error)
         if too_large:
             cause = f"not enough memory: {cause}"
         if usage is not None or too_large or isinstance(error, ValueError | OSError | ModuleNotFoundError):
@@ -55,13 +56,13 @@ def run(arguments: list[str]) -> int:
         return 1
 
 
-def _is_of_memory(error: Exception) -> bool:
-    """Whether sizes were asked for that do not fit; on a CPU PyTorch has no type for it."""
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out. On a CPU PyTorch has no exception type for that."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "you tried to allocate" in str(error)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"linrope {linrope.__version__}")
         raise typer.Exit
 
@@ -71,7 +72,7 @@ def _linrope(
     version: Annotated[
         bool, typer.Option("--version", help="Show the version.", callback=_print_version, is_eager=True)
     ] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error arose.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Linear attention with rotary position embedding: models, training, benchmarks."""
 
@@ -81,18 +82,22 @@ app.command(short_help="Train a language model on text.")(train)
 
 @app.command("generate", short_help="Generate text from a checkpoint, streaming.")
 def generate_text(
-    checkpoint: Annotated[Path, typer.Option(help="Folder of a run, or one checkpoint.")],
-    prompt: Annotated[str, typer.Option(help="Text to go on from.")] = PROMPT,
-    max_new_tokens: Annotated[int, typer.Option(help="Bytes, or tokens, to generate.")] = 500,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest byte.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Sample among the k likeliest bytes.")] = None,
+    checkpoint: Annotated[Path, typer.Option(help="Folder of a run, or a single checkpoint.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = PROMPT,
+    max_new_tokens: Annotated[int, typer.Option(help="Number of bytes or tokens to generate.")] = 500,
+    temperature: Annotated[
+        float, typer.Option(help="Divides the logits; 0: always the likeliest byte.")
+    ] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Sample only among the k likeliest bytes.")] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Sample among the likeliest bytes up to this probability.")
+        float | None, typer.Option(help="Sample among the likeliest bytes that add up to this probability.")
     ] = 0.95,
-    seed: Annotated[int | None, typer.Option(help="Of the sampling; default: another one each time.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the sampling; default: a new one each time.")
+    ] = None,
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "auto",
 ) -> int:
-    """Generate text from a checkpoint, streaming; linear attention: at constant time and memory per byte."""
+    """Generate text from a checkpoint, streaming; with linear attention each byte takes the same time."""
     if not prompt:
         raise ValueError("--prompt: got an empty text, expected at least one byte")
     latest = latest_checkpoint(checkpoint)
@@ -115,10 +120,12 @@ app.command(short_help="Turn a softmax model into a linear one.")(convert)
 
 @app.command("eval", short_help="Measure bits per byte by position.")
 def evaluate(
-    checkpoint: Annotated[list[Path], typer.Option(help="Folder of a run, or one checkpoint; several.")],
+    checkpoint: Annotated[
+        list[Path], typer.Option(help="Folder of a run, or a single checkpoint; may be given several times.")
+    ],
     path: Annotated[
         Path | None,
-        typer.Argument(help="Text as for train. Default: what the run was trained on.", show_default=False),
+        typer.Argument(help="Text as for train. Default: the text of the run.", show_default=False),
     ] = None,
     length: Annotated[
         int | None,
@@ -127,16 +134,18 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
-    sequences: Annotated[int, typer.Option(help="At most so many sequences.")] = 64,
+    sequences: Annotated[int, typer.Option(help="Largest number of sequences.")] = 64,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for JSON and plot. Default: the first --checkpoint.", show_default=False),
+        typer.Option(
+            help="Folder for the JSON file and the plot. Default: the first --checkpoint.", show_default=False
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "auto",
 ) -> int:
-    """Measure bits per byte by position, past the trained length too.
+    """Measure bits per byte by position, also past the trained length.
 
-    Of the text that a run was trained on, the held-out part is read; of any other, all.
+    Reads the held-out part of the text that a run was trained on, or all of another text.
     """
     if sequences < 1 or (length is not None and length < 1):
         raise ValueError(f"--sequences={sequences}, --length={length}: expected at least 1")
@@ -150,11 +159,11 @@ def evaluate(
 app.command(short_help="Measure against softmax attention and installed peers.")(bench)
 
 
-@app.command(short_help="Show versions and which backends run here.")
+@app.command(short_help="Show versions and available backends.")
 def env(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object in place of lines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
-    """Show versions, the backends that run here, why others do not, and the instruction set in use."""
+    """Show versions, the available backends, why the others are not available, and the instruction set."""
     show_versions(as_json=as_json)
     return 0
 

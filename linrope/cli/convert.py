@@ -1,4 +1,4 @@
-"""The command ``linrope convert``: what it does lies in models/huggingface/conversion.py."""
+"""The command ``linrope convert``; models/huggingface/conversion.py does the work."""
 
 import json
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def convert(
     model_folder: Annotated[
         Path, typer.Argument(help="Folder of a Llama, Mistral or Qwen2 in Hugging Face format.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder for the new model; empty or not there.")],
+    out: Annotated[Path, typer.Option(help="Folder for the new model; must be empty or new.")],
     text: Annotated[
         Path | None,
         typer.Option(
@@ -38,34 +38,35 @@ def convert(
         ),
     ] = None,
     feature_map: Annotated[str, typer.Option(help="Feature map of the attention.")] = "hedgehog",
-    rope_order: Annotated[str, typer.Option(help="before or after: the feature map.")] = "before",
+    rope_order: Annotated[str, typer.Option(help="Rotate before or after the feature map.")] = "before",
     keep_softmax: Annotated[
-        str, typer.Option(help="Layers that keep softmax attention, as 0,3; default: none.")
+        str, typer.Option(help="Layers that keep softmax attention, such as 0,3; default: none.")
     ] = "",
-    gate: Annotated[bool, typer.Option("--gate", help="Gate the heads, with new weights.")] = False,
+    gate: Annotated[bool, typer.Option("--gate", help="Gate the heads (new weights).")] = False,
     out_norm: Annotated[
-        bool, typer.Option("--out-norm", help="Normalize each head's output, with new weights.")
+        bool, typer.Option("--out-norm", help="Normalize each head's output (new weights).")
     ] = False,
     forget_gate: Annotated[
-        bool, typer.Option("--forget-gate", help="Keys fade by a gate made from the input, a new one.")
+        bool,
+        typer.Option("--forget-gate", help="Decay keys by a gate computed from the input (new weights)."),
     ] = False,
     short_conv: Annotated[
-        int, typer.Option(help="Taps of a convolution on queries, keys and values, as 4; 0: none.")
+        int, typer.Option(help="Taps of a convolution on queries, keys and values, such as 4; 0: none.")
     ] = 0,
     match_steps: Annotated[int, typer.Option(help="Updates of the feature maps; 0: none.")] = 300,
-    match_learning_rate: Annotated[float, typer.Option(help="Of the first of them.")] = 1e-2,
+    match_learning_rate: Annotated[float, typer.Option(help="Learning rate of the first of them.")] = 1e-2,
     finetune: Annotated[str, typer.Option(help="lora, full or none.")] = "lora",
     finetune_steps: Annotated[int, typer.Option(help="Updates on the next-token loss.")] = 1000,
-    finetune_learning_rate: Annotated[float, typer.Option(help="Of the first of them.")] = 1e-3,
-    rank: Annotated[int, typer.Option(help="Of LoRA.")] = 8,
+    finetune_learning_rate: Annotated[float, typer.Option(help="Learning rate of the first of them.")] = 1e-3,
+    rank: Annotated[int, typer.Option(help="Rank of LoRA's updates.")] = 8,
     batch_size: Annotated[int, typer.Option(help="Sequences per update.")] = 8,
     sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 512,
-    seed: Annotated[int, typer.Option(help="Of data order and of weights that start at random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the data order and of new random weights.")] = 0,
 ) -> int:
-    """Replace a pretrained model's softmax attention by linear attention, and train that to match.
+    """Replace the softmax attention of a pretrained model by linear attention, and train it to match.
 
-    Weights are read from the folder, computed with and written in float32; nothing is downloaded. The loss
-    on held-out text is measured before, and after each step.
+    Weights are read from the folder, and computed and written in float32; nothing is downloaded. The loss on
+    held-out text is measured before the first step and after each step.
     """
     for package in ("transformers", "peft")[: 1 + (finetune == "lora")]:
         need(package, "linrope[huggingface]")
@@ -80,7 +81,7 @@ def convert(
             "--sequence-length: at least 2"
         )
     if out.exists() and any(out.iterdir()):
-        raise ValueError(f"--out={out}: expected an empty folder, or none")
+        raise ValueError(f"--out={out}: expected an empty or new folder")
 
     torch.manual_seed(seed)
     teacher = _load(model_folder)
@@ -109,19 +110,21 @@ def convert(
         console.print(f"{name:18} {loss:.4f} nats per token")
         return loss
 
-    def some(name: str, steps: int) -> Iterator[Tensor]:
-        shown: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
-        yield from track(islice(rows, steps), name, total=steps, **shown)
+    def batches(name: str, steps: int) -> Iterator[Tensor]:
+        bar: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
+        yield from track(islice(rows, steps), name, total=steps, **bar)
 
     matched = finetuned = None
     before, replaced = measure("before", teacher), measure("after replacement", student)
     if match_steps:
-        batches = some("matching", match_steps)
-        conversion.match(student, teacher, batches, steps=match_steps, learning_rate=match_learning_rate)
+        conversion.match(
+            student, teacher, batches("matching", match_steps), steps=match_steps,
+            learning_rate=match_learning_rate,
+        )  # fmt: skip
         matched = measure("after matching", student)
     if finetune != "none":
         conversion.finetune(
-            student, some("finetuning", finetune_steps), steps=finetune_steps, method=finetune,
+            student, batches("finetuning", finetune_steps), steps=finetune_steps, method=finetune,
             learning_rate=finetune_learning_rate, rank=rank,
         )  # fmt: skip
         finetuned = measure("after finetuning", student)
@@ -147,12 +150,12 @@ def _layers(text: str) -> list[int]:
 
 
 def _load(folder: Path) -> Any:
-    """The model in that folder, in float32, with all of its weights."""
+    """Loads the model in a folder in float32; raises if weights are missing."""
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder / 'config.json'}: no such file")
     transformers = need("transformers", "linrope[huggingface]")
     transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # what it warns of is an error below
+    transformers.utils.logging.set_verbosity_error()  # its warnings are errors below
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, dtype=torch.float32, output_loading_info=True
@@ -160,12 +163,12 @@ def _load(folder: Path) -> Any:
     except SafetensorError as error:
         raise ValueError(f"{folder}: {error}") from error
     if info["missing_keys"]:
-        raise ValueError(f"{folder}: expected weights {sorted(info['missing_keys'])[:3]}, which are missing")
+        raise ValueError(f"{folder}: the weights {sorted(info['missing_keys'])[:3]} are missing")
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _tokenizer(folder: Path, vocab_size: int) -> Any:
-    """None: tokens are bytes."""
+    """The folder's tokenizer; None: tokens are bytes."""
     if any((folder / name).is_file() for name in _TOKENIZERS):
         return load_tokenizer(folder)
     if vocab_size != 256:
@@ -174,7 +177,7 @@ def _tokenizer(folder: Path, vocab_size: int) -> Any:
 
 
 def _rows(text: Text, batch_size: int, length: int, seed: int) -> Iterator[Tensor]:
-    """Batches (b, n) without end."""
+    """An endless stream of batches (b, n)."""
     first = 0
     while True:
         yield Batch.read(text, visit(text, first, batch_size, length, seed), length).tokens
@@ -182,6 +185,6 @@ def _rows(text: Text, batch_size: int, length: int, seed: int) -> Iterator[Tenso
 
 
 def _held_out(text: Text, batch_size: int, length: int) -> list[Tensor]:
-    """Batches (b, n) of rows that are spread evenly."""
+    """Batches (b, n) of rows that are spread evenly over the text."""
     starts = spread(text, batch_size * _HELD_OUT_BATCHES, length)
     return [Batch.read(text, part, length).tokens for part in starts.split(batch_size)]

@@ -1,4 +1,4 @@
-"""The command ``linrope demo``: two models' first minute, text from one of them, and a race."""
+"""The command ``linrope demo``: trains two models for a minute, generates text, and compares speed."""
 
 import shutil
 import time
@@ -23,9 +23,9 @@ console = Console()
 PROMPT = "def main("
 _ROW = 256
 _SIZES: dict[str, Any] = {"embed_dim": 128, "num_layers": 4, "num_heads": 4}
-# What does best in docs/evidence.md; half-lives start up to the rows it is trained on.
+# The best variant in docs/evidence.md. Half-lives start at up to the length of a training row.
 LINEAR = LanguageModelConfig(**_SIZES, forget_gate={"longest": _ROW})
-# Wider where the other one has the gate silu(W x): as many parameters, within 1%.
+# A wider feed-forward makes up for the gate silu(W x): both models have the same size within 1%.
 SOFTMAX = LanguageModelConfig(**_SIZES, attention="softmax", hidden_dim=392)
 _TRIAL = 4  # steps
 
@@ -34,40 +34,40 @@ def demo(
     seconds: Annotated[float, typer.Option(help="How long to train each of two models.")] = 60.0,
     out: Annotated[Path, typer.Option(help="Folder for all results.")] = Path("runs/demo"),
 ) -> int:
-    """Train a small model on real text, generate from it, and outrun softmax attention: 4 minutes.
+    """Train a small model on real text, generate from it, and outrun softmax attention, in 4 minutes.
 
-    A model with softmax attention and as many parameters is trained for the same time, to compare with.
+    For comparison, a softmax model with as many parameters is trained for the same time.
     """
     corpus = Corpus.load()
     console.rule("1. A language model on linear attention with RoPE")
     trainer, stopped = _train(LINEAR, corpus, seconds)
-    for earlier in checkpoints(out):  # of another demo: a longer one would count as the latest
+    for earlier in checkpoints(out):  # of an earlier demo: one with more steps would count as the latest
         shutil.rmtree(earlier)
     console.print(f"checkpoint: {trainer.save(out)}")
     if stopped:
         return 130
-    console.rule("2. The same with softmax attention, for the same time")
+    console.rule("2. The same model with softmax attention, trained for the same time")
     other, stopped = _train(SOFTMAX, corpus, seconds)
     if stopped:
         return 130
-    after, softmax = trainer.evaluate(), other.evaluate()
+    linear_bits, softmax_bits = trainer.evaluate(), other.evaluate()
     console.print(
-        f"bits per byte on held-out files after {seconds:g} s each: [bold]{after:.2f} linear, {softmax:.2f} "
-        f"softmax attention[/bold]; {trainer.step} and {other.step} steps"
+        f"bits per byte on held-out files after {seconds:g} s each: [bold]{linear_bits:.2f} linear, "
+        f"{softmax_bits:.2f} softmax attention[/bold]; {trainer.step} and {other.step} steps"
     )
-    console.rule("3. Text from the first, at constant memory per byte")
+    console.rule("3. Text from the linear model, at constant memory per byte")
     stream(trainer.model.eval(), None, PROMPT, 300, temperature=0.7, top_k=None, top_p=0.9, seed=0)
-    console.rule("4. Against softmax attention with RoPE")
+    console.rule("4. Speed compared with softmax attention with RoPE")
     measure(Case(), [2**i for i in range(8, 15)], [1024, 65536], Effort(2.0, 0.5, 2), out, "demo", console)
     return 0
 
 
 def _train(config: LanguageModelConfig, corpus: Corpus, seconds: float) -> tuple[Trainer, bool]:
-    """For about so long, and whether Ctrl-C cut it short."""
+    """Trains for about that time; also returns whether Ctrl-C stopped it."""
     torch.manual_seed(0)
     trainer = Trainer(LanguageModel(config), corpus, TrainingConfig(steps=1, sequence_length=_ROW))
     describe(trainer, console)
-    # The schedule needs a number of steps: as many as the time allows at the speed of the first ones.
+    # The schedule requires a number of steps: estimate it from the speed of the first steps.
     start = time.perf_counter()
     for _ in range(_TRIAL):
         trainer.train_step()

@@ -1,4 +1,4 @@
-"""Bits per byte by position of one or several checkpoints: figures, JSON, plot."""
+"""Bits per byte by position of one or more checkpoints: numbers, JSON file, plot."""
 
 import json
 from dataclasses import asdict
@@ -23,18 +23,20 @@ def evaluate(
     device: torch.device,
     console: Console,
 ) -> dict[str, Any]:
-    """The figures of each run, all on the same text: what was held out from training, or another one."""
+    """The results of each run: on the text that was held out from its training, or on another text."""
     models = []
     for run, label in zip(runs, labels(runs), strict=True):
         checkpoint = latest_checkpoint(run)
         config, _, metadata = load_training(checkpoint)
-        where = metadata["corpus"] or None if path is None else path
-        corpus = Corpus.load(where, tokenizer_of(checkpoint))
-        same = metadata["checksum"] == str(corpus.checksum)
-        text = corpus.held_out if same else corpus.all()
+        corpus_path = metadata["corpus"] or None if path is None else path
+        corpus = Corpus.load(corpus_path, tokenizer_of(checkpoint))
+        trained_on = metadata["checksum"] == str(corpus.checksum)
+        text = corpus.held_out if trained_on else corpus.all()
         until = length or min(4 * config.sequence_length, text.longest - 1)
         model = LanguageModel.load(checkpoint).eval().to(device)
-        console.print(f"{run}: {'the held-out part' if same else 'all'} of {corpus.name}, {until:,} tokens")
+        console.print(
+            f"{run}: {'the held-out part' if trained_on else 'all'} of {corpus.name}, {until:,} tokens"
+        )
         bins = bits_by_position(model, text, until, sequences=sequences)
         models.append(
             {
@@ -46,7 +48,7 @@ def evaluate(
                 "positions": _positions(model),
                 "trained_length": config.sequence_length,
                 "corpus": corpus.name,
-                "held_out": same,
+                "held_out": trained_on,
                 "bits_per_byte": sum(b["bits_per_byte"] * (b["end"] - b["start"]) for b in bins) / until,
                 "bins": bins,
             }
@@ -55,32 +57,34 @@ def evaluate(
 
 
 def labels(runs: list[Path]) -> list[str]:
-    """The end of each path, as much of it as tells them apart.
+    """The shortest ends of the paths that tell them apart.
 
     Raises:
-        ValueError: two are the same.
+        ValueError: two paths are the same.
     """
     parts = [run.resolve().parts for run in runs]
     if len(set(parts)) < len(parts):
-        raise ValueError(f"--checkpoint: got {', '.join(map(str, runs))}, expected each of them once")
+        raise ValueError(f"--checkpoint: got {', '.join(map(str, runs))}, expected each checkpoint once")
     for count in range(1, max(map(len, parts)) + 1):
-        found = ["/".join(part[-count:]) for part in parts]
-        if len(set(found)) == len(found):
+        ends = ["/".join(part[-count:]) for part in parts]
+        if len(set(ends)) == len(ends):
             break
-    return found
+    return ends
 
 
 def legends(models: list[dict[str, Any]]) -> list[str]:
-    """The label of each model, its attention and positions, and the choices in which the models differ."""
+    """Each model's label, attention and positions, and the options in which the models differ."""
     configs = [model["config"] for model in models]
     differ = [name for name in configs[0] if any(config[name] != configs[0][name] for config in configs)]
-    found = []
+    texts = []
     for model, config in zip(models, configs, strict=True):
-        own = {name: config[name] for name in differ if name not in ("attention", "positions")}
-        own = {name: x["name"] if isinstance(x, dict) and "name" in x else x for name, x in own.items()}
-        more = "".join(f", {name} {value}" for name, value in own.items())
-        found.append(f"{model['label']}: {model['attention']}, positions {model['positions']}{more}")
-    return found
+        options = {name: config[name] for name in differ if name not in ("attention", "positions")}
+        options = {
+            name: x["name"] if isinstance(x, dict) and "name" in x else x for name, x in options.items()
+        }
+        suffix = "".join(f", {name} {value}" for name, value in options.items())
+        texts.append(f"{model['label']}: {model['attention']}, positions {model['positions']}{suffix}")
+    return texts
 
 
 def _positions(model: LanguageModel) -> str:
@@ -89,7 +93,7 @@ def _positions(model: LanguageModel) -> str:
 
 
 def table(result: dict[str, Any]) -> Table:
-    """A row per bin of the longest, a column per run."""
+    """A table with a row for each bin and a column for each run."""
     shown = Table(title="Bits per byte by position")
     shown.add_column("positions", justify="right")
     for model in result["models"]:
@@ -104,7 +108,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def write(result: dict[str, Any], folder: Path) -> tuple[Path, Path]:
-    """evaluation.json and evaluation.png."""
+    """Writes evaluation.json and evaluation.png into the folder."""
     numbers, picture = folder / "evaluation.json", folder / "evaluation.png"
     text = json.dumps(result, indent=1) + "\n"
     replace_file(numbers, lambda temporary: temporary.write_text(text))
@@ -122,7 +126,7 @@ def _plot(result: dict[str, Any], path: Path) -> None:
     colors = ("#0b6e4f", "#c1440e", "#2a4b8d", "#8a6d1d", "#6b2d73")
     for index, (model, label) in enumerate(zip(result["models"], legends(result["models"]), strict=True)):
         bins, color = model["bins"], colors[index % len(colors)]
-        middle = [((b["start"] + 1) * b["end"]) ** 0.5 for b in bins]  # counted from 1, for the logarithm
+        middle = [((b["start"] + 1) * b["end"]) ** 0.5 for b in bins]  # positions from 1, for the logarithm
         bits = [b["bits_per_byte"] for b in bins]
         axis.plot(middle, bits, "o-", color=color, label=label, linewidth=2, markersize=4)
         low, high = ([b["bits_per_byte"] + sign * b["error"] for b in bins] for sign in (-1, 1))
@@ -133,7 +137,7 @@ def _plot(result: dict[str, Any], path: Path) -> None:
             "trained length", (length, 1), (3, -10), ("data", "axes fraction"), "offset points", fontsize=8
         )
     axis.set_xscale("log", base=2)
-    axis.set_xlabel("tokens up to this one")
+    axis.set_xlabel("position, from 1")
     axis.set_ylabel("bits per byte")
     axis.grid(True, which="major", alpha=0.3)
     axis.legend(fontsize=8)

@@ -1,4 +1,4 @@
-"""The command ``linrope train``: its options, and what becomes of them."""
+"""The command ``linrope train`` and its options."""
 
 import json
 import os
@@ -25,22 +25,22 @@ from linrope.models.training.optional import need
 
 console = Console()
 
-# Options that a resumed run heeds; all others are the checkpoint's.
-_OF_THIS_CALL = {"path", "out", "steps", "save_every", "resume", "tensorboard", "device", "config"}
-_OF_THIS_CALL |= {"sequence_parallel", "tensor_parallel"}
-# torchrun gives all starts of a group one store, where a process can find the address of one that has ended:
-# PyTorch's issue 135712. Then the variable is "True".
+# Options that apply to a resumed run; the checkpoint determines all others.
+_RESUMABLE = {"path", "out", "steps", "save_every", "resume", "tensorboard", "device", "config"}
+_RESUMABLE |= {"sequence_parallel", "tensor_parallel"}
+# "True" if torchrun uses one store for all restarts of a group. A process may then find the address of a
+# process that has ended: PyTorch issue 135712.
 _SHARED_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _FRESH_STORES = (
-    "torchrun: a restart can fail, as processes may find the addresses of those that ended; to be safe, "
-    "start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --standalone, or --rdzv-backend c10d"
+    "torchrun: a restart may fail, because processes may find the addresses of processes that ended; to be "
+    "safe, start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --standalone, or --rdzv-backend c10d"
 )
-# Fields of the two configs whose options have other names.
+# Fields of the configs whose options have other names.
 _RENAMED = {"num_layers": "layers", "num_heads": "heads"}
 
 
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Makes what the file says the defaults of this call, so that options given beside it go first."""
+    """Makes the file's values the defaults of this call; options on the command line override them."""
     if path is None:
         return None
     text = path.read_text("utf-8")
@@ -79,28 +79,30 @@ def train(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="File with options, .json or .yaml, as steps: 500; options given here go first.",
+            help="File of options, .json or .yaml, such as steps: 500; the command line overrides it.",
             callback=_read_config,
             is_eager=True,
             show_default=False,
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Updates in all; with --resume: to go on to.")] = 1000,
+    steps: Annotated[int, typer.Option(help="Total number of updates, also with --resume.")] = 1000,
     batch_size: Annotated[int, typer.Option(help="Rows per process and batch.")] = 8,
     accumulation: Annotated[int, typer.Option(help="Batches per update.")] = 1,
-    sequence_length: Annotated[int, typer.Option(help="Tokens (bytes, if no tokenizer) per row.")] = 512,
+    sequence_length: Annotated[int, typer.Option(help="Tokens per row (bytes without a tokenizer).")] = 512,
     pieces: Annotated[
-        int, typer.Option(help="Cut rows into so many pieces; states pass on, memory is that of one piece.")
+        int, typer.Option(help="Pieces per row; the state passes on, and memory is that of one piece.")
     ] = 1,
     through: Annotated[
-        bool, typer.Option("--through", help="Gradients pass from piece to piece too; costs their memory.")
+        bool,
+        typer.Option("--through", help="Gradients pass between pieces too, which takes the memory of all."),
     ] = False,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
-    warmup_steps: Annotated[int, typer.Option(help="Steps up to the peak.")] = 20,
-    weight_decay: Annotated[float, typer.Option(help="Of AdamW.")] = 0.1,
+    warmup_steps: Annotated[int, typer.Option(help="Steps until the peak.")] = 20,
+    weight_decay: Annotated[float, typer.Option(help="Weight decay of AdamW.")] = 0.1,
     clip: Annotated[float, typer.Option(help="Largest norm of the gradient.")] = 1.0,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Of transformers: folder or name. Default: bytes.", show_default=False)
+        str | None,
+        typer.Option(help="Tokenizer of transformers, folder or name. Default: bytes.", show_default=False),
     ] = None,
     embed_dim: Annotated[int, typer.Option(help="Width of the model.")] = 128,
     layers: Annotated[int, typer.Option(help="Blocks.")] = 4,
@@ -113,7 +115,7 @@ def train(
     rotary: Annotated[
         str,
         typer.Option(
-            help="Of the positions 'rope': interleaved, half, selective (made from the input) or none."
+            help="Rotation with --positions rope: interleaved, half, selective (from the input) or none."
         ),
     ] = "interleaved",
     decay: Annotated[
@@ -125,41 +127,40 @@ def train(
         ),
     ] = None,
     forget_gate: Annotated[
-        bool, typer.Option("--forget-gate", help="Keys fade by a gate made from the input, too.")
+        bool, typer.Option("--forget-gate", help="Decay keys by a gate computed from the input.")
     ] = False,
     short_conv: Annotated[
-        int, typer.Option(help="Taps of a convolution on queries, keys and values, as 4; 0: none.")
+        int, typer.Option(help="Taps of a convolution on queries, keys and values, such as 4; 0: none.")
     ] = 0,
     qk_norm: Annotated[bool, typer.Option("--qk-norm", help="RMS norm of queries and keys.")] = False,
     sequence_parallel: Annotated[int, typer.Option(help="Processes that share the tokens of a batch.")] = 1,
-    tensor_parallel: Annotated[
-        int, typer.Option(help="Processes that share the heads; those left have batches of their own.")
-    ] = 1,
-    seed: Annotated[int, typer.Option(help="Of initial weights and data order.")] = 0,
+    tensor_parallel: Annotated[int, typer.Option(help="Processes that share the heads.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights and the data order.")] = 0,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last checkpoint in --out.")
+        bool, typer.Option("--resume", help="Continue from the last checkpoint in --out.")
     ] = False,
     tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Write metrics for TensorBoard too.")
+        bool, typer.Option("--tensorboard", help="Also write metrics for TensorBoard.")
     ] = False,
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "auto",
 ) -> int:
     """Train a language model on text.
 
-    Ctrl-C saves a checkpoint and stops. The same command with --resume goes on from the last checkpoint,
-    bit for bit as if the run had never stopped, or been killed; with more --steps than before it goes on
-    beyond its end. With --resume the sizes, rates and tokenizer are those of the checkpoint; which of the
-    options given differ is said. For several processes or GPUs: accelerate launch -m linrope.cli train ..,
-    or torchrun -m linrope.cli train .., whose restarts (--max-restarts) go on as with --resume.
+    Ctrl-C saves a checkpoint and stops. The same command with --resume continues from the last checkpoint,
+    with the same bits as if the run had never stopped or been killed; with more --steps than before it
+    continues beyond the old end. With --resume the sizes, rates and tokenizer are those of the checkpoint,
+    and the command lists the options that it ignores. For several processes or GPUs: accelerate launch -m
+    linrope.cli train .., or torchrun -m linrope.cli train .., whose restarts (--max-restarts) act like
+    --resume.
     """
-    # torchrun starts a group anew in which a process ended.
+    # torchrun restarts a group after one of its processes ended.
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and checkpoints(out):
         resume = True
     if save_every < 1:
         raise ValueError(f"--save-every={save_every}: expected at least 1")
     options = dict(context.params)
-    given = {
+    explicit = {
         str(name)
         for name in options
         if (source := context.get_parameter_source(name)) is not None and source.name != "DEFAULT"
@@ -169,11 +170,11 @@ def train(
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and os.environ.get(_SHARED_STORE) == "True":
         console.print(_FRESH_STORES)
     if resume:
-        trainer = _resume(out, path, accelerator, options, given)
+        trainer = _resume(out, path, accelerator, options, explicit)
     else:
         check_readable(out)
         if out.exists() and any(out.glob("step-*")):
-            raise ValueError(f"--out={out}: has checkpoints already; expected --resume or an empty folder")
+            raise ValueError(f"--out={out}: already has checkpoints; expected --resume or an empty folder")
         training = _training(options)
         corpus = Corpus.load(path, None if tokenizer is None else load_tokenizer(tokenizer))
         torch.manual_seed(seed)
@@ -199,9 +200,9 @@ def _model(options: dict[str, Any], vocab_size: int) -> LanguageModelConfig:
     length = options["sequence_length"]
     rotary = _or_none(options["rotary"])
     decay = "auto" if options["decay"] is None else _or_none(options["decay"])
-    if options["attention"] == "linear":
-        rotated = options["positions"] == "rope" and rotary is not None
-        decay = resolve_decay(decay, rotated=rotated, forget_gate=options["forget_gate"])
+    linear = options["attention"] == "linear"
+    rotated = linear and options["positions"] == "rope" and rotary is not None
+    decay = resolve_decay(decay, rotated=rotated, forget_gate=options["forget_gate"])
     half_lives: dict[str, Any] = {"longest": length}
     feature_map: Any = options["feature_map"]
     max_length = max(length, LanguageModelConfig.max_length)
@@ -229,34 +230,34 @@ def _or_none(name: str) -> str | None:
 
 
 def _resume(
-    out: Path, path: Path | None, accelerator: Any, options: dict[str, Any], given: set[str]
+    out: Path, path: Path | None, accelerator: Any, options: dict[str, Any], explicit: set[str]
 ) -> Trainer:
-    """The run in that folder; says where it stands, where it goes, and which options it does not heed."""
+    """Loads the run in a folder; prints its step, its last step, and the options that it ignores."""
     latest = latest_checkpoint(out)
     corpus = Corpus.load(path, tokenizer_of(latest))
     trainer = Trainer.load(out, corpus, accelerator, **_parallel(options))
-    had = {**asdict(trainer.config), **asdict(trainer.model.config)}
-    wanted = {**asdict(_training(options)), **asdict(_model(options, had["vocab_size"]))}
+    saved = {**asdict(trainer.config), **asdict(trainer.model.config)}
+    requested = {**asdict(_training(options)), **asdict(_model(options, saved["vocab_size"]))}
     ignored = []
-    for field in had:
+    for field in saved:
         option = _RENAMED.get(field, field)
-        if option in given - _OF_THIS_CALL and wanted[field] != had[field]:
-            ignored.append(f"--{option.replace('_', '-')} (the checkpoint has {json.dumps(had[field])})")
-    if "tokenizer" in given:
+        if option in explicit - _RESUMABLE and requested[field] != saved[field]:
+            ignored.append(f"--{option.replace('_', '-')} (the checkpoint has {json.dumps(saved[field])})")
+    if "tokenizer" in explicit:
         ignored.append("--tokenizer (the checkpoint has its own)")
     if ignored:
-        console.print(f"ignored beside --resume: {', '.join(ignored)}", soft_wrap=True)
-    if "steps" in given and options["steps"] != trainer.config.steps:
+        console.print(f"ignored with --resume: {', '.join(ignored)}", soft_wrap=True)
+    if "steps" in explicit and options["steps"] != trainer.config.steps:
         if options["steps"] < trainer.step:
-            raise ValueError(f"--steps={options['steps']}: expected at least {trainer.step}, those done")
+            raise ValueError(f"--steps={options['steps']}: expected at least {trainer.step}, the steps done")
         before = trainer.config.steps
         trainer.config = replace(trainer.config, steps=options["steps"])
-        console.print(f"steps: {trainer.config.steps}, before {before}; the rate follows the longer cosine")
+        console.print(f"steps: {trainer.config.steps}, before {before}; the rate follows the new cosine")
     left = trainer.config.steps - trainer.step
     console.print(
-        f"{latest}: goes on at step {trainer.step:,} of {trainer.config.steps:,}"
+        f"{latest}: continues at step {trainer.step:,} of {trainer.config.steps:,}"
         if left
-        else f"{latest}: has all of its {trainer.step:,} steps; --steps, a larger number, goes on",
+        else f"{latest}: is complete after {trainer.step:,} steps; a larger number of --steps continues it",
         soft_wrap=True,
     )
     return trainer

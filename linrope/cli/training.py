@@ -1,4 +1,4 @@
-"""The loop around a trainer's steps: progress, metrics, checkpoints, Ctrl-C."""
+"""The training loop: progress, metrics, checkpoints, Ctrl-C."""
 
 import json
 import signal
@@ -19,9 +19,9 @@ _STATUS = "loss {task.fields[bits]:.3f} bits/byte  {task.fields[rate]:,.0f} byte
 
 
 class Log:
-    """Metrics of every step, as a line of JSON in metrics.jsonl and, if asked for, to TensorBoard.
+    """Writes the metrics of every step to metrics.jsonl and, on request, to TensorBoard.
 
-    Steps after the given one are forgotten: they were of a run that was killed after its last checkpoint.
+    Removes the metrics of later steps than ``step``: the run before was killed after its last checkpoint.
     """
 
     def __init__(self, folder: Path, step: int, tensorboard: bool) -> None:
@@ -33,11 +33,10 @@ class Log:
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         path = folder / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-        whole = [
-            line for line in lines if line.endswith("}\n") and parse_json(line, str(path))["step"] <= step
-        ]
-        replace_file(path, lambda temporary: temporary.write_text("".join(whole)))
-        self.file = open(path, "a")  # noqa: SIM115 - open as long as the run
+        complete = [line for line in lines if line.endswith("}\n")]
+        kept = [line for line in complete if parse_json(line, str(path))["step"] <= step]
+        replace_file(path, lambda temporary: temporary.write_text("".join(kept)))
+        self.file = open(path, "a")  # noqa: SIM115 - stays open until the run ends
 
     def write(self, values: dict[str, float]) -> None:
         self.file.write(json.dumps(values) + "\n")
@@ -54,13 +53,13 @@ class Log:
 
 
 def accelerator_on(device: torch.device) -> Any:
-    """accelerate's, for that device and the processes there are."""
+    """An Accelerator for this device and the available processes."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
-    # cpu: left to itself, accelerate takes each of several processes without a GPU for a lone one.
+    # cpu=True: without it accelerate treats each of several processes without a GPU as a lone one.
     accelerator = need("accelerate", "linrope[train]").Accelerator(cpu=device.type == "cpu")
     if accelerator.device.type != device.type:
-        raise ValueError(f"--device={device}: accelerate takes {accelerator.device} here")
+        raise ValueError(f"--device={device}: accelerate uses {accelerator.device} here")
     return accelerator
 
 
@@ -68,12 +67,12 @@ def describe(trainer: Trainer, console: Console) -> None:
     size = sum(parameter.numel() for parameter in trainer.model.parameters())
     accelerator = trainer.accelerator
     text = f"{size / 1e6:.2f} M parameters on {accelerator.device}; {trainer.corpus.describe()}"
-    processes, more = trainer.processes, ""
     if accelerator.num_processes > 1:
-        shared = (("rows", processes.rows), ("tokens", processes.tokens), ("heads", processes.heads))
-        kinds = ", ".join(f"{count} with {name} of their own" for name, count in shared if count > 1)
-        more = f"; {accelerator.num_processes} processes: {kinds}"
-    console.print(text + more)
+        processes = trainer.processes
+        split = (("rows", processes.rows), ("tokens", processes.tokens), ("heads", processes.heads))
+        factors = ", ".join(f"{name} split {count} ways" for name, count in split if count > 1)
+        text += f"; {accelerator.num_processes} processes: {factors}"
+    console.print(text)
 
 
 def run_steps(
@@ -83,7 +82,10 @@ def run_steps(
     save_every: int = 0,
     tensorboard: bool = False,
 ) -> bool:
-    """Trains to the end, or to Ctrl-C (then True); with out, checkpoints every save_every steps and then."""
+    """Trains to the end or until Ctrl-C; returns True after Ctrl-C.
+
+    With out, it saves a checkpoint every save_every steps and at the end.
+    """
     config, first, start = trainer.config, trainer.step, time.perf_counter()
     main = trainer.accelerator.is_main_process
     log = Log(out, first, tensorboard) if out and main and first < config.steps else None
@@ -93,7 +95,8 @@ def run_steps(
         stop.set()
         signal.signal(signal.SIGINT, previous)
 
-    # An interrupt within a step would tear it apart: finish the step first. A second one stops at once.
+    # Finishes the step before stopping, since half a step would spoil the state. A second Ctrl-C stops at
+    # once.
     previous = signal.signal(signal.SIGINT, interrupt)
     bits = rate = 0.0
     stopped = False
@@ -124,7 +127,7 @@ def run_steps(
 
 
 def _any_process(flag: bool, trainer: Trainer) -> bool:
-    """All stop after the same step, or some would wait for the others for ever."""
+    """Whether any process has the flag set: all must stop after the same step, or some would wait forever."""
     accelerator = trainer.accelerator
     if accelerator.num_processes == 1:
         return flag

@@ -1,1 +1,1 @@
-"""Checks and files that every room may use."""
+"""Files and checks that all other packages use."""

@@ -1,4 +1,4 @@
-"""Whether tensors may be written in place, checked before the first write: no state is half written."""
+"""Checks that tensors can be written in place, before the first write, so that no state is half written."""
 
 from collections.abc import Mapping
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def check_writable(tensors: Mapping[str, Tensor]) -> None:
-    """Raises ValueError for a state's tensor that torch would refuse to write, or whose entries share memory.
+    """Raises ValueError for a state's tensor that torch would not write to, or whose entries share memory.
 
-    Not inside torch.compile, which traces the writes. Memory that the operating system or numpy protects
-    looks like any other.
+    Does nothing inside torch.compile, which traces the writes. Memory that the operating system or numpy
+    protects cannot be recognized.
 
     >>> from linrope.common.writing import check_writable
     >>> check_writable({"z": torch.zeros(1, 2).expand(3, 2)})
@@ -38,7 +38,7 @@ def check_writable(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _overlaps(x: Tensor) -> bool:
-    """Whether a step along one axis is no longer than what the axes of smaller strides span."""
+    """Whether the stride of an axis lies within the span of the axes with smaller strides."""
     span = 0
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1):
         if stride <= span:

@@ -1,6 +1,6 @@
-"""Position encodings to compare with, and softmax attention to use them in.
+"""Other position encodings for comparison, and softmax attention that uses them.
 
-Absolute ones are added to the input of a layer or a model; relative ones act on the n x m scores of
+Absolute encodings are added to the input of a layer or a model. Relative encodings change the n x m scores of
 softmax attention, which linear attention never forms.
 """
 
@@ -33,16 +33,16 @@ def long_term_decay(distances: Tensor, dim: int, base: float = 10000.0) -> Tenso
 
         S_i = sum_{t<i} exp(1j distance theta_t),   decay = mean over i = 1 .. dim/2 of |S_i|
 
-    With h_t the product of the t-th pairs of q and k as complex numbers, and 0 after the last one,
+    Let h_t be the product of the t-th pairs of q and k as complex numbers, and 0 after the last pair. Then
     |<R(p) q, R(p') k>| <= dim/2 * decay * max |h_(t+1) - h_t|.
 
     Args:
         distances: integers of any shape.
-        dim: number of features, even.
-        base: of theta.
+        dim: the number of features, even.
+        base: the base of theta.
 
     Returns:
-        float64, of the shape of distances.
+        float64 of the shape of distances.
 
     Source: RoFormer section 3.4.3 (arXiv 2104.09864).
 

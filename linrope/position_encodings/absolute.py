@@ -1,4 +1,4 @@
-"""Absolute position encodings: a vector per position, added to the input."""
+"""Absolute position encodings: one vector per position, added to the input."""
 
 import torch
 from torch import Tensor, nn
@@ -8,15 +8,15 @@ from linrope.rotation.rotary import Rotary
 
 
 class Sinusoidal(nn.Module):
-    """Adds sines and cosines of the position, of wavelengths that grow geometrically.
+    """Adds sines and cosines of the position, with wavelengths that grow geometrically.
 
         x_i + p_i,   p_(i,2t) = sin(i / base^(2t/embed_dim)),   p_(i,2t+1) = cos(i / base^(2t/embed_dim))
 
-    x is (b, n, embed_dim), positions (n,) or (b, n) integers. Nothing is learned and no position is the
-    last one. Angles are formed in float64.
+    x is (b, n, embed_dim), positions (n,) or (b, n) integers. Nothing is learned, and positions have no
+    limit. Angles are computed in float64.
 
     Raises:
-        ValueError: embed_dim is not even, base <= 0.
+        ValueError: embed_dim is not even, or base <= 0.
 
     Source: Vaswani et al. 2017, arXiv 1706.03762, section 3.5.
 
@@ -28,7 +28,7 @@ class Sinusoidal(nn.Module):
 
     def __init__(self, embed_dim: int, base: float = 10000.0) -> None:
         super().__init__()
-        self.rotary = Rotary(embed_dim, base=base)  # has the same frequencies
+        self.rotary = Rotary(embed_dim, base=base)  # RoPE has the same frequencies
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         cos, sin = self.rotary.cos_sin(positions, x.dtype)
@@ -46,8 +46,8 @@ class LearnedAbsolute(nn.Module):
     x is (b, n, embed_dim), positions (n,) or (b, n) integers.
 
     Raises:
-        ValueError: sizes below 1; in forward, a position outside 0 .. max_length - 1. Positions on a GPU
-            are left to PyTorch's own assertion: reading them would stall it.
+        ValueError: a size is below 1; in forward, a position is outside 0 .. max_length - 1. On a GPU
+            PyTorch's own assertion checks positions, since reading them would stall the GPU.
 
     Source: Devlin et al. 2018, arXiv 1810.04805 (BERT); GPT-2.
 
@@ -68,9 +68,7 @@ class LearnedAbsolute(nn.Module):
         if values_readable(positions) and positions.numel():
             low, high = int(positions.min()), int(positions.max())
             if low < 0 or high > last:
-                raise ValueError(
-                    f"positions: got {low} .. {high}, expected 0 .. {last}, as max_length has it"
-                )
+                raise ValueError(f"positions: got {low} .. {high}, expected 0 .. {last}, below max_length")
         p: Tensor = self.table(positions)
         return x + p
 

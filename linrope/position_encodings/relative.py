@@ -1,6 +1,6 @@
 """Relative position encodings: terms of the scores, and of the values, that depend on p_i - p_j.
 
-i numbers queries and j keys, p are their positions. Weights are per query head.
+i counts queries and j keys; p are their positions. Each query head has its own weights.
 """
 
 import math
@@ -12,14 +12,14 @@ from linrope.rotation.rotary import Rotary
 
 
 class RelativeEncoding(nn.Module):
-    """Scores of softmax attention that know positions: the base of the classes below.
+    """The base of relative encodings: scores of softmax attention that depend on positions.
 
         out_i = sum_j softmax_j(scores_ij) v_j
 
     Args:
         num_heads: h.
-        head_dim: d of queries and keys.
-        value_head_dim: e of values; default head_dim.
+        head_dim: d, the size of queries and keys.
+        value_head_dim: e, the size of values; default head_dim.
     """
 
     def __init__(self, num_heads: int, head_dim: int, value_head_dim: int | None = None) -> None:
@@ -41,16 +41,16 @@ class RelativeEncoding(nn.Module):
 
 
 class Shaw(RelativeEncoding):
-    """A learned vector per clipped distance, added to keys and to values.
+    """Adds a learned vector for each clipped distance to keys and to values.
 
         scores_ij = <q_i, k_j + pk_r> / sqrt(d),   r = clip(p_i - p_j, -max_distance, max_distance)
         out_i = sum_j softmax_j(scores_ij) (v_j + pv_r)
 
     Args:
-        max_distance: distances beyond it count as this one; the paper takes 16.
+        max_distance: longer distances count as this one; the paper takes 16.
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: a size is below 1.
 
     Source: Shaw et al. 2018, arXiv 1803.02155, eq. 3 and 4; RoFormer eq. 5.
 
@@ -71,27 +71,27 @@ class Shaw(RelativeEncoding):
         return _rows(positions, key_positions, -self.max_distance, self.max_distance)
 
     def scores(self, q: Tensor, k: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
-        distant = _pick(torch.einsum("bnhd,hrd->bhnr", q, self.pk), self._rows(positions, key_positions))
-        return (_products(q, k) + distant) / math.sqrt(self.head_dim)
+        by_distance = _pick(torch.einsum("bnhd,hrd->bhnr", q, self.pk), self._rows(positions, key_positions))
+        return (_products(q, k) + by_distance) / math.sqrt(self.head_dim)
 
     def values(self, weights: Tensor, v: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
         rows = self._rows(positions, key_positions).expand_as(weights)
         per_row = weights.new_zeros(*weights.shape[:3], self.pv.shape[1]).scatter_add(-1, rows, weights)
-        near = super().values(weights, v, positions, key_positions)
-        return near + torch.einsum("bhnr,hre->bnhe", per_row, self.pv)
+        from_values = super().values(weights, v, positions, key_positions)
+        return from_values + torch.einsum("bhnr,hre->bnhe", per_row, self.pv)
 
 
 class TransformerXL(RelativeEncoding):
-    """A sinusoid of the distance as a second key, and two learned vectors in place of the query's position.
+    """Adds a sinusoid of the distance as a second key, and two learned vectors to the query.
 
         scores_ij = (<q_i + u, k_j> + <q_i + w, W s(p_i - p_j)>) / sqrt(d)
         s(x)_2t = sin(x theta_t),   s(x)_2t+1 = cos(x theta_t),   theta_t = base^(-2t / (h d))
 
-    s is never formed for a pair: s(p_i - p_j) = R(p_j - p_i) s(0), so that
-    <y, s(p_i - p_j)> = <R(p_i) y, R(p_j) s(0)>, with the rotation of RoPE.
+    No pair of tokens forms s: s(p_i - p_j) = R(p_j - p_i) s(0) with RoPE's rotation R, so that
+    <y, s(p_i - p_j)> = <R(p_i) y, R(p_j) s(0)>.
 
     Raises:
-        ValueError: a size below 1, num_heads * head_dim odd, base <= 0.
+        ValueError: a size is below 1, num_heads * head_dim is odd, or base <= 0.
 
     Source: Dai et al. 2019, arXiv 1901.02860, section 3.3 (its v is w here).
 
@@ -112,24 +112,24 @@ class TransformerXL(RelativeEncoding):
         y = torch.einsum("bnhd,hdf->bnhf", q + self.w, self.weight)
         s_0 = y.new_tensor([0.0, 1.0]).repeat(*key_positions.shape, 1, self.rotary.dim // 2)
         s = self.rotary(s_0, key_positions)[:, :, 0]  # (b, m, f)
-        distant = torch.einsum("bnhf,bmf->bhnm", self.rotary(y, positions), s)
-        return (_products(q + self.u, k) + distant) / math.sqrt(self.head_dim)
+        by_distance = torch.einsum("bnhf,bmf->bhnm", self.rotary(y, positions), s)
+        return (_products(q + self.u, k) + by_distance) / math.sqrt(self.head_dim)
 
 
 class DeBERTa(RelativeEncoding):
-    """Disentangled attention: content to content, content to position, position to content.
+    """Disentangled attention: content to content, content to position, and position to content.
 
         scores_ij = (<q_i, k_j> + <q_i, kr_r(i,j)> + <qr_r(j,i), k_j>) / sqrt(3 d)
         r(i,j) = clip(p_i - p_j, -max_distance, max_distance - 1)
 
-    The paper projects one table for all layers to the queries qr and the keys kr of each; here each layer
-    learns its own qr and kr.
+    In the paper each layer projects one shared table to its queries qr and keys kr. Here each layer learns
+    its own qr and kr.
 
     Args:
-        max_distance: distances beyond it count as this one; the paper takes 512.
+        max_distance: longer distances count as this one; the paper takes 512.
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: a size is below 1.
 
     Source: He et al. 2020, arXiv 2006.03654, eq. 3 and 4; RoFormer eq. 10.
 
@@ -148,9 +148,10 @@ class DeBERTa(RelativeEncoding):
 
     def scores(self, q: Tensor, k: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
         low, high = -self.max_distance, self.max_distance - 1
-        forth, back = _rows(positions, key_positions, low, high), _rows(key_positions, positions, low, high)
-        content_position = _pick(torch.einsum("bnhd,hrd->bhnr", q, self.kr), forth)
-        position_content = _pick(torch.einsum("bmhd,hrd->bhmr", k, self.qr), back).transpose(-1, -2)
+        to_keys = _rows(positions, key_positions, low, high)
+        to_queries = _rows(key_positions, positions, low, high)
+        content_position = _pick(torch.einsum("bnhd,hrd->bhnr", q, self.kr), to_keys)
+        position_content = _pick(torch.einsum("bmhd,hrd->bhmr", k, self.qr), to_queries).transpose(-1, -2)
         return (_products(q, k) + content_position + position_content) / math.sqrt(3 * self.head_dim)
 
 
@@ -159,12 +160,12 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _rows(positions: Tensor, others: Tensor, low: int, high: int) -> Tensor:
-    """Clipped distances as rows of a table, (b, 1, n, m)."""
+    """Clipped distances as row numbers of a table, (b, 1, n, m)."""
     return (positions[:, None, :, None] - others[:, None, None, :]).clamp(low, high) - low
 
 
 def _pick(products: Tensor, rows: Tensor) -> Tensor:
-    """products (b, h, n, rows of the table) -> (b, h, n, m): no (n, m, d) tensor is formed."""
+    """products (b, h, n, rows of the table) -> (b, h, n, m), without forming an (n, m, d) tensor."""
     return products.gather(-1, rows.expand(*products.shape[:2], -1, -1))
 
 

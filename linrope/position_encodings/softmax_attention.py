@@ -1,4 +1,4 @@
-"""Softmax attention as a layer with the interface of LinearRoPEAttention, to compare with."""
+"""Softmax attention with the interface of LinearRoPEAttention, for comparison."""
 
 from typing import Any
 
@@ -21,22 +21,22 @@ class SoftmaxAttention(nn.Module):
         q, k, v = W_q x, W_k c, W_v c                         c = context, or x
         y = W_o softmax(scores(q, k)) v                       scores = <q_i, k_j> / sqrt(d), or the encoding's
 
-    x is (b, n, embed_dim), context (b, m, embed_dim). Time grows with n m, and so does memory with a
-    relative encoding. A query that sees no key gets exactly 0. Absolute encodings are added to x before.
+    x is (b, n, embed_dim), context (b, m, embed_dim). Time grows with n m; so does memory with a relative
+    encoding. A query that sees no key gets exactly 0. Absolute encodings are added to x before this layer.
 
     Args:
-        embed_dim: size of x and y.
+        embed_dim: the size of x and y.
         num_heads: h.
         num_kv_heads: g, a divisor of h; default h.
-        head_dim: d of queries and keys; default embed_dim / num_heads.
-        value_head_dim: e of values; default head_dim.
+        head_dim: d, the size of queries and keys; default embed_dim / num_heads.
+        value_head_dim: e, the size of values; default head_dim.
         positions: "rope", "none", "shaw", "transformer-xl", "deberta", a RelativeEncoding, or a Rotary of
             head_dim.
-        causal: whether query i sees only the keys j <= i of this call (and all of the state).
-        bias: of the projections.
+        causal: whether query i sees only the keys j <= i of this call (and all keys of the state).
+        bias: whether the projections have biases.
 
     Raises:
-        ValueError: sizes that do not divide, unknown names, an encoding of other sizes.
+        ValueError: sizes do not divide, a name is unknown, or the encoding has other sizes.
 
     Source: Vaswani et al. 2017, arXiv 1706.03762; with "rope" RoFormer eq. 16 (arXiv 2104.09864).
 
@@ -44,7 +44,7 @@ class SoftmaxAttention(nn.Module):
     >>> layer = SoftmaxAttention(256, 4, positions="deberta")
     >>> x = torch.randn(2, 100, 256)
     >>> y, state = layer(x, return_state=True)
-    >>> layer(x[:, :1], state=state).shape  # the 101st token: reads all keys before it
+    >>> layer(x[:, :1], state=state).shape  # the 101st token sees all keys before it
     torch.Size([2, 1, 256])
     """
 
@@ -88,9 +88,10 @@ class SoftmaxAttention(nn.Module):
         state: KeyValueState | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, KeyValueState]:
-        """x (b, n, embed_dim) -> y of the same shape, or (y, state); arguments as in the linear layer.
+        """x (b, n, embed_dim) -> y of the same shape, or (y, state); arguments as in LinearRoPEAttention.
 
-        cu_seqlens packs sequences behind a block mask, which saves no time; it goes with no state.
+        Sequences packed by cu_seqlens are masked from each other, which saves no time. They cannot have
+        states.
         """
         check_inputs(x, context, self.q_proj.in_features)
         context = x if context is None else context
@@ -100,7 +101,7 @@ class SoftmaxAttention(nn.Module):
         check_mask(key_mask, b, m, x.device)
         check_packing(cu_seqlens, b, n, m, x.device)
         if cu_seqlens is not None and (state is not None or return_state):
-            raise ValueError("cu_seqlens: got a state or return_state=True beside it, expected neither")
+            raise ValueError("cu_seqlens: got a state or return_state=True with it, expected neither")
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(context).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = self.v_proj(context).unflatten(-1, (self.num_kv_heads, self.value_head_dim))
@@ -112,66 +113,63 @@ class SoftmaxAttention(nn.Module):
         else:
             sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
             start = torch.zeros(sequences, dtype=torch.int64, device=x.device)
-        where, other = resolve_positions(
-            positions=positions,
-            key_positions=context_positions,
-            start=start,
-            b=b,
-            n=n,
-            m=m,
-            bounds=cu_seqlens,
+        of_queries, of_keys = resolve_positions(
+            positions=positions, key_positions=context_positions, start=start, b=b, n=n, m=m, bounds=cu_seqlens
         )
-        where, key_where = spell_out(where, n), spell_out(where if other is None else other, m)
+        q_positions = spell_out(of_queries, n)
+        k_positions = spell_out(of_queries if of_keys is None else of_keys, m)
         if rotary is not None:
-            q, k = (rotary(x * rotary.attention_factor, at) for x, at in ((q, where), (k, key_where)))
-        plain = key_mask is None and state is None and cu_seqlens is None
+            q = rotary(q * rotary.attention_factor, q_positions)
+            k = rotary(k * rotary.attention_factor, k_positions)
+        unmasked = key_mask is None and state is None and cu_seqlens is None
         if key_mask is None:
             key_mask = torch.ones(b, m, dtype=torch.bool, device=x.device)
-        else:  # padding may hold anything, and 0 * inf is no 0
+        else:  # padding may hold inf or NaN, which a weight of 0 would not remove
             k, v = (tensor.masked_fill(~key_mask[:, :, None, None], 0) for tensor in (k, v))
-        after = KeyValueState(k, v, key_where.expand(b, m), key_mask, str(rotary))
+        new_state = KeyValueState(k, v, k_positions.expand(b, m), key_mask, str(rotary))
         if state is not None:
-            after = state.append(after)
+            new_state = state.append(new_state)
 
         if isinstance(self.encoding, RelativeEncoding):
-            mask = self._mask(after.mask, n, cu_seqlens)
-            out = _with_encoding(self.encoding, q, after, where, mask)
+            mask = self._mask(new_state.mask, n, cu_seqlens)
+            out = _attend_relative(self.encoding, q, new_state, q_positions, mask)
         else:
-            out = _without(q, after, self.causal, None if plain else self._mask(after.mask, n, cu_seqlens))
+            mask = None if unmasked else self._mask(new_state.mask, n, cu_seqlens)
+            out = _attend(q, new_state, self.causal, mask)
         y: Tensor = self.o_proj(out.flatten(-2))
-        return (y, after) if return_state else y
+        return (y, new_state) if return_state else y
 
     def _mask(self, key_mask: Tensor, n: int, cu_seqlens: Tensor | None) -> Tensor:
-        """Which keys a query sees: bool (b, 1, n or 1, m)."""
+        """The keys that each query sees: bool (b, 1, n or 1, m)."""
         m = key_mask.shape[1]
-        seen = key_mask[:, None, None]
-        if self.causal:  # the last n keys are those of this call
-            seen = seen & torch.ones(n, m, dtype=torch.bool, device=seen.device).tril(m - n)
+        mask = key_mask[:, None, None]
+        if self.causal:  # the last n keys belong to this call
+            mask = mask & torch.ones(n, m, dtype=torch.bool, device=mask.device).tril(m - n)
         if cu_seqlens is not None:
-            tokens = torch.arange(n, device=seen.device)
-            owner = torch.searchsorted(cu_seqlens, tokens, right=True)
-            seen = seen & (owner[:, None] == owner)
-        return seen
+            tokens = torch.arange(n, device=mask.device)
+            sequence = torch.searchsorted(cu_seqlens, tokens, right=True)
+            mask = mask & (sequence[:, None] == sequence)
+        return mask
 
 
-def _without(q: Tensor, state: KeyValueState, causal: bool, mask: Tensor | None) -> Tensor:
+def _attend(q: Tensor, state: KeyValueState, causal: bool, mask: Tensor | None) -> Tensor:
     """softmax(<q_i, k_j> / sqrt(d)) v, (b, n, h, e)."""
     q, k, v = (x.transpose(1, 2) for x in (q, state.k, state.v))
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
-    blind = ~mask.any(-1, keepdim=True)  # such a row would be NaN: it sees all, and is then dropped
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | blind, enable_gqa=True)
-    return out.masked_fill(blind, 0).transpose(1, 2)
+    no_keys = ~mask.any(-1, keepdim=True)  # such a query would give NaN: it sees all keys, then becomes 0
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | no_keys, enable_gqa=True)
+    return out.masked_fill(no_keys, 0).transpose(1, 2)
 
 
-def _with_encoding(
+def _attend_relative(
     encoding: RelativeEncoding, q: Tensor, state: KeyValueState, positions: Tensor, mask: Tensor
 ) -> Tensor:
-    """softmax(scores) v as the encoding has them, (b, n, h, e)."""
+    """softmax(scores) v with the encoding's scores and values, (b, n, h, e)."""
     repeats = q.shape[2] // state.k.shape[2]
     k, v = (x.repeat_interleave(repeats, 2) for x in (state.k, state.v))
     scores = encoding.scores(q, k, positions, state.positions)
-    # Not -inf: a row without keys would be NaN.
+    # Not -inf, which would make a row without keys NaN.
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1, torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
     return encoding.values(weights.masked_fill(~mask, 0), v, positions, state.positions)
@@ -194,8 +192,8 @@ def _make(
     names = ("rope", "none", *RELATIVE)
     if positions in ABSOLUTE:
         raise ValueError(
-            f"positions={positions!r}: an absolute encoding, expected to be added to x before; "
-            f"here one of {', '.join(names)}"
+            f"positions={positions!r}: add an absolute encoding to x before the layer; expected one of "
+            f"{', '.join(names)}"
         )
     check_name("positions", positions, names, also="a RelativeEncoding or Rotary")
     if positions == "rope":
@@ -214,4 +212,4 @@ def _check_state(state: KeyValueState, k: Tensor, v: Tensor, identity: str) -> N
                 f"{new.dtype} ({len(new)}, length, {new.shape[2]}, {new.shape[3]}) on {new.device}"
             )
     if state.identity != identity:
-        raise ValueError(f"state: made with {state.identity}; expected {identity}, as this layer has it")
+        raise ValueError(f"state: made with {state.identity}; expected {identity}, this layer's rotation")

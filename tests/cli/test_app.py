@@ -281,7 +281,7 @@ def test_legends_name_what_the_models_differ_in() -> None:
 def test_curves_of_runs_with_one_name_have_labels_that_differ(tmp_path: Path) -> None:
     assert labels([tmp_path / "a" / "run", tmp_path / "b" / "run"]) == ["a/run", "b/run"]
     assert labels([tmp_path / "one", tmp_path / "two"]) == ["one", "two"]
-    with pytest.raises(ValueError, match="expected each of them once"):
+    with pytest.raises(ValueError, match="expected each checkpoint once"):
         labels([tmp_path / "one", tmp_path / "two" / ".." / "one"])
 
 

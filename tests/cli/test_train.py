@@ -18,12 +18,12 @@ def test_a_finished_run_goes_on_with_more_steps_and_says_what_it_ignores(
     assert run([*train, "--steps", "3", *SMALL]) == 0
     capfd.readouterr()
     assert run([*train, "--resume"]) == 0
-    assert "has all of its 3 steps; --steps, a larger number, goes on" in capfd.readouterr().out
+    assert "is complete after 3 steps; a larger number of --steps continues it" in capfd.readouterr().out
     assert run([*train, "--resume", "--steps", "5", "--embed-dim", "64", "--seed", "1", *SMALL[2:]]) == 0
     printed = capfd.readouterr().out
-    assert "goes on at step 3 of 5" in printed
+    assert "continues at step 3 of 5" in printed
     assert (
-        "ignored beside --resume: --seed (the checkpoint has 0), --embed-dim (the checkpoint has 32)\n"
+        "ignored with --resume: --seed (the checkpoint has 0), --embed-dim (the checkpoint has 32)\n"
         in printed
     )
     assert "after 5 steps" in printed

@@ -256,7 +256,7 @@ def test_attention_factor_scales_queries_and_keys() -> None:
     ("options", "message"),
     [
         ({"positions": "show"}, r"positions='show': expected one of rope, .*did you mean 'shaw'"),
-        ({"positions": "learned"}, "positions='learned': an absolute encoding"),
+        ({"positions": "learned"}, "positions='learned': add an absolute encoding"),
         ({"positions": Shaw(2, 8)}, r"made for .* \(2, 8, 8\), expected \(2, 4, 4\)"),
         ({"positions": Rotary(8)}, "expected dim=4"),
         ({"positions": Rotary(4, xpos=512)}, "without axes and xpos"),
