@@ -1,4 +1,4 @@
-"""linrope against softmax attention, both with RoPE: ``pytest benchmarks/bench_attention.py``."""
+"""Times linrope against softmax attention, both with RoPE: ``pytest benchmarks/bench_attention.py``."""
 
 from functools import partial
 

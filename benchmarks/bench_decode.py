@@ -1,4 +1,4 @@
-"""A decoding step, state against key/value cache: ``pytest benchmarks/bench_decode.py``."""
+"""Times a decoding step, a state against a key/value cache: ``pytest benchmarks/bench_decode.py``."""
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture

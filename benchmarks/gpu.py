@@ -1,10 +1,10 @@
-"""linrope on one GPU: against its floor, softmax attention and other libraries, gates, decoding, launches.
+"""Measures linrope on one GPU: its floor, softmax attention, other libraries, gates, decoding, launches.
 
     PYTHONPATH=.:kernels python3 benchmarks/gpu.py --out benchmarks/results/gpu-name-date.json
 
-Every case is checked before it is timed; one that fails is noted and not timed, and the exit status is 1.
-Softmax attention rotates q and k inside the timed region by plain PyTorch operations, as its users do.
-"bare" is without rotation and, of flash-linear-attention, without feature map and normalizer.
+Every case is checked before it is timed. A case that fails is reported and not timed, and the exit status
+is 1. Softmax attention rotates q and k inside the timed region with plain PyTorch operations, as its users
+do. "bare" means without rotation; for flash-linear-attention also without feature map and normalizer.
 """
 
 import argparse
@@ -36,7 +36,7 @@ SECTIONS = ("linrope", "overtaking", "decode", "softmax", "fla", "gated", "host"
 SPEEDUPS = ("forward x", "training x", "bare forward x", "bare training x")
 TOLERANCE = {torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
 BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
-WINDOW = 512  # tokens that are compared together
+WINDOW = 512  # tokens per comparison
 
 
 def shapes(section: str, tiny: bool) -> list[Shape]:
@@ -55,12 +55,12 @@ def shapes(section: str, tiny: bool) -> list[Shape]:
 
 
 def floor_bytes(d: int, e: int) -> dict[str, int]:
-    """The least per token and head, in bfloat16; "step": per decoding step and head, a float32 state."""
+    """The fewest bytes per token and head, in bfloat16; "step": per decoding step and head, in float32."""
     return {"forward": 2 * (2 * d + 2 * e), "backward": 2 * (6 * d + 5 * e) + 12, "step": 8 * d * e}
 
 
 def timed(function: Callable[[], Any], device: str, flush: bool = False) -> Row:
-    """Times in ms, by events; on the CPU, which only tests use, by the wall clock, once."""
+    """Times in ms: by events on a GPU, one run by the wall clock on a CPU (for tests only)."""
     if device == "cpu":
         start = time.perf_counter()
         function()
@@ -69,13 +69,15 @@ def timed(function: Callable[[], Any], device: str, flush: bool = False) -> Row:
         function()  # compiles
         (once,) = times_by_events(function, 1, flush)
         runs = 1 if once > 200 else max(10, min(100, int(200 / once)))
-        times = times_by_events(function, runs + runs // 2, flush)[runs // 2 :]  # idle clocks are low
+        times = times_by_events(function, runs + runs // 2, flush)[
+            runs // 2 :
+        ]  # the first runs have low clocks
     median = statistics.median(times)
     return {"median_ms": median, "min_ms": min(times), "max_ms": max(times), "runs": len(times)}
 
 
 def times_by_events(function: Callable[[], Any], runs: int, flush: bool) -> list[float]:
-    """flush: reads something else before each run, so that nothing is in the L2 cache."""
+    """flush: reads another tensor before each run, which empties the L2 cache."""
     other = torch.zeros(2**26 if flush else 1, device="cuda")
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
     for start, end in events:
@@ -88,11 +90,11 @@ def times_by_events(function: Callable[[], Any], runs: int, flush: bool) -> list
 
 
 def ceilings(device: str, tiny: bool) -> Row:
-    """What the device does at best: bytes read and written by a copy, bfloat16 products of random data."""
-    how: Row = {"device": device, "dtype": torch.bfloat16}
-    source, size = torch.randn(1000 if tiny else 2**30, **how), 64 if tiny else 8192
+    """The best rates of the device: bytes read and written by a copy, and bfloat16 products."""
+    new: Row = {"device": device, "dtype": torch.bfloat16}
+    source, size = torch.randn(1000 if tiny else 2**30, **new), 64 if tiny else 8192
     copy = timed(partial(torch.empty_like(source).copy_, source), device)
-    a, b, out = torch.randn(3, size, size, **how)
+    a, b, out = torch.randn(3, size, size, **new)
     product = timed(partial(torch.mm, a, b, out=out), device)
     copy |= {"rate": 2e3 * source.nbytes / copy["median_ms"], "unit": "byte/s"}
     product |= {"rate": 2e3 * size**3 / product["median_ms"], "unit": "flop/s"}
@@ -100,14 +102,14 @@ def ceilings(device: str, tiny: bool) -> Row:
 
 
 def check(case: AttentionCase, attend: Callable[[], Tensor]) -> Row:
-    """Errors of the last head's output and gradients, compared with float64, and of the output in units of
-    the contract's bound. AssertionError: one is too large, or a number of any head is not finite."""
+    """Compares the last head's output and gradients with float64; also gives the output's error in units of
+    the contract's bound. AssertionError: an error is too large, or a number of any head is not finite."""
     case.g_out.new_full((4 * case.g_out.numel(),), math.nan)  # freed at once: fresh memory holds NaN
     results = attend(), *case.training(attend)
     assert all(bool(x.isfinite().all()) for x in results), "not finite"
     actual = [x.detach()[-1:, :, -1:].double().cpu() for x in results]
-    given = (x.detach()[-1:, :, -1:].double().cpu() for x in (*case.inputs, case.g_out))
-    q, k, v, g_out = (x.requires_grad_() for x in given)
+    wide = (x.detach()[-1:, :, -1:].double().cpu() for x in (*case.inputs, case.g_out))
+    q, k, v, g_out = (x.requires_grad_() for x in wide)
     linear = partial(linear_rope_attention, backend="eager")  # in time linear in n
     out = linear(q, k, v, rotary=case.rotary)
     exact = [x.detach() for x in (out, *torch.autograd.grad(out, (q, k, v), g_out))]
@@ -126,8 +128,8 @@ def check(case: AttentionCase, attend: Callable[[], Tensor]) -> Row:
 
 
 def compare(name: str, actual: Tensor, expected: Tensor, tolerance: float) -> float:
-    """The largest |actual - expected| / |expected|, in the 2-norm, of a window of tokens: later ones have
-    far smaller outputs and gradients. AssertionError: it is over the tolerance."""
+    """The largest |actual - expected| / |expected| of all windows of tokens, in the 2-norm. Windows, because
+    later tokens have far smaller outputs and gradients. AssertionError: it exceeds the tolerance."""
     windows = zip(actual.double().split(WINDOW, 1), expected.double().split(WINDOW, 1))
     error = float(torch.stack([(x - y).norm() / y.norm() for x, y in windows]).max())  # NaN if one is
     assert error <= tolerance, f"{name} is off: {error:.3g} of its size, expected at most {tolerance:.3g}"
@@ -135,13 +137,13 @@ def compare(name: str, actual: Tensor, expected: Tensor, tolerance: float) -> fl
 
 
 def measured(case: AttentionCase, attend: Callable[[], Tensor], modes: tuple[str, ...] = MODES) -> Row:
-    """Times; inputs that would fit the L2 cache are not left there."""
+    """Times of both modes, with an empty L2 cache if the inputs would fit into it."""
     small = sum(x.nbytes for x in case.inputs) < 100e6
     return {mode: timed(partial(getattr(case, mode), attend), case.device, small) for mode in modes}
 
 
 def linrope_row(case: AttentionCase, bandwidth: float) -> Row:
-    """Times, their part of the floor, and a training step's peak memory beyond inputs, out and gradients."""
+    """Times, the floor relative to them, and a training step's memory beyond inputs, out and gradients."""
     attend = partial(linear_rope_attention, *case.inputs, rotary=case.rotary, backend="triton")
     row = {"errors": check(case, attend), **measured(case, attend)}
     forward, training = (row[mode]["median_ms"] for mode in MODES)
@@ -151,9 +153,9 @@ def linrope_row(case: AttentionCase, bandwidth: float) -> Row:
     if case.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before, out = torch.cuda.memory_allocated(), attend()
-        made = out, *torch.autograd.grad(out, case.inputs, case.g_out)
-        extra = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in made)
-        row["extra_memory"] = extra / sum(x.nbytes for x in (*made, *case.inputs, case.g_out))
+        results = out, *torch.autograd.grad(out, case.inputs, case.g_out)
+        extra = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in results)
+        row["extra_memory"] = extra / sum(x.nbytes for x in (*results, *case.inputs, case.g_out))
     return row
 
 
@@ -167,7 +169,7 @@ def check_softmax(case: AttentionCase) -> None:
 
 
 def softmax_row(case: AttentionCase, backends: tuple[str, ...]) -> Row:
-    """Times of the backends that run; of one twice as slow as the fastest before it, the forward pass."""
+    """Times of the available backends; only the forward pass of a backend half as fast as an earlier one."""
     row: Row = {"functions": {}, "not_run": {}}
 
     def bare() -> Tensor:
@@ -189,7 +191,7 @@ def softmax_row(case: AttentionCase, backends: tuple[str, ...]) -> Row:
 
 
 def fla_row(case: AttentionCase) -> Row:
-    """Times of eq. 19 from flash-linear-attention's public functions, rotated in its default layout."""
+    """Times of eq. 19 in flash-linear-attention's public functions, with its default rotation layout."""
     row: Row = {"functions": {}, "not_run": {}}
     (q, k, v), rotary = case.inputs, Rotary(case.dim, layout="half")
     cos, sin = (x[:, 0] for x in rotary.cos_sin(torch.arange(case.n, device=case.device), case.dtype))
@@ -211,26 +213,26 @@ def fla_row(case: AttentionCase) -> Row:
         compare("its route", case.forward(route), case.forward(ours), 4 * TOLERANCE[case.dtype])
         row["functions"]["route"] = measured(case, route)
         row["functions"]["bare"] = measured(case, lambda: chunk_linear_attn(q, k, v, normalize=False)[0])
-    except Exception as error:  # that library's troubles are noted, but are no failure of linrope's
+    except Exception as error:  # a failure of that library is reported and does not count as one of linrope
         why = "not installed: " if isinstance(error, ImportError) else ""
         row["not_run"]["fla"] = why + repr(error)[:200]
     return row
 
 
 def gated_row(case: AttentionCase) -> Row:
-    """Times with a forget gate per head: all of the equation, and bare, as other libraries compute it."""
+    """Times with a forget gate per head: of the whole equation, and bare, as in other libraries."""
     row: Row = {"functions": {}, "not_run": {}}
     assert case.log_decay is not None
     part = [x.detach()[-1:, :, -1:].double().cpu() for x in (*case.inputs, case.log_decay)]
     wide = copy(case)
     wide.inputs, wide.log_decay = (part[0], part[1], part[2]), part[3]
-    how = {"rotary": case.rotary, "log_decay": part[3], "backend": "eager"}
+    options = {"rotary": case.rotary, "log_decay": part[3], "backend": "eager"}
     with torch.no_grad():
-        full, exact = linear_rope_attention(*part[:3], **how), bare(wide, "eager")
-    own: dict[str, Callable[[], Tensor]] = {
+        full, exact = linear_rope_attention(*part[:3], **options), bare(wide, "eager")
+    ours: dict[str, Callable[[], Tensor]] = {
         "linrope": partial(case.linrope, backend="triton"), "linrope bare": partial(bare, case)
     }  # fmt: skip
-    for (name, attend), expected in zip(own.items(), (full, exact)):
+    for (name, attend), expected in zip(ours.items(), (full, exact)):
         compare(name, case.forward(attend)[-1:, :, -1:].cpu(), expected, TOLERANCE[case.dtype])
         row["functions"][name] = measured(case, attend)
     for name, make in OTHERS.items():
@@ -238,7 +240,7 @@ def gated_row(case: AttentionCase) -> Row:
             theirs, attend = make(case)
             compare(name, theirs.forward(attend)[-1:, :, -1:].cpu(), exact, 4 * TOLERANCE[case.dtype])
             row["functions"][f"{name} bare"] = measured(theirs, attend)
-        except Exception as error:  # their troubles are noted, but are no failure of linrope's
+        except Exception as error:  # their failures are reported and do not count as one of linrope
             row["not_run"][name] = ("not installed: " if isinstance(error, ImportError) else "") + repr(
                 error
             )[:200]
@@ -249,7 +251,7 @@ def gated_row(case: AttentionCase) -> Row:
 
 @torch.no_grad()
 def decode_row(shape: Shape, device: str, dtype: torch.dtype, bandwidth: float) -> Row:
-    """A step of so many layers that their states do not fit the L2 cache together, as in a model."""
+    """A step of many layers, whose states together exceed the L2 cache, as in a model."""
     b, _, h, d = shape
     token = torch.randn(3, *shape, device=device, dtype=dtype)
     attend = partial(linear_rope_attention, rotary=Rotary(d), return_state=True)
@@ -297,14 +299,14 @@ def speedups(functions: Row, base: Row) -> Row:
 
 
 def overtaking(rows: list[Row], name: str) -> int | None:
-    """The least length from which on that speed-up is over 1; where it is missing, it is not."""
+    """The smallest length from which on the speed-up exceeds 1; a missing one counts as smaller."""
     slower = [i for i, row in enumerate(rows) if not row.get("speedups", {}).get(name, 0) > 1]
     faster = rows[max(slower, default=-1) + 1 :]
     return faster[0]["shape"][1] if faster else None
 
 
 def measure(result: Row, section: str, cases: list[Shape], row_of: Callable[..., Row], end: float) -> None:
-    """Adds a section's rows to the result, while one like the row before fits."""
+    """Adds a section's rows to the result, as long as another row like the last one fits into the budget."""
     previous, result[section] = 0.0, []
     for shape in cases:
         start, row = time.monotonic(), Row(shape=list(shape))
@@ -313,7 +315,7 @@ def measure(result: Row, section: str, cases: list[Shape], row_of: Callable[...,
         else:
             try:
                 row |= row_of(section, shape)
-            except Exception as error:  # the other cases are measured nevertheless
+            except Exception as error:  # go on with the other cases
                 row["failure"] = repr(error)[:200]
             previous = time.monotonic() - start
             print(f"{section} {shape}: {previous:.1f} s {row.get('not_run') or ''}", flush=True)
@@ -321,7 +323,7 @@ def measure(result: Row, section: str, cases: list[Shape], row_of: Callable[...,
 
 
 def table(result: Row) -> str:
-    """The figures, a line for each case."""
+    """The figures as text, one line for each case."""
     lines = []
     for section in (x for x in SECTIONS if x in result):
         every = [row | row.get("speedups", {}) for row in result[section]]
@@ -340,15 +342,15 @@ def main(arguments: list[str] | None = None) -> int:
     started, today = time.monotonic(), time.strftime("%Y-%m-%d")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(f"benchmarks/results/gpu-{today}.json"))
-    parser.add_argument("--budget", type=float, default=420, help="seconds; what no longer fits is skipped")
-    parser.add_argument("--commit", help="of the code, where there is no git")
+    parser.add_argument("--budget", type=float, default=420, help="seconds; later cases are skipped")
+    parser.add_argument("--commit", help="the commit of the code, if there is no git")
     parser.add_argument("--only", nargs="+", default=SECTIONS, choices=SECTIONS)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="a test of this script: small shapes")
     options = parser.parse_args(arguments)
     device, found = options.device, machine() | {"triton": triton.__version__, "device": options.device}
     backends = BACKENDS if device == "cuda" else ("MATH",)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float16  # of which Triton's interpreter knows
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16  # Triton's interpreter has no bfloat16
     if device == "cuda":
         driver = subprocess.getoutput("nvidia-smi --query-gpu=driver_version --format=csv,noheader")
         found |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "driver": driver}
@@ -382,7 +384,9 @@ def main(arguments: list[str] | None = None) -> int:
         if section in ("linrope", "gated") and found["hopper"]:
             predicted(result[section], section == "gated")
         result["overtakes"] = {x: overtaking(result.get("overtaking", []), x) for x in SPEEDUPS}
-        options.out.write_text(json.dumps(result, indent=1) + "\n")  # after each: a run may be cut short
+        options.out.write_text(
+            json.dumps(result, indent=1) + "\n"
+        )  # after each section, since a run may be cut short
     print(table(result), options.out, sep="\n")
     return int(any("failure" in row for section in SECTIONS for row in result.get(section, [])))
 

@@ -1,4 +1,4 @@
-"""What no event times: a call's time on the host, its launches, and what the model says beside it."""
+"""Measures the host time and the launches of a call, and adds the times that the cycle model predicts."""
 
 import json
 import os
@@ -18,7 +18,7 @@ MODES = ("forward", "training")
 
 
 def host_row(case: AttentionCase) -> Row:
-    """Time until a call is launched, of many that nobody waits for, and how many launches it is."""
+    """The time to launch a call, averaged over many calls without waiting for the GPU, and its launches."""
     attend, row = partial(linear_rope_attention, *case.inputs, rotary=case.rotary, backend="triton"), Row()
     for mode in MODES:
         run = partial(getattr(case, mode), attend)
@@ -39,7 +39,7 @@ def host_row(case: AttentionCase) -> Row:
 
 
 def predicted(rows: list[Row], decay: bool) -> None:
-    """Adds the model's times over the measured ones, by which the model is calibrated; Hopper only."""
+    """Adds the model's times relative to the measured ones, to calibrate the model; Hopper only."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
     for d in sorted({row["shape"][3] for row in rows}):
         chosen = [row for row in rows if row["shape"][3] == d and "training_ms" in row]
@@ -57,6 +57,6 @@ def predicted(rows: list[Row], decay: bool) -> None:
         command += ["--decay"] if decay else []
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         for row, line in zip(chosen, done.stdout.splitlines()):
-            found, forward = json.loads(line), row["forward_ms"]
-            row["predicted_forward"] = 1e3 * found["forward"] / forward
-            row["predicted_backward"] = 1e3 * found["backward"] / (row["training_ms"] - forward)
+            prediction, forward = json.loads(line), row["forward_ms"]
+            row["predicted_forward"] = 1e3 * prediction["forward"] / forward
+            row["predicted_backward"] = 1e3 * prediction["backward"] / (row["training_ms"] - forward)

@@ -1,10 +1,10 @@
-"""How many launches a layer's forward and backward pass take on a GPU, counted without one.
+"""Counts the GPU launches of a layer's forward and backward pass without a GPU.
 
     PYTHONPATH=.:kernels python benchmarks/launches.py
 
-Layers live on the meta device, the kernels' launchers are recorded in place of started, and PyTorch's
-operations are counted where they are dispatched. Views and fresh memory launch nothing. An operation may
-take more than one launch (a sum over few long rows, a product split over its sum), which is not counted.
+Layers are on the meta device. Kernel launches are recorded rather than started, and PyTorch's operations are
+counted where they are dispatched. Views and allocations launch nothing. Each operation counts as one launch,
+although some take more (a sum over a few long rows, a split-k product).
 """
 
 import argparse
@@ -45,7 +45,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 class Counted(TorchDispatchMode):
-    """PyTorch's operations by name, those inside of linrope's operator as well."""
+    """Counts PyTorch's operations by name, including those inside linrope's operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Counted(TorchDispatchMode):
 
 @contextmanager
 def recorded() -> Iterator[Counter[str]]:
-    """Names of the kernels that would be started, on a GPU of an H100's size."""
+    """Records the names of the kernels that would start on a GPU of an H100's size."""
     names: Counter[str] = Counter()
 
     def getitem(kernel: Any, grid: tuple[int, ...]) -> Any:
@@ -81,7 +81,7 @@ def recorded() -> Iterator[Counter[str]]:
     JITFunction.__getitem__ = getitem
     launch._device = lambda x: launch._Device(90, cycle_model.MULTIPROCESSORS)
     backend.supports = lambda call, state: None
-    operators._full_precision = lambda call: nullcontext()  # the meta device knows no autocast
+    operators._full_precision = lambda call: nullcontext()  # autocast does not support the meta device
     torch.autocast = lambda *_, **__: nullcontext()
     try:
         yield names
@@ -91,39 +91,39 @@ def recorded() -> Iterator[Counter[str]]:
 
 
 def count(shape: tuple[int, int, int], **options: Any) -> dict[str, dict[str, Counter[str]]]:
-    """By pass: the kernels' launches, and PyTorch's operations."""
+    """The kernel launches and PyTorch's operations of each pass."""
     b, n, h = shape
     layer = LinearRoPEAttention(
         64 * h, h, backend="triton", device="meta", dtype=torch.bfloat16, **options
     )  # fmt: skip
     x = torch.empty(b, n, 64 * h, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    found = {}
+    counts = {}
     with recorded() as kernels, Counted() as operations:
         y = layer(x)
-        found["forward"] = {"kernels": Counter(kernels), "operations": Counter(operations.names)}
+        counts["forward"] = {"kernels": Counter(kernels), "operations": Counter(operations.names)}
         kernels.clear(), operations.names.clear()
         torch.autograd.grad(y, (x, *layer.parameters()), torch.empty_like(y), allow_unused=True)
-        found["backward"] = {"kernels": Counter(kernels), "operations": Counter(operations.names)}
-    return found
+        counts["backward"] = {"kernels": Counter(kernels), "operations": Counter(operations.names)}
+    return counts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--names", action="store_true", help="which they are")
+    parser.add_argument("--names", action="store_true", help="also print the names")
     options = parser.parse_args()
     for shape_name, shape in SHAPES.items():
-        for name, how in LAYERS.items():
-            found = count(shape, **how)
+        for name, layer_options in LAYERS.items():
+            counts = count(shape, **layer_options)
             if options.json:
-                print(json.dumps({"name": shape_name, "shape": shape, "layer": name} | found))
+                print(json.dumps({"name": shape_name, "shape": shape, "layer": name} | counts))
                 continue
             sums = [
-                f"{p} {each['kernels'].total()} + {each['operations'].total()}" for p, each in found.items()
+                f"{p} {each['kernels'].total()} + {each['operations'].total()}" for p, each in counts.items()
             ]
             print(f"{shape_name:<10} {name:<25} {', '.join(sums)}")
             if options.names:
-                for p, each in found.items():
+                for p, each in counts.items():
                     print(f"    {p}: {dict(each['kernels'])} {dict(each['operations'].most_common())}")
 
 

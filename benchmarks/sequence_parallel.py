@@ -1,10 +1,10 @@
-"""What sequences in shards cost: measured between processes, and calculated for many GPUs.
+"""The cost of sequences in shards: measured between processes, and calculated for many GPUs.
 
     torchrun --nproc-per-node 2 benchmarks/sequence_parallel.py    measures here, with gloo on CPUs
     python benchmarks/sequence_parallel.py                         prints the table of docs/distributed.md
 
-Measured are the bytes that a process hands to the others, which must not grow with the sequence and must be
-those of the calculation, and the time of a shard in a group over that of the same shard alone.
+It measures the bytes that a process sends, which must equal the calculation and not grow with the sequence,
+and the time of a shard in a group relative to the same shard alone.
 """
 
 import json
@@ -28,7 +28,7 @@ class Model:
 
     @property
     def parameters(self) -> float:
-        """4 projections and the gate of attention, 3 of a SwiGLU of 8/3."""
+        """4 projections and the gate of attention, and 3 projections of a SwiGLU of width 8/3."""
         return self.layers * (5 + 8) * self.embed_dim**2
 
     @property
@@ -38,33 +38,35 @@ class Model:
 
 
 def calculate(model: Model, tokens: int, gpus: int, flops: float, bandwidth: float) -> dict[str, float]:
-    """Of one step on one sequence over all GPUs, in bfloat16 with checkpointed blocks.
+    """The costs of one step on one sequence over all GPUs, in bfloat16 with checkpointed blocks.
 
-    flops and bandwidth (bytes/s) are what a GPU reaches, not what is written on it.
+    flops and bandwidth (bytes/s) are what a GPU reaches in practice, not its data sheet's.
     """
-    own = -(-tokens // gpus)
+    local_tokens = -(-tokens // gpus)
     gathered = gpus * model.state
     halo = 3 * 3 * model.embed_dim * 2 * gpus
     received = 2 * (gathered + halo) + gathered + halo  # forward, recomputed forward, backward
     return {
-        "tokens per GPU": own,
-        # One input per block, the blow-up inside one block (about 34 d per token), logits apart.
-        "activations, GB": (model.layers + 34) * own * model.embed_dim * 2 / 1e9,
+        "tokens per GPU": local_tokens,
+        # The input of each block, and the activations inside one block (about 34 d per token); without
+        # logits.
+        "activations, GB": (model.layers + 34) * local_tokens * model.embed_dim * 2 / 1e9,
         # bfloat16 weights and gradients, float32 master weights and two moments, over all GPUs.
         "weights, GB": 16 * model.parameters / gpus / 1e9 + 2 * 2 * model.parameters / model.layers / 1e9,
         "gathered states of a block, GB": 2 * gathered / 1e9,
         "sent and received per block and step, GB": received / 1e9,
-        "compute, s": 8 * model.parameters * own / flops,
+        "compute, s": 8 * model.parameters * local_tokens / flops,
         "exchange, s": model.layers * received / bandwidth,
     }
 
 
 def overhead(dim: int, chunk: int) -> tuple[float, float]:
-    """Arithmetic of a shard in a group over that of the same shard alone: forward, and with backward.
+    """The arithmetic of a shard in a group relative to the same shard alone: forward, and with backward.
 
-    Per token and head, with as many features as values: a product with the state, or what a token adds to it,
-    is 2 dim^2; one with the keys of its chunk, half of which it sees, is chunk dim. In a group comes on top
-    the state of the shard's keys, and in the backward pass dk and dv from its gradient.
+    Per token and head, with as many features as values: a product with the state, or the update of the state,
+    takes 2 dim^2 operations. A product with the keys of the chunk, half of which are visible, takes chunk
+    dim. A group adds the state of the shard's keys, and in the backward pass dk and dv from the gradient of
+    that state.
     """
     state, tile = 2 * dim**2, chunk * dim
     forward = 2 * state + 2 * tile  # S phi and S += psi v^T; scores, and their product with v
@@ -82,20 +84,20 @@ def print_calculation() -> None:
     print(f"{size}, {model.state / 1e6:.2f} MB of state per layer and rank")
     for tokens in (1_000_000, 100_000_000):
         for gpus in (8, 64, 1024):
-            found = calculate(model, tokens, gpus, flops=400e12, bandwidth=40e9)
+            costs = calculate(model, tokens, gpus, flops=400e12, bandwidth=40e9)
             print(f"\n{tokens:,} tokens, {gpus} GPUs")
-            for name, x in found.items():
+            for name, x in costs.items():
                 print(f"  {name:44} {x:12,.3f}" if x < 1e4 else f"  {name:44} {x:12,.0f}")
 
 
 def measure() -> None:
-    """Two lengths, whose bytes have to be the same."""
+    """Measures two lengths. Both must send the same number of bytes."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     for tokens in (4096, 65536):
-        found = scaling.measure(tokens, heads=8, dim=64)
+        result = scaling.measure(tokens, heads=8, dim=64)
         if dist.get_rank() == 0:
-            print(json.dumps(found, indent=1))
+            print(json.dumps(result, indent=1))
     dist.destroy_process_group()
 
 

@@ -133,9 +133,10 @@ class SoftmaxAttention(nn.Module):
         if isinstance(self.encoding, RelativeEncoding):
             mask = self._mask(new_state.mask, n, cu_seqlens)
             out = _attend_relative(self.encoding, q, new_state, q_positions, mask)
+        elif unmasked:
+            out = _attend(q, new_state, self.causal, None)
         else:
-            mask = None if unmasked else self._mask(new_state.mask, n, cu_seqlens)
-            out = _attend(q, new_state, self.causal, mask)
+            out = _attend(q, new_state, self.causal, self._mask(new_state.mask, n, cu_seqlens))
         y: Tensor = self.o_proj(out.flatten(-2))
         return (y, new_state) if return_state else y
 

@@ -1,1 +1,1 @@
-"""The command `linrope bench`."""
+"""The command ``linrope bench``."""

@@ -1,4 +1,4 @@
-"""Measures the cases of cases.py: time in turns, memory, and what they come to."""
+"""Measures the cases of cases.py: times, memory, and figures derived from them."""
 
 import ctypes
 import math
@@ -25,24 +25,25 @@ _STEPS = 20  # decoding steps per measurement
 
 
 def flop_per_token_head(d: int, e: int) -> int:
-    """2CD + CE + 4DE with C = 32: scores of whole tiles, values of half a tile, state in and out."""
+    """2CD + CE + 4DE, C = 32: scores of whole tiles, values of half tiles, state read and written."""
     return 2 * CHUNK * d + CHUNK * e + 4 * d * e
 
 
 def typical_seconds(
     functions: Mapping[str, Callable[[], Any]], rounds: int = 5, budget: float = 2.0, device: str = "cpu"
 ) -> dict[str, float]:
-    """Time of each function; they take turns, so that a busy machine hits all alike.
+    """The time of each function. They take turns, so that a busy machine slows all of them alike.
 
-    Medians of the wall time; of one thread minima of its CPU time, to which other processes only add.
-    budget: seconds per function over all rounds; at least one call a round.
+    Returns medians of the wall time. With one thread it returns minima of the thread's CPU time, since other
+    processes can only lengthen it. budget: seconds per function over all rounds, with at least one call a
+    round.
     """
-    alone = clock_name(device) != WALL
-    clock = time.thread_time if alone else time.perf_counter
+    one_thread = clock_name(device) != WALL
+    clock = time.thread_time if one_thread else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():
-            if not times[name] or times[name][-1] < 1:  # warm-up, which long calls can do without
+            if not times[name] or times[name][-1] < 1:  # warm-up, unless the calls are long
                 function()
             _wait(device)
             end = clock() + budget / rounds
@@ -54,7 +55,7 @@ def typical_seconds(
                 times[name].append(now - start)
                 if now >= end or len(times[name]) >= 200:
                     break
-    typical = min if alone else statistics.median
+    typical = min if one_thread else statistics.median
     return {name: typical(values) for name, values in times.items()}
 
 
@@ -62,7 +63,7 @@ WALL = "wall time, medians"
 
 
 def clock_name(device: str = "cpu") -> str:
-    """What times are: a thread's CPU time says what a call costs while others use the machine too."""
+    """Names the clock. A thread's CPU time is the cost of a call even if other processes use the machine."""
     on_cpu = torch.device(device).type == "cpu"
     return "thread CPU time, minima" if on_cpu and torch.get_num_threads() == 1 else WALL
 
@@ -73,9 +74,9 @@ def _wait(device: str) -> None:
 
 
 def peak_memory(function: Callable[[], Any], device: str = "cpu") -> int | None:
-    """Bytes that are taken at most while function runs, its result included.
+    """The peak of the memory in bytes that function takes, including its result.
 
-    On a CPU what the process grows by (Linux), on a GPU what PyTorch allocates there.
+    On a CPU it is the growth of the process (Linux only), on a GPU PyTorch's allocations.
     """
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -92,8 +93,8 @@ def peak_memory(function: Callable[[], Any], device: str = "cpu") -> int | None:
         return int(line.split()[1]) * 1024
 
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # or memory freed earlier would be used again, and not seen
-        clear.write_text("5")  # sets the peak back to the present size
+        ctypes.CDLL(None).malloc_trim(0)  # otherwise the call could reuse memory freed before, unnoticed
+        clear.write_text("5")  # resets the peak to the current size
     except (OSError, AttributeError):
         return None
     before = read("VmRSS:")
@@ -109,7 +110,7 @@ def matmul_case(case: Case) -> Callable[[], Tensor]:
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Describes the machine and the software of a measurement."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -129,18 +130,18 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Of the checkout that linrope runs from, if it is one."""
+    """The commit of the checkout that linrope runs from; None if it is not a checkout."""
     command = ["git", "-C", str(Path(linrope.__file__).parent), "rev-parse", "HEAD"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:
         return None
-    return found.stdout.strip() or None
+    return done.stdout.strip() or None
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: seconds one call of softmax attention may take, seconds per figure, turns."""
+    """How long to measure: seconds for one call of softmax attention, seconds per figure, and rounds."""
 
     softmax_limit: float
     budget: float
@@ -151,29 +152,29 @@ class Effort:
 
 
 def attention_row(
-    of: Case, n: int, previous: dict[str, Any] | None, effort: Effort
+    sizes: Case, n: int, previous: dict[str, Any] | None, effort: Effort
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """All figures at length n, and why peers have none.
+    """All figures at length n, and for each peer without figures the reason.
 
-    Softmax attention is left out where one call would take longer than the effort allows, judged by the
-    previous row: its time grows with the square of n.
+    Leaves out softmax attention if one call would take longer than the effort allows. The estimate comes from
+    the previous row, since the time grows with the square of n.
     """
-    case = AttentionCase(n, **vars(of))
+    case = AttentionCase(n, **vars(sizes))
     case.check()
     case.check(case.eager)
     peers, reasons = peers_of(case)
     row: dict[str, Any] = {"n": n, "softmax_backend": case.softmax_backend()}
-    runs: dict[str, Callable[[], Any]] = {"matmul": matmul_case(of)}
+    runs: dict[str, Callable[[], Any]] = {"matmul": matmul_case(sizes)}
     for mode, run in (("forward", case.forward), ("training", case.training)):
         runs[f"linrope_{mode}"] = partial(run, case.linrope)
         runs[f"eager_{mode}"] = partial(run, case.eager)
         for name, (plain, attend) in peers.items():
             runs[f"{name}_{mode}"] = partial(getattr(plain, mode), attend)
-        if _softmax_seconds(of, n, previous, mode) <= effort.softmax_limit:
+        if _softmax_seconds(sizes, n, previous, mode) <= effort.softmax_limit:
             runs[f"softmax_{mode}"] = partial(run, case.softmax)
     if "softmax_forward" in runs:
         case.check_softmax()
-    seconds = effort.seconds(runs, of.device)
+    seconds = effort.seconds(runs, sizes.device)
     row["matmul_flops"] = 2 * 1024**3 / seconds["matmul"]
     for mode, run in (("forward", case.forward), ("training", case.training)):
         fast, slow = seconds[f"linrope_{mode}"], seconds.get(f"softmax_{mode}")
@@ -185,33 +186,34 @@ def attention_row(
             "linrope_tokens_per_second": case.tokens / fast,
             "softmax_tokens_per_second": slow and case.tokens / slow,
             "ratio": slow and slow / fast,
-            "linrope_bytes": peak_memory(partial(run, case.linrope), of.device),
-            "softmax_bytes": slow and peak_memory(partial(run, case.softmax), of.device),
+            "linrope_bytes": peak_memory(partial(run, case.linrope), sizes.device),
+            "softmax_bytes": slow and peak_memory(partial(run, case.softmax), sizes.device),
         }
-    flop = case.tokens * case.heads * flop_per_token_head(case.how["feature_map"].feature_dim, case.dim)
+    flop = case.tokens * case.heads * flop_per_token_head(case.options["feature_map"].feature_dim, case.dim)
     row["flop_fraction"] = flop / seconds["linrope_forward"] / row["matmul_flops"]
     used = row["training"]["linrope_bytes"]
-    # Beyond inputs, outputs and gradients: out and the gradients of q, k and v are new.
+    # A training call must allocate out (as large as g_out) and the gradients of q, k and v: the rest is
+    # extra.
     inputs, out = sum(x.nbytes for x in case.inputs), case.g_out.nbytes
-    beyond = None if used is None else max(0, used - inputs - out)
-    row["extra_memory_fraction"] = None if beyond is None else beyond / (2 * inputs + 2 * out)
+    extra = None if used is None else max(0, used - inputs - out)
+    row["extra_memory_fraction"] = None if extra is None else extra / (2 * inputs + 2 * out)
     return row, reasons
 
 
-def _softmax_seconds(of: Case, n: int, previous: dict[str, Any] | None, mode: str) -> float:
-    """About what a call of softmax attention takes, by the length before; infinite where that had none."""
+def _softmax_seconds(sizes: Case, n: int, previous: dict[str, Any] | None, mode: str) -> float:
+    """Estimates the time of softmax attention from the previous row; infinite if that left it out."""
     if previous is not None:
         before = float(previous[mode]["softmax_seconds"] or math.inf)
         return before * (n / int(previous["n"])) ** 2
     if n <= 1024:
         return 0.0
-    case = AttentionCase(1024, **vars(of))
+    case = AttentionCase(1024, **vars(sizes))
     run = {"": partial(getattr(case, mode), case.softmax)}
-    return (n / 1024) ** 2 * typical_seconds(run, 1, 0.1, of.device)[""]
+    return (n / 1024) ** 2 * typical_seconds(run, 1, 0.1, sizes.device)[""]
 
 
 def overtaking(rows: list[dict[str, Any]], mode: str) -> int | None:
-    """The smallest length from which on linrope is the faster one."""
+    """The smallest length from which on linrope is faster."""
     length = None
     for row in reversed(rows):
         ratio = row[mode]["ratio"]
@@ -221,56 +223,57 @@ def overtaking(rows: list[dict[str, Any]], mode: str) -> int | None:
     return length
 
 
-def growth(of: Case, short: int, long: int, effort: Effort) -> dict[str, Any]:
-    """Time per token at length long over that at length short, in turns: 1 is linear."""
-    cases = {n: AttentionCase(n, **vars(of)) for n in (short, long)}
+def growth(sizes: Case, short: int, long: int, effort: Effort) -> dict[str, Any]:
+    """The time per token at length long divided by that at length short: 1 is linear growth."""
+    cases = {n: AttentionCase(n, **vars(sizes)) for n in (short, long)}
     ratios = {}
     for mode in ("forward", "training"):
         runs = {str(n): partial(getattr(case, mode), case.linrope) for n, case in cases.items()}
-        seconds = effort.seconds(runs, of.device, times=2)
+        seconds = effort.seconds(runs, sizes.device, times=2)
         ratios[mode] = seconds[str(long)] / long / (seconds[str(short)] / short)
     return {"short": short, "long": long, **ratios}
 
 
 def extra_costs(n: int, effort: Effort) -> dict[str, Any]:
-    """Time with decay, gates, steps, packing, and in bfloat16, over that of the plain call, in turns."""
+    """Times with decay, gates, steps, packing, and in bfloat16, divided by the time of the plain call."""
     case, half = AttentionCase(n), AttentionCase(n, dtype=torch.bfloat16)
     half.check()
-    ways: dict[str, tuple[AttentionCase, Callable[[], Tensor]]] = {"plain": (case, case.linrope)}
+    variants: dict[str, tuple[AttentionCase, Callable[[], Tensor]]] = {"plain": (case, case.linrope)}
     for name, options in case.variants().items():
-        ways[name] = case, partial(case.linrope, **options)
+        variants[name] = case, partial(case.linrope, **options)
         with torch.no_grad():
             out, expected = case.linrope(**options), case.linrope(**options, backend="eager")
         torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4)
-    ways["bfloat16"] = half, half.linrope
+    variants["bfloat16"] = half, half.linrope
     costs: dict[str, Any] = {"n": n}
     for mode in ("forward", "training"):
-        runs = {name: partial(getattr(of, mode), attend) for name, (of, attend) in ways.items()}
+        runs = {name: partial(getattr(inputs, mode), attend) for name, (inputs, attend) in variants.items()}
         seconds = effort.seconds(runs, "cpu")
         costs[mode] = {name: x / seconds["plain"] for name, x in seconds.items() if name != "plain"}
     return costs
 
 
-def decode_rows(of: Case, positions: list[int], effort: Effort) -> list[dict[str, Any]]:
-    """Time per token at each position; linrope's steps take turns, so that their ratio means something."""
-    cases = [DecodeCase(position, of) for position in positions]
+def decode_rows(sizes: Case, positions: list[int], effort: Effort) -> list[dict[str, Any]]:
+    """The time per token at each position. linrope's steps at all positions take turns, to be comparable."""
+    cases = [DecodeCase(position, sizes) for position in positions]
     for case in cases:
         case.check()
-    ways = ("linrope", "linrope_donated", "linrope_layer")
-    runs = {(way, case.position): partial(_repeat, getattr(case, way)) for way in ways for case in cases}
-    named = {f"{way} {at}": run for (way, at), run in runs.items()}
-    times = typical_seconds(named, effort.rounds * 10, effort.budget * 2, of.device)
+    kinds = ("linrope", "linrope_donated", "linrope_layer")
+    runs = {
+        f"{kind} {case.position}": partial(_repeat, getattr(case, kind)) for kind in kinds for case in cases
+    }
+    times = typical_seconds(runs, effort.rounds * 10, effort.budget * 2, sizes.device)
     seconds = {name: x / _STEPS for name, x in times.items()}
     rows = []
     for case in cases:
         case.fill_cache()
         case.check_softmax()
-        others = effort.seconds({"": case.softmax, "layer": case.softmax_layer}, of.device)
-        softmax, softmax_layer = others[""], others["layer"]
+        softmax_times = effort.seconds({"step": case.softmax, "layer": case.softmax_layer}, sizes.device)
+        softmax, softmax_layer = softmax_times["step"], softmax_times["layer"]
         assert case.cache is not None
         cache = sum(x.numel() * x.element_size() for x in case.cache)
         case.cache = None
-        fast, donated, layer = (seconds[f"{way} {case.position}"] for way in ways)
+        fast, donated, layer = (seconds[f"{kind} {case.position}"] for kind in kinds)
         state = sum(x.numel() * x.element_size() for x in (case.state.kv, case.state.z))
         rows.append({
             "position": case.position,

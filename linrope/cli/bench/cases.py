@@ -1,6 +1,6 @@
-"""What is compared: linear attention with RoPE and softmax attention with RoPE, on the same inputs.
+"""The cases of the benchmark: linear and softmax attention, both with RoPE, on the same inputs.
 
-Each case checks both sides against float64 (checks.py) before anyone times them.
+Each case compares both sides with float64 (checks.py) before they are timed.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from linrope.layer.choices import make_decay, make_map
 
 @dataclass
 class Case:
-    """What all cases of a run share: sizes, dtype, and how attention is computed."""
+    """What all cases of a run share: sizes, dtype, and the options of attention."""
 
     batch: int = 1
     heads: int = 8
@@ -27,15 +27,15 @@ class Case:
     dtype: torch.dtype = torch.float32
     kv_heads: int | None = None  # default: heads
     feature_map: str | dict[str, Any] = "elu+1"
-    decay: str | None = None  # by name, as LinearRoPEAttention takes it
-    gates: bool = False  # a forget gate per key/value head, made from random numbers
+    decay: str | None = None  # a name, as in LinearRoPEAttention
+    gates: bool = False  # random forget gates per key/value head
     backend: str = "auto"
 
     def options(self) -> dict[str, Any]:
-        """Of ``linear_rope_attention``, without the gates.
+        """The arguments of ``linear_rope_attention``, without the gates.
 
         Raises:
-            ValueError: sizes, or a map or decay, that do not fit.
+            ValueError: the sizes, the map or the decay do not fit.
         """
         for name in ("batch", "heads", "dim"):
             if getattr(self, name) < 1:
@@ -59,7 +59,7 @@ class Case:
 
 
 def shape_of(case: Case) -> dict[str, Any]:
-    """The fields of a case, as JSON has them."""
+    """The fields of a case as JSON types."""
     return {name: getattr(case, name) for name in Case.__dataclass_fields__} | {
         "dtype": str(case.dtype).removeprefix("torch."),
         "kv_heads": case.kv_heads or case.heads,
@@ -85,8 +85,8 @@ class AttentionCase:
 
     def __post_init__(self) -> None:
         case = Case(**{name: getattr(self, name) for name in Case.__dataclass_fields__})
-        self.how = case.options()
-        self.rotary: Rotary = self.how["rotary"]
+        self.options = case.options()
+        self.rotary: Rotary = self.options["rotary"]
         generator = torch.Generator(self.device).manual_seed(self.n)
         groups = self.kv_heads or self.heads
         q, k, v, self.g_out = (
@@ -101,11 +101,11 @@ class AttentionCase:
         self.inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
         self.log_decay: Tensor | None = None
         if self.gates:
-            some = torch.rand(self.batch, self.n, groups, generator=generator, device=self.device)
-            self.log_decay = some.clamp(min=1e-3).log().div(8).requires_grad_()
-            self.how["log_decay"] = self.log_decay
+            gates = torch.rand(self.batch, self.n, groups, generator=generator, device=self.device)
+            self.log_decay = gates.clamp(min=1e-3).log().div(8).requires_grad_()
+            self.options["log_decay"] = self.log_decay
         cos, sin = Rotary(self.dim).cos_sin(torch.arange(self.n, device=self.device))
-        self.cis = torch.complex(cos, sin)  # the softmax side gets its table for free
+        self.cis = torch.complex(cos, sin)  # the softmax side's table, not timed
 
     @property
     def tokens(self) -> int:
@@ -113,18 +113,18 @@ class AttentionCase:
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """What gradients are taken of: q, k, v, and the gates where there are some."""
+        """The tensors with gradients: q, k, v, and the gates if the case has them."""
         return self.inputs if self.log_decay is None else (*self.inputs, self.log_decay)
 
     def linrope(self, **options: Any) -> Tensor:
-        out: Tensor = linear_rope_attention(*self.inputs, **(self.how | options))
+        out: Tensor = linear_rope_attention(*self.inputs, **(self.options | options))
         return out
 
     def eager(self) -> Tensor:
         return self.linrope(backend="eager")
 
     def variants(self) -> dict[str, dict[str, Any]]:
-        """Options of ``linrope`` that cost extra, by name."""
+        """Options of ``linrope`` that take extra time, by name."""
         generator = torch.Generator().manual_seed(1)
         gates = torch.rand(1, self.n, self.heads, generator=generator).log().div(8)
         steps = torch.randn(1, self.n, self.heads, self.dim // 2, generator=generator)
@@ -157,7 +157,7 @@ class AttentionCase:
         return torch.autograd.grad(out, self.leaves, self.g_out.to(out.dtype), allow_unused=True)
 
     def softmax_backend(self) -> str:
-        """The kernel that scaled_dot_product_attention takes for these inputs."""
+        """The kernel that scaled_dot_product_attention chooses for these inputs."""
         q, k, v = (x.detach().transpose(1, 2) for x in self.inputs)
         grouped = self.kv_heads not in (None, self.heads)
         choice = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=grouped)
@@ -167,22 +167,22 @@ class AttentionCase:
         """Compares the outputs and gradients of attend (default: linrope) with the equation in float64.
 
         Raises:
-            AssertionError: one of them is off.
+            AssertionError: an error is too large.
         """
-        checks.check_attention(self, self.linrope if attend is None else attend, "linrope", self.how)
+        checks.check_attention(self, self.linrope if attend is None else attend, "linrope", self.options)
 
     def check_softmax(self) -> None:
         """Compares sampled rows of the softmax side's output with softmax in float64.
 
         Raises:
-            AssertionError: one of them is off.
+            AssertionError: an error is too large.
         """
         checks.check_softmax(self)
 
 
 @dataclass
 class DecodeCase:
-    """One new token of each sequence after ``position`` earlier ones: a state against a key/value cache."""
+    """One new token for each sequence, after ``position`` tokens: a state against a key/value cache."""
 
     position: int
     case: Case = field(default_factory=Case)
@@ -190,38 +190,38 @@ class DecodeCase:
     def __post_init__(self) -> None:
         case = self.case
         self.heads, self.dim, self.groups = case.heads, case.dim, case.kv_heads or case.heads
-        self.how = case.options()
-        self.rotary: Rotary = self.how["rotary"]
+        self.options = case.options()
+        self.rotary: Rotary = self.options["rotary"]
         generator = torch.Generator(case.device).manual_seed(self.position)
         new: dict[str, Any] = {"generator": generator, "device": case.device, "dtype": case.dtype}
         sizes = (self.heads, self.groups, self.groups)
         self.token = [torch.randn(case.batch, 1, heads, self.dim, **new) for heads in sizes]
-        # The state is made of a few keys and moved to the position: its cost does not depend on them.
-        few = [torch.randn(case.batch, 64, heads, self.dim, **new) for heads in sizes]
-        gates = {"log_decay": few[1][..., 0].float().abs().div(-8)} if case.gates else {}
+        # The state holds a few keys and is moved to the position: the cost of a step does not depend on them.
+        prompt = [torch.randn(case.batch, 64, heads, self.dim, **new) for heads in sizes]
+        gates = {"log_decay": prompt[1][..., 0].float().abs().div(-8)} if case.gates else {}
         if case.gates:
-            self.how["log_decay"] = self.token[1][..., 0].float().abs().div(-8)
-        _, state = linear_rope_attention(*few, **(self.how | gates), return_state=True)
-        self.where = torch.full((case.batch,), self.position, device=case.device)
+            self.options["log_decay"] = self.token[1][..., 0].float().abs().div(-8)
+        _, state = linear_rope_attention(*prompt, **(self.options | gates), return_state=True)
+        self.positions = torch.full((case.batch,), self.position, device=case.device)
         self.state = LinearAttentionState(
-            state.kv, state.z, self.where.clone(), state.identity, log_scale=state.log_scale
+            state.kv, state.z, self.positions.clone(), state.identity, log_scale=state.log_scale
         )
-        self.moving = self.state.clone()
+        self.donated_state = self.state.clone()
         self.layer = LinearRoPEAttention(
             self.heads * self.dim,
             self.heads,
             num_kv_heads=self.groups,
             head_dim=self.dim,
-            **{name: self.how[name] for name in ("feature_map", "rotary", "normalize", "backend")},
+            **{name: self.options[name] for name in ("feature_map", "rotary", "normalize", "backend")},
             decay=case.decay,
             forget_gate=case.gates,
             device=case.device,
             dtype=case.dtype,
         ).eval()
         self.x = torch.randn(case.batch, 1, self.heads * self.dim, **new)
-        self.moving_in_layer: LinearAttentionState | None = None
+        self.layer_state: LinearAttentionState | None = None
         self.cache: tuple[Tensor, Tensor] | None = None
-        cos, sin = Rotary(self.dim).cos_sin(self.where[:1])
+        cos, sin = Rotary(self.dim).cos_sin(self.positions[:1])
         self.cis = torch.complex(cos, sin)
 
     def fill_cache(self) -> None:
@@ -231,27 +231,25 @@ class DecodeCase:
 
     def linrope(self) -> Tensor:
         with torch.no_grad():
-            made = linear_rope_attention(*self.token, **self.how, state=self.state, return_state=True)
-        out: Tensor = made[0]
+            result = linear_rope_attention(*self.token, **self.options, state=self.state, return_state=True)
+        out: Tensor = result[0]
         return out
 
     def linrope_donated(self) -> None:
-        """The next state in this one's memory: the position goes on with every step."""
+        """A step that writes the next state into the old one's memory; each step moves the position."""
         with torch.no_grad():
-            _, self.moving = linear_rope_attention(
-                *self.token, **self.how, state=self.moving.donate(), return_state=True
+            _, self.donated_state = linear_rope_attention(
+                *self.token, **self.options, state=self.donated_state.donate(), return_state=True
             )
 
     def linrope_layer(self) -> None:
         with torch.no_grad():
-            if self.moving_in_layer is None:
-                _, self.moving_in_layer = self.layer(self.x, positions=self.where[:, None], return_state=True)
-            _, self.moving_in_layer = self.layer(
-                self.x, state=self.moving_in_layer.donate(), return_state=True
-            )
+            if self.layer_state is None:
+                _, self.layer_state = self.layer(self.x, positions=self.positions[:, None], return_state=True)
+            _, self.layer_state = self.layer(self.x, state=self.layer_state.donate(), return_state=True)
 
     def softmax_layer(self) -> Tensor:
-        """The same projections around the step with a cache."""
+        """The step with a cache, with the projections of the same layer around it."""
         layer, b = self.layer, self.case.batch
         with torch.no_grad():
             q, k, v = (
@@ -279,10 +277,10 @@ class DecodeCase:
             return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, enable_gqa=grouped)
 
     def check(self) -> None:
-        """Compares one step with the equation on the state, in float64.
+        """Compares one step with the equation in float64.
 
         Raises:
-            AssertionError: it is off.
+            AssertionError: the error is too large.
         """
         checks.check_step(self)
 
@@ -290,6 +288,6 @@ class DecodeCase:
         """Compares the softmax side's step with softmax in float64, head by head.
 
         Raises:
-            AssertionError: it is off.
+            AssertionError: the error is too large.
         """
         checks.check_softmax_step(self)

@@ -1,7 +1,7 @@
-"""The equation in float64, for the cases of a benchmark: what they have to give before they are timed.
+"""Compares the cases of a benchmark with the equation in float64, before they are timed.
 
-Of long sequences only some rows of the outputs and gradients are computed: enough to see a wrong kernel, and
-few enough to take seconds.
+For long sequences it computes only some rows of the outputs and gradients: enough to detect a wrong kernel,
+in a few seconds.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ if TYPE_CHECKING:
     from linrope.cli.bench.cases import AttentionCase, DecodeCase
 
 EPS = 1e-6  # linear_rope_attention's default
-# Of the bound M (docs/numerics.md), by what tensors are in; and of the largest gradient.
+# Tolerances by dtype: OUT relative to the bound M (docs/numerics.md), GRADIENT to the largest gradient.
 OUT = {torch.float32: 16 * 2.0**-24, torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
 GRADIENT = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-SLACK = 16  # of maps with exponentials, which round arguments that grow with the square of the inputs
+SLACK = 16  # factor for maps with exponentials: they round arguments that grow with the square of the inputs
 SOFTMAX = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 def check_attention(
-    case: AttentionCase, attend: Callable[[], Tensor], name: str, how: dict[str, Any], slack: int = 1
+    case: AttentionCase, attend: Callable[[], Tensor], name: str, options: dict[str, Any], slack: int = 1
 ) -> None:
     """Compares sampled and last rows of the output and of dq, and the last rows of the other gradients.
 
-    how: feature_map, rotary, normalize and decay of what attend computes. slack: multiplies what may differ.
+    options: feature_map, rotary, normalize and decay of attend. slack: a factor of all tolerances.
 
     Raises:
-        AssertionError: one of them is off.
+        AssertionError: an error is too large.
     """
     out, grads = case.forward(attend), case.training(attend)
     count = min(32 if case.n <= 8192 else 8, case.n)
     sampled = torch.randint(case.n, (count,), generator=torch.Generator().manual_seed(0))
     last = torch.arange(case.n - count, case.n)
     rows = torch.cat((sampled, last))
-    slack = SLACK if how["feature_map"].log_scaled else slack
+    slack = SLACK if options["feature_map"].log_scaled else slack
     for sequence in {0, case.batch - 1}:
-        expected, bound, exact = _rows(case, sequence, rows, last, how)
+        expected, bound, exact = _rows(case, sequence, rows, last, options)
         error = (out[sequence, rows].double().cpu() - expected).abs()
         assert bool((error <= slack * OUT[case.dtype] * bound).all()), f"{name}: out is off at N = {case.n}"
         for label, got, wanted in zip(("dq", "dk", "dv", "dlog_decay"), grads, exact, strict=False):
@@ -54,22 +54,22 @@ def check_attention(
 
 
 def _rows(
-    case: AttentionCase, sequence: int, rows: Tensor, last: Tensor, how: dict[str, Any]
+    case: AttentionCase, sequence: int, rows: Tensor, last: Tensor, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """out (r, h, e) at the rows, its bound M, and the gradients: dq at the rows, the others at the last ones.
+    """out (r, h, e) at the rows, its bound M, dq at the rows, and the other gradients at the last rows.
 
-    The last queries alone see the last keys: all that the gradients of these are made of lies among the rows.
+    Only the last queries see the last keys, so the sampled rows suffice for the gradients of those keys.
     """
     leaves = [x.detach()[sequence].double().cpu() for x in case.leaves]
     leaves[0] = leaves[0][rows]
     q, k, v, *gates = (x.requires_grad_() for x in leaves)
     group = q.shape[1] // k.shape[1]
-    phi, q_scale, psi, k_scale = _features(how["feature_map"], q, k, rows, torch.arange(case.n))
+    phi, q_scale, psi, k_scale = _features(options["feature_map"], q, k, rows, torch.arange(case.n))
     phi_hat, psi_hat = phi, psi
-    if (rotary := how["rotary"]) is not None:
+    if (rotary := options["rotary"]) is not None:
         phi_hat, psi_hat = rotary(phi[None], rows)[0], rotary(psi[None], torch.arange(case.n))[0]
     psi, psi_hat, v_of_head = (x.repeat_interleave(group, 1) for x in (psi, psi_hat, v))
-    total = _log_decay(how["decay"], gates, case.n, k.shape[1]).cumsum(0)
+    total = _log_decay(options["decay"], gates, case.n, k.shape[1]).cumsum(0)
     exponent = (total[rows][:, None] - total + k_scale).permute(2, 0, 1)  # (g, r, n)
     exponent = exponent.masked_fill(torch.arange(case.n) > rows[:, None], -torch.inf)
     top = exponent.detach().amax(-1, keepdim=True)
@@ -78,7 +78,7 @@ def _rows(
     num = torch.einsum("hrm,mhe->rhe", torch.einsum("rhf,mhf->hrm", phi_hat, psi_hat) * fade, v_of_head)
     bound = torch.einsum("rhf,mhf->hrm", phi_hat.detach().abs(), psi_hat.detach().abs()) * fade.detach()
     bound = torch.einsum("hrm,mhe->rhe", bound, v_of_head.detach().abs())
-    if how["normalize"]:
+    if options["normalize"]:
         den = (torch.einsum("rhf,mhf->hrm", phi, psi) * fade).sum(-1).T[..., None].clamp(min=EPS)
         out, bound = num / den, bound / den.detach()
     else:
@@ -92,21 +92,21 @@ def _rows(
 
 
 def _features(
-    fmap: Any, q: Tensor, k: Tensor, q_where: Tensor, k_where: Tensor
+    fmap: Any, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """phi and its log_scale, psi and its log_scale, in float64, of tokens (n, heads, d) at positions (n,)."""
+    """phi, its log_scale, psi and its log_scale in float64, for tokens (n, heads, d) at positions (n,)."""
     wide = copy.deepcopy(fmap).double().cpu()
-    found: list[Tensor] = []
-    for of, x, where in ((wide.queries, q, q_where), (wide.keys, k, k_where)):
-        features = of(x[None], where[None])[0] if wide.positional else of(x)
+    results: list[Tensor] = []
+    for apply, x, positions in ((wide.queries, q, q_positions), (wide.keys, k, k_positions)):
+        features = apply(x[None], positions[None])[0] if wide.positional else apply(x)
         scaled = isinstance(features, tuple)
-        found += features if scaled else (features, features.detach().new_zeros(features.shape[:-1]))
-    phi, q_scale, psi, k_scale = found
+        results += features if scaled else (features, features.detach().new_zeros(features.shape[:-1]))
+    phi, q_scale, psi, k_scale = results
     return phi, q_scale.detach(), psi, k_scale.detach()
 
 
 def _log_decay(decay: Tensor | None, gates: list[Tensor], n: int, groups: int) -> Tensor:
-    """(n, g): the log of what each token leaves of those before it."""
+    """(n, g): the log of the factor by which each token decays the keys before it."""
     fixed = torch.zeros(n, groups, dtype=torch.float64)
     if decay is not None:
         fixed = fixed + decay.double().cpu().log()
@@ -129,13 +129,13 @@ def check_softmax(case: AttentionCase) -> None:
 
 
 def check_step(case: DecodeCase) -> None:
-    how, state, group = case.how, case.state, case.heads // case.groups
+    options, state, group = case.options, case.state, case.heads // case.groups
     q, k, v = (x[:, 0].double().cpu() for x in case.token)
-    at = case.where[:, None].cpu()
-    phi, q_scale, psi, k_scale = _features(how["feature_map"], q, k, at[:, 0], at[:, 0])
-    phi_hat, psi_hat = (how["rotary"](x[:, None], at)[:, 0] for x in (phi, psi))
-    gates = [how["log_decay"][:, 0].double().cpu()] if "log_decay" in how else []
-    fading = _log_decay(how["decay"], gates, len(q), case.groups)
+    at = case.positions[:, None].cpu()
+    phi, q_scale, psi, k_scale = _features(options["feature_map"], q, k, at[:, 0], at[:, 0])
+    phi_hat, psi_hat = (options["rotary"](x[:, None], at)[:, 0] for x in (phi, psi))
+    gates = [options["log_decay"][:, 0].double().cpu()] if "log_decay" in options else []
+    fading = _log_decay(options["decay"], gates, len(q), case.groups)
     largest = torch.zeros_like(fading)
     if state.log_scale is not None:
         fading = state.log_scale.cpu() + fading
@@ -146,11 +146,11 @@ def check_step(case: DecodeCase) -> None:
     kv, z, largest = (x.repeat_interleave(group, 1) for x in (kv, z, largest))
     num = torch.einsum("bhf,bhfe->bhe", phi_hat, kv)
     bound = torch.einsum("bhf,bhfe->bhe", phi_hat.abs(), kv.abs())
-    if how["normalize"]:
+    if options["normalize"]:
         scale = 1 / (phi * z).sum(-1, keepdim=True).clamp(min=EPS)
     else:
         scale = (q_scale + largest).exp()[..., None]
-    slack = SLACK if how["feature_map"].log_scaled else 1
+    slack = SLACK if options["feature_map"].log_scaled else 1
     error = (case.linrope()[:, 0].double().cpu() - num * scale).abs()
     near = bool((error <= slack * OUT[case.case.dtype] * bound * scale).all())
     assert near, f"the step is off at position {case.position}"
@@ -159,7 +159,7 @@ def check_step(case: DecodeCase) -> None:
 def check_softmax_step(case: DecodeCase) -> None:
     assert case.cache is not None
     out = case.softmax()[0, :, 0].double().cpu()
-    q = Rotary(case.dim)(case.token[0][:1].double().cpu(), case.where[:1].cpu())[0, 0]
+    q = Rotary(case.dim)(case.token[0][:1].double().cpu(), case.positions[:1].cpu())[0, 0]
     group = case.heads // case.groups
     for head in range(case.heads):
         keys, values = (x[0, head // group].double().cpu() for x in case.cache)

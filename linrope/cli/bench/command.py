@@ -29,10 +29,8 @@ DTYPES = {
 
 
 def bench(
-    max_length: Annotated[int, typer.Option(help="Longest sequence, a power of two from 256 on.")] = 65536,
-    lengths: Annotated[
-        str, typer.Option(help="These lengths, separated by commas, in place of the powers of two.")
-    ] = "",
+    max_length: Annotated[int, typer.Option(help="Longest sequence, a power of two, at least 256.")] = 65536,
+    lengths: Annotated[str, typer.Option(help="Lengths separated by commas, instead of powers of two.")] = "",
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
     batch: Annotated[int, typer.Option(help="Sequences per call.")] = 1,
@@ -42,42 +40,45 @@ def bench(
     ] = None,
     dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
     feature_map: Annotated[str, typer.Option(help="Name of a feature map.")] = "elu+1",
-    decay: Annotated[str, typer.Option(help=f"How keys fade: none, {', '.join(DECAYS)}.")] = "none",
+    decay: Annotated[str, typer.Option(help=f"Decay of the keys: none, {', '.join(DECAYS)}.")] = "none",
     gates: Annotated[
         bool, typer.Option("--gates", help="A forget gate for each token and key/value head.")
     ] = False,
     backend: Annotated[str, typer.Option(help=f"{', '.join(backends.NAMES)}.")] = "auto",
     threads: Annotated[
         int,
-        typer.Option(help="Of all sides; 0: PyTorch's. With 1, times are minima of the thread's CPU time."),
+        typer.Option(
+            help="Threads; 0: PyTorch's default. With 1, times are minima of the thread's CPU time."
+        ),
     ] = 0,
     positions: Annotated[
         str, typer.Option(help="Positions to decode at, separated by commas; empty: none.")
     ] = "256,1024,16384,1048576",
     softmax_limit: Annotated[
-        float, typer.Option(help="Seconds one call of softmax attention may take.")
+        float, typer.Option(help="Largest time of one call of softmax attention, in seconds.")
     ] = 12.0,
     budget: Annotated[float, typer.Option(help="Seconds per measurement.")] = 3.0,
-    rounds: Annotated[int, typer.Option(help="Turns that the sides take.")] = 4,
+    rounds: Annotated[int, typer.Option(help="Number of turns.")] = 4,
     distributed: Annotated[
         str,
         typer.Option(
-            help="Numbers of processes, as 1,2,4: measures only how sequences in shards scale over them, "
-            "--max-length tokens, with gloo and a thread each."
+            help="Numbers of processes, such as 1,2,4: only measures how a sequence of --max-length tokens "
+            "scales over them, with gloo and one thread each."
         ),
     ] = "",
-    out: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path("benchmarks/results"),
+    out: Annotated[Path, typer.Option(help="Folder for the JSON file and the plot.")] = Path(
+        "benchmarks/results"
+    ),
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(
-            help="Two JSON files of earlier runs: only shows how the second differs.", show_default=False
-        ),
+        typer.Option(help="Two JSON files of earlier runs: only compares them.", show_default=False),
     ] = None,
 ) -> int:
     """Measure throughput and memory against softmax attention with RoPE, and against installed peers.
 
-    Each output is first compared with the equation in float64. All sides take turns in one run; figures are
-    medians, with --threads 1 minima. Nothing is overwritten: a second run of a day has a number in its name.
+    Each output is first compared with the equation in float64. All sides take turns in one run. Times are
+    medians, or minima with --threads 1. Nothing is overwritten: the files of later runs on a day are
+    numbered.
     """
     if compare is not None:
         console.print(comparison.compare(*(comparison.read(path) for path in compare)))
@@ -96,41 +97,41 @@ def bench(
     check_name("--feature-map", feature_map, feature_maps.NAMES)
     if backend != "auto" and (reason := versions()["backends"][backend]) is not None:
         raise ValueError(f"--backend={backend}: cannot run here: {reason}")
-    places = _integers("--positions", positions, 2**31 - 2**20)
+    decode_at = _integers("--positions", positions, 2**31 - 2**20)
     chosen = _lengths(max_length, lengths)
     fmap: Any = feature_map
-    if feature_map == "cosformer":  # which ends at its max_length
-        fmap = {"name": feature_map, "max_length": max([*chosen, *(place + 2**20 for place in places)]) + 1}
+    if feature_map == "cosformer":  # which refuses positions from max_length on
+        fmap = {"name": feature_map, "max_length": max([*chosen, *(at + 2**20 for at in decode_at)]) + 1}
     case = Case(
         batch, heads, dim, str(pick_device(device)), DTYPES[dtype], kv_heads, fmap,
         None if decay == "none" else decay, gates, backend,
     )  # fmt: skip
-    case.options()  # what does not fit is named before anything is measured
+    case.options()  # reports bad values before anything is measured
     if threads:
         torch.set_num_threads(threads)
     effort = Effort(softmax_limit, budget, rounds)
-    measure(case, chosen, places, effort, out, torch.device(case.device).type, console)
+    measure(case, chosen, decode_at, effort, out, torch.device(case.device).type, console)
     return 0
 
 
 def _lengths(max_length: int, lengths: str) -> list[int]:
     if lengths:
         if not (chosen := sorted(set(_integers("--lengths", lengths, 2**31 - 1)))):
-            raise ValueError(f"--lengths={lengths!r}: got none, expected at least one")
+            raise ValueError(f"--lengths={lengths!r}: expected at least one length")
         return chosen
     if max_length < 256 or max_length & (max_length - 1):
-        raise ValueError(f"--max-length={max_length}: expected a power of two from 256 on")
+        raise ValueError(f"--max-length={max_length}: expected a power of two, at least 256")
     return [2**i for i in range(5, max_length.bit_length())]
 
 
 def _integers(option: str, text: str, end: int) -> list[int]:
     try:
-        found = [int(part) for part in text.split(",") if part.strip()]
+        numbers = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         raise ValueError(f"{option}={text!r}: expected integers separated by commas") from None
-    if any(number < 1 or number >= end for number in found):
+    if any(number < 1 or number >= end for number in numbers):
         raise ValueError(f"{option}={text!r}: expected numbers from 1 to {end - 1}")
-    return found
+    return numbers
 
 
 def measure(
@@ -142,7 +143,7 @@ def measure(
     name: str,
     console: Console,
 ) -> None:
-    """Runs all of it, shows it, and writes name-date.json and .png into out."""
+    """Runs the benchmark, prints the results, and writes name-date.json and .png into out."""
     rows: list[dict[str, Any]] = []
     peers: dict[str, str] = {}
     with progress_bar("{task.description}", console) as progress:
@@ -184,7 +185,7 @@ def measure(
 
 
 def _unused(folder: Path, name: str) -> Path:
-    """A JSON file of that name, with the first number after it that no result has yet."""
+    """The path of a new JSON file: numbered if the name is taken."""
     path, number = folder / f"{name}.json", 2
     while path.exists() or path.with_suffix(".png").exists():
         path, number = folder / f"{name}-{number}.json", number + 1

@@ -1,4 +1,4 @@
-"""Two results of ``linrope bench`` side by side."""
+"""Compares two results of ``linrope bench``."""
 
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ _SAME = ("cpu", "device", "threads", "clock", "instruction_set", "torch")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A result, with the name of its file.
+    """Reads a result and adds the name of its file.
 
     Raises:
-        FileNotFoundError, ValueError: no such file; it is not a result of ``linrope bench``.
+        FileNotFoundError, ValueError: there is no such file, or it is not a result of ``linrope bench``.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
@@ -30,10 +30,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def compare(first: dict[str, Any], second: dict[str, Any]) -> Group:
-    """How many times as fast the second is, by length and by position; what else differs stands above.
+    """A table of the second result's speed-ups, under a list of other differences between both runs.
 
     Raises:
-        ValueError: the two have no length and no position in common; one lacks a figure.
+        ValueError: the results have no length and no position in common, or one lacks a figure.
     """
     try:
         pairs = _times(first), _times(second)
@@ -43,7 +43,7 @@ def compare(first: dict[str, Any], second: dict[str, Any]) -> Group:
         ) from error
     common = [key for key in pairs[0] if key in pairs[1]]
     if not common:
-        raise ValueError(f"{first['name']}, {second['name']}: got no length and no position in common")
+        raise ValueError(f"{first['name']}, {second['name']}: have no length and no position in common")
     table = plain_table(f"Seconds of linrope: {first['name']}, {second['name']}, and first over second")
     for column in ("what", "first", "second", "speed-up", "softmax first", "softmax second"):
         table.add_column(column, justify="left" if column == "what" else "right")
@@ -54,20 +54,20 @@ def compare(first: dict[str, Any], second: dict[str, Any]) -> Group:
 
 
 def _times(result: dict[str, Any]) -> dict[str, tuple[float, float | None]]:
-    """linrope's and softmax attention's seconds, by what was measured."""
-    found = {}
+    """The seconds of linrope and of softmax attention, by measurement."""
+    seconds = {}
     for mode in ("forward", "training"):
         for row in result["attention"]:
-            found[f"{mode}, {row['n']:,}"] = row[mode]["linrope_seconds"], row[mode]["softmax_seconds"]
+            seconds[f"{mode}, {row['n']:,}"] = row[mode]["linrope_seconds"], row[mode]["softmax_seconds"]
     for row in result.get("decode") or []:
         at = f"{row['position']:,}"
-        found[f"step at {at}"] = row["linrope_donated_seconds"], row["softmax_seconds"]
-        found[f"layer at {at}"] = row["linrope_layer_seconds"], row["softmax_layer_seconds"]
-    return found
+        seconds[f"step at {at}"] = row["linrope_donated_seconds"], row["softmax_seconds"]
+        seconds[f"layer at {at}"] = row["linrope_layer_seconds"], row["softmax_layer_seconds"]
+    return seconds
 
 
 def _differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
-    """A line for each thing on which the two do not agree: times then mean something else."""
+    """One line for each setting in which the runs differ, which makes their times hard to compare."""
     parts = [(first["machine"], second["machine"], _SAME)]
     if "case" in first and "case" in second:
         parts.append((first["case"], second["case"], tuple(first["case"])))

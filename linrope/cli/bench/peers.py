@@ -1,7 +1,7 @@
-"""Other libraries of linear attention, where they are installed: the same inputs through their calls.
+"""Other libraries for linear attention, if they are installed, called with the same inputs.
 
-None of them rotates features: all are timed, and checked against float64, without rotation; those without a
-normalizer without it.
+None of them rotates features, so all are timed and compared with float64 without rotation, and without the
+normalizer if they have none.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Attend = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Peer:
-    """A library: the module of its function, whether that needs a GPU and whether it normalizes."""
+    """A library: the module of its function, whether it requires a GPU, and whether it normalizes."""
 
     module: str
     on_gpu: bool
@@ -86,31 +86,34 @@ PEERS = {
 
 
 def peers_of(case: AttentionCase) -> tuple[dict[str, tuple[AttentionCase, Attend]], dict[str, str]]:
-    """What can be timed at this case's sizes, with elu+1 and without decay, checked; of others why not."""
-    found: dict[str, tuple[AttentionCase, Attend]] = {}
+    """The checked peers at this case's sizes, with elu+1 and without decay, and reasons for the others."""
+    peers: dict[str, tuple[AttentionCase, Attend]] = {}
     reasons: dict[str, str] = {}
     for name, peer in PEERS.items():
         try:
             module = import_module(peer.module)
-        except Exception as error:  # what its import does is not ours to know
+        except Exception as error:  # an import of another library may raise anything
             missing = isinstance(error, ModuleNotFoundError) and error.name == peer.module.split(".")[0]
             reasons[name] = "not installed" if missing else f"cannot be imported: {_line(error)}"
             continue
         if peer.on_gpu and torch.device(case.device).type != "cuda":
-            reasons[name] = "needs a GPU"
+            reasons[name] = "requires a GPU"
         elif (case.kv_heads or case.heads) != case.heads:
-            reasons[name] = "knows no grouped heads"
+            reasons[name] = "does not support grouped heads"
         else:
             try:
                 plain = AttentionCase(case.n, case.batch, case.heads, case.dim, case.device, case.dtype)
                 attend = peer.call(module, plain)
-                how: dict[str, Any] = {"feature_map": feature_maps.make("elu+1", case.dim), "rotary": None}
-                how |= {"normalize": peer.normalize, "decay": None}
-                checks.check_attention(plain, attend, name, how, checks.SLACK)  # their eps is not ours
-                found[name] = plain, attend
-            except Exception as error:  # its troubles end its column, and nothing else
+                options: dict[str, Any] = {
+                    "feature_map": feature_maps.make("elu+1", case.dim),
+                    "rotary": None,
+                }
+                options |= {"normalize": peer.normalize, "decay": None}
+                checks.check_attention(plain, attend, name, options, checks.SLACK)  # their eps differs
+                peers[name] = plain, attend
+            except Exception as error:  # a failure of a peer must not stop the benchmark
                 reasons[name] = f"failed: {_line(error)}"
-    return found, reasons
+    return peers, reasons
 
 
 def _line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""The plot of a benchmark: tokens per second over the length, and the time of a decoding step."""
+"""Plots a benchmark: tokens per second by length, and the time of a decoding step by position."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ PEERS = ("#2a4b8d", "#8a6d1d", "#6b2d73", "#555555")
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """All sides, both modes, log-log; where decoding was measured, a third panel has it."""
+    """Plots all sides in both modes, and decoding in a third panel if it was measured."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -97,7 +97,7 @@ def _steps(axis: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def _mark(axis: Any, text: str, x: float, y: float, up: int) -> None:
-    """The text left of the last point, so many points higher: inside the axes, and beside the line."""
+    """Writes text left of a point, ``up`` points above it, so that it stays inside the axes."""
     axis.annotate(text, (x, y), (-8, up), textcoords="offset points", ha="right", color=SOFTMAX)
 
 
@@ -106,13 +106,13 @@ def _dress(axis: Any, ticks: list[int]) -> None:
 
     shown = ticks[:1]
     for n in ticks:
-        if n > 1.4 * shown[-1]:  # closer ones would run into each other
+        if n > 1.4 * shown[-1]:  # closer labels would overlap
             shown.append(n)
     shown = shown[:: -(-len(shown) // 12)]
     axis.set_xticks(shown, [_short(n) for n in shown], fontsize=8)
     axis.minorticks_off()
     low, high = axis.get_ylim()
-    if high < 100 * low:  # a decade's mark alone would say little
+    if high < 100 * low:  # one label per decade would be too few
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _decimal(y)))
     axis.margins(x=0.05, y=0.1)

@@ -1,4 +1,4 @@
-"""Benchmark results as tables on the terminal."""
+"""Prints benchmark results as tables."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from rich.table import Table
 
 
 def plain_table(title: str) -> Table:
-    """Without lines between columns, which 80 characters have no place for."""
+    """A table without lines between columns, to fit into 80 characters."""
     return Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
 
 
@@ -39,7 +39,7 @@ def attention_table(result: dict[str, Any], mode: str, name: str) -> Table:
 def decode_table(result: dict[str, Any]) -> Table:
     case, rows = result["case"], result["decode"]
     sizes = f"{case['batch']} x {case['heads']} heads of {case['dim']}, {case['dtype']}"
-    table = plain_table(f"Decoding, microseconds for a token after so many, {sizes}")
+    table = plain_table(f"Decoding, microseconds per token by position, {sizes}")
     sides = ("op", "donated", "softmax", "ratio", "layer", "softmax", "ratio")
     for name in ("after", *sides, "cache MB"):
         table.add_column(name, justify="right")
@@ -59,7 +59,7 @@ def decode_table(result: dict[str, Any]) -> Table:
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """Prints both tables and what they come to."""
+    """Prints the tables and the derived figures."""
     machine = result["machine"]
     console.print(
         f"{machine['cpu']} ({machine['instruction_set'] or 'no native library'}), "
@@ -75,34 +75,34 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(f"{name}: linrope {text}")
     console.print(
         f"softmax attention: scaled_dot_product_attention, backend '{rows[0]['softmax_backend']}'. "
-        "eager, and peers: linrope over them; peers compute without rotation. MB: growth of the process."
+        "eager and peers: speed of linrope relative to them; peers do not rotate. MB: growth of the process."
     )
     for peer, reason in result["peers_not_run"].items():
         console.print(f"{peer}: {reason}")
     fractions = ", ".join(f"{row['flop_fraction']:.0%} at {row['n']:,}" for row in rows[-3:])
-    console.print(f"forward FLOP/s over those of a 1024^3 matmul: {fractions}")
+    console.print(f"forward FLOP/s relative to a 1024^3 matmul: {fractions}")
     memory = rows[-1]["extra_memory_fraction"]
     if memory is not None:
         console.print(
-            f"forward + backward at {rows[-1]['n']:,}: memory beyond inputs, outputs and gradients: "
-            f"{memory:.0%} of their size"
+            f"forward + backward at {rows[-1]['n']:,}: extra memory relative to inputs, outputs and "
+            f"gradients: {memory:.0%}"
         )
     growth = result["growth"]
     if growth is not None:
         console.print(
-            f"time per token at {growth['long']:,} over that at {growth['short']:,}: "
+            f"time per token at {growth['long']:,} relative to {growth['short']:,}: "
             f"{growth['forward']:.2f} forward, {growth['training']:.2f} forward + backward"
         )
     costs = result["costs"]
     for mode, name in (("forward", "forward"), ("training", "forward + backward")) if costs else ():
         text = ", ".join(f"{what} {ratio:.2f}" for what, ratio in costs[mode].items())
-        console.print(f"{name} at {costs['n']:,}, time over that of the plain call: {text}")
+        console.print(f"{name} at {costs['n']:,}, time relative to the plain call: {text}")
     if result["decode"]:
         console.print(decode_table(result))
 
 
 def times(ratio: float) -> str:
-    """With three digits."""
+    """The ratio with three digits."""
     return (
         f"{ratio:.2f}x"
         if ratio < 10

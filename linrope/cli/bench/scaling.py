@@ -1,4 +1,4 @@
-"""How shards of sequences scale over processes: ``linrope bench --distributed``.
+"""Measures how sequences in shards scale over processes: ``linrope bench --distributed``.
 
     torchrun --nproc-per-node 2 -m linrope.cli.bench.scaling [tokens [heads [dim]]]
 
@@ -32,16 +32,16 @@ PASSES = ("forward", "training", "layer training")
 
 
 def state_bytes(heads: int, features: int, values: int) -> int:
-    """kv in float32, z in float64, one position: what a rank sends for each row of a batch."""
+    """The bytes that a rank sends for each row of a batch: kv in float32, z in float64, one position."""
     return heads * features * (4 * values + 8) + 8
 
 
 def measure(tokens: int, heads: int, dim: int) -> dict[str, Any]:
-    """Of one sequence of so many tokens over all processes; every process returns the slowest one's numbers.
+    """Measures one sequence split over all processes. Every process returns the slowest result.
 
-    Bytes are those that a process hands to the others, and must be those of one state each; seconds are
-    medians; over_alone is the time over that of the same shard without a group, the two taking turns;
-    communication is the share of the time that a process spends in collectives and waiting for them.
+    bytes: what a process sends to the others, which must be one state for each. seconds: medians. over_alone:
+    the time relative to the same shard without a group; the two take turns. communication: the share of the
+    time that a process spends in collectives and waiting for them.
     """
     size = dist.get_world_size()
     lengths = [len(part) for part in torch.arange(tokens).tensor_split(size)]
@@ -50,26 +50,26 @@ def measure(tokens: int, heads: int, dim: int) -> dict[str, Any]:
     layer = LinearRoPEAttention(heads * dim, heads, gate=True)
     x = torch.randn(1, shard.length, heads * dim, requires_grad=True)
 
-    def forward(own: Shard | None) -> None:
+    def forward(shard: Shard | None) -> None:
         with torch.no_grad():
-            linear_rope_attention(q, k, v, shard=own)
+            linear_rope_attention(q, k, v, shard=shard)
 
-    def training(own: Shard | None) -> None:
-        linear_rope_attention(q, k, v, shard=own).sum().backward()
+    def training(shard: Shard | None) -> None:
+        linear_rope_attention(q, k, v, shard=shard).sum().backward()
 
-    def layer_training(own: Shard | None) -> None:
-        layer(x, shard=own).sum().backward()
+    def layer_training(shard: Shard | None) -> None:
+        layer(x, shard=shard).sum().backward()
 
-    found: dict[str, Any] = {"processes": size, "tokens": tokens}
+    result: dict[str, Any] = {"processes": size, "tokens": tokens}
     for name, run in zip(PASSES, (forward, training, layer_training), strict=True):
-        run(shard)  # the ranks compare what they were given, once
-        found |= {f"{name}, {key}": value for key, value in _timed(run, shard).items()}
-    sent = [found[f"{name}, bytes"] for name in PASSES[:2]]
+        run(shard)  # warm-up: in the first call the ranks compare their arguments
+        result |= {f"{name}, {key}": value for key, value in _timed(run, shard).items()}
+    sent = [result[f"{name}, bytes"] for name in PASSES[:2]]
     state = 0 if size == 1 else state_bytes(heads, dim, dim)
     expected = [(size - 1) * state, (size - 1) * max(0, 2 * state - 8)]  # a position has no gradient
     if sent != expected:
-        raise RuntimeError(f"got {sent} bytes sent, expected {expected}, whatever the length")
-    return found
+        raise RuntimeError(f"sent {sent} bytes, expected {expected} for every length")
+    return result
 
 
 def _timed(run: Callable[[Shard | None], None], shard: Shard) -> dict[str, float]:
@@ -98,14 +98,14 @@ def _seconds(run: Callable[[Shard | None], None], shard: Shard | None) -> float:
 
 
 def scale(groups: list[int], tokens: int, heads: int, dim: int, out: Path, console: Console) -> Path:
-    """Runs groups of those sizes, one after the other, and writes distributed-date.json into out.
+    """Runs groups of these sizes, one after another, and writes distributed-date.json into out.
 
-    Strong scaling: so many tokens in all. Weak: so many for the largest group, and as many per process in
-    each.
+    Strong scaling: every group has ``tokens`` tokens. Weak scaling: the largest group has ``tokens``
+    tokens, and every group has as many per process.
     """
     rows = []
     for size in groups:
-        measured: dict[int, dict[str, Any]] = {}  # by tokens, which are the same for the largest group
+        measured: dict[int, dict[str, Any]] = {}  # by tokens; both kinds coincide for the largest group
         for kind, total in (("strong", tokens), ("weak", tokens * size // max(groups))):
             if total not in measured:
                 console.print(f"{size} processes, {total:,} tokens ({kind})")
@@ -131,13 +131,13 @@ def _run_group(size: int, tokens: int, heads: int, dim: int) -> dict[str, Any]:
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         raise RuntimeError(f"a group of {size} processes ended with {done.returncode}: {done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table("scaling", "processes", "tokens", *PASSES, "bytes sent")
-    table.caption = "time; times that of a shard alone; share in communication"
+    table.caption = "time; time relative to a shard alone; share of communication"
     for row in rows:
         cells = [
             f"{row[f'{name}, seconds'] * 1e3:.1f} ms\n{row[f'{name}, over_alone']:.2f}x, "
@@ -153,9 +153,9 @@ def main(tokens: int = 65536, heads: int = 8, dim: int = 64) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     try:
-        found = measure(tokens, heads, dim)
+        result = measure(tokens, heads, dim)
         if dist.get_rank() == 0:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(result), flush=True)
     finally:
         dist.destroy_process_group()
 

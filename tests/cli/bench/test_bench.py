@@ -182,10 +182,10 @@ def test_peers_that_are_not_there_or_wrong_are_named(monkeypatch: pytest.MonkeyP
     case = AttentionCase(70, heads=2, dim=16, gates=True)  # peers go without gates
     found, reasons = peers_of(case)
     assert list(found) == ["performer-pytorch"]
-    assert reasons["mamba"] in ("not installed", "needs a GPU")
+    assert reasons["mamba"] in ("not installed", "requires a GPU")
     module.causal_linear_attention_noncuda = lambda q, k, v: 2 * right(q, k, v)  # type: ignore[attr-defined]
     found, reasons = peers_of(case)
     assert found == {}
     assert "performer-pytorch: out is off at N = 70" in reasons["performer-pytorch"]
     _, reasons = peers_of(AttentionCase(70, heads=2, dim=16, kv_heads=1))
-    assert reasons["performer-pytorch"] == "knows no grouped heads"
+    assert reasons["performer-pytorch"] == "does not support grouped heads"
