@@ -289,13 +289,13 @@ def decode_row(shape: Shape, device: str, dtype: torch.dtype, bandwidth: float) 
 
 
 def speedups(functions: Row, base: Row) -> Row:
-    """How many times as long as linrope the fastest takes, with all of the equation and bare."""
-    found: Row = {}
+    """The time of the fastest function relative to linrope's, for the whole equation and bare."""
+    ratios: Row = {}
     for name, times in functions.items():
         for mode, x in times.items():
             key = f"bare {mode} x" if name.endswith("bare") else f"{mode} x"
-            found[key] = min(found.get(key, math.inf), x["median_ms"] / base[mode]["median_ms"])
-    return found
+            ratios[key] = min(ratios.get(key, math.inf), x["median_ms"] / base[mode]["median_ms"])
+    return ratios
 
 
 def overtaking(rows: list[Row], name: str) -> int | None:
@@ -348,15 +348,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="a test of this script: small shapes")
     options = parser.parse_args(arguments)
-    device, found = options.device, machine() | {"triton": triton.__version__, "device": options.device}
+    device, environment = options.device, machine() | {"triton": triton.__version__, "device": options.device}
     backends = BACKENDS if device == "cuda" else ("MATH",)
     dtype = torch.bfloat16 if device == "cuda" else torch.float16  # Triton's interpreter has no bfloat16
     if device == "cuda":
         driver = subprocess.getoutput("nvidia-smi --query-gpu=driver_version --format=csv,noheader")
-        found |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "driver": driver}
-    found["hopper"] = device == "cuda" and torch.cuda.get_device_capability()[0] == 9
-    found["commit"] = options.commit or found["commit"]
-    result: Row = {"machine": found, "date": today, "ceilings": ceilings(device, options.tiny)}
+        environment |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "driver": driver}
+    environment["hopper"] = device == "cuda" and torch.cuda.get_device_capability()[0] == 9
+    environment["commit"] = options.commit or environment["commit"]
+    result: Row = {"machine": environment, "date": today, "ceilings": ceilings(device, options.tiny)}
     bandwidth, linrope = result["ceilings"]["copy"]["rate"], {}
 
     def row_of(section: str, shape: Shape) -> Row:
@@ -381,7 +381,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for section in (x for x in SECTIONS if x in options.only):
         measure(result, section, shapes(section, options.tiny), row_of, started + options.budget)
-        if section in ("linrope", "gated") and found["hopper"]:
+        if section in ("linrope", "gated") and environment["hopper"]:
             predicted(result[section], section == "gated")
         result["overtakes"] = {x: overtaking(result.get("overtaking", []), x) for x in SPEEDUPS}
         options.out.write_text(

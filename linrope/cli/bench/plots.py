@@ -38,9 +38,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
 def _caption(result: dict[str, Any]) -> str:
     machine, case = result["machine"], result["case"]
     groups = "" if case["kv_heads"] == case["heads"] else f" ({case['kv_heads']} for keys and values)"
-    what = [f"{case['batch']} x {case['heads']} heads{groups} of {case['dim']}", case["dtype"]]
+    parts = [f"{case['batch']} x {case['heads']} heads{groups} of {case['dim']}", case["dtype"]]
     fmap = case["feature_map"] if isinstance(case["feature_map"], str) else case["feature_map"]["name"]
-    what += [
+    parts += [
         fmap,
         *([f"decay {case['decay']}"] if case["decay"] else []),
         *(["gates"] if case["gates"] else []),
@@ -48,7 +48,7 @@ def _caption(result: dict[str, Any]) -> str:
     on_cpu = machine["device"] == "cpu"
     threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
     return ", ".join(
-        [*what, *([machine["cpu"], threads] if on_cpu else [machine["device"]]), machine["clock"]]
+        [*parts, *([machine["cpu"], threads] if on_cpu else [machine["device"]]), machine["clock"]]
     )
 
 

@@ -95,7 +95,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         )
     costs = result["costs"]
     for mode, name in (("forward", "forward"), ("training", "forward + backward")) if costs else ():
-        text = ", ".join(f"{what} {ratio:.2f}" for what, ratio in costs[mode].items())
+        text = ", ".join(f"{option} {ratio:.2f}" for option, ratio in costs[mode].items())
         console.print(f"{name} at {costs['n']:,}, time relative to the plain call: {text}")
     if result["decode"]:
         console.print(decode_table(result))
