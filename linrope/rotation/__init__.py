@@ -1,1 +1,1 @@
-"""Angles and the rotation of pairs of features."""
+"""Rotary position embedding: frequencies, angles and the rotation of feature pairs."""

@@ -1,4 +1,4 @@
-"""Rotation of pairs of features, and angles as integers that wrap: the same functions for all backends."""
+"""The rotation of feature pairs, and angles stored as integers that wrap. All backends share these functions."""
 
 import math
 
@@ -11,21 +11,21 @@ LAYOUTS = ("interleaved", "half")
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """Turns each pair of features by the angle whose cosine and sine are given; -sin turns it back.
+    """Rotates each pair of features by the angle with the given cosine and sine. Passing -sin rotates it back.
 
         (x1, x2) -> (x1 cos - x2 sin,  x1 sin + x2 cos)
 
     Args:
         x: (..., f).
-        cos: (..., pairs), of a shape that broadcasts. The first 2 pairs features turn, the rest stays.
-        sin: of the same shape as cos.
+        cos: (..., pairs), which broadcasts against x. The first 2 * pairs features turn, the others stay as they are.
+        sin: the same shape as cos.
         layout: "interleaved" pairs (0, 1), (2, 3), ..; "half" pairs (t, t + pairs).
 
     Returns:
-        (..., f) in x's dtype; float16 and bfloat16 turn in float32.
+        (..., f) in x's dtype. float16 and bfloat16 are rotated in float32.
 
     Raises:
-        ValueError: unknown layout; fewer than 2 pairs features.
+        ValueError: the layout is unknown, or x has fewer than 2 * pairs features.
 
     Source: Su et al. 2021, arXiv 2104.09864, eq. 34.
 
@@ -37,27 +37,29 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     check_name("layout", layout, LAYOUTS)
     width = 2 * cos.shape[-1]
     if x.shape[-1] < width:
-        raise ValueError(f"x: got {x.shape[-1]} features, expected at least {width}, as cos has {width // 2}")
+        raise ValueError(
+            f"x: got {x.shape[-1]} features, expected at least {width} for the {width // 2} pairs of cos"
+        )
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if layout == "interleaved":
         x1, x2 = wide[..., 0:width:2], wide[..., 1:width:2]
-        turned = torch.stack((x1 * cos - x2 * sin, x1 * sin + x2 * cos), -1).flatten(-2)
+        rotated = torch.stack((x1 * cos - x2 * sin, x1 * sin + x2 * cos), -1).flatten(-2)
     else:
         x1, x2 = wide[..., : width // 2], wide[..., width // 2 : width]
-        turned = torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), -1)
+        rotated = torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), -1)
     if width < x.shape[-1]:
-        rest = wide[..., width:].expand(*turned.shape[:-1], -1)
-        turned = torch.cat((turned, rest.to(turned.dtype)), -1)
-    return turned.to(x.dtype)
+        unrotated = wide[..., width:].expand(*rotated.shape[:-1], -1)
+        rotated = torch.cat((rotated, unrotated.to(rotated.dtype)), -1)
+    return rotated.to(x.dtype)
 
 
 def to_turns(radians: Tensor) -> Tensor:
-    """Angles in units of 2^-64 turns, int64, whose sums wrap and so stay exact, however they are grouped.
+    """Converts angles to int64 in units of 2^-64 turns. Their sums wrap, so they are exact in any order.
 
         t = radians / 2 pi, minus its nearest integer;   turns = 2^64 t, and -2^63 for a half turn
 
-    radians may have any shape and floating dtype. What is not finite gives some integer without an error:
-    whoever may hold NaN keeps it visible by another way than the angle.
+    radians may have any shape and floating dtype. NaN and inf become an arbitrary integer; callers must propagate
+    them separately.
 
     >>> from linrope.rotation.rotary import to_turns
     >>> to_turns(torch.tensor([0.5, -2.5]).double() * torch.pi) / 2.0**64
@@ -65,11 +67,13 @@ def to_turns(radians: Tensor) -> Tensor:
     """
     turns = radians.double() * (1 / (2 * math.pi))
     turns = (turns - turns.round()) * 2.0**64
-    return torch.where(turns >= 2.0**63, -turns, turns).to(torch.int64)  # 2^63 is no int64: 1/2 = -1/2
+    return torch.where(turns >= 2.0**63, -turns, turns).to(
+        torch.int64
+    )  # int64 ends below 2^63; half a turn either way is the same
 
 
 def cos_sin_of_turns(turns: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of angles in units of 2^-64 turns, formed in float64 and cast to dtype.
+    """Cosine and sine of angles in units of 2^-64 turns, computed in float64 and cast to dtype.
 
         cos, sin (2 pi turns / 2^64)
 
@@ -81,15 +85,16 @@ def cos_sin_of_turns(turns: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 
 def cos_sin(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Of angles in rad, float64: formed in float64 and cast to dtype.
+    """Cosine and sine of float64 angles in radians, cast to dtype.
 
-    Few runtimes of ONNX have cosines of float64 (onnxruntime from 1.30 on). There an angle is x + y, x in
-    float32, and cos x - y sin x, sin x + y cos x are its cosine and sine to 2^-45.
+    Few ONNX runtimes have a float64 cosine (onnxruntime has since 1.30). A program exported to ONNX therefore splits
+    an angle into x + y with x in float32, and computes its cosine as cos x - y sin x and its sine as sin x + y cos x.
+    The error of that approximation is below 2^-45.
     """
     if dtype == torch.float64 or not torch.onnx.is_in_onnx_export():
         return angles.cos().to(dtype), angles.sin().to(dtype)
     angles = angles - 2 * math.pi * (angles / (2 * math.pi)).round()
-    near = angles.float()
-    rest = (angles - near).float()
-    cos, sin = near.cos(), near.sin()
-    return (cos - rest * sin).to(dtype), (sin + rest * cos).to(dtype)
+    x = angles.float()
+    y = (angles - x).float()
+    cos, sin = x.cos(), x.sin()
+    return (cos - y * sin).to(dtype), (sin + y * cos).to(dtype)

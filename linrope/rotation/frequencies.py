@@ -1,7 +1,7 @@
-"""Frequencies of RoPE and of its extensions, by the names and parameters that Hugging Face's configs have.
+"""Frequencies of RoPE and of its extensions, under the names and parameters of Hugging Face's configs.
 
-A method gives theta (dim/2,), float64, in radians per position, and the attention factor: what q and k
-are to be multiplied with.
+Each method returns theta (dim/2,), float64, in radians per position, and the attention factor by which q and k
+are multiplied.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from linrope.common.names import check_name, expected_one_of
 
 
 def default(dim: int, base: float) -> tuple[Tensor, float]:
-    """theta_t = base^(-2t/dim): RoFormer's own (arXiv 2104.09864, eq. 15)."""
+    """theta_t = base^(-2t/dim): the frequencies of RoFormer (arXiv 2104.09864, eq. 15)."""
     pairs = torch.arange(dim // 2, dtype=torch.float64, device="cpu")
     return base ** -(2 * pairs / dim), 1.0
 
@@ -27,44 +27,52 @@ def linear(dim: int, base: float, *, factor: float) -> tuple[Tensor, float]:
 
 
 def ntk(dim: int, base: float, *, factor: float) -> tuple[Tensor, float]:
-    """base' = base factor^(dim/(dim-2)): the first theta stays, the last is divided by factor.
+    """base' = base factor^(dim/(dim-2)), which keeps the first theta and divides the last one by factor.
 
-    NTK-aware scaling (bloc97 2023; arXiv 2309.00071). Hugging Face has no name for it.
+    NTK-aware scaling (bloc97 2023; arXiv 2309.00071). Hugging Face has no name for this method.
     """
     if dim == 2:
-        raise ValueError(f"rotary_dim={dim}: expected at least 4, as the NTK-aware base needs two pairs")
+        raise ValueError(f"rotary_dim={dim}: expected at least 4: the NTK-aware base requires two pairs")
     return default(dim, base * factor ** (dim / (dim - 2)))
 
 
 def dynamic(
     dim: int, base: float, *, factor: float, max_position_embeddings: float, seq_len: float | None = None
 ) -> tuple[Tensor, float]:
-    """NTK-aware scaling by the length N of the stream, where that exceeds the trained length L.
+    """NTK-aware scaling by the length N of the stream if N exceeds the trained length L.
 
         factor' = factor N / L - (factor - 1),   N = max(seq_len, L)
 
-    Dynamic NTK (emozilla 2023; Hugging Face). N stays for the whole stream.
+    Dynamic NTK (emozilla 2023; Hugging Face). Here N is fixed for the whole stream.
     """
     length = max(seq_len or 0, max_position_embeddings)
     return ntk(dim, base, factor=factor * length / max_position_embeddings - (factor - 1))
 
 
 def yarn(
-    dim: int, base: float, *, factor: float, original_max_position_embeddings: float, beta_fast: float = 32.0,
-    beta_slow: float = 1.0, mscale: float | None = None, mscale_all_dim: float | None = None,
-    attention_factor: float | None = None, truncate: bool = True,
-) -> tuple[Tensor, float]:  # fmt: skip
-    """Pairs that turn often in the trained length L keep theta, those that hardly turn are interpolated.
+    dim: int,
+    base: float,
+    *,
+    factor: float,
+    original_max_position_embeddings: float,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    mscale: float | None = None,
+    mscale_all_dim: float | None = None,
+    attention_factor: float | None = None,
+    truncate: bool = True,
+) -> tuple[Tensor, float]:
+    """Pairs that turn often within the trained length L keep theta. Pairs that hardly turn are interpolated.
 
         t(r) = dim ln(L / (2 pi r)) / (2 ln base)         the pair that turns r times in L positions
         ramp_t = clamp((t - low) / (high - low), 0, 1),   low = floor t(beta_fast), high = ceil t(beta_slow)
         theta'_t = (1 - ramp_t) theta_t + ramp_t theta_t / factor
         attention factor = m(1), or m(mscale) / m(mscale_all_dim),   m(c) = 0.1 c ln(factor) + 1
 
-    YaRN (Peng et al. 2023, arXiv 2309.00071); the second attention factor is DeepSeek's.
+    YaRN (Peng et al. 2023, arXiv 2309.00071); the attention factor with mscale is DeepSeek's.
     """
     if not base > 1:
-        raise ValueError(f"base={base}: expected more than 1 with YaRN, whose ramp divides by its logarithm")
+        raise ValueError(f"base={base}: expected more than 1: YaRN divides by its logarithm")
     if beta_fast < beta_slow:
         raise ValueError(f"beta_fast={beta_fast}: expected at least beta_slow={beta_slow}")
     length = original_max_position_embeddings
@@ -73,14 +81,14 @@ def yarn(
     )
     if truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)  # dim - 1, not dim/2 - 1, in the authors' code as well
+    low, high = max(low, 0), min(high, dim - 1)  # dim - 1, not dim/2 - 1, as in the authors' code
     if low > high:
         raise ValueError(
-            f"original_max_position_embeddings={length}: expected a length in which some pair turns "
-            f"{beta_slow} to {beta_fast} times"
+            f"original_max_position_embeddings={length}: expected a length within which some pair "
+            f"turns {beta_slow} to {beta_fast} times"
         )
     ramp = torch.arange(dim // 2, dtype=torch.float64, device="cpu").sub(low)
-    ramp = (ramp / (high - low or 0.001)).clamp(0, 1)  # low = high: a step
+    ramp = (ramp / (high - low or 0.001)).clamp(0, 1)  # low = high makes the ramp a step
     theta, _ = default(dim, base)
 
     def m(c: float) -> float:
@@ -92,11 +100,17 @@ def yarn(
 
 
 def longrope(
-    dim: int, base: float, *, short_factor: Sequence[float], long_factor: Sequence[float],
-    original_max_position_embeddings: float, factor: float | None = None,
-    attention_factor: float | None = None, seq_len: float | None = None,
-) -> tuple[Tensor, float]:  # fmt: skip
-    """theta_t / lambda_t: each pair has a divisor, from the long list beyond the trained length L.
+    dim: int,
+    base: float,
+    *,
+    short_factor: Sequence[float],
+    long_factor: Sequence[float],
+    original_max_position_embeddings: float,
+    factor: float | None = None,
+    attention_factor: float | None = None,
+    seq_len: float | None = None,
+) -> tuple[Tensor, float]:
+    """theta_t / lambda_t: lambda is long_factor if seq_len exceeds the trained length L, else short_factor.
 
         attention factor = sqrt(1 + ln(factor) / ln(L))
 
@@ -107,22 +121,29 @@ def longrope(
             raise ValueError(f"{key}={value}: got {len(value)} numbers, expected one per pair, {dim // 2}")
     if attention_factor is None:
         if factor is None:
-            raise ValueError("factor: missing key of rope_type='longrope', expected it or attention_factor")
+            raise ValueError(
+                "factor: missing key of rope_type='longrope', expected factor or attention_factor"
+            )
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_max_position_embeddings))
-    chosen = long_factor if (seq_len or 0) > original_max_position_embeddings else short_factor
-    return default(dim, base)[0] / torch.tensor(chosen, dtype=torch.float64, device="cpu"), attention_factor
+    divisors = long_factor if (seq_len or 0) > original_max_position_embeddings else short_factor
+    return default(dim, base)[0] / torch.tensor(divisors, dtype=torch.float64, device="cpu"), attention_factor
 
 
 def llama3(
-    dim: int, base: float, *, factor: float, low_freq_factor: float, high_freq_factor: float,
+    dim: int,
+    base: float,
+    *,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
     original_max_position_embeddings: float,
-) -> tuple[Tensor, float]:  # fmt: skip
-    """Pairs with more than high turns in the trained length L keep theta, fewer than low: theta / factor.
+) -> tuple[Tensor, float]:
+    """Pairs with over high turns in the trained length L keep theta; those with under low turns get theta / factor.
 
         t = clamp((L theta / 2 pi - low) / (high - low), 0, 1)
         theta' = t theta + (1 - t) theta / factor
 
-    Source: Llama 3.1's code and Hugging Face's (the report, arXiv 2407.21783, does not give it).
+    Source: the code of Llama 3.1 and Hugging Face. The report, arXiv 2407.21783, does not give the formula.
     """
     if low_freq_factor >= high_freq_factor:
         raise ValueError(f"low_freq_factor={low_freq_factor}: expected less than {high_freq_factor=}")
@@ -137,15 +158,15 @@ def proportional(
 ) -> tuple[Tensor, float]:
     """theta_t / factor for the first partial_rotary_factor of the pairs, and 0 for the slower rest.
 
-    Unlike with rotary_dim, the exponents still run over all of dim. p-RoPE (Barbero et al. 2024,
-    arXiv 2410.06205); the factor is Hugging Face's.
+    The exponents still run over all of dim, unlike those of a smaller rotary_dim. p-RoPE (Barbero et al. 2024,
+    arXiv 2410.06205); factor is Hugging Face's addition.
     """
     theta = default(dim, base)[0] / factor
     theta[int(partial_rotary_factor * dim // 2) :] = 0
     return theta, 1.0
 
 
-MROPE_AXES = 3  # coordinates of a position: time, row, column
+MROPE_AXES = 3  # a position is (time, row, column)
 
 
 Method = Callable[..., tuple[Tensor, float]]
@@ -155,20 +176,20 @@ METHODS: dict[str, Method] = {
 }
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
 
 
-def _positive(value: Any) -> bool:
-    return _number(value) and value > 0
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
 
 
-_POSITIVE = (_positive, "a positive finite number")
-_NOT_NEGATIVE = (lambda x: _number(x) and x >= 0, "a finite number of at least 0")
-_AT_LEAST_1 = (lambda x: _number(x) and x >= 1, "a finite number of at least 1")
-_LENGTH = (lambda x: _number(x) and x > 1, "a length of more than 1")
-_SHARE = (lambda x: _number(x) and 0 <= x <= 1, "a number from 0 to 1")
-_LIST = (lambda x: isinstance(x, (list, tuple)) and all(map(_positive, x)), "a list of positive numbers")
+_POSITIVE = (_is_positive, "a positive finite number")
+_NOT_NEGATIVE = (lambda x: _is_number(x) and x >= 0, "a finite number of at least 0")
+_AT_LEAST_1 = (lambda x: _is_number(x) and x >= 1, "a finite number of at least 1")
+_LENGTH = (lambda x: _is_number(x) and x > 1, "a length of more than 1")
+_SHARE = (lambda x: _is_number(x) and 0 <= x <= 1, "a number from 0 to 1")
+_LIST = (lambda x: isinstance(x, (list, tuple)) and all(map(_is_positive, x)), "a list of positive numbers")
 _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("rope_theta", "beta_fast", "beta_slow", "attention_factor"), _POSITIVE),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor"), _POSITIVE),
@@ -182,19 +203,19 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _check(key: str, value: Any) -> Any:
-    """The value, its numbers as floats."""
-    good, words = _EXPECTED[key]
-    if not good(value):
-        raise ValueError(f"{key}={value!r}: expected {words}")
+    """Raises ValueError if the key cannot have this value. Returns the value, with its numbers as floats."""
+    accepts, expected = _EXPECTED[key]
+    if not accepts(value):
+        raise ValueError(f"{key}={value!r}: expected {expected}")
     if isinstance(value, bool):
         return value
     return [float(x) for x in value] if isinstance(value, (list, tuple)) else float(value)
 
 
-def _find(name: Any) -> tuple[Method, dict[str, Any]]:
-    """The method of that name, and its keys with their defaults (inspect.Parameter.empty: required)."""
+def _method(name: Any) -> tuple[Method, dict[str, Any]]:
+    """The method called ``name``, and its keys with their defaults. A required key has inspect.Parameter.empty."""
     check_name("rope_type", name, list(METHODS))
-    parameters = list(inspect.signature(METHODS[name]).parameters.values())[2:]  # without dim and base
+    parameters = list(inspect.signature(METHODS[name]).parameters.values())[2:]  # all but dim and base
     return METHODS[name], {parameter.name: parameter.default for parameter in parameters}
 
 
@@ -202,7 +223,8 @@ def resolve(scaling: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]:
     """The method that a dict {"rope_type": .., ..} names, and all of its parameters, checked.
 
     Raises:
-        ValueError: no dict; unknown rope_type; missing or unknown key; impossible value.
+        ValueError: scaling is not a dict, its rope_type is unknown, a key is missing or unknown, or a value is
+            impossible.
 
     >>> method, parameters = resolve({"rope_type": "linear", "factor": 2})
     >>> method(4, 10000.0, **parameters)
@@ -211,7 +233,7 @@ def resolve(scaling: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]:
     if not isinstance(scaling, Mapping) or "rope_type" not in scaling:
         raise ValueError(f"scaling={scaling!r}: expected None or a dict with the key 'rope_type'")
     name = scaling["rope_type"]
-    method, parameters = _find(name)
+    method, parameters = _method(name)
     for key, value in scaling.items():
         if key == "rope_type" or value is None:
             continue
@@ -228,7 +250,7 @@ def resolve(scaling: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]:
 def read_config(
     rope_parameters: Mapping[str, Any], head_dim: int, trained: int | None, seq_len: int | None
 ) -> tuple[float, int, dict[str, Any], list[int] | None]:
-    """base, rotary_dim, scaling and each pair's axis, of a Hugging Face config: see Rotary.from_config."""
+    """Reads base, rotary_dim, scaling and each pair's axis from a Hugging Face config. See Rotary.from_config."""
     if not isinstance(rope_parameters, Mapping):
         raise ValueError(f"rope_parameters={rope_parameters!r}: expected a dict")
     nested = [str(key) for key, value in rope_parameters.items() if isinstance(value, Mapping)]
@@ -240,10 +262,10 @@ def read_config(
     sections, interleaved = scaling.pop("mrope_section", None), scaling.pop("mrope_interleaved", None)
     if sections is None and (interleaved is not None or scaling["rope_type"] == "mrope"):
         raise ValueError(f"mrope_section: missing key, got {', '.join(rope_parameters)}")
-    if scaling["rope_type"] == "mrope":  # Qwen2-VL's older configs: the plain theta, on three axes
+    if scaling["rope_type"] == "mrope":  # older configs of Qwen2-VL: the default theta on three axes
         scaling["rope_type"] = "default"
     base, rotary_dim = _check("rope_theta", scaling.pop("rope_theta", 10000.0)), head_dim
-    _, keys = _find(scaling["rope_type"])
+    _, keys = _method(scaling["rope_type"])
     if "partial_rotary_factor" not in keys:
         share = _check("partial_rotary_factor", scaling.pop("partial_rotary_factor", 1.0))
         rotary_dim = int(head_dim * share)
@@ -263,15 +285,15 @@ def read_config(
 
 
 def _mrope_axes(sections: Any, interleaved: Any, pairs: int) -> list[int]:
-    """The axis with which each pair turns: 0 0 .. 1 1 .. 2 2 .., or interleaved 0 1 2 0 1 2 .. 0 0.
+    """The axis of each pair: 0 0 .. 1 1 .. 2 2 .. (Qwen2-VL, arXiv 2409.12191), or interleaved 0 1 2 0 1 2 .. 0 0.
 
-    Qwen2-VL (arXiv 2409.12191); interleaved: Qwen3-VL, where axes 1 and 2 have every third pair, as many as
-    their section says, and axis 0 has all others.
+    In the interleaved order (Qwen3-VL), axes 1 and 2 take every third pair until their sections are full. Axis 0 has
+    all other pairs.
     """
     if interleaved is not None and not isinstance(interleaved, bool):
         raise ValueError(f"mrope_interleaved={interleaved!r}: expected True or False")
-    whole = isinstance(sections, (list, tuple)) and all(type(n) is int and n > 0 for n in sections)
-    if not whole or len(sections) != MROPE_AXES or sum(sections) != pairs:
+    positive = isinstance(sections, (list, tuple)) and all(type(n) is int and n > 0 for n in sections)
+    if not positive or len(sections) != MROPE_AXES or sum(sections) != pairs:
         raise ValueError(f"mrope_section={sections!r}: expected three positive integers, {pairs} in all")
     if not interleaved:
         return [axis for axis, section in enumerate(sections) for _ in range(section)]
@@ -287,14 +309,14 @@ def _mrope_axes(sections: Any, interleaved: Any, pairs: int) -> list[int]:
 
 
 def critical_dimension(dim: int, base: float, length: float) -> int:
-    """How many of dim features have made a whole turn somewhere in a training length.
+    """The number of features, out of dim, that make at least one whole turn within a training length.
 
-        d_c = 2 ceil((dim/2) log_base(length / 2 pi)),   dim at most
+        d_c = min(dim, 2 ceil((dim/2) log_base(length / 2 pi)))
 
-    The others meet angles beyond that length that they were never trained on.
+    Beyond that length, the other features meet angles that they were never trained on.
 
     Raises:
-        ValueError: base <= 1 or length <= 2 pi.
+        ValueError: base <= 1, or length <= 2 pi.
 
     Source: Liu et al. 2023, arXiv 2310.05209.
 
@@ -306,7 +328,7 @@ def critical_dimension(dim: int, base: float, length: float) -> int:
 
 
 def base_for_length(length: float, base: float = 10000.0, trained: float = 4096) -> float:
-    """The base whose critical dimension at a new length is that of the old base at the trained length.
+    """The base that has the same critical dimension at a new length as the old base has at the trained length.
 
         base' = base^(log_(trained / 2 pi)(length / 2 pi))
 

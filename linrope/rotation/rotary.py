@@ -1,4 +1,7 @@
-"""Rotary position embedding: frequencies, angles, rotation."""
+"""Rotary position embedding: the class ``Rotary``, and positions on a grid.
+
+b batch, n tokens, h query heads, g key/value heads, f features, p = rotary_dim/2 pairs of features that turn.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,7 +30,7 @@ MAX_POSITION = 2**31 - 1
 
 
 def spell_out(positions: Tensor, n: int) -> Tensor:
-    """(b or 1, n) from that, or from the first of consecutive ones, (b or 1, 1); with axes as they are."""
+    """One position per token, (b or 1, n). positions of shape (b or 1, 1) are the first of n consecutive ones."""
     if positions.shape[1] == n:
         return positions
     return positions + torch.arange(n, device=positions.device)
@@ -37,12 +40,12 @@ def grid_positions(*sizes: int, class_tokens: int = 0) -> Tensor:
     """Positions of the cells of a grid, row by row: (n, axes) int64, for a Rotary with axes.
 
     Args:
-        sizes: of the axes, (rows, columns) or (frames, rows, columns); the last one runs fastest.
-        class_tokens: tokens without a place that stand before the cells. They get coordinate 0 on every
-            axis, and the grid then starts at 1.
+        sizes: the length of each axis, (rows, columns) or (frames, rows, columns). The last axis runs fastest.
+        class_tokens: the number of tokens before the cells that have no place on the grid. They get coordinate 0 on
+            every axis, and the grid then starts at 1.
 
     Raises:
-        ValueError: no size, a size below 1, class_tokens below 0.
+        ValueError: there is no size, a size is below 1, or class_tokens is below 0.
 
     >>> from linrope.rotation.rotary import grid_positions
     >>> grid_positions(2, 2, class_tokens=1).tolist()
@@ -50,7 +53,7 @@ def grid_positions(*sizes: int, class_tokens: int = 0) -> Tensor:
     """
     if min(sizes, default=0) < 1 or class_tokens < 0:
         raise ValueError(
-            f"sizes={sizes}, class_tokens={class_tokens}: expected positive sizes, and 0 or more tokens"
+            f"sizes={sizes}, class_tokens={class_tokens}: expected positive sizes and 0 or more tokens"
         )
     cells = torch.cartesian_prod(*(torch.arange(size) for size in sizes)).view(-1, len(sizes))
     if class_tokens == 0:
@@ -59,49 +62,49 @@ def grid_positions(*sizes: int, class_tokens: int = 0) -> Tensor:
 
 
 class Rotary:
-    """RoFormer's rotation R(p): pair number t of the features turns by the angle p theta_t.
+    """RoFormer's rotation R(p), which rotates feature pair t by the angle p theta_t.
 
         theta_t = base^(-2t / rotary_dim),  t = 0 .. rotary_dim/2 - 1                      (eq. 15)
         (x_2t, x_2t+1) -> (x_2t cos a - x_2t+1 sin a,  x_2t sin a + x_2t+1 cos a),  a = p theta_t
 
-    Angles are formed in float64 from integer positions and are exact to 1e-6 rad up to position
-    2^31 - 1; only cos and sin are cast. Plain Python, no parameters: casting a model to half
-    precision cannot harm theta. A rotation never changes, as states hold keys that it has turned: theta,
-    frequencies and fade are handed out as copies.
+    Angles are computed in float64 from integer positions and are exact to 1e-6 rad up to position 2^31 - 1. Only cos
+    and sin are cast. A Rotary is not a module and has no parameters, so casting a model to half precision does not
+    touch theta. It never changes, because states hold keys that it has rotated: its tensors are returned as copies.
 
-    With ``axes``, positions are vectors (images, video) and the angle is a = sum_a p_a theta_at.
+    With ``axes``, positions are vectors (images, video), and pair t turns by sum_a p_a theta_at over the axes a.
 
     Args:
-        dim: number of features f (of the feature map, not of the head, where they differ).
-        base: of the frequencies.
+        dim: number of features f: the feature map's feature_dim, which may differ from the head's size. With
+            rope_order="before" it is the head's size.
+        base: base of the frequencies.
         layout: "interleaved" pairs (0, 1), (2, 3), .. (RoFormer, GPT-J); "half" pairs (t, t + rotary_dim/2)
             (GPT-NeoX, Llama).
-        rotary_dim: only the first rotary_dim features turn; default: all.
-        scaling: {"rope_type": .., "factor": .., ..}, an extension of RoPE by Hugging Face's names and keys:
+        rotary_dim: only the first rotary_dim features turn. Default: all.
+        scaling: {"rope_type": .., "factor": .., ..}, an extension of RoPE under Hugging Face's names and keys:
             linear, ntk, dynamic, yarn, longrope, llama3 or proportional. See ``from_config``.
-        theta: the frequencies themselves, (rotary_dim/2,) or, a row per key/value head,
-            (g, rotary_dim/2); replaces base. With axes: (axes, rotary_dim/2) or (g, axes, rotary_dim/2).
-        axes: number of coordinates of a position; None: positions are plain integers. See ``axial``.
-        attention_factor: beside theta, what linear_rope_attention multiplies q and k with before the
-            feature map; default 1. Otherwise scaling gives it.
-        xpos: length over which pair t also fades by zeta_t = (2t / rotary_dim + 0.4) / 1.4, in the
-            numerator (xPos, whose paper takes 512); causal attention only.
+        theta: the frequencies themselves, which replace base: (rotary_dim/2,), or (g, rotary_dim/2) with one row
+            per key/value head. With axes: (axes, rotary_dim/2) or (g, axes, rotary_dim/2).
+        axes: number of coordinates of a position. None: positions are plain integers. See ``axial``.
+        attention_factor: the factor by which linear_rope_attention multiplies q and k before the feature map. It may
+            be given only with theta, where its default is 1. Otherwise scaling determines it.
+        xpos: number of positions over which pair t also decays by zeta_t = (2t / rotary_dim + 0.4) / 1.4, in the
+            numerator. This is xPos, whose paper uses 512. Causal attention only.
 
     Raises:
-        ValueError: odd or non-positive sizes, rotary_dim > dim, base <= 0, unknown layout or scaling,
-            missing, unknown or impossible keys of scaling, scaling beside theta or axes, theta of the
-            wrong shape or not finite, attention_factor without theta or not positive.
+        ValueError: a size is odd or not positive, rotary_dim > dim, base <= 0, the layout or rope_type is unknown,
+            a key of scaling is missing, unknown or impossible, scaling is given with theta or axes, theta has the
+            wrong shape or is not finite, or attention_factor is given without theta or is not positive.
 
-    Source: Su et al. 2021, arXiv 2104.09864; of the extensions: ``linrope.rotation.frequencies``.
+    Source: Su et al. 2021, arXiv 2104.09864. ``linrope.rotation.frequencies`` names the extensions' sources.
 
     >>> rotary = Rotary(4)
     >>> rotary(torch.tensor([1.0, 0.0, 1.0, 0.0]).view(1, 1, 1, 4), torch.tensor([2])).flatten()
     tensor([-0.4161,  0.9093,  0.9998,  0.0200])
     """
 
-    attention_factor: float  # for q and k before the feature map: linear_rope_attention applies it
-    identity: str  # tells apart two rotations whose states must not be mixed
-    heads: int  # how many key/value heads have a theta of their own; 1: all share it
+    attention_factor: float  # linear_rope_attention multiplies q and k by it before the feature map
+    identity: str  # differs between rotations whose states must not be mixed
+    heads: int  # number of key/value heads that theta has a row for; 1: all heads share one theta
 
     def __init__(
         self,
@@ -125,8 +128,8 @@ class Rotary:
             raise ValueError(f"base={base}: expected a positive finite number")
         check_name("layout", layout, LAYOUTS)
         if scaling is not None and (theta is not None or axes is not None):
-            beside = "axes" if theta is None else "theta"
-            raise ValueError(f"scaling={scaling!r}: expected None beside {beside}")
+            other = "axes" if theta is None else "theta"
+            raise ValueError(f"scaling={scaling!r}: expected None beside {other}")
         if axes is not None and axes < 1:
             raise ValueError(f"axes={axes}: expected at least 1, or None")
         if axes is not None and theta is None:
@@ -141,62 +144,68 @@ class Rotary:
         self.dim, self.base, self.layout, self.rotary_dim = dim, float(base), layout, rotary_dim
         self.axes, self.xpos = axes, xpos
         self.attention_factor = 1.0 if attention_factor is None else float(attention_factor)
-        with torch.inference_mode(False):  # graphs of autograd will save what is made here
+        with torch.inference_mode(False):  # autograd saves these tensors, and cannot save inference tensors
             if theta is None:
                 method, parameters = resolve({"rope_type": "default"} if scaling is None else scaling)
                 self._theta, self.attention_factor = method(rotary_dim, self.base, **parameters)
-                extended = f", scaling={method.__name__}{parameters}" if parameters else ""
-                source = f"base={self.base}{extended}"
+                scaled = f", scaling={method.__name__}{parameters}" if parameters else ""
+                source = f"base={self.base}{scaled}"
             else:
-                self._theta = _own(theta, rotary_dim // 2, axes)
+                self._theta = _checked_copy(theta, rotary_dim // 2, axes)
                 source = f"theta={self._theta.tolist()}"
             self._frequencies = self._theta.view(-1, axes or 1, rotary_dim // 2).transpose(0, 1)
-            self._fade = None if xpos is None else _xpos_fade(dim, rotary_dim, layout, xpos)
+            self._fade = None if xpos is None else _xpos_log_decay(dim, rotary_dim, layout, xpos)
             self._turns = Constant(to_turns(self._frequencies))
         self.heads = self._frequencies.shape[1]
         factor = None if attention_factor in (None, 1.0) else self.attention_factor
         options = (("axes", axes), ("attention_factor", factor), ("xpos", xpos))
-        more = "".join(f", {name}={value}" for name, value in options if value is not None)
-        self.identity = f"Rotary({dim}, {source}, layout={layout!r}, rotary_dim={rotary_dim}{more})"
+        suffix = "".join(f", {name}={value}" for name, value in options if value is not None)
+        self.identity = f"Rotary({dim}, {source}, layout={layout!r}, rotary_dim={rotary_dim}{suffix})"
 
     @property
     def theta(self) -> Tensor:
-        """(p,) or (g, p), with axes (axes, p) or (g, axes, p): float64, radians per position; a copy."""
+        """A copy of theta, in radians per position: float64 (p,) or (g, p), with axes (axes, p) or (g, axes, p)."""
         return self._theta.clone()
 
     @property
     def frequencies(self) -> Tensor:
-        """theta as (axes or 1, g or 1, p); a copy."""
+        """A copy of theta in the shape (axes or 1, g or 1, p)."""
         return self._frequencies.clone()
 
     @property
     def fade(self) -> Tensor | None:
-        """With xpos: log zeta per position, of each feature, (dim,) float64; a copy."""
+        """With xpos, a copy of the log decay per position of each feature, (dim,) float64."""
         return None if self._fade is None else self._fade.clone()
 
     @classmethod
     def from_config(
-        cls, rope_parameters: Mapping[str, Any], *, head_dim: int, max_position_embeddings: int | None = None,
-        layout: str = "half", seq_len: int | None = None,
-    ) -> "Rotary":  # fmt: skip
-        """The rotation of a Hugging Face model: the theta and attention_factor that transformers gives it.
+        cls,
+        rope_parameters: Mapping[str, Any],
+        *,
+        head_dim: int,
+        max_position_embeddings: int | None = None,
+        layout: str = "half",
+        seq_len: int | None = None,
+    ) -> "Rotary":
+        """Builds the rotation of a Hugging Face model, with the theta and attention_factor that transformers uses.
 
         Args:
-            rope_parameters: the config's, {"rope_type": .., "rope_theta": .., "partial_rotary_factor": ..,
-                "factor": .., ..}. Of older configs: rope_scaling, with "type" and with the keys that stood
-                beside it put in (rope_theta, original_max_position_embeddings). None counts as absent.
-                With "mrope_section" (Qwen2-VL; Qwen3-VL: "mrope_interleaved" as well) positions have three
-                coordinates: time, row, column. A token of text has its number in all three.
+            rope_parameters: the config's rope_parameters, {"rope_type": .., "rope_theta": ..,
+                "partial_rotary_factor": .., "factor": .., ..}. From an older config, pass rope_scaling (with "type")
+                and add the keys that stand beside it there (rope_theta, original_max_position_embeddings). A key with
+                the value None counts as absent. With "mrope_section" (Qwen2-VL, and Qwen3-VL with
+                "mrope_interleaved" as well) positions have three coordinates: time, row, column. A text token has
+                its position in all three.
             head_dim: number of features f.
-            max_position_embeddings: the config's; dynamic needs it, others take lengths and factors that
-                are missing from it.
-            layout: "half", as nearly all models there have it.
-            seq_len: the length for which dynamic and longrope choose theta, once and for the whole stream:
-                a state holds keys that are rotated already. Default: the trained length.
+            max_position_embeddings: the config's trained length. dynamic requires it. The other methods use it for
+                lengths and factors that rope_parameters lacks.
+            layout: nearly all Hugging Face models use "half".
+            seq_len: the length for which dynamic and longrope choose theta. The choice holds for the whole stream,
+                because a state holds keys that are already rotated. Default: the trained length.
 
         Raises:
-            ValueError: as the class; an odd number of features to turn; one dict per layer type; sections
-                that are not three numbers of pairs, all in all.
+            ValueError: as for the class. Also if an odd number of features would turn, if rope_parameters has one
+                dict per layer type, or if mrope_section is not three numbers of pairs that add up to all pairs.
 
         Source: transformers 5.23, modeling_rope_utils.py.
 
@@ -210,31 +219,40 @@ class Rotary:
         rotary = cls(head_dim, base=base, layout=layout, rotary_dim=rotary_dim, scaling=scaling)
         if axis_of_pair is None:
             return rotary
-        own = torch.tensor(axis_of_pair, device="cpu") == torch.arange(MROPE_AXES, device="cpu")[:, None]
+        on_axis = torch.tensor(axis_of_pair, device="cpu") == torch.arange(MROPE_AXES, device="cpu")[:, None]
         return cls(
-            head_dim, base=base, layout=layout, rotary_dim=rotary_dim, theta=rotary.theta * own,
-            axes=MROPE_AXES, attention_factor=rotary.attention_factor,
-        )  # fmt: skip
+            head_dim,
+            base=base,
+            layout=layout,
+            rotary_dim=rotary_dim,
+            theta=rotary.theta * on_axis,
+            axes=MROPE_AXES,
+            attention_factor=rotary.attention_factor,
+        )
 
     @classmethod
     def whole_model(
-        cls, num_heads: int, head_dim: int, *, base: float = 10000.0, layout: str = "interleaved",
+        cls,
+        num_heads: int,
+        head_dim: int,
+        *,
+        base: float = 10000.0,
+        layout: str = "interleaved",
         axes: int | None = None,
-    ) -> "Rotary":  # fmt: skip
-        """Rotation of the whole d_model vector before its split into heads, as a theta per head.
+    ) -> "Rotary":
+        """Rotates the whole d_model vector before its split into heads, by giving each head its own theta.
 
-        theta_t = base^(-2t / d_model), d_model = num_heads * head_dim; head i has its slice. Only the
-        interleaved layout keeps the partners of a pair in one head. With ``axes``, for positions on a
-        grid, theta is that of ``axial`` with dim = d_model: the first heads turn with the first axis, and
-        so on.
+        theta_t = base^(-2t / d_model) with d_model = num_heads * head_dim, and head i has the i-th slice of it. Only
+        the interleaved layout keeps the partners of a pair in one head. With ``axes``, for positions on a grid, theta
+        is sliced from ``axial`` with dim = d_model: the first heads turn with the first axis, and so on.
 
         >>> Rotary.whole_model(8, 64).theta.shape
         torch.Size([8, 32])
         """
         if layout != "interleaved":
             raise ValueError(
-                f"layout={layout!r}: whole-model rotation needs 'interleaved'; with 'half' the "
-                "partners of a pair fall into different heads"
+                f"layout={layout!r}: whole-model rotation requires 'interleaved': 'half' puts the "
+                "partners of a pair into different heads"
             )
         d_model = num_heads * head_dim
         if axes is None:
@@ -244,16 +262,21 @@ class Rotary:
 
     @classmethod
     def axial(
-        cls, dim: int, axes: int = 2, *, base: float = 10000.0, layout: str = "interleaved",
-        pairs: Sequence[int] | None = None, rotary_dim: int | None = None,
-    ) -> "Rotary":  # fmt: skip
-        """Rotation for positions on a grid (images, video): each axis turns its own share of the pairs.
+        cls,
+        dim: int,
+        axes: int = 2,
+        *,
+        base: float = 10000.0,
+        layout: str = "interleaved",
+        pairs: Sequence[int] | None = None,
+        rotary_dim: int | None = None,
+    ) -> "Rotary":
+        """Builds a rotation for positions on a grid (images, video), where each axis turns a part of the pairs.
 
             theta_at = base^(-t / pairs_a) for the t-th pair of axis a, 0 for the pairs of other axes
 
-        pairs: how many pairs each axis has; default: rotary_dim/2 divided evenly, the first axes taking
-        the rest. rotary_dim: only the first rotary_dim features turn; default: all. ``grid_positions``
-        gives the positions.
+        pairs is the number of pairs of each axis. Default: rotary_dim/2 divided evenly, where the first axes take the
+        remainder. Only the first rotary_dim features turn; default: all. ``grid_positions`` makes the positions.
 
         >>> Rotary.axial(8)(torch.ones(1, 1, 1, 8), torch.tensor([[3, 0]]))[0, 0, 0, 4:]  # column 0
         tensor([1., 1., 1., 1.])
@@ -265,11 +288,11 @@ class Rotary:
             raise ValueError(
                 f"pairs={list(pairs)}: expected one positive number per axis, {all_pairs} in all"
             )
-        theta = torch.block_diag(*(cls(2 * share, base=base).theta for share in pairs))
+        theta = torch.block_diag(*(cls(2 * count, base=base).theta for count in pairs))
         return cls(dim, base=base, layout=layout, rotary_dim=rotary_dim, theta=theta, axes=axes)
 
     def angles(self, positions: Tensor) -> Tensor:
-        """positions (.., n) or (.., n, axes) -> angles (.., n, g or 1, rotary_dim/2), rad, float64."""
+        """The angles at positions (.., n) or (.., n, axes): (.., n, g or 1, rotary_dim/2) float64, in radians."""
         if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
             raise TypeError(f"positions: got {positions.dtype}, expected integers")
         frequencies = self._frequencies.to(positions.device)
@@ -282,32 +305,31 @@ class Rotary:
         return (positions[..., None, None].double() * frequencies).sum(-3)
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of ``angles``, formed in float64 and cast to dtype, without attention_factor."""
+        """Cosine and sine of ``angles``, computed in float64 and cast to dtype, without attention_factor."""
         return cos_sin(self.angles(positions), dtype)
 
     def turns(self, device: torch.device) -> Tensor:
-        """frequencies / 2 pi in units of 2^-64 turns, int64: position * turns wraps to the angle.
+        """``frequencies`` as int64 in units of 2^-64 turns per position: position * turns wraps to the angle.
 
-        Integers that wrap reduce an angle to one turn exactly. theta itself is a float64, so that the
-        angle at position 2^31 is off by 5e-7 rad at most, theta being up to 1. All calls share the tensor:
-        it is not to be written to.
+        Integers that wrap reduce an angle to one turn exactly. The remaining error is that of theta, a float64: for
+        theta up to 1 the angle at position 2^31 is off by at most 5e-7 rad. All callers share the tensor: do not
+        write to it.
         """
         return self._turns.on(device)
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotates x (b, n, h, f) to positions (n,) or (b, n), with axes (.., axes), without xpos' fading.
+        """Rotates x (b, n, h, f) to positions (n,) or (b, n), with axes (.., axes).
 
-        attention_factor is not applied either: it belongs before the feature map. On cos and sin, as with
-        softmax attention, it would scale the numerator alone.
+        It applies neither the decay of xpos nor attention_factor. The latter belongs before the feature map: on cos
+        and sin, as in softmax attention, it would scale only the numerator.
         """
         if x.shape[-1] != self.dim:
             raise ValueError(f"x: got {x.shape[-1]} features, expected dim={self.dim}")
         cos, sin = self.cos_sin(positions, torch.promote_types(x.dtype, torch.float32))
-        heads = self.heads
-        if heads > 1:  # query heads that share a key/value head share its theta
-            if x.shape[-2] % heads:
-                raise ValueError(f"x: got {x.shape[-2]} heads, expected a multiple of theta's {heads}")
-            repeats = x.shape[-2] // heads
+        if self.heads > 1:  # query heads that share a key/value head share its theta
+            if x.shape[-2] % self.heads:
+                raise ValueError(f"x: got {x.shape[-2]} heads, expected a multiple of theta's {self.heads}")
+            repeats = x.shape[-2] // self.heads
             cos, sin = cos.repeat_interleave(repeats, -2), sin.repeat_interleave(repeats, -2)
         return rotate(x, cos, sin, self.layout)
 
@@ -315,8 +337,8 @@ class Rotary:
         return self.identity
 
 
-def _own(theta: Tensor, pairs: int, axes: int | None) -> Tensor:
-    """A copy of the theta that a caller gave, checked."""
+def _checked_copy(theta: Tensor, pairs: int, axes: int | None) -> Tensor:
+    """Checks theta's shape and values, and returns a float64 copy on the CPU."""
     expected = (pairs,) if axes is None else (axes, pairs)
     if theta.shape[-len(expected) :] != expected or theta.ndim - len(expected) not in (0, 1):
         shape = ", ".join(map(str, expected))
@@ -329,8 +351,8 @@ def _own(theta: Tensor, pairs: int, axes: int | None) -> Tensor:
     return theta
 
 
-def _xpos_fade(dim: int, rotary_dim: int, layout: str, length: float) -> Tensor:
-    """log zeta per position, of each feature: (dim,) float64, 0 for those that do not turn."""
+def _xpos_log_decay(dim: int, rotary_dim: int, layout: str, length: float) -> Tensor:
+    """The log decay per position of each feature, log(zeta) / length, or 0 if it does not turn: (dim,) float64."""
     pairs = torch.arange(rotary_dim // 2, dtype=torch.float64, device="cpu")
     zeta = (2 * pairs / rotary_dim + 0.4) / 1.4
     zeta = zeta.repeat_interleave(2) if layout == "interleaved" else torch.cat((zeta, zeta))

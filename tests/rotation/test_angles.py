@@ -65,7 +65,7 @@ def test_what_cannot_be_rotated_is_refused() -> None:
     one = torch.ones(3)
     with pytest.raises(ValueError, match=r"layout='hlf': expected one of .*did you mean 'half'"):
         rotate(torch.ones(6), one, one, "hlf")
-    with pytest.raises(ValueError, match=r"x: got 4 features, expected at least 6, as cos has 3"):
+    with pytest.raises(ValueError, match=r"x: got 4 features, expected at least 6 for the 3 pairs of cos"):
         rotate(torch.ones(4), one, one, "half")
 
 

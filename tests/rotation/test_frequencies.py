@@ -313,7 +313,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
         r"short_factor=2.0: expected a list of positive numbers",
     ),
     ({**LONGROPE, "factor": 4, "short_factor": [0.0] * 32}, r"short_factor=.*expected a list of positive"),
-    (LONGROPE, r"factor: missing key of rope_type='longrope', expected it or attention_factor"),
+    (LONGROPE, r"factor: missing key of rope_type='longrope', expected factor or attention_factor"),
     (
         {**LLAMA3, "original_max_position_embeddings": 512, "low_freq_factor": 4},
         r"low_freq_factor=4.0: expected less than high_freq_factor=4.0",

@@ -48,7 +48,7 @@ REFUSED = {
     "half layout of the whole model": (
         lambda: Rotary.whole_model(2, 4, layout="half"),
         ValueError,
-        r"layout='half': whole-model rotation needs 'interleaved'",
+        r"layout='half': whole-model rotation requires 'interleaved'",
     ),
     **{
         f"theta of shape {shape}": (
