@@ -1,4 +1,7 @@
-"""The layer: project, attend, normalize and gate, project."""
+"""The layer: project x, attend, normalize and gate the result, project it back.
+
+b batch, n queries, m keys, h query heads, g key/value heads, d head dim, f features, e values.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +13,7 @@ from torch import Tensor, nn
 from linrope.common.constants import Constant
 from linrope.common.names import check_name
 from linrope.feature_maps import FeatureMap
-from linrope.layer.choices import check_decays, make_decay, make_forget_gate, make_map, make_rotation
+from linrope.layer.choices import make_decay, make_forget_gate, make_map, make_rotation
 from linrope.layer.short_convolution import ShortConvolution
 from linrope.operation import checks
 from linrope.operation.functional import linear_rope_attention
@@ -27,49 +30,55 @@ class LinearRoPEAttention(nn.Module):
         y = W_o (norm(linear_rope_attention(q, k, v, a, omega)) * silu(W_g x))
         a = log sigmoid(W_a x + b_a)        omega = theta tanh(B A x)
 
-    x is (b, n, embed_dim), context (b, m, embed_dim). Convolution, norm, gates a and W_g, and steps omega are
-    options. The rotated weights are signed and shrink as positions grow, so a model usually wants the norm or
-    W_g; a decay, fixed or from the gate a, is what a language model gains most from.
+    x is (b, n, embed_dim), context (b, m, embed_dim). The convolution, the norm, the gates a and W_g, and the steps
+    omega are options. Rotated attention weights are signed and shrink as positions grow, so a model usually needs
+    the norm or W_g. A language model gains most from a decay, either fixed or computed by the gate a.
 
     Args:
         embed_dim: size of x and y.
         num_heads: h.
-        num_kv_heads: g, a divisor of h; default h.
-        head_dim: d of queries and keys; default embed_dim / num_heads.
-        value_head_dim: e of values; default head_dim.
-        feature_map: name, {"name": .., options of feature_maps.make}, or FeatureMap. Learned maps that are
-            made here have weights for each head.
-        rotary: "interleaved", "half", a Rotary of the map's feature_dim, None, or a dict: arguments of
-            Rotary, of Rotary.axial if it has "axes", or Hugging Face's rope_parameters if it has a key
-            "rope_theta" or "rope_type" (then with layout "half" unless it says otherwise). "selective": x
-            speeds the rotation up or slows it down (``linrope.layer.selective.SelectiveSteps``); with options,
-            {"name": "selective", "rank": 16, "bound": "multiply" or "add", "per_head": True} and what a
-            dict may have. Or a module that gives angle_steps (b, n, g or 1, pairs) from x, beside the
-            rotation of its attribute ``rotary`` if it has one.
+        num_kv_heads: g, a divisor of h. Default: h.
+        head_dim: d, the size of a query and a key. Default: embed_dim / num_heads.
+        value_head_dim: e, the size of a value. Default: head_dim.
+        feature_map: a name, {"name": .., options of feature_maps.make}, or a FeatureMap. A learned map that the layer
+            makes itself has separate weights for each head.
+        rotary: one of
+            "interleaved" or "half": a Rotary with this layout;
+            a Rotary for the map's feature_dim, or None;
+            a dict with the arguments of Rotary, or of Rotary.axial if it has the key "axes", or Hugging Face's
+            rope_parameters if it has the key "rope_theta" or "rope_type" (layout is then "half" by default);
+            "selective": x speeds the rotation up or slows it down (``linrope.layer.selective.SelectiveSteps``). With
+            options: {"name": "selective", "rank": 16, "bound": "multiply" or "add", "per_head": True}, to which the
+            keys of the dicts above may be added;
+            a module that computes angle_steps (b, n, g or 1, pairs) from x. If it has an attribute ``rotary``, that
+            rotation applies too.
         causal: as in linear_rope_attention.
-        normalize: as there; see out_norm.
-        decay: how keys fade with positions: None, g numbers in (0, 1], "spread": half-lives from 1 token to
-            4096, geometrically over the key/value heads, "learned": one number per head, learned, which
-            starts there; {"name": "spread" or "learned", "longest": tokens}; or "retnet": 1 - 2^(-5 - i) for
-            head i (arXiv 2307.08621), which forgets more slowly.
-        forget_gate: how keys fade is made from x: True or {"longest": 4096}, where the half-lives start
-            spread in the same way (``linrope.layer.selective.ForgetGate``). Causal self-attention only.
-        short_conv: taps, usually 4, of a causal convolution on queries, keys and values before the map
-            (``linrope.layer.short_convolution``), which recall needs. Causal self-attention only.
+        normalize: as in linear_rope_attention. See out_norm.
+        decay: by how much keys decay per position, one of
+            None: not at all;
+            g numbers in (0, 1];
+            "spread": half-lives from 1 to 4096 tokens, in geometric steps over the key/value heads;
+            "learned": one learned number per head, which starts as in "spread";
+            {"name": "spread" or "learned", "longest": tokens}, where longest replaces 4096;
+            "retnet": 1 - 2^(-5 - i) for head i (arXiv 2307.08621), which forgets more slowly.
+        forget_gate: whether decay is computed from x: True, or {"longest": 4096}. The half-lives start as in
+            decay="spread" (``linrope.layer.selective.ForgetGate``). Causal self-attention only.
+        short_conv: the number of taps, usually 4, of a causal convolution on queries, keys and values before the map
+            (``linrope.layer.short_convolution``). Recall needs it. Causal self-attention only.
         qk_norm: RMS norm of each head's query and key before the map, with learned weights.
-        rope_order: as in linear_rope_attention, like backend. With "before" the rotation has the size of the
-            heads.
-        out_norm: RMS norm of each head's output, with a learned weight. It cancels the normalizer, one number
-            per token and head, which is then left out even if normalize=True; but not with maps that return
-            a log_scale or in float16, where the numerator alone may leave the dtype's range.
-        gate: multiply by silu(W_g x) before W_o.
-        bias: of the projections.
+        rope_order: as in linear_rope_attention. With "before" the rotation has the size of the heads.
+        backend: as in linear_rope_attention.
+        out_norm: RMS norm of each head's output, with a learned weight. It cancels the normalizer, a single number
+            per token and head, so the normalizer is left out even if normalize=True. The exceptions are maps that
+            return a log_scale, and float16: there the numerator alone may leave the dtype's range.
+        gate: whether to multiply by silu(W_g x) before W_o.
+        bias: whether the projections have a bias.
 
     Raises:
-        ValueError: sizes that do not divide, unknown names, a signed map with normalize=True, a choice that
-            needs causal=True or rope_order="after" without it.
+        ValueError: a size does not divide, a name is unknown, a signed map is combined with normalize=True, or an
+            option that requires causal=True or rope_order="after" is used without it.
 
-    Source: RoFormer eq. 19 (arXiv 2104.09864); of the options: ``linrope.layer.selective``.
+    Source: RoFormer eq. 19 (arXiv 2104.09864). ``linrope.layer.selective`` names the sources of the options.
 
     >>> layer = LinearRoPEAttention(256, 4, forget_gate=True, short_conv=4)
     >>> x = torch.randn(2, 100, 256)
@@ -108,46 +117,46 @@ class LinearRoPEAttention(nn.Module):
         self.causal, self.normalize, self.backend = causal, normalize, backend
         check_name("rope_order", rope_order, ORDERS)
         self.rope_order = rope_order
-        new: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         feature_map = make_map(feature_map, d, num_heads, g)
         if normalize and not feature_map.positive:
             raise ValueError(f"feature_map={feature_map}: its features are signed; expected normalize=False")
         self.feature_map = feature_map.to(device=device)
         dim = d if rope_order == "before" else feature_map.feature_dim
-        self.rotary, self.angle_steps = make_rotation(rotary, dim, embed_dim, g, new)
+        self.rotary, self.angle_steps = make_rotation(rotary, dim, embed_dim, g, factory)
         self._decay, self.decay_logit = None, None
         if decay is not None:
             start, learned = make_decay(decay, g)
             self._decay = Constant(start)
-            self.decay_logit = nn.Parameter(torch.empty(g, **new)) if learned else None
-        self.forget_gate = make_forget_gate(forget_gate, embed_dim, g, new)
+            self.decay_logit = nn.Parameter(torch.empty(g, **factory)) if learned else None
+        self.forget_gate = make_forget_gate(forget_gate, embed_dim, g, factory)
         channels = (num_heads + g) * d + g * e
-        self.short_conv = None if short_conv is None else ShortConvolution(channels, short_conv, **new)
-        self._check_order(self.rope_order)
+        self.short_conv = None if short_conv is None else ShortConvolution(channels, short_conv, **factory)
+        self._check_order()
 
-        self.q_proj = nn.Linear(embed_dim, num_heads * d, bias=bias, **new)
-        self.k_proj = nn.Linear(embed_dim, g * d, bias=bias, **new)
-        self.v_proj = nn.Linear(embed_dim, g * e, bias=bias, **new)
-        self.o_proj = nn.Linear(num_heads * e, embed_dim, bias=bias, **new)
-        self.q_norm = nn.RMSNorm(d, eps=1e-6, **new) if qk_norm else None
-        self.k_norm = nn.RMSNorm(d, eps=1e-6, **new) if qk_norm else None
-        # Without the normalizer a numerator is as small as its features; 1e-6 is for averages of values.
-        self._norm_for_normalizer = normalize and out_norm and not feature_map.log_scaled
-        eps = 1e-12 if self._norm_for_normalizer else 1e-6
-        self.out_norm = nn.RMSNorm(e, eps=eps, **new) if out_norm else None
-        self.g_proj = nn.Linear(embed_dim, num_heads * e, bias=bias, **new) if gate else None
+        self.q_proj = nn.Linear(embed_dim, num_heads * d, bias=bias, **factory)
+        self.k_proj = nn.Linear(embed_dim, g * d, bias=bias, **factory)
+        self.v_proj = nn.Linear(embed_dim, g * e, bias=bias, **factory)
+        self.o_proj = nn.Linear(num_heads * e, embed_dim, bias=bias, **factory)
+        self.q_norm = nn.RMSNorm(d, eps=1e-6, **factory) if qk_norm else None
+        self.k_norm = nn.RMSNorm(d, eps=1e-6, **factory) if qk_norm else None
+        # The normalizer makes outputs averages of values, for which eps is 1e-6. Without it they may be far smaller.
+        self._out_norm_replaces_normalizer = normalize and out_norm and not feature_map.log_scaled
+        eps = 1e-12 if self._out_norm_replaces_normalizer else 1e-6
+        self.out_norm = nn.RMSNorm(e, eps=eps, **factory) if out_norm else None
+        self.g_proj = nn.Linear(embed_dim, num_heads * e, bias=bias, **factory) if gate else None
         self._start_decay()
 
-    def _check_order(self, rope_order: str) -> None:
-        """Refuses what looks back over the tokens where they have no order."""
+    def _check_order(self) -> None:
+        """Rejects options that require causal=True or rope_order="after" if the layer has another setting."""
         for name in ("forget_gate", "short_conv"):
             if not self.causal and getattr(self, name) is not None:
                 raise ValueError(
-                    f"{name}: got causal=False, expected causal=True: it looks back from each token"
+                    f"{name}: got causal=False, expected causal=True, because it looks back from each token"
                 )
-        if rope_order == "before" and self.angle_steps is not None:
+        if self.rope_order == "before" and self.angle_steps is not None:
             raise ValueError(
-                "rope_order='before': got selective steps, which turn features; expected 'after'"
+                "rope_order='before': got selective steps, which rotate features; expected 'after'"
             )
 
     @torch.no_grad()
@@ -156,7 +165,7 @@ class LinearRoPEAttention(nn.Module):
             self.decay_logit.copy_(self._decay.on(torch.device("cpu")).logit())
 
     def reset_parameters(self) -> None:
-        """Makes all weights as they start, as after ``to_empty`` of a layer made on the meta device."""
+        """Gives all weights new initial values, for example after ``to_empty`` on a layer from the meta device."""
         for child in self.children():
             if callable(reset := getattr(child, "reset_parameters", None)):
                 reset()
@@ -164,41 +173,21 @@ class LinearRoPEAttention(nn.Module):
 
     @property
     def decay(self) -> Tensor | None:
-        """(g,) float64, fixed or as learned so far."""
+        """The decay of each key/value head, (g,) float64: fixed, or the current value of a learned one."""
         if self.decay_logit is not None:
             return self.decay_logit.double().sigmoid()
         return None if self._decay is None else self._decay.on(self.k_proj.weight.device)
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool,
-        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
-        """Takes the fixed decay that state dicts once had, as the bits of float64 numbers."""
-        key = f"{prefix}decay_bits"
-        if key in state_dict and self._decay is not None and self.decay_logit is None:
-            state_dict = dict(state_dict)
-            decay = state_dict.pop(key).cpu()
-            decay = decay.view(torch.float64) if decay.dtype == torch.int64 else decay
-            try:
-                check_decays(key, decay, self.num_kv_heads)
-                self._decay = Constant(decay.double())
-            except ValueError as error:
-                error_msgs.append(str(error))
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-
     def extra_repr(self) -> str:
-        """Sizes and choices that are no modules, in one line."""
+        """The sizes and options that are not modules, in one line."""
         shown = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
         if self.value_head_dim != self.head_dim:
             shown += f", value_head_dim={self.value_head_dim}"
         shown += f", feature_map={self.feature_map.elementwise or type(self.feature_map).__name__}"
         if self.rotary is not None:
-            own = "" if self.rotary.base == 10000.0 else f" base={self.rotary.base}"
-            shown += (
-                f", rotary={'selective ' if self.angle_steps is not None else ''}{self.rotary.layout}{own}"
-            )
+            base = "" if self.rotary.base == 10000.0 else f" base={self.rotary.base}"
+            selective = "" if self.angle_steps is None else "selective "
+            shown += f", rotary={selective}{self.rotary.layout}{base}"
         elif self.angle_steps is not None:
             shown += f", rotary={type(self.angle_steps).__name__}"
         else:
@@ -215,18 +204,32 @@ class LinearRoPEAttention(nn.Module):
 
     @overload
     def forward(
-        self, x: Tensor, context: Tensor | None = ..., *, positions: Tensor | None = ...,
-        context_positions: Tensor | None = ..., key_mask: Tensor | None = ...,
-        cu_seqlens: Tensor | None = ..., state: LinearAttentionState | None = ...,
-        return_state: Literal[False] = ..., shard: LayerShard | None = ...,
-    ) -> Tensor: ...  # fmt: skip
+        self,
+        x: Tensor,
+        context: Tensor | None = ...,
+        *,
+        positions: Tensor | None = ...,
+        context_positions: Tensor | None = ...,
+        key_mask: Tensor | None = ...,
+        cu_seqlens: Tensor | None = ...,
+        state: LinearAttentionState | None = ...,
+        return_state: Literal[False] = ...,
+        shard: LayerShard | None = ...,
+    ) -> Tensor: ...
     @overload
     def forward(
-        self, x: Tensor, context: Tensor | None = ..., *, positions: Tensor | None = ...,
-        context_positions: Tensor | None = ..., key_mask: Tensor | None = ...,
-        cu_seqlens: Tensor | None = ..., state: LinearAttentionState | None = ...,
-        return_state: Literal[True], shard: LayerShard | None = ...,
-    ) -> tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
+        self,
+        x: Tensor,
+        context: Tensor | None = ...,
+        *,
+        positions: Tensor | None = ...,
+        context_positions: Tensor | None = ...,
+        key_mask: Tensor | None = ...,
+        cu_seqlens: Tensor | None = ...,
+        state: LinearAttentionState | None = ...,
+        return_state: Literal[True],
+        shard: LayerShard | None = ...,
+    ) -> tuple[Tensor, LinearAttentionState]: ...
     def forward(
         self,
         x: Tensor,
@@ -240,23 +243,24 @@ class LinearRoPEAttention(nn.Module):
         return_state: bool = False,
         shard: LayerShard | None = None,
     ) -> Tensor | tuple[Tensor, LinearAttentionState]:
-        """x (b, n, embed_dim) -> y of the same shape, or (y, state); arguments as in the operation."""
+        """Returns y (b, n, embed_dim), or (y, state). The arguments are those of ``linear_rope_attention``."""
         checks.check_inputs(x, context, self.q_proj.in_features)
         if context is not None:
             self._check_context(shard)
         c = x if context is None else context
         k, v = self.k_proj(c), self.v_proj(c)
         self._check_state(state)
-        q = inputs = None
+        q = conv_inputs = None
         if self.short_conv is not None:
-            q, k, v, inputs = self._convolve(self.q_proj(x), k, v, key_mask, cu_seqlens, state, shard)
+            q, k, v, conv_inputs = self._convolve(self.q_proj(x), k, v, key_mask, cu_seqlens, state, shard)
         k = self._heads(k, self.num_kv_heads, self.k_norm)
         v = v.unflatten(-1, (self.num_kv_heads, self.value_head_dim))
+        norm_suffices = self._out_norm_replaces_normalizer and v.dtype != torch.float16
         options: Options = {
             "feature_map": self.feature_map,
             "rotary": self.rotary,
             "causal": self.causal,
-            "normalize": self.normalize and (not self._norm_for_normalizer or v.dtype == torch.float16),
+            "normalize": self.normalize and not norm_suffices,
             "decay": self.decay,
             "log_decay": None if self.forget_gate is None else self.forget_gate(x),
             "angle_steps": None if self.angle_steps is None else self.angle_steps(x),
@@ -268,14 +272,14 @@ class LinearRoPEAttention(nn.Module):
             "rope_order": self.rope_order,
             "backend": self.backend,
         }
-        # The keys' state goes to the other ranks while q and the gate are projected.
+        # The state of the keys travels to the other ranks while this rank projects q and the gate.
         sent = None if shard is None else shard.send_state(k, v, **options)
         q = self._heads(self.q_proj(x) if q is None else q, self.num_heads, self.q_norm)
         gate = None if self.g_proj is None else nn.functional.silu(self.g_proj(x))
         result = linear_rope_attention(q, k, v, return_state=return_state, shard=sent, **options)
         out, last = result if isinstance(result, tuple) else (result, None)
-        if inputs is not None:
-            last = _keep_inputs(inputs, state, last)
+        if conv_inputs is not None:
+            last = _keep_inputs(conv_inputs, state, last)
         if self.out_norm is not None:
             out = self.out_norm(out.to(self.out_norm.weight.dtype))
         out = out.flatten(-2)
@@ -289,34 +293,40 @@ class LinearRoPEAttention(nn.Module):
         return y if norm is None else norm(y.to(norm.weight.dtype)).to(y.dtype)
 
     def _check_context(self, shard: LayerShard | None) -> None:
-        """Refuses a context where something steps through keys and queries together."""
+        """Rejects a context beside a shard, or beside options for which key t and query t are the same token."""
         if shard is not None:
             raise ValueError(
-                "context: got one beside a shard, which cuts queries and keys alike; expected None"
+                "context: got one beside a shard, which splits queries and keys alike; expected None"
             )
         for name in ("forget_gate", "angle_steps", "short_conv"):
             if getattr(self, name) is not None:
                 argument = "rotary='selective'" if name == "angle_steps" else name
                 raise ValueError(
-                    f"context: got one beside {argument}, where token t of the keys and of the queries have "
-                    "to be the same; expected None"
+                    f"context: got one beside {argument}, for which key t and query t must be the same token; "
+                    "expected None"
                 )
 
     def _check_state(self, state: LinearAttentionState | None) -> None:
-        if not isinstance(state, LinearAttentionState):  # the operation says so
+        if not isinstance(state, LinearAttentionState):  # the operation raises the TypeError
             return
         expected = None if self.short_conv is None else (self.short_conv.taps - 1, self.short_conv.channels)
         got = None if state.conv is None else tuple(state.conv.shape[1:])
         if got != expected:
             raise ValueError(
-                f"state: got conv of (taps - 1, channels) = {got}, expected {expected}, as this layer has it"
+                f"state: got conv of (taps - 1, channels) = {got}, expected {expected} for this layer"
             )
 
     def _convolve(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None,
-        state: LinearAttentionState | None, shard: LayerShard | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """q, k and v after the short convolution, and the last of what went into it."""
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        state: LinearAttentionState | None,
+        shard: LayerShard | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k and v after the short convolution, and its last inputs of each sequence."""
         assert self.short_conv is not None
         if shard is not None:
             y, last = shard.convolve(self.short_conv, torch.cat((q, k, v), -1), key_mask, state)
@@ -338,17 +348,17 @@ class LinearRoPEAttention(nn.Module):
 def _keep_inputs(
     inputs: Tensor, state: LinearAttentionState | None, last: LinearAttentionState | None
 ) -> LinearAttentionState | None:
-    """The last state with the convolution's inputs, written in place where the operation wrote in place."""
+    """Stores the convolution's last inputs in the last state, in place if the operation wrote the state in place."""
     pool = state if state is not None and state.slots is not None else None
     if pool is None and (last is None or last.conv is None or inputs.requires_grad):
         return None if last is None else replace(last, conv=inputs)
-    into = last if pool is None else pool
-    assert into is not None
-    assert into.conv is not None
+    target = last if pool is None else pool
+    assert target is not None
+    assert target.conv is not None
     if inputs.requires_grad:
         raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
-    if into.slots is None:
-        into.conv.copy_(inputs)
+    if target.slots is None:
+        target.conv.copy_(inputs)
     else:
-        into.conv.index_copy_(0, into.slots, inputs.to(into.conv.dtype))
+        target.conv.index_copy_(0, target.slots, inputs.to(target.conv.dtype))
     return last

@@ -1,4 +1,4 @@
-"""From a layer's arguments to its map, rotation and decay."""
+"""Builds a layer's feature map, rotation, gate and decay from strings, dicts or objects."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,10 +30,16 @@ def make_map(
 
 
 def make_rotation(
-    choice: str | Mapping[str, Any] | Rotary | nn.Module | None, dim: int, embed_dim: int, heads: int,
-    new: dict[str, Any],
-) -> tuple[Rotary | None, nn.Module | None]:  # fmt: skip
-    """The rotation by positions, and what gives angle_steps from x."""
+    choice: str | Mapping[str, Any] | Rotary | nn.Module | None,
+    dim: int,
+    embed_dim: int,
+    heads: int,
+    factory: dict[str, Any],
+) -> tuple[Rotary | None, nn.Module | None]:
+    """The rotation by positions, and the module that computes angle_steps from x. Each may be None.
+
+    factory: the device and dtype of new weights.
+    """
     if isinstance(choice, nn.Module):
         return getattr(choice, "rotary", None), choice
     if choice == "selective":
@@ -41,13 +47,12 @@ def make_rotation(
     if not isinstance(choice, Mapping) or "name" not in choice:
         return _make_rotary(choice, dim), None
     check_name("rotary", choice["name"], ("selective",))
-    own = {key: choice[key] for key in ("rank", "bound") if key in choice}
-    rest = {key: x for key, x in choice.items() if key not in ("name", "rank", "bound", "per_head")}
-    rotary = _make_rotary(rest, dim)
+    of_steps = {key: choice[key] for key in ("rank", "bound") if key in choice}
+    of_rotary = {key: x for key, x in choice.items() if key not in ("name", "rank", "bound", "per_head")}
+    rotary = _make_rotary(of_rotary, dim)
     assert rotary is not None
-    return rotary, SelectiveSteps(
-        embed_dim, rotary, heads if choice.get("per_head", True) else 1, **own, **new
-    )
+    heads = heads if choice.get("per_head", True) else 1
+    return rotary, SelectiveSteps(embed_dim, rotary, heads, **of_steps, **factory)
 
 
 def _make_rotary(choice: str | Mapping[str, Any] | Rotary | None, dim: int) -> Rotary | None:
@@ -59,28 +64,28 @@ def _make_rotary(choice: str | Mapping[str, Any] | Rotary | None, dim: int) -> R
     if "axes" in choice:
         return Rotary.axial(dim, **choice)
     if {"rope_theta", "rope_type"} & set(choice):
-        own = {key: choice[key] for key in ("layout", "max_position_embeddings", "seq_len") if key in choice}
-        config = {key: value for key, value in choice.items() if key not in own}
-        return Rotary.from_config(config, head_dim=dim, **own)
+        keywords = ("layout", "max_position_embeddings", "seq_len")
+        options = {key: choice[key] for key in keywords if key in choice}
+        config = {key: value for key, value in choice.items() if key not in keywords}
+        return Rotary.from_config(config, head_dim=dim, **options)
     return Rotary(dim, **choice)
 
 
 def make_forget_gate(
-    choice: bool | Mapping[str, Any], embed_dim: int, heads: int, new: dict[str, Any]
+    choice: bool | Mapping[str, Any], embed_dim: int, heads: int, factory: dict[str, Any]
 ) -> ForgetGate | None:
     if choice is False or choice is None:
         return None
     options = {} if choice is True else choice
     if not isinstance(options, Mapping) or set(options) - {"longest"}:
         raise ValueError(f"forget_gate={choice!r}: expected True, False, or a dict with 'longest'")
-    return ForgetGate(embed_dim, heads, **options, **new)
+    return ForgetGate(embed_dim, heads, **options, **factory)
 
 
 def make_decay(choice: str | Mapping[str, Any] | Sequence[float] | Tensor, heads: int) -> tuple[Tensor, bool]:
-    """(heads,) float64, and whether it only starts there and is learned.
+    """Each head's decay at the start, (heads,) float64, and whether it is then learned.
 
-    choice: "spread", "learned" (which starts as the spread), "retnet": 1 - 2^(-5 - i) for head i (arXiv
-    2307.08621); {"name": "spread" or "learned", "longest": tokens}; or the numbers.
+    choice: a name as in LinearRoPEAttention, {"name": "spread" or "learned", "longest": tokens}, or the numbers.
     """
     also = f"{heads} numbers, or None"
     if isinstance(choice, str):
@@ -93,21 +98,17 @@ def make_decay(choice: str | Mapping[str, Any] | Sequence[float] | Tensor, heads
             return 1 - 2.0 ** -(5 + torch.arange(heads, dtype=torch.float64, device="cpu")), False
         return spread(heads, **options), name == "learned"
     decay = torch.as_tensor(choice, dtype=torch.float64, device="cpu").detach().clone()
-    check_decays("decay", decay, heads)
-    return decay, False
-
-
-def check_decays(name: str, decay: Tensor, heads: int) -> None:
     if decay.shape != (heads,) or not bool(((decay > 0) & (decay <= 1)).all()):
-        raise ValueError(f"{name}: got {decay.tolist()}, expected {heads} numbers in (0, 1]")
+        raise ValueError(f"decay: got {decay.tolist()}, expected {heads} numbers in (0, 1]")
+    return decay, False
 
 
 def _named(
     argument: str, choice: Mapping[str, Any], names: Sequence[str], options: Sequence[str], also: str
 ) -> tuple[str, dict[str, Any]]:
-    """The name, and the options beside it."""
-    name, given = choice.get("name"), {key: value for key, value in choice.items() if key != "name"}
+    """Splits {"name": .., ..} into the name and its options, and checks both against the known ones."""
+    name, chosen = choice.get("name"), {key: value for key, value in choice.items() if key != "name"}
     check_name(argument, name, names, also=also)
-    if unknown := sorted(set(given) - set(options)):
-        raise ValueError(f"{argument}: got {unknown} beside name={name!r}, expected {list(options)} at most")
-    return str(name), given
+    if unknown := sorted(set(chosen) - set(options)):
+        raise ValueError(f"{argument}: got {unknown} beside name={name!r}, expected at most {list(options)}")
+    return str(name), chosen

@@ -1,4 +1,4 @@
-"""How fast a layer's keys fade and its features turn: fixed, learned, or made from its input."""
+"""Modules that compute a layer's decay and rotation from its input, and the decays that they start from."""
 
 import math
 
@@ -11,16 +11,16 @@ from linrope.common.names import check_name
 from linrope.rotation.rotary import Rotary
 
 BOUNDS = ("multiply", "add")
-LONGEST = 4096.0  # half-life of the slowest head of a spread, in tokens
+LONGEST = 4096.0  # default half-life of the slowest head, in tokens
 
 
 def spread(heads: int, longest: float = LONGEST) -> Tensor:
-    """(heads,) float64: decays whose half-lives grow geometrically from 1 token to ``longest``.
+    """Decays whose half-lives T grow geometrically from 1 token to ``longest``: (heads,) float64.
 
-        gamma_i = 2^(-1 / T_i),   T_i = longest^(i / (heads - 1));   of a single head T = sqrt(longest)
+        gamma_i = 2^(-1 / T_i),   T_i = longest^(i / (heads - 1));   a single head has T = sqrt(longest)
 
     Raises:
-        ValueError: longest under 1 or not finite.
+        ValueError: longest is below 1 or not finite.
 
     >>> from linrope.layer.selective import spread
     >>> spread(3, longest=16.0)  # half-lives 1, 4 and 16
@@ -29,24 +29,25 @@ def spread(heads: int, longest: float = LONGEST) -> Tensor:
     if isinstance(longest, bool) or not isinstance(longest, (int, float)) or not 1 <= longest < math.inf:
         raise ValueError(f"longest={longest!r}: expected a finite number of tokens, at least 1")
     i = torch.arange(heads, dtype=torch.float64, device="cpu")
-    share = i / (heads - 1) if heads > 1 else i + 0.5
-    return 2.0 ** -(longest**-share)
+    exponent = i / (heads - 1) if heads > 1 else i + 0.5
+    return 2.0 ** -(longest**-exponent)
 
 
 class ForgetGate(nn.Module):
-    """How much of all before it each head keeps as a token comes, made from that token.
+    """Computes from each token the fraction of the past that each head keeps when that token arrives.
 
         log_decay = log sigmoid(W x + b)
 
-    x (b, n, embed_dim) -> (b, n, num_heads) <= 0, in float32 or wider whatever x and the weights are: near
-    1 half precision knows few decays. b starts at a ``spread`` of half-lives over the heads, W small.
+    It maps x (b, n, embed_dim) to log_decay (b, n, num_heads) <= 0. The result is float32 or wider whatever the
+    dtypes of x and the weights, because half precision has few numbers near 1. b starts from ``spread``, and W
+    starts small.
 
     Args:
-        embed_dim: of x.
+        embed_dim: size of x.
         num_heads: g.
-        longest: half-life of the slowest head at the start, in tokens; 1: all heads start at 1/2.
+        longest: half-life of the slowest head at the start, in tokens. With 1, all heads start at a decay of 1/2.
 
-    Source: the gate per head of Mamba-2 (arXiv 2405.21060) and GLA (arXiv 2312.06635), with another start.
+    Source: the gate per head of Mamba-2 (arXiv 2405.21060) and GLA (arXiv 2312.06635), with other initial values.
 
     >>> from linrope.layer.selective import ForgetGate
     >>> ForgetGate(16, 2, longest=100)(torch.zeros(1, 1, 16)).exp()  # half-lives 1 and 100
@@ -54,9 +55,14 @@ class ForgetGate(nn.Module):
     """
 
     def __init__(
-        self, embed_dim: int, num_heads: int, longest: float = LONGEST, *,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        embed_dim: int,
+        num_heads: int,
+        longest: float = LONGEST,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.longest = longest
         self.weight = nn.Parameter(torch.empty(num_heads, embed_dim, device=device, dtype=dtype))
@@ -78,27 +84,29 @@ class ForgetGate(nn.Module):
 
 
 class SelectiveSteps(nn.Module):
-    """By how much more or less than theta each token turns the features, made from that token.
+    """Computes from each token the angle by which it turns the features further or less than theta.
 
         angle_steps = theta tanh(y)  ("multiply")   or   pi tanh(y)  ("add"),      y = B A x of low rank
 
-    Beside a Rotary with that theta, consecutive tokens are then theta (1 + tanh y) or theta + pi tanh(y)
-    apart. "multiply" suits recall; "add", which can turn any pair by any angle, suits tracking a state. B
-    starts at zero, so that all starts as the fixed rotation. x (b, n, embed_dim) -> (b, n, heads, pairs) in
-    float32 or wider: in half precision, steps add up to angles 0.4 rad off after some thousand tokens.
+    Together with a Rotary of that theta, the angle between consecutive tokens is theta (1 + tanh y) or
+    theta + pi tanh(y). "multiply" suits recall. "add" can turn any pair by any angle and suits tracking a state. B
+    starts at zero, so the rotation starts as the fixed one. The module maps x (b, n, embed_dim) to
+    (b, n, heads, pairs) in float32 or wider: in half precision the summed angles would be off by 0.4 rad after a few
+    thousand tokens.
 
     Args:
-        embed_dim: of x.
-        rotary: whose theta (rad per position), pairs and layout it adds to.
-        num_heads: 1: all heads share the steps. Otherwise each key/value head has its own, for
-            rank * pairs weights per head, well under 1% of a layer's.
-        rank: of B A.
+        embed_dim: size of x.
+        rotary: the rotation whose angles the steps are added to. It determines theta and the number of pairs.
+        num_heads: 1: all heads share the steps. Otherwise each key/value head has steps of its own, which takes
+            rank * pairs weights per head, well under 1% of a layer's weights.
+        rank: rank of B A.
         bound: "multiply" or "add".
 
     Raises:
-        ValueError: an unknown bound; rank under 1; a rotation with axes or xpos.
+        ValueError: bound is unknown, rank is below 1, or rotary has axes or xpos.
 
-    Source: Selective RoPE, arXiv 2511.17388, and Mamba-3, arXiv 2603.15569, bounded and started as RoPE.
+    Source: Selective RoPE, arXiv 2511.17388, and Mamba-3, arXiv 2603.15569. Here the steps are bounded, and start as
+    those of RoPE.
 
     >>> from linrope.layer.selective import SelectiveSteps
     >>> SelectiveSteps(16, Rotary(8), num_heads=2)(torch.randn(1, 5, 16)).shape
@@ -106,17 +114,22 @@ class SelectiveSteps(nn.Module):
     """
 
     def __init__(
-        self, embed_dim: int, rotary: Rotary, num_heads: int, rank: int = 16, bound: str = "multiply", *,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        embed_dim: int,
+        rotary: Rotary,
+        num_heads: int,
+        rank: int = 16,
+        bound: str = "multiply",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         check_name("bound", bound, BOUNDS)
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise ValueError(f"rank={rank!r}: expected an integer, at least 1")
         if rotary.axes is not None or rotary.xpos is not None:
-            raise ValueError(
-                f"rotary: got {rotary}, expected one without axes and xpos beside selective steps"
-            )
+            raise ValueError(f"rotary: got {rotary}, expected one without axes and xpos for selective steps")
         self.rotary, self.bound = rotary, bound
         theta = rotary.frequencies[0]
         self._theta = Constant(theta)

@@ -1,4 +1,7 @@
-"""A causal convolution of a few taps over the tokens of each sequence."""
+"""A causal convolution of a few taps over the tokens of each sequence.
+
+b batch, n tokens, c channels, s sequences.
+"""
 
 from typing import NamedTuple
 
@@ -9,20 +12,20 @@ from linrope.sequence.packing import owners, rising_bounds
 
 
 class ShortConvolution(nn.Module):
-    """Each channel's weighted sum over the last few tokens, which the next tokens go on from.
+    """A causal depthwise convolution: each channel's weighted sum over its last few tokens.
 
         y_i = sum_t weight_(taps - 1 - t) x_(i - t)       t = 0 .. taps - 1;  x = 0 before a sequence
 
-    Tokens that key_mask hides are skipped, as if they were not there (their own y is some finite number), and
-    packed sequences do not see each other. The weight starts as the identity, 1 at the token itself: a layer
-    starts as it would without, and zeros learn at once, since each tap has an input of its own.
+    Tokens that key_mask hides are skipped, as if they were absent; their own y is an arbitrary finite number. Packed
+    sequences do not see each other. The weight starts as the identity, with 1 at the token itself, so a new layer
+    computes the same as one without the convolution. The zeros learn at once, because each tap has its own input.
 
     Args:
         channels: c.
-        taps: of the weight, (channels, 1, taps), which lies as torch.nn.Conv1d's does.
+        taps: number of tokens that y depends on. The weight is (channels, 1, taps), as in torch.nn.Conv1d.
 
     Raises:
-        ValueError: taps under 2.
+        ValueError: taps is below 2.
 
     Source: the convolution of H3 (arXiv 2212.14052) and Mamba (arXiv 2312.00752), without its nonlinearity.
 
@@ -33,9 +36,13 @@ class ShortConvolution(nn.Module):
     """
 
     def __init__(
-        self, channels: int, taps: int = 4, *,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        channels: int,
+        taps: int = 4,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         if isinstance(taps, bool) or not isinstance(taps, int) or taps < 2:
             raise ValueError(f"short_conv={taps!r}: expected the number of taps, at least 2, or None")
@@ -49,65 +56,68 @@ class ShortConvolution(nn.Module):
         self.weight[..., -1] = 1
 
     def forward(
-        self, x: Tensor, before: Tensor | None = None, key_mask: Tensor | None = None,
+        self,
+        x: Tensor,
+        before: Tensor | None = None,
+        key_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """x (b, n, c) -> y of the same shape and dtype, and the last taps - 1 inputs of each sequence.
+    ) -> tuple[Tensor, Tensor]:
+        """Returns y in the shape and dtype of x (b, n, c), and the last inputs of each sequence (s, taps - 1, c).
 
-        before: (s, taps - 1, c), such inputs of the tokens before; None: there were none.
+        before: the last inputs of the call whose sequences x continues. None: the sequences begin here.
         """
         width = self.taps - 1
         if key_mask is None and cu_seqlens is None:
-            first = x.new_zeros(x.shape[0], width, self.channels) if before is None else before.to(x.dtype)
-            line = torch.cat((first, x), 1)
-            return self._sums(line), line[:, x.shape[1] :].clone()  # or the whole line would stay in memory
-        places = _Places.of(x, key_mask, cu_seqlens, width)
+            before = x.new_zeros(x.shape[0], width, self.channels) if before is None else before.to(x.dtype)
+            inputs = torch.cat((before, x), 1)
+            last = inputs[:, x.shape[1] :].clone()  # a view would keep all inputs in memory
+            return self._sums(inputs), last
+        rows = _Rows.of(x, key_mask, cu_seqlens, width)
         flat = x.flatten(0, 1)
-        if key_mask is not None:  # what padding holds may be infinite
+        if key_mask is not None:  # padding may be infinite
             flat = flat.masked_fill(~key_mask.flatten()[:, None], 0)
-        line = x.new_zeros(places.length + 1, self.channels).index_copy(0, places.writes, flat)
+        inputs = x.new_zeros(rows.length + 1, self.channels).index_copy(0, rows.tokens, flat)
         if before is not None:
-            line = line.index_copy(0, places.begins.flatten(), before.to(x.dtype).flatten(0, 1))
-        y = self._sums(line[None])[0].index_select(0, places.reads)
-        return y.view(x.shape), line[places.ends]
+            inputs = inputs.index_copy(0, rows.before.flatten(), before.to(x.dtype).flatten(0, 1))
+        y = self._sums(inputs[None])[0].index_select(0, rows.sums)
+        return y.view(x.shape), inputs[rows.last]
 
-    def _sums(self, line: Tensor) -> Tensor:
-        """(.., taps - 1 + n, c) -> (.., n, c); as shifts, since a CPU's depthwise conv1d is slow."""
-        n, weight = line.shape[1] - self.taps + 1, self.weight[:, 0]
-        y: Tensor = line[:, self.taps - 1 :] * weight[:, -1]
+    def _sums(self, inputs: Tensor) -> Tensor:
+        """(.., taps - 1 + n, c) -> (.., n, c), computed by shifts because depthwise conv1d is slow on a CPU."""
+        n, weight = inputs.shape[1] - self.taps + 1, self.weight[:, 0]
+        y: Tensor = inputs[:, self.taps - 1 :] * weight[:, -1]
         for tap in range(self.taps - 1):
-            y = y + line[:, tap : tap + n] * weight[:, tap]
-        return y.to(line.dtype)
+            y = y + inputs[:, tap : tap + n] * weight[:, tap]
+        return y.to(inputs.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.channels}, taps={self.taps}"
 
 
-class _Places(NamedTuple):
-    """Where tokens go in one line: of each sequence the inputs before it, then its visible tokens."""
+class _Rows(NamedTuple):
+    """Where the inputs lie in one table: for each sequence the taps - 1 inputs before it, then its visible tokens."""
 
-    length: int  # of the line; one row more takes what is hidden
-    writes: Tensor  # (b n,): the row of each token
-    reads: Tensor  # (b n,): its sum, which begins taps - 1 rows earlier; of hidden tokens that of one before
-    begins: Tensor  # (s, taps - 1): the rows of the inputs before a sequence
-    ends: Tensor  # (s, taps - 1): the last rows of a sequence
+    length: int  # number of rows; one more row takes the hidden tokens
+    tokens: Tensor  # (b n,): the row of each token
+    sums: Tensor  # (b n,): the first row of each token's sum; a hidden token takes the sum of an earlier row
+    before: Tensor  # (s, taps - 1): the rows of the inputs before each sequence
+    last: Tensor  # (s, taps - 1): the last rows of each sequence
 
     @classmethod
-    def of(cls, x: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, width: int) -> "_Places":
-        """Made without asking the device for a number."""
+    def of(cls, x: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, width: int) -> "_Rows":
+        """Built without a host-device sync."""
         (b, n, _), device = x.shape, x.device
         tokens = torch.arange(b * n, device=device)
         packed = rising_bounds(cu_seqlens, n)
         bounds = torch.arange(b + 1, device=device) * n if packed is None else packed
         owner = tokens // max(n, 1) if packed is None else owners(packed, n)
-        s = b if packed is None else len(packed) - 1  # len() would fix the batch of an exported program
+        s = b if packed is None else len(packed) - 1  # len(bounds) would fix the batch size of an export
         length = b * n + s * width
         visible = tokens + 1 if key_mask is None else key_mask.flatten().cumsum(0)
         row = visible - 1 + (owner + 1) * width
-        writes = row if key_mask is None else row.where(key_mask.flatten(), length)
+        row_or_spare = row if key_mask is None else row.where(key_mask.flatten(), length)
         count = torch.cat((visible.new_zeros(1), visible))[bounds]  # visible tokens before each bound
-        begins = (count[:-1] + torch.arange(s, device=device) * width)[:, None] + torch.arange(
-            width, device=device
-        )
-        ends = begins + count.diff()[:, None]
-        return cls(length, writes, (row - width).clamp(min=0), begins, ends)
+        first = count[:-1] + torch.arange(s, device=device) * width
+        before = first[:, None] + torch.arange(width, device=device)
+        last = before + count.diff()[:, None]
+        return cls(length, row_or_spare, (row - width).clamp(min=0), before, last)

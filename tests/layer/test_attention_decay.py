@@ -47,21 +47,6 @@ def test_a_fixed_decay_survives_casting_averaging_and_the_meta_device() -> None:
         assert other.decay.dtype == torch.float64
 
 
-def test_state_dicts_with_the_bits_of_a_decay_load_as_before() -> None:
-    layer, decay = LinearRoPEAttention(16, 4, decay="retnet"), torch.tensor([0.5, 0.25, 0.75, 1.0]).double()
-    old = {"decay_bits": decay.view(torch.int64), **layer.state_dict()}
-    layer.load_state_dict(old)
-    assert torch.equal(layer.decay, decay)
-    inside = nn.Sequential(LinearRoPEAttention(16, 4, decay="retnet"))
-    inside.load_state_dict({f"0.{name}": tensor for name, tensor in old.items()})
-    assert torch.equal(inside[0].decay, decay)
-    garbage = old | {"decay_bits": torch.full((4,), -1)}
-    with pytest.raises(RuntimeError, match=r"decay_bits: got .*expected 4 numbers in \(0, 1\]"):
-        layer.load_state_dict(garbage)
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*decay_bits"):
-        LinearRoPEAttention(16, 4).load_state_dict(old)
-
-
 def test_a_learned_decay_starts_spread_and_stays_below_1() -> None:
     layer, x = LinearRoPEAttention(16, 4, decay="learned"), torch.randn(2, 30, 16)
     spread = LinearRoPEAttention(16, 4, decay="spread").decay

@@ -155,17 +155,6 @@ def test_a_decay_is_the_default_beside_a_rotation_alone(options: dict[str, Any],
     assert not decays or decay.tolist() == [2**-1, 2 ** (-1 / 4096)]
 
 
-def test_a_model_saved_with_the_bits_of_its_decay_loads(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, tokens = LanguageModel(replace(TINY, decay="retnet")), torch.randint(256, (1, 9))
-    bits = {
-        f"blocks.{i}.attention.decay_bits": block.attention.decay.view(torch.int64)
-        for i, block in enumerate(model.blocks)
-    }
-    model.save(tmp_path, model.state_dict() | bits)
-    assert torch.equal(LanguageModel.load(tmp_path)(tokens)[0], model(tokens)[0])
-
-
 def test_packed_softmax_attention_takes_no_states() -> None:
     model = LanguageModel(replace(TINY, attention="softmax"))
     tokens, cu_seqlens = torch.zeros(1, 4, dtype=torch.int64), torch.tensor([0, 4])
