@@ -1,4 +1,4 @@
-"""Past one device, on torch.distributed: sequences in shards, with traffic that does not grow with them."""
+"""Sequences split over several devices, on torch.distributed, with traffic that does not grow with their length."""
 
 from linrope.distributed.shard import Shard
 

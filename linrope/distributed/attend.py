@@ -1,4 +1,7 @@
-"""The operation on a shard: the state of the local tokens, a gather of all states, then the ordinary call."""
+"""The operation on a shard: the state of the local tokens, a gather of all states, then the ordinary call.
+
+b batch, n queries, m keys, g key/value heads, d head dim, f features, e values, s sequences.
+"""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,24 +21,24 @@ from linrope.operation.request import Request
 from linrope.sequence.decay import NOTHING_KEPT, visible
 from linrope.sequence.state import NO_KEYS, LinearAttentionState
 
-FIRST = "first."  # before the names of what belongs to the first local document
+FIRST = "first."  # prefix of the fields of the first local document's state
 
 
 class SentState(NamedTuple):
-    """A call on a shard whose states are on their way to the other processes."""
+    """A call on a shard whose states are on their way to the other ranks."""
 
     shard: Layout
     names: list[str]
-    gathered: Gathered | None  # None: in a group of one nothing is sent
+    gathered: Gathered | None  # None: a group of one sends nothing
 
     def attend(self, request: Request) -> tuple[Tensor, LinearAttentionState | None]:
-        """out, and the last state if it is wanted."""
-        return _attend(request, self)
+        """out, and the last state if the request wants it."""
+        return _receive_and_attend(request, self)
 
 
 @uncompiled
 def send_state(request: Request, shard: Layout) -> SentState:
-    """Sends the state of the last local document (bidirectional and packed: of the first too)."""
+    """Sends the state of the last local document; in bidirectional packed calls, also that of the first."""
     _refuse_packing(request)
     if shard.size == 1:
         return SentState(shard, [], None)
@@ -44,19 +47,21 @@ def send_state(request: Request, shard: Layout) -> SentState:
     local = _local_state(request, shard, -1)
     if not request.causal and shard.cu_seqlens is not None:
         local |= {f"{FIRST}{name}": x for name, x in _local_state(request, shard, 0).items()}
-    return SentState(shard, list(local), shard.channel.gather(list(local.values()), bool(_learned(request))))
+    return SentState(
+        shard, list(local), shard.channel.gather(list(local.values()), bool(_with_gradients(request)))
+    )
 
 
 @uncompiled
-def _attend(request: Request, sent: SentState) -> tuple[Tensor, LinearAttentionState | None]:
+def _receive_and_attend(request: Request, sent: SentState) -> tuple[Tensor, LinearAttentionState | None]:
     _refuse_packing(request)
     request = replace(request, cu_seqlens=sent.shard.cu_seqlens)
     if sent.gathered is None:
         return attend(request)
     pool, state = request.state, _dense(request).state
     if pool is None or pool.slots is None:
-        return _finish(sent, sent.gathered.wait(), request)
-    out, last = _finish(sent, sent.gathered.wait(), replace(request, state=state, return_state=True))
+        return _attend_after(sent, sent.gathered.wait(), request)
+    out, last = _attend_after(sent, sent.gathered.wait(), replace(request, state=state, return_state=True))
     assert last is not None
     if last.kv.requires_grad:
         raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
@@ -66,125 +71,134 @@ def _attend(request: Request, sent: SentState) -> tuple[Tensor, LinearAttentionS
 
 def _refuse_packing(request: Request) -> None:
     if request.cu_seqlens is not None:
-        raise ValueError("cu_seqlens: got them beside a shard, expected None, as the shard has them")
+        raise ValueError("cu_seqlens: got them beside a shard, expected None: the shard has them")
 
 
 def _dense(request: Request) -> Request:
-    """The request with a copy of a pool's rows."""
+    """Replaces rows of a pool in the request by a copy of them."""
     return request if request.state is None else replace(request, state=request.state.rows())
 
 
-def _finish(
+def _attend_after(
     sent: SentState, tensors: list[Tensor], request: Request
 ) -> tuple[Tensor, LinearAttentionState | None]:
-    """The ordinary call, with the other ranks' tokens as its state."""
+    """Makes the ordinary call, with a state that holds the other ranks' tokens."""
     shard = sent.shard
     assert request.q is not None
     if request.q.shape[1] != request.k.shape[1]:
         raise ValueError(
-            f"q: got {request.q.shape[1]} queries and {request.k.shape[1]} keys beside a shard, expected as "
-            "many of one as of the other"
+            f"q: got {request.q.shape[1]} queries and {request.k.shape[1]} keys beside a shard, expected as many "
+            "queries as keys"
         )
-    own = dict(zip(sent.names, tensors, strict=True))
+    gathered = dict(zip(sent.names, tensors, strict=True))
     log_gamma = None if request.decay is None else request.decay.double().log()
     rotary = request.rotary
     xpos = None if rotary is None or rotary.fade is None else rotary.fade.to(request.k.device)
     rules = Rules(log_gamma, xpos, "interleaved" if rotary is None else rotary.layout)
-    before = _before(request, shard, own)
+    before = _states_before(request, shard, gathered)
     fresh = request.state is None
-    rows = _rows(own, shard, before, rules, request.causal, fresh)
-    # Positions that are given begin anywhere; on a grid a state counts tokens.
-    by_default = request.positions is None or (rotary is not None and rotary.axes is not None)
-    position = _positions(request, shard).expand(-1, request.k.shape[0]).flatten() if by_default else None
-    state, packed = _together(rows, position), shard.cu_seqlens is not None
+    incoming = _incoming_states(gathered, shard, before, rules, request.causal, fresh)
+    # By default, and on a grid, a state's position counts tokens. Explicit positions may begin anywhere.
+    counts_tokens = request.positions is None or (rotary is not None and rotary.axes is not None)
+    position = (
+        _first_positions(request, shard).expand(-1, request.k.shape[0]).flatten() if counts_tokens else None
+    )
+    state, packed = _stack(incoming, position), shard.cu_seqlens is not None
     out, last = attend(replace(request, state=state, return_state=request.return_state and packed))
     if request.return_state and not packed:
-        last = fold(own, shard.everywhere, before[0], rules, fresh=fresh)
+        last = fold(gathered, shard.everywhere, before[0], rules, fresh=fresh)
     return out, last
 
 
 def _describe(request: Request, shard: Layout) -> str:
-    """What has to be the same on all ranks; raises what is wrong on this one."""
+    """A text that must be the same on all ranks. Raises if this rank's request is invalid."""
     check(replace(request, q=None, causal=True, normalize=False, key_positions=None))
     k, v, state = request.k, request.v, request.state
     if k.shape[1] != shard.length:
         raise ValueError(
-            f"k: got {k.shape[1]} tokens on rank {shard.rank}, expected {shard.length} as its shard has"
+            f"k: got {k.shape[1]} tokens on rank {shard.rank}, expected its shard's {shard.length}"
         )
     if state is not None and shard.cu_seqlens is not None:
         if state.slots is not None:
             raise NotImplementedError(
-                "state: got rows of a pool beside packed sequences in shards, of which a rank knows its own "
-                "last states alone; expected a state"
+                "state: got rows of a pool beside packed sequences in shards, expected a state: a rank knows the "
+                "last states of its own sequences only"
             )
-        if state.sequences != len(shard.bounds) - 1:
-            documents = len(shard.bounds) - 1
-            raise ValueError(
-                f"state: got {state.sequences} sequences, expected those of all ranks, {documents}"
-            )
+        documents = len(shard.bounds) - 1
+        if state.sequences != documents:
+            raise ValueError(f"state: got {state.sequences} sequences, expected the {documents} of all ranks")
     b, _, g, d = k.shape
     tensors = {"k": k, "v": v, "decay": request.decay, "log_decay": request.log_decay}
     tensors |= {"angle_steps": request.angle_steps}
-    given = [name for name in (*tensors, "positions", "state") if getattr(request, name) is not None]
+    present = [name for name in (*tensors, "positions", "state") if getattr(request, name) is not None]
     steps = None if request.angle_steps is None else tuple(request.angle_steps.shape[2:])
     if state is not None and values_readable(state.position):
-        given[-1] = f"state at {state.rows().position.tolist()}"
+        present[-1] = f"state at {state.rows().position.tolist()}"
     return (
         f"{v.dtype} k (b, m, g, d) = ({b}, m, {g}, {d}), e={v.shape[3]}, causal={request.causal}, "
-        f"feature_map={_named(request.feature_map)}, rotary={request.rotary}, given {given}, steps {steps}, "
-        f"gradients of {_learned(request)}"
+        f"feature_map={_map_name(request.feature_map)}, rotary={request.rotary}, arguments {present}, steps {steps}, "
+        f"gradients of {_with_gradients(request)}"
     )
 
 
-def _learned(request: Request) -> list[str]:
-    """What the state of the keys has gradients for."""
+def _with_gradients(request: Request) -> list[str]:
+    """The arguments that the state of the keys passes gradients to."""
     names = ("k", "v", "decay", "log_decay", "angle_steps")
     tensors: list[tuple[str, Tensor | None]] = [(name, getattr(request, name)) for name in names]
     if isinstance(request.feature_map, FeatureMap):
         tensors += [("feature_map", x) for x in request.feature_map.parameters()]
-    found = [name for name, x in tensors if x is not None and x.requires_grad and torch.is_grad_enabled()]
-    return sorted(set(found), key=found.index)
+    required = [name for name, x in tensors if x is not None and x.requires_grad and torch.is_grad_enabled()]
+    return list(dict.fromkeys(required))
 
 
-def _named(feature_map: object) -> str:
+def _map_name(feature_map: object) -> str:
     return feature_map if isinstance(feature_map, str) else type(feature_map).__name__
 
 
 def _local_state(request: Request, shard: Layout, index: int) -> dict[str, Tensor]:
-    """The state of the first (0) or last (-1) local document's tokens alone, and the sum of its gates."""
+    """The fields of the state of the first (0) or last (-1) local document alone, and the sum of its gates."""
     tokens = shard.piece(index)
 
     def cut(x: Tensor, dim: int = 1) -> Tensor:
-        if tokens == slice(0, x.shape[dim]):  # the backward pass of narrow() would fill and copy a tensor
+        if tokens == slice(0, x.shape[dim]):  # the backward pass of narrow() would fill and copy
             return x
         return x.narrow(dim, tokens.start, tokens.stop - tokens.start)
 
-    def part(x: Tensor | None, dim: int = 1) -> Tensor | None:
+    def cut_if_any(x: Tensor | None, dim: int = 1) -> Tensor | None:
         return None if x is None else cut(x, dim)
 
-    given = request.positions if request.key_positions is None else request.key_positions
+    key_positions = request.positions if request.key_positions is None else request.key_positions
     axes = request.rotary is not None and request.rotary.axes is not None
-    key_mask, b = part(request.key_mask), request.k.shape[0]
-    here = replace(
+    key_mask, b = cut_if_any(request.key_mask), request.k.shape[0]
+    local = replace(
         request,
-        q=None, k=cut(request.k), v=cut(request.v), causal=True, normalize=False, return_state=True,
-        positions=part(given, -2 if axes else -1), key_positions=None, key_mask=key_mask, cu_seqlens=None,
-        log_decay=part(request.log_decay), angle_steps=part(request.angle_steps),
-    )  # fmt: skip
-    position = _positions(request, shard)[index].expand(b)
-    if here.positions is not None and not axes and here.k.shape[1]:
-        position = here.positions[..., 0].long().expand(b)  # its own distances alone are of interest
-    state = attend(replace(here, state=_empty(request, position)))[1]
+        q=None,
+        k=cut(request.k),
+        v=cut(request.v),
+        causal=True,
+        normalize=False,
+        return_state=True,
+        positions=cut_if_any(key_positions, -2 if axes else -1),
+        key_positions=None,
+        key_mask=key_mask,
+        cu_seqlens=None,
+        log_decay=cut_if_any(request.log_decay),
+        angle_steps=cut_if_any(request.angle_steps),
+    )
+    position = _first_positions(request, shard)[index].expand(b)
+    if local.positions is not None and not axes and local.k.shape[1]:
+        position = local.positions[..., 0].long().expand(b)  # only the distances between local tokens count
+    state = attend(replace(local, state=_empty_state(request, position)))[1]
     assert state is not None
-    own = state.tensors()
-    if here.log_decay is not None:
-        gates = visible(here.log_decay, key_mask).clamp(min=NOTHING_KEPT).double().sum(1)
-        own["gates"] = gates.expand(b, request.k.shape[2])
-    return own
+    tensors = state.tensors()
+    if local.log_decay is not None:
+        gates = visible(local.log_decay, key_mask).clamp(min=NOTHING_KEPT).double().sum(1)
+        tensors["gates"] = gates.expand(b, request.k.shape[2])
+    return tensors
 
 
-def _positions(request: Request, shard: Layout) -> Tensor:
-    """(s or 1, b or 1): by default, of the first token of each local document; 0 where there is none."""
+def _first_positions(request: Request, shard: Layout) -> Tensor:
+    """The default position of the first token of each local document, (s or 1, b or 1). An empty rank has 0."""
     begins = [piece.position for piece in shard.mine] or [0]
     positions = torch.tensor(begins, device=request.k.device)[:, None]
     if request.state is None:
@@ -194,8 +208,8 @@ def _positions(request: Request, shard: Layout) -> Tensor:
     return positions + request.state.position[shard.documents(positions.device)][:, None]
 
 
-def _empty(request: Request, position: Tensor) -> LinearAttentionState:
-    """Of no tokens, for sequences that begin at position (s,)."""
+def _empty_state(request: Request, position: Tensor) -> LinearAttentionState:
+    """A state without keys, for sequences that begin at position (s,)."""
     (_, _, g, d), fmap, v, before = request.k.shape, check(request), request.v, request.state
     f, e, s = d if fmap is None else fmap.feature_dim, v.shape[3], len(position)
     kv_dtype = torch.promote_types(v.dtype, torch.float32) if before is None else before.kv.dtype
@@ -205,13 +219,15 @@ def _empty(request: Request, position: Tensor) -> LinearAttentionState:
     return LinearAttentionState(kv, z, position, identity)
 
 
-def _before(request: Request, shard: Layout, own: dict[str, Tensor]) -> list[LinearAttentionState]:
-    """What precedes all ranks, of each local document: the state given to each of them, or an empty one."""
+def _states_before(
+    request: Request, shard: Layout, gathered: dict[str, Tensor]
+) -> list[LinearAttentionState]:
+    """The state before the first rank, for each local document: the caller's, or an empty one."""
     state: LinearAttentionState | None = request.state
     if state is None:
-        state = _empty(request, own["position"].new_zeros(request.k.shape[0]))
-    if "log_scale" in own and state.log_scale is None:
-        state = replace(state, log_scale=own["log_scale"].new_full(own["log_scale"].shape[1:], NO_KEYS))
+        state = _empty_state(request, gathered["position"].new_zeros(request.k.shape[0]))
+    if (scales := gathered.get("log_scale")) is not None and state.log_scale is None:
+        state = replace(state, log_scale=scales.new_full(scales.shape[1:], NO_KEYS))
     state = replace(state, conv=None)
     if shard.cu_seqlens is None:
         return [state]
@@ -220,41 +236,40 @@ def _before(request: Request, shard: Layout, own: dict[str, Tensor]) -> list[Lin
     return [state.reorder(document) for document in shard.documents(state.kv.device)[:, None]]
 
 
-def _rows(
-    own: dict[str, Tensor],
+def _incoming_states(
+    gathered: dict[str, Tensor],
     shard: Layout,
     before: list[LinearAttentionState],
     rules: Rules,
     causal: bool,
     fresh: bool,
 ) -> list[LinearAttentionState]:
-    """What each local document goes on from: earlier ranks' tokens; bidirectional, later ones' too."""
-    left = fold(own, shard.before, before[0], rules, fresh=fresh)
-    rows = [left, *before[1:]]
+    """The state that each local document starts from: earlier ranks' tokens and, if bidirectional, later ranks'."""
+    earlier = fold(gathered, shard.before, before[0], rules, fresh=fresh)
+    states = [earlier, *before[1:]]
     if causal or not shard.mine:
-        return rows
-    # Of later ranks their first document counts, of earlier ones the last.
-    here = shard.rank + 1
-    sides = {
-        name: torch.cat((x[:here], own.get(f"{FIRST}{name}", x)[here:]))
-        for name, x in own.items()
+        return states
+    # The document of the last local token may be the first document of later ranks, and the last of earlier ones.
+    later = shard.rank + 1
+    neighbours = {
+        name: torch.cat((x[:later], gathered.get(f"{FIRST}{name}", x)[later:]))
+        for name, x in gathered.items()
         if not name.startswith(FIRST)
     }
-    alone = len(rows) == 1
-    chain = [*(shard.before if alone else []), shard.rank, *shard.after]
-    both = fold(sides, chain, before[-1], rules, fresh=fresh, skip=shard.rank)
-    rows[-1] = replace(rows[-1], kv=both.kv, z=both.z, log_scale=both.log_scale)
-    return rows
+    chain = [*(shard.before if len(states) == 1 else []), shard.rank, *shard.after]
+    both = fold(neighbours, chain, before[-1], rules, fresh=fresh, skip=shard.rank)
+    states[-1] = replace(states[-1], kv=both.kv, z=both.z, log_scale=both.log_scale)
+    return states
 
 
-def _together(rows: list[LinearAttentionState], position: Tensor | None) -> LinearAttentionState:
-    """One state of all rows; position: by default, of each."""
-    first = rows[0]
-    position = torch.cat([row.position for row in rows]) if position is None else position
-    if len(rows) == 1:
+def _stack(states: list[LinearAttentionState], position: Tensor | None) -> LinearAttentionState:
+    """Stacks the states of several sequences into one. position replaces theirs, unless it is None."""
+    first = states[0]
+    position = torch.cat([state.position for state in states]) if position is None else position
+    if len(states) == 1:
         return replace(first, position=position)
     tensors: dict[str, Any] = {}
     for name, x in first.tensors().items():
-        others = [getattr(row, name) for row in rows[1:]]
+        others = [getattr(state, name) for state in states[1:]]
         tensors[name] = torch.cat([x, *(torch.zeros_like(x) if y is None else y for y in others)])
     return replace(first, **tensors | {"position": position})

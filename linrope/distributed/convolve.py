@@ -1,4 +1,7 @@
-"""The short convolution on a shard: one gather of each rank's last inputs, which the next goes on from."""
+"""The short convolution on a shard: one gather of each rank's last inputs, which the next rank continues from.
+
+b batch, n local tokens, c channels; width = taps - 1 inputs.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +22,7 @@ def convolve_shard(
     key_mask: Tensor | None,
     state: LinearAttentionState | None,
 ) -> tuple[Tensor, Tensor]:
-    """y of the local x (b, n, c), and the last inputs of all tokens, or, packed, of each local document."""
+    """y of the local x (b, n, c), and the last inputs of all ranks' tokens or, if packed, of each local document."""
     width, before = convolution.taps - 1, None if state is None else state.rows().conv  # type: ignore[attr-defined]
     if shard.size == 1:
         y, last = convolution(x, before, key_mask, shard.cu_seqlens)
@@ -27,13 +30,13 @@ def convolve_shard(
     shard.agree(lambda: _describe(x, shard, width, before))
     tokens = shard.piece(-1)
     tail, count = last_inputs(x[:, tokens], None if key_mask is None else key_mask[:, tokens], width)
-    tails, counts = shard.channel.gather([tail, count], _learned(x)).wait()
+    tails, counts = shard.channel.gather([tail, count], _differentiable(x)).wait()
     packed = shard.cu_seqlens is not None
     if before is None:
         start = x.new_zeros(max(1, len(shard.mine)) if packed else len(x), *tail.shape[1:])
     else:
         start = (before[shard.documents(x.device)] if packed else before).to(x.dtype)
-    # Of packed sequences the first local one alone has tokens on earlier ranks.
+    # Of packed sequences, only the first local one can have tokens on earlier ranks.
     first = fold_inputs(tails, counts, shard.before, start[:1] if packed else start)
     halo = torch.cat((first, start[1:])) if packed else first
     y, last = convolution(x, halo, key_mask, shard.cu_seqlens)
@@ -43,20 +46,20 @@ def convolve_shard(
 def _describe(x: Tensor, shard: Layout, width: int, before: Tensor | None) -> str:
     if x.shape[1] != shard.length:
         raise ValueError(
-            f"x: got {x.shape[1]} tokens on rank {shard.rank}, expected {shard.length} as its shard has"
+            f"x: got {x.shape[1]} tokens on rank {shard.rank}, expected its shard's {shard.length}"
         )
     return (
         f"{x.dtype} inputs of the convolution (b, n, c) = ({x.shape[0]}, n, {x.shape[2]}), taps={width + 1}, "
-        f"gradients {_learned(x)}, given some {before is not None}"
+        f"gradients={_differentiable(x)}, earlier inputs={before is not None}"
     )
 
 
-def _learned(x: Tensor) -> bool:
+def _differentiable(x: Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
 
 
 def last_inputs(x: Tensor, key_mask: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
-    """(b, width, c): the last visible tokens of x (b, n, c), at the end; and how many there are, (b,)."""
+    """The last visible tokens of x (b, n, c), aligned at the end: (b, width, c). And their number, (b,)."""
     b, n, _ = x.shape
     if key_mask is None:
         count = min(n, width)
@@ -64,19 +67,22 @@ def last_inputs(x: Tensor, key_mask: Tensor | None, width: int) -> tuple[Tensor,
         return tail, torch.full((b,), count, device=x.device)
     if n == 0:
         return x.new_zeros(b, width, x.shape[2]), torch.zeros(b, dtype=torch.int64, device=x.device)
-    from_end = key_mask.flip(1).cumsum(1).flip(1)  # of visible tokens: 1 is the last
-    wanted = torch.arange(width, 0, -1, device=x.device)
-    found = (from_end[:, None] == wanted[:, None]) & key_mask[:, None]  # (b, width, n)
-    tail = x.gather(1, found.int().argmax(2)[..., None].expand(-1, -1, x.shape[2]))
-    return tail.masked_fill(~found.any(2)[..., None], 0), key_mask.sum(1).clamp(max=width)
+    from_end = key_mask.flip(1).cumsum(1).flip(1)  # counts visible tokens; the last is 1
+    numbers = torch.arange(width, 0, -1, device=x.device)
+    chosen = (from_end[:, None] == numbers[:, None]) & key_mask[:, None]  # (b, width, n)
+    tail = x.gather(1, chosen.int().argmax(2)[..., None].expand(-1, -1, x.shape[2]))
+    return tail.masked_fill(~chosen.any(2)[..., None], 0), key_mask.sum(1).clamp(max=width)
 
 
 def fold_inputs(tails: Tensor, counts: Tensor, chain: Sequence[int], start: Tensor) -> Tensor:
-    """(b, width, c): the last inputs after the ranks of chain; start: those before them."""
-    width, line = start.shape[1], start + tails[:0].sum(0)
+    """The last inputs after the ranks of ``chain``, (b, width, c). start: the last inputs before them."""
+    width, last = (
+        start.shape[1],
+        start + tails[:0].sum(0),
+    )  # the empty slice joins the backward pass, as in fold
     slots = torch.arange(width, device=start.device)
     for s in chain:
         index = slots + counts[s][:, None]
         index = torch.where(index < width, index, width + slots)
-        line = torch.cat((line, tails[s]), 1).gather(1, index[..., None].expand(-1, -1, start.shape[2]))
-    return line
+        last = torch.cat((last, tails[s]), 1).gather(1, index[..., None].expand(-1, -1, start.shape[2]))
+    return last

@@ -1,4 +1,4 @@
-"""What ranks send each other: tensors of one size from each to all, and the gradients back."""
+"""Communication between ranks: each rank gathers the same tensors of all ranks, and gradients travel back."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-ALIGNED = 8  # bytes: each tensor begins at a multiple, so that it can be read where it arrives
-TEXT = 2048  # bytes of a description
+ALIGNMENT = 8  # bytes: each tensor begins at a multiple of it, so that a view can read it where it arrives
+TEXT_BYTES = 2048  # the longest text that ranks compare
 
-# Before PyTorch 2.13, which deprecates it, the same function has another name.
+# Before PyTorch 2.13 this function has another name, which 2.13 deprecates.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Channel:
-    """A process group, and how much was sent through it."""
+    """A process group, and how much this rank has sent through it."""
 
     def __init__(self, group: "dist.ProcessGroup | None") -> None:
         alone = not (dist.is_available() and dist.is_initialized())
@@ -26,26 +26,28 @@ class Channel:
         self.rank = 0 if alone else dist.get_rank(group)
         self.size = 1 if alone else dist.get_world_size(group)
         self.collectives, self.bytes_sent = 0, 0
-        self.seconds = 0.0  # in collectives and waiting for them
+        self.seconds = 0.0  # spent in collectives and waiting for them
         if self.rank < 0:
-            raise ValueError("group: got one that this process is not in, expected one of its own")
+            raise ValueError("group: got a group without this process, expected one that it belongs to")
 
-    def gather(self, tensors: Sequence[Tensor], learned: bool) -> "Gathered":
-        """Sends each rank's tensors, which have the same shapes everywhere; does not wait for them.
+    def gather(self, tensors: Sequence[Tensor], differentiable: bool) -> "Gathered":
+        """Sends this rank's tensors, which have the same shapes on all ranks, without waiting for the others'.
 
-        learned: whether gradients go back, on all ranks or on none.
+        differentiable: whether gradients travel back, which must be the same on all ranks.
         """
         with torch.no_grad():
-            sent = _packed([x.detach()[None] for x in tensors], 1)[0]
+            sent = _pack([x.detach()[None] for x in tensors], 1)[0]
         received = sent.new_empty(self.size * len(sent))
         with self.sending(len(sent)):
             work = _all_gather(received, sent, group=self.group, async_op=True)
-        return Gathered(self, list(tensors), learned, sent, received, work)
+        return Gathered(self, list(tensors), differentiable, sent, received, work)
 
     def compare(self, text: str, checksum: int) -> list[tuple[int, str]]:
-        """Each rank's checksum and text, cut where it is long."""
-        data = checksum.to_bytes(8, "little") + text.encode()[:TEXT]
-        sent = torch.frombuffer(bytearray(data.ljust(8 + TEXT, b"\0")), dtype=torch.uint8).to(self.device())
+        """Each rank's checksum and text. Long texts are cut off."""
+        data = checksum.to_bytes(8, "little") + text.encode()[:TEXT_BYTES]
+        sent = torch.frombuffer(bytearray(data.ljust(8 + TEXT_BYTES, b"\0")), dtype=torch.uint8).to(
+            self.device()
+        )
         received = sent.new_empty(self.size * len(sent))
         with self.sending(len(sent)):
             _all_gather(received, sent, group=self.group)
@@ -56,7 +58,7 @@ class Channel:
         ]
 
     def total(self, count: Tensor) -> Tensor:
-        """The sum of a number of each rank, without a gradient."""
+        """The sum of ``count`` over all ranks, without a gradient."""
         total = count.detach().clone()
         if self.size > 1:
             with self.sending(total.element_size()):
@@ -64,13 +66,13 @@ class Channel:
         return total
 
     def device(self) -> torch.device:
-        """Where the group's tensors have to be."""
+        """The device that tensors must be on to be sent through the group."""
         backend = dist.get_backend(self.group)
         return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
 
     @contextmanager
     def sending(self, count: int | None) -> Iterator[None]:
-        """Around a collective that sends so many bytes to each other rank; None: the wait for one."""
+        """Times a collective and rewrites its failures. count: bytes per peer; None for a wait."""
         if count is not None:
             self.collectives += 1
             self.bytes_sent += count * (self.size - 1)
@@ -81,41 +83,41 @@ class Channel:
         except RuntimeError as error:
             raise RuntimeError(
                 f"shard: rank {self.rank} of {self.size} could not exchange with the others: {error}; "
-                "expected all of them in the same call, within the group's timeout; the cause is in the "
-                "output of the one that ended or came late"
+                "expected all ranks to make the same call within the group's timeout; the output of the rank that "
+                "ended or was late shows the cause"
             ) from error
 
 
 class Gathered(NamedTuple):
-    """Tensors of all ranks, which are on their way."""
+    """Tensors of all ranks that are on their way."""
 
     channel: Channel
-    own: list[Tensor]
-    learned: bool
-    sent: Tensor  # its memory is read until all has arrived
+    local: list[Tensor]  # this rank's
+    differentiable: bool
+    sent: Tensor  # kept alive here, because its memory is read until everything has arrived
     received: Tensor  # bytes
     work: Any
 
     def wait(self) -> list[Tensor]:
-        """(size, ..) each, where they have arrived.
+        """Waits for the tensors of all ranks and returns them, stacked by rank: (size, ..) each.
 
-        Their gradient goes back to the rank that sent them, where all ranks' are added in rank order.
+        A gradient travels back to the rank that sent the tensor, which adds up all ranks' gradients in rank order.
         """
         with self.channel.sending(None):
             self.work.wait()
-        # An empty shard's tensors may need no gradient, but its rank has to be there when others send theirs.
-        anchor = self.received.new_zeros((), dtype=torch.float32, requires_grad=self.learned)
-        found = _Gather.apply(self.channel, self.received, anchor, *self.own)  # type: ignore[no-untyped-call]
-        return list(found)
+        # The tensors of an empty shard may require no gradient, but its rank must still join the backward collective.
+        anchor = self.received.new_zeros((), dtype=torch.float32, requires_grad=self.differentiable)
+        stacked = _Gather.apply(self.channel, self.received, anchor, *self.local)  # type: ignore[no-untyped-call]
+        return list(stacked)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, channel: Channel, received: Tensor, anchor: Tensor, *own: Tensor
+        ctx: Any, channel: Channel, received: Tensor, anchor: Tensor, *local: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.channel = channel
-        results = _unpacked(received.view(channel.size, -1), own)
+        results = _unpack(received.view(channel.size, -1), local)
         ctx.mark_non_differentiable(*[x for x in results if not x.is_floating_point()])
         return tuple(results)
 
@@ -123,45 +125,41 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         channel, floating = ctx.channel, [x for x in gradients if x.is_floating_point()]
-        sent = _packed(floating, channel.size)
+        sent = _pack(floating, channel.size)
         received = torch.empty_like(sent)
         with channel.sending(sent.shape[1]):
             dist.all_to_all_single(received.view(-1), sent.view(-1), group=channel.group)
-        found = iter(_unpacked(received, [x[0] for x in floating]))
-        return (
-            None,
-            None,
-            None,
-            *[_in_order(next(found)) if x.is_floating_point() else None for x in gradients],
-        )
+        by_rank = iter(_unpack(received, [x[0] for x in floating]))
+        sums = [_sum_in_order(next(by_rank)) if x.is_floating_point() else None for x in gradients]
+        return None, None, None, *sums
 
 
-def _in_order(x: Tensor) -> Tensor:
-    """x summed over its first axis, one after the other: the order of a sum() is PyTorch's affair."""
+def _sum_in_order(x: Tensor) -> Tensor:
+    """Sums x over its first axis from front to back. torch.sum promises no order."""
     total = x[0].clone()
     for part in x[1:]:
         total += part
     return total
 
 
-def _padded(x: Tensor) -> int:
-    return -(-x.numel() * x.element_size() // ALIGNED) * ALIGNED
+def _padded_bytes(x: Tensor) -> int:
+    return -(-x.numel() * x.element_size() // ALIGNMENT) * ALIGNMENT
 
 
-def _packed(tensors: Sequence[Tensor], size: int) -> Tensor:
-    """(size, bytes) of tensors (size, ..)."""
+def _pack(tensors: Sequence[Tensor], size: int) -> Tensor:
+    """Copies tensors (size, ..) into one tensor of bytes (size, bytes)."""
     like = [x[0] for x in tensors]
-    data = like[0].new_zeros(size, sum(map(_padded, like)), dtype=torch.uint8)
-    for place, x in zip(_unpacked(data, like), tensors, strict=True):
-        place.copy_(x)
+    data = like[0].new_zeros(size, sum(map(_padded_bytes, like)), dtype=torch.uint8)
+    for view, x in zip(_unpack(data, like), tensors, strict=True):
+        view.copy_(x)
     return data
 
 
-def _unpacked(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors (size, ..) in the memory of data (size, bytes)."""
-    found, low = [], 0
+def _unpack(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of data (size, bytes) as tensors (size, ..), with the shapes and dtypes of ``like``."""
+    views, low = [], 0
     for x in like:
         flat = data[:, low : low + x.numel() * x.element_size()].view(x.dtype)
-        found.append(flat.unflatten(1, x.shape) if x.ndim else flat[:, 0])
-        low += _padded(x)
-    return found
+        views.append(flat.unflatten(1, x.shape) if x.ndim else flat[:, 0])
+        low += _padded_bytes(x)
+    return views

@@ -1,4 +1,7 @@
-"""The states of several ranks in one, as the last of their tokens sees it."""
+"""Combines the states of several ranks into one, decayed to the last token of all.
+
+b batch, g key/value heads, f features, e values.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,15 +16,15 @@ from linrope.sequence.state import LinearAttentionState
 
 
 class Rules(NamedTuple):
-    """How a state changes while later tokens pass."""
+    """How a state decays and rotates as later tokens arrive."""
 
     log_gamma: Tensor | None  # (g,) float64: log decay per position
-    xpos: Tensor | None  # (f,) float64: the numerator's, beside it
-    layout: str  # of the pairs that turn
+    xpos: Tensor | None  # (f,) float64: further log decay per position, in the numerator only
+    layout: str  # of the pairs of features that turn
 
 
 def fold(
-    own: Mapping[str, Tensor],  # (size, b, ..): of each rank's tokens, as if nothing came before them
+    gathered: Mapping[str, Tensor],  # (size, b, ..): the state of each rank's tokens alone, by field
     chain: Sequence[int],
     start: LinearAttentionState,
     rules: Rules,
@@ -29,63 +32,63 @@ def fold(
     fresh: bool,
     skip: int | None = None,
 ) -> LinearAttentionState:
-    """The state after the ranks of chain, in that order, without the keys of rank skip.
+    """The state after the ranks of ``chain``, in that order, without the keys of rank ``skip``.
 
-        S <- e^(D_s) S + R(A_s) S_s        m <- max(m + D_s, m_s), where states have a log_scale
+        S <- e^(D_s) S + R(A_s) S_s        m <- max(m + D_s, m_s), if states have a log_scale
 
-    D_s is all log decay over rank s's tokens and A_s the sum of angles before them. Ranks that are not in the
-    chain are left out, not multiplied by 0: what overflows in later tokens does not reach earlier ones.
+    D_s is the log decay summed over rank s's tokens, and A_s the sum of the angle steps before them. Ranks outside
+    the chain are left out, not multiplied by 0, so that an overflow in later tokens does not reach earlier ones.
 
-    start: what precedes them; fresh: whether that is nothing.
+    start: the state before the chain. fresh: whether no tokens precede the chain.
     """
-    # The empty slice adds nothing. Through it every rank's output depends on what was gathered, and none
-    # leaves the others waiting in the backward pass.
-    kv, z = start.kv + own["kv"][:0].sum(0).to(start.kv.dtype), start.z
+    # Adds an empty slice so that every rank's output depends on the gather. A rank that skips the backward all-to-all
+    # would deadlock the others.
+    kv, z = start.kv + gathered["kv"][:0].sum(0).to(start.kv.dtype), start.z
     position, angle, slope, scale = start.position, start.angle, start.angle_slope, start.log_scale
     for s in chain:
-        part = {name: x[s] for name, x in own.items()}
-        passed = torch.zeros_like(position) if fresh else part["position"] - position
-        log = _log_decay(part, passed, rules)
-        factor = None  # of this rank's sums
+        local = {name: x[s] for name, x in gathered.items()}
+        distance = torch.zeros_like(position) if fresh else local["position"] - position
+        log = _log_decay(local, distance, rules)
+        local_factor = None
         if scale is not None:
-            own_scale = part["log_scale"]
-            faded = scale if log is None else scale + log.detach()
-            largest = torch.maximum(faded, own_scale)
-            kept = scale - largest
-            log = kept if log is None else log + kept
-            factor, scale = (own_scale - largest).exp(), largest
+            decayed_scale = scale if log is None else scale + log.detach()
+            largest = torch.maximum(decayed_scale, local["log_scale"])
+            rescaling = scale - largest
+            log = rescaling if log is None else log + rescaling
+            local_factor, scale = (local["log_scale"] - largest).exp(), largest
         if not fresh:
-            along = None if log is None else log[..., None, None]
+            log_kv = None if log is None else log[..., None, None]
             if rules.xpos is not None:
-                numerator = passed[:, None, None, None] * rules.xpos[:, None]
-                along = numerator if along is None else along + numerator
-            kv, z = fade(kv, along), fade(z, None if log is None else log[..., None])
+                log_xpos = distance[:, None, None, None] * rules.xpos[:, None]
+                log_kv = log_xpos if log_kv is None else log_kv + log_xpos
+            kv, z = fade(kv, log_kv), fade(z, None if log is None else log[..., None])
         if s != skip:
-            more, more_z = _turned(part["kv"], angle, slope, rules.layout), part["z"]
-            if factor is not None:
-                more, more_z = more * factor[..., None, None].to(more.dtype), more_z * factor[..., None]
-            kv, z = kv + more.to(kv.dtype), z + more_z.to(z.dtype)
-        if "angle" in part:
-            angle = part["angle"] if angle is None else angle + part["angle"]
-        if "angle_slope" in part:
-            slope = part["angle_slope"] if slope is None else slope + part["angle_slope"]
-        position, fresh = part["position"], False
+            local_kv, local_z = _rotated(local["kv"], angle, slope, rules.layout), local["z"]
+            if local_factor is not None:
+                local_kv = local_kv * local_factor[..., None, None].to(local_kv.dtype)
+                local_z = local_z * local_factor[..., None]
+            kv, z = kv + local_kv.to(kv.dtype), z + local_z.to(z.dtype)
+        if "angle" in local:
+            angle = local["angle"] if angle is None else angle + local["angle"]
+        if "angle_slope" in local:
+            slope = local["angle_slope"] if slope is None else slope + local["angle_slope"]
+        position, fresh = local["position"], False
     return replace(
         start, kv=kv, z=z, position=position, angle=angle, angle_slope=slope, log_scale=scale, donated=False
     )
 
 
-def _log_decay(part: Mapping[str, Tensor], passed: Tensor, rules: Rules) -> Tensor | None:
-    """(b, g) float64 over all of a rank's tokens: by positions, and by gates."""
-    log = part.get("gates")
+def _log_decay(local: Mapping[str, Tensor], distance: Tensor, rules: Rules) -> Tensor | None:
+    """Log decay summed over a rank's tokens, (b, g) float64: from its gates and from the decay per position."""
+    log = local.get("gates")
     if rules.log_gamma is None:
         return log
-    fixed = passed[:, None] * rules.log_gamma
+    fixed = distance[:, None] * rules.log_gamma
     return fixed if log is None else log + fixed
 
 
-def _turned(kv: Tensor, angle: Tensor | None, slope: Tensor | None, layout: str) -> Tensor:
-    """R(angle) kv of kv (b, g, f, e), whose gradient goes to slope, of zeros."""
+def _rotated(kv: Tensor, angle: Tensor | None, slope: Tensor | None, layout: str) -> Tensor:
+    """R(angle) kv for kv (b, g, f, e). slope holds zeros that carry the gradient of the integer angle."""
     if angle is None:
         return kv
     cos, sin = cos_sin_of_turns(angle, kv.dtype)

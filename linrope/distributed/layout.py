@@ -1,4 +1,7 @@
-"""Which tokens of a batch each process of a group holds, and that all of them agree about it."""
+"""Which tokens of a batch each process of a group holds, and the check that all processes agree on it.
+
+b batch, n tokens of this rank, s documents (packed sequences).
+"""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -13,24 +16,24 @@ from torch.nn import functional as F
 
 from linrope.distributed.exchange import Channel
 
-DIMENSION = "cp"  # the name that torchtitan and accelerate give a mesh's dimension for parts of a sequence
-SHOWN = 8  # numbers of a list in an error
-NO_TARGET = -100  # as cross_entropy has it
+DIMENSION = "cp"  # the mesh dimension that splits sequences, as torchtitan and accelerate name it
+SHOWN = 8  # how many numbers of a list an error shows
+NO_TARGET = -100  # the default ignore_index of cross_entropy
 
 
 class Piece(NamedTuple):
-    """The tokens of one document that one rank holds."""
+    """The tokens of one document that one rank holds: low .. high - 1 among all tokens of the batch."""
 
     document: int
-    low: int  # among all tokens of the batch
+    low: int
     high: int
-    position: int  # of the token low in its document
+    position: int  # of the first token, counted from the start of its document
 
 
 class Layout:
-    """The contiguous part of each sequence that this process holds, and the parts of the others.
+    """The contiguous part of each sequence that this process holds, and the parts that the others hold.
 
-    ``linrope.distributed.Shard`` describes the arguments; it is a layout with the calls that use one.
+    ``linrope.distributed.Shard`` adds the calls that use a layout, and describes the arguments.
     """
 
     def __init__(
@@ -68,17 +71,17 @@ class Layout:
 
     @property
     def mine(self) -> list[Piece]:
-        """A document each; none on an empty rank."""
+        """The pieces of this rank, one per document. An empty rank has none."""
         return self.pieces[self.rank]
 
     @property
     def length(self) -> int:
-        """Tokens of this rank."""
+        """The number of tokens of this rank."""
         return self.lengths[self.rank]
 
     @property
     def before(self) -> list[int]:
-        """The earlier ranks with tokens of the document that this rank's first token belongs to."""
+        """The earlier ranks that hold tokens of the document of this rank's first token."""
         if not self.mine:
             return []
         first = self.mine[0].document
@@ -86,7 +89,7 @@ class Layout:
 
     @property
     def after(self) -> list[int]:
-        """The later ranks with tokens of the document that this rank's last token belongs to."""
+        """The later ranks that hold tokens of the document of this rank's last token."""
         if not self.mine:
             return []
         last, later = self.mine[-1].document, range(self.rank + 1, self.size)
@@ -94,17 +97,17 @@ class Layout:
 
     @property
     def everywhere(self) -> list[int]:
-        """The ranks that have tokens."""
+        """All ranks that hold tokens."""
         return [s for s in range(self.size) if self.pieces[s]]
 
     def piece(self, index: int) -> slice:
-        """The tokens of the first (0) or last (-1) local document, among the local ones."""
+        """The tokens of the first (0) or last (-1) local document, as a slice of the local tokens."""
         if not self.mine:
             return slice(0, 0)
         return slice(self.mine[index].low - self.start, self.mine[index].high - self.start)
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The part of x, of all ranks' tokens, that this rank holds."""
+        """Cuts this rank's part out of x, which holds the tokens of all ranks."""
         if x.shape[dim] != self.total:
             raise ValueError(
                 f"x: got {x.shape[dim]} tokens, expected those of all ranks, {self.total} = the sum of "
@@ -113,10 +116,10 @@ class Layout:
         return x.narrow(dim, self.start, self.length)
 
     def targets(self, tokens: Tensor, ignore: int = NO_TARGET) -> Tensor:
-        """(b, n): the token after each local one, across the border; ``ignore`` at the end of a document.
+        """The token after each local one, even if the next rank holds it, or ``ignore`` after a document: (b, n).
 
-        tokens (b, sum of lengths) are those of all ranks. Their losses are to be divided by the number of
-        targets of all ranks, not of this one.
+        tokens (b, sum of lengths) are those of all ranks. Divide a sum of losses by the number of targets of all
+        ranks, not of this one, as ``mean_loss`` does.
         """
         targets = tokens.roll(-1, 1)
         targets[:, [end - 1 for end in self.bounds[1:] if end]] = ignore
@@ -125,13 +128,13 @@ class Layout:
     def mean_loss(
         self, logits: Tensor, targets: Tensor, count: Tensor | int | None = None, ignore: int = NO_TARGET
     ) -> Tensor:
-        """This rank's part of the mean cross-entropy over all ranks' targets: the parts add up to it.
+        """This rank's part of the mean cross-entropy over the targets of all ranks. The parts add up to the mean.
 
             sum_i -log softmax(logits_i)[target_i] / count
 
-        logits (b, n, vocabulary), targets (b, n) as ``targets`` gives them; count: what to divide by, where a
-        step has more than this batch; None: the ranks add up how many targets they have. Where gradients
-        are averaged over processes, multiply by their number.
+        logits are (b, n, vocabulary), and targets (b, n) come from ``targets``. count is the divisor. Its default is
+        the number of targets of all ranks, which takes a collective. Pass it if a step has more than this batch. If
+        gradients are averaged over processes, multiply the loss by the number of processes.
         """
         if count is None:
             count = self.channel.total((targets != ignore).sum()).clamp(min=1)
@@ -139,18 +142,18 @@ class Layout:
         return F.cross_entropy(wide, targets.flatten(), ignore_index=ignore, reduction="sum") / count
 
     def positions(self, device: torch.device | str | None = None, start: Tensor | None = None) -> Tensor:
-        """(n,): where each local token stands in its document; start: where that of all ranks begin, (s,)."""
+        """Each local token's position in its document, (n,). start: the first position of all ranks' documents."""
         parts = [torch.arange(x.position, x.position + x.high - x.low, device=device) for x in self.mine]
         if start is not None:
-            parts = [at + start[x.document] for at, x in zip(parts, self.mine, strict=True)]
+            parts = [part + start[x.document] for part, x in zip(parts, self.mine, strict=True)]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
 
     def documents(self, device: torch.device | str | None = None) -> Tensor:
-        """(s,): which of all documents the local ones are; an empty rank has document 0, without tokens."""
+        """The number of each local document among all, (s,). An empty rank has document 0, without tokens."""
         return torch.tensor([piece.document for piece in self.mine] or [0], device=device)
 
     def agree(self, describe: Callable[[], str]) -> None:
-        """Raises on every rank where one has other sizes or an error; asks the others once for each text."""
+        """Raises on every rank if their descriptions differ or one rank cannot describe. Compares each text once."""
         failure: Exception | None = None
         try:
             text = describe()
@@ -158,15 +161,15 @@ class Layout:
             failure, text = error, f"{type(error).__name__}: {error}"
         if text in self._agreed:
             return
-        if failure is not None and self._agreed:  # the others are past asking
+        if failure is not None and self._agreed:  # the other ranks agreed earlier and no longer compare
             raise failure
         bounds, lengths = self.bounds, self.lengths
         text_of_all = f"lengths={_shown(lengths)}, cu_seqlens={_shown(bounds)}, {text}"
         texts = self.channel.compare(text_of_all, zlib.crc32(f"{lengths} {bounds} {text}".encode()))
-        other = next((r for r in range(self.size) if texts[r] != texts[0]), None)
-        if other is not None:
+        odd = next((r for r in range(self.size) if texts[r] != texts[0]), None)
+        if odd is not None:
             raise ValueError(
-                f"shard: the ranks disagree: rank 0 has {texts[0][1]}; rank {other} has {texts[other][1]}"
+                f"shard: the ranks disagree: rank 0 has {texts[0][1]}; rank {odd} has {texts[odd][1]}"
             ) from failure
         if failure is not None:
             raise failure
@@ -184,7 +187,7 @@ def _group_of(group: "dist.ProcessGroup | DeviceMesh | None") -> "dist.ProcessGr
         names = group.mesh_dim_names or ()
         if group.ndim > 1 and DIMENSION not in names:
             raise ValueError(
-                f"group: got a mesh of dimensions {names}, expected one, or {DIMENSION!r} among them"
+                f"group: got a mesh of dimensions {names}, expected one dimension, or {DIMENSION!r} among them"
             )
         return group.get_group(DIMENSION if group.ndim > 1 else None)
     if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -193,17 +196,17 @@ def _group_of(group: "dist.ProcessGroup | DeviceMesh | None") -> "dist.ProcessGr
 
 
 def _pieces(bounds: list[int], low: int, high: int) -> list[Piece]:
-    """Of the documents with tokens in low .. high - 1."""
-    found = []
+    """Splits the tokens low .. high - 1 by document."""
+    pieces = []
     for document, (begin, end) in enumerate(pairwise(bounds)):
         first, last = max(begin, low), min(end, high)
         if first < last:
-            found.append(Piece(document, first, last, first - begin))
-    return found
+            pieces.append(Piece(document, first, last, first - begin))
+    return pieces
 
 
 def _shown(numbers: Sequence[int]) -> str:
     if len(numbers) <= SHOWN:
         return str(list(numbers))
-    some = ", ".join(map(str, numbers[:SHOWN]))
-    return f"[{some}, ..] ({len(numbers)} numbers, checksum {zlib.crc32(str(list(numbers)).encode()):08x})"
+    head = ", ".join(map(str, numbers[:SHOWN]))
+    return f"[{head}, ..] ({len(numbers)} numbers, checksum {zlib.crc32(str(list(numbers)).encode()):08x})"

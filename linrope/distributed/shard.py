@@ -1,4 +1,4 @@
-"""The shard of a batch that a process holds: the public object of this package."""
+"""The public object of this package: the shard of a batch that a process holds."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,27 +14,27 @@ from linrope.sequence.state import LinearAttentionState
 
 
 class Shard(Layout):
-    """The contiguous part of each sequence that this process of a group holds: made once per batch.
+    """The contiguous part of each sequence that this process of a group holds. Make one per batch.
 
         rank r holds the tokens lengths[0] + .. + lengths[r - 1] .. + lengths[r] - 1
 
-    Given as ``shard=`` to ``linear_rope_attention``, the layer and the models, with the tensors of these
-    tokens: outputs, positions, states and gradients are then those of one process with all tokens. What the
-    ranks send each other is one state each, forward and backward, whatever the lengths. In a group of one
-    nothing is sent, and the bits are those of a call without shard. Parameters are copies on each rank: the
-    sum of their gradients over the ranks is the gradient, as for parts of a batch.
+    Pass it as ``shard=`` to ``linear_rope_attention``, the layer and the models, together with the tensors of this
+    rank's tokens. Outputs, positions, states and gradients are then those of one process with all tokens. Each rank
+    sends one state forward and one backward, whatever the lengths. In a group of one nothing is sent, and the result
+    is bit for bit that of a call without shard. Each rank has a copy of the parameters, and their gradient is the sum
+    of the ranks' gradients, as for parts of a batch.
 
     Args:
-        group: a process group; a DeviceMesh of one dimension or with one that is named "cp"; None: all
-            processes, or this one alone where there is no process group.
-        lengths: tokens of each rank, the same list everywhere; 0 is allowed.
-        cu_seqlens: (s + 1,) integers of packed sequences, of all ranks' tokens. The local ones are
-            ``shard.cu_seqlens``, and calls are given none beside the shard.
+        group: a process group; or a DeviceMesh of one dimension or with a dimension named "cp"; or None for all
+            processes (this one alone if there is no process group).
+        lengths: the number of tokens of each rank. All ranks pass the same list, which may contain 0.
+        cu_seqlens: (s + 1,) integers, the bounds of packed sequences among all ranks' tokens. ``shard.cu_seqlens``
+            has the local bounds. Do not pass cu_seqlens to calls that get the shard.
 
     Raises:
-        ValueError: as many lengths as ranks were expected; cu_seqlens that do not rise from 0 to their sum;
-            a mesh of several dimensions without "cp". At the first call, on every rank: ranks that differ in
-            what they were given here or there.
+        ValueError: there are not as many lengths as ranks, cu_seqlens do not rise from 0 to the sum of lengths, or a
+            mesh of several dimensions lacks "cp". The first call raises on every rank if the ranks' arguments to the
+            shard or to the call differ.
 
     Source: the all-gather of states of LASP-2, arXiv 2502.07563.
 
@@ -46,13 +46,14 @@ class Shard(Layout):
     """
 
     def attend(self, request: Request) -> tuple[Tensor, LinearAttentionState | None]:
-        """out of this process's tokens, and the last state of all tokens if it is wanted."""
+        """out for this process's tokens, and the last state of all tokens if the request wants it."""
         return send_state(request, self).attend(request)
 
     def send_state(self, k: Tensor, v: Tensor, /, **options: Unpack[Options]) -> SentState:
-        """Begins a call: sends the state of the keys. Give the result to the call as ``shard``, with q.
+        """Begins a call by sending the state of the keys. Pass the result as ``shard`` to the call with q.
 
-        What is computed in between does not wait for the other processes. Options as in ``linear_rope_attention``.
+        Work between the two calls overlaps with the communication. The options are those of
+        ``linear_rope_attention``.
         """
         return send_state(Request(q=None, k=k, v=v, **options), self)
 
@@ -63,5 +64,5 @@ class Shard(Layout):
         key_mask: Tensor | None,
         state: LinearAttentionState | None,
     ) -> tuple[Tensor, Tensor]:
-        """A ``ShortConvolution`` of the local x (b, n, c), and the last inputs of all tokens."""
+        """Applies a ``ShortConvolution`` to the local x (b, n, c). Also returns the last inputs of all tokens."""
         return convolve_shard(convolution, x, self, key_mask, state)

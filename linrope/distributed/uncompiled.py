@@ -1,4 +1,4 @@
-"""Keeps what processes send each other out of torch.compile's graphs."""
+"""Keeps communication between processes out of torch.compile's graphs."""
 
 import functools
 from collections.abc import Callable

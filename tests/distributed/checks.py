@@ -151,9 +151,9 @@ DISAGREEMENTS = {  # what the message names on both sides
     "documents": ("cu_seqlens=[0, 2,", "cu_seqlens=[0, 3,"),
     "heads": ("= (1, m, 2, 4)", "= (1, m, 1, 4)"),
     "dtype": ("float32", "float64"),
-    "options": ("given ['k', 'v']", "given ['k', 'v', 'log_decay']"),
+    "options": ("arguments ['k', 'v']", "arguments ['k', 'v', 'log_decay']"),
     "gradients": ("gradients of []", "gradients of ['k']"),
-    "an error of one rank": ("ValueError: k: got 2 tokens", "expected 3"),
+    "an error of one rank": ("ValueError: k: got 2 tokens", "expected its shard's 3"),
     "a wrong argument of one rank": ("TypeError: k, v: got", "float64"),
 }
 
