@@ -1,9 +1,11 @@
-"""The equation in float64 with all of its options at once: no code of a backend is used.
+"""The equation in float64 with all of its options at once, sharing no code with the library.
 
-What every backend, "reference" too, is compared with, and the sizes of the terms that the contract's
-bounds are made of.
+Every backend, "reference" too, is compared with it. It also gives the sizes of the terms that the numerics
+contract's bounds are made of. Of a Rotary it takes the frequencies and options, of a feature map that is an
+object the features.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,10 +16,16 @@ from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary
 from linrope.feature_maps import FeatureMap
-from linrope.rotation.rotary import cos_sin_of_turns, rotate, to_turns
-from linrope.sequence.state import NO_KEYS
 
-NOTHING_KEPT = -1e4
+NOTHING_KEPT = -1e4  # the least log_decay: less would keep nothing either
+NO_KEYS = -1e30  # the log_scale of a state without keys
+ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "elu+1": lambda x: torch.where(x > 0, x + 1, x.clamp(max=0).exp()),
+    "relu": lambda x: x * (x > 0),
+    "relu2": lambda x: x * x * (x > 0),
+    "silu": lambda x: x / (1 + (-x).exp()),
+}
 Change = Callable[[Tensor], Tensor]
 _OF_TOKENS = ("log_decay", "angle_steps", "key_mask", "positions", "key_positions")
 
@@ -83,7 +91,7 @@ class Equation:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None,
     before: tuple[Tensor, Tensor] | None, rounded: Change, *,
-    feature_map: FeatureMap | None, rotary: Rotary | None = None, rope_order: str = "after",
+    feature_map: str | FeatureMap | None = "elu+1", rotary: Rotary | None = None, rope_order: str = "after",
     causal: bool = True, normalize: bool = True, eps: float = 1e-6, eps_mode: str = "clamp",
     positions: Tensor | None = None, key_positions: Tensor | None = None, decay: Tensor | None = None,
     log_decay: Tensor | None = None, angle_steps: Tensor | None = None, key_mask: Tensor | None = None,
@@ -97,7 +105,9 @@ def _attend(
     if rotary is not None:
         q, k = q * rotary.attention_factor, k * rotary.attention_factor
         if rope_order == "before":
-            q, k, rotary = rotary(q, given), rotary(k, at_keys), None
+            turns = [_turns_at(rotary, x) for x in (given, at_keys)]
+            q, k = (_rotated(x, t, None, rotary.layout) for x, t in zip((q, k), turns))
+            rotary = None
     (phi, q_scale), (psi, k_scale) = _features(feature_map, q, k.masked_fill(hidden, 0), given, at_keys)
     psi, v = psi.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
     if state is None:
@@ -111,10 +121,10 @@ def _attend(
     first = None if k_scale is None else state.log_scale
     w, w0, top = _weights(log_decay, decay, k_scale, first, mask, distance, causal, g)
     far = far0 = None
-    if rotary is not None and rotary.fade is not None:
-        passed = distance.cumsum(1)
-        far = ((passed[:, :, None] - passed[:, None]).clamp(min=0)[..., None] * rotary.fade).exp()
-        far0 = (passed[..., None] * rotary.fade).exp()
+    if rotary is not None and rotary.xpos is not None:
+        passed, fade = distance.cumsum(1), _xpos_log_decay(rotary)
+        far = ((passed[:, :, None] - passed[:, None]).clamp(min=0)[..., None] * fade).exp()
+        far0 = (passed[..., None] * fade).exp()
 
     ones = torch.ones_like(v[..., :1])
 
@@ -184,11 +194,13 @@ def _places(
 
 
 def _features(
-    fmap: FeatureMap | None, q: Tensor, k: Tensor, given: Tensor, at_keys: Tensor
+    fmap: str | FeatureMap | None, q: Tensor, k: Tensor, given: Tensor, at_keys: Tensor
 ) -> list[tuple[Tensor, Tensor | None]]:
     """phi and psi with their log_scales."""
-    if fmap is None:
-        return [(q, None), (k, None)]
+    name = "identity" if fmap is None else fmap if isinstance(fmap, str) else fmap.elementwise
+    if name in ELEMENTWISE:
+        return [(ELEMENTWISE[name](x), None) for x in (q, k)]
+    assert isinstance(fmap, FeatureMap), fmap
     where = ((given,), (at_keys,)) if fmap.positional else ((), ())
     both: list[Any] = [fmap.queries(q, *where[0]), fmap.keys(k, *where[1])]
     return [(x[0], x[1].detach()) if fmap.log_scaled else (x, None) for x in both]
@@ -201,34 +213,72 @@ def _turned(
     """R(Theta) phi, R(Theta) psi, the lengths of their pairs at each member, and the sum of all steps."""
     turns: list[Any] = [0, 0]
     if rotary is not None:
-        theta = rotary.turns(phi.device)  # (axes or 1, g or 1, pairs), in 2^-64 turns that wrap
-        places = [x if rotary.axes is not None else x[..., None] for x in (given, at_keys)]
-        turns = [(x[..., None, None] * theta).sum(-3) for x in places]
+        turns = [_turns_at(rotary, x) for x in (given, at_keys)]
     slope = None
     if steps is not None:
         steps = steps.expand(len(hidden), *steps.shape[1:]).masked_fill(hidden, 0)
-        sums = to_turns(steps.detach()).cumsum(1)
+        sums = _turns(steps.detach()).cumsum(1)
         angle = sums.new_zeros(len(sums), *sums.shape[2:]) if angle is None else angle
         turns = [x + sums + angle[:, None] for x in turns]
-        angle = angle + to_turns(steps.detach()).sum(1)
+        angle = angle + _turns(steps.detach()).sum(1)
         slope = steps.cumsum(1)
         slope = slope - slope.detach()
     if rotary is None and steps is None:
         return phi, psi, (phi.abs(), psi.abs()), angle
-    layout = "interleaved" if rotary is None else rotary.layout
-    zero = torch.zeros(turns[0].shape[-1], dtype=torch.float64)
-    lengths = [(x.square() + rotate(x, zero, zero + 1, layout).square()).sqrt() for x in (phi, psi)]
+    layout, pairs = "interleaved" if rotary is None else rotary.layout, turns[0].shape[-1]
+    lengths = []
+    for x in (phi, psi):
+        i, j = _members(pairs, layout)
+        length = x.abs()
+        length[..., i] = length[..., j] = (x[..., i].square() + x[..., j].square()).sqrt()
+        lengths.append(length)
     hats = [_rotated(x, at, slope, layout) for x, at in zip((phi, psi), turns, strict=True)]
     return *hats, lengths, angle
 
 
+def _turns(radians: Tensor) -> Tensor:
+    """In 2^-64 turns, integers whose sums wrap as angles do; half a turn is -2^63."""
+    turns = radians.double() * (1 / (2 * math.pi))
+    parts = (turns - turns.round()) * 2.0**64
+    return torch.where(parts == 2.0**63, -parts, parts).long()
+
+
+def _turns_at(rotary: Rotary, positions: Tensor) -> Tensor:
+    """(b, n) positions, with axes (b, n, axes), to angles (b, n, g or 1, pairs), sums over the axes."""
+    theta, axes = rotary.theta, rotary.axes or 1
+    theta = theta.view(-1, axes, theta.shape[-1])  # (g or 1, axes, pairs)
+    places = positions if rotary.axes is not None else positions[..., None]
+    return sum(places[..., None, None, a] * _turns(theta[:, a]) for a in range(axes))
+
+
+def _members(pairs: int, layout: str) -> tuple[slice, slice]:
+    """The first and the second feature of all pairs."""
+    if layout == "interleaved":
+        return slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+    return slice(0, pairs), slice(pairs, 2 * pairs)
+
+
 def _rotated(x: Tensor, turns: Tensor, slope: Tensor | None, layout: str) -> Tensor:
-    cos, sin = cos_sin_of_turns(turns, torch.float64)
+    """RoFormer eq. 34, pair by pair; the features behind the pairs stay."""
+    angles = turns.double() * (2 * math.pi / 2.0**64)
+    cos, sin = angles.cos(), angles.sin()
     if slope is not None:  # integers have none
         cos, sin = cos - sin * slope, sin + cos * slope
     if cos.shape[2] > 1:
         cos, sin = (y.repeat_interleave(x.shape[2] // y.shape[2], 2) for y in (cos, sin))
-    return rotate(x, cos, sin, layout)
+    i, j = _members(turns.shape[-1], layout)
+    hat = x.clone()
+    hat[..., i], hat[..., j] = x[..., i] * cos - x[..., j] * sin, x[..., i] * sin + x[..., j] * cos
+    return hat
+
+
+def _xpos_log_decay(rotary: Rotary) -> Tensor:
+    """(f,): log zeta_t per position, zeta_t = ((t / pairs + 0.4) / 1.4)^(1 / xpos), 0 behind the pairs."""
+    pairs, log = rotary.rotary_dim // 2, torch.zeros(rotary.dim, dtype=torch.float64)
+    zeta = (torch.arange(pairs, dtype=torch.float64) / pairs + 0.4) / 1.4
+    for members in _members(pairs, rotary.layout):
+        log[members] = zeta.log() / rotary.xpos
+    return log
 
 
 def _weights(

@@ -1,6 +1,5 @@
-"""What the tests compare with: eq. 19 written out in loops, random inputs, and all gradients of a call."""
+"""What the tests of the operation share: random inputs, all results of a call, comparisons."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from linrope import LinearAttentionState, Rotary, feature_maps, linear_rope_attention
+from linrope import LinearAttentionState, feature_maps, linear_rope_attention
 from linrope.backends import native
 
 POSITIVE = ("elu+1", "relu", "relu2", "exp", "softmax", "favor+")
@@ -21,6 +20,7 @@ NATIVE = pytest.param(
 )
 FAST = ("eager", NATIVE)  # for float32, bfloat16, float16
 MAPS = (*POSITIVE, *SIGNED)
+every_kernel = pytest.mark.parametrize("backend", ["reference", "eager", NATIVE, "triton"])
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_fast = pytest.mark.parametrize("backend", FAST)
 every_map = pytest.mark.parametrize("name", MAPS)
@@ -124,73 +124,3 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], toleranc
         torch.testing.assert_close(
             actual[name], x, rtol=0, atol=bound, msg=lambda text, n=name: f"{n}: {text}"
         )
-
-
-def rotation(position: Tensor, rotary: Rotary, head: int) -> Tensor:
-    """RoFormer eq. 15: R(p) as an (f, f) matrix, pair by pair; on a grid the axes add up."""
-    matrix, pairs = torch.eye(rotary.dim, dtype=torch.float64), rotary.rotary_dim // 2
-    per_head = rotary.theta.ndim == (2 if rotary.axes is None else 3)
-    theta = rotary.theta[head] if per_head else rotary.theta
-    for t in range(pairs):
-        i, j = (2 * t, 2 * t + 1) if rotary.layout == "interleaved" else (t, t + pairs)
-        angle = float(position * theta[t] if rotary.axes is None else sum(position * theta[:, t]))
-        matrix[i, i] = matrix[j, j] = math.cos(angle)
-        matrix[j, i] = math.sin(angle)
-        matrix[i, j] = -math.sin(angle)
-    return matrix
-
-
-def xpos_powers(rotary: Rotary | None, distance: int, f: int) -> Tensor:
-    """(f,): zeta_t^(distance / scale) of both features of pair t, 1 for those that do not turn."""
-    powers = torch.ones(f, dtype=torch.float64)
-    if rotary is None or rotary.xpos is None:
-        return powers
-    pairs = rotary.rotary_dim // 2
-    for t in range(pairs):
-        zeta = (t / pairs + 0.4) / 1.4
-        i, j = (2 * t, 2 * t + 1) if rotary.layout == "interleaved" else (t, t + pairs)
-        powers[i] = powers[j] = zeta ** (distance / rotary.xpos)
-    return powers
-
-
-def equation_19(
-    phi: Tensor,  # (b, n, h, f)
-    psi: Tensor,  # (b, m, g, f)
-    v: Tensor,  # (b, m, g, e)
-    rotary: Rotary | None,
-    positions: Tensor,  # (b, n), with axes (b, n, axes)
-    key_positions: Tensor,  # (b, m)
-    key_mask: Tensor | None,
-    causal: bool,
-    normalize: bool,
-    eps: float = 1e-6,
-    decay: Tensor | None = None,  # (g,)
-    sequence: list[int] | None = None,  # which packed sequence each token is of
-) -> Tensor:
-    """(b, n, h, e), one query, one key at a time."""
-    (b, n, h, f), (_, m, g, e) = phi.shape, v.shape
-
-    def turn(x: Tensor, position: Tensor, head: int) -> Tensor:
-        return x if rotary is None else rotation(position, rotary, head) @ x
-
-    out = torch.zeros(b, n, h, e, dtype=torch.float64)
-    for s in range(b):
-        for head in range(h):
-            kv_head = head // (h // g)
-            for i in range(n):
-                num, den = torch.zeros(e, dtype=torch.float64), 0.0
-                query = turn(phi[s, i, head], positions[s, i], kv_head)
-                for j in range(i + 1 if causal else m):
-                    if key_mask is not None and not key_mask[s, j]:
-                        continue
-                    if sequence is not None and sequence[i] != sequence[j]:
-                        continue
-                    key, faded = turn(psi[s, j, kv_head], key_positions[s, j], kv_head), 1.0
-                    if decay is not None:
-                        faded = float(decay[kv_head]) ** int(positions[s, i] - key_positions[s, j])
-                    if rotary is not None and rotary.xpos is not None:
-                        key = key * xpos_powers(rotary, int(positions[s, i] - key_positions[s, j]), f)
-                    num += faded * (query @ key) * v[s, j, kv_head]
-                    den += faded * float(phi[s, i, head] @ psi[s, j, kv_head])
-                out[s, i, head] = num / max(den, eps) if normalize else num
-    return out

@@ -1,0 +1,174 @@
+"""The one table of what each backend promises, and the comparison with the equation that all of them pass."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import cycle, islice, product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from linrope import LinearAttentionState, linear_rope_attention
+from linrope.backends import native
+from tests.bounds import BOUNDS
+from tests.equation import Equation
+from tests.oracle import everything
+
+ON_CPU = torch.get_default_device().type == "cpu"
+LONG = pytest.mark.long
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """How far a backend may be off the equation in a dtype.
+
+    out is in units of M of docs/numerics.md, the sum of the terms' sizes; sums (kv and z) and gradients are
+    in units of the tensor's largest entry. Beside that, each entry of out and of the gradients may be off by
+    ``rounding`` of its own size.
+    """
+
+    name: str
+    dtype: torch.dtype
+    out: float
+    sums: float
+    gradients: float
+    rounding: float = 0.0
+    marks: tuple[pytest.MarkDecorator, ...] = ()
+
+    @property
+    def backend(self) -> str:
+        return self.name.split()[0]
+
+    @property
+    def is_main(self) -> bool:
+        """Whether it runs the product of all options, where others run each value of an option once."""
+        return self.name in ("reference", "eager", "native")
+
+    def allowed(self, name: str, expected: Tensor, size: Tensor) -> Tensor | float:
+        largest = float(expected.abs().max())
+        if name == "out":
+            return self.out * size + self.rounding * expected.abs() + TINY[self.dtype]
+        if name in ("kv", "z"):
+            return self.sums * largest + TINY[self.dtype]
+        return self.gradients * max(largest, 1e-6) + self.rounding * expected.abs() + TINY[self.dtype]
+
+
+TINY = {x: torch.finfo(x).smallest_normal * torch.finfo(x).eps for x in (*BOUNDS, torch.float64)}
+U32, U16, UB16 = 2.0**-24, 2.0**-11, 2.0**-8
+NATIVE = (pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not())),)
+F64 = {"dtype": torch.float64, "out": 1e-12, "sums": 1e-12, "gradients": 1e-12}
+F32 = {"dtype": torch.float32, "out": 16 * U32, "sums": 1e-6, "gradients": 1e-5}
+HALF = F32 | {"gradients": 2e-5}  # sums are float32, and each result is rounded once
+TABLE = [
+    Contract(name="reference", **F64),
+    Contract(name="eager", **F64),
+    Contract(name="native", **F32, marks=NATIVE),
+    Contract(name="native float16", **HALF | {"dtype": torch.float16}, rounding=U16, marks=NATIVE),
+    Contract(name="native bfloat16", **HALF | {"dtype": torch.bfloat16}, rounding=UB16, marks=NATIVE),
+    Contract(name="triton", **F32 | {"sums": 32 * U32, "gradients": 32 * U32}),
+    Contract(
+        name="triton float16",
+        dtype=torch.float16,
+        out=4 * U16,
+        sums=8 * U16,
+        gradients=8 * U16,
+        marks=(LONG,),
+    ),
+]
+
+
+def every_contract(
+    *names: str,
+    skip: Callable[..., bool] = lambda *_: False,
+    interpreted: Sequence[Any] | None = None,
+    **axes: Any,
+) -> pytest.MarkDecorator:
+    """Parametrizes a test by ``contract`` and by axes, each a sequence of values or a dict of named ones.
+
+    Eager, native and the reference run the product of all axes; the others run each value once, and Triton
+    the product too, under the mark long. interpreted: the combinations that the slow interpreter runs, if
+    these are other ones.
+    """
+    columns = [list(x.items()) if isinstance(x, Mapping) else [(x, x) for x in x] for x in axes.values()]
+    longest = max(map(len, columns), default=1)
+    once = [tuple(row) for row in zip(*(islice(cycle(x), longest) for x in columns))] if columns else [()]
+    rows = []
+    for contract in TABLE:
+        if names and contract.name not in names and contract.backend not in names:
+            continue
+        ordinary = once
+        if contract.backend == "triton" and interpreted is not None:
+            wanted = [x if isinstance(x, tuple) else (x,) for x in interpreted]
+            ordinary = [row for row in product(*columns) if tuple(label for label, _ in row) in wanted]
+            assert len(ordinary) == len(wanted), f"{interpreted}: expected values of {list(axes)}"
+        for row in product(*columns):
+            if skip(contract, *(value for _, value in row)) or (
+                not contract.is_main and contract.name != "triton" and row not in ordinary
+            ):
+                continue
+            marks = [*contract.marks, *((LONG,) if not contract.is_main and row not in ordinary else ())]
+            label = "-".join([contract.name, *(str(label) for label, _ in row)])
+            rows.append(pytest.param(contract, *(value for _, value in row), id=label, marks=marks))
+    return pytest.mark.parametrize(("contract", *axes), rows)
+
+
+@contextmanager
+def each_instruction_set(contract: Contract) -> Iterator[list[str | None]]:
+    """Those of this machine, or None alone for other backends; at the end the one in use is as before."""
+    before = native.instruction_set()
+    if contract.backend != "native" or before is None:
+        yield [None]
+        return
+    try:
+        yield list(native.instruction_sets())
+    finally:
+        native.use_instruction_set(before)
+
+
+def narrow(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def check(
+    contract: Contract, q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None = None, **how: Any
+) -> None:
+    """Output, last state and all gradients against the equation's, given the same numbers.
+
+    The backend native runs the kernels of each instruction set that this machine has.
+    """
+    q, k, v = (narrow(x, contract.dtype) for x in (q, k, v))
+    wide = torch.float64 if contract.dtype == torch.float64 else torch.float32
+    how |= {name: narrow(how[name], wide) for name in ("log_decay", "angle_steps") if name in how}
+    if state is not None:
+        state = replace(state, kv=state.kv.detach().to(wide))
+    equation = Equation()
+    exact = how | {name: how[name].double() for name in ("log_decay", "angle_steps") if name in how}
+    widened = None if state is None else replace(state, kv=state.kv.double())
+    expected = everything(q.double(), k.double(), v.double(), widened, call=equation, **exact)
+    with each_instruction_set(contract) as instruction_sets:
+        for name in instruction_sets:
+            if name is not None:
+                native.use_instruction_set(name)
+            actual = everything(q, k, v, state, backend=contract.backend, **how)
+            assert_within(contract, actual, expected, equation.sizes.out)
+            if contract.backend != "triton":  # whose kernels are the same where nothing is differentiated
+                with torch.no_grad():
+                    out = linear_rope_attention(q, k, v, state=state, backend=contract.backend, **how)
+                assert_within(contract, {"out": out}, {"out": expected["out"]}, equation.sizes.out)
+
+
+def assert_within(
+    contract: Contract, actual: dict[str, Tensor], expected: dict[str, Tensor], size: Tensor
+) -> None:
+    assert actual.keys() == expected.keys()
+    for name, x in expected.items():
+        assert actual[name].shape == x.shape, name
+        if not x.is_floating_point():
+            assert torch.equal(actual[name], x), name
+        elif x.numel():
+            error = (actual[name].double() - x).abs() / contract.allowed(name, x, size)
+            assert float(error.nan_to_num(nan=torch.inf).max()) <= 1, (
+                f"{name}: {float(error.max()):.3g} too far"
+            )

@@ -1,0 +1,337 @@
+"""Every backend gives what the equation gives: output, last state and the gradients of all inputs."""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from linrope import Rotary, linear_rope_attention
+from linrope.backends import eager
+from linrope.sequence.chunks import CHUNK
+from tests.backends.contract import Contract, check, every_contract
+from tests.oracle import MAPS, num_features, random_mask, random_state, randoms, use_map
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # NumPy's
+DIRECTIONS = {"causal": True, "bidirectional": False}
+YES_NO = {"with": True, "without": False}
+
+
+# favor+ rounds its exponents to half precision before a backend sees the features.
+@every_contract(
+    name=MAPS, causal=DIRECTIONS, skip=lambda contract, name, _: contract.rounding > 0 and name == "favor+"
+)
+def test_every_map(contract: Contract, name: str, causal: bool) -> None:
+    q, k, v = randoms(2, CHUNK + 6, 2, 6, g=1, e=5)
+    how = use_map(name, 6)
+    how["rotary"] = Rotary(num_features(how, 6))
+    check(contract, q, k, v, random_state(k, v, how), causal=causal, **how)
+
+
+LENGTHS = (0, 1, 2, 31, 33, CHUNK - 1, CHUNK, CHUNK + 1, 200, 8 * CHUNK - 1, 8 * CHUNK, 600)
+
+
+@every_contract(
+    n=LENGTHS,
+    causal=DIRECTIONS,
+    interpreted=[(0, "causal"), (1, "bidirectional"), (63, "causal"), (64, "bidirectional"), (65, "causal")],
+    skip=lambda contract, n, causal: contract.backend == "triton" and n > 200,
+)
+def test_every_length(contract: Contract, n: int, causal: bool) -> None:
+    q, k, v = randoms(1, n, 2, 4, g=1, e=3)
+    how: dict[str, Any] = {"rotary": Rotary(4)}
+    check(contract, q, k, v, random_state(k, v, how), causal=causal, **how)
+
+
+SIZES = {  # of a head, of its values, and how many features turn
+    "1, 1": (1, 1, 0), "2, 1": (2, 1, 2), "5, 3": (5, 3, 0), "7, 3": (7, 3, 0), "6, 96": (6, 96, 6),
+    "32, 40": (32, 40, 32), "40, 33": (40, 33, 18), "64, 64": (64, 64, 64), "96, 16": (96, 16, 96),
+    "128, 40": (128, 40, 128), "40, 128": (40, 128, 40), "192, 192": (192, 192, 192),
+    "256, 200": (256, 200, 256), "256, 256": (256, 256, 256),
+}  # fmt: skip
+
+
+@every_contract(
+    size=SIZES,
+    causal=DIRECTIONS,
+    interpreted=[
+        ("2, 1", "causal"), ("7, 3", "bidirectional"), ("6, 96", "causal"), ("96, 16", "bidirectional"),
+        ("128, 40", "bidirectional"), ("40, 128", "causal"), ("192, 192", "causal"),
+        ("256, 256", "bidirectional"),
+    ],
+)  # fmt: skip
+def test_every_size_of_heads(contract: Contract, size: tuple[int, int, int], causal: bool) -> None:
+    d, e, turning = size
+    large = d > 128
+    q, k, v = randoms(1, 40 if large else CHUNK + 6, 1 if large else 2, d, g=1, e=e)
+    rotary = Rotary(d, layout="half" if large else "interleaved", rotary_dim=turning) if turning else None
+    # With one feature and the normalizer dq is 0, and all of it rounding.
+    how: dict[str, Any] = {"rotary": rotary, "normalize": d > 1}
+    check(contract, q, k, v, random_state(k, v, how), causal=causal, **how)
+
+
+@every_contract(heads=[(4, 2), (6, 1), (3, 3), (6, 3)], causal=DIRECTIONS)
+def test_query_heads_share_keys_and_frequencies(
+    contract: Contract, heads: tuple[int, int], causal: bool
+) -> None:
+    (h, g), generator = heads, torch.Generator().manual_seed(0)
+    q, k, v = randoms(1, CHUNK + 6, h, 8, g=g)
+    how: dict[str, Any] = {"rotary": Rotary(8, theta=torch.rand(g, 4, generator=generator))}
+    check(contract, q, k, v, random_state(k, v, how), causal=causal, **how)
+
+
+@every_contract(rotary_dim=(2, 4, 6), layout=("interleaved", "half"), per_head=YES_NO, causal=DIRECTIONS)
+def test_every_rotation(
+    contract: Contract, rotary_dim: int, layout: str, per_head: bool, causal: bool
+) -> None:
+    q, k, v = randoms(2, CHUNK + 6, 2, 6, g=2, e=5)
+    shape, generator = (
+        (2, rotary_dim // 2) if per_head else (rotary_dim // 2,),
+        torch.Generator().manual_seed(0),
+    )
+    theta = torch.rand(shape, generator=generator, dtype=torch.float64)
+    how = {"rotary": Rotary(6, layout=layout, rotary_dim=rotary_dim, theta=theta)}
+    check(contract, q, k, v, random_state(k, v, how), causal=causal, **how)
+
+
+# Whether there is a rotation, a state, a mask, a normalizer.
+OPTIONS = {"".join(str(int(x)) for x in values): values for values in product((True, False), repeat=4)}
+
+
+@every_contract(
+    options=OPTIONS,
+    causal=DIRECTIONS,
+    interpreted=[  # each pair of values comes together in one of them
+        ("1111", "causal"), ("1000", "causal"), ("0101", "causal"), ("0010", "bidirectional"),
+        ("1011", "bidirectional"), ("0100", "bidirectional"), ("1100", "bidirectional"),
+    ],
+)  # fmt: skip
+def test_every_option(contract: Contract, options: tuple[bool, ...], causal: bool) -> None:
+    rotary, with_state, masked, normalize = options
+    q, k, v = randoms(3, 40 if contract.backend == "triton" else 2 * CHUNK + 1, 2, 4, g=1, e=8)
+    how: dict[str, Any] = {"rotary": Rotary(4) if rotary else None, "normalize": normalize}
+    state = random_state(k, v, how) if with_state else None
+    mask = random_mask(3, k.shape[1]) if masked else None
+    check(contract, q, k, v, state, causal=causal, key_mask=mask, **how)
+
+
+@every_contract()
+def test_with_one_key_the_output_is_its_value_whatever_the_query_is(contract: Contract) -> None:
+    q, k, v = (x.to(contract.dtype) for x in randoms(2, 1, 2, 6, g=1, e=5))
+    out = linear_rope_attention(q.requires_grad_(), k, v, rotary=Rotary(6), backend=contract.backend)
+    unit = 8 * torch.finfo(contract.dtype).eps
+    torch.testing.assert_close(out, v.repeat_interleave(2, 2), rtol=unit, atol=0)
+    assert float(torch.autograd.grad(out.sum(), q)[0].abs().max()) <= unit * float(v.abs().max())
+
+
+PLACES = {"none": (False, False), "both": (True, True), "queries": (True, False), "keys": (False, True)}
+
+
+@every_contract(
+    tokens=[(5, 70), (70, 5), (70, 70), (0, 5), (5, 0)],
+    given=PLACES,
+    options=OPTIONS,
+    interpreted=[
+        ((5, 70), "both", "1101"), ((70, 5), "none", "1011"), ((70, 70), "keys", "1001"),
+        ((0, 5), "queries", "1001"), ((5, 0), "both", "1101"),
+    ],
+    skip=lambda contract, tokens, given, options: not options[0] or not options[3] or (
+        not contract.is_main and contract.name != "triton"),
+)  # fmt: skip
+def test_cross_attention(
+    contract: Contract, tokens: tuple[int, int], given: tuple[bool, bool], options: tuple[bool, ...]
+) -> None:
+    (n, m), (_, with_state, masked, _) = tokens, options
+    q, k, v = randoms(2, n, 2, 6, g=1, m=m, e=5)
+    how: dict[str, Any] = {"rotary": Rotary(6, base=50.0)}
+    state = random_state(k, v, how) if with_state else None
+    how |= {"causal": False, "key_mask": random_mask(2, m) if masked else None}
+    generator = torch.Generator().manual_seed(1)
+    where = torch.randint(0, 1000, (2, n), generator=generator)
+    key_where = torch.randint(0, 1000, (m,), generator=generator)
+    if given[0]:
+        how["positions"] = where if masked else where[0]
+    if given[1]:
+        how["key_positions"] = key_where
+    check(contract, q, k, v, state, **how)
+
+
+GAPS = torch.randint(0, 2**31 - 1, (2, 40), generator=torch.Generator().manual_seed(2))
+GIVEN = {
+    "of each row": {"positions": GAPS},
+    "of all rows": {"positions": GAPS[0]},
+    "transposed": {"positions": GAPS.T.contiguous().T},
+    "keys' own": {"positions": GAPS, "key_positions": GAPS.flip(1)},
+    "keys' alone": {"key_positions": GAPS[1]},
+    "the last ones": {"positions": torch.arange(40) + 2**31 - 40},
+}
+
+
+@every_contract(given=GIVEN, causal=DIRECTIONS)
+def test_positions_up_to_the_last_one(
+    contract: Contract, given: dict[str, torch.Tensor], causal: bool
+) -> None:
+    q, k, v = randoms(2, 40, 1, 16)
+    check(contract, q, k, v, causal=causal, rotary=Rotary(16), **given)
+
+
+def gates(b: int, n: int, g: int, strength: str) -> torch.Tensor:
+    """Strong ones let nothing pass at some tokens, beside others that hardly fade."""
+    log = -torch.rand(b, n, g, generator=torch.Generator().manual_seed(3), dtype=torch.float64).square()
+    log = log * {"weak": 0.2, "strong": 4.0}[strength]
+    if strength == "strong":
+        log[:, 3::17], log[:, 7::23], log[:, 11::29], log[:, 12::29] = -20, 0, -1e4, -1e-3
+    return log
+
+
+def over_segments(b: int, n: int, name: str) -> dict[str, Any]:
+    """Options of a call whose tokens lie in several chunks or segments."""
+    generator = torch.Generator().manual_seed(4)
+    ends = [0, 2 * n // 3, 2 * n // 3, 2 * n // 3 + 1, n]  # one of several segments, an empty one, ..
+    packed = {"cu_seqlens": torch.tensor(ends)}
+    steps = {"angle_steps": 2 * torch.randn(b, n, 1, 8, generator=generator, dtype=torch.float64)}
+    mask = {"key_mask": torch.rand(b, n, generator=generator) > 0.3}
+    decay = {"decay": torch.tensor([0.97])}
+    decay["positions"] = 20 + torch.randint(0, 4, (b, n), generator=generator).cumsum(1)
+    weak, strong = ({"log_decay": gates(b, n, 1, strength)} for strength in ("weak", "strong"))
+    return {
+        "masked": mask,
+        "bidirectional, masked": mask | {"causal": False},
+        "decay with gaps": mask | decay,
+        "decay with gaps, packed": mask | decay | packed,
+        "weak gates": mask | weak,
+        "strong gates, steps": steps | strong,
+        "strong gates, steps, packed": steps | strong | packed,
+        "bidirectional, packed": {"causal": False} | packed,
+        "eps added": {"eps": 0.5, "eps_mode": "add"},
+        "eps where normalizers are": {"eps": 30.0},
+    }[name]
+
+
+SEGMENTED = (
+    "masked", "bidirectional, masked", "decay with gaps", "decay with gaps, packed", "weak gates",
+    "strong gates, steps", "strong gates, steps, packed", "bidirectional, packed", "eps added",
+    "eps where normalizers are",
+)  # fmt: skip
+
+
+@every_contract(
+    "native",
+    "triton",
+    name=SEGMENTED,
+    interpreted=[
+        name for name in SEGMENTED if name not in ("strong gates, steps", "weak gates", "eps added")
+    ],
+    skip=lambda contract, name: contract.rounding > 0 or (contract.name == "native" and "packed" in name),
+)
+@pytest.mark.usefixtures("short_segments")
+def test_long_sequences_of_few_heads_are_cut_into_segments(contract: Contract, name: str) -> None:
+    packed = "packed" in name
+    n = 190 if contract.backend == "triton" else 2100
+    q, k, v = randoms(1, n, 1, 16, e=8)
+    how: dict[str, Any] = {"rotary": Rotary(16)} | over_segments(1, n, name)
+    like = {"rotary": how["rotary"]} | ({"cu_seqlens": how["cu_seqlens"]} if packed else {})
+    check(contract, q, k, v, random_state(k, v, like), **how)
+
+
+@every_contract("reference", "eager", "native", name=SEGMENTED)
+def test_over_many_chunks(contract: Contract, name: str) -> None:
+    n = 4 * CHUNK + 5
+    q, k, v = randoms(1 if "packed" in name else 2, n, 4, 16, g=1, e=3)
+    how: dict[str, Any] = {"rotary": Rotary(16)} | over_segments(len(q), n, name)
+    like = {"rotary": how["rotary"]} | ({"cu_seqlens": how["cu_seqlens"]} if "packed" in name else {})
+    if (
+        contract.name == "reference" and "strong" in name
+    ):  # it takes differences of sums that are as large as 1e5
+        contract = replace(contract, out=1e-10, gradients=1e-10)
+    check(contract, q, k, v, random_state(k, v, like), **how)
+
+
+@pytest.mark.usefixtures("short_segments")
+@every_contract("triton", causal=DIRECTIONS)
+def test_segments_of_large_heads_and_decay_beside_split_feature_pairs(
+    contract: Contract, causal: bool
+) -> None:
+    if causal:
+        q, k, v = randoms(1, 130, 1, 128, e=40)
+        check(
+            contract,
+            q,
+            k,
+            v,
+            rotary=Rotary(128),
+            decay=torch.tensor([0.9]),
+            cu_seqlens=torch.tensor([0, 30, 130]),
+        )
+    else:
+        q, k, v = randoms(1, 130, 1, 128, e=96)
+        check(contract, q, k, v, rotary=Rotary(128), causal=False)
+
+
+@every_contract("reference", "eager", layout=("interleaved", "half"), packed=YES_NO)
+def test_xpos_over_many_chunks(contract: Contract, layout: str, packed: bool) -> None:
+    n = 4 * CHUNK + 5
+    q, k, v = randoms(1, n, 4, 8, g=2, e=3)
+    how: dict[str, Any] = {"rotary": Rotary(8, layout=layout, rotary_dim=6 if packed else 8, xpos=20.0)}
+    bounds = {"cu_seqlens": torch.tensor([0, 100, 100, n])} if packed else {}
+    state = random_state(k, v, how | bounds)
+    generator = torch.Generator().manual_seed(2)
+    how |= {"positions": 20 + torch.randint(0, 4, (1, n), generator=generator).cumsum(1)} | bounds
+    how["decay"] = torch.tensor([0.97, 0.999], dtype=torch.float64)
+    check(contract, q, k, v, state, key_mask=torch.rand(1, n, generator=generator) > 0.2, **how)
+
+
+@every_contract(shape=[(1, 2), (2, 1)])
+def test_gates_and_steps_of_one_row_or_one_head_serve_all(contract: Contract, shape: tuple[int, int]) -> None:
+    (rows, heads), generator = shape, torch.Generator().manual_seed(5)
+    q, k, v = randoms(2, 40, 2, 16, e=8)
+    log = -torch.rand(rows, 40, heads, generator=generator, dtype=torch.float64)
+    steps = torch.randn(rows, 40, heads, 3, generator=generator, dtype=torch.float64)
+    check(contract, q, k, v, log_decay=log, angle_steps=steps)
+
+
+@every_contract(causal=DIRECTIONS)
+def test_eps_bounds_the_normalizer(contract: Contract, causal: bool) -> None:
+    q, k, v = randoms(1, CHUNK + 6, 2, 4)
+    den = linear_rope_attention(q, k, torch.ones_like(v), normalize=False, causal=causal, backend="reference")
+    eps = float(den.median()) * 1.01  # not a normalizer itself, which backends round differently
+    check(contract, q, k, v, rotary=Rotary(4), causal=causal, eps=eps)
+
+
+@pytest.mark.parametrize(
+    ("b", "n", "h", "g"),
+    [(3, 70, 4, 1), (3, 70, 6, 3), (3, 130, 24, 24), (3, 130, 24, 8), (1, 400, 24, 24), (2, 300, 36, 12)],
+)
+@every_contract("eager")
+def test_eager_works_on_heads_in_groups(
+    contract: Contract, b: int, n: int, h: int, g: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eager, "AT_ONCE", b * n * 4 * 2)  # two heads' numbers
+    q, k, v = randoms(b, n, h, 4, g=g, e=2)
+    how = {"rotary": Rotary(4, theta=torch.rand(g, 2, generator=torch.Generator().manual_seed(0)))}
+    positions = torch.arange(n) + 10 * torch.arange(b)[:, None]
+    state = random_state(k, v, how)
+    check(contract, q, k, v, state, key_mask=random_mask(b, n), positions=positions, **how)
+    check(contract, q, k, v, state, **how)
+
+
+@every_contract("reference", "eager", name=MAPS, causal=DIRECTIONS)
+def test_gradients_are_those_of_finite_differences(contract: Contract, name: str, causal: bool) -> None:
+    q, k, v = randoms(2, 3, 2, 2, g=1)
+    how = use_map(name, 2)
+    how["rotary"] = Rotary(num_features(how, 2))
+    state = random_state(k, v, how)
+    mask = torch.tensor([[True, True, False], [False, True, True]])
+
+    def call(q, k, v, kv, z) -> tuple[torch.Tensor, ...]:
+        """kv and z of the keys themselves, not of e^-m times them: m is a constant to the gradient."""
+        out, last = linear_rope_attention(
+            q, k, v, state=replace(state, kv=kv, z=z), return_state=True, key_mask=mask, causal=causal,
+            backend=contract.backend, **how,
+        )  # fmt: skip
+        scale = torch.zeros(2, 1) if last.log_scale is None else last.log_scale
+        return out, last.kv * scale.exp()[..., None, None], last.z * scale.exp()[..., None]
+
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, state.kv, state.z)]
+    assert torch.autograd.gradcheck(call, leaves, fast_mode=True)

@@ -1,0 +1,62 @@
+"""Exact cases: what a rotation before the map and an attention factor do, and integers turned by quarters."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from linrope import Rotary, linear_rope_attention
+from tests.oracle import every_kernel, randoms
+
+
+def test_order_before_rotates_what_the_map_gets() -> None:
+    q, k, v = randoms(2, 6, 4, 4, g=2)
+    rotary, where = Rotary(4), torch.arange(6)
+    before = linear_rope_attention(q, k, v, rotary=rotary, rope_order="before", backend="reference")
+    plain = linear_rope_attention(rotary(q, where), rotary(k, where), v, backend="reference")
+    assert torch.equal(before, plain)
+
+
+def test_an_attention_factor_goes_to_q_and_k_before_the_map() -> None:
+    q, k, v = randoms(1, 6, 2, 4)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    rotary = Rotary(4, scaling=yarn)
+    factor = rotary.attention_factor
+    assert factor > 1
+    out = linear_rope_attention(q, k, v, rotary=rotary, backend="reference")
+    same = Rotary(4, theta=rotary.theta)
+    expected = linear_rope_attention(q * factor, k * factor, v, rotary=same, backend="reference")
+    assert torch.equal(out, expected)
+
+
+def quarter_turns(x: Tensor, turns: Tensor, layout: str) -> Tensor:
+    """x (n, f) of integers, turned turns (n,) times by 90 degrees."""
+    cos, sin = (torch.tensor(table)[turns % 4][:, None] for table in ([1, 0, -1, 0], [0, 1, 0, -1]))
+    x1, x2 = (x[:, 0::2], x[:, 1::2]) if layout == "interleaved" else x.chunk(2, -1)
+    pairs = x1 * cos - x2 * sin, x1 * sin + x2 * cos
+    return torch.stack(pairs, -1).flatten(1) if layout == "interleaved" else torch.cat(pairs, -1)
+
+
+@pytest.mark.parametrize("start", [0, 4001])
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+@pytest.mark.parametrize("causal", [True, False])
+@every_kernel
+def test_integers_turned_by_quarters_are_exact(backend: str, causal: bool, layout: str, start: int) -> None:
+    n, f = 150, 4
+    generator = torch.Generator().manual_seed(0)
+    # No zeros: cos(pi/2) is 6e-17, and vanishes only when it is added to something.
+    q, k, v = (
+        torch.randint(1, 4, (n, f), generator=generator)
+        * (2 * torch.randint(0, 2, (n, f), generator=generator) - 1)
+        for _ in range(3)
+    )
+    positions = start + torch.arange(n)
+    scores = quarter_turns(q, positions, layout) @ quarter_turns(k, positions, layout).T
+    expected = (scores.tril() if causal else scores) @ v
+    out = linear_rope_attention(
+        *(x.float()[None, :, None] for x in (q, k, v)), feature_map=None, normalize=False, causal=causal,
+        rotary=Rotary(f, layout=layout, theta=torch.full((f // 2,), math.pi / 2, dtype=torch.float64)),
+        positions=positions, backend=backend,
+    )  # fmt: skip
+    assert torch.equal(out[0, :, 0], expected.float())
