@@ -43,6 +43,10 @@ class Sizes:
     slack: int = 1  # of features that are rounded before the backend sees them
 
 
+def _exact(x: Tensor) -> Tensor:
+    return x
+
+
 class Equation:
     """linear_rope_attention for float64 tensors; ``sizes`` are those of the last call.
 
@@ -52,7 +56,7 @@ class Equation:
 
     sizes: Sizes
 
-    def __init__(self, before: Sizes | None = None, rounded: Change = lambda x: x) -> None:
+    def __init__(self, before: Sizes | None = None, rounded: Change = _exact) -> None:
         self.before, self.rounded = before, rounded
 
     def __call__(
@@ -132,18 +136,21 @@ def _attend(
         return _sum(rounded(phi_hat), rounded(psi_hat), v, rounded(state.kv), w, w0, far, far0, rounded)
 
     num = numerator()
-    num = num + (numerator() - num).detach()  # the one that is differentiated is not rounded alike
-    size = _sum(phi_hat.abs(), psi_hat.abs(), v.abs(), kv_size, w, w0, far, far0)
-    # Of one key and one pair the components' product may vanish, but not the rounding of cos and sin.
-    pairs = _sum(phi_length / 2, psi_length / 2, v.abs(), kv_size / 2, w, w0, far, far0)
-    size = torch.maximum(size, pairs)
+    if rounded is not _exact:
+        num = num + (numerator() - num).detach()  # the one that is differentiated is not rounded alike
+    with torch.no_grad():
+        size = _sum(phi_hat.abs(), psi_hat.abs(), v.abs(), kv_size, w, w0, far, far0)
+        # Of one key and one pair the components' product may vanish, but not the rounding of cos and sin.
+        pairs = _sum(phi_length / 2, psi_length / 2, v.abs(), kv_size / 2, w, w0, far, far0)
+        size = torch.maximum(size, pairs)
     den = _sum(rounded(phi), rounded(psi), ones, rounded(state.z)[..., None], w, w0)
     if normalize:
         divisor = den + eps if eps_mode == "add" else den.clamp(min=eps)
         num = num / divisor
-        terms = _sum(phi.abs(), psi.abs(), ones, z_size[..., None], w, w0)
-        signed = terms > den.abs() * 1.001  # the normalizer cancels, which magnifies its rounding
-        size = (size + num.abs() * terms * signed) / divisor.abs()
+        with torch.no_grad():
+            terms = _sum(phi.abs(), psi.abs(), ones, z_size[..., None], w, w0)
+            signed = terms > den.abs() * 1.001  # the normalizer cancels, which magnifies its rounding
+            size = (size + num.abs() * terms * signed) / divisor.abs()
     else:
         factor = top.mT.repeat_interleave(h // g, 2)[..., None]
         factor = (factor if q_scale is None else factor + q_scale[..., None]).exp()
@@ -317,7 +324,7 @@ def _weights(
 
 def _sum(
     phi: Tensor, psi: Tensor, v: Tensor, kv: Tensor, w: Tensor, w0: Tensor, far: Tensor | None = None,
-    far0: Tensor | None = None, rounded: Change = lambda x: x,
+    far0: Tensor | None = None, rounded: Change = _exact,
 ) -> Tensor:  # fmt: skip
     """sum_j w_ij <phi_i, psi_j> v_j and the state's part: (b, n, h, e). far (b, n, m, f), far0 (b, n, f)."""
     phi = phi.unflatten(2, (psi.shape[2], -1))

@@ -35,6 +35,9 @@ class Contract:
     sums: float
     gradients: float
     rounding: float = 0.0
+    combined: float = (
+        0.0  # all results, of the largest entry or 1, where the map rounds or gates are as large as 1e4
+    )
     marks: tuple[pytest.MarkDecorator, ...] = ()
 
     @property
@@ -58,8 +61,8 @@ class Contract:
 TINY = {x: torch.finfo(x).smallest_normal * torch.finfo(x).eps for x in (*BOUNDS, torch.float64)}
 U32, U16, UB16 = 2.0**-24, 2.0**-11, 2.0**-8
 NATIVE = (pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not())),)
-F64 = {"dtype": torch.float64, "out": 1e-12, "sums": 1e-12, "gradients": 1e-12}
-F32 = {"dtype": torch.float32, "out": 16 * U32, "sums": 1e-6, "gradients": 1e-5}
+F64 = {"dtype": torch.float64, "out": 1e-12, "sums": 1e-12, "gradients": 1e-12, "combined": 1e-10}
+F32 = {"dtype": torch.float32, "out": 16 * U32, "sums": 1e-6, "gradients": 1e-5, "combined": 128 * U32}
 HALF = F32 | {"gradients": 2e-5}  # sums are float32, and each result is rounded once
 TABLE = [
     Contract(name="reference", **F64),
@@ -67,7 +70,7 @@ TABLE = [
     Contract(name="native", **F32, marks=NATIVE),
     Contract(name="native float16", **HALF | {"dtype": torch.float16}, rounding=U16, marks=NATIVE),
     Contract(name="native bfloat16", **HALF | {"dtype": torch.bfloat16}, rounding=UB16, marks=NATIVE),
-    Contract(name="triton", **F32 | {"sums": 32 * U32, "gradients": 32 * U32}),
+    Contract(name="triton", **F32 | {"sums": 32 * U32, "gradients": 32 * U32, "combined": 64 * U32}),
     Contract(
         name="triton float16",
         dtype=torch.float16,
@@ -115,16 +118,16 @@ def every_contract(
 
 
 @contextmanager
-def each_instruction_set(contract: Contract) -> Iterator[list[str | None]]:
-    """Those of this machine, or None alone for other backends; at the end the one in use is as before."""
+def instruction_set(name: str | None) -> Iterator[None]:
+    """Has the backend native run those kernels meanwhile; None: the ones in use."""
     before = native.instruction_set()
-    if contract.backend != "native" or before is None:
-        yield [None]
-        return
     try:
-        yield list(native.instruction_sets())
+        if name is not None:
+            native.use_instruction_set(name)
+        yield
     finally:
-        native.use_instruction_set(before)
+        if name is not None and before is not None:
+            native.use_instruction_set(before)
 
 
 def narrow(x: Any, dtype: torch.dtype) -> Any:
@@ -132,43 +135,47 @@ def narrow(x: Any, dtype: torch.dtype) -> Any:
 
 
 def check(
-    contract: Contract, q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None = None, **how: Any
-) -> None:
+    contract: Contract, q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None = None, *,
+    combined: bool = False, **how: Any,
+) -> None:  # fmt: skip
     """Output, last state and all gradients against the equation's, given the same numbers.
 
-    The backend native runs the kernels of each instruction set that this machine has.
+    The backend native runs the kernels of each instruction set that this machine has. combined: within that
+    tolerance of the contract, and on the best instruction set alone.
     """
     q, k, v = (narrow(x, contract.dtype) for x in (q, k, v))
     wide = torch.float64 if contract.dtype == torch.float64 else torch.float32
     how |= {name: narrow(how[name], wide) for name in ("log_decay", "angle_steps") if name in how}
     if state is not None:
         state = replace(state, kv=state.kv.detach().to(wide))
+    several = contract.backend == "native" and not combined
+    actual = []
+    for name in native.instruction_sets() if several else [None]:
+        with instruction_set(name):
+            actual.append(everything(q, k, v, state, backend=contract.backend, **how))
+            if contract.backend != "triton":  # whose kernels are the same where nothing is differentiated
+                with torch.no_grad():
+                    out = linear_rope_attention(q, k, v, state=state, backend=contract.backend, **how)
+                actual.append({"out": out})
     equation = Equation()
     exact = how | {name: how[name].double() for name in ("log_decay", "angle_steps") if name in how}
     widened = None if state is None else replace(state, kv=state.kv.double())
     expected = everything(q.double(), k.double(), v.double(), widened, call=equation, **exact)
-    with each_instruction_set(contract) as instruction_sets:
-        for name in instruction_sets:
-            if name is not None:
-                native.use_instruction_set(name)
-            actual = everything(q, k, v, state, backend=contract.backend, **how)
-            assert_within(contract, actual, expected, equation.sizes.out)
-            if contract.backend != "triton":  # whose kernels are the same where nothing is differentiated
-                with torch.no_grad():
-                    out = linear_rope_attention(q, k, v, state=state, backend=contract.backend, **how)
-                assert_within(contract, {"out": out}, {"out": expected["out"]}, equation.sizes.out)
+    for found in actual:
+        assert found.keys() in (expected.keys(), {"out"})
+        for name, x in found.items():
+            assert_within(contract, name, x, expected[name], equation.sizes.out, combined)
 
 
 def assert_within(
-    contract: Contract, actual: dict[str, Tensor], expected: dict[str, Tensor], size: Tensor
+    contract: Contract, name: str, actual: Tensor, expected: Tensor, size: Tensor, combined: bool
 ) -> None:
-    assert actual.keys() == expected.keys()
-    for name, x in expected.items():
-        assert actual[name].shape == x.shape, name
-        if not x.is_floating_point():
-            assert torch.equal(actual[name], x), name
-        elif x.numel():
-            error = (actual[name].double() - x).abs() / contract.allowed(name, x, size)
-            assert float(error.nan_to_num(nan=torch.inf).max()) <= 1, (
-                f"{name}: {float(error.max()):.3g} too far"
-            )
+    assert actual.shape == expected.shape, name
+    if not expected.is_floating_point():
+        assert torch.equal(actual, expected), name
+    elif expected.numel():
+        allowed = contract.allowed(name, expected, size)
+        if combined:
+            allowed = contract.combined * max(1.0, float(expected.abs().max()))
+        error = (actual.double() - expected).abs() / allowed
+        assert bool((error <= 1).all()), f"{name}: {float(error.max()):.3g} times what is allowed"

@@ -1,9 +1,8 @@
-"""Backends x maps x rotations x kinds of calls against the oracle: output, last state, all gradients.
+"""Backends x maps x rotations x kinds of calls against the equation: output, last state, all gradients.
 
 ``python -m tests.backends.test_combinations`` prints what works in which backend.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +10,12 @@ import pytest
 import torch
 
 from linrope import LinearAttentionState, Rotary, feature_maps
+from tests.backends.contract import TABLE, Contract
+from tests.backends.contract import check as compare
 from tests.feature_maps.table import MAPS
-from tests.oracle import DTYPES, NATIVE, TOLERANCES, assert_same, everything, random_state, randoms
+from tests.oracle import random_state, randoms
 
-pytestmark = [
-    pytest.mark.usefixtures("quick_interpreter"),
-    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 
 D, G = 4, 2
 
@@ -123,29 +121,24 @@ def takes_steps(rotation: str) -> bool:
     return rotation not in ("xpos", "before the map")
 
 
-def why_not(backend: str, name: str, rotation: str, call: str) -> str | None:
-    """None where it works and is the oracle; else the reason that the library gives."""
+def why_not(contract: Contract, name: str, rotation: str, call: str) -> str | None:
+    """None where it works and is the equation; else the reason that the library gives."""
     try:
-        (q, k, v), state, how = problem(name, rotation, call, DTYPES[backend])
-        wide = [x.double() for x in (q, k, v)]
-        exact = how | {name: how[name].double() for name in ("log_decay", "angle_steps") if name in how}
-        actual = everything(q, k, v, state, backend=backend, **how)
-        oracle = everything(*wide, state, backend="reference", **exact)
+        (q, k, v), state, how = problem(name, rotation, call, contract.dtype)
+        compare(contract, q, k, v, state, combined=True, **how)
     except (RuntimeError, ValueError) as error:
         return str(error)
-    oracle = {key: x.to(actual[key].dtype) for key, x in oracle.items()}
-    assert_same(actual, oracle, TOLERANCES[backend])
     return None
 
 
-def refused(backend: str, name: str, rotation: str, call: str) -> str | None:
+def refused(contract: Contract, name: str, rotation: str, call: str) -> str | None:
     """What the reason must say; None: it must work."""
     options = CALLS[call]
     if rotation == "axial" and ("decay" in options or "cosformer" in name):
         return "got a rotation with axes=2"
     if rotation == "xpos" and options.get("causal") is False:
         return "got xpos=20.0, expected causal=True"
-    if rotation == "xpos" and backend != "eager":
+    if rotation == "xpos" and contract.backend in ("native", "triton"):
         return "use backend='eager'"
     return None
 
@@ -153,64 +146,71 @@ def refused(backend: str, name: str, rotation: str, call: str) -> str | None:
 PRODUCT = [(rotation, call) for rotation in ROTATIONS for call in CALLS]
 # Maps that are not elementwise reach the kernels as features: for the slow interpreter two stand for all.
 INTERPRETED = ("elu+1", "relu", "relu2", "exp", "silu", "identity", "favor+", "taylor2")
+# What comes together in no other test of tests/backends; make test-long has the rest.
+TOGETHER = {
+    "before the map": "gated, decayed, grouped, masked", "axial": "steps for all heads, bidirectional",
+    "theta per head": "all at once", "partial": "one token, gated, steps", "none": "all at once, gated",
+    "yarn, attention factor": "packed, bidirectional",
+}  # fmt: skip
 
 
-def cases(backend: str, name: str) -> list[tuple[str, str]]:
-    """(rotation, call): of elu+1 all, of others, and in the slow interpreter, each call with one rotation."""
-    if backend == "triton" and name != "elu+1":
-        return [("half", "all at once")]
-    if backend != "triton" and name == "elu+1":
+def cases(contract: Contract, name: str) -> list[tuple[str, str]]:
+    """(rotation, call): of elu+1 all, of other maps every third call, each with another rotation."""
+    if contract.backend == "triton":
+        return list(TOGETHER.items()) if name == "elu+1" else [("half", "all at once")]
+    if name == "elu+1":
         return PRODUCT
     rotations, start = list(ROTATIONS), list(MAPS).index(name)  # the next map has the next rotation
-    if backend == "triton":
-        rotations = [x for x in rotations if x not in ("axial", "xpos")]  # refused with most calls
-    return [(rotations[(start + i) % len(rotations)], call) for i, call in enumerate(CALLS)]
+    chosen = list(CALLS)[start % 3 :: 3]
+    return [(rotations[(start + i) % len(rotations)], call) for i, call in enumerate(chosen)]
 
 
-def marks(backend: str, name: str) -> Any:
-    """tests/kernels has each map on "triton" in the ordinary run."""
-    if backend == "triton":
-        return () if name == "elu+1" else pytest.mark.long
-    return NATIVE.marks if backend == "native" else ()
+CONTRACTS = [contract for contract in TABLE if not contract.rounding and contract.name != "triton float16"]
 
 
-def each(backends: Iterable[str]) -> list[Any]:
-    """(backend, name of a map) to run."""
-    return [
-        pytest.param(backend, name, marks=marks(backend, name))
-        for backend in backends
-        for name in (INTERPRETED if backend == "triton" else MAPS)
-    ]
+def each(*backends: str) -> list[Any]:
+    """(contract, name of a map) to run; tests/backends/test_equation.py has eight maps on each backend."""
+    rows = []
+    for contract in CONTRACTS:
+        for name in INTERPRETED if contract.name == "triton" else MAPS:
+            slow = contract.name in ("reference", "triton") and name != "elu+1"
+            marks = [*contract.marks, *([pytest.mark.long] if slow else [])]
+            if contract.name in backends:
+                rows.append(pytest.param(contract, name, id=f"{contract.name}-{name}", marks=marks))
+    return rows
 
 
-def check(backend: str, name: str, cases: list[tuple[str, str]]) -> None:
+def check(contract: Contract, name: str, cases: list[tuple[str, str]]) -> None:
     for rotation, call in cases:
-        reason, expected = why_not(backend, name, rotation, call), refused(backend, name, rotation, call)
+        reason, expected = why_not(contract, name, rotation, call), refused(contract, name, rotation, call)
         assert (reason is None) == (expected is None), f"{rotation}, {call}: {reason}"
         assert expected is None or expected in str(reason)
 
 
-@pytest.mark.parametrize(("backend", "name"), each(DTYPES))
-def test_every_backend_is_the_oracle(backend: str, name: str) -> None:
-    check(backend, name, cases(backend, name))
+@pytest.mark.parametrize(("contract", "name"), each("reference", "eager", "native", "triton"))
+def test_every_backend_is_the_equation(contract: Contract, name: str) -> None:
+    check(contract, name, cases(contract, name))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("backend", "name"), [*each(["eager", "native"]), ("triton", "elu+1")])
-def test_every_backend_is_the_oracle_whatever_comes_together(backend: str, name: str) -> None:
-    check(backend, name, PRODUCT)
+@pytest.mark.parametrize(
+    ("contract", "name"),
+    [x for x in each("eager", "native", "triton") if x.values[0].name != "triton" or x.values[1] == "elu+1"],
+)
+def test_every_backend_is_the_equation_whatever_comes_together(contract: Contract, name: str) -> None:
+    check(contract, name, PRODUCT)
 
 
 def main() -> None:
     """Tables of what works: kinds of calls by rotations, then maps."""
-    for backend in DTYPES:
-        print(f"\n{backend}, elu+1: 1 where output, state and gradients are the oracle's")
+    for contract in CONTRACTS:
+        print(f"\n{contract.name}, elu+1: 1 where output, state and gradients are the equation's")
         print(" " * 24 + "  ".join(ROTATIONS))
         for call in CALLS:
-            works = [why_not(backend, "elu+1", rotation, call) is None for rotation in ROTATIONS]
+            works = [why_not(contract, "elu+1", rotation, call) is None for rotation in ROTATIONS]
             row = "  ".join(f"{int(work):^{len(name)}}" for name, work in zip(ROTATIONS, works, strict=True))
             print(f"{call:<24}{row}", flush=True)
-        works = [name for name in MAPS if why_not(backend, name, "half", "all at once") is None]
+        works = [name for name in MAPS if why_not(contract, name, "half", "all at once") is None]
         print(f"maps that work with 'half', all at once: {len(works)} of {len(MAPS)}")
 
 
