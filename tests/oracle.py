@@ -30,6 +30,11 @@ DTYPES = {"eager": torch.float64, "native": torch.float32, "triton": torch.float
 TOLERANCES = {"eager": 1e-10, "native": 64 * 2.0**-23, "triton": 32 * 2.0**-23}
 
 
+def native_sets(backend: str) -> list[str | None]:
+    """This machine's instruction sets for the backend native, to loop over; for others None alone."""
+    return [*native.instruction_sets()] if backend == "native" else [None]
+
+
 def examples(number: int) -> settings:
     """So many random examples in an ordinary run, twenty times as many in a thorough one."""
     return settings(max_examples=number * settings.default.max_examples // 100)

@@ -14,7 +14,7 @@ from linrope import LinearAttentionState, linear_rope_attention
 from linrope.backends import native
 from tests.bounds import BOUNDS
 from tests.equation import Equation
-from tests.oracle import everything
+from tests.oracle import everything, native_sets
 
 ON_CPU = torch.get_default_device().type == "cpu"
 LONG = pytest.mark.long
@@ -148,9 +148,8 @@ def check(
     how |= {name: narrow(how[name], wide) for name in ("log_decay", "angle_steps") if name in how}
     if state is not None:
         state = replace(state, kv=state.kv.detach().to(wide))
-    several = contract.backend == "native" and not combined
     actual = []
-    for name in native.instruction_sets() if several else [None]:
+    for name in [None] if combined else native_sets(contract.backend):
         with instruction_set(name):
             actual.append(everything(q, k, v, state, backend=contract.backend, **how))
             if contract.backend != "triton":  # whose kernels are the same where nothing is differentiated

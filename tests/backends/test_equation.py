@@ -266,7 +266,7 @@ def test_segments_of_large_heads_and_decay_beside_split_feature_pairs(
         )
     else:
         q, k, v = randoms(1, 130, 1, 128, e=96)
-        check(contract, q, k, v, rotary=Rotary(128), causal=False)
+        check(contract, q, k, v, rotary=Rotary(128), causal=False, eps=0.5, eps_mode="add")
 
 
 @every_contract("reference", "eager", layout=("interleaved", "half"), packed=YES_NO)

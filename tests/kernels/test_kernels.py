@@ -3,12 +3,15 @@
 tests/backends compares them, in Triton's interpreter, with the equation.
 """
 
+from typing import Any
+
 import pytest
 import torch
-from linrope_kernels import INTERPRETED, launch, segments, tiles
+from linrope_kernels import INTERPRETED, gradients, launch, segments, tiles
 
 from linrope import Rotary, linear_rope_attention
-from tests.oracle import randoms
+from tests.backends.contract import TABLE, check
+from tests.oracle import random_state, randoms
 
 pytestmark = [
     pytest.mark.usefixtures("poison"),
@@ -96,3 +99,17 @@ def test_a_float64_state_is_refused() -> None:
     _, state = linear_rope_attention(q, k, v, return_state=True)
     with pytest.raises(RuntimeError, match="float64"):
         linear_rope_attention(q, k, v, state=state.to(dtype=torch.float64), backend="triton")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_of_gates_over_many_anchors(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "ANCHOR", 16)
+    b, n, generator = (1, 100, torch.Generator().manual_seed(0)) if packed else (2, 50, torch.Generator())
+    q, k, v = randoms(b, n, 1, 16, e=8, dtype=torch.float32)
+    log_decay = -0.2 * torch.rand(b, n, 1, generator=generator).square()
+    how: dict[str, Any] = {"rotary": Rotary(16), "log_decay": log_decay}
+    if packed:  # an empty sequence, one of a single token, one that ends with a segment
+        how["cu_seqlens"] = torch.tensor([0, 40, 40, 41, 73, 100], dtype=torch.int32)
+    triton = next(contract for contract in TABLE if contract.name == "triton")
+    mask = torch.rand(b, n, generator=generator) > 0.3
+    check(triton, q, k, v, random_state(k, v, how), key_mask=mask, **how)

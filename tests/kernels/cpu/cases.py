@@ -1,13 +1,50 @@
-"""Random arguments of the native operators of every kind, and bounds on what they give."""
+"""Random arguments of the native operators, as Python passes them to the library."""
 
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.kernels.cpu.oracle import Case
 
-UNIT = {torch.float32: 16 * 2.0**-24, torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
+@dataclass(frozen=True)
+class Case:
+    """The arguments of an operator, in its order."""
+
+    q: Tensor | None
+    k: Tensor
+    v: Tensor
+    feature_map: int = 1
+    log_decay: Tensor | None = None
+    theta: Tensor | None = None
+    positions: Tensor | None = None
+    key_positions: Tensor | None = None
+    angle_steps: Tensor | None = None
+    angle: Tensor | None = None
+    key_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    kv: Tensor | None = None
+    z: Tensor | None = None
+    layout: int = 0
+    causal: bool = True
+    normalize: bool = True
+    eps: float = 1e-6
+    add_eps: bool = False
+
+    def inputs(self) -> list[Any]:
+        return [getattr(self, field.name) for field in fields(self)]
+
+    def forward(self, ops: Any, want_state: bool = True, slots: Tensor | None = None) -> tuple[Tensor, ...]:
+        given = self.inputs()
+        return ops.forward(*given[:14], slots, *given[14:], want_state)
+
+    def backward(
+        self, ops: Any, g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor | None
+    ) -> dict[str, Tensor]:
+        wants = self.log_decay is not None, self.angle_steps is not None
+        results = ops.backward(g_out, g_kv, g_z, *self.inputs(), *wants)
+        names = ("q", "k", "v", "log_decay", "angle_steps", "kv", "z")
+        return {name: x for name, x in zip(names, results, strict=True) if getattr(self, name) is not None}
 
 
 def turns(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -52,58 +89,15 @@ def make(
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {"layout": 0, "state": False},
-    "interleaved": {"layout": 1, "state": False},
     "half": {"layout": 2},
-    "whole vectors": {"f": 64, "e": 64, "layout": 1},
-    "odd sizes": {"f": 7, "e": 3, "pairs": 2, "layout": 1},
-    "partial rotation": {"f": 40, "e": 33, "pairs": 9},
-    "one feature": {"f": 1, "e": 1, "layout": 0, "normalize": False},  # with it, dq is 0 and all rounding
-    "large": {"b": 1, "f": 256, "e": 200, "n": 40},
-    "grouped heads": {"h": 6, "g": 2, "theta_heads": 2},
-    "one token": {"n": 1},
-    "no token": {"n": 0},
-    "relu": {"feature_map": 2},
-    "relu2": {"feature_map": 3},
-    "exp": {"feature_map": 4},
-    "silu, no normalizer": {"feature_map": 5, "normalize": False},
-    "identity, no normalizer": {"feature_map": 0, "normalize": False},
-    "eps added": {"add_eps": True, "eps": 0.5},
-    "large eps": {"eps": 30.0, "state": False},
     "decay": {"decay": 0.3},
-    "gates": {"decay": 3.0, "h": 4, "g": 2},
-    "strong gates": {"decay": 60.0},
-    "decay, eps added": {"decay": 0.3, "add_eps": True, "eps": 0.5},
-    "decay, no normalizer": {"decay": 1.0, "normalize": False},
-    "decay, large eps": {"decay": 0.3, "eps": 20.0},
-    "angle steps": {"steps": True},
     "angle steps and decay": {"steps": True, "decay": 0.5, "h": 4, "g": 2},
-    "axes": {"axes": 2},
-    "mask": {"mask": True, "decay": 0.1},
-    "mask without state": {"mask": True, "state": False},
     "packed": {"b": 1, "packed": [0, 3, 3, 40, 70], "decay": 0.2, "steps": True},
-    "packed without state": {"b": 1, "packed": [0, 33, 70], "state": False},
     "cut into segments": {"b": 1, "n": 2100, "h": 1, "f": 6, "e": 5, "decay": 0.02, "steps": True},
-    "cut into segments, undecayed": {"b": 1, "n": 2100, "h": 2, "f": 6, "e": 5},
     "bidirectional": {"causal": False},
-    "bidirectional, more keys": {"causal": False, "m": 90, "mask": True, "h": 4, "g": 2},
-    "bidirectional, angle steps": {"causal": False, "steps": True, "state": False},
-    "bidirectional, packed": {"causal": False, "b": 1, "packed": [0, 3, 40, 40, 70]},
-    "bidirectional, cut": {"causal": False, "b": 1, "n": 1100, "m": 2100, "h": 1, "f": 6, "e": 5},
-    "causal, key positions": {"key_positions": torch.arange(70)[None] * 2},
 }
 
 
 def random_like(x: Tensor, seed: int) -> Tensor:
     """Weights of few digits: exact in every type."""
     return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(x.dtype)
-
-
-def assert_within(actual: Tensor, expected: Tensor, bound: Tensor | float, name: str = "") -> None:
-    error = (actual.double() - expected).abs()
-    assert actual.shape == expected.shape
-    excess = float((error / bound).nan_to_num(nan=0.0).max()) if error.numel() else 0.0
-    assert not bool((error > bound).any()), (
-        f"{name}: off by {float(error.max()):.3g}, {excess:.2g} times the bound"
-    )
-    assert not bool(error.isnan().any()), f"{name}: NaN"

@@ -1,0 +1,160 @@
+"""Decoding steps in a new state, in one that is given away and in rows of a pool; states without queries."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from linrope import LinearAttentionState, Rotary, linear_rope_attention, linear_rope_state
+from tests.backends.contract import Contract, assert_within, every_contract, instruction_set, narrow
+from tests.equation import Equation
+from tests.oracle import every_kernel, everything, native_sets, random_state, randoms
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # NumPy's
+B, N = 3, 4
+STEPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "decay, no normalizer": {"normalize": False, "decay": torch.tensor([0.9, 0.5])},
+    "rotated, decay": {"rotary": Rotary(16), "decay": torch.tensor([0.9, 0.5])},
+    "rotated, no normalizer": {"rotary": Rotary(16), "normalize": False},
+    "partial, half": {"rotary": Rotary(16, layout="half", rotary_dim=6)},
+    "gates and steps": {"rotary": Rotary(16), "gated": 1.0, "eps_mode": "add", "eps": 0.5},
+    "strong gates": {"gated": 60.0, "feature_map": "silu", "normalize": False},
+    "axes": {"rotary": Rotary.axial(16, 2)},
+    "given positions": {"rotary": Rotary(16), "given": True},
+}
+
+
+def tokens(how: dict[str, Any]) -> tuple[tuple[Tensor, ...], dict[str, Any], dict[str, Any]]:
+    """q, k, v; what each token has; what all calls have."""
+    how, generator = dict(how), torch.Generator().manual_seed(1)
+    mask = torch.tensor([[True, False, True, True]]).expand(B, N).clone()
+    mask[1, 3] = False
+    of_tokens: dict[str, Any] = {"key_mask": mask}
+    if strength := how.pop("gated", None):
+        log = -strength * torch.rand(B, N, 2, generator=generator, dtype=torch.float64)
+        of_tokens["log_decay"] = log
+        of_tokens["angle_steps"] = torch.randn(B, N, 2, 8, generator=generator, dtype=torch.float64)
+    if how.pop("given", False):
+        of_tokens["positions"] = torch.randint(0, 2**31 - 1, (B, N), generator=generator)
+        of_tokens["key_positions"] = torch.randint(0, 1000, (B, N), generator=generator)
+    if (rotary := how.get("rotary")) is not None and rotary.axes:
+        of_tokens["positions"] = torch.randint(0, 1000, (B, N, 2), generator=generator)
+    return randoms(B, N, 4, 16, g=2, e=40), of_tokens, how
+
+
+def with_pool(state: LinearAttentionState) -> tuple[LinearAttentionState, Tensor]:
+    """A pool of two more rows, which hold NaN, and the state's rows in it."""
+    slots, pool = torch.tensor([3, 0, 4]), {}
+    for name, x in state.tensors().items():
+        fill = torch.nan if x.is_floating_point() else -1
+        pool[name] = torch.full((5, *x.shape[1:]), fill, dtype=x.dtype)
+        pool[name][slots] = x.detach()
+    return replace(state, **pool), slots
+
+
+@every_contract(how=STEPS, interpreted=["decay, no normalizer", "partial, half", "gates and steps"])
+@torch.no_grad()
+def test_steps_are_one_call_wherever_their_state_lies(contract: Contract, how: dict[str, Any]) -> None:
+    (q, k, v), of_tokens, how = tokens(how)
+    q, k, v = (narrow(x, contract.dtype) for x in (q, k, v))
+    wide = torch.promote_types(contract.dtype, torch.float32)
+    of_tokens = {name: narrow(x, wide) for name, x in of_tokens.items()}
+    start = random_state(k, v, how).detach()
+    start = replace(start, kv=start.kv.to(wide))
+    if "angle_steps" in of_tokens:
+        angle = torch.randint(-(2**62), 2**62, (B, 2, 8), generator=torch.Generator().manual_seed(2))
+        start = replace(start, angle=angle)
+    equation, exact = Equation(), {name: narrow(x, torch.float64) for name, x in of_tokens.items()}
+    expected, last = equation(
+        q.double(), k.double(), v.double(), state=replace(start, kv=start.kv.double()), **exact, **how
+    )
+    for name in native_sets(contract.backend):
+        for way in ("new", "given away", "pool"):
+            with instruction_set(name):
+                pool, slots = with_pool(start)
+                before, state = pool.clone(), start.clone()
+                for t in range(N):
+                    step = {key: x[:, t : t + 1] for key, x in of_tokens.items()}
+                    given = {"new": state, "given away": state.donate(), "pool": pool.at(slots)}[way]
+                    out, after = linear_rope_attention(
+                        *(x[:, t : t + 1] for x in (q, k, v)), state=given, return_state=True,
+                        backend=contract.backend, **step, **how,
+                    )  # fmt: skip
+                    if way != "pool":
+                        assert (after.kv.data_ptr() == state.kv.data_ptr()) == (way == "given away")
+                        assert (after.z.data_ptr() == state.z.data_ptr()) == (way == "given away")
+                        state = after
+                    size = equation.sizes.out[:, t : t + 1]
+                    assert_within(contract, "out", out, expected[:, t : t + 1], size, False)
+            state = pool.reorder(slots) if way == "pool" else state
+            for name_of, x in last.tensors().items():
+                assert_within(contract, name_of, getattr(state, name_of), x, equation.sizes.out, False)
+            others = torch.tensor([1, 2])
+            for x, y in zip(pool.tensors().values(), before.tensors().values()):
+                assert torch.equal(x[others].nan_to_num(), y[others].nan_to_num())
+
+
+@every_kernel
+@torch.no_grad()
+def test_a_packed_prefill_writes_its_rows_of_a_pool(backend: str) -> None:
+    q, k, v = randoms(1, 70, 2, 16, dtype=torch.float32)
+    how: dict[str, Any] = {"rotary": Rotary(16), "cu_seqlens": torch.tensor([0, 20, 30, 70])}
+    start = random_state(k, v, how).detach()
+    pool, slots = with_pool(start)
+    out = linear_rope_attention(q, k, v, state=pool.at(slots), backend=backend, **how)
+    widened = replace(start, kv=start.kv.double())
+    expected, last = Equation()(q.double(), k.double(), v.double(), state=widened, **how)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(pool.kv[slots].double(), last.kv.double(), rtol=0, atol=1e-5)
+    assert bool(pool.kv[[1, 2]].isnan().all())
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gates, steps, state": {"start": True, "gates": True, "n": 200, "mask": True},
+    "packed gates, state": {"start": True, "gates": True, "n": 190, "packed": True},
+    "packed": {"packed": True, "n": 190, "mask": True},
+}
+
+
+@every_contract(case=CASES)
+@pytest.mark.usefixtures("short_segments")
+def test_the_state_alone_and_its_gradients_are_the_equation_s(
+    contract: Contract, case: dict[str, Any]
+) -> None:
+    packed, n = case.get("packed", False), case.get("n", 70)
+    b, generator = 1 if packed else 2, torch.Generator().manual_seed(3)
+    q, k, v = (narrow(x, contract.dtype) for x in randoms(b, n, 1, 8, e=16))
+    wide = torch.promote_types(contract.dtype, torch.float32)
+    how: dict[str, Any] = {"rotary": Rotary(8)}
+    if packed:
+        how["cu_seqlens"] = torch.tensor([0, 130, 130, n])
+    state = random_state(k, v, how) if case.get("start") else None
+    if state is not None:
+        state = replace(state, kv=state.kv.detach().to(wide))
+    if case.get("mask"):
+        how["key_mask"] = torch.arange(n).expand(b, n) % 5 > 0
+    if case.get("gates"):
+        log = -torch.rand(b, n, 1, generator=generator, dtype=torch.float64) / 9
+        log[:, 100] = -30.0
+        steps = torch.randn(b, n, 1, 4, generator=generator, dtype=torch.float64)
+        how |= {"log_decay": log.to(wide), "angle_steps": steps.to(wide)}
+
+    def alone(q: Tensor, k: Tensor, v: Tensor, *, return_state: bool, **how: Any) -> Any:
+        return k.new_zeros(0), linear_rope_state(k, v, backend=contract.backend, **how)
+
+    def exactly(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Any:
+        return k.new_zeros(0), Equation()(q, k, v, **how)[1]
+
+    exact = {name: narrow(x, torch.float64) for name, x in how.items()}
+    widened = None if state is None else replace(state, kv=state.kv.double())
+    expected = everything(q.double(), k.double(), v.double(), widened, call=exactly, **exact)
+    for name in native_sets(contract.backend):
+        with instruction_set(name):
+            actual = everything(q, k, v, state, call=alone, **how)
+        assert actual.keys() == expected.keys()
+        for key, x in actual.items():
+            assert_within(contract, key, x, expected[key], torch.zeros(()), False)
