@@ -263,6 +263,24 @@ def test_a_gate_that_is_not_a_number_shows_from_its_token_on(backend: str) -> No
     assert out[:, 40:].isnan().all()
 
 
+@pytest.mark.parametrize(
+    ("backend", "wrong"),
+    [*((name, 7.0) for name in ("reference", "eager", "triton")),
+     *(pytest.param("native", wrong, marks=NATIVE.marks) for wrong in (7.0, math.nan, math.inf))],
+)  # fmt: skip
+def test_with_gates_and_steps_later_tokens_change_no_earlier_bit(wrong: float, backend: str) -> None:
+    n, cut = 100, 43  # inside a chunk, and a block of rows
+    q, k, v = randoms(1, n, 2, 8, g=1, dtype=torch.float32)
+    gates, steps = (x.float() for x in data(n, g=1, b=1, d=8))
+    how: dict[str, Any] = {"rotary": Rotary(8), "backend": backend}
+    before = linear_rope_attention(q, k, v, log_decay=gates, angle_steps=steps, **how)
+    later = [torch.cat((x[:, :cut], x[:, cut:] * wrong), 1) for x in (q, k, v, gates)]
+    steps = torch.cat((steps[:, :cut], steps[:, cut:] + 1), 1)
+    after = linear_rope_attention(*later[:3], log_decay=later[3], angle_steps=steps, **how)
+    assert torch.equal(after[:, :cut], before[:, :cut])
+    assert not torch.equal(after[:, cut:], before[:, cut:])
+
+
 # Cut anywhere, in one's own pieces
 
 
