@@ -114,7 +114,13 @@ class SoftmaxAttention(nn.Module):
             sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
             start = torch.zeros(sequences, dtype=torch.int64, device=x.device)
         of_queries, of_keys = resolve_positions(
-            positions=positions, key_positions=context_positions, start=start, b=b, n=n, m=m, bounds=cu_seqlens
+            positions=positions,
+            key_positions=context_positions,
+            start=start,
+            b=b,
+            n=n,
+            m=m,
+            bounds=cu_seqlens,
         )
         q_positions = spell_out(of_queries, n)
         k_positions = spell_out(of_queries if of_keys is None else of_keys, m)
