@@ -13,7 +13,7 @@ struct QueryEnd {
 
   // Returns dL/d den. `turned`, `grown` (or null) get the gradients of angle steps and log decay added.
   float operator()(const Rows& q, const Rows& dq, int64_t token, const float* phi, float* d, const float* z,
-                   const float* cos, const float* sin, float den, float inverse, float* turned, float* grown) const {
+                   const float* cos, const float* sin, double den, float inverse, float* turned, float* grown) const {
     const Shape& s = task.s;
     const Call& c = task.c;
     turn<true>(s, d, cos, sin, 1, d);
@@ -24,7 +24,7 @@ struct QueryEnd {
     if (turned)
       for (int p = 0; p < s.pairs; p++) turned[p] += phi[p] * d[s.half + p] - phi[s.half + p] * d[p];
     // <phi, dphi> = x + delta den; with the normalizer and no eps in it that is 0
-    if (grown) *grown += (float)(exact + (delta == 0 ? 0 : delta * product(phi, z, s.F)));
+    if (grown) *grown += (float)(exact + (delta == 0 ? 0 : delta * den));
     const float* from = phi;
     if (s.map == kSilu || s.map == kRelu2) features(s, q, token, kIdentity, raw), from = raw;
     for (int i = 0; i < s.F; i += W) {
@@ -39,15 +39,16 @@ struct QueryEnd {
 struct BackwardQueries : Task {
   static constexpr int C = kChunk;
   struct Scratch {
-    float *x, *hat, *z, *d, *v, *v_t, *gb, *scores, *dens, *raw, *within, *k_angles, *q_angles;
+    float *x, *hat, *z, *d, *v, *v_t, *gb, *scores, *raw, *within, *k_angles, *q_angles;
+    double* dens;
     Scratch(const Shape& s, Arena& a)
         : x(a.take<float>(C * s.F)), hat(a.take<float>(C * s.F)), z(a.take<float>(C * s.F)), d(a.take<float>(C * s.F)),
           v(a.take<float>(C * s.E)), v_t(a.take<float>(C * s.E)), gb(a.take<float>(C * s.E)),
-          scores(a.take<float>(C * C)), dens(a.take<float>(C)), raw(a.take<float>(s.F)), within(a.take<float>(s.F)),
-          k_angles(a.take<float>(2 * C * s.half)), q_angles(a.take<float>(2 * C * s.half)) {}
+          scores(a.take<float>(C * C)), raw(a.take<float>(s.F)), within(a.take<float>(s.F)),
+          k_angles(a.take<float>(2 * C * s.half)), q_angles(a.take<float>(2 * C * s.half)), dens(a.take<double>(C)) {}
   };
   static size_t bytes(const Shape& s, int count) {
-    return 4 * (4 * C * s.F + 3 * C * s.E + C * C + C + 2 * s.F + 4 * C * s.half) + 1024 +
+    return 4 * (4 * C * s.F + 3 * C * s.E + C * C + 2 * C + 2 * s.F + 4 * C * s.half) + 1024 +
            count * (size_t)(4 * s.F * s.E + 8 * s.F + 2 * s.angle_bytes() + 512);
   }
   const Scratch& w;
@@ -108,8 +109,9 @@ struct BackwardQueries : Task {
     features(s, q, t, 1, rows, w.x);
     for (int i = 0; i < rows; i++) {
       prefetch(g, t + i, C, s.e), prefetch(dq, t + i, 0, s.f);
-      w.dens[i] = c.normalize ? dot(w.x + i * F, w.z + i * F, F) : 1;
-      const float by = inverse(w.dens[i]);
+      const float *phi = w.x + i * F, *z = w.z + i * F;
+      w.dens[i] = !c.normalize ? 1 : c.d_log_decay ? product(phi, z, F) : dot(phi, z, F);
+      const float by = inverse((float)w.dens[i]);
       c.inverse[query_index(t + i, r)] = by;
       values(s, g, t + i, w.gb + i * E, NW, by);
     }

@@ -215,11 +215,7 @@ inline double product(const float* x, const float* y, int n) {
   vd acc = {};
   for (int i = 0; i < n; i += W)
     acc += __builtin_convertvector(load(x + i), vd) * __builtin_convertvector(load(y + i), vd);
-  alignas(64) double part[W];
-  memcpy(part, &acc, sizeof part);
-  for (int width = W / 2; width; width /= 2)  // in pairs, which do not wait for each other
-    for (int i = 0; i < width; i++) part[i] += part[i + width];
-  return part[0];
+  return sum(acc);
 }
 
 // The caller's (f, e) -> panels of S (F rows) or of its transpose (E rows), faded; null: zero

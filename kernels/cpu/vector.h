@@ -42,6 +42,8 @@ typedef uint64_t vlu __attribute__((vector_size(8 * W), aligned(8), may_alias));
 typedef uint16_t vh __attribute__((vector_size(2 * W), aligned(2), may_alias));
 typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
 
+typedef double d4 __attribute__((vector_size(32)));
+
 struct bf16 { uint16_t bits; };
 struct fp16 { uint16_t bits; };
 
@@ -103,6 +105,12 @@ inline float sum(vf x) {
 #elif defined(__AVX2__)
   t += *(v4*)(s + 4);
 #endif
+  return (t[0] + t[2]) + (t[1] + t[3]);
+}
+inline double sum(vd x) {
+  d4 part[W / 4], t = {};
+  memcpy(part, &x, sizeof x);
+  for (int i = 0; i < W / 4; i++) t += part[i];
   return (t[0] + t[2]) + (t[1] + t[3]);
 }
 // max(x, y) and min(x, y); NaN stays NaN (x86 returns the second operand)
