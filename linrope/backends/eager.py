@@ -5,8 +5,8 @@
     3  from chunk to chunk: the state S, decayed by e^(D_c), plus the keys of the chunk (``linrope.sequence.chunks``)
     4  num_i = sum_j scores_ij v_j + e^(D_i) R phi_i S, and den_i likewise without rotation
 
-The backward pass does the same with the gradient T of the state, from the last chunk to the first, and
-starts from the inputs alone. Tensors are (t, g, r, c, ..): t chunk, g key/value head, r its query head,
+The backward pass does the same with the gradient T of the state, from the last chunk to the first. It recomputes
+everything from the inputs. Tensors are (t, g, r, c, ..): t chunk, g key/value head, r its query head,
 c position in the chunk.
 """
 
@@ -23,12 +23,12 @@ from linrope.backends.call import Call, Gradients, Results, Sums, summed_to
 from linrope.common.values import values_readable
 from linrope.feature_maps import ELEMENTWISE
 from linrope.rotation.rotary import rotate
-from linrope.sequence.chunks import Cut, around, around_reversed, fade
+from linrope.sequence.chunks import Cut, decay_by, gradients_around, states_around
 from linrope.sequence.state import LinearAttentionState
 
 MAPS = ELEMENTWISE
-AT_ONCE = 2**20  # numbers of k in one pass: heads beyond that take turns, and need no more memory
-LONGEST_FADE = 60.0  # of xPos: how far e^x may go for its inverse within a chunk; float32 ends at 88
+AT_ONCE = 2**20  # numbers of k in one pass: further heads take turns, so they need no more memory
+MAX_XPOS_EXPONENT = 60.0  # for the inverse of xPos within a chunk; e^88 overflows float32
 
 
 def why_not() -> str | None:
@@ -38,9 +38,9 @@ def why_not() -> str | None:
 def supports(call: Call, state: LinearAttentionState | None) -> str | None:
     if call.xpos_log_decay is not None and call.distances is not None and values_readable(call.distances):
         cut = Cut.of(call.k, call.bounds)
-        most = int(cut.take(call.distances).masked_fill(~cut.valid, 0)[:, 1:].sum(1).max())
-        if most * -float(call.xpos_log_decay.min()) > LONGEST_FADE:
-            return f"{most} positions in one chunk with this xpos: use backend='reference'"
+        longest = int(cut.take(call.distances).masked_fill(~cut.valid, 0)[:, 1:].sum(1).max())
+        if longest * -float(call.xpos_log_decay.min()) > MAX_XPOS_EXPONENT:
+            return f"{longest} positions in one chunk with this xpos: use backend='reference'"
     return None
 
 
@@ -53,11 +53,11 @@ def reads_results(call: Call) -> bool:
 
 
 class Decay:
-    """Sums of log decay within each chunk, (t, g or 1, 1, c, 1), of xPos (t, 1, 1, c, f); float64."""
+    """Log decay summed within each chunk, (t, g or 1, 1, c, 1), or that of xPos, (t, 1, 1, c, f); float64."""
 
     def __init__(self, log: Tensor, cut: Cut) -> None:
         self.sums = log.double().masked_fill(~cut.valid[:, None, None, :, None], 0).cumsum(-2)
-        self.total = self.sums[:, :, 0, -1:].mT  # (t, g or 1, 1 or f, 1), as S has its axes
+        self.total = self.sums[:, :, 0, -1:].mT  # (t, g or 1, 1 or f, 1), with the axes of S
 
     def queries(self, x: Tensor) -> Tensor:
         """x_i e^(D_i): decayed since the chunk's start."""
@@ -73,7 +73,7 @@ class Decay:
 
 
 class Chunks:
-    """A call by chunks: features, rotated features, decay, states."""
+    """A call cut into chunks: its features, rotated features, decay and states."""
 
     def __init__(self, call: Call, sums: Sums | None) -> None:
         q, k = call.k[:, :0] if call.q is None else call.q, call.k
@@ -89,80 +89,76 @@ class Chunks:
         self.phi = self.function.value(self.q)
         self.psi = self.function.value(self.k).masked_fill(self.hidden, 0)
         angle = None if sums is None else sums.angle
-        self.key_turn = self.query_turn = self.turn(angle, keys=True)
+        self.key_cos_sin = self.query_cos_sin = self.cos_sin(angle, keys=True)
         if call.q is not None and (not call.causal or call.key_positions is not None):
-            self.query_turn = self.turn(angle, keys=False)
-        self.phi_hat, self.psi_hat = (
-            self.turned(self.phi, self.query_turn),
-            self.turned(self.psi, self.key_turn),
-        )
-        self.decay = self.pairs = self.kv_log = self.z_log = None
+            self.query_cos_sin = self.cos_sin(angle, keys=False)
+        self.phi_hat = self.rotated(self.phi, self.query_cos_sin)
+        self.psi_hat = self.rotated(self.psi, self.key_cos_sin)
+        self.decay = self.xpos = self.kv_log = self.z_log = None
         if call.log_decay is not None:
             self.decay = Decay(self.keys.take(call.log_decay).transpose(1, 2)[:, :, None, :, None], self.keys)
             self.kv_log, self.z_log = self.decay.total, self.decay.total[..., 0]
         if call.xpos_log_decay is not None and call.distances is not None:
-            passed = self.keys.take(call.distances).masked_fill(~self.keys.valid, 0)
-            log = passed[:, None, None, :, None] * call.xpos_log_decay
-            # Apart, since a long gap before the chunk would cost the sums their digits.
-            self.first = log[:, :, 0, :1].mT.clone()
+            distances = self.keys.take(call.distances).masked_fill(~self.keys.valid, 0)
+            log = distances[:, None, None, :, None] * call.xpos_log_decay
+            # The first token's decay stands apart: a long gap before the chunk would cost the sums their digits.
+            self.xpos_first = log[:, :, 0, :1].mT.clone()
             log[..., 0, :] = 0
-            self.pairs = Decay(log, self.keys)
-            self.kv_log = self.first + self.pairs.total + (0 if self.kv_log is None else self.kv_log)
-            self.phi_hat, self.psi_hat = (
-                self.xpos_within_chunk(self.phi_hat, 1),
-                self.xpos_within_chunk(self.psi_hat, -1),
-            )
+            self.xpos = Decay(log, self.keys)
+            self.kv_log = self.xpos_first + self.xpos.total + (0 if self.kv_log is None else self.kv_log)
+            self.phi_hat = self.xpos_within_chunk(self.phi_hat, 1)
+            self.psi_hat = self.xpos_within_chunk(self.psi_hat, -1)
 
     def take(self, x: Tensor, cut: Cut, r: int = 1) -> Tensor:
-        """(t, g, r, c, ..) of x (b, n, g r, ..), in the dtype of all sums."""
-        found: Tensor = cut.take(x).transpose(1, 2).unflatten(1, (x.shape[2] // r, r))
-        return found.to(self.dtype)
+        """x (b, n, g r, ..) by chunk, (t, g, r, c, ..), in the dtype of all sums."""
+        by_chunk: Tensor = cut.take(x).transpose(1, 2).unflatten(1, (x.shape[2] // r, r))
+        return by_chunk.to(self.dtype)
 
-    def turn(self, angle: Tensor | None, *, keys: bool) -> list[Tensor] | None:
-        """cos and sin of the angles, (t, g or 1, 1, c, pairs)."""
-        found, cut = self.call.cos_sin(angle, self.dtype, keys=keys), self.keys if keys else self.queries
-        return None if found is None else [cut.take(x).transpose(1, 2)[:, :, None] for x in found]
+    def cos_sin(self, angle: Tensor | None, *, keys: bool) -> list[Tensor] | None:
+        """cos and sin of the angles by chunk, (t, g or 1, 1, c, pairs)."""
+        cos_sin, cut = self.call.cos_sin(angle, self.dtype, keys=keys), self.keys if keys else self.queries
+        return None if cos_sin is None else [cut.take(x).transpose(1, 2)[:, :, None] for x in cos_sin]
 
-    def turned(self, x: Tensor, turn: list[Tensor] | None, way: int = 1) -> Tensor:
-        return x if turn is None else rotate(x, turn[0], way * turn[1], self.call.layout)
+    def rotated(self, x: Tensor, cos_sin: list[Tensor] | None, sign: int = 1) -> Tensor:
+        """x rotated by its angles, or by their negatives with sign -1."""
+        return x if cos_sin is None else rotate(x, cos_sin[0], sign * cos_sin[1], self.call.layout)
 
-    def xpos_within_chunk(self, x: Tensor, way: int) -> Tensor:
-        """xPos from the chunk's first token to each, or its inverse."""
-        return x if self.pairs is None else x * (way * self.pairs.sums).exp().to(x.dtype)
+    def xpos_within_chunk(self, x: Tensor, sign: int) -> Tensor:
+        """Decay of xPos from the chunk's first token to each token, or its inverse with sign -1."""
+        return x if self.xpos is None else x * (sign * self.xpos.sums).exp().to(x.dtype)
 
     def xpos_into_chunk(self, state: Tensor) -> Tensor:
-        """xPos from the token before the chunk to its first."""
-        return state if self.pairs is None else fade(state, self.first)
+        """Decay of xPos from the token before the chunk to its first."""
+        return state if self.xpos is None else decay_by(state, self.xpos_first)
 
     def xpos_out_of_chunk(self, state: Tensor) -> Tensor:
-        """xPos from the chunk's first token to its last."""
-        return state if self.pairs is None else fade(state, self.pairs.total)
+        """Decay of xPos from the chunk's first token to its last."""
+        return state if self.xpos is None else decay_by(state, self.xpos.total)
 
-    def faded(self, x: Tensor, factor: Callable[[Decay, Tensor], Tensor]) -> Tensor:
+    def decayed(self, x: Tensor, factor: Callable[[Decay, Tensor], Tensor]) -> Tensor:
         return x if self.decay is None else factor(self.decay, x)
 
-    def visible(self, scores: Tensor) -> Tensor:
-        """scores (t, g, r, c, c) of the keys that a query sees, faded."""
-        return self.faded(scores, Decay.tile).tril()
+    def causal_scores(self, scores: Tensor) -> Tensor:
+        """scores (t, g, r, c, c), decayed, with 0 for the keys after a query."""
+        return self.decayed(scores, Decay.tile).tril()
 
     def states(self, sums: Sums | None) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """S (t, g, f, e) before and after each chunk, and z (t, g, f)."""
-        kv_of_chunk = self.xpos_out_of_chunk(
-            self.faded(self.psi_hat, Decay.keys)[:, :, 0].mT @ self.v[:, :, 0]
-        )
-        z_of_chunk = self.faded(self.psi.double(), Decay.keys)[:, :, 0].sum(-2)
+        kv_of_chunk = self.decayed(self.psi_hat, Decay.keys)[:, :, 0].mT @ self.v[:, :, 0]
+        z_of_chunk = self.decayed(self.psi.double(), Decay.keys)[:, :, 0].sum(-2)
         kv, z = (None, None) if sums is None else (sums.kv, sums.z)
-        return around(kv_of_chunk, self.kv_log, self.keys, kv), around(z_of_chunk, self.z_log, self.keys, z)
+        kvs = states_around(self.xpos_out_of_chunk(kv_of_chunk), self.kv_log, self.keys, kv)
+        return kvs, states_around(z_of_chunk, self.z_log, self.keys, z)
 
-    def seen(self, states: tuple[Tensor, Tensor]) -> Tensor:
-        """What the queries of each chunk read: the state before it or, bidirectional, that of all keys."""
+    def read(self, states: tuple[Tensor, Tensor]) -> Tensor:
+        """The states that the queries of each chunk read: before it or, if bidirectional, after all keys."""
         return states[0] if self.call.causal else states[1][self.keys.last][self.queries.owner]
 
     def normalizer(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """1 / den (t, g, r, c, 1), and whether den follows the features; z (t, g, f): what queries read."""
-        den = product(self.faded(self.phi, Decay.queries), z[:, :, None, :, None].to(self.dtype))
+        """1 / den (t, g, r, c, 1), and False where eps replaces den. z (t, g, f) is what the queries read."""
+        den = product(self.decayed(self.phi, Decay.queries), z[:, :, None, :, None].to(self.dtype))
         if self.call.causal:
-            den = den + self.visible(product(self.phi, self.psi.mT)).sum(-1, keepdim=True)
+            den = den + self.causal_scores(product(self.phi, self.psi.mT)).sum(-1, keepdim=True)
         if self.call.eps_mode == "add":
             return 1 / (den + self.call.eps), torch.ones_like(den, dtype=torch.bool)
         return 1 / den.clamp(min=self.call.eps), den >= self.call.eps
@@ -170,8 +166,8 @@ class Chunks:
 
 def product(x: Tensor, y: Tensor) -> Tensor:
     """x (t, g, r, c, k) times y (t, g, 1, k, l)."""
-    found: Tensor = (x.flatten(2, 3) @ y[:, :, 0]).unflatten(2, x.shape[2:4])
-    return found
+    xy: Tensor = (x.flatten(2, 3) @ y[:, :, 0]).unflatten(2, x.shape[2:4])
+    return xy
 
 
 def transposed_product(scores: Tensor, x: Tensor) -> Tensor:
@@ -186,9 +182,13 @@ def forward(call: Call, sums: Sums | None, save: bool) -> Results:
 
 
 def backward(
-    call: Call, sums: Sums | None, results: list[Tensor], g_out: Tensor | None, g_kv: Tensor | None,
+    call: Call,
+    sums: Sums | None,
+    results: list[Tensor],
+    g_out: Tensor | None,
+    g_kv: Tensor | None,
     g_z: Tensor | None,
-) -> Gradients:  # fmt: skip
+) -> Gradients:
     parts = [_backward(**part) for part in _by_heads(call, sums, g_out=g_out, g_kv=g_kv, g_z=g_z)]
 
     def joined(name: str) -> Tensor | None:
@@ -212,7 +212,7 @@ def _by_heads(
     g_kv: Tensor | None = None,
     g_z: Tensor | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The call, its sums and the gradients g_out, g_kv, g_z, for a few key/value heads at a time."""
+    """Splits the call, its sums and the gradients g_out, g_kv, g_z into a few key/value heads at a time."""
     g, r = call.k.shape[2], call.group
     size = max(1, min(g, AT_ONCE * g // max(call.k.numel(), 1)))
 
@@ -235,85 +235,80 @@ def _by_heads(
 
 
 def _forward(call: Call, sums: Sums | None, **_: None) -> tuple[Tensor | None, Tensor, Tensor]:
-    """out (b, n, h, e) and the last kv and z."""
+    """out (b, n, h, e), and the last kv and z."""
     x = Chunks(call, sums)
     kv, z = x.states(sums)
     last = kv[1][x.keys.last], z[1][x.keys.last].to(torch.float64 if sums is None else sums.z.dtype)
     if call.q is None:
         return None, *last
-    num = product(x.faded(x.phi_hat, Decay.queries), x.xpos_into_chunk(x.seen(kv))[:, :, None])
+    num = product(x.decayed(x.phi_hat, Decay.queries), x.xpos_into_chunk(x.read(kv))[:, :, None])
     if call.causal:
-        num += product(x.visible(product(x.phi_hat, x.psi_hat.mT)), x.v)
+        num += product(x.causal_scores(product(x.phi_hat, x.psi_hat.mT)), x.v)
     if call.normalize:
-        num *= x.normalizer(x.seen(z))[0]
+        num *= x.normalizer(x.read(z))[0]
     return x.queries.put(num.to(call.v.dtype), call.q), *last
 
 
 def _backward(
     call: Call, sums: Sums | None, g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor | None
 ) -> Gradients:
-    """With the gradient g of out, gb = g / den, delta = -<gb, out> where den follows the features:
+    """With the gradient g of out, gb = g / den, delta = -<gb, out>, or 0 where eps replaces den:
 
     dphi^_i = sum_j (gb_i v_j) e^(D_i - D_j) psi^_j + e^(D_i) S gb_i       dphi_i = R^T dphi^_i + delta_i z_i
     dpsi^_j = sum_i (gb_i v_j) e^(D_i - D_j) phi^_i + e^(D_c - D_j) T v_j  dpsi_j = R^T dpsi^_j + w_j
     dv_j    = sum_i e^(D_i - D_j) <phi^_i, psi^_j> gb_i + e^(D_c - D_j) T^T psi^_j
-    T       = gradient of S: a chunk fades it by e^(D_c) and adds e^(D_i) phi^_i gb_i^T; w is that of z
+    T       = gradient of S: a chunk decays it by e^(D_c) and adds e^(D_i) phi^_i gb_i^T; w = gradient of z
     da_t    = sum_(i>=t) <phi_i, dphi_i> - <psi_i, dpsi_i> + <S, T> + <z, w>, all to the chunk's end
     domega_t = sum_(i>=t) <J phi^_i, dphi^_i> + <J psi^_i, dpsi^_i>, to the sequence's end; J a quarter turn
     """
     x = Chunks(call, sums)
     kv, z = x.states(sums)
-    phi_read, seen, z_seen = (
-        x.faded(x.phi_hat, Decay.queries),
-        x.xpos_into_chunk(x.seen(kv))[:, :, None],
-        x.seen(z),
-    )
+    phi_decayed = x.decayed(x.phi_hat, Decay.queries)
+    kv_read, z_read = x.xpos_into_chunk(x.read(kv))[:, :, None], x.read(z)
     gb, delta = x.v.new_zeros(*x.phi.shape[:-1], x.v.shape[-1]), torch.zeros_like(x.phi[..., :1])
     if g_out is not None:
         gb = x.take(g_out, x.queries, call.group).masked_fill(~x.queries.valid[:, None, None, :, None], 0)
     if call.normalize:
-        inverse, follows = x.normalizer(z_seen)
+        inverse, den_counts = x.normalizer(z_read)
         gb = gb * inverse
-    d_phi_hat = x.faded(product(gb, seen.mT), Decay.queries)
+    d_phi_hat = x.decayed(product(gb, kv_read.mT), Decay.queries)
     if call.causal:
-        d_scores = x.visible(product(gb, x.v.mT))
+        d_scores = x.causal_scores(product(gb, x.v.mT))
         d_phi_hat += product(d_scores, x.psi_hat)
     if call.normalize:
-        delta = (-(x.phi_hat * d_phi_hat).sum(-1, keepdim=True) * inverse).masked_fill(~follows, 0)
-    d_phi = x.turned(x.xpos_within_chunk(d_phi_hat, 1), x.query_turn, -1)
-    d_phi += x.faded(delta, Decay.queries) * z_seen[:, :, None, None].to(x.dtype)
+        delta = (-(x.phi_hat * d_phi_hat).sum(-1, keepdim=True) * inverse).masked_fill(~den_counts, 0)
+    d_phi = x.rotated(x.xpos_within_chunk(d_phi_hat, 1), x.query_cos_sin, -1)
+    d_phi += x.decayed(delta, Decay.queries) * z_read[:, :, None, None].to(x.dtype)
 
-    own, own_z = (
-        transposed_product(phi_read, gb),
-        (x.faded(x.phi, Decay.queries) * delta).double().sum((2, 3)),
-    )
-    t_after, t_before = around_reversed(x.xpos_into_chunk(own[:, :, 0]), x.kv_log, x.queries, g_kv)
-    w_after, w_before = around_reversed(own_z, x.z_log, x.queries, g_z)
+    t_of_chunk = x.xpos_into_chunk(transposed_product(phi_decayed, gb)[:, :, 0])
+    w_of_chunk = (x.decayed(x.phi, Decay.queries) * delta).double().sum((2, 3))
+    t_after, t_before = gradients_around(t_of_chunk, x.kv_log, x.queries, g_kv)
+    w_after, w_before = gradients_around(w_of_chunk, x.z_log, x.queries, g_z)
     at_first = x.queries.reverse().last
     d_kv, d_z = t_before.flip(0)[at_first], w_before.flip(0)[at_first]
     if not call.causal:
         t_after, w_after = d_kv[x.keys.owner], d_z[x.keys.owner]
-    wanted = x.xpos_out_of_chunk(t_after)[:, :, None]
-    d_psi_hat, d_v = (x.faded(product(y, z), Decay.keys) for y, z in ((x.v, wanted.mT), (x.psi_hat, wanted)))
-    d_psi = x.faded(w_after[:, :, None, None].to(x.dtype).expand_as(x.psi), Decay.keys)
+    t_keys = x.xpos_out_of_chunk(t_after)[:, :, None]
+    d_psi_hat = x.decayed(product(x.v, t_keys.mT), Decay.keys)
+    d_v = x.decayed(product(x.psi_hat, t_keys), Decay.keys)
+    d_psi = x.decayed(w_after[:, :, None, None].to(x.dtype).expand_as(x.psi), Decay.keys)
     if call.causal:
-        weights = x.visible(delta.expand(*delta.shape[:-1], delta.shape[-2]))
+        weights = x.causal_scores(delta.expand(*delta.shape[:-1], delta.shape[-2]))
         d_phi += product(weights, x.psi)
         d_psi = d_psi + transposed_product(weights, x.phi)
         d_psi_hat += transposed_product(d_scores, x.phi_hat)
-        d_v += transposed_product(x.visible(product(x.phi_hat, x.psi_hat.mT)), gb)
-    d_psi = d_psi + x.turned(x.xpos_within_chunk(d_psi_hat, -1), x.key_turn, -1)
+        d_v += transposed_product(x.causal_scores(product(x.phi_hat, x.psi_hat.mT)), gb)
+    d_psi = d_psi + x.rotated(x.xpos_within_chunk(d_psi_hat, -1), x.key_cos_sin, -1)
 
     d_log = d_steps = None
     if call.log_decay is not None:
         change = ((x.phi * d_phi).sum((2, 4)) - (x.psi * d_psi).sum((2, 4))).double()
-        d_log = _sums_from(x, change[..., None], (kv[1] * t_after).sum((2, 3)) + (z[1] * w_after).sum(2))[
-            ..., 0
-        ]
+        later = (kv[1] * t_after).sum((2, 3)) + (z[1] * w_after).sum(2)
+        d_log = _sums_from(x, change[..., None], later)[..., 0]
     if call.angle_steps is not None:
         change = _quarter_turned(x.phi_hat, d_phi_hat, call) + _quarter_turned(x.psi_hat, d_psi_hat, call)
         change = change.masked_fill(~x.keys.valid[:, None, :, None], 0).double()
-        d_steps = _sums_from(x, change, around_reversed(change.sum(2), None, x.keys, None)[0])
+        d_steps = _sums_from(x, change, gradients_around(change.sum(2), None, x.keys, None)[0])
     d_q = d_phi * x.function.slope(x.q, x.phi)
     d_k = (d_psi * x.function.slope(x.k, x.psi)).masked_fill(x.hidden, 0)
     return Gradients(
@@ -328,13 +323,13 @@ def _backward(
 
 
 def _sums_from(x: Chunks, change: Tensor, later: Tensor) -> Tensor:
-    """(b, n, g, k): sums of change (t, g, c, k) from each token to the chunk's end, and later (t, g, k)."""
+    """Sums change (t, g, c, k) from each token to the chunk's end and adds later (t, g, k): (b, n, g, k)."""
     sums = change.flip(2).cumsum(2).flip(2) + later.view(*change.shape[:2], 1, -1)
     return x.keys.put(sums[:, :, None], x.call.k)
 
 
 def _quarter_turned(x: Tensor, y: Tensor, call: Call) -> Tensor:
-    """<J x, y> of each pair that turns, summed over r: (t, g, c, pairs)."""
+    """<J x, y> for each pair that turns, summed over r: (t, g, c, pairs). J is a quarter turn."""
     width, zero = 2 * call.pairs, x.new_zeros(call.pairs)
     pairs = (rotate(x[..., :width], zero, zero + 1, call.layout) * y[..., :width]).sum(2)
     one, other = (pairs[..., ::2], pairs[..., 1::2]) if call.layout == "interleaved" else pairs.chunk(2, -1)

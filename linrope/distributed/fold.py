@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from linrope.rotation.angles import cos_sin_of_turns, rotate
-from linrope.sequence.chunks import fade
+from linrope.sequence.chunks import decay_by
 from linrope.sequence.state import LinearAttentionState
 
 
@@ -61,7 +61,7 @@ def fold(
             if rules.xpos is not None:
                 log_xpos = distance[:, None, None, None] * rules.xpos[:, None]
                 log_kv = log_xpos if log_kv is None else log_kv + log_xpos
-            kv, z = fade(kv, log_kv), fade(z, None if log is None else log[..., None])
+            kv, z = decay_by(kv, log_kv), decay_by(z, None if log is None else log[..., None])
         if s != skip:
             local_kv, local_z = _rotated(local["kv"], angle, slope, rules.layout), local["z"]
             if local_factor is not None:

@@ -1,25 +1,28 @@
-"""Sequences in chunks of equal length, and sums that run from chunk to chunk."""
+"""Sequences in chunks of equal length, and sums that run from chunk to chunk.
+
+b batch, n tokens, s sequences, t chunk, c token in the chunk, g key/value head, r its query head.
+"""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-CHUNK = 64
+CHUNK = 64  # tokens
 
 
 class Cut(NamedTuple):
-    """The chunks of all sequences, each of which has at least one; made without asking the device."""
+    """The chunks of all sequences. Each sequence has at least one. Built without a host-device sync."""
 
-    tokens: Tensor  # (t, c) int64: row of the token among all b n
-    valid: Tensor  # (t, c): whether there is one; the last chunk of a sequence may be short
-    owner: Tensor  # (t,): the chunk's sequence
-    begins: Tensor  # (t,): whether it is its first
+    tokens: Tensor  # (t, c) int64: the row of each token among all b n
+    valid: Tensor  # (t, c): False where a short chunk has no token
+    owner: Tensor  # (t,): the sequence of each chunk
+    begins: Tensor  # (t,): True for the first chunk of a sequence
     last: Tensor  # (s,): the last chunk of each sequence
 
     @classmethod
     def of(cls, x: Tensor, bounds: Tensor | None) -> "Cut":
-        """Of the tokens of x (b, n, ..)."""
+        """Cuts the tokens of x (b, n, ..). bounds are as in ``linrope.sequence.packing``."""
         (b, n), device = x.shape[:2], x.device
         if bounds is None:
             bounds = torch.arange(b + 1, device=device) * n
@@ -27,7 +30,7 @@ class Cut(NamedTuple):
         c = min(CHUNK, 1 << max(b * n // s - 1, 0).bit_length())
         counts = ((bounds.diff() + c - 1) // c).clamp(min=1)
         ends = counts.cumsum(0)
-        # As many as there are, or, as nobody knows how long packed sequences are, some more, which are empty.
+        # Packed lengths are unknown on the host: allocate n // c + s chunks; surplus ones stay empty.
         chunks = torch.arange(b * max(-(-n // c), 1) if s == b else n // c + s, device=device)
         owner = torch.searchsorted(ends, chunks, right=True).clamp_(max=s - 1)
         index = chunks - (ends - counts)[owner]
@@ -36,28 +39,30 @@ class Cut(NamedTuple):
         return cls(tokens.where(valid, 0), valid, owner, (index == 0) | (chunks >= ends[-1]), ends - 1)
 
     def take(self, x: Tensor) -> Tensor:
-        """(t, c, ..) of x (b or 1, n, ..): of no token, any numbers."""
+        """x (b or 1, n, ..) by chunk: (t, c, ..), with arbitrary numbers where there is no token."""
         if x.shape[:2].numel() == 0:
             return x.new_zeros(*self.tokens.shape, *x.shape[2:])
         return x.flatten(0, 1)[self.tokens if len(x) > 1 else self.tokens % x.shape[1]]
 
     def put(self, x: Tensor, like: Tensor) -> Tensor:
-        """(b, n, g r, ..) of x (t, g, r, c, ..), with b and n like's."""
+        """x (t, g, r, c, ..) by sequence: (b, n, g r, ..), with the b and n of ``like``."""
         rows = x.flatten(1, 2).transpose(1, 2)
-        found = rows.new_empty(like.shape[0] * like.shape[1] + 1, *rows.shape[2:])  # the last: of no token
-        found[self.tokens.where(self.valid, len(found) - 1)] = rows
-        return found[:-1].view(*like.shape[:2], *rows.shape[2:])
+        out = rows.new_empty(
+            like.shape[0] * like.shape[1] + 1, *rows.shape[2:]
+        )  # the last row is for no token
+        out[self.tokens.where(self.valid, len(out) - 1)] = rows
+        return out[:-1].view(*like.shape[:2], *rows.shape[2:])
 
     def reverse(self) -> "Cut":
-        """The chunks from the last to the first; a sequence begins with its last one."""
+        """The chunks from the last to the first. A sequence then begins with its last chunk."""
         ends = torch.cat((self.begins[1:], self.begins.new_ones(1)))
         first = torch.cat((self.last.new_zeros(1), self.last[:-1] + 1))
         tokens, valid, owner, begins = (x.flip(0) for x in (self.tokens, self.valid, self.owner, ends))
         return Cut(tokens, valid, owner, begins, len(ends) - 1 - first)
 
 
-def fade(x: Tensor, log: Tensor | None) -> Tensor:
-    """x e^log, with the factor in two parts: rounding it once would add the same error at every chunk."""
+def decay_by(x: Tensor, log: Tensor | None) -> Tensor:
+    """x e^log. The factor is applied in two parts: rounding it once would add the same error at every chunk."""
     if log is None:
         return x
     factor = log.double().exp()
@@ -65,39 +70,46 @@ def fade(x: Tensor, log: Tensor | None) -> Tensor:
     return torch.addcmul(x * high, x, (factor - high).to(x.dtype))
 
 
-def scan(own: Tensor, log: Tensor | None, begins: Tensor) -> Tensor:
-    """after_t = own_t + e^log_t after_(t-1), where t - 1 is of the same sequence: in pairs, pairs of pairs,
-    ..
+def scan(x: Tensor, log: Tensor | None, begins: Tensor) -> Tensor:
+    """y_t = x_t + e^(log_t) y_(t-1), or x_t where a sequence begins. Computed over pairs, pairs of pairs, ..
 
-    own (t, ..), log like it with ones for missing axes, begins (t,).
+    x (t, ..), log like x with ones for missing axes, begins (t,).
     """
-    if len(own) < 2:
-        return own
-    first, second, rest = slice(0, len(own) // 2 * 2, 2), slice(1, None, 2), slice(2, None, 2)
+    if len(x) < 2:
+        return x
+    first, second, rest = slice(0, len(x) // 2 * 2, 2), slice(1, None, 2), slice(2, None, 2)
 
-    def carried(after: Tensor, chunks: slice) -> Tensor:
-        starts = begins[chunks].view(-1, *[1] * (own.ndim - 1))
-        return fade(after, None if log is None else log[chunks]).masked_fill(starts, 0)
+    def carried(y: Tensor, chunks: slice) -> Tensor:
+        starts = begins[chunks].view(-1, *[1] * (x.ndim - 1))
+        return decay_by(y, None if log is None else log[chunks]).masked_fill(starts, 0)
 
     both = None if log is None else log[first] + log[second]
-    after = torch.empty_like(own)
-    after[second] = scan(own[second] + carried(own[first], second), both, begins[first] | begins[second])
-    after[:1] = own[:1]
-    after[rest] = own[rest] + carried(after[1 : len(own) - 1 : 2], rest)
-    return after
+    y = torch.empty_like(x)
+    y[second] = scan(x[second] + carried(x[first], second), both, begins[first] | begins[second])
+    y[:1] = x[:1]
+    y[rest] = x[rest] + carried(y[1 : len(x) - 1 : 2], rest)
+    return y
 
 
-def around(own: Tensor, log: Tensor | None, cut: Cut, first: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The state before and after each chunk; first (s, ..): what comes before a sequence, None: 0."""
-    starts = cut.begins.view(-1, *[1] * (own.ndim - 1))
-    before = (
-        torch.zeros_like(own) if first is None else first.to(own.dtype)[cut.owner].masked_fill(~starts, 0)
-    )
-    after = scan(own if first is None else own + fade(before, log), log, cut.begins)
+def states_around(x: Tensor, log: Tensor | None, cut: Cut, first: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The states before and after each chunk. x is what each chunk adds, log its total log decay.
+
+    first (s, ..): the state before each sequence; None: 0.
+    """
+    starts = cut.begins.view(-1, *[1] * (x.ndim - 1))
+    if first is None:
+        before = torch.zeros_like(x)
+    else:
+        before = first.to(x.dtype)[cut.owner].masked_fill(~starts, 0)
+        x = x + decay_by(before, log)
+    after = scan(x, log, cut.begins)
     return torch.where(starts, before, after.roll(1, 0)), after
 
 
-def around_reversed(own: Tensor, log: Tensor | None, cut: Cut, last: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The gradient of the state after and before each chunk; last (s, ..): of the last state."""
-    after, before = around(own.flip(0), None if log is None else log.flip(0), cut.reverse(), last)
+def gradients_around(x: Tensor, log: Tensor | None, cut: Cut, last: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The gradients of the states after and before each chunk. x is what each chunk adds, from the last chunk on.
+
+    last (s, ..): the gradient of the last state; None: 0.
+    """
+    after, before = states_around(x.flip(0), None if log is None else log.flip(0), cut.reverse(), last)
     return after.flip(0), before.flip(0)
