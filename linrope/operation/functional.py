@@ -76,56 +76,56 @@ def linear_rope_attention(
         Theta_i = p_i theta + sum_(t<=i) omega_t      angles, one per pair of features
         L_i     = p_i log gamma + sum_(t<=i) a_t      log decay, one per key/value head
 
-    The sums run over j <= i (causal) or over all keys; a query that sees no key gets 0. Training,
-    prefill and decoding are this one call: feeding a sequence in pieces, each with the state of the
-    one before, gives what one call gives.
+    The sums run over j <= i (causal) or over all keys. A query that sees no key gets 0. Training, prefill and
+    decoding are this one call: feeding a sequence in pieces, each with the state of the piece before, gives the same
+    result as feeding it whole.
 
     Args:
         q: (b, n, h, d) queries; float64, float32, bfloat16 or float16.
         k: (b, m, g, d) keys; query head i reads key/value head i // (h/g).
         v: (b, m, g, e) values.
-        feature_map: name or FeatureMap for phi and psi; None: q and k are features already.
-        rotary: the rotation R by positions, theta; None: plain linear attention (eq. 18).
-        causal: whether query i sees only the keys j <= i of this call (and all of the state).
-        normalize: False: the numerator alone.
-        decay: gamma in (0, 1], (g,): one per key/value head; None: 1. Causal attention only; positions must
-            then not fall.
-        log_decay: a <= 0, (b or 1, n, g or 1): the log of what is kept of all before token t when it comes; t
-            itself does not fade (forget gates). Causal attention only; below -10^4 as -10^4: nothing is kept.
-        angle_steps: omega, (b or 1, n, g or 1, pairs), radians by which token t advances the rotation,
-            beside what positions give; the first 2 pairs features turn, in rotary's layout (interleaved
-            without one).
-        positions: integers (n,) or (b, n), 0 .. 2^31 - 1; with a rotation of several axes (.., axes).
-            Default: 0, 1, .., or on from the state. For padded batches (left or right):
+        feature_map: the name or FeatureMap of phi and psi. None: q and k already are features.
+        rotary: the rotation R with its frequencies theta. None: plain linear attention (eq. 18).
+        causal: True: query i sees the keys j <= i of this call, and the whole state.
+        normalize: False: the output is the numerator alone.
+        decay: gamma in (0, 1], (g,), one per key/value head; None: 1. Causal attention only. Positions must then be
+            non-decreasing.
+        log_decay: a <= 0, (b or 1, n, g or 1), a forget gate: the log of the fraction that is kept, when token t
+            arrives, of everything before it. Token t itself does not decay. Causal attention only. Values below -10^4
+            count as -10^4, which keeps nothing.
+        angle_steps: omega, (b or 1, n, g or 1, pairs), the radians by which token t advances the rotation, in
+            addition to its position. The first 2 * pairs features turn, in rotary's layout (interleaved without
+            rotary).
+        positions: integers (n,) or (b, n), 0 .. 2^31 - 1; with a rotation of several axes (.., axes). Default:
+            0, 1, .., or continuing from the state. For padded batches (left or right):
             ``(key_mask.cumsum(1) - 1).clamp(min=0)``.
-        key_positions: the same for keys, (m,) or (b, m). Default: positions if m == n, else 0, 1, ..,
-            or on from the state.
-        key_mask: bool (b, m), True = attend. A hidden token neither fades nor turns what follows: its
-            log_decay and angle_steps count as 0.
-        cu_seqlens: int32 or int64 (s + 1,): sequence i of s packed ones (b == 1) is the tokens
-            cu_seqlens[i] .. cu_seqlens[i + 1] - 1. Default positions restart at each; the state has s
-            sequences. On a GPU its numbers are not checked, and never lead out of bounds.
-        state: to go on from; rows of a pool (``state.at(slots)``) are read and written in place.
-        return_state: whether to return (out, state).
-        eps: lower bound of the normalizer; with maps that return a log_scale, relative to the largest key.
-        eps_mode: "clamp", or "add": out_i = num_i / (den_i + eps), as other codes have it.
-        rope_order: "after", eq. 19; "before" rotates q and k and not their features, as pretrained
-            softmax models have it. With maps other than the identity scores are then no functions of
-            the relative position.
-        backend: "auto", "reference" (quadratic, in the inputs' dtype), "eager" (chunked), "native" (fused,
-            for CPUs) or "triton" (fused, for GPUs). "auto" takes native on a CPU and triton on a GPU where
-            they support the call, else eager.
-        shard: a ``linrope.distributed.Shard``: the tokens are this rank's part of each sequence, and all
-            ranks make this call. cu_seqlens are then the shard's; a state is given to every rank, the same
-            one, and every rank returns that of all tokens (of packed sequences: a local document's each).
+        key_positions: the positions of the keys, (m,) or (b, m). Default: positions if m == n, else 0, 1, .., or
+            continuing from the state.
+        key_mask: bool (b, m); False hides a token from all queries. The log_decay and angle_steps of a hidden token
+            count as 0, so it neither decays nor rotates what follows.
+        cu_seqlens: int32 or int64 (s + 1,), the bounds of s packed sequences, with b == 1: sequence i is the tokens
+            cu_seqlens[i] .. cu_seqlens[i + 1] - 1. Default positions restart in each sequence, and the state has s
+            sequences. On a GPU the values are not checked, but never cause an access out of bounds.
+        state: the state to continue from. Rows of a pool (``state.at(slots)``) are read and written in place.
+        return_state: True: return (out, state).
+        eps: lower bound of the normalizer; relative to the largest key if the map returns a log_scale.
+        eps_mode: "clamp"; or "add": out_i = num_i / (den_i + eps), as in other implementations.
+        rope_order: "after" rotates the features (eq. 19). "before" rotates q and k instead, as in pretrained softmax
+            models; except with the identity map, scores then depend on absolute position.
+        backend: "auto", "reference" (quadratic, in the inputs' dtype), "eager" (chunked), "native" (fused, for CPUs)
+            or "triton" (fused, for GPUs). "auto" takes native on a CPU and triton on a GPU if they support the call,
+            else eager.
+        shard: a ``linrope.distributed.Shard``. The tokens are then this rank's part of each sequence, and all ranks
+            make this call. The shard holds cu_seqlens. Every rank passes the same state, and every rank returns the
+            state after all tokens or, for packed sequences, after each of its own sequences.
 
     Returns:
-        out (b, n, h, e) in v's dtype, or (out, state). But for reference, sums are in float32 or wider.
+        out (b, n, h, e) in v's dtype, or (out, state). All backends but reference sum in float32 or wider.
 
     Raises:
-        TypeError: dtypes differ or are not floating; positions or cu_seqlens are not integers.
-        ValueError: shapes, devices, positions, decays, steps, mask, packing, state or a name do not fit; a
-            signed feature map with normalize=True.
+        TypeError: dtypes differ or are not floating, or positions or cu_seqlens are not integers.
+        ValueError: shapes, devices, positions, decays, steps, mask, packing or state do not fit, a name is unknown,
+            or a signed feature map is combined with normalize=True.
         RuntimeError: the backend cannot run this call.
 
     Source: RoFormer eq. 19 (arXiv 2104.09864); decay as in RetNet (arXiv 2307.08621); gates and steps as in
@@ -192,11 +192,11 @@ def linear_rope_state(
     state: LinearAttentionState | None = None,
     backend: str = "auto",
 ) -> LinearAttentionState:
-    """The last state of ``linear_rope_attention``, without the outputs and for a fraction of their cost.
+    """The last state of ``linear_rope_attention``, without the outputs and at a fraction of the cost.
 
         kv = sum_j e^(L - L_j) R(Theta_j) psi(k_j) v_j^T      z = sum_j e^(L - L_j) psi(k_j)
 
-    Arguments, errors and source as there; without keys, an empty state.
+    Arguments, errors and source are those of ``linear_rope_attention``. Without keys the state is empty.
 
     >>> q, k, v = torch.randn(3, 1, 100, 8, 64)
     >>> _, state = linear_rope_attention(q, k, v, return_state=True)
