@@ -1,10 +1,11 @@
-"""A kernel's main loop on one Hopper multiprocessor, modelled from its machine code: no GPU is needed.
+"""Models a kernel's main loop on one Hopper multiprocessor from its machine code; no GPU is needed.
 
-Of the four quarters of a multiprocessor one is followed, cycle by cycle, with its share of what the four have
-in common: each warp issues in order, when the stall counts and scoreboards that ptxas wrote into the code let
-it and the unit that it needs is free. Latencies and rates are those of published microbenchmarks. Bank
-conflicts, instruction fetch and the quarters' drifting apart are left out, and every load is taken to come
-from memory. **None of it was compared with a measurement yet**: trust the order of variants, not the figures.
+The model follows one of the multiprocessor's four quarters, with a quarter of the shared resources, cycle by
+cycle. Each warp issues its instructions in order, as soon as the stall counts and scoreboards in the code
+allow it and the required unit is free. Latencies and rates come from published microbenchmarks.
+Bank conflicts, instruction fetch and any drift between the quarters are ignored, and every load is assumed to
+miss the caches. **The model was never compared with a measurement**: trust the order of variants, not the
+figures.
 """
 
 import re
@@ -20,12 +21,12 @@ import triton
 CLOCK = 1.7e9  # Hz
 MULTIPROCESSORS = 132
 BANDWIDTH = 4.3e12  # bytes per second of a copy on an H200
-BYTES_PER_CYCLE = BANDWIDTH / CLOCK / MULTIPROCESSORS / 4  # of a quarter's share
-SHARED_MEMORY = 233_472  # per multiprocessor; each program takes 1024 more than it asks for
-REGISTERS = 65_536
+BYTES_PER_CYCLE = BANDWIDTH / CLOCK / MULTIPROCESSORS / 4  # for one quarter
+SHARED_MEMORY = 233_472  # bytes per multiprocessor; each program takes 1024 more than it asks for
+REGISTERS = 65_536  # per multiprocessor
 
-# Unit -> (what its instructions' names begin with, cycles that one keeps a quarter's unit busy, latency where
-# a scoreboard and no stall count says when the result is there). The first that fits counts.
+# Unit -> (prefixes of its instructions' names, cycles for which one instruction occupies a quarter's unit,
+# latency of results that a scoreboard announces). An instruction belongs to the first unit that matches.
 UNITS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "wgmma": (("HGMMA", "UTC"), 0, 40),
     "mma": (("HMMA", "QMMA"), 8, 33),
@@ -42,7 +43,7 @@ UNITS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "uniform": (("R2UR", "S2R", "S2UR", "CS2R", "U"), 1, 12),
     "alu": (("",), 2, 6),  # integers, comparisons, selections, rounding to 16 bits
 }  # fmt: skip
-# Units that share one port.
+# Units that share a port.
 PORT = {"local": "memory port", "shared": "memory port", "global": "memory port", "shuffle": "memory port"}
 PORT |= {"imad": "fma"}
 MEMORY_LATENCY = 700  # from HBM
@@ -53,11 +54,11 @@ class Instruction:
     name: str
     arguments: str
     stall: int  # cycles until the warp's next instruction may issue
-    sets: int  # scoreboard that is set until the result is there, 7: none
-    reads: int  # and until operands were read
-    waits: int  # bits of the scoreboards that have to be clear
+    sets: int  # scoreboard that is set until the result is ready; 7: none
+    reads: int  # scoreboard that is set until the operands have been read; 7: none
+    waits: int  # a bit for each scoreboard that must be clear
     unit: str
-    bytes: int  # that each thread moves, or 4
+    bytes: int  # moved by each thread; 4 if the instruction moves none
 
 
 class Code(NamedTuple):
@@ -67,14 +68,16 @@ class Code(NamedTuple):
 
 
 def machine_code(cubin: bytes) -> Code:
-    """Disassembles what ptxas made."""
+    """Disassembles a kernel that ptxas compiled."""
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         text, usage = (
-            subprocess.run([tools / tool, how, file.name], capture_output=True, text=True, check=True).stdout
-            for tool, how in (("nvdisasm", "-hex"), ("cuobjdump", "-res-usage"))
+            subprocess.run(
+                [tools / tool, option, file.name], capture_output=True, text=True, check=True
+            ).stdout
+            for tool, option in (("nvdisasm", "-hex"), ("cuobjdump", "-res-usage"))
         )
     text = text[text.index("\t.text.") :]
     labels: dict[str, int] = {}
@@ -84,13 +87,13 @@ def machine_code(cubin: bytes) -> Code:
     for line in lines:
         if label := re.match(r"(\.L_x_\d+):", line):
             labels[label[1]] = len(code)
-        found = re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?);?\s*/\*", line)
-        if not found:
+        parsed = re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?);?\s*/\*", line)
+        if not parsed:
             continue
         control = int(re.findall(r"0x([0-9a-f]{16})", next(lines))[0], 16)
-        code.append(_instruction(found[1], found[2], control))
-        label = re.search(r"`\((\.L_x_\d+)\)", found[2])
-        if found[1].startswith("BRA") and label and labels.get(label[1], len(code)) < len(code) - 1:
+        code.append(_instruction(parsed[1], parsed[2], control))
+        label = re.search(r"`\((\.L_x_\d+)\)", parsed[2])
+        if parsed[1].startswith("BRA") and label and labels.get(label[1], len(code)) < len(code) - 1:
             loops.append((labels[label[1]], len(code) - 1))
     registers = re.search(r"REG:(\d+)", usage)
     assert registers, usage
@@ -111,7 +114,7 @@ def _instruction(name: str, arguments: str, control: int) -> Instruction:
 
 
 def main_loop(code: Code) -> list[Instruction]:
-    """The loop with most products of matrices, or else the longest; straight code is its own."""
+    """The loop with most matrix products, the longest of several; all instructions if there is no loop."""
     if not code.loops:
         return code.instructions
 
@@ -124,61 +127,63 @@ def main_loop(code: Code) -> list[Instruction]:
 
 
 def moved(loop: list[Instruction]) -> int:
-    """Bytes that a warp moves to and from memory in each pass."""
+    """Bytes that a warp moves to and from memory in each iteration."""
     return 32 * sum(x.bytes for x in loop if x.unit == "global")
 
 
 def resident(registers: int, shared: int, warps: int) -> int:
-    """Programs that run on a multiprocessor at once."""
+    """The number of programs that run on a multiprocessor at once."""
     per_warp = -(-registers // 8) * 8 * 32
     return max(1, min(REGISTERS // per_warp // warps, SHARED_MEMORY // (shared + 1024), 64 // warps))
 
 
 class Modelled(NamedTuple):
-    cycles: float  # per pass of the loop and program, on a multiprocessor that runs as many as fit
-    limits: dict[str, float]  # what part of the time instructions are issued, or what all warps wait for
+    cycles: float  # per program and iteration, on a multiprocessor that runs as many programs as fit
+    limits: dict[str, float]  # fractions of the time: "issue", or what all warps wait for
 
 
 @dataclass
 class _Warp:
     program: int
     at: int = 0
-    passes: int = 0
-    free: float = 0  # when the next instruction may issue, as far as its own warp goes
-    why: str = "stall"
+    iterations: int = 0
+    free: float = 0  # when the warp's next instruction may issue, as far as stall counts go
+    why: str = "stall"  # what the warp waits for until then
     scoreboards: list[tuple[float, str]] = field(default_factory=lambda: [(0.0, "stall")] * 6)
-    copies: list[float] = field(default_factory=list)  # when each group of copies to shared memory is there
-    copy: float = 0  # when the group that is being started will be
+    copies: list[float] = field(default_factory=list)  # when each group of copies to shared memory arrives
+    copy: float = 0  # when the group under way arrives
     products: list[float] = field(default_factory=list)  # when each group of matrix products is done
-    ends: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)  # when each iteration ended
 
 
-def model(loop: list[Instruction], warps: int, programs: int, passes: int = 6, settle: int = 3) -> Modelled:
-    """Cycles of a loop once it runs evenly, ``programs`` of so many warps each on a multiprocessor."""
+def model(
+    loop: list[Instruction], warps: int, programs: int, iterations: int = 6, warm_up: int = 3
+) -> Modelled:
+    """The cycles of a loop in its steady state, with ``programs`` programs of ``warps`` warps each."""
     quarter = _Quarter([_Warp(p, free=137 * p) for p in range(programs) for _ in range(warps // 4)])
-    while any(warp.passes < passes for warp in quarter.warps):
-        quarter.issue(loop, passes)
+    while any(warp.iterations < iterations for warp in quarter.warps):
+        quarter.issue(loop, iterations)
     ends = sorted(end for warp in quarter.warps for end in warp.ends)
-    steady = ends[-1] - ends[settle * len(quarter.warps) - 1]
+    steady = ends[-1] - ends[warm_up * len(quarter.warps) - 1]
     total = sum(quarter.spent.values())
     limits = {why: cycles / total for why, cycles in quarter.spent.most_common()}
-    return Modelled(steady / (passes - settle) / programs, limits)
+    return Modelled(steady / (iterations - warm_up) / programs, limits)
 
 
 class _Quarter:
     def __init__(self, warps: list[_Warp]) -> None:
         self.warps, self.last, self.cycle = warps, 0, -1.0
-        self.busy: dict[str, float] = defaultdict(float)  # unit -> until when
-        self.memory = 0.0  # until when the share of the memory's bandwidth is taken
-        self.waiting: dict[int, list[_Warp]] = {}  # program -> warps at a barrier
+        self.busy: dict[str, float] = defaultdict(float)  # unit or port -> busy until
+        self.memory = 0.0  # this quarter's share of the bandwidth is taken until then
+        self.waiting: dict[int, list[_Warp]] = {}  # program -> its warps that wait at a barrier
         self.spent: Counter[str] = Counter()
 
-    def issue(self, loop: list[Instruction], passes: int) -> None:
-        """The next instruction, of the warp that can go first; of several the last one, or the youngest."""
+    def issue(self, loop: list[Instruction], iterations: int) -> None:
+        """Issues the first ready instruction. Ties go to the warp that issued last, then the youngest."""
         held = [warp for at_barrier in self.waiting.values() for warp in at_barrier]
         ready = []
         for i, warp in enumerate(self.warps):
-            if warp.passes < passes and not any(warp is other for other in held):
+            if warp.iterations < iterations and not any(warp is other for other in held):
                 when, why = self.earliest(warp, loop[warp.at])
                 ready.append((max(when, self.cycle + 1), i != self.last, -i, why))
         when, _, i, why = min(ready)
@@ -188,17 +193,19 @@ class _Quarter:
         self.start(warp, loop[warp.at])
         warp.at += 1
         if warp.at == len(loop):
-            warp.at, warp.passes = 0, warp.passes + 1
+            warp.at, warp.iterations = 0, warp.iterations + 1
             warp.ends.append(when)
 
     def earliest(self, warp: _Warp, x: Instruction) -> tuple[float, str]:
-        """When it may issue, and what it waits for until then."""
+        """When the warp may issue x, and what it waits for until then."""
         bounds = [(warp.free, warp.why), (self.busy[PORT.get(x.unit, x.unit)], x.unit)]
         bounds += [board for i, board in enumerate(warp.scoreboards) if x.waits >> i & 1]
-        if x.name.startswith("DEPBAR") and (some := re.search(r"SB0, 0x([0-9a-f]+)", x.arguments)):
-            bounds += [(end, "copies") for end in warp.copies[: len(warp.copies) - int(some[1], 16)]]
-        if x.name.startswith("WARPGROUP.DEPBAR") and (some := re.search(r"gsb0, 0x([0-9a-f]+)", x.arguments)):
-            bounds += [(end, "wgmma") for end in warp.products[: len(warp.products) - int(some[1], 16)]]
+        if x.name.startswith("DEPBAR") and (pending := re.search(r"SB0, 0x([0-9a-f]+)", x.arguments)):
+            bounds += [(end, "copies") for end in warp.copies[: len(warp.copies) - int(pending[1], 16)]]
+        if x.name.startswith("WARPGROUP.DEPBAR") and (
+            pending := re.search(r"gsb0, 0x([0-9a-f]+)", x.arguments)
+        ):
+            bounds += [(end, "wgmma") for end in warp.products[: len(warp.products) - int(pending[1], 16)]]
         return max(bounds)
 
     def start(self, warp: _Warp, x: Instruction) -> None:
@@ -231,7 +238,7 @@ class _Quarter:
             self.arrive(warp)
 
     def multiply(self, warp: _Warp, x: Instruction) -> float:
-        """A warp's quarter of 64 rows times n columns; operands come over the port of the shared memory."""
+        """When a warp's product is done, a quarter of 64 rows by n columns. Operands use the memory port."""
         n = int(re.search(r"64x(\d+)x", x.name)[1])  # type: ignore[index]
         from_shared = x.arguments.split(",")[1].lstrip().startswith("gdesc")
         port = n // 4 + (16 if from_shared else 0)
@@ -244,10 +251,10 @@ class _Quarter:
         return end
 
     def arrive(self, warp: _Warp) -> None:
-        """At a barrier, where the program's warps wait for one another."""
-        there = [*self.waiting.pop(warp.program, []), warp]
-        if len(there) < sum(other.program == warp.program for other in self.warps):
-            self.waiting[warp.program] = there
+        """Lets the warp wait at a barrier; the program's last warp to arrive releases them all."""
+        arrived = [*self.waiting.pop(warp.program, []), warp]
+        if len(arrived) < sum(other.program == warp.program for other in self.warps):
+            self.waiting[warp.program] = arrived
         else:
-            for other in there:
+            for other in arrived:
                 other.free, other.why = max(other.free, self.cycle + 20), "sync"

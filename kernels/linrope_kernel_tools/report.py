@@ -1,9 +1,9 @@
-"""What is launched, and what the compiler makes of it, on a machine with no GPU.
+"""Compiles, without a GPU, the kernels that a call would launch, and reports on the compiled code.
 
     PYTHONPATH=kernels python -m linrope_kernel_tools.report --dim 64 128 --decay
 
-The launchers run on tensors without memory; each kernel that they would start is compiled from the very
-arguments that it would get, as Triton specialises on strides, multiples of 16 and constants. Registers,
+The launchers run on tensors without memory. Each kernel that they would start is compiled from the very
+arguments that it would get, since Triton specialises on strides, multiples of 16 and constants. Registers,
 spills and shared memory are facts. Cycles come from cycle_model.py and were never compared with a GPU.
 """
 
@@ -29,14 +29,14 @@ from linrope_kernel_tools import cycle_model
 # Shared memory per program, in bytes: CUDA C++ Programming Guide, table of technical specifications.
 SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 DTYPES = {"bf16": (torch.bfloat16, "bf16"), "fp16": (torch.float16, "tf32"), "fp32": (torch.float32, "ieee")}
-FEW_HEADS, MANY_HEADS = (1, 65_536, 8), (8, 2048, 64)  # b, n, h: cut into segments, and not
+FEW_HEADS = (1, 65_536, 8)  # b, n, h: so few that sequences are cut into segments
 SHAPES = ((4, 8192, 16), (1, 65_536, 8), (8, 2048, 16), (8, 2048, 64))
-LAUNCH = 2e-6  # seconds that a launch takes beside its work
-PROLOGUE = 3000  # cycles before a program's first chunk and after its last
+LAUNCH = 2e-6  # overhead of a launch, in seconds
+PROLOGUE = 3000  # a program's cycles before its first chunk and after its last
 
 
 class _NoGPU:
-    """In place of Triton's driver."""
+    """Replaces Triton's driver."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -45,37 +45,37 @@ class _NoGPU:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return self.capability  # Triton keeps what it compiled for each device
+        return self.capability  # Triton caches compiled kernels per device
 
     def get_current_stream(self, device: int = 0) -> int:
         return 0
 
 
 class Launch(NamedTuple):
-    """One start of a kernel that did not take place."""
+    """A kernel that was compiled but not started."""
 
     kernel: Any
     programs: int
-    given: dict[str, Any]  # its arguments and constants by name
+    arguments: dict[str, Any]  # and constants, by name
     compiled: Any
 
     @property
     def name(self) -> str:
         name = str(self.kernel.__name__).removesuffix("_kernel")
         if name == "dkv":
-            return "dk" if self.given["WANT_DK"] else "dv"
-        return name + ("_bwd" if self.given.get("REVERSE") else "")
+            return "dk" if self.arguments["WANT_DK"] else "dv"
+        return name + ("_bwd" if self.arguments.get("REVERSE") else "")
 
 
 @contextmanager
 def recorded(capability: int) -> Iterator[list[Launch]]:
-    """What would be launched inside, compiled for a GPU of that capability and an H200's size."""
+    """Records the launches inside the block, compiled for a GPU of that capability with an H200's size."""
     launches: list[Launch] = []
 
     def getitem(kernel: Any, grid: tuple[int, ...]) -> Any:
-        def start(*given: Any, **constants: Any) -> None:
-            compiled = kernel.warmup(*given, grid=grid, **constants)
-            by_name = dict(zip(kernel.arg_names, given)) | constants
+        def start(*arguments: Any, **constants: Any) -> None:
+            compiled = kernel.warmup(*arguments, grid=grid, **constants)
+            by_name = dict(zip(kernel.arg_names, arguments)) | constants
             launches.append(Launch(kernel, grid[0], by_name, compiled))
 
         return start
@@ -95,30 +95,30 @@ def recorded(capability: int) -> Iterator[list[Launch]]:
 def call_of(
     shape: tuple[int, int, int], d: int, dtype: str, decay: bool = False, layout: str = "interleaved"
 ) -> launch.Call:
-    """A call (b, n, h) of heads of d features and d values, without memory."""
+    """A call with shape (b, n, h), d features and d values per head, on tensors without memory."""
     b, n, h = shape
-    kind, dot = DTYPES[dtype]
-    q, k, v = torch.empty(3, b, n, h, d, dtype=kind, device="meta")
+    tensor_dtype, dot = DTYPES[dtype]
+    q, k, v = torch.empty(3, b, n, h, d, dtype=tensor_dtype, device="meta")
     log = torch.empty(b, n, h, device="meta") if decay else None
-    turns, first = (torch.empty(1, 1, x, dtype=torch.int64, device="meta") for x in (d // 2, 1))
+    theta, first = (torch.empty(1, 1, x, dtype=torch.int64, device="meta") for x in (d // 2, 1))
     return launch.Call(
-        q=q, k=k, v=v, log_decay=log, theta=turns, positions=first[0], layout=layout, dot=dot
+        q=q, k=k, v=v, log_decay=log, theta=theta, positions=first[0], layout=layout, dot=dot
     )  # fmt: skip
 
 
 def launches(
     call: launch.Call, capability: int, *, backward: bool = True
 ) -> tuple[list[Launch], list[Launch]]:
-    """Of the forward and of the backward pass."""
+    """The launches of the forward pass and of the backward pass."""
     with recorded(capability) as forward:
         out, _, saved = launch.attend_fwd(call, None, want_end=False, save=backward)
-    with recorded(capability) as after:
+    with recorded(capability) as backward_launches:
         if backward:
             assert out is not None
             gradients.attend_bwd(
                 call, None, saved, out if call.reads_out else None, torch.empty_like(out), None
             )
-    return forward, after
+    return forward, backward_launches
 
 
 class Report(NamedTuple):
@@ -134,37 +134,37 @@ class Report(NamedTuple):
     registers: int
     spills: int  # bytes stored to and loaded from local memory, per thread
     shared: int  # bytes per program
-    matrix: int  # instructions of Hopper's and Blackwell's matrix units
-    mma_sync: int  # those of older units
-    loop: dict[str, int]  # instructions of the main loop by unit
-    bytes: float  # that the main loop moves per token and program, all loads counted
-    programs: int  # on one multiprocessor at once
+    matrix: int  # number of instructions for Hopper's and Blackwell's matrix units
+    mma_sync: int  # number of those for older units
+    loop: dict[str, int]  # instructions of the main loop, counted by unit
+    bytes: float  # moved by the main loop per token and program, cached loads included
+    programs: int  # that run on one multiprocessor at once
     cycles: float | None  # modelled, per 64 tokens and program, on Hopper
-    limits: dict[str, float]  # what that time goes to
+    limits: dict[str, float]  # fractions of these cycles, by what the warps wait for
 
 
 def report(x: Launch, dim: int, dtype: str, capability: int, modelled: bool = True) -> Report:
     code, loop = _code(x.compiled.asm["cubin"])
-    warps, given = x.compiled.metadata.num_warps, x.given
-    chunk, shared = given.get("C", 1), x.compiled.metadata.shared
-    programs, found = cycle_model.resident(code.registers, shared, warps), None
-    if modelled and capability == 90 and "STAGES" in given:
-        found = _model(x.compiled.asm["cubin"], warps, programs)
+    warps, arguments = x.compiled.metadata.num_warps, x.arguments
+    chunk, shared = arguments.get("C", 1), x.compiled.metadata.shared
+    programs, timing = cycle_model.resident(code.registers, shared, warps), None
+    if modelled and capability == 90 and "STAGES" in arguments:
+        timing = _model(x.compiled.asm["cubin"], warps, programs)
     counts = Counter(instruction.unit for instruction in loop)
     ptx = x.compiled.asm["ptx"]
     return Report(
         x.name, dim, dtype, capability,
-        chunk, given.get("W", 0), given.get("BE", 0), warps, given.get("STAGES", 1),
+        chunk, arguments.get("W", 0), arguments.get("BE", 0), warps, arguments.get("STAGES", 1),
         code.registers, sum(i.bytes for i in code.instructions if i.unit == "local"), shared,
         len(re.findall(r"wgmma\.mma_async|tcgen05\.mma", ptx)), len(re.findall(r"\bmma\.sync", ptx)),
         dict(counts.most_common()), cycle_model.moved(loop) * warps / chunk, programs,
-        found and found.cycles * 64 / chunk, found.limits if found else {},
+        timing and timing.cycles * 64 / chunk, timing.limits if timing else {},
     )  # fmt: skip
 
 
 @cache
 def _code(cubin: bytes) -> tuple[cycle_model.Code, list[cycle_model.Instruction]]:
-    """All, and the main loop."""
+    """The disassembled kernel, and its main loop."""
     code = cycle_model.machine_code(cubin)
     return code, cycle_model.main_loop(code)
 
@@ -175,14 +175,15 @@ def _model(cubin: bytes, warps: int, programs: int) -> cycle_model.Modelled:
 
 
 def seconds(x: Launch) -> float:
-    """Modelled time of a launch on an H200."""
-    if "STAGES" not in x.given:  # the table of angles, and sums of states: they move memory
-        moved = sum(t.nbytes for name, t in x.given.items() if name in ("TABLE", "S", "Z") and t is not None)
-        return float(LAUNCH + (1 if "TABLE" in x.given else 2) * moved / cycle_model.BANDWIDTH)
+    """The modelled time of a launch on an H200."""
+    if "STAGES" not in x.arguments:  # table_fwd and prefix only move memory
+        tensors = [x.arguments.get(name) for name in ("TABLE", "S", "Z")]
+        moved = sum(t.nbytes for t in tensors if t is not None)
+        return float(LAUNCH + (1 if "TABLE" in x.arguments else 2) * moved / cycle_model.BANDWIDTH)
     registers = _code(x.compiled.asm["cubin"])[0].registers
     warps = x.compiled.metadata.num_warps
     most = cycle_model.resident(registers, x.compiled.metadata.shared, warps)
-    chunks: int = -(-x.given["length"] // x.given["C"])
+    chunks: int = -(-x.arguments["length"] // x.arguments["C"])
 
     def wave(programs: int) -> float:
         if not programs:
@@ -195,7 +196,7 @@ def seconds(x: Launch) -> float:
 
 
 def floors(shape: tuple[int, int, int], d: int) -> tuple[float, float]:
-    """Seconds that moving the least bytes takes: q, k, v, out once; backward in two passes."""
+    """The least time in seconds, forward and backward: q, k, v and out moved once; in two passes backward."""
     b, n, h = shape
     return tuple(b * n * h * x / cycle_model.BANDWIDTH for x in (8 * d, 22 * d + 12))  # type: ignore[return-value]
 
@@ -208,7 +209,7 @@ def entries(
     layout: str = "interleaved",
     modelled: bool = True,
 ) -> Iterator[Report]:
-    """Every kernel of the table, as launched where heads are few, forward, backward and decoding."""
+    """A report on every kernel of the table, as launched for few heads: forward, backward and decoding."""
     for d in dims:
         for dtype in dtypes:
             for capability in capabilities:
@@ -218,7 +219,7 @@ def entries(
                     state = launch.new_state(call, None)
                     launch.step_fwd(_one_token(call), state, state, None)
                 for x in {x.name: x for x in (*forward, *backward, *step)}.values():
-                    if "BE" in x.given:
+                    if "BE" in x.arguments:
                         yield report(x, d, dtype, capability, modelled)
 
 
@@ -233,8 +234,8 @@ def show(x: Report) -> str:
     loop = " ".join(f"{x.loop.get(unit, 0):>4}" for unit in units)
     modelled = ""
     if x.cycles:
-        most = [f"{why} {part:.0%}" for why, part in list(x.limits.items())[:3]]
-        modelled = f"{x.cycles:>6.0f}  {', '.join(most)}"
+        largest = [f"{why} {fraction:.0%}" for why, fraction in list(x.limits.items())[:3]]
+        modelled = f"{x.cycles:>6.0f}  {', '.join(largest)}"
     return (
         f"{x.kernel:<10} {x.dim:>3} {x.dtype:>4} {x.capability:>3} {x.chunk:>3} {x.pairs:>3} {x.values:>3} "
         f"{x.warps:>2} {x.stages:>2} {x.registers:>4} {x.spills:>6} {x.shared:>6} {x.programs:>4} "
@@ -249,19 +250,19 @@ HEADER = (
 
 
 def show_calls(d: int, decay: bool) -> Iterator[str]:
-    """Modelled shares of the floor, of whole calls."""
+    """Modelled times of whole calls, as fractions of the least time."""
     for shape in SHAPES:
         passes = launches(call_of(shape, d, "bf16", decay), 90)
         shares = [floor / sum(map(seconds, each)) for floor, each in zip(floors(shape, d), passes)]
         parts = [" ".join(f"{x.name} {1e6 * seconds(x):.0f}" for x in each) for each in passes]
         yield (
             f"{shape!s:<15} {d:>3} {'decay' if decay else '':<5} forward {shares[0]:.0%}, "
-            f"backward {shares[1]:.0%} of the floor; us: {parts[0]} | {parts[1]}"
+            f"backward {shares[1]:.0%} of the least time; us: {parts[0]} | {parts[1]}"
         )
 
 
 def predictions(shapes: list[Any], d: int, decay: bool) -> Iterator[dict[str, Any]]:
-    """Modelled seconds of the forward and the backward pass of such calls, in bfloat16 on an H200."""
+    """Modelled seconds of the forward and backward pass for each shape, in bfloat16 on an H200."""
     for shape in shapes:
         forward, backward = launches(call_of(shape, d, "bf16", decay), 90)
         times = {"forward": sum(map(seconds, forward)), "backward": sum(map(seconds, backward))}
@@ -274,21 +275,28 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["bf16"], choices=DTYPES)
     parser.add_argument("--dim", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--layout", default="interleaved", choices=["interleaved", "half"])
-    parser.add_argument("--decay", action="store_true", help="with log_decay for each token and head")
+    parser.add_argument("--decay", action="store_true", help="pass log_decay for each token and head")
     parser.add_argument(
-        "--calls", action="store_true", help="modelled time of whole calls, in bfloat16 on an H200"
+        "--calls", action="store_true", help="model the time of whole calls, in bfloat16 on an H200"
     )
-    parser.add_argument("--json", action="store_true", help="a line of JSON for each, and no table")
-    parser.add_argument("--no-model", action="store_true", help="without modelled times, which take as long")
+    parser.add_argument("--json", action="store_true", help="print JSON lines instead of a table")
     parser.add_argument(
-        "--shape", type=int, nargs=3, action="append", metavar=("B", "N", "H"), help="of --calls --json"
+        "--no-model", action="store_true", help="skip the modelled cycles, which double the time"
+    )
+    parser.add_argument(
+        "--shape",
+        type=int,
+        nargs=3,
+        action="append",
+        metavar=("B", "N", "H"),
+        help="of a call, for --calls --json",
     )
     options = parser.parse_args()
     if options.calls:
         for d in options.dim:
             if options.json:
-                for found in predictions([tuple(x) for x in options.shape or SHAPES], d, options.decay):
-                    print(json.dumps(found), flush=True)
+                for times in predictions([tuple(x) for x in options.shape or SHAPES], d, options.decay):
+                    print(json.dumps(times), flush=True)
                 continue
             for line in show_calls(d, options.decay):
                 print(line, flush=True)
@@ -298,8 +306,8 @@ def main() -> None:
             f"Triton {triton.__version__}; cycles: modelled, per 64 tokens and program, on a multiprocessor"
         )
         print(HEADER)
-    given = options.dim, options.dtype, options.capability, options.decay, options.layout
-    for x in entries(*given, modelled=not options.no_model):
+    selected = options.dim, options.dtype, options.capability, options.decay, options.layout
+    for x in entries(*selected, modelled=not options.no_model):
         print(json.dumps(x._asdict()) if options.json else show(x), flush=True)
 
 

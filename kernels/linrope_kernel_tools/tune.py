@@ -2,9 +2,9 @@
 
     PYTHONPATH=kernels python -m linrope_kernel_tools.tune --size 64 --dot bf16
 
-A candidate replaces its entry of the GPU's table while the whole pass that its kernel belongs to is timed, so
-that what it costs its neighbours counts too. One that does not fit the GPU, or whose results are off, is
-reported and left out.
+A candidate replaces its entry of the table while the whole forward or backward pass is timed, so that its
+effect on neighbouring kernels counts too. A candidate that does not fit the GPU, or whose results are wrong,
+is reported and left out.
 """
 
 import argparse
@@ -22,26 +22,26 @@ Pass = Callable[[], tuple[Tensor, ...]]
 
 
 def candidates(kernel: str, size: int) -> Iterator[tiles.Tile]:
-    """Tiles that cover what the kernel needs whole: pairs for sums over features, values for g and v."""
+    """Candidate tiles. A kernel that sums over pairs or over values takes all of them in each program."""
     whole_pairs, whole_values = kernel in ("scan_fwd", "states", "dv"), kernel in ("dq", "dk")
-    pairs = (tiles.ALL,) if whole_pairs else [w for w in (16, 32, 64) if w <= size // 2]
-    values = (tiles.ALL,) if whole_values else [e for e in (16, 32, 64, 128) if e <= size]
+    pairs = (tiles.UNSPLIT,) if whole_pairs else [w for w in (16, 32, 64) if w <= size // 2]
+    values = (tiles.UNSPLIT,) if whole_values else [e for e in (16, 32, 64, 128) if e <= size]
     for numbers in product((16, 32, 64, 128), pairs, values, (4, 8), (1, 2, 3)):
         yield tiles.Tile(*numbers)
 
 
 def table_of(dot: str) -> dict[tuple[str, int], tiles.Tile]:
-    """The table's entries for the GPU that is there."""
+    """The table's entries for this machine's GPU."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return tiles.table_of(dot, launch._device(torch.empty(0, device=device)).capability)
 
 
 def passes(size: int, dot: str, b: int, n: int, h: int, device: str) -> tuple[Pass, Pass]:
-    """The forward and the backward pass of one random problem, without allocations of inputs."""
-    q, k, v, g_out = torch.randn(4, b, n, h, size, device=device, dtype=DTYPES[dot])
-    turns = (torch.rand(1, 1, size // 2, device=device, dtype=torch.float64) * 2.0**62).to(torch.int64)
+    """The forward and the backward pass of a random problem, whose inputs exist already."""
+    q, k, v, d_out = torch.randn(4, b, n, h, size, device=device, dtype=DTYPES[dot])
+    theta = (torch.rand(1, 1, size // 2, device=device, dtype=torch.float64) * 2.0**62).to(torch.int64)
     first = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    call = launch.Call(q=q, k=k, v=v, theta=turns, positions=first, dot=dot)
+    call = launch.Call(q=q, k=k, v=v, theta=theta, positions=first, dot=dot)
 
     def forward() -> tuple[Tensor, ...]:
         out, _, saved = launch.attend_fwd(call, None, want_end=True, save=True)
@@ -50,8 +50,8 @@ def passes(size: int, dot: str, b: int, n: int, h: int, device: str) -> tuple[Pa
 
     def backward() -> tuple[Tensor, ...]:
         out, _, saved = launch.attend_fwd(call, None, want_end=True, save=True)
-        found = gradients.attend_bwd(call, None, saved, out if call.reads_out else None, g_out, None)
-        return tuple(x for x in found[:3] if x is not None)
+        grads = gradients.attend_bwd(call, None, saved, out if call.reads_out else None, d_out, None)
+        return tuple(x for x in grads[:3] if x is not None)
 
     return forward, backward
 
@@ -59,7 +59,7 @@ def passes(size: int, dot: str, b: int, n: int, h: int, device: str) -> tuple[Pa
 def best(
     kernel: str, size: int, dot: str, run: Pass, timer: Callable[[Pass], float]
 ) -> list[tuple[float, tiles.Tile]]:
-    """(ms, tile) of the candidates that run and agree with the table's tile, fastest first."""
+    """(ms, tile) of the candidates that run and agree with the table's current tile, fastest first."""
     table, key = table_of(dot), (kernel, size)
     shipped = table[key]
     expected = [x.double() for x in run()]
@@ -70,9 +70,9 @@ def best(
             try:
                 results = run()
                 errors = [(x.double() - y).abs().max() / y.abs().max() for x, y in zip(results, expected)]
-                off = max(float(error) for error in errors)
-                if not off <= 0.05:
-                    print(f"{kernel} {size} {dot} {tuple(tile)}: results differ by {off:.1e}", flush=True)
+                worst = max(float(error) for error in errors)
+                if not worst <= 0.05:
+                    print(f"{kernel} {size} {dot} {tuple(tile)}: results differ by {worst:.1e}", flush=True)
                     continue
                 measured.append((timer(run), tile))
             except (triton.runtime.errors.OutOfResources, triton.CompilationError, RuntimeError) as error:
@@ -90,7 +90,7 @@ def tune(
     device: str,
     timer: Callable[[Pass], float],  # in ms
 ) -> None:
-    """Prints what the table's tile takes, and the five fastest candidates as entries for the table."""
+    """Prints the time of the table's tile, and the five fastest candidates as entries for the table."""
     forward, backward = passes(size, dot, *shape, device)
     for kernel in kernels:
         if (kernel, size) not in table_of(dot):

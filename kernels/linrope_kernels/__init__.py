@@ -4,5 +4,5 @@ from triton.runtime.jit import JITFunction
 
 from linrope_kernels.forward import scan_fwd_kernel
 
-# Whether Triton runs them in its interpreter, on the CPU.
+# True if Triton runs the kernels in its interpreter, on the CPU.
 INTERPRETED = not isinstance(scan_fwd_kernel, JITFunction)

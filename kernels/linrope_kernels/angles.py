@@ -1,4 +1,4 @@
-"""Angles, exact at any position: integers that wrap reduce them to one turn."""
+"""Angles Theta, exact at any position: 64-bit integers that wrap around at one full turn."""
 
 import triton
 import triton.language as tl
@@ -6,15 +6,15 @@ import triton.language as tl
 
 @triton.jit
 def cos_sin(phase):
-    """cos and sin of an angle given in 2^-64 turns, as int64: a product that wraps is the angle mod 1 turn.
+    """cos and sin of an angle, given as an int64 number of 2^-64 turns: overflow drops whole turns.
 
-    p theta is exact to 2^-33 turns up to p = 2^31, with no float64 and no range reduction; the quarter
-    turns are split off, so that float32 holds the rest to 1e-7.
+    p theta is exact to 2^-33 turns up to p = 2^31, with no float64 and no range reduction. Quarter turns are
+    split off, so that float32 holds the rest to 1e-7.
     """
-    turn = (phase >> 32).to(tl.int32)
-    quarter = (turn + 0x20000000) >> 30  # nearest, -2 .. 1; the sum may wrap, which is right
-    rest = (turn - (quarter << 30)).to(tl.float32) * 1.4629180792671596e-09  # 2 pi / 2^32
-    square = rest * rest  # the minimax polynomials of Cephes' sinf and cosf
+    high = (phase >> 32).to(tl.int32)  # in 2^-32 turns
+    quarter = (high + 0x20000000) >> 30  # the nearest quarter turn, -2 .. 1; the sum may wrap around
+    rest = (high - (quarter << 30)).to(tl.float32) * 1.4629180792671596e-09  # 2 pi / 2^32
+    square = rest * rest  # minimax polynomials of Cephes' sinf and cosf
     s = -1.9515295891e-4 * square + 8.3321608736e-3
     s = rest + rest * square * (s * square - 1.6666654611e-1)
     c = 2.443315711809948e-5 * square - 1.388731625493765e-3
@@ -27,7 +27,7 @@ def cos_sin(phase):
 
 @triton.jit
 def load_theta(THETA, axis, heads, head, pairs, P: tl.constexpr):
-    """(W,) of (axes, 1 or g, P), in 2^-64 turns per position; 0 where nothing rotates."""
+    """theta (W,) of one axis and head from THETA (axes, 1 or g, P); 0 for pairs that do not rotate."""
     row = axis * heads + (head if heads > 1 else 0)
     return tl.load(THETA + row * P + pairs, mask=pairs < P, other=0)
 
@@ -42,8 +42,11 @@ def table_fwd_kernel(
     P: tl.constexpr, AXES: tl.constexpr, CONSECUTIVE: tl.constexpr, INTERLEAVED: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """cos and sin of p theta or of PHASES, laid out as the members of a pair are, so that each thread loads
-    what belongs to its features; CONSECUTIVE: positions holds the first one only."""
+    """The table of cos and sin, of p theta or of PHASES.
+
+    cos and sin lie as the two members of a pair do in q and k, so that each thread loads the angles of its
+    own features. CONSECUTIVE: POSITIONS holds only the first position.
+    """
     chunk = tl.program_id(0) % tl.cdiv(n, C)
     head = tl.program_id(0) // tl.cdiv(n, C) % heads
     batch = (tl.program_id(0) // tl.cdiv(n, C) // heads).to(tl.int64)
@@ -51,8 +54,8 @@ def table_fwd_kernel(
     inside = (rows < n)[:, None] & (pairs < P)[None, :]
     if THETA is None:
         PHASES += batch * phase_strides[0] + head.to(tl.int64) * phase_strides[2]
-        at = rows.to(tl.int64)[:, None] * phase_strides[1] + pairs[None, :] * phase_strides[3]
-        phase = tl.load(PHASES + at, mask=inside, other=0)
+        offsets = rows.to(tl.int64)[:, None] * phase_strides[1] + pairs[None, :] * phase_strides[3]
+        phase = tl.load(PHASES + offsets, mask=inside, other=0)
     else:
         POSITIONS += batch * position_stride
         phase = tl.zeros([C, W], tl.int64)

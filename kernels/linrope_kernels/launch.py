@@ -1,6 +1,6 @@
-"""Launchers: they choose tiles and segments and start the kernels. No copies of q, k, v, no syncs."""
+"""Launchers: choose tiles and segments and start the kernels, with no copies of q, k, v and no syncs."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from linrope_kernels.forward import prefix_kernel, scan_fwd_kernel, states_kerne
 from linrope_kernels.segments import Segments, cut_packed
 from linrope_kernels.step import step_fwd_kernel
 
-Tables = tuple[Tensor | None, Tensor | None]  # of angles: of queries, and of keys if their positions differ
+Tables = tuple[Tensor | None, Tensor | None]  # cos and sin for queries, and for keys if their angles differ
 State = tuple[Tensor, Tensor]  # S (b, g, f, e) float32 and z (b, g, f) float64 or float32, contiguous
 NO_STATE = (None, None)
 PREFIX_BLOCK = 1024
@@ -21,30 +21,30 @@ PREFIX_BLOCK = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What one call works on; names and defaults as in linrope."""
+    """The inputs of one call; names and defaults as in linrope."""
 
-    q: Tensor | None  # (b, n, h, f), any strides, as k and v; None: the last state alone is wanted
+    q: Tensor | None  # (b, n, h, f), any strides, like k and v; None: only the last state is wanted
     k: Tensor  # (b, m, g, f)
     v: Tensor  # (b, m, g, e)
     log_decay: Tensor | None = None  # (b or 1, m, g or 1) <= 0, any strides
     theta: Tensor | None = None  # (axes, 1 or g, P) int64, 2^-64 turns per position
-    positions: Tensor  # (1 or b, n) int64 contiguous, or (1 or b, 1): consecutive; or (1 or b, n, axes)
-    key_positions: Tensor | None = None  # (1 or b, m), likewise; None: as positions
+    positions: Tensor  # (1 or b, n or, if consecutive, 1) or (1 or b, n, axes), int64 contiguous
+    key_positions: Tensor | None = None  # the same with m; None: equal to positions
     key_mask: Tensor | None = None  # (b, m) bool, contiguous
-    cu_seqlens: Tensor | None = None  # (s + 1,) of packed sequences: then b is 1
+    cu_seqlens: Tensor | None = None  # (sequences + 1,) bounds of packed sequences; b is then 1
     layout: str = "half"
     feature_map: str = "elu+1"
     causal: bool = True
     normalize: bool = True
     eps: float = 1e-6
     eps_mode: str = "clamp"
-    dot: str  # how products are computed: "bf16", "tf32", "ieee"
-    # In place of theta all angles (1 or b, n, 1 or g, P), in 2^-64 turns: of queries; of keys if they differ
+    dot: str  # precision of matrix products: "bf16", "tf32", "ieee"
+    # In place of theta: angles (1 or b, n, 1 or g, P) in 2^-64 turns, of queries and, if they differ, keys
     phases: tuple[Tensor, Tensor | None] | None = None
 
     @property
     def queries(self) -> Tensor:
-        """q, or k where there are no queries: for shapes."""
+        """q, or k if there are no queries; only its shape is used."""
         return self.k if self.q is None else self.q
 
     @property
@@ -54,26 +54,26 @@ class Call:
 
     @property
     def pairs(self) -> int:
-        """P: how many pairs turn."""
+        """P: the number of pairs that rotate."""
         angles = self.theta if self.phases is None else self.phases[0]
         return 0 if angles is None else angles.shape[-1]
 
     @property
-    def entries(self) -> int:
-        """b, of packed sequences s."""
+    def sequences(self) -> int:
+        """b, or the number of packed sequences."""
         return self.k.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     @property
-    def sequences(self) -> int:
-        """b g, of packed sequences s g: how many states there are."""
-        return self.entries * self.k.shape[2]
+    def states(self) -> int:
+        """The number of states: one per sequence and key/value head."""
+        return self.sequences * self.k.shape[2]
 
     def tile(self, name: str) -> tiles.Tile:
         return tiles.tile(name, self.k.shape[3], self.v.shape[3], self.dot, _device(self.k).capability)
 
     @property
     def reads_out(self) -> bool:
-        """Whether the backward pass needs out: where no program has all feature pairs."""
+        """True if the backward pass reads out, because no program has all feature pairs."""
         if self.q is None:
             return False
         return self.normalize and self.tile("dq").pairs < (self.k.shape[3] + 1) // 2
@@ -84,7 +84,10 @@ class Call:
         return tiles.most_segments(b * h, blocks, _device(self.k).multiprocessors, tile.warps)
 
     def new_table(self, positions: Tensor, phases: Tensor | None, n: int) -> Tensor:
-        """For cos and sin (1 or b, 1 or g, n, 2 P) of the angles; float16 holds more digits than bfloat16."""
+        """An empty table of cos and sin (1 or b, 1 or g, n, 2 P).
+
+        It is float16 for bfloat16 inputs: half of float32's bytes, and more precise than bfloat16.
+        """
         if phases is None:
             assert self.theta is not None
             rows, heads = positions.shape[0], self.theta.shape[1]
@@ -93,7 +96,7 @@ class Call:
         dtype = torch.float16 if self.dot == "bf16" else torch.float32
         return positions.new_empty(rows, heads, n, 2 * self.pairs, dtype=dtype)
 
-    def table(self, positions: Tensor, phases: Tensor | None, n: int) -> Tensor | None:
+    def make_table(self, positions: Tensor, phases: Tensor | None, n: int) -> Tensor | None:
         if not self.pairs:
             return None
         table = self.new_table(positions, phases, n)
@@ -109,40 +112,40 @@ class Call:
         return table
 
     def tables(self) -> Tables:
-        """Of queries and, if their positions are others, of keys."""
+        """The tables of cos and sin for the queries and, if their positions differ, the keys."""
         n, m = self.queries.shape[1], self.k.shape[1]
         phases, key_phases = self.phases or (None, None)
-        keys = None if self.key_positions is None else self.table(self.key_positions, key_phases, m)
-        return self.table(self.positions, phases, n), keys
+        keys = None if self.key_positions is None else self.make_table(self.key_positions, key_phases, m)
+        return self.make_table(self.positions, phases, n), keys
 
     @property
     def decay(self) -> tuple[Any, ...]:
-        """log_decay and its strides."""
+        """log_decay and its strides: the kernels' arguments LOG and log_strides."""
         return self.log_decay, strides_of(self.log_decay, 3)
 
     def segments(self, n: int) -> Segments:
-        """How the n tokens of a sequence, or of all packed ones, are cut; without asking the device."""
+        """The segments of a sequence of n tokens, or of all packed sequences together."""
         if self.cu_seqlens is not None:
-            return self._packed
+            return self._packed_segments
         return Segments(*tiles.segments(n, self.most_segments()), None, None)
 
     @cached_property
-    def _packed(self) -> Segments:
+    def _packed_segments(self) -> Segments:
         n = self.k.shape[1]
         return self.segments_of(n, tiles.segments(n, self.most_segments())[1])
 
     def segments_of(self, n: int, length: int) -> Segments:
-        """Segments of ``length`` tokens, but for the last one of each sequence."""
+        """Segments of ``length`` tokens; the last one of each sequence may be shorter."""
         if self.cu_seqlens is not None:
             return cut_packed(self.cu_seqlens, n, length)
         return Segments(max(1, -(-n // length)), length, None, None)
 
-    def scans_states(self, cut: Segments) -> bool:
-        """Whether the states of segments have kernels of their own."""
-        return cut.number > 1 or cut.slots is not None
+    def scans_states(self, segments: Segments) -> bool:
+        """True if ``states`` and ``prefix`` run, which give every segment the state that it starts from."""
+        return segments.number > 1 or segments.spans is not None
 
     def launch(self, kernel: Any, name: str, copies: int, *args: Any, **constants: Any) -> None:
-        """Starts ``copies`` programs for every block of the output, with the tile of that name."""
+        """Starts ``copies`` programs for each block of the output, with the tile called ``name``."""
         f, e, tile = self.k.shape[3], self.v.shape[3], self.tile(name)
         if not name.startswith("step"):
             copies *= -(-((f + 1) // 2) // tile.pairs) * -(-e // tile.values)
@@ -155,29 +158,27 @@ class Call:
             )  # fmt: skip
 
 
-GIVEN = tuple(x.name for x in fields(Call) if x.name not in ("dot", "phases"))  # linrope's Call has these
-
-
 class _Device(NamedTuple):
     capability: int
     multiprocessors: int
 
 
 def _device(x: Tensor) -> _Device:
-    if not x.is_cuda:  # Triton's interpreter runs one program after another
+    if not x.is_cuda:  # Triton's interpreter runs the programs one by one
         return _Device(90, 1)
     properties = torch.cuda.get_device_properties(x.device)
     return _Device(10 * properties.major + properties.minor, properties.multi_processor_count)
 
 
 def strides_of(x: Tensor | None, axes: int) -> tuple[int, ...]:
-    """0 for axes of length 1: one entry for all."""
+    """x's strides, 0 along axes of length 1, which broadcast."""
     if x is None:
         return (0,) * axes
     return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride()))
 
 
 def with_strides(table: Tensor | None) -> tuple[Any, ...]:
+    """A table of cos and sin with the strides of its first two axes, as kernels take it."""
     return table, strides_of(table, 4)[:2]
 
 
@@ -186,40 +187,40 @@ def _row_stride(x: Tensor | None) -> int:
 
 
 def saved_segments(call: Call) -> int:
-    """How many states the forward pass saves for the backward pass; no branch on n, which may be symbolic."""
+    """States per sequence and head that the forward pass saves; independent of n, which may be symbolic."""
     most = call.most_segments()
     return 0 if most == 1 or not call.causal or call.cu_seqlens is not None else most
 
 
 def new_states(call: Call, number: int) -> State:
-    """Of ``number`` segments of each sequence (of packed ones: of all together), not filled in."""
+    """Empty states for ``number`` segments, per sequence or, if sequences are packed, in total."""
     f, e, rows = call.k.shape[3], call.v.shape[3], call.k.shape[0] * call.k.shape[2]
     s = call.k.new_empty(rows, number, f, e, dtype=torch.float32)
     return s, s.new_empty(rows, number, f, dtype=torch.float64)
 
 
 def new_state(call: Call, like: State | None) -> State:
-    """Of each sequence, not filled in; z in the dtype that it has there."""
+    """An empty state for each sequence; z has the dtype of that in ``like``."""
     (_, _, g, f), e = call.k.shape, call.v.shape[3]
-    s = call.k.new_empty(call.entries, g, f, e, dtype=torch.float32)
+    s = call.k.new_empty(call.sequences, g, f, e, dtype=torch.float32)
     return s, s.new_empty(*s.shape[:3], dtype=torch.float64 if like is None else like[1].dtype)
 
 
 def new_tables(call: Call) -> list[Tensor]:
-    """The tables of angles that the forward pass saves; those made from data are made again."""
+    """Empty tables of cos and sin, as the forward pass saves them; it saves none if angles come from data."""
     if call.theta is None or call.q is None:
         return []
-    given = [(call.positions, call.q)]
+    sides = [(call.positions, call.q)]
     if call.key_positions is not None:
-        given.append((call.key_positions, call.k))
-    return [call.new_table(positions, None, x.shape[1]) for positions, x in given]
+        sides.append((call.key_positions, call.k))
+    return [call.new_table(positions, None, x.shape[1]) for positions, x in sides]
 
 
 def new_sums(call: Call) -> list[Tensor]:
-    """den (b, h, n) and, unless it is cheap to make again, a state, for the backward pass.
+    """Empty den (b, h, n) and, unless it is cheap to recompute, a state, which the forward pass saves.
 
-    That is the state of all keys or, where few heads are cut into segments, the states before those; short
-    sequences leave some of these as they came.
+    A bidirectional call saves the state of all keys; a causal one with few heads saves the states before its
+    segments. Short sequences have fewer segments and leave some of these states unwritten.
     """
     if call.q is None:
         return []
@@ -232,23 +233,24 @@ def new_sums(call: Call) -> list[Tensor]:
 
 
 def new_saved(call: Call) -> list[Tensor]:
-    """What the backward pass needs, not filled in."""
+    """Empty tensors for all that the forward pass saves."""
     return [*new_tables(call), *new_sums(call)]
 
 
-def unpack(call: Call, saved: list[Tensor]) -> tuple[Tensor | None, State | None]:
-    """den and the state or states of new_sums."""
+def unpack_sums(call: Call, saved: list[Tensor]) -> tuple[Tensor | None, State | None]:
+    """Splits the tensors of new_sums into den and the state or states."""
     den, *states = saved if call.normalize else (None, *saved)
     return den, (states[0], states[1]) if states else None  # type: ignore[return-value]
 
 
 def segment_states(
-    call: Call, cut: Segments, table: Tensor | None, start: State | None, own: State | None,
+    call: Call, segments: Segments, table: Tensor | None, start: State | None, states: State | None,
     end: State | None, backward: tuple[Tensor, Tensor | None, Tensor | None] | None = None,
 ) -> None:  # fmt: skip
-    """own: the states before (backward: after) each segment of cut; end: the last. backward: g, den, delta.
+    """Computes the state before each segment (backward: its gradient after each segment) and the last state.
 
-    None: no state to start from, not wanted.
+    start: the first state, or None. states, end: where the results go, or None if not wanted. backward: dout,
+    den and delta.
     """
     if backward is None:
         x, y, mask, den, delta = call.k, call.v, call.key_mask, None, None
@@ -256,34 +258,33 @@ def segment_states(
         assert call.q is not None
         x, (y, den, delta), mask = call.q, backward, None
     length, g = x.shape[1], call.k.shape[2]
-    alone = (
-        own is None and start is None and not call.scans_states(cut)
-    )  # a segment's own state is the last one
-    own = (end if alone else own) or new_states(call, cut.number)
+    # A single segment with no state before it: its own state is the last one, and needs no prefix.
+    single = states is None and start is None and not call.scans_states(segments)
+    states = (end if single else states) or new_states(call, segments.number)
     totals = None
     if call.log_decay is not None:
-        totals = own[0].new_empty(
-            own[0].shape[0] * g if alone else own[0].shape[0], cut.number, dtype=torch.float64
-        )
+        rows = states[0].shape[0] * (g if single else 1)
+        totals = states[0].new_empty(rows, segments.number, dtype=torch.float64)
     call.launch(
-        states_kernel, "states", call.k.shape[0] * g * cut.number,
-        x, x.stride(), y, y.stride(), mask, den, delta, *with_strides(table), *call.decay, cut.slots,
-        *own, totals, length, g, call.group, cut.number, cut.length, call.eps, REVERSE=backward is not None,
+        states_kernel, "states", call.k.shape[0] * g * segments.number,
+        x, x.stride(), y, y.stride(), mask, den, delta, *with_strides(table), *call.decay, segments.spans,
+        *states, totals, length, g, call.group, segments.number, segments.length, call.eps,
+        REVERSE=backward is not None,
     )  # fmt: skip
     f, e = call.k.shape[3], call.v.shape[3]
-    if not alone and call.sequences:
-        prefix_kernel[(call.sequences * -(-f * e // PREFIX_BLOCK),)](
-            totals, cut.firsts, *own, *(start or NO_STATE), *(end or NO_STATE), g, cut.number,
-            F=f, E=e, REVERSE=backward is not None, BLOCK=PREFIX_BLOCK,
+    if not single and call.states:
+        prefix_kernel[(call.states * -(-f * e // PREFIX_BLOCK),)](
+            totals, segments.first_spans, *states, *(start or NO_STATE), *(end or NO_STATE),
+            g, segments.number, F=f, E=e, REVERSE=backward is not None, BLOCK=PREFIX_BLOCK,
         )  # fmt: skip
 
 
 def attend_fwd(
     call: Call, start: State | None, *, want_end: bool, save: bool, tables: Tables | None = None
 ) -> tuple[Tensor | None, State | None, list[Tensor]]:
-    """out (b, n, h, e), the last state where it is wanted, and what new_saved says.
+    """out (b, n, h, e), the last state if wanted, and if ``save`` the tensors that new_saved describes.
 
-    tables: those of call.tables(), where they are there already.
+    tables: call.tables(), if the caller has made them already.
     """
     table, key_table = tables or call.tables()
     keys = table if key_table is None else key_table
@@ -292,24 +293,24 @@ def attend_fwd(
         segment_states(call, call.segments(call.k.shape[1]), keys, start, None, end)
         return None, end, []
     saved = new_sums(call) if save else []
-    den, states = unpack(call, saved) if save else (None, None)
+    den, states = unpack_sums(call, saved) if save else (None, None)
     b, n, h, _ = call.q.shape
-    cut, before = call.segments(n), start
+    segments, before = call.segments(n), start
     if not call.causal:
         before, key_table = states or end or new_state(call, None), None
         segment_states(call, call.segments(call.k.shape[1]), keys, start, None, before)
         if end is not None and end is not before:
             end = end[0].copy_(before[0]), end[1].copy_(before[1])
-    elif call.scans_states(cut):
-        before = states or new_states(call, cut.number)
-        segment_states(call, cut, keys, start, before, end)
+    elif call.scans_states(segments):
+        before = states or new_states(call, segments.number)
+        segment_states(call, segments, keys, start, before, end)
     out = call.v.new_empty(b, n, h, call.v.shape[3])
     call.launch(
-        scan_fwd_kernel, "scan_fwd", b * h * cut.number,
+        scan_fwd_kernel, "scan_fwd", b * h * segments.number,
         call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask,
-        *with_strides(table), *with_strides(key_table), *call.decay, cut.slots, *(before or NO_STATE),
-        out, out.stride(), den, *(end or NO_STATE), n, h, call.group, cut.number, cut.length, call.eps,
-        CAUSAL=call.causal,
+        *with_strides(table), *with_strides(key_table), *call.decay, segments.spans, *(before or NO_STATE),
+        out, out.stride(), den, *(end or NO_STATE),
+        n, h, call.group, segments.number, segments.length, call.eps, CAUSAL=call.causal,
     )  # fmt: skip
     if save and call.theta is not None and table is not None:
         saved = [table, *([] if keys is None or keys is table else [keys]), *saved]
@@ -317,10 +318,13 @@ def attend_fwd(
 
 
 def step_fwd(call: Call, start: State | None, end: State | None, slots: Tensor | None) -> Tensor:
-    """out of one token of every sequence; end may be start, to update it; with slots (b,) both are pools."""
+    """out of one token of every sequence. end may be start, which is then updated in place.
+
+    slots (b,): start and end are pools of states, and sequence i has row slots[i].
+    """
     assert call.q is not None
     g, e = call.k.shape[2], call.v.shape[3]
-    # One program then does all of a sequence, since each program reads z, and one writes it.
+    # In place a single program handles a sequence and head: each program reads z, and one overwrites it.
     in_place = start is not None and end is not None and start[1] is end[1]
     keys = call.positions if call.key_positions is None else call.key_positions
     axes, heads = (1, 1) if call.theta is None else call.theta.shape[:2]
@@ -330,7 +334,7 @@ def step_fwd(call: Call, start: State | None, end: State | None, slots: Tensor |
     parts = 1 if in_place else -(-e // call.tile(name).values)
     out = call.v.new_empty(*call.q.shape[:3], e)
     call.launch(
-        step_fwd_kernel, name, call.sequences * parts,
+        step_fwd_kernel, name, call.states * parts,
         call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask,
         call.theta, heads, call.positions, _row_stride(call.positions), keys, _row_stride(keys),
         phases, strides_of(phases, 4), key_phases, strides_of(key_phases, 4), *call.decay, slots,

@@ -1,27 +1,29 @@
-"""What all kernels are made of: feature maps, rotation, tiles of feature pairs, states.
+"""The building blocks of all kernels: feature maps, rotation, and loads and stores of features and states.
 
-A tile of features is (C, 2 W): W pairs, whose two members, which rotate together, stand side by side whatever
-their layout in memory. The state is kept transposed, (BE, 2 W), as Hopper's matrix unit wants it.
+A tile of features is (C, 2 W): W pairs per token. The two members of a pair rotate together and stand side by
+side in the tile, whatever their layout in memory. The state is kept transposed, (BE, 2 W), as Hopper's matrix
+unit requires.
 """
 
 import triton
 import triton.language as tl
 
-from linrope_kernels.decay import fade
+from linrope_kernels.decay import decay_state
 
 
 @triton.jit
 def exp_up_to_0(x):
-    """e^min(x, 0), NaN for NaN: no comparison for the rest to wait for; in map and slope of elu + 1.
+    """e^min(x, 0), the part of elu + 1 below 0 and its slope there; NaN for NaN.
 
-    exp2 is one instruction, exp one with a case for results below 2^-126, which are 0 here.
+    It needs no comparison, whose predicate other instructions would wait for. exp2 is a single instruction;
+    exp also handles results below 2^-126, which become 0 here.
     """
     return tl.exp2(tl.minimum(x, 0, propagate_nan=tl.PropagateNan.ALL) * 1.4426950408889634)  # 1 / log 2
 
 
 @triton.jit
-def feature(x, MAP: tl.constexpr):
-    """phi(x) in float32; the names are linrope.feature_maps.ELEMENTWISE's."""
+def feature_map(x, MAP: tl.constexpr):
+    """phi(x) in float32. MAP is a name in linrope.feature_maps.ELEMENTWISE."""
     x = x.to(tl.float32)
     if MAP == "elu+1":
         return tl.maximum(x, 0) + exp_up_to_0(x)
@@ -60,10 +62,10 @@ def slope(x, MAP: tl.constexpr):
 
 @triton.jit
 def operand(x, DOT: tl.constexpr):
-    """x as the matrix unit takes it. "tf32" serves float16: as many digits, and float32's range."""
+    """x rounded to the matrix unit's type. "tf32" serves float16: the same precision, but float32's range."""
     if DOT == "bf16":
         return x.to(tl.bfloat16)
-    elif DOT == "tf32":  # to nearest; the unit by itself would cut off
+    elif DOT == "tf32":  # round to nearest; the matrix unit would truncate
         x = x.to(tl.float32)
         rounded = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
         return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
@@ -82,7 +84,7 @@ def dot(a, b, acc, DOT: tl.constexpr):
 
 @triton.jit
 def members(x):
-    """The first and the second members of the pairs, (C, W) each."""
+    """The first and the second member of each pair, two tiles (C, W)."""
     return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
 
 
@@ -92,75 +94,75 @@ def side_by_side(x1, x2):
 
 
 @triton.jit
-def rotate(x, turn, P: tl.constexpr):
-    """R x, for turn = (cos, sin)."""
+def rotate(x, rotation, P: tl.constexpr):
+    """R x, for rotation = (cos, sin)."""
     if P == 0:
         return x
     else:
         x1, x2 = members(x)
-        return side_by_side(x1 * turn[0] - x2 * turn[1], x1 * turn[1] + x2 * turn[0])
+        return side_by_side(x1 * rotation[0] - x2 * rotation[1], x1 * rotation[1] + x2 * rotation[0])
 
 
 @triton.jit
-def rotate_back(x, turn, P: tl.constexpr):
+def rotate_back(x, rotation, P: tl.constexpr):
     """R^T x."""
     if P == 0:
         return x
     else:
         x1, x2 = members(x)
-        return side_by_side(x1 * turn[0] + x2 * turn[1], x2 * turn[0] - x1 * turn[1])
+        return side_by_side(x1 * rotation[0] + x2 * rotation[1], x2 * rotation[0] - x1 * rotation[1])
 
 
 @triton.jit
-def quarter_turns(x, y):
-    """J x y (C, W), pair by pair, J a turn by 90 degrees."""
+def angle_gradients(x, dx):
+    """The gradient of each pair's angle, <J x, dx> (C, W), where J rotates a pair by 90 degrees."""
     x1, x2 = members(x)
-    y1, y2 = members(y)
-    return x1 * y2 - x2 * y1
+    dx1, dx2 = members(dx)
+    return x1 * dx2 - x2 * dx1
 
 
 @triton.jit
-def halves(pairs, F: tl.constexpr, P: tl.constexpr):
-    """Where both members are in layout "half". P pairs rotate; other features are paired up likewise."""
+def half_layout_offsets(pairs, F: tl.constexpr, P: tl.constexpr):
+    """Offsets of both members of each pair in layout "half". Features that do not rotate form pairs too."""
     PAIRS: tl.constexpr = (F + 1) // 2
     first = pairs + tl.where(pairs < P, 0, P)
     return first, first + tl.where(pairs < P, P, PAIRS - P)
 
 
 @triton.jit
-def features(w0, F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr, W: tl.constexpr):
-    """(2 W,): where in memory the features of the pairs w0 .. w0 + W are; F or more where there is none."""
+def feature_offsets(w0, F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr, W: tl.constexpr):
+    """(2 W,): offsets in memory of the features of pairs w0 .. w0 + W; F or more beyond the last feature."""
     i = 2 * w0 + tl.arange(0, 2 * W)
     if INTERLEAVED:
         return i
     else:
-        first, second = halves(i // 2, F, P)
+        first, second = half_layout_offsets(i // 2, F, P)
         return tl.where(i < F, tl.where(i % 2 == 0, first, second), F)
 
 
 @triton.jit
-def keep(x, rows, w0, F: tl.constexpr, W: tl.constexpr):
-    """x (C, 2 W) where the row counts and the feature exists, else 0: phi(0) need not be 0."""
+def mask_features(x, row_mask, w0, F: tl.constexpr, W: tl.constexpr):
+    """x (C, 2 W) with 0 in masked rows and beyond feature F; phi(0), after a masked load, may not be 0."""
     if F % (2 * W) == 0:
-        return tl.where(rows[:, None], x, 0.0)
+        return tl.where(row_mask[:, None], x, 0.0)
     else:
         exists = 2 * w0 + tl.arange(0, 2 * W) < F
-        return tl.where(rows[:, None] & exists[None, :], x, 0.0)
+        return tl.where(row_mask[:, None] & exists[None, :], x, 0.0)
 
 
 @triton.jit
-def in_registers(x, rows):
-    """x (C, ..) again, which is 0 outside of these rows already, in a tile that this program wrote itself.
+def through_registers(x, row_mask):
+    """x (C, ..), which is 0 in masked rows already, in a tile that the program itself writes from registers.
 
-    Before 3.7 Triton lets Hopper's matrix unit read a tile as cp.async brought it, with no fence.proxy.async
-    after the copy, where the product's other side is another copy, or does not change in the loop.
+    Before version 3.7 Triton lets Hopper's matrix unit read a tile straight from cp.async with no
+    fence.proxy.async in between, if the product's other operand is another such copy or constant in the loop.
     """
-    return tl.where(rows[:, None], x, 0.0)
+    return tl.where(row_mask[:, None], x, 0.0)
 
 
 @triton.jit
 def divisor(den, eps, ADD: tl.constexpr):
-    """What the numerator is divided by."""
+    """The denominator with eps: the numerator's divisor."""
     if ADD:
         return den + eps
     else:
@@ -168,38 +170,40 @@ def divisor(den, eps, ADD: tl.constexpr):
 
 
 @triton.jit
-def tokens_of(SLOTS, segment, length, n):
-    """First token, last token + 1 and packed sequence of a segment; SLOTS (s, 3) has them where packed."""
-    if SLOTS is None:
+def segment_span(SPANS, segment, length, n):
+    """First token, last token + 1 and packed sequence of a segment; SPANS (s, 3) holds them if packed."""
+    if SPANS is None:
         first = segment * length
         return first, tl.minimum(first + length, n), 0
     else:
-        SLOTS += 3 * segment
-        return tl.load(SLOTS), tl.load(SLOTS + 1), tl.load(SLOTS + 2)
+        SPANS += 3 * segment
+        return tl.load(SPANS), tl.load(SPANS + 1), tl.load(SPANS + 2)
 
 
 @triton.jit
 def sum_of_products(x, y, AXIS: tl.constexpr):
-    """Of x y over an axis. Each thread that the axis is spread over adds up all of it: they must agree."""
+    """The sum of x y over an axis, with the same bits in every thread that computes it."""
     products = x * y
-    if products.numel <= 1024:  # a thread that has one would fuse it, unrounded, with the sum of the others
+    if products.numel <= 1024:  # or a thread with one product would fuse it, unrounded, with the others' sum
         products += 0.0
     return tl.sum(products, AXIS)
 
 
 @triton.jit
-def join(x, z, row, faded):
-    """(x + z in one row, z + the sum of x): whoever sees that row sees all that z has gathered before.
+def carry_z(psi, z, first_row, decay):
+    """psi with z added to the chunk's first row, and z after the chunk.
 
-    faded: None, or what is left at each row of z (C, 1), at the last row of each x (C, 1), and there of z.
+    Every query of the chunk sees its first key, so that a product with this psi includes the keys before the
+    chunk. decay: None, or e^(D_i) (C, 1), e^(D_end - D_i) (C, 1) and the chunk's factor for decay_state.
     """
-    old = z.to(tl.float32)[None, :]
-    if faded is None:
-        z += tl.sum(x, 0).to(tl.float64)
+    z_before = z.to(tl.float32)[None, :]
+    if decay is None:
+        z += tl.sum(psi, 0).to(tl.float64)
     else:
-        old = old * faded[0]
-        z = fade(z, faded[2]) + sum_of_products(x, faded[1], 0).to(tl.float64)
-    return x + tl.where(row[:, None], old, 0.0), z
+        from_start, to_end, over_chunk = decay
+        z_before = z_before * from_start
+        z = decay_state(z, over_chunk) + sum_of_products(psi, to_end, 0).to(tl.float64)
+    return psi + tl.where(first_row[:, None], z_before, 0.0), z
 
 
 @triton.jit
@@ -207,7 +211,7 @@ def load_features(
     X, rows, inside, strides, w0,
     F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """(C, 2 W) of the rows of X, a (n, d) matrix with strides[1] and strides[3]; 0 outside."""
+    """A tile (C, 2 W) of q or k, X (n, f) with strides[1] and strides[3]; 0 outside."""
     X += rows[:, None].to(tl.int64) * strides[1]
     if INTERLEAVED:
         f = 2 * w0 + tl.arange(0, 2 * W)
@@ -217,7 +221,7 @@ def load_features(
         return tl.load(X + f[None, :].to(tl.int64) * strides[3], mask=mask, other=0)
     else:
         pairs = w0 + tl.arange(0, W)
-        f1, f2 = halves(pairs, F, P)
+        f1, f2 = half_layout_offsets(pairs, F, P)
         mask1, mask2 = inside[:, None], inside[:, None]
         if F % (2 * W) != 0:
             mask1, mask2 = mask1 & (2 * pairs < F)[None, :], mask2 & (2 * pairs + 1 < F)[None, :]
@@ -241,7 +245,7 @@ def store_features(
         tl.store(X + f[None, :].to(tl.int64) * strides[3], x, mask=mask)
     else:
         pairs = w0 + tl.arange(0, W)
-        f1, f2 = halves(pairs, F, P)
+        f1, f2 = half_layout_offsets(pairs, F, P)
         x1, x2 = members(x)
         mask1, mask2 = inside[:, None], inside[:, None]
         if F % (2 * W) != 0:
@@ -252,81 +256,81 @@ def store_features(
 
 @triton.jit
 def load_values(X, rows, inside, strides, e, E: tl.constexpr, BE: tl.constexpr):
-    """(C, BE): the columns e of the rows of X; 0 outside."""
+    """A tile (C, BE) of v or of the output, X (n, e) with strides[1] and strides[3]; 0 outside."""
     X += rows[:, None].to(tl.int64) * strides[1] + e[None, :].to(tl.int64) * strides[3]
-    keep = inside[:, None]
+    mask = inside[:, None]
     if E % BE != 0:
-        keep = keep & (e < E)[None, :]
-    return tl.load(X, mask=keep, other=0)
+        mask = mask & (e < E)[None, :]
+    return tl.load(X, mask=mask, other=0)
 
 
 @triton.jit
 def store_values(X, x, rows, inside, strides, e, E: tl.constexpr, BE: tl.constexpr):
     X += rows[:, None].to(tl.int64) * strides[1] + e[None, :].to(tl.int64) * strides[3]
-    keep = inside[:, None]
+    mask = inside[:, None]
     if E % BE != 0:
-        keep = keep & (e < E)[None, :]
-    tl.store(X, x.to(X.dtype.element_ty), mask=keep)
+        mask = mask & (e < E)[None, :]
+    tl.store(X, x.to(X.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def load_state(S, at, f, e, F: tl.constexpr, E: tl.constexpr):
-    """S^T (BE, 2 W), of the contiguous (f, e) matrix number ``at``; 0 where there is none."""
+def load_state(S, index, f, e, F: tl.constexpr, E: tl.constexpr):
+    """S[index]^T (BE, 2 W), from contiguous states S (.., f, e); 0 if S is None."""
     if S is None:
         return tl.zeros([e.shape[0], f.shape[0]], tl.float32)
     else:
         inside = (e < E)[:, None] & (f < F)[None, :]
-        return tl.load(S + at * F * E + f[None, :] * E + e[:, None], mask=inside, other=0)
+        return tl.load(S + index * F * E + f[None, :] * E + e[:, None], mask=inside, other=0)
 
 
 @triton.jit
-def store_state(S, at, s, f, e, F: tl.constexpr, E: tl.constexpr):
-    tl.store(S + at * F * E + f[None, :] * E + e[:, None], s, mask=(e < E)[:, None] & (f < F)[None, :])
+def store_state(S, index, s, f, e, F: tl.constexpr, E: tl.constexpr):
+    tl.store(S + index * F * E + f[None, :] * E + e[:, None], s, mask=(e < E)[:, None] & (f < F)[None, :])
 
 
 @triton.jit
-def load_sum(Z, at, f, F: tl.constexpr):
-    """z (2 W,), float64; 0 where there is none."""
+def load_z(Z, index, f, F: tl.constexpr):
+    """Z[index] (2 W,) as float64; 0 if Z is None."""
     if Z is None:
         return tl.zeros([f.shape[0]], tl.float64)
     else:
-        return tl.load(Z + at * F + f, mask=f < F, other=0).to(tl.float64)
+        return tl.load(Z + index * F + f, mask=f < F, other=0).to(tl.float64)
 
 
 @triton.jit
-def store_sum(Z, at, z, f, F: tl.constexpr):
-    tl.store(Z + at * F + f, z.to(Z.dtype.element_ty), mask=f < F)
+def store_z(Z, index, z, f, F: tl.constexpr):
+    tl.store(Z + index * F + f, z.to(Z.dtype.element_ty), mask=f < F)
 
 
 @triton.jit
-def load_turn(
+def load_rotation(
     TABLE, rows, inside, w0,
     F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """cos and sin (C, W) of the rows' angles, stored as features are; no turn where nothing rotates."""
+    """cos and sin (C, W) of the rows' angles from TABLE, laid out as q; 1 and 0 where nothing rotates."""
     if P == 0:
         return 1.0, 0.0
     else:
         pairs = w0 + tl.arange(0, W)
-        all_turn: tl.constexpr = 2 * P >= F and P % W == 0
+        all_rotate: tl.constexpr = 2 * P >= F and P % W == 0
         mask = inside[:, None]
         TABLE += rows[:, None].to(tl.int64) * (2 * P)
         if INTERLEAVED:
             i = 2 * w0 + tl.arange(0, 2 * W)
-            if not all_turn:
+            if not all_rotate:
                 mask = mask & (i < 2 * P)[None, :]
             cos, sin = members(tl.load(TABLE + i[None, :], mask=mask, other=0).to(tl.float32))
-            if not all_turn:
+            if not all_rotate:
                 cos = tl.where((pairs < P)[None, :], cos, 1.0)
             return cos, sin
         else:
-            if not all_turn:
+            if not all_rotate:
                 mask = mask & (pairs < P)[None, :]
             cos = tl.load(TABLE + pairs[None, :], mask=mask, other=1).to(tl.float32)
             return cos, tl.load(TABLE + P + pairs[None, :], mask=mask, other=0).to(tl.float32)
 
 
 @triton.jit
-def store_angles(X, x, tokens, inside, pairs, P: tl.constexpr):
-    """x (C, W), a number for each pair that turns, to the rows ``tokens`` (C,) of X (.., P)."""
-    tl.store(X + tokens[:, None] * P + pairs[None, :], x, mask=inside[:, None] & (pairs < P)[None, :])
+def store_angle_gradients(D_ANGLES, x, tokens, inside, pairs, P: tl.constexpr):
+    """Stores x (C, W) in the rows ``tokens`` (C,) of D_ANGLES (.., P), for the pairs that rotate."""
+    tl.store(D_ANGLES + tokens[:, None] * P + pairs[None, :], x, mask=inside[:, None] & (pairs < P)[None, :])

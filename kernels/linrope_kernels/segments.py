@@ -1,4 +1,4 @@
-"""How sequences are cut into segments, scanned side by side; packed ones without asking the device."""
+"""Cuts sequences into segments, which are scanned side by side; no host-device sync for packed sequences."""
 
 from typing import NamedTuple
 
@@ -9,54 +9,54 @@ from torch import Tensor
 class Segments(NamedTuple):
     number: int
     length: int
-    slots: Tensor | None  # (number, 3) int32 of packed sequences: first token, last + 1, sequence
-    firsts: Tensor | None  # (s + 1,) int32: the first slot of each packed sequence
+    spans: Tensor | None  # packed: (number, 3) int32, first token, last token + 1, packed sequence
+    first_spans: Tensor | None  # packed: (sequences + 1,) int32, the first segment of each packed sequence
 
 
 def cut_packed(cu_seqlens: Tensor, n: int, length: int) -> Segments:
-    """Segments of at most ``length`` tokens that end where one of the packed sequences does."""
+    """Segments of at most ``length`` tokens; none reaches across the end of a packed sequence."""
     bounds = rising_bounds(cu_seqlens, n)
     counts = (bounds.diff() + length - 1) // length
-    firsts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
-    number = n // length + len(counts)  # at least as many as there are; the rest stays empty
-    slots = torch.arange(number, device=bounds.device)
-    owner = _owner(firsts, slots)
-    low = bounds[owner] + (slots - firsts[owner]) * length
-    high = torch.minimum(low + length, bounds[owner + 1])
-    used = slots < firsts[-1]
-    table = torch.stack((torch.where(used, low, 0), torch.where(used, high, 0), owner), 1)
-    return Segments(number, length, table.int(), firsts.int())
+    first_spans = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+    number = n // length + len(counts)  # the host does not know the lengths; surplus segments stay empty
+    index = torch.arange(number, device=bounds.device)
+    owner = _owner(first_spans, index)
+    first = bounds[owner] + (index - first_spans[owner]) * length
+    end = torch.minimum(first + length, bounds[owner + 1])
+    used = index < first_spans[-1]
+    spans = torch.stack((torch.where(used, first, 0), torch.where(used, end, 0), owner), 1)
+    return Segments(number, length, spans.int(), first_spans.int())
 
 
-def sums_between(x: Tensor, cut: Segments, low: Tensor, high: Tensor) -> Tensor:
-    """Running sums of x (b, n, g) within each segment, without the token itself, that lead from low to high.
+def sums_between(x: Tensor, segments: Segments, low: Tensor, high: Tensor) -> Tensor:
+    """Exclusive running sums of x (b, n, g) within each segment, which start at low and end at high.
 
     low and high (b, segments, g) are the sums before a segment's first token and after its last one. The
-    difference between high and low + the sum of x is divided evenly among the tokens. Tokens outside of all
+    difference between high and low + the sum of x is divided evenly among the tokens. Tokens outside all
     packed sequences get 0.
     """
     n = x.shape[1]
     tokens = torch.arange(n, device=x.device)
-    if cut.slots is None:
-        at = tokens // cut.length
-        first, end = at * cut.length, ((at + 1) * cut.length).clamp(max=n)
+    if segments.spans is None:
+        owner = tokens // segments.length
+        first, end = owner * segments.length, ((owner + 1) * segments.length).clamp(max=n)
     else:
-        ends = cut.slots[:, 1].cummax(0).values
-        at = torch.searchsorted(ends, tokens.int(), right=True).clamp_(max=cut.number - 1)
-        first, end = cut.slots[at, 0].long(), cut.slots[at, 1].long()
+        ends = segments.spans[:, 1].cummax(0).values
+        owner = torch.searchsorted(ends, tokens.int(), right=True).clamp_(max=segments.number - 1)
+        first, end = segments.spans[owner, 0].long(), segments.spans[owner, 1].long()
     inside = (first <= tokens) & (tokens < end)
     sums = torch.cat((x.new_zeros(x.shape[0], 1, x.shape[2]), x.cumsum(1)), 1)
-    missing = high[:, at] - low[:, at] - (sums[:, end] - sums[:, first])
-    part = (tokens - first) / (end - first)
-    found = low[:, at] + (sums[:, :-1] - sums[:, first]) + part[:, None] * missing
-    return torch.where(inside[:, None], found, 0)
+    missing = high[:, owner] - low[:, owner] - (sums[:, end] - sums[:, first])
+    fraction = (tokens - first) / (end - first)
+    running = low[:, owner] + (sums[:, :-1] - sums[:, first]) + fraction[:, None] * missing
+    return torch.where(inside[:, None], running, 0)
 
 
 def rising_bounds(cu_seqlens: Tensor, n: int) -> Tensor:
-    """Whatever the device holds: numbers that rise, within the sequence."""
+    """cu_seqlens clamped to 0 .. n and made to rise. Checking it instead would take a host-device sync."""
     return cu_seqlens.long().clamp(0, n).cummax(0).values
 
 
 def _owner(bounds: Tensor, x: Tensor) -> Tensor:
-    """In which part each of x lies, for parts that begin at bounds; the last one has all that is beyond."""
+    """The index of the interval bounds[i] .. bounds[i + 1] that each x lies in; the last one has no end."""
     return torch.searchsorted(bounds[1:], x, right=True).clamp_(max=len(bounds) - 2)

@@ -33,6 +33,6 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three segments of 64 tokens and more, as on a GPU that one sequence does not fill."""
     from linrope_kernels import tiles
 
-    monkeypatch.setattr(tiles, "SHORTEST", 64)
+    monkeypatch.setattr(tiles, "SHORTEST_SEGMENT", 64)
     monkeypatch.setattr(tiles, "SEGMENT_MULTIPLE", 64)
     monkeypatch.setattr(tiles, "most_segments", lambda *_: 3)

@@ -60,7 +60,7 @@ def every_form() -> None:
         *torch.zeros(2, 2, 130, 4, 64, dtype=torch.bfloat16), rotary=Rotary(64), backend="triton"
     )
     launch.Call.most_segments = lambda self: 3
-    tiles.SHORTEST = 64
+    tiles.SHORTEST_SEGMENT = 64
     attend(e=40, g=2, rotary=Rotary(64, layout="half"))
 
 

@@ -31,11 +31,11 @@ def test_whatever_cu_seqlens_holds_nothing_is_read_out_of_bounds() -> None:
         call = launch.Call(
             q=q, k=q, v=q, positions=torch.zeros(1, 70).long(), cu_seqlens=cuts, dot="ieee"
         )  # fmt: skip
-        slots = call.segments(70).slots
-        assert slots is not None
-        assert bool((slots[:, 0] <= slots[:, 1]).all())
-        assert 0 <= int(slots[:, :2].min()) <= int(slots[:, :2].max()) <= 70
-        assert 0 <= int(slots[:, 2].min()) <= int(slots[:, 2].max()) < len(numbers) - 1
+        spans = call.segments(70).spans
+        assert spans is not None
+        assert bool((spans[:, 0] <= spans[:, 1]).all())
+        assert 0 <= int(spans[:, :2].min()) <= int(spans[:, :2].max()) <= 70
+        assert 0 <= int(spans[:, 2].min()) <= int(spans[:, 2].max()) < len(numbers) - 1
 
 
 @pytest.mark.parametrize("n", [0, 1, 511, 512, 513, 65_536, 1_000_001])
@@ -44,7 +44,7 @@ def test_segments_cover_the_sequence(n: int, most: int) -> None:
     number, length = tiles.segments(n, most)
     assert (number - 1) * length < max(n, 1) <= number * length
     assert number <= most
-    assert number == 1 or (length >= tiles.SHORTEST and length % 128 == 0)
+    assert number == 1 or (length >= tiles.SHORTEST_SEGMENT and length % 128 == 0)
 
 
 def test_enough_segments_to_fill_a_gpu() -> None:

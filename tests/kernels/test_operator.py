@@ -100,7 +100,7 @@ def test_operator_passes_torch_library_s_checks(configuration: dict[str, Any]) -
 def test_operator_passes_them_with_segments(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them in use: states saved for segments that a short sequence lacks hold anything."""
     monkeypatch.setattr(tiles, "most_segments", lambda *_: segments)
-    monkeypatch.setattr(tiles, "SHORTEST", 32)
+    monkeypatch.setattr(tiles, "SHORTEST_SEGMENT", 32)
     monkeypatch.setattr(tiles, "SEGMENT_MULTIPLE", 32)
     torch.library.opcheck(torch.ops.linrope.attend.default, operator_arguments(n=90, decay=True))
 

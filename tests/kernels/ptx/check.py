@@ -24,10 +24,10 @@ Ratios = dict[str, float]  # error over what is allowed
 
 @contextmanager
 def short_segments(wanted: bool) -> Iterator[None]:
-    names = ("SHORTEST", "SEGMENT_MULTIPLE", "most_segments")
+    names = ("SHORTEST_SEGMENT", "SEGMENT_MULTIPLE", "most_segments")
     before = {name: getattr(tiles, name) for name in names}
     if wanted:
-        tiles.SHORTEST, tiles.SEGMENT_MULTIPLE, tiles.most_segments = 64, 64, lambda *_: 3
+        tiles.SHORTEST_SEGMENT, tiles.SEGMENT_MULTIPLE, tiles.most_segments = 64, 64, lambda *_: 3
     try:
         yield
     finally:
