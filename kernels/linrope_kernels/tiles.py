@@ -132,8 +132,7 @@ def most_segments(heads: int, value_blocks: int, multiprocessors: int, warps: in
 
 def segments(n: int, most: int) -> tuple[int, int]:
     """Number and length of the segments of n tokens. Only the last segment may end with a partial chunk."""
-    if most == 1:
-        length = max(1, n)
-    else:
+    length = max(1, n)
+    if most > 1:
         length = max(SHORTEST_SEGMENT, -(-n // (SEGMENT_MULTIPLE * most)) * SEGMENT_MULTIPLE)
     return max(1, -(-n // length)), length
