@@ -1,5 +1,5 @@
-// From tensors to a Call. Nothing here is trusted that could lead a kernel out of bounds; an error names the argument,
-// what it got and what was expected.
+// Checks the arguments and makes a Call of them. Everything that could lead a kernel out of bounds is checked; an error
+// names the argument, what it got and what was expected.
 #pragma once
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -29,7 +29,7 @@ inline std::string shape_text(const Tensor& x) {
   return text.empty() ? "()" : text.append(")");
 }
 
-// A wanted size: one number, or either of two
+// An expected size: one number, or either of two
 struct Size {
   int64_t a, b;
   Size(int64_t a) : a(a), b(a) {}
@@ -37,30 +37,30 @@ struct Size {
 };
 
 inline void check_shape(const char* name, const Tensor& x, std::initializer_list<Size> sizes) {
-  bool good = x.dim() == (int64_t)sizes.size();
+  bool matches = x.dim() == (int64_t)sizes.size();
   const auto actual = x.sizes();
-  for (int64_t i = 0; good && i < (int64_t)sizes.size(); i++)
-    good = actual[i] == sizes.begin()[i].a || actual[i] == sizes.begin()[i].b;
-  if (!good) {
-    std::string wanted;
+  for (int64_t i = 0; matches && i < (int64_t)sizes.size(); i++)
+    matches = actual[i] == sizes.begin()[i].a || actual[i] == sizes.begin()[i].b;
+  if (!matches) {
+    std::string expected;
     for (const Size& size : sizes) {
-      wanted.append(wanted.empty() ? "" : ", ").append(std::to_string(size.a));
-      if (size.a != size.b) wanted.append(" or ").append(std::to_string(size.b));
+      expected.append(expected.empty() ? "" : ", ").append(std::to_string(size.a));
+      if (size.a != size.b) expected.append(" or ").append(std::to_string(size.b));
     }
-    STD_TORCH_CHECK(false, name, ": got shape ", shape_text(x), ", expected (", wanted, ")");
+    STD_TORCH_CHECK(false, name, ": got shape ", shape_text(x), ", expected (", expected, ")");
   }
   STD_TORCH_CHECK(x.is_cpu(), name, ": got a tensor of another device, expected one on the CPU");
 }
 
-inline void check_type(const char* name, const Tensor& x, ScalarType wanted, const char* text) {
-  STD_TORCH_CHECK(x.scalar_type() == wanted, name, ": got another dtype, expected ", text);
+inline void check_type(const char* name, const Tensor& x, ScalarType expected, const char* text) {
+  STD_TORCH_CHECK(x.scalar_type() == expected, name, ": got another dtype, expected ", text);
 }
 
 inline void check_contiguous(const char* name, const Tensor& x) {
   STD_TORCH_CHECK(x.is_contiguous(), name, ": got a tensor that is not contiguous, expected a contiguous one");
 }
 
-// Through the C shim: the stable ABI's new_empty goes by the boxed dispatcher
+// By the C shim, because the stable ABI's new_empty takes the slow way through the boxed dispatcher
 inline Tensor empty(ScalarType dtype, std::initializer_list<int64_t> sizes, bool zeros = false) {
   int64_t strides[8], stride = 1, count = (int64_t)sizes.size();
   for (int64_t i = count; i-- > 0;) strides[i] = stride, stride *= sizes.begin()[i] > 1 ? sizes.begin()[i] : 1;
@@ -73,7 +73,7 @@ inline Tensor empty(ScalarType dtype, std::initializer_list<int64_t> sizes, bool
       aoti_torch_empty_strided(count, sizes.begin(), strides, type, aoti_torch_device_type_cpu(), 0, &handle));
   Tensor result(handle);
 #if defined(__linux__)
-  // Fresh memory costs a fault per page, a quarter of a long call's time: ask for large pages
+  // Each fresh page costs a fault, together a quarter of a long call's time: ask for large pages
   constexpr uintptr_t kHuge = 1 << 21;
   const uintptr_t first = ((uintptr_t)result.data_ptr() + kHuge - 1) / kHuge * kHuge;
   const uintptr_t last = ((uintptr_t)result.data_ptr() + result.numel() * result.element_size()) / kHuge * kHuge;
@@ -113,7 +113,7 @@ inline Positions positions(const char* name, const Tensor& x, int64_t b, int64_t
   return {(const int64_t*)x.data_ptr(), x.size(0) == 1 ? 0 : x.stride(0), x.stride(1), x.dim() == 2 && x.size(1) == 1};
 }
 
-struct Inputs {  // the arguments that forward, backward and step share
+struct Inputs {  // the arguments that forward, backward and step have in common
   const Maybe& q;
   const Tensor &k, &v;
   int64_t feature_map;
@@ -126,7 +126,8 @@ struct Inputs {  // the arguments that forward, backward and step share
 };
 
 inline void read_sizes(const Inputs& x, Call& c) {
-  STD_TORCH_CHECK(x.k.dim() == 4 && x.v.dim() == 4, "k, v: got ", x.k.dim(), " and ", x.v.dim(), " dimensions, expected 4");
+  STD_TORCH_CHECK(x.k.dim() == 4 && x.v.dim() == 4, "k, v: got ", x.k.dim(), " and ", x.v.dim(),
+                  " dimensions, expected 4");
   const auto type = x.k.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
                   "k: got another dtype, expected float32, bfloat16 or float16");
@@ -163,11 +164,11 @@ inline void read_sizes(const Inputs& x, Call& c) {
 inline void read_rotation(const Inputs& x, Call& c) {
   const int64_t b = x.k.size(0);
   STD_TORCH_CHECK(x.layout >= kNone && x.layout <= kHalf, "layout: got ", x.layout, ", expected 0, 1 or 2");
-  const bool turns = x.theta || x.angle_steps || x.angle;
-  STD_TORCH_CHECK(turns == (x.layout != kNone), "layout: got ", x.layout, turns ? " beside" : " without",
+  const bool rotates = x.theta || x.angle_steps || x.angle;
+  STD_TORCH_CHECK(rotates == (x.layout != kNone), "layout: got ", x.layout, rotates ? " beside" : " without",
                   " theta, angle_steps or angle");
   c.layout = (int)x.layout, c.axes = 1;
-  if (!turns) return;
+  if (!rotates) return;
   const Tensor& any = x.theta ? *x.theta : x.angle_steps ? *x.angle_steps : *x.angle;
   const int64_t pairs = any.dim() ? any.size(any.dim() - 1) : 0;
   STD_TORCH_CHECK(2 * pairs <= c.f, "theta: got ", pairs, " pairs, expected at most half of ", c.f, " features");
@@ -185,7 +186,7 @@ inline void read_rotation(const Inputs& x, Call& c) {
     c.key_positions = c.positions;
     if (x.key_positions) c.key_positions = positions("key_positions", *x.key_positions, b, c.m, c.axes);
     else
-      STD_TORCH_CHECK(c.n == c.m || c.positions.one, "key_positions: got none for ", c.m, " keys and ", c.n,
+      STD_TORCH_CHECK(c.n == c.m || c.positions.consecutive, "key_positions: got none for ", c.m, " keys and ", c.n,
                       " queries, expected (b or 1, ", c.m, ")");
   }
   if (x.angle_steps) {

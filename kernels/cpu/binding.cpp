@@ -1,4 +1,5 @@
-// The operators of linrope_native, through PyTorch's stable ABI: one library for every torch >= 2.10, any Python.
+// The operators of linrope_native. They use PyTorch's stable ABI, so that one library serves torch >= 2.10
+// and any Python.
 #include <cstring>
 #include <tuple>
 
@@ -7,17 +8,17 @@
 namespace linrope {
 
 static std::vector<const Isa*> available() {  // best first
-  std::vector<const Isa*> found;
+  std::vector<const Isa*> sets;
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd"))
-    found.push_back(&isa_v4);
+    sets.push_back(&isa_v4);
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
-    found.push_back(&isa_v3);
+    sets.push_back(&isa_v3);
 #endif
-  found.push_back(&isa_baseline);
-  return found;
+  sets.push_back(&isa_baseline);
+  return sets;
 }
 static const Isa* in_use = available()[0];
 const Isa& isa() { return *in_use; }
@@ -37,7 +38,7 @@ static void set_isa(std::string name) {
   STD_TORCH_CHECK(false, "isa: got ", name, ", expected one of ", isas());
 }
 
-// cos and sin of theta times 0 .. kChunk - 1, where positions may follow each other
+// The table of cos and sin of theta times 0 .. kChunk - 1, if positions may be consecutive
 static std::vector<float> make_offsets(Call& c) {
   std::vector<float> table;
   if (!c.theta || c.axes != 1 || c.angle_steps.data || (c.n < 2 && c.m < 2)) return table;
@@ -47,6 +48,7 @@ static std::vector<float> make_offsets(Call& c) {
   return table;
 }
 
+// Adds the angle steps of each sequence to the state's angle
 static void add_steps(const Call& c, const Schedule& x, int64_t* angle) {
   const int64_t heads = c.angle_head ? c.g : 1;
   for (int64_t sequence = 0; sequence < c.sequences; sequence++)
@@ -62,12 +64,12 @@ static void check_angle_heads(const Call& c) {
                   "angle: got 1 head, expected angle_steps' ", c.g);
 }
 
-using Three = std::tuple<Tensor, Tensor, Tensor>;
+using OutAndState = std::tuple<Tensor, Tensor, Tensor>;
 
-static Three forward(Maybe q, Tensor k, Tensor v, int64_t feature_map, Maybe log_decay, Maybe theta, Maybe positions,
-                     Maybe key_positions, Maybe angle_steps, Maybe angle, Maybe key_mask, Maybe cu_seqlens, Maybe kv,
-                     Maybe z, Maybe slots, int64_t layout, bool causal, bool normalize, double eps, bool add_eps,
-                     bool want_state) {
+static OutAndState forward(Maybe q, Tensor k, Tensor v, int64_t feature_map, Maybe log_decay, Maybe theta,
+                           Maybe positions, Maybe key_positions, Maybe angle_steps, Maybe angle, Maybe key_mask,
+                           Maybe cu_seqlens, Maybe kv, Maybe z, Maybe slots, int64_t layout, bool causal,
+                           bool normalize, double eps, bool add_eps, bool want_state) {
   Call c = read_call({q, k, v, feature_map, log_decay, theta, positions, key_positions, angle_steps, angle, key_mask,
                       cu_seqlens, kv, z, slots, layout, causal, normalize, eps, add_eps});
   if (slots) check_angle_heads(c);
@@ -101,7 +103,7 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backwa
   STD_TORCH_CHECK(!want_log_decay || c.log_decay.data, "want_log_decay: got it without log_decay");
   if (g_out) {
     check_shape("g_out", *g_out, {b, c.n, c.h, c.e}), check_rows("g_out", *g_out, type);
-    c.grad = view(*g_out);
+    c.dout = view(*g_out);
   }
   if (g_kv) {
     check_shape("g_kv", *g_kv, {c.sequences, c.g, c.f, c.e}), check_contiguous("g_kv", *g_kv);
@@ -117,20 +119,21 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backwa
   const auto table = make_offsets(c);
   Tensor dq = q ? empty(type, {b, c.n, c.h, c.f}, !g_out) : empty(type, {0});
   Tensor dk = empty(type, {b, c.m, c.g, c.f}), dv = empty(type, {b, c.m, c.g, c.e});
-  Tensor da = want_log_decay ? empty(ScalarType::Float, {b, c.m, c.g}) : empty(ScalarType::Float, {0});
-  Tensor dw = want_angle_steps ? empty(ScalarType::Float, {b, c.m, c.g, c.pairs}) : empty(ScalarType::Float, {0});
+  Tensor d_log_decay = want_log_decay ? empty(ScalarType::Float, {b, c.m, c.g}) : empty(ScalarType::Float, {0});
+  Tensor d_angle_steps =
+      want_angle_steps ? empty(ScalarType::Float, {b, c.m, c.g, c.pairs}) : empty(ScalarType::Float, {0});
   Tensor dkv = kv ? empty(ScalarType::Float, {c.sequences, c.g, c.f, c.e}) : empty(ScalarType::Float, {0});
   Tensor dz = kv ? empty(ScalarType::Double, {c.sequences, c.g, c.f}) : empty(ScalarType::Double, {0});
   if (q) c.dq = view(dq);
   c.dk = view(dk), c.dv = view(dv);
-  if (want_log_decay) c.d_log_decay = (float*)da.data_ptr();
-  if (want_angle_steps) c.d_angle_steps = (float*)dw.data_ptr();
-  for (const Tensor* x : {&dq, &dk, &dv, &da, &dw})
+  if (want_log_decay) c.d_log_decay = (float*)d_log_decay.data_ptr();
+  if (want_angle_steps) c.d_angle_steps = (float*)d_angle_steps.data_ptr();
+  for (const Tensor* x : {&dq, &dk, &dv, &d_log_decay, &d_angle_steps})
     if (x->dim() > 1) zero_outside(schedule, *x);
   std::vector<float> saved(g_out && causal ? 2 * b * c.n * c.h : 0);
-  c.inverse = saved.data(), c.delta = saved.data() + saved.size() / 2;
+  c.inverse_den = saved.data(), c.dden = saved.data() + saved.size() / 2;
   run_backward(schedule, {kv ? (float*)dkv.data_ptr() : nullptr, kv ? (double*)dz.data_ptr() : nullptr});
-  return {dq, dk, dv, da, dw, dkv, dz};
+  return {dq, dk, dv, d_log_decay, d_angle_steps, dkv, dz};
 }
 
 static Tensor step(Tensor q, Tensor k, Tensor v, int64_t feature_map, Maybe log_decay, Maybe theta, Maybe positions,
@@ -167,16 +170,16 @@ static Tensor step(Tensor q, Tensor k, Tensor v, int64_t feature_map, Maybe log_
   float* to_kv = (float*)kv.data_ptr();
   double* to_z = (double*)z.data_ptr();
   const int64_t heads = schedule.heads();
-  const bool small = heads * schedule.state < 1 << 17;  // then a thread costs more than it saves
+  const bool small = heads * schedule.state_size < 1 << 17;  // starting threads would cost more than they save
   const int64_t bundle = small ? c.g : 1, bundles = c.g ? c.g / bundle : 0;
-  const auto some = [&](int64_t first, int64_t last) {
+  const auto step_range = [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) {
       const int64_t row = i / bundles, head = i % bundles * bundle, at = schedule.row(row * c.g);
-      isa().step(c, row, head, head + bundle, to_kv + at * schedule.state, to_z + at * schedule.sums);
+      isa().step(c, row, head, head + bundle, to_kv + at * schedule.state_size, to_z + at * schedule.z_size);
     }
   };
-  if (small) some(0, c.sequences * bundles);
-  else torch::stable::parallel_for(0, c.sequences * bundles, 1, some);
+  if (small) step_range(0, c.sequences * bundles);
+  else torch::stable::parallel_for(0, c.sequences * bundles, 1, step_range);
   for (int64_t i = 0; position && i < c.sequences; i++) position[i]++;
   return out;
 }

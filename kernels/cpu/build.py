@@ -1,9 +1,9 @@
-"""Builds the native CPU library, liblinrope_native.so: kernels once per instruction set, and a thin binding.
+"""Builds the native CPU library, liblinrope_native.so: the kernels once per instruction set, and a thin binding.
 
-python kernels/cpu/build.py [OUT_DIR]   (default: linrope/lib)
+    python kernels/cpu/build.py [OUT_DIR]
 
-The library's build id is a digest of the sources it was built from: so a library of other sources is told
-apart. One that cannot be built anew is removed.
+OUT_DIR is linrope/lib by default. The library's build id is a digest of its sources, so that a library built
+from other sources is recognized. If the build fails, an old library is removed.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent
-LIBRARY = "liblinrope_native.so"  # not a Python module's name, or Python would take it for one
+LIBRARY = "liblinrope_native.so"  # no file name that Python would import as a module
 OUT_DIR = SOURCE.parents[1] / "linrope" / "lib"
 
 FLAGS = [
@@ -34,16 +34,18 @@ ISAS: dict[str, dict[str, list[str]]] = {
     },
     "aarch64": {"baseline": []},
 }
-COMPILERS = ("c++", "g++", "clang++")  # if $CXX names none
-STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # 2.10: the library serves that torch and later ones
+COMPILERS = ("c++", "g++", "clang++")  # unless $CXX names one
+STABLE_ABI = (
+    "-DTORCH_TARGET_VERSION=0x020a000000000000"  # 2.10: the library works with this torch and later ones
+)
 
 
 class Unavailable(RuntimeError):
-    """This machine cannot build the library, whatever the sources: "no compiler: found none of .."."""
+    """This machine cannot build the library, for a reason outside the sources, such as a missing compiler."""
 
 
 def digest() -> str:
-    """Of all sources, and so of the flags too, which stand in this file: 40 hexadecimal digits."""
+    """40 hexadecimal digits: the SHA-1 of all sources, this file with its compiler flags included."""
     sources = sorted(path for path in SOURCE.iterdir() if path.suffix in (".h", ".cpp", ".py"))
     return hashlib.sha1(
         b"\0".join(path.name.encode() + b"\0" + path.read_bytes() for path in sources)
@@ -51,13 +53,13 @@ def digest() -> str:
 
 
 def current(out_dir: Path = OUT_DIR) -> Path | None:
-    """The library there, if it was built from the sources as they are."""
+    """The library in out_dir, if it was built from the current sources."""
     library = out_dir / LIBRARY
     return library if library.exists() and bytes.fromhex(digest()) in library.read_bytes() else None
 
 
 def torch_folder() -> Path:
-    """Where torch is installed; it need not be imported for its headers."""
+    """The folder where torch is installed. torch itself is not imported; only its headers are needed."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         if in_an_isolated_build():
@@ -75,12 +77,12 @@ def torch_folder() -> Path:
 
 
 def in_an_isolated_build() -> bool:
-    """Whether this runs in a temporary environment of pip or build (build-env-) or of uv (builds-v)."""
+    """True in a temporary environment of pip or build (build-env-) or of uv (builds-v)."""
     return any("build-env-" in folder or "builds-v" in folder for folder in (sys.prefix, *sys.path))
 
 
 def find_compiler(names: tuple[str, ...]) -> str:
-    """The path of the first of these commands that there is."""
+    """The path of the first of these commands that is installed."""
     for name in names:
         if path := shutil.which(name):
             return path
@@ -90,20 +92,20 @@ def find_compiler(names: tuple[str, ...]) -> str:
 
 
 def build(out_dir: Path = OUT_DIR, *, compiler: str | None = None, sanitize: bool = False) -> Path:
-    """Compiles and links; returns the library's path.
+    """Compiles and links the library; returns its path.
 
     Raises:
-        Unavailable: an unknown machine, no compiler, no headers.
-        RuntimeError: the compiler's first error; in further lines its command and all that it printed.
+        Unavailable: the machine is not supported, or there is no compiler or no headers.
+        RuntimeError: the compiler's first error; the lines after it are its command and its output.
     """
-    library, built_from = out_dir / LIBRARY, digest()
-    library.unlink(missing_ok=True)  # what fails below leaves no library of other sources
+    library, build_id = out_dir / LIBRARY, digest()
+    library.unlink(missing_ok=True)  # if the build fails, no outdated library stays behind
     machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine())
     if platform.system() != "Linux" or machine not in ISAS:
         system = platform.system()
         raise Unavailable(f"{system} {machine}: the kernels are for Linux on {' and '.join(ISAS)}")
-    wanted = compiler or os.environ.get("CXX")
-    command = find_compiler((wanted,) if wanted else COMPILERS)
+    requested = compiler or os.environ.get("CXX")
+    command = find_compiler((requested,) if requested else COMPILERS)
     torch = torch_folder()
     flags = [*FLAGS, *(["-fsanitize=address,undefined", "-g", "-O1"] if sanitize else [])]
     with tempfile.TemporaryDirectory() as folder:
@@ -129,12 +131,10 @@ def build(out_dir: Path = OUT_DIR, *, compiler: str | None = None, sanitize: boo
             fresh,
             *jobs,
         ]
-        _run(
-            [*link, f"-Wl,--build-id=0x{built_from}", f"-L{torch / 'lib'}", "-ltorch_cpu", "-Wl,--as-needed"]
-        )
+        _run([*link, f"-Wl,--build-id=0x{build_id}", f"-L{torch / 'lib'}", "-ltorch_cpu", "-Wl,--as-needed"])
         part = library.with_suffix(".part")
         shutil.copyfile(fresh, part)
-        part.replace(library)  # never half a file, and a process that has the old one keeps it
+        part.replace(library)  # atomic: processes with the old library open keep it
     return library
 
 
@@ -153,15 +153,17 @@ if __name__ == "__main__":
     parser.add_argument("out_dir", nargs="?", type=Path, default=OUT_DIR)
     parser.add_argument("--compiler", help="default: $CXX, else c++, g++ or clang++")
     parser.add_argument(
-        "--sanitize", action="store_true", help="with the address and undefined-behaviour sanitizers"
+        "--sanitize", action="store_true", help="build with the address and undefined-behaviour sanitizers"
     )
     parser.add_argument(
-        "--if-changed", action="store_true", help="only where the library is not of these sources"
+        "--if-changed",
+        action="store_true",
+        help="do nothing if the library was built from the current sources",
     )
-    given = parser.parse_args()
-    if given.if_changed and current(given.out_dir):
+    options = parser.parse_args()
+    if options.if_changed and current(options.out_dir):
         sys.exit()
     try:
-        print(build(given.out_dir, compiler=given.compiler, sanitize=given.sanitize))
-    except Unavailable as error:  # no fault of the sources: the other backends do without
+        print(build(options.out_dir, compiler=options.compiler, sanitize=options.sanitize))
+    except Unavailable as error:  # not an error of the sources: the other backends work without the library
         print(f"native CPU library: not built: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-// What the binding hands to the kernels of every instruction set: plain C data, nothing inline.
+// The data that the binding passes to the kernels of each instruction set: plain C, nothing inline.
 //
 // Axis letters: b batch, n query position, m key position, h query head, g key/value head, f feature dim, e value dim.
 #pragma once
@@ -9,19 +9,19 @@ namespace linrope {
 
 constexpr int kChunk = 32;  // tokens per chunk: 64 does 20% more arithmetic at 64 features
 constexpr int kMaxDim = 256;
-constexpr int kBundle = 8;  // heads that take turns
-constexpr int kBlock = 128;  // tokens from one anchor to the next (see Ends); chunks do not reach across
+constexpr int kBundle = 8;  // heads that a thread sweeps together, a chunk each in turn
+constexpr int kAnchorDistance = 128;  // tokens from one anchor to the next (see Ends); no chunk contains an anchor
 
 enum Type : int { kFloat32, kBFloat16, kFloat16, kFloat64 };
 enum Map : int { kIdentity, kElu1, kRelu, kRelu2, kExp, kSilu };
 enum Layout : int { kNone, kInterleaved, kHalf };
 
-struct View {  // a (b, n, h, ·) tensor; strides in elements, the last one 1; null: there is none
+struct View {  // a (b, n, h, ·) tensor; strides in elements, the last one is 1; null data: no tensor
   char* data;
   int64_t batch, token, head;
 };
 
-struct Gate {  // (b, n, g[, pairs]) numbers of any type; stride 0 where they are shared
+struct Gate {  // log decay or angle steps (b, n, g[, pairs]), of any type; stride 0 along shared axes
   const char* data;
   int type;
   int64_t batch, token, head, pair;
@@ -30,21 +30,21 @@ struct Gate {  // (b, n, g[, pairs]) numbers of any type; stride 0 where they ar
 struct Positions {  // (b, n, axes)
   const int64_t* data;
   int64_t batch, token;
-  bool one;  // one number, of token 0 of the row, and consecutive from there
+  bool consecutive;  // data holds only token 0's position; the others follow
 };
 
 struct Call {
-  View q, k, v, grad;     // grad: dL/d out
+  View q, k, v, dout;     // dout: the gradient of out
   View out, dq, dk, dv;
-  int type;               // of all of these
+  int type;               // of all these tensors
   int64_t sequences, n, m, h, g;
   int f, e, pairs, layout, map;
-  const void* cu_seqlens;  // (sequences + 1,) where packed: then b == 1
-  int cu_wide;             // int64, else int32
+  const void* cu_seqlens;  // (sequences + 1,) bounds of packed sequences, b == 1; null: not packed
+  int cu_wide;             // 1: cu_seqlens is int64, 0: int32
   bool causal, normalize, add_eps;
   float eps;
 
-  Gate log_decay;          // data null: none
+  Gate log_decay;          // null data: none
   Gate angle_steps;
   const int64_t* theta;    // (axes, 1 or g, pairs), 2^-64 turns
   int axes;
@@ -54,57 +54,61 @@ struct Call {
   int64_t angle_row, angle_head;
   const bool* key_mask;    // (b, m) or null
   int64_t mask_batch, mask_token;
-  const float* offsets;    // cos and sin of theta times 0 .. kChunk - 1: (1 or g, kChunk, 2, padded pairs), or null
+  const float* offsets;    // (1 or g, kChunk, 2, padded pairs) or null: cos and sin of theta times 0 .. kChunk - 1
 
-  const float* kv;         // (rows, g, f, e) or null: zero
+  const float* kv;         // S (rows, g, f, e); null: zero
   const double* z;         // (rows, g, f)
-  const int64_t* slots;    // (sequences,): their rows in kv, z and angle; null: in order
+  const int64_t* slots;    // (sequences,): each sequence's row in kv, z and angle; null: sequence i has row i
   int64_t slots_stride;
 
-  const float* g_kv;       // dL/d of the last state, or null
+  const float* g_kv;       // the gradient of the last state, or null
   const double* g_z;
-  float *inverse, *delta;  // (b, n, h): 1 / den and dL/d den, from the sweep of dq to that of dk and dv
+  // (b, n, h): 1 / den and the gradient of den, which the sweep for dq leaves to the sweep for dk and dv
+  float *inverse_den, *dden;
   float *d_log_decay;      // (b, m, g) or null
   float *d_angle_steps;    // (b, m, g, pairs) or null
 };
 
 struct Span {  // the tokens [begin, end) of one sequence and key/value head
   int64_t sequence, head, begin, end;
-  bool last;     // whether the sequence ends here
+  bool last;     // true if the sequence ends with this span
 };
 
-// A state in the caller's order, (f, e) and (f); a null in: zero; a null out: not wanted. in == out is allowed.
+// The states before and after a span, (f, e) and (f) in the caller's order. A null in is zero, a null out is not
+// wanted, and in may equal out.
 struct Ends {
   const float* kv_in;
   const double* z_in;
   float* kv_out;
   double* z_out;
   const int64_t* angle_in;  // (pairs): sum of the angle steps before the span; null: zero
-  double* sums;  // gradients of keys: running sums of those of log decay and angle steps (1 + pairs), from the end on
-  // The states before every kBlock-th token of the span, anchor_bytes() each; null: not wanted. The sweep forward
-  // writes them. From them and the state's gradient the sweep of keys starts its running sum of log decay's gradient
-  // anew, so that a rounding error stays within kBlock tokens and does not add up over a sequence.
+  // (1 + pairs): the gradients of log decay and angle steps, as running sums from the end of the span backwards
+  double* sums;
+  // The states before every kAnchorDistance-th token of the span, anchor_bytes() each; null: not wanted. The forward
+  // sweep writes these anchors. The backward sweep over keys restarts its running sum for log decay at each anchor,
+  // from the state there and its gradient: a rounding error then reaches at most kAnchorDistance tokens.
   char* anchors;
 };
 
-// A sweep over spans of one sequence and of the same length, of different heads
-typedef void Sweep(const Call&, int count, const Span*, const Ends*, bool emit);
+// Sweeps over `count` spans of the same tokens, of different heads. Without want_output it computes only the states.
+typedef void Sweep(const Call&, int count, const Span*, const Ends*, bool want_output);
 
 struct Isa {
   const char* name;
   int (*padded_pairs)(int pairs);
   size_t (*anchor_bytes)(const Call&);
   void (*offsets)(const Call&, float* table);
-  // The running sum of the span's angle steps is added to angle (pairs).
+  // Adds the span's angle steps to angle (pairs).
   void (*sum_steps)(const Call&, const Span&, int64_t* angle);
   double (*sum_decay)(const Call&, const Span&);
-  void (*fade)(double log_decay, int64_t count, float* kv, int64_t z_count, double* z);
-  Sweep* forward;           // causal; without emit only the state (that of all keys, where not causal)
-  Sweep* backward_queries;  // dq, den and delta; the ends hold the states before and after the span
-  Sweep* backward_keys;     // dk and dv, last token first; `in` is the gradient of the state after the span
-  Sweep* answer;            // not causal: all queries of the span from the state of all keys
-  Sweep* answer_backward;   // dq of the same; `out` receives the gradient of the state
-  // one token of the heads [first, last) of a row, in place; kv and z are the row's
+  // Multiplies a state by e^log_decay.
+  void (*decay_state)(double log_decay, int64_t count, float* kv, int64_t z_count, double* z);
+  Sweep* forward;           // causal: out. Without want_output: the state, also for bidirectional calls
+  Sweep* backward_queries;  // causal: dq, 1 / den and dden
+  Sweep* backward_keys;     // dk and dv, last token first; Ends: the gradient of the state after and before the span
+  Sweep* bidirectional;     // out of the span's queries, from the state of all keys
+  Sweep* bidirectional_backward;  // dq of the same; Ends' out receives the gradient of the state
+  // One token of the heads [first, last) of a row, in place; kv and z are that row's.
   void (*step)(const Call&, int64_t row, int64_t first, int64_t last, float* kv, double* z);
 };
 

@@ -1,13 +1,9 @@
-// What a chunk of tokens has: how many there are, how they fade, by which angles they turn.
+// A chunk of tokens: how many it has, their decay, and their angles.
 #pragma once
 #include "rows.h"
 
 namespace linrope {
 namespace {
-
-struct Bounds {  // the tokens of one sequence; packed ones lie behind each other in batch row 0
-  int64_t batch, begin, end;
-};
 
 inline double read(const char* p, int type) {
   switch (type) {
@@ -24,21 +20,23 @@ inline int64_t state_row(const Call& c, const Span& span) {
   return c.slots ? c.slots[span.sequence * c.slots_stride] : span.sequence;
 }
 
-// Decay within a chunk, relative to its first token: kept[i] = e^D_i, grown[i] = e^-D_i. A chunk ends before the
-// token that would bring D under -40, so that both are ordinary numbers, and where it ends depends on no later token.
+// Decay within a chunk: D_i is log decay summed from the chunk's first token (exclusive) to token i. A chunk
+// ends before the token that would bring D below -40, so that e^D and e^-D are ordinary numbers. Where it
+// ends depends on no later token.
 struct Decay {
-  static constexpr double kRange = -40, kNone = -1000;  // e^-1000 is 0; lower logs would cancel in sums
+  // A lower log counts as kNone: e^-1000 is 0, and numbers of larger size would cancel in sums.
+  static constexpr double kRange = -40, kNone = -1000;
   const char* base = nullptr;
   int type = 0;
   int64_t stride = 0;
   double sum = 0;  // D of the chunk's last token
-  float kept[kChunk], grown[kChunk];
-  int64_t block = -1;  // whose chunks begin at these offsets
+  float exp_D[kChunk], exp_minus_D[kChunk];
+  int64_t planned = -1;  // first token of the stretch between two anchors whose chunks begin at `offsets`
   int chunks = 0;
-  uint16_t offsets[kBlock];
+  uint16_t offsets[kAnchorDistance];
 
   Decay(const Call& c, const Span& span) {
-    for (int i = 0; i < kChunk; i++) kept[i] = grown[i] = 1;
+    for (int i = 0; i < kChunk; i++) exp_D[i] = exp_minus_D[i] = 1;
     const Gate& a = c.log_decay;
     if (!a.data) return;
     type = a.type, stride = a.token * size_of(type);
@@ -49,7 +47,7 @@ struct Decay {
     const double a = read(base + token * stride, type);
     return a < kNone ? kNone : a;
   }
-  // How many of the `left` tokens from t on make a chunk; D, of each of them
+  // The number of tokens in the chunk that starts at t, of `left` tokens, and the D of each
   int rows(int64_t t, int64_t left, double* D) const {
     int count = left < kChunk ? (int)left : kChunk;
     D[0] = 0;
@@ -59,7 +57,7 @@ struct Decay {
     }
     return count;
   }
-  // The same, with kept, grown and sum
+  // The same, which also fills exp_D, exp_minus_D and sum
   int plan(int64_t t, int64_t left) {
     double D[kChunk] = {};
     const int count = rows(t, left, D);
@@ -74,16 +72,16 @@ struct Decay {
     }
     for (int i = 0; i < kChunk; i += W) {
       const vf x = load(r + i), k = load(n + i);
-      store(kept + i, exp_parts(x, k)), store(grown + i, exp_parts(-x, -k));
+      store(exp_D + i, exp_parts(x, k)), store(exp_minus_D + i, exp_parts(-x, -k));
     }
     return count;
   }
-  // Where the chunk begins that ends with token `last`, as it does for a sweep forward over tokens first .. last
+  // The first token of the chunk that ends with token `last`, in a forward sweep over tokens first .. last
   int64_t start(int64_t first, int64_t last) {
     if (!base) return last - (last - first) % kChunk;
-    if (first != block) {
+    if (first != planned) {
       double D[kChunk];
-      chunks = 0, block = first;
+      chunks = 0, planned = first;
       for (int64_t t = first; t <= last; t += rows(t, last - t + 1, D)) offsets[chunks++] = (uint16_t)(t - first);
     }
     while (first + offsets[chunks - 1] > last) chunks--;
@@ -98,7 +96,7 @@ double sum_decay(const Call& c, const Span& span) {
   return s;
 }
 
-// Angle steps in radians -> units of 2^-64 turns, wrapping
+// Angle steps, converted from radians to 2^-64 turns; sums wrap around
 struct Steps {
   const char* base = nullptr;
   int type = 0, pairs = 0;
@@ -109,8 +107,8 @@ struct Steps {
     type = w.type, pairs = c.pairs, token = w.token * size_of(type), pair = w.pair * size_of(type);
     base = w.data + (batch_row(c, span) * w.batch + span.head * w.head) * size_of(type);
   }
-  // sums += way * the token's steps
-  void add(int64_t t, uint64_t way, uint64_t* sums) const {
+  // sums += sign * the token's steps
+  void add(int64_t t, uint64_t sign, uint64_t* sums) const {
     double x[kMaxDim / 2];
     const char* p = base + t * token;
     if (type == kFloat32 && pair == 4)
@@ -119,10 +117,10 @@ struct Steps {
       for (int i = 0; i < pairs; i++) x[i] = read(p + i * pair, type);
     for (int i = 0; i < pairs; i++) {
       const double y = x[i] * 0.15915494309189535;  // 1 / 2 pi
-      const double near = y + 6755399441055744.0 - 6755399441055744.0;
-      const double whole = std::fabs(y) < 0x1p51 ? near : y;  // as large as that it is whole already
-      const double part = y - whole;
-      sums[i] += way * (uint64_t)(int64_t)((part < 0.5 ? part : -0.5) * 0x1p64);
+      const double rounded = y + 6755399441055744.0 - 6755399441055744.0;
+      const double whole = std::fabs(y) < 0x1p51 ? rounded : y;  // a larger y is an integer already
+      const double fraction = y - whole;
+      sums[i] += sign * (uint64_t)(int64_t)((fraction < 0.5 ? fraction : -0.5) * 0x1p64);
     }
   }
 };
@@ -133,7 +131,7 @@ void sum_steps(const Call& c, const Span& span, int64_t* angle) {
   for (int64_t t = span.begin; t < span.end; t++) steps.add(t, 1, (uint64_t*)angle);
 }
 
-// cos and sin of the angles of a chunk's tokens, lowest token first
+// cos and sin of the angles Theta of a chunk's tokens, first token first
 struct Angles {
   const Call& c;
   const Shape& s;
@@ -142,17 +140,17 @@ struct Angles {
   uint64_t* theta;  // (axes, half)
   const float* offsets;
   int64_t position_stride;
-  bool one;
-  uint64_t* sum;  // of the angle steps up to the token at hand, and what the state brings
+  bool consecutive;
+  uint64_t* sum;  // the state's angle plus the angle steps up to the current token
   float *cos, *sin;
 
-  // `table`: 2 kChunk half numbers of scratch
+  // table: scratch for 2 * kChunk * half numbers
   Angles(const Call& c, const Shape& s, const Span& span, const Positions& p, const int64_t* angle_in, float* table,
          Arena& arena)
       : c(c), s(s), steps(c, span),
         offsets(c.offsets ? c.offsets + (c.theta_head ? span.head * kChunk * 2 * s.half : 0) : nullptr) {
     positions = p.data ? p.data + batch_row(c, span) * p.batch : nullptr;
-    position_stride = p.token, one = p.one;
+    position_stride = p.token, consecutive = p.consecutive;
     sum = arena.take<uint64_t>(s.half), theta = arena.take<uint64_t>(s.axes * s.half);
     for (int i = 0; i < s.axes * s.half; i++) {
       const int axis = i / s.half, pair = i % s.half;
@@ -163,9 +161,12 @@ struct Angles {
     const int64_t* start = c.angle ? c.angle + state_row(c, span) * c.angle_row + span.head * c.angle_head : nullptr;
     for (int i = 0; i < s.pairs; i++) sum[i] = (start ? start[i] : 0) + (angle_in ? (uint64_t)angle_in[i] : 0);
   }
-  int64_t position(int64_t token) const { return one ? positions[0] + token : positions[token * position_stride]; }
+  int64_t position(int64_t token) const {
+    return consecutive ? positions[0] + token : positions[token * position_stride];
+  }
 
-  void direct(int64_t token, float* to_cos, float* to_sin) {
+  // from the integer angle itself
+  void compute(int64_t token, float* to_cos, float* to_sin) {
     for (int i = 0; i < s.half; i += W) {
       vl x = *(const vlu*)(sum + i);
       for (int a = 0; a < s.axes; a++) {
@@ -177,29 +178,30 @@ struct Angles {
       store(to_cos + i, c), store(to_sin + i, s);
     }
   }
-  void row(int64_t low, int i) {
+  // of token chunk_begin + i; if positions follow each other, by rotating the chunk's first token
+  void row(int64_t chunk_begin, int i) {
     float *to_cos = cos + i * s.half, *to_sin = sin + i * s.half;
-    const int64_t offset = offsets && i ? position(low + i) - position(low) : -1;
-    if (offset < 0 || offset >= kChunk) return direct(low + i, to_cos, to_sin);
+    const int64_t offset = offsets && i ? position(chunk_begin + i) - position(chunk_begin) : -1;
+    if (offset < 0 || offset >= kChunk) return compute(chunk_begin + i, to_cos, to_sin);
     const float* table = offsets + offset * 2 * s.half;  // R(p) = R(p0) R(p - p0)
     for (int p = 0; p < s.half; p += W) {
       const vf c0 = load(cos + p), s0 = load(sin + p), c1 = load(table + p), s1 = load(table + s.half + p);
       store(to_cos + p, c0 * c1 - s0 * s1), store(to_sin + p, s0 * c1 + c0 * s1);
     }
   }
-  void forth(int64_t low, int rows) {
+  void forward(int64_t chunk_begin, int rows) {
     if (!s.half) return;
     for (int i = 0; i < rows; i++) {
-      if (steps.base) steps.add(low + i, 1, sum);
-      row(low, i);
+      if (steps.base) steps.add(chunk_begin + i, 1, sum);
+      row(chunk_begin, i);
     }
   }
-  void back(int64_t low, int rows) {  // sum is that of the chunk's last token
+  void backward(int64_t chunk_begin, int rows) {  // on entry sum is the angle of the chunk's last token
     if (!s.half) return;
-    if (!steps.base) return forth(low, rows);
+    if (!steps.base) return forward(chunk_begin, rows);
     for (int i = rows - 1; i >= 0; i--) {
-      direct(low + i, cos + i * s.half, sin + i * s.half);
-      steps.add(low + i, -1, sum);
+      compute(chunk_begin + i, cos + i * s.half, sin + i * s.half);
+      steps.add(chunk_begin + i, -1, sum);
     }
   }
 };
@@ -209,12 +211,12 @@ void offsets(const Call& c, float* table) {
   const int heads = c.theta_head ? c.g : 1;
   for (int h = 0; h < heads; h++)
     for (int i = 0; i < kChunk; i++, table += 2 * s.half) {
-      int32_t turns[kMaxDim / 2 + W] = {};
+      int32_t angles[kMaxDim / 2 + W] = {};
       for (int p = 0; p < s.pairs; p++)
-        turns[p] = (int32_t)(((uint64_t)i * (uint64_t)c.theta[h * c.theta_head + p] + 0x80000000u) >> 32);
+        angles[p] = (int32_t)(((uint64_t)i * (uint64_t)c.theta[h * c.theta_head + p] + 0x80000000u) >> 32);
       for (int p = 0; p < s.half; p += W) {
         vf a, b;
-        cos_sin(*(const viu*)(turns + p), a, b);
+        cos_sin(*(const viu*)(angles + p), a, b);
         store(table + p, a), store(table + s.half + p, b);
       }
     }

@@ -1,6 +1,6 @@
-// The one product core: out = A S + tril(A B^T) V, then S += B^T V, on a chunk of at most kChunk tokens.
+// The matrix products of all sweeps: out = A S + tril(A B^T) V, then S += B^T V, on a chunk of at most kChunk tokens.
 //
-// Rows of A lie in order, (kChunk, K). The others lie in panels of NW columns: B^T (kChunk/NW, K, NW),
+// A is row-major, (kChunk, K). The others are stored in panels of NW columns: B^T (kChunk/NW, K, NW),
 // V (N/NW, kChunk, NW), S (N/NW, K, NW). K and N are multiples of NW.
 #pragma once
 #include "vector.h"
@@ -20,7 +20,7 @@ template <int M, int N> inline void multiply(vf (&acc)[M][N], int K, const float
   }
 }
 
-// f.operator()<M>(first) on rows 0 .. n - 1 in blocks of at most `limit`, as even as they can be
+// Calls f.operator()<M>(first) for blocks of M <= limit rows that cover rows 0 .. n - 1 as evenly as possible
 template <class F> inline void row_blocks(int n, int limit, F f) {
   const int blocks = (n + limit - 1) / limit, small = n / (blocks ? blocks : 1), large = n - small * blocks;
   for (int i = 0, first = 0; i < blocks; i++) {
@@ -45,19 +45,19 @@ inline vi iota() {
   return x;
 }
 
-struct Emit {
+struct ChunkProduct {
   int rows, K, N;
-  const float *A, *B_t, *V;  // B_t null: no scores, the state alone
+  const float *A, *B_t, *V;  // null B_t: no scores, only A S
   const float* S;            // null: the state is zero
-  const float* scale;        // of each row of the result
-  bool finite;               // whether all of V is: a masked score, 0, must not meet infinity or NaN
-  bool accumulate;           // add to out
+  const float* scale;        // a factor for each row of the result
+  bool finite;               // true if all of V is finite; else rows go one by one: 0 times infinity is NaN
+  bool accumulate;           // add the result to out
   float* scores;             // (kChunk, kChunk) scratch
   float* out;
   int64_t stride;
 };
 
-void emit(const Emit& x) {
+void multiply_chunk(const ChunkProduct& x) {
   constexpr int C = kChunk;
   const int limit = x.finite ? MR : 1;
   if (x.B_t)
@@ -89,29 +89,31 @@ void emit(const Emit& x) {
     });
 }
 
-// S times e^D. Near 1 by expm1: rounding e^D would add the same error in every chunk; else e^D itself, since
-// S + S (e^D - 1) cancels.
-struct Fade {
-  enum { kNothing, kNear, kFar } kind = kNothing;
-  float factor = 0;
+// Multiplies a state by e^D. Near 1 as S + S expm1(D): a rounded factor e^D would add the same error in every chunk.
+// Further from 1 as S e^D: the other form would cancel.
+struct DecayFactor {
+  enum { kOne, kNearOne, kBelow } kind = kOne;
+  float factor = 0;  // e^D - 1 if kNearOne, e^D if kBelow
   double exact = 1;
-  Fade() = default;
-  explicit Fade(double log_decay) {
+  DecayFactor() = default;
+  explicit DecayFactor(double log_decay) {
     if (log_decay == 0) return;
     exact = std::exp(log_decay);
-    kind = log_decay > -0.5 ? kNear : kFar;
-    factor = kind == kNear ? (float)std::expm1(log_decay) : (float)exact;
+    kind = log_decay > -0.5 ? kNearOne : kBelow;
+    factor = kind == kNearOne ? (float)std::expm1(log_decay) : (float)exact;
   }
-  // (s + own) e^D, near 1 with one rounding of the large s
-  vf operator()(vf s, vf own) const {
-    return kind == kNothing ? s + own : kind == kNear ? s + (s * factor + (own + own * factor)) : (s + own) * factor;
+  // (s + added) e^D; near 1 the large s is rounded only once
+  vf operator()(vf s, vf added) const {
+    return kind == kOne       ? s + added
+           : kind == kNearOne ? s + (s * factor + (added + added * factor))
+                              : (s + added) * factor;
   }
-  vf operator()(vf s) const { return kind == kNothing ? s : kind == kNear ? s + s * factor : s * factor; }
+  vf operator()(vf s) const { return kind == kOne ? s : kind == kNearOne ? s + s * factor : s * factor; }
 };
 
-// S = fade(S + B^T V); `fresh`: S was zero. The chunk is summed by itself: key by key, every addition would round a
-// large S, and alike where keys are alike.
-void update(int rows, int K, int N, const float* B_t, const float* V, float* S, bool fresh, const Fade& fade) {
+// S = e^D (S + B^T V); `fresh`: S was zero. The chunk is summed alone first: adding key by key to a large S would round
+// it each time, with the same error for similar keys.
+void update(int rows, int K, int N, const float* B_t, const float* V, float* S, bool fresh, const DecayFactor& factor) {
   for (int e0 = 0; e0 < N; e0 += NW)
     row_blocks(K, MR, [&]<int M>(int f0) {
       vf acc[M][NV] = {};
@@ -121,12 +123,12 @@ void update(int rows, int K, int N, const float* B_t, const float* V, float* S, 
       for (int r = 0; r < M; r++)
         for (int v = 0; v < NV; v++) {
           vf* old = (vf*)(s + r * NW + v * W);
-          *old = fresh ? fade(acc[r][v]) : fade(*old, acc[r][v]);
+          *old = fresh ? factor(acc[r][v]) : factor(*old, acc[r][v]);
         }
     });
 }
 
-// 4 x 4 blocks of four rows, each within 128 bits: y[i] gets column i of the blocks
+// Transposes the 4 x 4 blocks, of 128 bits per row, in four rows: y[i] gets column i of each block
 LINROPE_INLINE void transpose_blocks(const vf (&x)[4], vf (&y)[4]) {
 #if defined(__AVX512F__)
 #define LINROPE_LOW 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
@@ -150,8 +152,8 @@ LINROPE_INLINE void transpose_blocks(const vf (&x)[4], vf (&y)[4]) {
   y[2] = __builtin_shufflevector(c, d, LINROPE_LOW2), y[3] = __builtin_shufflevector(c, d, LINROPE_HIGH2);
 }
 
-// count rows of K numbers -> panels of the transpose, (count/NW, K, NW), that lie panel_size apart; up to three rows past
-// the last are read
+// The transpose of `count` rows of K numbers in panels (count/NW, K, NW), which start panel_size apart. Reads
+// up to three rows beyond the last.
 void transpose(const float* rows, int stride, int count, int K, float* panels, int panel_size) {
   for (int j = 0; j < count; j += 4) {
     float* to = panels + j / NW * panel_size + j % NW;
@@ -171,7 +173,7 @@ void transpose(const float* rows, int stride, int count, int K, float* panels, i
 
 void transpose(const float* rows, int count, int K, float* panels) { transpose(rows, K, count, K, panels, NW * K); }
 
-// The panels of S (F rows, E columns) -> those of its transpose
+// The transpose of S (F rows, E columns), both in panels
 void transpose_state(const float* S, int F, int E, float* S_t) {
   for (int e0 = 0; e0 < E; e0 += NW) transpose(S + e0 * F, NW, F, NW, S_t + e0 * NW, NW * E);
 }

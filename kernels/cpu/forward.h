@@ -1,11 +1,12 @@
-// out, token by token in chunks:  out_i = kept_i (phi^_i S + sum_j<=i grown_j <phi^_i, psi^_j> v_j) / den_i
+// The forward pass, chunk by chunk:  out_i = e^(D_i) (phi^_i S + sum_(j <= i) e^(-D_j) <phi^_i, psi^_j> v_j) / den_i
 #pragma once
 #include "task.h"
 
 namespace linrope {
 namespace {
 
-struct Output {  // rows of results on their way to memory: in place where that is float32 of whole panels
+// Rows of results: written in place if the output is float32 and has whole panels, else copied from scratch
+struct Output {
   float* rows;
   int64_t stride;
   bool direct;
@@ -34,74 +35,78 @@ struct Forward : Task {
            count * (size_t)(4 * s.F * s.E + 8 * s.F + 2 * s.angle_bytes() + 512);
   }
   const Scratch& w;
-  const int queries;
-  const bool same;  // angles of queries and keys
+  const int query_heads;
+  const bool same_angles;  // queries and keys have the same angles
   int64_t done = 0;
   float* S;
   bool fresh;
-  RunningSum sum;
+  RunningSum z_sum;
   Decay decay;
-  Angles k_turn, q_turn;
+  Angles k_angle, q_angle;
 
-  Forward(const Call& c, const Span& span, const Ends& ends, bool emit_out, const Scratch& w, Arena& arena)
-      : Task(c, span, ends), w(w), queries(emit_out ? group : 0), same(c.key_positions.data == c.positions.data),
-        S(arena.take<float>(s.F * s.E)), fresh(!ends.kv_in), sum(s.F, w.within, arena), decay(c, span),
-        k_turn(c, s, span, c.key_positions, ends.angle_in, w.k_angles, arena),
-        q_turn(c, s, span, c.positions, ends.angle_in, w.q_angles, arena) {
-    const Fade first(span.begin < span.end ? decay.at(span.begin) : 0);
-    state_in(s, ends.kv_in, S, false, first);
-    sums_in(s, ends.z_in, sum.all, first.exact);
+  Forward(const Call& c, const Span& span, const Ends& ends, bool want_output, const Scratch& w, Arena& arena)
+      : Task(c, span, ends), w(w), query_heads(want_output ? group : 0),
+        same_angles(c.key_positions.data == c.positions.data), S(arena.take<float>(s.F * s.E)), fresh(!ends.kv_in),
+        z_sum(s.F, w.within, arena), decay(c, span),
+        k_angle(c, s, span, c.key_positions, ends.angle_in, w.k_angles, arena),
+        q_angle(c, s, span, c.positions, ends.angle_in, w.q_angles, arena) {
+    const DecayFactor first_factor(span.begin < span.end ? decay.at(span.begin) : 0);
+    state_in(s, ends.kv_in, S, false, first_factor);
+    z_in(s, ends.z_in, z_sum.total, first_factor.exact);
   }
 
   void advance() {
     const int64_t t = span.begin + done;
-    const int rows = decay.plan(t, block_end(t) - t), F = s.F, E = s.E, half = s.half;
-    const Angles& turns = same ? k_turn : q_turn;
-    k_turn.forth(t, rows);
-    if (!same && queries) q_turn.forth(t, rows);  // keys alone: there may be fewer queries than these
+    const int rows = decay.plan(t, anchor_after(t) - t), F = s.F, E = s.E, half = s.half;
+    const Angles& query_angles = same_angles ? k_angle : q_angle;
+    k_angle.forward(t, rows);
+    if (!same_angles && query_heads) q_angle.forward(t, rows);  // without query heads: fewer positions than keys
     key_features(t, 1, rows, w.x);
-    sum.rows(w.x, rows, decay.grown, decay.kept, w.z);
+    z_sum.rows(w.x, rows, decay.exp_minus_D, decay.exp_D, w.z);
     for (int i = 0; i < rows; i++) {
       prefetch(v, t + i, C, s.e);
-      turn<false>(s, w.x + i * F, k_turn.cos + i * half, k_turn.sin + i * half, decay.grown[i], w.hat + i * F);
+      rotate<false>(s, w.x + i * F, k_angle.cos + i * half, k_angle.sin + i * half, decay.exp_minus_D[i],
+                    w.hat + i * F);
       key_values(t + i, w.v + i * NW, NW * C);
     }
     zero_up_to_four(w.hat, rows, F);
     transpose(w.hat, rows, F, w.hat_t);
-    const bool finite = queries ? all_finite(w.v, rows, E) : true;
-    for (int r = 0; r < queries; r++) {
+    const bool finite = query_heads ? all_finite(w.v, rows, E) : true;
+    for (int r = 0; r < query_heads; r++) {
       const Rows q = query_rows(c.q, r), out = query_rows(c.out, r);
       const Output to(s, out, t, w.result);
       features(s, q, t, 1, rows, w.x);
       for (int i = 0; i < rows; i++) {
         prefetch(out, t + i, 0, s.e);
-        w.scale[i] = decay.kept[i] * inverse(c.normalize ? dot(w.x + i * F, w.z + i * F, F) : 1);
-        turn<false>(s, w.x + i * F, turns.cos + i * half, turns.sin + i * half, 1, w.hat + i * F);
+        w.scale[i] = decay.exp_D[i] * inverse_den(c.normalize ? dot(w.x + i * F, w.z + i * F, F) : 1);
+        rotate<false>(s, w.x + i * F, query_angles.cos + i * half, query_angles.sin + i * half, 1, w.hat + i * F);
       }
-      emit({rows, F, E, w.hat, w.hat_t, w.v, fresh ? nullptr : S, w.scale, finite, false, w.scores, to.rows, to.stride});
+      multiply_chunk({rows, F, E, w.hat, w.hat_t, w.v, fresh ? nullptr : S, w.scale, finite, false, w.scores, to.rows,
+                      to.stride});
       to.write(s, out, t, rows);
     }
     done += rows;
     const bool more = t + rows < span.end, anchor = is_anchor(t + rows);
     if (!more && !ends.kv_out && !ends.z_out) return;
     const double next = more ? decay.at(t + rows) : 0;
-    const Fade fade(anchor ? decay.sum : decay.sum + next);
-    update(rows, F, E, w.hat_t, w.v, S, fresh, fade);
-    sum.end(fade);
+    // An anchor is the state before the next token's own decay.
+    const DecayFactor factor(anchor ? decay.sum : decay.sum + next);
+    update(rows, F, E, w.hat_t, w.v, S, fresh, factor);
+    z_sum.end_chunk(factor);
     fresh = false;
     if (!anchor) return;
-    leave_anchor(t + rows, S, sum.all);
-    const Fade past(next);
-    fade_state(S, F * E, past), sum.fade(past);
+    save_anchor(t + rows, S, z_sum.total);
+    const DecayFactor next_factor(next);
+    decay_state(S, F * E, next_factor), z_sum.decay(next_factor);
   }
   void finish() {
     if (ends.kv_out) state_out(s, S, false, ends.kv_out);
-    if (ends.z_out) sums_out(s, sum.all, ends.z_out);
+    if (ends.z_out) z_out(s, z_sum.total, ends.z_out);
   }
 };
 
-// Every query of the span from the state of all keys (not causal)
-struct Answer : Task {
+// Bidirectional: every query of the span reads the state of all keys
+struct Bidirectional : Task {
   static constexpr int C = kChunk;
   struct Scratch {
     float *x, *hat, *result, *scale, *angles;
@@ -116,30 +121,30 @@ struct Answer : Task {
   const Scratch& w;
   int64_t done = 0;
   float *S, *z;
-  Angles turns;
+  Angles query_angles;
 
-  Answer(const Call& c, const Span& span, const Ends& ends, bool, const Scratch& w, Arena& arena)
+  Bidirectional(const Call& c, const Span& span, const Ends& ends, bool, const Scratch& w, Arena& arena)
       : Task(c, span, ends), w(w), S(arena.take<float>(s.F * s.E)), z(arena.take<float>(s.F)),
-        turns(c, s, span, c.positions, ends.angle_in, w.angles, arena) {
-    double* sum = arena.take<double>(s.F);
-    state_in(s, ends.kv_in, S, false, Fade());
-    sums_in(s, ends.z_in, sum, 1);
-    for (int i = 0; i < s.F; i++) z[i] = (float)sum[i];
+        query_angles(c, s, span, c.positions, ends.angle_in, w.angles, arena) {
+    double* z_sum = arena.take<double>(s.F);
+    state_in(s, ends.kv_in, S, false, DecayFactor());
+    z_in(s, ends.z_in, z_sum, 1);
+    for (int i = 0; i < s.F; i++) z[i] = (float)z_sum[i];
   }
   void advance() {
     const int64_t t = span.begin + done;
     const int rows = span.end - t < C ? (int)(span.end - t) : C, F = s.F, half = s.half;
-    turns.forth(t, rows);
+    query_angles.forward(t, rows);
     for (int r = 0; r < group; r++) {
       const Rows q = query_rows(c.q, r), out = query_rows(c.out, r);
       const Output to(s, out, t, w.result);
       features(s, q, t, 1, rows, w.x);
       for (int i = 0; i < rows; i++) {
         prefetch(out, t + i, 0, s.e);
-        w.scale[i] = inverse(c.normalize ? dot(w.x + i * F, z, F) : 1);
-        turn<false>(s, w.x + i * F, turns.cos + i * half, turns.sin + i * half, 1, w.hat + i * F);
+        w.scale[i] = inverse_den(c.normalize ? dot(w.x + i * F, z, F) : 1);
+        rotate<false>(s, w.x + i * F, query_angles.cos + i * half, query_angles.sin + i * half, 1, w.hat + i * F);
       }
-      emit({rows, F, s.E, w.hat, nullptr, nullptr, S, w.scale, true, false, nullptr, to.rows, to.stride});
+      multiply_chunk({rows, F, s.E, w.hat, nullptr, nullptr, S, w.scale, true, false, nullptr, to.rows, to.stride});
       to.write(s, out, t, rows);
     }
     done += rows;

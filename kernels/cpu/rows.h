@@ -1,7 +1,8 @@
-// Rows of numbers: features and values as the caller has them, and as the product core wants them.
+// Conversion of features, values and states between the caller's layout and that of the kernels.
 //
-// Inside, the features of a row stand in this order, whatever the caller's layout: first halves of the pairs (padded
-// to whole vectors), second halves, and the features that do not turn; F numbers in all, padding zero.
+// Whatever the caller's layout, the kernels keep a row of features in this order: the first members of the
+// pairs, padded to whole vectors; the second members; the features that do not rotate. Together F numbers;
+// padding is zero.
 #pragma once
 #include "core.h"
 
@@ -16,7 +17,7 @@ struct Shape {
         axes(c.theta ? c.axes : 0) {}
   size_t angle_bytes() const { return (8 + 8 * (size_t)axes) * half + 128; }
   bool padded() const { return F != f; }
-  int natural(int i) const {  // the caller's index of feature i inside; -1: padding
+  int caller_index(int i) const {  // the caller's index of the kernels' feature i; -1: padding
     if (i >= 2 * half) return i - 2 * half < rest ? i - 2 * half + 2 * pairs : -1;
     const int second = i >= half, p = i - second * half;
     if (p >= pairs) return -1;
@@ -24,7 +25,7 @@ struct Shape {
   }
 };
 
-struct Rows {  // rows of one batch row and head, by token
+struct Rows {  // the rows of one batch entry and head, indexed by token
   char* base;
   int64_t stride;
   int type;
@@ -36,7 +37,7 @@ struct Rows {  // rows of one batch row and head, by token
   char* at(int64_t token) const { return base + token * stride; }
 };
 
-// What lies `ahead` tokens on: a head's rows lie far apart, which the hardware does not see through
+// Prefetches the row `ahead` tokens further on. A head's rows are too far apart for the hardware prefetcher.
 inline void prefetch(const Rows& x, int64_t token, int ahead, int count) {
   const char* p = x.at(token + ahead);
   for (int i = 0; i < count * (x.type == kFloat32 ? 4 : 2); i += 64) __builtin_prefetch(p + i, 0, 2);
@@ -85,7 +86,7 @@ template <class T> void write_features(const Shape& s, const float* y, T* x) {
 
 inline void zero(float* x, int n) { memset(x, 0, 4 * (size_t)n); }
 
-// y = map(features of the row)
+// y = map(the row's features)
 void features(const Shape& s, const Rows& rows, int64_t token, int map, float* y) {
   if (s.padded()) zero(y, s.F);
   const char* x = rows.at(token);
@@ -100,10 +101,11 @@ void features(const Shape& s, const Rows& rows, int64_t token, int map, float* y
   }
 }
 
-// Whole vectors throughout: the features of `count` rows, map applied, each fetched C rows ahead
-template <class T, int M> void read_rows(const Shape& s, const Rows& rows, int64_t token, int way, int count, float* y) {
+// The same for `count` rows without padding; each row is prefetched kChunk rows ahead
+template <class T, int M>
+void read_rows(const Shape& s, const Rows& rows, int64_t token, int direction, int count, float* y) {
   const int paired = s.layout == kInterleaved ? s.half : 0;
-  const int64_t step = rows.stride * way, ahead = step * kChunk;
+  const int64_t step = rows.stride * direction, ahead = step * kChunk;
   const char* x = rows.at(token);
   for (int i = 0; i < count; i++, x += step, y += s.F) {
     for (int64_t c = 0; c < s.f * (int)sizeof(T); c += 64) __builtin_prefetch(x + ahead + c, 0, 2);
@@ -116,23 +118,24 @@ template <class T, int M> void read_rows(const Shape& s, const Rows& rows, int64
     for (int f = 2 * paired; f < s.F; f += W) store(y + f, apply(M, load(from + f)));
   }
 }
-template <class T> void read_mapped(const Shape& s, const Rows& rows, int64_t token, int way, int count, float* y) {
+template <class T>
+void read_mapped(const Shape& s, const Rows& rows, int64_t token, int direction, int count, float* y) {
   switch (s.map) {
-    case kElu1: return read_rows<T, kElu1>(s, rows, token, way, count, y);
-    case kRelu: return read_rows<T, kRelu>(s, rows, token, way, count, y);
-    case kRelu2: return read_rows<T, kRelu2>(s, rows, token, way, count, y);
-    case kExp: return read_rows<T, kExp>(s, rows, token, way, count, y);
-    case kSilu: return read_rows<T, kSilu>(s, rows, token, way, count, y);
-    default: return read_rows<T, kIdentity>(s, rows, token, way, count, y);
+    case kElu1: return read_rows<T, kElu1>(s, rows, token, direction, count, y);
+    case kRelu: return read_rows<T, kRelu>(s, rows, token, direction, count, y);
+    case kRelu2: return read_rows<T, kRelu2>(s, rows, token, direction, count, y);
+    case kExp: return read_rows<T, kExp>(s, rows, token, direction, count, y);
+    case kSilu: return read_rows<T, kSilu>(s, rows, token, direction, count, y);
+    default: return read_rows<T, kIdentity>(s, rows, token, direction, count, y);
   }
 }
-// Rows token, token + way, .. -> y (count, F)
-void features(const Shape& s, const Rows& rows, int64_t token, int way, int count, float* y) {
+// y (count, F) = map(features) of the rows token, token + direction, ..
+void features(const Shape& s, const Rows& rows, int64_t token, int direction, int count, float* y) {
   if (s.padded())
-    for (int i = 0; i < count; i++) features(s, rows, token + way * i, s.map, y + i * s.F);
-  else if (rows.type == kFloat32) read_mapped<float>(s, rows, token, way, count, y);
-  else if (rows.type == kBFloat16) read_mapped<bf16>(s, rows, token, way, count, y);
-  else read_mapped<fp16>(s, rows, token, way, count, y);
+    for (int i = 0; i < count; i++) features(s, rows, token + direction * i, s.map, y + i * s.F);
+  else if (rows.type == kFloat32) read_mapped<float>(s, rows, token, direction, count, y);
+  else if (rows.type == kBFloat16) read_mapped<bf16>(s, rows, token, direction, count, y);
+  else read_mapped<fp16>(s, rows, token, direction, count, y);
 }
 
 void write_features(const Shape& s, const float* y, const Rows& rows, int64_t token) {
@@ -142,7 +145,8 @@ void write_features(const Shape& s, const float* y, const Rows& rows, int64_t to
   else write_features(s, y, (fp16*)x);
 }
 
-// Blocks of NW numbers go to y, y + block, ..: block is NW for a row, NW * kChunk for a row of panels
+// The address of element i of a row that is stored in blocks of NW numbers, at y, y + block, ..: block is NW
+// for a plain row, NW * kChunk for a row of panels
 LINROPE_INLINE float* at(float* y, int block, int i) { return y + i / NW * block + i % NW; }
 
 template <class T> inline void read_values(const Shape& s, const T* x, float* y, int block, float scale) {
@@ -171,12 +175,12 @@ void write_values(const Shape& s, const float* y, const Rows& rows, int64_t toke
   else copy_out(y, (fp16*)x, s.e);
 }
 
-// y = row, n numbers, in blocks
-inline void spread(const float* row, int n, float* y, int block) {
+// Copies a row of n numbers into blocks
+inline void copy_to_panels(const float* row, int n, float* y, int block) {
   for (int i = 0; i < n; i += W) store(at(y, block, i), load(row + i));
 }
 
-// Whether the `rows` rows of panels hold finite numbers only
+// True if the first `rows` rows of the panels are finite
 bool all_finite(const float* panels, int rows, int N) {
   vf bad = {};
   for (int e0 = 0; e0 < N; e0 += NW)
@@ -188,12 +192,12 @@ bool all_finite(const float* panels, int rows, int N) {
   return s == s;
 }
 
-// y = scale * R x of each pair; `back`: R^T
-template <bool back, int block = NW>
-LINROPE_INLINE void turn(const Shape& s, const float* x, const float* cos, const float* sin, float scale, float* y) {
+// y = scale * R x; `transposed`: scale * R^T x
+template <bool transposed, int block = NW>
+LINROPE_INLINE void rotate(const Shape& s, const float* x, const float* cos, const float* sin, float scale, float* y) {
   for (int p = 0; p < s.half; p += W) {
     const vf a = load(x + p), b = load(x + s.half + p);
-    const vf c = load(cos + p) * scale, n = load(sin + p) * (back ? -scale : scale);
+    const vf c = load(cos + p) * scale, n = load(sin + p) * (transposed ? -scale : scale);
     store(at(y, block, p), a * c - b * n), store(at(y, block, s.half + p), a * n + b * c);
   }
   for (int i = 2 * s.half; i < s.F; i += W) store(at(y, block, i), load(x + i) * scale);
@@ -205,12 +209,12 @@ inline float dot(const float* x, const float* y, int n) {
   return sum(acc);
 }
 
-void fade_state(float* S, int count, const Fade& fade) {
-  if (fade.kind != Fade::kNothing)
-    for (int i = 0; i < count; i += W) store(S + i, fade(load(S + i)));
+void decay_state(float* S, int count, const DecayFactor& factor) {
+  if (factor.kind != DecayFactor::kOne)
+    for (int i = 0; i < count; i += W) store(S + i, factor(load(S + i)));
 }
 
-// The same in float64
+// The dot product in float64
 inline double product(const float* x, const float* y, int n) {
   vd acc = {};
   for (int i = 0; i < n; i += W)
@@ -218,11 +222,11 @@ inline double product(const float* x, const float* y, int n) {
   return sum(acc);
 }
 
-// The caller's (f, e) -> panels of S (F rows) or of its transpose (E rows), faded; null: zero
-void state_in(const Shape& s, const float* kv, float* S, bool transposed, const Fade& fade) {
+// Copies the caller's (f, e) into panels of S (F rows) or of its transpose (E rows), times e^D; null: zero
+void state_in(const Shape& s, const float* kv, float* S, bool transposed, const DecayFactor& factor) {
   zero(S, s.F * s.E);
   for (int i = 0; kv && i < s.F; i++) {
-    const int f = s.natural(i);
+    const int f = s.caller_index(i);
     if (f < 0) continue;
     float* to = transposed ? at(S, NW * s.E, i) : S + i * NW;
     if (transposed)
@@ -230,11 +234,11 @@ void state_in(const Shape& s, const float* kv, float* S, bool transposed, const 
     else
       for (int x = 0; x < s.e; x += NW) memcpy(to + x * s.F, kv + f * s.e + x, 4 * (s.e - x < NW ? s.e - x : NW));
   }
-  if (kv) fade_state(S, s.F * s.E, fade);
+  if (kv) decay_state(S, s.F * s.E, factor);
 }
 void state_out(const Shape& s, const float* S, bool transposed, float* kv) {
   for (int i = 0; i < s.F; i++) {
-    const int f = s.natural(i);
+    const int f = s.caller_index(i);
     if (f < 0) continue;
     const float* from = transposed ? at((float*)S, NW * s.E, i) : S + i * NW;
     if (transposed)
@@ -243,15 +247,15 @@ void state_out(const Shape& s, const float* S, bool transposed, float* kv) {
       for (int x = 0; x < s.e; x += NW) memcpy(kv + f * s.e + x, from + x * s.F, 4 * (s.e - x < NW ? s.e - x : NW));
   }
 }
-void sums_in(const Shape& s, const double* z, double* inside, double factor) {
+void z_in(const Shape& s, const double* z, double* internal, double factor) {
   for (int i = 0; i < s.F; i++) {
-    const int f = s.natural(i);
-    inside[i] = f < 0 || !z ? 0 : z[f] * factor;
+    const int f = s.caller_index(i);
+    internal[i] = f < 0 || !z ? 0 : z[f] * factor;
   }
 }
-void sums_out(const Shape& s, const double* inside, double* z) {
+void z_out(const Shape& s, const double* internal, double* z) {
   for (int i = 0; i < s.F; i++)
-    if (const int f = s.natural(i); f >= 0) z[f] = inside[i];
+    if (const int f = s.caller_index(i); f >= 0) z[f] = internal[i];
 }
 
 }  // namespace

@@ -1,20 +1,20 @@
-// One token: S = e^a S + R psi v^T, out = R phi S / den. The state is in the caller's order, and stays where it is.
+// One token: S = e^a S + R psi v^T, out = R phi S / den. The state keeps the caller's layout and is updated in place.
 #pragma once
 #include "task.h"
 
 namespace linrope {
 namespace {
 
-struct Columns {  // of one state, (f, stride)
+struct Columns {  // columns of one state (f, stride)
   int f, stride;
   float* kv;
-  const float *key, *query, *v;
+  const float *key, *phi_hat, *v;
   float* out;
-  const Fade& fade;
+  const DecayFactor& factor;
   float scale;
 };
 
-// N vectors of columns: S = fade(S) + key v^T (once, with `change`), out = scale query S
+// N vectors of columns: S = e^a S + key v^T if `change` (for the first query head), then out = scale query S
 template <int N, int kind> inline void columns(const Columns& x, bool change) {
   vf acc[2][N] = {}, v[N];
   for (int i = 0; i < N; i++) v[i] = load(x.v + i * W);
@@ -23,12 +23,12 @@ template <int N, int kind> inline void columns(const Columns& x, bool change) {
     for (int i = 0; i < N; i++) {
       vf y = load(s + i * W);
       if (change) {
-        if constexpr (kind == Fade::kNear) y += y * x.fade.factor;
-        if constexpr (kind == Fade::kFar) y *= x.fade.factor;
+        if constexpr (kind == DecayFactor::kNearOne) y += y * x.factor.factor;
+        if constexpr (kind == DecayFactor::kBelow) y *= x.factor.factor;
         y += v[i] * x.key[f];
         store(s + i * W, y);
       }
-      to[i] += y * x.query[f];
+      to[i] += y * x.phi_hat[f];
     }
   };
   int f = 0;
@@ -38,57 +38,58 @@ template <int N, int kind> inline void columns(const Columns& x, bool change) {
 }
 
 template <int N> inline void columns(const Columns& x, bool change) {
-  switch (change ? x.fade.kind : Fade::kNothing) {
-    case Fade::kNear: return columns<N, Fade::kNear>(x, change);
-    case Fade::kFar: return columns<N, Fade::kFar>(x, change);
-    default: return columns<N, Fade::kNothing>(x, change);
+  switch (change ? x.factor.kind : DecayFactor::kOne) {
+    case DecayFactor::kNearOne: return columns<N, DecayFactor::kNearOne>(x, change);
+    case DecayFactor::kBelow: return columns<N, DecayFactor::kBelow>(x, change);
+    default: return columns<N, DecayFactor::kOne>(x, change);
   }
 }
 
-// Fewer columns than a vector has
+// The last columns, fewer than a vector has
 inline void last_columns(const Columns& x, int count, bool change) {
   for (int e = 0; e < count; e++) {
     float acc = 0;
     for (int f = 0; f < x.f; f++) {
       float& s = x.kv[(int64_t)f * x.stride + e];
-      if (change) s = x.fade(splat(s))[0] + x.v[e] * x.key[f];
-      acc += s * x.query[f];
+      if (change) s = x.factor(splat(s))[0] + x.v[e] * x.key[f];
+      acc += s * x.phi_hat[f];
     }
     x.out[e] = acc * x.scale;
   }
 }
 
 struct StepScratch {
-  float *inside, *turned, *psi, *hat, *phi, *query, *v, *result, *k_angles, *q_angles;
+  float *internal, *rotated, *psi, *psi_hat, *phi, *phi_hat, *v, *result, *k_angles, *q_angles;
   StepScratch(const Shape& s, Arena& a)
-      : inside(a.take<float>(s.F)), turned(a.take<float>(s.F)), psi(a.take<float>(s.f + W)),
-        hat(a.take<float>(s.f + W)), phi(a.take<float>(s.f + W)), query(a.take<float>(s.f + W)), v(a.take<float>(s.E)),
-        result(a.take<float>(s.E)), k_angles(a.take<float>(2 * kChunk * s.half)),
+      : internal(a.take<float>(s.F)), rotated(a.take<float>(s.F)), psi(a.take<float>(s.f + W)),
+        psi_hat(a.take<float>(s.f + W)), phi(a.take<float>(s.f + W)), phi_hat(a.take<float>(s.f + W)),
+        v(a.take<float>(s.E)), result(a.take<float>(s.E)), k_angles(a.take<float>(2 * kChunk * s.half)),
         q_angles(a.take<float>(2 * kChunk * s.half)) {}
   static size_t bytes(const Shape& s) { return 4 * (2 * s.F + 2 * s.E + 4 * (s.f + W) + 4 * kChunk * s.half) + 1024; }
 };
 
-void step_head(const Task& task, const StepScratch& w, const Angles& k_turn, const Angles& turns, float* kv, double* z) {
+void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, const Angles& q_angle, float* kv,
+               double* z) {
   const Call& c = task.c;
   const Shape& s = task.s;
-  task.key_features(0, 1, 1, w.inside);
+  task.key_features(0, 1, 1, w.internal);
   task.key_values(0, w.v, NW);
-  turn<false>(s, w.inside, k_turn.cos, k_turn.sin, 1, w.turned);
-  write_features(s, w.inside, w.psi), write_features(s, w.turned, w.hat);
-  const Fade fade(Decay(c, task.span).at(0));
-  for (int f = 0; f < s.f; f++) z[f] = z[f] * fade.exact + w.psi[f];
+  rotate<false>(s, w.internal, k_angle.cos, k_angle.sin, 1, w.rotated);
+  write_features(s, w.internal, w.psi), write_features(s, w.rotated, w.psi_hat);
+  const DecayFactor factor(Decay(c, task.span).at(0));
+  for (int f = 0; f < s.f; f++) z[f] = z[f] * factor.exact + w.psi[f];
   for (int r = 0; r == 0 || r < task.group; r++) {
     double den = 0;
     if (task.group) {
-      features(s, task.query_rows(c.q, r), 0, 1, 1, w.inside);
-      turn<false>(s, w.inside, turns.cos, turns.sin, 1, w.turned);
-      write_features(s, w.inside, w.phi), write_features(s, w.turned, w.query);
+      features(s, task.query_rows(c.q, r), 0, 1, 1, w.internal);
+      rotate<false>(s, w.internal, q_angle.cos, q_angle.sin, 1, w.rotated);
+      write_features(s, w.internal, w.phi), write_features(s, w.rotated, w.phi_hat);
       for (int f = 0; f < s.f; f++) den += z[f] * w.phi[f];
     }
-    const double bound = !c.normalize ? 1 : c.add_eps ? den + c.eps : den < c.eps ? c.eps : den;
-    const float scale = (float)(1 / bound);
+    const double divisor = !c.normalize ? 1 : c.add_eps ? den + c.eps : den < c.eps ? c.eps : den;
+    const float scale = (float)(1 / divisor);
     for (int e = 0; e < s.e;) {
-      const Columns x{s.f, s.e, kv + e, w.hat, w.query, w.v + e, w.result + e, fade, scale};
+      const Columns x{s.f, s.e, kv + e, w.psi_hat, w.phi_hat, w.v + e, w.result + e, factor, scale};
       if (s.e - e >= 4 * W) columns<4>(x, r == 0), e += 4 * W;
       else if (s.e - e >= W) columns<1>(x, r == 0), e += W;
       else last_columns(x, s.e - e, r == 0), e = s.e;
@@ -97,24 +98,25 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_turn, con
   }
 }
 
-// Heads [first, last) of one row; kv and z are the row's
+// Heads [first, last) of one row; kv and z are that row's
 void step(const Call& c, int64_t row, int64_t first, int64_t last, float* kv, double* z) {
   const Shape s(c);
   Arena arena(StepScratch::bytes(s) + 2 * s.angle_bytes() + 512);
   const StepScratch scratch(s, arena);
   const size_t mark = arena.used;
-  const bool same = c.key_positions.data == c.positions.data, shared = !c.theta_head && !c.angle_head && !c.angle_steps.data;
+  const bool same_angles = c.key_positions.data == c.positions.data;
+  const bool shared_angles = !c.theta_head && !c.angle_head && !c.angle_steps.data;
   for (int64_t head = first; head < last; head++) {
     const Span span{row, head, 0, 1, true};
     const Task task(c, span, {});
     arena.used = mark;
-    Angles k_turn(c, s, span, c.key_positions, nullptr, scratch.k_angles, arena);
-    Angles q_turn(c, s, span, c.positions, nullptr, scratch.q_angles, arena);
-    if (!shared || head == first) {  // the tables stay as they are for the heads that share them
-      k_turn.forth(0, 1);
-      if (!same) q_turn.forth(0, 1);
+    Angles k_angle(c, s, span, c.key_positions, nullptr, scratch.k_angles, arena);
+    Angles q_angle(c, s, span, c.positions, nullptr, scratch.q_angles, arena);
+    if (!shared_angles || head == first) {  // heads that share their angles reuse the table
+      k_angle.forward(0, 1);
+      if (!same_angles) q_angle.forward(0, 1);
     }
-    step_head(task, scratch, k_turn, same ? k_turn : q_turn, kv + head * s.f * s.e, z + head * s.f);
+    step_head(task, scratch, k_angle, same_angles ? k_angle : q_angle, kv + head * s.f * s.e, z + head * s.f);
   }
 }
 

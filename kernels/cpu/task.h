@@ -1,5 +1,5 @@
-// What the sweeps over a sequence share: where its rows lie, its keys, its running normalizer, and how the heads of a
-// bundle take turns.
+// Shared by all sweeps over a sequence: the addresses of its rows, its keys, the running sum z, and the loop
+// over the heads of a bundle.
 #pragma once
 #include <new>
 
@@ -29,94 +29,97 @@ struct Task {
   float* angle_steps_at(int64_t token) const {
     return c.d_angle_steps ? c.d_angle_steps + key_index(token) * c.pairs : nullptr;
   }
-  bool seen(int64_t token) const {
+  bool unmasked(int64_t token) const {
     return !c.key_mask || c.key_mask[batch * c.mask_batch + token * c.mask_token];
   }
-  // Rows of keys and values from that token on; what masked tokens hold is never used
-  void key_features(int64_t token, int way, int count, float* psi) const {
-    features(s, k, token, way, count, psi);
+  // Features and values of keys from `token` on; the contents of masked tokens are never used
+  void key_features(int64_t token, int direction, int count, float* psi) const {
+    features(s, k, token, direction, count, psi);
     if (c.key_mask)
       for (int i = 0; i < count; i++)
-        if (!seen(token + way * i)) zero(psi + i * s.F, s.F);
+        if (!unmasked(token + direction * i)) zero(psi + i * s.F, s.F);
   }
   void key_values(int64_t token, float* to, int block, float scale = 1) const {
-    if (seen(token)) values(s, v, token, to, block, scale);
+    if (unmasked(token)) values(s, v, token, to, block, scale);
     else zero_row(to, block, s.E);
   }
-  // The token's block of the span
-  int64_t block_begin(int64_t token) const { return token - (token - span.begin) % kBlock; }
-  int64_t block_end(int64_t token) const {
-    const int64_t next = block_begin(token) + kBlock;
+  // The nearest place for an anchor at or before the token, and the next one after it or the span's end
+  int64_t anchor_before(int64_t token) const { return token - (token - span.begin) % kAnchorDistance; }
+  int64_t anchor_after(int64_t token) const {
+    const int64_t next = anchor_before(token) + kAnchorDistance;
     return next < span.end ? next : span.end;
   }
   bool is_anchor(int64_t token) const {
-    return ends.anchors && token > span.begin && token < span.end && token == block_begin(token);
+    return ends.anchors && token > span.begin && token < span.end && token == anchor_before(token);
   }
   static size_t anchor_bytes(const Shape& s) { return 4 * (size_t)s.F * s.E + 8 * (size_t)s.F; }
   char* anchor(int64_t token) const {
-    return ends.anchors + ((token - span.begin) / kBlock - 1) * anchor_bytes(s);
+    return ends.anchors + ((token - span.begin) / kAnchorDistance - 1) * anchor_bytes(s);
   }
-  void leave_anchor(int64_t token, const float* S, const double* z) const {
+  void save_anchor(int64_t token, const float* S, const double* z) const {
     char* to = anchor(token);
     memcpy(to, z, 8 * s.F), memcpy(to + 8 * s.F, S, 4 * s.F * s.E);
   }
-  // <S, dS> + <z, dz> of the state there
+  // <S, dS> + <z, dz> with the state of the anchor before `token`
   double product_at_anchor(int64_t token, const float* dS, const double* dz) const {
     const char* from = anchor(token);
     double x = product((const float*)(from + 8 * s.F), dS, s.F * s.E);
     for (int i = 0; i < s.F; i++) x += ((const double*)from)[i] * dz[i];
     return x;
   }
-  // 1 / max(den, eps) and the like
-  float inverse(float den) const {
+  // 1 / max(den, eps), 1 / (den + eps), or 1 without a normalizer
+  float inverse_den(float den) const {
     if (!c.normalize) return 1;
     return 1 / (c.add_eps ? den + c.eps : largest(splat(den), c.eps)[0]);
   }
 };
 
-// Rows of z, the sum of keys as each token sees it: kept[i] (z0 + sum_j grown[j] x[j]). Sums of a chunk are float32,
-// those of chunks float64.
+// z_i of each token of a chunk: factor[i] (z + sum_(j <= i) weight[j] x[j]), with e^D and e^-D as factor and weight.
+// Sums within a chunk are float32, the sum over chunks is float64.
 struct RunningSum {
   int F;
-  double* all;
-  float* within;
-  RunningSum(int F, float* scratch, Arena& arena) : F(F), all(arena.take<double>(F)), within(scratch) {}
-  // rows of x (count, F) -> rows of y
-  void rows(const float* x, int count, const float* grown, const float* kept, float* y) {
+  double* total;  // of the chunks before
+  float* chunk;   // of the current chunk
+  RunningSum(int F, float* scratch, Arena& arena) : F(F), total(arena.take<double>(F)), chunk(scratch) {}
+  // x (count, F) -> y (count, F), which may be x
+  void rows(const float* x, int count, const float* weight, const float* factor, float* y) {
     for (int f = 0; f < F; f += NW) {
       vf w[NV] = {}, before[NV];
       for (int v = 0; v < NV; v++)
-        for (int i = 0; i < W; i++) before[v][i] = (float)all[f + v * W + i];
+        for (int i = 0; i < W; i++) before[v][i] = (float)total[f + v * W + i];
       for (int i = 0; i < count; i++)
         for (int v = 0; v < NV; v++) {
           const int at = i * F + f + v * W;
-          w[v] += load(x + at) * grown[i];
-          store(y + at, (before[v] + w[v]) * kept[i]);
+          w[v] += load(x + at) * weight[i];
+          store(y + at, (before[v] + w[v]) * factor[i]);
         }
-      for (int v = 0; v < NV; v++) store(within + f + v * W, w[v]);
+      for (int v = 0; v < NV; v++) store(chunk + f + v * W, w[v]);
     }
   }
-  void end(const Fade& by) {
-    for (int i = 0; i < F; i++) all[i] = (all[i] + within[i]) * by.exact;
+  void end_chunk(const DecayFactor& factor) {
+    for (int i = 0; i < F; i++) total[i] = (total[i] + chunk[i]) * factor.exact;
   }
-  void fade(const Fade& by) {
-    for (int i = 0; i < F; i++) all[i] *= by.exact;
+  void decay(const DecayFactor& factor) {
+    for (int i = 0; i < F; i++) total[i] *= factor.exact;
   }
 };
 
-inline void zero_up_to_four(float* rows, int count, int K) {  // transpose reads whole blocks
+// Zeros up to three rows after the last: transpose reads blocks of four
+inline void zero_up_to_four(float* rows, int count, int K) {
   if (count % 4) zero(rows + count * K, K * (4 - count % 4));
 }
 
-// Heads of one sequence take turns, a chunk each, so that memory is read and written about in order: a token's rows of
-// all heads lie side by side. They share the scratch. A Sweep has: Scratch(Shape, Arena); bytes(Shape, count); done, how
-// many tokens; advance(), one chunk; finish().
-template <class Sweep> void run_bundle(const Call& c, int count, const Span* spans, const Ends* ends, bool emit) {
+// Sweeps over the heads of a sequence together, a chunk of each in turn: the rows of a token's heads are
+// adjacent, so that memory is read and written nearly in order. The heads share the scratch memory. A Sweep
+// has Scratch(Shape, Arena), bytes(Shape, count), done (the number of tokens so far), advance() (by one
+// chunk) and finish().
+template <class Sweep>
+void run_bundle(const Call& c, int count, const Span* spans, const Ends* ends, bool want_output) {
   const Shape s(c);
   Arena arena(Sweep::bytes(s, count) + count * (sizeof(Sweep) + 64) + 4096);
   typename Sweep::Scratch scratch(s, arena);
   Sweep* sweeps = arena.take<Sweep>(count);
-  for (int i = 0; i < count; i++) new (sweeps + i) Sweep(c, spans[i], ends[i], emit, scratch, arena);
+  for (int i = 0; i < count; i++) new (sweeps + i) Sweep(c, spans[i], ends[i], want_output, scratch, arena);
   const int64_t tokens = spans[0].end - spans[0].begin;
   for (int64_t goal = kChunk; goal < tokens + kChunk; goal += kChunk)
     for (int i = 0; i < count; i++)

@@ -1,6 +1,6 @@
-// Vectors of the instruction set at hand (GNU vector extensions), and the functions of one number that kernels need.
-// Everything lies in an anonymous namespace: an inline function shared between instruction sets could be linked from
-// the wrong one.
+// Vectors of the instruction set that this file is compiled for (GNU vector extensions), and elementwise functions.
+// Everything is in an anonymous namespace: otherwise the linker could merge an inline function with another instruction
+// set's copy.
 #pragma once
 #include <cmath>
 #include <initializer_list>
@@ -18,7 +18,7 @@
 namespace linrope {
 namespace {
 
-// W lanes; a micro-kernel holds MR rows of NV vectors in registers; NW columns make a panel
+// A vector has W lanes. A micro-kernel holds MR rows of NV vectors in registers; a panel has NW columns.
 #if defined(__AVX512F__)
 constexpr int W = 16, NV = 2, MR = 8;
 #elif defined(__AVX2__)
@@ -60,7 +60,8 @@ inline void store(bf16* p, vf x) {  // to nearest even; NaN stays NaN
 
 inline vf load(const fp16* p) {
   const vu u = __builtin_convertvector(*(const vh*)p, vu), magnitude = u & 0x7fff;
-  // Exponents move from bias 15 to 127. Subnormal numbers are integers times 2^-24; infinity and NaN keep all ones.
+  // The exponent's bias changes from 15 to 127. Subnormal numbers are integers times 2^-24; infinity and NaN keep an
+  // exponent of all ones.
   const vu normal = (magnitude << 13) + (112u << 23);
   const vf small = __builtin_convertvector((vi)magnitude, vf) * 0x1p-24f;
   vu y = magnitude < 0x400 ? (vu)small : normal;
@@ -70,7 +71,7 @@ inline vf load(const fp16* p) {
 inline void store(fp16* p, vf x) {  // to nearest even
   const vu u = (vu)x, sign = (u >> 16) & 0x8000, magnitude = u & 0x7fffffff;
   const vu normal = (magnitude + 0xfff + ((magnitude >> 13) & 1) - (112u << 23)) >> 13;
-  // Adding 0.5 puts the unit of a float's last place at 2^-24, the unit of subnormal halves.
+  // Adding 0.5 moves a float's last bit to 2^-24, the unit of subnormal halves.
   const vu small = (vu)((vf)magnitude + 0.5f) - 0x3f000000u;
   vu y = magnitude < 0x38800000u ? small : normal;
   y = magnitude >= 0x477ff000u ? vu{} + 0x7c00 : y;
@@ -86,13 +87,13 @@ inline float to_float(bf16 x) {
   return y;
 }
 inline float to_float(fp16 x) {
-  fp16 some[W] = {x};
-  return load(some)[0];
+  fp16 lanes[W] = {x};
+  return load(lanes)[0];
 }
 template <class T> inline void put(T* p, float x) {
-  T some[W];
-  store(some, splat(x));
-  *p = some[0];
+  T lanes[W];
+  store(lanes, splat(x));
+  *p = lanes[0];
 }
 template <> inline void put(float* p, float x) { *p = x; }
 
@@ -113,7 +114,7 @@ inline double sum(vd x) {
   for (int i = 0; i < W / 4; i++) t += part[i];
   return (t[0] + t[2]) + (t[1] + t[3]);
 }
-// max(x, y) and min(x, y); NaN stays NaN (x86 returns the second operand)
+// max(x, y) and min(x, y); a NaN in x stays (x86 returns the second operand)
 #if defined(__AVX512F__)
 LINROPE_INLINE vf largest(vf x, float y) { return (vf)_mm512_maskz_max_ps(0xffff, (__m512)splat(y), (__m512)x); }
 LINROPE_INLINE vf smallest(vf x, float y) { return (vf)_mm512_maskz_min_ps(0xffff, (__m512)splat(y), (__m512)x); }
@@ -125,7 +126,7 @@ LINROPE_INLINE vf largest(vf x, float y) { return x < y ? splat(y) : x; }
 LINROPE_INLINE vf smallest(vf x, float y) { return x > y ? splat(y) : x; }
 #endif
 
-// e^r 2^n, |r| <= ln 2 / 2; n a whole number from -252 to 254. Relative error below 1e-7.
+// e^r 2^n for |r| <= ln 2 / 2 and an integer n from -252 to 254; relative error below 1e-7
 LINROPE_INLINE vf exp_parts(vf r, vf n) {
   vf p = splat(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
@@ -137,13 +138,13 @@ LINROPE_INLINE vf exp_parts(vf r, vf n) {
 #if defined(__AVX512F__)
   return (vf)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)n);
 #else
-  const vi k = __builtin_convertvector(n, vi), half = k >> 1;  // in two steps, for subnormal results
+  const vi k = __builtin_convertvector(n, vi), half = k >> 1;  // two factors, since 2^n may be subnormal
   return p * (vf)((half + 127) << 23) * (vf)((k - half + 127) << 23);
 #endif
 }
 LINROPE_INLINE vf exponential(vf x) {
   x = smallest(largest(x, -104.0f), 89.0f);
-  const vf t = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer, which its low bits hold
+  const vf t = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
   const vf n = t - 12582912.0f;
   const vf r = x - n * 0.693359375f - n * -2.12194440e-4f;
   return exp_parts(r, n);
@@ -193,7 +194,7 @@ inline void cos_sin(vi angle, vf& c, vf& s) {
   c = (vf)((vi)(odd ? a : b) ^ minus_c);
 }
 
-// x = (x0, x1, ..), y: the even numbers and the odd ones
+// The elements of x and y with even and with odd indices
 inline void deinterleave(vf x, vf y, vf& even, vf& odd) {
 #if defined(__AVX512F__)
   even = __builtin_shufflevector(x, y, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
@@ -219,27 +220,27 @@ inline void interleave(vf even, vf odd, vf& x, vf& y) {
 #endif
 }
 
-struct Arena {  // scratch of one task, in parts aligned to 64 bytes; a thread keeps it
+struct Arena {  // scratch memory of a task, handed out in pieces aligned to 64 bytes; each thread reuses its own
   char* base;
   size_t used = 0, size;
   explicit Arena(size_t bytes) : size((bytes + 63) / 64 * 64) {
-    static thread_local struct Kept {
+    static thread_local struct Memory {
       char* base = nullptr;
       size_t size = 0;
-      ~Kept() { free(base); }
-    } kept;
-    if (kept.size < size) {
-      free(kept.base);
-      kept.base = (char*)aligned_alloc(64, size);
-      kept.size = size;
-      if (!kept.base) abort();
+      ~Memory() { free(base); }
+    } memory;
+    if (memory.size < size) {
+      free(memory.base);
+      memory.base = (char*)aligned_alloc(64, size);
+      memory.size = size;
+      if (!memory.base) abort();
     }
-    base = kept.base;
+    base = memory.base;
   }
   template <class T> T* take(size_t n) {
     T* p = (T*)(base + used);
     used += (n * sizeof(T) + 63) / 64 * 64;
-    if (used > size) abort();  // a mistake in the sizes asked for: never write past the end
+    if (used > size) abort();  // the constructor got too small a size: never write past the end
     return p;
   }
 };

@@ -1,4 +1,4 @@
-// The kernels of one instruction set without PyTorch: prints what they make of numbers that any machine makes alike.
+// Runs the kernels of one instruction set without PyTorch, on numbers that are the same on every machine; prints results.
 #include <cmath>
 #include <cstdio>
 #include <vector>
@@ -8,12 +8,12 @@
 using namespace linrope;
 
 static std::vector<float> numbers(size_t count, uint64_t seed) {
-  std::vector<float> made(count);
-  for (float& x : made) {
+  std::vector<float> values(count);
+  for (float& x : values) {
     seed = seed * 6364136223846793005u + 1442695040888963407u;
     x = (float)((int64_t)(seed >> 40) - (1 << 23)) / (1 << 22);  // -2 .. 2
   }
-  return made;
+  return values;
 }
 
 static void print(const char* name, const std::vector<float>& x) {
@@ -27,20 +27,20 @@ static View view(std::vector<float>& x, int64_t tokens, int64_t heads, int64_t w
 // Two heads of keys, four of queries, one sequence
 static void run(int f, int e, int pairs, int layout, int map, bool decay) {
   const int64_t n = 75, g = 2, h = 4;
-  auto q = numbers(n * h * f, 1), k = numbers(n * g * f, 2), v = numbers(n * g * e, 3), grad = numbers(n * h * e, 4);
+  auto q = numbers(n * h * f, 1), k = numbers(n * g * f, 2), v = numbers(n * g * e, 3), dout = numbers(n * h * e, 4);
   auto gates = numbers(n * g, 5);
   for (float& x : gates) x = -x * x;
-  std::vector<float> out(n * h * e), dq(q.size()), dk(k.size()), dv(v.size()), inverse(n * h), delta(n * h), da(n * g);
+  std::vector<float> out(n * h * e), dq(q.size()), dk(k.size()), dv(v.size()), inverse_den(n * h), dden(n * h), da(n * g);
   std::vector<int64_t> theta(pairs), position{1000};
   for (int p = 0; p < pairs; p++) theta[p] = (int64_t)(std::pow(2.0, 61 - p) / 3);
   Call c{};
-  c.q = view(q, n, h, f), c.k = view(k, n, g, f), c.v = view(v, n, g, e), c.grad = view(grad, n, h, e);
+  c.q = view(q, n, h, f), c.k = view(k, n, g, f), c.v = view(v, n, g, e), c.dout = view(dout, n, h, e);
   c.out = view(out, n, h, e), c.dq = view(dq, n, h, f), c.dk = view(dk, n, g, f), c.dv = view(dv, n, g, e);
   c.type = kFloat32, c.sequences = 1, c.n = c.m = n, c.h = h, c.g = g, c.f = f, c.e = e;
   c.pairs = pairs, c.layout = layout, c.map = map, c.causal = c.normalize = true, c.eps = 1e-6f, c.axes = 1;
   c.theta = theta.data(), c.theta_axis = pairs;
   c.positions = c.key_positions = {position.data(), 0, 0, true};
-  c.inverse = inverse.data(), c.delta = delta.data();
+  c.inverse_den = inverse_den.data(), c.dden = dden.data();
   if (decay) c.log_decay = {(const char*)gates.data(), kFloat32, 0, g, 1, 0}, c.d_log_decay = da.data();
   const Isa& isa = isa_baseline;
   std::vector<float> table(kChunk * 2 * isa.padded_pairs(pairs));
