@@ -74,7 +74,7 @@ test-sanitizers: .venv/ready
 	cd $(SANITIZED) && test -f linrope/lib/liblinrope_native.so && \
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so):$$(c++ -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	$(CURDIR)/$(BIN)/python -m pytest -q --capture=sys tests/kernels/cpu
+	$(CURDIR)/$(BIN)/python -m pytest -q --capture=sys tests/kernels/cpu tests/backends -k "cpu or native"
 
 # The whole table of tiles, compiled and run by the emulator of tests/kernels/ptx, and a table of the errors.
 test-ptx: .venv/ready
@@ -82,7 +82,7 @@ test-ptx: .venv/ready
 
 # These two need a GPU, with PyTorch and Triton for it; they run the tree as it lies, uninstalled.
 test-gpu:
-	PYTHONPATH=.:kernels $(PYTHON) -m pytest tests/kernels --device cuda
+	PYTHONPATH=.:kernels $(PYTHON) -m pytest tests/kernels tests/backends -k "kernels or triton" --device cuda
 
 bench-gpu:
 	PYTHONPATH=.:kernels $(PYTHON) benchmarks/gpu.py

@@ -252,7 +252,7 @@ def _turns(radians: Tensor) -> Tensor:
 
 def _turns_at(rotary: Rotary, positions: Tensor) -> Tensor:
     """(b, n) positions, with axes (b, n, axes), to angles (b, n, g or 1, pairs), sums over the axes."""
-    theta, axes = rotary.theta, rotary.axes or 1
+    theta, axes = rotary.theta.to(positions.device), rotary.axes or 1
     theta = theta.view(-1, axes, theta.shape[-1])  # (g or 1, axes, pairs)
     places = positions if rotary.axes is not None else positions[..., None]
     return sum(places[..., None, None, a] * _turns(theta[:, a]) for a in range(axes))

@@ -25,9 +25,6 @@ every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_fast = pytest.mark.parametrize("backend", FAST)
 every_map = pytest.mark.parametrize("name", MAPS)
 both_directions = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-# In what a backend is compared with the oracle, and how many of a tensor's largest entry it may be off.
-DTYPES = {"eager": torch.float64, "native": torch.float32, "triton": torch.float32}
-TOLERANCES = {"eager": 1e-10, "native": 64 * 2.0**-23, "triton": 32 * 2.0**-23}
 
 
 def native_sets(backend: str) -> list[str | None]:

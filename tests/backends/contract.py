@@ -71,13 +71,13 @@ TABLE = [
     Contract(name="native float16", **HALF | {"dtype": torch.float16}, rounding=U16, marks=NATIVE),
     Contract(name="native bfloat16", **HALF | {"dtype": torch.bfloat16}, rounding=UB16, marks=NATIVE),
     Contract(name="triton", **F32 | {"sums": 32 * U32, "gradients": 32 * U32, "combined": 64 * U32}),
-    Contract(
-        name="triton float16",
-        dtype=torch.float16,
-        out=4 * U16,
-        sums=8 * U16,
-        gradients=8 * U16,
-        marks=(LONG,),
+    *(
+        Contract(name=f"triton {name}", dtype=dtype, out=4 * u, sums=8 * u, gradients=8 * u, marks=marks)
+        for name, dtype, u, marks in (
+            ("float16", torch.float16, U16, (LONG,) if ON_CPU else ()),
+            ("bfloat16", torch.bfloat16, UB16, ()),
+        )
+        if not (ON_CPU and dtype == torch.bfloat16)  # whose bit patterns the interpreter multiplies
     ),
 ]
 

@@ -165,7 +165,7 @@ def cases(contract: Contract, name: str) -> list[tuple[str, str]]:
     return [(rotations[(start + i) % len(rotations)], call) for i, call in enumerate(chosen)]
 
 
-CONTRACTS = [contract for contract in TABLE if not contract.rounding and contract.name != "triton float16"]
+CONTRACTS = [contract for contract in TABLE if contract.combined and not contract.rounding]
 
 
 def each(*backends: str) -> list[Any]:

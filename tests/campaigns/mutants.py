@@ -31,51 +31,82 @@ PRELOADED = ("torch", "torch._dynamo", "sympy", "hypothesis", "pytest", "triton.
 SAME_MTIME = 1.0e9  # of mutated files, so that none is taken for the module that Python has compiled before
 
 B = "tests/backends"
-ORACLE = f"{B}/test_combinations.py::test_every_backend_is_the_oracle"
+ORACLE = f"{B}/test_combinations.py::test_every_backend_is_the_equation"
 # Those that see most faults soonest come first.
 OPERATION = (
-    f"{ORACLE}[native-elu+1]", f"{ORACLE}[eager-elu+1]", f"{B}/test_reference.py", f"{B}/test_equivalence.py",
-    f"{B}/test_gates.py", f"{B}/test_pieces.py", "tests/test_state_in_place.py", f"{ORACLE}[eager-favor+]",
-    f"{B}/test_stable_exponentials.py", f"{B}/test_invariance.py", "linrope/operation/functional.py",
-)  # fmt: skip
-ROTARY = ("tests/test_rotary.py", "tests/test_rotary_arguments.py", "tests/test_rotary_identity.py")
-CHECKS = ("tests/test_arguments.py", "tests/test_hostile_inputs.py", "tests/test_attention.py")
+    f"{ORACLE}[native-elu+1]",
+    f"{ORACLE}[eager-elu+1]",
+    f"{B}/test_equation.py",
+    f"{B}/test_steps.py",
+    f"{B}/test_exact_cases.py",
+    f"{B}/test_gates.py",
+    f"{B}/test_pieces.py",
+    "tests/sequence/test_state_in_place.py",
+    f"{ORACLE}[eager-favor+]",
+    f"{B}/test_stable_exponentials.py",
+    f"{B}/test_invariance.py",
+    "linrope/operation/functional.py",
+)
+ROTARY = (
+    "tests/rotation/test_rotary.py",
+    "tests/rotation/test_rotary_arguments.py",
+    "tests/rotation/test_rotary_identity.py",
+)
+CHECKS = ("tests/operation/test_checks.py", "tests/test_hostile_inputs.py", "tests/layer/test_attention.py")
 TRANSFORMS = (f"{B}/test_operators.py", f"{B}/test_transforms.py", f"{B}/test_compile.py")
 TESTS: dict[str, tuple[str, ...]] = {
     "linrope/operation/functional.py": (*OPERATION, *CHECKS),
     "linrope/operation/request.py": (
-        *OPERATION, "tests/test_decoding.py", *CHECKS, "tests/test_state.py", f"{B}/test_numerics.py",
+        *OPERATION,
+        "tests/operation/test_decoding.py",
+        *CHECKS,
+        "tests/sequence/test_state.py",
+        f"{B}/test_numerics.py",
     ),
     "linrope/operation/checks.py": (*CHECKS, *OPERATION),
     "linrope/sequence/state.py": (
-        "tests/test_state.py", "tests/test_state_in_place.py", "tests/test_state_files.py", *CHECKS,
-        *OPERATION, "tests/test_decoding.py", "tests/test_files.py",
+        "tests/sequence/test_state.py",
+        "tests/sequence/test_state_in_place.py",
+        "tests/sequence/test_state_files.py",
+        *CHECKS,
+        *OPERATION,
+        "tests/operation/test_decoding.py",
+        "tests/common/test_files.py",
     ),
-    "linrope/rotation/rotary.py": (*ROTARY, "tests/test_frequencies.py", *OPERATION),
-    "linrope/rotation/angles.py": ("tests/test_angles.py", *ROTARY, *OPERATION),
-    "linrope/rotation/frequencies.py": ("tests/test_frequencies.py", *ROTARY),
+    "linrope/rotation/rotary.py": (*ROTARY, "tests/rotation/test_frequencies.py", *OPERATION),
+    "linrope/rotation/angles.py": ("tests/rotation/test_angles.py", *ROTARY, *OPERATION),
+    "linrope/rotation/frequencies.py": ("tests/rotation/test_frequencies.py", *ROTARY),
     "linrope/sequence/decay.py": (*OPERATION, f"{B}/test_numerics.py"),
     "linrope/sequence/chunks.py": (*OPERATION, f"{B}/test_numerics.py"),
     "linrope/sequence/packing.py": (*OPERATION, CHECKS[1]),
-    "linrope/operation/decoding.py": ("tests/test_decoding.py", *OPERATION),
+    "linrope/operation/decoding.py": ("tests/operation/test_decoding.py", *OPERATION),
     "linrope/operation/features.py": (*OPERATION, "tests/feature_maps/test_feature_maps.py"),
     "linrope/backends/__init__.py": (*OPERATION, *CHECKS, "tests/test_versions.py", TRANSFORMS[1]),
     "linrope/backends/call.py": (*OPERATION, *TRANSFORMS),
     "linrope/backends/eager.py": (*OPERATION, f"{B}/test_numerics.py"),
-    "linrope/backends/native.py": (TRANSFORMS[0], *OPERATION, "tests/test_decoding.py", "tests/kernels/cpu"),
-    "linrope/backends/operators.py": (*TRANSFORMS, *OPERATION, "tests/test_decoding.py"),
+    "linrope/backends/native.py": (
+        TRANSFORMS[0],
+        *OPERATION,
+        "tests/operation/test_decoding.py",
+        "tests/kernels/cpu",
+    ),
+    "linrope/backends/operators.py": (*TRANSFORMS, *OPERATION, "tests/operation/test_decoding.py"),
     "linrope/backends/reference.py": OPERATION,
     "linrope/backends/triton.py": (
-        "tests/kernels/test_decoding.py", "tests/kernels/test_decay.py", "tests/kernels/test_kernels.py",
-        "tests/kernels/test_operator.py", "tests/kernels/test_state_gradients.py",
+        f"{B}/test_steps.py",
+        f"{B}/test_equation.py",
+        "tests/kernels/test_kernels.py",
+        "tests/kernels/test_operator.py",
     ),
     "linrope/models/huggingface/cache.py": (
-        "tests/models/huggingface/test_generation.py", "tests/models/huggingface/test_modeling.py",
+        "tests/models/huggingface/test_generation.py",
+        "tests/models/huggingface/test_modeling.py",
     ),
     "linrope/models/training/batch.py": (
-        "tests/models/test_training.py", "tests/models/test_training_corpus.py",
+        "tests/models/test_training.py",
+        "tests/models/test_training_corpus.py",
     ),
-}  # fmt: skip
+}
 
 
 class Mutant(NamedTuple):
