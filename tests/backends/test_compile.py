@@ -9,7 +9,9 @@ from torch.testing import assert_close
 from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, linear_rope_attention
 from linrope.backends.call import Call, Sums
 from linrope.backends.operators import flatten
+from tests.oracle import NATIVE
 
+LONG_HERE = pytest.mark.long if torch.get_default_device().type == "cpu" else ()  # seconds each, interpreted
 OPERATOR = torch.ops.linrope.attend.default
 B, G, H, D, E = 2, 2, 4, 4, 6
 
@@ -37,7 +39,7 @@ def tokens(n: int, m: int, dtype: torch.dtype) -> list[torch.Tensor]:
 def operator_arguments(
     n: int = 70, m: int | None = None, *, dtype=torch.float64, causal=True, state=False, mask=False,
     rotary=True, layout="interleaved", positions=False, save=True, decay=False, steps=False, packed=False,
-    want_state=True, state_only=False,
+    want_state=True, state_only=False, backend="eager",
 ) -> tuple:  # fmt: skip
     m = n if m is None else m
     q, k, v = tokens(n, m, dtype)
@@ -70,7 +72,7 @@ def operator_arguments(
         want_state=want_state,
     )
     sums = None if kv is None or z is None else Sums(kv, z, angle)
-    return *flatten("eager", call, sums), save
+    return *flatten(backend, call, sums), save
 
 
 CONFIGURATIONS = {
@@ -94,11 +96,46 @@ CONFIGURATIONS = {
 }
 
 
+IN_FLOAT32 = {  # of the compiled kernels, which share the operator
+    "packed": {"packed": True, "state": True, "decay": True},
+    "causal, inference, mask": {"save": False, "mask": True},
+    "no rotary, no state": {"rotary": False, "want_state": False},
+    "cross": {"causal": False, "m": 5, "state": True},
+    "bidirectional": {"causal": False, "state": True},
+}
+CHECKED = [
+    *(pytest.param("eager", x, id=f"eager-{name}") for name, x in CONFIGURATIONS.items()),
+    *(
+        pytest.param(
+            backend,
+            x | {"dtype": torch.float32, "n": 9, "layout": "half"},
+            id=f"{backend}-{name}",
+            marks=marks,
+        )
+        for backend, seldom in (("native", NATIVE.marks), ("triton", LONG_HERE))
+        for name, x in IN_FLOAT32.items()
+        for marks in [seldom if name != "packed" or backend == "native" else ()]
+    ),
+]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # PyTorch 2.15 reads it itself
-@pytest.mark.parametrize("configuration", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
-def test_operator_passes_torch_library_s_checks(configuration) -> None:
+@pytest.mark.parametrize(("backend", "configuration"), CHECKED)
+def test_operator_passes_torch_library_s_checks(backend, configuration) -> None:
     """Schema, autograd registration, fake tensors (shapes and dtypes), and dynamic-shape tracing."""
-    torch.library.opcheck(OPERATOR, operator_arguments(**configuration))
+    torch.library.opcheck(OPERATOR, operator_arguments(**configuration, backend=backend))
+
+
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=LONG_HERE)])
+def test_operator_passes_them_with_segments(backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them in use: states saved for segments that a short sequence lacks hold anything."""
+    from linrope_kernels import tiles
+
+    monkeypatch.setattr(tiles, "most_segments", lambda *_: 3)
+    monkeypatch.setattr(tiles, "SHORTEST", 32)
+    monkeypatch.setattr(tiles, "SEGMENT_MULTIPLE", 32)
+    how = {"dtype": torch.float32, "layout": "half", "decay": True, "state": True, "n": 90}
+    torch.library.opcheck(OPERATOR, operator_arguments(**how, backend=backend))
 
 
 class Model(nn.Module):
@@ -138,6 +175,8 @@ def test_the_running_maximum_has_an_operator(decays: bool, packed: bool) -> None
     ("dynamic", "options"),
     [
         (None, {}),
+        (None, {"backend": "triton"}),
+        pytest.param(None, {"backend": "triton", "causal": False}, marks=LONG_HERE),
         (True, {"causal": False}),
         pytest.param(None, {"feature_map": "favor+"}, marks=pytest.mark.long),
         pytest.param(True, {}, marks=pytest.mark.long),
@@ -154,7 +193,7 @@ def test_compiled_in_one_graph_a_module_computes_the_same(options, dynamic) -> N
     model = Model(**options)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for n in (9, 70):
-        x = numbers(B, n, 16)
+        x = numbers(1 if "backend" in options else B, n, 16)
         for a, b in zip(gradients(model, compiled, x), gradients(model, model, x), strict=True):
             assert_close(a, b)
 
@@ -189,14 +228,15 @@ def test_a_hundred_calls_with_the_state_handed_on_compile_at_most_twice(causal: 
     assert counter.frame_count <= 2
 
 
-def test_compiled_decoding_goes_on_from_a_state_and_compiles_once() -> None:
-    model, counter = Model(), CompileCounterWithBackend("aot_eager")
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_compiled_decoding_goes_on_from_a_state_and_compiles_once(backend: str) -> None:
+    model, counter = Model(backend=backend), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
-    x = numbers(B, 20, 16)
+    x = numbers(B, 14, 16)
     with torch.no_grad():
         expected, _ = model(x)
         _, state = model(x[:, :10])
-        for i in range(10, 20):
+        for i in range(10, 14):
             y, state = compiled(x[:, i : i + 1], state)
             assert_close(y, expected[:, i : i + 1])
     assert counter.frame_count == 1
