@@ -82,8 +82,10 @@ class Chunks:
         self.keys = self.queries = Cut.of(k, call.bounds)
         if call.q is not None and not call.causal:
             self.queries = Cut.of(q, call.bounds)
-        shown = self.keys.valid if call.key_mask is None else self.keys.valid & self.keys.take(call.key_mask)
-        self.hidden = ~shown[:, None, None, :, None]
+        visible = self.keys.valid
+        if call.key_mask is not None:
+            visible = visible & self.keys.take(call.key_mask)
+        self.hidden = ~visible[:, None, None, :, None]
         self.q = self.take(q, self.queries, q.shape[2] // k.shape[2])
         self.k, self.v = (self.take(x, self.keys).masked_fill(self.hidden, 0) for x in (k, call.v))
         self.phi = self.function.value(self.q)

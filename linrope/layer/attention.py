@@ -180,27 +180,27 @@ class LinearRoPEAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """The sizes and options that are not modules, in one line."""
-        shown = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+        text = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
         if self.value_head_dim != self.head_dim:
-            shown += f", value_head_dim={self.value_head_dim}"
-        shown += f", feature_map={self.feature_map.elementwise or type(self.feature_map).__name__}"
+            text += f", value_head_dim={self.value_head_dim}"
+        text += f", feature_map={self.feature_map.elementwise or type(self.feature_map).__name__}"
         if self.rotary is not None:
             base = "" if self.rotary.base == 10000.0 else f" base={self.rotary.base}"
             selective = "" if self.angle_steps is None else "selective "
-            shown += f", rotary={selective}{self.rotary.layout}{base}"
+            text += f", rotary={selective}{self.rotary.layout}{base}"
         elif self.angle_steps is not None:
-            shown += f", rotary={type(self.angle_steps).__name__}"
+            text += f", rotary={type(self.angle_steps).__name__}"
         else:
-            shown += ", rotary=None"
+            text += ", rotary=None"
         if (decay := self.decay) is not None:
             numbers = "meta" if decay.is_meta else ", ".join(f"{x:.4g}" for x in decay.tolist())
-            shown += f", decay={'learned ' if self.decay_logit is not None else ''}[{numbers}]"
+            text += f", decay={'learned ' if self.decay_logit is not None else ''}[{numbers}]"
         gates = ("forget_gate", "short_conv", "q_norm", "out_norm", "g_proj")
         names = {"q_norm": "qk_norm", "g_proj": "gate"}
-        shown += "".join(f", {names.get(name, name)}" for name in gates if getattr(self, name) is not None)
-        shown += "" if self.normalize else ", normalize=False"
-        shown += "" if self.rope_order == "after" else ", rope_order=before"
-        return shown + ("" if self.causal else ", causal=False")
+        text += "".join(f", {names.get(name, name)}" for name in gates if getattr(self, name) is not None)
+        text += "" if self.normalize else ", normalize=False"
+        text += "" if self.rope_order == "after" else ", rope_order=before"
+        return text + ("" if self.causal else ", causal=False")
 
     @overload
     def forward(

@@ -138,7 +138,7 @@ def llama3(
     high_freq_factor: float,
     original_max_position_embeddings: float,
 ) -> tuple[Tensor, float]:
-    """Pairs with over high turns in the trained length L keep theta; those with under low turns get theta / factor.
+    """Fast pairs keep theta and slow pairs get theta / factor, by their turns within the trained length L.
 
         t = clamp((L theta / 2 pi - low) / (high - low), 0, 1)
         theta' = t theta + (1 - t) theta / factor
