@@ -67,8 +67,10 @@ def _attend(call: Call, sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
         den = contract("bgrnf,bgmf->bgrn", phi, psi)
 
     # 3. Add what came before: the state, S with its z.         num += e^(L_i) phi_hat S,   den += e^(L_i) phi z
-    n, S, z = phi.shape[3] if call.causal else 1, sums.kv, sums.z
-    decayed, decayed_hat = (y * _exp(x[:, :, None, :n], y) for x, y in ((L, phi), (L_hat, phi_hat)))
+    S, z, decayed, decayed_hat = sums.kv, sums.z, phi, phi_hat
+    if call.causal:
+        n = phi.shape[3]
+        decayed, decayed_hat = (y * _exp(x[:, :, None, :n], y) for x, y in ((L, phi), (L_hat, phi_hat)))
     num = num + contract("bgrnf,bgfe->bgrne", decayed_hat, S.to(phi.dtype))
     den = den + contract("bgrnf,bgf->bgrn", decayed, z.to(phi.dtype))
 

@@ -44,3 +44,10 @@ def test_a_traced_contraction_has_the_same_value_and_any_sizes() -> None:
     equation = "bnf,bmf,bme->bne"
     compiled = torch.compile(lambda *operands: contract(equation, *operands), backend="eager", fullgraph=True)
     assert_close(compiled(phi, psi, v), contract(equation, phi, psi, v))
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+def test_a_bidirectional_call_without_keys_gives_zeros(backend: str) -> None:
+    q, k, v = randoms(1, 3, 2, 4, m=0)
+    out = linear_rope_attention(q, k, v, causal=False, backend=backend)
+    assert torch.equal(out, torch.zeros_like(q))
