@@ -13,6 +13,7 @@ from linrope.position_encodings.absolute import ABSOLUTE
 from linrope.position_encodings.key_value_state import KeyValueState
 from linrope.position_encodings.relative import RELATIVE, RelativeEncoding
 from linrope.rotation.rotary import Rotary, spell_out
+from linrope.sequence.packing import owners
 
 
 class SoftmaxAttention(nn.Module):
@@ -153,8 +154,7 @@ class SoftmaxAttention(nn.Module):
         if self.causal:  # the last n keys belong to this call
             mask = mask & torch.ones(n, m, dtype=torch.bool, device=mask.device).tril(m - n)
         if cu_seqlens is not None:
-            tokens = torch.arange(n, device=mask.device)
-            sequence = torch.searchsorted(cu_seqlens, tokens, right=True)
+            sequence = owners(cu_seqlens, n)
             mask = mask & (sequence[:, None] == sequence)
         return mask
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linrope import LinearAttentionState, Rotary, linear_rope_attention
+from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, linear_rope_attention
 from linrope.backends import native
 from linrope.operation.decoding import DecodingLoop
 from tests.oracle import BACKENDS, NATIVE
@@ -88,6 +88,27 @@ def test_from_its_second_step_on_a_loop_goes_straight_to_the_kernel(monkeypatch:
         with monkeypatch.context() as patched:
             patched.setattr("linrope.operation.functional.attend", None)
             step(third, state.donate(), way)
+
+
+@pytest.mark.skipif(native.why_not() is not None, reason="needs the native kernels")
+@pytest.mark.parametrize(
+    "options",
+    [{"decay": "learned"}, {"decay": "spread", "forget_gate": True}],
+    ids=["learned decay", "decay beside gates"],
+)
+@torch.no_grad()
+def test_a_layer_with_its_own_decay_stays_in_the_loop(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer makes a learned decay anew for each call: the loop compares its numbers."""
+    torch.manual_seed(0)
+    layer, x = LinearRoPEAttention(16, 2, **options), torch.randn(2, 9, 16)
+    expected = layer(x)
+    y, state = layer(x[:, :5], return_state=True)
+    for t in range(5, 9):
+        y, state = layer(x[:, t : t + 1], state=state.donate(), return_state=True)
+        torch.testing.assert_close(y, expected[:, t : t + 1])
+        monkeypatch.setattr("linrope.operation.functional.attend", None)  # from the second step on
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, NATIVE])
