@@ -132,7 +132,7 @@ def test_operator_passes_them_with_segments(backend, monkeypatch: pytest.MonkeyP
     from linrope_kernels import tiles
 
     monkeypatch.setattr(tiles, "most_segments", lambda *_: 3)
-    monkeypatch.setattr(tiles, "SHORTEST", 32)
+    monkeypatch.setattr(tiles, "SHORTEST_SEGMENT", 32)
     monkeypatch.setattr(tiles, "SEGMENT_MULTIPLE", 32)
     how = {"dtype": torch.float32, "layout": "half", "decay": True, "state": True, "n": 90}
     torch.library.opcheck(OPERATOR, operator_arguments(**how, backend=backend))
