@@ -57,7 +57,7 @@ def test_train_with_other_attention_and_positions(
     assert run(["train", str(text), "--out", str(out), "--steps", "3", *choice, *SMALL]) == 0
     assert "bits per byte after 3 steps" in capfd.readouterr().out
     config = json.loads((checkpoints(out)[-1] / "config.json").read_text())
-    assert (config["attention"], config["positions"], config["decay"]) == ("softmax", "shaw", "auto")
+    assert (config["attention"], config["positions"], config["decay"]) == ("softmax", "shaw", None)
     assert run(["generate", "--checkpoint", str(out), "--prompt", "To be", "--max-new-tokens", "5"]) == 0
     assert capfd.readouterr().out.startswith("To be")
 
