@@ -52,7 +52,7 @@ def _draw(path: Path, panels: int, draw: Callable[[Any], None], size: tuple[floa
 
 
 def _results(rows: Rows, model: str) -> list[dict[str, Any]]:
-    """Of the model's runs that did not diverge."""
+    """The values of the model's runs that did not diverge."""
     return [line["results"] for line in rows.get(model, []) if line["results"] is not None]
 
 

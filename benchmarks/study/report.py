@@ -72,7 +72,7 @@ def table(task: str, rows: Rows) -> str:
 
 
 def _figures(row: list[Line], names: Sequence[str]) -> list[str]:
-    """Of runs that diverged there are no figures: a model of which one did shows that, and no mean."""
+    """A model with a diverged run shows that fact in place of a mean: diverged runs have no figures."""
     diverged = sum(line["results"] is None for line in row)
     if diverged:
         return [f"{diverged} of {len(row)} diverged"] + [""] * (len(names) - 1)

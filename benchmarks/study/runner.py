@@ -68,9 +68,9 @@ def grid(selected: Sequence[tuple[Task, list[str]]]) -> list[Run]:
 
 
 def best_rate(task: Task, model: str, found: Sequence[Line]) -> float:
-    """Of the grid's runs of that model the learning rate with the least final training loss.
+    """The learning rate with the least final training loss among the grid runs of that model.
 
-    The data of those steps were new to the model, and no test row has a say.
+    The last steps saw data that was new to the model. Test rows are never used for selection.
 
     Raises:
         RuntimeError: all of them diverged.

@@ -34,7 +34,7 @@ class Task:
 
     @property
     def tokens(self) -> int:
-        """Of a step, about."""
+        """The approximate number for one step."""
         return self.rows * self.length
 
     def settings(self) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Language(Task):
         return found
 
     def floor(self) -> dict[str, float]:
-        """Of a model that knows how often each byte occurs, and nothing else."""
+        """The loss of a model that knows how often each byte occurs, and nothing else."""
         train, held_out = (
             part.tokens.long().bincount(minlength=256).double()
             for part in (corpus().train, corpus().held_out)

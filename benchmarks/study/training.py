@@ -20,7 +20,7 @@ SAVE_EVERY = 60.0  # seconds
 
 @dataclass
 class Progress:
-    """Of a run so far; of a diverged one, up to the step whose loss was not finite."""
+    """A run's figures so far; those of a diverged run end at the step whose loss was not finite."""
 
     losses: list[float] = field(default_factory=list)  # nats, a step each
     seconds: float = 0.0  # of training, by the wall clock

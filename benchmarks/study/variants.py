@@ -117,7 +117,7 @@ def check_parameters(name: str, parameters: int, target: int) -> None:
 
 
 def state_numbers(model: nn.Module) -> int | None:
-    """Of all layers together; None: it grows with the sequence, or is not known."""
+    """The size for all layers together; None: it grows with the sequence, or is unknown."""
     layers = [x for x in model.modules() if isinstance(x, LinearRoPEAttention)]
     blocks = getattr(getattr(model, "model", model), "blocks", [])
     if not layers or len(layers) < len(blocks):
