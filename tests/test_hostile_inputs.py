@@ -170,7 +170,7 @@ REFUSED = {
     "state at the last position": (
         lambda: attend(state=state(position=LAST)),
         ValueError,
-        r"state: got positions \[2147483647, .* and 5 tokens more, expected 0 \.\. 2147483647",
+        r"state: got positions \[2147483647, .* and 5 more tokens, expected 0 \.\. 2147483647",
     ),
     "packed sequences past the last position": (
         lambda: attend(
@@ -181,7 +181,7 @@ REFUSED = {
             cu_seqlens=torch.tensor([0, 1, N], dtype=torch.int32),
         ),
         ValueError,
-        r"state: got positions \[2147483645, .* and 4 tokens more, expected 0 \.\. 2147483647",
+        r"state: got positions \[2147483645, .* and 4 more tokens, expected 0 \.\. 2147483647",
     ),
     "state at a negative position": (
         lambda: attend(state=state(position=-torch.ones(B).long())),

@@ -28,11 +28,11 @@ MODULES: dict[str, Backend] = {"native": native, "eager": eager, "reference": re
 
 
 def choose(name: str, call: Call, state: LinearAttentionState | None) -> Backend:
-    """The backend of that name; "auto" takes native on a CPU and triton on a GPU if they can, else eager.
+    """The backend of this name. "auto" takes native on a CPU and triton on a GPU if they can, else eager.
 
     Raises:
         ValueError: unknown name.
-        RuntimeError: it cannot run the call, with the reason.
+        RuntimeError: the backend cannot run the call. The message has the reason.
     """
     check_name("backend", name, NAMES)
     if name != "reference" and has_tangents(call, state):
@@ -54,10 +54,10 @@ def _why_not(backend: Backend, call: Call, state: LinearAttentionState | None) -
 
 
 def load(name: str) -> Backend | str:
-    """The backend, or why it cannot be imported: triton needs a package that may be absent."""
+    """The backend, or the reason why it cannot be imported: triton requires a package that may be absent."""
     if name == "triton":
         try:
-            from linrope.backends import triton  # only where it may be used
+            from linrope.backends import triton  # imports Triton, which may be absent
         except ImportError as error:
             return str(error)
         return triton

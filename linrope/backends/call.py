@@ -1,4 +1,4 @@
-"""The record that every backend receives, checked and resolved, and the records it answers with.
+"""``Call``, which every backend receives, and ``Sums``, ``Gradients`` and ``Results``, which backends return.
 
 b batch, n queries, m keys, h query heads, g key/value heads, r = h / g, f features, e values, s sequences.
 """
@@ -22,33 +22,29 @@ class Inputs:
     q: Tensor | None  # (b, n, h, f); None: only the last state is wanted
     k: Tensor  # (b, m, g, f)
     v: Tensor  # (b, m, g, e)
-    log_decay: Tensor | None = None  # (b or 1, m, g or 1) <= 0: gates and fixed decay in one; causal only
+    log_decay: Tensor | None = None  # (b or 1, m, g or 1) <= 0: gates plus fixed decay; causal only
     angle_steps: Tensor | None = None  # (b or 1, m, g or 1, pairs) in radians
 
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where the tokens stand, and which of them there are."""
+    """The position of each token, and which tokens are hidden or packed."""
 
-    positions: Tensor  # (b or 1, n) int64, or (b or 1, 1): consecutive from there on, or (b or 1, n, axes)
+    positions: Tensor  # int64 (b or 1, n), (b or 1, n, axes), or (b or 1, 1): the first of n
     key_positions: Tensor | None = None  # the same for keys; None: the queries' positions
     theta: Tensor | None = None  # (axes, g or 1, pairs) int64: 2^-64 turns per position
     xpos_log_decay: Tensor | None = None  # (f,) float64 per position, in the numerator only
     distances: Tensor | None = None  # (b or 1, m) int64, with xPos: positions since the previous token
-    key_mask: Tensor | None = (
-        None  # (b, m) bool; False: the token is hidden, with log_decay and angle_steps 0
-    )
-    cu_seqlens: Tensor | None = (
-        None  # (s + 1,) of packed sequences, then b is 1; on a GPU nobody has checked it
-    )
+    key_mask: Tensor | None = None  # (b, m) bool; False: hidden, and log_decay and angle_steps are 0 there
+    cu_seqlens: Tensor | None = None  # (s + 1,), b is then 1: bounds of packed sequences; see ``bounds``
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """How to compute."""
+    """Options of the computation."""
 
     feature_map: str  # the elementwise map that the backend applies; "identity": q and k are features
-    layout: str = "interleaved"  # of the pairs that turn; or "half"
+    layout: str = "interleaved"  # how features pair up to rotate; or "half"
     causal: bool = True
     normalize: bool = True
     eps: float = 1e-6
@@ -62,7 +58,7 @@ class Call(Method, Places, Inputs):
 
     @property
     def pairs(self) -> int:
-        """The number of feature pairs that turn."""
+        """The number of feature pairs that rotate."""
         angles = self.theta if self.theta is not None else self.angle_steps
         return 0 if angles is None else angles.shape[-1]
 
@@ -78,7 +74,7 @@ class Call(Method, Places, Inputs):
 
     @property
     def bounds(self) -> Tensor | None:
-        """cu_seqlens, made safe to index with."""
+        """cu_seqlens, safe to index with. On a GPU its values are unchecked."""
         return rising_bounds(self.cu_seqlens, self.k.shape[1])
 
     def turns(self, angle: Tensor | None, *, keys: bool = False) -> Tensor | None:
@@ -86,8 +82,8 @@ class Call(Method, Places, Inputs):
         total, n = None, self.k.shape[1] if keys or self.q is None else self.q.shape[1]
         if self.theta is not None:
             positions = self.positions if self.key_positions is None or not keys else self.key_positions
-            axes = positions if positions.ndim == 3 else spell_out(positions, n)[..., None]
-            total = (axes[..., None, None] * self.theta).sum(2)
+            coordinates = positions if positions.ndim == 3 else spell_out(positions, n)[..., None]
+            total = (coordinates[..., None, None] * self.theta).sum(2)
         if self.angle_steps is not None:
             steps = sums_so_far(to_turns(self.angle_steps), self.bounds)
             if angle is not None:
@@ -106,11 +102,10 @@ class Call(Method, Places, Inputs):
         """The angle of an incoming state plus all steps of each sequence, (s, g or 1, pairs)."""
         if self.angle_steps is None:
             return None
-        so_far = sums_so_far(
-            to_turns(self.angle_steps), self.bounds
-        )  # cumsum: onnxruntime's sum does not wrap
-        nothing = so_far.new_zeros(1, *so_far.shape[2:])
-        total = at_last(so_far, nothing, self.bounds).expand(self.sequences, -1, -1)
+        # The last of the cumulative sums, because onnxruntime's sum does not wrap.
+        so_far = sums_so_far(to_turns(self.angle_steps), self.bounds)
+        zero = so_far.new_zeros(1, *so_far.shape[2:])
+        total = at_last(so_far, zero, self.bounds).expand(self.sequences, -1, -1)
         return total.clone() if angle is None else total + angle
 
 
@@ -118,7 +113,7 @@ INPUTS = tuple(field.name for field in fields(Inputs))
 
 
 class Sums(NamedTuple):
-    """What a sequence's keys add up to, decayed to its last token."""
+    """Sums over the keys of each sequence, decayed to its last token."""
 
     kv: Tensor  # (s, g, f, e) float32 or float64
     z: Tensor  # (s, g, f)
@@ -126,7 +121,7 @@ class Sums(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of a call's inputs and of its incoming state, in their shapes; None for what is absent."""
+    """The gradients of a call's inputs and of its incoming kv and z, or None for those that the call lacks."""
 
     q: Tensor | None
     k: Tensor
@@ -137,7 +132,7 @@ class Gradients(NamedTuple):
     z: Tensor | None
 
 
-# out, the last kv and z, and what is saved for the backward pass; None: not wanted.
+# out, the last kv and z (None if not wanted), and the tensors saved for the backward pass.
 Results: TypeAlias = tuple[Tensor | None, tuple[Tensor, Tensor] | None, list[Tensor]]
 
 

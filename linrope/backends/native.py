@@ -1,4 +1,4 @@
-"""Equation 19 on CPUs, in the compiled kernels of kernels/cpu. Loads their library, or says why it cannot.
+"""Equation 19 on CPUs, in the compiled kernels of kernels/cpu. ``why_not`` says why, if they cannot be loaded.
 
 Sums are float32, z is float64. The backward pass recomputes everything from the inputs.
 """
@@ -23,7 +23,7 @@ LAYOUTS = {"interleaved": 1, "half": 2}
 
 
 def _load() -> str | None:
-    """Loads the library, or returns why it cannot."""
+    """Loads the library. Returns the reason if that fails."""
     if not LIBRARY.is_file():
         return _why_absent()
     try:
@@ -38,39 +38,39 @@ def _why_absent() -> str:
         return f"a pure build ({WHY_PURE.read_text(encoding='utf-8').strip()})"
     if (Path(__file__).parents[2] / "kernels" / "cpu" / "build.py").is_file():
         return "not built in this tree: run `make native`"
-    return f"this installation lacks {LIBRARY}, and does not say why"
+    return f"the native library is missing: {LIBRARY}"
 
 
-_PROBLEM = _load()
+_LOAD_ERROR = _load()
 _ops = torch.ops.linrope_native
 
 
 def why_not() -> str | None:
-    """Why no call can run on this machine; None: some can."""
-    return _PROBLEM
+    """The reason why the backend cannot run on this machine; None: it can."""
+    return _LOAD_ERROR
 
 
 def instruction_sets() -> list[str]:
     """The instruction sets with kernels that this machine can run, the best one first."""
-    return [] if _PROBLEM else _ops.isas().split(",")
+    return [] if _LOAD_ERROR else _ops.isas().split(",")
 
 
 def instruction_set() -> str | None:
     """The instruction set in use."""
-    return None if _PROBLEM else _ops.isa()
+    return None if _LOAD_ERROR else _ops.isa()
 
 
 def use_instruction_set(name: str) -> None:
-    """Switches to another of ``instruction_sets``, for tests. RuntimeError if there is none of that name."""
-    if _PROBLEM:
-        raise RuntimeError(_PROBLEM)
+    """Switches to another of ``instruction_sets``, for tests. Raises RuntimeError for other names."""
+    if _LOAD_ERROR:
+        raise RuntimeError(_LOAD_ERROR)
     _ops.set_isa(name)
 
 
 def supports(call: Call, state: LinearAttentionState | None) -> str | None:
     f, e = call.k.shape[3], call.v.shape[3]
-    if _PROBLEM:
-        return _PROBLEM
+    if _LOAD_ERROR:
+        return _LOAD_ERROR
     if call.k.device.type != "cpu":
         return f"tensors on {call.k.device}: it needs a CPU"
     if torch.float64 in (call.k.dtype, call.v.dtype):
@@ -85,14 +85,14 @@ def supports(call: Call, state: LinearAttentionState | None) -> str | None:
 
 
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
-    """out, and the last sums if they are wanted, in the state's own memory if that was donated."""
+    """out and, if wanted, the last sums. Without gradients it may update a donated state or a pool's rows."""
     traced = torch.compiler.is_compiling() or transformed()
     if traced or (torch.is_grad_enabled() and needs_gradients(call, state)):
         return operators.attend("native", call, state)
-    one = call.k.shape[1] == 1 and call.causal and call.q is not None and call.cu_seqlens is None
-    if one and state is not None:
+    is_step = call.k.shape[1] == 1 and call.causal and call.q is not None and call.cu_seqlens is None
+    if is_step and state is not None:
         return _step(call, state)
-    if state is not None and state.slots is not None and not _dense_state(state):
+    if state is not None and state.slots is not None and not _is_contiguous(state):
         state = state.rows()  # a copy: the caller writes the results back
     sums, slots = (None, None) if state is None else (Sums(state.kv, state.z, state.angle), state.slots)
     out, kv, z = _forward(call, sums, slots)
@@ -103,14 +103,14 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
     return out, Sums(kv, z, call.last_angle(None if state is None else state.angle))
 
 
-def _dense_state(state: LinearAttentionState) -> bool:
-    """Whether the kernels can write to it: they write to contiguous tensors only."""
+def _is_contiguous(state: LinearAttentionState) -> bool:
+    """True if the kernels can update the state in place: they write to contiguous tensors only."""
     return all(x is None or x.is_contiguous() for x in (state.kv, state.z, state.angle))
 
 
 def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
     """One token of every sequence, in the state's memory if the kernel may write there."""
-    in_place = (state.slots is not None or state.donated) and _dense_state(state)
+    in_place = (state.slots is not None or state.donated) and _is_contiguous(state)
     rows = state if in_place else state.rows()
     kv, z, angle = rows.kv, rows.z, rows.angle
     if not in_place:
@@ -122,7 +122,7 @@ def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
             angle = state.position.new_zeros(len(kv), heads, pairs)
         elif angle.shape[1] < heads:  # or with steps that all heads share
             angle = angle.expand(-1, heads, -1).clone(memory_format=torch.contiguous_format)
-    q, k, v, same = _dense(call)
+    q, k, v, same_dtype = _kernel_qkv(call)
     out = _run(
         _ops.step.default,
         q=q,
@@ -140,11 +140,11 @@ def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
         advance=False,
         **settings(call),
     )
-    return out if same else out.to(call.v.dtype), Sums(kv, z, angle)
+    return out if same_dtype else out.to(call.v.dtype), Sums(kv, z, angle)
 
 
 def settings(call: Call) -> dict[str, Any]:
-    """The kernels' arguments that do not depend on the tokens."""
+    """The kernels' arguments that stay the same from token to token."""
     return {
         "feature_map": MAPS[call.feature_map],
         "theta": call.theta,
@@ -156,36 +156,36 @@ def settings(call: Call) -> dict[str, Any]:
 
 
 def prepared_step(call: Call) -> list[Any]:
-    """The step kernel's arguments in its schema's order, with None for those that every token has anew."""
+    """The step kernel's arguments in its schema's order, with None for those that change with every token."""
     arguments = settings(call) | {"advance": True}
-    return [arguments.get(name) for name in _places(_ops.step.default)]
+    return [arguments.get(name) for name in _argument_indices(_ops.step.default)]
 
 
 def step_in_place(prepared: list[Any], state: LinearAttentionState, **token: Tensor | None) -> Tensor:
-    """out of one token in the memory of a donated state, whose positions advance too.
+    """Attends with one token and overwrites a donated state, including its positions. Returns out.
 
-    token: q, k, v, log_decay, angle_steps.
-    RuntimeError, before anything is written: the tensors do not fit each other, or a number is out of range.
+    prepared: see ``prepared_step``. token: q, k, v, log_decay and angle_steps.
+    Raises RuntimeError before anything is written if the tensors do not fit each other, or a number is out of range.
     """
-    arguments, places = prepared.copy(), _places(_ops.step.default)
+    arguments, index = prepared.copy(), _argument_indices(_ops.step.default)
     for name, x in token.items():
-        arguments[places[name]] = x
-    arguments[places["positions"]] = state.position.unsqueeze(1)
-    arguments[places["kv"]], arguments[places["z"]] = state.kv, state.z
-    arguments[places["angle"]] = state.angle
+        arguments[index[name]] = x
+    arguments[index["positions"]] = state.position.unsqueeze(1)
+    arguments[index["kv"]], arguments[index["z"]] = state.kv, state.z
+    arguments[index["angle"]] = state.angle
     out: Tensor = _ops.step.default(*arguments)
     return out
 
 
 @cache
-def _places(operator: Any) -> dict[str, int]:
-    """The places of an operator's arguments, by name."""
-    return {argument.name: place for place, argument in enumerate(operator._schema.arguments)}
+def _argument_indices(operator: Any) -> dict[str, int]:
+    """The index of each argument of an operator, by name."""
+    return {argument.name: i for i, argument in enumerate(operator._schema.arguments)}
 
 
 def _run(operator: Any, **arguments: Any) -> Any:
-    """operator(**arguments), which as it stands would take 5 us more to sort the keywords."""
-    return operator(*[arguments[name] for name in _places(operator)])
+    """operator(**arguments), but passed by position: PyTorch takes 5 us to match keywords."""
+    return operator(*[arguments[name] for name in _argument_indices(operator)])
 
 
 def new_saved(call: Call) -> list[Tensor]:
@@ -204,7 +204,7 @@ def forward(
 
 
 def _forward(call: Call, sums: Sums | None, slots: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, same = _dense(call)
+    q, k, v, same_dtype = _kernel_qkv(call)
     out, kv, z = _run(
         _ops.forward.default,
         q=q if call.q is not None else None,
@@ -215,10 +215,11 @@ def _forward(call: Call, sums: Sums | None, slots: Tensor | None) -> tuple[Tenso
         **_tensors(call, sums),
         **settings(call),
     )
-    return out if same else out.to(call.v.dtype), kv, z
+    return out if same_dtype else out.to(call.v.dtype), kv, z
 
 
-def _summed(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
+def _input_gradient(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
+    """A gradient in the shape of its input, like. Zeros for gradient None; None if the call lacks the input."""
     if like is None or gradient is None:
         return None if like is None else torch.zeros_like(like)
     return summed_to(gradient, like)
@@ -232,10 +233,11 @@ def backward(
     g_kv: Tensor | None,
     g_z: Tensor | None,
 ) -> Gradients:
-    q, k, v, _ = _dense(call)
+    q, k, v, _ = _kernel_qkv(call)
     if g_out is not None:
-        g_out = _rows_dense(g_out.to(v.dtype))
-    some = call.k.shape[1] > 0  # without tokens the library has no gradients of log_decay and angle_steps
+        g_out = _with_dense_rows(g_out.to(v.dtype))
+    # Without tokens the library has no gradients of log_decay and angle_steps.
+    has_tokens = call.k.shape[1] > 0
     dq, dk, dv, d_log, d_steps, d_kv, d_z = _run(
         _ops.backward.default,
         g_out=g_out,
@@ -244,8 +246,8 @@ def backward(
         q=q if call.q is not None else None,
         k=k,
         v=v,
-        want_log_decay=some and call.log_decay is not None,
-        want_angle_steps=some and call.angle_steps is not None,
+        want_log_decay=has_tokens and call.log_decay is not None,
+        want_angle_steps=has_tokens and call.angle_steps is not None,
         **_tensors(call, sums),
         **settings(call),
     )
@@ -253,15 +255,15 @@ def backward(
         q=None if call.q is None else dq,
         k=dk,
         v=dv.to(call.v.dtype),
-        log_decay=_summed(d_log if some else None, call.log_decay),
-        angle_steps=_summed(d_steps if some else None, call.angle_steps),
+        log_decay=_input_gradient(d_log if has_tokens else None, call.log_decay),
+        angle_steps=_input_gradient(d_steps if has_tokens else None, call.angle_steps),
         kv=None if sums is None else d_kv,
         z=None if sums is None else d_z,
     )
 
 
 def _tensors(call: Call, sums: Sums | None) -> dict[str, Any]:
-    """The kernels' arguments that forward and backward share beside ``settings``."""
+    """The arguments that the forward and backward kernels share, in addition to ``settings``."""
     return {
         "positions": call.positions.contiguous(),
         "key_positions": _contiguous(call.key_positions),
@@ -280,19 +282,18 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _dense(call: Call) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """q, k, v of one dtype with dense rows, and whether they had one dtype before."""
+def _kernel_qkv(call: Call) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """q, k and v in one dtype with a last stride of 1, and whether the call already had them in one dtype."""
     q, k, v = call.k if call.q is None else call.q, call.k, call.v
-    same = v.dtype == k.dtype == q.dtype
-    if not same:  # features that a map made are float32
+    same_dtype = v.dtype == k.dtype == q.dtype
+    if not same_dtype:  # a map's features are float32 even if v is half precision
         wide = torch.promote_types(k.dtype, v.dtype)
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
-    return _rows_dense(q), _rows_dense(k), _rows_dense(v), same
+    return _with_dense_rows(q), _with_dense_rows(k), _with_dense_rows(v), same_dtype
 
 
-def _rows_dense(x: Tensor) -> Tensor:
+def _with_dense_rows(x: Tensor) -> Tensor:
     if x.stride(-1) == 1:
         return x
-    return (
-        x.contiguous() if x.numel() else x.new_empty(x.shape)
-    )  # an empty tensor is contiguous with any strides
+    # contiguous() leaves the strides of an empty tensor as they are.
+    return x.contiguous() if x.numel() else x.new_empty(x.shape)

@@ -1,7 +1,7 @@
 """The operator behind all chunked backends: one opaque node for autograd and for torch.compile.
 
-Operators take flat lists of arguments. ``flatten`` and ``unflatten`` turn a call into such a list and back; the
-schema, the gradients' places and the list itself follow from the fields of ``Call``.
+Operators take flat lists of arguments. ``flatten`` and ``unflatten`` turn a call into such a list and back. The list,
+its schema and the indices of its differentiable tensors follow from the fields of ``Call``.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def _schema() -> str:
 
 
 def flatten(backend: str, call: Call, sums: Sums | None) -> tuple[Any, ...]:
-    """The operator's first arguments."""
+    """The operator's arguments, without ``save``."""
     return backend, *[getattr(call, name) for name in _FIELDS], *(sums or (None, None, None))
 
 
@@ -55,7 +55,7 @@ def _module(name: str) -> ChunkedBackend:
 
 
 def attend(backend: str, call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
-    """out and, if wanted, the last sums, by a chunked backend's ``forward`` and ``backward``."""
+    """Runs a chunked backend with autograd and torch.compile. Returns out and, if wanted, the last sums."""
     state = None if state is None else state.rows()
     sums = None if state is None else Sums(state.kv, state.z, state.angle)
     save = torch.is_grad_enabled() and needs_gradients(call, state)
@@ -92,7 +92,7 @@ def _full_precision(call: Call) -> AbstractContextManager[object]:
 
 
 def _absent(like: Tensor) -> Tensor:
-    """An empty tensor stands for None: custom operators cannot return optionals."""
+    """An empty tensor, which stands for None: custom operators cannot return optionals."""
     return like.new_empty(0)
 
 
@@ -170,19 +170,19 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     out, kv, z, saved = output
     backend, call, _ = unflatten(arguments)
     results = [out, kv, z, *saved] if backend.reads_results(call) else list(saved)
-    ctx.tensors = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
-    ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
-    ctx.save_for_backward(*(arguments[i] for i in ctx.tensors), *results)
+    ctx.tensor_indices = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
+    ctx.non_tensors = [None if isinstance(x, Tensor) else x for x in arguments]
+    ctx.save_for_backward(*(arguments[i] for i in ctx.tensor_indices), *results)
     ctx.set_materialize_grads(False)
     ctx.recorded = False
 
 
 def _backward(ctx: Any, g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor | None, _: Any = None) -> Any:
-    arguments, tensors = list(ctx.others), list(ctx.saved_tensors)
-    for i in ctx.tensors:
+    arguments, tensors = list(ctx.non_tensors), list(ctx.saved_tensors)
+    for i in ctx.tensor_indices:
         arguments[i] = tensors.pop(0)
     call = unflatten(arguments)[1]
-    g_out = None if call.q is None else g_out  # compiled code gives zeros for what is absent
+    g_out = None if call.q is None else g_out  # compiled code passes zeros for absent outputs
     g_kv, g_z = (g_kv, g_z) if call.want_state else (None, None)
     run: Any = _run_backward if ctx.recorded and not torch.is_grad_enabled() else _attend_backward
     if transformed():
@@ -199,7 +199,7 @@ _attend.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _Recorded(torch.autograd.Function):
-    """The operator and its gradient without the dispatcher: see ``_plain``."""
+    """The operator and its gradient as a plain autograd.Function, which skips the dispatcher; see ``_plain``."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -233,7 +233,7 @@ class _Transformed(torch.autograd.Function):
 
 
 class _TransformedBackward(torch.autograd.Function):
-    """Its backward pass in that form. The results come last, one by one: torch.func ignores lists of tensors."""
+    """The backward operator in that form. torch.func ignores lists, so each result is an argument."""
 
     generate_vmap_rule = True
 
@@ -256,7 +256,7 @@ class _TransformedBackward(torch.autograd.Function):
         raise RuntimeError("second derivatives: got a fused backend, expected backend='reference'")
 
 
-def _one_after_another(operator: Any) -> Any:
+def _vmap_by_loop(operator: Any) -> Any:
     """vmap's rule for an operator: one call per entry of the batch."""
 
     def rule(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
@@ -273,5 +273,5 @@ def _one_after_another(operator: Any) -> Any:
     return rule
 
 
-_attend.register_vmap(_one_after_another(_attend))
-_attend_backward.register_vmap(_one_after_another(_attend_backward))
+_attend.register_vmap(_vmap_by_loop(_attend))
+_attend_backward.register_vmap(_vmap_by_loop(_attend_backward))

@@ -1,4 +1,4 @@
-"""What a backend is: the module-level names that ``linrope.backends`` expects of each of the four."""
+"""The names that each module of ``linrope.backends.BACKENDS`` defines."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -14,19 +14,19 @@ class Backend(Protocol):
 
     @property
     def MAPS(self) -> Mapping[str, Any]:
-        """The elementwise maps that it applies to q and k itself, by name."""
+        """The elementwise maps that the backend can apply to q and k, by name."""
 
     def why_not(self) -> str | None:
-        """Why it can run no call at all on this machine; None: it can."""
+        """The reason why the backend cannot run on this machine; None: it can."""
 
     def supports(self, call: Call, state: LinearAttentionState | None) -> str | None:
-        """Why it cannot run this call; None: it can."""
+        """The reason why the backend cannot run this call; None: it can."""
 
     def attend(self, call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
         """out (b, n, h, e) in v's dtype, and the sums after the last key if ``call.want_state``.
 
-        Without gradients it may write into the memory of a donated state or of a pool's rows. The sums are then
-        the state's own tensors.
+        Without gradients the backend may write into a donated state or a pool's rows. It then returns the state's
+        own tensors as the sums.
         """
 
 
@@ -45,10 +45,10 @@ class ChunkedBackend(Backend, Protocol):
         g_kv: Tensor | None,
         g_z: Tensor | None,
     ) -> Gradients:
-        """The gradients. results: what forward saved, after out, kv and z if it reads them."""
+        """The gradients. results: out, kv and z if ``reads_results``, then the tensors that ``forward`` saved."""
 
     def new_saved(self, call: Call) -> list[Tensor]:
-        """Empty tensors with the shapes and dtypes of what forward saves."""
+        """Empty tensors with the shapes and dtypes of those that ``forward`` saves."""
 
     def reads_results(self, call: Call) -> bool:
-        """Whether the backward pass needs out, kv and z."""
+        """True if ``backward`` requires out, kv and z."""

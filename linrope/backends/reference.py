@@ -13,7 +13,7 @@ from torch import Tensor
 
 from linrope.backends.call import Call, Sums
 from linrope.backends.contraction import contract
-from linrope.backends.sequences import separately, sums_before
+from linrope.backends.sequences import each_sequence, incoming_sums
 from linrope.feature_maps import ELEMENTWISE
 from linrope.feature_maps.log_scale import at_most_0
 from linrope.rotation.rotary import rotate
@@ -33,17 +33,17 @@ def supports(call: Call, state: LinearAttentionState | None) -> str | None:
 
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
     """out (b, n, h, e) in v's dtype, computed in q's dtype, and the sums after the last key."""
-    sums = sums_before(call, state)
+    sums = incoming_sums(call, state)
     if call.cu_seqlens is None:
         out, kv, z = _attend(call, sums)
     else:
-        outs, kvs, zs = zip(*[_attend(*one) for one in separately(call, sums)], strict=True)
+        outs, kvs, zs = zip(*[_attend(*one) for one in each_sequence(call, sums)], strict=True)
         out, kv, z = torch.cat(outs, 1), torch.cat(kvs), torch.cat(zs)
     return out, Sums(kv, z, call.last_angle(sums.angle)) if call.want_state else None
 
 
 def _attend(call: Call, sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
-    """out and the last kv and z of sequences in rows. The incoming sums are already decayed to their last token."""
+    """out, kv and z of an unpacked call. The incoming sums are decayed to the last token before the call."""
     q, k, v = call.k[:, :0] if call.q is None else call.q, call.k, call.v.to(call.k.dtype)
     if call.key_mask is not None:  # before the map too: its slope at a hidden key may be infinite
         hidden = ~rearrange(call.key_mask, "b m -> b m 1 1")
@@ -66,11 +66,11 @@ def _attend(call: Call, sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
         num = contract("bgrnf,bgmf,bgme->bgrne", phi_hat, psi_hat, v)
         den = contract("bgrnf,bgmf->bgrn", phi, psi)
 
-    # 3. Add what came before: the state, S with its z.         num += e^(L_i) phi_hat S,   den += e^(L_i) phi z
+    # 3. Add the incoming state, S and z.                       num += e^(L_i) phi_hat S,   den += e^(L_i) phi z
     S, z, decayed, decayed_hat = sums.kv, sums.z, phi, phi_hat
     if call.causal:
         n = phi.shape[3]
-        decayed, decayed_hat = (y * _exp(x[:, :, None, :n], y) for x, y in ((L, phi), (L_hat, phi_hat)))
+        decayed, decayed_hat = phi * _exp(L[:, :, None, :n], phi), phi_hat * _exp(L_hat[:, :, None, :n], phi)
     num = num + contract("bgrnf,bgfe->bgrne", decayed_hat, S.to(phi.dtype))
     den = den + contract("bgrnf,bgf->bgrn", decayed, z.to(phi.dtype))
 
@@ -85,7 +85,7 @@ def _attend(call: Call, sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _exp(x: Tensor, like: Tensor) -> Tensor:
-    """e^x in the dtype of ``like``; x <= 0, but for what rounding adds to it."""
+    """e^x for x <= 0, in the dtype of ``like``. Rounding may lift x above 0, so it is clamped."""
     return at_most_0(x).exp().to(like.dtype)
 
 
@@ -98,7 +98,7 @@ def _scores(phi: Tensor, psi: Tensor, L: Tensor) -> Tensor:
 
 
 def _log_decay(call: Call, phi: Tensor) -> tuple[Tensor, Tensor]:
-    """L, log decay summed from the first token on, (b or 1, g or 1, m, 1), and in the numerator with xPos, (.., f)."""
+    """L, log decay summed from the first token on, (b or 1, g or 1, m, 1); L_hat adds xPos's decay: (.., 1 or f)."""
     L = phi.new_zeros(1, 1, call.k.shape[1], 1, dtype=torch.float64)
     if call.log_decay is not None:
         L = rearrange(call.log_decay.double().cumsum(1), "b m g -> b g m 1")
@@ -108,7 +108,7 @@ def _log_decay(call: Call, phi: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rotated(call: Call, x: Tensor, angle: Tensor | None, *, keys: bool) -> Tensor:
-    """R(Theta) x of x (b, n, heads, f), in x's dtype, with the gradient of angle_steps."""
+    """R(Theta) x for x (b, n, heads, f), in x's dtype. The gradient reaches angle_steps."""
     wide = torch.promote_types(x.dtype, torch.float32)
     cos_sin = call.cos_sin(angle, wide, keys=keys)
     if cos_sin is None or x.shape[1] == 0:

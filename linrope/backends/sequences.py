@@ -1,4 +1,4 @@
-"""What the reference backend leaves out of its page: the sums at the start, and packed sequences one by one."""
+"""Helpers of the reference backend: the incoming sums, and packed sequences one by one."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,8 +14,8 @@ from linrope.sequence.state import LinearAttentionState
 PER_TOKEN = ("q", "k", "v", "log_decay", "angle_steps", "distances", "key_mask", "positions", "key_positions")
 
 
-def sums_before(call: Call, state: LinearAttentionState | None) -> Sums:
-    """The sums that the call goes on from: the state's, or zeros."""
+def incoming_sums(call: Call, state: LinearAttentionState | None) -> Sums:
+    """The sums before the first key: the state's, or zeros."""
     if state is not None:
         rows = state.rows()
         return Sums(rows.kv, rows.z, rows.angle)
@@ -24,8 +24,8 @@ def sums_before(call: Call, state: LinearAttentionState | None) -> Sums:
     return Sums(kv, kv.new_zeros(kv.shape[:3], dtype=torch.float64), None)
 
 
-def separately(call: Call, sums: Sums) -> Iterator[tuple[Call, Sums]]:
-    """The call of each packed sequence alone, with its incoming sums."""
+def each_sequence(call: Call, sums: Sums) -> Iterator[tuple[Call, Sums]]:
+    """Splits a call with packed sequences: one call for each, with the sums before its first key."""
     assert call.cu_seqlens is not None
     tensors: dict[str, Tensor | None] = {name: getattr(call, name) for name in PER_TOKEN}
     for name in ("positions", "key_positions"):

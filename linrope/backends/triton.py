@@ -19,7 +19,7 @@ MIN_CAPABILITY = (8, 0)
 
 
 def why_not() -> str | None:
-    """Why no call can run on this machine; None: some can."""
+    """The reason why the backend cannot run on this machine; None: it can."""
     if INTERPRETED:
         return None
     if not torch.cuda.is_available():
@@ -31,7 +31,7 @@ def why_not() -> str | None:
 
 
 def supports(call: Call, state: LinearAttentionState | None) -> str | None:
-    """Why these kernels cannot run the call; None: they can."""
+    """The reason why these kernels cannot run the call; None: they can."""
     k, f, e = call.k, call.k.shape[3], call.v.shape[3]
     if not k.is_cuda and not INTERPRETED:
         return (
@@ -59,7 +59,7 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
 
 
 def _step(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
-    """One token of every sequence in one launch, which updates the state in place if it may."""
+    """One token of every sequence, in one launch. It updates donated states and a pool's rows in place."""
     start = end = slots = angle = None
     if state is not None:
         in_place = state.donated or state.slots is not None
@@ -69,19 +69,19 @@ def _step(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums 
         end = start if in_place else (torch.empty_like(start[0]), torch.empty_like(start[1]))
         angle = angle if angle is None or slots is None else angle[slots]
     sums = None if start is None else Sums(*start, angle)
-    launched = _launchable(call, sums)
+    kernel_call = _kernel_call(call, sums)
     if not call.want_state:
         end = None
     elif end is None:
-        end = launch.new_state(launched, None)
+        end = launch.new_state(kernel_call, None)
     with torch.cuda.device_of(call.k):
-        out = launch.step_fwd(launched, start, end, slots)
+        out = launch.step_fwd(kernel_call, start, end, slots)
     return out, None if end is None else Sums(*end, call.last_angle(angle))
 
 
-def _launchable(call: Call, sums: Sums | None = None, *, angles: bool = True) -> launch.Call:
-    """The kernels' record of the call. angles: whether it needs the angles of angle_steps."""
-    # float16 has as many digits as tf32, but sums of features leave its range.
+def _kernel_call(call: Call, sums: Sums | None = None, *, angles: bool = True) -> launch.Call:
+    """The call in the kernels' own record. angles=False leaves out the angles of angle_steps."""
+    # float16 inputs are multiplied in tf32: the precision is the same, and sums of features cannot overflow.
     dot = "bf16" if call.v.dtype == torch.bfloat16 else "tf32"
     if call.v.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
         dot = "ieee"
@@ -119,23 +119,25 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def reads_results(call: Call) -> bool:
-    return _launchable(call, angles=False).reads_out
+    return _kernel_call(call, angles=False).reads_out
 
 
 def new_saved(call: Call) -> list[Tensor]:
-    return launch.new_saved(_launchable(call, angles=False))
+    return launch.new_saved(_kernel_call(call, angles=False))
 
 
-def _state(sums: Sums | None) -> launch.State | None:
+def _start_state(sums: Sums | None) -> launch.State | None:
     return None if sums is None else (sums.kv.contiguous(), sums.z.contiguous())
 
 
 def forward(
     call: Call, sums: Sums | None, save: bool
 ) -> tuple[Tensor | None, launch.State | None, list[Tensor]]:
-    """out (b, n, h, e), the last kv and z where they are wanted, and what ``new_saved`` describes."""
+    """out (b, n, h, e), the last kv and z if wanted, and the tensors that ``new_saved`` describes."""
     with torch.cuda.device_of(call.k):
-        return launch.attend_fwd(_launchable(call, sums), _state(sums), want_end=call.want_state, save=save)
+        return launch.attend_fwd(
+            _kernel_call(call, sums), _start_state(sums), want_end=call.want_state, save=save
+        )
 
 
 def backward(
@@ -146,13 +148,13 @@ def backward(
     g_kv: Tensor | None,
     g_z: Tensor | None,
 ) -> Gradients:
-    launched, out, g_end = _launchable(call, sums), None, None
-    if launched.reads_out:
+    kernel_call, out, g_end = _kernel_call(call, sums), None, None
+    if kernel_call.reads_out:
         out, _, _, *results = results
     if g_out is None and call.q is not None:
         g_out = call.v.new_zeros(1).expand(*call.q.shape[:3], call.v.shape[3])
     if g_kv is not None or g_z is not None:
-        kv, z = launch.new_state(launched, _state(sums))
+        kv, z = launch.new_state(kernel_call, _start_state(sums))
         g_end = (
             torch.zeros_like(kv) if g_kv is None else g_kv.contiguous(),
             torch.zeros_like(z) if g_z is None else g_z.contiguous(),
@@ -160,26 +162,26 @@ def backward(
     with torch.cuda.device_of(call.k):
         if g_out is None:  # only the last state has a gradient
             assert g_end is not None
-            kernel = gradients.state_bwd(launched, _state(sums), g_end)
+            d = gradients.state_bwd(kernel_call, _start_state(sums), g_end)
         else:
-            kernel = gradients.attend_bwd(launched, _state(sums), results, out, g_out, g_end)
+            d = gradients.attend_bwd(kernel_call, _start_state(sums), results, out, g_out, g_end)
     d_log_decay = None
-    if call.log_decay is not None and kernel.log_decay is not None:
-        d_log_decay = summed_to(kernel.log_decay, call.log_decay)
-    d_kv, d_z = kernel.start or (None, None)
+    if call.log_decay is not None and d.log_decay is not None:
+        d_log_decay = summed_to(d.log_decay, call.log_decay)
+    d_kv, d_z = d.start or (None, None)
     return Gradients(
-        q=kernel.q,
-        k=kernel.k,
-        v=kernel.v,
+        q=d.q,
+        k=d.k,
+        v=d.v,
         log_decay=d_log_decay,
-        angle_steps=_d_angle_steps(call, kernel.angles),
+        angle_steps=_d_angle_steps(call, d.angles),
         kv=d_kv,
         z=d_z,
     )
 
 
 def _d_angle_steps(call: Call, d_angles: Tensor | None) -> Tensor | None:
-    """domega_t = sum_(i >= t) (<J phi_i, R^T dphi^_i> + <J psi_i, R^T dpsi^_i>)."""
+    """The gradient of angle_steps: domega_t = sum_(i >= t) (<J phi_i, R^T dphi^_i> + <J psi_i, R^T dpsi^_i>)."""
     if call.angle_steps is None or d_angles is None:
         return None
     bounds = None if call.bounds is None else (call.k.shape[1] - call.bounds).flip(0)

@@ -22,9 +22,7 @@ class Constant:
         if device not in self._copies:
             with torch.inference_mode(False):
                 copy = self._values.to(device)
-            if (
-                torch.compiler.is_compiling() or type(copy) is not Tensor
-            ):  # a traced copy lives in its graph only
+            if torch.compiler.is_compiling() or type(copy) is not Tensor:  # traced: it belongs to a graph
                 return copy
             self._copies[device] = copy
         return self._copies[device]

@@ -12,7 +12,7 @@ def values_readable(x: Tensor | torch.device) -> bool:
     """False on a GPU and while tracing.
 
     Reading a value from a GPU would make the host wait for it. Traced tensors (torch.compile, FakeTensorMode,
-    vmap) and tensors on the meta device have no values. A device stands for its tensors.
+    vmap) and tensors on the meta device have no values. x may be a device: the answer is then for its tensors.
 
     >>> from linrope.common.values import values_readable
     >>> values_readable(torch.ones(2)), values_readable(torch.ones(2, device="meta"))

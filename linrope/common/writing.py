@@ -38,7 +38,7 @@ def check_writable(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _overlaps(x: Tensor) -> bool:
-    """Whether the stride of an axis lies within the span of the axes with smaller strides."""
+    """True if two entries may share memory: an axis has a stride within the span of the axes with smaller strides."""
     span = 0
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1):
         if stride <= span:

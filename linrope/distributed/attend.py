@@ -18,7 +18,7 @@ from linrope.feature_maps import FeatureMap
 from linrope.operation.attend import attend, identity_of
 from linrope.operation.checks import check
 from linrope.operation.request import Request
-from linrope.sequence.decay import NOTHING_KEPT, visible
+from linrope.sequence.decay import MIN_LOG_DECAY, zero_hidden
 from linrope.sequence.state import NO_KEYS, LinearAttentionState
 
 FIRST = "first."  # prefix of the fields of the first local document's state
@@ -66,7 +66,7 @@ def _receive_and_attend(request: Request, sent: SentState) -> tuple[Tensor, Line
     if last.kv.requires_grad:
         raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
     pool.write(last)
-    return out, pool._marked(donated=False, loop=None)
+    return out, pool._replace_unchecked(donated=False, loop=None)
 
 
 def _refuse_packing(request: Request) -> None:
@@ -192,7 +192,7 @@ def _local_state(request: Request, shard: Layout, index: int) -> dict[str, Tenso
     assert state is not None
     tensors = state.tensors()
     if local.log_decay is not None:
-        gates = visible(local.log_decay, key_mask).clamp(min=NOTHING_KEPT).double().sum(1)
+        gates = zero_hidden(local.log_decay, key_mask).clamp(min=MIN_LOG_DECAY).double().sum(1)
         tensors["gates"] = gates.expand(b, request.k.shape[2])
     return tensors
 

@@ -54,8 +54,8 @@ class LinearRoPEAttention(nn.Module):
             rotation applies too.
         causal: as in linear_rope_attention.
         normalize: as in linear_rope_attention. See out_norm.
-        decay: by how much keys decay per position, one of
-            None: not at all;
+        decay: the factor per position by which keys decay, one of
+            None: no decay;
             g numbers in (0, 1];
             "spread": half-lives from 1 to 4096 tokens, in geometric steps over the key/value heads;
             "learned": one learned number per head, which starts as in "spread";
@@ -64,13 +64,14 @@ class LinearRoPEAttention(nn.Module):
         forget_gate: whether decay is computed from x: True, or {"longest": 4096}. The half-lives start as in
             decay="spread" (``linrope.layer.selective.ForgetGate``). Causal self-attention only.
         short_conv: the number of taps, usually 4, of a causal convolution on queries, keys and values before the map
-            (``linrope.layer.short_convolution``). Recall needs it. Causal self-attention only.
+            (``linrope.layer.short_convolution``). Models that have to recall earlier tokens need it. Causal
+            self-attention only.
         qk_norm: RMS norm of each head's query and key before the map, with learned weights.
         rope_order: as in linear_rope_attention. With "before" the rotation has the size of the heads.
         backend: as in linear_rope_attention.
         out_norm: RMS norm of each head's output, with a learned weight. It cancels the normalizer, a single number
-            per token and head, so the normalizer is left out even if normalize=True. The exceptions are maps that
-            return a log_scale, and float16: there the numerator alone may leave the dtype's range.
+            per token and head, so the layer leaves the normalizer out even if normalize=True. It keeps the normalizer
+            for maps that return a log_scale and for float16, whose numerator alone may overflow.
         gate: whether to multiply by silu(W_g x) before W_o.
         bias: whether the projections have a bias.
 
@@ -132,7 +133,7 @@ class LinearRoPEAttention(nn.Module):
         self.forget_gate = make_forget_gate(forget_gate, embed_dim, g, factory)
         channels = (num_heads + g) * d + g * e
         self.short_conv = None if short_conv is None else ShortConvolution(channels, short_conv, **factory)
-        self._check_order()
+        self._check_options()
 
         self.q_proj = nn.Linear(embed_dim, num_heads * d, bias=bias, **factory)
         self.k_proj = nn.Linear(embed_dim, g * d, bias=bias, **factory)
@@ -140,19 +141,19 @@ class LinearRoPEAttention(nn.Module):
         self.o_proj = nn.Linear(num_heads * e, embed_dim, bias=bias, **factory)
         self.q_norm = nn.RMSNorm(d, eps=1e-6, **factory) if qk_norm else None
         self.k_norm = nn.RMSNorm(d, eps=1e-6, **factory) if qk_norm else None
-        # The normalizer makes outputs averages of values, for which eps is 1e-6. Without it they may be far smaller.
+        # Normalized outputs are averages of values, beside which 1e-6 is small. Unnormalized ones may be tiny.
         self._out_norm_replaces_normalizer = normalize and out_norm and not feature_map.log_scaled
         eps = 1e-12 if self._out_norm_replaces_normalizer else 1e-6
         self.out_norm = nn.RMSNorm(e, eps=eps, **factory) if out_norm else None
         self.g_proj = nn.Linear(embed_dim, num_heads * e, bias=bias, **factory) if gate else None
-        self._start_decay()
+        self._reset_decay()
 
-    def _check_order(self) -> None:
+    def _check_options(self) -> None:
         """Rejects options that require causal=True or rope_order="after" if the layer has another setting."""
         for name in ("forget_gate", "short_conv"):
             if not self.causal and getattr(self, name) is not None:
                 raise ValueError(
-                    f"{name}: got causal=False, expected causal=True, because it looks back from each token"
+                    f"{name}: got causal=False, expected causal=True, because it runs forward in time"
                 )
         if self.rope_order == "before" and self.angle_steps is not None:
             raise ValueError(
@@ -160,7 +161,7 @@ class LinearRoPEAttention(nn.Module):
             )
 
     @torch.no_grad()
-    def _start_decay(self) -> None:
+    def _reset_decay(self) -> None:
         if self.decay_logit is not None and self._decay is not None:
             self.decay_logit.copy_(self._decay.on(torch.device("cpu")).logit())
 
@@ -169,7 +170,7 @@ class LinearRoPEAttention(nn.Module):
         for child in self.children():
             if callable(reset := getattr(child, "reset_parameters", None)):
                 reset()
-        self._start_decay()
+        self._reset_decay()
 
     @property
     def decay(self) -> Tensor | None:
@@ -273,13 +274,13 @@ class LinearRoPEAttention(nn.Module):
             "backend": self.backend,
         }
         # The state of the keys travels to the other ranks while this rank projects q and the gate.
-        sent = None if shard is None else shard.send_state(k, v, **options)
+        sent_shard = None if shard is None else shard.send_state(k, v, **options)
         q = self._heads(self.q_proj(x) if q is None else q, self.num_heads, self.q_norm)
         gate = None if self.g_proj is None else nn.functional.silu(self.g_proj(x))
-        result = linear_rope_attention(q, k, v, return_state=return_state, shard=sent, **options)
+        result = linear_rope_attention(q, k, v, return_state=return_state, shard=sent_shard, **options)
         out, last = result if isinstance(result, tuple) else (result, None)
         if conv_inputs is not None:
-            last = _keep_inputs(conv_inputs, state, last)
+            last = _store_conv_inputs(conv_inputs, state, last)
         if self.out_norm is not None:
             out = self.out_norm(out.to(self.out_norm.weight.dtype))
         out = out.flatten(-2)
@@ -307,7 +308,7 @@ class LinearRoPEAttention(nn.Module):
                 )
 
     def _check_state(self, state: LinearAttentionState | None) -> None:
-        if not isinstance(state, LinearAttentionState):  # the operation raises the TypeError
+        if not isinstance(state, LinearAttentionState):  # the operation accepts None and rejects other types
             return
         expected = None if self.short_conv is None else (self.short_conv.taps - 1, self.short_conv.channels)
         got = None if state.conv is None else tuple(state.conv.shape[1:])
@@ -326,7 +327,7 @@ class LinearRoPEAttention(nn.Module):
         state: LinearAttentionState | None,
         shard: LayerShard | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k and v after the short convolution, and its last inputs of each sequence."""
+        """q, k and v after the short convolution, and the last inputs of each sequence, for the state."""
         assert self.short_conv is not None
         if shard is not None:
             y, last = shard.convolve(self.short_conv, torch.cat((q, k, v), -1), key_mask, state)
@@ -345,7 +346,7 @@ class LinearRoPEAttention(nn.Module):
         return q, k, v, last
 
 
-def _keep_inputs(
+def _store_conv_inputs(
     inputs: Tensor, state: LinearAttentionState | None, last: LinearAttentionState | None
 ) -> LinearAttentionState | None:
     """Stores the convolution's last inputs in the last state, in place if the operation wrote the state in place."""

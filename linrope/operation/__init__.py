@@ -1,1 +1,1 @@
-"""The operation: what a call is, its checks, and the call itself."""
+"""The operation: the request, its checks, and the steps that answer it."""

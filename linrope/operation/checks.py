@@ -37,7 +37,7 @@ def resolve_heads(
 
 
 def check_inputs(x: Tensor, context: Tensor | None, embed_dim: int) -> None:
-    """Checks what a layer is called with."""
+    """Checks the shapes of a layer's inputs."""
     for name, tensor in (("x", x), ("context", context)):
         if tensor is not None and (tensor.ndim != 3 or tensor.shape[-1] != embed_dim):
             raise ValueError(
@@ -46,7 +46,7 @@ def check_inputs(x: Tensor, context: Tensor | None, embed_dim: int) -> None:
 
 
 def check(request: Request) -> FeatureMap | None:
-    """Raises if the arguments do not fit together. Returns the map; None: q and k are features."""
+    """Raises if the arguments do not fit together. Returns the feature map; None: q and k already are features."""
     q, k, v, rotary, causal = request.q, request.k, request.v, request.rotary, request.causal
     check_tensors(q, k, v, causal)
     if not 0 < request.eps < torch.inf:
@@ -83,7 +83,7 @@ def check(request: Request) -> FeatureMap | None:
 
 
 def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, causal: bool) -> None:
-    """q None: only the last state is wanted."""
+    """Checks the types, dtypes, devices and shapes of q, k and v. q is None if only the last state is wanted."""
     named = {"k": k, "v": v} if q is None else {"q": q, "k": k, "v": v}
     for name, x in named.items():
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
@@ -115,11 +115,11 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, causal: bool) -> None:
 
 
 def resolve_map(feature_map: str | FeatureMap | None, d: int) -> FeatureMap | None:
-    """The FeatureMap; None: q and k are features."""
+    """The FeatureMap of that name, or the object itself. None: q and k already are features."""
     if feature_map is None:
         return None
     if isinstance(feature_map, str):
-        return _made_by_name(feature_map, d)
+        return _map_by_name(feature_map, d)
     if not isinstance(feature_map, FeatureMap):
         raise TypeError(f"feature_map: got {type(feature_map).__name__}, expected a name, FeatureMap or None")
     if feature_map.head_dim not in (None, d):
@@ -127,21 +127,21 @@ def resolve_map(feature_map: str | FeatureMap | None, d: int) -> FeatureMap | No
     return feature_map
 
 
-_MADE: dict[tuple[str, int], FeatureMap] = {}  # a cache: every decoding step looks its map up
+_MAPS: dict[tuple[str, int], FeatureMap] = {}  # a cache: every decoding step looks its map up
 
 
-def _made_by_name(name: str, d: int) -> FeatureMap:
-    if (name, d) in _MADE and not torch.compiler.is_compiling():
-        return _MADE[name, d]
-    made = feature_maps.make(name, d)
-    if [*made.parameters(), *made.buffers()]:
+def _map_by_name(name: str, d: int) -> FeatureMap:
+    if (name, d) in _MAPS and not torch.compiler.is_compiling():
+        return _MAPS[name, d]
+    fmap = feature_maps.make(name, d)
+    if [*fmap.parameters(), *fmap.buffers()]:
         raise ValueError(
             f"feature_map={name!r}: it has weights or a projection of its own; "
             f"expected the object that feature_maps.make({name!r}, {d}) made"
         )
     if not torch.compiler.is_compiling():
-        _MADE[name, d] = made
-    return made
+        _MAPS[name, d] = fmap
+    return fmap
 
 
 def check_rotary(rotary: Rotary | None, f: int, g: int, causal: bool, before: bool) -> None:
@@ -186,7 +186,7 @@ def check_decay(decay: Tensor | None, g: int, causal: bool, device: torch.device
     if decay.shape != (g,):
         raise ValueError(f"decay: got shape {tuple(decay.shape)}, expected {(g,)}, one per key/value head")
     if not causal:
-        raise ValueError("decay: got causal=False, expected causal=True, where distances have a sign")
+        raise ValueError("decay: got causal=False, expected causal=True: keys decay towards later queries")
     if values_readable(decay) and not bool(((decay > 0) & (decay <= 1)).all()):
         raise ValueError(f"decay: got {decay.tolist()}, expected numbers in (0, 1]")
 
@@ -201,7 +201,7 @@ def check_log_decay(log_decay: Tensor | None, k: Tensor, causal: bool) -> None:
             f"log_decay: got shape {tuple(log_decay.shape)}, expected (b or 1, n, g or 1) = {(b, m, g)}"
         )
     if not causal:
-        raise ValueError("log_decay: got causal=False, expected causal=True: it decays what came before")
+        raise ValueError("log_decay: got causal=False, expected causal=True: a gate decays earlier keys")
     if values_readable(log_decay) and log_decay.numel() and float(log_decay.detach().max()) > 0:
         raise ValueError(f"log_decay: got up to {float(log_decay.detach().max()):.3g}, expected numbers <= 0")
 
@@ -211,25 +211,24 @@ def check_angle_steps(angle_steps: Tensor | None, k: Tensor, n: int, f: int, rot
         return
     _check_floating("angle_steps", angle_steps, k.device)
     b, m, g, _ = k.shape
-    most = f // 2 if rotary is None else rotary.rotary_dim // 2
+    max_pairs = f // 2 if rotary is None else rotary.rotary_dim // 2
     if angle_steps.ndim != 4 or not _broadcasts(angle_steps.shape[:3], (b, m, g), (0, 2)):
         raise ValueError(
             f"angle_steps: got shape {tuple(angle_steps.shape)}, expected (b or 1, n, g or 1, pairs) with "
             f"b, n, g = {(b, m, g)}"
         )
     pairs = angle_steps.shape[3]
-    if not 1 <= pairs <= most or (rotary is not None and pairs != most):
-        raise ValueError(f"angle_steps: got {pairs} pairs, expected {most}")
+    if not 1 <= pairs <= max_pairs or (rotary is not None and pairs != max_pairs):
+        raise ValueError(f"angle_steps: got {pairs} pairs, expected {max_pairs}")
     if n != m:
-        raise ValueError(
-            f"angle_steps: got {n} queries and {m} keys, expected as many of one as of the other"
-        )
+        raise ValueError(f"angle_steps: got {n} queries and {m} keys, expected equal numbers")
     if rotary is not None and rotary.xpos is not None:
         raise ValueError(f"angle_steps: got them beside xpos={rotary.xpos}, expected a rotation without it")
 
 
-def _broadcasts(shape: Sequence[int], full: Sequence[int], ones: Sequence[int]) -> bool:
-    return all(have == want or (i in ones and have == 1) for i, (have, want) in enumerate(zip(shape, full)))
+def _broadcasts(shape: Sequence[int], full: Sequence[int], axes: Sequence[int]) -> bool:
+    """True if shape equals full, except that ``axes`` may have size 1."""
+    return all(have == want or (i in axes and have == 1) for i, (have, want) in enumerate(zip(shape, full)))
 
 
 def check_packing(cu_seqlens: Tensor | None, b: int, n: int, m: int, device: torch.device) -> None:
@@ -244,9 +243,9 @@ def check_packing(cu_seqlens: Tensor | None, b: int, n: int, m: int, device: tor
     if cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens: got device {cu_seqlens.device}, expected {device}")
     if b != 1:
-        raise ValueError(f"cu_seqlens: got batch {b}, expected 1: the sequences lie one after the other")
+        raise ValueError(f"cu_seqlens: got batch {b}, expected 1: packed sequences share one row")
     if n != m:
-        raise ValueError(f"cu_seqlens: got {n} queries and {m} keys, expected as many of one as of the other")
+        raise ValueError(f"cu_seqlens: got {n} queries and {m} keys, expected equal numbers")
     if values_readable(cu_seqlens):
         bounds = cu_seqlens.tolist()
         if bounds[0] != 0 or bounds[-1] != n or bounds != sorted(bounds):
@@ -271,24 +270,22 @@ def check_state(request: Request, fmap: FeatureMap | None, identity: str) -> Non
         got = tuple(got)
         raise ValueError(f"state: got kv of shape {got}, expected (b, g, f, e) = {shape}")
     if not same_identity(state.identity, identity):
-        raise ValueError(f"state: made with {state.identity}; expected {identity}, as this call has it")
+        raise ValueError(f"state: made with {state.identity}; expected {identity}, as in this call")
     if state.kv.device != k.device:
         raise ValueError(f"state: got device {state.kv.device}, expected {k.device}")
     if request.angle_steps is not None:
         check_angle(state, request.angle_steps)
     elif state.angle is not None:
-        raise ValueError(
-            "angle_steps: got None, expected those of this piece, as the state was made with some"
-        )
+        raise ValueError("angle_steps: got None, expected a tensor, as in the calls that made the state")
 
 
 def check_angle(state: LinearAttentionState, angle_steps: Tensor) -> None:
-    """Raises if the state's sum of steps does not fit these, or a pool has no place for the sum."""
+    """Raises if the state's angle does not fit angle_steps, or if a pool has no room for the next angle."""
     (heads, pairs), angle = angle_steps.shape[2:], state.angle
     if angle is None:
         if state.slots is not None:
             raise ValueError(
-                "state: got rows of a pool made without angle_steps, which has no place for theirs"
+                "state: got rows of a pool made without angle_steps, which cannot store the angle of this call"
             )
         return
     g = state.kv.shape[1]
@@ -299,5 +296,5 @@ def check_angle(state: LinearAttentionState, angle_steps: Tensor) -> None:
         )
     if state.slots is not None and angle.shape[1] < heads:
         raise ValueError(
-            f"state.angle: got rows of a pool made with angle_steps of one head, expected a place for {heads}"
+            f"state.angle: got rows of a pool made with angle_steps of one head, expected one made with {heads}"
         )

@@ -1,13 +1,13 @@
 """The decoding loop: from its second step on, a step goes straight to the kernel.
 
 A step's kernel takes some microseconds. Checking and resolving every argument in Python takes several times as long.
-So the first step in the memory of a donated state leaves a ``DecodingLoop`` on the state that it returns: the settings
-of that step, checked and resolved. If the next call has the same settings, ``DecodingLoop.step`` calls the kernel at
-once. The kernel checks the token's tensors itself, before it writes anything. If anything differs, ``step`` returns
-None and the call goes the ordinary way, with every check.
+So the first step that overwrites a donated state attaches a ``DecodingLoop`` to the state that it returns. The loop
+holds the settings of that step, checked and resolved. If the next call has the same settings, ``DecodingLoop.step``
+calls the kernel at once. The kernel checks the token's tensors itself, before it writes anything. If any setting
+differs, ``step`` returns None, and ``linear_rope_attention`` makes an ordinary call, with every check.
 
-A loop may have a fixed or a learned decay, gates, or both, and angle steps. It is made only for the native backend,
-without gradients, positions, masks and packed sequences, where the backend applies the feature map itself.
+A loop may have a fixed or a learned decay, gates, or both, and angle steps. It requires the native backend and a
+feature map that this backend applies itself. Gradients, explicit positions, masks and packed sequences rule it out.
 """
 
 from dataclasses import fields
@@ -23,7 +23,7 @@ from linrope.backends import native
 from linrope.backends.call import Call, transformed
 from linrope.backends.protocol import Backend
 from linrope.operation.request import Method, Places, Request
-from linrope.sequence.decay import NOTHING_KEPT
+from linrope.sequence.decay import MIN_LOG_DECAY
 from linrope.sequence.state import LinearAttentionState
 
 _method_of = itemgetter(*[field.name for field in fields(Method)])
@@ -32,7 +32,7 @@ _places_of = itemgetter(*_PLACES)
 
 
 def loop_after(request: Request, call: Call, backend: Backend) -> "DecodingLoop | None":
-    """The loop that a step in place begins; None: the next step has to be checked like this one."""
+    """The loop to attach to the next state. None: the next step requires the checks again."""
     state = request.state
     direct = (
         backend is backends.load("native")
@@ -41,7 +41,7 @@ def loop_after(request: Request, call: Call, backend: Backend) -> "DecodingLoop 
         and state.slots is None
         and call.k.shape[1] == 1
         and call.causal
-        and call.q is request.q  # no map and no factor in between
+        and call.q is request.q  # Python applied neither a feature map nor an attention factor
         and call.k is request.k
         and all(getattr(request, name) is None for name in _PLACES)
         and not torch.is_grad_enabled()
@@ -50,32 +50,34 @@ def loop_after(request: Request, call: Call, backend: Backend) -> "DecodingLoop 
 
 
 class DecodingLoop:
-    """What the steps of one decoding loop share, checked and resolved by its first step."""
+    """The settings that all steps of one decoding loop share, checked and resolved by its first step."""
 
     def __init__(self, request: Request, call: Call) -> None:
         assert request.state is not None
-        self.memory = request.state.kv, request.state.z  # checked to be writable, and of a fitting kind
+        self.memory = request.state.kv, request.state.z  # its dtypes and its memory were checked
         self.method = _method_of(vars(request))
-        self.gated = request.log_decay is not None
-        self.turned = request.angle_steps is not None
-        # PyTorch does not count every write to a tensor, so decay is compared by its numbers.
+        self.has_gates = request.log_decay is not None
+        self.has_steps = request.angle_steps is not None
+        # PyTorch does not count every write to a tensor, so decay is compared by value.
         self.decay = None if request.decay is None else request.decay.tolist()
-        self.log_decay = None  # (1, 1, g): of the fixed or learned decay alone
+        self.log_decay = None  # (1, 1, g): log gamma, without the gates
         if request.decay is not None:
-            self.log_decay = request.decay.double().log().clamp(min=NOTHING_KEPT)[None, None]
+            self.log_decay = request.decay.double().log().clamp(min=MIN_LOG_DECAY)[None, None]
         self.prepared = native.prepared_step(call)
 
-    def step(self, state: LinearAttentionState, parts: dict[str, Any]) -> Tensor | None:
-        """out, with the next state in the given one's memory; None: not a step of this loop, and nothing is written.
+    def step(self, state: LinearAttentionState, arguments: dict[str, Any]) -> Tensor | None:
+        """Computes out and overwrites the state with the next one. None: not a step of this loop; nothing is written.
 
-        parts: the fields of a ``Request`` by name, but for state and return_state.
+        arguments: the fields of a ``Request`` by name, except state and return_state.
         """
-        log_decay, angle_steps, decay = parts["log_decay"], parts["angle_steps"], parts["decay"]
+        log_decay, angle_steps, decay = (arguments[name] for name in ("log_decay", "angle_steps", "decay"))
         if not state.donated or state.kv is not self.memory[0] or state.z is not self.memory[1]:
             return None
-        if self.gated != (log_decay is not None) or self.turned != (angle_steps is not None):
+        if self.has_gates != (log_decay is not None) or self.has_steps != (angle_steps is not None):
             return None
-        if not all(map(is_, _method_of(parts), self.method)) or any(x is not None for x in _places_of(parts)):
+        if not all(map(is_, _method_of(arguments), self.method)):
+            return None
+        if any(x is not None for x in _places_of(arguments)):
             return None
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
             return None
@@ -86,17 +88,17 @@ class DecodingLoop:
                 return None
             if self.log_decay is not None:
                 log_decay = self.log_decay if log_decay is None else self._with_gates(log_decay)
-            q, k, v = parts["q"], parts["k"], parts["v"]
+            q, k, v = arguments["q"], arguments["k"], arguments["v"]
             return native.step_in_place(
                 self.prepared, state, q=q, k=k, v=v, log_decay=log_decay, angle_steps=angle_steps
             )
-        except (RuntimeError, TypeError, AttributeError):  # the ordinary call says what is wrong
+        except (RuntimeError, TypeError, AttributeError):  # the ordinary call then raises with a message
             return None
 
     def _with_gates(self, gates: Tensor) -> Tensor:
-        """All log decay of a token: as in ``linrope.sequence.decay.log_decay_of_tokens``."""
+        """A token's gates plus log gamma, as ``linrope.sequence.decay.log_decay_of_tokens`` computes them."""
         if float(gates.max()) > 0:
             raise RuntimeError(f"log_decay: got {float(gates.max())}, expected numbers <= 0")
         assert self.log_decay is not None
         wide = gates.to(torch.promote_types(gates.dtype, torch.float32))
-        return wide.clamp(min=NOTHING_KEPT) + self.log_decay
+        return wide.clamp(min=MIN_LOG_DECAY) + self.log_decay

@@ -8,7 +8,7 @@ from linrope.rotation.rotary import Rotary, spell_out
 from linrope.sequence.decay import Tokens
 
 
-def rotate_before(
+def scale_and_rotate(
     q: Tensor | None,
     k: Tensor,
     fmap: FeatureMap | None,
@@ -16,9 +16,10 @@ def rotate_before(
     rope_order: str,
     tokens: Tokens,
 ) -> tuple[Tensor | None, Tensor, Rotary | None]:
-    """Applies the attention factor and, with rope_order="before", the rotation. Returns the rotation that is left.
+    """Multiplies q and k by rotary.attention_factor and, with rope_order="before", rotates them.
 
-    If the map computes in float32 or wider, so does this: half precision would round an exponent x by u x.
+    Also returns the rotation that is still to be applied to the features. If ``map_features`` applies the map, q and
+    k are computed in float32 or wider: an exponential would amplify the rounding error of half precision.
     """
     if rotary is None:
         return q, k, rotary
@@ -35,11 +36,14 @@ def rotate_before(
 def map_features(
     q: Tensor | None, k: Tensor, fmap: FeatureMap | None, key_mask: Tensor | None, tokens: Tokens
 ) -> tuple[Tensor | None, Tensor, str, Tensor | None, Tensor | None]:
-    """q and k, the elementwise map that the backend still applies to them, and the log_scale of queries and keys."""
+    """Applies the feature map, or leaves it to the backend.
+
+    Returns q, k, the elementwise map that the backend then applies, and the log_scale of q and of k (None: 0).
+    """
     if (name := _backend_map(fmap)) is not None:
         return q, k, name, None, None
     assert fmap is not None
-    if key_mask is not None:  # padding may overflow in the map, and 0 * inf is not 0
+    if key_mask is not None:  # the map may overflow at padding, and 0 * inf is NaN
         k = k.masked_fill(~key_mask[:, :, None, None], 0)
     if isinstance(fmap, ElementwiseMap):  # the map is exp: centred here, applied by the backend
         (q, q_scale), (k, k_scale) = (None, None) if q is None else fmap.centre(q), fmap.centre(k)
@@ -53,7 +57,7 @@ def map_features(
 
 
 def _backend_map(fmap: FeatureMap | None) -> str | None:
-    """The elementwise map that a backend applies to q and k itself. None: ``map_features`` applies the map."""
+    """The name of an elementwise map that a backend can apply to q and k. None: ``map_features`` applies the map."""
     if fmap is None:
         return "identity"
     return None if fmap.log_scaled else fmap.elementwise

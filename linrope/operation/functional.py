@@ -143,7 +143,7 @@ def linear_rope_attention(
     """
     if q is None:
         raise TypeError("q: got NoneType, expected a dense torch.Tensor")
-    parts: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "q": q,
         "k": k,
         "v": v,
@@ -164,10 +164,10 @@ def linear_rope_attention(
         "backend": backend,
     }
     if isinstance(state, LinearAttentionState) and state.loop is not None and shard is None:
-        step: Tensor | None = state.loop.step(state, parts)
+        step: Tensor | None = state.loop.step(state, arguments)
         if step is not None:
-            return (step, state._marked(donated=False, loop=state.loop)) if return_state else step
-    request = Request(**parts, state=state, return_state=return_state)
+            return (step, state._replace_unchecked(donated=False, loop=state.loop)) if return_state else step
+    request = Request(**arguments, state=state, return_state=return_state)
     if shard is None:
         out, last = attend(request)
     elif isinstance(shard, TokenShard):

@@ -1,4 +1,4 @@
-"""The positions of a call's tokens: as given, or consecutive from where the state ended."""
+"""The positions of a call's tokens: the caller's, or by default consecutive ones that continue from the state."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def resolve(request: Request) -> Tokens:
-    """Where the tokens of the call are. Raises if positions do not fit."""
+    """The positions and the packing of the call's tokens. Raises if the caller's positions do not fit."""
     k, state = request.k, request.state
     if state is None:
         sequences = 1 if request.cu_seqlens is None else request.sequences
@@ -36,12 +36,13 @@ def resolve(request: Request) -> Tokens:
     return Tokens(bounds, start, positions, key_positions)
 
 
-def after(request: Request, tokens: Tokens) -> Tensor:
+def next_positions(request: Request, tokens: Tokens) -> Tensor:
     """(b or 1,), packed (s,): the position of the token after each sequence's last key."""
     m = request.k.shape[1]
-    on_a_grid = request.rotary is not None and request.rotary.axes is not None  # there a state counts tokens
-    by_default = request.positions is None or m != request.queries
-    if on_a_grid or (request.key_positions is None and by_default):
+    uses_default = request.positions is None or m != request.queries
+    # Coordinates on several axes have no next position: a state then counts tokens.
+    has_axes = request.rotary is not None and request.rotary.axes is not None
+    if has_axes or (request.key_positions is None and uses_default):
         return tokens.start + (m if tokens.bounds is None else tokens.bounds.diff())
     keys = tokens.positions if tokens.key_positions is None else tokens.key_positions
     return tokens.start if m == 0 else at_last(keys + 1, tokens.start, tokens.bounds)
@@ -60,21 +61,21 @@ def resolve_positions(
 ) -> tuple[Tensor, Tensor | None]:
     """The positions of queries, and of keys (None: the same).
 
-    (b or 1, n), with axes (b or 1, n, axes); (b or 1, 1): consecutive from there on.
+    Shape (b or 1, n), with axes (b or 1, n, axes), or (b or 1, 1): the first of n consecutive positions.
     """
     if axes is not None and (positions is None or (m != n and key_positions is None)):
         name = "positions" if positions is None else "key_positions"
         raise ValueError(f"{name}: got None, expected coordinates, as the rotation has axes={axes}")
-    by_default = positions is None or (key_positions is None and m != n)
-    if by_default and values_readable(start) and start.numel():
-        more = max(n, m) if bounds is None else int(bounds.diff().max())
-        numbers = start.tolist()  # one call into PyTorch: each costs a decoding step some microseconds
-        if min(numbers) < 0 or max(numbers) + more - 1 > MAX_POSITION:
+    uses_default = positions is None or (key_positions is None and m != n)
+    if uses_default and values_readable(start) and start.numel():
+        count = max(n, m) if bounds is None else int(bounds.diff().max())
+        starts = start.tolist()  # min and max in Python: calls into PyTorch cost a decoding step microseconds
+        if min(starts) < 0 or max(starts) + count - 1 > MAX_POSITION:
             raise ValueError(
-                f"state: got positions {numbers} and {more} tokens more, expected 0 .. {MAX_POSITION}"
+                f"state: got positions {starts} and {count} more tokens, expected 0 .. {MAX_POSITION}"
             )
     consecutive = start.unsqueeze(1)
-    if by_default and bounds is not None:
+    if uses_default and bounds is not None:
         consecutive = (torch.arange(n, device=start.device) + (start - bounds[:-1])[owners(bounds, n)])[None]
     of_queries = consecutive
     if positions is not None:
@@ -105,9 +106,9 @@ def _check_positions(name: str, positions: Tensor, start: Tensor, b: int, n: int
 
 
 def _check_order(positions: Tensor, start: Tensor, bounds: Tensor | None) -> None:
-    """Raises if positions fall in a call whose keys decay with distance."""
+    """Raises if positions decrease. Called if keys decay with distance."""
     if values_readable(positions) and bool((positions < previous(positions, start - 1, bounds)).any()):
         raise ValueError(
-            "positions: got falling ones, expected each at least the one before it (with a state from "
-            "its position - 1 on), since keys decay with distance"
+            "positions: got decreasing ones, expected each at least the one before it, and after a state at "
+            "least state.position - 1, since keys decay with distance"
         )

@@ -1,4 +1,4 @@
-"""The record of one call as the caller made it: its parts by name, in groups, with their defaults."""
+"""``Request``: the arguments of one call as the caller passed them, in three groups, with their defaults."""
 
 from dataclasses import dataclass
 from typing import TypedDict
@@ -27,7 +27,7 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where the tokens stand, and which of them there are."""
+    """The position of each token, and which tokens are hidden or packed."""
 
     positions: Tensor | None = None
     key_positions: Tensor | None = None
@@ -37,7 +37,7 @@ class Places:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """How to compute."""
+    """Options of the computation."""
 
     feature_map: str | FeatureMap | None = "elu+1"
     rotary: Rotary | None = None
@@ -51,7 +51,7 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Method, Places, Inputs):
-    """One call of ``linear_rope_attention``, which describes the fields."""
+    """One call of ``linear_rope_attention``, whose docstring describes the fields."""
 
     state: LinearAttentionState | None = None
     return_state: bool = False

@@ -1,6 +1,6 @@
-"""What the operation and the layer expect of a shard, a process's part of the tokens.
+"""The methods that the operation and the layer call on a shard, one process's part of the tokens.
 
-``linrope.distributed.Shard`` is one. It stands on the operation, which does not import it.
+``linrope.distributed.Shard`` has them. It imports the operation, so the operation cannot import it.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,14 @@ class TokenShard(Protocol):
     """The part of each sequence that this process holds."""
 
     def attend(self, request: Request) -> tuple[Tensor, LinearAttentionState | None]:
-        """out of this process's tokens, and the last state of all tokens if it is wanted."""
+        """Returns out for this process's tokens and, if wanted, the state after all tokens."""
 
 
 class LayerShard(TokenShard, Protocol):
     """A shard that a layer can use."""
 
     def send_state(self, k: Tensor, v: Tensor, /, **options: Unpack[Options]) -> TokenShard:
-        """Sends the state of the keys to the other processes. The result stands for the shard in the call with q."""
+        """Sends the state of these keys to the other processes. Pass the result as ``shard`` to the call with q."""
 
     def convolve(
         self,
@@ -34,4 +34,4 @@ class LayerShard(TokenShard, Protocol):
         key_mask: Tensor | None,
         state: LinearAttentionState | None,
     ) -> tuple[Tensor, Tensor]:
-        """A ShortConvolution of x, and its last inputs."""
+        """Applies a ShortConvolution to x. Returns the result and the last inputs, for the state."""

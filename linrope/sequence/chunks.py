@@ -47,9 +47,8 @@ class Cut(NamedTuple):
     def put(self, x: Tensor, like: Tensor) -> Tensor:
         """x (t, g, r, c, ..) by sequence: (b, n, g r, ..), with the b and n of ``like``."""
         rows = x.flatten(1, 2).transpose(1, 2)
-        out = rows.new_empty(
-            like.shape[0] * like.shape[1] + 1, *rows.shape[2:]
-        )  # the last row is for no token
+        # The extra last row takes the padding of short chunks.
+        out = rows.new_empty(like.shape[0] * like.shape[1] + 1, *rows.shape[2:])
         out[self.tokens.where(self.valid, len(out) - 1)] = rows
         return out[:-1].view(*like.shape[:2], *rows.shape[2:])
 
@@ -107,9 +106,9 @@ def states_around(x: Tensor, log: Tensor | None, cut: Cut, first: Tensor | None)
 
 
 def gradients_around(x: Tensor, log: Tensor | None, cut: Cut, last: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The gradients of the states after and before each chunk. x is what each chunk adds, from the last chunk on.
+    """The gradients of the states after and before each chunk: ``states_around``, from the last chunk to the first.
 
-    last (s, ..): the gradient of the last state; None: 0.
+    x is what each chunk adds to the gradient. last (s, ..): the gradient of the last state; None: 0.
     """
     after, before = states_around(x.flip(0), None if log is None else log.flip(0), cut.reverse(), last)
     return after.flip(0), before.flip(0)

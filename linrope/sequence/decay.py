@@ -1,4 +1,4 @@
-"""All log decay and all angle steps as one value per token."""
+"""Combines decay, gates and masks into one log_decay per token, and prepares angle_steps and their gradient."""
 
 from typing import NamedTuple
 
@@ -8,16 +8,16 @@ from torch import Tensor
 from linrope.sequence.packing import at_first, at_last, previous, sums_so_far
 from linrope.sequence.state import LinearAttentionState
 
-NOTHING_KEPT = -1e4  # e^-10000 is 0 in every dtype, and sums of such numbers stay finite
+MIN_LOG_DECAY = -1e4  # e^-10000 is 0 in every dtype, yet sums of such numbers are finite
 
 
 class Tokens(NamedTuple):
-    """Where the tokens of a call are, and where their sequences begin."""
+    """The positions of a call's tokens, and the packing of its sequences."""
 
     bounds: Tensor | None  # of packed sequences, see linrope.sequence.packing
     start: Tensor  # (b or 1,), packed (s,): the default position of each sequence's first token
-    positions: Tensor  # (b or 1, m), or (b or 1, 1): consecutive from there on; with axes (b or 1, m, axes)
-    key_positions: Tensor | None  # the same for keys; None: those of the queries
+    positions: Tensor  # (b or 1, n), (b or 1, n, axes), or (b or 1, 1): the first of n consecutive ones
+    key_positions: Tensor | None  # the same for keys; None: the queries' positions
 
 
 def distances(tokens: Tokens, m: int) -> Tensor:
@@ -32,22 +32,22 @@ def log_decay_of_tokens(
 ) -> Tensor | None:
     """(b or 1, m, g or 1): the gates plus the fixed decay times the distance. Hidden tokens' gates are 0."""
     if log_decay is not None:
-        log_decay = visible(log_decay, key_mask).to(torch.promote_types(log_decay.dtype, torch.float32))
-        log_decay = log_decay.clamp(min=NOTHING_KEPT)
+        log_decay = zero_hidden(log_decay, key_mask).to(torch.promote_types(log_decay.dtype, torch.float32))
+        log_decay = log_decay.clamp(min=MIN_LOG_DECAY)
     if decay is None:
         return log_decay
     fixed = distances(tokens, m)[..., None] * decay.double().log()
-    fixed = fixed.clamp(min=NOTHING_KEPT)
+    fixed = fixed.clamp(min=MIN_LOG_DECAY)
     return fixed if log_decay is None else log_decay + fixed
 
 
 def steps_of_tokens(
     angle_steps: Tensor | None, key_mask: Tensor | None, state: LinearAttentionState | None, tokens: Tokens
 ) -> Tensor | None:
-    """angle_steps (b or 1, n, g or 1, pairs) with 0 for hidden tokens; the first ones carry the state's gradient."""
+    """angle_steps (b or 1, n, g or 1, pairs), 0 for hidden tokens. First steps carry the state's angle_slope."""
     if angle_steps is None:
         return None
-    steps = visible(angle_steps, key_mask)
+    steps = zero_hidden(angle_steps, key_mask)
     if state is not None and state.angle_slope is not None and steps.shape[1]:
         steps = steps + at_first(state.angle_slope, steps.shape[1], tokens.bounds).to(steps.dtype)
     return steps
@@ -67,6 +67,6 @@ def slope_of_angle(steps: Tensor, state: LinearAttentionState | None, tokens: To
     return total - total.detach()
 
 
-def visible(x: Tensor, key_mask: Tensor | None) -> Tensor:
+def zero_hidden(x: Tensor, key_mask: Tensor | None) -> Tensor:
     """x (b or 1, m, ..) with 0 where the mask hides a token."""
     return x if key_mask is None else x.masked_fill(~key_mask.view(*key_mask.shape, *[1] * (x.ndim - 2)), 0)

@@ -1,7 +1,7 @@
 """Which tokens belong together: the rows of a batch, or packed sequences one after the other.
 
-``bounds`` (s + 1,) are the tokens where packed sequences begin and end (b is then 1). None: each row of the batch
-is a sequence. No function here reads a number back from the device.
+``bounds`` (s + 1,) are the indices at which packed sequences begin and end (b is then 1). None: each row of the
+batch is a sequence. No function here reads a value back from the device.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def rising_bounds(cu_seqlens: Tensor | None, n: int) -> Tensor | None:
-    """int64 numbers that rise within 0 .. n, whatever the device holds: nothing is read out of bounds."""
+    """cu_seqlens in int64, forced to rise within 0 .. n: unchecked values on a GPU must not index out of bounds."""
     return None if cu_seqlens is None else cu_seqlens.long().clamp(0, n).cummax(0).values
 
 
@@ -25,7 +25,7 @@ def begins(n: int, bounds: Tensor | None, device: torch.device) -> Tensor:
 
 
 def previous(x: Tensor, first: Tensor, bounds: Tensor | None) -> Tensor:
-    """x (b or 1, n, ..) at the token before each; first (s or 1, ..): what comes before a sequence."""
+    """x (b or 1, n, ..) shifted by one token. The first token of each sequence gets ``first`` (s or 1, ..)."""
     n = x.shape[1]
     if n == 0:
         return x
@@ -68,14 +68,15 @@ def sums_so_far(x: Tensor, bounds: Tensor | None) -> Tensor:
 
 
 def running_maximum(scale: Tensor, log_decay: Tensor | None, first: Tensor, bounds: Tensor | None) -> Tensor:
-    """m_i = max(m_(i-1) + a_i, s_i), from scale s (b, n, g), log_decay a (b or 1, n, g or 1), first (.., g).
+    """m_i = max(m_(i-1) + a_i, s_i) from scale s (b, n, g), log_decay a (b or 1, n, g or 1) and
+    first (s or 1, g), the m before each sequence.
 
     No gradient passes through it.
     """
     if torch.onnx.is_in_onnx_export() and bounds is None:
         return _maximum_by_table(scale, log_decay, first)
     if torch.compiler.is_compiling():
-        m: Tensor = _maximum_of_any_length(scale, log_decay, first, bounds)
+        m: Tensor = _maximum_operator(scale, log_decay, first, bounds)
         return m
     return _maximum_by_doubling(scale, log_decay, first, bounds)
 
@@ -83,9 +84,9 @@ def running_maximum(scale: Tensor, log_decay: Tensor | None, first: Tensor, boun
 def _maximum_by_doubling(
     scale: Tensor, log_decay: Tensor | None, first: Tensor, bounds: Tensor | None
 ) -> Tensor:
-    """In log2(n) steps, each of which doubles how far back every token has looked.
+    """In log2(n) steps. Each doubles the number of earlier tokens that m_i takes into account.
 
-    It never sums a over the whole sequence, so strong decays cost no digits.
+    The sum of a between two tokens is no difference of longer sums, so strong decays cost no digits.
     """
     b, n, g = scale.shape
     if n == 0:
@@ -107,8 +108,8 @@ def _maximum_by_doubling(
     return m
 
 
-# One node in a graph: a traced loop would be that of one length, from one power of two to the next.
-_maximum_of_any_length = torch.library.custom_op(
+# One opaque node in a graph. A traced loop would have a fixed number of steps, so a new graph per power of two.
+_maximum_operator = torch.library.custom_op(
     "linrope::running_maximum",
     _maximum_by_doubling,
     mutates_args=(),
@@ -116,15 +117,15 @@ _maximum_of_any_length = torch.library.custom_op(
 )
 
 
-@_maximum_of_any_length.register_fake
+@_maximum_operator.register_fake
 def _(scale: Tensor, log_decay: Tensor | None, first: Tensor, bounds: Tensor | None) -> Tensor:
     return torch.empty_like(scale, memory_format=torch.contiguous_format)
 
 
 def _maximum_by_table(scale: Tensor, log_decay: Tensor | None, first: Tensor) -> Tensor:
-    """Over all pairs of tokens, in operations that ONNX has, for any length."""
-    length = torch.zeros_like(scale) if log_decay is None else log_decay.cumsum(1)
+    """Compares all pairs of tokens. For export: ONNX has these operations, and one graph serves any length."""
+    L = torch.zeros_like(scale) if log_decay is None else log_decay.cumsum(1)
     tokens = torch.arange(scale.shape[1], device=scale.device)
-    seen = (tokens[:, None] >= tokens)[..., None]
-    reached = (scale[:, None] + length[:, :, None] - length[:, None]).masked_fill(~seen, -torch.inf)
-    return torch.maximum(reached.amax(2), first[:, None] + length)
+    causal = (tokens[:, None] >= tokens)[..., None]
+    decayed = (scale[:, None] + L[:, :, None] - L[:, None]).masked_fill(~causal, -torch.inf)
+    return torch.maximum(decayed.amax(2), first[:, None] + L)

@@ -1,4 +1,4 @@
-"""The running maximum that keeps keys with exponential features in range."""
+"""Keeps keys with exponential features in range, by the running maximum of their log_scale."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -6,19 +6,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linrope.sequence.decay import NOTHING_KEPT, Tokens
+from linrope.sequence.decay import MIN_LOG_DECAY, Tokens
 from linrope.sequence.packing import at_last, per_token, previous, running_maximum
 from linrope.sequence.state import NO_KEYS, LinearAttentionState
 
 
 class Stabilized(NamedTuple):
-    """Keys in range with the decay and state that go with them, and the running maximum m of their log_scale."""
+    """Keys in range, the log_decay and the state rescaled to match, and the running maximum m of log_scale."""
 
     k: Tensor
     log_decay: Tensor | None
     state: LinearAttentionState | None
-    at_tokens: Tensor  # (b or 1, m, g)
-    last: Tensor  # (s, g)
+    maximum: Tensor  # (b, m or 1, g): m at each token
+    last_maximum: Tensor  # (s, g): m after the last token
 
 
 def stabilize(
@@ -30,17 +30,17 @@ def stabilize(
     tokens: Tokens,
     key_mask: Tensor | None,
     causal: bool,
-    exponential: bool,
+    backend_applies_exp: bool,
 ) -> Stabilized:
-    """Replaces keys e^(s_i) psi_i with log decay a_i by keys that stay in range, with the running maximum m of s:
+    """Replaces keys e^(s_i) psi_i, whose size is unbounded, by keys relative to the running maximum m of s:
 
         m_i = max(m_(i-1) + a_i, s_i)       keys e^(s_i - m_i) psi_i       log decay a_i + m_(i-1) - m_i
 
-    The output is the same and no token reads a later one. m is a constant to the gradient. Bidirectional calls take
-    the maximum over all keys instead.
+    The output stays the same, no token reads a later one, and m is a constant to the gradient. Bidirectional calls
+    use the maximum over all keys instead.
 
-    k (b, m, g, f) are features psi or, where the backend applies exp itself (exponential), their logarithms;
-    log_scale s is (b, m, g). Source: the stabilizer of xLSTM, arXiv 2405.04517, for feature maps.
+    k (b, m, g, f) are features psi or, with backend_applies_exp, their logarithms; log_scale s is (b, m, g), and
+    log_decay a is (b or 1, m, g or 1). Source: the stabilizer of xLSTM, arXiv 2405.04517, for feature maps.
     """
     bounds = tokens.bounds
     scale = log_scale.detach().double().clamp(min=NO_KEYS)
@@ -54,27 +54,25 @@ def stabilize(
     largest = running_maximum(
         scale, None if log_decay is None else log_decay.detach().double(), first, bounds
     )
-    last = (
-        at_last(largest, first, bounds).expand(sequences, g).clone()
-    )  # in memory of its own: it goes into the state
+    # A clone, because the state keeps it.
+    last = at_last(largest, first, bounds).expand(sequences, g).clone()
     if causal:
         before = previous(largest, first, bounds)
-        # Before the first key there is nothing to decay. A decay of e^-10000 there would cost all later sums of logs
+        # At the first key there is nothing to decay yet. A log decay of -10^4 there would cost all later sums of logs
         # four digits.
-        fading = (before - largest).masked_fill(before == NO_KEYS, 0)
+        drop = (before - largest).masked_fill(before == NO_KEYS, 0)
         if log_decay is None:
-            log_decay = fading.clamp(NOTHING_KEPT, 0)
-        else:  # rounding may leave a little more than 0, where clamp would have no gradient
-            kept = (fading + log_decay.detach()).clamp(NOTHING_KEPT, 0)
-            log_decay = kept + (log_decay - log_decay.detach())
+            log_decay = drop.clamp(MIN_LOG_DECAY, 0)
+        else:  # rounding may lift the sum above 0, where clamp has no gradient: clamp a constant
+            constant = (drop + log_decay.detach()).clamp(MIN_LOG_DECAY, 0)
+            log_decay = constant + (log_decay - log_decay.detach())
     else:
         largest = per_token(last, k.shape[1], bounds)
         if rows is not None:
-            kept = (first - last).exp()
-            state = replace(
-                rows, kv=rows.kv * kept.to(rows.kv.dtype)[..., None, None], z=rows.z * kept[..., None]
-            )
+            factor = (first - last).exp()
+            kv, z = rows.kv * factor.to(rows.kv.dtype)[..., None, None], rows.z * factor[..., None]
+            state = replace(rows, kv=kv, z=z)
     wide = torch.promote_types(k.dtype, torch.float32)
-    below = (scale - largest).clamp(min=NOTHING_KEPT)[..., None]
-    k = k.to(wide) + below.to(wide) if exponential else k * below.exp().to(wide)
+    relative = (scale - largest).clamp(min=MIN_LOG_DECAY)[..., None]
+    k = k.to(wide) + relative.to(wide) if backend_applies_exp else k * relative.exp().to(wide)
     return Stabilized(k, log_decay, state, largest, last)

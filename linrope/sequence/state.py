@@ -16,7 +16,7 @@ from linrope.common.writing import check_writable
 
 _FORMAT, _VERSION = "linrope.LinearAttentionState", 1
 
-NO_KEYS = -1e30  # log_scale before the first key: finite, so that no difference of two is a NaN
+NO_KEYS = -1e30  # log_scale before the first key; finite, because -inf - -inf is NaN
 
 
 class _Wide:
@@ -36,17 +36,17 @@ class LinearAttentionState:
 
         kv = sum_j e^(L - L_j) R(Theta_j) psi(k_j) v_j^T      z = sum_j e^(L - L_j) psi(k_j)
 
-    where L is the sum of log decays up to the last token (0 without decay). With packed sequences each has a state of
-    its own, and b counts sequences.
+    where L is the sum of log decays up to the last token (0 without decay). Every packed sequence has a row of
+    its own, and b is the number of sequences.
 
     Args:
         kv: (b, g, f, e), float32 or float64.
-        z: (b, g, f), float64 (float32 is taken too): it counts tokens, and a float32 count stalls.
-        position: (b,) int64, of the next token.
-        identity: names the feature map and the rotation that made it. A call with others rejects the state.
-        angle: (b, g or 1, pairs) int64, with angle_steps: their sum in 2^-64 turns, which wrap.
-        log_scale: (b, g) float64, with maps that return a log_scale: m, that of the largest key, decayed to the last
-            token. kv and z are then sums of e^-m times the keys.
+        z: (b, g, f), float64 (float32 is accepted): it counts tokens, and a float32 count stops growing at 2^24.
+        position: (b,) int64, the position of the next token.
+        identity: names the feature map and the rotation that made the state. Calls with other ones reject it.
+        angle: (b, g or 1, pairs) int64: the sum of angle_steps in 2^-64 turns, which wrap.
+        log_scale: (b, g) float64, for maps that return a log_scale: m, the largest key's log_scale, decayed to the
+            last token. kv and z are then sums of e^-m times the keys.
         angle_slope: (b, g or 1, pairs) zeros, in calls with gradients. They carry the gradient of later calls to the
             angle_steps behind ``angle``, whose integers have no gradient.
         conv: (b, taps - 1, channels): the last inputs of a layer's short convolution.
@@ -79,7 +79,7 @@ class LinearAttentionState:
     loop: Any = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.kv, Tensor):  # a pytree of something else, while tracing
+        if not isinstance(self.kv, Tensor):  # tracing rebuilds the pytree with placeholders
             return
         if not torch.compiler.is_compiling():
             half = (torch.bfloat16, torch.float16)
@@ -121,15 +121,15 @@ class LinearAttentionState:
         return {name: x for name, x in self.__dict__.items() if name not in ("loop", "_wide")}
 
     def __repr__(self) -> str:
-        more = "".join(f", {name}" for name in self.tensors() if name not in ("kv", "z", "position"))
+        others = "".join(f", {name}" for name in self.tensors() if name not in ("kv", "z", "position"))
         at = "" if self.slots is None else f" at {len(self.slots)} slots"
-        where = self.position[:4].tolist() if values_readable(self.position) else ["?"]
-        positions = ", ".join(map(str, where)) + (", .." if len(self.position) > 4 else "")
+        first = self.position[:4].tolist() if values_readable(self.position) else ["?"]
+        positions = ", ".join(map(str, first)) + (", .." if len(self.position) > 4 else "")
         kind = str(self.kv.dtype).removeprefix("torch.")
-        return f"LinearAttentionState(kv {tuple(self.kv.shape)} {kind}{more}{at}, position [{positions}])"
+        return f"LinearAttentionState(kv {tuple(self.kv.shape)} {kind}{others}{at}, position [{positions}])"
 
     def __setstate__(self, values: dict[str, Any]) -> None:
-        """Checks what a copy or torch.load restores like a state made in any other way."""
+        """Restores a copy or a pickle, with the checks of ``__post_init__``."""
         names = {field.name for field in fields(self)}
         if not {"kv", "z", "position", "identity"} <= set(values) <= names:
             raise ValueError(f"state: got {sorted(map(str, values))}, expected some of {sorted(names)}")
@@ -138,10 +138,10 @@ class LinearAttentionState:
 
     @classmethod
     def cat(cls, states: Sequence["LinearAttentionState"]) -> "LinearAttentionState":
-        """One state with the sequences of all given states, in order: how sequences join a batch.
+        """Joins states along the batch: one state with the sequences of all of them, in order.
 
         Raises:
-            ValueError: none is given; they differ in identity, shapes, dtypes, devices, or in what they hold.
+            ValueError: states is empty, or they differ in identity, shapes, dtypes, devices or optional tensors.
 
         >>> from linrope import linear_rope_state
         >>> k = v = torch.randn(3, 5, 2, 4)
@@ -152,13 +152,15 @@ class LinearAttentionState:
         if not states:
             raise ValueError("states: got none, expected at least one")
         rows = [state.rows().tensors() for state in states]
-        for state, own in zip(states, rows, strict=True):
+        for state, tensors in zip(states, rows, strict=True):
             if state.identity != states[0].identity:
                 raise ValueError(f"states: got one of {state.identity} beside one of {states[0].identity}")
-            found, wanted = _kinds(own), _kinds(rows[0])
-            if found != wanted:
-                raise ValueError(f"states: got {found} beside {wanted}, expected the same but for the batch")
-        joined: dict[str, Any] = {name: torch.cat([own[name] for own in rows]) for name in rows[0]}
+            kinds, expected = _kinds(tensors), _kinds(rows[0])
+            if kinds != expected:
+                raise ValueError(
+                    f"states: got {kinds} beside {expected}, expected the same but for the batch"
+                )
+        joined: dict[str, Any] = {name: torch.cat([tensors[name] for tensors in rows]) for name in rows[0]}
         return replace(states[0], slots=None, donated=False, loop=None, **joined)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -176,7 +178,7 @@ class LinearAttentionState:
         return self.kv.shape[0] if self.slots is None else self.slots.shape[0]
 
     def detach(self) -> "LinearAttentionState":
-        """A copy without gradients: what truncated backpropagation passes on."""
+        """A copy without gradients, for truncated backpropagation."""
         return replace(self._map(lambda tensor: tensor.detach().clone()), angle_slope=None)
 
     def clone(self) -> "LinearAttentionState":
@@ -197,10 +199,10 @@ class LinearAttentionState:
         >>> after.kv is state.kv, after.position
         (True, tensor([6]))
         """
-        return self._marked(donated=True, loop=self.loop)
+        return self._replace_unchecked(donated=True, loop=self.loop)
 
-    def _marked(self, *, donated: bool, loop: Any) -> "LinearAttentionState":
-        """The same tensors, which were checked when this state was made, with those two fields."""
+    def _replace_unchecked(self, *, donated: bool, loop: Any) -> "LinearAttentionState":
+        """A state with the same tensors and these two fields. Skips the checks, which the tensors have passed."""
         if torch.compiler.is_compiling():  # PyTorch 2.11 cannot trace the lines below
             return replace(self, donated=donated, loop=loop)
         marked = object.__new__(LinearAttentionState)
@@ -210,7 +212,7 @@ class LinearAttentionState:
     def at(self, slots: Tensor) -> "LinearAttentionState":
         """Rows of this state, used as a pool: calls without gradients read and write them in place.
 
-        slots (b,) int64, all different: the row of each sequence of the call, or of each packed sequence.
+        slots (b,) int64, all different: the row of the pool for each sequence of the call, packed or not.
         Sequences may join, leave and fork between calls, as in continuous batching. A decoding step or a packed
         prefill updates its rows and leaves the others alone.
 
@@ -242,35 +244,35 @@ class LinearAttentionState:
         """Copies another state, or tensors by name, into this one's memory: at the slots, if it has slots.
 
         Raises:
-            ValueError: a shape does not fit, or memory cannot be written to; nothing has changed then.
+            ValueError: a shape does not fit, or the memory is not writable. Nothing is written then.
 
         >>> k = v = torch.randn(3, 5, 2, 4)
         >>> from linrope import linear_rope_state
         >>> pool = linear_rope_state(k, v)
-        >>> pool.at(torch.tensor([2])).write(pool.at(torch.tensor([0])).rows())  # 2 goes on as a fork of 0
+        >>> pool.at(torch.tensor([2])).write(pool.at(torch.tensor([0])).rows())  # row 2 is now a copy of row 0
         >>> torch.equal(pool.kv[2], pool.kv[0])
         True
         """
         tensors = new.tensors() if isinstance(new, LinearAttentionState) else new
-        mine = self.tensors()
-        pairs = {name: (mine[name], x) for name, x in tensors.items() if x is not None and name in mine}
-        for name, (to, x) in pairs.items():
-            expected = (self.sequences, *to.shape[1:])
+        targets = self.tensors()
+        sources = {name: x for name, x in tensors.items() if x is not None and name in targets}
+        for name, x in sources.items():
+            expected = (self.sequences, *targets[name].shape[1:])
             if x.shape != expected:
                 raise ValueError(f"state.{name}: got shape {tuple(x.shape)}, expected {expected}")
-        check_writable({name: to for name, (to, _) in pairs.items()})
-        self._put(tensors)
+        check_writable({name: targets[name] for name in sources})
+        self._write_unchecked(tensors)
 
-    def _put(self, tensors: Mapping[str, Tensor | None]) -> None:
-        """Writes tensors that have been checked."""
-        for name, theirs in tensors.items():
-            mine = getattr(self, name)
-            if mine is None or theirs is None or theirs is mine:  # the same tensor: already written in place
+    def _write_unchecked(self, tensors: Mapping[str, Tensor | None]) -> None:
+        """``write`` without the checks."""
+        for name, source in tensors.items():
+            target = getattr(self, name)
+            if target is None or source is None or source is target:  # target itself: written in place before
                 continue
             if self.slots is None:
-                mine.copy_(theirs)
+                target.copy_(source)
             else:
-                mine.index_copy_(0, self.slots, theirs.to(mine.dtype))
+                target.index_copy_(0, self.slots, source.to(target.dtype))
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -285,7 +287,7 @@ class LinearAttentionState:
         return replace(self, donated=False, loop=None, slots=slots, **moved)  # type: ignore[arg-type]
 
     def reorder(self, index: Tensor) -> "LinearAttentionState":
-        """The states of sequences index (b',), which may repeat and drop some, as in beam search."""
+        """The states of the sequences at index (b',), which may repeat or omit sequences, as in beam search."""
         if index.ndim != 1 or index.is_floating_point() or index.dtype == torch.bool:
             raise ValueError(
                 f"index: got {index.dtype} {tuple(index.shape)}, expected integers of shape (b,)"

@@ -112,17 +112,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "falling positions": (
         lambda: attend(positions=torch.tensor([0, 1, 3, 2, 4]), **FADING),
         ValueError,
-        "positions: got falling ones",
+        "positions: got decreasing ones",
     ),
     "positions behind the state": (
         lambda: with_state(positions=torch.arange(98, 103), **FADING),
         ValueError,
-        "positions: got falling ones",
+        "positions: got decreasing ones",
     ),
     "falling positions of a packed sequence": (
         lambda: attend(positions=torch.tensor([5, 9, 0, 3, 1]), cu_seqlens=cu(0, 2, N), **FADING),
         ValueError,
-        "positions: got falling ones",
+        "positions: got decreasing ones",
     ),
     "xpos without time": (
         lambda: attend(causal=False, rotary=Rotary(D, xpos=9.0)),
@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "packed cross-attention": (
         lambda: attend(m=3, causal=False, cu_seqlens=cu(0, N)),
         ValueError,
-        "cu_seqlens: got 5 queries and 3 keys, expected as many",
+        "cu_seqlens: got 5 queries and 3 keys, expected equal numbers",
     ),
     **{
         f"cu_seqlens {numbers}": (

@@ -212,7 +212,7 @@ def test_construction_refuses_other_types_and_shapes(change, error, message) -> 
     ids=str,
 )
 def test_a_call_refuses_the_state_of_another_map_or_rotation(how) -> None:
-    with pytest.raises(ValueError, match=r"state: made with .*; expected .*, as this"):
+    with pytest.raises(ValueError, match=r"state: made with .*; expected .*, as in this call"):
         attend(tokens(2), some_state(), **how)
 
 
