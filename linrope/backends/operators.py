@@ -142,9 +142,10 @@ def _new_gradients(call: Call, sums: Sums | None) -> list[Tensor]:
 
 
 @torch.library.custom_op(
-    "linrope::attend_backward", mutates_args=(),
+    "linrope::attend_backward",
+    mutates_args=(),
     schema=f"({_schema()}, Tensor[] results, Tensor? g_out, Tensor? g_kv, Tensor? g_z) -> Tensor[]",
-)  # fmt: skip
+)
 def _attend_backward(*arguments: Any) -> list[Tensor]:
     return _run_backward(*arguments)
 

@@ -87,9 +87,15 @@ def convert(
     teacher = _load(model_folder)
     tokenizer = _tokenizer(model_folder, teacher.config.vocab_size)
     student = conversion.convert(
-        teacher, feature_map=feature_map, rope_order=rope_order, keep_softmax=layers, gate=gate,
-        out_norm=out_norm, forget_gate=forget_gate, short_conv=short_conv or None,
-    )  # fmt: skip
+        teacher,
+        feature_map=feature_map,
+        rope_order=rope_order,
+        keep_softmax=layers,
+        gate=gate,
+        out_norm=out_norm,
+        forget_gate=forget_gate,
+        short_conv=short_conv or None,
+    )
     corpus = Corpus.load(text, tokenizer)
     if corpus.vocab_size > teacher.config.vocab_size:
         raise ValueError(
@@ -118,15 +124,22 @@ def convert(
     before, replaced = measure("before", teacher), measure("after replacement", student)
     if match_steps:
         conversion.match(
-            student, teacher, batches("matching", match_steps), steps=match_steps,
+            student,
+            teacher,
+            batches("matching", match_steps),
+            steps=match_steps,
             learning_rate=match_learning_rate,
-        )  # fmt: skip
+        )
         matched = measure("after matching", student)
     if finetune != "none":
         conversion.finetune(
-            student, batches("finetuning", finetune_steps), steps=finetune_steps, method=finetune,
-            learning_rate=finetune_learning_rate, rank=rank,
-        )  # fmt: skip
+            student,
+            batches("finetuning", finetune_steps),
+            steps=finetune_steps,
+            method=finetune,
+            learning_rate=finetune_learning_rate,
+            rank=rank,
+        )
         finetuned = measure("after finetuning", student)
 
     try:

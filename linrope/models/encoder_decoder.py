@@ -75,9 +75,12 @@ class DecoderBlock(nn.Module):
         self.feed_forward = SwiGLU(dim, 4 * dim)
 
     def forward(
-        self, x: Tensor, context: Tensor | None = None, context_mask: Tensor | None = None,
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
         state: DecoderState | None = None,
-    ) -> tuple[Tensor, DecoderState]:  # fmt: skip
+    ) -> tuple[Tensor, DecoderState]:
         """x (b, n, dim), context (b, m, context_dim) -> (b, n, dim), and the state after both."""
         tokens_state, context_state = (None, None) if state is None else state
         y, tokens_state = self.attention(self.attention_norm(x), state=tokens_state, return_state=True)
@@ -151,9 +154,12 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(dim, eps=1e-6)
 
     def forward(
-        self, x: Tensor, context: Tensor | None = None, context_mask: Tensor | None = None,
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
         states: list[DecoderState] | None = None,
-    ) -> tuple[Tensor, list[DecoderState]]:  # fmt: skip
+    ) -> tuple[Tensor, list[DecoderState]]:
         """x (b, n, dim), context (b, m, context_dim) -> (b, n, dim) and a state per block.
 
         With states, a context is appended to the context that they have read.

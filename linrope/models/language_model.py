@@ -43,9 +43,15 @@ State = LinearAttentionState | KeyValueState
 States = list[State]
 
 _SIZES = (
-    "vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "hidden_dim", "max_length",
+    "vocab_size",
+    "embed_dim",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "hidden_dim",
+    "max_length",
     "short_conv",
-)  # fmt: skip
+)
 _LARGEST = 2**31 - 1
 
 
@@ -121,9 +127,14 @@ class Block(nn.Module):
         self.feed_forward = SwiGLU(dim, config.hidden_dim or 32 * math.ceil(8 / 3 * dim / 32))
 
     def forward(
-        self, x: Tensor, state: State | None, positions: Tensor | None, cu_seqlens: Tensor | None,
-        return_state: bool, shard: Shard | None = None,
-    ) -> tuple[Tensor, State | None]:  # fmt: skip
+        self,
+        x: Tensor,
+        state: State | None,
+        positions: Tensor | None,
+        cu_seqlens: Tensor | None,
+        return_state: bool,
+        shard: Shard | None = None,
+    ) -> tuple[Tensor, State | None]:
         mixer = _Mixer(self.attention, state, positions, cu_seqlens, return_state, shard)
         x = x + mixer(self.attention_norm(x))
         x = x + self.feed_forward(self.feed_forward_norm(x))
@@ -134,9 +145,14 @@ class _Mixer:
     """A block's attention as a function of x alone, which keeps the new state in ``state``."""
 
     def __init__(
-        self, attention: nn.Module, state: State | None, positions: Tensor | None, cu_seqlens: Tensor | None,
-        return_state: bool, shard: Shard | None,
-    ) -> None:  # fmt: skip
+        self,
+        attention: nn.Module,
+        state: State | None,
+        positions: Tensor | None,
+        cu_seqlens: Tensor | None,
+        return_state: bool,
+        shard: Shard | None,
+    ) -> None:
         self.attention, self.state, self.return_state = attention, state, return_state
         self.options: dict[str, Any] = {"positions": positions, "cu_seqlens": cu_seqlens}
         if shard is not None:  # softmax attention has no such argument
@@ -342,9 +358,12 @@ def config_digest(values: dict[str, Any]) -> str:
 
 
 def _absolute_positions(
-    tokens: Tensor, states: States | None, positions: Tensor | None, cu_seqlens: Tensor | None,
+    tokens: Tensor,
+    states: States | None,
+    positions: Tensor | None,
+    cu_seqlens: Tensor | None,
     shard: Shard | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """(n,) or (b or 1, n): the caller's positions, or positions that continue the states."""
     if positions is not None:
         return positions

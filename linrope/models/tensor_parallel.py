@@ -204,9 +204,15 @@ def _local_rotary(rotary: Rotary | None, heads: slice) -> Rotary | None:
         return rotary
     factor = None if rotary.attention_factor == 1.0 else rotary.attention_factor
     return Rotary(
-        rotary.dim, base=rotary.base, layout=rotary.layout, rotary_dim=rotary.rotary_dim,
-        theta=rotary.theta[heads], axes=rotary.axes, attention_factor=factor, xpos=rotary.xpos,
-    )  # fmt: skip
+        rotary.dim,
+        base=rotary.base,
+        layout=rotary.layout,
+        rotary_dim=rotary.rotary_dim,
+        theta=rotary.theta[heads],
+        axes=rotary.axes,
+        attention_factor=factor,
+        xpos=rotary.xpos,
+    )
 
 
 def _channel_ranges(layer: LinearRoPEAttention, rank: int, size: int) -> list[tuple[int, int]]:

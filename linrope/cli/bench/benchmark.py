@@ -275,18 +275,20 @@ def decode_rows(sizes: Case, positions: list[int], effort: Effort) -> list[dict[
         case.cache = None
         fast, donated, layer = (seconds[f"{kind} {case.position}"] for kind in kinds)
         state = sum(x.numel() * x.element_size() for x in (case.state.kv, case.state.z))
-        rows.append({
-            "position": case.position,
-            "linrope_seconds": fast,
-            "linrope_donated_seconds": donated,
-            "softmax_seconds": softmax,
-            "ratio": softmax / fast,
-            "linrope_layer_seconds": layer,
-            "softmax_layer_seconds": softmax_layer,
-            "layer_ratio": softmax_layer / layer,
-            "state_bytes": state,
-            "cache_bytes": cache,
-        })  # fmt: skip
+        rows.append(
+            {
+                "position": case.position,
+                "linrope_seconds": fast,
+                "linrope_donated_seconds": donated,
+                "softmax_seconds": softmax,
+                "ratio": softmax / fast,
+                "linrope_layer_seconds": layer,
+                "softmax_layer_seconds": softmax_layer,
+                "layer_ratio": softmax_layer / layer,
+                "state_bytes": state,
+                "cache_bytes": cache,
+            }
+        )
     return rows
 
 

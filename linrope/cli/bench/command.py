@@ -103,9 +103,17 @@ def bench(
     if feature_map == "cosformer":  # which refuses positions from max_length on
         fmap = {"name": feature_map, "max_length": max([*chosen, *(at + 2**20 for at in decode_at)]) + 1}
     case = Case(
-        batch, heads, dim, str(pick_device(device)), DTYPES[dtype], kv_heads, fmap,
-        None if decay == "none" else decay, gates, backend,
-    )  # fmt: skip
+        batch,
+        heads,
+        dim,
+        str(pick_device(device)),
+        DTYPES[dtype],
+        kv_heads,
+        fmap,
+        None if decay == "none" else decay,
+        gates,
+        backend,
+    )
     case.options()  # reports bad values before anything is measured
     if threads:
         torch.set_num_threads(threads)

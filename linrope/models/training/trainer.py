@@ -61,9 +61,15 @@ class Trainer:
     """
 
     def __init__(
-        self, model: LanguageModel, corpus: Corpus, config: TrainingConfig, accelerator: Any = None, *,
-        sequence_parallel: int = 1, tensor_parallel: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        model: LanguageModel,
+        corpus: Corpus,
+        config: TrainingConfig,
+        accelerator: Any = None,
+        *,
+        sequence_parallel: int = 1,
+        tensor_parallel: int = 1,
+    ) -> None:
         if corpus.vocab_size > model.config.vocab_size:
             raise ValueError(
                 f"vocab_size={model.config.vocab_size}: expected at least the corpus's, {corpus.vocab_size}"
