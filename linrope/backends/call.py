@@ -136,6 +136,15 @@ class Gradients(NamedTuple):
 Results: TypeAlias = tuple[Tensor | None, tuple[Tensor, Tensor] | None, list[Tensor]]
 
 
+def sums_of(state: LinearAttentionState | None) -> Sums | None:
+    """The sums that a state holds."""
+    return None if state is None else Sums(state.kv, state.z, state.angle)
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
 def differentiable(call: Call, state: LinearAttentionState | None) -> list[Tensor]:
     """The tensors that gradients may flow to."""
     tensors = [getattr(call, name) for name in INPUTS]

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from linrope.backends import operators
-from linrope.backends.call import Call, Gradients, Sums, needs_gradients, summed_to, transformed
+from linrope.backends.call import (
+    Call,
+    Gradients,
+    Sums,
+    contiguous,
+    needs_gradients,
+    summed_to,
+    sums_of,
+    transformed,
+)
 from linrope.sequence.state import LinearAttentionState
 
 MAX_DIM = 256
@@ -94,13 +103,13 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
         return _step(call, state)
     if state is not None and state.slots is not None and not _is_contiguous(state):
         state = state.rows()  # a copy: the caller writes the results back
-    sums, slots = (None, None) if state is None else (Sums(state.kv, state.z, state.angle), state.slots)
+    sums, slots = sums_of(state), None if state is None else state.slots
     out, kv, z = _forward(call, sums, slots)
     if not call.want_state:
         return out, None
-    if state is not None and slots is not None:  # the kernel has written the pool's rows
-        return out, Sums(state.kv, state.z, state.angle)
-    return out, Sums(kv, z, call.last_angle(None if state is None else state.angle))
+    if slots is not None:  # the kernel has written the pool's rows
+        return out, sums
+    return out, Sums(kv, z, call.last_angle(None if sums is None else sums.angle))
 
 
 def _is_contiguous(state: LinearAttentionState) -> bool:
@@ -241,8 +250,8 @@ def backward(
     dq, dk, dv, d_log, d_steps, d_kv, d_z = _run(
         _ops.backward.default,
         g_out=g_out,
-        g_kv=_contiguous(g_kv),
-        g_z=_contiguous(g_z),
+        g_kv=contiguous(g_kv),
+        g_z=contiguous(g_z),
         q=q if call.q is not None else None,
         k=k,
         v=v,
@@ -266,20 +275,16 @@ def _tensors(call: Call, sums: Sums | None) -> dict[str, Any]:
     """The arguments that the forward and backward kernels share, in addition to ``settings``."""
     return {
         "positions": call.positions.contiguous(),
-        "key_positions": _contiguous(call.key_positions),
+        "key_positions": contiguous(call.key_positions),
         "log_decay": call.log_decay,
         "angle_steps": call.angle_steps,
         "angle": None if sums is None else sums.angle,
-        "key_mask": _contiguous(call.key_mask),
+        "key_mask": contiguous(call.key_mask),
         "cu_seqlens": call.cu_seqlens,
         "kv": None if sums is None else sums.kv.contiguous(),
         "z": None if sums is None else sums.z.contiguous(),
         "causal": call.causal,
     }
-
-
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
 
 
 def _kernel_qkv(call: Call) -> tuple[Tensor, Tensor, Tensor, bool]:

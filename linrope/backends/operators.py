@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
-from linrope.backends.call import INPUTS, Call, Sums, needs_gradients, transformed
+from linrope.backends.call import INPUTS, Call, Sums, needs_gradients, sums_of, transformed
 from linrope.backends.protocol import ChunkedBackend
 from linrope.sequence.state import LinearAttentionState
 
@@ -57,7 +57,7 @@ def _module(name: str) -> ChunkedBackend:
 def attend(backend: str, call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
     """Runs a chunked backend with autograd and torch.compile. Returns out and, if wanted, the last sums."""
     state = None if state is None else state.rows()
-    sums = None if state is None else Sums(state.kv, state.z, state.angle)
+    sums = sums_of(state)
     save = torch.is_grad_enabled() and needs_gradients(call, state)
     run: Any = _attend
     if transformed():

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from linrope.backends.call import Call, Sums
+from linrope.backends.call import Call, Sums, sums_of
 from linrope.rotation.rotary import spell_out
 from linrope.sequence.state import LinearAttentionState
 
@@ -16,9 +16,8 @@ PER_TOKEN = ("q", "k", "v", "log_decay", "angle_steps", "distances", "key_mask",
 
 def incoming_sums(call: Call, state: LinearAttentionState | None) -> Sums:
     """The sums before the first key: the state's, or zeros."""
-    if state is not None:
-        rows = state.rows()
-        return Sums(rows.kv, rows.z, rows.angle)
+    if (sums := sums_of(None if state is None else state.rows())) is not None:
+        return sums
     (_, _, g, f), e = call.k.shape, call.v.shape[3]
     kv = call.v.new_zeros(call.sequences, g, f, e, dtype=torch.promote_types(call.v.dtype, torch.float32))
     return Sums(kv, kv.new_zeros(kv.shape[:3], dtype=torch.float64), None)

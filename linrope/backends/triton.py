@@ -9,7 +9,7 @@ from linrope_kernels import INTERPRETED, gradients, launch
 from torch import Tensor
 
 from linrope.backends import operators
-from linrope.backends.call import Call, Gradients, Sums, needs_gradients, summed_to
+from linrope.backends.call import Call, Gradients, Sums, contiguous, needs_gradients, summed_to
 from linrope.sequence.packing import sums_so_far
 from linrope.sequence.state import LinearAttentionState
 
@@ -100,8 +100,8 @@ def _kernel_call(call: Call, sums: Sums | None = None, *, angles: bool = True) -
         log_decay=call.log_decay,
         theta=call.theta if call.angle_steps is None else None,
         positions=call.positions.contiguous(),
-        key_positions=_contiguous(call.key_positions),
-        key_mask=_contiguous(call.key_mask),
+        key_positions=contiguous(call.key_positions),
+        key_mask=contiguous(call.key_mask),
         cu_seqlens=call.cu_seqlens,
         layout=call.layout,
         feature_map=call.feature_map,
@@ -112,10 +112,6 @@ def _kernel_call(call: Call, sums: Sums | None = None, *, angles: bool = True) -
         dot=dot,
         phases=phases,
     )
-
-
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
 
 
 def reads_results(call: Call) -> bool:

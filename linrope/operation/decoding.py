@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from linrope import backends
 from linrope.backends import native
 from linrope.backends.call import Call, transformed
 from linrope.backends.protocol import Backend
 from linrope.operation.request import Method, Places, Request
-from linrope.sequence.decay import MIN_LOG_DECAY
+from linrope.sequence.decay import MIN_LOG_DECAY, clamp_gates
 from linrope.sequence.state import LinearAttentionState
 
 _method_of = itemgetter(*[field.name for field in fields(Method)])
@@ -35,7 +34,7 @@ def loop_after(request: Request, call: Call, backend: Backend) -> "DecodingLoop 
     """The loop to attach to the next state. None: the next step requires the checks again."""
     state = request.state
     direct = (
-        backend is backends.load("native")
+        backend is native
         and state is not None
         and state.donated
         and state.slots is None
@@ -86,19 +85,15 @@ class DecodingLoop:
         try:
             if (None if decay is None else decay.tolist()) != self.decay:
                 return None
-            if self.log_decay is not None:
-                log_decay = self.log_decay if log_decay is None else self._with_gates(log_decay)
+            if self.log_decay is not None and log_decay is not None:
+                if float(log_decay.max()) > 0:  # the kernel would see the sum only
+                    return None
+                log_decay = clamp_gates(log_decay) + self.log_decay
+            elif self.log_decay is not None:
+                log_decay = self.log_decay
             q, k, v = arguments["q"], arguments["k"], arguments["v"]
             return native.step_in_place(
                 self.prepared, state, q=q, k=k, v=v, log_decay=log_decay, angle_steps=angle_steps
             )
         except (RuntimeError, TypeError, AttributeError):  # the ordinary call then raises with a message
             return None
-
-    def _with_gates(self, gates: Tensor) -> Tensor:
-        """A token's gates plus log gamma, as ``linrope.sequence.decay.log_decay_of_tokens`` computes them."""
-        if float(gates.max()) > 0:
-            raise RuntimeError(f"log_decay: got {float(gates.max())}, expected numbers <= 0")
-        assert self.log_decay is not None
-        wide = gates.to(torch.promote_types(gates.dtype, torch.float32))
-        return wide.clamp(min=MIN_LOG_DECAY) + self.log_decay

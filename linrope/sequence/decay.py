@@ -32,13 +32,17 @@ def log_decay_of_tokens(
 ) -> Tensor | None:
     """(b or 1, m, g or 1): the gates plus the fixed decay times the distance. Hidden tokens' gates are 0."""
     if log_decay is not None:
-        log_decay = zero_hidden(log_decay, key_mask).to(torch.promote_types(log_decay.dtype, torch.float32))
-        log_decay = log_decay.clamp(min=MIN_LOG_DECAY)
+        log_decay = clamp_gates(zero_hidden(log_decay, key_mask))
     if decay is None:
         return log_decay
     fixed = distances(tokens, m)[..., None] * decay.double().log()
     fixed = fixed.clamp(min=MIN_LOG_DECAY)
     return fixed if log_decay is None else log_decay + fixed
+
+
+def clamp_gates(gates: Tensor) -> Tensor:
+    """The gates in float32 or wider, at least MIN_LOG_DECAY."""
+    return gates.to(torch.promote_types(gates.dtype, torch.float32)).clamp(min=MIN_LOG_DECAY)
 
 
 def steps_of_tokens(
