@@ -39,11 +39,21 @@ def test_a_bidirectional_call_multiplies_in_the_cheapest_order(
     assert_close(out, linear_rope_attention(q, k, v, causal=False, backend="eager"))
 
 
-def test_a_traced_contraction_has_the_same_value_and_any_sizes() -> None:
-    phi, psi, v = torch.randn(2, 7, 3), torch.randn(2, 5, 3), torch.randn(2, 5, 4)
+def test_an_exported_contraction_keeps_its_sizes_symbolic() -> None:
+    """Export refuses sizes that become constants on the way."""
     equation = "bnf,bmf,bme->bne"
-    compiled = torch.compile(lambda *operands: contract(equation, *operands), backend="eager", fullgraph=True)
-    assert_close(compiled(phi, psi, v), contract(equation, phi, psi, v))
+
+    class Contraction(torch.nn.Module):
+        def forward(self, phi: torch.Tensor, psi: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return contract(equation, phi, psi, v)
+
+    def tensors(n: int, m: int) -> tuple[torch.Tensor, ...]:
+        return torch.randn(2, n, 3), torch.randn(2, m, 3), torch.randn(2, m, 4)
+
+    n, m = torch.export.Dim("n"), torch.export.Dim("m")
+    program = torch.export.export(Contraction(), tensors(7, 5), dynamic_shapes=({1: n}, {1: m}, {1: m}))
+    others = tensors(4, 9)
+    assert_close(program.module()(*others), contract(equation, *others))
 
 
 @pytest.mark.parametrize("backend", ["reference", "eager"])
