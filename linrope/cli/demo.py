@@ -41,7 +41,7 @@ def demo(
     corpus = Corpus.load()
     console.rule("1. A language model on linear attention with RoPE")
     trainer, stopped = _train(LINEAR, corpus, seconds)
-    for earlier in checkpoints(out):  # of an earlier demo: one with more steps would count as the latest
+    for earlier in checkpoints(out):  # an earlier demo's checkpoint with more steps would count as the latest
         shutil.rmtree(earlier)
     console.print(f"checkpoint: {trainer.save(out)}")
     if stopped:

@@ -36,7 +36,7 @@ def convolve_shard(
         start = x.new_zeros(max(1, len(shard.mine)) if packed else len(x), *tail.shape[1:])
     else:
         start = (before[shard.documents(x.device)] if packed else before).to(x.dtype)
-    # Of packed sequences, only the first local one can have tokens on earlier ranks.
+    # Only the first of the local packed sequences can have tokens on earlier ranks.
     first = fold_inputs(tails, counts, shard.before, start[:1] if packed else start)
     halo = torch.cat((first, start[1:])) if packed else first
     y, last = convolution(x, halo, key_mask, shard.cu_seqlens)

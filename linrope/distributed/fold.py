@@ -20,7 +20,7 @@ class Rules(NamedTuple):
 
     log_gamma: Tensor | None  # (g,) float64: log decay per position
     xpos: Tensor | None  # (f,) float64: further log decay per position, in the numerator only
-    layout: str  # of the pairs of features that turn
+    layout: str  # how features pair up to rotate: "interleaved" or "half"
 
 
 def fold(

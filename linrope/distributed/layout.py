@@ -27,7 +27,7 @@ class Piece(NamedTuple):
     document: int
     low: int
     high: int
-    position: int  # of the first token, counted from the start of its document
+    position: int  # the position of the token `low` in its document
 
 
 class Layout:

@@ -1,4 +1,4 @@
-"""What the author of a feature map reads: the class to subclass, and two helpers.
+"""The class that every feature map subclasses, and two helpers for its author.
 
 Exponentials need a third one, ``linrope.feature_maps.log_scale.exponential``.
 """

@@ -18,7 +18,7 @@ from linrope.layer.choices import make_decay, make_map
 
 @dataclass
 class Case:
-    """What all cases of a run share: sizes, dtype, and the options of attention."""
+    """The sizes, the dtype and the options of attention that all cases of a run share."""
 
     batch: int = 1
     heads: int = 8

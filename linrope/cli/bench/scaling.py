@@ -68,7 +68,7 @@ def measure(tokens: int, heads: int, dim: int) -> dict[str, Any]:
     state = 0 if size == 1 else state_bytes(heads, dim, dim)
     expected = [(size - 1) * state, (size - 1) * max(0, 2 * state - 8)]  # a position has no gradient
     if sent != expected:
-        raise RuntimeError(f"sent {sent} bytes, expected {expected} for every length")
+        raise RuntimeError(f"sent {sent} bytes, expected {expected}, whatever the length")
     return result
 
 
