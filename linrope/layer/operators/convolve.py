@@ -1,0 +1,127 @@
+"""A causal convolution of a few taps, each channel on its own."""
+
+import torch
+from torch import Tensor
+
+from linrope.layer.operators import eager, fused
+from linrope.layer.operators.backends import choose
+from linrope.layer.operators.checks import check_dense, check_shape, check_slots
+from linrope.operation.checks import check_packing
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    before: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    silu: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """Convolves each channel of x with its own weights, over a token and the tokens before it.
+
+        y_i = act(bias + sum_t weight[:, taps - 1 - t] x_(i - t))       t = 0 .. taps - 1; act: silu or identity
+
+    Sums are float32, or float64 for float64. The backward pass saves nothing but the inputs.
+
+    Args:
+        x: (b, n, c). Any strides; backend "native" reads it in place if the last stride is 1.
+        weight: (c, taps), or (c, 1, taps) as in torch.nn.Conv1d.
+        bias: (c,).
+        before: (s, taps - 1, c), the inputs before each sequence. None: zeros. s is b, or the number of packed
+            sequences.
+        cu_seqlens: (s + 1,) the bounds of packed sequences; b is then 1.
+        silu: whether to apply silu.
+        backend: "auto", "native" or "eager". "auto" takes native for float32, bfloat16 and float16 on a CPU.
+
+    Returns:
+        y (b, n, c) in the dtype of x. It has gradients for x, weight, bias and before.
+
+    Raises:
+        TypeError: an argument is no dense tensor of real numbers.
+        ValueError: a shape or device does not fit, or the backend is unknown.
+        RuntimeError: the backend cannot run the call.
+
+    Source: the convolution of H3 (arXiv 2212.14052) and Mamba (arXiv 2312.00752).
+
+    >>> from linrope.layer.operators import convolve
+    >>> convolve(torch.ones(1, 4, 1), torch.tensor([[1.0, 10.0, 100.0]])).flatten()
+    tensor([100., 110., 111., 111.])
+    """
+    weight = _check(x, weight, bias)
+    (b, n, c), taps = x.shape, weight.shape[1]
+    check_packing(cu_seqlens, b, n, n, x.device)
+    if before is not None:
+        check_dense("before", before, x.device)
+        s = b if cu_seqlens is None else len(cu_seqlens) - 1
+        check_shape("before", before, (s, taps - 1, c))
+    name = choose(backend, (x, weight, bias, before), taps)
+    if name == "eager":
+        return eager.convolve(x, weight, bias, before, cu_seqlens, silu)
+    return fused.convolve(name, x, weight, bias, before, cu_seqlens, silu)
+
+
+@torch.no_grad()
+def convolve_step(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    inputs: Tensor,
+    *,
+    silu: bool = False,
+    slots: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Convolves one token of each sequence, and shifts it into the last inputs in place. It has no gradients.
+
+        y = convolve(x, weight, bias, before=inputs, silu=silu)        inputs = (inputs, x)[:, 1:]
+
+    Args:
+        x: (s, 1, c).
+        weight, bias, silu, backend: as in ``convolve``.
+        inputs: (s, taps - 1, c) in the dtype of x, the last inputs of each sequence. With slots, a pool of rows.
+        slots: (s,) int64, the row of inputs that each sequence has. The rows must differ.
+
+    Returns:
+        y (s, 1, c) in the dtype of x, with the bits of ``convolve`` over the whole sequence.
+
+    Raises:
+        As ``convolve``. Nothing is written then.
+
+    >>> from linrope.layer.operators import convolve_step
+    >>> weight, inputs = torch.tensor([[1.0, 10.0, 100.0]]), torch.tensor([[[1.0], [2.0]]])
+    >>> convolve_step(torch.tensor([[[3.0]]]), weight, None, inputs).item()
+    321.0
+    >>> inputs.flatten()
+    tensor([2., 3.])
+    """
+    weight = _check(x, weight, bias)
+    (s, _, c), taps = x.shape, weight.shape[1]
+    check_shape("x", x, (s, 1, c))
+    check_dense("inputs", inputs, x.device)
+    if inputs.dtype != x.dtype:
+        raise TypeError(f"inputs: got {inputs.dtype}, expected x's {x.dtype}")
+    check_shape("inputs", inputs, (inputs.shape[0] if slots is not None and inputs.ndim else s, taps - 1, c))
+    check_slots(slots, inputs, s)
+    name = choose(backend, (x, weight, bias, inputs), taps)
+    if name == "eager" or torch.compiler.is_compiling():  # a compiler fuses the eager form by itself
+        return eager.convolve_step(x, weight, bias, inputs, slots, silu)
+    return fused.convolve_step(name, x, weight, bias, inputs, slots, silu)
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Checks what both functions take. Returns the weight as (c, taps)."""
+    check_dense("x", x)
+    if x.ndim != 3:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, expected (batch, length, channels)")
+    c = x.shape[2]
+    check_dense("weight", weight, x.device)
+    taps = weight.shape[-1] if weight.ndim else 0
+    check_shape("weight", weight, (c, taps), (c, 1, taps))
+    if taps < 1:
+        raise ValueError("weight: got 0 taps, expected at least 1")
+    if bias is not None:
+        check_dense("bias", bias, x.device)
+        check_shape("bias", bias, (c,))
+    return weight.view(c, taps) if weight.ndim == 3 else weight

@@ -1,0 +1,134 @@
+"""The fused operators as nodes for autograd and for torch.compile. Their backward pass recomputes from the inputs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from linrope.layer.operators import eager
+from linrope.layer.operators.backends import FUSED
+
+
+class _Fused:
+    """An operator with a gradient for each of its floating-point tensors.
+
+    name: of the operator, and of the functions of the same name in ``eager`` and in the fused backends, which also
+        have ``<name>_backward(gradient, *arguments)``.
+    tensors, options: the types and names of its arguments, in order.
+    shape: the shape of the result, from the arguments.
+    """
+
+    def __init__(self, name: str, tensors: str, options: str, shape: Callable[..., Sequence[int]]) -> None:
+        self.name, self.eager = name, getattr(eager, name)
+        self.count = len(tensors.split(","))
+        arguments = f"str backend, {tensors}, {options}"
+        library = torch.library.custom_op
+        self.forward = library(
+            f"linrope::{name}", self.run, mutates_args=(), schema=f"({arguments}) -> Tensor"
+        )
+        self.backward = library(
+            f"linrope::{name}_backward",
+            self.run_backward,
+            mutates_args=(),
+            schema=f"(Tensor gradient, {arguments}) -> Tensor[]",
+        )
+        self.forward.register_fake(lambda _, x, *rest: x.new_empty(shape(x, *rest)))
+        self.backward.register_fake(self._new_gradients)
+        self.forward.register_autograd(self._gradients, setup_context=self._save)
+
+    def __call__(self, backend: str, *arguments: Any) -> Tensor:
+        tensors = [x for x in arguments[: self.count] if x is not None]
+        if not _plain(tensors):
+            y: Tensor = self.forward(backend, *arguments)
+            return y
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            return _Recorded.apply(self, backend, *arguments)  # type: ignore[no-any-return, no-untyped-call]
+        return self.run(backend, *arguments)
+
+    def run(self, backend: str, *arguments: Any) -> Tensor:
+        y: Tensor = getattr(FUSED[backend][1], self.name)(*arguments)
+        return y
+
+    def run_backward(self, gradient: Tensor, backend: str, *arguments: Any) -> list[Tensor]:
+        """The gradients of the floating-point tensors among the arguments."""
+        gradients = getattr(FUSED[backend][1], f"{self.name}_backward")(gradient, *arguments)
+        return [x for x in gradients if x is not None]
+
+    def _new_gradients(self, gradient: Tensor, backend: str, *arguments: Any) -> list[Tensor]:
+        return [
+            torch.empty_like(arguments[i], memory_format=torch.contiguous_format)
+            for i in self._differentiable(arguments)
+        ]
+
+    def _differentiable(self, arguments: Sequence[Any]) -> list[int]:
+        """The indices of the tensors that have gradients."""
+        tensors = enumerate(arguments[: self.count])
+        return [i for i, x in tensors if x is not None and x.is_floating_point()]
+
+    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        backend, *arguments = inputs
+        ctx.save_for_backward(*arguments[: self.count])
+        ctx.backend, ctx.options, ctx.recorded = backend, arguments[self.count :], False
+
+    def _gradients(self, ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        arguments = [*ctx.saved_tensors, *ctx.options]
+        indices = self._differentiable(arguments)
+        if torch.is_grad_enabled():  # create_graph=True: the gradients have gradients themselves
+            indices = [i for i in indices if arguments[i].requires_grad]
+            for i in indices:  # a tensor that is passed twice has two gradients
+                arguments[i] = arguments[i].view_as(arguments[i])
+            inputs = [arguments[i] for i in indices]
+            found: Sequence[Tensor] = torch.autograd.grad(
+                self.eager(*arguments), inputs, gradient, create_graph=True
+            )
+        else:
+            run = self.run_backward if ctx.recorded else self.backward
+            found = run(gradient, ctx.backend, *arguments)
+        gradients: list[Tensor | None] = [None] * len(arguments)
+        for i, x in zip(indices, found, strict=True):
+            gradients[i] = x
+        return None, *gradients
+
+
+class _Recorded(torch.autograd.Function):
+    """An operator and its gradient without the dispatcher, whose cost exceeds that of a short call."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: _Fused, backend: str, *arguments: Any) -> Tensor:
+        y = operator.run(backend, *arguments)
+        operator._save(ctx, (backend, *arguments), y)
+        ctx.operator, ctx.recorded = operator, True
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, *ctx.operator._gradients(ctx, gradient)
+
+
+def _plain(tensors: Sequence[Tensor]) -> bool:
+    """True in plain eager mode: no compiler, dispatch mode or tensor subclass."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    return torch._C._get_tracing_state() is None and all(type(x) in (Tensor, Parameter) for x in tensors)
+
+
+convolve = _Fused(
+    "convolve",
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? before, Tensor? cu_seqlens",
+    "bool silu",
+    lambda x, *_: x.shape,
+)
+gated_norm = _Fused(
+    "gated_norm",
+    "Tensor out, Tensor? weight, Tensor? gate, Tensor? v, Tensor? skip",
+    "float eps, bool over_heads, bool gate_first, bool skip_first",
+    lambda out, *_: (*out.shape[:2], out.shape[2] * out.shape[3]),
+)
+
+
+def convolve_step(backend: str, *arguments: Any) -> Tensor:
+    """One token, in place. No node of a graph: it has no gradients, and compilers take the eager form."""
+    y: Tensor = FUSED[backend][1].convolve_step(*arguments)
+    return y

@@ -1,0 +1,145 @@
+"""The operators in the compiled kernels of kernels/cpu.
+
+Parameters and their gradients are float32 there, whatever the dtype of the tokens.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from linrope.backends.native import why_not
+
+MAX_TAPS = 8
+_ops = torch.ops.linrope_native
+
+
+def supports(tensors: Sequence[Tensor], taps: int) -> str | None:
+    """The reason why the kernels cannot compute with these tensors; None: they can."""
+    if (reason := why_not()) is not None:
+        return reason
+    if not hasattr(_ops, "convolve"):
+        return "the library was built from other sources: run `make native`"
+    for x in tensors:
+        if x.device.type != "cpu":
+            return f"tensors on {x.device}: it needs a CPU"
+        if x.dtype == torch.float64:
+            return "float64: use backend='eager'"
+    if taps > MAX_TAPS:
+        return f"{taps} taps: it takes up to {MAX_TAPS}; use backend='eager'"
+    return None
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    before: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+) -> Tensor:
+    y: Tensor = _ops.convolve.default(
+        _dense(x), _float(weight), _float(bias), _like(before, x), cu_seqlens, silu
+    )
+    return y
+
+
+def convolve_backward(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    before: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+) -> list[Tensor | None]:
+    dx, sums, d_before = _ops.convolve_backward.default(
+        _dense(gradient), _dense(x), _float(weight), _float(bias), _like(before, x), cu_seqlens, silu
+    )
+    return [
+        dx,
+        sums[:-1].mT.to(weight.dtype, memory_format=torch.contiguous_format),
+        None if bias is None else sums[-1].to(bias.dtype),
+        None if before is None else d_before.to(before.dtype),
+    ]
+
+
+def convolve_step(
+    x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Tensor, slots: Tensor | None, silu: bool
+) -> Tensor:
+    y: Tensor = _ops.convolve_step.default(_dense(x), _float(weight), _float(bias), inputs, slots, silu)
+    return y
+
+
+def gated_norm(
+    out: Tensor,
+    weight: Tensor | None,
+    gate: Tensor | None,
+    v: Tensor | None,
+    skip: Tensor | None,
+    eps: float,
+    over_heads: bool,
+    gate_first: bool,
+    skip_first: bool,
+) -> Tensor:
+    tokens, parameters = _norm_inputs(out, weight, gate, v, skip)
+    y: Tensor = _ops.gated_norm.default(*tokens, *parameters, eps, over_heads, gate_first, skip_first)
+    return y.to(out.dtype)
+
+
+def gated_norm_backward(
+    gradient: Tensor,
+    out: Tensor,
+    weight: Tensor | None,
+    gate: Tensor | None,
+    v: Tensor | None,
+    skip: Tensor | None,
+    eps: float,
+    over_heads: bool,
+    gate_first: bool,
+    skip_first: bool,
+) -> list[Tensor | None]:
+    tokens, parameters = _norm_inputs(out, weight, gate, v, skip)
+    d_out, d_gate, d_v, sums = _ops.gated_norm_backward.default(
+        _like(gradient, tokens[0]), *tokens, *parameters, eps, over_heads, gate_first, skip_first
+    )  # sums (2, h, e): of the gradients of the weight and of D times each value, over the tokens
+    of_weight = None
+    if weight is not None:
+        of_weight = (sums[0] if weight.ndim == 2 else sums[0].sum(0)).to(weight.dtype)
+    return [
+        d_out.to(out.dtype),
+        of_weight,
+        None if gate is None else d_gate.to(gate.dtype),
+        None if v is None else d_v.to(v.dtype),
+        None if skip is None else sums[1].sum(1).to(skip.dtype),
+    ]
+
+
+def _norm_inputs(
+    out: Tensor, weight: Tensor | None, gate: Tensor | None, v: Tensor | None, skip: Tensor | None
+) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None]]:
+    """out, gate and v in one dtype; the weight as (h, e) and D, in float32."""
+    dtype = out.dtype
+    for x in (gate, v):
+        if x is not None:
+            dtype = torch.promote_types(dtype, x.dtype)
+    tokens = out if out.dtype == dtype else out.to(dtype)
+    if weight is not None:
+        weight = weight.expand(out.shape[2:])
+    return (_dense(tokens), _like(gate, tokens), _like(v, tokens)), (_float(weight), _float(skip))
+
+
+def _float(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.float().contiguous()
+
+
+def _like(x: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if x is None else _dense(x.to(like.dtype))
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x with a last stride of 1, which the kernels require; other strides are theirs to read."""
+    if x.stride(-1) == 1:
+        return x
+    # contiguous() leaves the strides of an empty tensor as they are.
+    return x.contiguous() if x.numel() else x.new_empty(x.shape)
