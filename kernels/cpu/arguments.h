@@ -91,6 +91,25 @@ inline void check_rows(const char* name, const Tensor& x, ScalarType type) {
                   " in the last dimension, expected 1");
 }
 
+inline void check_cu_seqlens(const Tensor& x) {
+  STD_TORCH_CHECK(x.dim() == 1 && x.size(0) >= 1 && x.is_cpu(), "cu_seqlens: got shape ", shape_text(x),
+                  ", expected (s + 1,) on the CPU");
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Long || x.scalar_type() == ScalarType::Int,
+                  "cu_seqlens: got another dtype, expected int32 or int64");
+  check_contiguous("cu_seqlens", x);
+}
+
+// The bounds of packed sequences, forced to rise within 0 .. n: others would lead a kernel out of bounds
+inline std::vector<int64_t> rising_bounds(const void* data, bool wide, int64_t count, int64_t n) {
+  std::vector<int64_t> bounds;
+  int64_t last = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t x = wide ? ((const int64_t*)data)[i] : ((const int32_t*)data)[i];
+    bounds.push_back(last = x < last ? last : x > n ? n : x);
+  }
+  return bounds;
+}
+
 inline Gate gate(const char* name, const Tensor& x, int64_t b, int64_t m, int64_t g, bool half, int64_t pairs) {
   if (pairs < 0) check_shape(name, x, {{b, 1}, m, {g, 1}});
   else check_shape(name, x, {{b, 1}, m, {g, 1}, pairs});
@@ -150,11 +169,7 @@ inline void read_sizes(const Inputs& x, Call& c) {
   c.sequences = b;
   if (x.cu_seqlens) {
     const Tensor& cu = *x.cu_seqlens;
-    STD_TORCH_CHECK(cu.dim() == 1 && cu.size(0) >= 1 && cu.is_cpu(), "cu_seqlens: got shape ", shape_text(cu),
-                    ", expected (s + 1,) on the CPU");
-    STD_TORCH_CHECK(cu.scalar_type() == ScalarType::Long || cu.scalar_type() == ScalarType::Int,
-                    "cu_seqlens: got another dtype, expected int32 or int64");
-    check_contiguous("cu_seqlens", cu);
+    check_cu_seqlens(cu);
     STD_TORCH_CHECK(b == 1 && c.n == c.m, "cu_seqlens: got a batch of ", b, ", ", c.n, " queries and ", c.m,
                     " keys, expected a batch of 1 and as many queries as keys");
     c.cu_seqlens = cu.data_ptr(), c.cu_wide = cu.scalar_type() == ScalarType::Long, c.sequences = cu.size(0) - 1;

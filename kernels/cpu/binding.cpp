@@ -3,7 +3,7 @@
 #include <cstring>
 #include <tuple>
 
-#include "schedule.h"
+#include "operators.h"
 
 namespace linrope {
 
@@ -202,6 +202,18 @@ STABLE_TORCH_LIBRARY(linrope_native, m) {
       "step(Tensor q, Tensor k, Tensor v, int feature_map, Tensor? log_decay, Tensor? theta, Tensor(d!)? positions, "
       "Tensor? key_positions, Tensor? angle_steps, Tensor(a!)? angle, Tensor? key_mask, Tensor(b!) kv, Tensor(c!) z, "
       "Tensor? slots, int layout, bool normalize, float eps, bool add_eps, bool advance=False) -> Tensor");
+  m.def("convolve(Tensor x, Tensor weight, Tensor? bias, Tensor? before, Tensor? cu_seqlens, bool silu) -> Tensor");
+  m.def(
+      "convolve_backward(Tensor gradient, Tensor x, Tensor weight, Tensor? bias, Tensor? before, Tensor? cu_seqlens, "
+      "bool silu) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "convolve_step(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) inputs, Tensor? slots, bool silu) -> Tensor");
+  m.def(
+      "gated_norm(Tensor out, Tensor? gate, Tensor? v, Tensor? weight, Tensor? skip, float eps, bool over_heads, "
+      "bool gate_first, bool skip_first) -> Tensor");
+  m.def(
+      "gated_norm_backward(Tensor gradient, Tensor out, Tensor? gate, Tensor? v, Tensor? weight, Tensor? skip, "
+      "float eps, bool over_heads, bool gate_first, bool skip_first) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("isas() -> str");
   m.def("isa() -> str");
   m.def("set_isa(str name) -> ()");
@@ -210,6 +222,11 @@ STABLE_TORCH_LIBRARY_IMPL(linrope_native, CPU, m) {
   m.impl("forward", TORCH_BOX(&linrope::forward));
   m.impl("backward", TORCH_BOX(&linrope::backward));
   m.impl("step", TORCH_BOX(&linrope::step));
+  m.impl("convolve", TORCH_BOX(&linrope::convolve));
+  m.impl("convolve_backward", TORCH_BOX(&linrope::convolve_backward));
+  m.impl("convolve_step", TORCH_BOX(&linrope::convolve_step));
+  m.impl("gated_norm", TORCH_BOX(&linrope::gated_norm));
+  m.impl("gated_norm_backward", TORCH_BOX(&linrope::gated_norm_backward));
 }
 STABLE_TORCH_LIBRARY_IMPL(linrope_native, CompositeExplicitAutograd, m) {
   m.impl("isas", TORCH_BOX(&linrope::isas));

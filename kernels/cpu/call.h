@@ -10,6 +10,7 @@ namespace linrope {
 constexpr int kChunk = 32;  // tokens per chunk: 64 does 20% more arithmetic at 64 features
 constexpr int kMaxDim = 256;
 constexpr int kBundle = 8;  // heads that a thread sweeps together, a chunk each in turn
+constexpr int kMaxTaps = 8;
 constexpr int kAnchorDistance = 128;  // tokens from one anchor to the next (see Ends); no chunk contains an anchor
 
 enum Type : int { kFloat32, kBFloat16, kFloat16, kFloat64 };
@@ -93,8 +94,35 @@ struct Ends {
 // Sweeps over `count` spans of the same tokens, of different heads. Without want_output it computes only the states.
 typedef void Sweep(const Call&, int count, const Span*, const Ends*, bool want_output);
 
+struct Convolution {  // of tokens (b, n, c), or of packed sequences of one batch row
+  View x, y, dy, dx;   // the head's stride is not used, here and below
+  View before;         // (rows, taps - 1, c): the inputs before each sequence; null data: zeros
+  View d_before;       // (sequences, taps - 1, c)
+  int type;            // of all these tensors
+  int64_t n, c, sequences;
+  int taps;
+  bool silu;
+  int64_t stride;          // of weight and sums: c rounded up to whole vectors
+  const float* weight;     // (taps + 1, stride): the last tap is the token's own; then the bias
+  const int64_t* bounds;   // (sequences + 1,) of packed sequences, rising; null: not packed
+  const int64_t* slots;    // (sequences,): each sequence's row in before; null: sequence i has row i
+};
+
+struct Norm {
+  View out, y, gate, dy, d_out, d_gate;  // (b, n, h, e); gate with null data: none
+  View v, d_v;                           // (b, n, g, e); null data: no skip connection
+  int type;                              // of all these tensors
+  int64_t n;
+  int h, g, e;
+  const float* weight;  // (h, e rounded up to whole vectors); null: no norm
+  const float* skip;    // (h,)
+  float eps;
+  bool over_heads, gate_first, skip_first;
+};
+
 struct Isa {
   const char* name;
+  int lanes;  // of a vector
   int (*padded_pairs)(int pairs);
   size_t (*anchor_bytes)(const Call&);
   void (*offsets)(const Call&, float* table);
@@ -110,6 +138,11 @@ struct Isa {
   Sweep* bidirectional_backward;  // dq of the same; Ends' out receives the gradient of the state
   // One token of the heads [first, last) of a row, in place; kv and z are that row's.
   void (*step)(const Call&, int64_t row, int64_t first, int64_t last, float* kv, double* z);
+  // The tokens [begin, end) of a batch row; the backward sweeps add to sums (taps + 1, stride) and (2, h, e rounded up).
+  void (*convolve)(const Convolution&, int64_t batch, int64_t begin, int64_t end);
+  void (*convolve_backward)(const Convolution&, int64_t batch, int64_t begin, int64_t end, float* sums);
+  void (*norm)(const Norm&, int64_t batch, int64_t begin, int64_t end);
+  void (*norm_backward)(const Norm&, int64_t batch, int64_t begin, int64_t end, float* sums);
 };
 
 #if defined(__x86_64__)

@@ -20,13 +20,7 @@ struct Schedule {
   std::vector<int64_t> bounds;  // of packed sequences; else empty
 
   explicit Schedule(const Call& c) : c(c), state_size((int64_t)c.f * c.e), z_size(c.f) {
-    if (c.cu_seqlens) {
-      int64_t last = 0;
-      for (int64_t i = 0; i <= c.sequences; i++) {
-        const int64_t x = c.cu_wide ? ((const int64_t*)c.cu_seqlens)[i] : ((const int32_t*)c.cu_seqlens)[i];
-        bounds.push_back(last = x < last ? last : x > c.m ? c.m : x);
-      }
-    }
+    if (c.cu_seqlens) bounds = rising_bounds(c.cu_seqlens, c.cu_wide, c.sequences + 1, c.m);
     const int64_t heads = c.sequences * c.g, longest = c.m > c.n ? c.m : c.n;
     if (heads > 0 && heads < kMinTasks) segments = (kMinTasks + heads - 1) / heads;
     const int64_t most = longest / kMinSegment / (c.cu_seqlens && c.sequences ? c.sequences : 1);

@@ -150,6 +150,10 @@ LINROPE_INLINE vf exponential(vf x) {
   return exp_parts(r, n);
 }
 
+LINROPE_INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + exponential(-x)); }
+// dy/dx of y = x s with s = sigmoid(x)
+LINROPE_INLINE vf silu_slope(vf x, vf s) { return s + x * s * (1.0f - s); }
+
 LINROPE_INLINE vf apply(int map, vf x) {
   switch (map) {
     case kElu1: return largest(x, 0.0f) + exponential(smallest(x, 0.0f));
@@ -167,10 +171,7 @@ LINROPE_INLINE vf slope(int map, vf x, vf y) {
     case kRelu: return y > 0.0f ? splat(1.0f) : y;
     case kRelu2: return 2.0f * largest(x, 0.0f);
     case kExp: return y;
-    case kSilu: {
-      const vf s = 1.0f / (1.0f + exponential(-x));
-      return s + y * (1.0f - s);
-    }
+    case kSilu: return silu_slope(x, sigmoid(x));
     default: return splat(1.0f);
   }
 }

@@ -102,7 +102,10 @@ def gated_norm_backward(
     tokens, parameters = _norm_inputs(out, weight, gate, v, skip)
     d_out, d_gate, d_v, sums = _ops.gated_norm_backward.default(
         _like(gradient, tokens[0]), *tokens, *parameters, eps, over_heads, gate_first, skip_first
-    )  # sums (2, h, e): of the gradients of the weight and of D times each value, over the tokens
+    )
+    sums = sums.view(
+        2, *out.shape[2:]
+    )  # over the tokens: the gradient of the weight, that of D before its sum over e
     of_weight = None
     if weight is not None:
         of_weight = (sums[0] if weight.ndim == 2 else sums[0].sum(0)).to(weight.dtype)

@@ -1,0 +1,190 @@
+// The causal convolution of each channel: y_i = act(bias + sum_t weight_t x_(i - taps + 1 + t)), and its gradients.
+//
+// A block of tokens is computed for a vector of channels at a time, so that weights, inputs and sums stay in registers.
+// The backward sweep goes from the last token to the first: dx_i takes da_i .. da_(i + taps - 1), with a = y before act.
+#pragma once
+#include "partial.h"
+
+namespace linrope {
+namespace {
+
+constexpr int kBlock = 8;  // tokens
+
+// The rows of one sequence, tokens [first, end) of a batch row
+template <class T> struct Sequence {
+  const Convolution& c;
+  int64_t batch, index, first, end;
+  const T* zeros;
+
+  const T* x(int64_t token) const {
+    if (token >= first) return (const T*)c.x.data + batch * c.x.batch + token * c.x.token;
+    if (!c.before.data) return zeros;
+    const int64_t row = c.slots ? c.slots[index] : index;
+    return (const T*)c.before.data + row * c.before.batch + (c.taps - 1 + token - first) * c.before.token;
+  }
+  T* at(const View& view, int64_t token) const { return (T*)view.data + batch * view.batch + token * view.token; }
+};
+
+// Calls f(sequence, begin, end) for the parts of sequences among the tokens [begin, end) of a batch row
+template <class T, class F>
+void for_sequences(const Convolution& c, int64_t batch, int64_t begin, int64_t end, const T* zeros, F f) {
+  if (!c.bounds) return f(Sequence<T>{c, batch, batch, 0, c.n, zeros}, begin, end);
+  int64_t low = 0, high = c.sequences;  // the last sequence that starts at `begin` or before it
+  while (low + 1 < high) {
+    const int64_t middle = (low + high) / 2;
+    (c.bounds[middle] <= begin ? low : high) = middle;
+  }
+  for (int64_t s = low; s < c.sequences && c.bounds[s] < end; s++) {
+    const int64_t first = c.bounds[s], last = c.bounds[s + 1];
+    const int64_t from = first > begin ? first : begin, to = last < end ? last : end;
+    if (from < to) f(Sequence<T>{c, 0, s, first, last, zeros}, from, to);
+  }
+}
+
+template <class T, int TAPS> struct ForwardBlock {
+  const Convolution& c;
+  const T* x[kBlock + kMaxTaps - 1];  // the rows of the taps - 1 tokens before the block and of its tokens
+  T* y[kBlock];
+  int64_t ahead;  // from a row to the one that the next block reads in its place, in elements
+
+  template <int N, bool PART> void channels(int64_t first, int64_t last) const {
+    const int taps = TAPS ? TAPS : c.taps;
+    for (int64_t j = first; j < last; j += W) {
+      const int count = PART ? (int)(last - j) : W;
+      vf in[N + kMaxTaps - 1], w[kMaxTaps];
+      const vf bias = load(c.weight + taps * c.stride + j);
+      for (int t = 0; t < taps; t++) w[t] = load(c.weight + t * c.stride + j);
+      for (int r = 0; r < N + taps - 1; r++) in[r] = load_lanes<PART>(x[r] + j, count);
+      for (int i = 0; i < N; i++) {
+        __builtin_prefetch(x[taps - 1 + i] + ahead + j, 0, 2);
+        vf a = bias;
+        for (int t = 0; t < taps; t++) a += w[t] * in[i + t];
+        store_lanes<PART>(y[i] + j, c.silu ? apply(kSilu, a) : a, count);
+      }
+    }
+  }
+  template <int N> void run() const {
+    const int64_t whole = c.c / W * W;
+    channels<N, false>(0, whole);
+    if (whole < c.c) channels<N, true>(whole, c.c);
+  }
+};
+
+template <class T, int TAPS> void convolve_tokens(const Convolution& c, int64_t batch, int64_t begin, int64_t end) {
+  Arena arena(c.stride * sizeof(T) + 64);
+  T* zeros = arena.take<T>(c.stride);
+  memset(zeros, 0, c.stride * sizeof(T));
+  for_sequences(c, batch, begin, end, zeros, [&](const Sequence<T>& sequence, int64_t from, int64_t to) {
+    ForwardBlock<T, TAPS> block{c, {}, {}, kBlock * c.x.token};
+    const auto run = [&]<int N>(int64_t token) {
+      for (int r = 0; r < N + c.taps - 1; r++) block.x[r] = sequence.x(token - c.taps + 1 + r);
+      for (int i = 0; i < N; i++) block.y[i] = sequence.at(c.y, token + i);
+      block.template run<N>();
+    };
+    for (; from + kBlock <= to; from += kBlock) run.template operator()<kBlock>(from);
+    for (; from < to; from++) run.template operator()<1>(from);
+  });
+}
+
+template <class T, int TAPS> struct BackwardBlock {
+  const Convolution& c;
+  const T* x[kBlock + kMaxTaps - 1];
+  const T* dy[kBlock];
+  T* dx[kBlock];
+  float* later;  // (taps - 1, stride): da of the tokens after the block, then of the block's first tokens
+  float* sums;   // (taps + 1, stride): the gradients of weight and bias
+  int64_t x_ahead, dy_ahead;
+
+  template <int N, bool PART> void channels(int64_t first, int64_t last) const {
+    const int taps = TAPS ? TAPS : c.taps;
+    for (int64_t j = first; j < last; j += W) {
+      const int count = PART ? (int)(last - j) : W;
+      vf in[N + kMaxTaps - 1], da[N + kMaxTaps - 1], w[kMaxTaps], dw[kMaxTaps] = {}, dbias = {};
+      const vf bias = load(c.weight + taps * c.stride + j);
+      for (int t = 0; t < taps; t++) w[t] = load(c.weight + t * c.stride + j);
+      for (int t = 0; t < taps - 1; t++) {
+        da[N + t] = load(later + t * c.stride + j);
+        in[N + t] = load_lanes<PART>(x[N + t] + j, count);
+      }
+      for (int i = N - 1; i >= 0; i--) {
+        __builtin_prefetch(x[i + taps - 1] + x_ahead + j, 0, 2);
+        __builtin_prefetch(dy[i] + dy_ahead + j, 0, 2);
+        in[i] = load_lanes<PART>(x[i] + j, count);
+        vf g = load_lanes<PART>(dy[i] + j, count);
+        if (c.silu) {
+          vf a = bias;
+          for (int t = 0; t < taps; t++) a += w[t] * in[i + t];
+          g *= silu_slope(a, sigmoid(a));
+        }
+        da[i] = g, dbias += g;
+        vf d = {};
+        for (int t = 0; t < taps; t++) d += w[taps - 1 - t] * da[i + t];
+        for (int t = 0; t < taps; t++) dw[t] += g * in[i + t];
+        store_lanes<PART>(dx[i] + j, d, count);
+      }
+      for (int t = 0; t < taps - 1; t++) store(later + t * c.stride + j, da[t]);
+      for (int t = 0; t < taps; t++) store(sums + t * c.stride + j, load(sums + t * c.stride + j) + dw[t]);
+      store(sums + taps * c.stride + j, load(sums + taps * c.stride + j) + dbias);
+    }
+  }
+  template <int N> void run() const {
+    const int64_t whole = c.c / W * W;
+    channels<N, false>(0, whole);
+    if (whole < c.c) channels<N, true>(whole, c.c);
+  }
+};
+
+template <class T, int TAPS>
+void convolve_tokens_backward(const Convolution& c, int64_t batch, int64_t begin, int64_t end, float* sums) {
+  const int64_t taps = c.taps;
+  Arena arena(c.stride * (2 * sizeof(T) + 8 * taps) + 512);
+  T *zeros = arena.take<T>(c.stride), *unused = arena.take<T>(c.stride);
+  float *later = arena.take<float>((taps - 1) * c.stride), *unused_sums = arena.take<float>((taps + 1) * c.stride);
+  memset(zeros, 0, c.stride * sizeof(T));
+  memset(unused_sums, 0, (taps + 1) * c.stride * 4);
+  for_sequences(c, batch, begin, end, zeros, [&](const Sequence<T>& sequence, int64_t from, int64_t to) {
+    BackwardBlock<T, TAPS> block{c, {}, {}, {}, later, sums, -kBlock * c.x.token, -kBlock * c.dy.token};
+    const auto run = [&]<int N>(int64_t token) {
+      for (int r = 0; r < N + taps - 1; r++) block.x[r] = sequence.x(token - taps + 1 + r);
+      for (int i = 0; i < N; i++) block.dy[i] = sequence.at(c.dy, token + i);
+      block.template run<N>();
+    };
+    // da of the tokens after `to`, which another call differentiates
+    memset(later, 0, (taps - 1) * c.stride * 4);
+    block.sums = unused_sums, block.dx[0] = unused;
+    int64_t token = to + taps - 1 < sequence.end ? to + taps - 1 : sequence.end;
+    while (token > to) run.template operator()<1>(--token);
+    block.sums = sums;
+    while (token > from) {
+      const int64_t count = token - from >= kBlock ? kBlock : 1;
+      token -= count;
+      for (int i = 0; i < count; i++) block.dx[i] = sequence.at(c.dx, token + i);
+      if (count == kBlock) run.template operator()<kBlock>(token);
+      else run.template operator()<1>(token);
+    }
+    if (from > sequence.first || !c.d_before.data) return;
+    // The inputs before the sequence: tokens whose own da is zero
+    block.sums = unused_sums, block.dy[0] = zeros;
+    for (int r = 0; r < taps; r++) block.x[r] = zeros;
+    for (int64_t i = taps - 2; i >= 0; i--) {
+      block.dx[0] = (T*)c.d_before.data + sequence.index * c.d_before.batch + i * c.d_before.token;
+      block.template run<1>();
+    }
+  });
+}
+
+void convolve(const Convolution& c, int64_t batch, int64_t begin, int64_t end) {
+  with_type(c.type, [&]<class T>() {
+    if (c.taps == 4) convolve_tokens<T, 4>(c, batch, begin, end);
+    else convolve_tokens<T, 0>(c, batch, begin, end);
+  });
+}
+void convolve_backward(const Convolution& c, int64_t batch, int64_t begin, int64_t end, float* sums) {
+  with_type(c.type, [&]<class T>() {
+    if (c.taps == 4) convolve_tokens_backward<T, 4>(c, batch, begin, end, sums);
+    else convolve_tokens_backward<T, 0>(c, batch, begin, end, sums);
+  });
+}
+
+}  // namespace
+}  // namespace linrope

@@ -1,0 +1,235 @@
+// The operators around the operation: checks, packed parameters, tasks of consecutive tokens, sums over the tasks.
+#pragma once
+#include <algorithm>
+
+#include "schedule.h"
+
+namespace linrope {
+
+// Tokens per task, at least where there are as many. It fixes which sums a gradient of a parameter consists of, so the
+// bits do not depend on the number of threads.
+constexpr int64_t kTaskTokens = 128;
+
+struct Tasks {
+  int64_t b, n, rows, parts;  // a task has `rows` rows of the batch, or one of `parts` parts of a row
+  Tasks(int64_t b, int64_t n)
+      : b(b), n(n), rows(n >= kTaskTokens ? 1 : kTaskTokens / (n ? n : 1)), parts((n + kTaskTokens - 1) / kTaskTokens) {}
+  int64_t count() const { return n ? (b + rows - 1) / rows * parts : 0; }
+
+  // Calls f(task, batch, begin, end) for all tokens, in parallel if a token's `numbers` make that worth while
+  template <class F> void run(int64_t numbers, F f) const {
+    const auto range = [&](int64_t first, int64_t last) {
+      for (int64_t task = first; task < last; task++) {
+        const int64_t row = task / parts * rows, begin = task % parts * kTaskTokens;
+        const int64_t end = begin + kTaskTokens < n ? begin + kTaskTokens : n;
+        for (int64_t batch = row; batch < row + rows && batch < b; batch++) f(task, batch, begin, end);
+      }
+    };
+    if (count() <= 1 || b * n * numbers < kMinParallel) range(0, count());
+    else torch::stable::parallel_for(0, count(), 1, range);
+  }
+};
+
+// (rows, width) from the sums of each task (rows, stride), added in the order of the tasks
+inline Tensor total(const std::vector<float>& sums, int64_t tasks, int64_t rows, int64_t stride, int64_t width) {
+  Tensor result = empty(ScalarType::Float, {rows, width});
+  float* to = (float*)result.data_ptr();
+  std::vector<double> row(stride);
+  for (int64_t r = 0; r < rows; r++) {
+    std::fill(row.begin(), row.end(), 0);
+    for (int64_t task = 0; task < tasks; task++) {
+      const float* from = &sums[(task * rows + r) * stride];
+      for (int64_t i = 0; i < stride; i++) row[i] += from[i];
+    }
+    for (int64_t i = 0; i < width; i++) to[r * width + i] = (float)row[i];
+  }
+  return result;
+}
+
+inline int tokens_type(const char* name, const Tensor& x, int64_t dims) {
+  const auto type = x.scalar_type();
+  STD_TORCH_CHECK(x.dim() == dims, name, ": got shape ", shape_text(x), ", expected ", dims, " dimensions");
+  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half, name,
+                  ": got another dtype, expected float32, bfloat16 or float16");
+  return type == ScalarType::Float ? kFloat32 : type == ScalarType::BFloat16 ? kBFloat16 : kFloat16;
+}
+
+// A tensor whose rows are read in place; `head` is the stride of heads, if the last dimension holds them
+inline View tokens(const char* name, const Tensor& x, ScalarType type, std::initializer_list<Size> sizes,
+                   int64_t head = 0) {
+  check_shape(name, x, sizes), check_type(name, x, type, "that of the first argument");
+  const int64_t last = x.dim() - 1;
+  STD_TORCH_CHECK(x.size(last) <= 1 || x.stride(last) == 1, name, ": got stride ", x.stride(last),
+                  " in the last dimension, expected 1");
+  return {(char*)x.data_ptr(), x.stride(0), x.stride(1), last == 3 ? x.stride(2) : head};
+}
+
+inline const float* parameter(const char* name, const Tensor& x, std::initializer_list<Size> sizes) {
+  check_shape(name, x, sizes), check_type(name, x, ScalarType::Float, "float32"), check_contiguous(name, x);
+  return (const float*)x.data_ptr();
+}
+
+inline int64_t whole_vectors(int64_t count) { return (count + isa().lanes - 1) / isa().lanes * isa().lanes; }
+
+struct ConvolutionCall : Convolution {
+  std::vector<float> packed;
+  std::vector<int64_t> sequence_bounds;
+  int64_t b;
+
+  ConvolutionCall(const Tensor& tokens_in, const Tensor& taps_in, const Maybe& bias, const Maybe& inputs,
+                  const Maybe& cu_seqlens, const Maybe& rows, bool with_silu)
+      : Convolution{} {
+    type = tokens_type("x", tokens_in, 3), silu = with_silu;
+    b = tokens_in.size(0), n = tokens_in.size(1), c = tokens_in.size(2);
+    x = tokens("x", tokens_in, tokens_in.scalar_type(), {b, n, c});
+    STD_TORCH_CHECK(taps_in.dim() == 2 && taps_in.size(1) >= 1 && taps_in.size(1) <= kMaxTaps, "weight: got shape ",
+                    shape_text(taps_in), ", expected (c, 1 to ", kMaxTaps, " taps)");
+    taps = (int)taps_in.size(1), stride = whole_vectors(c);
+    pack(parameter("weight", taps_in, {c, taps}), bias ? parameter("bias", *bias, {c}) : nullptr);
+    sequences = b;
+    if (cu_seqlens) {
+      const Tensor& cu = *cu_seqlens;
+      check_cu_seqlens(cu);
+      sequence_bounds = rising_bounds(cu.data_ptr(), cu.scalar_type() == ScalarType::Long, cu.size(0), n);
+      STD_TORCH_CHECK(b == 1, "cu_seqlens: got a batch of ", b, ", expected a batch of 1");
+      sequences = (int64_t)sequence_bounds.size() - 1, bounds = sequence_bounds.data();
+    }
+    int64_t count = sequences;
+    if (rows) {
+      check_shape("slots", *rows, {sequences}), check_type("slots", *rows, ScalarType::Long, "int64");
+      check_contiguous("slots", *rows);
+      STD_TORCH_CHECK(inputs && inputs->dim() == 3, "slots: got them without inputs, expected a pool");
+      slots = (const int64_t*)rows->data_ptr(), count = inputs->size(0);
+      for (int64_t i = 0; i < sequences; i++)
+        STD_TORCH_CHECK(slots[i] >= 0 && slots[i] < count, "slots: got ", slots[i], ", expected 0 .. ", count - 1);
+    }
+    if (inputs) before = tokens("before", *inputs, tokens_in.scalar_type(), {count, taps - 1, c});
+    if (inputs && taps == 1) before.data = nullptr;
+  }
+  ConvolutionCall(const ConvolutionCall&) = delete;
+
+  void pack(const float* from, const float* bias) {
+    packed.resize((taps + 1) * stride);
+    weight = packed.data();
+    for (int64_t t = 0; t < taps; t++)
+      for (int64_t i = 0; i < c; i++) packed[t * stride + i] = from[i * taps + t];
+    if (bias) memcpy(&packed[taps * stride], bias, 4 * c);
+  }
+  bool covers_all_tokens() const { return !bounds || (bounds[0] == 0 && bounds[sequences] == n); }
+};
+
+inline Tensor convolve(Tensor x, Tensor weight, Maybe bias, Maybe before, Maybe cu_seqlens, bool silu) {
+  ConvolutionCall c(x, weight, bias, before, cu_seqlens, {}, silu);
+  Tensor y = empty(x.scalar_type(), {c.b, c.n, c.c}, !c.covers_all_tokens());
+  c.y = view(y);
+  Tasks(c.b, c.n).run(c.c, [&](int64_t, int64_t batch, int64_t begin, int64_t end) {
+    isa().convolve(c, batch, begin, end);
+  });
+  return y;
+}
+
+inline std::tuple<Tensor, Tensor, Tensor> convolve_backward(Tensor gradient, Tensor x, Tensor weight, Maybe bias,
+                                                            Maybe before, Maybe cu_seqlens, bool silu) {
+  ConvolutionCall c(x, weight, bias, before, cu_seqlens, {}, silu);
+  const auto type = x.scalar_type();
+  c.dy = tokens("gradient", gradient, type, {c.b, c.n, c.c});
+  Tensor dx = empty(type, {c.b, c.n, c.c}, !c.covers_all_tokens());
+  Tensor d_before = before ? empty(type, {c.sequences, c.taps - 1, c.c}, true) : empty(type, {0});
+  c.dx = view(dx);
+  if (before && c.taps > 1) c.d_before = view(d_before);
+  const Tasks tasks(c.b, c.n);
+  const int64_t size = (c.taps + 1) * c.stride;
+  std::vector<float> sums(tasks.count() * size);
+  tasks.run(c.c, [&](int64_t task, int64_t batch, int64_t begin, int64_t end) {
+    isa().convolve_backward(c, batch, begin, end, &sums[task * size]);
+  });
+  return {dx, total(sums, tasks.count(), c.taps + 1, c.stride, c.c), d_before};
+}
+
+// One token of each sequence. Its inputs are shifted in place.
+inline Tensor convolve_step(Tensor x, Tensor weight, Maybe bias, Tensor inputs, Maybe slots, bool silu) {
+  const Maybe before = inputs;
+  ConvolutionCall c(x, weight, bias, before, {}, slots, silu);
+  STD_TORCH_CHECK(c.n == 1, "x: got ", c.n, " tokens, expected 1");
+  Tensor y = empty(x.scalar_type(), {c.b, 1, c.c});
+  c.y = view(y);
+  const int64_t size = c.type == kFloat32 ? 4 : 2, width = c.taps - 1;
+  Tasks(c.b, 1).run(c.c, [&](int64_t, int64_t batch, int64_t, int64_t) {
+    isa().convolve(c, batch, 0, 1);
+    char* row = c.before.data + (c.slots ? c.slots[batch] : batch) * c.before.batch * size;
+    for (int64_t i = 0; i < width; i++)
+      memcpy(row + i * c.before.token * size,
+             i + 1 < width ? row + (i + 1) * c.before.token * size : c.x.data + batch * c.x.batch * size, c.c * size);
+  });
+  return y;
+}
+
+struct NormCall : Norm {
+  std::vector<float> packed;
+  int64_t b, stride;
+
+  NormCall(const Tensor& x, const Maybe& z, const Maybe& values, const Maybe& weights, const Maybe& skips, double epsilon,
+           bool all_heads, bool z_first, bool values_first)
+      : Norm{} {
+    type = tokens_type("out", x, 4);
+    const auto dtype = x.scalar_type();
+    b = x.size(0), n = x.size(1), h = (int)x.size(2), e = (int)x.size(3), g = h ? h : 1, stride = whole_vectors(e);
+    STD_TORCH_CHECK(x.size(2) < 1 << 16 && x.size(3) < 1 << 16, "out: got shape ", shape_text(x),
+                    ", expected fewer than 65536 heads and values");
+    out = tokens("out", x, dtype, {b, n, h, e});
+    if (z) gate = tokens("gate", *z, dtype, {b, n, (int64_t)h * e}, e);
+    STD_TORCH_CHECK(values.has_value() == skips.has_value(), "v, skip: got one of them, expected both or none");
+    if (values) {
+      STD_TORCH_CHECK(values->dim() == 4 && values->size(2) > 0 && h % values->size(2) == 0, "v: got shape ",
+                      shape_text(*values), ", expected (b, n, g, e) with a divisor g of ", h);
+      g = (int)values->size(2);
+      v = tokens("v", *values, dtype, {b, n, g, e}), skip = parameter("skip", *skips, {h});
+    }
+    if (weights) {
+      const float* from = parameter("weight", *weights, {h, e});
+      packed.resize(h * stride);
+      for (int64_t head = 0; head < h; head++) memcpy(&packed[head * stride], from + head * e, 4 * e);
+      weight = packed.data();
+      STD_TORCH_CHECK(epsilon > 0, "eps: got ", epsilon, ", expected a positive number");
+    }
+    eps = (float)epsilon, over_heads = all_heads, gate_first = z_first, skip_first = values_first;
+  }
+  NormCall(const NormCall&) = delete;
+};
+
+inline Tensor gated_norm(Tensor out, Maybe gate, Maybe v, Maybe weight, Maybe skip, double eps, bool over_heads,
+                         bool gate_first, bool skip_first) {
+  NormCall c(out, gate, v, weight, skip, eps, over_heads, gate_first, skip_first);
+  const int64_t numbers = (int64_t)c.h * c.e;
+  Tensor y = empty(out.scalar_type(), {c.b, c.n, numbers});
+  c.y = {(char*)y.data_ptr(), c.n * numbers, numbers, c.e};
+  Tasks(c.b, c.n).run(numbers, [&](int64_t, int64_t batch, int64_t begin, int64_t end) {
+    isa().norm(c, batch, begin, end);
+  });
+  return y;
+}
+
+inline std::tuple<Tensor, Tensor, Tensor, Tensor> gated_norm_backward(Tensor gradient, Tensor out, Maybe gate, Maybe v,
+                                                                      Maybe weight, Maybe skip, double eps,
+                                                                      bool over_heads, bool gate_first,
+                                                                      bool skip_first) {
+  NormCall c(out, gate, v, weight, skip, eps, over_heads, gate_first, skip_first);
+  const auto type = out.scalar_type();
+  const int64_t numbers = (int64_t)c.h * c.e;
+  c.dy = tokens("gradient", gradient, type, {c.b, c.n, numbers}, c.e);
+  Tensor d_out = empty(type, {c.b, c.n, c.h, c.e});
+  Tensor d_gate = gate ? empty(type, {c.b, c.n, numbers}) : empty(type, {0});
+  Tensor d_v = v ? empty(type, {c.b, c.n, c.g, c.e}) : empty(type, {0});
+  c.d_out = view(d_out);
+  c.d_gate = {(char*)d_gate.data_ptr(), c.n * numbers, numbers, c.e};
+  if (v) c.d_v = view(d_v);
+  const Tasks tasks(c.b, c.n);
+  const int64_t size = 2 * c.h * c.stride;
+  std::vector<float> sums(tasks.count() * size);
+  tasks.run(numbers, [&](int64_t task, int64_t batch, int64_t begin, int64_t end) {
+    isa().norm_backward(c, batch, begin, end, &sums[task * size]);
+  });
+  return {d_out, d_gate, d_v, total(sums, tasks.count(), 2 * c.h, c.stride, c.e)};
+}
+
+}  // namespace linrope

@@ -1,0 +1,36 @@
+// Vectors at the end of a row, where fewer numbers than a vector has are left, and a choice of the kernels' types.
+#pragma once
+#include "vector.h"
+
+namespace linrope {
+namespace {
+
+// The first `count` lanes; the others are zero. With PART = false, count is W.
+template <bool PART, class T> LINROPE_INLINE vf load_lanes(const T* p, int count) {
+  if constexpr (!PART) return load(p);
+  T lanes[W] = {};
+  memcpy(lanes, p, count * sizeof(T));
+  return load(lanes);
+}
+template <bool PART, class T> LINROPE_INLINE void store_lanes(T* p, vf x, int count) {
+  if constexpr (!PART) return store(p, x);
+  T lanes[W];
+  store(lanes, x);
+  memcpy(p, lanes, count * sizeof(T));
+}
+
+// Calls f<PART>(i, count) for the vectors of a row of n numbers
+template <class F> LINROPE_INLINE void vectors(int n, F f) {
+  int i = 0;
+  for (; i + W <= n; i += W) f.template operator()<false>(i, W);
+  if (i < n) f.template operator()<true>(i, n - i);
+}
+
+template <class F> inline void with_type(int type, F f) {
+  if (type == kFloat32) f.template operator()<float>();
+  else if (type == kBFloat16) f.template operator()<bf16>();
+  else f.template operator()<fp16>();
+}
+
+}  // namespace
+}  // namespace linrope
