@@ -119,8 +119,8 @@ def test_a_masked_layer_is_exported_for_any_batch_and_length() -> None:
 
 def test_sequences_begin_with_no_tokens() -> None:
     module = TensorStates(make_model(num_layers=1))
-    assert module.names == ["kv_0", "z_0", "position_0"]
-    assert TensorStates(make_model(num_layers=2)).names[3:] == ["kv_1", "z_1", "position_1"]
+    assert module.names == ["kv_0", "z_0", "position_0", "conv_0"]
+    assert TensorStates(make_model(num_layers=2)).names[4:] == ["kv_1", "z_1", "position_1", "conv_1"]
     assert TensorStates(make_model(num_layers=1, **GATED)).names[3:] == ["angle_0", "log_scale_0", "conv_0"]
     assert all(tensor.shape[0] == 3 and not tensor.any() for tensor in module.empty(3))
 

@@ -17,6 +17,24 @@ Options = dict[str, Any]
 TOLERANCE = 0.01  # of the number of parameters
 LENGTH = "the task's length"  # the longest half-life with which a decay starts
 
+# The block that models had before the study of its parts. Variants without "parts" are made of it.
+_FORMER: Options = {
+    "short_conv": None,
+    "skip": None,
+    "decay": None,
+    "forget_gate": False,
+    "write_gate": None,
+    "init": "gpt-2",
+}
+# The parts of the present block, in the order in which the ladder adds them.
+PARTS: dict[str, Options] = {
+    "init": {"init": "fan-in"},
+    "conv": {"short_conv": "auto"},
+    "skip": {"skip": "after"},
+    "wide": {"values": "wide"},
+    "heads": {"heads": "many"},
+    "write": {"write_gate": "tied"},
+}
 _SOFTMAX: Options = {"attention": "softmax"}
 _PLAIN: Options = {"positions": "none"}
 _RETNET: Options = {"decay": "retnet"}
@@ -26,11 +44,14 @@ _GATE: Options = {"forget_gate": {"longest": LENGTH}}
 _SELECTIVE: Options = {"rotary": "selective"}
 _ADD: Options = {"rotary": {"name": "selective", "bound": "add"}}
 _CONV: Options = {"short_conv": 4}
+_LADDER = list(PARTS)
+_BLOCK: Options = _GATE | {"parts": _LADDER}
 _AXIAL: Options = {"rotary": {"axes": 2, "base": 10.0}}
 
 # name -> (family, which shares its learning rates; options). Linear ones have the output norm and the gate
-# silu(W x), unless they say otherwise. "order" is LinearRoPEAttention's rope_order; "softmax_last": the last
-# layer is softmax attention with RoPE.
+# silu(W x), unless they say otherwise. "parts": those of PARTS that are added to the former block. "order" is
+# LinearRoPEAttention's rope_order; "softmax_last": the last layer is softmax attention with RoPE; "mixers": twice
+# the layers, without feed-forward networks.
 VARIANTS: dict[str, tuple[str, Options]] = {
     "softmax-rope": ("softmax", _SOFTMAX),
     "softmax-none": ("softmax", _SOFTMAX | _PLAIN),
@@ -65,6 +86,17 @@ VARIANTS: dict[str, tuple[str, Options]] = {
     "linear-conv-relu2": ("convolution", _PLAIN | _CONV | {"feature_map": "relu2"}),
     "linear-conv-hedgehog": ("convolution", _PLAIN | _CONV | {"feature_map": "hedgehog"}),
     "linear-conv-taylor2": ("convolution", _PLAIN | _CONV | {"feature_map": "taylor2"}),
+    **{
+        f"gate-rope+{part}": ("ladder", _GATE | {"parts": _LADDER[: i + 1]})
+        for i, part in enumerate(_LADDER[:-1])
+    },
+    "block": ("block", _BLOCK),
+    "block-plain": ("block", _BLOCK | _PLAIN),
+    "block-selective": ("block", _BLOCK | _SELECTIVE),
+    "block-selective-add": ("block", _BLOCK | _ADD),
+    "block-identity": ("block", _BLOCK | {"feature_map": "identity", "normalize": False}),
+    "block-mixers": ("block-mixers", _BLOCK | {"mixers": True}),
+    "block-softmax": ("block-softmax", _SOFTMAX | {"parts": ["init", "conv", "skip", "wide"]}),
     **{name: (name, {}) for name in peers.PEERS},
 }
 
@@ -93,12 +125,13 @@ def build(name: str, task: Task, seed: int = 0) -> Logits:
         ValueError: it cannot be made to have as many parameters as "softmax-rope".
     """
     target = _count(_make("softmax-rope", task, 3 * task.dim))
+    start = 16 if VARIANTS[name][1].get("mixers") else 3 * task.dim
     if name in peers.PEERS:
         make: Callable[[int], Logits] = lambda size: Logits(*peers.make(name, task, size))  # noqa: E731
         size = fit(lambda size: _count(make(size)), target, peers.PEERS[name].start)
     else:
         make = lambda size: _make(name, task, size)  # noqa: E731
-        size = fit(lambda size: _count(make(size)), target, 3 * task.dim)
+        size = fit(lambda size: _count(make(size)), target, start)
     torch.manual_seed(seed)
     model = make(size)
     check_parameters(name, _count(model), target)
@@ -137,22 +170,47 @@ def _make(name: str, task: Task, hidden_dim: int) -> Logits:
             layer = {"rotary": None} | {key: x for key, x in layer.items() if key != "positions"}
         return Logits(Encoder(task, layer, hidden_dim), layer | {"hidden_dim": hidden_dim}, _call)
     order, softmax_last = options.pop("order", "after"), options.pop("softmax_last", False)
-    sizes: Options = {
-        "vocab_size": task.vocab_size,
-        "embed_dim": task.dim,
-        "num_heads": task.heads,
-        "num_layers": task.layers,
-        "decay": None,
-    }
-    config = LanguageModelConfig(**(sizes | options), hidden_dim=hidden_dim)
+    sizes: Options = {"vocab_size": task.vocab_size, "embed_dim": task.dim, "num_layers": task.layers}
+    config = LanguageModelConfig(**(sizes | _block(options, task, hidden_dim)))
     model = LanguageModel(config)
     for block in model.blocks:
         if order != "after":
             cast(LinearRoPEAttention, block.attention).rope_order = order
     if softmax_last:
-        softmax = LanguageModelConfig(**(sizes | _SOFTMAX), hidden_dim=hidden_dim)
+        softmax = LanguageModelConfig(**(sizes | _block(dict(_SOFTMAX), task, hidden_dim)))
         model.blocks[-1] = LanguageModel(softmax).blocks[-1]
     return Logits(model, asdict(config) | {"order": order, "softmax_last": softmax_last}, _first)
+
+
+def _block(options: Options, task: Task, size: int) -> Options:
+    """The fields of LanguageModelConfig for a variant; size: what brings it to the parameters of the others.
+
+    Many heads are twice as many of half the size, wide values are twice as wide as keys: with both, the state has as
+    many numbers as without either. A model of mixers alone has twice the layers, and all heads share one query and key,
+    whose size is free.
+    """
+    parts, mixers = options.pop("parts", []), options.pop("mixers", False)
+    for part in parts:
+        options |= {key: x for key, x in PARTS[part].items() if key not in ("values", "heads")}
+    many, wide = 1 + ("heads" in parts), 1 + ("wide" in parts)
+    heads, head_dim = task.heads * many, task.head_dim // many
+    shape: Options = {
+        "num_heads": heads,
+        "head_dim": head_dim,
+        "value_head_dim": head_dim * wide,
+        "hidden_dim": size,
+    }
+    if mixers:
+        shape |= {
+            "num_heads": 1,
+            "num_value_heads": heads,
+            "head_dim": max(2, 2 * (size // 2)),
+            "feed_forward": False,
+        }
+        shape |= {"num_layers": 2 * task.layers, "hidden_dim": None}
+    softmax = options.get("attention") == "softmax"
+    former = _FORMER | ({"gate": False, "out_norm": False} if softmax and not parts else {})
+    return former | options | shape
 
 
 def _with_length(options: Any, length: int) -> Any:

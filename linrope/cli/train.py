@@ -16,8 +16,8 @@ from linrope.cli.training import accelerator_on, describe, run_steps
 from linrope.common.files import check_readable, parse_json
 from linrope.common.names import expected_one_of
 from linrope.models import LanguageModel, LanguageModelConfig
-from linrope.models.decay import resolve_decay
-from linrope.models.language_model import ATTENTION, POSITIONS
+from linrope.models.defaults import SHORT_CONV, resolve_block
+from linrope.models.language_model_config import ATTENTION, POSITIONS
 from linrope.models.training import Corpus, Trainer, TrainingConfig, checkpoints, latest_checkpoint
 from linrope.models.training.checkpoint import tokenizer_of
 from linrope.models.training.corpus import load_tokenizer
@@ -106,7 +106,10 @@ def train(
     ] = None,
     embed_dim: Annotated[int, typer.Option(help="Width of the model.")] = 128,
     layers: Annotated[int, typer.Option(help="Blocks.")] = 4,
-    heads: Annotated[int, typer.Option(help="Heads per block.")] = 4,
+    heads: Annotated[int, typer.Option(help="Heads per block.")] = 8,
+    feed_forward: Annotated[
+        bool, typer.Option(help="Whether a feed-forward network follows the attention in each block.")
+    ] = True,
     feature_map: Annotated[str, typer.Option(help="Feature map of the attention.")] = "elu+1",
     attention: Annotated[str, typer.Option(help=f"{' or '.join(ATTENTION)}.")] = "linear",
     positions: Annotated[
@@ -121,17 +124,22 @@ def train(
     decay: Annotated[
         str | None,
         typer.Option(
-            help="How keys decay: spread (half-lives from 1 token to a row; the default of linear attention "
-            "with a rotation and without --forget-gate), learned (starts as spread), retnet or none.",
+            help="Instead of the forget gate, how keys decay: spread (half-lives from 1 token to a row), learned "
+            "(starts as spread), retnet or none.",
             show_default=False,
         ),
     ] = None,
     forget_gate: Annotated[
-        bool, typer.Option("--forget-gate", help="Decay keys by a gate computed from the input.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            help="Decay keys by a gate computed from the input. Default: yes with linear attention, unless "
+            "--decay is given.",
+            show_default=False,
+        ),
+    ] = None,
     short_conv: Annotated[
-        int, typer.Option(help="Taps of a convolution on queries, keys and values, such as 4; 0: none.")
-    ] = 0,
+        int, typer.Option(help="Taps of the convolution on queries, keys and values; 0: none.")
+    ] = 4,
     qk_norm: Annotated[bool, typer.Option("--qk-norm", help="RMS norm of queries and keys.")] = False,
     sequence_parallel: Annotated[int, typer.Option(help="Processes that share the tokens of a batch.")] = 1,
     tensor_parallel: Annotated[int, typer.Option(help="Processes that share the heads.")] = 1,
@@ -199,11 +207,24 @@ def _parallel(options: dict[str, Any]) -> dict[str, int]:
 def _model(options: dict[str, Any], vocab_size: int) -> LanguageModelConfig:
     length = options["sequence_length"]
     rotary = _or_none(options["rotary"])
-    decay = "auto" if options["decay"] is None else _or_none(options["decay"])
     linear = options["attention"] == "linear"
     rotated = linear and options["positions"] == "rope" and rotary is not None
-    decay = resolve_decay(decay, rotated=rotated, forget_gate=options["forget_gate"])
+    gate = options["forget_gate"]
+    decay, forget_gate, write_gate = None, False, None
+    if linear:
+        block = resolve_block(
+            decay="auto" if options["decay"] is None else _or_none(options["decay"]),
+            forget_gate="auto" if gate is None else gate,
+            rotated=rotated,
+        )
+        decay, forget_gate, write_gate = (block[name] for name in ("decay", "forget_gate", "write_gate"))
+    elif options["decay"] is not None or gate:
+        name = "--decay" if options["decay"] is not None else "--forget-gate"
+        raise ValueError(f"{name}: got it with --attention=softmax, which has none; expected linear")
     half_lives: dict[str, Any] = {"longest": length}
+    short_conv: dict[str, Any] | None = SHORT_CONV | {"taps": options["short_conv"]}
+    if options["short_conv"] == 0:
+        short_conv = None
     feature_map: Any = options["feature_map"]
     max_length = max(length, LanguageModelConfig.max_length)
     if feature_map == "cosformer":  # which refuses positions from max_length on
@@ -219,8 +240,10 @@ def _model(options: dict[str, Any], vocab_size: int) -> LanguageModelConfig:
         feature_map=feature_map,
         rotary=rotary,
         decay={"name": decay, **half_lives} if decay in ("spread", "learned") else decay,
-        forget_gate=half_lives if options["forget_gate"] else False,
-        short_conv=options["short_conv"] or None,
+        forget_gate=half_lives if forget_gate else False,
+        write_gate=write_gate,
+        short_conv=short_conv,
+        feed_forward=options["feed_forward"],
         qk_norm=options["qk_norm"],
     )
 

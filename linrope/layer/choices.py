@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from linrope import feature_maps
 from linrope.common.names import check_name
 from linrope.feature_maps import FeatureMap
-from linrope.layer.selective import ForgetGate, SelectiveSteps, spread
+from linrope.layer.selective import ForgetGate, SelectiveSteps, WriteGate, spread
 from linrope.rotation.rotary import LAYOUTS, Rotary
 
 DECAYS = ("spread", "learned", "retnet")
+WRITE_GATES = ("tied", "independent")
 ROTATIONS = (*LAYOUTS, "selective")
 
 
@@ -80,6 +81,17 @@ def make_forget_gate(
     if not isinstance(options, Mapping) or set(options) - {"longest"}:
         raise ValueError(f"forget_gate={choice!r}: expected True, False, or a dict with 'longest'")
     return ForgetGate(embed_dim, heads, **options, **factory)
+
+
+def make_write_gate(
+    choice: str | None, forget_gate: ForgetGate | None, embed_dim: int, heads: int, factory: dict[str, Any]
+) -> WriteGate | None:
+    if choice is None:
+        return None
+    check_name("write_gate", choice, WRITE_GATES, also="None")
+    if forget_gate is None:
+        raise ValueError(f"write_gate={choice!r}: expected None without a forget_gate")
+    return WriteGate(embed_dim, heads, forget_gate.longest, tied=choice == "tied", **factory)
 
 
 def make_decay(choice: str | Mapping[str, Any] | Sequence[float] | Tensor, heads: int) -> tuple[Tensor, bool]:

@@ -83,6 +83,66 @@ class ForgetGate(nn.Module):
         return f"{self.weight.shape[1]}, num_heads={self.weight.shape[0]}, longest={self.longest}"
 
 
+class WriteGate(nn.Module):
+    """Computes from each token how much of its value each head writes into the state.
+
+        w v,   w = 1 - f  (tied to the forget gate f)   or   w = sigmoid(W x + b)  (independent)
+
+    It maps x (b, n, embed_dim), v (b, n, num_heads, e) and log f (b, n, num_heads) to w v in v's dtype. b starts such
+    that an independent gate begins like a tied one, and W starts small.
+
+    Args:
+        embed_dim: size of x.
+        num_heads: g.
+        longest: as in the ForgetGate.
+        tied: whether w is 1 - f. The gate then has no weights of its own.
+
+    Source: the tied gates of the minimal GRU (arXiv 1603.09420) and of HGRN (arXiv 2311.04823).
+
+    >>> from linrope.layer.selective import WriteGate
+    >>> x, v, log_decay = torch.zeros(1, 1, 16), torch.ones(1, 1, 2, 1), torch.tensor([[[-0.1, -3.0]]])
+    >>> WriteGate(16, 2, tied=True)(x, v, log_decay)[..., 0]
+    tensor([[[0.0952, 0.9502]]])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        longest: float = LONGEST,
+        *,
+        tied: bool,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.longest, self.tied = longest, tied
+        self.weight = self.bias = None
+        if not tied:
+            self.weight = nn.Parameter(torch.empty(num_heads, embed_dim, device=device, dtype=dtype))
+            self.bias = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.weight is not None and self.bias is not None:
+            nn.init.normal_(self.weight, std=0.02)
+            self.bias.copy_(-spread(len(self.bias), self.longest).logit())
+
+    def forward(self, x: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        if self.weight is None or self.bias is None:
+            w = -torch.expm1(log_decay)
+        else:
+            with torch.autocast(x.device.type, enabled=False):
+                w = F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)).sigmoid()
+        written: Tensor = v * w[..., None]
+        return written.to(v.dtype)
+
+    def extra_repr(self) -> str:
+        return "tied" if self.weight is None else f"{self.weight.shape[1]}, num_heads={self.weight.shape[0]}"
+
+
 class SelectiveSteps(nn.Module):
     """Computes from each token the angle by which it turns the features further or less than theta.
 

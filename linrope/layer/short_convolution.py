@@ -3,57 +3,86 @@
 b batch, n tokens, c channels, s sequences.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from linrope.common.names import check_name
+from linrope.layer.operators.convolve import convolve
 from linrope.sequence.packing import owners, rising_bounds
+
+STARTS = ("identity", "uniform")
+ACTIVATIONS = ("silu",)
+MOST_TAPS = 2**16
 
 
 class ShortConvolution(nn.Module):
     """A causal depthwise convolution: each channel's weighted sum over its last few tokens.
 
-        y_i = sum_t weight_(taps - 1 - t) x_(i - t)       t = 0 .. taps - 1;  x = 0 before a sequence
+        y_i = act(bias + sum_t weight_(taps - 1 - t) x_(i - t))       t = 0 .. taps - 1;  x = 0 before a sequence
 
     Tokens that key_mask hides are skipped, as if they were absent; their own y is an arbitrary finite number. Packed
-    sequences do not see each other. The weight starts as the identity, with 1 at the token itself, so a new layer
-    computes the same as one without the convolution. The zeros learn at once, because each tap has its own input.
+    sequences do not see each other.
 
     Args:
         channels: c.
         taps: number of tokens that y depends on. The weight is (channels, 1, taps), as in torch.nn.Conv1d.
+        activation: None, or "silu".
+        bias: whether there is a bias, which starts at 0.
+        start: the weight's initial value. "identity": 1 at the token itself, so that a new layer without an activation
+            computes the same as one without the convolution; the zeros learn at once, because each tap has its own
+            input. "uniform": between -1 / sqrt(taps) and 1 / sqrt(taps), as in torch.nn.Conv1d.
 
     Raises:
-        ValueError: taps is below 2.
+        ValueError: taps is below 2, or a name is unknown.
 
-    Source: the convolution of H3 (arXiv 2212.14052) and Mamba (arXiv 2312.00752), without its nonlinearity.
+    Source: the convolution of H3 (arXiv 2212.14052) and, with SiLU, of Mamba (arXiv 2312.00752).
 
     >>> from linrope.layer.short_convolution import ShortConvolution
-    >>> y, last = ShortConvolution(8, taps=4)(torch.randn(2, 10, 8))
+    >>> y, last = ShortConvolution(8, taps=4, activation="silu")(torch.randn(2, 10, 8))
     >>> y.shape, last.shape
     (torch.Size([2, 10, 8]), torch.Size([2, 3, 8]))
     """
+
+    bias: nn.Parameter | None
 
     def __init__(
         self,
         channels: int,
         taps: int = 4,
         *,
+        activation: str | None = None,
+        bias: bool = False,
+        start: str = "identity",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(taps, bool) or not isinstance(taps, int) or taps < 2:
-            raise ValueError(f"short_conv={taps!r}: expected the number of taps, at least 2, or None")
-        self.channels, self.taps = channels, taps
+        if isinstance(taps, bool) or not isinstance(taps, int) or not 2 <= taps <= MOST_TAPS:
+            raise ValueError(f"short_conv={taps!r}: expected the number of taps, 2 .. {MOST_TAPS}, or None")
+        if activation is not None:
+            check_name("activation", activation, ACTIVATIONS, also="None")
+        check_name("start", start, STARTS)
+        if not isinstance(bias, bool):
+            raise ValueError(f"bias={bias!r}: expected True or False")
+        self.channels, self.taps, self.activation, self.start = channels, taps, activation, start
         self.weight = nn.Parameter(torch.empty(channels, 1, taps, device=device, dtype=dtype))
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(channels, device=device, dtype=dtype))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        self.weight.zero_()
-        self.weight[..., -1] = 1
+        if self.start == "identity":
+            self.weight.zero_()
+            self.weight[..., -1] = 1
+        else:
+            nn.init.uniform_(self.weight, -(self.taps**-0.5), self.taps**-0.5)
+        if self.bias is not None:
+            self.bias.zero_()
 
     def forward(
         self,
@@ -66,32 +95,104 @@ class ShortConvolution(nn.Module):
 
         before: the last inputs of the call whose sequences x continues. None: the sequences begin here.
         """
-        width = self.taps - 1
-        if key_mask is None and cu_seqlens is None:
-            before = x.new_zeros(x.shape[0], width, self.channels) if before is None else before.to(x.dtype)
-            inputs = torch.cat((before, x), 1)
-            last = inputs[:, x.shape[1] :].clone()  # a view would keep all inputs in memory
-            return self._sums(inputs), last
-        rows = _Rows.of(x, key_mask, cu_seqlens, width)
-        flat = x.flatten(0, 1)
-        if key_mask is not None:  # padding may be infinite
-            flat = flat.masked_fill(~key_mask.flatten()[:, None], 0)
+        (y,), last = self.convolve_parts((x,), before, key_mask, cu_seqlens)
+        return y, last
+
+    def convolve_parts(
+        self,
+        parts: Sequence[Tensor],
+        before: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[list[Tensor], Tensor]:
+        """``forward`` with the channels of x in several tensors, which are not copied. y has the same parts."""
+        sizes = [x.shape[-1] for x in parts]
+        if key_mask is not None:
+            y, last = self._skip_hidden(torch.cat(list(parts), -1), before, key_mask, cu_seqlens)
+            return list(y.split(sizes, -1)), last
+        if parts[0].shape[1] == 1:  # a decoding step: one call of the kernel costs less than several
+            parts = (torch.cat(list(parts), -1),)
+        sequences = parts[0].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        ys, lasts, low = [], [], 0
+        for x in parts:
+            channels = slice(low, low := low + x.shape[-1])
+            x_before = (
+                x.new_zeros(sequences, self.taps - 1, x.shape[-1])
+                if before is None
+                else before[..., channels].to(x.dtype)
+            )
+            ys.append(self._convolve(x, channels, None if before is None else x_before, cu_seqlens))
+            lasts.append(_last_inputs(x_before, x, cu_seqlens))
+        if len(ys) != len(sizes):
+            ys = list(ys[0].split(sizes, -1))
+        return ys, torch.cat(lasts, -1) if len(lasts) > 1 else lasts[0]
+
+    def _convolve(
+        self, x: Tensor, channels: slice, before: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        bias: Tensor | None = None if self.bias is None else self.bias[channels]
+        return convolve(
+            x,
+            self.weight[channels, 0],
+            bias,
+            before=before,
+            cu_seqlens=cu_seqlens,
+            silu=self.activation == "silu",
+        )
+
+    def _skip_hidden(
+        self, x: Tensor, before: Tensor | None, key_mask: Tensor, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """``forward`` with a mask: the visible tokens are copied into one table, where they are neighbours."""
+        rows = _Rows.of(x, key_mask, cu_seqlens, self.taps - 1)
+        flat = x.flatten(0, 1).masked_fill(~key_mask.flatten()[:, None], 0)  # padding may be infinite
         inputs = x.new_zeros(rows.length + 1, self.channels).index_copy(0, rows.tokens, flat)
         if before is not None:
             inputs = inputs.index_copy(0, rows.before.flatten(), before.to(x.dtype).flatten(0, 1))
-        y = self._sums(inputs[None])[0].index_select(0, rows.sums)
+        y = self._convolve(inputs[None], slice(None), None, None)[0].index_select(0, rows.tokens)
         return y.view(x.shape), inputs[rows.last]
 
-    def _sums(self, inputs: Tensor) -> Tensor:
-        """(.., taps - 1 + n, c) -> (.., n, c), computed by shifts because depthwise conv1d is slow on a CPU."""
-        n, weight = inputs.shape[1] - self.taps + 1, self.weight[:, 0]
-        y: Tensor = inputs[:, self.taps - 1 :] * weight[:, -1]
-        for tap in range(self.taps - 1):
-            y = y + inputs[:, tap : tap + n] * weight[:, tap]
-        return y.to(inputs.dtype)
-
     def extra_repr(self) -> str:
-        return f"{self.channels}, taps={self.taps}"
+        text = f"{self.channels}, taps={self.taps}"
+        text += "" if self.activation is None else f", activation={self.activation!r}"
+        return text + ("" if self.bias is None else ", bias=True")
+
+
+def make_short_convolution(
+    choice: int | Mapping[str, Any] | None, channels: int, factory: dict[str, Any]
+) -> ShortConvolution | None:
+    """choice: as LinearRoPEAttention's short_conv. factory: the device and dtype of new weights."""
+    if choice is None:
+        return None
+    options = dict(choice) if isinstance(choice, Mapping) else {"taps": choice}
+    if unknown := sorted(set(options) - {"taps", "activation", "bias", "start"}):
+        raise ValueError(
+            f"short_conv: got the keys {unknown}, expected some of 'taps', 'activation', 'bias' and 'start'"
+        )
+    return ShortConvolution(channels, **options, **factory)
+
+
+def _last_inputs(before: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """The last taps - 1 inputs of each sequence, (s, taps - 1, c), from those before this call and x (b, n, c)."""
+    width, n = before.shape[1], x.shape[1]
+    if cu_seqlens is None:
+        if (
+            torch.compiler.is_compiling() or n < width
+        ):  # a comparison would fix the length of an exported graph
+            return torch.cat((before, x), 1)[:, n:].clone()  # a view would keep all inputs in memory
+        return x[:, n - width :].clone()
+    bounds = rising_bounds(cu_seqlens, n)
+    assert bounds is not None
+    slots = torch.arange(width, device=x.device)
+    index = bounds[1:, None] - width + slots  # of a token, or below its sequence's first
+    missing = (bounds[:-1, None] - index).clamp(
+        min=0
+    )  # how many inputs before the sequence are needed, counted back
+    old = before.gather(1, (width - missing).clamp(max=width - 1)[..., None].expand_as(before))
+    if n == 0:
+        return old
+    new = x[0].index_select(0, index.clamp(min=0).flatten()).view(before.shape)
+    return torch.where((missing > 0)[..., None], old, new)
 
 
 class _Rows(NamedTuple):
@@ -99,12 +200,11 @@ class _Rows(NamedTuple):
 
     length: int  # number of rows; one more row takes the hidden tokens
     tokens: Tensor  # (b n,): the row of each token
-    sums: Tensor  # (b n,): the first row of each token's sum; a hidden token takes the sum of an earlier row
     before: Tensor  # (s, taps - 1): the rows of the inputs before each sequence
     last: Tensor  # (s, taps - 1): the last rows of each sequence
 
     @classmethod
-    def of(cls, x: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, width: int) -> "_Rows":
+    def of(cls, x: Tensor, key_mask: Tensor, cu_seqlens: Tensor | None, width: int) -> "_Rows":
         """Built without a host-device sync."""
         (b, n, _), device = x.shape, x.device
         tokens = torch.arange(b * n, device=device)
@@ -113,11 +213,10 @@ class _Rows(NamedTuple):
         owner = tokens // max(n, 1) if packed is None else owners(packed, n)
         s = b if packed is None else len(packed) - 1  # len(bounds) would fix the batch size of an export
         length = b * n + s * width
-        visible = tokens + 1 if key_mask is None else key_mask.flatten().cumsum(0)
-        row = visible - 1 + (owner + 1) * width
-        row_or_spare = row if key_mask is None else row.where(key_mask.flatten(), length)
+        visible = key_mask.flatten().cumsum(0)
+        row = (visible - 1 + (owner + 1) * width).where(key_mask.flatten(), length)
         count = torch.cat((visible.new_zeros(1), visible))[bounds]  # visible tokens before each bound
         first = count[:-1] + torch.arange(s, device=device) * width
         before = first[:, None] + torch.arange(width, device=device)
         last = before + count.diff()[:, None]
-        return cls(length, row_or_spare, (row - width).clamp(min=0), before, last)
+        return cls(length, row, before, last)

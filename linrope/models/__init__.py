@@ -1,6 +1,7 @@
 """Models for long sequences, each in one readable file."""
 
 from linrope.models.generation import generate
-from linrope.models.language_model import LanguageModel, LanguageModelConfig
+from linrope.models.language_model import LanguageModel
+from linrope.models.language_model_config import LanguageModelConfig
 
 __all__ = ["LanguageModel", "LanguageModelConfig", "generate"]

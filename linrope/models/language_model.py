@@ -1,7 +1,7 @@
 """A byte-level causal language model on linear attention with RoPE, in one file.
 
     x = embed(bytes)                                          + p, with absolute positions
-    x = x + attention(norm(x));  x = x + swiglu(norm(x))      in each block
+    x = x + attention(norm(x));  x = x + swiglu(norm(x))      in each block; swiglu is an option
     logits = norm(x) embed^T                                  the embedding is tied
 
 The state of a sequence is one LinearAttentionState per block: generating the millionth byte takes the same
@@ -12,9 +12,9 @@ comparison.
 import json
 import math
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,81 +24,26 @@ from linrope.common.files import digest, load_tensors, parse_json, replace_file,
 from linrope.common.names import check_name
 from linrope.common.values import values_readable
 from linrope.distributed.shard import Shard
-from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.choices import ROTATIONS
-from linrope.models.decay import resolve_decay
+from linrope.models.defaults import INITIALIZATIONS, hidden_size, initialize
 from linrope.models.folders import latest_checkpoint
+from linrope.models.language_model_config import (
+    ATTENTION,
+    POSITIONS,
+    LanguageModelConfig,
+    check_softmax,
+    make_linear,
+    make_softmax,
+)
 from linrope.operation.checks import check_packing
 from linrope.operation.positions import resolve_positions
 from linrope.position_encodings import ABSOLUTE, RELATIVE, KeyValueState, SoftmaxAttention
-from linrope.rotation.rotary import LAYOUTS, Rotary
 from linrope.sequence.state import LinearAttentionState
 
-_FORMAT, _VERSION = "linrope.LanguageModel", 1
-
-ATTENTION = ("linear", "softmax")
-POSITIONS = ("rope", "none", *ABSOLUTE, *RELATIVE)
+_FORMAT, _VERSION = "linrope.LanguageModel", 2
 
 State = LinearAttentionState | KeyValueState
 States = list[State]
-
-_SIZES = (
-    "vocab_size",
-    "embed_dim",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "hidden_dim",
-    "max_length",
-    "short_conv",
-)
-_LARGEST = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class LanguageModelConfig:
-    """The sizes and choices of a LanguageModel, saved beside the weights as JSON."""
-
-    vocab_size: int = 256
-    embed_dim: int = 256
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int | None = None
-    hidden_dim: int | None = None  # of the SwiGLU; default: 8/3 embed_dim, rounded up to a multiple of 32
-    feature_map: str | dict = "elu+1"  # type: ignore[type-arg]  # or {"name": .., options}
-    # With positions "rope": a layout, "selective", or {"name": "selective", options}; None: no rotation.
-    rotary: str | dict | None = "interleaved"  # type: ignore[type-arg]
-    normalize: bool = True
-    out_norm: bool = True
-    gate: bool = True
-    attention: str = "linear"  # or "softmax", which uses only the heads and rotary of the fields above
-    positions: str = "rope"  # one of POSITIONS; those in RELATIVE require softmax attention
-    max_length: int = 4096  # the size of the table if positions is "learned"
-    # Options of linear attention, as in LinearRoPEAttention. decay="auto": see models/decay.py.
-    decay: str | dict | None = "auto"  # type: ignore[type-arg]
-    forget_gate: bool | dict = False  # type: ignore[type-arg]
-    short_conv: int | None = None
-    qk_norm: bool = False
-
-    def __post_init__(self) -> None:
-        for name in _SIZES:
-            value = getattr(self, name)
-            if value is not None and value > _LARGEST:
-                raise ValueError(f"{name}={value}: expected at most {_LARGEST}")
-
-    @classmethod
-    def from_dict(cls, values: object) -> "LanguageModelConfig":
-        """Raises ValueError on unknown keys or values of the wrong type."""
-        known = {field.name: field.type for field in fields(cls)}
-        if not isinstance(values, dict):
-            raise ValueError(f"config: got {type(values).__name__}, expected an object")
-        if unknown := sorted(set(values) - set(known)):
-            raise ValueError(f"config: got unknown keys {unknown}, expected some of {sorted(known)}")
-        for name, value in values.items():
-            kinds = get_args(known[name]) or (known[name],)
-            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-                raise ValueError(f"config: got {name}={value!r}, expected {known[name]}")
-        return cls(**values)
 
 
 class SwiGLU(nn.Module):
@@ -116,15 +61,17 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each behind a norm and inside a residual connection."""
+    """Attention and, as an option, a feed-forward network, each behind a norm and in a residual connection."""
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
         dim = config.embed_dim
         self.attention_norm = nn.RMSNorm(dim, eps=1e-6)
-        self.attention = _softmax(config) if config.attention == "softmax" else _linear(config)
-        self.feed_forward_norm = nn.RMSNorm(dim, eps=1e-6)
-        self.feed_forward = SwiGLU(dim, config.hidden_dim or 32 * math.ceil(8 / 3 * dim / 32))
+        self.attention = make_softmax(config) if config.attention == "softmax" else make_linear(config)
+        self.feed_forward_norm = nn.RMSNorm(dim, eps=1e-6) if config.feed_forward else None
+        self.feed_forward = (
+            SwiGLU(dim, config.hidden_dim or hidden_size(dim)) if config.feed_forward else None
+        )
 
     def forward(
         self,
@@ -137,7 +84,8 @@ class Block(nn.Module):
     ) -> tuple[Tensor, State | None]:
         mixer = _Mixer(self.attention, state, positions, cu_seqlens, return_state, shard)
         x = x + mixer(self.attention_norm(x))
-        x = x + self.feed_forward(self.feed_forward_norm(x))
+        if self.feed_forward is not None and self.feed_forward_norm is not None:
+            x = x + self.feed_forward(self.feed_forward_norm(x))
         return x, mixer.state
 
 
@@ -178,45 +126,6 @@ def _attend_to_each_sequence(
     return torch.cat([attention(part, positions=p) for part, p in zip(parts, part_positions, strict=True)], 1)
 
 
-def _linear(config: LanguageModelConfig) -> LinearRoPEAttention:
-    rotary = config.rotary if config.positions == "rope" else None
-    return LinearRoPEAttention(
-        config.embed_dim,
-        config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        feature_map=config.feature_map,
-        rotary=rotary,
-        normalize=config.normalize,
-        out_norm=config.out_norm,
-        gate=config.gate,
-        decay=resolve_decay(config.decay, rotated=rotary is not None, forget_gate=config.forget_gate),
-        forget_gate=config.forget_gate,
-        short_conv=config.short_conv,
-        qk_norm=config.qk_norm,
-    )
-
-
-def _softmax(config: LanguageModelConfig) -> SoftmaxAttention:
-    positions: str | Rotary = config.positions if config.positions in RELATIVE else "none"
-    if config.positions == "rope" and isinstance(config.rotary, str):
-        positions = Rotary(config.embed_dim // config.num_heads, layout=config.rotary)
-    return SoftmaxAttention(
-        config.embed_dim, config.num_heads, num_kv_heads=config.num_kv_heads, positions=positions
-    )
-
-
-def _check_softmax(config: LanguageModelConfig) -> None:
-    """Raises ValueError for options that only linear attention has."""
-    for name in ("decay", "forget_gate", "short_conv", "qk_norm"):
-        if (value := getattr(config, name)) not in (None, False, "auto"):
-            expected = False if name in ("forget_gate", "qk_norm") else None
-            raise ValueError(f"{name}={value!r}: expected {expected} with attention='softmax'")
-    if config.rotary not in (*LAYOUTS, None):
-        raise ValueError(
-            f"rotary={config.rotary!r}: expected {' or '.join(LAYOUTS)} with attention='softmax'"
-        )
-
-
 def _absolute(config: LanguageModelConfig) -> nn.Module | None:
     end = {"max_length": config.max_length} if config.positions == "learned" else {}
     return ABSOLUTE[config.positions](config.embed_dim, **end) if config.positions in ABSOLUTE else None
@@ -242,6 +151,7 @@ class LanguageModel(nn.Module):
                 raise ValueError(f"{name}={getattr(config, name)}: expected at least 1")
         check_name("attention", config.attention, ATTENTION)
         check_name("positions", config.positions, POSITIONS)
+        check_name("init", config.init, INITIALIZATIONS)
         if isinstance(config.rotary, str):  # the layer checks a dict
             check_name("rotary", config.rotary, ROTATIONS, also="a dict or None")
         if config.attention == "linear" and config.positions in RELATIVE:
@@ -250,17 +160,14 @@ class LanguageModel(nn.Module):
                 "never forms; expected attention='softmax'"
             )
         if config.attention == "softmax":
-            _check_softmax(config)
+            check_softmax(config)
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.embed_dim)
         self.encoding = _absolute(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.embed_dim, eps=1e-6)
-        for name, weight in self.named_parameters():
-            if weight.ndim == 2 and ".angle_steps." not in name:
-                # GPT-2's scaling: x sums two branches per block, so the last weights of each start smaller.
-                ends_branch = name.endswith(("o_proj.weight", "w2.weight"))
-                nn.init.normal_(weight, std=0.02 / (2 * config.num_layers) ** 0.5 if ends_branch else 0.02)
+        branches = (1 + config.feed_forward) * config.num_layers
+        initialize(self.named_parameters(), config.init, branches)
 
     def forward(
         self,

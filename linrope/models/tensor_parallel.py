@@ -35,7 +35,8 @@ from linrope.rotation.rotary import Rotary
 SHARDED = {
     **dict.fromkeys(("q_proj.weight", "k_proj.weight", "v_proj.weight", "g_proj.weight"), 0),
     **dict.fromkeys(("q_proj.bias", "k_proj.bias", "v_proj.bias", "g_proj.bias"), 0),
-    **dict.fromkeys(("forget_gate.weight", "forget_gate.bias", "decay_logit"), 0),
+    **dict.fromkeys(("forget_gate.weight", "forget_gate.bias", "decay_logit", "skip"), 0),
+    **dict.fromkeys(("write_gate.weight", "write_gate.bias", "q_bias", "k_bias"), 0),
     "o_proj.weight": 1,
 }
 
@@ -70,7 +71,8 @@ def share_heads(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     for block in module.blocks:  # check all blocks before changing the first
         assert isinstance(block, Block)
         assert isinstance(block.attention, LinearRoPEAttention)
-        _check_divides("hidden_dim", block.feed_forward.w1.out_features, mesh.size())
+        if block.feed_forward is not None:
+            _check_divides("hidden_dim", block.feed_forward.w1.out_features, mesh.size())
         _check_heads(block.attention, mesh.size())
     plan: dict[str, ParallelStyle] = {
         "blocks.*.attention": HeadParallel(),
@@ -150,7 +152,11 @@ def _check_divides(name: str, number: int, size: int) -> None:
 
 
 def _check_heads(layer: LinearRoPEAttention, size: int) -> None:
-    _check_divides("num_kv_heads", layer.num_kv_heads, size)
+    _check_divides("num_kv_heads", layer.num_key_heads, size)
+    if layer.norm_span == "all" and size > 1:
+        raise ValueError(
+            "out_norm='all': expected 'head' for tensor parallelism, since no process has all heads"
+        )
     steps = layer.angle_steps
     if steps is not None and not isinstance(steps, SelectiveSteps):
         raise ValueError(
@@ -181,7 +187,7 @@ def _distribute(layer: LinearRoPEAttention, mesh: DeviceMesh, source: int | None
     readers: dict[str, Callable[[DTensor], Tensor]] = {}
     for name, parameter in list(layer.named_parameters()):
         placement: Placement = Shard(sharded[name]) if name in sharded else Replicate()
-        if name == "short_conv.weight":
+        if name in ("short_conv.weight", "short_conv.bias"):
             readers[name] = partial(_channels, ranges=_channel_ranges(layer, rank, size))
         elif name == "o_proj.bias":
             readers[name] = partial(_on_one_rank, this_rank=rank == 0)
@@ -191,6 +197,7 @@ def _distribute(layer: LinearRoPEAttention, mesh: DeviceMesh, source: int | None
         data = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
         layer.get_submodule(owner)._parameters[last] = nn.Parameter(data, parameter.requires_grad)
     layer.num_heads, layer.num_kv_heads = layer.num_heads // size, g // size
+    layer.num_key_heads, layer.num_out_heads = layer.num_key_heads // size, layer.num_out_heads // size
     if layer.short_conv is not None:
         layer.short_conv.channels //= size
     layer.__class__ = SharedHeads

@@ -36,6 +36,14 @@ def resolve_heads(
     return g, d, e
 
 
+def check_value_heads(num_value_heads: int, num_heads: int, num_kv_heads: int) -> None:
+    """Checks the sizes of a layer whose values have more heads than its queries and keys."""
+    if num_kv_heads != num_heads:
+        raise ValueError(f"num_value_heads={num_value_heads}: expected None with num_kv_heads={num_kv_heads}")
+    if num_value_heads < 1 or num_value_heads % num_heads:
+        raise ValueError(f"num_value_heads={num_value_heads}: expected a multiple of num_heads={num_heads}")
+
+
 def check_inputs(x: Tensor, context: Tensor | None, embed_dim: int) -> None:
     """Checks the shapes of a layer's inputs."""
     for name, tensor in (("x", x), ("context", context)):

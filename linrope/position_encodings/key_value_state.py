@@ -19,6 +19,7 @@ class KeyValueState:
         positions: (b, m) int64.
         mask: (b, m) bool; False: padding.
         identity: the rotation of k; a layer with another rotation rejects the state.
+        conv: (b, taps - 1, channels): the last inputs of a layer's short convolution.
 
     >>> from linrope.position_encodings import SoftmaxAttention
     >>> _, state = SoftmaxAttention(16, 2)(torch.randn(1, 5, 16), return_state=True)
@@ -31,6 +32,7 @@ class KeyValueState:
     positions: Tensor
     mask: Tensor
     identity: str
+    conv: Tensor | None = None
 
     def __repr__(self) -> str:
         kind = str(self.k.dtype).removeprefix("torch.")

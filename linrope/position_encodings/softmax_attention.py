@@ -1,5 +1,7 @@
 """Softmax attention with the interface of LinearRoPEAttention, for comparison."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -7,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linrope.common.names import check_name
-from linrope.operation.checks import check_inputs, check_mask, check_packing, resolve_heads
+from linrope.layer.mixer import Mixer
+from linrope.operation.checks import check_inputs, check_mask, check_packing
 from linrope.operation.positions import resolve_positions
 from linrope.position_encodings.absolute import ABSOLUTE
 from linrope.position_encodings.key_value_state import KeyValueState
@@ -16,11 +19,14 @@ from linrope.rotation.rotary import Rotary, spell_out
 from linrope.sequence.packing import owners
 
 
-class SoftmaxAttention(nn.Module):
+class SoftmaxAttention(Mixer):
     """Multi-head softmax attention with a position encoding.
 
-        q, k, v = W_q x, W_k c, W_v c                         c = context, or x
-        y = W_o softmax(scores(q, k)) v                       scores = <q_i, k_j> / sqrt(d), or the encoding's
+        q, k, v = conv(W_q x), conv(W_k c), conv(W_v c)       c = context, or x
+        out = softmax(scores(q, k)) v                         scores = <q_i, k_j> / sqrt(d), or the encoding's
+        y = W_o ((norm(out) + D v) * silu(W_g x))
+
+    Convolution, norm, skip D and gate are options, so that softmax and linear attention can be compared in one block.
 
     x is (b, n, embed_dim), context (b, m, embed_dim). Time grows with n m; so does memory with a relative
     encoding. A query that sees no key gets exactly 0. Absolute encodings are added to x before this layer.
@@ -34,6 +40,7 @@ class SoftmaxAttention(nn.Module):
         positions: "rope", "none", "shaw", "transformer-xl", "deberta", a RelativeEncoding, or a Rotary of
             head_dim.
         causal: whether query i sees only the keys j <= i of this call (and all keys of the state).
+        short_conv, qk_norm, out_norm, skip, gate: as in LinearRoPEAttention. The convolution requires causal=True.
         bias: whether the projections have biases.
 
     Raises:
@@ -59,23 +66,37 @@ class SoftmaxAttention(nn.Module):
         value_head_dim: int | None = None,
         positions: str | RelativeEncoding | Rotary = "rope",
         causal: bool = True,
+        short_conv: int | Mapping[str, Any] | None = None,
+        qk_norm: bool = False,
+        out_norm: bool | str | Mapping[str, Any] = False,
+        skip: str | None = None,
+        gate: bool | str = False,
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        g, d, e = resolve_heads(embed_dim, num_heads, num_kv_heads, head_dim, value_head_dim)
-        self.num_heads, self.num_kv_heads, self.head_dim, self.value_head_dim = num_heads, g, d, e
+        super().__init__(
+            embed_dim,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_head_dim=value_head_dim,
+            short_conv=short_conv,
+            qk_norm=qk_norm,
+            out_norm=out_norm,
+            skip=skip,
+            gate=gate,
+            bias=bias,
+            factory={"device": device, "dtype": dtype},
+        )
+        if not causal and short_conv is not None:
+            raise ValueError(
+                "short_conv: got causal=False, expected causal=True, because it runs forward in time"
+            )
         self.causal = causal
-        self.encoding = _make(positions, num_heads, d, e)
+        self.encoding = _make(positions, num_heads, self.head_dim, self.value_head_dim)
         if isinstance(self.encoding, nn.Module):
             self.encoding.to(device=device, dtype=dtype)
-
-        new: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(embed_dim, num_heads * d, **new)
-        self.k_proj = nn.Linear(embed_dim, g * d, **new)
-        self.v_proj = nn.Linear(embed_dim, g * e, **new)
-        self.o_proj = nn.Linear(num_heads * e, embed_dim, **new)
 
     def forward(
         self,
@@ -95,6 +116,8 @@ class SoftmaxAttention(nn.Module):
         states.
         """
         check_inputs(x, context, self.q_proj.in_features)
+        if context is not None and self.short_conv is not None:
+            raise ValueError("context: got one beside short_conv, expected None")
         context = x if context is None else context
         (b, n, _), m = x.shape, context.shape[1]
         if len(context) != b or (self.causal and n != m):
@@ -103,9 +126,13 @@ class SoftmaxAttention(nn.Module):
         check_packing(cu_seqlens, b, n, m, x.device)
         if cu_seqlens is not None and (state is not None or return_state):
             raise ValueError("cu_seqlens: got a state or return_state=True with it, expected neither")
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
-        k = self.k_proj(context).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v = self.v_proj(context).unflatten(-1, (self.num_kv_heads, self.value_head_dim))
+        if isinstance(state, KeyValueState):
+            self._check_conv(state)
+        q, k, v, conv_inputs = self.q_proj(x), self.k_proj(context), self.v_proj(context), None
+        if self.short_conv is not None:
+            (q, k, v), conv_inputs = self._convolve((q, k, v), key_mask, cu_seqlens, state)
+        q, k, v = self._queries(q), self._keys(k), self._values(v)
+        skipped = v
         rotary = self.encoding if isinstance(self.encoding, Rotary) else None
 
         if state is not None:
@@ -135,7 +162,8 @@ class SoftmaxAttention(nn.Module):
             k, v = (tensor.masked_fill(~key_mask[:, :, None, None], 0) for tensor in (k, v))
         new_state = KeyValueState(k, v, k_positions.expand(b, m), key_mask, str(rotary))
         if state is not None:
-            new_state = state.append(new_state)
+            new_state = replace(state, conv=None).append(new_state)
+        new_state = replace(new_state, conv=conv_inputs)
 
         if isinstance(self.encoding, RelativeEncoding):
             mask = self._mask(new_state.mask, n, cu_seqlens)
@@ -144,7 +172,7 @@ class SoftmaxAttention(nn.Module):
             out = _attend(q, new_state, self.causal, None)
         else:
             out = _attend(q, new_state, self.causal, self._mask(new_state.mask, n, cu_seqlens))
-        y: Tensor = self.o_proj(out.flatten(-2))
+        y = self._output(out, skipped, x)
         return (y, new_state) if return_state else y
 
     def _mask(self, key_mask: Tensor, n: int, cu_seqlens: Tensor | None) -> Tensor:

@@ -32,10 +32,9 @@ def test_train_resume_generate(text: Path, tmp_path: Path, capfd: pytest.Capture
     assert "bits per byte after 4 steps" in capfd.readouterr().out
     assert run(["train", str(text), "--out", out, "--resume"]) == 0
     capfd.readouterr()
-    assert json.loads((checkpoints(Path(out))[-1] / "config.json").read_text())["decay"] == {
-        "name": "spread",
-        "longest": 32,
-    }
+    config = json.loads((checkpoints(Path(out))[-1] / "config.json").read_text())
+    assert config["forget_gate"] == {"longest": 32}
+    assert config["write_gate"] == "tied"
     generated = []
     for _ in range(2):
         assert (
@@ -176,7 +175,7 @@ def test_eval_of_two_runs(text: Path, tmp_path: Path, capfd: pytest.CaptureFixtu
         (["train", "{text}", "--out", "{tmp}/\udcff"], r"\udcff': expected a path in UTF-8"),
         (
             ["train", "{text}", "--attention", "softmax", "--forget-gate"],
-            "expected False with attention='softmax'",
+            "--forget-gate: got it with --attention=softmax",
         ),
         (["train", "{text}", "--attention", "softmax", "--rotary", "selective"], "rotary='selective'"),
         (["eval", "--checkpoint", "{tmp}"], "expected a folder with checkpoints"),

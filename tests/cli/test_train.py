@@ -32,23 +32,28 @@ def test_a_finished_run_goes_on_with_more_steps_and_says_what_it_ignores(
 
 
 @pytest.mark.parametrize(
-    ("options", "decay"),
+    ("options", "decay", "gated"),
     [
-        ([], {"name": "spread", "longest": 32}),
-        (["--forget-gate"], None),
-        (["--rotary", "none"], None),
-        (["--positions", "sinusoidal"], None),
-        (["--forget-gate", "--decay", "learned"], {"name": "learned", "longest": 32}),
-        (["--decay", "none"], None),
+        ([], None, True),
+        (["--no-forget-gate"], {"name": "spread", "longest": 32}, False),
+        (["--no-forget-gate", "--rotary", "none"], None, False),
+        (["--no-forget-gate", "--positions", "sinusoidal"], None, False),
+        (["--forget-gate", "--decay", "learned"], {"name": "learned", "longest": 32}, True),
+        (["--decay", "retnet"], "retnet", False),
+        (["--decay", "none"], None, False),
+        (["--attention", "softmax"], None, False),
     ],
     ids=str,
 )
-def test_the_default_decay_is_that_of_the_models(
-    options: list[str], decay: object, text: Path, tmp_path: Path
+def test_the_default_gates_and_decay_are_those_of_the_models(
+    options: list[str], decay: object, gated: bool, text: Path, tmp_path: Path
 ) -> None:
     assert run(["train", str(text), "--out", str(tmp_path), "--steps", "1", *SMALL, *options]) == 0
     (last,) = checkpoints(tmp_path)
-    assert json.loads((last / "config.json").read_text())["decay"] == decay
+    config = json.loads((last / "config.json").read_text())
+    assert config["decay"] == decay
+    assert config["forget_gate"] == ({"longest": 32} if gated else False)
+    assert config["write_gate"] == ("tied" if gated else None)
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_a_config_of_wrong_inner_types_or_sizes_is_refused(values: dict[str, Any
     sizes = {"vocab_size": 8, "embed_dim": 8, "num_layers": 1, "num_heads": 2}
     LanguageModel(LanguageModelConfig(**sizes)).save(tmp_path)
     weights = tmp_path / "model.safetensors"
-    tensors, metadata = load_tensors(weights, "linrope.LanguageModel", 1)
+    tensors, metadata = load_tensors(weights, "linrope.LanguageModel", 2)
     metadata["config"] = config_digest(sizes | values)  # the weights vouch for the wrong values
     save_tensors(weights, tensors, metadata)
     (tmp_path / "config.json").write_text(json.dumps(sizes | values))

@@ -126,7 +126,9 @@ def test_learned_positions_end(attention: str) -> None:
         ({"attention": "softmax", "decay": "retnet"}, "decay='retnet': expected None"),
         ({"decay": "fast"}, "decay='fast'"),
         ({"attention": "softmax", "forget_gate": True}, "forget_gate=True: expected False"),
-        ({"attention": "softmax", "short_conv": 4}, "short_conv=4: expected None"),
+        ({"attention": "softmax", "write_gate": "tied"}, "write_gate='tied': expected None"),
+        ({"short_conv": "silu"}, "short_conv='silu': expected 'auto', a number"),
+        ({"init": "xavier"}, "init='xavier': expected one of fan-in, gpt-2"),
         ({"attention": "softmax", "rotary": "selective"}, "rotary='selective': expected interleaved or half"),
         ({"rotary": {"name": "selected"}}, "rotary='selected': expected one of selective"),
         ({"positions": "sinusoidal", "embed_dim": 9, "num_heads": 3}, "dim=9"),
@@ -140,16 +142,18 @@ def test_choices_that_do_not_fit_are_refused(options: dict[str, object], message
 @pytest.mark.parametrize(
     ("options", "decays"),
     [
-        ({}, True),
-        ({"forget_gate": True}, False),
+        ({"forget_gate": False}, True),
+        ({}, False),
         ({"forget_gate": {}}, False),
         ({"decay": None}, False),
-        ({"rotary": None}, False),
-        ({"positions": "sinusoidal"}, False),
+        ({"forget_gate": False, "rotary": None}, False),
+        ({"forget_gate": False, "positions": "sinusoidal"}, False),
     ],
     ids=str,
 )
-def test_a_decay_is_the_default_beside_a_rotation_alone(options: dict[str, Any], decays: bool) -> None:
+def test_without_a_forget_gate_a_decay_is_the_default_beside_a_rotation(
+    options: dict[str, Any], decays: bool
+) -> None:
     decay = LanguageModel(replace(TINY, **options)).blocks[0].attention.decay
     assert (decay is not None) == decays
     assert not decays or decay.tolist() == [2**-1, 2 ** (-1 / 4096)]
@@ -255,8 +259,35 @@ def test_the_model_s_options_start_as_the_layer_starts_them() -> None:
     assert torch.equal(
         attention.short_conv.weight[..., -1], torch.ones_like(attention.short_conv.weight[..., -1])
     )
-    assert bool((attention.forget_gate.weight.abs() < 0.1).all())
     torch.testing.assert_close(attention.decay[0], torch.tensor(0.5).double())
+
+
+@pytest.mark.parametrize("dim", [96, 192, 384])
+def test_the_initial_weights_keep_the_size_of_what_passes_through_them(dim: int) -> None:
+    """Each branch adds a vector of about the size of its input, whatever the width, and the logits are about 1."""
+    torch.manual_seed(0)
+    model = LanguageModel(LanguageModelConfig(embed_dim=dim, num_heads=6, num_layers=2))
+    with torch.no_grad():
+        logits, _ = model(torch.randint(256, (2, 64)))
+        x = torch.randn(2, 64, dim)
+        branches = [part for block in model.blocks for part in (block.attention, block.feed_forward)]
+        sizes = [float(branch(x).std()) for branch in branches]
+        gpt2 = LanguageModel(replace(model.config, init="gpt-2"))
+        weights = [block.attention.q_proj.weight for block in gpt2.blocks]
+        ends = [block.attention.o_proj.weight for block in gpt2.blocks]
+        deviations = [float(weight.std()) for weight in (*weights, *ends)]
+    assert 0.5 < float(logits.std()) < 2
+    assert all(0.1 < size < 2 for size in sizes), sizes
+    torch.testing.assert_close(deviations, [0.02, 0.02, 0.01, 0.01], rtol=0.05, atol=0)
+
+
+def test_a_model_of_mixers_alone_has_no_feed_forward_networks() -> None:
+    model = LanguageModel(replace(TINY, feed_forward=False, num_value_heads=4, value_head_dim=8))
+    assert not any("feed_forward" in name for name in model.state_dict())
+    tokens = torch.randint(256, (2, 9))
+    logits, _ = model(tokens)
+    start, states = model(tokens[:, :5])
+    torch.testing.assert_close(torch.cat((start, model(tokens[:, 5:], states)[0]), 1), logits)
 
 
 def test_states_that_are_not_asked_for_are_not_made(model: LanguageModel) -> None:

@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 from linrope.feature_maps.random_features import RandomFeatureMap
 from linrope.layer.attention import LinearRoPEAttention
-from linrope.models.decay import resolve_decay
+from linrope.models.defaults import VALUE_FACTOR, resolve_block, resolve_short_conv
 from linrope.models.huggingface.parallel import TP_PLAN
 from linrope.position_encodings import SoftmaxAttention
 from linrope.rotation.rotary import Rotary
@@ -23,27 +23,29 @@ class LinRopeConfig(PreTrainedConfig):
     Attributes:
         vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads: sizes.
         num_key_value_heads: a divisor of num_attention_heads; default num_attention_heads.
-        head_dim: default hidden_size / num_attention_heads.
+        head_dim: of queries and keys; default hidden_size / num_attention_heads.
+        value_head_dim: default twice head_dim.
         rope_parameters: {"rope_theta": .., "rope_type": .., ..} as Hugging Face writes them. The rotation
             has layout "half", as in Llama, and turns all features.
         max_position_embeddings: the trained length, which some rope types require; generation may exceed it.
         rope_order: "after" the feature map (RoFormer eq. 19) or "before" it.
         feature_map: a name, or {"name": .., options}. The seed of a random map is drawn here and saved.
         decay: None, "spread", "learned", "retnet", {"name": .., "longest": tokens}, or a number in (0, 1] for
-            each key/value head, as in LinearRoPEAttention. "auto": "spread", but None with a forget gate or
-            with is_causal=False.
-        forget_gate, short_conv, qk_norm: as in LinearRoPEAttention.
+            each key/value head, as in LinearRoPEAttention.
+        forget_gate, write_gate, short_conv, qk_norm, out_norm, skip, gate: as in LinearRoPEAttention. "auto" in
+            decay, forget_gate, write_gate and short_conv: the block that ``linrope.models.defaults`` describes.
         selective_rope: whether the input changes the speed of the rotation of rope_parameters; True, or the
             options rank, bound and per_head of LinearRoPEAttention's rotary="selective".
         normalize: whether to divide by the normalizer; signed feature maps require False.
-        out_norm: whether each head's output has an RMS norm.
-        gate: whether to multiply the heads by silu(W_g x).
         layer_types: "linear_attention" or "full_attention" for each layer; default: all linear. Full
-            attention is softmax with the RoPE of rope_parameters; it ignores options from rope_order to gate.
+            attention is softmax with the RoPE of rope_parameters. It takes short_conv, qk_norm, out_norm, skip
+            and gate, and ignores the other options from rope_order to normalize.
         full_attention_interval: k, instead of layer_types: every k-th layer is "full_attention".
         is_causal: False: each token sees all others, as in the masked language model.
         attention_bias: whether the projections of the attention have biases.
-        rms_norm_eps, initializer_range, tie_word_embeddings, use_cache: as in Llama.
+        initializer_range: the deviation of initial weights. None: 1 / sqrt(inputs) of each matrix, as
+            ``linrope.models.defaults`` describes.
+        rms_norm_eps, tie_word_embeddings, use_cache: as in Llama.
         pad_token_id, bos_token_id, eos_token_id: special tokens; None: the tokenizer has no such token.
 
     Raises:
@@ -60,28 +62,31 @@ class LinRopeConfig(PreTrainedConfig):
 
     vocab_size: int = 32000
     hidden_size: int = 1024
-    intermediate_size: int = 2816
+    intermediate_size: int = 1792
     num_hidden_layers: int = 12
     num_attention_heads: int = 16
     num_key_value_heads: int | None = None
     head_dim: int | None = None
+    value_head_dim: int | None = None
     max_position_embeddings: int = 4096
     rope_parameters: dict[str, Any] | None = None
     rope_order: str = "after"
     feature_map: str | dict[str, Any] = "elu+1"
     decay: str | list[float] | dict[str, Any] | None = "auto"
-    forget_gate: bool | dict[str, Any] = False
+    forget_gate: bool | str | dict[str, Any] = "auto"
+    write_gate: str | None = "auto"
     selective_rope: bool | dict[str, Any] = False
-    short_conv: int | None = None
+    short_conv: int | str | dict[str, Any] | None = "auto"
     qk_norm: bool = False
     normalize: bool = True
-    out_norm: bool = True
-    gate: bool = True
+    out_norm: bool | str | dict[str, Any] = True
+    skip: str | None = "after"
+    gate: bool | str = True
     layer_types: list[str] | None = None
     is_causal: bool = True
     attention_bias: bool = False
     rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
+    initializer_range: float | None = None
     tie_word_embeddings: bool = False
     use_cache: bool = True
     pad_token_id: int | None = None
@@ -120,7 +125,7 @@ class LinRopeConfig(PreTrainedConfig):
             )
         with torch.device("meta"):  # reports bad values now, not when a model is made
             layers = [make_attention(self, layer_type) for layer_type in LAYER_TYPES]
-        self.head_dim = layers[0].head_dim
+        self.head_dim, self.value_head_dim = layers[0].head_dim, layers[0].value_head_dim
         maps = [module for module in layers[0].modules() if isinstance(module, RandomFeatureMap)]
         if maps:
             options = {"name": self.feature_map} if isinstance(self.feature_map, str) else self.feature_map
@@ -138,13 +143,26 @@ def _check_types(config: LinRopeConfig) -> None:
 
 def make_attention(config: LinRopeConfig, layer_type: str) -> LinearRoPEAttention | SoftmaxAttention:
     """The attention of a layer of the given type."""
-    decay = resolve_decay(config.decay, rotated=True, forget_gate=config.forget_gate, causal=config.is_causal)
-    if decay is not None and not config.is_causal:
+    block = resolve_block(
+        decay=config.decay,
+        forget_gate=config.forget_gate,
+        write_gate=config.write_gate,
+        short_conv=config.short_conv,
+        rotated=True,
+        causal=config.is_causal,
+    )
+    if block["decay"] is not None and not config.is_causal:
         raise ValueError(f"decay={config.decay}: expected None with is_causal=False")
     assert config.rope_parameters is not None
+    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
     shared: dict[str, Any] = {
         "num_kv_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
+        "value_head_dim": config.value_head_dim or VALUE_FACTOR * head_dim,
+        "qk_norm": config.qk_norm,
+        "out_norm": config.out_norm,
+        "skip": config.skip,
+        "gate": config.gate,
         "causal": config.is_causal,
         "bias": config.attention_bias,
     }
@@ -153,9 +171,11 @@ def make_attention(config: LinRopeConfig, layer_type: str) -> LinearRoPEAttentio
     if rope["rope_type"] in ("default", "linear", "dynamic"):  # they ignore it, but configs have it
         rope.pop("original_max_position_embeddings", None)
     if layer_type == "full_attention":
-        dim = config.head_dim or config.hidden_size // config.num_attention_heads
-        rotary = Rotary.from_config(rope, head_dim=dim, **length)
-        return SoftmaxAttention(config.hidden_size, config.num_attention_heads, positions=rotary, **shared)
+        shared |= {
+            "positions": Rotary.from_config(rope, head_dim=head_dim, **length),
+            "short_conv": resolve_short_conv(config.short_conv, config.is_causal),
+        }
+        return SoftmaxAttention(config.hidden_size, config.num_attention_heads, **shared)
     selective: dict[str, Any] = {}
     if config.selective_rope is not False:
         selective = {"name": "selective"} | ({} if config.selective_rope is True else config.selective_rope)
@@ -165,13 +185,8 @@ def make_attention(config: LinRopeConfig, layer_type: str) -> LinearRoPEAttentio
         feature_map=config.feature_map,
         rotary={**rope, **length, **selective},
         rope_order=config.rope_order,
-        decay=decay,
-        forget_gate=config.forget_gate,
-        short_conv=config.short_conv,
-        qk_norm=config.qk_norm,
         normalize=config.normalize,
-        out_norm=config.out_norm,
-        gate=config.gate,
+        **block,
         **shared,
     )
 

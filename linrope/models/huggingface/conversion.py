@@ -27,7 +27,7 @@ FINETUNING = ("lora", "full")
 _PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 # Modules and parameters that a softmax model does not have.
 _NEW = {"feature_map", "g_proj", "out_norm", "decay_logit", "forget_gate", "angle_steps", "short_conv"}
-_NEW |= {"q_norm", "k_norm"}
+_NEW |= {"write_gate", "skip", "q_norm", "k_norm"}
 _SAME = (
     "vocab_size",
     "hidden_size",
@@ -76,9 +76,9 @@ def convert(
         feature_map: as in LinRopeConfig.
         rope_order: "before" as in the softmax model, or "after" the feature map (RoFormer eq. 19).
         keep_softmax: indices of the layers that keep softmax attention.
-        options: other options of LinRopeConfig: decay, forget_gate, selective_rope, short_conv, qk_norm,
-            normalize, out_norm, gate. Here decay defaults to None, out_norm and gate to False, since the
-            original model has none of them and gates would start with random weights.
+        options: other options of LinRopeConfig: decay, forget_gate, write_gate, selective_rope, short_conv,
+            qk_norm, normalize, out_norm, skip, gate. Here all of them are off by default, since the original
+            model has none of them and gates would start with random weights.
 
     Raises:
         TypeError: model is not a causal language model of transformers.
@@ -100,6 +100,9 @@ def convert(
         "feature_map": feature_map,
         "rope_order": rope_order,
         "decay": None,
+        "forget_gate": False,
+        "short_conv": None,
+        "skip": None,
         "layer_types": [
             "full_attention" if index in keep_softmax else "linear_attention" for index in range(layers)
         ],
@@ -108,7 +111,8 @@ def convert(
         "gate": False,
     }
     same: dict[str, Any] = {name: getattr(model.config, name, None) for name in _SAME}
-    student = LinRopeForCausalLM(LinRopeConfig(**same, **(new | options)))
+    head_dim = same["head_dim"] or model.config.hidden_size // model.config.num_attention_heads
+    student = LinRopeForCausalLM(LinRopeConfig(**same, value_head_dim=head_dim, **(new | options)))
     student.to(model.device, model.dtype)  # type: ignore[arg-type]
 
     missing, unexpected = student.load_state_dict(weights, strict=False)

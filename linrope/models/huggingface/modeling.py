@@ -31,6 +31,7 @@ from transformers.utils.output_capturing import capture_outputs
 from linrope.distributed.shard import Shard
 from linrope.models.huggingface.cache import LinRopeCache, State, check_lengths
 from linrope.models.huggingface.configuration import LinRopeConfig, make_attention
+from linrope.models.huggingface.padding import count_positions, may_pad, restarts
 from linrope.models.huggingface.parallel import TP_HEAD
 from linrope.models.huggingface.saving import auto_map, write_beside
 
@@ -116,7 +117,15 @@ class LinRopePreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
+        if self.config.initializer_range is not None or not isinstance(module, nn.Linear | nn.Embedding):
+            super()._init_weights(module)
+        else:
+            init.normal_(module.weight, std=module.weight.shape[1] ** -0.5)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                init.zeros_(module.bias)
+        if isinstance(module, LinRopeLayer) and self.config.initializer_range is None:
+            for end in (module.self_attn.o_proj, module.mlp.down_proj):  # of a residual branch
+                init.uniform_(end.weight, -(end.in_features**-0.5), end.in_features**-0.5)
         if isinstance(module, LinRopeLayer):  # feature map, gates and convolution start as in a new layer
             special = {
                 name: tensor
@@ -195,14 +204,14 @@ class LinRopeModel(LinRopePreTrainedModel):
             if attention_mask.shape != (b, seen + n):
                 shape = tuple(attention_mask.shape)
                 raise ValueError(f"attention_mask: got shape {shape}, expected {(b, seen + n)}")
-            if _may_pad(attention_mask, n):
+            if may_pad(attention_mask, n):
                 key_mask = attention_mask[:, seen:].bool()
                 counted = count_positions(attention_mask)[:, seen:]
                 # The positions that transformers gives to padding may fall, and decay needs rising ones.
                 position_ids = counted if position_ids is None else position_ids.where(key_mask, counted)
         cu_seqlens = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
         if cu_seqlens is None and position_ids is not None and b == 1 < n and not seen and shard is None:
-            cu_seqlens = _restarts(position_ids) if attention_mask is None else None
+            cu_seqlens = restarts(position_ids) if attention_mask is None else None
         if cu_seqlens is not None and past_key_values is not None:
             raise ValueError("cu_seqlens: got packed sequences and past_key_values, expected one of the two")
         if use_cache and past_key_values is None and self.causal and cu_seqlens is None:
@@ -227,28 +236,10 @@ class LinRopeModel(LinRopePreTrainedModel):
     def _check_shard(self, attention_mask: Tensor | None, n: int) -> None:
         if "full_attention" in (self.config.layer_types or ()):
             raise ValueError("shard: got one, expected None with full attention, which reads all keys")
-        if attention_mask is not None and _may_pad(attention_mask, n):
+        if attention_mask is not None and may_pad(attention_mask, n):
             raise ValueError(
                 "attention_mask: got padding with a shard, expected packed sequences (the shard's cu_seqlens)"
             )
-
-
-def count_positions(attention_mask: Tensor) -> Tensor:
-    """(b, m) -> (b, m): counts tokens. Padding has the position of the token before it."""
-    return (attention_mask.long().cumsum(1) - 1).clamp(min=0)
-
-
-def _may_pad(attention_mask: Tensor, n: int) -> bool:
-    """True unless the mask is known to be all ones. A decoding step on a GPU does not wait to read it."""
-    unread = torch.compiler.is_compiling() or (n == 1 and attention_mask.device.type != "cpu")
-    return unread or not bool(attention_mask.all())
-
-
-def _restarts(position_ids: Tensor) -> Tensor | None:
-    """cu_seqlens of the sequences that begin at position 0; None if there is only one."""
-    first = (position_ids.flatten() == 0).nonzero()[:, 0]
-    end = first.new_full((1,), position_ids.shape[-1])
-    return torch.cat((first.new_zeros(1), first[first > 0], end)) if len(first) > 1 else None
 
 
 class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):

@@ -79,13 +79,20 @@ def test_causality_and_head_must_fit() -> None:
     assert given.is_causal
 
 
-def test_a_decay_is_the_default_of_causal_layers_without_a_forget_gate() -> None:
-    def decays(**options: Any) -> bool:
-        return make_attention(config(**options), "linear_attention").decay is not None
-
-    assert decays()
-    assert not decays(decay=None)
-    assert not decays(forget_gate=True)
-    assert not decays(is_causal=False)
-    saved = LinRopeConfig.from_dict(config().to_dict())
-    assert make_attention(saved, "linear_attention").decay is not None
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({}, "forget_gate write_gate short_conv skip"),
+        ({"forget_gate": False}, "decay short_conv skip"),
+        ({"decay": "retnet"}, "decay short_conv skip"),
+        ({"decay": None}, "short_conv skip"),
+        ({"write_gate": None, "skip": None, "short_conv": None}, "forget_gate"),
+        ({"is_causal": False}, "skip"),
+    ],
+    ids=str,
+)
+def test_the_default_block_has_a_forget_gate_unless_a_decay_is_chosen(options: Any, parts: str) -> None:
+    for choices in (config(**options), LinRopeConfig.from_dict(config(**options).to_dict())):
+        layer = make_attention(choices, "linear_attention")
+        names = ("decay", "forget_gate", "write_gate", "short_conv", "skip")
+        assert " ".join(name for name in names if getattr(layer, name) is not None) == parts

@@ -184,7 +184,7 @@ def test_only_full_attention_grows(model: LinRopeForCausalLM) -> None:
             sizes.append((linear.kv.shape, full.k.shape[1]))
             places.add(linear.kv.data_ptr())
     assert [length for _, length in sizes] == [5, 6, 7, 47, 48]
-    assert {shape for shape, _ in sizes} == {(2, 2, 8, 8)}
+    assert {shape for shape, _ in sizes} == {(2, 2, 8, 16)}
     assert len(places) == 2  # single tokens are written into the state of the call before
     assert (cache.batch_size, cache.get_seq_length(), cache.get_max_length()) == (2, 48, -1)
 

@@ -46,26 +46,38 @@ def rotated(x: Tensor) -> Tensor:
     return torch.cat((z.real, z.imag), -1)
 
 
+def convolved(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """x (b, n, c), each channel with the three tokens before it."""
+    return F.silu(F.conv1d(F.pad(x.mT, (3, 0)), weight, bias, groups=x.shape[2]).mT)
+
+
 def by_hand(weights: dict[str, Tensor], ids: Tensor, full: tuple[int, ...]) -> Tensor:
-    """The logits of a model of 2 layers, with 4 heads that share 2 keys, elu+1, norm and gate."""
+    """The logits of a model with the default block, of 2 layers and 4 heads that share 2 keys."""
     x = weights["model.embed_tokens.weight"][ids]
-    b, n = ids.shape
-    mask = torch.ones(n, n, dtype=torch.float64).tril()
+    n = ids.shape[1]
+    causal = torch.ones(n, n, dtype=torch.float64).tril()
     for i in range(2):
         w = {key.split(".", 3)[3]: value for key, value in weights.items() if f"layers.{i}." in key}
         y = rms(x, w["input_layernorm.weight"])
-        q, k, v = ((y @ w[f"self_attn.{p}_proj.weight"].T).view(b, n, -1, 8) for p in "qkv")
+        qkv = torch.cat([y @ w[f"self_attn.{p}_proj.weight"].T for p in "qkv"], -1)
+        qkv = convolved(qkv, w["self_attn.short_conv.weight"], w["self_attn.short_conv.bias"])
+        q, k, v = (t.unflatten(-1, (-1, size)) for t, size in zip(qkv.split((32, 16, 32), -1), (8, 8, 16)))
         k, v = (t.repeat_interleave(2, 2) for t in (k, v))
         if i in full:
             scores = torch.einsum("bnhd,bmhd->bhnm", rotated(q), rotated(k)) / 8**0.5
-            out = torch.einsum("bhnm,bmhe->bnhe", scores.masked_fill(mask == 0, -torch.inf).softmax(-1), v)
-            out = out.flatten(2)
+            out = torch.einsum("bhnm,bmhe->bnhe", scores.masked_fill(causal == 0, -torch.inf).softmax(-1), v)
+            eps = 1e-6
         else:
             q, k = F.elu(q) + 1, F.elu(k) + 1
-            num = torch.einsum("bnhf,bmhf,nm,bmhe->bnhe", rotated(q), rotated(k), mask, v)
-            den = torch.einsum("bnhf,bmhf,nm->bnh", q, k, mask)  # which the norm cancels, all but its eps
-            out = rms(num / den[..., None], w["self_attn.out_norm.weight"], eps=0).flatten(2)
-            out = out * F.silu(y @ w["self_attn.g_proj.weight"].T)
+            keep = (y @ w["self_attn.forget_gate.weight"].T + w["self_attn.forget_gate.bias"]).sigmoid()
+            keep = keep.repeat_interleave(2, 2)
+            log = keep.log().cumsum(1)
+            decay = (log[:, :, None] - log[:, None]).exp() * causal[:, :, None]
+            written = (1 - keep)[..., None] * v
+            out = torch.einsum("bnhf,bmhf,bnmh,bmhe->bnhe", rotated(q), rotated(k), decay, written)
+            eps = 1e-12  # the sums of a strong gate may be tiny
+        out = rms(out, w["self_attn.out_norm.weight"], eps) + w["self_attn.skip"][:, None] * v
+        out = out.flatten(2) * F.silu(y @ w["self_attn.g_proj.weight"].T)
         x = x + out @ w["self_attn.o_proj.weight"].T
         y = rms(x, w["post_attention_layernorm.weight"])
         y = F.silu(y @ w["mlp.gate_proj.weight"].T) * (y @ w["mlp.up_proj.weight"].T)
@@ -75,7 +87,7 @@ def by_hand(weights: dict[str, Tensor], ids: Tensor, full: tuple[int, ...]) -> T
 
 @pytest.mark.parametrize("full", [(), (1,)])
 def test_logits_and_loss_are_those_of_the_formula(full: tuple[int, ...]) -> None:
-    model, ids = causal_lm(decay=None, **HYBRID if full else {}), tokens(2, 9)
+    model, ids = causal_lm(**HYBRID if full else {}), tokens(2, 9)
     expected = by_hand(dict(model.state_dict()), ids, full)
     out = model(ids, labels=ids)
     torch.testing.assert_close(out.logits, expected)
@@ -115,7 +127,8 @@ def test_weights_have_the_names_and_shapes_of_llamas() -> None:
     sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
     for options in ({}, {"full_attention_interval": 1}):
-        ours = causal_lm(gate=False, out_norm=False, **options)
+        plain = {"forget_gate": False, "short_conv": None, "skip": None, "value_head_dim": 8}
+        ours = causal_lm(gate=False, out_norm=False, **plain, **options)
         shapes = [{k: v.shape for k, v in model.state_dict().items()} for model in (ours, llama)]
         assert shapes[0] == shapes[1]
 

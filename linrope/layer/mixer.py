@@ -1,0 +1,208 @@
+"""What the layers share: the projections before the attention, and everything after it.
+
+b batch, n queries, m keys, h query heads, g key/value heads, d head dim, e values, c channels.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linrope.common.names import check_name
+from linrope.layer.operators.gated_norm import gated_norm
+from linrope.layer.short_convolution import make_short_convolution
+from linrope.operation import checks
+from linrope.operation.shards import LayerShard
+from linrope.sequence.state import LinearAttentionState
+
+SIDES = ("before", "after")  # of the output norm
+SPANS = (
+    "head",
+    "all",
+)  # the numbers whose mean square a norm divides by: those of a head, or those of all heads
+
+
+class Mixer(nn.Module):
+    """A block's first half, in which tokens exchange information, without the attention itself.
+
+        q, k, v = conv(W_q x), conv(W_k c), conv(W_v c)           c = context, or x
+        y = W_o ((norm(out) + D v) * silu(W_g x))
+
+    Convolution, norm, skip D and gate are options, described in ``LinearRoPEAttention``.
+
+    Raises:
+        ValueError: a size does not divide, or a name is unknown.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None,
+        num_value_heads: int | None = None,
+        head_dim: int | None,
+        value_head_dim: int | None,
+        short_conv: int | Mapping[str, Any] | None,
+        qk_norm: bool,
+        qk_bias: bool = False,
+        out_norm: bool | str | Mapping[str, Any],
+        skip: str | None,
+        gate: bool | str,
+        bias: bool,
+        factory: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        g, d, e = checks.resolve_heads(embed_dim, num_heads, num_kv_heads, head_dim, value_head_dim)
+        self.num_heads, self.head_dim, self.value_head_dim = num_heads, d, e
+        self.num_key_heads, self.num_kv_heads, self.num_out_heads = g, g, num_heads
+        if num_value_heads is not None:
+            checks.check_value_heads(num_value_heads, num_heads, g)
+            self.num_kv_heads = self.num_out_heads = num_value_heads
+        self.q_proj = nn.Linear(embed_dim, num_heads * d, bias=bias, **factory)
+        self.k_proj = nn.Linear(embed_dim, g * d, bias=bias, **factory)
+        self.v_proj = nn.Linear(embed_dim, self.num_kv_heads * e, bias=bias, **factory)
+        self.o_proj = nn.Linear(self.num_out_heads * e, embed_dim, bias=bias, **factory)
+        channels = (num_heads + g) * d + self.num_kv_heads * e
+        self.short_conv = make_short_convolution(short_conv, channels, factory)
+        self.q_norm = nn.RMSNorm(d, eps=1e-6, **factory) if qk_norm else None
+        self.k_norm = nn.RMSNorm(d, eps=1e-6, **factory) if qk_norm else None
+        if qk_bias and not qk_norm:
+            raise ValueError("qk_bias=True: expected qk_norm=True with it")
+        self.q_bias = nn.Parameter(torch.empty(num_heads, d, **factory)) if qk_bias else None
+        self.k_bias = nn.Parameter(torch.empty(g, d, **factory)) if qk_bias else None
+        self.norm_span, eps = _norm_options(out_norm)
+        size = {None: 0, "head": e, "all": self.num_out_heads * e}[self.norm_span]
+        self.out_norm = nn.RMSNorm(size, eps=eps, **factory) if size else None
+        if skip is not None:
+            check_name("skip", skip, SIDES, also="None")
+        self.skip_side = skip
+        self.skip = nn.Parameter(torch.empty(self.num_out_heads, **factory)) if skip is not None else None
+        if not isinstance(gate, bool):
+            check_name("gate", gate, SIDES, also="True or False")
+        self.gate_side = "after" if gate is True else gate or None
+        gate_channels = self.num_out_heads * e
+        self.g_proj = nn.Linear(embed_dim, gate_channels, bias=bias, **factory) if gate else None
+        self._reset_own_parameters()
+
+    @torch.no_grad()
+    def _reset_own_parameters(self) -> None:
+        """Gives the parameters that lie in no module of their own their initial values."""
+        for parameter in (self.skip, self.q_bias, self.k_bias):
+            if parameter is not None:
+                parameter.fill_(1)
+
+    def reset_parameters(self) -> None:
+        """Gives all weights new initial values, for example after ``to_empty`` on a layer from the meta device."""
+        for child in self.children():
+            if callable(reset := getattr(child, "reset_parameters", None)):
+                reset()
+        self._reset_own_parameters()
+
+    def _queries(self, y: Tensor) -> Tensor:
+        return self._heads(y, self.num_heads, self.q_norm, self.q_bias)
+
+    def _keys(self, y: Tensor) -> Tensor:
+        return self._heads(y, self.num_key_heads, self.k_norm, self.k_bias)
+
+    def _values(self, y: Tensor) -> Tensor:
+        v: Tensor = y.unflatten(-1, (self.num_kv_heads, self.value_head_dim))
+        return v
+
+    def _heads(self, y: Tensor, heads: int, norm: nn.RMSNorm | None, bias: Tensor | None) -> Tensor:
+        """(b, n, heads d) -> (b, n, heads, d), normalized, and shared by the value heads of a group."""
+        y = y.unflatten(-1, (heads, self.head_dim))
+        if norm is not None:
+            wide: Tensor = norm(y.to(norm.weight.dtype))
+            y = (wide if bias is None else wide + bias).to(y.dtype)
+        if self.num_out_heads == self.num_heads:
+            return y
+        repeats = self.num_out_heads // self.num_heads
+        shared: Tensor = y.unsqueeze(3).expand(-1, -1, -1, repeats, -1)
+        return shared.flatten(2, 3)  # one head: a view
+
+    def _output(self, out: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        """out (b, n, h, e) -> y (b, n, embed_dim); v: the values that the skip adds."""
+        gate = None if self.g_proj is None else self.g_proj(x)
+        if self.out_norm is not None or self.skip is not None or gate is not None:
+            out = gated_norm(
+                out,
+                None if self.out_norm is None else self.out_norm.weight,
+                eps=1e-6 if self.out_norm is None else self.out_norm.eps or 0.0,
+                over=self.norm_span or "head",
+                gate=gate,
+                gate_order=self.gate_side or "after",
+                v=None if self.skip is None else v,
+                skip=self.skip,
+                skip_order=self.skip_side or "after",
+            )
+        else:
+            out = out.flatten(-2)
+        y: Tensor = self.o_proj(out)
+        return y
+
+    def _convolve(
+        self,
+        projected: tuple[Tensor, Tensor, Tensor],
+        key_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        state: Any,
+        shard: LayerShard | None = None,
+    ) -> tuple[list[Tensor], Tensor]:
+        """q, k and v after the short convolution, and the last inputs of each sequence, for the state."""
+        assert self.short_conv is not None
+        if shard is not None:
+            y, last = shard.convolve(self.short_conv, torch.cat(projected, -1), key_mask, state)
+            return list(y.split([x.shape[-1] for x in projected], -1)), last
+        (b, n, _), device = projected[0].shape, projected[0].device
+        checks.check_mask(key_mask, b, n, device)
+        checks.check_packing(cu_seqlens, b, n, n, device)
+        before, sequences = None, b if cu_seqlens is None else len(cu_seqlens) - 1
+        if state is not None and getattr(state, "conv", None) is not None:
+            slots = getattr(state, "slots", None)
+            before = state.conv if slots is None else state.conv.index_select(0, slots)
+            if before.shape[0] != sequences:
+                raise ValueError(f"state: got {before.shape[0]} sequences, expected {sequences}")
+        return self.short_conv.convolve_parts(projected, before, key_mask, cu_seqlens)
+
+    def _check_conv(self, state: Any) -> None:
+        """Rejects a state whose inputs of the convolution do not fit this layer."""
+        expected = None if self.short_conv is None else (self.short_conv.taps - 1, self.short_conv.channels)
+        got = None if state.conv is None else tuple(state.conv.shape[1:])
+        if got != expected:
+            raise ValueError(
+                f"state: got conv of (taps - 1, channels) = {got}, expected {expected} for this layer"
+            )
+
+
+def store_conv_inputs(
+    inputs: Tensor, state: LinearAttentionState | None, last: LinearAttentionState | None
+) -> LinearAttentionState | None:
+    """Stores the convolution's last inputs in the last state, in place if the operation wrote the state in place."""
+    pool = state if state is not None and state.slots is not None else None
+    if pool is None and (last is None or last.conv is None or inputs.requires_grad):
+        return None if last is None else replace(last, conv=inputs)
+    target = last if pool is None else pool
+    assert target is not None
+    assert target.conv is not None
+    if inputs.requires_grad:
+        raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
+    if target.slots is None:
+        target.conv.copy_(inputs)
+    else:
+        target.conv.index_copy_(0, target.slots, inputs.to(target.conv.dtype))
+    return last
+
+
+def _norm_options(choice: bool | str | Mapping[str, Any]) -> tuple[str | None, float]:
+    """The span of the output norm, None without one, and its eps."""
+    if isinstance(choice, bool):
+        return ("head" if choice else None), 1e-6
+    options: dict[str, Any] = {"over": choice} if isinstance(choice, str) else dict(choice)
+    if unknown := sorted(set(options) - {"over", "eps"}):
+        raise ValueError(f"out_norm: got the keys {unknown}, expected some of 'over' and 'eps'")
+    over = options.get("over", "head")
+    check_name("out_norm", over, SPANS, also="a dict, True or False")
+    return over, options.get("eps", 1e-6)

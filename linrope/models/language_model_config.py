@@ -1,0 +1,132 @@
+"""The sizes and choices of a LanguageModel, and the attention layers that they describe."""
+
+from dataclasses import dataclass, fields
+from typing import Any, get_args
+
+from linrope.layer.attention import LinearRoPEAttention
+from linrope.models.defaults import VALUE_FACTOR, resolve_block, resolve_short_conv
+from linrope.position_encodings import ABSOLUTE, RELATIVE, SoftmaxAttention
+from linrope.rotation.rotary import LAYOUTS, Rotary
+
+ATTENTION = ("linear", "softmax")
+POSITIONS = ("rope", "none", *ABSOLUTE, *RELATIVE)
+
+_SIZES = (
+    "vocab_size",
+    "embed_dim",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "num_value_heads",
+    "head_dim",
+    "value_head_dim",
+    "hidden_dim",
+    "max_length",
+)
+_LARGEST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class LanguageModelConfig:
+    """The sizes and choices of a LanguageModel, saved beside the weights as JSON."""
+
+    vocab_size: int = 256
+    embed_dim: int = 256
+    num_layers: int = 4
+    num_heads: int = 8
+    num_kv_heads: int | None = None
+    head_dim: int | None = None  # of queries and keys; default: embed_dim / num_heads
+    value_head_dim: int | None = None  # default: twice head_dim
+    feed_forward: bool = True  # whether a SwiGLU follows the attention in each block
+    hidden_dim: int | None = None  # of the SwiGLU; default: 7/4 embed_dim, rounded up to a multiple of 32
+    attention: str = "linear"  # or "softmax"
+    # Options of both, as in LinearRoPEAttention. "auto": see models/defaults.py.
+    short_conv: int | str | dict | None = "auto"  # type: ignore[type-arg]
+    qk_norm: bool = False
+    out_norm: bool | str | dict = True  # type: ignore[type-arg]
+    skip: str | None = "after"
+    gate: bool | str = True
+    # Options of linear attention.
+    num_value_heads: int | None = None
+    feature_map: str | dict = "elu+1"  # type: ignore[type-arg]  # or {"name": .., options}
+    normalize: bool = True
+    decay: str | dict | None = "auto"  # type: ignore[type-arg]
+    forget_gate: bool | str | dict = "auto"  # type: ignore[type-arg]
+    write_gate: str | None = "auto"
+    positions: str = "rope"  # one of POSITIONS; those in RELATIVE require softmax attention
+    # With positions "rope": a layout, "selective", or {"name": "selective", options}; None: no rotation.
+    rotary: str | dict | None = "interleaved"  # type: ignore[type-arg]
+    max_length: int = 4096  # the size of the table if positions is "learned"
+    init: str = "fan-in"  # of the weights, or "gpt-2": see models/defaults.py
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            value = getattr(self, name)
+            if value is not None and value > _LARGEST:
+                raise ValueError(f"{name}={value}: expected at most {_LARGEST}")
+
+    @classmethod
+    def from_dict(cls, values: object) -> "LanguageModelConfig":
+        """Raises ValueError on unknown keys or values of the wrong type."""
+        known = {field.name: field.type for field in fields(cls)}
+        if not isinstance(values, dict):
+            raise ValueError(f"config: got {type(values).__name__}, expected an object")
+        if unknown := sorted(set(values) - set(known)):
+            raise ValueError(f"config: got unknown keys {unknown}, expected some of {sorted(known)}")
+        for name, value in values.items():
+            kinds = get_args(known[name]) or (known[name],)
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                raise ValueError(f"config: got {name}={value!r}, expected {known[name]}")
+        return cls(**values)
+
+
+def _shared(config: LanguageModelConfig) -> dict[str, Any]:
+    """The options that both kinds of attention have."""
+    head_dim = config.head_dim or config.embed_dim // config.num_heads
+    names = ("num_kv_heads", "head_dim", "qk_norm", "out_norm", "skip", "gate")
+    options = {name: getattr(config, name) for name in names}
+    return options | {"value_head_dim": config.value_head_dim or VALUE_FACTOR * head_dim}
+
+
+def make_linear(config: LanguageModelConfig) -> LinearRoPEAttention:
+    rotary = config.rotary if config.positions == "rope" else None
+    names = ("decay", "forget_gate", "write_gate", "short_conv")
+    block = resolve_block(**{name: getattr(config, name) for name in names}, rotated=rotary is not None)
+    return LinearRoPEAttention(
+        config.embed_dim,
+        config.num_heads,
+        feature_map=config.feature_map,
+        rotary=rotary,
+        normalize=config.normalize,
+        num_value_heads=config.num_value_heads,
+        **block,
+        **_shared(config),
+    )
+
+
+def make_softmax(config: LanguageModelConfig) -> SoftmaxAttention:
+    shared = _shared(config)
+    positions: str | Rotary = config.positions if config.positions in RELATIVE else "none"
+    if config.positions == "rope" and isinstance(config.rotary, str):
+        head_dim = config.head_dim or config.embed_dim // config.num_heads
+        positions = Rotary(head_dim, layout=config.rotary)
+    short_conv = resolve_short_conv(config.short_conv, causal=True)
+    return SoftmaxAttention(
+        config.embed_dim, config.num_heads, positions=positions, short_conv=short_conv, **shared
+    )
+
+
+def check_softmax(config: LanguageModelConfig) -> None:
+    """Raises ValueError for options that only linear attention has."""
+    for name, expected in (
+        ("decay", None),
+        ("forget_gate", False),
+        ("write_gate", None),
+        ("num_value_heads", None),
+    ):
+        if (value := getattr(config, name)) not in (expected, "auto"):
+            raise ValueError(f"{name}={value!r}: expected {expected} with attention='softmax'")
+    if config.rotary not in (*LAYOUTS, None):
+        raise ValueError(
+            f"rotary={config.rotary!r}: expected {' or '.join(LAYOUTS)} with attention='softmax'"
+        )
