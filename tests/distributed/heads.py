@@ -93,9 +93,7 @@ def layer(name: str, cp: int) -> None:
 def language_model(dp: int, cp: int, tp: int) -> None:
     """Loss and gradients of all weights: rows over dp with FSDP, sequences over cp, heads over tp."""
     torch.manual_seed(0)
-    config = LanguageModelConfig(
-        vocab_size=20, embed_dim=16, num_layers=2, num_heads=4, short_conv=4, forget_gate=True
-    )
+    config = LanguageModelConfig(vocab_size=20, embed_dim=16, num_layers=2, num_heads=4, forget_gate=True)
     one = perturbed(LanguageModel(config).double())
     mesh = dist.init_device_mesh("cpu", (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
     tokens = torch.randint(20, (2, 12))

@@ -29,6 +29,20 @@ GATED = {
         "qk_norm": True, "out_norm": True, "gate": True, "bias": True, "num_kv_heads": 2, "value_head_dim": 6,
         "feature_map": "hedgehog",
     },
+    "block": {
+        "short_conv": {"taps": 4, "activation": "silu", "bias": True, "start": "uniform"}, "forget_gate": True,
+        "write_gate": "tied", "out_norm": True, "skip": "after", "gate": True, "value_head_dim": 8,
+    },
+    "mamba-2": {
+        "num_heads": 2, "num_value_heads": 4, "head_dim": 6, "value_head_dim": 8, "feature_map": "identity",
+        "normalize": False, "rotary": None, "short_conv": {"activation": "silu", "bias": True}, "forget_gate": True,
+        "write_gate": "independent", "out_norm": {"over": "all", "eps": 1e-5}, "skip": "before", "gate": "before",
+    },
+    "one key head": {
+        "num_heads": 1, "num_value_heads": 4, "head_dim": 6, "value_head_dim": 8, "qk_norm": True, "qk_bias": True,
+        "forget_gate": True, "skip": "before", "out_norm": "head", "gate": "before",
+    },
+    "skip alone": {"skip": "after", "num_kv_heads": 2},
 }  # fmt: skip
 every_option = pytest.mark.parametrize("options", GATED.values(), ids=GATED)
 
@@ -39,7 +53,7 @@ def numbers(*shape: int, seed: int = 1) -> Tensor:
 
 def make(dtype: torch.dtype = torch.float64, **options) -> LinearRoPEAttention:
     torch.manual_seed(0)
-    layer = LinearRoPEAttention(16, 4, **options).to(dtype)
+    layer = LinearRoPEAttention(16, **{"num_heads": 4, **options}).to(dtype)
     with torch.no_grad():
         for parameter in layer.parameters():  # or what starts at zero could be left out unnoticed
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -60,38 +74,63 @@ def assert_same_state(a: LinearAttentionState, b: LinearAttentionState, rows: sl
         assert int((a.angle - b.angle[rows]).abs().max()) < 2**20  # of 2^64 in a turn
 
 
+def mean_square_norm(x: Tensor, norm: nn.RMSNorm) -> Tensor:
+    return norm.weight * x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+
+
 @every_option
 def test_the_layer_is_its_parts_around_the_operation(options) -> None:
     layer, x = make(**options), numbers(2, 9, 16)
-    h, g, d, e = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_head_dim
+    h, g = layer.num_heads, layer.num_kv_heads
+    keys, d, e = layer.k_proj.out_features // layer.head_dim, layer.head_dim, layer.value_head_dim
     q, k, v = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
-    if layer.short_conv is not None:
-        weight = layer.short_conv.weight
-        line = F.pad(torch.cat((q, k, v), -1).mT, (weight.shape[-1] - 1, 0))
-        q, k, v = F.conv1d(line, weight, groups=len(weight)).mT.split((h * d, g * d, g * e), -1)
-    q, k, v = q.unflatten(-1, (h, d)), k.unflatten(-1, (g, d)), v.unflatten(-1, (g, e))
+    if (conv := layer.short_conv) is not None:
+        line = F.pad(torch.cat((q, k, v), -1).mT, (conv.weight.shape[-1] - 1, 0))
+        y = F.conv1d(line, conv.weight, conv.bias, groups=len(conv.weight)).mT
+        y = F.silu(y) if "silu" in str(options["short_conv"]) else y
+        q, k, v = y.split((h * d, keys * d, g * e), -1)
+    q, k, v = q.unflatten(-1, (h, d)), k.unflatten(-1, (keys, d)), v.unflatten(-1, (g, e))
     if layer.q_norm is not None:
-        q, k = layer.q_norm(q), layer.k_norm(k)
+        q, k = mean_square_norm(q, layer.q_norm), mean_square_norm(k, layer.k_norm)
+    if layer.q_bias is not None:
+        q, k = q + layer.q_bias, k + layer.k_bias
+    if shared := options.get("num_value_heads"):
+        q, k = q.repeat_interleave(shared // h, 2), k.repeat_interleave(shared // h, 2)
+        h = shared
     log_decay = torch.zeros(2, 9, g, dtype=torch.float64)
     if layer.decay is not None:
         log_decay = log_decay + layer.decay.log()
+    keep = torch.ones(2, 9, g, dtype=torch.float64)
     if layer.forget_gate is not None:
-        log_decay = log_decay + (x @ layer.forget_gate.weight.T + layer.forget_gate.bias).sigmoid().log()
-    steps = None
-    if layer.angle_steps is not None:
-        steps = layer.angle_steps(x)
+        keep = (x @ layer.forget_gate.weight.T + layer.forget_gate.bias).sigmoid()
+    write = {
+        None: lambda: torch.ones_like(keep),
+        "tied": lambda: 1 - keep,
+        "independent": lambda: (x @ layer.write_gate.weight.T + layer.write_gate.bias).sigmoid(),
+    }[options.get("write_gate")]()
+    steps = None if layer.angle_steps is None else layer.angle_steps(x)
+    # The norm of a head cancels the normalizer, except for eps beside squares that a write gate makes small.
+    normalize = layer.normalize and not ("write_gate" in options and options["out_norm"] is True)
     out = linear_rope_attention(
-        q, k, v, feature_map=layer.feature_map, rotary=layer.rotary, normalize=layer.normalize,
-        log_decay=log_decay, angle_steps=steps, backend="reference",
+        q, k, v * write[..., None], feature_map=layer.feature_map, rotary=layer.rotary, normalize=normalize,
+        log_decay=log_decay + keep.log(), angle_steps=steps, backend="reference",
     )  # fmt: skip
+    gate = 1 if layer.g_proj is None else F.silu(layer.g_proj(x)).unflatten(-1, (h, e))
+    skipped = 0 if layer.skip is None else layer.skip[:, None] * v.repeat_interleave(h // g, 2)
+    if options.get("skip") == "before":
+        out = out + skipped
+    if options.get("gate") == "before":
+        out = out * gate
     if layer.out_norm is not None:
-        out = F.normalize(out, dim=-1) * e**0.5 * layer.out_norm.weight
-    out = out.flatten(-2)
-    if layer.g_proj is not None:
-        out = out * F.silu(layer.g_proj(x))
-    # The norm's eps beside squares from 1e-3 on.
+        rows = out.flatten(-2) if len(layer.out_norm.weight) == h * e != e else out
+        out = mean_square_norm(rows, layer.out_norm).view(out.shape)
+    if options.get("skip") == "after":
+        out = out + skipped
+    if options.get("gate") is True:
+        out = out * gate
+    # A norm that replaces the normalizer has its eps beside squares from 1e-3 on.
     tolerance = {"rtol": 1e-3, "atol": 1e-3} if layer.out_norm is not None else {}
-    assert_close(layer(x), layer.o_proj(out), **tolerance)
+    assert_close(layer(x), layer.o_proj(out.flatten(-2)), **tolerance)
 
 
 @every_option
