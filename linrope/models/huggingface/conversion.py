@@ -101,6 +101,7 @@ def convert(
         "rope_order": rope_order,
         "decay": None,
         "forget_gate": False,
+        "write_gate": None,
         "short_conv": None,
         "skip": None,
         "layer_types": [
