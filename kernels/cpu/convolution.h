@@ -47,19 +47,28 @@ template <class T, int TAPS> struct ForwardBlock {
   T* y[kBlock];
   int64_t ahead;  // from a row to the one that the next block reads in its place, in elements
 
-  template <int N, bool PART> void channels(int64_t first, int64_t last) const {
+  template <int N, bool PART> void channels(const int64_t begin, const int64_t end) const {
     const int taps = TAPS ? TAPS : c.taps;
-    for (int64_t j = first; j < last; j += W) {
-      const int count = PART ? (int)(last - j) : W;
+    const int64_t stride = c.stride, next = ahead;
+    const float* const weight = c.weight;
+    const bool silu = c.silu;
+    const T* rows[N + kMaxTaps - 1];
+    T* to[N];
+    for (int r = 0; r < N + taps - 1; r++) rows[r] = x[r];
+    for (int i = 0; i < N; i++) to[i] = y[i];
+    for (int64_t j = begin; j < end; j += W) {
+      const int count = PART ? (int)(end - j) : W;
       vf in[N + kMaxTaps - 1], w[kMaxTaps];
-      const vf bias = load(c.weight + taps * c.stride + j);
-      for (int t = 0; t < taps; t++) w[t] = load(c.weight + t * c.stride + j);
-      for (int r = 0; r < N + taps - 1; r++) in[r] = load_lanes<PART>(x[r] + j, count);
+      const vf bias = load(weight + taps * stride + j);
+      for (int t = 0; t < taps; t++) w[t] = load(weight + t * stride + j);
+      for (int r = 0; r < taps - 1; r++) in[r] = load_lanes<PART>(rows[r] + j, count);
+#pragma GCC unroll 8
       for (int i = 0; i < N; i++) {
-        __builtin_prefetch(x[taps - 1 + i] + ahead + j, 0, 2);
+        in[i + taps - 1] = load_lanes<PART>(rows[i + taps - 1] + j, count);
+        __builtin_prefetch(rows[i + taps - 1] + next + j, 0, 2);
         vf a = bias;
         for (int t = 0; t < taps; t++) a += w[t] * in[i + t];
-        store_lanes<PART>(y[i] + j, c.silu ? apply(kSilu, a) : a, count);
+        store_lanes<PART>(to[i] + j, silu ? Silu(a).y : a, count);
       }
     }
   }
@@ -95,36 +104,45 @@ template <class T, int TAPS> struct BackwardBlock {
   float* sums;   // (taps + 1, stride): the gradients of weight and bias
   int64_t x_ahead, dy_ahead;
 
-  template <int N, bool PART> void channels(int64_t first, int64_t last) const {
+  template <int N, bool PART> void channels(const int64_t begin, const int64_t end) const {
     const int taps = TAPS ? TAPS : c.taps;
-    for (int64_t j = first; j < last; j += W) {
-      const int count = PART ? (int)(last - j) : W;
+    const int64_t stride = c.stride, next_x = x_ahead, next_dy = dy_ahead;
+    const float* const weight = c.weight;
+    float *const after = later, *const to_sums = sums;
+    const bool silu = c.silu;
+    const T *rows[N + kMaxTaps - 1], *from[N];
+    T* to[N];
+    for (int r = 0; r < N + taps - 1; r++) rows[r] = x[r];
+    for (int i = 0; i < N; i++) from[i] = dy[i], to[i] = dx[i];
+    for (int64_t j = begin; j < end; j += W) {
+      const int count = PART ? (int)(end - j) : W;
       vf in[N + kMaxTaps - 1], da[N + kMaxTaps - 1], w[kMaxTaps], dw[kMaxTaps] = {}, dbias = {};
-      const vf bias = load(c.weight + taps * c.stride + j);
-      for (int t = 0; t < taps; t++) w[t] = load(c.weight + t * c.stride + j);
+      const vf bias = load(weight + taps * stride + j);
+      for (int t = 0; t < taps; t++) w[t] = load(weight + t * stride + j);
       for (int t = 0; t < taps - 1; t++) {
-        da[N + t] = load(later + t * c.stride + j);
-        in[N + t] = load_lanes<PART>(x[N + t] + j, count);
+        da[N + t] = load(after + t * stride + j);
+        in[N + t] = load_lanes<PART>(rows[N + t] + j, count);
       }
+#pragma GCC unroll 8
       for (int i = N - 1; i >= 0; i--) {
-        __builtin_prefetch(x[i + taps - 1] + x_ahead + j, 0, 2);
-        __builtin_prefetch(dy[i] + dy_ahead + j, 0, 2);
-        in[i] = load_lanes<PART>(x[i] + j, count);
-        vf g = load_lanes<PART>(dy[i] + j, count);
-        if (c.silu) {
+        __builtin_prefetch(rows[i + taps - 1] + next_x + j, 0, 2);
+        __builtin_prefetch(from[i] + next_dy + j, 0, 2);
+        in[i] = load_lanes<PART>(rows[i] + j, count);
+        vf g = load_lanes<PART>(from[i] + j, count);
+        if (silu) {
           vf a = bias;
           for (int t = 0; t < taps; t++) a += w[t] * in[i + t];
-          g *= silu_slope(a, sigmoid(a));
+          g *= Silu(a).slope();
         }
         da[i] = g, dbias += g;
         vf d = {};
         for (int t = 0; t < taps; t++) d += w[taps - 1 - t] * da[i + t];
         for (int t = 0; t < taps; t++) dw[t] += g * in[i + t];
-        store_lanes<PART>(dx[i] + j, d, count);
+        store_lanes<PART>(to[i] + j, d, count);
       }
-      for (int t = 0; t < taps - 1; t++) store(later + t * c.stride + j, da[t]);
-      for (int t = 0; t < taps; t++) store(sums + t * c.stride + j, load(sums + t * c.stride + j) + dw[t]);
-      store(sums + taps * c.stride + j, load(sums + taps * c.stride + j) + dbias);
+      for (int t = 0; t < taps - 1; t++) store(after + t * stride + j, da[t]);
+      for (int t = 0; t < taps; t++) store(to_sums + t * stride + j, load(to_sums + t * stride + j) + dw[t]);
+      store(to_sums + taps * stride + j, load(to_sums + taps * stride + j) + dbias);
     }
   }
   template <int N> void run() const {

@@ -14,8 +14,10 @@ template <class T> struct NormTokens {
   const Norm& c;
   int E;  // e rounded up: the stride of a head in scratch memory, weight and sums
   bool skip_first, skip_last, gate_first, gate_last;
-  float *u, *du, *factor, *slopes, *dv;  // (h, E): u, the gradient of the norm's result, silu(z), its slope; (g, E)
-  float *scale, *dot;                    // (h): the norm's factor; <weight du, u>
+  float *u, *du;             // (h, E): u, and the gradient of the norm's result
+  float *factor, *slopes;    // (h, E): silu(z), and its slope, times dy if gate_last
+  float* dv;                 // (g, E)
+  float *scale, *dot;        // (h): the norm's factor; <weight du, u>
 
   NormTokens(const Norm& c, Arena& arena)
       : c(c), E(round_up(c.e, W)), skip_first(c.v.data && c.skip_first), skip_last(c.v.data && !c.skip_first),
@@ -42,32 +44,41 @@ template <class T> struct NormTokens {
   }
 
   void forward(int64_t batch, int64_t token) const {
-    const auto silu = [&]<bool PART>(int head, int i, int count) {
-      return apply(kSilu, load_lanes<PART>(at(c.gate, batch, token, head) + i, count));
-    };
-    const auto skipped = [&]<bool PART>(int head, int i, int count) {
-      return load_lanes<PART>(at(c.v, batch, token, group(head)) + i, count) * c.skip[head];
-    };
+    // Local copies, because a store may change what a pointer or reference leads to
     for (int head = 0; head < c.h; head++) {
+      const T *out = at(c.out, batch, token, head), *z = at(c.gate, batch, token, head);
+      const T* v = at(c.v, batch, token, group(head));
+      const float D = c.v.data ? c.skip[head] : 0;
+      const bool skips = skip_first, gates = gate_first;
+      float* to = u + head * E;
       vf squares = {};
-      const T* out = at(c.out, batch, token, head);
       vectors(c.e, [&]<bool PART>(int i, int count) {
         vf x = load_lanes<PART>(out + i, count);
-        if (skip_first) x += skipped.template operator()<PART>(head, i, count);
-        if (gate_first) x *= silu.template operator()<PART>(head, i, count);
+        if (skips) x += load_lanes<PART>(v + i, count) * D;
+        if (gates) {
+          const Silu silu(load_lanes<PART>(z + i, count));
+          x *= silu.y;
+        }
         squares += x * x;
-        store(u + head * E + i, x);
+        store(to + i, x);
       });
       scale[head] = sum(squares);
     }
     if (c.weight) finish_scale();
     for (int head = 0; head < c.h; head++) {
+      const T *z = at(c.gate, batch, token, head), *v = at(c.v, batch, token, group(head));
+      const float *from = u + head * E, *weight = c.weight + head * E;
+      const float D = c.v.data ? c.skip[head] : 0, r = scale[head];
+      const bool normed = c.weight, skips = skip_last, gates = gate_last;
       T* y = at(c.y, batch, token, head);
       vectors(c.e, [&]<bool PART>(int i, int count) {
-        vf x = load(u + head * E + i);
-        if (c.weight) x = load(c.weight + head * E + i) * (x * scale[head]);
-        if (skip_last) x += skipped.template operator()<PART>(head, i, count);
-        if (gate_last) x *= silu.template operator()<PART>(head, i, count);
+        vf x = load(from + i);
+        if (normed) x = load(weight + i) * (x * r);
+        if (skips) x += load_lanes<PART>(v + i, count) * D;
+        if (gates) {
+          const Silu silu(load_lanes<PART>(z + i, count));
+          x *= silu.y;
+        }
         store_lanes<PART>(y + i, x, count);
       });
     }
@@ -92,59 +103,69 @@ template <class T> struct NormTokens {
   }
 
   void first_pass(int64_t batch, int64_t token, int head) const {
+    const T *out = at(c.out, batch, token, head), *dy = at(c.dy, batch, token, head);
+    const T *z = at(c.gate, batch, token, head), *v = at(c.v, batch, token, group(head));
+    const int k = head * E;
+    const float D = c.v.data ? c.skip[head] : 0, *weight = c.weight + k;
+    float *to_u = u + k, *to_du = du + k, *to_factor = factor + k, *to_slopes = slopes + k;
+    const bool skips = skip_first, gated = c.gate.data, gates = gate_first, normed = c.weight;
     vf squares = {}, products = {};
     vectors(c.e, [&]<bool PART>(int i, int count) {
-      const int k = head * E + i;
-      vf x = load_lanes<PART>(at(c.out, batch, token, head) + i, count);
-      vf g = load_lanes<PART>(at(c.dy, batch, token, head) + i, count);
-      if (skip_first) x += load_lanes<PART>(at(c.v, batch, token, group(head)) + i, count) * c.skip[head];
-      if (c.gate.data) {
-        const vf z = load_lanes<PART>(at(c.gate, batch, token, head) + i, count), s = sigmoid(z), y = z * s;
-        store(factor + k, y), store(slopes + k, silu_slope(z, s));
-        if (gate_first) x *= y;
-        else g *= y;
+      vf x = load_lanes<PART>(out + i, count), g = load_lanes<PART>(dy + i, count);
+      if (skips) x += load_lanes<PART>(v + i, count) * D;
+      if (gated) {
+        const Silu silu(load_lanes<PART>(z + i, count));
+        if (gates) x *= silu.y, store(to_factor + i, silu.y), store(to_slopes + i, silu.slope());
+        else store(to_slopes + i, silu.slope() * g), g *= silu.y;
       }
-      store(u + k, x), store(du + k, g);
+      store(to_u + i, x), store(to_du + i, g);
       squares += x * x;
-      if (c.weight) products += (g * load(c.weight + k)) * x;
+      if (normed) products += (g * load(weight + i)) * x;
     });
     scale[head] = sum(squares), dot[head] = sum(products);
   }
 
   void second_pass(int64_t batch, int64_t token, int head, float* sums) const {
-    const float r = scale[head], size = (float)c.e * (c.over_heads ? c.h : 1), pull = r * r * r * dot[head] / size;
+    const T *out = at(c.out, batch, token, head), *v = at(c.v, batch, token, group(head));
+    T *d_out = at(c.d_out, batch, token, head), *d_gate = at(c.d_gate, batch, token, head);
+    const int k = head * E;
+    const float size = (float)c.e * (c.over_heads ? c.h : 1), r = scale[head], pull = r * r * r * dot[head] / size;
+    const float D = c.v.data ? c.skip[head] : 0;
+    const float *weight = c.weight + k, *from_u = u + k, *from_du = du + k;
+    const float *from_factor = factor + k, *from_slopes = slopes + k;
+    float *of_weight = sums + k, *of_skip = sums + c.h * E + k, *to_dv = dv + group(head) * E;
+    const bool normed = c.weight, skipped = c.v.data, skip_before = skip_first, skip_after = skip_last;
+    const bool gated = c.gate.data, gate_before = gate_first, gate_after = gate_last;
     const bool first_of_group = head % (c.h / c.g) == 0;
     vectors(c.e, [&]<bool PART>(int i, int count) {
-      const int k = head * E + i;
-      vf x = load(u + k), g = load(du + k), v = {}, dz = {};
-      float* of_weight = sums + k;
-      float* of_skip = sums + c.h * E + k;
-      if (c.v.data) v = load_lanes<PART>(at(c.v, batch, token, group(head)) + i, count);
-      if (gate_last) {
-        vf q = c.weight ? load(c.weight + k) * (x * r) : x;
-        if (skip_last) q += v * c.skip[head];
-        dz = load_lanes<PART>(at(c.dy, batch, token, head) + i, count) * q * load(slopes + k);
+      vf x = load(from_u + i), g = load(from_du + i), v_i = {}, dz = {};
+      if (skipped) v_i = load_lanes<PART>(v + i, count);
+      vf of_skipped = g;  // the gradient of D v
+      vf n = x;           // the norm's result
+      if (normed) {
+        const vf w = load(weight + i), normal = x * r;
+        n = w * normal;
+        store(of_weight + i, load(of_weight + i) + g * normal);
+        g = g * (w * r) - x * pull;
       }
-      vf skipped = g;  // the gradient of D v
-      if (c.weight) {
-        store(of_weight, load(of_weight) + g * (x * r));
-        g = g * load(c.weight + k) * r - x * pull;
+      if (gate_after) {
+        if (skip_after) n += v_i * D;
+        dz = n * load(from_slopes + i);
       }
-      if (gate_first) {
-        vf p = load_lanes<PART>(at(c.out, batch, token, head) + i, count);
-        if (skip_first) p += v * c.skip[head];
-        dz = g * p * load(slopes + k);
-        g *= load(factor + k);
+      if (gate_before) {
+        vf p = load_lanes<PART>(out + i, count);
+        if (skip_before) p += v_i * D;
+        dz = g * p * load(from_slopes + i);
+        g *= load(from_factor + i);
       }
-      if (skip_first) skipped = g;
-      if (c.v.data) {
-        store(of_skip, load(of_skip) + skipped * v);
-        float* to = dv + group(head) * E + i;
-        const vf d = skipped * c.skip[head];
-        store(to, first_of_group ? d : load(to) + d);
+      if (skip_before) of_skipped = g;
+      if (skipped) {
+        store(of_skip + i, load(of_skip + i) + of_skipped * v_i);
+        const vf d = of_skipped * D;
+        store(to_dv + i, first_of_group ? d : load(to_dv + i) + d);
       }
-      if (c.gate.data) store_lanes<PART>(at(c.d_gate, batch, token, head) + i, dz, count);
-      store_lanes<PART>(at(c.d_out, batch, token, head) + i, g, count);
+      if (gated) store_lanes<PART>(d_gate + i, dz, count);
+      store_lanes<PART>(d_out + i, g, count);
     });
   }
 };

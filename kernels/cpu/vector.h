@@ -142,17 +142,33 @@ LINROPE_INLINE vf exp_parts(vf r, vf n) {
   return p * (vf)((half + 127) << 23) * (vf)((k - half + 127) << 23);
 #endif
 }
-LINROPE_INLINE vf exponential(vf x) {
-  x = smallest(largest(x, -104.0f), 89.0f);
+LINROPE_INLINE vf exponential_within(vf x) {  // of x from -104 to 89
   const vf t = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
   const vf n = t - 12582912.0f;
   const vf r = x - n * 0.693359375f - n * -2.12194440e-4f;
   return exp_parts(r, n);
 }
+LINROPE_INLINE vf exponential(vf x) { return exponential_within(smallest(largest(x, -104.0f), 89.0f)); }
 
-LINROPE_INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + exponential(-x)); }
-// dy/dx of y = x s with s = sigmoid(x)
-LINROPE_INLINE vf silu_slope(vf x, vf s) { return s + x * s * (1.0f - s); }
+// 1 / x for normal x
+#if defined(__AVX512F__)
+LINROPE_INLINE vf reciprocal(vf x) {  // a division takes as long as all the rest of Silu
+  const vf y = (vf)_mm512_maskz_rcp14_ps(0xffff, (__m512)x);
+  return y + y * (1.0f - x * y);
+}
+#else
+LINROPE_INLINE vf reciprocal(vf x) { return 1.0f / x; }
+#endif
+
+struct Silu {  // y = x s with s = sigmoid(x), and dy/dx; minus infinity gives 0, NaN stays
+  vf y, s;
+  LINROPE_INLINE explicit Silu(vf x) {
+    x = largest(x, -87.0f);  // 1 + e^87 has a normal reciprocal
+    s = reciprocal(1.0f + exponential_within(-smallest(x, 104.0f)));
+    y = x * s;
+  }
+  LINROPE_INLINE vf slope() const { return s + y * (1.0f - s); }
+};
 
 LINROPE_INLINE vf apply(int map, vf x) {
   switch (map) {
@@ -171,7 +187,10 @@ LINROPE_INLINE vf slope(int map, vf x, vf y) {
     case kRelu: return y > 0.0f ? splat(1.0f) : y;
     case kRelu2: return 2.0f * largest(x, 0.0f);
     case kExp: return y;
-    case kSilu: return silu_slope(x, sigmoid(x));
+    case kSilu: {
+      const vf s = 1.0f / (1.0f + exponential(-x));
+      return s + y * (1.0f - s);
+    }
     default: return splat(1.0f);
   }
 }
