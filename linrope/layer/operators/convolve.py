@@ -84,7 +84,7 @@ def convolve_step(
         slots: (s,) int64, the row of inputs that each sequence has. The rows must differ.
 
     Returns:
-        y (s, 1, c) in the dtype of x, with the bits of ``convolve`` over the whole sequence.
+        y (s, 1, c) in the dtype of x. With backend "native" it has the bits of ``convolve`` over all tokens.
 
     Raises:
         As ``convolve``. Nothing is written then.

@@ -1,0 +1,175 @@
+"""The operators in a graph: torch.library's checks, torch.compile, exporters, and which backend "auto" takes."""
+
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from linrope.backends import native as library
+from linrope.layer.operators import convolve, convolve_step, gated_norm
+from linrope.layer.operators.backends import choose
+from tests.layer.operators.cases import numbers
+
+needs_library = pytest.mark.skipif(library.why_not() is not None, reason=str(library.why_not()))
+CUTS = torch.tensor([0, 0, 3, 9], dtype=torch.int32)
+
+
+def leaf(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    return numbers(*shape, seed=seed).to(dtype).requires_grad_()
+
+
+CONVOLUTIONS = {
+    "all": (leaf(2, 9, 5), leaf(5, 4), leaf(5), leaf(2, 3, 5), None, True),
+    "weight alone": (leaf(2, 9, 5), leaf(5, 4), None, None, None, False),
+    "packed": (leaf(1, 9, 5), leaf(5, 3), None, leaf(3, 2, 5), CUTS, True),
+    "half precision": (leaf(2, 9, 5, dtype=torch.bfloat16), leaf(5, 4), leaf(5), None, None, True),
+}
+NORMS = {
+    "all": (
+        leaf(2, 9, 4, 5),
+        leaf(4, 5),
+        leaf(2, 9, 20),
+        leaf(2, 9, 2, 5),
+        leaf(4),
+        1e-6,
+        False,
+        False,
+        True,
+    ),
+    "weight alone": (leaf(2, 9, 4, 5), leaf(5), None, None, None, 1e-6, False, False, False),
+    "gate alone": (leaf(2, 9, 4, 5), None, leaf(2, 9, 20), None, None, 1e-6, True, True, False),
+    "half precision": (
+        leaf(2, 9, 4, 5, dtype=torch.float16),
+        leaf(4, 5),
+        leaf(2, 9, 20, dtype=torch.float16),
+        None,
+        None,
+        1e-6,
+        True,
+        False,
+        False,
+    ),
+}
+
+
+@needs_library
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # PyTorch 2.15 reads it itself
+@pytest.mark.parametrize(
+    ("operator", "arguments"),
+    [
+        *(pytest.param(torch.ops.linrope.convolve, x, id=f"convolve-{k}") for k, x in CONVOLUTIONS.items()),
+        *(pytest.param(torch.ops.linrope.gated_norm, x, id=f"gated_norm-{k}") for k, x in NORMS.items()),
+    ],
+)
+def test_the_operators_pass_torch_library_s_checks(operator, arguments: tuple) -> None:
+    torch.library.opcheck(operator.default, ("native", *arguments))
+
+
+class Block(nn.Module):
+    """The operators as a layer uses them: the first half of the convolution's result is the gate."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        self.backend = backend
+        self.taps, self.bias = nn.Parameter(numbers(32, 4)), nn.Parameter(numbers(32, seed=2))
+        self.weight, self.skip = nn.Parameter(numbers(8, seed=3)), nn.Parameter(numbers(2, seed=4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z, out = convolve(x, self.taps, self.bias, silu=True, backend=self.backend).chunk(2, -1)
+        out = out.unflatten(-1, (2, 8))
+        return gated_norm(
+            out, self.weight, gate=z, v=out * 2, skip=self.skip, skip_order="before", backend=self.backend
+        )
+
+
+def results(block: Block, run, x: Tensor) -> list[Tensor]:
+    block.zero_grad()
+    x = x.clone().requires_grad_()
+    y = run(x)
+    y.square().sum().backward()
+    return [y, x.grad, *(parameter.grad for parameter in block.parameters())]
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("native", marks=needs_library)])
+def test_compiled_in_one_graph_they_compute_the_same_for_any_length(backend: str) -> None:
+    torch._dynamo.reset()
+    block = Block(backend)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (7, 30):
+        x = numbers(2, n, 32)
+        for a, b in zip(results(block, compiled, x), results(block, block, x), strict=True):
+            assert_close(a, b)
+
+
+@needs_library
+def test_a_compiled_graph_holds_one_node_per_operator_and_direction() -> None:
+    torch._dynamo.reset()
+    seen: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        seen.extend(str(node.target) for node in graph.graph.nodes if "linrope" in str(node.target))
+        return graph
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    block = Block("auto")
+    compiled = torch.compile(block, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
+    results(block, compiled, numbers(2, 9, 32))
+    names = ("convolve", "gated_norm", "gated_norm_backward", "convolve_backward")
+    assert seen == [f"linrope.{name}.default" for name in names]
+
+
+def test_a_compiled_step_writes_its_inputs() -> None:
+    torch._dynamo.reset()
+    weight = numbers(4, 3)
+    compiled = torch.compile(convolve_step, fullgraph=True, backend="aot_eager")
+    slots = torch.tensor([2, 0])
+    one, other = numbers(3, 2, 4, seed=2), numbers(3, 2, 4, seed=2)
+    for i in range(3):
+        token = numbers(2, 1, 4, seed=i)
+        y = compiled(token, weight, None, one, silu=True, slots=slots)
+        assert_close(y, convolve_step(token, weight, None, other, silu=True, slots=slots))
+        assert torch.equal(one, other)
+
+
+def test_exported_programs_hold_no_fused_operator() -> None:
+    program = torch.export.export(Block("auto"), (numbers(2, 9, 32),), strict=False)
+    assert not [node for node in program.graph.nodes if "linrope" in str(node.target)]
+    buffer = io.BytesIO()
+    traced = torch.jit.trace(Block("auto"), numbers(2, 9, 32))
+    torch.jit.save(traced, buffer)
+    assert "linrope::" not in str(traced.graph)
+
+
+def test_transformations_of_torch_func_and_forward_mode_take_the_definition() -> None:
+    x, weight = numbers(3, 2, 6, 4), numbers(4, 4)
+    stacked = torch.func.vmap(lambda x: convolve(x, weight, silu=True))(x)
+    assert_close(stacked, torch.stack([convolve(one, weight, silu=True) for one in x]))
+    gradient = torch.func.grad(lambda w: convolve(x[0], w, silu=True).sum())(weight)
+    leaf = weight.clone().requires_grad_()
+    assert_close(gradient, torch.autograd.grad(convolve(x[0], leaf, silu=True).sum(), leaf)[0])
+    _, tangent = torch.func.jvp(lambda x: convolve(x, weight), (x[0],), (x[1],))
+    assert_close(tangent, convolve(x[1], weight))
+
+
+@needs_library
+def test_auto_takes_the_kernels_where_they_can_run_and_names_the_reason_where_not() -> None:
+    x = torch.zeros(1, 2, 3)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert choose("auto", (x.to(dtype), None)) == "native"
+    assert choose("auto", (x.double(),)) == choose("auto", (x,), taps=9) == "eager"
+    assert choose("auto", (x.to("meta"),)) == "eager"
+    with pytest.raises(RuntimeError, match="cannot run: inside a transformation"):
+        torch.func.vmap(lambda x: convolve(x, torch.ones(3, 2), backend="native"))(x[None])
+
+
+def test_without_the_library_auto_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    block, x = Block("auto"), numbers(2, 9, 32)
+    expected = results(block, block, x)
+    monkeypatch.setattr(library, "_LOAD_ERROR", "not built")
+    for a, b in zip(results(block, block, x), expected, strict=True):
+        assert_close(a, b, rtol=1e-5, atol=1e-5)
+    with pytest.raises(RuntimeError, match="backend='native' cannot run: not built"):
+        convolve(x, torch.ones(32, 2), backend="native")
