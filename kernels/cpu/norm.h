@@ -28,8 +28,9 @@ template <class T> struct NormTokens {
   static size_t bytes(const Norm& c) { return 4 * c.h * (5 * (size_t)round_up(c.e, W) + 2) + 1024; }
 
   T* at(const View& x, int64_t batch, int64_t token, int head) const {
-    return (T*)x.data + batch * x.batch + token * x.token + head * x.head;
+    return x.data ? (T*)x.data + batch * x.batch + token * x.token + head * x.head : nullptr;
   }
+  const float* weight_of(int head) const { return c.weight ? c.weight + head * E : nullptr; }
   int group(int head) const { return head / (c.h / c.g); }
 
   // scale = rsqrt(mean(u^2) + eps) from the sums of squares of each head
@@ -67,7 +68,7 @@ template <class T> struct NormTokens {
     if (c.weight) finish_scale();
     for (int head = 0; head < c.h; head++) {
       const T *z = at(c.gate, batch, token, head), *v = at(c.v, batch, token, group(head));
-      const float *from = u + head * E, *weight = c.weight + head * E;
+      const float *from = u + head * E, *weight = weight_of(head);
       const float D = c.v.data ? c.skip[head] : 0, r = scale[head];
       const bool normed = c.weight, skips = skip_last, gates = gate_last;
       T* y = at(c.y, batch, token, head);
@@ -106,7 +107,7 @@ template <class T> struct NormTokens {
     const T *out = at(c.out, batch, token, head), *dy = at(c.dy, batch, token, head);
     const T *z = at(c.gate, batch, token, head), *v = at(c.v, batch, token, group(head));
     const int k = head * E;
-    const float D = c.v.data ? c.skip[head] : 0, *weight = c.weight + k;
+    const float D = c.v.data ? c.skip[head] : 0, *weight = weight_of(head);
     float *to_u = u + k, *to_du = du + k, *to_factor = factor + k, *to_slopes = slopes + k;
     const bool skips = skip_first, gated = c.gate.data, gates = gate_first, normed = c.weight;
     vf squares = {}, products = {};
@@ -131,7 +132,7 @@ template <class T> struct NormTokens {
     const int k = head * E;
     const float size = (float)c.e * (c.over_heads ? c.h : 1), r = scale[head], pull = r * r * r * dot[head] / size;
     const float D = c.v.data ? c.skip[head] : 0;
-    const float *weight = c.weight + k, *from_u = u + k, *from_du = du + k;
+    const float *weight = weight_of(head), *from_u = u + k, *from_du = du + k;
     const float *from_factor = factor + k, *from_slopes = slopes + k;
     float *of_weight = sums + k, *of_skip = sums + c.h * E + k, *to_dv = dv + group(head) * E;
     const bool normed = c.weight, skipped = c.v.data, skip_before = skip_first, skip_after = skip_last;

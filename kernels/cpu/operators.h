@@ -38,7 +38,7 @@ inline Tensor total(const std::vector<float>& sums, int64_t tasks, int64_t rows,
   for (int64_t r = 0; r < rows; r++) {
     std::fill(row.begin(), row.end(), 0);
     for (int64_t task = 0; task < tasks; task++) {
-      const float* from = &sums[(task * rows + r) * stride];
+      const float* from = sums.data() + (task * rows + r) * stride;
       for (int64_t i = 0; i < stride; i++) row[i] += from[i];
     }
     for (int64_t i = 0; i < width; i++) to[r * width + i] = (float)row[i];
@@ -113,7 +113,7 @@ struct ConvolutionCall : Convolution {
     weight = packed.data();
     for (int64_t t = 0; t < taps; t++)
       for (int64_t i = 0; i < c; i++) packed[t * stride + i] = from[i * taps + t];
-    if (bias) memcpy(&packed[taps * stride], bias, 4 * c);
+    if (bias) memcpy(packed.data() + taps * stride, bias, 4 * c);
   }
   bool covers_all_tokens() const { return !bounds || (bounds[0] == 0 && bounds[sequences] == n); }
 };
@@ -141,7 +141,7 @@ inline std::tuple<Tensor, Tensor, Tensor> convolve_backward(Tensor gradient, Ten
   const int64_t size = (c.taps + 1) * c.stride;
   std::vector<float> sums(tasks.count() * size);
   tasks.run(c.c, [&](int64_t task, int64_t batch, int64_t begin, int64_t end) {
-    isa().convolve_backward(c, batch, begin, end, &sums[task * size]);
+    isa().convolve_backward(c, batch, begin, end, sums.data() + task * size);
   });
   return {dx, total(sums, tasks.count(), c.taps + 1, c.stride, c.c), d_before};
 }
@@ -188,7 +188,7 @@ struct NormCall : Norm {
     if (weights) {
       const float* from = parameter("weight", *weights, {h, e});
       packed.resize(h * stride);
-      for (int64_t head = 0; head < h; head++) memcpy(&packed[head * stride], from + head * e, 4 * e);
+      for (int64_t head = 0; head < h; head++) memcpy(packed.data() + head * stride, from + head * e, 4 * e);
       weight = packed.data();
       STD_TORCH_CHECK(epsilon > 0, "eps: got ", epsilon, ", expected a positive number");
     }
@@ -227,7 +227,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> gated_norm_backward(Tensor gra
   const int64_t size = 2 * c.h * c.stride;
   std::vector<float> sums(tasks.count() * size);
   tasks.run(numbers, [&](int64_t task, int64_t batch, int64_t begin, int64_t end) {
-    isa().norm_backward(c, batch, begin, end, &sums[task * size]);
+    isa().norm_backward(c, batch, begin, end, sums.data() + task * size);
   });
   return {d_out, d_gate, d_v, total(sums, tasks.count(), 2 * c.h, c.stride, c.e)};
 }

@@ -21,7 +21,7 @@ def check_dense(name: str, x: object, device: torch.device | None = None) -> Non
 
 def check_shape(name: str, x: Tensor, *shapes: tuple[int, ...]) -> None:
     """Raises ValueError unless x has one of the shapes."""
-    if tuple(x.shape) not in shapes:
+    if not any(len(shape) == x.ndim and all(a == b for a, b in zip(x.shape, shape)) for shape in shapes):
         expected = " or ".join(str(shape) for shape in dict.fromkeys(shapes))
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {expected}")
 

@@ -58,8 +58,9 @@ def convolve_backward(
     )
     return [
         dx,
-        sums[:-1].mT.to(weight.dtype, memory_format=torch.contiguous_format),
-        None if bias is None else sums[-1].to(bias.dtype),
+        # Copies, because the results of an operator must not share memory
+        sums[:-1].mT.to(weight.dtype).clone(memory_format=torch.contiguous_format),
+        None if bias is None else sums[-1].to(bias.dtype).clone(),
         None if before is None else d_before.to(before.dtype),
     ]
 
