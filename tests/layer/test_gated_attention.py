@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from linrope import LinearAttentionState, LinearRoPEAttention, linear_rope_attention
+from linrope.backends import native
 
 GATED = {
     "spread": {"decay": {"name": "spread", "longest": 50}},
@@ -335,6 +336,28 @@ def test_selective_rotation_starts_as_the_fixed_one_bit_for_bit() -> None:
         )
 
 
+@pytest.mark.skipif(native.why_not() is not None, reason="the native library is not available")
+@pytest.mark.parametrize("name", ["block", "mamba-2", "one key head", "all"])
+def test_in_float32_on_the_fused_kernels_the_layer_is_the_one_in_float64(name: str) -> None:
+    exact, x = make(**GATED[name]), numbers(2, 70, 16)
+    layer, losses, gradients = copy.deepcopy(exact).float(), [], []
+    for module, inputs in ((exact, x), (layer, x.float())):
+        inputs.requires_grad_()
+        loss = (module(inputs).double() * numbers(2, 70, 16, seed=2)).sum()
+        losses.append(loss)
+        gradients.append(torch.autograd.grad(loss, [inputs, *module.parameters()]))
+    assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-3)
+    for got, expected in zip(gradients[1], gradients[0], strict=True):
+        assert float((got.double() - expected).norm()) <= 1e-4 * float(expected.norm()) + 1e-6
+
+
+def test_a_shared_key_head_is_not_copied() -> None:
+    layer = make(**GATED["one key head"])
+    q = layer._queries(layer.q_proj(numbers(1, 5, 16)))
+    assert q.shape == (1, 5, 4, 6)
+    assert q.stride(2) == 0
+
+
 def test_a_module_may_give_the_steps() -> None:
     class Steps(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -358,6 +381,22 @@ def test_a_module_may_give_the_steps() -> None:
         ({"forget_gate": {"shortest": 1}}, "forget_gate={'shortest': 1}: expected True, False, or a dict"),
         ({"forget_gate": 3}, "forget_gate=3: expected True, False, or a dict"),
         ({"short_conv": 1}, "short_conv=1: expected the number of taps"),
+        ({"short_conv": {"activation": "relu"}}, "activation='relu': expected one of silu, None"),
+        ({"short_conv": {"start": "zero"}}, "start='zero': expected one of identity, uniform"),
+        ({"short_conv": {"bias": 1}}, "bias=1: expected True or False"),
+        ({"short_conv": {"kernel": 4}}, r"short_conv: got the keys \['kernel'\], expected some of 'taps'"),
+        ({"write_gate": "tied"}, "write_gate='tied': expected None without a forget_gate"),
+        (
+            {"write_gate": "tie", "forget_gate": True},
+            "write_gate='tie': expected one of tied, independent, None",
+        ),
+        ({"skip": "inside"}, "skip='inside': expected one of before, after, None"),
+        ({"gate": "inside"}, "gate='inside': expected one of before, after, True or False"),
+        ({"out_norm": "heads"}, "out_norm='heads': expected one of head, all"),
+        ({"out_norm": {"span": "all"}}, r"out_norm: got the keys \['span'\], expected some of 'over'"),
+        ({"qk_bias": True}, "qk_bias=True: expected qk_norm=True with it"),
+        ({"num_value_heads": 6}, "num_value_heads=6: expected a multiple of num_heads=4"),
+        ({"num_value_heads": 8, "num_kv_heads": 2}, "num_value_heads=8: expected None with num_kv_heads=2"),
         ({"decay": {"name": "spread", "shortest": 1}}, r"decay: got \['shortest'\] beside name='spread'"),
         ({"decay": {"longest": 1}}, "decay=None: expected one of spread, learned, retnet, 4 numbers"),
         ({"decay": {"name": "retnet", "longest": 9}}, r"decay: got \['longest'\] beside name='retnet'"),
