@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from linrope.common.names import check_name
-from linrope.layer.operators.gated_norm import gated_norm
+from linrope.layer.operators import gated_norm
 from linrope.layer.short_convolution import make_short_convolution
 from linrope.operation import checks
 from linrope.operation.shards import LayerShard

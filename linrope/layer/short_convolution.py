@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from linrope.common.names import check_name
-from linrope.layer.operators.convolve import convolve
+from linrope.layer.operators import convolve
 from linrope.sequence.packing import owners, rising_bounds
 
 STARTS = ("identity", "uniform")
