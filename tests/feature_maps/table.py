@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from linrope import feature_maps
@@ -49,7 +50,7 @@ def plain(features: Features) -> Tensor:
     return (x.double() * log_scale.exp()[..., None]).to(x.dtype)
 
 
-def features(fmap: FeatureMap, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """phi and psi, multiplied out, of (b, n, h, d) tensors whose positions are (b or 1, n)."""
-    where = (positions,) if fmap.positional else ()
+def features(fmap: FeatureMap, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """phi and psi, multiplied out, of (b, n, h, d) tensors at positions 0, 1, .."""
+    where = (torch.arange(q.shape[1])[None],) if fmap.positional else ()
     return plain(fmap.queries(q, *where)), plain(fmap.keys(k, *where))

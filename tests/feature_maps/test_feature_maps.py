@@ -5,20 +5,17 @@ import re
 
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from linrope import Rotary, feature_maps, linear_rope_attention
 from linrope.feature_maps import FeatureMap
-from tests.feature_maps.table import LEARNED, MAPS, build, features
+from tests.feature_maps.table import LEARNED, MAPS, RANDOM, build, features
 from tests.oracle import randoms
 
 labels = pytest.mark.parametrize("label", MAPS)
 names = pytest.mark.parametrize("name", feature_maps.NAMES)
-
-
-def consecutive(x: Tensor) -> Tensor:
-    return torch.arange(x.shape[1])[None]
 
 
 def scrambled(fmap: FeatureMap) -> FeatureMap:
@@ -37,11 +34,24 @@ def test_the_table_has_every_name() -> None:
 @pytest.mark.parametrize("d", [4, 3])
 def test_sizes(label: str, d: int) -> None:
     fmap, (q, k, _) = build(label, d), randoms(2, 5, 2, d)
-    for x in features(fmap, q, k, consecutive(q)):
+    for x in features(fmap, q, k):
         assert x.shape == (2, 5, 2, fmap.feature_dim)
     assert fmap.head_dim == d
     own_size = fmap.elementwise is not None or label == "softmax"
     assert own_size or fmap.feature_dim % 2 == 0  # features pair up for rotation
+
+
+@pytest.mark.parametrize("name", [*RANDOM, "softmax", "exp"])
+@settings(deadline=None)
+@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=4, max_size=4))
+def test_features_of_far_inputs_are_finite_and_those_of_positive_maps_not_negative(
+    name: str, x: list[float]
+) -> None:
+    fmap = build(name)
+    for made in (fmap.queries(torch.tensor(x)), fmap.keys(torch.tensor(x))):
+        phi, log_scale = made if fmap.log_scaled else (made, torch.zeros(()))
+        assert bool(phi.isfinite().all() & log_scale.isfinite())
+        assert not fmap.positive or bool((phi >= 0).all())
 
 
 @labels
@@ -49,7 +59,7 @@ def test_sizes(label: str, d: int) -> None:
 def test_kernels_of_maps_marked_positive_are_not_negative(label: str, scale: float) -> None:
     fmap = scrambled(build(label)).double()
     q, k, _ = randoms(1, 100, 2, 4, scale=scale)
-    phi, psi = features(fmap, q, k, consecutive(q))
+    phi, psi = features(fmap, q, k)
     kernel = torch.einsum("bnhf,bmhf->bhnm", phi, psi)
     rounding = 1e-15 * torch.einsum("bnhf,bmhf->bhnm", phi.abs(), psi.abs())
     if fmap.positive:
@@ -65,7 +75,7 @@ def test_a_token_s_features_are_its_own(label: str) -> None:
     later = [x.clone() for x in (q, k)]
     for x in later:
         x[:, 4:] = 50.0
-    pairs = zip(features(fmap, q, k, consecutive(q)), features(fmap, *later, consecutive(q)))
+    pairs = zip(features(fmap, q, k), features(fmap, *later))
     for before, after in pairs:
         assert torch.equal(before[:, :4], after[:, :4])
 
@@ -94,17 +104,17 @@ def test_gradients_are_those_of_finite_differences(label: str) -> None:
     fmap, (q, k, _) = scrambled(build(label, 3)).double(), randoms(1, 2, 2, 3)
     leaves = [q.requires_grad_(), k.requires_grad_(), *fmap.parameters()]
     # the parameters are changed in place for the differences
-    assert torch.autograd.gradcheck(lambda q, k, *_: features(fmap, q, k, consecutive(q)), leaves)
+    assert torch.autograd.gradcheck(lambda q, k, *_: features(fmap, q, k), leaves)
 
 
 @pytest.mark.parametrize("label", [label for label in MAPS if label not in feature_maps.ELEMENTWISE])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_and_autocast_are_computed_in_float32(label: str, dtype: torch.dtype) -> None:
     fmap, (q, k, _) = build(label), randoms(1, 5, 2, 4, dtype=dtype)
-    narrow = features(fmap, q, k, consecutive(q))
+    narrow = features(fmap, q, k)
     with torch.autocast(q.device.type, torch.bfloat16):
-        inside = features(fmap, q.float(), k.float(), consecutive(q))
-    for x, y, z in zip(narrow, inside, features(fmap, q.float(), k.float(), consecutive(q))):
+        inside = features(fmap, q.float(), k.float())
+    for x, y, z in zip(narrow, inside, features(fmap, q.float(), k.float())):
         assert x.dtype == torch.float32
         assert torch.equal(x, z)
         assert torch.equal(y, z)
@@ -118,7 +128,7 @@ def test_weights_and_projections_travel_through_the_state_dict(label: str) -> No
     loaded.load_state_dict(saved.state_dict())
     assert loaded.identity == saved.identity
     q, k, _ = randoms(1, 5, 2, 4)
-    for x, y in zip(features(saved, q, k, consecutive(q)), features(loaded, q, k, consecutive(q))):
+    for x, y in zip(features(saved, q, k), features(loaded, q, k)):
         assert torch.equal(x, y)
 
 
@@ -166,7 +176,7 @@ def test_heads_of_one_number(label: str) -> None:
     name, options = MAPS[label]
     options = options | ({"nu": 1} if name == "dpfp" else {})
     fmap, x = feature_maps.make(name, 1, **options), torch.ones(1, 1, 2, 1)
-    for y in features(fmap, x, x, consecutive(x)):
+    for y in features(fmap, x, x):
         assert y.shape == (1, 1, 2, fmap.feature_dim)
         assert_close(y, y.nan_to_num())
 

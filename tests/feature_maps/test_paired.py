@@ -35,10 +35,9 @@ def paired(name: str, layout: str) -> FeatureMap:
 @pytest.mark.parametrize("name", INNER)
 def test_every_feature_is_both_members_of_a_pair(name: str, layout: str) -> None:
     fmap, (q, k, _) = paired(name, layout), randoms(1, 5, 2, 4)
-    positions = torch.arange(5)[None]
     assert isinstance(fmap, PairedMap)
     assert fmap.positional == (name == "cosformer")
-    pairs = zip(features(fmap, q, k, positions), features(fmap.inner, q, k, positions))
+    pairs = zip(features(fmap, q, k), features(fmap.inner, q, k))
     for twice, once in pairs:
         f = once.shape[-1]
         assert twice.shape[-1] == fmap.feature_dim == 2 * f
@@ -91,14 +90,6 @@ def test_without_pairs_an_output_exceeds_the_values() -> None:
         feature_map=feature_maps.make("paired", 2, inner="relu"), **how | {"rotary": Rotary(4)},
     )  # fmt: skip
     assert float(both.abs()) <= 1
-
-
-def test_states_of_other_layouts_and_inner_maps_are_refused() -> None:
-    q, k, v = randoms(1, 3, 2, 4)
-    _, state = linear_rope_attention(q, k, v, feature_map=paired("elu+1", "half"), return_state=True)
-    for other in (paired("elu+1", "interleaved"), paired("relu", "half")):
-        with pytest.raises(ValueError, match="state: made with PairedMap"):
-            linear_rope_attention(q, k, v, feature_map=other, state=state)
 
 
 def test_a_signed_inner_map_is_refused_by_the_normalizer() -> None:

@@ -53,14 +53,6 @@ def test_every_process_draws_alike_whatever_its_generator_and_a_run_goes_on() ->
     assert identities(second) == identities(first)
 
 
-def test_states_made_before_a_redraw_are_refused() -> None:
-    layer, x = LinearRoPEAttention(8, 2, feature_map="favor+"), torch.ones(1, 3, 8)
-    _, state = layer(x, return_state=True)
-    Redraw(layer, every=1).step()
-    with pytest.raises(ValueError, match="state: made with"):
-        layer(x, state=state)
-
-
 @pytest.mark.parametrize(("every", "done"), [(0, 0), (-1, 0), (1, -1)])
 def test_steps_are_counted_in_positive_numbers(every: int, done: int) -> None:
     with pytest.raises(ValueError, match=f"every={every}, done={done}: expected every >= 1 and done >= 0"):

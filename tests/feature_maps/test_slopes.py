@@ -49,12 +49,13 @@ def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype, digits: float
 @every_dtype
 def test_autograd_and_the_given_slope_are_the_exact_derivative(name: str, dtype: torch.dtype) -> None:
     value, slope, _ = ELEMENTWISE[name]
-    x = points(dtype).requires_grad_()
+    far = points(dtype).new_tensor([-30, -9, 9])
+    x = torch.cat((points(dtype), far)).requires_grad_()
     y = value(x)
     (by_autograd,) = torch.autograd.grad(y.sum(), x)
     assert_near(by_autograd, exact(name, x.detach()), dtype)
     # "eager" takes the slope in float32 or wider
-    wide = points(dtype).to(torch.promote_types(dtype, torch.float32))
+    wide = x.detach().to(torch.promote_types(dtype, torch.float32))
     assert_near(slope(wide, value(wide)), exact(name, wide), wide.dtype)
 
 
@@ -67,16 +68,6 @@ def test_every_number_of_half_precision_has_the_exact_slope(name: str, dtype: to
     expected = exact(name, x.detach())
     fits = expected <= torch.finfo(dtype).max
     assert_near(slopes[fits], expected[fits], dtype)
-
-
-def test_elu_plus_1_keeps_a_nan_and_has_slopes_at_infinity() -> None:
-    x = torch.tensor([torch.nan, torch.inf, -torch.inf], requires_grad=True)
-    y = feature_maps.make("elu+1", 3).queries(x)
-    (slopes,) = torch.autograd.grad(y.sum(), x)
-    assert y[0].isnan()
-    assert slopes[0].isnan()
-    assert y[1:].tolist() == [torch.inf, 0]
-    assert slopes[1:].tolist() == [1, 0]
 
 
 @every_dtype
