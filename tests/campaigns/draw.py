@@ -198,7 +198,12 @@ class Configuration:
             self.given = "both"
         falls = not self.fades_by_position and chance.random() < 0.2
         self.positions: list[Tensor] = []
-        start = chance.choice([0, 7, 10**6, MAX_POSITION - 10**9])
+        start = chance.choice([0, 7, 10**6, chance.randint(0, MAX_POSITION - 10**9)])
+        if self.order == "before" and self.dtype == torch.float64:
+            start, self.gap = (
+                7,
+                min(self.gap, 3),
+            )  # its angles are rounded float64 numbers, the equation's are not
         for before, length in zip(self.before, self.lengths, strict=True):
             count = before + length
             if axes:
@@ -216,15 +221,16 @@ class Configuration:
         total = [x + y for x, y in zip(self.before, self.lengths, strict=True)]
         n = sum(total) if self.packed else total[0]
         m = None if self.m is None else self.before[0] + self.m
-        scale = self.scale
         exponential = (self.map is not None and self.map.elementwise == "exp") or type(
             self.map
         ).__name__ == "SoftmaxMap"
         if exponential and self.dtype == torch.float32:
-            scale = min(scale, 1.0)  # rounding an exponent x costs u |x|, before any backend sees it
+            self.scale = min(
+                self.scale, 1.0
+            )  # rounding an exponent x costs u |x|, before any backend sees it
         q, k, v = randoms(
             self.b, n, self.g * self.r, self.d, g=self.g, m=m, e=self.e, dtype=self.dtype,
-            seed=chance.getrandbits(31), scale=scale,
+            seed=chance.getrandbits(31), scale=self.scale,
         )  # fmt: skip
         if self.map is None and self.positive:
             q, k = q.abs(), k.abs()

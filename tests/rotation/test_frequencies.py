@@ -143,37 +143,6 @@ def test_longrope_divides_each_frequency_by_its_entry() -> None:
     assert ours(LONGROPE).attention_factor == math.sqrt(1 + math.log(4) / math.log(1024))  # 4096 / 1024
 
 
-def test_yarn_keeps_pairs_of_many_turns_and_divides_those_of_few() -> None:
-    plain, scaled = theta(None), theta("yarn", factor=4.0, original_max_position_embeddings=4096)
-    turns = 4096 * plain / (2 * math.pi)
-    assert torch.equal(scaled[turns > 64], plain[turns > 64])
-    assert torch.equal(scaled[turns < 0.5], plain[turns < 0.5] / 4)
-    assert (scaled[1:] < scaled[:-1]).all()
-
-
-def test_llama3_interpolates_by_the_wavelength() -> None:
-    """As Llama 3.1's authors write it, with three branches."""
-    for plain, scaled in zip(
-        theta(None, base=5e5).tolist(),
-        theta(base=5e5, original_max_position_embeddings=8192, **LLAMA3).tolist(),
-    ):
-        wavelength = 2 * math.pi / plain
-        smooth = (8192 / wavelength - 1) / (4 - 1)
-        if wavelength < 8192 / 4:
-            expected = plain
-        elif wavelength > 8192 / 1:
-            expected = plain / 8
-        else:
-            expected = (1 - smooth) * plain / 8 + smooth * plain
-        assert scaled == pytest.approx(expected, rel=1e-14)
-
-
-def test_proportional_leaves_the_slow_pairs_unturned() -> None:
-    scaled = theta("proportional", partial_rotary_factor=0.25, factor=2)
-    assert torch.equal(scaled[:8], theta(None)[:8] / 2)
-    assert not scaled[8:].any()
-
-
 def test_a_config_without_extension_is_the_plain_rotation() -> None:
     plain = Rotary(HEAD_DIM, base=5e5, layout="half").identity
     assert ours({"rope_theta": 500000}).identity == plain
@@ -276,10 +245,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"rope_type": ["yarn"]}, r"rope_type=\['yarn'\]: expected one of"),
     ({"rope_type": "linear"}, r"factor: missing key of rope_type='linear', got rope_type"),
     ({"rope_type": "linear", "factor": None}, r"factor: missing key of rope_type='linear'"),
-    (
-        {"rope_type": "default", "factor": 2.0},
-        r"factor=2.0: unknown key of rope_type='default', expected none",
-    ),
+    ({"rope_type": "default", "factor": 2.0}, r"factor=2.0: unknown key of rope_type='default', expected none"),
     ({**YARN, "beta_fats": 3}, r"beta_fats=3: unknown key of rope_type='yarn', .*did you mean 'beta_fast'"),
     ({**YARN, "seq_len": 3}, r"seq_len=3: unknown key of rope_type='yarn'"),
     *(
@@ -290,40 +256,25 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
         for factor in (0.5, 0, -2.0, math.nan, math.inf, "2", True)
     ),
     ({**DYNAMIC, "max_position_embeddings": 0}, rf"max_position_embeddings=0: expected {LONG}"),
-    (
-        {**DYNAMIC, "max_position_embeddings": 9, "seq_len": 0},
-        r"seq_len=0: expected a finite number of at least 1",
-    ),
-    (
-        {**YARN, "original_max_position_embeddings": 1},
-        rf"original_max_position_embeddings=1: expected {LONG}",
-    ),
-    (
-        {**YARN, "original_max_position_embeddings": 4},
-        r"original_max_position_embeddings=4.0: .*some pair turns",
-    ),
+    ({**DYNAMIC, "max_position_embeddings": 9, "seq_len": 0}, r"seq_len=0: expected a finite number of at least 1"),
+    ({**YARN, "original_max_position_embeddings": 1}, rf"original_max_position_embeddings=1: expected {LONG}"),
+    ({**YARN, "original_max_position_embeddings": 4}, r"original_max_position_embeddings=4.0: .*some pair turns"),
     ({**YARN, "beta_fast": 0}, rf"beta_fast=0: expected {NUMBER}"),
     ({**YARN, "beta_fast": 1, "beta_slow": 2}, r"beta_fast=1.0: expected at least beta_slow=2.0"),
     ({**YARN, "mscale": -1}, r"mscale=-1: expected a finite number of at least 0"),
     ({**YARN, "attention_factor": 0.0}, rf"attention_factor=0.0: expected {NUMBER}"),
     ({**YARN, "truncate": "no"}, r"truncate='no': expected True or False"),
     ({**LONGROPE, "factor": 4, "long_factor": [1.0] * 31}, r"long_factor.*: got 31 numbers, expected .*, 32"),
-    (
-        {**LONGROPE, "factor": 4, "short_factor": 2.0},
-        r"short_factor=2.0: expected a list of positive numbers",
-    ),
+    ({**LONGROPE, "factor": 4, "short_factor": 2.0}, r"short_factor=2.0: expected a list of positive numbers"),
     ({**LONGROPE, "factor": 4, "short_factor": [0.0] * 32}, r"short_factor=.*expected a list of positive"),
     (LONGROPE, r"factor: missing key of rope_type='longrope', expected factor or attention_factor"),
     (
         {**LLAMA3, "original_max_position_embeddings": 512, "low_freq_factor": 4},
         r"low_freq_factor=4.0: expected less than high_freq_factor=4.0",
     ),
-    (
-        {"rope_type": "proportional", "partial_rotary_factor": 1.5},
-        r"partial_rotary_factor=1.5: .*from 0 to 1",
-    ),
+    ({"rope_type": "proportional", "partial_rotary_factor": 1.5}, r"partial_rotary_factor=1.5: .*from 0 to 1"),
     ({"factor": 2.0}, r"scaling={'factor': 2.0}: expected None or a dict with the key 'rope_type'"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("scaling", "message"), IMPOSSIBLE, ids=str)
@@ -351,10 +302,7 @@ def test_a_size_or_base_that_the_method_cannot_have_is_refused() -> None:
     ("rope_parameters", "message"),
     [
         (None, r"rope_parameters=None: expected a dict"),
-        (
-            {"full_attention": LLAMA3, "sliding": {}},
-            r"dict per layer type, expected one of full_attention, sliding",
-        ),
+        ({"full_attention": LLAMA3, "sliding": {}}, r"dict per layer type, expected one of full_attention, sliding"),
         ({"factor": 2.0}, r"factor=2.0: unknown key of rope_type='default'"),
         ({"mrope_section": [8, 12, 13]}, rf"mrope_section=\[8, 12, 13\]: {SECTIONS}"),
         ({"mrope_section": [16, 16]}, rf"mrope_section=\[16, 16\]: {SECTIONS}"),
@@ -365,24 +313,18 @@ def test_a_size_or_base_that_the_method_cannot_have_is_refused() -> None:
             {"mrope_section": [8, 12, 12], "mrope_interleaved": True},
             r"mrope_section=\[8, 12, 12\]: expected section 1 to fit every third of 32 pairs",
         ),
-        (
-            {"mrope_section": [8, 12, 12], "mrope_interleaved": 1},
-            r"mrope_interleaved=1: expected True or False",
-        ),
+        ({"mrope_section": [8, 12, 12], "mrope_interleaved": 1}, r"mrope_interleaved=1: expected True or False"),
         ({"mrope_interleaved": True}, r"mrope_section: missing key, got mrope_interleaved"),
         ({"type": "mrope", "rope_theta": 1e6}, r"mrope_section: missing key, got type, rope_theta"),
         ({"rope_theta": 0}, rf"rope_theta=0: expected {NUMBER}"),
         ({"partial_rotary_factor": 2}, r"partial_rotary_factor=2: expected a number from 0 to 1"),
-        (
-            {"partial_rotary_factor": 0.4},
-            r"partial_rotary_factor=0.4: got 25 of head_dim=64 features, .*even",
-        ),
+        ({"partial_rotary_factor": 0.4}, r"partial_rotary_factor=0.4: got 25 of head_dim=64 features, .*even"),
         ({"partial_rotary_factor": 0.0}, r"partial_rotary_factor=0.0: got 0 of head_dim=64 features"),
         (DYNAMIC, r"max_position_embeddings: missing key of rope_type='dynamic'"),
         ({"rope_type": "yarn", "factor": 2.0}, r"original_max_position_embeddings: missing key"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_impossible_configs_are_refused(rope_parameters: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Rotary.from_config(rope_parameters, head_dim=HEAD_DIM)

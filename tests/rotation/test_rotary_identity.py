@@ -13,10 +13,6 @@ from linrope.rotation.rotary import grid_positions
 from tests.scalings import SCALINGS, scaled
 
 
-def vectors(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
 def test_later_changes_of_the_given_theta_do_not_reach_in() -> None:
     theta = torch.ones(2, dtype=torch.float64)
     rotary = Rotary(4, theta=theta)
@@ -32,7 +28,7 @@ def test_later_changes_of_the_given_theta_do_not_reach_in() -> None:
 def test_theta_cannot_be_changed_behind_the_identity_of_a_rotation(rotary: Rotary) -> None:
     """A state says by whose rotation its keys are turned."""
     where = torch.arange(3) if rotary.axes is None else grid_positions(3, 1)
-    x, identity, turns = vectors(1, 3, 2, 8), rotary.identity, rotary.turns(torch.device("cpu")).clone()
+    x, identity, turns = torch.randn(1, 3, 2, 8), rotary.identity, rotary.turns(torch.device("cpu")).clone()
     y, fade = rotary(x, where), rotary.fade
     rotary.theta.mul_(2)
     rotary.frequencies.mul_(2)
@@ -60,7 +56,7 @@ def test_theta_cannot_be_changed_behind_the_identity_of_a_rotation(rotary: Rotar
 )
 def test_copies_turn_alike_and_have_the_same_identity(rotary: Rotary, copied: Callable[[Any], Any]) -> None:
     rotary.turns(torch.device("cpu"))
-    x, positions, twin = vectors(1, 3, 2, rotary.dim), torch.arange(3), copied(rotary)
+    x, positions, twin = torch.randn(1, 3, 2, rotary.dim), torch.arange(3), copied(rotary)
     positions = positions if rotary.axes is None else positions[:, None].expand(3, rotary.axes)
     assert twin.attention_factor == rotary.attention_factor
     assert torch.equal(twin(x, positions), rotary(x, positions))
