@@ -69,10 +69,8 @@ class Configuration:
         self._draw_rotation()
         self._draw_fading()
         self._draw_positions()
-        self.eps, self.eps_mode = (
-            chance.choice([1e-6, 1e-6, 1e-3, 1.0]),
-            chance.choice(["clamp", "clamp", "add"]),
-        )
+        self.eps = chance.choice([1e-6, 1e-6, 1e-3, 1.0])
+        self.eps_mode = chance.choice(["clamp", "clamp", "add"])
         self._build()
 
     def __repr__(self) -> str:
@@ -89,7 +87,8 @@ class Configuration:
         return self.rotary is not None and (self.order == "before" or self.rotary.attention_factor != 1)
 
     def rand(self, *shape: int) -> Tensor:
-        return torch.rand(shape, generator=self.generator, dtype=torch.float64)
+        numbers = torch.rand(shape, generator=self.generator, dtype=torch.float64, device="cpu")
+        return numbers.to(torch.get_default_device())
 
     def _draw_tokens(self) -> None:
         chance = self.chance
@@ -133,21 +132,16 @@ class Configuration:
 
     def _draw_rotation(self) -> None:
         chance, f = self.chance, self.f
-        name = chance.choice(
-            ["none", "pairs", "pairs", "pairs", "partial", "heads", "axes", "yarn", "xpos", "before"]
-        )
+        names = "none pairs pairs pairs partial heads axes yarn xpos before"
+        name = chance.choice(names.split())
         layout, pairs = chance.choice(["interleaved", "half"]), f // 2
         self.order, self.rotary = "after", None
-        positional = self.map is not None and self.map.positional
+        few = f < 4 or (self.map is not None and self.map.positional)  # to turn with two axes
         if name == "before" and self.d % 2 == 0:
             self.order, self.rotary = "before", Rotary(self.d, layout=layout)
         elif f % 2 or name in ("none", "before"):
             pass
-        elif (
-            name == "pairs"
-            or (name == "xpos" and not self.causal)
-            or (name == "axes" and (f < 4 or positional))
-        ):
+        elif name == "pairs" or (name, self.causal) == ("xpos", False) or (name == "axes" and few):
             self.rotary = Rotary(f, layout=layout, base=chance.choice([1e4, 10.0, 1e6]))
         elif name == "partial":
             self.rotary = Rotary(f, layout=layout, rotary_dim=2 * chance.randint(1, pairs))
@@ -213,7 +207,7 @@ class Configuration:
             if self.gap > 1:
                 steps = (self.rand(count) * (self.gap + 1)).long()
             x = start + steps.cumsum(0)
-            self.positions.append(x[torch.randperm(count, generator=self.generator)] if falls else x)
+            self.positions.append(x[self.rand(count).argsort()] if falls else x)
 
     def _build(self) -> None:
         """The tensors of both pieces."""

@@ -14,20 +14,6 @@ from tests.campaigns.processes import finish, start
 needs_fork = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks, and reads /proc")
 
 
-def test_random_configurations_are_within_the_contract() -> None:
-    done, failed = configurations.run(60, 0)
-    assert failed == []
-    assert done["reference float64"] > 5
-
-
-@pytest.mark.usefixtures("quick_interpreter")
-def test_random_configurations_of_the_kernels_are_within_the_contract() -> None:
-    done, failed = configurations.run(8, 3, interpreter=True)
-    assert failed == []
-    assert done["triton float32"] > 1
-    assert done["triton float16"] > 1
-
-
 @needs_fork
 def test_what_is_fuzzed_ends_in_an_error_that_is_promised() -> None:
     done, failed = fuzz.run(60, 0)
