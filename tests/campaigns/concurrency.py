@@ -3,9 +3,7 @@
 ``python -m tests.campaigns.concurrency --count 400``
 """
 
-import argparse
 import multiprocessing
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from linrope import LinearRoPEAttention, Rotary, feature_maps, linear_rope_attention
 from linrope.backends import native
 from linrope.models import LanguageModel, LanguageModelConfig
+from tests.campaigns.command import numbers
 from tests.campaigns.draw import Configuration
 from tests.oracle import everything
 
@@ -84,12 +83,8 @@ def threads(count: int) -> None:
 
 def _in_child(count: int, results: Any) -> None:
     torch.set_num_threads(1)
-    results.put(
-        [
-            [x.numpy() if x.dtype != torch.bfloat16 else x.float().numpy() for x in one(i)]
-            for i in range(count)
-        ]
-    )
+    wide = ([x.float() if x.dtype == torch.bfloat16 else x for x in one(i)] for i in range(count))
+    results.put([[x.numpy() for x in each] for each in wide])
 
 
 def children(count: int) -> None:
@@ -134,7 +129,6 @@ def loaders(count: int) -> None:
 
 
 def run(count: int, *, spawns: bool = True) -> None:
-    torch.set_num_threads(1)
     threads(count)
     print(f"{THREADS} threads: {count} configurations with the bits of one alone", flush=True)
     if spawns:
@@ -143,12 +137,5 @@ def run(count: int, *, spawns: bool = True) -> None:
         print("fork, spawn, and workers of a DataLoader by both: the bits of one alone", flush=True)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=400)
-    run(parser.parse_args().count)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run(**numbers(__doc__, count=400))

@@ -108,9 +108,8 @@ class ReferenceErrors:
 
     def __call__(self, change: Callable[[Tensor], Tensor], several: bool) -> dict[str, float]:
         pieces = [replace(piece, qkv=[change(x) for x in piece.qkv]) for piece in self.pieces]
-        same = all(
-            torch.equal(x, y) for old, new in zip(self.pieces, pieces) for x, y in zip(old.qkv, new.qkv)
-        )
+        numbers = [[x for piece in both for x in piece.qkv] for both in (self.pieces, pieces)]
+        same = all(map(torch.equal, *numbers))
         oracle = self.oracle if same else _exact(self.config, *pieces)[0]
         found = [_run("reference", self.config, *pieces)[0]]
         if self.operands:
@@ -254,10 +253,8 @@ def run(
         except Exception as error:
             failed.append(index)
             again = f"--only {index} --seed {seed} --most {most}{' --interpreter' * kernels}"
-            print(
-                f"{type(error).__name__}: {error}\n  python -m tests.campaigns.configurations {again}",
-                flush=True,
-            )
+            command = f"  python -m tests.campaigns.configurations {again}"
+            print(f"{type(error).__name__}: {error}\n{command}", flush=True)
         if (index + 1 - start) % report == 0:
             seconds = time.monotonic() - began
             print(f"{index + 1 - start} configurations, {len(failed)} failed, {seconds:.0f} s", flush=True)
@@ -271,9 +268,7 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=0, help="number of the first configuration")
     parser.add_argument("--most", type=int, default=150, help="tokens of a sequence")
     parser.add_argument("--only", type=int, help="one configuration, whose error is raised")
-    parser.add_argument(
-        "--interpreter", action="store_true", help="the Triton kernels, in Triton's interpreter"
-    )
+    parser.add_argument("--interpreter", action="store_true", help="Triton kernels, in its interpreter")
     given = parser.parse_args()
     if given.interpreter:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
@@ -282,10 +277,10 @@ def main() -> int:
     if given.only is not None:
         backends = KERNELS if given.interpreter else CPU
         config = Configuration(given.seed, given.only, list(backends), given.most)
-        print(config)
-        print(dict(check(config, backends[config.dtype_name])))
+        print(config, dict(check(config, backends[config.dtype_name])), sep="\n")
         return 0
-    done, failed = run(given.count, given.seed, kernels=given.interpreter, start=given.start, most=given.most)
+    options = {"kernels": given.interpreter, "start": given.start, "most": given.most}
+    done, failed = run(given.count, given.seed, **options)
     print(f"{given.count} configurations, {len(failed)} out of contract: {failed}")
     print(", ".join(f"{name}: {number}" for name, number in sorted(done.items())))
     return 1 if failed else 0

@@ -4,7 +4,6 @@
 after its time limit, or with a file half written. What does is shown with its number; ``--only`` repeats it.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -27,6 +26,7 @@ from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.language_model import config_digest
 from linrope.models.training import Corpus, Trainer, TrainingConfig
 from tests.campaigns import mangle
+from tests.campaigns.command import numbers
 from tests.campaigns.processes import finish, start
 
 SOFT, HARD = 20.0, 1200.0  # seconds: of one case, which is then stopped; of all cases of one process
@@ -277,23 +277,17 @@ def run(count: int, seed: int, *, first: int = 0, report: int = 1000) -> tuple[C
     return done, failed
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=50000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--only", type=int, help="one case, in this process")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    if given.only is not None:
+def main(count: int, seed: int, first: int, only: int | None) -> int:
+    """only: the number of one case, to run in this process."""
+    if only is not None:
         with tempfile.TemporaryDirectory() as folder:
-            print(case(given.only, given.seed, Material(Path(folder))))
+            print(case(only, seed, Material(Path(folder))))
         return 0
-    done, failed = run(given.count, given.seed, first=given.first)
-    print(f"{sum(done.values())} cases of {given.count} ended well, {len(failed)} failed")
+    done, failed = run(count, seed, first=first)
+    print(f"{sum(done.values())} cases of {count} ended well, {len(failed)} failed")
     print(", ".join(f"{name}: {number}" for name, number in sorted(done.items())))
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(**numbers(__doc__, count=50000, seed=0, first=0, only=None)))

@@ -3,19 +3,17 @@
 ``python -m tests.campaigns.kills --count 200 --seed 0``
 """
 
-import argparse
 import json
 import random
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file
 
 from linrope.cli.app import run as command
 from linrope.models.training import checkpoints, latest_checkpoint
+from tests.campaigns.command import numbers
 from tests.campaigns.processes import finish, kill, start
 
 SIZES = "--embed-dim 16 --layers 1 --heads 2 --batch-size 2 --sequence-length 32"
@@ -89,19 +87,8 @@ def run(count: int, seed: int) -> tuple[int, int, int]:
     return kills, early, runs
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    kills, early, runs = run(given.count, given.seed)
-    print(
-        f"{kills} kills ({early} before the first checkpoint): {runs} runs ended "
-        "with the bits of one left alone"
-    )
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    kills, early, runs = run(**numbers(__doc__, count=200, seed=0))
+    print(
+        f"{kills} kills ({early} before the first checkpoint): {runs} runs ended with the bits of one left alone"
+    )

@@ -3,10 +3,8 @@
 ``python -m tests.campaigns.leaks --decoding 100000 --training 10000``
 """
 
-import argparse
 import gc
 import resource
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ from linrope import Rotary, linear_rope_attention
 from linrope.backends import native
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.training import Corpus, Trainer, TrainingConfig
+from tests.campaigns.command import numbers
 
 ALLOWED = 2 * 2**20  # bytes that may come between the first part and the last: the allocator's own ways
 PARTS = 10
@@ -48,15 +47,8 @@ def decode(backend: str, *, donated: bool) -> Callable[[int], None]:
 
 def generate() -> Callable[[int], None]:
     """A model's steps, with gates, rotation by the data and a convolution."""
-    config = LanguageModelConfig(
-        vocab_size=16,
-        embed_dim=16,
-        num_layers=1,
-        num_heads=2,
-        forget_gate=True,
-        rotary="selective",
-        short_conv=3,
-    )
+    sizes = {"vocab_size": 16, "embed_dim": 16, "num_layers": 1, "num_heads": 2, "short_conv": 3}
+    config = LanguageModelConfig(**sizes, forget_gate=True, rotary="selective")
     model, token, states = LanguageModel(config).eval(), torch.zeros(1, 1, dtype=torch.int64), None
 
     @torch.inference_mode()
@@ -105,15 +97,5 @@ def run(decoding: int, training: int) -> None:
         watch("training", train(Path(folder)), training)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--decoding", type=int, default=100_000)
-    parser.add_argument("--training", type=int, default=10_000)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    run(given.decoding, given.training)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run(**numbers(__doc__, decoding=100_000, training=10_000))

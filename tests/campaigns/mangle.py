@@ -102,25 +102,8 @@ def value(chance: random.Random, depth: int = 0) -> Any:
         ]
         return inner if kind == "list" else {chance.choice(keys): x for x in inner}
     if kind == "number":
-        numbers = [
-            0,
-            1,
-            -1,
-            2,
-            3,
-            7,
-            8,
-            64,
-            0.5,
-            1e300,
-            -1e-300,
-            2**31,
-            2**63,
-            2**70,
-            10**400,
-            float("nan"),
-            float("inf"),
-        ]
+        whole = (0, 1, -1, 2, 3, 7, 8, 64, 2**31, 2**63, 2**70, 10**400)
+        numbers = [*whole, 0.5, 1e300, -1e-300, float("nan"), float("inf")]
         return chance.choice(numbers)
     return {"none": None, "bool": chance.random() < 0.5}.get(kind, chance.choice(STRANGE))
 
@@ -129,10 +112,8 @@ def json_like(chance: random.Random, text: str) -> bytes:
     """A JSON object with some of its values, or of its bytes, changed."""
     content = json.loads(text)
     for _ in range(chance.choice([1, 1, 2, 4])):
-        kind, key = (
-            chance.choice(["set", "set", "set", "add", "drop", "inner"]),
-            chance.choice([*content, "x"]),
-        )
+        kind = chance.choice(["set", "set", "set", "add", "drop", "inner"])
+        key = chance.choice([*content, "x"])
         if kind == "drop":
             content.pop(key, None)
         elif kind == "inner" and isinstance(content.get(key), dict) and content[key]:
@@ -156,9 +137,8 @@ def options(chance: random.Random) -> bytes:
         lines = [
             f"{name}: {chance.choice(STRANGE) if chance.random() < 0.5 else x}" for name, x in content.items()
         ]
-        lines += chance.choices(
-            ["", "- a", "&a [*a]", "!!python/object/apply:os.system ['true']", "<<: *x", "\t"], k=1
-        )
+        odd = ["", "- a", "&a [*a]", "!!python/object/apply:os.system ['true']", "<<: *x", "\t"]
+        lines.append(chance.choice(odd))
         made = "\n".join(lines).encode("utf-8", "surrogatepass")
     return made if chance.random() < 0.8 else damaged(chance, made)
 
@@ -206,16 +186,15 @@ def safetensors_like(chance: random.Random, content: bytes) -> bytes:
         elif kind == "drop":
             header.pop(name, None)
         elif kind == "rename" and own is not None:
-            header[chance.choice(["kv", "z", "position", "angle", "slots", "conv", "log_scale", "w"])] = (
-                header.pop(name)
-            )
+            names = ["kv", "z", "position", "angle", "slots", "conv", "log_scale", "w"]
+            header[chance.choice(names)] = header.pop(name)
         elif kind == "value":
             header[name] = value(chance)
         elif isinstance(own, dict) and "shape" in own:
             key = chance.choice(["dtype", "shape", "data_offsets"])
             own[key] = {
                 "dtype": chance.choice(
-                    ["F32", "F64", "I64", "BF16", "F16", "U8", "BOOL", "C64", "F8_E4M3", 3]
+                    [*["F32", "F64", "I64", "BF16", "F16", "U8", "BOOL", "C64", "F8_E4M3"], 3]
                 ),
                 "shape": chance.choice([[], [0], [1, 2], [-1], [2**62, 4], "x", *_reshaped(own["shape"])]),
                 "data_offsets": chance.choice([[0, 0], [0, 8], [8, 0], [0, 2**63], [-8, 0], "x", [0]]),
@@ -249,25 +228,9 @@ def change_metadata(path: Path, **metadata: str) -> None:
 def checkpoint(chance: random.Random, run: Path, text: Path) -> str:
     """Damages the last checkpoint of a run; returns how."""
     last = sorted(run.glob("step-*"))[-1]
-    path = chance.choice(
-        [last / name for name in ("config.json", "model.safetensors", "training.safetensors")]
-    )
-    kind = chance.choice(
-        [
-            "damage",
-            "damage",
-            "damage",
-            "header",
-            "json",
-            "swap",
-            "link",
-            "absent",
-            "folder",
-            "pipe",
-            "step",
-            "older",
-        ]
-    )
+    path = last / chance.choice(["config.json", "model.safetensors", "training.safetensors"])
+    kinds = "damage damage damage header json swap link absent folder pipe step older"
+    kind = chance.choice(kinds.split())
     content = path.read_bytes()
     if kind == "damage" or (kind == "header" and path.suffix == ".json"):
         path.write_bytes(damaged(chance, content))
@@ -280,10 +243,8 @@ def checkpoint(chance: random.Random, run: Path, text: Path) -> str:
         shutil.copyfile(other, path)
     elif kind == "link":
         path.unlink()
-        target = chance.choice(
-            [str(path), "nowhere", "/dev/zero", "/dev/full", "/", str(text), "/proc/self/mem"]
-        )
-        path.symlink_to(target)
+        targets = [path, "nowhere", "/dev/zero", "/dev/full", "/", text, "/proc/self/mem"]
+        path.symlink_to(chance.choice(targets))
     elif kind in ("absent", "folder", "pipe"):
         path.unlink()
         if kind == "folder":

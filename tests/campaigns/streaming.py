@@ -3,8 +3,6 @@
 ``python -m tests.campaigns.streaming --pieces 2000 --tokens 1000000000``
 """
 
-import argparse
-import sys
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from linrope import Rotary, feature_maps, linear_rope_attention, linear_rope_sta
 from linrope.backends import native
 from linrope.rotation.rotary import MAX_POSITION
 from tests.bounds import BOUNDS, error_in_bounds
+from tests.campaigns.command import numbers
 from tests.equation import Equation
 
 OPTIONS: dict[str, dict[str, Any]] = {  # what a stream's calls have in common
@@ -117,15 +116,5 @@ def run(pieces: int, tokens: int) -> None:
     assert kv <= 1
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pieces", type=int, default=2000)
-    parser.add_argument("--tokens", type=int, default=10**9)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    run(given.pieces, given.tokens)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run(**numbers(__doc__, pieces=2000, tokens=10**9))
