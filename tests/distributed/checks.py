@@ -1,6 +1,7 @@
 """What each rank of a group asserts about shards, beside the numbers; run by the tests."""
 
 import os
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from linrope import LinearRoPEAttention, Rotary, linear_rope_attention, linear_r
 from linrope.distributed import Shard
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.huggingface import LinRopeCache, LinRopeConfig, LinRopeForCausalLM
+from tests.distributed.comparisons import close, gradients, perturbed
 from tests.oracle import randoms
 
 
@@ -28,6 +30,7 @@ def even(n: int) -> list[int]:
 
 
 def repeats_bit_for_bit() -> None:
+    """The same number of ranks gives the same bits."""
     n = 40 * dist.get_world_size()
     q, k, v = (x.float() for x in randoms(1, n, 4, 8, g=2))
     found = []
@@ -58,6 +61,7 @@ def traffic(lengths: list[int]) -> list[tuple[int, int]]:
 
 
 def overflow_stays_behind() -> None:
+    """What overflows in later tokens does not reach earlier ranks."""
     n = 8 * dist.get_world_size()
     q, k, v = (x.float() for x in randoms(1, n, 2, 8))
     shard = Shard(lengths=even(n))
@@ -71,11 +75,9 @@ def overflow_stays_behind() -> None:
 
 
 def separate_documents() -> None:
-    """Each rank one document: no rank needs another, and with a document the first rank alone has a loss."""
+    """Ranks that take nothing from others join the backward pass: one document each; a loss on the first alone."""
     lengths = even(6 * dist.get_world_size())
-    bounds = [0]
-    for length in lengths:
-        bounds.append(bounds[-1] + length)
+    bounds = [0, *accumulate(lengths)]
     q, k, v = (x.requires_grad_() for x in randoms(1, bounds[-1], 2, 4))
     shard = Shard(lengths=lengths, cu_seqlens=torch.tensor(bounds))
     parts = [shard.take(x.detach()).requires_grad_() for x in (q, k, v)]
@@ -95,6 +97,7 @@ def separate_documents() -> None:
 
 
 def half_precision() -> None:
+    """Within the numerics contract, as one process is."""
     n = 50 * dist.get_world_size()
     exact = randoms(1, n, 4, 16, g=2)
     for dtype, unit in ((torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)):
@@ -110,6 +113,7 @@ def half_precision() -> None:
 
 
 def prefill_then_decode() -> None:
+    """A prefill by many processes is decoded from by one."""
     n = 10 * dist.get_world_size() + 3
     how: dict[str, Any] = {"rotary": Rotary(4), "decay": torch.tensor([0.9, 0.99])}
     q, k, v = randoms(2, n + 1, 2, 4)
@@ -194,9 +198,7 @@ def layers(name: str) -> None:
     """y, the last state and the gradients of x and of all weights."""
     torch.manual_seed(0)
     size = dist.get_world_size()
-    layer = LinearRoPEAttention(16, 4, dtype=torch.float64, **LAYERS[name])
-    for weight in layer.parameters():  # what starts at zero has no gradients
-        weight.data += 0.1 * torch.randn_like(weight)
+    layer = perturbed(LinearRoPEAttention(16, 4, dtype=torch.float64, **LAYERS[name]))
     lengths = {2: [9, 2], 4: [1, 0, 2, 8]}[size]  # the convolution looks back over several ranks
     x, weight = torch.randn(2, 2, 11, 16, dtype=torch.float64)
     key_mask = torch.rand(2, 11) < 0.7
@@ -222,22 +224,12 @@ def layers(name: str) -> None:
                     loss = loss + state.conv.square().sum() / (1 if shard is None else size)
             layer.zero_grad()
             loss.backward()
-            grads = [p.grad.clone() for p in layer.parameters()]
-            last = (
-                []
-                if bounds is not None
-                else [state.kv, state.z, *([] if state.conv is None else [state.conv])]
-            )
-            found.append((y, own.grad, last, grads))
-        (y, dx, last, grads), (own_y, own_dx, own_last, own_grads) = found
-        for grad in own_grads:
-            dist.all_reduce(grad)
+            last = [x for x in (state.kv, state.z, state.conv) if x is not None and bounds is None]
+            shared = [] if shard is None else [dist.group.WORLD]
+            found.append((y, own.grad, [*last, *gradients(layer, *shared)]))
+        (y, dx, others), (own_y, own_dx, own_others) = found
         shard = Shard(lengths=lengths)
-        expected = [shard.take(y), shard.take(dx), *last, *grads]
-        for a, b in zip([own_y, own_dx, *own_last, *own_grads], expected, strict=True):
-            size_of = float(b.detach().abs().max()) if b.numel() else 0.0
-            unit = 1e-12 if b.dtype == torch.float64 else 1e-6  # a learned map's weights are float32
-            torch.testing.assert_close(a, b, rtol=0, atol=unit * max(1.0, size_of))
+        close([own_y, own_dx, *own_others], [shard.take(y), shard.take(dx), *others], 1e-12)
 
 
 def language_model(packed: bool) -> None:
@@ -258,11 +250,11 @@ def language_model(packed: bool) -> None:
         logits, states = model(shard.take(tokens), shard=shard)
         loss = shard.mean_loss(logits, shard.targets(tokens))
         loss.backward()
-        found.append(([p.grad.clone() for p in model.parameters()], loss.detach(), states))
-    (grads, loss, states), (own_grads, own_loss, own_states) = found
+        shared = [] if shard is alone else [dist.group.WORLD]
+        found.append((loss.detach(), gradients(model, *shared), states))
+    (loss, grads, states), (own_loss, own_grads, own_states) = found
     assert alone.channel.collectives == 0
-    for x in (own_loss, *own_grads):
-        dist.all_reduce(x)
+    dist.all_reduce(own_loss)
     for a, b in zip([own_loss, *own_grads], [loss, *grads], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
     if not packed:
@@ -283,9 +275,8 @@ def hugging_face() -> None:
     out = model(shard.take(tokens), labels=shard.targets(tokens), shard=shard, past_key_values=cache)
     loss = out.loss.detach().clone()
     dist.all_reduce(loss)
-    torch.testing.assert_close(
-        loss, expected.loss.detach().double(), rtol=0, atol=1e-6
-    )  # transformers' is float32
+    # transformers' is float32
+    torch.testing.assert_close(loss, expected.loss.detach().double(), rtol=0, atol=1e-6)
     torch.testing.assert_close(out.logits, shard.take(expected.logits), rtol=0, atol=1e-13)
     step = model(tokens[:, :1], past_key_values=cache).logits
     whole = model(torch.cat((tokens, tokens[:, :1]), 1), use_cache=False).logits[:, -1:]
@@ -337,13 +328,8 @@ def data_parallel(way: str) -> None:
     for (name, p), q in zip(reference.named_parameters(), model.parameters(), strict=True):
         grad = q.grad.full_tensor() if hasattr(q.grad, "full_tensor") else q.grad
         largest = float(p.grad.abs().max())
-        torch.testing.assert_close(
-            grad,
-            p.grad,
-            rtol=0,
-            atol=(0.2 if half else 1e-5) * max(largest, 1e-3),
-            msg=lambda m, n=name: f"{n}: {m}",
-        )
+        atol = (0.2 if half else 1e-5) * max(largest, 1e-3)
+        torch.testing.assert_close(grad, p.grad, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def sharded_sequence_in_shared_weights() -> None:
@@ -361,13 +347,8 @@ def sharded_sequence_in_shared_weights() -> None:
                 fully_shard(part, mesh=dist.init_device_mesh("cpu", (size,)))
         logits, _ = model(shard.take(tokens), shard=shard, return_states=False)
         (shard.mean_loss(logits, shard.targets(tokens)) * (size if wrapped else 1)).backward()
-        grads = [p.grad.full_tensor() if wrapped else p.grad.clone() for p in model.parameters()]
-        if not wrapped:
-            for x in grads:
-                dist.all_reduce(x)
-        found.append(grads)
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6 * max(1.0, float(a.abs().max())))
+        found.append(gradients(model, *([] if wrapped else [dist.group.WORLD])))
+    close(found[1], found[0], 1e-6)
 
 
 def mesh_of_two_dimensions() -> None:

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from linrope import LinearRoPEAttention
 from linrope.distributed import Shard
 from linrope.models import LanguageModel, LanguageModelConfig
+from tests.distributed.comparisons import gradients, perturbed
 
 # Of two ranks. The first compiles for one length, the second for any, and the third compiles nothing.
 LENGTHS = ([8, 3], [5, 6], [4, 7])
@@ -20,11 +21,8 @@ LENGTHS = ([8, 3], [5, 6], [4, 7])
 def layer() -> None:
     """y, the last state and the gradients of x and all weights; without graph breaks a shard is refused."""
     torch.manual_seed(0)
-    one = LinearRoPEAttention(
-        8, 2, short_conv=4, forget_gate=True, gate=True, rotary="selective", dtype=torch.float64
-    )
-    for weight in one.parameters():  # what starts at zero has no gradients
-        weight.data += 0.1 * torch.randn_like(weight)
+    options = {"short_conv": 4, "forget_gate": True, "gate": True, "rotary": "selective"}
+    one = perturbed(LinearRoPEAttention(8, 2, dtype=torch.float64, **options))
     data = torch.randn(2, 11, 8, dtype=torch.float64)
 
     def run(called: nn.Module, shard: Shard) -> list[Tensor]:
@@ -32,7 +30,7 @@ def layer() -> None:
         y, state = called(x, shard=shard, return_state=True)
         one.zero_grad()
         (y.square().sum() + state.kv.sum()).backward()
-        return [y, state.kv, state.z, x.grad, *[weight.grad.clone() for weight in one.parameters()]]
+        return [y, state.kv, state.z, x.grad, *gradients(one)]
 
     _compare(one, run)
     with pytest.raises(Unsupported):
@@ -51,7 +49,7 @@ def language_model() -> None:
         logits, _ = called(shard.take(tokens), shard=shard)
         loss = shard.mean_loss(logits, shard.targets(tokens))
         loss.backward()
-        return [loss, *[weight.grad.clone() for weight in model.parameters()]]
+        return [loss, *gradients(model)]
 
     _compare(model, run, cu_seqlens=[0, 2, 9, 11])
 

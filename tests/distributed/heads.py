@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from linrope import LinearRoPEAttention, Rotary
@@ -16,6 +15,7 @@ from linrope.distributed import Shard
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM
 from linrope.models.tensor_parallel import share_heads
+from tests.distributed.comparisons import close, gradients, perturbed
 
 LAYERS: dict[str, dict[str, Any]] = {
     "all gates": {
@@ -31,32 +31,6 @@ LAYERS: dict[str, dict[str, Any]] = {
     },
     "bidirectional": {"causal": False, "gate": True},
 }  # fmt: skip
-
-
-def perturbed(module: Any) -> Any:
-    for weight in module.parameters():  # what starts at zero has no gradients
-        weight.data += 0.1 * torch.randn_like(weight)
-    return module
-
-
-def gradients(module: nn.Module, *groups: dist.ProcessGroup) -> list[Tensor]:
-    """Whole ones, added up over the groups."""
-    found = []
-    for parameter in module.parameters():
-        grad = parameter.grad
-        assert grad is not None
-        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
-        for group in groups:
-            dist.all_reduce(whole, group=group)
-        found.append(whole)
-    return found
-
-
-def close(found: list[Tensor], expected: list[Tensor], unit: float) -> None:
-    for a, b in zip(found, expected, strict=True):
-        size = float(b.detach().abs().max()) if b.numel() else 0.0
-        own = unit if b.dtype == torch.float64 else 1e-6  # a learned map's weights are float32
-        torch.testing.assert_close(a, b, rtol=0, atol=own * max(1.0, size))
 
 
 def layer(name: str, cp: int) -> None:

@@ -22,20 +22,13 @@ class Processes:
     def __init__(self, size: int, folder: Path) -> None:
         # One server imports PyTorch, and each process is a fork of it: a spawn would import it again.
         context = get_context("forkserver")
-        context.set_forkserver_preload(
-            [
-                "tests.distributed.cases",
-                "tests.distributed.checks",
-                "tests.distributed.heads",
-                "tests.distributed.training",
-            ]
-        )
+        modules = ("cases", "checks", "heads", "training")
+        context.set_forkserver_preload([f"tests.distributed.{name}" for name in modules])
         self.size, self.pipes, self.processes = size, [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, size, str(folder / "store"), theirs), daemon=True
-            )
+            arguments = (rank, size, str(folder / "store"), theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -70,13 +63,8 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=PATIENCE - 60),
-    )
+    timeout = timedelta(seconds=PATIENCE - 60)
+    dist.init_process_group("gloo", f"file://{store}", timeout, rank=rank, world_size=size)
     while True:
         try:
             function, args = pipe.recv()

@@ -1,5 +1,6 @@
 """Several processes with a part of each sequence find what one process with all of them finds."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,15 @@ def test_every_option_with_every_cut(
     processes.run(cases.several, [name], True, dtype, backend)
 
 
-def test_the_same_number_of_ranks_gives_the_same_bits(processes: Processes) -> None:
-    processes.run(checks.repeats_bit_for_bit)
+@pytest.mark.parametrize(
+    "check",
+    [
+        checks.repeats_bit_for_bit, checks.overflow_stays_behind, checks.separate_documents,
+        checks.half_precision, checks.pool_of_states, checks.prefill_then_decode,
+    ],
+)  # fmt: skip
+def test_on_every_rank(processes: Processes, check: Callable[[], None]) -> None:
+    processes.run(check)
 
 
 def test_traffic_does_not_grow_with_the_sequence(processes: Processes) -> None:
@@ -40,26 +48,6 @@ def test_traffic_does_not_grow_with_the_sequence(processes: Processes) -> None:
         assert collectives == 2  # one forward, one backward
         state = 8 * 64 * (64 * 4 + 8) + 8  # kv in float32, z in float64, the position
         assert sent == (processes.size - 1) * (state + state - 8)  # a position has no gradient
-
-
-def test_what_overflows_in_later_tokens_does_not_reach_earlier_ranks(processes: Processes) -> None:
-    processes.run(checks.overflow_stays_behind)
-
-
-def test_ranks_that_take_nothing_from_others_still_join_the_backward_pass(processes: Processes) -> None:
-    processes.run(checks.separate_documents)
-
-
-def test_half_precision_is_as_near_as_one_process(processes: Processes) -> None:
-    processes.run(checks.half_precision)
-
-
-def test_rows_of_a_pool_are_read_and_written_by_every_rank(processes: Processes) -> None:
-    processes.run(checks.pool_of_states)
-
-
-def test_a_prefill_on_many_decodes_on_one(processes: Processes) -> None:
-    processes.run(checks.prefill_then_decode)
 
 
 @pytest.mark.parametrize("what", checks.DISAGREEMENTS)
