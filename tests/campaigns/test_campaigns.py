@@ -22,8 +22,9 @@ def test_what_is_fuzzed_ends_in_an_error_that_is_promised() -> None:
 
 
 @needs_fork
-def test_a_run_killed_at_random_instants_ends_with_its_bits() -> None:
-    assert kills.run(2, 0)[0] == 2
+@pytest.mark.parametrize("count", [2, pytest.param(30, marks=pytest.mark.long)])  # one kind of run, and all
+def test_a_run_killed_at_random_instants_ends_with_its_bits(count: int) -> None:
+    assert kills.run(count, 0)[0] == count
 
 
 def test_streams_do_not_drift() -> None:

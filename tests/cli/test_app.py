@@ -32,17 +32,10 @@ def test_train_resume_generate(text: Path, tmp_path: Path, capfd: pytest.Capture
     assert "bits per byte after 4 steps" in capfd.readouterr().out
     assert run(["train", str(text), "--out", out, "--resume"]) == 0
     capfd.readouterr()
-    config = json.loads((checkpoints(Path(out))[-1] / "config.json").read_text())
-    assert config["forget_gate"] == {"longest": 32}
-    assert config["write_gate"] == "tied"
     generated = []
     for _ in range(2):
-        assert (
-            run(
-                ["generate", "--checkpoint", out, "--prompt", "To be", "--max-new-tokens", "9", "--seed", "1"]
-            )
-            == 0
-        )
+        arguments = ["--prompt", "To be", "--max-new-tokens", "9", "--seed", "1"]
+        assert run(["generate", "--checkpoint", out, *arguments]) == 0
         generated.append(capfd.readouterr().out)
     assert generated[0].startswith("To be")
     assert len(generated[0].rstrip("\n")) >= 5
@@ -201,18 +194,9 @@ def test_wrong_input_exits_2_with_one_line(
 
 def test_ctrl_c_saves_and_resume_goes_on(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    command = [
-        sys.executable,
-        "-c",
-        "from linrope.cli import main; main()",
-        "train",
-        str(text),
-        "--out",
-        str(out),
-    ]
-    process = subprocess.Popen(
-        [*command, "--steps", "100000", "--save-every", "1", *SMALL], stdout=subprocess.PIPE, env=os.environ
-    )
+    command = [sys.executable, "-m", "linrope.cli", "train", str(text), "--out", str(out), *SMALL]
+    command += ["--steps", "100000", "--save-every", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ)
     end = time.monotonic() + 120
     while not checkpoints(out) and time.monotonic() < end:
         time.sleep(0.05)
@@ -256,10 +240,8 @@ def test_an_error_that_is_not_the_input_s_exits_1_and_leads_to_its_traceback(
 
     monkeypatch.setattr("linrope.cli.app.show_versions", broken)
     assert run(["env"]) == 1
-    assert (
-        capfd.readouterr().err
-        == "linrope: RuntimeError: no such kernel (linrope --traceback .. shows where)\n"
-    )
+    message = "linrope: RuntimeError: no such kernel (linrope --traceback .. shows where)\n"
+    assert capfd.readouterr().err == message
     for arguments in (["--traceback", "env"], ["env", "--traceback"]):
         with pytest.raises(RuntimeError, match="no such kernel"):
             run(arguments)

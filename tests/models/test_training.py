@@ -22,15 +22,6 @@ SHORT = TrainingConfig(steps=12, batch_size=2, sequence_length=32, warmup_steps=
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> Path:
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for i in range(60):
-        (folder / f"{i}.txt").write_text(f"file {i}: the quick brown fox jumps over the lazy dog. " * 4)
-    return folder
-
-
-@pytest.fixture
 def corpus() -> Corpus:
     """Documents of several lengths."""
     return Corpus.from_texts([f"text {i}: the quick brown fox jumps. " * (1 + i % 9) for i in range(80)])

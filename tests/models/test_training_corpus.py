@@ -13,15 +13,6 @@ from linrope.models.training.batch import NO_TARGET, Batch, visit
 from linrope.models.training.corpus import load_tokenizer
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for i in range(60):
-        (folder / f"{i}.txt").write_text(f"file {i}: the quick brown fox jumps over the lazy dog. " * 4)
-    return folder
-
-
 def documents(part: Text) -> list[bytes]:
     ends = [*part.starts[1:].tolist(), len(part)]
     return [bytes(part.tokens[a:b].tolist()) for a, b in zip(part.starts.tolist(), ends, strict=True)]

@@ -3,15 +3,9 @@
 import pytest
 
 MARKS = (
-    "accelerate_tests",
-    "flash_attn_test",
-    "flash_attn_3_test",
-    "flash_attn_4_test",
-    "generate",
-    "slow",
-    "torch_compile_test",
-    "torch_export_test",
-)
+    "accelerate_tests", "flash_attn_test", "flash_attn_3_test", "flash_attn_4_test", "generate", "slow",
+    "torch_compile_test", "torch_export_test",
+)  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -8,8 +8,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
-    AutoModelForQuestionAnswering,
-    AutoModelForTokenClassification,
     ByT5Tokenizer,
     pipeline,
 )
@@ -70,34 +68,20 @@ def test_a_pipeline_takes_the_folder(folder: Path) -> None:
     assert made["generated_text"].startswith("To be")
 
 
+SPAN = {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 4])}
+
+
 @pytest.mark.parametrize(
-    ("kind", "auto", "labels", "name"),
+    ("kind", "labels"),
     [
-        (
-            LinRopeForTokenClassification,
-            AutoModelForTokenClassification,
-            {"labels": torch.ones(2, 9).long()},
-            "logits",
-        ),
-        (
-            LinRopeForQuestionAnswering,
-            AutoModelForQuestionAnswering,
-            {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 4])},
-            "start_logits",
-        ),
+        (LinRopeForTokenClassification, {"labels": torch.ones(2, 9).long()}),
+        (LinRopeForQuestionAnswering, SPAN),
     ],
 )
-def test_heads_learn_save_and_load(kind, auto, labels, name: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
+def test_heads_learn(kind, labels) -> None:
     model = kind(config(num_labels=3, is_causal=False))
-    out = model(tokens(2, 9), **labels)
-    out.loss.backward()
+    model(tokens(2, 9), **labels).loss.backward()
     assert all(p.grad is not None for p in model.model.layers.parameters())
-    model.save_pretrained(tmp_path)
-    loaded = auto.from_pretrained(tmp_path)
-    assert type(loaded) is kind
-    again = loaded.eval()(tokens(2, 9))
-    assert torch.equal(getattr(again, name), getattr(model.eval()(tokens(2, 9)), name))
 
 
 def test_lora_finds_its_targets(recwarn: pytest.WarningsRecorder) -> None:

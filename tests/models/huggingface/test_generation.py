@@ -121,16 +121,12 @@ def test_a_saved_conversation_goes_on(kind: str, tmp_path: Path) -> None:
     assert seen == 7  # all but the last token, which nothing has read yet
     cache.save(tmp_path / "chat.safetensors")
 
-    prompt = torch.cat((said, second), 1)
-    expected = greedy(model, prompt, 5)
-    for form in ("whole", "new"):  # with what was said before, or the new tokens alone under a whole mask
-        loaded = LinRopeCache.load(tmp_path / "chat.safetensors", first.device)
-        assert loaded.get_seq_length() == seen
-        given = prompt if form == "whole" else prompt[:, seen:]
-        out = model.generate(
-            given, attention_mask=torch.ones_like(prompt), past_key_values=loaded, max_new_tokens=5
-        )
-        assert torch.equal(out[:, -5:], expected[:, -5:])
+    prompt = torch.cat((said, second), 1)  # test_resume.py has other ways to go on
+    loaded = LinRopeCache.load(tmp_path / "chat.safetensors", first.device)
+    assert loaded.get_seq_length() == seen
+    assert torch.equal(
+        model.generate(prompt, past_key_values=loaded, max_new_tokens=5), greedy(model, prompt, 5)
+    )
 
 
 def test_a_padded_conversation_goes_on() -> None:

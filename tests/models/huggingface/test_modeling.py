@@ -10,7 +10,9 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
@@ -20,7 +22,9 @@ from linrope.models.huggingface import (
     LinRopeCache,
     LinRopeForCausalLM,
     LinRopeForMaskedLM,
+    LinRopeForQuestionAnswering,
     LinRopeForSequenceClassification,
+    LinRopeForTokenClassification,
     LinRopeModel,
 )
 from tests.models.huggingface.tiny import HYBRID, KINDS, causal_lm, checkpoint_activations, config, tokens
@@ -30,7 +34,9 @@ AUTO = {
     LinRopeModel: AutoModel,
     LinRopeForCausalLM: AutoModelForCausalLM,
     LinRopeForMaskedLM: AutoModelForMaskedLM,
+    LinRopeForQuestionAnswering: AutoModelForQuestionAnswering,
     LinRopeForSequenceClassification: AutoModelForSequenceClassification,
+    LinRopeForTokenClassification: AutoModelForTokenClassification,
 }
 
 
