@@ -3,7 +3,6 @@
 import copy
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,24 +25,6 @@ def test_a_deepcopy_of_a_layer_works_on_its_own(feature_map: str) -> None:
         for parameter in twin.parameters():
             parameter.zero_()
     assert torch.equal(original(x), expected)
-
-
-def test_8_threads_at_once_give_what_one_gives() -> None:
-    module = LinearRoPEAttention(8, 2, out_norm=True)
-    inputs = [torch.randn(2, 70 + i, 8, generator=torch.Generator().manual_seed(i)) for i in range(8)]
-
-    def both_ways(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = x.clone().requires_grad_()
-        y = module(x)
-        (grad,) = torch.autograd.grad(y.square().sum(), x)
-        return y.detach(), grad
-
-    expected = [both_ways(x) for x in inputs]
-    with ThreadPoolExecutor(8) as pool:
-        for _ in range(3):
-            for (y, grad), (y0, grad0) in zip(pool.map(both_ways, inputs), expected, strict=True):
-                assert torch.equal(y, y0)
-                assert torch.equal(grad, grad0)
 
 
 def python(source: str, path) -> str:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from linrope import Rotary, feature_maps, linear_rope_attention
 from linrope.rotation.rotary import MAX_POSITION
 from linrope.sequence.chunks import CHUNK
 from tests.bounds import BOUNDS, error_in_bounds
 from tests.campaigns import configurations
+from tests.equation import Equation
 from tests.feature_maps.table import plain
 from tests.oracle import (
     BACKENDS,
@@ -20,6 +20,7 @@ from tests.oracle import (
     NATIVE,
     assert_same,
     every_fast,
+    every_kernel,
     everything,
     num_features,
     randoms,
@@ -58,19 +59,11 @@ def test_where_features_are_signed_the_bound_has_the_normalizer_s_own_cancellati
         q, k, v = randoms(1, n, 2, d, seed=seed, scale=scale)
         features = plain(fmap.queries(q)), plain(fmap.keys(k))
         q, k, v = *(x.detach().to(dtype) for x in features), v.to(dtype)
-        wide = [x.double() for x in (q, k, v)]
-        positions = torch.arange(n)
-        rotary = Rotary(q.shape[-1])
-        oracle = linear_rope_attention(*wide, rotary=rotary, feature_map=None, backend="reference")
-        out = linear_rope_attention(q, k, v, rotary=rotary, feature_map=None, backend=backend)
-
-        def weights(phi: Tensor, psi: Tensor) -> Tensor:
-            return torch.einsum("bnhf,bmhf->bhnm", phi, psi).tril()
-
-        phi_hat, psi_hat = rotary(wide[0], positions).abs(), rotary(wide[1], positions).abs()
-        den, size = (weights(*pair).sum(-1).mT[..., None] for pair in (wide[:2], [x.abs() for x in wide[:2]]))
-        terms = torch.einsum("bhnm,bmhe->bnhe", weights(phi_hat, psi_hat), wide[2].abs())
-        assert error_in_bounds(out, oracle, (terms + oracle.abs() * size) / den) <= 1
+        how: dict[str, Any] = {"rotary": Rotary(q.shape[-1]), "feature_map": None}
+        equation = Equation()
+        oracle, _ = equation(*(x.double() for x in (q, k, v)), **how)
+        out = linear_rope_attention(q, k, v, backend=backend, **how)
+        assert error_in_bounds(out, oracle, equation.sizes.out) <= 1
 
 
 @every_fast
@@ -165,16 +158,21 @@ def test_future_tokens_do_not_change_one_bit_of_the_past(
 # Decay
 
 
-@every_fast
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, in the interpreter
+@every_kernel
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_a_key_that_is_no_number_does_not_reach_earlier_queries(wrong: float, backend: str) -> None:
+def test_a_key_that_is_no_number_reaches_every_later_query_and_no_earlier_one(
+    wrong: float, backend: str
+) -> None:
     q, k, v = randoms(1, 150, 2, 4, dtype=torch.float32)
-    for decay in (None, torch.tensor([0.5, 0.9])):
-        how: dict[str, Any] = {"rotary": Rotary(4), "decay": decay, "backend": backend}
+    for name, decay in (("elu+1", None), ("relu", None), ("elu+1", torch.tensor([0.5, 0.9]))):
+        how: dict[str, Any] = {"feature_map": name, "rotary": Rotary(4), "decay": decay, "backend": backend}
         out = linear_rope_attention(q, k, v, **how)
         bad = k.clone()
-        bad[:, 70] = wrong
-        assert torch.equal(linear_rope_attention(q, bad, v, **how)[:, :70], out[:, :70])
+        bad[:, 70, :, 3] = wrong
+        changed = linear_rope_attention(q, bad, v, **how)
+        assert torch.equal(changed[:, :70], out[:, :70])
+        assert changed[:, 70:].isnan().all() or wrong == float("inf")
 
 
 @every_fast

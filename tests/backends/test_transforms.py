@@ -8,13 +8,13 @@ from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
 from torch.testing import assert_close
 
 from linrope import LinearRoPEAttention, Rotary, linear_rope_attention
-from tests.oracle import NATIVE, randoms
+from tests.oracle import NATIVE, both_directions, randoms
 
 BACKENDS = ("eager", NATIVE)
 ROTARY = Rotary(8)
 
 
-def attend(x: Tensor, backend: str, **options: Tensor) -> Tensor:
+def attend(x: Tensor, backend: str, **options: Tensor | bool) -> Tensor:
     return linear_rope_attention(x, x.flip(1), x * 0.5, rotary=ROTARY, backend=backend, **options)
 
 
@@ -22,8 +22,8 @@ def inputs(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def loss(x: Tensor, backend: str) -> Tensor:
-    return attend(x, backend).square().sum()
+def loss(x: Tensor, backend: str, **options: bool) -> Tensor:
+    return attend(x, backend, **options).square().sum()
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -88,8 +88,12 @@ def test_reference_has_forward_mode() -> None:
     assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_second_derivatives_are_refused(backend: str) -> None:
-    x = inputs(1, 4, 1, 8)
+@both_directions
+@pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
+def test_second_derivatives_are_refused(backend: str, causal: bool) -> None:
+    x = inputs(1, 4, 1, 8).requires_grad_()
     with pytest.raises(RuntimeError, match="second derivatives: got a fused backend, expected backend='ref"):
-        jacrev(grad(loss))(x, backend)
+        jacrev(grad(lambda y: loss(y, backend, causal=causal)))(x.detach())
+    (slope,) = torch.autograd.grad(loss(x, backend, causal=causal), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"linrope\.attend_backward"):
+        slope.sum().backward()
