@@ -80,14 +80,8 @@ def test_a_recipe_works_as_it_stands(title: str, script: str, reason: str, most:
     touched = apply(dict(RECIPES)[title], tmp_path)
     assert len(touched) <= most
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "kernels")])}
-    run = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    how = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    run = subprocess.run([sys.executable, "-c", script], **how)
     assert run.returncode == 0, run.stderr
     assert reason in run.stdout
 

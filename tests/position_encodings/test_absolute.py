@@ -30,12 +30,6 @@ def test_sinusoidal_angles_are_formed_in_float64() -> None:
     )
 
 
-def test_products_of_sinusoids_depend_on_the_distance_alone() -> None:
-    encoding, zeros = Sinusoidal(16), torch.zeros(1, 2, 16, dtype=torch.float64)
-    products = [encoding(zeros, torch.tensor([p, p + 7])).prod(1).sum() for p in (0, 5, 1000)]
-    assert_close(torch.stack(products), products[0].expand(3))
-
-
 def test_learned_adds_the_row_of_the_position() -> None:
     encoding, x = LearnedAbsolute(4, 10), torch.randn(2, 3, 4)
     positions = torch.tensor([[0, 9, 4], [1, 1, 2]])

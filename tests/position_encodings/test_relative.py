@@ -97,25 +97,6 @@ def test_values_are_the_formula_pair_by_pair(name: str) -> None:
     assert_close(encoding.values(weights, v, POSITIONS, KEY_POSITIONS), expected, rtol=0, atol=1e-12)
 
 
-@every_encoding
-def test_a_shift_of_all_positions_changes_nothing(name: str) -> None:
-    encoding, (q, k, _) = make(name), inputs()
-    scores = encoding.scores(q, k, POSITIONS, KEY_POSITIONS)
-    shifted = encoding.scores(q, k, POSITIONS + 1_000_003, KEY_POSITIONS + 1_000_003)
-    assert_close(shifted, scores, rtol=0, atol=1e-8)  # float64 angles of 1e6 rad are exact to 1e-10
-    assert not torch.allclose(encoding.scores(q, k, POSITIONS + 1, KEY_POSITIONS), scores)
-
-
-@pytest.mark.parametrize("name", ["shaw", "deberta"])
-def test_distances_beyond_the_longest_count_as_that_one(name: str) -> None:
-    encoding, (q, k, _) = make(name), inputs()
-    near, far = (
-        encoding.scores(q[:1], k[:1], torch.full((1, 5), 3 + gap), torch.zeros(1, 4, dtype=torch.int64))
-        for gap in (0, 1000)
-    )
-    assert torch.equal(near, far)
-
-
 def test_shaw_forms_no_tensor_of_pairs_times_dims() -> None:
     encoding, n = Shaw(1, 512), 64
     x, positions, sizes = torch.randn(1, n, 1, 512), torch.arange(n)[None], []

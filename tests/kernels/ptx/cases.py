@@ -10,8 +10,6 @@ from torch import Tensor
 from linrope import Rotary, feature_maps
 from tests.equation import Equation
 
-UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-TIMES = {torch.float32: 16, torch.bfloat16: 4, torch.float16: 4}  # of u M
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Options = Callable[["Problem"], dict[str, Any]]
 

@@ -14,8 +14,9 @@ import torch
 from linrope_kernels import tiles
 from torch import Tensor
 
-from linrope import LinearAttentionState, linear_rope_attention, linear_rope_state
-from tests.kernels.ptx.cases import CASES, DTYPES, TIMES, UNIT, Problem
+from linrope import linear_rope_attention, linear_rope_state
+from tests.bounds import BOUNDS, cancelling, error_in_bounds
+from tests.kernels.ptx.cases import CASES, DTYPES, Problem
 from tests.kernels.ptx.launcher import install
 from tests.oracle import everything
 
@@ -41,15 +42,13 @@ def largest(x: Tensor) -> float:
 
 
 def of_output(p: Problem, out: Tensor, oracle: Tensor, rows: slice = slice(None)) -> float:
-    allowed = TIMES[p.dtype] * UNIT[p.dtype] * p.magnitude()[:, rows]
-    tiny = torch.finfo(p.dtype).smallest_normal * torch.finfo(p.dtype).eps
-    return largest((out.double() - oracle).abs() / (allowed + tiny))
+    return error_in_bounds(out.nan_to_num(nan=float("inf")), oracle, p.magnitude()[:, rows])
 
 
-def of_state(p: Problem, actual: LinearAttentionState, oracle: LinearAttentionState) -> Ratios:
+def of_sums(p: Problem, actual: dict[str, Tensor], oracle: dict[str, Tensor]) -> Ratios:
     found = {}
-    for name, allowed in (("kv", 2 * TIMES[p.dtype] * UNIT[p.dtype]), ("z", 1e-6)):
-        x, y = getattr(actual, name).double(), getattr(oracle, name).double()
+    for name, allowed in (("kv", 2 * BOUNDS[p.dtype]), ("z", 1e-6)):
+        x, y = actual[name].double(), oracle[name].double()
         found[name] = largest((x - y).abs()) / (allowed * max(1.0, largest(y.abs())))
     return found
 
@@ -67,22 +66,12 @@ def attend(p: Problem) -> Ratios:
         results.append(everything(*second, state, **how))
     actual, narrow, oracle = results
     found = {"out": of_output(p, actual["out"], oracle["out"])}
-    for name in oracle:
-        if name.startswith("d"):
-            error, other = (largest((x[name].double() - oracle[name]).abs()) for x in (actual, narrow))
-            # The gradient of log_decay is a difference of sums as large as outputs and states.
-            sums = (
-                oracle["out"].abs().sum(-1).max()
-                + oracle["kv"].abs().sum((2, 3)).max()
-                + oracle["z"].sum(-1).max()
-            )
-            lost = 16 * 2.0**-24 * float(sums) if name == "dlog_decay" else 0.0
-            found[name] = error / (3 * other + 1e-5 * largest(oracle[name].abs()) + lost + 1e-30)
-        elif name in ("kv", "z"):
-            allowed = 1e-6 if name == "z" else 2 * TIMES[p.dtype] * UNIT[p.dtype]
-            error = largest((actual[name].double() - oracle[name]).abs())
-            found[name] = error / (allowed * max(1.0, largest(oracle[name].abs())))
-    return found
+    for name in (name for name in oracle if name.startswith("d")):
+        error, other = (largest((x[name].double() - oracle[name]).abs()) for x in (actual, narrow))
+        # The gradient of log_decay is a difference of sums as large as outputs and states.
+        lost = BOUNDS[torch.float32] * float(cancelling(oracle)) if name == "dlog_decay" else 0.0
+        found[name] = error / (3 * other + 1e-5 * largest(oracle[name].abs()) + lost + 1e-30)
+    return found | of_sums(p, actual, oracle)
 
 
 def steps(p: Problem) -> Ratios:
@@ -102,7 +91,7 @@ def steps(p: Problem) -> Ratios:
             state = state.rows()
             outs.append(out)
         found[f"out, {way}"] = of_output(p, torch.cat(outs, 1), oracle)
-        found |= {f"{name}, {way}": x for name, x in of_state(p, state, last).items()}
+        found |= {f"{name}, {way}": x for name, x in of_sums(p, state.tensors(), last.tensors()).items()}
     return found
 
 
@@ -111,7 +100,7 @@ def state_alone(p: Problem) -> Ratios:
     for wide, backend in ((False, "triton"), (True, "reference")):
         (_, k, v), how = p.piece(slice(None), wide, backend)
         states.append(linear_rope_state(k, v, **how))
-    return of_state(p, *states)
+    return of_sums(p, *(x.tensors() for x in states))
 
 
 KINDS = {"attend": attend, "step": steps, "state": state_alone}
