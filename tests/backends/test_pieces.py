@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from linrope import LinearAttentionState, Rotary, linear_rope_attention
+from linrope import LinearAttentionState, Rotary, feature_maps, linear_rope_attention
 from tests.oracle import (
     MAPS,
     assert_same,
@@ -25,43 +25,87 @@ from tests.oracle import (
     use_map,
 )
 
+OF_TOKENS = ("key_mask", "positions", "log_decay", "angle_steps")
+
+
+def part(options: dict[str, Any], low: int, high: int) -> dict[str, Any]:
+    """The options of some of the tokens."""
+    return {
+        name: x[..., low:high] if name == "positions" else x[:, low:high]
+        for name, x in options.items()
+        if name in OF_TOKENS and x is not None
+    }
+
 
 def in_pieces(
     q: Tensor, k: Tensor, v: Tensor, *, cuts: list[int], state: LinearAttentionState | None,
-    key_mask: Tensor | None = None, return_state: bool = True, **how: Any,
+    return_state: bool = True, **how: Any,
 ) -> tuple[Tensor, LinearAttentionState]:  # fmt: skip
-    outs, borders = [], [0, *cuts, q.shape[1]]
-    for a, b in pairwise(borders):
-        mask = None if key_mask is None else key_mask[:, a:b]
-        out, state = linear_rope_attention(
-            q[:, a:b], k[:, a:b], v[:, a:b], state=state, key_mask=mask, return_state=True, **how
-        )
+    outs = []
+    for a, b in pairwise([0, *cuts, q.shape[1]]):
+        more = how | part(how, a, b) | {"state": state, "return_state": True}
+        out, state = linear_rope_attention(q[:, a:b], k[:, a:b], v[:, a:b], **more)
         outs.append(out)
     assert state is not None
     return torch.cat(outs, 1), state
 
 
+FADING = st.fixed_dictionaries(
+    {
+        "name": st.sampled_from(
+            ["elu+1", "elu+1", "exp", "softmax", "favor+", "favor+hyperbolic", "favor++"]
+        ),
+        "decay": st.sampled_from([None, 0.3, 0.9, 0.9999, 1.0]),
+        "gates": st.sampled_from([None, "shared", "per head"]),
+        "steps": st.sampled_from([None, "shared", "per head"]),
+        "masked": st.booleans(),
+    }
+)
+
+
+def fading(
+    b: int, n: int, name: str, decay: float | None, gates: str | None, steps: str | None, masked: bool
+) -> dict[str, Any]:
+    """Options of calls with two key heads of four numbers each."""
+    generator, heads = torch.Generator().manual_seed(1), {"shared": 1, "per head": 2}
+    fmap = feature_maps.make(name, 4, **({"seed": 0, "num_features": 8} if "favor" in name else {}))
+    how: dict[str, Any] = {"feature_map": fmap, "rotary": Rotary(fmap.feature_dim)}
+    if gates is not None:
+        how["log_decay"] = -3 * torch.rand(b, n, heads[gates], generator=generator, dtype=torch.float64)
+    if steps is not None:
+        shape = b, n, heads[steps], fmap.feature_dim // 2
+        how["angle_steps"] = 2 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    how["decay"] = None if decay is None else torch.tensor([decay, 0.98], dtype=torch.float64)
+    how["key_mask"] = random_mask(b, n) if masked else None
+    return how
+
+
+def tolerance(how: dict[str, Any]) -> float:
+    """Logarithms are summed from other tokens on."""
+    return 1e-10 if how["feature_map"].log_scaled else 1e-11 if how.get("log_decay") is not None else 1e-12
+
+
 @every_backend
-@examples(25)
+@examples(60)
 @given(
+    options=FADING,
     cuts=st.lists(st.integers(0, 140), max_size=4).map(sorted),
     layout=st.sampled_from([None, "interleaved", "half"]),
-    masked=st.booleans(),
     normalize=st.booleans(),
-    decay=st.sampled_from([None, 0.3, 0.9, 0.9999, 1.0]),
     xpos=st.sampled_from([None, 20.0]),
 )
 def test_a_sequence_cut_anywhere_gives_what_one_call_gives(
-    backend: str, cuts: list[int], layout: str | None, masked: bool, normalize: bool, decay: float | None,
+    backend: str, options: dict[str, Any], cuts: list[int], layout: str | None, normalize: bool,
     xpos: float | None,
 ) -> None:  # fmt: skip
-    q, k, v = randoms(2, 140, 2, 4, g=1, e=3)
-    how: dict[str, Any] = {"rotary": layout and Rotary(4, layout=layout, xpos=xpos), "normalize": normalize}
+    how = fading(2, 140, **options) | {"normalize": normalize}
+    q, k, v = randoms(2, 140, 4, 4, g=2, e=3, scale=3.0 if normalize else 0.5)
+    if "angle_steps" not in how:
+        how["rotary"] = layout and Rotary(how["feature_map"].feature_dim, layout=layout, xpos=xpos)
     state = random_state(k, v, how)
-    how |= {"key_mask": random_mask(2, 140) if masked else None, "backend": backend}
-    how["decay"] = None if decay is None else torch.tensor([decay])
+    how["backend"] = backend
     whole = everything(q, k, v, state, **how)
-    assert_same(everything(q, k, v, state, call=in_pieces, cuts=cuts, **how), whole)
+    assert_same(everything(q, k, v, state, call=in_pieces, cuts=cuts, **how), whole, tolerance(how))
 
 
 @every_backend
@@ -99,44 +143,36 @@ def test_keys_may_come_in_pieces_before_the_queries(backend: str) -> None:
 
 
 @every_backend
-@examples(20)
+@examples(40)
 @given(
+    options=FADING,
     lengths=st.lists(st.integers(0, 70), min_size=1, max_size=5),
     causal=st.booleans(),
-    fading=st.booleans(),
-    masked=st.booleans(),
     given_positions=st.booleans(),
 )
 def test_packed_sequences_give_what_each_gives_alone(
-    backend: str, lengths: list[int], causal: bool, fading: bool, masked: bool, given_positions: bool
+    backend: str, options: dict[str, Any], lengths: list[int], causal: bool, given_positions: bool
 ) -> None:
     n, bounds = sum(lengths), [0, *accumulate(lengths)]
     q, k, v = randoms(1, n, 4, 4, g=2, e=3)
-    how: dict[str, Any] = {"rotary": Rotary(4), "causal": causal}
+    how = fading(1, n, **options) | {"causal": causal}
     packed = {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
     state = random_state(k, v, how | packed)
-    how["backend"] = backend
-    if fading and causal:
-        how["decay"] = torch.tensor([0.6, 0.98])
-    mask = random_mask(1, n) if masked else None
-    positions = 40 + torch.arange(n) * 2 if given_positions else None
-    together = everything(q, k, v, state, key_mask=mask, positions=positions, **packed, **how)
+    how |= {"backend": backend, "positions": 40 + torch.arange(n) * 2 if given_positions else None}
+    if not causal:
+        how |= {"log_decay": None, "decay": None}
+    together = everything(q, k, v, state, **packed, **how)
 
-    def apart(q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState, **how: Any) -> Any:
+    def apart(q: Tensor, k: Tensor, v: Tensor, *, state: LinearAttentionState, **how: Any) -> Any:
         outs, states = [], []
         for i, (low, high) in enumerate(pairwise(bounds)):
-            own = state.reorder(torch.tensor([i]))
-            out, last = linear_rope_attention(
-                q[:, low:high], k[:, low:high], v[:, low:high], state=own,
-                key_mask=None if mask is None else mask[:, low:high],
-                positions=None if positions is None else positions[low:high], **how,
-            )  # fmt: skip
+            more = how | part(how, low, high) | {"state": state.reorder(torch.tensor([i]))}
+            out, last = linear_rope_attention(q[:, low:high], k[:, low:high], v[:, low:high], **more)
             outs.append(out)
             states.append(last)
-        kv, z, position = (torch.cat([getattr(x, name) for x in states]) for name in ("kv", "z", "position"))
-        return torch.cat(outs, 1), replace(state, kv=kv, z=z, position=position)
+        return torch.cat(outs, 1), LinearAttentionState.cat(states)
 
-    assert_same(together, everything(q, k, v, state, call=apart, **how))
+    assert_same(together, everything(q, k, v, state, call=apart, **how), tolerance(how))
 
 
 @every_backend

@@ -1,12 +1,9 @@
 """Exponential feature maps at the magnitudes of real models: the running maximum of the keys' scales."""
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from linrope import Rotary, feature_maps, linear_rope_attention
@@ -14,7 +11,6 @@ from linrope.feature_maps import FeatureMap
 from tests.oracle import (
     BACKENDS,
     every_backend,
-    examples,
     randoms,
 )
 
@@ -86,48 +82,6 @@ def test_few_normalizers_sink_to_eps_at_ordinary_magnitudes(record_property: Any
 
 
 @every_backend
-@pytest.mark.parametrize("normalize", [True, False])
-@given(cuts=st.lists(st.integers(0, 70), max_size=3).map(sorted), name=st.sampled_from(MAPS),
-gated=st.booleans(),
-       masked=st.booleans())  # fmt: skip
-@examples(25)
-def test_streams_and_packed_sequences_are_one_call(
-    backend: str, normalize: bool, cuts: list[int], name: str, gated: bool, masked: bool
-) -> None:
-    n, d = 70, 8
-    fmap = build(name, d)
-    q, k, v = randoms(1, n, 4, d, g=2, e=3, scale=3.0 if normalize else 0.5)
-    generator = torch.Generator().manual_seed(3)
-    tokens: dict[str, Tensor] = {}
-    if gated:
-        tokens["log_decay"] = -3 * torch.rand(1, n, 2, generator=generator, dtype=torch.float64)
-    if masked:
-        tokens["key_mask"] = torch.rand(1, n, generator=generator) > 0.3
-    how: dict[str, Any] = {
-        "feature_map": fmap, "rotary": Rotary(fmap.feature_dim), "normalize": normalize, "backend": backend
-    }  # fmt: skip
-
-    def run(low: int, high: int, **more: Any) -> Any:
-        part = {key: x[:, low:high] for key, x in tokens.items()}
-        return linear_rope_attention(
-            q[:, low:high], k[:, low:high], v[:, low:high], return_state=True, **part, **more, **how
-        )
-
-    whole, last = run(0, n)
-    bounds = [0, *cuts, n]
-    state, pieces, alone = None, [], []
-    for low, high in pairwise(bounds):
-        out, state = run(low, high, state=state)
-        pieces.append(out)
-        alone.append(run(low, high)[0])
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(state.log_scale, last.log_scale, rtol=0, atol=1e-10)
-    torch.testing.assert_close(state.kv, last.kv, rtol=1e-10, atol=1e-10)
-    packed, _ = run(0, n, cu_seqlens=torch.tensor(bounds))
-    torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-10, atol=1e-10)
-
-
-@every_backend
 @pytest.mark.parametrize("name", MAPS)
 def test_a_later_key_changes_no_earlier_bit(name: str, backend: str) -> None:
     fmap = build(name, 8)
@@ -139,22 +93,6 @@ def test_a_later_key_changes_no_earlier_bit(name: str, backend: str) -> None:
     after = linear_rope_attention(q, k, v, **how)
     assert torch.equal(before[:, :97], after[:, :97])
     assert bool(after.isfinite().all())
-
-
-@every_backend
-@pytest.mark.parametrize("causal", [True, False])
-def test_bidirectional_and_stateful_calls_hold_as_well(causal: bool, backend: str) -> None:
-    fmap = build("favor+", 8)
-    q, k, v = randoms(2, 40, 2, 8, scale=4.0)
-    how: dict[str, Any] = {"feature_map": fmap, "rotary": Rotary(8), "causal": causal, "backend": backend}
-    _, state = linear_rope_attention(q[:, :20], k[:, :20], v[:, :20], return_state=True, **how)
-    found, last = linear_rope_attention(
-        q[:, 20:], k[:, 20:], v[:, 20:], state=state, return_state=True, **how
-    )
-    whole, expected = linear_rope_attention(q, k, v, return_state=True, **how)
-    torch.testing.assert_close(found, whole[:, 20:], rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(last.log_scale, expected.log_scale)
-    torch.testing.assert_close(last.kv, expected.kv, rtol=1e-10, atol=1e-12)
 
 
 class Scaled(FeatureMap):
