@@ -8,25 +8,6 @@ from tests.oracle import BACKENDS, FAST, NATIVE, random_state, randoms
 from tests.states import ROTARY, D, E, G, H, assert_same, attend, some_state, tokens
 
 
-@pytest.mark.parametrize("decay", [None, torch.tensor([0.5, 0.9])])
-@pytest.mark.parametrize("backend", ["eager", "triton"])
-def test_a_donated_state_is_written_in_place_by_a_decoding_step(backend: str, decay) -> None:
-    q, k, v = randoms(2, 6, 4, 8, g=2, dtype=torch.float32)
-    how = {"rotary": Rotary(8), "backend": backend, "return_state": True, "decay": decay}
-    expected, last = linear_rope_attention(q, k, v, **how)
-    _, state = linear_rope_attention(*(x[:, :3] for x in (q, k, v)), **how)
-    memory = [x.data_ptr() for x in (state.kv, state.z, state.position)]
-    for i in range(3, 6):
-        step = [x[:, i : i + 1] for x in (q, k, v)]
-        out, state = linear_rope_attention(*step, state=state.donate(), **how)
-        assert [x.data_ptr() for x in (state.kv, state.z, state.position)] == memory
-        assert not state.donated
-        torch.testing.assert_close(out, expected[:, i : i + 1])
-    torch.testing.assert_close(state.kv, last.kv)
-    torch.testing.assert_close(state.z, last.z, rtol=1e-6, atol=0)
-    assert torch.equal(state.position, last.position)
-
-
 @pytest.mark.parametrize("backend", ["reference", "eager", "triton"])
 def test_other_calls_leave_a_donated_state_alone(backend: str) -> None:
     q, k, v = randoms(2, 3, 2, 8, dtype=torch.float32)
