@@ -30,26 +30,23 @@ def test_every_backend_is_told_and_two_run_everywhere() -> None:
     assert found["threads"] == torch.get_num_threads()
 
 
-def test_the_instruction_set_in_use_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake_native(monkeypatch, None)
+@pytest.mark.parametrize(
+    ("why_not", "sets", "line"),
+    [
+        (None, (["v3", "baseline"], "baseline"), "instruction set   baseline, of v3, baseline\n"),
+        ("no library in linrope/lib", ([], None), "backend native    no: no library in linrope/lib\n"),
+    ],
+)
+def test_the_instruction_set_in_use_or_why_there_is_none_is_told(
+    why_not: str | None, sets: tuple[list[str], str | None], line: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    fake_native(monkeypatch, why_not)
     found = versions()
-    assert found["backends"]["native"] is None
-    assert (found["instruction_sets"], found["instruction_set"]) == (["v3", "baseline"], "baseline")
+    assert found["backends"]["native"] == why_not
+    assert (found["instruction_sets"], found["instruction_set"]) == sets
     show_versions()
-    assert "instruction set   baseline, of v3, baseline\n" in capsys.readouterr().out
-
-
-def test_an_absent_library_is_told_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake_native(monkeypatch, "no library in linrope/lib")
-    found = versions()
-    assert found["backends"]["native"] == "no library in linrope/lib"
-    assert (found["instruction_sets"], found["instruction_set"]) == ([], None)
-    show_versions()
-    assert "backend native    no: no library in linrope/lib\n" in capsys.readouterr().out
+    assert line in capsys.readouterr().out
 
 
 def test_a_backend_that_cannot_be_imported_is_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

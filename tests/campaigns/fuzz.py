@@ -77,14 +77,18 @@ class Material:
         return place
 
 
+def _end(arguments: list[str], what: object, allowed: tuple[int, ...] = (0, 2)) -> tuple[int, str]:
+    """The exit status of a command, and what it said on stderr."""
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        status = command(arguments)
+    if status not in allowed:
+        raise AssertionError(f"{what}: exit status {status}: {errors.getvalue()}")
+    return status, errors.getvalue()
+
+
 def _command(chance: random.Random, material: Material, place: Path) -> None:
     arguments = mangle.command_line(chance, material.text, material.run, place)
-    errors = io.StringIO()
-    with contextlib.redirect_stderr(errors):
-        status = command(arguments)
-    said = errors.getvalue()
-    if status not in (0, 2, 130):
-        raise AssertionError(f"exit status {status}: {arguments}: {said}")
+    status, said = _end(arguments, arguments, (0, 2, 130))
     if status == 2 and not (said.startswith("linrope: ") and said.count("\n") == 1):
         raise AssertionError(f"exit status 2 with {said!r}: {arguments}")
     _check_written(place)
@@ -95,11 +99,7 @@ def _options(chance: random.Random, material: Material, place: Path) -> None:
     path = place / chance.choice(["options.yaml", "options.json", "options"])
     path.write_bytes(mangle.options(chance))
     arguments = ["train", str(material.text), "--config", str(path), "--out", str(place / "run"), *TINY]
-    errors = io.StringIO()
-    with contextlib.redirect_stderr(errors):
-        status = command(arguments)
-    if status not in (0, 2):
-        raise AssertionError(f"exit status {status}: {path.read_bytes()[:300]!r}: {errors.getvalue()}")
+    _end(arguments, path.read_bytes()[:300])
     _check_written(place)
 
 
@@ -143,10 +143,7 @@ def _checkpoint(chance: random.Random, material: Material, place: Path) -> None:
     said = mangle.checkpoint(chance, run, material.text)
     before = torch.random.get_rng_state()
     if chance.random() < 0.2:
-        with contextlib.redirect_stderr(io.StringIO()) as errors:
-            status = command(["generate", "--checkpoint", str(run), "--max-new-tokens", "2", "--seed", "1"])
-        if status not in (0, 2):
-            raise AssertionError(f"{said}: exit status {status}: {errors.getvalue()}")
+        _end(["generate", "--checkpoint", str(run), "--max-new-tokens", "2", "--seed", "1"], said)
         return
     loaded = _loads(lambda: Trainer.load(run, material.corpus))
     if not loaded and not torch.equal(torch.random.get_rng_state(), before):
@@ -158,9 +155,7 @@ def _write(chance: random.Random, material: Material, place: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     target, what = place / "out", chance.choice(["state", "model", "trainer", "command"])
     if chance.random() < 0.3:
-        target = chance.choice(
-            [Path("/proc/out"), Path("/dev/full"), place / "file" / "out", Path("/dev/null/x")]
-        )
+        target = Path(chance.choice(["/proc/out", "/dev/full", place / "file" / "out", "/dev/null/x"]))
         (place / "file").write_text("")
     else:
         most = int(2 ** chance.uniform(0, 16))
@@ -174,12 +169,7 @@ def _write(chance: random.Random, material: Material, place: Path) -> None:
         elif what == "trainer":
             written = _loads(lambda: material.trainer.save(target))
         else:
-            arguments = ["train", str(material.text), "--out", str(target), *TINY]
-            with contextlib.redirect_stderr(io.StringIO()) as errors:
-                status = command(arguments)
-            written = status == 0
-            if status not in (0, 2):
-                raise AssertionError(f"exit status {status}: {errors.getvalue()}")
+            written = _end(["train", str(material.text), "--out", str(target), *TINY], target)[0] == 0
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     if target.is_relative_to(place):

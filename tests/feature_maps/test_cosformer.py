@@ -23,16 +23,6 @@ def test_features_are_the_formula() -> None:
             assert_close(features[b, n], expected)
 
 
-def test_products_depend_on_the_distance_and_are_not_negative() -> None:
-    fmap, (q, k, _) = Cosformer(3, max_length=50), randoms(1, 50, 1, 3)
-    positions = torch.arange(50)[None]
-    kernel = fmap.queries(q, positions)[0, :, 0] @ fmap.keys(k, positions)[0, :, 0].T
-    angles = math.pi / 100 * (positions.T - positions).double()
-    plain = q[0, :, 0].clamp_min(0) @ k[0, :, 0].clamp_min(0).T
-    assert_close(kernel, plain * angles.cos())
-    assert bool((kernel >= 0).all())
-
-
 def test_angles_are_formed_in_float64() -> None:
     length = 2**24 + 2
     fmap, x = Cosformer(1, max_length=length), torch.ones(1, 2, 1, 1)

@@ -18,15 +18,6 @@ def test_features_are_the_formula(nu: int) -> None:
     assert fmap.feature_dim == 6 * nu
 
 
-def test_the_negative_part_is_relu_of_minus_x() -> None:
-    """Not minus relu of x, with which features would be negative and opposite vectors alike."""
-    x = torch.tensor([1.0, 2.0, 3.0])
-    features = DPFP(3).queries(torch.stack((x, -x)))
-    assert bool((features >= 0).all())
-    assert float(features[0] @ features[1]) == 0
-    assert float(features[0].sum()) == float(features[1].sum()) > 0
-
-
 @pytest.mark.parametrize("nu", [0, -1, 6])
 def test_nu_must_name_neighbors(nu: int) -> None:
     with pytest.raises(ValueError, match=rf"nu={nu}: expected 1 \.\. 5 for head_dim=3"):

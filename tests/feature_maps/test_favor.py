@@ -71,12 +71,6 @@ def test_kernel_epsilon_must_be_finite_and_not_negative(kernel_epsilon: float) -
         FavorPlus(4, kernel_epsilon=kernel_epsilon)
 
 
-def test_without_spread_favor_plus_plus_is_favor_plus() -> None:
-    uniform, weighted = FavorPlus(4, seed=0), FavorPlusPlus(4, seed=0, spread=0)
-    x = torch.ones(4)
-    assert torch.equal(plain(uniform.queries(x)), plain(weighted.queries(x)))
-
-
 def products(fmap: FavorPlusPlus | FavorPlus, x: Tensor, y: Tensor) -> Tensor:
     """One estimate of the kernel from each row of the projection."""
     return plain(fmap.queries(x)) * plain(fmap.keys(y)) * fmap.feature_dim

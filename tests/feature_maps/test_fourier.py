@@ -21,13 +21,6 @@ def test_features_are_the_formula() -> None:
     assert torch.equal(fmap.keys(x), fmap.queries(x))
 
 
-def test_between_vectors_of_length_1_the_kernel_is_that_of_softmax_up_to_a_factor() -> None:
-    q, k, _ = (x[0, :, 0] / x[0, :, 0].norm(dim=-1, keepdim=True) for x in randoms(1, 6, 1, 4))
-    fmap = RandomFourier(4, num_features=40_000, seed=0).double()
-    softmax = torch.exp(q @ k.T / 2)
-    assert_close(fmap.queries(q) @ fmap.keys(k).T, softmax * math.exp(-1 / 2), atol=0.03, rtol=0)
-
-
 def test_the_normalizer_is_refused() -> None:
     with pytest.raises(ValueError, match=r"signed.*expected normalize=False"):
         linear_rope_attention(*randoms(1, 3, 1, 4), feature_map=RandomFourier(4, seed=0).double())
