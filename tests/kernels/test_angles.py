@@ -62,14 +62,6 @@ def test_consecutive_positions_are_spelled_out_by_the_kernel() -> None:
     assert torch.equal(one, all_of_them)
 
 
-def test_turns_of_theta_wrap_like_the_angle() -> None:
-    theta = torch.tensor([0.0, 1.0, math.pi, 3 * math.pi / 2, 2 * math.pi, 100.0, -1.0])
-    turns = Rotary(14, theta=theta.double()).turns(torch.get_default_device())
-    angle = turns.double() * (2 * math.pi * 2.0**-64)
-    torch.testing.assert_close(angle[0, 0].cos(), theta.double().cos(), rtol=0, atol=1e-7)
-    torch.testing.assert_close(angle[0, 0].sin(), theta.double().sin(), rtol=0, atol=1e-7)
-
-
 @triton.jit
 def _operand_kernel(X, OUT, N: tl.constexpr):
     i = tl.arange(0, N)

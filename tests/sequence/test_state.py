@@ -12,25 +12,6 @@ from tests.oracle import randoms
 from tests.states import B, D, E, G, assert_same, attend, some_state, tensors, tokens
 
 
-@pytest.mark.parametrize("n", [0, 1, 7])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("backend", ["eager", "reference"])
-@pytest.mark.parametrize(
-    ("dtype", "wide"),
-    [
-        (torch.float64, torch.float64),
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float32),
-    ],
-)
-def test_state_is_float32_or_wider_and_z_float64(dtype, wide, backend, causal, n) -> None:
-    _, state = attend(tokens(n, dtype=dtype), backend=backend, causal=causal)
-    assert (state.kv.shape, state.kv.dtype) == ((B, G, D, E), wide)
-    assert (state.z.shape, state.z.dtype) == ((B, G, D), torch.float64)
-    assert torch.equal(state.position, torch.full((B,), n))
-
-
 def test_position_goes_on_from_the_state() -> None:
     state = some_state(5)
     for n in (3, 0, 1):
