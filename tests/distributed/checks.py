@@ -139,9 +139,8 @@ def pool_of_states() -> None:
         one, many = first.clone(), first.clone()
         expected = linear_rope_attention(q, k, v, state=one.at(slots), **how)
         shard = Shard(lengths=lengths)
-        out = linear_rope_attention(
-            *[shard.take(x) for x in (q, k, v)], state=many.at(slots), shard=shard, **how
-        )
+        parts = [shard.take(x) for x in (q, k, v)]
+        out = linear_rope_attention(*parts, state=many.at(slots), shard=shard, **how)
     torch.testing.assert_close(out, shard.take(expected), rtol=0, atol=1e-13)
     for name, x in one.tensors().items():
         torch.testing.assert_close(many.tensors()[name], x, rtol=0, atol=1e-13, msg=name)
@@ -287,12 +286,9 @@ def hugging_face() -> None:
 
 def small_model(**options: Any) -> LanguageModel:
     torch.manual_seed(0)
-    return LanguageModel(
-        LanguageModelConfig(
-            vocab_size=20, embed_dim=16, num_layers=2, num_heads=2, forget_gate=True, decay="learned",
-            short_conv=4, rotary="selective", **options,
-        )
-    )  # fmt: skip
+    sizes = {"vocab_size": 20, "embed_dim": 16, "num_layers": 2, "num_heads": 2, "short_conv": 4}
+    gates = {"forget_gate": True, "decay": "learned", "rotary": "selective"}
+    return LanguageModel(LanguageModelConfig(**sizes, **gates, **options))
 
 
 def two_pieces(model: Any, tokens: Tensor) -> Tensor:
