@@ -46,6 +46,8 @@ _ADD: Options = {"rotary": {"name": "selective", "bound": "add"}}
 _CONV: Options = {"short_conv": 4}
 _LADDER = list(PARTS)
 _BLOCK: Options = _GATE | {"parts": _LADDER}
+# The norm over all heads behind skip and gate, as in Mamba-2, which suits softmax attention better than one per head.
+_GATED_NORM: Options = {"skip": "before", "gate": "before", "out_norm": "all"}
 _AXIAL: Options = {"rotary": {"axes": 2, "base": 10.0}}
 
 # name -> (family, which shares its learning rates; options). Linear ones have the output norm and the gate
@@ -96,7 +98,7 @@ VARIANTS: dict[str, tuple[str, Options]] = {
     "block-selective-add": ("block", _BLOCK | _ADD),
     "block-identity": ("block", _BLOCK | {"feature_map": "identity", "normalize": False}),
     "block-mixers": ("block-mixers", _BLOCK | {"mixers": True}),
-    "block-softmax": ("block-softmax", _SOFTMAX | {"parts": ["init", "conv", "skip", "wide"]}),
+    "block-softmax": ("block-softmax", _SOFTMAX | _GATED_NORM | {"parts": ["init", "conv", "skip", "wide"]}),
     **{name: (name, {}) for name in peers.PEERS},
 }
 
@@ -191,7 +193,7 @@ def _block(options: Options, task: Task, size: int) -> Options:
     """
     parts, mixers = options.pop("parts", []), options.pop("mixers", False)
     for part in parts:
-        options |= {key: x for key, x in PARTS[part].items() if key not in ("values", "heads")}
+        options = {key: x for key, x in PARTS[part].items() if key not in ("values", "heads")} | options
     many, wide = 1 + ("heads" in parts), 1 + ("wide" in parts)
     heads, head_dim = task.heads * many, task.head_dim // many
     shape: Options = {
