@@ -59,7 +59,7 @@ template <class T> void read_features(const Shape& s, const T* x, float* y) {
     int p = 0;
     for (; p + W <= s.pairs; p += W) {
       vf a, b;
-      deinterleave(load(x + 2 * p), load(x + 2 * p + W), a, b);
+      load_pairs(x + 2 * p, a, b);
       store(y + p, a), store(y + s.half + p, b);
     }
     for (; p < s.pairs; p++) y[p] = to_float(x[2 * p]), y[s.half + p] = to_float(x[2 * p + 1]);
@@ -72,11 +72,7 @@ template <class T> void read_features(const Shape& s, const T* x, float* y) {
 template <class T> void write_features(const Shape& s, const float* y, T* x) {
   if (s.layout == kInterleaved) {
     int p = 0;
-    for (; p + W <= s.pairs; p += W) {
-      vf a, b;
-      interleave(load(y + p), load(y + s.half + p), a, b);
-      store(x + 2 * p, a), store(x + 2 * p + W, b);
-    }
+    for (; p + W <= s.pairs; p += W) store_pairs(x + 2 * p, load(y + p), load(y + s.half + p));
     for (; p < s.pairs; p++) put(x + 2 * p, y[p]), put(x + 2 * p + 1, y[s.half + p]);
   } else if (s.layout == kHalf) {
     copy_out(y, x, s.pairs), copy_out(y + s.half, x + s.pairs, s.pairs);
@@ -112,7 +108,7 @@ void read_rows(const Shape& s, const Rows& rows, int64_t token, int direction, i
     const T* from = (const T*)x;
     for (int p = 0; p < paired; p += W) {
       vf a, b;
-      deinterleave(load(from + 2 * p), load(from + 2 * p + W), a, b);
+      load_pairs(from + 2 * p, a, b);
       store(y + p, apply(M, a)), store(y + s.half + p, apply(M, b));
     }
     for (int f = 2 * paired; f < s.F; f += W) store(y + f, apply(M, load(from + f)));
@@ -214,12 +210,14 @@ void decay_state(float* S, int count, const DecayFactor& factor) {
     for (int i = 0; i < count; i += W) store(S + i, factor(load(S + i)));
 }
 
-// The dot product in float64
+// The dot product in float64. A vector of W doubles takes two registers, which GCC would keep in memory.
 inline double product(const float* x, const float* y, int n) {
-  vd acc = {};
-  for (int i = 0; i < n; i += W)
-    acc += __builtin_convertvector(load(x + i), vd) * __builtin_convertvector(load(y + i), vd);
-  return sum(acc);
+  vd low = {}, high = {};
+  for (int i = 0; i < n; i += W) {
+    low += widen(x + i) * widen(y + i);
+    high += widen(x + i + W / 2) * widen(y + i + W / 2);
+  }
+  return sum(low + high);
 }
 
 // Copies the caller's (f, e) into panels of S (F rows) or of its transpose (E rows), times e^D; null: zero

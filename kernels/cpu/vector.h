@@ -36,13 +36,13 @@ typedef float vfu __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef int32_t viu __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef uint32_t vuu __attribute__((vector_size(4 * W), aligned(2), may_alias));
 typedef uint64_t vl __attribute__((vector_size(8 * W)));
-typedef double vd __attribute__((vector_size(8 * W)));
+typedef double vd __attribute__((vector_size(4 * W)));  // half as many lanes
+typedef float vhalf __attribute__((vector_size(2 * W), aligned(4), may_alias));
 typedef uint64_t vlu __attribute__((vector_size(8 * W), aligned(8), may_alias));
 typedef uint16_t vh __attribute__((vector_size(2 * W), aligned(2), may_alias));
 typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
-
-typedef double d4 __attribute__((vector_size(32)));
 
 struct bf16 { uint16_t bits; };
 struct fp16 { uint16_t bits; };
@@ -52,12 +52,20 @@ inline vf load(const float* p) { return *(const vfu*)p; }
 inline void store(float* p, vf x) { *(vfu*)p = x; }
 
 inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(*(const vh*)p, vu) << 16); }
-inline void store(bf16* p, vf x) {  // to nearest even; NaN stays NaN
-  vu u = (vu)x;
-  u = x == x ? (u + 0x7fff + ((u >> 16) & 1)) >> 16 : (u >> 16) | 64;
-  *(vh*)p = __builtin_convertvector(u, vh);
+// The upper 16 bits of each lane are x rounded to nearest even; NaN stays NaN
+LINROPE_INLINE vu round_to_bf16(vf x) {
+  const vu u = (vu)x;
+  return x == x ? u + 0x7fff + ((u >> 16) & 1) : u | 0x400000;
 }
+inline void store(bf16* p, vf x) { *(vh*)p = __builtin_convertvector(round_to_bf16(x) >> 16, vh); }
 
+#if defined(__AVX512F__)
+inline vf load(const fp16* p) { return (vf)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)p)); }
+inline void store(fp16* p, vf x) { _mm256_storeu_si256((__m256i*)p, _mm512_maskz_cvtps_ph(0xffff, (__m512)x, 0)); }
+#elif defined(__F16C__)
+inline vf load(const fp16* p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+inline void store(fp16* p, vf x) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)x, 0)); }
+#else
 inline vf load(const fp16* p) {
   const vu u = __builtin_convertvector(*(const vh*)p, vu), magnitude = u & 0x7fff;
   // The exponent's bias changes from 15 to 127. Subnormal numbers are integers times 2^-24; infinity and NaN keep an
@@ -78,6 +86,7 @@ inline void store(fp16* p, vf x) {  // to nearest even
   y = magnitude > 0x7f800000u ? vu{} + 0x7e00 : y;
   *(vh*)p = __builtin_convertvector(y | sign, vh);
 }
+#endif
 
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) {
@@ -108,11 +117,11 @@ inline float sum(vf x) {
 #endif
   return (t[0] + t[2]) + (t[1] + t[3]);
 }
+inline vd widen(const float* p) { return __builtin_convertvector(*(const vhalf*)p, vd); }
 inline double sum(vd x) {
-  d4 part[W / 4], t = {};
-  memcpy(part, &x, sizeof x);
-  for (int i = 0; i < W / 4; i++) t += part[i];
-  return (t[0] + t[2]) + (t[1] + t[3]);
+  for (int n = W / 4; n > 0; n /= 2)
+    for (int i = 0; i < n; i++) x[i] += x[i + n];
+  return x[0];
 }
 // max(x, y) and min(x, y); a NaN in x stays (x86 returns the second operand)
 #if defined(__AVX512F__)
@@ -238,6 +247,24 @@ inline void interleave(vf even, vf odd, vf& x, vf& y) {
   x = __builtin_shufflevector(even, odd, 0, 4, 1, 5);
   y = __builtin_shufflevector(even, odd, 2, 6, 3, 7);
 #endif
+}
+
+// W pairs: the first members and the second ones
+template <class T> LINROPE_INLINE void load_pairs(const T* p, vf& first, vf& second) {
+  deinterleave(load(p), load(p + W), first, second);
+}
+template <class T> LINROPE_INLINE void store_pairs(T* p, vf first, vf second) {
+  vf x, y;
+  interleave(first, second, x, y);
+  store(p, x), store(p + W, y);
+}
+// The two members of a bfloat16 pair are the halves of a 32-bit word
+LINROPE_INLINE void load_pairs(const bf16* p, vf& first, vf& second) {
+  const vu words = *(const vuu*)p;
+  first = (vf)(words << 16), second = (vf)(words & 0xffff0000u);
+}
+LINROPE_INLINE void store_pairs(bf16* p, vf first, vf second) {
+  *(vuu*)p = round_to_bf16(first) >> 16 | (round_to_bf16(second) & 0xffff0000u);
 }
 
 struct Arena {  // scratch memory of a task, handed out in pieces aligned to 64 bytes; each thread reuses its own
