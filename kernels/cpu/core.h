@@ -152,6 +152,11 @@ LINROPE_INLINE void transpose_blocks(const vf (&x)[4], vf (&y)[4]) {
   y[2] = __builtin_shufflevector(c, d, LINROPE_LOW2), y[3] = __builtin_shufflevector(c, d, LINROPE_HIGH2);
 }
 
+// Elements 4 block .. 4 block + 3. GCC would put them together one by one in a loop.
+template <int block> LINROPE_INLINE v4 quarter(vf x) {
+  return __builtin_shufflevector(x, x, 4 * block, 4 * block + 1, 4 * block + 2, 4 * block + 3);
+}
+
 // The transpose of `count` rows of K numbers in panels (count/NW, K, NW), which start panel_size apart. Reads
 // up to three rows beyond the last.
 void transpose(const float* rows, int stride, int count, int K, float* panels, int panel_size) {
@@ -161,12 +166,12 @@ void transpose(const float* rows, int stride, int count, int K, float* panels, i
       vf x[4], y[4];
       for (int i = 0; i < 4; i++) x[i] = load(rows + (j + i) * stride + f);
       transpose_blocks(x, y);
-      for (int block = 0; block < W / 4; block++)
-        for (int i = 0; i < 4; i++) {
-          v4 part;
-          for (int t = 0; t < 4; t++) part[t] = y[i][4 * block + t];
-          *(v4*)(to + (f + 4 * block + i) * NW) = part;
-        }
+      const auto store_block = [&]<int block>() {
+        if constexpr (block < W / 4)
+          for (int i = 0; i < 4; i++) *(v4*)(to + (f + 4 * block + i) * NW) = quarter<block>(y[i]);
+      };
+      store_block.template operator()<0>(), store_block.template operator()<1>();
+      store_block.template operator()<2>(), store_block.template operator()<3>();
     }
   }
 }
