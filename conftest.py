@@ -10,7 +10,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device", default="cpu", help="where tests/kernels runs: cpu, in an interpreter, or cuda"
     )
-    parser.addoption("--instruction-set", help="which kernels backend 'native' runs: baseline, v3 or v4")
+    parser.addoption("--instruction-set", help="which kernels backend 'native' runs: baseline, v3, v4 or amx")
 
 
 @pytest.fixture(autouse=True)

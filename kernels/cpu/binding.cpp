@@ -4,20 +4,43 @@
 #include <tuple>
 
 #include "operators.h"
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace linrope {
 
-static std::vector<const Isa*> available() {  // best first
+#if defined(__x86_64__)
+// True if the processor has AVX-512 BF16 and AMX for bfloat16, and Linux lets this process use the tile registers
+static bool may_use_amx() {
+  unsigned a, b, c, d, bf16, unused;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !__get_cpuid_count(7, 1, &bf16, &unused, &unused, &unused))
+    return false;
+  constexpr unsigned kAvx512Bf16 = 1u << 5, kAmx = 1u << 22 | 1u << 24;
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
+  return (bf16 & kAvx512Bf16) && (d & kAmx) == kAmx && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
+static std::vector<const Isa*> find_available() {  // best first
   std::vector<const Isa*> sets;
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd"))
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd")) {
+    if (may_use_amx()) sets.push_back(&isa_amx);
     sets.push_back(&isa_v4);
+  }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
     sets.push_back(&isa_v3);
 #endif
   sets.push_back(&isa_baseline);
+  return sets;
+}
+static const std::vector<const Isa*>& available() {
+  static const std::vector<const Isa*> sets = find_available();
   return sets;
 }
 static const Isa* in_use = available()[0];

@@ -31,6 +31,9 @@ ISAS: dict[str, dict[str, list[str]]] = {
         "baseline": [],
         "v3": ["-march=x86-64-v3"],
         "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
+        "amx": [
+            "-march=x86-64-v4", "-mprefer-vector-width=512", "-mavx512bf16", "-mamx-tile", "-mamx-bf16",
+        ],
     },
     "aarch64": {"baseline": []},
 }

@@ -146,7 +146,7 @@ struct Isa {
 };
 
 #if defined(__x86_64__)
-extern const Isa isa_baseline, isa_v3, isa_v4;
+extern const Isa isa_baseline, isa_v3, isa_v4, isa_amx;
 #else
 extern const Isa isa_baseline;
 #endif

@@ -45,10 +45,20 @@ inline vi iota() {
   return x;
 }
 
-struct ChunkProduct {
+namespace tiles {
+struct Factors;
+}
+
+struct Operands {
   int rows, K, N;
-  const float *A, *B_t, *V;  // null B_t: no scores, only A S
-  const float* S;            // null: the state is zero
+  const float *B_t, *V;    // null B_t: there are no scores, only A S
+  tiles::Factors* factors;  // B and V as amx.h multiplies them; null: core.h multiplies
+  bool precise;             // true: amx.h multiplies the scores with all 24 bits of V
+};
+
+struct ChunkProduct {
+  Operands operands;
+  const float *A, *S;        // null S: the state is zero
   const float* scale;        // a factor for each row of the result
   bool finite;               // true if all of V is finite; else rows go one by one: 0 times infinity is NaN
   bool accumulate;           // add the result to out
@@ -59,11 +69,13 @@ struct ChunkProduct {
 
 void multiply_chunk(const ChunkProduct& x) {
   constexpr int C = kChunk;
+  const int rows = x.operands.rows, K = x.operands.K, N = x.operands.N;
+  const float *B_t = x.operands.B_t, *V = x.operands.V;
   const int limit = x.finite ? MR : 1;
-  if (x.B_t)
-    row_blocks(x.rows, limit, [&]<int M>(int i0) {
+  if (B_t)
+    row_blocks(rows, limit, [&]<int M>(int i0) {
       const auto tile = [&]<int N>(int j0, vf(&&acc)[M][N]) {
-        multiply(acc, x.K, x.A + i0 * x.K, x.K, x.B_t + j0 * x.K);
+        multiply(acc, K, x.A + i0 * K, K, B_t + j0 * K);
         for (int r = 0; r < M; r++)
           for (int v = 0; v < N; v++) {
             const vi j = iota() + (j0 + v * W);
@@ -75,11 +87,11 @@ void multiply_chunk(const ChunkProduct& x) {
         else tile(j0, (vf[M][NV / 2]){});
       }
     });
-  for (int e0 = 0; e0 < x.N; e0 += NW)
-    row_blocks(x.rows, limit, [&]<int M>(int i0) {
+  for (int e0 = 0; e0 < N; e0 += NW)
+    row_blocks(rows, limit, [&]<int M>(int i0) {
       vf acc[M][NV] = {};
-      if (x.S) multiply(acc, x.K, x.A + i0 * x.K, x.K, x.S + e0 * x.K);
-      if (x.B_t) multiply(acc, i0 + M, x.scores + i0 * C, C, x.V + e0 * C);
+      if (x.S) multiply(acc, K, x.A + i0 * K, K, x.S + e0 * K);
+      if (B_t) multiply(acc, i0 + M, x.scores + i0 * C, C, V + e0 * C);
       for (int r = 0; r < M; r++)
         for (int v = 0; v < NV; v++) {
           float* out = x.out + (i0 + r) * x.stride + e0 + v * W;
@@ -113,7 +125,9 @@ struct DecayFactor {
 
 // S = e^D (S + B^T V); `fresh`: S was zero. The chunk is summed alone first: adding key by key to a large S would round
 // it each time, with the same error for similar keys.
-void update(int rows, int K, int N, const float* B_t, const float* V, float* S, bool fresh, const DecayFactor& factor) {
+void update(const Operands& x, float* S, bool fresh, const DecayFactor& factor) {
+  const int rows = x.rows, K = x.K, N = x.N;
+  const float *B_t = x.B_t, *V = x.V;
   for (int e0 = 0; e0 < N; e0 += NW)
     row_blocks(K, MR, [&]<int M>(int f0) {
       vf acc[M][NV] = {};

@@ -24,14 +24,16 @@ struct Forward : Task {
   static constexpr int C = kChunk;
   struct Scratch {
     float *x, *hat, *hat_t, *z, *v, *result, *scores, *scale, *within, *k_angles, *q_angles;
+    tiles::Factors* factors;
     Scratch(const Shape& s, Arena& a)
         : x(a.take<float>(C * s.F)), hat(a.take<float>(C * s.F)), hat_t(a.take<float>(C * s.F)),
           z(a.take<float>(C * s.F)), v(a.take<float>(C * s.E)), result(a.take<float>(C * s.E)),
           scores(a.take<float>(C * C)), scale(a.take<float>(C)), within(a.take<float>(s.F)),
-          k_angles(a.take<float>(2 * C * s.half)), q_angles(a.take<float>(2 * C * s.half)) {}
+          k_angles(a.take<float>(2 * C * s.half)), q_angles(a.take<float>(2 * C * s.half)),
+          factors(a.take<tiles::Factors>(1)) {}
   };
   static size_t bytes(const Shape& s, int count) {
-    return 4 * (4 * C * s.F + 2 * C * s.E + C * C + C + s.F + 4 * C * s.half) + 1024 +
+    return sizeof(tiles::Factors) + 4 * (4 * C * s.F + 2 * C * s.E + C * C + C + s.F + 4 * C * s.half) + 1024 +
            count * (size_t)(4 * s.F * s.E + 8 * s.F + 2 * s.angle_bytes() + 512);
   }
   const Scratch& w;
@@ -71,6 +73,7 @@ struct Forward : Task {
     }
     zero_up_to_four(w.hat, rows, F);
     transpose(w.hat, rows, F, w.hat_t);
+    const Operands keys = operands(rows, F, E, w.hat_t, w.v, w.factors);
     const bool finite = query_heads ? all_finite(w.v, rows, E) : true;
     for (int r = 0; r < query_heads; r++) {
       const Rows q = query_rows(c.q, r), out = query_rows(c.out, r);
@@ -81,8 +84,7 @@ struct Forward : Task {
         w.scale[i] = decay.exp_D[i] * inverse_den(c.normalize ? dot(w.x + i * F, w.z + i * F, F) : 1);
         rotate<false>(s, w.x + i * F, query_angles.cos + i * half, query_angles.sin + i * half, 1, w.hat + i * F);
       }
-      multiply_chunk({rows, F, E, w.hat, w.hat_t, w.v, fresh ? nullptr : S, w.scale, finite, false, w.scores, to.rows,
-                      to.stride});
+      multiply_chunk({keys, w.hat, fresh ? nullptr : S, w.scale, finite, false, w.scores, to.rows, to.stride});
       to.write(s, out, t, rows);
     }
     done += rows;
@@ -91,7 +93,7 @@ struct Forward : Task {
     const double next = more ? decay.at(t + rows) : 0;
     // An anchor is the state before the next token's own decay.
     const DecayFactor factor(anchor ? decay.sum : decay.sum + next);
-    update(rows, F, E, w.hat_t, w.v, S, fresh, factor);
+    update(keys, S, fresh, factor);
     z_sum.end_chunk(factor);
     fresh = false;
     if (!anchor) return;
@@ -110,12 +112,13 @@ struct Bidirectional : Task {
   static constexpr int C = kChunk;
   struct Scratch {
     float *x, *hat, *result, *scale, *angles;
+    tiles::Factors* factors;
     Scratch(const Shape& s, Arena& a)
         : x(a.take<float>(C * s.F)), hat(a.take<float>(C * s.F)), result(a.take<float>(C * s.E)),
-          scale(a.take<float>(C)), angles(a.take<float>(2 * C * s.half)) {}
+          scale(a.take<float>(C)), angles(a.take<float>(2 * C * s.half)), factors(a.take<tiles::Factors>(1)) {}
   };
   static size_t bytes(const Shape& s, int count) {
-    return 4 * (2 * C * s.F + C * s.E + C + 2 * C * s.half) + 1024 +
+    return sizeof(tiles::Factors) + 4 * (2 * C * s.F + C * s.E + C + 2 * C * s.half) + 1024 +
            count * (size_t)(4 * s.F * s.E + 12 * s.F + s.angle_bytes() + 512);
   }
   const Scratch& w;
@@ -135,6 +138,7 @@ struct Bidirectional : Task {
     const int64_t t = span.begin + done;
     const int rows = span.end - t < C ? (int)(span.end - t) : C, F = s.F, half = s.half;
     query_angles.forward(t, rows);
+    const Operands no_keys = operands(rows, F, s.E, nullptr, nullptr, w.factors);
     for (int r = 0; r < group; r++) {
       const Rows q = query_rows(c.q, r), out = query_rows(c.out, r);
       const Output to(s, out, t, w.result);
@@ -144,7 +148,7 @@ struct Bidirectional : Task {
         w.scale[i] = inverse_den(c.normalize ? dot(w.x + i * F, z, F) : 1);
         rotate<false>(s, w.x + i * F, query_angles.cos + i * half, query_angles.sin + i * half, 1, w.hat + i * F);
       }
-      multiply_chunk({rows, F, s.E, w.hat, nullptr, nullptr, S, w.scale, true, false, nullptr, to.rows, to.stride});
+      multiply_chunk({no_keys, w.hat, S, w.scale, true, false, nullptr, to.rows, to.stride});
       to.write(s, out, t, rows);
     }
     done += rows;

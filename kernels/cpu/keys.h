@@ -12,6 +12,7 @@ struct BackwardKeys : Task {
   struct Scratch {
     float *psi, *psi_hat, *phi, *phi_t, *phi_hat, *dden_phi, *d, *v, *gb, *gb_t, *panels, *dv, *scores, *dS_t, *raw,
         *within, *k_angles, *q_angles;
+    tiles::Factors* factors;
     Scratch(const Shape& s, Arena& a)
         : psi(a.take<float>(C * s.F)), psi_hat(a.take<float>(C * s.F)), phi(a.take<float>(C * s.F)),
           phi_t(a.take<float>(C * s.F)), phi_hat(a.take<float>(C * s.F)), dden_phi(a.take<float>(C * s.F)),
@@ -19,10 +20,10 @@ struct BackwardKeys : Task {
           gb_t(a.take<float>(C * s.E)), panels(a.take<float>(C * s.E)), dv(a.take<float>(C * s.E)),
           scores(a.take<float>(C * C)), dS_t(a.take<float>(s.F * s.E)), raw(a.take<float>(s.F)),
           within(a.take<float>(s.F)), k_angles(a.take<float>(2 * C * s.half)),
-          q_angles(a.take<float>(2 * C * s.half)) {}
+          q_angles(a.take<float>(2 * C * s.half)), factors(a.take<tiles::Factors>(1)) {}
   };
   static size_t bytes(const Shape& s, int count) {
-    return 4 * (7 * C * s.F + 5 * C * s.E + C * C + s.F * s.E + 2 * s.F + 4 * C * s.half) + 2048 +
+    return sizeof(tiles::Factors) + 4 * (7 * C * s.F + 5 * C * s.E + C * C + s.F * s.E + 2 * s.F + 4 * C * s.half) + 2048 +
            count * (size_t)(4 * s.F * s.E + 8 * s.F + 2 * s.angle_bytes() + 512);
   }
   const Scratch& w;
@@ -85,23 +86,26 @@ struct BackwardKeys : Task {
     }
     if (want_d_log_decay && is_anchor(last + 1))  // the sweep over queries saved S transposed
       sums[0] = product_at_anchor(last + 1, query_heads ? w.dS_t : dS, dz_sum.total) * std::exp(-decay.sum);
+    Operands queries;
     for (int r = 0; r < query_heads; r++) {
       read_queries(last, rows, r, query_angles);
-      if (want_output) {
-        const bool accumulate = r > 0;
-        const bool finite_gb = all_finite(w.panels, rows, E), finite_phi = all_finite(w.phi_hat, rows, F);
-        multiply_chunk({rows, F, E, w.psi_hat, w.phi_t, w.panels, accumulate ? nullptr : dS, exp_minus_D, finite_gb,
+      const bool accumulate = r > 0;
+      if (want_output)
+        multiply_chunk({operands(rows, E, F, w.gb_t, w.phi_hat, w.factors, want_d_log_decay), w.v,
+                        accumulate ? nullptr : w.dS_t, exp_minus_D, all_finite(w.phi_hat, rows, F), accumulate, w.scores, w.d, F});
+      queries = operands(rows, F, E, w.phi_t, w.panels, w.factors);
+      if (want_output)
+        multiply_chunk({queries, w.psi_hat, accumulate ? nullptr : dS, exp_minus_D, all_finite(w.panels, rows, E),
                         accumulate, w.scores, w.dv, E});
-        multiply_chunk({rows, E, F, w.v, w.gb_t, w.phi_hat, accumulate ? nullptr : w.dS_t, exp_minus_D, finite_phi,
-                        accumulate, w.scores, w.d, F});
-      }
-      if (r < query_heads - 1) update(rows, F, E, w.phi_t, w.panels, dS, false, DecayFactor());
+      if (r < query_heads - 1) update(queries, dS, false, DecayFactor());
     }
     if (!query_heads) {
       zero(w.dden_phi, rows * F);
       if (want_output) {
-        multiply_chunk({rows, F, E, w.psi_hat, nullptr, nullptr, dS, exp_minus_D, true, false, nullptr, w.dv, E});
-        multiply_chunk({rows, E, F, w.v, nullptr, nullptr, w.dS_t, exp_minus_D, true, false, nullptr, w.d, F});
+        multiply_chunk({operands(rows, F, E, nullptr, nullptr, w.factors), w.psi_hat, dS, exp_minus_D, true, false,
+                        nullptr, w.dv, E});
+        multiply_chunk({operands(rows, E, F, nullptr, nullptr, w.factors), w.v, w.dS_t, exp_minus_D, true, false,
+                        nullptr, w.d, F});
       }
     }
     dz_sum.rows(w.dden_phi, rows, exp_D, exp_minus_D, w.dden_phi);
@@ -109,7 +113,7 @@ struct BackwardKeys : Task {
     done += rows;
     const double a = decay.at(chunk_begin);
     const DecayFactor factor(chunk_begin > span.begin ? a + enter_chunk(chunk_begin - 1) : a);
-    if (query_heads) update(rows, F, E, w.phi_t, w.panels, dS, false, factor);
+    if (query_heads) update(queries, dS, false, factor);
     else decay_state(dS, F * E, factor);
     dz_sum.end_chunk(factor);
   }

@@ -42,14 +42,16 @@ struct BackwardQueries : Task {
   struct Scratch {
     float *x, *hat, *z, *d, *v, *v_t, *gb, *scores, *raw, *within, *k_angles, *q_angles;
     double* dens;
+    tiles::Factors* factors;
     Scratch(const Shape& s, Arena& a)
         : x(a.take<float>(C * s.F)), hat(a.take<float>(C * s.F)), z(a.take<float>(C * s.F)), d(a.take<float>(C * s.F)),
           v(a.take<float>(C * s.E)), v_t(a.take<float>(C * s.E)), gb(a.take<float>(C * s.E)),
           scores(a.take<float>(C * C)), raw(a.take<float>(s.F)), within(a.take<float>(s.F)),
-          k_angles(a.take<float>(2 * C * s.half)), q_angles(a.take<float>(2 * C * s.half)), dens(a.take<double>(C)) {}
+          k_angles(a.take<float>(2 * C * s.half)), q_angles(a.take<float>(2 * C * s.half)), dens(a.take<double>(C)),
+          factors(a.take<tiles::Factors>(1)) {}
   };
   static size_t bytes(const Shape& s, int count) {
-    return 4 * (4 * C * s.F + 3 * C * s.E + C * C + 2 * C + 2 * s.F + 4 * C * s.half) + 1024 +
+    return sizeof(tiles::Factors) + 4 * (4 * C * s.F + 3 * C * s.E + C * C + 2 * C + 2 * s.F + 4 * C * s.half) + 1024 +
            count * (size_t)(4 * s.F * s.E + 8 * s.F + 2 * s.angle_bytes() + 512);
   }
   const Scratch& w;
@@ -90,14 +92,15 @@ struct BackwardQueries : Task {
     zero_up_to_four(w.v, rows, E);
     transpose(w.v, rows, E, w.v_t);
     const bool finite = all_finite(w.hat, rows, F);
-    for (int r = 0; r < group; r++) add_queries(t, rows, r, query_angles, finite);
+    const Operands keys = operands(rows, E, F, w.v_t, w.hat, w.factors, c.d_log_decay);
+    for (int r = 0; r < group; r++) add_queries(t, keys, r, query_angles, finite);
     done += rows;
     const bool more = t + rows < span.end, anchor = is_anchor(t + rows);
     if (!more && !ends.kv_out && !ends.z_out) return;
     const double next = more ? decay.at(t + rows) : 0;
     // An anchor is the state before the next token's own decay.
     const DecayFactor factor(anchor ? decay.sum : decay.sum + next);
-    update(rows, E, F, w.v_t, w.hat, S, fresh, factor);
+    update(keys, S, fresh, factor);
     z_sum.end_chunk(factor);
     fresh = false;
     if (!anchor) return;
@@ -105,9 +108,9 @@ struct BackwardQueries : Task {
     const DecayFactor next_factor(next);
     decay_state(S, F * E, next_factor), z_sum.decay(next_factor);
   }
-  void add_queries(int64_t t, int rows, int r, const Angles& query_angles, bool finite) {
+  void add_queries(int64_t t, const Operands& keys, int r, const Angles& query_angles, bool finite) {
     const Rows q = query_rows(c.q, r), dout = query_rows(c.dout, r), dq = query_rows(c.dq, r);
-    const int F = s.F, E = s.E, half = s.half;
+    const int rows = keys.rows, F = s.F, E = s.E, half = s.half;
     features(s, q, t, 1, rows, w.x);
     for (int i = 0; i < rows; i++) {
       prefetch(dout, t + i, C, s.e), prefetch(dq, t + i, 0, s.f);
@@ -117,7 +120,7 @@ struct BackwardQueries : Task {
       c.inverse_den[query_index(t + i, r)] = inverse;
       values(s, dout, t + i, w.gb + i * E, NW, inverse);
     }
-    multiply_chunk({rows, E, F, w.gb, w.v_t, w.hat, fresh ? nullptr : S, decay.exp_D, finite, false, w.scores, w.d, F});
+    multiply_chunk({keys, w.gb, fresh ? nullptr : S, decay.exp_D, finite, false, w.scores, w.d, F});
     const FinishQuery finish_query{*this, w.raw};
     for (int i = 0; i < rows; i++) {
       const int64_t at = query_index(t + i, r);
@@ -137,16 +140,17 @@ struct BidirectionalBackward : Task {
   static constexpr int C = kChunk;
   struct Scratch {
     float *x, *hat, *hat_t, *d, *gb, *panels, *dens, *ones, *raw, *angles;
+    tiles::Factors* factors;
     Scratch(const Shape& s, Arena& a)
         : x(a.take<float>(C * s.F)), hat(a.take<float>(C * s.F)), hat_t(a.take<float>(C * s.F)),
           d(a.take<float>(C * s.F)), gb(a.take<float>(C * s.E)), panels(a.take<float>(C * s.E)),
           dens(a.take<float>(C)), ones(a.take<float>(C)), raw(a.take<float>(s.F)),
-          angles(a.take<float>(2 * C * s.half)) {
+          angles(a.take<float>(2 * C * s.half)), factors(a.take<tiles::Factors>(1)) {
       for (int i = 0; i < C; i++) ones[i] = 1;
     }
   };
   static size_t bytes(const Shape& s, int count) {
-    return 4 * (4 * C * s.F + 2 * C * s.E + 2 * C + s.F + 2 * C * s.half) + 1024 +
+    return sizeof(tiles::Factors) + 4 * (4 * C * s.F + 2 * C * s.E + 2 * C + s.F + 2 * C * s.half) + 1024 +
            count * (size_t)(8 * s.F * s.E + 20 * s.F + s.angle_bytes() + 512);
   }
   const Scratch& w;
@@ -182,7 +186,7 @@ struct BidirectionalBackward : Task {
       }
       zero_up_to_four(w.hat, rows, F);
       transpose(w.hat, rows, F, w.hat_t);
-      multiply_chunk({rows, E, F, w.gb, nullptr, nullptr, S, w.ones, true, false, nullptr, w.d, F});
+      multiply_chunk({operands(rows, E, F, nullptr, nullptr, w.factors), w.gb, S, w.ones, true, false, nullptr, w.d, F});
       const FinishQuery finish_query{*this, w.raw};
       for (int i = 0; i < rows; i++) {
         const float dden = finish_query(q, dq, t + i, w.x + i * F, w.d + i * F, z, query_angles.cos + i * half,
@@ -190,7 +194,7 @@ struct BidirectionalBackward : Task {
                                         angle_steps_at(t + i), nullptr);
         for (int f = 0; f < F; f++) dz[f] += dden * w.x[i * F + f];
       }
-      update(rows, F, E, w.hat_t, w.panels, dS, false, DecayFactor());
+      update(operands(rows, F, E, w.hat_t, w.panels, w.factors), dS, false, DecayFactor());
     }
     done += rows;
   }

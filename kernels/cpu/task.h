@@ -3,6 +3,7 @@
 #pragma once
 #include <new>
 
+#include "amx.h"
 #include "chunk.h"
 
 namespace linrope {
@@ -16,10 +17,26 @@ struct Task {
   int64_t batch;
   int group;  // r: query heads per key/value head
   Rows k, v;
+  bool amx;  // true if amx.h multiplies; a single chunk is faster without it
 
   Task(const Call& c, const Span& span, const Ends& ends)
       : c(c), span(span), ends(ends), s(c), batch(batch_row(c, span)), group(c.q.data ? (int)(c.h / c.g) : 0),
-        k(c.k, c.type, batch, span.head), v(c.v, c.type, batch, span.head) {}
+        k(c.k, c.type, batch, span.head), v(c.v, c.type, batch, span.head),
+        amx(tiles::kAvailable && c.type != kFloat32 && span.end - span.begin > kChunk) {}
+
+  // The operands of a chunk's products, split if amx.h multiplies them. factors: memory for that
+  Operands operands(int rows, int K, int N, const float* B_t, const float* V, tiles::Factors* factors,
+                    bool precise = false) const {
+    const Operands x{rows, K, N, B_t, V, amx ? factors : nullptr, precise};
+    if (amx && B_t) tiles::split(x);
+    return x;
+  }
+  void multiply_chunk(const ChunkProduct& x) const {
+    (x.operands.factors ? tiles::multiply_chunk : linrope::multiply_chunk)(x);
+  }
+  void update(const Operands& x, float* S, bool fresh, const DecayFactor& factor) const {
+    (x.factors ? tiles::update : linrope::update)(x, S, fresh, factor);
+  }
 
   int64_t query_head(int r) const { return span.head * group + r; }
   Rows query_rows(const View& x, int r) const { return Rows(x, c.type, batch, query_head(r)); }
@@ -116,6 +133,7 @@ inline void zero_up_to_four(float* rows, int count, int K) {
 template <class Sweep>
 void run_bundle(const Call& c, int count, const Span* spans, const Ends* ends, bool want_output) {
   const Shape s(c);
+  const tiles::Configuration configuration(c.type != kFloat32);
   Arena arena(Sweep::bytes(s, count) + count * (sizeof(Sweep) + 64) + 4096);
   typename Sweep::Scratch scratch(s, arena);
   Sweep* sweeps = arena.take<Sweep>(count);

@@ -159,4 +159,4 @@ def test_the_state_alone_and_its_gradients_are_the_equation_s(
             actual = everything(q, k, v, state, call=alone, **how)
         assert actual.keys() == expected.keys()
         for key, x in actual.items():
-            assert_within(contract, key, x, expected[key], torch.zeros(()), False)
+            assert_within(contract.on(name), key, x, expected[key], torch.zeros(()), False)

@@ -30,7 +30,7 @@ def native(build_script):
     return torch.ops.linrope_native
 
 
-@pytest.fixture(params=["v4", "v3", "baseline"])
+@pytest.fixture(params=["amx", "v4", "v3", "baseline"])
 def isa(request, native):
     """Every test runs on every instruction set that this machine has."""
     if request.param not in native.isas().split(","):
