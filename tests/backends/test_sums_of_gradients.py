@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from linrope import Rotary, linear_rope_attention
-from tests.oracle import NATIVE, random_state, randoms
+from tests.backends.contract import instruction_set
+from tests.oracle import NATIVE, native_sets, random_state, randoms
 from tests.yardstick import FACTOR, SHARE, Yardstick
 
 N, D = 8192, 16
@@ -102,6 +103,33 @@ def test_sums_over_tokens_are_as_exact_as_those_of_eager(gate: float | str, name
     exact = problem.sums(torch.float64, "eager")
     error = root_mean_square(problem.sums(torch.float32, backend) - exact)
     assert Yardstick(errors_of_eager).ratio("sums", error, root_mean_square(exact)) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", [NATIVE])
+@pytest.mark.parametrize(("gate", "name"), [(0.05, "identity"), (0.05, "rotated"), (0.9, "rotated")])
+def test_in_half_precision_sums_are_as_exact_as_those_of_the_reference(
+    gate: float, name: str, backend: str, dtype: torch.dtype
+) -> None:
+    """With strong gates, the sum is what is left when large terms cancel."""
+    problem, n = Problem(gate, **OPTIONS[name]), 1024
+
+    def error(backend: str) -> float:
+        return root_mean_square(sums(dtype, torch.float32, backend) - exact)
+
+    def sums(dtype: torch.dtype, log_dtype: torch.dtype, backend: str) -> Tensor:
+        log = problem.log[:, :n].to(log_dtype).requires_grad_()
+        qkv = [x[:, :n].to(dtype) for x in inputs]
+        out = linear_rope_attention(*qkv, log_decay=log, backend=backend, **problem.how)
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+        return torch.autograd.grad(out, log, weights.to(out.dtype))[0].double().sum(1)
+
+    inputs = [x.to(dtype) for x in (problem.q, problem.k, problem.v)]
+    exact = sums(torch.float64, torch.float64, "eager")
+    allowed = FACTOR * error("reference") + SHARE * root_mean_square(exact)
+    for instructions in native_sets(backend):
+        with instruction_set(instructions):
+            assert error(backend) <= allowed, instructions
 
 
 @pytest.mark.parametrize("backend", ["eager", NATIVE])

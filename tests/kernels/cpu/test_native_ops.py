@@ -47,6 +47,50 @@ def test_a_gate_that_forgets_all_leaves_nothing(native, strength):
     assert all(bool(x.isfinite().all()) for x in grads.values())
 
 
+LATER = {
+    "values of infinity": lambda case: {"v": case.v.new_tensor(math.inf)},
+    "values of NaN": lambda case: {"v": case.v.new_tensor(math.nan)},
+    "keys of NaN": lambda case: {"k": case.k.new_tensor(math.nan)},
+    "large numbers": lambda case: {"q": 30 * case.q, "k": 30 * case.k, "v": 30 * case.v},
+    "a gate that ends the chunk": lambda case: {"log_decay": torch.tensor(-1e4)},
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_later_tokens_change_no_bit_of_earlier_results(native, dtype, name):
+    n, cut = 150, 75  # within a chunk
+    case = make(b=1, n=n, h=2, f=40, e=36, decay=0.3, dtype=dtype)
+    is_later = (torch.arange(n) >= cut).view(1, n, 1)
+    changed = {
+        key: torch.where(is_later if key == "log_decay" else is_later[..., None], x, getattr(case, key))
+        for key, x in LATER[name](case).items()
+    }
+    results = []
+    for x in (case, replace(case, **changed)):
+        out, *_ = x.forward(native)
+        grads = x.backward(native, random_like(out, 1), None, None)
+        results.append((out[:, :cut], grads["q"][:, :cut]))
+    for x, y in zip(*results, strict=True):
+        assert bool(x.isfinite().all())
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [0x7FFF, 0x7F81, -1])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_no_nan_gets_lost_whatever_its_bits(native, dtype, bits, name):
+    case = make(b=1, n=70, h=1, f=32, e=32, layout=0, dtype=dtype, feature_map=0, normalize=False)
+    x = getattr(case, name).clone()
+    x[0, 40, 0, 3] = torch.tensor(bits, dtype=torch.int16).view(dtype)
+    if not bool(x.isnan().any()):
+        pytest.skip("no NaN in this type")
+    out, *_ = replace(case, **{name: x}).forward(native)
+    missing = ~out.isnan()
+    assert bool(missing[0, :40].all())
+    assert not bool(missing[0, 40, 0, 3 if name == "v" else slice(None)].any())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_number_goes_in_and_out_unchanged(native, dtype):
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
@@ -94,11 +138,12 @@ def test_tokens_of_no_packed_sequence_get_zero_and_bounds_are_clamped(native):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "name", ["half", "angle steps and decay", "packed", "cut into segments", "bidirectional"]
 )
-def test_any_number_of_threads_gives_the_same_bits(native, name):
-    case = make(**CASES[name] | {"h": 8, "g": 4})
+def test_any_number_of_threads_gives_the_same_bits(native, name, dtype):
+    case = make(**CASES[name] | {"h": 8, "g": 4, "dtype": dtype})
     weights = [random_like(x, i) for i, x in enumerate(case.forward(native))]
     found, before = [], torch.get_num_threads()
     try:

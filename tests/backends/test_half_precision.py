@@ -1,0 +1,41 @@
+"""Long sequences in bfloat16 and float16: sums are float32, and only the result is rounded to 16 bits."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from linrope import Rotary, linear_rope_attention
+from tests.backends.contract import TABLE, Contract, instruction_set
+from tests.oracle import native_sets, randoms
+
+N, D = 4096, 64
+# Log decays of a token: none, as Mamba-2 starts, and gates that end a chunk of the native kernels early.
+GATES = {"no gates": 0.0, "weak gates": 1e-2, "strong gates": 5.0}
+HALF = [
+    pytest.param(contract, id=contract.name, marks=contract.marks)
+    for contract in TABLE
+    if contract.name in ("native bfloat16", "native float16")
+]
+
+
+@pytest.mark.parametrize("contract", HALF)
+@pytest.mark.parametrize("scale", [0.3, 1.0, 6.0])
+@pytest.mark.parametrize("name", GATES)
+def test_long_sequences_are_within_the_contract(name: str, scale: float, contract: Contract) -> None:
+    """The size of the terms is linear attention with absolute values: no rotation, no normalizer."""
+    q, k, v = randoms(1, N, 2, D, dtype=contract.dtype, scale=scale)
+    log_decay = -GATES[name] * torch.rand(1, N, 2, generator=torch.Generator().manual_seed(1))
+    wide, exact = (q.double(), k.double(), v.double()), {"log_decay": log_decay.double(), "backend": "eager"}
+    rotary, plain = Rotary(D), {"feature_map": None, "normalize": False}
+    phi, psi = (torch.where(x > 0, x + 1, x.exp()) for x in wide[:2])
+    phi_hat, psi_hat = (rotary(x, torch.arange(N)).abs() for x in (phi, psi))
+    den = linear_rope_attention(phi, psi, torch.ones_like(v).double(), **plain, **exact)
+    size = linear_rope_attention(phi_hat, psi_hat, wide[2].abs(), **plain, **exact) / den
+    oracle = linear_rope_attention(*wide, rotary=rotary, **exact)
+    for instructions in native_sets("native"):
+        with instruction_set(instructions):
+            how: dict[str, Any] = {"rotary": rotary, "log_decay": log_decay, "backend": "native"}
+            out = linear_rope_attention(q, k, v, **how)
+            allowed = contract.on(instructions).allowed("out", oracle, size)
+        assert bool(((out.double() - oracle).abs() <= allowed).all()), instructions
