@@ -26,14 +26,13 @@ FLAGS = [
     "-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math",
     "-ffp-contract=fast", "-Wall", "-Wno-psabi",
 ]  # fmt: skip
+V4 = ["-march=x86-64-v4", "-mprefer-vector-width=512"]
 ISAS: dict[str, dict[str, list[str]]] = {
     "x86_64": {
         "baseline": [],
         "v3": ["-march=x86-64-v3"],
-        "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
-        "amx": [
-            "-march=x86-64-v4", "-mprefer-vector-width=512", "-mavx512bf16", "-mamx-tile", "-mamx-bf16",
-        ],
+        "v4": V4,
+        "amx": [*V4, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
     },
     "aarch64": {"baseline": []},
 }
