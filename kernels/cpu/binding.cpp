@@ -3,7 +3,7 @@
 #include <cstring>
 #include <tuple>
 
-#include "operators.h"
+#include "mixer.h"
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -168,13 +168,7 @@ static Tensor step(Tensor q, Tensor k, Tensor v, int64_t feature_map, Maybe log_
   STD_TORCH_CHECK(c.n == 1, "q: got ", c.n, " tokens, expected 1");
   int64_t* position = nullptr;
   if (advance) {
-    STD_TORCH_CHECK(positions, "positions: got none, expected those that advance");
-    check_shape("positions", *positions, {c.sequences, 1}), check_contiguous("positions", *positions);
-    check_type("positions", *positions, ScalarType::Long, "int64");
-    position = (int64_t*)positions->data_ptr();
-    for (int64_t i = 0; i < c.sequences; i++)
-      STD_TORCH_CHECK(position[i] >= 0 && position[i] < int64_t(1) << 31, "positions: got ", position[i],
-                      ", expected 0 .. 2^31 - 1");
+    position = advancing_positions(c, positions);
     const Gate& gate = c.log_decay;
     for (int64_t i = 0; gate.data && i < c.sequences * c.g; i++) {
       const int64_t at = i / c.g * gate.batch + i % c.g * gate.head;
@@ -184,26 +178,12 @@ static Tensor step(Tensor q, Tensor k, Tensor v, int64_t feature_map, Maybe log_
   }
   Tensor out = empty(k.scalar_type(), {c.sequences, 1, c.h, c.e});
   c.out = view(out);
-  const Schedule schedule(c);
   if (c.angle_steps.data && c.angle) {
     check_angle_heads(c);
-    add_steps(c, schedule, (int64_t*)angle->data_ptr());
+    add_steps(c, Schedule(c), (int64_t*)angle->data_ptr());
     c.angle_steps.data = nullptr;
   }
-  float* to_kv = (float*)kv.data_ptr();
-  double* to_z = (double*)z.data_ptr();
-  const int64_t heads = schedule.heads();
-  const bool small = heads * schedule.state_size < 1 << 17;  // starting threads would cost more than they save
-  const int64_t bundle = small ? c.g : 1, bundles = c.g ? c.g / bundle : 0;
-  const auto step_range = [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; i++) {
-      const int64_t row = i / bundles, head = i % bundles * bundle, at = schedule.row(row * c.g);
-      isa().step(c, row, head, head + bundle, to_kv + at * schedule.state_size, to_z + at * schedule.z_size);
-    }
-  };
-  if (small) step_range(0, c.sequences * bundles);
-  else torch::stable::parallel_for(0, c.sequences * bundles, 1, step_range);
-  for (int64_t i = 0; position && i < c.sequences; i++) position[i]++;
+  run_step(c, kv, z, position);
   return out;
 }
 
@@ -237,6 +217,13 @@ STABLE_TORCH_LIBRARY(linrope_native, m) {
   m.def(
       "gated_norm_backward(Tensor gradient, Tensor out, Tensor? gate, Tensor? v, Tensor? weight, Tensor? skip, "
       "float eps, bool over_heads, bool gate_first, bool skip_first) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "mixer_step(Tensor x, int heads, bool gate, bool forget, bool write, bool tied, Tensor? weight, Tensor? bias, "
+      "Tensor(a!)? inputs, bool silu, Tensor? decay, Tensor(b!) kv, Tensor(c!) z, Tensor(d!) positions, Tensor? theta, "
+      "int layout, int feature_map, bool normalize, float eps, Tensor? norm, float norm_eps, bool over_heads, "
+      "bool gate_first, Tensor? skip, bool skip_first) -> Tensor");
+  m.def("add_norm(Tensor(a!) x, Tensor? y, Tensor weight, float eps) -> Tensor");
+  m.def("silu_product(Tensor x) -> Tensor");
   m.def("isas() -> str");
   m.def("isa() -> str");
   m.def("set_isa(str name) -> ()");
@@ -245,6 +232,9 @@ STABLE_TORCH_LIBRARY_IMPL(linrope_native, CPU, m) {
   m.impl("forward", TORCH_BOX(&linrope::forward));
   m.impl("backward", TORCH_BOX(&linrope::backward));
   m.impl("step", TORCH_BOX(&linrope::step));
+  m.impl("mixer_step", TORCH_BOX(&linrope::mixer_step));
+  m.impl("add_norm", TORCH_BOX(&linrope::add_norm));
+  m.impl("silu_product", TORCH_BOX(&linrope::silu_product));
   m.impl("convolve", TORCH_BOX(&linrope::convolve));
   m.impl("convolve_backward", TORCH_BOX(&linrope::convolve_backward));
   m.impl("convolve_step", TORCH_BOX(&linrope::convolve_step));

@@ -146,13 +146,8 @@ inline std::tuple<Tensor, Tensor, Tensor> convolve_backward(Tensor gradient, Ten
   return {dx, total(sums, tasks.count(), c.taps + 1, c.stride, c.c), d_before};
 }
 
-// One token of each sequence. Its inputs are shifted in place.
-inline Tensor convolve_step(Tensor x, Tensor weight, Maybe bias, Tensor inputs, Maybe slots, bool silu) {
-  const Maybe before = inputs;
-  ConvolutionCall c(x, weight, bias, before, {}, slots, silu);
-  STD_TORCH_CHECK(c.n == 1, "x: got ", c.n, " tokens, expected 1");
-  Tensor y = empty(x.scalar_type(), {c.b, 1, c.c});
-  c.y = view(y);
+// One token of each sequence into c.y. Its inputs are shifted in place.
+inline void run_convolve_step(const ConvolutionCall& c) {
   const int64_t size = c.type == kFloat32 ? 4 : 2, width = c.taps - 1;
   Tasks(c.b, 1).run(c.c, [&](int64_t, int64_t batch, int64_t, int64_t) {
     isa().convolve(c, batch, 0, 1);
@@ -161,6 +156,15 @@ inline Tensor convolve_step(Tensor x, Tensor weight, Maybe bias, Tensor inputs, 
       memcpy(row + i * c.before.token * size,
              i + 1 < width ? row + (i + 1) * c.before.token * size : c.x.data + batch * c.x.batch * size, c.c * size);
   });
+}
+
+inline Tensor convolve_step(Tensor x, Tensor weight, Maybe bias, Tensor inputs, Maybe slots, bool silu) {
+  const Maybe before = inputs;
+  ConvolutionCall c(x, weight, bias, before, {}, slots, silu);
+  STD_TORCH_CHECK(c.n == 1, "x: got ", c.n, " tokens, expected 1");
+  Tensor y = empty(x.scalar_type(), {c.b, 1, c.c});
+  c.y = view(y);
+  run_convolve_step(c);
   return y;
 }
 
@@ -186,9 +190,11 @@ struct NormCall : Norm {
       v = tokens("v", *values, dtype, {b, n, g, e}), skip = parameter("skip", *skips, {h});
     }
     if (weights) {
-      const float* from = parameter("weight", *weights, {h, e});
+      const bool shared = weights->dim() == 1;  // by all heads
+      const float* from = shared ? parameter("weight", *weights, {e}) : parameter("weight", *weights, {h, e});
       packed.resize(h * stride);
-      for (int64_t head = 0; head < h; head++) memcpy(packed.data() + head * stride, from + head * e, 4 * e);
+      for (int64_t head = 0; head < h; head++)
+        memcpy(packed.data() + head * stride, from + (shared ? 0 : head * e), 4 * e);
       weight = packed.data();
       STD_TORCH_CHECK(epsilon > 0, "eps: got ", epsilon, ", expected a positive number");
     }
@@ -197,15 +203,19 @@ struct NormCall : Norm {
   NormCall(const NormCall&) = delete;
 };
 
+inline void run_norm(const NormCall& c) {
+  Tasks(c.b, c.n).run((int64_t)c.h * c.e, [&](int64_t, int64_t batch, int64_t begin, int64_t end) {
+    isa().norm(c, batch, begin, end);
+  });
+}
+
 inline Tensor gated_norm(Tensor out, Maybe gate, Maybe v, Maybe weight, Maybe skip, double eps, bool over_heads,
                          bool gate_first, bool skip_first) {
   NormCall c(out, gate, v, weight, skip, eps, over_heads, gate_first, skip_first);
   const int64_t numbers = (int64_t)c.h * c.e;
   Tensor y = empty(out.scalar_type(), {c.b, c.n, numbers});
   c.y = {(char*)y.data_ptr(), c.n * numbers, numbers, c.e};
-  Tasks(c.b, c.n).run(numbers, [&](int64_t, int64_t batch, int64_t begin, int64_t end) {
-    isa().norm(c, batch, begin, end);
-  });
+  run_norm(c);
   return y;
 }
 
