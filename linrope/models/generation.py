@@ -1,11 +1,12 @@
 """Samples from a language model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from linrope.models.language_model import LanguageModel
+from linrope.models.language_model import LanguageModel, States
+from linrope.models.step import DecodingStep
 
 
 @torch.no_grad()
@@ -20,6 +21,8 @@ def generate(
     seed: int | None = None,
 ) -> Iterator[Tensor]:
     """Samples tokens one by one. With linear attention each takes the same time and memory.
+
+    After the prompt it takes a ``DecodingStep`` if the model allows one. Do not change the model in between.
 
     Args:
         prompt: (b, n) integers, n >= 1.
@@ -65,12 +68,29 @@ def _generate(
     top_p: float | None,
     generator: torch.Generator,
 ) -> Iterator[Tensor]:
-    states = None
-    for _ in range(max_new_tokens):
-        logits, states = model(tokens, states)
+    if max_new_tokens == 0:
+        return
+    logits, states = model(tokens, None)
+    step = _step_after(model, states)
+    for left in reversed(range(max_new_tokens)):
         token = _sample(logits[:, -1].float(), temperature, top_k, top_p, generator)
         yield token
-        tokens, states = token[:, None], [state.donate() for state in states]
+        if left:
+            logits = step(token[:, None])
+
+
+def _step_after(model: LanguageModel, states: States) -> Callable[[Tensor], Tensor]:
+    """Maps the next tokens (b, 1) to their logits, and overwrites the states where that is possible."""
+    if DecodingStep.why_not(model, states) is None:
+        return DecodingStep(model, states)
+
+    def step(tokens: Tensor) -> Tensor:
+        nonlocal states
+        logits: Tensor
+        logits, states = model(tokens, [state.donate() for state in states])
+        return logits
+
+    return step
 
 
 def _sample(

@@ -1,0 +1,191 @@
+"""A layer's decoding step in one operator, for a loop that keeps its states.
+
+b sequences, h query heads, g key/value heads, d head dim, e values, c channels.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
+
+from linrope.backends import native
+from linrope.backends.call import transformed
+from linrope.common.writing import check_writable
+from linrope.layer.attention import LinearRoPEAttention
+from linrope.layer.operators.native import MAX_TAPS
+from linrope.layer.selective import ForgetGate, WriteGate
+from linrope.layer.short_convolution import ShortConvolution
+from linrope.operation.attend import identity_of
+from linrope.rotation.rotary import Rotary
+from linrope.sequence.decay import MIN_LOG_DECAY
+from linrope.sequence.state import LinearAttentionState
+
+_ops = torch.ops.linrope_native
+_KINDS = (LinearRoPEAttention, nn.Linear, nn.RMSNorm, ForgetGate, WriteGate, ShortConvolution)
+
+
+class LayerStep:
+    """One token of a ``LinearRoPEAttention`` at a time, written into a state's memory.
+
+        y = W_o mixer_step(W x)        x, y: (b, embed_dim);  W: all projections of x, one below the other
+
+    The products are PyTorch's. All that lies between them is one call of the native library, which computes what the
+    layer computes. W is a copy: make a new step after the weights have changed.
+
+    Raises:
+        ValueError: ``why_not`` has a reason.
+
+    >>> from linrope import LinearRoPEAttention
+    >>> layer, x = LinearRoPEAttention(8, 2, short_conv=2).requires_grad_(False), torch.randn(1, 4, 8)
+    >>> _, state = layer(x[:, :3], return_state=True)
+    >>> if why_not(layer, state) is None:
+    ...     torch.testing.assert_close(LayerStep(layer, state)(x[:, 3]), layer(x)[:, 3], rtol=1e-4, atol=1e-5)
+    """
+
+    def __init__(self, layer: LinearRoPEAttention, state: LinearAttentionState) -> None:
+        if (reason := why_not(layer, state)) is not None:
+            raise ValueError(f"a decoding step in one operator is impossible here: {reason}")
+        write = None if layer.write_gate is None or layer.write_gate.tied else layer.write_gate
+        gates = layer.g_proj, layer.forget_gate, write
+        self.projections = joined(layer.q_proj, layer.k_proj, layer.v_proj, *gates)
+        self.settings = [layer.num_heads, *(gate is not None for gate in gates), *_settings(layer, state)]
+        self.o_proj = joined(layer.o_proj)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns y (b, embed_dim), and overwrites the state with the next one."""
+        projected = F.linear(x, *self.projections)
+        return F.linear(_ops.mixer_step.default(projected, *self.settings), *self.o_proj)
+
+
+@torch.no_grad()
+def joined(*modules: Any) -> tuple[Tensor, Tensor | None]:
+    """The weight and the bias of several projections as those of one. A single one is not copied; None is skipped."""
+    given = [module for module in modules if module is not None]
+    if len(given) == 1:
+        return given[0].weight.detach(), None if given[0].bias is None else given[0].bias.detach()
+    weight = torch.cat([module.weight for module in given])
+    if all(module.bias is None for module in given):
+        return weight, None
+    return weight, torch.cat([_bias(module) for module in given])
+
+
+def _bias(module: Any) -> Tensor:
+    bias: Tensor = module.weight.new_zeros(len(module.weight)) if module.bias is None else module.bias
+    return bias
+
+
+def _settings(layer: LinearRoPEAttention, state: LinearAttentionState) -> list[Any]:
+    """The operator's arguments that do not change, in its order."""
+    conv, norm, gate, rotary = layer.short_conv, layer.out_norm, layer.write_gate, layer.rotary
+    weight = bias = decay = scale = None
+    if conv is not None:
+        weight, bias = conv.weight.detach()[:, 0], None if conv.bias is None else conv.bias.detach()
+    if layer.decay is not None:
+        decay = layer.decay.detach().log().clamp(min=MIN_LOG_DECAY)
+    if norm is not None:
+        scale = norm.weight.detach()
+        scale = scale if layer.norm_span == "head" else scale.view(layer.num_out_heads, layer.value_head_dim)
+    arguments = {
+        "tied": gate is not None and gate.tied,
+        "weight": weight,
+        "bias": bias,
+        "inputs": state.conv,
+        "silu": conv is not None and conv.activation == "silu",
+        "decay": decay,
+        "kv": state.kv,
+        "z": state.z,
+        "positions": state.position.unsqueeze(1),
+        "theta": None if rotary is None else rotary.turns(state.kv.device),
+        "layout": 0 if rotary is None else native.LAYOUTS[rotary.layout],
+        "feature_map": native.MAPS[layer.feature_map.elementwise or ""],
+        "normalize": layer.normalize and not layer._out_norm_replaces_normalizer,
+        "eps": 1e-6,
+        "norm": scale,
+        "norm_eps": 1e-6 if norm is None else norm.eps or 0.0,
+        "over_heads": layer.norm_span == "all",
+        "gate_first": layer.gate_side == "before",
+        "skip": None if layer.skip is None else layer.skip.detach(),
+        "skip_first": layer.skip_side == "before",
+    }
+    return list(arguments.values())
+
+
+def why_not(layer: nn.Module, state: Any) -> str | None:
+    """The reason why ``LayerStep`` cannot take the place of the layer's call with a donated state; None: it can."""
+    if (reason := native.why_not()) is not None:
+        return reason
+    if not hasattr(_ops, "mixer_step"):
+        return "the library was built from other sources: run `make native`"
+    if not isinstance(layer, LinearRoPEAttention):
+        return f"attention in {type(layer).__name__}"
+    inner = [x for name, x in layer.named_modules() if not name.startswith("feature_map")]
+    return _layer_reason(layer) or plain_reason(inner, _KINDS) or _state_reason(layer, state)
+
+
+def plain_reason(modules: list[nn.Module], kinds: tuple[type, ...]) -> str | None:
+    """The reason why calls of these modules do more than their class says, or what F.linear would not; None: none."""
+    if transformed() or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return "a compiler or a transformation that watches the call"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast"
+    for module in modules:
+        if type(module) not in kinds or "forward" in vars(module):
+            return f"a module of another kind, {type(module).__name__}"
+        if module._forward_hooks or module._forward_pre_hooks or _has_any_global_hook():
+            return f"a hook on {type(module).__name__}"
+        for x in module.parameters(recurse=False):
+            if type(x.data) is not Tensor or x.dtype != torch.float32 or x.device.type != "cpu":
+                return (
+                    f"weights in {type(x.data).__name__} of {x.dtype} on {x.device}, not float32 on the CPU"
+                )
+            if not x.is_contiguous():
+                return "weights that are not contiguous"
+    return None
+
+
+def _layer_reason(layer: LinearRoPEAttention) -> str | None:
+    """The reason why the operator does not cover the layer's options."""
+    fmap, taps = layer.feature_map, 2 if layer.short_conv is None else layer.short_conv.taps
+    if fmap.log_scaled or fmap.elementwise not in native.MAPS:
+        return f"feature_map={fmap}"
+    if layer.angle_steps is not None or (layer.rotary is not None and not _is_plain(layer.rotary)):
+        return "a rotation with steps, axes, xpos or an attention factor"
+    if layer.q_norm is not None or layer.num_out_heads != layer.num_heads:
+        return "qk_norm, or more value heads than query heads"
+    if not layer.causal or layer.rope_order != "after" or layer.backend not in ("auto", "native"):
+        return "causal=False, rope_order='before' or another backend"
+    if max(layer.head_dim, layer.value_head_dim) > native.MAX_DIM or taps > MAX_TAPS:
+        return f"heads of more than {native.MAX_DIM} numbers, or more than {MAX_TAPS} taps"
+    return None
+
+
+def _is_plain(rotary: Rotary) -> bool:
+    return rotary.axes is None and rotary.xpos is None and rotary.attention_factor == 1
+
+
+def _state_reason(layer: LinearRoPEAttention, state: Any) -> str | None:
+    """The reason why the operator cannot write the layer's next state into this one's memory."""
+    if not isinstance(state, LinearAttentionState) or state.slots is not None:
+        return "a state in rows of a pool, or of another kind"
+    if state.identity != identity_of(layer.feature_map, layer.rotary, layer.rope_order):
+        return f"a state of {state.identity}"
+    b, conv = state.kv.shape[0], layer.short_conv
+    expected = {
+        "kv": ((b, layer.num_kv_heads, layer.head_dim, layer.value_head_dim), torch.float32),
+        "z": ((b, layer.num_kv_heads, layer.head_dim), torch.float64),
+        "position": ((b,), torch.int64),
+    }
+    if conv is not None:
+        expected["conv"] = ((b, conv.taps - 1, conv.channels), torch.float32)
+    tensors = state.tensors()
+    if {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()} != expected:
+        return f"a state with {', '.join(tensors)} of other shapes or dtypes"
+    if not all(x.is_contiguous() and x.device.type == "cpu" for x in tensors.values()):
+        return "a state that is not contiguous, or not on the CPU"
+    try:
+        check_writable(tensors)
+    except ValueError as error:
+        return str(error)
+    return None

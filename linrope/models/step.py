@@ -1,0 +1,111 @@
+"""A language model's decoding step, prepared once for all tokens of a loop."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linrope.layer.step import LayerStep, joined, plain_reason
+from linrope.layer.step import why_not as why_not_layer
+from linrope.models.language_model import Block, LanguageModel, States, SwiGLU
+
+_KINDS = (LanguageModel, Block, SwiGLU, nn.Embedding, nn.ModuleList, nn.RMSNorm, nn.Linear)
+_MOST = 2**16 - 1  # numbers in a row that the kernels normalize
+_ops = torch.ops.linrope_native
+
+
+class DecodingStep:
+    """Takes the next token of each sequence, and returns the logits of the one after it.
+
+        logits = model(tokens, states)[0]        tokens (b, 1) -> (b, 1, vocab_size)
+
+    It computes what the model computes, without gradients, in a fraction of the calls: all checks are made here, once.
+    It is for float32 on a CPU. The states given to it are overwritten with every step. ``states`` are ordinary states,
+    from which ``model`` can continue. Projections of the same vector become one, whose weights are a copy: two thirds
+    of the model's. Make a new step after the model has changed.
+
+    Args:
+        model: the language model.
+        states: the states after the last token, one per block. Do not use them again.
+
+    Raises:
+        ValueError: ``DecodingStep.why_not`` has a reason why only the model's own call can take the step.
+
+    >>> from linrope.models import LanguageModel, LanguageModelConfig
+    >>> model = LanguageModel(LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=2)).requires_grad_(False)
+    >>> tokens = torch.randint(256, (1, 10))
+    >>> states = model(tokens[:, :9])[1]
+    >>> if DecodingStep.why_not(model, states) is None:
+    ...     step = DecodingStep(model, states)
+    ...     torch.testing.assert_close(step(tokens[:, 9:]), model(tokens)[0][:, 9:], rtol=1e-4, atol=1e-5)
+    """
+
+    def __init__(self, model: LanguageModel, states: States) -> None:
+        if (reason := self.why_not(model, states)) is not None:
+            raise ValueError(f"states: a prepared decoding step is impossible here: {reason}")
+        self.states: States = list(states)
+        self._embedding = model.embed.weight.detach()
+        self._branches: list[tuple[_AddNorm, Any]] = []
+        block: Any
+        state: Any
+        for block, state in zip(model.blocks, states, strict=True):
+            self._branches.append((_AddNorm(block.attention_norm), LayerStep(block.attention, state)))
+            if block.feed_forward is not None:
+                self._branches.append((_AddNorm(block.feed_forward_norm), _SwiGLU(block.feed_forward)))
+        self._norm = _AddNorm(model.norm)
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """tokens (b, 1) integers -> logits (b, 1, vocab_size). Overwrites ``states`` with the next ones."""
+        b = self.states[0].position.shape[0]
+        if tokens.shape != (b, 1) or tokens.is_floating_point():
+            raise ValueError(f"tokens: got {tokens.dtype} {tuple(tokens.shape)}, expected integers ({b}, 1)")
+        try:
+            x = F.embedding(tokens[:, 0], self._embedding)
+        except IndexError as error:
+            ids = f"{int(tokens.min())} .. {int(tokens.max())}"
+            raise ValueError(f"tokens: got ids {ids}, expected 0 .. {len(self._embedding) - 1}") from error
+        y = None
+        for add_norm, branch in self._branches:
+            y = branch(add_norm(x, y))
+        return F.linear(self._norm(x, y), self._embedding)[:, None]
+
+    @staticmethod
+    def why_not(model: nn.Module, states: States) -> str | None:
+        """The reason why a prepared step cannot take the place of ``model``'s call; None: it can."""
+        if not isinstance(model, LanguageModel):
+            return f"a model of another kind, {type(model).__name__}"
+        if len(states) != len(model.blocks):
+            return f"{len(states)} states for {len(model.blocks)} blocks"
+        layers: list[Any] = [block.attention for block in model.blocks]
+        for layer, state in zip(layers, states, strict=True):
+            if (reason := why_not_layer(layer, state)) is not None:
+                return reason
+            if not torch.equal(state.position, states[0].position):
+                return "states at different positions"
+        outside = [x for name, x in model.named_modules() if ".attention." not in f"{name}."]
+        if any(max(x.weight.shape) > _MOST for x in outside if isinstance(x, nn.Linear)):
+            return f"vectors of more than {_MOST} numbers"
+        return plain_reason(outside, _KINDS)
+
+
+class _AddNorm:
+    """x += y, and then the RMS norm of x (b, embed_dim)."""
+
+    def __init__(self, norm: nn.RMSNorm) -> None:
+        self.weight, self.eps = norm.weight.detach(), norm.eps
+
+    def __call__(self, x: Tensor, y: Tensor | None) -> Tensor:
+        normed: Tensor = _ops.add_norm.default(x, y, self.weight, self.eps)
+        return normed
+
+
+class _SwiGLU:
+    """``SwiGLU`` with its first two products in one."""
+
+    def __init__(self, module: SwiGLU) -> None:
+        self.w1_w3, self.w2 = joined(module.w1, module.w3), joined(module.w2)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(_ops.silu_product.default(F.linear(x, *self.w1_w3)), *self.w2)

@@ -1,0 +1,268 @@
+"""``DecodingStep`` against the model's own call, whose numbers the rest of the tests compare with the equation."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from linrope.backends import native
+from linrope.models import DecodingStep, LanguageModel, LanguageModelConfig, generate, generation
+from linrope.models.language_model import States
+
+TINY = LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=4)
+CONV = {"taps": 3, "activation": None, "bias": False}
+OPTIONS = {
+    "default": {},
+    "no feed-forward network": {"feed_forward": False},
+    "no convolution": {"short_conv": None},
+    "plain convolution": {"short_conv": CONV},
+    "independent write gate": {"write_gate": "independent"},
+    "no write gate": {"write_gate": None},
+    "fixed decay": {"forget_gate": False},
+    "learned decay and gate": {"forget_gate": True, "decay": "learned"},
+    "no decay": {"forget_gate": False, "decay": None},
+    "half": {"rotary": "half"},
+    "no rotation": {"rotary": None},
+    "part of the features rotates": {"rotary": {"rotary_dim": 4, "layout": "half"}},
+    "grouped heads": {"num_kv_heads": 2},
+    "narrow values": {"head_dim": 6, "value_head_dim": 5},
+    "signed map": {"feature_map": "silu", "normalize": False},
+    "norm over all": {"out_norm": "all"},
+    "normalizer": {"out_norm": False},
+    "skip before": {"skip": "before"},
+    "gate before": {"gate": "before"},
+    "no gates": {"forget_gate": False, "gate": False},
+    "bare": {"out_norm": False, "skip": None, "gate": False, "short_conv": None},
+}
+needs_library = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+
+
+def make(**options: object) -> LanguageModel:
+    """A model whose parameters all matter: none is zero or one, as many are at the start."""
+    torch.manual_seed(0)
+    model = LanguageModel(replace(TINY, **options))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+@torch.no_grad()
+def prompt(model: LanguageModel, b: int = 2) -> States:
+    return model(torch.randint(256, (b, 7)))[1]
+
+
+def copies(states: States) -> States:
+    return [state.clone() for state in states]
+
+
+def assert_same_states(actual: States, expected: States) -> None:
+    for x, y in zip(actual, expected, strict=True):
+        assert x.identity == y.identity
+        assert x.tensors().keys() == y.tensors().keys()
+        for name, tensor in x.tensors().items():
+            torch.testing.assert_close(tensor, y.tensors()[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@needs_library
+@pytest.mark.parametrize("b", [1, 8])
+@pytest.mark.parametrize("name", OPTIONS)
+@torch.no_grad()
+def test_fifty_tokens_give_what_the_model_gives(name: str, b: int) -> None:
+    model = make(**OPTIONS[name])
+    states = prompt(model, b)
+    step = DecodingStep(model, copies(states))
+    for tokens in torch.randint(256, (50, b, 1)):
+        expected, states = model(tokens, states)
+        torch.testing.assert_close(step(tokens), expected, rtol=1e-4, atol=1e-4)
+    assert_same_states(step.states, states)
+
+
+@needs_library
+@torch.no_grad()
+def test_it_writes_into_the_states_and_the_model_continues_from_them() -> None:
+    model = make()
+    states, tokens = prompt(model), torch.randint(256, (2, 6))
+    expected, _ = model(tokens, copies(states))
+    step = DecodingStep(model, states)
+    pieces = [step(tokens[:, :1]), step(tokens[:, 1:2])]
+    assert all(x.kv is y.kv for x, y in zip(step.states, states, strict=True))
+    more, after = model(tokens[:, 2:4], step.states)  # makes new states
+    another = DecodingStep(model, after)
+    pieces += [more, another(tokens[:, 4:5])]
+    pieces.append(model(tokens[:, 5:], [state.donate() for state in another.states])[0])
+    torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=1e-4, atol=1e-5)
+
+
+@needs_library
+def test_the_logits_have_no_gradient_and_the_result_is_the_same_in_all_modes() -> None:
+    model = make()
+    states, tokens = prompt(model), torch.randint(256, (2, 1))
+    outside = DecodingStep(model, copies(states))(tokens)
+    assert not outside.requires_grad
+    with torch.inference_mode():
+        inside = DecodingStep(model, copies(states))(tokens)
+    assert torch.equal(outside, inside)
+
+
+@needs_library
+@torch.no_grad()
+def test_any_number_of_threads_gives_the_same_bits() -> None:
+    model = make(embed_dim=64)
+    states, tokens = prompt(model, 200), torch.randint(256, (200, 1))
+    expected, _ = model(tokens, copies(states))
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            step = DecodingStep(model, copies(states))
+            found.append([step(tokens), *(state.kv for state in step.states)])
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(found[0][0], expected, rtol=1e-4, atol=1e-5)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (
+            torch.zeros(2, 2, dtype=torch.int64),
+            r"tokens: got torch.int64 \(2, 2\), expected integers \(2, 1\)",
+        ),
+        (torch.zeros(3, 1, dtype=torch.int64), r"tokens: got torch.int64 \(3, 1\)"),
+        (torch.zeros(2, 1), "tokens: got torch.float32"),
+        (torch.tensor([[0], [256]]), r"tokens: got ids 0 \.\. 256, expected 0 \.\. 255"),
+        (torch.tensor([[-1], [3]]), r"tokens: got ids -1 \.\. 3"),
+    ],
+)
+def test_wrong_tokens_are_refused_and_nothing_is_written(tokens: Tensor, message: str) -> None:
+    model = make()
+    states = prompt(model)
+    step = DecodingStep(model, copies(states))
+    with pytest.raises(ValueError, match=message):
+        step(tokens)
+    assert_same_states(step.states, states)
+
+
+@needs_library
+def test_a_position_without_an_exact_angle_is_refused_and_nothing_is_written() -> None:
+    model = make()
+    states = prompt(model)
+    for state in states:
+        state.position[1] = 2**31
+    step = DecodingStep(model, copies(states))
+    with pytest.raises(RuntimeError, match="positions: got 2147483648"):
+        step(torch.zeros(2, 1, dtype=torch.int64))
+    assert_same_states(step.states, states)
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"attention": "softmax"}, "attention in SoftmaxAttention"),
+        ({"positions": "sinusoidal"}, "a module of another kind, Sinusoidal"),
+        ({"rotary": "selective"}, "a rotation with steps"),
+        ({"rotary": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "max_position_embeddings": 64}}, "factor"),
+        ({"qk_norm": True}, "qk_norm"),
+        ({"num_value_heads": 8}, "more value heads"),
+        ({"feature_map": "exp"}, "feature_map="),
+        ({"feature_map": "hedgehog"}, "feature_map="),
+        ({"short_conv": 9}, "more than 8 taps"),
+        ({"head_dim": 258}, "more than 256 numbers"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_that_it_does_not_cover_are_refused(options: dict[str, object], reason: str) -> None:
+    model = make(**options)
+    refuse(model, prompt(model), reason)
+
+
+def refuse(model: nn.Module, states: States, reason: str) -> None:
+    assert reason in str(DecodingStep.why_not(model, states))
+    with pytest.raises(ValueError, match="a prepared decoding step is impossible here: "):
+        DecodingStep(model, states)
+
+
+class OtherLinear(nn.Linear):
+    pass
+
+
+def change_a_module(model: LanguageModel) -> None:
+    model.blocks[1].attention.q_proj.__class__ = OtherLinear
+
+
+CHANGES: dict[str, tuple[Callable[[LanguageModel], object], str]] = {
+    "module": (change_a_module, "another kind, OtherLinear"),
+    "forward": (lambda model: vars(model.blocks[0]).update(forward=print), "another kind, Block"),
+    "hook": (lambda model: model.norm.register_forward_hook(print), "a hook on RMSNorm"),
+    "first hook": (lambda model: model.blocks[1].attention.o_proj.register_forward_pre_hook(print), "a hook"),
+    "dtype": (lambda model: model.norm.to(torch.bfloat16), "torch.bfloat16 on cpu"),
+    "device": (lambda model: model.embed.to("meta"), "on meta"),
+    "backend": (lambda model: setattr(model.blocks[1].attention, "backend", "eager"), "another backend"),
+}
+
+
+@needs_library
+@pytest.mark.parametrize("name", CHANGES)
+def test_models_that_were_changed_are_refused(name: str) -> None:
+    model = make()
+    states = prompt(model)
+    change, reason = CHANGES[name]
+    change(model)
+    refuse(model, states, reason)
+
+
+@needs_library
+def test_states_that_do_not_fit_are_refused() -> None:
+    model, other = make(), make(rotary="half")
+    states = prompt(model)
+    refuse(other, states, "a state of ")
+    refuse(model, states[:1], "1 states for 2 blocks")
+    refuse(model, [states[0], replace(states[1], position=states[1].position + 1)], "different positions")
+    refuse(model, [state.at(torch.tensor([1])) for state in states], "rows of a pool")
+    refuse(model, [replace(state, conv=None) for state in states], "other shapes or dtypes")
+    refuse(model, [state.to(dtype=torch.float64) for state in states], "other shapes or dtypes")
+    refuse(model, [replace(state, z=state.z[:, :1].expand(-1, 4, -1)) for state in states], "not contiguous")
+    with torch.inference_mode():
+        made_inside = prompt(model)
+    refuse(model, made_inside, "inference_mode")
+
+
+@needs_library
+def test_it_is_refused_under_autocast_and_transformations() -> None:
+    model = make()
+    states = prompt(model)
+    with torch.autocast("cpu"):
+        refuse(model, states, "autocast")
+    with FlopCounterMode(display=False):
+        refuse(model, states, "watches the call")
+
+
+@pytest.mark.parametrize("name", ["default", "signed map"])
+def test_generate_samples_the_same_tokens_with_and_without_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens = make(**OPTIONS[name]), torch.randint(256, (3, 5))
+    steps = []
+    monkeypatch.setattr(DecodingStep, "__call__", counted(DecodingStep.__call__, steps))
+    fast = [list(generate(model, tokens, 30, temperature=t, seed=1)) for t in (0, 1)]
+    assert len(steps) == (58 if native.why_not() is None else 0)
+    monkeypatch.setattr(generation.DecodingStep, "why_not", lambda *_: "for this test")
+    ordinary = [list(generate(model, tokens, 30, temperature=t, seed=1)) for t in (0, 1)]
+    for x, y in zip(fast, ordinary, strict=True):
+        assert torch.equal(torch.stack(x), torch.stack(y))
+
+
+def counted(function: Callable[..., Tensor], calls: list[None]) -> Callable[..., Tensor]:
+    def counting(*arguments: object) -> Tensor:
+        calls.append(None)
+        return function(*arguments)
+
+    return counting
