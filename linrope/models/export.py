@@ -31,8 +31,8 @@ class TensorStates(nn.Module):
     >>> module = TensorStates(model)
     >>> logits, tensors = module(torch.tensor([[76, 105]]), module.empty(1))
     >>> dict(zip(module.names, [tuple(tensor.shape) for tensor in tensors]))
-    {'kv_0': (1, 2, 16, 16), 'z_0': (1, 2, 16), 'position_0': (1,),
-     'kv_1': (1, 2, 16, 16), 'z_1': (1, 2, 16), 'position_1': (1,)}
+    {'kv_0': (1, 2, 16, 32), 'z_0': (1, 2, 16), 'position_0': (1,), 'conv_0': (1, 3, 128),
+     'kv_1': (1, 2, 16, 32), 'z_1': (1, 2, 16), 'position_1': (1,), 'conv_1': (1, 3, 128)}
     """
 
     def __init__(self, model: LanguageModel) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from linrope import LinearAttentionState, linear_rope_attention
 from linrope.backends import native
 from linrope.sequence.state import NO_KEYS
-from tests.backends.contract import ON_CPU
+from tests.backends.contract import ON_CPU, ON_TILES
 from tests.bounds import BOUNDS, cancelling, error_in_bounds
 from tests.campaigns.draw import Configuration, Given, Piece
 from tests.equation import Change, Equation, Sizes
@@ -162,6 +162,8 @@ def _check_state(
     u = sizes.exact if config.dtype == torch.float64 else BOUNDS[torch.float32]
     if backend == "triton" or (config.rounds and config.dtype != torch.float64):
         u = max(BOUNDS[config.dtype], 16 * u) * sizes.slack
+    if backend == "native" and config.dtype.itemsize == 2 and native.instruction_set() == "amx":
+        u = max(u, ON_TILES["sums"])
     lag = torch.zeros(1, 1, dtype=torch.float64)
     if after.log_scale is not None and last.log_scale is not None:
         # Exponents formed in float32 of inputs in half precision are off; of given features they are not.

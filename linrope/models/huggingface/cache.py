@@ -77,7 +77,7 @@ class LinRopeCache(Cache):
     >>> model, cache = LinRopeForCausalLM(config), LinRopeCache(config)
     >>> logits = model(torch.randint(50, (1, 10)), past_key_values=cache).logits
     >>> cache.get_seq_length(), cache.layers[0].state.kv.shape
-    (10, torch.Size([1, 2, 16, 16]))
+    (10, torch.Size([1, 2, 16, 32]))
     """
 
     layers: list[StateLayer]  # type: ignore[assignment]
