@@ -22,8 +22,8 @@ class DecodingStep:
 
     It computes what the model computes, without gradients, in a fraction of the calls: all checks are made here, once.
     It is for float32 on a CPU. The states given to it are overwritten with every step. ``states`` are ordinary states,
-    from which ``model`` can continue. Projections of the same vector become one, whose weights are a copy: two thirds
-    of the model's. Make a new step after the model has changed.
+    from which ``model`` can continue. Projections of the same vector become one, whose weights are a copy: seven
+    tenths of the default model's. Make a new step after the model has changed.
 
     Args:
         model: the language model.
