@@ -198,6 +198,10 @@ def change_a_module(model: LanguageModel) -> None:
     model.blocks[1].attention.q_proj.__class__ = OtherLinear
 
 
+def transpose(linear: nn.Linear) -> None:
+    linear.weight = nn.Parameter(linear.weight.detach().T.contiguous().T)
+
+
 CHANGES: dict[str, tuple[Callable[[LanguageModel], object], str]] = {
     "module": (change_a_module, "another kind, OtherLinear"),
     "forward": (lambda model: vars(model.blocks[0]).update(forward=print), "another kind, Block"),
@@ -205,6 +209,7 @@ CHANGES: dict[str, tuple[Callable[[LanguageModel], object], str]] = {
     "first hook": (lambda model: model.blocks[1].attention.o_proj.register_forward_pre_hook(print), "a hook"),
     "dtype": (lambda model: model.norm.to(torch.bfloat16), "torch.bfloat16 on cpu"),
     "device": (lambda model: model.embed.to("meta"), "on meta"),
+    "layout": (lambda model: transpose(model.blocks[0].feed_forward.w1), "not contiguous"),
     "backend": (lambda model: setattr(model.blocks[1].attention, "backend", "eager"), "another backend"),
 }
 
@@ -233,6 +238,24 @@ def test_states_that_do_not_fit_are_refused() -> None:
     with torch.inference_mode():
         made_inside = prompt(model)
     refuse(model, made_inside, "inference_mode")
+
+
+@needs_library
+def test_it_is_refused_beside_hooks_on_all_modules() -> None:
+    model = make()
+    states = prompt(model)
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        refuse(model, states, "a hook on ")
+    finally:
+        handle.remove()
+    assert DecodingStep.why_not(model, states) is None
+
+
+@needs_library
+def test_longer_vectors_than_the_kernels_normalize_are_refused() -> None:
+    model = make(embed_dim=8, num_layers=1, hidden_dim=2**16)
+    refuse(model, prompt(model), "vectors of more than 65535 numbers")
 
 
 @needs_library
