@@ -6,7 +6,8 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks.study import plots, report, runner
+from benchmarks.study import plan, plots, report, runner
+from benchmarks.study.steps import step_seconds
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 Folder = Annotated[Path, typer.Argument(help="With the results, runs.jsonl.")]
@@ -24,6 +25,18 @@ def run(
     """Runs what is missing. A run that was killed goes on from where it was a minute before."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     runner.study(out, only or [], scale, seeds, jobs, device)
+
+
+@app.command()
+def steps(
+    only: Annotated[list[str], typer.Option(help="A task and models; may be repeated.")],
+    rounds: Annotated[int, typer.Option(help="Steps of each model; the fastest counts.")] = 8,
+) -> None:
+    """Prints the CPU time of a training step of each model, relative to that of the slowest."""
+    ((task, names),) = [(task, names) for task, names in plan.chosen(only, 1.0) if task.name in only]
+    seconds = step_seconds(task, names, rounds)
+    for name, x in seconds.items():
+        print(f"{name}: {1e3 * x:.0f} ms, {x / max(seconds.values()):.3f}")
 
 
 @app.command()

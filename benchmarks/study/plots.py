@@ -12,7 +12,7 @@ from benchmarks.study.report import Rows, counted
 PANELS: dict[str, list[str]] = {
     "positions": ["softmax-rope", "softmax-none", "softmax-sinusoidal", "linear", "eq19", "rope-before"],
     "decay and gate": ["eq19", "retnet", "spread", "learned", "gate-rope", "gate"],
-    "beside others": ["softmax-rope", "llama", "recurrent-gemma", "mamba-2", "hybrid", "gate-rope-conv"],
+    "beside others": ["softmax-rope", "llama", "mamba-2", "gate-rope", "block", "block-softmax"],
 }
 
 

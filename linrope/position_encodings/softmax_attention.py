@@ -40,7 +40,11 @@ class SoftmaxAttention(Mixer):
         positions: "rope", "none", "shaw", "transformer-xl", "deberta", a RelativeEncoding, or a Rotary of
             head_dim.
         causal: whether query i sees only the keys j <= i of this call (and all keys of the state).
-        short_conv, qk_norm, out_norm, skip, gate: as in LinearRoPEAttention. The convolution requires causal=True.
+        short_conv: as in LinearRoPEAttention.
+        qk_norm: as in LinearRoPEAttention.
+        out_norm: as in LinearRoPEAttention.
+        skip: as in LinearRoPEAttention.
+        gate: as in LinearRoPEAttention.
         bias: whether the projections have biases.
 
     Raises:

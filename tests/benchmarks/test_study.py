@@ -351,3 +351,14 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert shown.endswith("copying.png\n")
     with pytest.raises(SystemExit, match=r"study: .*runs.jsonl: expected the results of at least one run"):
         commands.main(["table", str(tmp_path / "nothing")])
+
+
+def test_steps_of_models_are_timed_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    commands.app(
+        ["steps", "--only", "parity", "--only", "gate-rope", "--only", "block", "--rounds", "1"],
+        standalone_mode=False,
+    )
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("gate-rope: ")
+    assert second.startswith("block: ")
+    assert "1.000" in first + second
