@@ -244,7 +244,7 @@ def backward(
 ) -> Gradients:
     q, k, v, _ = _kernel_qkv(call)
     if g_out is not None:
-        g_out = _with_dense_rows(g_out.to(v.dtype))
+        g_out = with_dense_rows(g_out.to(v.dtype))
     # Without tokens the library has no gradients of log_decay and angle_steps.
     has_tokens = call.k.shape[1] > 0
     dq, dk, dv, d_log, d_steps, d_kv, d_z = _run(
@@ -294,10 +294,11 @@ def _kernel_qkv(call: Call) -> tuple[Tensor, Tensor, Tensor, bool]:
     if not same_dtype:  # a map's features are float32 even if v is half precision
         wide = torch.promote_types(k.dtype, v.dtype)
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
-    return _with_dense_rows(q), _with_dense_rows(k), _with_dense_rows(v), same_dtype
+    return with_dense_rows(q), with_dense_rows(k), with_dense_rows(v), same_dtype
 
 
-def _with_dense_rows(x: Tensor) -> Tensor:
+def with_dense_rows(x: Tensor) -> Tensor:
+    """x with a last stride of 1, which the kernels require. They read any other strides."""
     if x.stride(-1) == 1:
         return x
     # contiguous() leaves the strides of an empty tensor as they are.

@@ -1,4 +1,4 @@
-"""What the layers share: the projections before the attention, and everything after it.
+"""The base of the attention layers: projections and convolution before the attention; norm, skip and gate after it.
 
 b batch, n queries, m keys, h query heads, g key/value heads, d head dim, e values, c channels.
 """
@@ -12,16 +12,13 @@ from torch import Tensor, nn
 
 from linrope.common.names import check_name
 from linrope.layer.operators import gated_norm
+from linrope.layer.operators.norm import NORMED
 from linrope.layer.short_convolution import make_short_convolution
 from linrope.operation import checks
 from linrope.operation.shards import LayerShard
 from linrope.sequence.state import LinearAttentionState
 
-SIDES = ("before", "after")  # of the output norm
-SPANS = (
-    "head",
-    "all",
-)  # the numbers whose mean square a norm divides by: those of a head, or those of all heads
+SIDES = ("before", "after")  # where a skip or a gate acts: before or after the output norm
 
 
 class Mixer(nn.Module):
@@ -204,5 +201,5 @@ def _norm_options(choice: bool | str | Mapping[str, Any]) -> tuple[str | None, f
     if unknown := sorted(set(options) - {"over", "eps"}):
         raise ValueError(f"out_norm: got the keys {unknown}, expected some of 'over' and 'eps'")
     over = options.get("over", "head")
-    check_name("out_norm", over, SPANS, also="a dict, True or False")
+    check_name("out_norm", over, NORMED, also="a dict, True or False")
     return over, options.get("eps", 1e-6)

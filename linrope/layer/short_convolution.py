@@ -184,7 +184,8 @@ def _last_inputs(before: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor
     bounds = rising_bounds(cu_seqlens, n)
     assert bounds is not None
     slots = torch.arange(width, device=x.device)
-    index = bounds[1:, None] - width + slots  # of a token, or below its sequence's first
+    # The token of each last input. An index below its sequence's first token stands for an input before this call.
+    index = bounds[1:, None] - width + slots
     missing = (bounds[:-1, None] - index).clamp(
         min=0
     )  # how many inputs before the sequence are needed, counted back

@@ -12,7 +12,7 @@ from torch import nn
 
 SHORT_CONV = {"taps": 4, "activation": "silu", "bias": True, "start": "uniform"}
 VALUE_FACTOR = 2  # values are this many times as wide as keys
-HIDDEN_FACTOR = 7 / 4  # of the feed-forward network, after a mixer with wide values and a gate
+HIDDEN_FACTOR = 7 / 4  # the feed-forward network's hidden size, relative to embed_dim
 INITIALIZATIONS = ("fan-in", "gpt-2")
 
 
@@ -38,9 +38,9 @@ def resolve_block(
     >>> resolve_block(rotated=True, forget_gate=False, short_conv=None)
     {'decay': 'spread', 'forget_gate': False, 'write_gate': None, 'short_conv': None}
     """
-    if isinstance(forget_gate, str) and forget_gate == "auto":
-        forget_gate = causal and isinstance(decay, str) and decay == "auto"
-    if isinstance(decay, str) and decay == "auto":
+    if forget_gate == "auto":
+        forget_gate = causal and decay == "auto"
+    if decay == "auto":
         decay = "spread" if causal and rotated and forget_gate is False else None
     if write_gate == "auto":
         write_gate = None if forget_gate is False else "tied"

@@ -35,10 +35,12 @@ class LanguageModelConfig:
     num_layers: int = 4
     num_heads: int = 8
     num_kv_heads: int | None = None
-    head_dim: int | None = None  # of queries and keys; default: embed_dim / num_heads
-    value_head_dim: int | None = None  # default: twice head_dim
+    head_dim: int | None = None  # size of a query or a key; default: embed_dim / num_heads
+    value_head_dim: int | None = None  # size of a value; default: twice head_dim
     feed_forward: bool = True  # whether a SwiGLU follows the attention in each block
-    hidden_dim: int | None = None  # of the SwiGLU; default: 7/4 embed_dim, rounded up to a multiple of 32
+    hidden_dim: int | None = (
+        None  # hidden size of the SwiGLU; default: 7/4 embed_dim, rounded up to a multiple of 32
+    )
     attention: str = "linear"  # or "softmax"
     # Options of both, as in LinearRoPEAttention. "auto": see models/defaults.py.
     short_conv: int | str | dict | None = "auto"  # type: ignore[type-arg]
@@ -57,7 +59,7 @@ class LanguageModelConfig:
     # With positions "rope": a layout, "selective", or {"name": "selective", options}; None: no rotation.
     rotary: str | dict | None = "interleaved"  # type: ignore[type-arg]
     max_length: int = 4096  # the size of the table if positions is "learned"
-    init: str = "fan-in"  # of the weights, or "gpt-2": see models/defaults.py
+    init: str = "fan-in"  # how the initial weights are drawn, or "gpt-2": see models/defaults.py
 
     def __post_init__(self) -> None:
         for name in _SIZES:

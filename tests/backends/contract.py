@@ -50,7 +50,7 @@ class Contract:
         return self.name in ("reference", "eager", "native")
 
     def on(self, instruction_set: str | None) -> "Contract":
-        """What it promises with the native kernels of an instruction set."""
+        """Returns this contract with the bounds that hold for the native kernels of an instruction set."""
         on_tiles = instruction_set == "amx" and self.name in ("native float16", "native bfloat16")
         return replace(self, **ON_TILES) if on_tiles else self
 

@@ -4,11 +4,12 @@ Parameters and their gradients are float32 there, whatever the dtype of the toke
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from linrope.backends.native import why_not
+from linrope.backends.native import why_not, with_dense_rows
 
 MAX_TAPS = 8
 _ops = torch.ops.linrope_native
@@ -39,7 +40,7 @@ def convolve(
     silu: bool,
 ) -> Tensor:
     y: Tensor = _ops.convolve.default(
-        _dense(x), _float(weight), _float(bias), _like(before, x), cu_seqlens, silu
+        with_dense_rows(x), _float(weight), _float(bias), _like(before, x), cu_seqlens, silu
     )
     return y
 
@@ -54,7 +55,13 @@ def convolve_backward(
     silu: bool,
 ) -> list[Tensor | None]:
     dx, sums, d_before = _ops.convolve_backward.default(
-        _dense(gradient), _dense(x), _float(weight), _float(bias), _like(before, x), cu_seqlens, silu
+        with_dense_rows(gradient),
+        with_dense_rows(x),
+        _float(weight),
+        _float(bias),
+        _like(before, x),
+        cu_seqlens,
+        silu,
     )
     return [
         dx,
@@ -68,7 +75,9 @@ def convolve_backward(
 def convolve_step(
     x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Tensor, slots: Tensor | None, silu: bool
 ) -> Tensor:
-    y: Tensor = _ops.convolve_step.default(_dense(x), _float(weight), _float(bias), inputs, slots, silu)
+    y: Tensor = _ops.convolve_step.default(
+        with_dense_rows(x), _float(weight), _float(bias), inputs, slots, silu
+    )
     return y
 
 
@@ -78,13 +87,11 @@ def gated_norm(
     gate: Tensor | None,
     v: Tensor | None,
     skip: Tensor | None,
-    eps: float,
-    over_heads: bool,
-    gate_first: bool,
-    skip_first: bool,
+    *options: Any,
 ) -> Tensor:
+    """options: eps, over_heads, gate_first and skip_first, which only the kernel reads."""
     tokens, parameters = _norm_inputs(out, weight, gate, v, skip)
-    y: Tensor = _ops.gated_norm.default(*tokens, *parameters, eps, over_heads, gate_first, skip_first)
+    y: Tensor = _ops.gated_norm.default(*tokens, *parameters, *options)
     return y.to(out.dtype)
 
 
@@ -95,18 +102,14 @@ def gated_norm_backward(
     gate: Tensor | None,
     v: Tensor | None,
     skip: Tensor | None,
-    eps: float,
-    over_heads: bool,
-    gate_first: bool,
-    skip_first: bool,
+    *options: Any,
 ) -> list[Tensor | None]:
     tokens, parameters = _norm_inputs(out, weight, gate, v, skip)
     d_out, d_gate, d_v, sums = _ops.gated_norm_backward.default(
-        _like(gradient, tokens[0]), *tokens, *parameters, eps, over_heads, gate_first, skip_first
+        _like(gradient, tokens[0]), *tokens, *parameters, *options
     )
-    sums = sums.view(
-        2, *out.shape[2:]
-    )  # over the tokens: the gradient of the weight, that of D before its sum over e
+    # Sums over the tokens: the gradient of the weight, and that of D before it is summed over the values
+    sums = sums.view(2, *out.shape[2:])
     of_weight = None
     if weight is not None:
         of_weight = (sums[0] if weight.ndim == 2 else sums[0].sum(0)).to(weight.dtype)
@@ -130,7 +133,7 @@ def _norm_inputs(
     tokens = out if out.dtype == dtype else out.to(dtype)
     if weight is not None:
         weight = weight.expand(out.shape[2:])
-    return (_dense(tokens), _like(gate, tokens), _like(v, tokens)), (_float(weight), _float(skip))
+    return (with_dense_rows(tokens), _like(gate, tokens), _like(v, tokens)), (_float(weight), _float(skip))
 
 
 def _float(x: Tensor | None) -> Tensor | None:
@@ -138,12 +141,4 @@ def _float(x: Tensor | None) -> Tensor | None:
 
 
 def _like(x: Tensor | None, like: Tensor) -> Tensor | None:
-    return None if x is None else _dense(x.to(like.dtype))
-
-
-def _dense(x: Tensor) -> Tensor:
-    """x with a last stride of 1, which the kernels require; other strides are theirs to read."""
-    if x.stride(-1) == 1:
-        return x
-    # contiguous() leaves the strides of an empty tensor as they are.
-    return x.contiguous() if x.numel() else x.new_empty(x.shape)
+    return None if x is None else with_dense_rows(x.to(like.dtype))

@@ -124,7 +124,10 @@ class LinRopePreTrainedModel(PreTrainedModel):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 init.zeros_(module.bias)
         if isinstance(module, LinRopeLayer) and self.config.initializer_range is None:
-            for end in (module.self_attn.o_proj, module.mlp.down_proj):  # of a residual branch
+            for end in (
+                module.self_attn.o_proj,
+                module.mlp.down_proj,
+            ):  # the last matrix of each residual branch
                 init.uniform_(end.weight, -(end.in_features**-0.5), end.in_features**-0.5)
         if isinstance(module, LinRopeLayer):  # feature map, gates and convolution start as in a new layer
             special = {

@@ -1,4 +1,4 @@
-"""What attention masks and position ids say about padding and packing."""
+"""Finds padding in attention masks, and the beginnings of packed sequences in position ids."""
 
 import torch
 from torch import Tensor
