@@ -33,7 +33,10 @@ def steps(
     rounds: Annotated[int, typer.Option(help="Steps of each model; the fastest counts.")] = 8,
 ) -> None:
     """Prints the CPU time of a training step of each model, relative to that of the slowest."""
-    ((task, names),) = [(task, names) for task, names in plan.chosen(only, 1.0) if task.name in only]
+    selected = [(task, names) for task, names in plan.chosen(only, 1.0) if task.name in only]
+    if len(selected) != 1:
+        raise ValueError(f"only: got {len(selected)} names of tasks, expected one")
+    ((task, names),) = selected
     seconds = step_seconds(task, names, rounds)
     for name, x in seconds.items():
         print(f"{name}: {1e3 * x:.0f} ms, {x / max(seconds.values()):.3f}")

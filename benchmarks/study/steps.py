@@ -4,10 +4,9 @@ import time
 from collections.abc import Sequence
 
 import torch
-from torch.nn import functional as F
 
 from benchmarks.study.tasks import Task
-from benchmarks.study.training import NO_TARGET
+from benchmarks.study.training import update
 from benchmarks.study.variants import build
 
 
@@ -21,10 +20,6 @@ def step_seconds(task: Task, names: Sequence[str], rounds: int) -> dict[str, flo
         inputs, targets = task.batch(0, step)
         for name, model in models.items():
             start = time.thread_time()
-            logits = model(inputs).flatten(0, -2)
-            loss = F.cross_entropy(logits, targets.flatten(), ignore_index=NO_TARGET)
-            optimizers[name].zero_grad()
-            loss.backward()
-            optimizers[name].step()
+            update(model, optimizers[name], inputs, targets)
             seconds[name].append(time.thread_time() - start)
     return {name: min(times[1:]) for name, times in seconds.items()}

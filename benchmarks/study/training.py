@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.study.tasks import Task
@@ -54,13 +54,7 @@ def train(model: nn.Module, task: Task, seed: int, learning_rate: float, checkpo
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * _schedule(step, task.steps)
         inputs, targets = (x.to(device) for x in task.batch(seed, step))
-        logits = model(inputs).float().flatten(0, -2)
-        loss = F.cross_entropy(logits, targets.flatten(), ignore_index=NO_TARGET)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        progress.losses.append(loss.item())
+        progress.losses.append(update(model, optimizer, inputs, targets))
         now = time.perf_counter()
         progress.seconds = before[0] + now - begun
         progress.cpu_seconds = before[1] + time.process_time() - cpu
@@ -69,6 +63,17 @@ def train(model: nn.Module, task: Task, seed: int, learning_rate: float, checkpo
             saved = now
     model.eval()
     return progress
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> float:
+    """One step of training. Returns the loss before it, in nats."""
+    logits = model(inputs).float().flatten(0, -2)
+    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=NO_TARGET)
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
+    return loss.item()
 
 
 def _schedule(step: int, steps: int) -> float:
