@@ -2,6 +2,7 @@
 
 from linrope import feature_maps
 from linrope.layer.attention import LinearRoPEAttention
+from linrope.operation.foreign import state_from_sums
 from linrope.operation.functional import linear_rope_attention, linear_rope_state
 from linrope.rotation.rotary import Rotary
 from linrope.sequence.state import LinearAttentionState
@@ -15,5 +16,6 @@ __all__ = [
     "linear_rope_attention",
     "linear_rope_state",
     "show_versions",
+    "state_from_sums",
 ]
 __version__ = "0.2.0"

@@ -142,6 +142,7 @@ struct Inputs {  // the arguments that forward, backward and step have in common
   bool causal, normalize;
   double eps;
   bool add_eps;
+  bool one_token = false;  // a step
 };
 
 inline void read_sizes(const Inputs& x, Call& c) {
@@ -210,6 +211,14 @@ inline void read_rotation(const Inputs& x, Call& c) {
   }
 }
 
+// True if kv (rows, g, f, e) lies in memory as (rows, g, e, f), and not as its shape says
+inline bool is_swapped(const Tensor& kv) {
+  const int64_t g = kv.size(1), f = kv.size(2), e = kv.size(3), strides[4] = {g * f * e, f * e, 1, f};
+  bool swapped = !kv.is_contiguous();
+  for (int i = 0; i < 4; i++) swapped &= kv.size(i) == 1 || kv.stride(i) == strides[i];
+  return swapped;
+}
+
 inline void read_state(const Inputs& x, Call& c) {
   STD_TORCH_CHECK(x.kv.has_value() == x.z.has_value(), "kv, z: got one of them, expected both or none");
   int64_t rows = c.sequences;
@@ -224,7 +233,9 @@ inline void read_state(const Inputs& x, Call& c) {
   if (x.kv) {
     check_shape("kv", *x.kv, {rows, c.g, c.f, c.e}), check_shape("z", *x.z, {rows, c.g, c.f});
     check_type("kv", *x.kv, ScalarType::Float, "float32"), check_type("z", *x.z, ScalarType::Double, "float64");
-    check_contiguous("kv", *x.kv), check_contiguous("z", *x.z);
+    c.kv_swapped = x.one_token && is_swapped(*x.kv);
+    if (!c.kv_swapped) check_contiguous("kv", *x.kv);
+    check_contiguous("z", *x.z);
     c.kv = (const float*)x.kv->data_ptr(), c.z = (const double*)x.z->data_ptr();
   }
   if (x.angle) {

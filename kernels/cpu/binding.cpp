@@ -164,7 +164,7 @@ static Tensor step(Tensor q, Tensor k, Tensor v, int64_t feature_map, Maybe log_
                    Maybe slots, int64_t layout, bool normalize, double eps, bool add_eps, bool advance) {
   const Maybe query = q, state = kv, sums = z, none;
   Call c = read_call({query, k, v, feature_map, log_decay, theta, positions, key_positions, angle_steps, angle,
-                      key_mask, none, state, sums, slots, layout, true, normalize, eps, add_eps});
+                      key_mask, none, state, sums, slots, layout, true, normalize, eps, add_eps, true});
   STD_TORCH_CHECK(c.n == 1, "q: got ", c.n, " tokens, expected 1");
   int64_t* position = nullptr;
   if (advance) {

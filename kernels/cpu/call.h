@@ -58,6 +58,7 @@ struct Call {
   const float* offsets;    // (1 or g, kChunk, 2, padded pairs) or null: cos and sin of theta times 0 .. kChunk - 1
 
   const float* kv;         // S (rows, g, f, e); null: zero
+  bool kv_swapped;         // S lies in memory as (rows, g, e, f), which only a step can read
   const double* z;         // (rows, g, f)
   const int64_t* slots;    // (sequences,): each sequence's row in kv, z and angle; null: sequence i has row i
   int64_t slots_stride;

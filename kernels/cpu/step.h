@@ -58,6 +58,42 @@ inline void last_columns(const Columns& x, int count, bool change) {
   }
 }
 
+// Columns that lie in memory as rows of f numbers: out = scale S query is a dot product for each of them
+template <int kind> inline void swapped_columns(const Columns& x, int count, bool change) {
+  for (int e = 0; e < count; e++) {
+    float* s = x.kv + (int64_t)e * x.f;
+    const vf v = splat(x.v[e]);
+    vf acc[2] = {};
+    const auto lanes = [&](int f, vf& to) {
+      vf y = load(s + f);
+      if (change) {
+        if constexpr (kind == DecayFactor::kNearOne) y += y * x.factor.factor;
+        if constexpr (kind == DecayFactor::kBelow) y *= x.factor.factor;
+        y += v * load(x.key + f);
+        store(s + f, y);
+      }
+      to += y * load(x.phi_hat + f);
+    };
+    int f = 0;
+    for (; f + 2 * W <= x.f; f += 2 * W) lanes(f, acc[0]), lanes(f + W, acc[1]);
+    if (f + W <= x.f) lanes(f, acc[0]), f += W;
+    float rest = 0;
+    for (; f < x.f; f++) {
+      if (change) s[f] = x.factor(splat(s[f]))[0] + x.v[e] * x.key[f];
+      rest += s[f] * x.phi_hat[f];
+    }
+    x.out[e] = (sum(acc[0] + acc[1]) + rest) * x.scale;
+  }
+}
+
+inline void swapped_columns(const Columns& x, int count, bool change) {
+  switch (change ? x.factor.kind : DecayFactor::kOne) {
+    case DecayFactor::kNearOne: return swapped_columns<DecayFactor::kNearOne>(x, count, change);
+    case DecayFactor::kBelow: return swapped_columns<DecayFactor::kBelow>(x, count, change);
+    default: return swapped_columns<DecayFactor::kOne>(x, count, change);
+  }
+}
+
 struct StepScratch {
   float *internal, *rotated, *psi, *psi_hat, *phi, *phi_hat, *v, *result, *k_angles, *q_angles;
   StepScratch(const Shape& s, Arena& a)
@@ -88,7 +124,9 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, co
     }
     const double divisor = !c.normalize ? 1 : c.add_eps ? den + c.eps : den < c.eps ? c.eps : den;
     const float scale = (float)(1 / divisor);
-    for (int e = 0; e < s.e;) {
+    if (c.kv_swapped)
+      swapped_columns({s.f, s.f, kv, w.psi_hat, w.phi_hat, w.v, w.result, factor, scale}, s.e, r == 0);
+    for (int e = c.kv_swapped ? s.e : 0; e < s.e;) {
       const Columns x{s.f, s.e, kv + e, w.psi_hat, w.phi_hat, w.v + e, w.result + e, factor, scale};
       if (s.e - e >= 4 * W) columns<4>(x, r == 0), e += 4 * W;
       else if (s.e - e >= W) columns<1>(x, r == 0), e += W;

@@ -112,14 +112,15 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
     return out, Sums(kv, z, call.last_angle(None if sums is None else sums.angle))
 
 
-def _is_contiguous(state: LinearAttentionState) -> bool:
-    """True if the kernels can update the state in place: they write to contiguous tensors only."""
-    return all(x is None or x.is_contiguous() for x in (state.kv, state.z, state.angle))
+def _is_contiguous(state: LinearAttentionState, *, one_token: bool = False) -> bool:
+    """True if the kernels can update the state in place. Only a step can if kv lies in memory as (b, g, e, f)."""
+    kv = state.kv.mT if one_token and not state.kv.is_contiguous() else state.kv
+    return all(x is None or x.is_contiguous() for x in (kv, state.z, state.angle))
 
 
 def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
     """One token of every sequence, in the state's memory if the kernel may write there."""
-    in_place = (state.slots is not None or state.donated) and _is_contiguous(state)
+    in_place = (state.slots is not None or state.donated) and _is_contiguous(state, one_token=True)
     rows = state if in_place else state.rows()
     kv, z, angle = rows.kv, rows.z, rows.angle
     if not in_place:

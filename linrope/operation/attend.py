@@ -14,7 +14,7 @@ from linrope.operation.request import Request
 from linrope.rotation.rotary import Rotary
 from linrope.sequence.decay import distances, log_decay_of_tokens, slope_of_angle, steps_of_tokens
 from linrope.sequence.stabilizer import stabilize
-from linrope.sequence.state import LinearAttentionState
+from linrope.sequence.state import WITHOUT_Z, LinearAttentionState
 
 
 def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
@@ -26,6 +26,7 @@ def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
         identity = identity_of(fmap, rotary, request.rope_order)
     if state is not None:
         checks.check_state(request, fmap, identity)
+        identity += WITHOUT_Z if state.identity.endswith(WITHOUT_Z) else ""
     tokens = positions.resolve(request)
     log_decay = log_decay_of_tokens(request.decay, request.log_decay, request.key_mask, tokens, k.shape[1])
     angle_steps = steps_of_tokens(request.angle_steps, request.key_mask, state, tokens)

@@ -12,7 +12,7 @@ from linrope.feature_maps import FeatureMap
 from linrope.feature_maps.identity import same_identity
 from linrope.operation.request import EPS_MODES, ORDERS, Request
 from linrope.rotation.rotary import Rotary
-from linrope.sequence.state import LinearAttentionState
+from linrope.sequence.state import WITHOUT_Z, LinearAttentionState
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -277,7 +277,10 @@ def check_state(request: Request, fmap: FeatureMap | None, identity: str) -> Non
     if got != shape:
         got = tuple(got)
         raise ValueError(f"state: got kv of shape {got}, expected (b, g, f, e) = {shape}")
-    if not same_identity(state.identity, identity):
+    made_with = state.identity.removesuffix(WITHOUT_Z)
+    if request.normalize and made_with != state.identity:
+        raise ValueError("state: made without z; expected normalize=False, which needs none")
+    if not same_identity(made_with, identity):
         raise ValueError(f"state: made with {state.identity}; expected {identity}, as in this call")
     if state.kv.device != k.device:
         raise ValueError(f"state: got device {state.kv.device}, expected {k.device}")

@@ -44,6 +44,7 @@ def loop_after(request: Request, call: Call, backend: Backend) -> "DecodingLoop 
         and call.k is request.k
         and all(getattr(request, name) is None for name in _PLACES)
         and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
     )
     return DecodingLoop(request, call) if direct else None
 

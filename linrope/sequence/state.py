@@ -16,6 +16,7 @@ from linrope.common.writing import check_writable
 
 _FORMAT, _VERSION = "linrope.LinearAttentionState", 1
 
+WITHOUT_Z = "; without z"  # ends the identity of a state whose z is unknown: see ``state_from_sums``
 NO_KEYS = -1e30  # log_scale before the first key; finite, because -inf - -inf is NaN
 
 

@@ -1,0 +1,70 @@
+"""A state from sums that another library, or the caller, has computed."""
+
+import torch
+from torch import Tensor
+
+from linrope.common.names import check_name
+from linrope.feature_maps import FeatureMap
+from linrope.operation import checks
+from linrope.operation.attend import identity_of
+from linrope.operation.request import ORDERS
+from linrope.rotation.rotary import Rotary
+from linrope.sequence.state import WITHOUT_Z, LinearAttentionState
+
+
+def state_from_sums(
+    kv: Tensor,
+    z: Tensor | None = None,
+    *,
+    feature_map: str | FeatureMap | None = "elu+1",
+    rotary: Rotary | None = None,
+    rope_order: str = "after",
+    position: Tensor | None = None,
+    angle: Tensor | None = None,
+    log_scale: Tensor | None = None,
+) -> LinearAttentionState:
+    """The state that holds these sums, in their own memory.
+
+        kv = sum_j e^(L - L_j) R(Theta_j) psi(k_j) v_j^T      z = sum_j e^(L - L_j) psi(k_j)
+
+    A state that is stored as (b, g, e, f), as Mamba's are, is passed as ``x.mT``. If the new state is donated, a
+    decoding step of the backend "native" overwrites x itself, whichever of the two orders its memory has.
+
+    Args:
+        kv: (b, g, f, e), float32 or float64.
+        z: (b, g, f). None: unknown. Calls with normalize=True then reject the state and all states after it.
+        feature_map, rotary, rope_order: those of the calls to come, as in ``linear_rope_attention``.
+        position: (b,) int64, the position of the next token. Default: 0, which is right for any number of earlier
+            tokens if nothing rotates by position.
+        angle: (b, g or 1, pairs) int64, the sum of the angle steps in 2^-64 turns, if the calls have angle_steps.
+        log_scale: (b, g) float64, if the map returns a log_scale.
+
+    Raises:
+        TypeError, ValueError: a tensor of another type or shape, or an unknown name.
+
+    Source: Katharopoulos et al. 2020, arXiv 2006.16236, eq. 18 and 19; RoFormer eq. 19.
+
+    >>> from linrope import linear_rope_attention, state_from_sums
+    >>> mamba_state = torch.zeros(1, 2, 8, 4)  # (b, heads, values, features)
+    >>> state = state_from_sums(mamba_state.mT, feature_map=None).donate()
+    >>> q, k, v = torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 8)
+    >>> out = linear_rope_attention(q, k, v, feature_map=None, normalize=False, state=state)
+    >>> out[0, 0, 0, 0].item(), mamba_state[0, 0, 0].tolist()
+    (4.0, [1.0, 1.0, 1.0, 1.0])
+    """
+    if not isinstance(kv, Tensor) or kv.ndim != 4:
+        got = f"shape {tuple(kv.shape)}" if isinstance(kv, Tensor) else type(kv).__name__
+        raise ValueError(f"kv: got {got}, expected a tensor (b, g, f, e)")
+    check_name("rope_order", rope_order, ORDERS)
+    features = kv.shape[2]
+    head_dim = getattr(feature_map, "head_dim", None) or features
+    fmap = checks.resolve_map(feature_map, head_dim)
+    if fmap is not None and fmap.feature_dim not in (None, features):
+        raise ValueError(f"kv: got {features} features, expected the {fmap.feature_dim} of {feature_map}")
+    identity = identity_of(fmap, rotary, rope_order)
+    if z is None:
+        identity += WITHOUT_Z
+        z = kv.new_zeros(kv.shape[:3], dtype=torch.float64)
+    if position is None:
+        position = torch.zeros(len(kv), dtype=torch.int64, device=kv.device)
+    return LinearAttentionState(kv, z, position, identity, angle=angle, log_scale=log_scale)
