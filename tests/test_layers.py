@@ -19,7 +19,7 @@ ids = [str(path.relative_to(ROOT)) for path in FILES]
 FLOORS = [
     {"__main__"},
     {"cli"},
-    {"models", "versions"},
+    {"integrations", "models", "versions"},
     {"distributed", "position_encodings"},
     {"layer"},
     {"operation"},

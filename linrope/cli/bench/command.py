@@ -10,13 +10,13 @@ import typer
 from rich.console import Console
 
 from linrope import backends, feature_maps
-from linrope.cli.bench import benchmark, comparison, plots, report, scaling
+from linrope.cli.bench import benchmark, clients, comparison, plots, report, scaling
 from linrope.cli.bench.benchmark import Effort
 from linrope.cli.bench.cases import Case, shape_of
 from linrope.cli.devices import HELP as DEVICE_HELP
 from linrope.cli.devices import pick_device
 from linrope.cli.training import progress_bar
-from linrope.common.files import replace_file
+from linrope.common.files import replace_file, unused
 from linrope.common.names import check_name
 from linrope.layer.choices import DECAYS
 from linrope.versions import versions
@@ -66,6 +66,13 @@ def bench(
             "scales over them, with gloo and one thread each."
         ),
     ] = "",
+    client: Annotated[
+        str,
+        typer.Option(
+            help="A family of transformers' models, such as mamba2: only measures one with and without linrope, "
+            f"for {', '.join(map(str, clients.LENGTHS))} tokens or those of --lengths."
+        ),
+    ] = "",
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the plot.")] = Path(
         "benchmarks/results"
     ),
@@ -86,6 +93,11 @@ def bench(
     if distributed:
         _lengths(max_length, "")
         scaling.scale(_integers("--distributed", distributed, 65), max_length, heads, dim, out, console)
+        return 0
+    if client:
+        torch.set_num_threads(threads or torch.get_num_threads())
+        chosen = _lengths(max_length, lengths) if lengths else clients.LENGTHS
+        clients.compare(client, chosen, rounds, budget, out, console)
         return 0
     if budget <= 0 or rounds < 1 or softmax_limit < 0:
         raise ValueError("--budget, --rounds, --softmax-limit: expected positive numbers")
@@ -185,16 +197,8 @@ def measure(
         "decode": decode,
     }
     report.show(result, console)
-    path = _unused(out, f"{name}-{today}")
+    path = unused(out, f"{name}-{today}")
     replace_file(path, lambda temporary: temporary.write_text(json.dumps(result, indent=1) + "\n"))
     picture = path.with_suffix(".png")
     replace_file(picture, lambda temporary: plots.plot(result, temporary))
     console.print(f"written: {path}, {picture}", soft_wrap=True)
-
-
-def _unused(folder: Path, name: str) -> Path:
-    """The path of a new JSON file: numbered if the name is taken."""
-    path, number = folder / f"{name}.json", 2
-    while path.exists() or path.with_suffix(".png").exists():
-        path, number = folder / f"{name}-{number}.json", number + 1
-    return path

@@ -35,6 +35,48 @@ def plot(result: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+def plot_client(result: dict[str, Any], path: Path) -> None:
+    """Plots the time per token of one of transformers' models with and without linrope."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = [row for row in result["rows"] if row["batch"] == 1]
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    figure, axes = plt.subplots(1, len(kinds), figsize=(4.2 * len(kinds), 3.8), layout="constrained")
+    for axis, kind in zip(axes, kinds, strict=True):
+        cases = [row for row in rows if row["kind"] == kind]
+        lengths = [row["length"] for row in cases]
+        for side, color in (("linrope", LINROPE), ("transformers", SOFTMAX)):
+            per_call = [1 if kind == "decoding" else row["length"] for row in cases]
+            spent = [row["seconds"][side] * 1e3 / n for row, n in zip(cases, per_call, strict=True)]
+            axis.plot(lengths, spent, "o-", label=side, color=color, linewidth=2, markersize=5)
+        for row, y in zip(cases, axis.lines[-1].get_ydata(), strict=True):
+            ratio = times(row["seconds"]["transformers"] / row["seconds"]["linrope"])
+            axis.annotate(
+                ratio, (row["length"], y), (0, 6), textcoords="offset points", ha="center", fontsize=8
+            )
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(lengths, [_short(n) for n in lengths])
+        axis.margins(x=0.12)
+        axis.set_ylim(0, 1.15 * max(axis.lines[-1].get_ydata()))
+        axis.grid(True, alpha=0.3)
+        axis.set_title(kind)
+        axis.set_xlabel("tokens" if kind != "decoding" else "tokens before the step")
+    axes[0].set_ylabel("milliseconds per token")
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
+    machine = result["machine"]
+    figure.suptitle(
+        f"{result['client']} of transformers, {result['parameters'] / 1e6:.0f} M parameters, float32, "
+        f"{machine['cpu']}, {machine['threads']} thread{'s' if machine['threads'] > 1 else ''}, {machine['clock']}",
+        fontsize=9,
+    )
+    figure.savefig(path, dpi=150, format="png")
+    plt.close(figure)
+
+
 def _caption(result: dict[str, Any]) -> str:
     machine, case = result["machine"], result["case"]
     groups = "" if case["kv_heads"] == case["heads"] else f" ({case['kv_heads']} for keys and values)"

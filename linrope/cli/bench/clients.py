@@ -1,0 +1,211 @@
+"""Measures transformers' own models with and without linrope: ``linrope bench --client``."""
+
+import copy
+import datetime
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from linrope.cli.bench import plots
+from linrope.cli.bench.benchmark import machine, peak_memory, typical_seconds
+from linrope.cli.bench.report import plain_table, times
+from linrope.cli.training import progress_bar
+from linrope.common.files import replace_file, unused
+from linrope.common.names import check_name
+from linrope.integrations import transformers as linrope_transformers
+
+LENGTHS = [512, 2048, 8192]
+KINDS = ("prefill", "training", "decoding")
+SIDES = ("transformers", "linrope")
+TOLERANCE = 2e-5  # of the largest logit
+_STEPS = 10  # decoding steps per call
+_SIZES = {"vocab_size": 1000, "hidden_size": 1024, "pad_token_id": 0}
+_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 2048}
+_MAMBA = {"mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1}
+# As wide as the smaller models of each family: two layers that linrope computes and, in the hybrid ones, one of softmax
+# attention, which takes the same time on both sides. Mixtures of experts are left out.
+CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bamba": ("BambaConfig", _HEADS | _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [2]}),
+    "falcon_h1": ("FalconH1Config", _HEADS | _MAMBA | {"num_hidden_layers": 2, "mamba_d_ssm": 2048}),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        _HEADS
+        | _MAMBA
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["mamba", "mamba", "attention"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 2048,
+        },
+    ),
+    "mamba2": (
+        "Mamba2Config",
+        {"num_hidden_layers": 2, "num_heads": 32, "head_dim": 64, "state_size": 128, "n_groups": 1},
+    ),
+    "minimax": (
+        "MiniMaxConfig",
+        _HEADS
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "num_local_experts": 1,
+            "num_experts_per_tok": 1,
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        _HEADS
+        | {
+            "layers_block_type": ["mamba", "mlp", "mamba", "attention"],
+            "mamba_num_heads": 32,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 128,
+            "n_groups": 8,
+            "head_dim": 64,
+        },
+    ),
+    "zamba2": (
+        "Zamba2Config",
+        _HEADS
+        | {
+            "num_hidden_layers": 3,
+            "layers_block_type": ["mamba", "mamba", "hybrid"],
+            "mamba_d_state": 128,
+            "n_mamba_heads": 32,
+            "mamba_ngroups": 1,
+            "num_key_value_heads": 16,
+        },
+    ),
+}
+
+
+class Client:
+    """A model of a family with random weights, and the calls that are measured."""
+
+    def __init__(self, family: str) -> None:
+        import transformers
+
+        quiet: Any = transformers.logging
+        quiet.set_verbosity_error()  # its fallback says that it is slow
+        torch.manual_seed(0)
+        kind, sizes = CONFIGURATIONS[family]
+        config = getattr(transformers, kind)(**(_SIZES | sizes))
+        self.family = family
+        models: Any = transformers.AutoModelForCausalLM
+        self.model: Any = models.from_config(config)
+
+    def tokens(self, batch: int, length: int) -> Tensor:
+        return torch.randint(3, _SIZES["vocab_size"], (batch, length))
+
+    def call(self, kind: str, batch: int, length: int) -> Callable[[], Tensor]:
+        """Returns a function that computes, and returns the logits of the last token."""
+        self.model.train(kind == "training")
+        ids = self.tokens(batch, length)
+
+        def prefill() -> Tensor:
+            with torch.no_grad():
+                result: Tensor = self.model(ids, use_cache=True, logits_to_keep=1).logits
+            return result
+
+        def training() -> Tensor:
+            self.model.zero_grad(set_to_none=True)
+            result = self.model(ids, labels=ids, use_cache=False)
+            result.loss.backward()
+            last: Tensor = result.logits[:, -1:].detach()
+            return last
+
+        return {"prefill": prefill, "training": training}.get(kind) or self._decoding(ids)
+
+    def _decoding(self, ids: Tensor) -> Callable[[], Tensor]:
+        with torch.no_grad(), linrope_transformers.enable(self.family):
+            result = self.model(ids, use_cache=True, logits_to_keep=1)
+        name = "cache_params" if "cache_params" in result else "past_key_values"
+        start = result[name]
+
+        def decoding() -> Tensor:
+            cache = copy.deepcopy(start)  # each call starts from the same token
+            with torch.no_grad():
+                for i in range(_STEPS):
+                    options = {name: cache, "use_cache": True, "logits_to_keep": 1}
+                    logits: Tensor = self.model(ids[:, i : i + 1], **options).logits
+            return logits
+
+        return decoding
+
+
+def measure(client: Client, kind: str, batch: int, length: int, rounds: int, budget: float) -> dict[str, Any]:
+    """Both sides of one case: seconds per call (or step), peak bytes, and the difference of their outputs."""
+    run = client.call(kind, batch, length)
+
+    def with_linrope() -> Tensor:
+        with linrope_transformers.enable(client.family):
+            return run()
+
+    functions = dict(zip(SIDES, (run, with_linrope), strict=True))
+    peaks = {side: peak_memory(function) for side, function in functions.items()}
+    expected, got = run(), with_linrope()
+    difference = float((got - expected).abs().max() / expected.abs().max())
+    if not difference <= TOLERANCE:
+        raise RuntimeError(f"{client.family}, {kind}, {length} tokens: outputs differ by {difference:.2g}")
+    seconds = typical_seconds(functions, rounds, budget)
+    steps = _STEPS if kind == "decoding" else 1
+    return {
+        "kind": kind,
+        "batch": batch,
+        "length": length,
+        "seconds": {side: value / steps for side, value in seconds.items()},
+        "bytes": peaks,
+        "difference": difference,
+    }
+
+
+def compare(family: str, lengths: list[int], rounds: int, budget: float, out: Path, console: Console) -> Path:
+    """Measures a family, prints a table, and writes client-<family>-<date>.json and .png."""
+    check_name("--client", family, tuple(CONFIGURATIONS))
+    client = Client(family)
+    cases = [(kind, 1, n) for kind in KINDS for n in lengths] + [("decoding", 8, lengths[0])]
+    rows = []
+    with progress_bar("{task.description}", console) as progress:
+        task = progress.add_task(family, total=len(cases))
+        for kind, batch, n in cases:
+            progress.update(task, description=f"{family}: {kind}, {n:,} tokens")
+            rows.append(measure(client, kind, batch, n, rounds, budget))
+            progress.advance(task)
+    today = datetime.date.today().isoformat()
+    parameters = sum(x.numel() for x in client.model.parameters())
+    result = {"date": today, "machine": machine(), "client": family, "parameters": parameters, "rows": rows}
+    console.print(table(result))
+    path = unused(out, f"client-{family}-{today}")
+    replace_file(path, lambda temporary: temporary.write_text(json.dumps(result, indent=1) + "\n"))
+    replace_file(path.with_suffix(".png"), lambda temporary: plots.plot_client(result, temporary))
+    console.print(f"written: {path}, {path.with_suffix('.png')}", soft_wrap=True)
+    return path
+
+
+def table(result: dict[str, Any]) -> Table:
+    """A line for each case."""
+    made = plain_table(
+        f"{result['client']} of transformers, {result['parameters'] / 1e6:.0f} M parameters, ms and MB"
+    )
+    for column in ("", "batch", "tokens", "before", "linrope", "faster", "MB", "linrope", "difference"):
+        made.add_column(column, justify="left" if not column else "right")
+    for row in result["rows"]:
+        (slow, fast), peaks = row["seconds"].values(), row["bytes"].values()
+        memory = ["" if x is None else f"{x / 1e6:,.0f}" for x in peaks]
+        made.add_row(
+            row["kind"],
+            str(row["batch"]),
+            f"{row['length']:,}",
+            f"{slow * 1e3:,.1f}",
+            f"{fast * 1e3:,.1f}",
+            times(slow / fast),
+            *memory,
+            f"{row['difference']:.0e}",
+        )
+    return made

@@ -1,0 +1,1 @@
+"""linrope inside other libraries."""

@@ -1,0 +1,234 @@
+"""What transformers' Mamba-2 layers compute between their projections, by linrope.
+
+    q = C     k = B     v = dt x     log_decay = A dt     no feature map, no rotation, no normalizer
+    S_t = e^(A dt_t) S_(t-1) + B_t (dt_t x_t)^T     y_t = C_t S_t + D x_t
+
+The functions take the arguments that transformers' functions of the same names take. b batch, n tokens, h heads of p
+values, g groups of heads that share B and C, s features (the state size), c channels.
+
+Source: Mamba-2, arXiv 2405.21060.
+"""
+
+from collections.abc import MutableMapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from linrope.layer.operators import convolve, gated_norm
+from linrope.operation.foreign import state_from_sums
+from linrope.operation.functional import linear_rope_attention
+from linrope.sequence.state import LinearAttentionState
+
+SILU = ("silu", "swish")  # the two names that transformers has for it
+# Gradients of B and C are first made for every head, so calls with gradients take a few heads at a time.
+_NUMBERS_AT_ONCE = 1 << 24
+
+
+def mamba2_chunk_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    *,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """All tokens of a call: (b, n, h, p) float32, and the states (b, h, p, s) after the last token if wanted.
+
+    x (b, n, h, p), dt (b, n, h), A, D and dt_bias (h,), B and C (b, n, g, s), initial_states (b, h, p, s). seq_idx
+    (b, n) or cu_seqlens (sequences + 1,) keep sequences in one row apart.
+    """
+    b, n, h, p = hidden_states.shape
+    g, s = B.shape[2:]
+    wide = torch.promote_types(hidden_states.dtype, torch.float32)
+    steps = _step_sizes(dt.to(wide), dt_bias, dt_softplus).clamp(*dt_limit)
+    x, k, q = (y.to(wide) for y in (hidden_states, B, C))
+    v, log_decay = x * steps[..., None], A.to(wide) * steps
+    cu_seqlens = packed_bounds(seq_idx) if cu_seqlens is None else cu_seqlens
+    if cu_seqlens is not None:
+        v, log_decay, k, q = (y.reshape(1, b * n, *y.shape[2:]) for y in (v, log_decay, k, q))
+    gradients = torch.is_grad_enabled() and any(y.requires_grad for y in (v, log_decay, k, q))
+    heads = _heads_at_once(h // g, b * n * s if gradients else 0)
+    outs, states = [], []
+    # Parts of tensors by split, whose gradient is a concatenation: a slice's gradient has the size of the whole.
+    parts = zip(v.split(heads, 2), log_decay.split(heads, 2), strict=True)
+    queries, keys = q.split(1, 2), k.split(1, 2)
+    for i, (v_part, decay_part) in enumerate(parts):
+        group, span = i * heads * g // h, slice(i * heads, (i + 1) * heads)
+        initial = None if initial_states is None else initial_states[:, span].to(wide)
+        out, last = linear_rope_attention(
+            queries[group].expand(-1, -1, heads, -1),
+            keys[group].expand(-1, -1, heads, -1),
+            v_part,
+            feature_map=None,
+            normalize=False,
+            log_decay=decay_part,
+            cu_seqlens=cu_seqlens,
+            state=None if initial is None else state_from_sums(initial.mT, feature_map=None),
+            return_state=True,
+        )
+        outs.append(out)
+        states.append(last.kv)
+    out = (outs[0] if len(outs) == 1 else torch.cat(outs, 2)).view(b, n, h, p)
+    if D is not None and gradients:
+        out = gated_norm(out, v=x, skip=D).view(b, n, h, p)
+    elif D is not None:
+        out.addcmul_(D.to(wide)[:, None], x)
+    if not return_final_states:
+        return out
+    return out, (states[0] if len(states) == 1 else torch.cat(states, 1)).mT
+
+
+def _heads_at_once(group: int, numbers: int) -> int:
+    """The number of heads of one call, a divisor of the heads of a group. numbers: of a head's gradient of B, or 0."""
+    most = max(1, _NUMBERS_AT_ONCE // numbers) if numbers else group
+    return max(i for i in range(1, group + 1) if group % i == 0 and i <= most)
+
+
+def mamba2_selective_state_update(
+    state: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    z: Tensor | None = None,
+) -> Tensor:
+    """One token: y (b, h, p). The state (b, h, p, s) is overwritten, in whichever order its memory has.
+
+    x and z (b, h, p), dt (b, h, p), A (h, p, s), B and C (b, g, s), D and dt_bias (h, p). dt, A and dt_bias repeat one
+    number per head, which ``refuses_step`` checks.
+    """
+    h, wide = hidden_states.shape[1], state.dtype
+    steps = _step_sizes(dt[..., 0].to(wide), None if dt_bias is None else dt_bias[..., 0], dt_softplus)
+    x = hidden_states.to(wide)
+    q, k, v = _of_heads(C.to(wide), h), _of_heads(B.to(wide), h), (x * steps[..., None])[:, None]
+    log_decay = (steps * A[:, 0, 0].to(wide))[:, None]
+    out = attend_in_place(state, q, k, v, log_decay=log_decay, swapped=True)[:, 0]
+    if D is not None:
+        out = torch.addcmul(out, x, D.to(wide))
+    out = out.to(hidden_states.dtype)
+    return out if z is None else out * F.silu(z)
+
+
+def _of_heads(x: Tensor, h: int) -> Tensor:
+    """(b, g, s) -> (b, 1, h, s)."""
+    b, g, s = x.shape
+    return x[:, None, :, None].expand(b, 1, g, h // g, s).reshape(b, 1, h, s)
+
+
+# The last state in each tensor of a cache. Its decoding loop takes the next step straight to the kernel.
+_last_states: MutableMapping[Tensor, LinearAttentionState] = WeakTensorKeyDictionary()
+
+
+def attend_in_place(
+    cached: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    swapped: bool,
+    log_decay: Tensor | None = None,
+    decay: Tensor | None = None,
+) -> Tensor:
+    """One token of linear_rope_attention without a normalizer: out (b, 1, h, p). Overwrites the cached sums.
+
+    cached: (b, h, s, p), or (b, h, p, s) if swapped.
+    """
+    kv = cached.mT if swapped else cached
+    last = None if torch.compiler.is_compiling() else _last_states.get(cached)
+    if last is None or last.kv.data_ptr() != kv.data_ptr() or last.kv.stride() != kv.stride():
+        last = state_from_sums(kv.detach(), feature_map=None)
+    out, after = linear_rope_attention(
+        q,
+        k,
+        v,
+        feature_map=None,
+        normalize=False,
+        log_decay=log_decay,
+        decay=decay,
+        state=last.donate(),
+        return_state=True,
+    )
+    if torch.compiler.is_compiling():
+        kv.copy_(after.kv)
+    else:
+        _last_states[cached] = after
+    return out
+
+
+def causal_conv1d_fn(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """The causal convolution of channels (b, c, n) with weight (c, taps), and SiLU."""
+    b, c, n = hidden_states.shape
+    x = hidden_states.transpose(1, 2)
+    cu_seqlens = packed_bounds(seq_idx) if cu_seqlens is None else cu_seqlens
+    if cu_seqlens is not None:
+        x = x.reshape(1, b * n, c)
+    y = convolve(x, weight, bias, cu_seqlens=cu_seqlens, silu=activation in SILU)
+    return y.view(b, n, c).transpose(1, 2)
+
+
+def causal_conv1d_update(
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """One token (b, c, 1) of ``causal_conv1d_fn``. It becomes the last column of conv_state (b, c, taps)."""
+    conv_state.copy_(torch.cat((conv_state[..., 1:], hidden_states), -1))
+    taps = conv_state[..., -weight.shape[-1] :].to(weight.dtype)
+    y = taps[..., 0] * weight[:, 0]
+    for t in range(1, weight.shape[-1]):  # a sum over so short an axis takes PyTorch three times as long
+        y = torch.addcmul(y, taps[..., t], weight[:, t])
+    y = y if bias is None else y + bias
+    y = F.silu(y) if activation in SILU else y
+    return y.to(hidden_states.dtype)[..., None]
+
+
+def norm_of_groups(
+    out: Tensor, weight: Tensor, gate: Tensor | None, *, groups: int, eps: float, gate_first: bool
+) -> Tensor:
+    """RMS norm of each group of channels (.., c), times silu(gate) before or after it."""
+    shape = out.shape
+    out = out.reshape(1, -1, groups, shape[-1] // groups)
+    gate = None if gate is None else gate.reshape(1, -1, shape[-1])
+    order = "before" if gate_first else "after"
+    y = gated_norm(out, weight.view(groups, -1), eps=eps, gate=gate, gate_order=order)
+    return y.view(shape)
+
+
+def packed_bounds(seq_idx: Tensor | None) -> Tensor | None:
+    """The bounds of the sequences that share rows, over all b n tokens, from each token's number of its sequence."""
+    if seq_idx is None:
+        return None
+    starts = torch.ones_like(seq_idx, dtype=torch.bool)
+    starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    first = starts.flatten().nonzero()[:, 0]
+    return torch.cat((first, first.new_tensor([seq_idx.numel()])))
+
+
+def _step_sizes(dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool) -> Tensor:
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    return F.softplus(dt) if dt_softplus else dt

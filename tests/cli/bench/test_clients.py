@@ -1,0 +1,58 @@
+"""``linrope bench --client``: both sides of small models, the table, the file and the plot."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from linrope.backends import native
+from linrope.cli.app import run
+from linrope.cli.bench import clients
+from linrope.integrations import transformers as linrope_transformers
+from tests.integrations.families import CONFIGURATIONS
+
+pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "CONFIGURATIONS", CONFIGURATIONS)
+    monkeypatch.setitem(clients._SIZES, "hidden_size", 48)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("family", ["nemotron_h", "minimax"])
+def test_client(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--lengths", "20,40", "--rounds", "1", "--budget", "0.01", "--out", str(tmp_path)]
+    assert run(["bench", "--client", family, *options]) == 0
+    (file,) = tmp_path.glob("*.json")
+    result = json.loads(file.read_text())
+    cases = [(row["kind"], row["batch"], row["length"]) for row in result["rows"]]
+    assert cases == [(kind, 1, n) for kind in clients.KINDS for n in (20, 40)] + [("decoding", 8, 20)]
+    assert all(set(row["seconds"]) == set(clients.SIDES) for row in result["rows"])
+    assert all(0 <= row["difference"] <= clients.TOLERANCE for row in result["rows"])
+    assert file.with_suffix(".png").stat().st_size > 10_000
+    assert family in capsys.readouterr().out
+    assert linrope_transformers.enable(family).families == (family,)  # nothing was left enabled
+    linrope_transformers.disable()
+
+
+@pytest.mark.usefixtures("small")
+def test_outputs_that_differ_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = clients.Client("mamba2")
+    results = iter([torch.ones(1)] * 3 + [torch.full((1,), 1.001)])
+    monkeypatch.setattr(client, "call", lambda *_: lambda: next(results))
+    with pytest.raises(RuntimeError, match=r"mamba2, prefill, 20 tokens: outputs differ by 0\.001"):
+        clients.measure(client, "prefill", 1, 20, 1, 0.01)
+
+
+def test_an_unknown_family_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "--client", "mamba"]) == 2
+    assert "--client='mamba': expected one of bamba" in capsys.readouterr().err
+
+
+def test_configurations_build_layers_of_the_family() -> None:
+    made: Any = {family: clients.CONFIGURATIONS[family] for family in linrope_transformers.FAMILIES}
+    assert len(made) == len(clients.CONFIGURATIONS)

@@ -1,0 +1,120 @@
+"""Small models of the families that ``linrope.integrations.transformers`` knows, with weights that do something."""
+
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+VOCABULARY = 97
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+_MAMBA = {
+    "mamba_d_state": 24,
+    "mamba_d_conv": 4,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+}
+
+# The configuration class and its arguments
+CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba2": (
+        "Mamba2Config",
+        {
+            "num_heads": 6,
+            "head_dim": 16,
+            "state_size": 24,
+            "n_groups": 2,
+            "chunk_size": 16,
+            "num_hidden_layers": 2,
+        },
+    ),
+    "bamba": ("BambaConfig", _ATTENTION | _MAMBA | {"num_hidden_layers": 2, "attn_layer_indices": [1]}),
+    "falcon_h1": (
+        "FalconH1Config",
+        _ATTENTION | _MAMBA | {"num_hidden_layers": 2, "mamba_d_ssm": 96, "mamba_rms_norm": True},
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        _ATTENTION
+        | _MAMBA
+        | {
+            "num_hidden_layers": 2,
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 64,
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        _ATTENTION
+        | {
+            "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
+            "ssm_state_size": 24,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "chunk_size": 16,
+            "head_dim": 12,
+        },
+    ),
+    "zamba2": (
+        "Zamba2Config",
+        _ATTENTION
+        | {
+            "num_hidden_layers": 2,
+            "layers_block_type": ["mamba", "hybrid"],
+            "mamba_d_state": 24,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "n_mamba_heads": 6,
+            "mamba_ngroups": 2,
+            "chunk_size": 16,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "minimax": (
+        "MiniMaxConfig",
+        _ATTENTION
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "block_size": 16,
+            "head_dim": 12,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+}
+
+
+def model(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
+    """A model whose decays, steps and norms differ from head to head and from channel to channel."""
+    torch.manual_seed(0)
+    kind, arguments = CONFIGURATIONS[family]
+    config = getattr(transformers, kind)(**(_COMMON | arguments | options))
+    made: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, x in made.named_parameters():
+            if name.endswith("A_log"):
+                x.uniform_(-2, 2.5)
+            elif name.endswith("dt_bias"):
+                x.uniform_(-4, 0)
+            elif x.ndim == 1:  # norms, biases, D
+                x.add_(0.2 * torch.randn_like(x))
+            else:
+                x.normal_(std=0.2 if "embed" in name else x[0].numel() ** -0.5)
+    return made.to(dtype).eval()
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))

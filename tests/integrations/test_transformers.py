@@ -1,0 +1,324 @@
+"""transformers' models with linrope's functions beside the same models without."""
+
+import copy
+import importlib
+import logging
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from linrope.backends import native
+from linrope.integrations import transformers as linrope_transformers
+from linrope.integrations.transformers import families as replaced
+from linrope.integrations.transformers import mamba2
+from tests.integrations.families import CONFIGURATIONS, model, tokens
+
+MAMBA2 = replaced.MAMBA2
+every_family = pytest.mark.parametrize("family", CONFIGURATIONS)
+pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+
+
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    transformers.logging.set_verbosity_error()  # its fallback says that it is slow
+    yield
+    linrope_transformers.disable()
+    replaced._say_once.cache_clear()
+
+
+def relative(got: Tensor, expected: Tensor) -> float:
+    return float((got - expected).abs().max() / expected.abs().max())
+
+
+def train_once(net: nn.Module, ids: Tensor, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    net.zero_grad()
+    result = net(ids, labels=ids, use_cache=False, **options)
+    result.loss.backward()
+    return result.logits.detach(), {
+        name: x.grad.clone() for name, x in net.named_parameters() if x.grad is not None
+    }
+
+
+def cache_of(result: Any) -> dict[str, Any]:
+    """The cache that a model returned, as the argument of its next call."""
+    name = "cache_params" if "cache_params" in result else "past_key_values"
+    return {name: result[name]}
+
+
+@every_family
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_logits_and_gradients(family: str, training: bool) -> None:
+    net, ids = model(family).train(training), tokens(2, 50)
+    logits, gradients = train_once(net, ids)
+    with linrope_transformers.enable(family):
+        got, got_gradients = train_once(net, ids)
+    assert relative(got, logits) < 2e-5
+    assert got_gradients.keys() == gradients.keys()
+    for name, x in gradients.items():
+        assert relative(got_gradients[name], x) < 1e-4, name
+
+
+@every_family
+def test_generation_greedy_with_beams_and_with_left_padding(family: str) -> None:
+    net, prompt = model(family), tokens(2, 21)
+    mask = torch.ones_like(prompt)
+    mask[0, :7] = 0
+    options = [{}, {"num_beams": 3}, {"attention_mask": mask}]
+
+    def generate() -> list[Tensor]:
+        return [net.generate(prompt, max_new_tokens=12, do_sample=False, **x) for x in options]  # type: ignore[operator]
+
+    expected = generate()
+    with linrope_transformers.enable(family):
+        got = generate()
+    assert all(map(torch.equal, got, expected))
+
+
+def in_pieces(net: nn.Module, ids: Tensor) -> Tensor:
+    """The logits of a prompt of 17, single tokens, 11 tokens on the cache, and single tokens."""
+    result = net(ids[:, :17], use_cache=True)
+    parts = [result.logits]
+    for part in (*ids[:, 17:20].split(1, 1), ids[:, 20:31], *ids[:, 31:].split(1, 1)):
+        result = net(part, use_cache=True, **cache_of(result))
+        parts.append(result.logits)
+    return torch.cat(parts, 1)
+
+
+@every_family
+@torch.no_grad()
+def test_pieces_and_steps_on_a_cache(family: str) -> None:
+    """Beside transformers in the same pieces, because some of its own models differ in pieces."""
+    net, ids = model(family), tokens(2, 40)
+    expected = in_pieces(net, ids)
+    with linrope_transformers.enable(family):
+        got = in_pieces(net, ids)
+    assert relative(got, expected) < 2e-5
+
+
+@pytest.mark.parametrize("family", MAMBA2)
+def test_a_step_writes_the_cache_in_place_in_either_order(family: str) -> None:
+    net, ids = model(family), tokens(2, 12)
+    with torch.no_grad(), linrope_transformers.enable(family):
+        cache = cache_of(net(ids[:, :10], use_cache=True))
+        (states,) = cache.values()
+        index = next(
+            i for i, x in enumerate(states.layers) if getattr(x, "recurrent_states", {}).get(0) is not None
+        )
+        for reordered in (False, True):
+            if reordered:  # as beams do: the result is contiguous
+                states.reorder_cache(torch.tensor([1, 0]))
+            memory = states.layers[index].recurrent_states[0]
+            assert memory.mT.is_contiguous() != memory.is_contiguous()
+            assert memory.is_contiguous() == reordered
+            before = memory.clone()
+            net(ids[:, 10:11], use_cache=True, **cache)
+            assert states.layers[index].recurrent_states[0] is memory
+            assert not torch.equal(memory, before)
+
+
+def test_a_cache_may_be_copied_reset_and_freed_between_steps() -> None:
+    net, ids = model("mamba2"), tokens(2, 30)
+    with torch.no_grad():
+        cache = net(ids[:, :13], use_cache=True).cache_params
+        expected = net(ids[:, 13:14], cache_params=cache, use_cache=True).logits
+        with linrope_transformers.enable("mamba2"):
+            cache = net(ids[:, :10], use_cache=True).cache_params
+            for i in range(10, 12):
+                net(ids[:, i : i + 1], cache_params=cache, use_cache=True)
+            other = copy.deepcopy(cache)
+            for i in range(12, 20):  # must not show in the copy
+                net(ids[:, i : i + 1], cache_params=cache, use_cache=True)
+            net(ids[:, 12:13], cache_params=other, use_cache=True)
+            got = net(ids[:, 13:14], cache_params=other, use_cache=True).logits
+            assert relative(got, expected) < 2e-5
+            cache.reset()
+            net(ids[:, :13], cache_params=cache, use_cache=True)
+            assert relative(net(ids[:, 13:14], cache_params=cache, use_cache=True).logits, expected) < 2e-5
+            entries = len(mamba2._last_states)
+            del cache, other
+            assert len(mamba2._last_states) < entries
+
+
+@pytest.mark.parametrize("family", MAMBA2)
+def test_packed_training_equals_separate_sequences(family: str) -> None:
+    """transformers' own code refuses packed sequences on a CPU."""
+    lengths = [11, 1, 20]
+    ids = tokens(1, sum(lengths))
+    pieces = ids.split(lengths, 1)
+    numbers = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None].int()
+    positions = torch.cat([torch.arange(x) for x in lengths])[None]
+    # Granite's softmax attention does not keep packed sequences apart, so it is left out.
+    options = {"layer_types": ["mamba", "mamba"]} if family == "granitemoehybrid" else {}
+    net: Any = model(family, **options).train().base_model
+    with torch.no_grad():
+        separate = torch.cat([net(x, use_cache=False).last_hidden_state for x in pieces], 1)
+    # The softmax attention of the hybrid models finds the sequences in the positions.
+    packing = {"use_cache": False, "seq_idx": numbers}
+    packing |= {} if family == "mamba2" else {"position_ids": positions}
+    with pytest.raises(ValueError, match="packed"):
+        net(ids, **packing)
+    with linrope_transformers.enable(family):
+        result = net(ids, **packing).last_hidden_state
+        result.square().sum().backward()
+    assert relative(result.detach(), separate) < 2e-5
+
+
+@pytest.mark.parametrize("by", ["seq_idx", "cu_seqlens"])
+def test_packed_scan_and_convolution(by: str) -> None:
+    torch.manual_seed(0)
+    lengths, (h, p, g, s) = [9, 1, 14], (4, 8, 2, 16)
+    n = sum(lengths)
+    x, dt = torch.randn(1, n, h, p), torch.randn(1, n, h)
+    B, C = torch.randn(2, 1, n, g, s)
+    A, D = -torch.rand(h), torch.rand(h)
+    bounds = torch.tensor([0, 9, 10, n])
+    numbers = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+    packing = {"seq_idx": numbers} if by == "seq_idx" else {"cu_seqlens": bounds}
+
+    def scan(part: slice, **options: Any) -> Tensor:
+        tokens = (y[:, part] for y in (x, dt))
+        out: Tensor = mamba2.mamba2_chunk_scan(
+            *tokens, A, B[:, part], C[:, part], 8, D=D, dt_softplus=True, **options
+        )
+        return out
+
+    spans = [slice(int(a), int(b)) for a, b in pairwise(bounds)]
+    torch.testing.assert_close(
+        scan(slice(None), **packing), torch.cat(list(map(scan, spans)), 1), rtol=1e-4, atol=1e-5
+    )
+    weight, bias, channels = torch.randn(12, 4), torch.randn(12), torch.randn(1, 12, n)
+    convolved = mamba2.causal_conv1d_fn(channels, weight, bias, "silu", **packing)
+    parts = [mamba2.causal_conv1d_fn(channels[..., span], weight, bias, "silu") for span in spans]
+    torch.testing.assert_close(convolved, torch.cat(parts, -1), rtol=1e-5, atol=1e-6)
+
+
+def test_rows_of_a_packed_batch_stay_apart() -> None:
+    numbers = torch.tensor([[0, 0, 1], [1, 1, 1]])
+    assert mamba2.packed_bounds(numbers).tolist() == [0, 2, 3, 6]  # type: ignore[union-attr]
+
+
+@every_family
+@torch.no_grad()
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(family: str) -> None:
+    ids, net = tokens(2, 40), model(family, torch.bfloat16)
+
+    def rms(x: Tensor) -> float:
+        return float(x.float().square().mean().sqrt())
+
+    exact = in_pieces(copy.deepcopy(net).float(), ids)
+    expected = in_pieces(net, ids)
+    with linrope_transformers.enable(family):
+        got = in_pieces(net, ids)
+    assert got.dtype == expected.dtype
+    assert rms(got - exact) < 1.5 * rms(expected - exact)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("family", ["mamba2", pytest.param("minimax", marks=pytest.mark.long)])
+def test_compile(family: str) -> None:
+    net, ids = model(family), tokens(2, 20)
+
+    def prompt_and_step(net: Any) -> list[Tensor]:
+        result = net(ids[:, :19], use_cache=True)
+        return [result.logits, net(ids[:, 19:], use_cache=True, **cache_of(result)).logits]
+
+    with torch.no_grad():
+        expected = prompt_and_step(net)
+        torch._dynamo.reset()
+        with linrope_transformers.enable(family):
+            got = prompt_and_step(torch.compile(net, dynamic=False))
+    assert all(relative(*pair) < 2e-5 for pair in zip(got, expected, strict=True))
+
+
+@torch.no_grad()
+def test_time_steps_are_limited_in_the_scan_alone_as_in_transformers() -> None:
+    net, ids = model("mamba2", time_step_limit=(0.01, 0.2)), tokens(2, 40)
+    unlimited = in_pieces(model("mamba2"), ids)
+    expected = in_pieces(net, ids)
+    with linrope_transformers.enable("mamba2"):
+        assert relative(in_pieces(net, ids), expected) < 2e-5
+    assert relative(unlimited, expected) > 1e-3
+
+
+@torch.no_grad()
+def test_float64_is_computed_in_float64() -> None:
+    net, ids = model("mamba2", torch.float64), tokens(2, 30)
+    expected = net(ids).logits  # transformers' scan is in float32
+    with linrope_transformers.enable("mamba2"):
+        got = net(ids).logits
+        assert relative(got, expected) < 1e-5
+        assert relative(got, net(ids.flip(0)).logits.flip(0)) < 1e-13
+
+
+def test_what_linrope_refuses_runs_as_before_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
+    module = importlib.import_module("transformers.models.mamba2.modeling_mamba2")
+    original = module.causal_conv1d_fn
+    x, weight = torch.randn(2, 6, 9), torch.randn(6, 4)
+    with caplog.at_level(logging.WARNING), linrope_transformers.enable("mamba2"):
+        for _ in range(2):
+            got = module.causal_conv1d_fn(x, weight, None, activation="gelu")
+    assert torch.equal(got, original(x, weight, None, activation="gelu"))
+    messages = [x.message for x in caplog.records if x.name.startswith("linrope")]
+    expected = "transformers.models.mamba2.modeling_mamba2: causal_conv1d_fn runs as without linrope: activation 'gelu'"
+    assert messages == [expected]
+
+
+def test_meta_tensors_and_heads_that_are_too_wide_are_refused() -> None:
+    x = torch.zeros(1, 5, 2, 300)
+    B = torch.zeros(1, 5, 1, 16)
+    assert replaced._refuses_scan(x, x, x, B) == "heads of 300, more than 256"
+    assert replaced._refuses_scan(x.to("meta")[..., :8], x, x, B) == "tensors on meta"
+    per_channel = [torch.zeros(1, 2, 8), torch.zeros(1, 2, 8), torch.zeros(2, 8, 16), B[:, 0], B[:, 0]]
+    assert (
+        replaced._refuses_step(torch.zeros(1, 2, 8, 16), *per_channel)
+        == "a step size, or a decay, for each channel"
+    )
+
+
+def test_enable_and_disable() -> None:
+    modules = {
+        x: importlib.import_module(f"transformers.models.{x}.modeling_{x}") for x in ("mamba2", "bamba")
+    }
+    originals = {name: module.mamba2_chunk_scan for name, module in modules.items()}
+
+    def enabled() -> list[str]:
+        return [name for name, module in modules.items() if module.mamba2_chunk_scan is not originals[name]]
+
+    with linrope_transformers.enable("mamba2") as outer:
+        assert enabled() == ["mamba2"]
+        assert outer.families == ("mamba2",)
+        with linrope_transformers.enable("mamba2", "bamba") as inner:
+            assert inner.families == ("bamba",)
+            assert enabled() == ["mamba2", "bamba"]
+        assert enabled() == ["mamba2"]
+    assert enabled() == []
+    assert set(linrope_transformers.enable().families) == set(linrope_transformers.FAMILIES)
+    linrope_transformers.disable("bamba")
+    assert enabled() == ["mamba2"]
+    linrope_transformers.disable()
+    assert enabled() == []
+    assert not replaced._replaced
+    for function in (linrope_transformers.enable, linrope_transformers.disable):
+        with pytest.raises(ValueError, match=r"families='mamba': expected one of .* did you mean"):
+            function("mamba")
+
+
+def test_a_changed_signature_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("transformers.models.zamba2.modeling_zamba2")
+
+    def changed(hidden_states: Tensor, dt: Tensor, extra: Tensor) -> None: ...
+
+    monkeypatch.setattr(module, "mamba2_chunk_scan", changed)
+    with pytest.raises(
+        RuntimeError, match=r"zamba2.*mamba2_chunk_scan has the parameters hidden_states, dt, extra"
+    ):
+        linrope_transformers.enable("mamba2", "zamba2")
+    assert not replaced._replaced
+    monkeypatch.delattr(module, "mamba2_chunk_scan")
+    with pytest.raises(RuntimeError, match="zamba2 has no mamba2_chunk_scan"):
+        linrope_transformers.enable("zamba2")
