@@ -13,7 +13,9 @@ from linrope.common.constants import Constant
 from linrope.common.names import check_name
 from linrope.feature_maps import FeatureMap
 from linrope.layer.choices import make_decay, make_forget_gate, make_map, make_rotation, make_write_gate
-from linrope.layer.mixer import Mixer, store_conv_inputs
+from linrope.layer.mixer import Mixer
+from linrope.layer.storing import store_in_state
+from linrope.layer.trapezoid import TrapezoidGate, check_map_and_rotation, trapezoidal_attention
 from linrope.operation import checks
 from linrope.operation.functional import linear_rope_attention
 from linrope.operation.request import ORDERS, Options
@@ -70,6 +72,10 @@ class LinearRoPEAttention(Mixer):
         write_gate: the factor w per token and key/value head on the values that enter the sums: "tied", 1 - f with
             the forget gate f = e^a, so that what is forgotten makes room for what is written; "independent",
             sigmoid(W_w x + b_w), which starts at the same values; or None.
+        trapezoid: whether each token also writes the key and value before it, as in Mamba-3: S_t = f_t (S_(t-1) +
+            (1 - l_t) w_t k_(t-1) v_(t-1)^T) + l_t w_t k_t v_t^T with l = sigmoid(W_l x + b_l)
+            (``linrope.layer.trapezoid``). It requires normalize=False, or an out_norm that replaces the normalizer.
+            Causal self-attention only, without a shard.
         short_conv: the number of taps, usually 4, of a causal convolution on queries, keys and values before the map;
             or the options of ``linrope.layer.short_convolution``: {"taps": 4, "activation": "silu", "bias": True,
             "start": "uniform"}. Models that have to recall earlier tokens need it. Causal self-attention only.
@@ -115,6 +121,7 @@ class LinearRoPEAttention(Mixer):
         decay: str | Mapping[str, Any] | Sequence[float] | Tensor | None = None,
         forget_gate: bool | Mapping[str, Any] = False,
         write_gate: str | None = None,
+        trapezoid: bool = False,
         short_conv: int | Mapping[str, Any] | None = None,
         qk_norm: bool = False,
         qk_bias: bool = False,
@@ -169,12 +176,13 @@ class LinearRoPEAttention(Mixer):
         if self._out_norm_replaces_normalizer and not (isinstance(out_norm, Mapping) and "eps" in out_norm):
             assert self.out_norm is not None
             self.out_norm.eps = 1e-12
+        self.trapezoid = TrapezoidGate(embed_dim, g, **factory) if trapezoid else None
         self._check_options()
         self._reset_decay()
 
     def _check_options(self) -> None:
         """Rejects options that require causal=True or rope_order="after" if the layer has another setting."""
-        for name in ("forget_gate", "short_conv"):
+        for name in ("forget_gate", "short_conv", "trapezoid"):
             if not self.causal and getattr(self, name) is not None:
                 raise ValueError(
                     f"{name}: got causal=False, expected causal=True, because it runs forward in time"
@@ -183,6 +191,15 @@ class LinearRoPEAttention(Mixer):
             raise ValueError(
                 "rope_order='before': got selective steps, which rotate features; expected 'after'"
             )
+        if self.trapezoid is None:
+            return
+        if self.normalize and not self._out_norm_replaces_normalizer:
+            raise ValueError(
+                "trapezoid=True: got normalize=True, expected False, or an out_norm that replaces the normalizer"
+            )
+        if self.rope_order == "before":
+            raise ValueError("trapezoid=True: got rope_order='before', expected 'after'")
+        check_map_and_rotation(self.feature_map, self.rotary)
 
     @torch.no_grad()
     def _reset_decay(self) -> None:
@@ -218,7 +235,17 @@ class LinearRoPEAttention(Mixer):
         if (decay := self.decay) is not None:
             numbers = "meta" if decay.is_meta else ", ".join(f"{x:.4g}" for x in decay.tolist())
             text += f", decay={'learned ' if self.decay_logit is not None else ''}[{numbers}]"
-        parts = ("forget_gate", "write_gate", "short_conv", "q_norm", "q_bias", "out_norm", "skip", "g_proj")
+        parts = (
+            "forget_gate",
+            "write_gate",
+            "trapezoid",
+            "short_conv",
+            "q_norm",
+            "q_bias",
+            "out_norm",
+            "skip",
+            "g_proj",
+        )
         names = {"q_norm": "qk_norm", "q_bias": "qk_bias", "g_proj": "gate"}
         text += "".join(f", {names.get(name, name)}" for name in parts if getattr(self, name) is not None)
         text += "" if self.normalize else ", normalize=False"
@@ -268,6 +295,8 @@ class LinearRoPEAttention(Mixer):
     ) -> Tensor | tuple[Tensor, LinearAttentionState]:
         """Returns y (b, n, embed_dim), or (y, state). The arguments are those of ``linear_rope_attention``."""
         checks.check_inputs(x, context, self.q_proj.in_features)
+        if shard is not None and self.trapezoid is not None:
+            raise ValueError("shard: got one beside trapezoid=True, expected None")
         if context is not None:
             self._check_context(shard)
         c = x if context is None else context
@@ -281,7 +310,6 @@ class LinearRoPEAttention(Mixer):
             (q, k, v), conv_inputs = self._convolve(projected, key_mask, cu_seqlens, own_state, shard)
         k, v = self._keys(k), self._values(v)
         log_decay = None if self.forget_gate is None else self.forget_gate(x)
-        written = v if self.write_gate is None else self.write_gate(x, v, log_decay)
         norm_suffices = self._out_norm_replaces_normalizer and v.dtype != torch.float16
         options: Options = {
             "feature_map": self.feature_map,
@@ -299,15 +327,41 @@ class LinearRoPEAttention(Mixer):
             "rope_order": self.rope_order,
             "backend": self.backend,
         }
-        # The state of the keys travels to the other ranks while this rank projects q.
-        sent_shard = None if shard is None else shard.send_state(k, written, **options)
-        q = self._queries(self.q_proj(x) if q is None else q)
-        result = linear_rope_attention(q, k, written, return_state=return_state, shard=sent_shard, **options)
+        if self.trapezoid is not None:
+            q = self._queries(self.q_proj(x) if q is None else q)
+            result = self._attend_by_trapezoid(x, q, k, v, return_state, options)
+        else:
+            written = v if self.write_gate is None else self.write_gate(x, v, log_decay)
+            # The state of the keys travels to the other ranks while this rank projects q.
+            sent_shard = None if shard is None else shard.send_state(k, written, **options)
+            q = self._queries(self.q_proj(x) if q is None else q)
+            result = linear_rope_attention(
+                q, k, written, return_state=return_state, shard=sent_shard, **options
+            )
         out, last = result if isinstance(result, tuple) else (result, None)
         if conv_inputs is not None:
-            last = store_conv_inputs(conv_inputs, state, last)
+            last = store_in_state("conv", conv_inputs, state, last)
         y = self._output(out, v, x)
         return y if last is None or not return_state else (y, last)
+
+    def _attend_by_trapezoid(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, return_state: bool, options: Options
+    ) -> Tensor | tuple[Tensor, LinearAttentionState]:
+        assert self.trapezoid is not None
+        if options["normalize"]:
+            raise TypeError(
+                "trapezoid=True: got float16 values, whose numerator may overflow; expected bfloat16, a wider dtype, "
+                "or normalize=False"
+            )
+        log_decay, write = options["log_decay"], None
+        if self.write_gate is not None:
+            assert log_decay is not None
+            write = self.write_gate.factor(x, log_decay)
+        implied = ("causal", "normalize", "key_positions", "rope_order")
+        others: dict[str, Any] = {name: y for name, y in options.items() if name not in implied}
+        return trapezoidal_attention(
+            q, k, v, share=self.trapezoid(x), write=write, return_state=return_state, **others
+        )
 
     def _check_context(self, shard: LayerShard | None) -> None:
         """Rejects a context beside a shard, or beside options for which key t and query t are the same token."""
@@ -315,7 +369,7 @@ class LinearRoPEAttention(Mixer):
             raise ValueError(
                 "context: got one beside a shard, which splits queries and keys alike; expected None"
             )
-        for name in ("forget_gate", "angle_steps", "short_conv"):
+        for name in ("forget_gate", "angle_steps", "short_conv", "trapezoid"):
             if getattr(self, name) is not None:
                 argument = "rotary='selective'" if name == "angle_steps" else name
                 raise ValueError(

@@ -4,7 +4,6 @@ b batch, n queries, m keys, h query heads, g key/value heads, d head dim, e valu
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from linrope.layer.operators.norm import NORMED
 from linrope.layer.short_convolution import make_short_convolution
 from linrope.operation import checks
 from linrope.operation.shards import LayerShard
-from linrope.sequence.state import LinearAttentionState
 
 SIDES = ("before", "after")  # where a skip or a gate acts: before or after the output norm
 
@@ -172,25 +170,6 @@ class Mixer(nn.Module):
             raise ValueError(
                 f"state: got conv of (taps - 1, channels) = {got}, expected {expected} for this layer"
             )
-
-
-def store_conv_inputs(
-    inputs: Tensor, state: LinearAttentionState | None, last: LinearAttentionState | None
-) -> LinearAttentionState | None:
-    """Stores the convolution's last inputs in the last state, in place if the operation wrote the state in place."""
-    pool = state if state is not None and state.slots is not None else None
-    if pool is None and (last is None or last.conv is None or inputs.requires_grad):
-        return None if last is None else replace(last, conv=inputs)
-    target = last if pool is None else pool
-    assert target is not None
-    assert target.conv is not None
-    if inputs.requires_grad:
-        raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
-    if target.slots is None:
-        target.conv.copy_(inputs)
-    else:
-        target.conv.index_copy_(0, target.slots, inputs.to(target.conv.dtype))
-    return last
 
 
 def _norm_options(choice: bool | str | Mapping[str, Any]) -> tuple[str | None, float]:

@@ -129,14 +129,16 @@ class WriteGate(nn.Module):
             nn.init.normal_(self.weight, std=0.02)
             self.bias.copy_(-spread(len(self.bias), self.longest).logit())
 
-    def forward(self, x: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
+    def factor(self, x: Tensor, log_decay: Tensor) -> Tensor:
+        """w (b, n, num_heads), in float32 or wider."""
         if self.weight is None or self.bias is None:
-            w = -torch.expm1(log_decay)
-        else:
-            with torch.autocast(x.device.type, enabled=False):
-                w = F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)).sigmoid()
-        written: Tensor = v * w[..., None]
+            return -torch.expm1(log_decay)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)).sigmoid()
+
+    def forward(self, x: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+        written: Tensor = v * self.factor(x, log_decay)[..., None]
         return written.to(v.dtype)
 
     def extra_repr(self) -> str:

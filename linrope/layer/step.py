@@ -152,6 +152,8 @@ def _layer_reason(layer: LinearRoPEAttention) -> str | None:
         return f"feature_map={fmap}"
     if layer.angle_steps is not None or (layer.rotary is not None and not _is_plain(layer.rotary)):
         return "a rotation with steps, axes, xpos or an attention factor"
+    if layer.trapezoid is not None:
+        return "trapezoid=True"
     if layer.q_norm is not None or layer.num_out_heads != layer.num_heads:
         return "qk_norm, or more value heads than query heads"
     if not layer.causal or layer.rope_order != "after" or layer.backend not in ("auto", "native"):

@@ -55,8 +55,8 @@ def share_heads(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
     Raises:
         ValueError: the number of processes does not divide the key/value heads or the hidden units, a layer
-            is split already, the attention is softmax, or another module than SelectiveSteps makes angle
-            steps.
+            is split already, the attention is softmax, a layer has trapezoid=True, or another module than
+            SelectiveSteps makes angle steps.
         TypeError: module is of another class.
 
     Source: Megatron-LM, arXiv 1909.08053, section 3.
@@ -157,6 +157,8 @@ def _check_heads(layer: LinearRoPEAttention, size: int) -> None:
         raise ValueError(
             "out_norm='all': expected 'head' for tensor parallelism, since no process has all heads"
         )
+    if layer.trapezoid is not None:
+        raise ValueError("trapezoid=True: expected False for tensor parallelism, which does not split it yet")
     steps = layer.angle_steps
     if steps is not None and not isinstance(steps, SelectiveSteps):
         raise ValueError(

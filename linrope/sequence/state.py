@@ -51,6 +51,8 @@ class LinearAttentionState:
         angle_slope: (b, g or 1, pairs) zeros, in calls with gradients. They carry the gradient of later calls to the
             angle_steps behind ``angle``, whose integers have no gradient.
         conv: (b, taps - 1, channels): the last inputs of a layer's short convolution.
+        last_token: (b, g, f + e + 2) float64, with the trapezoidal rule (``linrope.layer.trapezoid``): the last
+            token's key features, value, write factor and position. kv and z do not hold this token yet.
         slots: (b',) int64: rows of a pool; see ``at``.
         donated: see ``donate``.
         loop: the decoding loop whose step made this state (``linrope.operation.decoding``); never saved.
@@ -73,6 +75,7 @@ class LinearAttentionState:
     angle: Tensor | None = None
     log_scale: Tensor | None = None
     conv: Tensor | None = None
+    last_token: Tensor | None = None
     angle_slope: Tensor | None = None
     slots: Tensor | None = None
     donated: bool = False
@@ -112,6 +115,14 @@ class LinearAttentionState:
         if self.conv is not None and (self.conv.ndim != 3 or self.conv.shape[:1] != rows):
             raise ValueError(
                 f"state.conv: got {tuple(self.conv.shape)}, expected ({rows[0]}, taps - 1, channels)"
+            )
+        if self.last_token is not None and (
+            self.last_token.dtype != torch.float64
+            or self.last_token.shape != (*shape[:2], shape[2] + shape[3] + 2)
+        ):
+            raise ValueError(
+                f"state.last_token: got {self.last_token.dtype} {tuple(self.last_token.shape)}, expected float64 "
+                f"{(*shape[:2], shape[2] + shape[3] + 2)}"
             )
         if self.log_scale is not None and self.log_scale.shape != self.kv.shape[:2]:
             raise ValueError(
@@ -321,7 +332,7 @@ def _kinds(tensors: dict[str, Tensor]) -> dict[str, str]:
     return {name: f"{tuple(x.shape[1:])} {x.dtype} {x.device}" for name, x in tensors.items()}
 
 
-_LEAVES = ("kv", "z", "position", "angle", "log_scale", "conv", "angle_slope")
+_LEAVES = ("kv", "z", "position", "angle", "log_scale", "conv", "last_token", "angle_slope")
 
 
 def _flatten(state: LinearAttentionState) -> tuple[list[Tensor], str]:

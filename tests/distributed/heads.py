@@ -98,6 +98,8 @@ def refusals() -> None:
     shared = share_heads(LinearRoPEAttention(16, 4), mesh)
     with pytest.raises(ValueError, match="got SharedHeads that is split already"):
         share_heads(shared, mesh)
+    with pytest.raises(ValueError, match="trapezoid=True: expected False for tensor parallelism"):
+        share_heads(LinearRoPEAttention(16, 4, out_norm=True, trapezoid=True), mesh)
     sizes: dict[str, Any] = {"embed_dim": 16, "num_layers": 1, "num_heads": 4}
     with pytest.raises(ValueError, match="hidden_dim=33: expected a multiple"):
         share_heads(LanguageModel(LanguageModelConfig(**sizes, hidden_dim=33)), mesh)

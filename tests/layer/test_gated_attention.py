@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from linrope import LinearAttentionState, LinearRoPEAttention, linear_rope_attention
 from linrope.backends import native
+from tests.trapezoid_loop import trapezoidal_loop
 
 GATED = {
     "spread": {"decay": {"name": "spread", "longest": 50}},
@@ -44,6 +45,16 @@ GATED = {
         "forget_gate": True, "skip": "before", "out_norm": "head", "gate": "before",
     },
     "skip alone": {"skip": "after", "num_kv_heads": 2},
+    "trapezoid": {
+        "trapezoid": True, "forget_gate": True, "write_gate": "independent", "decay": "learned", "rotary": "selective",
+        "num_kv_heads": 2, "out_norm": True, "normalize": False, "short_conv": 2, "gate": True,
+    },
+    "mamba-3": {
+        "num_heads": 1, "num_value_heads": 4, "head_dim": 8, "value_head_dim": 6, "feature_map": "identity",
+        "normalize": False, "qk_norm": True, "qk_bias": True, "forget_gate": True, "write_gate": "tied",
+        "trapezoid": True, "rotary": {"name": "selective", "bound": "add", "rotary_dim": 4}, "skip": "before",
+        "gate": "before",
+    },
 }  # fmt: skip
 every_option = pytest.mark.parametrize("options", GATED.values(), ids=GATED)
 
@@ -65,7 +76,7 @@ def assert_same_state(a: LinearAttentionState, b: LinearAttentionState, rows: sl
     """a is b's rows; sums in another order differ by rounding, what is copied does not."""
     assert a.identity == b.identity
     assert torch.equal(a.position, b.position[rows])
-    for name in ("kv", "z", "log_scale", "conv"):
+    for name in ("kv", "z", "log_scale", "conv", "last_token"):
         x, y = getattr(a, name), getattr(b, name)
         assert (x is None) == (y is None), name
         if x is not None:
@@ -112,10 +123,18 @@ def test_the_layer_is_its_parts_around_the_operation(options) -> None:
     steps = None if layer.angle_steps is None else layer.angle_steps(x)
     # The norm of a head cancels the normalizer, except for eps beside squares that a write gate makes small.
     normalize = layer.normalize and not ("write_gate" in options and options["out_norm"] is True)
-    out = linear_rope_attention(
-        q, k, v * write[..., None], feature_map=layer.feature_map, rotary=layer.rotary, normalize=normalize,
-        log_decay=log_decay + keep.log(), angle_steps=steps, backend="reference",
-    )  # fmt: skip
+    log_decay = log_decay + keep.log()
+    if options.get("trapezoid"):
+        share = (x @ layer.trapezoid.weight.T + layer.trapezoid.bias).sigmoid()
+        angles = steps.cumsum(1) + torch.arange(9.0)[:, None, None] * layer.rotary.theta
+        phi, psi = layer.feature_map.queries(q), layer.feature_map.keys(k)
+        per_row = zip(phi, psi, v, share, write, log_decay, angles.expand(2, 9, g, -1), strict=True)
+        out = torch.stack([trapezoidal_loop(*row) for row in per_row])
+    else:
+        out = linear_rope_attention(
+            q, k, v * write[..., None], feature_map=layer.feature_map, rotary=layer.rotary, normalize=normalize,
+            log_decay=log_decay, angle_steps=steps, backend="reference",
+        )  # fmt: skip
     gate = 1 if layer.g_proj is None else F.silu(layer.g_proj(x)).unflatten(-1, (h, e))
     skipped = 0 if layer.skip is None else layer.skip[:, None] * v.repeat_interleave(h // g, 2)
     if options.get("skip") == "before":
@@ -211,7 +230,7 @@ def test_beams_saved_states_and_copies_go_on_alike(options, tmp_path) -> None:
 def test_a_donated_state_is_written_in_place(options) -> None:
     layer, x = make(**options), numbers(2, 8, 16)
     _, state = layer(x[:, :5], return_state=True)
-    memory = {name: getattr(state, name) for name in ("kv", "z", "conv", "angle")}
+    memory = {name: getattr(state, name) for name in ("kv", "z", "conv", "angle", "last_token")}
     expected, last = layer(x, return_state=True)
     for i in range(5, 8):
         y, state = layer(x[:, i : i + 1], state=state.donate(), return_state=True)

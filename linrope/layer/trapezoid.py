@@ -1,0 +1,324 @@
+"""The trapezoidal rule of Mamba-3: a token's key and value enter the sums twice, at the token and at the next one.
+
+b batch, n tokens, h query heads, g key/value heads, d head dim, f features, e values, s sequences.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linrope.feature_maps import FeatureMap
+from linrope.feature_maps.base import widen
+from linrope.feature_maps.identity import same_identity
+from linrope.layer.storing import store_in_state
+from linrope.operation import checks
+from linrope.operation.attend import identity_of
+from linrope.operation.functional import linear_rope_attention
+from linrope.operation.positions import resolve_positions
+from linrope.rotation.angles import cos_sin
+from linrope.rotation.rotary import Rotary, rotate, spell_out
+from linrope.sequence.decay import MIN_LOG_DECAY, clamp_gates, zero_hidden
+from linrope.sequence.packing import at_last, owners, per_token, previous, rising_bounds
+from linrope.sequence.state import LinearAttentionState
+
+
+class TrapezoidGate(nn.Module):
+    """Computes from each token how its write factor is divided between its own key and the key before it.
+
+        lambda = sigmoid(W x + b)
+
+    It maps x (b, n, embed_dim) to lambda (b, n, num_heads), the share of the token's own key, in float32 or wider. W
+    starts small and b at 0, so lambda starts near 1/2, the trapezoidal rule. With lambda = 1 (Euler's rule) a layer
+    computes what it computes without the gate.
+
+    Args:
+        embed_dim: size of x.
+        num_heads: g.
+
+    Source: Mamba-3, arXiv 2603.15569.
+
+    >>> from linrope.layer.trapezoid import TrapezoidGate
+    >>> TrapezoidGate(16, 2)(torch.zeros(1, 1, 16))
+    tensor([[[0.5000, 0.5000]]], grad_fn=<SigmoidBackward0>)
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, embed_dim, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)).sigmoid()
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]}, num_heads={self.weight.shape[0]}"
+
+
+def trapezoidal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    share: Tensor,
+    write: Tensor | None = None,
+    feature_map: str | FeatureMap | None = None,
+    rotary: Rotary | None = None,
+    decay: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    angle_steps: Tensor | None = None,
+    positions: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: LinearAttentionState | None = None,
+    return_state: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, LinearAttentionState]:
+    """Causal linear attention, without a normalizer, whose sums follow the exponential-trapezoidal rule of Mamba-3.
+
+        S_t   = e^(a_t) (S_(t-1) + (1 - lambda_t) w_t k_(t-1) v_(t-1)^T) + lambda_t w_t k_t v_t^T
+        out_t = S_t^T R(Theta_t) phi(q_t)                k_t here: R(Theta_t) psi(k_t), rotated at its own angle
+
+    In Mamba-3 w = dt and a = dt A, so alpha = e^a, beta = (1 - lambda) dt alpha and gamma = lambda dt. It is computed
+    as one call of ``linear_rope_attention``, whose keys are those of the token before, and the token's own term:
+
+        T_t   = e^(a_t) (T_(t-1) + (lambda_(t-1) w_(t-1) + (1 - lambda_t) w_t) k_(t-1) v_(t-1)^T)
+        out_t = T_t^T R(Theta_t) phi(q_t) + lambda_t w_t <phi(q_t), psi(k_t)> v_t
+
+    so no output depends on a later token, not even in its last bit. A state holds T, and in ``last_token`` the key and
+    value that the next token needs.
+
+    Args:
+        q: (b, n, h, d) queries. k: (b, n, g, d) keys. v: (b, n, g, e) values. As in ``linear_rope_attention``.
+        share: lambda, (b, n, g), from 0 to 1.
+        write: w, (b, n, g); None: 1.
+        feature_map: phi and psi; None: q and k already are features. Signed maps are allowed. The map must not depend
+            on positions nor return a log_scale.
+        rotary: R and its frequencies, without axes, xpos and attention factor.
+        decay, log_decay, angle_steps, positions, key_mask, cu_seqlens, state, return_state, backend: as in
+            ``linear_rope_attention``. A token that key_mask hides is skipped, as if it were absent.
+
+    Returns:
+        out (b, n, h, e) in v's dtype, or (out, state).
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as in ``linear_rope_attention``; also if share or write have another shape,
+            the map or the rotation is one of those above, or the state was made without the trapezoidal rule.
+
+    Source: Mamba-3, arXiv 2603.15569, section 3.1.
+
+    >>> from linrope.layer.trapezoid import trapezoidal_attention
+    >>> q, k, v = torch.randn(3, 1, 10, 2, 4)
+    >>> share, log_decay = torch.rand(1, 10, 2), -torch.rand(1, 10, 2)
+    >>> out = trapezoidal_attention(q, k, v, share=share, log_decay=log_decay)
+    >>> euler = trapezoidal_attention(q, k, v, share=torch.ones(1, 10, 2), log_decay=log_decay)
+    >>> plain = linear_rope_attention(q, k, v, feature_map=None, normalize=False, log_decay=log_decay)
+    >>> torch.testing.assert_close(euler, plain)
+    """
+    checks.check_tensors(q, k, v, causal=True)
+    (b, n, g, d), device = k.shape, k.device
+    checks.check_mask(key_mask, b, n, device)
+    checks.check_packing(cu_seqlens, b, n, n, device)
+    fmap = checks.resolve_map(feature_map, d)
+    check_map_and_rotation(fmap, rotary)
+    f = d if fmap is None else fmap.feature_dim
+    checks.check_rotary(rotary, f, g, causal=True, before=False)
+    checks.check_decay(decay, g, True, device)
+    checks.check_log_decay(log_decay, k, True)
+    checks.check_angle_steps(angle_steps, k, n, f, rotary)
+    for name, x in (("share", share), ("write", write)):
+        if x is not None and x.shape != (b, n, g):
+            raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected (b, n, g) = {(b, n, g)}")
+    sequences, bounds = b if cu_seqlens is None else len(cu_seqlens) - 1, rising_bounds(cu_seqlens, n)
+    identity = f"{identity_of(fmap, rotary, 'after')}; trapezoid"
+    first = _last_token_of(state, identity, (sequences, g, f + v.shape[3] + 2), k)
+
+    k, v = zero_hidden(k, key_mask), zero_hidden(v, key_mask)
+    write = torch.ones_like(share) if write is None else write
+    own, later = zero_hidden(share * write, key_mask), zero_hidden((1 - share) * write, key_mask)
+    phi, psi = _features(fmap, q, k)
+    places = _positions(positions, state, k, bounds)
+    before = _Before(first, f, key_mask, bounds)
+
+    distance = places - before.shift(places, before.position)
+    kept = _kept(decay, log_decay, distance, key_mask)
+    factor = kept * (
+        before.shift(own, before.own) + later
+    )  # e^a_t (lambda_(t-1) w_(t-1) + (1 - lambda_t) w_t)
+    key, value = before.shift(psi, before.key), before.shift(v, before.value)
+    key = _turned_back(key, rotary, angle_steps, distance, key_mask)
+    last_token = before.last(
+        psi, v, own, places
+    )  # now: the call may overwrite the state that places are read from
+    result = linear_rope_attention(
+        phi,
+        key,
+        (value * factor[..., None]).to(key.dtype),
+        feature_map=None,
+        rotary=rotary,
+        normalize=False,
+        decay=decay,
+        log_decay=log_decay,
+        angle_steps=angle_steps,
+        positions=positions,
+        key_mask=key_mask,
+        cu_seqlens=cu_seqlens,
+        state=None if state is None else replace(state, identity=identity_of(None, rotary, "after")),
+        return_state=return_state,
+        backend=backend,
+    )
+    out, last = result if isinstance(result, tuple) else (result, None)
+    dots = torch.einsum("bngrf,bngf->bngr", widen(phi).unflatten(2, (g, -1)), widen(psi))
+    out = (out + ((dots * own[..., None])[..., None] * v[:, :, :, None]).flatten(2, 3)).to(v.dtype)
+    last = store_in_state("last_token", last_token, state, last)
+    return out if last is None or not return_state else (out, replace(last, identity=identity))
+
+
+def check_map_and_rotation(fmap: FeatureMap | None, rotary: Any) -> None:
+    """Rejects the maps and rotations whose keys a later token could not read from the state."""
+    if fmap is not None and (fmap.log_scaled or fmap.positional):
+        kind = "returns a log_scale" if fmap.log_scaled else "depends on positions"
+        raise ValueError(f"feature_map={fmap}: it {kind}, which the trapezoidal rule does not support")
+    if isinstance(rotary, Rotary) and not (
+        rotary.axes is None and rotary.xpos is None and rotary.attention_factor == 1
+    ):
+        raise ValueError(
+            f"rotary={rotary}: expected a rotation without axes, xpos and attention factor for the trapezoidal rule"
+        )
+
+
+def _last_token_of(
+    state: LinearAttentionState | None, identity: str, shape: tuple[int, ...], k: Tensor
+) -> Tensor:
+    """The last token of each sequence before this call, (s, g, f + e + 2). Zeros if there is none."""
+    if state is None:
+        return k.new_zeros(shape, dtype=torch.float64)
+    if not isinstance(state, LinearAttentionState):
+        raise TypeError(f"state: got {type(state).__name__}, expected LinearAttentionState")
+    if not same_identity(state.identity, identity) or state.last_token is None:
+        raise ValueError(f"state: made with {state.identity}; expected {identity}, as in this call")
+    if state.kv.device != k.device:
+        raise ValueError(f"state: got device {state.kv.device}, expected {k.device}")
+    first = state.last_token if state.slots is None else state.last_token.index_select(0, state.slots)
+    if first.shape != shape:
+        raise ValueError(f"state.last_token: got shape {tuple(first.shape)}, expected {shape}")
+    return first
+
+
+def _features(fmap: FeatureMap | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """phi(q) and psi(k), in one dtype."""
+    if fmap is None:
+        return q, k
+    phi, psi = fmap.queries(q), fmap.keys(k)
+    assert isinstance(phi, Tensor)
+    assert isinstance(psi, Tensor)
+    return phi, psi
+
+
+def _positions(
+    positions: Tensor | None, state: LinearAttentionState | None, k: Tensor, bounds: Tensor | None
+) -> Tensor:
+    """The position of each token, (b or 1, n) int64."""
+    b, n = k.shape[:2]
+    if state is None:
+        start = torch.zeros(1 if bounds is None else len(bounds) - 1, dtype=torch.int64, device=k.device)
+    else:
+        start = state.position if state.slots is None else state.position[state.slots]
+    return spell_out(resolve_positions(positions=positions, start=start, b=b, n=n, m=n, bounds=bounds)[0], n)
+
+
+def _turned_back(
+    key: Tensor, rotary: Rotary | None, angle_steps: Tensor | None, distance: Tensor, key_mask: Tensor | None
+) -> Tensor:
+    """The keys of the tokens before, turned back by the angle between the two tokens: R(Theta_(t-1) - Theta_t) key."""
+    angles: Tensor | None = None
+    if rotary is not None:
+        theta = rotary.turns(key.device)[0].double() * (2 * math.pi / 2.0**64)  # (g or 1, pairs)
+        angles = distance.double()[..., None, None] * theta
+    if angle_steps is not None:
+        steps = zero_hidden(angle_steps, key_mask).double()
+        angles = steps if angles is None else angles + steps
+    if angles is None:
+        return key
+    cos, sin = cos_sin(angles, torch.promote_types(key.dtype, torch.float32))
+    return rotate(key, cos, -sin, "interleaved" if rotary is None else rotary.layout)
+
+
+def _kept(
+    decay: Tensor | None, log_decay: Tensor | None, distance: Tensor, key_mask: Tensor | None
+) -> Tensor:
+    """What is kept of the token before when a token comes, (b or 1, n, g or 1): e^a."""
+    kept = torch.ones_like(distance[..., None], dtype=torch.float32)
+    if decay is not None:
+        kept = (distance[..., None] * decay.double().log()).clamp(min=MIN_LOG_DECAY).exp()
+    if log_decay is not None:
+        kept = kept * clamp_gates(zero_hidden(log_decay, key_mask)).exp()
+    return kept
+
+
+class _Before:
+    """The token before each token: the last one of its sequence that key_mask does not hide.
+
+    first (s, g, f + e + 2) are the last tokens before this call: the features of the key, the value, lambda w and the
+    position.
+    """
+
+    def __init__(self, first: Tensor, f: int, key_mask: Tensor | None, bounds: Tensor | None) -> None:
+        self.first, self.bounds = first, bounds
+        self.key, self.value = first[..., :f], first[..., f:-2]
+        self.own, self.position = first[..., -2], first[:, 0, -1].long()
+        self.latest: Tensor | None = None  # (b, n): the index of the last visible token so far, or -1
+        if key_mask is not None:
+            n = key_mask.shape[1]
+            tokens = torch.arange(n, device=first.device)
+            begin = 0 if bounds is None else bounds[owners(bounds, n)]
+            latest = tokens.where(key_mask, -1).cummax(1).values if n else tokens.expand_as(key_mask)
+            self.latest = latest.where(latest >= begin, -1)
+            self.none = torch.full_like(self.position, -1)
+
+    def shift(self, x: Tensor, first: Tensor) -> Tensor:
+        """x (b or 1, n, ..) at the token before each token; first (s, ..) where the call has none."""
+        first = first.to(x.dtype)
+        if self.latest is None:
+            return previous(x, first, self.bounds)
+        index = previous(self.latest, self.none, self.bounds)
+        rows = torch.arange(len(index), device=x.device)[:, None]
+        found = x.expand(len(index), *x.shape[1:])[rows, index.clamp(min=0)]
+        present = (index >= 0).view(*index.shape, *[1] * (x.ndim - 2))
+        return torch.where(present, found, per_token(first, x.shape[1], self.bounds))
+
+    def last(self, psi: Tensor, v: Tensor, own: Tensor, places: Tensor) -> Tensor:
+        """The last tokens of the sequences, (s, g, f + e + 2) float64, for the next call."""
+        columns = psi, v, own[..., None], places[..., None, None].expand(*own.shape, 1)
+        firsts = self.first.split([x.shape[-1] for x in columns], -1)
+        ends = [self._at_end(x, first) for x, first in zip(columns, firsts, strict=True)]
+        return torch.cat([x.double() for x in ends], -1)
+
+    def _at_end(self, x: Tensor, first: Tensor) -> Tensor:
+        """x (b, n, ..) at the last token of each sequence, or first (s, ..)."""
+        if self.latest is None:
+            return at_last(x, first, self.bounds)
+        if x.shape[1] == 0:
+            return first
+        index = at_last(self.latest, self.none, self.bounds)
+        rows = torch.arange(len(index), device=x.device) if self.bounds is None else torch.zeros_like(index)
+        present = (index >= 0).view(-1, *[1] * (x.ndim - 2))
+        return torch.where(present, x[rows, index.clamp(min=0)], first)

@@ -1,0 +1,384 @@
+"""The trapezoidal rule against a plain loop over tokens, and every promise of the operation with it."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, feature_maps, linear_rope_attention
+from linrope.backends import native
+from linrope.layer import step
+from linrope.layer.trapezoid import trapezoidal_attention
+from tests.trapezoid_loop import trapezoidal_loop
+
+N, G, D, E = 12, 2, 4, 3
+
+
+def numbers(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def tokens(b: int = 2, n: int = N, h: int = G, *, gates: bool = True, pairs: int = 0) -> dict[str, Tensor]:
+    """The tensors of a call, by name."""
+    found = {"q": numbers(b, n, h, D), "k": numbers(b, n, G, D, seed=2), "v": numbers(b, n, G, E, seed=3)}
+    found["share"] = numbers(b, n, G, seed=4).sigmoid()
+    if gates:
+        found["write"] = numbers(b, n, G, seed=5).exp()
+        found["log_decay"] = -numbers(b, n, G, seed=6).exp() / 3
+    if pairs:
+        found["angle_steps"] = numbers(b, n, G, pairs, seed=7)
+    return found
+
+
+# The tensors of ``tokens``, the options of the call, and the positions.
+CALLS = {
+    "plain": ({"gates": False}, {}, None),
+    "gates": ({}, {}, None),
+    "two queries per key": ({"h": 4}, {}, None),
+    "rotation": ({}, {"rotary": Rotary(D)}, None),
+    "partial rotation": ({}, {"rotary": Rotary(D, rotary_dim=2, layout="half")}, None),
+    "rotation per head": ({}, {"rotary": Rotary.whole_model(G, D)}, None),
+    "steps": ({"pairs": 1}, {}, None),
+    "steps on a rotation": ({"pairs": 2, "h": 4}, {"rotary": Rotary(D, layout="half")}, None),
+    "fixed decay": ({}, {"decay": torch.tensor([0.9, 0.5]).double()}, None),
+    "positions with gaps": (
+        {"pairs": 2},
+        {"rotary": Rotary(D), "decay": torch.tensor([0.9, 0.99]).double()},
+        torch.tensor([3, 4, 4, 9, 10, 11, 30, 31, 31, 32, 40, 41]),
+    ),
+    "feature map": ({"h": 4}, {"rotary": Rotary(D), "feature_map": "elu+1"}, None),
+    "learned map": ({}, {"rotary": Rotary(2 * D), "feature_map": feature_maps.make("hedgehog", D).double()}, None),
+}  # fmt: skip
+every_call = pytest.mark.parametrize(("shape", "options", "positions"), CALLS.values(), ids=CALLS)
+
+
+def by_loop(
+    given: dict[str, Tensor], options: dict, positions: Tensor | None, mask: Tensor | None = None
+) -> Tensor:
+    """The outputs by the plain loop, of the tokens that the mask shows."""
+    q, k, v, share = (given[name] for name in ("q", "k", "v", "share"))
+    fmap, rotary = options.get("feature_map"), options.get("rotary")
+    if fmap is not None:
+        fmap = feature_maps.make(fmap, D) if isinstance(fmap, str) else fmap
+        q, k = fmap.queries(q), fmap.keys(k)
+    b, n = k.shape[:2]
+    places = (torch.arange(n) if positions is None else positions).double().expand(b, n)
+    outs = torch.zeros(*q.shape[:3], E, dtype=torch.float64)
+    for row in range(b):
+        shown = torch.ones(n, dtype=torch.bool) if mask is None else mask[row]
+        p = places[row, shown]
+        angles = torch.zeros(len(p), G, 0, dtype=torch.float64)
+        if rotary is not None:
+            angles = p[:, None, None] * rotary.frequencies[0].expand(G, -1)
+        if "angle_steps" in given:
+            turns = given["angle_steps"][row, shown].cumsum(0)
+            angles = turns if rotary is None else angles + turns
+        log_decay = (
+            given["log_decay"][row, shown] if "log_decay" in given else torch.zeros_like(share[row, shown])
+        )
+        if "decay" in options:
+            log_decay = log_decay + torch.cat((p[:1], p.diff()))[:, None] * options["decay"].log()
+        write = given["write"][row, shown] if "write" in given else torch.ones_like(log_decay)
+        parts = (x[row, shown] for x in (q, k, v, share))
+        layout = "interleaved" if rotary is None else rotary.layout
+        outs = outs.index_put(
+            (torch.tensor(row), shown), trapezoidal_loop(*parts, write, log_decay, angles, layout)
+        )
+    return outs
+
+
+def cut(given: dict[str, Tensor], a: int, b: int) -> dict[str, Tensor]:
+    return {name: x[:, a:b] for name, x in given.items()}
+
+
+def in_pieces(given: dict, options: dict, cuts, positions: Tensor | None = None, mask: Tensor | None = None):
+    """The outputs and the last state of calls that hand on their states."""
+    outs, state = [], None
+    for a, b in pairwise(cuts):
+        places = None if positions is None else positions[..., a:b]
+        shown = None if mask is None else mask[:, a:b]
+        out, state = trapezoidal_attention(
+            **cut(given, a, b), **options, positions=places, key_mask=shown, state=state, return_state=True
+        )
+        outs.append(out)
+    return torch.cat(outs, 1), state
+
+
+def assert_same_state(a: LinearAttentionState, b: LinearAttentionState) -> None:
+    assert a.identity == b.identity
+    assert torch.equal(a.position, b.position)
+    for name in ("kv", "last_token"):
+        assert_close(getattr(a, name), getattr(b, name))
+
+
+@every_call
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+def test_outputs_are_those_of_the_loop(shape, options, positions, backend: str) -> None:
+    given = tokens(**shape)
+    out = trapezoidal_attention(**given, **options, positions=positions, backend=backend)
+    assert_close(out, by_loop(given, options, positions), rtol=1e-11, atol=1e-11)
+
+
+@every_call
+@pytest.mark.parametrize("cuts", [range(N + 1), (0, 5, N), (0, 1, 1, 7, N), (0, 0, N)], ids=str)
+def test_cut_anywhere_the_calls_are_one_call(shape, options, positions, cuts) -> None:
+    given = tokens(**shape)
+    out, state = in_pieces(given, options, cuts, positions)
+    assert_close(out, by_loop(given, options, positions), rtol=1e-11, atol=1e-11)
+    _, whole = in_pieces(given, options, (0, N), positions)
+    assert_same_state(state, whole)
+
+
+MASKS = {
+    "left": [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+    "right": [1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0],
+    "inside": [1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 1],
+    "all": [0] * N,
+}
+
+
+@every_call
+@pytest.mark.parametrize("side", MASKS)
+def test_hidden_tokens_are_skipped_whatever_they_hold(shape, options, positions, side: str) -> None:
+    """Without positions of the caller's, hidden tokens count as places."""
+    given = tokens(**shape)
+    mask = torch.tensor([MASKS[side], [1] * N]).bool()
+    expected = by_loop(given, options, positions, mask)
+    for name in ("k", "v", "share", "write", "log_decay", "angle_steps"):
+        if name in given:
+            given[name][~mask] = torch.nan
+    for cuts in ((0, N), (0, 4, N), range(N + 1)):
+        out, _ = in_pieces(given, options, cuts, positions, mask)
+        assert_close(out[mask], expected[mask], rtol=1e-11, atol=1e-11)
+        assert bool(out.isfinite().all())
+
+
+@every_call
+def test_packed_sequences_are_those_alone_and_go_on_apart(shape, options, positions) -> None:
+    given, bounds = tokens(b=1, **shape), [0, 4, 4, 9, N]
+    mask = torch.tensor([[1, 1, 0, 1, 0, 1, 1, 1, 0, 1, 1, 1]]).bool()
+    for shown in (None, mask):
+        how = {"positions": positions, "key_mask": shown}
+        packed, states = trapezoidal_attention(
+            **given, **options, **how, cu_seqlens=torch.tensor(bounds), return_state=True
+        )
+        after = tokens(b=1, n=4, **shape)
+        more = trapezoidal_attention(**after, **options, cu_seqlens=torch.arange(5), state=states)
+        for i, (a, b) in enumerate(pairwise(bounds)):
+            part = {
+                name: x[:, a:b] if x is not None else None for name, x in how.items() if name == "key_mask"
+            }
+            places = None if positions is None else positions[a:b]
+            alone, state = trapezoidal_attention(
+                **cut(given, a, b), **options, **part, positions=places, return_state=True
+            )
+            assert_close(packed[:, a:b], alone)
+            assert_same_state(states.reorder(torch.tensor([i])), state)
+            next_alone = trapezoidal_attention(**cut(after, i, i + 1), **options, state=state)
+            assert_close(more[:, i : i + 1], next_alone)
+
+
+@every_call
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_are_those_of_the_loop_also_through_states(shape, options, positions, masked: bool) -> None:
+    given = {name: x.requires_grad_() for name, x in tokens(**shape).items()}
+    mask = torch.tensor([MASKS["inside"], MASKS["right"]]).bool() if masked else None
+    weight = numbers(2, N, given["q"].shape[2], E, seed=9) * (1 if mask is None else mask[..., None, None])
+    expected = torch.autograd.grad(
+        (by_loop(given, options, positions, mask) * weight).sum(), list(given.values())
+    )
+    for cuts in ((0, N), (0, 1, 5, N)):
+        out, _ = in_pieces(given, options, cuts, positions, mask)
+        found = torch.autograd.grad((out * weight).sum(), list(given.values()))
+        for name, a, b in zip(given, found, expected, strict=True):
+            assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_with_the_whole_share_it_is_the_operation() -> None:
+    given = tokens(pairs=2)
+    share, write = given.pop("share"), given.pop("write")
+    out = trapezoidal_attention(**given, write=write, share=torch.ones_like(share), rotary=Rotary(D))
+    given["v"] = given["v"] * write[..., None]
+    expected = linear_rope_attention(**given, feature_map=None, normalize=False, rotary=Rotary(D))
+    assert_close(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_later_token_changes_no_bit_of_an_earlier_output(dtype: torch.dtype) -> None:
+    given = {name: x.to(dtype) for name, x in tokens(n=40, pairs=2).items()}
+    before = trapezoidal_attention(**given, rotary=Rotary(D))
+    for changed in (7.0, torch.nan):
+        other = {name: x.clone() for name, x in given.items()}
+        for name in ("q", "k", "v", "share", "write", "angle_steps"):
+            other[name][:, 25:] = changed
+        other["log_decay"][:, 25:] = -0.5
+        assert torch.equal(trapezoidal_attention(**other, rotary=Rotary(D))[:, :25], before[:, :25])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_errors_stay_within_the_bound_of_the_numerics_contract(dtype: torch.dtype) -> None:
+    """16 u M in float32 and 4 u M in half precision, with M the sum of absolute values."""
+    given = tokens(n=300, pairs=2)
+    given = {name: x.to(dtype) if name in "qkv" else x.float() for name, x in given.items()}
+    exact = {name: x.double() for name, x in given.items()}
+    out = trapezoidal_attention(**given)
+    assert out.dtype == dtype
+    expected = trapezoidal_attention(**exact, backend="reference")
+    sizes = {name: x.abs() for name, x in exact.items() if name not in ("log_decay", "angle_steps")}
+    for name in ("q", "k"):  # a pair's length is the most that a rotation leaves in either of its numbers
+        sizes[name] = exact[name].unflatten(-1, (-1, 2)).norm(dim=-1).repeat_interleave(2, -1)
+    size = trapezoidal_attention(**sizes, log_decay=exact["log_decay"], backend="reference")
+    unit = torch.finfo(dtype).eps / 2
+    worst = float(((out.double() - expected).abs() / size).max()) / unit
+    assert worst < (16 if dtype == torch.float32 else 4), worst
+
+
+@pytest.mark.skipif(native.why_not() is not None, reason=f"backend native: {native.why_not()}")
+@torch.no_grad()
+def test_a_long_decoding_loop_in_one_memory_is_the_loop() -> None:
+    given, options = tokens(n=60, pairs=2), {"rotary": Rotary(D)}
+    expected = by_loop(given, options, None)
+    short = {name: x.float() for name, x in given.items()}
+    _, state = trapezoidal_attention(**cut(short, 0, 5), **options, return_state=True)
+    memory = state.tensors()
+    for i in range(5, 60):
+        state = state.donate()
+        out, state = trapezoidal_attention(**cut(short, i, i + 1), **options, state=state, return_state=True)
+        assert_close(out, expected[:, i : i + 1].float(), rtol=1e-4, atol=1e-4)
+        assert all(state.tensors()[name] is x for name, x in memory.items())
+    assert state.loop is not None  # the steps skip the operation's checks
+
+
+def make(dtype: torch.dtype = torch.float64, **options) -> LinearRoPEAttention:
+    torch.manual_seed(0)
+    options = {"forget_gate": True, "write_gate": "tied", "out_norm": True, "trapezoid": True, **options}
+    layer = LinearRoPEAttention(16, 4, **options).to(dtype)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return layer
+
+
+def test_the_gate_starts_at_one_half_and_has_a_place_in_the_repr() -> None:
+    layer = LinearRoPEAttention(16, 4, out_norm=True, trapezoid=True)
+    assert torch.equal(layer.trapezoid(torch.zeros(1, 1, 16)), torch.full((1, 1, 4), 0.5))
+    assert "trapezoid" in layer.extra_repr()
+    layer.trapezoid.weight.data.fill_(5)
+    layer.reset_parameters()
+    assert float(layer.trapezoid.weight.detach().abs().max()) < 0.2
+
+
+def test_a_layer_whose_share_is_one_is_the_layer_without_the_option() -> None:
+    with_option, without = make(), make(trapezoid=False)
+    without.load_state_dict(
+        {name: x for name, x in with_option.state_dict().items() if "trapezoid" not in name}
+    )
+    with torch.no_grad():
+        with_option.trapezoid.weight.zero_()
+        with_option.trapezoid.bias.fill_(100)
+    x = numbers(2, 9, 16)
+    assert_close(with_option(x), without(x), rtol=1e-6, atol=1e-8)  # the normalizer's eps is the difference
+
+
+def test_compiled_in_one_graph_the_layer_computes_the_same() -> None:
+    torch._dynamo.reset()
+    layer = make(num_kv_heads=2, rotary="selective")
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x, mask = numbers(2, 5, 16), numbers(2, 5) > -1
+    y, state = layer(x, key_mask=mask, return_state=True)
+    got, other = compiled(x, key_mask=mask, return_state=True)
+    assert_close(got, y)
+    assert_close(other.last_token, state.last_token)
+    with torch.no_grad():
+        y, got = (run(x[:, :1], state=state.detach()) for run in (layer, compiled))
+    assert_close(got, y)
+
+
+@torch.no_grad()
+def test_saved_states_go_on_as_if_never_saved(tmp_path) -> None:
+    layer, x = make(), numbers(2, 7, 16)
+    _, state = layer(x[:, :5], return_state=True)
+    state.save(tmp_path / "state")
+    expected = layer(x)[:, 5:]
+    for other in (
+        LinearAttentionState.load(tmp_path / "state"),
+        copy.deepcopy(state),
+        LinearAttentionState.cat([state]),
+    ):
+        assert_close(layer(x[:, 5:], state=other), expected)
+
+
+def test_states_with_and_without_the_rule_are_not_mixed_up() -> None:
+    x = numbers(1, 5, 16)
+    with_option, without = make(), make(trapezoid=False)
+    _, state = with_option(x, return_state=True)
+    _, other = without(x, return_state=True)
+    with pytest.raises(ValueError, match=r"^state: made with .*; trapezoid; expected "):
+        without(x, state=state)
+    with pytest.raises(ValueError, match=r"^state: made with .*; expected .*; trapezoid, as in this call"):
+        with_option(x, state=other)
+    with pytest.raises(TypeError, match=r"^state: got int, expected LinearAttentionState"):
+        with_option(x, state=3)
+    with pytest.raises(ValueError, match=r"^state\.last_token: got shape \(1, .*expected \(2, "):
+        with_option(x.expand(2, -1, -1), state=state)
+    with pytest.raises(
+        ValueError, match=r"^state\.last_token: got torch\.float64 \(1, 4, 9\), expected float64"
+    ):
+        LinearAttentionState(state.kv, state.z, state.position, "", last_token=state.last_token[..., 1:])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"out_norm": False}, "trapezoid=True: got normalize=True, expected False, or an out_norm"),
+        ({"skip": "before"}, "trapezoid=True: got normalize=True, expected False, or an out_norm"),
+        ({"causal": False, "forget_gate": False, "write_gate": None}, "trapezoid: got causal=False"),
+        ({"rope_order": "before"}, "trapezoid=True: got rope_order='before', expected 'after'"),
+        ({"feature_map": "exp", "normalize": False}, "feature_map=.*: it returns a log_scale"),
+        (
+            {"feature_map": {"name": "cosformer", "max_length": 64}, "rotary": None},
+            "feature_map=.*: it depends on positions",
+        ),
+        ({"rotary": {"axes": 2}}, "rotary=.*: expected a rotation without axes, xpos and attention factor"),
+        ({"rotary": {"xpos": 512}}, "rotary=.*: expected a rotation without axes, xpos and attention factor"),
+        (
+            {
+                "rotary": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "max_position_embeddings": 64,
+                }
+            },
+            "rotary=.*: expected a rotation without axes, xpos and attention factor",
+        ),
+    ],
+)
+def test_what_the_rule_does_not_support_is_refused_by_name(options, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_calls_that_the_rule_does_not_support_are_refused_by_name() -> None:
+    layer, x = make(), numbers(1, 5, 16)
+    with pytest.raises(ValueError, match=r"^context: got one beside trapezoid"):
+        make(forget_gate=False, write_gate=None)(x, x)
+    with pytest.raises(ValueError, match=r"^shard: got one beside trapezoid=True, expected None"):
+        layer(x, shard=object())
+    with pytest.raises(TypeError, match=r"^trapezoid=True: got float16"):
+        make(torch.float16)(x.half())
+    given = tokens()
+    for name in ("share", "write"):
+        with pytest.raises(ValueError, match=rf"^{name}: got shape \(2, 12, 1\), expected \(b, n, g\)"):
+            trapezoidal_attention(**{**given, name: given[name][..., :1]})
+
+
+@torch.no_grad()
+def test_the_decoding_step_in_one_operator_leaves_such_layers_alone() -> None:
+    layer = make(torch.float32)
+    _, state = layer(numbers(1, 5, 16).float(), return_state=True)
+    if native.why_not() is None:
+        assert step.why_not(layer, state.donate()) == "trapezoid=True"
