@@ -151,23 +151,22 @@ def trapezoidal_attention(
     identity = f"{identity_of(fmap, rotary, 'after')}; trapezoid"
     first = _last_token_of(state, identity, (sequences, g, f + v.shape[3] + 2), k)
 
-    k, v = zero_hidden(k, key_mask), zero_hidden(v, key_mask)
     write = torch.ones_like(share) if write is None else write
-    own, later = zero_hidden(share * write, key_mask), zero_hidden((1 - share) * write, key_mask)
+    k, v, share, write = (zero_hidden(x, key_mask) for x in (k, v, share, write))
+    log_decay = None if log_decay is None else zero_hidden(log_decay, key_mask)
+    angle_steps = None if angle_steps is None else zero_hidden(angle_steps, key_mask)
+    own, later = share * write, (1 - share) * write
     phi, psi = _features(fmap, q, k)
     places = _positions(positions, state, k, bounds)
     before = _Before(first, f, key_mask, bounds)
 
     distance = places - before.shift(places, before.position)
-    kept = _kept(decay, log_decay, distance, key_mask)
-    factor = kept * (
-        before.shift(own, before.own) + later
-    )  # e^a_t (lambda_(t-1) w_(t-1) + (1 - lambda_t) w_t)
+    kept = _kept(decay, log_decay, distance)
+    factor = kept * (before.shift(own, before.own) + later)
     key, value = before.shift(psi, before.key), before.shift(v, before.value)
-    key = _turned_back(key, rotary, angle_steps, distance, key_mask)
-    last_token = before.last(
-        psi, v, own, places
-    )  # now: the call may overwrite the state that places are read from
+    key = _turned_back(key, rotary, angle_steps, distance)
+    # Read the last token now: the call may overwrite the state, and with it the positions.
+    last_token = before.last(psi, v, own, places)
     result = linear_rope_attention(
         phi,
         key,
@@ -245,32 +244,27 @@ def _positions(
     return spell_out(resolve_positions(positions=positions, start=start, b=b, n=n, m=n, bounds=bounds)[0], n)
 
 
-def _turned_back(
-    key: Tensor, rotary: Rotary | None, angle_steps: Tensor | None, distance: Tensor, key_mask: Tensor | None
-) -> Tensor:
+def _turned_back(key: Tensor, rotary: Rotary | None, angle_steps: Tensor | None, distance: Tensor) -> Tensor:
     """The keys of the tokens before, turned back by the angle between the two tokens: R(Theta_(t-1) - Theta_t) key."""
     angles: Tensor | None = None
     if rotary is not None:
         theta = rotary.turns(key.device)[0].double() * (2 * math.pi / 2.0**64)  # (g or 1, pairs)
         angles = distance.double()[..., None, None] * theta
     if angle_steps is not None:
-        steps = zero_hidden(angle_steps, key_mask).double()
-        angles = steps if angles is None else angles + steps
+        angles = angle_steps.double() if angles is None else angles + angle_steps.double()
     if angles is None:
         return key
     cos, sin = cos_sin(angles, torch.promote_types(key.dtype, torch.float32))
     return rotate(key, cos, -sin, "interleaved" if rotary is None else rotary.layout)
 
 
-def _kept(
-    decay: Tensor | None, log_decay: Tensor | None, distance: Tensor, key_mask: Tensor | None
-) -> Tensor:
+def _kept(decay: Tensor | None, log_decay: Tensor | None, distance: Tensor) -> Tensor:
     """What is kept of the token before when a token comes, (b or 1, n, g or 1): e^a."""
     kept = torch.ones_like(distance[..., None], dtype=torch.float32)
     if decay is not None:
         kept = (distance[..., None] * decay.double().log()).clamp(min=MIN_LOG_DECAY).exp()
     if log_decay is not None:
-        kept = kept * clamp_gates(zero_hidden(log_decay, key_mask)).exp()
+        kept = kept * clamp_gates(log_decay).exp()
     return kept
 
 
@@ -298,7 +292,10 @@ class _Before:
         """x (b or 1, n, ..) at the token before each token; first (s, ..) where the call has none."""
         first = first.to(x.dtype)
         if self.latest is None:
-            return previous(x, first, self.bounds)
+            if self.bounds is not None or torch.compiler.is_compiling() or x.shape[1] == 0:
+                return previous(x, first, self.bounds)
+            head = x[:, :-1]  # the same with one copy; its length would fix that of an exported graph
+            return torch.cat((first[:, None], head.expand(len(first), *head.shape[1:])), 1)
         index = previous(self.latest, self.none, self.bounds)
         rows = torch.arange(len(index), device=x.device)[:, None]
         found = x.expand(len(index), *x.shape[1:])[rows, index.clamp(min=0)]

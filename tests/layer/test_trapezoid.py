@@ -61,9 +61,7 @@ def by_loop(
     """The outputs by the plain loop, of the tokens that the mask shows."""
     q, k, v, share = (given[name] for name in ("q", "k", "v", "share"))
     fmap, rotary = options.get("feature_map"), options.get("rotary")
-    if fmap is not None:
-        fmap = feature_maps.make(fmap, D) if isinstance(fmap, str) else fmap
-        q, k = fmap.queries(q), fmap.keys(k)
+    fmap = feature_maps.make(fmap, D) if isinstance(fmap, str) else fmap
     b, n = k.shape[:2]
     places = (torch.arange(n) if positions is None else positions).double().expand(b, n)
     outs = torch.zeros(*q.shape[:3], E, dtype=torch.float64)
@@ -82,7 +80,10 @@ def by_loop(
         if "decay" in options:
             log_decay = log_decay + torch.cat((p[:1], p.diff()))[:, None] * options["decay"].log()
         write = given["write"][row, shown] if "write" in given else torch.ones_like(log_decay)
-        parts = (x[row, shown] for x in (q, k, v, share))
+        own_q, own_k = q[row, shown], k[row, shown]
+        if fmap is not None:
+            own_q, own_k = fmap.queries(own_q[None])[0], fmap.keys(own_k[None])[0]
+        parts = own_q, own_k, v[row, shown], share[row, shown]
         layout = "interleaved" if rotary is None else rotary.layout
         outs = outs.index_put(
             (torch.tensor(row), shown), trapezoidal_loop(*parts, write, log_decay, angles, layout)
@@ -184,8 +185,12 @@ def test_packed_sequences_are_those_alone_and_go_on_apart(shape, options, positi
 @every_call
 @pytest.mark.parametrize("masked", [False, True])
 def test_gradients_are_those_of_the_loop_also_through_states(shape, options, positions, masked: bool) -> None:
-    given = {name: x.requires_grad_() for name, x in tokens(**shape).items()}
-    mask = torch.tensor([MASKS["inside"], MASKS["right"]]).bool() if masked else None
+    given, mask = tokens(**shape), None
+    if masked:
+        mask = torch.tensor([MASKS["inside"], MASKS["right"]]).bool()
+        for name in given.keys() - {"q"}:
+            given[name][~mask] = torch.nan
+    given = {name: x.requires_grad_() for name, x in given.items()}
     weight = numbers(2, N, given["q"].shape[2], E, seed=9) * (1 if mask is None else mask[..., None, None])
     expected = torch.autograd.grad(
         (by_loop(given, options, positions, mask) * weight).sum(), list(given.values())
@@ -298,6 +303,29 @@ def test_compiled_in_one_graph_the_layer_computes_the_same() -> None:
 
 
 @torch.no_grad()
+def test_exported_with_any_length_the_layer_computes_the_same() -> None:
+    layer = make(rotary="selective")
+    lengths = ({1: torch.export.Dim("n", min=2, max=64)},)
+    exported = torch.export.export(layer, (numbers(2, 9, 16),), dynamic_shapes=lengths).module()
+    for n in (2, 13):
+        assert_close(exported(numbers(2, n, 16)), layer(numbers(2, n, 16)))
+
+
+def test_per_sample_gradients_are_those_of_each_sample_alone() -> None:
+    layer, x = make(num_kv_heads=2, rotary="selective"), numbers(3, 6, 16)
+    weights = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], row: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, weights, row[None]).square().sum()
+
+    together = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, x)
+    for i in range(3):
+        alone = torch.func.grad(loss)(weights, x[i])
+        for name in weights:
+            assert_close(together[name][i], alone[name])
+
+
+@torch.no_grad()
 def test_saved_states_go_on_as_if_never_saved(tmp_path) -> None:
     layer, x = make(), numbers(2, 7, 16)
     _, state = layer(x[:, :5], return_state=True)
@@ -374,6 +402,16 @@ def test_calls_that_the_rule_does_not_support_are_refused_by_name() -> None:
     for name in ("share", "write"):
         with pytest.raises(ValueError, match=rf"^{name}: got shape \(2, 12, 1\), expected \(b, n, g\)"):
             trapezoidal_attention(**{**given, name: given[name][..., :1]})
+
+
+def test_rows_of_a_pool_are_refused_with_gradients_before_anything_is_written() -> None:
+    given = tokens(b=1, n=1)
+    _, pool = trapezoidal_attention(**tokens(b=3, n=4), return_state=True)
+    before = {name: x.clone() for name, x in pool.tensors().items()}
+    given["v"].requires_grad_()  # v enters the sums with the next token only
+    with pytest.raises(RuntimeError, match="state: got rows of a pool in a call with gradients"):
+        trapezoidal_attention(**given, state=pool.at(torch.tensor([1])))
+    assert all(torch.equal(pool.tensors()[name], x) for name, x in before.items())
 
 
 @torch.no_grad()
