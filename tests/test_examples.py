@@ -1,27 +1,13 @@
 """The scripts in docs/examples, with less training than they do when started."""
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+from tests.examples import load
 
 pytestmark = pytest.mark.skipif(
     torch.get_default_device().type != "cpu", reason="the examples run on the CPU"
 )
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look
-    spec.loader.exec_module(module)
-    return module
-
 
 streaming, vision = load("streaming"), load("vision")
 PROMPTS = ["For want of a nail", "And all for", "t"]
