@@ -94,27 +94,37 @@ def trapezoidal_attention(
 ) -> Tensor | tuple[Tensor, LinearAttentionState]:
     """Causal linear attention, without a normalizer, whose sums follow the exponential-trapezoidal rule of Mamba-3.
 
-        S_t   = e^(a_t) (S_(t-1) + (1 - lambda_t) w_t k_(t-1) v_(t-1)^T) + lambda_t w_t k_t v_t^T
-        out_t = S_t^T R(Theta_t) phi(q_t)                k_t here: R(Theta_t) psi(k_t), rotated at its own angle
+        S_t   = e^(a_t) (S_(t-1) + (1 - lambda_t) w_t K_(t-1) v_(t-1)^T) + lambda_t w_t K_t v_t^T
+        out_t = S_t^T R(Theta_t) phi(q_t)                        K_t = R(Theta_t) psi(k_t)
 
-    In Mamba-3 w = dt and a = dt A, so alpha = e^a, beta = (1 - lambda) dt alpha and gamma = lambda dt. It is computed
-    as one call of ``linear_rope_attention``, whose keys are those of the token before, and the token's own term:
+    In Mamba-3 w = dt and a = dt A, so its alpha is e^a, its beta (1 - lambda) dt e^a, and its gamma lambda dt. The
+    function computes the same sums as one call of ``linear_rope_attention``, whose keys are those of the token before,
+    plus each token's own term:
 
-        T_t   = e^(a_t) (T_(t-1) + (lambda_(t-1) w_(t-1) + (1 - lambda_t) w_t) k_(t-1) v_(t-1)^T)
+        T_t   = e^(a_t) (T_(t-1) + (lambda_(t-1) w_(t-1) + (1 - lambda_t) w_t) K_(t-1) v_(t-1)^T)
         out_t = T_t^T R(Theta_t) phi(q_t) + lambda_t w_t <phi(q_t), psi(k_t)> v_t
 
-    so no output depends on a later token, not even in its last bit. A state holds T, and in ``last_token`` the key and
-    value that the next token needs.
+    So a later token changes no bit of an earlier output. A state holds T, and in ``last_token`` the key and the value
+    that the next token needs.
 
     Args:
-        q: (b, n, h, d) queries. k: (b, n, g, d) keys. v: (b, n, g, e) values. As in ``linear_rope_attention``.
+        q: (b, n, h, d) queries.
+        k: (b, n, g, d) keys; query head i reads key/value head i // (h/g).
+        v: (b, n, g, e) values.
         share: lambda, (b, n, g), from 0 to 1.
         write: w, (b, n, g); None: 1.
         feature_map: phi and psi; None: q and k already are features. Signed maps are allowed. The map must not depend
             on positions nor return a log_scale.
         rotary: R and its frequencies, without axes, xpos and attention factor.
-        decay, log_decay, angle_steps, positions, key_mask, cu_seqlens, state, return_state, backend: as in
-            ``linear_rope_attention``. A token that key_mask hides is skipped, as if it were absent.
+        decay: as in ``linear_rope_attention``, like the arguments that follow.
+        log_decay: a, (b or 1, n, g or 1).
+        angle_steps: (b or 1, n, g or 1, pairs), the radians by which token t advances the rotation.
+        positions: integers (n,) or (b, n).
+        key_mask: bool (b, n). A hidden token is skipped, as if it were absent.
+        cu_seqlens: the bounds of packed sequences.
+        state: the state to continue from, which this function made.
+        return_state: True: return (out, state).
+        backend: a backend's name, or "auto".
 
     Returns:
         out (b, n, h, e) in v's dtype, or (out, state).
