@@ -14,8 +14,9 @@ def error_in_bounds(out: Tensor, oracle: Tensor, size: Tensor) -> float:
     return float(((out.double() - oracle).abs() / allowed).max()) if out.numel() else 0.0
 
 
-def cancelling(oracle: dict[str, Tensor]) -> Tensor:
-    """About how large the sums are whose difference is log_decay's gradient, in a loss of weights about 1."""
-    return (
-        sum(oracle[name].abs().sum(-1).max() for name in ("out", "z")) + oracle["kv"].abs().sum((2, 3)).max()
-    )
+def cancelling(sizes: dict[str, Tensor]) -> Tensor:
+    """About how large the sums are whose difference is log_decay's gradient, in a loss of weights about 1.
+
+    sizes: of the terms of out, kv and z; or these results themselves, if their terms do not cancel.
+    """
+    return sum(sizes[name].abs().sum(-1).max() for name in ("out", "z")) + sizes["kv"].abs().sum((2, 3)).max()

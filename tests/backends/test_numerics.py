@@ -38,6 +38,13 @@ def test_random_calls_keep_the_contract(seed: int) -> None:
     assert done["gradients"] > 100
 
 
+def test_a_random_call_whose_outputs_and_gradient_of_gates_cancel() -> None:
+    """A shut gate, and rotated weights that cancel to a thousandth: see "Gradient of the log decay" in the docs."""
+    done, failed = configurations.run(1, 11, start=586, most=300)
+    assert failed == []
+    assert done["gradients"] > 0
+
+
 @pytest.mark.usefixtures("quick_interpreter")
 @pytest.mark.parametrize("backend", ["triton"])
 def test_random_calls_of_the_kernels_keep_the_contract(backend: str) -> None:
