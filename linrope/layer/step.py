@@ -32,7 +32,7 @@ class LayerStep:
         y = W_o mixer_step(W x)        x, y: (b, embed_dim);  W: all projections of x, one below the other
 
     The products are PyTorch's. All that lies between them is one call of the native library, which computes what the
-    layer computes. W is a copy: make a new step after the weights have changed.
+    layer computes. W may be a copy: make a new step after the weights have changed.
 
     Raises:
         ValueError: ``why_not`` has a reason.
@@ -49,26 +49,36 @@ class LayerStep:
             raise ValueError(f"a decoding step in one operator is impossible here: {reason}")
         write = None if layer.write_gate is None or layer.write_gate.tied else layer.write_gate
         gates = layer.g_proj, layer.forget_gate, write
-        self.projections = joined(layer.q_proj, layer.k_proj, layer.v_proj, *gates)
+        self.projections = Joined(layer.q_proj, layer.k_proj, layer.v_proj, *gates)
         self.settings = [layer.num_heads, *(gate is not None for gate in gates), *_settings(layer, state)]
-        self.o_proj = joined(layer.o_proj)
+        self.o_proj = Joined(layer.o_proj)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns y (b, embed_dim), and overwrites the state with the next one."""
-        projected = F.linear(x, *self.projections)
-        return F.linear(_ops.mixer_step.default(projected, *self.settings), *self.o_proj)
+        y: Tensor = self.o_proj(_ops.mixer_step.default(self.projections(x), *self.settings))
+        return y
 
 
-@torch.no_grad()
-def joined(*modules: Any) -> tuple[Tensor, Tensor | None]:
-    """The weight and the bias of several projections as those of one. A single one is not copied; None is skipped."""
-    given = [module for module in modules if module is not None]
-    if len(given) == 1:
-        return given[0].weight.detach(), None if given[0].bias is None else given[0].bias.detach()
-    weight = torch.cat([module.weight for module in given])
-    if all(module.bias is None for module in given):
-        return weight, None
-    return weight, torch.cat([_bias(module) for module in given])
+_MOST_COPIED = 2**22  # numbers: beyond, the copy would cost more memory than its single product saves time
+
+
+class Joined:
+    """Several projections of the same vector, their results side by side. Small ones become a single product.
+
+    None among the modules is skipped. The weight of a single product of several modules is a copy.
+    """
+
+    @torch.no_grad()
+    def __init__(self, *modules: Any) -> None:
+        given = [module for module in modules if module is not None]
+        self.parts = [(x.weight.detach(), None if x.bias is None else x.bias.detach()) for x in given]
+        if len(given) > 1 and sum(weight.numel() for weight, _ in self.parts) <= _MOST_COPIED:
+            bias = None if all(x.bias is None for x in given) else torch.cat([_bias(x) for x in given])
+            self.parts = [(torch.cat([weight for weight, _ in self.parts]), bias)]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        products = [F.linear(x, *part) for part in self.parts]
+        return products[0] if len(products) == 1 else torch.cat(products, -1)
 
 
 def _bias(module: Any) -> Tensor:

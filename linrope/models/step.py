@@ -1,12 +1,13 @@
 """A language model's decoding step, prepared once for all tokens of a loop."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linrope.layer.step import LayerStep, joined, plain_reason
+from linrope.layer.step import Joined, LayerStep, plain_reason
 from linrope.layer.step import why_not as why_not_layer
 from linrope.models.language_model import Block, LanguageModel, States, SwiGLU
 
@@ -22,8 +23,8 @@ class DecodingStep:
 
     It computes what the model computes, without gradients, in a fraction of the calls: all checks are made here, once.
     It is for float32 on a CPU. The states given to it are overwritten with every step. ``states`` are ordinary states,
-    from which ``model`` can continue. Projections of the same vector become one, whose weights are a copy: seven
-    tenths of the default model's. Make a new step after the model has changed.
+    from which ``model`` can continue. Small projections of the same vector become one, whose weights are a copy: make a
+    new step after the model has changed.
 
     Args:
         model: the language model.
@@ -46,14 +47,7 @@ class DecodingStep:
             raise ValueError(f"states: a prepared decoding step is impossible here: {reason}")
         self.states: States = list(states)
         self._embedding = model.embed.weight.detach()
-        self._branches: list[tuple[_AddNorm, Any]] = []
-        block: Any
-        state: Any
-        for block, state in zip(model.blocks, states, strict=True):
-            self._branches.append((_AddNorm(block.attention_norm), LayerStep(block.attention, state)))
-            if block.feed_forward is not None:
-                self._branches.append((_AddNorm(block.feed_forward_norm), _SwiGLU(block.feed_forward)))
-        self._norm = _AddNorm(model.norm)
+        self._blocks = BlocksStep([_parts(block) for block in model.blocks], model.norm, states)
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -66,10 +60,7 @@ class DecodingStep:
         except IndexError as error:
             ids = f"{int(tokens.min())} .. {int(tokens.max())}"
             raise ValueError(f"tokens: got ids {ids}, expected 0 .. {len(self._embedding) - 1}") from error
-        y = None
-        for add_norm, branch in self._branches:
-            y = branch(add_norm(x, y))
-        return F.linear(self._norm(x, y), self._embedding)[:, None]
+        return F.linear(self._blocks(x), self._embedding)[:, None]
 
     @staticmethod
     def why_not(model: nn.Module, states: States) -> str | None:
@@ -78,22 +69,74 @@ class DecodingStep:
             return f"a model of another kind, {type(model).__name__}"
         if len(states) != len(model.blocks):
             return f"{len(states)} states for {len(model.blocks)} blocks"
-        layers: list[Any] = [block.attention for block in model.blocks]
-        for layer, state in zip(layers, states, strict=True):
-            if (reason := why_not_layer(layer, state)) is not None:
-                return reason
-            if not torch.equal(state.position, states[0].position):
-                return "states at different positions"
-        outside = [x for name, x in model.named_modules() if ".attention." not in f"{name}."]
-        if any(max(x.weight.shape) > _MOST for x in outside if isinstance(x, nn.Linear)):
-            return f"vectors of more than {_MOST} numbers"
-        return plain_reason(outside, _KINDS)
+        return why_not_blocks([_parts(block) for block in model.blocks], model, states, _KINDS)
+
+
+class BlockParts(NamedTuple):
+    """The modules of a block: x += attention(norm(x)), and then x += w2(silu(w1(norm(x))) * w3(norm(x)))."""
+
+    attention_norm: nn.Module
+    attention: nn.Module
+    feed_forward_norm: nn.Module | None
+    w1: nn.Module | None
+    w2: nn.Module | None
+    w3: nn.Module | None
+
+
+class BlocksStep:
+    """One token of each sequence through all blocks and the last norm: x (b, embed_dim) to the same shape.
+
+    x itself is overwritten. So are the states.
+    """
+
+    def __init__(self, blocks: Sequence[BlockParts], norm: nn.Module, states: States) -> None:
+        self.states = list(states)
+        self._branches: list[tuple[_AddNorm, Any]] = []
+        state: Any
+        for block, state in zip(blocks, states, strict=True):
+            attention: Any = block.attention
+            self._branches.append((_AddNorm(block.attention_norm), LayerStep(attention, state)))
+            if block.feed_forward_norm is not None:
+                self._branches.append((_AddNorm(block.feed_forward_norm), _SwiGLU(block)))
+        self._norm = _AddNorm(norm)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = None
+        for add_norm, branch in self._branches:
+            y = branch(add_norm(x, y))
+        return self._norm(x, y)
+
+
+def why_not_blocks(
+    blocks: Sequence[BlockParts], model: nn.Module, states: Sequence[Any], kinds: tuple[type, ...]
+) -> str | None:
+    """The reason why ``BlocksStep`` cannot take the place of the blocks' calls; None: it can.
+
+    kinds: the types that the model's modules outside of the attention may have.
+    """
+    attention: set[nn.Module] = set()
+    for block, state in zip(blocks, states, strict=True):
+        if (reason := why_not_layer(block.attention, state)) is not None:
+            return reason
+        if not torch.equal(state.position, states[0].position):
+            return "states at different positions"
+        attention.update(block.attention.modules())
+    outside = [x for x in model.modules() if x not in attention]
+    if any(max(x.weight.shape) > _MOST for x in outside if isinstance(x, nn.Linear)):
+        return f"vectors of more than {_MOST} numbers"
+    return plain_reason(outside, kinds)
+
+
+def _parts(block: Any) -> BlockParts:
+    network = block.feed_forward
+    projections = (None, None, None) if network is None else (network.w1, network.w2, network.w3)
+    return BlockParts(block.attention_norm, block.attention, block.feed_forward_norm, *projections)
 
 
 class _AddNorm:
     """x += y, and then the RMS norm of x (b, embed_dim)."""
 
-    def __init__(self, norm: nn.RMSNorm) -> None:
+    def __init__(self, norm: Any) -> None:
         self.weight, self.eps = norm.weight.detach(), norm.eps
 
     def __call__(self, x: Tensor, y: Tensor | None) -> Tensor:
@@ -102,10 +145,10 @@ class _AddNorm:
 
 
 class _SwiGLU:
-    """``SwiGLU`` with its first two products in one."""
+    """The feed-forward network of a block, its first two products in one."""
 
-    def __init__(self, module: SwiGLU) -> None:
-        self.w1_w3, self.w2 = joined(module.w1, module.w3), joined(module.w2)
+    def __init__(self, block: BlockParts) -> None:
+        self.w1_w3, self.w2 = Joined(block.w1, block.w3), Joined(block.w2)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(_ops.silu_product.default(F.linear(x, *self.w1_w3)), *self.w2)
+        return self.w2(_ops.silu_product.default(self.w1_w3(x)))

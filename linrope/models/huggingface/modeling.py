@@ -33,6 +33,7 @@ from linrope.models.huggingface.cache import LinRopeCache, State, check_lengths
 from linrope.models.huggingface.configuration import LinRopeConfig, make_attention
 from linrope.models.huggingface.padding import count_positions, may_pad, restarts
 from linrope.models.huggingface.parallel import TP_HEAD
+from linrope.models.huggingface.prepared import step_of_generate, with_prepared_steps
 from linrope.models.huggingface.saving import auto_map, write_beside
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj", "out_norm", "q_norm", "k_norm")
@@ -221,6 +222,9 @@ class LinRopeModel(LinRopePreTrainedModel):
             past_key_values = LinRopeCache(self.config)
 
         tokens: dict[str, Any] = {"positions": position_ids, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
+        plain = past_key_values is not None and shard is None and all(y is None for y in tokens.values())
+        if plain and (last := step_of_generate(self, past_key_values, x, **kwargs)) is not None:
+            return BaseModelOutputWithPast(last_hidden_state=last, past_key_values=past_key_values)
         if shard is not None:
             tokens |= {"cu_seqlens": None, "shard": shard}
         if past_key_values is None:
@@ -307,6 +311,8 @@ class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
         )
+
+    generate = with_prepared_steps(GenerationMixin.generate)
 
     def _prepare_model_inputs(self, *args: Any, **kwargs: Any) -> tuple[Tensor, str | None, dict[str, Any]]:
         """Checks the mask here, because generate() slices the inputs by it and then drops it."""

@@ -1,0 +1,72 @@
+"""generate() takes its tokens by prepared decoding steps, where the model and its cache allow that."""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import wraps
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linrope.models.step import BlockParts, BlocksStep, why_not_blocks
+
+
+class _Prepared:
+    """The prepared step of one call of generate(), made by its second token."""
+
+    def __init__(self) -> None:
+        self.step: BlocksStep | None = None
+        self.model: nn.Module | None = None  # that it was made for, or tried
+
+
+_prepared: ContextVar[_Prepared | None] = ContextVar("linrope_prepared_step", default=None)
+
+
+def with_prepared_steps(generate: Callable[..., Any]) -> Any:
+    """generate(), inside which the model's calls may take prepared steps, since weights do not change there."""
+
+    @wraps(generate)
+    def call(*arguments: Any, **options: Any) -> Any:
+        token = _prepared.set(_Prepared())
+        try:
+            return generate(*arguments, **options)
+        finally:
+            _prepared.reset(token)
+
+    return call
+
+
+def step_of_generate(
+    model: Any, cache: Any, x: Tensor, output_hidden_states: bool | None = None, **_: Any
+) -> Tensor | None:
+    """One token x (b, 1, hidden_size) through all layers and the norm. None: the layers have to be called one by one.
+
+    The states of the cache are overwritten.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.shape[1] != 1 or output_hidden_states:
+        return None
+    prepared = _prepared.get()
+    if prepared is None:
+        return None
+    states = [layer.state for layer in cache.layers]
+    if prepared.model is None:
+        prepared.model = model
+        blocks = [_parts(layer) for layer in model.layers]
+        kinds = type(model), type(model.layers[0]), type(model.layers[0].mlp), *_KINDS
+        if None not in states and why_not_blocks(blocks, model, states, kinds) is None:
+            prepared.step = BlocksStep(blocks, model.norm, states)
+    step = prepared.step
+    if step is None or prepared.model is not model or not all(map(is_, states, step.states)):
+        return None  # beams, for example, have put other states into the cache
+    cache.length += 1
+    return step(x[:, 0].clone())[:, None]
+
+
+_KINDS = (nn.Embedding, nn.ModuleList, nn.RMSNorm, nn.Linear)
+
+
+def _parts(layer: Any) -> BlockParts:
+    mlp = layer.mlp
+    norms = layer.input_layernorm, layer.post_attention_layernorm
+    return BlockParts(norms[0], layer.self_attn, norms[1], mlp.gate_proj, mlp.down_proj, mlp.up_proj)

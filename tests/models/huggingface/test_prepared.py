@@ -1,0 +1,128 @@
+"""generate() by prepared steps: the tokens and the cache of the ordinary calls, and when they are not taken."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from linrope.backends import native
+from linrope.models.huggingface import LinRopeCache, LinRopeConfig, LinRopeForCausalLM, modeling, prepared
+from tests.models.huggingface.tiny import KINDS, config, tokens
+
+pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A number for each prepared step that is taken."""
+    taken: list[int] = []
+    call = prepared.BlocksStep.__call__
+
+    def counted(self: Any, x: Tensor) -> Tensor:
+        taken.append(len(x))
+        return call(self, x)
+
+    monkeypatch.setattr(prepared.BlocksStep, "__call__", counted)
+    return taken
+
+
+def causal_lm(**options: Any) -> LinRopeForCausalLM:
+    torch.manual_seed(0)
+    return LinRopeForCausalLM(config(**options)).eval()
+
+
+def generate(model: LinRopeForCausalLM, *, ids: Tensor | None = None, **options: Any) -> Any:
+    ids = tokens(2, 9) if ids is None else ids
+    fixed = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    return model.generate(ids, **(fixed | options))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"tie_word_embeddings": True}, {"forget_gate": False, "attention_bias": True}]
+)
+def test_tokens_and_cache(options: dict[str, Any], steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = causal_lm(**options)
+    got = generate(model, output_logits=True)
+    assert steps == [2] * 9
+    again = generate(
+        model, ids=torch.cat((got.sequences, tokens(2, 3, seed=2)), 1), past_key_values=got.past_key_values
+    )
+    monkeypatch.setattr(modeling, "step_of_generate", lambda *_, **__: None)
+    expected = generate(model, output_logits=True)
+    assert torch.equal(got.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
+    ids = torch.cat((got.sequences, tokens(2, 3, seed=2)), 1)
+    assert torch.equal(
+        again.sequences, generate(model, ids=ids, past_key_values=expected.past_key_values).sequences
+    )
+    assert again.past_key_values.get_seq_length() == 9 + 10 + 3 + 10 - 1
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"num_beams": 3}, 1),  # beams put other states into the cache
+        ({"use_cache": False}, 0),
+        ({"output_hidden_states": True}, 0),
+        ({"attention_mask": torch.ones(2, 9).index_fill(1, torch.tensor([0]), 0)}, 0),  # positions of its own
+    ],
+)
+def test_other_calls_take_ordinary_steps(
+    options: dict[str, Any], most: int, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = causal_lm()
+    got = generate(model, **options).sequences
+    assert len(steps) <= most
+    monkeypatch.setattr(modeling, "step_of_generate", lambda *_, **__: None)
+    assert torch.equal(got, generate(model, **options).sequences)
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "decay", "gated"])
+def test_models_without_a_prepared_step(kind: str, steps: list[int]) -> None:
+    generate(causal_lm(**KINDS[kind]))
+    generate(causal_lm().double())
+    assert steps == []
+
+
+def test_weights_may_change_between_calls_of_generate(steps: list[int]) -> None:
+    model = causal_lm()
+    first = generate(model).sequences
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-0.7)
+    second = generate(model).sequences
+    assert not torch.equal(first, second)
+    cache = LinRopeCache(model.config)
+    with torch.no_grad():  # outside of generate: every call reads the weights
+        model(tokens(2, 9), past_key_values=cache)
+        before = model(tokens(2, 1), past_key_values=cache).logits
+        model.model.norm.weight.mul_(2)
+        cache = LinRopeCache(model.config)
+        model(tokens(2, 9), past_key_values=cache)
+        after = model(tokens(2, 1), past_key_values=cache).logits
+    torch.testing.assert_close(after, 2 * before)
+    assert len(steps) == 18
+
+
+def test_large_projections_are_not_copied() -> None:
+    """Twice the memory of a large model would cost more than the calls that are saved."""
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 1536,
+        "num_attention_heads": 16,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 1,
+    }
+    model = LinRopeForCausalLM(LinRopeConfig(vocab_size=50, **sizes)).eval()
+    with torch.no_grad():
+        cache = LinRopeCache(model.config)
+        model(tokens(1, 5), past_key_values=cache)
+    blocks = [prepared._parts(layer) for layer in model.model.layers]
+    states: Any = [cache.layers[0].state]
+    branches = prepared.BlocksStep(blocks, model.model.norm, states)._branches
+    products = [x for _, branch in branches for x in vars(branch).values() if hasattr(x, "parts")]
+    parts = [weight for product in products for weight, _ in product.parts]
+    weights = {x.data_ptr() for x in model.parameters()}
+    assert len(parts) > 6
+    assert all(weight.data_ptr() in weights for weight in parts)
