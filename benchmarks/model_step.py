@@ -3,12 +3,16 @@
 The model's own call with donated states, ``DecodingStep`` and the products take turns. The figures are minima of the
 thread's CPU time.
 
-    python benchmarks/model_step.py [--batches 1 8 200] [--rounds 300]
+    python benchmarks/model_step.py [--batches 1 8 200] [--rounds 300] [--transformers]
+
+With --transformers it times ``generate`` of a ``LinRopeForCausalLM`` of the same size instead, per token, with and
+without prepared steps.
 """
 
 import argparse
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -36,6 +40,28 @@ def sides(model: LanguageModel, b: int) -> dict[str, Callable[[], object]]:
     return {"ordinary": ordinary, "step": lambda: step(token), "products": matrix_products}
 
 
+def generate_seconds(b: int, rounds: int, tokens: int = 50) -> dict[str, float]:
+    """The time of a token in transformers' generate(), less that of the prompt and of the first token."""
+    from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM, modeling
+
+    sizes = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 448, "num_attention_heads": 8}
+    model = LinRopeForCausalLM(LinRopeConfig(num_hidden_layers=4, **sizes)).eval()
+    prompt, prepared = torch.randint(1, 256, (b, 16)), modeling.step_of_generate
+
+    def generate(count: int, step: Callable[..., object]) -> Callable[[], object]:
+        def call() -> None:
+            modeling.step_of_generate = step
+            model.generate(prompt, max_new_tokens=count, do_sample=False, eos_token_id=None)
+
+        return call
+
+    sides = {"prepared": prepared, "ordinary": lambda *_, **__: None}
+    calls = {(name, n): generate(n, step) for name, step in sides.items() for n in (1, 1 + tokens)}
+    least = least_seconds(calls, rounds)
+    modeling.step_of_generate = prepared
+    return {name: (least[name, 1 + tokens] - least[name, 1]) / tokens for name in sides}
+
+
 def weights(model: LanguageModel) -> list[torch.Tensor]:
     """The matrices of a step, with those of the same vector in one."""
     found = []
@@ -47,7 +73,7 @@ def weights(model: LanguageModel) -> list[torch.Tensor]:
     return [*found, model.embed.weight]
 
 
-def least_seconds(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def least_seconds(functions: dict[Any, Callable[[], object]], rounds: int) -> dict[Any, float]:
     least = dict.fromkeys(functions, float("inf"))
     for _ in range(rounds):
         for name, function in functions.items():
@@ -63,9 +89,16 @@ def main() -> None:
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 200])
     parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--transformers", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if options.transformers:
+        for b in options.batches:
+            t = generate_seconds(b, options.rounds)
+            ratio = t["ordinary"] / t["prepared"]
+            print(f"{b:5} ordinary / prepared {ratio:.2f}, us per token {1e6 * t['prepared']:.0f}")
+        return
     model = LanguageModel(LanguageModelConfig()).eval()
     print("batch   step / products   ordinary / products   ordinary / step   us per step")
     with torch.inference_mode():
