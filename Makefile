@@ -82,7 +82,8 @@ test-ptx: .venv/ready
 
 # These two need a GPU, with PyTorch and Triton for it; they run the tree as it lies, uninstalled.
 test-gpu:
-	PYTHONPATH=.:kernels $(PYTHON) -m pytest tests/kernels tests/backends -k "kernels or triton" --device cuda
+	PYTHONPATH=.:kernels $(PYTHON) -m pytest tests/kernels tests/backends tests/layer/operators \
+	-k "kernels or triton" --device cuda
 
 bench-gpu:
 	PYTHONPATH=.:kernels $(PYTHON) benchmarks/gpu.py

@@ -23,6 +23,9 @@ from triton.runtime.jit import JITFunction
 from linrope import LinearRoPEAttention
 from linrope.backends import operators
 from linrope.backends import triton as backend
+from linrope.layer.operators import backends as layer_backends
+from linrope.layer.operators import fused
+from linrope.layer.operators import triton as layer_backend
 
 FREE = {
     "_unsafe_view",
@@ -34,6 +37,15 @@ FREE = {
     "new_empty_strided",
     "detach",
     "lift_fresh",
+}
+# linrope's operators, and what they run
+INSIDE = {
+    torch.ops.linrope.attend.default: operators._run,
+    torch.ops.linrope.attend_backward.default: operators._run_backward,
+    torch.ops.linrope.convolve.default: fused.convolve.run,
+    torch.ops.linrope.convolve_backward.default: fused.convolve.run_backward,
+    torch.ops.linrope.gated_norm.default: fused.gated_norm.run,
+    torch.ops.linrope.gated_norm_backward.default: fused.gated_norm.run_backward,
 }
 SHAPES = {"many heads": (8, 2048, 64), "few heads": (1, 65_536, 8), "short": (8, 512, 16)}
 LAYERS: dict[str, dict[str, Any]] = {
@@ -52,10 +64,9 @@ class Counted(TorchDispatchMode):
         self.names: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.linrope.attend.default, torch.ops.linrope.attend_backward.default):
-            forward = func is torch.ops.linrope.attend.default
+        if func in INSIDE:
             with self:
-                return (operators._run if forward else operators._run_backward)(*args)
+                return INSIDE[func](*args)
         name = func._schema.name.removeprefix("aten::")
         aliases = [x.alias_info for x in func._schema.returns]
         if name not in FREE and not any(x is not None and not x.is_write for x in aliases):
@@ -81,6 +92,8 @@ def recorded() -> Iterator[Counter[str]]:
     JITFunction.__getitem__ = getitem
     launch._device = lambda x: launch._Device(90, cycle_model.MULTIPROCESSORS)
     backend.supports = lambda call, state: None
+    layer_backends.FUSED["triton"], supports = "meta", layer_backend.supports
+    layer_backend.supports = lambda *_: None
     operators._full_precision = lambda call: nullcontext()  # autocast does not support the meta device
     torch.autocast = lambda *_, **__: nullcontext()
     try:
@@ -88,6 +101,7 @@ def recorded() -> Iterator[Counter[str]]:
     finally:
         JITFunction.__getitem__, launch._device, backend.supports, *others = before
         operators._full_precision, torch.autocast = others
+        layer_backends.FUSED["triton"], layer_backend.supports = "cuda", supports
 
 
 def count(shape: tuple[int, int, int], **options: Any) -> dict[str, dict[str, Counter[str]]]:

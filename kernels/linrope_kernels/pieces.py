@@ -334,3 +334,10 @@ def load_rotation(
 def store_angle_gradients(D_ANGLES, x, tokens, inside, pairs, P: tl.constexpr):
     """Stores x (C, W) in the rows ``tokens`` (C,) of D_ANGLES (.., P), for the pairs that rotate."""
     tl.store(D_ANGLES + tokens[:, None] * P + pairs[None, :], x, mask=inside[:, None] & (pairs < P)[None, :])
+
+
+@triton.jit
+def silu_and_slope(x):
+    """silu(x) = x sigmoid(x), and its slope. exp2 is a single instruction, as in exp_up_to_0."""
+    s = 1 / (1 + tl.exp2(x * -1.4426950408889634))  # 1 / log 2
+    return x * s, s + x * s * (1 - s)

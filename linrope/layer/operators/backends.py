@@ -12,12 +12,14 @@ from linrope.common.names import check_name
 from linrope.layer.operators import native
 
 # The fused backends, each with the device for which "auto" tries it. "eager" is plain PyTorch and runs everywhere.
-FUSED: dict[str, tuple[str, ModuleType]] = {"native": ("cpu", native)}
+FUSED = {"native": "cpu", "triton": "cuda"}
 NAMES = ("auto", *FUSED, "eager")
 
 
-def choose(name: str, tensors: Sequence[Tensor | None], taps: int = 1) -> str:
+def choose(name: str, tensors: Sequence[Tensor | None], taps: int = 1, values: int = 1) -> str:
     """The name of the backend for these tensors. "auto" takes a fused backend where one can run, else eager.
+
+    taps: of a convolution. values: of the heads that share a head of v.
 
     Raises:
         ValueError: unknown name.
@@ -27,19 +29,31 @@ def choose(name: str, tensors: Sequence[Tensor | None], taps: int = 1) -> str:
     given = [x for x in tensors if x is not None]
     if name == "auto":
         device = given[0].device.type
-        candidates = [] if _exporting() else [x for x, (where, _) in FUSED.items() if where == device]
-        return next((x for x in candidates if why_not(x, given, taps) is None), "eager")
-    reason = None if name == "eager" else why_not(name, given, taps)
+        candidates = [] if _exporting() else [x for x in FUSED if FUSED[x] == device]
+        return next((x for x in candidates if why_not(x, given, taps, values) is None), "eager")
+    reason = None if name == "eager" else why_not(name, given, taps, values)
     if reason is not None:
         raise RuntimeError(f"backend={name!r} cannot run: {reason}")
     return name
 
 
-def why_not(name: str, tensors: Sequence[Tensor], taps: int) -> str | None:
+def load(name: str) -> ModuleType | str:
+    """The module of a fused backend, or the reason why it cannot be imported: triton requires a package."""
+    if name == "native":
+        return native
+    try:
+        from linrope.layer.operators import triton  # imports Triton, which may be absent
+    except ImportError as error:
+        return str(error)
+    return triton
+
+
+def why_not(name: str, tensors: Sequence[Tensor], taps: int, values: int) -> str | None:
     """The reason why a fused backend cannot run the call; None: it can."""
     if transformed() or _has_tangents(tensors):
         return "inside a transformation of torch.func or forward mode: use backend='eager'"
-    reason: str | None = FUSED[name][1].supports(tensors, taps)
+    backend = load(name)
+    reason: str | None = backend if isinstance(backend, str) else backend.supports(tensors, taps, values)
     return reason
 
 

@@ -26,14 +26,15 @@ def convolve(
     Sums are float32, or float64 for float64. The backward pass saves nothing but the inputs.
 
     Args:
-        x: (b, n, c). Any strides; backend "native" reads it in place if the last stride is 1.
+        x: (b, n, c). Any strides; the fused backends read it in place if the last stride is 1.
         weight: (c, taps), or (c, 1, taps) as in torch.nn.Conv1d.
         bias: (c,).
         before: (s, taps - 1, c), the inputs before each sequence. None: zeros. s is b, or the number of packed
             sequences.
         cu_seqlens: (s + 1,) the bounds of packed sequences; b is then 1.
         silu: whether to apply silu.
-        backend: "auto", "native" or "eager". "auto" takes native for float32, bfloat16 and float16 on a CPU.
+        backend: "auto", "native", "triton" or "eager". For float32, bfloat16 and float16 and up to 8 taps "auto" takes
+            native on a CPU, and triton on a GPU.
 
     Returns:
         y (b, n, c) in the dtype of x. It has gradients for x, weight, bias and before.
@@ -84,7 +85,7 @@ def convolve_step(
         slots: (s,) int64, the row of inputs that each sequence has. The rows must differ.
 
     Returns:
-        y (s, 1, c) in the dtype of x. With backend "native" it has the bits of ``convolve`` over all tokens.
+        y (s, 1, c) in the dtype of x. With the fused backends it has the bits of ``convolve`` over all tokens.
 
     Raises:
         As ``convolve``. Nothing is written then.

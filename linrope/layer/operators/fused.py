@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from linrope.layer.operators import eager
-from linrope.layer.operators.backends import FUSED
+from linrope.layer.operators.backends import load
 
 
 class _Fused:
@@ -48,12 +48,12 @@ class _Fused:
         return self.run(backend, *arguments)
 
     def run(self, backend: str, *arguments: Any) -> Tensor:
-        y: Tensor = getattr(FUSED[backend][1], self.name)(*arguments)
+        y: Tensor = getattr(load(backend), self.name)(*arguments)
         return y
 
     def run_backward(self, gradient: Tensor, backend: str, *arguments: Any) -> list[Tensor]:
         """The gradients of the floating-point tensors among the arguments."""
-        gradients = getattr(FUSED[backend][1], f"{self.name}_backward")(gradient, *arguments)
+        gradients = getattr(load(backend), f"{self.name}_backward")(gradient, *arguments)
         return [x for x in gradients if x is not None]
 
     def _new_gradients(self, gradient: Tensor, backend: str, *arguments: Any) -> list[Tensor]:
@@ -130,5 +130,5 @@ gated_norm = _Fused(
 
 def convolve_step(backend: str, *arguments: Any) -> Tensor:
     """One token, in place. No node of a graph: it has no gradients, and compilers take the eager form."""
-    y: Tensor = FUSED[backend][1].convolve_step(*arguments)
+    y: Tensor = load(backend).convolve_step(*arguments)  # type: ignore[union-attr]
     return y

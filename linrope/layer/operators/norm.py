@@ -33,7 +33,7 @@ def gated_norm(
     Sums are float32, or float64 for float64. The backward pass saves nothing but the inputs.
 
     Args:
-        out: (b, n, h, e), the output of linear_rope_attention. Any strides; backend "native" reads it in place if
+        out: (b, n, h, e), the output of linear_rope_attention. Any strides; the fused backends read it in place if
             the last stride is 1.
         weight: (e,) or (h, e) with over="head", (h e,) with over="all". None: no norm.
         eps: added to the mean square.
@@ -43,7 +43,8 @@ def gated_norm(
         v: (b, n, g, e), the values; g divides h. Given together with skip.
         skip: D (h,).
         skip_order: "after" the norm, or "before" it.
-        backend: "auto", "native" or "eager". "auto" takes native for float32, bfloat16 and float16 on a CPU.
+        backend: "auto", "native", "triton" or "eager". For float32, bfloat16 and float16 "auto" takes native on a CPU,
+            and triton on a GPU.
 
     Returns:
         y (b, n, h e) in the dtype of out. It has gradients for out, weight, gate, v and skip.
@@ -68,7 +69,8 @@ def gated_norm(
         weight = weight.view(out.shape[2:])
     tensors = (out, weight, gate, v, skip)
     options = (float(eps), over == "all", gate_order == "before", skip_order == "before")
-    name = choose(backend, tensors)
+    group = 1 if v is None else out.shape[2] // v.shape[2]
+    name = choose(backend, tensors, values=group * out.shape[3])
     if name == "eager":
         return eager.gated_norm(*tensors, *options)
     return fused.gated_norm(name, *tensors, *options)

@@ -80,6 +80,7 @@ simple("ex2", "approx ftz f32", np.exp2)
 simple("lg2", "approx ftz f32", np.log2)
 simple("rcp", "approx ftz rn f32 f64", np.reciprocal)
 simple("sqrt", "approx ftz rn f32 f64", np.sqrt)
+simple("rsqrt", "approx ftz f32 f64", lambda x: np.reciprocal(np.sqrt(x)))
 
 
 def extreme(name: str, number: Callable[..., Array], nan: Callable[..., Array]) -> None:

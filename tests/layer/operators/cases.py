@@ -1,14 +1,19 @@
 """What the tests of the operators share: random inputs, gradients, instruction sets, threads."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import product
+from typing import Any
 
+import pytest
 import torch
+from linrope_kernels import INTERPRETED
 from torch import Tensor
 
 from linrope.backends import native
-from tests.oracle import FAST, native_sets
+from tests.oracle import NATIVE, native_sets
 
+FAST = ("eager", NATIVE, "triton")  # for float32, bfloat16, float16
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 Tensors = dict[str, Tensor | None]
 
@@ -16,16 +21,39 @@ __all__ = [
     "FAST",
     "HALF_PRECISION",
     "Tensors",
+    "combinations",
     "differentiate",
     "every_set",
     "numbers",
     "relative_error",
+    "skip_bfloat16",
     "threads",
 ]
 
 
+def combinations(*axes: Iterable[Any], usual: Callable[..., bool]) -> list[Any]:
+    """All backends with all values of the axes. For triton make test has the usual ones, make test-long the others."""
+    found = []
+    for values in product(*axes):
+        label = "-".join(map(str, values))
+        found += [pytest.param("eager", *values, id=f"eager-{label}")]
+        found += [pytest.param("native", *values, id=f"native-{label}", marks=NATIVE.marks)]
+        marks = [] if usual(*values) or not INTERPRETED else [pytest.mark.long]
+        found += [pytest.param("triton", *values, id=f"triton-{label}", marks=marks)]
+    return found
+
+
 def numbers(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).float()
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+    return x.float().to(torch.get_default_device())
+
+
+def skip_bfloat16(backend: str, dtype: torch.dtype) -> None:
+    if backend == "triton" and dtype == torch.bfloat16 and INTERPRETED:
+        pytest.skip(
+            "Triton's interpreter does not round bfloat16 to nearest; tests/kernels emulates the compiled code"
+        )
 
 
 def differentiate(

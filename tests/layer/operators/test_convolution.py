@@ -14,10 +14,12 @@ from tests.layer.operators.cases import (
     FAST,
     HALF_PRECISION,
     Tensors,
+    combinations,
     differentiate,
     every_set,
     numbers,
     relative_error,
+    skip_bfloat16,
     threads,
 )
 
@@ -74,14 +76,19 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("silu", [False, True])
-@pytest.mark.parametrize("absent", [(), ("bias",), ("before",)], ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("backend", FAST)
-def test_it_is_the_sum_with_its_gradients(
-    backend: str, shape: dict[str, int], absent: tuple, silu: bool
-) -> None:
-    inputs = make(**shape) | dict.fromkeys(absent)
+def usual(shape: str, absent: str, silu: bool) -> bool:
+    """Each shape once; each absent argument and the sum without silu twice."""
+    return (silu and absent == "none") or (
+        shape in ("few channels", "two taps") and silu == (absent == "bias")
+    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "shape", "absent", "silu"),
+    combinations(SHAPES, ("none", "bias", "before"), (False, True), usual=usual),
+)
+def test_it_is_the_sum_with_its_gradients(backend: str, shape: str, absent: str, silu: bool) -> None:
+    inputs = make(**SHAPES[shape]) | ({} if absent == "none" else {absent: None})
     expected = differentiate(inputs, lambda x: written_out(x, None, silu), torch.float64)
     for _ in every_set(backend):
         for actual, exact in zip(
@@ -118,6 +125,7 @@ def test_the_definition_has_first_and_second_derivatives() -> None:
 @pytest.mark.parametrize("dtype", HALF_PRECISION)
 @pytest.mark.parametrize("backend", FAST)
 def test_half_precision_rounds_the_result_alone(backend: str, dtype: torch.dtype) -> None:
+    skip_bfloat16(backend, dtype)
     inputs = make(c=24, dtype=dtype)
     for _ in every_set(backend):
         y, dx, dw, dbias, d_before = differentiate(inputs, lambda x: run(x, backend))
@@ -132,11 +140,12 @@ def test_half_precision_rounds_the_result_alone(backend: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("backend", FAST)
 def test_parameters_of_half_precision_get_gradients_of_their_dtype(backend: str) -> None:
+    dtype = torch.float16 if backend == "triton" else torch.bfloat16
     inputs = make()
-    inputs |= {name: inputs[name].bfloat16() for name in ("weight", "bias")}
+    inputs |= {name: inputs[name].to(dtype) for name in ("weight", "bias")}
     exact = differentiate(inputs, lambda x: written_out(x, None, True), torch.float64)
     _, _, dw, dbias, _ = differentiate(inputs, lambda x: run(x, backend))
-    assert dw.dtype == dbias.dtype == torch.bfloat16
+    assert dw.dtype == dbias.dtype == dtype
     assert_close(dw.double(), exact[2], rtol=2**-8, atol=1e-5)
     assert_close(dbias.double(), exact[3], rtol=2**-8, atol=1e-5)
 
@@ -182,6 +191,7 @@ def test_cut_anywhere_or_alone_a_sequence_has_the_same_bits(backend: str, cut: i
 def test_steps_in_place_have_the_bits_of_the_whole_call(
     backend: str, taps: int, dtype: torch.dtype, pool: bool
 ) -> None:
+    skip_bfloat16(backend, dtype)
     inputs, silu = make(n=6, taps=taps, dtype=dtype), backend != "eager"
     whole = run(inputs, backend, None, silu)
     slots = torch.tensor([3, 0]) if pool else None
@@ -201,6 +211,9 @@ def test_steps_in_place_have_the_bits_of_the_whole_call(
         assert bool((memory[[1, 2, 4]] == 7).all())
 
 
+@pytest.mark.filterwarnings(
+    "ignore:invalid value encountered:RuntimeWarning"
+)  # by NumPy, as Triton's interpreter
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("backend", FAST)
 def test_what_is_not_finite_stays_in_its_channel_and_sequence_and_reaches_no_earlier_token(
@@ -224,13 +237,15 @@ def test_what_is_not_finite_stays_in_its_channel_and_sequence_and_reaches_no_ear
         assert bool(dx[0, 12:].isfinite().all())
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("backend", FAST)
 def test_silu_of_large_numbers(backend: str) -> None:
     x = torch.tensor([-1e30, -200.0, -88.0, -50.0, 0.0, 50.0, 104.0, 200.0, 1e30]).view(1, -1, 1)
     one = torch.ones(1, 1)
     for _ in every_set(backend):
         y = convolve(x, one, silu=True, backend=backend)
-        assert_close(y.double(), F.silu(x.double()), rtol=1e-6, atol=1e-35)
+        # On a GPU e^x is 2^(x / log 2), whose exponent is rounded: at -50 by 2e-6
+        assert_close(y.double(), F.silu(x.double()), rtol=4e-6 if backend == "triton" else 1e-6, atol=1e-35)
 
 
 @pytest.mark.parametrize("backend", FAST)

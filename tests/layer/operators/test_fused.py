@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from linrope.backends import native as library
 from linrope.layer.operators import convolve, convolve_step, gated_norm
 from linrope.layer.operators.backends import choose
-from tests.layer.operators.cases import numbers
+from tests.layer.operators.cases import numbers, skip_bfloat16
 
 needs_library = pytest.mark.skipif(library.why_not() is not None, reason=str(library.why_not()))
 CUTS = torch.tensor([0, 0, 3, 9], dtype=torch.int32)
@@ -54,8 +54,11 @@ NORMS = {
 }
 
 
-@needs_library
+FUSED = [pytest.param("native", marks=needs_library), "triton"]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # PyTorch 2.15 reads it itself
+@pytest.mark.parametrize("backend", FUSED)
 @pytest.mark.parametrize(
     ("operator", "arguments"),
     [
@@ -63,8 +66,9 @@ NORMS = {
         *(pytest.param(torch.ops.linrope.gated_norm, x, id=f"gated_norm-{k}") for k, x in NORMS.items()),
     ],
 )
-def test_the_operators_pass_torch_library_s_checks(operator, arguments: tuple) -> None:
-    torch.library.opcheck(operator.default, ("native", *arguments))
+def test_the_operators_pass_torch_library_s_checks(backend: str, operator, arguments: tuple) -> None:
+    skip_bfloat16(backend, arguments[0].dtype)
+    torch.library.opcheck(operator.default, (backend, *arguments))
 
 
 class Block(nn.Module):
@@ -98,7 +102,7 @@ def results(block: Block, run, x: Tensor) -> list[Tensor]:
     return [y, x.grad, *(parameter.grad for parameter in block.parameters())]
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("native", marks=needs_library)])
+@pytest.mark.parametrize("backend", ["eager", *FUSED])
 def test_compiled_in_one_graph_they_compute_the_same_for_any_length(backend: str) -> None:
     torch._dynamo.reset()
     block = Block(backend)
