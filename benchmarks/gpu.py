@@ -1,4 +1,5 @@
-"""Measures linrope on one GPU: its floor, softmax attention, other libraries, gates, decoding, launches.
+"""Measures linrope on one GPU: its floor, softmax attention, other libraries, gates, decoding, a layer's
+convolution and norm, launches.
 
     PYTHONPATH=.:kernels python3 benchmarks/gpu.py --out benchmarks/results/gpu-name-date.json
 
@@ -26,13 +27,14 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_host import MODES, Row, host_row, predicted
+from benchmarks.gpu_operators import operators_row
 from benchmarks.gpu_others import OTHERS, bare
 from linrope import LinearAttentionState, Rotary, linear_rope_attention
 from linrope.cli.bench.benchmark import machine
 from linrope.cli.bench.cases import AttentionCase
 
 Shape = tuple[int, int, int, int]  # batch, length, heads, dim
-SECTIONS = ("linrope", "overtaking", "decode", "softmax", "fla", "gated", "host")
+SECTIONS = ("linrope", "overtaking", "decode", "softmax", "fla", "gated", "operators", "host")
 SPEEDUPS = ("forward x", "training x", "bare forward x", "bare training x")
 TOLERANCE = {torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
 BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
@@ -48,7 +50,7 @@ def shapes(section: str, tiny: bool) -> list[Shape]:
         return [(heads // 16, 1, 16, d) for d in (64, 128) for heads in (128, 512, 1024, 4096)]
     if section == "host":
         return [(b, 512, 16, 64) for b in (1, 8)]
-    if section == "gated":
+    if section in ("gated", "operators"):
         return [(*size, 64) for size in ((8, 2048, 16), (4, 8192, 16), (1, 65_536, 8))]
     sizes = ((8, 2048, 16), (4, 8192, 16), (1, 8192, 96), (1, 65_536, 8), (2, 131_072, 16))
     return [(*size, d) for d in (64, 128) for size in sizes]
@@ -362,6 +364,8 @@ def main(arguments: list[str] | None = None) -> int:
     def row_of(section: str, shape: Shape) -> Row:
         if section == "decode":
             return decode_row(shape, device, dtype, bandwidth)
+        if section == "operators":
+            return operators_row(shape, device, dtype, bandwidth, timed)
         b, n, h, d = shape
         case, row = AttentionCase(n, b, h, d, device, dtype, gates=section == "gated"), {}
         if section == "gated":
