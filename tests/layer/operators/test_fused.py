@@ -1,5 +1,7 @@
 """The operators in a graph: torch.library's checks, torch.compile, exporters, and which backend "auto" takes."""
 
+import sys
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -8,7 +10,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.testing import assert_close
 
 from linrope.backends import native as library
-from linrope.layer.operators import convolve, convolve_step, gated_norm
+from linrope.layer import operators
+from linrope.layer.operators import convolve, convolve_step, gated_norm, triton
 from linrope.layer.operators.backends import choose
 from tests.layer.operators.cases import numbers, skip_bfloat16
 
@@ -170,6 +173,35 @@ def test_auto_takes_the_kernels_where_they_can_run_and_names_the_reason_where_no
     assert choose("auto", (x.to("meta"),)) == "eager"
     with pytest.raises(RuntimeError, match="cannot run: inside a transformation"):
         torch.func.vmap(lambda x: convolve(x, torch.ones(3, 2), backend="native"))(x[None])
+
+
+class OnGPU(Tensor):
+    """What a choice reads of a tensor on a GPU."""
+
+    device, is_cuda = torch.device("cuda"), True  # type: ignore[assignment]
+
+
+def test_on_a_gpu_auto_takes_triton_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, capability = torch.zeros(1, 2, 3).as_subclass(OnGPU), (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert choose("auto", (x, None)) == choose("auto", (x.half(),)) == "triton"
+    assert choose("auto", (x.double(),)) == choose("auto", (x,), taps=9) == "eager"
+    capability = (7, 5)
+    assert choose("auto", (x,)) == "eager"
+    with pytest.raises(RuntimeError, match="'triton' cannot run: this GPU"):
+        choose("triton", (x,))
+
+
+def test_triton_names_the_reason_where_it_is_absent_or_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(1, 2, 3, device="cpu")
+    monkeypatch.setattr(triton, "INTERPRETED", False)
+    with pytest.raises(RuntimeError, match="'triton' cannot run: tensors on cpu: it needs a CUDA device"):
+        choose("triton", (x,))
+    monkeypatch.delattr(operators, "triton")
+    monkeypatch.setitem(sys.modules, "linrope.layer.operators.triton", None)
+    with pytest.raises(RuntimeError, match=r"'triton' cannot run: .*linrope\.layer\.operators\.triton"):
+        choose("triton", (x,))
+    assert choose("auto", (x.as_subclass(OnGPU),)) == "eager"
 
 
 def test_without_the_library_auto_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
