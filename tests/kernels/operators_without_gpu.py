@@ -43,12 +43,12 @@ def norm(
 
 def usual() -> None:
     convolution(packed=True)
-    norm(16, 16, 64)
     norm(32, 32, 128, "all", "before")
 
 
 def others() -> None:
     convolution()
+    norm(16, 16, 64)
     norm(64, 64, 256, "all", "before")
     convolution(1000, 8, packed=True)
     convolution(dtype=torch.float32, packed=True)
