@@ -224,9 +224,7 @@ def _refuses_convolution(
         return f"activation {activation!r}"
     if weight.shape[-1] > MAX_TAPS:
         return f"{weight.shape[-1]} taps"
-    if hidden_states.device.type == "cuda":
-        return "the kernel of this convolution is for CPUs"
-    return _refuses(hidden_states)
+    return _refuses(hidden_states, "causal_conv1d")
 
 
 def _refuses_update(hidden_states: Tensor, conv_state: Tensor, *arguments: Any, **options: Any) -> str | None:
@@ -246,8 +244,6 @@ def _refuses_lightning(self: Any, hidden_states: Tensor, *_: Any, **__: Any) -> 
 
 
 def _refuses_norm(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> str | None:
-    if hidden_states.device.type == "cuda":
-        return "the kernel of this norm is for CPUs"
     return _refuses(hidden_states)
 
 
