@@ -112,12 +112,12 @@ inline void pair_rows(const uint32_t* rows, int count, uint32_t* to) {
 
 // Rows of V from `valid` on become 0.
 void split_values(const Operands& x, int valid) {
-  for (int e0 = 0; e0 < x.N; e0 += NW) split_panel(x.V + e0 * C, C, valid, x.factors->V, e0 * C / 2, x.precise ? x.factors->V_third : nullptr);
+  for (int e0 = 0; e0 < x.N.size; e0 += NW) split_panel(x.V + e0 * C, C, valid, x.factors->V, e0 * C / 2, x.precise ? x.factors->V_third : nullptr);
 }
 void split(const Operands& x) {
   auto& [B, B_t, V, _] = *x.factors;
-  split_rows(x.B_t, x.K, (2u << (x.rows - 1)) - 1, B_t);
-  pair_rows(B_t.high, x.K, B.high), pair_rows(B_t.low, x.K, B.low);
+  split_rows(x.B_t, x.K.size, (2u << (x.rows - 1)) - 1, B_t);
+  pair_rows(B_t.high, x.K.size, B.high), pair_rows(B_t.low, x.K.size, B.low);
   B.exact = B_t.exact;
   split_values(x, x.rows);
 }
@@ -173,7 +173,8 @@ void multiply_block(const Split<m>& A, int a, int64_t stride, const Split<n>& B,
 
 // Computes the whole result and writes its rows first .. last - 1.
 void multiply_rows(const ChunkProduct& x, int first, int last) {
-  const auto& [rows, K, N, B_t, V, factors, precise] = x.operands;
+  const auto& [rows, K_row, N_row, B_t, V, factors, precise] = x.operands;
+  const int K = K_row.size, N = N_row.size;
   Split<C * kMaxRow> A, S;
   Split<C * C> scores;
   alignas(64) float block[C * C];
@@ -209,12 +210,12 @@ void multiply_chunk(const ChunkProduct& x) {
 
 void update(const Operands& x, float* S, bool fresh, const DecayFactor& factor) {
   alignas(64) float block[C * C];
-  for (int e0 = 0; e0 < x.N; e0 += NW)
-    for (int f0 = 0; f0 < x.K; f0 += NW) {
+  for (int e0 = 0; e0 < x.N.size; e0 += NW)
+    for (int f0 = 0; f0 < x.K.size; f0 += NW) {
       zero_block();
       multiply_block(x.factors->B_t, f0 * kTile, kTile, x.factors->V, e0 * C / 2, C);
       store_block(block);
-      float* s = S + e0 * x.K + f0 * NW;
+      float* s = S + e0 * x.K.size + f0 * NW;
       for (int i = 0; i < NW * NW; i += W) {
         const vf added = load(block + i);
         store(s + i, fresh ? factor(added) : factor(load(s + i), added));

@@ -1,18 +1,20 @@
 // The matrix products of all sweeps: out = A S + tril(A B^T) V, then S += B^T V, on a chunk of at most kChunk tokens.
 //
-// A is row-major, (kChunk, K). The others are stored in panels of NW columns: B^T (kChunk/NW, K, NW),
-// V (N/NW, kChunk, NW), S (N/NW, K, NW). K and N are multiples of NW.
+// A is row-major, (kChunk, K). The others are stored in panels: B^T (kChunk/NW, K, NW), V (N/P, kChunk, P) and
+// S (N/P, K, P), where P is NW, or NW / 2 if N is no larger than that: heads of 8 or 16 features would else be padded
+// to 32, and most of the products would be by zeros.
 #pragma once
 #include "vector.h"
 
 namespace linrope {
 namespace {
 
-// acc (M, N vectors) += a (M, K; row stride rs) * the first N vectors of a panel (K, NW)
-template <int M, int N> inline void multiply(vf (&acc)[M][N], int K, const float* a, int64_t rs, const float* panel) {
+// acc (M, N vectors) += a (M, K; row stride rs) * the first N vectors of a panel (K, columns)
+template <int M, int N>
+LINROPE_INLINE void multiply(vf (&acc)[M][N], int K, const float* a, int64_t rs, const float* panel, int columns) {
   for (int k = 0; k < K; k++) {
     vf b[N];
-    for (int v = 0; v < N; v++) b[v] = *(const vf*)(panel + k * NW + v * W);
+    for (int v = 0; v < N; v++) b[v] = *(const vf*)(panel + k * columns + v * W);
     for (int r = 0; r < M; r++) {
       const vf x = splat(a[r * rs + k]);
       for (int v = 0; v < N; v++) acc[r][v] += x * b[v];
@@ -49,8 +51,19 @@ namespace tiles {
 struct Factors;
 }
 
+// A row of features or of values, padded with zeros
+struct RowLayout {
+  int size, used;  // with padding, and up to the last number that may differ from 0
+  int panel;       // columns of a panel: `size` is a multiple
+};
+inline RowLayout row_layout(int used) {
+  const int panel = used <= NW / 2 ? NW / 2 : NW;
+  return {round_up(used, panel), used, panel};
+}
+
 struct Operands {
-  int rows, K, N;
+  int rows;
+  RowLayout K, N;
   const float *B_t, *V;    // null B_t: there are no scores, only A S
   tiles::Factors* factors;  // B and V as amx.h multiplies them; null: core.h multiplies
   bool precise;             // true: amx.h multiplies the scores with all 24 bits of V
@@ -67,38 +80,46 @@ struct ChunkProduct {
   int64_t stride;
 };
 
-void multiply_chunk(const ChunkProduct& x) {
-  constexpr int C = kChunk;
-  const int rows = x.operands.rows, K = x.operands.K, N = x.operands.N;
-  const float *B_t = x.operands.B_t, *V = x.operands.V;
-  const int limit = x.finite ? MR : 1;
-  if (B_t)
-    row_blocks(rows, limit, [&]<int M>(int i0) {
-      const auto tile = [&]<int N>(int j0, vf(&&acc)[M][N]) {
-        multiply(acc, K, x.A + i0 * K, K, B_t + j0 * K);
-        for (int r = 0; r < M; r++)
-          for (int v = 0; v < N; v++) {
-            const vi j = iota() + (j0 + v * W);
-            *(vf*)(x.scores + (i0 + r) * C + j0 + v * W) = j <= i0 + r ? acc[r][v] : vf{};
-          }
-      };
-      for (int j0 = 0; j0 < i0 + M; j0 += NW) {  // keys up to the block's last query
-        if (i0 + M - j0 > NW / 2) tile(j0, (vf[M][NV]){});
-        else tile(j0, (vf[M][NV / 2]){});
-      }
-    });
-  for (int e0 = 0; e0 < N; e0 += NW)
-    row_blocks(rows, limit, [&]<int M>(int i0) {
-      vf acc[M][NV] = {};
-      if (x.S) multiply(acc, K, x.A + i0 * K, K, x.S + e0 * K);
-      if (B_t) multiply(acc, i0 + M, x.scores + i0 * C, C, V + e0 * C);
+void multiply_scores(const ChunkProduct& x, int limit) {
+  const RowLayout K = x.operands.K;
+  row_blocks(x.operands.rows, limit, [&]<int M>(int i0) {
+    const auto tile = [&]<int N>(int j0, vf(&&acc)[M][N]) {
+      multiply(acc, K.used, x.A + i0 * K.size, K.size, x.operands.B_t + j0 * K.size, NW);
       for (int r = 0; r < M; r++)
-        for (int v = 0; v < NV; v++) {
-          float* out = x.out + (i0 + r) * x.stride + e0 + v * W;
-          const vf y = acc[r][v] * x.scale[i0 + r];
-          store(out, x.accumulate ? load(out) + y : y);
+        for (int v = 0; v < N; v++) {
+          const vi j = iota() + (j0 + v * W);
+          *(vf*)(x.scores + (i0 + r) * kChunk + j0 + v * W) = j <= i0 + r ? acc[r][v] : vf{};
         }
-    });
+    };
+    for (int j0 = 0; j0 < i0 + M; j0 += NW) {  // keys up to the block's last query
+      if (i0 + M - j0 > NW / 2) tile(j0, (vf[M][NV]){});
+      else tile(j0, (vf[M][NV / 2]){});
+    }
+  });
+}
+
+// The columns of one panel, of N vectors
+template <int N> void multiply_panel(const ChunkProduct& x, int limit, int e0) {
+  constexpr int P = N * W;
+  const RowLayout K = x.operands.K;
+  row_blocks(x.operands.rows, limit, [&]<int M>(int i0) {
+    vf acc[M][N] = {};
+    if (x.S) multiply(acc, K.used, x.A + i0 * K.size, K.size, x.S + e0 * K.size, P);
+    if (x.operands.B_t) multiply(acc, i0 + M, x.scores + i0 * kChunk, kChunk, x.operands.V + e0 * kChunk, P);
+    for (int r = 0; r < M; r++)
+      for (int v = 0; v < N; v++) {
+        float* out = x.out + (i0 + r) * x.stride + e0 + v * W;
+        const vf y = acc[r][v] * x.scale[i0 + r];
+        store(out, x.accumulate ? load(out) + y : y);
+      }
+  });
+}
+
+void multiply_chunk(const ChunkProduct& x) {
+  const int limit = x.finite ? MR : 1;
+  if (x.operands.B_t) multiply_scores(x, limit);
+  if (x.operands.N.panel < NW) return multiply_panel<NV / 2>(x, limit, 0);
+  for (int e0 = 0; e0 < x.operands.N.size; e0 += NW) multiply_panel<NV>(x, limit, e0);
 }
 
 // Multiplies a state by e^D. Near 1 as S + S expm1(D): a rounded factor e^D would add the same error in every chunk.
@@ -125,21 +146,24 @@ struct DecayFactor {
 
 // S = e^D (S + B^T V); `fresh`: S was zero. The chunk is summed alone first: adding key by key to a large S would round
 // it each time, with the same error for similar keys.
+template <int N> void update_panel(const Operands& x, float* S, bool fresh, const DecayFactor& factor, int e0) {
+  constexpr int P = N * W;
+  const int K = x.K.size;
+  row_blocks(x.K.used, MR, [&]<int M>(int f0) {
+    vf acc[M][N] = {};
+    float* s = S + e0 * K + f0 * P;
+    for (int j0 = 0; j0 < x.rows; j0 += NW)
+      multiply(acc, x.rows - j0 < NW ? x.rows - j0 : NW, x.B_t + j0 * K + f0 * NW, NW, x.V + e0 * kChunk + j0 * P, P);
+    for (int r = 0; r < M; r++)
+      for (int v = 0; v < N; v++) {
+        vf* old = (vf*)(s + r * P + v * W);
+        *old = fresh ? factor(acc[r][v]) : factor(*old, acc[r][v]);
+      }
+  });
+}
 void update(const Operands& x, float* S, bool fresh, const DecayFactor& factor) {
-  const int rows = x.rows, K = x.K, N = x.N;
-  const float *B_t = x.B_t, *V = x.V;
-  for (int e0 = 0; e0 < N; e0 += NW)
-    row_blocks(K, MR, [&]<int M>(int f0) {
-      vf acc[M][NV] = {};
-      float* s = S + e0 * K + f0 * NW;
-      for (int j0 = 0; j0 < rows; j0 += NW)
-        multiply(acc, rows - j0 < NW ? rows - j0 : NW, B_t + j0 * K + f0 * NW, NW, V + e0 * kChunk + j0 * NW);
-      for (int r = 0; r < M; r++)
-        for (int v = 0; v < NV; v++) {
-          vf* old = (vf*)(s + r * NW + v * W);
-          *old = fresh ? factor(acc[r][v]) : factor(*old, acc[r][v]);
-        }
-    });
+  if (x.N.panel < NW) return update_panel<NV / 2>(x, S, fresh, factor, 0);
+  for (int e0 = 0; e0 < x.N.size; e0 += NW) update_panel<NV>(x, S, fresh, factor, e0);
 }
 
 // Transposes the 4 x 4 blocks, of 128 bits per row, in four rows: y[i] gets column i of each block
@@ -171,18 +195,18 @@ template <int block> LINROPE_INLINE v4 quarter(vf x) {
   return __builtin_shufflevector(x, x, 4 * block, 4 * block + 1, 4 * block + 2, 4 * block + 3);
 }
 
-// The transpose of `count` rows of K numbers in panels (count/NW, K, NW), which start panel_size apart. Reads
+// The transpose of `count` rows of K numbers in panels (count/columns, K, columns), which start panel_size apart. Reads
 // up to three rows beyond the last.
-void transpose(const float* rows, int stride, int count, int K, float* panels, int panel_size) {
+void transpose(const float* rows, int stride, int count, int K, float* panels, int columns, int panel_size) {
   for (int j = 0; j < count; j += 4) {
-    float* to = panels + j / NW * panel_size + j % NW;
+    float* to = panels + j / columns * panel_size + j % columns;
     for (int f = 0; f < K; f += W) {
       vf x[4], y[4];
       for (int i = 0; i < 4; i++) x[i] = load(rows + (j + i) * stride + f);
       transpose_blocks(x, y);
       const auto store_block = [&]<int block>() {
         if constexpr (block < W / 4)
-          for (int i = 0; i < 4; i++) *(v4*)(to + (f + 4 * block + i) * NW) = quarter<block>(y[i]);
+          for (int i = 0; i < 4; i++) *(v4*)(to + (f + 4 * block + i) * columns) = quarter<block>(y[i]);
       };
       store_block.template operator()<0>(), store_block.template operator()<1>();
       store_block.template operator()<2>(), store_block.template operator()<3>();
@@ -190,11 +214,14 @@ void transpose(const float* rows, int stride, int count, int K, float* panels, i
   }
 }
 
-void transpose(const float* rows, int count, int K, float* panels) { transpose(rows, K, count, K, panels, NW * K); }
+void transpose(const float* rows, int count, int K, float* panels) {
+  transpose(rows, K, count, K, panels, NW, NW * K);
+}
 
-// The transpose of S (F rows, E columns), both in panels
-void transpose_state(const float* S, int F, int E, float* S_t) {
-  for (int e0 = 0; e0 < E; e0 += NW) transpose(S + e0 * F, NW, F, NW, S_t + e0 * NW, NW * E);
+// The transpose of S (rows of F, columns of E), both in panels
+void transpose_state(const float* S, const RowLayout& F, const RowLayout& E, float* S_t) {
+  for (int e0 = 0; e0 < E.size; e0 += E.panel)
+    transpose(S + e0 * F.size, E.panel, F.size, E.panel, S_t + e0 * F.panel, F.panel, F.panel * E.size);
 }
 
 }  // namespace

@@ -69,12 +69,12 @@ struct Forward : Task {
       prefetch(v, t + i, C, s.e);
       rotate<false>(s, w.x + i * F, k_angle.cos + i * half, k_angle.sin + i * half, decay.exp_minus_D[i],
                     w.hat + i * F);
-      key_values(t + i, w.v + i * NW, NW * C);
+      key_values(t + i, w.v + i * s.value_row.panel, NW * C);
     }
     zero_up_to_four(w.hat, rows, F);
     transpose(w.hat, rows, F, w.hat_t);
-    const Operands keys = operands(rows, F, E, w.hat_t, w.v, w.factors);
-    const bool finite = query_heads ? all_finite(w.v, rows, E) : true;
+    const Operands keys = operands(rows, s.feature_row, s.value_row, w.hat_t, w.v, w.factors);
+    const bool finite = query_heads ? all_finite(w.v, rows, s.value_row) : true;
     for (int r = 0; r < query_heads; r++) {
       const Rows q = query_rows(c.q, r), out = query_rows(c.out, r);
       const Output to(s, out, t, w.result);
@@ -138,7 +138,7 @@ struct Bidirectional : Task {
     const int64_t t = span.begin + done;
     const int rows = span.end - t < C ? (int)(span.end - t) : C, F = s.F, half = s.half;
     query_angles.forward(t, rows);
-    const Operands no_keys = operands(rows, F, s.E, nullptr, nullptr, w.factors);
+    const Operands no_keys = operands(rows, s.feature_row, s.value_row, nullptr, nullptr, w.factors);
     for (int r = 0; r < group; r++) {
       const Rows q = query_rows(c.q, r), out = query_rows(c.out, r);
       const Output to(s, out, t, w.result);

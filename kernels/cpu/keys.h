@@ -82,7 +82,7 @@ struct BackwardKeys : Task {
         rotate<false>(s, w.psi + i * F, k_angle.cos + at, k_angle.sin + at, 1, w.psi_hat + i * F);
         key_values(last - i, w.v + i * E, NW);
       }
-      transpose_state(dS, F, E, w.dS_t);
+      transpose_state(dS, s.feature_row, s.value_row, w.dS_t);
     }
     if (want_d_log_decay && is_anchor(last + 1))  // the sweep over queries saved S transposed
       sums[0] = product_at_anchor(last + 1, query_heads ? w.dS_t : dS, dz_sum.total) * std::exp(-decay.sum);
@@ -91,20 +91,20 @@ struct BackwardKeys : Task {
       read_queries(last, rows, r, query_angles);
       const bool accumulate = r > 0;
       if (want_output)
-        multiply_chunk({operands(rows, E, F, w.gb_t, w.phi_hat, w.factors, want_d_log_decay), w.v,
-                        accumulate ? nullptr : w.dS_t, exp_minus_D, all_finite(w.phi_hat, rows, F), accumulate, w.scores, w.d, F});
-      queries = operands(rows, F, E, w.phi_t, w.panels, w.factors);
+        multiply_chunk({operands(rows, s.value_row, s.feature_row, w.gb_t, w.phi_hat, w.factors, want_d_log_decay), w.v,
+                        accumulate ? nullptr : w.dS_t, exp_minus_D, all_finite(w.phi_hat, rows, s.feature_row), accumulate, w.scores, w.d, F});
+      queries = operands(rows, s.feature_row, s.value_row, w.phi_t, w.panels, w.factors);
       if (want_output)
-        multiply_chunk({queries, w.psi_hat, accumulate ? nullptr : dS, exp_minus_D, all_finite(w.panels, rows, E),
+        multiply_chunk({queries, w.psi_hat, accumulate ? nullptr : dS, exp_minus_D, all_finite(w.panels, rows, s.value_row),
                         accumulate, w.scores, w.dv, E});
       if (r < query_heads - 1) update(queries, dS, false, DecayFactor());
     }
     if (!query_heads) {
       zero(w.dden_phi, rows * F);
       if (want_output) {
-        multiply_chunk({operands(rows, F, E, nullptr, nullptr, w.factors), w.psi_hat, dS, exp_minus_D, true, false,
+        multiply_chunk({operands(rows, s.feature_row, s.value_row, nullptr, nullptr, w.factors), w.psi_hat, dS, exp_minus_D, true, false,
                         nullptr, w.dv, E});
-        multiply_chunk({operands(rows, E, F, nullptr, nullptr, w.factors), w.v, w.dS_t, exp_minus_D, true, false,
+        multiply_chunk({operands(rows, s.value_row, s.feature_row, nullptr, nullptr, w.factors), w.v, w.dS_t, exp_minus_D, true, false,
                         nullptr, w.d, F});
       }
     }
@@ -133,8 +133,8 @@ struct BackwardKeys : Task {
         store(dden_row + f, r ? load(dden_row + f) + load(x + f) * dden : load(x + f) * dden);
       rotate<false>(s, x, angles.cos + angle, angles.sin + angle, 1, x);
       values(s, dout, token, w.gb + i * E, NW, c.inverse_den[index]);
-      for (int f = 0; f < F; f += W) store(at(w.phi_hat + i * NW, NW * C, f), load(x + f) * exp_D[i]);
-      for (int e = 0; e < E; e += W) store(at(w.panels + i * NW, NW * C, e), load(w.gb + i * E + e) * exp_D[i]);
+      for (int f = 0; f < F; f += W) store(at(w.phi_hat + i * s.feature_row.panel, NW * C, f), load(x + f) * exp_D[i]);
+      for (int e = 0; e < E; e += W) store(at(w.panels + i * s.value_row.panel, NW * C, e), load(w.gb + i * E + e) * exp_D[i]);
     }
     zero_up_to_four(w.phi, rows, F), zero_up_to_four(w.gb, rows, E);
     transpose(w.phi, rows, F, w.phi_t);
@@ -150,7 +150,10 @@ struct BackwardKeys : Task {
       if (unmasked(token)) {
         rotate<true>(s, dy, k_angle.cos + angle, k_angle.sin + angle, 1, dy);
         if (want_d_angle_steps)  // the normalizer's share is not rotated
-          for (int p = 0; p < s.pairs; p++) sums[1 + p] += y[p] * dy[s.half + p] - y[s.half + p] * dy[p];
+          for (int p = 0; p < s.pairs; p++) {
+            const int first = p * s.pair_stride, second = first + s.partner;
+            sums[1 + p] += y[first] * dy[second] - y[second] * dy[first];
+          }
         for (int f = 0; f < F; f += W) store(dy + f, load(dy + f) + load(dden_row + f));
         if (want_d_log_decay) sums[0] -= product(y, dy, F);
         const float* raw = y;

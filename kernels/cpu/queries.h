@@ -23,7 +23,10 @@ struct FinishQuery {
     const bool constant_den = !c.normalize || (!c.add_eps && den < c.eps);
     const float dden = constant_den ? 0 : -x * inverse_den;
     if (d_angle_steps)
-      for (int p = 0; p < s.pairs; p++) d_angle_steps[p] += phi[p] * d[s.half + p] - phi[s.half + p] * d[p];
+      for (int p = 0; p < s.pairs; p++) {
+        const int x = p * s.pair_stride, y = x + s.partner;
+        d_angle_steps[p] += phi[x] * d[y] - phi[y] * d[x];
+      }
     // <phi, dphi> = x + dden den, which is 0 with a normalizer that eps does not change
     if (d_log_decay) *d_log_decay += (float)(exact + (dden == 0 ? 0 : dden * den));
     const float* from = phi;
@@ -84,15 +87,15 @@ struct BackwardQueries : Task {
     for (int i = 0; i < rows; i++) {
       prefetch(v, t + i, C, s.e);
       rotate<false, NW * C>(s, w.x + i * F, k_angle.cos + i * half, k_angle.sin + i * half, decay.exp_minus_D[i],
-                           w.hat + i * NW);
+                           w.hat + i * s.feature_row.panel);
       key_values(t + i, w.v + i * E, NW);
       if (c.d_log_decay) c.d_log_decay[key_index(t + i)] = 0;
       if (c.d_angle_steps) zero(angle_steps_at(t + i), c.pairs);
     }
     zero_up_to_four(w.v, rows, E);
     transpose(w.v, rows, E, w.v_t);
-    const bool finite = all_finite(w.hat, rows, F);
-    const Operands keys = operands(rows, E, F, w.v_t, w.hat, w.factors, c.d_log_decay);
+    const bool finite = all_finite(w.hat, rows, s.feature_row);
+    const Operands keys = operands(rows, s.value_row, s.feature_row, w.v_t, w.hat, w.factors, c.d_log_decay);
     for (int r = 0; r < group; r++) add_queries(t, keys, r, query_angles, finite);
     done += rows;
     const bool more = t + rows < span.end, anchor = is_anchor(t + rows);
@@ -181,12 +184,12 @@ struct BidirectionalBackward : Task {
         prefetch(dout, t + i, C, s.e), prefetch(dq, t + i, 0, s.f);
         w.dens[i] = c.normalize ? dot(w.x + i * F, z, F) : 1;
         values(s, dout, t + i, w.gb + i * E, NW, inverse_den(w.dens[i]));
-        copy_to_panels(w.gb + i * E, E, w.panels + i * NW, NW * C);
+        copy_to_panels(w.gb + i * E, E, w.panels + i * s.value_row.panel, NW * C);
         rotate<false>(s, w.x + i * F, query_angles.cos + i * half, query_angles.sin + i * half, 1, w.hat + i * F);
       }
       zero_up_to_four(w.hat, rows, F);
       transpose(w.hat, rows, F, w.hat_t);
-      multiply_chunk({operands(rows, E, F, nullptr, nullptr, w.factors), w.gb, S, w.ones, true, false, nullptr, w.d, F});
+      multiply_chunk({operands(rows, s.value_row, s.feature_row, nullptr, nullptr, w.factors), w.gb, S, w.ones, true, false, nullptr, w.d, F});
       const FinishQuery finish_query{*this, w.raw};
       for (int i = 0; i < rows; i++) {
         const float dden = finish_query(q, dq, t + i, w.x + i * F, w.d + i * F, z, query_angles.cos + i * half,
@@ -194,7 +197,7 @@ struct BidirectionalBackward : Task {
                                         angle_steps_at(t + i), nullptr);
         for (int f = 0; f < F; f++) dz[f] += dden * w.x[i * F + f];
       }
-      update(operands(rows, F, E, w.hat_t, w.panels, w.factors), dS, false, DecayFactor());
+      update(operands(rows, s.feature_row, s.value_row, w.hat_t, w.panels, w.factors), dS, false, DecayFactor());
     }
     done += rows;
   }

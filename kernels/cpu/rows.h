@@ -2,22 +2,55 @@
 //
 // Whatever the caller's layout, the kernels keep a row of features in this order: the first members of the
 // pairs, padded to whole vectors; the second members; the features that do not rotate. Together F numbers;
-// padding is zero.
+// padding is zero. A row that fits in one vector keeps the caller's order: a permutation then finds each feature's
+// partner.
 #pragma once
+#include "partial.h"
 #include "core.h"
 
 namespace linrope {
 namespace {
 
+// The rotation of rows that are one vector, in the caller's order
+struct CompactRotation {
+  vi partner, pair;  // of each feature; -1: no pair
+  vf sign;           // -1 for the first members of pairs, 1 for the second ones
+  CompactRotation(int pairs, bool interleaved) {
+    for (int i = 0; i < W; i++) {
+      const bool first = interleaved ? i % 2 == 0 : i < pairs;
+      const int distance = interleaved ? 1 : pairs;
+      pair[i] = i >= 2 * pairs ? -1 : interleaved ? i / 2 : i % pairs;
+      partner[i] = first ? i + distance : i - distance;
+      sign[i] = first ? -1 : 1;
+    }
+  }
+  // cos and sin: of the pairs
+  LINROPE_INLINE vf operator()(vf x, const float* cos, const float* sin, bool transposed) const {
+    const vf c = permute(load(cos), pair), n = permute(load(sin), pair) * sign;
+    const vf y = x * c + permute(x, partner) * (transposed ? -n : n);
+    return pair >= 0 ? y : x;
+  }
+};
+
 struct Shape {
-  int f, pairs, half, rest, F, e, E, layout, map, axes;
+  int f, pairs, e, layout, map, axes;
+  bool compact;              // true if a row of features is one vector, in the caller's order
+  int half, rest;            // pairs, padded to whole vectors; features that do not rotate
+  RowLayout feature_row, value_row;
+  int F, E;                  // their sizes
+  int pair_stride, partner;  // pair p: the features p * pair_stride and p * pair_stride + partner
+  CompactRotation rotation;
   explicit Shape(const Call& c)
-      : f(c.f), pairs(c.layout == kNone ? 0 : c.pairs), half(round_up(pairs, W)), rest(f - 2 * pairs),
-        F(round_up(2 * half + rest, NW)), e(c.e), E(round_up(e, NW)), layout(c.layout), map(c.map),
-        axes(c.theta ? c.axes : 0) {}
+      : f(c.f), pairs(c.layout == kNone ? 0 : c.pairs), e(c.e), layout(c.layout), map(c.map),
+        axes(c.theta ? c.axes : 0), compact(f <= W), half(round_up(pairs, W)), rest(f - 2 * pairs),
+        feature_row(row_layout(compact ? f : 2 * half + rest)), value_row(row_layout(e)), F(feature_row.size),
+        E(value_row.size), pair_stride(compact && layout == kInterleaved ? 2 : 1),
+        partner(!compact ? half : layout == kInterleaved ? 1 : pairs),
+        rotation(compact ? pairs : 0, layout == kInterleaved) {}
   size_t angle_bytes() const { return (8 + 8 * (size_t)axes) * half + 128; }
   bool padded() const { return F != f; }
   int caller_index(int i) const {  // the caller's index of the kernels' feature i; -1: padding
+    if (compact) return i < f ? i : -1;
     if (i >= 2 * half) return i - 2 * half < rest ? i - 2 * half + 2 * pairs : -1;
     const int second = i >= half, p = i - second * half;
     if (p >= pairs) return -1;
@@ -70,6 +103,7 @@ template <class T> void read_features(const Shape& s, const T* x, float* y) {
 }
 
 template <class T> void write_features(const Shape& s, const float* y, T* x) {
+  if (s.compact) return store_lanes<true>(x, load(y), s.f);
   if (s.layout == kInterleaved) {
     int p = 0;
     for (; p + W <= s.pairs; p += W) store_pairs(x + 2 * p, load(y + p), load(y + s.half + p));
@@ -82,8 +116,15 @@ template <class T> void write_features(const Shape& s, const float* y, T* x) {
 
 inline void zero(float* x, int n) { memset(x, 0, 4 * (size_t)n); }
 
+// A row that is one vector. Padding is zeroed because a map may change it.
+template <class T> LINROPE_INLINE void read_compact(const Shape& s, const char* x, int map, float* y) {
+  store(y, iota() < s.f ? apply(map, load_lanes<true>((const T*)x, s.f)) : vf{});
+  for (int i = W; i < s.F; i += W) store(y + i, vf{});
+}
+
 // y = map(the row's features)
 void features(const Shape& s, const Rows& rows, int64_t token, int map, float* y) {
+  if (s.compact) return with_type(rows.type, [&]<class T>() { read_compact<T>(s, rows.at(token), map, y); });
   if (s.padded()) zero(y, s.F);
   const char* x = rows.at(token);
   if (rows.type == kFloat32) read_features(s, (const float*)x, y);
@@ -97,7 +138,7 @@ void features(const Shape& s, const Rows& rows, int64_t token, int map, float* y
   }
 }
 
-// The same for `count` rows without padding; each row is prefetched kChunk rows ahead
+// The same for `count` rows that are one vector or without padding; each row is prefetched kChunk rows ahead
 template <class T, int M>
 void read_rows(const Shape& s, const Rows& rows, int64_t token, int direction, int count, float* y) {
   const int paired = s.layout == kInterleaved ? s.half : 0;
@@ -105,6 +146,10 @@ void read_rows(const Shape& s, const Rows& rows, int64_t token, int direction, i
   const char* x = rows.at(token);
   for (int i = 0; i < count; i++, x += step, y += s.F) {
     for (int64_t c = 0; c < s.f * (int)sizeof(T); c += 64) __builtin_prefetch(x + ahead + c, 0, 2);
+    if (s.compact) {
+      read_compact<T>(s, x, M, y);
+      continue;
+    }
     const T* from = (const T*)x;
     for (int p = 0; p < paired; p += W) {
       vf a, b;
@@ -127,48 +172,35 @@ void read_mapped(const Shape& s, const Rows& rows, int64_t token, int direction,
 }
 // y (count, F) = map(features) of the rows token, token + direction, ..
 void features(const Shape& s, const Rows& rows, int64_t token, int direction, int count, float* y) {
-  if (s.padded())
+  if (s.padded() && !s.compact)
     for (int i = 0; i < count; i++) features(s, rows, token + direction * i, s.map, y + i * s.F);
-  else if (rows.type == kFloat32) read_mapped<float>(s, rows, token, direction, count, y);
-  else if (rows.type == kBFloat16) read_mapped<bf16>(s, rows, token, direction, count, y);
-  else read_mapped<fp16>(s, rows, token, direction, count, y);
+  else
+    with_type(rows.type, [&]<class T>() { read_mapped<T>(s, rows, token, direction, count, y); });
 }
 
 void write_features(const Shape& s, const float* y, const Rows& rows, int64_t token) {
-  char* x = rows.at(token);
-  if (rows.type == kFloat32) write_features(s, y, (float*)x);
-  else if (rows.type == kBFloat16) write_features(s, y, (bf16*)x);
-  else write_features(s, y, (fp16*)x);
+  with_type(rows.type, [&]<class T>() { write_features(s, y, (T*)rows.at(token)); });
 }
 
 // The address of element i of a row that is stored in blocks of NW numbers, at y, y + block, ..: block is NW
 // for a plain row, NW * kChunk for a row of panels
 LINROPE_INLINE float* at(float* y, int block, int i) { return y + i / NW * block + i % NW; }
 
-template <class T> inline void read_values(const Shape& s, const T* x, float* y, int block, float scale) {
-  for (int e0 = 0; e0 < s.E; e0 += NW, y += block) {
-    if (e0 + NW <= s.e) {
-      for (int i = 0; i < NW; i += W) store(y + i, load(x + e0 + i) * scale);
-    } else {
-      zero(y, NW);
-      for (int i = e0; i < s.e; i++) y[i - e0] = to_float(x[i]) * scale;
-    }
-  }
-}
 void values(const Shape& s, const Rows& rows, int64_t token, float* y, int block, float scale = 1) {
-  const char* x = rows.at(token);
-  if (rows.type == kFloat32) read_values(s, (const float*)x, y, block, scale);
-  else if (rows.type == kBFloat16) read_values(s, (const bf16*)x, y, block, scale);
-  else read_values(s, (const fp16*)x, y, block, scale);
+  with_type(rows.type, [&]<class T>() {
+    const T* x = (const T*)rows.at(token);
+    vectors(s.e, [&]<bool PART>(int i, int count) {
+      const vf z = load_lanes<PART>(x + i, count) * scale;
+      store(at(y, block, i), PART ? (iota() < count ? z : vf{}) : z);  // the scale may be infinite
+    });
+  });
+  for (int i = round_up(s.e, W); i < s.E; i += W) store(at(y, block, i), vf{});
 }
 void zero_row(float* y, int block, int n) {
-  for (int i = 0; i < n; i += NW, y += block) zero(y, NW);
+  for (int i = 0; i < n; i += W) store(at(y, block, i), vf{});
 }
 void write_values(const Shape& s, const float* y, const Rows& rows, int64_t token) {
-  char* x = rows.at(token);
-  if (rows.type == kFloat32) copy_out(y, (float*)x, s.e);
-  else if (rows.type == kBFloat16) copy_out(y, (bf16*)x, s.e);
-  else copy_out(y, (fp16*)x, s.e);
+  with_type(rows.type, [&]<class T>() { copy_out(y, (T*)rows.at(token), s.e); });
 }
 
 // Copies a row of n numbers into blocks
@@ -177,10 +209,10 @@ inline void copy_to_panels(const float* row, int n, float* y, int block) {
 }
 
 // True if the first `rows` rows of the panels are finite
-bool all_finite(const float* panels, int rows, int N) {
+bool all_finite(const float* panels, int rows, const RowLayout& N) {
   vf bad = {};
-  for (int e0 = 0; e0 < N; e0 += NW)
-    for (int i = 0; i < rows * NW; i += W) {
+  for (int e0 = 0; e0 < N.size; e0 += N.panel)
+    for (int i = 0; i < rows * N.panel; i += W) {
       const vf x = load(panels + e0 * kChunk + i);
       bad += x - x;
     }
@@ -191,12 +223,18 @@ bool all_finite(const float* panels, int rows, int N) {
 // y = scale * R x; `transposed`: scale * R^T x
 template <bool transposed, int block = NW>
 LINROPE_INLINE void rotate(const Shape& s, const float* x, const float* cos, const float* sin, float scale, float* y) {
-  for (int p = 0; p < s.half; p += W) {
-    const vf a = load(x + p), b = load(x + s.half + p);
-    const vf c = load(cos + p) * scale, n = load(sin + p) * (transposed ? -scale : scale);
-    store(at(y, block, p), a * c - b * n), store(at(y, block, s.half + p), a * n + b * c);
+  int done = 0;
+  if (s.compact && s.pairs) {
+    store(y, s.rotation(load(x), cos, sin, transposed) * scale), done = W;
+  } else {
+    for (int p = 0; p < s.half; p += W) {
+      const vf a = load(x + p), b = load(x + s.half + p);
+      const vf c = load(cos + p) * scale, n = load(sin + p) * (transposed ? -scale : scale);
+      store(at(y, block, p), a * c - b * n), store(at(y, block, s.half + p), a * n + b * c);
+    }
+    done = 2 * s.half;
   }
-  for (int i = 2 * s.half; i < s.F; i += W) store(at(y, block, i), load(x + i) * scale);
+  for (int i = done; i < s.F; i += W) store(at(y, block, i), load(x + i) * scale);
 }
 
 inline float dot(const float* x, const float* y, int n) {
@@ -223,26 +261,28 @@ inline double product(const float* x, const float* y, int n) {
 // Copies the caller's (f, e) into panels of S (F rows) or of its transpose (E rows), times e^D; null: zero
 void state_in(const Shape& s, const float* kv, float* S, bool transposed, const DecayFactor& factor) {
   zero(S, s.F * s.E);
+  const int P = (transposed ? s.feature_row : s.value_row).panel;
   for (int i = 0; kv && i < s.F; i++) {
     const int f = s.caller_index(i);
     if (f < 0) continue;
-    float* to = transposed ? at(S, NW * s.E, i) : S + i * NW;
+    float* to = transposed ? at(S, NW * s.E, i) : S + i * P;
     if (transposed)
-      for (int x = 0; x < s.e; x++) to[x * NW] = kv[f * s.e + x];
+      for (int x = 0; x < s.e; x++) to[x * P] = kv[f * s.e + x];
     else
-      for (int x = 0; x < s.e; x += NW) memcpy(to + x * s.F, kv + f * s.e + x, 4 * (s.e - x < NW ? s.e - x : NW));
+      for (int x = 0; x < s.e; x += P) memcpy(to + x * s.F, kv + f * s.e + x, 4 * (s.e - x < P ? s.e - x : P));
   }
   if (kv) decay_state(S, s.F * s.E, factor);
 }
 void state_out(const Shape& s, const float* S, bool transposed, float* kv) {
+  const int P = (transposed ? s.feature_row : s.value_row).panel;
   for (int i = 0; i < s.F; i++) {
     const int f = s.caller_index(i);
     if (f < 0) continue;
-    const float* from = transposed ? at((float*)S, NW * s.E, i) : S + i * NW;
+    const float* from = transposed ? at((float*)S, NW * s.E, i) : S + i * P;
     if (transposed)
-      for (int x = 0; x < s.e; x++) kv[f * s.e + x] = from[x * NW];
+      for (int x = 0; x < s.e; x++) kv[f * s.e + x] = from[x * P];
     else
-      for (int x = 0; x < s.e; x += NW) memcpy(kv + f * s.e + x, from + x * s.F, 4 * (s.e - x < NW ? s.e - x : NW));
+      for (int x = 0; x < s.e; x += P) memcpy(kv + f * s.e + x, from + x * s.F, 4 * (s.e - x < P ? s.e - x : P));
   }
 }
 void z_in(const Shape& s, const double* z, double* internal, double factor) {

@@ -17,16 +17,17 @@ struct Task {
   int64_t batch;
   int group;  // r: query heads per key/value head
   Rows k, v;
-  bool amx;  // true if amx.h multiplies; a single chunk is faster without it
+  bool amx;  // true if amx.h multiplies. A single chunk and narrow rows are faster without it
 
   Task(const Call& c, const Span& span, const Ends& ends)
       : c(c), span(span), ends(ends), s(c), batch(batch_row(c, span)), group(c.q.data ? (int)(c.h / c.g) : 0),
         k(c.k, c.type, batch, span.head), v(c.v, c.type, batch, span.head),
-        amx(tiles::kAvailable && c.type != kFloat32 && span.end - span.begin > kChunk) {}
+        amx(tiles::kAvailable && c.type != kFloat32 && span.end - span.begin > kChunk && s.feature_row.panel == NW &&
+            s.value_row.panel == NW) {}
 
   // The operands of a chunk's products, split if amx.h multiplies them. factors: memory for that
-  Operands operands(int rows, int K, int N, const float* B_t, const float* V, tiles::Factors* factors,
-                    bool precise = false) const {
+  Operands operands(int rows, const RowLayout& K, const RowLayout& N, const float* B_t, const float* V,
+                    tiles::Factors* factors, bool precise = false) const {
     const Operands x{rows, K, N, B_t, V, amx ? factors : nullptr, precise};
     if (amx && B_t) tiles::split(x);
     return x;
@@ -100,18 +101,21 @@ struct RunningSum {
   RunningSum(int F, float* scratch, Arena& arena) : F(F), total(arena.take<double>(F)), chunk(scratch) {}
   // x (count, F) -> y (count, F), which may be x
   void rows(const float* x, int count, const float* weight, const float* factor, float* y) {
-    for (int f = 0; f < F; f += NW) {
-      vf w[NV] = {}, before[NV];
-      for (int v = 0; v < NV; v++)
-        for (int i = 0; i < W; i++) before[v][i] = (float)total[f + v * W + i];
-      for (int i = 0; i < count; i++)
-        for (int v = 0; v < NV; v++) {
-          const int at = i * F + f + v * W;
-          w[v] += load(x + at) * weight[i];
-          store(y + at, (before[v] + w[v]) * factor[i]);
-        }
-      for (int v = 0; v < NV; v++) store(chunk + f + v * W, w[v]);
-    }
+    if (F < NW) return columns<NV / 2>(0, x, count, weight, factor, y);
+    for (int f = 0; f < F; f += NW) columns<NV>(f, x, count, weight, factor, y);
+  }
+  template <int N>
+  void columns(int f, const float* x, int count, const float* weight, const float* factor, float* y) {
+    vf w[N] = {}, before[N];
+    for (int v = 0; v < N; v++)
+      for (int i = 0; i < W; i++) before[v][i] = (float)total[f + v * W + i];
+    for (int i = 0; i < count; i++)
+      for (int v = 0; v < N; v++) {
+        const int at = i * F + f + v * W;
+        w[v] += load(x + at) * weight[i];
+        store(y + at, (before[v] + w[v]) * factor[i]);
+      }
+    for (int v = 0; v < N; v++) store(chunk + f + v * W, w[v]);
   }
   void end_chunk(const DecayFactor& factor) {
     for (int i = 0; i < F; i++) total[i] = (total[i] + chunk[i]) * factor.exact;

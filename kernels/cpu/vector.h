@@ -249,6 +249,19 @@ inline void interleave(vf even, vf odd, vf& x, vf& y) {
 #endif
 }
 
+// Lane i is lane lanes[i] of x, modulo W
+LINROPE_INLINE vf permute(vf x, vi lanes) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)lanes, (__m512)x);
+#elif defined(__AVX2__)
+  return (vf)_mm256_permutevar8x32_ps((__m256)x, (__m256i)lanes);
+#else
+  vf y;
+  for (int i = 0; i < W; i++) y[i] = x[lanes[i] & (W - 1)];
+  return y;
+#endif
+}
+
 // W pairs: the first members and the second ones
 template <class T> LINROPE_INLINE void load_pairs(const T* p, vf& first, vf& second) {
   deinterleave(load(p), load(p + W), first, second);
