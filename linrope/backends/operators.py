@@ -59,12 +59,13 @@ def attend(backend: str, call: Call, state: LinearAttentionState | None) -> tupl
     state = None if state is None else state.rows()
     sums = sums_of(state)
     save = torch.is_grad_enabled() and needs_gradients(call, state)
-    run: Any = _attend
-    if transformed():
-        run = _Transformed.apply
-    elif save and _plain(call, state):
-        run = _Recorded.apply
-    out, kv, z, *_ = run(*flatten(backend, call, sums), save)
+    arguments = flatten(backend, call, sums)
+    if not transformed() and save and _plain(call, state):
+        inputs = [arguments[i] for i in _DIFFERENTIABLE]
+        out, kv, z = _Recorded.apply(arguments, call, sums, *inputs)  # type: ignore[no-untyped-call]
+    else:
+        run: Any = _Transformed.apply if transformed() else _attend
+        out, kv, z, *_ = run(*arguments, save)
     if not call.want_state:
         return out, None
     return out, Sums(kv, z, call.last_angle(None if sums is None else sums.angle))
@@ -120,11 +121,16 @@ def _attend(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
 
 def _run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """out, the last kv and z, and what the backend saves for its backward pass."""
-    backend, call, sums = unflatten(arguments)
+    return _compute(*unflatten(arguments), arguments[-1])
+
+
+def _compute(
+    backend: ChunkedBackend, call: Call, sums: Sums | None, save: bool
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     if call.k.shape[0] == 0:
-        return _new_out(call), *_new_sums(call, sums), backend.new_saved(call) if arguments[-1] else []
+        return _new_out(call), *_new_sums(call, sums), backend.new_saved(call) if save else []
     with _full_precision(call):
-        out, last, saved = backend.forward(call, sums, arguments[-1])
+        out, last, saved = backend.forward(call, sums, save)
     out = _absent(call.v) if out is None else out
     kv, z = (_absent(call.v), _absent(call.v)) if last is None else last
     return out, kv, z, saved
@@ -152,8 +158,18 @@ def _attend_backward(*arguments: Any) -> list[Tensor]:
 
 def _run_backward(*arguments: Any) -> list[Tensor]:
     """The gradients of the inputs that are present among q, k, v, log_decay, angle_steps, kv and z."""
-    backend, call, sums = unflatten(arguments)
-    results, g_out, g_kv, g_z = arguments[-4:]
+    return _compute_backward(*unflatten(arguments), *arguments[-4:])
+
+
+def _compute_backward(
+    backend: ChunkedBackend,
+    call: Call,
+    sums: Sums | None,
+    results: list[Tensor],
+    g_out: Tensor | None,
+    g_kv: Tensor | None,
+    g_z: Tensor | None,
+) -> list[Tensor]:
     if call.k.shape[0] == 0:
         return _new_gradients(call, sums)
     with _full_precision(call):
@@ -168,9 +184,13 @@ def _(*arguments: Any) -> list[Tensor]:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *arguments, _save = inputs
-    out, kv, z, saved = output
     backend, call, _ = unflatten(arguments)
-    results = [out, kv, z, *saved] if backend.reads_results(call) else list(saved)
+    _keep(ctx, arguments, output, backend.reads_results(call))
+
+
+def _keep(ctx: Any, arguments: Sequence[Any], output: Any, reads_results: bool) -> None:
+    out, kv, z, saved = output
+    results = [out, kv, z, *saved] if reads_results else list(saved)
     ctx.tensor_indices = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
     ctx.non_tensors = [None if isinstance(x, Tensor) else x for x in arguments]
     ctx.save_for_backward(*(arguments[i] for i in ctx.tensor_indices), *results)
@@ -179,39 +199,55 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor | None, _: Any = None) -> Any:
+    gradients: list[Tensor | None] = [None] * (len(_ARGUMENTS) + 1)
+    for i, x in zip(_DIFFERENTIABLE, _input_gradients(ctx, g_out, g_kv, g_z), strict=True):
+        gradients[i] = x
+    return tuple(gradients)
+
+
+def _input_gradients(
+    ctx: Any, g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor | None
+) -> list[Tensor | None]:
+    """The gradients of the arguments at ``_DIFFERENTIABLE``."""
     arguments, tensors = list(ctx.non_tensors), list(ctx.saved_tensors)
     for i in ctx.tensor_indices:
         arguments[i] = tensors.pop(0)
-    call = unflatten(arguments)[1]
+    backend, call, sums = unflatten(arguments)
     g_out = None if call.q is None else g_out  # compiled code passes zeros for absent outputs
     g_kv, g_z = (g_kv, g_z) if call.want_state else (None, None)
-    run: Any = _run_backward if ctx.recorded and not torch.is_grad_enabled() else _attend_backward
     if transformed():
-        run = _TransformedBackward.run
-    present = iter(run(*arguments, tensors, g_out, g_kv, g_z))
-    gradients: list[Tensor | None] = [None] * (len(arguments) + 1)
-    for i in _DIFFERENTIABLE:
-        if arguments[i] is not None:
-            gradients[i] = next(present)
-    return tuple(gradients)
+        found = _TransformedBackward.run(*arguments, tensors, g_out, g_kv, g_z)
+    elif ctx.recorded and not torch.is_grad_enabled():
+        found = _compute_backward(backend, call, sums, tensors, g_out, g_kv, g_z)
+    else:
+        found = _attend_backward(*arguments, tensors, g_out, g_kv, g_z)
+    present = iter(found)
+    return [None if arguments[i] is None else next(present) for i in _DIFFERENTIABLE]
 
 
 _attend.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _Recorded(torch.autograd.Function):
-    """The operator and its gradient as a plain autograd.Function, which skips the dispatcher; see ``_plain``."""
+    """The operator and its gradient as a plain autograd.Function, which skips the dispatcher; see ``_plain``.
+
+    arguments: the operator's, as one object. autograd looks at each argument of a Function, and finds the tensors
+    that have gradients once more after them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        results = _run(*arguments)
-        _setup_context(ctx, arguments, results)
+    def forward(
+        ctx: Any, arguments: tuple[Any, ...], call: Call, sums: Sums | None, *inputs: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        backend = _module(arguments[0])
+        results = _compute(backend, call, sums, True)
+        _keep(ctx, arguments, results, backend.reads_results(call))
         ctx.recorded = True
         return results[:3]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        return _backward(ctx, *gradients)
+        return None, None, None, *_input_gradients(ctx, *gradients)
 
 
 class _Transformed(torch.autograd.Function):

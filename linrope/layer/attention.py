@@ -307,7 +307,10 @@ class LinearRoPEAttention(Mixer):
         if self.short_conv is not None:
             projected = self.q_proj(x), k, v
             own_state = state if isinstance(state, LinearAttentionState) else None
-            (q, k, v), conv_inputs = self._convolve(projected, key_mask, cu_seqlens, own_state, shard)
+            want_last = return_state or state is not None  # a pool's rows are written in any case
+            (q, k, v), conv_inputs = self._convolve(
+                projected, key_mask, cu_seqlens, own_state, shard, want_last
+            )
         k, v = self._keys(k), self._values(v)
         log_decay = None if self.forget_gate is None else self.forget_gate(x)
         norm_suffices = self._out_norm_replaces_normalizer and v.dtype != torch.float16

@@ -145,7 +145,8 @@ class Mixer(nn.Module):
         cu_seqlens: Tensor | None,
         state: Any,
         shard: LayerShard | None = None,
-    ) -> tuple[list[Tensor], Tensor]:
+        want_last: bool = True,
+    ) -> tuple[list[Tensor], Tensor | None]:
         """q, k and v after the short convolution, and the last inputs of each sequence, for the state."""
         assert self.short_conv is not None
         if shard is not None:
@@ -160,7 +161,7 @@ class Mixer(nn.Module):
             before = state.conv if slots is None else state.conv.index_select(0, slots)
             if before.shape[0] != sequences:
                 raise ValueError(f"state: got {before.shape[0]} sequences, expected {sequences}")
-        return self.short_conv.convolve_parts(projected, before, key_mask, cu_seqlens)
+        return self.short_conv.convolve_parts(projected, before, key_mask, cu_seqlens, want_last)
 
     def _check_conv(self, state: Any) -> None:
         """Rejects a state whose inputs of the convolution do not fit this layer."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from linrope.common.names import check_name
-from linrope.layer.operators import convolve
+from linrope.layer.operators import convolve, convolve_parts
 from linrope.sequence.packing import owners, rising_bounds
 
 STARTS = ("identity", "uniform")
@@ -96,6 +96,7 @@ class ShortConvolution(nn.Module):
         before: the last inputs of the call whose sequences x continues. None: the sequences begin here.
         """
         (y,), last = self.convolve_parts((x,), before, key_mask, cu_seqlens)
+        assert last is not None
         return y, last
 
     def convolve_parts(
@@ -104,41 +105,31 @@ class ShortConvolution(nn.Module):
         before: Tensor | None = None,
         key_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-    ) -> tuple[list[Tensor], Tensor]:
-        """``forward`` with the channels of x in several tensors, which are not copied. y has the same parts."""
+        want_last: bool = True,
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """``forward`` with the channels of x in several tensors, which are not copied. y has the same parts.
+
+        Without want_last it may return None in place of the last inputs, which takes less time.
+        """
         sizes = [x.shape[-1] for x in parts]
         if key_mask is not None:
-            y, last = self._skip_hidden(torch.cat(list(parts), -1), before, key_mask, cu_seqlens)
-            return list(y.split(sizes, -1)), last
+            y, masked_last = self._skip_hidden(torch.cat(list(parts), -1), before, key_mask, cu_seqlens)
+            return list(y.split(sizes, -1)), masked_last
         if parts[0].shape[1] == 1:  # a decoding step: one call of the kernel costs less than several
             parts = (torch.cat(list(parts), -1),)
         sequences = parts[0].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        ys, lasts, low = [], [], 0
-        for x in parts:
-            channels = slice(low, low := low + x.shape[-1])
-            x_before = (
-                x.new_zeros(sequences, self.taps - 1, x.shape[-1])
-                if before is None
-                else before[..., channels].to(x.dtype)
-            )
-            ys.append(self._convolve(x, channels, None if before is None else x_before, cu_seqlens))
-            lasts.append(_last_inputs(x_before, x, cu_seqlens))
-        if len(ys) != len(sizes):
-            ys = list(ys[0].split(sizes, -1))
-        return ys, torch.cat(lasts, -1) if len(lasts) > 1 else lasts[0]
-
-    def _convolve(
-        self, x: Tensor, channels: slice, before: Tensor | None, cu_seqlens: Tensor | None
-    ) -> Tensor:
-        bias: Tensor | None = None if self.bias is None else self.bias[channels]
-        return convolve(
-            x,
-            self.weight[channels, 0],
-            bias,
-            before=before,
-            cu_seqlens=cu_seqlens,
-            silu=self.activation == "silu",
-        )
+        if before is not None:
+            before = before.to(parts[0].dtype)
+        silu = self.activation == "silu"
+        ys = convolve_parts(parts, self.weight, self.bias, before=before, cu_seqlens=cu_seqlens, silu=silu)
+        last: Tensor | None = None
+        if want_last:
+            if before is None:
+                before = parts[0].new_zeros(sequences, self.taps - 1, self.channels)
+            befores = before.split([x.shape[-1] for x in parts], -1)
+            lasts = [_last_inputs(*pair, cu_seqlens) for pair in zip(befores, parts, strict=True)]
+            last = torch.cat(lasts, -1) if len(lasts) > 1 else lasts[0]
+        return list(ys if len(ys) == len(sizes) else ys[0].split(sizes, -1)), last
 
     def _skip_hidden(
         self, x: Tensor, before: Tensor | None, key_mask: Tensor, cu_seqlens: Tensor | None
@@ -149,8 +140,8 @@ class ShortConvolution(nn.Module):
         inputs = x.new_zeros(rows.length + 1, self.channels).index_copy(0, rows.tokens, flat)
         if before is not None:
             inputs = inputs.index_copy(0, rows.before.flatten(), before.to(x.dtype).flatten(0, 1))
-        y = self._convolve(inputs[None], slice(None), None, None)[0].index_select(0, rows.tokens)
-        return y.view(x.shape), inputs[rows.last]
+        y = convolve(inputs[None], self.weight, self.bias, silu=self.activation == "silu")[0]
+        return y.index_select(0, rows.tokens).view(x.shape), inputs[rows.last]
 
     def extra_repr(self) -> str:
         text = f"{self.channels}, taps={self.taps}"

@@ -134,7 +134,10 @@ class SoftmaxAttention(Mixer):
             self._check_conv(state)
         q, k, v, conv_inputs = self.q_proj(x), self.k_proj(context), self.v_proj(context), None
         if self.short_conv is not None:
-            (q, k, v), conv_inputs = self._convolve((q, k, v), key_mask, cu_seqlens, state)
+            want_last = return_state or state is not None
+            (q, k, v), conv_inputs = self._convolve(
+                (q, k, v), key_mask, cu_seqlens, state, want_last=want_last
+            )
         q, k, v = self._queries(q), self._keys(k), self._values(v)
         skipped = v
         rotary = self.encoding if isinstance(self.encoding, Rotary) else None

@@ -1,5 +1,7 @@
 """A causal convolution of a few taps, each channel on its own."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -50,17 +52,40 @@ def convolve(
     >>> convolve(torch.ones(1, 4, 1), torch.tensor([[1.0, 10.0, 100.0]])).flatten()
     tensor([100., 110., 111., 111.])
     """
-    weight = _check(x, weight, bias)
-    (b, n, c), taps = x.shape, weight.shape[1]
-    check_packing(cu_seqlens, b, n, n, x.device)
+    return convolve_parts(
+        (x,), weight, bias, before=before, cu_seqlens=cu_seqlens, silu=silu, backend=backend
+    )[0]
+
+
+def convolve_parts(
+    parts: Sequence[Tensor],
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    before: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    silu: bool = False,
+    backend: str = "auto",
+) -> Sequence[Tensor]:
+    """``convolve`` of several x, which together have the channels of weight. They are not copied into one tensor.
+
+    >>> from linrope.layer.operators import convolve, convolve_parts
+    >>> a, b, weight = torch.randn(1, 9, 2), torch.randn(1, 9, 3), torch.randn(5, 4)
+    >>> y = torch.cat(convolve_parts((a, b), weight), -1)
+    >>> torch.testing.assert_close(y, convolve(torch.cat((a, b), -1), weight))
+    """
+    weight = _check(parts, weight, bias)
+    (b, n, _), (c, taps), device = parts[0].shape, weight.shape, weight.device
+    check_packing(cu_seqlens, b, n, n, device)
     if before is not None:
-        check_dense("before", before, x.device)
+        check_dense("before", before, device)
         s = b if cu_seqlens is None else len(cu_seqlens) - 1
         check_shape("before", before, (s, taps - 1, c))
-    name = choose(backend, (x, weight, bias, before), taps)
+    name = choose(backend, (*parts, weight, bias, before), taps)
     if name == "eager":
-        return eager.convolve(x, weight, bias, before, cu_seqlens, silu)
-    return fused.convolve(name, x, weight, bias, before, cu_seqlens, silu)
+        arguments = fused.of_parts(parts, weight, bias, before, cu_seqlens, silu)
+        return [eager.convolve(*x) for x in arguments]
+    return fused.convolve_parts(name, parts, weight, bias, before, cu_seqlens, silu)
 
 
 @torch.no_grad()
@@ -97,7 +122,7 @@ def convolve_step(
     >>> inputs.flatten()
     tensor([2., 3.])
     """
-    weight = _check(x, weight, bias)
+    weight = _check((x,), weight, bias)
     (s, _, c), taps = x.shape, weight.shape[1]
     check_shape("x", x, (s, 1, c))
     check_dense("inputs", inputs, x.device)
@@ -111,12 +136,15 @@ def convolve_step(
     return fused.convolve_step(name, x, weight, bias, inputs, slots, silu)
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Checks what both functions take. Returns the weight as (c, taps)."""
-    check_dense("x", x)
-    if x.ndim != 3:
-        raise ValueError(f"x: got shape {tuple(x.shape)}, expected (batch, length, channels)")
-    c = x.shape[2]
+def _check(parts: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Checks what all functions take. Returns the weight as (c, taps)."""
+    c = 0
+    for x in parts:
+        check_dense("x", x)
+        if x.ndim != 3:
+            raise ValueError(f"x: got shape {tuple(x.shape)}, expected (batch, length, channels)")
+        check_shape("x", x, (*parts[0].shape[:2], x.shape[2]))
+        c += x.shape[2]
     check_dense("weight", weight, x.device)
     taps = weight.shape[-1] if weight.ndim else 0
     check_shape("weight", weight, (c, taps), (c, 1, taps))

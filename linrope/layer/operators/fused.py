@@ -1,6 +1,6 @@
 """The fused operators as nodes for autograd and for torch.compile. Their backward pass recomputes from the inputs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,12 @@ class _Fused:
 
     def _gradients(self, ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         arguments = [*ctx.saved_tensors, *ctx.options]
+        return None, *self.gradients(gradient, ctx.backend, arguments, ctx.recorded)
+
+    def gradients(
+        self, gradient: Tensor, backend: str, arguments: list[Any], recorded: bool
+    ) -> list[Tensor | None]:
+        """The gradients of the arguments. recorded: without the dispatcher."""
         indices = self._differentiable(arguments)
         if torch.is_grad_enabled():  # create_graph=True: the gradients have gradients themselves
             indices = [i for i in indices if arguments[i].requires_grad]
@@ -84,12 +90,12 @@ class _Fused:
                 self.eager(*arguments), inputs, gradient, create_graph=True
             )
         else:
-            run = self.run_backward if ctx.recorded else self.backward
-            found = run(gradient, ctx.backend, *arguments)
+            run = self.run_backward if recorded else self.backward
+            found = run(gradient, backend, *arguments)
         gradients: list[Tensor | None] = [None] * len(arguments)
         for i, x in zip(indices, found, strict=True):
             gradients[i] = x
-        return None, *gradients
+        return gradients
 
 
 class _Recorded(torch.autograd.Function):
@@ -126,6 +132,67 @@ gated_norm = _Fused(
     "float eps, bool over_heads, bool gate_first, bool skip_first",
     lambda out, *_: (*out.shape[:2], out.shape[2] * out.shape[3]),
 )
+
+
+def convolve_parts(
+    backend: str,
+    parts: Sequence[Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    before: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+) -> Sequence[Tensor]:
+    """``convolve`` of each part with its channels of weight, bias and before."""
+    tensors = [x for x in (*parts, weight, bias, before, cu_seqlens) if x is not None]
+    if len(parts) > 1 and torch.is_grad_enabled() and _plain(tensors):
+        return _ConvolvedParts.apply(  # type: ignore[no-any-return, no-untyped-call]
+            backend, silu, weight, bias, before, cu_seqlens, *parts
+        )
+    return [convolve(backend, *x) for x in of_parts(parts, weight, bias, before, cu_seqlens, silu)]
+
+
+def of_parts(
+    parts: Sequence[Tensor], weight: Tensor, bias: Tensor | None, before: Tensor | None, *rest: Any
+) -> Iterator[list[Any]]:
+    """The arguments of ``convolve`` for each part."""
+    if len(parts) == 1:
+        yield [parts[0], weight, bias, before, *rest]
+        return
+    low = 0
+    for x in parts:
+        channels = slice(low, low := low + x.shape[2])
+        x_bias, x_before = None if bias is None else bias[channels], before
+        if before is not None:
+            x_before = before[..., channels]
+        yield [x, weight[channels], x_bias, x_before, *rest]
+
+
+class _ConvolvedParts(torch.autograd.Function):
+    """``convolve_parts`` as one node of the graph. A node and slices for each part would cost more than short calls."""
+
+    @staticmethod
+    def forward(ctx: Any, backend: str, silu: bool, *tensors: Any) -> tuple[Tensor, ...]:
+        weight, bias, before, cu_seqlens, *parts = tensors
+        ctx.save_for_backward(*tensors)
+        ctx.backend, ctx.silu = backend, silu
+        arguments = of_parts(parts, weight, bias, before, cu_seqlens, silu)
+        return tuple(convolve.run(backend, *x) for x in arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        weight, bias, before, cu_seqlens, *parts = ctx.saved_tensors
+        arguments = of_parts(parts, weight, bias, before, cu_seqlens, ctx.silu)
+        found = [
+            convolve.gradients(g, ctx.backend, x, True) for g, x in zip(gradients, arguments, strict=True)
+        ]
+        of_x, of_weight, of_bias, of_before, *_ = zip(*found, strict=True)
+        return None, None, _join(of_weight, 0), _join(of_bias, 0), _join(of_before, 2), None, *of_x
+
+
+def _join(gradients: Sequence[Tensor | None], dim: int) -> Tensor | None:
+    present = [x for x in gradients if x is not None]
+    return torch.cat(present, dim) if len(present) == len(gradients) else None
 
 
 def convolve_step(backend: str, *arguments: Any) -> Tensor:

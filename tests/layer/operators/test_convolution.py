@@ -1,5 +1,6 @@
 """The convolution of each channel: against its sum written out, cut, packed and stepped; the kernels against both."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from linrope.backends import native
-from linrope.layer.operators import convolve, convolve_step
+from linrope.layer.operators import convolve, convolve_parts, convolve_step
 from tests.layer.operators.cases import (
     FAST,
     HALF_PRECISION,
@@ -347,3 +348,30 @@ def test_bad_arguments_of_a_step_are_refused_and_nothing_is_written(
     with pytest.raises(error, match=message):
         convolve_step(**(given | arguments))
     assert bool((memory == 1).all())
+
+
+@pytest.mark.parametrize("backend", ["eager", "native"])
+@pytest.mark.parametrize("absent", [(), ("before",), ("before", "bias")])
+@pytest.mark.parametrize("twice", [False, True])
+def test_parts_are_convolved_as_if_they_were_one_tensor(
+    backend: str, absent: tuple[str, ...], twice: bool
+) -> None:
+    if backend == "native" and native.why_not() is not None:
+        pytest.skip(str(native.why_not()))
+    inputs: Tensors = {name: None if name in absent else x for name, x in make().items()}
+
+    def in_parts(leaves: Tensors) -> Tensor:
+        x, weight, bias, before = leaves.values()
+        parts = x.split([8, 1, 12], -1)
+        return torch.cat(convolve_parts(parts, weight, bias, before=before, silu=True, backend=backend), -1)
+
+    def gradients(call: Callable[[Tensors], Tensor]) -> list[Tensor]:
+        leaves = {name: None if x is None else x.clone().requires_grad_() for name, x in inputs.items()}
+        present = [x for x in leaves.values() if x is not None]
+        first = torch.autograd.grad(call(leaves).square().sum(), present, create_graph=twice)
+        if not twice:
+            return list(first)
+        return list(torch.autograd.grad(sum(x.square().sum() for x in first), present))
+
+    for x, y in zip(gradients(in_parts), gradients(lambda x: run(x, backend)), strict=True):
+        assert relative_error(x, y) < 1e-5  # float32: the parts' sums are added in another order
