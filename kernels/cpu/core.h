@@ -197,7 +197,8 @@ template <int block> LINROPE_INLINE v4 quarter(vf x) {
 
 // The transpose of `count` rows of K numbers in panels (count/columns, K, columns), which start panel_size apart. Reads
 // up to three rows beyond the last.
-void transpose(const float* rows, int stride, int count, int K, float* panels, int columns, int panel_size) {
+template <int columns>
+void transpose(const float* rows, int stride, int count, int K, float* panels, int panel_size) {
   for (int j = 0; j < count; j += 4) {
     float* to = panels + j / columns * panel_size + j % columns;
     for (int f = 0; f < K; f += W) {
@@ -215,13 +216,14 @@ void transpose(const float* rows, int stride, int count, int K, float* panels, i
 }
 
 void transpose(const float* rows, int count, int K, float* panels) {
-  transpose(rows, K, count, K, panels, NW, NW * K);
+  transpose<NW>(rows, K, count, K, panels, NW * K);
 }
 
 // The transpose of S (rows of F, columns of E), both in panels
 void transpose_state(const float* S, const RowLayout& F, const RowLayout& E, float* S_t) {
   for (int e0 = 0; e0 < E.size; e0 += E.panel)
-    transpose(S + e0 * F.size, E.panel, F.size, E.panel, S_t + e0 * F.panel, F.panel, F.panel * E.size);
+    (F.panel == NW ? transpose<NW> : transpose<NW / 2>)(S + e0 * F.size, E.panel, F.size, E.panel, S_t + e0 * F.panel,
+                                                        F.panel * E.size);
 }
 
 }  // namespace

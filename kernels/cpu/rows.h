@@ -186,15 +186,18 @@ void write_features(const Shape& s, const float* y, const Rows& rows, int64_t to
 // for a plain row, NW * kChunk for a row of panels
 LINROPE_INLINE float* at(float* y, int block, int i) { return y + i / NW * block + i % NW; }
 
+template <class T> inline void read_values(const Shape& s, const T* x, float* y, int block, float scale) {
+  int e = 0;
+  for (; e + NW <= s.e; e += NW, y += block)
+    for (int i = 0; i < NW; i += W) store(y + i, load(x + e + i) * scale);
+  for (; e < s.E; e += W, y += W) {  // the last panel
+    const int count = s.e - e;
+    if (count >= W) store(y, load(x + e) * scale);
+    else store(y, count > 0 ? (iota() < count ? load_lanes<true>(x + e, count) * scale : vf{}) : vf{});
+  }
+}
 void values(const Shape& s, const Rows& rows, int64_t token, float* y, int block, float scale = 1) {
-  with_type(rows.type, [&]<class T>() {
-    const T* x = (const T*)rows.at(token);
-    vectors(s.e, [&]<bool PART>(int i, int count) {
-      const vf z = load_lanes<PART>(x + i, count) * scale;
-      store(at(y, block, i), PART ? (iota() < count ? z : vf{}) : z);  // the scale may be infinite
-    });
-  });
-  for (int i = round_up(s.e, W); i < s.E; i += W) store(at(y, block, i), vf{});
+  with_type(rows.type, [&]<class T>() { read_values(s, (const T*)rows.at(token), y, block, scale); });
 }
 void zero_row(float* y, int block, int n) {
   for (int i = 0; i < n; i += W) store(at(y, block, i), vf{});
