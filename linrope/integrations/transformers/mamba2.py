@@ -52,38 +52,37 @@ def mamba2_chunk_scan(
     g, s = B.shape[2:]
     wide = torch.promote_types(hidden_states.dtype, torch.float32)
     steps = _step_sizes(dt.to(wide), dt_bias, dt_softplus).clamp(*dt_limit)
-    x, k, q = (y.to(wide) for y in (hidden_states, B, C))
-    v, log_decay = x * steps[..., None], A.to(wide) * steps
+    log_decay = A.to(wide) * steps
+    x, k, q = hidden_states, B.to(wide), C.to(wide)
     cu_seqlens = packed_bounds(seq_idx) if cu_seqlens is None else cu_seqlens
     if cu_seqlens is not None:
-        v, log_decay, k, q = (y.reshape(1, b * n, *y.shape[2:]) for y in (v, log_decay, k, q))
-    gradients = torch.is_grad_enabled() and any(y.requires_grad for y in (v, log_decay, k, q))
+        x, steps, log_decay, k, q = (y.reshape(1, b * n, *y.shape[2:]) for y in (x, steps, log_decay, k, q))
+    gradients = torch.is_grad_enabled() and any(y.requires_grad for y in (x, log_decay, k, q))
     heads = _heads_at_once(h // g, b * n * s if gradients else 0)
     outs, states = [], []
     # Parts of tensors by split, whose gradient is a concatenation: a slice's gradient has the size of the whole.
-    parts = zip(v.split(heads, 2), log_decay.split(heads, 2), strict=True)
+    parts = zip(x.split(heads, 2), steps.split(heads, 2), log_decay.split(heads, 2), strict=True)
     queries, keys = q.split(1, 2), k.split(1, 2)
-    for i, (v_part, decay_part) in enumerate(parts):
-        group, span = i * heads * g // h, slice(i * heads, (i + 1) * heads)
-        initial = None if initial_states is None else initial_states[:, span].to(wide)
+    skips = [None] * (h // heads) if D is None else D.to(wide).split(heads)
+    initial = None if initial_states is None else initial_states.to(wide).split(heads, 1)
+    for i, (x_part, steps_part, decay_part) in enumerate(parts):
+        group, x_part = i * heads * g // h, x_part.to(wide)
         out, last = linear_rope_attention(
             queries[group].expand(-1, -1, heads, -1),
             keys[group].expand(-1, -1, heads, -1),
-            v_part,
+            x_part * steps_part[..., None],
             feature_map=None,
             normalize=False,
             log_decay=decay_part,
             cu_seqlens=cu_seqlens,
-            state=None if initial is None else state_from_sums(initial.mT, feature_map=None),
+            state=None if initial is None else state_from_sums(initial[i].mT, feature_map=None),
             return_state=True,
         )
+        if skips[i] is not None:
+            out = gated_norm(out, v=x_part, skip=skips[i]).view(out.shape)
         outs.append(out)
         states.append(last.kv)
     out = (outs[0] if len(outs) == 1 else torch.cat(outs, 2)).view(b, n, h, p)
-    if D is not None and gradients:
-        out = gated_norm(out, v=x, skip=D).view(b, n, h, p)
-    elif D is not None:
-        out.addcmul_(D.to(wide)[:, None], x)
     if not return_final_states:
         return out
     return out, (states[0] if len(states) == 1 else torch.cat(states, 1)).mT
