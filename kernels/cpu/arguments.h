@@ -67,6 +67,7 @@ inline Tensor empty(ScalarType dtype, std::initializer_list<int64_t> sizes, bool
   const int32_t type = dtype == ScalarType::Float      ? aoti_torch_dtype_float32()
                        : dtype == ScalarType::Double   ? aoti_torch_dtype_float64()
                        : dtype == ScalarType::BFloat16 ? aoti_torch_dtype_bfloat16()
+                       : dtype == ScalarType::Long     ? aoti_torch_dtype_int64()
                                                        : aoti_torch_dtype_float16();
   AtenTensorHandle handle;
   TORCH_ERROR_CODE_CHECK(

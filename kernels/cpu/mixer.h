@@ -62,11 +62,12 @@ inline double log_sigmoid(double x) { return (x < 0 ? x : 0) - std::log1p(std::e
 
 // A layer's step between its projections. The columns of x: q (h d), k (g d), v (g e), and if they are wanted the gate
 // (h e), and the forget gate and the write gate (g) before their sigmoid. decay (g,) is the log of a fixed decay. The
-// other arguments are those of convolve_step, step and gated_norm.
+// other arguments are those of convolve_step, step and gated_norm. With slots (b,), inputs, kv, z and positions are those
+// of a pool, and sequence i has row slots[i] of each.
 inline Tensor mixer_step(Tensor x, int64_t h, bool has_gate, bool has_forget, bool has_write, bool tied, Maybe weight,
                          Maybe bias, Maybe inputs, bool silu, Maybe decay, Tensor kv, Tensor z, Tensor positions,
                          Maybe theta, int64_t layout, int64_t feature_map, bool normalize, double eps, Maybe norm,
-                         double norm_eps, bool over_heads, bool gate_first, Maybe skip, bool skip_first) {
+                         double norm_eps, bool over_heads, bool gate_first, Maybe skip, bool skip_first, Maybe slots) {
   const auto type = ScalarType::Float;
   STD_TORCH_CHECK(x.dim() == 2 && kv.dim() == 4, "x, kv: got ", x.dim(), " and ", kv.dim(),
                   " dimensions, expected 2 and 4");
@@ -81,16 +82,17 @@ inline Tensor mixer_step(Tensor x, int64_t h, bool has_gate, bool has_forget, bo
         check_contiguous("decay", *decay);
   const double* fixed = decay ? (const double*)decay->data_ptr() : nullptr;
 
-  const Maybe none, state = kv, sums = z, where = theta ? Maybe(positions) : none;
+  const Tensor starts = slots ? positions_at(*slots, positions, b, kv.size(0)) : positions;
+  const Maybe none, state = kv, sums = z, where = theta ? Maybe(starts) : none;
   const Tensor mixed = weight ? empty(type, {b, channels}) : x;
   std::optional<ConvolutionCall> convolution;
-  if (weight) convolution.emplace(as_token(x, 0, channels), *weight, bias, inputs, none, none, silu);
+  if (weight) convolution.emplace(as_token(x, 0, channels), *weight, bias, inputs, none, slots, silu);
   const Maybe q = as_heads(mixed, 0, h, d);
   const Tensor k = as_heads(mixed, h * d, g, d), v = as_heads(mixed, (h + g) * d, g, e);
   const Tensor written = tied || has_write ? empty(type, {b, 1, g, e}) : v;
-  Call c = read_call({q, k, written, feature_map, none, theta, where, none, none, none, none, none, state, sums, none,
+  Call c = read_call({q, k, written, feature_map, none, theta, where, none, none, none, none, none, state, sums, slots,
                       layout, true, normalize, eps, false});
-  int64_t* position = advancing_positions(c, positions);
+  int64_t* position = advancing_positions(c, starts);
   const Tensor out = empty(type, {b, 1, h, e});
   NormCall after(out, has_gate ? Maybe(as_token(x, channels, h * e)) : none, skip ? Maybe(v) : none, norm, skip,
                  norm_eps, over_heads, gate_first, skip_first);
@@ -111,6 +113,7 @@ inline Tensor mixer_step(Tensor x, int64_t h, bool has_gate, bool has_forget, bo
   if (!log_decay.empty()) c.log_decay = {(const char*)log_decay.data(), kFloat64, g, g, 1, 0};
   c.out = view(out);
   run_step(c, kv, z, position);
+  for (int64_t i = 0; slots && i < b; i++) ((int64_t*)positions.data_ptr())[c.slots[i]] = position[i];
   return norm_rows(after);
 }
 

@@ -4,6 +4,23 @@
 
 namespace linrope {
 
+// The positions (b, 1) of the sequences at the slots of a pool (rows, 1). Checks that the slots are different rows
+inline Tensor positions_at(const Tensor& slots, const Tensor& pool, int64_t b, int64_t rows) {
+  check_shape("slots", slots, {b}), check_type("slots", slots, ScalarType::Long, "int64");
+  check_contiguous("slots", slots);
+  check_shape("positions", pool, {rows, 1}), check_type("positions", pool, ScalarType::Long, "int64");
+  check_contiguous("positions", pool);
+  const int64_t *from = (const int64_t*)pool.data_ptr(), *slot = (const int64_t*)slots.data_ptr();
+  const Tensor result = empty(ScalarType::Long, {b, 1});
+  std::vector<bool> taken(rows);
+  for (int64_t i = 0; i < b; i++) {
+    STD_TORCH_CHECK(slot[i] >= 0 && slot[i] < rows && !taken[slot[i]], "slots: got ", slot[i],
+                    slot[i] >= 0 && slot[i] < rows ? " twice" : "", ", expected different rows 0 .. ", rows - 1);
+    taken[slot[i]] = true, ((int64_t*)result.data_ptr())[i] = from[slot[i]];
+  }
+  return result;
+}
+
 // The positions that a step advances, within the range in which angles are exact
 inline int64_t* advancing_positions(const Call& c, const Maybe& positions) {
   STD_TORCH_CHECK(positions, "positions: got none, expected those that advance");

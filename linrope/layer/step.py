@@ -53,9 +53,9 @@ class LayerStep:
         self.settings = [layer.num_heads, *(gate is not None for gate in gates), *_settings(layer, state)]
         self.o_proj = Joined(layer.o_proj)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Returns y (b, embed_dim), and overwrites the state with the next one."""
-        y: Tensor = self.o_proj(_ops.mixer_step.default(self.projections(x), *self.settings))
+    def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
+        """Returns y (b, embed_dim), and overwrites the state, or its rows at the slots (b,), with the next one."""
+        y: Tensor = self.o_proj(_ops.mixer_step.default(self.projections(x), *self.settings, slots))
         return y
 
 

@@ -28,7 +28,8 @@ class DecodingStep:
 
     Args:
         model: the language model.
-        states: the states after the last token, one per block. Do not use them again.
+        states: the states after the last token, one per block. Do not use them again, unless they are a pool, of
+            which each call takes the rows at its slots.
 
     Raises:
         ValueError: ``DecodingStep.why_not`` has a reason why only the model's own call can take the step.
@@ -50,9 +51,14 @@ class DecodingStep:
         self._blocks = BlocksStep([_parts(block) for block in model.blocks], model.norm, states)
 
     @torch.no_grad()
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """tokens (b, 1) integers -> logits (b, 1, vocab_size). Overwrites ``states`` with the next ones."""
-        b = self.states[0].position.shape[0]
+    def __call__(self, tokens: Tensor, slots: Tensor | None = None) -> Tensor:
+        """tokens (b, 1) integers -> logits (b, 1, vocab_size). Overwrites ``states`` with the next ones.
+
+        slots (b,) int64, all different: the row of ``states`` for each sequence of this call; the other rows stay as
+        they are. Default: all rows, in order.
+        """
+        rows = len(self.states[0].position)
+        b = rows if slots is None else self._check(slots, rows)
         if tokens.shape != (b, 1) or tokens.is_floating_point():
             raise ValueError(f"tokens: got {tokens.dtype} {tuple(tokens.shape)}, expected integers ({b}, 1)")
         try:
@@ -60,7 +66,16 @@ class DecodingStep:
         except IndexError as error:
             ids = f"{int(tokens.min())} .. {int(tokens.max())}"
             raise ValueError(f"tokens: got ids {ids}, expected 0 .. {len(self._embedding) - 1}") from error
-        return F.linear(self._blocks(x), self._embedding)[:, None]
+        return F.linear(self._blocks(x, slots), self._embedding)[:, None]
+
+    def _check(self, slots: Tensor, rows: int) -> int:
+        """Raises unless slots are different rows; returns how many they are."""
+        if slots.ndim != 1 or slots.dtype != torch.int64:
+            raise ValueError(f"slots: got {slots.dtype} {tuple(slots.shape)}, expected int64 of shape (b,)")
+        numbers = slots.tolist()
+        if len(set(numbers)) < len(numbers) or (numbers and not 0 <= min(numbers) <= max(numbers) < rows):
+            raise ValueError(f"slots: got {numbers}, expected different rows 0 .. {rows - 1}")
+        return len(numbers)
 
     @staticmethod
     def why_not(model: nn.Module, states: States) -> str | None:
@@ -86,12 +101,12 @@ class BlockParts(NamedTuple):
 class BlocksStep:
     """One token of each sequence through all blocks and the last norm: x (b, embed_dim) to the same shape.
 
-    x itself is overwritten. So are the states.
+    x itself is overwritten. So are the states, or their rows at the slots (b,).
     """
 
     def __init__(self, blocks: Sequence[BlockParts], norm: nn.Module, states: States) -> None:
         self.states = list(states)
-        self._branches: list[tuple[_AddNorm, Any]] = []
+        self._branches: list[tuple[_AddNorm, LayerStep | _SwiGLU]] = []
         state: Any
         for block, state in zip(blocks, states, strict=True):
             attention: Any = block.attention
@@ -100,10 +115,11 @@ class BlocksStep:
                 self._branches.append((_AddNorm(block.feed_forward_norm), _SwiGLU(block)))
         self._norm = _AddNorm(norm)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
         y = None
         for add_norm, branch in self._branches:
-            y = branch(add_norm(x, y))
+            normed = add_norm(x, y)
+            y = branch(normed, slots) if isinstance(branch, LayerStep) else branch(normed)
         return self._norm(x, y)
 
 

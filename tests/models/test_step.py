@@ -151,6 +151,49 @@ def test_wrong_tokens_are_refused_and_nothing_is_written(tokens: Tensor, message
 
 
 @needs_library
+@pytest.mark.parametrize("name", OPTIONS)
+@torch.no_grad()
+def test_it_steps_rows_of_a_pool_and_leaves_the_others_alone(name: str) -> None:
+    model = make(**OPTIONS[name])
+    pool = [state.reorder(torch.tensor([0, 1, 0, 1, 0])) for state in prompt(model)]
+    expected_pool = copies(pool)
+    step = DecodingStep(model, pool)
+    for slots in ([3, 0], [4, 0, 1], [2], [], [4, 3, 2, 1, 0]):
+        rows, tokens = torch.tensor(slots, dtype=torch.int64), torch.randint(256, (len(slots), 1))
+        idle = [row for row in range(5) if row not in slots]
+        before = [state.reorder(torch.tensor(idle, dtype=torch.int64)) for state in copies(pool)]
+        found = step(tokens, rows)
+        states = [state.at(rows) for state in expected_pool]
+        if slots:
+            torch.testing.assert_close(found, model(tokens, states)[0], rtol=1e-4, atol=1e-4)
+        for state, old in zip(pool, before, strict=True):
+            kept = state.reorder(torch.tensor(idle, dtype=torch.int64)).tensors()
+            assert all(torch.equal(kept[key], x) for key, x in old.tensors().items())
+    assert_same_states(pool, expected_pool)
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        (torch.tensor([1, 1]), r"slots: got \[1, 1\], expected different rows 0 \.\. 1"),
+        (torch.tensor([0, 2]), r"slots: got \[0, 2\]"),
+        (torch.tensor([-1, 0]), r"slots: got \[-1, 0\]"),
+        (torch.tensor([[0, 1]]), r"slots: got torch.int64 \(1, 2\), expected int64 of shape \(b,\)"),
+        (torch.tensor([0.0, 1.0]), "slots: got torch.float32"),
+        (torch.tensor([0]), r"tokens: got torch.int64 \(2, 1\), expected integers \(1, 1\)"),
+    ],
+)
+def test_wrong_slots_are_refused_and_nothing_is_written(slots: Tensor, message: str) -> None:
+    model = make()
+    states = prompt(model)
+    step = DecodingStep(model, copies(states))
+    with pytest.raises(ValueError, match=message):
+        step(torch.zeros(2, 1, dtype=torch.int64), slots)
+    assert_same_states(step.states, states)
+
+
+@needs_library
 def test_a_position_without_an_exact_angle_is_refused_and_nothing_is_written() -> None:
     model = make()
     states = prompt(model)

@@ -75,7 +75,8 @@ def run(native: Any, arguments: dict[str, Any]) -> Tensor:
     parts = {name: arguments[name] for name in ("qkv", "gate", "forget", "write")}
     more = {f"has_{name}": x is not None for name, x in parts.items()} | {"heads": arguments["h"]}
     x = arguments.get("x", torch.cat([x for x in parts.values() if x is not None], 1))
-    return native.mixer_step.default(x, *[(arguments | more)[name] for name in ORDER])
+    values = [(arguments | more)[name] for name in ORDER]
+    return native.mixer_step.default(x, *values, arguments.get("slots"))
 
 
 def copied(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -144,6 +145,42 @@ def test_it_computes_its_equations(native, name):
         if x is not None:
             got = arguments[key]
             torch.testing.assert_close(got, x.to(got.dtype), rtol=1e-6, atol=1e-6 * float(x.abs().max()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_a_pool_get_the_bits_that_they_get_alone_and_the_others_stay(native, name):
+    arguments = make(**CASES[name])
+    b, slots = len(arguments["kv"]), [5, 0, 3]
+    slots = slots[:b]
+    pools = {key: x[[i % b for i in range(7)]] for key in WRITTEN if (x := arguments[key]) is not None}
+    before = copied(pools)
+    alone = copied(arguments) | {key: x[slots] for key, x in pools.items()}
+    expected = run(native, alone)
+    y = run(native, arguments | pools | {"slots": torch.tensor(slots)})
+    assert torch.equal(y, expected)
+    others = [row for row in range(7) if row not in slots]
+    for key, x in pools.items():
+        assert torch.equal(x[slots], alone[key])
+        assert torch.equal(x[others], before[key][others])
+
+
+WRONG_SLOTS = {
+    "slots: got 1 twice, expected different rows 0 .. 1": torch.tensor([1, 1]),
+    "slots: got 2, expected different rows 0 .. 1": torch.tensor([0, 2]),
+    "slots: got -1, expected": torch.tensor([-1, 0]),
+    r"slots: got shape \(3\)": torch.tensor([0, 1, 2]),
+    "slots: got another dtype": torch.tensor([0, 1], dtype=torch.int32),
+    "slots: got a tensor that is not contiguous": torch.tensor([0, 0, 1, 1])[::2],
+}
+
+
+@pytest.mark.parametrize("message", WRONG_SLOTS)
+def test_wrong_slots_are_refused_and_nothing_is_written(native, message):
+    arguments = make() | {"slots": WRONG_SLOTS[message]}
+    before = copied(arguments)
+    with pytest.raises(RuntimeError, match=message):
+        run(native, arguments)
+    assert all(torch.equal(arguments[name], before[name]) for name in WRITTEN)
 
 
 @pytest.mark.parametrize("logit", [-math.inf, -1e4, 1e4, math.inf])

@@ -19,9 +19,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     taken: list[int] = []
     call = prepared.BlocksStep.__call__
 
-    def counted(self: Any, x: Tensor) -> Tensor:
+    def counted(self: Any, x: Tensor, slots: Tensor | None = None) -> Tensor:
         taken.append(len(x))
-        return call(self, x)
+        return call(self, x, slots)
 
     monkeypatch.setattr(prepared.BlocksStep, "__call__", counted)
     return taken
