@@ -1,0 +1,293 @@
+"""An OpenAI-compatible completions server for a LanguageModel, with the continuous batching of batching.py.
+
+    python docs/examples/serve.py               # trains a small model for some seconds and serves it
+    python docs/examples/serve.py runs/demo     # serves a checkpoint of `linrope train`
+
+Tokens are bytes. A request may name a session: the server then saves its states, and the next request of the session
+continues from them. There is no authentication: keep the server on the loopback address or behind a proxy.
+"""
+
+import argparse
+import asyncio
+import json
+import re
+import reprlib
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from batching import Engine, Generation, Pieces
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from linrope.models import LanguageModel
+
+LONGEST_PROMPT, LONGEST_COMPLETION, LONGEST_STOP = 65_536, 4_096, 100  # bytes
+# OpenAI's arguments that are accepted with these values only.
+FIXED = {"best_of": 1, "echo": False, "frequency_penalty": 0, "logit_bias": {}, "logprobs": None, "n": 1}
+FIXED |= {"presence_penalty": 0, "suffix": ""}
+READ = {"max_tokens", "model", "prompt", "seed", "session", "stop", "stream", "temperature", "top_p"}
+IGNORED = {"stream_options", "user"}  # the usage is always sent
+
+
+class Refused(Exception):
+    """A request is answered with an error in OpenAI's format."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        kind = {429: "rate_limit_error", 500: "server_error"}.get(status, "invalid_request_error")
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def wrong(name: str, value: object, expected: str) -> Refused:
+    return Refused(400, f"{name}: got {reprlib.repr(value)}, expected {expected}", name)
+
+
+def number(body: dict[str, Any], name: str, default: Any, kind: Any, low: float, high: float) -> Any:
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind) or isinstance(value, bool) or not low <= value <= high:
+        raise wrong(name, value, f"{'an integer' if kind is int else 'a number'} from {low} to {high}")
+    return value
+
+
+def to_bytes(name: str, value: object, longest: int) -> bytes:
+    try:
+        data = bytes(value) if isinstance(value, list) else str.encode(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # another type, an integer beyond 255, or half of a surrogate pair
+        raise wrong(name, value, "text, or its bytes as a list of integers") from None
+    if len(data) > longest:
+        message = f"{name}: got {len(data)} bytes, expected at most {longest}"
+        raise Refused(400, message, name, "context_length_exceeded" if name == "prompt" else None)
+    return data
+
+
+def parse(body: Any, model: str, sessions: Path | None) -> Generation:
+    """Checks the arguments of a request."""
+    if not isinstance(body, dict):
+        raise wrong("body", body, "a JSON object")
+    if unknown := body.keys() - FIXED.keys() - READ - IGNORED:
+        raise wrong("arguments", min(unknown), f"some of {sorted(READ)}")
+    for name, value in FIXED.items():
+        if body.get(name) not in (None, value):
+            raise wrong(name, body[name], repr(value))
+    if body.get("model") not in (None, model):
+        message = f"model: got {reprlib.repr(body['model'])}, expected {model!r}"
+        raise Refused(404, message, "model", "model_not_found")
+    if body.get("stream") not in (None, True, False):
+        raise wrong("stream", body["stream"], "true or false")
+    stops = [] if body.get("stop") is None else body["stop"]
+    stops = [stops] if isinstance(stops, str) else stops
+    if not isinstance(stops, list) or len(stops) > 4 or not all(isinstance(x, str) and x for x in stops):
+        raise wrong("stop", stops, "at most 4 texts of at least 1 byte")
+    session = body.get("session")
+    if session is not None:
+        if sessions is None:
+            raise wrong("session", session, "none, because the server was started without --sessions")
+        if not isinstance(session, str) or not re.fullmatch("[A-Za-z0-9_-]{1,64}", session):
+            raise wrong("session", session, "1 to 64 of the characters A-Z, a-z, 0-9, _ and -")
+    return Generation(
+        unread=[*to_bytes("prompt", body.get("prompt"), LONGEST_PROMPT)],
+        max_tokens=number(body, "max_tokens", 16, int, 1, LONGEST_COMPLETION),
+        temperature=number(body, "temperature", 1.0, (int, float), 0, 2),
+        top_p=number(body, "top_p", 1.0, (int, float), 0, 1),
+        seed=number(body, "seed", None, int, -(2**63), 2**63 - 1),
+        stops=[to_bytes("stop", stop, LONGEST_STOP) for stop in stops],
+        session=sessions / f"{session}.pt" if sessions and session else None,
+    )
+
+
+class Server:
+    """Answers the requests, which an Engine on another thread runs."""
+
+    def __init__(self, engine: Engine, name: str, sessions: Path | None = None) -> None:
+        self.engine, self.name, self.sessions = engine, name, sessions
+        self.sessions_in_use: set[Path] = set()
+        if sessions is not None:
+            sessions.mkdir(parents=True, exist_ok=True)
+
+    def app(self) -> Starlette:
+        routes = [
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/health", self.health),
+        ]
+        handlers: dict[Any, Any] = dict.fromkeys((Refused, HTTPException, ClientDisconnect), self.refuse)
+        return Starlette(routes=routes, exception_handlers=handlers, lifespan=self.lifespan)
+
+    async def refuse(self, http: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):  # no such path or method
+            error = Refused(error.status_code, f"{http.method} {http.url.path}: {error.detail}")
+        if not isinstance(error, Refused):
+            error = Refused(400, "body: the client left before its end")
+        return JSONResponse(error.body, error.status, {"Retry-After": "1"} if error.status == 429 else None)
+
+    @asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        """Runs the engine on a thread, which hands each step's pieces to the server's thread."""
+        loop = asyncio.get_running_loop()
+
+        def deliver(pieces: Pieces) -> None:
+            for generation, piece in pieces:
+                generation.pieces.put_nowait(piece)
+
+        def send(pieces: Pieces) -> None:
+            loop.call_soon_threadsafe(deliver, pieces)
+
+        thread = threading.Thread(target=self.engine.run, args=[send])
+        thread.start()
+        try:
+            yield
+        finally:
+            self.engine.stop()
+            await run_in_threadpool(thread.join)
+
+    async def models(self, _: Request) -> Response:
+        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "linrope"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def health(self, _: Request) -> Response:
+        engine = self.engine
+        return JSONResponse({"slots": engine.slots, "free": len(engine.free), "waiting": len(engine.waiting)})
+
+    async def completions(self, http: Request) -> Response:
+        data = bytearray()
+        async for chunk in http.stream():
+            data += chunk
+            if len(data) > 8 * LONGEST_PROMPT:
+                raise Refused(413, f"body: got more than {8 * LONGEST_PROMPT} bytes, expected at most that")
+        try:
+            body = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise Refused(400, f"body: expected JSON: {error}") from None
+        generation = parse(body, self.name, self.sessions)
+        answer = Answer(self, generation, bool(body.get("stream")))
+        session, engine = generation.session, self.engine
+        if session in self.sessions_in_use:
+            raise Refused(
+                409, f"session: {session.stem!r} is in use, expected one request at a time", "session"
+            )
+        self.sessions_in_use |= {session} - {None}
+        try:
+            if session is not None and session.exists():
+                await run_in_threadpool(engine.load, generation)
+            if not generation.unread:
+                raise wrong("prompt", "", "at least 1 byte")
+            if not engine.submit(generation):
+                raise Refused(429, f"queue: all {engine.slots} slots and {engine.queue} places are taken")
+        except BaseException as error:
+            answer.close()
+            raise Refused(400, str(error), "session") if isinstance(error, ValueError) else error from None
+        return answer
+
+
+class Answer(Response):
+    """Sends the text of a generation, as a whole or as it comes. If the client leaves, its slot becomes free."""
+
+    def __init__(self, server: Server, generation: Generation, stream: bool) -> None:
+        self.server, self.generation, self.stream = server, generation, stream
+        self.id, self.created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if self.stream:
+                response = StreamingResponse(self.events(), media_type="text/event-stream")
+                await response(scope, receive, send)
+            else:
+                await self.send_whole(scope, receive, send)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self.generation.cancelled = True
+        self.server.sessions_in_use.discard(self.generation.session)
+
+    async def send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def leave() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        async def collect() -> str:
+            return "".join([piece async for piece in self.pieces()])
+
+        text, left = asyncio.ensure_future(collect()), asyncio.ensure_future(leave())
+        try:
+            await asyncio.wait([text, left], return_when=asyncio.FIRST_COMPLETED)
+            if text.done():
+                await JSONResponse(self.body_of(text.result(), last=True))(scope, receive, send)
+        finally:
+            text.cancel()
+            left.cancel()
+
+    async def events(self) -> AsyncIterator[str]:
+        try:
+            async for piece in self.pieces():
+                yield f"data: {json.dumps(self.body_of(piece))}\n\n"
+            yield f"data: {json.dumps(self.body_of('', last=True))}\n\ndata: [DONE]\n\n"
+        except Refused as error:
+            yield f"data: {json.dumps(error.body)}\n\n"
+
+    async def pieces(self) -> AsyncIterator[str]:
+        while (piece := await self.generation.pieces.get()) is not None:
+            if isinstance(piece, Exception):
+                raise Refused(500, f"model: the step failed with {piece!r}")
+            yield piece
+        if self.generation.session is not None:
+            await run_in_threadpool(self.server.engine.save, self.generation)
+
+    def body_of(self, text: str, last: bool = False) -> dict[str, Any]:
+        x = self.generation
+        reason = x.finish_reason if last else None
+        choices = [{"index": 0, "text": text, "logprobs": None, "finish_reason": reason}]
+        counts = {"prompt_tokens": x.prompt_tokens, "completion_tokens": x.generated}
+        usage = {**counts, "total_tokens": sum(counts.values())} if last else None
+        head = {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.server.name,
+        }
+        return {**head, "choices": choices, "usage": usage}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("checkpoint", nargs="?", help="folder of linrope train; default: a model trained now")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--slots", type=int, default=32, help="how many requests run at once")
+    parser.add_argument("--queue", type=int, default=64, help="how many more may wait; others get status 429")
+    parser.add_argument("--sessions", type=Path, help="folder for saved sessions; default: no sessions")
+    parser.add_argument("--budget", type=int, help="prompt bytes per step; default: what takes 40 ms")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the model")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.checkpoint is None:
+        from streaming import train
+
+        model, name = train(150), "demo"
+    else:
+        model, name = LanguageModel.load(options.checkpoint), Path(options.checkpoint).resolve().name
+    if (model.config.attention, model.config.vocab_size) != ("linear", 256):
+        parser.error("checkpoint: expected linear attention and a vocabulary of the 256 bytes")
+    engine = Engine(model, options.slots, options.queue, options.budget)
+    print(f"{name}: {options.slots} slots, {engine.budget} bytes of prompts per step")
+    app = Server(engine, name, options.sessions).app()
+    uvicorn.run(app, host=options.host, port=options.port, access_log=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,389 @@
+"""docs/examples/serve.py over the loopback, with OpenAI's client, and its parts alone."""
+
+import asyncio
+import importlib
+import json
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+openai = pytest.importorskip("openai", reason="OpenAI's client is not installed (extra dev)")
+uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed (extra serve)")
+pytest.importorskip("starlette", reason="Starlette is not installed (extra serve)")
+
+from linrope.models import LanguageModel, generate  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    torch.get_default_device().type != "cpu", reason="the examples run on the CPU"
+)
+
+EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+sys.path.insert(0, str(EXAMPLES))
+try:
+    batching, serve, streaming = map(importlib.import_module, ("batching", "serve", "streaming"))
+finally:
+    sys.path.remove(str(EXAMPLES))
+
+VERSE = "Für den Nagel – ein Hufeisen 🐎. Für das Hufeisen – ein Pferd 🐴. Für das Pferd – ein Reiter 🤺. "
+PATIENCE = 30  # seconds until a condition that must come true counts as failed
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[LanguageModel]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming, "RHYME", VERSE)
+        yield streaming.train(40)
+
+
+class Running:
+    """A server on a free port, on a thread of its own."""
+
+    def __init__(self, model: LanguageModel, slots: int, queue: int, sessions: Path | None = None) -> None:
+        self.engine = batching.Engine(model, slots, queue, budget=64)
+        app = serve.Server(self.engine, "verse", sessions).app()
+        config = uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1)
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run)
+
+    def __enter__(self) -> "Running":
+        self.thread.start()
+        wait_until(lambda: self.server.started)
+        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+        client = openai.DefaultHttpxClient(trust_env=False)
+        self.client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, http_client=client
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        self.server.should_exit = True
+        self.thread.join()
+
+    def complete(self, prompt: Any, **options: Any) -> str:
+        return self.whole(prompt, **options).choices[0].text
+
+    def whole(self, prompt: Any, **options: Any) -> Any:
+        known = {"max_tokens", "temperature", "top_p", "seed", "stop", "stream", "n", "logprobs"}
+        more = {name: options.pop(name) for name in list(options) if name not in known}
+        return self.client.completions.create(model="verse", prompt=prompt, extra_body=more, **options)
+
+    def free(self) -> int:
+        return self.client.get("../health", cast_to=object)["free"]  # type: ignore[index]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def server(model: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with Running(model, slots=16, queue=64, sessions=tmp_path_factory.mktemp("sessions")) as running:
+        yield running
+
+
+def alone(model: LanguageModel, prompt: str | bytes, count: int) -> bytes:
+    """The bytes that the model generates from the prompt by itself."""
+    tokens = torch.tensor([[*(prompt.encode() if isinstance(prompt, str) else prompt)]])
+    return bytes(int(token) for token in generate(model, tokens, count, temperature=0))
+
+
+def test_32_clients_at_once_each_get_what_the_model_generates_alone(model, server) -> None:
+    prompts = [(VERSE * 3)[i : i + 1 + 7 * i] for i in range(32)]
+
+    async def ask(client: Any, i: int) -> tuple[str, Any]:
+        options = {"model": "verse", "prompt": prompts[i], "max_tokens": 20 + i, "temperature": 0}
+        if i % 2:
+            answer = await client.completions.create(**options)
+            return answer.choices[0].text, answer.usage
+        pieces = [x async for x in await client.completions.create(**options, stream=True)]
+        assert [x.choices[0].finish_reason for x in pieces] == [None] * (len(pieces) - 1) + ["length"]
+        return "".join(x.choices[0].text for x in pieces), pieces[-1].usage
+
+    async def ask_all() -> list[tuple[str, Any]]:
+        http = openai.DefaultAsyncHttpxClient(trust_env=False)
+        async with openai.AsyncOpenAI(
+            base_url=str(server.client.base_url), api_key="none", max_retries=0, http_client=http
+        ) as client:
+            return await asyncio.gather(*(ask(client, i) for i in range(32)))
+
+    for i, (text, usage) in enumerate(asyncio.run(ask_all())):
+        assert text == alone(model, prompts[i], 20 + i).decode(errors="replace"), i
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompts[i].encode()), 20 + i)
+    assert server.free() == 16
+
+
+def test_a_streamed_text_has_whole_characters_only(model, server) -> None:
+    expected = alone(model, "Für den ", 90)
+    assert "🐎" in expected.decode(errors="ignore")
+    for count in (90, *range(24, 34)):
+        stream = server.whole("Für den ", max_tokens=count, temperature=0, stream=True)
+        pieces = [x.choices[0].text for x in stream]
+        assert "".join(pieces) == expected[:count].decode(errors="replace")
+        assert all("\ufffd" not in piece for piece in pieces[:-2])
+
+
+def test_a_replacement_character_comes_only_for_bytes_that_are_no_character() -> None:
+    text = "aé–🐎z"
+    for count in range(len(text.encode()) + 1):
+        sender, data = batching.Text([]), text.encode()[:count]
+        pieces = [sender.add(byte)[0] for byte in data]
+        assert all("\ufffd" not in piece for piece in pieces)
+        assert "".join(pieces) + sender.end() == data.decode(errors="replace")
+    sender = batching.Text([])
+    assert [sender.add(byte)[0] for byte in b"a\xff\xc3b"] == ["a", "\ufffd", "", "\ufffdb"]
+
+
+@pytest.mark.parametrize(
+    "stops", [["en"], ["Nagel –"], ["🐎"], ["–", " –", "l –"], ["el x", "l – e"], ["absent"]]
+)
+def test_the_text_ends_before_a_stop_sequence(stops: list[str], model, server) -> None:
+    whole = alone(model, "Für ", 60).decode(errors="replace")
+    ends = [(whole.find(stop) + len(stop), -len(stop)) for stop in stops if stop in whole]
+    end, length = min(ends, default=(len(whole), 0))
+    expected = whole[: end + length]
+    answer = server.whole("Für ", max_tokens=60, temperature=0, stop=stops)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (
+        expected,
+        "stop" if ends else "length",
+    )
+    pieces = list(server.whole("Für ", max_tokens=60, temperature=0, stop=stops, stream=True))
+    assert "".join(x.choices[0].text for x in pieces) == expected
+    assert pieces[-1].choices[0].finish_reason == ("stop" if ends else "length")
+
+
+def test_what_may_begin_a_stop_sequence_is_held_back() -> None:
+    text = batching.Text([b"abac"])
+    assert [text.add(byte) for byte in b"xabab"] == [("x", False), *[("", False)] * 3, ("ab", False)]
+    assert [text.add(byte) for byte in b"ac"] == [("", False), ("", True)]
+
+
+def test_a_seed_gives_the_same_text_beside_other_requests(server) -> None:
+    options = {"max_tokens": 30, "temperature": 1.5, "top_p": 0.95}
+    first = server.complete("Für", seed=1, **options)
+    stream = server.whole("Für das", max_tokens=200, stream=True)
+    assert server.complete("Für", seed=1, **options) == first
+    assert {server.complete("Für", seed=seed, **options) for seed in (2, 3)} != {first}
+    stream.close()
+
+
+def test_bytes_are_drawn_by_their_probabilities() -> None:
+    count = 4000
+    logits = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).log().expand(count, 4)
+    drawn = [batching.Generation([1], seed=seed) for seed in range(count)]
+
+    def frequencies(temperature: float, top_p: float) -> list[float]:
+        for x in drawn:
+            x.temperature, x.top_p = temperature, top_p
+        found = torch.bincount(torch.tensor(batching.choose(drawn, logits)), minlength=4)
+        return (found / count).tolist()
+
+    squares = [0.0225, 0.25, 0.0025, 0.09]
+    near = {"abs": 0.032}  # four standard deviations
+    assert frequencies(1, 1) == pytest.approx([0.15, 0.5, 0.05, 0.3], **near)
+    assert frequencies(1, 0.75) == pytest.approx([0, 0.625, 0, 0.375], **near)
+    assert frequencies(0.5, 1) == pytest.approx([x / sum(squares) for x in squares], **near)
+    assert frequencies(1, 0) == frequencies(0, 1) == [0, 1, 0, 0]
+
+
+def test_a_session_continues_as_if_it_had_not_been_interrupted(model, server) -> None:
+    whole = alone(model, "Das Pferd", 60)
+    for i, prompt in ((0, "Das Pferd"), (20, ""), (40, "")):
+        text = server.complete(prompt, max_tokens=20, temperature=0, session="a")
+        assert text == whole[i : i + 20].decode(errors="replace")
+    read = b"Das Pferd" + whole + b" Und das"
+    text = server.complete(" Und das", max_tokens=9, temperature=0, session="a")
+    assert text == alone(model, read, 9).decode(errors="replace")
+
+
+def test_a_session_outlives_the_server_and_belongs_to_its_model(model, tmp_path) -> None:
+    whole = alone(model, "Das ", 30)
+    for part in (whole[:10], whole[10:30]):
+        with Running(model, slots=1, queue=0, sessions=tmp_path) as running:
+            prompt = "Das " if part == whole[:10] else ""
+            text = running.complete(prompt, max_tokens=len(part), temperature=0, session="kept")
+            assert text == part.decode(errors="replace")
+    other = streaming.train(1)
+    with Running(other, slots=1, queue=0, sessions=tmp_path) as running:
+        with pytest.raises(openai.BadRequestError, match="session: 'kept' was saved by another model"):
+            running.complete("x", session="kept")
+        assert len(running.complete("x", session="new", max_tokens=1)) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.pt", "new.pt"]
+
+
+def raw(server: Running, body: dict[str, Any]) -> socket.socket:
+    """Sends a request; the caller reads the answer, or not."""
+    data = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_killed_client_gives_its_slot_back(stream: bool, server, monkeypatch) -> None:
+    step, go_on = server.engine.step, threading.Semaphore(0)
+    monkeypatch.setattr(server.engine, "step", lambda: (go_on.acquire(timeout=PATIENCE), step())[1])
+    connections = [raw(server, {"prompt": "F", "max_tokens": 4000, "stream": stream}) for _ in range(3)]
+    wait_until(lambda: len(server.engine.waiting) == 3)
+    go_on.release()  # one step, in which all three join
+    wait_until(lambda: server.free() == 13)
+    for connection in connections:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # as if killed
+        connection.close()
+    wait_until(lambda: all(x.cancelled for x in server.engine.running))
+    assert [x.generated for x in server.engine.running] == [1, 1, 1]
+    go_on.release()
+    wait_until(lambda: server.free() == 16)
+    monkeypatch.undo()
+    assert server.complete("Für", max_tokens=1)
+
+
+def test_a_full_queue_refuses_with_429_until_there_is_room(model, monkeypatch) -> None:
+    with Running(model, slots=1, queue=1) as running:
+        step, go_on = running.engine.step, threading.Event()
+        monkeypatch.setattr(running.engine, "step", lambda: (go_on.wait(PATIENCE), step())[1])
+        connections = [raw(running, {"prompt": "Für", "max_tokens": 3}) for _ in range(2)]
+        wait_until(lambda: len(running.engine.waiting) == 2)
+        with pytest.raises(
+            openai.RateLimitError, match="queue: all 1 slots and 1 places are taken"
+        ) as caught:
+            running.complete("Für")
+        assert caught.value.response.headers["retry-after"] == "1"
+        go_on.set()
+        for connection in connections:
+            assert connection.recv(12) == b"HTTP/1.1 200"
+            connection.close()
+        assert running.complete("Für", max_tokens=1)
+
+
+def test_two_requests_of_one_session_at_once_are_refused(server, monkeypatch) -> None:
+    step, go_on = server.engine.step, threading.Event()
+    monkeypatch.setattr(server.engine, "step", lambda: (go_on.wait(PATIENCE), step())[1])
+    connection = raw(server, {"prompt": "Für", "session": "one", "max_tokens": 1})
+    wait_until(lambda: len(server.engine.waiting) == 1)
+    with pytest.raises(openai.ConflictError, match="session: 'one' is in use"):
+        server.complete("x", session="one")
+    go_on.set()
+    assert connection.recv(12) == b"HTTP/1.1 200"
+    connection.close()
+    assert server.complete("", session="one", max_tokens=1)
+
+
+WRONG = {
+    "temperature: got 2.5, expected a number from 0 to 2": {"temperature": 2.5},
+    "temperature: got nan": {"temperature": float("nan")},
+    "temperature: got True": {"temperature": True},
+    "top_p: got -0.1, expected a number from 0 to 1": {"top_p": -0.1},
+    "top_p: got '1'": {"top_p": "1"},
+    "max_tokens: got 0, expected an integer from 1 to 4096": {"max_tokens": 0},
+    "max_tokens: got 1.5, expected an integer": {"max_tokens": 1.5},
+    "seed: got 'x', expected an integer": {"seed": "x"},
+    "stop: got 5, expected at most 4 texts": {"stop": 5},
+    r"stop: got \[''\]": {"stop": [""]},
+    "stop: got 101 bytes, expected at most 100": {"stop": "x" * 101},
+    r"stop: got \['a', 'a', 'a', 'a', 'a'\]": {"stop": ["a"] * 5},
+    "stream: got 'yes', expected true or false": {"stream": "yes"},
+    "n: got 2, expected 1": {"n": 2},
+    "logprobs: got 5, expected None": {"logprobs": 5},
+    "arguments: got 'top_k', expected some of": {"top_k": 5},
+    r"prompt: got None, expected text": {"prompt": None},
+    r"prompt: got \[256\], expected text, or its bytes": {"prompt": [256]},
+    r"prompt: got \['a', 'b'\]": {"prompt": ["a", "b"]},
+    r"prompt: got '\\ud800'": {"prompt": "\ud800"},
+    "prompt: got '', expected at least 1 byte": {"prompt": ""},
+    "prompt: got 70000 bytes, expected at most 65536": {"prompt": "x" * 70_000},
+    r"session: got '\.\./a', expected 1 to 64 of the characters": {"session": "../a"},
+    "session: got 'a/b'": {"session": "a/b"},
+    r"session: got 'a\\n'": {"session": "a\n"},
+    "session: got ''": {"session": ""},
+    "session: got 7": {"session": 7},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_values_get_400_with_what_was_expected(message: str, server) -> None:
+    name = message.partition(":")[0]
+    data = json.dumps({"prompt": "x"} | WRONG[message]).encode()
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        server.client.post("/completions", content=data, cast_to=object)
+    assert (caught.value.param, caught.value.type) == (name, "invalid_request_error")
+    if "70000" in message:
+        assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "message"),
+    [
+        (b"{", 400, "body: expected JSON"),
+        (b"", 400, "body: expected JSON"),
+        (b"\xff\xfe", 400, "body: expected JSON"),
+        (b"[" * 100_000, 400, "body: expected JSON"),
+        (b"[1]", 400, "body: got [1], expected a JSON object"),
+        (b'{"prompt": "x", "model": "gpt"}', 404, "model: got 'gpt', expected 'verse'"),
+        (b'"' + b"x" * 600_000 + b'"', 413, "body: got more than 524288 bytes"),
+    ],
+)
+def test_bodies_that_are_no_requests_are_refused(data: bytes, status: int, message: str, server) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        server.client.post("/completions", content=data, cast_to=object)
+    assert caught.value.status_code == status
+    assert message in caught.value.body["message"]
+
+
+def test_unknown_paths_and_methods_are_refused_in_the_same_format(server) -> None:
+    with pytest.raises(openai.NotFoundError, match="POST /v1/chat/completions: Not Found"):
+        server.client.chat.completions.create(model="verse", messages=[])
+    with pytest.raises(openai.APIStatusError, match="GET /v1/completions: Method Not Allowed"):
+        server.client.get("/completions", cast_to=object)
+    assert [x.id for x in server.client.models.list()] == ["verse"]
+
+
+def test_a_server_without_a_folder_for_sessions_refuses_them(model) -> None:
+    message = "session: got 'a', expected none, because the server was started without --sessions"
+    with Running(model, slots=1, queue=0) as running, pytest.raises(openai.BadRequestError, match=message):
+        running.complete("x", session="a")
+
+
+def test_a_step_that_fails_is_reported_and_the_server_goes_on(server, monkeypatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(server.engine, "read", fail)
+    with pytest.raises(openai.InternalServerError, match="out of order"):
+        server.complete("Für")
+    with pytest.raises(openai.APIError, match="out of order"):
+        list(server.whole("Für", stream=True))
+    monkeypatch.undo()
+    assert server.complete("Für", max_tokens=1)
+    assert server.free() == 16
+
+
+def test_a_long_prompt_delays_no_other_request_by_more_than_its_share_of_a_step(model, monkeypatch) -> None:
+    engine = batching.Engine(model, slots=4, queue=0, budget=64)
+    running = batching.Generation([70], max_tokens=1000, temperature=0)
+    long, short = (batching.Generation([70] * n, max_tokens=1, temperature=0) for n in (1000, 20))
+    engine.submit(running)
+    engine.step()
+    engine.submit(long)
+    engine.step()
+    assert engine.submit(short)
+    engine.step()
+    assert (short.finish_reason, len(long.unread)) == ("length", 1000 - 64 - 44)
+    while long.finish_reason is None:
+        generated, unread = running.generated, len(long.unread)
+        engine.step()
+        assert running.generated == generated + 1
+        assert unread - len(long.unread) <= 64
+    assert engine.running == [running]
