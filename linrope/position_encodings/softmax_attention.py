@@ -197,10 +197,14 @@ class SoftmaxAttention(Mixer):
 def _attend(q: Tensor, state: KeyValueState, causal: bool, mask: Tensor | None) -> Tensor:
     """softmax(<q_i, k_j> / sqrt(d)) v, (b, n, h, e)."""
     q, k, v = (x.transpose(1, 2) for x in (q, state.k, state.v))
+    d, e = q.shape[-1], v.shape[-1]
+    if d < e and q.shape[2] > 1:  # PyTorch's fused kernels require one size; zeros leave the scores as they are
+        q, k = (F.pad(x, (0, e - d)) for x in (q, k))
+    options: dict[str, Any] = {"scale": d**-0.5, "enable_gqa": True}
     if mask is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, **options).transpose(1, 2)
     no_keys = ~mask.any(-1, keepdim=True)  # such a query would give NaN: it sees all keys, then becomes 0
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | no_keys, enable_gqa=True)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | no_keys, **options)
     return out.masked_fill(no_keys, 0).transpose(1, 2)
 
 

@@ -82,7 +82,12 @@ def order(b: int, n: int) -> Tensor:
 
 @every_encoding
 @pytest.mark.parametrize(
-    "options", [{}, {"num_kv_heads": 1, "head_dim": 6, "value_head_dim": 3, "bias": True}]
+    "options",
+    [
+        {},
+        {"value_head_dim": 9},
+        {"num_kv_heads": 1, "head_dim": 6, "value_head_dim": 3, "bias": True},
+    ],
 )
 def test_it_is_softmax_of_the_scores(name: str, options) -> None:
     layer, x, positions = make(name, **options), numbers(2, 5, 8), torch.arange(5).expand(2, 5)
