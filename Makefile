@@ -53,13 +53,13 @@ test-dist: dist
 # Old libraries beside new ones have their DeprecationWarnings. TORCH= takes PyTorch, with CUDA, from the package index.
 LOWEST := build/lowest
 TORCH := --torch-backend cpu
-EXTRAS := --extra cli --extra export --extra huggingface --extra train --extra triton
+EXTRAS := --extra cli --extra export --extra huggingface --extra serve --extra train --extra triton
 test-lowest:
 	$(PYTHON) -m venv --clear $(LOWEST)
 	$(LOWEST)/bin/python -m pip install -q uv
 	$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python $(TORCH) --resolution lowest-direct \
 	-r pyproject.toml $(EXTRAS)
-	$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python hatchling hypothesis pytest pytest-xdist pip
+	$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python hatchling hypothesis openai pytest pytest-xdist pip
 	$(LOWEST)/bin/python kernels/cpu/build.py
 	$(LOWEST)/bin/python -m pytest -n auto --dist loadgroup -W ignore::DeprecationWarning
 

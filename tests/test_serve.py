@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import json
+import re
 import socket
 import struct
 import sys
@@ -316,8 +317,9 @@ WRONG = {
 def test_wrong_values_get_400_with_what_was_expected(message: str, server) -> None:
     name = message.partition(":")[0]
     data = json.dumps({"prompt": "x"} | WRONG[message]).encode()
-    with pytest.raises(openai.BadRequestError, match=message) as caught:
+    with pytest.raises(openai.BadRequestError) as caught:
         server.client.post("/completions", content=data, cast_to=object)
+    assert re.match(message, caught.value.body["message"])
     assert (caught.value.param, caught.value.type) == (name, "invalid_request_error")
     if "70000" in message:
         assert caught.value.code == "context_length_exceeded"

@@ -1,0 +1,277 @@
+"""Times the batching of docs/examples/serve.py beside a softmax model in the same block, with a key/value cache.
+
+    python benchmarks/serving.py [--clients 1 8 32 200] [--context 512] [--tokens 64] [--out FILE.json]
+
+Every client sends a prompt of as many bytes as the context, and gets the same number of bytes back. Both models have
+random weights. They run in one process, take turns, and their figures are minima of the CPU time of one thread.
+"linrope, no prepared step" decodes with the model's own call, as softmax attention does. The cache is allocated in
+advance, so that no step copies it. The softmax model reads each prompt in one call, linrope in pieces.
+
+Then clients over the loopback measure the whole server in wall time, with the web server and the clients on the same
+machine, and how long a stream pauses while another client sends the longest prompt allowed.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import statistics
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
+from datetime import date
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linrope.cli.bench.benchmark import machine
+from linrope.cli.demo import LINEAR, SOFTMAX
+from linrope.models import LanguageModel
+from linrope.position_encodings import KeyValueState
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "examples"))
+from batching import Engine, Generation
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AllocatedCache(KeyValueState):
+    """A key/value cache with room for later tokens: its tensors are the first columns of those in ``room``."""
+
+    room: Any = None  # {name: tensor}
+
+    def append(self, later: KeyValueState) -> "AllocatedCache":
+        start, end = self.k.shape[1], self.k.shape[1] + later.k.shape[1]
+        for name, x in later.tensors().items():
+            self.room[name][:, start:end] = x
+        return replace(self, **{name: self.room[name][:, :end] for name in later.tensors()})
+
+
+class SoftmaxEngine(Engine):
+    """``Engine`` with key/value caches, for prompts of one length that arrive together, one for each slot."""
+
+    def __init__(self, model: LanguageModel, slots: int, longest: int) -> None:
+        self.model, self.slots, self.queue, self.budget = model.eval().requires_grad_(False), slots, 0, 0
+        self.longest, self.pool, self.free = longest, [], list(range(slots))
+        self.running, self.waiting, self.changed = [], [], threading.Condition()
+
+    def join(self, generation: Generation) -> None:
+        generation.slot = self.free.pop()
+        self.running.append(generation)
+
+    def read(self, generations: list[Generation], budget: int) -> tuple[list[Generation], Tensor]:
+        logits, length = [], len(generations[0].unread)
+        for x in generations:
+            last, states = self.model(torch.tensor([x.unread]))
+            logits.append(last[:, -1])
+            if not self.pool:
+                self.pool = [self.allocate(state) for state in states]
+            for cache, state in zip(self.pool, states, strict=True):
+                for name, row in state.tensors().items():
+                    target = cache.conv if name == "conv" else cache.room[name][:, :length]
+                    target[x.slot] = row[0]
+            x.unread = []
+        return generations, torch.cat(logits)
+
+    def allocate(self, state: KeyValueState) -> AllocatedCache:
+        n, length = self.slots, state.k.shape[1]
+        kept = {name: x for name, x in state.tensors().items() if name != "conv"}
+        room = {name: x.new_zeros(n, self.longest, *x.shape[2:]) for name, x in kept.items()}
+        conv = None if state.conv is None else state.conv.new_zeros(n, *state.conv.shape[1:])
+        columns = {name: x[:, :length] for name, x in room.items()}
+        return AllocatedCache(**columns, identity=state.identity, conv=conv, room=room)
+
+    def decode(self, generations: list[Generation]) -> Tensor:
+        slots = torch.tensor([x.slot for x in generations])
+        tokens = torch.zeros(self.slots, 1, dtype=torch.int64)
+        tokens[slots] = torch.tensor([x.unread for x in generations])
+        logits, self.pool = self.model(tokens, self.pool)
+        return logits[slots, 0]
+
+    def bytes_per_client(self) -> int:
+        tensors = [x for cache in self.pool for x in (cache.room["k"], cache.room["v"], cache.conv)]
+        return sum(x.numel() * x.element_size() for x in tensors if x is not None) // self.slots
+
+
+def bytes_per_client(engine: Engine) -> int:
+    if isinstance(engine, SoftmaxEngine):
+        return engine.bytes_per_client()
+    tensors = [x for state in engine.pool for x in state.tensors().values()]
+    return sum(x.numel() * x.element_size() for x in tensors) // engine.slots
+
+
+def make(side: str, models: dict[str, LanguageModel], clients: int, longest: int) -> Engine:
+    if side == "softmax":
+        return SoftmaxEngine(models["softmax"], clients, longest)
+    engine = Engine(models["linrope"], clients, queue=0, budget=512)
+    if side != "linrope":
+        engine.prepared = None
+    return engine
+
+
+SIDES = ("linrope", "linrope, no prepared step", "softmax")
+
+
+def run(engine: Engine, prompts: list[list[int]], count: int) -> dict[str, float]:
+    """CPU seconds until every client has its first byte, and from there to the last byte."""
+    generations = [Generation(list(prompt), max_tokens=count, temperature=0) for prompt in prompts]
+    for x in generations:
+        assert engine.submit(x)
+    start = time.thread_time()
+    while any(x.generated == 0 for x in generations):
+        engine.step()
+    middle, made = time.thread_time(), sum(x.generated for x in generations)
+    while engine.running:
+        engine.step()
+    seconds = time.thread_time() - middle
+    return {"prompts": middle - start, "decoding": seconds / (count * len(prompts) - made)}
+
+
+def measure(
+    clients: int, context: int, count: int, rounds: int, models: dict[str, LanguageModel]
+) -> dict[str, Any]:
+    prompts = torch.randint(32, 127, (clients, context)).tolist()
+    rows: dict[str, Any] = {}
+    for _ in range(rounds):
+        for side in SIDES:
+            engine = make(side, models, clients, context + count)
+            seconds = run(engine, prompts, count)
+            row = rows.setdefault(side, {"bytes_per_client": bytes_per_client(engine)} | seconds)
+            row.update({name: min(row[name], x) for name, x in seconds.items()})
+    return {
+        side: {
+            "decoded_per_second": 1 / row["decoding"],
+            "prompt_bytes_per_second": clients * context / row["prompts"],
+            "bytes_per_client": row["bytes_per_client"],
+        }
+        for side, row in rows.items()
+    }
+
+
+def longest_step(model: LanguageModel, context: int) -> dict[str, float]:
+    """CPU seconds of the steps that read the longest prompt, beside a request that generates."""
+    engine = Engine(model, slots=2, queue=0)
+    running = Generation([120] * context, max_tokens=10**6, temperature=0)
+    engine.submit(running)
+    while not running.generated:
+        engine.step()
+    long, seconds = Generation([120] * 65_536, max_tokens=1, temperature=0), []
+    engine.submit(long)
+    while not long.generated:
+        start, generated = time.thread_time(), running.generated
+        engine.step()
+        seconds.append(time.thread_time() - start)
+        assert running.generated == generated + 1
+    return {"budget": engine.budget, "median": statistics.median(seconds), "longest": max(seconds)}
+
+
+def serve_on(port: Any, clients: int) -> None:
+    """Runs the whole server, in a process of its own, and says on which port."""
+    import uvicorn
+    from serve import Server
+
+    torch.set_num_threads(1)
+    engine = Engine(LanguageModel(LINEAR), clients + 2, queue=0)
+    server = uvicorn.Server(uvicorn.Config(Server(engine, "demo").app(), port=0, log_level="warning"))
+
+    async def run_server() -> None:
+        running = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        port.put((server.servers[0].sockets[0].getsockname()[1], engine.budget))
+        await running
+
+    asyncio.run(run_server())
+
+
+async def stream(http: Any, prompt: int, count: int) -> list[float]:
+    """The times at which the pieces of one request came; the first is when it was sent."""
+    body = {"prompt": "x" * prompt, "max_tokens": count, "stream": True, "seed": 0}
+    times = [time.perf_counter()]
+    async with http.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                times.append(time.perf_counter())
+    return times
+
+
+async def measure_server(port: int, clients: list[int], context: int, count: int) -> dict[str, Any]:
+    import httpx
+
+    limits, address = httpx.Limits(max_connections=None), f"http://127.0.0.1:{port}"
+    async with httpx.AsyncClient(base_url=address, limits=limits, timeout=600, trust_env=False) as http:
+        await stream(http, context, count)
+        generated_per_second = {}
+        for n in clients:
+            start = time.perf_counter()
+            await asyncio.gather(*(stream(http, context, count) for _ in range(n)))
+            generated_per_second[str(n)] = n * count / (time.perf_counter() - start)
+        running = asyncio.create_task(stream(http, context, 4096))
+        await asyncio.sleep(0.2)
+        start = time.perf_counter()
+        long = asyncio.create_task(stream(http, 65_536, 1))
+        await asyncio.sleep(0.2)
+        short = await stream(http, 16, 1)
+        end = (await long)[1]
+        times = [x for x in await running if start <= x <= end]
+    pauses = [after - before for before, after in pairwise(times)]
+    return {
+        "generated_per_second": generated_per_second,
+        "beside_the_longest_prompt": {
+            "seconds_to_its_first_byte": end - start,
+            "median_pause_of_a_stream": statistics.median(pauses),
+            "longest_pause_of_a_stream": max(pauses),
+            "seconds_to_the_first_byte_of_a_short_prompt": short[1] - short[0],
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 200])
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    models = {"linrope": LanguageModel(LINEAR), "softmax": LanguageModel(SOFTMAX)}
+    result: dict[str, Any] = {
+        "date": str(date.today()),
+        "machine": machine() | {"clock": "CPU time of one thread, minima; over HTTP: wall time"},
+        "case": {name: getattr(options, name) for name in ("context", "tokens", "rounds")},
+        "parameters": {name: sum(x.numel() for x in model.parameters()) for name, model in models.items()},
+        "engine": {},
+    }
+    for n in options.clients:
+        rows = measure(n, options.context, options.tokens, options.rounds, models)
+        result["engine"][str(n)] = rows
+        for side, row in rows.items():
+            print(
+                f"{n:4} clients  {side:26} {row['decoded_per_second']:9,.0f} bytes/s  prompts "
+                f"{row['prompt_bytes_per_second']:9,.0f} bytes/s  {row['bytes_per_client'] / 1e6:6.2f} MB per client"
+            )
+    result["steps_beside_the_longest_prompt"] = longest_step(models["linrope"], options.context)
+    print(json.dumps(result["steps_beside_the_longest_prompt"]))
+    context = multiprocessing.get_context("spawn")
+    port: Any = context.Queue()
+    process = context.Process(target=serve_on, args=(port, max(options.clients)), daemon=True)
+    process.start()
+    number, budget = port.get(timeout=120)
+    server = measure_server(number, options.clients, options.context, options.tokens)
+    result["server"] = {"budget": budget} | asyncio.run(server)
+    process.terminate()
+    print(json.dumps(result["server"], indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
