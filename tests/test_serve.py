@@ -383,9 +383,27 @@ def test_a_long_prompt_delays_no_other_request_by_more_than_its_share_of_a_step(
     assert engine.submit(short)
     engine.step()
     assert (short.finish_reason, len(long.unread)) == ("length", 1000 - 64 - 44)
+    others = [batching.Generation([70] * 30, max_tokens=1, temperature=0) for _ in range(2)]
+    assert all(engine.submit(x) for x in others)
+    engine.step()
+    assert [len(x.unread) for x in (*others, long)] == [9, 9, 1000 - 64 - 44 - 22]
     while long.finish_reason is None:
         generated, unread = running.generated, len(long.unread)
         engine.step()
         assert running.generated == generated + 1
         assert unread - len(long.unread) <= 64
     assert engine.running == [running]
+
+
+def test_many_prompts_are_read_a_few_at_a_time_shortest_first(model) -> None:
+    engine = batching.Engine(model, slots=9, queue=0, budget=64)
+    prompts = [batching.Generation([70] * (60 - 5 * i), max_tokens=1, temperature=0) for i in range(9)]
+    assert all(engine.submit(x) for x in prompts)
+    engine.step()
+    assert [x.prompt_tokens - len(x.unread) for x in prompts] == [0, 0, 0, 0, 0, 16, 16, 16, 16]
+    steps = 1
+    while engine.running:
+        engine.step()
+        steps += 1
+    assert steps <= 9  # 360 bytes; few steps have room left
+    assert all(x.generated == 1 for x in prompts)

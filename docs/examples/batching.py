@@ -181,14 +181,15 @@ class Engine:
         return self.model(tokens, [state.at(slots) for state in self.pool], return_states=False)[0][:, 0]
 
     def read(self, generations: list[Generation], budget: int) -> tuple[list[Generation], Tensor]:
-        """Reads prompts, in one packed call. They share the budget evenly: a short prompt never waits for a long one.
+        """Reads pieces of prompts in one packed call: an even share of the budget each, but at least 16 bytes.
 
-        Returns the generations whose prompts end here, and the logits of their first bytes.
+        The shortest prompts come first, so none of them waits for a long one. Returns the generations whose prompts
+        end here, and the logits of their first bytes.
         """
         pieces: list[list[int]] = []
-        generations = sorted(generations, key=lambda x: len(x.unread))
+        generations = sorted(generations, key=lambda x: len(x.unread))[: max(1, budget // 16)]
         for i, x in enumerate(generations):
-            share = max(1, budget // (len(generations) - i))
+            share = budget // (len(generations) - i)
             pieces.append(x.unread[:share])
             x.unread, budget = x.unread[share:], budget - len(pieces[-1])
         tokens = torch.tensor([[*chain.from_iterable(pieces)]])
