@@ -217,10 +217,14 @@ def test_a_session_outlives_the_server_and_belongs_to_its_model(model, tmp_path)
             assert text == part.decode(errors="replace")
     other = streaming.train(1)
     with Running(other, slots=1, queue=0, sessions=tmp_path) as running:
-        with pytest.raises(openai.BadRequestError, match="session: 'kept' was saved by another model"):
+        with pytest.raises(openai.BadRequestError, match="session: got 'kept', expected one of this model"):
             running.complete("x", session="kept")
         assert len(running.complete("x", session="new", max_tokens=1)) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.pt", "new.pt"]
+        (tmp_path / "new.pt").write_bytes(b"damaged")
+        with pytest.raises(openai.InternalServerError, match="session: the file is damaged: UnpicklingError"):
+            running.complete("x", session="new")
+        assert running.complete("x", session="newer", max_tokens=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.pt", "new.pt", "newer.pt"]
 
 
 def raw(server: Running, body: dict[str, Any]) -> socket.socket:

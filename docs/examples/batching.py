@@ -209,14 +209,13 @@ class Engine:
         self.running.remove(generation)
         self.free.append(generation.slot)
 
-    def load(self, generation: Generation) -> None:
-        """Lets a generation continue from the file of its session."""
+    def load(self, generation: Generation) -> bool:
+        """Lets a generation continue from the file of its session. False: another model saved it."""
         saved = torch.load(generation.session, weights_only=True)
         if saved["model"] != self.digest:
-            raise ValueError(
-                f"session: {generation.session.stem!r} was saved by another model, expected this one"
-            )
+            return False
         generation.states, generation.unread = saved["states"], saved["unread"] + generation.unread
+        return True
 
     def save(self, generation: Generation) -> None:
         """Keeps the last states and the last byte, which they have not read, for the next request of the session."""

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ class Server:
     async def refuse(self, http: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):  # no such path or method
             error = Refused(error.status_code, f"{http.method} {http.url.path}: {error.detail}")
-        if not isinstance(error, Refused):
+        elif not isinstance(error, Refused):
             error = Refused(400, "body: the client left before its end")
         return JSONResponse(error.body, error.status, {"Retry-After": "1"} if error.status == 429 else None)
 
@@ -144,10 +145,7 @@ class Server:
             for generation, piece in pieces:
                 generation.pieces.put_nowait(piece)
 
-        def send(pieces: Pieces) -> None:
-            loop.call_soon_threadsafe(deliver, pieces)
-
-        thread = threading.Thread(target=self.engine.run, args=[send])
+        thread = threading.Thread(target=self.engine.run, args=[partial(loop.call_soon_threadsafe, deliver)])
         thread.start()
         try:
             yield
@@ -177,21 +175,28 @@ class Server:
         answer = Answer(self, generation, bool(body.get("stream")))
         session, engine = generation.session, self.engine
         if session in self.sessions_in_use:
-            raise Refused(
-                409, f"session: {session.stem!r} is in use, expected one request at a time", "session"
-            )
+            raise Refused(409, f"session: {session.stem!r} is in use, expected one at a time", "session")
         self.sessions_in_use |= {session} - {None}
         try:
-            if session is not None and session.exists():
-                await run_in_threadpool(engine.load, generation)
+            await self.load(generation)
             if not generation.unread:
                 raise wrong("prompt", "", "at least 1 byte")
             if not engine.submit(generation):
                 raise Refused(429, f"queue: all {engine.slots} slots and {engine.queue} places are taken")
-        except BaseException as error:
+        except BaseException:
             answer.close()
-            raise Refused(400, str(error), "session") if isinstance(error, ValueError) else error from None
+            raise
         return answer
+
+    async def load(self, generation: Generation) -> None:
+        if generation.session is None or not generation.session.exists():
+            return
+        try:
+            loaded = await run_in_threadpool(self.engine.load, generation)
+        except Exception as error:
+            raise Refused(500, f"session: the file is damaged: {error!r}", "session") from None
+        if not loaded:
+            raise wrong("session", generation.session.stem, "one of this model; another model saved it")
 
 
 class Answer(Response):
