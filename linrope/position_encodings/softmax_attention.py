@@ -198,7 +198,7 @@ def _attend(q: Tensor, state: KeyValueState, causal: bool, mask: Tensor | None) 
     """softmax(<q_i, k_j> / sqrt(d)) v, (b, n, h, e)."""
     q, k, v = (x.transpose(1, 2) for x in (q, state.k, state.v))
     d, e = q.shape[-1], v.shape[-1]
-    if d < e and q.shape[2] > 1:  # PyTorch's fused kernels require one size; zeros leave the scores as they are
+    if d < e and q.shape[2] > 1:  # PyTorch's fused kernels require one size. Zeros do not change the scores.
         q, k = (F.pad(x, (0, e - d)) for x in (q, k))
     options: dict[str, Any] = {"scale": d**-0.5, "enable_gqa": True}
     if mask is None:
