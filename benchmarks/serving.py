@@ -30,7 +30,7 @@ from torch import Tensor
 
 from linrope.cli.bench.benchmark import machine
 from linrope.cli.demo import LINEAR, SOFTMAX
-from linrope.models import LanguageModel
+from linrope.models import LanguageModel, generate
 from linrope.position_encodings import KeyValueState
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "examples"))
@@ -113,6 +113,22 @@ def make(side: str, models: dict[str, LanguageModel], clients: int, longest: int
 
 
 SIDES = ("linrope", "linrope, no prepared step", "softmax")
+
+
+def check(models: dict[str, LanguageModel]) -> None:
+    """Raises unless every client gets the text that the model generates alone."""
+    prompts = torch.randint(256, (3, 40)).tolist()
+    for side in SIDES:
+        engine = make(side, models, clients=3, longest=60)
+        generations = [Generation(list(prompt), max_tokens=20, temperature=0) for prompt in prompts]
+        texts = dict.fromkeys(generations, "")
+        assert all(engine.submit(x) for x in generations)
+        while engine.running or engine.waiting:
+            for x, piece in engine.step():
+                texts[x] += piece or ""
+        for prompt, text in zip(prompts, texts.values(), strict=True):
+            alone = generate(models[side.partition(",")[0]], torch.tensor([prompt]), 20, temperature=0)
+            assert text == bytes(map(int, alone)).decode(errors="replace"), f"{side}: got another text"
 
 
 def run(engine: Engine, prompts: list[list[int]], count: int) -> dict[str, float]:
@@ -243,6 +259,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     models = {"linrope": LanguageModel(LINEAR), "softmax": LanguageModel(SOFTMAX)}
+    check(models)
     result: dict[str, Any] = {
         "date": str(date.today()),
         "machine": machine() | {"clock": "CPU time of one thread, minima; over HTTP: wall time"},
