@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from linrope import LinearRoPEAttention
+from linrope.layer.operators import gated_norm
+from linrope.layer.selective import ForgetGate, WriteGate
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.export import TensorStates
 
@@ -167,6 +169,38 @@ def test_onnxruntime_computes_prefill_in_chunks_and_twenty_steps(options, tmp_pa
             y, *tensors = run_onnx(session, chunk, *tensors)
             logits.append(y)
         assert_near([torch.cat(logits, 1), *tensors], [whole, *last])
+
+
+class Exact(nn.Module):
+    """The parts of a layer that work with numbers near 1 and near 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forget, self.write = ForgetGate(16, 8), WriteGate(16, 8, tied=True)
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a = self.forget(x)
+        return a, self.write(x, v, a), gated_norm(v, self.weight, eps=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.:FutureWarning")
+@torch.no_grad()
+def test_onnx_keeps_the_digits_of_gates_and_of_the_norm_of_small_outputs(tmp_path: Path) -> None:
+    """ONNX has no expm1 and no logsigmoid, and the exporter drops a sum with 1e-12."""
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    module = Exact().eval()
+    x, v = (
+        torch.randn(2, 9, 16),
+        torch.randn(2, 9, 8, 4) * torch.tensor([0, 1e-7, 1e-6, 1e-5, 1, 1, 1, 1])[:, None],
+    )
+    torch.onnx.export(module, (x, v), tmp_path / "parts.onnx", dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(tmp_path / "parts.onnx", providers=["CPUExecutionProvider"])
+    expected = Exact().double()
+    expected.load_state_dict(module.state_dict())
+    for got, y in zip(run_onnx(session, x, v), expected(x.double(), v.double()), strict=True):
+        torch.testing.assert_close(got.double(), y, rtol=3e-6, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.:FutureWarning")

@@ -33,6 +33,11 @@ def spread(heads: int, longest: float = LONGEST) -> Tensor:
     return 2.0 ** -(longest**-exponent)
 
 
+def _exact(x: Tensor) -> Tensor:
+    """x for logsigmoid and expm1. ONNX has neither: e^x - 1 and log(1 / (1 + e^-x)) would lose float32's digits."""
+    return x.double() if torch.onnx.is_in_onnx_export() else x
+
+
 class ForgetGate(nn.Module):
     """Computes from each token the fraction of the past that each head keeps when that token arrives.
 
@@ -77,7 +82,8 @@ class ForgetGate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            return F.logsigmoid(F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)))
+            y = F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide))
+            return F.logsigmoid(_exact(y)).to(wide)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, num_heads={self.weight.shape[0]}, longest={self.longest}"
@@ -132,7 +138,7 @@ class WriteGate(nn.Module):
     def factor(self, x: Tensor, log_decay: Tensor) -> Tensor:
         """w (b, n, num_heads), in float32 or wider."""
         if self.weight is None or self.bias is None:
-            return -torch.expm1(log_decay)
+            return -torch.expm1(_exact(log_decay)).to(torch.promote_types(log_decay.dtype, torch.float32))
         wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)).sigmoid()

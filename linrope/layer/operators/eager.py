@@ -89,9 +89,17 @@ def gated_norm(
         u = u * factor
     if weight is not None:
         mean = u.square().mean((2, 3) if over_heads else 3, keepdim=True)
-        u = weight.to(wide) * (u * torch.rsqrt(mean + eps))
+        u = weight.to(wide) * (u * _inverse_root(mean, eps))
     if skipped is not None and not skip_first:
         u = u + skipped
     if factor is not None and not gate_first:
         u = u * factor
     return u.flatten(2).to(out.dtype)
+
+
+def _inverse_root(mean: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean + eps)."""
+    if torch.onnx.is_in_onnx_export():  # whose optimizer drops a sum with a number below 1e-8
+        scaled = mean * (1 / eps) + 1
+        return torch.rsqrt(scaled) * float(eps**-0.5)
+    return torch.rsqrt(mean + eps)
