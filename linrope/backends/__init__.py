@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from linrope.backends import eager, native, reference
+from linrope.backends import eager, native, onnx, reference
 from linrope.backends.call import Call, has_tangents
 from linrope.backends.protocol import Backend
 from linrope.common.names import check_name
@@ -22,9 +22,10 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "triton": ("cuda",),
     "eager": ("cpu", "cuda"),
     "reference": (),
+    "onnx": (),
 }
 NAMES = ("auto", *BACKENDS)
-MODULES: dict[str, Backend] = {"native": native, "eager": eager, "reference": reference}
+MODULES: dict[str, Backend] = {"native": native, "eager": eager, "reference": reference, "onnx": onnx}
 
 
 def choose(name: str, call: Call, state: LinearAttentionState | None) -> Backend:

@@ -44,21 +44,13 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
 
 def _attend(call: Call, sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
     """out, kv and z of an unpacked call. The incoming sums are decayed to the last token before the call."""
-    q, k, v = call.k[:, :0] if call.q is None else call.q, call.k, call.v.to(call.k.dtype)
-    if call.key_mask is not None:  # before the map too: its slope at a hidden key may be infinite
-        hidden = ~rearrange(call.key_mask, "b m -> b m 1 1")
-        k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
-    phi, psi = MAPS[call.feature_map].value(q), MAPS[call.feature_map].value(k)
-    if call.key_mask is not None:
-        psi = psi.masked_fill(hidden, 0)
-
     # 1. Rotate the features, in the numerator only.       phi_hat = R(Theta_i) phi,   psi_hat = R(Theta_j) psi
-    phi_hat, psi_hat = _rotated(call, phi, sums.angle, keys=False), _rotated(call, psi, sums.angle, keys=True)
-    phi, phi_hat = (rearrange(x, "b n (g r) f -> b g r n f", g=k.shape[2]) for x in (phi, phi_hat))
+    phi, psi, phi_hat, psi_hat, v = features(call, sums.angle)
+    phi, phi_hat = (rearrange(x, "b n (g r) f -> b g r n f", g=psi.shape[2]) for x in (phi, phi_hat))
     psi, psi_hat, v = (rearrange(x, "b m g f -> b g m f") for x in (psi, psi_hat, v))
 
     # 2. Add up the keys that each query sees, decayed.                 num += e^(L_i - L_j) <phi_hat, psi_hat> v
-    L, L_hat = _log_decay(call, phi)
+    L, L_hat = (rearrange(x, "b m g f -> b g m f") for x in log_decay_so_far(call))
     if call.causal:
         num = contract("bgrnm,bgme->bgrne", _scores(phi_hat, psi_hat, L_hat), v)
         den = _scores(phi, psi, L).sum(-1)
@@ -97,14 +89,26 @@ def _scores(phi: Tensor, psi: Tensor, L: Tensor) -> Tensor:
     return contract("bgrnf,bgmf,bgnmf->bgrnm", phi, psi, D).tril()
 
 
-def _log_decay(call: Call, phi: Tensor) -> tuple[Tensor, Tensor]:
-    """L, log decay summed from the first token on, (b or 1, g or 1, m, 1); L_hat adds xPos's decay: (.., 1 or f)."""
-    L = phi.new_zeros(1, 1, call.k.shape[1], 1, dtype=torch.float64)
+def features(call: Call, angle: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """phi, psi, phi_hat, psi_hat (b, n, heads, f) and v (b, m, g, e) in their dtype; 0 for hidden keys."""
+    q, k, v = call.k[:, :0] if call.q is None else call.q, call.k, call.v.to(call.k.dtype)
+    if call.key_mask is not None:  # before the map too: its slope at a hidden key may be infinite
+        hidden = ~rearrange(call.key_mask, "b m -> b m 1 1")
+        k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+    phi, psi = MAPS[call.feature_map].value(q), MAPS[call.feature_map].value(k)
+    if call.key_mask is not None:
+        psi = psi.masked_fill(hidden, 0)
+    return phi, psi, _rotated(call, phi, angle, keys=False), _rotated(call, psi, angle, keys=True), v
+
+
+def log_decay_so_far(call: Call) -> tuple[Tensor, Tensor]:
+    """L, log decay summed from the first token on, (b or 1, m, g or 1, 1); L_hat adds xPos's decay: (.., 1 or f)."""
+    L = call.k.new_zeros(1, call.k.shape[1], 1, 1, dtype=torch.float64)
     if call.log_decay is not None:
-        L = rearrange(call.log_decay.double().cumsum(1), "b m g -> b g m 1")
+        L = rearrange(call.log_decay.double().cumsum(1), "b m g -> b m g 1")
     if call.xpos_log_decay is None or call.distances is None:
         return L, L
-    return L, L + rearrange(call.distances.cumsum(1), "b m -> b 1 m 1") * call.xpos_log_decay
+    return L, L + rearrange(call.distances.cumsum(1), "b m -> b m 1 1") * call.xpos_log_decay
 
 
 def _rotated(call: Call, x: Tensor, angle: Tensor | None, *, keys: bool) -> Tensor:

@@ -1,0 +1,35 @@
+"""The backend "onnx" outside of a graph, and the calls that it refuses."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from linrope import linear_rope_attention
+from linrope.versions import versions
+
+
+def test_it_refuses_to_compute_in_pytorch() -> None:
+    """Its nodes would return zeros there."""
+    q = k = v = torch.ones(1, 3, 2, 4)
+    expected = r"backend='onnx' cannot run: it makes nodes .* use it under torch\.onnx\.export"
+    with pytest.raises(RuntimeError, match=expected):
+        linear_rope_attention(q, k, v, backend="onnx")
+    with pytest.raises(Exception, match=expected):
+        torch.compile(linear_rope_attention, backend="eager", fullgraph=True)(q, k, v, backend="onnx")
+    assert "torch.onnx.export" in versions()["backends"]["onnx"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "expected"),
+    [
+        (torch.float64, {}, r"torch\.float64: ONNX's operator is for torch\.float32"),
+        (torch.bfloat16, {}, r"torch\.bfloat16: ONNX's operator is for torch\.float32"),
+        (torch.float32, {"causal": False}, r"causal=False: .* use backend='reference'"),
+        (torch.float32, {"cu_seqlens": torch.tensor([0, 1, 3])}, r"cu_seqlens: .* no packed sequences"),
+    ],
+)
+def test_calls_that_the_operator_cannot_express_raise_the_reason(dtype, options, expected) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q = k = v = torch.ones(1, 3, 2, 4, dtype=dtype)
+        with pytest.raises(RuntimeError, match=f"backend='onnx' cannot run: {expected}"):
+            linear_rope_attention(q, k, v, backend="onnx", **options)
