@@ -1,12 +1,24 @@
 """A language model for exporters and other runtimes: tensors in, tensors out."""
 
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim
 from torch.utils import _pytree as pytree
 
+from linrope.backends import onnx
+from linrope.common.names import check_name
 from linrope.models.language_model import LanguageModel
+from linrope.models.training.optional import need
+
+# The backend that records each form of the attention, and the first onnxruntime that runs the file.
+OPERATORS = {"onnxruntime": ("onnx", "1.29"), "opset27": ("onnx", "1.32"), "portable": ("reference", "1.18")}
 
 
 class TensorStates(nn.Module):
@@ -54,3 +66,131 @@ class TensorStates(nn.Module):
         """tokens (b, n) -> logits (b, n, vocab_size), and the tensors after the last token."""
         logits, states = self.model(tokens, pytree.tree_unflatten(tensors, self._structure))
         return logits, pytree.tree_leaves(states)
+
+
+def export_onnx(
+    model: LanguageModel,
+    path: str | os.PathLike[str],
+    *,
+    operators: str = "onnxruntime",
+    tokens_per_call: int | None = None,
+    check: bool = True,
+) -> TensorStates:
+    """Writes a LanguageModel to an ONNX file, which takes and returns the states as ``TensorStates`` does.
+
+        logits, next_kv_0, next_z_0, next_position_0, .. = file(tokens, kv_0, z_0, position_0, ..)
+
+    Prompts, pieces of prompts and decoding steps are calls of one file, with any batch and any length.
+
+    Args:
+        model: with linear attention, in float32.
+        path: of the file to write.
+        operators: what the attention consists of.
+            "onnxruntime": its operator LinearAttention, O(N). From onnxruntime 1.29 on.
+            "opset27": ONNX's own LinearAttention, O(N). For runtimes with opset 27; onnxruntime has it from 1.32 on.
+            "portable": plain operations, O(N^2) in the tokens of one call. For any runtime.
+        tokens_per_call: a fixed length of all calls, which makes the graph smaller; None: any length.
+        check: whether to compare the file with the model in the installed onnxruntime.
+
+    Returns:
+        The TensorStates of the model. Its ``names`` are those of the file's states, its ``empty`` makes the first ones.
+
+    Raises:
+        ImportError: a package of linrope[export] is missing.
+        ValueError: the operators are unknown, the model has softmax attention, or its feature map has a log_scale,
+            whose running maximum is quadratic in ONNX, and operators is not "portable".
+        RuntimeError: the operators cannot express the model; with check, onnxruntime is too old or computes other
+            logits than the model.
+
+    >>> from linrope.models import LanguageModel, LanguageModelConfig
+    >>> from linrope.models.export import export_onnx
+    >>> model = LanguageModel(LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=2))
+    >>> states = export_onnx(model, "model.onnx").empty(1)  # doctest: +SKIP
+    """
+    check_name("operators", operators, tuple(OPERATORS))
+    backend, oldest = OPERATORS[operators]
+    for package in ("onnx", "onnxscript"):
+        need(package, "linrope[export]")
+    if check:
+        _check_runtime(operators, oldest)
+    module = TensorStates(model)
+    module.training = False  # the model computes the same in both modes; of one the exporter warns
+    layers: list[Any] = [block.attention for block in model.blocks]
+    if backend == "onnx" and any(layer.feature_map.log_scaled for layer in layers):
+        raise ValueError(
+            f"operators={operators!r}: got feature_map={model.config.feature_map!r}, whose running maximum is "
+            "quadratic in ONNX; expected operators='portable'"
+        )
+    states = module.empty(2)
+    tokens = torch.zeros(2, tokens_per_call or 9, dtype=torch.int64, device=states[0].device)
+    free = {0: Dim.DYNAMIC}
+    with _backend(layers, backend), torch.no_grad():
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:  # raises what the exporter would bury
+            module(fake.from_tensor(tokens), [fake.from_tensor(x) for x in states])
+        program = torch.onnx.export(
+            module,
+            (tokens, states),
+            dynamo=True,
+            verbose=False,
+            input_names=["tokens", *module.names],
+            output_names=["logits", *[f"next_{name}" for name in module.names]],
+            dynamic_shapes=(free if tokens_per_call else free | {1: Dim.DYNAMIC}, [free for _ in states]),
+        )
+    assert program is not None
+    if operators == "opset27":
+        _use_opset_27(program.model)
+    program.save(path)
+    if check:
+        _compare(module, path, tokens_per_call or 70)
+    return module
+
+
+@contextmanager
+def _backend(layers: list[Any], name: str) -> Iterator[None]:
+    before = [layer.backend for layer in layers]
+    try:
+        for layer in layers:
+            layer.backend = name
+        yield
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            layer.backend = own
+
+
+def _use_opset_27(model: Any) -> None:
+    """Turns onnxruntime's operator into ONNX's, which has the same inputs and attributes."""
+    for node in model.graph:
+        if node.domain == onnx.DOMAIN:
+            node.domain = ""
+    model.opset_imports.pop(onnx.DOMAIN)
+    model.opset_imports[""] = 27
+
+
+def _check_runtime(operators: str, oldest: str) -> None:
+    version = need("onnxruntime", "linrope[export]").__version__
+    numbers, needed = ([int(x) for x in re.findall(r"\d+", text)[:3]] for text in (version, oldest))
+    if numbers < needed:
+        raise RuntimeError(
+            f"operators={operators!r}: got onnxruntime {version}, expected {oldest} or later, "
+            "or check=False to write the file for another machine"
+        )
+
+
+@torch.no_grad()
+def _compare(module: TensorStates, path: str | os.PathLike[str], n: int) -> None:
+    """Raises RuntimeError unless the file computes the model's logits of two calls, to 1e-3 of the largest one."""
+    session = need("onnxruntime", "linrope[export]").InferenceSession(
+        path, providers=["CPUExecutionProvider"]
+    )
+    tokens = torch.arange(4 * n).view(2, 2 * n) * 7 % module.model.config.vocab_size
+    got = expected = [x.cpu() for x in module.empty(2)]
+    device = module.model.embed.weight.device
+    for piece in tokens.split(n, 1):
+        feeds = zip(["tokens", *module.names], [piece, *got], strict=True)
+        y, *got = (torch.from_numpy(x) for x in session.run(None, {name: x.numpy() for name, x in feeds}))
+        logits, expected = module(piece.to(device), [x.to(device) for x in expected])
+        error = (y - logits.cpu()).abs().max() / logits.abs().max().cpu()
+        if not error <= 1e-3:
+            raise RuntimeError(
+                f"{os.fspath(path)}: its logits differ from the model's by {error:.1e} of the largest"
+            )
