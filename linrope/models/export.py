@@ -97,8 +97,8 @@ def export_onnx(
 
     Raises:
         ImportError: a package of linrope[export] is missing.
-        ValueError: the operators are unknown, the model has softmax attention, or its feature map has a log_scale,
-            whose running maximum is quadratic in ONNX, and operators is not "portable".
+        ValueError: operators or tokens_per_call has another value, the model has softmax attention, or operators is not
+            "portable" and the feature map has a log_scale, whose running maximum is quadratic in ONNX.
         RuntimeError: the operators cannot express the model; with check, onnxruntime is too old or computes other
             logits than the model.
 
@@ -108,6 +108,8 @@ def export_onnx(
     >>> states = export_onnx(model, "model.onnx").empty(1)  # doctest: +SKIP
     """
     check_name("operators", operators, tuple(OPERATORS))
+    if tokens_per_call is not None and tokens_per_call < 1:
+        raise ValueError(f"tokens_per_call={tokens_per_call}: expected at least 1, or None")
     backend, oldest = OPERATORS[operators]
     for package in ("onnx", "onnxscript"):
         need(package, "linrope[export]")

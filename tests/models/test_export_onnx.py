@@ -167,6 +167,11 @@ def test_models_that_it_cannot_export_raise_the_reason(config, operators, error,
     assert not list(tmp_path.iterdir())
 
 
+def test_a_call_has_tokens(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tokens_per_call=0: expected at least 1, or None"):
+        export_onnx(make_model(), tmp_path / "model.onnx", tokens_per_call=0)
+
+
 def test_only_float32_has_the_operator(tmp_path: Path) -> None:
     model = make_model().bfloat16()
     with pytest.raises(
