@@ -2,8 +2,8 @@
 
 Zensical's strict mode fails on a link to a page, heading or Python name that does not exist. It ignores
 warnings that are logged (griffe's, about docstrings), and finds neither a missing image nor a page that the
-menu leaves out. This script fails on those too, and on a page that would load a script, style, font or image
-from another host.
+menu leaves out. This script fails on those too, on a code block that was not recognized, and on a page that would load
+a script, style, font or image from another host.
 """
 
 import logging
@@ -30,10 +30,11 @@ class Warnings(logging.Handler):
 
 
 class Page(HTMLParser):
-    """Collects what a page links to and what it loads."""
+    """Collects what a page links to and what it loads, and whether the marks of a code fence are left as text."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
+        self.has_marks = False
         self.links: set[str] = set()
         self.loads: set[str] = set()
         self.feed(file.read_text("utf-8"))
@@ -42,6 +43,9 @@ class Page(HTMLParser):
         for name, value in attrs:
             if name in ("href", "src") and value:
                 (self.links if tag == "a" else self.loads).add(value)
+
+    def handle_data(self, data: str) -> None:
+        self.has_marks |= "```" in data
 
 
 def target(file: Path, address: str) -> Path | None:
@@ -59,6 +63,8 @@ def faults_of_pages() -> list[str]:
     faults = []
     for file in files:
         page, name = Page(file), file.relative_to(SITE)
+        if page.has_marks:
+            faults.append(f"{name}: ``` in the text: a code block that was not recognized")
         for address in sorted(page.links | page.loads):
             found = target(file, address)
             if found is not None and not found.is_file():

@@ -1,4 +1,8 @@
-"""Markdown extension: LaTeX in ```math fences and $`..`$ becomes MathML, which is drawn without a script."""
+"""Markdown extension: LaTeX in ```math fences and $`..`$ becomes MathML, which is drawn without a script.
+
+It also takes the word "no-run" out of fences, which tells tests/test_docs.py not to run the code: pymdownx.superfences
+accepts no second word and would show the fence as text.
+"""
 
 import html
 import logging
@@ -7,6 +11,7 @@ from typing import Any
 from markdown import Markdown
 from markdown.extensions import Extension
 from markdown.inlinepatterns import InlineProcessor
+from markdown.preprocessors import Preprocessor
 from math_core import LatexError, LatexToMathML
 
 _converter = LatexToMathML(fancy_error=False)
@@ -31,8 +36,14 @@ class _Inline(InlineProcessor):
         return self.md.htmlStash.store(_mathml(m[1], display=False)), m.start(0), m.end(0)
 
 
+class _NoRun(Preprocessor):
+    def run(self, lines: list[str]) -> list[str]:
+        return [line.replace("```python no-run", "```python") for line in lines]
+
+
 class Formulas(Extension):
     def extendMarkdown(self, md: Markdown) -> None:
+        md.preprocessors.register(_NoRun(md), "no-run", 26)  # fences have 25
         md.inlinePatterns.register(_Inline(r"\$`([^`]+)`\$", md), "formula", 195)  # backticks have 190
 
 

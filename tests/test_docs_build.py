@@ -34,6 +34,10 @@ $`\\frac{a}{b}`$, [a heading](#formula), [double][linrope.double], ![a plot](ass
 a = \\sum_j b_j
 ```
 
+```python no-run
+a = b
+```
+
 ::: linrope.double
 """
 # What is wrong; the file to change, the text to replace there, the new text, and what the output must name.
@@ -46,6 +50,7 @@ FAULTS = {
     "an object that is not there": ("docs/index.md", "::: linrope.double", "::: linrope.two", ".two"),
     "a formula's unknown command": ("docs/index.md", "\\sum", "\\summ", "summ"),
     "an inline formula cut short": ("docs/index.md", "{b}", "{b", "formula"),
+    "a fence with an unknown word": ("docs/index.md", "```math", "```math again", "a code block that was not"),
     "a page without a menu entry": ("zensical.toml", "other.md", "index.md", "not in the menu"),
     "a menu entry without a page": ("zensical.toml", "other.md", "others.md", "others"),
 }  # fmt: skip

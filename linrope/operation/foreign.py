@@ -33,7 +33,9 @@ def state_from_sums(
     Args:
         kv: (b, g, f, e), float32 or float64.
         z: (b, g, f). None: unknown. Calls with normalize=True then reject the state and all states after it.
-        feature_map, rotary, rope_order: those of the calls to come, as in ``linear_rope_attention``.
+        feature_map: that of the calls to come, as in ``linear_rope_attention``.
+        rotary: likewise.
+        rope_order: likewise.
         position: (b,) int64, the position of the next token. Default: 0, which is right for any number of earlier
             tokens if nothing rotates by position.
         angle: (b, g or 1, pairs) int64, the sum of the angle steps in 2^-64 turns, if the calls have angle_steps.
