@@ -82,7 +82,7 @@ VALUES = [
     ({"feature_map": "elu1"}, r"feature_map='elu1': expected one of elu\+1, .*mean 'elu\+1'"),
     ({"feature_map": "favor+"}, r"feature_map='favor\+': .*expected the object that feature_maps.make"),
     ({"backend": "eagre"},
-     r"backend='eagre': expected one of auto, native, triton, eager, reference; did you mean 'eager'"),
+     r"backend='eagre': expected one of auto, native, triton, eager, reference, onnx; did you mean 'eager'"),
     ({"rotary": Rotary(6)}, r"rotary: got dim=6, expected the number of features, 4"),
     ({"rotary": Rotary.whole_model(H, D)}, r"rotary: got theta for 4 heads, expected 2 key/value heads"),
     *(({"feature_map": fmap, "rotary": None}, r"feature_map.*6.*expected.*4") for fmap in OTHER_SIZES),

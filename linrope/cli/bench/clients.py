@@ -193,7 +193,7 @@ def table(result: dict[str, Any]) -> Table:
     made = plain_table(
         f"{result['client']} of transformers, {result['parameters'] / 1e6:.0f} M parameters, ms and MB"
     )
-    for column in ("", "batch", "tokens", "before", "linrope", "faster", "MB", "linrope", "difference"):
+    for column in ("", "batch", "tokens", "before", "linrope", "faster", "MB", "linrope", "diff"):
         made.add_column(column, justify="left" if not column else "right")
     for row in result["rows"]:
         (slow, fast), peaks = row["seconds"].values(), row["bytes"].values()

@@ -10,9 +10,11 @@ import torch
 from linrope.backends import native
 from linrope.cli.app import run
 from linrope.cli.bench import clients
+from linrope.cli.bench.report import times
 from linrope.integrations import transformers as linrope_transformers
 from tests.integrations.families import CONFIGURATIONS
 
+ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 
 
@@ -56,3 +58,30 @@ def test_an_unknown_family_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
 def test_configurations_build_layers_of_the_family() -> None:
     made: Any = {family: clients.CONFIGURATIONS[family] for family in linrope_transformers.FAMILIES}
     assert len(made) == len(clients.CONFIGURATIONS)
+
+
+NAMES = {"mamba2": "Mamba-2", "granitemoehybrid": "Granite 4.0-H", "nemotron_h": "Nemotron-H"}
+
+
+def lines_of(file: Path) -> list[str]:
+    """The lines of a result in the table of docs/performance.md."""
+    result = json.loads(file.read_text())
+    lines = []
+    for row in result["rows"]:
+        if row["length"] == 512 and row["batch"] == 1:
+            continue
+        seconds, peaks = row["seconds"], row["bytes"]
+        kind = row["kind"] if row["batch"] == 1 else f"{row['kind']}, {row['batch']} sequences"
+        cells = [NAMES[result["client"]], kind, f"{row['length']:,}"]
+        cells += [f"{seconds[side] * 1e3:,.0f}" for side in clients.SIDES]
+        cells += [times(seconds["transformers"] / seconds["linrope"])]
+        cells += [f"{peaks[side] / 1e6:,.0f}" for side in clients.SIDES]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def test_the_table_of_the_docs_has_the_kept_results() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text("utf-8")
+    table = page.partition("<!-- clients -->\n")[2].partition("<!-- /clients -->")[0].splitlines()[2:]
+    files = [next((ROOT / "benchmarks" / "results").glob(f"client-{family}-*.json")) for family in NAMES]
+    assert table == [line for file in files for line in lines_of(file)]
