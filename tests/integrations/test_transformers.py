@@ -219,8 +219,15 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(family: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-@pytest.mark.parametrize("family", ["mamba2", pytest.param("minimax", marks=pytest.mark.long)])
-def test_compile(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "compiler"),
+    [
+        ("mamba2", "aot_eager"),  # the graphs of the default compiler, without the time that it takes
+        pytest.param("mamba2", "inductor", marks=pytest.mark.long),
+        pytest.param("minimax", "inductor", marks=pytest.mark.long),
+    ],
+)
+def test_compile(family: str, compiler: str) -> None:
     net, ids = model(family), tokens(2, 20)
 
     def prompt_and_step(net: Any) -> list[Tensor]:
@@ -231,7 +238,7 @@ def test_compile(family: str) -> None:
         expected = prompt_and_step(net)
         torch._dynamo.reset()
         with linrope_transformers.enable(family):
-            got = prompt_and_step(torch.compile(net, dynamic=False))
+            got = prompt_and_step(torch.compile(net, dynamic=False, backend=compiler))
     assert all(relative(*pair) < 2e-5 for pair in zip(got, expected, strict=True))
 
 
