@@ -107,7 +107,7 @@ def convolve_fwd_kernel(
     X += batch * x_strides[0]
     for tap in tl.static_range(TAPS):
         place = token - (WIDTH - tap)
-        row = place - first + WIDTH  # of the sequence's inputs in BEFORE
+        row = place - first + WIDTH  # the row of BEFORE, among those of this sequence
         known = (token < n) & ((place >= first) | (row >= 0) & (row < WIDTH))
         place = tl.where(known, tl.where(row < WIDTH, -1 - sequence * WIDTH - row, place), NOWHERE)
         place = tl.broadcast_to(place[:, None], [C, BC])

@@ -14,8 +14,10 @@ from linrope_kernels.norm_kernels import norm_bwd_kernel, norm_fwd_kernel
 from linrope_kernels.partial_sums import sum_rows
 from linrope_kernels.tiles import power_of_two
 
-MOST_VALUES = 16_384  # of a group of heads, each number rounded up to a power of two: a tile of 16 warps
-ELEMENTS = 2**20  # of the tiles of all programs: 8 programs of 1024 for each of an H200's multiprocessors
+# The values of a group of heads, each size rounded up to a power of two, that fit a tile of 16 warps
+MOST_VALUES = 16_384
+# The elements in the tiles of all programs together: 8 programs of 1024 for each multiprocessor of an H200
+ELEMENTS = 2**20
 
 
 class Tile(NamedTuple):
@@ -23,7 +25,7 @@ class Tile(NamedTuple):
     kv_heads: int  # GB
     members: int  # RP
     values: int  # BE
-    blocks: int  # of heads
+    blocks: int  # the number of blocks of heads
 
     @property
     def elements(self) -> int:

@@ -23,7 +23,7 @@ from linrope.integrations import transformers as linrope_transformers
 LENGTHS = [512, 2048, 8192]
 KINDS = ("prefill", "training", "decoding")
 SIDES = ("transformers", "linrope")
-TOLERANCE = 2e-5  # of the largest logit
+TOLERANCE = 2e-5  # the largest allowed difference of a logit, as a fraction of the largest logit
 _STEPS = 10  # decoding steps per call
 _SIZES = {"vocab_size": 1000, "hidden_size": 1024, "pad_token_id": 0}
 _HEADS = {"num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 2048}

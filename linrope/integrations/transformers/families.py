@@ -13,22 +13,23 @@ import torch
 from torch import Tensor
 
 from linrope import backends
+from linrope.backends.native import MAX_DIM
 from linrope.common.names import check_name
 from linrope.integrations.transformers import mamba2, minimax
 from linrope.layer.operators.native import MAX_TAPS
 
 MAMBA2 = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
 FAMILIES = (*MAMBA2, "minimax")  # folders of transformers.models
-MAX_DIM = 256  # of heads and states in the kernels
 
 _log = logging.getLogger("linrope.integrations.transformers")
 _Reason = Callable[..., str | None]
-# The owner (a module or a class) and the name of what was replaced: the original, and the families that use it
+# What enable() has replaced. The key is a module or class and the name of its function. The value is transformers'
+# function, and the enabled families that use it.
 _replaced: dict[tuple[Any, str], tuple[Callable[..., Any], set[str]]] = {}
 
 
 class Enabled:
-    """What ``enable`` returns. As a context manager, it disables at its end the families that ``enable`` enabled."""
+    """The families that a call of ``enable`` has enabled. Leaving it as a context manager disables them again."""
 
     def __init__(self, families: tuple[str, ...]) -> None:
         self.families = families
@@ -50,7 +51,7 @@ def enable(*families: str) -> Enabled:
     It replaces what runs between the layers' projections: the scan, the step, the convolution and the gated norm of
     Mamba-2, and MiniMax's lightning attention. Weights, caches, configurations and results stay the same. On a CPU the
     backend "native" computes. On a GPU "triton" does, where transformers would use its own PyTorch code because
-    mamba_ssm is not installed. A call that linrope does not support runs as before, and the logger
+    mamba_ssm and causal_conv1d are not installed. A call that linrope does not support runs as before, and the logger
     "linrope.integrations.transformers" says why, once.
 
     Args:

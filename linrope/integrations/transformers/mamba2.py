@@ -109,7 +109,7 @@ def mamba2_selective_state_update(
     """One token: y (b, h, p). The state (b, h, p, s) is overwritten, in whichever order its memory has.
 
     x and z (b, h, p), dt (b, h, p), A (h, p, s), B and C (b, g, s), D and dt_bias (h, p). dt, A and dt_bias repeat one
-    number per head, which ``refuses_step`` checks.
+    number per head, which ``families`` checks before the call.
     """
     h, wide = hidden_states.shape[1], state.dtype
     steps = _step_sizes(dt[..., 0].to(wide), None if dt_bias is None else dt_bias[..., 0], dt_softplus)
