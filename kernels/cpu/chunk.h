@@ -76,6 +76,8 @@ struct Decay {
     }
     return count;
   }
+  // e^a of the chunk's token i, or 1 for the first one, whose decay the state has
+  float between(int i) const { return i ? exp_D[i] * exp_minus_D[i - 1] : 1; }
   // The first token of the chunk that ends with token `last`, in a forward sweep over tokens first .. last
   int64_t start(int64_t first, int64_t last) {
     if (!base) return last - (last - first) % kChunk;

@@ -1,6 +1,8 @@
 // Gradients of keys and values, last token to first. With gb = dout / den and dS the gradient of the state:
 //   dv = psi^ dS + triu(psi^ phi^T) gb        dpsi^ = v dS^T + triu(v gb^T) phi^
-// The gradients of log decay and angle steps are running sums over all later tokens.
+// The gradients of log decay and angle steps are running sums over all later tokens. A pair of a query and a key adds
+// the same number to the sum at the query's token and takes it away at the key's. A token's pair with itself would do
+// both at once, and leave a rounding error where the decay lets nothing else through: log decay's sum is without it.
 #pragma once
 #include "task.h"
 
@@ -10,20 +12,20 @@ namespace {
 struct BackwardKeys : Task {
   static constexpr int C = kChunk;
   struct Scratch {
-    float *psi, *psi_hat, *phi, *phi_t, *phi_hat, *dden_phi, *d, *v, *gb, *gb_t, *panels, *dv, *scores, *dS_t, *raw,
-        *within, *k_angles, *q_angles;
+    float *psi, *psi_hat, *phi, *phi_t, *phi_hat, *dden_before, *dden_phi, *d, *v, *gb, *gb_t, *panels, *dv, *scores, *dS_t, *raw,
+        *within, *own, *own_d, *k_angles, *q_angles;
     tiles::Factors* factors;
     Scratch(const Shape& s, Arena& a)
         : psi(a.take<float>(C * s.F)), psi_hat(a.take<float>(C * s.F)), phi(a.take<float>(C * s.F)),
-          phi_t(a.take<float>(C * s.F)), phi_hat(a.take<float>(C * s.F)), dden_phi(a.take<float>(C * s.F)),
-          d(a.take<float>(C * s.F)), v(a.take<float>(C * s.E)), gb(a.take<float>(C * s.E)),
+          phi_t(a.take<float>(C * s.F)), phi_hat(a.take<float>(C * s.F)), dden_before(a.take<float>((C + 1) * s.F)),
+          dden_phi(dden_before + s.F), d(a.take<float>(C * s.F)), v(a.take<float>(C * s.E)), gb(a.take<float>(C * s.E)),
           gb_t(a.take<float>(C * s.E)), panels(a.take<float>(C * s.E)), dv(a.take<float>(C * s.E)),
           scores(a.take<float>(C * C)), dS_t(a.take<float>(s.F * s.E)), raw(a.take<float>(s.F)),
-          within(a.take<float>(s.F)), k_angles(a.take<float>(2 * C * s.half)),
+          within(a.take<float>(s.F)), own(a.take<float>(C)), own_d(a.take<float>(C * s.F)), k_angles(a.take<float>(2 * C * s.half)),
           q_angles(a.take<float>(2 * C * s.half)), factors(a.take<tiles::Factors>(1)) {}
   };
   static size_t bytes(const Shape& s, int count) {
-    return sizeof(tiles::Factors) + 4 * (7 * C * s.F + 5 * C * s.E + C * C + s.F * s.E + 2 * s.F + 4 * C * s.half) + 2048 +
+    return sizeof(tiles::Factors) + 4 * (8 * C * s.F + 5 * C * s.E + C * C + s.F * s.E + C + 3 * s.F + 4 * C * s.half) + 2560 +
            count * (size_t)(4 * s.F * s.E + 8 * s.F + 2 * s.angle_bytes() + 512);
   }
   const Scratch& w;
@@ -90,9 +92,12 @@ struct BackwardKeys : Task {
     for (int r = 0; r < query_heads; r++) {
       read_queries(last, rows, r, query_angles);
       const bool accumulate = r > 0;
-      if (want_output)
+      if (want_output) {
         multiply_chunk({operands(rows, s.value_row, s.feature_row, w.gb_t, w.phi_hat, w.factors, want_d_log_decay), w.v,
-                        accumulate ? nullptr : w.dS_t, exp_minus_D, all_finite(w.phi_hat, rows, s.feature_row), accumulate, w.scores, w.d, F});
+                        accumulate ? nullptr : w.dS_t, exp_minus_D, all_finite(w.phi_hat, rows, s.feature_row), accumulate, w.scores, w.d, F,
+                        want_d_log_decay ? w.own : nullptr});
+        if (want_d_log_decay) add_own(rows, accumulate);
+      }
       queries = operands(rows, s.feature_row, s.value_row, w.phi_t, w.panels, w.factors);
       if (want_output)
         multiply_chunk({queries, w.psi_hat, accumulate ? nullptr : dS, exp_minus_D, all_finite(w.panels, rows, s.value_row),
@@ -108,6 +113,7 @@ struct BackwardKeys : Task {
                         nullptr, w.d, F});
       }
     }
+    for (int f = 0; f < F; f++) w.dden_before[f] = (float)dz_sum.total[f] * exp_minus_D[0];
     dz_sum.rows(w.dden_phi, rows, exp_D, exp_minus_D, w.dden_phi);
     if (want_output) write_gradients(last, rows);
     done += rows;
@@ -141,6 +147,17 @@ struct BackwardKeys : Task {
     if (want_output) transpose(w.gb, rows, E, w.gb_t);
   }
 
+  // own_d: what the queries of the same token add to d
+  void add_own(int rows, bool accumulate) {
+    const int F = s.F;
+    if (!accumulate) zero(w.own_d, rows * F);
+    for (int i = 0; i < rows; i++) {
+      const float scale = w.own[i] * exp_minus_D[i];
+      float *row = w.own_d + i * F, *phi = w.phi_hat + i * s.feature_row.panel;
+      for (int f = 0; f < F; f += W) store(row + f, load(row + f) + load(at(phi, NW * C, f)) * scale);
+    }
+  }
+
   void write_gradients(int64_t last, int rows) {
     const int F = s.F, E = s.E;
     for (int i = 0; i < rows; i++) {
@@ -149,13 +166,22 @@ struct BackwardKeys : Task {
       float *y = w.psi + i * F, *dy = w.d + i * F, *dden_row = w.dden_phi + i * F;
       if (unmasked(token)) {
         rotate<true>(s, dy, k_angle.cos + angle, k_angle.sin + angle, 1, dy);
+        if (want_d_log_decay) {
+          sums[0] -= product(y, dy, F);
+          if (c.normalize || ends.z_in)  // dz of later tokens
+            sums[0] -= product(y, dden_row - F, F) * (i ? exp_minus_D[i] * exp_D[i - 1] : 1);
+        }
+        if (want_d_log_decay && query_heads) {
+          float* own = w.own_d + i * F;
+          rotate<true>(s, own, k_angle.cos + angle, k_angle.sin + angle, 1, own);
+          for (int f = 0; f < F; f += W) store(dy + f, load(dy + f) + load(own + f));
+        }
         if (want_d_angle_steps)  // the normalizer's share is not rotated
           for (int p = 0; p < s.pairs; p++) {
             const int first = p * s.pair_stride, second = first + s.partner;
             sums[1 + p] += y[first] * dy[second] - y[second] * dy[first];
           }
         for (int f = 0; f < F; f += W) store(dy + f, load(dy + f) + load(dden_row + f));
-        if (want_d_log_decay) sums[0] -= product(y, dy, F);
         const float* raw = y;
         if (s.map == kSilu || s.map == kRelu2) features(s, k, token, kIdentity, w.raw), raw = w.raw;
         for (int f = 0; f < F; f += W) store(dy + f, load(dy + f) * slope(s.map, load(raw + f), load(y + f)));

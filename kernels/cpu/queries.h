@@ -11,15 +11,27 @@ struct FinishQuery {
   const Task& task;
   float* raw;  // scratch (F)
 
+  // The terms of log decay's gradient, which are those of earlier keys only: see keys.h
+  struct Earlier {
+    float* sum;  // null if that gradient is not wanted
+    float* own;  // (F): what the query's own key adds to d, not rotated back yet
+    double den;  // the denominator without the own key
+  };
+
   // Returns dden. Adds the query's terms to the gradients of angle steps and log decay, if these are not null.
   float operator()(const Rows& q, const Rows& dq, int64_t token, const float* phi, float* d, const float* z,
-                   const float* cos, const float* sin, double den, float inverse_den, float* d_angle_steps,
-                   float* d_log_decay) const {
+                   const float* cos, const float* sin, float den, float inverse_den, float* d_angle_steps,
+                   const Earlier& earlier) const {
     const Shape& s = task.s;
     const Call& c = task.c;
     rotate<true>(s, d, cos, sin, 1, d);
-    const double exact = d_log_decay ? product(phi, d, s.F) : 0;
-    const float x = d_log_decay ? (float)exact : dot(phi, d, s.F);  // = gb num
+    const double before = earlier.sum ? product(phi, d, s.F) : 0;
+    float x = earlier.sum ? (float)before : dot(phi, d, s.F);  // = gb num, with the own key's share
+    if (earlier.sum) {
+      rotate<true>(s, earlier.own, cos, sin, 1, earlier.own);
+      x += dot(phi, earlier.own, s.F);
+      for (int i = 0; i < s.F; i += W) store(d + i, load(d + i) + load(earlier.own + i));
+    }
     const bool constant_den = !c.normalize || (!c.add_eps && den < c.eps);
     const float dden = constant_den ? 0 : -x * inverse_den;
     if (d_angle_steps)
@@ -27,8 +39,7 @@ struct FinishQuery {
         const int x = p * s.pair_stride, y = x + s.partner;
         d_angle_steps[p] += phi[x] * d[y] - phi[y] * d[x];
       }
-    // <phi, dphi> = x + dden den, which is 0 with a normalizer that eps does not change
-    if (d_log_decay) *d_log_decay += (float)(exact + (dden == 0 ? 0 : dden * den));
+    if (earlier.sum) *earlier.sum += (float)(before + (dden == 0 ? 0 : dden * earlier.den));
     const float* from = phi;
     if (s.map == kSilu || s.map == kRelu2) features(s, q, token, kIdentity, raw), from = raw;
     for (int i = 0; i < s.F; i += W) {
@@ -43,18 +54,18 @@ struct FinishQuery {
 struct BackwardQueries : Task {
   static constexpr int C = kChunk;
   struct Scratch {
-    float *x, *hat, *z, *d, *v, *v_t, *gb, *scores, *raw, *within, *k_angles, *q_angles;
-    double* dens;
+    float *x, *hat, *z_before, *z, *d, *v, *v_t, *gb, *scores, *raw, *within, *dens, *own, *own_row, *k_angles, *q_angles;
     tiles::Factors* factors;
     Scratch(const Shape& s, Arena& a)
-        : x(a.take<float>(C * s.F)), hat(a.take<float>(C * s.F)), z(a.take<float>(C * s.F)), d(a.take<float>(C * s.F)),
-          v(a.take<float>(C * s.E)), v_t(a.take<float>(C * s.E)), gb(a.take<float>(C * s.E)),
-          scores(a.take<float>(C * C)), raw(a.take<float>(s.F)), within(a.take<float>(s.F)),
-          k_angles(a.take<float>(2 * C * s.half)), q_angles(a.take<float>(2 * C * s.half)), dens(a.take<double>(C)),
+        : x(a.take<float>(C * s.F)), hat(a.take<float>(C * s.F)), z_before(a.take<float>((C + 1) * s.F)),
+          z(z_before + s.F), d(a.take<float>(C * s.F)), v(a.take<float>(C * s.E)), v_t(a.take<float>(C * s.E)),
+          gb(a.take<float>(C * s.E)), scores(a.take<float>(C * C)), raw(a.take<float>(s.F)),
+          within(a.take<float>(s.F)), dens(a.take<float>(C)), own(a.take<float>(C)), own_row(a.take<float>(s.F)),
+          k_angles(a.take<float>(2 * C * s.half)), q_angles(a.take<float>(2 * C * s.half)),
           factors(a.take<tiles::Factors>(1)) {}
   };
   static size_t bytes(const Shape& s, int count) {
-    return sizeof(tiles::Factors) + 4 * (4 * C * s.F + 3 * C * s.E + C * C + 2 * C + 2 * s.F + 4 * C * s.half) + 1024 +
+    return sizeof(tiles::Factors) + 4 * (4 * C * s.F + 3 * C * s.E + C * C + 3 * C + 4 * s.F + 4 * C * s.half) + 1536 +
            count * (size_t)(4 * s.F * s.E + 8 * s.F + 2 * s.angle_bytes() + 512);
   }
   const Scratch& w;
@@ -83,6 +94,7 @@ struct BackwardQueries : Task {
     k_angle.forward(t, rows);
     if (!same_angles) q_angle.forward(t, rows);
     key_features(t, 1, rows, w.x);
+    for (int f = 0; f < F; f++) w.z_before[f] = (float)z_sum.total[f];
     z_sum.rows(w.x, rows, decay.exp_minus_D, decay.exp_D, w.z);
     for (int i = 0; i < rows; i++) {
       prefetch(v, t + i, C, s.e);
@@ -118,18 +130,25 @@ struct BackwardQueries : Task {
     for (int i = 0; i < rows; i++) {
       prefetch(dout, t + i, C, s.e), prefetch(dq, t + i, 0, s.f);
       const float *phi = w.x + i * F, *z = w.z + i * F;
-      w.dens[i] = !c.normalize ? 1 : c.d_log_decay ? product(phi, z, F) : dot(phi, z, F);
-      const float inverse = inverse_den((float)w.dens[i]);
+      w.dens[i] = c.normalize ? dot(phi, z, F) : 1;
+      const float inverse = inverse_den(w.dens[i]);
       c.inverse_den[query_index(t + i, r)] = inverse;
       values(s, dout, t + i, w.gb + i * E, NW, inverse);
     }
-    multiply_chunk({keys, w.gb, fresh ? nullptr : S, decay.exp_D, finite, false, w.scores, w.d, F});
+    multiply_chunk({keys, w.gb, fresh ? nullptr : S, decay.exp_D, finite, false, w.scores, w.d, F,
+                    c.d_log_decay ? w.own : nullptr});
     const FinishQuery finish_query{*this, w.raw};
+    FinishQuery::Earlier earlier{nullptr, w.own_row, 0};
     for (int i = 0; i < rows; i++) {
       const int64_t at = query_index(t + i, r);
+      if (c.d_log_decay) {
+        earlier.sum = c.d_log_decay + key_index(t + i);
+        copy_from_panels(w.hat + i * s.feature_row.panel, NW * C, F, w.own[i] * decay.exp_D[i], w.own_row);
+        if (c.normalize) earlier.den = product(w.x + i * F, w.z + (i - 1) * F, F) * decay.between(i);
+      }
       c.dden[at] = finish_query(q, dq, t + i, w.x + i * F, w.d + i * F, w.z + i * F, query_angles.cos + i * half,
                                query_angles.sin + i * half, w.dens[i], c.inverse_den[at], angle_steps_at(t + i),
-                               c.d_log_decay ? c.d_log_decay + key_index(t + i) : nullptr);
+                               earlier);
     }
   }
   void finish() {
@@ -194,7 +213,7 @@ struct BidirectionalBackward : Task {
       for (int i = 0; i < rows; i++) {
         const float dden = finish_query(q, dq, t + i, w.x + i * F, w.d + i * F, z, query_angles.cos + i * half,
                                         query_angles.sin + i * half, w.dens[i], inverse_den(w.dens[i]),
-                                        angle_steps_at(t + i), nullptr);
+                                        angle_steps_at(t + i), {});
         for (int f = 0; f < F; f++) dz[f] += dden * w.x[i * F + f];
       }
       update(operands(rows, s.feature_row, s.value_row, w.hat_t, w.panels, w.factors), dS, false, DecayFactor());

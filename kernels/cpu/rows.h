@@ -184,7 +184,7 @@ void write_features(const Shape& s, const float* y, const Rows& rows, int64_t to
 
 // The address of element i of a row that is stored in blocks of NW numbers, at y, y + block, ..: block is NW
 // for a plain row, NW * kChunk for a row of panels
-LINROPE_INLINE float* at(float* y, int block, int i) { return y + i / NW * block + i % NW; }
+template <class T> LINROPE_INLINE T* at(T* y, int block, int i) { return y + i / NW * block + i % NW; }
 
 template <class T> inline void read_values(const Shape& s, const T* x, float* y, int block, float scale) {
   int e = 0;
@@ -209,6 +209,11 @@ void write_values(const Shape& s, const float* y, const Rows& rows, int64_t toke
 // Copies a row of n numbers into blocks
 inline void copy_to_panels(const float* row, int n, float* y, int block) {
   for (int i = 0; i < n; i += W) store(at(y, block, i), load(row + i));
+}
+
+// row = scale * a row in blocks
+inline void copy_from_panels(const float* x, int block, int n, float scale, float* row) {
+  for (int i = 0; i < n; i += W) store(row + i, load(at(x, block, i)) * scale);
 }
 
 // True if the first `rows` rows of the panels are finite
