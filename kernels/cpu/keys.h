@@ -21,7 +21,8 @@ struct BackwardKeys : Task {
           dden_phi(dden_before + s.F), d(a.take<float>(C * s.F)), v(a.take<float>(C * s.E)), gb(a.take<float>(C * s.E)),
           gb_t(a.take<float>(C * s.E)), panels(a.take<float>(C * s.E)), dv(a.take<float>(C * s.E)),
           scores(a.take<float>(C * C)), dS_t(a.take<float>(s.F * s.E)), raw(a.take<float>(s.F)),
-          within(a.take<float>(s.F)), own(a.take<float>(C)), own_d(a.take<float>(C * s.F)), k_angles(a.take<float>(2 * C * s.half)),
+          within(a.take<float>(s.F)), own(a.take<float>(C)), own_d(a.take<float>(C * s.F)),
+          k_angles(a.take<float>(2 * C * s.half)),
           q_angles(a.take<float>(2 * C * s.half)), factors(a.take<tiles::Factors>(1)) {}
   };
   static size_t bytes(const Shape& s, int count) {
@@ -94,8 +95,8 @@ struct BackwardKeys : Task {
       const bool accumulate = r > 0;
       if (want_output) {
         multiply_chunk({operands(rows, s.value_row, s.feature_row, w.gb_t, w.phi_hat, w.factors, want_d_log_decay), w.v,
-                        accumulate ? nullptr : w.dS_t, exp_minus_D, all_finite(w.phi_hat, rows, s.feature_row), accumulate, w.scores, w.d, F,
-                        want_d_log_decay ? w.own : nullptr});
+                        accumulate ? nullptr : w.dS_t, exp_minus_D, all_finite(w.phi_hat, rows, s.feature_row), accumulate,
+                        w.scores, w.d, F, want_d_log_decay ? w.own : nullptr});
         if (want_d_log_decay) add_own(rows, accumulate);
       }
       queries = operands(rows, s.feature_row, s.value_row, w.phi_t, w.panels, w.factors);

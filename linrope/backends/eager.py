@@ -261,6 +261,8 @@ def _backward(
     dv_j    = sum_i e^(D_i - D_j) <phi^_i, psi^_j> gb_i + e^(D_c - D_j) T^T psi^_j
     T       = gradient of S: a chunk decays it by e^(D_c) and adds e^(D_i) phi^_i gb_i^T; w = gradient of z
     da_t    = sum_(i>=t) <phi_i, dphi_i> - <psi_i, dpsi_i> + <S, T> + <z, w>, all to the chunk's end
+
+    Terms i = j cancel in da. Their rounding errors would not, so da is summed before they are added.
     domega_t = sum_(i>=t) <J phi^_i, dphi^_i> + <J psi^_i, dpsi^_i>, to the sequence's end; J a quarter turn
     """
     x = Chunks(call, sums)
@@ -276,9 +278,14 @@ def _backward(
     d_phi_hat = x.decayed(product(gb, kv_read.mT), Decay.queries)
     if call.causal:
         d_scores = x.causal_scores(product(gb, x.v.mT))
+        if call.log_decay is not None:
+            own_score = _take_diagonal(d_scores)
         d_phi_hat += product(d_scores, x.psi_hat)
     if call.normalize:
-        delta = (-(x.phi_hat * d_phi_hat).sum(-1, keepdim=True) * inverse).masked_fill(~den_counts, 0)
+        g_num = (x.phi_hat * d_phi_hat).sum(-1, keepdim=True)
+        if call.log_decay is not None:
+            g_num += own_score * (x.phi_hat * x.psi_hat).sum(-1, keepdim=True)
+        delta = (-g_num * inverse).masked_fill(~den_counts, 0)
     d_phi = x.rotated(x.xpos_within_chunk(d_phi_hat, 1), x.query_cos_sin, -1)
     d_phi += x.decayed(delta, Decay.queries) * z_read[:, :, None, None].to(x.dtype)
 
@@ -296,6 +303,8 @@ def _backward(
     d_psi = x.decayed(w_after[:, :, None, None].to(x.dtype).expand_as(x.psi), Decay.keys)
     if call.causal:
         weights = x.causal_scores(delta.expand(*delta.shape[:-1], delta.shape[-2]))
+        if call.log_decay is not None:
+            own_weight = _take_diagonal(weights)
         d_phi += product(weights, x.psi)
         d_psi = d_psi + transposed_product(weights, x.phi)
         d_psi_hat += transposed_product(d_scores, x.phi_hat)
@@ -307,6 +316,11 @@ def _backward(
         change = ((x.phi * d_phi).sum((2, 4)) - (x.psi * d_psi).sum((2, 4))).double()
         later = (kv[1] * t_after).sum((2, 3)) + (z[1] * w_after).sum(2)
         d_log = _sums_from(x, change[..., None], later)[..., 0]
+        d_phi += x.rotated(x.xpos_within_chunk(own_score * x.psi_hat, 1), x.query_cos_sin, -1)
+        d_phi += own_weight * x.psi
+        own = (own_score * x.phi_hat).sum(2, keepdim=True)
+        d_psi = d_psi + x.rotated(x.xpos_within_chunk(own, -1), x.key_cos_sin, -1)
+        d_psi += (own_weight * x.phi).sum(2, keepdim=True)
     if call.angle_steps is not None:
         change = _quarter_turned(x.phi_hat, d_phi_hat, call) + _quarter_turned(x.psi_hat, d_psi_hat, call)
         change = change.masked_fill(~x.keys.valid[:, None, :, None], 0).double()
@@ -322,6 +336,14 @@ def _backward(
         kv=None if sums is None else d_kv.to(sums.kv.dtype),
         z=None if sums is None else d_z.to(sums.z.dtype),
     )
+
+
+def _take_diagonal(scores: Tensor) -> Tensor:
+    """Sets the diagonal of scores (.., c, c) to 0 and returns what it was: (.., c, 1)."""
+    diagonal = scores.diagonal(dim1=-2, dim2=-1)
+    own = diagonal.clone()[..., None]
+    diagonal.zero_()
+    return own
 
 
 def _sums_from(x: Chunks, change: Tensor, later: Tensor) -> Tensor:

@@ -105,6 +105,33 @@ def test_sums_over_tokens_are_as_exact_as_those_of_eager(gate: float | str, name
     assert Yardstick(errors_of_eager).ratio("sums", error, root_mean_square(exact)) <= 1
 
 
+@pytest.mark.parametrize(
+    "options", [{"feature_map": None, "normalize": False}, {}, {"rotary": Rotary(16)}], ids=str
+)
+@pytest.mark.parametrize("backend", ["eager", NATIVE])
+def test_gates_that_are_almost_closed_have_exact_gradients(backend: str, options: dict[str, Any]) -> None:
+    """Step sizes of about 1.3, as transformers makes untrained Mamba-2 layers: log decays of -0.5 to -90.
+
+    The head that forgets most has gradients of 1e-7, and a token's pair with itself is of size 1.
+    """
+    n, heads = 300, 8
+    q, k, v = randoms(2, n, heads, D, e=D, dtype=torch.float64)
+    noise, weights = (randoms(2, n, heads, D, dtype=torch.float64, seed=seed)[0] for seed in (1, 2))
+    log_decay = -torch.linspace(1, 32, heads) * 1.3 * torch.exp(0.3 * noise[..., 0])
+
+    def gradient(dtype: torch.dtype, backend: str) -> Tensor:
+        log = log_decay.clone().requires_grad_()
+        qkv = (x.to(dtype) for x in (q, k, v))
+        out = linear_rope_attention(*qkv, log_decay=log, backend=backend, **options)
+        return torch.autograd.grad((out * weights.to(dtype)).sum(), log)[0]
+
+    exact = gradient(torch.float64, "reference")
+    for instructions in native_sets(backend):
+        with instruction_set(instructions):
+            error = (gradient(torch.float32, backend) - exact).abs()
+            assert (error.amax((0, 1)) <= 64 * 2.0**-24 * exact.abs().amax((0, 1))).all(), instructions
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("backend", [NATIVE])
 @pytest.mark.parametrize(("gate", "name"), [(0.05, "identity"), (0.05, "rotated"), (0.9, "rotated")])
