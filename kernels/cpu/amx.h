@@ -183,9 +183,9 @@ void multiply_rows(const ChunkProduct& x, int first, int last) {
     zero_block();
     multiply_block(A, 0, K / 2, factors->B, 0, K);
     store_block(block);
-    for (int i = 0; x.own && i < rows; i++) {
+    for (int i = 0; x.diagonal && i < rows; i++) {
       float& score = block[i * C + i];
-      x.own[i] = score, score = 0;
+      x.diagonal[i] = score, score = 0;
     }
     vu any = {};
     for (int i = 0; i < rows; i++)  // keys up to the query
@@ -209,7 +209,7 @@ void multiply_rows(const ChunkProduct& x, int first, int last) {
 void multiply_chunk(const ChunkProduct& x) {
   const int rows = x.operands.rows;
   if (x.finite || !x.operands.B_t) return multiply_rows(x, 0, rows);
-  for (int i = 0; i < rows; i++) split_values(x.operands, i + !x.own), multiply_rows(x, i, i + 1);
+  for (int i = 0; i < rows; i++) split_values(x.operands, i + !x.diagonal), multiply_rows(x, i, i + 1);
 }
 
 void update(const Operands& x, float* S, bool fresh, const DecayFactor& factor) {

@@ -78,7 +78,7 @@ struct ChunkProduct {
   float* scores;             // (kChunk, kChunk) scratch
   float* out;
   int64_t stride;
-  float* own = nullptr;      // null: tril(A B^T) has a diagonal; else the diagonal goes here and out lacks it
+  float* diagonal = nullptr;  // not null: tril's diagonal goes here, and out lacks its products
 };
 
 void multiply_scores(const ChunkProduct& x, int limit) {
@@ -96,9 +96,9 @@ void multiply_scores(const ChunkProduct& x, int limit) {
       if (i0 + M - j0 > NW / 2) tile(j0, (vf[M][NV]){});
       else tile(j0, (vf[M][NV / 2]){});
     }
-    for (int i = i0; x.own && i < i0 + M; i++) {
+    for (int i = i0; x.diagonal && i < i0 + M; i++) {
       float& score = x.scores[i * kChunk + i];
-      x.own[i] = score, score = 0;
+      x.diagonal[i] = score, score = 0;
     }
   });
 }
@@ -110,7 +110,7 @@ template <int N> void multiply_panel(const ChunkProduct& x, int limit, int e0) {
   row_blocks(x.operands.rows, limit, [&]<int M>(int i0) {
     vf acc[M][N] = {};
     if (x.S) multiply(acc, K.used, x.A + i0 * K.size, K.size, x.S + e0 * K.size, P);
-    const int keys = x.own && !x.finite ? i0 : i0 + M;
+    const int keys = x.diagonal && !x.finite ? i0 : i0 + M;
     if (x.operands.B_t) multiply(acc, keys, x.scores + i0 * kChunk, kChunk, x.operands.V + e0 * kChunk, P);
     for (int r = 0; r < M; r++)
       for (int v = 0; v < N; v++) {

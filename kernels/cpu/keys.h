@@ -13,7 +13,7 @@ struct BackwardKeys : Task {
   static constexpr int C = kChunk;
   struct Scratch {
     float *psi, *psi_hat, *phi, *phi_t, *phi_hat, *dden_before, *dden_phi, *d, *v, *gb, *gb_t, *panels, *dv, *scores, *dS_t, *raw,
-        *within, *own, *own_d, *k_angles, *q_angles;
+        *within, *diagonal, *d_of_diagonal, *k_angles, *q_angles;
     tiles::Factors* factors;
     Scratch(const Shape& s, Arena& a)
         : psi(a.take<float>(C * s.F)), psi_hat(a.take<float>(C * s.F)), phi(a.take<float>(C * s.F)),
@@ -21,7 +21,7 @@ struct BackwardKeys : Task {
           dden_phi(dden_before + s.F), d(a.take<float>(C * s.F)), v(a.take<float>(C * s.E)), gb(a.take<float>(C * s.E)),
           gb_t(a.take<float>(C * s.E)), panels(a.take<float>(C * s.E)), dv(a.take<float>(C * s.E)),
           scores(a.take<float>(C * C)), dS_t(a.take<float>(s.F * s.E)), raw(a.take<float>(s.F)),
-          within(a.take<float>(s.F)), own(a.take<float>(C)), own_d(a.take<float>(C * s.F)),
+          within(a.take<float>(s.F)), diagonal(a.take<float>(C)), d_of_diagonal(a.take<float>(C * s.F)),
           k_angles(a.take<float>(2 * C * s.half)),
           q_angles(a.take<float>(2 * C * s.half)), factors(a.take<tiles::Factors>(1)) {}
   };
@@ -96,8 +96,8 @@ struct BackwardKeys : Task {
       if (want_output) {
         multiply_chunk({operands(rows, s.value_row, s.feature_row, w.gb_t, w.phi_hat, w.factors, want_d_log_decay), w.v,
                         accumulate ? nullptr : w.dS_t, exp_minus_D, all_finite(w.phi_hat, rows, s.feature_row), accumulate,
-                        w.scores, w.d, F, want_d_log_decay ? w.own : nullptr});
-        if (want_d_log_decay) add_own(rows, accumulate);
+                        w.scores, w.d, F, want_d_log_decay ? w.diagonal : nullptr});
+        if (want_d_log_decay) add_diagonal(rows, accumulate);
       }
       queries = operands(rows, s.feature_row, s.value_row, w.phi_t, w.panels, w.factors);
       if (want_output)
@@ -148,13 +148,13 @@ struct BackwardKeys : Task {
     if (want_output) transpose(w.gb, rows, E, w.gb_t);
   }
 
-  // own_d: what the queries of the same token add to d
-  void add_own(int rows, bool accumulate) {
+  // d_of_diagonal: what the queries of the same token add to d
+  void add_diagonal(int rows, bool accumulate) {
     const int F = s.F;
-    if (!accumulate) zero(w.own_d, rows * F);
+    if (!accumulate) zero(w.d_of_diagonal, rows * F);
     for (int i = 0; i < rows; i++) {
-      const float scale = w.own[i] * exp_minus_D[i];
-      float *row = w.own_d + i * F, *phi = w.phi_hat + i * s.feature_row.panel;
+      const float scale = w.diagonal[i] * exp_minus_D[i];
+      float *row = w.d_of_diagonal + i * F, *phi = w.phi_hat + i * s.feature_row.panel;
       for (int f = 0; f < F; f += W) store(row + f, load(row + f) + load(at(phi, NW * C, f)) * scale);
     }
   }
@@ -173,9 +173,9 @@ struct BackwardKeys : Task {
             sums[0] -= product(y, dden_row - F, F) * (i ? exp_minus_D[i] * exp_D[i - 1] : 1);
         }
         if (want_d_log_decay && query_heads) {
-          float* own = w.own_d + i * F;
-          rotate<true>(s, own, k_angle.cos + angle, k_angle.sin + angle, 1, own);
-          for (int f = 0; f < F; f += W) store(dy + f, load(dy + f) + load(own + f));
+          float* rest = w.d_of_diagonal + i * F;
+          rotate<true>(s, rest, k_angle.cos + angle, k_angle.sin + angle, 1, rest);
+          for (int f = 0; f < F; f += W) store(dy + f, load(dy + f) + load(rest + f));
         }
         if (want_d_angle_steps)  // the normalizer's share is not rotated
           for (int p = 0; p < s.pairs; p++) {

@@ -14,8 +14,8 @@ struct FinishQuery {
   // The terms of log decay's gradient, which are those of earlier keys only: see keys.h
   struct Earlier {
     float* sum;  // null if that gradient is not wanted
-    float* own;  // (F): what the query's own key adds to d, not rotated back yet
-    double den;  // the denominator without the own key
+    float* diagonal;  // (F): what the key of the same token adds to d, not rotated back yet
+    double den;  // the denominator without that key
   };
 
   // Returns dden. Adds the query's terms to the gradients of angle steps and log decay, if these are not null.
@@ -26,11 +26,11 @@ struct FinishQuery {
     const Call& c = task.c;
     rotate<true>(s, d, cos, sin, 1, d);
     const double before = earlier.sum ? product(phi, d, s.F) : 0;
-    float x = earlier.sum ? (float)before : dot(phi, d, s.F);  // = gb num, with the own key's share
+    float x = earlier.sum ? (float)before : dot(phi, d, s.F);  // = gb num, with the diagonal
     if (earlier.sum) {
-      rotate<true>(s, earlier.own, cos, sin, 1, earlier.own);
-      x += dot(phi, earlier.own, s.F);
-      for (int i = 0; i < s.F; i += W) store(d + i, load(d + i) + load(earlier.own + i));
+      rotate<true>(s, earlier.diagonal, cos, sin, 1, earlier.diagonal);
+      x += dot(phi, earlier.diagonal, s.F);
+      for (int i = 0; i < s.F; i += W) store(d + i, load(d + i) + load(earlier.diagonal + i));
     }
     const bool constant_den = !c.normalize || (!c.add_eps && den < c.eps);
     const float dden = constant_den ? 0 : -x * inverse_den;
@@ -54,14 +54,15 @@ struct FinishQuery {
 struct BackwardQueries : Task {
   static constexpr int C = kChunk;
   struct Scratch {
-    float *x, *hat, *z_before, *z, *d, *v, *v_t, *gb, *scores, *raw, *within, *dens, *own, *own_row, *k_angles, *q_angles;
+    float *x, *hat, *z_before, *z, *d, *v, *v_t, *gb, *scores, *raw, *within, *dens, *diagonal, *diagonal_row,
+        *k_angles, *q_angles;
     tiles::Factors* factors;
     Scratch(const Shape& s, Arena& a)
         : x(a.take<float>(C * s.F)), hat(a.take<float>(C * s.F)), z_before(a.take<float>((C + 1) * s.F)),
           z(z_before + s.F), d(a.take<float>(C * s.F)), v(a.take<float>(C * s.E)), v_t(a.take<float>(C * s.E)),
           gb(a.take<float>(C * s.E)), scores(a.take<float>(C * C)), raw(a.take<float>(s.F)),
-          within(a.take<float>(s.F)), dens(a.take<float>(C)), own(a.take<float>(C)), own_row(a.take<float>(s.F)),
-          k_angles(a.take<float>(2 * C * s.half)), q_angles(a.take<float>(2 * C * s.half)),
+          within(a.take<float>(s.F)), dens(a.take<float>(C)), diagonal(a.take<float>(C)),
+          diagonal_row(a.take<float>(s.F)), k_angles(a.take<float>(2 * C * s.half)), q_angles(a.take<float>(2 * C * s.half)),
           factors(a.take<tiles::Factors>(1)) {}
   };
   static size_t bytes(const Shape& s, int count) {
@@ -136,14 +137,14 @@ struct BackwardQueries : Task {
       values(s, dout, t + i, w.gb + i * E, NW, inverse);
     }
     multiply_chunk({keys, w.gb, fresh ? nullptr : S, decay.exp_D, finite, false, w.scores, w.d, F,
-                    c.d_log_decay ? w.own : nullptr});
+                    c.d_log_decay ? w.diagonal : nullptr});
     const FinishQuery finish_query{*this, w.raw};
-    FinishQuery::Earlier earlier{nullptr, w.own_row, 0};
+    FinishQuery::Earlier earlier{nullptr, w.diagonal_row, 0};
     for (int i = 0; i < rows; i++) {
       const int64_t at = query_index(t + i, r);
       if (c.d_log_decay) {
         earlier.sum = c.d_log_decay + key_index(t + i);
-        copy_from_panels(w.hat + i * s.feature_row.panel, NW * C, F, w.own[i] * decay.exp_D[i], w.own_row);
+        copy_from_panels(w.hat + i * s.feature_row.panel, NW * C, F, w.diagonal[i] * decay.exp_D[i], w.diagonal_row);
         if (c.normalize) earlier.den = product(w.x + i * F, w.z + (i - 1) * F, F) * decay.between(i);
       }
       c.dden[at] = finish_query(q, dq, t + i, w.x + i * F, w.d + i * F, w.z + i * F, query_angles.cos + i * half,

@@ -279,12 +279,12 @@ def _backward(
     if call.causal:
         d_scores = x.causal_scores(product(gb, x.v.mT))
         if call.log_decay is not None:
-            own_score = _take_diagonal(d_scores)
+            diagonal_scores = _take_diagonal(d_scores)
         d_phi_hat += product(d_scores, x.psi_hat)
     if call.normalize:
         g_num = (x.phi_hat * d_phi_hat).sum(-1, keepdim=True)
         if call.log_decay is not None:
-            g_num += own_score * (x.phi_hat * x.psi_hat).sum(-1, keepdim=True)
+            g_num += diagonal_scores * (x.phi_hat * x.psi_hat).sum(-1, keepdim=True)
         delta = (-g_num * inverse).masked_fill(~den_counts, 0)
     d_phi = x.rotated(x.xpos_within_chunk(d_phi_hat, 1), x.query_cos_sin, -1)
     d_phi += x.decayed(delta, Decay.queries) * z_read[:, :, None, None].to(x.dtype)
@@ -304,7 +304,7 @@ def _backward(
     if call.causal:
         weights = x.causal_scores(delta.expand(*delta.shape[:-1], delta.shape[-2]))
         if call.log_decay is not None:
-            own_weight = _take_diagonal(weights)
+            diagonal_weights = _take_diagonal(weights)
         d_phi += product(weights, x.psi)
         d_psi = d_psi + transposed_product(weights, x.phi)
         d_psi_hat += transposed_product(d_scores, x.phi_hat)
@@ -316,11 +316,11 @@ def _backward(
         change = ((x.phi * d_phi).sum((2, 4)) - (x.psi * d_psi).sum((2, 4))).double()
         later = (kv[1] * t_after).sum((2, 3)) + (z[1] * w_after).sum(2)
         d_log = _sums_from(x, change[..., None], later)[..., 0]
-        d_phi += x.rotated(x.xpos_within_chunk(own_score * x.psi_hat, 1), x.query_cos_sin, -1)
-        d_phi += own_weight * x.psi
-        own = (own_score * x.phi_hat).sum(2, keepdim=True)
-        d_psi = d_psi + x.rotated(x.xpos_within_chunk(own, -1), x.key_cos_sin, -1)
-        d_psi += (own_weight * x.phi).sum(2, keepdim=True)
+        d_phi += x.rotated(x.xpos_within_chunk(diagonal_scores * x.psi_hat, 1), x.query_cos_sin, -1)
+        d_phi += diagonal_weights * x.psi
+        rest = (diagonal_scores * x.phi_hat).sum(2, keepdim=True)
+        d_psi = d_psi + x.rotated(x.xpos_within_chunk(rest, -1), x.key_cos_sin, -1)
+        d_psi += (diagonal_weights * x.phi).sum(2, keepdim=True)
     if call.angle_steps is not None:
         change = _quarter_turned(x.phi_hat, d_phi_hat, call) + _quarter_turned(x.psi_hat, d_psi_hat, call)
         change = change.masked_fill(~x.keys.valid[:, None, :, None], 0).double()
@@ -341,9 +341,9 @@ def _backward(
 def _take_diagonal(scores: Tensor) -> Tensor:
     """Sets the diagonal of scores (.., c, c) to 0 and returns what it was: (.., c, 1)."""
     diagonal = scores.diagonal(dim1=-2, dim2=-1)
-    own = diagonal.clone()[..., None]
+    values = diagonal.clone()[..., None]
     diagonal.zero_()
-    return own
+    return values
 
 
 def _sums_from(x: Chunks, change: Tensor, later: Tensor) -> Tensor:
