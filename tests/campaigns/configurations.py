@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,7 +92,15 @@ def _exact(
     equation, wide = Equation(before, rounded), second.wide()
     with torch.no_grad():
         after = equation(*wide.qkv, state=state, **wide.how)[1]
-    return everything(*wide.qkv, state, call=equation, **wide.how), after, equation.sizes
+    return _everything(*wide.qkv, state, call=equation, **wide.how), after, equation.sizes
+
+
+def _everything(*inputs: Any, **how: Any) -> dict[str, Tensor]:
+    """everything(), and log_decay's gradient summed over the tokens, as a parameter receives it."""
+    found = everything(*inputs, **how)
+    if "dlog_decay" in found:
+        found["dlog_decay, summed"] = found["dlog_decay"].double().sum(1)
+    return found
 
 
 class ReferenceErrors:
@@ -112,6 +121,9 @@ class ReferenceErrors:
         same = all(map(torch.equal, *numbers))
         oracle = self.oracle if same else _exact(self.config, *pieces)[0]
         found = [_run("reference", self.config, *pieces)[0]]
+        if "dlog_decay" in oracle:  # sums are to be as exact as those of "eager"
+            sums = _run("eager", self.config, *pieces)[0]["dlog_decay, summed"]
+            found.append(found[0] | {"dlog_decay, summed": sums})
         if self.operands:
             generator, u = torch.Generator().manual_seed(0), torch.finfo(self.config.dtype).eps
             for _ in range(32 if several else 1):
@@ -131,7 +143,7 @@ def _run(
     if config.has_state:
         with torch.no_grad():
             _, state = linear_rope_attention(*first.qkv, return_state=True, backend=backend, **first.how)
-    found = everything(*second.qkv, state, backend=backend, **second.how)
+    found = _everything(*second.qkv, state, backend=backend, **second.how)
     with torch.no_grad():
         out, last = linear_rope_attention(
             *second.qkv, state=state, return_state=True, backend=backend, **second.how
@@ -207,8 +219,11 @@ def _check_gradients(
         narrow = found[name].dtype != config.dtype  # then parts are rounded that may cancel
         # log_decay may be narrower than q.
         rounded = torch.finfo(found[name].dtype).eps * biggest * narrow
+        if name.endswith("summed"):  # each token's entry has been rounded
+            tokens = found["dlog_decay"]
+            rounded = torch.finfo(tokens.dtype).eps * float(tokens.abs().double().sum(1).max())
         terms = 0.0
-        if name == "dlog_decay" and oracle["out"].numel():
+        if name.startswith("dlog_decay") and oracle["out"].numel():
             terms = float(cancelling({"out": sizes.out, "kv": sizes.kv, "z": sizes.z}))
         if yardstick is None:
             _expect(name, backend, error / (GRADIENT * most + rounded + sizes.exact * (terms + biggest)))
