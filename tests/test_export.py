@@ -33,14 +33,21 @@ def make_model(**sizes) -> LanguageModel:
 
 # The map's keys have a running maximum, whose graph has to be of any length, too.
 GATED = {"forget_gate": {"longest": 64}, "rotary": "selective", "short_conv": 4, "feature_map": "softmax"}
-every_kind = pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="plain", marks=pytest.mark.long),
-        pytest.param({"decay": "spread", "qk_norm": True}, id="decay", marks=pytest.mark.long),
-        pytest.param(GATED, id="gated"),
-    ],
-)
+BARE = {
+    "forget_gate": False,
+    "write_gate": None,
+    "short_conv": None,
+    "out_norm": False,
+    "feed_forward": False,
+}
+KINDS = {"plain": {}, "decay": {"decay": "spread", "qk_norm": True}, "gated": GATED, "bare": BARE}
+
+
+def each_kind(quick: str) -> pytest.MarkDecorator:
+    """Each kind of model. All but the quick one are left to make test-long: an export takes many seconds."""
+    marks = {name: () if name == quick else pytest.mark.long for name in KINDS}
+    kinds = [pytest.param(options, id=name, marks=marks[name]) for name, options in KINDS.items()]
+    return pytest.mark.parametrize("options", kinds)
 
 
 def tokens_of(b: int, n: int) -> Tensor:
@@ -55,7 +62,7 @@ def assert_near(got: list[Tensor], expected: list[Tensor]) -> None:
         assert (a - b).abs().max() <= 2e-6 * b.abs().max()
 
 
-@every_kind
+@each_kind(quick="gated")
 @torch.no_grad()
 def test_an_exported_prefill_and_twenty_steps_are_the_module_s(options, tmp_path: Path) -> None:
     """Saved, loaded, and with a batch and a length that differ from those of the export."""
@@ -140,7 +147,7 @@ def run_onnx(session, *inputs: Tensor) -> list[Tensor]:
 
 # The exporter itself copies an object of a class that PyTorch calls deprecated.
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.:FutureWarning")
-@every_kind
+@each_kind(quick="bare")
 @torch.no_grad()
 def test_onnxruntime_computes_prefill_in_chunks_and_twenty_steps(options, tmp_path: Path) -> None:
     """One file with any batch and any length, one token included; positions go up to 2^31."""

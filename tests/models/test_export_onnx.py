@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="onnxruntime's CPU kernels"),
     # The exporter itself copies an object of a class that PyTorch calls deprecated.
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.:FutureWarning"),
+    pytest.mark.xdist_group("onnx"),  # one process makes the file that most tests read
 ]
 
 BARE = {"forget_gate": False, "write_gate": None, "short_conv": None, "out_norm": False}
