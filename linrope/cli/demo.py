@@ -17,6 +17,7 @@ from linrope.cli.generation import stream
 from linrope.cli.training import describe, run_steps
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.training import Corpus, Trainer, TrainingConfig, checkpoints
+from linrope.models.training.checkpoint import load_training
 
 console = Console()
 
@@ -28,7 +29,8 @@ LINEAR = LanguageModelConfig(**_SIZES, forget_gate={"longest": _ROW})
 # The same block, with softmax attention in place of linear attention and its gates: the sizes differ by 1%.
 SOFTMAX = LanguageModelConfig(**_SIZES, attention="softmax")
 _TRIAL = 4  # steps
-_RATE = 6e-3  # the best of 3e-3, 6e-3 and 1e-2 for LINEAR
+# The rate is the best of 3e-3, 6e-3 and 1e-2 for LINEAR.
+_TRAINING = TrainingConfig(steps=1, sequence_length=_ROW, learning_rate=6e-3)
 
 
 def demo(
@@ -39,11 +41,14 @@ def demo(
 
     For comparison, a softmax model with as many parameters is trained for the same time.
     """
+    earlier = checkpoints(out)
+    if others := [path.name for path in earlier if not _of_a_demo(path)]:
+        raise ValueError(f"--out={out}: has {others[0]} of another run, expected a folder for the demo alone")
     corpus = Corpus.load()
     console.rule("1. A language model on linear attention with RoPE")
     trainer, stopped = _train(LINEAR, corpus, seconds)
-    for earlier in checkpoints(out):  # an earlier demo's checkpoint with more steps would count as the latest
-        shutil.rmtree(earlier)
+    for path in earlier:  # one with more steps would count as the latest
+        shutil.rmtree(path)
     console.print(f"checkpoint: {trainer.save(out)}")
     if stopped:
         return 130
@@ -63,11 +68,19 @@ def demo(
     return 0
 
 
+def _of_a_demo(checkpoint: Path) -> bool:
+    """Whether an earlier demo wrote this checkpoint, so that this one may remove it."""
+    try:
+        config, _, _ = load_training(checkpoint)
+        return replace(config, steps=1) == _TRAINING and LanguageModel.load(checkpoint).config == LINEAR
+    except (OSError, ValueError):
+        return False
+
+
 def _train(config: LanguageModelConfig, corpus: Corpus, seconds: float) -> tuple[Trainer, bool]:
     """Trains for about that time; also returns whether Ctrl-C stopped it."""
     torch.manual_seed(0)
-    training = TrainingConfig(steps=1, sequence_length=_ROW, learning_rate=_RATE)
-    trainer = Trainer(LanguageModel(config), corpus, training)
+    trainer = Trainer(LanguageModel(config), corpus, _TRAINING)
     describe(trainer, console)
     # The schedule requires a number of steps: estimate it from the speed of some steps. The very first is slower.
     trainer.train_step()

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,18 +11,18 @@ import torch
 import typer
 from rich.console import Console
 
+from linrope.cli.config_files import read_config
 from linrope.cli.devices import HELP as DEVICE_HELP
 from linrope.cli.devices import pick_device
 from linrope.cli.training import accelerator_on, describe, run_steps
-from linrope.common.files import check_readable, parse_json
-from linrope.common.names import expected_one_of
+from linrope.common.files import check_readable
+from linrope.common.locks import locked
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.defaults import SHORT_CONV, resolve_block
 from linrope.models.language_model_config import ATTENTION, POSITIONS
 from linrope.models.training import Corpus, Trainer, TrainingConfig, checkpoints, latest_checkpoint
 from linrope.models.training.checkpoint import tokenizer_of
 from linrope.models.training.corpus import load_tokenizer
-from linrope.models.training.optional import need
 
 console = Console()
 
@@ -39,32 +40,6 @@ _FRESH_STORES = (
 _RENAMED = {"num_layers": "layers", "num_heads": "heads"}
 
 
-def _read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Makes the file's values the defaults of this call; options on the command line override them."""
-    if path is None:
-        return None
-    text = path.read_text("utf-8")
-    if path.suffix == ".json":
-        values = parse_json(text, str(path))
-    else:
-        yaml = need("yaml", "linrope[cli]")
-        try:
-            values = yaml.safe_load(text)
-        except (yaml.YAMLError, RecursionError) as error:
-            raise ValueError(f"{path}: not readable as YAML ({error})") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: got {type(values).__name__}, expected options and their values")
-    known = [str(parameter.name) for parameter in context.command.params if parameter.name != "config"]
-    defaults = {str(key).replace("-", "_"): value for key, value in values.items()}
-    for name, value in defaults.items():
-        if name not in known:
-            raise ValueError(f"{path}: got the option {name!r}, {expected_one_of(name, known)}")
-        if not isinstance(value, str | int | float | bool | None):
-            raise ValueError(f"{path}: got {name}={value!r}, expected a text, a number, true, false or null")
-    context.default_map = defaults
-    return path
-
-
 def train(
     context: typer.Context,
     path: Annotated[
@@ -80,7 +55,7 @@ def train(
         Path | None,
         typer.Option(
             help="File of options, .json or .yaml, such as steps: 500; the command line overrides it.",
-            callback=_read_config,
+            callback=read_config,
             is_eager=True,
             show_default=False,
         ),
@@ -177,23 +152,39 @@ def train(
     console.quiet = not accelerator.is_main_process
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and os.environ.get(_SHARED_STORE) == "True":
         console.print(_FRESH_STORES)
-    if resume:
-        trainer = _resume(out, path, accelerator, options, explicit)
-    else:
-        check_readable(out)
-        if out.exists() and any(out.glob("step-*")):
-            raise ValueError(f"--out={out}: already has checkpoints; expected --resume or an empty folder")
-        training = _training(options)
-        corpus = Corpus.load(path, None if tokenizer is None else load_tokenizer(tokenizer))
-        torch.manual_seed(seed)
-        model = LanguageModel(_model(options, corpus.vocab_size))
-        trainer = Trainer(model, corpus, training, accelerator, **_parallel(options))
-    describe(trainer, console)
-    stopped = run_steps(trainer, console, out, save_every, tensorboard)
-    console.print(f"held-out text: {trainer.evaluate():.3f} bits per byte after {trainer.step} steps")
-    console.print(f"checkpoint: {latest_checkpoint(out)}", soft_wrap=True)
-    trainer.accelerator.end_training()
+    with ExitStack() as stack:
+        if resume:
+            latest_checkpoint(out)  # raises if there is none, before the lock makes the folder
+            if accelerator.is_main_process:
+                stack.enter_context(locked(out))
+            trainer = _resume(out, path, accelerator, options, explicit)
+        else:
+            trainer = _start(out, path, accelerator, options)
+            if accelerator.is_main_process:
+                stack.enter_context(locked(out))
+                _check_new(out)  # again: another run may have ended meanwhile
+        describe(trainer, console)
+        stopped = run_steps(trainer, console, out, save_every, tensorboard)
+        console.print(f"held-out text: {trainer.evaluate():.3f} bits per byte after {trainer.step} steps")
+        console.print(f"checkpoint: {latest_checkpoint(out)}", soft_wrap=True)
+        trainer.accelerator.end_training()
     return 130 if stopped else 0
+
+
+def _start(out: Path, path: Path | None, accelerator: Any, options: dict[str, Any]) -> Trainer:
+    """A run from step 0, of which nothing is written yet."""
+    check_readable(out)
+    _check_new(out)
+    training, tokenizer = _training(options), options["tokenizer"]
+    corpus = Corpus.load(path, None if tokenizer is None else load_tokenizer(tokenizer))
+    torch.manual_seed(options["seed"])
+    model = LanguageModel(_model(options, corpus.vocab_size))
+    return Trainer(model, corpus, training, accelerator, **_parallel(options))
+
+
+def _check_new(out: Path) -> None:
+    if checkpoints(out):
+        raise ValueError(f"--out={out}: already has checkpoints; expected --resume or an empty folder")
 
 
 def _training(options: dict[str, Any]) -> TrainingConfig:

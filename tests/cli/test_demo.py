@@ -5,7 +5,7 @@ import pytest
 from linrope.cli import demo
 from linrope.cli.app import run
 from linrope.models import LanguageModel
-from linrope.models.training import Corpus
+from linrope.models.training import Corpus, checkpoints
 
 
 def test_the_demo_shows_two_models_of_one_size_after_the_same_time(
@@ -25,3 +25,14 @@ def test_the_demo_shows_two_models_of_one_size_after_the_same_time(
     ]
     assert abs(sizes[0] - sizes[1]) <= 0.01 * sizes[0]
     assert LanguageModel.load(tmp_path).config == demo.LINEAR
+    assert all(map(demo._of_a_demo, checkpoints(tmp_path)))  # the next demo may remove it
+
+
+def test_a_demo_leaves_checkpoints_of_other_runs_alone(
+    tmp_path: Path, text: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--embed-dim", "32", "--layers", "1", "--heads", "2", "--sequence-length", "32"]
+    assert run(["train", str(text), "--out", str(tmp_path), "--steps", "1", *small]) == 0
+    assert run(["demo", "--seconds", "0.1", "--out", str(tmp_path)]) == 2
+    assert "has step-00000001 of another run" in capfd.readouterr().err
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001"]

@@ -1,6 +1,7 @@
 """linrope train: a longer run, options from a file, what is said of the text, a full disk."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -80,10 +81,13 @@ def test_options_come_from_a_file_too_and_flags_go_first(
     ("content", "cause"),
     [
         ('{"stepz": 1}', "got the option 'stepz', expected one of"),
-        ('{"steps": [1]}', "got steps=[1], expected a text"),
+        ('{"steps": [1]}', "got a list for steps, expected a text"),
         ('{"steps": "many"}', "--steps"),
         ("[" * 100_000, "not readable as JSON"),
         ("3", "got int, expected options"),
+        ('{"steps": 1, "steps": 2}', "got 'steps' twice"),
+        ('{"qk-norm": true, "qk_norm": true}', "got the option 'qk_norm' twice"),
+        ('{"steps": true}', "got true for steps, expected a text or a number"),
     ],
 )
 def test_a_wrong_file_of_options_is_refused(
@@ -93,6 +97,34 @@ def test_a_wrong_file_of_options_is_refused(
     arguments = ["train", str(text), "--out", str(tmp_path / "run"), "--config", str(tmp_path / "a.json")]
     assert run(arguments) == 2
     assert cause in capfd.readouterr().err
+
+
+BOMB = "steps: [&a [x,x,x,x,x,x,x,x,x]," + ",".join(
+    f"&{name} [{','.join(['*' + before] * 9)}]" for before, name in pairwise("abcdefghijklmn")
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        (BOMB + "]", "line 1: got the alias *a, expected its value"),
+        ("heads: 2\n<<: [&a {steps: 1}, *a]", "line 2: got the alias *a, expected its value"),
+        ("steps: 1\nsteps: 2", "got 'steps' twice"),
+        ("steps: 2024-13-45", "month must be in 1..12"),
+        ("[" * 3000, "recursion"),
+    ],
+    ids=["bomb", "merge", "twice", "date", "deep"],
+)
+def test_a_wrong_file_of_yaml_is_refused_at_once(
+    content: str, cause: str, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(content)
+    assert run(["train", str(text), "--out", str(tmp_path / "run"), "--config", str(file)]) == 2
+    message = capfd.readouterr().err
+    assert f"{file}: not readable as YAML (" in message
+    assert cause in message
+    assert len(message) < 1000
 
 
 def test_files_that_are_no_text_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -144,3 +176,23 @@ def test_restarts_in_one_store_are_warned_of(
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
     assert run(["train", str(text), "--out", str(tmp_path / "run"), "--steps", "1", *SMALL]) == 0
     assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in capfd.readouterr().out) is said
+
+
+def test_a_folder_that_another_process_trains_into_is_refused(
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    out = tmp_path / "run"
+    train = ["train", str(text), "--out", str(out), "--steps", "1", *SMALL]
+    out.mkdir()
+    for resume in ([], ["--resume"]):
+        with open(out / ".lock", "w") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            assert run([*train, *resume]) == 2
+        message = capfd.readouterr().err
+        assert "another process writes into this folder" in message
+        assert message.count("\n") == 1
+        if not resume:
+            assert {path.name for path in out.iterdir()} == {".lock"}
+            assert run(train) == 0
+    assert {path.name for path in out.iterdir()} == {".lock", "metrics.jsonl", "step-00000001"}

@@ -16,6 +16,7 @@ from linrope.backends import native
 from linrope.common.files import load_tensors, save_tensors
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.training import Corpus, Trainer, TrainingConfig, checkpoints, latest_checkpoint
+from linrope.models.training.checkpoint import checkpoint_name
 
 TINY = LanguageModelConfig(embed_dim=32, num_layers=1, num_heads=2)
 SHORT = TrainingConfig(steps=12, batch_size=2, sequence_length=32, warmup_steps=2)
@@ -103,6 +104,47 @@ def test_the_last_two_checkpoints_are_kept_and_a_half_written_one_is_never_seen(
         trainer.save(tmp_path)
     assert latest_checkpoint(tmp_path).name == "step-00000003"
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_only_what_a_run_wrote_is_removed_or_counts_as_its_checkpoint(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    """step-00000099 has the name of a checkpoint, but this run did not write it."""
+    run = tmp_path / "run"
+    for name in ("step-00000001-best", "step-notes", ".step-x", "step-00000099", ".step-00000001.tmp"):
+        (run / name).mkdir(parents=True)
+    (run / ".step-00000001.replaced").symlink_to(tmp_path)
+    before = {path.name for path in run.iterdir()}
+    unfinished = [run / f".step-00000001.k_3aaaaa{end}" for end in ("", ".replaced")]
+    for path in unfinished:
+        path.mkdir()
+    for _ in range(3):
+        trainer.train_step()
+        assert trainer.save(run).is_dir()
+    assert {path.name for path in run.iterdir()} == before | {"step-00000002", "step-00000003"}
+    (run / "step-00000099").rmdir()
+    assert latest_checkpoint(run).name == "step-00000003"
+    resumed = Trainer.load(run, trainer.corpus)
+    resumed.train_step()
+    resumed.save(run)
+    assert [path.name for path in checkpoints(run)] == ["step-00000003", "step-00000004"]
+
+
+def test_checkpoints_are_in_the_order_of_steps(tmp_path: Path) -> None:
+    for step in (99_999_999, 100_000_000, 7):
+        (tmp_path / checkpoint_name(step)).mkdir()
+    for name in ("step-000000100", "step-0000007", "step-0000000a"):
+        (tmp_path / name).mkdir()
+    assert [int(path.name[5:]) for path in checkpoints(tmp_path)] == [7, 99_999_999, 100_000_000]
+
+
+def test_two_processes_do_not_save_into_one_folder(trainer: Trainer, tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    with open(tmp_path / ".lock", "w") as other:  # a lock is of the file that was opened, also in one process
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError, match="another process writes into this folder"):
+            trainer.save(tmp_path)
+    assert trainer.save(tmp_path).is_dir()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Checkpoints of a run: folders step-N, each written completely or not at all."""
 
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -9,38 +10,57 @@ from typing import Any
 from torch import Tensor
 
 from linrope.common.files import load_tensors, parse_json, save_tensors
-from linrope.models.folders import checkpoints
+from linrope.common.locks import locked
+from linrope.models.folders import STEP
 from linrope.models.training.config import TrainingConfig
 from linrope.models.training.corpus import load_tokenizer
 
 _FORMAT, _VERSION = "linrope.Training", 1
 _REQUIRED = {"step", "config", "processes", "corpus", "checksum"}
 _KEEP = 2  # checkpoints
+_UNFINISHED = rf"\.{STEP}\.[a-z0-9_]{{8}}(?:\.replaced)?"  # as tempfile.mkdtemp names it
 
 
 def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> None:
-    """Calls ``write`` to fill folder/step-N, and keeps the last two. A kill at any time leaves a good one."""
-    target = folder / checkpoint_name(step)
-    folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(".step-*"):  # of a run that was killed
-        shutil.rmtree(leftover)
-    temporary = Path(tempfile.mkdtemp(dir=folder, prefix=f".{target.name}."))
-    temporary.chmod(0o755)
-    replaced = temporary.with_suffix(".replaced")
-    try:
-        write(temporary)
-        if target.exists():  # moved in one step: a half-removed folder would count as the latest
-            target.rename(replaced)
-        temporary.rename(target)
-    finally:
-        for leftover in (temporary, replaced):
-            shutil.rmtree(leftover, ignore_errors=True)
-    for old in checkpoints(folder)[:-_KEEP]:
-        shutil.rmtree(old)
+def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None], earlier: list[Path]) -> None:
+    """Calls ``write`` to fill folder/step-N. A kill at any time leaves a good checkpoint.
+
+    Args:
+        folder: the folder of the run.
+        step: the step N.
+        write: fills the folder that it gets.
+        earlier: the run's checkpoints. Of those in this folder all but the last are removed; the list then
+            also has the new one.
+
+    Raises:
+        BlockingIOError: another process writes into the folder.
+    """
+    with locked(folder):
+        target = folder.resolve() / checkpoint_name(step)
+        for path in folder.glob(".step-*"):  # of a run that was killed
+            if re.fullmatch(_UNFINISHED, path.name) and path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+        temporary = Path(tempfile.mkdtemp(dir=folder, prefix=f".{target.name}."))
+        temporary.chmod(0o755)
+        replaced = temporary.with_name(temporary.name + ".replaced")
+        try:
+            write(temporary)
+            if target.exists():  # moved in one step: a half-removed folder would count as the latest
+                target.rename(replaced)
+            temporary.rename(target)
+        finally:
+            for leftover in (temporary, replaced):
+                shutil.rmtree(leftover, ignore_errors=True)
+        own = [path for path in earlier if path.parent == target.parent and path != target]
+        for old in own[: 1 - _KEEP]:
+            if old.is_dir() and not old.is_symlink():
+                shutil.rmtree(old)
+            earlier.remove(old)
+        if target not in earlier:
+            earlier.append(target)
 
 
 def load_training(checkpoint: Path) -> tuple[TrainingConfig, dict[str, Tensor], dict[str, str]]:

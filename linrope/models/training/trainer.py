@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linrope.models.folders import latest_checkpoint
+from linrope.models.folders import checkpoints, latest_checkpoint
 from linrope.models.language_model import LanguageModel, State, States
 from linrope.models.training.batch import NO_TARGET, Batch, spread, visit
 from linrope.models.training.checkpoint import (
@@ -97,6 +97,7 @@ class Trainer:
             )
         self.model, self.corpus, self.config, self.accelerator = model, corpus, config, accelerator
         self.step = 0  # steps done
+        self._checkpoints: list[Path] = []  # of this run, which may remove all but the last two
         self.processes = Processes(accelerator, sequence_parallel, tensor_parallel)
         self.processes.share(model)
         optimizer = torch.optim.AdamW(
@@ -226,7 +227,13 @@ class Trainer:
         return bits / max(1, count) / text.bytes_per_token
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Writes folder/step-N completely or not at all; keeps the last two. Every process must call it."""
+        """Writes folder/step-N completely or not at all. Every process must call it.
+
+        Of the checkpoints that this run wrote into the folder, the last two are kept. Nothing else is removed.
+
+        Raises:
+            BlockingIOError: another process writes into the folder.
+        """
         state_dict, options = _full_state_dicts()
         weights = state_dict.get_model_state_dict(self.parallel, options=options)
         tensors = {"random_state": torch.get_rng_state()}
@@ -250,7 +257,7 @@ class Trainer:
                 self.corpus.tokenizer.save_pretrained(path / "tokenizer")
 
         if self.accelerator.is_main_process:
-            write_checkpoint(Path(folder), self.step, write)
+            write_checkpoint(Path(folder), self.step, write, self._checkpoints)
         self.accelerator.wait_for_everyone()
         return Path(folder) / checkpoint_name(self.step)
 
@@ -279,6 +286,7 @@ class Trainer:
                     f"processes: got {rows}, expected {expected} that read different rows, as before"
                 )
             trainer.step = int(metadata["step"])
+            trainer._checkpoints = [path.resolve() for path in checkpoints(folder)]
             random_state = tensors.pop("random_state")
             if trainer.step:
                 trainer._load_optimizer(tensors)

@@ -1,0 +1,58 @@
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from linrope.common.locks import locked
+
+pytest.importorskip("fcntl")
+
+OTHER = "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); "
+OTHER += "file.write('process 7'); file.flush(); print(flush=True); time.sleep(60)"
+
+
+def test_a_lock_keeps_others_out_until_its_process_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-S", "-c", OTHER, str(tmp_path / ".lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(BlockingIOError, match=r"process 7 writes into this folder; expected another"):
+            locked(tmp_path).__enter__()
+        other.send_signal(signal.SIGKILL)
+    assert (tmp_path / ".lock").exists()
+    with locked(tmp_path / "."), locked(tmp_path):
+        assert (tmp_path / ".lock").read_text() == f"process {os.getpid()}"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_its_owner_removes_meanwhile_is_not_taken_for_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from linrope.common import locks
+
+    lock, calls = locks._lock, []
+
+    def lock_late(file: int) -> None:
+        calls.append(file)
+        if len(calls) == 1:
+            (tmp_path / ".lock").unlink()
+        lock(file)
+
+    monkeypatch.setattr(locks, "_lock", lock_late)
+    with locked(tmp_path):
+        assert (tmp_path / ".lock").exists()
+    assert len(calls) == 2
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("linrope.common.locks._lock", refuse)
+    message = r"no lock \(No locks available\); start one run at a time"
+    with pytest.warns(UserWarning, match=message), locked(tmp_path / "new"):
+        pass
