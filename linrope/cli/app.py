@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -16,6 +16,7 @@ from linrope.cli.demo import PROMPT, demo
 from linrope.cli.devices import HELP as DEVICE_HELP
 from linrope.cli.devices import pick_device
 from linrope.cli.generation import stream
+from linrope.cli.pretrained import is_pretrained, load_pretrained, tokenizer_beside
 from linrope.cli.train import train
 from linrope.models import LanguageModel
 from linrope.models.training import latest_checkpoint
@@ -24,6 +25,7 @@ from linrope.versions import show_versions
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 console = Console()
+_CHECKPOINT = "Folder of a run, a single checkpoint, or a model in Hugging Face format."
 
 
 def run(arguments: list[str]) -> int:
@@ -82,7 +84,7 @@ app.command(short_help="Train a language model on text.")(train)
 
 @app.command("generate", short_help="Generate text from a checkpoint, streaming.")
 def generate_text(
-    checkpoint: Annotated[Path, typer.Option(help="Folder of a run, or a single checkpoint.")],
+    checkpoint: Annotated[Path, typer.Option(help=_CHECKPOINT)],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = PROMPT,
     max_new_tokens: Annotated[int, typer.Option(help="Number of bytes or tokens to generate.")] = 500,
     temperature: Annotated[
@@ -97,14 +99,22 @@ def generate_text(
     ] = None,
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "auto",
 ) -> int:
-    """Generate text from a checkpoint, streaming; with linear attention each byte takes the same time."""
+    """Generate text from a checkpoint, streaming; with linear attention each byte takes the same time.
+
+    With a tokenizer that has an end-of-sequence token, the text ends where the model puts that.
+    """
     if not prompt:
         raise ValueError("--prompt: got an empty text, expected at least one byte")
     latest = latest_checkpoint(checkpoint)
-    model = LanguageModel.load(latest).eval().to(pick_device(device))
+    model: Any
+    if is_pretrained(latest):
+        model = load_pretrained(latest)
+        tokenizer = tokenizer_beside(latest, model.config.vocab_size)
+    else:
+        model, tokenizer = LanguageModel.load(latest), tokenizer_of(latest)
     stream(
-        model,
-        tokenizer_of(latest),
+        model.eval().to(pick_device(device)),
+        tokenizer,
         prompt,
         max_new_tokens,
         temperature=temperature,
@@ -120,9 +130,7 @@ app.command(short_help="Turn a softmax model into a linear one.")(convert)
 
 @app.command("eval", short_help="Measure bits per byte by position.")
 def evaluate(
-    checkpoint: Annotated[
-        list[Path], typer.Option(help="Folder of a run, or a single checkpoint; may be given several times.")
-    ],
+    checkpoint: Annotated[list[Path], typer.Option(help=f"{_CHECKPOINT[:-1]}; may be given several times.")],
     path: Annotated[
         Path | None,
         typer.Argument(help="Text as for train. Default: the text of the run.", show_default=False),
@@ -145,7 +153,8 @@ def evaluate(
 ) -> int:
     """Measure bits per byte by position, also past the trained length.
 
-    Reads the held-out part of the text that a run was trained on, or all of another text.
+    Reads the held-out part of the text that a run was trained on, or all of another text. A model in Hugging
+    Face format does not record its text, so it requires PATH.
     """
     if sequences < 1 or (length is not None and length < 1):
         raise ValueError(f"--sequences={sequences}, --length={length}: expected at least 1")

@@ -14,16 +14,16 @@ from rich.progress import track
 from safetensors import SafetensorError
 from torch import Tensor
 
+from linrope.cli.devices import pick_device
+from linrope.cli.pretrained import load_pretrained, tokenizer_beside
 from linrope.common.files import replace_file
 from linrope.models.training import Corpus, Text
 from linrope.models.training.batch import Batch, spread, visit
-from linrope.models.training.corpus import load_tokenizer
 from linrope.models.training.optional import need
 
 console = Console()
 
 _HELD_OUT_BATCHES = 8
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
 def convert(
@@ -84,8 +84,8 @@ def convert(
         raise ValueError(f"--out={out}: expected an empty or new folder")
 
     torch.manual_seed(seed)
-    teacher = _load(model_folder)
-    tokenizer = _tokenizer(model_folder, teacher.config.vocab_size)
+    teacher = load_pretrained(model_folder).to(pick_device("auto"))
+    tokenizer = tokenizer_beside(model_folder, teacher.config.vocab_size)
     student = conversion.convert(
         teacher,
         feature_map=feature_map,
@@ -97,11 +97,6 @@ def convert(
         short_conv=short_conv or None,
     )
     corpus = Corpus.load(text, tokenizer)
-    if corpus.vocab_size > teacher.config.vocab_size:
-        raise ValueError(
-            f"{model_folder}: the tokenizer has {corpus.vocab_size} tokens, the model "
-            f"{teacher.config.vocab_size}"
-        )
     for name, part in (("training", corpus.train), ("held-out", corpus.held_out)):
         if len(part) <= sequence_length:
             raise ValueError(
@@ -160,33 +155,6 @@ def _layers(text: str) -> list[int]:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         raise ValueError(f"--keep-softmax={text!r}: expected integers separated by commas") from None
-
-
-def _load(folder: Path) -> Any:
-    """Loads the model in a folder in float32; raises if weights are missing."""
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder / 'config.json'}: no such file")
-    transformers = need("transformers", "linrope[huggingface]")
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # its warnings are errors below
-    try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, dtype=torch.float32, output_loading_info=True
-        )
-    except SafetensorError as error:
-        raise ValueError(f"{folder}: {error}") from error
-    if info["missing_keys"]:
-        raise ValueError(f"{folder}: the weights {sorted(info['missing_keys'])[:3]} are missing")
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _tokenizer(folder: Path, vocab_size: int) -> Any:
-    """The folder's tokenizer; None: tokens are bytes."""
-    if any((folder / name).is_file() for name in _TOKENIZERS):
-        return load_tokenizer(folder)
-    if vocab_size != 256:
-        raise ValueError(f"{folder}: has no tokenizer; expected one, or vocab_size=256 for bytes")
-    return None
 
 
 def _rows(text: Text, batch_size: int, length: int, seed: int) -> Iterator[Tensor]:

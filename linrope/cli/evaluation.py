@@ -1,18 +1,24 @@
 """Bits per byte by position of one or more checkpoints: numbers, JSON file, plot."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
+from linrope.cli.pretrained import WithCache, is_pretrained, load_pretrained, tokenizer_beside
 from linrope.common.files import replace_file
 from linrope.models import LanguageModel
 from linrope.models.training import Corpus, bits_by_position, latest_checkpoint
 from linrope.models.training.checkpoint import load_training, tokenizer_of
+
+# What the configs of two models of transformers may differ in, and no reader of a plot asks for.
+_NOT_SHOWN = {"architectures", "auto_map", "dtype", "model_type", "transformers_version", "_name_or_path"}
+_NOT_SHOWN |= {"layer_types", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 def evaluate(
@@ -24,36 +30,91 @@ def evaluate(
     console: Console,
 ) -> dict[str, Any]:
     """The results of each run: on the text that was held out from its training, or on another text."""
-    models = []
-    for run, label in zip(runs, labels(runs), strict=True):
-        checkpoint = latest_checkpoint(run)
-        config, _, metadata = load_training(checkpoint)
-        corpus_path = metadata["corpus"] or None if path is None else path
-        corpus = Corpus.load(corpus_path, tokenizer_of(checkpoint))
-        trained_on = metadata["checksum"] == str(corpus.checksum)
+    loaded = [_load(run) for run in runs]
+    if path is None and (without := [str(each.run) for each in loaded if each.checksum is None]):
+        raise ValueError(f"{without[0]}: does not record the text it was trained on; expected a PATH to read")
+    results = []
+    for each, label in zip(loaded, labels(runs), strict=True):
+        corpus = Corpus.load(each.corpus if path is None else path, each.tokenizer)
+        trained_on = each.checksum == str(corpus.checksum)
         text = corpus.held_out if trained_on else corpus.all()
-        until = length or min(4 * config.sequence_length, text.longest - 1)
-        model = LanguageModel.load(checkpoint).eval().to(device)
+        if length is None and each.trained_length is None:
+            raise ValueError(f"{each.run}: does not record the trained length; expected --length")
+        until = length or min(4 * (each.trained_length or 0), text.longest - 1)
         console.print(
-            f"{run}: {'the held-out part' if trained_on else 'all'} of {corpus.name}, {until:,} tokens"
+            f"{each.run}: {'the held-out part' if trained_on else 'all'} of {corpus.name}, {until:,} tokens"
         )
-        bins = bits_by_position(model, text, until, sequences=sequences)
-        models.append(
+        bins = bits_by_position(each.model.eval().to(device), text, until, sequences=sequences)
+        results.append(
             {
-                "run": str(run),
+                "run": str(each.run),
                 "label": label,
-                "step": int(metadata["step"]),
-                "config": asdict(model.config),
-                "attention": model.config.attention,
-                "positions": _positions(model),
-                "trained_length": config.sequence_length,
+                "step": each.step,
+                "config": each.config,
+                "attention": each.attention,
+                "positions": each.positions,
+                "trained_length": each.trained_length,
                 "corpus": corpus.name,
                 "held_out": trained_on,
                 "bits_per_byte": sum(b["bits_per_byte"] * (b["end"] - b["start"]) for b in bins) / until,
                 "bins": bins,
             }
         )
-    return {"models": models}
+    return {"models": results}
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A model and what its folder says about it."""
+
+    run: Path
+    model: nn.Module  # maps tokens (b, n) and states to logits and new states
+    tokenizer: Any
+    config: dict[str, Any]
+    attention: str
+    positions: str
+    trained_length: int | None  # None: the folder does not say
+    step: int | None = None
+    corpus: str | None = None  # the path of the text; None: Python's standard library
+    checksum: str | None = None  # of the text; None: the folder does not say
+
+
+def _load(run: Path) -> _Loaded:
+    checkpoint = latest_checkpoint(run)
+    if is_pretrained(checkpoint):
+        pretrained = load_pretrained(checkpoint)
+        values = pretrained.config
+        return _Loaded(
+            run,
+            WithCache(pretrained),
+            tokenizer_beside(checkpoint, values.vocab_size),
+            config=json.loads(values.to_json_string(use_diff=False)),
+            attention=_attention(values),
+            positions="rope" if getattr(values, "rope_parameters", None) else "its own",
+            trained_length=getattr(values, "max_position_embeddings", None),
+        )
+    training, _, metadata = load_training(checkpoint)
+    model = LanguageModel.load(checkpoint)
+    return _Loaded(
+        run,
+        model,
+        tokenizer_of(checkpoint),
+        config=asdict(model.config),
+        attention=model.config.attention,
+        positions=_positions(model),
+        trained_length=training.sequence_length,
+        step=int(metadata["step"]),
+        corpus=metadata["corpus"] or None,
+        checksum=metadata["checksum"],
+    )
+
+
+def _attention(config: Any) -> str:
+    """Of a model of transformers: its type, or which attention linrope's has."""
+    if config.model_type != "linrope":
+        return str(config.model_type)
+    kinds = {"linear_attention": "linear", "full_attention": "softmax"}
+    return " and ".join(name for kind, name in kinds.items() if kind in config.layer_types)
 
 
 def labels(runs: list[Path]) -> list[str]:
@@ -75,10 +136,11 @@ def labels(runs: list[Path]) -> list[str]:
 def legends(models: list[dict[str, Any]]) -> list[str]:
     """Each model's label, attention and positions, and the options in which the models differ."""
     configs = [model["config"] for model in models]
-    differ = [name for name in configs[0] if any(config[name] != configs[0][name] for config in configs)]
+    shared = set.intersection(*map(set, configs)) - {"attention", "positions", *_NOT_SHOWN}
+    differ = [name for name in configs[0] if name in shared and len({repr(c[name]) for c in configs}) > 1]
     texts = []
     for model, config in zip(models, configs, strict=True):
-        options = {name: config[name] for name in differ if name not in ("attention", "positions")}
+        options = {name: config[name] for name in differ}
         options = {
             name: x["name"] if isinstance(x, dict) and "name" in x else x for name, x in options.items()
         }
@@ -131,7 +193,7 @@ def _plot(result: dict[str, Any], path: Path) -> None:
         axis.plot(middle, bits, "o-", color=color, label=label, linewidth=2, markersize=4)
         low, high = ([b["bits_per_byte"] + sign * b["error"] for b in bins] for sign in (-1, 1))
         axis.fill_between(middle, low, high, color=color, alpha=0.15, linewidth=0)
-    for length in sorted({model["trained_length"] for model in result["models"]}):
+    for length in sorted({model["trained_length"] for model in result["models"]} - {None}):
         axis.axvline(length, color="gray", linestyle="--", linewidth=1)
         axis.annotate(
             "trained length", (length, 1), (3, -10), ("data", "axes fraction"), "offset points", fontsize=8

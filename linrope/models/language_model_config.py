@@ -73,6 +73,11 @@ class LanguageModelConfig:
         known = {field.name: field.type for field in fields(cls)}
         if not isinstance(values, dict):
             raise ValueError(f"config: got {type(values).__name__}, expected an object")
+        if "model_type" in values:
+            raise ValueError(
+                f"config: got model_type={values['model_type']!r}, a model in Hugging Face format; expected "
+                "from_pretrained of transformers, after import linrope.models.huggingface, to load it"
+            )
         if unknown := sorted(set(values) - set(known)):
             raise ValueError(f"config: got unknown keys {unknown}, expected some of {sorted(known)}")
         for name, value in values.items():

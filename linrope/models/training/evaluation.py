@@ -1,18 +1,18 @@
 """Bits per byte by position: does a model use long contexts, and does it extrapolate?"""
 
 import math
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linrope.models.language_model import LanguageModel, States
 from linrope.models.training.corpus import Text
 
 
 @torch.no_grad()
 def bits_by_position(
-    model: LanguageModel,
+    model: nn.Module,
     text: Text,
     length: int,
     *,
@@ -26,7 +26,8 @@ def bits_by_position(
     piece from the state of the one before. With linear attention the memory does not depend on the length.
 
     Args:
-        model: the model to measure.
+        model: the model to measure: a LanguageModel, or another module that maps tokens (b, n) and states to
+            logits and new states.
         text: the text to read.
         length: the length of a sequence, in tokens.
         sequences: the largest number of sequences; they are spread evenly over the text.
@@ -34,9 +35,8 @@ def bits_by_position(
         piece: the number of tokens in a piece.
 
     Returns:
-        For each bin: start, end, bits_per_byte, sequences (their number), and error, the standard error of
-            the
-        mean over the sequences (0 for a single sequence).
+        For each bin: start, end, bits_per_byte, sequences (their number), and error, the standard error of the
+            mean over the sequences (0 for a single sequence).
 
     Raises:
         ValueError: no document is longer than length.
@@ -76,12 +76,12 @@ def _starts(text: Text, length: int) -> Tensor:
     return text.starts[document] + length * (torch.arange(len(document), device="cpu") - first[document])
 
 
-def _sums(model: LanguageModel, text: Text, starts: Tensor, edges: Tensor, piece: int) -> Tensor:
+def _sums(model: nn.Module, text: Text, starts: Tensor, edges: Tensor, piece: int) -> Tensor:
     """Losses in nats, summed over each bin: (b, bins) float64."""
     device = next(model.parameters()).device
     length = int(edges[-1])
     sums = torch.zeros(len(starts), len(edges) - 1, dtype=torch.float64, device="cpu")
-    states: States | None = None
+    states: Any = None
     for begin in range(0, length, piece):
         positions = torch.arange(begin, min(begin + piece, length) + 1, device="cpu")
         tokens = text.tokens[starts[:, None] + positions].long().to(device)

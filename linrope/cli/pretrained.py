@@ -1,0 +1,92 @@
+"""Folders with a model in Hugging Face format, as ``linrope convert`` reads and writes them."""
+
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linrope.common.files import parse_json
+from linrope.models.training.corpus import load_tokenizer
+from linrope.models.training.optional import need
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
+
+def is_pretrained(folder: Path) -> bool:
+    """Whether config.json names a type of transformers' models; linrope's own language models have none."""
+    path = folder / "config.json"
+    values = parse_json(path.read_bytes(), str(path)) if path.is_file() else None
+    return isinstance(values, dict) and "model_type" in values
+
+
+def load_pretrained(folder: Path) -> Any:
+    """Loads a causal language model in float32. Nothing is downloaded, and no code in the folder is run.
+
+    Raises:
+        FileNotFoundError, ValueError: a file is missing or damaged, weights are missing, or transformers and
+            linrope do not have such a model.
+        ModuleNotFoundError: transformers is not installed.
+    """
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder / 'config.json'}: no such file")
+    transformers = need("transformers", "linrope[huggingface]")
+    import linrope.models.huggingface  # noqa: F401 - registers linrope's models
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # its warnings are errors below
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
+    except (OSError, ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # transformers has many kinds of errors for files that do not fit
+        cause = str(error)
+        if "trust_remote_code" in cause:
+            cause = (
+                "the model brings code of its own, which linrope does not run; expected a model type that "
+                "transformers or linrope has"
+            )
+        raise ValueError(f"{folder}: {cause}") from error
+    if info["missing_keys"]:
+        raise ValueError(f"{folder}: the weights {sorted(info['missing_keys'])[:3]} are missing")
+    return model
+
+
+def tokenizer_beside(folder: Path, vocab_size: int) -> Any:
+    """The folder's tokenizer; None: tokens are bytes.
+
+    Raises:
+        ValueError: there is none and the model's tokens are not bytes, or it has more tokens than the model.
+    """
+    if any((folder / name).is_file() for name in _TOKENIZERS):
+        tokenizer = load_tokenizer(folder)
+        if len(tokenizer) > vocab_size:
+            raise ValueError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model {vocab_size}")
+        return tokenizer
+    if vocab_size != 256:
+        raise ValueError(f"{folder}: has no tokenizer; expected one, or vocab_size=256 for bytes")
+    return None
+
+
+class WithCache(nn.Module):
+    """Calls a model of transformers as a LanguageModel is called: its cache takes the place of the states."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        if "past_key_values" not in signature(model.forward).parameters:
+            raise ValueError(
+                f"{type(model).__name__}: expected a model that continues from past_key_values, since long texts "
+                "are read in pieces"
+            )
+
+    def forward(self, tokens: Tensor, states: Any = None) -> tuple[Tensor, Any]:
+        out = self.model(tokens, past_key_values=states, use_cache=True)
+        return out.logits, out.past_key_values
