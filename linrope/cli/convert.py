@@ -16,6 +16,7 @@ from torch import Tensor
 
 from linrope.cli.devices import pick_device
 from linrope.cli.pretrained import load_pretrained, tokenizer_beside
+from linrope.cli.training import Lines
 from linrope.common.files import replace_file
 from linrope.models.training import Corpus, Text
 from linrope.models.training.batch import Batch, spread, visit
@@ -113,7 +114,10 @@ def convert(
 
     def batches(name: str, steps: int) -> Iterator[Tensor]:
         bar: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
-        yield from track(islice(rows, steps), name, total=steps, **bar)
+        line = Lines(console)
+        for step, batch in enumerate(track(islice(rows, steps), name, total=steps, **bar)):
+            yield batch
+            line(f"{name}: step {step + 1:,} of {steps:,}")
 
     matched = finetuned = None
     before, replaced = measure("before", teacher), measure("after replacement", student)

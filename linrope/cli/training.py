@@ -4,6 +4,7 @@ import json
 import signal
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,21 @@ from linrope.models.training import Trainer
 from linrope.models.training.optional import need
 
 _STATUS = "loss {task.fields[bits]:.3f} bits/byte  {task.fields[rate]:,.0f} bytes/s"
+_KEPT = 0.95  # the part of the printed loss that a step keeps
+_SECONDS = 5.0  # between two lines
+
+
+class Lines:
+    """Prints a line every few seconds where there is no terminal for a progress bar."""
+
+    def __init__(self, console: Console) -> None:
+        self.console, self.last = console, time.perf_counter()
+
+    def __call__(self, text: str) -> None:
+        now = time.perf_counter()
+        if not self.console.is_terminal and now - self.last >= _SECONDS:
+            self.console.print(text, highlight=False)
+            self.last = now
 
 
 class Log:
@@ -98,8 +114,8 @@ def run_steps(
     # Finishes the step before stopping, since half a step would spoil the state. A second Ctrl-C stops at
     # once.
     previous = signal.signal(signal.SIGINT, interrupt)
-    bits = rate = 0.0
-    stopped = False
+    total = bits = rate = 0.0
+    stopped, line = False, Lines(console)
     try:
         with progress_bar(_STATUS, console) as progress:
             task = progress.add_task("", total=config.steps, completed=first, bits=8.0, rate=0.0)
@@ -107,8 +123,18 @@ def run_steps(
                 values = trainer.train_step()
                 stopped = _any_process(stop.is_set(), trainer)
                 loss, seconds = values["bits_per_byte"], time.perf_counter() - start
-                bits = loss if trainer.step == first + 1 else 0.95 * bits + 0.05 * loss
+                total = _KEPT * total + (1 - _KEPT) * loss
+                bits = total / (
+                    1 - _KEPT ** (trainer.step - first)
+                )  # a mean of all steps, the last ones most
                 rate = (trainer.step - first) * _bytes_per_step(trainer) / seconds
+                left = timedelta(
+                    seconds=round(seconds / (trainer.step - first) * (config.steps - trainer.step))
+                )
+                line(
+                    f"step {trainer.step:,} of {config.steps:,}: loss {bits:.3f} bits per byte; {rate:,.0f} bytes/s; "
+                    f"{left} left"
+                )
                 progress.update(task, completed=trainer.step, bits=bits, rate=rate)
                 save = out and (stopped or trainer.step == config.steps or trainer.step % save_every == 0)
                 if save:
@@ -148,4 +174,5 @@ def progress_bar(text: str, console: Console) -> Progress:
         TimeRemainingColumn(),
         console=console,
         transient=True,
+        disable=not console.is_terminal,  # rich would print an empty line
     )

@@ -24,8 +24,9 @@ def llama(folder: Path, vocab_size: int = 256) -> Path:
 
 
 def test_convert_reports_four_losses_and_writes_a_model(
-    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("linrope.cli.training._SECONDS", 0.0)
     model, out = llama(tmp_path / "llama"), tmp_path / "linear"
     arguments = ["convert", str(model), "--text", str(text), "--keep-softmax", "1", *FEW]
     assert run([*arguments, "--out", str(out)]) == 0
@@ -33,6 +34,8 @@ def test_convert_reports_four_losses_and_writes_a_model(
     names = ("before", "after replacement", "after matching", "after finetuning")
     for name in names:
         assert f"{name:18} " in printed
+    for name in ("matching", "finetuning"):
+        assert f"{name}: step 2 of 4\n" in printed
     losses = json.loads((out / "losses.json").read_text())
     assert json.loads(next(line for line in printed.splitlines() if line.startswith("{"))) == losses
     assert list(losses) == [name.replace(" ", "_") for name in names]

@@ -12,6 +12,32 @@ from linrope.models.training import checkpoints
 SMALL = ["--embed-dim", "32", "--layers", "1", "--heads", "2", "--batch-size", "2", "--sequence-length", "32"]
 
 
+def test_the_printed_loss_is_a_mean_of_the_steps_and_a_log_gets_a_line_every_few_seconds(
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("linrope.cli.training._SECONDS", 0.0)
+    assert run(["train", str(text), "--out", str(tmp_path), "--steps", "4", *SMALL]) == 0
+    printed = capfd.readouterr().out.splitlines()
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    means = []
+    for last in range(1, 5):
+        weights = [0.95 ** (last - step) for step in range(1, last + 1)]
+        losses = [row["bits_per_byte"] for row in metrics[:last]]
+        means.append(sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights))
+    lines = [line for line in printed if line.startswith("step ")]
+    for step, (line, mean) in enumerate(zip(lines, means, strict=True), 1):
+        assert line.startswith(f"step {step} of 4: loss {mean:.3f} bits per byte; ")
+    assert any(line.startswith(f"4 steps; loss {means[-1]:.3f} bits per byte") for line in printed)
+    assert "" not in printed
+
+
+def test_a_log_does_not_get_a_line_for_every_step(
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["train", str(text), "--out", str(tmp_path), "--steps", "2", *SMALL]) == 0
+    assert "step 1 of" not in capfd.readouterr().out
+
+
 def test_a_finished_run_goes_on_with_more_steps_and_says_what_it_ignores(
     text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
