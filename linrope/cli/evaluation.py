@@ -1,6 +1,7 @@
 """Bits per byte by position of one or more checkpoints: numbers, JSON file, plot."""
 
 import json
+import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from linrope.models.training.checkpoint import load_training, tokenizer_of
 # What the configs of two models of transformers may differ in, and no reader of a plot asks for.
 _NOT_SHOWN = {"architectures", "auto_map", "dtype", "model_type", "transformers_version", "_name_or_path"}
 _NOT_SHOWN |= {"layer_types", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id"}
+
+_WORDS = {"None": "none", "False": "no", "True": "yes"}
 
 
 def evaluate(
@@ -137,16 +140,22 @@ def legends(models: list[dict[str, Any]]) -> list[str]:
     """Each model's label, attention and positions, and the options in which the models differ."""
     configs = [model["config"] for model in models]
     shared = set.intersection(*map(set, configs)) - {"attention", "positions", *_NOT_SHOWN}
-    differ = [name for name in configs[0] if name in shared and len({repr(c[name]) for c in configs}) > 1]
-    texts = []
-    for model, config in zip(models, configs, strict=True):
-        options = {name: config[name] for name in differ}
-        options = {
-            name: x["name"] if isinstance(x, dict) and "name" in x else x for name, x in options.items()
-        }
-        suffix = "".join(f", {name} {value}" for name, value in options.items())
-        texts.append(f"{model['label']}: {model['attention']}, positions {model['positions']}{suffix}")
-    return texts
+    options: list[str] = [""] * len(models)
+    for name in (name for name in configs[0] if name in shared):
+        values = [config[name] for config in configs]
+        if all(isinstance(value, dict) and value.keys() == values[0].keys() for value in values):
+            rows = {f"{name} {key}": [value[key] for value in values] for key in values[0]}
+        else:
+            rows = {name: [value.get("name", True) if isinstance(value, dict) else value for value in values]}
+        for key, row in rows.items():
+            if len(set(map(repr, row))) > 1:
+                options = [
+                    f"{text}, {key} {_WORDS.get(repr(x), x)}" for text, x in zip(options, row, strict=True)
+                ]
+    return [
+        f"{model['label']}: {model['attention']}, positions {model['positions']}{text}"
+        for model, text in zip(models, options, strict=True)
+    ]
 
 
 def _positions(model: LanguageModel) -> str:
@@ -184,24 +193,30 @@ def _plot(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    models = result["models"]
+    labels = [textwrap.fill(text, 110, subsequent_indent="   ") for text in legends(models)]
+    lines = sum(1 + text.count("\n") for text in labels) + 1
+    figure, axis = plt.subplots(figsize=(8, 4.3 + 0.2 * lines), layout="constrained")
     colors = ("#0b6e4f", "#c1440e", "#2a4b8d", "#8a6d1d", "#6b2d73")
-    for index, (model, label) in enumerate(zip(result["models"], legends(result["models"]), strict=True)):
+    for index, (model, label) in enumerate(zip(models, labels, strict=True)):
         bins, color = model["bins"], colors[index % len(colors)]
         middle = [((b["start"] + 1) * b["end"]) ** 0.5 for b in bins]  # positions from 1, for the logarithm
         bits = [b["bits_per_byte"] for b in bins]
         axis.plot(middle, bits, "o-", color=color, label=label, linewidth=2, markersize=4)
         low, high = ([b["bits_per_byte"] + sign * b["error"] for b in bins] for sign in (-1, 1))
         axis.fill_between(middle, low, high, color=color, alpha=0.15, linewidth=0)
-    for length in sorted({model["trained_length"] for model in result["models"]} - {None}):
-        axis.axvline(length, color="gray", linestyle="--", linewidth=1)
-        axis.annotate(
-            "trained length", (length, 1), (3, -10), ("data", "axes fraction"), "offset points", fontsize=8
-        )
+    trained = sorted({model["trained_length"] for model in models} - {None})
+    name = f"trained length: {', '.join(f'{length:,}' for length in trained)} tokens"
+    for length in trained:
+        axis.axvline(length, color="gray", linestyle="--", linewidth=1, label=name)
+        name = "_"  # a single entry in the legend
     axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 1 else "")
     axis.set_xlabel("position, from 1")
     axis.set_ylabel("bits per byte")
     axis.grid(True, which="major", alpha=0.3)
-    axis.legend(fontsize=8)
+    figure.legend(
+        loc="outside lower left", fontsize=8
+    )  # below the axes, where it hides neither curves nor ticks
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -9,11 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 import linrope
 from linrope.cli import main
 from linrope.cli.app import run
-from linrope.cli.evaluation import labels, legends
+from linrope.cli.evaluation import labels, legends, write
 from linrope.cli.training import Log
 from linrope.models.training import checkpoints
 
@@ -255,8 +256,46 @@ def test_legends_name_what_the_models_differ_in() -> None:
     models = [{"label": "a", "config": spread, **same}, {"label": "b", "config": none, **same}]
     assert legends(models) == [
         "a: linear, positions rope, decay spread",
-        "b: linear, positions rope, decay None",
+        "b: linear, positions rope, decay none",
     ]
+    short, long = ({"forget_gate": {"longest": n}, "qk_norm": q} for n, q in ((8, False), (64, True)))
+    models = [{"label": "a", "config": short, **same}, {"label": "b", "config": long, **same}]
+    assert legends(models) == [
+        "a: linear, positions rope, forget_gate longest 8, qk_norm no",
+        "b: linear, positions rope, forget_gate longest 64, qk_norm yes",
+    ]
+    models[1]["config"] = {"forget_gate": False, "qk_norm": False, "extra": 3}
+    assert legends(models) == [
+        "a: linear, positions rope, forget_gate yes",
+        "b: linear, positions rope, forget_gate no",
+    ]
+
+
+def test_the_legend_of_a_plot_lies_below_curves_that_keep_their_width(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib import pyplot as plt
+
+    figures: list[Figure] = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    bins = [{"start": 0, "end": 1, "bits_per_byte": 5.0, "error": 0.1}]
+    bins += [{"start": 1, "end": 40, "bits_per_byte": 4.0, "error": 0.1}]
+    same = {"attention": "linear", "positions": "rope", "bins": bins}
+    configs = [{f"option {i}": f"the value {i} of {label}" for i in range(9)} for label in "ab"]
+    models = [
+        {"label": label, "trained_length": length, "config": config, **same}
+        for label, length, config in zip("ab", (16, 17), configs, strict=True)
+    ]
+    write({"models": models}, tmp_path)
+    (figure,) = figures
+    monkeypatch.undo()
+    (axis,), (legend,) = figure.axes, figure.legends
+    frame, below = axis.get_window_extent(), legend.get_window_extent()
+    assert frame.width > 0.8 * figure.bbox.width
+    assert below.y1 < axis.xaxis.get_tightbbox().y0
+    assert below.x1 <= figure.bbox.width
+    assert [text.get_text() for text in legend.get_texts()][-1] == "trained length: 16, 17 tokens"
+    plt.close(figure)
 
 
 def test_curves_of_runs_with_one_name_have_labels_that_differ(tmp_path: Path) -> None:
