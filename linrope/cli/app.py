@@ -1,5 +1,6 @@
 """The commands and their options. The other modules of this package and linrope.models do the work."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ from rich.console import Console
 import linrope
 from linrope.cli import evaluation
 from linrope.cli.bench.command import bench
+from linrope.cli.checks import check_at_least, check_folder
 from linrope.cli.convert import convert
 from linrope.cli.demo import PROMPT, demo
 from linrope.cli.devices import HELP as DEVICE_HELP
@@ -25,6 +27,8 @@ from linrope.versions import show_versions
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 console = Console()
+# Parameters of the models whose options have other names.
+_RENAMED = {"num_layers": "layers", "num_heads": "heads", "num_kv_heads": "kv_heads"}
 _CHECKPOINT = "Folder of a run, a single checkpoint, or a model in Hugging Face format."
 
 
@@ -46,7 +50,8 @@ def run(arguments: list[str]) -> int:
         if len(rest) < len(arguments):
             raise
         usage = getattr(error, "format_message", None)  # typer's errors have it
-        cause = " ".join((str(error) if usage is None else usage()).split())
+        cause = _in_words_of_the_command(error, rest) if usage is None else usage()
+        cause = " ".join(cause.split())
         too_large = _is_out_of_memory(error)
         if too_large:
             cause = f"not enough memory: {cause}"
@@ -56,6 +61,22 @@ def run(arguments: list[str]) -> int:
         kind = type(error).__name__
         print(f"linrope: {kind}: {cause} (linrope --traceback .. shows where)", file=sys.stderr)
         return 1
+
+
+def _in_words_of_the_command(error: Exception, arguments: list[str]) -> str:
+    """The error's text, with options in place of the names of Python's parameters: --heads=5 for num_heads=5."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{error.filename}: {error.strerror}"
+    commands = getattr(typer.main.get_command(app), "commands", {})
+    command = next((commands[argument] for argument in arguments if argument in commands), None)
+    parameters = [] if command is None else command.params
+    options = {p.name: max(p.opts, key=len) for p in parameters if p.param_type_name == "option"}
+    options |= {name: options[other] for name, other in _RENAMED.items() if other in options}
+    if not options or not isinstance(error, ValueError | TypeError):
+        return str(error)
+    names = "|".join(options)
+    pattern = rf"(?<![\w./'\"-])(?:{names})(?==)|^(?:{names})(?=: got)"
+    return re.sub(pattern, lambda found: options[found[0]], str(error))
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -156,11 +177,12 @@ def evaluate(
     Reads the held-out part of the text that a run was trained on, or all of another text. A model in Hugging
     Face format does not record its text, so it requires PATH.
     """
-    if sequences < 1 or (length is not None and length < 1):
-        raise ValueError(f"--sequences={sequences}, --length={length}: expected at least 1")
+    check_at_least(sequences=(sequences, 1), length=(1 if length is None else length, 1))
+    folder = checkpoint[0] if out is None else out
+    check_folder(folder)
     result = evaluation.evaluate(checkpoint, path, length, sequences, pick_device(device), console)
     console.print(evaluation.table(result))
-    written = evaluation.write(result, checkpoint[0] if out is None else out)
+    written = evaluation.write(result, folder)
     console.print(f"written: {', '.join(str(file) for file in written)}")
     return 0
 

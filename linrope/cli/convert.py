@@ -14,6 +14,7 @@ from rich.progress import track
 from safetensors import SafetensorError
 from torch import Tensor
 
+from linrope.cli.checks import check_at_least, check_folder, check_rate, check_taps
 from linrope.cli.devices import pick_device
 from linrope.cli.pretrained import load_pretrained, tokenizer_beside
 from linrope.cli.training import Lines
@@ -76,11 +77,16 @@ def convert(
     layers = _layers(keep_softmax)
     if finetune not in (*conversion.FINETUNING, "none"):
         raise ValueError(f"--finetune={finetune!r}: expected {', '.join(conversion.FINETUNING)} or none")
-    if match_steps < 0 or min(finetune_steps, batch_size, sequence_length - 1, rank) < 1:
-        raise ValueError(
-            "--match-steps: expected at least 0; --finetune-steps, --batch-size, --rank: at least 1; "
-            "--sequence-length: at least 2"
-        )
+    check_at_least(
+        match_steps=(match_steps, 0),
+        finetune_steps=(finetune_steps, 1),
+        batch_size=(batch_size, 1),
+        rank=(rank, 1),
+        sequence_length=(sequence_length, 2),
+    )
+    check_rate(match_learning_rate=match_learning_rate, finetune_learning_rate=finetune_learning_rate)
+    check_taps(short_conv)
+    check_folder(out)
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out={out}: expected an empty or new folder")
 

@@ -1,5 +1,6 @@
 """The command ``linrope demo``: trains two models for a minute, generates text, and compares speed."""
 
+import math
 import shutil
 import time
 from dataclasses import replace
@@ -13,6 +14,7 @@ from rich.console import Console
 from linrope.cli.bench.benchmark import Effort
 from linrope.cli.bench.cases import Case
 from linrope.cli.bench.command import measure
+from linrope.cli.checks import check_folder
 from linrope.cli.generation import stream
 from linrope.cli.training import describe, run_steps
 from linrope.models import LanguageModel, LanguageModelConfig
@@ -41,6 +43,9 @@ def demo(
 
     For comparison, a softmax model with as many parameters is trained for the same time.
     """
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"--seconds={seconds}: expected a positive finite number")
+    check_folder(out)
     earlier = checkpoints(out)
     if others := [path.name for path in earlier if not _of_a_demo(path)]:
         raise ValueError(f"--out={out}: has {others[0]} of another run, expected a folder for the demo alone")

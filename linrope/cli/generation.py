@@ -47,7 +47,7 @@ def stream(
         temperature, top_k, top_p, seed: as in ``linrope.models.generate``.
     """
     sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    check_sampling(count, **sampling)
+    check_sampling(count, **sampling, seed=seed)
     own = isinstance(model, LanguageModel)
     tokens = torch.tensor(
         [_encode(tokenizer, prompt, special=not own)], device=next(model.parameters()).device
@@ -95,6 +95,7 @@ def _stream_pretrained(
         tokens,
         attention_mask=torch.ones_like(tokens),
         max_new_tokens=count,
+        use_cache=True,  # Trainer sets it to False in a config
         streamer=printer,
         **{"do_sample": False, **sampling},
     )

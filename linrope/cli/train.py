@@ -11,6 +11,7 @@ import torch
 import typer
 from rich.console import Console
 
+from linrope.cli.checks import check_at_least, check_folder, check_taps
 from linrope.cli.config_files import read_config
 from linrope.cli.devices import HELP as DEVICE_HELP
 from linrope.cli.devices import pick_device
@@ -140,8 +141,8 @@ def train(
     # torchrun restarts a group after one of its processes ended.
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and checkpoints(out):
         resume = True
-    if save_every < 1:
-        raise ValueError(f"--save-every={save_every}: expected at least 1")
+    check_at_least(save_every=(save_every, 1))
+    check_taps(short_conv)
     options = dict(context.params)
     explicit = {
         str(name)
@@ -159,7 +160,7 @@ def train(
                 stack.enter_context(locked(out))
             trainer = _resume(out, path, accelerator, options, explicit)
         else:
-            trainer = _start(out, path, accelerator, options)
+            trainer = _start(out, path, accelerator, options, explicit)
             if accelerator.is_main_process:
                 stack.enter_context(locked(out))
                 _check_new(out)  # again: another run may have ended meanwhile
@@ -171,10 +172,13 @@ def train(
     return 130 if stopped else 0
 
 
-def _start(out: Path, path: Path | None, accelerator: Any, options: dict[str, Any]) -> Trainer:
+def _start(
+    out: Path, path: Path | None, accelerator: Any, options: dict[str, Any], explicit: set[str]
+) -> Trainer:
     """A run from step 0, of which nothing is written yet."""
     check_readable(out)
     _check_new(out)
+    _check_choices(options, explicit)
     training, tokenizer = _training(options), options["tokenizer"]
     corpus = Corpus.load(path, None if tokenizer is None else load_tokenizer(tokenizer))
     torch.manual_seed(options["seed"])
@@ -183,8 +187,29 @@ def _start(out: Path, path: Path | None, accelerator: Any, options: dict[str, An
 
 
 def _check_new(out: Path) -> None:
+    check_folder(out)
     if checkpoints(out):
         raise ValueError(f"--out={out}: already has checkpoints; expected --resume or an empty folder")
+
+
+def _check_choices(options: dict[str, Any], explicit: set[str]) -> None:
+    """Raises ValueError for options that would have no effect beside the others."""
+    if "rotary" in explicit and options["positions"] != "rope":
+        raise ValueError(
+            f"--rotary={options['rotary']}: expected --positions=rope, not {options['positions']}"
+        )
+    if options["attention"] == "softmax" and "feature_map" in explicit:
+        raise ValueError(
+            "--feature-map: got it with --attention=softmax, which has none; expected --attention=linear"
+        )
+    if "through" in explicit and options["pieces"] == 1:
+        raise ValueError("--through: got it with --pieces=1; expected at least 2 pieces")
+    heads, dim = options["heads"], options["embed_dim"]
+    rotated = options["positions"] == "rope" and options["rotary"] != "none"
+    if rotated and heads > 0 and dim % heads == 0 and dim // heads % 2:
+        raise ValueError(
+            f"--embed-dim={dim}, --heads={heads}: heads of {dim // heads}, expected an even size"
+        )
 
 
 def _training(options: dict[str, Any]) -> TrainingConfig:
@@ -211,7 +236,9 @@ def _model(options: dict[str, Any], vocab_size: int) -> LanguageModelConfig:
         decay, forget_gate, write_gate = (block[name] for name in ("decay", "forget_gate", "write_gate"))
     elif options["decay"] is not None or gate:
         name = "--decay" if options["decay"] is not None else "--forget-gate"
-        raise ValueError(f"{name}: got it with --attention=softmax, which has none; expected linear")
+        raise ValueError(
+            f"{name}: got it with --attention=softmax, which has none; expected --attention=linear"
+        )
     half_lives: dict[str, Any] = {"longest": length}
     short_conv: dict[str, Any] | None = SHORT_CONV | {"taps": options["short_conv"]}
     if options["short_conv"] == 0:

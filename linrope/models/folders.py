@@ -25,4 +25,6 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path:
         return folder
     if steps := checkpoints(folder):
         return steps[-1]
-    raise FileNotFoundError(f"{folder}: expected a folder with checkpoints (step-00000000) or a model")
+    raise FileNotFoundError(
+        f"{folder}: expected a folder with checkpoints (step-00000000) or a model (config.json)"
+    )

@@ -45,13 +45,15 @@ def generate(
     """
     if prompt.ndim != 2 or prompt.shape[1] < 1:
         raise ValueError(f"prompt: got shape {tuple(prompt.shape)}, expected (b, n) with n >= 1")
-    check_sampling(max_new_tokens, temperature, top_k, top_p)
+    check_sampling(max_new_tokens, temperature, top_k, top_p, seed)
     generator = torch.Generator(prompt.device)
     generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
     return _generate(model, prompt, max_new_tokens, temperature, top_k, top_p, generator)
 
 
-def check_sampling(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
+def check_sampling(
+    max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int | None
+) -> None:
     """Raises ValueError for an argument of ``generate`` that is out of range."""
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens}: expected at least 0")
@@ -61,6 +63,8 @@ def check_sampling(max_new_tokens: int, temperature: float, top_k: int | None, t
         raise ValueError(f"top_k={top_k}: expected at least 1")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p}: expected more than 0, at most 1")
+    if seed is not None and not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed={seed}: expected an integer of 64 bits")
 
 
 @torch.no_grad()

@@ -13,9 +13,10 @@ from matplotlib.figure import Figure
 
 import linrope
 from linrope.cli import main
-from linrope.cli.app import run
+from linrope.cli.app import _in_words_of_the_command, run
 from linrope.cli.evaluation import labels, legends, write
 from linrope.cli.training import Log
+from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.training import checkpoints
 
 SMALL = ["--embed-dim", "32", "--layers", "1", "--heads", "2", "--batch-size", "2", "--sequence-length", "32"]
@@ -142,36 +143,36 @@ def test_eval_of_two_runs(text: Path, tmp_path: Path, capfd: pytest.CaptureFixtu
         (["train", "absent.txt"], "absent.txt: no such file or folder"),
         (["train", "--steps", "many"], "--steps"),
         (["train", "--stepz", "1"], "--stepz"),
-        (["train", "{text}", "--steps", "0"], "steps=0"),
+        (["train", "{text}", "--steps", "0"], "--steps=0"),
         (["train", "{text}", "--feature-map", "elu+"], "did you mean 'elu+1'"),
-        (["train", "{text}", "--rotary", "both"], "rotary='both'"),
-        (["train", "{text}", "--attention", "softmax", "--rotary", "both"], "rotary='both'"),
-        (["train", "{text}", "--attention", "square"], "attention='square'"),
+        (["train", "{text}", "--rotary", "both"], "--rotary='both'"),
+        (["train", "{text}", "--attention", "softmax", "--rotary", "both"], "--rotary='both'"),
+        (["train", "{text}", "--attention", "square"], "--attention='square'"),
         (["train", "{text}", "--positions", "learnt"], "did you mean 'learned'"),
-        (["train", "{text}", "--positions", "deberta"], "expected attention='softmax'"),
+        (["train", "{text}", "--positions", "deberta"], "expected --attention='softmax'"),
         (["train", "{text}", "--feature-map", "silu"], "signed"),
         (["train", "{text}", "--out", "{text}/run", "--steps", "1", *SMALL], "text.txt"),
         (["train", "{text}", "--out", "{tmp}/none", "--resume"], "expected a folder with checkpoints"),
-        (["train", "{text}", "--pieces", "0"], "pieces=0"),
-        (["train", "{text}", "--pieces", "2", "--attention", "softmax"], "pieces=2"),
+        (["train", "{text}", "--pieces", "0"], "--pieces=0"),
+        (["train", "{text}", "--pieces", "2", "--attention", "softmax"], "--pieces=2"),
         pytest.param(
             ["train", "{text}", "--tokenizer", "{tmp}/none"],
             "{tmp}/none",
             marks=pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers"),
         ),
-        (["train", "{text}", "--decay", "fast"], "decay='fast'"),
-        (["train", "{text}", "--short-conv", "1"], "short_conv=1"),
-        (["train", "{text}", "--short-conv", str(10**30)], "short_conv=1000"),
+        (["train", "{text}", "--decay", "fast"], "--decay='fast'"),
+        (["train", "{text}", "--short-conv", "1"], "--short-conv=1"),
+        (["train", "{text}", "--short-conv", str(10**30)], "--short-conv=1000"),
         (["train", "{text}", "--embed-dim", str(2**30)], "not enough memory"),
-        (["train", "{text}", "--seed", str(10**30)], "seed=1000"),
-        (["train", "{text}", "--learning-rate", "1e300"], "learning_rate=1e+300"),
+        (["train", "{text}", "--seed", str(10**30)], "--seed=1000"),
+        (["train", "{text}", "--learning-rate", "1e300"], "--learning-rate=1e+300"),
         (["bench", "--lengths", " "], "--lengths=' '"),
         (["train", "{text}", "--out", "{tmp}/\udcff"], r"\udcff': expected a path in UTF-8"),
         (
             ["train", "{text}", "--attention", "softmax", "--forget-gate"],
             "--forget-gate: got it with --attention=softmax",
         ),
-        (["train", "{text}", "--attention", "softmax", "--rotary", "selective"], "rotary='selective'"),
+        (["train", "{text}", "--attention", "softmax", "--rotary", "selective"], "--rotary='selective'"),
         (["eval", "--checkpoint", "{tmp}"], "expected a folder with checkpoints"),
         (["eval", "--checkpoint", "{tmp}", "--sequences", "0"], "--sequences=0"),
         (["generate", "--checkpoint", "{tmp}"], "expected a folder with checkpoints"),
@@ -181,6 +182,33 @@ def test_eval_of_two_runs(text: Path, tmp_path: Path, capfd: pytest.CaptureFixtu
         (["train", "{text}", "--device", "meta"], "--device=meta"),
         (["train", "{text}", "--config", "{tmp}/none"], "{tmp}/none"),
         (["dance"], "dance"),
+        (["train", "{text}", "--heads", "5"], "--embed-dim=128: expected a multiple of --heads=5"),
+        (["train", "{text}", "--layers", "-1"], "--layers=-1: expected at least 1"),
+        (["train", "{text}", "--heads", "64", "--embed-dim", "64"], "--embed-dim=64, --heads=64: heads of 1"),
+        (["train", "{text}", "--short-conv", "-4"], "--short-conv=-4: expected at least 2 taps, or 0"),
+        (["train", "{text}", "--save-every", "0"], "--save-every=0: expected at least 1"),
+        (["train", "{text}", "--out", "{text}"], "text.txt is a file, expected a folder"),
+        (["train", "{text}", "--config", "{tmp}"], "{tmp}: Is a directory"),
+        (
+            ["train", "{text}", "--rotary", "half", "--positions", "none"],
+            "--rotary=half: expected --positions=rope",
+        ),
+        (
+            ["train", "{text}", "--feature-map", "relu", "--attention", "softmax"],
+            "--feature-map: got it with",
+        ),
+        (["train", "{text}", "--through"], "--through: got it with --pieces=1"),
+        (
+            ["train", "{text}", "--sequence-parallel", "2", *SMALL],
+            "--sequence-parallel=2, --tensor-parallel=1: expected",
+        ),
+        (["eval", "--checkpoint", "{tmp}", "--length", "0"], "--length=0: expected at least 1"),
+        (["eval", "--checkpoint", "{tmp}", "--out", "{text}"], "text.txt is a file, expected a folder"),
+        (["bench", "--out", "{text}/new"], "text.txt is a file, expected a folder"),
+        (["bench", "--budget", "0"], "--budget=0.0, --rounds="),
+        (["demo", "--seconds", "-1"], "--seconds=-1.0: expected a positive finite number"),
+        (["demo", "--out", "{text}"], "text.txt is a file, expected a folder"),
+        (["env", "--xml"], "--xml"),
     ],
 )
 def test_wrong_input_exits_2_with_one_line(
@@ -191,6 +219,31 @@ def test_wrong_input_exits_2_with_one_line(
     assert message.startswith("linrope: ")
     assert message.count("\n") == 1
     assert cause.format(tmp=tmp_path) in message
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        (["--max-new-tokens", "-1"], "--max-new-tokens=-1: expected at least 0"),
+        (["--temperature", "nan"], "--temperature=nan: expected at least 0"),
+        (["--top-k", "0"], "--top-k=0: expected at least 1"),
+        (["--top-p", "2"], "--top-p=2.0: expected more than 0, at most 1"),
+        (["--seed", str(10**30)], f"--seed={10**30}: expected an integer of 64 bits"),
+    ],
+)
+def test_wrong_options_of_generate_have_their_own_names(
+    options: list[str], cause: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    LanguageModel(LanguageModelConfig(embed_dim=16, num_layers=1, num_heads=2)).save(tmp_path)
+    assert run(["generate", "--checkpoint", str(tmp_path), *options]) == 2
+    assert capfd.readouterr().err == f"linrope: {cause}\n"
+
+
+def test_only_names_of_options_are_rewritten() -> None:
+    error = ValueError("embed_dim=4: runs/steps=3 'steps=3' vocab_size=9 and num_heads=2")
+    rewritten = "--embed-dim=4: runs/steps=3 'steps=3' vocab_size=9 and --heads=2"
+    assert _in_words_of_the_command(error, ["train", "x"]) == rewritten
+    assert _in_words_of_the_command(error, ["env"]) == str(error)
 
 
 def test_ctrl_c_saves_and_resume_goes_on(text: Path, tmp_path: Path) -> None:

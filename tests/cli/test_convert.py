@@ -74,10 +74,26 @@ def test_convert_takes_the_tokenizer_of_the_folder_and_leaves_out_steps(text: Pa
         (["convert", "{model}", "--out", "{tmp}/text.txt"], "text.txt"),
         (["convert", "{model}", "--out", "{tmp}/new", "--text", "absent.txt"], "absent.txt: no such file"),
         (["convert", "{model}", "--out", "{tmp}/new", "--keep-softmax", "first"], "--keep-softmax='first'"),
-        (["convert", "{model}", "--out", "{tmp}/new", "--keep-softmax", "2"], "got [2], expected"),
+        (
+            ["convert", "{model}", "--out", "{tmp}/new", "--keep-softmax", "2"],
+            "--keep-softmax: got [2], expected",
+        ),
         (["convert", "{model}", "--out", "{tmp}/new", "--finetune", "half"], "--finetune='half'"),
         (["convert", "{model}", "--out", "{tmp}/new", "--feature-map", "t2s"], "did you mean 't2r'"),
-        (["convert", "{model}", "--out", "{tmp}/new", "--rank", "0"], "--rank: at least 1"),
+        (["convert", "{model}", "--out", "{tmp}/new", "--rank", "0"], "--rank=0: expected at least 1"),
+        (
+            ["convert", "{model}", "--out", "{tmp}/new", "--short-conv", "1"],
+            "--short-conv=1: expected at least 2 taps",
+        ),
+        (["convert", "{model}", "--out", "{tmp}/new", "--rope-order", "up"], "--rope-order='up'"),
+        (
+            ["convert", "{model}", "--out", "{tmp}/new", "--match-learning-rate", "-1"],
+            "--match-learning-rate=-1.0: expected a positive finite number",
+        ),
+        (
+            ["convert", "{model}", "--out", "{tmp}/new", "--sequence-length", "1"],
+            "--sequence-length=1: expected at",
+        ),
         (
             ["convert", "{model}", "--out", "{tmp}/new", "--text", "{tmp}/text.txt"],
             "--sequence-length=512: expected less than the held-out text, 215 tokens",

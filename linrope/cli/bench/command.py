@@ -13,6 +13,7 @@ from linrope import backends, feature_maps
 from linrope.cli.bench import benchmark, clients, comparison, plots, report, scaling
 from linrope.cli.bench.benchmark import Effort
 from linrope.cli.bench.cases import Case, shape_of
+from linrope.cli.checks import check_folder
 from linrope.cli.devices import HELP as DEVICE_HELP
 from linrope.cli.devices import pick_device
 from linrope.cli.training import progress_bar
@@ -90,6 +91,7 @@ def bench(
     if compare is not None:
         console.print(comparison.compare(*(comparison.read(path) for path in compare)))
         return 0
+    check_folder(out)
     if distributed:
         _lengths(max_length, "")
         scaling.scale(_integers("--distributed", distributed, 65), max_length, heads, dim, out, console)
@@ -100,7 +102,9 @@ def bench(
         clients.compare(client, chosen, rounds, budget, out, console)
         return 0
     if budget <= 0 or rounds < 1 or softmax_limit < 0:
-        raise ValueError("--budget, --rounds, --softmax-limit: expected positive numbers")
+        raise ValueError(
+            f"--budget={budget}, --rounds={rounds}, --softmax-limit={softmax_limit}: expected positive numbers"
+        )
     if threads < 0:
         raise ValueError(f"--threads={threads}: expected 0 or more")
     check_name("--dtype", dtype, tuple(DTYPES))

@@ -1,0 +1,35 @@
+"""Checks that several commands share, in the words of the command line."""
+
+import math
+from pathlib import Path
+
+
+def check_folder(out: Path) -> None:
+    """Raises ValueError if there is a file at the path of a folder for results."""
+    parts = (out, *out.parents)
+    if file := next((part for part in parts if part.exists() and not part.is_dir()), None):
+        raise ValueError(f"--out={out}: {file} is a file, expected a folder")
+
+
+def check_at_least(**least: tuple[int, int]) -> None:
+    """Raises ValueError for an option below its least value. Each is option_name=(value, least)."""
+    for name, (value, smallest) in least.items():
+        if value < smallest:
+            raise ValueError(f"{_option(name)}={value}: expected at least {smallest}")
+
+
+def check_rate(**rates: float) -> None:
+    """Raises ValueError for a learning rate that is not positive and finite."""
+    for name, value in rates.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{_option(name)}={value}: expected a positive finite number")
+
+
+def check_taps(short_conv: int) -> None:
+    """Raises ValueError for a number of taps that no convolution has."""
+    if short_conv < 0 or short_conv == 1:
+        raise ValueError(f"--short-conv={short_conv}: expected at least 2 taps, or 0 for none")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
