@@ -5,7 +5,6 @@ its schema and the indices of its differentiable tensors follow from the fields 
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import Any, cast, get_type_hints
 
@@ -16,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from linrope.backends.call import INPUTS, Call, Sums, needs_gradients, sums_of, transformed
 from linrope.backends.protocol import ChunkedBackend
+from linrope.common.precision import full_precision
 from linrope.sequence.state import LinearAttentionState
 
 _TYPES: dict[Any, str] = {
@@ -86,12 +86,6 @@ def _plain(call: Call, state: LinearAttentionState | None) -> bool:
     return all(type(x) in (Tensor, Parameter) for x in tensors if isinstance(x, Tensor))
 
 
-def _full_precision(call: Call) -> AbstractContextManager[object]:
-    """Turns autocast off if it is on. Entering the context always would cost time."""
-    device = call.v.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-
-
 def _absent(like: Tensor) -> Tensor:
     """An empty tensor, which stands for None: custom operators cannot return optionals."""
     return like.new_empty(0)
@@ -129,7 +123,7 @@ def _compute(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     if call.k.shape[0] == 0:
         return _new_out(call), *_new_sums(call, sums), backend.new_saved(call) if save else []
-    with _full_precision(call):
+    with full_precision(call.v.device):
         out, last, saved = backend.forward(call, sums, save)
     out = _absent(call.v) if out is None else out
     kv, z = (_absent(call.v), _absent(call.v)) if last is None else last
@@ -172,7 +166,7 @@ def _compute_backward(
 ) -> list[Tensor]:
     if call.k.shape[0] == 0:
         return _new_gradients(call, sums)
-    with _full_precision(call):
+    with full_precision(call.v.device):
         gradients = backend.backward(call, sums, results, g_out, g_kv, g_z)
     return [x for x in gradients if x is not None]
 

@@ -33,7 +33,7 @@ def why_not() -> str | None:
 def supports(call: Call, state: LinearAttentionState | None) -> str | None:
     """The reason why these kernels cannot run the call; None: they can."""
     k, f, e = call.k, call.k.shape[3], call.v.shape[3]
-    if not k.is_cuda and not INTERPRETED:
+    if not k.is_cuda and not (INTERPRETED and k.device.type == "cpu"):
         return (
             f"tensors on {k.device}: it needs a CUDA device, or TRITON_INTERPRET=1 set before Python starts"
         )

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linrope.common.precision import full_precision
 from linrope.feature_maps.base import FeatureMap, widen
 
 
@@ -58,7 +59,7 @@ class LearnedMap(FeatureMap):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.forget_digest()  # an optimizer step may follow, and torch does not count those of fused ones
         x = widen(x)
-        with torch.autocast(x.device.type, enabled=False):
+        with full_precision(x.device):
             return self.features(x, {key: weight.to(x.dtype) for key, weight in weights.items()})
 
     def extra_repr(self) -> str:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from linrope.common.precision import full_precision
 from linrope.feature_maps.base import FeatureMap, Features, widen
 
 _NO_SEED = -(2**63)  # the seed in the state dict of a projection that was not drawn
@@ -94,7 +95,7 @@ class RandomFeatureMap(FeatureMap):
     def project(self, x: Tensor) -> Tensor:
         """w . x' (..., M), in float32 or wider."""
         x = widen(x) * self.head_dim**-0.25
-        with torch.autocast(x.device.type, enabled=False):
+        with full_precision(x.device):
             logits: Tensor = x @ self.projection.to(x.dtype).T
         return logits
 

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from linrope.common.constants import Constant
 from linrope.common.names import check_name
+from linrope.common.precision import full_precision
 from linrope.rotation.rotary import Rotary
 
 BOUNDS = ("multiply", "add")
@@ -81,7 +82,7 @@ class ForgetGate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
+        with full_precision(x.device):
             y = F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide))
             return F.logsigmoid(_exact(y)).to(wide)
 
@@ -140,7 +141,7 @@ class WriteGate(nn.Module):
         if self.weight is None or self.bias is None:
             return -torch.expm1(_exact(log_decay)).to(torch.promote_types(log_decay.dtype, torch.float32))
         wide = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
+        with full_precision(x.device):
             return F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)).sigmoid()
 
     def forward(self, x: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
@@ -212,7 +213,7 @@ class SelectiveSteps(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
+        with full_precision(x.device):
             y = F.linear(F.linear(x.to(wide), self.down.to(wide)), self.up.flatten(0, 1).to(wide))
             y = y.unflatten(-1, self.up.shape[:2]).tanh()
             steps: Tensor = y * (math.pi if self.bound == "add" else self._theta.on(x.device).to(wide))

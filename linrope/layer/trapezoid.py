@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linrope.common.precision import full_precision
 from linrope.feature_maps import FeatureMap
 from linrope.feature_maps.base import widen
 from linrope.feature_maps.identity import same_identity
@@ -66,7 +67,7 @@ class TrapezoidGate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
+        with full_precision(x.device):
             return F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)).sigmoid()
 
     def extra_repr(self) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linrope import Rotary, linear_rope_attention
+from linrope import Rotary, linear_rope_attention, linear_rope_state
 from tests.oracle import (
     BACKENDS,
     MAPS,
@@ -192,6 +192,42 @@ def test_strides_of_inputs_and_gradients_do_not_matter(causal: bool, backend: st
         grads.append(dict(zip("qkv", torch.autograd.grad(out, leaves, weight), strict=True)))
     assert_same(grads[0], grads[1], tolerance)
     assert_same(grads[2], grads[1], tolerance)
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager", NATIVE])
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_strides_of_states_and_positions_do_not_matter(n: int, backend: str) -> None:
+    """kv and z with gaps or in another order, gates and positions of stride 0: without and with gradients."""
+    q, k, v = randoms(2, n, 2, 4, dtype=torch.float32)
+    gate = torch.tensor(-0.5).expand(2, n, 2)
+    places = torch.tensor(7).expand(n)
+    how: dict[str, Any] = {"rotary": Rotary(4), "backend": backend, "return_state": True}
+    _, good = linear_rope_attention(*randoms(2, 3, 2, 4, seed=1, dtype=torch.float32), **how)
+    odd = replace(good, kv=good.kv.mT.contiguous().mT, z=torch.stack((good.z, good.z), -1)[..., 0])
+    results = []
+    for state, log_decay, positions in ((good, gate.clone(), places.clone()), (odd, gate, places)):
+        call = {**how, "state": state, "log_decay": log_decay, "positions": positions}
+        with torch.no_grad():
+            out, after = linear_rope_attention(q, k, v, **call)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        recorded, _ = linear_rope_attention(*leaves, **call)
+        results.append((out, after.kv, after.z, recorded, *torch.autograd.grad(recorded.sum(), leaves)))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager", NATIVE])
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_strides_of_coordinates_do_not_matter(n: int, backend: str) -> None:
+    q, k, v = randoms(2, n, 2, 8, dtype=torch.float32)
+    how: dict[str, Any] = {"rotary": Rotary.axial(8, axes=2), "backend": backend}
+    state = linear_rope_state(
+        *randoms(2, 1, 2, 8, dtype=torch.float32)[1:], positions=torch.ones(1, 2).long(), **how
+    )
+    places = torch.arange(2 * n).view(n, 2)
+    gaps = torch.stack((places, places), -1)[..., 0]
+    expected = linear_rope_attention(q, k, v, positions=places, state=state, **how)
+    assert torch.equal(linear_rope_attention(q, k, v, positions=gaps, state=state, **how), expected)
 
 
 @every_backend

@@ -1,0 +1,19 @@
+"""Keeps autocast from lowering the precision of a computation."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Turns autocast off on this device. The meta device has no autocast to turn off.
+
+    >>> from linrope.common.precision import full_precision
+    >>> x = torch.ones(2, 2)
+    >>> with torch.autocast("cpu", torch.bfloat16), full_precision(x.device):
+    ...     (x @ x).dtype
+    torch.float32
+    """
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
