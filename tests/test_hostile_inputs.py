@@ -137,12 +137,18 @@ def test_a_state_in_half_precision_or_in_two_places_is_refused() -> None:
         (lambda: layer(0, 2), r"embed_dim.*positive"),
         (lambda: layer(head_dim=0), r"head_dim=0, value_head_dim=0: expected at least 1"),
         (lambda: layer(value_head_dim=0), r"value_head_dim=0: expected at least 1"),
-        (lambda: layer(10, 2), r"dim=5: expected a positive even number"),
+        (lambda: layer(10, 2), r"rotary='interleaved': got heads of 5 features, expected an even number"),
         (lambda: layer(feature_map="exq"), r"feature_map='exq': .*mean 'exp'"),
         (lambda: layer(feature_map="identity"), r"feature_map=.*'identity'.*signed; expected normalize=False"),
         (lambda: layer(rotary="halve"),
          r"rotary='halve': expected one of interleaved, half, selective, a dict, .* did you mean 'half'"),
-        (lambda: layer(backend="cuda")(ones(1, 3, 8)), r"backend='cuda'"),
+        (lambda: layer(rotary=True), r"rotary=True: expected one of interleaved, half, selective, a dict, "),
+        (lambda: layer(rotary={"bse": 9.0}), r"rotary: got the key 'bse', expected .* did you mean 'base'"),
+        (lambda: layer(rotary={"axes": 2, "scaling": {}}), r"rotary: got the key 'scaling', expected one of axes"),
+        (lambda: layer(out_norm=3), r"out_norm=3: expected one of head, all, a dict, True or False"),
+        (lambda: layer(out_norm={"of": "all"}), r"out_norm: got the key 'of', expected one of over, eps"),
+        (lambda: layer(decay={"longest": 9}), r"decay: got the keys \['longest'\], expected the key 'name'"),
+        (lambda: layer(backend="cuda"), r"backend='cuda': expected one of auto, native"),
         (lambda: layer()(ones(3, 8)), r"x: got shape \(3, 8\), expected \(batch, length, 8\)"),
         (lambda: layer()(ones(1, 3, 8), ones(3, 8)), r"context: got shape \(3, 8\), expected \(batch, length, 8\)"),
         (lambda: layer()(ones(1, 3, 8), ones(1, 4, 8)), r"k: got length 4, expected q's 3 with causal=True"),
@@ -150,6 +156,29 @@ def test_a_state_in_half_precision_or_in_two_places_is_refused() -> None:
 )  # fmt: skip
 def test_a_layer_refuses_what_does_not_fit(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: layer(feature_map=torch.nn.ReLU()), r"feature_map: got ReLU, expected a name, a dict with"),
+        (lambda: layer("8", 2), r"embed_dim='8': expected an integer"),
+        (lambda: layer(8, 2.0), r"num_heads=2.0: expected an integer"),
+        (lambda: layer(8, True), r"num_heads=True: expected an integer"),
+        (lambda: layer(num_value_heads=2.0), r"num_value_heads=2.0: expected an integer"),
+        *((lambda name=name: layer(**{name: "no"}), rf"{name}='no': expected True or False")
+          for name in ("causal", "normalize", "trapezoid", "qk_norm", "qk_bias", "bias")),
+        *((lambda name=name: attend(**{name: "no"}), rf"{name}='no': expected True or False")
+          for name in ("causal", "normalize", "return_state")),
+        (lambda: attend(eps="1e-6"), r"eps='1e-6': expected a positive finite number"),
+        (lambda: Rotary("4"), r"dim='4': expected an integer"),
+        (lambda: Rotary(4, rotary_dim=2.0), r"rotary_dim=2.0: expected an integer"),
+        (lambda: Rotary(4, base="10000"), r"base='10000': expected a positive finite number"),
+    ],
+)  # fmt: skip
+def test_wrong_types_of_options_are_named(call, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         call()
 
 

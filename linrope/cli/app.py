@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from typer.main import get_command
 
 import linrope
 from linrope.cli import evaluation
@@ -19,7 +20,7 @@ from linrope.cli.devices import HELP as DEVICE_HELP
 from linrope.cli.devices import pick_device
 from linrope.cli.generation import stream
 from linrope.cli.pretrained import is_pretrained, load_pretrained, tokenizer_beside
-from linrope.cli.train import train
+from linrope.cli.train import RENAMED, train
 from linrope.models import LanguageModel
 from linrope.models.training import latest_checkpoint
 from linrope.models.training.checkpoint import tokenizer_of
@@ -27,8 +28,6 @@ from linrope.versions import show_versions
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 console = Console()
-# Parameters of the models whose options have other names.
-_RENAMED = {"num_layers": "layers", "num_heads": "heads", "num_kv_heads": "kv_heads"}
 _CHECKPOINT = "Folder of a run, a single checkpoint, or a model in Hugging Face format."
 
 
@@ -71,7 +70,7 @@ def _in_words_of_the_command(error: Exception, arguments: list[str]) -> str:
     command = next((commands[argument] for argument in arguments if argument in commands), None)
     parameters = [] if command is None else command.params
     options = {p.name: max(p.opts, key=len) for p in parameters if p.param_type_name == "option"}
-    options |= {name: options[other] for name, other in _RENAMED.items() if other in options}
+    options |= {name: options[other] for name, other in RENAMED.items() if other in options}
     if not options or not isinstance(error, ValueError | TypeError):
         return str(error)
     names = "|".join(options)

@@ -38,7 +38,7 @@ _FRESH_STORES = (
     "safe, start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --standalone, or --rdzv-backend c10d"
 )
 # Fields of the configs whose options have other names.
-_RENAMED = {"num_layers": "layers", "num_heads": "heads"}
+RENAMED = {"num_layers": "layers", "num_heads": "heads", "num_kv_heads": "kv_heads"}
 
 
 def train(
@@ -281,7 +281,7 @@ def _resume(
     requested = {**asdict(_training(options)), **asdict(_model(options, saved["vocab_size"]))}
     ignored = []
     for field in saved:
-        option = _RENAMED.get(field, field)
+        option = RENAMED.get(field, field)
         if option in explicit - _RESUMABLE and requested[field] != saved[field]:
             ignored.append(f"--{option.replace('_', '-')} (the checkpoint has {json.dumps(saved[field])})")
     if "tokenizer" in explicit:

@@ -1,7 +1,8 @@
-"""Checks of arguments that take a name from a list."""
+"""Checks of arguments that take a name from a list, names as keys, True or False, or a whole number."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from numbers import Integral
 
 
 def expected_one_of(value: object, known: Sequence[str], also: str = "") -> str:
@@ -28,3 +29,42 @@ def check_name(argument: str, value: object, known: Sequence[str], also: str = "
     """
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"{argument}={value!r}: {expected_one_of(value, known, also)}")
+
+
+def check_keys(argument: str, options: Mapping[str, object], known: Sequence[str]) -> None:
+    """Raises ValueError if options has a key that is not among the known ones.
+
+    >>> from linrope.common.names import check_keys
+    >>> check_keys("rotary", {"bse": 1e4}, ("base", "layout"))
+    Traceback (most recent call last):
+    ValueError: rotary: got the key 'bse', expected one of base, layout; did you mean 'base'?
+    """
+    for key in options:
+        if key not in known:
+            raise ValueError(f"{argument}: got the key {key!r}, {expected_one_of(key, known)}")
+
+
+def check_bools(**arguments: object) -> None:
+    """Raises TypeError unless each argument is True or False.
+
+    >>> from linrope.common.names import check_bools
+    >>> check_bools(causal="no")
+    Traceback (most recent call last):
+    TypeError: causal='no': expected True or False
+    """
+    for argument, value in arguments.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{argument}={value!r}: expected True or False")
+
+
+def check_integers(**arguments: object) -> None:
+    """Raises TypeError unless each argument is a whole number, or None.
+
+    >>> from linrope.common.names import check_integers
+    >>> check_integers(num_heads=4.0)
+    Traceback (most recent call last):
+    TypeError: num_heads=4.0: expected an integer
+    """
+    for argument, value in arguments.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+            raise TypeError(f"{argument}={value!r}: expected an integer")

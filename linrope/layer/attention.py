@@ -9,8 +9,9 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
+from linrope import backends
 from linrope.common.constants import Constant
-from linrope.common.names import check_name
+from linrope.common.names import check_bools, check_name
 from linrope.feature_maps import FeatureMap
 from linrope.layer.choices import make_decay, make_forget_gate, make_map, make_rotation, make_write_gate
 from linrope.layer.mixer import Mixer
@@ -93,6 +94,7 @@ class LinearRoPEAttention(Mixer):
         bias: whether the projections have a bias.
 
     Raises:
+        TypeError: a size is not an integer, a switch is not a bool, or feature_map is of another type.
         ValueError: a size does not divide, a name is unknown, a signed map is combined with normalize=True, or an
             option that requires causal=True or rope_order="after" is used without it.
 
@@ -151,8 +153,10 @@ class LinearRoPEAttention(Mixer):
             bias=bias,
             factory=factory,
         )
-        self.causal, self.normalize, self.backend = causal, normalize, backend
+        check_bools(causal=causal, normalize=normalize, trapezoid=trapezoid)
         check_name("rope_order", rope_order, ORDERS)
+        check_name("backend", backend, backends.NAMES)
+        self.causal, self.normalize, self.backend = causal, normalize, backend
         self.rope_order = rope_order
         g, d = self.num_kv_heads, self.head_dim
         new_map = make_map(feature_map, d, self.num_out_heads, g)

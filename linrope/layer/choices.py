@@ -1,13 +1,14 @@
 """Builds a layer's feature map, rotation, gate and decay from strings, dicts or objects."""
 
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from linrope import feature_maps
-from linrope.common.names import check_name
+from linrope.common.names import check_keys, check_name
 from linrope.feature_maps import FeatureMap
 from linrope.layer.selective import ForgetGate, SelectiveSteps, WriteGate, spread
 from linrope.rotation.rotary import LAYOUTS, Rotary
@@ -22,6 +23,10 @@ def make_map(
 ) -> FeatureMap:
     if isinstance(choice, FeatureMap):
         return choice
+    if not isinstance(choice, str | Mapping):
+        raise TypeError(
+            f"feature_map: got {type(choice).__name__}, expected a name, a dict with the key 'name', or a FeatureMap"
+        )
     options = {"name": choice} if isinstance(choice, str) else dict(choice)
     if "name" not in options:
         raise ValueError(f"feature_map={options}: expected the key 'name'")
@@ -59,17 +64,21 @@ def make_rotation(
 def _make_rotary(choice: str | Mapping[str, Any] | Rotary | None, dim: int) -> Rotary | None:
     if choice is None or isinstance(choice, Rotary):
         return choice
-    if isinstance(choice, str):
+    if not isinstance(choice, Mapping):
         check_name("rotary", choice, ROTATIONS, also="a dict, a Rotary, a module or None")
+        if dim % 2:
+            raise ValueError(
+                f"rotary={choice!r}: got heads of {dim} features, expected an even number, or None"
+            )
         return Rotary(dim, layout=choice)
-    if "axes" in choice:
-        return Rotary.axial(dim, **choice)
     if {"rope_theta", "rope_type"} & set(choice):
         keywords = ("layout", "max_position_embeddings", "seq_len")
         options = {key: choice[key] for key in keywords if key in choice}
         config = {key: value for key, value in choice.items() if key not in keywords}
         return Rotary.from_config(config, head_dim=dim, **options)
-    return Rotary(dim, **choice)
+    make = Rotary.axial if "axes" in choice else Rotary
+    check_keys("rotary", choice, [name for name in signature(make).parameters if name != "dim"])
+    return make(dim, **choice)
 
 
 def make_forget_gate(
@@ -119,7 +128,9 @@ def _named(
     argument: str, choice: Mapping[str, Any], names: Sequence[str], options: Sequence[str], also: str
 ) -> tuple[str, dict[str, Any]]:
     """Splits {"name": .., ..} into the name and its options, and checks both against the known ones."""
-    name, chosen = choice.get("name"), {key: value for key, value in choice.items() if key != "name"}
+    if "name" not in choice:
+        raise ValueError(f"{argument}: got the keys {sorted(choice)}, expected the key 'name'")
+    name, chosen = choice["name"], {key: value for key, value in choice.items() if key != "name"}
     check_name(argument, name, names, also=also)
     if unknown := sorted(set(chosen) - set(options)):
         raise ValueError(f"{argument}: got {unknown} beside name={name!r}, expected at most {list(options)}")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linrope.common.names import check_name
+from linrope.common.names import check_bools, check_keys, check_name
 from linrope.layer.operators import gated_norm
 from linrope.layer.operators.norm import NORMED
 from linrope.layer.short_convolution import make_short_convolution
@@ -50,6 +50,7 @@ class Mixer(nn.Module):
         factory: dict[str, Any],
     ) -> None:
         super().__init__()
+        check_bools(qk_norm=qk_norm, qk_bias=qk_bias, bias=bias)
         g, d, e = checks.resolve_heads(embed_dim, num_heads, num_kv_heads, head_dim, value_head_dim)
         self.num_heads, self.head_dim, self.value_head_dim = num_heads, d, e
         self.num_key_heads, self.num_kv_heads, self.num_out_heads = g, g, num_heads
@@ -177,9 +178,8 @@ def _norm_options(choice: bool | str | Mapping[str, Any]) -> tuple[str | None, f
     """The span of the output norm, None without one, and its eps."""
     if isinstance(choice, bool):
         return ("head" if choice else None), 1e-6
-    options: dict[str, Any] = {"over": choice} if isinstance(choice, str) else dict(choice)
-    if unknown := sorted(set(options) - {"over", "eps"}):
-        raise ValueError(f"out_norm: got the keys {unknown}, expected some of 'over' and 'eps'")
+    options: dict[str, Any] = dict(choice) if isinstance(choice, Mapping) else {"over": choice}
+    check_keys("out_norm", options, ("over", "eps"))
     over = options.get("over", "head")
     check_name("out_norm", over, NORMED, also="a dict, True or False")
     return over, options.get("eps", 1e-6)

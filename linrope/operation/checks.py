@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from linrope import feature_maps
-from linrope.common.names import check_name
+from linrope.common.names import check_bools, check_integers, check_name
 from linrope.common.values import values_readable
 from linrope.feature_maps import FeatureMap
 from linrope.feature_maps.identity import same_identity
@@ -21,6 +21,13 @@ def resolve_heads(
     embed_dim: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None, value_head_dim: int | None
 ) -> tuple[int, int, int]:
     """g, d and e of a layer from its arguments."""
+    check_integers(
+        embed_dim=embed_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        value_head_dim=value_head_dim,
+    )
     g = num_heads if num_kv_heads is None else num_kv_heads
     if embed_dim < 1 or num_heads < 1 or g < 1 or num_heads % g:
         raise ValueError(
@@ -38,6 +45,7 @@ def resolve_heads(
 
 def check_value_heads(num_value_heads: int, num_heads: int, num_kv_heads: int) -> None:
     """Checks the sizes of a layer whose values have more heads than its queries and keys."""
+    check_integers(num_value_heads=num_value_heads)
     if num_kv_heads != num_heads:
         raise ValueError(f"num_value_heads={num_value_heads}: expected None with num_kv_heads={num_kv_heads}")
     if num_value_heads < 1 or num_value_heads % num_heads:
@@ -57,6 +65,9 @@ def check(request: Request) -> FeatureMap | None:
     """Raises if the arguments do not fit together. Returns the feature map; None: q and k already are features."""
     q, k, v, rotary, causal = request.q, request.k, request.v, request.rotary, request.causal
     check_tensors(q, k, v, causal)
+    check_bools(causal=causal, normalize=request.normalize, return_state=request.return_state)
+    if not isinstance(request.eps, int | float):
+        raise TypeError(f"eps={request.eps!r}: expected a positive finite number")
     if not 0 < request.eps < torch.inf:
         raise ValueError(f"eps={request.eps}: expected a positive finite number")
     check_name("eps_mode", request.eps_mode, EPS_MODES)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from linrope.common.constants import Constant
-from linrope.common.names import check_name
+from linrope.common.names import check_integers, check_name
 from linrope.rotation.angles import LAYOUTS, cos_sin, cos_sin_of_turns, rotate, to_turns
 from linrope.rotation.frequencies import MROPE_AXES, read_config, resolve
 
@@ -91,6 +91,7 @@ class Rotary:
             numerator. This is xPos, whose paper uses 512. Causal attention only.
 
     Raises:
+        TypeError: a size is not an integer, or base is not a number.
         ValueError: a size is odd or not positive, rotary_dim > dim, base <= 0, the layout or rope_type is unknown,
             a key of scaling is missing, unknown or impossible, scaling is given with theta or axes, theta has the
             wrong shape or is not finite, or attention_factor is given without theta or is not positive.
@@ -120,6 +121,9 @@ class Rotary:
         xpos: float | None = None,
     ) -> None:
         rotary_dim = dim if rotary_dim is None else rotary_dim
+        check_integers(dim=dim, rotary_dim=rotary_dim, axes=axes)
+        if not isinstance(base, int | float):
+            raise TypeError(f"base={base!r}: expected a positive finite number")
         if dim < 2 or dim % 2:
             raise ValueError(f"dim={dim}: expected a positive even number")
         if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > dim:

@@ -141,12 +141,20 @@ class LinearAttentionState:
         return f"LinearAttentionState(kv {tuple(self.kv.shape)} {kind}{others}{at}, position [{positions}])"
 
     def __setstate__(self, values: dict[str, Any]) -> None:
-        """Restores a copy or a pickle, with the checks of ``__post_init__``."""
-        names = {field.name for field in fields(self)}
+        """Restores a copy or a pickle, with the checks of ``__post_init__`` and of ``at``."""
+        names = {field.name for field in fields(self)} - {"loop", "_wide"}
         if not {"kv", "z", "position", "identity"} <= set(values) <= names:
             raise ValueError(f"state: got {sorted(map(str, values))}, expected some of {sorted(names)}")
+        for name, x in values.items():
+            kind = {"identity": str, "donated": bool}.get(name, Tensor)
+            if not isinstance(x, kind) and (
+                x is not None or name in ("kv", "z", "position", "identity", "donated")
+            ):
+                raise TypeError(f"state.{name}: got {type(x).__name__}, expected {kind.__name__}")
         self.__dict__.update(values)
         self.__post_init__()
+        if self.slots is not None:
+            self._check_slots(self.slots)
 
     @classmethod
     def cat(cls, states: Sequence["LinearAttentionState"]) -> "LinearAttentionState":
@@ -235,6 +243,10 @@ class LinearAttentionState:
         >>> pool.position
         tensor([0, 1, 0, 0, 0, 0, 1, 0])
         """
+        self._check_slots(slots)
+        return replace(self, slots=slots.long(), loop=None)
+
+    def _check_slots(self, slots: Tensor) -> None:
         if not isinstance(slots, Tensor) or slots.dtype not in (torch.int64, torch.int32) or slots.ndim != 1:
             kind = (
                 f"{slots.dtype} {tuple(slots.shape)}" if isinstance(slots, Tensor) else type(slots).__name__
@@ -246,7 +258,6 @@ class LinearAttentionState:
             low, high, rows = int(slots.min()), int(slots.max()), len(self.kv)
             if low < 0 or high >= rows or len(slots.unique()) < len(slots):
                 raise ValueError(f"slots: got {slots.tolist()}, expected different rows 0 .. {rows - 1}")
-        return replace(self, slots=slots.long(), loop=None)
 
     def rows(self) -> "LinearAttentionState":
         """A copy of the rows at the slots; without slots, the state itself."""

@@ -173,6 +173,30 @@ def test_state_is_a_pytree() -> None:
         ({"kv": torch.zeros(B, G, D)}, ValueError, r"kv \(3, 2, 4\), .* expected \(b, g, f, e\)"),
         ({"z": torch.zeros(B, G, D + 1)}, ValueError, r"z \(3, 2, 5\)"),
         ({"position": torch.zeros(B + 1).long()}, ValueError, r"position \(4,\)"),
+        (
+            {"angle": torch.zeros(B, D).long()},
+            ValueError,
+            r"state.angle: got \(3, 4\), expected \(3, g or 1, pairs\)",
+        ),
+        ({"angle": torch.zeros(B + 1, G, 2).long()}, ValueError, r"state.angle: got \(4, 2, 2\)"),
+        (
+            {"conv": torch.zeros(B, 8)},
+            ValueError,
+            r"state.conv: got \(3, 8\), expected \(3, taps - 1, channels\)",
+        ),
+        ({"conv": torch.zeros(B + 1, 3, 8)}, ValueError, r"state.conv: got \(4, 3, 8\)"),
+        (
+            {"log_scale": torch.zeros(B).double()},
+            ValueError,
+            r"state.log_scale: got \(3,\), expected \(3, 2\)",
+        ),
+        ({"log_scale": torch.zeros(B + 1, G).double()}, ValueError, r"state.log_scale: got \(4, 2\)"),
+        (
+            {"last_token": torch.zeros(B, G, D + E + 1).double()},
+            ValueError,
+            r"state.last_token: got .*\(3, 2, ",
+        ),
+        ({"last_token": torch.zeros(B, G, D + E + 2)}, ValueError, r"state.last_token: got torch.float32"),
     ],
 )
 def test_construction_refuses_other_types_and_shapes(change, error, message) -> None:

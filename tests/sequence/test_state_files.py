@@ -103,6 +103,34 @@ def test_load_of_a_missing_file_says_so(name: str, tmp_path) -> None:
         LinearAttentionState.load(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"kv": "text"}, TypeError, "state.kv: got str, expected Tensor"),
+        ({"z": None}, TypeError, "state.z: got NoneType, expected Tensor"),
+        ({"conv": [1.0]}, TypeError, "state.conv: got list, expected Tensor"),
+        ({"identity": 3}, TypeError, "state.identity: got int, expected str"),
+        ({"donated": None}, TypeError, "state.donated: got NoneType, expected bool"),
+        (
+            {"slots": torch.tensor([1, 1])},
+            ValueError,
+            r"slots: got \[1, 1\], expected different rows 0 \.\. 2",
+        ),
+        ({"slots": torch.tensor([B])}, ValueError, r"slots: got \[3\], expected different rows"),
+        ({"loop": "text"}, ValueError, "state: got .*'loop'.*, expected some of"),
+        ({"more": 1}, ValueError, "state: got .*'more'.*, expected some of"),
+    ],
+)
+def test_torch_load_refuses_states_with_fields_of_other_kinds(change, error, message: str, tmp_path) -> None:
+    state = some_state()
+    fields = state.__getstate__() | change  # what another program may write
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LinearAttentionState, "__getstate__", lambda _: fields)
+        torch.save(state, tmp_path / "state.pt")
+    with pytest.raises(error, match=message):
+        torch.load(tmp_path / "state.pt", weights_only=True)
+
+
 class Opened:
     """Unpickling one would run code."""
 

@@ -1,5 +1,6 @@
 """The configuration of the Hugging Face models, and the attention layers that it describes."""
 
+from difflib import get_close_matches
 from typing import Any, get_args, get_origin
 
 import torch
@@ -13,6 +14,18 @@ from linrope.position_encodings import SoftmaxAttention
 from linrope.rotation.rotary import Rotary
 
 LAYER_TYPES = ("linear_attention", "full_attention")
+# Options of LinearRoPEAttention and LanguageModelConfig that have other names here.
+_OTHER_NAMES = {
+    "embed_dim": "hidden_size",
+    "hidden_dim": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "rotary": "rope_parameters",
+    "rope_theta": "rope_parameters",
+    "bias": "attention_bias",
+    "causal": "is_causal",
+}
 
 
 class LinRopeConfig(PreTrainedConfig):
@@ -49,7 +62,7 @@ class LinRopeConfig(PreTrainedConfig):
         pad_token_id, bos_token_id, eos_token_id: special tokens; None: the tokenizer has no such token.
 
     Raises:
-        ValueError: a value does not fit.
+        ValueError: a value does not fit, or an unknown option has nearly the name of a known one.
 
     >>> from linrope.models.huggingface import LinRopeConfig
     >>> LinRopeConfig(num_hidden_layers=4, full_attention_interval=4).layer_types
@@ -118,6 +131,7 @@ class LinRopeConfig(PreTrainedConfig):
         elif interval is not None:
             raise ValueError(f"full_attention_interval={interval}: expected None with layer_types")
         super().__post_init__(**kwargs)
+        _check_unknown(kwargs)
         if len(self.layer_types) != self.num_hidden_layers or not set(self.layer_types) <= set(LAYER_TYPES):
             raise ValueError(
                 f"layer_types={self.layer_types}: expected num_hidden_layers={self.num_hidden_layers} "
@@ -139,6 +153,15 @@ def _check_types(config: LinRopeConfig) -> None:
         fits = isinstance(value, kinds + tuple(substitutes[kind] for kind in kinds if kind in substitutes))
         if not fits or (isinstance(value, bool) and bool not in kinds):
             raise ValueError(f"{name}={value!r}: expected {getattr(kind, '__name__', kind)}")
+
+
+def _check_unknown(options: dict[str, Any]) -> None:
+    """Rejects misspelt options. transformers keeps unknown ones, because tools add options of their own to configs."""
+    known = list(LinRopeConfig.__annotations__)
+    for name in options:
+        near = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else get_close_matches(name, known, 1, 0.85)
+        if near and name not in PreTrainedConfig.__annotations__ and not hasattr(PreTrainedConfig, name):
+            raise ValueError(f"config: got the unknown option {name!r}; did you mean {near[0]!r}?")
 
 
 def make_attention(config: LinRopeConfig, layer_type: str) -> LinearRoPEAttention | SoftmaxAttention:

@@ -62,11 +62,18 @@ def test_rope_parameters_reach_both_kinds_of_layers() -> None:
         ({"layer_types": ["linear_attention", "mamba2"]}, r"layer_types=.*mamba2"),
         ({"full_attention_interval": 0}, r"full_attention_interval=0: expected at least 1"),
         ({"full_attention_interval": 2, "layer_types": []}, r"expected None with layer_types"),
+        ({"forgetgate": True}, r"got the unknown option 'forgetgate'; did you mean 'forget_gate'\?"),
+        ({"num_heads": 8}, r"got the unknown option 'num_heads'; did you mean 'num_attention_heads'\?"),
     ],
 )
 def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(**options)
+
+
+def test_options_of_other_tools_are_kept() -> None:
+    made = LinRopeConfig.from_dict(config(made_by="a tool", num_labels=3, architectures=["X"]).to_dict())
+    assert (made.made_by, made.num_labels, made.architectures) == ("a tool", 3, ["X"])
 
 
 def test_causality_and_head_must_fit() -> None:
