@@ -34,7 +34,7 @@ def plots(folder: Path, out: Path) -> list[Path]:
             drawn.append(_draw(out / f"{task}.png", 1, partial(_bits, rows), (7, height)))
             drawn.append(_draw(out / f"{task}-positions.png", 3, partial(_positions, rows), (12, 4)))
         else:
-            drawn.append(_draw(out / f"{task}.png", 1, partial(_shares, rows), (7, 4)))
+            drawn.append(_draw(out / f"{task}.png", 1, partial(_shares, task, rows), (7, 4)))
     sizes = {task: rows for task, rows in found.items() if task.removeprefix("recall-").isdecimal()}
     if len(sizes) > 1:
         drawn.append(_draw(out / "recall.png", 1, partial(_recall, sizes), (7, 4)))
@@ -99,7 +99,7 @@ def _positions(rows: Rows, panels: Any) -> None:
     )
 
 
-def _shares(rows: Rows, axes: Any) -> None:
+def _shares(task: str, rows: Rows, axes: Any) -> None:
     """Bars: the share of right answers by length, a group per model."""
     names = [model for model in rows if _results(rows, model)]
     lengths = list(_results(rows, names[0])[0]) if names else []
@@ -111,13 +111,17 @@ def _shares(rows: Rows, axes: Any) -> None:
     floor = next(iter(next(iter(rows.values()))[0]["floor"].values()))
     axes.axhline(floor, color="gray", linestyle=":", label="guessing")
     axes.set_xticks(range(len(names)), names, rotation=20, ha="right")
-    axes.set(ylabel="share of right answers", ylim=(0, 1.03))
+    axes.set(
+        title=f"{task}: mean of the seeds, least and largest", ylabel="share of right answers", ylim=(0, 1.03)
+    )
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _recall(sizes: dict[str, Rows], axes: Any) -> None:
     """Over the most pairs trained on; softmax attention stands where linear attention with its heads does."""
     models = list(dict.fromkeys(model for rows in sizes.values() for model in rows))
+    # Models with equal results stand side by side. On a logarithmic axis a factor is a distance.
+    beside = {model: 1.025 ** (i - (len(models) - 1) / 2) for i, model in enumerate(models)}
     ticks = set()
     for model in models:
         points = []
@@ -130,8 +134,10 @@ def _recall(sizes: dict[str, Rows], axes: Any) -> None:
         if points:
             x, values, low, high = zip(*sorted(points))
             ticks.update(x)
-            axes.errorbar(x, values, yerr=(low, high), label=model, marker="o", capsize=3)
+            places = [size * beside[model] for size in x]
+            axes.errorbar(places, values, yerr=(low, high), label=model, marker="o", markersize=4, capsize=2)
     axes.set(xscale="log", ylim=(0, 1.03), ylabel="share of pairs recalled")
+    axes.set_title("recall: mean of the seeds, least and largest")
     axes.set_xlabel("numbers in a layer's state (of linear attention; softmax has as many heads)")
     axes.set_xticks(sorted(ticks), [f"{size:,}" for size in sorted(ticks)])
     axes.minorticks_off()

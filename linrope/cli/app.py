@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from typer.main import get_command
 
 import linrope
 from linrope.cli import evaluation

@@ -3,9 +3,7 @@
 import ctypes
 import math
 import platform
-import statistics
 import subprocess
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +17,7 @@ import linrope
 from linrope.backends import native
 from linrope.cli.bench.cases import AttentionCase, Case, DecodeCase
 from linrope.cli.bench.peers import peers_of
+from linrope.cli.bench.timing import Timing, clock_name, measured, typical_seconds
 
 CHUNK = 32  # C of the operation count
 _STEPS = 20  # decoding steps per measurement
@@ -27,50 +26,6 @@ _STEPS = 20  # decoding steps per measurement
 def flop_per_token_head(d: int, e: int) -> int:
     """2CD + CE + 4DE, C = 32: scores of whole tiles, values of half tiles, state read and written."""
     return 2 * CHUNK * d + CHUNK * e + 4 * d * e
-
-
-def typical_seconds(
-    functions: Mapping[str, Callable[[], Any]], rounds: int = 5, budget: float = 2.0, device: str = "cpu"
-) -> dict[str, float]:
-    """The time of each function. They take turns, so that a busy machine slows all of them alike.
-
-    Returns medians of the wall time. With one thread it returns minima of the thread's CPU time, since other
-    processes can only lengthen it. budget: seconds per function over all rounds, with at least one call a
-    round.
-    """
-    one_thread = clock_name(device) != WALL
-    clock = time.thread_time if one_thread else time.perf_counter
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, function in functions.items():
-            if not times[name] or times[name][-1] < 1:  # warm-up, unless the calls are long
-                function()
-            _wait(device)
-            end = clock() + budget / rounds
-            while True:
-                start = clock()
-                function()
-                _wait(device)
-                now = clock()
-                times[name].append(now - start)
-                if now >= end or len(times[name]) >= 200:
-                    break
-    typical = min if one_thread else statistics.median
-    return {name: typical(values) for name, values in times.items()}
-
-
-WALL = "wall time, medians"
-
-
-def clock_name(device: str = "cpu") -> str:
-    """Names the clock. A thread's CPU time is the cost of a call even if other processes use the machine."""
-    on_cpu = torch.device(device).type == "cpu"
-    return "thread CPU time, minima" if on_cpu and torch.get_num_threads() == 1 else WALL
-
-
-def _wait(device: str) -> None:
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def peak_memory(function: Callable[[], Any], device: str = "cpu") -> int | None:
@@ -147,8 +102,13 @@ class Effort:
     budget: float
     rounds: int
 
+    def measured(
+        self, runs: Mapping[str, Callable[[], Any]], device: str, times: int = 1
+    ) -> dict[str, Timing]:
+        return measured(runs, self.rounds * times, self.budget * times, device)
+
     def seconds(self, runs: Mapping[str, Callable[[], Any]], device: str, times: int = 1) -> dict[str, float]:
-        return typical_seconds(runs, self.rounds * times, self.budget * times, device)
+        return {name: timing.seconds for name, timing in self.measured(runs, device, times).items()}
 
 
 def attention_row(
@@ -174,8 +134,9 @@ def attention_row(
             runs[f"softmax_{mode}"] = partial(run, case.softmax)
     if "softmax_forward" in runs:
         case.check_softmax()
-    seconds = effort.seconds(runs, sizes.device)
-    row["matmul_flops"] = 2 * 1024**3 / seconds["matmul"]
+    timings = effort.measured(runs, sizes.device)
+    seconds = {name: timing.seconds for name, timing in timings.items()}
+    row["matmul_flops"], row["matmul_spread"] = 2 * 1024**3 / seconds["matmul"], timings["matmul"].spread
     for mode, run in (("forward", case.forward), ("training", case.training)):
         fast, slow = seconds[f"linrope_{mode}"], seconds.get(f"softmax_{mode}")
         row[mode] = {
@@ -186,6 +147,8 @@ def attention_row(
             "linrope_tokens_per_second": case.tokens / fast,
             "softmax_tokens_per_second": slow and case.tokens / slow,
             "ratio": slow and slow / fast,
+            "linrope_spread": timings[f"linrope_{mode}"].spread,
+            "softmax_spread": slow and timings[f"softmax_{mode}"].spread,
             "linrope_bytes": peak_memory(partial(run, case.linrope), sizes.device),
             "softmax_bytes": slow and peak_memory(partial(run, case.softmax), sizes.device),
         }
@@ -262,14 +225,14 @@ def decode_rows(sizes: Case, positions: list[int], effort: Effort) -> list[dict[
     runs = {
         f"{kind} {case.position}": partial(_repeat, getattr(case, kind)) for kind in kinds for case in cases
     }
-    times = typical_seconds(runs, effort.rounds * 10, effort.budget * 2, sizes.device)
-    seconds = {name: x / _STEPS for name, x in times.items()}
+    timings = measured(runs, effort.rounds * 10, effort.budget * 2, sizes.device)
+    seconds = {name: timing.seconds / _STEPS for name, timing in timings.items()}
     rows = []
     for case in cases:
         case.fill_cache()
         case.check_softmax()
-        softmax_times = effort.seconds({"step": case.softmax, "layer": case.softmax_layer}, sizes.device)
-        softmax, softmax_layer = softmax_times["step"], softmax_times["layer"]
+        others = effort.measured({"step": case.softmax, "layer": case.softmax_layer}, sizes.device)
+        softmax, softmax_layer = others["step"].seconds, others["layer"].seconds
         assert case.cache is not None
         cache = sum(x.numel() * x.element_size() for x in case.cache)
         case.cache = None
@@ -285,6 +248,8 @@ def decode_rows(sizes: Case, positions: list[int], effort: Effort) -> list[dict[
                 "linrope_layer_seconds": layer,
                 "softmax_layer_seconds": softmax_layer,
                 "layer_ratio": softmax_layer / layer,
+                "linrope_spread": max(timings[f"{kind} {case.position}"].spread for kind in kinds),
+                "softmax_spread": max(timing.spread for timing in others.values()),
                 "state_bytes": state,
                 "cache_bytes": cache,
             }

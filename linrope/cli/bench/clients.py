@@ -13,8 +13,9 @@ from rich.table import Table
 from torch import Tensor
 
 from linrope.cli.bench import plots
-from linrope.cli.bench.benchmark import machine, peak_memory, typical_seconds
-from linrope.cli.bench.report import plain_table, times
+from linrope.cli.bench.benchmark import machine, peak_memory
+from linrope.cli.bench.report import noise_warning, plain_table, times
+from linrope.cli.bench.timing import measured
 from linrope.cli.training import progress_bar
 from linrope.common.files import replace_file, unused
 from linrope.common.names import check_name
@@ -153,13 +154,14 @@ def measure(client: Client, kind: str, batch: int, length: int, rounds: int, bud
     difference = float((got - expected).abs().max() / expected.abs().max())
     if not difference <= TOLERANCE:
         raise RuntimeError(f"{client.family}, {kind}, {length} tokens: outputs differ by {difference:.2g}")
-    seconds = typical_seconds(functions, rounds, budget)
+    timings = measured(functions, rounds, budget)
     steps = _STEPS if kind == "decoding" else 1
     return {
         "kind": kind,
         "batch": batch,
         "length": length,
-        "seconds": {side: value / steps for side, value in seconds.items()},
+        "seconds": {side: timing.seconds / steps for side, timing in timings.items()},
+        "spread": max(timing.spread for timing in timings.values()),
         "bytes": peaks,
         "difference": difference,
     }
@@ -181,6 +183,9 @@ def compare(family: str, lengths: list[int], rounds: int, budget: float, out: Pa
     parameters = sum(x.numel() for x in client.model.parameters())
     result = {"date": today, "machine": machine(), "client": family, "parameters": parameters, "rows": rows}
     console.print(table(result))
+    noise = {f"{row['kind']} {row['length']:,}": row["spread"] for row in rows}
+    for line in noise_warning(noise):
+        console.print(line)
     path = unused(out, f"client-{family}-{today}")
     replace_file(path, lambda temporary: temporary.write_text(json.dumps(result, indent=1) + "\n"))
     replace_file(path.with_suffix(".png"), lambda temporary: plots.plot_client(result, temporary))
@@ -193,7 +198,7 @@ def table(result: dict[str, Any]) -> Table:
     made = plain_table(
         f"{result['client']} of transformers, {result['parameters'] / 1e6:.0f} M parameters, ms and MB"
     )
-    for column in ("", "batch", "tokens", "before", "linrope", "faster", "MB", "linrope", "diff"):
+    for column in ("", "batch", "tokens", "before", "linrope", "faster", "±", "MB", "linrope", "diff"):
         made.add_column(column, justify="left" if not column else "right")
     for row in result["rows"]:
         (slow, fast), peaks = row["seconds"].values(), row["bytes"].values()
@@ -205,6 +210,7 @@ def table(result: dict[str, Any]) -> Table:
             f"{slow * 1e3:,.1f}",
             f"{fast * 1e3:,.1f}",
             times(slow / fast),
+            f"{row['spread']:.0%}",
             *memory,
             f"{row['difference']:.0e}",
         )

@@ -120,7 +120,7 @@ def _throughput(axis: Any, rows: list[dict[str, Any]], mode: str, batch: int) ->
     best = [row for row in rows if row[mode]["ratio"]]
     if best:
         last = best[-1]
-        _mark(axis, times(last[mode]["ratio"]), last["n"], last[mode]["softmax_tokens_per_second"], -14)
+        _mark(axis, last[mode]["ratio"], last["n"], last[mode]["softmax_tokens_per_second"], -14)
     _dress(axis, lengths)
     axis.set_xlabel("sequence length N")
 
@@ -131,16 +131,17 @@ def _steps(axis: Any, rows: list[dict[str, Any]]) -> None:
         axis.loglog(places, [row[key] * 1e6 for row in rows], "o-", label=name, color=color, linewidth=2)
     last = rows[-1]
     ratio = last["softmax_seconds"] / last["linrope_donated_seconds"]
-    _mark(axis, times(ratio), last["position"], last["softmax_seconds"] * 1e6, 2)
+    _mark(axis, ratio, last["position"], last["softmax_seconds"] * 1e6, 2)
     _dress(axis, places)
     axis.set_title("decoding, one token")
     axis.set_xlabel("tokens before it (state, or key/value cache)")
     axis.set_ylabel("microseconds")
 
 
-def _mark(axis: Any, text: str, x: float, y: float, up: int) -> None:
-    """Writes text left of a point, ``up`` points above it, so that it stays inside the axes."""
-    axis.annotate(text, (x, y), (-8, up), textcoords="offset points", ha="right", color=SOFTMAX)
+def _mark(axis: Any, ratio: float, x: float, y: float, up: int) -> None:
+    """Writes linrope's advantage left of a point, ``up`` points above it, so that it stays inside the axes."""
+    text = f"linrope: {times(ratio)}"
+    axis.annotate(text, (x, y), (-8, up), textcoords="offset points", ha="right", color=LINROPE)
 
 
 def _dress(axis: Any, ticks: list[int]) -> None:

@@ -6,6 +6,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from linrope.cli.bench.timing import NOISY
+
 
 def plain_table(title: str) -> Table:
     """A table without lines between columns, to fit into 80 characters."""
@@ -17,7 +19,7 @@ def attention_table(result: dict[str, Any], mode: str, name: str) -> Table:
     sizes = f"({case['batch']}, N, {case['heads']}, {case['dim']}) {case['dtype']}"
     table = plain_table(f"Causal attention with RoPE, {sizes}: {name}")
     peers = list(dict.fromkeys(peer for row in rows for peer in row[mode]["peer_seconds"]))
-    columns = ("N", "linrope tok/s", "softmax tok/s", "ratio", "eager", *peers, "MB", "softmax MB")
+    columns = ("N", "linrope tok/s", "softmax tok/s", "ratio", "±", "eager", *peers, "MB", "softmax MB")
     for column in columns:
         table.add_column(column, justify="right")
     for row in rows:
@@ -28,6 +30,7 @@ def attention_table(result: dict[str, Any], mode: str, name: str) -> Table:
             f"{part['linrope_tokens_per_second']:,.0f}",
             "too long" if slow else f"{part['softmax_tokens_per_second']:,.0f}",
             "" if slow else times(part["ratio"]),
+            f"{max(part['linrope_spread'], part['softmax_spread'] or 0.0):.0%}",
             times(part["eager_seconds"] / part["linrope_seconds"]),
             *(_ratio(part["peer_seconds"].get(peer), part["linrope_seconds"]) for peer in peers),
             _megabytes(part["linrope_bytes"]),
@@ -40,7 +43,7 @@ def decode_table(result: dict[str, Any]) -> Table:
     case, rows = result["case"], result["decode"]
     sizes = f"{case['batch']} x {case['heads']} heads of {case['dim']}, {case['dtype']}"
     table = plain_table(f"Decoding, microseconds per token by position, {sizes}")
-    sides = ("op", "donated", "softmax", "ratio", "layer", "softmax", "ratio")
+    sides = ("op", "donated", "softmax", "ratio", "layer", "softmax", "ratio", "±")
     for name in ("after", *sides, "cache MB"):
         table.add_column(name, justify="right")
     for row in rows:
@@ -53,6 +56,7 @@ def decode_table(result: dict[str, Any]) -> Table:
             f"{row['linrope_layer_seconds'] * 1e6:.0f}",
             f"{row['softmax_layer_seconds'] * 1e6:.0f}",
             times(row["layer_ratio"]),
+            f"{max(row['linrope_spread'], row['softmax_spread']):.0%}",
             f"{row['cache_bytes'] / 1e6:.1f}",
         )
     return table
@@ -75,7 +79,8 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(f"{name}: linrope {text}")
     console.print(
         f"softmax attention: scaled_dot_product_attention, backend '{rows[0]['softmax_backend']}'. "
-        "eager and peers: speed of linrope relative to them; peers do not rotate. MB: growth of the process."
+        "eager and peers: speed of linrope relative to them; peers do not rotate. "
+        "±: by how much the rounds differ. MB: growth of the process."
     )
     for peer, reason in result["peers_not_run"].items():
         console.print(f"{peer}: {reason}")
@@ -99,6 +104,35 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(f"{name} at {costs['n']:,}, time relative to the plain call: {text}")
     if result["decode"]:
         console.print(decode_table(result))
+    for line in noise_warning(_spreads(result)):
+        console.print(line)
+
+
+def _spreads(result: dict[str, Any]) -> dict[str, float]:
+    """By how much the rounds of each measurement differ, by its name."""
+    spreads = {f"matmul at {row['n']:,}": row["matmul_spread"] for row in result["attention"]}
+    for mode, name in (("forward", "forward"), ("training", "forward + backward")):
+        for row in result["attention"]:
+            part = row[mode]
+            spreads[f"{name} at {row['n']:,}"] = max(part["linrope_spread"], part["softmax_spread"] or 0.0)
+    for row in result["decode"]:
+        spreads[f"decoding after {row['position']:,}"] = max(row["linrope_spread"], row["softmax_spread"])
+    return spreads
+
+
+def noise_warning(spreads: dict[str, float]) -> list[str]:
+    """One line if the rounds of a measurement differ too much for its figures to be trusted, else none."""
+    noisy = {name: spread for name, spread in spreads.items() if spread > NOISY}
+    if not noisy:
+        return []
+    worst = sorted(noisy, key=lambda name: -noisy[name])[:4]
+    others = f", and {len(noisy) - len(worst)} more" if len(noisy) > len(worst) else ""
+    listed = ", ".join(f"{name} ±{noisy[name]:.0%}" for name in worst)
+    return [
+        f"warning: noise: rounds differ by more than {NOISY:.0%} even after further ones: {listed}{others}. "
+        "Do not trust these figures: other programs use this machine, or its clock changes. Run it again, with more "
+        "--rounds or with --threads 1."
+    ]
 
 
 def times(ratio: float) -> str:

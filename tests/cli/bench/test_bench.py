@@ -1,6 +1,7 @@
 """linrope bench: options, checks, files; the times themselves are nobody's test."""
 
 import json
+import statistics
 import sys
 import types
 from pathlib import Path
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor
 
 from linrope.cli.app import run
-from linrope.cli.bench.benchmark import Effort, attention_row, typical_seconds
+from linrope.cli.bench.benchmark import Effort, attention_row
 from linrope.cli.bench.cases import AttentionCase, Case, DecodeCase
 from linrope.cli.bench.peers import peers_of
+from linrope.cli.bench.report import noise_warning
+from linrope.cli.bench.timing import measured, typical_seconds
 
 FAST = ["--budget", "0.01", "--rounds", "1"]
 
@@ -172,9 +175,46 @@ def test_a_wrong_gradient_is_seen(index: int, label: str) -> None:
 def test_a_single_thread_s_times_are_minima_and_others_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     for threads, clock, expected in ((1, "thread_time", 1.0), (2, "perf_counter", 2.0)):
         now = iter([0.0, *(x for pair in ((0.0, 1.0), (1.0, 3.0), (3.0, 6.0)) for x in pair)])
-        monkeypatch.setattr(f"linrope.cli.bench.benchmark.time.{clock}", lambda now=now: next(now))
+        monkeypatch.setattr(f"linrope.cli.bench.timing.time.{clock}", lambda now=now: next(now))
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         assert typical_seconds({"": lambda: None}, rounds=1, budget=6.0) == {"": expected}
+
+
+@pytest.mark.parametrize(
+    ("sixteenths", "spread"),
+    [
+        # Quartiles of 1.75 and 2.25: no further rounds.
+        ([2, 2, 1, 3], 0.125),
+        # Half of the rounds are three times as slow: as many rounds again do not change that.
+        ([1, 3, 1, 3, 1, 3, 1, 3], 0.5),
+        # One slow round of four: with four further ones it does not count.
+        ([1, 1, 9, 1, 1, 1, 1, 1], 0.0),
+    ],
+)
+def test_rounds_that_differ_are_measured_again_and_have_a_spread(
+    sixteenths: list[int], spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, calls = (
+        0.0,
+        iter([x / 16 for count in sixteenths for x in (0, count)]),
+    )  # a warm-up before each round
+
+    def function() -> None:
+        nonlocal now
+        now += next(calls)
+
+    monkeypatch.setattr("linrope.cli.bench.timing.time.perf_counter", lambda: now)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    (timing,) = measured({"": function}, rounds=4, budget=0.0).values()
+    assert timing == (statistics.median(sixteenths) / 16, spread)
+    assert next(calls, None) is None
+
+
+def test_noise_is_named_and_calm_rounds_are_not() -> None:
+    assert noise_warning({"forward at 64": 0.1}) == []
+    (line,) = noise_warning({"forward at 64": 0.1, "matmul at 64": 0.5, "forward at 128": 3.0})
+    assert "forward at 128 ±300%, matmul at 64 ±50%." in line
+    assert "forward at 64" not in line
 
 
 def test_softmax_attention_is_left_out_where_it_takes_too_long() -> None:
