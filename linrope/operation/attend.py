@@ -7,12 +7,12 @@ from linrope import backends
 from linrope.backends.call import Call, needs_gradients
 from linrope.common.writing import check_writable
 from linrope.feature_maps import FeatureMap
-from linrope.operation import checks, positions
+from linrope.operation import checks, head_first, positions
 from linrope.operation.decoding import loop_after
 from linrope.operation.features import map_features, scale_and_rotate
 from linrope.operation.request import Request
 from linrope.rotation.rotary import Rotary
-from linrope.sequence.decay import distances, log_decay_of_tokens, slope_of_angle, steps_of_tokens
+from linrope.sequence.decay import Tokens, distances, log_decay_of_tokens, slope_of_angle, steps_of_tokens
 from linrope.sequence.stabilizer import stabilize
 from linrope.sequence.state import WITHOUT_Z, LinearAttentionState
 
@@ -20,14 +20,7 @@ from linrope.sequence.state import WITHOUT_Z, LinearAttentionState
 def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
     """Returns out and the state after the last key. The state is None if the call makes none."""
     q, k, rotary, state = request.q, request.k, request.rotary, request.state
-    fmap = checks.check(request)
-    identity = ""
-    if state is not None or request.return_state:
-        identity = identity_of(fmap, rotary, request.rope_order)
-    if state is not None:
-        checks.check_state(request, fmap, identity)
-        identity += WITHOUT_Z if state.identity.endswith(WITHOUT_Z) else ""
-    tokens = positions.resolve(request)
+    fmap, identity, tokens = _checked(request)
     log_decay = log_decay_of_tokens(request.decay, request.log_decay, request.key_mask, tokens, k.shape[1])
     angle_steps = steps_of_tokens(request.angle_steps, request.key_mask, state, tokens)
     xpos_log_decay = None if rotary is None or rotary.fade is None else rotary.fade.to(k.device)
@@ -89,6 +82,24 @@ def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
         return out, request.state._replace_unchecked(donated=False, loop=loop_after(request, call, backend))
     new["position"] = new["position"].clone()  # type: ignore[union-attr]
     return out, LinearAttentionState(identity=identity, **new)  # type: ignore[arg-type]
+
+
+def _checked(request: Request) -> tuple[FeatureMap | None, str, Tokens]:
+    """The feature map, the identity of the next state, and the positions. Raises if the request does not fit."""
+    state, identity = request.state, ""
+    try:
+        fmap = checks.check(request)
+        if state is not None or request.return_state:
+            identity = identity_of(fmap, request.rotary, request.rope_order)
+        if state is not None:
+            checks.check_state(request, fmap, identity)
+            identity += WITHOUT_Z if state.identity.endswith(WITHOUT_Z) else ""
+        head_first.warn_of_many_heads(request.k)
+        return fmap, identity, positions.resolve(request)
+    except ValueError as error:
+        if head_first.suspected(request):
+            raise ValueError(f"{error}; {head_first.HINT}") from None
+        raise
 
 
 def identity_of(fmap: FeatureMap | None, rotary: Rotary | None, rope_order: str) -> str:

@@ -277,7 +277,9 @@ def check_state(request: Request, fmap: FeatureMap | None, identity: str) -> Non
     """Raises if the state does not fit the call."""
     state, k = request.state, request.k
     if not isinstance(state, LinearAttentionState):
-        raise TypeError(f"state: got {type(state).__name__}, expected LinearAttentionState")
+        raise TypeError(
+            f"state: got {type(state).__name__}, expected LinearAttentionState; state_from_sums makes one of sums"
+        )
     shape = (
         request.sequences,
         k.shape[2],

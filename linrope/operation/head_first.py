@@ -1,0 +1,63 @@
+"""Recognizes tensors (batch, heads, length, dim), the order of other libraries, as far as their shapes allow."""
+
+import warnings
+
+from torch import Tensor
+
+from linrope.common.values import values_readable
+from linrope.operation.request import Request
+from linrope.rotation.rotary import Rotary
+from linrope.sequence.state import LinearAttentionState
+
+HINT = (
+    "heads and tokens look swapped: tensors are (batch, length, heads, dim), and gates (batch, length, heads); "
+    "pass x.transpose(1, 2) if x has its heads first"
+)
+MANY_HEADS = 512
+
+
+def suspected(request: Request) -> bool:
+    """True if a refused call would fit better with heads and tokens swapped in some of its tensors."""
+    q, k, v = request.q, request.k, request.v
+    if any(not isinstance(x, Tensor) or x.ndim != 4 for x in (k, v)):
+        return False
+    m, g = k.shape[1:3]
+    if m == g:
+        return False
+    swapped = (g, m)
+    if v.shape[1:3] == swapped or _queries_swapped(q, k):
+        return True
+    per_token = (request.log_decay, request.angle_steps)
+    return (
+        any(isinstance(x, Tensor) and x.shape[1:3] in (swapped, (g, 1)) for x in per_token)
+        or (isinstance(request.key_mask, Tensor) and request.key_mask.shape[1:] == (g,))
+        or (isinstance(request.positions, Tensor) and request.positions.shape[-1:] == (g,))
+        or (isinstance(request.decay, Tensor) and request.decay.shape == (m,))
+        or (isinstance(request.rotary, Rotary) and request.rotary.heads == m > 1)
+        or (isinstance(request.state, LinearAttentionState) and request.state.kv.shape[1] == m)
+        or _ends_at(request.cu_seqlens, g)
+    )
+
+
+def _queries_swapped(q: Tensor | None, k: Tensor) -> bool:
+    """True if one of q and k has its heads first, or both, with fewer key/value heads than query heads."""
+    if not isinstance(q, Tensor) or q.ndim != 4:
+        return False
+    (n, h), (m, g) = q.shape[1:3], k.shape[1:3]
+    return (n, h) == (g, m) or (h == g > n > m > 0 and n % m == 0)
+
+
+def _ends_at(cu_seqlens: Tensor | None, length: int) -> bool:
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.ndim != 1 or not len(cu_seqlens):
+        return False
+    return values_readable(cu_seqlens) and int(cu_seqlens[-1]) == length
+
+
+def warn_of_many_heads(k: Tensor) -> None:
+    """Warns if k (b, m, g, d) has fewer tokens than heads, and more heads than models have.
+
+    Otherwise head-first tensors that fit each other cannot be told from short sequences of many heads.
+    """
+    m, g = k.shape[1:3]
+    if g > MANY_HEADS and m < g:  # in this order, because traced lengths are symbols and heads are not
+        warnings.warn(f"k: got {m} tokens and {g} heads; {HINT}", stacklevel=5)
