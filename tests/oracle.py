@@ -9,7 +9,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from linrope import LinearAttentionState, feature_maps, linear_rope_attention
+from linrope import LinearAttentionState, backends, feature_maps, linear_rope_attention
 from linrope.backends import native
 
 POSITIVE = ("elu+1", "relu", "relu2", "exp", "softmax", "favor+")
@@ -41,6 +41,15 @@ def use_map(name: str, d: int) -> dict[str, Any]:
     """Arguments for that map; signed ones go without the normalizer."""
     fmap = feature_maps.make(name, d, **({"seed": 0, "num_features": 2 * d} if name == "favor+" else {}))
     return {"feature_map": fmap, "normalize": name in POSITIVE}
+
+
+def computes(backend: str, name: str) -> bool:
+    """False for elementwise maps that the backend leaves to others, as native and triton may with a new one."""
+    module = backends.load(backend)
+    return isinstance(module, str) or name not in feature_maps.ELEMENTWISE or name in module.MAPS
+
+
+NATIVE_MAPS = tuple(name for name in MAPS if computes("native", name))
 
 
 def num_features(how: dict[str, Any], d: int) -> int:

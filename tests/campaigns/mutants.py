@@ -153,6 +153,8 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
         yield ast.Attribute(node.value, METHODS[node.attr], node.ctx)
     elif isinstance(node, ast.IfExp):
         yield ast.IfExp(node.test, node.orelse, node.body)
+    elif isinstance(node, ast.Call) and len(node.args) > 1 and not isinstance(node.args[1], ast.Starred):
+        yield ast.Call(node.func, [node.args[1], node.args[0], *node.args[2:]], node.keywords)
     elif isinstance(node, (ast.AugAssign, ast.Raise)) or (
         isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
     ):

@@ -133,6 +133,13 @@ def test_bad_input_is_refused_with_a_message_that_says_why(
         call(**options)
 
 
+@pytest.mark.parametrize("shared", [(1, N, G), (2, N, 1), (1, N, 1)])
+def test_sequences_and_heads_may_share_gates_and_steps(shared: tuple[int, ...]) -> None:
+    gates, steps = -torch.rand(shared), torch.rand(*shared, D // 2)
+    expected = attend(2, log_decay=gates.expand(2, N, G), angle_steps=steps.expand(2, N, G, D // 2))
+    torch.testing.assert_close(attend(2, log_decay=gates, angle_steps=steps), expected)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_empty_packed_sequences_keep_their_states(causal: bool, backend: str) -> None:
