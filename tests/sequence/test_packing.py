@@ -1,0 +1,33 @@
+"""What belongs to packed sequences, among them empty ones and ones of a single token."""
+
+import torch
+
+from linrope.sequence.packing import at_first, at_last, per_token, previous, rising_bounds, sums_so_far
+
+BOUNDS = torch.tensor([0, 1, 1, 4])  # one token, none, three
+X = torch.tensor([[5, 1, 2, 3]])
+OF_SEQUENCES = torch.tensor([10, 20, 30])
+
+
+def test_one_value_for_all_sequences_or_one_for_each_reaches_every_token() -> None:
+    assert per_token(OF_SEQUENCES[:1], 4, BOUNDS).tolist() == [[10, 10, 10, 10]]
+    assert per_token(OF_SEQUENCES, 4, BOUNDS).tolist() == [[10, 30, 30, 30]]
+    assert per_token(OF_SEQUENCES, 4, None).tolist() == [[10], [20], [30]]
+
+
+def test_sequences_of_one_token_end_with_it_and_empty_ones_take_the_other_value() -> None:
+    assert at_last(X, OF_SEQUENCES, BOUNDS).tolist() == [5, 20, 3]
+    assert at_last(X, OF_SEQUENCES[:1], None).tolist() == [3]
+    assert at_last(X[:, :0], OF_SEQUENCES, BOUNDS * 0).tolist() == [10, 20, 30]
+
+
+def test_what_comes_before_a_token_is_of_its_own_sequence() -> None:
+    assert previous(X, OF_SEQUENCES, BOUNDS).tolist() == [[10, 30, 1, 2]]
+    assert previous(X, OF_SEQUENCES[:1], None).tolist() == [[10, 5, 1, 2]]
+    assert at_first(OF_SEQUENCES, 4, BOUNDS).tolist() == [[10, 30, 0, 0]]
+    assert sums_so_far(X, BOUNDS).tolist() == [[5, 1, 3, 6]]
+
+
+def test_bounds_rise_within_the_tokens_whatever_they_were() -> None:
+    assert rising_bounds(torch.tensor([-3, 2, 1, 9]), 4).tolist() == [0, 2, 2, 4]
+    assert rising_bounds(None, 4) is None
