@@ -70,7 +70,7 @@ def _in_words_of_the_command(error: Exception, arguments: list[str]) -> str:
     parameters = [] if command is None else command.params
     options = {p.name: max(p.opts, key=len) for p in parameters if p.param_type_name == "option"}
     options |= {name: options[other] for name, other in RENAMED.items() if other in options}
-    if not options or not isinstance(error, ValueError | TypeError):
+    if not options or not isinstance(error, ValueError | TypeError | OSError):
         return str(error)
     names = "|".join(options)
     pattern = rf"(?<![\w./'\"-])(?:{names})(?==)|^(?:{names})(?=: got)"

@@ -103,6 +103,11 @@ def convert(
         forget_gate=forget_gate,
         short_conv=short_conv or None,
     )
+    if match_steps and not conversion.new_parameters(student):
+        raise ValueError(
+            f"--match-steps={match_steps}: --feature-map={feature_map} has no weights to match; expected 0, or a "
+            "learned map such as hedgehog"
+        )
     corpus = Corpus.load(text, tokenizer)
     for name, part in (("training", corpus.train), ("held-out", corpus.held_out)):
         if len(part) <= sequence_length:

@@ -250,6 +250,8 @@ def test_only_names_of_options_are_rewritten() -> None:
     rewritten = "--embed-dim=4: runs/steps=3 'steps=3' vocab_size=9 and --heads=2"
     assert _in_words_of_the_command(error, ["train", "x"]) == rewritten
     assert _in_words_of_the_command(error, ["env"]) == str(error)
+    absent = OSError("tokenizer='x': there is no such folder")
+    assert _in_words_of_the_command(absent, ["train"]) == f"--{absent}"
 
 
 def test_ctrl_c_saves_and_resume_goes_on(text: Path, tmp_path: Path) -> None:

@@ -85,6 +85,10 @@ def test_convert_takes_the_tokenizer_of_the_folder_and_leaves_out_steps(text: Pa
             ["convert", "{model}", "--out", "{tmp}/new", "--short-conv", "1"],
             "--short-conv=1: expected at least 2 taps",
         ),
+        (
+            ["convert", "{model}", "--out", "{tmp}/new", "--feature-map", "relu"],
+            "--match-steps=300: --feature-map=relu has no weights to match; expected 0, or",
+        ),
         (["convert", "{model}", "--out", "{tmp}/new", "--rope-order", "up"], "--rope-order='up'"),
         (
             ["convert", "{model}", "--out", "{tmp}/new", "--match-learning-rate", "-1"],

@@ -129,6 +129,11 @@ def convert(
     return student
 
 
+def new_parameters(student: LinRopeForCausalLM) -> list[nn.Parameter]:
+    """The weights that the softmax model does not have, which ``match`` trains."""
+    return [parameter for name, parameter in student.named_parameters() if _is_new(name)]
+
+
 def match(
     student: LinRopeForCausalLM,
     teacher: PreTrainedModel,
@@ -160,7 +165,7 @@ def match(
 
     Source: attention transfer, arXiv 2410.10254.
     """
-    parameters = [parameter for name, parameter in student.named_parameters() if _is_new(name)]
+    parameters = new_parameters(student)
     if not parameters:
         raise ValueError("student: has nothing to match, expected linear layers with a learned feature map")
     kinds = student.config.layer_types or []
