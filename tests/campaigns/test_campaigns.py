@@ -8,7 +8,7 @@ import torch
 from linrope import Rotary, linear_rope_attention
 from linrope.backends import native
 from linrope.models import LanguageModelConfig
-from tests.campaigns import concurrency, configurations, fuzz, kills, leaks, streaming
+from tests.campaigns import concurrency, configurations, decoding, fuzz, kills, leaks, streaming
 from tests.campaigns.processes import finish, start
 
 needs_fork = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks, and reads /proc")
@@ -29,6 +29,10 @@ def test_a_run_killed_at_random_instants_ends_with_its_bits(count: int) -> None:
 
 def test_streams_do_not_drift() -> None:
     streaming.run(12, 10**5)
+
+
+def test_steps_in_place_are_equal_to_copied_ones() -> None:
+    assert decoding.run(150, 0, length=15) == 150
 
 
 @needs_fork
