@@ -149,7 +149,7 @@ def test_eval_of_two_runs(text: Path, tmp_path: Path, capfd: pytest.CaptureFixtu
         (["train", "{text}", "--layers", "0"], "--layers=0: expected at least 1"),
         (
             ["train", "{text}", "--embed-dim", "24"],
-            "--rotary='interleaved': got heads of 3 features, expected an even",
+            "--embed-dim=24, --heads=8: heads of 3, expected an even size",
         ),
         (["bench", "--kv-heads", "3"], "--kv-heads=3: expected a divisor of --heads=8"),
         (["train", "{text}", "--rotary", "both"], "--rotary='both'"),
