@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -33,11 +33,16 @@ def locked(folder: Path) -> Iterator[None]:
     file = _open_locked(path)
     _held.add(key)
     try:
+        with suppress(OSError):  # on a full disk the lock still holds; only its owner has no name
+            file.truncate(0)
+            file.write(f"process {os.getpid()}")
+            file.flush()
         yield
     finally:
         _held.discard(key)
         path.unlink(missing_ok=True)
-        file.close()
+        with suppress(OSError):  # closing writes what is left
+            file.close()
 
 
 def _open_locked(path: Path) -> TextIO:
@@ -57,12 +62,8 @@ def _open_locked(path: Path) -> TextIO:
                 raise
             warnings.warn(f"{path.parent}: no lock ({error.strerror}); start one run at a time", stacklevel=4)
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            break
+            return file
         file.close()  # the process before removed the file after we opened it
-    file.truncate(0)
-    file.write(f"process {os.getpid()}")
-    file.flush()
-    return file
 
 
 def _lock(file: int) -> None:

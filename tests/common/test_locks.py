@@ -56,3 +56,19 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: p
     message = r"no lock \(No locks available\); start one run at a time"
     with pytest.warns(UserWarning, match=message), locked(tmp_path / "new"):
         pass
+
+
+def test_a_full_disk_leaves_no_lock_behind(tmp_path: Path) -> None:
+    """The file of the lock can be made on a full disk, and nothing written into it."""
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with locked(tmp_path):
+            assert (tmp_path / ".lock").exists()
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
