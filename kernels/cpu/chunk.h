@@ -24,7 +24,7 @@ inline int64_t state_row(const Call& c, const Span& span) {
 // ends before the token that would bring D below -40, so that e^D and e^-D are ordinary numbers. Where it
 // ends depends on no later token.
 struct Decay {
-  // A lower log counts as kNone: e^-1000 is 0, and numbers of larger size would cancel in sums.
+  // A log decay below kNone counts as kNone: e^-1000 is 0, and numbers of larger size would cancel in sums.
   static constexpr double kRange = -40, kNone = -1000;
   const char* base = nullptr;
   int type = 0;
@@ -180,7 +180,8 @@ struct Angles {
       store(to_cos + i, c), store(to_sin + i, s);
     }
   }
-  // of token chunk_begin + i; if positions follow each other, by rotating the chunk's first token
+  // Those of token chunk_begin + i. If its position is less than kChunk after that of the chunk's first token, the first
+  // token's are rotated by an entry of the table.
   void row(int64_t chunk_begin, int i) {
     float *to_cos = cos + i * s.half, *to_sin = sin + i * s.half;
     const int64_t offset = offsets && i ? position(chunk_begin + i) - position(chunk_begin) : -1;

@@ -81,11 +81,11 @@ def supports(call: Call, state: LinearAttentionState | None) -> str | None:
     if _LOAD_ERROR:
         return _LOAD_ERROR
     if call.k.device.type != "cpu":
-        return f"tensors on {call.k.device}: it needs a CPU"
+        return f"tensors on {call.k.device}: native runs on CPUs only"
     if torch.float64 in (call.k.dtype, call.v.dtype):
         return "float64: use backend='eager'"
     if state is not None and (state.kv.dtype != torch.float32 or state.z.dtype != torch.float64):
-        return f"a state of {state.kv.dtype} and {state.z.dtype}: use backend='eager'"
+        return f"a state with kv in {state.kv.dtype} and z in {state.z.dtype}: use backend='eager'"
     if call.xpos_log_decay is not None:
         return "xpos, a decay per pair of features: use backend='eager'"
     if f > MAX_DIM or e > MAX_DIM:

@@ -1,4 +1,4 @@
-"""RoFormer's equation 19 as it is written: quadratic, differentiable, in any floating dtype. The oracle.
+"""RoFormer's equation 19 as it is written, with decay and state: differentiable, in any floating dtype.
 
     num_i = sum_j e^(L_i - L_j) <R(Theta_i) phi(q_i), R(Theta_j) psi(k_j)> v_j
     den_i = sum_j e^(L_i - L_j) <phi(q_i), psi(k_j)>,       out_i = num_i / max(den_i, eps)

@@ -56,10 +56,14 @@ def convert(
         int, typer.Option(help="Taps of a convolution on queries, keys and values, such as 4; 0: none.")
     ] = 0,
     match_steps: Annotated[int, typer.Option(help="Updates of the feature maps; 0: none.")] = 300,
-    match_learning_rate: Annotated[float, typer.Option(help="Learning rate of the first of them.")] = 1e-2,
-    finetune: Annotated[str, typer.Option(help="lora, full or none.")] = "lora",
+    match_learning_rate: Annotated[float, typer.Option(help="Initial learning rate of matching.")] = 1e-2,
+    finetune: Annotated[
+        str, typer.Option(help="How to finetune: lora, full (all weights) or none.")
+    ] = "lora",
     finetune_steps: Annotated[int, typer.Option(help="Updates on the next-token loss.")] = 1000,
-    finetune_learning_rate: Annotated[float, typer.Option(help="Learning rate of the first of them.")] = 1e-3,
+    finetune_learning_rate: Annotated[
+        float, typer.Option(help="Initial learning rate of finetuning.")
+    ] = 1e-3,
     rank: Annotated[int, typer.Option(help="Rank of LoRA's updates.")] = 8,
     batch_size: Annotated[int, typer.Option(help="Sequences per update.")] = 8,
     sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 512,
@@ -67,8 +71,8 @@ def convert(
 ) -> int:
     """Replace the softmax attention of a pretrained model by linear attention, and train it to match.
 
-    Weights are read from the folder, and computed and written in float32; nothing is downloaded. The loss on
-    held-out text is measured before the first step and after each step.
+    The model is read, trained and saved in float32; nothing is downloaded. The loss on held-out text is measured
+    four times: before, after the replacement, after matching, and after finetuning.
     """
     for package in ("transformers", "peft")[: 1 + (finetune == "lora")]:
         need(package, "linrope[huggingface]")

@@ -61,16 +61,25 @@ def train(
             show_default=False,
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Total number of updates, also with --resume.")] = 1000,
-    batch_size: Annotated[int, typer.Option(help="Rows per process and batch.")] = 8,
+    steps: Annotated[
+        int, typer.Option(help="Total number of updates, those before --resume included.")
+    ] = 1000,
+    batch_size: Annotated[
+        int, typer.Option(help="Rows per batch, for each process or group of processes that shares rows.")
+    ] = 8,
     accumulation: Annotated[int, typer.Option(help="Batches per update.")] = 1,
     sequence_length: Annotated[int, typer.Option(help="Tokens per row (bytes without a tokenizer).")] = 512,
     pieces: Annotated[
-        int, typer.Option(help="Pieces per row; the state passes on, and memory is that of one piece.")
+        int,
+        typer.Option(
+            help="Pieces per row, each of which continues from the state of the one before. Memory is that of one."
+        ),
     ] = 1,
     through: Annotated[
         bool,
-        typer.Option("--through", help="Gradients pass between pieces too, which takes the memory of all."),
+        typer.Option(
+            "--through", help="Gradients pass from piece to piece too. Memory is then that of the whole row."
+        ),
     ] = False,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     warmup_steps: Annotated[int, typer.Option(help="Steps until the peak.")] = 20,

@@ -16,13 +16,13 @@ from linrope.sequence.state import LinearAttentionState
 class Shard(Layout):
     """The contiguous part of each sequence that this process of a group holds. Make one per batch.
 
-        rank r holds the tokens lengths[0] + .. + lengths[r - 1] .. + lengths[r] - 1
+        rank r holds lengths[r] tokens, from token lengths[0] + .. + lengths[r - 1] on
 
     Pass it as ``shard=`` to ``linear_rope_attention``, the layer and the models, together with the tensors of this
-    rank's tokens. Outputs, positions, states and gradients are then those of one process with all tokens. Each rank
-    sends one state forward and one backward, whatever the lengths. In a group of one nothing is sent, and the result
-    is bit for bit that of a call without shard. Each rank has a copy of the parameters, and their gradient is the sum
-    of the ranks' gradients, as for parts of a batch.
+    rank's tokens. Outputs, positions, states and gradients are then those of one process with all tokens. What is
+    sent is one state per rank in the forward pass and its gradient in the backward pass, whatever the lengths. In a
+    group of one nothing is sent, and the result is bit for bit that of a call without shard. Each rank has a copy of
+    the parameters, and their gradient is the sum of the ranks' gradients, as for parts of a batch.
 
     Args:
         group: a process group; or a DeviceMesh of one dimension or with a dimension named "cp"; or None for all

@@ -119,10 +119,10 @@ class Hedgehog(LearnedMap):
 
         phi(x) = softmax over features of [y, -y],  y = W x + b,   psi the same with another W, b
 
-    (..., h, d) -> (..., h, 2d), computed in float32 or wider. W starts as the identity. The paper writes
-    exp(W x), exp(-W x); its authors' implementation takes the softmax, which divides each token's features by
-    their sum. That cancels for queries and weighs the keys. It requires no log_scale, since no feature
-    exceeds 1 and the largest is at least 1/(2d). Zhang et al. 2024, arXiv 2402.04347.
+    (..., h, d) -> (..., h, 2d), computed in float32 or wider. W starts as the identity. The paper writes exp(W x),
+    exp(-W x); its authors' implementation takes the softmax, which divides each token's features by their sum. With
+    the normalizer this cancels for queries, and weighs the keys. It requires no log_scale, since no feature exceeds 1
+    and the largest is at least 1/(2d). Zhang et al. 2024, arXiv 2402.04347.
 
     Args:
         head_dim: d.

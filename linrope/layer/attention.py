@@ -61,18 +61,19 @@ class LinearRoPEAttention(Mixer):
             rotation applies too.
         causal: as in linear_rope_attention.
         normalize: as in linear_rope_attention. See out_norm.
-        decay: the factor per position by which keys decay, one of
+        decay: the factor by which keys decay per position, in causal attention only, one of
             None: no decay;
-            g numbers in (0, 1];
+            a number in (0, 1] for each head of values;
             "spread": half-lives from 1 to 4096 tokens, in geometric steps over the key/value heads;
             "learned": one learned number per head, which starts as in "spread";
             {"name": "spread" or "learned", "longest": tokens}, where longest replaces 4096;
-            "retnet": 1 - 2^(-5 - i) for head i (arXiv 2307.08621), which forgets more slowly.
-        forget_gate: whether decay is computed from x: True, or {"longest": 4096}. The half-lives start as in
-            decay="spread" (``linrope.layer.selective.ForgetGate``). Causal self-attention only.
+            "retnet": 1 - 2^(-5 - i) for head i (arXiv 2307.08621): half-lives of 22, 44, 88 .. tokens.
+        forget_gate: whether a decay is computed from x, besides the one above: True, or {"longest": 4096}. The
+            half-lives start as in decay="spread" (``linrope.layer.selective.ForgetGate``). Causal self-attention
+            only.
         write_gate: the factor w per token and key/value head on the values that enter the sums: "tied", 1 - f with
             the forget gate f = e^a, so that what is forgotten makes room for what is written; "independent",
-            sigmoid(W_w x + b_w), which starts at the same values; or None.
+            sigmoid(W_w x + b_w), which starts at the same values; or None. Both require a forget_gate.
         trapezoid: whether each token also writes the key and value before it, as in Mamba-3: S_t = f_t (S_(t-1) +
             (1 - l_t) w_t k_(t-1) v_(t-1)^T) + l_t w_t k_t v_t^T with l = sigmoid(W_l x + b_l)
             (``linrope.layer.trapezoid``). It requires normalize=False, or an out_norm that replaces the normalizer.
@@ -84,12 +85,13 @@ class LinearRoPEAttention(Mixer):
         qk_bias: a learned vector per head, which starts at 1, on the normed queries and keys.
         rope_order: as in linear_rope_attention. With "before" the rotation has the size of the heads.
         backend: as in linear_rope_attention.
-        out_norm: RMS norm of each head's output, with a learned weight: True, "head", or {"over": .., "eps": ..};
-            over "all" heads together with "all". A norm per head cancels the normalizer, a single number per token and
+        out_norm: RMS norm of the output, with a learned weight: True or "head" (each head alone), "all" (all heads
+            together), or {"over": "head" or "all", "eps": ..}; eps is 1e-6, or 1e-12 where the norm replaces the
+            normalizer. A norm per head cancels the normalizer, a single number per token and
             head, so the layer leaves the normalizer out even if normalize=True. It keeps the normalizer for maps that
             return a log_scale, for float16, whose numerator alone may overflow, and with skip="before".
-        skip: whether to add D v, the token's value before w times a learned number per query head that starts at 1:
-            "before" the norm, "after" it, or None. The convolution gains little without it.
+        skip: where to add D v: "before" the norm, "after" it, or None for nowhere. v is the token's value without w,
+            and D is a learned number per query head that starts at 1. The convolution gains little without it.
         gate: whether to multiply by silu(W_g x) before W_o: True or "after", or "before" the norm, as in Mamba-2.
         bias: whether the projections have a bias.
 
@@ -297,7 +299,10 @@ class LinearRoPEAttention(Mixer):
         return_state: bool = False,
         shard: LayerShard | None = None,
     ) -> Tensor | tuple[Tensor, LinearAttentionState]:
-        """Returns y (b, n, embed_dim), or (y, state). The arguments are those of ``linear_rope_attention``."""
+        """Maps x (b, n, embed_dim), and context (b, m, embed_dim), to y (b, n, embed_dim) or (y, state).
+
+        context_positions are the key_positions of ``linear_rope_attention``. The other arguments are as there.
+        """
         checks.check_inputs(x, context, self.q_proj.in_features)
         if shard is not None and self.trapezoid is not None:
             raise ValueError("shard: got one beside trapezoid=True, expected None")

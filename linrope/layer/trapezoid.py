@@ -99,13 +99,13 @@ def trapezoidal_attention(
         out_t = S_t^T R(Theta_t) phi(q_t)                        K_t = R(Theta_t) psi(k_t)
 
     In Mamba-3 w = dt and a = dt A, so its alpha is e^a, its beta (1 - lambda) dt e^a, and its gamma lambda dt. The
-    function computes the same sums as one call of ``linear_rope_attention``, whose keys are those of the token before,
-    plus each token's own term:
+    function computes the same sums by one call of ``linear_rope_attention`` on keys that are shifted by a token, to
+    which it adds each token's own term:
 
         T_t   = e^(a_t) (T_(t-1) + (lambda_(t-1) w_(t-1) + (1 - lambda_t) w_t) K_(t-1) v_(t-1)^T)
         out_t = T_t^T R(Theta_t) phi(q_t) + lambda_t w_t <phi(q_t), psi(k_t)> v_t
 
-    So a later token changes no bit of an earlier output. A state holds T, and in ``last_token`` the key and the value
+    No output depends on a later token, bit for bit. A state holds T, and in ``last_token`` the key and the value
     that the next token needs.
 
     Args:

@@ -1,4 +1,4 @@
-"""Models for long sequences, each in one readable file."""
+"""Models for long sequences."""
 
 from linrope.models.generation import generate
 from linrope.models.language_model import LanguageModel

@@ -70,7 +70,7 @@ def hidden_size(embed_dim: int) -> int:
 
 @torch.no_grad()
 def initialize(parameters: Iterable[tuple[str, nn.Parameter]], scheme: str, branches: int) -> None:
-    """Draws the initial values of all matrices, the embedding included.
+    """Draws the initial values of the matrices, those of embeddings and gates included.
 
         "fan-in": normal with deviation 1/sqrt(columns); in a matrix that ends a residual branch, uniform in
                   -1/sqrt(columns) .. 1/sqrt(columns)

@@ -56,7 +56,8 @@ class DecoderBlock(nn.Module):
         dim: the size of the vectors.
         heads: the number of heads, a divisor of dim.
         context_dim: the size of the context's vectors; None: no cross-attention.
-        **attention: further arguments of the causal LinearRoPEAttention, including decay and gates.
+        **attention: further arguments of the causal LinearRoPEAttention, including decay and gates. The cross-attention
+            has the same feature_map and normalize.
     """
 
     def __init__(self, dim: int, heads: int, context_dim: int | None = None, **attention: Any) -> None:

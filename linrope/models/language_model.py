@@ -1,4 +1,4 @@
-"""A byte-level causal language model on linear attention with RoPE, in one file.
+"""A causal language model on linear attention with RoPE, of bytes by default.
 
     x = embed(bytes)                                          + p, with absolute positions
     x = x + attention(norm(x));  x = x + swiglu(norm(x))      in each block; swiglu is an option
@@ -132,7 +132,7 @@ def _absolute(config: LanguageModelConfig) -> nn.Module | None:
 
 
 class LanguageModel(nn.Module):
-    """Takes bytes and returns the logits of the next byte.
+    """Maps token ids, bytes by default, to the logits of the next token.
 
     Raises:
         ValueError: a size does not fit, or a name is unknown.
@@ -195,7 +195,7 @@ class LanguageModel(nn.Module):
         if shard is not None and self.config.attention == "softmax":
             raise ValueError("shard: got one, expected None with attention='softmax', which reads all keys")
         if states and cu_seqlens is not None and self.config.attention == "softmax":
-            raise ValueError("states: got states and cu_seqlens, expected None with attention='softmax'")
+            raise ValueError("states: got a list beside cu_seqlens, expected None with attention='softmax'")
         if states is not None and len(states) != len(self.blocks):
             raise ValueError(f"states: got {len(states)}, expected one per block, {len(self.blocks)}")
         x = self.embed(tokens)

@@ -135,5 +135,5 @@ def check_softmax(config: LanguageModelConfig) -> None:
             raise ValueError(f"{name}={value!r}: expected {expected} with attention='softmax'")
     if config.rotary not in (*LAYOUTS, None):
         raise ValueError(
-            f"rotary={config.rotary!r}: expected {' or '.join(LAYOUTS)} with attention='softmax'"
+            f"rotary={config.rotary!r}: expected {', '.join(LAYOUTS)} or None with attention='softmax'"
         )

@@ -21,10 +21,10 @@ class DecodingStep:
 
         logits = model(tokens, states)[0]        tokens (b, 1) -> (b, 1, vocab_size)
 
-    It computes what the model computes, without gradients, in a fraction of the calls: all checks are made here, once.
-    It is for float32 on a CPU. The states given to it are overwritten with every step. ``states`` are ordinary states,
-    from which ``model`` can continue. Small projections of the same vector become one, whose weights are a copy: make a
-    new step after the model has changed.
+    It computes what the model computes, without gradients, in a fraction of the calls: model and states are checked
+    here, once, and a call checks only tokens and slots. It is for float32 on a CPU. The states given to it are
+    overwritten with every step. ``states`` are ordinary states, from which ``model`` can continue. Small projections
+    of the same vector become one, whose weights are a copy: make a new step after the model has changed.
 
     Args:
         model: the language model.

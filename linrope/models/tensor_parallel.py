@@ -55,8 +55,8 @@ def share_heads(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
     Raises:
         ValueError: the number of processes does not divide the key/value heads or the hidden units, a layer
-            is split already, the attention is softmax, a layer has trapezoid=True, or another module than
-            SelectiveSteps makes angle steps.
+            is split already, the attention is softmax, a layer has trapezoid=True, several processes would share
+            a norm over "all" heads, or another module than SelectiveSteps makes angle steps.
         TypeError: module is of another class.
 
     Source: Megatron-LM, arXiv 1909.08053, section 3.

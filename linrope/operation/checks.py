@@ -29,11 +29,11 @@ def resolve_heads(
         value_head_dim=value_head_dim,
     )
     g = num_heads if num_kv_heads is None else num_kv_heads
-    if embed_dim < 1 or num_heads < 1 or g < 1 or num_heads % g:
-        raise ValueError(
-            f"num_kv_heads={g}: expected a divisor of num_heads={num_heads}, "
-            f"and embed_dim={embed_dim} positive"
-        )
+    for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads)):
+        if size < 1:
+            raise ValueError(f"{name}={size}: expected at least 1")
+    if g < 1 or num_heads % g:
+        raise ValueError(f"num_kv_heads={g}: expected a divisor of num_heads={num_heads}")
     if head_dim is None and embed_dim % num_heads:
         raise ValueError(f"embed_dim={embed_dim}: expected a multiple of num_heads={num_heads}")
     d = embed_dim // num_heads if head_dim is None else head_dim
@@ -91,9 +91,7 @@ def check(request: Request) -> FeatureMap | None:
     if before and request.angle_steps is not None:
         raise ValueError("rope_order='before': got angle_steps, which turn features; expected 'after'")
     if request.key_positions is not None and (request.decays_by_position or request.log_decay is not None):
-        raise ValueError(
-            "key_positions: got them beside keys that decay (decay, log_decay or xpos), expected None"
-        )
+        raise ValueError("key_positions: got a tensor, expected None with decay, log_decay or xpos")
     positional = fmap is not None and fmap.positional
     if rotary is not None and rotary.axes is not None and (request.decay is not None or positional):
         name = f"feature_map={request.feature_map}" if positional else "decay"
@@ -238,7 +236,8 @@ def check_angle_steps(angle_steps: Tensor | None, k: Tensor, n: int, f: int, rot
         )
     pairs = angle_steps.shape[3]
     if not 1 <= pairs <= max_pairs or (rotary is not None and pairs != max_pairs):
-        raise ValueError(f"angle_steps: got {pairs} pairs, expected {max_pairs}")
+        expected = f"1 to {max_pairs}" if rotary is None else f"{max_pairs}, the pairs of rotary"
+        raise ValueError(f"angle_steps: got {pairs} pairs, expected {expected}")
     if n != m:
         raise ValueError(f"angle_steps: got {n} queries and {m} keys, expected equal numbers")
     if rotary is not None and rotary.xpos is not None:

@@ -23,23 +23,24 @@ def state_from_sums(
     angle: Tensor | None = None,
     log_scale: Tensor | None = None,
 ) -> LinearAttentionState:
-    """The state that holds these sums, in their own memory.
+    """Makes a state from sums that exist already, without copying kv.
 
         kv = sum_j e^(L - L_j) R(Theta_j) psi(k_j) v_j^T      z = sum_j e^(L - L_j) psi(k_j)
 
-    A state that is stored as (b, g, e, f), as Mamba's are, is passed as ``x.mT``. If the new state is donated, a
-    decoding step of the backend "native" overwrites x itself, whichever of the two orders its memory has.
+    Pass sums x that are stored as (b, g, e, f), as Mamba's are, as ``x.mT``. If the new state is donated, a decoding
+    step of the backend "native" writes into x itself, in either order.
 
     Args:
         kv: (b, g, f, e), float32 or float64.
-        z: (b, g, f). None: unknown. Calls with normalize=True then reject the state and all states after it.
+        z: (b, g, f). None: unknown. Calls with normalize=True then reject this state and every state computed from it.
         feature_map: that of the calls to come, as in ``linear_rope_attention``.
-        rotary: likewise.
-        rope_order: likewise.
+        rotary: that of the calls to come.
+        rope_order: that of the calls to come.
         position: (b,) int64, the position of the next token. Default: 0, which is right for any number of earlier
             tokens if nothing rotates by position.
         angle: (b, g or 1, pairs) int64, the sum of the angle steps in 2^-64 turns, if the calls have angle_steps.
-        log_scale: (b, g) float64, if the map returns a log_scale.
+        log_scale: (b, g) float64, required, but not checked, if the map returns a log_scale. kv and z are then the
+            sums times e^-log_scale.
 
     Raises:
         TypeError, ValueError: a tensor of another type or shape, or an unknown name.
@@ -57,6 +58,10 @@ def state_from_sums(
     if not isinstance(kv, Tensor) or kv.ndim != 4:
         got = f"shape {tuple(kv.shape)}" if isinstance(kv, Tensor) else type(kv).__name__
         raise ValueError(f"kv: got {got}, expected a tensor (b, g, f, e)")
+    others = {"z": z, "position": position, "angle": angle, "log_scale": log_scale}
+    for name, x in others.items():
+        if x is not None and not isinstance(x, Tensor):
+            raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
     check_name("rope_order", rope_order, ORDERS)
     features = kv.shape[2]
     head_dim = getattr(feature_map, "head_dim", None) or features

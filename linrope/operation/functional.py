@@ -76,9 +76,9 @@ def linear_rope_attention(
         Theta_i = p_i theta + sum_(t<=i) omega_t      angles, one per pair of features
         L_i     = p_i log gamma + sum_(t<=i) a_t      log decay, one per key/value head
 
-    The sums run over j <= i (causal) or over all keys. A query that sees no key gets 0. Training, prefill and
-    decoding are this one call: feeding a sequence in pieces, each with the state of the piece before, gives the same
-    result as feeding it whole.
+    The sums run over j <= i (causal) or over all keys. A query that sees no key gets 0. With causal=True, training,
+    prefill and decoding are this one call: a sequence in pieces, each with the state that the piece before returned,
+    gives the same result as the whole sequence.
 
     Args:
         q: (b, n, h, d) queries; float64, float32, bfloat16 or float16.
@@ -86,7 +86,8 @@ def linear_rope_attention(
         v: (b, m, g, e) values.
         feature_map: the name or FeatureMap of phi and psi. None: q and k already are features.
         rotary: the rotation R with its frequencies theta. None: plain linear attention (eq. 18).
-        causal: True: query i sees the keys j <= i of this call, and the whole state.
+        causal: whether query i sees only the keys j <= i of this call. If False, it sees all of them. Every query sees
+            all keys of the state.
         normalize: False: the output is the numerator alone.
         decay: gamma in (0, 1], (g,), one per key/value head; None: 1. Causal attention only. Positions must then be
             non-decreasing.
@@ -96,11 +97,11 @@ def linear_rope_attention(
         angle_steps: omega, (b or 1, n, g or 1, pairs), the radians by which token t advances the rotation, in
             addition to its position. The first 2 * pairs features turn, in rotary's layout (interleaved without
             rotary).
-        positions: integers (n,) or (b, n), 0 .. 2^31 - 1; with a rotation of several axes (.., axes). Default:
-            0, 1, .., or continuing from the state. For padded batches (left or right):
+        positions: integers (n,) or (b, n), 0 .. 2^31 - 1. Default: 0, 1, .., or the positions that follow the
+            state. If rotary has axes they are required, (n, axes) or (b, n, axes). For padded batches (left or right):
             ``(key_mask.cumsum(1) - 1).clamp(min=0)``.
         key_positions: the positions of the keys, (m,) or (b, m). Default: positions if m == n, else 0, 1, .., or
-            continuing from the state.
+            those that follow the state. Must be None with decay, log_decay or xPos.
         key_mask: bool (b, m); False hides a token from all queries. The log_decay and angle_steps of a hidden token
             count as 0, so it neither decays nor rotates what follows.
         cu_seqlens: int32 or int64 (s + 1,), the bounds of s packed sequences, with b == 1: sequence i is the tokens
@@ -112,9 +113,9 @@ def linear_rope_attention(
         eps_mode: "clamp"; or "add": out_i = num_i / (den_i + eps), as in other implementations.
         rope_order: "after" rotates the features (eq. 19). "before" rotates q and k instead, as in pretrained softmax
             models; except with the identity map, scores then depend on absolute position.
-        backend: "auto", "reference" (quadratic, in the inputs' dtype), "eager" (chunked), "native" (fused, for CPUs)
-            or "triton" (fused, for GPUs). "auto" takes native on a CPU and triton on a GPU if they support the call,
-            else eager. "onnx" is for torch.onnx.export.
+        backend: "auto", "reference" (quadratic if causal, in the inputs' dtype), "eager" (chunked), "native" (fused,
+            for CPUs) or "triton" (fused, for GPUs). "auto" takes native on a CPU and triton on a GPU if they support
+            the call, else eager. "onnx" is for torch.onnx.export.
         shard: a ``linrope.distributed.Shard``. The tokens are then this rank's part of each sequence, and all ranks
             make this call. The shard holds cu_seqlens. Every rank passes the same state, and every rank returns the
             state after all tokens or, for packed sequences, after each of its own sequences.
@@ -126,7 +127,7 @@ def linear_rope_attention(
         TypeError: dtypes differ or are not floating, or positions or cu_seqlens are not integers.
         ValueError: shapes, devices, positions, decays, steps, mask, packing or state do not fit, a name is unknown,
             or a signed feature map is combined with normalize=True.
-        RuntimeError: the backend cannot run this call.
+        RuntimeError: the backend cannot run this call, or state holds rows of a pool and the call needs gradients.
 
     Source: RoFormer eq. 19 (arXiv 2104.09864); decay as in RetNet (arXiv 2307.08621); gates and steps as in
     Mamba-2 (arXiv 2405.21060) and Selective RoPE (arXiv 2511.17388).
@@ -196,7 +197,8 @@ def linear_rope_state(
 
         kv = sum_j e^(L - L_j) R(Theta_j) psi(k_j) v_j^T      z = sum_j e^(L - L_j) psi(k_j)
 
-    Arguments, errors and source are those of ``linear_rope_attention``. Without keys the state is empty.
+    Arguments, errors and source are those of ``linear_rope_attention``. k and v may have no tokens: the
+    result is then the given state, or an empty one.
 
     >>> q, k, v = torch.randn(3, 1, 100, 8, 64)
     >>> _, state = linear_rope_attention(q, k, v, return_state=True)

@@ -109,6 +109,6 @@ def _check_order(positions: Tensor, start: Tensor, bounds: Tensor | None) -> Non
     """Raises if positions decrease. Called if keys decay with distance."""
     if values_readable(positions) and bool((positions < previous(positions, start - 1, bounds)).any()):
         raise ValueError(
-            "positions: got decreasing ones, expected each at least the one before it, and after a state at "
-            "least state.position - 1, since keys decay with distance"
+            "positions: got decreasing numbers; since keys decay with distance, expected each at least as large as "
+            "the one before it, and the first after a state at least state.position - 1"
         )

@@ -29,7 +29,7 @@ __all__ = [
 
 
 def long_term_decay(distances: Tensor, dim: int, base: float = 10000.0) -> Tensor:
-    """RoPE's long-term decay: an envelope of <R(p) q, R(p') k> that falls with the distance p - p'.
+    """RoPE's long-term decay: a bound on <R(p) q, R(p') k> that falls with the distance, though not at every step.
 
         S_i = sum_{t<i} exp(1j distance theta_t),   decay = mean over i = 1 .. dim/2 of |S_i|
 

@@ -28,6 +28,8 @@ class Sinusoidal(nn.Module):
 
     def __init__(self, embed_dim: int, base: float = 10000.0) -> None:
         super().__init__()
+        if embed_dim < 2 or embed_dim % 2:
+            raise ValueError(f"embed_dim={embed_dim}: expected a positive even number")
         self.rotary = Rotary(embed_dim, base=base)  # RoPE has the same frequencies
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:

@@ -104,6 +104,8 @@ class TransformerXL(RelativeEncoding):
         self, num_heads: int, head_dim: int, value_head_dim: int | None = None, *, base: float = 10000.0
     ) -> None:
         super().__init__(num_heads, head_dim, value_head_dim)
+        if num_heads * head_dim % 2:
+            raise ValueError(f"num_heads={num_heads}, head_dim={head_dim}: expected an even product")
         self.rotary = Rotary(num_heads * head_dim, base=base)
         self.weight = _table(num_heads, head_dim, self.rotary.dim)
         self.u, self.w = (nn.Parameter(torch.zeros(num_heads, head_dim)) for _ in range(2))

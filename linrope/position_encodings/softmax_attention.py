@@ -28,8 +28,9 @@ class SoftmaxAttention(Mixer):
 
     Convolution, norm, skip D and gate are options, so that softmax and linear attention can be compared in one block.
 
-    x is (b, n, embed_dim), context (b, m, embed_dim). Time grows with n m; so does memory with a relative
-    encoding. A query that sees no key gets exactly 0. Absolute encodings are added to x before this layer.
+    x is (b, n, embed_dim), context (b, m, embed_dim). Time grows with n m; so does memory with a relative encoding, a
+    key_mask, a state or packed sequences. The attention of a query that sees no key is exactly 0. Absolute encodings
+    are added to x before this layer.
 
     Args:
         embed_dim: the size of x and y.

@@ -67,11 +67,12 @@ class Rotary:
         theta_t = base^(-2t / rotary_dim),  t = 0 .. rotary_dim/2 - 1                      (eq. 15)
         (x_2t, x_2t+1) -> (x_2t cos a - x_2t+1 sin a,  x_2t sin a + x_2t+1 cos a),  a = p theta_t
 
-    Angles are computed in float64 from integer positions and are exact to 1e-6 rad up to position 2^31 - 1. Only cos
-    and sin are cast. A Rotary is not a module and has no parameters, so casting a model to half precision does not
-    touch theta. It never changes, because states hold keys that it has rotated: its tensors are returned as copies.
+    Angles are computed from integer positions, in float64 (``angles``) or in 64-bit integers that wrap (``turns``).
+    Up to position 2^31 - 1 and theta = 1 they are exact to 1e-6 rad. Only cos and sin are cast. A Rotary is not a
+    module and has no parameters, so casting a model to half precision does not touch theta. It never changes, because
+    states hold keys that it has rotated: theta, frequencies and fade are returned as copies.
 
-    With ``axes``, positions are vectors (images, video), and pair t turns by sum_a p_a theta_at over the axes a.
+    With ``axes``, positions are vectors (images, video), and pair t turns by sum_a p_a theta[a, t] over the axes a.
 
     Args:
         dim: number of features f: the feature map's feature_dim, which may differ from the head's size. With
@@ -82,8 +83,8 @@ class Rotary:
         rotary_dim: only the first rotary_dim features turn. Default: all.
         scaling: {"rope_type": .., "factor": .., ..}, an extension of RoPE under Hugging Face's names and keys:
             linear, ntk, dynamic, yarn, longrope, llama3 or proportional. See ``from_config``.
-        theta: the frequencies themselves, which replace base: (rotary_dim/2,), or (g, rotary_dim/2) with one row
-            per key/value head. With axes: (axes, rotary_dim/2) or (g, axes, rotary_dim/2).
+        theta: the frequencies, in radians per position, in place of base: (rotary_dim/2,), or (g, rotary_dim/2) with
+            one row per key/value head. With axes: (axes, rotary_dim/2) or (g, axes, rotary_dim/2).
         axes: number of coordinates of a position. None: positions are plain integers. See ``axial``.
         attention_factor: the factor by which linear_rope_attention multiplies q and k before the feature map. It may
             be given only with theta, where its default is 1. Otherwise scaling determines it.
@@ -277,7 +278,7 @@ class Rotary:
     ) -> "Rotary":
         """Builds a rotation for positions on a grid (images, video), where each axis turns a part of the pairs.
 
-            theta_at = base^(-t / pairs_a) for the t-th pair of axis a, 0 for the pairs of other axes
+            theta[a, t] = base^(-u / pairs[a]) if pair t is the u-th pair of axis a, else 0
 
         pairs is the number of pairs of each axis. Default: rotary_dim/2 divided evenly, where the first axes take the
         remainder. Only the first rotary_dim features turn; default: all. ``grid_positions`` makes the positions.
@@ -344,6 +345,8 @@ class Rotary:
 def _checked_copy(theta: Tensor, pairs: int, axes: int | None) -> Tensor:
     """Checks theta's shape and values, and returns a float64 copy on the CPU."""
     expected = (pairs,) if axes is None else (axes, pairs)
+    if not isinstance(theta, Tensor):
+        raise TypeError(f"theta: got {type(theta).__name__}, expected a tensor")
     if theta.shape[-len(expected) :] != expected or theta.ndim - len(expected) not in (0, 1):
         shape = ", ".join(map(str, expected))
         raise ValueError(

@@ -33,7 +33,7 @@ class _Wide:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LinearAttentionState:
-    """What causal linear attention remembers of the keys and values that it has seen.
+    """The sums over past keys and values that linear attention carries from one call to the next.
 
         kv = sum_j e^(L - L_j) R(Theta_j) psi(k_j) v_j^T      z = sum_j e^(L - L_j) psi(k_j)
 
@@ -42,7 +42,8 @@ class LinearAttentionState:
 
     Args:
         kv: (b, g, f, e), float32 or float64.
-        z: (b, g, f), float64 (float32 is accepted): it counts tokens, and a float32 count stops growing at 2^24.
+        z: (b, g, f), float64: a float32 sum over tokens would stop growing near 2^24. float32 is accepted, but not by
+            "native".
         position: (b,) int64, the position of the next token.
         identity: names the feature map and the rotation that made the state. Calls with other ones reject it.
         angle: (b, g or 1, pairs) int64: the sum of angle_steps in 2^-64 turns, which wrap.
@@ -52,7 +53,8 @@ class LinearAttentionState:
             angle_steps behind ``angle``, whose integers have no gradient.
         conv: (b, taps - 1, channels): the last inputs of a layer's short convolution.
         last_token: (b, g, f + e + 2) float64, with the trapezoidal rule (``linrope.layer.trapezoid``): the last
-            token's key features, value, write factor and position. kv and z do not hold this token yet.
+            token's key features, its value, the part of its write factor that it has used (lambda w) and its position.
+            kv and z do not hold this token yet.
         slots: (b',) int64: rows of a pool; see ``at``.
         donated: see ``donate``.
         loop: the decoding loop whose step made this state (``linrope.operation.decoding``); never saved.
@@ -232,7 +234,8 @@ class LinearAttentionState:
     def at(self, slots: Tensor) -> "LinearAttentionState":
         """Rows of this state, used as a pool: calls without gradients read and write them in place.
 
-        slots (b,) int64, all different: the row of the pool for each sequence of the call, packed or not.
+        slots (b,) int64 or int32, all different: for each sequence of the call, its row in the pool.
+        Calls with gradients raise a RuntimeError.
         Sequences may join, leave and fork between calls, as in continuous batching. A decoding step or a packed
         prefill updates its rows and leaves the others alone.
 

@@ -37,7 +37,7 @@ STEPS_OF_SHAPES = ((1, N, G), (1, N, G, 2, 1), (2, N, G, 2), (1, N - 1, G, 2), (
 BOUNDS = ((1, N), (0, 3, 2, N), (0, 4), (0, 6), (0, -1, N), (-1, N))
 NO_DECAY = (0.0, -0.5, 1.001, float("nan"), float("inf"))
 IN_TIME = "got causal=False, expected causal=True"
-FALLING = "positions: got decreasing ones"
+FALLING = "positions: got decreasing numbers"
 NO_ORDER = "rope_order='between': expected one of after, before"
 IN_ORDER = "rotary: got xpos=9.0, expected causal=True and rope_order='after'"
 
@@ -60,9 +60,9 @@ VALUES: list[tuple[dict[str, Any], str]] = [
       for x in STEPS_OF_SHAPES),
     ({"log_decay": zeros(1, N, G) + 0.5}, "got up to 0.5, exp"),
     ({"log_decay": zeros(1, N, G), "causal": False}, f"log_decay: {IN_TIME}"),
-    ({"angle_steps": zeros(1, N, G, 3)}, "angle_steps: got 3 pairs, expected 2"),
-    ({"angle_steps": zeros(1, N, G, 1), "rotary": Rotary(D)}, "angle_steps: got 1 pairs, expected 2"),
-    ({"angle_steps": zeros(1, N, G, 0)}, "angle_steps: got 0 pairs, expected 2"),
+    ({"angle_steps": zeros(1, N, G, 3)}, "angle_steps: got 3 pairs, expected 1 to 2"),
+    ({"angle_steps": zeros(1, N, G, 1), "rotary": Rotary(D)}, "angle_steps: got 1 pairs, expected 2, the pairs of rotary"),
+    ({"angle_steps": zeros(1, N, G, 0)}, "angle_steps: got 0 pairs, expected 1 to 2"),
     ({"angle_steps": zeros(1, N + 1, G, 2), "m": N + 1, "causal": False}, "angle_steps: got 5 queries and 6 keys"),
     ({"angle_steps": zeros(1, N, G, 2), "rotary": XPOS}, "angle_steps: got them beside xpos=9.0"),
     # decay
@@ -73,7 +73,7 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     *(({"decay": torch.tensor([0.5, x])}, "expected numbers in (0, 1]") for x in NO_DECAY),
     ({"positions": zeros(N, 2).long(), **GRID, **FADING},
      "decay: got a rotation with axes=2, expected one with axes=None"),
-    ({"key_positions": torch.arange(N), **FADING}, "key_positions: got them beside keys that decay"),
+    ({"key_positions": torch.arange(N), **FADING}, "key_positions: got a tensor, expected None with decay"),
     ({"positions": torch.tensor([0, 1, 3, 2, 4]), **FADING}, FALLING),
     ({"positions": torch.arange(98, 103), "state": state_at_100(), **FADING}, FALLING),
     ({"positions": torch.tensor([5, 9, 0, 3, 1]), "cu_seqlens": cu(0, 2, N), **FADING}, FALLING),

@@ -141,3 +141,10 @@ def test_other_calls_copy_swapped_memory() -> None:
 def test_bad_sums(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         state_from_sums(**({"kv": torch.zeros(1, 2, 4, 4)} | arguments))
+
+
+def test_lists_are_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"z: got list, expected a tensor"):
+        state_from_sums(torch.zeros(1, 2, 8, 4), [1.0])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"theta: got list, expected a tensor"):
+        Rotary(8, theta=[1.0, 2.0, 3.0, 4.0])  # type: ignore[arg-type]

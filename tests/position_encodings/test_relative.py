@@ -120,7 +120,7 @@ def test_shaw_forms_no_tensor_of_pairs_times_dims() -> None:
         (lambda: DeBERTa(2, 4, 0), "value_head_dim=0"),
         (lambda: Shaw(2, 4, max_distance=0), "max_distance=0: expected at least 1"),
         (lambda: DeBERTa(2, 4, max_distance=-1), "max_distance=-1: expected at least 1"),
-        (lambda: TransformerXL(3, 3), "dim=9: expected a positive even number"),
+        (lambda: TransformerXL(3, 3), "num_heads=3, head_dim=3: expected an even product"),
     ],
 )
 def test_impossible_sizes_are_refused(call: Callable[[], object], message: str) -> None:

@@ -101,10 +101,12 @@ def bench(
         chosen = _lengths(max_length, lengths) if lengths else clients.LENGTHS
         clients.compare(client, chosen, rounds, budget, out, console)
         return 0
-    if budget <= 0 or rounds < 1 or softmax_limit < 0:
-        raise ValueError(
-            f"--budget={budget}, --rounds={rounds}, --softmax-limit={softmax_limit}: expected positive numbers"
-        )
+    if not budget > 0:
+        raise ValueError(f"--budget={budget}: expected a positive number")
+    if rounds < 1:
+        raise ValueError(f"--rounds={rounds}: expected at least 1")
+    if softmax_limit < 0:
+        raise ValueError(f"--softmax-limit={softmax_limit}: expected at least 0")
     if threads < 0:
         raise ValueError(f"--threads={threads}: expected 0 or more")
     check_name("--dtype", dtype, tuple(DTYPES))

@@ -23,7 +23,7 @@ def supports(tensors: Sequence[Tensor], taps: int, values: int) -> str | None:
         return "the library was built from other sources: run `make native`"
     for x in tensors:
         if x.device.type != "cpu":
-            return f"tensors on {x.device}: it needs a CPU"
+            return f"tensors on {x.device}: native runs on CPUs only"
         if x.dtype == torch.float64:
             return "float64: use backend='eager'"
     if taps > MAX_TAPS:

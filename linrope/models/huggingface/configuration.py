@@ -31,15 +31,15 @@ _OTHER_NAMES = {
 class LinRopeConfig(PreTrainedConfig):
     """The sizes and choices of the Hugging Face models of linear attention with RoPE.
 
-    Options and weights that Llama has too have Llama's names.
+    Options and weights have Llama's names where Llama has them.
 
     Attributes:
         vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads: sizes.
         num_key_value_heads: a divisor of num_attention_heads; default num_attention_heads.
-        head_dim: of queries and keys; default hidden_size / num_attention_heads.
+        head_dim: the size of a query and a key; default hidden_size / num_attention_heads.
         value_head_dim: default twice head_dim.
-        rope_parameters: {"rope_theta": .., "rope_type": .., ..} as Hugging Face writes them. The rotation
-            has layout "half", as in Llama, and turns all features.
+        rope_parameters: {"rope_theta": .., "rope_type": .., ..} as Hugging Face writes them. The layout is
+            "half", as in Llama, and all features turn unless there is a partial_rotary_factor.
         max_position_embeddings: the trained length, which some rope types require; generation may exceed it.
         rope_order: "after" the feature map (RoFormer eq. 19) or "before" it.
         feature_map: a name, or {"name": .., options}. The seed of a random map is drawn here and saved.
@@ -52,12 +52,12 @@ class LinRopeConfig(PreTrainedConfig):
         normalize: whether to divide by the normalizer; signed feature maps require False.
         layer_types: "linear_attention" or "full_attention" for each layer; default: all linear. Full
             attention is softmax with the RoPE of rope_parameters. It takes short_conv, qk_norm, out_norm, skip
-            and gate, and ignores the other options from rope_order to normalize.
+            and gate, and ignores rope_order, feature_map, decay, forget_gate, write_gate, selective_rope and normalize.
         full_attention_interval: k, instead of layer_types: every k-th layer is "full_attention".
         is_causal: False: each token sees all others, as in the masked language model.
         attention_bias: whether the projections of the attention have biases.
-        initializer_range: the deviation of initial weights. None: 1 / sqrt(inputs) of each matrix, as
-            ``linrope.models.defaults`` describes.
+        initializer_range: the deviation of initial weights. None: 1 / sqrt(columns) of each matrix; feature
+            maps, gates and convolutions then start as in a new LinearRoPEAttention.
         rms_norm_eps, tie_word_embeddings, use_cache: as in Llama.
         pad_token_id, bos_token_id, eos_token_id: special tokens; None: the tokenizer has no such token.
 

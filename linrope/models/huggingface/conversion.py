@@ -1,7 +1,7 @@
 """Converts a trained softmax model to linear attention: copies its weights, matches its attention, finetunes.
 
     student = convert(teacher)                     # the same weights, the attention replaced
-    match(student, teacher, batches, steps=300)    # trains only the feature maps
+    match(student, teacher, batches, steps=300)    # trains only what is new, such as feature maps
     finetune(student, batches, steps=1000)         # next-token loss
 
 These are the steps of LoLCATs (Zhang et al. 2024, arXiv 2410.10254), without its sliding window.
@@ -77,8 +77,8 @@ def convert(
         rope_order: "before" as in the softmax model, or "after" the feature map (RoFormer eq. 19).
         keep_softmax: indices of the layers that keep softmax attention.
         options: other options of LinRopeConfig: decay, forget_gate, write_gate, selective_rope, short_conv,
-            qk_norm, normalize, out_norm, skip, gate. Here all of them are off by default, since the original
-            model has none of them and gates would start with random weights.
+            qk_norm, out_norm, skip, gate and normalize. All but normalize are off by default here, because the
+            softmax model has none of them and gates would start with random weights.
 
     Raises:
         TypeError: model is not a causal language model of transformers.
@@ -142,12 +142,13 @@ def match(
     steps: int,
     learning_rate: float = 1e-2,
 ) -> list[float]:
-    """Trains the student's new parameters until its attention reproduces the teacher's outputs.
+    """Trains the student's new parameters to reproduce the outputs of the teacher's attention.
 
         loss = mean over linear layers of |y - y'|^2 / |y|^2,   y' = attention(x)
 
     x and y are the inputs and outputs of the teacher's attention, so no layer sees the errors of earlier
-    layers. Only the feature maps change, and the gates and norms if the student has them.
+    layers. Only what the teacher lacks changes: feature maps and, if there are any, gates, norms, convolution,
+    learned decay, selective steps and skip.
 
     Args:
         student: the model that ``convert`` made from the teacher.
