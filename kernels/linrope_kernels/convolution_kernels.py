@@ -258,7 +258,8 @@ def convolve_bwd_kernel(
             dx = weights[WIDTH] * da[j]
             for t in tl.static_range(1, TAPS):
                 dx = tl.fma(weights[WIDTH - t], da[j + t], dx)
-            place, done = places[j], i + j - WIDTH
+            # A tile: Triton 3.9's interpreter makes a mask of int32 of a comparison of scalars
+            place, done = places[j], tl.full([1, 1], i + j - WIDTH, tl.int32)
             wanted = (place >= (0 if D_BEFORE is None else NOWHERE + 1)) & (done >= 0) & (done < length)
             at = rows_of(DX, CHANNELS, D_BEFORE, CHANNELS, place) + channels[None, :]
             tl.store(at, dx.to(DX.dtype.element_ty), mask=wanted & inside[None, :])

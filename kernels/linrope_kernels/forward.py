@@ -31,6 +31,7 @@ from linrope_kernels.pieces import (
     mask_features,
     operand,
     rotate,
+    rounded_products,
     segment_span,
     store_state,
     store_values,
@@ -230,7 +231,7 @@ def states_kernel(
                 x = x * tl.load(DELTA + token, mask=inside, other=0)[:, None]
             s = dot(tl.trans(operand(y, DOT)), operand(x_hat, DOT), s, DOT)
             if NORMALIZE or not REVERSE:
-                z += tl.sum(x, 0).to(tl.float64)
+                z += tl.sum(rounded_products(x), 0).to(tl.float64)
 
     state_index = bg * segments + segment
     store_state(S, state_index, s, f, e, F, E)

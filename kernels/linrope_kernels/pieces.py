@@ -183,10 +183,18 @@ def segment_span(SPANS, segment, length, n):
 @triton.jit
 def sum_of_products(x, y, AXIS: tl.constexpr):
     """The sum of x y over an axis, with the same bits in every thread that computes it."""
-    products = x * y
-    if products.numel <= 1024:  # or a thread with one product would fuse it, unrounded, with the others' sum
+    return tl.sum(rounded_products(x * y), AXIS)
+
+
+@triton.jit
+def rounded_products(products):
+    """The same numbers, which the compiler cannot fuse with a sum.
+
+    A thread that holds one product of a sum would fuse it, unrounded, with the other threads' sum.
+    """
+    if products.numel <= 2048:  # in larger tiles a thread holds several
         products += 0.0
-    return tl.sum(products, AXIS)
+    return products
 
 
 @triton.jit

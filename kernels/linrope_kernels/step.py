@@ -59,7 +59,8 @@ def step_fwd_kernel(
     pairs = tl.arange(0, W)
     unmasked = row == 0
     if MASK is not None:
-        unmasked = unmasked & (tl.load(MASK + batch) != 0)
+        # row makes it a tile: Triton 3.9's interpreter makes a mask of int32 of a comparison of scalars
+        unmasked = unmasked & (tl.load(MASK + batch + row) != 0)
     rotation, key_rotation = (1.0, 0.0), (1.0, 0.0)
     if P > 0:
         if THETA is not None:

@@ -84,9 +84,9 @@ simple("rsqrt", "approx ftz f32 f64", lambda x: np.reciprocal(np.sqrt(x)))
 
 
 def extreme(name: str, number: Callable[..., Array], nan: Callable[..., Array]) -> None:
-    @opcode(name, "s16 u16 s32 u32 s64 u64 f32 f64 f16 NaN")
+    @opcode(name, "s16 u16 s32 u32 s64 u64 f32 f64 f16 bf16 NaN")
     def builder(instruction: Instruction) -> Run:
-        passes = "NaN" in instruction.qualifiers or instruction.qualifiers[-1][0] != "f"
+        passes = "NaN" in instruction.qualifiers or "f" not in instruction.qualifiers[-1]
         return elementwise(nan if passes else number, instruction.qualifiers[-1])(instruction)
 
 

@@ -105,8 +105,8 @@ def address(operand: Operand) -> Read:
     if isinstance(operand.base, Immediate):
         value = operand.base.value + offset
         return lambda m: m.constant(value, 64).view(np.int64)
-    number = operand.base.number
-    return lambda m: m.read(number).astype(np.int64) + offset
+    number, wrap = operand.base.number, (1 << 32) - 1 if operand.base.bits == 32 else -1
+    return lambda m: m.read(number).astype(np.int64) + offset & wrap
 
 
 def registers(operand: Operand) -> tuple[Operand, ...]:

@@ -95,7 +95,8 @@ class Program:
             raise Fault(f"not an instruction that is known: {text}")
         operands = tuple(self._operand(x) for x in _split(found[3]))
         assert guard is None or isinstance(guard, (Register, Negated))
-        qualifiers = tuple(found[2].split(".")[1:])
+        # A program's own shared memory, however the compiler writes it
+        qualifiers = tuple(found[2].replace("shared::cta", "shared").split(".")[1:])
         self.code.append(Instruction(found[1], qualifiers, operands, guard, text, source))
 
     def _operand(self, text: str) -> Operand:

@@ -102,7 +102,7 @@ def store(instruction: Instruction) -> Run:
     return run
 
 
-@opcode("cp", "async ca cg shared shared::cta global commit_group wait_group wait_all L2::128B")
+@opcode("cp", "async ca cg shared global commit_group wait_group wait_all L2::128B")
 def copy_async(instruction: Instruction) -> Run:
     what = instruction.qualifiers[1]
     if what == "commit_group":
@@ -147,7 +147,7 @@ def barrier(instruction: Instruction) -> Run:
     return lambda m, mask: m.barrier(mask)
 
 
-@opcode("fence", "proxy async shared::cta")
+@opcode("fence", "proxy async shared")
 def fence(instruction: Instruction) -> Run:
     return lambda m, mask: m.shared.fence(m.whole_programs(mask))
 
