@@ -13,6 +13,11 @@ CAPABILITIES = (80, 90, 100, 120)
 
 def run_compiled(*arguments: str) -> list[dict[str, Any]]:
     """The lines of JSON that Python prints with those arguments."""
+    return [json.loads(line) for line in run_compiled_text(*arguments).splitlines()]
+
+
+def run_compiled_text(*arguments: str) -> str:
+    """What Python prints with those arguments."""
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "0",
@@ -22,4 +27,4 @@ def run_compiled(*arguments: str) -> list[dict[str, Any]]:
         [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return done.stdout
