@@ -100,7 +100,7 @@ class Engine:
         self.running: list[Generation] = []
         self.waiting: list[Generation] = []
 
-    def measured_budget(self, seconds: float = 0.025) -> int:
+    def measured_budget(self, seconds: float = 0.015) -> int:
         """The number of prompt bytes that the model reads in this time: a power of two, 64 to 4096."""
         budget = 64
         while budget < 4096 and min(self.seconds_to_read(2 * budget) for _ in range(3)) <= seconds:
