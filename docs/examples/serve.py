@@ -276,7 +276,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=32, help="how many requests run at once")
     parser.add_argument("--queue", type=int, default=64, help="how many more may wait; others get status 429")
     parser.add_argument("--sessions", type=Path, help="folder for saved sessions; default: no sessions")
-    parser.add_argument("--budget", type=int, help="prompt bytes per step; default: what takes 25 ms")
+    parser.add_argument("--budget", type=int, help="prompt bytes per step; default: what takes 15 ms")
     parser.add_argument("--threads", type=int, default=1, help="threads of the model")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
