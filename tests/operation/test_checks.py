@@ -61,7 +61,7 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({"log_decay": zeros(1, N, G) + 0.5}, "got up to 0.5, exp"),
     ({"log_decay": zeros(1, N, G), "causal": False}, f"log_decay: {IN_TIME}"),
     ({"angle_steps": zeros(1, N, G, 3)}, "angle_steps: got 3 pairs, expected 1 to 2"),
-    ({"angle_steps": zeros(1, N, G, 1), "rotary": Rotary(D)}, "angle_steps: got 1 pairs, expected 2, the pairs of rotary"),
+    ({"angle_steps": zeros(1, N, G, 1), "rotary": Rotary(D)}, "got 1 pairs, expected 2, the pairs of rotary"),
     ({"angle_steps": zeros(1, N, G, 0)}, "angle_steps: got 0 pairs, expected 1 to 2"),
     ({"angle_steps": zeros(1, N + 1, G, 2), "m": N + 1, "causal": False}, "angle_steps: got 5 queries and 6 keys"),
     ({"angle_steps": zeros(1, N, G, 2), "rotary": XPOS}, "angle_steps: got them beside xpos=9.0"),

@@ -1,0 +1,71 @@
+"""Options of LinearRoPEAttention, and inputs beside them, that do not fit are refused by name."""
+
+import pytest
+import torch
+
+from linrope import LinearRoPEAttention
+
+
+def make(**options) -> LinearRoPEAttention:
+    return LinearRoPEAttention(16, 4, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"forget_gate": True, "causal": False}, "forget_gate: got causal=False, expected causal=True"),
+        ({"short_conv": 4, "causal": False}, "short_conv: got causal=False, expected causal=True"),
+        ({"rotary": "selective", "rope_order": "before"}, "rope_order='before': got selective steps"),
+        ({"rotary": {"name": "selective", "axes": 2}}, "rotary: got .*expected one without axes"),
+        ({"rotary": {"name": "selected"}}, "rotary='selected': expected one of selective"),
+        ({"rotary": "selectiv"}, "rotary='selectiv': expected one of .*did you mean 'selective'"),
+        ({"forget_gate": {"shortest": 1}}, "forget_gate={'shortest': 1}: expected True, False, or a dict"),
+        ({"forget_gate": 3}, "forget_gate=3: expected True, False, or a dict"),
+        ({"short_conv": 1}, "short_conv=1: expected the number of taps"),
+        ({"short_conv": {"activation": "relu"}}, "activation='relu': expected one of silu, None"),
+        ({"short_conv": {"start": "zero"}}, "start='zero': expected one of identity, uniform"),
+        ({"short_conv": {"bias": 1}}, "bias=1: expected True or False"),
+        ({"short_conv": {"kernel": 4}}, r"short_conv: got the keys \['kernel'\], expected some of 'taps'"),
+        ({"write_gate": "tied"}, "write_gate='tied': expected None without a forget_gate"),
+        (
+            {"write_gate": "tie", "forget_gate": True},
+            "write_gate='tie': expected one of tied, independent, None",
+        ),
+        ({"skip": "inside"}, "skip='inside': expected one of before, after, None"),
+        ({"gate": "inside"}, "gate='inside': expected one of before, after, True or False"),
+        ({"out_norm": "heads"}, "out_norm='heads': expected one of head, all"),
+        ({"out_norm": {"span": "all"}}, "out_norm: got the key 'span', expected one of over, eps"),
+        ({"qk_bias": True}, "qk_bias=True: expected qk_norm=True with it"),
+        ({"num_value_heads": 6}, "num_value_heads=6: expected a multiple of num_heads=4"),
+        ({"num_value_heads": 8, "num_kv_heads": 2}, "num_value_heads=8: expected None with num_kv_heads=2"),
+        ({"decay": {"name": "spread", "shortest": 1}}, r"decay: got \['shortest'\] beside name='spread'"),
+        ({"decay": {"longest": 1}}, r"decay: got the keys \['longest'\], expected the key 'name'"),
+        ({"decay": {"name": "retnet", "longest": 9}}, r"decay: got \['longest'\] beside name='retnet'"),
+        ({"decay": {"name": "learned", "longest": 0}}, "longest=0: expected a finite number of tokens"),
+    ],
+)
+def test_choices_that_do_not_fit_are_refused(options, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+@pytest.mark.parametrize("options", [{"forget_gate": True}, {"rotary": "selective"}, {"short_conv": 4}])
+def test_a_context_is_refused_by_what_steps_through_one_sequence(options) -> None:
+    with pytest.raises(ValueError, match=r"context: got one beside .*expected None"):
+        make(**options)(torch.randn(1, 5, 16), torch.randn(1, 5, 16))
+
+
+def test_states_without_the_convolution_s_inputs_are_refused_and_so_are_others() -> None:
+    x = torch.randn(2, 5, 16)
+    _, plain = make()(x, return_state=True)
+    _, four = make(short_conv=4)(x, return_state=True)
+    with pytest.raises(ValueError, match=r"state: got conv .*None, expected \(3, 48\)"):
+        make(short_conv=4)(x, state=plain)
+    with pytest.raises(ValueError, match=r"state: got conv .*\(3, 48\), expected \(1, 48\)"):
+        make(short_conv=2)(x, state=four)
+    with pytest.raises(ValueError, match=r"state: got conv .*\(3, 48\), expected None"):
+        make()(x, state=four)
+    with pytest.raises(ValueError, match=r"state: got 2 sequences, expected 1"):
+        make(short_conv=4)(x[:1], state=four)
+    with pytest.raises(TypeError, match="state: got tuple"):
+        make(short_conv=4)(x, state=(1, 2))

@@ -1,0 +1,100 @@
+"""The parts of docs/examples/batching.py without a server: text in pieces, random bytes, shares of a step."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from linrope.models import LanguageModel, LanguageModelConfig
+
+pytestmark = pytest.mark.skipif(
+    torch.get_default_device().type != "cpu", reason="the examples run on the CPU"
+)
+
+EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+sys.path.insert(0, str(EXAMPLES))
+try:
+    batching = importlib.import_module("batching")
+finally:
+    sys.path.remove(str(EXAMPLES))
+
+
+@pytest.fixture
+def model() -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(LanguageModelConfig(embed_dim=32, num_heads=2, num_layers=1))
+
+
+def test_a_replacement_character_comes_only_for_bytes_that_are_no_character() -> None:
+    text = "aé–🐎z"
+    for count in range(len(text.encode()) + 1):
+        sender, data = batching.Text([]), text.encode()[:count]
+        pieces = [sender.add(byte)[0] for byte in data]
+        assert all("\ufffd" not in piece for piece in pieces)
+        assert "".join(pieces) + sender.end() == data.decode(errors="replace")
+    sender = batching.Text([])
+    assert [sender.add(byte)[0] for byte in b"a\xff\xc3b"] == ["a", "\ufffd", "", "\ufffdb"]
+
+
+def test_what_may_begin_a_stop_sequence_is_held_back() -> None:
+    text = batching.Text([b"abac"])
+    assert [text.add(byte) for byte in b"xabab"] == [("x", False), *[("", False)] * 3, ("ab", False)]
+    assert [text.add(byte) for byte in b"ac"] == [("", False), ("", True)]
+
+
+def test_bytes_are_drawn_by_their_probabilities() -> None:
+    count = 4000
+    logits = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).log().expand(count, 4)
+    drawn = [batching.Generation([1], seed=seed) for seed in range(count)]
+
+    def frequencies(temperature: float, top_p: float) -> list[float]:
+        for x in drawn:
+            x.temperature, x.top_p = temperature, top_p
+        found = torch.bincount(torch.tensor(batching.choose(drawn, logits)), minlength=4)
+        return (found / count).tolist()
+
+    squares = [0.0225, 0.25, 0.0025, 0.09]
+    near = {"abs": 0.032}  # four standard deviations
+    assert frequencies(1, 1) == pytest.approx([0.15, 0.5, 0.05, 0.3], **near)
+    assert frequencies(1, 0.75) == pytest.approx([0, 0.625, 0, 0.375], **near)
+    assert frequencies(0.5, 1) == pytest.approx([x / sum(squares) for x in squares], **near)
+    assert frequencies(1, 0) == frequencies(0, 1) == [0, 1, 0, 0]
+
+
+def test_a_long_prompt_delays_no_other_request_by_more_than_its_share_of_a_step(model) -> None:
+    engine = batching.Engine(model, slots=4, queue=0, budget=64)
+    running = batching.Generation([70], max_tokens=1000, temperature=0)
+    long, short = (batching.Generation([70] * n, max_tokens=1, temperature=0) for n in (1000, 20))
+    engine.submit(running)
+    engine.step()
+    engine.submit(long)
+    engine.step()
+    assert engine.submit(short)
+    engine.step()
+    assert (short.finish_reason, len(long.unread)) == ("length", 1000 - 64 - 44)
+    others = [batching.Generation([70] * 30, max_tokens=1, temperature=0) for _ in range(2)]
+    assert all(engine.submit(x) for x in others)
+    engine.step()
+    assert [len(x.unread) for x in (*others, long)] == [9, 9, 1000 - 64 - 44 - 22]
+    while long.finish_reason is None:
+        generated, unread = running.generated, len(long.unread)
+        engine.step()
+        assert running.generated == generated + 1
+        assert unread - len(long.unread) <= 64
+    assert engine.running == [running]
+
+
+def test_many_prompts_are_read_a_few_at_a_time_shortest_first(model) -> None:
+    engine = batching.Engine(model, slots=9, queue=0, budget=64)
+    prompts = [batching.Generation([70] * (60 - 5 * i), max_tokens=1, temperature=0) for i in range(9)]
+    assert all(engine.submit(x) for x in prompts)
+    engine.step()
+    assert [x.prompt_tokens - len(x.unread) for x in prompts] == [0, 0, 0, 0, 0, 16, 16, 16, 16]
+    steps = 1
+    while engine.running:
+        engine.step()
+        steps += 1
+    assert steps <= 9  # 360 bytes; few steps have room left
+    assert all(x.generated == 1 for x in prompts)
