@@ -11,7 +11,8 @@ next to a tile, create_splat makes a tile of that type, here int32, and "and" wi
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"
+if __name__ == "__main__":  # before Triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 import triton
