@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long test-lowest check format bench docs native dist test-dist test-sanitizers test-ptx test-gpu bench-gpu
+.PHONY: demo test test-long test-lowest check format bench docs native dist test-dist test-sanitizers test-arm test-ptx test-gpu bench-gpu
 
 demo: .venv/ready native
 	$(BIN)/linrope demo
@@ -75,6 +75,17 @@ test-sanitizers: .venv/ready
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so):$$(c++ -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	$(CURDIR)/$(BIN)/python -m pytest -q --capture=sys tests/kernels/cpu tests/backends -k "cpu or native"
+
+# The native library on ARM, compiled by a cross compiler, with an ARM Python and PyTorch in QEMU: tests/kernels/cpu/arm.py
+# makes them once. The tests left out compile with PyTorch or are slow there.
+ARM := build/arm
+test-arm: .venv/ready
+	$(BIN)/python tests/kernels/cpu/arm.py $(ARM)
+	rm -rf $(ARM)/tree && mkdir -p $(ARM)/tree
+	cp -r conftest.py pyproject.toml kernels linrope tests $(ARM)/tree
+	cd $(ARM)/tree && CXX=aarch64-linux-gnu-g++ ../python kernels/cpu/build.py && test -f linrope/lib/liblinrope_native.so && \
+	../python -m pytest -q tests/kernels/cpu tests/backends -k "cpu or native" \
+	--deselect tests/backends/test_compile.py --deselect tests/backends/test_transforms.py
 
 # The whole table of tiles, compiled and run by the emulator of tests/kernels/ptx, and a table of the errors.
 test-ptx: .venv/ready

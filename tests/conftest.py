@@ -5,6 +5,7 @@
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -40,11 +41,15 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"--instruction-set {name}: {error}") from error
 
 
+HAS_TRITON = find_spec("triton") is not None  # the tests of the native library run without it
+
+
 @pytest.fixture(scope="session")
 def quick_interpreter() -> None:
-    from tests.interpreter import quicken
+    if HAS_TRITON:
+        from tests.interpreter import quicken
 
-    quicken()
+        quicken()
 
 
 torch.set_num_threads(1)  # the tensors are small: more threads only wait for each other on a busy machine
@@ -67,6 +72,8 @@ def poison() -> Iterator[None]:
 @pytest.fixture
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three segments of 64 tokens and more, as on a GPU that one sequence does not fill."""
+    if not HAS_TRITON:
+        return
     from linrope_kernels import tiles
 
     monkeypatch.setattr(tiles, "SHORTEST_SEGMENT", 64)
