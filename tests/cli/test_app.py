@@ -211,7 +211,7 @@ def test_eval_of_two_runs(text: Path, tmp_path: Path, capfd: pytest.CaptureFixtu
         (["eval", "--checkpoint", "{tmp}", "--length", "0"], "--length=0: expected at least 1"),
         (["eval", "--checkpoint", "{tmp}", "--out", "{text}"], "text.txt is a file, expected a folder"),
         (["bench", "--out", "{text}/new"], "text.txt is a file, expected a folder"),
-        (["bench", "--budget", "0"], "--budget=0.0, --rounds="),
+        (["bench", "--budget", "0"], "--budget=0.0: expected a positive number"),
         (["demo", "--seconds", "-1"], "--seconds=-1.0: expected a positive finite number"),
         (["demo", "--out", "{text}"], "text.txt is a file, expected a folder"),
         (["env", "--xml"], "--xml"),
