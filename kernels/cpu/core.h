@@ -129,25 +129,29 @@ void multiply_chunk(const ChunkProduct& x) {
 }
 
 // Multiplies a state by e^D. Near 1 as S + S expm1(D): a rounded factor e^D would add the same error in every chunk.
-// Further from 1 as S e^D: the other form would cancel.
+// Further from 1 as S e^D: the other form would cancel. Rows of a chunk that ends have been multiplied by up to e^40, so a
+// sum may be an ordinary number where e^D alone is not: far below 1 the factor is applied in two parts.
 struct DecayFactor {
   enum { kOne, kNearOne, kBelow } kind = kOne;
-  float factor = 0;  // e^D - 1 if kNearOne, e^D if kBelow
+  float factor = 0;  // e^D - 1 if kNearOne, e^D / rest if kBelow
+  float rest = 1;
   double exact = 1;
   DecayFactor() = default;
   explicit DecayFactor(double log_decay) {
     if (log_decay == 0) return;
     exact = std::exp(log_decay);
     kind = log_decay > -0.5 ? kNearOne : kBelow;
-    factor = kind == kNearOne ? (float)std::expm1(log_decay) : (float)exact;
+    const double first = log_decay > -60 ? log_decay : -60;
+    factor = (float)(kind == kNearOne ? std::expm1(log_decay) : std::exp(first));
+    if (kind == kBelow) rest = (float)std::exp(log_decay - first);
   }
   // (s + added) e^D; near 1 the large s is rounded only once
   vf operator()(vf s, vf added) const {
     return kind == kOne       ? s + added
            : kind == kNearOne ? s + (s * factor + (added + added * factor))
-                              : (s + added) * factor;
+                              : (s + added) * factor * rest;
   }
-  vf operator()(vf s) const { return kind == kOne ? s : kind == kNearOne ? s + s * factor : s * factor; }
+  vf operator()(vf s) const { return kind == kOne ? s : kind == kNearOne ? s + s * factor : s * factor * rest; }
 };
 
 // S = e^D (S + B^T V); `fresh`: S was zero. The chunk is summed alone first: adding key by key to a large S would round

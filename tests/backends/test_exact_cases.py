@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from linrope import Rotary, linear_rope_attention
-from tests.oracle import every_kernel, randoms
+from tests.oracle import BACKENDS, NATIVE, every_kernel, randoms
 
 
 def test_order_before_rotates_what_the_map_gets() -> None:
@@ -60,3 +60,16 @@ def test_integers_turned_by_quarters_are_exact(backend: str, causal: bool, layou
         positions=positions, backend=backend,
     )  # fmt: skip
     assert torch.equal(out[0, :, 0], expected.float())
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, NATIVE])
+def test_a_sum_keeps_its_digits_where_the_decay_of_its_chunk_alone_is_denormal(backend: str) -> None:
+    """e^-99 from the chunk's first key, of which the second key has been spared e^-32."""
+    q = k = torch.ones(1, 3, 1, 2)
+    v = torch.tensor([1.0, 1.0, 0.0]).view(1, 3, 1, 1)
+    log_decay = torch.tensor([0.0, -32.5, -66.3]).view(1, 3, 1)
+    how = {"feature_map": None, "normalize": False, "return_state": True, "backend": backend}
+    out, state = linear_rope_attention(q, k, v, log_decay=log_decay, **how)
+    expected = math.exp(log_decay[0, 2, 0].item())
+    assert math.isclose(out[0, 2, 0, 0].item(), 2 * expected, rel_tol=1e-6)
+    assert math.isclose(state.kv[0, 0, 0, 0].item(), expected, rel_tol=1e-6)
