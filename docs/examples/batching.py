@@ -1,8 +1,8 @@
 """Continuous batching with prompts in pieces: the part of serve.py that runs the model.
 
-One thread runs the model. Each of its steps generates one byte for every running request and reads a limited number
-of bytes of the prompts, so that a long prompt delays the other requests by a fraction of a second at most. Tokens
-are bytes.
+One thread runs the model, in steps. A step generates one byte for each running request. It also reads a limited
+number of bytes of the prompts, so that a long prompt delays the other requests by a fraction of a second at most.
+Tokens are bytes.
 """
 
 import asyncio

@@ -81,6 +81,14 @@ struct ChunkProduct {
   float* diagonal = nullptr;  // not null: tril's diagonal goes here, and out lacks its products
 };
 
+// Moves the diagonal of the scores' rows first .. last - 1 to x.diagonal, if it is wanted
+inline void move_diagonal(const ChunkProduct& x, float* scores, int first, int last) {
+  for (int i = first; x.diagonal && i < last; i++) {
+    float& score = scores[i * kChunk + i];
+    x.diagonal[i] = score, score = 0;
+  }
+}
+
 void multiply_scores(const ChunkProduct& x, int limit) {
   const RowLayout K = x.operands.K;
   row_blocks(x.operands.rows, limit, [&]<int M>(int i0) {
@@ -96,10 +104,7 @@ void multiply_scores(const ChunkProduct& x, int limit) {
       if (i0 + M - j0 > NW / 2) tile(j0, (vf[M][NV]){});
       else tile(j0, (vf[M][NV / 2]){});
     }
-    for (int i = i0; x.diagonal && i < i0 + M; i++) {
-      float& score = x.scores[i * kChunk + i];
-      x.diagonal[i] = score, score = 0;
-    }
+    move_diagonal(x, x.scores, i0, i0 + M);
   });
 }
 

@@ -79,7 +79,7 @@ class _Loaded:
     trained_length: int | None  # None: the folder does not say
     step: int | None = None
     corpus: str | None = None  # the path of the text; None: Python's standard library
-    checksum: str | None = None  # of the text; None: the folder does not say
+    checksum: str | None = None  # the checksum of the training text; None: the folder does not record it
 
 
 def _load(run: Path) -> _Loaded:
@@ -113,7 +113,7 @@ def _load(run: Path) -> _Loaded:
 
 
 def _attention(config: Any) -> str:
-    """Of a model of transformers: its type, or which attention linrope's has."""
+    """The kind of attention of a model in Hugging Face format; for other models than linrope's, their type."""
     if config.model_type != "linrope":
         return str(config.model_type)
     kinds = {"linear_attention": "linear", "full_attention": "softmax"}
@@ -215,8 +215,7 @@ def _plot(result: dict[str, Any], path: Path) -> None:
     axis.set_xlabel("position, from 1")
     axis.set_ylabel("bits per byte")
     axis.grid(True, which="major", alpha=0.3)
-    figure.legend(
-        loc="outside lower left", fontsize=8
-    )  # below the axes, where it hides neither curves nor ticks
+    # Below the axes, the legend hides neither curves nor ticks.
+    figure.legend(loc="outside lower left", fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)

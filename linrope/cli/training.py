@@ -123,14 +123,12 @@ def run_steps(
                 values = trainer.train_step()
                 stopped = _any_process(stop.is_set(), trainer)
                 loss, seconds = values["bits_per_byte"], time.perf_counter() - start
-                total = _KEPT * total + (1 - _KEPT) * loss
+                total, done = _KEPT * total + (1 - _KEPT) * loss, trainer.step - first
                 bits = total / (
-                    1 - _KEPT ** (trainer.step - first)
-                )  # a mean of all steps, the last ones most
-                rate = (trainer.step - first) * _bytes_per_step(trainer) / seconds
-                left = timedelta(
-                    seconds=round(seconds / (trainer.step - first) * (config.steps - trainer.step))
-                )
+                    1 - _KEPT**done
+                )  # a weighted mean of all steps, in which the latest count most
+                rate = done * _bytes_per_step(trainer) / seconds
+                left = timedelta(seconds=round(seconds / done * (config.steps - trainer.step)))
                 line(
                     f"step {trainer.step:,} of {config.steps:,}: loss {bits:.3f} bits per byte; {rate:,.0f} bytes/s; "
                     f"{left} left"

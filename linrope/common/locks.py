@@ -41,7 +41,7 @@ def locked(folder: Path) -> Iterator[None]:
     finally:
         _held.discard(key)
         path.unlink(missing_ok=True)
-        with suppress(OSError):  # closing writes what is left
+        with suppress(OSError):  # close() tries once more to write the owner's name
             file.close()
 
 

@@ -18,7 +18,7 @@ from linrope.backends import native
 from tests.campaigns.command import numbers
 
 POOL, D, E = 5, 8, 4
-EQUAL = 2e-6  # of the largest number: steps may take another order of sums than calls that copy
+EQUAL = 2e-6  # relative to the largest number: a step may add up in another order than a call that copies
 MAPS: tuple[dict[str, Any], ...] = (
     {},
     {"feature_map": "relu2", "normalize": False},

@@ -17,7 +17,7 @@ def run_compiled(*arguments: str) -> list[dict[str, Any]]:
 
 
 def run_compiled_text(*arguments: str) -> str:
-    """What Python prints with those arguments."""
+    """Runs Python with those arguments and returns what it prints."""
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "0",

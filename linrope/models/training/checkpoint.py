@@ -40,7 +40,7 @@ def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None], ear
     """
     with locked(folder):
         target = folder.resolve() / checkpoint_name(step)
-        for path in folder.glob(".step-*"):  # of a run that was killed
+        for path in folder.glob(".step-*"):  # a run that was killed has left them unfinished
             if re.fullmatch(_UNFINISHED, path.name) and path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
         temporary = Path(tempfile.mkdtemp(dir=folder, prefix=f".{target.name}."))

@@ -97,7 +97,7 @@ class Trainer:
             )
         self.model, self.corpus, self.config, self.accelerator = model, corpus, config, accelerator
         self.step = 0  # steps done
-        self._checkpoints: list[Path] = []  # of this run, which may remove all but the last two
+        self._checkpoints: list[Path] = []  # those that this run wrote; it removes all but the last two
         self.processes = Processes(accelerator, sequence_parallel, tensor_parallel)
         self.processes.share(model)
         optimizer = torch.optim.AdamW(

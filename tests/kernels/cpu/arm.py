@@ -25,7 +25,7 @@ COMMANDS = {
 }
 DEBIAN = ("python3", "libgomp1", "libstdc++6", "libgcc-s1")
 WHEELS = (
-    "einops", "hypothesis", "numpy", "opt_einsum", "pytest", "safetensors",  # of linrope and its tests
+    "einops", "hypothesis", "numpy", "opt_einsum", "pytest", "safetensors",  # what linrope and its tests import
     "filelock", "fsspec", "jinja2", "networkx", "setuptools", "sympy", "typing-extensions",  # of torch
 )  # fmt: skip
 CUDA = re.compile(
