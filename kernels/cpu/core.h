@@ -156,7 +156,15 @@ struct DecayFactor {
            : kind == kNearOne ? s + (s * factor + (added + added * factor))
                               : (s + added) * factor * rest;
   }
-  vf operator()(vf s) const { return kind == kOne ? s : kind == kNearOne ? s + s * factor : s * factor * rest; }
+  vf operator()(vf s) const {
+    return kind == kOne ? times<kOne>(s) : kind == kNearOne ? times<kNearOne>(s) : times<kBelow>(s);
+  }
+  // s e^D in a loop that is compiled for one kind
+  template <int known> vf times(vf s) const {
+    if constexpr (known == kOne) return s;
+    if constexpr (known == kNearOne) return s + s * factor;
+    return s * factor * rest;
+  }
 };
 
 // S = e^D (S + B^T V); `fresh`: S was zero. The chunk is summed alone first: adding key by key to a large S would round

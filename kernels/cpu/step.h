@@ -23,9 +23,7 @@ template <int N, int kind> inline void columns(const Columns& x, bool change) {
     for (int i = 0; i < N; i++) {
       vf y = load(s + i * W);
       if (change) {
-        if constexpr (kind == DecayFactor::kNearOne) y += y * x.factor.factor;
-        if constexpr (kind == DecayFactor::kBelow) y *= x.factor.factor;
-        y += v[i] * x.key[f];
+        y = x.factor.times<kind>(y) + v[i] * x.key[f];
         store(s + i * W, y);
       }
       to[i] += y * x.phi_hat[f];
@@ -67,9 +65,7 @@ template <int kind> inline void swapped_columns(const Columns& x, int count, boo
     const auto lanes = [&](int f, vf& to) {
       vf y = load(s + f);
       if (change) {
-        if constexpr (kind == DecayFactor::kNearOne) y += y * x.factor.factor;
-        if constexpr (kind == DecayFactor::kBelow) y *= x.factor.factor;
-        y += v * load(x.key + f);
+        y = x.factor.times<kind>(y) + v * load(x.key + f);
         store(s + f, y);
       }
       to += y * load(x.phi_hat + f);

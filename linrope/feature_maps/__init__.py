@@ -1,9 +1,10 @@
 """Feature maps by name: ``make(name, head_dim)``."""
 
 from functools import partial
+from inspect import signature
 from typing import Any
 
-from linrope.common.names import check_name, expected_one_of
+from linrope.common.names import check_integers, check_name, expected_one_of
 from linrope.feature_maps.base import FeatureMap, Features
 from linrope.feature_maps.cosformer import Cosformer
 from linrope.feature_maps.dpfp import DPFP
@@ -100,7 +101,7 @@ def make(name: str, head_dim: int, **options: Any) -> FeatureMap:
     Raises:
         ValueError: the name is unknown (the message lists the known ones), head_dim < 1, or the value of an
             option does not fit.
-        TypeError: the map does not have an option, or a required option is missing.
+        TypeError: head_dim is not an integer, the map does not have an option, or a required option is missing.
 
     >>> make("favor+", 64, num_features=128, seed=0).feature_dim
     128
@@ -108,7 +109,15 @@ def make(name: str, head_dim: int, **options: Any) -> FeatureMap:
     if isinstance(name, str) and (known := _ALIASES.get(name.lower())):
         raise ValueError(f"feature_map={name!r}: {expected_one_of(known, NAMES)}")
     check_name("feature_map", name, NAMES)
+    check_integers(head_dim=head_dim)
     if head_dim < 1:
         raise ValueError(f"head_dim={head_dim}: expected at least 1")
+    arguments = signature(_MAKERS[name])
+    try:
+        arguments.bind_partial(head_dim=head_dim, **options)  # names an option that the map does not have
+        arguments.bind(head_dim=head_dim, **options)
+    except TypeError as error:
+        known = [option for option in arguments.parameters if option != "head_dim"]
+        raise TypeError(f"feature_map={name!r}: {error}; its options: {', '.join(known) or 'none'}") from None
     made: FeatureMap = _MAKERS[name](head_dim=head_dim, **options)
     return made

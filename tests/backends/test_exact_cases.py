@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linrope import Rotary, linear_rope_attention
+from linrope import Rotary, linear_rope_attention, state_from_sums
 from tests.oracle import BACKENDS, NATIVE, every_kernel, randoms
 
 
@@ -73,3 +73,17 @@ def test_a_sum_keeps_its_digits_where_the_decay_of_its_chunk_alone_is_denormal(b
     expected = math.exp(log_decay[0, 2, 0].item())
     assert math.isclose(out[0, 2, 0, 0].item(), 2 * expected, rel_tol=1e-6)
     assert math.isclose(state.kv[0, 0, 0, 0].item(), expected, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("log_decay", [-70.0, -95.0, -1e3])
+@pytest.mark.parametrize("features", [4, 16])
+@pytest.mark.parametrize("backend", [*BACKENDS, NATIVE])
+def test_a_step_decays_every_number_of_the_state_alike(backend: str, features: int, log_decay: float) -> None:
+    """Twenty values are one vector and a rest, and sixteen features are a vector of a state stored as kv.mT."""
+    q, k, v = torch.ones(1, 1, 1, features), torch.zeros(1, 1, 1, features), torch.zeros(1, 1, 1, 20)
+    how = {"feature_map": None, "normalize": False, "return_state": True, "backend": backend}
+    expected = torch.full((features, 20), log_decay, dtype=torch.float64).exp().float()
+    for kv in (torch.ones(1, 1, features, 20), torch.ones(1, 1, 20, features).mT):
+        state = state_from_sums(kv, feature_map=None)
+        _, last = linear_rope_attention(q, k, v, state=state, log_decay=torch.full((1, 1, 1), log_decay), **how)
+        torch.testing.assert_close(last.kv[0, 0], expected, rtol=1e-6, atol=1e-44)

@@ -255,7 +255,7 @@ def _norm_forward(self: Any, hidden_states: Tensor, gate: Tensor | None = None) 
         hidden_states,
         self.weight,
         gate,
-        groups=size // self.group_size if hasattr(self, "group_size") else self.n_groups,
+        groups=size // self.group_size if hasattr(self, "group_size") else getattr(self, "n_groups", 1),
         eps=self.variance_epsilon,
         gate_first=not getattr(self, "norm_before_gate", False),
     )
