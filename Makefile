@@ -61,7 +61,7 @@ test-lowest:
 	-r pyproject.toml $(EXTRAS)
 	$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python hatchling hypothesis openai pytest pytest-xdist pip
 	$(LOWEST)/bin/python kernels/cpu/build.py
-	$(LOWEST)/bin/python -m pytest -n auto --dist loadgroup -W ignore::DeprecationWarning
+	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels $(LOWEST)/bin/python -m pytest -n auto --dist loadgroup -W ignore::DeprecationWarning
 
 # Reads and writes out of bounds, and undefined behaviour, in a copy of the tree with a library of its own. Python
 # itself is not built for this: so both run times (GCC's) are loaded before it, and leaks are not looked for. What

@@ -27,7 +27,7 @@ FLAGS = [
     "-ffp-contract=fast", "-Wall", "-Wno-psabi",
     # Newer GCCs tune v3 by taking long chains of fused products apart, in some loops only. The same row would then be
     # rounded differently by how many rows are multiplied together.
-    "--param=avoid-fma-max-bits=0",
+    "--param=avoid-fma-max-bits=0", "-Wno-unused-command-line-argument",  # clang has no such setting
 ]  # fmt: skip
 V4 = ["-march=x86-64-v4", "-mprefer-vector-width=512"]
 ISAS: dict[str, dict[str, list[str]]] = {

@@ -164,13 +164,21 @@ def _bytes_per_step(trainer: Trainer) -> float:
     return rows * config.sequence_length * trainer.corpus.train.bytes_per_token
 
 
+class _QuietProgress(Progress):
+    """Prints nothing if it is disabled. rich before 15 ends with an empty line even then."""
+
+    def stop(self) -> None:
+        if not self.disable:
+            super().stop()
+
+
 def progress_bar(text: str, console: Console) -> Progress:
-    return Progress(
+    return _QuietProgress(
         TextColumn(text),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         console=console,
         transient=True,
-        disable=not console.is_terminal,  # rich would print an empty line
+        disable=not console.is_terminal,
     )

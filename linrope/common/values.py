@@ -1,4 +1,4 @@
-"""Whether a check may read the values of a tensor."""
+"""Whether a check may read the values of a tensor, and whether a graph for other runtimes is being recorded."""
 
 import torch
 from torch import Tensor
@@ -24,3 +24,15 @@ def values_readable(x: Tensor | torch.device) -> bool:
     if isinstance(x, Tensor) and (isinstance(x, FakeTensor) or is_functorch_wrapped_tensor(x)):
         return False
     return torch._C._get_dispatch_mode(_FAKE) is None
+
+
+def exporting() -> bool:
+    """True while torch.export, torch.onnx or torch.jit records a graph for runtimes without linrope's operators.
+
+    >>> from linrope.common.values import exporting
+    >>> exporting()
+    False
+    """
+    if torch.compiler.is_compiling():
+        return torch.compiler._is_exporting_flag  # is_exporting() is also True in 2.11's torch.compile
+    return torch.onnx.is_in_onnx_export() or torch._C._get_tracing_state() is not None

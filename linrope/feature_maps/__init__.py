@@ -117,7 +117,7 @@ def make(name: str, head_dim: int, **options: Any) -> FeatureMap:
         arguments.bind_partial(head_dim=head_dim, **options)  # names an option that the map does not have
         arguments.bind(head_dim=head_dim, **options)
     except TypeError as error:
-        known = [option for option in arguments.parameters if option != "head_dim"]
-        raise TypeError(f"feature_map={name!r}: {error}; its options: {', '.join(known) or 'none'}") from None
+        options_of_map = ", ".join(x for x in arguments.parameters if x != "head_dim") or "none"
+        raise TypeError(f"feature_map={name!r}: {error}; its options: {options_of_map}") from None
     made: FeatureMap = _MAKERS[name](head_dim=head_dim, **options)
     return made

@@ -85,5 +85,7 @@ def test_a_step_decays_every_number_of_the_state_alike(backend: str, features: i
     expected = torch.full((features, 20), log_decay, dtype=torch.float64).exp().float()
     for kv in (torch.ones(1, 1, features, 20), torch.ones(1, 1, 20, features).mT):
         state = state_from_sums(kv, feature_map=None)
-        _, last = linear_rope_attention(q, k, v, state=state, log_decay=torch.full((1, 1, 1), log_decay), **how)
+        _, last = linear_rope_attention(
+            q, k, v, state=state, log_decay=torch.full((1, 1, 1), log_decay), **how
+        )
         torch.testing.assert_close(last.kv[0, 0], expected, rtol=1e-6, atol=1e-44)

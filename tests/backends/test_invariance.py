@@ -184,6 +184,8 @@ def test_strides_of_inputs_and_gradients_do_not_matter(causal: bool, backend: st
     tolerance = 1e-12 if backend in BACKENDS else 0.0
     how: dict[str, Any] = {"rotary": Rotary(d), "causal": causal, "backend": backend}
     assert_same(everything(*views, **how), everything(*(x.clone() for x in (q, k, v)), **how), tolerance)
+    alike = [x[..., :1].expand_as(x) for x in (q, k, v)]  # a last stride of 0
+    assert_same(everything(*alike, **how), everything(*(x.contiguous() for x in alike), **how), tolerance)
 
     weights = torch.randn(n, dtype=q.dtype)[None, :, None, None].expand(b, n, h, d)
     grads = []

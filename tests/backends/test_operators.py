@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from linrope import LinearAttentionState, Rotary, linear_rope_attention
+from linrope.backends.call import summed_to
 from tests.oracle import randoms
 
 BACKENDS = ("eager", "native")
@@ -57,3 +58,10 @@ def test_what_is_not_wanted_gets_no_gradient_and_no_error(backend: str) -> None:
     assert from_state.abs().sum() > 0
     (dv,) = torch.autograd.grad(out.sum(), v)
     assert dv.shape == v.shape
+
+
+def test_gradients_of_inputs_that_broadcast_are_summed_before_they_are_rounded() -> None:
+    gradient, like = torch.full((3, 2, 4), 1 + 2.0**-8), torch.ones(1, 2, 1, dtype=torch.bfloat16)
+    summed = summed_to(gradient, like)
+    assert (summed.shape, summed.dtype) == (like.shape, like.dtype)
+    assert summed.tolist() == torch.full_like(like, 12 + 12 * 2.0**-8).tolist()

@@ -10,7 +10,7 @@ from torch import Tensor
 from linrope import LinearAttentionState, Rotary, linear_rope_attention, linear_rope_state
 from tests.backends.contract import Contract, assert_within, every_contract, instruction_set, narrow
 from tests.equation import Equation
-from tests.oracle import every_kernel, everything, native_sets, random_state, randoms
+from tests.oracle import BACKENDS, NATIVE, every_kernel, everything, native_sets, random_state, randoms
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # NumPy's
 B, N = 3, 4
@@ -160,3 +160,16 @@ def test_the_state_alone_and_its_gradients_are_the_equation_s(
         assert actual.keys() == expected.keys()
         for key, x in actual.items():
             assert_within(contract.on(name), key, x, expected[key], torch.zeros(()), False)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, NATIVE])
+def test_a_step_with_steps_per_head_goes_on_from_steps_that_all_heads_share(backend: str) -> None:
+    q, k, v = randoms(3, 6, 2, 4, dtype=torch.float32)
+    shared, per_head = torch.randn(3, 5, 1, 2), torch.randn(3, 1, 2, 2)
+    how: dict[str, Any] = {"rotary": Rotary(4), "backend": backend}
+    _, state = linear_rope_attention(
+        *(x[:, :5] for x in (q, k, v)), angle_steps=shared, return_state=True, **how
+    )
+    out = linear_rope_attention(*(x[:, 5:] for x in (q, k, v)), angle_steps=per_head, state=state, **how)
+    steps = torch.cat((shared.expand(-1, -1, 2, -1), per_head), 1)
+    torch.testing.assert_close(out, linear_rope_attention(q, k, v, angle_steps=steps, **how)[:, 5:])

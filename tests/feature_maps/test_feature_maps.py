@@ -151,11 +151,13 @@ def test_make_refuses_options_that_the_map_does_not_have(name: str) -> None:
 
 
 def test_make_names_the_map_whose_option_is_missing_or_misspelt() -> None:
-    with pytest.raises(TypeError, match=r"^feature_map='cosformer': .*'max_length'; its options: max_length$"):
+    with pytest.raises(
+        TypeError, match=r"^feature_map='cosformer': .*'max_length'; its options: max_length$"
+    ):
         feature_maps.make("cosformer", 4)
     with pytest.raises(TypeError, match=r"^feature_map='favor\+': .*'features'; its options: num_features, "):
         feature_maps.make("favor+", 4, features=8)
-    with pytest.raises(TypeError, match="^head_dim='4': expected an integer$"):
+    with pytest.raises(TypeError, match=r"^head_dim='4': expected an integer$"):
         feature_maps.make("relu", "4")  # type: ignore[arg-type]
 
 

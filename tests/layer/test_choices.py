@@ -49,6 +49,10 @@ def test_choices_that_do_not_fit_are_refused(options, message: str) -> None:
         make(**options)
 
 
+def test_one_value_head_for_one_head_is_accepted() -> None:
+    assert LinearRoPEAttention(8, 1, num_value_heads=1)(torch.randn(1, 3, 8)).shape == (1, 3, 8)
+
+
 @pytest.mark.parametrize("options", [{"forget_gate": True}, {"rotary": "selective"}, {"short_conv": 4}])
 def test_a_context_is_refused_by_what_steps_through_one_sequence(options) -> None:
     with pytest.raises(ValueError, match=r"context: got one beside .*expected None"):

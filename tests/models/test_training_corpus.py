@@ -2,6 +2,7 @@
 
 import json
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from linrope.models.training import Corpus, Text
-from linrope.models.training.batch import NO_TARGET, Batch, visit
+from linrope.models.training.batch import NO_TARGET, Batch, spread, visit
 from linrope.models.training.corpus import load_tokenizer
 
 
@@ -214,3 +215,10 @@ def test_a_tokenizer_s_name_without_a_network_is_refused_at_once(monkeypatch: py
     with pytest.raises(OSError, match=r"the hub does not answer; expected a tokenizer's folder"):
         load_tokenizer("some-owner/some-tokenizer")
     assert time.monotonic() - start < 20  # transformers by itself tries five times, for most of a minute
+
+
+def test_spread_rows_begin_with_the_text_and_end_with_it(text: Path) -> None:
+    part = Corpus.load(text).train
+    starts = spread(part, 5, 16).tolist()
+    assert (starts[0], starts[-1]) == (0, len(part) - 17)
+    assert max(b - a for a, b in pairwise(starts)) - min(b - a for a, b in pairwise(starts)) <= 1

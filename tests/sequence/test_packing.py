@@ -2,7 +2,15 @@
 
 import torch
 
-from linrope.sequence.packing import at_first, at_last, per_token, previous, rising_bounds, sums_so_far
+from linrope.sequence.packing import (
+    at_first,
+    at_last,
+    owners,
+    per_token,
+    previous,
+    rising_bounds,
+    sums_so_far,
+)
 
 BOUNDS = torch.tensor([0, 1, 1, 4])  # one token, none, three
 X = torch.tensor([[5, 1, 2, 3]])
@@ -31,3 +39,8 @@ def test_what_comes_before_a_token_is_of_its_own_sequence() -> None:
 def test_bounds_rise_within_the_tokens_whatever_they_were() -> None:
     assert rising_bounds(torch.tensor([-3, 2, 1, 9]), 4).tolist() == [0, 2, 2, 4]
     assert rising_bounds(None, 4) is None
+
+
+def test_tokens_beyond_the_last_bound_belong_to_the_last_sequence() -> None:
+    assert owners(BOUNDS, 6).tolist() == [0, 2, 2, 2, 2, 2]
+    assert owners(torch.tensor([0, 3]), 5).tolist() == [0, 0, 0, 0, 0]

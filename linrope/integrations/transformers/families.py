@@ -15,6 +15,7 @@ from torch import Tensor
 from linrope import backends
 from linrope.backends.native import MAX_DIM
 from linrope.common.names import check_name
+from linrope.common.values import exporting
 from linrope.integrations.transformers import mamba2, minimax
 from linrope.layer.operators.native import MAX_TAPS
 
@@ -172,7 +173,7 @@ def _say_once(name: str, reason: str) -> None:
 
 def _refuses(x: Tensor, package: str = "") -> str | None:
     """The reason why linrope does not compute with tensors like x."""
-    if torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export():
+    if exporting():
         return "a graph for other runtimes is being recorded"
     if x.device.type == "cpu":
         return backends.native.why_not()

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from types import ModuleType
 
-import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from linrope.backends.call import transformed
 from linrope.common.names import check_name
+from linrope.common.values import exporting
 from linrope.layer.operators import native
 
 # The fused backends, each with the device for which "auto" tries it. "eager" is plain PyTorch and runs everywhere.
@@ -29,7 +29,7 @@ def choose(name: str, tensors: Sequence[Tensor | None], taps: int = 1, values: i
     given = [x for x in tensors if x is not None]
     if name == "auto":
         device = given[0].device.type
-        candidates = [] if _exporting() else [x for x in FUSED if FUSED[x] == device]
+        candidates = [] if exporting() else [x for x in FUSED if FUSED[x] == device]
         return next((x for x in candidates if why_not(x, given, taps, values) is None), "eager")
     reason = None if name == "eager" else why_not(name, given, taps, values)
     if reason is not None:
@@ -61,10 +61,3 @@ def _has_tangents(tensors: Sequence[Tensor]) -> bool:
     if forward_ad._current_level < 0:
         return False
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
-
-
-def _exporting() -> bool:
-    """True while a graph is recorded for other runtimes, which do not have the fused operators."""
-    if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting()
-    return torch.onnx.is_in_onnx_export() or torch._C._get_tracing_state() is not None

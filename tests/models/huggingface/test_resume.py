@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -39,6 +41,8 @@ def ones(n: int) -> Tensor:
 def test_all_tokens_or_the_new_ones_under_a_whole_mask_go_on(
     model: LinRopeForCausalLM, cache: LinRopeCache, how: dict[str, Any]
 ) -> None:
+    if "prefill_chunk_size" in how and Version(transformers.__version__) < Version("5.21"):
+        pytest.skip(f"transformers {transformers.__version__}: its chunks ignore the tokens in the cache")
     cache.batch_repeat_interleave(how.get("num_beams", 1))
     for new in (1, NEW, 2 * SEEN):
         prompt = whole(new)
