@@ -337,3 +337,15 @@ def test_without_tokens_the_gradient_of_the_last_state_goes_to_the_one_before(ba
     found = torch.autograd.grad(last.kv.sum(), [state.kv, gates, angle_steps])
     assert torch.equal(found[0], torch.ones_like(state.kv))
     assert [x.shape for x in found[1:]] == [gates.shape, angle_steps.shape]
+
+
+@every_kernel
+def test_steps_beside_other_positions_of_the_keys(backend: str) -> None:
+    q, k, v = randoms(2, 9, 2, 4, dtype=torch.float32)
+    places = {"positions": torch.arange(9), "key_positions": 2 * torch.arange(9) + 3}
+    how: dict[str, Any] = {"rotary": Rotary(4), **places}
+    steps = data(9)[1].float()
+    out = linear_rope_attention(q, k, v, angle_steps=steps, backend=backend, **how)
+    exact = [x.double() for x in (q, k, v)]
+    expected = linear_rope_attention(*exact, angle_steps=steps.double(), backend="reference", **how)
+    torch.testing.assert_close(out.cpu(), expected.float(), rtol=1e-5, atol=1e-5)
