@@ -174,7 +174,15 @@ def test_a_layer_refuses_what_does_not_fit(call, message: str) -> None:
         (lambda: attend(eps="1e-6"), r"eps='1e-6': expected a positive finite number"),
         (lambda: Rotary("4"), r"dim='4': expected an integer"),
         (lambda: Rotary(4, rotary_dim=2.0), r"rotary_dim=2.0: expected an integer"),
-        (lambda: Rotary(4, base="10000"), r"base='10000': expected a positive finite number"),
+        (lambda: Rotary(4, base="10000"), r"base='10000': expected a number"),
+        (lambda: Rotary(8, xpos="a"), r"xpos='a': expected a number"),
+        *((lambda name=name: feature_maps.make(name, 4, num_features="a"), r"num_features='a': expected an integer")
+          for name in ("favor+", "rff", "generalized", "t2r")),
+        (lambda: feature_maps.make("dpfp", 4, nu="a"), r"nu='a': expected an integer"),
+        (lambda: feature_maps.make("cosformer", 4, max_length=9.0), r"max_length=9.0: expected an integer"),
+        (lambda: feature_maps.make("favor++", 4, spread="a"), r"spread='a': expected a number"),
+        (lambda: feature_maps.make("favor+", 4, kernel_epsilon="a"), r"kernel_epsilon='a': expected a number"),
+        (lambda: layer(rotary={"name": "selective", "per_head": "no"}), r"rotary: got per_head='no', expected True"),
     ],
 )  # fmt: skip
 def test_wrong_types_of_options_are_named(call, message: str) -> None:

@@ -14,7 +14,7 @@ from linrope_kernels.norm_kernels import norm_bwd_kernel, norm_fwd_kernel
 from linrope_kernels.partial_sums import sum_rows
 from linrope_kernels.tiles import power_of_two
 
-# The values of a group of heads, each size rounded up to a power of two, that fit a tile of 16 warps
+# The most ``tile_values`` that fit a tile of 16 warps
 MOST_VALUES = 16_384
 # The elements in the tiles of all programs together: 8 programs of 1024 for each multiprocessor of an H200
 ELEMENTS = 2**20
@@ -30,6 +30,11 @@ class Tile(NamedTuple):
     @property
     def elements(self) -> int:
         return self.tokens * self.kv_heads * self.members * self.values
+
+
+def tile_values(group: int, e: int) -> int:
+    """How many values of a group of heads a tile holds: both numbers rounded up to powers of two."""
+    return int(next_power_of_2(group)) * power_of_two(e)
 
 
 def tile(h: int, group: int, e: int, over_all: bool) -> Tile:

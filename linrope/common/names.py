@@ -1,8 +1,8 @@
-"""Checks of arguments that take a name from a list, names as keys, True or False, or a whole number."""
+"""Checks of arguments that take a name from a list, names as keys, True or False, or a number."""
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from numbers import Integral
+from numbers import Integral, Real
 
 
 def expected_one_of(value: object, known: Sequence[str], also: str = "") -> str:
@@ -68,3 +68,16 @@ def check_integers(**arguments: object) -> None:
     for argument, value in arguments.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
             raise TypeError(f"{argument}={value!r}: expected an integer")
+
+
+def check_numbers(**arguments: object) -> None:
+    """Raises TypeError unless each argument is a number, or None.
+
+    >>> from linrope.common.names import check_numbers
+    >>> check_numbers(base="1e4")
+    Traceback (most recent call last):
+    TypeError: base='1e4': expected a number
+    """
+    for argument, value in arguments.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
+            raise TypeError(f"{argument}={value!r}: expected a number")

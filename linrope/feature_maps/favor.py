@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from linrope.common.names import check_numbers
 from linrope.feature_maps.base import pad_to_even, widen
 from linrope.feature_maps.log_scale import exponential
 from linrope.feature_maps.random_features import RandomFeatureMap
@@ -167,6 +168,7 @@ class FavorPlusPlus(RandomFeatureMap):
 
     @spread.setter
     def spread(self, spread: float) -> None:
+        check_numbers(spread=spread)
         if not 0 <= spread < math.inf:
             raise ValueError(f"spread={spread}: expected the mean of |x' + y'|^2, a finite number >= 0")
         self._spread = float(spread)
@@ -212,6 +214,7 @@ class FavorPlusPlus(RandomFeatureMap):
 
 
 def check_epsilon(kernel_epsilon: float) -> float:
+    check_numbers(kernel_epsilon=kernel_epsilon)
     if not 0 <= kernel_epsilon < math.inf:
         raise ValueError(f"kernel_epsilon={kernel_epsilon}: expected a finite number >= 0")
     return float(kernel_epsilon)

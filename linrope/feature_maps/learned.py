@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linrope.common.names import check_integers
 from linrope.common.precision import full_precision
 from linrope.feature_maps.base import FeatureMap, widen
 
@@ -97,6 +98,7 @@ class T2R(LearnedMap):
         num_heads: int | None = None,
         num_kv_heads: int | None = None,
     ) -> None:
+        check_integers(num_features=num_features)
         num_features = head_dim + head_dim % 2 if num_features is None else num_features
         if num_features <= 0 or num_features % 2:
             raise ValueError(f"num_features={num_features}: expected a positive even number")

@@ -57,7 +57,10 @@ def make_rotation(
     of_rotary = {key: x for key, x in choice.items() if key not in ("name", "rank", "bound", "per_head")}
     rotary = _make_rotary(of_rotary, dim)
     assert rotary is not None
-    heads = heads if choice.get("per_head", True) else 1
+    per_head = choice.get("per_head", True)
+    if not isinstance(per_head, bool):
+        raise TypeError(f"rotary: got per_head={per_head!r}, expected True or False")
+    heads = heads if per_head else 1
     return rotary, SelectiveSteps(embed_dim, rotary, heads, **of_steps, **factory)
 
 

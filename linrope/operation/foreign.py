@@ -28,16 +28,17 @@ def state_from_sums(
         kv = sum_j e^(L - L_j) R(Theta_j) psi(k_j) v_j^T      z = sum_j e^(L - L_j) psi(k_j)
 
     Pass sums x that are stored as (b, g, e, f), as Mamba's are, as ``x.mT``. If the new state is donated, a decoding
-    step of the backend "native" writes into x itself, in either order.
+    step of the backend "native" writes into the given memory, whether it holds (b, g, f, e) or (b, g, e, f).
 
     Args:
         kv: (b, g, f, e), float32 or float64.
         z: (b, g, f). None: unknown. Calls with normalize=True then reject this state and every state computed from it.
-        feature_map: that of the calls to come, as in ``linear_rope_attention``.
+        feature_map: that of the calls to come. A map that makes another number of features than the head has, such
+            as dpfp, must be the object that ``feature_maps.make`` made: its name does not tell the head's size.
         rotary: that of the calls to come.
         rope_order: that of the calls to come.
         position: (b,) int64, the position of the next token. Default: 0, which is right for any number of earlier
-            tokens if nothing rotates by position.
+            tokens if the calls pass no positions, and neither the rotation nor the map depends on them.
         angle: (b, g or 1, pairs) int64, the sum of the angle steps in 2^-64 turns, if the calls have angle_steps.
         log_scale: (b, g) float64, required, but not checked, if the map returns a log_scale. kv and z are then the
             sums times e^-log_scale.
@@ -67,6 +68,13 @@ def state_from_sums(
     head_dim = getattr(feature_map, "head_dim", None) or features
     fmap = checks.resolve_map(feature_map, head_dim)
     if fmap is not None and fmap.feature_dim not in (None, features):
+        if isinstance(feature_map, str):
+            expected = (
+                "the object that feature_maps.make made, because the name does not tell the head's size"
+            )
+            raise ValueError(
+                f"feature_map={feature_map!r}: got kv of {features} features, expected {expected}"
+            )
         raise ValueError(f"kv: got {features} features, expected the {fmap.feature_dim} of {feature_map}")
     identity = identity_of(fmap, rotary, rope_order)
     if z is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from linrope.common.constants import Constant
-from linrope.common.names import check_integers, check_name
+from linrope.common.names import check_integers, check_name, check_numbers
 from linrope.rotation.angles import LAYOUTS, cos_sin, cos_sin_of_turns, rotate, to_turns
 from linrope.rotation.frequencies import MROPE_AXES, read_config, resolve
 
@@ -123,8 +123,7 @@ class Rotary:
     ) -> None:
         rotary_dim = dim if rotary_dim is None else rotary_dim
         check_integers(dim=dim, rotary_dim=rotary_dim, axes=axes)
-        if not isinstance(base, int | float):
-            raise TypeError(f"base={base!r}: expected a positive finite number")
+        check_numbers(base=base, attention_factor=attention_factor, xpos=xpos)
         if dim < 2 or dim % 2:
             raise ValueError(f"dim={dim}: expected a positive even number")
         if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > dim:

@@ -264,7 +264,9 @@ class LinearAttentionState:
 
     def rows(self) -> "LinearAttentionState":
         """A copy of the rows at the slots; without slots, the state itself."""
-        return self if self.slots is None else replace(self.reorder(self.slots), slots=None)
+        if self.slots is None:
+            return self
+        return self.reorder(torch.arange(len(self.slots), device=self.slots.device))
 
     def write(self, new: "LinearAttentionState | Mapping[str, Tensor | None]") -> None:
         """Copies another state, or tensors by name, into this one's memory: at the slots, if it has slots.
@@ -313,12 +315,19 @@ class LinearAttentionState:
         return replace(self, donated=False, loop=None, slots=slots, **moved)  # type: ignore[arg-type]
 
     def reorder(self, index: Tensor) -> "LinearAttentionState":
-        """The states of the sequences at index (b',), which may repeat or omit sequences, as in beam search."""
+        """A copy of the sequences at index (b',), which may repeat or omit some, as in beam search.
+
+        With slots, index counts the slots, and the copy has none.
+        """
         if index.ndim != 1 or index.is_floating_point() or index.dtype == torch.bool:
             raise ValueError(
                 f"index: got {index.dtype} {tuple(index.shape)}, expected integers of shape (b,)"
             )
-        return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+        index = index.to(self.kv.device)
+        if values_readable(index) and index.numel() and not 0 <= index.min() <= index.max() < self.sequences:
+            raise IndexError(f"index: got {index.tolist()}, expected numbers 0 .. {self.sequences - 1}")
+        rows = index if self.slots is None else self.slots[index]
+        return replace(self._map(lambda tensor: tensor.index_select(0, rows)), slots=None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a safetensors file, atomically."""
@@ -349,14 +358,19 @@ def _kinds(tensors: dict[str, Tensor]) -> dict[str, str]:
 _LEAVES = ("kv", "z", "position", "angle", "log_scale", "conv", "last_token", "angle_slope")
 
 
+def _leaves(state: LinearAttentionState) -> dict[str, Tensor]:
+    """What PyTorch's functions of nested tensors see. Being donated gets lost, which costs a copy and nothing else."""
+    return state.tensors() | ({} if state.slots is None else {"slots": state.slots})
+
+
 def _flatten(state: LinearAttentionState) -> tuple[list[Tensor], str]:
-    tensors = state.tensors()
+    tensors = _leaves(state)
     return list(tensors.values()), f"{' '.join(tensors)}; {state.identity}"
 
 
 def _flatten_with_keys(state: LinearAttentionState) -> tuple[list[Any], str]:
     leaves, context = _flatten(state)
-    return [(pytree.GetAttrKey(name), x) for name, x in zip(state.tensors(), leaves, strict=True)], context
+    return [(pytree.GetAttrKey(name), x) for name, x in zip(_leaves(state), leaves, strict=True)], context
 
 
 def _unflatten(leaves: Any, context: Any) -> LinearAttentionState:

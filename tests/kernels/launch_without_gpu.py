@@ -34,7 +34,7 @@ def attend(
 
 
 def main() -> None:
-    backend.supports = lambda *_: None
+    backend.supports = lambda *_, **__: None
     with recorded(int(sys.argv[1])) as launches:
         every_form()
         if "wide" in sys.argv:

@@ -86,17 +86,28 @@ def test_reorder_is_as_if_the_sequences_had_been_fed_in_that_order(index: list[i
     assert_same(state, expected_state)
 
 
+def test_reorder_of_a_pool_counts_its_slots() -> None:
+    pool = some_state(5)
+    chosen = pool.at(torch.tensor([2, 0])).reorder(torch.tensor([1, 0, 1]))
+    assert chosen.slots is None
+    assert_same(chosen, pool.reorder(torch.tensor([0, 2, 0])))
+
+
+@pytest.mark.parametrize("index", [[0, 2], [-1, 0]])
+def test_reorder_refuses_sequences_that_do_not_exist(index: list[int]) -> None:
+    state = some_state(5)
+    with pytest.raises(IndexError, match=r"^index: got .*, expected numbers 0 .. 1$"):
+        state.at(torch.tensor([2, 0])).reorder(torch.tensor(index))
+    with pytest.raises(IndexError, match=r"^index: got .*, expected numbers 0 .. 2$"):
+        state.reorder(torch.tensor([B]))
+
+
 @pytest.mark.parametrize(
     "index", [torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2), torch.zeros(3, dtype=torch.bool)]
 )
 def test_reorder_refuses_what_is_no_vector_of_integers(index: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"index: got torch\.\w+ \(.*\), expected integers of shape \(b,\)"):
         some_state().reorder(index)
-
-
-def test_reorder_refuses_an_index_past_the_batch() -> None:
-    with pytest.raises(IndexError):
-        some_state().reorder(torch.tensor([B]))
 
 
 @pytest.mark.parametrize(
@@ -157,6 +168,8 @@ def test_state_is_a_pytree() -> None:
     leaves, spec = pytree.tree_flatten({"layer": state})
     assert all(x is y for x, y in zip(leaves, tensors(state), strict=True))
     assert_same(pytree.tree_unflatten(leaves, spec)["layer"], state)
+    pool = pytree.tree_map(torch.clone, state.at(torch.tensor([0])))
+    assert pool.slots.tolist() == [0]
     doubled = pytree.tree_map(lambda x: 2 * x, state)
     assert isinstance(doubled, LinearAttentionState)
     assert torch.equal(doubled.kv, 2 * state.kv)

@@ -16,10 +16,12 @@ FUSED = {"native": "cpu", "triton": "cuda"}
 NAMES = ("auto", *FUSED, "eager")
 
 
-def choose(name: str, tensors: Sequence[Tensor | None], taps: int = 1, values: int = 1) -> str:
+def choose(
+    name: str, tensors: Sequence[Tensor | None], *, taps: int = 1, group: int = 1, values: int = 1
+) -> str:
     """The name of the backend for these tensors. "auto" takes a fused backend where one can run, else eager.
 
-    taps: of a convolution. values: of the heads that share a head of v.
+    taps: of a convolution. group, values: how many heads share a head of v, and the size of each.
 
     Raises:
         ValueError: unknown name.
@@ -27,11 +29,12 @@ def choose(name: str, tensors: Sequence[Tensor | None], taps: int = 1, values: i
     """
     check_name("backend", name, NAMES)
     given = [x for x in tensors if x is not None]
+    sizes = {"taps": taps, "group": group, "values": values}
     if name == "auto":
         device = given[0].device.type
         candidates = [] if exporting() else [x for x in FUSED if FUSED[x] == device]
-        return next((x for x in candidates if why_not(x, given, taps, values) is None), "eager")
-    reason = None if name == "eager" else why_not(name, given, taps, values)
+        return next((x for x in candidates if why_not(x, given, **sizes) is None), "eager")
+    reason = None if name == "eager" else why_not(name, given, **sizes)
     if reason is not None:
         raise RuntimeError(f"backend={name!r} cannot run: {reason}")
     return name
@@ -48,12 +51,12 @@ def load(name: str) -> ModuleType | str:
     return triton
 
 
-def why_not(name: str, tensors: Sequence[Tensor], taps: int, values: int) -> str | None:
+def why_not(name: str, tensors: Sequence[Tensor], **sizes: int) -> str | None:
     """The reason why a fused backend cannot run the call; None: it can."""
     if transformed() or _has_tangents(tensors):
         return "inside a transformation of torch.func or forward mode: use backend='eager'"
     backend = load(name)
-    reason: str | None = backend if isinstance(backend, str) else backend.supports(tensors, taps, values)
+    reason: str | None = backend if isinstance(backend, str) else backend.supports(tensors, **sizes)
     return reason
 
 

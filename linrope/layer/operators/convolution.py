@@ -81,7 +81,7 @@ def convolve_parts(
         check_dense("before", before, device)
         s = b if cu_seqlens is None else len(cu_seqlens) - 1
         check_shape("before", before, (s, taps - 1, c))
-    name = choose(backend, (*parts, weight, bias, before), taps)
+    name = choose(backend, (*parts, weight, bias, before), taps=taps)
     if name == "eager":
         arguments = fused.of_parts(parts, weight, bias, before, cu_seqlens, silu)
         return [eager.convolve(*x) for x in arguments]
@@ -130,7 +130,7 @@ def convolve_step(
         raise TypeError(f"inputs: got {inputs.dtype}, expected x's {x.dtype}")
     check_shape("inputs", inputs, (inputs.shape[0] if slots is not None and inputs.ndim else s, taps - 1, c))
     check_slots(slots, inputs, s)
-    name = choose(backend, (x, weight, bias, inputs), taps)
+    name = choose(backend, (x, weight, bias, inputs), taps=taps)
     if name == "eager" or torch.compiler.is_compiling():  # a compiler fuses the eager form by itself
         return eager.convolve_step(x, weight, bias, inputs, slots, silu)
     return fused.convolve_step(name, x, weight, bias, inputs, slots, silu)

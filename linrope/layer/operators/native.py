@@ -15,7 +15,7 @@ MAX_TAPS = 8
 _ops = torch.ops.linrope_native
 
 
-def supports(tensors: Sequence[Tensor], taps: int, values: int) -> str | None:
+def supports(tensors: Sequence[Tensor], *, taps: int, group: int, values: int) -> str | None:
     """The reason why the kernels cannot compute with these tensors; None: they can. They take any number of values."""
     if (reason := why_not()) is not None:
         return reason

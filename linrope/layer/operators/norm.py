@@ -70,7 +70,7 @@ def gated_norm(
     tensors = (out, weight, gate, v, skip)
     options = (float(eps), over == "all", gate_order == "before", skip_order == "before")
     group = 1 if v is None else out.shape[2] // v.shape[2]
-    name = choose(backend, tensors, values=group * out.shape[3])
+    name = choose(backend, tensors, group=group, values=out.shape[3])
     if name == "eager":
         return eager.gated_norm(*tensors, *options)
     return fused.gated_norm(name, *tensors, *options)

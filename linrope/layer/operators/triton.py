@@ -16,7 +16,7 @@ from linrope.backends.triton import MIN_CAPABILITY
 MAX_TAPS = 8
 
 
-def supports(tensors: Sequence[Tensor], taps: int, values: int) -> str | None:
+def supports(tensors: Sequence[Tensor], *, taps: int, group: int, values: int) -> str | None:
     """The reason why the kernels cannot compute with these tensors; None: they can."""
     for x in tensors:
         if not x.is_cuda and not INTERPRETED:
@@ -29,8 +29,11 @@ def supports(tensors: Sequence[Tensor], taps: int, values: int) -> str | None:
             return "bfloat16 in Triton's interpreter, which does not round to nearest: use float16 or float32"
     if taps > MAX_TAPS:
         return f"{taps} taps: it takes up to {MAX_TAPS}; use backend='eager'"
-    if values > norm.MOST_VALUES:
-        return f"{values} values of the heads that share v: it takes up to {norm.MOST_VALUES}; use backend='eager'"
+    if norm.tile_values(group, values) > norm.MOST_VALUES:
+        return (
+            f"{group} heads of {values} values share v: it takes up to {norm.MOST_VALUES} values, both numbers rounded "
+            "up to powers of two; use backend='eager'"
+        )
     return None
 
 
