@@ -1,5 +1,5 @@
 // Checks the arguments and makes a Call of them. Everything that could lead a kernel out of bounds is checked; an error
-// names the argument, what it got and what was expected.
+// names the argument, what was expected and, but for dtypes and devices, what it got.
 #pragma once
 #if defined(__linux__)
 #include <sys/mman.h>

@@ -134,8 +134,8 @@ void multiply_chunk(const ChunkProduct& x) {
 }
 
 // Multiplies a state by e^D. Near 1 as S + S expm1(D): a rounded factor e^D would add the same error in every chunk.
-// Further from 1 as S e^D: the other form would cancel. Rows of a chunk that ends have been multiplied by up to e^40, so a
-// sum may be an ordinary number where e^D alone is not: far below 1 the factor is applied in two parts.
+// Further from 1 as S e^D: the other form would cancel. The keys of a chunk are stored times e^-D_j, up to e^40, so
+// (S + B^T V) e^D may be an ordinary number where e^D alone is not: far below 1 the factor is applied in two parts.
 struct DecayFactor {
   enum { kOne, kNearOne, kBelow } kind = kOne;
   float factor = 0;  // e^D - 1 if kNearOne, e^D / rest if kBelow

@@ -72,7 +72,7 @@ inline Tensor mixer_step(Tensor x, int64_t h, bool has_gate, bool has_forget, bo
   STD_TORCH_CHECK(x.dim() == 2 && kv.dim() == 4, "x, kv: got ", x.dim(), " and ", kv.dim(),
                   " dimensions, expected 2 and 4");
   STD_TORCH_CHECK(h >= 1 && h < 1 << 16, "heads: got ", h, ", expected 1 .. 65535");
-  STD_TORCH_CHECK(has_forget || !tied, "tied: got true without forget");
+  STD_TORCH_CHECK(has_forget || !tied, "tied: got true without forget, expected false");
   STD_TORCH_CHECK(weight.has_value() == inputs.has_value(), "weight, inputs: got one of them, expected both or none");
   const int64_t b = x.size(0), g = kv.size(1), d = kv.size(2), e = kv.size(3), channels = (h + g) * d + g * e;
   const int64_t forget_at = channels + has_gate * h * e, write_at = forget_at + has_forget * g;

@@ -6,8 +6,8 @@
 
 namespace linrope {
 
-// Tokens per task, at least where there are as many. It fixes which sums a gradient of a parameter consists of, so the
-// bits do not depend on the number of threads.
+// Tokens per task at most: a row's last part, and short rows taken together, may have fewer. It fixes which sums a
+// gradient of a parameter consists of, so the bits do not depend on the number of threads.
 constexpr int64_t kTaskTokens = 128;
 
 struct Tasks {

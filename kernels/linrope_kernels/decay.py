@@ -39,7 +39,7 @@ def split_exponent(log):
 
 @triton.jit
 def exponent(log, DOT: tl.constexpr):
-    """A float64 log <= 0 as an exponent of two: split, or a single float32 for bfloat16's eight digits."""
+    """A float64 log <= 0 as an exponent of two: split, or a single float32 for bfloat16's eight bits."""
     if DOT == "bf16":
         x = (log * 1.4426950408889634).to(tl.float32)
         return x, x

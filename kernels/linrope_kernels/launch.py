@@ -21,7 +21,7 @@ PREFIX_BLOCK = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """The inputs of one call; names and defaults as in linrope."""
+    """The inputs of one call; names as in linrope."""
 
     q: Tensor | None  # (b, n, h, f), any strides, like k and v; None: only the last state is wanted
     k: Tensor  # (b, m, g, f)

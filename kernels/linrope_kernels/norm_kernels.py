@@ -37,7 +37,7 @@ def before_norm(
     batch, token, head, kv_head, e, exists, inside,
     GATE_FIRST: tl.constexpr, SKIP_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """p = out (+ D v), u = p (silu(z)), then v and D v, silu(z) and its slope, which stand for nothing if absent."""
+    """p = out (+ D v), u = p (silu(z)), v, D v, silu(z) and its slope; the last four are 0, 0, 1, 0 if absent."""
     p = load_rows(OUT, out_strides, batch, token, head, e, inside)
     v, skipped, factor, slope = 0.0, 0.0, 1.0, 0.0
     if V is not None:

@@ -284,7 +284,9 @@ class _TransformedBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        raise RuntimeError("second derivatives: got a fused backend, expected backend='reference'")
+        raise RuntimeError(
+            "second derivatives: got backend='eager', 'native' or 'triton', expected 'reference'"
+        )
 
 
 def _vmap_by_loop(operator: Any) -> Any:

@@ -107,11 +107,13 @@ def generate_text(
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = PROMPT,
     max_new_tokens: Annotated[int, typer.Option(help="Number of bytes or tokens to generate.")] = 500,
     temperature: Annotated[
-        float, typer.Option(help="Divides the logits; 0: always the likeliest byte.")
+        float,
+        typer.Option(help="Divides the logits; 0: always the likeliest token (without a tokenizer: byte)."),
     ] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Sample only among the k likeliest bytes.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample only among the k likeliest tokens.")] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Sample among the likeliest bytes that add up to this probability.")
+        float | None,
+        typer.Option(help="Sample among the likeliest tokens whose probabilities add up to this."),
     ] = 0.95,
     seed: Annotated[
         int | None, typer.Option(help="Seed of the sampling; default: a new one each time.")

@@ -36,7 +36,9 @@ def convert(
     text: Annotated[
         Path | None,
         typer.Option(
-            help="Text file, or folder of text files. Default: Python's standard library.", show_default=False
+            help="Text file, .jsonl file, folder of these, or dataset saved to disk. "
+            "Default: Python's standard library.",
+            show_default=False,
         ),
     ] = None,
     feature_map: Annotated[str, typer.Option(help="Feature map of the attention.")] = "hedgehog",
@@ -55,7 +57,9 @@ def convert(
     short_conv: Annotated[
         int, typer.Option(help="Taps of a convolution on queries, keys and values, such as 4; 0: none.")
     ] = 0,
-    match_steps: Annotated[int, typer.Option(help="Updates of the feature maps; 0: none.")] = 300,
+    match_steps: Annotated[
+        int, typer.Option(help="Updates of the new weights, such as feature maps; 0: none.")
+    ] = 300,
     match_learning_rate: Annotated[float, typer.Option(help="Initial learning rate of matching.")] = 1e-2,
     finetune: Annotated[
         str, typer.Option(help="How to finetune: lora, full (all weights) or none.")
@@ -72,7 +76,7 @@ def convert(
     """Replace the softmax attention of a pretrained model by linear attention, and train it to match.
 
     The model is read, trained and saved in float32; nothing is downloaded. The loss on held-out text is measured
-    four times: before, after the replacement, after matching, and after finetuning.
+    before, after the replacement, and after matching and finetuning, unless these are skipped.
     """
     for package in ("transformers", "peft")[: 1 + (finetune == "lora")]:
         need(package, "linrope[huggingface]")

@@ -133,8 +133,9 @@ class Layout:
             sum_i -log softmax(logits_i)[target_i] / count
 
         logits are (b, n, vocabulary), and targets (b, n) come from ``targets``. count is the divisor. Its default is
-        the number of targets of all ranks, which takes a collective. Pass it if a step has more than this batch. If
-        gradients are averaged over processes, multiply the loss by the number of processes.
+        the number of targets of all ranks, which takes a collective. Pass it if an optimizer step adds up the
+        losses of several batches. If gradients are averaged over processes, multiply the loss by the number of
+        processes.
         """
         if count is None:
             count = self.channel.total((targets != ignore).sum()).clamp(min=1)
@@ -142,14 +143,18 @@ class Layout:
         return F.cross_entropy(wide, targets.flatten(), ignore_index=ignore, reduction="sum") / count
 
     def positions(self, device: torch.device | str | None = None, start: Tensor | None = None) -> Tensor:
-        """Each local token's position in its document, (n,). start: the first position of all ranks' documents."""
+        """Each local token's position in its document, (n,).
+
+        start: (documents of all ranks,), the position of each document's first token; None: 0. A document is a packed
+        sequence; without packing there is one.
+        """
         parts = [torch.arange(x.position, x.position + x.high - x.low, device=device) for x in self.mine]
         if start is not None:
             parts = [part + start[x.document] for part, x in zip(parts, self.mine, strict=True)]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
 
     def documents(self, device: torch.device | str | None = None) -> Tensor:
-        """The number of each local document among all, (s,). An empty rank has document 0, without tokens."""
+        """The index of each local document among those of all ranks, (s,). An empty rank has 0, without tokens."""
         return torch.tensor([piece.document for piece in self.mine] or [0], device=device)
 
     def agree(self, describe: Callable[[], str]) -> None:

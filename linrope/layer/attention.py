@@ -44,7 +44,8 @@ class LinearRoPEAttention(Mixer):
         num_heads: h.
         num_kv_heads: g, a divisor of h. Default: h.
         num_value_heads: a multiple of h, if values, decay and gates have more heads than queries and keys, which are
-            then shared (as in Mamba-2; g must be h). Queries and keys of a single head are shared without copies.
+            then shared (as in Mamba-2; num_kv_heads must be h or None). g below, the attribute num_kv_heads and the
+            state then count these heads. Queries and keys of a single head are shared without copies.
         head_dim: d, the size of a query and a key. Default: embed_dim / num_heads.
         value_head_dim: e, the size of a value. Default: head_dim.
         feature_map: a name, {"name": .., options of feature_maps.make}, or a FeatureMap. A learned map that the layer
@@ -82,7 +83,8 @@ class LinearRoPEAttention(Mixer):
             or the options of ``linrope.layer.short_convolution``: {"taps": 4, "activation": "silu", "bias": True,
             "start": "uniform"}. Models that have to recall earlier tokens need it. Causal self-attention only.
         qk_norm: RMS norm of each head's query and key before the map, with learned weights.
-        qk_bias: a learned vector per head, which starts at 1, on the normed queries and keys.
+        qk_bias: a learned vector per head, which starts at 1, added to the normed queries and keys. It requires
+            qk_norm.
         rope_order: as in linear_rope_attention. With "before" the rotation has the size of the heads.
         backend: as in linear_rope_attention.
         out_norm: RMS norm of the output, with a learned weight: True or "head" (each head alone), "all" (all heads
@@ -91,8 +93,10 @@ class LinearRoPEAttention(Mixer):
             head, so the layer leaves the normalizer out even if normalize=True. It keeps the normalizer for maps that
             return a log_scale, for float16, whose numerator alone may overflow, and with skip="before".
         skip: where to add D v: "before" the norm, "after" it, or None for nowhere. v is the token's value without w,
-            and D is a learned number per query head that starts at 1. The convolution gains little without it.
-        gate: whether to multiply by silu(W_g x) before W_o: True or "after", or "before" the norm, as in Mamba-2.
+            and D is a learned number per head of the output, which starts at 1. The convolution gains little without
+            it.
+        gate: where to multiply by silu(W_g x): "after" the norm (also True), "before" it as in Mamba-2, or False for
+            nowhere.
         bias: whether the projections have a bias.
 
     Raises:

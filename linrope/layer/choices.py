@@ -136,5 +136,7 @@ def _named(
     name, chosen = choice["name"], {key: value for key, value in choice.items() if key != "name"}
     check_name(argument, name, names, also=also)
     if unknown := sorted(set(chosen) - set(options)):
-        raise ValueError(f"{argument}: got {unknown} beside name={name!r}, expected at most {list(options)}")
+        raise ValueError(
+            f"{argument}: got {unknown} beside name={name!r}, expected {list(options) or 'nothing'}"
+        )
     return str(name), chosen

@@ -153,7 +153,7 @@ class WriteGate(nn.Module):
 
 
 class SelectiveSteps(nn.Module):
-    """Computes from each token the angle by which it turns the features further or less than theta.
+    """Computes from each token the angle by which it turns the features further, or less far, than theta.
 
         angle_steps = theta tanh(y)  ("multiply")   or   pi tanh(y)  ("add"),      y = B A x of low rank
 
@@ -174,8 +174,8 @@ class SelectiveSteps(nn.Module):
     Raises:
         ValueError: bound is unknown, rank is below 1, or rotary has axes or xpos.
 
-    Source: Selective RoPE, arXiv 2511.17388, and Mamba-3, arXiv 2603.15569. Here the steps are bounded, and start as
-    those of RoPE.
+    Source: Selective RoPE, arXiv 2511.17388, and Mamba-3, arXiv 2603.15569. Here the steps are bounded and start at
+    0, so that the rotation starts as RoPE's.
 
     >>> from linrope.layer.selective import SelectiveSteps
     >>> SelectiveSteps(16, Rotary(8), num_heads=2)(torch.randn(1, 5, 16)).shape

@@ -36,7 +36,7 @@ class ShortConvolution(nn.Module):
             input. "uniform": between -1 / sqrt(taps) and 1 / sqrt(taps), as in torch.nn.Conv1d.
 
     Raises:
-        ValueError: taps is below 2, or a name is unknown.
+        ValueError: taps is not an integer from 2 to 65536, or a name is unknown.
 
     Source: the convolution of H3 (arXiv 2212.14052) and, with SiLU, of Mamba (arXiv 2312.00752).
 
@@ -60,8 +60,8 @@ class ShortConvolution(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(taps, bool) or not isinstance(taps, int) or not 2 <= taps <= MOST_TAPS:
-            raise ValueError(f"short_conv={taps!r}: expected the number of taps, 2 .. {MOST_TAPS}, or None")
+        if not _is_number_of_taps(taps):
+            raise ValueError(f"taps={taps!r}: expected an integer, 2 .. {MOST_TAPS}")
         if activation is not None:
             check_name("activation", activation, ACTIVATIONS, also="None")
         check_name("start", start, STARTS)
@@ -149,6 +149,10 @@ class ShortConvolution(nn.Module):
         return text + ("" if self.bias is None else ", bias=True")
 
 
+def _is_number_of_taps(taps: object) -> bool:
+    return isinstance(taps, int) and not isinstance(taps, bool) and 2 <= taps <= MOST_TAPS
+
+
 def make_short_convolution(
     choice: int | Mapping[str, Any] | None, channels: int, factory: dict[str, Any]
 ) -> ShortConvolution | None:
@@ -160,6 +164,8 @@ def make_short_convolution(
         raise ValueError(
             f"short_conv: got the keys {unknown}, expected some of 'taps', 'activation', 'bias' and 'start'"
         )
+    if not _is_number_of_taps(taps := options.get("taps", 4)):
+        raise ValueError(f"short_conv={taps!r}: expected the number of taps, 2 .. {MOST_TAPS}, or None")
     return ShortConvolution(channels, **options, **factory)
 
 

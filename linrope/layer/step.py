@@ -135,7 +135,7 @@ def why_not(layer: nn.Module, state: Any) -> str | None:
 
 
 def plain_reason(modules: list[nn.Module], kinds: tuple[type, ...]) -> str | None:
-    """The reason why calls of these modules do more than their class says, or what F.linear would not; None: none."""
+    """Why calls of these modules may differ from their class's own forward, or from F.linear; None: they do not."""
     if transformed() or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return "a compiler or a transformation that watches the call"
     if torch.is_autocast_enabled("cpu"):
@@ -165,11 +165,15 @@ def _layer_reason(layer: LinearRoPEAttention) -> str | None:
     if layer.trapezoid is not None:
         return "trapezoid=True"
     if layer.q_norm is not None or layer.num_out_heads != layer.num_heads:
-        return "qk_norm, or more value heads than query heads"
-    if not layer.causal or layer.rope_order != "after" or layer.backend not in ("auto", "native"):
-        return "causal=False, rope_order='before' or another backend"
-    if max(layer.head_dim, layer.value_head_dim) > native.MAX_DIM or taps > MAX_TAPS:
-        return f"heads of more than {native.MAX_DIM} numbers, or more than {MAX_TAPS} taps"
+        return "more value heads than query heads" if layer.q_norm is None else "qk_norm=True"
+    if not layer.causal or layer.rope_order != "after":
+        return f"causal={layer.causal}, rope_order={layer.rope_order!r}"
+    if layer.backend not in ("auto", "native"):
+        return f"backend={layer.backend!r}"
+    if (size := max(layer.head_dim, layer.value_head_dim)) > native.MAX_DIM:
+        return f"heads of {size} numbers, more than {native.MAX_DIM}"
+    if taps > MAX_TAPS:
+        return f"{taps} taps, more than {MAX_TAPS}"
     return None
 
 

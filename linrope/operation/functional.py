@@ -103,7 +103,8 @@ def linear_rope_attention(
         key_positions: the positions of the keys, (m,) or (b, m). Default: positions if m == n, else 0, 1, .., or
             those that follow the state. Must be None with decay, log_decay or xPos.
         key_mask: bool (b, m); False hides a token from all queries. The log_decay and angle_steps of a hidden token
-            count as 0, so it neither decays nor rotates what follows.
+            count as 0, so it neither decays what came before it nor rotates what follows. A fixed decay still counts
+            its position.
         cu_seqlens: int32 or int64 (s + 1,), the bounds of s packed sequences, with b == 1: sequence i is the tokens
             cu_seqlens[i] .. cu_seqlens[i + 1] - 1. Default positions restart in each sequence, and the state has s
             sequences. On a GPU the values are not checked, but never cause an access out of bounds.

@@ -87,7 +87,7 @@ class TransformerXL(RelativeEncoding):
         scores_ij = (<q_i + u, k_j> + <q_i + w, W s(p_i - p_j)>) / sqrt(d)
         s(x)_2t = sin(x theta_t),   s(x)_2t+1 = cos(x theta_t),   theta_t = base^(-2t / (h d))
 
-    No pair of tokens forms s: s(p_i - p_j) = R(p_j - p_i) s(0) with RoPE's rotation R, so that
+    s is not formed for pairs of tokens: s(p_i - p_j) = R(p_j - p_i) s(0) with RoPE's rotation R, so that
     <y, s(p_i - p_j)> = <R(p_i) y, R(p_j) s(0)>.
 
     Raises:

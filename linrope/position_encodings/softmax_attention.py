@@ -125,8 +125,10 @@ class SoftmaxAttention(Mixer):
             raise ValueError("context: got one beside short_conv, expected None")
         context = x if context is None else context
         (b, n, _), m = x.shape, context.shape[1]
-        if len(context) != b or (self.causal and n != m):
-            raise ValueError(f"context: got {(len(context), m)}, expected x's {(b, n)}, or causal=False")
+        if len(context) != b:
+            raise ValueError(f"context: got batch {len(context)}, expected x's {b}")
+        if self.causal and n != m:
+            raise ValueError(f"context: got {m} tokens, expected x's {n}, or causal=False")
         check_mask(key_mask, b, m, x.device)
         check_packing(cu_seqlens, b, n, m, x.device)
         if cu_seqlens is not None and (state is not None or return_state):

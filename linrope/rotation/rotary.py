@@ -41,8 +41,8 @@ def grid_positions(*sizes: int, class_tokens: int = 0) -> Tensor:
 
     Args:
         sizes: the length of each axis, (rows, columns) or (frames, rows, columns). The last axis runs fastest.
-        class_tokens: the number of tokens before the cells that have no place on the grid. They get coordinate 0 on
-            every axis, and the grid then starts at 1.
+        class_tokens: the number of tokens that precede the cells and have no place on the grid. They get coordinate 0
+            on every axis, and the grid then starts at 1.
 
     Raises:
         ValueError: there is no size, a size is below 1, or class_tokens is below 0.

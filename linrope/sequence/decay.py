@@ -30,7 +30,7 @@ def distances(tokens: Tokens, m: int) -> Tensor:
 def log_decay_of_tokens(
     decay: Tensor | None, log_decay: Tensor | None, key_mask: Tensor | None, tokens: Tokens, m: int
 ) -> Tensor | None:
-    """(b or 1, m, g or 1): the gates plus the fixed decay times the distance. Hidden tokens' gates are 0."""
+    """(b or 1, m, g or 1): the gates plus log(decay) times the distance. Hidden tokens' gates are 0."""
     if log_decay is not None:
         log_decay = clamp_gates(zero_hidden(log_decay, key_mask))
     if decay is None:

@@ -17,7 +17,7 @@ class Stabilized(NamedTuple):
     k: Tensor
     log_decay: Tensor | None
     state: LinearAttentionState | None
-    maximum: Tensor  # (b, m or 1, g): m at each token
+    maximum: Tensor  # (b, keys or 1, g): the running maximum at each token
     last_maximum: Tensor  # (s, g): m after the last token
 
 

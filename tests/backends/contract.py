@@ -69,7 +69,7 @@ NATIVE = (pytest.mark.skipif(native.why_not() is not None, reason=str(native.why
 F64 = {"dtype": torch.float64, "out": 1e-12, "sums": 1e-12, "gradients": 1e-12, "combined": 1e-10}
 F32 = {"dtype": torch.float32, "out": 16 * U32, "sums": 1e-6, "gradients": 1e-5, "combined": 128 * U32}
 HALF = F32 | {"gradients": 2e-5}  # sums are float32, and each result is rounded once
-# kernels/cpu/amx.h splits float32 numbers in two bfloat16 numbers: an error of at most 2^-14 in each product.
+# kernels/cpu/amx.h splits float32 numbers in two bfloat16 numbers: an error of about 2^-16 in each product.
 ON_TILES = {"out": 2.0**-17, "sums": 2.0**-16, "gradients": 2e-5}
 TABLE = [
     Contract(name="reference", **F64),

@@ -92,7 +92,7 @@ def test_reference_has_forward_mode() -> None:
 @pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
 def test_second_derivatives_are_refused(backend: str, causal: bool) -> None:
     x = inputs(1, 4, 1, 8).requires_grad_()
-    with pytest.raises(RuntimeError, match="second derivatives: got a fused backend, expected backend='ref"):
+    with pytest.raises(RuntimeError, match=r"second derivatives: got .*, expected 'reference'"):
         jacrev(grad(lambda y: loss(y, backend, causal=causal)))(x.detach())
     (slope,) = torch.autograd.grad(loss(x, backend, causal=causal), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"linrope\.attend_backward"):

@@ -217,8 +217,8 @@ def test_a_position_without_an_exact_angle_is_refused_and_nothing_is_written() -
         ({"num_value_heads": 8}, "more value heads"),
         ({"feature_map": "exp"}, "feature_map="),
         ({"feature_map": "hedgehog"}, "feature_map="),
-        ({"short_conv": 9}, "more than 8 taps"),
-        ({"head_dim": 258}, "more than 256 numbers"),
+        ({"short_conv": 9}, "9 taps, more than 8"),
+        ({"head_dim": 258}, "heads of 516 numbers, more than 256"),
     ],
     ids=str,
 )  # fmt: skip
@@ -253,7 +253,7 @@ CHANGES: dict[str, tuple[Callable[[LanguageModel], object], str]] = {
     "dtype": (lambda model: model.norm.to(torch.bfloat16), "torch.bfloat16 on cpu"),
     "device": (lambda model: model.embed.to("meta"), "on meta"),
     "layout": (lambda model: transpose(model.blocks[0].feed_forward.w1), "not contiguous"),
-    "backend": (lambda model: setattr(model.blocks[1].attention, "backend", "eager"), "another backend"),
+    "backend": (lambda model: setattr(model.blocks[1].attention, "backend", "eager"), "backend='eager'"),
 }
 
 

@@ -156,7 +156,6 @@ def test_two_processes_do_not_save_into_one_folder(trainer: Trainer, tmp_path: P
         (lambda tensors, metadata: tensors.update(extra=torch.zeros(1)), "extra"),
         (lambda tensors, metadata: tensors.update(random_state=torch.zeros(3)), "ByteTensor"),
         (lambda tensors, metadata: metadata.pop("step"), "step"),
-        (lambda tensors, metadata: metadata.update(processes="2"), "processes: got 1, expected 2"),
         (lambda tensors, metadata: metadata.update(config='{"stepz": 1}'), "stepz"),
     ],
 )
@@ -169,9 +168,17 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(
     damage(tensors, metadata)  # type: ignore[operator]
     save_tensors(path, tensors, metadata)
     random_state = torch.get_rng_state()
-    with pytest.raises(ValueError, match=rf"training.safetensors: does not fit the model: .*{cause}"):
+    with pytest.raises(ValueError, match=rf"training.safetensors: not the state of a run: .*{cause}"):
         Trainer.load(tmp_path, trainer.corpus)
     assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_a_run_of_other_processes_is_refused_by_their_number(trainer: Trainer, tmp_path: Path) -> None:
+    path = trainer.save(tmp_path) / "training.safetensors"
+    tensors, metadata = load_tensors(path, "linrope.Training", 1)
+    save_tensors(path, tensors, metadata | {"processes": "2"})
+    with pytest.raises(ValueError, match=r"^processes: got 1, expected 2 that read different rows"):
+        Trainer.load(tmp_path, trainer.corpus)
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced_whole(trainer: Trainer, tmp_path: Path) -> None:

@@ -289,8 +289,8 @@ STATE = KeyValueState(
     ("how", "error", "message"),
     [
         ({"x": X[0]}, ValueError, r"x: got shape \(3, 8\)"),
-        ({"context": X[:, :2]}, ValueError, r"context: got \(2, 2\), expected x's \(2, 3\)"),
-        ({"context": X[:1]}, ValueError, r"context: got \(1, 3\)"),
+        ({"context": X[:, :2]}, ValueError, "context: got 2 tokens, expected x's 3, or causal=False"),
+        ({"context": X[:1]}, ValueError, "context: got batch 1, expected x's 2"),
         ({"positions": torch.arange(4)}, ValueError, r"positions: got shape \(4,\), expected \(3,\)"),
         ({"positions": torch.rand(3)}, TypeError, "positions: got torch.float32, expected integers"),
         ({"positions": torch.tensor([0, -1, 2])}, ValueError, r"positions: got -1 \.\. 2, expected 0"),

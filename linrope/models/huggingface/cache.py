@@ -114,7 +114,7 @@ class LinRopeCache(Cache):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str | None = None) -> "LinRopeCache":
-        """Reads a file that ``save`` wrote onto a device, which must be the model's (default: the CPU).
+        """Reads a file that ``save`` wrote. device: the model's; default: the CPU.
 
         A model of another configuration rejects the cache in its first call.
 

@@ -76,7 +76,7 @@ def load_training(checkpoint: Path) -> tuple[TrainingConfig, dict[str, Tensor], 
             raise ValueError(f"got no {', '.join(sorted(missing))}")
         return TrainingConfig(**parse_json(metadata["config"], "config")), tensors, metadata
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{file}: does not fit the model: {error}") from error
+        raise ValueError(f"{file}: not the state of a run: {error}") from error
 
 
 def save_training(checkpoint: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

@@ -11,7 +11,7 @@ class TrainingConfig:
     """The options of a training run, saved in its checkpoints."""
 
     steps: int = 1000
-    batch_size: int = 8  # rows per process, forward and backward
+    batch_size: int = 8  # rows in one forward and backward pass of each group of processes that share rows
     sequence_length: int = 512
     learning_rate: float = 3e-3
     warmup_steps: int = 20
@@ -37,12 +37,10 @@ class TrainingConfig:
         for name in ("learning_rate", "clip"):
             if not (0 < getattr(self, name) <= LARGEST_FLOAT):
                 raise ValueError(
-                    f"{name}={getattr(self, name)}: expected a positive finite number of float32"
+                    f"{name}={getattr(self, name)}: expected a positive number, at most {LARGEST_FLOAT:g}"
                 )
         for name in ("warmup_steps", "weight_decay", "seed"):
             if not (0 <= getattr(self, name) <= LARGEST_FLOAT):
-                raise ValueError(
-                    f"{name}={getattr(self, name)}: expected a finite number, at least 0, of float32"
-                )
+                raise ValueError(f"{name}={getattr(self, name)}: expected 0 to {LARGEST_FLOAT:g}")
         if self.pieces > self.sequence_length:
             raise ValueError(f"pieces={self.pieces}: expected at most sequence_length={self.sequence_length}")

@@ -213,7 +213,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, rows: int = 64) -> float:
-        """Bits per byte on evenly spread rows of the held-out text; every process reads all of them."""
+        """Bits per byte on evenly spread rows of the held-out text. Every group of processes reads all rows."""
         self.model.eval()
         config, text = self.config, self.corpus.held_out
         rows = min(rows, len(text) - config.sequence_length)
@@ -279,12 +279,12 @@ class Trainer:
         config, tensors, metadata = load_training(latest)
         if metadata["checksum"] != str(corpus.checksum):
             raise ValueError(f"{latest}: was trained on another text than {corpus.name}")
+        trainer = cls(model, corpus, config, accelerator, **parallel)
+        if (expected := metadata["processes"]) != (rows := str(trainer.processes.rows)):
+            raise ValueError(
+                f"processes: got {rows}, expected {expected} that read different rows, as before"
+            )
         try:
-            trainer = cls(model, corpus, config, accelerator, **parallel)
-            if (expected := metadata["processes"]) != (rows := str(trainer.processes.rows)):
-                raise ValueError(
-                    f"processes: got {rows}, expected {expected} that read different rows, as before"
-                )
             trainer.step = int(metadata["step"])
             trainer._checkpoints = [path.resolve() for path in checkpoints(folder)]
             random_state = tensors.pop("random_state")
@@ -294,7 +294,7 @@ class Trainer:
                 raise ValueError(f"got unexpected tensors {sorted(tensors)}")
             torch.set_rng_state(random_state)  # last: a damaged file must not change the process
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{latest / 'training.safetensors'}: does not fit the model: {error}") from error
+            raise ValueError(f"{latest / 'training.safetensors'}: not the state of a run: {error}") from error
         return trainer
 
     def _load_optimizer(self, tensors: dict[str, Tensor]) -> None:
