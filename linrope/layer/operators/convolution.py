@@ -105,15 +105,18 @@ def convolve_step(
 
     Args:
         x: (s, 1, c).
-        weight, bias, silu, backend: as in ``convolve``.
+        weight: as in ``convolve``.
+        bias: as in ``convolve``.
         inputs: (s, taps - 1, c) in the dtype of x, the last inputs of each sequence. With slots, a pool of rows.
+        silu: as in ``convolve``.
         slots: (s,) int64, the row of inputs that each sequence has. The rows must differ.
+        backend: as in ``convolve``.
 
     Returns:
         y (s, 1, c) in the dtype of x. With the fused backends it has the bits of ``convolve`` over all tokens.
 
     Raises:
-        As ``convolve``. Nothing is written then.
+        TypeError, ValueError, RuntimeError: as ``convolve``. Nothing is written then.
 
     >>> from linrope.layer.operators import convolve_step
     >>> weight, inputs = torch.tensor([[1.0, 10.0, 100.0]]), torch.tensor([[[1.0], [2.0]]])
