@@ -96,7 +96,7 @@ def test_a_pure_build_names_its_reason_on_pips_last_lines_and_in_show_versions(
     }
     said = show_versions(tmp_path, installed)
     assert f"linrope           {version()}\n" in said
-    assert f"backend native    no: a pure build ({reasons[missing]}" in said
+    assert f"backend native    no: a build without the compiled kernels ({reasons[missing]}" in said
 
 
 def test_a_tree_in_which_nothing_was_built_names_the_command_that_builds(tree: Path, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_the_readmes_lines_end_with_the_kernels(tree: Path, tmp_path: Path) -> N
     built = (tree / "linrope" / "lib").rename(tmp_path / "lib")
     said = run("pip install . && linrope env", tree, **environment)
     assert f"\nSuccessfully installed linrope-{version()}+pure.build.isolation\n" in said
-    assert "backend native    no: a pure build (build isolation: " in said
+    assert "backend native    no: a build without the compiled kernels (build isolation: " in said
 
     built.rename(tree / "linrope" / "lib")  # saves a second compilation
     said = run(f"{wheel}\nlinrope env", tree, **environment)

@@ -44,7 +44,7 @@ def _load() -> str | None:
 
 def _why_absent() -> str:
     if WHY_PURE.is_file():
-        return f"a pure build ({WHY_PURE.read_text(encoding='utf-8').strip()})"
+        return f"a build without the compiled kernels ({WHY_PURE.read_text(encoding='utf-8').strip()})"
     if (Path(__file__).parents[2] / "kernels" / "cpu" / "build.py").is_file():
         return "not built in this tree: run `make native`"
     return f"the native library is missing: {LIBRARY}"

@@ -29,7 +29,8 @@ def why_not() -> str | None:
 
 
 def supports(call: Call, state: LinearAttentionState | None) -> str | None:
-    # Tensors without numbers show what a model's graph would be, and why there is none.
+    # Fake tensors are accepted too: export_onnx runs the model on them first, to get the error that the exporter
+    # would hide.
     fake = isinstance(call.k, FakeTensor) and not torch.compiler.is_compiling()
     if not torch.onnx.is_in_onnx_export() and not fake:
         return _ELSEWHERE

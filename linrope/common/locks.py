@@ -63,12 +63,12 @@ def _open_locked(path: Path) -> TextIO:
             warnings.warn(f"{path.parent}: no lock ({error.strerror}); start one run at a time", stacklevel=4)
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file
-        file.close()  # the process before removed the file after we opened it
+        file.close()  # the previous holder removed the file after we had opened it
 
 
 def _lock(file: int) -> None:
     if sys.platform == "win32":
-        raise OSError(errno.ENOSYS, "linrope uses no locks of this system")
+        raise OSError(errno.ENOSYS, "linrope does not lock folders on Windows")
     import fcntl
 
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -121,8 +121,8 @@ def _describe(request: Request, shard: Layout) -> str:
     if state is not None and shard.cu_seqlens is not None:
         if state.slots is not None:
             raise NotImplementedError(
-                "state: got rows of a pool beside packed sequences in shards, expected a state: a rank knows the "
-                "last states of its own sequences only"
+                "state: got rows of a pool beside packed sequences in shards, expected a state without slots, because "
+                "a rank knows the last states of its own sequences only"
             )
         documents = len(shard.bounds) - 1
         if state.sequences != documents:

@@ -182,7 +182,7 @@ class FavorPlusPlus(RandomFeatureMap):
         return (1 - 1 / rho) / 8
 
     def fit(self, q: Tensor, k: Tensor) -> None:
-        """Sets ``spread`` to its mean over all pairs of a query and a key in the same head.
+        """Sets ``spread`` to the mean of |x' + y'|^2 over all pairs of a query and a key in the same head.
 
         q is (..., n, h, d) and k (..., m, g, d), as in the call. Earlier states become invalid.
 

@@ -72,9 +72,9 @@ def hidden_size(embed_dim: int) -> int:
 def initialize(parameters: Iterable[tuple[str, nn.Parameter]], scheme: str, branches: int) -> None:
     """Draws the initial values of the matrices, those of embeddings and gates included.
 
-        "fan-in": normal with deviation 1/sqrt(columns); in a matrix that ends a residual branch, uniform in
+        "fan-in": normal with standard deviation 1/sqrt(columns); in a matrix that ends a residual branch, uniform in
                   -1/sqrt(columns) .. 1/sqrt(columns)
-        "gpt-2":  normal with deviation 0.02; in a matrix that ends a branch, 0.02/sqrt(branches)
+        "gpt-2":  normal with standard deviation 0.02; in a matrix that ends a branch, 0.02/sqrt(branches)
 
     branches: the number of residual branches, whose sum is the model's last vector.
     """

@@ -29,7 +29,7 @@ class EncoderBlock(nn.Module):
     Args:
         dim: the size of the vectors.
         heads: the number of heads, a divisor of dim.
-        **attention: further arguments of LinearRoPEAttention, as feature_map, rotary or num_kv_heads.
+        **attention: further arguments of LinearRoPEAttention, such as feature_map, rotary or num_kv_heads.
     """
 
     def __init__(self, dim: int, heads: int, **attention: Any) -> None:

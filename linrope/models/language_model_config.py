@@ -59,7 +59,7 @@ class LanguageModelConfig:
     # With positions "rope": a layout, "selective", or {"name": "selective", options}; None: no rotation.
     rotary: str | dict | None = "interleaved"  # type: ignore[type-arg]
     max_length: int = 4096  # the size of the table if positions is "learned"
-    init: str = "fan-in"  # how the initial weights are drawn, or "gpt-2": see models/defaults.py
+    init: str = "fan-in"  # or "gpt-2": how the initial weights are drawn; see models/defaults.py
 
     def __post_init__(self) -> None:
         for name in _SIZES:

@@ -97,6 +97,21 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{B}/test_equation.py",
         "tests/kernels/test_kernels.py",
     ),
+    # The Triton kernels, in the interpreter
+    **{
+        f"kernels/linrope_kernels/{name}.py": (
+            f"{ORACLE}[triton-elu+1]",
+            f"{B}/test_steps.py",
+            f"{B}/test_equation.py",
+            f"{B}/test_gates.py",
+            "tests/kernels/test_kernels.py",
+        )
+        for name in ("angles", "backward", "decay", "forward", "gradients", "pieces", "segments", "step")
+    },
+    **{
+        f"kernels/linrope_kernels/{name}.py": ("tests/kernels/test_operators.py", "tests/layer/operators")
+        for name in ("convolution_kernels", "norm_kernels", "partial_sums")
+    },
     "linrope/models/huggingface/cache.py": (
         "tests/models/huggingface/test_generation.py",
         "tests/models/huggingface/test_modeling.py",

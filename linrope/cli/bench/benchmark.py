@@ -176,7 +176,7 @@ def _softmax_seconds(sizes: Case, n: int, previous: dict[str, Any] | None, mode:
 
 
 def overtaking(rows: list[dict[str, Any]], mode: str) -> int | None:
-    """The smallest length from which on linrope is faster."""
+    """The smallest length from which linrope is faster."""
     length = None
     for row in reversed(rows):
         ratio = row[mode]["ratio"]

@@ -89,7 +89,10 @@ def mamba2_chunk_scan(
 
 
 def _heads_at_once(group: int, numbers: int) -> int:
-    """The number of heads of one call, a divisor of the heads of a group. numbers: of a head's gradient of B, or 0."""
+    """The number of heads of one call, a divisor of the heads of a group.
+
+    numbers: the size of one head's gradient of B, or 0 without gradients.
+    """
     most = max(1, _NUMBERS_AT_ONCE // numbers) if numbers else group
     return max(i for i in range(1, group + 1) if group % i == 0 and i <= most)
 
@@ -178,7 +181,7 @@ def causal_conv1d_fn(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """The causal convolution of channels (b, c, n) with weight (c, taps), and SiLU."""
+    """The causal convolution of channels (b, c, n) with weight (c, taps), and SiLU if activation names it."""
     b, c, n = hidden_states.shape
     x = hidden_states.transpose(1, 2)
     cu_seqlens = packed_bounds(seq_idx) if cu_seqlens is None else cu_seqlens
@@ -219,7 +222,7 @@ def norm_of_groups(
 
 
 def packed_bounds(seq_idx: Tensor | None) -> Tensor | None:
-    """The bounds of the sequences that share rows, over all b n tokens, from each token's number of its sequence."""
+    """The bounds of the sequences that share rows, over all b n tokens. seq_idx (b, n): the sequence of each token."""
     if seq_idx is None:
         return None
     starts = torch.ones_like(seq_idx, dtype=torch.bool)

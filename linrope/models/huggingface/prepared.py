@@ -17,7 +17,7 @@ class _Prepared:
 
     def __init__(self) -> None:
         self.step: BlocksStep | None = None
-        self.model: nn.Module | None = None  # that it was made for, or tried
+        self.model: nn.Module | None = None  # the model that the step was made for, or that was tried
 
 
 _prepared: ContextVar[_Prepared | None] = ContextVar("linrope_prepared_step", default=None)
