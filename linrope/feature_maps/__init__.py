@@ -112,12 +112,20 @@ def make(name: str, head_dim: int, **options: Any) -> FeatureMap:
     check_integers(head_dim=head_dim)
     if head_dim < 1:
         raise ValueError(f"head_dim={head_dim}: expected at least 1")
+    try:
+        made: FeatureMap = _MAKERS[name](head_dim=head_dim, **options)
+    except TypeError:
+        _check_options(name, head_dim, options)
+        raise
+    return made
+
+
+def _check_options(name: str, head_dim: int, options: dict[str, Any]) -> None:
+    """Raises TypeError if the map does not have an option, or a required one is missing."""
     arguments = signature(_MAKERS[name])
     try:
         arguments.bind_partial(head_dim=head_dim, **options)  # names an option that the map does not have
         arguments.bind(head_dim=head_dim, **options)
     except TypeError as error:
-        options_of_map = ", ".join(x for x in arguments.parameters if x != "head_dim") or "none"
-        raise TypeError(f"feature_map={name!r}: {error}; its options: {options_of_map}") from None
-    made: FeatureMap = _MAKERS[name](head_dim=head_dim, **options)
-    return made
+        known = ", ".join(x for x in arguments.parameters if x != "head_dim") or "none"
+        raise TypeError(f"feature_map={name!r}: {error}; its options: {known}") from None
