@@ -47,7 +47,7 @@ test-dist: dist
 	$(BIN)/python -m pip wheel -q --no-build-isolation --no-deps -w $(TRIED) $(TRIED)/tree
 	rm -r $(TRIED)/tree/linrope
 	cd $(TRIED)/tree && ../venv/bin/linrope env && ../venv/bin/python -m pytest -q -o pythonpath=. \
-	tests/test_attention.py tests/models/test_language_model.py tests/cli/test_app.py
+	tests/layer/test_attention.py tests/models/test_language_model.py tests/cli/test_app.py
 
 # make test with the lowest versions that pyproject.toml allows of what a user installs, in an environment of its own.
 # Old libraries beside new ones have their DeprecationWarnings. TORCH= takes PyTorch, with CUDA, from the package index.

@@ -146,3 +146,11 @@ def empty_environment_with_pytorch(folder: Path) -> dict[str, str]:
     constraints.write_text(re.sub("(?m)^torch==.*", f"torch=={distribution.version}", pinned))
     path = f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}"
     return {"PATH": path, "PIP_CONSTRAINT": str(constraints)}
+
+
+def test_the_makefile_names_files_that_exist() -> None:
+    named = re.findall(
+        r"(?<![\w/$)])((?:tests|benchmarks|docs|kernels)/[\w/]+(?:\.py)?)", (ROOT / "Makefile").read_text()
+    )
+    assert "tests/layer/test_attention.py" in named
+    assert not [path for path in named if not (ROOT / path).exists()]
