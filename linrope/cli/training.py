@@ -124,9 +124,8 @@ def run_steps(
                 stopped = _any_process(stop.is_set(), trainer)
                 loss, seconds = values["bits_per_byte"], time.perf_counter() - start
                 total, done = _KEPT * total + (1 - _KEPT) * loss, trainer.step - first
-                bits = total / (
-                    1 - _KEPT**done
-                )  # a weighted mean of all steps, in which the latest count most
+                # A weighted mean of all steps, in which the latest count most
+                bits = total / (1 - _KEPT**done)
                 rate = done * _bytes_per_step(trainer) / seconds
                 left = timedelta(seconds=round(seconds / done * (config.steps - trainer.step)))
                 line(

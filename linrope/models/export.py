@@ -116,9 +116,8 @@ def export_onnx(
     if check:
         _check_runtime(operators, oldest)
     module = TensorStates(model)
-    module.training = (
-        False  # the model computes the same in both modes, but the exporter warns about training
-    )
+    # The model computes the same in both modes, but the exporter warns about training mode.
+    module.training = False
     layers: list[Any] = [block.attention for block in model.blocks]
     if backend == "onnx" and any(layer.feature_map.log_scaled for layer in layers):
         raise ValueError(

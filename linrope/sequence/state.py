@@ -264,9 +264,11 @@ class LinearAttentionState:
 
     def rows(self) -> "LinearAttentionState":
         """A copy of the rows at the slots; without slots, the state itself."""
-        if self.slots is None:
-            return self
-        return self.reorder(torch.arange(len(self.slots), device=self.slots.device))
+        return self if self.slots is None else self._select(self.slots)
+
+    def _select(self, rows: Tensor) -> "LinearAttentionState":
+        """A copy of these rows of the tensors, without slots."""
+        return replace(self._map(lambda tensor: tensor.index_select(0, rows)), slots=None)
 
     def write(self, new: "LinearAttentionState | Mapping[str, Tensor | None]") -> None:
         """Copies another state, or tensors by name, into this one's memory: at the slots, if it has slots.
@@ -326,8 +328,7 @@ class LinearAttentionState:
         index = index.to(self.kv.device)
         if values_readable(index) and index.numel() and not 0 <= index.min() <= index.max() < self.sequences:
             raise IndexError(f"index: got {index.tolist()}, expected numbers 0 .. {self.sequences - 1}")
-        rows = index if self.slots is None else self.slots[index]
-        return replace(self._map(lambda tensor: tensor.index_select(0, rows)), slots=None)
+        return self._select(index if self.slots is None else self.slots[index])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a safetensors file, atomically."""
@@ -359,7 +360,10 @@ _LEAVES = ("kv", "z", "position", "angle", "log_scale", "conv", "last_token", "a
 
 
 def _leaves(state: LinearAttentionState) -> dict[str, Tensor]:
-    """What PyTorch's functions of nested tensors see. Being donated gets lost, which costs a copy and nothing else."""
+    """The tensors that PyTorch's pytree functions, such as ``tree_map``, visit.
+
+    They rebuild the state without ``donated``, so the next step copies it instead of overwriting its memory.
+    """
     return state.tensors() | ({} if state.slots is None else {"slots": state.slots})
 
 
