@@ -39,6 +39,18 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
         names["linrope_transformers"].disable()
 
 
+def test_the_pages_first_one_says_what_the_readme_says() -> None:
+    """What linrope is, and what an installation requires: the same words, up to links and the ends of lines."""
+
+    def paragraphs(page: str) -> list[str]:
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", (ROOT / page).read_text("utf-8"))
+        return [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
+
+    readme, index = paragraphs("README.md"), paragraphs("docs/index.md")
+    assert index[:2] == readme[:2]
+    assert index[index.index("## Install") + 1] == readme[readme.index("## Install") + 1]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_page_installs_from_an_index_that_has_no_linrope(page: Path) -> None:
     assert not re.search(r"pip install ['\"]?linrope", page.read_text("utf-8"))
