@@ -23,9 +23,9 @@ CHUNK = 32  # C of the operation count
 _STEPS = 20  # decoding steps per measurement
 
 
-def flop_per_token_head(d: int, e: int) -> int:
-    """2CD + CE + 4DE, C = 32: scores of whole tiles, values of half tiles, state read and written."""
-    return 2 * CHUNK * d + CHUNK * e + 4 * d * e
+def flop_per_token_head(f: int, e: int) -> int:
+    """2 C f + C e + 4 f e, C = 32: scores of whole tiles, values of half tiles, state read and written."""
+    return 2 * CHUNK * f + CHUNK * e + 4 * f * e
 
 
 def peak_memory(function: Callable[[], Any], device: str = "cpu") -> int | None:
