@@ -10,9 +10,9 @@ from linrope.rotation.rotary import Rotary
 class Sinusoidal(nn.Module):
     """Adds sines and cosines of the position, with wavelengths that grow geometrically.
 
-        x_i + p_i,   p_(i,2t) = sin(i / base^(2t/embed_dim)),   p_(i,2t+1) = cos(i / base^(2t/embed_dim))
+        x_i + s(p_i),   s(p)_(2t) = sin(p / base^(2t/embed_dim)),   s(p)_(2t+1) = cos(p / base^(2t/embed_dim))
 
-    x is (b, n, embed_dim), positions (n,) or (b, n) integers. Nothing is learned, and positions have no
+    x is (b, n, embed_dim), positions p (n,) or (b, n) integers. Nothing is learned, and positions have no
     limit. Angles are computed in float64.
 
     Raises:
@@ -43,9 +43,9 @@ class Sinusoidal(nn.Module):
 class LearnedAbsolute(nn.Module):
     """Adds a learned vector per position.
 
-        x_i + table_i,   i < max_length
+        x_i + table_(p_i),   p_i < max_length
 
-    x is (b, n, embed_dim), positions (n,) or (b, n) integers.
+    x is (b, n, embed_dim), positions p (n,) or (b, n) integers.
 
     Raises:
         ValueError: a size is below 1; in forward, a position is outside 0 .. max_length - 1. On a GPU
