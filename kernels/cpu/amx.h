@@ -63,7 +63,7 @@ constexpr float kRounding = 1.0026f;
 LINROPE_INLINE vf upper(vf x) { return (vf)((vu)x & kUpper); }
 LINROPE_INLINE vu pairs(vf x, vf y) { return (vu)upper(y) | (vu)x >> 16; }
 
-// Splits the pairs (x, y); returns low. third: null, or where what the two parts leave goes
+// Splits the pairs (x, y); returns low. third: where to store what the two parts leave; null: nowhere
 LINROPE_INLINE vu split(vf x, vf y, uint32_t* high, uint32_t* low, uint32_t* third = nullptr) {
   const vf high_x = (vf)((vu)x + 0x8000), high_y = (vf)((vu)y + 0x8000);
   const vf rest_x = x - upper(high_x), rest_y = y - upper(high_y);

@@ -1,5 +1,5 @@
-// The operators of linrope_native. They use PyTorch's stable ABI, so that one library serves torch >= 2.10
-// and any Python.
+// The operators of linrope_native. They use PyTorch's stable ABI of 2.10, so that one library serves any Python and every
+// PyTorch that linrope supports.
 #include <cstring>
 #include <tuple>
 

@@ -40,9 +40,7 @@ ISAS: dict[str, dict[str, list[str]]] = {
     "aarch64": {"baseline": []},
 }
 COMPILERS = ("c++", "g++", "clang++")  # unless $CXX names one
-STABLE_ABI = (
-    "-DTORCH_TARGET_VERSION=0x020a000000000000"  # 2.10: the library works with this torch and later ones
-)
+STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # the stable ABI of 2.10, which later ones keep
 
 
 class Unavailable(RuntimeError):
@@ -76,7 +74,7 @@ def torch_folder() -> Path:
     folder = Path(spec.origin).parent
     if not (folder / "include" / "torch" / "csrc" / "stable" / "library.h").exists():
         raise Unavailable(
-            f"no PyTorch headers: {folder} has none of the stable ABI, expected PyTorch 2.10 or later"
+            f"no PyTorch headers: {folder} has none of the stable ABI, expected PyTorch 2.11 or later"
         )
     return folder
 

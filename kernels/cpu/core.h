@@ -1,8 +1,8 @@
 // The matrix products of all sweeps: out = A S + tril(A B^T) V, then S += B^T V, on a chunk of at most kChunk tokens.
 //
 // A is row-major, (kChunk, K). The others are stored in panels: B^T (kChunk/NW, K, NW), V (N/P, kChunk, P) and
-// S (N/P, K, P), where P is NW, or NW / 2 if N is no larger than that: small heads would else be padded
-// to NW, and most of the products would be by zeros.
+// S (N/P, K, P), where P is NW, or NW / 2 if N is no larger than that: otherwise small heads would be
+// padded to NW, and most of the products would be by zeros.
 #pragma once
 #include "vector.h"
 

@@ -1,8 +1,8 @@
 // Gradients of keys and values, last token to first. With gb = dout / den and dS the gradient of the state:
 //   dv = psi^ dS + triu(psi^ phi^T) gb        dpsi^ = v dS^T + triu(v gb^T) phi^
 // The gradients of log decay and angle steps are running sums over all later tokens. A pair of a query and a key adds
-// the same number to the sum at the query's token and takes it away at the key's. A token's pair with itself would do
-// both at once, and leave a rounding error where the decay lets nothing else through: log decay's sum is without it.
+// the same number to the sum at the query's token and takes it away at the key's. For a token's own query and key the two
+// cancel but for a rounding error, which is all that is left under strong decay. Log decay's sum leaves this pair out.
 #pragma once
 #include "task.h"
 
@@ -166,17 +166,16 @@ struct BackwardKeys : Task {
       const int angle = (rows - 1 - i) * s.half;
       float *y = w.psi + i * F, *dy = w.d + i * F, *dden_row = w.dden_phi + i * F;
       if (unmasked(token)) {
-        rotate<true>(s, dy, k_angle.cos + angle, k_angle.sin + angle, 1, dy);
         if (want_d_log_decay) {
-          sums[0] -= product(y, dy, F);
+          sums[0] -= product(w.psi_hat + i * F, dy, F);
+          if (query_heads) {
+            const float* rest = w.d_of_diagonal + i * F;
+            for (int f = 0; f < F; f += W) store(dy + f, load(dy + f) + load(rest + f));
+          }
           if (c.normalize || ends.z_in)  // dz of later tokens
             sums[0] -= product(y, dden_row - F, F) * (i ? exp_minus_D[i] * exp_D[i - 1] : 1);
         }
-        if (want_d_log_decay && query_heads) {
-          float* rest = w.d_of_diagonal + i * F;
-          rotate<true>(s, rest, k_angle.cos + angle, k_angle.sin + angle, 1, rest);
-          for (int f = 0; f < F; f += W) store(dy + f, load(dy + f) + load(rest + f));
-        }
+        rotate<true>(s, dy, k_angle.cos + angle, k_angle.sin + angle, 1, dy);
         if (want_d_angle_steps)  // the normalizer's share is not rotated
           for (int p = 0; p < s.pairs; p++) {
             const int first = p * s.pair_stride, second = first + s.partner;

@@ -16,7 +16,7 @@ struct Tasks {
       : b(b), n(n), rows(n >= kTaskTokens ? 1 : kTaskTokens / (n ? n : 1)), parts((n + kTaskTokens - 1) / kTaskTokens) {}
   int64_t count() const { return n ? (b + rows - 1) / rows * parts : 0; }
 
-  // Calls f(task, batch, begin, end) for all tokens, in parallel if a token's `numbers` make that worth while
+  // Calls f(task, batch, begin, end) for all tokens, in parallel if a token's `numbers` make that worthwhile
   template <class F> void run(int64_t numbers, F f) const {
     const auto range = [&](int64_t first, int64_t last) {
       for (int64_t task = first; task < last; task++) {

@@ -13,9 +13,10 @@ struct FinishQuery {
 
   // The terms of log decay's gradient, which are those of earlier keys only: see keys.h
   struct Earlier {
-    float* sum;  // null if that gradient is not wanted
-    float* diagonal;  // (F): what the key of the same token adds to d, not rotated back yet
-    double den;  // the denominator without that key
+    float* sum;        // null if that gradient is not wanted
+    const float* key;  // (F): the key of the same token, rotated by its angle less the query's; d is without it
+    float score;       // its factor in d
+    double den;        // the denominator without it
   };
 
   // Returns dden. Adds the query's terms to the gradients of angle steps and log decay, if these are not null.
@@ -28,9 +29,8 @@ struct FinishQuery {
     const double before = earlier.sum ? product(phi, d, s.F) : 0;
     float x = earlier.sum ? (float)before : dot(phi, d, s.F);  // = gb num, with the diagonal
     if (earlier.sum) {
-      rotate<true>(s, earlier.diagonal, cos, sin, 1, earlier.diagonal);
-      x += dot(phi, earlier.diagonal, s.F);
-      for (int i = 0; i < s.F; i += W) store(d + i, load(d + i) + load(earlier.diagonal + i));
+      x += dot(phi, earlier.key, s.F) * earlier.score;
+      for (int i = 0; i < s.F; i += W) store(d + i, load(d + i) + load(earlier.key + i) * earlier.score);
     }
     const bool constant_den = !c.normalize || (!c.add_eps && den < c.eps);
     const float dden = constant_den ? 0 : -x * inverse_den;
@@ -54,19 +54,19 @@ struct FinishQuery {
 struct BackwardQueries : Task {
   static constexpr int C = kChunk;
   struct Scratch {
-    float *x, *hat, *z_before, *z, *d, *v, *v_t, *gb, *scores, *raw, *within, *dens, *diagonal, *diagonal_row,
+    float *psi, *phi, *hat, *z_before, *z, *d, *v, *v_t, *gb, *scores, *raw, *within, *dens, *diagonal, *key,
         *k_angles, *q_angles;
     tiles::Factors* factors;
     Scratch(const Shape& s, Arena& a)
-        : x(a.take<float>(C * s.F)), hat(a.take<float>(C * s.F)), z_before(a.take<float>((C + 1) * s.F)),
-          z(z_before + s.F), d(a.take<float>(C * s.F)), v(a.take<float>(C * s.E)), v_t(a.take<float>(C * s.E)),
+        : psi(a.take<float>(C * s.F)), phi(a.take<float>(C * s.F)), hat(a.take<float>(C * s.F)),
+          z_before(a.take<float>((C + 1) * s.F)), z(z_before + s.F), d(a.take<float>(C * s.F)), v(a.take<float>(C * s.E)), v_t(a.take<float>(C * s.E)),
           gb(a.take<float>(C * s.E)), scores(a.take<float>(C * C)), raw(a.take<float>(s.F)),
           within(a.take<float>(s.F)), dens(a.take<float>(C)), diagonal(a.take<float>(C)),
-          diagonal_row(a.take<float>(s.F)), k_angles(a.take<float>(2 * C * s.half)), q_angles(a.take<float>(2 * C * s.half)),
+          key(a.take<float>(s.F)), k_angles(a.take<float>(2 * C * s.half)), q_angles(a.take<float>(2 * C * s.half)),
           factors(a.take<tiles::Factors>(1)) {}
   };
   static size_t bytes(const Shape& s, int count) {
-    return sizeof(tiles::Factors) + 4 * (4 * C * s.F + 3 * C * s.E + C * C + 3 * C + 4 * s.F + 4 * C * s.half) + 1536 +
+    return sizeof(tiles::Factors) + 4 * (5 * C * s.F + 3 * C * s.E + C * C + 3 * C + 4 * s.F + 4 * C * s.half) + 1536 +
            count * (size_t)(4 * s.F * s.E + 8 * s.F + 2 * s.angle_bytes() + 512);
   }
   const Scratch& w;
@@ -94,12 +94,12 @@ struct BackwardQueries : Task {
     const Angles& query_angles = same_angles ? k_angle : q_angle;
     k_angle.forward(t, rows);
     if (!same_angles) q_angle.forward(t, rows);
-    key_features(t, 1, rows, w.x);
+    key_features(t, 1, rows, w.psi);
     for (int f = 0; f < F; f++) w.z_before[f] = (float)z_sum.total[f];
-    z_sum.rows(w.x, rows, decay.exp_minus_D, decay.exp_D, w.z);
+    z_sum.rows(w.psi, rows, decay.exp_minus_D, decay.exp_D, w.z);
     for (int i = 0; i < rows; i++) {
       prefetch(v, t + i, C, s.e);
-      rotate<false, NW * C>(s, w.x + i * F, k_angle.cos + i * half, k_angle.sin + i * half, decay.exp_minus_D[i],
+      rotate<false, NW * C>(s, w.psi + i * F, k_angle.cos + i * half, k_angle.sin + i * half, decay.exp_minus_D[i],
                            w.hat + i * s.feature_row.panel);
       key_values(t + i, w.v + i * E, NW);
       if (c.d_log_decay) c.d_log_decay[key_index(t + i)] = 0;
@@ -127,10 +127,10 @@ struct BackwardQueries : Task {
   void add_queries(int64_t t, const Operands& keys, int r, const Angles& query_angles, bool finite) {
     const Rows q = query_rows(c.q, r), dout = query_rows(c.dout, r), dq = query_rows(c.dq, r);
     const int rows = keys.rows, F = s.F, E = s.E, half = s.half;
-    features(s, q, t, 1, rows, w.x);
+    features(s, q, t, 1, rows, w.phi);
     for (int i = 0; i < rows; i++) {
       prefetch(dout, t + i, C, s.e), prefetch(dq, t + i, 0, s.f);
-      const float *phi = w.x + i * F, *z = w.z + i * F;
+      const float *phi = w.phi + i * F, *z = w.z + i * F;
       w.dens[i] = c.normalize ? dot(phi, z, F) : 1;
       const float inverse = inverse_den(w.dens[i]);
       c.inverse_den[query_index(t + i, r)] = inverse;
@@ -139,15 +139,20 @@ struct BackwardQueries : Task {
     multiply_chunk({keys, w.gb, fresh ? nullptr : S, decay.exp_D, finite, false, w.scores, w.d, F,
                     c.d_log_decay ? w.diagonal : nullptr});
     const FinishQuery finish_query{*this, w.raw};
-    FinishQuery::Earlier earlier{nullptr, w.diagonal_row, 0};
+    FinishQuery::Earlier earlier{};
     for (int i = 0; i < rows; i++) {
       const int64_t at = query_index(t + i, r);
       if (c.d_log_decay) {
         earlier.sum = c.d_log_decay + key_index(t + i);
-        copy_from_panels(w.hat + i * s.feature_row.panel, NW * C, F, w.diagonal[i] * decay.exp_D[i], w.diagonal_row);
-        if (c.normalize) earlier.den = product(w.x + i * F, w.z + (i - 1) * F, F) * decay.between(i);
+        earlier.score = w.diagonal[i], earlier.key = w.psi + i * F;
+        if (!same_angles) {
+          rotate<false>(s, earlier.key, k_angle.cos + i * half, k_angle.sin + i * half, 1, w.key);
+          rotate<true>(s, w.key, q_angle.cos + i * half, q_angle.sin + i * half, 1, w.key);
+          earlier.key = w.key;
+        }
+        if (c.normalize) earlier.den = product(w.phi + i * F, w.z + (i - 1) * F, F) * decay.between(i);
       }
-      c.dden[at] = finish_query(q, dq, t + i, w.x + i * F, w.d + i * F, w.z + i * F, query_angles.cos + i * half,
+      c.dden[at] = finish_query(q, dq, t + i, w.phi + i * F, w.d + i * F, w.z + i * F, query_angles.cos + i * half,
                                query_angles.sin + i * half, w.dens[i], c.inverse_den[at], angle_steps_at(t + i),
                                earlier);
     }

@@ -211,11 +211,6 @@ inline void copy_to_panels(const float* row, int n, float* y, int block) {
   for (int i = 0; i < n; i += W) store(at(y, block, i), load(row + i));
 }
 
-// row = scale * a row in blocks
-inline void copy_from_panels(const float* x, int block, int n, float scale, float* row) {
-  for (int i = 0; i < n; i += W) store(row + i, load(at(x, block, i)) * scale);
-}
-
 // True if the first `rows` rows of the panels are finite
 bool all_finite(const float* panels, int rows, const RowLayout& N) {
   vf bad = {};

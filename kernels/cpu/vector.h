@@ -169,7 +169,7 @@ LINROPE_INLINE vf reciprocal(vf x) {  // a division takes as long as all the res
 LINROPE_INLINE vf reciprocal(vf x) { return 1.0f / x; }
 #endif
 
-struct Silu {  // y = x s with s = sigmoid(x), and dy/dx; minus infinity gives 0, NaN stays
+struct Silu {  // y = x s with s = sigmoid(x), and dy/dx; minus infinity gives -1.4e-36, NaN stays
   vf y, s;
   LINROPE_INLINE explicit Silu(vf x) {
     x = largest(x, -87.0f);  // 1 + e^87 has a normal reciprocal
