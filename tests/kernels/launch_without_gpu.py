@@ -36,25 +36,27 @@ def attend(
 def main() -> None:
     backend.supports = lambda *_, **__: None
     with recorded(int(sys.argv[1])) as launches:
-        every_form()
-        if "wide" in sys.argv:
-            wide_heads()
+        FORMS[sys.argv[2]]()
     for x in launches:
         print(json.dumps({"kernel": x.kernel.__name__, "shared": x.compiled.metadata.shared}))
 
 
-def every_form() -> None:
+def few_forms() -> None:
+    """One at least for each kernel."""
     attend(key_mask=torch.zeros(2, 130, dtype=torch.bool))
-    attend(g=1, rotary=Rotary(64, layout="half", rotary_dim=24))
     attend(causal=False, positions=torch.arange(130), key_positions=torch.arange(130) * 3)
+    attend(n=1, g=2, angle_steps=torch.zeros(2, 1, 2, 32), log_decay=torch.zeros(2, 1, 1), eps_mode="add")
+    attend(b=1, g=2, decay=torch.full((2,), 0.9), cu_seqlens=torch.tensor([0, 30, 130], dtype=torch.int32))
+
+
+def other_forms() -> None:
+    attend(g=1, rotary=Rotary(64, layout="half", rotary_dim=24))
     attend(transposed=True, rotary=None, normalize=False, feature_map="silu")
     attend(n=16, dtype=torch.float16, rotary=Rotary.whole_model(4, 64))
     attend(n=1, g=2, key_mask=torch.zeros(2, 1, dtype=torch.bool))
     attend(n=1, decay=torch.full((4,), 0.9))
-    attend(n=1, g=2, angle_steps=torch.zeros(2, 1, 2, 32), log_decay=torch.zeros(2, 1, 1), eps_mode="add")
     attend(log_decay=torch.zeros(1, 130, 4, requires_grad=True), angle_steps=torch.zeros(2, 130, 1, 32))
     attend(rotary=Rotary.axial(64, 3), positions=torch.zeros(130, 3, dtype=torch.int64))
-    attend(b=1, g=2, decay=torch.full((2,), 0.9), cu_seqlens=torch.tensor([0, 30, 130], dtype=torch.int32))
     attend(b=1, causal=False, cu_seqlens=torch.tensor([0, 30, 130]))
     linear_rope_state(
         *torch.zeros(2, 2, 130, 4, 64, dtype=torch.bfloat16), rotary=Rotary(64), backend="triton"
@@ -69,6 +71,8 @@ def wide_heads() -> None:
     attend(d=128, decay=torch.full((4,), 0.9))
     attend(d=96, e=40, g=2, rotary=Rotary(96, layout="half"))
 
+
+FORMS = {"few": few_forms, "other": other_forms, "wide": wide_heads}
 
 if __name__ == "__main__":  # it replaces parts of Triton and of linrope
     main()
