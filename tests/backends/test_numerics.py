@@ -183,8 +183,11 @@ def test_a_key_that_is_no_number_reaches_every_later_query_and_no_earlier_one(
         assert changed[:, 70:].isnan().all() or wrong == float("inf")
 
 
-@every_fast
-@pytest.mark.parametrize("g", [0.9, 0.999, 1 - 2.0**-20])
+@pytest.mark.parametrize(
+    ("backend", "g"),
+    [("eager", 1 - 2.0**-20), *(pytest.param("eager", g, marks=pytest.mark.long) for g in (0.9, 0.999)),
+     *(pytest.param("native", g, marks=NATIVE.marks) for g in (0.9, 0.999, 1 - 2.0**-20))],
+)  # fmt: skip
 def test_decay_is_exact_over_a_million_tokens(g: float, backend: str) -> None:
     """Ones in, the geometric sum out: no power of g over- or underflows, and none is biased."""
     n = 10**6

@@ -172,6 +172,7 @@ def compiled(capability: int, *forms: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.long
 def test_they_compile_for_hopper_and_do_not_spill() -> None:
     assert not [x for x in compiled(90) if x["spills"]]
 
