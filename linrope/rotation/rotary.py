@@ -94,8 +94,9 @@ class Rotary:
     Raises:
         TypeError: a size is not an integer, or base is not a number.
         ValueError: a size is odd or not positive, rotary_dim > dim, base <= 0, the layout or rope_type is unknown,
-            a key of scaling is missing, unknown or impossible, scaling is given with theta or axes, theta has the
-            wrong shape or is not finite, or attention_factor is given without theta or is not positive.
+            a key of scaling is missing, unknown or impossible, scaling is given with theta or axes, xpos is given with
+            axes or is not positive, theta has the wrong shape or is not finite, or attention_factor is given without
+            theta or is not positive.
 
     Source: Su et al. 2021, arXiv 2104.09864. ``linrope.rotation.frequencies`` names the extensions' sources.
 
@@ -145,6 +146,8 @@ class Rotary:
                 raise ValueError(f"attention_factor={attention_factor}: expected a positive finite number")
         if xpos is not None and not (xpos > 0 and math.isfinite(xpos)):
             raise ValueError(f"xpos={xpos}: expected a positive finite length, or None")
+        if xpos is not None and axes is not None:
+            raise ValueError(f"xpos={xpos}: expected None beside axes={axes}")
         self.dim, self.base, self.layout, self.rotary_dim = dim, float(base), layout, rotary_dim
         self.axes, self.xpos = axes, xpos
         self.attention_factor = 1.0 if attention_factor is None else float(attention_factor)

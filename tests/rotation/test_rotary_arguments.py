@@ -51,6 +51,7 @@ SHAPES = ((3,), (2, 4), (1, 1, 2), ())  # which theta cannot have
          r"attention_factor=0.0: expected a positive finite number"),
         (lambda: Rotary(8, xpos=0), r"xpos=0: expected a positive finite length"),
         (lambda: Rotary(8, xpos=math.inf), r"xpos=inf: expected a positive finite length"),
+        (lambda: Rotary(8, theta=ones(2, 4), axes=2, xpos=512.0), r"xpos=512.0: expected None beside axes=2"),
         (lambda: Rotary(8, theta=ones(4), scaling={"rope_type": "default"}),
          r"scaling={'rope_type': 'default'}: expected None beside theta"),
         (lambda: Rotary(8, axes=2, scaling={"rope_type": "default"}), r"expected None beside axes"),
