@@ -261,6 +261,11 @@ class Rotary:
                 f"layout={layout!r}: whole-model rotation requires 'interleaved': 'half' puts the "
                 "partners of a pair into different heads"
             )
+        check_integers(num_heads=num_heads, head_dim=head_dim)
+        if num_heads < 1:
+            raise ValueError(f"num_heads={num_heads}: expected at least 1")
+        if head_dim < 2 or head_dim % 2:
+            raise ValueError(f"head_dim={head_dim}: expected a positive even number")
         d_model = num_heads * head_dim
         if axes is None:
             return cls(head_dim, base=base, theta=cls(d_model, base=base).theta.view(num_heads, -1))
@@ -288,8 +293,11 @@ class Rotary:
         >>> Rotary.axial(8)(torch.ones(1, 1, 1, 8), torch.tensor([[3, 0]]))[0, 0, 0, 4:]  # column 0
         tensor([1., 1., 1., 1.])
         """
-        all_pairs = (dim if rotary_dim is None else rotary_dim) // 2
+        check_integers(axes=axes)
+        all_pairs = cls(dim, base=base, layout=layout, rotary_dim=rotary_dim).rotary_dim // 2
         if pairs is None:
+            if not 1 <= axes <= all_pairs:
+                raise ValueError(f"axes={axes}: expected 1 to {all_pairs}, at most one per pair")
             pairs = [(all_pairs + axes - 1 - a) // axes for a in range(axes)]
         if len(pairs) != axes or min(pairs, default=0) < 1 or sum(pairs) != all_pairs:
             raise ValueError(
