@@ -12,7 +12,6 @@ from linrope.feature_maps.elementwise import ELEMENTWISE, Elementwise, Elementwi
 from linrope.feature_maps.favor import FavorHyperbolic, FavorPlus, FavorPlusPlus
 from linrope.feature_maps.fourier import RandomFourier
 from linrope.feature_maps.generalized import GeneralizedRandomFeatures
-from linrope.feature_maps.identity import same_identity
 from linrope.feature_maps.learned import T2R, Hedgehog, LearnedMap
 from linrope.feature_maps.paired import PairedMap
 from linrope.feature_maps.polynomial import Rebased, Taylor2
@@ -43,7 +42,6 @@ __all__ = [
     "SoftmaxMap",
     "Taylor2",
     "make",
-    "same_identity",
 ]
 
 

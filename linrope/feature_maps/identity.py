@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-DIGITS = 16  # of a digest
+from linrope.sequence.identities import DIGITS
 
 
 class Identified(nn.Module):
@@ -90,29 +90,6 @@ class Identified(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_last"}
-
-
-def same_identity(a: str, b: str) -> bool:
-    """Whether the states of two maps may be mixed: the identities are equal, where "?" equals any digest.
-
-    >>> from linrope.feature_maps.identity import same_identity
-    >>> same_identity("T2R(4)#0123456789abcdef; None", "T2R(4)#?; None")
-    True
-    >>> same_identity("T2R(4)#0123456789abcdef; None", "T2R(4)#fedcba9876543210; None")
-    False
-    """
-    if a == b:
-        return True
-    a_fields, b_fields = a.split("#"), b.split("#")
-    return len(a_fields) == len(b_fields) and all(map(_same_field, a_fields, b_fields))
-
-
-def _same_field(a: str, b: str) -> bool:
-    """Compares one '#'-separated field of two identities."""
-    if a == b:
-        return True
-    rests = [field[1:] if field[:1] == "?" else field[DIGITS:] for field in (a, b)]
-    return "?" in (a[:1], b[:1]) and rests[0] == rests[1]
 
 
 def _has_bytes(x: Tensor) -> bool:

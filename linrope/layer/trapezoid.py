@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from linrope.common.precision import full_precision
 from linrope.feature_maps import FeatureMap
 from linrope.feature_maps.base import widen
-from linrope.feature_maps.identity import same_identity
 from linrope.layer.storing import store_in_state
 from linrope.operation import checks
 from linrope.operation.attend import identity_of
@@ -23,6 +22,7 @@ from linrope.operation.positions import resolve_positions
 from linrope.rotation.angles import cos_sin
 from linrope.rotation.rotary import Rotary, rotate, spell_out
 from linrope.sequence.decay import MIN_LOG_DECAY, clamp_gates, zero_hidden
+from linrope.sequence.identities import same_identity
 from linrope.sequence.packing import at_last, owners, per_token, previous, rising_bounds
 from linrope.sequence.state import LinearAttentionState
 

@@ -13,8 +13,9 @@ from linrope.operation.features import map_features, scale_and_rotate
 from linrope.operation.request import Request
 from linrope.rotation.rotary import Rotary
 from linrope.sequence.decay import Tokens, distances, log_decay_of_tokens, slope_of_angle, steps_of_tokens
+from linrope.sequence.identities import WITHOUT_Z
 from linrope.sequence.stabilizer import stabilize
-from linrope.sequence.state import WITHOUT_Z, LinearAttentionState
+from linrope.sequence.state import LinearAttentionState
 
 
 def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:

@@ -9,10 +9,10 @@ from linrope import feature_maps
 from linrope.common.names import check_bools, check_integers, check_name
 from linrope.common.values import values_readable
 from linrope.feature_maps import FeatureMap
-from linrope.feature_maps.identity import same_identity
 from linrope.operation.request import EPS_MODES, ORDERS, Request
 from linrope.rotation.rotary import Rotary
-from linrope.sequence.state import WITHOUT_Z, LinearAttentionState
+from linrope.sequence.identities import WITHOUT_Z, same_identity
+from linrope.sequence.state import LinearAttentionState
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

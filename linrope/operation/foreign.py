@@ -9,7 +9,8 @@ from linrope.operation import checks
 from linrope.operation.attend import identity_of
 from linrope.operation.request import ORDERS
 from linrope.rotation.rotary import Rotary
-from linrope.sequence.state import WITHOUT_Z, LinearAttentionState
+from linrope.sequence.identities import WITHOUT_Z
+from linrope.sequence.state import LinearAttentionState
 
 
 def state_from_sums(

@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 from linrope.common.files import load_tensors, save_tensors
 from linrope.common.values import values_readable
 from linrope.common.writing import check_writable
+from linrope.sequence.identities import may_replace, same_identity
 
 _FORMAT, _VERSION = "linrope.LinearAttentionState", 1
 
-WITHOUT_Z = "; without z"  # ends the identity of a state whose z is unknown: see ``state_from_sums``
 NO_KEYS = -1e30  # log_scale before the first key; finite, because -inf - -inf is NaN
 
 
@@ -110,25 +110,18 @@ class LinearAttentionState:
                 f"state: got kv {tuple(self.kv.shape)}, z {tuple(self.z.shape)}, position "
                 f"{tuple(self.position.shape)}; expected (b, g, f, e), (b, g, f), (b,)"
             )
-        if self.angle is not None and (self.angle.ndim != 3 or self.angle.shape[:1] != rows):
+        for name, rest in (("angle", "g or 1, pairs"), ("conv", "taps - 1, channels")):
+            if (x := getattr(self, name)) is not None and (x.ndim != 3 or x.shape[:1] != rows):
+                raise ValueError(f"state.{name}: got {tuple(x.shape)}, expected ({rows[0]}, {rest})")
+        if self.last_token is not None:
+            kind, size = self.last_token.dtype, (*shape[:2], shape[2] + shape[3] + 2)
+            if kind != torch.float64 or self.last_token.shape != size:
+                raise ValueError(
+                    f"state.last_token: got {kind} {tuple(self.last_token.shape)}, expected float64 {size}"
+                )
+        if self.log_scale is not None and self.log_scale.shape != shape[:2]:
             raise ValueError(
-                f"state.angle: got {tuple(self.angle.shape)}, expected ({rows[0]}, g or 1, pairs)"
-            )
-        if self.conv is not None and (self.conv.ndim != 3 or self.conv.shape[:1] != rows):
-            raise ValueError(
-                f"state.conv: got {tuple(self.conv.shape)}, expected ({rows[0]}, taps - 1, channels)"
-            )
-        if self.last_token is not None and (
-            self.last_token.dtype != torch.float64
-            or self.last_token.shape != (*shape[:2], shape[2] + shape[3] + 2)
-        ):
-            raise ValueError(
-                f"state.last_token: got {self.last_token.dtype} {tuple(self.last_token.shape)}, expected float64 "
-                f"{(*shape[:2], shape[2] + shape[3] + 2)}"
-            )
-        if self.log_scale is not None and self.log_scale.shape != self.kv.shape[:2]:
-            raise ValueError(
-                f"state.log_scale: got {tuple(self.log_scale.shape)}, expected {tuple(self.kv.shape[:2])}"
+                f"state.log_scale: got {tuple(self.log_scale.shape)}, expected {tuple(shape[:2])}"
             )
 
     def __getstate__(self) -> dict[str, object]:
@@ -175,7 +168,7 @@ class LinearAttentionState:
             raise ValueError("states: got none, expected at least one")
         rows = [state.rows().tensors() for state in states]
         for state, tensors in zip(states, rows, strict=True):
-            if state.identity != states[0].identity:
+            if not same_identity(state.identity, states[0].identity):
                 raise ValueError(f"states: got one of {state.identity} beside one of {states[0].identity}")
             kinds, expected = _kinds(tensors), _kinds(rows[0])
             if kinds != expected:
@@ -271,10 +264,11 @@ class LinearAttentionState:
         return replace(self._map(lambda tensor: tensor.index_select(0, rows)), slots=None)
 
     def write(self, new: "LinearAttentionState | Mapping[str, Tensor | None]") -> None:
-        """Copies another state, or tensors by name, into this one's memory: at the slots, if it has slots.
+        """Copies another state, or some tensors by name, into this one's memory: at the slots, if it has slots.
 
         Raises:
-            ValueError: a shape does not fit, or the memory is not writable. Nothing is written then.
+            ValueError: the other state has another identity or other optional tensors, a shape does not fit, or the
+                memory is not writable. Nothing is written then.
 
         >>> k = v = torch.randn(3, 5, 2, 4)
         >>> from linrope import linear_rope_state
@@ -283,15 +277,20 @@ class LinearAttentionState:
         >>> torch.equal(pool.kv[2], pool.kv[0])
         True
         """
-        tensors = new.tensors() if isinstance(new, LinearAttentionState) else new
         targets = self.tensors()
-        sources = {name: x for name, x in tensors.items() if x is not None and name in targets}
+        if isinstance(new, LinearAttentionState):
+            if not may_replace(new.identity, self.identity):
+                raise ValueError(f"state: made with {new.identity}; expected {self.identity}")
+            new = new.rows().tensors()
+            if {*new, "angle_slope"} != {*targets, "angle_slope"}:  # angle_slope holds zeros
+                raise ValueError(f"state: got {', '.join(new)}; expected {', '.join(targets)}")
+        sources = {name: x for name, x in new.items() if x is not None and name in targets}
         for name, x in sources.items():
             expected = (self.sequences, *targets[name].shape[1:])
             if x.shape != expected:
                 raise ValueError(f"state.{name}: got shape {tuple(x.shape)}, expected {expected}")
         check_writable({name: targets[name] for name in sources})
-        self._write_unchecked(tensors)
+        self._write_unchecked(new)
 
     def _write_unchecked(self, tensors: Mapping[str, Tensor | None]) -> None:
         """``write`` without the checks."""

@@ -262,6 +262,12 @@ def test_one_state_joins_to_itself() -> None:
     assert_same(LinearAttentionState.cat([state]), state)
 
 
+def test_a_state_of_a_compiled_call_joins_others() -> None:
+    known = replace(some_state(), identity="T2R#0123456789abcdef; None")
+    inside = replace(some_state(), identity="T2R#?; None")
+    assert LinearAttentionState.cat([known, inside]).identity == known.identity
+
+
 def test_a_pool_has_rows_for_no_sequence() -> None:
     assert some_state().at(torch.zeros(0, dtype=torch.int64)).sequences == 0
 

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from linrope import LinearAttentionState, LinearRoPEAttention, linear_rope_attention, linear_rope_state
+from linrope.sequence.identities import WITHOUT_Z
 from tests.oracle import NATIVE
 
 ROWS, G, H, D, E = 3, 2, 2, 4, 6
 SLOTS = torch.tensor([2, 0])
+MADE_WITH = "features; None"
 CALLS = {"donated": (ROWS, 1), "pool": (2, 1), "packed": (1, 7)}  # batch and tokens
 
 
@@ -183,6 +185,46 @@ def test_write_checks_all_shapes_first() -> None:
     with pytest.raises(ValueError, match=r"state\.kv: got shape"):
         pool.write(other)
     assert all(torch.equal(x, getattr(before, name)) for name, x in pool.tensors().items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"identity": "another map"}, "state: made with another map; expected "),
+        ({"identity": f"{MADE_WITH}{WITHOUT_Z}"}, "state: made with .*; without z; expected "),
+        (
+            {"angle": None},
+            "state: got kv, z, position, log_scale; expected kv, z, position, angle, log_scale",
+        ),
+        ({"conv": torch.zeros(ROWS, 3, 2)}, "state: got .*, log_scale, conv; expected .*, log_scale$"),
+    ],
+    ids=["map", "without z", "fewer", "more"],
+)
+def test_write_refuses_a_state_of_another_kind(change: dict[str, Any], message: str) -> None:
+    pool = replace(some_state("exp"), identity=MADE_WITH)
+    before = pool.clone()
+    with pytest.raises(ValueError, match=message):
+        pool.write(replace(pool.clone(), kv=pool.kv + 1, **change))
+    assert torch.equal(pool.kv, before.kv)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("identity", "change"),
+    [
+        ("T2R#0123456789abcdef; None", {"identity": "T2R#?; None"}),  # of a compiled call
+        (f"{MADE_WITH}{WITHOUT_Z}", {"identity": MADE_WITH}),
+        (MADE_WITH, {"angle_slope": torch.zeros(ROWS, G, 2)}),  # of a call with gradients
+        (MADE_WITH, {"slots": torch.tensor([1, 2, 0])}),
+    ],
+    ids=["digest unknown", "with z", "with gradients", "rows"],
+)
+def test_write_takes_what_the_calls_on_a_pool_could_continue(identity: str, change: dict[str, Any]) -> None:
+    pool = replace(some_state("exp"), identity=identity)
+    new = replace(pool.clone(), kv=pool.kv + 1, **change)
+    pool.write(new)
+    assert torch.equal(pool.kv, new.rows().kv)
 
 
 def test_a_log_scale_of_another_dtype_is_refused() -> None:
