@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from linrope.common.names import check_name
+from linrope.common.names import check_bools, check_name
 from linrope.layer.operators import convolve, convolve_parts
 from linrope.sequence.packing import owners, rising_bounds
 
@@ -36,6 +36,7 @@ class ShortConvolution(nn.Module):
             input. "uniform": between -1 / sqrt(taps) and 1 / sqrt(taps), as in torch.nn.Conv1d.
 
     Raises:
+        TypeError: bias is not a bool.
         ValueError: taps is not an integer from 2 to 65536, or a name is unknown.
 
     Source: the convolution of H3 (arXiv 2212.14052) and, with SiLU, of Mamba (arXiv 2312.00752).
@@ -65,8 +66,7 @@ class ShortConvolution(nn.Module):
         if activation is not None:
             check_name("activation", activation, ACTIVATIONS, also="None")
         check_name("start", start, STARTS)
-        if not isinstance(bias, bool):
-            raise ValueError(f"bias={bias!r}: expected True or False")
+        check_bools(bias=bias)
         self.channels, self.taps, self.activation, self.start = channels, taps, activation, start
         self.weight = nn.Parameter(torch.empty(channels, 1, taps, device=device, dtype=dtype))
         self.bias = None

@@ -184,8 +184,10 @@ class LanguageModel(nn.Module):
         positions, cu_seqlens and shard are as in linear_rope_attention. With return_states=False the list of
         states is empty, which saves the time to compute them. Packed softmax attention has no states.
         """
-        if tokens.ndim != 2 or tokens.is_floating_point():
-            raise ValueError(f"tokens: got {tokens.dtype} {tuple(tokens.shape)}, expected integers (b, n)")
+        if tokens.is_floating_point():
+            raise TypeError(f"tokens: got {tokens.dtype}, expected integers")
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens: got shape {tuple(tokens.shape)}, expected (b, n)")
         if values_readable(tokens) and tokens.numel():
             low, high = int(tokens.min()), int(tokens.max())
             if low < 0 or high >= self.config.vocab_size:

@@ -59,8 +59,10 @@ class DecodingStep:
         """
         rows = len(self.states[0].position)
         b = rows if slots is None else self._check(slots, rows)
-        if tokens.shape != (b, 1) or tokens.is_floating_point():
-            raise ValueError(f"tokens: got {tokens.dtype} {tuple(tokens.shape)}, expected integers ({b}, 1)")
+        if tokens.is_floating_point():
+            raise TypeError(f"tokens: got {tokens.dtype}, expected integers")
+        if tokens.shape != (b, 1):
+            raise ValueError(f"tokens: got shape {tuple(tokens.shape)}, expected ({b}, 1)")
         try:
             x = F.embedding(tokens[:, 0], self._embedding)
         except IndexError as error:
@@ -70,8 +72,10 @@ class DecodingStep:
 
     def _check(self, slots: Tensor, rows: int) -> int:
         """Raises unless slots are different rows; returns how many they are."""
-        if slots.ndim != 1 or slots.dtype != torch.int64:
-            raise ValueError(f"slots: got {slots.dtype} {tuple(slots.shape)}, expected int64 of shape (b,)")
+        if slots.dtype != torch.int64:
+            raise TypeError(f"slots: got {slots.dtype}, expected int64")
+        if slots.ndim != 1:
+            raise ValueError(f"slots: got shape {tuple(slots.shape)}, expected (b,)")
         numbers = slots.tolist()
         if len(set(numbers)) < len(numbers) or (numbers and not 0 <= min(numbers) <= max(numbers) < rows):
             raise ValueError(f"slots: got {numbers}, expected different rows 0 .. {rows - 1}")

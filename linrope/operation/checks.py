@@ -180,10 +180,10 @@ def check_mask(key_mask: Tensor | None, b: int, m: int, device: torch.device) ->
         return
     if not isinstance(key_mask, Tensor):
         raise TypeError(f"key_mask: got {type(key_mask).__name__}, expected a torch.Tensor")
-    if key_mask.dtype != torch.bool or key_mask.shape != (b, m):
-        raise ValueError(
-            f"key_mask: got {key_mask.dtype} {tuple(key_mask.shape)}, expected torch.bool {(b, m)}"
-        )
+    if key_mask.dtype != torch.bool:
+        raise TypeError(f"key_mask: got {key_mask.dtype}, expected torch.bool")
+    if key_mask.shape != (b, m):
+        raise ValueError(f"key_mask: got shape {tuple(key_mask.shape)}, expected {(b, m)}")
     if key_mask.device != device:
         raise ValueError(f"key_mask: got device {key_mask.device}, expected {device}")
 

@@ -57,13 +57,13 @@ def state_from_sums(
     >>> out[0, 0, 0, 0].item(), mamba_state[0, 0, 0].tolist()
     (4.0, [1.0, 1.0, 1.0, 1.0])
     """
-    if not isinstance(kv, Tensor) or kv.ndim != 4:
-        got = f"shape {tuple(kv.shape)}" if isinstance(kv, Tensor) else type(kv).__name__
-        raise ValueError(f"kv: got {got}, expected a tensor (b, g, f, e)")
-    others = {"z": z, "position": position, "angle": angle, "log_scale": log_scale}
-    for name, x in others.items():
-        if x is not None and not isinstance(x, Tensor):
+    optional = {"z": z, "position": position, "angle": angle, "log_scale": log_scale}
+    given = {"kv": kv} | {name: x for name, x in optional.items() if x is not None}
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
+    if kv.ndim != 4:
+        raise ValueError(f"kv: got shape {tuple(kv.shape)}, expected (b, g, f, e)")
     check_name("rope_order", rope_order, ORDERS)
     features = kv.shape[2]
     head_dim = getattr(feature_map, "head_dim", None) or features

@@ -70,10 +70,10 @@ class KeyValueState:
 
     def reorder(self, index: Tensor) -> "KeyValueState":
         """Selects the sequences index (b',); beam search repeats some and drops others."""
-        if index.ndim != 1 or index.is_floating_point() or index.dtype == torch.bool:
-            raise ValueError(
-                f"index: got {index.dtype} {tuple(index.shape)}, expected integers of shape (b,)"
-            )
+        if index.is_floating_point() or index.dtype == torch.bool:
+            raise TypeError(f"index: got {index.dtype}, expected integers")
+        if index.ndim != 1:
+            raise ValueError(f"index: got shape {tuple(index.shape)}, expected (b,)")
         return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 
 

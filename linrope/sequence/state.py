@@ -113,12 +113,11 @@ class LinearAttentionState:
         for name, rest in (("angle", "g or 1, pairs"), ("conv", "taps - 1, channels")):
             if (x := getattr(self, name)) is not None and (x.ndim != 3 or x.shape[:1] != rows):
                 raise ValueError(f"state.{name}: got {tuple(x.shape)}, expected ({rows[0]}, {rest})")
-        if self.last_token is not None:
-            kind, size = self.last_token.dtype, (*shape[:2], shape[2] + shape[3] + 2)
-            if kind != torch.float64 or self.last_token.shape != size:
-                raise ValueError(
-                    f"state.last_token: got {kind} {tuple(self.last_token.shape)}, expected float64 {size}"
-                )
+        if (last := self.last_token) is not None:
+            if last.dtype != torch.float64:
+                raise TypeError(f"state.last_token: got {last.dtype}, expected float64")
+            if last.shape != (size := (*shape[:2], shape[2] + shape[3] + 2)):
+                raise ValueError(f"state.last_token: got shape {tuple(last.shape)}, expected {size}")
         if self.log_scale is not None and self.log_scale.shape != shape[:2]:
             raise ValueError(
                 f"state.log_scale: got {tuple(self.log_scale.shape)}, expected {tuple(shape[:2])}"
@@ -243,11 +242,11 @@ class LinearAttentionState:
         return replace(self, slots=slots.long(), loop=None)
 
     def _check_slots(self, slots: Tensor) -> None:
-        if not isinstance(slots, Tensor) or slots.dtype not in (torch.int64, torch.int32) or slots.ndim != 1:
-            kind = (
-                f"{slots.dtype} {tuple(slots.shape)}" if isinstance(slots, Tensor) else type(slots).__name__
-            )
-            raise ValueError(f"slots: got {kind}, expected integers of shape (b,)")
+        if not isinstance(slots, Tensor) or slots.dtype not in (torch.int64, torch.int32):
+            kind = slots.dtype if isinstance(slots, Tensor) else type(slots).__name__
+            raise TypeError(f"slots: got {kind}, expected a torch.Tensor of int64 or int32")
+        if slots.ndim != 1:
+            raise ValueError(f"slots: got shape {tuple(slots.shape)}, expected (b,)")
         if slots.device != self.kv.device:
             raise ValueError(f"slots: got device {slots.device}, expected {self.kv.device}")
         if values_readable(slots) and slots.numel():
@@ -320,10 +319,10 @@ class LinearAttentionState:
 
         With slots, index counts the slots, and the copy has none.
         """
-        if index.ndim != 1 or index.is_floating_point() or index.dtype == torch.bool:
-            raise ValueError(
-                f"index: got {index.dtype} {tuple(index.shape)}, expected integers of shape (b,)"
-            )
+        if index.is_floating_point() or index.dtype == torch.bool:
+            raise TypeError(f"index: got {index.dtype}, expected integers")
+        if index.ndim != 1:
+            raise ValueError(f"index: got shape {tuple(index.shape)}, expected (b,)")
         index = index.to(self.kv.device)
         if values_readable(index) and index.numel() and not 0 <= index.min() <= index.max() < self.sequences:
             raise IndexError(f"index: got {index.tolist()}, expected numbers 0 .. {self.sequences - 1}")

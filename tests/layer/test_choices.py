@@ -24,7 +24,6 @@ def make(**options) -> LinearRoPEAttention:
         ({"short_conv": 1}, "short_conv=1: expected the number of taps"),
         ({"short_conv": {"activation": "relu"}}, "activation='relu': expected one of silu, None"),
         ({"short_conv": {"start": "zero"}}, "start='zero': expected one of identity, uniform"),
-        ({"short_conv": {"bias": 1}}, "bias=1: expected True or False"),
         ({"short_conv": {"kernel": 4}}, r"short_conv: got the keys \['kernel'\], expected some of 'taps'"),
         ({"write_gate": "tied"}, "write_gate='tied': expected None without a forget_gate"),
         (
@@ -47,6 +46,11 @@ def make(**options) -> LinearRoPEAttention:
 def test_choices_that_do_not_fit_are_refused(options, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(**options)
+
+
+def test_a_bias_of_the_convolution_that_is_no_bool_is_refused() -> None:
+    with pytest.raises(TypeError, match="bias=1: expected True or False"):
+        make(short_conv={"bias": 1})
 
 
 def test_one_value_head_for_one_head_is_accepted() -> None:

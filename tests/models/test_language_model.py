@@ -369,6 +369,13 @@ def test_a_token_outside_the_vocabulary_is_refused(token: int, model: LanguageMo
         model(torch.tensor([[token]]))
 
 
+def test_tokens_that_are_no_matrix_of_integers_are_refused(model: LanguageModel) -> None:
+    with pytest.raises(TypeError, match=r"tokens: got torch.float32, expected integers"):
+        model(torch.ones(1, 2))
+    with pytest.raises(ValueError, match=r"tokens: got shape \(2,\), expected \(b, n\)"):
+        model(torch.tensor([1, 2]))
+
+
 def test_a_run_s_folder_gives_its_last_model(model: LanguageModel, tmp_path: Path) -> None:
     model.save(tmp_path / "step-00000002")
     with torch.no_grad():

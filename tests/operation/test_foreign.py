@@ -125,12 +125,8 @@ def test_other_calls_copy_swapped_memory() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (
-            {"kv": torch.zeros(2, 3, 4)},
-            ValueError,
-            r"kv: got shape \(2, 3, 4\), expected a tensor \(b, g, f, e\)",
-        ),
-        ({"kv": [1.0]}, ValueError, "kv: got list"),
+        ({"kv": torch.zeros(2, 3, 4)}, ValueError, r"kv: got shape \(2, 3, 4\), expected \(b, g, f, e\)"),
+        ({"kv": [1.0]}, TypeError, "kv: got list, expected a tensor"),
         ({"kv": torch.zeros(1, 2, 4, 4).half()}, TypeError, "state.kv: got torch.float16"),
         ({"z": torch.zeros(1, 2, 5)}, ValueError, "expected .b, g, f, e., .b, g, f., .b,."),
         ({"position": torch.zeros(1)}, TypeError, "state.position: got torch.float32, expected int64"),

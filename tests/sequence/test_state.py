@@ -103,10 +103,15 @@ def test_reorder_refuses_sequences_that_do_not_exist(index: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "index", [torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2), torch.zeros(3, dtype=torch.bool)]
+    ("index", "error", "message"),
+    [
+        (torch.zeros(2, 1).long(), ValueError, r"index: got shape \(2, 1\), expected \(b,\)"),
+        (torch.zeros(2), TypeError, "index: got torch.float32, expected integers"),
+        (torch.zeros(3).bool(), TypeError, "index: got torch.bool, expected integers"),
+    ],
 )
-def test_reorder_refuses_what_is_no_vector_of_integers(index: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"index: got torch\.\w+ \(.*\), expected integers of shape \(b,\)"):
+def test_reorder_refuses_what_is_no_vector_of_integers(index, error, message) -> None:
+    with pytest.raises(error, match=message):
         some_state().reorder(index)
 
 
@@ -209,7 +214,7 @@ def test_state_is_a_pytree() -> None:
             ValueError,
             r"state.last_token: got .*\(3, 2, ",
         ),
-        ({"last_token": torch.zeros(B, G, D + E + 2)}, ValueError, r"state.last_token: got torch.float32"),
+        ({"last_token": torch.zeros(B, G, D + E + 2)}, TypeError, r"state.last_token: got torch.float32"),
     ],
 )
 def test_construction_refuses_other_types_and_shapes(change, error, message) -> None:

@@ -116,7 +116,9 @@ def test_the_rows_of_a_pool_are_refused_where_they_cannot_be_written() -> None:
         pool.at(torch.tensor([0, 3]))
     with pytest.raises(ValueError, match=r"slots: got \[1, 1\], expected different rows 0 .. 2"):
         pool.at(torch.tensor([1, 1]))
-    with pytest.raises(ValueError, match=r"slots: got torch.float32 \(2,\), expected integers"):
+    with pytest.raises(ValueError, match=r"slots: got shape \(2, 1\), expected \(b,\)"):
+        pool.at(torch.tensor([[0], [1]]))
+    with pytest.raises(TypeError, match=r"slots: got torch.float32, expected a torch.Tensor of int64"):
         pool.at(torch.tensor([0.0, 1.0]))
     with pytest.raises(ValueError, match=r"state: got kv of shape \(1, 2, 4, 6\), expected"):
         attend((q, k, v), pool.at(torch.tensor([2])))
