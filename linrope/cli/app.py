@@ -178,8 +178,8 @@ def evaluate(
     Face format does not record its text, so it requires PATH.
     """
     check_at_least(sequences=(sequences, 1), length=(1 if length is None else length, 1))
-    folder = checkpoint[0] if out is None else out
-    check_folder(folder)
+    folder, option = (checkpoint[0], "--checkpoint") if out is None else (out, "--out")
+    check_folder(folder, option)
     result = evaluation.evaluate(checkpoint, path, length, sequences, pick_device(device), console)
     console.print(evaluation.table(result))
     written = evaluation.write(result, folder)

@@ -4,11 +4,11 @@ import math
 from pathlib import Path
 
 
-def check_folder(out: Path) -> None:
-    """Raises ValueError if there is a file at the path of a folder for results."""
-    parts = (out, *out.parents)
+def check_folder(folder: Path, option: str = "--out") -> None:
+    """Raises ValueError if there is a file at the path of a folder for results, which the option gives."""
+    parts = (folder, *folder.parents)
     if file := next((part for part in parts if part.exists() and not part.is_dir()), None):
-        raise ValueError(f"--out={out}: {file} is a file, expected a folder")
+        raise ValueError(f"{option}={folder}: {file} is a file, expected a folder")
 
 
 def check_at_least(**least: tuple[int, int]) -> None:

@@ -182,6 +182,7 @@ def test_eval_of_two_runs(text: Path, tmp_path: Path, capfd: pytest.CaptureFixtu
         (["train", "{text}", "--attention", "softmax", "--rotary", "selective"], "--rotary='selective'"),
         (["eval", "--checkpoint", "{tmp}"], "expected a folder with checkpoints"),
         (["eval", "--checkpoint", "{tmp}", "--sequences", "0"], "--sequences=0"),
+        (["eval", "--checkpoint", "{text}"], "--checkpoint={text}: {text} is a file, expected a folder"),
         (["generate", "--checkpoint", "{tmp}"], "expected a folder with checkpoints"),
         (["generate"], "--checkpoint"),
         (["train", "{text}", "--feature-map", "performer"], "did you mean 'favor+'"),
@@ -224,7 +225,7 @@ def test_wrong_input_exits_2_with_one_line(
     message = capfd.readouterr().err
     assert message.startswith("linrope: ")
     assert message.count("\n") == 1
-    assert cause.format(tmp=tmp_path) in message
+    assert cause.format(text=text, tmp=tmp_path) in message
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from linrope import backends, feature_maps
 from linrope.cli.bench import benchmark, clients, comparison, plots, report, scaling
 from linrope.cli.bench.benchmark import Effort
 from linrope.cli.bench.cases import Case, shape_of
-from linrope.cli.checks import check_folder
+from linrope.cli.checks import check_at_least, check_folder
 from linrope.cli.devices import HELP as DEVICE_HELP
 from linrope.cli.devices import pick_device
 from linrope.cli.training import progress_bar
@@ -92,6 +92,11 @@ def bench(
         console.print(comparison.compare(*(comparison.read(path) for path in compare)))
         return 0
     check_folder(out)
+    check_at_least(rounds=(rounds, 1), threads=(threads, 0))
+    if not budget > 0:
+        raise ValueError(f"--budget={budget}: expected a positive number")
+    if softmax_limit < 0:
+        raise ValueError(f"--softmax-limit={softmax_limit}: expected at least 0")
     if distributed:
         _lengths(max_length, "")
         scaling.scale(_integers("--distributed", distributed, 65), max_length, heads, dim, out, console)
@@ -101,14 +106,6 @@ def bench(
         chosen = _lengths(max_length, lengths) if lengths else clients.LENGTHS
         clients.compare(client, chosen, rounds, budget, out, console)
         return 0
-    if not budget > 0:
-        raise ValueError(f"--budget={budget}: expected a positive number")
-    if rounds < 1:
-        raise ValueError(f"--rounds={rounds}: expected at least 1")
-    if softmax_limit < 0:
-        raise ValueError(f"--softmax-limit={softmax_limit}: expected at least 0")
-    if threads < 0:
-        raise ValueError(f"--threads={threads}: expected 0 or more")
     check_name("--dtype", dtype, tuple(DTYPES))
     check_name("--backend", backend, backends.NAMES)
     check_name("--decay", decay, ("none", *DECAYS))

@@ -106,6 +106,8 @@ def test_comparing_says_what_differs(tmp_path: Path, capfd: pytest.CaptureFixtur
         (["--decay", "fast"], "--decay='fast'"),
         (["--backend", "cuda"], "--backend='cuda'"),
         (["--budget", "0"], "--budget"),
+        (["--distributed", "1", "--rounds", "0"], "--rounds=0: expected at least 1"),
+        (["--client", "mamba2", "--threads", "-1"], "--threads=-1: expected at least 0"),
         (["--device", "tpu9"], "--device=tpu9"),
     ],
 )
