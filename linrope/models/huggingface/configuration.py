@@ -14,6 +14,7 @@ from linrope.position_encodings import SoftmaxAttention
 from linrope.rotation.rotary import Rotary
 
 LAYER_TYPES = ("linear_attention", "full_attention")
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Options of LinearRoPEAttention and LanguageModelConfig that have other names here.
 _OTHER_NAMES = {
     "embed_dim": "hidden_size",
@@ -118,11 +119,9 @@ class LinRopeConfig(PreTrainedConfig):
             raise ValueError(f"config: got a value of the wrong type: {error}") from error
 
     def _complete(self, **kwargs: Any) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"):
+        for name in _SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
-        if self.num_hidden_layers < 0:
-            raise ValueError(f"num_hidden_layers={self.num_hidden_layers}: expected at least 0")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         interval = kwargs.pop("full_attention_interval", None)
@@ -138,10 +137,10 @@ class LinRopeConfig(PreTrainedConfig):
                 f"of {', '.join(LAYER_TYPES)}"
             )
         with torch.device("meta"):  # reports bad values now, not when a model is made
-            layers = [make_attention(self, layer_type) for layer_type in LAYER_TYPES]
+            layers = [make_attention(self, layer_type) for layer_type in dict.fromkeys(self.layer_types)]
         self.head_dim, self.value_head_dim = layers[0].head_dim, layers[0].value_head_dim
-        maps = [module for module in layers[0].modules() if isinstance(module, RandomFeatureMap)]
-        if maps:
+        modules = [module for layer in layers for module in layer.modules()]
+        if maps := [module for module in modules if isinstance(module, RandomFeatureMap)]:
             options = {"name": self.feature_map} if isinstance(self.feature_map, str) else self.feature_map
             self.feature_map = {**options, "seed": maps[0].seed}
 
@@ -194,8 +193,11 @@ def make_attention(config: LinRopeConfig, layer_type: str) -> LinearRoPEAttentio
     if rope["rope_type"] in ("default", "linear", "dynamic"):  # they ignore it, but configs have it
         rope.pop("original_max_position_embeddings", None)
     if layer_type == "full_attention":
+        rotary = Rotary.from_config(rope, head_dim=head_dim, **length)
+        if rotary.axes is not None:
+            raise ValueError("rope_parameters: got mrope_section, expected none with full_attention layers")
         shared |= {
-            "positions": Rotary.from_config(rope, head_dim=head_dim, **length),
+            "positions": rotary,
             "short_conv": resolve_short_conv(config.short_conv, config.is_causal),
         }
         return SoftmaxAttention(config.hidden_size, config.num_attention_heads, **shared)

@@ -9,6 +9,8 @@ from linrope.models.huggingface import LinRopeConfig, LinRopeForMaskedLM
 from linrope.models.huggingface.configuration import make_attention
 from tests.models.huggingface.tiny import KINDS, causal_lm, config
 
+MROPE = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [2, 1, 1]}
+
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_config_is_the_same(kind: str, tmp_path: Path) -> None:
@@ -47,7 +49,7 @@ def test_rope_parameters_reach_both_kinds_of_layers() -> None:
     ("options", "message"),
     [
         ({"hidden_size": 0}, r"hidden_size=0: expected at least 1"),
-        ({"num_hidden_layers": -1}, r"num_hidden_layers=-1: expected at least 0"),
+        ({"num_hidden_layers": 0}, r"num_hidden_layers=0: expected at least 1"),
         ({"num_key_value_heads": 3}, r"num_kv_heads=3: expected a divisor of num_heads=4"),
         ({"hidden_size": 33}, r"embed_dim=33: expected a multiple of num_heads=4"),
         ({"head_dim": 7}, r"got 7 of head_dim=7 features, expected a positive even"),
@@ -58,6 +60,10 @@ def test_rope_parameters_reach_both_kinds_of_layers() -> None:
         ({"rope_order": "never"}, r"rope_order='never': expected one of after, before"),
         ({"rope_parameters": {"rope_type": "yarm"}}, r"rope_type='yarm': expected one of .*did you mean"),
         ({"rope_parameters": {"rope_theta": -1.0}}, r"rope_theta=-1.0: expected a positive"),
+        (
+            {"rope_parameters": MROPE, "full_attention_interval": 2},
+            r"^rope_parameters: got mrope_section, expected none with full_attention layers$",
+        ),
         ({"layer_types": ["linear_attention"]}, r"layer_types=.*expected num_hidden_layers=2 of"),
         ({"layer_types": ["linear_attention", "mamba2"]}, r"layer_types=.*mamba2"),
         ({"full_attention_interval": 0}, r"full_attention_interval=0: expected at least 1"),
@@ -69,6 +75,11 @@ def test_rope_parameters_reach_both_kinds_of_layers() -> None:
 def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(**options)
+
+
+def test_only_the_types_of_layers_in_use_are_checked() -> None:
+    assert make_attention(config(rope_parameters=MROPE), "linear_attention").rotary.axes == 3
+    assert config(feature_map="silu", layer_types=["full_attention"] * 2).head_dim == 8
 
 
 def test_options_of_other_tools_are_kept() -> None:
