@@ -158,7 +158,11 @@ class Layout:
         return torch.tensor([piece.document for piece in self.mine] or [0], device=device)
 
     def agree(self, describe: Callable[[], str]) -> None:
-        """Raises on every rank if their descriptions differ or one rank cannot describe. Compares each text once."""
+        """Raises if the ranks' descriptions differ, or if describe() fails: on every rank in the first comparison.
+
+        A text that was agreed on is not compared again. After the first agreement a rank whose describe() fails
+        raises alone, because the others may compare nothing.
+        """
         failure: Exception | None = None
         try:
             text = describe()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linrope.common.names import check_name
+from linrope.common.names import check_bools, check_name
 from linrope.layer.mixer import Mixer
 from linrope.operation.checks import check_inputs, check_mask, check_packing
 from linrope.operation.positions import resolve_positions
@@ -49,7 +49,9 @@ class SoftmaxAttention(Mixer):
         bias: whether the projections have biases.
 
     Raises:
-        ValueError: sizes do not divide, a name is unknown, or the encoding has other sizes.
+        TypeError: a size is not an integer, or a switch is not a bool.
+        ValueError: one size is not a multiple of another as required, a name is unknown, or the encoding has other
+            sizes.
 
     Source: Vaswani et al. 2017, arXiv 1706.03762; with "rope" RoFormer eq. 16 (arXiv 2104.09864).
 
@@ -94,6 +96,7 @@ class SoftmaxAttention(Mixer):
             bias=bias,
             factory={"device": device, "dtype": dtype},
         )
+        check_bools(causal=causal)
         if not causal and short_conv is not None:
             raise ValueError(
                 "short_conv: got causal=False, expected causal=True, because it runs forward in time"

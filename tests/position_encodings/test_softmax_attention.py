@@ -279,6 +279,11 @@ def test_impossible_layers_are_refused(options, message: str) -> None:
         SoftmaxAttention(9, 2)
 
 
+def test_causal_must_be_a_bool() -> None:
+    with pytest.raises(TypeError, match="causal='no': expected True or False"):
+        SoftmaxAttention(8, 2, causal="no")
+
+
 X = torch.zeros(2, 3, 8, dtype=torch.float64)
 LINEAR_STATE = LinearRoPEAttention(8, 2, dtype=torch.float64)(X, return_state=True)[1]
 STATE = KeyValueState(

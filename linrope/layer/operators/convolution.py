@@ -141,6 +141,8 @@ def convolve_step(
 
 def _check(parts: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
     """Checks what all functions take. Returns the weight as (c, taps)."""
+    if not parts:
+        raise ValueError("parts: got none, expected at least one tensor")
     c = 0
     for x in parts:
         check_dense("x", x)

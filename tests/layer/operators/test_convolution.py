@@ -321,6 +321,11 @@ def test_bad_arguments_are_refused(arguments: dict, error: type, message: str) -
         convolve(**({"x": torch.zeros(2, 3, 4), "weight": torch.zeros(4, 4)} | arguments))
 
 
+def test_no_parts_are_refused() -> None:
+    with pytest.raises(ValueError, match="parts: got none, expected at least one tensor"):
+        convolve_parts((), torch.zeros(4, 4))
+
+
 @pytest.mark.parametrize("bounds", [[0, 4, 2, 9], [1, 9], [0, 8], [0, 10], [-1, 9]])
 def test_bounds_that_do_not_rise_to_the_length_are_refused(bounds: list[int]) -> None:
     with pytest.raises(ValueError, match="cu_seqlens"):
