@@ -87,9 +87,9 @@ def cos_sin_of_turns(turns: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 def cos_sin(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine of float64 angles in radians, cast to dtype.
 
-    Few ONNX runtimes have a float64 cosine (onnxruntime has since 1.30). A program exported to ONNX therefore splits
-    an angle into x + y with x in float32, and computes its cosine as cos x - y sin x and its sine as sin x + y cos x.
-    The error of that approximation is below 2^-45.
+    Few ONNX runtimes have a float64 cosine (onnxruntime has one since 1.29). A program exported to ONNX therefore
+    splits an angle into x + y with x in float32, and computes its cosine as cos x - y sin x and its sine as
+    sin x + y cos x. The error of that approximation is below 2^-45.
     """
     if dtype == torch.float64 or not torch.onnx.is_in_onnx_export():
         return angles.cos().to(dtype), angles.sin().to(dtype)
