@@ -130,9 +130,11 @@ def check_softmax(config: LanguageModelConfig) -> None:
         ("forget_gate", False),
         ("write_gate", None),
         ("num_value_heads", None),
+        ("feature_map", LanguageModelConfig.feature_map),
+        ("normalize", True),
     ):
         if (value := getattr(config, name)) not in (expected, "auto"):
-            raise ValueError(f"{name}={value!r}: expected {expected} with attention='softmax'")
+            raise ValueError(f"{name}={value!r}: expected {expected!r} with attention='softmax'")
     if config.rotary not in (*LAYOUTS, None):
         raise ValueError(
             f"rotary={config.rotary!r}: expected {', '.join(LAYOUTS)} or None with attention='softmax'"

@@ -127,6 +127,8 @@ def test_learned_positions_end(attention: str) -> None:
         ({"decay": "fast"}, "decay='fast'"),
         ({"attention": "softmax", "forget_gate": True}, "forget_gate=True: expected False"),
         ({"attention": "softmax", "write_gate": "tied"}, "write_gate='tied': expected None"),
+        ({"attention": "softmax", "feature_map": "relu"}, r"feature_map='relu': expected 'elu\+1' with"),
+        ({"attention": "softmax", "normalize": False}, "normalize=False: expected True with attention"),
         ({"short_conv": "silu"}, "short_conv='silu': expected 'auto', a number"),
         ({"init": "xavier"}, "init='xavier': expected one of fan-in, gpt-2"),
         (
