@@ -10,19 +10,21 @@ from benchmarks.study import plan, plots, report, runner
 from benchmarks.study.steps import step_seconds
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
-Folder = Annotated[Path, typer.Argument(help="With the results, runs.jsonl.")]
+Folder = Annotated[Path, typer.Argument(help="Folder with the results (runs.jsonl).")]
 
 
 @app.command()
 def run(
-    out: Annotated[Path, typer.Option(help="Folder of the results; what it has is not run again.")],
+    out: Annotated[Path, typer.Option(help="Folder of the results; runs that it already has are skipped.")],
     only: Annotated[list[str] | None, typer.Option(help="Tasks and models; may be repeated.")] = None,
-    scale: Annotated[float, typer.Option(help="Times the steps, about times the parameters.")] = 1.0,
-    seeds: Annotated[int, typer.Option(help="Of each model on each task.")] = 3,
+    scale: Annotated[
+        float, typer.Option(help="Factor for the number of steps and, roughly, of parameters.")
+    ] = 1.0,
+    seeds: Annotated[int, typer.Option(help="Number of seeds per model and task.")] = 3,
     jobs: Annotated[int, typer.Option(help="Runs side by side, one thread each on a CPU.")] = 1,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "",
 ) -> None:
-    """Runs what is missing. A run that was killed goes on from where it was a minute before."""
+    """Runs what is missing. A run that was killed resumes from its last checkpoint, at most about a minute old."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     runner.study(out, only or [], scale, seeds, jobs, device)
 
@@ -44,7 +46,7 @@ def steps(
 
 @app.command()
 def table(folder: Folder) -> None:
-    """Prints a Markdown table per task: mean over the seeds, and half of what lies between the extremes."""
+    """Prints a Markdown table per task: the mean over the seeds, and half the range."""
     print(report.tables(folder))
 
 

@@ -17,8 +17,8 @@ from linrope.position_encodings import Sinusoidal, SoftmaxAttention
 class Images(Task):
     """In which of eight directions a disc lies from a square, on noise; trained at 32 x 32 pixels.
 
-    No patch alone can tell, nor can all patches in a heap: it takes their places. Measured at that size and
-    at images of twice as many pixels each way, with the shapes as large as before.
+    No single patch tells, nor do all patches without their positions. Measured at 32 x 32 and at 64 x 64
+    pixels, with shapes of the same size.
     """
 
     vocab_size: int = 8  # directions
@@ -78,7 +78,7 @@ def make_attention(task: Images, options: dict[str, Any]) -> nn.Module:
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward, each around a residual connection."""
+    """Attention and feed-forward, each behind a norm and inside a residual connection."""
 
     def __init__(self, attention: nn.Module, dim: int, hidden_dim: int) -> None:
         super().__init__()

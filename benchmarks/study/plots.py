@@ -118,7 +118,9 @@ def _shares(task: str, rows: Rows, axes: Any) -> None:
 
 
 def _recall(sizes: dict[str, Rows], axes: Any) -> None:
-    """Over the most pairs trained on; softmax attention stands where linear attention with its heads does."""
+    """Over the most pairs trained on; softmax attention is drawn at the state size of linear attention with the same
+    heads.
+    """
     models = list(dict.fromkeys(model for rows in sizes.values() for model in rows))
     # Models with equal results stand side by side. On a logarithmic axis a factor is a distance.
     beside = {model: 1.025 ** (i - (len(models) - 1) / 2) for i, model in enumerate(models)}

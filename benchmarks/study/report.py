@@ -40,7 +40,7 @@ def counted(folder: Path) -> dict[str, Rows]:
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """The mean, and half of what lies between the largest and the smallest."""
+    """The mean, and half the range."""
     if len(values) == 1:
         return f"{values[0]:.{digits}f}"
     return f"{mean(values):.{digits}f} ± {(max(values) - min(values)) / 2:.{digits}f}"

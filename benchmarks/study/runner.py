@@ -32,7 +32,7 @@ class Run:
     phase: str
 
     def key(self) -> Line:
-        """What makes it this run: a line that has all of it need not be run again."""
+        """What identifies this run. If the results already have a line with these values, it is not run again."""
         return {
             "task": self.task.name,
             "model": self.model,

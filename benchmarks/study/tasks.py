@@ -133,8 +133,8 @@ class Recall(Task):
 class Sum(Task):
     """After each token: the sum of all so far, modulo a number. Modulo 2 it is parity.
 
-    Measured over the second half of the trained length, and between there and 2 and 4 times it: the first few
-    sums can be learned by heart.
+    Measured over the second half of 1, 2 and 4 times the trained length, because the first few sums can be
+    learned by heart.
     """
 
     modulus: int = 2

@@ -66,7 +66,7 @@ class Language(Task):
         return {"bits": -(held_out / held_out.sum() * train.log2()).sum().item()}
 
     def ceiling(self) -> dict[str, float]:
-        return {}  # what this text's entropy is, nobody knows
+        return {}  # the entropy of this text is unknown
 
 
 def _doublings(last: int) -> list[int]:
@@ -99,8 +99,9 @@ def _bits(model: nn.Module, rows: Tensor, tokens: int = 16_384) -> Tensor:
 class Distant(Task):
     """Recall across text: key and value bytes, so many bytes of source code, the keys again in another order.
 
-    Keys and values are bytes that the text has not. A step reads rows of one distance, and the distances
-    take turns. The near ones come more often: they teach what the far ones ask.
+    Keys and values are bytes that do not occur in the text between them (its bytes from 128 on are replaced by
+    127). A step reads rows of one distance, and the distances take turns. The near ones come more often: they
+    teach what the far ones ask.
     """
 
     length: int = 4096  # the farthest distance trained at
