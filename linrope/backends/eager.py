@@ -40,7 +40,10 @@ def supports(call: Call, state: LinearAttentionState | None) -> str | None:
         cut = Cut.of(call.k, call.bounds)
         longest = int(cut.take(call.distances).masked_fill(~cut.valid, 0)[:, 1:].sum(1).max())
         if longest * -float(call.xpos_log_decay.min()) > MAX_XPOS_EXPONENT:
-            return f"{longest} positions in one chunk with this xpos: use backend='reference'"
+            return (
+                f"xpos: the tokens of one chunk span {longest} positions, over which it decays to less than e^-60; "
+                "use backend='reference'"
+            )
     return None
 
 

@@ -93,7 +93,7 @@ class FavorHyperbolic(RandomFeatureMap):
         phi(x) = [exp(w_i . x'), exp(-w_i . x')] exp(-|x'|^2 / 2) / sqrt(2M),   i = 1 .. M
 
     x' and w as in ``FavorPlus``. (..., d) -> (..., 2M), computed in float32 or wider. For independent w the
-    variance is 1 - exp(-|x' + y'|^2) times that of FAVOR+ with 2M features, at half the products. log_scale
+    variance is 1 - exp(-|x' + y'|^2) times that of FAVOR+ with 2M features, with half the multiplications. log_scale
     is each token's maximum. Choromanski et al. 2021, arXiv 2009.14794, lemma 2.
 
     Args:
@@ -189,6 +189,9 @@ class FavorPlusPlus(RandomFeatureMap):
         Raises:
             ValueError: q or k is empty or not finite.
         """
+        for name, tensor in (("q", q), ("k", k)):
+            if not tensor.numel() or not bool(tensor.isfinite().all()):
+                raise ValueError(f"{name}: got an empty or non-finite tensor, expected finite numbers")
         x, y = widen(q.detach()), widen(k.detach())
         squares = x.square().sum(-1).mean() + y.square().sum(-1).mean()
         mean_x, mean_y = x.mean(-3), y.mean(-3).repeat_interleave(q.shape[-2] // k.shape[-2], dim=-2)

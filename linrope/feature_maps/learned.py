@@ -28,7 +28,7 @@ class LearnedMap(FeatureMap):
         phi_heads, psi_heads = (1 if heads is None else heads for heads in (num_heads, num_kv_heads))
         if (num_heads is None) != (num_kv_heads is None) or min(phi_heads, psi_heads) < 1:
             raise ValueError(
-                f"num_heads={num_heads}, num_kv_heads={num_kv_heads}: expected positive numbers, or None"
+                f"num_heads={num_heads}, num_kv_heads={num_kv_heads}: expected positive numbers, or None for both"
             )
         self.head_dim, self.feature_dim = head_dim, feature_dim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
@@ -69,7 +69,7 @@ class LearnedMap(FeatureMap):
 
 
 class T2R(LearnedMap):
-    """A layer of rectified units, into which T2R finetunes softmax attention.
+    """A learned layer of rectified units; T2R puts it in place of softmax attention and finetunes the model.
 
         phi(x) = relu(W x + b),   psi the same with another W and b
 
@@ -123,8 +123,8 @@ class Hedgehog(LearnedMap):
 
     (..., h, d) -> (..., h, 2d), computed in float32 or wider. W starts as the identity. The paper writes exp(W x),
     exp(-W x); its authors' implementation takes the softmax, which divides each token's features by their sum. With
-    the normalizer this cancels for queries, and weighs the keys. It requires no log_scale, since no feature exceeds 1
-    and the largest is at least 1/(2d). Zhang et al. 2024, arXiv 2402.04347.
+    the normalizer this division cancels for queries; for keys it acts as a weight. It requires no log_scale, since no
+    feature exceeds 1 and the largest is at least 1/(2d). Zhang et al. 2024, arXiv 2402.04347.
 
     Args:
         head_dim: d.

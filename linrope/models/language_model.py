@@ -245,7 +245,10 @@ class LanguageModel(nn.Module):
         if metadata.get("config") != config_digest(values):
             raise ValueError(f"{path}: differs from the one that {weights.name} was saved with")
         if config.num_layers > len(tensors):
-            raise ValueError(f"{path}: got {config.num_layers} layers, expected those of {weights.name}")
+            raise ValueError(
+                f"{path}: num_layers={config.num_layers}: expected at most {len(tensors)}, the number of tensors in "
+                f"{weights.name}"
+            )
         try:
             with torch.device("meta"):  # compares the sizes before any memory is allocated
                 shapes = {name: x.shape for name, x in cls(config).state_dict().items()}

@@ -75,8 +75,8 @@ class LanguageModelConfig:
             raise ValueError(f"config: got {type(values).__name__}, expected an object")
         if "model_type" in values:
             raise ValueError(
-                f"config: got model_type={values['model_type']!r}, a model in Hugging Face format; expected "
-                "from_pretrained of transformers, after import linrope.models.huggingface, to load it"
+                f"config: got model_type={values['model_type']!r}, a model in Hugging Face format; load it with "
+                "transformers' from_pretrained after importing linrope.models.huggingface"
             )
         if unknown := sorted(set(values) - set(known)):
             raise ValueError(f"config: got unknown keys {unknown}, expected some of {sorted(known)}")

@@ -255,7 +255,10 @@ def read_config(
         raise ValueError(f"rope_parameters={rope_parameters!r}: expected a dict")
     nested = [str(key) for key, value in rope_parameters.items() if isinstance(value, Mapping)]
     if nested:
-        raise ValueError(f"rope_parameters: got one dict per layer type, expected one of {', '.join(nested)}")
+        raise ValueError(
+            "rope_parameters: got one dict per layer type, expected the dict of one layer type, such as "
+            f"rope_parameters[{nested[0]!r}]"
+        )
     scaling = {key: value for key, value in rope_parameters.items() if value is not None}
     scaling.setdefault("rope_type", scaling.get("type", "default"))
     scaling.pop("type", None)  # the older spelling
@@ -299,12 +302,13 @@ def _mrope_axes(sections: Any, interleaved: Any, pairs: int) -> list[int]:
         return [axis for axis, section in enumerate(sections) for _ in range(section)]
     axes = [0] * pairs
     for axis in (1, 2):
-        last = 3 * (sections[axis] - 1) + axis
-        if last >= pairs:
+        most = (pairs - axis + 2) // 3
+        if sections[axis] > most:
             raise ValueError(
-                f"mrope_section={sections!r}: expected section {axis} to fit every third of {pairs} pairs"
+                f"mrope_section={sections!r}: got {sections[axis]} pairs in section {axis}, expected at most {most}, "
+                f"since it takes every third of {pairs} pairs"
             )
-        axes[axis : last + 1 : 3] = [axis] * sections[axis]
+        axes[axis : axis + 3 * sections[axis] : 3] = [axis] * sections[axis]
     return axes
 
 

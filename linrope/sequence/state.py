@@ -136,14 +136,16 @@ class LinearAttentionState:
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         """Restores a copy or a pickle, with the checks of ``__post_init__`` and of ``at``."""
-        names = {field.name for field in fields(self)} - {"loop", "_wide"}
-        if not {"kv", "z", "position", "identity"} <= set(values) <= names:
-            raise ValueError(f"state: got {sorted(map(str, values))}, expected some of {sorted(names)}")
+        names = [field.name for field in fields(self) if field.name not in ("loop", "_wide")]
+        required, optional = names[:4], names[4:]  # fields with a default stand last
+        if not set(required) <= set(values) <= set(names):
+            raise ValueError(
+                f"state: got {', '.join(map(str, values))}; expected {', '.join(required)}, and otherwise only "
+                f"{', '.join(optional)}"
+            )
         for name, x in values.items():
             kind = {"identity": str, "donated": bool}.get(name, Tensor)
-            if not isinstance(x, kind) and (
-                x is not None or name in ("kv", "z", "position", "identity", "donated")
-            ):
+            if not isinstance(x, kind) and (x is not None or name in (*required, "donated")):
                 raise TypeError(f"state.{name}: got {type(x).__name__}, expected {kind.__name__}")
         self.__dict__.update(values)
         self.__post_init__()

@@ -66,7 +66,7 @@ def test_generate_continues_with_what_transformers_generates(
 
 def test_a_language_model_s_load_names_what_loads_such_a_folder(linear: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"model_type='linrope', a model in Hugging Face format; expected from_"
+        ValueError, match=r"model_type='linrope', a model in Hugging Face format; load it with "
     ):
         LanguageModel.load(linear)
 

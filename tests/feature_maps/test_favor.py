@@ -159,7 +159,9 @@ def test_spread_must_be_finite_and_not_negative(spread: float) -> None:
         FavorPlusPlus(4, spread=spread)
 
 
-def test_fit_refuses_inputs_without_a_mean() -> None:
-    empty = torch.ones(1, 0, 2, 4)
-    with pytest.raises(ValueError, match="spread=nan: expected"):
-        FavorPlusPlus(4).fit(empty, empty)
+@pytest.mark.parametrize("bad", [torch.ones(1, 0, 2, 4), torch.full((1, 3, 2, 4), math.inf)])
+def test_fit_refuses_inputs_without_a_mean(bad: Tensor) -> None:
+    good = torch.ones(1, 3, 2, 4)
+    for name, (q, k) in {"q": (bad, good), "k": (good, bad)}.items():
+        with pytest.raises(ValueError, match=f"^{name}: got an empty or non-finite tensor, expected finite"):
+            FavorPlusPlus(4).fit(q, k)

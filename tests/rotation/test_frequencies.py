@@ -306,7 +306,7 @@ def test_a_size_or_base_that_the_method_cannot_have_is_refused() -> None:
     ("rope_parameters", "message"),
     [
         (None, r"rope_parameters=None: expected a dict"),
-        ({"full_attention": LLAMA3, "sliding": {}}, r"dict per layer type, expected one of full_attention, sliding"),
+        ({"full_attention": LLAMA3, "sliding": {}}, r"one dict per layer type, .*rope_parameters\['full_attention'\]"),
         ({"factor": 2.0}, r"factor=2.0: unknown key of rope_type='default'"),
         ({"mrope_section": [8, 12, 13]}, rf"mrope_section=\[8, 12, 13\]: {SECTIONS}"),
         ({"mrope_section": [16, 16]}, rf"mrope_section=\[16, 16\]: {SECTIONS}"),
@@ -315,7 +315,7 @@ def test_a_size_or_base_that_the_method_cannot_have_is_refused() -> None:
         ({"mrope_section": 32}, rf"mrope_section=32: {SECTIONS}"),
         (
             {"mrope_section": [8, 12, 12], "mrope_interleaved": True},
-            r"mrope_section=\[8, 12, 12\]: expected section 1 to fit every third of 32 pairs",
+            r"mrope_section=\[8, 12, 12\]: got 12 pairs in section 1, expected at most 11, since .* third of 32 pairs",
         ),
         ({"mrope_section": [8, 12, 12], "mrope_interleaved": 1}, r"mrope_interleaved=1: expected True or False"),
         ({"mrope_interleaved": True}, r"mrope_section: missing key, got mrope_interleaved"),

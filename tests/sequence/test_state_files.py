@@ -117,8 +117,16 @@ def test_load_of_a_missing_file_says_so(name: str, tmp_path) -> None:
             r"slots: got \[1, 1\], expected different rows 0 \.\. 2",
         ),
         ({"slots": torch.tensor([B])}, ValueError, r"slots: got \[3\], expected different rows"),
-        ({"loop": "text"}, ValueError, "state: got .*'loop'.*, expected some of"),
-        ({"more": 1}, ValueError, "state: got .*'more'.*, expected some of"),
+        (
+            {"loop": "text"},
+            ValueError,
+            "state: got .*, loop; expected kv, z, position, identity, and otherwise",
+        ),
+        (
+            {"more": 1},
+            ValueError,
+            "state: got .*, more; expected .*, and otherwise only angle, log_scale, .*",
+        ),
     ],
 )
 def test_torch_load_refuses_states_with_fields_of_other_kinds(change, error, message: str, tmp_path) -> None:

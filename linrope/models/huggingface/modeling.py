@@ -10,6 +10,7 @@ Both continue from a state, so that a prefill, a chunk of it and a decoding step
 
 import copy
 import os
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -103,13 +104,15 @@ class LinRopePreTrainedModel(PreTrainedModel):
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
         """Does nothing: a saved folder names linrope's classes and gets no copy of their code."""
 
-    def _refuse_implementation(self, *_: Any, **__: Any) -> bool:
+    def _refuse_implementation(self, name: str, *_: Any, **__: Any) -> bool:
         raise ValueError(
-            "attn_implementation: expected None or 'eager': linrope computes the linear attention, and "
+            f"attn_implementation: got {name}, expected None or 'eager': linrope computes the linear attention, and "
             "'full_attention' layers always call torch.nn.functional.scaled_dot_product_attention"
         )
 
-    _sdpa_can_dispatch = _flash_attn_can_dispatch = _flex_attn_can_dispatch = _refuse_implementation
+    _sdpa_can_dispatch = partialmethod(_refuse_implementation, "sdpa")
+    _flash_attn_can_dispatch = partialmethod(_refuse_implementation, "flash attention")
+    _flex_attn_can_dispatch = partialmethod(_refuse_implementation, "flex_attention")
 
     def _initialize_weights(self, module: nn.Module, *args: Any) -> None:
         # Drops the flag that marks remote code: it skips modules that hold no weights themselves. Nothing is
@@ -125,10 +128,8 @@ class LinRopePreTrainedModel(PreTrainedModel):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 init.zeros_(module.bias)
         if isinstance(module, LinRopeLayer) and self.config.initializer_range is None:
-            for end in (
-                module.self_attn.o_proj,
-                module.mlp.down_proj,
-            ):  # the last matrix of each residual branch
+            # The last matrix of each residual branch.
+            for end in (module.self_attn.o_proj, module.mlp.down_proj):
                 init.uniform_(end.weight, -(end.in_features**-0.5), end.in_features**-0.5)
         if isinstance(module, LinRopeLayer):  # feature map, gates and convolution start as in a new layer
             special = {
@@ -187,7 +188,8 @@ class LinRopeModel(LinRopePreTrainedModel):
                 with full attention take no shard, and neither does a cache with packed sequences.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("input_ids, inputs_embeds: expected exactly one of them")
+            got = "neither" if input_ids is None else "both"
+            raise ValueError(f"input_ids, inputs_embeds: got {got}, expected exactly one of them")
         if past_key_values is not None and not isinstance(past_key_values, LinRopeCache):
             kind = type(past_key_values).__name__
             raise TypeError(f"past_key_values: got {kind}, expected LinRopeCache or None")
@@ -231,9 +233,7 @@ class LinRopeModel(LinRopePreTrainedModel):
             for layer in self.layers:
                 x, _ = layer(x, **tokens)
         else:
-            may_repeat = (
-                self.training and torch.is_grad_enabled()
-            )  # then a layer must not overwrite its state
+            may_repeat = self.training and torch.is_grad_enabled()  # then a layer keeps its old state
             for layer, cache in zip(self.layers, past_key_values.layers):
                 state = cache.state if may_repeat else cache.take()
                 x, cache.state = layer(x, state=state, return_state=True, **tokens)

@@ -282,7 +282,7 @@ class Trainer:
         trainer = cls(model, corpus, config, accelerator, **parallel)
         if (expected := metadata["processes"]) != (rows := str(trainer.processes.rows)):
             raise ValueError(
-                f"processes: got {rows}, expected {expected} that read different rows, as before"
+                f"processes: got {rows} groups that read different rows, expected {expected}, as in the saved run"
             )
         try:
             trainer.step = int(metadata["step"])
@@ -302,8 +302,8 @@ class Trainer:
         for name, parameter in self.model.named_parameters():
             state = {key: tensors.pop(f"{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
             for key in ("exp_avg", "exp_avg_sq"):
-                if state[key].shape != parameter.shape:
-                    raise ValueError(f"{key}.{name}: got shape {tuple(state[key].shape)}")
+                if (got := tuple(state[key].shape)) != (shape := tuple(parameter.shape)):
+                    raise ValueError(f"{key}.{name}: got shape {got}, expected {shape}")
             states[name] = state
         optimizer = self._plain_optimizer()
         groups = [

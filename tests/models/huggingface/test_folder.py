@@ -89,9 +89,14 @@ def test_lora_finds_its_targets(recwarn: pytest.WarningsRecorder) -> None:
     assert {name.rpartition(".")[2] for name in tuned.targeted_module_names} == set(LORA_TARGETS)
 
 
-@pytest.mark.parametrize("name", ["sdpa", "flash_attention_2", "flex_attention"])
-def test_another_attention_asked_for_by_name_says_what_there_is(name: str) -> None:
-    with pytest.raises(ValueError, match="expected None or 'eager': linrope computes"):
+@pytest.mark.parametrize(
+    ("name", "got"),
+    [("sdpa", "sdpa"), ("flash_attention_2", "flash attention"), ("flex_attention", "flex_attention")],
+)
+def test_another_attention_asked_for_by_name_says_what_there_is(name: str, got: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"^attn_implementation: got {got}, expected None or 'eager': linrope"
+    ):
         LinRopeForCausalLM._from_config(config(), attn_implementation=name)
 
 

@@ -223,8 +223,10 @@ def test_classification_reads_the_last_real_token() -> None:
 
 def test_bad_arguments_are_refused() -> None:
     model, ids = causal_lm(), tokens(2, 5)
-    with pytest.raises(ValueError, match="expected exactly one of them"):
+    with pytest.raises(ValueError, match="input_ids, inputs_embeds: got both, expected exactly one of them"):
         model(ids, inputs_embeds=torch.zeros(2, 5, 32))
+    with pytest.raises(ValueError, match="input_ids, inputs_embeds: got neither, expected exactly one"):
+        model()
     with pytest.raises(TypeError, match="past_key_values: got DynamicCache, expected LinRopeCache"):
         model(ids, past_key_values=DynamicCache())
     with pytest.raises(ValueError, match=r"attention_mask: got shape \(2, 4\), expected \(2, 5\)"):
