@@ -225,8 +225,8 @@ _attend.register_autograd(_backward, setup_context=_setup_context)
 class _Recorded(torch.autograd.Function):
     """The operator and its gradient as a plain autograd.Function, which skips the dispatcher; see ``_plain``.
 
-    arguments: the operator's, as one object. autograd looks at each argument of a Function, and finds the tensors
-    that have gradients once more after them.
+    arguments holds the operator's arguments in one tuple, because autograd inspects every argument of a Function. The
+    tensors that may need gradients are passed again as inputs.
     """
 
     @staticmethod
@@ -264,7 +264,7 @@ class _Transformed(torch.autograd.Function):
 
 
 class _TransformedBackward(torch.autograd.Function):
-    """The backward operator in that form. torch.func ignores lists, so each result is an argument."""
+    """The backward operator in the form that torch.func requires, which ignores lists: each result is an argument."""
 
     generate_vmap_rule = True
 

@@ -13,7 +13,10 @@ from linrope.models.training.optional import need
 
 
 class _Bytes:
-    """Prints bytes as UTF-8; others show as replacement characters. Has the methods of transformers' streamers."""
+    """Prints bytes as UTF-8, with replacement characters for those that are not UTF-8.
+
+    It has the methods of transformers' streamers.
+    """
 
     def __init__(self) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")

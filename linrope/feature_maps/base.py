@@ -26,8 +26,8 @@ class FeatureMap(Identified):
     stay in range. log_scale (...) is float64, without the last axis, and a constant to the gradient: the
     features carry all gradients. ``exponential`` makes such a pair from logits.
 
-    A ``positional`` map takes the positions of its tokens: queries(q, positions), keys(k, positions) with x
-    (b, n, h, d) and positions int64 (b or 1, n).
+    A ``positional`` map takes the positions of its tokens: queries(q, positions), keys(k, positions) with
+    q or k (b, n, heads, d) and positions int64 (b or 1, n).
 
     ``identity`` tells apart maps whose states must not be mixed. It holds the class, ``settings`` (by default
     ``extra_repr``) and a digest of all parameters and buffers: see ``linrope.feature_maps.identity``.

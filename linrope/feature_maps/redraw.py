@@ -8,7 +8,7 @@ from linrope.feature_maps.random_features import RandomFeatureMap
 
 
 class Redraw:
-    """Redraws all random feature maps of a model at regular intervals, as Performers train.
+    """Redraws all random feature maps of a model at regular intervals, as in the training of Performers.
 
     Call ``step()`` once after each optimizer step. A new projection is a function of the old map, which is
     the same in every process of a distributed run: all processes draw alike. Maps with equal projections

@@ -101,8 +101,8 @@ class LinearRoPEAttention(Mixer):
 
     Raises:
         TypeError: a size is not an integer, a switch is not a bool, or feature_map is of another type.
-        ValueError: a size does not divide, a name is unknown, a signed map is combined with normalize=True, or an
-            option that requires causal=True or rope_order="after" is used without it.
+        ValueError: one size is not a multiple of another as required, a name is unknown, a signed map is combined with
+            normalize=True, or an option that requires causal=True or rope_order="after" is used without it.
 
     Source: RoFormer eq. 19 (arXiv 2104.09864). ``linrope.layer.selective`` names the sources of the options.
 

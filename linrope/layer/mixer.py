@@ -28,7 +28,7 @@ class Mixer(nn.Module):
     Convolution, norm, skip D and gate are options, described in ``LinearRoPEAttention``.
 
     Raises:
-        ValueError: a size does not divide, or a name is unknown.
+        ValueError: one size is not a multiple of another as required, or a name is unknown.
     """
 
     def __init__(

@@ -132,7 +132,7 @@ def trapezoidal_attention(
 
     Raises:
         TypeError, ValueError, RuntimeError: as in ``linear_rope_attention``; also if share or write have another shape,
-            the map or the rotation is one of those above, or the state was made without the trapezoidal rule.
+            the map or the rotation is one of those excluded above, or the state was made without the trapezoidal rule.
 
     Source: Mamba-3, arXiv 2603.15569, section 3.1.
 

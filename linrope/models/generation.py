@@ -22,7 +22,7 @@ def generate(
 ) -> Iterator[Tensor]:
     """Samples tokens one by one. With linear attention each takes the same time and memory.
 
-    After the prompt it takes a ``DecodingStep`` if the model allows one. Do not change the model until the last token
+    After the prompt it uses a ``DecodingStep`` if the model allows one. Do not change the model until the last token
     is drawn.
 
     Args:

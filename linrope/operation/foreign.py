@@ -34,8 +34,9 @@ def state_from_sums(
     Args:
         kv: (b, g, f, e), float32 or float64.
         z: (b, g, f). None: unknown. Calls with normalize=True then reject this state and every state computed from it.
-        feature_map: that of the calls to come. A map that makes another number of features than the head has, such
-            as dpfp, must be the object that ``feature_maps.make`` made: its name does not tell the head's size.
+        feature_map: that of the calls to come. A map whose number of features differs from the head's size, such as
+            dpfp, must be passed as the object that ``feature_maps.make`` made, because the head's size cannot be told
+            from kv.
         rotary: that of the calls to come.
         rope_order: that of the calls to come.
         position: (b,) int64, the position of the next token. Default: 0, which is right for any number of earlier

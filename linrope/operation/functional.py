@@ -194,7 +194,7 @@ def linear_rope_state(
     state: LinearAttentionState | None = None,
     backend: str = "auto",
 ) -> LinearAttentionState:
-    """The last state of ``linear_rope_attention``, without the outputs and at a fraction of the cost.
+    """The state that ``linear_rope_attention`` would return, without the outputs and at a fraction of the cost.
 
         kv = sum_j e^(L - L_j) R(Theta_j) psi(k_j) v_j^T      z = sum_j e^(L - L_j) psi(k_j)
 

@@ -69,7 +69,7 @@ class KeyValueState:
         return self
 
     def reorder(self, index: Tensor) -> "KeyValueState":
-        """Selects the sequences index (b',); beam search repeats some and drops others."""
+        """Selects the sequences at index (b',), as beam search does, which repeats some and drops others."""
         if index.is_floating_point() or index.dtype == torch.bool:
             raise TypeError(f"index: got {index.dtype}, expected integers")
         if index.ndim != 1:

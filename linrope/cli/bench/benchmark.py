@@ -29,7 +29,7 @@ def flop_per_token_head(f: int, e: int) -> int:
 
 
 def peak_memory(function: Callable[[], Any], device: str = "cpu") -> int | None:
-    """The peak of the memory in bytes that function takes, including its result.
+    """The peak memory of a call of function, in bytes, including its result.
 
     On a CPU it is the growth of the process (Linux only), on a GPU PyTorch's allocations.
     """

@@ -59,7 +59,7 @@ def bench(
         float, typer.Option(help="Largest time of one call of softmax attention, in seconds.")
     ] = 12.0,
     budget: Annotated[float, typer.Option(help="Seconds per measurement.")] = 3.0,
-    rounds: Annotated[int, typer.Option(help="Number of turns.")] = 4,
+    rounds: Annotated[int, typer.Option(help="How often each side is measured, in turns.")] = 4,
     distributed: Annotated[
         str,
         typer.Option(

@@ -168,7 +168,7 @@ def _replacement(
 
 @cache
 def _say_once(name: str, reason: str) -> None:
-    _log.warning("%s runs as without linrope: %s", name, reason)
+    _log.warning("%s runs transformers' own code: %s", name, reason)
 
 
 def _refuses(x: Tensor, package: str = "") -> str | None:
@@ -211,7 +211,7 @@ def _refuses_step(
 ) -> str | None:
     repeated = [dt.stride(-1), A.stride(-1), A.stride(-2), 0 if dt_bias is None else dt_bias.stride(-1)]
     if any(repeated) and hidden_states.shape[-1] > 1:
-        return "a step size, or a decay, for each channel"
+        return "step sizes or decays that differ between the channels of a head"
     if torch.is_grad_enabled() and (state.requires_grad or hidden_states.requires_grad):
         return "gradients through a step that overwrites its state"
     if state.dtype not in (torch.float32, torch.float64):

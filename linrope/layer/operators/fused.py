@@ -79,7 +79,7 @@ class _Fused:
     def gradients(
         self, gradient: Tensor, backend: str, arguments: list[Any], recorded: bool
     ) -> list[Tensor | None]:
-        """The gradients of the arguments. recorded: without the dispatcher."""
+        """The gradients of the arguments. recorded: whether the forward pass skipped the dispatcher."""
         indices = self._differentiable(arguments)
         if torch.is_grad_enabled():  # create_graph=True: the gradients have gradients themselves
             indices = [i for i in indices if arguments[i].requires_grad]

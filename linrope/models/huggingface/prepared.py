@@ -1,4 +1,4 @@
-"""generate() takes its tokens by prepared decoding steps, where the model and its cache allow that."""
+"""Lets generate() use prepared decoding steps, where the model and its cache allow that."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
