@@ -15,14 +15,14 @@ def check_at_least(**least: tuple[int, int]) -> None:
     """Raises ValueError for an option below its least value. Each is option_name=(value, least)."""
     for name, (value, smallest) in least.items():
         if value < smallest:
-            raise ValueError(f"{_option(name)}={value}: expected at least {smallest}")
+            raise ValueError(f"{option_of(name)}={value}: expected at least {smallest}")
 
 
 def check_rate(**rates: float) -> None:
     """Raises ValueError for a learning rate that is not positive and finite."""
     for name, value in rates.items():
         if not 0 < value < math.inf:
-            raise ValueError(f"{_option(name)}={value}: expected a positive finite number")
+            raise ValueError(f"{option_of(name)}={value}: expected a positive finite number")
 
 
 def check_taps(short_conv: int) -> None:
@@ -31,5 +31,11 @@ def check_taps(short_conv: int) -> None:
         raise ValueError(f"--short-conv={short_conv}: expected at least 2 taps, or 0 for none")
 
 
-def _option(name: str) -> str:
+def option_of(name: str) -> str:
+    """The option that sets a parameter of this name.
+
+    >>> from linrope.cli.checks import option_of
+    >>> option_of("learning_rate")
+    '--learning-rate'
+    """
     return f"--{name.replace('_', '-')}"

@@ -11,7 +11,7 @@ import torch
 import typer
 from rich.console import Console
 
-from linrope.cli.checks import check_at_least, check_folder, check_taps
+from linrope.cli.checks import check_at_least, check_folder, check_taps, option_of
 from linrope.cli.config_files import read_config
 from linrope.cli.devices import HELP as DEVICE_HELP
 from linrope.cli.devices import pick_device
@@ -292,7 +292,7 @@ def _resume(
     for field in saved:
         option = RENAMED.get(field, field)
         if option in explicit - _RESUMABLE and requested[field] != saved[field]:
-            ignored.append(f"--{option.replace('_', '-')} (the checkpoint has {json.dumps(saved[field])})")
+            ignored.append(f"{option_of(option)} (the checkpoint has {json.dumps(saved[field])})")
     if "tokenizer" in explicit:
         ignored.append("--tokenizer (the checkpoint has its own)")
     if ignored:

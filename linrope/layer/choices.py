@@ -1,4 +1,4 @@
-"""Builds a layer's feature map, rotation, gate and decay from strings, dicts or objects."""
+"""Builds the parts of a layer from strings, numbers, dicts or objects."""
 
 from collections.abc import Mapping, Sequence
 from inspect import signature
@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from linrope import feature_maps
 from linrope.common.names import check_keys, check_name
 from linrope.feature_maps import FeatureMap
+from linrope.layer.operators.norm import NORMED
 from linrope.layer.selective import ForgetGate, SelectiveSteps, WriteGate, spread
+from linrope.layer.short_convolution import MOST_TAPS, ShortConvolution, is_number_of_taps
 from linrope.rotation.rotary import LAYOUTS, Rotary
 
 DECAYS = ("spread", "learned", "retnet")
@@ -125,6 +127,29 @@ def make_decay(choice: str | Mapping[str, Any] | Sequence[float] | Tensor, heads
     if decay.shape != (heads,) or not bool(((decay > 0) & (decay <= 1)).all()):
         raise ValueError(f"decay: got {decay.tolist()}, expected {heads} numbers in (0, 1]")
     return decay, False
+
+
+def make_short_convolution(
+    choice: int | Mapping[str, Any] | None, channels: int, factory: dict[str, Any]
+) -> ShortConvolution | None:
+    if choice is None:
+        return None
+    options = dict(choice) if isinstance(choice, Mapping) else {"taps": choice}
+    check_keys("short_conv", options, ("taps", "activation", "bias", "start"))
+    if "taps" in options and not is_number_of_taps(taps := options["taps"]):
+        raise ValueError(f"short_conv={taps!r}: expected the number of taps, 2 .. {MOST_TAPS}, or None")
+    return ShortConvolution(channels, **options, **factory)
+
+
+def norm_options(choice: bool | str | Mapping[str, Any]) -> tuple[str | None, float]:
+    """The span of the output norm, None without one, and its eps."""
+    if isinstance(choice, bool):
+        return ("head" if choice else None), 1e-6
+    options: dict[str, Any] = dict(choice) if isinstance(choice, Mapping) else {"over": choice}
+    check_keys("out_norm", options, ("over", "eps"))
+    over = options.get("over", "head")
+    check_name("out_norm", over, NORMED, also="a dict, True or False")
+    return over, options.get("eps", 1e-6)
 
 
 def _named(

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linrope.common.names import check_bools, check_keys, check_name
+from linrope.common.names import check_bools, check_name
+from linrope.layer.choices import make_short_convolution, norm_options
 from linrope.layer.operators import gated_norm
-from linrope.layer.operators.norm import NORMED
-from linrope.layer.short_convolution import make_short_convolution
 from linrope.operation import checks
 from linrope.operation.shards import LayerShard
 
@@ -69,7 +68,7 @@ class Mixer(nn.Module):
             raise ValueError("qk_bias=True: expected qk_norm=True with it")
         self.q_bias = nn.Parameter(torch.empty(num_heads, d, **factory)) if qk_bias else None
         self.k_bias = nn.Parameter(torch.empty(g, d, **factory)) if qk_bias else None
-        self.norm_span, eps = _norm_options(out_norm)
+        self.norm_span, eps = norm_options(out_norm)
         size = {None: 0, "head": e, "all": self.num_out_heads * e}[self.norm_span]
         self.out_norm = nn.RMSNorm(size, eps=eps, **factory) if size else None
         if skip is not None:
@@ -172,14 +171,3 @@ class Mixer(nn.Module):
             raise ValueError(
                 f"state: got conv of (taps - 1, channels) = {got}, expected {expected} for this layer"
             )
-
-
-def _norm_options(choice: bool | str | Mapping[str, Any]) -> tuple[str | None, float]:
-    """The span of the output norm, None without one, and its eps."""
-    if isinstance(choice, bool):
-        return ("head" if choice else None), 1e-6
-    options: dict[str, Any] = dict(choice) if isinstance(choice, Mapping) else {"over": choice}
-    check_keys("out_norm", options, ("over", "eps"))
-    over = options.get("over", "head")
-    check_name("out_norm", over, NORMED, also="a dict, True or False")
-    return over, options.get("eps", 1e-6)

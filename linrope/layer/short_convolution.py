@@ -3,8 +3,8 @@
 b batch, n tokens, c channels, s sequences.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,7 @@ class ShortConvolution(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not _is_number_of_taps(taps):
+        if not is_number_of_taps(taps):
             raise ValueError(f"taps={taps!r}: expected an integer, 2 .. {MOST_TAPS}")
         if activation is not None:
             check_name("activation", activation, ACTIVATIONS, also="None")
@@ -149,24 +149,8 @@ class ShortConvolution(nn.Module):
         return text + ("" if self.bias is None else ", bias=True")
 
 
-def _is_number_of_taps(taps: object) -> bool:
+def is_number_of_taps(taps: object) -> bool:
     return isinstance(taps, int) and not isinstance(taps, bool) and 2 <= taps <= MOST_TAPS
-
-
-def make_short_convolution(
-    choice: int | Mapping[str, Any] | None, channels: int, factory: dict[str, Any]
-) -> ShortConvolution | None:
-    """choice: as LinearRoPEAttention's short_conv. factory: the device and dtype of new weights."""
-    if choice is None:
-        return None
-    options = dict(choice) if isinstance(choice, Mapping) else {"taps": choice}
-    if unknown := sorted(set(options) - {"taps", "activation", "bias", "start"}):
-        raise ValueError(
-            f"short_conv: got the keys {unknown}, expected some of 'taps', 'activation', 'bias' and 'start'"
-        )
-    if not _is_number_of_taps(taps := options.get("taps", 4)):
-        raise ValueError(f"short_conv={taps!r}: expected the number of taps, 2 .. {MOST_TAPS}, or None")
-    return ShortConvolution(channels, **options, **factory)
 
 
 def _last_inputs(before: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:

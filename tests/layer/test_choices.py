@@ -24,7 +24,7 @@ def make(**options) -> LinearRoPEAttention:
         ({"short_conv": 1}, "short_conv=1: expected the number of taps"),
         ({"short_conv": {"activation": "relu"}}, "activation='relu': expected one of silu, None"),
         ({"short_conv": {"start": "zero"}}, "start='zero': expected one of identity, uniform"),
-        ({"short_conv": {"kernel": 4}}, r"short_conv: got the keys \['kernel'\], expected some of 'taps'"),
+        ({"short_conv": {"kernel": 4}}, "short_conv: got the key 'kernel', expected one of taps, activation"),
         ({"write_gate": "tied"}, "write_gate='tied': expected None without a forget_gate"),
         (
             {"write_gate": "tie", "forget_gate": True},
