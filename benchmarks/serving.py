@@ -216,10 +216,9 @@ async def stream(http: Any, prompt: int, count: int) -> list[float]:
 
 
 async def measure_server(port: int, clients: list[int], context: int, count: int) -> dict[str, Any]:
-    import httpx
+    from openai import DefaultAsyncHttpxClient as HttpClient  # with 1,000 connections
 
-    limits, address = httpx.Limits(max_connections=None), f"http://127.0.0.1:{port}"
-    async with httpx.AsyncClient(base_url=address, limits=limits, timeout=600, trust_env=False) as http:
+    async with HttpClient(base_url=f"http://127.0.0.1:{port}", timeout=600, trust_env=False) as http:
         await stream(http, context, count)
         generated_per_second = {}
         for n in clients:

@@ -44,12 +44,13 @@ def main() -> None:
 def few_forms() -> None:
     """One at least for each kernel."""
     attend(key_mask=torch.zeros(2, 130, dtype=torch.bool))
-    attend(causal=False, positions=torch.arange(130), key_positions=torch.arange(130) * 3)
     attend(n=1, g=2, angle_steps=torch.zeros(2, 1, 2, 32), log_decay=torch.zeros(2, 1, 1), eps_mode="add")
-    attend(b=1, g=2, decay=torch.full((2,), 0.9), cu_seqlens=torch.tensor([0, 30, 130], dtype=torch.int32))
+    attend(b=1, causal=False, cu_seqlens=torch.tensor([0, 30, 130]))
 
 
 def other_forms() -> None:
+    attend(causal=False, positions=torch.arange(130), key_positions=torch.arange(130) * 3)
+    attend(b=1, g=2, decay=torch.full((2,), 0.9), cu_seqlens=torch.tensor([0, 30, 130], dtype=torch.int32))
     attend(g=1, rotary=Rotary(64, layout="half", rotary_dim=24))
     attend(transposed=True, rotary=None, normalize=False, feature_map="silu")
     attend(n=16, dtype=torch.float16, rotary=Rotary.whole_model(4, 64))
@@ -57,7 +58,6 @@ def other_forms() -> None:
     attend(n=1, decay=torch.full((4,), 0.9))
     attend(log_decay=torch.zeros(1, 130, 4, requires_grad=True), angle_steps=torch.zeros(2, 130, 1, 32))
     attend(rotary=Rotary.axial(64, 3), positions=torch.zeros(130, 3, dtype=torch.int64))
-    attend(b=1, causal=False, cu_seqlens=torch.tensor([0, 30, 130]))
     linear_rope_state(
         *torch.zeros(2, 2, 130, 4, 64, dtype=torch.bfloat16), rotary=Rotary(64), backend="triton"
     )

@@ -79,6 +79,7 @@ def report(*arguments: str) -> list[dict[str, Any]]:
     return run_compiled("-m", "linrope_kernel_tools.report", "--json", "--no-model", "--dim", *arguments)
 
 
+@pytest.mark.long
 def test_kernels_of_64_features_compile_fit_and_spill_no_more_than_known() -> None:
     found = report("64", "--dtype", "bf16", "--capability", "90")
     assert {entry["capability"] for entry in found} == {90}
