@@ -25,7 +25,7 @@ PLAN: list[tuple[Task, list[str]]] = [
     (Language("language"), _ALL),
     (Recall("recall-256", heads=16, head_dim=4), [*_RECALL, *_MAPS, "block", "gated-deltanet"]),
     (Recall("recall-512", heads=8, head_dim=8), _RECALL),
-    (Recall("recall-1024"), ["softmax-rope", "gate-rope", *_RECALL, *_LADDER, *_BLOCKS]),
+    (Recall("recall-1024"), ["softmax-rope", "gate-rope", *_RECALL, *_LADDER, *_BLOCKS, "eq19+init"]),
     (Sum("parity", vocab_size=2, modulus=2), _STATE),
     (Sum("modulo-3", vocab_size=3, modulus=3), _STATE),
     (Copying("copying"), _COPY),
