@@ -41,9 +41,21 @@ def _recurrent_gemma(task: Task, size: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _gated_deltanet(task: Task, size: int) -> dict[str, Any]:
+    # The linear layer of Qwen3-Next in every layer, with the heads, and so the state, of the study's other models.
+    return {
+        "num_hidden_layers": task.layers, "layer_types": ["linear_attention"] * task.layers,
+        "linear_num_key_heads": task.heads, "linear_num_value_heads": task.heads,
+        "linear_key_head_dim": task.head_dim, "linear_value_head_dim": task.head_dim,
+        "intermediate_size": size, "mlp_only_layers": list(range(task.layers)), "num_attention_heads": task.heads,
+        "num_key_value_heads": task.heads, "head_dim": task.head_dim, "tie_word_embeddings": True,
+    }  # fmt: skip
+
+
 PEERS = {
     "llama": Peer("Llama", _llama, 256),
     "mamba-2": Peer("Mamba2", _mamba2, 64),
+    "gated-deltanet": Peer("Qwen3Next", _gated_deltanet, 256),
     "recurrent-gemma": Peer("RecurrentGemma", _recurrent_gemma, 256),
 }
 

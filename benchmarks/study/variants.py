@@ -92,6 +92,10 @@ VARIANTS: dict[str, tuple[str, Options]] = {
         f"gate-rope+{part}": ("ladder", _GATE | {"parts": _LADDER[: i + 1]})
         for i, part in enumerate(_LADDER[:-1])
     },
+    # The initial weights of the block alone, in each family.
+    "softmax-rope+init": ("softmax+init", _SOFTMAX | PARTS["init"]),
+    "eq19+init": ("linear+init", PARTS["init"]),
+    "spread+init": ("decay+init", _SPREAD | PARTS["init"]),
     "block": ("block", _BLOCK),
     "block-plain": ("block", _BLOCK | _PLAIN),
     "block-selective": ("block", _BLOCK | _SELECTIVE),
