@@ -1,5 +1,6 @@
 """Plots, from the lines of the results alone: few curves in each, those that a question compares."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,9 @@ def plots(folder: Path, out: Path) -> list[Path]:
             drawn.append(_draw(out / f"{task}.png", 1, partial(_bits, rows), (7, height)))
             drawn.append(_draw(out / f"{task}-positions.png", 3, partial(_positions, rows), (12, 4)))
         else:
-            drawn.append(_draw(out / f"{task}.png", 1, partial(_shares, task, rows), (7, 4)))
+            drawn.append(
+                _draw(out / f"{task}.png", 1, partial(_shares, task, rows), (max(7, 0.6 * len(rows)), 4))
+            )
     sizes = {task: rows for task, rows in found.items() if task.removeprefix("recall-").isdecimal()}
     if len(sizes) > 1:
         drawn.append(_draw(out / "recall.png", 1, partial(_recall, sizes), (7, 4)))
@@ -110,7 +113,7 @@ def _shares(task: str, rows: Rows, axes: Any) -> None:
         axes.bar(at, values, width, label=length, yerr=(low, high), capsize=2)
     floor = next(iter(next(iter(rows.values()))[0]["floor"].values()))
     axes.axhline(floor, color="gray", linestyle=":", label="guessing")
-    axes.set_xticks(range(len(names)), names, rotation=20, ha="right")
+    axes.set_xticks(range(len(names)), names, rotation=30, ha="right", rotation_mode="anchor")
     axes.set(
         title=f"{task}: mean of the seeds, least and largest", ylabel="share of right answers", ylim=(0, 1.03)
     )
@@ -118,10 +121,11 @@ def _shares(task: str, rows: Rows, axes: Any) -> None:
 
 
 def _recall(sizes: dict[str, Rows], axes: Any) -> None:
-    """Over the most pairs trained on; softmax attention is drawn at the state size of linear attention with the same
+    """Over the most pairs trained on, for models of several sizes; softmax attention is drawn at the state size of linear attention with the same
     heads.
     """
-    models = list(dict.fromkeys(model for rows in sizes.values() for model in rows))
+    count = Counter(model for rows in sizes.values() for model in rows)
+    models = [model for model in count if count[model] > 1 or model == "softmax-rope"]
     # Models with equal results stand side by side. On a logarithmic axis a factor is a distance.
     beside = {model: 1.025 ** (i - (len(models) - 1) / 2) for i, model in enumerate(models)}
     ticks = set()
