@@ -121,8 +121,9 @@ def _shares(task: str, rows: Rows, axes: Any) -> None:
 
 
 def _recall(sizes: dict[str, Rows], axes: Any) -> None:
-    """Over the most pairs trained on, for models of several sizes; softmax attention is drawn at the state size of linear attention with the same
-    heads.
+    """Over the most pairs trained on, for models of several sizes.
+
+    Softmax attention is drawn at the state size of linear attention with the same heads.
     """
     count = Counter(model for rows in sizes.values() for model in rows)
     models = [model for model in count if count[model] > 1 or model == "softmax-rope"]
