@@ -39,8 +39,8 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
         names["linrope_transformers"].disable()
 
 
-def test_the_pages_first_one_says_what_the_readme_says() -> None:
-    """What linrope is, and what an installation requires: the same words, up to links and the ends of lines."""
+def test_the_index_says_what_the_readme_says() -> None:
+    """Two texts are the same but for links and line breaks: what linrope is, and what an installation requires."""
 
     def paragraphs(page: str) -> list[str]:
         text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", (ROOT / page).read_text("utf-8"))

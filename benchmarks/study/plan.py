@@ -15,7 +15,7 @@ _ALL = [name for name in VARIANTS if not name.startswith(_ELSEWHERE)]
 _BLOCKS = ["block", "block-plain", "block-identity", "block-softmax"]
 _RECALL = ["linear-conv", "gate-conv", "gate-rope-conv", "gate-selective-conv"]
 _MAPS = ["linear-conv-relu2", "linear-conv-hedgehog", "linear-conv-taylor2"]
-_LADDER = [name for name in VARIANTS if name.startswith("gate-rope+")]
+_PARTS = [name for name in VARIANTS if name.startswith("gate-rope+")]
 _STATE = ["softmax-rope", "gate-selective-add", "gate-selective", "gate-rope", "block", "block-selective-add"]
 _DISTANT = ["softmax-rope", "gate-rope", "hybrid", "linear-conv", "gate-conv", "gate-rope-conv", *_BLOCKS]
 _COPY = ["softmax-rope", "gate-rope", "gate-rope-conv", "gate-conv", *_BLOCKS]
@@ -25,7 +25,7 @@ PLAN: list[tuple[Task, list[str]]] = [
     (Language("language"), _ALL),
     (Recall("recall-256", heads=16, head_dim=4), [*_RECALL, *_MAPS, "block", "gated-deltanet"]),
     (Recall("recall-512", heads=8, head_dim=8), _RECALL),
-    (Recall("recall-1024"), ["softmax-rope", "gate-rope", *_RECALL, *_LADDER, *_BLOCKS, "eq19+init"]),
+    (Recall("recall-1024"), ["softmax-rope", "gate-rope", *_RECALL, *_PARTS, *_BLOCKS, "eq19+init"]),
     (Sum("parity", vocab_size=2, modulus=2), _STATE),
     (Sum("modulo-3", vocab_size=3, modulus=3), _STATE),
     (Copying("copying"), _COPY),

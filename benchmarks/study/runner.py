@@ -32,7 +32,7 @@ class Run:
     phase: str
 
     def key(self) -> Line:
-        """What identifies this run. If the results already have a line with these values, it is not run again."""
+        """The values that identify a run. A run whose values are in the results is skipped."""
         return {
             "task": self.task.name,
             "model": self.model,
