@@ -183,7 +183,7 @@ void multiply_rows(const ChunkProduct& x, int first, int last) {
     zero_block();
     multiply_block(A, 0, K / 2, factors->B, 0, K);
     store_block(block);
-    move_diagonal(x, block, 0, rows);
+    move_diagonal(x, block);
     vu any = {};
     for (int i = 0; i < rows; i++)  // keys up to the query
       any |= split_row(block + i * C, (2u << i) - 1, scores.high + i * kTile, scores.low + i * kTile);

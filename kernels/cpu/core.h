@@ -81,9 +81,10 @@ struct ChunkProduct {
   float* diagonal = nullptr;  // not null: tril's diagonal goes here, and out lacks its products
 };
 
-// Moves the diagonal of the scores' rows first .. last - 1 to x.diagonal, if it is wanted
-inline void move_diagonal(const ChunkProduct& x, float* scores, int first, int last) {
-  for (int i = first; x.diagonal && i < last; i++) {
+// Moves the diagonal of the scores to x.diagonal, if it is wanted. (Within the loops that compute the scores, this
+// would make GCC compile them 4% slower, for those who do not want it too.)
+inline void move_diagonal(const ChunkProduct& x, float* scores) {
+  for (int i = 0; x.diagonal && i < x.operands.rows; i++) {
     float& score = scores[i * kChunk + i];
     x.diagonal[i] = score, score = 0;
   }
@@ -104,7 +105,6 @@ void multiply_scores(const ChunkProduct& x, int limit) {
       if (i0 + M - j0 > NW / 2) tile(j0, (vf[M][NV]){});
       else tile(j0, (vf[M][NV / 2]){});
     }
-    move_diagonal(x, x.scores, i0, i0 + M);
   });
 }
 
@@ -128,7 +128,7 @@ template <int N> void multiply_panel(const ChunkProduct& x, int limit, int e0) {
 
 void multiply_chunk(const ChunkProduct& x) {
   const int limit = x.finite ? MR : 1;
-  if (x.operands.B_t) multiply_scores(x, limit);
+  if (x.operands.B_t) multiply_scores(x, limit), move_diagonal(x, x.scores);
   if (x.operands.N.panel < NW) return multiply_panel<NV / 2>(x, limit, 0);
   for (int e0 = 0; e0 < x.operands.N.size; e0 += NW) multiply_panel<NV>(x, limit, e0);
 }

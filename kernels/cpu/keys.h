@@ -114,7 +114,7 @@ struct BackwardKeys : Task {
                         nullptr, w.d, F});
       }
     }
-    for (int f = 0; f < F; f++) w.dden_before[f] = (float)dz_sum.total[f] * exp_minus_D[0];
+    for (int f = 0; want_d_log_decay && f < F; f++) w.dden_before[f] = (float)dz_sum.total[f] * exp_minus_D[0];
     dz_sum.rows(w.dden_phi, rows, exp_D, exp_minus_D, w.dden_phi);
     if (want_output) write_gradients(last, rows);
     done += rows;
@@ -151,11 +151,13 @@ struct BackwardKeys : Task {
   // d_of_diagonal: what the queries of the same token add to d
   void add_diagonal(int rows, bool accumulate) {
     const int F = s.F;
-    if (!accumulate) zero(w.d_of_diagonal, rows * F);
     for (int i = 0; i < rows; i++) {
       const float scale = w.diagonal[i] * exp_minus_D[i];
       float *row = w.d_of_diagonal + i * F, *phi = w.phi_hat + i * s.feature_row.panel;
-      for (int f = 0; f < F; f += W) store(row + f, load(row + f) + load(at(phi, NW * C, f)) * scale);
+      for (int f = 0; f < F; f += W) {
+        const vf x = load(at(phi, NW * C, f)) * scale;
+        store(row + f, accumulate ? load(row + f) + x : x);
+      }
     }
   }
 
@@ -167,13 +169,13 @@ struct BackwardKeys : Task {
       float *y = w.psi + i * F, *dy = w.d + i * F, *dden_row = w.dden_phi + i * F;
       if (unmasked(token)) {
         if (want_d_log_decay) {
-          sums[0] -= product(w.psi_hat + i * F, dy, F);
+          sums[0] -= dot(w.psi_hat + i * F, dy, F);
           if (query_heads) {
             const float* rest = w.d_of_diagonal + i * F;
             for (int f = 0; f < F; f += W) store(dy + f, load(dy + f) + load(rest + f));
           }
           if (c.normalize || ends.z_in)  // dz of later tokens
-            sums[0] -= product(y, dden_row - F, F) * (i ? exp_minus_D[i] * exp_D[i - 1] : 1);
+            sums[0] -= dot(y, dden_row - F, F) * (i ? exp_minus_D[i] * exp_D[i - 1] : 1);
         }
         rotate<true>(s, dy, k_angle.cos + angle, k_angle.sin + angle, 1, dy);
         if (want_d_angle_steps)  // the normalizer's share is not rotated

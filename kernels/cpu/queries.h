@@ -16,7 +16,8 @@ struct FinishQuery {
     float* sum;        // null if that gradient is not wanted
     const float* key;  // (F): the key of the same token, rotated by its angle less the query's; d is without it
     float score;       // its factor in d
-    double den;        // the denominator without it
+    float product;     // <phi, key>
+    float den;         // the denominator without it
   };
 
   // Returns dden. Adds the query's terms to the gradients of angle steps and log decay, if these are not null.
@@ -26,10 +27,10 @@ struct FinishQuery {
     const Shape& s = task.s;
     const Call& c = task.c;
     rotate<true>(s, d, cos, sin, 1, d);
-    const double before = earlier.sum ? product(phi, d, s.F) : 0;
-    float x = earlier.sum ? (float)before : dot(phi, d, s.F);  // = gb num, with the diagonal
+    const float before = dot(phi, d, s.F);
+    float x = before;  // = gb num, with the diagonal
     if (earlier.sum) {
-      x += dot(phi, earlier.key, s.F) * earlier.score;
+      x += earlier.product * earlier.score;
       for (int i = 0; i < s.F; i += W) store(d + i, load(d + i) + load(earlier.key + i) * earlier.score);
     }
     const bool constant_den = !c.normalize || (!c.add_eps && den < c.eps);
@@ -39,7 +40,7 @@ struct FinishQuery {
         const int x = p * s.pair_stride, y = x + s.partner;
         d_angle_steps[p] += phi[x] * d[y] - phi[y] * d[x];
       }
-    if (earlier.sum) *earlier.sum += (float)(before + (dden == 0 ? 0 : dden * earlier.den));
+    if (earlier.sum) *earlier.sum += before + (dden == 0 ? 0 : dden * earlier.den);
     const float* from = phi;
     if (s.map == kSilu || s.map == kRelu2) features(s, q, token, kIdentity, raw), from = raw;
     for (int i = 0; i < s.F; i += W) {
@@ -54,19 +55,20 @@ struct FinishQuery {
 struct BackwardQueries : Task {
   static constexpr int C = kChunk;
   struct Scratch {
-    float *psi, *phi, *hat, *z_before, *z, *d, *v, *v_t, *gb, *scores, *raw, *within, *dens, *diagonal, *key,
-        *k_angles, *q_angles;
+    float *psi, *phi, *hat, *z_before, *z, *d, *v, *v_t, *gb, *scores, *raw, *within, *dens, *dens_before, *products,
+        *diagonal, *key, *k_angles, *q_angles;
     tiles::Factors* factors;
     Scratch(const Shape& s, Arena& a)
         : psi(a.take<float>(C * s.F)), phi(a.take<float>(C * s.F)), hat(a.take<float>(C * s.F)),
-          z_before(a.take<float>((C + 1) * s.F)), z(z_before + s.F), d(a.take<float>(C * s.F)), v(a.take<float>(C * s.E)), v_t(a.take<float>(C * s.E)),
-          gb(a.take<float>(C * s.E)), scores(a.take<float>(C * C)), raw(a.take<float>(s.F)),
-          within(a.take<float>(s.F)), dens(a.take<float>(C)), diagonal(a.take<float>(C)),
+          z_before(a.take<float>((C + 1) * s.F)), z(z_before + s.F), d(a.take<float>(C * s.F)),
+          v(a.take<float>(C * s.E)), v_t(a.take<float>(C * s.E)), gb(a.take<float>(C * s.E)),
+          scores(a.take<float>(C * C)), raw(a.take<float>(s.F)), within(a.take<float>(s.F)), dens(a.take<float>(C)),
+          dens_before(a.take<float>(C)), products(a.take<float>(C)), diagonal(a.take<float>(C)),
           key(a.take<float>(s.F)), k_angles(a.take<float>(2 * C * s.half)), q_angles(a.take<float>(2 * C * s.half)),
           factors(a.take<tiles::Factors>(1)) {}
   };
   static size_t bytes(const Shape& s, int count) {
-    return sizeof(tiles::Factors) + 4 * (5 * C * s.F + 3 * C * s.E + C * C + 3 * C + 4 * s.F + 4 * C * s.half) + 1536 +
+    return sizeof(tiles::Factors) + 4 * (5 * C * s.F + 3 * C * s.E + C * C + 5 * C + 4 * s.F + 4 * C * s.half) + 1536 +
            count * (size_t)(4 * s.F * s.E + 8 * s.F + 2 * s.angle_bytes() + 512);
   }
   const Scratch& w;
@@ -95,7 +97,7 @@ struct BackwardQueries : Task {
     k_angle.forward(t, rows);
     if (!same_angles) q_angle.forward(t, rows);
     key_features(t, 1, rows, w.psi);
-    for (int f = 0; f < F; f++) w.z_before[f] = (float)z_sum.total[f];
+    for (int f = 0; c.d_log_decay && f < F; f++) w.z_before[f] = (float)z_sum.total[f];
     z_sum.rows(w.psi, rows, decay.exp_minus_D, decay.exp_D, w.z);
     for (int i = 0; i < rows; i++) {
       prefetch(v, t + i, C, s.e);
@@ -131,7 +133,13 @@ struct BackwardQueries : Task {
     for (int i = 0; i < rows; i++) {
       prefetch(dout, t + i, C, s.e), prefetch(dq, t + i, 0, s.f);
       const float *phi = w.phi + i * F, *z = w.z + i * F;
-      w.dens[i] = c.normalize ? dot(phi, z, F) : 1;
+      if (!c.d_log_decay) {
+        w.dens[i] = c.normalize ? dot(phi, z, F) : 1;
+      } else {  // the share of earlier keys alone, too
+        w.products[i] = dot(phi, w.psi + i * F, F);
+        w.dens_before[i] = c.normalize ? dot(phi, z - F, F) * decay.between(i) : 0;
+        w.dens[i] = c.normalize ? w.dens_before[i] + w.products[i] : 1;
+      }
       const float inverse = inverse_den(w.dens[i]);
       c.inverse_den[query_index(t + i, r)] = inverse;
       values(s, dout, t + i, w.gb + i * E, NW, inverse);
@@ -143,14 +151,12 @@ struct BackwardQueries : Task {
     for (int i = 0; i < rows; i++) {
       const int64_t at = query_index(t + i, r);
       if (c.d_log_decay) {
-        earlier.sum = c.d_log_decay + key_index(t + i);
-        earlier.score = w.diagonal[i], earlier.key = w.psi + i * F;
+        earlier = {c.d_log_decay + key_index(t + i), w.psi + i * F, w.diagonal[i], w.products[i], w.dens_before[i]};
         if (!same_angles) {
           rotate<false>(s, earlier.key, k_angle.cos + i * half, k_angle.sin + i * half, 1, w.key);
           rotate<true>(s, w.key, q_angle.cos + i * half, q_angle.sin + i * half, 1, w.key);
-          earlier.key = w.key;
+          earlier.key = w.key, earlier.product = dot(w.phi + i * F, w.key, F);
         }
-        if (c.normalize) earlier.den = product(w.phi + i * F, w.z + (i - 1) * F, F) * decay.between(i);
       }
       c.dden[at] = finish_query(q, dq, t + i, w.phi + i * F, w.d + i * F, w.z + i * F, query_angles.cos + i * half,
                                query_angles.sin + i * half, w.dens[i], c.inverse_den[at], angle_steps_at(t + i),
