@@ -227,7 +227,7 @@ inline void read_state(const Inputs& x, Call& c) {
     STD_TORCH_CHECK(x.kv && x.kv->dim() == 4, "slots: got them without kv and z, expected a pool");
     check_shape("slots", *x.slots, {c.sequences}), check_type("slots", *x.slots, ScalarType::Long, "int64");
     check_contiguous("slots", *x.slots);
-    rows = x.kv->size(0), c.slots = (const int64_t*)x.slots->data_ptr(), c.slots_stride = 1;
+    rows = x.kv->size(0), c.slots = (const int64_t*)x.slots->data_ptr();
     for (int64_t i = 0; i < c.sequences; i++)
       STD_TORCH_CHECK(c.slots[i] >= 0 && c.slots[i] < rows, "slots: got ", c.slots[i], ", expected 0 .. ", rows - 1);
   }

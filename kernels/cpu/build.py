@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -107,10 +108,11 @@ def build(out_dir: Path = OUT_DIR, *, compiler: str | None = None, sanitize: boo
     if platform.system() != "Linux" or machine not in ISAS:
         system = platform.system()
         raise Unavailable(f"{system} {machine}: the kernels are for Linux on {' and '.join(ISAS)}")
-    requested = compiler or os.environ.get("CXX")
-    command = find_compiler((requested,) if requested else COMPILERS)
+    requested = shlex.split(compiler or os.environ.get("CXX", ""))  # it may have arguments: "ccache g++"
+    command = [find_compiler(tuple(requested[:1]) or COMPILERS), *requested[1:]]
     torch = torch_folder()
-    flags = [*FLAGS, *(["-fsanitize=address,undefined", "-g", "-O1"] if sanitize else [])]
+    names = f"-fmacro-prefix-map={SOURCE}{os.sep}="  # errors name arguments.h, not this machine's folders
+    flags = [*FLAGS, names, *(["-fsanitize=address,undefined", "-g", "-O1"] if sanitize else [])]
     with tempfile.TemporaryDirectory() as folder:
         jobs = {
             f"{folder}/kernel_{isa}.o": [str(SOURCE / "kernel.cpp"), f"-DISA={isa}", *more]
@@ -123,11 +125,11 @@ def build(out_dir: Path = OUT_DIR, *, compiler: str | None = None, sanitize: boo
             str(torch / "include"),
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda job: _run([command, *flags, *job[1], "-c", "-o", job[0]]), jobs.items()))
+            list(pool.map(lambda job: _run([*command, *flags, *job[1], "-c", "-o", job[0]]), jobs.items()))
         out_dir.mkdir(parents=True, exist_ok=True)
         fresh = f"{folder}/{LIBRARY}"
         link = [
-            command,
+            *command,
             "-shared",
             *(["-fsanitize=address,undefined"] if sanitize else []),
             "-o",

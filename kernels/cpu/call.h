@@ -61,7 +61,6 @@ struct Call {
   bool kv_swapped;         // S lies in memory as (rows, g, e, f), which only a step can read
   const double* z;         // (rows, g, f)
   const int64_t* slots;    // (sequences,): each sequence's row in kv, z and angle; null: sequence i has row i
-  int64_t slots_stride;
 
   const float* g_kv;       // the gradient of the last state, or null
   const double* g_z;
@@ -73,7 +72,6 @@ struct Call {
 
 struct Span {  // the tokens [begin, end) of one sequence and key/value head
   int64_t sequence, head, begin, end;
-  bool last;     // true if the sequence ends with this span
 };
 
 // The states before and after a span, (f, e) and (f) in the caller's order. A null in is zero, a null out is not

@@ -17,7 +17,7 @@ inline int size_of(int type) { return type == kFloat64 ? 8 : type == kFloat32 ? 
 
 inline int64_t batch_row(const Call& c, const Span& span) { return c.cu_seqlens ? 0 : span.sequence; }
 inline int64_t state_row(const Call& c, const Span& span) {
-  return c.slots ? c.slots[span.sequence * c.slots_stride] : span.sequence;
+  return c.slots ? c.slots[span.sequence] : span.sequence;
 }
 
 // Decay within a chunk: D_i is log decay summed from the chunk's first token (exclusive) to token i. A chunk
@@ -96,6 +96,12 @@ double sum_decay(const Call& c, const Span& span) {
   double s = 0;
   for (int64_t t = span.begin; t < span.end; t++) s += decay.at(t);
   return s;
+}
+
+// True if queries and keys have the same positions, as they lie in memory: their angles are computed once then
+inline bool same_positions(const Call& c) {
+  const Positions &a = c.positions, &b = c.key_positions;
+  return a.data == b.data && a.batch == b.batch && a.token == b.token && a.consecutive == b.consecutive;
 }
 
 // Angle steps, converted from radians to 2^-64 turns; sums wrap around

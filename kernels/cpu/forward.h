@@ -48,7 +48,7 @@ struct Forward : Task {
 
   Forward(const Call& c, const Span& span, const Ends& ends, bool want_output, const Scratch& w, Arena& arena)
       : Task(c, span, ends), w(w), query_heads(want_output ? group : 0),
-        same_angles(c.key_positions.data == c.positions.data), S(arena.take<float>(s.F * s.E)), fresh(!ends.kv_in),
+        same_angles(same_positions(c)), S(arena.take<float>(s.F * s.E)), fresh(!ends.kv_in),
         z_sum(s.F, w.within, arena), decay(c, span),
         k_angle(c, s, span, c.key_positions, ends.angle_in, w.k_angles, arena),
         q_angle(c, s, span, c.positions, ends.angle_in, w.q_angles, arena) {

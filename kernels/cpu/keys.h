@@ -43,7 +43,7 @@ struct BackwardKeys : Task {
   Rows dk, dv;
 
   BackwardKeys(const Call& c, const Span& span, const Ends& ends, bool want_output, const Scratch& w, Arena& arena)
-      : Task(c, span, ends), w(w), want_output(want_output), same_angles(c.key_positions.data == c.positions.data),
+      : Task(c, span, ends), w(w), want_output(want_output), same_angles(same_positions(c)),
         want_d_log_decay(want_output && c.d_log_decay), want_d_angle_steps(want_output && c.d_angle_steps),
         query_heads(c.causal && c.dout.data ? group : 0), dS(arena.take<float>(s.F * s.E)), sums(ends.sums),
         dz_sum(s.F, w.within, arena), decay(c, span),

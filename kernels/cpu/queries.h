@@ -81,7 +81,7 @@ struct BackwardQueries : Task {
   Angles k_angle, q_angle;
 
   BackwardQueries(const Call& c, const Span& span, const Ends& ends, bool, const Scratch& w, Arena& arena)
-      : Task(c, span, ends), w(w), same_angles(c.key_positions.data == c.positions.data),
+      : Task(c, span, ends), w(w), same_angles(same_positions(c)),
         S(arena.take<float>(s.F * s.E)), fresh(!ends.kv_in), z_sum(s.F, w.within, arena), decay(c, span),
         k_angle(c, s, span, c.key_positions, ends.angle_in, w.k_angles, arena),
         q_angle(c, s, span, c.positions, ends.angle_in, w.q_angles, arena) {

@@ -35,8 +35,7 @@ struct Schedule {
     const int64_t begin = bounds.empty() ? 0 : bounds[sequence], end = bounds.empty() ? n : bounds[sequence + 1];
     const int64_t length = ((end - begin + segments - 1) / segments + kChunk - 1) / kChunk * kChunk;
     const auto start = [&](int64_t s) { return begin + s * length < end ? begin + s * length : end; };
-    return {sequence, head % c.g, start(segment), segment == segments - 1 ? end : start(segment + 1),
-            segment == segments - 1};
+    return {sequence, head % c.g, start(segment), segment == segments - 1 ? end : start(segment + 1)};
   }
   template <class F> void run(int64_t count, F task) const {
     const int64_t tokens = c.sequences * (c.m > c.n ? c.m : c.n);
@@ -137,14 +136,14 @@ struct SegmentStates {
   }
 };
 
-inline void zero_rows(const Schedule& x, const Tensor& out, int64_t first, int64_t last) {
-  const int64_t row = out.size(1) ? out.numel() / out.size(1) * (int64_t)out.element_size() : 0;
-  if (last > first) memset((char*)out.data_ptr() + first * row, 0, (last - first) * row);
-}
 // Zeros the rows of tokens outside all packed sequences
 inline void zero_outside(const Schedule& x, const Tensor& out) {
   if (x.bounds.empty()) return;
-  zero_rows(x, out, 0, x.bounds.front()), zero_rows(x, out, x.bounds.back(), x.c.m);
+  const int64_t row = out.size(1) ? out.numel() / out.size(1) * (int64_t)out.element_size() : 0;
+  const auto zero = [&](int64_t first, int64_t last) {
+    if (last > first) memset((char*)out.data_ptr() + first * row, 0, (last - first) * row);
+  };
+  zero(0, x.bounds.front()), zero(x.bounds.back(), x.c.m);
 }
 
 inline void run_forward(const Schedule& x, float* kv_out, double* z_out) {

@@ -138,10 +138,10 @@ void step(const Call& c, int64_t row, int64_t first, int64_t last, float* kv, do
   Arena arena(StepScratch::bytes(s) + 2 * s.angle_bytes() + 512);
   const StepScratch scratch(s, arena);
   const size_t mark = arena.used;
-  const bool same_angles = c.key_positions.data == c.positions.data;
+  const bool same_angles = same_positions(c);
   const bool shared_angles = !c.theta_head && !c.angle_head && !c.angle_steps.data;
   for (int64_t head = first; head < last; head++) {
-    const Span span{row, head, 0, 1, true};
+    const Span span{row, head, 0, 1};
     const Task task(c, span, {});
     arena.used = mark;
     Angles k_angle(c, s, span, c.key_positions, nullptr, scratch.k_angles, arena);

@@ -3,7 +3,6 @@
 // set's copy.
 #pragma once
 #include <cmath>
-#include <initializer_list>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>

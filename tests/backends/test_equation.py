@@ -168,6 +168,7 @@ GIVEN = {
     "transposed": {"positions": GAPS.T.contiguous().T},
     "keys' own": {"positions": GAPS, "key_positions": GAPS.flip(1)},
     "keys' alone": {"key_positions": GAPS[1]},
+    "keys' are the first row's": {"positions": GAPS, "key_positions": GAPS[0]},
     "the last ones": {"positions": torch.arange(40) + 2**31 - 40},
 }
 

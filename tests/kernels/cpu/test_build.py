@@ -56,6 +56,9 @@ def test_without_a_name_it_looks_for_three_compilers(
     (tmp_path / "clang++").chmod(0o755)
     with pytest.raises(RuntimeError, match=r"compiler failed: exit status 1\n.*clang"):
         script.build(tmp_path)
+    monkeypatch.setenv("CXX", "clang++ --quiet")  # a command may have arguments, as "ccache g++"
+    with pytest.raises(RuntimeError, match=r"clang\+\+ --quiet -std"):
+        script.build(tmp_path)
 
 
 @pytest.mark.parametrize(
