@@ -86,15 +86,26 @@ def test_a_long_prompt_delays_no_other_request_by_more_than_its_share_of_a_step(
     assert engine.running == [running]
 
 
-def test_many_prompts_are_read_a_few_at_a_time_shortest_first(model) -> None:
+def test_many_prompts_are_read_a_few_at_a_time_the_first_and_the_shortest(model) -> None:
     engine = batching.Engine(model, slots=9, queue=0, budget=64)
     prompts = [batching.Generation([70] * (60 - 5 * i), max_tokens=1, temperature=0) for i in range(9)]
     assert all(engine.submit(x) for x in prompts)
     engine.step()
-    assert [x.prompt_tokens - len(x.unread) for x in prompts] == [0, 0, 0, 0, 0, 16, 16, 16, 16]
+    assert [x.prompt_tokens - len(x.unread) for x in prompts] == [16, 0, 0, 0, 0, 0, 16, 16, 16]
     steps = 1
     while engine.running:
         engine.step()
         steps += 1
     assert steps <= 9  # 360 bytes; few steps have room left
     assert all(x.generated == 1 for x in prompts)
+
+
+def test_a_long_prompt_is_read_beside_any_number_of_short_ones(model) -> None:
+    engine = batching.Engine(model, slots=5, queue=0, budget=64)
+    long = batching.Generation([70] * 100, max_tokens=1)
+    engine.submit(long)
+    for _ in range(7):  # at least 16 bytes in each step
+        while engine.submit(batching.Generation([70] * 40, max_tokens=1)):
+            pass
+        engine.step()
+    assert long.finish_reason == "length"

@@ -49,8 +49,8 @@ class Running:
 
     def __init__(self, model: LanguageModel, slots: int, queue: int, sessions: Path | None = None) -> None:
         self.engine = batching.Engine(model, slots, queue, budget=64)
-        app = serve.Server(self.engine, "verse", sessions).app()
-        config = uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1)
+        self.app = serve.Server(self.engine, "verse", sessions)
+        config = uvicorn.Config(self.app.app(), port=0, log_level="warning", timeout_graceful_shutdown=1)
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run)
 
@@ -250,6 +250,34 @@ def test_two_requests_of_one_session_at_once_are_refused(server, monkeypatch) ->
     assert server.complete("", session="one", max_tokens=1)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_session_is_in_use_until_it_is_saved_even_if_the_client_leaves(stream, server, monkeypatch) -> None:
+    save, saving, go_on = server.engine.save, threading.Event(), threading.Event()
+    monkeypatch.setattr(server.engine, "save", lambda x: (saving.set(), go_on.wait(PATIENCE), save(x))[2])
+    connection = raw(server, {"prompt": "F", "session": "left", "max_tokens": 1, "stream": stream})
+    assert saving.wait(PATIENCE)
+    connection.close()
+    with pytest.raises(openai.ConflictError, match="session: 'left' is in use"):
+        server.complete("x", session="left")
+    go_on.set()
+    wait_until(lambda: not server.app.sessions_in_use)
+    assert server.complete("", session="left", max_tokens=1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_session_that_cannot_be_saved_is_reported_and_stays_as_it_was(stream, server, monkeypatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    options = {"session": "full", "max_tokens": 9, "temperature": 0}
+    server.complete("Für", **options)
+    before = (server.app.sessions / "full.pt").read_bytes()
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(openai.APIError, match="session: not saved, it is as before: OSError"):
+        list(server.whole("", stream=stream, **options))
+    assert (server.app.sessions / "full.pt").read_bytes() == before
+
+
 WRONG = {
     "temperature: got 2.5, expected a number from 0 to 2": {"temperature": 2.5},
     "temperature: got nan": {"temperature": float("nan")},
@@ -315,8 +343,9 @@ def test_bodies_that_are_no_requests_are_refused(data: bytes, status: int, messa
 def test_unknown_paths_and_methods_are_refused_in_the_same_format(server) -> None:
     with pytest.raises(openai.NotFoundError, match="POST /v1/chat/completions: Not Found"):
         server.client.chat.completions.create(model="verse", messages=[])
-    with pytest.raises(openai.APIStatusError, match="GET /v1/completions: Method Not Allowed"):
+    with pytest.raises(openai.APIStatusError, match="GET /v1/completions: Method Not Allowed") as caught:
         server.client.get("/completions", cast_to=object)
+    assert caught.value.response.headers["allow"] == "POST"
     assert [x.id for x in server.client.models.list()] == ["verse"]
 
 
@@ -338,3 +367,11 @@ def test_a_step_that_fails_is_reported_and_the_server_goes_on(server, monkeypatc
     monkeypatch.undo()
     assert server.complete("Für", max_tokens=1)
     assert server.free() == 16
+
+
+@pytest.mark.parametrize(("name", "value", "low"), [("slots", 0, 1), ("queue", -1, 0), ("budget", -5, 32)])
+def test_options_that_cannot_serve_are_refused(name, value, low, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["serve.py", f"--{name}", str(value), "no-such-folder"])
+    with pytest.raises(SystemExit):
+        serve.main()
+    assert f"--{name}: got {value}, expected at least {low}" in capsys.readouterr().err

@@ -183,11 +183,13 @@ class Engine:
     def read(self, generations: list[Generation], budget: int) -> tuple[list[Generation], Tensor]:
         """Reads pieces of prompts in one packed call: an even share of the budget each, but at least 16 bytes.
 
-        The shortest prompts come first, so none of them waits for a long one. Returns the generations whose prompts
-        end here, and the logits of their first bytes.
+        The shortest prompts come first, so none of them waits for a long one. The prompt that has waited longest, the
+        first of ``generations``, always gets a share too. Returns the generations whose prompts end here, and the
+        logits of their first bytes.
         """
         pieces: list[list[int]] = []
-        generations = sorted(generations, key=lambda x: len(x.unread))[: max(1, budget // 16)]
+        others = sorted(generations[1:], key=lambda x: len(x.unread))[: max(0, budget // 16 - 1)]
+        generations = sorted([generations[0], *others], key=lambda x: len(x.unread))
         for i, x in enumerate(generations):
             share = budget // (len(generations) - i)
             pieces.append(x.unread[:share])

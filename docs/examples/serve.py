@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import torch
 import uvicorn
 from batching import Engine, Generation, Pieces
@@ -48,7 +49,7 @@ class Refused(Exception):
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         kind = {429: "rate_limit_error", 500: "server_error"}.get(status, "invalid_request_error")
-        self.status = status
+        self.status, self.headers = status, {"Retry-After": "1"} if status == 429 else None
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -130,11 +131,12 @@ class Server:
         return Starlette(routes=routes, exception_handlers=handlers, lifespan=self.lifespan)
 
     async def refuse(self, http: Request, error: Exception) -> Response:
+        headers = getattr(error, "headers", None)
         if isinstance(error, HTTPException):  # no such path or method
             error = Refused(error.status_code, f"{http.method} {http.url.path}: {error.detail}")
         elif not isinstance(error, Refused):
             error = Refused(400, "body: the client left before its end")
-        return JSONResponse(error.body, error.status, {"Retry-After": "1"} if error.status == 429 else None)
+        return JSONResponse(error.body, error.status, headers)
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -224,18 +226,15 @@ class Answer(Response):
         async def leave() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
+            answering.cancel()
 
-        async def collect() -> str:
-            return "".join([piece async for piece in self.pieces()])
-
-        text, left = asyncio.ensure_future(collect()), asyncio.ensure_future(leave())
-        try:
-            await asyncio.wait([text, left], return_when=asyncio.FIRST_COMPLETED)
-            if text.done():
-                await JSONResponse(self.body_of(text.result(), last=True))(scope, receive, send)
-        finally:
-            text.cancel()
-            left.cancel()
+        with anyio.CancelScope() as answering:  # a thread that saves the session ends before the scope does
+            left = asyncio.ensure_future(leave())
+            try:
+                text = "".join([piece async for piece in self.pieces()])
+                await JSONResponse(self.body_of(text, last=True))(scope, receive, send)
+            finally:
+                left.cancel()
 
     async def events(self) -> AsyncIterator[str]:
         try:
@@ -251,7 +250,10 @@ class Answer(Response):
                 raise Refused(500, f"model: the step failed with {piece!r}")
             yield piece
         if self.generation.session is not None:
-            await run_in_threadpool(self.server.engine.save, self.generation)
+            try:
+                await run_in_threadpool(self.server.engine.save, self.generation)
+            except Exception as error:  # a client that sends the request again continues from the same states
+                raise Refused(500, f"session: not saved, it is as before: {error!r}", "session") from None
 
     def body_of(self, text: str, last: bool = False) -> dict[str, Any]:
         x = self.generation
@@ -259,13 +261,8 @@ class Answer(Response):
         choices = [{"index": 0, "text": text, "logprobs": None, "finish_reason": reason}]
         counts = {"prompt_tokens": x.prompt_tokens, "completion_tokens": x.generated}
         usage = {**counts, "total_tokens": sum(counts.values())} if last else None
-        head = {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.server.name,
-        }
-        return {**head, "choices": choices, "usage": usage}
+        head = {"id": self.id, "object": "text_completion", "created": self.created}
+        return {**head, "model": self.server.name, "choices": choices, "usage": usage}
 
 
 def main() -> None:
@@ -279,6 +276,9 @@ def main() -> None:
     parser.add_argument("--budget", type=int, help="prompt bytes per step; default: what takes 15 ms")
     parser.add_argument("--threads", type=int, default=1, help="threads of the model")
     options = parser.parse_args()
+    for name, low in {"slots": 1, "queue": 0, "budget": 32, "threads": 1}.items():
+        if (value := getattr(options, name)) is not None and value < low:
+            parser.error(f"--{name}: got {value}, expected at least {low}")
     torch.set_num_threads(options.threads)
     if options.checkpoint is None:
         from streaming import train
