@@ -146,14 +146,13 @@ class LanguageModel(nn.Module):
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
-        for name in ("vocab_size", "embed_dim", "num_layers", "num_heads"):
-            if getattr(config, name) < 1:
-                raise ValueError(f"{name}={getattr(config, name)}: expected at least 1")
         check_name("attention", config.attention, ATTENTION)
         check_name("positions", config.positions, POSITIONS)
         check_name("init", config.init, INITIALIZATIONS)
         if isinstance(config.rotary, str):  # the layer checks a dict
             check_name("rotary", config.rotary, ROTATIONS, also="a dict or None")
+        if config.positions != "rope" and config.rotary not in (LanguageModelConfig.rotary, None):
+            raise ValueError(f"rotary={config.rotary!r}: expected positions='rope', not {config.positions!r}")
         if config.attention == "linear" and config.positions in RELATIVE:
             raise ValueError(
                 f"positions={config.positions!r}: adds a term to the n x m scores, which linear attention "
@@ -200,6 +199,7 @@ class LanguageModel(nn.Module):
             raise ValueError("states: got a list beside cu_seqlens, expected None with attention='softmax'")
         if states is not None and len(states) != len(self.blocks):
             raise ValueError(f"states: got {len(states)}, expected one per block, {len(self.blocks)}")
+        check_packing(cu_seqlens, *tokens.shape, tokens.shape[1], tokens.device)
         x = self.embed(tokens)
         if (
             self.config.positions == "sinusoidal"
@@ -216,18 +216,29 @@ class LanguageModel(nn.Module):
         return F.linear(self.norm(x), self.embed.weight), new_states
 
     def save(self, folder: str | os.PathLike[str], weights: dict[str, Any] | None = None) -> None:
-        """Writes config.json and model.safetensors.
+        """Writes model.safetensors and config.json.
 
         weights: the whole state_dict, if this process holds only a part of it; default: self.state_dict().
+
+        Raises:
+            ValueError: the weights are split over processes. Nothing is written.
         """
+        weights = weights or self.state_dict()
+        if split := next((name for name, x in weights.items() if hasattr(x, "full_tensor")), None):
+            raise ValueError(
+                f"weights: got a DTensor for {split}, expected whole tensors, as torch.distributed."
+                "checkpoint.state_dict.get_model_state_dict gathers them with StateDictOptions(full_state_dict=True)"
+            )
         text = json.dumps(asdict(self.config), indent=2) + "\n"
-        replace_file(Path(folder) / "config.json", lambda path: path.write_text(text))
         metadata = {"format": _FORMAT, "version": str(_VERSION), "config": config_digest(json.loads(text))}
-        save_tensors(Path(folder) / "model.safetensors", weights or self.state_dict(), metadata)
+        save_tensors(Path(folder) / "model.safetensors", weights, metadata)
+        replace_file(Path(folder) / "config.json", lambda path: path.write_text(text))
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> "LanguageModel":
         """Reads a folder that ``save`` wrote, or the last checkpoint in the folder of a run.
+
+        The weights have the dtype that they were saved with.
 
         Raises:
             FileNotFoundError, ValueError: a file is missing, damaged, newer, or does not fit the other.
@@ -258,6 +269,9 @@ class LanguageModel(nn.Module):
                 devices=[]
             ):  # loading draws no random numbers from the caller's stream
                 model = cls(config)
+            for name, x in model.state_dict(keep_vars=True).items():
+                if name in tensors and tensors[name].is_floating_point():
+                    x.data = x.data.to(tensors[name].dtype)
             model.load_state_dict(tensors)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"{folder}: weights do not fit config.json: {error}") from error
@@ -279,16 +293,25 @@ def _absolute_positions(
     """(n,) or (b or 1, n): the caller's positions, or positions that continue the states."""
     if positions is not None:
         return positions
-    if shard is not None:
-        if states is not None and shard.cu_seqlens is not None:
-            return shard.positions(tokens.device, states[0].position)
-        positions = shard.positions(tokens.device)
-        return positions if states is None else states[0].position[:, None] + positions
     b, n = tokens.shape
+    start = None if states is None else _next_positions(states[0])
+    if shard is not None:
+        if start is not None and shard.cu_seqlens is not None:
+            return shard.positions(tokens.device, start)
+        positions = shard.positions(tokens.device)
+        return positions if start is None else start[:, None] + positions
+    sequences = b if cu_seqlens is None else len(cu_seqlens) - 1
+    if start is not None and len(start) != sequences:
+        raise ValueError(f"states: got {len(start)} sequences, expected {sequences}")
     if cu_seqlens is None:
         positions = torch.arange(n, device=tokens.device)
-        return positions if states is None else states[0].position[:, None] + positions
-    start = torch.zeros(len(cu_seqlens) - 1, dtype=torch.int64, device=tokens.device)
-    start = start if states is None else states[0].position
-    check_packing(cu_seqlens, b, n, n, tokens.device)
+        return positions if start is None else start[:, None] + positions
+    if start is None:
+        start = torch.zeros(sequences, dtype=torch.int64, device=tokens.device)
     return resolve_positions(positions=None, start=start, b=b, n=n, m=n, bounds=cu_seqlens)[0]
+
+
+def _next_positions(state: State) -> Tensor:
+    """(sequences,): the position of each sequence's next token; of a pool, for the rows at its slots."""
+    slots = getattr(state, "slots", None)
+    return state.position if slots is None else state.position[slots]

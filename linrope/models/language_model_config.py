@@ -64,6 +64,8 @@ class LanguageModelConfig:
     def __post_init__(self) -> None:
         for name in _SIZES:
             value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: expected at least 1")
             if value is not None and value > _LARGEST:
                 raise ValueError(f"{name}={value}: expected at most {_LARGEST}")
 

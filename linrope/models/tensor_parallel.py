@@ -129,6 +129,12 @@ class SharedHeads(LinearRoPEAttention):
             for module, last, parameter in swapped:
                 module._parameters[last] = parameter
 
+    def reset_parameters(self) -> None:
+        """Raises RuntimeError: a rank cannot draw the initial values of its part alone."""
+        raise RuntimeError(
+            "reset_parameters: got a layer whose heads are split, expected a call before share_heads"
+        )
+
     def extra_repr(self) -> str:
         with self._local_parameters():
             return f"{super().extra_repr()}, rank {self.mesh.get_local_rank()} of {self.mesh.size()}"

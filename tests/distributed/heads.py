@@ -1,5 +1,6 @@
 """What each rank of a group asserts about heads shared out among them; run by the tests."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,9 +99,15 @@ def refusals() -> None:
     shared = share_heads(LinearRoPEAttention(16, 4), mesh)
     with pytest.raises(ValueError, match="got SharedHeads that is split already"):
         share_heads(shared, mesh)
+    with pytest.raises(RuntimeError, match=r"reset_parameters: .* expected a call before share_heads"):
+        shared.reset_parameters()
     with pytest.raises(ValueError, match="trapezoid=True: expected False for tensor parallelism"):
         share_heads(LinearRoPEAttention(16, 4, out_norm=True, trapezoid=True), mesh)
     sizes: dict[str, Any] = {"embed_dim": 16, "num_layers": 1, "num_heads": 4}
+    split = share_heads(LanguageModel(LanguageModelConfig(**sizes)), mesh)
+    with pytest.raises(ValueError, match=r"weights: got a DTensor for blocks\.0\..*expected whole tensors"):
+        split.save("no folder is made")  # type: ignore[operator]
+    assert not Path("no folder is made").exists()
     with pytest.raises(ValueError, match="hidden_dim=33: expected a multiple"):
         share_heads(LanguageModel(LanguageModelConfig(**sizes, hidden_dim=33)), mesh)
     with pytest.raises(ValueError, match="attention='softmax': expected 'linear'"):

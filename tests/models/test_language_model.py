@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from linrope.models import LanguageModel, LanguageModelConfig, generate
 from linrope.models.language_model import POSITIONS
@@ -77,6 +76,53 @@ def test_packed_sequences_give_what_each_gives_alone(attention: str, positions: 
         torch.testing.assert_close(part, model(whole)[0][:, b - a :], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("positions", ["rope", "sinusoidal", "learned"])
+@torch.no_grad()
+def test_rows_of_a_pool_continue_from_their_own_positions(positions: str) -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(replace(TINY, positions=positions, max_length=40))
+    texts = [torch.randint(256, (1, n)) for n in (5, 12, 3, 9)]
+    each = [model(text)[1] for text in texts]
+    pool = [type(rows[0]).cat(rows) for rows in zip(*each, strict=True)]
+    tokens = torch.randint(256, (2, 4))
+    for slots in ([3, 1], [1, 0]):
+        expected = torch.cat([model(tokens[i, None], each[slot])[0] for i, slot in enumerate(slots)])
+        states = [state.clone().at(torch.tensor(slots)) for state in pool]
+        torch.testing.assert_close(model(tokens, states)[0], expected, rtol=1e-4, atol=1e-5)
+        states = [state.clone().at(torch.tensor(slots)) for state in pool]
+        packed, _ = model(tokens.view(1, 8), states, cu_seqlens=torch.tensor([0, 4, 8]))
+        torch.testing.assert_close(packed.view(2, 4, -1), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+def test_states_of_another_number_of_sequences_are_refused(positions: str) -> None:
+    model = LanguageModel(replace(TINY, positions=positions))
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    _, states = model(tokens.expand(2, 4))
+    for packing in (None, torch.tensor([0, 4])):
+        with pytest.raises(ValueError, match=r"state.*got 2 sequences, expected 1"):
+            model(tokens, states, cu_seqlens=packing)
+
+
+@pytest.mark.parametrize(("attention", "positions"), [("linear", "rope"), ("softmax", "none")])
+@pytest.mark.parametrize(
+    ("shape", "bounds", "cause"),
+    [
+        ((1, 6), [0, 3, 99], r"got \[0, 3, 99\], expected numbers that rise from 0 to the length, 6"),
+        ((1, 6), [1, 3, 6], r"got \[1, 3, 6\]"),
+        ((2, 3), [0, 3], "got batch 2, expected 1"),
+        ((1, 6), [0.0, 6.0], "got torch.float32, expected int32 or int64"),
+    ],
+    ids=str,
+)
+def test_bounds_that_do_not_fit_are_refused(
+    attention: str, positions: str, shape: tuple[int, int], bounds: list[float], cause: str
+) -> None:
+    model = LanguageModel(replace(TINY, attention=attention, positions=positions))
+    with pytest.raises((TypeError, ValueError), match=f"cu_seqlens: {cause}"):
+        model(torch.zeros(shape, dtype=torch.int64), cu_seqlens=torch.tensor(bounds))
+
+
 @every_pair
 def test_positions_may_be_given(attention: str, positions: str) -> None:
     model, tokens = LanguageModel(replace(TINY, attention=attention, positions=positions)), torch.arange(6)
@@ -122,7 +168,10 @@ def test_learned_positions_end(attention: str) -> None:
             "rotary='both': expected one of interleaved, half, selective, a dict or None",
         ),
         ({"positions": "shaw"}, "positions='shaw': adds a term to the n x m scores, .*attention='softmax'"),
+        ({"rotary": "half", "positions": "none"}, "rotary='half': expected positions='rope', not 'none'"),
         ({"positions": "learned", "max_length": 0}, "max_length=0"),
+        ({"value_head_dim": 0}, "value_head_dim=0: expected at least 1"),
+        ({"hidden_dim": -8}, "hidden_dim=-8: expected at least 1"),
         ({"attention": "softmax", "decay": "retnet"}, "decay='retnet': expected None"),
         ({"decay": "fast"}, "decay='fast'"),
         ({"attention": "softmax", "forget_gate": True}, "forget_gate=True: expected False"),
@@ -225,6 +274,15 @@ def test_save_and_load_round_trip(config: LanguageModelConfig, tmp_path: Path) -
     assert torch.equal(loaded(tokens)[0], model(tokens)[0])
 
 
+def test_a_loaded_model_has_the_dtypes_that_were_saved(tmp_path: Path) -> None:
+    model = LanguageModel(replace(TINY, feature_map="favor+")).bfloat16()
+    model.norm.double()
+    model.save(tmp_path)
+    loaded = LanguageModel.load(tmp_path).state_dict()
+    assert all(x.dtype == loaded[name].dtype for name, x in model.state_dict().items())
+    assert all(torch.equal(x, loaded[name]) for name, x in model.state_dict().items())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -300,69 +358,6 @@ def test_states_that_are_not_asked_for_are_not_made(model: LanguageModel) -> Non
     logits, states = model(tokens, return_states=False)
     assert states == []
     assert torch.equal(logits, model(tokens)[0])
-
-
-@pytest.mark.parametrize("options", [{"decay": "learned", "feature_map": "exp"}, {"rotary": "selective"}])
-def test_generation_with_gates_is_the_argmax_of_each_call(options: dict[str, object]) -> None:
-    torch.manual_seed(0)
-    gates = {"forget_gate": True, "short_conv": 4, "qk_norm": True}
-    model, tokens = LanguageModel(replace(TINY, **gates, **options)).double(), torch.tensor([[1, 2, 3]])
-    for token in generate(model, tokens, 8, temperature=0):
-        assert torch.equal(token, model(tokens)[0][:, -1].argmax(-1))
-        tokens = torch.cat((tokens, token[:, None]), 1)
-
-
-def test_generation_with_a_seed_repeats_and_greedy_takes_the_likeliest(model: LanguageModel) -> None:
-    prompt = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    runs = [torch.stack(list(generate(model, prompt, 8, top_k=50, top_p=0.9, seed=3))) for _ in range(2)]
-    assert torch.equal(*runs)
-    assert not torch.equal(runs[0], torch.stack(list(generate(model, prompt, 8, seed=4))))
-    tokens = prompt
-    for token in generate(model, prompt, 4, temperature=0):
-        logits, _ = model(tokens)  # without states: recomputed from the start
-        assert torch.equal(token, logits[:, -1].argmax(-1))
-        tokens = torch.cat((tokens, token[:, None]), 1)
-
-
-def test_top_k_and_top_p_keep_the_right_tokens_and_their_odds() -> None:
-    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
-    prompt = torch.zeros(20000, 1, dtype=torch.int64)
-
-    def model(tokens: torch.Tensor, states: object) -> tuple[torch.Tensor, list[object]]:
-        return logits.expand(*tokens.shape, 4), []
-
-    for options, kept in (
-        ((None, None), 4),
-        ((2, None), 2),
-        ((None, 0.5), 1),
-        ((None, 0.8), 2),
-        ((3, 0.81), 3),
-    ):
-        (drawn,) = generate(model, prompt, 1, top_k=options[0], top_p=options[1], seed=0)  # type: ignore[arg-type]
-        odds = F.one_hot(drawn, 4).double().mean(0)
-        expected = torch.tensor([0.5, 0.3, 0.15, 0.05]).double() * (torch.arange(4) < kept)
-        # 20000 draws: a standard deviation of at most 0.0036
-        torch.testing.assert_close(odds, expected / expected.sum(), atol=0.02, rtol=0)
-    (cold,) = generate(model, prompt, 1, temperature=0.1, seed=0)  # type: ignore[arg-type]
-    assert (cold == 0).double().mean() > 0.99
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temperature": -1.0}, "temperature=-1.0"),
-        ({"temperature": float("nan")}, "temperature=nan"),
-        ({"top_k": 0}, "top_k=0"),
-        ({"top_p": 0.0}, "top_p=0.0"),
-        ({"top_p": 1.5}, "top_p=1.5"),
-        ({"max_new_tokens": -1}, "max_new_tokens=-1"),
-        ({"prompt": torch.zeros(1, 0, dtype=torch.int64)}, "prompt: got shape"),
-    ],
-)
-def test_generate_refuses(options: dict[str, object], message: str, model: LanguageModel) -> None:
-    arguments = {"prompt": torch.tensor([[1]]), "max_new_tokens": 1} | options
-    with pytest.raises(ValueError, match=message):
-        generate(model, **arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("token", [-1, 256])

@@ -1,0 +1,80 @@
+"""What ``generate`` draws from a model, and what it refuses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from linrope.models import LanguageModel, LanguageModelConfig, generate
+
+TINY = LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=2)
+
+
+@pytest.fixture
+def model() -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(TINY)
+
+
+@pytest.mark.parametrize("options", [{"decay": "learned", "feature_map": "exp"}, {"rotary": "selective"}])
+def test_generation_with_gates_is_the_argmax_of_each_call(options: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    gates = {"forget_gate": True, "short_conv": 4, "qk_norm": True}
+    model, tokens = LanguageModel(replace(TINY, **gates, **options)).double(), torch.tensor([[1, 2, 3]])
+    for token in generate(model, tokens, 8, temperature=0):
+        assert torch.equal(token, model(tokens)[0][:, -1].argmax(-1))
+        tokens = torch.cat((tokens, token[:, None]), 1)
+
+
+def test_generation_with_a_seed_repeats_and_greedy_takes_the_likeliest(model: LanguageModel) -> None:
+    prompt = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    runs = [torch.stack(list(generate(model, prompt, 8, top_k=50, top_p=0.9, seed=3))) for _ in range(2)]
+    assert torch.equal(*runs)
+    assert not torch.equal(runs[0], torch.stack(list(generate(model, prompt, 8, seed=4))))
+    tokens = prompt
+    for token in generate(model, prompt, 4, temperature=0):
+        logits, _ = model(tokens)  # without states: recomputed from the start
+        assert torch.equal(token, logits[:, -1].argmax(-1))
+        tokens = torch.cat((tokens, token[:, None]), 1)
+
+
+def test_top_k_and_top_p_keep_the_right_tokens_and_their_odds() -> None:
+    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
+    prompt = torch.zeros(20000, 1, dtype=torch.int64)
+
+    def model(tokens: torch.Tensor, states: object) -> tuple[torch.Tensor, list[object]]:
+        return logits.expand(*tokens.shape, 4), []
+
+    for options, kept in (
+        ((None, None), 4),
+        ((2, None), 2),
+        ((None, 0.5), 1),
+        ((None, 0.8), 2),
+        ((3, 0.81), 3),
+    ):
+        (drawn,) = generate(model, prompt, 1, top_k=options[0], top_p=options[1], seed=0)  # type: ignore[arg-type]
+        odds = F.one_hot(drawn, 4).double().mean(0)
+        expected = torch.tensor([0.5, 0.3, 0.15, 0.05]).double() * (torch.arange(4) < kept)
+        # 20000 draws: a standard deviation of at most 0.0036
+        torch.testing.assert_close(odds, expected / expected.sum(), atol=0.02, rtol=0)
+    (cold,) = generate(model, prompt, 1, temperature=0.1, seed=0)  # type: ignore[arg-type]
+    assert (cold == 0).double().mean() > 0.99
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1"),
+        ({"prompt": torch.zeros(1, 0, dtype=torch.int64)}, "prompt: got shape"),
+    ],
+)
+def test_generate_refuses(options: dict[str, object], message: str, model: LanguageModel) -> None:
+    arguments = {"prompt": torch.tensor([[1]]), "max_new_tokens": 1} | options
+    with pytest.raises(ValueError, match=message):
+        generate(model, **arguments)  # type: ignore[arg-type]
