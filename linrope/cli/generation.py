@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from linrope.models import LanguageModel, generate
-from linrope.models.generation import check_sampling
+from linrope.models.generation import LOWEST_TEMPERATURE, check_sampling
 from linrope.models.training.optional import need
 
 
@@ -93,7 +93,8 @@ def _stream_pretrained(
     if sampling["temperature"] == 0:
         sampling = {"temperature": None, "top_k": None, "top_p": None}
     else:
-        sampling = {**sampling, "do_sample": True, "top_k": sampling["top_k"] or 0}
+        temperature = max(sampling["temperature"], LOWEST_TEMPERATURE)
+        sampling = sampling | {"temperature": temperature, "do_sample": True, "top_k": sampling["top_k"] or 0}
     model.generate(
         tokens,
         attention_mask=torch.ones_like(tokens),

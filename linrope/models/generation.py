@@ -8,6 +8,9 @@ from torch import Tensor
 from linrope.models.language_model import LanguageModel, States
 from linrope.models.step import DecodingStep
 
+LOWEST_TEMPERATURE = 1e-30  # logits divided by less leave the range of float32
+_PIECE = 1024  # tokens of the prompt in one call, which computes the logits of all its tokens
+
 
 @torch.no_grad()
 def generate(
@@ -80,7 +83,10 @@ def _generate(
 ) -> Iterator[Tensor]:
     if max_new_tokens == 0:
         return
-    logits, states = model(tokens, None)
+    states: States | None = None
+    for piece in tokens.split(_PIECE, 1):
+        logits, states = model(piece, states)
+    assert states is not None
     step = _step_after(model, states)
     for left in reversed(range(max_new_tokens)):
         token = _sample(logits[:, -1].float(), temperature, top_k, top_p, generator)
@@ -108,7 +114,7 @@ def _sample(
 ) -> Tensor:
     if temperature == 0:
         return logits.argmax(-1)
-    order = (logits / temperature).sort(-1, descending=True)
+    order = (logits / max(temperature, LOWEST_TEMPERATURE)).sort(-1, descending=True)
     probabilities = order.values.softmax(-1)
     if top_k is not None:
         probabilities[:, top_k:] = 0

@@ -39,6 +39,20 @@ def test_generation_with_a_seed_repeats_and_greedy_takes_the_likeliest(model: La
         tokens = torch.cat((tokens, token[:, None]), 1)
 
 
+def test_at_the_smallest_temperatures_the_likeliest_token_is_drawn(model: LanguageModel) -> None:
+    prompt = torch.tensor([[1, 2, 3]])
+    likeliest, *others = (list(generate(model, prompt, 3, temperature=t)) for t in (0, 1e-39, 5e-324))
+    assert others == [likeliest, likeliest]
+
+
+def test_a_long_prompt_is_read_in_pieces(model: LanguageModel) -> None:
+    prompt, lengths = torch.randint(256, (1, 2100)), []
+    expected = model(prompt)[0][:, -1].argmax(-1)
+    model.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    assert list(generate(model, prompt, 1, temperature=0)) == [expected]
+    assert lengths == [1024, 1024, 52]
+
+
 def test_top_k_and_top_p_keep_the_right_tokens_and_their_odds() -> None:
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
     prompt = torch.zeros(20000, 1, dtype=torch.int64)
