@@ -22,7 +22,6 @@ from linrope.cli.pretrained import is_pretrained, load_pretrained, tokenizer_bes
 from linrope.cli.train import RENAMED, train
 from linrope.models import LanguageModel
 from linrope.models.training import latest_checkpoint
-from linrope.models.training.checkpoint import tokenizer_of
 from linrope.versions import show_versions
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -128,14 +127,10 @@ def generate_text(
         raise ValueError("--prompt: got an empty text, expected at least one byte")
     latest = latest_checkpoint(checkpoint)
     model: Any
-    if is_pretrained(latest):
-        model = load_pretrained(latest)
-        tokenizer = tokenizer_beside(latest, model.config.vocab_size)
-    else:
-        model, tokenizer = LanguageModel.load(latest), tokenizer_of(latest)
+    model = load_pretrained(latest) if is_pretrained(latest) else LanguageModel.load(latest)
     stream(
         model.eval().to(pick_device(device)),
-        tokenizer,
+        tokenizer_beside(latest, model.config.vocab_size),
         prompt,
         max_new_tokens,
         temperature=temperature,

@@ -2,7 +2,7 @@
 
 import json
 import textwrap
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from linrope.cli.pretrained import WithCache, is_pretrained, load_pretrained, to
 from linrope.common.files import replace_file
 from linrope.models import LanguageModel
 from linrope.models.training import Corpus, bits_by_position, latest_checkpoint
-from linrope.models.training.checkpoint import load_training, tokenizer_of
+from linrope.models.training.checkpoint import load_training
 
 # What the configs of two models of transformers may differ in, and no reader of a plot asks for.
 _NOT_SHOWN = {"architectures", "auto_map", "dtype", "model_type", "transformers_version", "_name_or_path"}
@@ -34,12 +34,17 @@ def evaluate(
 ) -> dict[str, Any]:
     """The results of each run: on the text that was held out from its training, or on another text."""
     loaded = [_load(run) for run in runs]
-    if path is None and (without := [str(each.run) for each in loaded if each.checksum is None]):
+    if path is None and (without := [str(each.run) for each in loaded if each.corpus is None]):
         raise ValueError(f"{without[0]}: does not record the text it was trained on; expected a PATH to read")
     results = []
     for each, label in zip(loaded, labels(runs), strict=True):
-        corpus = Corpus.load(each.corpus if path is None else path, each.tokenizer)
+        corpus = Corpus.load((each.corpus or None) if path is None else path, each.tokenizer)
         trained_on = each.checksum == str(corpus.checksum)
+        if path is None and not trained_on:
+            raise ValueError(
+                f"{each.run}: was trained on another version of {corpus.name}, so nothing of it is known to be held "
+                "out; expected a PATH, all of which is then read"
+            )
         text = corpus.held_out if trained_on else corpus.all()
         if length is None and each.trained_length is None:
             raise ValueError(f"{each.run}: does not record the trained length; expected --length")
@@ -78,7 +83,7 @@ class _Loaded:
     positions: str
     trained_length: int | None  # None: the folder does not say
     step: int | None = None
-    corpus: str | None = None  # the path of the text; None: Python's standard library
+    corpus: str | None = None  # the path of the text; empty: Python's standard library; None: not recorded
     checksum: str | None = None  # the checksum of the training text; None: the folder does not record it
 
 
@@ -96,18 +101,24 @@ def _load(run: Path) -> _Loaded:
             positions="rope" if getattr(values, "rope_parameters", None) else "its own",
             trained_length=getattr(values, "max_position_embeddings", None),
         )
-    training, _, metadata = load_training(checkpoint)
     model = LanguageModel.load(checkpoint)
-    return _Loaded(
+    loaded = _Loaded(
         run,
         model,
-        tokenizer_of(checkpoint),
+        tokenizer_beside(checkpoint, model.config.vocab_size),
         config=asdict(model.config),
         attention=model.config.attention,
         positions=_positions(model),
+        trained_length=None,
+    )
+    if not (checkpoint / "training.safetensors").is_file():  # LanguageModel.save wrote the folder, not a run
+        return loaded
+    training, _, metadata = load_training(checkpoint)
+    return replace(
+        loaded,
         trained_length=training.sequence_length,
         step=int(metadata["step"]),
-        corpus=metadata["corpus"] or None,
+        corpus=metadata.get("corpus"),
         checksum=metadata["checksum"],
     )
 

@@ -60,13 +60,15 @@ def load_pretrained(folder: Path) -> Any:
 
 
 def tokenizer_beside(folder: Path, vocab_size: int) -> Any:
-    """The folder's tokenizer; None: tokens are bytes.
+    """The tokenizer in the folder, or in its folder tokenizer; None: tokens are bytes.
 
     Raises:
         ValueError: there is none and the model's tokens are not bytes, or it has more tokens than the model.
     """
-    if any((folder / name).is_file() for name in _TOKENIZERS):
-        tokenizer = load_tokenizer(folder)
+    places = (folder, folder / "tokenizer")
+    place = next((x for x in places if any((x / name).is_file() for name in _TOKENIZERS)), None)
+    if place is not None:
+        tokenizer = load_tokenizer(place)
         if len(tokenizer) > vocab_size:
             raise ValueError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model {vocab_size}")
         return tokenizer

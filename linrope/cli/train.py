@@ -22,7 +22,7 @@ from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.defaults import SHORT_CONV, resolve_block
 from linrope.models.language_model_config import ATTENTION, POSITIONS
 from linrope.models.training import Corpus, Trainer, TrainingConfig, checkpoints, latest_checkpoint
-from linrope.models.training.checkpoint import tokenizer_of
+from linrope.models.training.checkpoint import load_training, tokenizer_of
 from linrope.models.training.corpus import load_tokenizer
 
 console = Console()
@@ -47,7 +47,7 @@ def train(
         Path | None,
         typer.Argument(
             help="Text file, .jsonl file, folder of these, or dataset saved to disk. "
-            "Default: Python's standard library.",
+            "Default: Python's standard library, with --resume the text of the checkpoint.",
             show_default=False,
         ),
     ] = None,
@@ -284,6 +284,11 @@ def _resume(
 ) -> Trainer:
     """Loads the run in a folder; prints its step, its last step, and the options that it ignores."""
     latest = latest_checkpoint(out)
+    if path is None:
+        recorded = load_training(latest)[2].get("corpus")
+        if recorded is None:
+            raise ValueError(f"{latest}: does not record the text it was trained on; expected a PATH to read")
+        path = Path(recorded) if recorded else None
     corpus = Corpus.load(path, tokenizer_of(latest))
     trainer = Trainer.load(out, corpus, accelerator, **_parallel(options))
     saved = {**asdict(trainer.config), **asdict(trainer.model.config)}

@@ -49,8 +49,11 @@ class Log:
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         path = folder / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-        complete = [line for line in lines if line.endswith("}\n")]
-        kept = [line for line in complete if parse_json(line, str(path))["step"] <= step]
+        kept = [
+            line
+            for number, line in enumerate(lines, 1)
+            if line.endswith("}\n") and _step(line, f"{path}, line {number}") <= step  # else half a line
+        ]
         replace_file(path, lambda temporary: temporary.write_text("".join(kept)))
         self.file = open(path, "a")  # noqa: SIM115 - stays open until the run ends
 
@@ -66,6 +69,14 @@ class Log:
         self.file.close()
         if self.board is not None:
             self.board.close()
+
+
+def _step(line: str, name: str) -> int:
+    """The step whose metrics the line holds."""
+    step: object = parse_json(line, name).get("step")
+    if not isinstance(step, int):
+        raise ValueError(f"{name}: got step {step!r}, expected the metrics of a step")
+    return step
 
 
 def accelerator_on(device: torch.device) -> Any:

@@ -9,12 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 
 import linrope
 from linrope.cli import main
 from linrope.cli.app import _in_words_of_the_command, run
-from linrope.cli.evaluation import labels, legends, write
 from linrope.cli.training import Log
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.training import checkpoints
@@ -32,7 +30,7 @@ def test_train_resume_generate(text: Path, tmp_path: Path, capfd: pytest.Capture
     out = str(tmp_path / "run")
     assert run(["train", str(text), "--out", out, "--steps", "4", *SMALL]) == 0
     assert "bits per byte after 4 steps" in capfd.readouterr().out
-    assert run(["train", str(text), "--out", out, "--resume"]) == 0
+    assert run(["train", "--out", out, "--resume"]) == 0  # on the text of the checkpoint
     capfd.readouterr()
     generated = []
     for _ in range(2):
@@ -85,6 +83,13 @@ def test_a_log_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "bits_per_byte": 2.5}\n'
 
 
+def test_a_line_without_a_step_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"note": "a new idea"}\n')
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))}, line 2: got step None, expected"):
+        Log(tmp_path, 2, tensorboard=False)
+
+
 def test_a_tokenizer_stays_with_the_run(
     text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,32 +114,6 @@ def test_a_tokenizer_stays_with_the_run(
     assert generated[:2] == ["To", "be"]
     assert len(generated) == 7
     assert set(generated) <= set(words)
-
-
-def test_eval_of_two_runs(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    runs = [str(tmp_path / name) for name in ("linear", "softmax")]
-    for out in runs:
-        choice = ["--attention", Path(out).name, "--steps", "2"]
-        assert run(["train", str(text), "--out", out, *choice, *SMALL]) == 0
-    both = [part for out in runs for part in ("--checkpoint", out)]
-    capfd.readouterr()
-    assert run(["eval", *both, "--out", str(tmp_path)]) == 0
-    assert "the held-out part of" in " ".join(capfd.readouterr().out.split())
-    result = json.loads((tmp_path / "evaluation.json").read_text())
-    assert [model["attention"] for model in result["models"]] == ["linear", "softmax"]
-    for model in result["models"]:
-        assert (model["held_out"], model["trained_length"], model["step"]) == (True, 32, 2)
-        bins = model["bins"]
-        assert bins[-1]["end"] == 4 * 32
-        mean = sum(row["bits_per_byte"] * (row["end"] - row["start"]) for row in bins) / 128
-        assert model["bits_per_byte"] == pytest.approx(mean)
-    assert (tmp_path / "evaluation.png").stat().st_size > 10_000
-
-    other = tmp_path / "other.txt"
-    other.write_text("Something else, all of which is read. " * 3)
-    assert run(["eval", str(other), "--checkpoint", runs[0], "--length", "60"]) == 0
-    model = json.loads((tmp_path / "linear" / "evaluation.json").read_text())["models"][0]
-    assert (model["held_out"], model["corpus"]) == (False, str(other))
 
 
 @pytest.mark.parametrize(
@@ -246,6 +225,18 @@ def test_wrong_options_of_generate_have_their_own_names(
     assert capfd.readouterr().err == f"linrope: {cause}\n"
 
 
+def test_tokens_that_are_not_bytes_require_a_tokenizer(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    LanguageModel(LanguageModelConfig(300, embed_dim=16, num_layers=1, num_heads=2)).save(tmp_path)
+    assert run(["generate", "--checkpoint", str(tmp_path)]) == 2
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert (
+        printed.err == f"linrope: {tmp_path}: has no tokenizer; expected one, or vocab_size=256 for bytes\n"
+    )
+
+
 def test_only_names_of_options_are_rewritten() -> None:
     error = ValueError("embed_dim=4: runs/steps=3 'steps=3' vocab_size=9 and num_heads=2")
     rewritten = "--embed-dim=4: runs/steps=3 'steps=3' vocab_size=9 and --heads=2"
@@ -310,61 +301,6 @@ def test_an_error_that_is_not_the_input_s_exits_1_and_leads_to_its_traceback(
             run(arguments)
     with pytest.raises(ValueError, match="--prompt"):
         run(["generate", "--checkpoint", "a", "--prompt", "", "--traceback"])
-
-
-def test_legends_name_what_the_models_differ_in() -> None:
-    spread, none = ({"decay": decay, "embed_dim": 8} for decay in ({"name": "spread", "longest": 9}, None))
-    same = {"attention": "linear", "positions": "rope"}
-    models = [{"label": "a", "config": spread, **same}, {"label": "b", "config": none, **same}]
-    assert legends(models) == [
-        "a: linear, positions rope, decay spread",
-        "b: linear, positions rope, decay none",
-    ]
-    short, long = ({"forget_gate": {"longest": n}, "qk_norm": q} for n, q in ((8, False), (64, True)))
-    models = [{"label": "a", "config": short, **same}, {"label": "b", "config": long, **same}]
-    assert legends(models) == [
-        "a: linear, positions rope, forget_gate longest 8, qk_norm no",
-        "b: linear, positions rope, forget_gate longest 64, qk_norm yes",
-    ]
-    models[1]["config"] = {"forget_gate": False, "qk_norm": False, "extra": 3}
-    assert legends(models) == [
-        "a: linear, positions rope, forget_gate yes",
-        "b: linear, positions rope, forget_gate no",
-    ]
-
-
-def test_the_legend_of_a_plot_lies_below_curves_that_keep_their_width(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from matplotlib import pyplot as plt
-
-    figures: list[Figure] = []
-    monkeypatch.setattr(plt, "close", figures.append)
-    bins = [{"start": 0, "end": 1, "bits_per_byte": 5.0, "error": 0.1}]
-    bins += [{"start": 1, "end": 40, "bits_per_byte": 4.0, "error": 0.1}]
-    same = {"attention": "linear", "positions": "rope", "bins": bins}
-    configs = [{f"option {i}": f"the value {i} of {label}" for i in range(9)} for label in "ab"]
-    models = [
-        {"label": label, "trained_length": length, "config": config, **same}
-        for label, length, config in zip("ab", (16, 17), configs, strict=True)
-    ]
-    write({"models": models}, tmp_path)
-    (figure,) = figures
-    monkeypatch.undo()
-    (axis,), (legend,) = figure.axes, figure.legends
-    frame, below = axis.get_window_extent(), legend.get_window_extent()
-    assert frame.width > 0.8 * figure.bbox.width
-    assert below.y1 < axis.xaxis.get_tightbbox().y0
-    assert below.x1 <= figure.bbox.width
-    assert [text.get_text() for text in legend.get_texts()][-1] == "trained length: 16, 17 tokens"
-    plt.close(figure)
-
-
-def test_curves_of_runs_with_one_name_have_labels_that_differ(tmp_path: Path) -> None:
-    assert labels([tmp_path / "a" / "run", tmp_path / "b" / "run"]) == ["a/run", "b/run"]
-    assert labels([tmp_path / "one", tmp_path / "two"]) == ["one", "two"]
-    with pytest.raises(ValueError, match="expected each checkpoint once"):
-        labels([tmp_path / "one", tmp_path / "two" / ".." / "one"])
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of Linux's OpenMP")

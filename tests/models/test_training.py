@@ -176,11 +176,21 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
-def test_a_run_of_other_processes_is_refused_by_their_number(trainer: Trainer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"processes": "2"}, r"processes: got 1 groups .*, expected 2, as in the saved run"),
+        ({"mixed_precision": "bf16"}, r"mixed_precision='no': expected 'bf16', as in the saved run"),
+    ],
+    ids=str,
+)
+def test_a_run_on_other_processes_or_in_another_precision_is_refused(
+    change: dict[str, str], cause: str, trainer: Trainer, tmp_path: Path
+) -> None:
     path = trainer.save(tmp_path) / "training.safetensors"
     tensors, metadata = load_tensors(path, "linrope.Training", 1)
-    save_tensors(path, tensors, metadata | {"processes": "2"})
-    with pytest.raises(ValueError, match=r"^processes: got 1 groups .*, expected 2, as in the saved run"):
+    save_tensors(path, tensors, metadata | change)
+    with pytest.raises(ValueError, match=f"^{cause}"):
         Trainer.load(tmp_path, trainer.corpus)
 
 

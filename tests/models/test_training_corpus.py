@@ -30,6 +30,15 @@ def test_files_lie_in_one_part_only_and_the_split_is_stable(text: Path) -> None:
     assert documents(corpus.all()) == parts[0] + parts[1]
 
 
+def test_the_path_of_a_corpus_holds_in_every_working_directory(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(text.parent)
+    corpus = Corpus.load(text.name)
+    assert (corpus.name, corpus.path) == (text.name, str(text))
+    assert Corpus.from_texts(["ab", "cd"]).path is None
+
+
 def test_a_single_file_holds_its_end_out_and_cuts_no_character(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("ä" * 510)
     corpus = Corpus.load(tmp_path / "a.txt")

@@ -16,7 +16,7 @@ from linrope.models.training.config import TrainingConfig
 from linrope.models.training.corpus import load_tokenizer
 
 _FORMAT, _VERSION = "linrope.Training", 1
-_REQUIRED = {"step", "config", "processes", "corpus", "checksum"}
+_REQUIRED = {"step", "config", "processes", "checksum"}
 _KEEP = 2  # checkpoints
 _UNFINISHED = rf"\.{STEP}\.[a-z0-9_]{{8}}(?:\.replaced)?"  # as tempfile.mkdtemp names it
 
@@ -26,7 +26,9 @@ def checkpoint_name(step: int) -> str:
 
 
 def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None], earlier: list[Path]) -> None:
-    """Calls ``write`` to fill folder/step-N. A kill at any time leaves a good checkpoint.
+    """Calls ``write`` to fill folder/step-N. A kill at any time leaves the last checkpoint.
+
+    The exception: if step-N itself is the last one, it is moved to .step-N.*.replaced between two renames.
 
     Args:
         folder: the folder of the run.

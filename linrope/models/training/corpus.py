@@ -73,7 +73,7 @@ class Corpus:
     train: Text
     held_out: Text
     name: str
-    path: str = ""  # the file or folder; empty: Python's standard library
+    path: str | None = None  # the file or folder; empty: Python's standard library; None: texts in memory
     tokenizer: Any = None
     skipped: tuple[str, ...] = ()  # files that are not text
     checksum: int = field(init=False)
@@ -122,7 +122,7 @@ class Corpus:
         if not documents and skipped:
             raise ValueError(f"{name}: got no text; skipped, as not UTF-8: {_first_five(skipped)}")
         end = b"" if single else b"\n"
-        corpus = _split(documents, end, name, "" if path is None else str(path), tokenizer)
+        corpus = _split(documents, end, name, "" if path is None else str(root.absolute()), tokenizer)
         return replace(corpus, skipped=tuple(skipped))
 
     def describe(self) -> str:
@@ -138,7 +138,7 @@ class Corpus:
             ValueError: there is too little text.
         """
         documents = [(f"{name} {index}", text.encode()) for index, text in enumerate(texts)]
-        return _split(documents, b"\n", name, name, tokenizer)
+        return _split(documents, b"\n", name, None, tokenizer)
 
 
 def load_tokenizer(name: str | os.PathLike[str]) -> Any:
@@ -230,7 +230,9 @@ def _lines(name: str, lines: bytes) -> Iterator[tuple[str, bytes]]:
             yield f"{name}, line {number}", text.encode()
 
 
-def _split(documents: list[tuple[str, bytes]], end: bytes, name: str, path: str, tokenizer: Any) -> Corpus:
+def _split(
+    documents: list[tuple[str, bytes]], end: bytes, name: str, path: str | None, tokenizer: Any
+) -> Corpus:
     parts: tuple[list[tuple[str, bytes]], list[tuple[str, bytes]]] = [], []
     if len(documents) == 1:
         ((only, text),) = documents

@@ -246,9 +246,11 @@ class Trainer:
             "step": str(self.step),
             "config": json.dumps(asdict(self.config)),
             "processes": str(self.processes.rows),
-            "corpus": self.corpus.path,
             "checksum": str(self.corpus.checksum),
+            "mixed_precision": str(self.accelerator.mixed_precision),
         }
+        if self.corpus.path is not None:
+            metadata["corpus"] = self.corpus.path
 
         def write(path: Path) -> None:
             self.model.save(path, weights)
@@ -272,7 +274,7 @@ class Trainer:
 
         Raises:
             FileNotFoundError, ValueError: there is no checkpoint, it is damaged, the corpus is another one,
-                or the number of groups that read different rows has changed.
+                or the number of groups that read different rows or the mixed precision has changed.
         """
         latest = latest_checkpoint(folder)
         model = LanguageModel.load(latest)
@@ -284,6 +286,9 @@ class Trainer:
             raise ValueError(
                 f"processes: got {rows} groups that read different rows, expected {expected}, as in the saved run"
             )
+        precision = str(trainer.accelerator.mixed_precision)
+        if (expected := metadata.get("mixed_precision", precision)) != precision:
+            raise ValueError(f"mixed_precision={precision!r}: expected {expected!r}, as in the saved run")
         try:
             trainer.step = int(metadata["step"])
             trainer._checkpoints = [path.resolve() for path in checkpoints(folder)]
