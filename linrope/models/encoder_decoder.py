@@ -23,25 +23,32 @@ class DecoderState(NamedTuple):
     context: LinearAttentionState | None
 
 
+def _factory(attention: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a LinearRoPEAttention that a linear layer and a norm have too."""
+    return {name: attention[name] for name in ("device", "dtype") if name in attention}
+
+
 class EncoderBlock(nn.Module):
     """Bidirectional attention and a feed-forward network, each behind a norm and in a residual connection.
 
     Args:
         dim: the size of the vectors.
         heads: the number of heads, a divisor of dim.
-        **attention: further arguments of LinearRoPEAttention, such as feature_map, rotary or num_kv_heads.
+        **attention: further arguments of LinearRoPEAttention, such as feature_map, rotary or num_kv_heads. All parts
+            have its device and dtype.
     """
 
     def __init__(self, dim: int, heads: int, **attention: Any) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(dim, eps=1e-6)
+        factory = _factory(attention)
+        self.attention_norm = nn.RMSNorm(dim, eps=1e-6, **factory)
         self.attention = LinearRoPEAttention(dim, heads, causal=False, **attention)
-        self.feed_forward_norm = nn.RMSNorm(dim, eps=1e-6)
-        self.feed_forward = SwiGLU(dim, 4 * dim)
+        self.feed_forward_norm = nn.RMSNorm(dim, eps=1e-6, **factory)
+        self.feed_forward = SwiGLU(dim, 4 * dim, **factory)
 
-    def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """x (b, n, dim) -> the same shape; key_mask (b, n) bool, False: padding."""
-        x = x + self.attention(self.attention_norm(x), key_mask=key_mask)
+    def forward(self, x: Tensor, key_mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """x (b, n, dim) -> the same shape; key_mask (b, n) bool, False: padding; positions as in the attention."""
+        x = x + self.attention(self.attention_norm(x), key_mask=key_mask, positions=positions)
         x = x + self.feed_forward(self.feed_forward_norm(x))
         return x
 
@@ -57,23 +64,25 @@ class DecoderBlock(nn.Module):
         heads: the number of heads, a divisor of dim.
         context_dim: the size of the context's vectors; None: no cross-attention.
         **attention: further arguments of the causal LinearRoPEAttention, including decay and gates. The cross-attention
-            has the same feature_map and normalize.
+            has the same feature_map, normalize and backend, and all parts the same device and dtype.
     """
 
     def __init__(self, dim: int, heads: int, context_dim: int | None = None, **attention: Any) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(dim, eps=1e-6)
+        factory = _factory(attention)
+        self.attention_norm = nn.RMSNorm(dim, eps=1e-6, **factory)
         self.attention = LinearRoPEAttention(dim, heads, **attention)
         self.cross_norm = self.cross = self.context_proj = None
         if context_dim is not None:
-            shared = {name: attention[name] for name in ("feature_map", "normalize") if name in attention}
-            self.cross_norm = nn.RMSNorm(dim, eps=1e-6)
+            names = ("feature_map", "normalize", "backend")
+            shared = factory | {name: attention[name] for name in names if name in attention}
+            self.cross_norm = nn.RMSNorm(dim, eps=1e-6, **factory)
             self.context_proj = (
-                nn.Linear(context_dim, dim, bias=False) if context_dim != dim else nn.Identity()
+                nn.Linear(context_dim, dim, bias=False, **factory) if context_dim != dim else nn.Identity()
             )
             self.cross = LinearRoPEAttention(dim, heads, causal=False, rotary=None, **shared)
-        self.feed_forward_norm = nn.RMSNorm(dim, eps=1e-6)
-        self.feed_forward = SwiGLU(dim, 4 * dim)
+        self.feed_forward_norm = nn.RMSNorm(dim, eps=1e-6, **factory)
+        self.feed_forward = SwiGLU(dim, 4 * dim, **factory)
 
     def forward(
         self,
@@ -104,7 +113,7 @@ class Encoder(nn.Module):
         dim: the size of the vectors.
         depth: the number of blocks.
         heads: the number of heads, a divisor of dim.
-        **attention: further arguments of LinearRoPEAttention.
+        **attention: further arguments of LinearRoPEAttention. All parts have its device and dtype.
 
     >>> from linrope.models.encoder_decoder import Encoder
     >>> Encoder(dim=32, depth=2, heads=4)(torch.randn(2, 10, 32)).shape
@@ -114,12 +123,15 @@ class Encoder(nn.Module):
     def __init__(self, dim: int, depth: int, heads: int, **attention: Any) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(EncoderBlock(dim, heads, **attention) for _ in range(depth))
-        self.norm = nn.RMSNorm(dim, eps=1e-6)
+        self.norm = nn.RMSNorm(dim, eps=1e-6, **_factory(attention))
 
-    def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """x (b, n, dim) -> the same shape; key_mask (b, n) bool, False: padding."""
+    def forward(self, x: Tensor, key_mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """x (b, n, dim) -> the same shape; key_mask (b, n) bool, False: padding.
+
+        positions: as in LinearRoPEAttention; with rotary={"axes": 2} the rows and columns (n, 2) of patches.
+        """
         for block in self.blocks:
-            x = block(x, key_mask)
+            x = block(x, key_mask, positions)
         y: Tensor = self.norm(x)
         return y
 
@@ -132,10 +144,11 @@ class Decoder(nn.Module):
         depth: the number of blocks.
         heads: the number of heads, a divisor of dim.
         context_dim: the size of the context's vectors; None: no cross-attention.
-        **attention: further arguments of the causal LinearRoPEAttention.
+        **attention: further arguments of the causal LinearRoPEAttention, as in DecoderBlock.
 
     Raises:
-        ValueError: a context is given although context_dim is None, or missing in the first call.
+        ValueError: a context is given although context_dim is None, or missing in the first call; a context_mask comes
+            without a context; there are not as many states as blocks.
 
     >>> from linrope.models.encoder_decoder import Decoder, Encoder
     >>> encoder, decoder = Encoder(32, 2, 4), Decoder(32, 2, 4, context_dim=32, decay="spread")
@@ -152,7 +165,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.context_dim = context_dim
         self.blocks = nn.ModuleList(DecoderBlock(dim, heads, context_dim, **attention) for _ in range(depth))
-        self.norm = nn.RMSNorm(dim, eps=1e-6)
+        self.norm = nn.RMSNorm(dim, eps=1e-6, **_factory(attention))
 
     def forward(
         self,
@@ -171,6 +184,10 @@ class Decoder(nn.Module):
             raise ValueError(
                 f"context: got None, expected (b, m, {self.context_dim}) or states that have read it"
             )
+        if context is None and context_mask is not None:
+            raise ValueError("context_mask: got one without a context, expected None: the states remember it")
+        if states is not None and len(states) != len(self.blocks):
+            raise ValueError(f"states: got {len(states)}, expected one per block, {len(self.blocks)}")
         new_states = []
         for index, block in enumerate(self.blocks):
             x, state = block(x, context, context_mask, None if states is None else states[index])

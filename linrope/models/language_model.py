@@ -49,11 +49,11 @@ States = list[State]
 class SwiGLU(nn.Module):
     """W_2 (silu(W_1 x) * W_3 x). Shazeer 2020, arXiv 2002.05202."""
 
-    def __init__(self, dim: int, hidden_dim: int) -> None:
+    def __init__(self, dim: int, hidden_dim: int, **factory: Any) -> None:
         super().__init__()
-        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
-        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False, **factory)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False, **factory)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))

@@ -22,7 +22,7 @@ def suspected(request: Request) -> bool:
     if any(not isinstance(x, Tensor) or x.ndim != 4 for x in (k, v)):
         return False
     m, g = k.shape[1:3]
-    if m == g:
+    if m in (0, g):
         return False
     swapped = (g, m)
     if v.shape[1:3] == swapped or _queries_swapped(q, k):

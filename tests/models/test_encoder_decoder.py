@@ -52,4 +52,27 @@ def test_a_context_is_there_where_it_is_expected() -> None:
         Decoder(16, 1, 2)(x, x)
     with pytest.raises(ValueError, match="context: got None, expected"):
         Decoder(16, 1, 2, 16)(x)
+    decoder = Decoder(16, 1, 2, 16)
+    _, states = decoder(x, x, torch.ones(1, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="context_mask: got one without a context, expected None"):
+        decoder(x, context_mask=torch.ones(1, 3, dtype=torch.bool), states=states)
+    with pytest.raises(ValueError, match="states: got 2, expected one per block, 1"):
+        decoder(x, states=states * 2)
     assert Decoder(16, 1, 2)(x)[1][0].context is None
+
+
+def test_an_encoder_on_a_grid_follows_the_positions() -> None:
+    encoder, x = Encoder(16, 2, 2, rotary={"axes": 2}), torch.randn(1, 6, 16)
+    places = torch.cartesian_prod(torch.arange(2), torch.arange(3))
+    order = torch.randperm(6)
+    torch.testing.assert_close(
+        encoder(x[:, order], positions=places[order]), encoder(x, positions=places)[:, order], **EXACT
+    )
+    assert not torch.allclose(encoder(x, positions=places * 2), encoder(x, positions=places))
+
+
+def test_dtype_device_and_backend_are_those_of_all_parts() -> None:
+    options = {"dtype": torch.float32, "device": "meta", "backend": "eager"}
+    for model in (Encoder(16, 1, 2, **options), Decoder(16, 1, 2, 24, **options)):
+        assert {(x.dtype, x.device.type) for x in model.parameters()} == {(torch.float32, "meta")}
+        assert {x.backend for x in model.modules() if hasattr(x, "backend")} == {"eager"}

@@ -77,6 +77,7 @@ def test_packed_head_first_tensors_are_named() -> None:
         (tensors(B, H, H), {}),
         (tensors(B, N, 3), {}),
         (tensors(B, N, H)[0], {}),
+        (tensors(B, 0, H), {"key_mask": torch.ones(B, H, dtype=torch.bool)}),
     ],
 )
 def test_other_errors_say_nothing_of_it(k: Tensor, options: dict[str, Any]) -> None:
