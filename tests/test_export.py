@@ -94,6 +94,13 @@ def test_an_exported_prefill_and_twenty_steps_are_the_module_s(options, tmp_path
 
 
 @torch.no_grad()
+def test_empty_states_follow_the_model() -> None:
+    module = TensorStates(make_model(num_layers=1))
+    assert module(tokens_of(2, 3), module.double().empty(2))[0].dtype == torch.float64
+    assert {x.device.type for x in module.to("meta").empty(2)} == {"meta"}
+
+
+@torch.no_grad()
 def test_a_saved_program_runs_in_a_process_that_imports_linrope(tmp_path: Path) -> None:
     layer = LinearRoPEAttention(16, 2).eval()
     x = torch.randn(2, 9, 16)

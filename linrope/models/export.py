@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from linrope.backends import onnx
 from linrope.common.names import check_name
-from linrope.models.language_model import LanguageModel
+from linrope.models.language_model import LanguageModel, States
 from linrope.models.training.optional import need
 
 # The backend that records each form of the attention, and the first onnxruntime that runs the file.
@@ -52,15 +52,22 @@ class TensorStates(nn.Module):
         if model.config.attention != "linear":
             raise ValueError(f"model: got attention={model.config.attention!r}, expected 'linear'")
         self.model = model
-        with torch.no_grad():
-            _, states = model(torch.zeros(1, 0, dtype=torch.int64, device=model.embed.weight.device))
-        self._empty, self._structure = pytree.tree_flatten(states)
+        states = self._empty()
+        self._structure = pytree.tree_structure(states)
         paths: list[Any] = [path for path, _ in pytree.tree_flatten_with_path(states)[0]]
         self.names = [f"{leaf.name}_{block.idx}" for block, leaf in paths]
 
+    @torch.no_grad()
+    def _empty(self) -> States:
+        """The states of one sequence before its first token."""
+        tokens = torch.zeros(1, 0, dtype=torch.int64, device=self.model.embed.weight.device)
+        states: States = self.model(tokens)[1]
+        return states
+
     def empty(self, batch: int) -> list[Tensor]:
-        """The states of ``batch`` sequences before their first token."""
-        return [tensor.repeat(batch, *[1] * (tensor.ndim - 1)) for tensor in self._empty]
+        """The states of ``batch`` sequences before their first token, on the model's device."""
+        leaves = pytree.tree_leaves(self._empty())
+        return [tensor.repeat(batch, *[1] * (tensor.ndim - 1)) for tensor in leaves]
 
     def forward(self, tokens: Tensor, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """tokens (b, n) -> logits (b, n, vocab_size), and the tensors after the last token."""
