@@ -36,3 +36,7 @@ def test_every_arrangement(processes: Processes, name: str, tokens: int, heads: 
 
 def test_a_run_goes_on_with_another_arrangement(processes: Processes, tmp_path: Path) -> None:
     processes.run(training.another_arrangement, str(tmp_path))
+
+
+def test_processes_that_share_heads_start_with_the_same_model(processes: Processes) -> None:
+    processes.run(training.one_start)

@@ -84,6 +84,18 @@ def arrangement(tokens: int, heads: int, options: dict[str, Any]) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=2e-3)  # AdamW's first steps are signs of gradients
 
 
+def one_start() -> None:
+    """All processes that share heads start with the first one's weights, projections and seeds."""
+    torch.manual_seed(dist.get_rank())
+    model = LanguageModel(replace(MODEL, feature_map="favor+"))
+    Trainer(model, corpus(), CONFIG, together(), tensor_parallel=dist.get_world_size())
+    fmap: Any = model.blocks[0].attention.feature_map
+    sums = [float(x.detach().sum()) for x in (fmap.projection, model.embed.weight)]
+    starts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(starts, (fmap.seed, *sums))
+    assert len(set(starts)) == 1, starts
+
+
 def another_arrangement(folder: str) -> None:
     """Processes share tokens; others that share heads go on, then others that share both."""
     size, path = dist.get_world_size(), Path(folder)

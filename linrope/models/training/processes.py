@@ -60,9 +60,13 @@ class Processes:
             return
         assert self.mesh is not None
         model.to(self.accelerator.device)
-        for tensor in model.state_dict().values():
+        weights = model.state_dict()
+        for name, tensor in weights.items():
             if isinstance(tensor, Tensor):
-                dist.broadcast(tensor, 0)
+                # The extra state of a random map is a copy on the CPU.
+                weights[name] = tensor.to(self.accelerator.device)
+                dist.broadcast(weights[name], 0)
+        model.load_state_dict(weights)
         share_heads(model, self.mesh["tp"])
 
     def prepare(self, model: LanguageModel, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
