@@ -199,7 +199,8 @@ class LanguageModel(nn.Module):
             raise ValueError("states: got a list beside cu_seqlens, expected None with attention='softmax'")
         if states is not None and len(states) != len(self.blocks):
             raise ValueError(f"states: got {len(states)}, expected one per block, {len(self.blocks)}")
-        check_packing(cu_seqlens, *tokens.shape, tokens.shape[1], tokens.device)
+        b, n = tokens.shape
+        check_packing(cu_seqlens, b, n, n, tokens.device)
         x = self.embed(tokens)
         if (
             self.config.positions == "sinusoidal"
