@@ -14,6 +14,7 @@ from torch import Tensor
 from linrope.backends.call import Call, Sums
 from linrope.backends.contraction import contract
 from linrope.backends.sequences import each_sequence, incoming_sums
+from linrope.common.precision import full_precision
 from linrope.feature_maps import ELEMENTWISE
 from linrope.feature_maps.log_scale import at_most_0
 from linrope.rotation.rotary import rotate
@@ -34,11 +35,12 @@ def supports(call: Call, state: LinearAttentionState | None) -> str | None:
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
     """out (b, n, h, e) in v's dtype, computed in q's dtype, and the sums after the last key."""
     sums = incoming_sums(call, state)
-    if call.cu_seqlens is None:
-        out, kv, z = _attend(call, sums)
-    else:
-        outs, kvs, zs = zip(*[_attend(*one) for one in each_sequence(call, sums)], strict=True)
-        out, kv, z = torch.cat(outs, 1), torch.cat(kvs), torch.cat(zs)
+    with full_precision(call.v.device):
+        if call.cu_seqlens is None:
+            out, kv, z = _attend(call, sums)
+        else:
+            outs, kvs, zs = zip(*[_attend(*one) for one in each_sequence(call, sums)], strict=True)
+            out, kv, z = torch.cat(outs, 1), torch.cat(kvs), torch.cat(zs)
     return out, Sums(kv, z, call.last_angle(sums.angle)) if call.want_state else None
 
 

@@ -253,7 +253,11 @@ def test_output_has_the_dtype_of_v_and_the_state_is_wide(
 @both_directions
 @pytest.mark.parametrize(
     ("backend", "name", "dtype"),
-    [*product(["eager"], POSITIVE, [torch.float32, torch.bfloat16]), ("triton", "elu+1", torch.float32)],
+    [
+        *product(["eager"], POSITIVE, [torch.float32, torch.bfloat16]),
+        ("reference", "elu+1", torch.float32),
+        ("triton", "elu+1", torch.float32),
+    ],
 )
 def test_autocast_does_not_narrow_the_sums(backend: str, name: str, dtype: torch.dtype, causal: bool) -> None:
     q, k, v = randoms(2, 70, 2, 4, dtype=dtype)
