@@ -1,8 +1,11 @@
-"""Checks of arguments that take a name from a list, names as keys, True or False, or a number."""
+"""Checks of arguments that take a name from a list, names as keys, True or False, a number, or integers."""
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
+
+import torch
+from torch import Tensor
 
 
 def expected_one_of(value: object, known: Sequence[str], also: str = "") -> str:
@@ -81,3 +84,16 @@ def check_numbers(**arguments: object) -> None:
     for argument, value in arguments.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
             raise TypeError(f"{argument}={value!r}: expected a number")
+
+
+def check_integer_tensors(**arguments: Tensor) -> None:
+    """Raises TypeError unless each tensor holds integers, of any width.
+
+    >>> from linrope.common.names import check_integer_tensors
+    >>> check_integer_tensors(index=torch.ones(2))
+    Traceback (most recent call last):
+    TypeError: index: got torch.float32, expected integers
+    """
+    for argument, x in arguments.items():
+        if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+            raise TypeError(f"{argument}: got {x.dtype}, expected integers")

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from linrope.common.names import check_integer_tensors
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class KeyValueState:
@@ -70,11 +72,10 @@ class KeyValueState:
 
     def reorder(self, index: Tensor) -> "KeyValueState":
         """Selects the sequences at index (b',), as beam search does, which repeats some and drops others."""
-        if index.is_floating_point() or index.dtype == torch.bool:
-            raise TypeError(f"index: got {index.dtype}, expected integers")
+        check_integer_tensors(index=index)
         if index.ndim != 1:
             raise ValueError(f"index: got shape {tuple(index.shape)}, expected (b,)")
-        return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+        return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device).long()))
 
 
 torch.serialization.add_safe_globals([KeyValueState])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from linrope.common.constants import Constant
-from linrope.common.names import check_integers, check_name, check_numbers
+from linrope.common.names import check_integer_tensors, check_integers, check_name, check_numbers
 from linrope.rotation.angles import LAYOUTS, cos_sin, cos_sin_of_turns, rotate, to_turns
 from linrope.rotation.frequencies import MROPE_AXES, read_config, resolve
 
@@ -308,8 +308,7 @@ class Rotary:
 
     def angles(self, positions: Tensor) -> Tensor:
         """The angles at positions (.., n) or (.., n, axes): (.., n, g or 1, rotary_dim/2) float64, in radians."""
-        if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
-            raise TypeError(f"positions: got {positions.dtype}, expected integers")
+        check_integer_tensors(positions=positions)
         frequencies = self._frequencies.to(positions.device)
         if self.axes is None:
             return positions[..., None, None].double() * frequencies[0]

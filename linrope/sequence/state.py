@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from linrope.common.files import load_tensors, save_tensors
+from linrope.common.names import check_integer_tensors
 from linrope.common.values import values_readable
 from linrope.common.writing import check_writable
 from linrope.sequence.identities import may_replace, same_identity
@@ -321,11 +322,10 @@ class LinearAttentionState:
 
         With slots, index counts the slots, and the copy has none.
         """
-        if index.is_floating_point() or index.dtype == torch.bool:
-            raise TypeError(f"index: got {index.dtype}, expected integers")
+        check_integer_tensors(index=index)
         if index.ndim != 1:
             raise ValueError(f"index: got shape {tuple(index.shape)}, expected (b,)")
-        index = index.to(self.kv.device)
+        index = index.to(self.kv.device).long()  # uint8 would select as a mask
         if values_readable(index) and index.numel() and not 0 <= index.min() <= index.max() < self.sequences:
             raise IndexError(f"index: got {index.tolist()}, expected numbers 0 .. {self.sequences - 1}")
         return self._select(index if self.slots is None else self.slots[index])

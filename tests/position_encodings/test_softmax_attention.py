@@ -158,6 +158,7 @@ def test_states_are_copied_and_reordered() -> None:
     assert_close(
         layer(token[:1].expand(3, 1, 8), state=swapped), layer(token, state=state)[torch.tensor([1, 0, 1])]
     )
+    assert torch.equal(state.reorder(torch.tensor([1, 0, 1], dtype=torch.uint8)).k, swapped.k)
     with pytest.raises(TypeError, match=r"index: got torch.bool, expected integers"):
         state.reorder(torch.tensor([True, False]))
     with pytest.raises(ValueError, match=r"index: got shape \(1, 1\), expected \(b,\)"):

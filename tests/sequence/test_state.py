@@ -86,11 +86,12 @@ def test_reorder_is_as_if_the_sequences_had_been_fed_in_that_order(index: list[i
     assert_same(state, expected_state)
 
 
-def test_reorder_of_a_pool_counts_its_slots() -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.uint8, torch.uint16])
+def test_reorder_of_a_pool_counts_its_slots(dtype: torch.dtype) -> None:
     pool = some_state(5)
-    chosen = pool.at(torch.tensor([2, 0])).reorder(torch.tensor([1, 0, 1]))
+    chosen = pool.at(torch.tensor([2, 0])).reorder(torch.tensor([1, 0, 1], dtype=dtype))
     assert chosen.slots is None
-    assert_same(chosen, pool.reorder(torch.tensor([0, 2, 0])))
+    assert_same(chosen, pool.reorder(torch.tensor([0, 2, 0], dtype=dtype)))
 
 
 @pytest.mark.parametrize("index", [[0, 2], [-1, 0]])
