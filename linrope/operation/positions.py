@@ -3,13 +3,12 @@
 import torch
 from torch import Tensor
 
+from linrope.common.names import check_integer_tensors
 from linrope.common.values import values_readable
 from linrope.operation.request import Request
 from linrope.rotation.rotary import MAX_POSITION
 from linrope.sequence.decay import Tokens
 from linrope.sequence.packing import at_last, owners, previous, rising_bounds
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def resolve(request: Request) -> Tokens:
@@ -89,8 +88,7 @@ def resolve_positions(
 def _check_positions(name: str, positions: Tensor, start: Tensor, b: int, n: int, axes: int | None) -> Tensor:
     if not isinstance(positions, Tensor):
         raise TypeError(f"{name}: got {type(positions).__name__}, expected a torch.Tensor")
-    if positions.dtype not in _INTEGERS:
-        raise TypeError(f"{name}: got {positions.dtype}, expected integers")
+    check_integer_tensors(**{name: positions})
     shape = (n,) if axes is None else (n, axes)
     rows = positions.shape[0] if positions.ndim > len(shape) else 1
     fits = positions.ndim - len(shape) in (0, 1) and rows in (1, b)
@@ -98,11 +96,12 @@ def _check_positions(name: str, positions: Tensor, start: Tensor, b: int, n: int
         raise ValueError(f"{name}: got shape {tuple(positions.shape)}, expected {shape} or {(b, *shape)}")
     if positions.device != start.device:
         raise ValueError(f"{name}: got device {positions.device}, expected {start.device}")
+    positions = positions.to(torch.int64)
     if values_readable(positions) and positions.numel():
         low, high = int(positions.min()), int(positions.max())
         if low < 0 or high > MAX_POSITION:
             raise ValueError(f"{name}: got {low} .. {high}, expected 0 .. {MAX_POSITION}")
-    return positions.to(torch.int64).view(rows, *shape)
+    return positions.view(rows, *shape)
 
 
 def _check_order(positions: Tensor, start: Tensor, bounds: Tensor | None) -> None:

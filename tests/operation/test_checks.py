@@ -133,6 +133,12 @@ def test_bad_input_is_refused_with_a_message_that_says_why(
         call(**options)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint16, torch.uint32, torch.uint64])
+def test_positions_may_be_integers_of_any_width(dtype: torch.dtype) -> None:
+    positions, how = torch.tensor([0, 2, 3, 3, 90]), {"rotary": Rotary(D), **FADING}
+    assert torch.equal(attend(positions=positions.to(dtype), **how), attend(positions=positions, **how))
+
+
 @pytest.mark.parametrize("shared", [(1, N, G), (2, N, 1), (1, N, 1)])
 def test_sequences_and_heads_may_share_gates_and_steps(shared: tuple[int, ...]) -> None:
     gates, steps = -torch.rand(shared), torch.rand(*shared, D // 2)
