@@ -95,7 +95,7 @@ def _checked(request: Request) -> tuple[FeatureMap | None, str, Tokens]:
         if state is not None:
             checks.check_state(request, fmap, identity)
             identity += WITHOUT_Z if state.identity.endswith(WITHOUT_Z) else ""
-        head_first.warn_of_many_heads(request.k)
+        head_first.warn_of_many_heads(request)
         return fmap, identity, positions.resolve(request)
     except ValueError as error:
         if head_first.suspected(request):

@@ -53,11 +53,14 @@ def _ends_at(cu_seqlens: Tensor | None, length: int) -> bool:
     return values_readable(cu_seqlens) and int(cu_seqlens[-1]) == length
 
 
-def warn_of_many_heads(k: Tensor) -> None:
+def warn_of_many_heads(request: Request) -> None:
     """Warns if k (b, m, g, d) has fewer tokens than heads, and more heads than models have.
 
-    Otherwise head-first tensors that fit each other cannot be told from short sequences of many heads.
+    Otherwise head-first tensors that fit each other cannot be told from short sequences of many heads. A state, whose
+    heads have been compared with k's, shows that the order is right.
     """
-    m, g = k.shape[1:3]
-    if g > MANY_HEADS and m < g:  # in this order, because traced lengths are symbols and heads are not
+    m, g = request.k.shape[1:3]
+    if (
+        request.state is None and g > MANY_HEADS and m < g
+    ):  # in this order, because traced lengths are symbols and heads are not
         warnings.warn(f"k: got {m} tokens and {g} heads; {HINT}", stacklevel=5)

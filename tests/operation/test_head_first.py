@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linrope import Rotary, linear_rope_attention, linear_rope_state, state_from_sums
+from linrope import LinearAttentionState, Rotary, linear_rope_attention, linear_rope_state, state_from_sums
 from linrope.operation.head_first import HINT, MANY_HEADS
 
 B, N, H, G, D = 2, 12, 4, 2, 8
@@ -75,6 +75,7 @@ def test_packed_head_first_tensors_are_named() -> None:
         (RIGHT, {"log_decay": torch.zeros(B, N + 1, H)}),
         (tensors(B, N - 1, H), {}),
         (tensors(B, H, H), {}),
+        (tensors(B, 0, H), {"positions": torch.arange(H)}),
         (tensors(B, N, 3), {}),
         (tensors(B, N, H)[0], {}),
         (tensors(B, 0, H), {"key_mask": torch.ones(B, H, dtype=torch.bool)}),
@@ -86,9 +87,9 @@ def test_other_errors_say_nothing_of_it(k: Tensor, options: dict[str, Any]) -> N
     assert HINT not in str(error.value)
 
 
-def test_more_heads_than_models_have_are_a_warning_unless_there_are_more_tokens() -> None:
-    def state(length: int, heads: int) -> None:
-        linear_rope_state(*[tensors(1, length, heads, 2)] * 2)
+def test_more_heads_than_models_have_are_a_warning_unless_there_are_more_tokens_or_a_state() -> None:
+    def state(length: int, heads: int, **options: Any) -> LinearAttentionState:
+        return linear_rope_state(*[tensors(1, length, heads, 2)] * 2, **options)
 
     with pytest.warns(
         UserWarning, match=rf"k: got 4 tokens and {MANY_HEADS + 1} heads; heads and tokens look swapped"
@@ -97,4 +98,5 @@ def test_more_heads_than_models_have_are_a_warning_unless_there_are_more_tokens(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         state(4, MANY_HEADS)
-        state(MANY_HEADS + 1, MANY_HEADS + 1)
+        after = state(MANY_HEADS + 1, MANY_HEADS + 1)
+        state(1, MANY_HEADS + 1, state=after)
