@@ -41,8 +41,8 @@ def supports(call: Call, state: LinearAttentionState | None) -> str | None:
         longest = int(cut.take(call.distances).masked_fill(~cut.valid, 0)[:, 1:].sum(1).max())
         if longest * -float(call.xpos_log_decay.min()) > MAX_XPOS_EXPONENT:
             return (
-                f"xpos: the tokens of one chunk span {longest} positions, over which it decays to less than e^-60; "
-                "use backend='reference'"
+                f"xpos: the tokens of one chunk span {longest} positions, over which the fastest pair decays to less "
+                "than e^-60; use backend='reference'"
             )
     return None
 
@@ -81,7 +81,7 @@ class Chunks:
     def __init__(self, call: Call, sums: Sums | None) -> None:
         q, k = call.k[:, :0] if call.q is None else call.q, call.k
         self.call, self.function = call, MAPS[call.feature_map]
-        self.dtype = torch.promote_types(q.dtype, torch.float32) if sums is None else sums.kv.dtype
+        self.dtype = torch.promote_types(q.dtype, torch.float32 if sums is None else sums.kv.dtype)
         self.keys = self.queries = Cut.of(k, call.bounds)
         if call.q is not None and not call.causal:
             self.queries = Cut.of(q, call.bounds)
@@ -243,7 +243,9 @@ def _forward(call: Call, sums: Sums | None, **_: None) -> tuple[Tensor | None, T
     """out (b, n, h, e), and the last kv and z."""
     x = Chunks(call, sums)
     kv, z = x.states(sums)
-    last = kv[1][x.keys.last], z[1][x.keys.last].to(torch.float64 if sums is None else sums.z.dtype)
+    last = kv[1][x.keys.last], z[1][x.keys.last]
+    if sums is not None:
+        last = last[0].to(sums.kv.dtype), last[1].to(sums.z.dtype)
     if call.q is None:
         return None, *last
     num = product(x.decayed(x.phi_hat, Decay.queries), x.xpos_into_chunk(x.read(kv))[:, :, None])

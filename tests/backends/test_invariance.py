@@ -251,6 +251,16 @@ def test_output_has_the_dtype_of_v_and_the_state_is_wide(
 
 
 @both_directions
+def test_a_float32_state_does_not_narrow_a_float64_call(causal: bool) -> None:
+    q, k, v = randoms(2, 70, 2, 4)
+    how: dict[str, Any] = {"rotary": Rotary(4), "causal": causal, "backend": "eager"}
+    state = random_state(k, v, how).to(dtype=torch.float32)
+    narrow, wide = (everything(q, k, v, x, **how) for x in (state, state.to(dtype=torch.float64)))
+    assert narrow["kv"].dtype == narrow["dkv"].dtype == torch.float32
+    assert_same(narrow, {name: x.to(narrow[name].dtype) for name, x in wide.items()})
+
+
+@both_directions
 @pytest.mark.parametrize(
     ("backend", "name", "dtype"),
     [
