@@ -134,9 +134,10 @@ def _describe(request: Request, shard: Layout) -> str:
     steps = None if request.angle_steps is None else tuple(request.angle_steps.shape[2:])
     if state is not None and values_readable(state.position):
         present[-1] = f"state at {state.rows().position.tolist()}"
+    rotary = request.rotary and request.rotary.identity
     return (
         f"{v.dtype} k (b, m, g, d) = ({b}, m, {g}, {d}), e={v.shape[3]}, causal={request.causal}, "
-        f"feature_map={_map_name(request.feature_map)}, rotary={request.rotary}, arguments {present}, steps {steps}, "
+        f"feature_map={_map_name(request.feature_map)}, rotary={rotary}, arguments {present}, steps {steps}, "
         f"gradients of {_with_gradients(request)}"
     )
 

@@ -76,10 +76,8 @@ def last_inputs(x: Tensor, key_mask: Tensor | None, width: int) -> tuple[Tensor,
 
 def fold_inputs(tails: Tensor, counts: Tensor, chain: Sequence[int], start: Tensor) -> Tensor:
     """The last inputs after the ranks of ``chain``, (b, width, c). start: the last inputs before them."""
-    width, last = (
-        start.shape[1],
-        start + tails[:0].sum(0),
-    )  # the empty slice joins the backward pass, as in fold
+    width = start.shape[1]
+    last = start + tails[:0].sum(0)  # the empty slice joins the backward pass, as in fold
     slots = torch.arange(width, device=start.device)
     for s in chain:
         index = slots + counts[s][:, None]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linrope.rotation.angles import cos_sin_of_turns, rotate
+from linrope.rotation.rotary import cos_sin_of_turns, rotate
 from linrope.sequence.chunks import decay_by
 from linrope.sequence.state import LinearAttentionState
 

@@ -147,9 +147,10 @@ class SoftmaxAttention(Mixer):
         q, k, v = self._queries(q), self._keys(k), self._values(v)
         skipped = v
         rotary = self.encoding if isinstance(self.encoding, Rotary) else None
+        identity = str(rotary and rotary.identity)
 
         if state is not None:
-            _check_state(state, k, v, str(rotary))
+            _check_state(state, k, v, identity)
             start = state.position
         else:
             sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
@@ -173,7 +174,7 @@ class SoftmaxAttention(Mixer):
             key_mask = torch.ones(b, m, dtype=torch.bool, device=x.device)
         else:  # padding may hold inf or NaN, which a weight of 0 would not remove
             k, v = (tensor.masked_fill(~key_mask[:, :, None, None], 0) for tensor in (k, v))
-        new_state = KeyValueState(k, v, k_positions.expand(b, m), key_mask, str(rotary))
+        new_state = KeyValueState(k, v, k_positions.expand(b, m), key_mask, identity)
         if state is not None:
             new_state = replace(state, conv=None).append(new_state)
         new_state = replace(new_state, conv=conv_inputs)

@@ -67,9 +67,8 @@ def to_turns(radians: Tensor) -> Tensor:
     """
     turns = radians.double() * (1 / (2 * math.pi))
     turns = (turns - turns.round()) * 2.0**64
-    return torch.where(turns >= 2.0**63, -turns, turns).to(
-        torch.int64
-    )  # int64 ends below 2^63; half a turn either way is the same
+    # int64 ends below 2^63; half a turn either way is the same.
+    return torch.where(turns >= 2.0**63, -turns, turns).to(torch.int64)
 
 
 def cos_sin_of_turns(turns: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ b batch, n tokens, h query heads, g key/value heads, f features, p = rotary_dim/
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 MAX_POSITION = 2**31 - 1
+_LONG_LIST = re.compile(r"\[[\[\]0-9e., +-]{100,}\]")  # of numbers, or of lists of numbers
 
 
 def spell_out(positions: Tensor, n: int) -> Tensor:
@@ -148,6 +150,7 @@ class Rotary:
             raise ValueError(f"xpos={xpos}: expected a positive finite length, or None")
         if xpos is not None and axes is not None:
             raise ValueError(f"xpos={xpos}: expected None beside axes={axes}")
+        xpos = None if xpos is None else float(xpos)
         self.dim, self.base, self.layout, self.rotary_dim = dim, float(base), layout, rotary_dim
         self.axes, self.xpos = axes, xpos
         self.attention_factor = 1.0 if attention_factor is None else float(attention_factor)
@@ -348,7 +351,7 @@ class Rotary:
         return rotate(x, cos, sin, self.layout)
 
     def __repr__(self) -> str:
-        return self.identity
+        return _LONG_LIST.sub("[..]", self.identity)
 
 
 def _checked_copy(theta: Tensor, pairs: int, axes: int | None) -> Tensor:

@@ -165,6 +165,13 @@ def test_states_are_copied_and_reordered() -> None:
         state.reorder(torch.tensor([[0]]))
 
 
+def test_a_state_of_another_theta_is_refused() -> None:
+    theta, x = torch.rand(16), torch.zeros(1, 3, 32)
+    one, other = (SoftmaxAttention(32, 1, positions=Rotary(32, theta=y)) for y in (theta, theta.flip(0)))
+    with pytest.raises(ValueError, match="state: made with"):
+        other(x, state=one(x, return_state=True)[1])
+
+
 @every_encoding
 def test_packed_sequences_are_separate_ones(name: str) -> None:
     layer, x = make(name), numbers(1, 9, 8)
@@ -289,7 +296,7 @@ X = torch.zeros(2, 3, 8, dtype=torch.float64)
 LINEAR_STATE = LinearRoPEAttention(8, 2, dtype=torch.float64)(X, return_state=True)[1]
 STATE = KeyValueState(
     torch.zeros(2, 3, 2, 4).double(), torch.zeros(2, 3, 2, 4).double(), torch.arange(3).expand(2, 3),
-    torch.ones(2, 3, dtype=torch.bool), str(Rotary(4, base=5.0)),
+    torch.ones(2, 3, dtype=torch.bool), Rotary(4, base=5.0).identity,
 )  # fmt: skip
 
 

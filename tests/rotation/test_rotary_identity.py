@@ -87,8 +87,18 @@ def test_identity_tells_rotations_apart() -> None:
     as_default = scaled("yarn", beta_fast=32, beta_slow=1.0, truncate=True, mscale=None, factor=4)
     assert as_default.identity == scaled("yarn").identity
     assert Rotary(8, scaling={"rope_type": "default"}).identity == Rotary(8).identity
+    assert Rotary(8, xpos=512).identity == Rotary(8, xpos=512.0).identity
     ones = torch.ones(4)
     assert Rotary(8, theta=ones, attention_factor=1.0).identity == Rotary(8, theta=ones).identity
+
+
+@pytest.mark.parametrize("shape", [(32,), (1, 32), (16, 32), (4, 2, 32)])
+def test_a_repr_leaves_out_long_lists(shape: tuple[int, ...]) -> None:
+    rotary = Rotary(
+        64, theta=torch.rand(shape) - 0.5, axes=2 if len(shape) == 3 else None, attention_factor=2
+    )
+    end = rotary.identity[rotary.identity.index(", layout") :]
+    assert repr(rotary) == f"Rotary(64, theta=[..]{end}"
 
 
 def test_later_changes_of_the_given_scaling_do_not_reach_in() -> None:
