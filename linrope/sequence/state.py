@@ -169,14 +169,16 @@ class LinearAttentionState:
         if not states:
             raise ValueError("states: got none, expected at least one")
         rows = [state.rows().tensors() for state in states]
+        if slopes := [tensors["angle_slope"] for tensors in rows if "angle_slope" in tensors]:
+            for x in rows:  # calls without gradients leave these zeros out
+                x.setdefault("angle_slope", slopes[0].new_zeros(len(x["kv"]), *slopes[0].shape[1:]))
         for state, tensors in zip(states, rows, strict=True):
             if not same_identity(state.identity, states[0].identity):
                 raise ValueError(f"states: got one of {state.identity} beside one of {states[0].identity}")
             kinds, expected = _kinds(tensors), _kinds(rows[0])
-            if kinds != expected:
-                raise ValueError(
-                    f"states: got {kinds} beside {expected}, expected the same but for the batch"
-                )
+            if differ := [name for name in _LEAVES if kinds.get(name) != expected.get(name)]:
+                got, want = (", ".join(f"{name} {x.get(name)}" for name in differ) for x in (kinds, expected))
+                raise ValueError(f"states: got {got} beside {want}, expected the same but for the batch")
         joined: dict[str, Any] = {name: torch.cat([tensors[name] for tensors in rows]) for name in rows[0]}
         return replace(states[0], slots=None, donated=False, loop=None, **joined)
 

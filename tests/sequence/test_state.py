@@ -1,6 +1,7 @@
 """LinearAttentionState: its contract, and its independence of every other tensor."""
 
 import pickle
+import re
 from dataclasses import replace
 
 import pytest
@@ -263,6 +264,26 @@ def test_states_join_in_one_batch_and_go_on_as_if_each_were_alone() -> None:
         assert torch.equal(after.kv[i : i + 1], last.kv)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_states_of_calls_with_and_without_gradients_join(order: int) -> None:
+    q, k, v = randoms(2, 4, 2, 4)
+    steps = torch.rand(2, 4, 1, 2, dtype=torch.float64).requires_grad_()
+    fixed, chosen = steps.detach(), [0, 1][::order]
+    states = [
+        linear_rope_state(k[i : i + 1, :3], v[i : i + 1, :3], angle_steps=x[i : i + 1, :3])
+        for i, x in enumerate((steps, fixed))
+    ]
+
+    def gradient(rows: list[int], state: LinearAttentionState) -> torch.Tensor:
+        out = linear_rope_attention(
+            *(x[rows, 3:] for x in (q, k, v)), angle_steps=fixed[rows, 3:], state=state
+        )
+        return torch.autograd.grad(out.sum(), steps, retain_graph=True)[0]
+
+    both = LinearAttentionState.cat([states[i] for i in chosen])
+    torch.testing.assert_close(gradient(chosen, both), gradient([0], states[0]))
+
+
 def test_one_state_joins_to_itself() -> None:
     state = some_state()
     assert_same(LinearAttentionState.cat([state]), state)
@@ -283,11 +304,17 @@ def test_states_that_differ_do_not_join() -> None:
     state = linear_rope_state(k, v)
     for other, cause in (
         (linear_rope_state(k, v, feature_map="relu"), "states: got one of"),
-        (state.to(dtype=torch.float64), "expected the same but for the batch"),
+        (
+            state.to(dtype=torch.float64),
+            r"states: got kv (2, 4, 4) torch.float64 cpu beside kv (2, 4, 4) torch.float32",
+        ),
         (linear_rope_state(k[:, :, :1], v[:, :, :1]), "expected the same but for the batch"),
-        (linear_rope_state(k, v, angle_steps=torch.zeros(1, 3, 2, 2)), "states: got"),
+        (
+            linear_rope_state(k, v, angle_steps=torch.zeros(1, 3, 2, 2)),
+            "states: got angle (2, 2) torch.int64 cpu beside angle None, expected the same but for the batch",
+        ),
     ):
-        with pytest.raises(ValueError, match=cause):
+        with pytest.raises(ValueError, match=re.escape(cause)):
             LinearAttentionState.cat([state, other])
     with pytest.raises(ValueError, match="states: got none"):
         LinearAttentionState.cat([])
