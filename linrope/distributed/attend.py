@@ -17,6 +17,7 @@ from linrope.distributed.uncompiled import uncompiled
 from linrope.feature_maps import FeatureMap
 from linrope.operation.attend import attend, identity_of
 from linrope.operation.checks import check
+from linrope.operation.positions import resolve
 from linrope.operation.request import Request
 from linrope.sequence.decay import MIN_LOG_DECAY, zero_hidden
 from linrope.sequence.state import NO_KEYS, LinearAttentionState
@@ -118,6 +119,8 @@ def _describe(request: Request, shard: Layout) -> str:
         raise ValueError(
             f"k: got {k.shape[1]} tokens on rank {shard.rank}, expected its shard's {shard.length}"
         )
+    if request.positions is not None or request.key_positions is not None:
+        resolve(replace(request, q=None, state=None, cu_seqlens=shard.cu_seqlens))
     if state is not None and shard.cu_seqlens is not None:
         if state.slots is not None:
             raise NotImplementedError(

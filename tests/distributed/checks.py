@@ -158,22 +158,22 @@ DISAGREEMENTS = {  # what the message names on both sides
     "gradients": ("gradients of []", "gradients of ['k']"),
     "an error of one rank": ("ValueError: k: got 2 tokens", "expected its shard's 3"),
     "a wrong argument of one rank": ("TypeError: k, v: got", "float64"),
+    "positions of one rank": ("ValueError: positions: got shape (4,)", "expected (3,)"),
 }
 
 
 def disagree(what: str) -> str:
     """The message that this rank gets; the last rank is the odd one."""
     size, last = dist.get_world_size(), dist.get_rank() == dist.get_world_size() - 1
-    lengths, bounds, dtype, heads = [3] * size, None, torch.float32, 2
-    odd = last and what
-    if odd == "lengths":
-        lengths = [*lengths[:-1], 4]
+    bounds, dtype, heads, odd = None, torch.float32, 2, last and what
+    lengths = [*[3] * (size - 1), 4 if odd == "lengths" else 3]
     if what == "documents":
         bounds = [0, 3 if last else 2, 3 * size]
     tokens = 2 if odd == "an error of one rank" else lengths[dist.get_rank()]
     dtype, heads = torch.float64 if odd == "dtype" else dtype, 1 if odd == "heads" else heads
     q, k, v = (torch.zeros(1, tokens, heads, 4, dtype=dtype) for _ in range(3))
     options: dict[str, Tensor] = {"log_decay": torch.zeros(1, tokens, 1)} if odd == "options" else {}
+    options |= {"positions": torch.arange(4)} if odd == "positions of one rank" else {}
     k.requires_grad_(odd == "gradients")
     v = v.double() if odd == "a wrong argument of one rank" else v
     try:
