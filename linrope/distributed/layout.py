@@ -3,6 +3,7 @@
 b batch, n tokens of this rank, s documents (packed sequences).
 """
 
+import operator
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
@@ -45,7 +46,7 @@ class Layout:
     ) -> None:
         self.channel = Channel(_group_of(group))
         self.rank, self.size = self.channel.rank, self.channel.size
-        self.lengths = [int(n) for n in lengths]
+        self.lengths = _integers("lengths", lengths)
         if len(self.lengths) != self.size or min(self.lengths) < 0:
             raise ValueError(
                 f"lengths: got {_shown(self.lengths)}, expected {self.size}, one per rank and none negative"
@@ -55,7 +56,7 @@ class Layout:
         device, bounds = None, [0, self.total]
         if cu_seqlens is not None:
             device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else torch.device("cpu")
-            bounds = [int(x) for x in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)]
+            bounds = _integers("cu_seqlens", cu_seqlens)
             if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != self.total or bounds != sorted(bounds):
                 raise ValueError(
                     f"cu_seqlens: got {_shown(bounds)}, expected numbers that rise from 0 to the sum of "
@@ -202,6 +203,14 @@ def _group_of(group: "dist.ProcessGroup | DeviceMesh | None") -> "dist.ProcessGr
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group: got {type(group).__name__}, expected a ProcessGroup, a DeviceMesh or None")
     return group
+
+
+def _integers(name: str, numbers: Tensor | Sequence[int]) -> list[int]:
+    values = numbers.tolist() if isinstance(numbers, Tensor) else list(numbers)
+    try:
+        return [operator.index(x) for x in values]
+    except TypeError:
+        raise TypeError(f"{name}: got {_shown(values)}, expected integers") from None
 
 
 def _pieces(bounds: list[int], low: int, high: int) -> list[Piece]:

@@ -32,6 +32,7 @@ class Shard(Layout):
             has the local bounds. Do not pass cu_seqlens to calls that get the shard.
 
     Raises:
+        TypeError: lengths or cu_seqlens are not integers.
         ValueError: there are not as many lengths as ranks, cu_seqlens do not rise from 0 to the sum of lengths, or a
             mesh of several dimensions lacks "cp". The first call raises on every rank if the ranks' arguments to the
             shard or to the call differ.

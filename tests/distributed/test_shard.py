@@ -54,6 +54,14 @@ def test_a_shard_refuses_what_does_not_fit(options: dict[str, Any], message: str
         Shard("cp", lengths=[4])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "options", [{"lengths": [10.7]}, {"lengths": [9], "cu_seqlens": torch.tensor([0, 2.5, 9])}]
+)
+def test_a_shard_refuses_numbers_that_are_not_integers(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=rf"^{[*options][-1]}: got \[.*\], expected integers$"):
+        Shard(**options)
+
+
 def test_calls_refuse_what_a_shard_already_has() -> None:
     q, k, v = randoms(1, 4, 2, 4)
     bounds = torch.tensor([0, 4])
