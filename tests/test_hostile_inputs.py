@@ -171,7 +171,8 @@ def test_a_layer_refuses_what_does_not_fit(call, message: str) -> None:
           for name in ("causal", "normalize", "trapezoid", "qk_norm", "qk_bias", "bias")),
         *((lambda name=name: attend(**{name: "no"}), rf"{name}='no': expected True or False")
           for name in ("causal", "normalize", "return_state")),
-        (lambda: attend(eps="1e-6"), r"eps='1e-6': expected a positive finite number"),
+        (lambda: attend(eps="1e-6"), r"eps='1e-6': expected a number"),
+        (lambda: attend(eps=True), r"eps=True: expected a number"),
         (lambda: Rotary("4"), r"dim='4': expected an integer"),
         (lambda: Rotary(4, rotary_dim=2.0), r"rotary_dim=2.0: expected an integer"),
         (lambda: Rotary(4, base="10000"), r"base='10000': expected a number"),

@@ -57,7 +57,7 @@ def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
         layout="interleaved" if request.rotary is None else request.rotary.layout,
         causal=request.causal,
         normalize=request.normalize,
-        eps=request.eps,
+        eps=float(request.eps),
         eps_mode=request.eps_mode,
         want_state=request.return_state or _may_write(request.state, k),
     )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from linrope import feature_maps
-from linrope.common.names import check_bools, check_integers, check_name
+from linrope.common.names import check_bools, check_integers, check_name, check_numbers
 from linrope.common.values import values_readable
 from linrope.feature_maps import FeatureMap
 from linrope.operation.request import EPS_MODES, ORDERS, Request
@@ -66,8 +66,7 @@ def check(request: Request) -> FeatureMap | None:
     q, k, v, rotary, causal = request.q, request.k, request.v, request.rotary, request.causal
     check_tensors(q, k, v, causal)
     check_bools(causal=causal, normalize=request.normalize, return_state=request.return_state)
-    if not isinstance(request.eps, int | float):
-        raise TypeError(f"eps={request.eps!r}: expected a positive finite number")
+    check_numbers(eps=request.eps)
     if not 0 < request.eps < torch.inf:
         raise ValueError(f"eps={request.eps}: expected a positive finite number")
     check_name("eps_mode", request.eps_mode, EPS_MODES)

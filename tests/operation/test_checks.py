@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -131,6 +132,11 @@ def test_bad_input_is_refused_with_a_message_that_says_why(
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
         call(**options)
+
+
+@pytest.mark.parametrize("eps", [1, np.float32(0.5)])
+def test_eps_may_be_any_real_number(eps: Any) -> None:
+    assert torch.equal(attend(eps=eps), attend(eps=float(eps)))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint16, torch.uint32, torch.uint64])
