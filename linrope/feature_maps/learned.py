@@ -24,6 +24,7 @@ class LearnedMap(FeatureMap):
         self, head_dim: int, feature_dim: int, num_heads: int | None, num_kv_heads: int | None
     ) -> None:
         super().__init__()
+        check_integers(head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         phi_heads, psi_heads = (1 if heads is None else heads for heads in (num_heads, num_kv_heads))
         if (num_heads is None) != (num_kv_heads is None) or min(phi_heads, psi_heads) < 1:

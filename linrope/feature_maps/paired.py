@@ -33,6 +33,7 @@ class PairedMap(FeatureMap):
         layout: the layout of the rotation, "interleaved" or "half".
 
     Raises:
+        TypeError: inner is not a FeatureMap.
         ValueError: the layout is unknown.
 
     >>> from linrope import feature_maps
@@ -42,6 +43,8 @@ class PairedMap(FeatureMap):
 
     def __init__(self, inner: FeatureMap, layout: str = "interleaved") -> None:
         super().__init__()
+        if not isinstance(inner, FeatureMap):
+            raise TypeError(f"inner: got {type(inner).__name__}, expected a FeatureMap")
         if layout not in _TWICE:
             raise ValueError(f"layout={layout!r}: expected one of {', '.join(_TWICE)}")
         self.inner, self.layout = inner, layout

@@ -44,7 +44,7 @@ class RandomFeatureMap(FeatureMap):
 
     def __init__(self, head_dim: int, num_features: int | None = None, seed: int | None = None) -> None:
         super().__init__()
-        check_integers(num_features=num_features)
+        check_integers(head_dim=head_dim, num_features=num_features)
         num_features = 2 * head_dim if num_features is None else num_features
         if num_features <= 0 or num_features % self.features_per_row:
             even = " even" if self.features_per_row == 2 else ""
@@ -57,6 +57,7 @@ class RandomFeatureMap(FeatureMap):
     @torch.no_grad()
     def redraw(self, seed: int | None = None) -> None:
         """Draws a new projection. States made with the old one become invalid."""
+        check_integers(seed=seed)
         self.seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
         generator = torch.Generator().manual_seed(self.seed)
         self.projection.copy_(orthogonal_gaussian(len(self.projection), self.head_dim, generator))

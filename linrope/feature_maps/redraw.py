@@ -4,6 +4,7 @@ import hashlib
 
 from torch import nn
 
+from linrope.common.names import check_integers
 from linrope.feature_maps.random_features import RandomFeatureMap
 
 
@@ -21,6 +22,7 @@ class Redraw:
         done: the number of steps before this run.
 
     Raises:
+        TypeError: every or done is not an integer.
         ValueError: every < 1, or done < 0.
 
     Choromanski et al. 2021, arXiv 2009.14794, and its public implementations.
@@ -32,6 +34,7 @@ class Redraw:
     """
 
     def __init__(self, model: nn.Module, every: int, done: int = 0) -> None:
+        check_integers(every=every, done=done)
         if every < 1 or done < 0:
             raise ValueError(f"every={every}, done={done}: expected every >= 1 and done >= 0")
         self.model, self.every, self.done = model, every, done

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from linrope.common.names import check_integers
 from linrope.common.values import values_readable
 from linrope.rotation.rotary import Rotary
 
@@ -16,6 +17,7 @@ class Sinusoidal(nn.Module):
     limit. Angles are computed in float64.
 
     Raises:
+        TypeError: embed_dim is not an integer, or base is not a number.
         ValueError: embed_dim is not even, or base <= 0.
 
     Source: Vaswani et al. 2017, arXiv 1706.03762, section 3.5.
@@ -28,6 +30,7 @@ class Sinusoidal(nn.Module):
 
     def __init__(self, embed_dim: int, base: float = 10000.0) -> None:
         super().__init__()
+        check_integers(embed_dim=embed_dim)
         if embed_dim < 2 or embed_dim % 2:
             raise ValueError(f"embed_dim={embed_dim}: expected a positive even number")
         self.rotary = Rotary(embed_dim, base=base)  # RoPE has the same frequencies
@@ -48,6 +51,7 @@ class LearnedAbsolute(nn.Module):
     x is (b, n, embed_dim), positions p (n,) or (b, n) integers.
 
     Raises:
+        TypeError: a size is not an integer.
         ValueError: a size is below 1; in forward, a position is outside 0 .. max_length - 1. On a GPU
             PyTorch's own assertion checks positions, since reading them would stall the GPU.
 
@@ -60,6 +64,7 @@ class LearnedAbsolute(nn.Module):
 
     def __init__(self, embed_dim: int, max_length: int) -> None:
         super().__init__()
+        check_integers(embed_dim=embed_dim, max_length=max_length)
         if embed_dim < 1 or max_length < 1:
             raise ValueError(f"embed_dim={embed_dim}, max_length={max_length}: expected at least 1")
         self.table = nn.Embedding(max_length, embed_dim)

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from linrope.common.names import check_integers
 from linrope.rotation.rotary import Rotary
 
 
@@ -20,10 +21,15 @@ class RelativeEncoding(nn.Module):
         num_heads: h.
         head_dim: d, the size of queries and keys.
         value_head_dim: e, the size of values; default head_dim.
+
+    Raises:
+        TypeError: a size is not an integer.
+        ValueError: a size is below 1.
     """
 
     def __init__(self, num_heads: int, head_dim: int, value_head_dim: int | None = None) -> None:
         super().__init__()
+        check_integers(num_heads=num_heads, head_dim=head_dim, value_head_dim=value_head_dim)
         e = head_dim if value_head_dim is None else value_head_dim
         if num_heads < 1 or head_dim < 1 or e < 1:
             raise ValueError(
@@ -176,6 +182,7 @@ def _table(*shape: int) -> nn.Parameter:
 
 
 def _at_least_1(max_distance: int) -> int:
+    check_integers(max_distance=max_distance)
     if max_distance < 1:
         raise ValueError(f"max_distance={max_distance}: expected at least 1")
     return max_distance
