@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ from torch import Tensor
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Writes a temporary file beside path and moves it there: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary.touch(exist_ok=False)
+    permissions = temporary.stat().st_mode & 0o777  # those that the umask leaves; safetensors sets others
     try:
         write(temporary)
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())
-        temporary.chmod(0o644)
+        temporary.chmod(permissions)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """What is saved, damaged, and loaded: states and models, by files of their own and by torch.save."""
 
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,18 @@ def test_a_path_that_safetensors_would_not_read_is_refused(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="expected a path in UTF-8"):
         some_state().save(tmp_path / "\udcff")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_has_the_permissions_that_the_umask_leaves(tmp_path: Path) -> None:
+    path, before = tmp_path / "state", os.umask(0o077)
+    try:
+        for umask, mode in ((0o077, 0o600), (0o022, 0o644)):
+            os.umask(umask)
+            some_state().save(path)
+            assert path.stat().st_mode & 0o777 == mode
+    finally:
+        os.umask(before)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_what_cannot_be_written_is_an_oserror_and_leaves_nothing(tmp_path: Path) -> None:
