@@ -40,7 +40,8 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         _held.discard(key)
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # Windows removes no open file
+            path.unlink()
         with suppress(OSError):  # close() tries once more to write the owner's name
             file.close()
 

@@ -58,6 +58,18 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: p
         pass
 
 
+def test_a_file_that_cannot_be_removed_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows removes no open file."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    for _ in range(2):
+        with locked(tmp_path):
+            pass
+
+
 def test_a_full_disk_leaves_no_lock_behind(tmp_path: Path) -> None:
     """The file of the lock can be made on a full disk, and nothing written into it."""
     import resource
