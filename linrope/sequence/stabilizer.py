@@ -69,8 +69,8 @@ def stabilize(
     else:
         largest = per_token(last, k.shape[1], bounds)
         if rows is not None:
-            factor = (first - last).exp()
-            kv, z = rows.kv * factor.to(rows.kv.dtype)[..., None, None], rows.z * factor[..., None]
+            factor = (first - last).exp()[..., None]
+            kv, z = rows.kv * factor[..., None].to(rows.kv.dtype), rows.z * factor.to(rows.z.dtype)
             state = replace(rows, kv=kv, z=z)
     wide = torch.promote_types(k.dtype, torch.float32)
     relative = (scale - largest).clamp(min=MIN_LOG_DECAY)[..., None]

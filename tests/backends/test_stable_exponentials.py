@@ -1,5 +1,6 @@
 """Exponential feature maps at the magnitudes of real models: the running maximum of the keys' scales."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from linrope import Rotary, feature_maps, linear_rope_attention
 from linrope.feature_maps import FeatureMap
 from tests.oracle import (
     BACKENDS,
+    both_directions,
     every_backend,
     randoms,
 )
@@ -120,3 +122,14 @@ def test_a_key_far_below_the_largest_keeps_its_digits_where_queries_miss_the_lar
     out = linear_rope_attention(q, k, v, feature_map=Scaled(), normalize=False, backend=backend)
     expected = k[0, 1, 0, 2].double().exp()
     assert abs(out[0, 1, 0, 0].double() / expected - 1) < 4 * 2.0**-24
+
+
+@both_directions
+@pytest.mark.parametrize("name", ["kv", "z"])
+def test_a_state_keeps_its_dtypes(name: str, causal: bool) -> None:
+    q, k, v = randoms(1, 5, 1, 4)
+    how: dict[str, Any] = {"feature_map": "exp", "causal": causal, "return_state": True}
+    state = linear_rope_attention(q, k, v, **how)[1]
+    state = replace(state, **{name: getattr(state, name).float()})
+    after = linear_rope_attention(q, k, v, state=state, **how)[1]
+    assert (after.kv.dtype, after.z.dtype) == (state.kv.dtype, state.z.dtype)
