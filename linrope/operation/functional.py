@@ -192,6 +192,7 @@ def linear_rope_state(
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     state: LinearAttentionState | None = None,
+    rope_order: str = "after",
     backend: str = "auto",
 ) -> LinearAttentionState:
     """The state that ``linear_rope_attention`` would return, without the outputs and at a fraction of the cost.
@@ -218,6 +219,7 @@ def linear_rope_state(
         feature_map=feature_map,
         rotary=rotary,
         normalize=False,
+        rope_order=rope_order,
         backend=backend,
         state=state,
         return_state=True,

@@ -246,6 +246,8 @@ def test_a_state_names_the_order_in_which_older_files_name_it() -> None:
     for order in ("after", "before"):
         state = linear_rope_attention(q, q, q, rotary=Rotary(4), rope_order=order, return_state=True)[1]
         names.append(state.identity)
+        alone = linear_rope_state(q, q, rotary=Rotary(4), rope_order=order)
+        assert_same(alone, state)
     assert names[1] == f"{names[0]} before"
 
 
