@@ -39,13 +39,14 @@ class GeneralizedRandomFeatures(RandomFeatureMap):
         num_features: M; default 2 d.
         seed: the seed of the projection; default: drawn from torch's generator.
         kernel: f: "relu", "abs", "sigmoid", "exp", "tanh", "gelu", "cos", "identity", or an elementwise
-            function of a tensor. The function must have a name, by which states identify it.
+            function of a tensor. States identify the function by its name, so it may be neither a lambda nor defined
+            inside another function.
         kernel_epsilon: default 1e-3, as in public implementations.
         positive: whether f + kernel_epsilon is never negative; the first four kernels are known to be so.
 
     Raises:
-        ValueError: num_features is not positive, kernel is an unknown name, or kernel_epsilon is negative or
-            not finite.
+        ValueError: num_features is not positive, kernel is an unknown name, a lambda or defined inside another
+            function, or kernel_epsilon is negative or not finite.
         TypeError: kernel is neither a name nor a function with a name.
 
     >>> phi = GeneralizedRandomFeatures(16, num_features=7, seed=0)
@@ -69,6 +70,10 @@ class GeneralizedRandomFeatures(RandomFeatureMap):
             self.kernel, name = KERNELS[kernel], kernel
         elif callable(kernel) and hasattr(kernel, "__qualname__"):
             self.kernel, name = kernel, f"{kernel.__module__}.{kernel.__qualname__}"
+            if "<" in kernel.__qualname__:  # other lambdas and inner functions have the same name
+                raise ValueError(
+                    f"kernel: got {name}, expected a function defined with def at the top of a module"
+                )
         else:
             raise TypeError(f"kernel: got {type(kernel).__name__}, expected a name or a function")
         self.kernel_epsilon = check_epsilon(kernel_epsilon)

@@ -60,6 +60,8 @@ def test_identities_have_kernel_and_epsilon() -> None:
 def test_what_is_no_kernel_is_refused() -> None:
     with pytest.raises(ValueError, match="kernel='relu6': expected one of relu, abs"):
         GeneralizedRandomFeatures(3, kernel="relu6")
+    with pytest.raises(ValueError, match=r"kernel: got .*<lambda>, expected a function defined with def"):
+        GeneralizedRandomFeatures(3, kernel=lambda x: x + 1)
     with pytest.raises(TypeError, match="kernel: got ReLU, expected a name or a function"):
         GeneralizedRandomFeatures(3, kernel=torch.nn.ReLU())
     with pytest.raises(ValueError, match="kernel_epsilon=-1: expected"):
