@@ -231,8 +231,8 @@ class LinearAttentionState:
     def at(self, slots: Tensor) -> "LinearAttentionState":
         """Rows of this state, used as a pool: calls without gradients read and write them in place.
 
-        slots (b,) int64 or int32, all different: for each sequence of the call, its row in the pool.
-        Calls with gradients raise a RuntimeError.
+        slots (b,) int64 or int32, all different: for each sequence of the call, its row in the pool. On a GPU their
+        values are not checked. Calls with gradients raise a RuntimeError.
         Sequences may join, leave and fork between calls, as in continuous batching. A decoding step or a packed
         prefill updates its rows and leaves the others alone.
 
