@@ -244,7 +244,7 @@ class LinearAttentionState:
         tensor([0, 1, 0, 0, 0, 0, 1, 0])
         """
         self._check_slots(slots)
-        return replace(self, slots=slots.long(), loop=None)
+        return replace(self, slots=slots.long().contiguous(), loop=None)
 
     def _check_slots(self, slots: Tensor) -> None:
         if not isinstance(slots, Tensor) or slots.dtype not in (torch.int64, torch.int32):

@@ -126,6 +126,15 @@ def test_the_rows_of_a_pool_are_refused_where_they_cannot_be_written() -> None:
         attend((q, k.requires_grad_(), v), pool.at(torch.tensor([0, 1])))
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, NATIVE, "triton"])
+@torch.no_grad()
+def test_slots_of_any_stride_select_their_rows(backend: str) -> None:
+    pool = linear_rope_state(torch.zeros(8, 0, 2, 4), torch.zeros(8, 0, 2, 4))
+    q, k, v = randoms(2, 1, 2, 4, dtype=torch.float32)
+    linear_rope_attention(q, k, v, state=pool.at(torch.tensor([6, 5, 1, 5])[::2]), backend=backend)
+    assert pool.kv.flatten(1).any(1).nonzero().flatten().tolist() == [1, 6]
+
+
 @pytest.mark.parametrize("backend", ["reference", *FAST])
 def test_no_tokens_leave_a_fading_state_as_it_was(backend: str) -> None:
     k, v, decay = torch.zeros(3, 0, 2, 4), torch.zeros(3, 0, 2, 6), torch.tensor([0.5, 0.9])
