@@ -90,6 +90,9 @@ class Chunks:
             visible = visible & self.keys.take(call.key_mask)
         self.hidden = ~visible[:, None, None, :, None]
         self.q = self.take(q, self.queries, q.shape[2] // k.shape[2])
+        if self.queries.tokens.numel() > q.shape[:2].numel():
+            # Padding repeats the first token of all, whose NaN would reach the gradients of other sequences.
+            self.q.masked_fill_(~self.queries.valid[:, None, None, :, None], 0)
         self.k, self.v = (self.take(x, self.keys).masked_fill(self.hidden, 0) for x in (k, call.v))
         self.phi = self.function.value(self.q)
         self.psi = self.function.value(self.k).masked_fill(self.hidden, 0)
