@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linrope.sequence.packing import at_first, at_last, previous, sums_so_far
+from linrope.sequence.packing import at_first, previous, sums_of_sequences
 from linrope.sequence.state import LinearAttentionState
 
 MIN_LOG_DECAY = -1e4  # e^-10000 is 0 in every dtype, yet sums of such numbers are finite
@@ -61,13 +61,14 @@ def slope_of_angle(steps: Tensor, state: LinearAttentionState | None, tokens: To
     """Zeros (s, g or 1, pairs) that carry the gradient of the summed steps: the sum itself is int64."""
     if not steps.requires_grad or not torch.is_grad_enabled():
         return None
-    sums = sums_so_far(steps.double(), tokens.bounds)
-    before = sums.new_zeros(1, *sums.shape[2:])
-    if state is not None and state.angle_slope is not None:
-        before = state.angle_slope  # for sequences without tokens; the others' sums include it
-    total = at_last(sums, before, tokens.bounds)
-    sequences = sums.shape[0] if tokens.bounds is None else len(tokens.bounds) - 1
-    total = total.expand(sequences, -1, -1)
+    total = sums_of_sequences(steps.double(), tokens.bounds)
+    if (
+        state is not None and state.angle_slope is not None
+    ):  # sequences with tokens have it in their first step
+        if tokens.bounds is not None:
+            total = total + state.angle_slope.where(tokens.bounds.diff().eq(0)[:, None, None], 0)
+        elif steps.shape[1] == 0:
+            total = total + state.angle_slope
     return total - total.detach()
 
 

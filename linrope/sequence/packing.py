@@ -58,13 +58,25 @@ def at_first(x: Tensor, n: int, bounds: Tensor | None) -> Tensor:
 
 
 def sums_so_far(x: Tensor, bounds: Tensor | None) -> Tensor:
-    """x (b or 1, n, ..) summed from each sequence's first token on; exact for integers, which may wrap."""
+    """x (b or 1, n, ..) summed from each sequence's first token on; exact for integers, which may wrap.
+
+    With packed sequences x has integers: a NaN would reach the sequences after its own.
+    """
     total = x.cumsum(1)
     if bounds is None or x.shape[1] == 0:
         return total
     owner = owners(bounds, x.shape[1])
     before = torch.cat((total.new_zeros(1, 1, *x.shape[2:]), total), 1)[:, bounds[owner]]
     return total - before
+
+
+def sums_of_sequences(x: Tensor, bounds: Tensor | None) -> Tensor:
+    """(s, ..): x (b or 1, n, ..) summed over each sequence. A NaN stays within its sequence."""
+    if bounds is None:
+        return x.sum(1)
+    tokens = torch.arange(x.shape[1], device=x.device)
+    sequence = torch.searchsorted(bounds[1:], tokens, right=True)  # s for tokens beyond the last bound
+    return x.new_zeros(len(bounds), *x.shape[2:]).index_add(0, sequence, x[0])[:-1]
 
 
 def running_maximum(scale: Tensor, log_decay: Tensor | None, first: Tensor, bounds: Tensor | None) -> Tensor:

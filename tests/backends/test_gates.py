@@ -260,6 +260,19 @@ def test_a_gate_that_is_not_a_number_shows_from_its_token_on(backend: str) -> No
     assert out[:, 40:].isnan().all()
 
 
+@every_kernel
+def test_a_step_that_is_not_a_number_does_not_reach_other_sequences_in_the_next_call(backend: str) -> None:
+    q, k, v = randoms(1, 8, 1, 4, dtype=torch.float32)
+    how: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 3, 8]), "backend": backend}
+    outs = []
+    for first in (0.5, math.nan):
+        steps = torch.ones(1, 8, 1, 2)
+        steps[0, 0] = first
+        state = linear_rope_state(k, v, angle_steps=steps.requires_grad_(), **how)
+        outs.append(linear_rope_attention(q, k, v, angle_steps=torch.ones(1, 8, 1, 2), state=state, **how))
+    assert torch.equal(outs[0][:, 3:], outs[1][:, 3:])
+
+
 @pytest.mark.parametrize(
     ("backend", "wrong"),
     [*((name, 7.0) for name in ("reference", "eager", "triton")),

@@ -9,6 +9,7 @@ from linrope.sequence.packing import (
     per_token,
     previous,
     rising_bounds,
+    sums_of_sequences,
     sums_so_far,
 )
 
@@ -34,6 +35,12 @@ def test_what_comes_before_a_token_is_of_its_own_sequence() -> None:
     assert previous(X, OF_SEQUENCES[:1], None).tolist() == [[10, 5, 1, 2]]
     assert at_first(OF_SEQUENCES, 4, BOUNDS).tolist() == [[10, 30, 0, 0]]
     assert sums_so_far(X, BOUNDS).tolist() == [[5, 1, 3, 6]]
+
+
+def test_a_sum_takes_in_the_tokens_of_its_own_sequence_alone() -> None:
+    x = torch.tensor([[torch.nan, 1, 2, 3, torch.inf]])
+    assert sums_of_sequences(x, BOUNDS).nan_to_num(-1).tolist() == [-1, 0, 6]
+    assert sums_of_sequences(x[:, 1:4], None).tolist() == [6]
 
 
 def test_bounds_rise_within_the_tokens_whatever_they_were() -> None:
