@@ -19,7 +19,7 @@ from linrope_kernels.launch import (
     unpack_sums,
     with_strides,
 )
-from linrope_kernels.segments import Segments, rising_bounds, sums_between
+from linrope_kernels.segments import RunningSums, Segments, rising_bounds, sums_between
 
 # Every ANCHOR tokens the gradient of log decay is computed from the state and its gradient. In between it is
 # a running sum, so a rounding error reaches at most ANCHOR tokens. A shorter distance is more exact, but each
@@ -199,15 +199,13 @@ def _decay_after_segments(call: Call, segments: Segments) -> tuple[Tensor, Tenso
         one = call.k.new_ones((), dtype=torch.float64)
         return one.expand(b, segments.number, g), one.expand(call.sequences, g)
     log = call.log_decay.double().expand(b, m, g)
-    sums = torch.cat((log.new_zeros(b, 1, g), log.cumsum(1)), 1)
+    sums = RunningSums(log)
     if call.cu_seqlens is None or segments.spans is None:
         ends = (torch.arange(1, segments.number + 1, device=log.device) * segments.length).clamp(max=m)
-        return (sums[:, -1:] - sums[:, ends]).exp(), sums[:, -1].exp()
+        return sums.between(ends, torch.full_like(ends, m)).exp(), log.sum(1).exp()
     bounds = rising_bounds(call.cu_seqlens, m)
     ends, owner = segments.spans[:, 1].long(), segments.spans[:, 2].long()
-    return (sums[:, bounds[owner + 1]] - sums[:, ends]).exp(), (
-        sums[0, bounds[1:]] - sums[0, bounds[:-1]]
-    ).exp()
+    return sums.between(ends, bounds[owner + 1]).exp(), sums.between(bounds[:-1], bounds[1:])[0].exp()
 
 
 def _at_segment_ends(x: Tensor, segments: Segments, factors: Tensor) -> Tensor:

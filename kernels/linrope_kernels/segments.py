@@ -28,6 +28,28 @@ def cut_packed(cu_seqlens: Tensor, n: int, length: int) -> Segments:
     return Segments(number, length, spans.int(), first_spans.int())
 
 
+class RunningSums:
+    """Sums of x (b, n, ..) over any ranges of tokens. A range that holds a NaN or an infinity sums to NaN.
+
+    Other ranges do not: one running sum goes over all packed sequences, and a NaN must stay within its sequence.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        bad = ~x.isfinite()
+        self.sums = _sums_before(x.masked_fill(bad, 0))
+        self.bad = _sums_before(bad.int())
+
+    def between(self, first: Tensor, end: Tensor) -> Tensor:
+        """(b, ranges, ..): the sums over the tokens first .. end - 1. first and end (ranges,)."""
+        sums = self.sums[:, end] - self.sums[:, first]
+        return sums.masked_fill(self.bad[:, end] > self.bad[:, first], torch.nan)
+
+
+def _sums_before(x: Tensor) -> Tensor:
+    """(b, n + 1, ..): x (b, n, ..) summed over the tokens before each one, and over all."""
+    return torch.cat((x.new_zeros(x.shape[0], 1, *x.shape[2:]), x.cumsum(1, dtype=x.dtype)), 1)
+
+
 def sums_between(x: Tensor, segments: Segments, low: Tensor, high: Tensor) -> Tensor:
     """Exclusive running sums of x (b, n, g) within each segment, which start at low and end at high.
 
@@ -45,10 +67,10 @@ def sums_between(x: Tensor, segments: Segments, low: Tensor, high: Tensor) -> Te
         owner = torch.searchsorted(ends, tokens.int(), right=True).clamp_(max=segments.number - 1)
         first, end = segments.spans[owner, 0].long(), segments.spans[owner, 1].long()
     inside = (first <= tokens) & (tokens < end)
-    sums = torch.cat((x.new_zeros(x.shape[0], 1, x.shape[2]), x.cumsum(1)), 1)
-    missing = high[:, owner] - low[:, owner] - (sums[:, end] - sums[:, first])
+    sums = RunningSums(x)
+    missing = high[:, owner] - low[:, owner] - sums.between(first, end)
     fraction = (tokens - first) / (end - first)
-    running = low[:, owner] + (sums[:, :-1] - sums[:, first]) + fraction[:, None] * missing
+    running = low[:, owner] + sums.between(first, tokens) + fraction[:, None] * missing
     return torch.where(inside[:, None], running, 0)
 
 

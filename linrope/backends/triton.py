@@ -6,11 +6,12 @@ features, out. In Triton's interpreter (TRITON_INTERPRET=1 before Python starts)
 
 import torch
 from linrope_kernels import INTERPRETED, gradients, launch
+from linrope_kernels.segments import RunningSums
 from torch import Tensor
 
 from linrope.backends import operators
 from linrope.backends.call import Call, Gradients, Sums, contiguous, needs_gradients, summed_to
-from linrope.sequence.packing import sums_so_far
+from linrope.sequence.packing import owners
 from linrope.sequence.state import LinearAttentionState
 
 MAPS = dict.fromkeys(("elu+1", "relu", "relu2", "exp", "silu", "identity"))  # those of linrope_kernels.pieces
@@ -180,5 +181,10 @@ def _d_angle_steps(call: Call, d_angles: Tensor | None) -> Tensor | None:
     """The gradient of angle_steps: domega_t = sum_(i >= t) (<J phi_i, R^T dphi^_i> + <J psi_i, R^T dpsi^_i>)."""
     if call.angle_steps is None or d_angles is None:
         return None
-    bounds = None if call.bounds is None else (call.k.shape[1] - call.bounds).flip(0)
-    return summed_to(sums_so_far(d_angles.flip(1), bounds).flip(1), call.angle_steps)
+    if (bounds := call.bounds) is None:
+        sums = d_angles.flip(1).cumsum(1).flip(1)
+    else:
+        n = call.k.shape[1]
+        ends = bounds[1:][owners(bounds, n)]
+        sums = RunningSums(d_angles).between(torch.arange(n, device=ends.device), ends)
+    return summed_to(sums, call.angle_steps)

@@ -152,6 +152,30 @@ def test_a_nan_stays_in_its_sequence(row: int, token: int, causal: bool, backend
     assert dirty["out"][row].isnan().any()
 
 
+@every_kernel
+@pytest.mark.parametrize("wrong", ["k", "v", "log_decay"])
+@pytest.mark.parametrize("state_alone", [False, True])
+def test_a_nan_stays_in_its_packed_sequence(state_alone: bool, wrong: str, backend: str) -> None:
+    q, k, v = randoms(1, 12, 1, 4, dtype=torch.float32)
+    inputs = {"k": k, "v": v, "log_decay": -torch.rand(1, 12, 1), "angle_steps": torch.rand(1, 12, 1, 2)}
+    how: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 4, 8, 12]), "backend": backend}
+
+    def gradients() -> list[Tensor]:
+        leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+        if state_alone:
+            state = linear_rope_state(**leaves, **how)
+            loss = state.kv.sum() + state.z.sum()
+        else:
+            loss = linear_rope_attention(q, **leaves, **how).sum()
+        return list(torch.autograd.grad(loss, list(leaves.values())))
+
+    clean = gradients()
+    inputs[wrong][:, 5] = math.nan
+    others = [*range(4), *range(8, 12)]
+    for found, expected in zip(gradients(), clean, strict=True):
+        torch.testing.assert_close(found[:, others], expected[:, others], rtol=1e-6, atol=1e-6)
+
+
 GARBAGE = (math.nan, math.inf, -math.inf, 1000.0)
 
 
