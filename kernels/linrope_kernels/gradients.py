@@ -199,10 +199,10 @@ def _decay_after_segments(call: Call, segments: Segments) -> tuple[Tensor, Tenso
         one = call.k.new_ones((), dtype=torch.float64)
         return one.expand(b, segments.number, g), one.expand(call.sequences, g)
     log = call.log_decay.double().expand(b, m, g)
-    sums = RunningSums(log)
+    sums = RunningSums(log, packed=call.cu_seqlens is not None)
     if call.cu_seqlens is None or segments.spans is None:
         ends = (torch.arange(1, segments.number + 1, device=log.device) * segments.length).clamp(max=m)
-        return sums.between(ends, torch.full_like(ends, m)).exp(), log.sum(1).exp()
+        return (sums.sums[:, -1:] - sums.sums[:, ends]).exp(), sums.sums[:, -1].exp()
     bounds = rising_bounds(call.cu_seqlens, m)
     ends, owner = segments.spans[:, 1].long(), segments.spans[:, 2].long()
     return sums.between(ends, bounds[owner + 1]).exp(), sums.between(bounds[:-1], bounds[1:])[0].exp()

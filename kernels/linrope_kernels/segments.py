@@ -29,20 +29,23 @@ def cut_packed(cu_seqlens: Tensor, n: int, length: int) -> Segments:
 
 
 class RunningSums:
-    """Sums of x (b, n, ..) over any ranges of tokens. A range that holds a NaN or an infinity sums to NaN.
+    """Sums of x (b, n, ..) over any ranges of tokens.
 
-    Other ranges do not: one running sum goes over all packed sequences, and a NaN must stay within its sequence.
+    packed: one running sum then goes over all sequences. A NaN or an infinity is left out of it, so that it stays
+    within its sequence, and ranges that hold one sum to NaN.
     """
 
-    def __init__(self, x: Tensor) -> None:
-        bad = ~x.isfinite()
-        self.sums = _sums_before(x.masked_fill(bad, 0))
-        self.bad = _sums_before(bad.int())
+    def __init__(self, x: Tensor, *, packed: bool) -> None:
+        self.bad = None
+        if packed:
+            bad = ~x.isfinite()
+            x, self.bad = x.masked_fill(bad, 0), _sums_before(bad.int())
+        self.sums = _sums_before(x)
 
-    def between(self, first: Tensor, end: Tensor) -> Tensor:
-        """(b, ranges, ..): the sums over the tokens first .. end - 1. first and end (ranges,)."""
+    def between(self, first: Tensor, end: Tensor | slice) -> Tensor:
+        """(b, ranges, ..): the sums over the tokens first .. end - 1. first and end have a number for each range."""
         sums = self.sums[:, end] - self.sums[:, first]
-        return sums.masked_fill(self.bad[:, end] > self.bad[:, first], torch.nan)
+        return sums if self.bad is None else sums.masked_fill(self.bad[:, end] > self.bad[:, first], torch.nan)
 
 
 def _sums_before(x: Tensor) -> Tensor:
@@ -67,10 +70,10 @@ def sums_between(x: Tensor, segments: Segments, low: Tensor, high: Tensor) -> Te
         owner = torch.searchsorted(ends, tokens.int(), right=True).clamp_(max=segments.number - 1)
         first, end = segments.spans[owner, 0].long(), segments.spans[owner, 1].long()
     inside = (first <= tokens) & (tokens < end)
-    sums = RunningSums(x)
+    sums = RunningSums(x, packed=segments.spans is not None)
     missing = high[:, owner] - low[:, owner] - sums.between(first, end)
     fraction = (tokens - first) / (end - first)
-    running = low[:, owner] + sums.between(first, tokens) + fraction[:, None] * missing
+    running = low[:, owner] + sums.between(first, slice(n)) + fraction[:, None] * missing
     return torch.where(inside[:, None], running, 0)
 
 

@@ -185,6 +185,6 @@ def _d_angle_steps(call: Call, d_angles: Tensor | None) -> Tensor | None:
         sums = d_angles.flip(1).cumsum(1).flip(1)
     else:
         n = call.k.shape[1]
-        ends = bounds[1:][owners(bounds, n)]
-        sums = RunningSums(d_angles).between(torch.arange(n, device=ends.device), ends)
+        tokens, ends = torch.arange(n, device=bounds.device), bounds[1:][owners(bounds, n)]
+        sums = RunningSums(d_angles, packed=True).between(tokens, ends)
     return summed_to(sums, call.angle_steps)
