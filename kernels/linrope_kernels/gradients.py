@@ -49,9 +49,7 @@ def attend_bwd(
     b, n, h, _ = call.q.shape
     _, m, g, _ = call.k.shape
     tensors = (call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask)
-    dq, dk, dv = (
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v)
-    )
+    dq, dk, dv = (call.new(*x.shape, dtype=x.dtype) for x in (call.q, call.k, call.v))
     table, key_table, saved = _saved_tables(call, saved)
     den, states = unpack_sums(call, saved)
     delta = None if den is None else torch.empty_like(den)
@@ -59,7 +57,7 @@ def attend_bwd(
     if call.log_decay is not None:
         log_terms = _new_log_terms(call, call.q, "dq"), _new_log_terms(call, call.k, "dk")
     if call.phases is not None:
-        angle_terms = _new_terms(call, call.q, call.pairs), _new_terms(call, call.k, call.pairs)
+        angle_terms = _new_angle_terms(call, call.q), _new_angle_terms(call, call.k)
     (log_q, log_k), (angles_q, angles_k) = log_terms or (None, None), angle_terms or (None, None)
     d_start = new_state(call, start) if start is not None or not call.causal else None
 
@@ -119,12 +117,12 @@ def state_bwd(call: Call, start: State | None, d_end: State) -> Gradients:
     call = replace(call, normalize=False)
     (b, m, g, _), keys = call.k.shape, call.tables()
     table = keys[0] if keys[1] is None else keys[1]
-    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.k, call.v))
+    dk, dv = (call.new(*x.shape, dtype=x.dtype) for x in (call.k, call.v))
     segments = call.segments(m)
     factors, total = _decay_after_segments(call, segments)
     after = tuple(_at_segment_ends(x, segments, factors) for x in d_end)
     log_terms = None if call.log_decay is None else _new_log_terms(call, call.k, "dk")
-    angle_terms = None if call.phases is None else _new_terms(call, call.k, call.pairs)
+    angle_terms = None if call.phases is None else _new_angle_terms(call, call.k)
     for name in ("dk", "dv"):
         call.launch(
             dkv_kernel, name, b * g * segments.number,
@@ -223,15 +221,15 @@ def _saved_tables(call: Call, saved: list[Tensor]) -> tuple[Tensor | None, Tenso
     return saved[0], saved[1] if number == 2 else None, saved[number:]
 
 
-def _new_terms(call: Call, x: Tensor, numbers: int) -> Tensor:
-    """An empty (b, n, heads, numbers) float32 for x's tokens; 0 if packed, as sequences may not cover all."""
-    new = torch.empty if call.cu_seqlens is None else torch.zeros
-    return new(*x.shape[:3], numbers, dtype=torch.float32, device=x.device)
-
-
 def _new_log_terms(call: Call, x: Tensor, name: str) -> Tensor:
-    """An empty tensor with a number per token, head and pair block of the kernel."""
-    return _new_terms(call, x, -(-((x.shape[3] + 1) // 2) // call.tile(name).pairs))
+    """A tensor for a number per token, head and pair block of the kernel."""
+    blocks = -(-((x.shape[3] + 1) // 2) // call.tile(name).pairs)
+    return call.new(*x.shape[:3], blocks, dtype=torch.float32)
+
+
+def _new_angle_terms(call: Call, x: Tensor) -> Tensor:
+    """A tensor for a number per token, head and pair that turns."""
+    return call.new(*x.shape[:3], call.pairs, dtype=torch.float32)
 
 
 def _per_key_head(x: Tensor, g: int) -> Tensor:

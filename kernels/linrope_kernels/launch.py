@@ -118,6 +118,11 @@ class Call:
         keys = None if self.key_positions is None else self.make_table(self.key_positions, key_phases, m)
         return self.make_table(self.positions, phases, n), keys
 
+    def new(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """A tensor for results of the tokens: empty, but 0 if packed, as cu_seqlens may leave out tokens."""
+        new = self.k.new_empty if self.cu_seqlens is None else self.k.new_zeros
+        return new(*shape, dtype=dtype)
+
     @property
     def decay(self) -> tuple[Any, ...]:
         """log_decay and its strides: the kernels' arguments LOG and log_strides."""
@@ -304,7 +309,7 @@ def attend_fwd(
     elif call.scans_states(segments):
         before = states or new_states(call, segments.number)
         segment_states(call, segments, keys, start, before, end)
-    out = call.v.new_empty(b, n, h, call.v.shape[3])
+    out = call.new(b, n, h, call.v.shape[3], dtype=call.v.dtype)
     call.launch(
         scan_fwd_kernel, "scan_fwd", b * h * segments.number,
         call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask,

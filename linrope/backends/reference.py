@@ -13,7 +13,7 @@ from torch import Tensor
 
 from linrope.backends.call import Call, Sums
 from linrope.backends.contraction import contract
-from linrope.backends.sequences import each_sequence, incoming_sums
+from linrope.backends.sequences import each_sequence, incoming_sums, with_tokens_outside
 from linrope.common.precision import full_precision
 from linrope.feature_maps import ELEMENTWISE
 from linrope.feature_maps.log_scale import at_most_0
@@ -41,6 +41,8 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
         else:
             outs, kvs, zs = zip(*[_attend(*one) for one in each_sequence(call, sums)], strict=True)
             out, kv, z = torch.cat(outs, 1), torch.cat(kvs), torch.cat(zs)
+            if call.q is not None:
+                out = with_tokens_outside(out, call)
     return out, Sums(kv, z, call.last_angle(sums.angle)) if call.want_state else None
 
 

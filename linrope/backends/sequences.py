@@ -1,4 +1,4 @@
-"""Helpers of the reference backend: the incoming sums, and packed sequences one by one."""
+"""Helpers of the backends reference and onnx: the incoming sums, and packed sequences one by one."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from linrope.backends.call import Call, Sums, sums_of
 from linrope.rotation.rotary import spell_out
@@ -25,12 +26,19 @@ def incoming_sums(call: Call, state: LinearAttentionState | None) -> Sums:
 
 def each_sequence(call: Call, sums: Sums) -> Iterator[tuple[Call, Sums]]:
     """Splits a call with packed sequences: one call for each, with the sums before its first key."""
-    assert call.cu_seqlens is not None
+    assert call.bounds is not None
     tensors: dict[str, Tensor | None] = {name: getattr(call, name) for name in PER_TOKEN}
     for name in ("positions", "key_positions"):
         if (positions := tensors[name]) is not None:
             tensors[name] = spell_out(positions, call.k.shape[1])
-    for i, (low, high) in enumerate(pairwise(call.cu_seqlens.tolist())):
+    for i, (low, high) in enumerate(pairwise(call.bounds.tolist())):
         part = {name: None if x is None else x[:, low:high] for name, x in tensors.items()}
         one = Sums(*(None if x is None else x[i : i + 1] for x in sums))  # type: ignore[arg-type]
         yield replace(call, cu_seqlens=None, **part), one  # type: ignore[arg-type]
+
+
+def with_tokens_outside(out: Tensor, call: Call) -> Tensor:
+    """out (1, tokens of all sequences, h, e) with zeros for the tokens before the first bound and beyond the last."""
+    assert call.bounds is not None
+    first, *_, last = call.bounds.tolist()
+    return F.pad(out, (0, 0, 0, 0, first, call.k.shape[1] - last))

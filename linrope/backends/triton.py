@@ -186,5 +186,6 @@ def _d_angle_steps(call: Call, d_angles: Tensor | None) -> Tensor | None:
     else:
         n = call.k.shape[1]
         tokens, ends = torch.arange(n, device=bounds.device), bounds[1:][owners(bounds, n)]
-        sums = RunningSums(d_angles, packed=True).between(tokens, ends)
+        first = tokens.where(tokens >= bounds[0], ends)  # tokens before all sequences have no sum
+        sums = RunningSums(d_angles, packed=True).between(first, ends)
     return summed_to(sums, call.angle_steps)

@@ -107,7 +107,8 @@ def linear_rope_attention(
             its position.
         cu_seqlens: int32 or int64 (s + 1,), the bounds of s packed sequences, with b == 1: sequence i is the tokens
             cu_seqlens[i] .. cu_seqlens[i + 1] - 1. Default positions restart in each sequence, and the state has s
-            sequences. On a GPU the values are not checked, but never cause an access out of bounds.
+            sequences. On a GPU and in torch.compile the values are not checked, but never cause an access out
+            of bounds, and tokens outside of all sequences get outputs and gradients of 0.
         state: the state to continue from. Rows of a pool (``state.at(slots)``) are read and written in place.
         return_state: True: return (out, state).
         eps: lower bound of the normalizer; relative to the largest key if the map returns a log_scale.

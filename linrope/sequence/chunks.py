@@ -19,11 +19,13 @@ class Cut(NamedTuple):
     owner: Tensor  # (t,): the sequence of each chunk
     begins: Tensor  # (t,): True for the first chunk of a sequence
     last: Tensor  # (s,): the last chunk of each sequence
+    packed: bool  # bounds were given: they may leave out tokens
 
     @classmethod
     def of(cls, x: Tensor, bounds: Tensor | None) -> "Cut":
         """Cuts the tokens of x (b, n, ..). bounds are as in ``linrope.sequence.packing``."""
         (b, n), device = x.shape[:2], x.device
+        packed = bounds is not None
         if bounds is None:
             bounds = torch.arange(b + 1, device=device) * n
         s = len(bounds) - 1
@@ -36,7 +38,8 @@ class Cut(NamedTuple):
         index = chunks - (ends - counts)[owner]
         tokens = (bounds[owner] + index * c)[:, None] + torch.arange(c, device=device)
         valid = tokens < torch.where(chunks < ends[-1], bounds[owner + 1], 0)[:, None]
-        return cls(tokens.where(valid, 0), valid, owner, (index == 0) | (chunks >= ends[-1]), ends - 1)
+        begins = (index == 0) | (chunks >= ends[-1])
+        return cls(tokens.where(valid, 0), valid, owner, begins, ends - 1, packed)
 
     def take(self, x: Tensor) -> Tensor:
         """x (b or 1, n, ..) by chunk: (t, c, ..), with arbitrary numbers where there is no token."""
@@ -45,10 +48,11 @@ class Cut(NamedTuple):
         return x.flatten(0, 1)[self.tokens if len(x) > 1 else self.tokens % x.shape[1]]
 
     def put(self, x: Tensor, like: Tensor) -> Tensor:
-        """x (t, g, r, c, ..) by sequence: (b, n, g r, ..), with the b and n of ``like``."""
+        """x (t, g, r, c, ..) by sequence: (b, n, g r, ..), with the b and n of ``like``; 0 for tokens in no chunk."""
         rows = x.flatten(1, 2).transpose(1, 2)
         # The extra last row takes the padding of short chunks.
-        out = rows.new_empty(like.shape[0] * like.shape[1] + 1, *rows.shape[2:])
+        new = rows.new_zeros if self.packed else rows.new_empty
+        out = new(like.shape[0] * like.shape[1] + 1, *rows.shape[2:])
         out[self.tokens.where(self.valid, len(out) - 1)] = rows
         return out[:-1].view(*like.shape[:2], *rows.shape[2:])
 
@@ -57,7 +61,7 @@ class Cut(NamedTuple):
         ends = torch.cat((self.begins[1:], self.begins.new_ones(1)))
         first = torch.cat((self.last.new_zeros(1), self.last[:-1] + 1))
         tokens, valid, owner, begins = (x.flip(0) for x in (self.tokens, self.valid, self.owner, ends))
-        return Cut(tokens, valid, owner, begins, len(ends) - 1 - first)
+        return Cut(tokens, valid, owner, begins, len(ends) - 1 - first, self.packed)
 
 
 def decay_by(x: Tensor, log: Tensor | None) -> Tensor:

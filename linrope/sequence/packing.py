@@ -75,8 +75,9 @@ def sums_of_sequences(x: Tensor, bounds: Tensor | None) -> Tensor:
     if bounds is None:
         return x.sum(1)
     tokens = torch.arange(x.shape[1], device=x.device)
-    sequence = torch.searchsorted(bounds[1:], tokens, right=True)  # s for tokens beyond the last bound
-    return x.new_zeros(len(bounds), *x.shape[2:]).index_add(0, sequence, x[0])[:-1]
+    # 0 before the first bound, then 1 .. s for the sequences, s + 1 beyond the last bound
+    row = torch.searchsorted(bounds, tokens, right=True)
+    return x.new_zeros(len(bounds) + 1, *x.shape[2:]).index_add(0, row, x[0])[1:-1]
 
 
 def running_maximum(scale: Tensor, log_decay: Tensor | None, first: Tensor, bounds: Tensor | None) -> Tensor:

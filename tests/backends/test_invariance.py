@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from linrope import Rotary, linear_rope_attention, linear_rope_state
+from linrope.operation import checks
 from tests.oracle import (
     BACKENDS,
     MAPS,
@@ -174,6 +175,21 @@ def test_a_nan_stays_in_its_packed_sequence(state_alone: bool, wrong: str, backe
     others = [*range(4), *range(8, 12)]
     for found, expected in zip(gradients(), clean, strict=True):
         torch.testing.assert_close(found[:, others], expected[:, others], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.usefixtures("poison")
+@every_kernel
+def test_tokens_outside_of_all_packed_sequences_give_zeros(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU and in torch.compile such bounds are not refused."""
+    monkeypatch.setattr(checks, "values_readable", lambda x: False)
+    q, k, v = randoms(1, 12, 1, 4, dtype=torch.float32)
+    how = {"log_decay": -torch.rand(1, 12, 1), "angle_steps": torch.rand(1, 12, 1, 2)}
+    found = everything(q, k, v, cu_seqlens=torch.tensor([2, 5, 9]), backend=backend, **how)
+    for name in ("out", "dq", "dk", "dv", "dlog_decay", "dangle_steps"):
+        assert not found[name][:, [0, 1, 9, 10, 11]].any(), name
+        assert found[name][:, 3:5].any(), name
 
 
 GARBAGE = (math.nan, math.inf, -math.inf, 1000.0)

@@ -40,6 +40,7 @@ def test_what_comes_before_a_token_is_of_its_own_sequence() -> None:
 def test_a_sum_takes_in_the_tokens_of_its_own_sequence_alone() -> None:
     x = torch.tensor([[torch.nan, 1, 2, 3, torch.inf]])
     assert sums_of_sequences(x, BOUNDS).nan_to_num(-1).tolist() == [-1, 0, 6]
+    assert sums_of_sequences(x, torch.tensor([1, 3])).tolist() == [3]
     assert sums_of_sequences(x[:, 1:4], None).tolist() == [6]
 
 
