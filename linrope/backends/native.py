@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from linrope.backends import operators
 from linrope.backends.call import (
@@ -107,7 +108,8 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
     out, kv, z = _forward(call, sums, slots)
     if not call.want_state:
         return out, None
-    if slots is not None:  # the kernel has written the pool's rows
+    if sums is not None and slots is not None:  # the kernel has written the pool's rows
+        _count_write(*sums)
         return out, sums
     return out, Sums(kv, z, call.last_angle(None if sums is None else sums.angle))
 
@@ -150,7 +152,14 @@ def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
         advance=False,
         **settings(call),
     )
+    if in_place:
+        _count_write(kv, z, angle)
     return out if same_dtype else out.to(call.v.dtype), Sums(kv, z, angle)
+
+
+def _count_write(*written: Tensor | None) -> None:
+    """Tells autograd that a kernel wrote to these tensors: a backward pass that requires the old numbers raises."""
+    increment_version([x for x in written if x is not None])
 
 
 def settings(call: Call) -> dict[str, Any]:
@@ -184,6 +193,7 @@ def step_in_place(prepared: list[Any], state: LinearAttentionState, **token: Ten
     arguments[index["kv"]], arguments[index["z"]] = state.kv, state.z
     arguments[index["angle"]] = state.angle
     out: Tensor = _ops.step.default(*arguments)
+    _count_write(state.kv, state.z, state.angle, state.position)
     return out
 
 

@@ -8,6 +8,7 @@ import torch
 from linrope_kernels import INTERPRETED, gradients, launch
 from linrope_kernels.segments import RunningSums
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from linrope.backends import operators
 from linrope.backends.call import Call, Gradients, Sums, contiguous, needs_gradients, summed_to
@@ -77,6 +78,8 @@ def _step(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums 
         end = launch.new_state(kernel_call, None)
     with torch.cuda.device_of(call.k):
         out = launch.step_fwd(kernel_call, start, end, slots)
+    if start is not None and end is start:
+        increment_version(start)  # autograd does not see what kernels write
     return out, None if end is None else Sums(*end, call.last_angle(angle))
 
 

@@ -144,6 +144,25 @@ def test_a_query_that_needs_gradients_leaves_the_state_to_the_backward_pass(back
 
 
 @every_backend
+@pytest.mark.parametrize("way", ["donated", "loop", "pool"])
+def test_a_backward_pass_through_a_state_that_was_overwritten_since_raises(way: str, backend: str) -> None:
+    k, v = torch.randn(2, 1, G, D), torch.randn(2, 1, G, E)
+    state = linear_rope_state(k, v)
+
+    @torch.no_grad()
+    def step(state: LinearAttentionState) -> LinearAttentionState:
+        return linear_rope_attention(k, k, v, state=state, return_state=True, backend=backend)[1]
+
+    if way == "loop":
+        state = step(state.donate())
+    q, positions = k.clone().requires_grad_(), torch.ones(1, dtype=torch.int64)
+    out = linear_rope_attention(q, k, v, state=state, positions=positions, backend=backend)
+    step(state.at(torch.tensor([1, 0])) if way == "pool" else state.donate())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@every_backend
 @every_call
 @torch.no_grad()
 def test_a_sum_of_steps_of_another_shape(call: str, backend: str) -> None:

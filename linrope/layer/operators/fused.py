@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from linrope.layer.operators import eager
@@ -195,7 +196,10 @@ def _join(gradients: Sequence[Tensor | None], dim: int) -> Tensor | None:
     return torch.cat(present, dim) if len(present) == len(gradients) else None
 
 
-def convolve_step(backend: str, *arguments: Any) -> Tensor:
+def convolve_step(
+    backend: str, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Tensor, *options: Any
+) -> Tensor:
     """One token, in place. No node of a graph: it has no gradients, and compilers take the eager form."""
-    y: Tensor = load(backend).convolve_step(*arguments)  # type: ignore[union-attr]
+    y: Tensor = load(backend).convolve_step(x, weight, bias, inputs, *options)  # type: ignore[union-attr]
+    increment_version(inputs)  # autograd does not see what kernels write
     return y

@@ -212,6 +212,15 @@ def test_steps_in_place_have_the_bits_of_the_whole_call(
         assert bool((memory[[1, 2, 4]] == 7).all())
 
 
+@pytest.mark.parametrize("backend", FAST[1:])  # "eager" copies the inputs
+def test_a_backward_pass_whose_inputs_a_step_has_overwritten_raises(backend: str) -> None:
+    x, weight, inputs = numbers(2, 1, 3), numbers(3, 4).requires_grad_(), numbers(2, 3, 3)
+    y = convolve(x, weight, before=inputs, backend=backend)
+    convolve_step(x, weight, None, inputs, backend=backend)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 @pytest.mark.filterwarnings(
     "ignore:invalid value encountered:RuntimeWarning"
 )  # by NumPy, as Triton's interpreter
