@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from linrope.rotation.rotary import cos_sin_of_turns, spell_out, to_turns
@@ -169,6 +170,17 @@ def has_tangents(call: Call, state: LinearAttentionState | None) -> bool:
 def transformed() -> bool:
     """True inside torch.func's transformations (vmap, grad, jacrev ..)."""
     return torch._C._are_functorch_transforms_active()
+
+
+def traced(call: Call) -> bool:
+    """True if kernels may get the call's tensors through an operator only, which stands for them in a trace.
+
+    That is in torch.compile, in torch.func's transformations and in dispatch modes (FakeTensorMode), or if the tensors
+    are fake.
+    """
+    if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack():
+        return True
+    return isinstance(call.k, FakeTensor)
 
 
 def summed_to(x: Tensor, like: Tensor) -> Tensor:

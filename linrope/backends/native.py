@@ -20,7 +20,7 @@ from linrope.backends.call import (
     needs_gradients,
     summed_to,
     sums_of,
-    transformed,
+    traced,
 )
 from linrope.sequence.state import LinearAttentionState
 
@@ -96,8 +96,7 @@ def supports(call: Call, state: LinearAttentionState | None) -> str | None:
 
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
     """out and, if wanted, the last sums. Without gradients it may update a donated state or a pool's rows."""
-    traced = torch.compiler.is_compiling() or transformed()
-    if traced or (torch.is_grad_enabled() and needs_gradients(call, state)):
+    if traced(call) or (torch.is_grad_enabled() and needs_gradients(call, state)):
         return operators.attend("native", call, state)
     is_step = call.k.shape[1] == 1 and call.causal and call.q is not None and call.cu_seqlens is None
     if is_step and state is not None:

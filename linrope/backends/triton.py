@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from linrope.backends import operators
-from linrope.backends.call import Call, Gradients, Sums, contiguous, needs_gradients, summed_to
+from linrope.backends.call import Call, Gradients, Sums, contiguous, needs_gradients, summed_to, traced
 from linrope.sequence.packing import owners
 from linrope.sequence.state import LinearAttentionState
 
@@ -55,7 +55,7 @@ def supports(call: Call, state: LinearAttentionState | None) -> str | None:
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
     differentiates = torch.is_grad_enabled() and needs_gradients(call, state)
     step = call.causal and call.q is not None and call.k.shape[1] == 1 and call.cu_seqlens is None
-    if step and not differentiates and not torch.compiler.is_compiling():
+    if step and not differentiates and not traced(call):
         return _step(call, state)
     return operators.attend("triton", call, state)
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from linrope import LinearAttentionState, Rotary, linear_rope_attention
+from linrope import LinearAttentionState, Rotary, linear_rope_attention, linear_rope_state
 from linrope.backends.call import summed_to
 from tests.oracle import randoms
 
@@ -48,6 +49,19 @@ def test_results_and_gradients_are_those_of_the_operator_bit_for_bit(backend: st
     assert {"linrope::attend", "linrope::attend_backward"} <= seen.names
     for x, y in zip(gradients(backend), expected, strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
+@torch.no_grad()
+def test_fake_tensors_get_fake_results_in_their_mode_and_after_it(backend: str, n: int) -> None:
+    with FakeTensorMode():
+        x = torch.ones(2, n, 2, 8)
+        state = linear_rope_state(x, x, backend=backend)
+        out = linear_rope_attention(x, x, x, state=state, backend=backend)
+    for fake in (out, linear_rope_attention(x, x, x, state=state, backend=backend)):
+        assert isinstance(fake, FakeTensor)
+        assert fake.shape == x.shape
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,5 +1,7 @@
 """torch.func's transformations: those that fused backends follow, and those that they refuse."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,14 +9,14 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
 from torch.testing import assert_close
 
-from linrope import LinearRoPEAttention, Rotary, linear_rope_attention
+from linrope import LinearRoPEAttention, Rotary, linear_rope_attention, linear_rope_state
 from tests.oracle import NATIVE, both_directions, randoms
 
 BACKENDS = ("eager", NATIVE)
 ROTARY = Rotary(8)
 
 
-def attend(x: Tensor, backend: str, **options: Tensor | bool) -> Tensor:
+def attend(x: Tensor, backend: str, **options: Any) -> Tensor:
     return linear_rope_attention(x, x.flip(1), x * 0.5, rotary=ROTARY, backend=backend, **options)
 
 
@@ -40,6 +42,17 @@ def test_vmap_grad_and_their_likes_are_those_of_reference(backend: str) -> None:
     }
     for name, way in ways.items():
         assert_close(way(backend), way("reference"), rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
+@pytest.mark.parametrize("with_state", [False, True])
+@torch.no_grad()
+def test_vmap_of_one_token_is_that_of_reference(with_state: bool, backend: str) -> None:
+    x, past = inputs(3, 2, 1, 2, 8), inputs(2, 5, 2, 8)
+    state = linear_rope_state(past, past, rotary=ROTARY) if with_state else None
+    expected = vmap(lambda y: attend(y, "reference", state=state))(x)
+    assert_close(vmap(lambda y: attend(y, backend, state=state))(x), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
