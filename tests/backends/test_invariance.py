@@ -261,6 +261,21 @@ def test_strides_of_states_and_positions_do_not_matter(n: int, backend: str) -> 
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
 
+@every_kernel
+def test_strides_of_bounds_and_angles_do_not_matter(backend: str) -> None:
+    q, k, v = randoms(1, 8, 2, 4, dtype=torch.float32)
+    bounds, steps = torch.tensor([0, 3, 8]), torch.rand(1, 8, 2, 2)
+    state = linear_rope_state(k, v, angle_steps=steps, cu_seqlens=bounds)
+    odd = replace(state, angle=state.angle.mT.contiguous().mT)
+    gaps = torch.stack((bounds, bounds), -1)[..., 0]
+    how: dict[str, Any] = {"angle_steps": steps, "backend": backend}
+    expected = everything(q, k, v, state, cu_seqlens=bounds, **how)
+    assert_same(everything(q, k, v, odd, cu_seqlens=gaps, **how), expected, 0.0)
+    with torch.no_grad():
+        out = linear_rope_attention(q, k, v, state=odd, cu_seqlens=gaps, **how)
+    assert torch.equal(out, expected["out"])
+
+
 @pytest.mark.parametrize("backend", ["reference", "eager", NATIVE])
 @pytest.mark.parametrize("n", [0, 1, 5])
 def test_strides_of_coordinates_do_not_matter(n: int, backend: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linrope.backends.call import contiguous
 from linrope.backends.native import why_not, with_dense_rows
 
 MAX_TAPS = 8
@@ -40,7 +41,7 @@ def convolve(
     silu: bool,
 ) -> Tensor:
     y: Tensor = _ops.convolve.default(
-        with_dense_rows(x), _float(weight), _float(bias), _like(before, x), cu_seqlens, silu
+        with_dense_rows(x), _float(weight), _float(bias), _like(before, x), contiguous(cu_seqlens), silu
     )
     return y
 
@@ -60,7 +61,7 @@ def convolve_backward(
         _float(weight),
         _float(bias),
         _like(before, x),
-        cu_seqlens,
+        contiguous(cu_seqlens),
         silu,
     )
     return [
@@ -76,7 +77,7 @@ def convolve_step(
     x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Tensor, slots: Tensor | None, silu: bool
 ) -> Tensor:
     y: Tensor = _ops.convolve_step.default(
-        with_dense_rows(x), _float(weight), _float(bias), inputs, slots, silu
+        with_dense_rows(x), _float(weight), _float(bias), inputs, contiguous(slots), silu
     )
     return y
 
