@@ -62,6 +62,7 @@ VALUES = [
     ({"k": ones(B, N, 0, D), "v": ones(B, N, 0, E)}, r"k: got 0 heads, expected a divisor of q's 4"),
     ({"q": ones(B, N, 0, D)}, r"k: got 2 heads, expected a divisor of q's 0"),
     ({"q": ones(B, N, H, 0), "k": ones(B, N, G, 0)}, r"q, k: got head dims 0, 0, expected equal and positive"),
+    ({"v": ones(B, N, G, 0)}, r"v: got head dim 0, expected a positive one"),
     ({"q": ones(3, N, H, D)}, r"k: got batch 2, expected q's 3"),
     ({"k": ones(B, N, G, D, device="meta")}, r"q, k, v: got cpu, meta, cpu, expected one device"),
     *(({name: x}, f"^{name}: got {said}") for name in ("positions", "key_positions") for x, said in POSITIONS),

@@ -36,10 +36,11 @@ def why_not() -> str | None:
 
 
 def supports(call: Call, state: LinearAttentionState | None) -> str | None:
-    if call.xpos_log_decay is not None and call.distances is not None and values_readable(call.distances):
+    distances, log_decay = call.distances, call.xpos_log_decay
+    if distances is not None and log_decay is not None and values_readable(distances) and len(call.k):
         cut = Cut.of(call.k, call.bounds)
-        longest = int(cut.take(call.distances).masked_fill(~cut.valid, 0)[:, 1:].sum(1).max())
-        if longest * -float(call.xpos_log_decay.min()) > MAX_XPOS_EXPONENT:
+        longest = int(cut.take(distances).masked_fill(~cut.valid, 0)[:, 1:].sum(1).max())
+        if longest * -float(log_decay.min()) > MAX_XPOS_EXPONENT:
             return (
                 f"xpos: the tokens of one chunk span {longest} positions, over which the fastest pair decays to less "
                 "than e^-60; use backend='reference'"

@@ -117,13 +117,15 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, causal: bool) -> None:
     if k.device != device or q.device != device:
         got = ", ".join(str(x.device) for x in named.values())
         raise ValueError(f"{', '.join(named)}: got {got}, expected one device")
-    (b, m, g, d), (q_b, n, h, q_d), (v_b, v_m, v_g, _) = k.shape, q.shape, v.shape
+    (b, m, g, d), (q_b, n, h, q_d), (v_b, v_m, v_g, e) = k.shape, q.shape, v.shape
     if b != v_b or m != v_m or g != v_g:
         raise ValueError(f"k, v: got {tuple(k.shape)}, {tuple(v.shape)}, expected (b, m, g, d), (b, m, g, e)")
     if q_b != b:
         raise ValueError(f"k: got batch {b}, expected q's {q_b}")
     if q_d != d or d == 0:
         raise ValueError(f"q, k: got head dims {q_d}, {d}, expected equal and positive ones")
+    if e == 0:
+        raise ValueError("v: got head dim 0, expected a positive one")
     if g == 0 or h == 0 or h % g:
         raise ValueError(f"k: got {g} heads, expected a divisor of q's {h}")
     if causal and n != m:

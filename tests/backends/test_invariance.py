@@ -115,6 +115,13 @@ def test_empty_tensors_give_zeros_and_empty_gradients(
         assert not results["out"].any()
 
 
+@every_backend
+def test_xpos_takes_an_empty_batch(backend: str) -> None:
+    q, k, v = randoms(0, 5, 2, 4)
+    out = linear_rope_attention(q, k, v, rotary=Rotary(4, xpos=20.0), backend=backend)
+    assert out.shape == (0, 5, 2, 4)
+
+
 @both_directions
 @pytest.mark.parametrize(
     ("backend", "name"),
