@@ -187,7 +187,7 @@ def with_strides(table: Tensor | None) -> tuple[Any, ...]:
     return table, strides_of(table, 4)[:2]
 
 
-def _row_stride(x: Tensor | None) -> int:
+def _row_stride(x: Tensor) -> int:
     return strides_of(x, 1)[0]
 
 
@@ -285,13 +285,10 @@ def segment_states(
 
 
 def attend_fwd(
-    call: Call, start: State | None, *, want_end: bool, save: bool, tables: Tables | None = None
+    call: Call, start: State | None, *, want_end: bool, save: bool
 ) -> tuple[Tensor | None, State | None, list[Tensor]]:
-    """out (b, n, h, e), the last state if wanted, and if ``save`` the tensors that new_saved describes.
-
-    tables: call.tables(), if the caller has made them already.
-    """
-    table, key_table = tables or call.tables()
+    """out (b, n, h, e), the last state if wanted, and if ``save`` the tensors that new_saved describes."""
+    table, key_table = call.tables()
     keys = table if key_table is None else key_table
     end = new_state(call, start) if want_end else None
     if call.q is None:
