@@ -58,8 +58,7 @@ def to_turns(radians: Tensor) -> Tensor:
 
         t = radians / 2 pi, minus its nearest integer;   turns = 2^64 t, and -2^63 for a half turn
 
-    radians may have any shape and floating dtype. NaN and inf become an arbitrary integer; callers must propagate
-    them separately.
+    radians may have any shape and floating dtype. NaN and inf become an arbitrary integer: no integer stands for them.
 
     >>> from linrope.rotation.rotary import to_turns
     >>> to_turns(torch.tensor([0.5, -2.5]).double() * torch.pi) / 2.0**64
