@@ -54,6 +54,8 @@ class LinRopeConfig(PreTrainedConfig):
         layer_types: "linear_attention" or "full_attention" for each layer; default: all linear. Full
             attention is softmax with the RoPE of rope_parameters. It takes short_conv, qk_norm, out_norm, skip
             and gate, and ignores rope_order, feature_map, decay, forget_gate, write_gate, selective_rope and normalize.
+        plain_full_attention: whether full attention has none of short_conv, qk_norm, out_norm, skip and gate either,
+            as in Llama.
         full_attention_interval: k, instead of layer_types: every k-th layer is "full_attention".
         is_causal: False: each token sees all others, as in the masked language model.
         attention_bias: whether the projections of the attention have biases.
@@ -97,6 +99,7 @@ class LinRopeConfig(PreTrainedConfig):
     skip: str | None = "after"
     gate: bool | str = True
     layer_types: list[str] | None = None
+    plain_full_attention: bool = False
     is_causal: bool = True
     attention_bias: bool = False
     rms_norm_eps: float = 1e-6
@@ -200,6 +203,8 @@ def make_attention(config: LinRopeConfig, layer_type: str) -> LinearRoPEAttentio
             "positions": rotary,
             "short_conv": resolve_short_conv(config.short_conv, config.is_causal),
         }
+        if config.plain_full_attention:
+            shared |= {"short_conv": None, "qk_norm": False, "out_norm": False, "skip": None, "gate": False}
         return SoftmaxAttention(config.hidden_size, config.num_attention_heads, **shared)
     selective: dict[str, Any] = {}
     if config.selective_rope is not False:

@@ -75,7 +75,7 @@ def convert(
         model: a Llama, Mistral or Qwen2 for causal language modeling. It is not changed.
         feature_map: as in LinRopeConfig.
         rope_order: "before" as in the softmax model, or "after" the feature map (RoFormer eq. 19).
-        keep_softmax: indices of the layers that keep softmax attention.
+        keep_softmax: indices of the layers that keep softmax attention. They stay as they are: no option adds to them.
         options: other options of LinRopeConfig: decay, forget_gate, write_gate, selective_rope, short_conv,
             qk_norm, out_norm, skip, gate and normalize. All but normalize are off by default here, because the
             softmax model has none of them and gates would start with random weights.
@@ -107,6 +107,7 @@ def convert(
         "layer_types": [
             "full_attention" if index in keep_softmax else "linear_attention" for index in range(layers)
         ],
+        "plain_full_attention": True,
         "attention_bias": any(name.endswith("q_proj.bias") for name in weights),
         "out_norm": False,
         "gate": False,

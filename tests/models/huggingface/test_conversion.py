@@ -77,8 +77,17 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_with_all_layers_kept_nothing_changes(kind: str) -> None:
+ADDED: dict[str, Any] = {
+    "gate": True,
+    "out_norm": True,
+    "qk_norm": True,
+    "skip": "after",
+    "short_conv": {"taps": 4, "activation": "silu"},
+}
+
+
+@pytest.mark.parametrize(("kind", "added"), [*((kind, {}) for kind in MODELS), ("grouped heads", ADDED)])
+def test_with_all_layers_kept_nothing_changes(kind: str, added: dict[str, Any]) -> None:
     make, config, options = MODELS[kind]
     torch.manual_seed(0)
     teacher = make(config(**(SIZES | {"initializer_range": 0.3} | options))).eval()
@@ -86,7 +95,7 @@ def test_with_all_layers_kept_nothing_changes(kind: str) -> None:
         for name, parameter in teacher.named_parameters():
             if name.endswith("bias"):  # which start at 0
                 parameter.normal_()
-    student = convert(teacher, keep_softmax=range(2))
+    student = convert(teacher, keep_softmax=range(2), **added)
     batch = tokens(0).to(teacher.device)
     with torch.no_grad():
         expected = teacher(batch).logits
