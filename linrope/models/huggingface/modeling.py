@@ -26,13 +26,13 @@ from transformers.modeling_layers import (
     GradientCheckpointingLayer,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, MaskedLMOutput
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from linrope.distributed.shard import Shard
 from linrope.models.huggingface.cache import LinRopeCache, State, check_lengths
 from linrope.models.huggingface.configuration import LinRopeConfig, make_attention
-from linrope.models.huggingface.padding import count_positions, may_pad, restarts
+from linrope.models.huggingface.padding import count_positions, may_pad, read_mask, restarts
 from linrope.models.huggingface.parallel import TP_HEAD
 from linrope.models.huggingface.prepared import step_of_generate, with_prepared_steps
 from linrope.models.huggingface.saving import auto_map, write_beside
@@ -162,7 +162,6 @@ class LinRopeModel(LinRopePreTrainedModel):
         self.causal = config.is_causal
         self.post_init()
 
-    @merge_with_config_defaults  # type: ignore[untyped-decorator]
     @capture_outputs  # type: ignore[untyped-decorator]
     def forward(
         self,
@@ -193,7 +192,7 @@ class LinRopeModel(LinRopePreTrainedModel):
         if past_key_values is not None and not isinstance(past_key_values, LinRopeCache):
             kind = type(past_key_values).__name__
             raise TypeError(f"past_key_values: got {kind}, expected LinRopeCache or None")
-        if kwargs.get("is_causal", self.causal) != self.causal:
+        if kwargs.get("is_causal", self.config.is_causal) != self.causal:
             raise ValueError(f"is_causal={not self.causal}: this model was made with is_causal={self.causal}")
         if past_key_values is not None and (not self.causal or len(past_key_values) != len(self.layers)):
             expected = f"{len(self.layers)} layers" if self.causal else "None with is_causal=False"
@@ -206,20 +205,17 @@ class LinRopeModel(LinRopePreTrainedModel):
             attention_mask, cu_seqlens = None, shard.cu_seqlens
 
         key_mask = None
-        if attention_mask is not None:
-            if attention_mask.shape != (b, seen + n):
-                shape = tuple(attention_mask.shape)
-                raise ValueError(f"attention_mask: got shape {shape}, expected {(b, seen + n)}")
-            if may_pad(attention_mask, n):
-                key_mask = attention_mask[:, seen:].bool()
-                counted = count_positions(attention_mask)[:, seen:]
-                # The positions that transformers gives to padding may fall, and decay needs rising ones.
-                position_ids = counted if position_ids is None else position_ids.where(key_mask, counted)
         cu_seqlens = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
         if cu_seqlens is None and position_ids is not None and b == 1 < n and not seen and shard is None:
-            cu_seqlens = restarts(position_ids) if attention_mask is None else None
+            cu_seqlens = restarts(position_ids, n) if attention_mask is None else None
         if cu_seqlens is not None and past_key_values is not None:
             raise ValueError("cu_seqlens: got packed sequences and past_key_values, expected one of the two")
+        if attention_mask is not None:
+            position_ids, key_mask = read_mask(attention_mask, position_ids, b, n, seen, cu_seqlens)
+        if (
+            use_cache is None
+        ):  # with gradient checkpointing a cache costs memory: only if the caller asks for it
+            use_cache = self.config.use_cache and not (self.training and self.gradient_checkpointing)
         if use_cache and past_key_values is None and self.causal and cu_seqlens is None:
             past_key_values = LinRopeCache(self.config)
 
@@ -289,10 +285,6 @@ class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
         since the last token's label lies on another rank. The losses of all ranks then add up to the loss:
         each is divided by the number of labels on all ranks, or by num_items_in_batch.
         """
-        # With gradient checkpointing transformers drops use_cache. This model may keep it: see LinRopeLayer.
-        dropped = use_cache and self.training and self.model.gradient_checkpointing
-        if dropped and past_key_values is None and not {"cu_seqlens", "cu_seq_lens_q"} & set(kwargs):
-            past_key_values = LinRopeCache(self.config)
         outputs = self.model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
             past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, shard=shard,

@@ -127,6 +127,19 @@ def test_checkpointing_keeps_the_cache(kind: dict, reentrant: bool) -> None:
         assert torch.equal(again, model(step, past_key_values=other).logits)
 
 
+def test_checkpointing_makes_a_cache_only_if_asked_to_and_where_there_can_be_one() -> None:
+    model, ids = causal_lm().train(), tokens(1, 8)
+    packed = {"position_ids": torch.arange(4).repeat(2)[None]}
+    expected = model(ids, **packed).logits
+    checkpoint_activations(model, {"use_reentrant": False})
+    out = model(ids, use_cache=True, **packed)
+    assert out.past_key_values is None
+    assert torch.equal(out.logits, expected)
+    assert model(ids).past_key_values is None
+    for kind in (model, model.model):
+        assert kind(ids, use_cache=True, cu_seqlens=None).past_key_values.get_seq_length() == 8
+
+
 @pytest.mark.parametrize(
     "values",
     [

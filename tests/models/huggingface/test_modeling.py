@@ -177,15 +177,47 @@ def test_padded_is_unpadded(kind: str, side: str, positions: str) -> None:
 
 
 @every_kind
-@pytest.mark.parametrize("how", ["cu_seqlens", "cu_seq_lens_q", "position_ids"])
-def test_packed_is_separate(kind: str, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "start"), [("cu_seqlens", 0), ("cu_seq_lens_q", 0), ("position_ids", 0), ("position_ids", 3)]
+)
+def test_packed_is_separate(kind: str, how: str, start: int) -> None:
     model, one, two = causal_lm(**KINDS[kind]), tokens(1, 5), tokens(1, 8, seed=2)
+    first = torch.arange(start, start + 5)[None]
     where = {how: torch.tensor([0, 5, 13], dtype=torch.int32)}
     if how == "position_ids":
-        where = {how: torch.cat((torch.arange(5), torch.arange(8)))[None]}
+        where = {how: torch.cat((first, torch.arange(8)[None]), 1)}
     out = model(torch.cat((one, two), 1), **where)
     assert out.past_key_values is None
-    torch.testing.assert_close(out.logits, torch.cat((model(one).logits, model(two).logits), 1))
+    expected = model(one, position_ids=first).logits, model(two).logits
+    torch.testing.assert_close(out.logits, torch.cat(expected, 1))
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "decay"])
+@pytest.mark.parametrize("given", [False, True])
+def test_padding_in_packed_sequences_is_skipped(kind: str, given: bool) -> None:
+    model, one, two = causal_lm(**KINDS[kind]), tokens(1, 4), tokens(1, 5, seed=2)
+    ids = torch.cat((F.pad(one, (0, 1)), F.pad(two, (1, 0))), 1)
+    positions = torch.tensor([[0, 1, 2, 3, 1, 1, 0, 1, 2, 3, 4]]) if given else None
+    out = model(
+        ids,
+        attention_mask=(ids > 0).long(),
+        cu_seqlens=torch.tensor([0, 5, 11], dtype=torch.int32),
+        position_ids=positions,
+    ).logits[ids > 0]
+    torch.testing.assert_close(out, torch.cat((model(one).logits, model(two).logits), 1)[0])
+
+
+@pytest.mark.parametrize("b", [1, 2])
+def test_equal_coordinates_on_all_axes_are_positions(b: int) -> None:
+    """With and without padding, and in a batch of one, whose tokens at 0 begin no new sequences."""
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    plain, axes = (causal_lm(rope_parameters=x) for x in (rope, rope | {"mrope_section": [2, 1, 1]}))
+    ids, where = tokens(b, 6), torch.arange(6)[:, None].expand(b, 6, 3)
+    expected = plain(ids).logits
+    torch.testing.assert_close(axes(ids, position_ids=where).logits, expected)
+    mask = F.pad(torch.ones_like(ids), (2, 0))
+    out = axes(F.pad(ids, (2, 0)), attention_mask=mask, position_ids=F.pad(where, (0, 0, 2, 0)))
+    torch.testing.assert_close(out.logits[:, 2:], expected)
 
 
 def test_position_ids_shift_nothing_and_scale_something() -> None:
