@@ -220,8 +220,8 @@ class LinRopeModel(LinRopePreTrainedModel):
             past_key_values = LinRopeCache(self.config)
 
         tokens: dict[str, Any] = {"positions": position_ids, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
-        plain = past_key_values is not None and shard is None and all(y is None for y in tokens.values())
-        if plain and (last := step_of_generate(self, past_key_values, x, **kwargs)) is not None:
+        plain = past_key_values is not None and shard is None and key_mask is None
+        if plain and (last := step_of_generate(self, past_key_values, x, position_ids, **kwargs)) is not None:
             return BaseModelOutputWithPast(last_hidden_state=last, past_key_values=past_key_values)
         if shard is not None:
             tokens |= {"cu_seqlens": None, "shard": shard}

@@ -38,7 +38,12 @@ def with_prepared_steps(generate: Callable[..., Any]) -> Any:
 
 
 def step_of_generate(
-    model: Any, cache: Any, x: Tensor, output_hidden_states: bool | None = None, **_: Any
+    model: Any,
+    cache: Any,
+    x: Tensor,
+    positions: Tensor | None,
+    output_hidden_states: bool | None = None,
+    **_: Any,
 ) -> Tensor | None:
     """One token x (b, 1, hidden_size) through all layers and the norm. None: the layers have to be called one by one.
 
@@ -59,6 +64,8 @@ def step_of_generate(
     step = prepared.step
     if step is None or prepared.model is not model or not all(map(is_, states, step.states)):
         return None  # beams, for example, have put other states into the cache
+    if positions is not None and not torch.equal(positions.flatten().long(), states[0].position):
+        return None
     cache.length += 1
     return step(x[:, 0].clone())[:, None]
 

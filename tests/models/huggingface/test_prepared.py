@@ -59,13 +59,25 @@ def test_tokens_and_cache(options: dict[str, Any], steps: list[int], monkeypatch
     assert again.past_key_values.get_seq_length() == 9 + 10 + 3 + 10 - 1
 
 
+def test_prompts_with_padding(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, mask = causal_lm(), torch.ones(2, 9, dtype=torch.int64)
+    mask[0, :3] = 0
+    got = generate(model, attention_mask=mask, output_logits=True)
+    assert steps == [2] * 9
+    alone = generate(model, ids=tokens(2, 9)[:1, 3:])
+    assert torch.equal(got.sequences[:1, 9:], alone.sequences[:, 6:])
+    monkeypatch.setattr(modeling, "step_of_generate", lambda *_, **__: None)
+    expected = generate(model, attention_mask=mask, output_logits=True)
+    torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("options", "most"),
     [
         ({"num_beams": 3}, 1),  # beams put other states into the cache
         ({"use_cache": False}, 0),
         ({"output_hidden_states": True}, 0),
-        ({"attention_mask": torch.ones(2, 9).index_fill(1, torch.tensor([0]), 0)}, 0),  # positions of its own
+        ({"position_ids": torch.arange(9)[None]}, 0),  # positions of other shapes than the states'
     ],
 )
 def test_other_calls_take_ordinary_steps(
