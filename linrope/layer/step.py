@@ -23,6 +23,8 @@ from linrope.sequence.decay import MIN_LOG_DECAY
 from linrope.sequence.state import LinearAttentionState
 
 _ops = torch.ops.linrope_native
+# The first call that asks a model of transformers for hidden states leaves hooks there, which later calls do not need.
+_IDLE_HOOKS = "transformers.utils.output_capturing"
 _KINDS = (LinearRoPEAttention, nn.Linear, nn.RMSNorm, ForgetGate, WriteGate, ShortConvolution)
 
 
@@ -143,7 +145,9 @@ def plain_reason(modules: list[nn.Module], kinds: tuple[type, ...]) -> str | Non
     for module in modules:
         if type(module) not in kinds or "forward" in vars(module):
             return f"a module of another kind, {type(module).__name__}"
-        if module._forward_hooks or module._forward_pre_hooks or _has_any_global_hook():
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        active = any(getattr(hook, "__module__", None) != _IDLE_HOOKS for hook in hooks)
+        if active or _has_any_global_hook():
             return f"a hook on {type(module).__name__}"
         for x in module.parameters(recurse=False):
             if type(x.data) is not Tensor or x.dtype != torch.float32 or x.device.type != "cpu":

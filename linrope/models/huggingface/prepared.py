@@ -49,7 +49,9 @@ def step_of_generate(
 
     The states of the cache are overwritten.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.shape[1] != 1 or output_hidden_states:
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.shape[1] != 1:
+        return None
+    if output_hidden_states or getattr(model.config, "output_hidden_states", False):
         return None
     prepared = _prepared.get()
     if prepared is None:

@@ -90,6 +90,19 @@ def test_other_calls_take_ordinary_steps(
     assert torch.equal(got, generate(model, **options).sequences)
 
 
+def test_hidden_states_are_captured_only_in_calls_that_ask_for_them(steps: list[int]) -> None:
+    model = causal_lm()
+    generate(model, output_hidden_states=True)  # leaves transformers' hooks on the layers
+    generate(model)
+    assert steps == [2] * 9
+    model.config.output_hidden_states = True
+    generate(model)
+    model.config.output_hidden_states = False
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+    generate(model)
+    assert steps == [2] * 9
+
+
 @pytest.mark.parametrize("kind", ["hybrid", "decay", "gated"])
 def test_models_without_a_prepared_step(kind: str, steps: list[int]) -> None:
     generate(causal_lm(**KINDS[kind]))
