@@ -131,8 +131,12 @@ def convert(
 
 
 def new_parameters(student: LinRopeForCausalLM) -> list[nn.Parameter]:
-    """The weights that the softmax model does not have, which ``match`` trains."""
-    return [parameter for name, parameter in student.named_parameters() if _is_new(name)]
+    """The weights that the softmax model does not have, which ``match`` trains. Frozen ones are left out."""
+    return [
+        parameter
+        for name, parameter in student.named_parameters()
+        if _is_new(name) and parameter.requires_grad
+    ]
 
 
 def match(
@@ -219,8 +223,9 @@ def finetune(
         student: the model after ``match``.
         batches: tokens (b, n), at least as many batches as steps.
         steps: the number of updates, with AdamW; the learning rate falls to a tenth.
-        method: "full": trains all weights. "lora": trains the student's new parameters and low-rank updates
-            of W_q, W_k, W_v and W_o in all layers, and merges the updates at the end.
+        method: "full": trains all weights that are not frozen (requires_grad=False). "lora": trains those of the
+            student's new parameters and low-rank updates of W_q, W_k, W_v and W_o in all layers, and merges the
+            updates at the end.
         learning_rate: the rate of the first step.
         rank: the rank of the updates, which are scaled by 2.
 
@@ -242,31 +247,42 @@ def finetune(
         return value
 
     if method == "full":
-        return _train(list(student.parameters()), loss, batches, steps, learning_rate)
+        return _train(
+            [x for x in student.parameters() if x.requires_grad], loss, batches, steps, learning_rate
+        )
     peft = need("peft", "linrope[huggingface]")
     lora = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=_PROJECTIONS)
-    adapted = peft.LoraModel(student, lora, "default")  # wraps modules inside the student
-    for name, parameter in student.named_parameters():
-        if _is_new(name):
-            parameter.requires_grad_(True)
+    new = new_parameters(student)
+    trainable = [parameter for parameter in student.parameters() if parameter.requires_grad]
+    adapted = peft.LoraModel(
+        student, lora, "default"
+    )  # wraps modules inside the student, and freezes the others
+    for parameter in new:
+        parameter.requires_grad_(True)
     learning = [parameter for parameter in student.parameters() if parameter.requires_grad]
     try:
         return _train(learning, loss, batches, steps, learning_rate)
     finally:
         adapted.merge_and_unload()
-        student.requires_grad_(True)
+        student.requires_grad_(False)
+        for parameter in trainable:
+            parameter.requires_grad_(True)
 
 
 @torch.no_grad()
 def evaluate(model: PreTrainedModel, batches: Collection[Tensor]) -> float:
-    """The mean next-token loss in nats per token, over batches (b, n) of equal size."""
+    """The mean next-token loss in nats per token, over batches (b, n) of equal size, at least one."""
     training = model.training
     model.eval()
-    losses = [
-        float(model(tokens.to(model.device), labels=tokens.to(model.device), use_cache=False).loss)
-        for tokens in batches
-    ]
-    model.train(training)
+    try:
+        losses = [
+            float(model(tokens.to(model.device), labels=tokens.to(model.device), use_cache=False).loss)
+            for tokens in batches
+        ]
+    finally:
+        model.train(training)
+    if not losses:
+        raise ValueError("batches: got none, expected at least one")
     return math.fsum(losses) / len(losses)
 
 

@@ -198,6 +198,9 @@ def test_lora_changes_projections_and_maps_full_finetuning_all() -> None:
     teacher = llama(attention_bias=True)
     for method in ("lora", "full"):
         student = convert(teacher)
+        frozen = {"model.norm.weight", "model.layers.0.self_attn.feature_map.phi.weight"}
+        for name in frozen:
+            student.get_parameter(name).requires_grad_(False)
         before = {name: weight.clone() for name, weight in student.state_dict().items()}
         losses = finetune(student, cycle([tokens(0)]), steps=4, method=method, rank=2)
         assert losses[-1] < losses[0]
@@ -205,8 +208,8 @@ def test_lora_changes_projections_and_maps_full_finetuning_all() -> None:
         changed = {name for name, weight in student.state_dict().items() if not weight.equal(before[name])}
         low_rank = {name for name in before if "feature_map" in name or name.endswith("_proj.weight")}
         low_rank -= {name for name in before if ".mlp." in name}
-        assert changed == (low_rank if method == "lora" else set(before))
-        assert all(parameter.requires_grad for parameter in student.parameters())
+        assert changed == (low_rank if method == "lora" else set(before)) - frozen
+        assert {name for name, x in student.named_parameters() if not x.requires_grad} == frozen
 
 
 def test_the_loss_is_the_mean_over_next_tokens() -> None:
@@ -216,6 +219,10 @@ def test_the_loss_is_the_mean_over_next_tokens() -> None:
         logits = model(batch).logits.double()
     expected = -logits.log_softmax(-1)[:, :-1].gather(-1, batch[:, 1:, None]).mean()
     assert evaluate(model, [batch, batch]) == pytest.approx(float(expected), rel=1e-6)
+    for bad, cause in (([], "batches: got none"), ([batch.float()], "indices")):
+        with pytest.raises((ValueError, RuntimeError), match=cause):
+            evaluate(model.train(), bad)
+        assert model.training
 
 
 @pytest.mark.parametrize("choice", [{}, {"feature_map": "t2r", "rope_order": "after", "keep_softmax": [0]}])
@@ -257,7 +264,7 @@ def test_what_does_not_fit_is_named() -> None:
     ):
         with pytest.raises(ValueError, match=cause):
             convert(teacher, **options)
-    for options in ({"feature_map": "elu+1"}, {"keep_softmax": range(2)}):
+    for options in ({"feature_map": "elu+1"}, {"keep_softmax": range(2), "gate": True}):
         with pytest.raises(ValueError, match="has nothing to match"):
             match(convert(teacher, **options), teacher, batches(0), steps=1)
     with pytest.raises(ValueError, match="got 1, expected steps=2"):
