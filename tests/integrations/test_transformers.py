@@ -254,6 +254,15 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(family: str) -> None:
     assert rms(got - exact) < 1.5 * rms(expected - exact)
 
 
+@torch.no_grad()
+def test_minimax_keeps_its_sums_in_float32() -> None:
+    net, ids = model("minimax", torch.bfloat16), tokens(1, 5)
+    start = net(ids, use_cache=True)  # transformers' own sums are in bfloat16
+    with linrope_transformers.enable("minimax"):
+        step = net(ids[:, :1], use_cache=True, **cache_of(start))
+    assert step.past_key_values.get_linear_cache(0).dtype == torch.float32
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize(
     ("family", "compiler"),
