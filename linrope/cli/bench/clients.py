@@ -127,14 +127,14 @@ class Client:
         with torch.no_grad(), linrope_transformers.enable(self.family):
             result = self.model(ids, use_cache=True, logits_to_keep=1)
         name = "cache_params" if "cache_params" in result else "past_key_values"
-        start = result[name]
+        start, following = result[name], self.tokens(len(ids), _STEPS)
 
         def decoding() -> Tensor:
             cache = copy.deepcopy(start)  # each call starts from the same token
             with torch.no_grad():
                 for i in range(_STEPS):
                     options = {name: cache, "use_cache": True, "logits_to_keep": 1}
-                    logits: Tensor = self.model(ids[:, i : i + 1], **options).logits
+                    logits: Tensor = self.model(following[:, i : i + 1], **options).logits
             return logits
 
         return decoding

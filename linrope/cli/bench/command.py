@@ -13,7 +13,7 @@ from linrope import backends, feature_maps
 from linrope.cli.bench import benchmark, clients, comparison, plots, report, scaling
 from linrope.cli.bench.benchmark import Effort
 from linrope.cli.bench.cases import Case, shape_of
-from linrope.cli.checks import check_at_least, check_folder
+from linrope.cli.checks import check_at_least, check_folder, option_of
 from linrope.cli.devices import HELP as DEVICE_HELP
 from linrope.cli.devices import pick_device
 from linrope.cli.training import progress_bar
@@ -29,7 +29,16 @@ DTYPES = {
 }
 
 
+# The options that each of these measurements reads.
+_READ = {
+    "compare": ("compare",),
+    "distributed": ("distributed", "max_length", "heads", "dim", "out"),
+    "client": ("client", "lengths", "threads", "rounds", "budget", "out"),
+}
+
+
 def bench(
+    context: typer.Context,
     max_length: Annotated[int, typer.Option(help="Longest sequence, a power of two, at least 256.")] = 65536,
     lengths: Annotated[str, typer.Option(help="Lengths separated by commas, instead of powers of two.")] = "",
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
@@ -88,6 +97,9 @@ def bench(
     medians, or minima with --threads 1. Nothing is overwritten: the files of later runs on a day are
     numbered.
     """
+    for kind in _READ:
+        if context.params[kind]:
+            _check_choices(context, kind)
     if compare is not None:
         console.print(comparison.compare(*(comparison.read(path) for path in compare)))
         return 0
@@ -135,6 +147,18 @@ def bench(
     effort = Effort(softmax_limit, budget, rounds)
     measure(case, chosen, decode_at, effort, out, torch.device(case.device).type, console)
     return 0
+
+
+def _check_choices(context: typer.Context, kind: str) -> None:
+    """Raises ValueError for options that would have no effect."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT" and name not in _READ[kind]:
+            others = ", ".join(option_of(other) for other in _READ[kind] if other != kind)
+            raise ValueError(
+                f"{option_of(name)}: got it with --{kind}, expected no other options"
+                + (f" than {others}" if others else "")
+            )
 
 
 def _lengths(max_length: int, lengths: str) -> list[int]:

@@ -27,12 +27,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("family", ["nemotron_h", "minimax"])
 def test_client(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--lengths", "20,40", "--rounds", "1", "--budget", "0.01", "--out", str(tmp_path)]
+    options = ["--lengths", "5,40", "--rounds", "1", "--budget", "0.01", "--out", str(tmp_path)]
     assert run(["bench", "--client", family, *options]) == 0
     (file,) = tmp_path.glob("*.json")
     result = json.loads(file.read_text())
     cases = [(row["kind"], row["batch"], row["length"]) for row in result["rows"]]
-    assert cases == [(kind, 1, n) for kind in clients.KINDS for n in (20, 40)] + [("decoding", 8, 20)]
+    assert cases == [(kind, 1, n) for kind in clients.KINDS for n in (5, 40)] + [("decoding", 8, 5)]
     assert all(set(row["seconds"]) == set(clients.SIDES) for row in result["rows"])
     assert all(0 <= row["difference"] <= clients.TOLERANCE for row in result["rows"])
     assert file.with_suffix(".png").stat().st_size > 10_000
