@@ -1,5 +1,6 @@
 """Builds the parts of a layer from strings, numbers, dicts or objects."""
 
+import math
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
@@ -89,7 +90,7 @@ def _make_rotary(choice: str | Mapping[str, Any] | Rotary | None, dim: int) -> R
 def make_forget_gate(
     choice: bool | Mapping[str, Any], embed_dim: int, heads: int, factory: dict[str, Any]
 ) -> ForgetGate | None:
-    if choice is False or choice is None:
+    if choice is False:
         return None
     options = {} if choice is True else choice
     if not isinstance(options, Mapping) or set(options) - {"longest"}:
@@ -149,7 +150,10 @@ def norm_options(choice: bool | str | Mapping[str, Any]) -> tuple[str | None, fl
     check_keys("out_norm", options, ("over", "eps"))
     over = options.get("over", "head")
     check_name("out_norm", over, NORMED, also="a dict, True or False")
-    return over, options.get("eps", 1e-6)
+    eps = options.get("eps", 1e-6)
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < math.inf:
+        raise ValueError(f"out_norm: got eps={eps!r}, expected a positive finite number")
+    return over, float(eps)
 
 
 def _named(

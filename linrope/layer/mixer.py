@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from linrope.common.names import check_bools, check_name
 from linrope.layer.choices import make_short_convolution, norm_options
 from linrope.layer.operators import gated_norm
+from linrope.layer.operators.norm import SIDES
 from linrope.operation import checks
 from linrope.operation.shards import LayerShard
-
-SIDES = ("before", "after")  # where a skip or a gate acts: before or after the output norm
 
 
 class Mixer(nn.Module):

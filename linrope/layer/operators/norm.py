@@ -8,7 +8,7 @@ from linrope.layer.operators.backends import choose
 from linrope.layer.operators.checks import check_dense, check_shape
 
 NORMED = ("head", "all")
-ORDERS = ("after", "before")
+SIDES = ("before", "after")  # where a skip or a gate acts: before or after the norm
 
 
 def gated_norm(
@@ -63,8 +63,8 @@ def gated_norm(
     tensor([[[3.0000, 4.0000]]])
     """
     _check(out, weight, eps, over, gate, v, skip)
-    check_name("gate_order", gate_order, ORDERS)
-    check_name("skip_order", skip_order, ORDERS)
+    check_name("gate_order", gate_order, SIDES)
+    check_name("skip_order", skip_order, SIDES)
     if weight is not None and weight.ndim == 1 and over == "all":
         weight = weight.view(out.shape[2:])
     tensors = (out, weight, gate, v, skip)
