@@ -1,6 +1,7 @@
 """The configuration of the Hugging Face models, and the attention layers that it describes."""
 
 from difflib import get_close_matches
+from inspect import signature
 from typing import Any, get_args, get_origin
 
 import torch
@@ -65,7 +66,8 @@ class LinRopeConfig(PreTrainedConfig):
         pad_token_id, bos_token_id, eos_token_id: special tokens; None: the tokenizer has no such token.
 
     Raises:
-        ValueError: a value does not fit, or an unknown option has nearly the name of a known one.
+        ValueError: a value does not fit, an unknown option has nearly the name of a known one, or it is one of
+            LinearRoPEAttention's.
 
     >>> from linrope.models.huggingface import LinRopeConfig
     >>> LinRopeConfig(num_hidden_layers=4, full_attention_interval=4).layer_types
@@ -158,9 +160,16 @@ def _check_types(config: LinRopeConfig) -> None:
 
 
 def _check_unknown(options: dict[str, Any]) -> None:
-    """Rejects misspelt options. transformers keeps unknown ones, because tools add options of their own to configs."""
+    """Rejects misspelt options, and options of the layer that configs lack.
+
+    transformers keeps unknown ones, because tools add options of their own to configs.
+    """
     known = list(LinRopeConfig.__annotations__)
     for name in options:
+        if name in signature(LinearRoPEAttention).parameters and name not in _OTHER_NAMES:
+            raise ValueError(
+                f"config: got {name!r}, an option of LinearRoPEAttention that LinRopeConfig lacks"
+            )
         near = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else get_close_matches(name, known, 1, 0.85)
         if near and name not in PreTrainedConfig.__annotations__ and not hasattr(PreTrainedConfig, name):
             raise ValueError(f"config: got the unknown option {name!r}; did you mean {near[0]!r}?")

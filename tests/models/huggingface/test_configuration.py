@@ -69,6 +69,7 @@ def test_rope_parameters_reach_both_kinds_of_layers() -> None:
         ({"full_attention_interval": 0}, r"full_attention_interval=0: expected at least 1"),
         ({"full_attention_interval": 2, "layer_types": []}, r"expected None with layer_types"),
         ({"forgetgate": True}, r"got the unknown option 'forgetgate'; did you mean 'forget_gate'\?"),
+        ({"trapezoid": True}, r"got 'trapezoid', an option of LinearRoPEAttention that LinRopeConfig lacks"),
         ({"num_heads": 8}, r"got the unknown option 'num_heads'; did you mean 'num_attention_heads'\?"),
     ],
 )
