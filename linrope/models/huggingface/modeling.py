@@ -93,11 +93,13 @@ class LinRopePreTrainedModel(PreTrainedModel):
     _is_stateful = True  # a state cannot be rolled back: generate() refuses assisted decoding
     _can_record_outputs = {"hidden_states": LinRopeLayer}  # noqa: RUF012
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
         """Saves as other models do, and adds the files that say how to load the folder."""
         self.config.auto_map = auto_map()
-        super().save_pretrained(save_directory, *args, **kwargs)
-        if kwargs.get("is_main_process", True):
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if is_main_process:
             write_beside(Path(save_directory), type(self).__name__)
 
     @classmethod

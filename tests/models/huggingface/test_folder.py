@@ -40,6 +40,13 @@ def test_the_card_names_the_import_and_stays_where_there_is_one(folder: Path) ->
     assert card.read_text() == "mine"
 
 
+def test_other_processes_than_the_first_write_no_files_beside(tmp_path: Path) -> None:
+    model = LinRopeForCausalLM(config())
+    model.save_pretrained(tmp_path / "named", is_main_process=False)
+    model.save_pretrained(tmp_path / "by position", False)
+    assert not list(tmp_path.glob("*/README.md")) + list(tmp_path.glob("*/linrope_models.py"))
+
+
 @pytest.mark.long
 def test_without_the_import_transformers_loads_the_folder_by_trust_remote_code(folder: Path) -> None:
     code = f"""
