@@ -40,9 +40,7 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
             out, kv, z = _attend(call, sums)
         else:
             outs, kvs, zs = zip(*[_attend(*one) for one in each_sequence(call, sums)], strict=True)
-            out, kv, z = torch.cat(outs, 1), torch.cat(kvs), torch.cat(zs)
-            if call.q is not None:
-                out = with_tokens_outside(out, call)
+            out, kv, z = with_tokens_outside(torch.cat(outs, 1), call), torch.cat(kvs), torch.cat(zs)
     return out, Sums(kv, z, call.last_angle(sums.angle)) if call.want_state else None
 
 

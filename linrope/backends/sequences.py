@@ -40,5 +40,7 @@ def each_sequence(call: Call, sums: Sums) -> Iterator[tuple[Call, Sums]]:
 def with_tokens_outside(out: Tensor, call: Call) -> Tensor:
     """out (1, tokens of all sequences, h, e) with zeros for the tokens before the first bound and beyond the last."""
     assert call.bounds is not None
+    if call.q is None:
+        return out
     first, *_, last = call.bounds.tolist()
     return F.pad(out, (0, 0, 0, 0, first, call.k.shape[1] - last))
