@@ -43,7 +43,7 @@ BARE = {
 KINDS = {"plain": {}, "decay": {"decay": "spread", "qk_norm": True}, "gated": GATED, "bare": BARE}
 
 
-def each_kind(quick: str) -> pytest.MarkDecorator:
+def each_kind(quick: str | None) -> pytest.MarkDecorator:
     """Each kind of model. All but the quick one are left to make test-long: an export takes many seconds."""
     marks = {name: () if name == quick else pytest.mark.long for name in KINDS}
     kinds = [pytest.param(options, id=name, marks=marks[name]) for name, options in KINDS.items()]
@@ -154,7 +154,7 @@ def run_onnx(session, *inputs: Tensor) -> list[Tensor]:
 
 # The exporter itself copies an object of a class that PyTorch calls deprecated.
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.:FutureWarning")
-@each_kind(quick="bare")
+@each_kind(quick=None)  # docs/serving.md, whose code make test runs, has such an export
 @torch.no_grad()
 def test_onnxruntime_computes_prefill_in_chunks_and_twenty_steps(options, tmp_path: Path) -> None:
     """One file with any batch and any length, one token included; positions go up to 2^31."""

@@ -52,10 +52,16 @@ def _gated_deltanet(task: Task, size: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _gated_deltanet_init(task: Task, size: int) -> dict[str, Any]:
+    # Qwen3-Next's 0.02 is made for wide models: here the deviation of the block's initial weights.
+    return _gated_deltanet(task, size) | {"initializer_range": task.dim**-0.5}
+
+
 PEERS = {
     "llama": Peer("Llama", _llama, 256),
     "mamba-2": Peer("Mamba2", _mamba2, 64),
     "gated-deltanet": Peer("Qwen3Next", _gated_deltanet, 256),
+    "gated-deltanet+init": Peer("Qwen3Next", _gated_deltanet_init, 256),
     "recurrent-gemma": Peer("RecurrentGemma", _recurrent_gemma, 256),
 }
 

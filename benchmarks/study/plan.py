@@ -23,7 +23,10 @@ _COPY = ["softmax-rope", "gate-rope", "gate-rope-conv", "gate-conv", *_BLOCKS]
 # The first model of a family is the one with which the family's learning rate is chosen.
 PLAN: list[tuple[Task, list[str]]] = [
     (Language("language"), _ALL),
-    (Recall("recall-256", heads=16, head_dim=4), [*_RECALL, *_MAPS, "block", "gated-deltanet"]),
+    (
+        Recall("recall-256", heads=16, head_dim=4),
+        [*_RECALL, *_MAPS, "block", "gated-deltanet", "gated-deltanet+init"],
+    ),
     (Recall("recall-512", heads=8, head_dim=8), _RECALL),
     (Recall("recall-1024"), ["softmax-rope", "gate-rope", *_RECALL, *_PARTS, *_BLOCKS, "eq19+init"]),
     (Sum("parity", vocab_size=2, modulus=2), _STATE),

@@ -125,6 +125,7 @@ def test_a_layer_s_attention_is_one_node_and_the_model_stays_as_it_was(exported:
     assert exported.module.model.training
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_opset_27_has_the_same_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a file with one length, for grouped heads, decay per feature, and the normalizer in a node of its own."""
