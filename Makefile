@@ -59,7 +59,7 @@ test-lowest:
 	$(LOWEST)/bin/python -m pip install -q uv
 	$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python $(TORCH) --resolution lowest-direct \
 	-r pyproject.toml $(EXTRAS)
-	$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python hatchling hypothesis openai pytest pytest-xdist pip
+	$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python hatchling hypothesis openai "pytest<9.2" pytest-xdist pip
 	$(LOWEST)/bin/python kernels/cpu/build.py
 	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels $(LOWEST)/bin/python -m pytest -n auto --dist loadgroup -W ignore::DeprecationWarning
 
