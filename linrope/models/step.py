@@ -68,6 +68,7 @@ class DecodingStep:
         except IndexError as error:
             ids = f"{int(tokens.min())} .. {int(tokens.max())}"
             raise ValueError(f"tokens: got ids {ids}, expected 0 .. {len(self._embedding) - 1}") from error
+        slots = None if slots is None else slots.contiguous()
         return F.linear(self._blocks(x, slots), self._embedding)[:, None]
 
     def _check(self, slots: Tensor, rows: int) -> int:
