@@ -169,7 +169,7 @@ struct BackwardKeys : Task {
       float *y = w.psi + i * F, *dy = w.d + i * F, *dden_row = w.dden_phi + i * F;
       if (unmasked(token)) {
         if (want_d_log_decay) {
-          sums[0] -= dot(w.psi_hat + i * F, dy, F);
+          sums[0] -= product(w.psi_hat + i * F, dy, F);
           if (query_heads) {
             const float* rest = w.d_of_diagonal + i * F;
             for (int f = 0; f < F; f += W) store(dy + f, load(dy + f) + load(rest + f));

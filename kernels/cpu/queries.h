@@ -27,8 +27,8 @@ struct FinishQuery {
     const Shape& s = task.s;
     const Call& c = task.c;
     rotate<true>(s, d, cos, sin, 1, d);
-    const float before = dot(phi, d, s.F);
-    float x = before;  // = gb num, with the diagonal
+    const double before = earlier.sum ? product(phi, d, s.F) : 0;
+    float x = earlier.sum ? (float)before : dot(phi, d, s.F);  // = gb num, with the diagonal
     if (earlier.sum) {
       x += earlier.product * earlier.score;
       for (int i = 0; i < s.F; i += W) store(d + i, load(d + i) + load(earlier.key + i) * earlier.score);
@@ -40,7 +40,7 @@ struct FinishQuery {
         const int x = p * s.pair_stride, y = x + s.partner;
         d_angle_steps[p] += phi[x] * d[y] - phi[y] * d[x];
       }
-    if (earlier.sum) *earlier.sum += before + (dden == 0 ? 0 : dden * earlier.den);
+    if (earlier.sum) *earlier.sum += (float)(before + (dden == 0 ? 0 : dden * earlier.den));
     const float* from = phi;
     if (s.map == kSilu || s.map == kRelu2) features(s, q, token, kIdentity, raw), from = raw;
     for (int i = 0; i < s.F; i += W) {
