@@ -102,9 +102,8 @@ class NativeLibrary(BuildHookInterface[Any]):
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform}"
-        build_data["artifacts"].append(
-            f"/linrope/lib/{library.name}"
-        )  # git ignores it, and so would the wheel
+        # Git ignores the library, so the wheel would leave it out too.
+        build_data["artifacts"].append(f"/linrope/lib/{library.name}")
         self.app.display_info(f"linrope: with the native CPU backend: {library}")
 
 

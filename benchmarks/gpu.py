@@ -71,9 +71,8 @@ def timed(function: Callable[[], Any], device: str, flush: bool = False) -> Row:
         function()  # compiles
         (once,) = times_by_events(function, 1, flush)
         runs = 1 if once > 200 else max(10, min(100, int(200 / once)))
-        times = times_by_events(function, runs + runs // 2, flush)[
-            runs // 2 :
-        ]  # the first runs have low clocks
+        # The GPU's clocks are low in the first runs.
+        times = times_by_events(function, runs + runs // 2, flush)[runs // 2 :]
     median = statistics.median(times)
     return {"median_ms": median, "min_ms": min(times), "max_ms": max(times), "runs": len(times)}
 
@@ -388,9 +387,8 @@ def main(arguments: list[str] | None = None) -> int:
         if section in ("linrope", "gated") and environment["hopper"]:
             predicted(result[section], section == "gated")
         result["overtakes"] = {x: overtaking(result.get("overtaking", []), x) for x in SPEEDUPS}
-        options.out.write_text(
-            json.dumps(result, indent=1) + "\n"
-        )  # after each section, since a run may be cut short
+        # Written after each section, because a run may be cut short.
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result), options.out, sep="\n")
     return int(any("failure" in row for section in SECTIONS for row in result.get(section, [])))
 

@@ -307,9 +307,8 @@ def _weights(
     exponent, exponent0, sees = a.new_zeros(b, g, 1, m), a.new_zeros(b, g, 1), mask[:, None, None]
     if causal:
         a = a.mT
-        later = torch.ones(m, m, dtype=torch.bool).triu(
-            1
-        )  # [j, t]: token t comes after key j, [i, j]: unseen
+        # later[j, t]: token t comes after key j. later[i, j]: query i does not see key j.
+        later = torch.ones(m, m, dtype=torch.bool).triu(1)
         exponent, exponent0 = (a[:, :, None] * later).cumsum(-1).mT, a.cumsum(-1)
         sees = sees & ~later
     exponent = exponent.masked_fill(~sees, -torch.inf)

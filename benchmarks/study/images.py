@@ -31,9 +31,8 @@ class Images(Task):
 
     def make(self, rows: int, pixels: int, generator: torch.Generator) -> Batch:
         """Images (b, 3, pixels, pixels) and the direction of each (b,)."""
-        centers = torch.randint(
-            4, pixels - 4, (8 * rows + 200, 2, 2), generator=generator
-        )  # (.., shape, (y, x))
+        # (image, shape, (y, x))
+        centers = torch.randint(4, pixels - 4, (8 * rows + 200, 2, 2), generator=generator)
         down, right = (centers[:, 1] - centers[:, 0]).double().unbind(-1)
         eighths = torch.atan2(down, right) / (math.pi / 4)
         # The shapes do not touch, and the direction is not one between two.

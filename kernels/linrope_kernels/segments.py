@@ -45,9 +45,9 @@ class RunningSums:
     def between(self, first: Tensor, end: Tensor | slice) -> Tensor:
         """(b, ranges, ..): the sums over the tokens first .. end - 1. first and end have a number for each range."""
         sums = self.sums[:, end] - self.sums[:, first]
-        return (
-            sums if self.bad is None else sums.masked_fill(self.bad[:, end] > self.bad[:, first], torch.nan)
-        )
+        if self.bad is None:
+            return sums
+        return sums.masked_fill(self.bad[:, end] > self.bad[:, first], torch.nan)
 
 
 def _sums_before(x: Tensor) -> Tensor:

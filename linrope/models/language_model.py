@@ -202,9 +202,8 @@ class LanguageModel(nn.Module):
         b, n = tokens.shape
         check_packing(cu_seqlens, b, n, n, tokens.device)
         x = self.embed(tokens)
-        if (
-            self.config.positions == "sinusoidal"
-        ):  # Vaswani 2017, section 3.4: p is about 1, and x starts small
+        # Vaswani 2017, section 3.4: p is about 1, and x starts small.
+        if self.config.positions == "sinusoidal":
             x = x * math.sqrt(self.config.embed_dim)
         if self.encoding is not None:
             x = self.encoding(x, _absolute_positions(tokens, states, positions, cu_seqlens, shard))
@@ -224,7 +223,7 @@ class LanguageModel(nn.Module):
         Raises:
             ValueError: the weights are split over processes. Nothing is written.
         """
-        weights = weights or self.state_dict()
+        weights = self.state_dict() if weights is None else weights
         if split := next((name for name, x in weights.items() if hasattr(x, "full_tensor")), None):
             raise ValueError(
                 f"weights: got a DTensor for {split}, expected whole tensors, as torch.distributed."
@@ -266,9 +265,8 @@ class LanguageModel(nn.Module):
                 shapes = {name: x.shape for name, x in cls(config).state_dict().items()}
             if wrong := [name for name, x in tensors.items() if shapes.get(name, x.shape) != x.shape]:
                 raise ValueError(f"sizes of {wrong[:3]} differ")
-            with torch.random.fork_rng(
-                devices=[]
-            ):  # loading draws no random numbers from the caller's stream
+            # Loading draws no random numbers from the caller's stream.
+            with torch.random.fork_rng(devices=[]):
                 model = cls(config)
             for name, x in model.state_dict(keep_vars=True).items():
                 if name in tensors and tensors[name].is_floating_point():

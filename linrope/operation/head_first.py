@@ -60,7 +60,6 @@ def warn_of_many_heads(request: Request) -> None:
     heads have been compared with k's, shows that the order is right.
     """
     m, g = request.k.shape[1:3]
-    if (
-        request.state is None and g > MANY_HEADS and m < g
-    ):  # in this order, because traced lengths are symbols and heads are not
+    # Heads are compared first: in a trace m is a symbol, and comparing it would fix the length.
+    if request.state is None and g > MANY_HEADS and m < g:
         warnings.warn(f"k: got {m} tokens and {g} heads; {HINT}", stacklevel=5)

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 MAX_POSITION = 2**31 - 1
-_LONG_LIST = re.compile(r"\[[\[\]0-9e., +-]{100,}\]")  # of numbers, or of lists of numbers
+_LONG_LIST = re.compile(r"\[[\[\]0-9e., +-]{100,}\]")  # matches long lists of numbers, nested or not
 
 
 def spell_out(positions: Tensor, n: int) -> Tensor:

@@ -62,9 +62,8 @@ def slope_of_angle(steps: Tensor, state: LinearAttentionState | None, tokens: To
     if not steps.requires_grad or not torch.is_grad_enabled():
         return None
     total = sums_of_sequences(steps.double(), tokens.bounds)
-    if (
-        state is not None and state.angle_slope is not None
-    ):  # sequences with tokens have it in their first step
+    # The first step of a sequence with tokens includes the state's slope: add it for the empty ones.
+    if state is not None and state.angle_slope is not None:
         if tokens.bounds is not None:
             total = total + state.angle_slope.where(tokens.bounds.diff().eq(0)[:, None, None], 0)
         elif steps.shape[1] == 0:

@@ -246,9 +246,8 @@ def test_over_many_chunks(contract: Contract, name: str) -> None:
     q, k, v = randoms(1 if "packed" in name else 2, n, 4, 16, g=1, e=3)
     how: dict[str, Any] = {"rotary": Rotary(16)} | over_segments(len(q), n, name)
     like = {"rotary": how["rotary"]} | ({"cu_seqlens": how["cu_seqlens"]} if "packed" in name else {})
-    if (
-        contract.name == "reference" and "strong" in name
-    ):  # it takes differences of sums that are as large as 1e5
+    # The reference takes differences of sums that are as large as 1e5.
+    if contract.name == "reference" and "strong" in name:
         contract = replace(contract, out=1e-10, gradients=1e-10)
     check(contract, q, k, v, random_state(k, v, like), **how)
 

@@ -236,17 +236,14 @@ def test_a_state_of_long_ago_stays_within_the_bound(way: str, gap: int, backend:
         if way == "masked tokens":
             return linear_rope_attention(*padded, state=state, key_mask=mask, backend=backend, **how)[:, -1:]
         kv = state.kv.detach().requires_grad_()
-        from dataclasses import replace
-
         out = linear_rope_attention(
             *padded, state=replace(state, kv=kv), key_mask=mask, backend=backend, **how
         )
         return torch.autograd.grad(out[:, -1].sum(), kv)[0]
 
     expected = run("reference", torch.float64)
-    bound = (
-        16 * u * expected.abs().max()
-    )  # M is at least this: one term's own size, since nothing is cancelled later
+    # M, the contract's sum of absolute terms, is at least the largest gradient.
+    bound = 16 * u * expected.abs().max()
     assert float((run(backend, torch.float32) - expected).abs().max()) <= float(bound) + 1e-38
 
 

@@ -194,10 +194,8 @@ class Configuration:
         self.positions: list[Tensor] = []
         start = chance.choice([0, 7, 10**6, chance.randint(0, MAX_POSITION - 10**9)])
         if self.order == "before" and self.dtype == torch.float64:
-            start, self.gap = (
-                7,
-                min(self.gap, 3),
-            )  # its angles are rounded float64 numbers, the equation's are not
+            # The angles of this order are rounded to float64; those of the equation are not.
+            start, self.gap = 7, min(self.gap, 3)
         for before, length in zip(self.before, self.lengths, strict=True):
             count = before + length
             if axes:
@@ -219,9 +217,8 @@ class Configuration:
             self.map
         ).__name__ == "SoftmaxMap"
         if exponential and self.dtype == torch.float32:
-            self.scale = min(
-                self.scale, 1.0
-            )  # rounding an exponent x costs u |x|, before any backend sees it
+            # Rounding an exponent x costs u |x|, before any backend sees it.
+            self.scale = min(self.scale, 1.0)
         q, k, v = randoms(
             self.b, n, self.g * self.r, self.d, g=self.g, m=m, e=self.e, dtype=self.dtype,
             seed=chance.getrandbits(31), scale=self.scale,

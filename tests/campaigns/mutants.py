@@ -276,9 +276,8 @@ _worker: dict[str, Path] = {}
 def _begin(tree: Path, preloaded: Sequence[str]) -> None:
     """Of a worker: a copy of the tree of its own."""
     os.environ["TRITON_INTERPRET"] = "1"
-    os.environ.pop(
-        "PYTEST_ADDOPTS", None
-    )  # its options may be ones that only this project's conftest.py defines
+    # It may have options that only this project's conftest.py defines.
+    os.environ.pop("PYTEST_ADDOPTS", None)
     for name in preloaded:
         importlib.import_module(name)
     _worker["tree"] = copied(tree)

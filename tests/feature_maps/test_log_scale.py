@@ -39,9 +39,8 @@ def rounding(fmap: FeatureMap, x: Tensor) -> Tensor:
 
 def test_the_maps_that_are_log_scaled() -> None:
     known = {label: build(label).log_scaled for label in MAPS}
-    expected = {
-        label: label.removeprefix("paired ").split(" of ")[0] in SCALED for label in MAPS
-    }  # a paired map as the one inside
+    # A paired map has a log_scale if its inner map has one.
+    expected = {label: label.removeprefix("paired ").split(" of ")[0] in SCALED for label in MAPS}
     assert known == expected
 
 

@@ -265,9 +265,10 @@ def test_a_copy_of_nothing_writes_zeros_and_reads_no_memory() -> None:
     assert out.tolist() == [0] * 64
 
 
+# 128 threads fill 4096 bytes with ones in bfloat16.
 ONES = "shl.b32 %r4, %r1, 5; mov.b32 %r5, 0x3F803F80; " + "".join(
     f"st.shared.b32 [%r4+{4 * i}], %r5;" for i in range(8)
-)  # 128 threads fill 4096 bytes with ones in bfloat16
+)
 DESCRIPTOR = 1 << 62 | 64 << 32 | 64 << 16  # 128 bytes in a row, 1024 between 8 rows, from address 0 on
 PRODUCT = (
     f"mov.b64 %rd7, {DESCRIPTOR}; mov.b64 %rd8, {DESCRIPTOR}; mov.pred %p2, 0; wgmma.fence.sync.aligned;"

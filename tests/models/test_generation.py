@@ -1,4 +1,4 @@
-"""What ``generate`` draws from a model, and what it refuses."""
+"""Checks the tokens that ``generate`` draws from a model, and the errors that it raises."""
 
 from dataclasses import replace
 

@@ -159,7 +159,7 @@ def test_it_steps_rows_of_a_pool_and_leaves_the_others_alone(name: str) -> None:
     step = DecodingStep(model, pool)
     for slots in ([3, 0], [4, 0, 1], [2], [], [4, 3, 2, 1, 0]):
         rows, tokens = torch.tensor(slots, dtype=torch.int64), torch.randint(256, (len(slots), 1))
-        rows = rows.repeat_interleave(2)[::2]  # of any stride
+        rows = rows.repeat_interleave(2)[::2]  # the same numbers, not contiguous
         idle = [row for row in range(5) if row not in slots]
         before = [state.reorder(torch.tensor(idle, dtype=torch.int64)) for state in copies(pool)]
         found = step(tokens, rows)

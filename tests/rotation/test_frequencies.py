@@ -52,10 +52,8 @@ CONFIGS: list[tuple[dict[str, Any], int | None]] = [
     ({**YARN, "beta_fast": 16, "beta_slow": 2}, None),
     ({**YARN, "beta_fast": 1.0, "beta_slow": 1.0, "truncate": False}, None),  # a step
     ({**YARN, "rope_theta": 10.0}, None),  # the ramp's end lies beyond the last pair
-    (
-        {**YARN, "original_max_position_embeddings": 128},
-        None,
-    ),  # no pair turns 32 times: the ramp starts at pair 0
+    # No pair turns 32 times: the ramp starts at pair 0.
+    ({**YARN, "original_max_position_embeddings": 128}, None),
     ({**YARN, "factor": 1.0}, None),
     (LONGROPE, None),
     (LONGROPE, 1024),

@@ -23,10 +23,10 @@ def forward(
     past_key_values: Any = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """What ``MiniMaxLightningAttention.forward`` computes: y, and the sums (b, h, d, d) after the last token.
+    """Replaces ``MiniMaxLightningAttention.forward``. Returns y and the sums (b, h, d, d) after the last token.
 
-    The sums are float32, also in half precision, where transformers rounds them after each token: sums that hardly
-    decay then stop growing after some hundred tokens.
+    The sums stay in float32 if the model is in half precision. transformers rounds them to half precision after each
+    token, so that sums with a slow decay stop growing after some hundred tokens.
     """
     b, n, _channels = hidden_states.shape
     qkv = self.act_fn(self.qkv_proj(hidden_states))

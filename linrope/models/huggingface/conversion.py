@@ -254,9 +254,8 @@ def finetune(
     lora = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=_PROJECTIONS)
     new = new_parameters(student)
     trainable = [parameter for parameter in student.parameters() if parameter.requires_grad]
-    adapted = peft.LoraModel(
-        student, lora, "default"
-    )  # wraps modules inside the student, and freezes the others
+    # This wraps modules inside the student, and freezes the others.
+    adapted = peft.LoraModel(student, lora, "default")
     for parameter in new:
         parameter.requires_grad_(True)
     learning = [parameter for parameter in student.parameters() if parameter.requires_grad]

@@ -214,9 +214,8 @@ class LinRopeModel(LinRopePreTrainedModel):
             raise ValueError("cu_seqlens: got packed sequences and past_key_values, expected one of the two")
         if attention_mask is not None:
             position_ids, key_mask = read_mask(attention_mask, position_ids, b, n, seen, cu_seqlens)
-        if (
-            use_cache is None
-        ):  # with gradient checkpointing a cache costs memory: only if the caller asks for it
+        # Gradient checkpointing is there to save memory: it gets a cache only if the caller asks for one.
+        if use_cache is None:
             use_cache = self.config.use_cache and not (self.training and self.gradient_checkpointing)
         if use_cache and past_key_values is None and self.causal and cu_seqlens is None:
             past_key_values = LinRopeCache(self.config)

@@ -199,10 +199,8 @@ def test_a_single_thread_s_times_are_minima_and_others_medians(monkeypatch: pyte
 def test_rounds_that_differ_are_measured_again_and_have_a_spread(
     sixteenths: list[int], spread: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, calls = (
-        0.0,
-        iter([x / 16 for count in sixteenths for x in (0, count)]),
-    )  # a warm-up before each round
+    # A warm-up comes before each round.
+    now, calls = 0.0, iter([x / 16 for count in sixteenths for x in (0, count)])
 
     def function() -> None:
         nonlocal now

@@ -71,9 +71,8 @@ class Kernel:
         memory = GlobalMemory(tensors, self.granules["global"], find)
         placed = dict(zip(storages, memory.addresses))
         bits = [to_bits(x, placed) for x in values]
-        bits += [0] * (
-            len(self.program.params) - len(bits)
-        )  # Triton's own, of memory that no kernel asks for
+        # Triton adds parameters for memory that no kernel asks for.
+        bits += [0] * (len(self.program.params) - len(bits))
         arguments = dict(zip(self.program.params, bits, strict=True))
         at_once = max(1, THREADS_AT_ONCE // self.program.threads)
         for first in range(0, programs, at_once):

@@ -226,9 +226,8 @@ def test_a_backward_pass_whose_inputs_a_step_has_overwritten_raises(backend: str
         y.sum().backward()
 
 
-@pytest.mark.filterwarnings(
-    "ignore:invalid value encountered:RuntimeWarning"
-)  # by NumPy, as Triton's interpreter
+# Triton's interpreter computes with NumPy, which warns.
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("backend", FAST)
 def test_what_is_not_finite_stays_in_its_channel_and_sequence_and_reaches_no_earlier_token(

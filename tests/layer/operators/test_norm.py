@@ -180,9 +180,8 @@ def test_a_token_has_the_same_bits_whatever_else_is_in_the_call(backend: str) ->
             assert torch.equal(run(part, backend)[0, 0], whole[row, token])
 
 
-@pytest.mark.filterwarnings(
-    "ignore:invalid value encountered:RuntimeWarning"
-)  # by NumPy, as Triton's interpreter
+# Triton's interpreter computes with NumPy, which warns.
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize(("name", "over"), [*product(("out", "gate", "v"), ("head", "all"))])
