@@ -63,6 +63,7 @@ class Equation:
         self, q: Tensor, k: Tensor, v: Tensor, *, state: LinearAttentionState | None = None,
         cu_seqlens: Tensor | None = None, return_state: bool = True, **how: Any,
     ) -> tuple[Tensor, LinearAttentionState]:  # fmt: skip
+        q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], 2) for x in (q, k))
         parts = [(slice(None), slice(None))]  # of a batch, of tokens
         if cu_seqlens is not None:
             ends = pairwise(cu_seqlens.tolist())

@@ -154,18 +154,24 @@ inline void read_sizes(const Inputs& x, Call& c) {
                   "k: got another dtype, expected float32, bfloat16 or float16");
   c.type = type == ScalarType::Float ? kFloat32 : type == ScalarType::BFloat16 ? kBFloat16 : kFloat16;
   const int64_t b = x.k.size(0), f = x.k.size(3), e = x.v.size(3);
-  c.m = x.k.size(1), c.g = x.k.size(2), c.n = c.m, c.h = c.g;
+  const int64_t key_heads = x.k.size(2);
+  c.m = x.k.size(1), c.g = x.v.size(2), c.n = c.m, c.h = c.g, c.added = 1;
   STD_TORCH_CHECK(f >= 1 && f <= kMaxDim && e >= 1 && e <= kMaxDim, "k, v: got ", f, " features and ", e,
                   " values, expected 1 to ", kMaxDim);
   c.f = (int)f, c.e = (int)e;
-  check_shape("k", x.k, {b, c.m, c.g, f}), check_shape("v", x.v, {b, c.m, c.g, e});
+  STD_TORCH_CHECK(key_heads > 0 ? c.g % key_heads == 0 && c.g > 0 : c.g == 0, "v: got ", c.g,
+                  " heads, expected a multiple of k's ", key_heads);
+  c.share = key_heads > 0 ? c.g / key_heads : 1;
+  check_shape("v", x.v, {b, c.m, c.g, e});
   check_rows("k", x.k, type), check_rows("v", x.v, type);
   c.k = view(x.k), c.v = view(x.v);
   if (x.q) {
     STD_TORCH_CHECK(x.q->dim() == 4, "q: got ", x.q->dim(), " dimensions, expected 4");
-    c.n = x.q->size(1), c.h = x.q->size(2);
-    check_shape("q", *x.q, {b, x.causal ? c.m : c.n, c.h, f}), check_rows("q", *x.q, type);
-    STD_TORCH_CHECK(c.g > 0 ? c.h % c.g == 0 : c.h == 0, "q: got ", c.h, " heads, expected a multiple of k's ", c.g);
+    const int64_t query_heads = x.q->size(2);
+    c.n = x.q->size(1), c.h = query_heads * c.share;
+    check_shape("q", *x.q, {b, x.causal ? c.m : c.n, query_heads, f}), check_rows("q", *x.q, type);
+    STD_TORCH_CHECK(c.share > 1 ? query_heads == key_heads : key_heads > 0 ? query_heads % key_heads == 0 : !query_heads,
+                    "q: got ", query_heads, " heads, expected ", c.share > 1 ? "" : "a multiple of ", "k's ", key_heads);
     c.q = view(*x.q);
   }
   c.sequences = b;

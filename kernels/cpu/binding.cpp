@@ -138,10 +138,12 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backwa
     check_type("g_z", *g_z, ScalarType::Double, "float64");
     c.g_z = (const double*)g_z->data_ptr();
   }
+  c.added = heads_added(c);
   const Schedule schedule(c);
   const auto table = make_offsets(c);
-  Tensor dq = q ? empty(type, {b, c.n, c.h, c.f}, !g_out) : empty(type, {0});
-  Tensor dk = empty(type, {b, c.m, c.g, c.f}), dv = empty(type, {b, c.m, c.g, c.e});
+  const auto shared = c.share > 1 ? ScalarType::Float : type;
+  Tensor dq = q ? empty(shared, {b, c.n, c.h / c.added, c.f}, !g_out || c.added > 1) : empty(shared, {0});
+  Tensor dk = empty(shared, {b, c.m, c.g / c.added, c.f}, c.added > 1), dv = empty(type, {b, c.m, c.g, c.e});
   Tensor d_log_decay = want_log_decay ? empty(ScalarType::Float, {b, c.m, c.g}) : empty(ScalarType::Float, {0});
   Tensor d_angle_steps =
       want_angle_steps ? empty(ScalarType::Float, {b, c.m, c.g, c.pairs}) : empty(ScalarType::Float, {0});

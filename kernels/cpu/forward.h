@@ -39,6 +39,7 @@ struct Forward : Task {
   const Scratch& w;
   const int query_heads;
   const bool same_angles;  // queries and keys have the same angles
+  const bool want_z;
   int64_t done = 0;
   float* S;
   bool fresh;
@@ -48,8 +49,8 @@ struct Forward : Task {
 
   Forward(const Call& c, const Span& span, const Ends& ends, bool want_output, const Scratch& w, Arena& arena)
       : Task(c, span, ends), w(w), query_heads(want_output ? group : 0),
-        same_angles(same_positions(c)), S(arena.take<float>(s.F * s.E)), fresh(!ends.kv_in),
-        z_sum(s.F, w.within, arena), decay(c, span),
+        same_angles(same_positions(c)), want_z(c.normalize || ends.z_out || ends.anchors),
+        S(arena.take<float>(s.F * s.E)), fresh(!ends.kv_in), z_sum(s.F, w.within, arena), decay(c, span),
         k_angle(c, s, span, c.key_positions, ends.angle_in, w.k_angles, arena),
         q_angle(c, s, span, c.positions, ends.angle_in, w.q_angles, arena) {
     const DecayFactor first_factor(span.begin < span.end ? decay.at(span.begin) : 0);
@@ -64,7 +65,7 @@ struct Forward : Task {
     k_angle.forward(t, rows);
     if (!same_angles && query_heads) q_angle.forward(t, rows);  // without query heads: fewer positions than keys
     key_features(t, 1, rows, w.x);
-    z_sum.rows(w.x, rows, decay.exp_minus_D, decay.exp_D, w.z);
+    if (want_z) z_sum.rows(w.x, rows, decay.exp_minus_D, decay.exp_D, w.z);
     for (int i = 0; i < rows; i++) {
       prefetch(v, t + i, C, s.e);
       rotate<false>(s, w.x + i * F, k_angle.cos + i * half, k_angle.sin + i * half, decay.exp_minus_D[i],
@@ -76,7 +77,7 @@ struct Forward : Task {
     const Operands keys = operands(rows, s.feature_row, s.value_row, w.hat_t, w.v, w.factors);
     const bool finite = query_heads ? all_finite(w.v, rows, s.value_row) : true;
     for (int r = 0; r < query_heads; r++) {
-      const Rows q = query_rows(c.q, r), out = query_rows(c.out, r);
+      const Rows q = queries(r), out = query_rows(c.out, r);
       const Output to(s, out, t, w.result);
       features(s, q, t, 1, rows, w.x);
       for (int i = 0; i < rows; i++) {
@@ -94,7 +95,7 @@ struct Forward : Task {
     // An anchor is the state before the next token's own decay.
     const DecayFactor factor(anchor ? decay.sum : decay.sum + next);
     update(keys, S, fresh, factor);
-    z_sum.end_chunk(factor);
+    if (want_z) z_sum.end_chunk(factor);
     fresh = false;
     if (!anchor) return;
     save_anchor(t + rows, S, z_sum.total);
@@ -140,7 +141,7 @@ struct Bidirectional : Task {
     query_angles.forward(t, rows);
     const Operands no_keys = operands(rows, s.feature_row, s.value_row, nullptr, nullptr, w.factors);
     for (int r = 0; r < group; r++) {
-      const Rows q = query_rows(c.q, r), out = query_rows(c.out, r);
+      const Rows q = queries(r), out = query_rows(c.out, r);
       const Output to(s, out, t, w.result);
       features(s, q, t, 1, rows, w.x);
       for (int i = 0; i < rows; i++) {

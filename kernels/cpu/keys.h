@@ -30,7 +30,7 @@ struct BackwardKeys : Task {
            count * (size_t)(4 * s.F * s.E + 8 * s.F + 2 * s.angle_bytes() + 512);
   }
   const Scratch& w;
-  const bool want_output, same_angles, want_d_log_decay, want_d_angle_steps;
+  const bool want_output, same_angles, want_d_log_decay, want_d_angle_steps, want_dz;
   const int query_heads;
   int64_t done = 0;
   float* dS;  // the gradient of the state, decayed to the current chunk
@@ -45,10 +45,11 @@ struct BackwardKeys : Task {
   BackwardKeys(const Call& c, const Span& span, const Ends& ends, bool want_output, const Scratch& w, Arena& arena)
       : Task(c, span, ends), w(w), want_output(want_output), same_angles(same_positions(c)),
         want_d_log_decay(want_output && c.d_log_decay), want_d_angle_steps(want_output && c.d_angle_steps),
+        want_dz(z_has_gradient(ends.z_in)),
         query_heads(c.causal && c.dout.data ? group : 0), dS(arena.take<float>(s.F * s.E)), sums(ends.sums),
         dz_sum(s.F, w.within, arena), decay(c, span),
         k_angle(c, s, span, c.key_positions, ends.angle_in, w.k_angles, arena),
-        q_angle(c, s, span, c.positions, ends.angle_in, w.q_angles, arena), dk(key_rows(c.dk)), dv(key_rows(c.dv)) {
+        q_angle(c, s, span, c.positions, ends.angle_in, w.q_angles, arena), dk(gradients(c.dk, span.head)), dv(key_rows(c.dv)) {
     if (k_angle.steps.base)  // the backward sweep starts from the total angle
       for (int64_t t = span.begin; t < span.end; t++) k_angle.steps.add(t, 1, k_angle.sum);
     memcpy(q_angle.sum, k_angle.sum, 8 * s.half);
@@ -106,7 +107,7 @@ struct BackwardKeys : Task {
       if (r < query_heads - 1) update(queries, dS, false, DecayFactor());
     }
     if (!query_heads) {
-      zero(w.dden_phi, rows * F);
+      if (want_dz) zero(w.dden_phi, rows * F);
       if (want_output) {
         multiply_chunk({operands(rows, s.feature_row, s.value_row, nullptr, nullptr, w.factors), w.psi_hat, dS, exp_minus_D, true, false,
                         nullptr, w.dv, E});
@@ -114,29 +115,29 @@ struct BackwardKeys : Task {
                         nullptr, w.d, F});
       }
     }
-    for (int f = 0; want_d_log_decay && f < F; f++) w.dden_before[f] = (float)dz_sum.total[f] * exp_minus_D[0];
-    dz_sum.rows(w.dden_phi, rows, exp_D, exp_minus_D, w.dden_phi);
+    for (int f = 0; want_dz && want_d_log_decay && f < F; f++) w.dden_before[f] = (float)dz_sum.total[f] * exp_minus_D[0];
+    if (want_dz) dz_sum.rows(w.dden_phi, rows, exp_D, exp_minus_D, w.dden_phi);
     if (want_output) write_gradients(last, rows);
     done += rows;
     const double a = decay.at(chunk_begin);
     const DecayFactor factor(chunk_begin > span.begin ? a + enter_chunk(chunk_begin - 1) : a);
     if (query_heads) update(queries, dS, false, factor);
     else decay_state(dS, F * E, factor);
-    dz_sum.end_chunk(factor);
+    if (want_dz) dz_sum.end_chunk(factor);
   }
 
   // Reads phi^ and gb: transposed, and times e^D in panels. Adds dden phi to `dden_phi`.
   void read_queries(int64_t last, int rows, int r, const Angles& angles) {
-    const Rows q = query_rows(c.q, r), dout = query_rows(c.dout, r);
+    const Rows q = queries(r), dout = query_rows(c.dout, r);
     const int F = s.F, E = s.E;
     features(s, q, last, -1, rows, w.phi);
     for (int i = 0; i < rows; i++) {
       const int64_t token = last - i, index = query_index(token, r);
       prefetch(dout, token, -C, s.e);
       float *x = w.phi + i * F, *dden_row = w.dden_phi + i * F;
-      const float dden = c.dden[index];
+      const float dden = want_dz ? c.dden[index] : 0;
       const int angle = (rows - 1 - i) * s.half;
-      for (int f = 0; f < F; f += W)
+      for (int f = 0; want_dz && f < F; f += W)
         store(dden_row + f, r ? load(dden_row + f) + load(x + f) * dden : load(x + f) * dden);
       rotate<false>(s, x, angles.cos + angle, angles.sin + angle, 1, x);
       values(s, dout, token, w.gb + i * E, NW, c.inverse_den[index]);
@@ -174,7 +175,7 @@ struct BackwardKeys : Task {
             const float* rest = w.d_of_diagonal + i * F;
             for (int f = 0; f < F; f += W) store(dy + f, load(dy + f) + load(rest + f));
           }
-          if (c.normalize || ends.z_in)  // dz of later tokens
+          if (want_dz)  // of later tokens
             sums[0] -= dot(y, dden_row - F, F) * (i ? exp_minus_D[i] * exp_D[i - 1] : 1);
         }
         rotate<true>(s, dy, k_angle.cos + angle, k_angle.sin + angle, 1, dy);
@@ -183,14 +184,14 @@ struct BackwardKeys : Task {
             const int first = p * s.pair_stride, second = first + s.partner;
             sums[1 + p] += y[first] * dy[second] - y[second] * dy[first];
           }
-        for (int f = 0; f < F; f += W) store(dy + f, load(dy + f) + load(dden_row + f));
+        for (int f = 0; want_dz && f < F; f += W) store(dy + f, load(dy + f) + load(dden_row + f));
         const float* raw = y;
         if (s.map == kSilu || s.map == kRelu2) features(s, k, token, kIdentity, w.raw), raw = w.raw;
         for (int f = 0; f < F; f += W) store(dy + f, load(dy + f) * slope(s.map, load(raw + f), load(y + f)));
       } else {
         zero(dy, F), zero(w.dv + i * E, E);
       }
-      write_features(s, dy, dk, token), write_values(s, w.dv + i * E, dv, token);
+      write_gradient(dy, dk, token), write_values(s, w.dv + i * E, dv, token);
       if (want_d_log_decay) {
         float& a = c.d_log_decay[key_index(token)];
         a = (float)(sums[0] += a);

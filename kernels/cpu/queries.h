@@ -44,10 +44,10 @@ struct FinishQuery {
     const float* from = phi;
     if (s.map == kSilu || s.map == kRelu2) features(s, q, token, kIdentity, raw), from = raw;
     for (int i = 0; i < s.F; i += W) {
-      const vf y = load(d + i) + load(z + i) * dden;
+      const vf y = dden == 0 ? load(d + i) : load(d + i) + load(z + i) * dden;
       store(d + i, y * slope(s.map, load(from + i), load(phi + i)));
     }
-    write_features(s, d, dq, token);
+    task.write_gradient(d, dq, token);
     return dden;
   }
 };
@@ -72,7 +72,7 @@ struct BackwardQueries : Task {
            count * (size_t)(4 * s.F * s.E + 8 * s.F + 2 * s.angle_bytes() + 512);
   }
   const Scratch& w;
-  const bool same_angles;
+  const bool same_angles, want_z;
   int64_t done = 0;
   float* S;  // S^T, (E, F)
   bool fresh;
@@ -81,7 +81,7 @@ struct BackwardQueries : Task {
   Angles k_angle, q_angle;
 
   BackwardQueries(const Call& c, const Span& span, const Ends& ends, bool, const Scratch& w, Arena& arena)
-      : Task(c, span, ends), w(w), same_angles(same_positions(c)),
+      : Task(c, span, ends), w(w), same_angles(same_positions(c)), want_z(z_has_gradient(c.g_z)),
         S(arena.take<float>(s.F * s.E)), fresh(!ends.kv_in), z_sum(s.F, w.within, arena), decay(c, span),
         k_angle(c, s, span, c.key_positions, ends.angle_in, w.k_angles, arena),
         q_angle(c, s, span, c.positions, ends.angle_in, w.q_angles, arena) {
@@ -97,8 +97,8 @@ struct BackwardQueries : Task {
     k_angle.forward(t, rows);
     if (!same_angles) q_angle.forward(t, rows);
     key_features(t, 1, rows, w.psi);
-    for (int f = 0; c.d_log_decay && f < F; f++) w.z_before[f] = (float)z_sum.total[f];
-    z_sum.rows(w.psi, rows, decay.exp_minus_D, decay.exp_D, w.z);
+    for (int f = 0; want_z && c.d_log_decay && f < F; f++) w.z_before[f] = (float)z_sum.total[f];
+    if (want_z) z_sum.rows(w.psi, rows, decay.exp_minus_D, decay.exp_D, w.z);
     for (int i = 0; i < rows; i++) {
       prefetch(v, t + i, C, s.e);
       rotate<false, NW * C>(s, w.psi + i * F, k_angle.cos + i * half, k_angle.sin + i * half, decay.exp_minus_D[i],
@@ -119,7 +119,7 @@ struct BackwardQueries : Task {
     // An anchor is the state before the next token's own decay.
     const DecayFactor factor(anchor ? decay.sum : decay.sum + next);
     update(keys, S, fresh, factor);
-    z_sum.end_chunk(factor);
+    if (want_z) z_sum.end_chunk(factor);
     fresh = false;
     if (!anchor) return;
     save_anchor(t + rows, S, z_sum.total);
@@ -127,7 +127,7 @@ struct BackwardQueries : Task {
     decay_state(S, F * E, next_factor), z_sum.decay(next_factor);
   }
   void add_queries(int64_t t, const Operands& keys, int r, const Angles& query_angles, bool finite) {
-    const Rows q = query_rows(c.q, r), dout = query_rows(c.dout, r), dq = query_rows(c.dq, r);
+    const Rows q = queries(r), dout = query_rows(c.dout, r), dq = gradients(c.dq, query_head(r));
     const int rows = keys.rows, F = s.F, E = s.E, half = s.half;
     features(s, q, t, 1, rows, w.phi);
     for (int i = 0; i < rows; i++) {
@@ -209,7 +209,7 @@ struct BidirectionalBackward : Task {
     if (c.d_angle_steps)
       for (int i = 0; i < rows; i++) zero(angle_steps_at(t + i), c.pairs);
     for (int r = 0; r < group; r++) {
-      const Rows q = query_rows(c.q, r), dout = query_rows(c.dout, r), dq = query_rows(c.dq, r);
+      const Rows q = queries(r), dout = query_rows(c.dout, r), dq = gradients(c.dq, query_head(r));
       features(s, q, t, 1, rows, w.x);
       for (int i = 0; i < rows; i++) {
         prefetch(dout, t + i, C, s.e), prefetch(dq, t + i, 0, s.f);

@@ -182,6 +182,13 @@ void write_features(const Shape& s, const float* y, const Rows& rows, int64_t to
   with_type(rows.type, [&]<class T>() { write_features(s, y, (T*)rows.at(token)); });
 }
 
+// The same, added to a row of float32
+void add_features(const Shape& s, const float* y, const Rows& rows, int64_t token) {
+  float row[kMaxDim], *to = (float*)rows.at(token);
+  write_features(s, y, row);
+  for (int i = 0; i < s.f; i++) to[i] += row[i];
+}
+
 // The address of element i of a row that is stored in blocks of NW numbers, at y, y + block, ..: block is NW
 // for a plain row, NW * kChunk for a row of panels
 template <class T> LINROPE_INLINE T* at(T* y, int block, int i) { return y + i / NW * block + i % NW; }

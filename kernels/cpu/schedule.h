@@ -48,24 +48,29 @@ struct Schedule {
   }
   // Runs a sweep over segments first .. first + count - 1 of all heads; ends(head, segment) gives the Ends of
   // each. As many heads are bundled as leave every thread a task; a head's results are the same in any
-  // bundle.
+  // bundle. Heads that add to the same rows of dq and dk are swept by one task, in the same order for any number of
+  // threads.
   template <class F>
   void sweep(Sweep* sweep, int64_t first, int64_t count, int64_t n, bool want_output, F ends) const {
     const int64_t threads = torch::stable::get_num_threads(), tasks_each = tasks() / (threads > 0 ? threads : 1);
     int64_t bundle = tasks_each < 1 ? 1 : tasks_each < kBundle ? tasks_each : kBundle;
     if (bundle > c.g) bundle = c.g;
     if (bundle < 1 || c.sequences < 1) return;
-    const int64_t bundles = (c.g + bundle - 1) / bundle;
-    run(c.sequences * bundles * count, [&](int64_t i) {
-      const int64_t segment = first + i % count, sequence = i / count / bundles, begin = i / count % bundles * bundle;
-      const int64_t end = begin + bundle < c.g ? begin + bundle : c.g;
-      Span spans[kBundle];
-      Ends span_ends[kBundle];
-      for (int64_t g = begin; g < end; g++) {
-        const int64_t head = sequence * c.g + g;
-        spans[g - begin] = span(head * segments + segment, n), span_ends[g - begin] = ends(head, segment);
+    const int64_t each = bundle < c.added ? c.added : bundle / c.added * c.added;  // heads of a task
+    const int64_t parts = (c.g + each - 1) / each;
+    run(c.sequences * parts * count, [&](int64_t i) {
+      const int64_t segment = first + i % count, sequence = i / count / parts, begin = i / count % parts * each;
+      const int64_t end = begin + each < c.g ? begin + each : c.g;
+      for (int64_t from = begin; from < end; from += kBundle) {
+        const int64_t to = from + kBundle < end ? from + kBundle : end;
+        Span spans[kBundle];
+        Ends span_ends[kBundle];
+        for (int64_t g = from; g < to; g++) {
+          const int64_t head = sequence * c.g + g;
+          spans[g - from] = span(head * segments + segment, n), span_ends[g - from] = ends(head, segment);
+        }
+        sweep(c, (int)(to - from), spans, span_ends, want_output);
       }
-      sweep(c, (int)(end - begin), spans, span_ends, want_output);
     });
   }
   // The head's index in the state that the caller passed
@@ -174,6 +179,13 @@ inline void run_forward(const Schedule& x, float* kv_out, double* z_out) {
     return {states.kv_at(head, from), states.z_at(head, from), last ? last_kv(head) : nullptr,
             last ? last_z(head) : nullptr, states.angle_at(head, s), nullptr};
   });
+}
+
+// The number of heads that add to the same rows of dq and dk: all that share them, or fewer to keep kMinTasks tasks
+inline int64_t heads_added(const Call& c) {
+  int64_t parts = 1;
+  while (parts < c.share && (c.share % parts || c.sequences * (c.g / c.share) * parts < kMinTasks)) parts++;
+  return c.share / parts;
 }
 
 // Where the gradient of the first state goes; null: not wanted

@@ -113,7 +113,7 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, co
   for (int r = 0; r == 0 || r < task.group; r++) {
     double den = 0;
     if (task.group) {
-      features(s, task.query_rows(c.q, r), 0, 1, 1, w.internal);
+      features(s, task.queries(r), 0, 1, 1, w.internal);
       rotate<false>(s, w.internal, q_angle.cos, q_angle.sin, 1, w.rotated);
       write_features(s, w.internal, w.phi), write_features(s, w.rotated, w.phi_hat);
       for (int f = 0; f < s.f; f++) den += z[f] * w.phi[f];

@@ -21,7 +21,7 @@ struct Task {
 
   Task(const Call& c, const Span& span, const Ends& ends)
       : c(c), span(span), ends(ends), s(c), batch(batch_row(c, span)), group(c.q.data ? (int)(c.h / c.g) : 0),
-        k(c.k, c.type, batch, span.head), v(c.v, c.type, batch, span.head),
+        k(c.k, c.type, batch, span.head / c.share), v(c.v, c.type, batch, span.head),
         amx(tiles::kAvailable && c.type != kFloat32 && span.end - span.begin > kChunk && s.feature_row.panel == NW &&
             s.value_row.panel == NW) {}
 
@@ -42,6 +42,15 @@ struct Task {
   int64_t query_head(int r) const { return span.head * group + r; }
   Rows query_rows(const View& x, int r) const { return Rows(x, c.type, batch, query_head(r)); }
   Rows key_rows(const View& x) const { return Rows(x, c.type, batch, span.head); }
+  Rows queries(int r) const { return Rows(c.q, c.type, batch, query_head(r) / c.share); }
+  // Rows of dq or dk, and a row's gradient
+  Rows gradients(const View& x, int64_t head) const {
+    return Rows(x, c.share > 1 ? kFloat32 : c.type, batch, head / c.added);
+  }
+  void write_gradient(const float* y, const Rows& rows, int64_t token) const {
+    if (c.added > 1) add_features(s, y, rows, token);
+    else write_features(s, y, rows, token);
+  }
   int64_t query_index(int64_t token, int r) const { return (batch * c.n + token) * c.h + query_head(r); }
   int64_t key_index(int64_t token) const { return (batch * c.m + token) * c.g + span.head; }
   float* angle_steps_at(int64_t token) const {
@@ -85,6 +94,8 @@ struct Task {
     for (int i = 0; i < s.F; i++) x += ((const double*)from)[i] * dz[i];
     return x;
   }
+  // True if gradients flow to z: dz_after is the gradient of the last z, or null. If not, no sweep back computes z.
+  bool z_has_gradient(const double* dz_after) const { return c.normalize || dz_after; }
   // 1 / max(den, eps), 1 / (den + eps), or 1 without a normalizer
   float inverse_den(float den) const {
     if (!c.normalize) return 1;

@@ -1,10 +1,11 @@
 """``Call``, which every backend receives, and ``Sums``, ``Gradients`` and ``Results``, which backends return.
 
-b batch, n queries, m keys, h query heads, g key/value heads, r = h / g, f features, e values, s sequences.
+b batch, n queries, m keys, h query heads, g key/value heads, r = h / g, f features, e values, s sequences. v may have
+more heads than q and k. Both of these then have g / share heads, and h is g.
 """
 
-from dataclasses import dataclass, fields
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -74,6 +75,16 @@ class Call(Method, Places, Inputs):
         return 1 if self.q is None else self.q.shape[2] // self.k.shape[2]
 
     @property
+    def share(self) -> int:
+        """Value heads per head of q and k; 1, unless v has more heads than they have."""
+        return self.v.shape[2] // self.k.shape[2]
+
+    def with_repeated_heads(self) -> "Call":
+        """The same call with a copy of q and k for every value head."""
+        q, k = repeat_heads(self.share, self.q, self.k)
+        return self if k is self.k else replace(self, q=q, k=k)
+
+    @property
     def bounds(self) -> Tensor | None:
         """cu_seqlens, safe to index with. On a GPU its values are unchecked."""
         return rising_bounds(self.cu_seqlens, self.k.shape[1])
@@ -140,6 +151,13 @@ Results: TypeAlias = tuple[Tensor | None, tuple[Tensor, Tensor] | None, list[Ten
 def sums_of(state: LinearAttentionState | None) -> Sums | None:
     """The sums that a state holds."""
     return None if state is None else Sums(state.kv, state.z, state.angle)
+
+
+def repeat_heads(share: int, *tensors: Any) -> tuple[Any, ...]:
+    """Each tensor (b, n, heads, ..) or None, with every head ``share`` times."""
+    if share == 1:
+        return tensors
+    return tuple(None if x is None else x.repeat_interleave(share, 2) for x in tensors)
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:

@@ -244,6 +244,13 @@ def _input_gradient(gradient: Tensor | None, like: Tensor | None) -> Tensor | No
     return summed_to(gradient, like)
 
 
+def _sum_of_heads(gradient: Tensor, like: Tensor) -> Tensor:
+    """A gradient in the shape and dtype of its input, like. A head that values share may have several partial sums."""
+    if gradient.shape[2] != (heads := like.shape[2]):
+        gradient = gradient.unflatten(2, (heads, -1)).sum(3)
+    return gradient.to(like.dtype)
+
+
 def backward(
     call: Call,
     sums: Sums | None,
@@ -271,8 +278,8 @@ def backward(
         **settings(call),
     )
     return Gradients(
-        q=None if call.q is None else dq,
-        k=dk,
+        q=None if call.q is None else _sum_of_heads(dq, q),
+        k=_sum_of_heads(dk, k),
         v=dv.to(call.v.dtype),
         log_decay=_input_gradient(d_log if has_tokens else None, call.log_decay),
         angle_steps=_input_gradient(d_steps if has_tokens else None, call.angle_steps),

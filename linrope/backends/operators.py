@@ -92,13 +92,16 @@ def _absent(like: Tensor) -> Tensor:
 
 
 def _new_out(call: Call) -> Tensor:
-    return _absent(call.v) if call.q is None else call.v.new_empty(*call.q.shape[:3], call.v.shape[3])
+    if call.q is None:
+        return _absent(call.v)
+    b, n, heads, _ = call.q.shape
+    return call.v.new_empty(b, n, heads * call.share, call.v.shape[3])
 
 
 def _new_sums(call: Call, sums: Sums | None) -> tuple[Tensor, Tensor]:
     if not call.want_state:
         return _absent(call.v), _absent(call.v)
-    (_, _, g, f), e, s = call.k.shape, call.v.shape[3], call.sequences
+    (g, e), f, s = call.v.shape[2:], call.k.shape[3], call.sequences
     wide = torch.promote_types(call.v.dtype, torch.float32)
     kv_dtype, z_dtype = (wide, torch.float64) if sums is None else (sums.kv.dtype, sums.z.dtype)
     return call.v.new_empty(s, g, f, e, dtype=kv_dtype), call.v.new_empty(s, g, f, dtype=z_dtype)

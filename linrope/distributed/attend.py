@@ -139,7 +139,7 @@ def _describe(request: Request, shard: Layout) -> str:
         present[-1] = f"state at {state.rows().position.tolist()}"
     rotary = request.rotary and request.rotary.identity
     return (
-        f"{v.dtype} k (b, m, g, d) = ({b}, m, {g}, {d}), e={v.shape[3]}, causal={request.causal}, "
+        f"{v.dtype} k (b, m, g, d) = ({b}, m, {g}, {d}), v with {tuple(v.shape[2:])}, causal={request.causal}, "
         f"feature_map={_map_name(request.feature_map)}, rotary={rotary}, arguments {present}, steps {steps}, "
         f"gradients of {_with_gradients(request)}"
     )
@@ -197,7 +197,7 @@ def _local_state(request: Request, shard: Layout, index: int) -> dict[str, Tenso
     tensors = state.tensors()
     if local.log_decay is not None:
         gates = zero_hidden(local.log_decay, key_mask).clamp(min=MIN_LOG_DECAY).double().sum(1)
-        tensors["gates"] = gates.expand(b, request.k.shape[2])
+        tensors["gates"] = gates.expand(b, request.v.shape[2])
     return tensors
 
 

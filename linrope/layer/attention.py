@@ -45,7 +45,7 @@ class LinearRoPEAttention(Mixer):
         num_kv_heads: g, a divisor of h. Default: h.
         num_value_heads: a multiple of h, if values, decay and gates have more heads than queries and keys, which are
             then shared (as in Mamba-2; num_kv_heads must be h or None). g below, the attribute num_kv_heads and the
-            state then count these heads. Queries and keys of a single head are shared without copies.
+            state then count these heads. backend="native" shares queries and keys without copies.
         head_dim: d, the size of a query and a key. Default: embed_dim / num_heads.
         value_head_dim: e, the size of a value. Default: head_dim.
         feature_map: a name, {"name": .., options of feature_maps.make}, or a FeatureMap. A learned map that the layer
@@ -165,7 +165,7 @@ class LinearRoPEAttention(Mixer):
         self.causal, self.normalize, self.backend = causal, normalize, backend
         self.rope_order = rope_order
         g, d = self.num_kv_heads, self.head_dim
-        new_map = make_map(feature_map, d, self.num_out_heads, g)
+        new_map = make_map(feature_map, d, self.num_heads, self.num_key_heads)
         if normalize and not new_map.positive:
             raise ValueError(f"feature_map={new_map}: its features are signed; expected normalize=False")
         self.feature_map = new_map.to(device=device)

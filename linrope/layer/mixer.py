@@ -106,16 +106,12 @@ class Mixer(nn.Module):
         return v
 
     def _heads(self, y: Tensor, heads: int, norm: nn.RMSNorm | None, bias: Tensor | None) -> Tensor:
-        """(b, n, heads d) -> (b, n, heads, d), normalized, and shared by the value heads of a group."""
+        """(b, n, heads d) -> (b, n, heads, d), normalized."""
         y = y.unflatten(-1, (heads, self.head_dim))
         if norm is not None:
             wide: Tensor = norm(y.to(norm.weight.dtype))
             y = (wide if bias is None else wide + bias).to(y.dtype)
-        if self.num_out_heads == self.num_heads:
-            return y
-        repeats = self.num_out_heads // self.num_heads
-        shared: Tensor = y.unsqueeze(3).expand(-1, -1, -1, repeats, -1)
-        return shared.flatten(2, 3)  # one head: a view
+        return y
 
     def _output(self, out: Tensor, v: Tensor, x: Tensor) -> Tensor:
         """out (b, n, h, e) -> y (b, n, embed_dim); v: the values that the skip adds."""

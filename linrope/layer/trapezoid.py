@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linrope.backends.call import repeat_heads
 from linrope.common.precision import full_precision
 from linrope.feature_maps import FeatureMap
 from linrope.feature_maps.base import widen
@@ -145,6 +146,7 @@ def trapezoidal_attention(
     >>> torch.testing.assert_close(euler, plain)
     """
     checks.check_tensors(q, k, v, causal=True)
+    q, k = repeat_heads(v.shape[2] // k.shape[2], q, k)
     (b, n, g, d), device = k.shape, k.device
     checks.check_mask(key_mask, b, n, device)
     checks.check_packing(cu_seqlens, b, n, n, device)

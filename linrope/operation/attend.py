@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from linrope import backends
-from linrope.backends.call import Call, needs_gradients
+from linrope.backends import native
+from linrope.backends.call import Call, needs_gradients, repeat_heads
 from linrope.common.writing import check_writable
 from linrope.feature_maps import FeatureMap
 from linrope.operation import checks, head_first, positions
@@ -29,6 +30,9 @@ def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
     q, k, backend_map, q_scale, k_scale = map_features(q, k, fmap, request.key_mask, tokens)
     stabilized = None
     if k_scale is not None:
+        # The scales of keys decay with their values, so each value head has its own.
+        share = request.v.shape[2] // k.shape[2]
+        q, k, q_scale, k_scale = repeat_heads(share, q, k, q_scale, k_scale)
         stabilized = stabilize(
             k=k,
             log_scale=k_scale,
@@ -62,6 +66,8 @@ def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
         want_state=request.return_state or _may_write(request.state, k),
     )
     backend = backends.choose(request.backend, call, state)
+    if backend is not native:
+        call = call.with_repeated_heads()
     in_place = _writes_in_place(request.state, call)
     out, sums = backend.attend(call, state)
     if stabilized is not None and q_scale is not None and not request.normalize:

@@ -71,12 +71,12 @@ def check(request: Request) -> FeatureMap | None:
         raise ValueError(f"eps={request.eps}: expected a positive finite number")
     check_name("eps_mode", request.eps_mode, EPS_MODES)
     check_name("rope_order", request.rope_order, ORDERS)
-    b, m, g, d = k.shape
+    (b, m, _, d), g = k.shape, v.shape[2]
     n, device = m if q is None else q.shape[1], k.device
     before = request.rope_order == "before"
     check_mask(request.key_mask, b, m, device)
     check_decay(request.decay, g, causal, device)
-    check_log_decay(request.log_decay, k, causal)
+    check_log_decay(request.log_decay, v, causal)
     check_packing(request.cu_seqlens, b, n, m, device)
     fmap = resolve_map(request.feature_map, d)
     if request.normalize and fmap is not None and not fmap.positive:
@@ -86,7 +86,7 @@ def check(request: Request) -> FeatureMap | None:
         )
     f = d if fmap is None else fmap.feature_dim
     check_rotary(rotary, d if before else f, g, causal, before)
-    check_angle_steps(request.angle_steps, k, n, d if before else f, rotary)
+    check_angle_steps(request.angle_steps, v, n, d if before else f, rotary)
     if before and request.angle_steps is not None:
         raise ValueError("rope_order='before': got angle_steps, which turn features; expected 'after'")
     if request.key_positions is not None and (request.decays_by_position or request.log_decay is not None):
@@ -118,7 +118,7 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, causal: bool) -> None:
         got = ", ".join(str(x.device) for x in named.values())
         raise ValueError(f"{', '.join(named)}: got {got}, expected one device")
     (b, m, g, d), (q_b, n, h, q_d), (v_b, v_m, v_g, e) = k.shape, q.shape, v.shape
-    if b != v_b or m != v_m or g != v_g:
+    if b != v_b or m != v_m or g > v_g or (g and v_g % g):
         raise ValueError(f"k, v: got {tuple(k.shape)}, {tuple(v.shape)}, expected (b, m, g, d), (b, m, g, e)")
     if q_b != b:
         raise ValueError(f"k: got batch {b}, expected q's {q_b}")
@@ -128,6 +128,8 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, causal: bool) -> None:
         raise ValueError("v: got head dim 0, expected a positive one")
     if g == 0 or h == 0 or h % g:
         raise ValueError(f"k: got {g} heads, expected a divisor of q's {h}")
+    if v_g != g and h != g:
+        raise ValueError(f"v: got {v_g} heads, expected k's {g}, or as many heads of q as of k, not {h}")
     if causal and n != m:
         raise ValueError(f"k: got length {m}, expected q's {n} with causal=True")
 
@@ -209,11 +211,11 @@ def check_decay(decay: Tensor | None, g: int, causal: bool, device: torch.device
         raise ValueError(f"decay: got {decay.tolist()}, expected numbers in (0, 1]")
 
 
-def check_log_decay(log_decay: Tensor | None, k: Tensor, causal: bool) -> None:
+def check_log_decay(log_decay: Tensor | None, v: Tensor, causal: bool) -> None:
     if log_decay is None:
         return
-    _check_floating("log_decay", log_decay, k.device)
-    b, m, g, _ = k.shape
+    _check_floating("log_decay", log_decay, v.device)
+    b, m, g, _ = v.shape
     if log_decay.ndim != 3 or not _broadcasts(log_decay.shape, (b, m, g), (0, 2)):
         raise ValueError(
             f"log_decay: got shape {tuple(log_decay.shape)}, expected (b or 1, n, g or 1) = {(b, m, g)}"
@@ -224,11 +226,11 @@ def check_log_decay(log_decay: Tensor | None, k: Tensor, causal: bool) -> None:
         raise ValueError(f"log_decay: got up to {float(log_decay.detach().max()):.3g}, expected numbers <= 0")
 
 
-def check_angle_steps(angle_steps: Tensor | None, k: Tensor, n: int, f: int, rotary: Rotary | None) -> None:
+def check_angle_steps(angle_steps: Tensor | None, v: Tensor, n: int, f: int, rotary: Rotary | None) -> None:
     if angle_steps is None:
         return
-    _check_floating("angle_steps", angle_steps, k.device)
-    b, m, g, _ = k.shape
+    _check_floating("angle_steps", angle_steps, v.device)
+    b, m, g, _ = v.shape
     max_pairs = f // 2 if rotary is None else rotary.rotary_dim // 2
     if angle_steps.ndim != 4 or not _broadcasts(angle_steps.shape[:3], (b, m, g), (0, 2)):
         raise ValueError(
@@ -282,7 +284,7 @@ def check_state(request: Request, fmap: FeatureMap | None, identity: str) -> Non
         )
     shape = (
         request.sequences,
-        k.shape[2],
+        request.v.shape[2],
         k.shape[3] if fmap is None else fmap.feature_dim,
         request.v.shape[3],
     )

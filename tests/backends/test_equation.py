@@ -85,6 +85,40 @@ def test_query_heads_share_keys_and_frequencies(
     check(contract, q, k, v, random_state(k, v, how), causal=causal, **how)
 
 
+@every_contract(
+    heads=[(1, 1, 3), (1, 2, 4), (8, 1, 12), (4, 2, 4)],
+    causal=DIRECTIONS,
+    interpreted=[((1, 1, 3), "causal"), ((1, 2, 4), "bidirectional")],
+)
+def test_value_heads_share_queries_and_keys(
+    contract: Contract, heads: tuple[int, int, int], causal: bool
+) -> None:
+    (b, g, value_heads), generator = heads, torch.Generator().manual_seed(0)
+    q, k, _ = randoms(b, CHUNK + 6, g, 8)
+    v = randoms(b, CHUNK + 6, value_heads, 5)[2]
+    how: dict[str, Any] = {"rotary": Rotary(8, theta=torch.rand(value_heads, 4, generator=generator))}
+    state = random_state(k, v, how)
+    if causal:
+        how["log_decay"] = gates(b, CHUNK + 6, value_heads, "weak")
+    check(contract, q, k, v, state, causal=causal, key_mask=random_mask(b, CHUNK + 6), **how)
+
+
+@every_contract(
+    "eager",
+    "native",
+    "triton",
+    feature_map=["exp", "favor+"],
+    skip=lambda contract, *_: contract.rounding > 0,
+)
+def test_value_heads_share_queries_and_keys_of_every_kind_of_map(
+    contract: Contract, feature_map: str
+) -> None:
+    q, k, _ = randoms(1, 30, 2, 8)
+    v = randoms(1, 30, 6, 5)[2]
+    how = use_map(feature_map, 8) | {"cu_seqlens": torch.tensor([0, 11, 11, 30])}
+    check(contract, q, k, v, random_state(k, v, how), combined=True, **how)
+
+
 @every_contract(rotary_dim=(2, 4, 6), layout=("interleaved", "half"), per_head=YES_NO, causal=DIRECTIONS)
 def test_every_rotation(
     contract: Contract, rotary_dim: int, layout: str, per_head: bool, causal: bool

@@ -370,11 +370,19 @@ def test_in_float32_on_the_fused_kernels_the_layer_is_the_one_in_float64(name: s
         assert float((got.double() - expected).norm()) <= 1e-4 * float(expected.norm()) + 1e-6
 
 
-def test_a_shared_key_head_is_not_copied() -> None:
-    layer = make(**GATED["one key head"])
-    q = layer._queries(layer.q_proj(numbers(1, 5, 16)))
-    assert q.shape == (1, 5, 4, 6)
-    assert q.stride(2) == 0
+@pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+def test_native_keeps_no_copies_of_shared_queries_and_keys() -> None:
+    layer = make(torch.float32, **GATED["one key head"], backend="native")
+    saved: list[tuple[int, ...]] = []
+
+    def keep(x: Tensor) -> Tensor:
+        saved.append(tuple(x.shape))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        layer(numbers(1, 5, 16).float())
+    assert (1, 5, 1, 6) in saved
+    assert (1, 5, 4, 6) not in saved
 
 
 def test_a_module_may_give_the_steps() -> None:

@@ -22,8 +22,6 @@ from linrope.operation.functional import linear_rope_attention
 from linrope.sequence.state import LinearAttentionState
 
 SILU = ("silu", "swish")  # the two names that transformers has for it
-# Gradients of B and C are first made for every head, so calls with gradients take a few heads at a time.
-_NUMBERS_AT_ONCE = 1 << 24
 
 
 def mamba2_chunk_scan(
@@ -49,52 +47,32 @@ def mamba2_chunk_scan(
     (b, n) or cu_seqlens (sequences + 1,) keep sequences in one row apart.
     """
     b, n, h, p = hidden_states.shape
-    g, s = B.shape[2:]
     wide = torch.promote_types(hidden_states.dtype, torch.float32)
     steps = _step_sizes(dt.to(wide), dt_bias, dt_softplus).clamp(*dt_limit)
     log_decay = A.to(wide) * steps
-    x, k, q = hidden_states, B.to(wide), C.to(wide)
+    x, k, q = hidden_states.to(wide), B.to(wide), C.to(wide)
     cu_seqlens = packed_bounds(seq_idx) if cu_seqlens is None else cu_seqlens
     if cu_seqlens is not None:
         x, steps, log_decay, k, q = (y.reshape(1, b * n, *y.shape[2:]) for y in (x, steps, log_decay, k, q))
-    gradients = torch.is_grad_enabled() and any(y.requires_grad for y in (x, log_decay, k, q))
-    heads = _heads_at_once(h // g, b * n * s if gradients else 0)
-    outs, states = [], []
-    # Parts of tensors by split, whose gradient is a concatenation: a slice's gradient has the size of the whole.
-    parts = zip(x.split(heads, 2), steps.split(heads, 2), log_decay.split(heads, 2), strict=True)
-    queries, keys = q.split(1, 2), k.split(1, 2)
-    skips = [None] * (h // heads) if D is None else D.to(wide).split(heads)
-    initial = None if initial_states is None else initial_states.to(wide).split(heads, 1)
-    for i, (x_part, steps_part, decay_part) in enumerate(parts):
-        group, x_part = i * heads * g // h, x_part.to(wide)
-        out, last = linear_rope_attention(
-            queries[group].expand(-1, -1, heads, -1),
-            keys[group].expand(-1, -1, heads, -1),
-            x_part * steps_part[..., None],
-            feature_map=None,
-            normalize=False,
-            log_decay=decay_part,
-            cu_seqlens=cu_seqlens,
-            state=None if initial is None else state_from_sums(initial[i].mT, feature_map=None),
-            return_state=True,
-        )
-        if skips[i] is not None:
-            out = gated_norm(out, v=x_part, skip=skips[i]).view(out.shape)
-        outs.append(out)
-        states.append(last.kv)
-    out = (outs[0] if len(outs) == 1 else torch.cat(outs, 2)).view(b, n, h, p)
-    if not return_final_states:
-        return out
-    return out, (states[0] if len(states) == 1 else torch.cat(states, 1)).mT
-
-
-def _heads_at_once(group: int, numbers: int) -> int:
-    """The number of heads of one call, a divisor of the heads of a group.
-
-    numbers: the size of one head's gradient of B, or 0 without gradients.
-    """
-    most = max(1, _NUMBERS_AT_ONCE // numbers) if numbers else group
-    return max(i for i in range(1, group + 1) if group % i == 0 and i <= most)
+    initial = (
+        None if initial_states is None else state_from_sums(initial_states.to(wide).mT, feature_map=None)
+    )
+    result = linear_rope_attention(
+        q,
+        k,
+        x * steps[..., None],
+        feature_map=None,
+        normalize=False,
+        log_decay=log_decay,
+        cu_seqlens=cu_seqlens,
+        state=initial,
+        return_state=return_final_states,
+    )
+    out, last = result if isinstance(result, tuple) else (result, None)
+    if D is not None:
+        out = gated_norm(out, v=x, skip=D.to(wide))
+    out = out.view(b, n, h, p)
+    return out if last is None else (out, last.kv.mT)
 
 
 def mamba2_selective_state_update(
@@ -114,22 +92,16 @@ def mamba2_selective_state_update(
     x and z (b, h, p), dt (b, h, p), A (h, p, s), B and C (b, g, s), D and dt_bias (h, p). dt, A and dt_bias repeat one
     number per head, which ``families`` checks before the call.
     """
-    h, wide = hidden_states.shape[1], state.dtype
+    wide = state.dtype
     steps = _step_sizes(dt[..., 0].to(wide), None if dt_bias is None else dt_bias[..., 0], dt_softplus)
     x = hidden_states.to(wide)
-    q, k, v = _of_heads(C.to(wide), h), _of_heads(B.to(wide), h), (x * steps[..., None])[:, None]
+    q, k, v = C.to(wide)[:, None], B.to(wide)[:, None], (x * steps[..., None])[:, None]
     log_decay = (steps * A[:, 0, 0].to(wide))[:, None]
     out = attend_in_place(state, q, k, v, log_decay=log_decay, swapped=True)[:, 0]
     if D is not None:
         out = torch.addcmul(out, x, D.to(wide))
     out = out.to(hidden_states.dtype)
     return out if z is None else out * F.silu(z)
-
-
-def _of_heads(x: Tensor, h: int) -> Tensor:
-    """(b, g, s) -> (b, 1, h, s)."""
-    b, g, s = x.shape
-    return x[:, None, :, None].expand(b, 1, g, h // g, s).reshape(b, 1, h, s)
 
 
 # The last state in each tensor of a cache. Its decoding loop takes the next step straight to the kernel.

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from linrope import linear_rope_attention
 from tests.kernels.cpu.cases import CASES, Case, make, random_like
 
 pytestmark = pytest.mark.usefixtures("isa")
@@ -158,6 +159,29 @@ def test_any_number_of_threads_gives_the_same_bits(native, name, dtype):
             assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize(("b", "g", "value_heads"), [(1, 2, 24), (2, 4, 48)])  # 3 and 12 heads are added up
+def test_any_number_of_threads_adds_the_gradients_of_shared_heads_in_the_same_order(
+    native, b, g, value_heads
+):
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(b, 150, g, 8, generator=generator).requires_grad_() for _ in range(2))
+    v = torch.randn(b, 150, value_heads, 8, generator=generator)
+    gates = -torch.rand(b, 150, value_heads, generator=generator) * torch.arange(1.0, 13).repeat(
+        value_heads // 12
+    )
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            options = {"feature_map": None, "normalize": False, "log_decay": gates, "backend": "native"}
+            out = linear_rope_attention(q, k, v, **options)
+            found.append(torch.autograd.grad(out.square().sum(), (q, k)))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
 def test_long_undecayed_sums_stay_exact(native):
     """z counts in float64: a count of tokens in float32 stalls at 2^24, and rounds long before."""
     n = 300_000
@@ -176,6 +200,15 @@ def test_errors_name_the_argument_what_came_and_what_was_expected(native):
             "q": torch.zeros(2, 70, 3, 12),
             "k": torch.zeros(2, 70, 2, 12),
             "v": torch.zeros(2, 70, 2, 10),
+        },
+        "v: got 3 heads, expected a multiple of k's 2": {
+            "k": torch.zeros(2, 70, 2, 12),
+            "v": torch.zeros(2, 70, 3, 10),
+        },
+        "q: got 4 heads, expected k's 2": {
+            "q": torch.zeros(2, 70, 4, 12),
+            "k": torch.zeros(2, 70, 2, 12),
+            "v": torch.zeros(2, 70, 4, 10),
         },
         "v: got shape": {"v": case.v[:1]},
         "v: got stride": {"v": case.v.transpose(1, 3).contiguous().transpose(1, 3)},
