@@ -1,4 +1,4 @@
-"""Times the batching of docs/examples/serve.py beside a softmax model in the same block, with a key/value cache.
+"""Times linrope.models.batching beside a softmax model in the same block, with a key/value cache.
 
     python benchmarks/serving.py [--clients 1 8 32 200] [--context 512] [--tokens 64] [--out FILE.json]
 
@@ -31,10 +31,8 @@ from torch import Tensor
 from linrope.cli.bench.benchmark import machine
 from linrope.cli.demo import LINEAR, SOFTMAX
 from linrope.models import LanguageModel, generate
+from linrope.models.batching import Engine, Generation
 from linrope.position_encodings import KeyValueState
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "examples"))
-from batching import Engine, Generation
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -193,6 +191,8 @@ def longest_step(model: LanguageModel, context: int) -> dict[str, float]:
 def serve_on(port: Any, clients: int) -> None:
     """Runs the whole server, in a process of its own, and says on which port."""
     import uvicorn
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "examples"))
     from serve import Server
 
     torch.set_num_threads(1)

@@ -20,7 +20,7 @@ openai = pytest.importorskip("openai", reason="OpenAI's client is not installed 
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed (extra serve)")
 pytest.importorskip("starlette", reason="Starlette is not installed (extra serve)")
 
-from linrope.models import LanguageModel, generate  # noqa: E402
+from linrope.models import LanguageModel, batching, generate  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     torch.get_default_device().type != "cpu", reason="the examples run on the CPU"
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 sys.path.insert(0, str(EXAMPLES))
 try:
-    batching, serve, streaming = map(importlib.import_module, ("batching", "serve", "streaming"))
+    serve, streaming = map(importlib.import_module, ("serve", "streaming"))
 finally:
     sys.path.remove(str(EXAMPLES))
 

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible completions server for a LanguageModel, with the continuous batching of batching.py.
+"""An OpenAI-compatible completions server for a LanguageModel, batched continuously.
 
     python docs/examples/serve.py               # trains a small model for some seconds and serves it
     python docs/examples/serve.py runs/demo     # serves a checkpoint of `linrope train`
@@ -24,7 +24,6 @@ from typing import Any
 import anyio
 import torch
 import uvicorn
-from batching import Engine, Generation, Pieces
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -34,6 +33,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from linrope.models import LanguageModel
+from linrope.models.batching import Engine, Generation, Pieces
 
 LONGEST_PROMPT, LONGEST_COMPLETION, LONGEST_STOP = 65_536, 4_096, 100  # bytes
 # OpenAI's arguments that are accepted with these values only.
@@ -109,6 +109,7 @@ def parse(body: Any, model: str, sessions: Path | None) -> Generation:
         seed=number(body, "seed", None, int, -(2**63), 2**63 - 1),
         stops=[to_bytes("stop", stop, LONGEST_STOP) for stop in stops],
         session=sessions / f"{session}.pt" if sessions and session else None,
+        inbox=asyncio.Queue(),  # of texts and exceptions; None: the end
     )
 
 
@@ -145,7 +146,7 @@ class Server:
 
         def deliver(pieces: Pieces) -> None:
             for generation, piece in pieces:
-                generation.pieces.put_nowait(piece)
+                generation.inbox.put_nowait(piece)
 
         thread = threading.Thread(target=self.engine.run, args=[partial(loop.call_soon_threadsafe, deliver)])
         thread.start()
@@ -245,7 +246,7 @@ class Answer(Response):
             yield f"data: {json.dumps(error.body)}\n\n"
 
     async def pieces(self) -> AsyncIterator[str]:
-        while (piece := await self.generation.pieces.get()) is not None:
+        while (piece := await self.generation.inbox.get()) is not None:
             if isinstance(piece, Exception):
                 raise Refused(500, f"model: the step failed with {piece!r}")
             yield piece
@@ -286,9 +287,10 @@ def main() -> None:
         model, name = train(150), "demo"
     else:
         model, name = LanguageModel.load(options.checkpoint), Path(options.checkpoint).resolve().name
-    if (model.config.attention, model.config.vocab_size) != ("linear", 256):
-        parser.error("checkpoint: expected linear attention and a vocabulary of the 256 bytes")
-    engine = Engine(model, options.slots, options.queue, options.budget)
+    try:
+        engine = Engine(model, options.slots, options.queue, options.budget)
+    except ValueError as error:
+        parser.error(str(error))
     print(f"{name}: {options.slots} slots, {engine.budget} bytes of prompts per step")
     app = Server(engine, name, options.sessions).app()
     uvicorn.run(app, host=options.host, port=options.port, access_log=False)

@@ -1,24 +1,11 @@
-"""The parts of docs/examples/batching.py without a server: text in pieces, random bytes, shares of a step."""
-
-import importlib
-import sys
-from pathlib import Path
+"""Continuous batching: text in pieces, random bytes, shares of a step."""
 
 import pytest
 import torch
 
-from linrope.models import LanguageModel, LanguageModelConfig
+from linrope.models import LanguageModel, LanguageModelConfig, batching
 
-pytestmark = pytest.mark.skipif(
-    torch.get_default_device().type != "cpu", reason="the examples run on the CPU"
-)
-
-EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
-sys.path.insert(0, str(EXAMPLES))
-try:
-    batching = importlib.import_module("batching")
-finally:
-    sys.path.remove(str(EXAMPLES))
+pytestmark = pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="an engine runs on the CPU")
 
 
 @pytest.fixture
@@ -109,3 +96,46 @@ def test_a_long_prompt_is_read_beside_any_number_of_short_ones(model) -> None:
             pass
         engine.step()
     assert long.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"slots": 0}, "slots=0: expected at least 1"),
+        ({"queue": -1}, "queue=-1: expected at least 0"),
+        ({"budget": 15}, "budget=15: expected at least 16"),
+    ],
+)
+def test_engines_that_could_not_run_are_refused(wrong, message, model) -> None:
+    with pytest.raises(ValueError, match=message):
+        batching.Engine(model, **{"slots": 1, "queue": 0, "budget": 64} | wrong)
+
+
+def test_a_model_of_other_tokens_or_attention_is_refused() -> None:
+    for options, message in (({"vocab_size": 300}, "300 tokens"), ({"attention": "softmax"}, "'softmax'")):
+        other = LanguageModel(LanguageModelConfig(embed_dim=32, num_heads=2, num_layers=1, **options))
+        with pytest.raises(ValueError, match=f"model: got .*{message}"):
+            batching.Engine(other, slots=1, queue=0, budget=64)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"unread": [1, 256]}, r"unread: got 1 \.\. 256"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": -1.0}, r"temperature=-1\.0"),
+        ({"top_p": 1.5}, r"top_p=1\.5"),
+    ],
+)
+def test_generations_with_wrong_numbers_are_refused(wrong, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        batching.Generation(**{"unread": [1]} | wrong)
+
+
+def test_a_generation_without_bytes_is_refused(model) -> None:
+    engine = batching.Engine(model, slots=1, queue=0, budget=64)
+    with pytest.raises(ValueError, match="unread: got no bytes"):
+        engine.submit(batching.Generation([]))
+    with pytest.raises(ValueError, match="session: got None"):
+        engine.load(batching.Generation([1]))
