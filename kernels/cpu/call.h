@@ -11,7 +11,7 @@ constexpr int kChunk = 32;  // tokens per chunk: 64 does 20% more arithmetic at 
 constexpr int kMaxDim = 256;
 constexpr int kBundle = 8;  // heads that a thread sweeps together, a chunk each in turn
 constexpr int kMaxTaps = 8;
-constexpr int kAnchorDistance = 128;  // tokens from one anchor to the next (see Ends); no chunk contains an anchor
+constexpr int kAnchorDistance = 128;  // tokens from one anchor to the next (see Ends). Chunks end at anchors
 
 enum Type : int { kFloat32, kBFloat16, kFloat16, kFloat64 };
 enum Map : int { kIdentity, kElu1, kRelu, kRelu2, kExp, kSilu };
@@ -40,8 +40,8 @@ struct Call {
   int type;               // of all these tensors, but for dq and dk if share > 1
   int64_t sequences, n, m, h, g;
   int64_t share;           // value heads per head of q and k. More than 1: v has more heads than they have, and h is g
-  // Heads whose gradients of q and k are added up in one head of dq and dk, a divisor of share. With share > 1, dq and
-  // dk are float32, and zero before the first sweep
+  // The number of heads whose gradients of q and k are added up in one head of dq and dk. It divides share. With
+  // share > 1, dq and dk are float32. With added > 1 they are zero before the first sweep
   int64_t added;
   int f, e, pairs, layout, map;
   const void* cu_seqlens;  // (sequences + 1,) bounds of packed sequences, b == 1; null: not packed
@@ -88,9 +88,10 @@ struct Ends {
   const int64_t* angle_in;  // (pairs): sum of the angle steps before the span; null: zero
   // (1 + pairs): the gradients of log decay and angle steps, as running sums from the end of the span backwards
   double* sums;
-  // The states before every kAnchorDistance-th token of the span, anchor_bytes() each; null: not wanted. The forward
-  // sweep writes these anchors. The backward sweep over keys restarts its running sum for log decay at each anchor,
-  // from the state there and its gradient: a rounding error then reaches at most kAnchorDistance tokens.
+  // The states before every kAnchorDistance-th token of the span, anchor_bytes() each; null: not wanted. The sweep
+  // over queries writes these anchors, or the forward sweep if out has no gradient. The sweep over keys restarts its
+  // running sum for log decay at each anchor, from the state there and its gradient: a rounding error then reaches at
+  // most kAnchorDistance tokens.
   char* anchors;
 };
 

@@ -1,4 +1,5 @@
-// Divides a call into tasks and runs them in parallel regions. A task is one sequence and one key/value head.
+// Divides a call into tasks and runs them in parallel regions. A task is one sequence and one key/value head; a thread
+// may get several heads at once.
 // If there are few, long sequences are cut into segments: first the state of each segment alone is computed,
 // then the states before the segments, and then every segment runs from the state before it. The cut depends
 // only on the call's shape, so that the bits of a result do not depend on the number of threads.
@@ -48,7 +49,7 @@ struct Schedule {
   }
   // Runs a sweep over segments first .. first + count - 1 of all heads; ends(head, segment) gives the Ends of
   // each. As many heads are bundled as leave every thread a task; a head's results are the same in any
-  // bundle. Heads that add to the same rows of dq and dk are swept by one task, in the same order for any number of
+  // bundle. Heads that add to the same rows of dq and dk are swept by one thread, in the same order for any number of
   // threads.
   template <class F>
   void sweep(Sweep* sweep, int64_t first, int64_t count, int64_t n, bool want_output, F ends) const {

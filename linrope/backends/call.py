@@ -191,7 +191,7 @@ def transformed() -> bool:
 
 
 def traced(call: Call) -> bool:
-    """True if kernels may get the call's tensors through an operator only, which stands for them in a trace.
+    """True if the call's tensors may reach the kernels only through an operator, which stands for them in a trace.
 
     That is in torch.compile, in torch.func's transformations and in dispatch modes (FakeTensorMode), or if the tensors
     are fake.

@@ -114,7 +114,7 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
 
 
 def _is_contiguous(state: LinearAttentionState, *, one_token: bool = False) -> bool:
-    """True if the kernels can update the state in place. Only a step can if kv lies in memory as (b, g, e, f)."""
+    """True if the kernels can update the state in place. If kv lies in memory as (b, g, e, f), only a step can."""
     kv = state.kv.mT if one_token and not state.kv.is_contiguous() else state.kv
     return all(x is None or x.is_contiguous() for x in (kv, state.z, state.angle))
 

@@ -30,7 +30,7 @@ def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
     q, k, backend_map, q_scale, k_scale = map_features(q, k, fmap, request.key_mask, tokens)
     stabilized = None
     if k_scale is not None:
-        # The scales of keys decay with their values, so each value head has its own.
+        # The running maximum of the scales decays by log_decay, which each value head has of its own.
         share = request.v.shape[2] // k.shape[2]
         q, k, q_scale, k_scale = repeat_heads(share, q, k, q_scale, k_scale)
         stabilized = stabilize(

@@ -83,9 +83,9 @@ def linear_rope_attention(
     Args:
         q: (b, n, h, d) queries; float64, float32, bfloat16 or float16.
         k: (b, m, g, d) keys; query head i reads key/value head i // (h/g).
-        v: (b, m, g, e) values. They may have more heads than k, a multiple, if q has no more heads than k: head i then
-            reads head i // share of q and k, as if these were repeated, and g and h count the heads of v in all that
-            follows. Mamba-2 shares C and B so. backend="native" makes no copies.
+        v: (b, m, g, e) values. If q has as many heads as k, v may have ``share`` times as many. Head i of v then reads
+            head i // share of q and k, as if these were repeated. In all that follows, g and h are then the number of
+            heads of v. Mamba-2 shares its C and B in this way. backend="native" makes no copies.
         feature_map: the name or FeatureMap of phi and psi. None: q and k already are features.
         rotary: the rotation R with its frequencies theta. None: plain linear attention (eq. 18).
         causal: whether query i sees only the keys j <= i of this call. If False, it sees all of them. Every query sees
