@@ -81,8 +81,10 @@ class Call(Method, Places, Inputs):
 
     def with_repeated_heads(self) -> "Call":
         """The same call with a copy of q and k for every value head."""
-        q, k = repeat_heads(self.share, self.q, self.k)
-        return self if k is self.k else replace(self, q=q, k=k)
+        if self.share == 1:
+            return self
+        q, k = repeat_heads(self.v, self.q, self.k)
+        return replace(self, q=q, k=k)
 
     @property
     def bounds(self) -> Tensor | None:
@@ -153,11 +155,14 @@ def sums_of(state: LinearAttentionState | None) -> Sums | None:
     return None if state is None else Sums(state.kv, state.z, state.angle)
 
 
-def repeat_heads(share: int, *tensors: Any) -> tuple[Any, ...]:
-    """Each tensor (b, n, heads, ..) or None, with every head ``share`` times."""
-    if share == 1:
-        return tensors
-    return tuple(None if x is None else x.repeat_interleave(share, 2) for x in tensors)
+def repeat_heads(v: Tensor, *tensors: Any) -> list[Any]:
+    """Each tensor (b, n, heads, ..) or None, with its heads repeated: as many as v has. A single head is not copied."""
+
+    def repeated(x: Tensor) -> Tensor:
+        share = v.shape[2] // x.shape[2]
+        return x if share == 1 else x.unsqueeze(3).expand(*x.shape[:3], share, *x.shape[3:]).flatten(2, 3)
+
+    return [None if x is None else repeated(x) for x in tensors]
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:

@@ -214,8 +214,8 @@ def _first_positions(request: Request, shard: Layout) -> Tensor:
 
 def _empty_state(request: Request, position: Tensor) -> LinearAttentionState:
     """A state without keys, for sequences that begin at position (s,)."""
-    (_, _, g, d), fmap, v, before = request.k.shape, check(request), request.v, request.state
-    f, e, s = d if fmap is None else fmap.feature_dim, v.shape[3], len(position)
+    fmap, v, before, s = check(request), request.v, request.state, len(position)
+    g, e, f = *v.shape[2:], request.k.shape[3] if fmap is None else fmap.feature_dim
     kv_dtype = torch.promote_types(v.dtype, torch.float32) if before is None else before.kv.dtype
     kv = v.new_zeros(s, g, f, e, dtype=kv_dtype)
     z = v.new_zeros(s, g, f, dtype=torch.float64 if before is None else before.z.dtype)

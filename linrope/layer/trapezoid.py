@@ -112,7 +112,7 @@ def trapezoidal_attention(
     Args:
         q: (b, n, h, d) queries.
         k: (b, n, g, d) keys; query head i reads key/value head i // (h/g).
-        v: (b, n, g, e) values.
+        v: (b, n, g, e) values. As in ``linear_rope_attention`` they may have more heads than k; g counts those of v.
         share: lambda, (b, n, g), from 0 to 1.
         write: w, (b, n, g); None: 1.
         feature_map: phi and psi; None: q and k already are features. Signed maps are allowed. The map must not depend
@@ -146,7 +146,8 @@ def trapezoidal_attention(
     >>> torch.testing.assert_close(euler, plain)
     """
     checks.check_tensors(q, k, v, causal=True)
-    q, k = repeat_heads(v.shape[2] // k.shape[2], q, k)
+    if v.shape[2] > k.shape[2]:
+        q, k = repeat_heads(v, q, k)
     (b, n, g, d), device = k.shape, k.device
     checks.check_mask(key_mask, b, n, device)
     checks.check_packing(cu_seqlens, b, n, n, device)

@@ -75,6 +75,7 @@ class Generation:
     session: Path | None = None
     inbox: Any = None
     states: list[Any] | None = None  # to continue from; if there is a session, at the end the last ones
+    submitted: bool = False
     slot: int = -1  # the row in the pools, while it runs
     generated: int = 0
     finish_reason: str | None = None  # "stop", "length", or None: not finished
@@ -115,13 +116,14 @@ class Engine:
     bytes of the other prompts, in one packed call. A long prompt therefore delays the others by one such call per byte.
 
     Args:
-        model: a model with linear attention and a vocabulary of the 256 bytes.
+        model: a model on the CPU with linear attention and a vocabulary of the 256 bytes. The engine freezes it.
         slots: how many generations run at once.
         queue: how many more may wait.
         budget: the number of prompt bytes in one step, at least 16; None: as many as the model reads in 15 ms.
 
     Raises:
-        ValueError: the model has another kind of attention or another vocabulary, or a number is too small.
+        ValueError: the model has another kind of attention, another vocabulary or another device, or a number is too
+            small.
 
     >>> from linrope.models import LanguageModel, LanguageModelConfig
     >>> from linrope.models.batching import Engine, Generation
@@ -143,6 +145,8 @@ class Engine:
                 f"model: got {config.attention!r} attention and {config.vocab_size} tokens, expected linear attention "
                 "and a vocabulary of the 256 bytes"
             )
+        if (device := model.embed.weight.device).type != "cpu":
+            raise ValueError(f"model: got one on {device}, expected the CPU")
         for name, value, least in (("slots", slots, 1), ("queue", queue, 0), ("budget", budget, 16)):
             if value is not None and value < least:
                 raise ValueError(f"{name}={value}: expected at least {least}")
@@ -151,7 +155,9 @@ class Engine:
         self.pool: list[Any] = [state.reorder(torch.zeros(slots, dtype=torch.int64)) for state in self.empty]
         self.prepared = None if DecodingStep.why_not(model, self.pool) else DecodingStep(model, self.pool)
         self.budget = budget or self.measured_budget()
-        weights = (x.numpy().tobytes() for x in model.state_dict().values())
+        weights = (
+            x.contiguous().flatten().view(torch.uint8).numpy().tobytes() for x in model.state_dict().values()
+        )
         self.digest = hashlib.sha256(b"".join([repr(model.config).encode(), *weights])).hexdigest()
         self.free, self.stopped, self.changed = list(range(slots)), False, threading.Condition()
         self.running: list[Generation] = []
@@ -173,13 +179,19 @@ class Engine:
         """Puts a generation into the queue. False: the queue is full.
 
         Raises:
-            ValueError: the generation has nothing to read.
+            ValueError: the generation has nothing to read, was submitted before, or its states do not fit the model.
         """
         if not generation.unread:
             raise ValueError("unread: got no bytes, expected at least one")
+        if generation.submitted:
+            raise ValueError("generation: got one that was submitted before, expected a new one")
+        shapes, expected = ([x.kv.shape for x in y] for y in (generation.states or self.empty, self.empty))
+        if shapes != expected:
+            raise ValueError(f"states: got shapes {shapes}, expected {expected}")
         with self.changed:
             room = len(self.running) + len(self.waiting) < self.slots + self.queue
             if room:
+                generation.submitted = True
                 self.waiting.append(generation)
                 self.changed.notify()
         return room

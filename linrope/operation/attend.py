@@ -26,13 +26,15 @@ def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
     log_decay = log_decay_of_tokens(request.decay, request.log_decay, request.key_mask, tokens, k.shape[1])
     angle_steps = steps_of_tokens(request.angle_steps, request.key_mask, state, tokens)
     xpos_log_decay = None if rotary is None or rotary.fade is None else rotary.fade.to(k.device)
+    if request.rope_order == "before" and rotary is not None and rotary.heads > k.shape[2]:
+        q, k = repeat_heads(request.v, q, k)  # every value head has its own theta
     q, k, rotary = scale_and_rotate(q, k, fmap, rotary, request.rope_order, tokens)
     q, k, backend_map, q_scale, k_scale = map_features(q, k, fmap, request.key_mask, tokens)
     stabilized = None
     if k_scale is not None:
         # The running maximum of the scales decays by log_decay, which each value head has of its own.
-        share = request.v.shape[2] // k.shape[2]
-        q, k, q_scale, k_scale = repeat_heads(share, q, k, q_scale, k_scale)
+        if request.v.shape[2] > k.shape[2]:
+            q, k, q_scale, k_scale = repeat_heads(request.v, q, k, q_scale, k_scale)
         stabilized = stabilize(
             k=k,
             log_scale=k_scale,

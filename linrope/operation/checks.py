@@ -119,7 +119,9 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, causal: bool) -> None:
         raise ValueError(f"{', '.join(named)}: got {got}, expected one device")
     (b, m, g, d), (q_b, n, h, q_d), (v_b, v_m, v_g, e) = k.shape, q.shape, v.shape
     if b != v_b or m != v_m or g > v_g or (g and v_g % g):
-        raise ValueError(f"k, v: got {tuple(k.shape)}, {tuple(v.shape)}, expected (b, m, g, d), (b, m, g, e)")
+        raise ValueError(
+            f"k, v: got {tuple(k.shape)}, {tuple(v.shape)}, expected (b, m, g, d), (b, m, a multiple of g, e)"
+        )
     if q_b != b:
         raise ValueError(f"k: got batch {b}, expected q's {q_b}")
     if q_d != d or d == 0:

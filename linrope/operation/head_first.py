@@ -24,9 +24,10 @@ def suspected(request: Request) -> bool:
     m, g = k.shape[1:3]
     if m in (0, g):
         return False
-    swapped = (g, m)
-    if v.shape[1:3] == swapped or _queries_swapped(q, k):
+    if v.shape[1] != m == v.shape[2] or _queries_swapped(q, k):
         return True
+    g = v.shape[2]  # gates, steps, theta and states have v's heads
+    swapped = (g, m)
     per_token = (request.log_decay, request.angle_steps)
     return (
         any(isinstance(x, Tensor) and x.shape[1:3] in (swapped, (g, 1)) for x in per_token)

@@ -103,6 +103,14 @@ def test_value_heads_share_queries_and_keys(
     check(contract, q, k, v, state, causal=causal, key_mask=random_mask(b, CHUNK + 6), **how)
 
 
+@every_contract("reference", "eager", "native", skip=lambda contract, *_: contract.rounding > 0)
+def test_theta_of_value_heads_turns_shared_queries_and_keys_before_the_map(contract: Contract) -> None:
+    q, k, _ = randoms(1, 30, 2, 8)
+    v, generator = randoms(1, 30, 6, 5)[2], torch.Generator().manual_seed(0)
+    how = {"rotary": Rotary(8, theta=torch.rand(6, 4, generator=generator)), "rope_order": "before"}
+    check(contract, q, k, v, random_state(k, v, how), **how)
+
+
 @every_contract(
     "eager",
     "native",

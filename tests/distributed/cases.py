@@ -80,6 +80,8 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "xPos": lambda n: {"rotary": Rotary(D, xpos=50.0), "positions": gaps(n), "log_decay": gates(n)},
     "a map with positions": lambda n: {"feature_map": feature_maps.make("cosformer", D, max_length=200)},
     "rotated before the map": lambda n: {"rotary": Rotary(D), "rope_order": "before", "log_decay": gates(n)},
+    "values of more heads": lambda n: {"rotary": theta_per_head(), "log_decay": gates(n), "key_heads": 1},
+    "values of more heads, both ways": lambda n: {"rotary": Rotary(D), "causal": False, "key_heads": 1},
     "bidirectional": lambda n: {"rotary": Rotary(D), "causal": False, "key_mask": mask(n)},
     "bidirectional steps": lambda n: {"rotary": Rotary(D), "causal": False, "angle_steps": steps(n)},
     "bidirectional exponentials": lambda n: {"rotary": Rotary(D), "causal": False, "feature_map": "exp"},
@@ -116,6 +118,9 @@ def results(
     weight: Tensor, share: float, *, whole_state: bool,
 ) -> dict[str, Tensor]:  # fmt: skip
     """out, the last state and all gradients; share: of the last state's part of the loss."""
+    if heads := how.get("key_heads"):  # q and k then have fewer heads than v
+        q, k, weight = q[:, :, :heads], k[:, :, :heads], weight[:, :, : v.shape[2]]
+        how = {name: x for name, x in how.items() if name != "key_heads"}
     leaves = {"q": q, "k": k, "v": v}
     leaves |= {name: how[name] for name in ("log_decay", "angle_steps", "decay") if how.get(name) is not None}
     leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}

@@ -139,3 +139,26 @@ def test_a_generation_without_bytes_is_refused(model) -> None:
         engine.submit(batching.Generation([]))
     with pytest.raises(ValueError, match="session: got None"):
         engine.load(batching.Generation([1]))
+
+
+def test_a_generation_that_does_not_fit_is_refused_before_it_joins(model) -> None:
+    engine = batching.Engine(model, slots=2, queue=0, budget=64)
+    two_rows = [state.reorder(torch.tensor([0, 0])) for state in engine.empty]
+    for states in (two_rows, engine.empty * 2):
+        with pytest.raises(ValueError, match="states: got shapes"):
+            engine.submit(batching.Generation([1], states=states))
+    generation = batching.Generation([1], max_tokens=1)
+    assert engine.submit(generation)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="submitted before"):
+            engine.submit(generation)
+        engine.step()
+
+
+def test_an_engine_runs_a_model_in_bfloat16(model) -> None:
+    engine = batching.Engine(model.bfloat16(), slots=1, queue=0, budget=64)
+    generation = batching.Generation([1, 2], max_tokens=3)
+    engine.submit(generation)
+    while generation.finish_reason is None:
+        engine.step()
+    assert generation.generated == 3

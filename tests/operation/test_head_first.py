@@ -62,6 +62,13 @@ def test_head_first_gates_are_named() -> None:
         call(RIGHT, RIGHT, RIGHT, log_decay=torch.zeros(B, H, N))
 
 
+def test_tensors_of_values_with_more_heads_are_named() -> None:
+    few, values = RIGHT[:, :, :2], tensors(B, N, 2 * H)
+    for v, gates in ((tensors(B, 2 * H, N), None), (values, torch.zeros(B, 2 * H, N))):
+        with pytest.raises(ValueError, match=re.escape(HINT)):
+            call(few, few, v, log_decay=gates)
+
+
 def test_packed_head_first_tensors_are_named() -> None:
     with pytest.raises(ValueError, match=re.escape(HINT)):
         call(*[tensors(1, H, N)] * 3, cu_seqlens=torch.tensor([0, 5, N]))
