@@ -185,9 +185,10 @@ class Engine:
             raise ValueError("unread: got no bytes, expected at least one")
         if generation.submitted:
             raise ValueError("generation: got one that was submitted before, expected a new one")
-        shapes, expected = ([x.kv.shape for x in y] for y in (generation.states or self.empty, self.empty))
-        if shapes != expected:
-            raise ValueError(f"states: got shapes {shapes}, expected {expected}")
+        if generation.states is not None:
+            shapes, expected = ([x.kv.shape for x in y] for y in (generation.states, self.empty))
+            if shapes != expected:
+                raise ValueError(f"states: got shapes {shapes}, expected {expected}")
         with self.changed:
             room = len(self.running) + len(self.waiting) < self.slots + self.queue
             if room:
