@@ -109,7 +109,7 @@ def parse(body: Any, model: str, sessions: Path | None) -> Generation:
         seed=number(body, "seed", None, int, -(2**63), 2**63 - 1),
         stops=[to_bytes("stop", stop, LONGEST_STOP) for stop in stops],
         session=sessions / f"{session}.pt" if sessions and session else None,
-        inbox=asyncio.Queue(),  # of texts and exceptions; None: the end
+        inbox=asyncio.Queue(),  # receives texts and exceptions, and None at the end
     )
 
 

@@ -80,7 +80,7 @@ class Call(Method, Places, Inputs):
         return self.v.shape[2] // self.k.shape[2]
 
     def with_repeated_heads(self) -> "Call":
-        """The same call with a copy of q and k for every value head."""
+        """Repeats the heads of q and k, so that each value head has a query and a key of its own."""
         if self.share == 1:
             return self
         q, k = repeat_heads(self.v, self.q, self.k)

@@ -157,7 +157,7 @@ def _last_inputs(before: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor
     """The last taps - 1 inputs of each sequence, (s, taps - 1, c), from those before this call and x (b, n, c)."""
     width, n = before.shape[1], x.shape[1]
     if cu_seqlens is None:
-        # A comparison would fix the length of an exported graph.
+        # While compiling, n is not compared: that would fix the length of an exported graph.
         if torch.compiler.is_compiling() or n < width:
             return torch.cat((before, x), 1)[:, n:].clone()  # a view would keep all inputs in memory
         return x[:, n - width :].clone()
@@ -166,7 +166,7 @@ def _last_inputs(before: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor
     slots = torch.arange(width, device=x.device)
     # The token of each last input. An index below its sequence's first token stands for an input before this call.
     index = bounds[1:, None] - width + slots
-    # How many inputs before the sequence are needed, counted back.
+    # The number of inputs that come from before the sequence.
     missing = (bounds[:-1, None] - index).clamp(min=0)
     old = before.gather(1, (width - missing).clamp(max=width - 1)[..., None].expand_as(before))
     if n == 0:

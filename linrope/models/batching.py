@@ -112,8 +112,9 @@ Pieces = list[tuple[Generation, str | Exception | None]]
 class Engine:
     """Runs generations together on one thread. Each has a slot, a row in every block's pool of states.
 
-    A step generates one byte for every running generation whose prompt has been read. It also reads up to ``budget``
-    bytes of the other prompts, in one packed call. A long prompt therefore delays the others by one such call per byte.
+    Each step generates one byte for every generation that has read its prompt. The other generations then read up to
+    ``budget`` bytes of their prompts, together, in one packed call of the model. A long prompt therefore delays the
+    others by one such call for each byte that they generate.
 
     Args:
         model: a model on the CPU with linear attention and a vocabulary of the 256 bytes. The engine freezes it.
