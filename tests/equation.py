@@ -16,6 +16,7 @@ from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary
 from linrope.feature_maps import FeatureMap
+from tests.oracle import DATA
 
 NOTHING_KEPT = -1e4  # the least log_decay: less would keep nothing either
 NO_KEYS = -1e30  # the log_scale of a state without keys
@@ -27,7 +28,7 @@ ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": lambda x: x / (1 + (-x).exp()),
 }
 Change = Callable[[Tensor], Tensor]
-_OF_TOKENS = ("log_decay", "angle_steps", "key_mask", "positions", "key_positions")
+_OF_TOKENS = (*DATA, "key_mask", "positions", "key_positions")
 
 
 @dataclass
@@ -87,9 +88,7 @@ class Equation:
         dims = {"out": 1, "den": 1, "kv": 0, "z": 0}
         joined = {name: torch.cat([getattr(x, name) for x in sizes], dims[name]) for name in dims}
         self.sizes = Sizes(**joined, lost=sizes[0].lost)
-        unused = sum(
-            0 * how[name].sum() for name in ("log_decay", "angle_steps") if how.get(name) is not None
-        )
+        unused = sum(0 * how[name].sum() for name in DATA if how.get(name) is not None)
         return torch.cat(outs, 1) + unused, replace(states[0], **tensors)
 
 
@@ -100,6 +99,7 @@ def _attend(
     causal: bool = True, normalize: bool = True, eps: float = 1e-6, eps_mode: str = "clamp",
     positions: Tensor | None = None, key_positions: Tensor | None = None, decay: Tensor | None = None,
     log_decay: Tensor | None = None, angle_steps: Tensor | None = None, key_mask: Tensor | None = None,
+    write: Tensor | None = None,
 ) -> tuple[Tensor, LinearAttentionState, Sizes]:  # fmt: skip
     (b, n, h, _), (_, m, g, _), e = q.shape, k.shape, v.shape[3]
     mask = torch.ones(b, m, dtype=torch.bool) if key_mask is None else key_mask
@@ -115,6 +115,8 @@ def _attend(
             rotary = None
     (phi, q_scale), (psi, k_scale) = _features(feature_map, q, k.masked_fill(hidden, 0), given, at_keys)
     psi, v = psi.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+    if write is not None:
+        v = v * write[..., None].masked_fill(hidden, 0)
     if state is None:
         zeros = v.new_zeros(b, g, psi.shape[3], e)
         state = LinearAttentionState(zeros, zeros[..., 0], start, "")

@@ -20,6 +20,7 @@ NATIVE = pytest.param(
 )
 FAST = ("eager", NATIVE)  # for float32, bfloat16, float16
 MAPS = (*POSITIVE, *SIGNED)
+DATA = ("log_decay", "angle_steps", "write")  # besides q, k and v, what each token has that gradients flow to
 every_kernel = pytest.mark.parametrize("backend", ["reference", "eager", NATIVE, "triton"])
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_fast = pytest.mark.parametrize("backend", FAST)
@@ -105,7 +106,7 @@ def everything(
     call: Callable[..., Any] = linear_rope_attention, **how: Any,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Output, last state, and the gradients of all inputs through all of them."""
-    data = {name: how.pop(name) for name in ("log_decay", "angle_steps") if how.get(name) is not None}
+    data = {name: how.pop(name) for name in DATA if how.get(name) is not None}
     leaves = {"dq": q, "dk": k, "dv": v, **{f"d{name}": x for name, x in data.items()}}
     leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
     how |= {name: leaves[f"d{name}"] for name in data}

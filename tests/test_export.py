@@ -200,7 +200,7 @@ class Exact(nn.Module):
 
     def forward(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         a = self.forget(x)
-        return a, self.write(x, v, a), gated_norm(v, self.weight, eps=1e-12)
+        return a, self.write(x, a), gated_norm(v, self.weight, eps=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.:FutureWarning")

@@ -137,8 +137,8 @@ struct Inputs {  // the arguments that forward, backward and step have in common
   const Maybe& q;
   const Tensor &k, &v;
   int64_t feature_map;
-  const Maybe &log_decay, &theta, &positions, &key_positions, &angle_steps, &angle, &key_mask, &cu_seqlens, &kv, &z,
-      &slots;
+  const Maybe &log_decay, &write, &theta, &positions, &key_positions, &angle_steps, &angle, &key_mask, &cu_seqlens, &kv,
+      &z, &slots;
   int64_t layout;
   bool causal, normalize;
   double eps;
@@ -266,6 +266,7 @@ inline Call read_call(const Inputs& x) {
     STD_TORCH_CHECK(x.causal, "log_decay: got it with causal=False, expected none");
     c.log_decay = gate("log_decay", *x.log_decay, b, c.m, c.g, false, -1);
   }
+  if (x.write) c.write = gate("write", *x.write, b, c.m, c.g, true, -1);
   if (x.key_mask) {
     check_shape("key_mask", *x.key_mask, {b, c.m}), check_type("key_mask", *x.key_mask, ScalarType::Bool, "bool");
     c.key_mask = (const bool*)x.key_mask->data_ptr();

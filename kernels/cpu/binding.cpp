@@ -89,11 +89,11 @@ static void check_angle_heads(const Call& c) {
 
 using OutAndState = std::tuple<Tensor, Tensor, Tensor>;
 
-static OutAndState forward(Maybe q, Tensor k, Tensor v, int64_t feature_map, Maybe log_decay, Maybe theta,
-                           Maybe positions, Maybe key_positions, Maybe angle_steps, Maybe angle, Maybe key_mask,
+static OutAndState forward(Maybe q, Tensor k, Tensor v, int64_t feature_map, Maybe log_decay, Maybe write,
+                           Maybe theta, Maybe positions, Maybe key_positions, Maybe angle_steps, Maybe angle, Maybe key_mask,
                            Maybe cu_seqlens, Maybe kv, Maybe z, Maybe slots, int64_t layout, bool causal,
                            bool normalize, double eps, bool add_eps, bool want_state) {
-  Call c = read_call({q, k, v, feature_map, log_decay, theta, positions, key_positions, angle_steps, angle, key_mask,
+  Call c = read_call({q, k, v, feature_map, log_decay, write, theta, positions, key_positions, angle_steps, angle, key_mask,
                       cu_seqlens, kv, z, slots, layout, causal, normalize, eps, add_eps});
   if (slots) check_angle_heads(c);
   const Schedule schedule(c);
@@ -111,19 +111,20 @@ static OutAndState forward(Maybe q, Tensor k, Tensor v, int64_t feature_map, May
   return {out, last_kv, last_z};
 }
 
-static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
-    Maybe g_out, Maybe g_kv, Maybe g_z, Maybe q, Tensor k, Tensor v, int64_t feature_map, Maybe log_decay, Maybe theta,
-    Maybe positions, Maybe key_positions, Maybe angle_steps, Maybe angle, Maybe key_mask, Maybe cu_seqlens, Maybe kv,
+static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    Maybe g_out, Maybe g_kv, Maybe g_z, Maybe q, Tensor k, Tensor v, int64_t feature_map, Maybe log_decay, Maybe write,
+    Maybe theta, Maybe positions, Maybe key_positions, Maybe angle_steps, Maybe angle, Maybe key_mask, Maybe cu_seqlens, Maybe kv,
     Maybe z, int64_t layout, bool causal, bool normalize, double eps, bool add_eps, bool want_log_decay,
-    bool want_angle_steps) {
+    bool want_angle_steps, bool want_write) {
   const Maybe none;
-  Call c = read_call({q, k, v, feature_map, log_decay, theta, positions, key_positions, angle_steps, angle, key_mask,
+  Call c = read_call({q, k, v, feature_map, log_decay, write, theta, positions, key_positions, angle_steps, angle, key_mask,
                       cu_seqlens, kv, z, none, layout, causal, normalize, eps, add_eps});
   const auto type = k.scalar_type();
   const int64_t b = k.size(0);
   STD_TORCH_CHECK(q || !g_out, "g_out: got it without q, expected none");
   STD_TORCH_CHECK(!want_angle_steps || c.angle_steps.data, "want_angle_steps: got it without angle_steps");
   STD_TORCH_CHECK(!want_log_decay || c.log_decay.data, "want_log_decay: got it without log_decay");
+  STD_TORCH_CHECK(!want_write || c.write.data, "want_write: got it without write");
   if (g_out) {
     check_shape("g_out", *g_out, {b, c.n, c.h, c.e}), check_rows("g_out", *g_out, type);
     c.dout = view(*g_out);
@@ -145,6 +146,7 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backwa
   Tensor dq = q ? empty(shared, {b, c.n, c.h / c.added, c.f}, !g_out || c.added > 1) : empty(shared, {0});
   Tensor dk = empty(shared, {b, c.m, c.g / c.added, c.f}, c.added > 1), dv = empty(type, {b, c.m, c.g, c.e});
   Tensor d_log_decay = want_log_decay ? empty(ScalarType::Float, {b, c.m, c.g}) : empty(ScalarType::Float, {0});
+  Tensor d_write = want_write ? empty(ScalarType::Float, {b, c.m, c.g}) : empty(ScalarType::Float, {0});
   Tensor d_angle_steps =
       want_angle_steps ? empty(ScalarType::Float, {b, c.m, c.g, c.pairs}) : empty(ScalarType::Float, {0});
   Tensor dkv = kv ? empty(ScalarType::Float, {c.sequences, c.g, c.f, c.e}) : empty(ScalarType::Float, {0});
@@ -152,20 +154,21 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backwa
   if (q) c.dq = view(dq);
   c.dk = view(dk), c.dv = view(dv);
   if (want_log_decay) c.d_log_decay = (float*)d_log_decay.data_ptr();
+  if (want_write) c.d_write = (float*)d_write.data_ptr();
   if (want_angle_steps) c.d_angle_steps = (float*)d_angle_steps.data_ptr();
-  for (const Tensor* x : {&dq, &dk, &dv, &d_log_decay, &d_angle_steps})
+  for (const Tensor* x : {&dq, &dk, &dv, &d_log_decay, &d_write, &d_angle_steps})
     if (x->dim() > 1) zero_outside(schedule, *x);
   std::vector<float> saved(g_out && causal ? 2 * b * c.n * c.h : 0);
   c.inverse_den = saved.data(), c.dden = saved.data() + saved.size() / 2;
   run_backward(schedule, {kv ? (float*)dkv.data_ptr() : nullptr, kv ? (double*)dz.data_ptr() : nullptr});
-  return {dq, dk, dv, d_log_decay, d_angle_steps, dkv, dz};
+  return {dq, dk, dv, d_log_decay, d_angle_steps, d_write, dkv, dz};
 }
 
-static Tensor step(Tensor q, Tensor k, Tensor v, int64_t feature_map, Maybe log_decay, Maybe theta, Maybe positions,
-                   Maybe key_positions, Maybe angle_steps, Maybe angle, Maybe key_mask, Tensor kv, Tensor z,
+static Tensor step(Tensor q, Tensor k, Tensor v, int64_t feature_map, Maybe log_decay, Maybe write, Maybe theta,
+                   Maybe positions, Maybe key_positions, Maybe angle_steps, Maybe angle, Maybe key_mask, Tensor kv, Tensor z,
                    Maybe slots, int64_t layout, bool normalize, double eps, bool add_eps, bool advance) {
   const Maybe query = q, state = kv, sums = z, none;
-  Call c = read_call({query, k, v, feature_map, log_decay, theta, positions, key_positions, angle_steps, angle,
+  Call c = read_call({query, k, v, feature_map, log_decay, write, theta, positions, key_positions, angle_steps, angle,
                       key_mask, none, state, sums, slots, layout, true, normalize, eps, add_eps, true});
   STD_TORCH_CHECK(c.n == 1, "q: got ", c.n, " tokens, expected 1");
   int64_t* position = nullptr;
@@ -193,19 +196,19 @@ static Tensor step(Tensor q, Tensor k, Tensor v, int64_t feature_map, Maybe log_
 
 STABLE_TORCH_LIBRARY(linrope_native, m) {
   m.def(
-      "forward(Tensor? q, Tensor k, Tensor v, int feature_map, Tensor? log_decay, Tensor? theta, Tensor? positions, "
-      "Tensor? key_positions, Tensor? angle_steps, Tensor? angle, Tensor? key_mask, Tensor? cu_seqlens, Tensor? kv, "
-      "Tensor? z, Tensor? slots, int layout, bool causal, bool normalize, float eps, bool add_eps, bool want_state) "
+      "forward(Tensor? q, Tensor k, Tensor v, int feature_map, Tensor? log_decay, Tensor? write, Tensor? theta, "
+      "Tensor? positions, Tensor? key_positions, Tensor? angle_steps, Tensor? angle, Tensor? key_mask, "
+      "Tensor? cu_seqlens, Tensor? kv, Tensor? z, Tensor? slots, int layout, bool causal, bool normalize, float eps, bool add_eps, bool want_state) "
       "-> (Tensor, Tensor, Tensor)");
   m.def(
       "backward(Tensor? g_out, Tensor? g_kv, Tensor? g_z, Tensor? q, Tensor k, Tensor v, int feature_map, "
-      "Tensor? log_decay, Tensor? theta, Tensor? positions, Tensor? key_positions, Tensor? angle_steps, Tensor? angle, "
-      "Tensor? key_mask, Tensor? cu_seqlens, Tensor? kv, Tensor? z, int layout, bool causal, bool normalize, float eps, "
-      "bool add_eps, bool want_log_decay, bool want_angle_steps) "
-      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "Tensor? log_decay, Tensor? write, Tensor? theta, Tensor? positions, Tensor? key_positions, Tensor? angle_steps, "
+      "Tensor? angle, Tensor? key_mask, Tensor? cu_seqlens, Tensor? kv, Tensor? z, int layout, bool causal, "
+      "bool normalize, float eps, bool add_eps, bool want_log_decay, bool want_angle_steps, bool want_write) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
-      "step(Tensor q, Tensor k, Tensor v, int feature_map, Tensor? log_decay, Tensor? theta, Tensor(d!)? positions, "
-      "Tensor? key_positions, Tensor? angle_steps, Tensor(a!)? angle, Tensor? key_mask, Tensor(b!) kv, Tensor(c!) z, "
+      "step(Tensor q, Tensor k, Tensor v, int feature_map, Tensor? log_decay, Tensor? write, Tensor? theta, "
+      "Tensor(d!)? positions, Tensor? key_positions, Tensor? angle_steps, Tensor(a!)? angle, Tensor? key_mask, Tensor(b!) kv, Tensor(c!) z, "
       "Tensor? slots, int layout, bool normalize, float eps, bool add_eps, bool advance=False) -> Tensor");
   m.def("convolve(Tensor x, Tensor weight, Tensor? bias, Tensor? before, Tensor? cu_seqlens, bool silu) -> Tensor");
   m.def(

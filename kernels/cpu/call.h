@@ -22,7 +22,7 @@ struct View {  // a (b, n, h, ·) tensor; strides in elements, the last one is 1
   int64_t batch, token, head;
 };
 
-struct Gate {  // log decay or angle steps (b, n, g[, pairs]), of any type; stride 0 along shared axes
+struct Gate {  // log decay, write or angle steps (b, n, g[, pairs]), of any type; stride 0 along shared axes
   const char* data;
   int type;
   int64_t batch, token, head, pair;
@@ -51,6 +51,7 @@ struct Call {
 
   Gate log_decay;          // null data: none
   Gate angle_steps;
+  Gate write;              // the factor of each value; null data: 1
   const int64_t* theta;    // (axes, 1 or g, pairs), 2^-64 turns
   int axes;
   int64_t theta_axis, theta_head;
@@ -71,6 +72,7 @@ struct Call {
   // (b, n, h): 1 / den and the gradient of den, which the sweep for dq leaves to the sweep for dk and dv
   float *inverse_den, *dden;
   float *d_log_decay;      // (b, m, g) or null
+  float *d_write;          // (b, m, g) or null
   float *d_angle_steps;    // (b, m, g, pairs) or null
 };
 

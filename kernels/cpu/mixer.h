@@ -89,8 +89,7 @@ inline Tensor mixer_step(Tensor x, int64_t h, bool has_gate, bool has_forget, bo
   if (weight) convolution.emplace(as_token(x, 0, channels), *weight, bias, inputs, none, slots, silu);
   const Maybe q = as_heads(mixed, 0, h, d);
   const Tensor k = as_heads(mixed, h * d, g, d), v = as_heads(mixed, (h + g) * d, g, e);
-  const Tensor written = tied || has_write ? empty(type, {b, 1, g, e}) : v;
-  Call c = read_call({q, k, written, feature_map, none, theta, where, none, none, none, none, none, state, sums, slots,
+  Call c = read_call({q, k, v, feature_map, none, none, theta, where, none, none, none, none, none, state, sums, slots,
                       layout, true, normalize, eps, false});
   int64_t* position = advancing_positions(c, starts);
   const Tensor out = empty(type, {b, 1, h, e});
@@ -99,18 +98,15 @@ inline Tensor mixer_step(Tensor x, int64_t h, bool has_gate, bool has_forget, bo
 
   // Everything is checked: from here on, the state is written
   if (convolution) convolution->y = {(char*)mixed.data_ptr(), channels, channels, 0}, run_convolve_step(*convolution);
-  std::vector<double> log_decay(has_forget || fixed ? b * g : 0);
-  const View from = view(v), to = view(written);
+  std::vector<double> log_decay(has_forget || fixed ? b * g : 0), written(tied || has_write ? b * g : 0);
   for (int64_t i = 0; i < b * g; i++) {
     const float* row = (const float*)x.data_ptr() + i / g * x.stride(0) + i % g;
     const double kept = has_forget ? log_sigmoid(row[forget_at]) : 0;
     if (!log_decay.empty()) log_decay[i] = kept + (fixed ? fixed[i % g] : 0);
-    if (!tied && !has_write) continue;
-    const float w = (float)(has_write ? 1 / (1 + std::exp(-(double)row[write_at])) : -std::expm1(kept));
-    const float* value = (const float*)from.data + i / g * from.batch + i % g * e;
-    for (int64_t j = 0; j < e; j++) ((float*)to.data)[i * e + j] = w * value[j];
+    if (!written.empty()) written[i] = has_write ? 1 / (1 + std::exp(-(double)row[write_at])) : -std::expm1(kept);
   }
   if (!log_decay.empty()) c.log_decay = {(const char*)log_decay.data(), kFloat64, g, g, 1, 0};
+  if (!written.empty()) c.write = {(const char*)written.data(), kFloat64, g, g, 1, 0};
   c.out = view(out);
   run_step(c, kv, z, position);
   for (int64_t i = 0; slots && i < b; i++) ((int64_t*)positions.data_ptr())[c.slots[i]] = position[i];

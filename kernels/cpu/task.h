@@ -66,9 +66,16 @@ struct Task {
       for (int i = 0; i < count; i++)
         if (!unmasked(token + direction * i)) zero(psi + i * s.F, s.F);
   }
-  void key_values(int64_t token, float* to, int block, float scale = 1) const {
-    if (unmasked(token)) values(s, v, token, to, block, scale);
+  void key_values(int64_t token, float* to, int block) const {
+    if (unmasked(token)) values(s, v, token, to, block, write(token));
     else zero_row(to, block, s.E);
+  }
+  // The factor of the token's value
+  float write(int64_t token) const {
+    const Gate& w = c.write;
+    if (!w.data) return 1;
+    const int64_t at = batch * w.batch + token * w.token + span.head * w.head;
+    return (float)read(w.data + at * size_of(w.type), w.type);
   }
   // The nearest place for an anchor at or before the token, and the next one after it or the span's end
   int64_t anchor_before(int64_t token) const { return token - (token - span.begin) % kAnchorDistance; }

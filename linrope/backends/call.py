@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from linrope.rotation.rotary import cos_sin_of_turns, spell_out, to_turns
+from linrope.sequence.decay import zero_hidden
 from linrope.sequence.packing import at_last, per_token, rising_bounds, sums_so_far
 from linrope.sequence.state import LinearAttentionState
 
@@ -26,6 +27,7 @@ class Inputs:
     v: Tensor  # (b, m, g, e)
     log_decay: Tensor | None = None  # (b or 1, m, g or 1) <= 0: gates plus fixed decay; causal only
     angle_steps: Tensor | None = None  # (b or 1, m, g or 1, pairs) in radians
+    write: Tensor | None = None  # (b or 1, m, g or 1): the factor of each value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +81,19 @@ class Call(Method, Places, Inputs):
         """Value heads per head of q and k; 1, unless v has more heads than they have."""
         return self.v.shape[2] // self.k.shape[2]
 
-    def with_repeated_heads(self) -> "Call":
-        """Repeats the heads of q and k, so that each value head has a query and a key of its own."""
-        if self.share == 1:
+    def expanded(self, *, round_values: bool = False) -> "Call":
+        """The same call, but each value head has a query and a key of its own, and values are multiplied by write.
+
+        The products are float32 or wider. With round_values they have v's dtype.
+        """
+        if self.share == 1 and self.write is None:
             return self
-        q, k = repeat_heads(self.v, self.q, self.k)
-        return replace(self, q=q, k=k)
+        (q, k), v = repeat_heads(self.v, self.q, self.k), self.v
+        if self.write is not None:
+            v, write = zero_hidden(v, self.key_mask), zero_hidden(self.write, self.key_mask)
+            v = v * write[..., None].to(torch.promote_types(v.dtype, torch.float32))
+            v = v.to(self.v.dtype) if round_values else v
+        return replace(self, q=q, k=k, v=v, write=None)
 
     @property
     def bounds(self) -> Tensor | None:
@@ -142,6 +151,7 @@ class Gradients(NamedTuple):
     v: Tensor
     log_decay: Tensor | None
     angle_steps: Tensor | None
+    write: Tensor | None
     kv: Tensor | None
     z: Tensor | None
 
@@ -159,8 +169,8 @@ def repeat_heads(v: Tensor, *tensors: Any) -> list[Any]:
     """Each tensor (b, n, heads, ..) or None, with its heads repeated: as many as v has. A single head is not copied."""
 
     def repeated(x: Tensor) -> Tensor:
-        share = v.shape[2] // x.shape[2]
-        return x if share == 1 else x.unsqueeze(3).expand(*x.shape[:3], share, *x.shape[3:]).flatten(2, 3)
+        share = v.shape[2] // max(1, x.shape[2])
+        return x if share <= 1 else x.unsqueeze(3).expand(*x.shape[:3], share, *x.shape[3:]).flatten(2, 3)
 
     return [None if x is None else repeated(x) for x in tensors]
 

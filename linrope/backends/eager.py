@@ -266,10 +266,10 @@ def _backward(
     """With the gradient g of out, gb = g / den, delta = -<gb, out>, or 0 where eps replaces den:
 
     dphi^_i = sum_j (gb_i v_j) e^(D_i - D_j) psi^_j + e^(D_i) S gb_i       dphi_i = R^T dphi^_i + delta_i z_i
-    dpsi^_j = sum_i (gb_i v_j) e^(D_i - D_j) phi^_i + e^(D_c - D_j) T v_j  dpsi_j = R^T dpsi^_j + w_j
+    dpsi^_j = sum_i (gb_i v_j) e^(D_i - D_j) phi^_i + e^(D_c - D_j) T v_j  dpsi_j = R^T dpsi^_j + tau_j
     dv_j    = sum_i e^(D_i - D_j) <phi^_i, psi^_j> gb_i + e^(D_c - D_j) T^T psi^_j
-    T       = gradient of S: a chunk decays it by e^(D_c) and adds e^(D_i) phi^_i gb_i^T; w = gradient of z
-    da_t    = sum_(i>=t) <phi_i, dphi_i> - <psi_i, dpsi_i> + <S, T> + <z, w>, all to the chunk's end
+    T       = gradient of S: a chunk decays it by e^(D_c) and adds e^(D_i) phi^_i gb_i^T; tau = gradient of z
+    da_t    = sum_(i>=t) <phi_i, dphi_i> - <psi_i, dpsi_i> + <S, T> + <z, tau>, all to the chunk's end
 
     Terms i = j cancel in da. Their rounding errors would not, so da is summed before they are added.
     domega_t = sum_(i>=t) <J phi^_i, dphi^_i> + <J psi^_i, dpsi^_i>, to the sequence's end; J a quarter turn
@@ -299,17 +299,17 @@ def _backward(
     d_phi += x.decayed(delta, Decay.queries) * z_read[:, :, None, None].to(x.dtype)
 
     t_of_chunk = x.xpos_into_chunk(transposed_product(phi_decayed, gb)[:, :, 0])
-    w_of_chunk = (x.decayed(x.phi, Decay.queries) * delta).double().sum((2, 3))
+    tau_of_chunk = (x.decayed(x.phi, Decay.queries) * delta).double().sum((2, 3))
     t_after, t_before = gradients_around(t_of_chunk, x.kv_log, x.queries, g_kv)
-    w_after, w_before = gradients_around(w_of_chunk, x.z_log, x.queries, g_z)
+    tau_after, tau_before = gradients_around(tau_of_chunk, x.z_log, x.queries, g_z)
     at_first = x.queries.reverse().last
-    d_kv, d_z = t_before.flip(0)[at_first], w_before.flip(0)[at_first]
+    d_kv, d_z = t_before.flip(0)[at_first], tau_before.flip(0)[at_first]
     if not call.causal:
-        t_after, w_after = d_kv[x.keys.owner], d_z[x.keys.owner]
+        t_after, tau_after = d_kv[x.keys.owner], d_z[x.keys.owner]
     t_keys = x.xpos_out_of_chunk(t_after)[:, :, None]
     d_psi_hat = x.decayed(product(x.v, t_keys.mT), Decay.keys)
     d_v = x.decayed(product(x.psi_hat, t_keys), Decay.keys)
-    d_psi = x.decayed(w_after[:, :, None, None].to(x.dtype).expand_as(x.psi), Decay.keys)
+    d_psi = x.decayed(tau_after[:, :, None, None].to(x.dtype).expand_as(x.psi), Decay.keys)
     if call.causal:
         weights = x.causal_scores(delta.expand(*delta.shape[:-1], delta.shape[-2]))
         if call.log_decay is not None:
@@ -323,7 +323,7 @@ def _backward(
     d_log = d_steps = None
     if call.log_decay is not None:
         change = ((x.phi * d_phi).sum((2, 4)) - (x.psi * d_psi).sum((2, 4))).double()
-        later = (kv[1] * t_after).sum((2, 3)) + (z[1] * w_after).sum(2)
+        later = (kv[1] * t_after).sum((2, 3)) + (z[1] * tau_after).sum(2)
         d_log = _sums_from(x, change[..., None], later)[..., 0]
         d_phi += x.rotated(x.xpos_within_chunk(diagonal_scores * x.psi_hat, 1), x.query_cos_sin, -1)
         d_phi += diagonal_weights * x.psi
@@ -342,6 +342,7 @@ def _backward(
         v=x.keys.put(d_v.masked_fill(x.hidden, 0).to(call.v.dtype), call.v),
         log_decay=d_log,
         angle_steps=d_steps,
+        write=None,
         kv=None if sums is None else d_kv.to(sums.kv.dtype),
         z=None if sums is None else d_z.to(sums.z.dtype),
     )

@@ -142,6 +142,7 @@ def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
         positions=call.positions.contiguous(),
         key_positions=contiguous(call.key_positions),
         log_decay=call.log_decay,
+        write=call.write,
         angle_steps=call.angle_steps,
         angle=angle,
         key_mask=call.key_mask,
@@ -182,7 +183,7 @@ def prepared_step(call: Call) -> list[Any]:
 def step_in_place(prepared: list[Any], state: LinearAttentionState, **token: Tensor | None) -> Tensor:
     """Attends with one token and overwrites a donated state, including its positions. Returns out.
 
-    prepared: see ``prepared_step``. token: q, k, v, log_decay and angle_steps.
+    prepared: see ``prepared_step``. token: q, k, v, log_decay, angle_steps and write.
     Raises RuntimeError before anything is written if the tensors do not fit each other, or a number is out of range.
     """
     arguments, index = prepared.copy(), _argument_indices(_ops.step.default)
@@ -262,9 +263,9 @@ def backward(
     q, k, v, _ = _kernel_qkv(call)
     if g_out is not None:
         g_out = with_dense_rows(g_out.to(v.dtype))
-    # Without tokens the library has no gradients of log_decay and angle_steps.
+    # Without tokens the library has no gradients of log_decay, angle_steps and write.
     has_tokens = call.k.shape[1] > 0
-    dq, dk, dv, d_log, d_steps, d_kv, d_z = _run(
+    dq, dk, dv, d_log, d_steps, d_write, d_kv, d_z = _run(
         _ops.backward.default,
         g_out=g_out,
         g_kv=contiguous(g_kv),
@@ -274,6 +275,7 @@ def backward(
         v=v,
         want_log_decay=has_tokens and call.log_decay is not None,
         want_angle_steps=has_tokens and call.angle_steps is not None,
+        want_write=has_tokens and call.write is not None,
         **_tensors(call, sums),
         **settings(call),
     )
@@ -283,6 +285,7 @@ def backward(
         v=dv.to(call.v.dtype),
         log_decay=_input_gradient(d_log if has_tokens else None, call.log_decay),
         angle_steps=_input_gradient(d_steps if has_tokens else None, call.angle_steps),
+        write=_input_gradient(d_write if has_tokens else None, call.write),
         kv=None if sums is None else d_kv,
         z=None if sums is None else d_z,
     )
@@ -294,6 +297,7 @@ def _tensors(call: Call, sums: Sums | None) -> dict[str, Any]:
         "positions": call.positions.contiguous(),
         "key_positions": contiguous(call.key_positions),
         "log_decay": call.log_decay,
+        "write": call.write,
         "angle_steps": call.angle_steps,
         "angle": None if sums is None else contiguous(sums.angle),
         "key_mask": contiguous(call.key_mask),

@@ -53,6 +53,7 @@ def supports(call: Call, state: LinearAttentionState | None) -> str | None:
 
 
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
+    call = call.expanded(round_values=True)  # the kernels multiply half-precision values as they are
     differentiates = torch.is_grad_enabled() and needs_gradients(call, state)
     step = call.causal and call.q is not None and call.k.shape[1] == 1 and call.cu_seqlens is None
     if step and not differentiates and not traced(call):
@@ -175,6 +176,7 @@ def backward(
         v=d.v,
         log_decay=d_log_decay,
         angle_steps=_d_angle_steps(call, d.angles),
+        write=None,
         kv=d_kv,
         z=d_z,
     )

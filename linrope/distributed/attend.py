@@ -132,7 +132,7 @@ def _describe(request: Request, shard: Layout) -> str:
             raise ValueError(f"state: got {state.sequences} sequences, expected the {documents} of all ranks")
     b, _, g, d = k.shape
     tensors = {"k": k, "v": v, "decay": request.decay, "log_decay": request.log_decay}
-    tensors |= {"angle_steps": request.angle_steps}
+    tensors |= {"angle_steps": request.angle_steps, "write": request.write}
     present = [name for name in (*tensors, "positions", "state") if getattr(request, name) is not None]
     steps = None if request.angle_steps is None else tuple(request.angle_steps.shape[2:])
     if state is not None and values_readable(state.position):
@@ -147,7 +147,7 @@ def _describe(request: Request, shard: Layout) -> str:
 
 def _with_gradients(request: Request) -> list[str]:
     """The arguments that the state of the keys passes gradients to."""
-    names = ("k", "v", "decay", "log_decay", "angle_steps")
+    names = ("k", "v", "decay", "log_decay", "angle_steps", "write")
     tensors: list[tuple[str, Tensor | None]] = [(name, getattr(request, name)) for name in names]
     if isinstance(request.feature_map, FeatureMap):
         tensors += [("feature_map", x) for x in request.feature_map.parameters()]
@@ -188,6 +188,7 @@ def _local_state(request: Request, shard: Layout, index: int) -> dict[str, Tenso
         cu_seqlens=None,
         log_decay=cut_if_any(request.log_decay),
         angle_steps=cut_if_any(request.angle_steps),
+        write=cut_if_any(request.write),
     )
     position = _first_positions(request, shard)[index].expand(b)
     if local.positions is not None and not axes and local.k.shape[1]:

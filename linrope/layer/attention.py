@@ -335,6 +335,7 @@ class LinearRoPEAttention(Mixer):
             "decay": self.decay,
             "log_decay": log_decay,
             "angle_steps": None if self.angle_steps is None else self.angle_steps(x),
+            "write": None if self.write_gate is None else self.write_gate(x, log_decay),
             "positions": positions,
             "key_positions": context_positions,
             "key_mask": key_mask,
@@ -347,13 +348,10 @@ class LinearRoPEAttention(Mixer):
             q = self._queries(self.q_proj(x) if q is None else q)
             result = self._attend_by_trapezoid(x, q, k, v, return_state, options)
         else:
-            written = v if self.write_gate is None else self.write_gate(x, v, log_decay)
             # The state of the keys travels to the other ranks while this rank projects q.
-            sent_shard = None if shard is None else shard.send_state(k, written, **options)
+            sent_shard = None if shard is None else shard.send_state(k, v, **options)
             q = self._queries(self.q_proj(x) if q is None else q)
-            result = linear_rope_attention(
-                q, k, written, return_state=return_state, shard=sent_shard, **options
-            )
+            result = linear_rope_attention(q, k, v, return_state=return_state, shard=sent_shard, **options)
         out, last = result if isinstance(result, tuple) else (result, None)
         if conv_inputs is not None:
             last = store_in_state("conv", conv_inputs, state, last)
@@ -369,15 +367,9 @@ class LinearRoPEAttention(Mixer):
                 "trapezoid=True: got float16 values, whose numerator may overflow; expected bfloat16, a wider dtype, "
                 "or normalize=False"
             )
-        log_decay, write = options["log_decay"], None
-        if self.write_gate is not None:
-            assert log_decay is not None
-            write = self.write_gate.factor(x, log_decay)
         implied = ("causal", "normalize", "key_positions", "rope_order")
         others: dict[str, Any] = {name: y for name, y in options.items() if name not in implied}
-        return trapezoidal_attention(
-            q, k, v, share=self.trapezoid(x), write=write, return_state=return_state, **others
-        )
+        return trapezoidal_attention(q, k, v, share=self.trapezoid(x), return_state=return_state, **others)
 
     def _check_context(self, shard: LayerShard | None) -> None:
         """Rejects a context beside a shard, or beside options for which key t and query t are the same token."""

@@ -93,10 +93,11 @@ class ForgetGate(nn.Module):
 class WriteGate(nn.Module):
     """Computes from each token how much of its value each head writes into the state.
 
-        w v,   w = 1 - f  (tied to the forget gate f)   or   w = sigmoid(W x + b)  (independent)
+        w = 1 - f  (tied to the forget gate f)   or   w = sigmoid(W x + b)  (independent)
 
-    It maps x (b, n, embed_dim), v (b, n, num_heads, e) and log f (b, n, num_heads) to w v in v's dtype. b starts such
-    that an independent gate begins like a tied one, and W starts small.
+    It maps x (b, n, embed_dim) and log f (b, n, num_heads) to w (b, n, num_heads) in float32 or wider, which is the
+    argument ``write`` of ``linear_rope_attention``. b starts such that an independent gate begins like a tied one, and
+    W starts small.
 
     Args:
         embed_dim: size of x.
@@ -107,8 +108,8 @@ class WriteGate(nn.Module):
     Source: the tied gates of the minimal GRU (arXiv 1603.09420) and of HGRN (arXiv 2311.04823).
 
     >>> from linrope.layer.selective import WriteGate
-    >>> x, v, log_decay = torch.zeros(1, 1, 16), torch.ones(1, 1, 2, 1), torch.tensor([[[-0.1, -3.0]]])
-    >>> WriteGate(16, 2, tied=True)(x, v, log_decay)[..., 0]
+    >>> x, log_decay = torch.zeros(1, 1, 16), torch.tensor([[[-0.1, -3.0]]])
+    >>> WriteGate(16, 2, tied=True)(x, log_decay)
     tensor([[[0.0952, 0.9502]]])
     """
 
@@ -136,17 +137,12 @@ class WriteGate(nn.Module):
             nn.init.normal_(self.weight, std=0.02)
             self.bias.copy_(-spread(len(self.bias), self.longest).logit())
 
-    def factor(self, x: Tensor, log_decay: Tensor) -> Tensor:
-        """w (b, n, num_heads), in float32 or wider."""
+    def forward(self, x: Tensor, log_decay: Tensor) -> Tensor:
         if self.weight is None or self.bias is None:
             return -torch.expm1(_exact(log_decay)).to(torch.promote_types(log_decay.dtype, torch.float32))
         wide = torch.promote_types(x.dtype, torch.float32)
         with full_precision(x.device):
             return F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)).sigmoid()
-
-    def forward(self, x: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
-        written: Tensor = v * self.factor(x, log_decay)[..., None]
-        return written.to(v.dtype)
 
     def extra_repr(self) -> str:
         return "tied" if self.weight is None else f"{self.weight.shape[1]}, num_heads={self.weight.shape[0]}"

@@ -146,8 +146,7 @@ def trapezoidal_attention(
     >>> torch.testing.assert_close(euler, plain)
     """
     checks.check_tensors(q, k, v, causal=True)
-    if v.shape[2] > k.shape[2]:
-        q, k = repeat_heads(v, q, k)
+    q, k = repeat_heads(v, q, k)
     (b, n, g, d), device = k.shape, k.device
     checks.check_mask(key_mask, b, n, device)
     checks.check_packing(cu_seqlens, b, n, n, device)
@@ -184,13 +183,14 @@ def trapezoidal_attention(
     result = linear_rope_attention(
         phi,
         key,
-        (value * factor[..., None]).to(key.dtype),
+        value.to(key.dtype),
         feature_map=None,
         rotary=rotary,
         normalize=False,
         decay=decay,
         log_decay=log_decay,
         angle_steps=angle_steps,
+        write=factor,
         positions=positions,
         key_mask=key_mask,
         cu_seqlens=cu_seqlens,

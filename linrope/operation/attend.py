@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from linrope import backends
-from linrope.backends import native
+from linrope.backends import eager, onnx, reference
 from linrope.backends.call import Call, needs_gradients, repeat_heads
 from linrope.common.writing import check_writable
 from linrope.feature_maps import FeatureMap
@@ -33,8 +33,7 @@ def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
     stabilized = None
     if k_scale is not None:
         # The running maximum of the scales decays by log_decay, which each value head has of its own.
-        if request.v.shape[2] > k.shape[2]:
-            q, k, q_scale, k_scale = repeat_heads(request.v, q, k, q_scale, k_scale)
+        q, k, q_scale, k_scale = repeat_heads(request.v, q, k, q_scale, k_scale)
         stabilized = stabilize(
             k=k,
             log_scale=k_scale,
@@ -52,6 +51,7 @@ def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
         v=request.v,
         log_decay=log_decay,
         angle_steps=angle_steps,
+        write=request.write,
         positions=tokens.positions,
         key_positions=tokens.key_positions,
         theta=None if rotary is None else rotary.turns(k.device),
@@ -68,10 +68,11 @@ def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
         want_state=request.return_state or _may_write(request.state, k),
     )
     backend = backends.choose(request.backend, call, state)
-    if backend is not native:
-        call = call.with_repeated_heads()
+    if backend in (eager, onnx, reference):
+        call = call.expanded()
     in_place = _writes_in_place(request.state, call)
     out, sums = backend.attend(call, state)
+    out = out.to(request.v.dtype)
     if stabilized is not None and q_scale is not None and not request.normalize:
         # The normalizer would cancel the scales that were split off the features. Without it they are put back.
         scale = q_scale + stabilized.maximum.repeat_interleave(call.group, 2)

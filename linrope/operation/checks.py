@@ -77,6 +77,7 @@ def check(request: Request) -> FeatureMap | None:
     check_mask(request.key_mask, b, m, device)
     check_decay(request.decay, g, causal, device)
     check_log_decay(request.log_decay, v, causal)
+    check_write(request.write, v)
     check_packing(request.cu_seqlens, b, n, m, device)
     fmap = resolve_map(request.feature_map, d)
     if request.normalize and fmap is not None and not fmap.positive:
@@ -226,6 +227,16 @@ def check_log_decay(log_decay: Tensor | None, v: Tensor, causal: bool) -> None:
         raise ValueError("log_decay: got causal=False, expected causal=True: a gate decays earlier keys")
     if values_readable(log_decay) and log_decay.numel() and float(log_decay.detach().max()) > 0:
         raise ValueError(f"log_decay: got up to {float(log_decay.detach().max()):.3g}, expected numbers <= 0")
+
+
+def check_write(write: Tensor | None, v: Tensor) -> None:
+    if write is None:
+        return
+    _check_floating("write", write, v.device)
+    if write.ndim != 3 or not _broadcasts(write.shape, v.shape[:3], (0, 2)):
+        raise ValueError(
+            f"write: got shape {tuple(write.shape)}, expected (b or 1, m, g or 1) = {tuple(v.shape[:3])}"
+        )
 
 
 def check_angle_steps(angle_steps: Tensor | None, v: Tensor, n: int, f: int, rotary: Rotary | None) -> None:

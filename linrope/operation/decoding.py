@@ -6,8 +6,9 @@ holds the settings of that step, checked and resolved. If the next call has the 
 calls the kernel at once. The kernel checks the token's tensors itself, before it writes anything. If any setting
 differs, ``step`` returns None, and ``linear_rope_attention`` makes an ordinary call, with every check.
 
-A loop may have a fixed or a learned decay, gates, or both, and angle steps. It requires the native backend and a
-feature map that this backend applies itself. Gradients, explicit positions, masks and packed sequences rule it out.
+A loop may have a fixed or a learned decay, gates, or both, angle steps, and factors of values. It requires the native
+backend and a feature map that this backend applies itself. Gradients, explicit positions, masks and packed sequences
+rule it out.
 """
 
 from dataclasses import fields
@@ -58,6 +59,7 @@ class DecodingLoop:
         self.method = _method_of(vars(request))
         self.has_gates = request.log_decay is not None
         self.has_steps = request.angle_steps is not None
+        self.has_write = request.write is not None
         # PyTorch does not count every write to a tensor, so decay is compared by value.
         self.decay = None if request.decay is None else request.decay.tolist()
         self.log_decay = None  # (1, 1, g): log gamma, without the gates
@@ -70,10 +72,13 @@ class DecodingLoop:
 
         arguments: the fields of a ``Request`` by name, except state and return_state.
         """
-        log_decay, angle_steps, decay = (arguments[name] for name in ("log_decay", "angle_steps", "decay"))
+        names = ("log_decay", "angle_steps", "decay", "write")
+        log_decay, angle_steps, decay, write = (arguments[name] for name in names)
         if not state.donated or state.kv is not self.memory[0] or state.z is not self.memory[1]:
             return None
         if self.has_gates != (log_decay is not None) or self.has_steps != (angle_steps is not None):
+            return None
+        if self.has_write != (write is not None):
             return None
         if not all(map(is_, _method_of(arguments), self.method)):
             return None
@@ -93,8 +98,7 @@ class DecodingLoop:
             elif self.log_decay is not None:
                 log_decay = self.log_decay
             q, k, v = arguments["q"], arguments["k"], arguments["v"]
-            return native.step_in_place(
-                self.prepared, state, q=q, k=k, v=v, log_decay=log_decay, angle_steps=angle_steps
-            )
+            tensors = {"log_decay": log_decay, "angle_steps": angle_steps, "write": write}
+            return native.step_in_place(self.prepared, state, q=q, k=k, v=v, **tensors)
         except (RuntimeError, TypeError, AttributeError):  # the ordinary call then raises with a message
             return None

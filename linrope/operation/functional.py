@@ -55,6 +55,7 @@ def linear_rope_attention(
     decay: Tensor | None = None,
     log_decay: Tensor | None = None,
     angle_steps: Tensor | None = None,
+    write: Tensor | None = None,
     positions: Tensor | None = None,
     key_positions: Tensor | None = None,
     key_mask: Tensor | None = None,
@@ -69,7 +70,7 @@ def linear_rope_attention(
 ) -> Tensor | tuple[Tensor, LinearAttentionState]:
     """Linear attention with rotary position embedding on the feature maps.
 
-        num_i = sum_j e^(L_i - L_j) <R(Theta_i) phi(q_i), R(Theta_j) psi(k_j)> v_j
+        num_i = sum_j e^(L_i - L_j) <R(Theta_i) phi(q_i), R(Theta_j) psi(k_j)> w_j v_j
         den_i = sum_j e^(L_i - L_j) <phi(q_i), psi(k_j)>
         out_i = num_i / max(den_i, eps)
 
@@ -99,6 +100,8 @@ def linear_rope_attention(
         angle_steps: omega, (b or 1, n, g or 1, pairs), the radians by which token t advances the rotation, in
             addition to its position. The first 2 * pairs features turn, in rotary's layout (interleaved without
             rotary).
+        write: w, (b or 1, m, g or 1), the factor of each value in the numerator, for example a write gate, or Mamba's
+            step size. None: 1. backend="native" makes no copy of the values.
         positions: integers (n,) or (b, n), 0 .. 2^31 - 1. Default: 0, 1, .., or the positions that follow the
             state. If rotary has axes they are required, (n, axes) or (b, n, axes). For padded batches (left or right):
             ``(key_mask.cumsum(1) - 1).clamp(min=0)``.
@@ -155,6 +158,7 @@ def linear_rope_attention(
         "log_decay": log_decay,
         "angle_steps": angle_steps,
         "decay": decay,
+        "write": write,
         "positions": positions,
         "key_positions": key_positions,
         "key_mask": key_mask,
@@ -191,6 +195,7 @@ def linear_rope_state(
     decay: Tensor | None = None,
     log_decay: Tensor | None = None,
     angle_steps: Tensor | None = None,
+    write: Tensor | None = None,
     positions: Tensor | None = None,
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -200,7 +205,7 @@ def linear_rope_state(
 ) -> LinearAttentionState:
     """The state that ``linear_rope_attention`` would return, without the outputs and at a fraction of the cost.
 
-        kv = sum_j e^(L - L_j) R(Theta_j) psi(k_j) v_j^T      z = sum_j e^(L - L_j) psi(k_j)
+        kv = sum_j e^(L - L_j) R(Theta_j) psi(k_j) w_j v_j^T      z = sum_j e^(L - L_j) psi(k_j)
 
     Arguments, errors and source are those of ``linear_rope_attention``. k and v may have no tokens: the
     result is then the given state, or an empty one.
@@ -216,6 +221,7 @@ def linear_rope_state(
         log_decay=log_decay,
         angle_steps=angle_steps,
         decay=decay,
+        write=write,
         positions=positions,
         key_mask=key_mask,
         cu_seqlens=cu_seqlens,

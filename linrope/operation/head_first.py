@@ -28,7 +28,7 @@ def suspected(request: Request) -> bool:
         return True
     g = v.shape[2]  # gates, steps, theta and states have v's heads
     swapped = (g, m)
-    per_token = (request.log_decay, request.angle_steps)
+    per_token = (request.log_decay, request.angle_steps, request.write)
     return (
         any(isinstance(x, Tensor) and x.shape[1:3] in (swapped, (g, 1)) for x in per_token)
         or (isinstance(request.key_mask, Tensor) and request.key_mask.shape[1:] == (g,))

@@ -23,6 +23,7 @@ class Inputs:
     log_decay: Tensor | None = None
     angle_steps: Tensor | None = None
     decay: Tensor | None = None
+    write: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,7 @@ class Options(TypedDict, total=False):
     decay: Tensor | None
     log_decay: Tensor | None
     angle_steps: Tensor | None
+    write: Tensor | None
     positions: Tensor | None
     key_positions: Tensor | None
     key_mask: Tensor | None

@@ -14,7 +14,7 @@ from linrope import LinearAttentionState, linear_rope_attention
 from linrope.backends import native
 from tests.bounds import BOUNDS
 from tests.equation import Equation
-from tests.oracle import everything, native_sets
+from tests.oracle import DATA, everything, native_sets
 
 ON_CPU = torch.get_default_device().type == "cpu"
 LONG = pytest.mark.long
@@ -152,7 +152,7 @@ def check(
     """
     q, k, v = (narrow(x, contract.dtype) for x in (q, k, v))
     wide = torch.float64 if contract.dtype == torch.float64 else torch.float32
-    how |= {name: narrow(how[name], wide) for name in ("log_decay", "angle_steps") if name in how}
+    how |= {name: narrow(how[name], wide) for name in DATA if name in how}
     if state is not None:
         state = replace(state, kv=state.kv.detach().to(wide))
     actual = []
@@ -165,7 +165,7 @@ def check(
                     out = linear_rope_attention(q, k, v, state=state, backend=contract.backend, **how)
                 actual.append((promised, {"out": out}))
     equation = Equation()
-    exact = how | {name: how[name].double() for name in ("log_decay", "angle_steps") if name in how}
+    exact = how | {name: how[name].double() for name in DATA if name in how}
     widened = None if state is None else replace(state, kv=state.kv.double())
     expected = everything(q.double(), k.double(), v.double(), widened, call=equation, **exact)
     for promised, found in actual:

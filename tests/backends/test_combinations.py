@@ -36,7 +36,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "causal": {},
     "bidirectional": {"causal": False},
     "packed": {"cu_seqlens": PACKED},
-    "packed, bidirectional": {"cu_seqlens": PACKED, "causal": False},
+    "packed, bidirectional": {"cu_seqlens": PACKED, "causal": False, "written": True},
     "masked": {"masked": True},
     "decayed": {"decay": True},
     "grouped": {"h": 2 * G},
@@ -44,12 +44,31 @@ CALLS: dict[str, dict[str, Any]] = {
     "one token": {"n": 1, "stateful": True, "h": 2 * G},
     "one token, decayed": {"n": 1, "stateful": True, "decay": True},
     "gated": {"gated": True},
-    "gated, decayed, grouped, masked": {"gated": True, "decay": True, "h": 2 * G, "masked": True},
+    "gated, decayed, grouped, masked": {
+        "gated": True,
+        "written": True,
+        "decay": True,
+        "h": 2 * G,
+        "masked": True,
+    },
     "gated, packed, stateful": {"gated": True, "cu_seqlens": PACKED, "stateful": True},
     "steps": {"steps": True},
     "steps for all heads, bidirectional": {"steps": "shared", "causal": False, "masked": True},
-    "gated, steps, stateful, grouped": {"gated": "shared", "steps": True, "h": 2 * G, "stateful": True},
-    "one token, gated, steps": {"n": 1, "gated": True, "steps": True, "stateful": True, "h": 2 * G},
+    "gated, steps, stateful, grouped": {
+        "gated": "shared",
+        "written": "shared",
+        "steps": True,
+        "h": 2 * G,
+        "stateful": True,
+    },
+    "one token, gated, steps": {
+        "n": 1,
+        "gated": True,
+        "written": True,
+        "steps": True,
+        "stateful": True,
+        "h": 2 * G,
+    },
     "eps added": {"eps_mode": "add", "gated": True, "stateful": True},
     "all at once, gated": {
         "cu_seqlens": PACKED,
@@ -100,6 +119,9 @@ def problem(
         gates = -torch.rand(b, n, heads, generator=generator, device="cpu").double() * 2
         gates[:, 5::11], gates[:, 7::13], gates[:, 20:22] = -20, 0, -1e4
         how["log_decay"] = gates.to(device, dtype)
+    if "written" in options:
+        heads = 1 if options["written"] == "shared" else G
+        how["write"] = torch.randn(b, n, heads, generator=torch.Generator().manual_seed(2)).to(device, dtype)
     if "steps" in options and takes_steps(rotation):
         heads = 1 if options["steps"] == "shared" else G
         pairs = how["feature_map"].feature_dim // 2 if rotary is None else rotary.rotary_dim // 2

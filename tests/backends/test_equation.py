@@ -100,6 +100,7 @@ def test_value_heads_share_queries_and_keys(
     state = random_state(k, v, how)
     if causal:
         how["log_decay"] = gates(b, CHUNK + 6, value_heads, "weak")
+    how["write"] = torch.randn(b, CHUNK + 6, value_heads, generator=generator, dtype=torch.float64)
     check(contract, q, k, v, state, causal=causal, key_mask=random_mask(b, CHUNK + 6), **how)
 
 

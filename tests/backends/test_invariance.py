@@ -14,6 +14,7 @@ from linrope import Rotary, linear_rope_attention, linear_rope_state
 from linrope.operation import checks
 from tests.oracle import (
     BACKENDS,
+    DATA,
     MAPS,
     NATIVE,
     NATIVE_MAPS,
@@ -192,9 +193,13 @@ def test_tokens_outside_of_all_packed_sequences_give_zeros(
     """On a GPU and in torch.compile such bounds are not refused."""
     monkeypatch.setattr(checks, "values_readable", lambda x: False)
     q, k, v = randoms(1, 12, 1, 4, dtype=torch.float32)
-    how = {"log_decay": -torch.rand(1, 12, 1), "angle_steps": torch.rand(1, 12, 1, 2)}
+    how = {
+        "log_decay": -torch.rand(1, 12, 1),
+        "angle_steps": torch.rand(1, 12, 1, 2),
+        "write": torch.rand(1, 12, 1),
+    }
     found = everything(q, k, v, cu_seqlens=torch.tensor([2, 5, 9]), backend=backend, **how)
-    for name in ("out", "dq", "dk", "dv", "dlog_decay", "dangle_steps"):
+    for name in ("out", "dq", "dk", "dv", *(f"d{name}" for name in DATA)):
         assert not found[name][:, [0, 1, 9, 10, 11]].any(), name
         assert found[name][:, 3:5].any(), name
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary, feature_maps, linear_rope_attention
 from tests.oracle import (
+    DATA,
     MAPS,
     assert_same,
     both_directions,
@@ -25,7 +26,7 @@ from tests.oracle import (
     use_map,
 )
 
-OF_TOKENS = ("key_mask", "positions", "log_decay", "angle_steps")
+OF_TOKENS = ("key_mask", "positions", *DATA)
 
 
 def part(options: dict[str, Any], low: int, high: int) -> dict[str, Any]:

@@ -36,6 +36,7 @@ def tokens(how: dict[str, Any]) -> tuple[tuple[Tensor, ...], dict[str, Any], dic
     if strength := how.pop("gated", None):
         log = -strength * torch.rand(B, N, 2, generator=generator, dtype=torch.float64)
         of_tokens["log_decay"] = log
+        of_tokens["write"] = torch.randn(B, N, 2, generator=generator, dtype=torch.float64)
         of_tokens["angle_steps"] = torch.randn(B, N, 2, 8, generator=generator, dtype=torch.float64)
     if how.pop("given", False):
         of_tokens["positions"] = torch.randint(0, 2**31 - 1, (B, N), generator=generator)

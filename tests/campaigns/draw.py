@@ -11,7 +11,7 @@ from linrope import Rotary, feature_maps
 from linrope.feature_maps import ELEMENTWISE, FeatureMap, Features
 from linrope.rotation.rotary import MAX_POSITION
 from tests.feature_maps.table import MAPS
-from tests.oracle import randoms
+from tests.oracle import DATA, randoms
 
 DTYPES = {
     "float32": torch.float32,
@@ -43,7 +43,7 @@ class Piece:
     how: dict[str, Any]
 
     def wide(self) -> "Piece":
-        data = {name: self.how[name].double() for name in ("log_decay", "angle_steps") if name in self.how}
+        data = {name: self.how[name].double() for name in DATA if name in self.how}
         return Piece([x.double() for x in self.qkv], self.how | data)
 
 
@@ -68,6 +68,7 @@ class Configuration:
         self._draw_map()
         self._draw_rotation()
         self._draw_fading()
+        self._draw_write(random.Random(f"{seed}/{index}/write"))
         self._draw_positions()
         self.eps = chance.choice([1e-6, 1e-6, 1e-3, 1.0])
         self.eps_mode = chance.choice(["clamp", "clamp", "add"])
@@ -182,6 +183,19 @@ class Configuration:
         self.positional = positional
         self.gap = 1 if xpos else chance.choice([1, 1, 1, 1, 3, 10**6])
 
+    def _draw_write(self, chance: random.Random) -> None:
+        """The factors of values. They have a chance of their own, so that older numbers still draw the same calls."""
+        if chance.random() < 0.3:
+            keys = (
+                sum(self.lengths) + sum(self.before)
+                if self.packed
+                else self.before[0] + (self.lengths[0] if self.m is None else self.m)
+            )
+            shape = chance.choice([1, self.b]), keys, chance.choice([1, self.g])
+            generator = torch.Generator().manual_seed(chance.getrandbits(60))
+            factors = torch.randn(shape, generator=generator, dtype=torch.float64)
+            self.data["write"] = factors.to(chance.choice([self.dtype, torch.float32]))
+
     def _draw_positions(self) -> None:
         """Of all tokens of both pieces, per sequence; None: by default."""
         chance, axes = self.chance, self.rotary is not None and self.rotary.axes is not None
@@ -268,7 +282,7 @@ class Configuration:
             "feature_map": self.map, "rotary": self.rotary, "rope_order": self.order, "causal": self.causal,
             "normalize": self.normalize, "eps": self.eps, "eps_mode": self.eps_mode, "decay": self.decay,
         }  # fmt: skip
-        how |= {name: x[:, which] for name, x in self.data.items()}
+        how |= {name: x[:, at_keys] for name, x in self.data.items()}
         if self.mask is not None:
             how["key_mask"] = self.mask[:, at_keys]
         if self.packed:

@@ -13,6 +13,7 @@ from linrope.rotation.rotary import MAX_POSITION
 from tests.bounds import BOUNDS, error_in_bounds
 from tests.campaigns.command import numbers
 from tests.equation import Equation
+from tests.oracle import DATA
 
 OPTIONS: dict[str, dict[str, Any]] = {  # what a stream's calls have in common
     "plain": {},
@@ -55,8 +56,9 @@ def stream(name: str, backend: str, pieces: int, seed: int = 0) -> float:
         if gated:
             own["log_decay"] = -torch.rand(1, n, g, generator=generator) * 10.0 ** -(piece % 5)
         if steps:
+            own["write"] = torch.randn(1, n, g, generator=generator)
             own["angle_steps"] = 6 * torch.rand(1, n, g, d // 2, generator=generator) - 3
-        wide = own | {x: own[x].double() for x in ("log_decay", "angle_steps") if x in own}
+        wide = own | {x: own[x].double() for x in DATA if x in own}
         with torch.no_grad():
             equation = Equation(sizes)
             oracle, exact = equation(q.double(), k.double(), v.double(), state=exact, **wide)

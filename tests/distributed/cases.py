@@ -10,10 +10,10 @@ from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary, feature_maps, linear_rope_attention
 from linrope.distributed import Shard
-from tests.oracle import random_state, randoms
+from tests.oracle import DATA, random_state, randoms
 
 B, H, G, D, E = 2, 4, 2, 8, 6
-SEQUENCE = ("log_decay", "angle_steps", "positions", "key_positions", "key_mask")  # have an axis of tokens
+SEQUENCE = (*DATA, "positions", "key_positions", "key_mask")  # have an axis of tokens
 ADDED = ("kv", "z", "decay")  # gradients that are sums over the ranks
 
 LENGTHS = {  # of 2 and 4 ranks: one shard longer than a chunk of 64 tokens, empty ones, ones of a token
@@ -80,7 +80,9 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "xPos": lambda n: {"rotary": Rotary(D, xpos=50.0), "positions": gaps(n), "log_decay": gates(n)},
     "a map with positions": lambda n: {"feature_map": feature_maps.make("cosformer", D, max_length=200)},
     "rotated before the map": lambda n: {"rotary": Rotary(D), "rope_order": "before", "log_decay": gates(n)},
-    "values of more heads": lambda n: {"rotary": theta_per_head(), "log_decay": gates(n), "key_heads": 1},
+    "values of more heads": lambda n: {
+        "rotary": theta_per_head(), "log_decay": gates(n), "write": gates(n, 1), "key_heads": 1,
+    },
     "values of more heads, both ways": lambda n: {"rotary": Rotary(D), "causal": False, "key_heads": 1},
     "bidirectional": lambda n: {"rotary": Rotary(D), "causal": False, "key_mask": mask(n)},
     "bidirectional steps": lambda n: {"rotary": Rotary(D), "causal": False, "angle_steps": steps(n)},
@@ -97,7 +99,9 @@ PACKED: dict[str, Callable[[int], dict[str, Any]]] = {
     },
     "packed exponentials": lambda n: {"rotary": Rotary(D), "feature_map": "exp", "log_decay": gates(n, 1)},
     "packed with positions": lambda n: {"rotary": Rotary(D), "positions": gaps(n, 1)[0], "decay": decay()},
-    "packed bidirectional": lambda n: {"rotary": Rotary(D), "causal": False, "angle_steps": steps(n, 1)},
+    "packed bidirectional": lambda n: {
+        "rotary": Rotary(D), "causal": False, "angle_steps": steps(n, 1), "write": gates(n, 1, 1),
+    },
     "packed bidirectional exponentials": lambda n: {
         "rotary": Rotary(D), "causal": False, "feature_map": "exp",
     },
@@ -105,8 +109,7 @@ PACKED: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 def with_dtype(how: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    names = ("log_decay", "angle_steps")
-    return {name: x.to(dtype) if name in names else x for name, x in how.items()}
+    return {name: x.to(dtype) if name in DATA else x for name, x in how.items()}
 
 
 def weights_like(x: Tensor, seed: int) -> Tensor:
@@ -122,7 +125,7 @@ def results(
         q, k, weight = q[:, :, :heads], k[:, :, :heads], weight[:, :, : v.shape[2]]
         how = {name: x for name, x in how.items() if name != "key_heads"}
     leaves = {"q": q, "k": k, "v": v}
-    leaves |= {name: how[name] for name in ("log_decay", "angle_steps", "decay") if how.get(name) is not None}
+    leaves |= {name: how[name] for name in (*DATA, "decay") if how.get(name) is not None}
     leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
     how = how | {name: leaves[name] for name in how if name in leaves}
     if state is not None:
@@ -164,7 +167,7 @@ def both(
     parts = [shard.take(x) for x in (q, k, v)]
     many = results(*parts, here, state, shard.take(weight), 1 / shard.size, whole_state=not packed)
     for key, x in one.items():
-        if key == "out" or key in ("dq", "dk", "dv", "dlog_decay", "dangle_steps"):
+        if key == "out" or key in ("dq", "dk", "dv", *(f"d{name}" for name in DATA)):
             one[key] = shard.take(x)
         elif key.startswith("d"):
             dist.all_reduce(many[key])

@@ -59,6 +59,9 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     *(({"angle_steps": zeros(*x)},
        f"angle_steps: got shape {x}, expected (b or 1, n, g or 1, pairs) with b, n, g = (1, 5, 2)")
       for x in STEPS_OF_SHAPES),
+    *(({"write": zeros(*x)}, f"write: got shape {x}, expected (b or 1, m, g or 1) = (1, 5, 2)")
+      for x in GATES_OF_SHAPES),
+    ({"write": torch.ones(1, N, G, device="meta")}, "write: got device meta"),
     ({"log_decay": zeros(1, N, G) + 0.5}, "got up to 0.5, exp"),
     ({"log_decay": zeros(1, N, G), "causal": False}, f"log_decay: {IN_TIME}"),
     ({"angle_steps": zeros(1, N, G, 3)}, "angle_steps: got 3 pairs, expected 1 to 2"),

@@ -11,13 +11,14 @@ from torch import Tensor
 from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, linear_rope_attention
 from linrope.backends import native
 from linrope.operation.decoding import DecodingLoop
-from tests.oracle import BACKENDS, NATIVE
+from tests.oracle import BACKENDS, DATA, NATIVE
 
 B, G, H, F, E = 2, 2, 4, 8, 6
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "decay": {"decay": torch.tensor([0.9, 0.99])},
     "gates": {"log_decay": True},
+    "write": {"log_decay": True, "write": True, "normalize": False},
     "steps": {"angle_steps": True},
     "both": {"log_decay": True, "angle_steps": True, "rotary": None, "feature_map": "relu2"},
     "sum": {"decay": torch.tensor([0.9, 0.99]), "log_decay": True, "eps_mode": "add"},
@@ -40,6 +41,7 @@ def data(n: int, dtype: torch.dtype = torch.float32) -> list[dict[str, Tensor]]:
             "v": randn(B, 1, G, E).to(dtype),
             "log_decay": -randn(B, 1, G).abs(),
             "angle_steps": randn(B, 1, G, F // 2),
+            "write": randn(B, 1, G),
         }
         for _ in range(n)
     ]
@@ -49,7 +51,7 @@ def step(
     token: dict[str, Tensor], state: LinearAttentionState | None, way: str = "plain", **more: Any
 ) -> tuple[Tensor, LinearAttentionState]:
     options = {"rotary": ROTARY} | WAYS[way] | more
-    per_token = {name: token[name] for name in ("log_decay", "angle_steps") if options.pop(name, False)}
+    per_token = {name: token[name] for name in DATA if options.pop(name, False)}
     return linear_rope_attention(
         token["q"], token["k"], token["v"], state=state, return_state=True, **per_token, **options
     )
@@ -81,7 +83,7 @@ def test_a_loop_has_the_bits_of_calls_that_copy_the_state(way: str, backend: str
 @pytest.mark.skipif(native.why_not() is not None, reason="needs the native kernels")
 @torch.no_grad()
 def test_from_its_second_step_on_a_loop_goes_straight_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    for way in ("plain", "decay", "gates", "steps", "both", "sum", "heads"):
+    for way in ("plain", "decay", "gates", "write", "steps", "both", "sum", "heads"):
         first, second, third, *_ = data(3)
         _, state = step(first, None, way)
         _, state = step(second, state.donate(), way)

@@ -27,6 +27,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "gates": {"log_decay": torch.zeros(B, N, H)},
     "gate of all heads": {"log_decay": torch.zeros(B, N, 1)},
     "steps": {"angle_steps": torch.zeros(B, N, H, 4)},
+    "write": {"write": torch.zeros(B, N, H)},
     "mask": {"key_mask": torch.ones(B, N, dtype=torch.bool)},
     "positions": {"positions": torch.arange(N)},
     "decay": {"decay": torch.ones(H)},

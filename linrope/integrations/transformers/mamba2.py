@@ -1,6 +1,6 @@
 """What transformers' Mamba-2 layers compute between their projections, by linrope.
 
-    q = C     k = B     v = dt x     log_decay = A dt     no feature map, no rotation, no normalizer
+    q = C     k = B     v = x     write = dt     log_decay = A dt     no feature map, no rotation, no normalizer
     S_t = e^(A dt_t) S_(t-1) + B_t (dt_t x_t)^T     y_t = C_t S_t + D x_t
 
 The functions take the arguments that transformers' functions of the same names take. b batch, n tokens, h heads of p
@@ -60,10 +60,11 @@ def mamba2_chunk_scan(
     result = linear_rope_attention(
         q,
         k,
-        x * steps[..., None],
+        x,
         feature_map=None,
         normalize=False,
         log_decay=log_decay,
+        write=steps,
         cu_seqlens=cu_seqlens,
         state=initial,
         return_state=return_final_states,
@@ -95,9 +96,9 @@ def mamba2_selective_state_update(
     wide = state.dtype
     steps = _step_sizes(dt[..., 0].to(wide), None if dt_bias is None else dt_bias[..., 0], dt_softplus)
     x = hidden_states.to(wide)
-    q, k, v = C.to(wide)[:, None], B.to(wide)[:, None], (x * steps[..., None])[:, None]
+    q, k, v, write = (y[:, None] for y in (C.to(wide), B.to(wide), x, steps))
     log_decay = (steps * A[:, 0, 0].to(wide))[:, None]
-    out = attend_in_place(state, q, k, v, log_decay=log_decay, swapped=True)[:, 0]
+    out = attend_in_place(state, q, k, v, log_decay=log_decay, write=write, swapped=True)[:, 0]
     if D is not None:
         out = torch.addcmul(out, x, D.to(wide))
     out = out.to(hidden_states.dtype)
@@ -117,6 +118,7 @@ def attend_in_place(
     swapped: bool,
     log_decay: Tensor | None = None,
     decay: Tensor | None = None,
+    write: Tensor | None = None,
 ) -> Tensor:
     """One token of linear_rope_attention without a normalizer: out (b, 1, h, p). Overwrites the cached sums.
 
@@ -134,6 +136,7 @@ def attend_in_place(
         normalize=False,
         log_decay=log_decay,
         decay=decay,
+        write=write,
         state=last.donate(),
         return_state=True,
     )

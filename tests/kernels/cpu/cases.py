@@ -16,6 +16,7 @@ class Case:
     v: Tensor
     feature_map: int = 1
     log_decay: Tensor | None = None
+    write: Tensor | None = None
     theta: Tensor | None = None
     positions: Tensor | None = None
     key_positions: Tensor | None = None
@@ -36,14 +37,14 @@ class Case:
 
     def forward(self, ops: Any, want_state: bool = True, slots: Tensor | None = None) -> tuple[Tensor, ...]:
         given = self.inputs()
-        return ops.forward(*given[:14], slots, *given[14:], want_state)
+        return ops.forward(*given[:15], slots, *given[15:], want_state)
 
     def backward(
         self, ops: Any, g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor | None
     ) -> dict[str, Tensor]:
-        wants = self.log_decay is not None, self.angle_steps is not None
+        wants = [x is not None for x in (self.log_decay, self.angle_steps, self.write)]
         results = ops.backward(g_out, g_kv, g_z, *self.inputs(), *wants)
-        names = ("q", "k", "v", "log_decay", "angle_steps", "kv", "z")
+        names = ("q", "k", "v", "log_decay", "angle_steps", "write", "kv", "z")
         return {name: x for name, x in zip(names, results, strict=True) if getattr(self, name) is not None}
 
 
@@ -55,8 +56,8 @@ def turns(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 def make(
     b: int = 2, n: int = 70, h: int = 2, g: int = 1, f: int = 12, e: int = 10, *, m: int | None = None,
     layout: int = 2, pairs: int | None = None, axes: int = 1, theta_heads: int = 1, state: bool = True,
-    decay: float | None = None, steps: bool = False, mask: bool = False, packed: list[int] | None = None,
-    dtype: torch.dtype = torch.float32, seed: int = 0, **more: Any,
+    decay: float | None = None, steps: bool = False, write: bool = False, mask: bool = False,
+    packed: list[int] | None = None, dtype: torch.dtype = torch.float32, seed: int = 0, **more: Any,
 ) -> Case:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
@@ -76,6 +77,8 @@ def make(
     if steps:
         how["angle_steps"] = normal(b, n, g, pairs)
         how["angle"] = turns((rows, g, pairs), generator)
+    if write:
+        how["write"] = normal(b, m, g)
     if mask:
         how["key_mask"] = torch.rand(b, m, generator=generator) < 0.7
     if packed is not None:
@@ -91,10 +94,19 @@ def make(
 CASES: dict[str, dict[str, Any]] = {
     "half": {"layout": 2},
     "decay": {"decay": 0.3},
-    "angle steps and decay": {"steps": True, "decay": 0.5, "h": 4, "g": 2},
+    "angle steps and decay": {"steps": True, "decay": 0.5, "h": 4, "g": 2, "write": True},
     "packed": {"b": 1, "packed": [0, 3, 3, 40, 70], "decay": 0.2, "steps": True},
-    "cut into segments": {"b": 1, "n": 2100, "h": 1, "f": 6, "e": 5, "decay": 0.02, "steps": True},
-    "bidirectional": {"causal": False},
+    "cut into segments": {
+        "b": 1,
+        "n": 2100,
+        "h": 1,
+        "f": 6,
+        "e": 5,
+        "decay": 0.02,
+        "steps": True,
+        "write": True,
+    },
+    "bidirectional": {"causal": False, "write": True},
 }
 
 

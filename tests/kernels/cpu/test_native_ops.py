@@ -221,6 +221,8 @@ def test_errors_name_the_argument_what_came_and_what_was_expected(native):
         "log_decay: got shape": {"log_decay": torch.zeros(1, 1, 1)},
         "log_decay: got another dtype": {"log_decay": case.log_decay.half()},
         "log_decay: got it with causal": {"causal": False},
+        "write: got shape": {"write": torch.zeros(2, 70)},
+        "write: got another dtype": {"write": torch.zeros(2, 70, 1, dtype=torch.int64)},
         "angle_steps: got shape": {"angle_steps": torch.zeros(2, 70, 1, 5)},
         "angle: got shape": {"angle": torch.zeros(3, 1, 6, dtype=torch.int64)},
         "key_mask: got another dtype": {"key_mask": torch.zeros(2, 70)},
