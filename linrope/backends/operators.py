@@ -154,7 +154,7 @@ def _attend_backward(*arguments: Any) -> list[Tensor]:
 
 
 def _run_backward(*arguments: Any) -> list[Tensor]:
-    """The gradients of the inputs that are present among q, k, v, log_decay, angle_steps, kv and z."""
+    """The gradients of the inputs that are present among q, k, v, log_decay, angle_steps, write, kv and z."""
     return _compute_backward(*unflatten(arguments), *arguments[-4:])
 
 
@@ -167,8 +167,8 @@ def _compute_backward(
     g_kv: Tensor | None,
     g_z: Tensor | None,
 ) -> list[Tensor]:
-    if call.k.shape[0] == 0:
-        return _new_gradients(call, sums)
+    if call.k.shape[0] == 0:  # gates that the batch shares are not empty
+        return [x.zero_() for x in _new_gradients(call, sums)]
     with full_precision(call.v.device):
         gradients = backend.backward(call, sums, results, g_out, g_kv, g_z)
     return [x for x in gradients if x is not None]
