@@ -166,10 +166,13 @@ def sums_of(state: LinearAttentionState | None) -> Sums | None:
 
 
 def repeat_heads(v: Tensor, *tensors: Any) -> list[Any]:
-    """Each tensor (b, n, heads, ..) or None, with its heads repeated: as many as v has. A single head is not copied."""
+    """Each tensor (b, n, heads, ..) or None, with its heads repeated: as many as v has.
+
+    A single head is not copied. A tensor with at least as many heads as v is returned as it is.
+    """
 
     def repeated(x: Tensor) -> Tensor:
-        share = v.shape[2] // max(1, x.shape[2])
+        share = v.shape[2] // x.shape[2]
         return x if share <= 1 else x.unsqueeze(3).expand(*x.shape[:3], share, *x.shape[3:]).flatten(2, 3)
 
     return [None if x is None else repeated(x) for x in tensors]

@@ -95,9 +95,9 @@ class WriteGate(nn.Module):
 
         w = 1 - f  (tied to the forget gate f)   or   w = sigmoid(W x + b)  (independent)
 
-    It maps x (b, n, embed_dim) and log f (b, n, num_heads) to w (b, n, num_heads) in float32 or wider, which is the
-    argument ``write`` of ``linear_rope_attention``. b starts such that an independent gate begins like a tied one, and
-    W starts small.
+    It maps x (b, n, embed_dim) and log f (b, n, num_heads) to w (b, n, num_heads) in float32 or wider. The result
+    is the argument ``write`` of ``linear_rope_attention``. b starts such that an
+    independent gate begins like a tied one, and W starts small.
 
     Args:
         embed_dim: size of x.

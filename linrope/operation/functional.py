@@ -101,7 +101,7 @@ def linear_rope_attention(
             addition to its position. The first 2 * pairs features turn, in rotary's layout (interleaved without
             rotary).
         write: w, (b or 1, m, g or 1), the factor of each value in the numerator, for example a write gate, or Mamba's
-            step size. None: 1. backend="native" makes no copy of the values.
+            step size. None: 1. backend="native" does not store the products.
         positions: integers (n,) or (b, n), 0 .. 2^31 - 1. Default: 0, 1, .., or the positions that follow the
             state. If rotary has axes they are required, (n, axes) or (b, n, axes). For padded batches (left or right):
             ``(key_mask.cumsum(1) - 1).clamp(min=0)``.

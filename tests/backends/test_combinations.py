@@ -121,7 +121,9 @@ def problem(
         how["log_decay"] = gates.to(device, dtype)
     if "written" in options:
         heads = 1 if options["written"] == "shared" else G
-        how["write"] = torch.randn(b, n, heads, generator=torch.Generator().manual_seed(2)).to(device, dtype)
+        how["write"] = torch.randn(b, n, heads, generator=torch.Generator().manual_seed(2), device="cpu").to(
+            device, dtype
+        )
     if "steps" in options and takes_steps(rotation):
         heads = 1 if options["steps"] == "shared" else G
         pairs = how["feature_map"].feature_dim // 2 if rotary is None else rotary.rotary_dim // 2
