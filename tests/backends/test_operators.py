@@ -79,3 +79,11 @@ def test_gradients_of_inputs_that_broadcast_are_summed_before_they_are_rounded()
     summed = summed_to(gradient, like)
     assert (summed.shape, summed.dtype) == (like.shape, like.dtype)
     assert summed.tolist() == torch.full_like(like, 12 + 12 * 2.0**-8).tolist()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gates_that_an_empty_batch_shares_get_gradients_of_zero(backend: str) -> None:
+    q, k, v = (torch.zeros(0, 5, 2, 4) for _ in range(3))
+    data = {name: torch.rand(1, 5, 2).neg().requires_grad_() for name in ("log_decay", "write")}
+    linear_rope_attention(q, k, v, **data, backend=backend).sum().backward()
+    assert not any(x.grad is not None and x.grad.any() for x in data.values())
