@@ -1,4 +1,4 @@
-// The operators of linrope_native. They use PyTorch's stable ABI of 2.10, so that one library serves any Python and every
+// The operators of linrope_native. They use PyTorch's stable ABI of 2.10, so that one library serves any Python and
 // PyTorch that linrope supports.
 #include <cstring>
 #include <tuple>
@@ -90,11 +90,11 @@ static void check_angle_heads(const Call& c) {
 using OutAndState = std::tuple<Tensor, Tensor, Tensor>;
 
 static OutAndState forward(Maybe q, Tensor k, Tensor v, int64_t feature_map, Maybe log_decay, Maybe write,
-                           Maybe theta, Maybe positions, Maybe key_positions, Maybe angle_steps, Maybe angle, Maybe key_mask,
-                           Maybe cu_seqlens, Maybe kv, Maybe z, Maybe slots, int64_t layout, bool causal,
+                           Maybe theta, Maybe positions, Maybe key_positions, Maybe angle_steps, Maybe angle,
+                           Maybe key_mask, Maybe cu_seqlens, Maybe kv, Maybe z, Maybe slots, int64_t layout, bool causal,
                            bool normalize, double eps, bool add_eps, bool want_state) {
-  Call c = read_call({q, k, v, feature_map, log_decay, write, theta, positions, key_positions, angle_steps, angle, key_mask,
-                      cu_seqlens, kv, z, slots, layout, causal, normalize, eps, add_eps});
+  Call c = read_call({q, k, v, feature_map, log_decay, write, theta, positions, key_positions, angle_steps, angle,
+                      key_mask, cu_seqlens, kv, z, slots, layout, causal, normalize, eps, add_eps});
   if (slots) check_angle_heads(c);
   const Schedule schedule(c);
   const auto table = make_offsets(c);
@@ -113,12 +113,12 @@ static OutAndState forward(Maybe q, Tensor k, Tensor v, int64_t feature_map, May
 
 static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     Maybe g_out, Maybe g_kv, Maybe g_z, Maybe q, Tensor k, Tensor v, int64_t feature_map, Maybe log_decay, Maybe write,
-    Maybe theta, Maybe positions, Maybe key_positions, Maybe angle_steps, Maybe angle, Maybe key_mask, Maybe cu_seqlens, Maybe kv,
-    Maybe z, int64_t layout, bool causal, bool normalize, double eps, bool add_eps, bool want_log_decay,
+    Maybe theta, Maybe positions, Maybe key_positions, Maybe angle_steps, Maybe angle, Maybe key_mask,
+    Maybe cu_seqlens, Maybe kv, Maybe z, int64_t layout, bool causal, bool normalize, double eps, bool add_eps, bool want_log_decay,
     bool want_angle_steps, bool want_write) {
   const Maybe none;
-  Call c = read_call({q, k, v, feature_map, log_decay, write, theta, positions, key_positions, angle_steps, angle, key_mask,
-                      cu_seqlens, kv, z, none, layout, causal, normalize, eps, add_eps});
+  Call c = read_call({q, k, v, feature_map, log_decay, write, theta, positions, key_positions, angle_steps, angle,
+                      key_mask, cu_seqlens, kv, z, none, layout, causal, normalize, eps, add_eps});
   const auto type = k.scalar_type();
   const int64_t b = k.size(0);
   STD_TORCH_CHECK(q || !g_out, "g_out: got it without q, expected none");
@@ -165,8 +165,8 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 }
 
 static Tensor step(Tensor q, Tensor k, Tensor v, int64_t feature_map, Maybe log_decay, Maybe write, Maybe theta,
-                   Maybe positions, Maybe key_positions, Maybe angle_steps, Maybe angle, Maybe key_mask, Tensor kv, Tensor z,
-                   Maybe slots, int64_t layout, bool normalize, double eps, bool add_eps, bool advance) {
+                   Maybe positions, Maybe key_positions, Maybe angle_steps, Maybe angle, Maybe key_mask, Tensor kv,
+                   Tensor z, Maybe slots, int64_t layout, bool normalize, double eps, bool add_eps, bool advance) {
   const Maybe query = q, state = kv, sums = z, none;
   Call c = read_call({query, k, v, feature_map, log_decay, write, theta, positions, key_positions, angle_steps, angle,
                       key_mask, none, state, sums, slots, layout, true, normalize, eps, add_eps, true});
@@ -198,7 +198,8 @@ STABLE_TORCH_LIBRARY(linrope_native, m) {
   m.def(
       "forward(Tensor? q, Tensor k, Tensor v, int feature_map, Tensor? log_decay, Tensor? write, Tensor? theta, "
       "Tensor? positions, Tensor? key_positions, Tensor? angle_steps, Tensor? angle, Tensor? key_mask, "
-      "Tensor? cu_seqlens, Tensor? kv, Tensor? z, Tensor? slots, int layout, bool causal, bool normalize, float eps, bool add_eps, bool want_state) "
+      "Tensor? cu_seqlens, Tensor? kv, Tensor? z, Tensor? slots, int layout, bool causal, bool normalize, float eps, "
+      "bool add_eps, bool want_state) "
       "-> (Tensor, Tensor, Tensor)");
   m.def(
       "backward(Tensor? g_out, Tensor? g_kv, Tensor? g_z, Tensor? q, Tensor k, Tensor v, int feature_map, "
@@ -208,8 +209,8 @@ STABLE_TORCH_LIBRARY(linrope_native, m) {
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "step(Tensor q, Tensor k, Tensor v, int feature_map, Tensor? log_decay, Tensor? write, Tensor? theta, "
-      "Tensor(d!)? positions, Tensor? key_positions, Tensor? angle_steps, Tensor(a!)? angle, Tensor? key_mask, Tensor(b!) kv, Tensor(c!) z, "
-      "Tensor? slots, int layout, bool normalize, float eps, bool add_eps, bool advance=False) -> Tensor");
+      "Tensor(d!)? positions, Tensor? key_positions, Tensor? angle_steps, Tensor(a!)? angle, Tensor? key_mask, "
+      "Tensor(b!) kv, Tensor(c!) z, Tensor? slots, int layout, bool normalize, float eps, bool add_eps, bool advance=False) -> Tensor");
   m.def("convolve(Tensor x, Tensor weight, Tensor? bias, Tensor? before, Tensor? cu_seqlens, bool silu) -> Tensor");
   m.def(
       "convolve_backward(Tensor gradient, Tensor x, Tensor weight, Tensor? bias, Tensor? before, Tensor? cu_seqlens, "

@@ -1,6 +1,6 @@
 // Gradients of keys and values, last token to first. With gb = dout / den and dS the gradient of the state:
 //   dv = psi^ dS + triu(psi^ phi^T) gb        dpsi^ = v dS^T + triu(v gb^T) phi^
-// v is what is written into the state: the caller's value times its factor w. Its gradient is divided between the two:
+// v is what is written into the state: the caller's value times its factor w. Its gradient is split between the two:
 //   d(value) = w dv        dw = <dv, value>
 // The gradients of log decay and angle steps are running sums over all later tokens. A pair of a query and a key adds
 // the same number to the sum at the query's token and takes it away at the key's. For a token's own query and key the two
@@ -193,7 +193,7 @@ struct BackwardKeys : Task {
       } else {
         zero(dy, F), zero(w.dv + i * E, E);
       }
-      if (c.write.data) divide_gradient(token, w.dv + i * E, w.v + i * E);
+      if (c.write.data) split_gradient(token, w.dv + i * E, w.v + i * E);
       write_gradient(dy, dk, token), write_values(s, w.dv + i * E, dv, token);
       if (want_d_log_decay) {
         float& a = c.d_log_decay[key_index(token)];
@@ -206,7 +206,7 @@ struct BackwardKeys : Task {
     }
   }
   // Turns the gradient of what is written (E) into that of the value, and stores that of its factor. value: scratch (E)
-  void divide_gradient(int64_t token, float* gradient, float* value) const {
+  void split_gradient(int64_t token, float* gradient, float* value) const {
     const float factor = unmasked(token) ? write(token) : 0;
     float product_with_value = 0;
     if (c.d_write && unmasked(token)) {

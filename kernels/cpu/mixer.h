@@ -98,15 +98,15 @@ inline Tensor mixer_step(Tensor x, int64_t h, bool has_gate, bool has_forget, bo
 
   // Everything is checked: from here on, the state is written
   if (convolution) convolution->y = {(char*)mixed.data_ptr(), channels, channels, 0}, run_convolve_step(*convolution);
-  std::vector<double> log_decay(has_forget || fixed ? b * g : 0), written(tied || has_write ? b * g : 0);
+  std::vector<double> log_decay(has_forget || fixed ? b * g : 0), factors(tied || has_write ? b * g : 0);
   for (int64_t i = 0; i < b * g; i++) {
     const float* row = (const float*)x.data_ptr() + i / g * x.stride(0) + i % g;
     const double kept = has_forget ? log_sigmoid(row[forget_at]) : 0;
     if (!log_decay.empty()) log_decay[i] = kept + (fixed ? fixed[i % g] : 0);
-    if (!written.empty()) written[i] = has_write ? 1 / (1 + std::exp(-(double)row[write_at])) : -std::expm1(kept);
+    if (!factors.empty()) factors[i] = has_write ? 1 / (1 + std::exp(-(double)row[write_at])) : -std::expm1(kept);
   }
   if (!log_decay.empty()) c.log_decay = {(const char*)log_decay.data(), kFloat64, g, g, 1, 0};
-  if (!written.empty()) c.write = {(const char*)written.data(), kFloat64, g, g, 1, 0};
+  if (!factors.empty()) c.write = {(const char*)factors.data(), kFloat64, g, g, 1, 0};
   c.out = view(out);
   run_step(c, kv, z, position);
   for (int64_t i = 0; slots && i < b; i++) ((int64_t*)positions.data_ptr())[c.slots[i]] = position[i];

@@ -29,6 +29,7 @@ LIBRARY = Path(__file__).parents[1] / "lib" / "liblinrope_native.so"
 WHY_PURE = LIBRARY.with_name("why_pure.txt")  # hatch_build.py puts it into wheels without the library
 # The numbers of kernels/cpu/call.h
 MAPS = {"identity": 0, "elu+1": 1, "relu": 2, "relu2": 3, "exp": 4, "silu": 5}
+SHARES_HEADS = True
 LAYOUTS = {"interleaved": 1, "half": 2}
 
 

@@ -16,6 +16,10 @@ class Backend(Protocol):
     def MAPS(self) -> Mapping[str, Any]:
         """The elementwise maps that the backend can apply to q and k, by name."""
 
+    @property
+    def SHARES_HEADS(self) -> bool:
+        """True: the backend takes v with more heads than q and k, and ``write``. False: it gets ``call.expanded()``."""
+
     def why_not(self) -> str | None:
         """The reason why the backend cannot run on this machine; None: it can."""
 

@@ -15,6 +15,7 @@ from linrope.backends.call import Call, Gradients, Sums, contiguous, needs_gradi
 from linrope.sequence.packing import owners
 from linrope.sequence.state import LinearAttentionState
 
+SHARES_HEADS = True  # by ``Call.expanded``, with rounded values
 MAPS = dict.fromkeys(("elu+1", "relu", "relu2", "exp", "silu", "identity"))  # those of linrope_kernels.pieces
 MAX_DIM = 256
 MIN_CAPABILITY = (8, 0)

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from linrope import backends
-from linrope.backends import eager, onnx, reference
 from linrope.backends.call import Call, needs_gradients, repeat_heads
 from linrope.common.writing import check_writable
 from linrope.feature_maps import FeatureMap
@@ -68,7 +67,7 @@ def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
         want_state=request.return_state or _may_write(request.state, k),
     )
     backend = backends.choose(request.backend, call, state)
-    if backend in (eager, onnx, reference):
+    if not backend.SHARES_HEADS:
         call = call.expanded()
     in_place = _writes_in_place(request.state, call)
     out, sums = backend.attend(call, state)

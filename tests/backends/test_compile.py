@@ -39,7 +39,7 @@ def tokens(n: int, m: int, dtype: torch.dtype) -> list[torch.Tensor]:
 def operator_arguments(
     n: int = 70, m: int | None = None, *, dtype=torch.float64, causal=True, state=False, mask=False,
     rotary=True, layout="interleaved", positions=False, save=True, decay=False, steps=False, packed=False,
-    want_state=True, state_only=False, backend="eager",
+    want_state=True, state_only=False, write=False, backend="eager",
 ) -> tuple:  # fmt: skip
     m = n if m is None else m
     q, k, v = tokens(n, m, dtype)
@@ -52,7 +52,8 @@ def operator_arguments(
         angle = torch.arange(sequences * G * D // 2).view(sequences, G, -1) * 2**60 if steps else None
     log_decay = -numbers(b, m, G, dtype=dtype).abs() if decay else None
     angle_steps = numbers(b, m, 1, D // 2, dtype=dtype) if steps else None
-    for x in (q, k, v, kv, z, log_decay, angle_steps):
+    factors = numbers(b, m, G, dtype=dtype) if write else None
+    for x in (q, k, v, kv, z, log_decay, angle_steps, factors):
         if x is not None:
             x.requires_grad_(save)
     call = Call(
@@ -61,6 +62,7 @@ def operator_arguments(
         v=v,
         log_decay=log_decay,
         angle_steps=angle_steps,
+        write=factors,
         theta=Rotary(D).turns(torch.device("cpu")) if rotary else None,
         positions=torch.arange(b * n).view(b, n) if positions else torch.tensor([[3]]),
         key_positions=None if m == n else torch.tensor([[0]]),
@@ -103,7 +105,9 @@ IN_FLOAT32 = {  # of the compiled kernels, which share the operator
     "cross": {"causal": False, "m": 5, "state": True},
     "bidirectional": {"causal": False, "state": True},
 }
+WRITE = {"write": True, "decay": True, "dtype": torch.float32, "n": 9}  # the others get products
 CHECKED = [
+    pytest.param("native", WRITE, id="native-write", marks=NATIVE.marks),
     *(pytest.param("eager", x, id=f"eager-{name}") for name, x in CONFIGURATIONS.items()),
     *(
         pytest.param(

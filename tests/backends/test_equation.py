@@ -100,7 +100,7 @@ def test_value_heads_share_queries_and_keys(
     state = random_state(k, v, how)
     if causal:
         how["log_decay"] = gates(b, CHUNK + 6, value_heads, "weak")
-    how["write"] = torch.randn(b, CHUNK + 6, value_heads, generator=generator, dtype=torch.float64)
+    how["write"] = randoms(b, CHUNK + 6, 1, value_heads)[0][:, :, 0]
     check(contract, q, k, v, state, causal=causal, key_mask=random_mask(b, CHUNK + 6), **how)
 
 
@@ -330,12 +330,14 @@ def test_xpos_over_many_chunks(contract: Contract, layout: str, packed: bool) ->
 
 
 @every_contract(shape=[(1, 2), (2, 1)])
-def test_gates_and_steps_of_one_row_or_one_head_serve_all(contract: Contract, shape: tuple[int, int]) -> None:
+def test_gates_steps_and_write_of_one_row_or_one_head_serve_all(
+    contract: Contract, shape: tuple[int, int]
+) -> None:
     (rows, heads), generator = shape, torch.Generator().manual_seed(5)
     q, k, v = randoms(2, 40, 2, 16, e=8)
     log = -torch.rand(rows, 40, heads, generator=generator, dtype=torch.float64)
     steps = torch.randn(rows, 40, heads, 3, generator=generator, dtype=torch.float64)
-    check(contract, q, k, v, log_decay=log, angle_steps=steps)
+    check(contract, q, k, v, log_decay=log, angle_steps=steps, write=1 + log)
 
 
 @every_contract(causal=DIRECTIONS)

@@ -217,10 +217,11 @@ def test_what_masked_keys_hold_does_not_matter(garbage: float, name: str, causal
     q, k, v = randoms(2, 70, 2, 4, dtype=torch.float32)
     how = use_map(name, 4) | {"causal": causal, "backend": backend, "key_mask": random_mask(2, 70)}
     how["rotary"] = Rotary(num_features(how, 4))
-    clean = everything(q, k, v, **how)
-    dirty_k, dirty_v = (x.masked_fill(~how["key_mask"][..., None, None], garbage) for x in (k, v))
-    dirty = everything(q, dirty_k, dirty_v, **how)
-    for tensor in ("out", "kv", "z", "dq", "dv", "dk"):
+    write, hidden = torch.full((2, 70, 2), 0.5), ~how["key_mask"][..., None]
+    clean = everything(q, k, v, write=write, **how)
+    dirty_k, dirty_v = (x.masked_fill(hidden[..., None], garbage) for x in (k, v))
+    dirty = everything(q, dirty_k, dirty_v, write=write.masked_fill(hidden, garbage), **how)
+    for tensor in ("out", "kv", "z", "dq", "dv", "dk", "dwrite"):
         assert torch.equal(dirty[tensor], clean[tensor]), tensor
 
 

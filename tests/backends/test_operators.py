@@ -29,17 +29,18 @@ def gradients(backend: str) -> list[Tensor]:
     q, k, v = (x.requires_grad_() for x in randoms(2, 40, 4, 8, g=2, dtype=torch.float32))
     log_decay = torch.full((2, 40, 2), -0.1, requires_grad=True)
     steps = torch.full((2, 40, 2, 4), 0.1, requires_grad=True)
+    write = torch.full((2, 40, 2), 0.5, requires_grad=True)
     kv, z = (
         torch.ones(2, 2, 8, 8, requires_grad=True),
         torch.ones(2, 2, 8, dtype=torch.float64).requires_grad_(),
     )
     state = LinearAttentionState(kv, z, torch.tensor([3, 5]), f"elu+1(8); {Rotary(8).identity}")
     out, last = linear_rope_attention(
-        q, k, v, rotary=Rotary(8), log_decay=log_decay, angle_steps=steps, state=state, return_state=True,
-        backend=backend,
+        q, k, v, rotary=Rotary(8), log_decay=log_decay, angle_steps=steps, write=write, state=state,
+        return_state=True, backend=backend,
     )  # fmt: skip
     loss = out.square().sum() + last.kv.square().sum() + last.z.square().sum()
-    return [out, last.kv, last.z, *torch.autograd.grad(loss, (q, k, v, log_decay, steps, kv, z))]
+    return [out, last.kv, last.z, *torch.autograd.grad(loss, (q, k, v, log_decay, steps, write, kv, z))]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -72,6 +73,9 @@ def test_what_is_not_wanted_gets_no_gradient_and_no_error(backend: str) -> None:
     assert from_state.abs().sum() > 0
     (dv,) = torch.autograd.grad(out.sum(), v)
     assert dv.shape == v.shape
+    ones = torch.ones(1, 5, 2, requires_grad=True)
+    (d_write,) = torch.autograd.grad(linear_rope_attention(q, k, dv, write=ones, backend=backend).sum(), ones)
+    assert d_write.abs().sum() > 0
 
 
 def test_gradients_of_inputs_that_broadcast_are_summed_before_they_are_rounded() -> None:

@@ -115,13 +115,15 @@ def test_no_decay_and_decay_of_zero_agree_to_the_bit(native):
 
 
 def test_shared_gates_and_positions_are_those_spelled_out(native):
-    case = make(h=4, g=2, steps=True, decay=0.4)
+    case = make(h=4, g=2, steps=True, decay=0.4, write=True)
     shared = replace(
-        case, log_decay=case.log_decay[:1, :, :1], angle_steps=case.angle_steps[:1, :, :1].bfloat16()
-    )
+        case, log_decay=case.log_decay[:1, :, :1], angle_steps=case.angle_steps[:1, :, :1].bfloat16(),
+        write=case.write[:1, :, :1].bfloat16(),
+    )  # fmt: skip
     full = replace(
         shared, log_decay=shared.log_decay.expand(2, -1, 2).double(),
         angle_steps=shared.angle_steps.expand(2, -1, 2, -1).contiguous().float(),
+        write=shared.write.expand(2, -1, 2).double().mT.contiguous().mT,
         positions=torch.arange(5, 75).expand(2, -1).contiguous(),
     )  # fmt: skip
     for x, y in zip(shared.forward(native), full.forward(native), strict=True):
