@@ -73,6 +73,20 @@ def check_integers(**arguments: object) -> None:
             raise TypeError(f"{argument}={value!r}: expected an integer")
 
 
+def check_sizes(**arguments: int | None) -> None:
+    """Raises TypeError or ValueError unless each argument is a whole number of at least 1, or None.
+
+    >>> from linrope.common.names import check_sizes
+    >>> check_sizes(num_heads=0)
+    Traceback (most recent call last):
+    ValueError: num_heads=0: expected at least 1
+    """
+    check_integers(**arguments)
+    for argument, value in arguments.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{argument}={value}: expected at least 1")
+
+
 def check_numbers(**arguments: object) -> None:
     """Raises TypeError unless each argument is a number, or None.
 

@@ -4,7 +4,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-from linrope.common.names import check_integers, check_name, expected_one_of
+from linrope.common.names import check_name, expected_one_of
 from linrope.feature_maps.base import FeatureMap, Features
 from linrope.feature_maps.cosformer import Cosformer
 from linrope.feature_maps.dpfp import DPFP
@@ -107,9 +107,6 @@ def make(name: str, head_dim: int, **options: Any) -> FeatureMap:
     if isinstance(name, str) and (known := _ALIASES.get(name.lower())):
         raise ValueError(f"feature_map={name!r}: {expected_one_of(known, NAMES)}")
     check_name("feature_map", name, NAMES)
-    check_integers(head_dim=head_dim)
-    if head_dim < 1:
-        raise ValueError(f"head_dim={head_dim}: expected at least 1")
     try:
         made: FeatureMap = _MAKERS[name](head_dim=head_dim, **options)
     except TypeError:

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from linrope.common.names import check_integers
+from linrope.common.names import check_sizes
 from linrope.common.values import values_readable
 from linrope.feature_maps.base import FeatureMap, widen
 from linrope.rotation.angles import cos_sin
@@ -40,9 +40,7 @@ class Cosformer(FeatureMap):
 
     def __init__(self, head_dim: int, max_length: int) -> None:
         super().__init__()
-        check_integers(max_length=max_length)
-        if max_length < 1:
-            raise ValueError(f"max_length={max_length}: expected at least 1")
+        check_sizes(head_dim=head_dim, max_length=max_length)
         self.head_dim = head_dim
         self.feature_dim = 2 * head_dim
         self.max_length = max_length

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from linrope.common.names import check_integers
+from linrope.common.names import check_integers, check_sizes
 from linrope.feature_maps.base import FeatureMap, widen
 
 
@@ -30,6 +30,7 @@ class DPFP(FeatureMap):
 
     def __init__(self, head_dim: int, nu: int = 3) -> None:
         super().__init__()
+        check_sizes(head_dim=head_dim)
         check_integers(nu=nu)
         if not 1 <= nu < 2 * head_dim:
             raise ValueError(f"nu={nu}: expected 1 .. {2 * head_dim - 1} for head_dim={head_dim}")

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from linrope.common.names import check_sizes
 from linrope.feature_maps.base import FeatureMap, Features
 from linrope.feature_maps.log_scale import centre, exponential
 
@@ -61,6 +62,7 @@ class ElementwiseMap(FeatureMap):
 
     def __init__(self, name: str, head_dim: int) -> None:
         super().__init__()
+        check_sizes(head_dim=head_dim)
         self.elementwise = name
         self.head_dim = self.feature_dim = head_dim
         self.positive = ELEMENTWISE[name].positive

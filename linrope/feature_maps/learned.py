@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linrope.common.names import check_integers
+from linrope.common.names import check_integers, check_sizes
 from linrope.common.precision import full_precision
 from linrope.feature_maps.base import FeatureMap, widen
 
@@ -24,7 +24,8 @@ class LearnedMap(FeatureMap):
         self, head_dim: int, feature_dim: int, num_heads: int | None, num_kv_heads: int | None
     ) -> None:
         super().__init__()
-        check_integers(head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        check_sizes(head_dim=head_dim)
+        check_integers(num_heads=num_heads, num_kv_heads=num_kv_heads)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         phi_heads, psi_heads = (1 if heads is None else heads for heads in (num_heads, num_kv_heads))
         if (num_heads is None) != (num_kv_heads is None) or min(phi_heads, psi_heads) < 1:
@@ -99,6 +100,7 @@ class T2R(LearnedMap):
         num_heads: int | None = None,
         num_kv_heads: int | None = None,
     ) -> None:
+        check_sizes(head_dim=head_dim)
         check_integers(num_features=num_features)
         num_features = head_dim + head_dim % 2 if num_features is None else num_features
         if num_features <= 0 or num_features % 2:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from linrope.common.names import check_sizes
 from linrope.feature_maps.base import FeatureMap, pad_to_even, widen
 from linrope.feature_maps.learned import LearnedMap
 
@@ -40,6 +41,7 @@ class Taylor2(FeatureMap):
 
     def __init__(self, head_dim: int) -> None:
         super().__init__()
+        check_sizes(head_dim=head_dim)
         self.head_dim = head_dim
         size = 1 + head_dim + head_dim * (head_dim + 1) // 2
         self.feature_dim = size + size % 2
@@ -80,6 +82,7 @@ class Rebased(LearnedMap):
     positive = True
 
     def __init__(self, head_dim: int, num_heads: int | None = None, num_kv_heads: int | None = None) -> None:
+        check_sizes(head_dim=head_dim)
         size = head_dim * (head_dim + 1) // 2
         super().__init__(head_dim, size + size % 2, num_heads, num_kv_heads)
 

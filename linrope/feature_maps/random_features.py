@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from linrope.common.names import check_integers
+from linrope.common.names import check_integers, check_sizes
 from linrope.common.precision import full_precision
 from linrope.feature_maps.base import FeatureMap, Features, widen
 
@@ -44,7 +44,8 @@ class RandomFeatureMap(FeatureMap):
 
     def __init__(self, head_dim: int, num_features: int | None = None, seed: int | None = None) -> None:
         super().__init__()
-        check_integers(head_dim=head_dim, num_features=num_features)
+        check_sizes(head_dim=head_dim)
+        check_integers(num_features=num_features)
         num_features = 2 * head_dim if num_features is None else num_features
         if num_features <= 0 or num_features % self.features_per_row:
             even = " even" if self.features_per_row == 2 else ""

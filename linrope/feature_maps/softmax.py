@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from linrope.common.names import check_sizes
 from linrope.feature_maps.base import FeatureMap, widen
 from linrope.feature_maps.log_scale import exponential
 
@@ -24,6 +25,7 @@ class SoftmaxMap(FeatureMap):
 
     def __init__(self, head_dim: int) -> None:
         super().__init__()
+        check_sizes(head_dim=head_dim)
         self.head_dim = self.feature_dim = head_dim
 
     def queries(self, q: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from linrope.common.names import check_sizes
 from linrope.models.language_model import LanguageModel
 from linrope.models.step import DecodingStep
 
@@ -86,8 +87,7 @@ class Generation:
             raise ValueError(
                 f"unread: got {min(self.unread)} .. {max(self.unread)}, expected bytes, 0 .. 255"
             )
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens}: expected at least 1")
+        check_sizes(max_tokens=self.max_tokens)
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature}: expected at least 0, and finite")
         if not 0 <= self.top_p <= 1:

@@ -13,7 +13,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from linrope.backends import onnx
-from linrope.common.names import check_name
+from linrope.common.names import check_name, check_sizes
 from linrope.models.language_model import LanguageModel, States
 from linrope.models.training.optional import need
 
@@ -115,8 +115,7 @@ def export_onnx(
     >>> states = export_onnx(model, "model.onnx").empty(1)  # doctest: +SKIP
     """
     check_name("operators", operators, tuple(OPERATORS))
-    if tokens_per_call is not None and tokens_per_call < 1:
-        raise ValueError(f"tokens_per_call={tokens_per_call}: expected at least 1, or None")
+    check_sizes(tokens_per_call=tokens_per_call)
     backend, oldest = OPERATORS[operators]
     for package in ("onnx", "onnxscript"):
         need(package, "linrope[export]")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from linrope.common.names import check_sizes
 from linrope.models.language_model import LanguageModel, States
 from linrope.models.step import DecodingStep
 
@@ -63,8 +64,7 @@ def check_sampling(
         raise ValueError(f"max_new_tokens={max_new_tokens}: expected at least 0")
     if not temperature >= 0:
         raise ValueError(f"temperature={temperature}: expected at least 0")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k={top_k}: expected at least 1")
+    check_sizes(top_k=top_k)
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p}: expected more than 0, at most 1")
     if seed is not None and not -(2**63) <= seed < 2**64:

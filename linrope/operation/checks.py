@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from linrope import feature_maps
-from linrope.common.names import check_bools, check_integers, check_name, check_numbers
+from linrope.common.names import check_bools, check_integers, check_name, check_numbers, check_sizes
 from linrope.common.values import values_readable
 from linrope.feature_maps import FeatureMap
 from linrope.operation.request import EPS_MODES, ORDERS, Request
@@ -21,17 +21,9 @@ def resolve_heads(
     embed_dim: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None, value_head_dim: int | None
 ) -> tuple[int, int, int]:
     """g, d and e of a layer from its arguments."""
-    check_integers(
-        embed_dim=embed_dim,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        value_head_dim=value_head_dim,
-    )
+    check_sizes(embed_dim=embed_dim, num_heads=num_heads)
+    check_integers(num_kv_heads=num_kv_heads, head_dim=head_dim, value_head_dim=value_head_dim)
     g = num_heads if num_kv_heads is None else num_kv_heads
-    for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads)):
-        if size < 1:
-            raise ValueError(f"{name}={size}: expected at least 1")
     if g < 1 or num_heads % g:
         raise ValueError(f"num_kv_heads={g}: expected a divisor of num_heads={num_heads}")
     if head_dim is None and embed_dim % num_heads:

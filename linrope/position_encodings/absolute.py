@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from linrope.common.names import check_integers
+from linrope.common.names import check_integers, check_sizes
 from linrope.common.values import values_readable
 from linrope.rotation.rotary import Rotary
 
@@ -64,9 +64,7 @@ class LearnedAbsolute(nn.Module):
 
     def __init__(self, embed_dim: int, max_length: int) -> None:
         super().__init__()
-        check_integers(embed_dim=embed_dim, max_length=max_length)
-        if embed_dim < 1 or max_length < 1:
-            raise ValueError(f"embed_dim={embed_dim}, max_length={max_length}: expected at least 1")
+        check_sizes(embed_dim=embed_dim, max_length=max_length)
         self.table = nn.Embedding(max_length, embed_dim)
         nn.init.normal_(self.table.weight, std=0.02)
 

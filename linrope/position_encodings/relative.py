@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from linrope.common.names import check_integers
+from linrope.common.names import check_integers, check_sizes
 from linrope.rotation.rotary import Rotary
 
 
@@ -69,7 +69,8 @@ class Shaw(RelativeEncoding):
         self, num_heads: int, head_dim: int, value_head_dim: int | None = None, *, max_distance: int = 16
     ) -> None:
         super().__init__(num_heads, head_dim, value_head_dim)
-        self.max_distance = _at_least_1(max_distance)
+        check_sizes(max_distance=max_distance)
+        self.max_distance = max_distance
         self.pk = _table(num_heads, 2 * max_distance + 1, self.head_dim)
         self.pv = _table(num_heads, 2 * max_distance + 1, self.value_head_dim)
 
@@ -150,7 +151,8 @@ class DeBERTa(RelativeEncoding):
         self, num_heads: int, head_dim: int, value_head_dim: int | None = None, *, max_distance: int = 512
     ) -> None:
         super().__init__(num_heads, head_dim, value_head_dim)
-        self.max_distance = _at_least_1(max_distance)
+        check_sizes(max_distance=max_distance)
+        self.max_distance = max_distance
         self.qr = _table(num_heads, 2 * max_distance, head_dim)
         self.kr = _table(num_heads, 2 * max_distance, head_dim)
 
@@ -179,13 +181,6 @@ def _pick(products: Tensor, rows: Tensor) -> Tensor:
 
 def _table(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape) * 0.02)
-
-
-def _at_least_1(max_distance: int) -> int:
-    check_integers(max_distance=max_distance)
-    if max_distance < 1:
-        raise ValueError(f"max_distance={max_distance}: expected at least 1")
-    return max_distance
 
 
 RELATIVE: dict[str, type[RelativeEncoding]] = {

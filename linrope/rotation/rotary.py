@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from linrope.common.constants import Constant
-from linrope.common.names import check_integer_tensors, check_integers, check_name, check_numbers
+from linrope.common.names import check_integer_tensors, check_integers, check_name, check_numbers, check_sizes
 from linrope.rotation.angles import LAYOUTS, cos_sin, cos_sin_of_turns, rotate, to_turns
 from linrope.rotation.frequencies import MROPE_AXES, read_config, resolve
 
@@ -125,7 +125,8 @@ class Rotary:
         xpos: float | None = None,
     ) -> None:
         rotary_dim = dim if rotary_dim is None else rotary_dim
-        check_integers(dim=dim, rotary_dim=rotary_dim, axes=axes)
+        check_integers(dim=dim, rotary_dim=rotary_dim)
+        check_sizes(axes=axes)
         check_numbers(base=base, attention_factor=attention_factor, xpos=xpos)
         if dim < 2 or dim % 2:
             raise ValueError(f"dim={dim}: expected a positive even number")
@@ -137,8 +138,6 @@ class Rotary:
         if scaling is not None and (theta is not None or axes is not None):
             other = "axes" if theta is None else "theta"
             raise ValueError(f"scaling={scaling!r}: expected None beside {other}")
-        if axes is not None and axes < 1:
-            raise ValueError(f"axes={axes}: expected at least 1, or None")
         if axes is not None and theta is None:
             raise ValueError(f"axes={axes}: expected theta beside it, or Rotary.axial")
         if attention_factor is not None:
@@ -264,9 +263,8 @@ class Rotary:
                 f"layout={layout!r}: whole-model rotation requires 'interleaved': 'half' puts the "
                 "partners of a pair into different heads"
             )
-        check_integers(num_heads=num_heads, head_dim=head_dim)
-        if num_heads < 1:
-            raise ValueError(f"num_heads={num_heads}: expected at least 1")
+        check_sizes(num_heads=num_heads)
+        check_integers(head_dim=head_dim)
         if head_dim < 2 or head_dim % 2:
             raise ValueError(f"head_dim={head_dim}: expected a positive even number")
         d_model = num_heads * head_dim

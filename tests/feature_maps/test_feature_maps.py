@@ -175,11 +175,12 @@ def test_a_name_like_no_other_gets_no_suggestion() -> None:
     assert "did you mean" not in str(error.value)
 
 
-@names
-@pytest.mark.parametrize("head_dim", [0, -2])
-def test_head_dim_must_be_positive(name: str, head_dim: int) -> None:
-    with pytest.raises(ValueError, match=f"head_dim={head_dim}"):
-        feature_maps.make(name, head_dim)
+@labels
+@pytest.mark.parametrize("head_dim", [0, -2, 2.5, "4", True])
+def test_head_dim_must_be_a_positive_integer(label: str, head_dim: object) -> None:
+    error = ValueError if type(head_dim) is int else TypeError
+    with pytest.raises(error, match=f"^head_dim={head_dim!r}: expected a"):
+        build(label, head_dim)  # type: ignore[arg-type]
 
 
 @labels

@@ -115,12 +115,13 @@ def test_only_what_a_run_wrote_is_removed_or_counts_as_its_checkpoint(
         (run / name).mkdir(parents=True)
     (run / ".step-00000001.replaced").symlink_to(tmp_path)
     before = {path.name for path in run.iterdir()}
-    unfinished = [run / f".step-00000001.k_3aaaaa{end}" for end in ("", ".replaced")]
+    unfinished = [run / f".step-00000001.0123abcd{end}" for end in ("", ".replaced")]
     for path in unfinished:
         path.mkdir()
     for _ in range(3):
         trainer.train_step()
         assert trainer.save(run).is_dir()
+    assert latest_checkpoint(run).stat().st_mode == (run / "step-notes").stat().st_mode  # the umask's
     assert {path.name for path in run.iterdir()} == before | {"step-00000002", "step-00000003"}
     (run / "step-00000099").rmdir()
     assert latest_checkpoint(run).name == "step-00000003"

@@ -30,7 +30,7 @@ SHAPES = ((3,), (2, 4), (1, 1, 2), ())  # which theta cannot have
         (lambda: Rotary.whole_model(2, 4)(ones(1, 3, 3, 4), torch.arange(3)),
          r"x: got 3 heads, expected a multiple of theta's 2"),
         (lambda: Rotary(8, axes=2), r"axes=2: expected theta beside it, or Rotary.axial"),
-        (lambda: Rotary(8, axes=0), r"axes=0: expected at least 1, or None"),
+        (lambda: Rotary(8, axes=0), r"axes=0: expected at least 1"),
         (lambda: Rotary(8, theta=ones(4), axes=2), r"theta: got shape \(4,\), expected \(2, 4\) or"),
         (lambda: Rotary(8, theta=ones(2, 3, 4), axes=2), r"theta: got shape .*expected \(2, 4\) or"),
         (lambda: Rotary.axial(8, pairs=[4]), r"pairs=\[4\]: expected one positive number per axis, 4 in all"),

@@ -7,6 +7,7 @@ from typing import Any, get_args, get_origin
 import torch
 from transformers import PreTrainedConfig
 
+from linrope.common.names import check_sizes
 from linrope.feature_maps.random_features import RandomFeatureMap
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.models.defaults import VALUE_FACTOR, resolve_block, resolve_short_conv
@@ -124,9 +125,7 @@ class LinRopeConfig(PreTrainedConfig):
             raise ValueError(f"config: got a value of the wrong type: {error}") from error
 
     def _complete(self, **kwargs: Any) -> None:
-        for name in _SIZES:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
+        check_sizes(**{name: getattr(self, name) for name in _SIZES})
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         interval = kwargs.pop("full_attention_interval", None)
@@ -188,11 +187,13 @@ def make_attention(config: LinRopeConfig, layer_type: str) -> LinearRoPEAttentio
     if block["decay"] is not None and not config.is_causal:
         raise ValueError(f"decay={config.decay}: expected None with is_causal=False")
     assert config.rope_parameters is not None
-    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
+    head_dim = config.head_dim
+    if head_dim is None:
+        head_dim = config.hidden_size // config.num_attention_heads
     shared: dict[str, Any] = {
         "num_kv_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
-        "value_head_dim": config.value_head_dim or VALUE_FACTOR * head_dim,
+        "value_head_dim": VALUE_FACTOR * head_dim if config.value_head_dim is None else config.value_head_dim,
         "qk_norm": config.qk_norm,
         "out_norm": config.out_norm,
         "skip": config.skip,
@@ -231,6 +232,5 @@ def make_attention(config: LinRopeConfig, layer_type: str) -> LinearRoPEAttentio
 
 
 def _layer_types(layers: int, interval: int | None) -> list[str]:
-    if interval is not None and interval < 1:
-        raise ValueError(f"full_attention_interval={interval}: expected at least 1, or None")
+    check_sizes(full_attention_interval=interval)
     return [LAYER_TYPES[interval is not None and (i + 1) % interval == 0] for i in range(layers)]

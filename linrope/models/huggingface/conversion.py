@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from linrope.common.names import check_sizes
 from linrope.models.huggingface.configuration import LinRopeConfig
 from linrope.models.huggingface.modeling import LinRopeForCausalLM
 from linrope.models.training.optional import need
@@ -314,8 +315,7 @@ def _train(
     learning_rate: float,
 ) -> list[float]:
     """AdamW without weight decay, on these parameters only; the rate follows a cosine down to a tenth."""
-    if steps < 1:
-        raise ValueError(f"steps={steps}: expected at least 1")
+    check_sizes(steps=steps)
     optimizer = torch.optim.AdamW(parameters, learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     losses: list[float] = []
     for tokens in islice(batches, steps):

@@ -1,8 +1,8 @@
 """Checkpoints of a run: folders step-N, each written completely or not at all."""
 
 import re
+import secrets
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from linrope.models.training.corpus import load_tokenizer
 _FORMAT, _VERSION = "linrope.Training", 1
 _REQUIRED = {"step", "config", "processes", "checksum"}
 _KEEP = 2  # checkpoints
-_UNFINISHED = rf"\.{STEP}\.[a-z0-9_]{{8}}(?:\.replaced)?"  # as tempfile.mkdtemp names it
+_UNFINISHED = rf"\.{STEP}\.[0-9a-f]{{8}}(?:\.replaced)?"
 
 
 def checkpoint_name(step: int) -> str:
@@ -45,8 +45,8 @@ def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None], ear
         for path in folder.glob(".step-*"):  # a run that was killed has left them unfinished
             if re.fullmatch(_UNFINISHED, path.name) and path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
-        temporary = Path(tempfile.mkdtemp(dir=folder, prefix=f".{target.name}."))
-        temporary.chmod(0o755)
+        temporary = folder / f".{target.name}.{secrets.token_hex(4)}"
+        temporary.mkdir()  # readable for whom the umask says, unlike tempfile's folders
         replaced = temporary.with_name(temporary.name + ".replaced")
         try:
             write(temporary)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, fields
 
+from linrope.common.names import check_sizes
+
 LARGEST = 2**40  # integer; seeds are multiplied by a million
 LARGEST_FLOAT = 3.4e38  # of float32
 
@@ -31,9 +33,8 @@ class TrainingConfig:
                 raise TypeError(f"{field.name}: got {value!r}, expected {kind.__name__}")
             if kind is int and isinstance(value, int) and value > LARGEST:
                 raise ValueError(f"{field.name}={value}: expected at most {LARGEST}")
-        for name in ("steps", "batch_size", "sequence_length", "accumulation", "pieces"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
+        sizes = ("steps", "batch_size", "sequence_length", "accumulation", "pieces")
+        check_sizes(**{name: getattr(self, name) for name in sizes})
         for name in ("learning_rate", "clip"):
             if not (0 < getattr(self, name) <= LARGEST_FLOAT):
                 raise ValueError(
