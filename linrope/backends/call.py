@@ -156,6 +156,14 @@ class Gradients(NamedTuple):
     z: Tensor | None
 
 
+class ResultGradients(NamedTuple):
+    """The gradients of a call's out and of its last kv and z, or None for those that the loss does not depend on."""
+
+    out: Tensor | None = None
+    kv: Tensor | None = None
+    z: Tensor | None = None
+
+
 # out, the last kv and z (None if not wanted), and the tensors saved for the backward pass.
 Results: TypeAlias = tuple[Tensor | None, tuple[Tensor, Tensor] | None, list[Tensor]]
 

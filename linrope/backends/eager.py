@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from linrope.backends import operators
-from linrope.backends.call import Call, Gradients, Results, Sums, summed_to
+from linrope.backends.call import Call, Gradients, ResultGradients, Results, Sums, summed_to
 from linrope.common.values import values_readable
 from linrope.feature_maps import ELEMENTWISE
 from linrope.rotation.rotary import rotate
@@ -186,20 +186,13 @@ def transposed_product(scores: Tensor, x: Tensor) -> Tensor:
 
 
 def forward(call: Call, sums: Sums | None, save: bool) -> Results:
-    outs, kvs, zs = zip(*[_forward(**part) for part in _by_heads(call, sums)], strict=True)
+    outs, kvs, zs = zip(*[_forward(**part) for part in _by_heads(call, sums, ResultGradients())], strict=True)
     out = None if call.q is None else torch.cat(outs, 2)
     return out, (torch.cat(kvs, 1), torch.cat(zs, 1)) if call.want_state else None, []
 
 
-def backward(
-    call: Call,
-    sums: Sums | None,
-    results: list[Tensor],
-    g_out: Tensor | None,
-    g_kv: Tensor | None,
-    g_z: Tensor | None,
-) -> Gradients:
-    parts = [_backward(**part) for part in _by_heads(call, sums, g_out=g_out, g_kv=g_kv, g_z=g_z)]
+def backward(call: Call, sums: Sums | None, results: list[Tensor], g: ResultGradients) -> Gradients:
+    parts = [_backward(**part) for part in _by_heads(call, sums, g)]
 
     def joined(name: str) -> Tensor | None:
         heads = 1 if name in ("kv", "z") else 2  # the axis of heads
@@ -215,22 +208,17 @@ def backward(
     return gradients._replace(**summed)
 
 
-def _by_heads(
-    call: Call,
-    sums: Sums | None,
-    g_out: Tensor | None = None,
-    g_kv: Tensor | None = None,
-    g_z: Tensor | None = None,
-) -> Iterator[dict[str, Any]]:
-    """Splits the call, its sums and the gradients g_out, g_kv, g_z into a few key/value heads at a time."""
-    g, r = call.k.shape[2], call.group
-    size = max(1, min(g, AT_ONCE * g // max(call.k.numel(), 1)))
+def _by_heads(call: Call, sums: Sums | None, g: ResultGradients) -> Iterator[dict[str, Any]]:
+    """Splits the call, its sums and the gradients g into a few key/value heads at a time."""
+    all_heads, r = call.k.shape[2], call.group
+    size = max(1, min(all_heads, AT_ONCE * all_heads // max(call.k.numel(), 1)))
 
     def part(x: Tensor | None, dim: int, heads: slice) -> Tensor | None:
         return x if x is None or x.shape[dim] == 1 else x.narrow(dim, heads.start, heads.stop - heads.start)
 
-    for low in range(0, g, size):
-        heads, queries = slice(low, min(low + size, g)), slice(low * r, min(low + size, g) * r)
+    for low in range(0, all_heads, size):
+        high = min(low + size, all_heads)
+        heads, queries = slice(low, high), slice(low * r, high * r)
         tensors = {
             name: part(getattr(call, name), 2, heads) for name in ("k", "v", "log_decay", "angle_steps")
         }
@@ -238,9 +226,7 @@ def _by_heads(
         yield {
             "call": replace(call, **tensors),  # type: ignore[arg-type]
             "sums": None if sums is None else Sums(*(part(x, 1, heads) for x in sums)),  # type: ignore[arg-type]
-            "g_out": part(g_out, 2, queries),
-            "g_kv": part(g_kv, 1, heads),
-            "g_z": part(g_z, 1, heads),
+            "g": ResultGradients(part(g.out, 2, queries), part(g.kv, 1, heads), part(g.z, 1, heads)),
         }
 
 
@@ -261,9 +247,7 @@ def _forward(call: Call, sums: Sums | None, **_: None) -> tuple[Tensor | None, T
     return x.queries.put(num.to(call.v.dtype), call.q), *last
 
 
-def _backward(
-    call: Call, sums: Sums | None, g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor | None
-) -> Gradients:
+def _backward(call: Call, sums: Sums | None, g: ResultGradients) -> Gradients:
     """With the gradient g of out, gb = g / den, delta = -<gb, out>, or 0 where eps replaces den:
 
     dphi^_i = sum_j (gb_i v_j) e^(D_i - D_j) psi^_j + e^(D_i) S gb_i       dphi_i = R^T dphi^_i + delta_i z_i
@@ -280,8 +264,8 @@ def _backward(
     phi_decayed = x.decayed(x.phi_hat, Decay.queries)
     kv_read, z_read = x.xpos_into_chunk(x.read(kv))[:, :, None], x.read(z)
     gb, delta = x.v.new_zeros(*x.phi.shape[:-1], x.v.shape[-1]), torch.zeros_like(x.phi[..., :1])
-    if g_out is not None:
-        gb = x.take(g_out, x.queries, call.group).masked_fill(~x.queries.valid[:, None, None, :, None], 0)
+    if g.out is not None:
+        gb = x.take(g.out, x.queries, call.group).masked_fill(~x.queries.valid[:, None, None, :, None], 0)
     if call.normalize:
         inverse, den_counts = x.normalizer(z_read)
         gb = gb * inverse
@@ -301,8 +285,8 @@ def _backward(
 
     t_of_chunk = x.xpos_into_chunk(transposed_product(phi_decayed, gb)[:, :, 0])
     tau_of_chunk = (x.decayed(x.phi, Decay.queries) * delta).double().sum((2, 3))
-    t_after, t_before = gradients_around(t_of_chunk, x.kv_log, x.queries, g_kv)
-    tau_after, tau_before = gradients_around(tau_of_chunk, x.z_log, x.queries, g_z)
+    t_after, t_before = gradients_around(t_of_chunk, x.kv_log, x.queries, g.kv)
+    tau_after, tau_before = gradients_around(tau_of_chunk, x.z_log, x.queries, g.z)
     at_first = x.queries.reverse().last
     d_kv, d_z = t_before.flip(0)[at_first], tau_before.flip(0)[at_first]
     if not call.causal:

@@ -15,6 +15,7 @@ from linrope.backends import operators
 from linrope.backends.call import (
     Call,
     Gradients,
+    ResultGradients,
     Sums,
     contiguous,
     needs_gradients,
@@ -253,24 +254,15 @@ def _sum_of_heads(gradient: Tensor, like: Tensor) -> Tensor:
     return gradient.to(like.dtype)
 
 
-def backward(
-    call: Call,
-    sums: Sums | None,
-    results: list[Tensor],
-    g_out: Tensor | None,
-    g_kv: Tensor | None,
-    g_z: Tensor | None,
-) -> Gradients:
+def backward(call: Call, sums: Sums | None, results: list[Tensor], g: ResultGradients) -> Gradients:
     q, k, v, _ = _kernel_qkv(call)
-    if g_out is not None:
-        g_out = with_dense_rows(g_out.to(v.dtype))
     # Without tokens the library has no gradients of log_decay, angle_steps and write.
     has_tokens = call.k.shape[1] > 0
     dq, dk, dv, d_log, d_steps, d_write, d_kv, d_z = _run(
         _ops.backward.default,
-        g_out=g_out,
-        g_kv=contiguous(g_kv),
-        g_z=contiguous(g_z),
+        g_out=None if g.out is None else with_dense_rows(g.out.to(v.dtype)),
+        g_kv=contiguous(g.kv),
+        g_z=contiguous(g.z),
         q=q if call.q is not None else None,
         k=k,
         v=v,

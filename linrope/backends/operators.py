@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
-from linrope.backends.call import INPUTS, Call, Sums, needs_gradients, sums_of, transformed
+from linrope.backends.call import INPUTS, Call, ResultGradients, Sums, needs_gradients, sums_of, transformed
 from linrope.backends.protocol import ChunkedBackend
 from linrope.common.precision import full_precision
 from linrope.sequence.state import LinearAttentionState
@@ -159,18 +159,12 @@ def _run_backward(*arguments: Any) -> list[Tensor]:
 
 
 def _compute_backward(
-    backend: ChunkedBackend,
-    call: Call,
-    sums: Sums | None,
-    results: list[Tensor],
-    g_out: Tensor | None,
-    g_kv: Tensor | None,
-    g_z: Tensor | None,
+    backend: ChunkedBackend, call: Call, sums: Sums | None, results: list[Tensor], *g: Tensor | None
 ) -> list[Tensor]:
     if call.k.shape[0] == 0:  # gates that the batch shares are not empty
         return [x.zero_() for x in _new_gradients(call, sums)]
     with full_precision(call.v.device):
-        gradients = backend.backward(call, sums, results, g_out, g_kv, g_z)
+        gradients = backend.backward(call, sums, results, ResultGradients(*g))
     return [x for x in gradients if x is not None]
 
 
@@ -195,29 +189,30 @@ def _keep(ctx: Any, arguments: Sequence[Any], output: Any, reads_results: bool) 
     ctx.recorded = False
 
 
-def _backward(ctx: Any, g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor | None, _: Any = None) -> Any:
+def _backward(ctx: Any, *gradients_of_results: Any) -> Any:
     gradients: list[Tensor | None] = [None] * (len(_ARGUMENTS) + 1)
-    for i, x in zip(_DIFFERENTIABLE, _input_gradients(ctx, g_out, g_kv, g_z), strict=True):
+    for i, x in zip(_DIFFERENTIABLE, _input_gradients(ctx, *gradients_of_results[:3]), strict=True):
         gradients[i] = x
     return tuple(gradients)
 
 
-def _input_gradients(
-    ctx: Any, g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor | None
-) -> list[Tensor | None]:
+def _input_gradients(ctx: Any, *gradients_of_results: Tensor | None) -> list[Tensor | None]:
     """The gradients of the arguments at ``_DIFFERENTIABLE``."""
     arguments, tensors = list(ctx.non_tensors), list(ctx.saved_tensors)
     for i in ctx.tensor_indices:
         arguments[i] = tensors.pop(0)
     backend, call, sums = unflatten(arguments)
-    g_out = None if call.q is None else g_out  # compiled code passes zeros for absent outputs
-    g_kv, g_z = (g_kv, g_z) if call.want_state else (None, None)
+    g = ResultGradients(*gradients_of_results)
+    if call.q is None:  # compiled code passes zeros for absent results
+        g = g._replace(out=None)
+    if not call.want_state:
+        g = g._replace(kv=None, z=None)
     if transformed():
-        found = _TransformedBackward.run(*arguments, tensors, g_out, g_kv, g_z)
+        found = _TransformedBackward.run(*arguments, tensors, *g)
     elif ctx.recorded and not torch.is_grad_enabled():
-        found = _compute_backward(backend, call, sums, tensors, g_out, g_kv, g_z)
+        found = _compute_backward(backend, call, sums, tensors, *g)
     else:
-        found = _attend_backward(*arguments, tensors, g_out, g_kv, g_z)
+        found = _attend_backward(*arguments, tensors, *g)
     present = iter(found)
     return [None if arguments[i] is None else next(present) for i in _DIFFERENTIABLE]
 
@@ -263,7 +258,7 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        return _backward(ctx, *gradients[:3])
+        return _backward(ctx, *gradients)
 
 
 class _TransformedBackward(torch.autograd.Function):

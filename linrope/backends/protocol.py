@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from linrope.backends.call import Call, Gradients, Results, Sums
+from linrope.backends.call import Call, Gradients, ResultGradients, Results, Sums
 from linrope.sequence.state import LinearAttentionState
 
 
@@ -40,15 +40,7 @@ class ChunkedBackend(Backend, Protocol):
     def forward(self, call: Call, sums: Sums | None, save: bool) -> Results:
         """out, the last kv and z if wanted, and the tensors that the backward pass needs if ``save``."""
 
-    def backward(
-        self,
-        call: Call,
-        sums: Sums | None,
-        results: list[Tensor],
-        g_out: Tensor | None,
-        g_kv: Tensor | None,
-        g_z: Tensor | None,
-    ) -> Gradients:
+    def backward(self, call: Call, sums: Sums | None, results: list[Tensor], g: ResultGradients) -> Gradients:
         """The gradients. results: out, kv and z if ``reads_results``, then the tensors that ``forward`` saved."""
 
     def new_saved(self, call: Call) -> list[Tensor]:

@@ -11,7 +11,16 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from linrope.backends import operators
-from linrope.backends.call import Call, Gradients, Sums, contiguous, needs_gradients, summed_to, traced
+from linrope.backends.call import (
+    Call,
+    Gradients,
+    ResultGradients,
+    Sums,
+    contiguous,
+    needs_gradients,
+    summed_to,
+    traced,
+)
 from linrope.sequence.packing import owners
 from linrope.sequence.state import LinearAttentionState
 
@@ -142,24 +151,17 @@ def forward(
         )
 
 
-def backward(
-    call: Call,
-    sums: Sums | None,
-    results: list[Tensor],
-    g_out: Tensor | None,
-    g_kv: Tensor | None,
-    g_z: Tensor | None,
-) -> Gradients:
-    kernel_call, out, g_end = _kernel_call(call, sums), None, None
+def backward(call: Call, sums: Sums | None, results: list[Tensor], g: ResultGradients) -> Gradients:
+    kernel_call, out, g_out, g_end = _kernel_call(call, sums), None, g.out, None
     if kernel_call.reads_out:
         out, _, _, *results = results
     if g_out is None and call.q is not None:
         g_out = call.v.new_zeros(1).expand(*call.q.shape[:3], call.v.shape[3])
-    if g_kv is not None or g_z is not None:
+    if g.kv is not None or g.z is not None:
         kv, z = launch.new_state(kernel_call, _start_state(sums))
         g_end = (
-            torch.zeros_like(kv) if g_kv is None else g_kv.contiguous(),
-            torch.zeros_like(z) if g_z is None else g_z.contiguous(),
+            torch.zeros_like(kv) if g.kv is None else g.kv.contiguous(),
+            torch.zeros_like(z) if g.z is None else g.z.contiguous(),
         )
     with torch.cuda.device_of(call.k):
         if g_out is None:  # only the last state has a gradient
