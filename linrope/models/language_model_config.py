@@ -55,6 +55,8 @@ class LanguageModelConfig:
     decay: str | dict | None = "auto"  # type: ignore[type-arg]
     forget_gate: bool | str | dict = "auto"  # type: ignore[type-arg]
     write_gate: str | None = "auto"
+    qk_bias: bool = False
+    trapezoid: bool = False
     positions: str = "rope"  # one of POSITIONS; those in RELATIVE require softmax attention
     # With positions "rope": a layout, "selective", or {"name": "selective", options}; None: no rotation.
     rotary: str | dict | None = "interleaved"  # type: ignore[type-arg]
@@ -106,8 +108,7 @@ def make_linear(config: LanguageModelConfig) -> LinearRoPEAttention:
         config.num_heads,
         feature_map=config.feature_map,
         rotary=rotary,
-        normalize=config.normalize,
-        num_value_heads=config.num_value_heads,
+        **{name: getattr(config, name) for name in ("normalize", "num_value_heads", "qk_bias", "trapezoid")},
         **block,
         **_shared(config),
     )
@@ -132,6 +133,8 @@ def check_softmax(config: LanguageModelConfig) -> None:
         ("forget_gate", False),
         ("write_gate", None),
         ("num_value_heads", None),
+        ("qk_bias", False),
+        ("trapezoid", False),
         ("feature_map", LanguageModelConfig.feature_map),
         ("normalize", True),
     ):

@@ -170,6 +170,10 @@ def test_learned_positions_end(attention: str) -> None:
         ({"positions": "shaw"}, "positions='shaw': adds a term to the n x m scores, .*attention='softmax'"),
         ({"rotary": "half", "positions": "none"}, "rotary='half': expected positions='rope', not 'none'"),
         ({"positions": "learned", "max_length": 0}, "max_length=0"),
+        (
+            {"attention": "softmax", "trapezoid": True},
+            "trapezoid=True: expected False with attention='softmax'",
+        ),
         ({"value_head_dim": 0}, "value_head_dim=0: expected at least 1"),
         ({"hidden_dim": -8}, "hidden_dim=-8: expected at least 1"),
         ({"attention": "softmax", "decay": "retnet"}, "decay='retnet': expected None"),
@@ -263,6 +267,15 @@ def test_state_memory_does_not_grow(model: LanguageModel) -> None:
             embed_dim=32, num_layers=1, num_heads=2, feature_map={"name": "dpfp", "nu": 2}, normalize=True
         ),
         LanguageModelConfig(embed_dim=32, num_layers=1, num_heads=2, rotary=None, gate=False, out_norm=False),
+        LanguageModelConfig(
+            embed_dim=32,
+            num_layers=1,
+            num_heads=2,
+            num_value_heads=4,
+            qk_norm=True,
+            qk_bias=True,
+            trapezoid=True,
+        ),
         LanguageModelConfig(embed_dim=32, num_layers=1, num_heads=2, feature_map="silu", normalize=False),
     ],
 )

@@ -17,6 +17,7 @@ from linrope.rotation.rotary import Rotary
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_LINEAR = ("num_value_heads", "rope_order", "normalize", "qk_bias", "trapezoid")
 # Options of LinearRoPEAttention and LanguageModelConfig that have other names here.
 _OTHER_NAMES = {
     "embed_dim": "hidden_size",
@@ -39,6 +40,8 @@ class LinRopeConfig(PreTrainedConfig):
     Attributes:
         vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads: sizes.
         num_key_value_heads: a divisor of num_attention_heads; default num_attention_heads.
+        num_value_heads: a multiple of num_attention_heads, if several heads of values share a query and a key;
+            num_key_value_heads is then num_attention_heads.
         head_dim: the size of a query and a key; default hidden_size / num_attention_heads.
         value_head_dim: default twice head_dim.
         rope_parameters: {"rope_theta": .., "rope_type": .., ..} as Hugging Face writes them. The layout is
@@ -48,14 +51,15 @@ class LinRopeConfig(PreTrainedConfig):
         feature_map: a name, or {"name": .., options}. The seed of a random map is drawn here and saved.
         decay: None, "spread", "learned", "retnet", {"name": .., "longest": tokens}, or a number in (0, 1] for
             each key/value head, as in LinearRoPEAttention.
-        forget_gate, write_gate, short_conv, qk_norm, out_norm, skip, gate: as in LinearRoPEAttention. "auto" in
-            decay, forget_gate, write_gate and short_conv: the block that ``linrope.models.defaults`` describes.
+        forget_gate, write_gate, trapezoid, short_conv, qk_norm, qk_bias, out_norm, skip, gate: as in
+            LinearRoPEAttention. "auto" in decay, forget_gate, write_gate and short_conv: the block that
+            ``linrope.models.defaults`` describes.
         selective_rope: whether the input changes the speed of the rotation of rope_parameters; True, or the
             options rank, bound and per_head of LinearRoPEAttention's rotary="selective".
         normalize: whether to divide by the normalizer; signed feature maps require False.
         layer_types: "linear_attention" or "full_attention" for each layer; default: all linear. Full
             attention is softmax with the RoPE of rope_parameters. It takes short_conv, qk_norm, out_norm, skip
-            and gate, and ignores rope_order, feature_map, decay, forget_gate, write_gate, selective_rope and normalize.
+            and gate, and ignores the other options of linear attention.
         plain_full_attention: whether full attention has none of short_conv, qk_norm, out_norm, skip and gate either,
             as in Llama.
         full_attention_interval: k, instead of layer_types: every k-th layer is "full_attention".
@@ -85,6 +89,7 @@ class LinRopeConfig(PreTrainedConfig):
     num_hidden_layers: int = 12
     num_attention_heads: int = 16
     num_key_value_heads: int | None = None
+    num_value_heads: int | None = None
     head_dim: int | None = None
     value_head_dim: int | None = None
     max_position_embeddings: int = 4096
@@ -94,9 +99,11 @@ class LinRopeConfig(PreTrainedConfig):
     decay: str | list[float] | dict[str, Any] | None = "auto"
     forget_gate: bool | str | dict[str, Any] = "auto"
     write_gate: str | None = "auto"
+    trapezoid: bool = False
     selective_rope: bool | dict[str, Any] = False
     short_conv: int | str | dict[str, Any] | None = "auto"
     qk_norm: bool = False
+    qk_bias: bool = False
     normalize: bool = True
     out_norm: bool | str | dict[str, Any] = True
     skip: str | None = "after"
@@ -224,8 +231,7 @@ def make_attention(config: LinRopeConfig, layer_type: str) -> LinearRoPEAttentio
         config.num_attention_heads,
         feature_map=config.feature_map,
         rotary={**rope, **length, **selective},
-        rope_order=config.rope_order,
-        normalize=config.normalize,
+        **{name: getattr(config, name) for name in _LINEAR},
         **block,
         **shared,
     )

@@ -14,7 +14,7 @@ MROPE = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [2, 1, 1]}
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_config_is_the_same(kind: str, tmp_path: Path) -> None:
-    rope = {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0}
+    rope = {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0}
     made = config(**KINDS[kind], rope_parameters=rope, max_position_embeddings=64)
     made.save_pretrained(tmp_path)
     loaded = AutoConfig.from_pretrained(tmp_path)
@@ -69,7 +69,7 @@ def test_rope_parameters_reach_both_kinds_of_layers() -> None:
         ({"full_attention_interval": 0}, r"full_attention_interval=0: expected at least 1"),
         ({"full_attention_interval": 2, "layer_types": []}, r"expected None with layer_types"),
         ({"forgetgate": True}, r"got the unknown option 'forgetgate'; did you mean 'forget_gate'\?"),
-        ({"trapezoid": True}, r"got 'trapezoid', an option of LinearRoPEAttention that LinRopeConfig lacks"),
+        ({"backend": "eager"}, r"got 'backend', an option of LinearRoPEAttention that LinRopeConfig lacks"),
         ({"num_heads": 8}, r"got the unknown option 'num_heads'; did you mean 'num_attention_heads'\?"),
     ],
 )

@@ -20,6 +20,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "qk_norm": True,
         "decay": "learned",
     },
+    "trapezoid": {
+        "num_key_value_heads": 4,
+        "num_value_heads": 8,
+        "qk_norm": True,
+        "qk_bias": True,
+        "trapezoid": True,
+    },
     "plain": {"feature_map": "identity", "normalize": False, "gate": False, "num_key_value_heads": 4},
 }
 
