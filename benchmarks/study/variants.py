@@ -48,6 +48,9 @@ _LADDER = list(PARTS)
 _BLOCK: Options = _GATE | {"parts": _LADDER}
 # The norm over all heads behind skip and gate, as in Mamba-2, which suits softmax attention better than one per head.
 _GATED_NORM: Options = {"skip": "before", "gate": "before", "out_norm": "all"}
+# What Mamba-3 adds: a bias on normed queries and keys, and the trapezoidal rule.
+_BIAS: Options = {"qk_norm": True, "qk_bias": True}
+_TRAPEZOID: Options = {"trapezoid": True}
 _AXIAL: Options = {"rotary": {"axes": 2, "base": 10.0}}
 
 # name -> (family, which shares its learning rates; options). Linear ones have the output norm and the gate
@@ -101,6 +104,9 @@ VARIANTS: dict[str, tuple[str, Options]] = {
     "block-selective": ("block", _BLOCK | _SELECTIVE),
     "block-selective-add": ("block", _BLOCK | _ADD),
     "block-identity": ("block", _BLOCK | {"feature_map": "identity", "normalize": False}),
+    "block-bias": ("block", _BLOCK | _BIAS),
+    "block-trapezoid": ("block", _BLOCK | _TRAPEZOID),
+    "block-bias-trapezoid": ("block", _BLOCK | _BIAS | _TRAPEZOID),
     "block-mixers": ("block-mixers", _BLOCK | {"mixers": True}),
     "block-softmax": ("block-softmax", _SOFTMAX | _GATED_NORM | {"parts": ["init", "conv", "skip", "wide"]}),
     **{name: (name, {}) for name in peers.PEERS},
