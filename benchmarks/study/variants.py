@@ -108,6 +108,7 @@ VARIANTS: dict[str, tuple[str, Options]] = {
     "block-trapezoid": ("block", _BLOCK | _TRAPEZOID),
     "block-bias-trapezoid": ("block", _BLOCK | _BIAS | _TRAPEZOID),
     "block-no-conv": ("block", _BLOCK | {"short_conv": None}),
+    "block-no-skip": ("block", _BLOCK | {"skip": None}),
     "block-bias-trapezoid-no-conv": ("block", _BLOCK | _BIAS | _TRAPEZOID | {"short_conv": None}),
     "block-mixers": ("block-mixers", _BLOCK | {"mixers": True}),
     "block-softmax": ("block-softmax", _SOFTMAX | _GATED_NORM | {"parts": ["init", "conv", "skip", "wide"]}),
