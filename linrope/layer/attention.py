@@ -36,8 +36,8 @@ class LinearRoPEAttention(Mixer):
     x is (b, n, embed_dim), context (b, m, embed_dim). By default the layer is W_o linear_rope_attention(W_q x, W_k c,
     W_v c), RoFormer's equation 19; all else is an option. Rotated attention weights are signed and shrink as positions
     grow, so a model usually needs the norm or W_g. A language model gains most from a decay, fixed or computed by the
-    gate a, and then from the convolution together with the skip D v: see ``linrope.models.defaults`` for the options
-    of this library's models.
+    gate a, and then from the parts of the block of this library's models, whose options ``linrope.models.defaults``
+    has; the convolution counts most among these.
 
     Args:
         embed_dim: size of x and y.
@@ -93,8 +93,7 @@ class LinearRoPEAttention(Mixer):
             head, so the layer leaves the normalizer out even if normalize=True. It keeps the normalizer for maps that
             return a log_scale, for float16, whose numerator alone may overflow, and with skip="before".
         skip: where to add D v: "before" the norm, "after" it, or None for nowhere. v is the token's value without w,
-            and D is a learned number per head of the output, which starts at 1. The convolution gains little without
-            it.
+            and D is a learned number per head of the output, which starts at 1.
         gate: where to multiply by silu(W_g x): "after" the norm (also True), "before" it as in Mamba-2, or False for
             nowhere.
         bias: whether the projections have a bias.
