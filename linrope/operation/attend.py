@@ -71,7 +71,8 @@ def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
         call = call.expanded()
     in_place = _writes_in_place(request.state, call)
     out, sums = backend.attend(call, state)
-    out = out.to(request.v.dtype)  # expanded values may be wider
+    if out.dtype != request.v.dtype:  # expanded values may be wider
+        out = out.to(request.v.dtype)
     if stabilized is not None and q_scale is not None and not request.normalize:
         # The normalizer would cancel the scales that were split off the features. Without it they are put back.
         scale = q_scale + stabilized.maximum.repeat_interleave(call.group, 2)
