@@ -70,7 +70,7 @@ def apply(recipe: str, folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("title", "script", "reason", "most"),
     [
-        ("A new feature map", MAP, "feature_map='softplus': it computes identity, elu+1", 3),
+        ("A new feature map", MAP, "feature_map='softplus': this backend only applies identity, elu+1", 3),
         ("A new option of the operation", OPTION, "gain=2.0: use backend='reference'", 10),
     ],
     ids=["map", "option"],

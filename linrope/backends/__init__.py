@@ -50,7 +50,8 @@ def choose(name: str, call: Call, state: LinearAttentionState | None) -> Backend
 
 def _why_not(backend: Backend, call: Call, state: LinearAttentionState | None) -> str | None:
     if call.feature_map not in backend.MAPS:
-        return f"feature_map={call.feature_map!r}: it computes {', '.join(backend.MAPS)}; use backend='eager'"
+        maps = ", ".join(backend.MAPS)
+        return f"feature_map={call.feature_map!r}: this backend only applies {maps}; use backend='eager'"
     return backend.supports(call, state)
 
 

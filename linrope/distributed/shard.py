@@ -65,5 +65,8 @@ class Shard(Layout):
         key_mask: Tensor | None,
         state: LinearAttentionState | None,
     ) -> tuple[Tensor, Tensor]:
-        """Applies a ``ShortConvolution`` to the local x (b, n, c). Also returns the last inputs of all tokens."""
+        """Applies a ``ShortConvolution`` to the local x (b, n, c). Also returns the last inputs.
+
+        These are the last of all ranks' tokens or, for packed sequences, of each local sequence.
+        """
         return convolve_shard(convolution, x, self, key_mask, state)

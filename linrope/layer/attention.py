@@ -36,8 +36,8 @@ class LinearRoPEAttention(Mixer):
     x is (b, n, embed_dim), context (b, m, embed_dim). By default the layer is W_o linear_rope_attention(W_q x, W_k c,
     W_v c), RoFormer's equation 19; all else is an option. Rotated attention weights are signed and shrink as positions
     grow, so a model usually needs the norm or W_g. A language model gains most from a decay, fixed or computed by the
-    gate a, and then from the parts of the block of this library's models, whose options ``linrope.models.defaults``
-    has; the convolution counts most among these.
+    gate a, and next from the other parts of the block that this library's models use, above all the convolution.
+    ``linrope.models.defaults`` lists the options of that block.
 
     Args:
         embed_dim: size of x and y.
@@ -190,7 +190,7 @@ class LinearRoPEAttention(Mixer):
         self._reset_decay()
 
     def _check_options(self) -> None:
-        """Rejects options that require causal=True or rope_order="after" if the layer has another setting."""
+        """Raises ValueError if options do not fit together."""
         for name in ("forget_gate", "short_conv", "trapezoid"):
             if not self.causal and getattr(self, name) is not None:
                 raise ValueError(

@@ -32,8 +32,9 @@ class ShortConvolution(nn.Module):
         activation: None, or "silu".
         bias: whether there is a bias, which starts at 0.
         start: the weight's initial value. "identity": 1 at the token itself, so that a new layer without an activation
-            computes the same as one without the convolution; the zeros learn at once, because each tap has its own
-            input. "uniform": between -1 / sqrt(taps) and 1 / sqrt(taps), as in torch.nn.Conv1d.
+            computes the same as one without the convolution; the taps that start at 0 get gradients from
+            the first step, because each multiplies a different input. "uniform": between -1 / sqrt(taps) and
+            1 / sqrt(taps), as in torch.nn.Conv1d.
 
     Raises:
         TypeError: bias is not a bool.

@@ -23,7 +23,8 @@ from linrope.sequence.decay import MIN_LOG_DECAY
 from linrope.sequence.state import LinearAttentionState
 
 _ops = torch.ops.linrope_native
-# The first call that asks a model of transformers for hidden states leaves hooks there, which later calls do not need.
+# transformers leaves hooks of this module on a model that was once asked for its hidden states. In other calls they do
+# nothing, so a prepared step may ignore them.
 _IDLE_HOOKS = "transformers.utils.output_capturing"
 _KINDS = (LinearRoPEAttention, nn.Linear, nn.RMSNorm, ForgetGate, WriteGate, ShortConvolution)
 
@@ -61,13 +62,15 @@ class LayerStep:
         return y
 
 
-_MOST_COPIED = 2**22  # numbers: beyond, the copy would cost more memory than its single product saves time
+_MOST_COPIED = (
+    2**22
+)  # numbers of the joined weight; for a larger one the time saved does not justify the memory of the copy
 
 
 class Joined:
     """Several projections of the same vector, their results side by side. Small ones become a single product.
 
-    None among the modules is skipped. The weight of a single product of several modules is a copy.
+    Arguments that are None are skipped. If several modules become one product, its weight is a copy of theirs.
     """
 
     @torch.no_grad()

@@ -118,11 +118,12 @@ def trapezoidal_attention(
         feature_map: phi and psi; None: q and k already are features. Signed maps are allowed. The map must not depend
             on positions nor return a log_scale.
         rotary: R and its frequencies, without axes, xpos and attention factor.
-        decay: as in ``linear_rope_attention``, like the arguments that follow.
+        decay: as in ``linear_rope_attention``.
         log_decay: a, (b or 1, n, g or 1).
         angle_steps: (b or 1, n, g or 1, pairs), the radians by which token t advances the rotation.
         positions: integers (n,) or (b, n).
-        key_mask: bool (b, n). A hidden token is skipped, as if it were absent.
+        key_mask: bool (b, n). Hidden tokens add nothing to the sums: the token before the next visible one is the
+            last visible one. Rotation and decay count the positions of hidden tokens.
         cu_seqlens: the bounds of packed sequences.
         state: the state to continue from, which this function made.
         return_state: True: return (out, state).
@@ -206,7 +207,7 @@ def trapezoidal_attention(
 
 
 def check_map_and_rotation(fmap: FeatureMap | None, rotary: Any) -> None:
-    """Rejects the maps and rotations whose keys a later token could not read from the state."""
+    """Raises ValueError for maps with a log_scale or positions, rotations with axes, xpos or attention factor."""
     if fmap is not None and (fmap.log_scaled or fmap.positional):
         kind = "returns a log_scale" if fmap.log_scaled else "depends on positions"
         raise ValueError(f"feature_map={fmap}: it {kind}, which the trapezoidal rule does not support")

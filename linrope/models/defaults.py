@@ -70,7 +70,7 @@ def hidden_size(embed_dim: int) -> int:
 
 @torch.no_grad()
 def initialize(parameters: Iterable[tuple[str, nn.Parameter]], scheme: str, branches: int) -> None:
-    """Draws the initial values of the matrices, those of embeddings and gates included.
+    """Draws the initial values of the matrices, including embeddings and gates, but not of feature maps and steps.
 
         "fan-in": normal with standard deviation 1/sqrt(columns); in a matrix that ends a residual branch, uniform in
                   -1/sqrt(columns) .. 1/sqrt(columns)
@@ -79,7 +79,8 @@ def initialize(parameters: Iterable[tuple[str, nn.Parameter]], scheme: str, bran
     branches: the number of residual branches, whose sum is the model's last vector.
     """
     for name, weight in parameters:
-        if weight.ndim != 2 or ".angle_steps." in name or name.endswith(("q_bias", "k_bias")):
+        kept = ".angle_steps." in name or ".feature_map." in name or name.endswith(("q_bias", "k_bias"))
+        if weight.ndim != 2 or kept:
             continue
         ends_branch = name.endswith(("o_proj.weight", "w2.weight"))
         bound = weight.shape[1] ** -0.5

@@ -22,14 +22,15 @@ class DecodingStep:
         logits = model(tokens, states)[0]        tokens (b, 1) -> (b, 1, vocab_size)
 
     It computes what the model computes, without gradients, in a fraction of the calls: model and states are checked
-    here, once, and a call checks only tokens and slots. It is for float32 on a CPU. The states given to it are
-    overwritten with every step. ``states`` are ordinary states, from which ``model`` can continue. Small projections
-    of the same vector become one, whose weights are a copy: make a new step after the model has changed.
+    here, once, and a call checks only tokens and slots. It is for float32 on a CPU. It overwrites the states given
+    to it with every step. Its attribute ``states`` has the states after the last token, from which ``model`` can
+    continue. Small projections of the same vector become one, whose weights are a copy: make a new step after the
+    model has changed.
 
     Args:
         model: the language model.
-        states: the states after the last token, one per block. Do not use them again, unless they are a pool, of
-            which each call takes the rows at its slots.
+        states: the states after the last token, one per block. Do not use these objects again: read the
+            attribute instead. A pool is the exception: each call takes the rows at its slots.
 
     Raises:
         ValueError: ``DecodingStep.why_not`` has a reason why only the model's own call can take the step.

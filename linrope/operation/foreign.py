@@ -42,8 +42,8 @@ def state_from_sums(
         position: (b,) int64, the position of the next token. Default: 0, which is right for any number of earlier
             tokens if the calls pass no positions, and neither the rotation nor the map depends on them.
         angle: (b, g or 1, pairs) int64, the sum of the angle steps in 2^-64 turns, if the calls have angle_steps.
-        log_scale: (b, g) float64, required, but not checked, if the map returns a log_scale. kv and z are then the
-            sums times e^-log_scale.
+        log_scale: (b, g) float64, required if the map returns a log_scale; leaving it out raises no error but
+            gives wrong results. kv and z are then the sums times e^-log_scale.
 
     Raises:
         TypeError, ValueError: a tensor of another type or shape, or an unknown name.

@@ -105,8 +105,9 @@ def linear_rope_attention(
         positions: integers (n,) or (b, n), 0 .. 2^31 - 1. Default: 0, 1, .., or the positions that follow the
             state. If rotary has axes they are required, (n, axes) or (b, n, axes). For padded batches (left or right):
             ``(key_mask.cumsum(1) - 1).clamp(min=0)``.
-        key_positions: the positions of the keys, (m,) or (b, m). Default: positions if m == n, else 0, 1, .., or
-            those that follow the state. Must be None with decay, log_decay or xPos.
+        key_positions: the positions of the keys, (m,) or (b, m); with axes (m, axes) or (b, m, axes), and required if
+            m != n. Default: positions if m == n, else 0, 1, .., or those that follow the state. Must be None with
+            decay, log_decay or xPos.
         key_mask: bool (b, m); False hides a token from all queries. The log_decay and angle_steps of a hidden token
             count as 0, so it neither decays what came before it nor rotates what follows. A fixed decay still counts
             its position.

@@ -57,7 +57,7 @@ def _ends_at(cu_seqlens: Tensor | None, length: int) -> bool:
 def warn_of_many_heads(request: Request) -> None:
     """Warns if k (b, m, g, d) has fewer tokens than heads, and more heads than models have.
 
-    Otherwise head-first tensors that fit each other cannot be told from short sequences of many heads. A state, whose
+    With fewer heads, consistent head-first tensors look the same as short sequences of many heads. A state, whose
     heads have been compared with k's, shows that the order is right.
     """
     m, g = request.k.shape[1:3]

@@ -36,7 +36,7 @@ class _Wide:
 class LinearAttentionState:
     """The sums over past keys and values that linear attention carries from one call to the next.
 
-        kv = sum_j e^(L - L_j) R(Theta_j) psi(k_j) v_j^T      z = sum_j e^(L - L_j) psi(k_j)
+        kv = sum_j e^(L - L_j) R(Theta_j) psi(k_j) w_j v_j^T      z = sum_j e^(L - L_j) psi(k_j)
 
     where L is the sum of log decays up to the last token (0 without decay). Every packed sequence has a row of
     its own, and b is the number of sequences.

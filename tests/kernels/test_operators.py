@@ -147,7 +147,9 @@ def test_what_they_cannot_do_is_named() -> None:
     with pytest.raises(RuntimeError, match="float64: use backend='eager'"):
         convolve(x.double(), torch.zeros(4, 2), backend="triton")
     out, skip = torch.zeros(1, 1, 20, 1000), torch.zeros(20)
-    with pytest.raises(RuntimeError, match="20 heads of 1000 values share v: it takes up to 16384"):
+    with pytest.raises(
+        RuntimeError, match="20 heads of 1000 values share a head of v: the kernel takes up to 16384"
+    ):
         gated_norm(out, v=out[:, :, :1], skip=skip, backend="triton")
     out, skip = torch.zeros(1, 1, 3, 5000), torch.zeros(3)  # 15,000 values in a tile of 4 times 8,192
     with pytest.raises(RuntimeError, match="3 heads of 5000 values share v"):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from linrope import LinearRoPEAttention
 from linrope.models import LanguageModel, LanguageModelConfig, generate
 from linrope.models.language_model import POSITIONS
 from linrope.position_encodings import RELATIVE
@@ -143,6 +144,17 @@ def test_positions_and_their_layout_make_a_difference(attention: str) -> None:
         logits.append(LanguageModel(replace(TINY, attention=attention, **options))(tokens)[0])
     assert torch.equal(logits[2], logits[3])
     assert not any(torch.allclose(a, b) for a, b in ((logits[0], logits[1]), (logits[0], logits[2])))
+
+
+@pytest.mark.parametrize("feature_map", ["rebased", {"name": "hedgehog", "bias": True}])
+def test_learned_maps_start_as_in_a_new_layer(feature_map: str | dict[str, Any]) -> None:
+    model = LanguageModel(replace(TINY, feature_map=feature_map))
+    layer = model.blocks[0].attention
+    fresh = LinearRoPEAttention(TINY.embed_dim, TINY.num_heads, feature_map=feature_map)
+    names = [name for name, x in fresh.feature_map.named_parameters() if x.ndim == 2]
+    assert names
+    for name in names:
+        assert torch.equal(layer.feature_map.get_parameter(name), fresh.feature_map.get_parameter(name))
 
 
 @pytest.mark.parametrize("attention", ["linear", "softmax"])

@@ -41,10 +41,10 @@ def mamba2_chunk_scan(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """All tokens of a call: (b, n, h, p) float32, and the states (b, h, p, s) after the last token if wanted.
+    """All tokens: (b, n, h, p) in float32 or wider and, if wanted, the state after each sequence's last token.
 
-    x (b, n, h, p), dt (b, n, h), A, D and dt_bias (h,), B and C (b, n, g, s), initial_states (b, h, p, s). seq_idx
-    (b, n) or cu_seqlens (sequences + 1,) keep sequences in one row apart.
+    x (b, n, h, p), dt (b, n, h), A, D and dt_bias (h,), B and C (b, n, g, s), states (b, h, p, s). seq_idx
+    (b, n) or cu_seqlens (sequences + 1,) pack sequences into rows; states are then (sequences, h, p, s).
     """
     b, n, h, p = hidden_states.shape
     wide = torch.promote_types(hidden_states.dtype, torch.float32)

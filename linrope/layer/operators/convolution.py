@@ -25,7 +25,7 @@ def convolve(
 
         y_i = act(bias + sum_t weight[:, taps - 1 - t] x_(i - t))       t = 0 .. taps - 1; act: silu or identity
 
-    Sums are float32, or float64 for float64. The backward pass saves nothing but the inputs.
+    Sums are float32, or float64 for float64. The fused backends save only the inputs for the backward pass.
 
     Args:
         x: (b, n, c). Any strides; the fused backends read it in place if the last stride is 1.

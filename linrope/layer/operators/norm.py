@@ -30,7 +30,7 @@ def gated_norm(
         u = weight * u * rsqrt(mean(u^2) + eps)      unless weight is None
         y = (u + D v) * silu(z)                      each factor and summand whose order is "after"
 
-    Sums are float32, or float64 for float64. The backward pass saves nothing but the inputs.
+    Sums are float32, or float64 for float64. The fused backends save only the inputs for the backward pass.
 
     Args:
         out: (b, n, h, e), the output of linear_rope_attention. Any strides; the fused backends read it in place if

@@ -31,8 +31,8 @@ def supports(tensors: Sequence[Tensor], *, taps: int, group: int, values: int) -
         return f"{taps} taps: it takes up to {MAX_TAPS}; use backend='eager'"
     if norm.tile_values(group, values) > norm.MOST_VALUES:
         return (
-            f"{group} heads of {values} values share v: it takes up to {norm.MOST_VALUES} values, both numbers rounded "
-            "up to powers of two; use backend='eager'"
+            f"{group} heads of {values} values share a head of v: the kernel takes up to "
+            f"{norm.MOST_VALUES} values per head of v, both numbers rounded up to powers of two; use backend='eager'"
         )
     return None
 

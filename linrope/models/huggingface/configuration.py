@@ -65,8 +65,9 @@ class LinRopeConfig(PreTrainedConfig):
         full_attention_interval: k, instead of layer_types: every k-th layer is "full_attention".
         is_causal: False: each token sees all others, as in the masked language model.
         attention_bias: whether the projections of the attention have biases.
-        initializer_range: the standard deviation of initial weights. None: 1 / sqrt(columns) of each matrix; feature
-            maps, gates and convolutions then start as in a new LinearRoPEAttention.
+        initializer_range: the standard deviation of initial weights. None: 1 / sqrt(columns) of each matrix, but those
+            that end a residual branch are uniform in -1 / sqrt(columns) .. 1 / sqrt(columns). Feature maps, gates and
+            convolutions always start as in a new LinearRoPEAttention.
         rms_norm_eps, tie_word_embeddings, use_cache: as in Llama.
         pad_token_id, bos_token_id, eos_token_id: special tokens; None: the tokenizer has no such token.
 

@@ -28,7 +28,7 @@ FINETUNING = ("lora", "full")
 _PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 # Modules and parameters that a softmax model does not have.
 _NEW = {"feature_map", "g_proj", "out_norm", "decay_logit", "forget_gate", "angle_steps", "short_conv"}
-_NEW |= {"write_gate", "skip", "q_norm", "k_norm"}
+_NEW |= {"write_gate", "skip", "q_norm", "k_norm", "q_bias", "k_bias", "trapezoid"}
 _SAME = (
     "vocab_size",
     "hidden_size",

@@ -42,11 +42,11 @@ def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None], ear
     """
     with locked(folder):
         target = folder.resolve() / checkpoint_name(step)
-        for path in folder.glob(".step-*"):  # a run that was killed has left them unfinished
+        for path in folder.glob(".step-*"):  # left by a run that was killed
             if re.fullmatch(_UNFINISHED, path.name) and path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
         temporary = folder / f".{target.name}.{secrets.token_hex(4)}"
-        temporary.mkdir()  # readable for whom the umask says, unlike tempfile's folders
+        temporary.mkdir()  # with the permissions that the umask leaves, unlike tempfile's folders
         replaced = temporary.with_name(temporary.name + ".replaced")
         try:
             write(temporary)

@@ -61,7 +61,8 @@ class Corpus:
     bytes. Documents that would exceed a tenth are passed over; if all do, the smallest one is held out. A
     corpus of one document is cut in two.
 
-    Without a tokenizer the tokens are bytes, and each document ends with a newline. With one, each document
+    Without a tokenizer the tokens are bytes, and each document ends with a newline, unless the corpus is a single text
+    file. With one, each document
     ends with the end-of-sequence token if the tokenizer has it.
 
     >>> from linrope.models.training import Corpus

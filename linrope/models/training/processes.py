@@ -18,7 +18,7 @@ from linrope.sequence.state import LinearAttentionState
 
 
 class Processes:
-    """The processes of a run: sequence_parallel share the tokens of a batch, tensor_parallel the heads.
+    """The processes of a run: groups of sequence_parallel split a batch's tokens, groups of tensor_parallel its heads.
 
     That leaves ``rows`` groups of processes, each of which reads different rows. The dimensions of the mesh
     are dp (rows), cp (tokens) and tp (heads).
