@@ -114,8 +114,8 @@ static OutAndState forward(Maybe q, Tensor k, Tensor v, int64_t feature_map, May
 static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     Maybe g_out, Maybe g_kv, Maybe g_z, Maybe q, Tensor k, Tensor v, int64_t feature_map, Maybe log_decay, Maybe write,
     Maybe theta, Maybe positions, Maybe key_positions, Maybe angle_steps, Maybe angle, Maybe key_mask,
-    Maybe cu_seqlens, Maybe kv, Maybe z, int64_t layout, bool causal, bool normalize, double eps, bool add_eps, bool want_log_decay,
-    bool want_angle_steps, bool want_write) {
+    Maybe cu_seqlens, Maybe kv, Maybe z, int64_t layout, bool causal, bool normalize, double eps, bool add_eps,
+    bool want_log_decay, bool want_angle_steps, bool want_write) {
   const Maybe none;
   Call c = read_call({q, k, v, feature_map, log_decay, write, theta, positions, key_positions, angle_steps, angle,
                       key_mask, cu_seqlens, kv, z, none, layout, causal, normalize, eps, add_eps});
@@ -210,7 +210,8 @@ STABLE_TORCH_LIBRARY(linrope_native, m) {
   m.def(
       "step(Tensor q, Tensor k, Tensor v, int feature_map, Tensor? log_decay, Tensor? write, Tensor? theta, "
       "Tensor(d!)? positions, Tensor? key_positions, Tensor? angle_steps, Tensor(a!)? angle, Tensor? key_mask, "
-      "Tensor(b!) kv, Tensor(c!) z, Tensor? slots, int layout, bool normalize, float eps, bool add_eps, bool advance=False) -> Tensor");
+      "Tensor(b!) kv, Tensor(c!) z, Tensor? slots, int layout, bool normalize, float eps, bool add_eps, "
+      "bool advance=False) -> Tensor");
   m.def("convolve(Tensor x, Tensor weight, Tensor? bias, Tensor? before, Tensor? cu_seqlens, bool silu) -> Tensor");
   m.def(
       "convolve_backward(Tensor gradient, Tensor x, Tensor weight, Tensor? bias, Tensor? before, Tensor? cu_seqlens, "

@@ -39,9 +39,7 @@ class Places:
     theta: Tensor | None = None  # (axes, g or 1, pairs) int64: 2^-64 turns per position
     xpos_log_decay: Tensor | None = None  # (f,) float64 per position, in the numerator only
     distances: Tensor | None = None  # (b or 1, m) int64, with xPos: positions since the previous token
-    key_mask: Tensor | None = (
-        None  # (b, m) bool; False: hidden. Its gate and steps are 0, its fixed decay is not
-    )
+    key_mask: Tensor | None = None  # (b, m) bool; False: hidden. Gates and steps are 0 there; decay is not
     cu_seqlens: Tensor | None = None  # (s + 1,), b is then 1: bounds of packed sequences; see ``bounds``
 
 

@@ -62,9 +62,7 @@ class LayerStep:
         return y
 
 
-_MOST_COPIED = (
-    2**22
-)  # numbers of the joined weight; for a larger one the time saved does not justify the memory of the copy
+_MOST_COPIED = 2**22  # numbers of a joined weight; beyond, the time saved is not worth the memory of the copy
 
 
 class Joined:

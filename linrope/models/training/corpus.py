@@ -62,8 +62,7 @@ class Corpus:
     corpus of one document is cut in two.
 
     Without a tokenizer the tokens are bytes, and each document ends with a newline, unless the corpus is a single text
-    file. With one, each document
-    ends with the end-of-sequence token if the tokenizer has it.
+    file. With a tokenizer, each document ends with the end-of-sequence token if the tokenizer has it.
 
     >>> from linrope.models.training import Corpus
     >>> corpus = Corpus.from_texts(["to be", "or not", "to be"])
