@@ -152,7 +152,7 @@ def test_what_they_cannot_do_is_named() -> None:
     ):
         gated_norm(out, v=out[:, :, :1], skip=skip, backend="triton")
     out, skip = torch.zeros(1, 1, 3, 5000), torch.zeros(3)  # 15,000 values in a tile of 4 times 8,192
-    with pytest.raises(RuntimeError, match="3 heads of 5000 values share v"):
+    with pytest.raises(RuntimeError, match="3 heads of 5000 values share a head of v"):
         gated_norm(out, v=out[:, :, :1], skip=skip, backend="triton")
     if INTERPRETED:
         with pytest.raises(RuntimeError, match="bfloat16 in Triton's interpreter"):
