@@ -19,7 +19,7 @@ from linrope.layer.storing import store_in_state
 from linrope.operation import checks
 from linrope.operation.attend import identity_of
 from linrope.operation.functional import linear_rope_attention
-from linrope.operation.positions import resolve_positions
+from linrope.operation.positions import first_positions, resolve_positions
 from linrope.rotation.angles import cos_sin
 from linrope.rotation.rotary import Rotary, rotate, spell_out
 from linrope.sequence.decay import MIN_LOG_DECAY, clamp_gates, zero_hidden
@@ -251,12 +251,9 @@ def _positions(
     positions: Tensor | None, state: LinearAttentionState | None, k: Tensor, bounds: Tensor | None
 ) -> Tensor:
     """The position of each token, (b or 1, n) int64."""
-    b, n = k.shape[:2]
-    if state is None:
-        start = torch.zeros(1 if bounds is None else len(bounds) - 1, dtype=torch.int64, device=k.device)
-    else:
-        start = state.position if state.slots is None else state.position[state.slots]
-    return spell_out(resolve_positions(positions=positions, start=start, b=b, n=n, m=n, bounds=bounds)[0], n)
+    n, start = k.shape[1], None if state is None else first_positions(state)
+    tokens = resolve_positions(positions=positions, start=start, keys=k, queries=n, bounds=bounds)
+    return spell_out(tokens.positions, n)
 
 
 def _turned_back(key: Tensor, rotary: Rotary | None, angle_steps: Tensor | None, distance: Tensor) -> Tensor:

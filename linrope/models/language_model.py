@@ -305,9 +305,7 @@ def _absolute_positions(
     if cu_seqlens is None:
         positions = torch.arange(n, device=tokens.device)
         return positions if start is None else start[:, None] + positions
-    if start is None:
-        start = torch.zeros(sequences, dtype=torch.int64, device=tokens.device)
-    return resolve_positions(positions=None, start=start, b=b, n=n, m=n, bounds=cu_seqlens)[0]
+    return resolve_positions(positions=None, start=start, keys=tokens, queries=n, bounds=cu_seqlens).positions
 
 
 def _next_positions(state: State) -> Tensor:

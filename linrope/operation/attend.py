@@ -67,7 +67,7 @@ def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
         want_state=request.return_state or _may_write(request.state, k),
     )
     backend = backends.choose(request.backend, call, state)
-    if not backend.SHARES_HEADS:
+    if not backend.TAKES_VALUE_GROUPS:
         call = call.expanded()
     in_place = _writes_in_place(request.state, call)
     out, sums = backend.attend(call, state)
@@ -85,12 +85,11 @@ def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
         "angle": sums.angle,
         "log_scale": None if stabilized is None else stabilized.last_maximum,
         "angle_slope": None if angle_steps is None else slope_of_angle(angle_steps, state, tokens),
-        "position": positions.next_positions(request, tokens).expand(call.sequences),
+        "position": positions.next_positions(request, tokens),
     }
     if request.state is not None and in_place:
         request.state._write_unchecked(new)
         return out, request.state._replace_unchecked(donated=False, loop=loop_after(request, call, backend))
-    new["position"] = new["position"].clone()  # type: ignore[union-attr]
     return out, LinearAttentionState(identity=identity, **new)  # type: ignore[arg-type]
 
 

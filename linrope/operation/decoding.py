@@ -26,9 +26,10 @@ from linrope.operation.request import Method, Places, Request
 from linrope.sequence.decay import MIN_LOG_DECAY, clamp_gates
 from linrope.sequence.state import LinearAttentionState
 
-_method_of = itemgetter(*[field.name for field in fields(Method)])
 _PLACES = tuple(field.name for field in fields(Places))
-_places_of = itemgetter(*_PLACES)
+# What all steps of a loop share. A loop has none of the places.
+_settings_of = itemgetter(*[field.name for field in fields(Method)], *_PLACES)
+_inputs_of = itemgetter("log_decay", "angle_steps", "decay", "write")
 
 
 def loop_after(request: Request, call: Call, backend: Backend) -> "DecodingLoop | None":
@@ -56,7 +57,7 @@ class DecodingLoop:
     def __init__(self, request: Request, call: Call) -> None:
         assert request.state is not None
         self.memory = request.state.kv, request.state.z  # its dtypes and its memory were checked
-        self.method = _method_of(vars(request))
+        self.settings = _settings_of(vars(request))
         self.has_gates = request.log_decay is not None
         self.has_steps = request.angle_steps is not None
         self.has_write = request.write is not None
@@ -72,17 +73,14 @@ class DecodingLoop:
 
         arguments: the fields of a ``Request`` by name, except state and return_state.
         """
-        names = ("log_decay", "angle_steps", "decay", "write")
-        log_decay, angle_steps, decay, write = (arguments[name] for name in names)
+        log_decay, angle_steps, decay, write = _inputs_of(arguments)
         if not state.donated or state.kv is not self.memory[0] or state.z is not self.memory[1]:
             return None
         if self.has_gates != (log_decay is not None) or self.has_steps != (angle_steps is not None):
             return None
         if self.has_write != (write is not None):
             return None
-        if not all(map(is_, _method_of(arguments), self.method)):
-            return None
-        if any(x is not None for x in _places_of(arguments)):
+        if not all(map(is_, _settings_of(arguments), self.settings)):
             return None
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
             return None

@@ -4,7 +4,8 @@ from torch import Tensor
 
 from linrope.feature_maps import ElementwiseMap, FeatureMap
 from linrope.feature_maps.base import widen
-from linrope.rotation.rotary import Rotary, spell_out
+from linrope.operation.positions import spell_out_positions
+from linrope.rotation.rotary import Rotary
 from linrope.sequence.decay import Tokens
 
 
@@ -29,7 +30,7 @@ def scale_and_rotate(
         q, k = None if q is None else q * rotary.attention_factor, k * rotary.attention_factor
     if rope_order == "after":
         return q, k, rotary
-    q_positions, k_positions = _positions(q, k, tokens)
+    q_positions, k_positions = spell_out_positions(tokens, q, k)
     return None if q is None else rotary(q, q_positions), rotary(k, k_positions), None
 
 
@@ -48,7 +49,7 @@ def map_features(
     if isinstance(fmap, ElementwiseMap):  # the map is exp: centred here, applied by the backend
         (q, q_scale), (k, k_scale) = (None, None) if q is None else fmap.centre(q), fmap.centre(k)
         return q, k, fmap.elementwise, q_scale, k_scale
-    q_args, k_args = [(x,) for x in _positions(q, k, tokens)] if fmap.positional else ((), ())
+    q_args, k_args = [(x,) for x in spell_out_positions(tokens, q, k)] if fmap.positional else ((), ())
     queries, keys = None if q is None else fmap.queries(q, *q_args), fmap.keys(k, *k_args)
     if not fmap.log_scaled:
         return queries, keys, "identity", None, None  # type: ignore[return-value]
@@ -61,10 +62,3 @@ def _backend_map(fmap: FeatureMap | None) -> str | None:
     if fmap is None:
         return "identity"
     return None if fmap.log_scaled else fmap.elementwise
-
-
-def _positions(q: Tensor | None, k: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """A position for each query, and for each key."""
-    key_positions = tokens.positions if tokens.key_positions is None else tokens.key_positions
-    n = k.shape[1] if q is None else q.shape[1]
-    return spell_out(tokens.positions, n), spell_out(key_positions, k.shape[1])

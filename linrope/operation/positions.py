@@ -6,67 +6,66 @@ from torch import Tensor
 from linrope.common.names import check_integer_tensors
 from linrope.common.values import values_readable
 from linrope.operation.request import Request
-from linrope.rotation.rotary import MAX_POSITION
+from linrope.rotation.rotary import MAX_POSITION, spell_out
 from linrope.sequence.decay import Tokens
 from linrope.sequence.packing import at_last, owners, previous, rising_bounds
+from linrope.sequence.state import LinearAttentionState
 
 
 def resolve(request: Request) -> Tokens:
     """The positions and the packing of the call's tokens. Raises if the caller's positions do not fit."""
-    k, state = request.k, request.state
-    if state is None:
-        sequences = 1 if request.cu_seqlens is None else request.sequences
-        start = torch.zeros(sequences, dtype=torch.int64, device=k.device)
-    else:
-        start = state.position if state.slots is None else state.position[state.slots]
-    bounds = rising_bounds(request.cu_seqlens, request.queries)
-    positions, key_positions = resolve_positions(
+    tokens = resolve_positions(
         positions=request.positions,
         key_positions=request.key_positions,
-        start=start,
-        b=k.shape[0],
-        n=request.queries,
-        m=k.shape[1],
+        start=None if request.state is None else first_positions(request.state),
+        keys=request.k,
+        queries=request.queries,
         axes=None if request.rotary is None else request.rotary.axes,
-        bounds=bounds,
+        bounds=rising_bounds(request.cu_seqlens, request.queries),
     )
     if request.positions is not None and request.decays_by_position:
-        _check_order(positions, start, bounds)
-    return Tokens(bounds, start, positions, key_positions)
+        _check_order(tokens)
+    return tokens
+
+
+def first_positions(state: LinearAttentionState) -> Tensor:
+    """(s,): the default position of each sequence's first token, if the call continues from this state."""
+    return state.position if state.slots is None else state.position[state.slots]
 
 
 def next_positions(request: Request, tokens: Tokens) -> Tensor:
-    """(b or 1,), packed (s,): the position of the token after each sequence's last key."""
-    m = request.k.shape[1]
+    """(s,), a new tensor: the position of the token after each sequence's last key."""
+    m, start = request.k.shape[1], tokens.start
+    if len(start) != request.sequences:
+        start = start.expand(request.sequences)
     uses_default = request.positions is None or m != request.queries
     # Coordinates on several axes have no next position: a state then counts tokens.
     has_axes = request.rotary is not None and request.rotary.axes is not None
     if has_axes or (request.key_positions is None and uses_default):
-        return tokens.start + (m if tokens.bounds is None else tokens.bounds.diff())
+        return start + (m if tokens.bounds is None else tokens.bounds.diff())
     keys = tokens.positions if tokens.key_positions is None else tokens.key_positions
-    return tokens.start if m == 0 else at_last(keys + 1, tokens.start, tokens.bounds)
+    return (start if m == 0 else at_last(keys + 1, start, tokens.bounds).expand(len(start))).clone()
 
 
 def resolve_positions(
     *,
     positions: Tensor | None,
     key_positions: Tensor | None = None,
-    start: Tensor,  # (b or 1,), packed (s,): the default position of the first token
-    b: int,
-    n: int,
-    m: int,
+    start: Tensor | None,  # (b or 1,), packed (s,): the default position of the first token; None: 0
+    keys: Tensor,  # (b, m, ..)
+    queries: int,
     axes: int | None = None,
     bounds: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """The positions of queries, and of keys (None: the same).
-
-    Shape (b or 1, n), with axes (b or 1, n, axes), or (b or 1, 1): the first of n consecutive positions.
-    """
+) -> Tokens:
+    """The positions of queries and keys: the caller's, or by default consecutive ones from ``start``."""
+    (b, m), n = keys.shape[:2], queries
     if axes is not None and (positions is None or (m != n and key_positions is None)):
         name = "positions" if positions is None else "key_positions"
         raise ValueError(f"{name}: got None, expected coordinates, as the rotation has axes={axes}")
     uses_default = positions is None or (key_positions is None and m != n)
-    if uses_default and values_readable(start) and start.numel():
+    if start is None:
+        start = torch.zeros(1 if bounds is None else len(bounds) - 1, dtype=torch.int64, device=keys.device)
+    elif uses_default and values_readable(start) and start.numel():
         count = max(n, m) if bounds is None else int(bounds.diff().max())
         starts = start.tolist()  # min and max in Python: calls into PyTorch cost a decoding step microseconds
         if min(starts) < 0 or max(starts) + count - 1 > MAX_POSITION:
@@ -82,7 +81,14 @@ def resolve_positions(
     of_keys = of_queries if m == n else consecutive
     if key_positions is not None:
         of_keys = _check_positions("key_positions", key_positions, start, b, m, axes)
-    return of_queries, None if of_keys is of_queries and m == n else of_keys
+    return Tokens(bounds, start, of_queries, None if of_keys is of_queries and m == n else of_keys)
+
+
+def spell_out_positions(tokens: Tokens, q: Tensor | None, k: Tensor) -> tuple[Tensor, Tensor]:
+    """A position for each query, and for each key."""
+    n, m = k.shape[1] if q is None else q.shape[1], k.shape[1]
+    key_positions = tokens.positions if tokens.key_positions is None else tokens.key_positions
+    return spell_out(tokens.positions, n), spell_out(key_positions, m)
 
 
 def _check_positions(name: str, positions: Tensor, start: Tensor, b: int, n: int, axes: int | None) -> Tensor:
@@ -104,9 +110,12 @@ def _check_positions(name: str, positions: Tensor, start: Tensor, b: int, n: int
     return positions.view(rows, *shape)
 
 
-def _check_order(positions: Tensor, start: Tensor, bounds: Tensor | None) -> None:
+def _check_order(tokens: Tokens) -> None:
     """Raises if positions decrease. Called if keys decay with distance."""
-    if values_readable(positions) and bool((positions < previous(positions, start - 1, bounds)).any()):
+    positions = tokens.positions
+    if not values_readable(positions):
+        return
+    if bool((positions < previous(positions, tokens.start - 1, tokens.bounds)).any()):
         raise ValueError(
             "positions: got decreasing numbers; since keys decay with distance, expected each at least as large as "
             "the one before it, and the first after a state at least state.position - 1"

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from linrope.common.names import check_bools, check_name
 from linrope.layer.mixer import Mixer
 from linrope.operation.checks import check_inputs, check_mask, check_packing
-from linrope.operation.positions import resolve_positions
+from linrope.operation.positions import resolve_positions, spell_out_positions
 from linrope.position_encodings.absolute import ABSOLUTE
 from linrope.position_encodings.key_value_state import KeyValueState
 from linrope.position_encodings.relative import RELATIVE, RelativeEncoding
-from linrope.rotation.rotary import Rotary, spell_out
+from linrope.rotation.rotary import Rotary
 from linrope.sequence.packing import owners
 
 
@@ -151,21 +151,15 @@ class SoftmaxAttention(Mixer):
 
         if state is not None:
             _check_state(state, k, v, identity)
-            start = state.position
-        else:
-            sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
-            start = torch.zeros(sequences, dtype=torch.int64, device=x.device)
-        of_queries, of_keys = resolve_positions(
+        tokens = resolve_positions(
             positions=positions,
             key_positions=context_positions,
-            start=start,
-            b=b,
-            n=n,
-            m=m,
+            start=None if state is None else state.position,
+            keys=k,
+            queries=n,
             bounds=cu_seqlens,
         )
-        q_positions = spell_out(of_queries, n)
-        k_positions = spell_out(of_queries if of_keys is None else of_keys, m)
+        q_positions, k_positions = spell_out_positions(tokens, q, k)
         if rotary is not None:
             q = rotary(q * rotary.attention_factor, q_positions)
             k = rotary(k * rotary.attention_factor, k_positions)

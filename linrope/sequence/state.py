@@ -88,11 +88,13 @@ class LinearAttentionState:
     def __post_init__(self) -> None:
         if not isinstance(self.kv, Tensor):  # tracing rebuilds the pytree with placeholders
             return
+        tensors = self.tensors()
         if not torch.compiler.is_compiling():
             half = (torch.bfloat16, torch.float16)
             if self._wide is not None and self.kv.dtype in half and self.z.dtype in half:
-                self.__dict__.update(self._wide.tensors)
-            self.__dict__["_wide"] = _Wide({name: x for name, x in self.tensors().items() if name != "conv"})
+                tensors |= {name: x for name, x in self._wide.tensors.items() if name != "conv"}
+                self.__dict__.update(tensors)
+            self.__dict__["_wide"] = _Wide(tensors)
         for name, x in (("kv", self.kv), ("z", self.z), ("log_scale", self.log_scale)):
             if x is not None and x.dtype not in (torch.float32, torch.float64):
                 raise TypeError(f"state.{name}: got {x.dtype}, expected float32 or float64")
@@ -100,9 +102,9 @@ class LinearAttentionState:
             if y is not None and y.dtype != torch.int64:
                 raise TypeError(f"state.{name}: got {y.dtype}, expected int64")
         device = self.kv.device
-        for x in self.tensors().values():
+        for x in tensors.values():
             if x.device != device:
-                devices = sorted({str(x.device) for x in self.tensors().values()})
+                devices = sorted({str(x.device) for x in tensors.values()})
                 raise ValueError(f"state: got tensors on {devices}, expected one device")
         shape = self.kv.shape
         rows = shape[:1]
