@@ -61,7 +61,7 @@ VALUES = [
     ({"q": ones(B, N, 3, D)}, r"k: got 2 heads, expected a divisor of q's 3"),
     ({"k": ones(B, N, 0, D), "v": ones(B, N, 0, E)}, r"k: got 0 heads, expected a divisor of q's 4"),
     ({"q": ones(B, N, 0, D)}, r"k: got 2 heads, expected a divisor of q's 0"),
-    ({"v": ones(B, N, 4, E)}, r"v: got 4 heads, expected k's 2, or as many heads of q as of k, not 4"),
+    ({"v": ones(B, N, 4, E)}, r"v: got 4 heads, expected k's 2; more heads of v require q to have 2"),
     ({"v": ones(B, N, 3, E)}, r"k, v: got .*, expected \(b, m, g, d\), \(b, m, a multiple of g, e\)"),
     ({"v": ones(B, N, 0, E)}, r"k, v: got .*, expected \(b, m, g, d\), \(b, m, a multiple of g, e\)"),
     ({"q": ones(B, N, H, 0), "k": ones(B, N, G, 0)}, r"q, k: got head dims 0, 0, expected equal and positive"),

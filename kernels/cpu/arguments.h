@@ -161,17 +161,19 @@ inline void read_sizes(const Inputs& x, Call& c) {
   c.f = (int)f, c.e = (int)e;
   STD_TORCH_CHECK(key_heads > 0 ? c.g % key_heads == 0 && c.g > 0 : c.g == 0, "v: got ", c.g,
                   " heads, expected a multiple of k's ", key_heads);
-  c.share = key_heads > 0 ? c.g / key_heads : 1;
+  c.value_group = key_heads > 0 ? c.g / key_heads : 1;
   check_shape("v", x.v, {b, c.m, c.g, e});
   check_rows("k", x.k, type), check_rows("v", x.v, type);
   c.k = view(x.k), c.v = view(x.v);
   if (x.q) {
     STD_TORCH_CHECK(x.q->dim() == 4, "q: got ", x.q->dim(), " dimensions, expected 4");
     const int64_t query_heads = x.q->size(2);
-    c.n = x.q->size(1), c.h = query_heads * c.share;
+    c.n = x.q->size(1), c.h = query_heads * c.value_group;
     check_shape("q", *x.q, {b, x.causal ? c.m : c.n, query_heads, f}), check_rows("q", *x.q, type);
-    STD_TORCH_CHECK(c.share > 1 ? query_heads == key_heads : key_heads > 0 ? query_heads % key_heads == 0 : !query_heads,
-                    "q: got ", query_heads, " heads, expected ", c.share > 1 ? "" : "a multiple of ", "k's ", key_heads);
+    const bool fits = key_heads > 0 ? query_heads % key_heads == 0 : query_heads == 0;
+    const bool grouped = c.value_group > 1;
+    STD_TORCH_CHECK(grouped ? query_heads == key_heads : fits, "q: got ", query_heads, " heads, expected ",
+                    grouped ? "" : "a multiple of ", "k's ", key_heads);
     c.q = view(*x.q);
   }
   c.sequences = b;

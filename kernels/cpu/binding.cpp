@@ -142,7 +142,7 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
   c.added = heads_added(c);
   const Schedule schedule(c);
   const auto table = make_offsets(c);
-  const auto shared = c.share > 1 ? ScalarType::Float : type;
+  const auto shared = c.value_group > 1 ? ScalarType::Float : type;
   Tensor dq = q ? empty(shared, {b, c.n, c.h / c.added, c.f}, !g_out || c.added > 1) : empty(shared, {0});
   Tensor dk = empty(shared, {b, c.m, c.g / c.added, c.f}, c.added > 1), dv = empty(type, {b, c.m, c.g, c.e});
   Tensor d_log_decay = want_log_decay ? empty(ScalarType::Float, {b, c.m, c.g}) : empty(ScalarType::Float, {0});

@@ -37,11 +37,11 @@ struct Positions {  // (b, n, axes)
 struct Call {
   View q, k, v, dout;     // dout: the gradient of out
   View out, dq, dk, dv;
-  int type;               // of all these tensors, but for dq and dk if share > 1
+  int type;               // of all these tensors, but for dq and dk if value_group > 1
   int64_t sequences, n, m, h, g;
-  int64_t share;           // value heads per head of q and k. More than 1: v has more heads than they have, and h is g
-  // The number of heads whose gradients of q and k are added up in one head of dq and dk. It divides share. With
-  // share > 1, dq and dk are float32. With added > 1 they are zero before the first sweep
+  int64_t value_group;    // value heads per head of q and k. More than 1: v has more heads than they have, and h is g
+  // The number of heads whose gradients of q and k are added up in one head of dq and dk. It divides value_group. With
+  // value_group > 1, dq and dk are float32. With added > 1 they are zero before the first sweep
   int64_t added;
   int f, e, pairs, layout, map;
   const void* cu_seqlens;  // (sequences + 1,) bounds of packed sequences, b == 1; null: not packed

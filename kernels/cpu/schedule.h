@@ -185,8 +185,9 @@ inline void run_forward(const Schedule& x, float* kv_out, double* z_out) {
 // The number of heads that add to the same rows of dq and dk: all that share them, or fewer to keep kMinTasks tasks
 inline int64_t heads_added(const Call& c) {
   int64_t parts = 1;
-  while (parts < c.share && (c.share % parts || c.sequences * (c.g / c.share) * parts < kMinTasks)) parts++;
-  return c.share / parts;
+  const int64_t rows = c.sequences * (c.g / c.value_group);
+  while (parts < c.value_group && (c.value_group % parts || rows * parts < kMinTasks)) parts++;
+  return c.value_group / parts;
 }
 
 // Where the gradient of the first state goes; null: not wanted

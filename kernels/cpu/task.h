@@ -21,7 +21,7 @@ struct Task {
 
   Task(const Call& c, const Span& span, const Ends& ends)
       : c(c), span(span), ends(ends), s(c), batch(batch_row(c, span)), group(c.q.data ? (int)(c.h / c.g) : 0),
-        k(c.k, c.type, batch, span.head / c.share), v(c.v, c.type, batch, span.head),
+        k(c.k, c.type, batch, span.head / c.value_group), v(c.v, c.type, batch, span.head),
         amx(tiles::kAvailable && c.type != kFloat32 && span.end - span.begin > kChunk && s.feature_row.panel == NW &&
             s.value_row.panel == NW) {}
 
@@ -42,10 +42,10 @@ struct Task {
   int64_t query_head(int r) const { return span.head * group + r; }
   Rows query_rows(const View& x, int r) const { return Rows(x, c.type, batch, query_head(r)); }
   Rows key_rows(const View& x) const { return Rows(x, c.type, batch, span.head); }
-  Rows queries(int r) const { return Rows(c.q, c.type, batch, query_head(r) / c.share); }
+  Rows queries(int r) const { return Rows(c.q, c.type, batch, query_head(r) / c.value_group); }
   // Rows of dq or dk, and a row's gradient
   Rows gradients(const View& x, int64_t head) const {
-    return Rows(x, c.share > 1 ? kFloat32 : c.type, batch, head / c.added);
+    return Rows(x, c.value_group > 1 ? kFloat32 : c.type, batch, head / c.added);
   }
   void write_gradient(const float* y, const Rows& rows, int64_t token) const {
     if (c.added > 1) add_features(s, y, rows, token);

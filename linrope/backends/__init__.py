@@ -39,8 +39,9 @@ def choose(name: str, call: Call, state: LinearAttentionState | None) -> Backend
     if name != "reference" and has_tangents(call, state):
         raise RuntimeError(f"backend={name!r}: got inputs with tangents (forward mode), expected 'reference'")
     device = "cpu" if call.k.device.type == "cpu" else "cuda"
-    candidates = [x for x in BACKENDS if device in BACKENDS[x]] if name == "auto" else [name]
-    for candidate in candidates:
+    for candidate in BACKENDS if name == "auto" else (name,):
+        if name == "auto" and device not in BACKENDS[candidate]:
+            continue
         backend = load(candidate)
         reason = backend if isinstance(backend, str) else _why_not(backend, call, state)
         if reason is None:

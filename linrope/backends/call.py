@@ -1,7 +1,7 @@
 """``Call``, which every backend receives, and ``Sums``, ``Gradients`` and ``Results``, which backends return.
 
 b batch, n queries, m keys, h query heads, g key/value heads, r = h / g, f features, e values, s sequences. v may have
-more heads than q and k. Both of these then have g / share heads, and h is g.
+more heads than q and k. Both of these then have g / value_group heads, and h is g.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -77,7 +77,7 @@ class Call(Method, Places, Inputs):
         return 1 if self.q is None else self.q.shape[2] // self.k.shape[2]
 
     @property
-    def share(self) -> int:
+    def value_group(self) -> int:
         """Value heads per head of q and k; 1, unless v has more heads than they have."""
         return self.v.shape[2] // self.k.shape[2]
 
@@ -86,7 +86,7 @@ class Call(Method, Places, Inputs):
 
         The products are float32 or wider. With round_values they have v's dtype.
         """
-        if self.share == 1 and self.write is None:
+        if self.value_group == 1 and self.write is None:
             return self
         (q, k), v = repeat_heads(self.v, self.q, self.k), self.v
         if self.write is not None:
@@ -180,8 +180,8 @@ def repeat_heads(v: Tensor, *tensors: Any) -> list[Any]:
     """
 
     def repeated(x: Tensor) -> Tensor:
-        share = v.shape[2] // x.shape[2]
-        return x if share <= 1 else x.unsqueeze(3).expand(*x.shape[:3], share, *x.shape[3:]).flatten(2, 3)
+        times = v.shape[2] // x.shape[2]
+        return x if times <= 1 else x.unsqueeze(3).expand(*x.shape[:3], times, *x.shape[3:]).flatten(2, 3)
 
     return [None if x is None else repeated(x) for x in tensors]
 

@@ -27,7 +27,7 @@ from linrope.sequence.chunks import Cut, decay_by, gradients_around, states_arou
 from linrope.sequence.state import LinearAttentionState
 
 MAPS = ELEMENTWISE
-SHARES_HEADS = False
+TAKES_VALUE_GROUPS = False
 AT_ONCE = 2**20  # numbers of k in one pass: further heads take turns, so they need no more memory
 MAX_XPOS_EXPONENT = 60.0  # for the inverse of xPos within a chunk; e^88 overflows float32
 

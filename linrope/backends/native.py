@@ -3,7 +3,9 @@
 Sums are float32, z is float64. The backward pass recomputes everything from the inputs.
 """
 
+from collections.abc import Callable
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,9 @@ from linrope.sequence.state import LinearAttentionState
 MAX_DIM = 256
 LIBRARY = Path(__file__).parents[1] / "lib" / "liblinrope_native.so"
 WHY_PURE = LIBRARY.with_name("why_pure.txt")  # hatch_build.py puts it into wheels without the library
+TAKES_VALUE_GROUPS = True
 # The numbers of kernels/cpu/call.h
 MAPS = {"identity": 0, "elu+1": 1, "relu": 2, "relu2": 3, "exp": 4, "silu": 5}
-SHARES_HEADS = True
 LAYOUTS = {"interleaved": 1, "half": 2}
 
 
@@ -136,24 +138,23 @@ def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
         elif angle.shape[1] < heads:  # or with steps that all heads share
             angle = angle.expand(-1, heads, -1).clone(memory_format=torch.contiguous_format)
     q, k, v, same_dtype = _kernel_qkv(call)
-    out = _run(
-        _ops.step.default,
-        q=q,
-        k=k,
-        v=v,
-        positions=call.positions.contiguous(),
-        key_positions=contiguous(call.key_positions),
-        log_decay=call.log_decay,
-        write=call.write,
-        angle_steps=call.angle_steps,
-        angle=angle,
-        key_mask=call.key_mask,
-        kv=kv,
-        z=z,
-        slots=rows.slots,
-        advance=False,
-        **settings(call),
-    )
+    arguments = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "positions": call.positions.contiguous(),
+        "key_positions": contiguous(call.key_positions),
+        "log_decay": call.log_decay,
+        "write": call.write,
+        "angle_steps": call.angle_steps,
+        "angle": angle,
+        "key_mask": call.key_mask,
+        "kv": kv,
+        "z": z,
+        "slots": rows.slots,
+        "advance": False,
+    }
+    out = _run("step", arguments | settings(call))
     if in_place:
         _count_write(kv, z, angle)
     return out if same_dtype else out.to(call.v.dtype), Sums(kv, z, angle)
@@ -176,38 +177,40 @@ def settings(call: Call) -> dict[str, Any]:
     }
 
 
-def prepared_step(call: Call) -> list[Any]:
-    """The step kernel's arguments in its schema's order, with None for those that change with every token."""
-    arguments = settings(call) | {"advance": True}
-    return [arguments.get(name) for name in _argument_indices(_ops.step.default)]
+def prepared_step(call: Call) -> dict[str, Any]:
+    """The step kernel's arguments by name, with None for those that change with every token."""
+    return dict.fromkeys(_argument_names("step")) | settings(call) | {"advance": True}
 
 
-def step_in_place(prepared: list[Any], state: LinearAttentionState, **token: Tensor | None) -> Tensor:
+def step_in_place(prepared: dict[str, Any], state: LinearAttentionState, **token: Tensor | None) -> Tensor:
     """Attends with one token and overwrites a donated state, including its positions. Returns out.
 
     prepared: see ``prepared_step``. token: q, k, v, log_decay, angle_steps and write.
     Raises RuntimeError before anything is written if the tensors do not fit each other, or a number is out of range.
     """
-    arguments, index = prepared.copy(), _argument_indices(_ops.step.default)
-    for name, x in token.items():
-        arguments[index[name]] = x
-    arguments[index["positions"]] = state.position.unsqueeze(1)
-    arguments[index["kv"]], arguments[index["z"]] = state.kv, state.z
-    arguments[index["angle"]] = state.angle
-    out: Tensor = _ops.step.default(*arguments)
-    _count_write(state.kv, state.z, state.angle, state.position)
+    kv, z, angle, position = state.kv, state.z, state.angle, state.position
+    memory = {"kv": kv, "z": z, "angle": angle, "positions": position.unsqueeze(1)}
+    out: Tensor = _run("step", prepared | token | memory)
+    _count_write(kv, z, angle, position)
     return out
 
 
 @cache
-def _argument_indices(operator: Any) -> dict[str, int]:
-    """The index of each argument of an operator, by name."""
-    return {argument.name: i for i, argument in enumerate(operator._schema.arguments)}
+def _argument_names(operator: str) -> list[str]:
+    """The names of an operator's arguments, in its schema's order."""
+    return [argument.name for argument in getattr(_ops, operator).default._schema.arguments]
 
 
-def _run(operator: Any, **arguments: Any) -> Any:
+@cache
+def _by_position(operator: str) -> tuple[Any, Callable[[dict[str, Any]], tuple[Any, ...]]]:
+    """The operator of this name, and a function that puts a dict of its arguments in the order of its schema."""
+    return getattr(_ops, operator).default, itemgetter(*_argument_names(operator))
+
+
+def _run(operator: str, arguments: dict[str, Any]) -> Any:
     """operator(**arguments), but passed by position: PyTorch takes 5 us to match keywords."""
-    return operator(*[arguments[name] for name in _argument_indices(operator)])
+    run, in_order = _by_position(operator)
+    return run(*in_order(arguments))
 
 
 def new_saved(call: Call) -> list[Tensor]:
@@ -227,16 +230,14 @@ def forward(
 
 def _forward(call: Call, sums: Sums | None, slots: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, same_dtype = _kernel_qkv(call)
-    out, kv, z = _run(
-        _ops.forward.default,
-        q=q if call.q is not None else None,
-        k=k,
-        v=v,
-        slots=slots,
-        want_state=call.want_state,
-        **_tensors(call, sums),
-        **settings(call),
-    )
+    arguments = {
+        "q": q if call.q is not None else None,
+        "k": k,
+        "v": v,
+        "slots": slots,
+        "want_state": call.want_state,
+    }
+    out, kv, z = _run("forward", arguments | _tensors(call, sums) | settings(call))
     return out if same_dtype else out.to(call.v.dtype), kv, z
 
 
@@ -258,20 +259,19 @@ def backward(call: Call, sums: Sums | None, results: list[Tensor], g: ResultGrad
     q, k, v, _ = _kernel_qkv(call)
     # Without tokens the library has no gradients of log_decay, angle_steps and write.
     has_tokens = call.k.shape[1] > 0
-    dq, dk, dv, d_log, d_steps, d_write, d_kv, d_z = _run(
-        _ops.backward.default,
-        g_out=None if g.out is None else with_dense_rows(g.out.to(v.dtype)),
-        g_kv=contiguous(g.kv),
-        g_z=contiguous(g.z),
-        q=q if call.q is not None else None,
-        k=k,
-        v=v,
-        want_log_decay=has_tokens and call.log_decay is not None,
-        want_angle_steps=has_tokens and call.angle_steps is not None,
-        want_write=has_tokens and call.write is not None,
-        **_tensors(call, sums),
-        **settings(call),
-    )
+    arguments = {
+        "g_out": None if g.out is None else with_dense_rows(g.out.to(v.dtype)),
+        "g_kv": contiguous(g.kv),
+        "g_z": contiguous(g.z),
+        "q": q if call.q is not None else None,
+        "k": k,
+        "v": v,
+        "want_log_decay": has_tokens and call.log_decay is not None,
+        "want_angle_steps": has_tokens and call.angle_steps is not None,
+        "want_write": has_tokens and call.write is not None,
+    }
+    gradients = _run("backward", arguments | _tensors(call, sums) | settings(call))
+    dq, dk, dv, d_log, d_steps, d_write, d_kv, d_z = gradients
     return Gradients(
         q=None if call.q is None else _sum_of_heads(dq, q),
         k=_sum_of_heads(dk, k),

@@ -19,7 +19,7 @@ from linrope.backends.sequences import incoming_sums
 from linrope.sequence.state import LinearAttentionState
 
 MAPS = reference.MAPS
-SHARES_HEADS = False
+TAKES_VALUE_GROUPS = False
 DOMAIN = "com.microsoft"
 _ELSEWHERE = "it makes nodes of a graph, which PyTorch cannot compute: use it under torch.onnx.export"
 _INSTEAD = "use backend='reference'"

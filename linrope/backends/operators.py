@@ -95,7 +95,7 @@ def _new_out(call: Call) -> Tensor:
     if call.q is None:
         return _absent(call.v)
     b, n, heads, _ = call.q.shape
-    return call.v.new_empty(b, n, heads * call.share, call.v.shape[3])
+    return call.v.new_empty(b, n, heads * call.value_group, call.v.shape[3])
 
 
 def _new_sums(call: Call, sums: Sums | None) -> tuple[Tensor, Tensor]:

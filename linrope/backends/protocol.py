@@ -17,7 +17,7 @@ class Backend(Protocol):
         """The elementwise maps that the backend can apply to q and k, by name."""
 
     @property
-    def SHARES_HEADS(self) -> bool:
+    def TAKES_VALUE_GROUPS(self) -> bool:
         """True: the backend takes v with more heads than q and k, and ``write``. False: it gets ``call.expanded()``."""
 
     def why_not(self) -> str | None:

@@ -21,7 +21,7 @@ from linrope.rotation.rotary import rotate
 from linrope.sequence.packing import sums_so_far
 from linrope.sequence.state import LinearAttentionState
 
-MAPS, SHARES_HEADS = ELEMENTWISE, False
+MAPS, TAKES_VALUE_GROUPS = ELEMENTWISE, False
 
 
 def why_not() -> str | None:

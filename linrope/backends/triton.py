@@ -24,7 +24,7 @@ from linrope.backends.call import (
 from linrope.sequence.packing import owners
 from linrope.sequence.state import LinearAttentionState
 
-SHARES_HEADS = True  # attend expands the call itself, because the kernels need products in v's dtype
+TAKES_VALUE_GROUPS = True  # attend expands the call itself, because the kernels need products in v's dtype
 MAPS = dict.fromkeys(("elu+1", "relu", "relu2", "exp", "silu", "identity"))  # those of linrope_kernels.pieces
 MAX_DIM = 256
 MIN_CAPABILITY = (8, 0)

@@ -96,7 +96,11 @@ def describe(trainer: Trainer, console: Console) -> None:
     text = f"{size / 1e6:.2f} M parameters on {accelerator.device}; {trainer.corpus.describe()}"
     if accelerator.num_processes > 1:
         processes = trainer.processes
-        split = (("rows", processes.rows), ("tokens", processes.tokens), ("heads", processes.heads))
+        split = (
+            ("rows", processes.row_groups),
+            ("tokens", processes.token_parts),
+            ("heads", processes.head_parts),
+        )
         factors = ", ".join(f"{name} split {count} ways" for name, count in split if count > 1)
         text += f"; {accelerator.num_processes} processes: {factors}"
     console.print(text)
@@ -170,7 +174,7 @@ def _any_process(flag: bool, trainer: Trainer) -> bool:
 
 def _bytes_per_step(trainer: Trainer) -> float:
     config = trainer.config
-    rows: int = config.batch_size * config.accumulation * trainer.processes.rows
+    rows: int = config.batch_size * config.accumulation * trainer.processes.row_groups
     return rows * config.sequence_length * trainer.corpus.train.bytes_per_token
 
 

@@ -322,7 +322,7 @@ def choose(generations: list[Generation], logits: Tensor) -> list[int]:
     temperature, top_p, draws = torch.tensor(settings, dtype=torch.float64)[..., None].unbind(1)
     order = logits.double().sort(dim=-1, descending=True, stable=True)
     p = (order.values / temperature.clamp(min=1e-6)).softmax(-1)
-    p[:, 1:][(p.cumsum(-1) - p >= top_p)[:, 1:]] = 0  # what the likelier bytes leave no room for
+    p[:, 1:][(p.cumsum(-1) - p >= top_p)[:, 1:]] = 0  # bytes outside of the top_p nucleus
     sums = p.cumsum(-1)
     place = (sums <= draws * sums[:, -1:]).sum(-1, keepdim=True).clamp(max=logits.shape[-1] - 1)
     return order.indices.gather(-1, place)[:, 0].tolist()

@@ -41,7 +41,7 @@ SHARDED = {
 }
 
 
-def share_heads(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def split_heads(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Splits the heads of a LinearRoPEAttention, or of each block of a LanguageModel, over a mesh.
 
     Each process has the whole inputs, outputs, embedding and norms. A state holds only the heads of its
@@ -84,18 +84,18 @@ def share_heads(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 class HeadParallel(ParallelStyle):
-    """The style of a LinearRoPEAttention in a plan for ``parallelize_module``: see ``share_heads``."""
+    """The style of a LinearRoPEAttention in a plan for ``parallelize_module``: see ``split_heads``."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(module) is not LinearRoPEAttention:
-            shared = " that is split already" if isinstance(module, SharedHeads) else ""
+            shared = " that is split already" if isinstance(module, SplitHeads) else ""
             raise ValueError(f"module: got {type(module).__name__}{shared}, expected LinearRoPEAttention")
         _check_heads(module, device_mesh.size())
         _distribute(module, device_mesh, self.src_data_rank)
         return module
 
 
-class SharedHeads(LinearRoPEAttention):
+class SplitHeads(LinearRoPEAttention):
     """A layer whose heads are split over processes; ``HeadParallel`` turns an ordinary layer into one."""
 
     mesh: DeviceMesh
@@ -132,7 +132,7 @@ class SharedHeads(LinearRoPEAttention):
     def reset_parameters(self) -> None:
         """Raises RuntimeError: a rank cannot draw the initial values of its part alone."""
         raise RuntimeError(
-            "reset_parameters: got a layer whose heads are split, expected a call before share_heads"
+            "reset_parameters: got a layer whose heads are split, expected a call before split_heads"
         )
 
     def extra_repr(self) -> str:
@@ -208,7 +208,7 @@ def _distribute(layer: LinearRoPEAttention, mesh: DeviceMesh, source: int | None
     layer.num_key_heads, layer.num_out_heads = layer.num_key_heads // size, layer.num_out_heads // size
     if layer.short_conv is not None:
         layer.short_conv.channels //= size
-    layer.__class__ = SharedHeads
+    layer.__class__ = SplitHeads
     layer.mesh, layer._readers = mesh, readers  # type: ignore[assignment]
     if isinstance(layer.feature_map, FeatureMap):
         layer.feature_map.forget_digest()

@@ -39,7 +39,10 @@ def check_value_heads(num_value_heads: int, num_heads: int, num_kv_heads: int) -
     """Checks the sizes of a layer whose values have more heads than its queries and keys."""
     check_integers(num_value_heads=num_value_heads)
     if num_kv_heads != num_heads:
-        raise ValueError(f"num_value_heads={num_value_heads}: expected None with num_kv_heads={num_kv_heads}")
+        raise ValueError(
+            f"num_value_heads={num_value_heads}: expected None, as num_kv_heads={num_kv_heads} differs from "
+            f"num_heads={num_heads}"
+        )
     if num_value_heads < 1 or num_value_heads % num_heads:
         raise ValueError(f"num_value_heads={num_value_heads}: expected a multiple of num_heads={num_heads}")
 
@@ -124,7 +127,9 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, causal: bool) -> None:
     if g == 0 or h == 0 or h % g:
         raise ValueError(f"k: got {g} heads, expected a divisor of q's {h}")
     if v_g != g and h != g:
-        raise ValueError(f"v: got {v_g} heads, expected k's {g}, or as many heads of q as of k, not {h}")
+        raise ValueError(
+            f"v: got {v_g} heads, expected k's {g}; more heads of v require q to have {g} heads too, not {h}"
+        )
     if causal and n != m:
         raise ValueError(f"k: got length {m}, expected q's {n} with causal=True")
 

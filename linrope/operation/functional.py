@@ -84,8 +84,8 @@ def linear_rope_attention(
     Args:
         q: (b, n, h, d) queries; float64, float32, bfloat16 or float16.
         k: (b, m, g, d) keys; query head i reads key/value head i // (h/g).
-        v: (b, m, g, e) values. If q has as many heads as k, v may have ``share`` times as many. Head i of v then reads
-            head i // share of q and k, as if these were repeated. In all that follows, g and h are then the number of
+        v: (b, m, g, e) values. If q has as many heads as k, v may have c times as many. Head i of v then reads
+            head i // c of q and k, as if these were repeated. In all that follows, g and h are then the number of
             heads of v. Mamba-2 shares its C and B in this way. backend="native" makes no copies.
         feature_map: the name or FeatureMap of phi and psi. None: q and k already are features.
         rotary: the rotation R with its frequencies theta. None: plain linear attention (eq. 18).

@@ -15,7 +15,7 @@ from linrope import LinearRoPEAttention, Rotary
 from linrope.distributed import Shard
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM
-from linrope.models.tensor_parallel import share_heads
+from linrope.models.tensor_parallel import split_heads
 from tests.distributed.comparisons import close, gradients, perturbed
 
 LAYERS: dict[str, dict[str, Any]] = {
@@ -53,7 +53,7 @@ def layer(name: str, cp: int) -> None:
     many = LinearRoPEAttention(16, **options)  # has the first rank's weights afterwards
     if mesh.get_local_rank("tp") == 0:
         many.load_state_dict(one.state_dict())
-    share_heads(many, mesh["tp"])
+    split_heads(many, mesh["tp"])
     y_own, state_own = many(x_own, return_state=True, shard=shard)
     (y_own * shard.take(weight)).sum().backward()
     own = state.kv.chunk(tp, 1)[mesh.get_local_rank("tp")]
@@ -78,7 +78,7 @@ def language_model(dp: int, cp: int, tp: int) -> None:
     expected.backward()
     grads = gradients(one)
     one.zero_grad()
-    many: Any = share_heads(one, mesh["tp"])
+    many: Any = split_heads(one, mesh["tp"])
     if dp > 1:
         for part in (*many.blocks, many):
             fully_shard(part, mesh=mesh["dp"])
@@ -95,27 +95,27 @@ def language_model(dp: int, cp: int, tp: int) -> None:
 def refusals() -> None:
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     with pytest.raises(ValueError, match=r"num_kv_heads=1: expected a multiple of the \d processes"):
-        share_heads(LinearRoPEAttention(16, 4, num_kv_heads=1), mesh)
-    shared = share_heads(LinearRoPEAttention(16, 4), mesh)
-    with pytest.raises(ValueError, match="got SharedHeads that is split already"):
-        share_heads(shared, mesh)
-    with pytest.raises(RuntimeError, match=r"reset_parameters: .* expected a call before share_heads"):
+        split_heads(LinearRoPEAttention(16, 4, num_kv_heads=1), mesh)
+    shared = split_heads(LinearRoPEAttention(16, 4), mesh)
+    with pytest.raises(ValueError, match="got SplitHeads that is split already"):
+        split_heads(shared, mesh)
+    with pytest.raises(RuntimeError, match=r"reset_parameters: .* expected a call before split_heads"):
         shared.reset_parameters()
     with pytest.raises(ValueError, match="trapezoid=True: expected False for tensor parallelism"):
-        share_heads(LinearRoPEAttention(16, 4, out_norm=True, trapezoid=True), mesh)
+        split_heads(LinearRoPEAttention(16, 4, out_norm=True, trapezoid=True), mesh)
     sizes: dict[str, Any] = {"embed_dim": 16, "num_layers": 1, "num_heads": 4}
-    split = share_heads(LanguageModel(LanguageModelConfig(**sizes)), mesh)
+    split = split_heads(LanguageModel(LanguageModelConfig(**sizes)), mesh)
     with pytest.raises(ValueError, match=r"weights: got a DTensor for blocks\.0\..*expected whole tensors"):
         split.save("no folder is made")  # type: ignore[operator]
     assert not Path("no folder is made").exists()
     with pytest.raises(ValueError, match="hidden_dim=33: expected a multiple"):
-        share_heads(LanguageModel(LanguageModelConfig(**sizes, hidden_dim=33)), mesh)
+        split_heads(LanguageModel(LanguageModelConfig(**sizes, hidden_dim=33)), mesh)
     with pytest.raises(ValueError, match="attention='softmax': expected 'linear'"):
-        share_heads(LanguageModel(LanguageModelConfig(**sizes, attention="softmax")), mesh)
+        split_heads(LanguageModel(LanguageModelConfig(**sizes, attention="softmax")), mesh)
     with pytest.raises(TypeError, match="module: got Linear, expected LinearRoPEAttention or LanguageModel"):
-        share_heads(nn.Linear(2, 2), mesh)
+        split_heads(nn.Linear(2, 2), mesh)
     with pytest.raises(ValueError, match="rotary: got a Bilinear, which cannot be split by heads"):
-        share_heads(LinearRoPEAttention(16, 4, rotary=nn.Bilinear(1, 1, 1)), mesh)
+        split_heads(LinearRoPEAttention(16, 4, rotary=nn.Bilinear(1, 1, 1)), mesh)
 
 
 def hugging_face(folder: str) -> None:

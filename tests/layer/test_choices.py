@@ -40,7 +40,10 @@ def make(**options) -> LinearRoPEAttention:
         ({"out_norm": {"eps": "x"}}, "out_norm: got eps='x', expected a positive finite number"),
         ({"qk_bias": True}, "qk_bias=True: expected qk_norm=True with it"),
         ({"num_value_heads": 6}, "num_value_heads=6: expected a multiple of num_heads=4"),
-        ({"num_value_heads": 8, "num_kv_heads": 2}, "num_value_heads=8: expected None with num_kv_heads=2"),
+        (
+            {"num_value_heads": 8, "num_kv_heads": 2},
+            "num_value_heads=8: expected None, as num_kv_heads=2 differs",
+        ),
         ({"decay": {"name": "spread", "shortest": 1}}, r"decay: got \['shortest'\] beside name='spread'"),
         ({"decay": {"longest": 1}}, r"decay: got the keys \['longest'\], expected the key 'name'"),
         ({"decay": {"name": "retnet", "longest": 9}}, r"decay: got \['longest'\] beside name='retnet'"),

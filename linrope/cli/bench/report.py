@@ -80,7 +80,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(
         f"softmax attention: scaled_dot_product_attention, backend '{rows[0]['softmax_backend']}'. "
         "eager and peers: speed of linrope relative to them; peers do not rotate. "
-        "±: by how much the rounds differ. MB: growth of the process."
+        "±: by how much the rounds differ. MB: growth of the process, on a GPU of PyTorch's allocations."
     )
     for peer, reason in result["peers_not_run"].items():
         console.print(f"{peer}: {reason}")

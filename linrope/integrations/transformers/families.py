@@ -123,7 +123,7 @@ def _targets(family: str) -> list[tuple[Any, str, Callable[..., Any], _Reason]]:
         (module, "mamba2_selective_state_update", mamba2.mamba2_selective_state_update, _refuses_step),
         (module, "causal_conv1d_fn", mamba2.causal_conv1d_fn, _refuses_convolution),
         (module, "causal_conv1d_update", mamba2.causal_conv1d_update, _refuses_update),
-        (module, "mamba2_split_conv1d_scan_combined", _not_in_one, _refuses_combined),
+        (module, "mamba2_split_conv1d_scan_combined", _no_combined_kernel, _refuses_combined),
         *[(norm, "forward", _norm_forward, _refuses_norm) for norm in norms],
     ]
 
@@ -136,7 +136,7 @@ def _check_signature(owner: Any, name: str, ours: Callable[..., Any]) -> None:
     if not callable(original := getattr(owner, name, None)):
         raise RuntimeError(f"transformers {transformers.__version__}: {where} has no {name}")
     got, expected = _named(original), _named(ours)
-    if ours is not _not_in_one and got != expected:
+    if ours is not _no_combined_kernel and got != expected:
         raise RuntimeError(
             f"transformers {transformers.__version__}: {where}.{name} has the parameters {', '.join(got)}; "
             f"expected {', '.join(expected)}"
@@ -238,8 +238,8 @@ def _refuses_combined(zxbcdt: Tensor, *_: Any, **__: Any) -> str | None:
     return _refuses(zxbcdt, "mamba_ssm")
 
 
-def _not_in_one(*_: Any, **__: Any) -> None:
-    """In place of the kernel that computes a whole layer: None makes the layer call the other functions."""
+def _no_combined_kernel(*_: Any, **__: Any) -> None:
+    """Stands in for the kernel that computes a whole layer. None makes the layer call the other functions."""
 
 
 def _refuses_lightning(self: Any, hidden_states: Tensor, *_: Any, **__: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""Lets generate() use prepared decoding steps, where the model and its cache allow that."""
+"""Lets generate() use prepared decoding steps if the model and its cache allow that."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -17,7 +17,7 @@ class _Prepared:
 
     def __init__(self) -> None:
         self.step: BlocksStep | None = None
-        self.model: nn.Module | None = None  # the model that the step was made for, or that was tried
+        self.model: nn.Module | None = None  # the model that the step was made for, or could not be made for
 
 
 _prepared: ContextVar[_Prepared | None] = ContextVar("linrope_prepared_step", default=None)

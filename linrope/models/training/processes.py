@@ -13,14 +13,14 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from linrope.distributed.shard import Shard
 from linrope.models.language_model import LanguageModel
-from linrope.models.tensor_parallel import share_heads
+from linrope.models.tensor_parallel import split_heads
 from linrope.sequence.state import LinearAttentionState
 
 
 class Processes:
     """The processes of a run: groups of sequence_parallel split a batch's tokens, groups of tensor_parallel its heads.
 
-    That leaves ``rows`` groups of processes, each of which reads different rows. The dimensions of the mesh
+    That leaves ``row_groups`` groups of processes, each of which reads different rows. The dimensions of the mesh
     are dp (rows), cp (tokens) and tp (heads).
 
     Raises:
@@ -30,7 +30,7 @@ class Processes:
     """
 
     def __init__(self, accelerator: Any, sequence_parallel: int = 1, tensor_parallel: int = 1) -> None:
-        self.accelerator, self.tokens, self.heads = accelerator, sequence_parallel, tensor_parallel
+        self.accelerator, self.token_parts, self.head_parts = accelerator, sequence_parallel, tensor_parallel
         count, shared = accelerator.num_processes, sequence_parallel * tensor_parallel
         if min(sequence_parallel, tensor_parallel) < 1 or count % shared:
             raise ValueError(
@@ -43,20 +43,20 @@ class Processes:
                 f"tensor_parallel={tensor_parallel}: got mixed_precision={accelerator.mixed_precision!r} and "
                 f"accelerate's {kind}; expected 'no' and plain processes"
             )
-        self.rows = count // shared
+        self.row_groups = count // shared
         self.mesh: DeviceMesh | None = None
         if shared > 1:
-            sizes = (self.rows, sequence_parallel, tensor_parallel)
+            sizes = (self.row_groups, sequence_parallel, tensor_parallel)
             self.mesh = init_device_mesh(accelerator.device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))
 
     @property
     def row(self) -> int:
         """The group of this process among the groups that read different rows."""
-        return int(self.accelerator.process_index) // (self.tokens * self.heads)
+        return int(self.accelerator.process_index) // (self.token_parts * self.head_parts)
 
-    def share(self, model: LanguageModel) -> None:
+    def split_heads(self, model: LanguageModel) -> None:
         """Splits the heads of the model over the processes; called before the optimizer is made."""
-        if self.heads == 1:
+        if self.head_parts == 1:
             return
         assert self.mesh is not None
         model.to(self.accelerator.device)
@@ -67,11 +67,11 @@ class Processes:
                 weights[name] = tensor.to(self.accelerator.device)
                 dist.broadcast(weights[name], 0)
         model.load_state_dict(weights)
-        share_heads(model, self.mesh["tp"])
+        split_heads(model, self.mesh["tp"])
 
     def prepare(self, model: LanguageModel, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         """Wraps both with accelerate, except a model with split heads: see clip_gradients."""
-        if self.heads > 1:
+        if self.head_parts > 1:
             return model, self.accelerator.prepare(optimizer)
         prepared: tuple[Any, Any] = self.accelerator.prepare(model, optimizer)
         return prepared
@@ -88,7 +88,7 @@ class Processes:
 
     def scale(self) -> float:
         """The factor for the loss of a process: it undoes accelerate's mean over processes."""
-        return 1.0 if self.heads > 1 else float(self.accelerator.num_processes)
+        return 1.0 if self.head_parts > 1 else float(self.accelerator.num_processes)
 
     @torch.no_grad()
     def clip_gradients(self, model: nn.Module, largest: float) -> float:
@@ -96,7 +96,7 @@ class Processes:
 
         With split heads it first adds up the gradients of the processes that have the same heads.
         """
-        if self.heads == 1:
+        if self.head_parts == 1:
             return float(self.accelerator.clip_grad_norm_(model.parameters(), largest))
         parameters = [p for p in model.parameters() if p.grad is not None]
         local = [_local(p.grad) for p in parameters]
@@ -113,9 +113,9 @@ class Processes:
 
     def shard(self, cu_seqlens: Tensor) -> Shard | None:
         """This process's shard of packed rows; the shards are as equal as possible."""
-        if self.tokens == 1:
+        if self.token_parts == 1:
             return None
-        parts = torch.arange(int(cu_seqlens[-1]), device="cpu").tensor_split(self.tokens)
+        parts = torch.arange(int(cu_seqlens[-1]), device="cpu").tensor_split(self.token_parts)
         return Shard(self.mesh, lengths=[len(part) for part in parts], cu_seqlens=cu_seqlens)
 
 

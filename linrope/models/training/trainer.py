@@ -99,7 +99,7 @@ class Trainer:
         self.step = 0  # steps done
         self._checkpoints: list[Path] = []  # those that this run wrote; it removes all but the last two
         self.processes = Processes(accelerator, sequence_parallel, tensor_parallel)
-        self.processes.share(model)
+        self.processes.split_heads(model)
         optimizer = torch.optim.AdamW(
             [
                 {
@@ -158,7 +158,7 @@ class Trainer:
         """The batch that this process reads in the next step, in turn ``turn`` of the accumulation."""
         config, processes = self.config, self.processes
         number = self.step * config.accumulation + turn
-        first = (number * processes.rows + processes.row) * config.batch_size
+        first = (number * processes.row_groups + processes.row) * config.batch_size
         starts = visit(self.corpus.train, first, config.batch_size, config.sequence_length, config.seed)
         return Batch.read(self.corpus.train, starts, config.sequence_length).to(self.accelerator.device)
 
@@ -245,7 +245,7 @@ class Trainer:
         metadata = {
             "step": str(self.step),
             "config": json.dumps(asdict(self.config)),
-            "processes": str(self.processes.rows),
+            "processes": str(self.processes.row_groups),
             "checksum": str(self.corpus.checksum),
             "mixed_precision": str(self.accelerator.mixed_precision),
         }
@@ -282,7 +282,7 @@ class Trainer:
         if metadata["checksum"] != str(corpus.checksum):
             raise ValueError(f"{latest}: was trained on another text than {corpus.name}")
         trainer = cls(model, corpus, config, accelerator, **parallel)
-        if (expected := metadata["processes"]) != (rows := str(trainer.processes.rows)):
+        if (expected := metadata["processes"]) != (rows := str(trainer.processes.row_groups)):
             raise ValueError(
                 f"processes: got {rows} groups that read different rows, expected {expected}, as in the saved run"
             )
