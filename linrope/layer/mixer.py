@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from linrope.common.names import check_bools, check_name
 from linrope.layer.choices import make_short_convolution, norm_options
+from linrope.layer.norm import RMSNorm
 from linrope.layer.operators import gated_norm
 from linrope.layer.operators.norm import SIDES
 from linrope.operation import checks
@@ -61,8 +62,8 @@ class Mixer(nn.Module):
         self.o_proj = nn.Linear(self.num_out_heads * e, embed_dim, bias=bias, **factory)
         channels = (num_heads + g) * d + self.num_kv_heads * e
         self.short_conv = make_short_convolution(short_conv, channels, factory)
-        self.q_norm = nn.RMSNorm(d, eps=1e-6, **factory) if qk_norm else None
-        self.k_norm = nn.RMSNorm(d, eps=1e-6, **factory) if qk_norm else None
+        self.q_norm = RMSNorm(d, eps=1e-6, **factory) if qk_norm else None
+        self.k_norm = RMSNorm(d, eps=1e-6, **factory) if qk_norm else None
         if qk_bias and not qk_norm:
             raise ValueError("qk_bias=True: expected qk_norm=True with it")
         self.q_bias = nn.Parameter(torch.empty(num_heads, d, **factory)) if qk_bias else None

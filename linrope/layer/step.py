@@ -14,6 +14,7 @@ from linrope.backends import native
 from linrope.backends.call import transformed
 from linrope.common.writing import check_writable
 from linrope.layer.attention import LinearRoPEAttention
+from linrope.layer.norm import RMSNorm
 from linrope.layer.operators.native import MAX_TAPS
 from linrope.layer.selective import ForgetGate, WriteGate
 from linrope.layer.short_convolution import ShortConvolution
@@ -26,7 +27,7 @@ _ops = torch.ops.linrope_native
 # transformers leaves hooks of this module on a model that was once asked for its hidden states. In other calls they do
 # nothing, so a prepared step may ignore them.
 _IDLE_HOOKS = "transformers.utils.output_capturing"
-_KINDS = (LinearRoPEAttention, nn.Linear, nn.RMSNorm, ForgetGate, WriteGate, ShortConvolution)
+_KINDS = (LinearRoPEAttention, nn.Linear, nn.RMSNorm, RMSNorm, ForgetGate, WriteGate, ShortConvolution)
 
 
 class LayerStep:

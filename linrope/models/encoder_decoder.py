@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from linrope.layer.attention import LinearRoPEAttention
+from linrope.layer.norm import RMSNorm
 from linrope.models.language_model import SwiGLU
 from linrope.sequence.state import LinearAttentionState
 
@@ -41,9 +42,9 @@ class EncoderBlock(nn.Module):
     def __init__(self, dim: int, heads: int, **attention: Any) -> None:
         super().__init__()
         factory = _factory(attention)
-        self.attention_norm = nn.RMSNorm(dim, eps=1e-6, **factory)
+        self.attention_norm = RMSNorm(dim, eps=1e-6, **factory)
         self.attention = LinearRoPEAttention(dim, heads, causal=False, **attention)
-        self.feed_forward_norm = nn.RMSNorm(dim, eps=1e-6, **factory)
+        self.feed_forward_norm = RMSNorm(dim, eps=1e-6, **factory)
         self.feed_forward = SwiGLU(dim, 4 * dim, **factory)
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
@@ -70,18 +71,18 @@ class DecoderBlock(nn.Module):
     def __init__(self, dim: int, heads: int, context_dim: int | None = None, **attention: Any) -> None:
         super().__init__()
         factory = _factory(attention)
-        self.attention_norm = nn.RMSNorm(dim, eps=1e-6, **factory)
+        self.attention_norm = RMSNorm(dim, eps=1e-6, **factory)
         self.attention = LinearRoPEAttention(dim, heads, **attention)
         self.cross_norm = self.cross = self.context_proj = None
         if context_dim is not None:
             names = ("feature_map", "normalize", "backend")
             shared = factory | {name: attention[name] for name in names if name in attention}
-            self.cross_norm = nn.RMSNorm(dim, eps=1e-6, **factory)
+            self.cross_norm = RMSNorm(dim, eps=1e-6, **factory)
             self.context_proj = (
                 nn.Linear(context_dim, dim, bias=False, **factory) if context_dim != dim else nn.Identity()
             )
             self.cross = LinearRoPEAttention(dim, heads, causal=False, rotary=None, **shared)
-        self.feed_forward_norm = nn.RMSNorm(dim, eps=1e-6, **factory)
+        self.feed_forward_norm = RMSNorm(dim, eps=1e-6, **factory)
         self.feed_forward = SwiGLU(dim, 4 * dim, **factory)
 
     def forward(
@@ -123,7 +124,7 @@ class Encoder(nn.Module):
     def __init__(self, dim: int, depth: int, heads: int, **attention: Any) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(EncoderBlock(dim, heads, **attention) for _ in range(depth))
-        self.norm = nn.RMSNorm(dim, eps=1e-6, **_factory(attention))
+        self.norm = RMSNorm(dim, eps=1e-6, **_factory(attention))
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """x (b, n, dim) -> the same shape; key_mask (b, n) bool, False: padding.
@@ -165,7 +166,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.context_dim = context_dim
         self.blocks = nn.ModuleList(DecoderBlock(dim, heads, context_dim, **attention) for _ in range(depth))
-        self.norm = nn.RMSNorm(dim, eps=1e-6, **_factory(attention))
+        self.norm = RMSNorm(dim, eps=1e-6, **_factory(attention))
 
     def forward(
         self,

@@ -25,6 +25,7 @@ from linrope.common.names import check_name
 from linrope.common.values import values_readable
 from linrope.distributed.shard import Shard
 from linrope.layer.choices import ROTATIONS
+from linrope.layer.norm import RMSNorm, silu_product
 from linrope.models.defaults import INITIALIZATIONS, hidden_size, initialize
 from linrope.models.folders import latest_checkpoint
 from linrope.models.language_model_config import (
@@ -56,7 +57,7 @@ class SwiGLU(nn.Module):
         self.w3 = nn.Linear(dim, hidden_dim, bias=False, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        y: Tensor = self.w2(silu_product(self.w1(x), self.w3(x)))
         return y
 
 
@@ -66,9 +67,9 @@ class Block(nn.Module):
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
         dim = config.embed_dim
-        self.attention_norm = nn.RMSNorm(dim, eps=1e-6)
+        self.attention_norm = RMSNorm(dim, eps=1e-6)
         self.attention = make_softmax(config) if config.attention == "softmax" else make_linear(config)
-        self.feed_forward_norm = nn.RMSNorm(dim, eps=1e-6) if config.feed_forward else None
+        self.feed_forward_norm = RMSNorm(dim, eps=1e-6) if config.feed_forward else None
         self.feed_forward = (
             SwiGLU(dim, config.hidden_dim or hidden_size(dim)) if config.feed_forward else None
         )
@@ -164,7 +165,7 @@ class LanguageModel(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.embed_dim)
         self.encoding = _absolute(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.embed_dim, eps=1e-6)
+        self.norm = RMSNorm(config.embed_dim, eps=1e-6)
         branches = (1 + config.feed_forward) * config.num_layers
         initialize(self.named_parameters(), config.init, branches)
 

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linrope.layer.norm import RMSNorm
+from linrope.layer.operators.native import MOST_VALUES
 from linrope.layer.step import Joined, LayerStep, plain_reason
 from linrope.layer.step import why_not as why_not_layer
 from linrope.models.language_model import Block, LanguageModel, States, SwiGLU
 
-_KINDS = (LanguageModel, Block, SwiGLU, nn.Embedding, nn.ModuleList, nn.RMSNorm, nn.Linear)
-_MOST = 2**16 - 1  # numbers in a row that the kernels normalize
+_KINDS = (LanguageModel, Block, SwiGLU, nn.Embedding, nn.ModuleList, RMSNorm, nn.Linear)
 _ops = torch.ops.linrope_native
 
 
@@ -144,8 +145,8 @@ def why_not_blocks(
             return "states at different positions"
         attention.update(block.attention.modules())
     outside = [x for x in model.modules() if x not in attention]
-    if any(max(x.weight.shape) > _MOST for x in outside if isinstance(x, nn.Linear)):
-        return f"vectors of more than {_MOST} numbers"
+    if any(max(x.weight.shape) > MOST_VALUES for x in outside if isinstance(x, nn.Linear)):
+        return f"vectors of more than {MOST_VALUES} numbers"
     return plain_reason(outside, kinds)
 
 

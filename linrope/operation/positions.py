@@ -36,7 +36,7 @@ def first_positions(state: LinearAttentionState) -> Tensor:
 def next_positions(request: Request, tokens: Tokens) -> Tensor:
     """(s,), a new tensor: the position of the token after each sequence's last key."""
     m, start = request.k.shape[1], tokens.start
-    if len(start) != request.sequences:
+    if request.state is None:
         start = start.expand(request.sequences)
     uses_default = request.positions is None or m != request.queries
     # Coordinates on several axes have no next position: a state then counts tokens.
@@ -44,7 +44,7 @@ def next_positions(request: Request, tokens: Tokens) -> Tensor:
     if has_axes or (request.key_positions is None and uses_default):
         return start + (m if tokens.bounds is None else tokens.bounds.diff())
     keys = tokens.positions if tokens.key_positions is None else tokens.key_positions
-    return (start if m == 0 else at_last(keys + 1, start, tokens.bounds).expand(len(start))).clone()
+    return (start if m == 0 else at_last(keys + 1, start, tokens.bounds).expand(request.sequences)).clone()
 
 
 def resolve_positions(

@@ -13,11 +13,12 @@ from linrope.backends.call import contiguous
 from linrope.backends.native import why_not, with_dense_rows
 
 MAX_TAPS = 8
+MOST_VALUES = 2**16 - 1  # per head
 _ops = torch.ops.linrope_native
 
 
 def supports(tensors: Sequence[Tensor], *, taps: int, group: int, values: int) -> str | None:
-    """The reason why the kernels cannot compute with these tensors; None: they can. They take any number of values."""
+    """The reason why the kernels cannot compute with these tensors; None: they can."""
     if (reason := why_not()) is not None:
         return reason
     if not hasattr(_ops, "convolve"):
@@ -29,6 +30,8 @@ def supports(tensors: Sequence[Tensor], *, taps: int, group: int, values: int) -
             return "float64: use backend='eager'"
     if taps > MAX_TAPS:
         return f"{taps} taps: it takes up to {MAX_TAPS}; use backend='eager'"
+    if values > MOST_VALUES:
+        return f"{values} values per head: it takes up to {MOST_VALUES}; use backend='eager'"
     return None
 
 

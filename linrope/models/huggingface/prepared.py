@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from linrope.layer.norm import RMSNorm
 from linrope.models.step import BlockParts, BlocksStep, why_not_blocks
 
 
@@ -72,7 +73,7 @@ def step_of_generate(
     return step(x[:, 0].clone())[:, None]
 
 
-_KINDS = (nn.Embedding, nn.ModuleList, nn.RMSNorm, nn.Linear)
+_KINDS = (nn.Embedding, nn.ModuleList, RMSNorm, nn.Linear)
 
 
 def _parts(layer: Any) -> BlockParts:
