@@ -56,13 +56,16 @@ CHECKS = ("tests/operation/test_checks.py", "tests/test_hostile_inputs.py", "tes
 TRANSFORMS = (f"{B}/test_operators.py", f"{B}/test_transforms.py", f"{B}/test_compile.py")
 TESTS: dict[str, tuple[str, ...]] = {
     "linrope/operation/functional.py": (*OPERATION, *CHECKS),
-    "linrope/operation/request.py": (
-        *OPERATION,
-        "tests/operation/test_decoding.py",
-        *CHECKS,
-        "tests/sequence/test_state.py",
-        f"{B}/test_numerics.py",
-    ),
+    **{
+        f"linrope/operation/{name}.py": (
+            *OPERATION,
+            "tests/operation/test_decoding.py",
+            *CHECKS,
+            "tests/sequence/test_state.py",
+            f"{B}/test_numerics.py",
+        )
+        for name in ("attend", "positions", "request")
+    },
     "linrope/operation/checks.py": (*CHECKS, *OPERATION),
     "linrope/sequence/state.py": (
         "tests/sequence/test_state.py",
@@ -115,7 +118,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     "linrope/models/huggingface/cache.py": (
         "tests/models/huggingface/test_generation.py",
         "tests/models/huggingface/test_modeling.py",
+        "tests/models/huggingface/test_resume.py",
     ),
+    "linrope/layer/norm.py": ("tests/layer/test_norm.py",),
     "linrope/models/training/batch.py": (
         "tests/models/test_training.py",
         "tests/models/test_training_corpus.py",
