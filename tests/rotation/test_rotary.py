@@ -101,7 +101,7 @@ def test_query_heads_that_share_a_key_head_share_its_theta() -> None:
         assert torch.equal(y[:, :, head : head + 1], alone)
 
 
-@pytest.mark.parametrize(("axes", "heads", "head_dim"), [(None, 4, 6), (2, 4, 6), (3, 2, 10)])
+@pytest.mark.parametrize(("axes", "heads", "head_dim"), [(None, 4, 6), (None, 3, 2), (2, 4, 6), (3, 2, 10)])
 def test_whole_model_rotation_turns_d_model_before_the_split_into_heads(
     axes: int | None, heads: int, head_dim: int
 ) -> None:

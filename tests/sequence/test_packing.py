@@ -1,14 +1,18 @@
 """What belongs to packed sequences, among them empty ones and ones of a single token."""
 
+import pytest
 import torch
+from torch.testing import assert_close
 
 from linrope.sequence.packing import (
+    _maximum_by_table,
     at_first,
     at_last,
     owners,
     per_token,
     previous,
     rising_bounds,
+    running_maximum,
     sums_of_sequences,
     sums_so_far,
 )
@@ -52,3 +56,11 @@ def test_bounds_rise_within_the_tokens_whatever_they_were() -> None:
 def test_tokens_beyond_the_last_bound_belong_to_the_last_sequence() -> None:
     assert owners(BOUNDS, 6).tolist() == [0, 2, 2, 2, 2, 2]
     assert owners(torch.tensor([0, 3]), 5).tolist() == [0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["no gates", "gates"])
+def test_an_exported_graph_has_the_same_running_maximum(gated: bool) -> None:
+    scale, first = 3 * torch.randn(2, 13, 4, dtype=torch.float64), torch.randn(2, 4, dtype=torch.float64)
+    log_decay = -torch.rand(1, 13, 4, dtype=torch.float64) if gated else None
+    expected = running_maximum(scale, log_decay, first, None)
+    assert_close(_maximum_by_table(scale, log_decay, first), expected, rtol=1e-12, atol=1e-12)
