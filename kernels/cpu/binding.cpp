@@ -215,7 +215,7 @@ STABLE_TORCH_LIBRARY(linrope_native, m) {
   m.def("convolve(Tensor x, Tensor weight, Tensor? bias, Tensor? before, Tensor? cu_seqlens, bool silu) -> Tensor");
   m.def(
       "convolve_backward(Tensor gradient, Tensor x, Tensor weight, Tensor? bias, Tensor? before, Tensor? cu_seqlens, "
-      "bool silu) -> (Tensor, Tensor, Tensor)");
+      "bool silu) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "convolve_step(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) inputs, Tensor? slots, bool silu) -> Tensor");
   m.def(
@@ -223,7 +223,7 @@ STABLE_TORCH_LIBRARY(linrope_native, m) {
       "bool gate_first, bool skip_first) -> Tensor");
   m.def(
       "gated_norm_backward(Tensor gradient, Tensor out, Tensor? gate, Tensor? v, Tensor? weight, Tensor? skip, "
-      "float eps, bool over_heads, bool gate_first, bool skip_first) -> (Tensor, Tensor, Tensor, Tensor)");
+      "float eps, bool over_heads, bool gate_first, bool skip_first) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "mixer_step(Tensor x, int heads, bool gate, bool forget, bool write, bool tied, Tensor? weight, Tensor? bias, "
       "Tensor(a!)? inputs, bool silu, Tensor? decay, Tensor(b!) kv, Tensor(c!) z, Tensor(d!) positions, Tensor? theta, "

@@ -213,11 +213,6 @@ LINROPE_INLINE void transpose_blocks(const vf (&x)[4], vf (&y)[4]) {
   y[2] = __builtin_shufflevector(c, d, LINROPE_LOW2), y[3] = __builtin_shufflevector(c, d, LINROPE_HIGH2);
 }
 
-// Elements 4 block .. 4 block + 3. GCC would put them together one by one in a loop.
-template <int block> LINROPE_INLINE v4 quarter(vf x) {
-  return __builtin_shufflevector(x, x, 4 * block, 4 * block + 1, 4 * block + 2, 4 * block + 3);
-}
-
 // The transpose of `count` rows of K numbers in panels (count/columns, K, columns), which start panel_size apart. Reads
 // up to three rows beyond the last.
 template <int columns>

@@ -10,19 +10,34 @@
 namespace linrope {
 namespace {
 
-template <class T> struct NormTokens {
+// Which parts a call has. The forms that models use most are compiled with constants: their loops have no branches.
+struct AnyForm {
+  bool normed, skip_first, skip_last, gate_first, gate_last;
+};
+template <bool NORMED, bool SKIP, bool GATE> struct FixedForm {
+  static constexpr bool normed = NORMED, skip_first = false, skip_last = SKIP, gate_first = false, gate_last = GATE;
+};
+template <class F> void with_form(const Norm& c, F f) {
+  const bool skip = c.v.data, gate = c.gate.data, skip_first = skip && c.skip_first, gate_first = gate && c.gate_first;
+  if (!skip_first && !gate_first) {
+    if (c.weight && !skip && !gate) return f(FixedForm<true, false, false>{});   // RMSNorm
+    if (!c.weight && !skip && gate) return f(FixedForm<false, false, true>{});   // the product of a SwiGLU
+    if (c.weight && skip && gate) return f(FixedForm<true, true, true>{});       // the block of linrope.models
+  }
+  f(AnyForm{c.weight != nullptr, skip_first, skip && !skip_first, gate_first, gate && !gate_first});
+}
+
+template <class T, class Form> struct NormTokens {
   const Norm& c;
+  const Form form;
   int E;  // e rounded up: the stride of a head in scratch memory, weight and sums
-  bool skip_first, skip_last, gate_first, gate_last;
   float *u, *du;             // (h, E): u, and the gradient of the norm's result
   float *factor, *slopes;    // (h, E): silu(z), and its slope, times dy if gate_last
   float* dv;                 // (g, E)
   float *scale, *dot;        // (h): the norm's factor; <weight du, u>
 
-  NormTokens(const Norm& c, Arena& arena)
-      : c(c), E(round_up(c.e, W)), skip_first(c.v.data && c.skip_first), skip_last(c.v.data && !c.skip_first),
-        gate_first(c.gate.data && c.gate_first), gate_last(c.gate.data && !c.gate_first),
-        u(arena.take<float>(c.h * E)), du(arena.take<float>(c.h * E)), factor(arena.take<float>(c.h * E)),
+  NormTokens(const Norm& c, Form form, Arena& arena)
+      : c(c), form(form), E(round_up(c.e, W)), u(arena.take<float>(c.h * E)), du(arena.take<float>(c.h * E)), factor(arena.take<float>(c.h * E)),
         slopes(arena.take<float>(c.h * E)), dv(arena.take<float>(c.h * E)), scale(arena.take<float>(c.h)),
         dot(arena.take<float>(c.h)) {}
   static size_t bytes(const Norm& c) { return 4 * c.h * (5 * (size_t)round_up(c.e, W) + 2) + 1024; }
@@ -40,43 +55,45 @@ template <class T> struct NormTokens {
       for (int head = 0; head < c.h; head++) total += scale[head];
       for (int head = 0; head < c.h; head++) scale[head] = total;
     }
-    const float size = (float)c.e * (c.over_heads ? c.h : 1);
-    for (int head = 0; head < c.h; head++) scale[head] = 1 / std::sqrt(scale[head] / size + c.eps);
+    float* const to = scale;
+    const float size = (float)c.e * (c.over_heads ? c.h : 1), eps = c.eps;
+    const int h = c.h;
+    for (int head = 0; head < h; head++) to[head] = 1 / std::sqrt(to[head] / size + eps);
   }
 
   void forward(int64_t batch, int64_t token) const {
     // Local copies, because a store may change what a pointer or reference leads to
+    const Form form = this->form;
+    const int e = c.e;
     for (int head = 0; head < c.h; head++) {
       const T *out = at(c.out, batch, token, head), *z = at(c.gate, batch, token, head);
       const T* v = at(c.v, batch, token, group(head));
       const float D = c.v.data ? c.skip[head] : 0;
-      const bool skips = skip_first, gates = gate_first;
       float* to = u + head * E;
       vf squares = {};
-      vectors(c.e, [&]<bool PART>(int i, int count) {
+      vectors(e, [&]<bool PART>(int i, int count) {
         vf x = load_lanes<PART>(out + i, count);
-        if (skips) x += load_lanes<PART>(v + i, count) * D;
-        if (gates) {
+        if (form.skip_first) x += load_lanes<PART>(v + i, count) * D;
+        if (form.gate_first) {
           const Silu silu(load_lanes<PART>(z + i, count));
           x *= silu.y;
         }
-        squares += x * x;
+        if (form.normed) squares += x * x;
         store(to + i, x);
       });
-      scale[head] = sum(squares);
+      if (form.normed) scale[head] = sum(squares);
     }
-    if (c.weight) finish_scale();
+    if (form.normed) finish_scale();
     for (int head = 0; head < c.h; head++) {
       const T *z = at(c.gate, batch, token, head), *v = at(c.v, batch, token, group(head));
       const float *from = u + head * E, *weight = weight_of(head);
       const float D = c.v.data ? c.skip[head] : 0, r = scale[head];
-      const bool normed = c.weight, skips = skip_last, gates = gate_last;
       T* y = at(c.y, batch, token, head);
-      vectors(c.e, [&]<bool PART>(int i, int count) {
+      vectors(e, [&]<bool PART>(int i, int count) {
         vf x = load(from + i);
-        if (normed) x = load(weight + i) * (x * r);
-        if (skips) x += load_lanes<PART>(v + i, count) * D;
-        if (gates) {
+        if (form.normed) x = load(weight + i) * (x * r);
+        if (form.skip_last) x += load_lanes<PART>(v + i, count) * D;
+        if (form.gate_last) {
           const Silu silu(load_lanes<PART>(z + i, count));
           x *= silu.y;
         }
@@ -88,7 +105,7 @@ template <class T> struct NormTokens {
   // sums (2, h, E): adds the gradient of the weight, and of D as a sum over the values of each head
   void backward(int64_t batch, int64_t token, float* sums) const {
     for (int head = 0; head < c.h; head++) first_pass(batch, token, head);
-    if (c.weight) {
+    if (form.normed) {
       finish_scale();
       if (c.over_heads) {
         float total = 0;
@@ -104,29 +121,29 @@ template <class T> struct NormTokens {
   }
 
   void first_pass(int64_t batch, int64_t token, int head) const {
+    const Form form = this->form;
     const T *out = at(c.out, batch, token, head), *dy = at(c.dy, batch, token, head);
     const T *z = at(c.gate, batch, token, head), *v = at(c.v, batch, token, group(head));
     const int k = head * E;
     const float D = c.v.data ? c.skip[head] : 0, *weight = weight_of(head);
     float *to_u = u + k, *to_du = du + k, *to_factor = factor + k, *to_slopes = slopes + k;
-    const bool skips = skip_first, gated = c.gate.data, gates = gate_first, normed = c.weight;
     vf squares = {}, products = {};
     vectors(c.e, [&]<bool PART>(int i, int count) {
       vf x = load_lanes<PART>(out + i, count), g = load_lanes<PART>(dy + i, count);
-      if (skips) x += load_lanes<PART>(v + i, count) * D;
-      if (gated) {
+      if (form.skip_first) x += load_lanes<PART>(v + i, count) * D;
+      if (form.gate_first || form.gate_last) {
         const Silu silu(load_lanes<PART>(z + i, count));
-        if (gates) x *= silu.y, store(to_factor + i, silu.y), store(to_slopes + i, silu.slope());
+        if (form.gate_first) x *= silu.y, store(to_factor + i, silu.y), store(to_slopes + i, silu.slope());
         else store(to_slopes + i, silu.slope() * g), g *= silu.y;
       }
       store(to_u + i, x), store(to_du + i, g);
-      squares += x * x;
-      if (normed) products += (g * load(weight + i)) * x;
+      if (form.normed) squares += x * x, products += (g * load(weight + i)) * x;
     });
-    scale[head] = sum(squares), dot[head] = sum(products);
+    if (form.normed) scale[head] = sum(squares), dot[head] = sum(products);
   }
 
   void second_pass(int64_t batch, int64_t token, int head, float* sums) const {
+    const Form form = this->form;
     const T *out = at(c.out, batch, token, head), *v = at(c.v, batch, token, group(head));
     T *d_out = at(c.d_out, batch, token, head), *d_gate = at(c.d_gate, batch, token, head);
     const int k = head * E;
@@ -135,37 +152,35 @@ template <class T> struct NormTokens {
     const float *weight = weight_of(head), *from_u = u + k, *from_du = du + k;
     const float *from_factor = factor + k, *from_slopes = slopes + k;
     float *of_weight = sums + k, *of_skip = sums + c.h * E + k, *to_dv = dv + group(head) * E;
-    const bool normed = c.weight, skipped = c.v.data, skip_before = skip_first, skip_after = skip_last;
-    const bool gated = c.gate.data, gate_before = gate_first, gate_after = gate_last;
     const bool first_of_group = head % (c.h / c.g) == 0;
     vectors(c.e, [&]<bool PART>(int i, int count) {
       vf x = load(from_u + i), g = load(from_du + i), v_i = {}, dz = {};
-      if (skipped) v_i = load_lanes<PART>(v + i, count);
+      if (form.skip_first || form.skip_last) v_i = load_lanes<PART>(v + i, count);
       vf of_skipped = g;  // the gradient of D v
       vf n = x;           // the norm's result
-      if (normed) {
+      if (form.normed) {
         const vf w = load(weight + i), normal = x * r;
         n = w * normal;
         store(of_weight + i, load(of_weight + i) + g * normal);
         g = g * (w * r) - x * pull;
       }
-      if (gate_after) {
-        if (skip_after) n += v_i * D;
+      if (form.gate_last) {
+        if (form.skip_last) n += v_i * D;
         dz = n * load(from_slopes + i);
       }
-      if (gate_before) {
+      if (form.gate_first) {
         vf p = load_lanes<PART>(out + i, count);
-        if (skip_before) p += v_i * D;
+        if (form.skip_first) p += v_i * D;
         dz = g * p * load(from_slopes + i);
         g *= load(from_factor + i);
       }
-      if (skip_before) of_skipped = g;
-      if (skipped) {
+      if (form.skip_first) of_skipped = g;
+      if (form.skip_first || form.skip_last) {
         store(of_skip + i, load(of_skip + i) + of_skipped * v_i);
         const vf d = of_skipped * D;
         store(to_dv + i, first_of_group ? d : load(to_dv + i) + d);
       }
-      if (gated) store_lanes<PART>(d_gate + i, dz, count);
+      if (form.gate_first || form.gate_last) store_lanes<PART>(d_gate + i, dz, count);
       store_lanes<PART>(d_out + i, g, count);
     });
   }
@@ -173,16 +188,20 @@ template <class T> struct NormTokens {
 
 void norm(const Norm& c, int64_t batch, int64_t begin, int64_t end) {
   with_type(c.type, [&]<class T>() {
-    Arena arena(NormTokens<T>::bytes(c));
-    const NormTokens<T> tokens(c, arena);
-    for (int64_t token = begin; token < end; token++) tokens.forward(batch, token);
+    with_form(c, [&](auto form) {
+      Arena arena(NormTokens<T, decltype(form)>::bytes(c));
+      const NormTokens<T, decltype(form)> tokens(c, form, arena);
+      for (int64_t token = begin; token < end; token++) tokens.forward(batch, token);
+    });
   });
 }
 void norm_backward(const Norm& c, int64_t batch, int64_t begin, int64_t end, float* sums) {
   with_type(c.type, [&]<class T>() {
-    Arena arena(NormTokens<T>::bytes(c));
-    const NormTokens<T> tokens(c, arena);
-    for (int64_t token = begin; token < end; token++) tokens.backward(batch, token, sums);
+    with_form(c, [&](auto form) {
+      Arena arena(NormTokens<T, decltype(form)>::bytes(c));
+      const NormTokens<T, decltype(form)> tokens(c, form, arena);
+      for (int64_t token = begin; token < end; token++) tokens.backward(batch, token, sums);
+    });
   });
 }
 

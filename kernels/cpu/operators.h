@@ -30,19 +30,11 @@ struct Tasks {
   }
 };
 
-// (rows, width) from the sums of each task (rows, stride), added in the order of the tasks
-inline Tensor total(const std::vector<float>& sums, int64_t tasks, int64_t rows, int64_t stride, int64_t width) {
-  Tensor result = empty(ScalarType::Float, {rows, width});
-  float* to = (float*)result.data_ptr();
-  std::vector<double> row(stride);
-  for (int64_t r = 0; r < rows; r++) {
-    std::fill(row.begin(), row.end(), 0);
-    for (int64_t task = 0; task < tasks; task++) {
-      const float* from = sums.data() + (task * rows + r) * stride;
-      for (int64_t i = 0; i < stride; i++) row[i] += from[i];
-    }
-    for (int64_t i = 0; i < width; i++) to[r * width + i] = (float)row[i];
-  }
+// The sums of all tasks, `size` numbers each, added in the order of the tasks
+inline std::vector<double> total(const std::vector<float>& sums, size_t size) {
+  std::vector<double> result(size);
+  for (size_t first = 0; first < sums.size(); first += size)
+    for (size_t i = 0; i < size; i++) result[i] += sums[first + i];
   return result;
 }
 
@@ -128,8 +120,9 @@ inline Tensor convolve(Tensor x, Tensor weight, Maybe bias, Maybe before, Maybe 
   return y;
 }
 
-inline std::tuple<Tensor, Tensor, Tensor> convolve_backward(Tensor gradient, Tensor x, Tensor weight, Maybe bias,
-                                                            Maybe before, Maybe cu_seqlens, bool silu) {
+// dx, d_weight, d_bias, d_before
+inline std::tuple<Tensor, Tensor, Tensor, Tensor> convolve_backward(Tensor gradient, Tensor x, Tensor weight, Maybe bias,
+                                                                    Maybe before, Maybe cu_seqlens, bool silu) {
   ConvolutionCall c(x, weight, bias, before, cu_seqlens, {}, silu);
   const auto type = x.scalar_type();
   c.dy = tokens("gradient", gradient, type, {c.b, c.n, c.c});
@@ -143,7 +136,13 @@ inline std::tuple<Tensor, Tensor, Tensor> convolve_backward(Tensor gradient, Ten
   tasks.run(c.c, [&](int64_t task, int64_t batch, int64_t begin, int64_t end) {
     isa().convolve_backward(c, batch, begin, end, sums.data() + task * size);
   });
-  return {dx, total(sums, tasks.count(), c.taps + 1, c.stride, c.c), d_before};
+  const std::vector<double> sum = total(sums, size);
+  Tensor d_weight = empty(ScalarType::Float, {c.c, c.taps}), d_bias = empty(ScalarType::Float, {bias ? c.c : 0});
+  float *to_weight = (float*)d_weight.data_ptr(), *to_bias = (float*)d_bias.data_ptr();
+  for (int64_t i = 0; i < c.c; i++)
+    for (int64_t t = 0; t < c.taps; t++) to_weight[i * c.taps + t] = (float)sum[t * c.stride + i];
+  for (int64_t i = 0; bias && i < c.c; i++) to_bias[i] = (float)sum[c.taps * c.stride + i];
+  return {dx, d_weight, d_bias, d_before};
 }
 
 // One token of each sequence into c.y. Its inputs are shifted in place.
@@ -219,10 +218,10 @@ inline Tensor gated_norm(Tensor out, Maybe gate, Maybe v, Maybe weight, Maybe sk
   return y;
 }
 
-inline std::tuple<Tensor, Tensor, Tensor, Tensor> gated_norm_backward(Tensor gradient, Tensor out, Maybe gate, Maybe v,
-                                                                      Maybe weight, Maybe skip, double eps,
-                                                                      bool over_heads, bool gate_first,
-                                                                      bool skip_first) {
+// d_out, d_gate, d_v, d_weight, d_skip
+inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_norm_backward(
+    Tensor gradient, Tensor out, Maybe gate, Maybe v, Maybe weight, Maybe skip, double eps, bool over_heads,
+    bool gate_first, bool skip_first) {
   NormCall c(out, gate, v, weight, skip, eps, over_heads, gate_first, skip_first);
   const auto type = out.scalar_type();
   const int64_t numbers = (int64_t)c.h * c.e;
@@ -239,7 +238,19 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> gated_norm_backward(Tensor gra
   tasks.run(numbers, [&](int64_t task, int64_t batch, int64_t begin, int64_t end) {
     isa().norm_backward(c, batch, begin, end, sums.data() + task * size);
   });
-  return {d_out, d_gate, d_v, total(sums, tasks.count(), 2 * c.h, c.stride, c.e)};
+  const std::vector<double> sum = total(sums, size);
+  const bool shared = weight && weight->dim() == 1;  // by all heads
+  std::vector<double> of_weight((weight ? shared ? 1 : c.h : 0) * c.e), of_skip(skip ? c.h : 0);
+  for (int64_t head = 0; head < c.h; head++)
+    for (int64_t i = 0; i < c.e; i++) {
+      if (weight) of_weight[(shared ? 0 : head) * c.e + i] += sum[head * c.stride + i];
+      if (skip) of_skip[head] += sum[(c.h + head) * c.stride + i];
+    }
+  Tensor d_weight = empty(ScalarType::Float, {(int64_t)of_weight.size()});
+  Tensor d_skip = empty(ScalarType::Float, {(int64_t)of_skip.size()});
+  std::copy(of_weight.begin(), of_weight.end(), (float*)d_weight.data_ptr());
+  std::copy(of_skip.begin(), of_skip.end(), (float*)d_skip.data_ptr());
+  return {d_out, d_gate, d_v, d_weight, d_skip};
 }
 
 }  // namespace linrope

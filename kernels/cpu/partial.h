@@ -7,6 +7,11 @@ namespace {
 
 #if defined(__AVX512BW__)
 inline uint16_t first_lanes(int count) { return (uint16_t)((1u << count) - 1); }
+#elif defined(__AVX2__)
+inline __m256i first_lanes(int count) {
+  const vi lanes = {0, 1, 2, 3, 4, 5, 6, 7};
+  return (__m256i)(lanes < count);
+}
 #endif
 
 // The first `count` lanes; the others are zero. With PART = false, count is W.
@@ -16,6 +21,8 @@ template <bool PART, class T> LINROPE_INLINE vf load_lanes(const T* p, int count
   if constexpr (sizeof(T) == 4) return (vf)_mm512_maskz_loadu_ps(first_lanes(count), p);
   const __m256i x = _mm256_maskz_loadu_epi16(first_lanes(count), p);
   return load((const T*)&x);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) return (vf)_mm256_maskload_ps(p, first_lanes(count));
 #endif
   T lanes[W] = {};
   memcpy(lanes, p, count * sizeof(T));
@@ -25,6 +32,8 @@ template <bool PART, class T> LINROPE_INLINE void store_lanes(T* p, vf x, int co
   if constexpr (!PART) return store(p, x);
 #if defined(__AVX512BW__)
   if constexpr (sizeof(T) == 4) return _mm512_mask_storeu_ps(p, first_lanes(count), (__m512)x);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) return _mm256_maskstore_ps(p, first_lanes(count), (__m256)x);
 #endif
   T lanes[W];
   store(lanes, x);

@@ -105,16 +105,21 @@ template <class T> inline void put(T* p, float x) {
 }
 template <> inline void put(float* p, float x) { *p = x; }
 
+// Elements 4 block .. 4 block + 3. GCC would put them together one by one in a loop.
+template <int block> LINROPE_INLINE v4 quarter(vf x) {
+  return __builtin_shufflevector(x, x, 4 * block, 4 * block + 1, 4 * block + 2, 4 * block + 3);
+}
+
 inline float sum(vf x) {
-  float s[W];
-  store(s, x);
-  v4 t = *(v4*)s;
 #if defined(__AVX512F__)
-  t = (t + *(v4*)(s + 4)) + (*(v4*)(s + 8) + *(v4*)(s + 12));
+  const v4 t = (quarter<0>(x) + quarter<1>(x)) + (quarter<2>(x) + quarter<3>(x));
 #elif defined(__AVX2__)
-  t += *(v4*)(s + 4);
+  const v4 t = quarter<0>(x) + quarter<1>(x);
+#else
+  const v4 t = x;
 #endif
-  return (t[0] + t[2]) + (t[1] + t[3]);
+  const v4 pairs = t + __builtin_shufflevector(t, t, 2, 3, 0, 1);
+  return pairs[0] + pairs[1];
 }
 inline vd widen(const float* p) { return __builtin_convertvector(*(const vhalf*)p, vd); }
 inline double sum(vd x) {

@@ -34,7 +34,7 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(dim, eps, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        return gated_norm(x.reshape(1, -1, 1, x.shape[-1]), self.weight, eps=self.eps or 0.0).view(x.shape)
+        return _in_shape_of(x, gated_norm(_as_one_head(x), self.weight, eps=self.eps or 0.0))
 
 
 def silu_product(gate: Tensor, x: Tensor) -> Tensor:
@@ -46,5 +46,14 @@ def silu_product(gate: Tensor, x: Tensor) -> Tensor:
     >>> silu_product(torch.tensor([[0.0, 100.0]]), torch.tensor([[1.0, 2.0]]))
     tensor([[  0., 200.]])
     """
-    dim = x.shape[-1]
-    return gated_norm(x.reshape(1, -1, 1, dim), gate=gate.reshape(1, -1, dim)).view(x.shape)
+    one_head = _as_one_head(x)
+    return _in_shape_of(x, gated_norm(one_head, gate=_in_shape_of(one_head.squeeze(2), gate)))
+
+
+def _as_one_head(x: Tensor) -> Tensor:
+    """(.., dim) -> (b, n, 1, dim)."""
+    return x.unsqueeze(2) if x.ndim == 3 else x.reshape(1, -1, 1, x.shape[-1])
+
+
+def _in_shape_of(x: Tensor, y: Tensor) -> Tensor:
+    return y if y.shape == x.shape else y.view(x.shape)

@@ -11,9 +11,9 @@ from linrope.common.names import check_name
 from linrope.common.values import exporting
 from linrope.layer.operators import native
 
-# The fused backends, each with the device for which "auto" tries it. "eager" is plain PyTorch and runs everywhere.
-FUSED = {"native": "cpu", "triton": "cuda"}
-NAMES = ("auto", *FUSED, "eager")
+# The fused backend that "auto" tries for tensors on each kind of device. "eager" is plain PyTorch and runs everywhere.
+FUSED = {"cpu": "native", "cuda": "triton"}
+NAMES = ("auto", *FUSED.values(), "eager")
 
 
 def choose(
@@ -27,15 +27,14 @@ def choose(
         ValueError: unknown name.
         RuntimeError: the backend cannot run the call. The message has the reason.
     """
-    check_name("backend", name, NAMES)
-    given = [x for x in tensors if x is not None]
-    sizes = {"taps": taps, "group": group, "values": values}
+    present = [x for x in tensors if x is not None]
     if name == "auto":
-        device = given[0].device.type
-        candidates = [] if exporting() else [x for x in FUSED if FUSED[x] == device]
-        return next((x for x in candidates if why_not(x, given, **sizes) is None), "eager")
-    reason = None if name == "eager" else why_not(name, given, **sizes)
-    if reason is not None:
+        fused = FUSED.get(present[0].device.type)
+        if fused is None or exporting() or why_not(fused, present, taps, group, values) is not None:
+            return "eager"
+        return fused
+    check_name("backend", name, NAMES)
+    if name != "eager" and (reason := why_not(name, present, taps, group, values)) is not None:
         raise RuntimeError(f"backend={name!r} cannot run: {reason}")
     return name
 
@@ -51,12 +50,16 @@ def load(name: str) -> ModuleType | str:
     return triton
 
 
-def why_not(name: str, tensors: Sequence[Tensor], **sizes: int) -> str | None:
+def why_not(
+    name: str, tensors: Sequence[Tensor], taps: int = 1, group: int = 1, values: int = 1
+) -> str | None:
     """The reason why a fused backend cannot run the call; None: it can."""
     if transformed() or _has_tangents(tensors):
         return "inside a transformation of torch.func or forward mode: use backend='eager'"
     backend = load(name)
-    reason: str | None = backend if isinstance(backend, str) else backend.supports(tensors, **sizes)
+    if isinstance(backend, str):
+        return backend
+    reason: str | None = backend.supports(tensors, taps=taps, group=group, values=values)
     return reason
 
 

@@ -54,8 +54,12 @@ class _Fused:
 
     def run_backward(self, gradient: Tensor, backend: str, *arguments: Any) -> list[Tensor]:
         """The gradients of the floating-point tensors among the arguments."""
-        gradients = getattr(load(backend), f"{self.name}_backward")(gradient, *arguments)
-        return [x for x in gradients if x is not None]
+        return [x for x in self._run_backward(gradient, backend, arguments) if x is not None]
+
+    def _run_backward(self, gradient: Tensor, backend: str, arguments: Sequence[Any]) -> list[Tensor | None]:
+        """The gradient of each tensor argument; None for those that are absent or hold integers."""
+        gradients: list[Tensor | None] = getattr(load(backend), f"{self.name}_backward")(gradient, *arguments)
+        return gradients
 
     def _new_gradients(self, gradient: Tensor, backend: str, *arguments: Any) -> list[Tensor]:
         return [
@@ -81,19 +85,21 @@ class _Fused:
         self, gradient: Tensor, backend: str, arguments: list[Any], recorded: bool
     ) -> list[Tensor | None]:
         """The gradients of the arguments. recorded: whether the forward pass skipped the dispatcher."""
-        indices = self._differentiable(arguments)
+        gradients: list[Tensor | None] = [None] * len(arguments)
         if torch.is_grad_enabled():  # create_graph=True: the gradients have gradients themselves
-            indices = [i for i in indices if arguments[i].requires_grad]
+            indices = [i for i in self._differentiable(arguments) if arguments[i].requires_grad]
             for i in indices:  # a tensor that is passed twice has two gradients
                 arguments[i] = arguments[i].view_as(arguments[i])
             inputs = [arguments[i] for i in indices]
             found: Sequence[Tensor] = torch.autograd.grad(
                 self.eager(*arguments), inputs, gradient, create_graph=True
             )
+        elif recorded:
+            gradients[: self.count] = self._run_backward(gradient, backend, arguments)
+            return gradients
         else:
-            run = self.run_backward if recorded else self.backward
-            found = run(gradient, backend, *arguments)
-        gradients: list[Tensor | None] = [None] * len(arguments)
+            indices = self._differentiable(arguments)
+            found = self.backward(gradient, backend, *arguments)
         for i, x in zip(indices, found, strict=True):
             gradients[i] = x
         return gradients

@@ -58,7 +58,7 @@ def convolve_backward(
     cu_seqlens: Tensor | None,
     silu: bool,
 ) -> list[Tensor | None]:
-    dx, sums, d_before = _ops.convolve_backward.default(
+    dx, d_weight, d_bias, d_before = _ops.convolve_backward.default(
         with_dense_rows(gradient),
         with_dense_rows(x),
         _float(weight),
@@ -67,13 +67,7 @@ def convolve_backward(
         contiguous(cu_seqlens),
         silu,
     )
-    return [
-        dx,
-        # Copies, because the results of an operator must not share memory
-        sums[:-1].mT.to(weight.dtype).clone(memory_format=torch.contiguous_format),
-        None if bias is None else sums[-1].to(bias.dtype).clone(),
-        None if before is None else d_before.to(before.dtype),
-    ]
+    return [dx, _gradient(d_weight, weight), _gradient(d_bias, bias), _gradient(d_before, before), None]
 
 
 def convolve_step(
@@ -94,9 +88,8 @@ def gated_norm(
     *options: Any,
 ) -> Tensor:
     """options: eps, over_heads, gate_first and skip_first, which only the kernel reads."""
-    tokens, parameters = _norm_inputs(out, weight, gate, v, skip)
-    y: Tensor = _ops.gated_norm.default(*tokens, *parameters, *options)
-    return y.to(out.dtype)
+    y: Tensor = _ops.gated_norm.default(*_norm_inputs(out, weight, gate, v, skip), *options)
+    return y if y.dtype == out.dtype else y.to(out.dtype)
 
 
 def gated_norm_backward(
@@ -108,36 +101,28 @@ def gated_norm_backward(
     skip: Tensor | None,
     *options: Any,
 ) -> list[Tensor | None]:
-    tokens, parameters = _norm_inputs(out, weight, gate, v, skip)
-    d_out, d_gate, d_v, sums = _ops.gated_norm_backward.default(
-        _like(gradient, tokens[0]), *tokens, *parameters, *options
+    inputs = _norm_inputs(out, weight, gate, v, skip)
+    d_out, d_gate, d_v, d_weight, d_skip = _ops.gated_norm_backward.default(
+        _like(gradient, inputs[0]), *inputs, *options
     )
-    # Sums over the tokens: the gradient of the weight, and that of D before it is summed over the values
-    sums = sums.view(2, *out.shape[2:])
-    of_weight = None
-    if weight is not None:
-        of_weight = (sums[0] if weight.ndim == 2 else sums[0].sum(0)).to(weight.dtype)
     return [
-        d_out.to(out.dtype),
-        of_weight,
-        None if gate is None else d_gate.to(gate.dtype),
-        None if v is None else d_v.to(v.dtype),
-        None if skip is None else sums[1].sum(1).to(skip.dtype),
+        _gradient(d_out, out),
+        None if weight is None else _gradient(d_weight.view(weight.shape), weight),
+        _gradient(d_gate, gate),
+        _gradient(d_v, v),
+        _gradient(d_skip, skip),
     ]
 
 
 def _norm_inputs(
     out: Tensor, weight: Tensor | None, gate: Tensor | None, v: Tensor | None, skip: Tensor | None
-) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None]]:
-    """out, gate and v in one dtype; the weight as (h, e) and D, in float32."""
-    dtype = out.dtype
-    for x in (gate, v):
-        if x is not None:
-            dtype = torch.promote_types(dtype, x.dtype)
-    tokens = out if out.dtype == dtype else out.to(dtype)
-    if weight is not None:
-        weight = weight.expand(out.shape[2:])
-    return (with_dense_rows(tokens), _like(gate, tokens), _like(v, tokens)), (_float(weight), _float(skip))
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """out, gate and v in one dtype, weight and skip in float32; in the kernel's order."""
+    if any(x is not None and x.dtype != out.dtype for x in (gate, v)):
+        for x in (gate, v):
+            if x is not None:
+                out = out.to(torch.promote_types(out.dtype, x.dtype))
+    return with_dense_rows(out), _like(gate, out), _like(v, out), _float(weight), _float(skip)
 
 
 def _float(x: Tensor | None) -> Tensor | None:
@@ -145,4 +130,13 @@ def _float(x: Tensor | None) -> Tensor | None:
 
 
 def _like(x: Tensor | None, like: Tensor) -> Tensor | None:
-    return None if x is None else with_dense_rows(x.to(like.dtype))
+    if x is None:
+        return None
+    return with_dense_rows(x if x.dtype == like.dtype else x.to(like.dtype))
+
+
+def _gradient(gradient: Tensor, x: Tensor | None) -> Tensor | None:
+    """The kernel's gradient of x, in the dtype of x."""
+    if x is None:
+        return None
+    return gradient if gradient.dtype == x.dtype else gradient.to(x.dtype)

@@ -63,7 +63,7 @@ def convolve_backward(
         dx, d_weight, d_bias, d_before = convolution.convolve_bwd(call, with_dense_rows(gradient))
     if before is not None and d_before is not None:
         d_before = d_before.to(before.dtype)
-    return [dx, d_weight, d_bias, d_before]
+    return [dx, d_weight, d_bias, d_before, None]
 
 
 def convolve_step(
