@@ -177,22 +177,25 @@ def settings(call: Call) -> dict[str, Any]:
     }
 
 
-def prepared_step(call: Call) -> dict[str, Any]:
-    """The step kernel's arguments by name, with None for those that change with every token."""
-    return dict.fromkeys(_argument_names("step")) | settings(call) | {"advance": True}
+class PreparedStep:
+    """One token after the other, written into a donated state: what stays the same is checked and resolved here."""
 
+    def __init__(self, call: Call, state: LinearAttentionState) -> None:
+        positions = state.position.unsqueeze(1)
+        memory = {"kv": state.kv, "z": state.z, "angle": state.angle, "positions": positions}
+        # By name; None for the arguments that change with every token.
+        self.arguments = dict.fromkeys(_argument_names("step")) | settings(call) | memory | {"advance": True}
+        self.written = [x for x in memory.values() if x is not None]
 
-def step_in_place(prepared: dict[str, Any], state: LinearAttentionState, **token: Tensor | None) -> Tensor:
-    """Attends with one token and overwrites a donated state, including its positions. Returns out.
+    def __call__(self, token: dict[str, Tensor | None]) -> Tensor:
+        """Attends with one token, given as q, k, v, log_decay, angle_steps and write. Returns out.
 
-    prepared: see ``prepared_step``. token: q, k, v, log_decay, angle_steps and write.
-    Raises RuntimeError before anything is written if the tensors do not fit each other, or a number is out of range.
-    """
-    kv, z, angle, position = state.kv, state.z, state.angle, state.position
-    memory = {"kv": kv, "z": z, "angle": angle, "positions": position.unsqueeze(1)}
-    out: Tensor = _run("step", prepared | token | memory)
-    _count_write(kv, z, angle, position)
-    return out
+        Overwrites the state, including its positions. Raises RuntimeError before anything is written if the tensors
+        do not fit each other, or a number is out of range.
+        """
+        out: Tensor = _run("step", self.arguments | token)
+        increment_version(self.written)  # as in _count_write
+        return out
 
 
 @cache

@@ -12,7 +12,7 @@ rule it out.
 """
 
 from dataclasses import fields
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from linrope.sequence.state import LinearAttentionState
 _PLACES = tuple(field.name for field in fields(Places))
 # What all steps of a loop share. A loop has none of the places.
 _settings_of = itemgetter(*[field.name for field in fields(Method)], *_PLACES)
+_memory_of = attrgetter("kv", "z", "angle", "position")
 _inputs_of = itemgetter("log_decay", "angle_steps", "decay", "write")
 
 
@@ -56,7 +57,7 @@ class DecodingLoop:
 
     def __init__(self, request: Request, call: Call) -> None:
         assert request.state is not None
-        self.memory = request.state.kv, request.state.z  # its dtypes and its memory were checked
+        self.state = request.state  # its dtypes and its memory were checked
         self.settings = _settings_of(vars(request))
         self.has_gates = request.log_decay is not None
         self.has_steps = request.angle_steps is not None
@@ -66,7 +67,7 @@ class DecodingLoop:
         self.log_decay = None  # (1, 1, g): log gamma, without the gates
         if request.decay is not None:
             self.log_decay = request.decay.double().log().clamp(min=MIN_LOG_DECAY)[None, None]
-        self.prepared = native.prepared_step(call)
+        self.prepared = native.PreparedStep(call, request.state)
 
     def step(self, state: LinearAttentionState, arguments: dict[str, Any]) -> Tensor | None:
         """Computes out and overwrites the state with the next one. None: not a step of this loop; nothing is written.
@@ -74,7 +75,7 @@ class DecodingLoop:
         arguments: the fields of a ``Request`` by name, except state and return_state.
         """
         log_decay, angle_steps, decay, write = _inputs_of(arguments)
-        if not state.donated or state.kv is not self.memory[0] or state.z is not self.memory[1]:
+        if not state.donated or not all(map(is_, _memory_of(state), _memory_of(self.state))):
             return None
         if self.has_gates != (log_decay is not None) or self.has_steps != (angle_steps is not None):
             return None
@@ -95,8 +96,8 @@ class DecodingLoop:
                 log_decay = clamp_gates(log_decay) + self.log_decay
             elif self.log_decay is not None:
                 log_decay = self.log_decay
-            q, k, v = arguments["q"], arguments["k"], arguments["v"]
-            tensors = {"log_decay": log_decay, "angle_steps": angle_steps, "write": write}
-            return native.step_in_place(self.prepared, state, q=q, k=k, v=v, **tensors)
+            token = {"q": arguments["q"], "k": arguments["k"], "v": arguments["v"], "write": write}
+            token |= {"log_decay": log_decay, "angle_steps": angle_steps}
+            return self.prepared(token)
         except (RuntimeError, TypeError, AttributeError):  # the ordinary call then raises with a message
             return None

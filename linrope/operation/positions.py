@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from linrope.common.constants import Constant
 from linrope.common.names import check_integer_tensors
 from linrope.common.values import values_readable
 from linrope.operation.request import Request
@@ -10,6 +11,10 @@ from linrope.rotation.rotary import MAX_POSITION, spell_out
 from linrope.sequence.decay import Tokens
 from linrope.sequence.packing import at_last, owners, previous, rising_bounds
 from linrope.sequence.state import LinearAttentionState
+
+# The default position of the first token, if there is no state. A short call saves the time to make them.
+_ZERO = Constant(torch.zeros(1, dtype=torch.int64))
+_ZERO_ROW = Constant(torch.zeros(1, 1, dtype=torch.int64))
 
 
 def resolve(request: Request) -> Tokens:
@@ -63,7 +68,10 @@ def resolve_positions(
         name = "positions" if positions is None else "key_positions"
         raise ValueError(f"{name}: got None, expected coordinates, as the rotation has axes={axes}")
     uses_default = positions is None or (key_positions is None and m != n)
-    if start is None:
+    consecutive = None
+    if start is None and bounds is None and values_readable(keys):
+        start, consecutive = _ZERO.on(keys.device), _ZERO_ROW.on(keys.device)
+    elif start is None:
         start = torch.zeros(1 if bounds is None else len(bounds) - 1, dtype=torch.int64, device=keys.device)
     elif uses_default and values_readable(start) and start.numel():
         count = max(n, m) if bounds is None else int(bounds.diff().max())
@@ -72,7 +80,8 @@ def resolve_positions(
             raise ValueError(
                 f"state: got positions {starts} and {count} more tokens, expected 0 .. {MAX_POSITION}"
             )
-    consecutive = start.unsqueeze(1)
+    if consecutive is None:
+        consecutive = start.unsqueeze(1)
     if uses_default and bounds is not None:
         consecutive = (torch.arange(n, device=start.device) + (start - bounds[:-1])[owners(bounds, n)])[None]
     of_queries = consecutive
