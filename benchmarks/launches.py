@@ -86,13 +86,14 @@ def recorded() -> Iterator[Counter[str]]:
     JITFunction.__getitem__ = getitem
     launch._device = lambda x: launch._Device(90, cycle_model.MULTIPROCESSORS)
     backend.supports = lambda call, state: None
-    layer_backends.FUSED["triton"], supports = "meta", layer_backend.supports
+    layer_backends.FUSED["meta"], supports = "triton", layer_backend.supports
     layer_backend.supports = lambda *_, **__: None
     try:
         yield names
     finally:
         JITFunction.__getitem__, launch._device, backend.supports = before
-        layer_backends.FUSED["triton"], layer_backend.supports = "cuda", supports
+        del layer_backends.FUSED["meta"]
+        layer_backend.supports = supports
 
 
 def count(shape: tuple[int, int, int], **options: Any) -> dict[str, dict[str, Counter[str]]]:

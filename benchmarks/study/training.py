@@ -44,7 +44,7 @@ def train(model: nn.Module, task: Task, seed: int, learning_rate: float, checkpo
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS)
+    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, fused=True)
     progress = _load(checkpoint, model, optimizer)
     begun = saved = time.perf_counter()
     cpu, before = time.process_time(), (progress.seconds, progress.cpu_seconds)

@@ -110,7 +110,8 @@ class Trainer:
             ],
             lr=config.learning_rate,
             betas=(0.9, 0.95),
-            foreach=False if tensor_parallel > 1 else None,  # foreach cannot mix DTensors and other tensors
+            fused=tensor_parallel == 1,  # neither form can mix DTensors and other tensors
+            foreach=False,
         )
         self._names = [
             [name for name, p in model.named_parameters() if (p.ndim >= 2) == matrix]
