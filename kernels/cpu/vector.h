@@ -139,8 +139,9 @@ LINROPE_INLINE vf largest(vf x, float y) { return x < y ? splat(y) : x; }
 LINROPE_INLINE vf smallest(vf x, float y) { return x > y ? splat(y) : x; }
 #endif
 
-// e^r 2^n for |r| <= ln 2 / 2 and an integer n from -252 to 254; relative error below 1e-7
-LINROPE_INLINE vf exp_parts(vf r, vf n) {
+// e^r 2^n for |r| <= ln 2 / 2 and an integer n from -252 to 254, or with `normal` from -126 to 127; relative error below
+// 1e-7
+template <bool normal = false> LINROPE_INLINE vf exp_parts(vf r, vf n) {
   vf p = splat(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
@@ -151,15 +152,16 @@ LINROPE_INLINE vf exp_parts(vf r, vf n) {
 #if defined(__AVX512F__)
   return (vf)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)n);
 #else
-  const vi k = __builtin_convertvector(n, vi), half = k >> 1;  // two factors, since 2^n may be subnormal
-  return p * (vf)((half + 127) << 23) * (vf)((k - half + 127) << 23);
+  const vi k = __builtin_convertvector(n, vi), half = k >> 1;
+  if (normal) return p * (vf)((k + 127) << 23);
+  return p * (vf)((half + 127) << 23) * (vf)((k - half + 127) << 23);  // two factors, since 2^n may be subnormal
 #endif
 }
-LINROPE_INLINE vf exponential_within(vf x) {  // of x from -104 to 89
+template <bool normal = false> LINROPE_INLINE vf exponential_within(vf x) {  // x from -104 to 89, or -87 to 87
   const vf t = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
   const vf n = t - 12582912.0f;
   const vf r = x - n * 0.693359375f - n * -2.12194440e-4f;
-  return exp_parts(r, n);
+  return exp_parts<normal>(r, n);
 }
 LINROPE_INLINE vf exponential(vf x) { return exponential_within(smallest(largest(x, -104.0f), 89.0f)); }
 
@@ -177,7 +179,7 @@ struct Silu {  // y = x s with s = sigmoid(x), and dy/dx; minus infinity gives -
   vf y, s;
   LINROPE_INLINE explicit Silu(vf x) {
     x = largest(x, -87.0f);  // 1 + e^87 has a normal reciprocal
-    s = reciprocal(1.0f + exponential_within(-smallest(x, 104.0f)));
+    s = reciprocal(1.0f + exponential_within<true>(-smallest(x, 87.0f)));  // 1 + e^-87 is 1
     y = x * s;
   }
   LINROPE_INLINE vf slope() const { return s + y * (1.0f - s); }
