@@ -231,6 +231,7 @@ STABLE_TORCH_LIBRARY(linrope_native, m) {
       "bool gate_first, Tensor? skip, bool skip_first, Tensor? slots=None) -> Tensor");
   m.def("add_norm(Tensor(a!) x, Tensor? y, Tensor weight, float eps) -> Tensor");
   m.def("silu_product(Tensor x) -> Tensor");
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def("isas() -> str");
   m.def("isa() -> str");
   m.def("set_isa(str name) -> ()");
@@ -242,6 +243,7 @@ STABLE_TORCH_LIBRARY_IMPL(linrope_native, CPU, m) {
   m.impl("mixer_step", TORCH_BOX(&linrope::mixer_step));
   m.impl("add_norm", TORCH_BOX(&linrope::add_norm));
   m.impl("silu_product", TORCH_BOX(&linrope::silu_product));
+  m.impl("linear", TORCH_BOX(&linrope::linear));
   m.impl("convolve", TORCH_BOX(&linrope::convolve));
   m.impl("convolve_backward", TORCH_BOX(&linrope::convolve_backward));
   m.impl("convolve_step", TORCH_BOX(&linrope::convolve_step));

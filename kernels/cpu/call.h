@@ -126,6 +126,12 @@ struct Norm {
   bool over_heads, gate_first, skip_first;
 };
 
+struct Linear {  // y (rows, n) = x (rows, k) weight^T + bias
+  const float *x, *weight, *bias;  // weight (n, k); bias (n,) or null
+  float* y;
+  int64_t rows, n, k;
+};
+
 struct Isa {
   const char* name;
   int lanes;  // of a vector
@@ -149,6 +155,7 @@ struct Isa {
   void (*convolve_backward)(const Convolution&, int64_t batch, int64_t begin, int64_t end, float* sums);
   void (*norm)(const Norm&, int64_t batch, int64_t begin, int64_t end);
   void (*norm_backward)(const Norm&, int64_t batch, int64_t begin, int64_t end, float* sums);
+  void (*linear)(const Linear&, int64_t begin, int64_t end);  // the columns [begin, end) of y
 };
 
 #if defined(__x86_64__)

@@ -2,6 +2,7 @@
 #include "convolution.h"
 #include "forward.h"
 #include "keys.h"
+#include "linear.h"
 #include "norm.h"
 #include "queries.h"
 #include "step.h"
@@ -29,6 +30,7 @@ void decay_caller_state(double log_decay, int64_t count, float* kv, int64_t z_co
 extern const Isa LINROPE_JOIN(isa_, ISA) = {
     LINROPE_TEXT(ISA), W, padded_pairs, anchor_bytes, offsets, sum_steps, sum_decay, decay_caller_state,
     run_bundle<Forward>, run_bundle<BackwardQueries>, run_bundle<BackwardKeys>, run_bundle<Bidirectional>,
-    run_bundle<BidirectionalBackward>, step, convolve, convolve_backward, norm, norm_backward};
+    run_bundle<BidirectionalBackward>, step, convolve, convolve_backward, norm, norm_backward,
+    linear};
 
 }  // namespace linrope

@@ -58,6 +58,26 @@ inline Tensor silu_product(Tensor x) {
   return norm_rows(c);
 }
 
+// x weight^T + bias, for a few rows of x
+inline Tensor linear(Tensor x, Tensor weight, Maybe bias) {
+  STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2, "x, weight: got ", x.dim(), " and ", weight.dim(),
+                  " dimensions, expected 2 and 2");
+  const int64_t rows = x.size(0), n = weight.size(0), k = x.size(1);
+  check_matrix("x", x, {rows, k}), check_matrix("weight", weight, {n, k});
+  STD_TORCH_CHECK(k < 1 << 30, "x: got ", k, " columns, expected fewer than 2^30");
+  const Tensor y = empty(ScalarType::Float, {rows, n});
+  const Linear c{(const float*)x.data_ptr(), (const float*)weight.data_ptr(),
+                 bias ? parameter("bias", *bias, {n}) : nullptr, (float*)y.data_ptr(), rows, n, k};
+  constexpr int64_t kColumns = 64;  // of a task
+  const auto columns = [&](int64_t first, int64_t last) {
+    isa().linear(c, first * kColumns, last * kColumns < n ? last * kColumns : n);
+  };
+  const int64_t tasks = (n + kColumns - 1) / kColumns;
+  if (rows * n * k < 8 * kMinParallel) columns(0, tasks);
+  else torch::stable::parallel_for(0, tasks, 1, columns);
+  return y;
+}
+
 inline double log_sigmoid(double x) { return (x < 0 ? x : 0) - std::log1p(std::exp(-std::fabs(x))); }
 
 // A layer's step between its projections. The columns of x: q (h d), k (g d), v (g e), and if they are wanted the gate

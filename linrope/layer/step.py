@@ -35,7 +35,7 @@ class LayerStep:
 
         y = W_o mixer_step(W x)        x, y: (b, embed_dim);  W: all projections of x, one below the other
 
-    The products are PyTorch's. All that lies between them is one call of the native library, which computes what the
+    The products of more than a few sequences are PyTorch's. All that lies between them is one call of the native library, which computes what the
     layer computes. W may be a copy: make a new step after the weights have changed.
 
     Raises:
@@ -63,6 +63,13 @@ class LayerStep:
         return y
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch.nn.functional.linear of contiguous float32 tensors. For few rows the native library's is faster."""
+    y: Tensor = _ops.linear.default(x, weight, bias) if len(x) <= _FEW_ROWS else F.linear(x, weight, bias)
+    return y
+
+
+_FEW_ROWS = 8
 _MOST_COPIED = 2**22  # numbers of a joined weight; beyond, the time saved is not worth the memory of the copy
 
 
@@ -81,7 +88,7 @@ class Joined:
             self.parts = [(torch.cat([weight for weight, _ in self.parts]), bias)]
 
     def __call__(self, x: Tensor) -> Tensor:
-        products = [F.linear(x, *part) for part in self.parts]
+        products = [linear(x, *part) for part in self.parts]
         return products[0] if len(products) == 1 else torch.cat(products, -1)
 
 
@@ -130,7 +137,7 @@ def why_not(layer: nn.Module, state: Any) -> str | None:
     """The reason why ``LayerStep`` cannot take the place of the layer's call with a donated state; None: it can."""
     if (reason := native.why_not()) is not None:
         return reason
-    if not hasattr(_ops, "mixer_step"):
+    if not hasattr(_ops, "linear"):
         return "the library was built from other sources: run `make native`"
     if not isinstance(layer, LinearRoPEAttention):
         return f"attention in {type(layer).__name__}"

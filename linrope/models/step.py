@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from linrope.layer.norm import RMSNorm
 from linrope.layer.operators.native import MOST_VALUES
-from linrope.layer.step import Joined, LayerStep, plain_reason
+from linrope.layer.step import Joined, LayerStep, linear, plain_reason
 from linrope.layer.step import why_not as why_not_layer
 from linrope.models.language_model import Block, LanguageModel, States, SwiGLU
 
@@ -71,7 +71,7 @@ class DecodingStep:
             ids = f"{int(tokens.min())} .. {int(tokens.max())}"
             raise ValueError(f"tokens: got ids {ids}, expected 0 .. {len(self._embedding) - 1}") from error
         slots = None if slots is None else slots.contiguous()
-        return F.linear(self._blocks(x, slots), self._embedding)[:, None]
+        return linear(self._blocks(x, slots), self._embedding)[:, None]
 
     def _check(self, slots: Tensor, rows: int) -> int:
         """Raises unless slots are different rows; returns how many they are."""

@@ -1,4 +1,4 @@
-"""The operator mixer_step against its equations in float64, and the checks that precede its first write."""
+"""mixer_step and the operators beside it against their equations in float64, and the checks that precede a write."""
 
 import math
 from typing import Any
@@ -265,6 +265,40 @@ def test_silu_product_computes_its_equation(native, b, n):
     x = 3 * torch.randn(b, 2 * n)
     expected = F.silu(x[:, :n].double()) * x[:, n:].double()
     torch.testing.assert_close(native.silu_product(x).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (7, 5), (27, 33), (128, 256), (1544, 37)])
+def test_linear_computes_its_equation_and_a_row_has_the_same_bits_beside_others(native, n, k):
+    x, weight, bias = torch.randn(9, k), torch.randn(n, k), torch.randn(n)
+    y = native.linear(x, weight, bias)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    terms = F.linear(x.double().abs(), weight.double().abs(), bias.double().abs())
+    assert ((y - exact).abs() <= 4e-7 * terms).all()
+    torch.testing.assert_close(native.linear(x, weight, None) + bias, y, rtol=1e-5, atol=1e-5)
+    for rows in (1, 2, 3, 5, 6):
+        assert torch.equal(native.linear(x[:rows], weight, bias), y[:rows])
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
+def test_linear_of_nothing(native, shape):
+    rows, n, k = shape
+    assert torch.equal(
+        native.linear(torch.ones(rows, k), torch.ones(n, k), torch.ones(n)), torch.full((rows, n), 1.0 + k)
+    )
+
+
+def test_linear_refuses_what_does_not_fit(native):
+    x, weight, bias = torch.randn(2, 4), torch.randn(3, 4), torch.randn(3)
+    wrong = {
+        "x, weight: got 1 and 2 dimensions": (x[0], weight, bias),
+        r"weight: got shape \(3, 3\)": (x, weight[:, :3].contiguous(), bias),
+        "weight: got a tensor that is not contiguous": (x[:, :3].contiguous(), weight[:, :3], bias),
+        "weight: got another dtype": (x, weight.double(), bias),
+        r"bias: got shape \(2\)": (x, weight, bias[:2]),
+    }
+    for message, arguments in wrong.items():
+        with pytest.raises(RuntimeError, match=message):
+            native.linear(*arguments)
 
 
 def test_wrong_rows_are_refused_and_nothing_is_written(native):
