@@ -36,7 +36,7 @@ def why_not() -> str | None:
     return None
 
 
-def supports(call: Call, state: LinearAttentionState | None) -> str | None:
+def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
     distances, log_decay = call.distances, call.xpos_log_decay
     if distances is not None and log_decay is not None and values_readable(distances) and len(call.k):
         cut = Cut.of(call.k, call.bounds)

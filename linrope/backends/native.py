@@ -81,7 +81,7 @@ def use_instruction_set(name: str) -> None:
     _ops.set_isa(name)
 
 
-def supports(call: Call, state: LinearAttentionState | None) -> str | None:
+def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
     f, e = call.k.shape[3], call.v.shape[3]
     if _LOAD_ERROR:
         return _LOAD_ERROR

@@ -29,7 +29,7 @@ def why_not() -> str | None:
     return _ELSEWHERE
 
 
-def supports(call: Call, state: LinearAttentionState | None) -> str | None:
+def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
     # Fake tensors are accepted too: export_onnx runs the model on them first, to get the error that the exporter
     # would hide.
     fake = isinstance(call.k, FakeTensor) and not torch.compiler.is_compiling()

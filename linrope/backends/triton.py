@@ -42,7 +42,7 @@ def why_not() -> str | None:
     return None
 
 
-def supports(call: Call, state: LinearAttentionState | None) -> str | None:
+def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
     """The reason why these kernels cannot run the call; None: they can."""
     k, f, e = call.k, call.k.shape[3], call.v.shape[3]
     if not k.is_cuda and not (INTERPRETED and k.device.type == "cpu"):

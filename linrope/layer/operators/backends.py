@@ -56,7 +56,7 @@ def why_not(name: str, tensors: Sequence[Tensor], **sizes: int) -> str | None:
     if transformed() or _has_tangents(tensors):
         return "inside a transformation of torch.func or forward mode: use backend='eager'"
     backend = load(name)
-    reason: str | None = backend if isinstance(backend, str) else backend.supports(tensors, **sizes)
+    reason: str | None = backend if isinstance(backend, str) else backend.why_not_tensors(tensors, **sizes)
     return reason
 
 

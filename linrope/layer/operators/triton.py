@@ -16,7 +16,7 @@ from linrope.backends.triton import MIN_CAPABILITY
 MAX_TAPS = 8
 
 
-def supports(tensors: Sequence[Tensor], *, taps: int, group: int, values: int) -> str | None:
+def why_not_tensors(tensors: Sequence[Tensor], *, taps: int, group: int, values: int) -> str | None:
     """The reason why the kernels cannot compute with these tensors; None: they can."""
     for x in tensors:
         if not x.is_cuda and not INTERPRETED:
