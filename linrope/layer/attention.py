@@ -44,8 +44,8 @@ class LinearRoPEAttention(Mixer):
         num_heads: h.
         num_kv_heads: g, a divisor of h. Default: h.
         num_value_heads: a multiple of h, if values, decay and gates have more heads than queries and keys, which are
-            then shared (as in Mamba-2; num_kv_heads must be h or None). g below, the attribute num_kv_heads and the
-            state then count these heads. backend="native" shares queries and keys without copies.
+            then shared (as in Mamba-2; num_kv_heads must be h or None). g below and the attribute num_state_heads
+            then count the value heads. backend="native" shares queries and keys without copies.
         head_dim: d, the size of a query and a key. Default: embed_dim / num_heads.
         value_head_dim: e, the size of a value. Default: head_dim.
         feature_map: a name, {"name": .., options of feature_maps.make}, or a FeatureMap. A learned map that the layer
@@ -163,8 +163,8 @@ class LinearRoPEAttention(Mixer):
         check_name("backend", backend, backends.NAMES)
         self.causal, self.normalize, self.backend = causal, normalize, backend
         self.rope_order = rope_order
-        g, d = self.num_kv_heads, self.head_dim
-        new_map = make_map(feature_map, d, self.num_heads, self.num_key_heads)
+        g, d = self.num_state_heads, self.head_dim
+        new_map = make_map(feature_map, d, self.num_heads, self.num_kv_heads)
         if normalize and not new_map.positive:
             raise ValueError(f"feature_map={new_map}: its features are signed; expected normalize=False")
         self.feature_map = new_map.to(device=device)
@@ -230,6 +230,8 @@ class LinearRoPEAttention(Mixer):
     def extra_repr(self) -> str:
         """The sizes and options that are not modules, in one line."""
         text = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+        if self.num_state_heads != self.num_kv_heads:
+            text += f", value_heads={self.num_state_heads}"
         if self.value_head_dim != self.head_dim:
             text += f", value_head_dim={self.value_head_dim}"
         text += f", feature_map={self.feature_map.elementwise or type(self.feature_map).__name__}"

@@ -52,15 +52,16 @@ class Mixer(nn.Module):
         check_bools(qk_norm=qk_norm, qk_bias=qk_bias, bias=bias)
         g, d, e = checks.resolve_heads(embed_dim, num_heads, num_kv_heads, head_dim, value_head_dim)
         self.num_heads, self.head_dim, self.value_head_dim = num_heads, d, e
-        self.num_key_heads, self.num_kv_heads, self.num_out_heads = g, g, num_heads
+        # num_state_heads: the heads of values, decay, gates and state
+        self.num_kv_heads, self.num_state_heads, self.num_out_heads = g, g, num_heads
         if num_value_heads is not None:
             checks.check_value_heads(num_value_heads, num_heads, g)
-            self.num_kv_heads = self.num_out_heads = num_value_heads
+            self.num_state_heads = self.num_out_heads = num_value_heads
         self.q_proj = nn.Linear(embed_dim, num_heads * d, bias=bias, **factory)
         self.k_proj = nn.Linear(embed_dim, g * d, bias=bias, **factory)
-        self.v_proj = nn.Linear(embed_dim, self.num_kv_heads * e, bias=bias, **factory)
+        self.v_proj = nn.Linear(embed_dim, self.num_state_heads * e, bias=bias, **factory)
         self.o_proj = nn.Linear(self.num_out_heads * e, embed_dim, bias=bias, **factory)
-        channels = (num_heads + g) * d + self.num_kv_heads * e
+        channels = (num_heads + g) * d + self.num_state_heads * e
         self.short_conv = make_short_convolution(short_conv, channels, factory)
         self.q_norm = RMSNorm(d, eps=1e-6, **factory) if qk_norm else None
         self.k_norm = RMSNorm(d, eps=1e-6, **factory) if qk_norm else None
@@ -100,10 +101,10 @@ class Mixer(nn.Module):
         return self._heads(y, self.num_heads, self.q_norm, self.q_bias)
 
     def _keys(self, y: Tensor) -> Tensor:
-        return self._heads(y, self.num_key_heads, self.k_norm, self.k_bias)
+        return self._heads(y, self.num_kv_heads, self.k_norm, self.k_bias)
 
     def _values(self, y: Tensor) -> Tensor:
-        v: Tensor = y.unflatten(-1, (self.num_kv_heads, self.value_head_dim))
+        v: Tensor = y.unflatten(-1, (self.num_state_heads, self.value_head_dim))
         return v
 
     def _heads(self, y: Tensor, heads: int, norm: nn.RMSNorm | None, bias: Tensor | None) -> Tensor:

@@ -195,8 +195,8 @@ def _state_reason(layer: LinearRoPEAttention, state: Any) -> str | None:
         return f"a state of {state.identity}"
     b, conv = state.kv.shape[0], layer.short_conv
     expected = {
-        "kv": ((b, layer.num_kv_heads, layer.head_dim, layer.value_head_dim), torch.float32),
-        "z": ((b, layer.num_kv_heads, layer.head_dim), torch.float64),
+        "kv": ((b, layer.num_state_heads, layer.head_dim, layer.value_head_dim), torch.float32),
+        "z": ((b, layer.num_state_heads, layer.head_dim), torch.float64),
         "position": ((b,), torch.int64),
     }
     if conv is not None:
