@@ -133,7 +133,7 @@ inline Positions positions(const char* name, const Tensor& x, int64_t b, int64_t
   return {(const int64_t*)x.data_ptr(), x.size(0) == 1 ? 0 : x.stride(0), x.stride(1), x.dim() == 2 && x.size(1) == 1};
 }
 
-struct Inputs {  // the arguments that forward, backward and step have in common
+struct Arguments {  // the arguments that forward, backward and step have in common
   const Maybe& q;
   const Tensor &k, &v;
   int64_t feature_map;
@@ -146,7 +146,7 @@ struct Inputs {  // the arguments that forward, backward and step have in common
   bool one_token = false;  // a step
 };
 
-inline void read_sizes(const Inputs& x, Call& c) {
+inline void read_sizes(const Arguments& x, Call& c) {
   STD_TORCH_CHECK(x.k.dim() == 4 && x.v.dim() == 4, "k, v: got ", x.k.dim(), " and ", x.v.dim(),
                   " dimensions, expected 4");
   const auto type = x.k.scalar_type();
@@ -186,7 +186,7 @@ inline void read_sizes(const Inputs& x, Call& c) {
   }
 }
 
-inline void read_rotation(const Inputs& x, Call& c) {
+inline void read_rotation(const Arguments& x, Call& c) {
   const int64_t b = x.k.size(0);
   STD_TORCH_CHECK(x.layout >= kNone && x.layout <= kHalf, "layout: got ", x.layout, ", expected 0, 1 or 2");
   const bool rotates = x.theta || x.angle_steps || x.angle;
@@ -228,7 +228,7 @@ inline bool is_swapped(const Tensor& kv) {
   return swapped;
 }
 
-inline void read_state(const Inputs& x, Call& c) {
+inline void read_state(const Arguments& x, Call& c) {
   STD_TORCH_CHECK(x.kv.has_value() == x.z.has_value(), "kv, z: got one of them, expected both or none");
   int64_t rows = c.sequences;
   if (x.slots) {
@@ -255,7 +255,7 @@ inline void read_state(const Inputs& x, Call& c) {
   }
 }
 
-inline Call read_call(const Inputs& x) {
+inline Call read_call(const Arguments& x) {
   Call c{};
   STD_TORCH_CHECK(x.feature_map >= kIdentity && x.feature_map <= kSilu, "feature_map: got ", x.feature_map,
                   ", expected 0 .. 5");
