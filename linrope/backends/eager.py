@@ -222,7 +222,7 @@ def _by_heads(call: Call, sums: Sums | None, g: ResultGradients) -> Iterator[dic
         tensors = {
             name: part(getattr(call, name), 2, heads) for name in ("k", "v", "log_decay", "angle_steps")
         }
-        tensors |= {"q": part(call.q, 2, queries), "theta": part(call.theta, 1, heads)}
+        tensors |= {"q": part(call.q, 2, queries), "theta_turns": part(call.theta_turns, 1, heads)}
         yield {
             "call": replace(call, **tensors),  # type: ignore[arg-type]
             "sums": None if sums is None else Sums(*(part(x, 1, heads) for x in sums)),  # type: ignore[arg-type]

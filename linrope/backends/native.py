@@ -169,7 +169,7 @@ def settings(call: Call) -> dict[str, Any]:
     """The kernels' arguments that stay the same from token to token."""
     return {
         "feature_map": MAPS[call.feature_map],
-        "theta": call.theta,
+        "theta": call.theta_turns,
         "layout": LAYOUTS[call.layout] if call.pairs else 0,
         "normalize": call.normalize,
         "eps": call.eps,

@@ -94,7 +94,8 @@ def _attend_after(
     gathered = dict(zip(sent.names, tensors, strict=True))
     log_gamma = None if request.decay is None else request.decay.double().log()
     rotary = request.rotary
-    xpos = None if rotary is None or rotary.fade is None else rotary.fade.to(request.k.device)
+    if (xpos := None if rotary is None else rotary.xpos_log_decay) is not None:
+        xpos = xpos.to(request.k.device)
     rules = Rules(log_gamma, xpos, "interleaved" if rotary is None else rotary.layout)
     before = _states_before(request, shard, gathered)
     fresh = request.state is None

@@ -111,7 +111,7 @@ def _settings(layer: LinearRoPEAttention, state: LinearAttentionState) -> list[A
         "kv": state.kv,
         "z": state.z,
         "positions": state.position.unsqueeze(1),
-        "theta": None if rotary is None else rotary.turns(state.kv.device),
+        "theta": None if rotary is None else rotary.turns_per_position(state.kv.device),
         "layout": 0 if rotary is None else native.LAYOUTS[rotary.layout],
         "feature_map": native.MAPS[layer.feature_map.elementwise or ""],
         "normalize": layer.normalize and not layer._out_norm_replaces_normalizer,

@@ -260,7 +260,7 @@ def _turned_back(key: Tensor, rotary: Rotary | None, angle_steps: Tensor | None,
     """The keys of the tokens before, turned back by the angle between the two tokens: R(Theta_(t-1) - Theta_t) key."""
     angles: Tensor | None = None
     if rotary is not None:
-        theta = rotary.turns(key.device)[0].double() * (2 * math.pi / 2.0**64)  # (g or 1, pairs)
+        theta = rotary.turns_per_position(key.device)[0].double() * (2 * math.pi / 2.0**64)  # (g or 1, pairs)
         angles = distance.double()[..., None, None] * theta
     if angle_steps is not None:
         angles = angle_steps.double() if angles is None else angles + angle_steps.double()

@@ -24,7 +24,8 @@ def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
     fmap, identity, tokens = _checked(request)
     log_decay = log_decay_of_tokens(request.decay, request.log_decay, request.key_mask, tokens, k.shape[1])
     angle_steps = steps_of_tokens(request.angle_steps, request.key_mask, state, tokens)
-    xpos_log_decay = None if rotary is None or rotary.fade is None else rotary.fade.to(k.device)
+    if (xpos_log_decay := None if rotary is None else rotary.xpos_log_decay) is not None:
+        xpos_log_decay = xpos_log_decay.to(k.device)
     if request.rope_order == "before" and rotary is not None and rotary.heads > k.shape[2]:
         q, k = repeat_heads(request.v, q, k)  # every value head has its own theta
     q, k, rotary = scale_and_rotate(q, k, fmap, rotary, request.rope_order, tokens)
@@ -53,7 +54,7 @@ def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
         write=request.write,
         positions=tokens.positions,
         key_positions=tokens.key_positions,
-        theta=None if rotary is None else rotary.turns(k.device),
+        theta_turns=None if rotary is None else rotary.turns_per_position(k.device),
         xpos_log_decay=xpos_log_decay,
         distances=None if xpos_log_decay is None else distances(tokens, k.shape[1]),
         key_mask=request.key_mask,

@@ -27,7 +27,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Places:
+class TokenLayout:
     """The position of each token, and which tokens are hidden or packed."""
 
     positions: Tensor | None = None
@@ -37,7 +37,7 @@ class Places:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class Settings:
     """Options of the computation."""
 
     feature_map: str | FeatureMap | None = "elu+1"
@@ -51,7 +51,7 @@ class Method:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Method, Places, Inputs):
+class Request(Settings, TokenLayout, Inputs):
     """One call of ``linear_rope_attention``, whose docstring describes the fields."""
 
     state: LinearAttentionState | None = None
