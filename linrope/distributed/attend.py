@@ -72,7 +72,9 @@ def _receive_and_attend(request: Request, sent: SentState) -> tuple[Tensor, Line
 
 def _refuse_packing(request: Request) -> None:
     if request.cu_seqlens is not None:
-        raise ValueError("cu_seqlens: got them beside a shard, expected None: the shard has them")
+        raise ValueError(
+            "cu_seqlens: got a tensor in a call with a shard; expected None, because the shard already holds cu_seqlens"
+        )
 
 
 def _dense(request: Request) -> Request:
@@ -88,8 +90,8 @@ def _attend_after(
     assert request.q is not None
     if request.q.shape[1] != request.k.shape[1]:
         raise ValueError(
-            f"q: got {request.q.shape[1]} queries and {request.k.shape[1]} keys beside a shard, expected as many "
-            "queries as keys"
+            f"q: got {request.q.shape[1]} queries and {request.k.shape[1]} keys in a call with a shard, expected as "
+            "many queries as keys"
         )
     gathered = dict(zip(sent.names, tensors, strict=True))
     log_gamma = None if request.decay is None else request.decay.double().log()
@@ -125,8 +127,8 @@ def _describe(request: Request, shard: Layout) -> str:
     if state is not None and shard.cu_seqlens is not None:
         if state.slots is not None:
             raise NotImplementedError(
-                "state: got rows of a pool beside packed sequences in shards, expected a state without slots, because "
-                "a rank knows the last states of its own sequences only"
+                "state: got rows of a pool with packed sequences in shards, expected a state without slots, because a "
+                "rank knows the last states of its own sequences only"
             )
         documents = len(shard.bounds) - 1
         if state.sequences != documents:

@@ -310,7 +310,7 @@ class LinearRoPEAttention(Mixer):
         """
         checks.check_inputs(x, context, self.q_proj.in_features)
         if shard is not None and self.trapezoid is not None:
-            raise ValueError("shard: got one beside trapezoid=True, expected None")
+            raise ValueError("shard: got a shard with trapezoid=True, expected None")
         if context is not None:
             self._check_context(shard)
         c = x if context is None else context
@@ -373,15 +373,15 @@ class LinearRoPEAttention(Mixer):
         return trapezoidal_attention(q, k, v, share=self.trapezoid(x), return_state=return_state, **others)
 
     def _check_context(self, shard: LayerShard | None) -> None:
-        """Rejects a context beside a shard, or beside options for which key t and query t are the same token."""
+        """Rejects a context with a shard, or with options for which key t and query t are the same token."""
         if shard is not None:
             raise ValueError(
-                "context: got one beside a shard, which splits queries and keys alike; expected None"
+                "context: got a tensor in a call with a shard, which splits queries and keys alike; expected None"
             )
         for name in ("forget_gate", "angle_steps", "short_conv", "trapezoid"):
             if getattr(self, name) is not None:
                 argument = "rotary='selective'" if name == "angle_steps" else name
                 raise ValueError(
-                    f"context: got one beside {argument}, for which key t and query t must be the same token; "
+                    f"context: got a tensor with {argument}, for which key t and query t must be the same token; "
                     "expected None"
                 )

@@ -166,6 +166,6 @@ def _named(
     check_name(argument, name, names, also=also)
     if unknown := sorted(set(chosen) - set(options)):
         raise ValueError(
-            f"{argument}: got {unknown} beside name={name!r}, expected {list(options) or 'nothing'}"
+            f"{argument}: got {unknown} with name={name!r}, expected {list(options) or 'nothing'}"
         )
     return str(name), chosen

@@ -147,7 +147,7 @@ class Engine:
                 "and a vocabulary of the 256 bytes"
             )
         if (device := model.embed.weight.device).type != "cpu":
-            raise ValueError(f"model: got one on {device}, expected the CPU")
+            raise ValueError(f"model: got a model on {device}, expected one on the CPU")
         for name, value, least in (("slots", slots, 1), ("queue", queue, 0), ("budget", budget, 16)):
             if value is not None and value < least:
                 raise ValueError(f"{name}={value}: expected at least {least}")

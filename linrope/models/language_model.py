@@ -195,9 +195,11 @@ class LanguageModel(nn.Module):
                     f"tokens: got ids {low} .. {high}, expected 0 .. {self.config.vocab_size - 1}"
                 )
         if shard is not None and self.config.attention == "softmax":
-            raise ValueError("shard: got one, expected None with attention='softmax', which reads all keys")
+            raise ValueError(
+                "shard: got a shard, expected None with attention='softmax', which reads all keys"
+            )
         if states and cu_seqlens is not None and self.config.attention == "softmax":
-            raise ValueError("states: got a list beside cu_seqlens, expected None with attention='softmax'")
+            raise ValueError("states: got a list with cu_seqlens, expected None with attention='softmax'")
         if states is not None and len(states) != len(self.blocks):
             raise ValueError(f"states: got {len(states)}, expected one per block, {len(self.blocks)}")
         b, n = tokens.shape

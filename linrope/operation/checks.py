@@ -254,7 +254,9 @@ def check_angle_steps(angle_steps: Tensor | None, v: Tensor, n: int, f: int, rot
     if n != m:
         raise ValueError(f"angle_steps: got {n} queries and {m} keys, expected equal numbers")
     if rotary is not None and rotary.xpos is not None:
-        raise ValueError(f"angle_steps: got them beside xpos={rotary.xpos}, expected a rotation without it")
+        raise ValueError(
+            f"angle_steps: got a tensor and a rotation with xpos={rotary.xpos}; expected a rotation without xpos"
+        )
 
 
 def _broadcasts(shape: Sequence[int], full: Sequence[int], axes: Sequence[int]) -> bool:
@@ -327,8 +329,8 @@ def check_angle(state: LinearAttentionState, angle_steps: Tensor) -> None:
     g = state.kv.shape[1]
     if angle.shape[1] not in (1, g) or angle.shape[2] != pairs:
         raise ValueError(
-            f"state.angle: got {tuple(angle.shape)}, expected ({angle.shape[0]}, {g} or 1, {pairs}) beside "
-            f"these angle_steps"
+            f"state.angle: got {tuple(angle.shape)}, expected ({angle.shape[0]}, {g} or 1, {pairs}) with "
+            "these angle_steps"
         )
     if state.slots is not None and angle.shape[1] < heads:
         raise ValueError(

@@ -125,7 +125,7 @@ class SoftmaxAttention(Mixer):
         """
         check_inputs(x, context, self.q_proj.in_features)
         if context is not None and self.short_conv is not None:
-            raise ValueError("context: got one beside short_conv, expected None")
+            raise ValueError("context: got a tensor with short_conv, expected None")
         context = x if context is None else context
         (b, n, _), m = x.shape, context.shape[1]
         if len(context) != b:

@@ -138,9 +138,9 @@ class Rotary:
         check_name("layout", layout, LAYOUTS)
         if scaling is not None and (theta is not None or axes is not None):
             other = "axes" if theta is None else "theta"
-            raise ValueError(f"scaling={scaling!r}: expected None beside {other}")
+            raise ValueError(f"scaling={scaling!r}: expected None if {other} is given")
         if axes is not None and theta is None:
-            raise ValueError(f"axes={axes}: expected theta beside it, or Rotary.axial")
+            raise ValueError(f"axes={axes}: expected theta too, or use Rotary.axial")
         if attention_factor is not None:
             if theta is None:
                 raise ValueError(f"attention_factor={attention_factor}: expected None without theta")
@@ -149,7 +149,7 @@ class Rotary:
         if xpos is not None and not (xpos > 0 and math.isfinite(xpos)):
             raise ValueError(f"xpos={xpos}: expected a positive finite length, or None")
         if xpos is not None and axes is not None:
-            raise ValueError(f"xpos={xpos}: expected None beside axes={axes}")
+            raise ValueError(f"xpos={xpos}: expected None if axes is given")
         xpos = None if xpos is None else float(xpos)
         self.dim, self.base, self.layout, self.rotary_dim = dim, float(base), layout, rotary_dim
         self.axes, self.xpos = axes, xpos

@@ -176,11 +176,16 @@ class LinearAttentionState:
                 x.setdefault("angle_slope", slopes[0].new_zeros(len(x["kv"]), *slopes[0].shape[1:]))
         for state, tensors in zip(states, rows, strict=True):
             if not same_identity(state.identity, states[0].identity):
-                raise ValueError(f"states: got one of {state.identity} beside one of {states[0].identity}")
+                raise ValueError(
+                    f"states: got identities {state.identity} and {states[0].identity}, expected one"
+                )
             kinds, expected = _kinds(tensors), _kinds(rows[0])
             if differ := [name for name in _LEAVES if kinds.get(name) != expected.get(name)]:
                 got, want = (", ".join(f"{name} {x.get(name)}" for name in differ) for x in (kinds, expected))
-                raise ValueError(f"states: got {got} beside {want}, expected the same but for the batch")
+                raise ValueError(
+                    f"states: got {got} and {want}, expected equal shapes apart from the batch, equal dtypes and equal "
+                    "devices"
+                )
         joined: dict[str, Any] = {name: torch.cat([tensors[name] for tensors in rows]) for name in rows[0]}
         return replace(states[0], slots=None, donated=False, loop=None, **joined)
 
