@@ -35,7 +35,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def plot_client(result: dict[str, Any], path: Path) -> None:
+def plot_family(result: dict[str, Any], path: Path) -> None:
     """Plots the time per token of one of transformers' models with and without linrope."""
     import matplotlib
 
@@ -69,7 +69,7 @@ def plot_client(result: dict[str, Any], path: Path) -> None:
     figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
     machine = result["machine"]
     figure.suptitle(
-        f"{result['client']} of transformers, {result['parameters'] / 1e6:.0f} M parameters, float32, "
+        f"{result['family']} of transformers, {result['parameters'] / 1e6:.0f} M parameters, float32, "
         f"{machine['cpu']}, {machine['threads']} thread{'s' if machine['threads'] > 1 else ''}, {machine['clock']}",
         fontsize=9,
     )

@@ -164,7 +164,7 @@ class Trainer:
 
     def _backward(self, batch: Batch, scale: float, last: bool) -> Tensor:
         """Adds this batch to the gradients; returns losses (b, n) in nats, 0 for others' tokens."""
-        through, accelerator = self.config.through, self.accelerator
+        through, accelerator = self.config.gradients_through_pieces, self.accelerator
         parts: list[Tensor] = []
         states: States | None = None
         pieces, total = list(batch.cut(self.config.pieces)), torch.zeros(())
@@ -198,7 +198,8 @@ class Trainer:
         if shard is not None:
             losses = F.pad(losses, (shard.start, shard.total - shard.stop))
         if return_states:
-            new_states = last_states(new_states, sequence[:, -1], shard, self.config.through)
+            through = self.config.gradients_through_pieces
+            new_states = last_states(new_states, sequence[:, -1], shard, through)
         return losses.view(batch.targets.shape), new_states
 
     def _culprit(self, batches: list[Batch], losses: list[Tensor]) -> str:
