@@ -154,7 +154,7 @@ def trapezoidal_attention(
     fmap = checks.resolve_map(feature_map, d)
     check_map_and_rotation(fmap, rotary)
     f = d if fmap is None else fmap.feature_dim
-    checks.check_rotary(rotary, f, g, causal=True, before=False)
+    checks.check_rotary(rotary, f, g, causal=True, rotates_before_map=False)
     checks.check_decay(decay, g, True, device)
     checks.check_log_decay(log_decay, k, True)
     checks.check_angle_steps(angle_steps, k, n, f, rotary)
@@ -253,7 +253,7 @@ def _positions(
 ) -> Tensor:
     """The position of each token, (b or 1, n) int64."""
     n, start = k.shape[1], None if state is None else first_positions(state)
-    tokens = resolve_positions(positions=positions, start=start, keys=k, queries=n, bounds=bounds)
+    tokens = resolve_positions(positions=positions, start=start, keys=k, num_queries=n, bounds=bounds)
     return spell_out(tokens.positions, n)
 
 

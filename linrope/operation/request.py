@@ -63,7 +63,7 @@ class Request(Settings, TokenLayout, Inputs):
         return self.k.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     @property
-    def queries(self) -> int:
+    def num_queries(self) -> int:
         """n: the number of queries, or of keys if only the state is wanted."""
         return self.k.shape[1] if self.q is None else self.q.shape[1]
 

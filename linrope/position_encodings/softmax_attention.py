@@ -156,7 +156,7 @@ class SoftmaxAttention(Mixer):
             key_positions=context_positions,
             start=None if state is None else state.position,
             keys=k,
-            queries=n,
+            num_queries=n,
             bounds=cu_seqlens,
         )
         q_positions, k_positions = spell_out_positions(tokens, q, k)

@@ -50,8 +50,8 @@ class LinearAttentionState:
         angle: (b, g or 1, pairs) int64: the sum of angle_steps in 2^-64 turns, which wrap.
         log_scale: (b, g) float64, for maps that return a log_scale: m, the largest key's log_scale, decayed to the
             last token. kv and z are then sums of e^-m times the keys.
-        angle_slope: (b, g or 1, pairs) zeros, in calls with gradients. They carry the gradient of later calls to the
-            angle_steps behind ``angle``, whose integers have no gradient.
+        angle_gradient_path: (b, g or 1, pairs) zeros, only in calls with gradients. The gradients of later calls flow
+            through them to the angle_steps summed in ``angle``, which is an integer tensor.
         conv: (b, taps - 1, channels): the last inputs of a layer's short convolution.
         last_token: (b, g, f + e + 2) float64, with the trapezoidal rule (``linrope.layer.trapezoid``): the last
             token's key features, its value, the part of its write factor that it has used (lambda w) and its position.
@@ -79,7 +79,7 @@ class LinearAttentionState:
     log_scale: Tensor | None = None
     conv: Tensor | None = None
     last_token: Tensor | None = None
-    angle_slope: Tensor | None = None
+    angle_gradient_path: Tensor | None = None
     slots: Tensor | None = None
     donated: bool = False
     _wide: "_Wide | None" = None
@@ -171,9 +171,10 @@ class LinearAttentionState:
         if not states:
             raise ValueError("states: got none, expected at least one")
         rows = [state.rows().tensors() for state in states]
-        if slopes := [tensors["angle_slope"] for tensors in rows if "angle_slope" in tensors]:
+        name = "angle_gradient_path"
+        if paths := [tensors[name] for tensors in rows if name in tensors]:
             for x in rows:  # calls without gradients leave these zeros out
-                x.setdefault("angle_slope", slopes[0].new_zeros(len(x["kv"]), *slopes[0].shape[1:]))
+                x.setdefault(name, paths[0].new_zeros(len(x["kv"]), *paths[0].shape[1:]))
         for state, tensors in zip(states, rows, strict=True):
             if not same_identity(state.identity, states[0].identity):
                 raise ValueError(
@@ -205,7 +206,7 @@ class LinearAttentionState:
 
     def detach(self) -> "LinearAttentionState":
         """A copy without gradients, for truncated backpropagation."""
-        return replace(self._map(lambda tensor: tensor.detach().clone()), angle_slope=None)
+        return replace(self._map(lambda tensor: tensor.detach().clone()), angle_gradient_path=None)
 
     def clone(self) -> "LinearAttentionState":
         return self._map(torch.clone)
@@ -293,7 +294,10 @@ class LinearAttentionState:
             if not may_replace(new.identity, self.identity):
                 raise ValueError(f"state: made with {new.identity}; expected {self.identity}")
             new = new.rows().tensors()
-            if {*new, "angle_slope"} != {*targets, "angle_slope"}:  # angle_slope holds zeros
+            if {*new, "angle_gradient_path"} != {
+                *targets,
+                "angle_gradient_path",
+            }:  # angle_gradient_path holds zeros
                 raise ValueError(f"state: got {', '.join(new)}; expected {', '.join(targets)}")
         sources = {name: x for name, x in new.items() if x is not None and name in targets}
         for name, x in sources.items():
@@ -365,7 +369,7 @@ def _kinds(tensors: dict[str, Tensor]) -> dict[str, str]:
     return {name: f"{tuple(x.shape[1:])} {x.dtype} {x.device}" for name, x in tensors.items()}
 
 
-_LEAVES = ("kv", "z", "position", "angle", "log_scale", "conv", "last_token", "angle_slope")
+_LEAVES = ("kv", "z", "position", "angle", "log_scale", "conv", "last_token", "angle_gradient_path")
 
 
 def _leaves(state: LinearAttentionState) -> dict[str, Tensor]:
