@@ -309,10 +309,10 @@ def _resume(
     if "steps" in explicit and options["steps"] != trainer.config.steps:
         if options["steps"] < trainer.step:
             raise ValueError(f"--steps={options['steps']}: expected at least {trainer.step}, the steps done")
-        before = trainer.config.steps
+        old_steps = trainer.config.steps
         trainer.config = replace(trainer.config, steps=options["steps"])
         steps = trainer.config.steps
-        console.print(f"steps: {steps} (was {before}); the learning rate follows the new schedule")
+        console.print(f"steps: {steps} (was {old_steps}); the learning rate follows the new schedule")
     left = trainer.config.steps - trainer.step
     console.print(
         f"{latest}: continues at step {trainer.step:,} of {trainer.config.steps:,}"

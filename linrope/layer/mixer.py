@@ -152,13 +152,13 @@ class Mixer(nn.Module):
         (b, n, _), device = projected[0].shape, projected[0].device
         checks.check_mask(key_mask, b, n, device)
         checks.check_packing(cu_seqlens, b, n, n, device)
-        before, sequences = None, b if cu_seqlens is None else len(cu_seqlens) - 1
+        earlier_inputs, sequences = None, b if cu_seqlens is None else len(cu_seqlens) - 1
         if state is not None and getattr(state, "conv", None) is not None:
             slots = getattr(state, "slots", None)
-            before = state.conv if slots is None else state.conv.index_select(0, slots)
-            if before.shape[0] != sequences:
-                raise ValueError(f"state: got {before.shape[0]} sequences, expected {sequences}")
-        return self.short_conv.convolve_parts(projected, before, key_mask, cu_seqlens, want_last)
+            earlier_inputs = state.conv if slots is None else state.conv.index_select(0, slots)
+            if earlier_inputs.shape[0] != sequences:
+                raise ValueError(f"state: got {earlier_inputs.shape[0]} sequences, expected {sequences}")
+        return self.short_conv.convolve_parts(projected, earlier_inputs, key_mask, cu_seqlens, want_last)
 
     def _check_conv(self, state: Any) -> None:
         """Rejects a state whose inputs of the convolution do not fit this layer."""

@@ -156,14 +156,14 @@ def export_onnx(
 
 @contextmanager
 def _backend(layers: list[Any], name: str) -> Iterator[None]:
-    before = [layer.backend for layer in layers]
+    previous = [layer.backend for layer in layers]
     try:
         for layer in layers:
             layer.backend = name
         yield
     finally:
-        for layer, own in zip(layers, before, strict=True):
-            layer.backend = own
+        for layer, backend in zip(layers, previous, strict=True):
+            layer.backend = backend
 
 
 def _use_opset_27(model: Any) -> None:

@@ -52,11 +52,11 @@ def peak_memory(function: Callable[[], Any], device: str = "cpu") -> int | None:
         clear.write_text("5")  # resets the peak to the current size
     except (OSError, AttributeError):
         return None
-    before = read("VmRSS:")
+    size = read("VmRSS:")
     result = function()
     peak = read("VmHWM:")
     del result
-    return peak - before
+    return peak - size
 
 
 def matmul_case(case: Case) -> Callable[[], Tensor]:
@@ -166,8 +166,8 @@ def attention_row(
 def _softmax_seconds(sizes: Case, n: int, previous: dict[str, Any] | None, mode: str) -> float:
     """Estimates the time of softmax attention from the previous row; infinite if that left it out."""
     if previous is not None:
-        before = float(previous[mode]["softmax_seconds"] or math.inf)
-        return before * (n / int(previous["n"])) ** 2
+        seconds = float(previous[mode]["softmax_seconds"] or math.inf)
+        return seconds * (n / int(previous["n"])) ** 2
     if n <= 1024:
         return 0.0
     case = AttentionCase(1024, **vars(sizes))

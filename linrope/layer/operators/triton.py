@@ -31,8 +31,8 @@ def why_not_tensors(tensors: Sequence[Tensor], *, taps: int, group: int, values:
         return f"{taps} taps: it takes up to {MAX_TAPS}; use backend='eager'"
     if norm.tile_values(group, values) > norm.MOST_VALUES:
         return (
-            f"{group} heads of {values} values share a head of v: the kernel takes up to "
-            f"{norm.MOST_VALUES} values per head of v, both numbers rounded up to powers of two; use backend='eager'"
+            f"{group} heads of {values} values share a head of v: the kernel takes up to {norm.MOST_VALUES} values per "
+            "head of v, where the heads count as the next power of two, and so do the values; use backend='eager'"
         )
     return None
 

@@ -140,7 +140,7 @@ def last_states(
         next(r for r, pieces in enumerate(shard.pieces) if any(_ends(p, d, ends) for p in pieces))
         for d in documents
     ]
-    pieces = [next((i for i, p in enumerate(shard.mine) if _ends(p, d, ends)), 0) for d in documents]
+    pieces = [next((i for i, p in enumerate(shard.local_pieces) if _ends(p, d, ends)), 0) for d in documents]
     index = torch.tensor(pieces, device=sequence.device)
     local = [state.reorder(index).tensors() for state in states]
     gathered = shard.channel.gather([x for tensors in local for x in tensors.values()], learned).wait()
