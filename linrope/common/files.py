@@ -100,7 +100,7 @@ def load_tensors(path: Path, kind: str, version: int) -> tuple[dict[str, Tensor]
 
 
 def unused(folder: Path, name: str) -> Path:
-    """The path of a new JSON file beside which a plot fits: numbered if the name is taken."""
+    """The path of a new JSON file: neither it nor a .png of the same name exists yet."""
     path, number = folder / f"{name}.json", 2
     while path.exists() or path.with_suffix(".png").exists():
         path, number = folder / f"{name}-{number}.json", number + 1

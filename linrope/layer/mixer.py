@@ -81,11 +81,11 @@ class Mixer(nn.Module):
         self.gate_side = "after" if gate is True else gate or None
         gate_channels = self.num_out_heads * e
         self.g_proj = nn.Linear(embed_dim, gate_channels, bias=bias, **factory) if gate else None
-        self._reset_own_parameters()
+        self._reset_direct_parameters()
 
     @torch.no_grad()
-    def _reset_own_parameters(self) -> None:
-        """Gives the parameters that lie in no module of their own their initial values."""
+    def _reset_direct_parameters(self) -> None:
+        """Sets the parameters that the layer holds directly (skip, q_bias, k_bias) to 1."""
         for parameter in (self.skip, self.q_bias, self.k_bias):
             if parameter is not None:
                 parameter.fill_(1)
@@ -95,7 +95,7 @@ class Mixer(nn.Module):
         for child in self.children():
             if callable(reset := getattr(child, "reset_parameters", None)):
                 reset()
-        self._reset_own_parameters()
+        self._reset_direct_parameters()
 
     def _queries(self, y: Tensor) -> Tensor:
         return self._heads(y, self.num_heads, self.q_norm, self.q_bias)

@@ -31,12 +31,12 @@ _KINDS = (LinearRoPEAttention, nn.Linear, nn.RMSNorm, RMSNorm, ForgetGate, Write
 
 
 class LayerStep:
-    """One token of a ``LinearRoPEAttention`` at a time, written into a state's memory.
+    """Runs a LinearRoPEAttention on one token at a time and overwrites the state in place.
 
         y = W_o mixer_step(W x)        x, y: (b, embed_dim);  W: all projections of x, one below the other
 
-    The products are PyTorch's. All that lies between them is one call of the native library, which computes what the
-    layer computes. W may be a copy: make a new step after the weights have changed.
+    PyTorch computes the matrix products. A single call of the native library does everything between them. W may be a
+    copy: make a new step after the weights have changed.
 
     Raises:
         ValueError: ``why_not`` has a reason.
@@ -63,7 +63,9 @@ class LayerStep:
         return y
 
 
-_MOST_COPIED = 2**22  # numbers of a joined weight; beyond, the time saved is not worth the memory of the copy
+_MOST_COPIED = (
+    2**22
+)  # elements of a joined weight: for a larger one, the time saved is not worth the copy's memory
 
 
 class Joined:
@@ -74,10 +76,10 @@ class Joined:
 
     @torch.no_grad()
     def __init__(self, *modules: Any) -> None:
-        given = [module for module in modules if module is not None]
-        self.parts = [(x.weight.detach(), None if x.bias is None else x.bias.detach()) for x in given]
-        if len(given) > 1 and sum(weight.numel() for weight, _ in self.parts) <= _MOST_COPIED:
-            bias = None if all(x.bias is None for x in given) else torch.cat([_bias(x) for x in given])
+        present = [module for module in modules if module is not None]
+        self.parts = [(x.weight.detach(), None if x.bias is None else x.bias.detach()) for x in present]
+        if len(present) > 1 and sum(weight.numel() for weight, _ in self.parts) <= _MOST_COPIED:
+            bias = None if all(x.bias is None for x in present) else torch.cat([_bias(x) for x in present])
             self.parts = [(torch.cat([weight for weight, _ in self.parts]), bias)]
 
     def __call__(self, x: Tensor) -> Tensor:

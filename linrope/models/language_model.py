@@ -281,7 +281,10 @@ class LanguageModel(nn.Module):
 
 
 def config_digest(values: dict[str, Any]) -> str:
-    """A digest of the contents of config.json, which the weights carry to vouch for it."""
+    """A digest of config.json.
+
+    model.safetensors stores it, so that ``load`` can tell whether the two files belong together.
+    """
     return digest({}, {"config": json.dumps(values, sort_keys=True)})
 
 

@@ -145,7 +145,7 @@ class SoftmaxAttention(Mixer):
                 (q, k, v), key_mask, cu_seqlens, state, want_last=want_last
             )
         q, k, v = self._queries(q), self._keys(k), self._values(v)
-        skipped = v
+        skip_values = v
         rotary = self.encoding if isinstance(self.encoding, Rotary) else None
         identity = str(rotary and rotary.identity)
 
@@ -180,7 +180,7 @@ class SoftmaxAttention(Mixer):
             out = _attend(q, new_state, self.causal, None)
         else:
             out = _attend(q, new_state, self.causal, self._mask(new_state.mask, n, cu_seqlens))
-        y = self._output(out, skipped, x)
+        y = self._output(out, skip_values, x)
         return (y, new_state) if return_state else y
 
     def _mask(self, key_mask: Tensor, n: int, cu_seqlens: Tensor | None) -> Tensor:

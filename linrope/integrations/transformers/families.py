@@ -47,7 +47,7 @@ class Enabled:
 
 
 def enable(*families: str) -> Enabled:
-    """Makes transformers' models of these families compute with linrope, those that exist and those to come.
+    """Makes transformers' models of these families compute with linrope, both existing models and models made later.
 
     It replaces what runs between the layers' projections: the scan, the step, the convolution and the gated norm of
     Mamba-2, and MiniMax's lightning attention. Weights and configurations stay the same, and results agree up to

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from linrope.layer.operators import convolve, gated_norm
-from linrope.operation.foreign import state_from_sums
+from linrope.operation.from_sums import state_from_sums
 from linrope.operation.functional import linear_rope_attention
 from linrope.sequence.state import LinearAttentionState
 

@@ -28,13 +28,13 @@ def choose(
         RuntimeError: the backend cannot run the call. The message has the reason.
     """
     check_name("backend", name, NAMES)
-    given = [x for x in tensors if x is not None]
+    present = [x for x in tensors if x is not None]
     sizes = {"taps": taps, "group": group, "values": values}
     if name == "auto":
-        device = given[0].device.type
+        device = present[0].device.type
         candidates = [] if exporting() else [x for x in FUSED if FUSED[x] == device]
-        return next((x for x in candidates if why_not(x, given, **sizes) is None), "eager")
-    reason = None if name == "eager" else why_not(name, given, **sizes)
+        return next((x for x in candidates if why_not(x, present, **sizes) is None), "eager")
+    reason = None if name == "eager" else why_not(name, present, **sizes)
     if reason is not None:
         raise RuntimeError(f"backend={name!r} cannot run: {reason}")
     return name

@@ -30,8 +30,8 @@ def convolve(
         table = x.new_zeros(n + s * width, c).index_copy(0, rows + width, x[0])
         if before is not None:
             first = bounds[:-1] + torch.arange(s, device=x.device) * width
-            places = (first[:, None] + torch.arange(width, device=x.device)).flatten()
-            table = table.index_copy(0, places, before.to(x.dtype).flatten(0, 1))
+            earlier_rows = (first[:, None] + torch.arange(width, device=x.device)).flatten()
+            table = table.index_copy(0, earlier_rows, before.to(x.dtype).flatten(0, 1))
         y = _sums(table[None], weight, bias).index_select(1, rows)
     return (F.silu(y) if silu else y).to(x.dtype)
 

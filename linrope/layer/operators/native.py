@@ -114,12 +114,12 @@ def gated_norm_backward(
     )
     # Sums over the tokens: the gradient of the weight, and that of D before it is summed over the values
     sums = sums.view(2, *out.shape[2:])
-    of_weight = None
+    d_weight = None
     if weight is not None:
-        of_weight = (sums[0] if weight.ndim == 2 else sums[0].sum(0)).to(weight.dtype)
+        d_weight = (sums[0] if weight.ndim == 2 else sums[0].sum(0)).to(weight.dtype)
     return [
         d_out.to(out.dtype),
-        of_weight,
+        d_weight,
         None if gate is None else d_gate.to(gate.dtype),
         None if v is None else d_v.to(v.dtype),
         None if skip is None else sums[1].sum(1).to(skip.dtype),

@@ -18,10 +18,11 @@ from linrope.sequence.state import LinearAttentionState
 
 
 class Processes:
-    """The processes of a run: groups of sequence_parallel split a batch's tokens, groups of tensor_parallel its heads.
+    """The processes of a run.
 
-    That leaves ``row_groups`` groups of processes, each of which reads different rows. The dimensions of the mesh
-    are dp (rows), cp (tokens) and tp (heads).
+    Each group of sequence_parallel processes splits a batch's tokens; each group of tensor_parallel processes splits
+    the model's heads. That leaves ``row_groups`` groups of processes, each of which reads different rows. The
+    dimensions of the mesh are dp (rows), cp (tokens) and tp (heads).
 
     Raises:
         ValueError: the product of both numbers does not divide the number of processes, or tensor

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from linrope.models.folders import checkpoints, latest_checkpoint
 from linrope.models.language_model import LanguageModel, State, States
-from linrope.models.training.batch import NO_TARGET, Batch, spread, visit
+from linrope.models.training.batch import NO_TARGET, Batch, evenly_spaced_rows, visit
 from linrope.models.training.checkpoint import (
     checkpoint_name,
     load_training,
@@ -218,7 +218,7 @@ class Trainer:
         self.model.eval()
         config, text = self.config, self.corpus.held_out
         rows = min(rows, len(text) - config.sequence_length)
-        starts = spread(text, rows, config.sequence_length)
+        starts = evenly_spaced_rows(text, rows, config.sequence_length)
         total, count = torch.zeros((), dtype=torch.float64, device=self.accelerator.device), 0
         for part in starts.split(config.batch_size):
             batch = Batch.read(text, part, config.sequence_length).to(self.accelerator.device)
