@@ -337,7 +337,7 @@ def _backward(call: Call, sums: Sums | None, g: ResultGradients) -> Gradients:
 
 
 def _take_diagonal(scores: Tensor) -> Tensor:
-    """Sets the diagonal of scores (.., c, c) to 0 and returns what it was: (.., c, 1)."""
+    """Sets the diagonal of scores (.., c, c) to 0 and returns the old diagonal: (.., c, 1)."""
     diagonal = scores.diagonal(dim1=-2, dim2=-1)
     values = diagonal.clone()[..., None]
     diagonal.zero_()

@@ -165,7 +165,7 @@ def run_steps(
 
 
 def _any_process(flag: bool, trainer: Trainer) -> bool:
-    """Whether any process has the flag set: all must stop after the same step, or some would wait forever."""
+    """True if any process has the flag set: all must stop after the same step, or some would wait forever."""
     accelerator = trainer.accelerator
     if accelerator.num_processes == 1:
         return flag

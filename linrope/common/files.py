@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a temporary file beside path and moves it there: a reader sees the old file or the new one."""
+    """Writes a temporary file next to path and moves it there: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     temporary.touch(exist_ok=False)

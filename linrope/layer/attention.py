@@ -181,7 +181,7 @@ class LinearRoPEAttention(Mixer):
         self._out_norm_replaces_normalizer = (
             normalize and self.norm_span == "head" and skip != "before" and not new_map.log_scaled
         )
-        # Normalized outputs are averages of values, beside which 1e-6 is small. Unnormalized ones may be tiny.
+        # Normalized outputs are averages of values, compared with which 1e-6 is small. Unnormalized ones may be tiny.
         if self._out_norm_replaces_normalizer and not (isinstance(out_norm, Mapping) and "eps" in out_norm):
             assert self.out_norm is not None
             self.out_norm.eps = 1e-12

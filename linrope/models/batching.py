@@ -325,5 +325,5 @@ def choose(generations: list[Generation], logits: Tensor) -> list[int]:
     p = (order.values / temperature.clamp(min=1e-6)).softmax(-1)
     p[:, 1:][(p.cumsum(-1) - p >= top_p)[:, 1:]] = 0  # bytes outside of the top_p nucleus
     sums = p.cumsum(-1)
-    place = (sums <= draws * sums[:, -1:]).sum(-1, keepdim=True).clamp(max=logits.shape[-1] - 1)
-    return order.indices.gather(-1, place)[:, 0].tolist()
+    rank = (sums <= draws * sums[:, -1:]).sum(-1, keepdim=True).clamp(max=logits.shape[-1] - 1)
+    return order.indices.gather(-1, rank)[:, 0].tolist()

@@ -69,7 +69,7 @@ class Request(Settings, TokenLayout, Inputs):
 
     @property
     def decays_by_position(self) -> bool:
-        """Whether keys decay with the distance between positions."""
+        """True if keys decay with the distance between positions."""
         return self.decay is not None or (self.rotary is not None and self.rotary.xpos is not None)
 
 

@@ -46,7 +46,8 @@ class LinearAttentionState:
         z: (b, g, f), float64: a float32 sum over tokens would stop growing near 2^24. float32 is accepted, but not by
             "native".
         position: (b,) int64, the position of the next token.
-        identity: names the feature map and the rotation that made the state. Calls with other ones reject it.
+        identity: names the feature map and the rotation that made the state. Calls with another map or rotation reject
+            it.
         angle: (b, g or 1, pairs) int64: the sum of angle_steps in 2^-64 turns, which wrap.
         log_scale: (b, g) float64, for maps that return a log_scale: m, the largest key's log_scale, decayed to the
             last token. kv and z are then sums of e^-m times the keys.

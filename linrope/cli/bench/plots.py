@@ -126,13 +126,13 @@ def _throughput(axis: Any, rows: list[dict[str, Any]], mode: str, batch: int) ->
 
 
 def _steps(axis: Any, rows: list[dict[str, Any]]) -> None:
-    places = [row["position"] for row in rows]
+    positions = [row["position"] for row in rows]
     for name, color, key in (("", LINROPE, "linrope_donated_seconds"), ("", SOFTMAX, "softmax_seconds")):
-        axis.loglog(places, [row[key] * 1e6 for row in rows], "o-", label=name, color=color, linewidth=2)
+        axis.loglog(positions, [row[key] * 1e6 for row in rows], "o-", label=name, color=color, linewidth=2)
     last = rows[-1]
     ratio = last["softmax_seconds"] / last["linrope_donated_seconds"]
     _mark(axis, ratio, last["position"], last["softmax_seconds"] * 1e6, 2)
-    _dress(axis, places)
+    _dress(axis, positions)
     axis.set_title("decoding, one token")
     axis.set_xlabel("tokens before it (state, or key/value cache)")
     axis.set_ylabel("microseconds")

@@ -1,4 +1,4 @@
-"""What transformers' Mamba-2 layers compute between their projections, by linrope.
+"""Computes with linrope what transformers' Mamba-2 layers compute between their projections.
 
     q = C     k = B     v = x     write = dt     log_decay = A dt     no feature map, no rotation, no normalizer
     S_t = e^(A dt_t) S_(t-1) + B_t (dt_t x_t)^T     y_t = C_t S_t + D x_t

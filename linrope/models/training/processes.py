@@ -155,5 +155,5 @@ def last_states(
 
 
 def _ends(piece: Any, document: int, ends: Sequence[int]) -> bool:
-    """Whether the piece holds the last token of the document."""
+    """True if the piece holds the last token of the document."""
     return bool(piece.document == document and piece.high == ends[document])
