@@ -82,18 +82,18 @@ def recorded() -> Iterator[Counter[str]]:
     def getitem(kernel: Any, grid: tuple[int, ...]) -> Any:
         return lambda *_, **__: names.update([kernel.__name__.removesuffix("_kernel")])
 
-    before = JITFunction.__getitem__, launch._device, backend.supports
+    before = JITFunction.__getitem__, launch._device, backend.why_not_call
     JITFunction.__getitem__ = getitem
     launch._device = lambda x: launch._Device(90, cycle_model.MULTIPROCESSORS)
-    backend.supports = lambda call, state: None
-    layer_backends.FUSED["meta"], supports = "triton", layer_backend.supports
-    layer_backend.supports = lambda *_, **__: None
+    backend.why_not_call = lambda call, state: None
+    layer_backends.FUSED["meta"], why_not_tensors = "triton", layer_backend.why_not_tensors
+    layer_backend.why_not_tensors = lambda *_, **__: None
     try:
         yield names
     finally:
-        JITFunction.__getitem__, launch._device, backend.supports = before
+        JITFunction.__getitem__, launch._device, backend.why_not_call = before
         del layer_backends.FUSED["meta"]
-        layer_backend.supports = supports
+        layer_backend.why_not_tensors = why_not_tensors
 
 
 def count(shape: tuple[int, int, int], **options: Any) -> dict[str, dict[str, Counter[str]]]:

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 from linrope.models import DecodingStep, LanguageModel, LanguageModelConfig
 
-
 CALLS = 10
 
 

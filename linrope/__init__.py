@@ -2,7 +2,7 @@
 
 from linrope import feature_maps
 from linrope.layer.attention import LinearRoPEAttention
-from linrope.operation.foreign import state_from_sums
+from linrope.operation.from_sums import state_from_sums
 from linrope.operation.functional import linear_rope_attention, linear_rope_state
 from linrope.rotation.rotary import Rotary
 from linrope.sequence.state import LinearAttentionState

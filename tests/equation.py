@@ -39,7 +39,7 @@ class Sizes:
     den: Tensor  # (b, n, h): the normalizer before eps
     kv: Tensor  # (s, g, f, e)
     z: Tensor  # (s, g, f)
-    lost: float  # what sums that fade below float32's range come to in an output, in units of its roundoff
+    lost: float  # what sums that decay below float32's range come to in an output, in units of its roundoff
     exact: float = 0.0  # what a float64 result may be off by, in these units
     slack: int = 1  # of features that are rounded before the backend sees them
 
@@ -129,9 +129,9 @@ def _attend(
     w, w0, top = _weights(log_decay, decay, k_scale, first, mask, distance, causal, g)
     far = far0 = None
     if rotary is not None and rotary.xpos is not None:
-        passed, fade = distance.cumsum(1), _xpos_log_decay(rotary)
-        far = ((passed[:, :, None] - passed[:, None]).clamp(min=0)[..., None] * fade).exp()
-        far0 = (passed[..., None] * fade).exp()
+        passed, xpos_log_decay = distance.cumsum(1), _xpos_log_decay(rotary)
+        far = ((passed[:, :, None] - passed[:, None]).clamp(min=0)[..., None] * xpos_log_decay).exp()
+        far0 = (passed[..., None] * xpos_log_decay).exp()
 
     ones = torch.ones_like(v[..., :1])
 

@@ -194,7 +194,7 @@ def test_a_layer_refuses_what_does_not_fit(call, message: str) -> None:
         (lambda: LearnedAbsolute(8.0, 4), r"embed_dim=8.0: expected an integer"),
         (lambda: Shaw(2.0, 8), r"num_heads=2.0: expected an integer"),
         (lambda: Shaw(2, 8, max_distance=4.0), r"max_distance=4.0: expected an integer"),
-        (lambda: feature_maps.make("favor++", 4, spread="a"), r"spread='a': expected a number"),
+        (lambda: feature_maps.make("favor++", 4, mean_square="a"), r"mean_square='a': expected a number"),
         (lambda: feature_maps.make("favor+", 4, kernel_epsilon="a"), r"kernel_epsilon='a': expected a number"),
         (lambda: layer(rotary={"name": "selective", "per_head": "no"}), r"rotary: got per_head='no', expected True"),
     ],

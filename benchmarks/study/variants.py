@@ -170,7 +170,7 @@ def state_numbers(model: nn.Module) -> int | None:
     blocks = getattr(getattr(model, "model", model), "blocks", [])
     if not layers or len(layers) < len(blocks):
         return None
-    return sum(x.num_kv_heads * x.feature_map.feature_dim * x.value_head_dim for x in layers)
+    return sum(x.num_state_heads * x.feature_map.feature_dim * x.value_head_dim for x in layers)
 
 
 def _count(model: nn.Module) -> int:

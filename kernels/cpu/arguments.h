@@ -111,13 +111,14 @@ inline std::vector<int64_t> rising_bounds(const void* data, bool wide, int64_t c
   return bounds;
 }
 
-inline Gate gate(const char* name, const Tensor& x, int64_t b, int64_t m, int64_t g, bool half, int64_t pairs) {
+inline Gate gate(const char* name, const Tensor& x, int64_t b, int64_t m, int64_t g, bool allow_half,
+                 int64_t pairs) {
   if (pairs < 0) check_shape(name, x, {{b, 1}, m, {g, 1}});
   else check_shape(name, x, {{b, 1}, m, {g, 1}, pairs});
   const auto type = x.scalar_type();
   const bool wide = type == ScalarType::Float || type == ScalarType::Double;
-  STD_TORCH_CHECK(wide || (half && (type == ScalarType::BFloat16 || type == ScalarType::Half)), name,
-                  ": got another dtype, expected float32 or float64", half ? ", bfloat16 or float16" : "");
+  STD_TORCH_CHECK(wide || (allow_half && (type == ScalarType::BFloat16 || type == ScalarType::Half)), name,
+                  ": got another dtype, expected float32 or float64", allow_half ? ", bfloat16 or float16" : "");
   const int kind = type == ScalarType::Float ? kFloat32 : type == ScalarType::Double ? kFloat64
                    : type == ScalarType::BFloat16 ? kBFloat16 : kFloat16;
   return {(const char*)x.data_ptr(), kind, x.size(0) == 1 ? 0 : x.stride(0), x.stride(1),
@@ -133,7 +134,7 @@ inline Positions positions(const char* name, const Tensor& x, int64_t b, int64_t
   return {(const int64_t*)x.data_ptr(), x.size(0) == 1 ? 0 : x.stride(0), x.stride(1), x.dim() == 2 && x.size(1) == 1};
 }
 
-struct Inputs {  // the arguments that forward, backward and step have in common
+struct Arguments {  // the arguments that forward, backward and step have in common
   const Maybe& q;
   const Tensor &k, &v;
   int64_t feature_map;
@@ -146,7 +147,7 @@ struct Inputs {  // the arguments that forward, backward and step have in common
   bool one_token = false;  // a step
 };
 
-inline void read_sizes(const Inputs& x, Call& c) {
+inline void read_sizes(const Arguments& x, Call& c) {
   STD_TORCH_CHECK(x.k.dim() == 4 && x.v.dim() == 4, "k, v: got ", x.k.dim(), " and ", x.v.dim(),
                   " dimensions, expected 4");
   const auto type = x.k.scalar_type();
@@ -155,7 +156,7 @@ inline void read_sizes(const Inputs& x, Call& c) {
   c.type = type == ScalarType::Float ? kFloat32 : type == ScalarType::BFloat16 ? kBFloat16 : kFloat16;
   const int64_t b = x.k.size(0), f = x.k.size(3), e = x.v.size(3);
   const int64_t key_heads = x.k.size(2);
-  c.m = x.k.size(1), c.g = x.v.size(2), c.n = c.m, c.h = c.g, c.added = 1;
+  c.m = x.k.size(1), c.g = x.v.size(2), c.n = c.m, c.h = c.g, c.heads_per_gradient = 1;
   STD_TORCH_CHECK(f >= 1 && f <= kMaxDim && e >= 1 && e <= kMaxDim, "k, v: got ", f, " features and ", e,
                   " values, expected 1 to ", kMaxDim);
   c.f = (int)f, c.e = (int)e;
@@ -186,12 +187,12 @@ inline void read_sizes(const Inputs& x, Call& c) {
   }
 }
 
-inline void read_rotation(const Inputs& x, Call& c) {
+inline void read_rotation(const Arguments& x, Call& c) {
   const int64_t b = x.k.size(0);
   STD_TORCH_CHECK(x.layout >= kNone && x.layout <= kHalf, "layout: got ", x.layout, ", expected 0, 1 or 2");
   const bool rotates = x.theta || x.angle_steps || x.angle;
-  STD_TORCH_CHECK(rotates == (x.layout != kNone), "layout: got ", x.layout, rotates ? " beside" : " without",
-                  " theta, angle_steps or angle");
+  STD_TORCH_CHECK(rotates == (x.layout != kNone), "layout: got ", x.layout, ", expected ",
+                  rotates ? "1 or 2 with" : "0 without", " theta, angle_steps or angle");
   c.layout = (int)x.layout, c.axes = 1;
   if (!rotates) return;
   const Tensor& any = x.theta ? *x.theta : x.angle_steps ? *x.angle_steps : *x.angle;
@@ -206,7 +207,7 @@ inline void read_rotation(const Inputs& x, Call& c) {
     check_type("theta", theta, ScalarType::Long, "int64"), check_contiguous("theta", theta);
     c.theta = (const int64_t*)theta.data_ptr(), c.axes = (int)theta.size(0);
     c.theta_axis = theta.size(1) * pairs, c.theta_head = theta.size(1) == 1 ? 0 : pairs;
-    STD_TORCH_CHECK(x.positions, "positions: got none beside theta, expected int64 positions");
+    STD_TORCH_CHECK(x.positions, "positions: got none, expected int64 positions with theta");
     c.positions = positions("positions", *x.positions, b, c.n, c.axes);
     c.key_positions = c.positions;
     if (x.key_positions) c.key_positions = positions("key_positions", *x.key_positions, b, c.m, c.axes);
@@ -228,11 +229,12 @@ inline bool is_swapped(const Tensor& kv) {
   return swapped;
 }
 
-inline void read_state(const Inputs& x, Call& c) {
+inline void read_state(const Arguments& x, Call& c) {
   STD_TORCH_CHECK(x.kv.has_value() == x.z.has_value(), "kv, z: got one of them, expected both or none");
   int64_t rows = c.sequences;
   if (x.slots) {
-    STD_TORCH_CHECK(x.kv && x.kv->dim() == 4, "slots: got them without kv and z, expected a pool");
+    STD_TORCH_CHECK(x.kv && x.kv->dim() == 4,
+                    "slots: got a tensor without kv and z, expected a pool's kv and z with it");
     check_shape("slots", *x.slots, {c.sequences}), check_type("slots", *x.slots, ScalarType::Long, "int64");
     check_contiguous("slots", *x.slots);
     rows = x.kv->size(0), c.slots = (const int64_t*)x.slots->data_ptr();
@@ -255,7 +257,7 @@ inline void read_state(const Inputs& x, Call& c) {
   }
 }
 
-inline Call read_call(const Inputs& x) {
+inline Call read_call(const Arguments& x) {
   Call c{};
   STD_TORCH_CHECK(x.feature_map >= kIdentity && x.feature_map <= kSilu, "feature_map: got ", x.feature_map,
                   ", expected 0 .. 5");
@@ -265,7 +267,7 @@ inline Call read_call(const Inputs& x) {
   read_sizes(x, c), read_rotation(x, c), read_state(x, c);
   const int64_t b = x.k.size(0);
   if (x.log_decay) {
-    STD_TORCH_CHECK(x.causal, "log_decay: got it with causal=False, expected none");
+    STD_TORCH_CHECK(x.causal, "log_decay: got a tensor with causal=False, expected none");
     c.log_decay = gate("log_decay", *x.log_decay, b, c.m, c.g, false, -1);
   }
   if (x.write) c.write = gate("write", *x.write, b, c.m, c.g, true, -1);

@@ -62,12 +62,12 @@ static void set_isa(std::string name) {
 }
 
 // The table of cos and sin of theta times 0 .. kChunk - 1, if positions may be consecutive
-static std::vector<float> make_offsets(Call& c) {
+static std::vector<float> make_rotation_table(Call& c) {
   std::vector<float> table;
   if (!c.theta || c.axes != 1 || c.angle_steps.data || (c.n < 2 && c.m < 2)) return table;
   table.resize((c.theta_head ? c.g : 1) * kChunk * 2 * isa().padded_pairs(c.pairs));
-  isa().offsets(c, table.data());
-  c.offsets = table.data();
+  isa().fill_rotation_table(c, table.data());
+  c.rotation_table = table.data();
   return table;
 }
 
@@ -97,7 +97,7 @@ static OutAndState forward(Maybe q, Tensor k, Tensor v, int64_t feature_map, May
                       key_mask, cu_seqlens, kv, z, slots, layout, causal, normalize, eps, add_eps});
   if (slots) check_angle_heads(c);
   const Schedule schedule(c);
-  const auto table = make_offsets(c);
+  const auto table = make_rotation_table(c);
   const auto type = k.scalar_type();
   Tensor out = q ? empty(type, {k.size(0), c.n, c.h, c.e}) : empty(type, {0});
   const bool state = want_state && !slots;
@@ -121,10 +121,11 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
                       key_mask, cu_seqlens, kv, z, none, layout, causal, normalize, eps, add_eps});
   const auto type = k.scalar_type();
   const int64_t b = k.size(0);
-  STD_TORCH_CHECK(q || !g_out, "g_out: got it without q, expected none");
-  STD_TORCH_CHECK(!want_angle_steps || c.angle_steps.data, "want_angle_steps: got it without angle_steps");
-  STD_TORCH_CHECK(!want_log_decay || c.log_decay.data, "want_log_decay: got it without log_decay");
-  STD_TORCH_CHECK(!want_write || c.write.data, "want_write: got it without write");
+  STD_TORCH_CHECK(q || !g_out, "g_out: got a tensor without q, expected none");
+  STD_TORCH_CHECK(!want_angle_steps || c.angle_steps.data,
+                  "want_angle_steps: got true without angle_steps, expected false");
+  STD_TORCH_CHECK(!want_log_decay || c.log_decay.data, "want_log_decay: got true without log_decay, expected false");
+  STD_TORCH_CHECK(!want_write || c.write.data, "want_write: got true without write, expected false");
   if (g_out) {
     check_shape("g_out", *g_out, {b, c.n, c.h, c.e}), check_rows("g_out", *g_out, type);
     c.dout = view(*g_out);
@@ -139,12 +140,14 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
     check_type("g_z", *g_z, ScalarType::Double, "float64");
     c.g_z = (const double*)g_z->data_ptr();
   }
-  c.added = heads_added(c);
+  c.heads_per_gradient = heads_per_gradient(c);
   const Schedule schedule(c);
-  const auto table = make_offsets(c);
+  const auto table = make_rotation_table(c);
   const auto shared = c.value_group > 1 ? ScalarType::Float : type;
-  Tensor dq = q ? empty(shared, {b, c.n, c.h / c.added, c.f}, !g_out || c.added > 1) : empty(shared, {0});
-  Tensor dk = empty(shared, {b, c.m, c.g / c.added, c.f}, c.added > 1), dv = empty(type, {b, c.m, c.g, c.e});
+  const int64_t dq_heads = c.h / c.heads_per_gradient, dk_heads = c.g / c.heads_per_gradient;
+  const bool adds = c.heads_per_gradient > 1;
+  Tensor dq = q ? empty(shared, {b, c.n, dq_heads, c.f}, !g_out || adds) : empty(shared, {0});
+  Tensor dk = empty(shared, {b, c.m, dk_heads, c.f}, adds), dv = empty(type, {b, c.m, c.g, c.e});
   Tensor d_log_decay = want_log_decay ? empty(ScalarType::Float, {b, c.m, c.g}) : empty(ScalarType::Float, {0});
   Tensor d_write = want_write ? empty(ScalarType::Float, {b, c.m, c.g}) : empty(ScalarType::Float, {0});
   Tensor d_angle_steps =

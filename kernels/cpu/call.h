@@ -41,8 +41,8 @@ struct Call {
   int64_t sequences, n, m, h, g;
   int64_t value_group;    // value heads per head of q and k. More than 1: v has more heads than they have, and h is g
   // The number of heads whose gradients of q and k are added up in one head of dq and dk. It divides value_group. With
-  // value_group > 1, dq and dk are float32. With added > 1 they are zero before the first sweep
-  int64_t added;
+  // value_group > 1, dq and dk are float32. With heads_per_gradient > 1 they are zero before the first sweep
+  int64_t heads_per_gradient;
   int f, e, pairs, layout, map;
   const void* cu_seqlens;  // (sequences + 1,) bounds of packed sequences, b == 1; null: not packed
   int cu_wide;             // 1: cu_seqlens is int64, 0: int32
@@ -60,7 +60,8 @@ struct Call {
   int64_t angle_row, angle_head;
   const bool* key_mask;    // (b, m) or null
   int64_t mask_batch, mask_token;
-  const float* offsets;    // (1 or g, kChunk, 2, padded pairs) or null: cos and sin of theta times 0 .. kChunk - 1
+  // (1 or g, kChunk, 2, padded pairs) or null: cos and sin of theta times 0 .. kChunk - 1
+  const float* rotation_table;
 
   const float* kv;         // S (rows, g, f, e); null: zero
   bool kv_swapped;         // S lies in memory as (rows, g, e, f), which only a step can read
@@ -137,7 +138,7 @@ struct Isa {
   int lanes;  // of a vector
   int (*padded_pairs)(int pairs);
   size_t (*anchor_bytes)(const Call&);
-  void (*offsets)(const Call&, float* table);
+  void (*fill_rotation_table)(const Call&, float* table);
   // Adds the span's angle steps to angle (pairs).
   void (*sum_steps)(const Call&, const Span&, int64_t* angle);
   double (*sum_decay)(const Call&, const Span&);

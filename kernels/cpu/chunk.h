@@ -21,19 +21,20 @@ inline int64_t state_row(const Call& c, const Span& span) {
 }
 
 // Decay within a chunk: D_i is log decay summed from the chunk's first token (exclusive) to token i. A chunk
-// ends before the token that would bring D below -40, so that e^D and e^-D are ordinary numbers. Where it
+// ends before the token that would bring D below kMinChunkDecay, so that e^D and e^-D are ordinary numbers. Where it
 // ends depends on no later token.
 struct Decay {
-  // A log decay below kNone counts as kNone: e^-1000 is 0, and numbers of larger size would cancel in sums.
-  static constexpr double kRange = -40, kNone = -1000;
+  static constexpr double kMinChunkDecay = -40;
+  // A smaller log decay counts as kMinLogDecay: e^-1000 is 0, and larger magnitudes would cancel in sums.
+  static constexpr double kMinLogDecay = -1000;
   const char* base = nullptr;
   int type = 0;
   int64_t stride = 0;
   double sum = 0;  // D of the chunk's last token
   float exp_D[kChunk], exp_minus_D[kChunk];
-  int64_t planned = -1;  // first token of the stretch between two anchors whose chunks begin at `offsets`
+  int64_t planned = -1;  // first token of the stretch between two anchors whose chunks begin at `chunk_starts`
   int chunks = 0;
-  uint16_t offsets[kAnchorDistance];
+  uint16_t chunk_starts[kAnchorDistance];
 
   Decay(const Call& c, const Span& span) {
     for (int i = 0; i < kChunk; i++) exp_D[i] = exp_minus_D[i] = 1;
@@ -45,7 +46,7 @@ struct Decay {
   double at(int64_t token) const {
     if (!base) return 0;
     const double a = read(base + token * stride, type);
-    return a < kNone ? kNone : a;
+    return a < kMinLogDecay ? kMinLogDecay : a;
   }
   // The number of tokens in the chunk that starts at t, of `left` tokens, and the D of each
   int rows(int64_t t, int64_t left, double* D) const {
@@ -53,7 +54,7 @@ struct Decay {
     D[0] = 0;
     for (int i = 1; base && i < count; i++) {
       D[i] = D[i - 1] + at(t + i);
-      if (D[i] < kRange) count = i;
+      if (D[i] < kMinChunkDecay) count = i;
     }
     return count;
   }
@@ -84,10 +85,10 @@ struct Decay {
     if (first != planned) {
       double D[kChunk];
       chunks = 0, planned = first;
-      for (int64_t t = first; t <= last; t += rows(t, last - t + 1, D)) offsets[chunks++] = (uint16_t)(t - first);
+      for (int64_t t = first; t <= last; t += rows(t, last - t + 1, D)) chunk_starts[chunks++] = (uint16_t)(t - first);
     }
-    while (first + offsets[chunks - 1] > last) chunks--;
-    return first + offsets[chunks - 1];
+    while (first + chunk_starts[chunks - 1] > last) chunks--;
+    return first + chunk_starts[chunks - 1];
   }
 };
 
@@ -146,7 +147,7 @@ struct Angles {
   Steps steps;
   const int64_t* positions;
   uint64_t* theta;  // (axes, half)
-  const float* offsets;
+  const float* rotation_table;  // of this head; null: there is none
   int64_t position_stride;
   bool consecutive;
   uint64_t* sum;  // the state's angle plus the angle steps up to the current token
@@ -156,7 +157,8 @@ struct Angles {
   Angles(const Call& c, const Shape& s, const Span& span, const Positions& p, const int64_t* angle_in, float* table,
          Arena& arena)
       : c(c), s(s), steps(c, span),
-        offsets(c.offsets ? c.offsets + (c.theta_head ? span.head * kChunk * 2 * s.half : 0) : nullptr) {
+        rotation_table(c.rotation_table ? c.rotation_table + (c.theta_head ? span.head * kChunk * 2 * s.half : 0)
+                                        : nullptr) {
     positions = p.data ? p.data + batch_row(c, span) * p.batch : nullptr;
     position_stride = p.token, consecutive = p.consecutive;
     sum = arena.take<uint64_t>(s.half), theta = arena.take<uint64_t>(s.axes * s.half);
@@ -173,7 +175,7 @@ struct Angles {
     return consecutive ? positions[0] + token : positions[token * position_stride];
   }
 
-  // from the integer angle itself
+  // cos and sin of the integer angle
   void compute(int64_t token, float* to_cos, float* to_sin) {
     for (int i = 0; i < s.half; i += W) {
       vl x = *(const vlu*)(sum + i);
@@ -186,13 +188,13 @@ struct Angles {
       store(to_cos + i, c), store(to_sin + i, s);
     }
   }
-  // Those of token chunk_begin + i. If its position is less than kChunk after that of the chunk's first token, the first
-  // token's are rotated by an entry of the table.
+  // The cos and sin of token chunk_begin + i. If there is a table, and the token's position is less than kChunk after
+  // that of the chunk's first token, rotates the first token's cos and sin by an entry of the table.
   void row(int64_t chunk_begin, int i) {
     float *to_cos = cos + i * s.half, *to_sin = sin + i * s.half;
-    const int64_t offset = offsets && i ? position(chunk_begin + i) - position(chunk_begin) : -1;
+    const int64_t offset = rotation_table && i ? position(chunk_begin + i) - position(chunk_begin) : -1;
     if (offset < 0 || offset >= kChunk) return compute(chunk_begin + i, to_cos, to_sin);
-    const float* table = offsets + offset * 2 * s.half;  // R(p) = R(p0) R(p - p0)
+    const float* table = rotation_table + offset * 2 * s.half;  // R(p) = R(p0) R(p - p0)
     for (int p = 0; p < s.half; p += W) {
       const vf c0 = load(cos + p), s0 = load(sin + p), c1 = load(table + p), s1 = load(table + s.half + p);
       store(to_cos + p, c0 * c1 - s0 * s1), store(to_sin + p, s0 * c1 + c0 * s1);
@@ -215,7 +217,7 @@ struct Angles {
   }
 };
 
-void offsets(const Call& c, float* table) {
+void fill_rotation_table(const Call& c, float* table) {
   const Shape s(c);
   const int heads = c.theta_head ? c.g : 1;
   for (int h = 0; h < heads; h++)

@@ -81,8 +81,8 @@ struct ChunkProduct {
   float* diagonal = nullptr;  // not null: tril's diagonal goes here, and out lacks its products
 };
 
-// Moves the diagonal of the scores to x.diagonal, if it is wanted. (Within the loops that compute the scores, this
-// would make GCC compile them 4% slower, for those who do not want it too.)
+// Moves the diagonal of the scores to x.diagonal, if it is wanted. Inside the loops that compute the scores, this would
+// make GCC's code run 4% slower, even in calls that do not want the diagonal.
 inline void move_diagonal(const ChunkProduct& x, float* scores) {
   for (int i = 0; x.diagonal && i < x.operands.rows; i++) {
     float& score = scores[i * kChunk + i];

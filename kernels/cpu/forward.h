@@ -63,7 +63,8 @@ struct Forward : Task {
     const int rows = decay.plan(t, anchor_after(t) - t), F = s.F, E = s.E, half = s.half;
     const Angles& query_angles = same_angles ? k_angle : q_angle;
     k_angle.forward(t, rows);
-    if (!same_angles && query_heads) q_angle.forward(t, rows);  // without query heads: fewer positions than keys
+    // Without query heads the sweep runs over keys alone, and c.positions may have fewer entries than there are keys.
+    if (!same_angles && query_heads) q_angle.forward(t, rows);
     key_features(t, 1, rows, w.x);
     if (want_z) z_sum.rows(w.x, rows, decay.exp_minus_D, decay.exp_D, w.z);
     for (int i = 0; i < rows; i++) {

@@ -28,7 +28,7 @@ void decay_caller_state(double log_decay, int64_t count, float* kv, int64_t z_co
 #define LINROPE_TEXT2(x) #x
 #define LINROPE_TEXT(x) LINROPE_TEXT2(x)
 extern const Isa LINROPE_JOIN(isa_, ISA) = {
-    LINROPE_TEXT(ISA), W, padded_pairs, anchor_bytes, offsets, sum_steps, sum_decay, decay_caller_state,
+    LINROPE_TEXT(ISA), W, padded_pairs, anchor_bytes, fill_rotation_table, sum_steps, sum_decay, decay_caller_state,
     run_bundle<Forward>, run_bundle<BackwardQueries>, run_bundle<BackwardKeys>, run_bundle<Bidirectional>,
     run_bundle<BidirectionalBackward>, step, convolve, convolve_backward, norm, norm_backward,
     linear};

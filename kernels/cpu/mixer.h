@@ -103,14 +103,14 @@ inline Tensor mixer_step(Tensor x, int64_t h, bool has_gate, bool has_forget, bo
   const double* fixed = decay ? (const double*)decay->data_ptr() : nullptr;
 
   const Tensor starts = slots ? positions_at(*slots, positions, b, kv.size(0)) : positions;
-  const Maybe none, state = kv, sums = z, where = theta ? Maybe(starts) : none;
+  const Maybe none, state = kv, sums = z, step_positions = theta ? Maybe(starts) : none;
   const Tensor mixed = weight ? empty(type, {b, channels}) : x;
   std::optional<ConvolutionCall> convolution;
   if (weight) convolution.emplace(as_token(x, 0, channels), *weight, bias, inputs, none, slots, silu);
   const Maybe q = as_heads(mixed, 0, h, d);
   const Tensor k = as_heads(mixed, h * d, g, d), v = as_heads(mixed, (h + g) * d, g, e);
-  Call c = read_call({q, k, v, feature_map, none, none, theta, where, none, none, none, none, none, state, sums, slots,
-                      layout, true, normalize, eps, false});
+  Call c = read_call({q, k, v, feature_map, none, none, theta, step_positions, none, none, none, none, none, state, sums,
+                      slots, layout, true, normalize, eps, false});
   int64_t* position = advancing_positions(c, starts);
   const Tensor out = empty(type, {b, 1, h, e});
   NormCall after(out, has_gate ? Maybe(as_token(x, channels, h * e)) : none, skip ? Maybe(v) : none, norm, skip,
@@ -121,9 +121,9 @@ inline Tensor mixer_step(Tensor x, int64_t h, bool has_gate, bool has_forget, bo
   std::vector<double> log_decay(has_forget || fixed ? b * g : 0), factors(tied || has_write ? b * g : 0);
   for (int64_t i = 0; i < b * g; i++) {
     const float* row = (const float*)x.data_ptr() + i / g * x.stride(0) + i % g;
-    const double kept = has_forget ? log_sigmoid(row[forget_at]) : 0;
-    if (!log_decay.empty()) log_decay[i] = kept + (fixed ? fixed[i % g] : 0);
-    if (!factors.empty()) factors[i] = has_write ? 1 / (1 + std::exp(-(double)row[write_at])) : -std::expm1(kept);
+    const double log_gate = has_forget ? log_sigmoid(row[forget_at]) : 0;
+    if (!log_decay.empty()) log_decay[i] = log_gate + (fixed ? fixed[i % g] : 0);
+    if (!factors.empty()) factors[i] = has_write ? 1 / (1 + std::exp(-(double)row[write_at])) : -std::expm1(log_gate);
   }
   if (!log_decay.empty()) c.log_decay = {(const char*)log_decay.data(), kFloat64, g, g, 1, 0};
   if (!factors.empty()) c.write = {(const char*)factors.data(), kFloat64, g, g, 1, 0};

@@ -1,4 +1,4 @@
-// The operators around the operation: checks, packed parameters, tasks of consecutive tokens, sums over the tasks.
+// The operators around the operation: checks, padded parameters, tasks of consecutive tokens, sums over the tasks.
 #pragma once
 #include <algorithm>
 
@@ -64,7 +64,7 @@ inline const float* parameter(const char* name, const Tensor& x, std::initialize
 inline int64_t whole_vectors(int64_t count) { return (count + isa().lanes - 1) / isa().lanes * isa().lanes; }
 
 struct ConvolutionCall : Convolution {
-  std::vector<float> packed;
+  std::vector<float> padded_weights;
   std::vector<int64_t> sequence_bounds;
   int64_t b;
 
@@ -77,7 +77,7 @@ struct ConvolutionCall : Convolution {
     STD_TORCH_CHECK(taps_in.dim() == 2 && taps_in.size(1) >= 1 && taps_in.size(1) <= kMaxTaps, "weight: got shape ",
                     shape_text(taps_in), ", expected (c, 1 to ", kMaxTaps, " taps)");
     taps = (int)taps_in.size(1), stride = whole_vectors(c);
-    pack(parameter("weight", taps_in, {c, taps}), bias ? parameter("bias", *bias, {c}) : nullptr);
+    pad_weights(parameter("weight", taps_in, {c, taps}), bias ? parameter("bias", *bias, {c}) : nullptr);
     sequences = b;
     if (cu_seqlens) {
       const Tensor& cu = *cu_seqlens;
@@ -90,7 +90,8 @@ struct ConvolutionCall : Convolution {
     if (rows) {
       check_shape("slots", *rows, {sequences}), check_type("slots", *rows, ScalarType::Long, "int64");
       check_contiguous("slots", *rows);
-      STD_TORCH_CHECK(inputs && inputs->dim() == 3, "slots: got them without inputs, expected a pool");
+      STD_TORCH_CHECK(inputs && inputs->dim() == 3,
+                      "slots: got a tensor without inputs, expected a pool's inputs with it");
       slots = (const int64_t*)rows->data_ptr(), count = inputs->size(0);
       for (int64_t i = 0; i < sequences; i++)
         STD_TORCH_CHECK(slots[i] >= 0 && slots[i] < count, "slots: got ", slots[i], ", expected 0 .. ", count - 1);
@@ -100,12 +101,12 @@ struct ConvolutionCall : Convolution {
   }
   ConvolutionCall(const ConvolutionCall&) = delete;
 
-  void pack(const float* from, const float* bias) {
-    packed.resize((taps + 1) * stride);
-    weight = packed.data();
+  void pad_weights(const float* from, const float* bias) {
+    padded_weights.resize((taps + 1) * stride);
+    weight = padded_weights.data();
     for (int64_t t = 0; t < taps; t++)
-      for (int64_t i = 0; i < c; i++) packed[t * stride + i] = from[i * taps + t];
-    if (bias) memcpy(packed.data() + taps * stride, bias, 4 * c);
+      for (int64_t i = 0; i < c; i++) padded_weights[t * stride + i] = from[i * taps + t];
+    if (bias) memcpy(padded_weights.data() + taps * stride, bias, 4 * c);
   }
   bool covers_all_tokens() const { return !bounds || (bounds[0] == 0 && bounds[sequences] == n); }
 };
@@ -168,7 +169,7 @@ inline Tensor convolve_step(Tensor x, Tensor weight, Maybe bias, Tensor inputs, 
 }
 
 struct NormCall : Norm {
-  std::vector<float> packed;
+  std::vector<float> padded_weights;
   int64_t b, stride;
 
   NormCall(const Tensor& x, const Maybe& z, const Maybe& values, const Maybe& weights, const Maybe& skips, double epsilon,
@@ -191,10 +192,10 @@ struct NormCall : Norm {
     if (weights) {
       const bool shared = weights->dim() == 1;  // by all heads
       const float* from = shared ? parameter("weight", *weights, {e}) : parameter("weight", *weights, {h, e});
-      packed.resize(h * stride);
+      padded_weights.resize(h * stride);
       for (int64_t head = 0; head < h; head++)
-        memcpy(packed.data() + head * stride, from + (shared ? 0 : head * e), 4 * e);
-      weight = packed.data();
+        memcpy(padded_weights.data() + head * stride, from + (shared ? 0 : head * e), 4 * e);
+      weight = padded_weights.data();
       STD_TORCH_CHECK(epsilon > 0, "eps: got ", epsilon, ", expected a positive number");
     }
     eps = (float)epsilon, over_heads = all_heads, gate_first = z_first, skip_first = values_first;

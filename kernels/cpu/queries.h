@@ -11,27 +11,27 @@ struct FinishQuery {
   const Task& task;
   float* raw;  // scratch (F)
 
-  // The terms of log decay's gradient, which are those of earlier keys only: see keys.h
-  struct Earlier {
-    float* sum;        // null if that gradient is not wanted
-    const float* key;  // (F): the key of the same token, rotated by its angle less the query's; d is without it
-    float score;       // its factor in d
-    float product;     // <phi, key>
-    float den;         // the denominator without it
+  // The query's own key, which log decay's gradient leaves out (see keys.h)
+  struct OwnKey {
+    float* d_log_decay;  // the query's term is added here; null: this gradient is not wanted
+    const float* key;    // (F): the own key, rotated by its angle minus the query's; d does not contain its share yet
+    float score;         // the factor of the own key in d
+    float product;       // <phi, own key>
+    float den;           // the denominator without the own key
   };
 
   // Returns dden. Adds the query's terms to the gradients of angle steps and log decay, if these are not null.
   float operator()(const Rows& q, const Rows& dq, int64_t token, const float* phi, float* d, const float* z,
                    const float* cos, const float* sin, float den, float inverse_den, float* d_angle_steps,
-                   const Earlier& earlier) const {
+                   const OwnKey& own) const {
     const Shape& s = task.s;
     const Call& c = task.c;
     rotate<true>(s, d, cos, sin, 1, d);
-    const double before = earlier.sum ? product(phi, d, s.F) : 0;
-    float x = earlier.sum ? (float)before : dot(phi, d, s.F);  // = gb num, with the diagonal
-    if (earlier.sum) {
-      x += earlier.product * earlier.score;
-      for (int i = 0; i < s.F; i += W) store(d + i, load(d + i) + load(earlier.key + i) * earlier.score);
+    const double without_own = own.d_log_decay ? product(phi, d, s.F) : 0;
+    float x = own.d_log_decay ? (float)without_own : dot(phi, d, s.F);  // = gb num, with the diagonal
+    if (own.d_log_decay) {
+      x += own.product * own.score;
+      for (int i = 0; i < s.F; i += W) store(d + i, load(d + i) + load(own.key + i) * own.score);
     }
     const bool constant_den = !c.normalize || (!c.add_eps && den < c.eps);
     const float dden = constant_den ? 0 : -x * inverse_den;
@@ -40,7 +40,7 @@ struct FinishQuery {
         const int x = p * s.pair_stride, y = x + s.partner;
         d_angle_steps[p] += phi[x] * d[y] - phi[y] * d[x];
       }
-    if (earlier.sum) *earlier.sum += (float)(before + (dden == 0 ? 0 : dden * earlier.den));
+    if (own.d_log_decay) *own.d_log_decay += (float)(without_own + (dden == 0 ? 0 : dden * own.den));
     const float* from = phi;
     if (s.map == kSilu || s.map == kRelu2) features(s, q, token, kIdentity, raw), from = raw;
     for (int i = 0; i < s.F; i += W) {
@@ -147,20 +147,20 @@ struct BackwardQueries : Task {
     multiply_chunk({keys, w.gb, fresh ? nullptr : S, decay.exp_D, finite, false, w.scores, w.d, F,
                     c.d_log_decay ? w.diagonal : nullptr});
     const FinishQuery finish_query{*this, w.raw};
-    FinishQuery::Earlier earlier{};
+    FinishQuery::OwnKey own{};
     for (int i = 0; i < rows; i++) {
       const int64_t at = query_index(t + i, r);
       if (c.d_log_decay) {
-        earlier = {c.d_log_decay + key_index(t + i), w.psi + i * F, w.diagonal[i], w.products[i], w.dens_before[i]};
+        own = {c.d_log_decay + key_index(t + i), w.psi + i * F, w.diagonal[i], w.products[i], w.dens_before[i]};
         if (!same_angles) {
-          rotate<false>(s, earlier.key, k_angle.cos + i * half, k_angle.sin + i * half, 1, w.key);
+          rotate<false>(s, own.key, k_angle.cos + i * half, k_angle.sin + i * half, 1, w.key);
           rotate<true>(s, w.key, q_angle.cos + i * half, q_angle.sin + i * half, 1, w.key);
-          earlier.key = w.key, earlier.product = dot(w.phi + i * F, w.key, F);
+          own.key = w.key, own.product = dot(w.phi + i * F, w.key, F);
         }
       }
       c.dden[at] = finish_query(q, dq, t + i, w.phi + i * F, w.d + i * F, w.z + i * F, query_angles.cos + i * half,
                                query_angles.sin + i * half, w.dens[i], c.inverse_den[at], angle_steps_at(t + i),
-                               earlier);
+                               own);
     }
   }
   void finish() {

@@ -47,17 +47,18 @@ struct Schedule {
         for (int64_t i = first; i < last; i++) task(i);
       });
   }
-  // Runs a sweep over segments first .. first + count - 1 of all heads; ends(head, segment) gives the Ends of
-  // each. As many heads are bundled as leave every thread a task; a head's results are the same in any
-  // bundle. Heads that add to the same rows of dq and dk are swept by one thread, in the same order for any number of
-  // threads.
+  // Runs a sweep over segments first .. first + count - 1 of all heads; ends(head, segment) returns the Ends of each.
+  // Bundles as many heads as it can, up to kBundle, while every thread still gets a task. A head's results are the same
+  // in any bundle. Heads that add to the same rows of dq and dk are swept by one thread, in the same order for any
+  // number of threads.
   template <class F>
   void sweep(Sweep* sweep, int64_t first, int64_t count, int64_t n, bool want_output, F ends) const {
     const int64_t threads = torch::stable::get_num_threads(), tasks_each = tasks() / (threads > 0 ? threads : 1);
     int64_t bundle = tasks_each < 1 ? 1 : tasks_each < kBundle ? tasks_each : kBundle;
     if (bundle > c.g) bundle = c.g;
     if (bundle < 1 || c.sequences < 1) return;
-    const int64_t each = bundle < c.added ? c.added : bundle / c.added * c.added;  // heads of a task
+    const int64_t shared = c.heads_per_gradient;
+    const int64_t each = bundle < shared ? shared : bundle / shared * shared;  // heads of a task
     const int64_t parts = (c.g + each - 1) / each;
     run(c.sequences * parts * count, [&](int64_t i) {
       const int64_t segment = first + i % count, sequence = i / count / parts, begin = i / count % parts * each;
@@ -183,7 +184,7 @@ inline void run_forward(const Schedule& x, float* kv_out, double* z_out) {
 }
 
 // The number of heads that add to the same rows of dq and dk: all that share them, or fewer to keep kMinTasks tasks
-inline int64_t heads_added(const Call& c) {
+inline int64_t heads_per_gradient(const Call& c) {
   int64_t parts = 1;
   const int64_t rows = c.sequences * (c.g / c.value_group);
   while (parts < c.value_group && (c.value_group % parts || rows * parts < kMinTasks)) parts++;

@@ -45,10 +45,10 @@ struct Task {
   Rows queries(int r) const { return Rows(c.q, c.type, batch, query_head(r) / c.value_group); }
   // Rows of dq or dk, and a row's gradient
   Rows gradients(const View& x, int64_t head) const {
-    return Rows(x, c.value_group > 1 ? kFloat32 : c.type, batch, head / c.added);
+    return Rows(x, c.value_group > 1 ? kFloat32 : c.type, batch, head / c.heads_per_gradient);
   }
   void write_gradient(const float* y, const Rows& rows, int64_t token) const {
-    if (c.added > 1) add_features(s, y, rows, token);
+    if (c.heads_per_gradient > 1) add_features(s, y, rows, token);
     else write_features(s, y, rows, token);
   }
   int64_t query_index(int64_t token, int r) const { return (batch * c.n + token) * c.h + query_head(r); }

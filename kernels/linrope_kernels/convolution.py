@@ -12,7 +12,7 @@ from triton import next_power_of_2
 
 from linrope_kernels.convolution_kernels import convolve_bwd_kernel, convolve_fwd_kernel, convolve_step_kernel
 from linrope_kernels.partial_sums import sum_rows
-from linrope_kernels.tiles import power_of_two
+from linrope_kernels.tiles import power_of_two_from_16
 
 UNROLL = 4  # positions whose inputs are loaded together
 ENOUGH_PROGRAMS = 1056  # 8 for each of an H200's multiprocessors
@@ -52,7 +52,7 @@ def convolve_fwd(call: Convolution) -> Tensor:
     (b, n, c), y = call.x.shape, call.x.new_empty(call.x.shape)
     elements = 4096 if call.weight.shape[1] <= 4 else 2048
     tokens = min(next_power_of_2(max(n, 1)), elements // 64)
-    channels = min(256, elements // tokens, power_of_two(c))
+    channels = min(256, elements // tokens, power_of_two_from_16(c))
     programs = b * -(-n // tokens) * -(-c // channels)
     if programs:
         convolve_fwd_kernel[(programs,)](
@@ -65,7 +65,7 @@ def convolve_fwd(call: Convolution) -> Tensor:
 def convolve_step(call: Convolution, inputs: Tensor, slots: Tensor | None) -> Tensor:
     """y (s, 1, c); shifts x (s, 1, c) into inputs (rows, taps - 1, c), of any strides."""
     (s, _, c), y = call.x.shape, call.x.new_empty(call.x.shape)
-    channels = min(256, power_of_two(c))
+    channels = min(256, power_of_two_from_16(c))
     if y.numel():
         convolve_step_kernel[(s * -(-c // channels),)](
             call.x, call.x.stride(0), call.weight, call.weight.stride(), call.bias, inputs, inputs.stride(), slots, y,
@@ -85,7 +85,7 @@ def convolve_bwd(call: Convolution, dy: Tensor) -> tuple[Tensor, Tensor, Tensor 
             if x is not None:
                 x.zero_()
         return dx, d_weight, d_bias, d_before
-    channels = min(64, power_of_two(c))
+    channels = min(64, power_of_two_from_16(c))
     rows, blocks = 512 // channels, -(-c // channels)
     *_, before, _, cu_seqlens, sequences = call.inputs
     gaps = sequences if cu_seqlens is not None else int(before is not None)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from linrope_kernels.pieces import silu_and_slope
 
-# Places, see rows_of
+# Values of a place, see rows_of
 HIDDEN = tl.constexpr(-(2**30))
 NOWHERE = tl.constexpr(-(2**31))  # no row at all
 
@@ -25,7 +25,10 @@ def load_bound(CU_SEQLENS, index, n):
 
 @triton.jit
 def packed_sequence(CU_SEQLENS, sequences, n, position, gap):
-    """The last packed sequence that begins at each position or before it, if ``gap`` more positions precede each."""
+    """For each position, the last packed sequence that begins at or before it.
+
+    Each sequence begins with ``gap`` extra positions.
+    """
     low = tl.zeros(position.shape, tl.int32)
     high, span = low + sequences, sequences
     while span > 1:
@@ -192,8 +195,9 @@ def convolve_bwd_kernel(
 
         da_i = dy_i act'(a_i)        dx_i = sum_t weight[taps - 1 - t] da_(i + t)        a: y before act
 
-    The positions of a chunk are tokens, and the rows of BEFORE. In a row of the batch these have the positions below 0.
-    Packed sequences begin with theirs, where da is 0, so that neither inputs nor da of one sequence meet another's.
+    The positions of a chunk are tokens and rows of BEFORE. Without packing, the rows of BEFORE have negative positions.
+    A packed sequence begins with the positions of its own rows of BEFORE. da is 0 at those positions, so the inputs
+    and da of two sequences never mix.
     """
     WIDTH: tl.constexpr = TAPS - 1
     BLOCKS: tl.constexpr = (CHANNELS + BC - 1) // BC

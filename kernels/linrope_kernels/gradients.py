@@ -44,7 +44,10 @@ def attend_bwd(
     d_out: Tensor,
     d_end: State | None,
 ) -> Gradients:
-    """saved, and out if call.reads_out, are attend_fwd's."""
+    """The gradients of a call.
+
+    saved: the tensors that attend_fwd saved. out: attend_fwd's output if call.reads_out, else None.
+    """
     assert call.q is not None
     b, n, h, _ = call.q.shape
     _, m, g, _ = call.k.shape
@@ -62,34 +65,34 @@ def attend_bwd(
     d_start = new_state(call, start) if start is not None or not call.causal else None
 
     segments = call.segments(n)
-    queries, keys = table, table if key_table is None else key_table
-    before = start
+    query_angles, key_angles = table, table if key_table is None else key_table
+    states_before = start
     if not call.causal:
-        before, key_table = states, None
+        states_before, key_table = states, None
     elif call.scans_states(segments):
-        before = states
-        if before is None:
-            before = new_states(call, segments.number)
-            segment_states(call, segments, keys, start, before, None)
+        states_before = states
+        if states_before is None:
+            states_before = new_states(call, segments.number)
+            segment_states(call, segments, key_angles, start, states_before, None)
     call.launch(
         dq_kernel, "dq", b * h * segments.number,
         *tensors, *with_strides(table), *with_strides(key_table), *call.decay, segments.spans,
-        *(before or NO_STATE), out, strides_of(out, 4), d_out, d_out.stride(), den, delta, dq, dq.stride(),
+        *(states_before or NO_STATE), out, strides_of(out, 4), d_out, d_out.stride(), den, delta, dq, dq.stride(),
         log_q, angles_q, n, h, call.group, segments.number, segments.length, call.eps, CAUSAL=call.causal,
     )  # fmt: skip
 
-    after = d_end
+    gradients_after = d_end
     if call.scans_states(segments) or not call.causal:
-        after = new_states(call, segments.number) if call.causal else None
-        segment_states(call, segments, table, d_end, after, d_start, (d_out, den, delta))
+        gradients_after = new_states(call, segments.number) if call.causal else None
+        segment_states(call, segments, table, d_end, gradients_after, d_start, (d_out, den, delta))
     if not call.causal:
-        after, table = d_start, keys
+        gradients_after, table = d_start, key_angles
     segments = call.segments(m)
     for name in ("dk", "dv"):
         call.launch(
             dkv_kernel, name, b * g * segments.number,
             *tensors, *with_strides(table), *with_strides(key_table), *call.decay, segments.spans,
-            *(after or NO_STATE), d_out, d_out.stride(), den, delta, dk, dk.stride(), dv, dv.stride(),
+            *(gradients_after or NO_STATE), d_out, d_out.stride(), den, delta, dk, dk.stride(), dv, dv.stride(),
             log_k, angles_k, *(d_start or NO_STATE),
             m, g, call.group, segments.number, segments.length, call.eps, CAUSAL=call.causal,
             WANT_DK=name == "dk", WANT_DV=name == "dv",
@@ -98,9 +101,9 @@ def attend_bwd(
     if log_terms is not None:
         terms = _per_key_head(log_terms[1], g).sum(3) - _per_key_head(log_terms[0], g).sum(3)
         segments = call.segments_of(m, ANCHOR)
-        after = new_states(call, segments.number)
-        segment_states(call, segments, queries, d_end, after, None, (d_out, den, delta))
-        d_log = _d_log_decay(call, segments, terms, keys, start, d_start, after, d_end)
+        gradients_after = new_states(call, segments.number)
+        segment_states(call, segments, query_angles, d_end, gradients_after, None, (d_out, den, delta))
+        d_log = _d_log_decay(call, segments, terms, key_angles, start, d_start, gradients_after, d_end)
     d_angles = None
     if angle_terms is not None:
         d_angles = _per_key_head(angle_terms[1], g) + _per_key_head(angle_terms[0], g)
@@ -115,12 +118,12 @@ def state_bwd(call: Call, start: State | None, d_end: State) -> Gradients:
     It runs the backward pass's last kernel with no query heads, so that nothing is added to T and dz.
     """
     call = replace(call, normalize=False)
-    (b, m, g, _), keys = call.k.shape, call.tables()
-    table = keys[0] if keys[1] is None else keys[1]
+    (b, m, g, _), (table, key_table) = call.k.shape, call.tables()
+    table = table if key_table is None else key_table
     dk, dv = (call.new(*x.shape, dtype=x.dtype) for x in (call.k, call.v))
     segments = call.segments(m)
     factors, total = _decay_after_segments(call, segments)
-    after = tuple(_at_segment_ends(x, segments, factors) for x in d_end)
+    gradients_after = tuple(_at_segment_ends(x, segments, factors) for x in d_end)
     log_terms = None if call.log_decay is None else _new_log_terms(call, call.k, "dk")
     angle_terms = None if call.phases is None else _new_angle_terms(call, call.k)
     for name in ("dk", "dv"):
@@ -128,7 +131,7 @@ def state_bwd(call: Call, start: State | None, d_end: State) -> Gradients:
             dkv_kernel, name, b * g * segments.number,
             *(call.k, call.k.stride()) * 2, call.v, call.v.stride(), call.key_mask,
             *with_strides(table), *with_strides(None), *call.decay, segments.spans,
-            *after, call.v, call.v.stride(), None, None, dk, dk.stride(), dv, dv.stride(),
+            *gradients_after, call.v, call.v.stride(), None, None, dk, dk.stride(), dv, dv.stride(),
             log_terms, angle_terms, *NO_STATE, m, g, 0, segments.number, segments.length, call.eps,
             CAUSAL=True, WANT_DK=name == "dk", WANT_DV=name == "dv",
         )  # fmt: skip
@@ -140,16 +143,16 @@ def state_bwd(call: Call, start: State | None, d_end: State) -> Gradients:
     if log_terms is not None:
         segments = call.segments_of(m, ANCHOR)
         factors, _ = _decay_after_segments(call, segments)
-        after = _at_segment_ends(d_end[0], segments, factors), _at_segment_ends(d_end[1], segments, factors)
+        kv_after, z_after = (_at_segment_ends(x, segments, factors) for x in d_end)
         terms = _per_key_head(log_terms, g).sum(3)
-        d_log = _d_log_decay(call, segments, terms, table, start, d_start, after, d_end)
+        d_log = _d_log_decay(call, segments, terms, table, start, d_start, (kv_after, z_after), d_end)
     d_angles = None if angle_terms is None else _per_key_head(angle_terms, g)
     return Gradients(None, dk, dv, d_start, d_log, d_angles)
 
 
 def _d_log_decay(
-    call: Call, segments: Segments, terms: Tensor, keys: Tensor | None,
-    start: State | None, d_start: State | None, after: State, d_end: State | None,
+    call: Call, segments: Segments, terms: Tensor, key_angles: Tensor | None,
+    start: State | None, d_start: State | None, gradients_after: State, d_end: State | None,
 ) -> Tensor:  # fmt: skip
     """The gradient of log decay a at token t of a segment that begins at token s:
 
@@ -158,14 +161,14 @@ def _d_log_decay(
     Summed over the whole segment, the right-hand side is <S, dS> + <z, dz> after the segment. The difference
     that rounding leaves is divided evenly among the segment's tokens, which halves the error of their sum.
 
-    terms (b, m, g): the terms of the sum. after: the state's gradient, dS and dz, after each segment.
+    terms (b, m, g): the terms of the sum. gradients_after: the state's gradient, dS and dz, after each segment.
     """
     b, _, g, _ = call.k.shape
-    before, end = new_states(call, segments.number), None if d_end is None else new_state(call, None)
-    segment_states(call, segments, keys, start, before, end)
+    states_before, end = new_states(call, segments.number), None if d_end is None else new_state(call, None)
+    segment_states(call, segments, key_angles, start, states_before, end)
     first, last = _inner_product(call, start, d_start), _inner_product(call, end, d_end)
     between = terms.new_zeros(b * g, segments.number - 1)
-    for x, dx in zip(before, after):
+    for x, dx in zip(states_before, gradients_after):
         between += x[:, 1:].mul_(dx[:, :-1]).flatten(2).sum(2, dtype=torch.float64)
     between = between.view(b, g, segments.number - 1).transpose(1, 2)
     lows, highs = (terms.new_zeros(b, segments.number, g) for _ in range(2))

@@ -43,14 +43,14 @@ class Call:
     phases: tuple[Tensor, Tensor | None] | None = None
 
     @property
-    def queries(self) -> Tensor:
+    def q_or_k(self) -> Tensor:
         """q, or k if there are no queries; only its shape is used."""
         return self.k if self.q is None else self.q
 
     @property
     def group(self) -> int:
         """Query heads per key/value head."""
-        return self.queries.shape[2] // self.k.shape[2]
+        return self.q_or_k.shape[2] // self.k.shape[2]
 
     @property
     def pairs(self) -> int:
@@ -64,7 +64,7 @@ class Call:
         return self.k.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     @property
-    def states(self) -> int:
+    def num_states(self) -> int:
         """The number of states: one per sequence and key/value head."""
         return self.sequences * self.k.shape[2]
 
@@ -79,7 +79,7 @@ class Call:
         return self.normalize and self.tile("dq").pairs < (self.k.shape[3] + 1) // 2
 
     def most_segments(self) -> int:
-        tile, (b, _, h, _) = self.tile("scan_fwd"), self.queries.shape
+        tile, (b, _, h, _) = self.tile("scan_fwd"), self.q_or_k.shape
         blocks = -(-self.v.shape[3] // tile.values)
         return tiles.most_segments(b * h, blocks, _device(self.k).multiprocessors, tile.warps)
 
@@ -107,13 +107,13 @@ class Call:
             table_fwd_kernel[(programs,)](
                 self.theta, positions, _row_stride(positions), phases, strides_of(phases, 4), table, n, heads,
                 P=self.pairs, AXES=axes, CONSECUTIVE=positions.ndim == 2 and positions.shape[1] == 1,
-                INTERLEAVED=self.layout == "interleaved", C=chunk, W=tiles.power_of_two(self.pairs),
+                INTERLEAVED=self.layout == "interleaved", C=chunk, W=tiles.power_of_two_from_16(self.pairs),
             )  # fmt: skip
         return table
 
     def tables(self) -> Tables:
         """The tables of cos and sin for the queries and, if their positions differ, the keys."""
-        n, m = self.queries.shape[1], self.k.shape[1]
+        n, m = self.q_or_k.shape[1], self.k.shape[1]
         phases, key_phases = self.phases or (None, None)
         keys = None if self.key_positions is None else self.make_table(self.key_positions, key_phases, m)
         return self.make_table(self.positions, phases, n), keys
@@ -277,8 +277,8 @@ def segment_states(
         REVERSE=backward is not None,
     )  # fmt: skip
     f, e = call.k.shape[3], call.v.shape[3]
-    if not single and call.states:
-        prefix_kernel[(call.states * -(-f * e // PREFIX_BLOCK),)](
+    if not single and call.num_states:
+        prefix_kernel[(call.num_states * -(-f * e // PREFIX_BLOCK),)](
             totals, segments.first_spans, *states, *(start or NO_STATE), *(end or NO_STATE),
             g, segments.number, F=f, E=e, REVERSE=backward is not None, BLOCK=PREFIX_BLOCK,
         )  # fmt: skip
@@ -289,33 +289,33 @@ def attend_fwd(
 ) -> tuple[Tensor | None, State | None, list[Tensor]]:
     """out (b, n, h, e), the last state if wanted, and if ``save`` the tensors that new_saved describes."""
     table, key_table = call.tables()
-    keys = table if key_table is None else key_table
+    key_angles = table if key_table is None else key_table
     end = new_state(call, start) if want_end else None
     if call.q is None:
-        segment_states(call, call.segments(call.k.shape[1]), keys, start, None, end)
+        segment_states(call, call.segments(call.k.shape[1]), key_angles, start, None, end)
         return None, end, []
     saved = new_sums(call) if save else []
     den, states = unpack_sums(call, saved) if save else (None, None)
     b, n, h, _ = call.q.shape
-    segments, before = call.segments(n), start
+    segments, states_before = call.segments(n), start
     if not call.causal:
-        before, key_table = states or end or new_state(call, None), None
-        segment_states(call, call.segments(call.k.shape[1]), keys, start, None, before)
-        if end is not None and end is not before:
-            end = end[0].copy_(before[0]), end[1].copy_(before[1])
+        states_before, key_table = states or end or new_state(call, None), None
+        segment_states(call, call.segments(call.k.shape[1]), key_angles, start, None, states_before)
+        if end is not None and end is not states_before:
+            end = end[0].copy_(states_before[0]), end[1].copy_(states_before[1])
     elif call.scans_states(segments):
-        before = states or new_states(call, segments.number)
-        segment_states(call, segments, keys, start, before, end)
+        states_before = states or new_states(call, segments.number)
+        segment_states(call, segments, key_angles, start, states_before, end)
     out = call.new(b, n, h, call.v.shape[3], dtype=call.v.dtype)
     call.launch(
         scan_fwd_kernel, "scan_fwd", b * h * segments.number,
         call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask,
-        *with_strides(table), *with_strides(key_table), *call.decay, segments.spans, *(before or NO_STATE),
+        *with_strides(table), *with_strides(key_table), *call.decay, segments.spans, *(states_before or NO_STATE),
         out, out.stride(), den, *(end or NO_STATE),
         n, h, call.group, segments.number, segments.length, call.eps, CAUSAL=call.causal,
     )  # fmt: skip
     if save and call.theta is not None and table is not None:
-        saved = [table, *([] if keys is None or keys is table else [keys]), *saved]
+        saved = [table, *([] if key_angles is None or key_angles is table else [key_angles]), *saved]
     return out, end, saved
 
 
@@ -328,7 +328,7 @@ def step_fwd(call: Call, start: State | None, end: State | None, slots: Tensor |
     g, e = call.k.shape[2], call.v.shape[3]
     # In place a single program handles a sequence and head: each program reads z, and one overwrites it.
     in_place = start is not None and end is not None and start[1] is end[1]
-    keys = call.positions if call.key_positions is None else call.key_positions
+    key_positions = call.positions if call.key_positions is None else call.key_positions
     axes, heads = (1, 1) if call.theta is None else call.theta.shape[:2]
     phases, key_phases = call.phases or (None, None)
     key_phases = phases if key_phases is None else key_phases
@@ -336,9 +336,10 @@ def step_fwd(call: Call, start: State | None, end: State | None, slots: Tensor |
     parts = 1 if in_place else -(-e // call.tile(name).values)
     out = call.v.new_empty(*call.q.shape[:3], e)
     call.launch(
-        step_fwd_kernel, name, call.states * parts,
+        step_fwd_kernel, name, call.num_states * parts,
         call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask,
-        call.theta, heads, call.positions, _row_stride(call.positions), keys, _row_stride(keys),
+        call.theta, heads, call.positions, _row_stride(call.positions), key_positions,
+        _row_stride(key_positions),
         phases, strides_of(phases, 4), key_phases, strides_of(key_phases, 4), *call.decay, slots,
         *(start or NO_STATE), *(end or NO_STATE), out, out.stride(), g, call.group, parts, call.eps,
         AXES=axes,

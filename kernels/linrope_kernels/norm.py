@@ -12,15 +12,15 @@ from triton import next_power_of_2
 
 from linrope_kernels.norm_kernels import norm_bwd_kernel, norm_fwd_kernel
 from linrope_kernels.partial_sums import sum_rows
-from linrope_kernels.tiles import power_of_two
+from linrope_kernels.tiles import power_of_two_from_16
 
-# The most ``tile_values`` that fit a tile of 16 warps
+# The largest result of ``tile_values`` for which a tile fits 16 warps
 MOST_VALUES = 16_384
 # The elements in the tiles of all programs together: 8 programs of 1024 for each multiprocessor of an H200
 ELEMENTS = 2**20
 
 
-class Tile(NamedTuple):
+class NormTile(NamedTuple):
     tokens: int  # T
     kv_heads: int  # GB
     members: int  # RP
@@ -33,18 +33,21 @@ class Tile(NamedTuple):
 
 
 def tile_values(group: int, e: int) -> int:
-    """How many values of a group of heads a tile holds: both numbers rounded up to powers of two."""
-    return int(next_power_of_2(group)) * power_of_two(e)
+    """group rounded up to a power of two, times e rounded up to a power of two of at least 16."""
+    return int(next_power_of_2(group)) * power_of_two_from_16(e)
 
 
-def tile(h: int, group: int, e: int, over_all: bool) -> Tile:
-    """A token's bits do not depend on what else is in a call, since its tile does not."""
-    members, values, kv_heads = next_power_of_2(group), power_of_two(e), h // group
+def tile(h: int, group: int, e: int, over_all: bool) -> NormTile:
+    """The tile for h heads in groups of ``group``, with e values per head.
+
+    It depends on these arguments alone, so a token's result has the same bits whatever else is in the call.
+    """
+    members, values, kv_heads = next_power_of_2(group), power_of_two_from_16(e), h // group
     most = 4096 if over_all else 1024  # over all heads: their values at once, where registers hold them
     block = max(1, min(next_power_of_2(kv_heads), most // (members * values)))
     blocks = -(-kv_heads // block)
     tokens = 1 if over_all and blocks > 1 else max(1, 1024 // (block * members * values))
-    return Tile(tokens, block, members, values, blocks)
+    return NormTile(tokens, block, members, values, blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,7 @@ class Norm:
         return self.over_all and self.weight is not None
 
     @property
-    def tile(self) -> Tile:
+    def tile(self) -> NormTile:
         h, e = self.out.shape[2:]
         return tile(h, self.group, e, self.loops)
 

@@ -39,18 +39,18 @@ def before_norm(
 ):  # fmt: skip
     """p = out (+ D v), u = p (silu(z)), v, D v, silu(z) and its slope; the last four are 0, 0, 1, 0 if absent."""
     p = load_rows(OUT, out_strides, batch, token, head, e, inside)
-    v, skipped, factor, slope = 0.0, 0.0, 1.0, 0.0
+    v, skip_term, factor, slope = 0.0, 0.0, 1.0, 0.0
     if V is not None:
         v = load_rows(V, v_strides, batch, token, kv_head, e, inside)
-        skipped = v * tl.load(SKIP + head * skip_stride, mask=exists, other=0).to(tl.float32)[:, None]
+        skip_term = v * tl.load(SKIP + head * skip_stride, mask=exists, other=0).to(tl.float32)[:, None]
         if SKIP_FIRST:
-            p += skipped
+            p += skip_term
     u = p
     if GATE is not None:
         factor, slope = silu_and_slope(load_rows(GATE, gate_strides, batch, token, head, e, inside))
         if GATE_FIRST:
             u = p * factor
-    return p, u, v, skipped, factor, slope
+    return p, u, v, skip_term, factor, slope
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def norm_fwd_kernel(
             row, head, kv_head, exists = heads_of(block, HEADS, GROUP, T, GB, RP)
             index = first_token + tile * T + row
             inside = (exists & (index < tokens))[:, None] & (e < E)[None, :]
-            _, u, _, skipped, factor, _ = before_norm(
+            _, u, _, skip_term, factor, _ = before_norm(
                 OUT, out_strides, GATE, gate_strides, V, v_strides, SKIP, skip_stride,
                 index // n, index % n, head, kv_head, e, exists, inside, GATE_FIRST, SKIP_FIRST,
             )  # fmt: skip
@@ -114,7 +114,7 @@ def norm_fwd_kernel(
                     scale = tl.rsqrt(over_heads(tl.sum(u * u, 1), OVER_ALL, T) / SIZE + eps)
                 u = load_weight(WEIGHT, weight_strides, head, e, inside) * (u * scale[:, None])
             if V is not None and not SKIP_FIRST:
-                u += skipped
+                u += skip_term
             if GATE is not None and not GATE_FIRST:
                 u *= factor
             at = Y + ((index * HEADS + head) * E)[:, None] + e[None, :]
@@ -123,8 +123,11 @@ def norm_fwd_kernel(
 
 @triton.jit
 def add_to(SUM, x, mask, times):
-    """Adds x to what this program's threads have stored at SUM ``times`` times before; nothing the first time."""
-    tl.debug_barrier()  # another thread may have stored it
+    """Adds x to the number at SUM, which this program's threads stored in an earlier iteration.
+
+    If ``times`` is 0, stores x as it is.
+    """
+    tl.debug_barrier()  # another thread may have stored the number
     tl.store(SUM, x + tl.load(SUM, mask=mask & (times > 0), other=0), mask=mask)
 
 
@@ -172,7 +175,7 @@ def norm_bwd_kernel(
             row, head, kv_head, exists = heads_of(block, HEADS, GROUP, T, GB, RP)
             index = first_token + tile * T + row
             inside = (exists & (index < tokens))[:, None] & (e < E)[None, :]
-            p, u, v, skipped, factor, slope = before_norm(
+            p, u, v, skip_term, factor, slope = before_norm(
                 OUT, out_strides, GATE, gate_strides, V, v_strides, SKIP, skip_stride,
                 index // n, index % n, head, kv_head, e, exists, inside, GATE_FIRST, SKIP_FIRST,
             )  # fmt: skip
@@ -180,7 +183,7 @@ def norm_bwd_kernel(
             g = dy
             if GATE is not None and not GATE_FIRST:
                 g = dy * factor
-            d_skipped, result = g, u
+            d_skip_term, result = g, u
             if WEIGHT is not None:
                 weight = load_weight(WEIGHT, weight_strides, head, e, inside)
                 if LOOP == 1:
@@ -201,20 +204,20 @@ def norm_bwd_kernel(
                     g = g * factor
                 else:
                     if V is not None and not SKIP_FIRST:
-                        result += skipped
+                        result += skip_term
                     dz = result * slope * dy
                 tl.store(D_GATE + at, dz.to(D_GATE.dtype.element_ty), mask=inside)
             tl.store(D_OUT + at, g.to(D_OUT.dtype.element_ty), mask=inside)
             if V is not None:
                 if SKIP_FIRST:
-                    d_skipped = g
+                    d_skip_term = g
                 if LOOP == 1:
-                    skip_sums += d_skipped * v
+                    skip_sums += d_skip_term * v
                 else:
                     at = D_SKIP + part.to(tl.int64) * HEADS + head
-                    add_to(at, tl.sum(d_skipped * v, 1), exists, tile)
+                    add_to(at, tl.sum(d_skip_term * v, 1), exists, tile)
                 D = tl.load(SKIP + head * skip_stride, mask=exists, other=0).to(tl.float32)
-                dv = tl.sum(tl.reshape(d_skipped * D[:, None], [T * GB, RP, BE]), 1)
+                dv = tl.sum(tl.reshape(d_skip_term * D[:, None], [T * GB, RP, BE]), 1)
                 row, kv_head, _, exists = heads_of(block, HEADS // GROUP, 1, T, GB, 1)
                 index = first_token + tile * T + row
                 inside = (exists & (index < tokens))[:, None] & (e < E)[None, :]

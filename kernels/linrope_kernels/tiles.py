@@ -94,13 +94,14 @@ def table_of(dot: str, capability: int) -> dict[tuple[str, int], Tile]:
     return TABLE["bf16 from registers" if from_registers else dot]
 
 
-def power_of_two(n: int) -> int:
-    return max(16, 1 << (n - 1).bit_length())  # a matrix product takes at least 16
+def power_of_two_from_16(n: int) -> int:
+    """n rounded up to a power of two of at least 16, the smallest size that a matrix product takes."""
+    return max(16, 1 << (n - 1).bit_length())
 
 
 def tile(kernel: str, f: int, e: int, dot: str, capability: int) -> Tile:
     """The tile for f features and e values per head; capability: 90 for compute capability 9.0."""
-    pairs, values = power_of_two((f + 1) // 2), power_of_two(e)
+    pairs, values = power_of_two_from_16((f + 1) // 2), power_of_two_from_16(e)
     if kernel == "step_fwd":
         return Tile(1, pairs, min(values, max(16, 1024 // pairs)), 4, 1)
     if kernel == "step_in_place":  # 8192 elements of state at once: loads need not wait for one another

@@ -53,7 +53,7 @@ def _why_not(backend: Backend, call: Call, state: LinearAttentionState | None) -
     if call.feature_map not in backend.MAPS:
         maps = ", ".join(backend.MAPS)
         return f"feature_map={call.feature_map!r}: this backend only applies {maps}; use backend='eager'"
-    return backend.supports(call, state)
+    return backend.why_not_call(call, state)
 
 
 def load(name: str) -> Backend | str:

@@ -19,7 +19,7 @@ from linrope.sequence.state import LinearAttentionState
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
+class CallInputs:
     """The tensors that gradients flow to."""
 
     q: Tensor | None  # (b, n, h, f); None: only the last state is wanted
@@ -31,12 +31,12 @@ class Inputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Places:
+class CallTokenLayout:
     """The position of each token, and which tokens are hidden or packed."""
 
     positions: Tensor  # int64 (b or 1, n), (b or 1, n, axes), or (b or 1, 1): the first of n
     key_positions: Tensor | None = None  # the same for keys; None: the queries' positions
-    theta: Tensor | None = None  # (axes, g or 1, pairs) int64: 2^-64 turns per position
+    theta_turns: Tensor | None = None  # (axes, g or 1, pairs) int64: theta in 2^-64 turns per position
     xpos_log_decay: Tensor | None = None  # (f,) float64 per position, in the numerator only
     distances: Tensor | None = None  # (b or 1, m) int64, with xPos: positions since the previous token
     key_mask: Tensor | None = None  # (b, m) bool; False: hidden. Gates and steps are 0 there; decay is not
@@ -44,7 +44,7 @@ class Places:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class CallSettings:
     """Options of the computation."""
 
     feature_map: str  # the elementwise map that the backend applies; "identity": q and k are features
@@ -57,13 +57,13 @@ class Method:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call(Method, Places, Inputs):
+class Call(CallSettings, CallTokenLayout, CallInputs):
     """One call of the operation, checked and resolved."""
 
     @property
     def pairs(self) -> int:
         """The number of feature pairs that rotate."""
-        angles = self.theta if self.theta is not None else self.angle_steps
+        angles = self.theta_turns if self.theta_turns is not None else self.angle_steps
         return 0 if angles is None else angles.shape[-1]
 
     @property
@@ -100,13 +100,13 @@ class Call(Method, Places, Inputs):
         """cu_seqlens, safe to index with. On a GPU its values are unchecked."""
         return rising_bounds(self.cu_seqlens, self.k.shape[1])
 
-    def turns(self, angle: Tensor | None, *, keys: bool = False) -> Tensor | None:
+    def angles_in_turns(self, angle: Tensor | None, *, keys: bool = False) -> Tensor | None:
         """Theta of all queries or keys, (b or 1, n, g or 1, pairs) int64 in 2^-64 turns that wrap."""
         total, n = None, self.k.shape[1] if keys or self.q is None else self.q.shape[1]
-        if self.theta is not None:
+        if self.theta_turns is not None:
             positions = self.positions if self.key_positions is None or not keys else self.key_positions
             coordinates = positions if positions.ndim == 3 else spell_out(positions, n)[..., None]
-            total = (coordinates[..., None, None] * self.theta).sum(2)
+            total = (coordinates[..., None, None] * self.theta_turns).sum(2)
         if self.angle_steps is not None:
             steps = sums_so_far(to_turns(self.angle_steps), self.bounds)
             if angle is not None:
@@ -117,8 +117,8 @@ class Call(Method, Places, Inputs):
     def cos_sin(
         self, angle: Tensor | None, dtype: torch.dtype, *, keys: bool = False
     ) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of ``turns``, computed in float64 and cast to dtype."""
-        turns = self.turns(angle, keys=keys)
+        """cos and sin of ``angles_in_turns``, computed in float64 and cast to dtype."""
+        turns = self.angles_in_turns(angle, keys=keys)
         return None if turns is None else cos_sin_of_turns(turns, dtype)
 
     def last_angle(self, angle: Tensor | None) -> Tensor | None:
@@ -132,7 +132,7 @@ class Call(Method, Places, Inputs):
         return total.clone() if angle is None else total + angle
 
 
-INPUTS = tuple(field.name for field in fields(Inputs))
+INPUTS = tuple(field.name for field in fields(CallInputs))
 
 
 class Sums(NamedTuple):
@@ -217,10 +217,10 @@ def transformed() -> bool:
 
 
 def traced(call: Call) -> bool:
-    """True if the call's tensors may reach the kernels only through an operator, which stands for them in a trace.
+    """True if the call must go through the registered operator, because a trace records the operator, not the kernels.
 
-    That is in torch.compile, in torch.func's transformations and in dispatch modes (FakeTensorMode), or if the tensors
-    are fake.
+    This holds in torch.compile, in torch.func's transformations, in dispatch modes (FakeTensorMode), and for fake
+    tensors.
     """
     if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack():
         return True

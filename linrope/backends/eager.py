@@ -28,7 +28,8 @@ from linrope.sequence.state import LinearAttentionState
 
 MAPS = ELEMENTWISE
 TAKES_VALUE_GROUPS = False
-AT_ONCE = 2**20  # numbers of k in one pass: further heads take turns, so they need no more memory
+# Elements of k in one pass. A larger call runs a few heads at a time, which bounds the memory.
+MAX_K_PER_PASS = 2**20
 MAX_XPOS_EXPONENT = 60.0  # for the inverse of xPos within a chunk; e^88 overflows float32
 
 
@@ -36,7 +37,7 @@ def why_not() -> str | None:
     return None
 
 
-def supports(call: Call, state: LinearAttentionState | None) -> str | None:
+def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
     distances, log_decay = call.distances, call.xpos_log_decay
     if distances is not None and log_decay is not None and values_readable(distances) and len(call.k):
         cut = Cut.of(call.k, call.bounds)
@@ -64,15 +65,15 @@ class Decay:
         self.sums = log.double().masked_fill(~cut.valid[:, None, None, :, None], 0).cumsum(-2)
         self.total = self.sums[:, :, 0, -1:].mT  # (t, g or 1, 1 or f, 1), with the axes of S
 
-    def queries(self, x: Tensor) -> Tensor:
+    def decay_to_query(self, x: Tensor) -> Tensor:
         """x_i e^(D_i): decayed since the chunk's start."""
         return x * self.sums.exp().to(x.dtype)
 
-    def keys(self, x: Tensor) -> Tensor:
+    def decay_to_end(self, x: Tensor) -> Tensor:
         """x_j e^(D_c - D_j): decayed to the chunk's last token."""
         return x * (self.sums[..., -1:, :] - self.sums).exp().to(x.dtype)
 
-    def tile(self, scores: Tensor) -> Tensor:
+    def decay_scores(self, scores: Tensor) -> Tensor:
         """scores_ij e^(D_i - D_j)."""
         return scores * (self.sums - self.sums.mT).clamp(max=0).exp().to(scores.dtype)
 
@@ -84,18 +85,18 @@ class Chunks:
         q, k = call.k[:, :0] if call.q is None else call.q, call.k
         self.call, self.function = call, MAPS[call.feature_map]
         self.dtype = torch.promote_types(q.dtype, torch.float32 if sums is None else sums.kv.dtype)
-        self.keys = self.queries = Cut.of(k, call.bounds)
+        self.key_cut = self.query_cut = Cut.of(k, call.bounds)
         if call.q is not None and not call.causal:
-            self.queries = Cut.of(q, call.bounds)
-        visible = self.keys.valid
+            self.query_cut = Cut.of(q, call.bounds)
+        visible = self.key_cut.valid
         if call.key_mask is not None:
-            visible = visible & self.keys.take(call.key_mask)
+            visible = visible & self.key_cut.take(call.key_mask)
         self.hidden = ~visible[:, None, None, :, None]
-        self.q = self.take(q, self.queries, q.shape[2] // k.shape[2])
-        if self.queries.tokens.numel() > q.shape[:2].numel():
+        self.q = self.take(q, self.query_cut, q.shape[2] // k.shape[2])
+        if self.query_cut.tokens.numel() > q.shape[:2].numel():
             # Padding repeats the first token of all, whose NaN would reach the gradients of other sequences.
-            self.q.masked_fill_(~self.queries.valid[:, None, None, :, None], 0)
-        self.k, self.v = (self.take(x, self.keys).masked_fill(self.hidden, 0) for x in (k, call.v))
+            self.q.masked_fill_(~self.query_cut.valid[:, None, None, :, None], 0)
+        self.k, self.v = (self.take(x, self.key_cut).masked_fill(self.hidden, 0) for x in (k, call.v))
         self.phi = self.function.value(self.q)
         self.psi = self.function.value(self.k).masked_fill(self.hidden, 0)
         angle = None if sums is None else sums.angle
@@ -106,15 +107,16 @@ class Chunks:
         self.psi_hat = self.rotated(self.psi, self.key_cos_sin)
         self.decay = self.xpos = self.kv_log = self.z_log = None
         if call.log_decay is not None:
-            self.decay = Decay(self.keys.take(call.log_decay).transpose(1, 2)[:, :, None, :, None], self.keys)
+            log = self.key_cut.take(call.log_decay).transpose(1, 2)[:, :, None, :, None]
+            self.decay = Decay(log, self.key_cut)
             self.kv_log, self.z_log = self.decay.total, self.decay.total[..., 0]
         if call.xpos_log_decay is not None and call.distances is not None:
-            distances = self.keys.take(call.distances).masked_fill(~self.keys.valid, 0)
+            distances = self.key_cut.take(call.distances).masked_fill(~self.key_cut.valid, 0)
             log = distances[:, None, None, :, None] * call.xpos_log_decay
             # The first token's decay stands apart: a long gap before the chunk would cost the sums their digits.
             self.xpos_first = log[:, :, 0, :1].mT.clone()
             log[..., 0, :] = 0
-            self.xpos = Decay(log, self.keys)
+            self.xpos = Decay(log, self.key_cut)
             self.kv_log = self.xpos_first + self.xpos.total + (0 if self.kv_log is None else self.kv_log)
             self.phi_hat = self.xpos_within_chunk(self.phi_hat, 1)
             self.psi_hat = self.xpos_within_chunk(self.psi_hat, -1)
@@ -126,7 +128,8 @@ class Chunks:
 
     def cos_sin(self, angle: Tensor | None, *, keys: bool) -> list[Tensor] | None:
         """cos and sin of the angles by chunk, (t, g or 1, 1, c, pairs)."""
-        cos_sin, cut = self.call.cos_sin(angle, self.dtype, keys=keys), self.keys if keys else self.queries
+        cut = self.key_cut if keys else self.query_cut
+        cos_sin = self.call.cos_sin(angle, self.dtype, keys=keys)
         return None if cos_sin is None else [cut.take(x).transpose(1, 2)[:, :, None] for x in cos_sin]
 
     def rotated(self, x: Tensor, cos_sin: list[Tensor] | None, sign: int = 1) -> Tensor:
@@ -150,23 +153,23 @@ class Chunks:
 
     def causal_scores(self, scores: Tensor) -> Tensor:
         """scores (t, g, r, c, c), decayed, with 0 for the keys after a query."""
-        return self.decayed(scores, Decay.tile).tril()
+        return self.decayed(scores, Decay.decay_scores).tril()
 
     def states(self, sums: Sums | None) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """S (t, g, f, e) before and after each chunk, and z (t, g, f)."""
-        kv_of_chunk = self.decayed(self.psi_hat, Decay.keys)[:, :, 0].mT @ self.v[:, :, 0]
-        z_of_chunk = self.decayed(self.psi.double(), Decay.keys)[:, :, 0].sum(-2)
+        kv_of_chunk = self.decayed(self.psi_hat, Decay.decay_to_end)[:, :, 0].mT @ self.v[:, :, 0]
+        z_of_chunk = self.decayed(self.psi.double(), Decay.decay_to_end)[:, :, 0].sum(-2)
         kv, z = (None, None) if sums is None else (sums.kv, sums.z)
-        kvs = states_around(self.xpos_out_of_chunk(kv_of_chunk), self.kv_log, self.keys, kv)
-        return kvs, states_around(z_of_chunk, self.z_log, self.keys, z)
+        kvs = states_around(self.xpos_out_of_chunk(kv_of_chunk), self.kv_log, self.key_cut, kv)
+        return kvs, states_around(z_of_chunk, self.z_log, self.key_cut, z)
 
     def read(self, states: tuple[Tensor, Tensor]) -> Tensor:
         """The states that the queries of each chunk read: before it or, if bidirectional, after all keys."""
-        return states[0] if self.call.causal else states[1][self.keys.last][self.queries.owner]
+        return states[0] if self.call.causal else states[1][self.key_cut.last][self.query_cut.owner]
 
     def normalizer(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """1 / den (t, g, r, c, 1), and False where eps replaces den. z (t, g, f) is what the queries read."""
-        den = product(self.decayed(self.phi, Decay.queries), z[:, :, None, :, None].to(self.dtype))
+        den = product(self.decayed(self.phi, Decay.decay_to_query), z[:, :, None, :, None].to(self.dtype))
         if self.call.causal:
             den = den + self.causal_scores(product(self.phi, self.psi.mT)).sum(-1, keepdim=True)
         if self.call.eps_mode == "add":
@@ -211,22 +214,22 @@ def backward(call: Call, sums: Sums | None, results: list[Tensor], g: ResultGrad
 def _by_heads(call: Call, sums: Sums | None, g: ResultGradients) -> Iterator[dict[str, Any]]:
     """Splits the call, its sums and the gradients g into a few key/value heads at a time."""
     all_heads, r = call.k.shape[2], call.group
-    size = max(1, min(all_heads, AT_ONCE * all_heads // max(call.k.numel(), 1)))
+    size = max(1, min(all_heads, MAX_K_PER_PASS * all_heads // max(call.k.numel(), 1)))
 
     def part(x: Tensor | None, dim: int, heads: slice) -> Tensor | None:
         return x if x is None or x.shape[dim] == 1 else x.narrow(dim, heads.start, heads.stop - heads.start)
 
     for low in range(0, all_heads, size):
         high = min(low + size, all_heads)
-        heads, queries = slice(low, high), slice(low * r, high * r)
+        heads, query_heads = slice(low, high), slice(low * r, high * r)
         tensors = {
             name: part(getattr(call, name), 2, heads) for name in ("k", "v", "log_decay", "angle_steps")
         }
-        tensors |= {"q": part(call.q, 2, queries), "theta": part(call.theta, 1, heads)}
+        tensors |= {"q": part(call.q, 2, query_heads), "theta_turns": part(call.theta_turns, 1, heads)}
         yield {
             "call": replace(call, **tensors),  # type: ignore[arg-type]
             "sums": None if sums is None else Sums(*(part(x, 1, heads) for x in sums)),  # type: ignore[arg-type]
-            "g": ResultGradients(part(g.out, 2, queries), part(g.kv, 1, heads), part(g.z, 1, heads)),
+            "g": ResultGradients(part(g.out, 2, query_heads), part(g.kv, 1, heads), part(g.z, 1, heads)),
         }
 
 
@@ -234,17 +237,17 @@ def _forward(call: Call, sums: Sums | None, **_: None) -> tuple[Tensor | None, T
     """out (b, n, h, e), and the last kv and z."""
     x = Chunks(call, sums)
     kv, z = x.states(sums)
-    last = kv[1][x.keys.last], z[1][x.keys.last]
+    last = kv[1][x.key_cut.last], z[1][x.key_cut.last]
     if sums is not None:
         last = last[0].to(sums.kv.dtype), last[1].to(sums.z.dtype)
     if call.q is None:
         return None, *last
-    num = product(x.decayed(x.phi_hat, Decay.queries), x.xpos_into_chunk(x.read(kv))[:, :, None])
+    num = product(x.decayed(x.phi_hat, Decay.decay_to_query), x.xpos_into_chunk(x.read(kv))[:, :, None])
     if call.causal:
         num += product(x.causal_scores(product(x.phi_hat, x.psi_hat.mT)), x.v)
     if call.normalize:
         num *= x.normalizer(x.read(z))[0]
-    return x.queries.put(num.to(call.v.dtype), call.q), *last
+    return x.query_cut.put(num.to(call.v.dtype), call.q), *last
 
 
 def _backward(call: Call, sums: Sums | None, g: ResultGradients) -> Gradients:
@@ -261,15 +264,15 @@ def _backward(call: Call, sums: Sums | None, g: ResultGradients) -> Gradients:
     """
     x = Chunks(call, sums)
     kv, z = x.states(sums)
-    phi_decayed = x.decayed(x.phi_hat, Decay.queries)
+    phi_decayed = x.decayed(x.phi_hat, Decay.decay_to_query)
     kv_read, z_read = x.xpos_into_chunk(x.read(kv))[:, :, None], x.read(z)
     gb, delta = x.v.new_zeros(*x.phi.shape[:-1], x.v.shape[-1]), torch.zeros_like(x.phi[..., :1])
     if g.out is not None:
-        gb = x.take(g.out, x.queries, call.group).masked_fill(~x.queries.valid[:, None, None, :, None], 0)
+        gb = x.take(g.out, x.query_cut, call.group).masked_fill(~x.query_cut.valid[:, None, None, :, None], 0)
     if call.normalize:
         inverse, den_counts = x.normalizer(z_read)
         gb = gb * inverse
-    d_phi_hat = x.decayed(product(gb, kv_read.mT), Decay.queries)
+    d_phi_hat = x.decayed(product(gb, kv_read.mT), Decay.decay_to_query)
     if call.causal:
         d_scores = x.causal_scores(product(gb, x.v.mT))
         if call.log_decay is not None:
@@ -281,20 +284,20 @@ def _backward(call: Call, sums: Sums | None, g: ResultGradients) -> Gradients:
             g_num += diagonal_scores * (x.phi_hat * x.psi_hat).sum(-1, keepdim=True)
         delta = (-g_num * inverse).masked_fill(~den_counts, 0)
     d_phi = x.rotated(x.xpos_within_chunk(d_phi_hat, 1), x.query_cos_sin, -1)
-    d_phi += x.decayed(delta, Decay.queries) * z_read[:, :, None, None].to(x.dtype)
+    d_phi += x.decayed(delta, Decay.decay_to_query) * z_read[:, :, None, None].to(x.dtype)
 
     t_of_chunk = x.xpos_into_chunk(transposed_product(phi_decayed, gb)[:, :, 0])
-    tau_of_chunk = (x.decayed(x.phi, Decay.queries) * delta).double().sum((2, 3))
-    t_after, t_before = gradients_around(t_of_chunk, x.kv_log, x.queries, g.kv)
-    tau_after, tau_before = gradients_around(tau_of_chunk, x.z_log, x.queries, g.z)
-    at_first = x.queries.reverse().last
+    tau_of_chunk = (x.decayed(x.phi, Decay.decay_to_query) * delta).double().sum((2, 3))
+    t_after, t_before = gradients_around(t_of_chunk, x.kv_log, x.query_cut, g.kv)
+    tau_after, tau_before = gradients_around(tau_of_chunk, x.z_log, x.query_cut, g.z)
+    at_first = x.query_cut.reverse().last
     d_kv, d_z = t_before.flip(0)[at_first], tau_before.flip(0)[at_first]
     if not call.causal:
-        t_after, tau_after = d_kv[x.keys.owner], d_z[x.keys.owner]
+        t_after, tau_after = d_kv[x.key_cut.owner], d_z[x.key_cut.owner]
     t_keys = x.xpos_out_of_chunk(t_after)[:, :, None]
-    d_psi_hat = x.decayed(product(x.v, t_keys.mT), Decay.keys)
-    d_v = x.decayed(product(x.psi_hat, t_keys), Decay.keys)
-    d_psi = x.decayed(tau_after[:, :, None, None].to(x.dtype).expand_as(x.psi), Decay.keys)
+    d_psi_hat = x.decayed(product(x.v, t_keys.mT), Decay.decay_to_end)
+    d_v = x.decayed(product(x.psi_hat, t_keys), Decay.decay_to_end)
+    d_psi = x.decayed(tau_after[:, :, None, None].to(x.dtype).expand_as(x.psi), Decay.decay_to_end)
     if call.causal:
         weights = x.causal_scores(delta.expand(*delta.shape[:-1], delta.shape[-2]))
         if call.log_decay is not None:
@@ -317,14 +320,14 @@ def _backward(call: Call, sums: Sums | None, g: ResultGradients) -> Gradients:
         d_psi += (diagonal_weights * x.phi).sum(2, keepdim=True)
     if call.angle_steps is not None:
         change = _quarter_turned(x.phi_hat, d_phi_hat, call) + _quarter_turned(x.psi_hat, d_psi_hat, call)
-        change = change.masked_fill(~x.keys.valid[:, None, :, None], 0).double()
-        d_steps = _sums_from(x, change, gradients_around(change.sum(2), None, x.keys, None)[0])
+        change = change.masked_fill(~x.key_cut.valid[:, None, :, None], 0).double()
+        d_steps = _sums_from(x, change, gradients_around(change.sum(2), None, x.key_cut, None)[0])
     d_q = d_phi * x.function.slope(x.q, x.phi)
     d_k = (d_psi * x.function.slope(x.k, x.psi)).masked_fill(x.hidden, 0)
     return Gradients(
-        q=None if call.q is None else x.queries.put(d_q.to(call.q.dtype), call.q),
-        k=x.keys.put(d_k.to(call.k.dtype), call.k),
-        v=x.keys.put(d_v.masked_fill(x.hidden, 0).to(call.v.dtype), call.v),
+        q=None if call.q is None else x.query_cut.put(d_q.to(call.q.dtype), call.q),
+        k=x.key_cut.put(d_k.to(call.k.dtype), call.k),
+        v=x.key_cut.put(d_v.masked_fill(x.hidden, 0).to(call.v.dtype), call.v),
         log_decay=d_log,
         angle_steps=d_steps,
         write=None,
@@ -334,7 +337,7 @@ def _backward(call: Call, sums: Sums | None, g: ResultGradients) -> Gradients:
 
 
 def _take_diagonal(scores: Tensor) -> Tensor:
-    """Sets the diagonal of scores (.., c, c) to 0 and returns what it was: (.., c, 1)."""
+    """Sets the diagonal of scores (.., c, c) to 0 and returns the old diagonal: (.., c, 1)."""
     diagonal = scores.diagonal(dim1=-2, dim2=-1)
     values = diagonal.clone()[..., None]
     diagonal.zero_()
@@ -344,7 +347,7 @@ def _take_diagonal(scores: Tensor) -> Tensor:
 def _sums_from(x: Chunks, change: Tensor, later: Tensor) -> Tensor:
     """Sums change (t, g, c, k) from each token to the chunk's end and adds later (t, g, k): (b, n, g, k)."""
     sums = change.flip(2).cumsum(2).flip(2) + later.view(*change.shape[:2], 1, -1)
-    return x.keys.put(sums[:, :, None], x.call.k)
+    return x.key_cut.put(sums[:, :, None], x.call.k)
 
 
 def _quarter_turned(x: Tensor, y: Tensor, call: Call) -> Tensor:

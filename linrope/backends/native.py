@@ -81,7 +81,7 @@ def use_instruction_set(name: str) -> None:
     _ops.set_isa(name)
 
 
-def supports(call: Call, state: LinearAttentionState | None) -> str | None:
+def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
     f, e = call.k.shape[3], call.v.shape[3]
     if _LOAD_ERROR:
         return _LOAD_ERROR
@@ -169,7 +169,7 @@ def settings(call: Call) -> dict[str, Any]:
     """The kernels' arguments that stay the same from token to token."""
     return {
         "feature_map": MAPS[call.feature_map],
-        "theta": call.theta,
+        "theta": call.theta_turns,
         "layout": LAYOUTS[call.layout] if call.pairs else 0,
         "normalize": call.normalize,
         "eps": call.eps,

@@ -21,25 +21,27 @@ from linrope.sequence.state import LinearAttentionState
 MAPS = reference.MAPS
 TAKES_VALUE_GROUPS = False
 DOMAIN = "com.microsoft"
-_ELSEWHERE = "it makes nodes of a graph, which PyTorch cannot compute: use it under torch.onnx.export"
-_INSTEAD = "use backend='reference'"
+_EXPORT_ONLY = "it makes nodes of a graph, which PyTorch cannot compute: use it under torch.onnx.export"
+_USE_REFERENCE = "use backend='reference'"
 
 
 def why_not() -> str | None:
-    return _ELSEWHERE
+    return _EXPORT_ONLY
 
 
-def supports(call: Call, state: LinearAttentionState | None) -> str | None:
+def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
     # Fake tensors are accepted too: export_onnx runs the model on them first, to get the error that the exporter
     # would hide.
     fake = isinstance(call.k, FakeTensor) and not torch.compiler.is_compiling()
     if not torch.onnx.is_in_onnx_export() and not fake:
-        return _ELSEWHERE
-    given = {x.dtype for x in (call.q, call.k, call.v) if x is not None}
-    if given != {torch.float32}:
-        return f"{', '.join(sorted(map(str, given)))}: ONNX's operator is for torch.float32; {_INSTEAD}"
+        return _EXPORT_ONLY
+    dtypes = {x.dtype for x in (call.q, call.k, call.v) if x is not None}
+    if dtypes != {torch.float32}:
+        return (
+            f"{', '.join(sorted(map(str, dtypes)))}: ONNX's operator is for torch.float32; {_USE_REFERENCE}"
+        )
     if not call.causal:
-        return f"causal=False: ONNX's operator is causal; {_INSTEAD}"
+        return f"causal=False: ONNX's operator is causal; {_USE_REFERENCE}"
     if call.cu_seqlens is not None:
         return "cu_seqlens: ONNX's operator has no packed sequences"
     return None

@@ -62,7 +62,7 @@ def attend(backend: str, call: Call, state: LinearAttentionState | None) -> tupl
     arguments = flatten(backend, call, sums)
     if not transformed() and save and _plain(call, state):
         inputs = [arguments[i] for i in _DIFFERENTIABLE]
-        out, kv, z = _Recorded.apply(arguments, call, sums, *inputs)  # type: ignore[no-untyped-call]
+        out, kv, z = _WithoutDispatcher.apply(arguments, call, sums, *inputs)  # type: ignore[no-untyped-call]
     else:
         run: Any = _Transformed.apply if transformed() else _attend
         out, kv, z, *_ = run(*arguments, save)
@@ -74,7 +74,7 @@ def attend(backend: str, call: Call, state: LinearAttentionState | None) -> tupl
 def _plain(call: Call, state: LinearAttentionState | None) -> bool:
     """True in plain eager mode: no compiler, dispatch mode or tensor subclass.
 
-    The operator's own autograd costs more than a short call; ``_Recorded`` does the same without it.
+    The operator's own autograd costs more than a short call; ``_WithoutDispatcher`` does the same without it.
     """
     if torch.compiler.is_compiling():
         return False
@@ -161,7 +161,7 @@ def _run_backward(*arguments: Any) -> list[Tensor]:
 def _compute_backward(
     backend: ChunkedBackend, call: Call, sums: Sums | None, results: list[Tensor], *g: Tensor | None
 ) -> list[Tensor]:
-    if call.k.shape[0] == 0:  # gates that the batch shares are not empty
+    if call.k.shape[0] == 0:  # the batch is empty, but gates of batch size 1 are not: their gradient is 0
         return [x.zero_() for x in _new_gradients(call, sums)]
     with full_precision(call.v.device):
         gradients = backend.backward(call, sums, results, ResultGradients(*g))
@@ -186,7 +186,7 @@ def _keep(ctx: Any, arguments: Sequence[Any], output: Any, reads_results: bool) 
     ctx.non_tensors = [None if isinstance(x, Tensor) else x for x in arguments]
     ctx.save_for_backward(*(arguments[i] for i in ctx.tensor_indices), *results)
     ctx.set_materialize_grads(False)
-    ctx.recorded = False
+    ctx.skipped_dispatcher = False
 
 
 def _backward(ctx: Any, *gradients_of_results: Any) -> Any:
@@ -209,7 +209,7 @@ def _input_gradients(ctx: Any, *gradients_of_results: Tensor | None) -> list[Ten
         g = g._replace(kv=None, z=None)
     if transformed():
         found = _TransformedBackward.run(*arguments, tensors, *g)
-    elif ctx.recorded and not torch.is_grad_enabled():
+    elif ctx.skipped_dispatcher and not torch.is_grad_enabled():
         found = _compute_backward(backend, call, sums, tensors, *g)
     else:
         found = _attend_backward(*arguments, tensors, *g)
@@ -220,7 +220,7 @@ def _input_gradients(ctx: Any, *gradients_of_results: Tensor | None) -> list[Ten
 _attend.register_autograd(_backward, setup_context=_setup_context)
 
 
-class _Recorded(torch.autograd.Function):
+class _WithoutDispatcher(torch.autograd.Function):
     """The operator and its gradient as a plain autograd.Function, which skips the dispatcher; see ``_plain``.
 
     arguments holds the operator's arguments in one tuple, because autograd inspects every argument of a Function. The
@@ -234,7 +234,7 @@ class _Recorded(torch.autograd.Function):
         backend = _module(arguments[0])
         results = _compute(backend, call, sums, True)
         _keep(ctx, arguments, results, backend.reads_results(call))
-        ctx.recorded = True
+        ctx.skipped_dispatcher = True
         return results[:3]
 
     @staticmethod

@@ -23,7 +23,7 @@ class Backend(Protocol):
     def why_not(self) -> str | None:
         """The reason why the backend cannot run on this machine; None: it can."""
 
-    def supports(self, call: Call, state: LinearAttentionState | None) -> str | None:
+    def why_not_call(self, call: Call, state: LinearAttentionState | None) -> str | None:
         """The reason why the backend cannot run this call; None: it can."""
 
     def attend(self, call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:

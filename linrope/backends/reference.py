@@ -28,7 +28,7 @@ def why_not() -> str | None:
     return None
 
 
-def supports(call: Call, state: LinearAttentionState | None) -> str | None:
+def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
     return None
 
 

@@ -42,7 +42,7 @@ def why_not() -> str | None:
     return None
 
 
-def supports(call: Call, state: LinearAttentionState | None) -> str | None:
+def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
     """The reason why these kernels cannot run the call; None: they can."""
     k, f, e = call.k, call.k.shape[3], call.v.shape[3]
     if not k.is_cuda and not (INTERPRETED and k.device.type == "cpu"):
@@ -104,8 +104,8 @@ def _kernel_call(call: Call, sums: Sums | None = None, *, angles: bool = True) -
     if call.angle_steps is not None and angles:
         angle, keys = None if sums is None else sums.angle, None
         if call.key_positions is not None:
-            keys = call.turns(angle, keys=True)
-        queries = call.turns(angle)
+            keys = call.angles_in_turns(angle, keys=True)
+        queries = call.angles_in_turns(angle)
         assert queries is not None
         phases = queries, keys
     return launch.Call(
@@ -113,7 +113,7 @@ def _kernel_call(call: Call, sums: Sums | None = None, *, angles: bool = True) -
         k=call.k,
         v=call.v,
         log_decay=call.log_decay,
-        theta=call.theta if call.angle_steps is None else None,
+        theta=call.theta_turns if call.angle_steps is None else None,
         positions=call.positions.contiguous(),
         key_positions=contiguous(call.key_positions),
         key_mask=contiguous(call.key_mask),

@@ -77,7 +77,7 @@ def _in_words_of_the_command(error: Exception, arguments: list[str]) -> str:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out. On a CPU PyTorch has no exception type for that."""
+    """True if memory ran out. On a CPU PyTorch has no exception type for that."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "you tried to allocate" in str(error)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def check_folder(folder: Path, option: str = "--out") -> None:
-    """Raises ValueError if there is a file at the path of a folder for results, which the option gives."""
+    """Raises ValueError if the folder that an option names, or a folder above it, is a file."""
     parts = (folder, *folder.parents)
     if file := next((part for part in parts if part.exists() and not part.is_dir()), None):
         raise ValueError(f"{option}={folder}: {file} is a file, expected a folder")

@@ -20,7 +20,7 @@ from linrope.cli.pretrained import load_pretrained, tokenizer_beside
 from linrope.cli.training import Lines
 from linrope.common.files import replace_file
 from linrope.models.training import Corpus, Text
-from linrope.models.training.batch import Batch, spread, visit
+from linrope.models.training.batch import Batch, evenly_spaced_rows, visit
 from linrope.models.training.optional import need
 
 console = Console()
@@ -190,5 +190,5 @@ def _rows(text: Text, batch_size: int, length: int, seed: int) -> Iterator[Tenso
 
 def _held_out(text: Text, batch_size: int, length: int) -> list[Tensor]:
     """Batches (b, n) of rows that are spread evenly over the text."""
-    starts = spread(text, batch_size * _HELD_OUT_BATCHES, length)
+    starts = evenly_spaced_rows(text, batch_size * _HELD_OUT_BATCHES, length)
     return [Batch.read(text, part, length).tokens for part in starts.split(batch_size)]

@@ -74,7 +74,7 @@ def demo(
 
 
 def _of_a_demo(checkpoint: Path) -> bool:
-    """Whether an earlier demo wrote this checkpoint, so that this one may remove it."""
+    """True if an earlier demo wrote this checkpoint, so that this one may remove it."""
     try:
         config, _, _ = load_training(checkpoint)
         return replace(config, steps=1) == _TRAINING and LanguageModel.load(checkpoint).config == LINEAR

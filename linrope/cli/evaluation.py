@@ -17,7 +17,7 @@ from linrope.models import LanguageModel
 from linrope.models.training import Corpus, bits_by_position, latest_checkpoint
 from linrope.models.training.checkpoint import load_training
 
-# What the configs of two models of transformers may differ in, and no reader of a plot asks for.
+# Config fields that the plot's legend leaves out.
 _NOT_SHOWN = {"architectures", "auto_map", "dtype", "model_type", "transformers_version", "_name_or_path"}
 _NOT_SHOWN |= {"layer_types", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id"}
 

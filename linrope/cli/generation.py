@@ -51,9 +51,9 @@ def stream(
     """
     sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     check_sampling(count, **sampling, seed=seed)
-    own = isinstance(model, LanguageModel)
+    special = not isinstance(model, LanguageModel)
     tokens = torch.tensor(
-        [_encode(tokenizer, prompt, special=not own)], device=next(model.parameters()).device
+        [_encode(tokenizer, prompt, special=special)], device=next(model.parameters()).device
     )
     if not tokens.numel():
         raise ValueError(f"--prompt={prompt!r}: the tokenizer makes no token of it, expected at least one")

@@ -15,7 +15,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vo
 
 
 def is_pretrained(folder: Path) -> bool:
-    """Whether config.json names a type of transformers' models; linrope's own language models have none."""
+    """True if config.json names a type of transformers' models; linrope's own language models have none."""
     path = folder / "config.json"
     values = parse_json(path.read_bytes(), str(path)) if path.is_file() else None
     return isinstance(values, dict) and "model_type" in values
@@ -65,10 +65,10 @@ def tokenizer_beside(folder: Path, vocab_size: int) -> Any:
     Raises:
         ValueError: there is none and the model's tokens are not bytes, or it has more tokens than the model.
     """
-    places = (folder, folder / "tokenizer")
-    place = next((x for x in places if any((x / name).is_file() for name in _TOKENIZERS)), None)
-    if place is not None:
-        tokenizer = load_tokenizer(place)
+    folders = (folder, folder / "tokenizer")
+    tokenizer_folder = next((x for x in folders if any((x / name).is_file() for name in _TOKENIZERS)), None)
+    if tokenizer_folder is not None:
+        tokenizer = load_tokenizer(tokenizer_folder)
         if len(tokenizer) > vocab_size:
             raise ValueError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model {vocab_size}")
         return tokenizer

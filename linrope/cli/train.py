@@ -72,13 +72,14 @@ def train(
     pieces: Annotated[
         int,
         typer.Option(
-            help="Pieces per row, each of which continues from the state of the one before. Memory is that of one."
+            help="Pieces per row. Each continues from the state of the piece before; memory is that of a single piece."
         ),
     ] = 1,
-    through: Annotated[
+    gradients_through_pieces: Annotated[
         bool,
         typer.Option(
-            "--through", help="Gradients pass from piece to piece too. Memory is then that of the whole row."
+            "--gradients-through-pieces",
+            help="Gradients pass from piece to piece too. Memory is then that of the whole row.",
         ),
     ] = False,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
@@ -140,8 +141,8 @@ def train(
 ) -> int:
     """Train a language model on text.
 
-    Ctrl-C saves a checkpoint and stops. The same command with --resume continues from the last checkpoint,
-    with the same bits as if the run had never stopped or been killed; with more --steps than before it
+    Ctrl-C saves a checkpoint and stops. The same command with --resume continues from the last checkpoint.
+    The result is bit for bit that of an uninterrupted run; with more --steps than before it
     continues beyond the old end. With --resume the sizes, rates and tokenizer are those of the checkpoint,
     and the command lists the options that it ignores. For several processes or GPUs: accelerate launch -m
     linrope.cli train .., or torchrun -m linrope.cli train .., whose restarts (--max-restarts) act like
@@ -202,17 +203,19 @@ def _check_new(out: Path) -> None:
 
 
 def _check_choices(options: dict[str, Any], explicit: set[str]) -> None:
-    """Raises ValueError for options that would have no effect beside the others."""
+    """Raises ValueError for options that have no effect with the other options."""
     if "rotary" in explicit and options["positions"] != "rope":
         raise ValueError(
             f"--rotary={options['rotary']}: expected --positions=rope, not {options['positions']}"
         )
     if options["attention"] == "softmax" and "feature_map" in explicit:
         raise ValueError(
-            "--feature-map: got it with --attention=softmax, which has none; expected --attention=linear"
+            "--feature-map: softmax attention has no feature map; leave the option out or use --attention=linear"
         )
-    if "through" in explicit and options["pieces"] == 1:
-        raise ValueError("--through: got it with --pieces=1; expected at least 2 pieces")
+    if "gradients_through_pieces" in explicit and options["pieces"] == 1:
+        raise ValueError(
+            "--gradients-through-pieces has no effect with --pieces=1; expected at least 2 pieces"
+        )
     heads, dim = options["heads"], options["embed_dim"]
     rotated = options["positions"] == "rope" and options["rotary"] != "none"
     if rotated and heads > 0 and dim % heads == 0 and dim // heads % 2:
@@ -244,9 +247,10 @@ def _model(options: dict[str, Any], vocab_size: int) -> LanguageModelConfig:
         )
         decay, forget_gate, write_gate = (block[name] for name in ("decay", "forget_gate", "write_gate"))
     elif options["decay"] is not None or gate:
-        name = "--decay" if options["decay"] is not None else "--forget-gate"
+        name = "decay" if options["decay"] is not None else "forget gate"
         raise ValueError(
-            f"{name}: got it with --attention=softmax, which has none; expected --attention=linear"
+            f"--{name.replace(' ', '-')}: softmax attention has no {name}; leave the option out or use "
+            "--attention=linear"
         )
     half_lives: dict[str, Any] = {"longest": length}
     short_conv: dict[str, Any] | None = SHORT_CONV | {"taps": options["short_conv"]}
@@ -305,9 +309,10 @@ def _resume(
     if "steps" in explicit and options["steps"] != trainer.config.steps:
         if options["steps"] < trainer.step:
             raise ValueError(f"--steps={options['steps']}: expected at least {trainer.step}, the steps done")
-        before = trainer.config.steps
+        old_steps = trainer.config.steps
         trainer.config = replace(trainer.config, steps=options["steps"])
-        console.print(f"steps: {trainer.config.steps}, before {before}; the rate follows the new cosine")
+        steps = trainer.config.steps
+        console.print(f"steps: {steps} (was {old_steps}); the learning rate follows the new schedule")
     left = trainer.config.steps - trainer.step
     console.print(
         f"{latest}: continues at step {trainer.step:,} of {trainer.config.steps:,}"

@@ -17,7 +17,7 @@ from linrope.models.training import Trainer
 from linrope.models.training.optional import need
 
 _STATUS = "loss {task.fields[bits]:.3f} bits/byte  {task.fields[rate]:,.0f} bytes/s"
-_KEPT = 0.95  # the part of the printed loss that a step keeps
+_SMOOTHING = 0.95  # weight of the earlier steps in the printed loss, a running mean
 _SECONDS = 5.0  # between two lines
 
 
@@ -138,9 +138,9 @@ def run_steps(
                 values = trainer.train_step()
                 stopped = _any_process(stop.is_set(), trainer)
                 loss, seconds = values["bits_per_byte"], time.perf_counter() - start
-                total, done = _KEPT * total + (1 - _KEPT) * loss, trainer.step - first
+                total, done = _SMOOTHING * total + (1 - _SMOOTHING) * loss, trainer.step - first
                 # A weighted mean of all steps, in which the latest count most
-                bits = total / (1 - _KEPT**done)
+                bits = total / (1 - _SMOOTHING**done)
                 rate = done * _bytes_per_step(trainer) / seconds
                 left = timedelta(seconds=round(seconds / done * (config.steps - trainer.step)))
                 line(
@@ -165,7 +165,7 @@ def run_steps(
 
 
 def _any_process(flag: bool, trainer: Trainer) -> bool:
-    """Whether any process has the flag set: all must stop after the same step, or some would wait forever."""
+    """True if any process has the flag set: all must stop after the same step, or some would wait forever."""
     accelerator = trainer.accelerator
     if accelerator.num_processes == 1:
         return flag

@@ -7,7 +7,7 @@ from torch import Tensor
 class Constant:
     """A fixed tensor, copied once to each device that asks for it.
 
-    It is derived from an object's arguments and is no buffer: casting, averaging or emptying a model does not
+    It is derived from an object's arguments and is not a buffer: casting, averaging or emptying a model does not
     touch it, and it is not in the state dict. All callers share the copy: do not write to it.
     """
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a temporary file beside path and moves it there: a reader sees the old file or the new one."""
+    """Writes a temporary file next to path and moves it there: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     temporary.touch(exist_ok=False)
@@ -100,7 +100,7 @@ def load_tensors(path: Path, kind: str, version: int) -> tuple[dict[str, Tensor]
 
 
 def unused(folder: Path, name: str) -> Path:
-    """The path of a new JSON file beside which a plot fits: numbered if the name is taken."""
+    """The path of a new JSON file: neither it nor a .png of the same name exists yet."""
     path, number = folder / f"{name}.json", 2
     while path.exists() or path.with_suffix(".png").exists():
         path, number = folder / f"{name}-{number}.json", number + 1

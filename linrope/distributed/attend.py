@@ -72,7 +72,9 @@ def _receive_and_attend(request: Request, sent: SentState) -> tuple[Tensor, Line
 
 def _refuse_packing(request: Request) -> None:
     if request.cu_seqlens is not None:
-        raise ValueError("cu_seqlens: got them beside a shard, expected None: the shard has them")
+        raise ValueError(
+            "cu_seqlens: got a tensor in a call with a shard; expected None, because the shard already holds cu_seqlens"
+        )
 
 
 def _dense(request: Request) -> Request:
@@ -88,17 +90,18 @@ def _attend_after(
     assert request.q is not None
     if request.q.shape[1] != request.k.shape[1]:
         raise ValueError(
-            f"q: got {request.q.shape[1]} queries and {request.k.shape[1]} keys beside a shard, expected as many "
-            "queries as keys"
+            f"q: got {request.q.shape[1]} queries and {request.k.shape[1]} keys in a call with a shard, expected as "
+            "many queries as keys"
         )
     gathered = dict(zip(sent.names, tensors, strict=True))
     log_gamma = None if request.decay is None else request.decay.double().log()
     rotary = request.rotary
-    xpos = None if rotary is None or rotary.fade is None else rotary.fade.to(request.k.device)
+    if (xpos := None if rotary is None else rotary.xpos_log_decay) is not None:
+        xpos = xpos.to(request.k.device)
     rules = Rules(log_gamma, xpos, "interleaved" if rotary is None else rotary.layout)
-    before = _states_before(request, shard, gathered)
+    states_before = _states_before(request, shard, gathered)
     fresh = request.state is None
-    incoming = _incoming_states(gathered, shard, before, rules, request.causal, fresh)
+    incoming = _incoming_states(gathered, shard, states_before, rules, request.causal, fresh)
     # By default, and on a grid, a state's position counts tokens. Explicit positions may begin anywhere.
     counts_tokens = request.positions is None or (rotary is not None and rotary.axes is not None)
     position = (
@@ -107,7 +110,7 @@ def _attend_after(
     state, packed = _stack(incoming, position), shard.cu_seqlens is not None
     out, last = attend(replace(request, state=state, return_state=request.return_state and packed))
     if request.return_state and not packed:
-        last = fold(gathered, shard.everywhere, before[0], rules, fresh=fresh)
+        last = fold(gathered, shard.ranks_with_tokens, states_before[0], rules, fresh=fresh)
     return out, last
 
 
@@ -124,8 +127,8 @@ def _describe(request: Request, shard: Layout) -> str:
     if state is not None and shard.cu_seqlens is not None:
         if state.slots is not None:
             raise NotImplementedError(
-                "state: got rows of a pool beside packed sequences in shards, expected a state without slots, because "
-                "a rank knows the last states of its own sequences only"
+                "state: got rows of a pool with packed sequences in shards, expected a state without slots, because a "
+                "rank knows the last states of its own sequences only"
             )
         documents = len(shard.bounds) - 1
         if state.sequences != documents:
@@ -204,7 +207,7 @@ def _local_state(request: Request, shard: Layout, index: int) -> dict[str, Tenso
 
 def _first_positions(request: Request, shard: Layout) -> Tensor:
     """The default position of the first token of each local document, (s or 1, b or 1). An empty rank has 0."""
-    begins = [piece.position for piece in shard.mine] or [0]
+    begins = [piece.position for piece in shard.local_pieces] or [0]
     positions = torch.tensor(begins, device=request.k.device)[:, None]
     if request.state is None:
         return positions
@@ -215,11 +218,11 @@ def _first_positions(request: Request, shard: Layout) -> Tensor:
 
 def _empty_state(request: Request, position: Tensor) -> LinearAttentionState:
     """A state without keys, for sequences that begin at position (s,)."""
-    fmap, v, before, s = check(request), request.v, request.state, len(position)
+    fmap, v, state, s = check(request), request.v, request.state, len(position)
     g, e, f = *v.shape[2:], request.k.shape[3] if fmap is None else fmap.feature_dim
-    kv_dtype = torch.promote_types(v.dtype, torch.float32) if before is None else before.kv.dtype
+    kv_dtype = torch.promote_types(v.dtype, torch.float32) if state is None else state.kv.dtype
     kv = v.new_zeros(s, g, f, e, dtype=kv_dtype)
-    z = v.new_zeros(s, g, f, dtype=torch.float64 if before is None else before.z.dtype)
+    z = v.new_zeros(s, g, f, dtype=torch.float64 if state is None else state.z.dtype)
     identity = identity_of(fmap, request.rotary, request.rope_order)
     return LinearAttentionState(kv, z, position, identity)
 
@@ -237,22 +240,22 @@ def _states_before(
     if shard.cu_seqlens is None:
         return [state]
     if request.state is None:
-        return [state] * max(1, len(shard.mine))
+        return [state] * max(1, len(shard.local_pieces))
     return [state.reorder(document) for document in shard.documents(state.kv.device)[:, None]]
 
 
 def _incoming_states(
     gathered: dict[str, Tensor],
     shard: Layout,
-    before: list[LinearAttentionState],
+    states_before: list[LinearAttentionState],
     rules: Rules,
     causal: bool,
     fresh: bool,
 ) -> list[LinearAttentionState]:
     """The state that each local document starts from: earlier ranks' tokens and, if bidirectional, later ranks'."""
-    earlier = fold(gathered, shard.before, before[0], rules, fresh=fresh)
-    states = [earlier, *before[1:]]
-    if causal or not shard.mine:
+    earlier = fold(gathered, shard.ranks_before, states_before[0], rules, fresh=fresh)
+    states = [earlier, *states_before[1:]]
+    if causal or not shard.local_pieces:
         return states
     # The document of the last local token may be the first document of later ranks, and the last of earlier ones.
     later = shard.rank + 1
@@ -261,8 +264,8 @@ def _incoming_states(
         for name, x in gathered.items()
         if not name.startswith(FIRST)
     }
-    chain = [*(shard.before if len(states) == 1 else []), shard.rank, *shard.after]
-    both = fold(neighbours, chain, before[-1], rules, fresh=fresh, skip=shard.rank)
+    chain = [*(shard.ranks_before if len(states) == 1 else []), shard.rank, *shard.ranks_after]
+    both = fold(neighbours, chain, states_before[-1], rules, fresh=fresh, skip=shard.rank)
     states[-1] = replace(states[-1], kv=both.kv, z=both.z, log_scale=both.log_scale)
     return states
 

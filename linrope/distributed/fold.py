@@ -44,7 +44,7 @@ def fold(
     # Adds an empty slice so that every rank's output depends on the gather. A rank that skips the backward all-to-all
     # would deadlock the others.
     kv, z = start.kv + gathered["kv"][:0].sum(0).to(start.kv.dtype), start.z
-    position, angle, slope, scale = start.position, start.angle, start.angle_slope, start.log_scale
+    position, angle, slope, scale = start.position, start.angle, start.angle_gradient_path, start.log_scale
     for s in chain:
         local = {name: x[s] for name, x in gathered.items()}
         distance = torch.zeros_like(position) if fresh else local["position"] - position
@@ -70,11 +70,18 @@ def fold(
             kv, z = kv + local_kv.to(kv.dtype), z + local_z.to(z.dtype)
         if "angle" in local:
             angle = local["angle"] if angle is None else angle + local["angle"]
-        if "angle_slope" in local:
-            slope = local["angle_slope"] if slope is None else slope + local["angle_slope"]
+        if "angle_gradient_path" in local:
+            slope = local["angle_gradient_path"] if slope is None else slope + local["angle_gradient_path"]
         position, fresh = local["position"], False
     return replace(
-        start, kv=kv, z=z, position=position, angle=angle, angle_slope=slope, log_scale=scale, donated=False
+        start,
+        kv=kv,
+        z=z,
+        position=position,
+        angle=angle,
+        angle_gradient_path=slope,
+        log_scale=scale,
+        donated=False,
     )
 
 

@@ -66,12 +66,12 @@ class Layout:
         self.pieces = [_pieces(bounds, low, high) for low, high in pairwise(starts)]
         self.cu_seqlens: Tensor | None = None
         if device is not None:
-            ends = [piece.high - self.start for piece in self.mine] or [0]
+            ends = [piece.high - self.start for piece in self.local_pieces] or [0]
             self.cu_seqlens = torch.tensor([0, *ends], device=device)
         self._agreed: set[str] = set()
 
     @property
-    def mine(self) -> list[Piece]:
+    def local_pieces(self) -> list[Piece]:
         """The pieces of this rank, one per document. An empty rank has none."""
         return self.pieces[self.rank]
 
@@ -81,31 +81,31 @@ class Layout:
         return self.lengths[self.rank]
 
     @property
-    def before(self) -> list[int]:
+    def ranks_before(self) -> list[int]:
         """The earlier ranks that hold tokens of the document of this rank's first token."""
-        if not self.mine:
+        if not self.local_pieces:
             return []
-        first = self.mine[0].document
+        first = self.local_pieces[0].document
         return [s for s in range(self.rank) if self.pieces[s] and self.pieces[s][-1].document == first]
 
     @property
-    def after(self) -> list[int]:
+    def ranks_after(self) -> list[int]:
         """The later ranks that hold tokens of the document of this rank's last token."""
-        if not self.mine:
+        if not self.local_pieces:
             return []
-        last, later = self.mine[-1].document, range(self.rank + 1, self.size)
+        last, later = self.local_pieces[-1].document, range(self.rank + 1, self.size)
         return [s for s in later if self.pieces[s] and self.pieces[s][0].document == last]
 
     @property
-    def everywhere(self) -> list[int]:
+    def ranks_with_tokens(self) -> list[int]:
         """All ranks that hold tokens."""
         return [s for s in range(self.size) if self.pieces[s]]
 
     def piece(self, index: int) -> slice:
         """The tokens of the first (0) or last (-1) local document, as a slice of the local tokens."""
-        if not self.mine:
+        if not self.local_pieces:
             return slice(0, 0)
-        return slice(self.mine[index].low - self.start, self.mine[index].high - self.start)
+        return slice(self.local_pieces[index].low - self.start, self.local_pieces[index].high - self.start)
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
         """Cuts this rank's part out of x, which holds the tokens of all ranks."""
@@ -149,20 +149,23 @@ class Layout:
         start: (documents of all ranks,), the position of each document's first token; None: 0. A document is a packed
         sequence; without packing there is one.
         """
-        parts = [torch.arange(x.position, x.position + x.high - x.low, device=device) for x in self.mine]
+        parts = [
+            torch.arange(x.position, x.position + x.high - x.low, device=device) for x in self.local_pieces
+        ]
         if start is not None:
-            parts = [part + start[x.document] for part, x in zip(parts, self.mine, strict=True)]
+            parts = [part + start[x.document] for part, x in zip(parts, self.local_pieces, strict=True)]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
 
     def documents(self, device: torch.device | str | None = None) -> Tensor:
         """The index of each local document among those of all ranks, (s,). An empty rank has 0, without tokens."""
-        return torch.tensor([piece.document for piece in self.mine] or [0], device=device)
+        return torch.tensor([piece.document for piece in self.local_pieces] or [0], device=device)
 
     def agree(self, describe: Callable[[], str]) -> None:
-        """Raises if the ranks' descriptions differ, or if describe() fails: on every rank in the first comparison.
+        """Raises if describe() fails on any rank, or if the ranks' texts differ.
 
-        A text that was agreed on is not compared again. After the first agreement a rank whose describe() fails
-        raises alone, because the others may compare nothing.
+        Until the ranks first agree, a call compares the texts of all ranks, so every rank raises. Later calls skip a
+        text that the ranks have agreed on. From then on, a rank whose describe() fails raises alone, because the others
+        may have nothing to compare.
         """
         failure: Exception | None = None
         try:

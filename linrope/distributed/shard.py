@@ -47,7 +47,10 @@ class Shard(Layout):
     """
 
     def attend(self, request: Request) -> tuple[Tensor, LinearAttentionState | None]:
-        """out for this process's tokens, and the last state of all tokens if the request wants it."""
+        """Returns out for this process's tokens.
+
+        If wanted, also the state after all tokens or, for packed sequences, the states of this rank's own sequences.
+        """
         return send_state(request, self).attend(request)
 
     def send_state(self, k: Tensor, v: Tensor, /, **options: Unpack[Options]) -> SentState:

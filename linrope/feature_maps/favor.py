@@ -43,7 +43,7 @@ class FavorPlus(RandomFeatureMap):
         M = 4096 1.00   0.99   0.32   0.05   0.02
 
     So 1024 features are enough where |x'|^2 is about 2, and no affordable number is where it is 8 or more.
-    The map then computes another attention than softmax's, which can be trained as well.
+    The map then no longer approximates softmax attention, but a model can still be trained with it.
 
     The projection is a buffer in the state dict, and states of another projection are rejected. Training may
     redraw it now and then: ``feature_maps.Redraw``.
@@ -138,14 +138,14 @@ class FavorPlusPlus(RandomFeatureMap):
         head_dim: d.
         num_features: M; default 2 d.
         seed: the seed of the projection; default: drawn from torch's generator.
-        spread: s; default 2 sqrt(d), the value for independent inputs of unit variance.
+        mean_square: s; default 2 sqrt(d), the value for independent inputs of unit variance.
 
     Raises:
-        ValueError: num_features is not positive, or spread is negative or not finite.
+        ValueError: num_features is not positive, or mean_square is negative or not finite.
 
     >>> phi = FavorPlusPlus(16, seed=0)
     >>> phi.fit(torch.zeros(1, 5, 2, 16), torch.ones(1, 5, 2, 16))
-    >>> phi.spread
+    >>> phi.mean_square
     4.0
     """
 
@@ -157,32 +157,36 @@ class FavorPlusPlus(RandomFeatureMap):
         head_dim: int,
         num_features: int | None = None,
         seed: int | None = None,
-        spread: float | None = None,
+        mean_square: float | None = None,
     ) -> None:
         super().__init__(head_dim, num_features, seed)
-        self.spread = 2 * head_dim**0.5 if spread is None else spread
+        self.mean_square = 2 * head_dim**0.5 if mean_square is None else mean_square
 
     @property
-    def spread(self) -> float:
-        return self._spread
+    def mean_square(self) -> float:
+        return self._mean_square
 
-    @spread.setter
-    def spread(self, spread: float) -> None:
-        check_numbers(spread=spread)
-        if not 0 <= spread < math.inf:
-            raise ValueError(f"spread={spread}: expected the mean of |x' + y'|^2, a finite number >= 0")
-        self._spread = float(spread)
-        self._spread_text = f", spread={self._spread}"  # formatted here for torch.compile, as in FavorPlus
+    @mean_square.setter
+    def mean_square(self, mean_square: float) -> None:
+        check_numbers(mean_square=mean_square)
+        if not 0 <= mean_square < math.inf:
+            raise ValueError(
+                f"mean_square={mean_square}: expected the mean of |x' + y'|^2, a finite number >= 0"
+            )
+        self._mean_square = float(mean_square)
+        self._mean_square_text = (
+            f", mean_square={self._mean_square}"  # formatted here for torch.compile, as in FavorPlus
+        )
 
     @property
     def a(self) -> float:
         """A, at most 0."""
-        d, s = self.head_dim, self.spread
+        d, s = self.head_dim, self.mean_square
         rho = 2 * d / (math.sqrt((2 * s + d) ** 2 + 8 * d * s) + 2 * s + d)  # does not cancel for small s
         return (1 - 1 / rho) / 8
 
     def fit(self, q: Tensor, k: Tensor) -> None:
-        """Sets ``spread`` to the mean of |x' + y'|^2 over all pairs of a query and a key in the same head.
+        """Sets ``mean_square`` to the mean of |x' + y'|^2 over all pairs of a query and a key in the same head.
 
         q is (..., n, h, d) and k (..., m, g, d), as in the call. Earlier states become invalid.
 
@@ -195,25 +199,25 @@ class FavorPlusPlus(RandomFeatureMap):
         x, y = widen(q.detach()), widen(k.detach())
         squares = x.square().sum(-1).mean() + y.square().sum(-1).mean()
         mean_x, mean_y = x.mean(-3), y.mean(-3).repeat_interleave(q.shape[-2] // k.shape[-2], dim=-2)
-        spread = squares + 2 * (mean_x * mean_y).sum(-1).mean()
-        self.spread = float(spread) * self.head_dim**-0.5
+        mean = squares + 2 * (mean_x * mean_y).sum(-1).mean()
+        self.mean_square = float(mean) * self.head_dim**-0.5
 
     def queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
         a, logits = self.a, self.project(q)
         offset = a * self.projection.double().square().sum(-1) + self.head_dim / 4 * math.log(1 - 4 * a)
         return _estimate(offset.to(logits.dtype) + (1 - 4 * a) ** 0.5 * logits, self.square(q))
 
-    # 64-bit integers, so that neither a file nor a cast of the module rounds seed or spread.
+    # 64-bit integers, so that neither a file nor a cast of the module rounds seed or mean_square.
     def get_extra_state(self) -> Tensor:
-        spread = torch.tensor(self.spread, dtype=torch.float64, device="cpu").view(torch.int64)
-        return torch.stack((super().get_extra_state(), spread))
+        mean_square = torch.tensor(self.mean_square, dtype=torch.float64, device="cpu").view(torch.int64)
+        return torch.stack((super().get_extra_state(), mean_square))
 
     def set_extra_state(self, state: Tensor) -> None:
         super().set_extra_state(state[0])
-        self.spread = float(state[1].view(torch.float64))
+        self.mean_square = float(state[1].view(torch.float64))
 
     def settings(self) -> str:
-        return f"{super().settings()}{self._spread_text}"
+        return f"{super().settings()}{self._mean_square_text}"
 
 
 def check_epsilon(kernel_epsilon: float) -> float:

@@ -44,8 +44,8 @@ class LinearRoPEAttention(Mixer):
         num_heads: h.
         num_kv_heads: g, a divisor of h. Default: h.
         num_value_heads: a multiple of h, if values, decay and gates have more heads than queries and keys, which are
-            then shared (as in Mamba-2; num_kv_heads must be h or None). g below, the attribute num_kv_heads and the
-            state then count these heads. backend="native" shares queries and keys without copies.
+            then shared (as in Mamba-2; num_kv_heads must be h or None). g below and the attribute num_state_heads
+            then count the value heads. backend="native" shares queries and keys without copies.
         head_dim: d, the size of a query and a key. Default: embed_dim / num_heads.
         value_head_dim: e, the size of a value. Default: head_dim.
         feature_map: a name, {"name": .., options of feature_maps.make}, or a FeatureMap. A learned map that the layer
@@ -163,8 +163,8 @@ class LinearRoPEAttention(Mixer):
         check_name("backend", backend, backends.NAMES)
         self.causal, self.normalize, self.backend = causal, normalize, backend
         self.rope_order = rope_order
-        g, d = self.num_kv_heads, self.head_dim
-        new_map = make_map(feature_map, d, self.num_heads, self.num_key_heads)
+        g, d = self.num_state_heads, self.head_dim
+        new_map = make_map(feature_map, d, self.num_heads, self.num_kv_heads)
         if normalize and not new_map.positive:
             raise ValueError(f"feature_map={new_map}: its features are signed; expected normalize=False")
         self.feature_map = new_map.to(device=device)
@@ -181,7 +181,7 @@ class LinearRoPEAttention(Mixer):
         self._out_norm_replaces_normalizer = (
             normalize and self.norm_span == "head" and skip != "before" and not new_map.log_scaled
         )
-        # Normalized outputs are averages of values, beside which 1e-6 is small. Unnormalized ones may be tiny.
+        # Normalized outputs are averages of values, compared with which 1e-6 is small. Unnormalized ones may be tiny.
         if self._out_norm_replaces_normalizer and not (isinstance(out_norm, Mapping) and "eps" in out_norm):
             assert self.out_norm is not None
             self.out_norm.eps = 1e-12
@@ -230,6 +230,8 @@ class LinearRoPEAttention(Mixer):
     def extra_repr(self) -> str:
         """The sizes and options that are not modules, in one line."""
         text = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+        if self.num_state_heads != self.num_kv_heads:
+            text += f", value_heads={self.num_state_heads}"
         if self.value_head_dim != self.head_dim:
             text += f", value_head_dim={self.value_head_dim}"
         text += f", feature_map={self.feature_map.elementwise or type(self.feature_map).__name__}"
@@ -308,7 +310,7 @@ class LinearRoPEAttention(Mixer):
         """
         checks.check_inputs(x, context, self.q_proj.in_features)
         if shard is not None and self.trapezoid is not None:
-            raise ValueError("shard: got one beside trapezoid=True, expected None")
+            raise ValueError("shard: got a shard with trapezoid=True, expected None")
         if context is not None:
             self._check_context(shard)
         c = x if context is None else context
@@ -371,15 +373,15 @@ class LinearRoPEAttention(Mixer):
         return trapezoidal_attention(q, k, v, share=self.trapezoid(x), return_state=return_state, **others)
 
     def _check_context(self, shard: LayerShard | None) -> None:
-        """Rejects a context beside a shard, or beside options for which key t and query t are the same token."""
+        """Rejects a context with a shard, or with options for which key t and query t are the same token."""
         if shard is not None:
             raise ValueError(
-                "context: got one beside a shard, which splits queries and keys alike; expected None"
+                "context: got a tensor in a call with a shard, which splits queries and keys alike; expected None"
             )
         for name in ("forget_gate", "angle_steps", "short_conv", "trapezoid"):
             if getattr(self, name) is not None:
                 argument = "rotary='selective'" if name == "angle_steps" else name
                 raise ValueError(
-                    f"context: got one beside {argument}, for which key t and query t must be the same token; "
+                    f"context: got a tensor with {argument}, for which key t and query t must be the same token; "
                     "expected None"
                 )

@@ -56,15 +56,15 @@ def make_rotation(
     if not isinstance(choice, Mapping) or "name" not in choice:
         return _make_rotary(choice, dim), None
     check_name("rotary", choice["name"], ("selective",))
-    of_steps = {key: choice[key] for key in ("rank", "bound") if key in choice}
-    of_rotary = {key: x for key, x in choice.items() if key not in ("name", "rank", "bound", "per_head")}
-    rotary = _make_rotary(of_rotary, dim)
+    step_options = {key: choice[key] for key in ("rank", "bound") if key in choice}
+    rotary_options = {key: x for key, x in choice.items() if key not in ("name", "rank", "bound", "per_head")}
+    rotary = _make_rotary(rotary_options, dim)
     assert rotary is not None
     per_head = choice.get("per_head", True)
     if not isinstance(per_head, bool):
         raise TypeError(f"rotary: got per_head={per_head!r}, expected True or False")
     heads = heads if per_head else 1
-    return rotary, SelectiveSteps(embed_dim, rotary, heads, **of_steps, **factory)
+    return rotary, SelectiveSteps(embed_dim, rotary, heads, **step_options, **factory)
 
 
 def _make_rotary(choice: str | Mapping[str, Any] | Rotary | None, dim: int) -> Rotary | None:
@@ -166,6 +166,6 @@ def _named(
     check_name(argument, name, names, also=also)
     if unknown := sorted(set(chosen) - set(options)):
         raise ValueError(
-            f"{argument}: got {unknown} beside name={name!r}, expected {list(options) or 'nothing'}"
+            f"{argument}: got {unknown} with name={name!r}, expected {list(options) or 'nothing'}"
         )
     return str(name), chosen

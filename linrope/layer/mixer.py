@@ -52,15 +52,16 @@ class Mixer(nn.Module):
         check_bools(qk_norm=qk_norm, qk_bias=qk_bias, bias=bias)
         g, d, e = checks.resolve_heads(embed_dim, num_heads, num_kv_heads, head_dim, value_head_dim)
         self.num_heads, self.head_dim, self.value_head_dim = num_heads, d, e
-        self.num_key_heads, self.num_kv_heads, self.num_out_heads = g, g, num_heads
+        # num_state_heads: the heads of values, decay, gates and state
+        self.num_kv_heads, self.num_state_heads, self.num_out_heads = g, g, num_heads
         if num_value_heads is not None:
             checks.check_value_heads(num_value_heads, num_heads, g)
-            self.num_kv_heads = self.num_out_heads = num_value_heads
+            self.num_state_heads = self.num_out_heads = num_value_heads
         self.q_proj = nn.Linear(embed_dim, num_heads * d, bias=bias, **factory)
         self.k_proj = nn.Linear(embed_dim, g * d, bias=bias, **factory)
-        self.v_proj = nn.Linear(embed_dim, self.num_kv_heads * e, bias=bias, **factory)
+        self.v_proj = nn.Linear(embed_dim, self.num_state_heads * e, bias=bias, **factory)
         self.o_proj = nn.Linear(self.num_out_heads * e, embed_dim, bias=bias, **factory)
-        channels = (num_heads + g) * d + self.num_kv_heads * e
+        channels = (num_heads + g) * d + self.num_state_heads * e
         self.short_conv = make_short_convolution(short_conv, channels, factory)
         self.q_norm = RMSNorm(d, eps=1e-6, **factory) if qk_norm else None
         self.k_norm = RMSNorm(d, eps=1e-6, **factory) if qk_norm else None
@@ -80,11 +81,11 @@ class Mixer(nn.Module):
         self.gate_side = "after" if gate is True else gate or None
         gate_channels = self.num_out_heads * e
         self.g_proj = nn.Linear(embed_dim, gate_channels, bias=bias, **factory) if gate else None
-        self._reset_own_parameters()
+        self._reset_direct_parameters()
 
     @torch.no_grad()
-    def _reset_own_parameters(self) -> None:
-        """Gives the parameters that lie in no module of their own their initial values."""
+    def _reset_direct_parameters(self) -> None:
+        """Sets the parameters that the layer holds directly (skip, q_bias, k_bias) to 1."""
         for parameter in (self.skip, self.q_bias, self.k_bias):
             if parameter is not None:
                 parameter.fill_(1)
@@ -94,16 +95,16 @@ class Mixer(nn.Module):
         for child in self.children():
             if callable(reset := getattr(child, "reset_parameters", None)):
                 reset()
-        self._reset_own_parameters()
+        self._reset_direct_parameters()
 
     def _queries(self, y: Tensor) -> Tensor:
         return self._heads(y, self.num_heads, self.q_norm, self.q_bias)
 
     def _keys(self, y: Tensor) -> Tensor:
-        return self._heads(y, self.num_key_heads, self.k_norm, self.k_bias)
+        return self._heads(y, self.num_kv_heads, self.k_norm, self.k_bias)
 
     def _values(self, y: Tensor) -> Tensor:
-        v: Tensor = y.unflatten(-1, (self.num_kv_heads, self.value_head_dim))
+        v: Tensor = y.unflatten(-1, (self.num_state_heads, self.value_head_dim))
         return v
 
     def _heads(self, y: Tensor, heads: int, norm: nn.RMSNorm | None, bias: Tensor | None) -> Tensor:
@@ -151,13 +152,13 @@ class Mixer(nn.Module):
         (b, n, _), device = projected[0].shape, projected[0].device
         checks.check_mask(key_mask, b, n, device)
         checks.check_packing(cu_seqlens, b, n, n, device)
-        before, sequences = None, b if cu_seqlens is None else len(cu_seqlens) - 1
+        earlier_inputs, sequences = None, b if cu_seqlens is None else len(cu_seqlens) - 1
         if state is not None and getattr(state, "conv", None) is not None:
             slots = getattr(state, "slots", None)
-            before = state.conv if slots is None else state.conv.index_select(0, slots)
-            if before.shape[0] != sequences:
-                raise ValueError(f"state: got {before.shape[0]} sequences, expected {sequences}")
-        return self.short_conv.convolve_parts(projected, before, key_mask, cu_seqlens, want_last)
+            earlier_inputs = state.conv if slots is None else state.conv.index_select(0, slots)
+            if earlier_inputs.shape[0] != sequences:
+                raise ValueError(f"state: got {earlier_inputs.shape[0]} sequences, expected {sequences}")
+        return self.short_conv.convolve_parts(projected, earlier_inputs, key_mask, cu_seqlens, want_last)
 
     def _check_conv(self, state: Any) -> None:
         """Rejects a state whose inputs of the convolution do not fit this layer."""

@@ -31,12 +31,12 @@ _KINDS = (LinearRoPEAttention, nn.Linear, nn.RMSNorm, RMSNorm, ForgetGate, Write
 
 
 class LayerStep:
-    """One token of a ``LinearRoPEAttention`` at a time, written into a state's memory.
+    """Runs a LinearRoPEAttention on one token at a time and overwrites the state in place.
 
         y = W_o mixer_step(W x)        x, y: (b, embed_dim);  W: all projections of x, one below the other
 
-    The products of more than a few sequences are PyTorch's. All that lies between them is one call of the native library, which computes what the
-    layer computes. W may be a copy: make a new step after the weights have changed.
+    One call of the native library does everything between the matrix products. W may be a copy: make a new step after
+    the weights have changed.
 
     Raises:
         ValueError: ``why_not`` has a reason.
@@ -64,13 +64,14 @@ class LayerStep:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """torch.nn.functional.linear of contiguous float32 tensors. For few rows the native library's is faster."""
+    """torch.nn.functional.linear of contiguous float32 tensors. The native library computes few rows, faster."""
     y: Tensor = _ops.linear.default(x, weight, bias) if len(x) <= _FEW_ROWS else F.linear(x, weight, bias)
     return y
 
 
 _FEW_ROWS = 8
-_MOST_COPIED = 2**22  # numbers of a joined weight; beyond, the time saved is not worth the memory of the copy
+# Elements of a joined weight: for a larger one, the time saved is not worth the copy's memory.
+_MOST_COPIED = 2**22
 
 
 class Joined:
@@ -81,10 +82,10 @@ class Joined:
 
     @torch.no_grad()
     def __init__(self, *modules: Any) -> None:
-        given = [module for module in modules if module is not None]
-        self.parts = [(x.weight.detach(), None if x.bias is None else x.bias.detach()) for x in given]
-        if len(given) > 1 and sum(weight.numel() for weight, _ in self.parts) <= _MOST_COPIED:
-            bias = None if all(x.bias is None for x in given) else torch.cat([_bias(x) for x in given])
+        present = [module for module in modules if module is not None]
+        self.parts = [(x.weight.detach(), None if x.bias is None else x.bias.detach()) for x in present]
+        if len(present) > 1 and sum(weight.numel() for weight, _ in self.parts) <= _MOST_COPIED:
+            bias = None if all(x.bias is None for x in present) else torch.cat([_bias(x) for x in present])
             self.parts = [(torch.cat([weight for weight, _ in self.parts]), bias)]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ def _settings(layer: LinearRoPEAttention, state: LinearAttentionState) -> list[A
         "kv": state.kv,
         "z": state.z,
         "positions": state.position.unsqueeze(1),
-        "theta": None if rotary is None else rotary.turns(state.kv.device),
+        "theta": None if rotary is None else rotary.turns_per_position(state.kv.device),
         "layout": 0 if rotary is None else native.LAYOUTS[rotary.layout],
         "feature_map": native.MAPS[layer.feature_map.elementwise or ""],
         "normalize": layer.normalize and not layer._out_norm_replaces_normalizer,
@@ -202,8 +203,8 @@ def _state_reason(layer: LinearRoPEAttention, state: Any) -> str | None:
         return f"a state of {state.identity}"
     b, conv = state.kv.shape[0], layer.short_conv
     expected = {
-        "kv": ((b, layer.num_kv_heads, layer.head_dim, layer.value_head_dim), torch.float32),
-        "z": ((b, layer.num_kv_heads, layer.head_dim), torch.float64),
+        "kv": ((b, layer.num_state_heads, layer.head_dim, layer.value_head_dim), torch.float32),
+        "z": ((b, layer.num_state_heads, layer.head_dim), torch.float64),
         "position": ((b,), torch.int64),
     }
     if conv is not None:

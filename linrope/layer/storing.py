@@ -1,4 +1,4 @@
-"""Stores what a layer carries from call to call, beside the sums of the operation, in the state."""
+"""Stores in the state what a layer carries from call to call in addition to the operation's sums."""
 
 from dataclasses import replace
 from typing import Any

@@ -154,7 +154,7 @@ def trapezoidal_attention(
     fmap = checks.resolve_map(feature_map, d)
     check_map_and_rotation(fmap, rotary)
     f = d if fmap is None else fmap.feature_dim
-    checks.check_rotary(rotary, f, g, causal=True, before=False)
+    checks.check_rotary(rotary, f, g, causal=True, rotates_before_map=False)
     checks.check_decay(decay, g, True, device)
     checks.check_log_decay(log_decay, k, True)
     checks.check_angle_steps(angle_steps, k, n, f, rotary)
@@ -163,24 +163,25 @@ def trapezoidal_attention(
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected (b, n, g) = {(b, n, g)}")
     sequences, bounds = b if cu_seqlens is None else len(cu_seqlens) - 1, rising_bounds(cu_seqlens, n)
     identity = f"{identity_of(fmap, rotary, 'after')}; trapezoid"
-    first = _last_token_of(state, identity, (sequences, g, f + v.shape[3] + 2), k)
+    # (s, g, f + e + 2): each sequence's last token before this call
+    incoming = _last_token_of(state, identity, (sequences, g, f + v.shape[3] + 2), k)
 
     write = torch.ones_like(share) if write is None else write
     k, v, share, write = (zero_hidden(x, key_mask) for x in (k, v, share, write))
     log_decay = None if log_decay is None else zero_hidden(log_decay, key_mask)
     angle_steps = None if angle_steps is None else zero_hidden(angle_steps, key_mask)
-    own, later = share * write, (1 - share) * write
+    key_weight, previous_key_weight = share * write, (1 - share) * write
     phi, psi = _features(fmap, q, k)
-    places = _positions(positions, state, k, bounds)
-    before = _Before(first, f, key_mask, bounds)
+    token_positions = _positions(positions, state, k, bounds)
+    before = _TokenBefore(incoming, f, key_mask, bounds)
 
-    distance = places - before.shift(places, before.position)
-    kept = _kept(decay, log_decay, distance)
-    factor = kept * (before.shift(own, before.own) + later)
+    distance = token_positions - before.shift(token_positions, before.position)
+    decay_factor = _decay_factor(decay, log_decay, distance)
+    write_factor = decay_factor * (before.shift(key_weight, before.key_weight) + previous_key_weight)
     key, value = before.shift(psi, before.key), before.shift(v, before.value)
     key = _turned_back(key, rotary, angle_steps, distance)
     # Read the last token now: the call may overwrite the state, and with it the positions.
-    last_token = before.last(psi, v, own, places)
+    last_token = before.last(psi, v, key_weight, token_positions)
     result = linear_rope_attention(
         phi,
         key,
@@ -191,7 +192,7 @@ def trapezoidal_attention(
         decay=decay,
         log_decay=log_decay,
         angle_steps=angle_steps,
-        write=factor,
+        write=write_factor,
         positions=positions,
         key_mask=key_mask,
         cu_seqlens=cu_seqlens,
@@ -201,7 +202,7 @@ def trapezoidal_attention(
     )
     out, last = result if isinstance(result, tuple) else (result, None)
     dots = torch.einsum("bngrf,bngf->bngr", widen(phi).unflatten(2, (g, -1)), widen(psi))
-    out = (out + ((dots * own[..., None])[..., None] * v[:, :, :, None]).flatten(2, 3)).to(v.dtype)
+    out = (out + ((dots * key_weight[..., None])[..., None] * v[:, :, :, None]).flatten(2, 3)).to(v.dtype)
     last = store_in_state("last_token", last_token, state, last)
     return out if last is None or not return_state else (out, replace(last, identity=identity))
 
@@ -222,7 +223,7 @@ def check_map_and_rotation(fmap: FeatureMap | None, rotary: Any) -> None:
 def _last_token_of(
     state: LinearAttentionState | None, identity: str, shape: tuple[int, ...], k: Tensor
 ) -> Tensor:
-    """The last token of each sequence before this call, (s, g, f + e + 2). Zeros if there is none."""
+    """Each sequence's last token before this call, (s, g, f + e + 2). Zeros if there is none."""
     if state is None:
         return k.new_zeros(shape, dtype=torch.float64)
     if not isinstance(state, LinearAttentionState):
@@ -231,10 +232,10 @@ def _last_token_of(
         raise ValueError(f"state: made with {state.identity}; expected {identity}, as in this call")
     if state.kv.device != k.device:
         raise ValueError(f"state: got device {state.kv.device}, expected {k.device}")
-    first = state.last_token if state.slots is None else state.last_token.index_select(0, state.slots)
-    if first.shape != shape:
-        raise ValueError(f"state.last_token: got shape {tuple(first.shape)}, expected {shape}")
-    return first
+    incoming = state.last_token if state.slots is None else state.last_token.index_select(0, state.slots)
+    if incoming.shape != shape:
+        raise ValueError(f"state.last_token: got shape {tuple(incoming.shape)}, expected {shape}")
+    return incoming
 
 
 def _features(fmap: FeatureMap | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,15 +253,15 @@ def _positions(
 ) -> Tensor:
     """The position of each token, (b or 1, n) int64."""
     n, start = k.shape[1], None if state is None else first_positions(state)
-    tokens = resolve_positions(positions=positions, start=start, keys=k, queries=n, bounds=bounds)
+    tokens = resolve_positions(positions=positions, start=start, keys=k, num_queries=n, bounds=bounds)
     return spell_out(tokens.positions, n)
 
 
 def _turned_back(key: Tensor, rotary: Rotary | None, angle_steps: Tensor | None, distance: Tensor) -> Tensor:
-    """The keys of the tokens before, turned back by the angle between the two tokens: R(Theta_(t-1) - Theta_t) key."""
+    """R(Theta_(t-1) - Theta_t) key: the key of each token's predecessor, rotated back by the angle between the two."""
     angles: Tensor | None = None
     if rotary is not None:
-        theta = rotary.turns(key.device)[0].double() * (2 * math.pi / 2.0**64)  # (g or 1, pairs)
+        theta = rotary.turns_per_position(key.device)[0].double() * (2 * math.pi / 2.0**64)  # (g or 1, pairs)
         angles = distance.double()[..., None, None] * theta
     if angle_steps is not None:
         angles = angle_steps.double() if angles is None else angles + angle_steps.double()
@@ -270,64 +271,64 @@ def _turned_back(key: Tensor, rotary: Rotary | None, angle_steps: Tensor | None,
     return rotate(key, cos, -sin, "interleaved" if rotary is None else rotary.layout)
 
 
-def _kept(decay: Tensor | None, log_decay: Tensor | None, distance: Tensor) -> Tensor:
-    """What is kept of the token before when a token comes, (b or 1, n, g or 1): e^a."""
-    kept = torch.ones_like(distance[..., None], dtype=torch.float32)
+def _decay_factor(decay: Tensor | None, log_decay: Tensor | None, distance: Tensor) -> Tensor:
+    """e^a, (b or 1, n, g or 1): by how much all earlier sums decay when each token arrives."""
+    factor = torch.ones_like(distance[..., None], dtype=torch.float32)
     if decay is not None:
-        kept = (distance[..., None] * decay.double().log()).clamp(min=MIN_LOG_DECAY).exp()
+        factor = (distance[..., None] * decay.double().log()).clamp(min=MIN_LOG_DECAY).exp()
     if log_decay is not None:
-        kept = kept * clamp_gates(log_decay).exp()
-    return kept
+        factor = factor * clamp_gates(log_decay).exp()
+    return factor
 
 
-class _Before:
+class _TokenBefore:
     """The token before each token: the last one of its sequence that key_mask does not hide.
 
-    first (s, g, f + e + 2) are the last tokens before this call: the features of the key, the value, lambda w and the
-    position.
+    incoming (s, g, f + e + 2): each sequence's last token before this call. It holds the features of the key, the
+    value, lambda w (the weight of the key) and the position.
     """
 
-    def __init__(self, first: Tensor, f: int, key_mask: Tensor | None, bounds: Tensor | None) -> None:
-        self.first, self.bounds = first, bounds
-        self.key, self.value = first[..., :f], first[..., f:-2]
-        self.own, self.position = first[..., -2], first[:, 0, -1].long()
+    def __init__(self, incoming: Tensor, f: int, key_mask: Tensor | None, bounds: Tensor | None) -> None:
+        self.incoming, self.bounds = incoming, bounds
+        self.key, self.value = incoming[..., :f], incoming[..., f:-2]
+        self.key_weight, self.position = incoming[..., -2], incoming[:, 0, -1].long()
         self.latest: Tensor | None = None  # (b, n): the index of the last visible token so far, or -1
         if key_mask is not None:
             n = key_mask.shape[1]
-            tokens = torch.arange(n, device=first.device)
+            tokens = torch.arange(n, device=incoming.device)
             begin = 0 if bounds is None else bounds[owners(bounds, n)]
             latest = tokens.where(key_mask, -1).cummax(1).values if n else tokens.expand_as(key_mask)
             self.latest = latest.where(latest >= begin, -1)
             self.none = torch.full_like(self.position, -1)
 
-    def shift(self, x: Tensor, first: Tensor) -> Tensor:
-        """x (b or 1, n, ..) at the token before each token; first (s, ..) where the call has none."""
-        first = first.to(x.dtype)
+    def shift(self, x: Tensor, incoming: Tensor) -> Tensor:
+        """x (b or 1, n, ..) at the token before each token; incoming (s, ..) where this call has no such token."""
+        incoming = incoming.to(x.dtype)
         if self.latest is None:
             if self.bounds is not None or torch.compiler.is_compiling() or x.shape[1] == 0:
-                return previous(x, first, self.bounds)
+                return previous(x, incoming, self.bounds)
             head = x[:, :-1]  # the same with one copy; its length would fix that of an exported graph
-            return torch.cat((first[:, None], head.expand(len(first), *head.shape[1:])), 1)
+            return torch.cat((incoming[:, None], head.expand(len(incoming), *head.shape[1:])), 1)
         index = previous(self.latest, self.none, self.bounds)
         rows = torch.arange(len(index), device=x.device)[:, None]
-        found = x.expand(len(index), *x.shape[1:])[rows, index.clamp(min=0)]
-        present = (index >= 0).view(*index.shape, *[1] * (x.ndim - 2))
-        return torch.where(present, found, per_token(first, x.shape[1], self.bounds))
+        shifted = x.expand(len(index), *x.shape[1:])[rows, index.clamp(min=0)]
+        in_call = (index >= 0).view(*index.shape, *[1] * (x.ndim - 2))
+        return torch.where(in_call, shifted, per_token(incoming, x.shape[1], self.bounds))
 
-    def last(self, psi: Tensor, v: Tensor, own: Tensor, places: Tensor) -> Tensor:
-        """The last tokens of the sequences, (s, g, f + e + 2) float64, for the next call."""
-        columns = psi, v, own[..., None], places[..., None, None].expand(*own.shape, 1)
-        firsts = self.first.split([x.shape[-1] for x in columns], -1)
-        ends = [self._at_end(x, first) for x, first in zip(columns, firsts, strict=True)]
+    def last(self, psi: Tensor, v: Tensor, key_weight: Tensor, positions: Tensor) -> Tensor:
+        """Each sequence's last token, (s, g, f + e + 2) float64, for the next call."""
+        columns = psi, v, key_weight[..., None], positions[..., None, None].expand(*key_weight.shape, 1)
+        incoming_columns = self.incoming.split([x.shape[-1] for x in columns], -1)
+        ends = [self._at_end(x, incoming) for x, incoming in zip(columns, incoming_columns, strict=True)]
         return torch.cat([x.double() for x in ends], -1)
 
-    def _at_end(self, x: Tensor, first: Tensor) -> Tensor:
-        """x (b, n, ..) at the last token of each sequence, or first (s, ..)."""
+    def _at_end(self, x: Tensor, incoming: Tensor) -> Tensor:
+        """x (b, n, ..) at the last visible token of each sequence, or incoming (s, ..) if this call has none."""
         if self.latest is None:
-            return at_last(x, first, self.bounds)
+            return at_last(x, incoming, self.bounds)
         if x.shape[1] == 0:
-            return first
+            return incoming
         index = at_last(self.latest, self.none, self.bounds)
         rows = torch.arange(len(index), device=x.device) if self.bounds is None else torch.zeros_like(index)
-        present = (index >= 0).view(-1, *[1] * (x.ndim - 2))
-        return torch.where(present, x[rows, index.clamp(min=0)], first)
+        in_call = (index >= 0).view(-1, *[1] * (x.ndim - 2))
+        return torch.where(in_call, x[rows, index.clamp(min=0)], incoming)

@@ -180,13 +180,15 @@ class Decoder(nn.Module):
         With states, a context is appended to the context that they have read.
         """
         if context is not None and self.context_dim is None:
-            raise ValueError("context: got one, expected None, since context_dim is None")
+            raise ValueError("context: got a tensor, expected None, since context_dim is None")
         if context is None and states is None and self.context_dim is not None:
             raise ValueError(
                 f"context: got None, expected (b, m, {self.context_dim}) or states that have read it"
             )
         if context is None and context_mask is not None:
-            raise ValueError("context_mask: got one without a context, expected None: the states remember it")
+            raise ValueError(
+                "context_mask: got a tensor without a context, expected None: the states remember it"
+            )
         if states is not None and len(states) != len(self.blocks):
             raise ValueError(f"states: got {len(states)}, expected one per block, {len(self.blocks)}")
         new_states = []

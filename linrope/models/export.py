@@ -134,7 +134,9 @@ def export_onnx(
     tokens = torch.zeros(2, tokens_per_call or 9, dtype=torch.int64, device=states[0].device)
     free = {0: Dim.DYNAMIC}
     with _backend(layers, backend), torch.no_grad():
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake:  # raises what the exporter would bury
+        with FakeTensorMode(
+            allow_non_fake_inputs=True
+        ) as fake:  # raises the error that the exporter would hide
             module(fake.from_tensor(tokens), [fake.from_tensor(x) for x in states])
         program = torch.onnx.export(
             module,
@@ -156,14 +158,14 @@ def export_onnx(
 
 @contextmanager
 def _backend(layers: list[Any], name: str) -> Iterator[None]:
-    before = [layer.backend for layer in layers]
+    previous = [layer.backend for layer in layers]
     try:
         for layer in layers:
             layer.backend = name
         yield
     finally:
-        for layer, own in zip(layers, before, strict=True):
-            layer.backend = own
+        for layer, backend in zip(layers, previous, strict=True):
+            layer.backend = backend
 
 
 def _use_opset_27(model: Any) -> None:

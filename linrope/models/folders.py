@@ -4,14 +4,14 @@ import os
 import re
 from pathlib import Path
 
-# Eight digits, and more from step 100,000,000 on. Copies such as step-00000030-best are no checkpoints.
+# Eight digits, and more from step 100,000,000 on. Copies such as step-00000030-best are not checkpoints.
 STEP = r"step-(?:\d{8}|[1-9]\d{8,})"
 
 
 def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    found = [path for path in Path(folder).glob("step-*") if re.fullmatch(STEP, path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    paths = [path for path in Path(folder).glob("step-*") if re.fullmatch(STEP, path.name) and path.is_dir()]
+    return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path:

@@ -96,7 +96,7 @@ def _generate(
 
 
 def _step_after(model: LanguageModel, states: States) -> Callable[[Tensor], Tensor]:
-    """Maps the next tokens (b, 1) to their logits, and overwrites the states where that is possible."""
+    """Returns a function that maps the next tokens (b, 1) to their logits and overwrites the states where possible."""
     if DecodingStep.why_not(model, states) is None:
         return DecodingStep(model, states)
 

@@ -83,14 +83,14 @@ class Block(nn.Module):
         return_state: bool,
         shard: Shard | None = None,
     ) -> tuple[Tensor, State | None]:
-        mixer = _Mixer(self.attention, state, positions, cu_seqlens, return_state, shard)
-        x = x + mixer(self.attention_norm(x))
+        attend = _AttentionCall(self.attention, state, positions, cu_seqlens, return_state, shard)
+        x = x + attend(self.attention_norm(x))
         if self.feed_forward is not None and self.feed_forward_norm is not None:
             x = x + self.feed_forward(self.feed_forward_norm(x))
-        return x, mixer.state
+        return x, attend.state
 
 
-class _Mixer:
+class _AttentionCall:
     """A block's attention as a function of x alone, which keeps the new state in ``state``."""
 
     def __init__(
@@ -108,10 +108,10 @@ class _Mixer:
             self.options["shard"] = shard
 
     def __call__(self, x: Tensor) -> Tensor:
-        before, self.state = self.state, None
+        state, self.state = self.state, None
         if isinstance(self.attention, SoftmaxAttention) and self.options["cu_seqlens"] is not None:
             return _attend_to_each_sequence(self.attention, x, **self.options)
-        result: Any = self.attention(x, state=before, return_state=self.return_state, **self.options)
+        result: Any = self.attention(x, state=state, return_state=self.return_state, **self.options)
         y: Tensor
         y, self.state = result if self.return_state else (result, None)
         return y
@@ -195,9 +195,11 @@ class LanguageModel(nn.Module):
                     f"tokens: got ids {low} .. {high}, expected 0 .. {self.config.vocab_size - 1}"
                 )
         if shard is not None and self.config.attention == "softmax":
-            raise ValueError("shard: got one, expected None with attention='softmax', which reads all keys")
+            raise ValueError(
+                "shard: got a shard, expected None with attention='softmax', which reads all keys"
+            )
         if states and cu_seqlens is not None and self.config.attention == "softmax":
-            raise ValueError("states: got a list beside cu_seqlens, expected None with attention='softmax'")
+            raise ValueError("states: got a list with cu_seqlens, expected None with attention='softmax'")
         if states is not None and len(states) != len(self.blocks):
             raise ValueError(f"states: got {len(states)}, expected one per block, {len(self.blocks)}")
         b, n = tokens.shape
@@ -279,7 +281,10 @@ class LanguageModel(nn.Module):
 
 
 def config_digest(values: dict[str, Any]) -> str:
-    """A digest of the contents of config.json, which the weights carry to vouch for it."""
+    """A digest of config.json.
+
+    model.safetensors stores it, so that ``load`` can tell whether the two files belong together.
+    """
     return digest({}, {"config": json.dumps(values, sort_keys=True)})
 
 
@@ -306,7 +311,9 @@ def _absolute_positions(
     if cu_seqlens is None:
         positions = torch.arange(n, device=tokens.device)
         return positions if start is None else start[:, None] + positions
-    return resolve_positions(positions=None, start=start, keys=tokens, queries=n, bounds=cu_seqlens).positions
+    return resolve_positions(
+        positions=None, start=start, keys=tokens, num_queries=n, bounds=cu_seqlens
+    ).positions
 
 
 def _next_positions(state: State) -> Tensor:

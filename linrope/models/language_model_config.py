@@ -28,7 +28,7 @@ _LARGEST = 2**31 - 1
 
 @dataclass(frozen=True)
 class LanguageModelConfig:
-    """The sizes and choices of a LanguageModel, saved beside the weights as JSON."""
+    """The sizes and choices of a LanguageModel, saved with the weights as JSON."""
 
     vocab_size: int = 256
     embed_dim: int = 256

@@ -158,7 +158,7 @@ def _check_divides(name: str, number: int, size: int) -> None:
 
 
 def _check_heads(layer: LinearRoPEAttention, size: int) -> None:
-    _check_divides("num_kv_heads", layer.num_key_heads, size)
+    _check_divides("num_kv_heads", layer.num_kv_heads, size)
     if layer.norm_span == "all" and size > 1:
         raise ValueError(
             "out_norm='all': expected 'head' for tensor parallelism, since no process has all heads"
@@ -175,7 +175,7 @@ def _check_heads(layer: LinearRoPEAttention, size: int) -> None:
 
 def _distribute(layer: LinearRoPEAttention, mesh: DeviceMesh, source: int | None) -> None:
     """Makes parameters DTensors, cuts constants down to this rank's heads, and changes the layer's class."""
-    size, rank, g = mesh.size(), mesh.get_local_rank(), layer.num_kv_heads
+    size, rank, g = mesh.size(), mesh.get_local_rank(), layer.num_state_heads
     heads = slice(rank * g // size, (rank + 1) * g // size)
     sharded = dict(SHARDED)
     for name, module in layer.named_modules():
@@ -204,8 +204,8 @@ def _distribute(layer: LinearRoPEAttention, mesh: DeviceMesh, source: int | None
         owner, _, last = name.rpartition(".")
         data = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
         layer.get_submodule(owner)._parameters[last] = nn.Parameter(data, parameter.requires_grad)
-    layer.num_heads, layer.num_kv_heads = layer.num_heads // size, g // size
-    layer.num_key_heads, layer.num_out_heads = layer.num_key_heads // size, layer.num_out_heads // size
+    layer.num_heads, layer.num_kv_heads = layer.num_heads // size, layer.num_kv_heads // size
+    layer.num_state_heads, layer.num_out_heads = g // size, layer.num_out_heads // size
     if layer.short_conv is not None:
         layer.short_conv.channels //= size
     layer.__class__ = SplitHeads

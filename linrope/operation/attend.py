@@ -12,7 +12,7 @@ from linrope.operation.decoding import loop_after
 from linrope.operation.features import map_features, scale_and_rotate
 from linrope.operation.request import Request
 from linrope.rotation.rotary import Rotary
-from linrope.sequence.decay import Tokens, distances, log_decay_of_tokens, slope_of_angle, steps_of_tokens
+from linrope.sequence.decay import Tokens, distances, gradient_path, log_decay_of_tokens, steps_of_tokens
 from linrope.sequence.identities import WITHOUT_Z
 from linrope.sequence.stabilizer import stabilize
 from linrope.sequence.state import LinearAttentionState
@@ -24,7 +24,8 @@ def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
     fmap, identity, tokens = _checked(request)
     log_decay = log_decay_of_tokens(request.decay, request.log_decay, request.key_mask, tokens, k.shape[1])
     angle_steps = steps_of_tokens(request.angle_steps, request.key_mask, state, tokens)
-    xpos_log_decay = None if rotary is None or rotary.fade is None else rotary.fade.to(k.device)
+    if (xpos_log_decay := None if rotary is None else rotary.xpos_log_decay) is not None:
+        xpos_log_decay = xpos_log_decay.to(k.device)
     if request.rope_order == "before" and rotary is not None and rotary.heads > k.shape[2]:
         q, k = repeat_heads(request.v, q, k)  # every value head has its own theta
     q, k, rotary = scale_and_rotate(q, k, fmap, rotary, request.rope_order, tokens)
@@ -53,7 +54,7 @@ def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
         write=request.write,
         positions=tokens.positions,
         key_positions=tokens.key_positions,
-        theta=None if rotary is None else rotary.turns(k.device),
+        theta_turns=None if rotary is None else rotary.turns_per_position(k.device),
         xpos_log_decay=xpos_log_decay,
         distances=None if xpos_log_decay is None else distances(tokens, k.shape[1]),
         key_mask=request.key_mask,
@@ -84,7 +85,7 @@ def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
         "z": sums.z,
         "angle": sums.angle,
         "log_scale": None if stabilized is None else stabilized.last_maximum,
-        "angle_slope": None if angle_steps is None else slope_of_angle(angle_steps, state, tokens),
+        "angle_gradient_path": None if angle_steps is None else gradient_path(angle_steps, state, tokens),
         "position": positions.next_positions(request, tokens),
     }
     if request.state is not None and in_place:
@@ -130,7 +131,7 @@ def _writes_in_place(state: LinearAttentionState | None, call: Call) -> bool:
         if state.slots is not None:
             raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
         return False
-    check_writable({name: x for name, x in state.tensors().items() if name != "angle_slope"})
+    check_writable({name: x for name, x in state.tensors().items() if name != "angle_gradient_path"})
     if call.angle_steps is None:
         return True
     # The next angle fits only if the incoming state has an angle, with a row for every head.

@@ -68,7 +68,7 @@ def check(request: Request) -> FeatureMap | None:
     check_name("rope_order", request.rope_order, ORDERS)
     (b, m, _, d), g = k.shape, v.shape[2]
     n, device = m if q is None else q.shape[1], k.device
-    before = request.rope_order == "before"
+    rotates_before_map = request.rope_order == "before"
     check_mask(request.key_mask, b, m, device)
     check_decay(request.decay, g, causal, device)
     check_log_decay(request.log_decay, v, causal)
@@ -81,9 +81,10 @@ def check(request: Request) -> FeatureMap | None:
             "expected normalize=False or a positive map"
         )
     f = d if fmap is None else fmap.feature_dim
-    check_rotary(rotary, d if before else f, g, causal, before)
-    check_angle_steps(request.angle_steps, v, n, d if before else f, rotary)
-    if before and request.angle_steps is not None:
+    rotated = d if rotates_before_map else f
+    check_rotary(rotary, rotated, g, causal, rotates_before_map)
+    check_angle_steps(request.angle_steps, v, n, rotated, rotary)
+    if rotates_before_map and request.angle_steps is not None:
         raise ValueError("rope_order='before': got angle_steps, which turn features; expected 'after'")
     if request.key_positions is not None and (request.decays_by_position or request.log_decay is not None):
         raise ValueError("key_positions: got a tensor, expected None with decay, log_decay or xpos")
@@ -164,17 +165,17 @@ def _map_by_name(name: str, d: int) -> FeatureMap:
     return fmap
 
 
-def check_rotary(rotary: Rotary | None, f: int, g: int, causal: bool, before: bool) -> None:
+def check_rotary(rotary: Rotary | None, f: int, g: int, causal: bool, rotates_before_map: bool) -> None:
     if rotary is None:
         return
     if not isinstance(rotary, Rotary):
         raise TypeError(f"rotary: got {type(rotary).__name__}, expected Rotary or None")
     if rotary.dim != f:
-        what = "head dim" if before else "number of features"
+        what = "head dim" if rotates_before_map else "number of features"
         raise ValueError(f"rotary: got dim={rotary.dim}, expected the {what}, {f}")
     if rotary.heads not in (1, g):
         raise ValueError(f"rotary: got theta for {rotary.heads} heads, expected {g} key/value heads")
-    if rotary.xpos is not None and (before or not causal):
+    if rotary.xpos is not None and (rotates_before_map or not causal):
         raise ValueError(f"rotary: got xpos={rotary.xpos}, expected causal=True and rope_order='after'")
 
 
@@ -254,7 +255,9 @@ def check_angle_steps(angle_steps: Tensor | None, v: Tensor, n: int, f: int, rot
     if n != m:
         raise ValueError(f"angle_steps: got {n} queries and {m} keys, expected equal numbers")
     if rotary is not None and rotary.xpos is not None:
-        raise ValueError(f"angle_steps: got them beside xpos={rotary.xpos}, expected a rotation without it")
+        raise ValueError(
+            f"angle_steps: got a tensor and a rotation with xpos={rotary.xpos}; expected a rotation without xpos"
+        )
 
 
 def _broadcasts(shape: Sequence[int], full: Sequence[int], axes: Sequence[int]) -> bool:
@@ -327,8 +330,8 @@ def check_angle(state: LinearAttentionState, angle_steps: Tensor) -> None:
     g = state.kv.shape[1]
     if angle.shape[1] not in (1, g) or angle.shape[2] != pairs:
         raise ValueError(
-            f"state.angle: got {tuple(angle.shape)}, expected ({angle.shape[0]}, {g} or 1, {pairs}) beside "
-            f"these angle_steps"
+            f"state.angle: got {tuple(angle.shape)}, expected ({angle.shape[0]}, {g} or 1, {pairs}) with "
+            "these angle_steps"
         )
     if state.slots is not None and angle.shape[1] < heads:
         raise ValueError(

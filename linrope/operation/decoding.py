@@ -6,9 +6,9 @@ holds the settings of that step, checked and resolved. If the next call has the 
 calls the kernel at once. The kernel checks the token's tensors itself, before it writes anything. If any setting
 differs, ``step`` returns None, and ``linear_rope_attention`` makes an ordinary call, with every check.
 
-A loop may have a fixed or a learned decay, gates, or both, angle steps, and factors of values. It requires the native
-backend and a feature map that this backend applies itself. Gradients, explicit positions, masks and packed sequences
-rule it out.
+A loop may use decay (fixed or learned), gates (log_decay), angle_steps and write, in any combination. It requires the
+native backend and a feature map that this backend applies itself. Gradients, explicit positions, masks and packed
+sequences rule it out.
 """
 
 from dataclasses import fields
@@ -22,13 +22,14 @@ from torch.autograd import forward_ad
 from linrope.backends import native
 from linrope.backends.call import Call, transformed
 from linrope.backends.protocol import Backend
-from linrope.operation.request import Method, Places, Request
+from linrope.operation.request import Request, Settings, TokenLayout
 from linrope.sequence.decay import MIN_LOG_DECAY, clamp_gates
 from linrope.sequence.state import LinearAttentionState
 
-_PLACES = tuple(field.name for field in fields(Places))
-# What all steps of a loop share. A loop has none of the places.
-_settings_of = itemgetter(*[field.name for field in fields(Method)], *_PLACES)
+_LAYOUT = tuple(field.name for field in fields(TokenLayout))
+# All steps of a loop have the same Settings. Their TokenLayout is all None: including it here ends the loop when a call
+# passes one of its fields.
+_settings_of = itemgetter(*[field.name for field in fields(Settings)], *_LAYOUT)
 _memory_of = attrgetter("kv", "z", "angle", "position")
 _inputs_of = itemgetter("log_decay", "angle_steps", "decay", "write")
 
@@ -45,7 +46,7 @@ def loop_after(request: Request, call: Call, backend: Backend) -> "DecodingLoop 
         and call.causal
         and call.q is request.q  # Python applied neither a feature map nor an attention factor
         and call.k is request.k
-        and all(getattr(request, name) is None for name in _PLACES)
+        and all(getattr(request, name) is None for name in _LAYOUT)
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
     )

@@ -94,9 +94,9 @@ def linear_rope_attention(
         normalize: False: the output is the numerator alone.
         decay: gamma in (0, 1], (g,), one per key/value head; None: 1. Causal attention only. Positions must then be
             non-decreasing.
-        log_decay: a <= 0, (b or 1, n, g or 1), a forget gate: the log of the fraction that is kept, when token t
-            arrives, of everything before it. Token t itself does not decay. Causal attention only. Values below -10^4
-            count as -10^4, which keeps nothing.
+        log_decay: a <= 0, (b or 1, n, g or 1), a forget gate. When token t arrives, the sums over all earlier tokens
+            are multiplied by e^a. Token t itself does not decay. Causal attention only. Values below -10^4 count as
+            -10^4, which keeps nothing.
         angle_steps: omega, (b or 1, n, g or 1, pairs), the radians by which token t advances the rotation, in
             addition to its position. The first 2 * pairs features turn, in rotary's layout (interleaved without
             rotary).

@@ -57,8 +57,8 @@ def _ends_at(cu_seqlens: Tensor | None, length: int) -> bool:
 def warn_of_many_heads(request: Request) -> None:
     """Warns if k (b, m, g, d) has fewer tokens than heads, and more heads than models have.
 
-    With fewer heads, consistent head-first tensors look the same as short sequences of many heads. A state, whose
-    heads have been compared with k's, shows that the order is right.
+    Up to MANY_HEADS heads it stays silent: consistent head-first tensors look like short sequences of many heads. With
+    a state it also stays silent, because check_state has compared the state's heads with v's.
     """
     m, g = request.k.shape[1:3]
     # Heads are compared first: in a trace m is a symbol, and comparing it would fix the length.

@@ -24,9 +24,9 @@ def resolve(request: Request) -> Tokens:
         key_positions=request.key_positions,
         start=None if request.state is None else first_positions(request.state),
         keys=request.k,
-        queries=request.queries,
+        num_queries=request.num_queries,
         axes=None if request.rotary is None else request.rotary.axes,
-        bounds=rising_bounds(request.cu_seqlens, request.queries),
+        bounds=rising_bounds(request.cu_seqlens, request.num_queries),
     )
     if request.positions is not None and request.decays_by_position:
         _check_order(tokens)
@@ -43,7 +43,7 @@ def next_positions(request: Request, tokens: Tokens) -> Tensor:
     m, start = request.k.shape[1], tokens.start
     if request.state is None:
         start = start.expand(request.sequences)
-    uses_default = request.positions is None or m != request.queries
+    uses_default = request.positions is None or m != request.num_queries
     # Coordinates on several axes have no next position: a state then counts tokens.
     has_axes = request.rotary is not None and request.rotary.axes is not None
     if has_axes or (request.key_positions is None and uses_default):
@@ -58,12 +58,12 @@ def resolve_positions(
     key_positions: Tensor | None = None,
     start: Tensor | None,  # (b or 1,), packed (s,): the default position of the first token; None: 0
     keys: Tensor,  # (b, m, ..)
-    queries: int,
+    num_queries: int,
     axes: int | None = None,
     bounds: Tensor | None = None,
 ) -> Tokens:
     """The positions of queries and keys: the caller's, or by default consecutive ones from ``start``."""
-    (b, m), n = keys.shape[:2], queries
+    (b, m), n = keys.shape[:2], num_queries
     if axes is not None and (positions is None or (m != n and key_positions is None)):
         name = "positions" if positions is None else "key_positions"
         raise ValueError(f"{name}: got None, expected coordinates, as the rotation has axes={axes}")

@@ -27,7 +27,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Places:
+class TokenLayout:
     """The position of each token, and which tokens are hidden or packed."""
 
     positions: Tensor | None = None
@@ -37,7 +37,7 @@ class Places:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class Settings:
     """Options of the computation."""
 
     feature_map: str | FeatureMap | None = "elu+1"
@@ -51,7 +51,7 @@ class Method:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Method, Places, Inputs):
+class Request(Settings, TokenLayout, Inputs):
     """One call of ``linear_rope_attention``, whose docstring describes the fields."""
 
     state: LinearAttentionState | None = None
@@ -63,13 +63,13 @@ class Request(Method, Places, Inputs):
         return self.k.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     @property
-    def queries(self) -> int:
+    def num_queries(self) -> int:
         """n: the number of queries, or of keys if only the state is wanted."""
         return self.k.shape[1] if self.q is None else self.q.shape[1]
 
     @property
     def decays_by_position(self) -> bool:
-        """Whether keys decay with the distance between positions."""
+        """True if keys decay with the distance between positions."""
         return self.decay is not None or (self.rotary is not None and self.rotary.xpos is not None)
 
 

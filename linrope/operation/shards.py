@@ -18,7 +18,10 @@ class TokenShard(Protocol):
     """The part of each sequence that this process holds."""
 
     def attend(self, request: Request) -> tuple[Tensor, LinearAttentionState | None]:
-        """Returns out for this process's tokens and, if wanted, the state after all tokens."""
+        """Returns out for this process's tokens.
+
+        If wanted, also the state after all tokens or, for packed sequences, the states of this rank's own sequences.
+        """
 
 
 class LayerShard(TokenShard, Protocol):

@@ -125,7 +125,7 @@ class SoftmaxAttention(Mixer):
         """
         check_inputs(x, context, self.q_proj.in_features)
         if context is not None and self.short_conv is not None:
-            raise ValueError("context: got one beside short_conv, expected None")
+            raise ValueError("context: got a tensor with short_conv, expected None")
         context = x if context is None else context
         (b, n, _), m = x.shape, context.shape[1]
         if len(context) != b:
@@ -145,7 +145,7 @@ class SoftmaxAttention(Mixer):
                 (q, k, v), key_mask, cu_seqlens, state, want_last=want_last
             )
         q, k, v = self._queries(q), self._keys(k), self._values(v)
-        skipped = v
+        skip_values = v
         rotary = self.encoding if isinstance(self.encoding, Rotary) else None
         identity = str(rotary and rotary.identity)
 
@@ -156,7 +156,7 @@ class SoftmaxAttention(Mixer):
             key_positions=context_positions,
             start=None if state is None else state.position,
             keys=k,
-            queries=n,
+            num_queries=n,
             bounds=cu_seqlens,
         )
         q_positions, k_positions = spell_out_positions(tokens, q, k)
@@ -180,7 +180,7 @@ class SoftmaxAttention(Mixer):
             out = _attend(q, new_state, self.causal, None)
         else:
             out = _attend(q, new_state, self.causal, self._mask(new_state.mask, n, cu_seqlens))
-        y = self._output(out, skipped, x)
+        y = self._output(out, skip_values, x)
         return (y, new_state) if return_state else y
 
     def _mask(self, key_mask: Tensor, n: int, cu_seqlens: Tensor | None) -> Tensor:

@@ -169,8 +169,8 @@ def proportional(
 MROPE_AXES = 3  # a position is (time, row, column)
 
 
-Method = Callable[..., tuple[Tensor, float]]
-METHODS: dict[str, Method] = {
+FrequencyMethod = Callable[..., tuple[Tensor, float]]
+METHODS: dict[str, FrequencyMethod] = {
     method.__name__: method
     for method in (default, linear, ntk, dynamic, yarn, longrope, llama3, proportional)
 }
@@ -212,14 +212,14 @@ def _check(key: str, value: Any) -> Any:
     return [float(x) for x in value] if isinstance(value, (list, tuple)) else float(value)
 
 
-def _method(name: Any) -> tuple[Method, dict[str, Any]]:
+def _method(name: Any) -> tuple[FrequencyMethod, dict[str, Any]]:
     """The method called ``name``, and its keys with their defaults. A required key has inspect.Parameter.empty."""
     check_name("rope_type", name, list(METHODS))
     parameters = list(inspect.signature(METHODS[name]).parameters.values())[2:]  # all but dim and base
     return METHODS[name], {parameter.name: parameter.default for parameter in parameters}
 
 
-def resolve(scaling: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]:
+def resolve(scaling: Mapping[str, Any]) -> tuple[FrequencyMethod, dict[str, Any]]:
     """The method that a dict {"rope_type": .., ..} names, and all of its parameters, checked.
 
     Raises:

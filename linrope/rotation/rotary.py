@@ -69,10 +69,11 @@ class Rotary:
         theta_t = base^(-2t / rotary_dim),  t = 0 .. rotary_dim/2 - 1                      (eq. 15)
         (x_2t, x_2t+1) -> (x_2t cos a - x_2t+1 sin a,  x_2t sin a + x_2t+1 cos a),  a = p theta_t
 
-    Angles are computed from integer positions, in float64 (``angles``) or in 64-bit integers that wrap (``turns``).
-    Up to position 2^31 - 1 and theta = 1 they are exact to 1e-6 rad. Only cos and sin are cast. A Rotary is not a
-    module and has no parameters, so casting a model to half precision does not touch theta. It never changes, because
-    states hold keys that it has rotated: theta, frequencies and fade are returned as copies.
+    Angles are computed from integer positions, in float64 (``angles``) or in 64-bit integers that wrap
+    (``turns_per_position``). Up to position 2^31 - 1 and theta = 1 they are exact to 1e-6 rad. Only cos and sin are
+    cast. A Rotary is not a module and has no parameters, so casting a model to half precision does not touch theta. It
+    never changes, because states hold keys that it has rotated: theta, frequencies and xpos_log_decay are returned as
+    copies.
 
     With ``axes``, positions are vectors (images, video), and pair t turns by sum_a p_a theta[a, t] over the axes a.
 
@@ -137,9 +138,9 @@ class Rotary:
         check_name("layout", layout, LAYOUTS)
         if scaling is not None and (theta is not None or axes is not None):
             other = "axes" if theta is None else "theta"
-            raise ValueError(f"scaling={scaling!r}: expected None beside {other}")
+            raise ValueError(f"scaling={scaling!r}: expected None if {other} is given")
         if axes is not None and theta is None:
-            raise ValueError(f"axes={axes}: expected theta beside it, or Rotary.axial")
+            raise ValueError(f"axes={axes}: expected theta too, or use Rotary.axial")
         if attention_factor is not None:
             if theta is None:
                 raise ValueError(f"attention_factor={attention_factor}: expected None without theta")
@@ -148,7 +149,7 @@ class Rotary:
         if xpos is not None and not (xpos > 0 and math.isfinite(xpos)):
             raise ValueError(f"xpos={xpos}: expected a positive finite length, or None")
         if xpos is not None and axes is not None:
-            raise ValueError(f"xpos={xpos}: expected None beside axes={axes}")
+            raise ValueError(f"xpos={xpos}: expected None if axes is given")
         xpos = None if xpos is None else float(xpos)
         self.dim, self.base, self.layout, self.rotary_dim = dim, float(base), layout, rotary_dim
         self.axes, self.xpos = axes, xpos
@@ -163,7 +164,7 @@ class Rotary:
                 self._theta = _checked_copy(theta, rotary_dim // 2, axes)
                 source = f"theta={self._theta.tolist()}"
             self._frequencies = self._theta.view(-1, axes or 1, rotary_dim // 2).transpose(0, 1)
-            self._fade = None if xpos is None else _xpos_log_decay(dim, rotary_dim, layout, xpos)
+            self._xpos_log_decay = None if xpos is None else _xpos_log_decay(dim, rotary_dim, layout, xpos)
             self._turns = Constant(to_turns(self._frequencies))
         self.heads = self._frequencies.shape[1]
         factor = None if attention_factor in (None, 1.0) else self.attention_factor
@@ -182,9 +183,9 @@ class Rotary:
         return self._frequencies.clone()
 
     @property
-    def fade(self) -> Tensor | None:
+    def xpos_log_decay(self) -> Tensor | None:
         """With xpos, a copy of the log decay per position of each feature, (dim,) float64."""
-        return None if self._fade is None else self._fade.clone()
+        return None if self._xpos_log_decay is None else self._xpos_log_decay.clone()
 
     @classmethod
     def from_config(
@@ -323,8 +324,8 @@ class Rotary:
         """Cosine and sine of ``angles``, computed in float64 and cast to dtype, without attention_factor."""
         return cos_sin(self.angles(positions), dtype)
 
-    def turns(self, device: torch.device) -> Tensor:
-        """``frequencies`` as int64 in units of 2^-64 turns per position: position * turns wraps to the angle.
+    def turns_per_position(self, device: torch.device) -> Tensor:
+        """``frequencies`` as int64 in units of 2^-64 turns per position. A position times these wraps to the angle.
 
         Integers that wrap reduce an angle to one turn exactly. The remaining error is that of theta, a float64: for
         theta up to 1 the angle at position 2^31 is off by at most 5e-7 rad. All callers share the tensor: do not

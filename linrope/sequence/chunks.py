@@ -101,12 +101,12 @@ def states_around(x: Tensor, log: Tensor | None, cut: Cut, first: Tensor | None)
     """
     starts = cut.begins.view(-1, *[1] * (x.ndim - 1))
     if first is None:
-        before = torch.zeros_like(x)
+        incoming = torch.zeros_like(x)
     else:
-        before = first.to(x.dtype)[cut.owner].masked_fill(~starts, 0)
-        x = x + decay_by(before, log)
+        incoming = first.to(x.dtype)[cut.owner].masked_fill(~starts, 0)
+        x = x + decay_by(incoming, log)
     after = scan(x, log, cut.begins)
-    return torch.where(starts, before, after.roll(1, 0)), after
+    return torch.where(starts, incoming, after.roll(1, 0)), after
 
 
 def gradients_around(x: Tensor, log: Tensor | None, cut: Cut, last: Tensor | None) -> tuple[Tensor, Tensor]:

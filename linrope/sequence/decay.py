@@ -48,26 +48,29 @@ def clamp_gates(gates: Tensor) -> Tensor:
 def steps_of_tokens(
     angle_steps: Tensor | None, key_mask: Tensor | None, state: LinearAttentionState | None, tokens: Tokens
 ) -> Tensor | None:
-    """angle_steps (b or 1, n, g or 1, pairs), 0 for hidden tokens. First steps carry the state's angle_slope."""
+    """angle_steps (b or 1, n, g or 1, pairs), 0 for hidden tokens.
+
+    Each sequence's first step includes the state's angle_gradient_path.
+    """
     if angle_steps is None:
         return None
     steps = zero_hidden(angle_steps, key_mask)
-    if state is not None and state.angle_slope is not None and steps.shape[1]:
-        steps = steps + at_first(state.angle_slope, steps.shape[1], tokens.bounds).to(steps.dtype)
+    if state is not None and state.angle_gradient_path is not None and steps.shape[1]:
+        steps = steps + at_first(state.angle_gradient_path, steps.shape[1], tokens.bounds).to(steps.dtype)
     return steps
 
 
-def slope_of_angle(steps: Tensor, state: LinearAttentionState | None, tokens: Tokens) -> Tensor | None:
-    """Zeros (s, g or 1, pairs) that carry the gradient of the summed steps: the sum itself is int64."""
+def gradient_path(steps: Tensor, state: LinearAttentionState | None, tokens: Tokens) -> Tensor | None:
+    """The next state's angle_gradient_path: zeros (s, g or 1, pairs) that pass gradients to all steps so far."""
     if not steps.requires_grad or not torch.is_grad_enabled():
         return None
     total = sums_of_sequences(steps.double(), tokens.bounds)
-    # The first step of a sequence with tokens includes the state's slope: add it for the empty ones.
-    if state is not None and state.angle_slope is not None:
+    # The first step of a sequence with tokens includes the state's path. Sequences without tokens get it here.
+    if state is not None and state.angle_gradient_path is not None:
         if tokens.bounds is not None:
-            total = total + state.angle_slope.where(tokens.bounds.diff().eq(0)[:, None, None], 0)
+            total = total + state.angle_gradient_path.where(tokens.bounds.diff().eq(0)[:, None, None], 0)
         elif steps.shape[1] == 0:
-            total = total + state.angle_slope
+            total = total + state.angle_gradient_path
     return total - total.detach()
 
 

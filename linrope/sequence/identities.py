@@ -5,7 +5,7 @@ WITHOUT_Z = "; without z"  # ends the identity of a state whose z is unknown: se
 
 
 def same_identity(a: str, b: str) -> bool:
-    """Whether the states of two maps may be mixed: the identities are equal, where "?" equals any digest.
+    """True if the states of two maps may be mixed: the identities are equal, where "?" equals any digest.
 
     >>> from linrope.sequence.identities import same_identity
     >>> same_identity("T2R(4)#0123456789abcdef; None", "T2R(4)#?; None")
@@ -20,7 +20,7 @@ def same_identity(a: str, b: str) -> bool:
 
 
 def may_replace(new: str, old: str) -> bool:
-    """Whether calls that continue a state of the identity old may continue one of the identity new instead.
+    """True if calls that continue a state of the identity old may continue one of the identity new instead.
 
     >>> from linrope.sequence.identities import may_replace
     >>> may_replace("features; None", "features; None; without z")

@@ -60,14 +60,14 @@ def at_first(x: Tensor, n: int, bounds: Tensor | None) -> Tensor:
 def sums_so_far(x: Tensor, bounds: Tensor | None) -> Tensor:
     """x (b or 1, n, ..) summed from each sequence's first token on; exact for integers, which may wrap.
 
-    With packed sequences x has integers: a NaN would reach the sequences after its own.
+    With packed sequences x must hold integers, because cumsum would carry one sequence's NaN into all later sequences.
     """
     total = x.cumsum(1)
     if bounds is None or x.shape[1] == 0:
         return total
     owner = owners(bounds, x.shape[1])
-    before = torch.cat((total.new_zeros(1, 1, *x.shape[2:]), total), 1)[:, bounds[owner]]
-    return total - before
+    sums_before = torch.cat((total.new_zeros(1, 1, *x.shape[2:]), total), 1)[:, bounds[owner]]
+    return total - sums_before
 
 
 def sums_of_sequences(x: Tensor, bounds: Tensor | None) -> Tensor:
@@ -99,7 +99,7 @@ def _maximum_by_doubling(
 ) -> Tensor:
     """In log2(n) steps. Each doubles the number of earlier tokens that m_i takes into account.
 
-    The sum of a between two tokens is no difference of longer sums, so strong decays cost no digits.
+    The sum of a between two tokens is never the difference of two longer sums, so strong decays do not cancel digits.
     """
     b, n, g = scale.shape
     if n == 0:
@@ -108,8 +108,8 @@ def _maximum_by_doubling(
     a = a.expand(b, n, g).contiguous()
     cut = begins(n, bounds, scale.device)
     # The value before a sequence joins its first token, which then looks back no further.
-    before = first.expand(b, g)[:, None] if bounds is None else per_token(first, n, bounds)
-    m = torch.where(cut[:, None], torch.maximum(scale, before + a), scale)
+    previous_maximum = first.expand(b, g)[:, None] if bounds is None else per_token(first, n, bounds)
+    m = torch.where(cut[:, None], torch.maximum(scale, previous_maximum + a), scale)
     cut = cut[:, None].expand(n, g)
     step = 1
     while step < n:
@@ -121,7 +121,8 @@ def _maximum_by_doubling(
     return m
 
 
-# One opaque node in a graph. A traced loop would have a fixed number of steps, so a new graph per power of two.
+# One opaque node in a graph. A traced loop would have a fixed number of steps, so every power of two would need a new
+# graph.
 _maximum_operator = torch.library.custom_op(
     "linrope::running_maximum",
     _maximum_by_doubling,

@@ -57,10 +57,10 @@ def stabilize(
     # A clone, because the state keeps it.
     last = at_last(largest, first, bounds).expand(sequences, g).clone()
     if causal:
-        before = previous(largest, first, bounds)
+        previous_maximum = previous(largest, first, bounds)
         # At the first key there is nothing to decay yet. A log decay of -10^4 there would cost all later sums of logs
         # four digits.
-        drop = (before - largest).masked_fill(before == NO_KEYS, 0)
+        drop = (previous_maximum - largest).masked_fill(previous_maximum == NO_KEYS, 0)
         if log_decay is None:
             log_decay = drop.clamp(MIN_LOG_DECAY, 0)
         else:  # rounding may lift the sum above 0, where clamp has no gradient: clamp a constant

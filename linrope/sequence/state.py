@@ -46,16 +46,15 @@ class LinearAttentionState:
         z: (b, g, f), float64: a float32 sum over tokens would stop growing near 2^24. float32 is accepted, but not by
             "native".
         position: (b,) int64, the position of the next token.
-        identity: names the feature map and the rotation that made the state. Calls with other ones reject it.
+        identity: names the feature map and the rotation that made the state. Calls with others reject it.
         angle: (b, g or 1, pairs) int64: the sum of angle_steps in 2^-64 turns, which wrap.
         log_scale: (b, g) float64, for maps that return a log_scale: m, the largest key's log_scale, decayed to the
             last token. kv and z are then sums of e^-m times the keys.
-        angle_slope: (b, g or 1, pairs) zeros, in calls with gradients. They carry the gradient of later calls to the
-            angle_steps behind ``angle``, whose integers have no gradient.
+        angle_gradient_path: (b, g or 1, pairs) zeros, only in calls with gradients. The gradients of later calls flow
+            through them to the angle_steps summed in ``angle``, which is an integer tensor.
         conv: (b, taps - 1, channels): the last inputs of a layer's short convolution.
-        last_token: (b, g, f + e + 2) float64, with the trapezoidal rule (``linrope.layer.trapezoid``): the last
-            token's key features, its value, the part of its write factor that it has used (lambda w) and its position.
-            kv and z do not hold this token yet.
+        last_token: (b, g, f + e + 2) float64, with the trapezoidal rule (``linrope.layer.trapezoid``): the last token's
+            key features, value, key weight (lambda w) and position. kv and z do not hold this token yet.
         slots: (b',) int64: rows of a pool; see ``at``.
         donated: see ``donate``.
         loop: the decoding loop whose step made this state (``linrope.operation.decoding``); never saved.
@@ -79,7 +78,7 @@ class LinearAttentionState:
     log_scale: Tensor | None = None
     conv: Tensor | None = None
     last_token: Tensor | None = None
-    angle_slope: Tensor | None = None
+    angle_gradient_path: Tensor | None = None
     slots: Tensor | None = None
     donated: bool = False
     _wide: "_Wide | None" = None
@@ -170,19 +169,22 @@ class LinearAttentionState:
         """
         if not states:
             raise ValueError("states: got none, expected at least one")
-        rows = [state.rows().tensors() for state in states]
-        if slopes := [tensors["angle_slope"] for tensors in rows if "angle_slope" in tensors]:
+        first, rows = states[0], [state.rows().tensors() for state in states]
+        name = "angle_gradient_path"
+        if paths := [tensors[name] for tensors in rows if name in tensors]:
             for x in rows:  # calls without gradients leave these zeros out
-                x.setdefault("angle_slope", slopes[0].new_zeros(len(x["kv"]), *slopes[0].shape[1:]))
+                x.setdefault(name, paths[0].new_zeros(len(x["kv"]), *paths[0].shape[1:]))
         for state, tensors in zip(states, rows, strict=True):
-            if not same_identity(state.identity, states[0].identity):
-                raise ValueError(f"states: got one of {state.identity} beside one of {states[0].identity}")
+            if not same_identity(state.identity, first.identity):
+                identities = f"{state.identity} and {first.identity}"
+                raise ValueError(f"states: got identities {identities}, expected one")
             kinds, expected = _kinds(tensors), _kinds(rows[0])
             if differ := [name for name in _LEAVES if kinds.get(name) != expected.get(name)]:
                 got, want = (", ".join(f"{name} {x.get(name)}" for name in differ) for x in (kinds, expected))
-                raise ValueError(f"states: got {got} beside {want}, expected the same but for the batch")
+                expected_text = "equal shapes apart from the batch, equal dtypes and equal devices"
+                raise ValueError(f"states: got {got} and {want}, expected {expected_text}")
         joined: dict[str, Any] = {name: torch.cat([tensors[name] for tensors in rows]) for name in rows[0]}
-        return replace(states[0], slots=None, donated=False, loop=None, **joined)
+        return replace(first, slots=None, donated=False, loop=None, **joined)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors with a row for each sequence, by name."""
@@ -200,7 +202,7 @@ class LinearAttentionState:
 
     def detach(self) -> "LinearAttentionState":
         """A copy without gradients, for truncated backpropagation."""
-        return replace(self._map(lambda tensor: tensor.detach().clone()), angle_slope=None)
+        return replace(self._map(lambda tensor: tensor.detach().clone()), angle_gradient_path=None)
 
     def clone(self) -> "LinearAttentionState":
         return self._map(torch.clone)
@@ -288,7 +290,8 @@ class LinearAttentionState:
             if not may_replace(new.identity, self.identity):
                 raise ValueError(f"state: made with {new.identity}; expected {self.identity}")
             new = new.rows().tensors()
-            if {*new, "angle_slope"} != {*targets, "angle_slope"}:  # angle_slope holds zeros
+            ignored = {"angle_gradient_path"}  # it holds zeros
+            if new.keys() | ignored != targets.keys() | ignored:
                 raise ValueError(f"state: got {', '.join(new)}; expected {', '.join(targets)}")
         sources = {name: x for name, x in new.items() if x is not None and name in targets}
         for name, x in sources.items():
@@ -360,7 +363,7 @@ def _kinds(tensors: dict[str, Tensor]) -> dict[str, str]:
     return {name: f"{tuple(x.shape[1:])} {x.dtype} {x.device}" for name, x in tensors.items()}
 
 
-_LEAVES = ("kv", "z", "position", "angle", "log_scale", "conv", "last_token", "angle_slope")
+_LEAVES = ("kv", "z", "position", "angle", "log_scale", "conv", "last_token", "angle_gradient_path")
 
 
 def _leaves(state: LinearAttentionState) -> dict[str, Tensor]:

@@ -63,7 +63,7 @@ def operator_arguments(
         log_decay=log_decay,
         angle_steps=angle_steps,
         write=factors,
-        theta=Rotary(D).turns(torch.device("cpu")) if rotary else None,
+        theta_turns=Rotary(D).turns_per_position(torch.device("cpu")) if rotary else None,
         positions=torch.arange(b * n).view(b, n) if positions else torch.tensor([[3]]),
         key_positions=None if m == n else torch.tensor([[0]]),
         key_mask=numbers(b, m) > 0 if mask else None,

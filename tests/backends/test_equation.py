@@ -356,7 +356,7 @@ def test_eps_bounds_the_normalizer(contract: Contract, causal: bool) -> None:
 def test_eager_works_on_heads_in_groups(
     contract: Contract, b: int, n: int, h: int, g: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eager, "AT_ONCE", b * n * 4 * 2)  # two heads' numbers
+    monkeypatch.setattr(eager, "MAX_K_PER_PASS", b * n * 4 * 2)  # two heads' numbers
     q, k, v = randoms(b, n, h, 4, g=g, e=2)
     how = {"rotary": Rotary(4, theta=torch.rand(g, 2, generator=torch.Generator().manual_seed(0)))}
     positions = torch.arange(n) + 10 * torch.arange(b)[:, None]

@@ -279,7 +279,7 @@ def test_xpos_takes_gaps_between_chunks_and_refuses_those_within_one() -> None:
 def test_what_xpos_can_bear_is_measured_from_a_chunk_s_first_token_to_its_last(further: int) -> None:
     q, k, v = randoms(1, 70, 1, 4)
     how: dict[str, Any] = {"rotary": Rotary(4, xpos=512.0), "backend": "eager"}
-    most = int(-60 / float(how["rotary"].fade.min()))  # positions
+    most = int(-60 / float(how["rotary"].xpos_log_decay.min()))  # positions
     where = torch.arange(70) + (most + further - 5) * (torch.arange(70) >= 68)  # in a chunk of six tokens
     if further:
         with pytest.raises(RuntimeError, match=f"of one chunk span {most + 1} positions, over which"):

@@ -20,7 +20,7 @@ SIZES = "--embed-dim 16 --layers 1 --heads 2 --batch-size 2 --sequence-length 32
 KINDS = (  # of runs: one after the other
     "--pieces 2",
     "--forget-gate --rotary selective --accumulation 2",
-    "--feature-map softmax --short-conv 3 --decay learned --pieces 2 --through",
+    "--feature-map softmax --short-conv 3 --decay learned --pieces 2 --gradients-through-pieces",
     "--attention softmax",
 )
 STEPS = 12

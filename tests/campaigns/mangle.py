@@ -28,7 +28,7 @@ STRANGE = [
 OPTIONS = {
     "train": [
         "--out", "--config", "--steps", "--batch-size", "--accumulation", "--sequence-length",
-        "--pieces", "--through",
+        "--pieces", "--gradients-through-pieces",
         "--learning-rate", "--warmup-steps", "--weight-decay", "--clip", "--tokenizer", "--embed-dim",
         "--layers",
         "--heads", "--feature-map", "--attention", "--positions", "--rotary", "--decay", "--forget-gate",
@@ -46,7 +46,7 @@ OPTIONS = {
     "env": ["--json", "--no"],
     "dance": ["--help"],
 }  # fmt: skip
-FLAGS = ("--through", "--forget-gate", "--qk-norm", "--resume", "--help", "--json", "--no")
+FLAGS = ("--gradients-through-pieces", "--forget-gate", "--qk-norm", "--resume", "--help", "--json", "--no")
 WORKING = {
     "train": "{text} --out {place}/run --steps 1 --embed-dim 8 --layers 1 --heads 2 --batch-size 1"
     " --sequence-length 16",

@@ -32,12 +32,12 @@ TESTS = (
     "tests/backends/test_exact_cases.py",
     "tests/backends/test_sums_of_gradients.py",
     "tests/backends/test_half_precision.py",
-    "tests/operation/test_foreign.py",
+    "tests/operation/test_from_sums.py",
     "tests/sequence/test_state_in_place.py",
     "tests/backends/test_numerics.py",
 )
 # What can see a change, soon
-NATIVE = "(native or cpu or operators or foreign or in_place) and not compile and not checks"
+NATIVE = "(native or cpu or operators or from_sums or in_place) and not compile and not checks"
 LIMIT = 900  # seconds after which tests count as hanging
 CHANGES = {
     r" < ": " <= ", r" <= ": " < ", r" > ": " >= ", r" >= ": " > ", r" == ": " != ", r" != ": " == ",

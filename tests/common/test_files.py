@@ -159,7 +159,9 @@ def test_a_config_nested_too_deep_is_refused(tmp_path: Path) -> None:
         LanguageModel.load(tmp_path)
 
 
-@pytest.mark.parametrize("values", [{"steps": 2.5}, {"batch_size": True}, {"clip": "1"}, {"through": 1}])
+@pytest.mark.parametrize(
+    "values", [{"steps": 2.5}, {"batch_size": True}, {"clip": "1"}, {"gradients_through_pieces": 1}]
+)
 def test_training_takes_numbers_of_the_right_type(values: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=f"{next(iter(values))}: got"):
         TrainingConfig(**values)

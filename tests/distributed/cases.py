@@ -139,7 +139,9 @@ def results(
     if whole_state:
         for x in (last.kv, last.z):
             loss = loss + share * (x.double() * weights_like(x, 11)).sum()
-        found |= {f"last {name}": x.detach() for name, x in last.tensors().items() if name != "angle_slope"}
+        found |= {
+            f"last {name}": x.detach() for name, x in last.tensors().items() if name != "angle_gradient_path"
+        }
     grads = torch.autograd.grad(loss, list(leaves.values()))
     return found | {f"d{name}": x for name, x in zip(leaves, grads, strict=True)}
 

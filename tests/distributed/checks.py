@@ -145,7 +145,7 @@ def pool_of_states() -> None:
     for name, x in one.tensors().items():
         torch.testing.assert_close(many.tensors()[name], x, rtol=0, atol=1e-13, msg=name)
     shard = Shard(lengths=even(5 * size), cu_seqlens=[0, 5 * size, 5 * size])
-    with pytest.raises(NotImplementedError, match="state: got rows of a pool beside packed sequences"):
+    with pytest.raises(NotImplementedError, match="state: got rows of a pool with packed sequences"):
         linear_rope_attention(*[shard.take(x[:1]) for x in (q, k, v)], state=many.at(slots), shard=shard)
 
 

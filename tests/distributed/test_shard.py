@@ -65,13 +65,13 @@ def test_a_shard_refuses_numbers_that_are_not_integers(options: dict[str, Any]) 
 def test_calls_refuse_what_a_shard_already_has() -> None:
     q, k, v = randoms(1, 4, 2, 4)
     bounds = torch.tensor([0, 4])
-    with pytest.raises(ValueError, match="cu_seqlens: got them beside a shard, expected None"):
+    with pytest.raises(ValueError, match="cu_seqlens: got a tensor in a call with a shard; expected None"):
         linear_rope_attention(q, k, v, cu_seqlens=bounds, shard=Shard(lengths=[4]))
     with pytest.raises(TypeError, match=r"shard: got list, expected linrope\.distributed\.Shard"):
         linear_rope_attention(q, k, v, shard=[4])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="x: got 4 tokens, expected those of all ranks, 5"):
         Shard(lengths=[5]).take(q)
-    with pytest.raises(ValueError, match="context: got one beside a shard"):
+    with pytest.raises(ValueError, match="context: got a tensor in a call with a shard"):
         LinearRoPEAttention(8, 2)(torch.zeros(1, 4, 8), torch.zeros(1, 4, 8), shard=Shard(lengths=[4]))
 
 

@@ -11,7 +11,7 @@ from tests.distributed.processes import Processes
 HOW: dict[str, dict[str, Any]] = {
     "accumulation": {"accumulation": 2},
     "pieces": {"pieces": 3},
-    "pieces whose gradients go through": {"pieces": 2, "through": True},
+    "pieces whose gradients go through": {"pieces": 2, "gradients_through_pieces": True},
 }
 ORDINARY = "pieces whose gradients go through"
 

@@ -16,7 +16,7 @@ HEADS = {"num_heads": 2, "num_kv_heads": 2}
 MAPS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in (*feature_maps.ELEMENTWISE, "softmax", "taylor2")},
     **{name: (name, {"num_features": 8, "seed": 0}) for name in RANDOM},
-    "favor++ of narrow inputs": ("favor++", {"num_features": 8, "seed": 0, "spread": 0.5}),
+    "favor++ of narrow inputs": ("favor++", {"num_features": 8, "seed": 0, "mean_square": 0.5}),
     "favor+ of 7": ("favor+", {"num_features": 7, "seed": 0}),
     "favor++ of 7": ("favor++", {"num_features": 7, "seed": 0}),
     "generalized of 7": ("generalized", {"num_features": 7, "seed": 0}),

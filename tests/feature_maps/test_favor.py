@@ -33,10 +33,10 @@ def test_favor_hyperbolic_is_the_formula() -> None:
     assert torch.equal(plain(fmap.keys(X)), plain(fmap.queries(X)))
 
 
-@pytest.mark.parametrize("spread", [0.0, 1e-9, 0.5, 7.0, None])
-def test_favor_plus_plus_is_the_formula(spread: float | None) -> None:
-    fmap = FavorPlusPlus(3, num_features=4, seed=0, spread=spread).cpu().double()
-    d, s = 3, 2 * 3**0.5 if spread is None else spread
+@pytest.mark.parametrize("mean_square", [0.0, 1e-9, 0.5, 7.0, None])
+def test_favor_plus_plus_is_the_formula(mean_square: float | None) -> None:
+    fmap = FavorPlusPlus(3, num_features=4, seed=0, mean_square=mean_square).cpu().double()
+    d, s = 3, 2 * 3**0.5 if mean_square is None else mean_square
     rho = (math.sqrt((2 * s + d) ** 2 + 8 * d * s) - 2 * s - d) / (4 * s) if s else 1.0
     a = (1 - 1 / rho) / 8
     expected = [
@@ -86,7 +86,7 @@ def test_second_moment_of_favor_plus_plus_is_the_documented_one_and_least_at_its
     def log_moment(rho: float) -> float:
         return d * math.log((1 + rho) / (2 * rho)) + d / 2 * math.log(rho) + s * (1 + rho) - squares
 
-    fmap = FavorPlusPlus(d, num_features=40_000, seed=0, spread=s).cpu().double()
+    fmap = FavorPlusPlus(d, num_features=40_000, seed=0, mean_square=s).cpu().double()
     z = products(fmap, x * d**0.25, y * d**0.25)
     rho = 1 / (1 - 8 * fmap.a)
     assert_close(float(z.mean()), math.exp(float(x @ y)), rtol=0.03, atol=0)
@@ -104,7 +104,7 @@ def test_successors_have_less_error_than_favor_plus(kind: Any, size: float, gain
         maps = [kind(d, num_features=m, seed=seed).cpu().double() for seed in range(seeds)]
         for fmap in maps:
             if isinstance(fmap, FavorPlusPlus):
-                fmap.spread = float((q + k).square().sum(-1).mean()) / d**0.5
+                fmap.mean_square = float((q + k).square().sum(-1).mean()) / d**0.5
         estimates = torch.stack([(plain(fmap.queries(q)) * plain(fmap.keys(k))).sum(-1) for fmap in maps])
         return float((estimates / exact - 1).square().mean())
 
@@ -134,29 +134,29 @@ def test_fit_takes_the_mean_over_pairs_that_meet_in_a_head() -> None:
         for i in range(5)
         for j in range(3)
     ]
-    assert fmap.spread == pytest.approx(sum(pairs) / len(pairs), rel=1e-12)
+    assert fmap.mean_square == pytest.approx(sum(pairs) / len(pairs), rel=1e-12)
     assert fmap.identity != before
 
 
-def test_the_default_spread_is_that_of_unit_variance() -> None:
+def test_the_default_mean_square_is_that_of_unit_variance() -> None:
     q, k, _ = randoms(1, 2000, 2, 16)
     q, k = q / q.std(), k / k.std()
     fmap, fitted = FavorPlusPlus(16, seed=0), FavorPlusPlus(16, seed=0)
     fitted.fit(q, k)
-    assert fitted.spread == pytest.approx(fmap.spread, rel=0.02)
+    assert fitted.mean_square == pytest.approx(fmap.mean_square, rel=0.02)
 
 
-def test_a_cast_of_the_module_rounds_neither_seed_nor_spread() -> None:
-    fmap = FavorPlusPlus(4, seed=2**61 + 1, spread=1 / 3).bfloat16()
+def test_a_cast_of_the_module_rounds_neither_seed_nor_mean_square() -> None:
+    fmap = FavorPlusPlus(4, seed=2**61 + 1, mean_square=1 / 3).bfloat16()
     other = FavorPlusPlus(4, seed=0).bfloat16()
     other.load_state_dict(fmap.state_dict())
-    assert (other.seed, other.spread) == (2**61 + 1, 1 / 3)
+    assert (other.seed, other.mean_square) == (2**61 + 1, 1 / 3)
 
 
-@pytest.mark.parametrize("spread", [-1.0, math.inf, math.nan])
-def test_spread_must_be_finite_and_not_negative(spread: float) -> None:
-    with pytest.raises(ValueError, match=f"spread={spread}: expected"):
-        FavorPlusPlus(4, spread=spread)
+@pytest.mark.parametrize("mean_square", [-1.0, math.inf, math.nan])
+def test_mean_square_must_be_finite_and_not_negative(mean_square: float) -> None:
+    with pytest.raises(ValueError, match=f"mean_square={mean_square}: expected"):
+        FavorPlusPlus(4, mean_square=mean_square)
 
 
 @pytest.mark.parametrize("bad", [torch.ones(1, 0, 2, 4), torch.full((1, 3, 2, 4), math.inf)])

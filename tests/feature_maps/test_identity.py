@@ -117,7 +117,11 @@ def test_where_no_bytes_can_be_read_a_question_mark_matches_any_digest(name: str
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("favor+", {"kernel_epsilon": 0.013}), ("favor++", {"spread": 3.7}), ("generalized", {"kernel": "abs"})],
+    [
+        ("favor+", {"kernel_epsilon": 0.013}),
+        ("favor++", {"mean_square": 3.7}),
+        ("generalized", {"kernel": "abs"}),
+    ],
 )
 def test_maps_with_numbers_as_options_compile_whole(name: str, options: dict[str, Any]) -> None:
     fmap, x = feature_maps.make(name, 4, seed=0, **options), torch.randn(3, 4)

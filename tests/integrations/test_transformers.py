@@ -14,7 +14,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from linrope.backends import native
-from linrope.cli.bench import clients
+from linrope.cli.bench import families
 from linrope.integrations import transformers as linrope_transformers
 from linrope.integrations.transformers import families as replaced
 from linrope.integrations.transformers import mamba2
@@ -75,25 +75,25 @@ def test_logits_and_gradients(family: str, training: bool) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("decays", ["as made", "as Mamba-2 starts"])
-@pytest.mark.parametrize("family", clients.CONFIGURATIONS)
+@pytest.mark.parametrize("family", families.CONFIGURATIONS)
 def test_logits_and_gradients_at_a_realistic_width(family: str, decays: str) -> None:
-    """Models 1,024 wide, as ``linrope bench --client`` makes them.
+    """Models 1,024 wide, as ``linrope bench --transformers`` makes them.
 
     Several families start from step sizes of about 1, at which most heads forget within one token.
     """
-    client = clients.Client(family)
+    benchmark = families.FamilyBenchmark(family)
     with torch.no_grad():
-        for name, x in client.model.named_parameters():
+        for name, x in benchmark.model.named_parameters():
             if decays == "as made":
                 break
             if name.endswith("A_log"):
                 x.copy_(torch.linspace(1, 16, len(x)).log())
             elif name.endswith("dt_bias"):
                 x.copy_(torch.logspace(-3, -1, len(x)).expm1().log())
-    ids = client.tokens(1, 300)
-    logits, gradients = train_once(client.model, ids)
+    ids = benchmark.tokens(1, 300)
+    logits, gradients = train_once(benchmark.model, ids)
     with linrope_transformers.enable(family):
-        got, got_gradients = train_once(client.model, ids)
+        got, got_gradients = train_once(benchmark.model, ids)
     assert relative(got, logits) < 2e-5
     for name, x in gradients.items():
         assert relative(got_gradients[name], x) < 1e-4 or not x.any(), name

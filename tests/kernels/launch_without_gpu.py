@@ -34,7 +34,7 @@ def attend(
 
 
 def main() -> None:
-    backend.supports = lambda *_, **__: None
+    backend.why_not_call = lambda *_, **__: None
     with recorded(int(sys.argv[1])) as launches:
         FORMS[sys.argv[2]]()
     for x in launches:

@@ -41,7 +41,7 @@ def test_the_table_is_exact_at_any_position(base: float) -> None:
     rotary = Rotary(16, base=base)
     positions = torch.tensor([[0, 1, 63, 10**6, 10**9, MAX_POSITION]])
     q = torch.zeros(1, 6, 1, 16)
-    call = Call(q=q, k=q, v=q, theta=rotary.turns(q.device), positions=positions, dot="ieee")
+    call = Call(q=q, k=q, v=q, theta=rotary.turns_per_position(q.device), positions=positions, dot="ieee")
     table, _ = call.tables()
     assert table is not None
     cos, sin = rotary.cos_sin(positions[0], torch.float64)
@@ -53,7 +53,7 @@ def test_consecutive_positions_are_spelled_out_by_the_kernel() -> None:
     rotary = Rotary.whole_model(2, 16)
     q = torch.zeros(3, 70, 2, 16)
     first = torch.tensor([[0], [5], [10**9]])
-    call = Call(q=q, k=q, v=q, theta=rotary.turns(q.device), positions=first, dot="ieee")
+    call = Call(q=q, k=q, v=q, theta=rotary.turns_per_position(q.device), positions=first, dot="ieee")
     one, _ = call.tables()
     all_of_them, _ = replace(call, positions=first + torch.arange(70)).tables()
     assert one is not None

@@ -106,7 +106,7 @@ def test_packed_sequences_with_decay_never_ask_the_device(dtype: torch.dtype) ->
     q, k, v = fresh(1, n, 4, 64, g=2, e=64, dtype=dtype)
     decay = torch.tensor([0.9, 0.9999])
     how: dict[str, Any] = {"rotary": Rotary(64), "decay": decay, "cu_seqlens": cu_seqlens}
-    how["rotary"].turns(q.device)  # the one copy from the host, once per Rotary and device
+    how["rotary"].turns_per_position(q.device)  # the one copy from the host, once per Rotary and device
     leaves = [x.requires_grad_() for x in (q, k, v)]
     torch.cuda.set_sync_debug_mode("error")
     try:

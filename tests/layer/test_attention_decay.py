@@ -112,5 +112,8 @@ def test_repr_says_what_the_layer_is_in_a_line() -> None:
         "heads=4, kv_heads=2, head_dim=4, value_head_dim=6, feature_map=Hedgehog, rotary=selective "
         "interleaved, decay=learned [0.5, 0.9998], forget_gate, short_conv, qk_norm, out_norm, gate"
     )
+    assert "heads=4, kv_heads=4, head_dim=4, value_heads=8" in repr(
+        LinearRoPEAttention(16, 4, num_value_heads=8)
+    )
     assert "decay=[0.9688, 0.9844, 0.9922, 0.9961]" in repr(LinearRoPEAttention(16, 4, decay="retnet"))
     assert "decay" in repr(LinearRoPEAttention(16, 4, decay="learned", device="meta"))

@@ -44,9 +44,9 @@ def make(**options) -> LinearRoPEAttention:
             {"num_value_heads": 8, "num_kv_heads": 2},
             "num_value_heads=8: expected None, as num_kv_heads=2 differs",
         ),
-        ({"decay": {"name": "spread", "shortest": 1}}, r"decay: got \['shortest'\] beside name='spread'"),
+        ({"decay": {"name": "spread", "shortest": 1}}, r"decay: got \['shortest'\] with name='spread'"),
         ({"decay": {"longest": 1}}, r"decay: got the keys \['longest'\], expected the key 'name'"),
-        ({"decay": {"name": "retnet", "longest": 9}}, r"decay: got \['longest'\] beside name='retnet'"),
+        ({"decay": {"name": "retnet", "longest": 9}}, r"decay: got \['longest'\] with name='retnet'"),
         ({"decay": {"name": "learned", "longest": 0}}, "longest=0: expected a finite number of tokens"),
     ],
 )
@@ -66,7 +66,7 @@ def test_one_value_head_for_one_head_is_accepted() -> None:
 
 @pytest.mark.parametrize("options", [{"forget_gate": True}, {"rotary": "selective"}, {"short_conv": 4}])
 def test_a_context_is_refused_by_what_steps_through_one_sequence(options) -> None:
-    with pytest.raises(ValueError, match=r"context: got one beside .*expected None"):
+    with pytest.raises(ValueError, match=r"context: got a tensor with .*expected None"):
         make(**options)(torch.randn(1, 5, 16), torch.randn(1, 5, 16))
 
 

@@ -93,8 +93,8 @@ def mean_square_norm(x: Tensor, norm: nn.RMSNorm) -> Tensor:
 @every_option
 def test_the_layer_is_its_parts_around_the_operation(options) -> None:
     layer, x = make(**options), numbers(2, 9, 16)
-    h, g = layer.num_heads, layer.num_kv_heads
-    keys, d, e = layer.k_proj.out_features // layer.head_dim, layer.head_dim, layer.value_head_dim
+    h, keys, g = layer.num_heads, layer.num_kv_heads, layer.num_state_heads
+    d, e = layer.head_dim, layer.value_head_dim
     q, k, v = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
     if (conv := layer.short_conv) is not None:
         line = F.pad(torch.cat((q, k, v), -1).mT, (conv.weight.shape[-1] - 1, 0))

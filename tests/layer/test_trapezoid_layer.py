@@ -149,9 +149,9 @@ def test_what_the_rule_does_not_support_is_refused_by_name(options, message: str
 
 def test_calls_that_the_rule_does_not_support_are_refused_by_name() -> None:
     layer, x = make(), numbers(1, 5, 16)
-    with pytest.raises(ValueError, match=r"^context: got one beside trapezoid"):
+    with pytest.raises(ValueError, match=r"^context: got a tensor with trapezoid"):
         make(forget_gate=False, write_gate=None)(x, x)
-    with pytest.raises(ValueError, match=r"^shard: got one beside trapezoid=True, expected None"):
+    with pytest.raises(ValueError, match=r"^shard: got a shard with trapezoid=True, expected None"):
         layer(x, shard=object())
     with pytest.raises(TypeError, match=r"^trapezoid=True: got float16"):
         make(torch.float16)(x.half())

@@ -17,16 +17,16 @@ def model() -> LanguageModel:
 def test_a_replacement_character_comes_only_for_bytes_that_are_no_character() -> None:
     text = "aé–🐎z"
     for count in range(len(text.encode()) + 1):
-        sender, data = batching.Text([]), text.encode()[:count]
+        sender, data = batching.TextStream([]), text.encode()[:count]
         pieces = [sender.add(byte)[0] for byte in data]
         assert all("\ufffd" not in piece for piece in pieces)
         assert "".join(pieces) + sender.end() == data.decode(errors="replace")
-    sender = batching.Text([])
+    sender = batching.TextStream([])
     assert [sender.add(byte)[0] for byte in b"a\xff\xc3b"] == ["a", "\ufffd", "", "\ufffdb"]
 
 
 def test_what_may_begin_a_stop_sequence_is_held_back() -> None:
-    text = batching.Text([b"abac"])
+    text = batching.TextStream([b"abac"])
     assert [text.add(byte) for byte in b"xabab"] == [("x", False), *[("", False)] * 3, ("ab", False)]
     assert [text.add(byte) for byte in b"ac"] == [("", False), ("", True)]
 

@@ -48,13 +48,13 @@ def test_a_decoder_sees_the_past_alone_and_all_of_the_context() -> None:
 
 def test_a_context_is_there_where_it_is_expected() -> None:
     x = torch.randn(1, 3, 16)
-    with pytest.raises(ValueError, match="context: got one, expected None"):
+    with pytest.raises(ValueError, match="context: got a tensor, expected None"):
         Decoder(16, 1, 2)(x, x)
     with pytest.raises(ValueError, match="context: got None, expected"):
         Decoder(16, 1, 2, 16)(x)
     decoder = Decoder(16, 1, 2, 16)
     _, states = decoder(x, x, torch.ones(1, 3, dtype=torch.bool))
-    with pytest.raises(ValueError, match="context_mask: got one without a context, expected None"):
+    with pytest.raises(ValueError, match="context_mask: got a tensor without a context, expected None"):
         decoder(x, context_mask=torch.ones(1, 3, dtype=torch.bool), states=states)
     with pytest.raises(ValueError, match="states: got 2, expected one per block, 1"):
         decoder(x, states=states * 2)

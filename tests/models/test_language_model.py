@@ -233,7 +233,7 @@ def test_packed_softmax_attention_takes_no_states() -> None:
     model = LanguageModel(replace(TINY, attention="softmax"))
     tokens, cu_seqlens = torch.zeros(1, 4, dtype=torch.int64), torch.tensor([0, 4])
     _, states = model(tokens)
-    with pytest.raises(ValueError, match="states: got a list beside cu_seqlens"):
+    with pytest.raises(ValueError, match="states: got a list with cu_seqlens"):
         model(tokens, states, cu_seqlens=cu_seqlens)
 
 

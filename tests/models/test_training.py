@@ -255,9 +255,9 @@ def test_the_loss_is_that_of_each_part_of_a_document_alone(
     "change",
     [
         {"batch_size": 2, "accumulation": 2},
-        {"pieces": 3, "through": True},
-        {"pieces": 7, "through": True},
-        {"pieces": 3, "through": True, "batch_size": 2, "accumulation": 2},
+        {"pieces": 3, "gradients_through_pieces": True},
+        {"pieces": 7, "gradients_through_pieces": True},
+        {"pieces": 3, "gradients_through_pieces": True, "batch_size": 2, "accumulation": 2},
     ],
     ids=str,
 )
@@ -271,7 +271,7 @@ def test_gates_steps_convolution_and_log_scale_pass_from_piece_to_piece(
 ) -> None:
     more = {"forget_gate": {"longest": 64}, "short_conv": 4, "qk_norm": True, "rotary": "selective"}
     model = replace(TINY, feature_map=feature_map, **more)
-    _compare_gradients(model, {"pieces": 7, "through": True}, corpus)
+    _compare_gradients(model, {"pieces": 7, "gradients_through_pieces": True}, corpus)
 
 
 def _compare_gradients(model: LanguageModelConfig, change: dict[str, Any], corpus: Corpus) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from linrope.models.training import Corpus, Text
-from linrope.models.training.batch import NO_TARGET, Batch, spread, visit
+from linrope.models.training.batch import NO_TARGET, Batch, evenly_spaced_rows, visit
 from linrope.models.training.corpus import load_tokenizer
 
 
@@ -228,6 +228,6 @@ def test_a_tokenizer_s_name_without_a_network_is_refused_at_once(monkeypatch: py
 
 def test_spread_rows_begin_with_the_text_and_end_with_it(text: Path) -> None:
     part = Corpus.load(text).train
-    starts = spread(part, 5, 16).tolist()
+    starts = evenly_spaced_rows(part, 5, 16).tolist()
     assert (starts[0], starts[-1]) == (0, len(part) - 17)
     assert max(b - a for a, b in pairwise(starts)) - min(b - a for a, b in pairwise(starts)) <= 1

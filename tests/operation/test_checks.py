@@ -68,7 +68,7 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({"angle_steps": zeros(1, N, G, 1), "rotary": Rotary(D)}, "got 1 pairs, expected 2, the pairs of rotary"),
     ({"angle_steps": zeros(1, N, G, 0)}, "angle_steps: got 0 pairs, expected 1 to 2"),
     ({"angle_steps": zeros(1, N + 1, G, 2), "m": N + 1, "causal": False}, "angle_steps: got 5 queries and 6 keys"),
-    ({"angle_steps": zeros(1, N, G, 2), "rotary": XPOS}, "angle_steps: got them beside xpos=9.0"),
+    ({"angle_steps": zeros(1, N, G, 2), "rotary": XPOS}, "angle_steps: got a tensor and a rotation with xpos=9.0"),
     # decay
     ({"decay": torch.ones(3)}, "decay: got shape (3,), ex"),
     ({"decay": torch.ones(1, G)}, "decay: got shape (1, 2), exp"),

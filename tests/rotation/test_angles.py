@@ -127,7 +127,7 @@ def test_position_times_turns_is_the_angle_of_the_rotation(
 ) -> None:
     rotary = Rotary(16, base=data.draw(st.floats(2.0, 1e7)))
     positions = torch.tensor([data.draw(st.integers(0, last)), last])
-    turns = positions[:, None, None] * rotary.turns(torch.device("cpu"))[0]
+    turns = positions[:, None, None] * rotary.turns_per_position(torch.device("cpu"))[0]
     for ours, expected in zip(
         cos_sin_of_turns(turns, torch.float64), rotary.cos_sin(positions, torch.float64)
     ):

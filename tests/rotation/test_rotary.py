@@ -187,7 +187,7 @@ def test_turns_wrap_to_the_angles(shape: tuple[int, ...]) -> None:
     positions = torch.tensor([0, 1, 2, 10**6, MAX_POSITION])
     where = positions if axes is None else positions[:, None] + torch.tensor([0, -7, -9])
     where = where.clamp_min(0)
-    turns = rotary.turns(torch.device("cpu"))
+    turns = rotary.turns_per_position(torch.device("cpu"))
     assert turns.dtype == torch.int64
     heads = shape[0] if len(shape) > (2 if axes else 1) else 1
     assert turns.shape == rotary.frequencies.shape == (axes or 1, heads, 8)
@@ -202,16 +202,16 @@ def test_turns_wrap_to_the_angles(shape: tuple[int, ...]) -> None:
 def test_turns_first_read_in_inference_mode_can_be_saved_for_gradients(device: str) -> None:
     with torch.inference_mode():
         rotary = Rotary(4)
-        assert not rotary.turns(torch.device(device)).is_inference()
-    assert not rotary.turns(torch.device(device)).is_inference()
-    assert rotary.turns(torch.device(device)) is rotary.turns(torch.device(device))
+        assert not rotary.turns_per_position(torch.device(device)).is_inference()
+    assert not rotary.turns_per_position(torch.device(device)).is_inference()
+    assert rotary.turns_per_position(torch.device(device)) is rotary.turns_per_position(torch.device(device))
 
 
 def test_turns_read_in_fake_tensor_mode_are_not_kept() -> None:
     rotary, meta = Rotary(4), torch.device("meta")
     with FakeTensorMode(allow_non_fake_inputs=True):
-        assert type(rotary.turns(meta)) is not torch.Tensor
-    assert type(rotary.turns(meta)) is torch.Tensor
+        assert type(rotary.turns_per_position(meta)) is not torch.Tensor
+    assert type(rotary.turns_per_position(meta)) is torch.Tensor
 
 
 @pytest.mark.parametrize("backend", ["reference", "eager"])
@@ -235,13 +235,13 @@ def test_xpos_fades_each_pair_by_its_own_rate(layout: str) -> None:
     rates = [math.log((2 * t / 6 + 0.4) / 1.4) / 512 for t in range(3)]
     order = (0, 0, 1, 1, 2, 2) if layout == "interleaved" else (0, 1, 2, 0, 1, 2)
     expected = torch.tensor([*(rates[t] for t in order), 0.0, 0.0], dtype=torch.float64)
-    assert rotary.fade is not None
-    assert_close(rotary.fade, expected)
-    assert rotary.fade.max() <= 0  # zeta_t <= 1: nothing grows
+    assert rotary.xpos_log_decay is not None
+    assert_close(rotary.xpos_log_decay, expected)
+    assert rotary.xpos_log_decay.max() <= 0  # zeta_t <= 1: nothing grows
     # the rotation itself is the same
     x = vectors(1, 3, 1, 8)
     assert torch.equal(rotary(x, torch.arange(3)), Rotary(8, rotary_dim=6, layout=layout)(x, torch.arange(3)))
-    assert Rotary(8).fade is None
+    assert Rotary(8).xpos_log_decay is None
 
 
 def test_angles_are_exact_to_1e_6_rad_up_to_the_last_position() -> None:

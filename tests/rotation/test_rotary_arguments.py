@@ -29,7 +29,7 @@ SHAPES = ((3,), (2, 4), (1, 1, 2), ())  # which theta cannot have
         (lambda: Rotary(4)(ones(1, 3, 2, 6), torch.arange(3)), r"x: got 6 features, expected dim=4"),
         (lambda: Rotary.whole_model(2, 4)(ones(1, 3, 3, 4), torch.arange(3)),
          r"x: got 3 heads, expected a multiple of theta's 2"),
-        (lambda: Rotary(8, axes=2), r"axes=2: expected theta beside it, or Rotary.axial"),
+        (lambda: Rotary(8, axes=2), r"axes=2: expected theta too, or use Rotary.axial"),
         (lambda: Rotary(8, axes=0), r"axes=0: expected at least 1"),
         (lambda: Rotary(8, theta=ones(4), axes=2), r"theta: got shape \(4,\), expected \(2, 4\) or"),
         (lambda: Rotary(8, theta=ones(2, 3, 4), axes=2), r"theta: got shape .*expected \(2, 4\) or"),
@@ -54,10 +54,10 @@ SHAPES = ((3,), (2, 4), (1, 1, 2), ())  # which theta cannot have
          r"attention_factor=0.0: expected a positive finite number"),
         (lambda: Rotary(8, xpos=0), r"xpos=0: expected a positive finite length"),
         (lambda: Rotary(8, xpos=math.inf), r"xpos=inf: expected a positive finite length"),
-        (lambda: Rotary(8, theta=ones(2, 4), axes=2, xpos=512.0), r"xpos=512.0: expected None beside axes=2"),
+        (lambda: Rotary(8, theta=ones(2, 4), axes=2, xpos=512.0), r"xpos=512.0: expected None if axes is given"),
         (lambda: Rotary(8, theta=ones(4), scaling={"rope_type": "default"}),
-         r"scaling={'rope_type': 'default'}: expected None beside theta"),
-        (lambda: Rotary(8, axes=2, scaling={"rope_type": "default"}), r"expected None beside axes"),
+         r"scaling={'rope_type': 'default'}: expected None if theta is given"),
+        (lambda: Rotary(8, axes=2, scaling={"rope_type": "default"}), r"expected None if axes is given"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(make: Callable[[], object], message: str) -> None:

@@ -28,17 +28,21 @@ def test_later_changes_of_the_given_theta_do_not_reach_in() -> None:
 def test_theta_cannot_be_changed_behind_the_identity_of_a_rotation(rotary: Rotary) -> None:
     """A state says by whose rotation its keys are turned."""
     where = torch.arange(3) if rotary.axes is None else grid_positions(3, 1)
-    x, identity, turns = torch.randn(1, 3, 2, 8), rotary.identity, rotary.turns(torch.device("cpu")).clone()
-    y, fade = rotary(x, where), rotary.fade
+    x, identity, turns = (
+        torch.randn(1, 3, 2, 8),
+        rotary.identity,
+        rotary.turns_per_position(torch.device("cpu")).clone(),
+    )
+    y, log_decay = rotary(x, where), rotary.xpos_log_decay
     rotary.theta.mul_(2)
     rotary.frequencies.mul_(2)
-    if rotary.fade is not None:
-        rotary.fade.mul_(2)
-        assert torch.equal(rotary.fade, fade)
+    if rotary.xpos_log_decay is not None:
+        rotary.xpos_log_decay.mul_(2)
+        assert torch.equal(rotary.xpos_log_decay, log_decay)
     assert torch.equal(rotary(x, where), y)
-    assert torch.equal(rotary.turns(torch.device("cpu")), turns)
+    assert torch.equal(rotary.turns_per_position(torch.device("cpu")), turns)
     assert rotary.identity == identity
-    for name in ("theta", "frequencies", "fade"):
+    for name in ("theta", "frequencies", "xpos_log_decay"):
         with pytest.raises(AttributeError):
             setattr(rotary, name, torch.ones(4))
 
@@ -55,7 +59,7 @@ def test_theta_cannot_be_changed_behind_the_identity_of_a_rotation(rotary: Rotar
     ids=lambda rotary: rotary.identity[:40],
 )
 def test_copies_turn_alike_and_have_the_same_identity(rotary: Rotary, copied: Callable[[Any], Any]) -> None:
-    rotary.turns(torch.device("cpu"))
+    rotary.turns_per_position(torch.device("cpu"))
     x, positions, twin = torch.randn(1, 3, 2, rotary.dim), torch.arange(3), copied(rotary)
     positions = positions if rotary.axes is None else positions[:, None].expand(3, rotary.axes)
     assert twin.attention_factor == rotary.attention_factor

@@ -305,15 +305,15 @@ def test_states_that_differ_do_not_join() -> None:
     k = v = torch.randn(1, 3, 2, 4)
     state = linear_rope_state(k, v)
     for other, cause in (
-        (linear_rope_state(k, v, feature_map="relu"), "states: got one of"),
+        (linear_rope_state(k, v, feature_map="relu"), "states: got identities"),
         (
             state.to(dtype=torch.float64),
-            r"states: got kv (2, 4, 4) torch.float64 cpu beside kv (2, 4, 4) torch.float32",
+            r"states: got kv (2, 4, 4) torch.float64 cpu and kv (2, 4, 4) torch.float32",
         ),
-        (linear_rope_state(k[:, :, :1], v[:, :, :1]), "expected the same but for the batch"),
+        (linear_rope_state(k[:, :, :1], v[:, :, :1]), "expected equal shapes apart from the batch"),
         (
             linear_rope_state(k, v, angle_steps=torch.zeros(1, 3, 2, 2)),
-            "states: got angle (2, 2) torch.int64 cpu beside angle None, expected the same but for the batch",
+            "states: got angle (2, 2) torch.int64 cpu and angle None, expected equal shapes",
         ),
     ):
         with pytest.raises(ValueError, match=re.escape(cause)):

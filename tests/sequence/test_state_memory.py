@@ -234,7 +234,7 @@ def test_write_refuses_a_state_of_another_kind(change: dict[str, Any], message: 
     [
         ("T2R#0123456789abcdef; None", {"identity": "T2R#?; None"}),  # a compiled call made it
         (f"{MADE_WITH}{WITHOUT_Z}", {"identity": MADE_WITH}),
-        (MADE_WITH, {"angle_slope": torch.zeros(ROWS, G, 2)}),  # a call with gradients made it
+        (MADE_WITH, {"angle_gradient_path": torch.zeros(ROWS, G, 2)}),  # a call with gradients made it
         (MADE_WITH, {"slots": torch.tensor([1, 2, 0])}),
     ],
     ids=["digest unknown", "with z", "with gradients", "rows"],

@@ -52,11 +52,11 @@ def peak_memory(function: Callable[[], Any], device: str = "cpu") -> int | None:
         clear.write_text("5")  # resets the peak to the current size
     except (OSError, AttributeError):
         return None
-    before = read("VmRSS:")
+    size = read("VmRSS:")
     result = function()
     peak = read("VmHWM:")
     del result
-    return peak - before
+    return peak - size
 
 
 def matmul_case(case: Case) -> Callable[[], Tensor]:
@@ -136,7 +136,7 @@ def attention_row(
         case.check_softmax()
     timings = effort.measured(runs, sizes.device)
     seconds = {name: timing.seconds for name, timing in timings.items()}
-    row["matmul_flops"], row["matmul_spread"] = 2 * 1024**3 / seconds["matmul"], timings["matmul"].spread
+    row["matmul_flops"], row["matmul_spread"] = 2 * 1024**3 / seconds["matmul"], timings["matmul"].noise
     for mode, run in (("forward", case.forward), ("training", case.training)):
         fast, slow = seconds[f"linrope_{mode}"], seconds.get(f"softmax_{mode}")
         row[mode] = {
@@ -147,8 +147,8 @@ def attention_row(
             "linrope_tokens_per_second": case.tokens / fast,
             "softmax_tokens_per_second": slow and case.tokens / slow,
             "ratio": slow and slow / fast,
-            "linrope_spread": timings[f"linrope_{mode}"].spread,
-            "softmax_spread": slow and timings[f"softmax_{mode}"].spread,
+            "linrope_spread": timings[f"linrope_{mode}"].noise,
+            "softmax_spread": slow and timings[f"softmax_{mode}"].noise,
             "linrope_bytes": peak_memory(partial(run, case.linrope), sizes.device),
             "softmax_bytes": slow and peak_memory(partial(run, case.softmax), sizes.device),
         }
@@ -166,8 +166,8 @@ def attention_row(
 def _softmax_seconds(sizes: Case, n: int, previous: dict[str, Any] | None, mode: str) -> float:
     """Estimates the time of softmax attention from the previous row; infinite if that left it out."""
     if previous is not None:
-        before = float(previous[mode]["softmax_seconds"] or math.inf)
-        return before * (n / int(previous["n"])) ** 2
+        seconds = float(previous[mode]["softmax_seconds"] or math.inf)
+        return seconds * (n / int(previous["n"])) ** 2
     if n <= 1024:
         return 0.0
     case = AttentionCase(1024, **vars(sizes))
@@ -248,8 +248,8 @@ def decode_rows(sizes: Case, positions: list[int], effort: Effort) -> list[dict[
                 "linrope_layer_seconds": layer,
                 "softmax_layer_seconds": softmax_layer,
                 "layer_ratio": softmax_layer / layer,
-                "linrope_spread": max(timings[f"{kind} {case.position}"].spread for kind in kinds),
-                "softmax_spread": max(timing.spread for timing in others.values()),
+                "linrope_spread": max(timings[f"{kind} {case.position}"].noise for kind in kinds),
+                "softmax_spread": max(timing.noise for timing in others.values()),
                 "state_bytes": state,
                 "cache_bytes": cache,
             }

@@ -73,13 +73,13 @@ def _rows(
     exponent = (total[rows][:, None] - total + k_scale).permute(2, 0, 1)  # (g, r, n)
     exponent = exponent.masked_fill(torch.arange(case.n) > rows[:, None], -torch.inf)
     top = exponent.detach().amax(-1, keepdim=True)
-    fade = (exponent - top).exp().repeat_interleave(group, 0)
+    weight = (exponent - top).exp().repeat_interleave(group, 0)
 
-    num = torch.einsum("hrm,mhe->rhe", torch.einsum("rhf,mhf->hrm", phi_hat, psi_hat) * fade, v_of_head)
-    bound = torch.einsum("rhf,mhf->hrm", phi_hat.detach().abs(), psi_hat.detach().abs()) * fade.detach()
+    num = torch.einsum("hrm,mhe->rhe", torch.einsum("rhf,mhf->hrm", phi_hat, psi_hat) * weight, v_of_head)
+    bound = torch.einsum("rhf,mhf->hrm", phi_hat.detach().abs(), psi_hat.detach().abs()) * weight.detach()
     bound = torch.einsum("hrm,mhe->rhe", bound, v_of_head.detach().abs())
     if options["normalize"]:
-        den = (torch.einsum("rhf,mhf->hrm", phi, psi) * fade).sum(-1).T[..., None].clamp(min=EPS)
+        den = (torch.einsum("rhf,mhf->hrm", phi, psi) * weight).sum(-1).T[..., None].clamp(min=EPS)
         out, bound = num / den, bound / den.detach()
     else:
         scale = (top[..., 0].repeat_interleave(group, 0).T + q_scale).exp()[..., None]
@@ -135,12 +135,12 @@ def check_step(case: DecodeCase) -> None:
     phi, q_scale, psi, k_scale = _features(options["feature_map"], q, k, at[:, 0], at[:, 0])
     phi_hat, psi_hat = (options["rotary"](x[:, None], at)[:, 0] for x in (phi, psi))
     gates = [options["log_decay"][:, 0].double().cpu()] if "log_decay" in options else []
-    fading = _log_decay(options["decay"], gates, len(q), case.groups)
-    largest = torch.zeros_like(fading)
+    log_weight = _log_decay(options["decay"], gates, len(q), case.groups)
+    largest = torch.zeros_like(log_weight)
     if state.log_scale is not None:
-        fading = state.log_scale.cpu() + fading
-        largest = torch.maximum(fading, k_scale)
-    old, new = ((x - largest).exp()[..., None] for x in (fading, k_scale))
+        log_weight = state.log_scale.cpu() + log_weight
+        largest = torch.maximum(log_weight, k_scale)
+    old, new = ((x - largest).exp()[..., None] for x in (log_weight, k_scale))
     kv = state.kv.double().cpu() * old[..., None] + (psi_hat * new)[..., None] * v[:, :, None]
     z = state.z.double().cpu() * old + psi * new
     kv, z, largest = (x.repeat_interleave(group, 1) for x in (kv, z, largest))

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from linrope import backends, feature_maps
-from linrope.cli.bench import benchmark, clients, comparison, plots, report, scaling
+from linrope.cli.bench import benchmark, comparison, families, plots, report, scaling
 from linrope.cli.bench.benchmark import Effort
 from linrope.cli.bench.cases import Case, shape_of
 from linrope.cli.checks import check_at_least, check_folder, option_of
@@ -29,11 +29,11 @@ DTYPES = {
 }
 
 
-# The options that each of these measurements reads.
+# For each of these kinds of run: the options that it reads.
 _READ = {
     "compare": ("compare",),
     "distributed": ("distributed", "max_length", "heads", "dim", "out"),
-    "client": ("client", "lengths", "threads", "rounds", "budget", "out"),
+    "transformers": ("transformers", "lengths", "threads", "rounds", "budget", "out"),
 }
 
 
@@ -65,22 +65,27 @@ def bench(
         str, typer.Option(help="Positions to decode at, separated by commas; empty: none.")
     ] = "256,1024,16384,1048576",
     softmax_limit: Annotated[
-        float, typer.Option(help="Largest time of one call of softmax attention, in seconds.")
+        float,
+        typer.Option(
+            help="Skip softmax attention at lengths where one call would take longer than this many seconds."
+        ),
     ] = 12.0,
     budget: Annotated[float, typer.Option(help="Seconds per measurement.")] = 3.0,
     rounds: Annotated[int, typer.Option(help="How often each side is measured, in turns.")] = 4,
     distributed: Annotated[
         str,
         typer.Option(
-            help="Numbers of processes, such as 1,2,4: only measures how a sequence of --max-length tokens "
-            "scales over them, with gloo and one thread each."
+            help="Numbers of processes, such as 1,2,4. Instead of the benchmark, measure how a sequence of "
+            "--max-length tokens scales over them, with gloo and one thread each."
         ),
     ] = "",
-    client: Annotated[
+    transformers: Annotated[
         str,
         typer.Option(
-            help="A family of transformers' models, such as mamba2: only measures one with and without linrope, "
-            f"for {', '.join(map(str, clients.LENGTHS))} tokens or those of --lengths."
+            metavar="FAMILY",
+            help="A family of transformers' models, such as mamba2. Instead of the benchmark, measure one of its "
+            f"models with and without linrope, for {', '.join(map(str, families.LENGTHS))} tokens or those of "
+            "--lengths.",
         ),
     ] = "",
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the plot.")] = Path(
@@ -88,7 +93,7 @@ def bench(
     ),
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(help="Two JSON files of earlier runs: only compares them.", show_default=False),
+        typer.Option(help="Instead of running, compare two JSON files of earlier runs.", show_default=False),
     ] = None,
 ) -> int:
     """Measure throughput and memory against softmax attention with RoPE, and against installed peers.
@@ -113,10 +118,10 @@ def bench(
         _lengths(max_length, "")
         scaling.scale(_integers("--distributed", distributed, 65), max_length, heads, dim, out, console)
         return 0
-    if client:
+    if transformers:
         torch.set_num_threads(threads or torch.get_num_threads())
-        chosen = _lengths(max_length, lengths) if lengths else clients.LENGTHS
-        clients.compare(client, chosen, rounds, budget, out, console)
+        chosen = _lengths(max_length, lengths) if lengths else families.LENGTHS
+        families.compare(transformers, chosen, rounds, budget, out, console)
         return 0
     check_name("--dtype", dtype, tuple(DTYPES))
     check_name("--backend", backend, backends.NAMES)
@@ -150,15 +155,13 @@ def bench(
 
 
 def _check_choices(context: typer.Context, kind: str) -> None:
-    """Raises ValueError for options that would have no effect."""
+    """Raises ValueError for options that this kind of run does not read."""
     for name in context.params:
         source = context.get_parameter_source(name)
         if source is not None and source.name != "DEFAULT" and name not in _READ[kind]:
             others = ", ".join(option_of(other) for other in _READ[kind] if other != kind)
-            raise ValueError(
-                f"{option_of(name)}: got it with --{kind}, expected no other options"
-                + (f" than {others}" if others else "")
-            )
+            expected = f"only --{kind}'s options: {others}" if others else "no other option"
+            raise ValueError(f"{option_of(name)} has no effect with --{kind}; expected {expected}")
 
 
 def _lengths(max_length: int, lengths: str) -> list[int]:

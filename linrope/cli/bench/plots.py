@@ -35,7 +35,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def plot_client(result: dict[str, Any], path: Path) -> None:
+def plot_family(result: dict[str, Any], path: Path) -> None:
     """Plots the time per token of one of transformers' models with and without linrope."""
     import matplotlib
 
@@ -69,7 +69,7 @@ def plot_client(result: dict[str, Any], path: Path) -> None:
     figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
     machine = result["machine"]
     figure.suptitle(
-        f"{result['client']} of transformers, {result['parameters'] / 1e6:.0f} M parameters, float32, "
+        f"{result['family']} of transformers, {result['parameters'] / 1e6:.0f} M parameters, float32, "
         f"{machine['cpu']}, {machine['threads']} thread{'s' if machine['threads'] > 1 else ''}, {machine['clock']}",
         fontsize=9,
     )
@@ -126,13 +126,13 @@ def _throughput(axis: Any, rows: list[dict[str, Any]], mode: str, batch: int) ->
 
 
 def _steps(axis: Any, rows: list[dict[str, Any]]) -> None:
-    places = [row["position"] for row in rows]
+    positions = [row["position"] for row in rows]
     for name, color, key in (("", LINROPE, "linrope_donated_seconds"), ("", SOFTMAX, "softmax_seconds")):
-        axis.loglog(places, [row[key] * 1e6 for row in rows], "o-", label=name, color=color, linewidth=2)
+        axis.loglog(positions, [row[key] * 1e6 for row in rows], "o-", label=name, color=color, linewidth=2)
     last = rows[-1]
     ratio = last["softmax_seconds"] / last["linrope_donated_seconds"]
     _mark(axis, ratio, last["position"], last["softmax_seconds"] * 1e6, 2)
-    _dress(axis, places)
+    _dress(axis, positions)
     axis.set_title("decoding, one token")
     axis.set_xlabel("tokens before it (state, or key/value cache)")
     axis.set_ylabel("microseconds")

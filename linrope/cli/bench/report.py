@@ -104,25 +104,25 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(f"{name} at {costs['n']:,}, time relative to the plain call: {text}")
     if result["decode"]:
         console.print(decode_table(result))
-    for line in noise_warning(_spreads(result)):
+    for line in noise_warning(_noise(result)):
         console.print(line)
 
 
-def _spreads(result: dict[str, Any]) -> dict[str, float]:
-    """By how much the rounds of each measurement differ, by its name."""
-    spreads = {f"matmul at {row['n']:,}": row["matmul_spread"] for row in result["attention"]}
+def _noise(result: dict[str, Any]) -> dict[str, float]:
+    """How much the rounds of each measurement differ, by the name of the measurement."""
+    noise = {f"matmul at {row['n']:,}": row["matmul_spread"] for row in result["attention"]}
     for mode, name in (("forward", "forward"), ("training", "forward + backward")):
         for row in result["attention"]:
             part = row[mode]
-            spreads[f"{name} at {row['n']:,}"] = max(part["linrope_spread"], part["softmax_spread"] or 0.0)
+            noise[f"{name} at {row['n']:,}"] = max(part["linrope_spread"], part["softmax_spread"] or 0.0)
     for row in result["decode"]:
-        spreads[f"decoding after {row['position']:,}"] = max(row["linrope_spread"], row["softmax_spread"])
-    return spreads
+        noise[f"decoding after {row['position']:,}"] = max(row["linrope_spread"], row["softmax_spread"])
+    return noise
 
 
-def noise_warning(spreads: dict[str, float]) -> list[str]:
+def noise_warning(noise: dict[str, float]) -> list[str]:
     """One line if the rounds of a measurement differ too much for its figures to be trusted, else none."""
-    noisy = {name: spread for name, spread in spreads.items() if spread > NOISY}
+    noisy = {name: x for name, x in noise.items() if x > NOISY}
     if not noisy:
         return []
     worst = sorted(noisy, key=lambda name: -noisy[name])[:4]

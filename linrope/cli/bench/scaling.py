@@ -74,9 +74,9 @@ def measure(tokens: int, heads: int, dim: int) -> dict[str, Any]:
 
 def _timed(run: Callable[[Shard | None], None], shard: Shard) -> dict[str, float]:
     channel, times, ratios, shares = shard.channel, [], [], []
-    before = channel.bytes_sent
+    sent_before = channel.bytes_sent
     run(shard)
-    sent = channel.bytes_sent - before
+    sent = channel.bytes_sent - sent_before
     for _ in range(ROUNDS):
         waited = channel.seconds
         seconds = _seconds(run, shard)

@@ -7,15 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-NOISY = 0.15  # a larger spread is noise: further rounds are measured, and a warning is printed
+NOISY = 0.15  # if the noise is larger, further rounds are measured; if it remains, a warning is printed
 WALL = "wall time, medians"
 
 
 class Timing(NamedTuple):
-    """The typical seconds of a call, and half the interquartile range of the rounds' typical times, relative to it."""
-
-    seconds: float
-    spread: float
+    seconds: float  # the typical time of a call
+    noise: float  # half the interquartile range of the rounds' typical times, divided by seconds
 
 
 def measured(
@@ -40,7 +38,7 @@ def measured(
         return {name: _timing(of_rounds, typical) for name, of_rounds in times.items()}
 
     for turn in range(2 * rounds):
-        if turn == rounds and max(timing.spread for timing in timings().values()) <= NOISY:
+        if turn == rounds and max(timing.noise for timing in timings().values()) <= NOISY:
             break
         for name, function in functions.items():
             times[name].append(_one_round(function, times[name], budget / rounds, one_thread, device))
@@ -48,11 +46,15 @@ def measured(
 
 
 def _one_round(
-    function: Callable[[], Any], before: list[list[float]], seconds: float, one_thread: bool, device: str
+    function: Callable[[], Any],
+    earlier_rounds: list[list[float]],
+    seconds: float,
+    one_thread: bool,
+    device: str,
 ) -> list[float]:
     """The times of the function's calls in one round, after a warm-up, unless the calls are long."""
     clock = time.thread_time if one_thread else time.perf_counter
-    if not before or before[-1][-1] < 1:
+    if not earlier_rounds or earlier_rounds[-1][-1] < 1:
         function()
     _wait(device)
     times: list[float] = []
@@ -78,7 +80,7 @@ def _timing(of_rounds: list[list[float]], typical: Callable[[Sequence[float]], f
 def typical_seconds(
     functions: Mapping[str, Callable[[], Any]], rounds: int = 5, budget: float = 2.0, device: str = "cpu"
 ) -> dict[str, float]:
-    """``measured`` without the spreads."""
+    """``measured`` without the noise."""
     return {name: timing.seconds for name, timing in measured(functions, rounds, budget, device).items()}
 
 

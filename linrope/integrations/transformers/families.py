@@ -47,7 +47,7 @@ class Enabled:
 
 
 def enable(*families: str) -> Enabled:
-    """Makes transformers' models of these families compute with linrope, those that exist and those to come.
+    """Makes transformers' models of these families compute with linrope, both existing models and models made later.
 
     It replaces what runs between the layers' projections: the scan, the step, the convolution and the gated norm of
     Mamba-2, and MiniMax's lightning attention. Weights and configurations stay the same, and results agree up to
@@ -77,10 +77,10 @@ def enable(*families: str) -> Enabled:
         check_name("families", family, FAMILIES)
     enabled = {family for _, users in _replaced.values() for family in users}
     wanted = [family for family in families or _installed() if family not in enabled]
-    found = [(family, *target) for family in wanted for target in _targets(family)]
-    for _, owner, name, ours, _ in found:
+    targets = [(family, *target) for family in wanted for target in _targets(family)]
+    for _, owner, name, ours, _ in targets:
         _check_signature(owner, name, ours)
-    for family, owner, name, ours, why_not in found:
+    for family, owner, name, ours, why_not in targets:
         if (owner, name) in _replaced:  # two families may share a class
             _replaced[owner, name][1].add(family)
             continue
@@ -113,7 +113,7 @@ def _installed() -> list[str]:
 
 
 def _targets(family: str) -> list[tuple[Any, str, Callable[..., Any], _Reason]]:
-    """What is replaced in a family: the owner, the name, linrope's function, and when it cannot take over."""
+    """The functions to replace in a family: the owner, the name, linrope's function, and when it cannot take over."""
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     if family == "minimax":
         return [(module.MiniMaxLightningAttention, "forward", minimax.forward, _refuses_lightning)]

@@ -1,4 +1,4 @@
-"""What transformers' Mamba-2 layers compute between their projections, by linrope.
+"""Computes with linrope what transformers' Mamba-2 layers compute between their projections.
 
     q = C     k = B     v = x     write = dt     log_decay = A dt     no feature map, no rotation, no normalizer
     S_t = e^(A dt_t) S_(t-1) + B_t (dt_t x_t)^T     y_t = C_t S_t + D x_t
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from linrope.layer.operators import convolve, gated_norm
-from linrope.operation.foreign import state_from_sums
+from linrope.operation.from_sums import state_from_sums
 from linrope.operation.functional import linear_rope_attention
 from linrope.sequence.state import LinearAttentionState
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from linrope.integrations.transformers.mamba2 import attend_in_place
-from linrope.operation.foreign import state_from_sums
+from linrope.operation.from_sums import state_from_sums
 from linrope.operation.functional import linear_rope_attention
 
 

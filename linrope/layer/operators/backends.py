@@ -59,7 +59,7 @@ def why_not(
     backend = load(name)
     if isinstance(backend, str):
         return backend
-    reason: str | None = backend.supports(tensors, taps=taps, group=group, values=values)
+    reason: str | None = backend.why_not_tensors(tensors, taps=taps, group=group, values=values)
     return reason
 
 

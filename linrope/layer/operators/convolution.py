@@ -42,7 +42,7 @@ def convolve(
         y (b, n, c) in the dtype of x. It has gradients for x, weight, bias and before.
 
     Raises:
-        TypeError: an argument is no dense tensor of real numbers.
+        TypeError: an argument is not a dense tensor of real numbers.
         ValueError: a shape or device does not fit, or the backend is unknown.
         RuntimeError: the backend cannot run the call.
 
@@ -83,7 +83,7 @@ def convolve_parts(
         check_shape("before", before, (s, taps - 1, c))
     name = choose(backend, (*parts, weight, bias, before), taps=taps)
     if name == "eager":
-        arguments = fused.of_parts(parts, weight, bias, before, cu_seqlens, silu)
+        arguments = fused.arguments_by_part(parts, weight, bias, before, cu_seqlens, silu)
         return [eager.convolve(*x) for x in arguments]
     return fused.convolve_parts(name, parts, weight, bias, before, cu_seqlens, silu)
 

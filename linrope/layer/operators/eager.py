@@ -30,8 +30,8 @@ def convolve(
         table = x.new_zeros(n + s * width, c).index_copy(0, rows + width, x[0])
         if before is not None:
             first = bounds[:-1] + torch.arange(s, device=x.device) * width
-            places = (first[:, None] + torch.arange(width, device=x.device)).flatten()
-            table = table.index_copy(0, places, before.to(x.dtype).flatten(0, 1))
+            earlier_rows = (first[:, None] + torch.arange(width, device=x.device)).flatten()
+            table = table.index_copy(0, earlier_rows, before.to(x.dtype).flatten(0, 1))
         y = _sums(table[None], weight, bias).index_select(1, rows)
     return (F.silu(y) if silu else y).to(x.dtype)
 
@@ -78,20 +78,20 @@ def gated_norm(
 ) -> Tensor:
     wide = torch.promote_types(out.dtype, torch.float32)
     u, h = out.to(wide), out.shape[2]
-    skipped = factor = None
+    skip_term = factor = None
     if skip is not None and v is not None:
-        skipped = skip.to(wide)[:, None] * v.to(wide).repeat_interleave(h // v.shape[2], 2)
+        skip_term = skip.to(wide)[:, None] * v.to(wide).repeat_interleave(h // v.shape[2], 2)
     if gate is not None:
         factor = F.silu(gate.to(wide)).view(out.shape)
-    if skipped is not None and skip_first:
-        u = u + skipped
+    if skip_term is not None and skip_first:
+        u = u + skip_term
     if factor is not None and gate_first:
         u = u * factor
     if weight is not None:
         mean = u.square().mean((2, 3) if over_heads else 3, keepdim=True)
         u = weight.to(wide) * (u * _inverse_root(mean, eps))
-    if skipped is not None and not skip_first:
-        u = u + skipped
+    if skip_term is not None and not skip_first:
+        u = u + skip_term
     if factor is not None and not gate_first:
         u = u * factor
     return u.flatten(2).to(out.dtype)

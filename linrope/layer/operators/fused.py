@@ -45,7 +45,7 @@ class _Fused:
             y: Tensor = self.forward(backend, *arguments)
             return y
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            return _Recorded.apply(self, backend, *arguments)  # type: ignore[no-any-return, no-untyped-call]
+            return _WithoutDispatcher.apply(self, backend, *arguments)  # type: ignore[no-any-return, no-untyped-call]
         return self.run(backend, *arguments)
 
     def run(self, backend: str, *arguments: Any) -> Tensor:
@@ -75,44 +75,44 @@ class _Fused:
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         backend, *arguments = inputs
         ctx.save_for_backward(*arguments[: self.count])
-        ctx.backend, ctx.options, ctx.recorded = backend, arguments[self.count :], False
+        ctx.backend, ctx.options, ctx.skipped_dispatcher = backend, arguments[self.count :], False
 
     def _gradients(self, ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         arguments = [*ctx.saved_tensors, *ctx.options]
-        return None, *self.gradients(gradient, ctx.backend, arguments, ctx.recorded)
+        return None, *self.gradients(gradient, ctx.backend, arguments, ctx.skipped_dispatcher)
 
     def gradients(
-        self, gradient: Tensor, backend: str, arguments: list[Any], recorded: bool
+        self, gradient: Tensor, backend: str, arguments: list[Any], skipped_dispatcher: bool
     ) -> list[Tensor | None]:
-        """The gradients of the arguments. recorded: whether the forward pass skipped the dispatcher."""
+        """The gradients of the arguments. skipped_dispatcher: True if the forward pass did."""
         gradients: list[Tensor | None] = [None] * len(arguments)
         if torch.is_grad_enabled():  # create_graph=True: the gradients have gradients themselves
             indices = [i for i in self._differentiable(arguments) if arguments[i].requires_grad]
             for i in indices:  # a tensor that is passed twice has two gradients
                 arguments[i] = arguments[i].view_as(arguments[i])
             inputs = [arguments[i] for i in indices]
-            found: Sequence[Tensor] = torch.autograd.grad(
+            present: Sequence[Tensor] = torch.autograd.grad(
                 self.eager(*arguments), inputs, gradient, create_graph=True
             )
-        elif recorded:
+        elif skipped_dispatcher:
             gradients[: self.count] = self._run_backward(gradient, backend, arguments)
             return gradients
         else:
             indices = self._differentiable(arguments)
-            found = self.backward(gradient, backend, *arguments)
-        for i, x in zip(indices, found, strict=True):
+            present = self.backward(gradient, backend, *arguments)
+        for i, x in zip(indices, present, strict=True):
             gradients[i] = x
         return gradients
 
 
-class _Recorded(torch.autograd.Function):
+class _WithoutDispatcher(torch.autograd.Function):
     """An operator and its gradient without the dispatcher, whose cost exceeds that of a short call."""
 
     @staticmethod
     def forward(ctx: Any, operator: _Fused, backend: str, *arguments: Any) -> Tensor:
         y = operator.run(backend, *arguments)
         operator._save(ctx, (backend, *arguments), y)
-        ctx.operator, ctx.recorded = operator, True
+        ctx.operator, ctx.skipped_dispatcher = operator, True
         return y
 
     @staticmethod
@@ -156,10 +156,10 @@ def convolve_parts(
         return _ConvolvedParts.apply(  # type: ignore[no-any-return, no-untyped-call]
             backend, silu, weight, bias, before, cu_seqlens, *parts
         )
-    return [convolve(backend, *x) for x in of_parts(parts, weight, bias, before, cu_seqlens, silu)]
+    return [convolve(backend, *x) for x in arguments_by_part(parts, weight, bias, before, cu_seqlens, silu)]
 
 
-def of_parts(
+def arguments_by_part(
     parts: Sequence[Tensor], weight: Tensor, bias: Tensor | None, before: Tensor | None, *rest: Any
 ) -> Iterator[list[Any]]:
     """The arguments of ``convolve`` for each part."""
@@ -183,18 +183,18 @@ class _ConvolvedParts(torch.autograd.Function):
         weight, bias, before, cu_seqlens, *parts = tensors
         ctx.save_for_backward(*tensors)
         ctx.backend, ctx.silu = backend, silu
-        arguments = of_parts(parts, weight, bias, before, cu_seqlens, silu)
+        arguments = arguments_by_part(parts, weight, bias, before, cu_seqlens, silu)
         return tuple(convolve.run(backend, *x) for x in arguments)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         weight, bias, before, cu_seqlens, *parts = ctx.saved_tensors
-        arguments = of_parts(parts, weight, bias, before, cu_seqlens, ctx.silu)
-        found = [
+        arguments = arguments_by_part(parts, weight, bias, before, cu_seqlens, ctx.silu)
+        gradients_by_part = [
             convolve.gradients(g, ctx.backend, x, True) for g, x in zip(gradients, arguments, strict=True)
         ]
-        of_x, of_weight, of_bias, of_before, *_ = zip(*found, strict=True)
-        return None, None, _join(of_weight, 0), _join(of_bias, 0), _join(of_before, 2), None, *of_x
+        d_x, d_weight, d_bias, d_before, *_ = zip(*gradients_by_part, strict=True)
+        return None, None, _join(d_weight, 0), _join(d_bias, 0), _join(d_before, 2), None, *d_x
 
 
 def _join(gradients: Sequence[Tensor | None], dim: int) -> Tensor | None:

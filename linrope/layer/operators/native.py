@@ -17,7 +17,7 @@ MOST_VALUES = 2**16 - 1  # per head
 _ops = torch.ops.linrope_native
 
 
-def supports(tensors: Sequence[Tensor], *, taps: int, group: int, values: int) -> str | None:
+def why_not_tensors(tensors: Sequence[Tensor], *, taps: int, group: int, values: int) -> str | None:
     """The reason why the kernels cannot compute with these tensors; None: they can."""
     if (reason := why_not()) is not None:
         return reason

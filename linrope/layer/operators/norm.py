@@ -50,7 +50,7 @@ def gated_norm(
         y (b, n, h e) in the dtype of out. It has gradients for out, weight, gate, v and skip.
 
     Raises:
-        TypeError: an argument is no dense tensor of real numbers.
+        TypeError: an argument is not a dense tensor of real numbers.
         ValueError: a shape or device does not fit, a name is unknown, eps is not positive, or only one of v and skip
             is given.
         RuntimeError: the backend cannot run the call.

@@ -16,7 +16,7 @@ from linrope.backends.triton import MIN_CAPABILITY
 MAX_TAPS = 8
 
 
-def supports(tensors: Sequence[Tensor], *, taps: int, group: int, values: int) -> str | None:
+def why_not_tensors(tensors: Sequence[Tensor], *, taps: int, group: int, values: int) -> str | None:
     """The reason why the kernels cannot compute with these tensors; None: they can."""
     for x in tensors:
         if not x.is_cuda and not INTERPRETED:
@@ -31,8 +31,8 @@ def supports(tensors: Sequence[Tensor], *, taps: int, group: int, values: int) -
         return f"{taps} taps: it takes up to {MAX_TAPS}; use backend='eager'"
     if norm.tile_values(group, values) > norm.MOST_VALUES:
         return (
-            f"{group} heads of {values} values share a head of v: the kernel takes up to "
-            f"{norm.MOST_VALUES} values per head of v, both numbers rounded up to powers of two; use backend='eager'"
+            f"{group} heads of {values} values share a head of v: the kernel takes up to {norm.MOST_VALUES} values per "
+            "head of v, where the heads count as the next power of two, and so do the values; use backend='eager'"
         )
     return None
 

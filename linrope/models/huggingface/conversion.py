@@ -224,8 +224,8 @@ def finetune(
         student: the model after ``match``.
         batches: tokens (b, n), at least as many batches as steps.
         steps: the number of updates, with AdamW; the learning rate falls to a tenth.
-        method: "full": trains all weights that are not frozen (requires_grad=False). "lora": trains those of the
-            student's new parameters and low-rank updates of W_q, W_k, W_v and W_o in all layers, and merges the
+        method: "full": trains all weights that are not frozen (requires_grad=False). "lora": trains the student's new
+            parameters that are not frozen, and low-rank updates of W_q, W_k, W_v and W_o in all layers. It merges the
             updates at the end.
         learning_rate: the rate of the first step.
         rank: the rank of the updates, which are scaled by 2.

@@ -239,7 +239,7 @@ class LinRopeModel(LinRopePreTrainedModel):
 
     def _check_shard(self, attention_mask: Tensor | None, n: int) -> None:
         if "full_attention" in (self.config.layer_types or ()):
-            raise ValueError("shard: got one, expected None with full attention, which reads all keys")
+            raise ValueError("shard: got a shard, expected None with full attention, which reads all keys")
         if attention_mask is not None and may_pad(attention_mask, n):
             raise ValueError(
                 "attention_mask: got padding with a shard, expected packed sequences (the shard's cu_seqlens)"

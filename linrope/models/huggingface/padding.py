@@ -31,7 +31,7 @@ def read_mask(
     counted = count_positions(attention_mask, rising_bounds(cu_seqlens, n))[:, seen:]
     if position_ids is None:
         position_ids = counted
-    elif _are_numbers(position_ids, n):
+    elif _have_one_axis(position_ids, n):
         # The positions that transformers gives to padding may fall, and decay needs rising ones.
         position_ids = position_ids.where(key_mask, counted)
     return position_ids, key_mask if may_pad(key_mask, n) else None  # the padding may be older than this call
@@ -39,13 +39,13 @@ def read_mask(
 
 def restarts(position_ids: Tensor, n: int) -> Tensor | None:
     """cu_seqlens of the sequences that begin at position 0; None if there is only one."""
-    if not _are_numbers(position_ids, n):
+    if not _have_one_axis(position_ids, n):
         return None
     zeros = (position_ids.flatten() == 0).nonzero()[:, 0]
     later = zeros[zeros > 0]
     return torch.cat((later.new_zeros(1), later, later.new_full((1,), n))) if len(later) else None
 
 
-def _are_numbers(position_ids: Tensor, n: int) -> bool:
+def _have_one_axis(position_ids: Tensor, n: int) -> bool:
     """False for coordinates on several axes, (n, axes) or (b, n, axes)."""
     return position_ids.ndim < 3 and position_ids.shape[-1] == n

@@ -55,7 +55,7 @@ class Batch:
 
 
 def visit(text: Text, first: int, count: int, length: int, seed: int) -> Tensor:
-    """The first tokens of rows first .. first + count - 1 in an endless walk through the text.
+    """The index of the first token of each row: rows first .. first + count - 1 of an endless walk through the text.
 
     An epoch visits every row once. Each epoch has another order and cuts the text at other places.
     """
@@ -65,8 +65,8 @@ def visit(text: Text, first: int, count: int, length: int, seed: int) -> Tensor:
     )
 
 
-def spread(text: Text, rows: int, length: int) -> Tensor:
-    """The first tokens of rows that are spread evenly over the text."""
+def evenly_spaced_rows(text: Text, rows: int, length: int) -> Tensor:
+    """The index of the first token of each row: rows spaced evenly over the text."""
     return torch.linspace(0, len(text) - length - 1, rows, dtype=torch.float64, device="cpu").long()
 
 

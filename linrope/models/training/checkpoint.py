@@ -56,8 +56,8 @@ def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None], ear
         finally:
             for leftover in (temporary, replaced):
                 shutil.rmtree(leftover, ignore_errors=True)
-        own = [path for path in earlier if path.parent == target.parent and path != target]
-        for old in own[: 1 - _KEEP]:
+        of_this_run = [path for path in earlier if path.parent == target.parent and path != target]
+        for old in of_this_run[: 1 - _KEEP]:
             if old.is_dir() and not old.is_symlink():
                 shutil.rmtree(old)
             earlier.remove(old)

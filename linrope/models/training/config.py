@@ -21,8 +21,8 @@ class TrainingConfig:
     clip: float = 1.0
     seed: int = 0
     accumulation: int = 1  # batches per update
-    pieces: int = 1  # per row; the state passes from one piece to the next
-    through: bool = False  # whether gradients pass through that state
+    pieces: int = 1  # per row; each continues from the state of the piece before
+    gradients_through_pieces: bool = False  # whether gradients pass through these states
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -168,7 +168,7 @@ def load_tokenizer(name: str | os.PathLike[str]) -> Any:
 
 
 def _hub_answers() -> bool:
-    """Whether the hub, or the proxy in front of it, accepts a connection."""
+    """True if the hub, or the proxy in front of it, accepts a connection."""
     hub = need("huggingface_hub", "linrope[huggingface]").constants
     if hub.HF_HUB_OFFLINE:
         return False

@@ -65,7 +65,7 @@ def bits_by_position(
 
 
 def _starts(text: Text, length: int) -> Tensor:
-    """The first tokens of all adjacent rows of length + 1 tokens that lie inside one document."""
+    """The index of the first token of each row: all adjacent rows of length + 1 tokens inside one document."""
     if not 1 <= length < text.longest:
         raise ValueError(
             f"length={length}: expected at least 1, less than the longest document, {text.longest} tokens"

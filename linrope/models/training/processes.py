@@ -18,10 +18,11 @@ from linrope.sequence.state import LinearAttentionState
 
 
 class Processes:
-    """The processes of a run: groups of sequence_parallel split a batch's tokens, groups of tensor_parallel its heads.
+    """The processes of a run.
 
-    That leaves ``row_groups`` groups of processes, each of which reads different rows. The dimensions of the mesh
-    are dp (rows), cp (tokens) and tp (heads).
+    Each group of sequence_parallel processes splits a batch's tokens; each group of tensor_parallel processes splits
+    the model's heads. That leaves ``row_groups`` groups of processes, each of which reads different rows. The
+    dimensions of the mesh are dp (rows), cp (tokens) and tp (heads).
 
     Raises:
         ValueError: the product of both numbers does not divide the number of processes, or tensor
@@ -140,7 +141,7 @@ def last_states(
         next(r for r, pieces in enumerate(shard.pieces) if any(_ends(p, d, ends) for p in pieces))
         for d in documents
     ]
-    pieces = [next((i for i, p in enumerate(shard.mine) if _ends(p, d, ends)), 0) for d in documents]
+    pieces = [next((i for i, p in enumerate(shard.local_pieces) if _ends(p, d, ends)), 0) for d in documents]
     index = torch.tensor(pieces, device=sequence.device)
     local = [state.reorder(index).tensors() for state in states]
     gathered = shard.channel.gather([x for tensors in local for x in tensors.values()], learned).wait()
@@ -154,5 +155,5 @@ def last_states(
 
 
 def _ends(piece: Any, document: int, ends: Sequence[int]) -> bool:
-    """Whether the piece holds the last token of the document."""
+    """True if the piece holds the last token of the document."""
     return bool(piece.document == document and piece.high == ends[document])

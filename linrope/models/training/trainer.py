@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from linrope.models.folders import checkpoints, latest_checkpoint
 from linrope.models.language_model import LanguageModel, State, States
-from linrope.models.training.batch import NO_TARGET, Batch, spread, visit
+from linrope.models.training.batch import NO_TARGET, Batch, evenly_spaced_rows, visit
 from linrope.models.training.checkpoint import (
     checkpoint_name,
     load_training,
@@ -165,7 +165,7 @@ class Trainer:
 
     def _backward(self, batch: Batch, scale: float, last: bool) -> Tensor:
         """Adds this batch to the gradients; returns losses (b, n) in nats, 0 for others' tokens."""
-        through, accelerator = self.config.through, self.accelerator
+        through, accelerator = self.config.gradients_through_pieces, self.accelerator
         parts: list[Tensor] = []
         states: States | None = None
         pieces, total = list(batch.cut(self.config.pieces)), torch.zeros(())
@@ -199,7 +199,8 @@ class Trainer:
         if shard is not None:
             losses = F.pad(losses, (shard.start, shard.total - shard.stop))
         if return_states:
-            new_states = last_states(new_states, sequence[:, -1], shard, self.config.through)
+            through = self.config.gradients_through_pieces
+            new_states = last_states(new_states, sequence[:, -1], shard, through)
         return losses.view(batch.targets.shape), new_states
 
     def _culprit(self, batches: list[Batch], losses: list[Tensor]) -> str:
@@ -218,7 +219,7 @@ class Trainer:
         self.model.eval()
         config, text = self.config, self.corpus.held_out
         rows = min(rows, len(text) - config.sequence_length)
-        starts = spread(text, rows, config.sequence_length)
+        starts = evenly_spaced_rows(text, rows, config.sequence_length)
         total, count = torch.zeros((), dtype=torch.float64, device=self.accelerator.device), 0
         for part in starts.split(config.batch_size):
             batch = Batch.read(text, part, config.sequence_length).to(self.accelerator.device)

@@ -107,10 +107,10 @@ def test_comparing_says_what_differs(tmp_path: Path, capfd: pytest.CaptureFixtur
         (["--backend", "cuda"], "--backend='cuda'"),
         (["--budget", "0"], "--budget"),
         (["--rounds", "0"], "--rounds=0: expected at least 1"),
-        (["--distributed", "x", "--rounds", "2"], "--rounds: got it with --distributed, expected no other"),
-        (["--client", "x", "--dtype", "float32"], "--dtype: got it with --client, expected no other"),
-        (["--compare", "a", "b"], "--out: got it with --compare, expected no other options"),
-        (["--client", "mamba2", "--threads", "-1"], "--threads=-1: expected at least 0"),
+        (["--distributed", "x", "--rounds", "2"], "--rounds has no effect with --distributed; expected only"),
+        (["--transformers", "x", "--dtype", "float32"], "--dtype has no effect with --transformers;"),
+        (["--compare", "a", "b"], "--out has no effect with --compare; expected no other option"),
+        (["--transformers", "mamba2", "--threads", "-1"], "--threads=-1: expected at least 0"),
         (["--device", "tpu9"], "--device=tpu9"),
     ],
 )
@@ -186,7 +186,7 @@ def test_a_single_thread_s_times_are_minima_and_others_medians(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("sixteenths", "spread"),
+    ("sixteenths", "noise"),
     [
         # Quartiles of 1.75 and 2.25: no further rounds.
         ([2, 2, 1, 3], 0.125),
@@ -196,8 +196,8 @@ def test_a_single_thread_s_times_are_minima_and_others_medians(monkeypatch: pyte
         ([1, 1, 9, 1, 1, 1, 1, 1], 0.0),
     ],
 )
-def test_rounds_that_differ_are_measured_again_and_have_a_spread(
-    sixteenths: list[int], spread: float, monkeypatch: pytest.MonkeyPatch
+def test_rounds_that_differ_are_measured_again_and_have_noise(
+    sixteenths: list[int], noise: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A warm-up comes before each round.
     now, calls = 0.0, iter([x / 16 for count in sixteenths for x in (0, count)])
@@ -209,7 +209,7 @@ def test_rounds_that_differ_are_measured_again_and_have_a_spread(
     monkeypatch.setattr("linrope.cli.bench.timing.time.perf_counter", lambda: now)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     (timing,) = measured({"": function}, rounds=4, budget=0.0).values()
-    assert timing == (statistics.median(sixteenths) / 16, spread)
+    assert timing == (statistics.median(sixteenths) / 16, noise)
     assert next(calls, None) is None
 
 

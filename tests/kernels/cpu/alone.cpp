@@ -44,8 +44,8 @@ static void run(int f, int e, int pairs, int layout, int map, bool decay) {
   if (decay) c.log_decay = {(const char*)gates.data(), kFloat32, 0, g, 1, 0}, c.d_log_decay = da.data();
   const Isa& isa = isa_baseline;
   std::vector<float> table(kChunk * 2 * isa.padded_pairs(pairs));
-  isa.offsets(c, table.data());
-  c.offsets = table.data();
+  isa.fill_rotation_table(c, table.data());
+  c.rotation_table = table.data();
   std::vector<float> kv(g * f * e), dkv(g * f * e);
   std::vector<double> z(g * f), dz(g * f), sums(g * (1 + pairs));
   Span spans[2];
@@ -60,7 +60,7 @@ static void run(int f, int e, int pairs, int layout, int map, bool decay) {
   isa.backward_queries(c, g, spans, forth, true), isa.backward_keys(c, g, spans, back, true);
   print("dq", dq), print("dk", dk), print("dv", dv);
   if (decay) print("da", da);
-  c.n = c.m = 1, c.offsets = nullptr;
+  c.n = c.m = 1, c.rotation_table = nullptr;
   isa.step(c, 0, 0, g, kv.data(), z.data());
   print("step", {out.begin(), out.begin() + h * e});
 }

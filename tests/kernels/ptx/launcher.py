@@ -74,5 +74,5 @@ def install(capability: int) -> Emulator:
     driver.set_active(NoDriver(capability))
     JITFunction.__getitem__ = item
     launch._device = lambda x: launch._Device(capability, 1)
-    backend.supports = lambda call, state: None
+    backend.why_not_call = lambda call, state: None
     return emulator

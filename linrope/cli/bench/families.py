@@ -1,4 +1,4 @@
-"""Measures transformers' own models with and without linrope: ``linrope bench --client``."""
+"""Measures transformers' own models with and without linrope: ``linrope bench --transformers``."""
 
 import copy
 import datetime
@@ -86,7 +86,7 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class Client:
+class FamilyBenchmark:
     """A model of a family with random weights, and the calls that are measured."""
 
     def __init__(self, family: str) -> None:
@@ -140,12 +140,14 @@ class Client:
         return decoding
 
 
-def measure(client: Client, kind: str, batch: int, length: int, rounds: int, budget: float) -> dict[str, Any]:
+def measure(
+    benchmark: FamilyBenchmark, kind: str, batch: int, length: int, rounds: int, budget: float
+) -> dict[str, Any]:
     """Both sides of one case: seconds per call (or step), peak bytes, and the difference of their outputs."""
-    run = client.call(kind, batch, length)
+    run = benchmark.call(kind, batch, length)
 
     def with_linrope() -> Tensor:
-        with linrope_transformers.enable(client.family):
+        with linrope_transformers.enable(benchmark.family):
             return run()
 
     functions = dict(zip(SIDES, (run, with_linrope), strict=True))
@@ -154,7 +156,7 @@ def measure(client: Client, kind: str, batch: int, length: int, rounds: int, bud
     difference = float((got - expected).abs().max() / expected.abs().max())
     if not difference <= TOLERANCE:
         raise RuntimeError(
-            f"{client.family}, {kind}, {length} tokens: outputs differ by {difference:.2g} of the largest logit, "
+            f"{benchmark.family}, {kind}, {length} tokens: outputs differ by {difference:.2g} of the largest logit, "
             f"expected at most {TOLERANCE}"
         )
     timings = measured(functions, rounds, budget)
@@ -164,34 +166,34 @@ def measure(client: Client, kind: str, batch: int, length: int, rounds: int, bud
         "batch": batch,
         "length": length,
         "seconds": {side: timing.seconds / steps for side, timing in timings.items()},
-        "spread": max(timing.spread for timing in timings.values()),
+        "spread": max(timing.noise for timing in timings.values()),
         "bytes": peaks,
         "difference": difference,
     }
 
 
 def compare(family: str, lengths: list[int], rounds: int, budget: float, out: Path, console: Console) -> Path:
-    """Measures a family, prints a table, and writes client-<family>-<date>.json and .png."""
-    check_name("--client", family, tuple(CONFIGURATIONS))
-    client = Client(family)
+    """Measures a family, prints a table, and writes transformers-<family>-<date>.json and .png."""
+    check_name("--transformers", family, tuple(CONFIGURATIONS))
+    benchmark = FamilyBenchmark(family)
     cases = [(kind, 1, n) for kind in KINDS for n in lengths] + [("decoding", 8, lengths[0])]
     rows = []
     with progress_bar("{task.description}", console) as progress:
         task = progress.add_task(family, total=len(cases))
         for kind, batch, n in cases:
             progress.update(task, description=f"{family}: {kind}, {n:,} tokens")
-            rows.append(measure(client, kind, batch, n, rounds, budget))
+            rows.append(measure(benchmark, kind, batch, n, rounds, budget))
             progress.advance(task)
     today = datetime.date.today().isoformat()
-    parameters = sum(x.numel() for x in client.model.parameters())
-    result = {"date": today, "machine": machine(), "client": family, "parameters": parameters, "rows": rows}
+    parameters = sum(x.numel() for x in benchmark.model.parameters())
+    result = {"date": today, "machine": machine(), "family": family, "parameters": parameters, "rows": rows}
     console.print(table(result))
     noise = {f"{row['kind']} {row['length']:,}": row["spread"] for row in rows}
     for line in noise_warning(noise):
         console.print(line)
-    path = unused(out, f"client-{family}-{today}")
+    path = unused(out, f"transformers-{family}-{today}")
     replace_file(path, lambda temporary: temporary.write_text(json.dumps(result, indent=1) + "\n"))
-    replace_file(path.with_suffix(".png"), lambda temporary: plots.plot_client(result, temporary))
+    replace_file(path.with_suffix(".png"), lambda temporary: plots.plot_family(result, temporary))
     console.print(f"written: {path}, {path.with_suffix('.png')}", soft_wrap=True)
     return path
 
@@ -199,7 +201,7 @@ def compare(family: str, lengths: list[int], rounds: int, budget: float, out: Pa
 def table(result: dict[str, Any]) -> Table:
     """A line for each case."""
     made = plain_table(
-        f"{result['client']} of transformers, {result['parameters'] / 1e6:.0f} M parameters, ms and MB"
+        f"{result['family']} of transformers, {result['parameters'] / 1e6:.0f} M parameters, ms and MB"
     )
     for column in ("", "batch", "tokens", "before", "linrope", "faster", "±", "MB", "linrope", "diff"):
         made.add_column(column, justify="left" if not column else "right")

@@ -1,4 +1,4 @@
-"""``linrope bench --client``: both sides of small models, the table, the file and the plot."""
+"""``linrope bench --transformers``: both sides of small models, the table, the file and the plot."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 
 from linrope.backends import native
 from linrope.cli.app import run
-from linrope.cli.bench import clients
+from linrope.cli.bench import families
 from linrope.cli.bench.report import times
 from linrope.integrations import transformers as linrope_transformers
 from tests.integrations.families import CONFIGURATIONS
@@ -20,21 +20,21 @@ pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "CONFIGURATIONS", CONFIGURATIONS)
-    monkeypatch.setitem(clients._SIZES, "hidden_size", 48)
+    monkeypatch.setattr(families, "CONFIGURATIONS", CONFIGURATIONS)
+    monkeypatch.setitem(families._SIZES, "hidden_size", 48)
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("family", ["nemotron_h", "minimax"])
-def test_client(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_family_of_models(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--lengths", "5,40", "--rounds", "1", "--budget", "0.01", "--out", str(tmp_path)]
-    assert run(["bench", "--client", family, *options]) == 0
+    assert run(["bench", "--transformers", family, *options]) == 0
     (file,) = tmp_path.glob("*.json")
     result = json.loads(file.read_text())
     cases = [(row["kind"], row["batch"], row["length"]) for row in result["rows"]]
-    assert cases == [(kind, 1, n) for kind in clients.KINDS for n in (5, 40)] + [("decoding", 8, 5)]
-    assert all(set(row["seconds"]) == set(clients.SIDES) for row in result["rows"])
-    assert all(0 <= row["difference"] <= clients.TOLERANCE for row in result["rows"])
+    assert cases == [(kind, 1, n) for kind in families.KINDS for n in (5, 40)] + [("decoding", 8, 5)]
+    assert all(set(row["seconds"]) == set(families.SIDES) for row in result["rows"])
+    assert all(0 <= row["difference"] <= families.TOLERANCE for row in result["rows"])
     assert file.with_suffix(".png").stat().st_size > 10_000
     assert family in capsys.readouterr().out
     assert linrope_transformers.enable(family).families == (family,)  # nothing was left enabled
@@ -43,21 +43,21 @@ def test_client(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.usefixtures("small")
 def test_outputs_that_differ_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = clients.Client("mamba2")
+    benchmark = families.FamilyBenchmark("mamba2")
     results = iter([torch.ones(1)] * 3 + [torch.full((1,), 1.001)])
-    monkeypatch.setattr(client, "call", lambda *_: lambda: next(results))
+    monkeypatch.setattr(benchmark, "call", lambda *_: lambda: next(results))
     with pytest.raises(RuntimeError, match=r"mamba2, prefill, 20 tokens: outputs differ by 0\.001 of the"):
-        clients.measure(client, "prefill", 1, 20, 1, 0.01)
+        families.measure(benchmark, "prefill", 1, 20, 1, 0.01)
 
 
 def test_an_unknown_family_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "--client", "mamba"]) == 2
-    assert "--client='mamba': expected one of bamba" in capsys.readouterr().err
+    assert run(["bench", "--transformers", "mamba"]) == 2
+    assert "--transformers='mamba': expected one of bamba" in capsys.readouterr().err
 
 
 def test_configurations_build_layers_of_the_family() -> None:
-    made: Any = {family: clients.CONFIGURATIONS[family] for family in linrope_transformers.FAMILIES}
-    assert len(made) == len(clients.CONFIGURATIONS)
+    made: Any = {family: families.CONFIGURATIONS[family] for family in linrope_transformers.FAMILIES}
+    assert len(made) == len(families.CONFIGURATIONS)
 
 
 NAMES = {"mamba2": "Mamba-2", "granitemoehybrid": "Granite 4.0-H", "nemotron_h": "Nemotron-H"}
@@ -72,16 +72,18 @@ def lines_of(file: Path) -> list[str]:
             continue
         seconds, peaks = row["seconds"], row["bytes"]
         kind = row["kind"] if row["batch"] == 1 else f"{row['kind']}, {row['batch']} sequences"
-        cells = [NAMES[result["client"]], kind, f"{row['length']:,}"]
-        cells += [f"{seconds[side] * 1e3:,.0f}" for side in clients.SIDES]
+        cells = [NAMES[result["family"]], kind, f"{row['length']:,}"]
+        cells += [f"{seconds[side] * 1e3:,.0f}" for side in families.SIDES]
         cells += [times(seconds["transformers"] / seconds["linrope"])]
-        cells += [f"{peaks[side] / 1e6:,.0f}" for side in clients.SIDES]
+        cells += [f"{peaks[side] / 1e6:,.0f}" for side in families.SIDES]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
 def test_the_table_of_the_docs_has_the_kept_results() -> None:
     page = (ROOT / "docs" / "performance.md").read_text("utf-8")
-    table = page.partition("<!-- clients -->\n")[2].partition("<!-- /clients -->")[0].splitlines()[2:]
-    files = [next((ROOT / "benchmarks" / "results").glob(f"client-{family}-*.json")) for family in NAMES]
+    table = page.partition("<!-- families -->\n")[2].partition("<!-- /families -->")[0].splitlines()[2:]
+    files = [
+        next((ROOT / "benchmarks" / "results").glob(f"transformers-{family}-*.json")) for family in NAMES
+    ]
     assert table == [line for file in files for line in lines_of(file)]

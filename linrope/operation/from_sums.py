@@ -28,17 +28,17 @@ def state_from_sums(
 
         kv = sum_j e^(L - L_j) R(Theta_j) psi(k_j) v_j^T      z = sum_j e^(L - L_j) psi(k_j)
 
-    Pass sums x that are stored as (b, g, e, f), as Mamba's are, as ``x.mT``. If the new state is donated, a decoding
+    If your sums x are stored as (b, g, e, f), as in Mamba, pass ``x.mT``. If the new state is donated, a decoding
     step of the backend "native" writes into the given memory, whether it holds (b, g, f, e) or (b, g, e, f).
 
     Args:
         kv: (b, g, f, e), float32 or float64.
         z: (b, g, f). None: unknown. Calls with normalize=True then reject this state and every state computed from it.
-        feature_map: that of the calls to come. A map whose number of features differs from the head's size, such as
-            dpfp, must be passed as the object that ``feature_maps.make`` made, because the head's size cannot be told
-            from kv.
-        rotary: that of the calls to come.
-        rope_order: that of the calls to come.
+        feature_map: the feature map of the calls that will use this state. A map whose number of features differs from
+            the head's size, such as dpfp, must be passed as the object that ``feature_maps.make`` made, because the
+            head's size cannot be told from kv.
+        rotary: the rotation of these calls.
+        rope_order: the rope_order of these calls.
         position: (b,) int64, the position of the next token. Default: 0, which is right for any number of earlier
             tokens if the calls pass no positions, and neither the rotation nor the map depends on them.
         angle: (b, g or 1, pairs) int64, the sum of the angle steps in 2^-64 turns, if the calls have angle_steps.
@@ -59,8 +59,8 @@ def state_from_sums(
     (4.0, [1.0, 1.0, 1.0, 1.0])
     """
     optional = {"z": z, "position": position, "angle": angle, "log_scale": log_scale}
-    given = {"kv": kv} | {name: x for name, x in optional.items() if x is not None}
-    for name, x in given.items():
+    tensors = {"kv": kv} | {name: x for name, x in optional.items() if x is not None}
+    for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
     if kv.ndim != 4:
