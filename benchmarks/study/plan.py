@@ -12,11 +12,12 @@ GRID_SEED = 0  # of the runs that choose a learning rate, and of no other
 
 _ELSEWHERE = ("axial", "linear-conv", "gate-selective-add", "block-selective-add")
 _ALL = [name for name in VARIANTS if not name.startswith(_ELSEWHERE)]
-_BLOCKS = ["block", "block-plain", "block-identity", "block-softmax"]
+_BLOCKS = ["block", "block-quarter", "block-plain", "block-softmax", "block-softmax-quarter"]
 _RECALL = ["linear-conv", "gate-conv", "gate-rope-conv", "gate-selective-conv"]
 _MAPS = ["linear-conv-relu2", "linear-conv-hedgehog", "linear-conv-taylor2"]
 _PARTS = [name for name in VARIANTS if name.startswith("gate-rope+")]
-_STATE = ["softmax-rope", "gate-selective-add", "gate-selective", "gate-rope", "block", "block-selective-add"]
+_STATE = ["softmax-rope", "gate-selective-add", "gate-selective", "gate-rope"]
+_STATE += ["block", "block-quarter", "block-selective-add"]
 _DISTANT = ["softmax-rope", "gate-rope", "hybrid", "linear-conv", "gate-conv", "gate-rope-conv", *_BLOCKS]
 _COPY = ["softmax-rope", "gate-rope", "gate-rope-conv", "gate-conv", *_BLOCKS]
 
@@ -25,7 +26,7 @@ PLAN: list[tuple[Task, list[str]]] = [
     (Language("language"), _ALL),
     (
         Recall("recall-256", heads=16, head_dim=4),
-        [*_RECALL, *_MAPS, "block", "gated-deltanet", "gated-deltanet+init"],
+        [*_RECALL, *_MAPS, "block", "block-quarter", "gated-deltanet", "gated-deltanet+init"],
     ),
     (Recall("recall-512", heads=8, head_dim=8), _RECALL),
     (Recall("recall-1024"), ["softmax-rope", "gate-rope", *_RECALL, *_PARTS, *_BLOCKS, "eq19+init"]),
@@ -38,7 +39,7 @@ PLAN: list[tuple[Task, list[str]]] = [
 # Only where it is asked for by name: it takes longer than all of the others together.
 LONG = (
     Language("language-long", heads=8, head_dim=32, length=1024, rows=4, steps=300, layers=4, test_rows=16),
-    ["softmax-rope", "gate-rope", "block", "block-softmax", "mamba-2"],
+    ["softmax-rope", "gate-rope", "block", "block-quarter", "block-softmax", "mamba-2"],
 )
 
 

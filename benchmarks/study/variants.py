@@ -24,6 +24,7 @@ _FORMER: Options = {
     "decay": None,
     "forget_gate": False,
     "write_gate": None,
+    "rotary": "interleaved",
     "init": "gpt-2",
 }
 # The parts of the present block, in the order in which the ladder adds them.
@@ -36,7 +37,7 @@ PARTS: dict[str, Options] = {
     "write": {"write_gate": "tied"},
 }
 _SOFTMAX: Options = {"attention": "softmax"}
-_PLAIN: Options = {"positions": "none"}
+_PLAIN: Options = {"positions": "none", "rotary": None}
 _RETNET: Options = {"decay": "retnet"}
 _SPREAD: Options = {"decay": {"name": "spread", "longest": LENGTH}}
 _LEARNED: Options = {"decay": {"name": "learned", "longest": LENGTH}}
@@ -48,9 +49,12 @@ _LADDER = list(PARTS)
 _BLOCK: Options = _GATE | {"parts": _LADDER}
 # The norm over all heads behind skip and gate, as in Mamba-2, which suits softmax attention better than one per head.
 _GATED_NORM: Options = {"skip": "before", "gate": "before", "out_norm": "all"}
+_SOFTMAX_BLOCK: Options = _SOFTMAX | _GATED_NORM | {"parts": ["init", "conv", "skip", "wide"]}
 # What Mamba-3 adds: a bias on normed queries and keys, and the trapezoidal rule.
 _BIAS: Options = {"qk_norm": True, "qk_bias": True}
 _TRAPEZOID: Options = {"trapezoid": True}
+# As the models' "auto" does in linear attention: the first quarter of the features turns.
+_QUARTER: Options = {"rotary": {"partial_rotary_factor": 0.25}}
 _AXIAL: Options = {"rotary": {"axes": 2, "base": 10.0}}
 
 # name -> (family, which shares its learning rates; options). Linear ones have the output norm and the gate
@@ -60,7 +64,7 @@ _AXIAL: Options = {"rotary": {"axes": 2, "base": 10.0}}
 VARIANTS: dict[str, tuple[str, Options]] = {
     "softmax-rope": ("softmax", _SOFTMAX),
     "softmax-none": ("softmax", _SOFTMAX | _PLAIN),
-    "softmax-sinusoidal": ("softmax", _SOFTMAX | {"positions": "sinusoidal"}),
+    "softmax-sinusoidal": ("softmax", _SOFTMAX | {"positions": "sinusoidal", "rotary": None}),
     "eq19": ("linear", {}),
     "linear": ("linear", _PLAIN),
     "rope-before": ("linear", {"order": "before"}),
@@ -101,6 +105,7 @@ VARIANTS: dict[str, tuple[str, Options]] = {
     "spread+init": ("decay+init", _SPREAD | PARTS["init"]),
     "block": ("block", _BLOCK),
     "block-plain": ("block", _BLOCK | _PLAIN),
+    "block-quarter": ("block", _BLOCK | _QUARTER),
     "block-selective": ("block", _BLOCK | _SELECTIVE),
     "block-selective-add": ("block", _BLOCK | _ADD),
     "block-identity": ("block", _BLOCK | {"feature_map": "identity", "normalize": False}),
@@ -111,7 +116,9 @@ VARIANTS: dict[str, tuple[str, Options]] = {
     "block-no-skip": ("block", _BLOCK | {"skip": None}),
     "block-bias-trapezoid-no-conv": ("block", _BLOCK | _BIAS | _TRAPEZOID | {"short_conv": None}),
     "block-mixers": ("block-mixers", _BLOCK | {"mixers": True}),
-    "block-softmax": ("block-softmax", _SOFTMAX | _GATED_NORM | {"parts": ["init", "conv", "skip", "wide"]}),
+    "block-mixers-quarter": ("block-mixers", _BLOCK | _QUARTER | {"mixers": True}),
+    "block-softmax": ("block-softmax", _SOFTMAX_BLOCK),
+    "block-softmax-quarter": ("block-softmax", _SOFTMAX_BLOCK | _QUARTER),
     **{name: (name, {}) for name in peers.PEERS},
 }
 

@@ -104,9 +104,10 @@ def train(
     rotary: Annotated[
         str,
         typer.Option(
-            help="Rotation with --positions rope: interleaved, half, selective (from the input) or none."
+            help="Rotation with --positions rope: auto (a quarter of the features turns; all with softmax attention), "
+            "interleaved or half (all features), selective (from the input) or none."
         ),
-    ] = "interleaved",
+    ] = "auto",
     decay: Annotated[
         str | None,
         typer.Option(

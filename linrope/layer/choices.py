@@ -54,11 +54,11 @@ def make_rotation(
     if choice == "selective":
         choice = {"name": "selective"}
     if not isinstance(choice, Mapping) or "name" not in choice:
-        return _make_rotary(choice, dim), None
+        return make_rotary(choice, dim), None
     check_name("rotary", choice["name"], ("selective",))
     step_options = {key: choice[key] for key in ("rank", "bound") if key in choice}
     rotary_options = {key: x for key, x in choice.items() if key not in ("name", "rank", "bound", "per_head")}
-    rotary = _make_rotary(rotary_options, dim)
+    rotary = make_rotary(rotary_options, dim)
     assert rotary is not None
     per_head = choice.get("per_head", True)
     if not isinstance(per_head, bool):
@@ -67,7 +67,8 @@ def make_rotation(
     return rotary, SelectiveSteps(embed_dim, rotary, heads, **step_options, **factory)
 
 
-def _make_rotary(choice: str | Mapping[str, Any] | Rotary | None, dim: int) -> Rotary | None:
+def make_rotary(choice: str | Mapping[str, Any] | Rotary | None, dim: int) -> Rotary | None:
+    """The rotation of dim features."""
     if choice is None or isinstance(choice, Rotary):
         return choice
     if not isinstance(choice, Mapping):
@@ -83,8 +84,21 @@ def _make_rotary(choice: str | Mapping[str, Any] | Rotary | None, dim: int) -> R
         config = {key: value for key, value in choice.items() if key not in keywords}
         return Rotary.from_config(config, head_dim=dim, **options)
     make = Rotary.axial if "axes" in choice else Rotary
-    check_keys("rotary", choice, [name for name in signature(make).parameters if name != "dim"])
-    return make(dim, **choice)
+    known = [name for name in signature(make).parameters if name != "dim"]
+    check_keys("rotary", choice, [*known, "partial_rotary_factor"])
+    options = dict(choice)
+    if (share := options.pop("partial_rotary_factor", None)) is not None:
+        if "rotary_dim" in options:
+            raise ValueError("rotary: got rotary_dim and partial_rotary_factor, expected one of them")
+        options["rotary_dim"] = partial_dim(dim, share)
+    return make(dim, **options)
+
+
+def partial_dim(dim: int, share: float) -> int:
+    """The number of features that turn: this share of dim, rounded down to an even number, but at least 2."""
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ValueError(f"partial_rotary_factor={share!r}: expected a number above 0 and at most 1")
+    return max(2, int(dim * share) // 2 * 2)
 
 
 def make_forget_gate(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 SHORT_CONV = {"taps": 4, "activation": "silu", "bias": True, "start": "uniform"}
+ROTARY = {"partial_rotary_factor": 1 / 4}  # the first quarter of the features turns, the others do not
 VALUE_FACTOR = 2  # values are this many times as wide as keys
 HIDDEN_FACTOR = 7 / 4  # the feed-forward network's hidden size, relative to embed_dim
 INITIALIZATIONS = ("fan-in", "gpt-2")
@@ -50,6 +51,13 @@ def resolve_block(
         "write_gate": write_gate,
         "short_conv": resolve_short_conv(short_conv, causal),
     }
+
+
+def resolve_rotary(choice: Any, attention: str = "linear") -> Any:
+    """Replaces "auto" by ROTARY in linear attention, by "interleaved" in softmax attention: there all features turn."""
+    if choice != "auto":
+        return choice
+    return ROTARY if attention == "linear" else "interleaved"
 
 
 def resolve_short_conv(choice: Any, causal: bool) -> Any:

@@ -151,7 +151,7 @@ class LanguageModel(nn.Module):
         check_name("positions", config.positions, POSITIONS)
         check_name("init", config.init, INITIALIZATIONS)
         if isinstance(config.rotary, str):  # the layer checks a dict
-            check_name("rotary", config.rotary, ROTATIONS, also="a dict or None")
+            check_name("rotary", config.rotary, ("auto", *ROTATIONS), also="a dict or None")
         if config.positions != "rope" and config.rotary not in (LanguageModelConfig.rotary, None):
             raise ValueError(f"rotary={config.rotary!r}: expected positions='rope', not {config.positions!r}")
         if config.attention == "linear" and config.positions in RELATIVE:

@@ -4,7 +4,8 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 from linrope.layer.attention import LinearRoPEAttention
-from linrope.models.defaults import VALUE_FACTOR, resolve_block, resolve_short_conv
+from linrope.layer.choices import make_rotary
+from linrope.models.defaults import VALUE_FACTOR, resolve_block, resolve_rotary, resolve_short_conv
 from linrope.position_encodings import ABSOLUTE, RELATIVE, SoftmaxAttention
 from linrope.rotation.rotary import LAYOUTS, Rotary
 
@@ -58,8 +59,8 @@ class LanguageModelConfig:
     qk_bias: bool = False
     trapezoid: bool = False
     positions: str = "rope"  # one of POSITIONS; those in RELATIVE require softmax attention
-    # With positions "rope": a layout, "selective", or {"name": "selective", options}; None: no rotation.
-    rotary: str | dict | None = "interleaved"  # type: ignore[type-arg]
+    # With positions "rope": "auto", a layout, "selective", a dict as in LinearRoPEAttention; None: no rotation.
+    rotary: str | dict | None = "auto"  # type: ignore[type-arg]
     max_length: int = 4096  # the size of the table if positions is "learned"
     init: str = "fan-in"  # or "gpt-2": how the initial weights are drawn; see models/defaults.py
 
@@ -100,7 +101,7 @@ def _shared(config: LanguageModelConfig) -> dict[str, Any]:
 
 
 def make_linear(config: LanguageModelConfig) -> LinearRoPEAttention:
-    rotary = config.rotary if config.positions == "rope" else None
+    rotary = resolve_rotary(config.rotary) if config.positions == "rope" else None
     names = ("decay", "forget_gate", "write_gate", "short_conv")
     block = resolve_block(**{name: getattr(config, name) for name in names}, rotated=rotary is not None)
     return LinearRoPEAttention(
@@ -117,9 +118,9 @@ def make_linear(config: LanguageModelConfig) -> LinearRoPEAttention:
 def make_softmax(config: LanguageModelConfig) -> SoftmaxAttention:
     shared = _shared(config)
     positions: str | Rotary = config.positions if config.positions in RELATIVE else "none"
-    if config.positions == "rope" and isinstance(config.rotary, str):
+    if config.positions == "rope" and config.rotary is not None:
         head_dim = config.head_dim or config.embed_dim // config.num_heads
-        positions = Rotary(head_dim, layout=config.rotary)
+        positions = make_rotary(resolve_rotary(config.rotary, "softmax"), head_dim) or positions
     short_conv = resolve_short_conv(config.short_conv, causal=True)
     return SoftmaxAttention(
         config.embed_dim, config.num_heads, positions=positions, short_conv=short_conv, **shared
@@ -140,7 +141,9 @@ def check_softmax(config: LanguageModelConfig) -> None:
     ):
         if (value := getattr(config, name)) not in (expected, "auto"):
             raise ValueError(f"{name}={value!r}: expected {expected!r} with attention='softmax'")
-    if config.rotary not in (*LAYOUTS, None):
+    selective = isinstance(config.rotary, dict) and "name" in config.rotary
+    if selective or config.rotary == "selective":
         raise ValueError(
-            f"rotary={config.rotary!r}: expected {', '.join(LAYOUTS)} or None with attention='softmax'"
+            f"rotary={config.rotary!r}: expected auto, {', '.join(LAYOUTS)}, a dict without a name, or None with "
+            "attention='softmax'"
         )

@@ -19,6 +19,12 @@ def make(**options) -> LinearRoPEAttention:
         ({"rotary": {"name": "selective", "axes": 2}}, "rotary: got .*expected one without axes"),
         ({"rotary": {"name": "selected"}}, "rotary='selected': expected one of selective"),
         ({"rotary": "selectiv"}, "rotary='selectiv': expected one of .*did you mean 'selective'"),
+        ({"rotary": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor=1.5: expected a number above 0"),
+        ({"rotary": {"partial_rotary_factor": "x"}}, "partial_rotary_factor='x': expected a number above 0"),
+        (
+            {"rotary": {"partial_rotary_factor": 0.5, "rotary_dim": 2}},
+            "rotary: got rotary_dim and partial_rot",
+        ),
         ({"forget_gate": {"shortest": 1}}, "forget_gate={'shortest': 1}: expected True, False, or a dict"),
         ({"forget_gate": 3}, "forget_gate=3: expected True, False, or a dict"),
         ({"forget_gate": None}, "forget_gate=None: expected True, False, or a dict"),
@@ -84,3 +90,13 @@ def test_states_without_the_convolution_s_inputs_are_refused_and_so_are_others()
         make(short_conv=4)(x[:1], state=four)
     with pytest.raises(TypeError, match="state: got tuple"):
         make(short_conv=4)(x, state=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("dim", "share", "turned"), [(64, 0.25, 16), (12, 0.25, 2), (4, 0.25, 2), (30, 0.5, 14), (8, 1, 8)]
+)
+def test_a_share_of_the_features_turns_rounded_down_to_an_even_number(
+    dim: int, share: float, turned: int
+) -> None:
+    rotary = make(head_dim=dim, rotary={"partial_rotary_factor": share, "layout": "half"}).rotary
+    assert (rotary.dim, rotary.rotary_dim, rotary.layout) == (dim, turned, "half")

@@ -146,6 +146,19 @@ def test_positions_and_their_layout_make_a_difference(attention: str) -> None:
     assert not any(torch.allclose(a, b) for a, b in ((logits[0], logits[1]), (logits[0], logits[2])))
 
 
+def test_a_quarter_of_the_features_turns_in_linear_attention_and_all_in_softmax_attention() -> None:
+    wide = replace(TINY, head_dim=16)
+    assert LanguageModel(wide).blocks[0].attention.rotary.rotary_dim == 4
+    assert LanguageModel(replace(wide, feature_map="hedgehog")).blocks[0].attention.rotary.rotary_dim == 8
+    assert LanguageModel(replace(wide, rotary="interleaved")).blocks[0].attention.rotary.rotary_dim == 16
+    assert LanguageModel(replace(wide, rotary="selective")).blocks[0].attention.rotary.rotary_dim == 16
+    softmax = replace(wide, attention="softmax")
+    for rotary, turned in (("auto", 16), ({"partial_rotary_factor": 0.25}, 4)):
+        assert (
+            LanguageModel(replace(softmax, rotary=rotary)).blocks[0].attention.encoding.rotary_dim == turned
+        )
+
+
 @pytest.mark.parametrize("feature_map", ["rebased", {"name": "hedgehog", "bias": True}])
 def test_learned_maps_start_as_in_a_new_layer(feature_map: str | dict[str, Any]) -> None:
     model = LanguageModel(replace(TINY, feature_map=feature_map))
@@ -177,7 +190,7 @@ def test_learned_positions_end(attention: str) -> None:
         ({"positions": "learnt"}, "positions='learnt': expected one of rope, .*did you mean 'learned'"),
         (
             {"rotary": "both", "positions": "none"},
-            "rotary='both': expected one of interleaved, half, selective, a dict or None",
+            "rotary='both': expected one of auto, interleaved, half, selective, a dict or None",
         ),
         ({"positions": "shaw"}, "positions='shaw': adds a term to the n x m scores, .*attention='softmax'"),
         ({"rotary": "half", "positions": "none"}, "rotary='half': expected positions='rope', not 'none'"),
@@ -198,9 +211,13 @@ def test_learned_positions_end(attention: str) -> None:
         ({"init": "xavier"}, "init='xavier': expected one of fan-in, gpt-2"),
         (
             {"attention": "softmax", "rotary": "selective"},
-            "rotary='selective': expected interleaved, half or None",
+            "rotary='selective': expected auto, interleaved, half, a dict without a name, or None",
         ),
         ({"rotary": {"name": "selected"}}, "rotary='selected': expected one of selective"),
+        (
+            {"attention": "softmax", "rotary": {"name": "selective"}},
+            "rotary={'name': 'selective'}: expected auto",
+        ),
         ({"positions": "sinusoidal", "embed_dim": 9, "num_heads": 3}, "dim=9"),
     ],
 )

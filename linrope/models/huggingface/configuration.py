@@ -1,5 +1,6 @@
 """The configuration of the Hugging Face models, and the attention layers that it describes."""
 
+from collections.abc import Sequence
 from difflib import get_close_matches
 from inspect import signature
 from typing import Any, get_args, get_origin
@@ -10,7 +11,8 @@ from transformers import PreTrainedConfig
 from linrope.common.names import check_sizes
 from linrope.feature_maps.random_features import RandomFeatureMap
 from linrope.layer.attention import LinearRoPEAttention
-from linrope.models.defaults import VALUE_FACTOR, resolve_block, resolve_short_conv
+from linrope.layer.choices import partial_dim
+from linrope.models.defaults import ROTARY, VALUE_FACTOR, resolve_block, resolve_short_conv
 from linrope.models.huggingface.parallel import TP_PLAN
 from linrope.position_encodings import SoftmaxAttention
 from linrope.rotation.rotary import Rotary
@@ -45,7 +47,9 @@ class LinRopeConfig(PreTrainedConfig):
         head_dim: the size of a query and a key; default hidden_size / num_attention_heads.
         value_head_dim: default twice head_dim.
         rope_parameters: {"rope_theta": .., "rope_type": .., ..} as Hugging Face writes them. The layout is
-            "half", as in Llama, and all features turn unless there is a partial_rotary_factor.
+            "half", as in Llama, and all features turn unless there is a partial_rotary_factor. Default: base 10000 and,
+            in causal models without selective_rope, a partial_rotary_factor of 1/4, or a little less where a quarter
+            of the features is not an even number.
         max_position_embeddings: the trained length, which some rope types require; generation may exceed it.
         rope_order: "after" the feature map (RoFormer eq. 19) or "before" it.
         feature_map: a name, or {"name": .., options}. The seed of a random map is drawn here and saved.
@@ -141,6 +145,7 @@ class LinRopeConfig(PreTrainedConfig):
             self.layer_types = _layer_types(self.num_hidden_layers, interval)
         elif interval is not None:
             raise ValueError(f"full_attention_interval={interval}: expected None with layer_types")
+        chooses_rotation = self.rope_parameters is not None or "rope_scaling" in kwargs
         super().__post_init__(**kwargs)
         _check_unknown(kwargs)
         if len(self.layer_types) != self.num_hidden_layers or not set(self.layer_types) <= set(LAYER_TYPES):
@@ -151,10 +156,20 @@ class LinRopeConfig(PreTrainedConfig):
         with torch.device("meta"):  # reports bad values now, not when a model is made
             layers = [make_attention(self, layer_type) for layer_type in dict.fromkeys(self.layer_types)]
         self.head_dim, self.value_head_dim = layers[0].head_dim, layers[0].value_head_dim
+        if not chooses_rotation and self.is_causal and self.selective_rope is False:
+            self.rope_parameters = {**(self.rope_parameters or {}), **_partial(layers)}
         modules = [module for layer in layers for module in layer.modules()]
         if maps := [module for module in modules if isinstance(module, RandomFeatureMap)]:
             options = {"name": self.feature_map} if isinstance(self.feature_map, str) else self.feature_map
             self.feature_map = {**options, "seed": maps[0].seed}
+
+
+def _partial(layers: Sequence[LinearRoPEAttention | SoftmaxAttention]) -> dict[str, float]:
+    """ROTARY of models.defaults, as a share that gives every layer an even number of features that turn."""
+    sizes = [x.feature_map.feature_dim if isinstance(x, LinearRoPEAttention) else x.head_dim for x in layers]
+    size = min(sizes)
+    share = partial_dim(size, ROTARY["partial_rotary_factor"]) / size
+    return {"partial_rotary_factor": share} if all(int(x * share) % 2 == 0 for x in sizes) else {}
 
 
 def _check_types(config: LinRopeConfig) -> None:

@@ -46,6 +46,31 @@ def test_rope_parameters_reach_both_kinds_of_layers() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        ({}, 1 / 4),
+        ({"head_dim": 12}, 2 / 12),
+        ({"feature_map": "hedgehog", "full_attention_interval": 2}, 1 / 4),
+        ({"feature_map": {"name": "favor+", "num_features": 30}}, 6 / 30),
+        ({"feature_map": {"name": "favor+", "num_features": 30}, "full_attention_interval": 2}, None),
+        ({"rope_parameters": {"rope_theta": 1e6}}, None),
+        ({"selective_rope": True}, None),
+        ({"is_causal": False}, None),
+    ],
+    ids=str,
+)
+def test_a_quarter_of_the_features_turns_unless_the_rotation_is_chosen(
+    options: dict[str, Any], share: float | None, tmp_path: Path
+) -> None:
+    made = config(**options)
+    assert made.rope_parameters.get("partial_rotary_factor") == share
+    made.save_pretrained(tmp_path)
+    assert LinRopeConfig.from_pretrained(tmp_path).rope_parameters == made.rope_parameters
+    rotary = make_attention(made, "linear_attention").rotary
+    assert rotary.rotary_dim == round(rotary.dim * (share or 1))
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"hidden_size": 0}, r"hidden_size=0: expected at least 1"),

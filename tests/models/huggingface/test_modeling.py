@@ -45,11 +45,12 @@ def rms(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def rotated(x: Tensor) -> Tensor:
-    """(b, n, h, f) at positions 0, 1, ..: pairs (t, t + f/2) as complex numbers."""
-    n, half = x.shape[1], x.shape[-1] // 2
+    """(b, n, h, f) at positions 0, 1, ..: the first quarter of the features, pairs (t, t + f/8), as complex numbers."""
+    n, half = x.shape[1], x.shape[-1] // 8
     angle = torch.arange(n)[:, None] * 10000.0 ** -(torch.arange(half).double() / half)
-    z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
-    return torch.cat((z.real, z.imag), -1)
+    z = torch.complex(x[..., :half], x[..., half : 2 * half])
+    z = z * torch.polar(torch.ones_like(angle), angle)[:, None]
+    return torch.cat((z.real, z.imag, x[..., 2 * half :]), -1)
 
 
 def convolved(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -45,17 +45,17 @@ def test_tokens_and_cache(options: dict[str, Any], steps: list[int], monkeypatch
     model = causal_lm(**options)
     got = generate(model, output_logits=True)
     assert steps == [2] * 9
-    again = generate(
-        model, ids=torch.cat((got.sequences, tokens(2, 3, seed=2)), 1), past_key_values=got.past_key_values
-    )
+    ids = torch.cat((got.sequences, tokens(2, 3, seed=2)), 1)
+    mask = torch.ones_like(
+        ids
+    )  # without one, generate() takes a generated token for padding if it is the pad token
+    again = generate(model, ids=ids, attention_mask=mask, past_key_values=got.past_key_values)
     monkeypatch.setattr(modeling, "step_of_generate", lambda *_, **__: None)
     expected = generate(model, output_logits=True)
     assert torch.equal(got.sequences, expected.sequences)
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
-    ids = torch.cat((got.sequences, tokens(2, 3, seed=2)), 1)
-    assert torch.equal(
-        again.sequences, generate(model, ids=ids, past_key_values=expected.past_key_values).sequences
-    )
+    resumed = generate(model, ids=ids, attention_mask=mask, past_key_values=expected.past_key_values)
+    assert torch.equal(again.sequences, resumed.sequences)
     assert again.past_key_values.get_seq_length() == 9 + 10 + 3 + 10 - 1
 
 
