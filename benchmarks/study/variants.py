@@ -37,7 +37,7 @@ PARTS: dict[str, Options] = {
     "write": {"write_gate": "tied"},
 }
 _SOFTMAX: Options = {"attention": "softmax"}
-_PLAIN: Options = {"positions": "none", "rotary": None}
+_PLAIN: Options = {"positions": "none"}
 _RETNET: Options = {"decay": "retnet"}
 _SPREAD: Options = {"decay": {"name": "spread", "longest": LENGTH}}
 _LEARNED: Options = {"decay": {"name": "learned", "longest": LENGTH}}
@@ -64,7 +64,7 @@ _AXIAL: Options = {"rotary": {"axes": 2, "base": 10.0}}
 VARIANTS: dict[str, tuple[str, Options]] = {
     "softmax-rope": ("softmax", _SOFTMAX),
     "softmax-none": ("softmax", _SOFTMAX | _PLAIN),
-    "softmax-sinusoidal": ("softmax", _SOFTMAX | {"positions": "sinusoidal", "rotary": None}),
+    "softmax-sinusoidal": ("softmax", _SOFTMAX | {"positions": "sinusoidal"}),
     "eq19": ("linear", {}),
     "linear": ("linear", _PLAIN),
     "rope-before": ("linear", {"order": "before"}),
@@ -232,7 +232,8 @@ def _block(options: Options, task: Task, size: int) -> Options:
         shape |= {"num_layers": 2 * task.layers, "hidden_dim": None}
     softmax = options.get("attention") == "softmax"
     former = _FORMER | ({"gate": False, "out_norm": False} if softmax and not parts else {})
-    return former | options | shape
+    rotation: Options = {"rotary": None} if options.get("positions", "rope") != "rope" else {}
+    return former | rotation | options | shape
 
 
 def _with_length(options: Any, length: int) -> Any:
