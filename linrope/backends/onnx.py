@@ -87,6 +87,7 @@ def _attend(
     steps = A - torch.cat((torch.zeros_like(A[:, :1]), A[:, :-1]), 1)
     k = k * (-D).exp().float()
     out, S = _node(by_group.flatten(2, 3), k, v, past, steps.float().expand(b, n, g, -1))
+    # Not S * e^D: where gates are near 1, every decoding step would make the same rounding error in e^D.
     return out, S + S * (D[:, -1].exp() - 1).float()[..., None]
 
 

@@ -53,8 +53,10 @@ class LinearRoPEAttention(Mixer):
         rotary: one of
             "interleaved" or "half": a Rotary with this layout;
             a Rotary for the map's feature_dim, or None;
-            a dict with the arguments of Rotary, or of Rotary.axial if it has the key "axes", or Hugging Face's
-            rope_parameters if it has the key "rope_theta" or "rope_type" (layout is then "half" by default);
+            a dict with the arguments of Rotary, or of Rotary.axial if it has the key "axes". In place of rotary_dim it
+            may have "partial_rotary_factor", the share of the features that turn, rounded down to an even number;
+            a dict with Hugging Face's rope_parameters, if it has the key "rope_theta" or "rope_type" (layout is then
+            "half" by default);
             "selective": x speeds the rotation up or slows it down (``linrope.layer.selective.SelectiveSteps``). With
             options: {"name": "selective", "rank": 16, "bound": "multiply" or "add", "per_head": True}, to which the
             keys of the dicts above may be added;

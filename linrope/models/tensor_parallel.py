@@ -117,13 +117,13 @@ class SplitHeads(LinearRoPEAttention):
     def _local_parameters(self) -> Iterator[None]:
         """Temporarily swaps DTensor parameters for this rank's local tensors."""
         swapped = []
-        for name, read in self._readers.items():
-            owner, _, last = name.rpartition(".")
-            module = self.get_submodule(owner)
-            parameter: Any = module._parameters[last]
-            swapped.append((module, last, parameter))
-            module._parameters[last] = read(parameter)  # type: ignore[assignment]
         try:
+            for name, read in self._readers.items():
+                owner, _, last = name.rpartition(".")
+                module = self.get_submodule(owner)
+                parameter: Any = module._parameters[last]
+                swapped.append((module, last, parameter))
+                module._parameters[last] = read(parameter)  # type: ignore[assignment]
             yield
         finally:
             for module, last, parameter in swapped:

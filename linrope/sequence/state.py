@@ -290,16 +290,16 @@ class LinearAttentionState:
             if not may_replace(new.identity, self.identity):
                 raise ValueError(f"state: made with {new.identity}; expected {self.identity}")
             new = new.rows().tensors()
-            ignored = {"angle_gradient_path"}  # it holds zeros
-            if new.keys() | ignored != targets.keys() | ignored:
+            if (new.keys() ^ targets.keys()) - {"angle_gradient_path"}:  # which holds zeros
                 raise ValueError(f"state: got {', '.join(new)}; expected {', '.join(targets)}")
-        sources = {name: x for name, x in new.items() if x is not None and name in targets}
+        sources = {name: x for name, x in new.items() if x is not None and name != "angle_gradient_path"}
+        if unknown := sorted(sources.keys() - targets.keys()):
+            raise ValueError(f"state: got {', '.join(unknown)}; expected some of {', '.join(targets)}")
         for name, x in sources.items():
-            expected = (self.sequences, *targets[name].shape[1:])
-            if x.shape != expected:
+            if x.shape != (expected := (self.sequences, *targets[name].shape[1:])):
                 raise ValueError(f"state.{name}: got shape {tuple(x.shape)}, expected {expected}")
         check_writable({name: targets[name] for name in sources})
-        self._write_unchecked(new)
+        self._write_unchecked(sources)
 
     def _write_unchecked(self, tensors: Mapping[str, Tensor | None]) -> None:
         """``write`` without the checks."""

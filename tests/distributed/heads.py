@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from linrope import LinearRoPEAttention, Rotary
@@ -101,6 +102,11 @@ def refusals() -> None:
         split_heads(shared, mesh)
     with pytest.raises(RuntimeError, match=r"reset_parameters: .* expected a call before split_heads"):
         shared.reset_parameters()
+    layer: Any = split_heads(LinearRoPEAttention(16, 4), mesh)
+    layer._readers[list(layer._readers)[-1]] = None  # calling it fails, after the other parameters
+    with pytest.raises(TypeError):
+        layer(torch.zeros(1, 3, 16))
+    assert all(isinstance(x, DTensor) for x in layer.parameters())
     with pytest.raises(ValueError, match="trapezoid=True: expected False for tensor parallelism"):
         split_heads(LinearRoPEAttention(16, 4, out_norm=True, trapezoid=True), mesh)
     sizes: dict[str, Any] = {"embed_dim": 16, "num_layers": 1, "num_heads": 4}

@@ -202,6 +202,30 @@ def test_a_checkpoint_of_the_same_step_is_replaced_whole(trainer: Trainer, tmp_p
     assert Trainer.load(tmp_path, trainer.corpus).step == 0
 
 
+def test_a_checkpoint_whose_replacement_fails_or_is_killed_half_way_comes_back(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, rename = tmp_path / "run", Path.rename
+    saved = trainer.save(run)
+
+    def fail(path: Path, target: Path) -> Path:
+        if target == saved and not path.name.endswith(".replaced"):
+            raise OSError("disk full")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail)
+        with pytest.raises(OSError, match="disk full"):
+            trainer.save(run)
+    assert [path.name for path in run.iterdir()] == ["step-00000000"]
+    assert Trainer.load(run, trainer.corpus).step == 0
+
+    saved.rename(run / ".step-00000000.0123abcd.replaced")  # what a kill between the two renames leaves
+    trainer.train_step()
+    trainer.save(run)
+    assert [path.name for path in checkpoints(run)] == ["step-00000000", "step-00000001"]
+
+
 def test_a_loss_that_is_not_finite_stops_before_the_update(trainer: Trainer) -> None:
     text = trainer.corpus.train
     trainer.train_step()

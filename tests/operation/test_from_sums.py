@@ -137,6 +137,7 @@ def test_other_calls_copy_swapped_memory() -> None:
             "feature_map='dpfp': got kv of 4 features, expected the object",
         ),
         ({"rope_order": "during"}, ValueError, "rope_order='during'"),
+        ({"rotary": "half"}, TypeError, "rotary: got str, expected a Rotary or None"),
     ],
 )
 def test_bad_sums(arguments: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -203,6 +203,8 @@ def test_write_checks_all_shapes_first() -> None:
         pool.at(torch.tensor([1])).write({"kv": other.kv[:1], "position": other.position})
     with pytest.raises(ValueError, match=r"state\.kv: got shape"):
         pool.write(other)
+    with pytest.raises(ValueError, match=r"state: got kev; expected some of kv, z, position, angle$"):
+        pool.write({"kv": pool.kv + 1, "kev": pool.kv})
     assert all(torch.equal(x, getattr(before, name)) for name, x in pool.tensors().items())
 
 

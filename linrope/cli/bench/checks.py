@@ -45,12 +45,13 @@ def check_attention(
     for sequence in {0, case.batch - 1}:
         expected, bound, exact = _rows(case, sequence, rows, last, options)
         error = (out[sequence, rows].double().cpu() - expected).abs()
-        assert bool((error <= slack * OUT[case.dtype] * bound).all()), f"{name}: out is off at N = {case.n}"
+        near = bool((error <= slack * OUT[case.dtype] * bound).all())
+        _require(near, f"{name}: out is off at N = {case.n}")
         for label, got, wanted in zip(("dq", "dk", "dv", "dlog_decay"), grads, exact, strict=False):
             at = rows if label == "dq" else last
             error = (got[sequence, at].double().cpu() - wanted).abs()
             near = bool(error.max() <= slack * GRADIENT[case.dtype] * wanted.abs().max())
-            assert near, f"{name}: {label} is off at N = {case.n}"
+            _require(near, f"{name}: {label} is off at N = {case.n}")
 
 
 def _rows(
@@ -113,6 +114,12 @@ def _log_decay(decay: Tensor | None, gates: list[Tensor], n: int, groups: int) -
     return fixed if not gates else fixed + gates[0]
 
 
+def _require(near: bool, message: str) -> None:
+    """Raises AssertionError unless near; an assert statement would do nothing under python -O."""
+    if not near:
+        raise AssertionError(message)
+
+
 def check_softmax(case: AttentionCase) -> None:
     rows = torch.randint(case.n, (32,), generator=torch.Generator().manual_seed(1))
     out = case.forward(case.softmax)
@@ -125,7 +132,7 @@ def check_softmax(case: AttentionCase) -> None:
     logits = logits.masked_fill(torch.arange(case.n) > rows[:, None], -torch.inf)
     expected = torch.einsum("hrm,mhe->rhe", logits.softmax(-1), v)
     error = (out[-1, rows].double().cpu() - expected).abs().max()
-    assert error <= SOFTMAX[case.dtype], f"softmax attention's output is off at N = {case.n}"
+    _require(bool(error <= SOFTMAX[case.dtype]), f"softmax attention's output is off at N = {case.n}")
 
 
 def check_step(case: DecodeCase) -> None:
@@ -153,7 +160,7 @@ def check_step(case: DecodeCase) -> None:
     slack = SLACK if options["feature_map"].log_scaled else 1
     error = (case.linrope()[:, 0].double().cpu() - num * scale).abs()
     near = bool((error <= slack * OUT[case.case.dtype] * bound * scale).all())
-    assert near, f"the step is off at position {case.position}"
+    _require(near, f"the step is off at position {case.position}")
 
 
 def check_softmax_step(case: DecodeCase) -> None:
@@ -165,6 +172,5 @@ def check_softmax_step(case: DecodeCase) -> None:
         keys, values = (x[0, head // group].double().cpu() for x in case.cache)
         weights = (keys @ q[head] / case.dim**0.5).softmax(0)
         error = (out[head] - weights @ values).abs().max()
-        assert error <= SOFTMAX[case.case.dtype], (
-            f"softmax attention's step is off at position {case.position}"
-        )
+        near = bool(error <= SOFTMAX[case.case.dtype])
+        _require(near, f"softmax attention's step is off at position {case.position}")

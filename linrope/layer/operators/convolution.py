@@ -145,7 +145,7 @@ def _check(parts: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tens
         raise ValueError("parts: got none, expected at least one tensor")
     c = 0
     for x in parts:
-        check_dense("x", x)
+        check_dense("x", x, parts[0].device if isinstance(parts[0], Tensor) else None)
         if x.ndim != 3:
             raise ValueError(f"x: got shape {tuple(x.shape)}, expected (batch, length, channels)")
         check_shape("x", x, (*parts[0].shape[:2], x.shape[2]))

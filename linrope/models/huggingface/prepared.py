@@ -14,7 +14,7 @@ from linrope.models.step import BlockParts, BlocksStep, why_not_blocks
 
 
 class _Prepared:
-    """The prepared step of one call of generate(), made by its second token."""
+    """The prepared step of one call of generate(). The first one-token call on a cache with states makes it."""
 
     def __init__(self) -> None:
         self.step: BlocksStep | None = None
@@ -58,11 +58,11 @@ def step_of_generate(
     if prepared is None:
         return None
     states = [layer.state for layer in cache.layers]
-    if prepared.model is None:
+    if prepared.model is None and None not in states:
         prepared.model = model
         blocks = [_parts(layer) for layer in model.layers]
         kinds = type(model), type(model.layers[0]), type(model.layers[0].mlp), *_KINDS
-        if None not in states and why_not_blocks(blocks, model, states, kinds) is None:
+        if why_not_blocks(blocks, model, states, kinds) is None:
             prepared.step = BlocksStep(blocks, model.norm, states)
     step = prepared.step
     if step is None or prepared.model is not model or not all(map(is_, states, step.states)):

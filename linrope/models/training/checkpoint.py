@@ -26,9 +26,10 @@ def checkpoint_name(step: int) -> str:
 
 
 def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None], earlier: list[Path]) -> None:
-    """Calls ``write`` to fill folder/step-N. A kill at any time leaves the last checkpoint.
+    """Calls ``write`` to fill folder/step-N. An error or a kill at any time leaves the last checkpoint.
 
-    The exception: if step-N itself is the last one, it is moved to .step-N.*.replaced between two renames.
+    If step-N exists already, it is renamed to .step-N.*.replaced just before the new one takes its name. After a kill
+    between these two renames the next call gives it its name back.
 
     Args:
         folder: the folder of the run.
@@ -44,7 +45,8 @@ def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None], ear
         target = folder.resolve() / checkpoint_name(step)
         for path in folder.glob(".step-*"):  # left by a run that was killed
             if re.fullmatch(_UNFINISHED, path.name) and path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
+                _restore(path, path.with_name(path.name.split(".")[1]))
+                shutil.rmtree(path, ignore_errors=True)
         temporary = folder / f".{target.name}.{secrets.token_hex(4)}"
         temporary.mkdir()  # with the permissions that the umask leaves, unlike tempfile's folders
         replaced = temporary.with_name(temporary.name + ".replaced")
@@ -54,6 +56,7 @@ def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None], ear
                 target.rename(replaced)
             temporary.rename(target)
         finally:
+            _restore(replaced, target)
             for leftover in (temporary, replaced):
                 shutil.rmtree(leftover, ignore_errors=True)
         of_this_run = [path for path in earlier if path.parent == target.parent and path != target]
@@ -63,6 +66,12 @@ def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None], ear
             earlier.remove(old)
         if target not in earlier:
             earlier.append(target)
+
+
+def _restore(replaced: Path, target: Path) -> None:
+    """Renames an old checkpoint to step-N, if no new one has taken that name."""
+    if replaced.name.endswith(".replaced") and replaced.exists() and not target.exists():
+        replaced.rename(target)
 
 
 def load_training(checkpoint: Path) -> tuple[TrainingConfig, dict[str, Tensor], dict[str, str]]:

@@ -334,9 +334,12 @@ def test_bad_arguments_are_refused(arguments: dict, error: type, message: str) -
         convolve(**({"x": torch.zeros(2, 3, 4), "weight": torch.zeros(4, 4)} | arguments))
 
 
-def test_no_parts_are_refused() -> None:
+def test_no_parts_and_parts_on_two_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="parts: got none, expected at least one tensor"):
         convolve_parts((), torch.zeros(4, 4))
+    parts = torch.zeros(2, 3, 2), torch.zeros(2, 3, 2, device="meta")
+    with pytest.raises(ValueError, match="x: got device meta, expected cpu"):
+        convolve_parts(parts, torch.zeros(4, 4))
 
 
 @pytest.mark.parametrize("bounds", [[0, 4, 2, 9], [1, 9], [0, 8], [0, 10], [-1, 9]])

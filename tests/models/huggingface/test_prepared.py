@@ -59,6 +59,11 @@ def test_tokens_and_cache(options: dict[str, Any], steps: list[int], monkeypatch
     assert again.past_key_values.get_seq_length() == 9 + 10 + 3 + 10 - 1
 
 
+def test_a_prompt_of_one_token(steps: list[int]) -> None:
+    generate(causal_lm(), ids=tokens(2, 1))
+    assert steps == [2] * 9
+
+
 def test_prompts_with_padding(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model, mask = causal_lm(), torch.ones(2, 9, dtype=torch.int64)
     mask[0, :3] = 0
