@@ -1,4 +1,5 @@
-// Vectors at the end of a row, where fewer numbers than a vector has are left, and a choice of the kernels' types.
+// Loads and stores at the end of a row, where fewer numbers are left than a vector holds; and the choice of a kernel's
+// type by the dtype of its tensors.
 #pragma once
 #include "vector.h"
 

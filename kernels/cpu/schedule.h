@@ -1,6 +1,6 @@
 // Divides a call into tasks and runs them in parallel regions. A task is one sequence and one key/value head; a thread
 // may get several heads at once.
-// If there are few, long sequences are cut into segments: first the state of each segment alone is computed,
+// With fewer than kMinTasks tasks, long sequences are cut into segments: first the state of each segment alone is computed,
 // then the states before the segments, and then every segment runs from the state before it. The cut depends
 // only on the call's shape, so that the bits of a result do not depend on the number of threads.
 #pragma once
@@ -11,7 +11,7 @@
 
 namespace linrope {
 
-constexpr int64_t kMinTasks = 8;        // with fewer tasks, sequences are cut into segments
+constexpr int64_t kMinTasks = 8;
 constexpr int64_t kMinSegment = 1024;   // tokens in a segment, at least
 constexpr int64_t kMinParallel = 16384;  // a call with fewer numbers runs on a single thread
 

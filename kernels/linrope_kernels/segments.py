@@ -31,8 +31,8 @@ def cut_packed(cu_seqlens: Tensor, n: int, length: int) -> Segments:
 class RunningSums:
     """Sums of x (b, n, ..) over any ranges of tokens.
 
-    packed: one running sum then goes over all sequences. A NaN or an infinity is left out of it, so that it stays
-    within its sequence, and ranges that hold one sum to NaN.
+    packed: the rows of x are packed sequences, and one running sum goes over all of them. A NaN or an infinity is left
+    out of that sum, so that it does not reach other sequences. The sum of a range that contains one is NaN.
     """
 
     def __init__(self, x: Tensor, *, packed: bool) -> None:

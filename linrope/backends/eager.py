@@ -94,7 +94,7 @@ class Chunks:
         self.hidden = ~visible[:, None, None, :, None]
         self.q = self.take(q, self.query_cut, q.shape[2] // k.shape[2])
         if self.query_cut.tokens.numel() > q.shape[:2].numel():
-            # Padding repeats the first token of all, whose NaN would reach the gradients of other sequences.
+            # Padding repeats the very first token. A NaN there would reach the gradients of other sequences.
             self.q.masked_fill_(~self.query_cut.valid[:, None, None, :, None], 0)
         self.k, self.v = (self.take(x, self.key_cut).masked_fill(self.hidden, 0) for x in (k, call.v))
         self.phi = self.function.value(self.q)
@@ -113,7 +113,8 @@ class Chunks:
         if call.xpos_log_decay is not None and call.distances is not None:
             distances = self.key_cut.take(call.distances).masked_fill(~self.key_cut.valid, 0)
             log = distances[:, None, None, :, None] * call.xpos_log_decay
-            # The first token's decay stands apart: a long gap before the chunk would cost the sums their digits.
+            # The first token's decay is kept out of the chunk's sums: it may span a long gap before the chunk, and such
+            # a large number would cost the sums their digits.
             self.xpos_first = log[:, :, 0, :1].mT.clone()
             log[..., 0, :] = 0
             self.xpos = Decay(log, self.key_cut)
@@ -167,7 +168,7 @@ class Chunks:
         """The states that the queries of each chunk read: before it or, if bidirectional, after all keys."""
         return states[0] if self.call.causal else states[1][self.key_cut.last][self.query_cut.owner]
 
-    def normalizer(self, z: Tensor) -> tuple[Tensor, Tensor]:
+    def inverse_normalizer(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """1 / den (t, g, r, c, 1), and False where eps replaces den. z (t, g, f) is what the queries read."""
         den = product(self.decayed(self.phi, Decay.decay_to_query), z[:, :, None, :, None].to(self.dtype))
         if self.call.causal:
@@ -246,21 +247,25 @@ def _forward(call: Call, sums: Sums | None, **_: None) -> tuple[Tensor | None, T
     if call.causal:
         num += product(x.causal_scores(product(x.phi_hat, x.psi_hat.mT)), x.v)
     if call.normalize:
-        num *= x.normalizer(x.read(z))[0]
+        num *= x.inverse_normalizer(x.read(z))[0]
     return x.query_cut.put(num.to(call.v.dtype), call.q), *last
 
 
 def _backward(call: Call, sums: Sums | None, g: ResultGradients) -> Gradients:
-    """With the gradient g of out, gb = g / den, delta = -<gb, out>, or 0 where eps replaces den:
+    """The gradients of q, k, v, log decay, angle steps and the first state.
+
+    With the gradient g of out, gb = g / den, and delta = -<gb, out>, or 0 where eps replaces den:
 
     dphi^_i = sum_j (gb_i v_j) e^(D_i - D_j) psi^_j + e^(D_i) S gb_i       dphi_i = R^T dphi^_i + delta_i z_i
     dpsi^_j = sum_i (gb_i v_j) e^(D_i - D_j) phi^_i + e^(D_c - D_j) T v_j  dpsi_j = R^T dpsi^_j + tau_j
     dv_j    = sum_i e^(D_i - D_j) <phi^_i, psi^_j> gb_i + e^(D_c - D_j) T^T psi^_j
     T       = gradient of S: a chunk decays it by e^(D_c) and adds e^(D_i) phi^_i gb_i^T; tau = gradient of z
-    da_t    = sum_(i>=t) <phi_i, dphi_i> - <psi_i, dpsi_i> + <S, T> + <z, tau>, all to the chunk's end
+    da_t    = sum_(i>=t) <phi_i, dphi_i> - <psi_i, dpsi_i> + <S, T> + <z, tau>
+    domega_t = sum_(i>=t) <J phi^_i, dphi^_i> + <J psi^_i, dpsi^_i>
 
-    Terms i = j cancel in da. Their rounding errors would not, so da is summed before they are added.
-    domega_t = sum_(i>=t) <J phi^_i, dphi^_i> + <J psi^_i, dpsi^_i>, to the sequence's end; J a quarter turn
+    c is the chunk's last token and J a quarter turn. The sum of da ends with the chunk, where S and T are the state and
+    its gradient; the sum of domega ends with the sequence. Terms i = j cancel in da. Their rounding errors would not,
+    so da is summed before these terms are added.
     """
     x = Chunks(call, sums)
     kv, z = x.states(sums)
@@ -270,7 +275,7 @@ def _backward(call: Call, sums: Sums | None, g: ResultGradients) -> Gradients:
     if g.out is not None:
         gb = x.take(g.out, x.query_cut, call.group).masked_fill(~x.query_cut.valid[:, None, None, :, None], 0)
     if call.normalize:
-        inverse, den_counts = x.normalizer(z_read)
+        inverse, den_counts = x.inverse_normalizer(z_read)
         gb = gb * inverse
     d_phi_hat = x.decayed(product(gb, kv_read.mT), Decay.decay_to_query)
     if call.causal:

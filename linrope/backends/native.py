@@ -178,7 +178,10 @@ def settings(call: Call) -> dict[str, Any]:
 
 
 class PreparedStep:
-    """One token after the other, written into a donated state: what stays the same is checked and resolved here."""
+    """Runs one decoding step per call, and writes the next state into the donated one.
+
+    Arguments that stay the same are put together once. The kernel checks all of them in every step.
+    """
 
     def __init__(self, call: Call, state: LinearAttentionState) -> None:
         positions = state.position.unsqueeze(1)
@@ -315,7 +318,7 @@ def _kernel_qkv(call: Call) -> tuple[Tensor, Tensor, Tensor, bool]:
 
 
 def with_dense_rows(x: Tensor) -> Tensor:
-    """x with a last stride of 1, which the kernels require. They read any other strides."""
+    """x with a last stride of 1, which the kernels require. The other strides may be any."""
     if x.stride(-1) == 1:
         return x
     # contiguous() leaves the strides of an empty tensor as they are.

@@ -1,7 +1,7 @@
 """Equation 19 on GPUs, in the fused kernels of linrope_kernels.
 
-The backward pass needs q, k, v, the normalizer, the states at the starts of segments and, with more than 64
-features, out. In Triton's interpreter (TRITON_INTERPRET=1 before Python starts) it runs CPU tensors, for tests.
+The backward pass needs q, k, v, the normalizer, the states at the starts of segments and, if no tile of dq holds all
+feature pairs, out. In Triton's interpreter (TRITON_INTERPRET=1 before Python starts) it runs CPU tensors, for tests.
 """
 
 import torch

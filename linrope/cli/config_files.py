@@ -15,8 +15,8 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     """Makes the file's values the defaults of this call; options on the command line override them.
 
     Raises:
-        ValueError: the file is not JSON or YAML, or has unknown options, an option twice, or other values
-            than texts and numbers.
+        ValueError: the file is not JSON or YAML, or has unknown options, an option twice, or values other than texts,
+            numbers, true, false and null.
     """
     if path is None:
         return None

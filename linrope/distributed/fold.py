@@ -44,7 +44,8 @@ def fold(
     # Adds an empty slice so that every rank's output depends on the gather. A rank that skips the backward all-to-all
     # would deadlock the others.
     kv, z = start.kv + gathered["kv"][:0].sum(0).to(start.kv.dtype), start.z
-    position, angle, slope, scale = start.position, start.angle, start.angle_gradient_path, start.log_scale
+    position, angle, scale = start.position, start.angle, start.log_scale
+    gradient_path = start.angle_gradient_path
     for s in chain:
         local = {name: x[s] for name, x in gathered.items()}
         distance = torch.zeros_like(position) if fresh else local["position"] - position
@@ -63,7 +64,7 @@ def fold(
                 log_kv = log_xpos if log_kv is None else log_kv + log_xpos
             kv, z = decay_by(kv, log_kv), decay_by(z, None if log is None else log[..., None])
         if s != skip:
-            local_kv, local_z = _rotated(local["kv"], angle, slope, rules.layout), local["z"]
+            local_kv, local_z = _rotated(local["kv"], angle, gradient_path, rules.layout), local["z"]
             if local_factor is not None:
                 local_kv = local_kv * local_factor[..., None, None].to(local_kv.dtype)
                 local_z = local_z * local_factor[..., None]
@@ -71,7 +72,8 @@ def fold(
         if "angle" in local:
             angle = local["angle"] if angle is None else angle + local["angle"]
         if "angle_gradient_path" in local:
-            slope = local["angle_gradient_path"] if slope is None else slope + local["angle_gradient_path"]
+            local_path = local["angle_gradient_path"]
+            gradient_path = local_path if gradient_path is None else gradient_path + local_path
         position, fresh = local["position"], False
     return replace(
         start,
@@ -79,7 +81,7 @@ def fold(
         z=z,
         position=position,
         angle=angle,
-        angle_gradient_path=slope,
+        angle_gradient_path=gradient_path,
         log_scale=scale,
         donated=False,
     )
@@ -94,12 +96,12 @@ def _log_decay(local: Mapping[str, Tensor], distance: Tensor, rules: Rules) -> T
     return fixed if log is None else log + fixed
 
 
-def _rotated(kv: Tensor, angle: Tensor | None, slope: Tensor | None, layout: str) -> Tensor:
-    """R(angle) kv for kv (b, g, f, e). slope holds zeros that carry the gradient of the integer angle."""
+def _rotated(kv: Tensor, angle: Tensor | None, gradient_path: Tensor | None, layout: str) -> Tensor:
+    """R(angle) kv for kv (b, g, f, e). gradient_path holds zeros that carry the gradient of the integer angle."""
     if angle is None:
         return kv
     cos, sin = cos_sin_of_turns(angle, kv.dtype)
-    if slope is not None:
-        zero = slope.to(kv.dtype)
+    if gradient_path is not None:
+        zero = gradient_path.to(kv.dtype)
         cos, sin = cos - sin * zero, sin + cos * zero
     return rotate(kv.mT, cos[:, :, None], sin[:, :, None], layout).mT

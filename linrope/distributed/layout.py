@@ -163,9 +163,9 @@ class Layout:
     def agree(self, describe: Callable[[], str]) -> None:
         """Raises if describe() fails on any rank, or if the ranks' texts differ.
 
-        Until the ranks first agree, a call compares the texts of all ranks, so every rank raises. Later calls skip a
-        text that the ranks have agreed on. From then on, a rank whose describe() fails raises alone, because the others
-        may have nothing to compare.
+        A text that the ranks have agreed on before is not compared again. So all ranks must come with a new text in the
+        same call, or those that do wait for the others. Before the ranks first agree, a failure of describe() is sent
+        as the text of that rank, and every rank raises. Afterwards only the rank whose describe() fails raises.
         """
         failure: Exception | None = None
         try:

@@ -34,8 +34,10 @@ def spread(heads: int, longest: float = LONGEST) -> Tensor:
     return 2.0 ** -(longest**-exponent)
 
 
-def _exact(x: Tensor) -> Tensor:
-    """x for logsigmoid and expm1. ONNX has neither: e^x - 1 and log(1 / (1 + e^-x)) would lose float32's digits."""
+def _float64_for_onnx(x: Tensor) -> Tensor:
+    """x, in float64 in an export to ONNX. ONNX lacks logsigmoid and expm1, and has to form them from exponentials:
+    log(1 / (1 + e^-x)) and e^x - 1 would lose float32's digits.
+    """
     return x.double() if torch.onnx.is_in_onnx_export() else x
 
 
@@ -84,7 +86,7 @@ class ForgetGate(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         with full_precision(x.device):
             y = F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide))
-            return F.logsigmoid(_exact(y)).to(wide)
+            return F.logsigmoid(_float64_for_onnx(y)).to(wide)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, num_heads={self.weight.shape[0]}, longest={self.longest}"
@@ -139,7 +141,9 @@ class WriteGate(nn.Module):
 
     def forward(self, x: Tensor, log_decay: Tensor) -> Tensor:
         if self.weight is None or self.bias is None:
-            return -torch.expm1(_exact(log_decay)).to(torch.promote_types(log_decay.dtype, torch.float32))
+            return -torch.expm1(_float64_for_onnx(log_decay)).to(
+                torch.promote_types(log_decay.dtype, torch.float32)
+            )
         wide = torch.promote_types(x.dtype, torch.float32)
         with full_precision(x.device):
             return F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)).sigmoid()

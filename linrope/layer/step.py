@@ -1,4 +1,4 @@
-"""A layer's decoding step in one operator, for a loop that keeps its states.
+"""A layer's decoding step: its matrix products, and one operator for all that is between them.
 
 b sequences, h query heads, g key/value heads, d head dim, e values, c channels.
 """
@@ -64,7 +64,10 @@ class LayerStep:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """torch.nn.functional.linear of contiguous float32 tensors. The native library computes few rows, faster."""
+    """torch.nn.functional.linear of contiguous float32 tensors.
+
+    Up to eight rows are computed by the native library, which is faster for so few.
+    """
     y: Tensor = _ops.linear.default(x, weight, bias) if len(x) <= _FEW_ROWS else F.linear(x, weight, bias)
     return y
 

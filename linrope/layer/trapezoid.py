@@ -170,14 +170,14 @@ def trapezoidal_attention(
     k, v, share, write = (zero_hidden(x, key_mask) for x in (k, v, share, write))
     log_decay = None if log_decay is None else zero_hidden(log_decay, key_mask)
     angle_steps = None if angle_steps is None else zero_hidden(angle_steps, key_mask)
-    key_weight, previous_key_weight = share * write, (1 - share) * write
+    key_weight, weight_for_previous_key = share * write, (1 - share) * write
     phi, psi = _features(fmap, q, k)
     token_positions = _positions(positions, state, k, bounds)
     before = _TokenBefore(incoming, f, key_mask, bounds)
 
     distance = token_positions - before.shift(token_positions, before.position)
     decay_factor = _decay_factor(decay, log_decay, distance)
-    write_factor = decay_factor * (before.shift(key_weight, before.key_weight) + previous_key_weight)
+    write_factor = decay_factor * (before.shift(key_weight, before.key_weight) + weight_for_previous_key)
     key, value = before.shift(psi, before.key), before.shift(v, before.value)
     key = _turned_back(key, rotary, angle_steps, distance)
     # Read the last token now: the call may overwrite the state, and with it the positions.

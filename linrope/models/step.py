@@ -22,9 +22,9 @@ class DecodingStep:
 
         logits = model(tokens, states)[0]        tokens (b, 1) -> (b, 1, vocab_size)
 
-    It computes what the model computes, without gradients, in a fraction of the calls: model and states are checked
-    here, once, and a call checks only tokens and slots. It is for float32 on a CPU. It overwrites the states given
-    to it with every step. Its attribute ``states`` has the states after the last token, from which ``model`` can
+    It computes what the model computes, without gradients, with far fewer calls of PyTorch. Model and states are
+    checked here, once, and a call checks only tokens and slots. It is for float32 on a CPU. It overwrites the states
+    given to it with every step. Its attribute ``states`` has the states after the last token, from which ``model`` can
     continue. Small projections of the same vector become one, whose weights are a copy: make a new step after the
     model has changed.
 

@@ -1,6 +1,8 @@
 """Tensor parallelism: each process has some of the heads, and some of the feed-forward's hidden units.
 
-    y = sum over processes of W_o[:, its heads] (out of its heads)       one all-reduce forward, one backward
+    y = sum over all processes p of W_o[:, heads of p] out_p       out_p: the output of the heads of p
+
+The sum is one all-reduce; the backward pass takes another, for the gradient of x.
 
 Weights are DTensors and keep their names, so that optimizers, distributed checkpoints and state dicts see a
 whole model. Projections are sharded by rows or columns. Small parameters are replicated: each process reads

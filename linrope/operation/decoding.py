@@ -2,9 +2,10 @@
 
 A step's kernel takes some microseconds. Checking and resolving every argument in Python takes several times as long.
 So the first step that overwrites a donated state attaches a ``DecodingLoop`` to the state that it returns. The loop
-holds the settings of that step, checked and resolved. If the next call has the same settings, ``DecodingLoop.step``
-calls the kernel at once. The kernel checks the token's tensors itself, before it writes anything. If any setting
-differs, ``step`` returns None, and ``linear_rope_attention`` makes an ordinary call, with every check.
+holds the settings of that step, checked and resolved. If the next call passes the same objects as settings,
+``DecodingLoop.step`` calls the kernel at once. The kernel checks the token's tensors itself, before it writes
+anything. If any setting differs, ``step`` returns None, and ``linear_rope_attention`` makes an ordinary call, with
+every check.
 
 A loop may use decay (fixed or learned), gates (log_decay), angle_steps and write, in any combination. It requires the
 native backend and a feature map that this backend applies itself. Gradients, explicit positions, masks and packed
@@ -61,7 +62,7 @@ class DecodingLoop:
         self.state = request.state  # its dtypes and its memory were checked
         self.settings = _settings_of(vars(request))
         self.has_gates = request.log_decay is not None
-        self.has_steps = request.angle_steps is not None
+        self.has_angle_steps = request.angle_steps is not None
         self.has_write = request.write is not None
         # PyTorch does not count every write to a tensor, so decay is compared by value.
         self.decay = None if request.decay is None else request.decay.tolist()
@@ -78,7 +79,7 @@ class DecodingLoop:
         log_decay, angle_steps, decay, write = _inputs_of(arguments)
         if not state.donated or not all(map(is_, _memory_of(state), _memory_of(self.state))):
             return None
-        if self.has_gates != (log_decay is not None) or self.has_steps != (angle_steps is not None):
+        if self.has_gates != (log_decay is not None) or self.has_angle_steps != (angle_steps is not None):
             return None
         if self.has_write != (write is not None):
             return None

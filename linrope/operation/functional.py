@@ -115,7 +115,7 @@ def linear_rope_attention(
             cu_seqlens[i] .. cu_seqlens[i + 1] - 1. Default positions restart in each sequence, and the state has s
             sequences. On a GPU and in torch.compile the values are not checked, but never cause an access out
             of bounds, and tokens outside of all sequences get outputs and gradients of 0.
-        state: the state to continue from. Rows of a pool (``state.at(slots)``) are read and written in place.
+        state: the state to continue from. Of a pool, ``state.at(slots)`` selects rows, which the call overwrites.
         return_state: True: return (out, state).
         eps: lower bound of the normalizer; relative to the largest key if the map returns a log_scale.
         eps_mode: "clamp"; or "add": out_i = num_i / (den_i + eps), as in other implementations.

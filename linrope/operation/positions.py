@@ -12,7 +12,7 @@ from linrope.sequence.decay import Tokens
 from linrope.sequence.packing import at_last, owners, previous, rising_bounds
 from linrope.sequence.state import LinearAttentionState
 
-# The default position of the first token, if there is no state. A short call saves the time to make them.
+# The position of the first token if there is no state. Made once: in a short call, making them takes noticeable time.
 _ZERO = Constant(torch.zeros(1, dtype=torch.int64))
 _ZERO_ROW = Constant(torch.zeros(1, 1, dtype=torch.int64))
 

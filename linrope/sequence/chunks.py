@@ -19,7 +19,7 @@ class Cut(NamedTuple):
     owner: Tensor  # (t,): the sequence of each chunk
     begins: Tensor  # (t,): True for the first chunk of a sequence
     last: Tensor  # (s,): the last chunk of each sequence
-    packed: bool  # bounds were given: they may leave out tokens
+    packed: bool  # True if bounds were passed. They may leave out tokens.
 
     @classmethod
     def of(cls, x: Tensor, bounds: Tensor | None) -> "Cut":

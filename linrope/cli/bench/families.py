@@ -203,7 +203,8 @@ def table(result: dict[str, Any]) -> Table:
     made = plain_table(
         f"{result['family']} of transformers, {result['parameters'] / 1e6:.0f} M parameters, ms and MB"
     )
-    for column in ("", "batch", "tokens", "before", "linrope", "faster", "±", "MB", "linrope", "diff"):
+    columns = ("", "batch", "tokens", "before", "linrope", "faster", "±", "MB before", "MB linrope", "diff")
+    for column in columns:
         made.add_column(column, justify="left" if not column else "right")
     for row in result["rows"]:
         (slow, fast), peaks = row["seconds"].values(), row["bytes"].values()

@@ -32,7 +32,7 @@ def why_not_tensors(tensors: Sequence[Tensor], *, taps: int, group: int, values:
     if norm.tile_values(group, values) > norm.MOST_VALUES:
         return (
             f"{group} heads of {values} values share a head of v: the kernel takes up to {norm.MOST_VALUES} values per "
-            "head of v, where the heads count as the next power of two, and so do the values; use backend='eager'"
+            "head of v, after both numbers are rounded up to powers of two; use backend='eager'"
         )
     return None
 
