@@ -126,6 +126,7 @@ def test_a_model_of_other_tokens_or_attention_is_refused() -> None:
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"temperature": -1.0}, r"temperature=-1\.0"),
         ({"top_p": 1.5}, r"top_p=1\.5"),
+        ({"stops": [b".", b""]}, "got an empty sequence"),
     ],
 )
 def test_generations_with_wrong_numbers_are_refused(wrong, message) -> None:
