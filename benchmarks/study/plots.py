@@ -13,7 +13,7 @@ from benchmarks.study.report import Rows, counted
 PANELS: dict[str, list[str]] = {
     "positions": ["softmax-rope", "softmax-none", "softmax-sinusoidal", "linear", "eq19", "rope-before"],
     "decay and gate": ["eq19", "retnet", "spread", "learned", "gate-rope", "gate"],
-    "beside others": ["softmax-rope", "llama", "mamba-2", "gate-rope", "block", "block-softmax"],
+    "beside others": ["softmax-rope", "llama", "mamba-2", "gate-rope", "block-quarter", "block-softmax"],
 }
 
 
@@ -36,7 +36,7 @@ def plots(folder: Path, out: Path) -> list[Path]:
             drawn.append(_draw(out / f"{task}-positions.png", 3, partial(_positions, rows), (12, 4)))
         else:
             drawn.append(
-                _draw(out / f"{task}.png", 1, partial(_shares, task, rows), (max(7, 0.6 * len(rows)), 4))
+                _draw(out / f"{task}.png", 1, partial(_shares, task, rows), (max(7, 0.8 * len(rows)), 4))
             )
     sizes = {task: rows for task, rows in found.items() if task.removeprefix("recall-").isdecimal()}
     if len(sizes) > 1:
@@ -71,7 +71,7 @@ def _bits(rows: Rows, axes: Any) -> None:
     names = sorted(bits, key=lambda model: -bits[model][0])
     values, low, high = zip(*(bits[name] for name in names))
     axes.errorbar(values, names, xerr=(low, high), fmt="o", markersize=4, capsize=3)
-    axes.set(xlabel="bits per byte within the trained length: mean, least and largest seed")
+    axes.set(xlabel="bits per byte: mean, least and largest seed", ylim=(-0.7, len(names) - 0.3))
     axes.grid(alpha=0.3)
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from benchmarks.study.tasks import TEST_SEED, Batch, Task, share_right
 from linrope.models.training import Corpus, Text
-from linrope.models.training.batch import NO_TARGET, visit
+from linrope.models.training.batch import NO_TARGET, row_starts
 
 
 @lru_cache(maxsize=1)
@@ -38,7 +38,7 @@ class Language(Task):
 
     def batch(self, seed: int, step: int) -> Batch:
         text = corpus().train
-        starts = visit(text, step * self.rows, self.rows, self.length, seed)
+        starts = row_starts(text, step * self.rows, self.rows, self.length, seed)
         tokens = text.tokens[starts[:, None] + torch.arange(self.length + 1)].long()
         return tokens[:, :-1], tokens[:, 1:]
 

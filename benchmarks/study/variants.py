@@ -53,7 +53,7 @@ _SOFTMAX_BLOCK: Options = _SOFTMAX | _GATED_NORM | {"parts": ["init", "conv", "s
 # What Mamba-3 adds: a bias on normed queries and keys, and the trapezoidal rule.
 _BIAS: Options = {"qk_norm": True, "qk_bias": True}
 _TRAPEZOID: Options = {"trapezoid": True}
-# As the models' "auto" does in linear attention: the first quarter of the features turns.
+# As the models' "auto" does in linear attention: the first quarter of the features is rotated.
 _QUARTER: Options = {"rotary": {"partial_rotary_factor": 0.25}}
 _AXIAL: Options = {"rotary": {"axes": 2, "base": 10.0}}
 

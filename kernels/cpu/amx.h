@@ -150,7 +150,7 @@ LINROPE_INLINE void multiply_tiles() {
   _tile_dpbf16ps(3, 5, 7);
 }
 // The block += A B, for 32 rows of A from pair a on, `stride` pairs apart, and K rows of a panel from pair b on. Small
-// products come first, so that a product with the factors exchanged has the same bits but for a few.
+// products come first: a product with its factors exchanged then agrees in all but a few bits.
 template <int m, int n>
 void multiply_block(const Split<m>& A, int a, int64_t stride, const Split<n>& B, int b, int K,
                     const uint32_t* third = nullptr) {

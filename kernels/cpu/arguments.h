@@ -111,7 +111,7 @@ inline std::vector<int64_t> rising_bounds(const void* data, bool wide, int64_t c
   return bounds;
 }
 
-inline Gate gate(const char* name, const Tensor& x, int64_t b, int64_t m, int64_t g, bool allow_half,
+inline PerToken per_token(const char* name, const Tensor& x, int64_t b, int64_t m, int64_t g, bool allow_half,
                  int64_t pairs) {
   if (pairs < 0) check_shape(name, x, {{b, 1}, m, {g, 1}});
   else check_shape(name, x, {{b, 1}, m, {g, 1}, pairs});
@@ -217,7 +217,7 @@ inline void read_rotation(const Arguments& x, Call& c) {
   }
   if (x.angle_steps) {
     STD_TORCH_CHECK(c.n == c.m, "angle_steps: got ", c.n, " queries and ", c.m, " keys, expected as many");
-    c.angle_steps = gate("angle_steps", *x.angle_steps, b, c.m, c.g, true, pairs);
+    c.angle_steps = per_token("angle_steps", *x.angle_steps, b, c.m, c.g, true, pairs);
   }
 }
 
@@ -268,9 +268,9 @@ inline Call read_call(const Arguments& x) {
   const int64_t b = x.k.size(0);
   if (x.log_decay) {
     STD_TORCH_CHECK(x.causal, "log_decay: got a tensor with causal=False, expected none");
-    c.log_decay = gate("log_decay", *x.log_decay, b, c.m, c.g, false, -1);
+    c.log_decay = per_token("log_decay", *x.log_decay, b, c.m, c.g, false, -1);
   }
-  if (x.write) c.write = gate("write", *x.write, b, c.m, c.g, true, -1);
+  if (x.write) c.write = per_token("write", *x.write, b, c.m, c.g, true, -1);
   if (x.key_mask) {
     check_shape("key_mask", *x.key_mask, {b, c.m}), check_type("key_mask", *x.key_mask, ScalarType::Bool, "bool");
     c.key_mask = (const bool*)x.key_mask->data_ptr();

@@ -177,7 +177,7 @@ static Tensor step(Tensor q, Tensor k, Tensor v, int64_t feature_map, Maybe log_
   int64_t* position = nullptr;
   if (advance) {
     position = advancing_positions(c, positions);
-    const Gate& gate = c.log_decay;
+    const PerToken& gate = c.log_decay;
     for (int64_t i = 0; gate.data && i < c.sequences * c.g; i++) {
       const int64_t at = i / c.g * gate.batch + i % c.g * gate.head;
       const double a = gate.type == kFloat32 ? ((const float*)gate.data)[at] : ((const double*)gate.data)[at];

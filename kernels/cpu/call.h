@@ -22,7 +22,7 @@ struct View {  // a (b, n, h, ·) tensor; strides in elements, the last one is 1
   int64_t batch, token, head;
 };
 
-struct Gate {  // log decay, write or angle steps (b, n, g[, pairs]), of any type; stride 0 along shared axes
+struct PerToken {  // log decay, write or angle steps (b, n, g[, pairs]), of any type; stride 0 along shared axes
   const char* data;
   int type;
   int64_t batch, token, head, pair;
@@ -49,9 +49,9 @@ struct Call {
   bool causal, normalize, add_eps;
   float eps;
 
-  Gate log_decay;          // null data: none
-  Gate angle_steps;
-  Gate write;              // the factor of each value; null data: 1
+  PerToken log_decay;          // null data: none
+  PerToken angle_steps;
+  PerToken write;              // the factor of each value; null data: 1
   const int64_t* theta;    // (axes, 1 or g, pairs), 2^-64 turns
   int axes;
   int64_t theta_axis, theta_head;

@@ -38,7 +38,7 @@ struct Decay {
 
   Decay(const Call& c, const Span& span) {
     for (int i = 0; i < kChunk; i++) exp_D[i] = exp_minus_D[i] = 1;
-    const Gate& a = c.log_decay;
+    const PerToken& a = c.log_decay;
     if (!a.data) return;
     type = a.type, stride = a.token * size_of(type);
     base = a.data + (batch_row(c, span) * a.batch + span.head * a.head) * size_of(type);
@@ -77,7 +77,7 @@ struct Decay {
     }
     return count;
   }
-  // e^a of the chunk's token i, or 1 for the first one, whose decay the state has
+  // e^a of the chunk's token i, or 1 for the first one, whose decay is in the state already
   float between(int i) const { return i ? exp_D[i] * exp_minus_D[i - 1] : 1; }
   // The first token of the chunk that ends with token `last`, in a forward sweep over tokens first .. last
   int64_t start(int64_t first, int64_t last) {
@@ -111,7 +111,7 @@ struct Steps {
   int type = 0, pairs = 0;
   int64_t token = 0, pair = 0;
   Steps(const Call& c, const Span& span) {
-    const Gate& w = c.angle_steps;
+    const PerToken& w = c.angle_steps;
     if (!w.data) return;
     type = w.type, pairs = c.pairs, token = w.token * size_of(type), pair = w.pair * size_of(type);
     base = w.data + (batch_row(c, span) * w.batch + span.head * w.head) * size_of(type);

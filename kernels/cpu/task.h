@@ -72,7 +72,7 @@ struct Task {
   }
   // The factor of the token's value
   float write(int64_t token) const {
-    const Gate& w = c.write;
+    const PerToken& w = c.write;
     if (!w.data) return 1;
     const int64_t at = batch * w.batch + token * w.token + span.head * w.head;
     return (float)read(w.data + at * size_of(w.type), w.type);

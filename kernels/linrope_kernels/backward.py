@@ -1,12 +1,12 @@
-"""Gradients of eq. 19. With x^ = R x, dout = dL/d out, and den as clamped in the forward pass:
+"""Gradients of eq. 19. With x^ = R x, dout the gradient of out, and den as clamped in the forward pass:
 
-    dphi^_m = sum_{n<=m} (dout_m . v_n) psi^_n / den_m   delta_m = -(phi_m . R^T dphi^_m) = -(dout_m . out_m)
-    dphi_m  = R^T dphi^_m + delta_m z_m / den_m          z_m  = sum_{n<=m} psi_n
-    T_n     = sum_{m>=n} (phi^_m / den_m) dout_m^T       dz_n = sum_{m>=n} delta_m phi_m / den_m
-    dpsi_n  = R^T T_n v_n + dz_n                         dv_n = T_n^T psi^_n
+    dphi^_i = sum_{j<=i} (dout_i . v_j) psi^_j / den_i   delta_i = -(phi_i . R^T dphi^_i) = -(dout_i . out_i)
+    dphi_i  = R^T dphi^_i + delta_i z_i / den_i          z_i  = sum_{j<=i} psi_j
+    T_j     = sum_{i>=j} (phi^_i / den_i) dout_i^T       dz_j = sum_{i>=j} delta_i phi_i / den_i
+    dpsi_j  = R^T T_j v_j + dz_j                         dv_j = T_j^T psi^_j
 
 T is the gradient of the state S, and dz that of z. With decay each product of a query and a key is multiplied
-by e^(D_m - D_n), and the T and dz that leave a chunk are decayed to the token before it.
+by e^(D_i - D_j), and the T and dz that leave a chunk are decayed to the token before it.
 
 The gradients of log decay and of angle steps are sums over tokens. The kernels store each token's terms:
 <phi, dphi> and <psi, dpsi> for log decay, which gradients.py sums; <J phi, R^T dphi^> and <J psi, R^T dpsi^>
@@ -127,7 +127,7 @@ def dq_kernel(
             decay = None
         rotation = load_rotation(Q_TABLE, rows, inside, block * W, F, P, INTERLEAVED, C, W)
         dout = load_values(DOUT, rows, inside, dout_strides, e, E, BE)
-        if not CAUSAL or BLOCKS == 1:  # or three stages would need three buffers of dout in shared memory
+        if not CAUSAL or BLOCKS == 1:  # else three stages would need three buffers of dout
             dout = through_registers(dout, inside)
         if NORMALIZE:
             den = tl.load(DEN + rows, mask=inside, other=1)

@@ -16,7 +16,7 @@ from linrope_kernels.tiles import power_of_two_from_16
 
 UNROLL = 4  # positions whose inputs are loaded together
 ENOUGH_PROGRAMS = 1056  # 8 for each of an H200's multiprocessors
-MOST_SUMS = 1024  # that are added up for each weight
+MOST_SUMS = 1024  # the most partial sums of a weight's gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +104,10 @@ def convolve_bwd(call: Convolution, dy: Tensor) -> tuple[Tensor, Tensor, Tensor 
 
 
 def chunk_length(positions: int, batch: int, rows: int, blocks: int) -> int:
-    """Positions per chunk: 8 to 64, as many as leave enough programs; more if there were too many sums to add up.
+    """Positions per chunk: 8 to 64, as many as leave ENOUGH_PROGRAMS; more if there would be more than MOST_SUMS sums.
 
-    A chunk also loads 2 (taps - 1) inputs of its neighbours. Its length depends on sizes alone, as the bits do.
+    A chunk also loads 2 (taps - 1) inputs of its neighbours. Its length, and so the bits of a result, depend on sizes
+    alone.
     """
 
     def parts(length: int) -> int:

@@ -40,7 +40,7 @@ def packed_sequence(CU_SEQLENS, sequences, n, position, gap):
 
 
 @triton.jit
-def for_rows(x, ROWS: tl.constexpr):
+def in_each_row(x, ROWS: tl.constexpr):
     """x (BC,) in each row of a tile (ROWS, BC), in float32."""
     return tl.broadcast_to(x.to(tl.float32)[None, :], [ROWS, x.shape[0]])
 
@@ -51,7 +51,7 @@ def load_weights(WEIGHT, strides, channels, inside, TAPS: tl.constexpr, ROWS: tl
     weights = ()
     for tap in tl.static_range(TAPS):
         at = WEIGHT + channels * strides[0] + tap * strides[1]
-        weights = weights + (for_rows(tl.load(at, mask=inside, other=0), ROWS),)
+        weights = weights + (in_each_row(tl.load(at, mask=inside, other=0), ROWS),)
     return weights
 
 
@@ -61,7 +61,7 @@ def load_bias(BIAS, channels, inside, ROWS: tl.constexpr):
     if BIAS is None:
         return tl.zeros([ROWS, channels.shape[0]], tl.float32)
     else:
-        return for_rows(tl.load(BIAS + channels, mask=inside, other=0), ROWS)
+        return in_each_row(tl.load(BIAS + channels, mask=inside, other=0), ROWS)
 
 
 @triton.jit

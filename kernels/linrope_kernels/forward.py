@@ -10,7 +10,8 @@ each segment alone, ``prefix`` sums those of all earlier segments, and the scans
 side. Packed sequences are also cut at their boundaries; SPANS, a table on the device, holds each segment's
 tokens.
 
-Axis letters are linrope's, and s for segments. bh numbers all query heads of a batch, bg all key/value heads.
+Axis letters are linrope's, except that s counts segments; the variable s is a tile of the state. bh numbers all query
+heads of a batch, bg all key/value heads.
 """
 
 import triton
@@ -251,7 +252,7 @@ def prefix_kernel(
     g, segments,
     F: tl.constexpr, E: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Replaces each segment's own state by the state before it (REVERSE: after it), in place and in order."""
+    """Replaces each segment's own state with the state before it (REVERSE: after it), in place and in order."""
     BLOCKS: tl.constexpr = (F * E + BLOCK - 1) // BLOCK
     block = tl.program_id(0) % BLOCKS
     bg = (tl.program_id(0) // BLOCKS).to(tl.int64)

@@ -16,7 +16,7 @@ from linrope_kernels.tiles import power_of_two_from_16
 
 # The largest result of ``tile_values`` for which a tile fits 16 warps
 MOST_VALUES = 16_384
-# The elements in the tiles of all programs together: 8 programs of 1024 for each multiprocessor of an H200
+# The most elements in the tiles of all programs: about 8 programs of 1024 for each of an H200's multiprocessors
 ELEMENTS = 2**20
 
 
@@ -37,16 +37,16 @@ def tile_values(group: int, e: int) -> int:
     return int(next_power_of_2(group)) * power_of_two_from_16(e)
 
 
-def tile(h: int, group: int, e: int, over_all: bool) -> NormTile:
+def tile(h: int, group: int, e: int, over_heads: bool) -> NormTile:
     """The tile for h heads in groups of ``group``, with e values per head.
 
     It depends on these arguments alone, so a token's result has the same bits whatever else is in the call.
     """
     members, values, kv_heads = next_power_of_2(group), power_of_two_from_16(e), h // group
-    most = 4096 if over_all else 1024  # over all heads: their values at once, where registers hold them
+    most = 4096 if over_heads else 1024  # over all heads: their values at once, where registers hold them
     block = max(1, min(next_power_of_2(kv_heads), most // (members * values)))
     blocks = -(-kv_heads // block)
-    tokens = 1 if over_all and blocks > 1 else max(1, 1024 // (block * members * values))
+    tokens = 1 if over_heads and blocks > 1 else max(1, 1024 // (block * members * values))
     return NormTile(tokens, block, members, values, blocks)
 
 
@@ -60,7 +60,7 @@ class Norm:
     v: Tensor | None  # (b, n, g, e)
     skip: Tensor | None  # (h,)
     eps: float
-    over_all: bool
+    over_heads: bool
     gate_first: bool
     skip_first: bool
 
@@ -72,7 +72,7 @@ class Norm:
     @property
     def loops(self) -> bool:
         """True if a program goes through all blocks of heads."""
-        return self.over_all and self.weight is not None
+        return self.over_heads and self.weight is not None
 
     @property
     def tile(self) -> NormTile:

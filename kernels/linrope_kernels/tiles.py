@@ -104,7 +104,7 @@ def tile(kernel: str, f: int, e: int, dot: str, capability: int) -> Tile:
     pairs, values = power_of_two_from_16((f + 1) // 2), power_of_two_from_16(e)
     if kernel == "step_fwd":
         return Tile(1, pairs, min(values, max(16, 1024 // pairs)), 4, 1)
-    if kernel == "step_in_place":  # 8192 elements of state at once: loads need not wait for one another
+    if kernel == "step_in_place":  # up to 16,384 elements of state at once: loads need not wait
         return Tile(1, pairs, min(values, max(16, 8192 // pairs)), 8, 1)
     key = kernel, max(64, 2 * pairs, values)
     entry = table_of(dot, capability)[key]

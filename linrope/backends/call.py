@@ -1,7 +1,7 @@
 """``Call``, which every backend receives, and ``Sums``, ``Gradients`` and ``Results``, which backends return.
 
-b batch, n queries, m keys, h query heads, g key/value heads, r = h / g, f features, e values, s sequences. v may have
-more heads than q and k. Both of these then have g / value_group heads, and h is g.
+b batch, n queries, m keys, h query heads, g key/value heads, r = h / g, f features, e values, s sequences. If v has
+more heads than q and k, g counts v's heads, q and k have g / value_group heads each, and h is g.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -32,14 +32,14 @@ class CallInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class CallTokenLayout:
-    """The position of each token, and which tokens are hidden or packed."""
+    """The tokens' positions, rotation and xPos decay per position, and which tokens are hidden or packed."""
 
     positions: Tensor  # int64 (b or 1, n), (b or 1, n, axes), or (b or 1, 1): the first of n
     key_positions: Tensor | None = None  # the same for keys; None: the queries' positions
     theta_turns: Tensor | None = None  # (axes, g or 1, pairs) int64: theta in 2^-64 turns per position
     xpos_log_decay: Tensor | None = None  # (f,) float64 per position, in the numerator only
     distances: Tensor | None = None  # (b or 1, m) int64, with xPos: positions since the previous token
-    key_mask: Tensor | None = None  # (b, m) bool; False: hidden. Gates and steps are 0 there; decay is not
+    key_mask: Tensor | None = None  # (b, m) bool; False: hidden; gates and steps are 0 there
     cu_seqlens: Tensor | None = None  # (s + 1,), b is then 1: bounds of packed sequences; see ``bounds``
 
 
@@ -101,7 +101,10 @@ class Call(CallSettings, CallTokenLayout, CallInputs):
         return rising_bounds(self.cu_seqlens, self.k.shape[1])
 
     def angles_in_turns(self, angle: Tensor | None, *, keys: bool = False) -> Tensor | None:
-        """Theta of all queries or keys, (b or 1, n, g or 1, pairs) int64 in 2^-64 turns that wrap."""
+        """Theta of all queries or, with ``keys``, keys: (b or 1, n, g or 1, pairs) int64 in 2^-64 turns that wrap.
+
+        None without a rotation. angle: the incoming state's sum of angle steps, (s, g or 1, pairs); None counts as 0.
+        """
         total, n = None, self.k.shape[1] if keys or self.q is None else self.q.shape[1]
         if self.theta_turns is not None:
             positions = self.positions if self.key_positions is None or not keys else self.key_positions

@@ -94,7 +94,9 @@ def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
     if call.xpos_log_decay is not None:
         return "xpos, a decay per pair of features: use backend='eager'"
     if f > MAX_DIM or e > MAX_DIM:
-        return f"{f} features and {e} values per head: it takes up to {MAX_DIM} of each; use backend='eager'"
+        return (
+            f"{f} features and {e} values per head: native takes up to {MAX_DIM} of each; use backend='eager'"
+        )
     return None
 
 
@@ -248,14 +250,14 @@ def _forward(call: Call, sums: Sums | None, slots: Tensor | None) -> tuple[Tenso
 
 
 def _input_gradient(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """A gradient in the shape of its input, like. Zeros for gradient None; None if the call lacks the input."""
+    """The gradient in the shape of the input ``like``; zeros if ``gradient`` is None. None without ``like``."""
     if like is None or gradient is None:
         return None if like is None else torch.zeros_like(like)
     return summed_to(gradient, like)
 
 
 def _sum_of_heads(gradient: Tensor, like: Tensor) -> Tensor:
-    """A gradient in the shape and dtype of its input, like. A head that values share may have several partial sums."""
+    """The gradient in the shape and dtype of the input ``like``. Several partial sums of a shared head are added up."""
     if gradient.shape[2] != (heads := like.shape[2]):
         gradient = gradient.unflatten(2, (heads, -1)).sum(3)
     return gradient.to(like.dtype)

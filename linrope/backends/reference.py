@@ -13,7 +13,7 @@ from torch import Tensor
 
 from linrope.backends.call import Call, Sums
 from linrope.backends.contraction import contract
-from linrope.backends.sequences import each_sequence, incoming_sums, with_tokens_outside
+from linrope.backends.sequences import each_sequence, incoming_sums, pad_outside_tokens
 from linrope.common.precision import full_precision
 from linrope.feature_maps import ELEMENTWISE
 from linrope.feature_maps.log_scale import at_most_0
@@ -40,7 +40,7 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
             out, kv, z = _attend(call, sums)
         else:
             outs, kvs, zs = zip(*[_attend(*one) for one in each_sequence(call, sums)], strict=True)
-            out, kv, z = with_tokens_outside(torch.cat(outs, 1), call), torch.cat(kvs), torch.cat(zs)
+            out, kv, z = pad_outside_tokens(torch.cat(outs, 1), call), torch.cat(kvs), torch.cat(zs)
     return out, Sums(kv, z, call.last_angle(sums.angle)) if call.want_state else None
 
 

@@ -37,8 +37,8 @@ def each_sequence(call: Call, sums: Sums) -> Iterator[tuple[Call, Sums]]:
         yield replace(call, cu_seqlens=None, **part), one  # type: ignore[arg-type]
 
 
-def with_tokens_outside(out: Tensor, call: Call) -> Tensor:
-    """out (1, tokens of all sequences, h, e) with zeros for the tokens before the first bound and beyond the last."""
+def pad_outside_tokens(out: Tensor, call: Call) -> Tensor:
+    """(1, n, h, e): out, padded with zeros for the tokens before the first bound and after the last."""
     assert call.bounds is not None
     if call.q is None:
         return out

@@ -50,7 +50,7 @@ def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
             f"tensors on {k.device}: it needs a CUDA device, or TRITON_INTERPRET=1 set before Python starts"
         )
     if k.is_cuda and torch.cuda.get_device_capability(k.device) < MIN_CAPABILITY:
-        return "this GPU: it needs compute capability 8.0 or more"
+        return "this GPU, whose compute capability is below 8.0"
     if torch.float64 in (k.dtype, call.v.dtype) or (state is not None and state.kv.dtype == torch.float64):
         return "float64: use backend='eager'"
     if call.v.dtype == torch.bfloat16 and INTERPRETED:

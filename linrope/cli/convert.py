@@ -20,7 +20,7 @@ from linrope.cli.pretrained import load_pretrained, tokenizer_beside
 from linrope.cli.training import Lines
 from linrope.common.files import replace_file
 from linrope.models.training import Corpus, Text
-from linrope.models.training.batch import Batch, evenly_spaced_rows, visit
+from linrope.models.training.batch import Batch, evenly_spaced_rows, row_starts
 from linrope.models.training.optional import need
 
 console = Console()
@@ -73,7 +73,7 @@ def convert(
     sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 512,
     seed: Annotated[int, typer.Option(help="Seed of the data order and of new random weights.")] = 0,
 ) -> int:
-    """Replace the softmax attention of a pretrained model by linear attention, and train it to match.
+    """Replace the softmax attention of a pretrained model with linear attention, and train it to match.
 
     The model is read, trained and saved in float32; nothing is downloaded. The loss on held-out text is measured
     before, after the replacement, and after matching and finetuning, unless these are skipped.
@@ -184,7 +184,7 @@ def _rows(text: Text, batch_size: int, length: int, seed: int) -> Iterator[Tenso
     """An endless stream of batches (b, n)."""
     first = 0
     while True:
-        yield Batch.read(text, visit(text, first, batch_size, length, seed), length).tokens
+        yield Batch.read(text, row_starts(text, first, batch_size, length, seed), length).tokens
         first += batch_size
 
 

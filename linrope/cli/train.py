@@ -104,7 +104,7 @@ def train(
     rotary: Annotated[
         str,
         typer.Option(
-            help="Rotation with --positions rope: auto (a quarter of the features turns; all with softmax attention), "
+            help="Rotation with --positions rope: auto (a quarter of the features; all with softmax attention), "
             "interleaved or half (all features), selective (from the input) or none."
         ),
     ] = "auto",

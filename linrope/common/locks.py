@@ -40,7 +40,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         _held.discard(key)
-        with suppress(OSError):  # Windows removes no open file
+        with suppress(OSError):  # Windows cannot delete an open file
             path.unlink()
         with suppress(OSError):  # close() tries once more to write the owner's name
             file.close()

@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def expected_one_of(value: object, known: Sequence[str], also: str = "") -> str:
-    """Ends an error message: lists the known names and suggests the one nearest to the value.
+    """The end of an error message: lists the known names and suggests the one nearest to the value.
 
-    also: other accepted values, in words.
+    also: what else is accepted, in words.
 
     >>> from linrope.common.names import expected_one_of
     >>> expected_one_of("hlf", ("interleaved", "half"), also="a Rotary or None")
@@ -23,7 +23,9 @@ def expected_one_of(value: object, known: Sequence[str], also: str = "") -> str:
 
 
 def check_name(argument: str, value: object, known: Sequence[str], also: str = "") -> None:
-    """Raises ValueError unless the value is one of the known names; also: other accepted values, in words.
+    """Raises ValueError unless the value is one of the known names.
+
+    also: what else the caller accepts, in words for the message. The caller checks these values itself.
 
     >>> from linrope.common.names import check_name
     >>> check_name("layout", "hlf", ("interleaved", "half"))

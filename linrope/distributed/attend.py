@@ -44,7 +44,7 @@ def send_state(request: Request, shard: Layout) -> SentState:
     if shard.size == 1:
         return SentState(shard, [], None)
     shard.agree(lambda: _describe(request, shard))
-    request = _dense(request)
+    request = _without_slots(request)
     local = _local_state(request, shard, -1)
     if not request.causal and shard.cu_seqlens is not None:
         local |= {f"{FIRST}{name}": x for name, x in _local_state(request, shard, 0).items()}
@@ -59,7 +59,7 @@ def _receive_and_attend(request: Request, sent: SentState) -> tuple[Tensor, Line
     request = replace(request, cu_seqlens=sent.shard.cu_seqlens)
     if sent.gathered is None:
         return attend(request)
-    pool, state = request.state, _dense(request).state
+    pool, state = request.state, _without_slots(request).state
     if pool is None or pool.slots is None:
         return _attend_after(sent, sent.gathered.wait(), request)
     out, last = _attend_after(sent, sent.gathered.wait(), replace(request, state=state, return_state=True))
@@ -77,8 +77,8 @@ def _refuse_packing(request: Request) -> None:
         )
 
 
-def _dense(request: Request) -> Request:
-    """Replaces rows of a pool in the request by a copy of them."""
+def _without_slots(request: Request) -> Request:
+    """The request with rows of a pool replaced with a copy of them."""
     return request if request.state is None else replace(request, state=request.state.rows())
 
 

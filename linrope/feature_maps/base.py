@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linrope.feature_maps.identity import Identified
+from linrope.feature_maps.state_identity import Identified
 
 # Features (..., f); from a log_scaled map also the logarithm (...) of the factor of each token's features.
 Features: TypeAlias = Tensor | tuple[Tensor, Tensor]
@@ -30,7 +30,7 @@ class FeatureMap(Identified):
     q or k (b, n, heads, d) and positions int64 (b or 1, n).
 
     ``identity`` tells apart maps whose states must not be mixed. It holds the class, ``settings`` (by default
-    ``extra_repr``) and a digest of all parameters and buffers: see ``linrope.feature_maps.identity``.
+    ``extra_repr``) and a digest of all parameters and buffers: see ``linrope.feature_maps.state_identity``.
 
     Raises:
         RuntimeError: ``identity`` is read after ``to_empty`` moved the map off the meta device and before

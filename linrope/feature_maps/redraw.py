@@ -11,8 +11,8 @@ from linrope.feature_maps.random_features import RandomFeatureMap
 class Redraw:
     """Redraws all random feature maps of a model at regular intervals, as in the training of Performers.
 
-    Call ``step()`` once after each optimizer step. A new projection is a function of the old map, which is
-    the same in every process of a distributed run: all processes draw alike. Maps with equal projections
+    Call ``step()`` once after each optimizer step. A new projection is seeded by the old map, which is
+    the same in every process of a distributed run, so all processes draw the same one. Maps with equal projections
     stay equal. **States from before a redraw are rejected after it**: carry no state across optimizer
     steps. To resume, save the step counter ``redraw.done`` and call ``Redraw(model, every, done)``.
 

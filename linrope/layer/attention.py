@@ -54,7 +54,8 @@ class LinearRoPEAttention(Mixer):
             "interleaved" or "half": a Rotary with this layout;
             a Rotary for the map's feature_dim, or None;
             a dict with the arguments of Rotary, or of Rotary.axial if it has the key "axes". In place of rotary_dim it
-            may have "partial_rotary_factor", the share of the features that turn, rounded down to an even number;
+            may have "partial_rotary_factor", the share of the features to rotate, rounded down to an even number, but
+            at least 2;
             a dict with Hugging Face's rope_parameters, if it has the key "rope_theta" or "rope_type" (layout is then
             "half" by default);
             "selective": x speeds the rotation up or slows it down (``linrope.layer.selective.SelectiveSteps``). With
@@ -181,9 +182,10 @@ class LinearRoPEAttention(Mixer):
         self.write_gate = make_write_gate(write_gate, self.forget_gate, embed_dim, g, factory)
         # A norm per head cancels a factor per token and head, unless something else was added before it.
         self._out_norm_replaces_normalizer = (
-            normalize and self.norm_span == "head" and skip != "before" and not new_map.log_scaled
+            normalize and self.norm_over == "head" and skip != "before" and not new_map.log_scaled
         )
-        # Normalized outputs are averages of values, compared with which 1e-6 is small. Unnormalized ones may be tiny.
+        # The normalizer keeps outputs near the size of the values, so that an eps of 1e-6 is small beside their square.
+        # Without it outputs may be tiny.
         if self._out_norm_replaces_normalizer and not (isinstance(out_norm, Mapping) and "eps" in out_norm):
             assert self.out_norm is not None
             self.out_norm.eps = 1e-12

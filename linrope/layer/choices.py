@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from linrope import feature_maps
 from linrope.common.names import check_keys, check_name
 from linrope.feature_maps import FeatureMap
-from linrope.layer.operators.norm import NORMED
+from linrope.layer.operators.norm import OVER
 from linrope.layer.selective import ForgetGate, SelectiveSteps, WriteGate, spread
 from linrope.layer.short_convolution import MOST_TAPS, ShortConvolution, is_number_of_taps
 from linrope.rotation.rotary import LAYOUTS, Rotary
@@ -95,7 +95,7 @@ def make_rotary(choice: str | Mapping[str, Any] | Rotary | None, dim: int) -> Ro
 
 
 def partial_dim(dim: int, share: float) -> int:
-    """The number of features that turn: this share of dim, rounded down to an even number, but at least 2."""
+    """The number of rotated features: this share of dim, rounded down to an even number, but at least 2."""
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise ValueError(f"partial_rotary_factor={share!r}: expected a number above 0 and at most 1")
     return max(2, int(dim * share) // 2 * 2)
@@ -163,7 +163,7 @@ def norm_options(choice: bool | str | Mapping[str, Any]) -> tuple[str | None, fl
     options: dict[str, Any] = dict(choice) if isinstance(choice, Mapping) else {"over": choice}
     check_keys("out_norm", options, ("over", "eps"))
     over = options.get("over", "head")
-    check_name("out_norm", over, NORMED, also="a dict, True or False")
+    check_name("out_norm", over, OVER, also="a dict, True or False")
     eps = options.get("eps", 1e-6)
     if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < math.inf:
         raise ValueError(f"out_norm: got eps={eps!r}, expected a positive finite number")

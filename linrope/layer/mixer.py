@@ -13,7 +13,7 @@ from linrope.common.names import check_bools, check_name
 from linrope.layer.choices import make_short_convolution, norm_options
 from linrope.layer.norm import RMSNorm
 from linrope.layer.operators import gated_norm
-from linrope.layer.operators.norm import SIDES
+from linrope.layer.operators.norm import ORDERS
 from linrope.operation import checks
 from linrope.operation.shards import LayerShard
 
@@ -69,16 +69,16 @@ class Mixer(nn.Module):
             raise ValueError("qk_bias=True: expected qk_norm=True with it")
         self.q_bias = nn.Parameter(torch.empty(num_heads, d, **factory)) if qk_bias else None
         self.k_bias = nn.Parameter(torch.empty(g, d, **factory)) if qk_bias else None
-        self.norm_span, eps = norm_options(out_norm)
-        size = {None: 0, "head": e, "all": self.num_out_heads * e}[self.norm_span]
+        self.norm_over, eps = norm_options(out_norm)
+        size = {None: 0, "head": e, "all": self.num_out_heads * e}[self.norm_over]
         self.out_norm = nn.RMSNorm(size, eps=eps, **factory) if size else None
         if skip is not None:
-            check_name("skip", skip, SIDES, also="None")
-        self.skip_side = skip
+            check_name("skip", skip, ORDERS, also="None")
+        self.skip_order = skip
         self.skip = nn.Parameter(torch.empty(self.num_out_heads, **factory)) if skip is not None else None
         if not isinstance(gate, bool):
-            check_name("gate", gate, SIDES, also="True or False")
-        self.gate_side = "after" if gate is True else gate or None
+            check_name("gate", gate, ORDERS, also="True or False")
+        self.gate_order = "after" if gate is True else gate or None
         gate_channels = self.num_out_heads * e
         self.g_proj = nn.Linear(embed_dim, gate_channels, bias=bias, **factory) if gate else None
         self._reset_direct_parameters()
@@ -123,12 +123,12 @@ class Mixer(nn.Module):
                 out,
                 None if self.out_norm is None else self.out_norm.weight,
                 eps=1e-6 if self.out_norm is None else self.out_norm.eps or 0.0,
-                over=self.norm_span or "head",
+                over=self.norm_over or "head",
                 gate=gate,
-                gate_order=self.gate_side or "after",
+                gate_order=self.gate_order or "after",
                 v=None if self.skip is None else v,
                 skip=self.skip,
-                skip_order=self.skip_side or "after",
+                skip_order=self.skip_order or "after",
             )
         else:
             out = out.flatten(-2)

@@ -1,4 +1,4 @@
-"""The norm and the gated product of a model's blocks, each as one kernel in either direction."""
+"""RMSNorm and the product inside a SwiGLU, by the fused kernels of ``gated_norm`` where these run."""
 
 from typing import Any
 

@@ -111,7 +111,7 @@ def _settings(layer: LinearRoPEAttention, state: LinearAttentionState) -> list[A
         decay = layer.decay.detach().log().clamp(min=MIN_LOG_DECAY)
     if norm is not None:
         scale = norm.weight.detach()
-        scale = scale if layer.norm_span == "head" else scale.view(layer.num_out_heads, layer.value_head_dim)
+        scale = scale if layer.norm_over == "head" else scale.view(layer.num_out_heads, layer.value_head_dim)
     arguments = {
         "tied": gate is not None and gate.tied,
         "weight": weight,
@@ -129,10 +129,10 @@ def _settings(layer: LinearRoPEAttention, state: LinearAttentionState) -> list[A
         "eps": 1e-6,
         "norm": scale,
         "norm_eps": 1e-6 if norm is None else norm.eps or 0.0,
-        "over_heads": layer.norm_span == "all",
-        "gate_first": layer.gate_side == "before",
+        "over_heads": layer.norm_over == "all",
+        "gate_first": layer.gate_order == "before",
         "skip": None if layer.skip is None else layer.skip.detach(),
-        "skip_first": layer.skip_side == "before",
+        "skip_first": layer.skip_order == "before",
     }
     return list(arguments.values())
 
@@ -146,11 +146,14 @@ def why_not(layer: nn.Module, state: Any) -> str | None:
     if not isinstance(layer, LinearRoPEAttention):
         return f"attention in {type(layer).__name__}"
     inner = [x for name, x in layer.named_modules() if not name.startswith("feature_map")]
-    return _layer_reason(layer) or plain_reason(inner, _KINDS) or _state_reason(layer, state)
+    return _layer_reason(layer) or why_not_plain(inner, _KINDS) or _state_reason(layer, state)
 
 
-def plain_reason(modules: list[nn.Module], kinds: tuple[type, ...]) -> str | None:
-    """Why calls of these modules may differ from their class's own forward, or from F.linear; None: they do not."""
+def why_not_plain(modules: list[nn.Module], kinds: tuple[type, ...]) -> str | None:
+    """The reason why a prepared step cannot stand in for calls of these modules, such as a hook; None: it can.
+
+    kinds: the classes that they may have.
+    """
     if transformed() or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return "a compiler or a transformation that watches the call"
     if torch.is_autocast_enabled("cpu"):

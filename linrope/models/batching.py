@@ -88,6 +88,8 @@ class Generation:
             raise ValueError(
                 f"unread: got {min(self.unread)} .. {max(self.unread)}, expected bytes, 0 .. 255"
             )
+        if b"" in self.stops:
+            raise ValueError(f"stops={self.stops}: got an empty sequence, which every text contains")
         check_sizes(max_tokens=self.max_tokens)
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature}: expected at least 0, and finite")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 SHORT_CONV = {"taps": 4, "activation": "silu", "bias": True, "start": "uniform"}
-ROTARY = {"partial_rotary_factor": 1 / 4}  # the first quarter of the features turns, the others do not
+ROTARY = {"partial_rotary_factor": 1 / 4}  # the first quarter of the features is rotated, the others are not
 VALUE_FACTOR = 2  # values are this many times as wide as keys
 HIDDEN_FACTOR = 7 / 4  # the feed-forward network's hidden size, relative to embed_dim
 INITIALIZATIONS = ("fan-in", "gpt-2")
@@ -54,14 +54,14 @@ def resolve_block(
 
 
 def resolve_rotary(choice: Any, attention: str = "linear") -> Any:
-    """Replaces "auto" by ROTARY in linear attention, by "interleaved" in softmax attention: there all features turn."""
+    """Replaces "auto": with ROTARY in linear attention, with "interleaved", of all features, in softmax attention."""
     if choice != "auto":
         return choice
     return ROTARY if attention == "linear" else "interleaved"
 
 
 def resolve_short_conv(choice: Any, causal: bool) -> Any:
-    """Replaces "auto" by SHORT_CONV in a causal layer, else by None."""
+    """Replaces "auto" with SHORT_CONV in a causal layer, else with None."""
     if not isinstance(choice, str):
         return choice
     if choice != "auto":
@@ -78,7 +78,9 @@ def hidden_size(embed_dim: int) -> int:
 
 @torch.no_grad()
 def initialize(parameters: Iterable[tuple[str, nn.Parameter]], scheme: str, branches: int) -> None:
-    """Draws the initial values of the matrices, including embeddings and gates, but not of feature maps and steps.
+    """Draws the initial values of the matrices: embeddings, projections and gates.
+
+    It leaves the weights of feature maps and of angle steps, q_bias and k_bias as they are.
 
         "fan-in": normal with standard deviation 1/sqrt(columns); in a matrix that ends a residual branch, uniform in
                   -1/sqrt(columns) .. 1/sqrt(columns)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from linrope.layer.norm import RMSNorm
 from linrope.layer.operators.native import MOST_VALUES
-from linrope.layer.step import Joined, LayerStep, linear, plain_reason
+from linrope.layer.step import Joined, LayerStep, linear, why_not_plain
 from linrope.layer.step import why_not as why_not_layer
 from linrope.models.language_model import Block, LanguageModel, States, SwiGLU
 
@@ -147,7 +147,7 @@ def why_not_blocks(
     outside = [x for x in model.modules() if x not in attention]
     if any(max(x.weight.shape) > MOST_VALUES for x in outside if isinstance(x, nn.Linear)):
         return f"vectors of more than {MOST_VALUES} numbers"
-    return plain_reason(outside, kinds)
+    return why_not_plain(outside, kinds)
 
 
 def _parts(block: Any) -> BlockParts:

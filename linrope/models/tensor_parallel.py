@@ -161,7 +161,7 @@ def _check_divides(name: str, number: int, size: int) -> None:
 
 def _check_heads(layer: LinearRoPEAttention, size: int) -> None:
     _check_divides("num_kv_heads", layer.num_kv_heads, size)
-    if layer.norm_span == "all" and size > 1:
+    if layer.norm_over == "all" and size > 1:
         raise ValueError(
             "out_norm='all': expected 'head' for tensor parallelism, since no process has all heads"
         )

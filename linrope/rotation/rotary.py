@@ -1,6 +1,6 @@
 """Rotary position embedding: the class ``Rotary``, and positions on a grid.
 
-b batch, n tokens, h query heads, g key/value heads, f features, p = rotary_dim/2 pairs of features that turn.
+b batch, n tokens, h query heads, g key/value heads, f features, pairs = rotary_dim / 2.
 """
 
 import math

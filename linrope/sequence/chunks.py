@@ -65,7 +65,7 @@ class Cut(NamedTuple):
 
 
 def decay_by(x: Tensor, log: Tensor | None) -> Tensor:
-    """x e^log. The factor is applied in two parts: rounding it once would add the same error at every chunk."""
+    """x e^log. The factor is its rounded value plus the rest, or every chunk would add the same rounding error."""
     if log is None:
         return x
     factor = log.double().exp()

@@ -1,6 +1,6 @@
 """The identities of states: the feature map's, the rotation's, and whether z is known."""
 
-DIGITS = 16  # the length of the digest of a map's tensors, which an identity has after "#"
+DIGITS = 16  # hexadecimal digits of the digest of a map's tensors, which follows "#" in an identity
 WITHOUT_Z = "; without z"  # ends the identity of a state whose z is unknown: see ``state_from_sums``
 
 

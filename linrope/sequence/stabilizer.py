@@ -17,7 +17,7 @@ class Stabilized(NamedTuple):
     k: Tensor
     log_decay: Tensor | None
     state: LinearAttentionState | None
-    maximum: Tensor  # (b, keys or 1, g): the running maximum at each token
+    maximum: Tensor  # (b, keys or 1, g): causal: the running maximum at each token; else that of all keys
     last_maximum: Tensor  # (s, g): m after the last token
 
 
@@ -32,7 +32,7 @@ def stabilize(
     causal: bool,
     backend_applies_exp: bool,
 ) -> Stabilized:
-    """Replaces keys e^(s_i) psi_i, whose size is unbounded, by keys relative to the running maximum m of s:
+    """Replaces keys e^(s_i) psi_i, whose size is unbounded, with keys relative to the running maximum m of s:
 
         m_i = max(m_(i-1) + a_i, s_i)       keys e^(s_i - m_i) psi_i       log decay a_i + m_(i-1) - m_i
 

@@ -211,9 +211,9 @@ class LinearAttentionState:
         """Lets the next decoding step (one token, no gradients) overwrite this state's memory with the next state.
 
         This saves an allocation per token and keeps addresses fixed, as CUDA graphs require. Calls with more tokens or
-        with gradients make a new state as usual. Do not use the donated state again. Memory that PyTorch cannot
-        write to raises a ValueError before anything changes. The memory of a read-only numpy array or file looks
-        like any other: do not donate it.
+        with gradients make a new state as usual. Do not use the donated state again. Tensors made in inference mode, or
+        whose entries share memory, raise a ValueError before anything changes. Read-only memory (of a numpy array or a
+        mapped file) cannot be told from other memory: do not donate it.
 
         >>> q = k = v = torch.randn(1, 5, 2, 4)
         >>> _, state = linear_rope_attention(q, k, v, return_state=True)

@@ -313,6 +313,21 @@ def test_meta_tensors_and_heads_that_are_too_wide_are_refused() -> None:
     assert reason == "step sizes or decays that differ between the channels of a head"
 
 
+# By argument: the shape of the tensor, and the shape to which transformers expands it
+STEP = {
+    "state": ((1, 2, 8, 16),) * 2, "hidden_states": ((1, 2, 8),) * 2, "dt": ((1, 2, 1), (1, 2, 8)),
+    "A": ((2, 1, 1), (2, 8, 16)), "B": ((1, 1, 16),) * 2, "C": ((1, 1, 16),) * 2, "dt_bias": ((2, 1), (2, 8)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("learned", STEP)
+def test_a_step_with_gradients_is_refused(learned: str) -> None:
+    step = {x: torch.zeros(a, requires_grad=x == learned).expand(b) for x, (a, b) in STEP.items()}
+    assert replaced._refuses_step(**step) == "gradients through a step that overwrites its state"
+    with torch.no_grad():
+        assert replaced._refuses_step(**step) is None
+
+
 def test_enable_and_disable() -> None:
     modules = {x: modeling(x) for x in ("mamba2", "bamba")}
     originals = {name: module.mamba2_chunk_scan for name, module in modules.items()}

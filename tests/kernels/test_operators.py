@@ -88,18 +88,18 @@ def test_inputs_before_an_empty_sequence_reach_nothing() -> None:
 # ---- The norm
 
 
-@pytest.mark.parametrize("over_all", [False, True])
+@pytest.mark.parametrize("over_heads", [False, True])
 @pytest.mark.parametrize(
     ("h", "group", "e"), [(1, 1, 1), (16, 1, 64), (64, 1, 256), (12, 3, 96), (64, 64, 256)]
 )
-def test_tiles_cover_the_heads(h: int, group: int, e: int, over_all: bool) -> None:
-    tile = norm.tile(h, group, e, over_all)
+def test_tiles_cover_the_heads(h: int, group: int, e: int, over_heads: bool) -> None:
+    tile = norm.tile(h, group, e, over_heads)
     assert tile.members >= group
     assert tile.values >= e
     assert tile.kv_heads * tile.blocks * group >= h
     assert tile.elements >= 1024
-    assert tile.elements <= max(4096 if over_all else 1024, tile.members * tile.values)
-    assert tile.tokens == 1 or tile.blocks == 1 or not over_all
+    assert tile.elements <= max(4096 if over_heads else 1024, tile.members * tile.values)
+    assert tile.tokens == 1 or tile.blocks == 1 or not over_heads
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -114,12 +114,12 @@ FORMS: dict[str, dict[str, Any]] = {
 def test_programs_that_sum_over_many_tokens(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = dict(FORMS[form])
     h, g, e = (options.pop(name) for name in ("h", "g", "e"))
-    n, over_all = 4 if e > 100 else 9, "over" in options
-    tile = norm.tile(h, h // g, e, over_all)
-    monkeypatch.setattr(norm, "ELEMENTS", 2 * tile.elements * (1 if over_all else tile.blocks))  # two parts
+    n, over_heads = 4 if e > 100 else 9, "over" in options
+    tile = norm.tile(h, h // g, e, over_heads)
+    monkeypatch.setattr(norm, "ELEMENTS", 2 * tile.elements * (1 if over_heads else tile.blocks))  # two parts
     inputs = {
         "out": numbers(2, n, h, e),
-        "weight": numbers(h * e if over_all else e, seed=2),
+        "weight": numbers(h * e if over_heads else e, seed=2),
         "gate": numbers(2, n, h * e, seed=3),
         "v": numbers(2, n, g, e, seed=4),
         "skip": numbers(h, seed=5),

@@ -111,6 +111,7 @@ def test_a_long_prompt_is_read_beside_any_number_of_short_ones(model) -> None:
         (lambda _: batching.Generation([1], temperature=float("nan")), "temperature=nan"),
         (lambda _: batching.Generation([1], temperature=-1.0), r"temperature=-1\.0"),
         (lambda _: batching.Generation([1], top_p=1.5), r"top_p=1\.5"),
+        (lambda _: batching.Generation([1], stops=[b".", b""]), "got an empty sequence"),
     ],
 )
 def test_what_could_not_run_is_refused(refused, message, model) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from linrope.models.training import Corpus, Text
-from linrope.models.training.batch import NO_TARGET, Batch, evenly_spaced_rows, visit
+from linrope.models.training.batch import NO_TARGET, Batch, evenly_spaced_rows, row_starts
 from linrope.models.training.corpus import load_tokenizer
 
 
@@ -171,14 +171,14 @@ def test_an_epoch_visits_every_row_once(size: int, length: int) -> None:
     tokens = torch.zeros(size, dtype=torch.uint8, device="cpu")
     text = Text(tokens, torch.zeros(1, dtype=torch.int64, device="cpu"), ("a",), size)
     rows = (size - min(length, size - length)) // length
-    epochs = visit(text, 0, 3 * rows, length, seed=5).view(3, rows).sort(1).values
+    epochs = row_starts(text, 0, 3 * rows, length, seed=5).view(3, rows).sort(1).values
     assert bool((epochs.diff(dim=1) == length).all())
     assert int(epochs.min()) >= 0
     assert int(epochs.max()) + length < size
     if size == 1000:
         assert len(set(epochs[:, 0].tolist())) > 1  # cut at other places
-    both = torch.cat((visit(text, 0, 2, length, 5), visit(text, 2, 3, length, 5)))
-    assert torch.equal(both, visit(text, 0, 5, length, 5))
+    both = torch.cat((row_starts(text, 0, 2, length, 5), row_starts(text, 2, 3, length, 5)))
+    assert torch.equal(both, row_starts(text, 0, 5, length, 5))
 
 
 def test_a_place_is_named(text: Path) -> None:

@@ -176,11 +176,15 @@ def _softmax_seconds(sizes: Case, n: int, previous: dict[str, Any] | None, mode:
 
 
 def overtaking(rows: list[dict[str, Any]], mode: str) -> int | None:
-    """The smallest length from which linrope is faster."""
+    """The smallest measured length from which linrope is not slower at any measured length; None: there is none.
+
+    Lengths without a ratio were not measured: softmax attention would have taken too long there.
+    """
     length = None
     for row in reversed(rows):
-        ratio = row[mode]["ratio"]
-        if ratio is not None and ratio < 1:
+        if (ratio := row[mode]["ratio"]) is None:
+            continue
+        if ratio < 1:
             break
         length = row["n"]
     return length

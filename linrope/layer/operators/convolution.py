@@ -113,7 +113,8 @@ def convolve_step(
         backend: as in ``convolve``.
 
     Returns:
-        y (s, 1, c) in the dtype of x. With the fused backends it has the bits of ``convolve`` over all tokens.
+        y (s, 1, c) in the dtype of x. With the fused backends it is, bit for bit, what ``convolve`` over the whole
+        sequence gives for this token.
 
     Raises:
         TypeError, ValueError, RuntimeError: as ``convolve``. Nothing is written then.

@@ -7,8 +7,8 @@ from linrope.layer.operators import eager, fused
 from linrope.layer.operators.backends import choose
 from linrope.layer.operators.checks import check_dense, check_shape
 
-NORMED = ("head", "all")
-SIDES = ("before", "after")  # where a skip or a gate acts: before or after the norm
+OVER = ("head", "all")
+ORDERS = ("before", "after")  # where a skip or a gate acts: before or after the norm
 
 
 def gated_norm(
@@ -63,8 +63,8 @@ def gated_norm(
     tensor([[[3.0000, 4.0000]]])
     """
     _check(out, weight, eps, over, gate, v, skip)
-    check_name("gate_order", gate_order, SIDES)
-    check_name("skip_order", skip_order, SIDES)
+    check_name("gate_order", gate_order, ORDERS)
+    check_name("skip_order", skip_order, ORDERS)
     if weight is not None and weight.ndim == 1 and over == "all":
         weight = weight.view(out.shape[2:])
     tensors = (out, weight, gate, v, skip)
@@ -89,7 +89,7 @@ def _check(
     if out.ndim != 4:
         raise ValueError(f"out: got shape {tuple(out.shape)}, expected (batch, length, heads, values)")
     b, n, h, e = out.shape
-    check_name("over", over, NORMED)
+    check_name("over", over, OVER)
     if weight is not None:
         check_dense("weight", weight, out.device)
         check_shape("weight", weight, *([(h * e,)] if over == "all" else [(e,), (h, e)]))

@@ -22,7 +22,7 @@ def why_not_tensors(tensors: Sequence[Tensor], *, taps: int, group: int, values:
         if not x.is_cuda and not INTERPRETED:
             return f"tensors on {x.device}: it needs a CUDA device, or TRITON_INTERPRET=1 set before Python starts"
         if x.is_cuda and torch.cuda.get_device_capability(x.device) < MIN_CAPABILITY:
-            return "this GPU: it needs compute capability 8.0 or more"
+            return "this GPU, whose compute capability is below 8.0"
         if x.dtype == torch.float64:
             return "float64: use backend='eager'"
         if x.dtype == torch.bfloat16 and INTERPRETED:
@@ -136,7 +136,7 @@ def _norm(
         v=_dense(v),
         skip=skip,
         eps=eps,
-        over_all=over_heads,
+        over_heads=over_heads,
         gate_first=gate_first,
         skip_first=skip_first,
     )

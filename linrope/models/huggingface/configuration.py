@@ -47,9 +47,9 @@ class LinRopeConfig(PreTrainedConfig):
         head_dim: the size of a query and a key; default hidden_size / num_attention_heads.
         value_head_dim: default twice head_dim.
         rope_parameters: {"rope_theta": .., "rope_type": .., ..} as Hugging Face writes them. The layout is
-            "half", as in Llama, and all features turn unless there is a partial_rotary_factor. Default: base 10000 and,
-            in causal models without selective_rope, a partial_rotary_factor of 1/4, or a little less where a quarter
-            of the features is not an even number.
+            "half", as in Llama, and all features are rotated unless there is a partial_rotary_factor. Default: base
+            10000 and, in causal models without selective_rope, a partial_rotary_factor of 1/4, rounded down to an even
+            number of features, but at least 2; no such factor if none fits every layer.
         max_position_embeddings: the trained length, which some rope types require; generation may exceed it.
         rope_order: "after" the feature map (RoFormer eq. 19) or "before" it.
         feature_map: a name, or {"name": .., options}. The seed of a random map is drawn here and saved.
@@ -165,7 +165,7 @@ class LinRopeConfig(PreTrainedConfig):
 
 
 def _partial(layers: Sequence[LinearRoPEAttention | SoftmaxAttention]) -> dict[str, float]:
-    """ROTARY of models.defaults, as a share that gives every layer an even number of features that turn."""
+    """ROTARY of models.defaults, as a share that gives every layer an even number of rotated features."""
     sizes = [x.feature_map.feature_dim if isinstance(x, LinearRoPEAttention) else x.head_dim for x in layers]
     size = min(sizes)
     share = partial_dim(size, ROTARY["partial_rotary_factor"]) / size

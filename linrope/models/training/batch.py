@@ -54,10 +54,11 @@ class Batch:
         return F.pad(first.flatten().nonzero()[:, 0], (0, 1), value=first.numel()), sequence
 
 
-def visit(text: Text, first: int, count: int, length: int, seed: int) -> Tensor:
-    """The index of the first token of each row: rows first .. first + count - 1 of an endless walk through the text.
+def row_starts(text: Text, first: int, count: int, length: int, seed: int) -> Tensor:
+    """(count,): the index of the first token of each of the rows first .. first + count - 1.
 
-    An epoch visits every row once. Each epoch has another order and cuts the text at other places.
+    Rows are numbered through all epochs. An epoch has every row once. Each epoch has another order and cuts the text at
+    other places.
     """
     per_epoch = len(_epoch(len(text), length, seed, 0))
     return torch.stack(

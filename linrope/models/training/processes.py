@@ -51,8 +51,8 @@ class Processes:
             self.mesh = init_device_mesh(accelerator.device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))
 
     @property
-    def row(self) -> int:
-        """The group of this process among the groups that read different rows."""
+    def row_group(self) -> int:
+        """The index of this process's group, 0 .. row_groups - 1. The groups read different rows."""
         return int(self.accelerator.process_index) // (self.token_parts * self.head_parts)
 
     def split_heads(self, model: LanguageModel) -> None:
@@ -127,11 +127,11 @@ def _local(x: Any) -> Tensor:
 
 
 def last_states(
-    states: Sequence[LinearAttentionState], sequence: Tensor, shard: Shard | None, learned: bool
+    states: Sequence[LinearAttentionState], sequence: Tensor, shard: Shard | None, differentiable: bool
 ) -> list[LinearAttentionState]:
-    """Selects the states of the sequences (b,), on every process that shares their tokens.
+    """The states of the sequences with the indices ``sequence`` (b,), on every process that shares their tokens.
 
-    learned: whether gradients pass back through the states.
+    differentiable: whether gradients pass back through the states.
     """
     if shard is None:
         return [state.reorder(sequence) for state in states]
@@ -144,7 +144,7 @@ def last_states(
     pieces = [next((i for i, p in enumerate(shard.local_pieces) if _ends(p, d, ends)), 0) for d in documents]
     index = torch.tensor(pieces, device=sequence.device)
     local = [state.reorder(index).tensors() for state in states]
-    gathered = shard.channel.gather([x for tensors in local for x in tensors.values()], learned).wait()
+    gathered = shard.channel.gather([x for tensors in local for x in tensors.values()], differentiable).wait()
     owner, row = (
         torch.tensor(owners, device=sequence.device),
         torch.arange(len(documents), device=sequence.device),

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from linrope.models.folders import checkpoints, latest_checkpoint
 from linrope.models.language_model import LanguageModel, State, States
-from linrope.models.training.batch import NO_TARGET, Batch, evenly_spaced_rows, visit
+from linrope.models.training.batch import NO_TARGET, Batch, evenly_spaced_rows, row_starts
 from linrope.models.training.checkpoint import (
     checkpoint_name,
     load_training,
@@ -159,8 +159,8 @@ class Trainer:
         """The batch that this process reads in the next step, in turn ``turn`` of the accumulation."""
         config, processes = self.config, self.processes
         number = self.step * config.accumulation + turn
-        first = (number * processes.row_groups + processes.row) * config.batch_size
-        starts = visit(self.corpus.train, first, config.batch_size, config.sequence_length, config.seed)
+        first = (number * processes.row_groups + processes.row_group) * config.batch_size
+        starts = row_starts(self.corpus.train, first, config.batch_size, config.sequence_length, config.seed)
         return Batch.read(self.corpus.train, starts, config.sequence_length).to(self.accelerator.device)
 
     def _backward(self, batch: Batch, scale: float, last: bool) -> Tensor:

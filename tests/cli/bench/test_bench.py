@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from linrope.cli.app import run
-from linrope.cli.bench.benchmark import Effort, attention_row
+from linrope.cli.bench.benchmark import Effort, attention_row, overtaking
 from linrope.cli.bench.cases import AttentionCase, Case, DecodeCase
 from linrope.cli.bench.peers import peers_of
 from linrope.cli.bench.report import noise_warning
@@ -160,6 +160,15 @@ def test_every_option_is_checked_against_float64(options: dict[str, Any]) -> Non
     step.linrope = off(step.linrope)  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match="the step is off"):
         step.check()
+
+
+@pytest.mark.parametrize(
+    ("ratios", "length"),
+    [([0.5, 2, 3], 2), ([2, 0.5, 3, None], 3), ([0.5, None], None), ([2, None, None], 1), ([None], None)],
+)
+def test_linrope_overtakes_at_a_measured_length(ratios: list[float | None], length: int | None) -> None:
+    rows = [{"n": n, "forward": {"ratio": ratio}} for n, ratio in enumerate(ratios, 1)]
+    assert overtaking(rows, "forward") == length
 
 
 @pytest.mark.parametrize(("index", "label"), list(enumerate(("dq", "dk", "dv", "dlog_decay"))))
