@@ -1,4 +1,5 @@
-// The convolution before linear_rope_attention and the gated norm after it: checks, padded parameters, tasks of consecutive tokens, sums over the tasks.
+// The convolution before linear_rope_attention and the gated norm after it: checks, padded parameters, tasks of
+// consecutive tokens, sums over the tasks.
 #pragma once
 #include <algorithm>
 

@@ -1,7 +1,7 @@
 // Divides a call into tasks and runs them in parallel regions. A task is one sequence and key/value head, or one
 // segment of these; a thread may get several heads at once.
-// With fewer than kMinTasks tasks, long sequences are cut into segments: first the state of each segment alone is computed,
-// then the states before the segments, and then every segment runs from the state before it. The cut depends
+// With fewer than kMinTasks tasks, long sequences are cut into segments: first the state of each segment alone is
+// computed, then the states before the segments, and then every segment runs from the state before it. The cut depends
 // only on the call's shape, so that the bits of a result do not depend on the number of threads.
 #pragma once
 #include <cstring>

@@ -1,6 +1,6 @@
 """The one table of what each backend promises, and the comparison with the equation that all of them pass."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle, islice, product
@@ -35,9 +35,8 @@ class Contract:
     sums: float
     gradients: float
     rounding: float = 0.0
-    combined: float = (
-        0.0  # all results, of the largest entry or 1, where the map rounds or gates are as large as 1e4
-    )
+    # All results, of the largest entry or 1, where the map rounds or gates are as large as 1e4:
+    combined: float = 0.0
     marks: tuple[pytest.MarkDecorator, ...] = ()
 
     @property
@@ -122,6 +121,13 @@ def every_contract(
             label = "-".join([contract.name, *(str(label) for label, _ in row)])
             rows.append(pytest.param(contract, *(value for _, value in row), id=label, marks=marks))
     return pytest.mark.parametrize(("contract", *axes), rows)
+
+
+def of_backends(names: str, **cases: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrizes a test by ``backend`` and by these names, with cases of each backend's own."""
+    rows = [(name, *(x if isinstance(x, tuple) else (x,))) for name, xs in cases.items() for x in xs]
+    marked = [pytest.param(*row, marks=NATIVE if row[0] == "native" else ()) for row in rows]
+    return pytest.mark.parametrize(("backend", *names.split()), marked)
 
 
 @contextmanager

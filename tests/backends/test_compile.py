@@ -18,12 +18,9 @@ B, G, H, D, E = 2, 2, 4, 4, 6
 
 @pytest.fixture(autouse=True)
 def _no_compiled_code_from_before():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on shared cores, tiny operations spend ten times as long in thread barriers
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    torch.set_num_threads(threads)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -57,22 +54,13 @@ def operator_arguments(
         if x is not None:
             x.requires_grad_(save)
     call = Call(
-        q=q,
-        k=k,
-        v=v,
-        log_decay=log_decay,
-        angle_steps=angle_steps,
-        write=factors,
+        q=q, k=k, v=v, log_decay=log_decay, angle_steps=angle_steps, write=factors,
         theta_turns=Rotary(D).turns_per_position(torch.device("cpu")) if rotary else None,
         positions=torch.arange(b * n).view(b, n) if positions else torch.tensor([[3]]),
-        key_positions=None if m == n else torch.tensor([[0]]),
-        key_mask=numbers(b, m) > 0 if mask else None,
-        cu_seqlens=torch.tensor([0, 5, 5, n]) if packed else None,
-        layout=layout,
-        feature_map="elu+1",
-        causal=causal,
-        want_state=want_state,
-    )
+        key_positions=None if m == n else torch.tensor([[0]]), key_mask=numbers(b, m) > 0 if mask else None,
+        cu_seqlens=torch.tensor([0, 5, 5, n]) if packed else None, layout=layout, feature_map="elu+1",
+        causal=causal, want_state=want_state,
+    )  # fmt: skip
     sums = None if kv is None or z is None else Sums(kv, z, angle)
     return *flatten(backend, call, sums), save
 
@@ -105,22 +93,15 @@ IN_FLOAT32 = {  # of the compiled kernels, which share the operator
     "cross": {"causal": False, "m": 5, "state": True},
     "bidirectional": {"causal": False, "state": True},
 }
+SHORT = {"dtype": torch.float32, "n": 9, "layout": "half"}
 WRITE = {"write": True, "decay": True, "dtype": torch.float32, "n": 9}  # the others get products
 CHECKED = [
     pytest.param("native", WRITE, id="native-write", marks=NATIVE.marks),
     *(pytest.param("eager", x, id=f"eager-{name}") for name, x in CONFIGURATIONS.items()),
-    *(
-        pytest.param(
-            backend,
-            x | {"dtype": torch.float32, "n": 9, "layout": "half"},
-            id=f"{backend}-{name}",
-            marks=marks,
-        )
-        for backend, seldom in (("native", NATIVE.marks), ("triton", LONG_HERE))
-        for name, x in IN_FLOAT32.items()
-        for marks in [seldom if name != "packed" or backend == "native" else ()]
-    ),
-]
+    *(pytest.param("native", x | SHORT, id=f"native-{name}", marks=NATIVE.marks) for name, x in IN_FLOAT32.items()),
+    *(pytest.param("triton", x | SHORT, id=f"triton-{name}", marks=() if name == "packed" else LONG_HERE)
+      for name, x in IN_FLOAT32.items()),
+]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # PyTorch 2.15 reads it itself
@@ -130,14 +111,12 @@ def test_operator_passes_torch_library_s_checks(backend, configuration) -> None:
     torch.library.opcheck(OPERATOR, operator_arguments(**configuration, backend=backend))
 
 
+@pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize("backend", [pytest.param("triton", marks=LONG_HERE)])
 def test_operator_passes_them_with_segments(backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them in use: states saved for segments that a short sequence lacks hold anything."""
-    from linrope_kernels import tiles
-
-    monkeypatch.setattr(tiles, "most_segments", lambda *_: 3)
-    monkeypatch.setattr(tiles, "SHORTEST_SEGMENT", 32)
-    monkeypatch.setattr(tiles, "SEGMENT_MULTIPLE", 32)
+    for name in ("SHORTEST_SEGMENT", "SEGMENT_MULTIPLE"):
+        monkeypatch.setattr(f"linrope_kernels.tiles.{name}", 32)
     how = {"dtype": torch.float32, "layout": "half", "decay": True, "state": True, "n": 90}
     torch.library.opcheck(OPERATOR, operator_arguments(**how, backend=backend))
 
@@ -149,9 +128,7 @@ class Model(nn.Module):
         self.inner = LinearRoPEAttention(16, H, num_kv_heads=G, out_norm=True, gate=True, **options)
         self.outer = nn.Linear(16, 8)
 
-    def forward(
-        self, x: torch.Tensor, state: LinearAttentionState | None = None
-    ) -> tuple[torch.Tensor, LinearAttentionState]:
+    def forward(self, x, state=None) -> tuple[torch.Tensor, LinearAttentionState]:
         y, state = self.inner(x, state=state, return_state=True)
         return self.outer(torch.relu(y)), state
 
@@ -175,24 +152,21 @@ def test_the_running_maximum_has_an_operator(decays: bool, packed: bool) -> None
     torch.library.opcheck(operator, (scale, log_decay, scale.new_zeros(1, 2), bounds))
 
 
+LONG = {"marks": pytest.mark.long}
+
+
 @pytest.mark.parametrize(
     ("dynamic", "options"),
-    [
-        (None, {}),
-        (None, {"backend": "triton"}),
-        pytest.param(None, {"backend": "triton", "causal": False}, marks=LONG_HERE),
-        (True, {"causal": False}),
-        pytest.param(None, {"feature_map": "favor+"}, marks=pytest.mark.long),
-        pytest.param(True, {}, marks=pytest.mark.long),
-        pytest.param(None, {"feature_map": "softmax", "rotary": "half"}, marks=pytest.mark.long),
-        pytest.param(
-            None,
-            {"feature_map": "hedgehog", "decay": "retnet", "rope_order": "before"},
-            marks=pytest.mark.long,
-        ),
-    ],
+    [(None, {}),
+     (None, {"backend": "triton"}),
+     pytest.param(None, {"backend": "triton", "causal": False}, marks=LONG_HERE),
+     (True, {"causal": False}),
+     pytest.param(None, {"feature_map": "favor+"}, **LONG),
+     pytest.param(True, {}, **LONG),
+     pytest.param(None, {"feature_map": "softmax", "rotary": "half"}, **LONG),
+     pytest.param(None, {"feature_map": "hedgehog", "decay": "retnet", "rope_order": "before"}, **LONG)],
     ids=str,
-)
+)  # fmt: skip
 def test_compiled_in_one_graph_a_module_computes_the_same(options, dynamic) -> None:
     model = Model(**options)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
@@ -203,9 +177,7 @@ def test_compiled_in_one_graph_a_module_computes_the_same(options, dynamic) -> N
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"feature_map": "softmax"}, pytest.param({"causal": False}, marks=pytest.mark.long)],
-    ids=str,
+    "options", [{}, {"feature_map": "softmax"}, pytest.param({"causal": False}, **LONG)], ids=str
 )
 def test_a_hundred_lengths_compile_at_most_twice(options) -> None:
     """Once for the first length, and once, when it sees a second one, for all lengths."""
@@ -217,7 +189,7 @@ def test_a_hundred_lengths_compile_at_most_twice(options) -> None:
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("causal", [True, pytest.param(False, **LONG)])
 def test_a_hundred_calls_with_the_state_handed_on_compile_at_most_twice(causal: bool) -> None:
     model, counter = Model(causal=causal), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)

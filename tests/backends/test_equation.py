@@ -20,12 +20,9 @@ YES_NO = {"with": True, "without": False}
 
 # favor+ rounds its exponents to half precision before a backend sees the features.
 @every_contract(
-    name=MAPS,
-    causal=DIRECTIONS,
-    skip=lambda contract, name, _: (
-        (contract.rounding > 0 and name == "favor+") or not computes(contract.backend, name)
-    ),
-)
+    name=MAPS, causal=DIRECTIONS,
+    skip=lambda x, name, _: (x.rounding > 0 and name == "favor+") or not computes(x.backend, name),
+)  # fmt: skip
 def test_every_map(contract: Contract, name: str, causal: bool) -> None:
     q, k, v = randoms(2, CHUNK + 6, 2, 6, g=1, e=5)
     how = use_map(name, 6)
@@ -37,11 +34,9 @@ LENGTHS = (0, 1, 2, 31, 33, CHUNK - 1, CHUNK, CHUNK + 1, 200, 8 * CHUNK - 1, 8 *
 
 
 @every_contract(
-    n=LENGTHS,
-    causal=DIRECTIONS,
+    n=LENGTHS, causal=DIRECTIONS, skip=lambda contract, n, causal: contract.backend == "triton" and n > 200,
     interpreted=[(0, "causal"), (1, "bidirectional"), (63, "causal"), (64, "bidirectional"), (65, "causal")],
-    skip=lambda contract, n, causal: contract.backend == "triton" and n > 200,
-)
+)  # fmt: skip
 def test_every_length(contract: Contract, n: int, causal: bool) -> None:
     q, k, v = randoms(1, n, 2, 4, g=1, e=3)
     how: dict[str, Any] = {"rotary": Rotary(4)}
@@ -57,12 +52,10 @@ SIZES = {  # of a head, of its values, and how many features turn
 
 
 @every_contract(
-    size=SIZES,
-    causal=DIRECTIONS,
+    size=SIZES, causal=DIRECTIONS,
     interpreted=[
         ("2, 1", "causal"), ("7, 3", "bidirectional"), ("6, 96", "causal"), ("96, 16", "bidirectional"),
-        ("128, 40", "bidirectional"), ("40, 128", "causal"), ("192, 192", "causal"),
-        ("256, 256", "bidirectional"),
+        ("128, 40", "bidirectional"), ("40, 128", "causal"), ("192, 192", "causal"), ("256, 256", "bidirectional"),
     ],
 )  # fmt: skip
 def test_every_size_of_heads(contract: Contract, size: tuple[int, int, int], causal: bool) -> None:
@@ -76,9 +69,7 @@ def test_every_size_of_heads(contract: Contract, size: tuple[int, int, int], cau
 
 
 @every_contract(heads=[(4, 2), (6, 1), (3, 3), (6, 3)], causal=DIRECTIONS)
-def test_query_heads_share_keys_and_frequencies(
-    contract: Contract, heads: tuple[int, int], causal: bool
-) -> None:
+def test_query_heads_share_keys_and_frequencies(contract, heads, causal) -> None:
     (h, g), generator = heads, torch.Generator().manual_seed(0)
     q, k, v = randoms(1, CHUNK + 6, h, 8, g=g)
     how: dict[str, Any] = {"rotary": Rotary(8, theta=torch.rand(g, 4, generator=generator))}
@@ -86,13 +77,10 @@ def test_query_heads_share_keys_and_frequencies(
 
 
 @every_contract(
-    heads=[(1, 1, 3), (1, 2, 4), (8, 1, 12), (4, 2, 4)],
-    causal=DIRECTIONS,
+    heads=[(1, 1, 3), (1, 2, 4), (8, 1, 12), (4, 2, 4)], causal=DIRECTIONS,
     interpreted=[((1, 1, 3), "causal"), ((1, 2, 4), "bidirectional")],
-)
-def test_value_heads_share_queries_and_keys(
-    contract: Contract, heads: tuple[int, int, int], causal: bool
-) -> None:
+)  # fmt: skip
+def test_value_heads_share_queries_and_keys(contract, heads, causal) -> None:
     (b, g, value_heads), generator = heads, torch.Generator().manual_seed(0)
     q, k, _ = randoms(b, CHUNK + 6, g, 8)
     v = randoms(b, CHUNK + 6, value_heads, 5)[2]
@@ -113,15 +101,9 @@ def test_theta_of_value_heads_turns_shared_queries_and_keys_before_the_map(contr
 
 
 @every_contract(
-    "eager",
-    "native",
-    "triton",
-    feature_map=["exp", "favor+"],
-    skip=lambda contract, *_: contract.rounding > 0,
-)
-def test_value_heads_share_queries_and_keys_of_every_kind_of_map(
-    contract: Contract, feature_map: str
-) -> None:
+    "eager", "native", "triton", feature_map=["exp", "favor+"], skip=lambda contract, *_: contract.rounding > 0
+)  # fmt: skip
+def test_value_heads_share_queries_and_keys_of_every_kind_of_map(contract, feature_map) -> None:
     q, k, _ = randoms(1, 30, 2, 8)
     v = randoms(1, 30, 6, 5)[2]
     how = use_map(feature_map, 8) | {"cu_seqlens": torch.tensor([0, 11, 11, 30])}
@@ -129,15 +111,10 @@ def test_value_heads_share_queries_and_keys_of_every_kind_of_map(
 
 
 @every_contract(rotary_dim=(2, 4, 6), layout=("interleaved", "half"), per_head=YES_NO, causal=DIRECTIONS)
-def test_every_rotation(
-    contract: Contract, rotary_dim: int, layout: str, per_head: bool, causal: bool
-) -> None:
+def test_every_rotation(contract, rotary_dim, layout, per_head, causal) -> None:
     q, k, v = randoms(2, CHUNK + 6, 2, 6, g=2, e=5)
-    shape, generator = (
-        (2, rotary_dim // 2) if per_head else (rotary_dim // 2,),
-        torch.Generator().manual_seed(0),
-    )
-    theta = torch.rand(shape, generator=generator, dtype=torch.float64)
+    shape = (2, rotary_dim // 2) if per_head else (rotary_dim // 2,)
+    theta = torch.rand(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     how = {"rotary": Rotary(6, layout=layout, rotary_dim=rotary_dim, theta=theta)}
     check(contract, q, k, v, random_state(k, v, how), causal=causal, **how)
 
@@ -147,8 +124,7 @@ OPTIONS = {"".join(str(int(x)) for x in values): values for values in product((T
 
 
 @every_contract(
-    options=OPTIONS,
-    causal=DIRECTIONS,
+    options=OPTIONS, causal=DIRECTIONS,
     interpreted=[  # each pair of values comes together in one of them
         ("1111", "causal"), ("1000", "causal"), ("0101", "causal"), ("0010", "bidirectional"),
         ("1011", "bidirectional"), ("0100", "bidirectional"), ("1100", "bidirectional"),
@@ -176,9 +152,7 @@ PLACES = {"none": (False, False), "both": (True, True), "queries": (True, False)
 
 
 @every_contract(
-    tokens=[(5, 70), (70, 5), (70, 70), (0, 5), (5, 0)],
-    given=PLACES,
-    options=OPTIONS,
+    tokens=[(5, 70), (70, 5), (70, 70), (0, 5), (5, 0)], given=PLACES, options=OPTIONS,
     interpreted=[
         ((5, 70), "both", "1101"), ((70, 5), "none", "1011"), ((70, 70), "keys", "1001"),
         ((0, 5), "queries", "1001"), ((5, 0), "both", "1101"),
@@ -186,14 +160,11 @@ PLACES = {"none": (False, False), "both": (True, True), "queries": (True, False)
     skip=lambda contract, tokens, given, options: not options[0] or not options[3] or (
         not contract.is_main and contract.name != "triton"),
 )  # fmt: skip
-def test_cross_attention(
-    contract: Contract, tokens: tuple[int, int], given: tuple[bool, bool], options: tuple[bool, ...]
-) -> None:
+def test_cross_attention(contract, tokens, given, options) -> None:
     (n, m), (_, with_state, masked, _) = tokens, options
     q, k, v = randoms(2, n, 2, 6, g=1, m=m, e=5)
-    how: dict[str, Any] = {"rotary": Rotary(6, base=50.0)}
+    how: dict[str, Any] = {"rotary": Rotary(6, base=50.0), "causal": False}
     state = random_state(k, v, how) if with_state else None
-    how |= {"causal": False, "key_mask": random_mask(2, m) if masked else None}
     generator = torch.Generator().manual_seed(1)
     where = torch.randint(0, 1000, (2, n), generator=generator)
     key_where = torch.randint(0, 1000, (m,), generator=generator)
@@ -201,7 +172,7 @@ def test_cross_attention(
         how["positions"] = where if masked else where[0]
     if given[1]:
         how["key_positions"] = key_where
-    check(contract, q, k, v, state, **how)
+    check(contract, q, k, v, state, key_mask=random_mask(2, m) if masked else None, **how)
 
 
 GAPS = torch.randint(0, 2**31 - 1, (2, 40), generator=torch.Generator().manual_seed(2))
@@ -217,11 +188,8 @@ GIVEN = {
 
 
 @every_contract(given=GIVEN, causal=DIRECTIONS)
-def test_positions_up_to_the_last_one(
-    contract: Contract, given: dict[str, torch.Tensor], causal: bool
-) -> None:
-    q, k, v = randoms(2, 40, 1, 16)
-    check(contract, q, k, v, causal=causal, rotary=Rotary(16), **given)
+def test_positions_up_to_the_last_one(contract, given, causal) -> None:
+    check(contract, *randoms(2, 40, 1, 16), causal=causal, rotary=Rotary(16), **given)
 
 
 def gates(b: int, n: int, g: int, strength: str) -> torch.Tensor:
@@ -233,8 +201,8 @@ def gates(b: int, n: int, g: int, strength: str) -> torch.Tensor:
     return log
 
 
-def over_segments(b: int, n: int, name: str) -> dict[str, Any]:
-    """Options of a call whose tokens lie in several chunks or segments."""
+def over_segments(b: int, n: int) -> dict[str, dict[str, Any]]:
+    """Options of calls whose tokens lie in several chunks or segments."""
     generator = torch.Generator().manual_seed(4)
     ends = [0, 2 * n // 3, 2 * n // 3, 2 * n // 3 + 1, n]  # one of several segments, an empty one, ..
     packed = {"cu_seqlens": torch.tensor(ends)}
@@ -243,7 +211,7 @@ def over_segments(b: int, n: int, name: str) -> dict[str, Any]:
     decay = {"decay": torch.tensor([0.97])}
     decay["positions"] = 20 + torch.randint(0, 4, (b, n), generator=generator).cumsum(1)
     weak, strong = ({"log_decay": gates(b, n, 1, strength)} for strength in ("weak", "strong"))
-    return {
+    cases = {
         "masked": mask,
         "bidirectional, masked": mask | {"causal": False},
         "decay with gaps": mask | decay,
@@ -254,66 +222,44 @@ def over_segments(b: int, n: int, name: str) -> dict[str, Any]:
         "bidirectional, packed": {"causal": False} | packed,
         "eps added": {"eps": 0.5, "eps_mode": "add"},
         "eps where normalizers are": {"eps": 30.0},
-    }[name]
+    }
+    return {name: {"rotary": Rotary(16)} | how for name, how in cases.items()}
 
 
-SEGMENTED = (
-    "masked", "bidirectional, masked", "decay with gaps", "decay with gaps, packed", "weak gates",
-    "strong gates, steps", "strong gates, steps, packed", "bidirectional, packed", "eps added",
-    "eps where normalizers are",
-)  # fmt: skip
+SEGMENTED = tuple(over_segments(1, 1))
 
 
 @every_contract(
-    "native",
-    "triton",
-    name=SEGMENTED,
-    interpreted=[
-        name for name in SEGMENTED if name not in ("strong gates, steps", "weak gates", "eps added")
-    ],
+    "native", "triton", name=SEGMENTED,
+    interpreted=[x for x in SEGMENTED if x not in ("strong gates, steps", "weak gates", "eps added")],
     skip=lambda contract, name: contract.rounding > 0 or (contract.name == "native" and "packed" in name),
-)
+)  # fmt: skip
 @pytest.mark.usefixtures("short_segments")
 def test_long_sequences_of_few_heads_are_cut_into_segments(contract: Contract, name: str) -> None:
-    packed = "packed" in name
     n = 190 if contract.backend == "triton" else 2100
     q, k, v = randoms(1, n, 1, 16, e=8)
-    how: dict[str, Any] = {"rotary": Rotary(16)} | over_segments(1, n, name)
-    like = {"rotary": how["rotary"]} | ({"cu_seqlens": how["cu_seqlens"]} if packed else {})
-    check(contract, q, k, v, random_state(k, v, like), **how)
+    how = over_segments(1, n)[name]
+    check(contract, q, k, v, random_state(k, v, how), **how)
 
 
 @every_contract("reference", "eager", "native", name=SEGMENTED)
 def test_over_many_chunks(contract: Contract, name: str) -> None:
     n = 4 * CHUNK + 5
     q, k, v = randoms(1 if "packed" in name else 2, n, 4, 16, g=1, e=3)
-    how: dict[str, Any] = {"rotary": Rotary(16)} | over_segments(len(q), n, name)
-    like = {"rotary": how["rotary"]} | ({"cu_seqlens": how["cu_seqlens"]} if "packed" in name else {})
+    how = over_segments(len(q), n)[name]
     # The reference takes differences of sums that are as large as 1e5.
     if contract.name == "reference" and "strong" in name:
         contract = replace(contract, out=1e-10, gradients=1e-10)
-    check(contract, q, k, v, random_state(k, v, like), **how)
+    check(contract, q, k, v, random_state(k, v, how), **how)
 
 
 @pytest.mark.usefixtures("short_segments")
 @every_contract("triton", causal=DIRECTIONS)
-def test_segments_of_large_heads_and_decay_beside_split_feature_pairs(
-    contract: Contract, causal: bool
-) -> None:
+def test_segments_of_large_heads_and_decay_beside_split_feature_pairs(contract, causal) -> None:
+    how: dict[str, Any] = {"causal": False, "eps": 0.5, "eps_mode": "add"}
     if causal:
-        q, k, v = randoms(1, 130, 1, 128, e=40)
-        check(
-            contract,
-            q,
-            k,
-            v,
-            rotary=Rotary(128),
-            decay=torch.tensor([0.9]),
-            cu_seqlens=torch.tensor([0, 30, 130]),
-        )
-    else:
-        q, k, v = randoms(1, 130, 1, 128, e=96)
-        check(contract, q, k, v, rotary=Rotary(128), causal=False, eps=0.5, eps_mode="add")
+        how = {"decay": torch.tensor([0.9]), "cu_seqlens": torch.tensor([0, 30, 130])}
+    check(contract, *randoms(1, 130, 1, 128, e=40 if causal else 96), rotary=Rotary(128), **how)
 
 
 @every_contract("reference", "eager", layout=("interleaved", "half"), packed=YES_NO)
@@ -321,23 +267,21 @@ def test_xpos_over_many_chunks(contract: Contract, layout: str, packed: bool) ->
     n = 4 * CHUNK + 5
     q, k, v = randoms(1, n, 4, 8, g=2, e=3)
     how: dict[str, Any] = {"rotary": Rotary(8, layout=layout, rotary_dim=6 if packed else 8, xpos=20.0)}
-    bounds = {"cu_seqlens": torch.tensor([0, 100, 100, n])} if packed else {}
-    state = random_state(k, v, how | bounds)
+    if packed:
+        how["cu_seqlens"] = torch.tensor([0, 100, 100, n])
     generator = torch.Generator().manual_seed(2)
-    how |= {"positions": 20 + torch.randint(0, 4, (1, n), generator=generator).cumsum(1)} | bounds
+    how["positions"] = 20 + torch.randint(0, 4, (1, n), generator=generator).cumsum(1)
     how["decay"] = torch.tensor([0.97, 0.999], dtype=torch.float64)
-    check(contract, q, k, v, state, key_mask=torch.rand(1, n, generator=generator) > 0.2, **how)
+    how["key_mask"] = torch.rand(1, n, generator=generator) > 0.2
+    check(contract, q, k, v, random_state(k, v, how), **how)
 
 
-@every_contract(shape=[(1, 2), (2, 1)])
-def test_gates_steps_and_write_of_one_row_or_one_head_serve_all(
-    contract: Contract, shape: tuple[int, int]
-) -> None:
+@every_contract(shape=[(1, 2), (2, 1), (1, 1)])
+def test_gates_steps_and_write_of_one_row_or_one_head_serve_all(contract, shape) -> None:
     (rows, heads), generator = shape, torch.Generator().manual_seed(5)
-    q, k, v = randoms(2, 40, 2, 16, e=8)
     log = -torch.rand(rows, 40, heads, generator=generator, dtype=torch.float64)
     steps = torch.randn(rows, 40, heads, 3, generator=generator, dtype=torch.float64)
-    check(contract, q, k, v, log_decay=log, angle_steps=steps, write=1 + log)
+    check(contract, *randoms(2, 40, 2, 16, e=8), log_decay=log, angle_steps=steps, write=1 + log)
 
 
 @every_contract(causal=DIRECTIONS)
@@ -353,9 +297,7 @@ def test_eps_bounds_the_normalizer(contract: Contract, causal: bool) -> None:
     [(3, 70, 4, 1), (3, 70, 6, 3), (3, 130, 24, 24), (3, 130, 24, 8), (1, 400, 24, 24), (2, 300, 36, 12)],
 )
 @every_contract("eager")
-def test_eager_works_on_heads_in_groups(
-    contract: Contract, b: int, n: int, h: int, g: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eager_works_on_heads_in_groups(contract, b, n, h, g, monkeypatch) -> None:
     monkeypatch.setattr(eager, "MAX_K_PER_PASS", b * n * 4 * 2)  # two heads' numbers
     q, k, v = randoms(b, n, h, 4, g=g, e=2)
     how = {"rotary": Rotary(4, theta=torch.rand(g, 2, generator=torch.Generator().manual_seed(0)))}

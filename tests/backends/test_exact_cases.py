@@ -1,4 +1,4 @@
-"""Exact cases: what a rotation before the map and an attention factor do, and integers turned by quarters."""
+"""Exact cases: integers turned by quarters, and decays near the ends of float32's range."""
 
 import math
 
@@ -7,27 +7,9 @@ import torch
 from torch import Tensor
 
 from linrope import Rotary, linear_rope_attention, state_from_sums
-from tests.oracle import BACKENDS, NATIVE, every_kernel, randoms
+from tests.oracle import BACKENDS, NATIVE, both_directions, every_kernel
 
-
-def test_order_before_rotates_what_the_map_gets() -> None:
-    q, k, v = randoms(2, 6, 4, 4, g=2)
-    rotary, where = Rotary(4), torch.arange(6)
-    before = linear_rope_attention(q, k, v, rotary=rotary, rope_order="before", backend="reference")
-    plain = linear_rope_attention(rotary(q, where), rotary(k, where), v, backend="reference")
-    assert torch.equal(before, plain)
-
-
-def test_an_attention_factor_goes_to_q_and_k_before_the_map() -> None:
-    q, k, v = randoms(1, 6, 2, 4)
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-    rotary = Rotary(4, scaling=yarn)
-    factor = rotary.attention_factor
-    assert factor > 1
-    out = linear_rope_attention(q, k, v, rotary=rotary, backend="reference")
-    same = Rotary(4, theta=rotary.theta)
-    expected = linear_rope_attention(q * factor, k * factor, v, rotary=same, backend="reference")
-    assert torch.equal(out, expected)
+PLAIN = {"feature_map": None, "normalize": False, "return_state": True}
 
 
 def quarter_turns(x: Tensor, turns: Tensor, layout: str) -> Tensor:
@@ -40,17 +22,14 @@ def quarter_turns(x: Tensor, turns: Tensor, layout: str) -> Tensor:
 
 @pytest.mark.parametrize("start", [0, 4001])
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
-@pytest.mark.parametrize("causal", [True, False])
+@both_directions
 @every_kernel
 def test_integers_turned_by_quarters_are_exact(backend: str, causal: bool, layout: str, start: int) -> None:
     n, f = 150, 4
     generator = torch.Generator().manual_seed(0)
     # No zeros: cos(pi/2) is 6e-17, and vanishes only when it is added to something.
-    q, k, v = (
-        torch.randint(1, 4, (n, f), generator=generator)
-        * (2 * torch.randint(0, 2, (n, f), generator=generator) - 1)
-        for _ in range(3)
-    )
+    sizes, signs = (torch.randint(low, 4, (3, n, f), generator=generator) for low in (1, 0))
+    q, k, v = sizes * (2 * (signs % 2) - 1)
     positions = start + torch.arange(n)
     scores = quarter_turns(q, positions, layout) @ quarter_turns(k, positions, layout).T
     expected = (scores.tril() if causal else scores) @ v
@@ -68,8 +47,7 @@ def test_a_sum_keeps_its_digits_where_the_decay_of_its_chunk_alone_is_denormal(b
     q = k = torch.ones(1, 3, 1, 2)
     v = torch.tensor([1.0, 1.0, 0.0]).view(1, 3, 1, 1)
     log_decay = torch.tensor([0.0, -32.5, -66.3]).view(1, 3, 1)
-    how = {"feature_map": None, "normalize": False, "return_state": True, "backend": backend}
-    out, state = linear_rope_attention(q, k, v, log_decay=log_decay, **how)
+    out, state = linear_rope_attention(q, k, v, log_decay=log_decay, backend=backend, **PLAIN)
     expected = math.exp(log_decay[0, 2, 0].item())
     assert math.isclose(out[0, 2, 0, 0].item(), 2 * expected, rel_tol=1e-6)
     assert math.isclose(state.kv[0, 0, 0, 0].item(), expected, rel_tol=1e-6)
@@ -81,11 +59,9 @@ def test_a_sum_keeps_its_digits_where_the_decay_of_its_chunk_alone_is_denormal(b
 def test_a_step_decays_every_number_of_the_state_alike(backend: str, features: int, log_decay: float) -> None:
     """Twenty values are one vector and a rest, and sixteen features are a vector of a state stored as kv.mT."""
     q, k, v = torch.ones(1, 1, 1, features), torch.zeros(1, 1, 1, features), torch.zeros(1, 1, 1, 20)
-    how = {"feature_map": None, "normalize": False, "return_state": True, "backend": backend}
+    gate = torch.full((1, 1, 1), log_decay)
     expected = torch.full((features, 20), log_decay, dtype=torch.float64).exp().float()
     for kv in (torch.ones(1, 1, features, 20), torch.ones(1, 1, 20, features).mT):
         state = state_from_sums(kv, feature_map=None)
-        _, last = linear_rope_attention(
-            q, k, v, state=state, log_decay=torch.full((1, 1, 1), log_decay), **how
-        )
+        _, last = linear_rope_attention(q, k, v, state=state, log_decay=gate, backend=backend, **PLAIN)
         torch.testing.assert_close(last.kv[0, 0], expected, rtol=1e-6, atol=1e-44)

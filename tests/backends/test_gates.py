@@ -10,14 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linrope import Rotary, linear_rope_attention, linear_rope_state
-from tests.oracle import (
-    NATIVE,
-    assert_same,
-    every_backend,
-    every_kernel,
-    everything,
-    randoms,
-)
+from tests.backends.contract import of_backends
+from tests.equation import Equation
+from tests.oracle import NATIVE, assert_same, every_backend, every_kernel, everything, randoms
 
 
 def data(n: int, g: int = 2, b: int = 2, d: int = 4, seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -57,11 +52,7 @@ def gated_linear_attention(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Te
 
 def mamba2(x: Tensor, dt: Tensor, a: float, b: Tensor, c: Tensor) -> Tensor:
     """SSD (arXiv 2405.21060), eq. 1 and 2: h_t = exp(A dt_t) h_(t-1) + dt_t B_t x_t^T, y_t = C_t h_t."""
-    state, out = torch.zeros(b.shape[1], x.shape[1], dtype=x.dtype), []
-    for t in range(len(x)):
-        state = math.exp(a * dt[t]) * state + dt[t] * torch.outer(b[t], x[t])
-        out.append(c[t] @ state)
-    return torch.stack(out)
+    return gated_linear_attention(c, b, dt[:, None] * x, (a * dt).exp())
 
 
 def selective_rope(q: Tensor, k: Tensor, v: Tensor, omega: Tensor, alpha: Tensor) -> Tensor:
@@ -69,11 +60,8 @@ def selective_rope(q: Tensor, k: Tensor, v: Tensor, omega: Tensor, alpha: Tensor
     recurrence."""
 
     def turned(x: Tensor) -> Tensor:
-        angle = omega.cumsum(0)
-        x1, x2 = x[:, ::2], x[:, 1::2]
-        return torch.stack(
-            (x1 * angle.cos() - x2 * angle.sin(), x1 * angle.sin() + x2 * angle.cos()), -1
-        ).flatten(1)
+        turn = torch.polar(torch.ones_like(omega), omega.cumsum(0))
+        return torch.view_as_real(torch.complex(x[:, ::2], x[:, 1::2]) * turn).flatten(1)
 
     return gated_linear_attention(turned(q), turned(k), v, alpha)
 
@@ -99,26 +87,18 @@ def test_it_holds_the_recurrences_of_other_models(model: str, backend: str) -> N
     n, d = 90, 6
     (q, k, v), (gates, steps) = randoms(1, n, 1, d, e=3), data(n, 1, 1, d)
     one, a, omega = [x[0, :, 0] for x in (q, k, v)], gates[0, :, 0], steps[0, :, 0]
-    dt = F.softplus(one[2][:, 0])
-    how: dict[str, Any] = {"feature_map": None, "normalize": False, "backend": backend}
-    if model == "RetNet":
-        expected = retnet(*one)
-        how |= {"rotary": Rotary(d), "decay": torch.tensor([1 - 2.0**-5], dtype=torch.float64)}
-    elif model == "GLA":
-        expected = gated_linear_attention(*one, a.exp())
-        how |= {"log_decay": gates}
-    elif model == "Mamba-2":
-        expected = mamba2(one[2], dt, -0.7, one[1], one[0])
-        how |= {"log_decay": (-0.7 * dt)[None, :, None]}
-        v = v * dt[None, :, None, None]
-    elif model == "Selective RoPE":
-        expected = selective_rope(*one, omega, a.exp())
-        how |= {"log_decay": gates, "angle_steps": steps}
-    else:
-        expected = mamba3(one[2], dt, a, omega, one[1], one[0])
-        how |= {"log_decay": (a * dt)[None, :, None], "angle_steps": (omega * dt[:, None])[None, :, None]}
-        v = v * dt[None, :, None, None]
-    out = linear_rope_attention(q, k, v, **how)
+    query, key, value = one
+    dt = F.softplus(value[:, 0])
+    after, fading = v * dt[None, :, None, None], torch.tensor([1 - 2.0**-5], dtype=torch.float64)
+    forget, turn = (a * dt)[None, :, None], (omega * dt[:, None])[None, :, None]
+    expected, v, how = {
+        "RetNet": (retnet(*one), v, {"rotary": Rotary(d), "decay": fading}),
+        "GLA": (gated_linear_attention(*one, a.exp()), v, {"log_decay": gates}),
+        "Mamba-2": (mamba2(value, dt, -0.7, key, query), after, {"log_decay": (-0.7 * dt)[None, :, None]}),
+        "Selective RoPE": (selective_rope(*one, omega, a.exp()), v, {"log_decay": gates, "angle_steps": steps}),
+        "Mamba-3": (mamba3(value, dt, a, omega, key, query), after, {"log_decay": forget, "angle_steps": turn}),
+    }[model]  # fmt: skip
+    out = linear_rope_attention(q, k, v, feature_map=None, normalize=False, backend=backend, **how)
     torch.testing.assert_close(out[0, :, 0], expected, rtol=0, atol=1e-12 * float(expected.abs().max()))
 
 
@@ -141,34 +121,20 @@ def test_a_strong_gate_leaves_exactly_nothing_of_what_came_before(strength: floa
             positions=torch.arange(70, 150), **how,
         )  # fmt: skip
         torch.testing.assert_close(found["out"][:, 70:], alone, rtol=0, atol=1e-12)
-        kv = linear_rope_state(k[:, :70], v[:, :70], log_decay=gates[:, :70], **how)
-        pulled = linear_rope_attention(
-            *[x[:, 70:71] for x in (q, k, v)], log_decay=gates[:, 70:71], state=kv, normalize=False, **how
-        )
-        bare = linear_rope_attention(
-            *[x[:, 70:71] for x in (q, k, v)], normalize=False, positions=torch.tensor([70]), **how
-        )
-        assert torch.equal(pulled, bare)
+        state = linear_rope_state(k[:, :70], v[:, :70], log_decay=gates[:, :70], **how)
+        token = [x[:, 70:71] for x in (q, k, v)]
+        how["normalize"] = False
+        pulled = linear_rope_attention(*token, log_decay=gates[:, 70:71], state=state, **how)
+        assert torch.equal(pulled, linear_rope_attention(*token, positions=torch.tensor([70]), **how))
 
 
 @every_backend
 def test_gates_of_zero_are_no_gates(backend: str) -> None:
     q, k, v = randoms(2, 100, 4, 6, g=2)
     how: dict[str, Any] = {"rotary": Rotary(6), "backend": backend}
-    plain = everything(q, k, v, **how)
     gated = everything(q, k, v, log_decay=torch.zeros(2, 100, 1, dtype=torch.float64), **how)
-    gated.pop("dlog_decay")
-    assert_same(gated, plain, 1e-13)
-
-
-@every_backend
-def test_gates_and_a_fixed_decay_multiply(backend: str) -> None:
-    q, k, v = randoms(2, 100, 4, 6, g=2)
-    gates, _ = data(100)
-    decay = torch.tensor([0.5, 0.99], dtype=torch.float64)
-    how: dict[str, Any] = {"rotary": Rotary(6), "backend": backend}
-    both = everything(q, k, v, log_decay=gates, decay=decay, **how)
-    assert_same(both, everything(q, k, v, log_decay=gates + decay.log(), **how), 1e-12)
+    del gated["dlog_decay"]
+    assert_same(gated, everything(q, k, v, **how), 1e-13)
 
 
 @every_backend
@@ -183,28 +149,6 @@ def test_a_decay_can_be_learned(backend: str) -> None:
     for i, step in enumerate(1e-6 * torch.eye(2, dtype=torch.float64)):
         numeric = float(loss(decay.detach() + step) - loss(decay.detach() - step)) / 2e-6
         assert abs(numeric - float(slope[i])) < 1e-6 * float(slope.abs().max())
-
-
-@every_backend
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_hidden_token_neither_fades_nor_turns_what_follows(causal: bool, backend: str) -> None:
-    n = 80
-    q, k, v = randoms(1, n, 4, 6, g=2)
-    gates, steps = data(n, b=1, d=6)
-    shown = torch.rand(n, generator=torch.Generator().manual_seed(2)) > 0.4
-    how: dict[str, Any] = {"backend": backend, "causal": causal}
-    if causal:
-        how["log_decay"] = gates
-    found, state = linear_rope_attention(
-        q, k, v, key_mask=shown[None], angle_steps=steps, return_state=True, **how
-    )
-    short = {name: x[:, shown] for name, x in how.items() if isinstance(x, Tensor)}
-    alone, expected = linear_rope_attention(
-        *[x[:, shown] for x in (q, k, v)], angle_steps=steps[:, shown], return_state=True, **(how | short)
-    )
-    torch.testing.assert_close(found[:, shown], alone, rtol=0, atol=1e-12)
-    torch.testing.assert_close(state.kv, expected.kv, rtol=0, atol=1e-11)
-    assert torch.equal(state.angle, expected.angle)
 
 
 # Long gaps: a state is multiplied by what is left of it, without cancellation
@@ -222,24 +166,18 @@ def test_a_state_of_long_ago_stays_within_the_bound(way: str, gap: int, backend:
     how: dict[str, Any] = {"decay": decay, "normalize": False, "rotary": Rotary(8)}
 
     def run(backend: str, dtype: torch.dtype) -> Tensor:
-        _, state = linear_rope_attention(
-            *[x.to(dtype) for x in (q, k, v)], return_state=True, backend=backend, **how
-        )
-        late = torch.tensor([n + gap])
+        def attend(tokens: list[Tensor], **more: Any) -> Any:
+            return linear_rope_attention(*(x.to(dtype) for x in tokens), backend=backend, **how, **more)
+
+        _, state = attend([q, k, v], return_state=True)
         if way == "one step":
-            return linear_rope_attention(
-                *[x.to(dtype) for x in token], state=state, positions=late, backend=backend,
-                key_mask=torch.tensor([[False]]), **how,
-            )  # fmt: skip
-        padded = [x.to(dtype).repeat(1, 1 + gap, 1, 1) for x in token]
+            hidden = torch.tensor([[False]])
+            return attend(token, state=state, positions=torch.tensor([n + gap]), key_mask=hidden)
+        kv = state.kv.detach().requires_grad_(way == "gradient")
         mask = torch.zeros(1, 1 + gap, dtype=torch.bool)
-        if way == "masked tokens":
-            return linear_rope_attention(*padded, state=state, key_mask=mask, backend=backend, **how)[:, -1:]
-        kv = state.kv.detach().requires_grad_()
-        out = linear_rope_attention(
-            *padded, state=replace(state, kv=kv), key_mask=mask, backend=backend, **how
-        )
-        return torch.autograd.grad(out[:, -1].sum(), kv)[0]
+        padded = [x.repeat(1, 1 + gap, 1, 1) for x in token]
+        out = attend(padded, state=replace(state, kv=kv), key_mask=mask)[:, -1:]
+        return torch.autograd.grad(out.sum(), kv)[0] if way == "gradient" else out
 
     expected = run("reference", torch.float64)
     # M, the contract's sum of absolute terms, is at least the largest gradient.
@@ -261,20 +199,15 @@ def test_a_gate_that_is_not_a_number_shows_from_its_token_on(backend: str) -> No
 def test_a_step_that_is_not_a_number_does_not_reach_other_sequences_in_the_next_call(backend: str) -> None:
     q, k, v = randoms(1, 8, 1, 4, dtype=torch.float32)
     how: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 3, 8]), "backend": backend}
-    outs = []
+    outs, ones = [], torch.ones(1, 8, 1, 2)
     for first in (0.5, math.nan):
-        steps = torch.ones(1, 8, 1, 2)
-        steps[0, 0] = first
-        state = linear_rope_state(k, v, angle_steps=steps.requires_grad_(), **how)
-        outs.append(linear_rope_attention(q, k, v, angle_steps=torch.ones(1, 8, 1, 2), state=state, **how))
-    assert torch.equal(outs[0][:, 3:], outs[1][:, 3:])
+        steps = ones.index_fill(1, torch.tensor([0]), first).requires_grad_()
+        state = linear_rope_state(k, v, angle_steps=steps, **how)
+        outs.append(linear_rope_attention(q, k, v, angle_steps=ones, state=state, **how)[:, 3:])
+    assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize(
-    ("backend", "wrong"),
-    [*((name, 7.0) for name in ("reference", "eager", "triton")),
-     *(pytest.param("native", wrong, marks=NATIVE.marks) for wrong in (7.0, math.nan, math.inf))],
-)  # fmt: skip
+@of_backends("wrong", reference=[7.0], eager=[7.0], triton=[7.0], native=[7.0, math.nan, math.inf])
 def test_with_gates_and_steps_later_tokens_change_no_earlier_bit(wrong: float, backend: str) -> None:
     n, cut = 100, 43  # inside a chunk, and a block of rows
     q, k, v = randoms(1, n, 2, 8, g=1, dtype=torch.float32)
@@ -292,41 +225,26 @@ def test_with_gates_and_steps_later_tokens_change_no_earlier_bit(wrong: float, b
 
 
 @every_backend
-def test_the_state_alone_has_gradients(backend: str) -> None:
-    _, k, v = randoms(1, 70, 2, 4)
-    gates, steps = (x.requires_grad_() for x in data(70, b=1))
-    k.requires_grad_()
-
-    def run(backend: str) -> tuple[Tensor, ...]:
-        state = linear_rope_state(k, v, log_decay=gates, angle_steps=steps, backend=backend)
-        return torch.autograd.grad((state.kv.square().sum() + state.z.sum()), (k, gates, steps))
-
-    for found, expected in zip(run(backend), run("reference")):
-        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
-
-
-@every_backend
 def test_gradients_of_packed_pieces_are_those_of_one_call(backend: str) -> None:
     n, cut = 60, 27
     q, k, v = randoms(1, n, 4, 6, g=2)
     gates, steps = data(n, b=1, d=6)
-    leaves = [x.detach().requires_grad_() for x in (q, k, v, gates, steps)]
+    leaves = [x.requires_grad_() for x in (q, k, v, gates, steps)]
     weight = torch.randn(1, n, 4, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     how: dict[str, Any] = {"rotary": Rotary(6), "backend": backend}
     # Two sequences, whose pieces lie behind each other.
     order = torch.tensor([*range(10), *range(23, 40), *range(10, 23), *range(40, 60)])
-    bounds = [torch.tensor([0, 23, 60]), torch.tensor([0, 10, 27]), torch.tensor([0, 13, 33])]
 
-    def run(inputs: list[Tensor], state: Any = None, which: int = 0) -> Any:
+    def run(inputs: list[Tensor], bounds: list[int], state: Any = None) -> Any:
         q, k, v, a, w = inputs
-        more = {"cu_seqlens": bounds[which], "state": state, "return_state": True, **how}
+        more = {"cu_seqlens": torch.tensor(bounds), "state": state, "return_state": True, **how}
         return linear_rope_attention(q, k, v, log_decay=a, angle_steps=w, **more)
 
-    whole, last = run(leaves)
+    whole, last = run(leaves, [0, 23, 60])
     expected = torch.autograd.grad((whole * weight).sum() + last.kv.sum(), leaves)
     mixed = [x[:, order] for x in leaves]
-    first, state = run([x[:, :cut] for x in mixed], which=1)
-    second, last = run([x[:, cut:] for x in mixed], state, which=2)
+    first, state = run([x[:, :cut] for x in mixed], [0, 10, 27])
+    second, last = run([x[:, cut:] for x in mixed], [0, 13, 33], state)
     pieces = torch.cat((first, second), 1)[:, order.argsort()]
     torch.testing.assert_close(pieces, whole)
     found = torch.autograd.grad((pieces * weight).sum() + last.kv.sum(), leaves)
@@ -346,16 +264,14 @@ def test_without_tokens_the_gradient_of_the_last_state_goes_to_the_one_before(ba
     )  # fmt: skip
     found = torch.autograd.grad(last.kv.sum(), [state.kv, gates, angle_steps])
     assert torch.equal(found[0], torch.ones_like(state.kv))
-    assert [x.shape for x in found[1:]] == [gates.shape, angle_steps.shape]
+    assert [x.shape for x in found[1:]] == [(1, 0, 2), (1, 0, 2, 2)]
 
 
 @every_kernel
 def test_steps_beside_other_positions_of_the_keys(backend: str) -> None:
     q, k, v = randoms(2, 9, 2, 4, dtype=torch.float32)
-    places = {"positions": torch.arange(9), "key_positions": 2 * torch.arange(9) + 3}
-    how: dict[str, Any] = {"rotary": Rotary(4), **places}
+    how = {"rotary": Rotary(4), "positions": torch.arange(9), "key_positions": 2 * torch.arange(9) + 3}
     steps = data(9)[1].float()
     out = linear_rope_attention(q, k, v, angle_steps=steps, backend=backend, **how)
-    exact = [x.double() for x in (q, k, v)]
-    expected = linear_rope_attention(*exact, angle_steps=steps.double(), backend="reference", **how)
-    torch.testing.assert_close(out.cpu(), expected.float(), rtol=1e-5, atol=1e-5)
+    exact, _ = Equation()(q.double(), k.double(), v.double(), angle_steps=steps.double(), **how)
+    torch.testing.assert_close(out, exact.float(), rtol=1e-5, atol=1e-5)

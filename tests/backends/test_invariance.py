@@ -12,6 +12,7 @@ from torch import Tensor
 
 from linrope import Rotary, linear_rope_attention, linear_rope_state
 from linrope.operation import checks
+from tests.backends.contract import of_backends
 from tests.oracle import (
     BACKENDS,
     DATA,
@@ -31,110 +32,56 @@ from tests.oracle import (
     use_map,
 )
 
-# Grouping, permuting, shifting
+# Shifting, and nothing to attend to
 
 
 @every_backend
 @both_directions
-def test_grouped_heads_are_expanded_heads(causal: bool, backend: str) -> None:
-    q, k, v = randoms(2, 70, 6, 4, g=2, e=3)
-    how: dict[str, Any] = {"rotary": Rotary(4), "causal": causal, "backend": backend}
-    grouped = everything(q, k, v, **how)
-    full = everything(q, k.repeat_interleave(3, 2), v.repeat_interleave(3, 2), **how)
-    assert_same({"out": grouped["out"], "dq": grouped["dq"]}, {"out": full["out"], "dq": full["dq"]})
-
-
-@every_backend
-@both_directions
-def test_interleaved_is_half_with_permuted_pairs(causal: bool, backend: str) -> None:
-    q, k, v = randoms(2, 70, 2, 6)
-    order = [0, 2, 4, 1, 3, 5]
-    how: dict[str, Any] = {"causal": causal, "backend": backend}
-    interleaved = linear_rope_attention(q, k, v, rotary=Rotary(6), **how)
-    half = linear_rope_attention(q[..., order], k[..., order], v, rotary=Rotary(6, layout="half"), **how)
-    assert_same({"out": half}, {"out": interleaved})
-
-
-@every_backend
-@both_directions
-@pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("explicit", [True, False])
-def test_shifting_all_positions_changes_nothing(
-    explicit: bool, normalize: bool, causal: bool, backend: str
-) -> None:
+def test_shifting_all_positions_changes_nothing(explicit: bool, causal: bool, backend: str) -> None:
     q, k, v = randoms(2, 70, 2, 4)
-    how: dict[str, Any] = {"rotary": Rotary(4), "causal": causal, "backend": backend, "normalize": normalize}
-    at_zero = linear_rope_attention(q, k, v, **how)
-    shift = 1_000_000
+    how: dict[str, Any] = {"rotary": Rotary(4), "causal": causal, "backend": backend}
+    at_zero, shift = linear_rope_attention(q, k, v, **how), 1_000_000
     if explicit:
-        shifted = linear_rope_attention(q, k, v, positions=shift + torch.arange(70), **how)
+        how["positions"] = shift + torch.arange(70)
     else:
         _, empty = linear_rope_attention(q[:, :0], k[:, :0], v[:, :0], return_state=True, **how)
-        state = replace(empty, position=empty.position + shift)
-        shifted = linear_rope_attention(q, k, v, state=state, **how)
+        how["state"] = replace(empty, position=empty.position + shift)
     # A float64 angle near 1e6 is spaced by 1e-10.
-    assert_same({"out": shifted}, {"out": at_zero}, tolerance=1e-9)
-
-
-@every_backend
-@both_directions
-def test_rotation_by_zero_is_plain_linear_attention(causal: bool, backend: str) -> None:
-    q, k, v = randoms(2, 70, 2, 4)
-    how: dict[str, Any] = {"causal": causal, "backend": backend}
-    still = Rotary(4, theta=torch.zeros(2))
-    assert_same(everything(q, k, v, rotary=still, **how), everything(q, k, v, rotary=None, **how))
-
-
-# Nothing to attend to, and numbers that are none
+    assert_same({"out": linear_rope_attention(q, k, v, **how)}, {"out": at_zero}, tolerance=1e-9)
 
 
 @every_kernel
-@pytest.mark.parametrize(
-    ("b", "n", "m", "causal"),
-    [
-        (2, 0, 0, True),
-        (2, 0, 0, False),
-        (0, 5, 5, True),
-        (0, 5, 5, False),
-        (2, 5, 0, False),
-        (2, 0, 5, False),
-    ],
-)
-@pytest.mark.parametrize("with_state", [True, False])
-def test_empty_tensors_give_zeros_and_empty_gradients(
-    with_state: bool, b: int, n: int, m: int, causal: bool, backend: str
-) -> None:
+@pytest.mark.parametrize(("b", "n", "m"), [(2, 0, 0), (0, 5, 5), (2, 5, 0), (2, 0, 5)])
+def test_empty_tensors_give_zeros_and_empty_gradients(b: int, n: int, m: int, backend: str) -> None:
     q, k, v = randoms(b, n, 2, 4, m=m, dtype=torch.float32)
-    how: dict[str, Any] = {"rotary": Rotary(4)}
-    state = random_state(k, v, how) if with_state else None
-    if m != n:
-        how["positions"] = torch.arange(n)
-    results = everything(q, k, v, state, causal=causal, backend=backend, **how)
-    assert results["out"].shape == (b, n, 2, 4)
-    assert all(x.isfinite().all() for x in results.values())
-    if m == 0 and not with_state:
-        assert not results["out"].any()
-
-
-@every_backend
-def test_xpos_takes_an_empty_batch(backend: str) -> None:
-    q, k, v = randoms(0, 5, 2, 4)
-    out = linear_rope_attention(q, k, v, rotary=Rotary(4, xpos=20.0), backend=backend)
-    assert out.shape == (0, 5, 2, 4)
+    xpos = Rotary(4, xpos=20.0)
+    for causal, rotary, with_state in product((True, False), (Rotary(4), None, xpos), (True, False)):
+        if (causal and n != m) or (rotary is xpos and not (causal and backend in BACKENDS)):
+            continue
+        how: dict[str, Any] = {"rotary": rotary}
+        state = random_state(k, v, how) if with_state else None
+        if m != n:
+            how["positions"] = torch.arange(n)
+        results = everything(q, k, v, state, causal=causal, backend=backend, **how)
+        assert results["out"].shape == (b, n, 2, 4)
+        assert all(x.isfinite().all() for x in results.values())
+        assert with_state or m > 0 or not results["out"].any()
 
 
 @both_directions
-@pytest.mark.parametrize(
-    ("backend", "name"),
-    [*product(BACKENDS, POSITIVE), ("triton", "elu+1"),
-     *(pytest.param("native", name, marks=NATIVE.marks) for name in NATIVE_MAPS if name in POSITIVE)],
-)  # fmt: skip
+@of_backends(
+    "name",
+    reference=POSITIVE,
+    eager=POSITIVE,
+    triton=["elu+1"],
+    native=[x for x in NATIVE_MAPS if x in POSITIVE],
+)
 def test_a_query_without_keys_gives_zero_and_finite_gradients(name: str, causal: bool, backend: str) -> None:
     q, k, v = randoms(2, 70, 2, 4, dtype=torch.float32)
     how = use_map(name, 4)
     mask = torch.ones(2, 70, dtype=torch.bool)
-    mask[0] = False
-    mask[1, :3] = False
+    mask[0], mask[1, :3] = False, False
     rotary = Rotary(num_features(how, 4))
     results = everything(q, k, v, rotary=rotary, key_mask=mask, causal=causal, backend=backend, **how)
     assert not results["out"][0].any()
@@ -187,18 +134,13 @@ def test_a_nan_stays_in_its_packed_sequence(state_alone: bool, wrong: str, backe
 
 @pytest.mark.usefixtures("poison")
 @every_kernel
-def test_tokens_outside_of_all_packed_sequences_give_zeros(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_outside_of_all_packed_sequences_give_zeros(backend, monkeypatch) -> None:
     """On a GPU and in torch.compile such bounds are not refused."""
     monkeypatch.setattr(checks, "values_readable", lambda x: False)
     q, k, v = randoms(1, 12, 1, 4, dtype=torch.float32)
-    how = {
-        "log_decay": -torch.rand(1, 12, 1),
-        "angle_steps": torch.rand(1, 12, 1, 2),
-        "write": torch.rand(1, 12, 1),
-    }
-    found = everything(q, k, v, cu_seqlens=torch.tensor([2, 5, 9]), backend=backend, **how)
+    gates, steps, write = -torch.rand(1, 12, 1), torch.rand(1, 12, 1, 2), torch.rand(1, 12, 1)
+    how = {"cu_seqlens": torch.tensor([2, 5, 9]), "log_decay": gates, "angle_steps": steps, "write": write}
+    found = everything(q, k, v, backend=backend, **how)
     for name in ("out", "dq", "dk", "dv", *(f"d{name}" for name in DATA)):
         assert not found[name][:, [0, 1, 9, 10, 11]].any(), name
         assert found[name][:, 3:5].any(), name
@@ -208,10 +150,9 @@ GARBAGE = (math.nan, math.inf, -math.inf, 1000.0)
 
 
 @both_directions
-@pytest.mark.parametrize(
-    ("backend", "name", "garbage"),
-    [*product(BACKENDS, MAPS, GARBAGE), ("triton", "elu+1", math.nan), ("triton", "relu2", math.inf),
-     *(pytest.param("native", name, x, marks=NATIVE.marks) for name in NATIVE_MAPS for x in GARBAGE)],
+@of_backends(
+    "name garbage", reference=product(MAPS, GARBAGE), eager=product(MAPS, GARBAGE),
+    native=product(NATIVE_MAPS, GARBAGE), triton=[("elu+1", math.nan), ("relu2", math.inf)],
 )  # fmt: skip
 def test_what_masked_keys_hold_does_not_matter(garbage: float, name: str, causal: bool, backend: str) -> None:
     q, k, v = randoms(2, 70, 2, 4, dtype=torch.float32)
@@ -294,22 +235,19 @@ def test_strides_of_bounds_and_angles_do_not_matter(backend: str) -> None:
 def test_strides_of_coordinates_do_not_matter(n: int, backend: str) -> None:
     q, k, v = randoms(2, n, 2, 8, dtype=torch.float32)
     how: dict[str, Any] = {"rotary": Rotary.axial(8, axes=2), "backend": backend}
-    state = linear_rope_state(
-        *randoms(2, 1, 2, 8, dtype=torch.float32)[1:], positions=torch.ones(1, 2).long(), **how
-    )
+    first = randoms(2, 1, 2, 8, dtype=torch.float32)[1:]
+    state = linear_rope_state(*first, positions=torch.ones(1, 2).long(), **how)
     places = torch.arange(2 * n).view(n, 2)
     gaps = torch.stack((places, places), -1)[..., 0]
-    expected = linear_rope_attention(q, k, v, positions=places, state=state, **how)
-    assert torch.equal(linear_rope_attention(q, k, v, positions=gaps, state=state, **how), expected)
+    one, other = (linear_rope_attention(q, k, v, positions=x, state=state, **how) for x in (places, gaps))
+    assert torch.equal(one, other)
 
 
 @every_backend
 @both_directions
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_output_has_the_dtype_of_v_and_the_state_is_wide(
-    dtype: torch.dtype, name: str, causal: bool, backend: str
-) -> None:
+def test_output_has_the_dtype_of_v_and_the_state_is_wide(dtype, name, causal, backend) -> None:
     q, k, v = (x.requires_grad_() for x in randoms(1, 5, 2, 4, dtype=dtype))
     how = use_map(name, 4) | {"causal": causal, "backend": backend}
     out, state = linear_rope_attention(q, k, v, return_state=True, **how)
@@ -331,14 +269,10 @@ def test_a_float32_state_does_not_narrow_a_float64_call(causal: bool) -> None:
 
 
 @both_directions
-@pytest.mark.parametrize(
-    ("backend", "name", "dtype"),
-    [
-        *product(["eager"], POSITIVE, [torch.float32, torch.bfloat16]),
-        ("reference", "elu+1", torch.float32),
-        ("triton", "elu+1", torch.float32),
-    ],
-)
+@of_backends(
+    "name dtype", eager=product(POSITIVE, [torch.float32, torch.bfloat16]),
+    reference=[("elu+1", torch.float32)], triton=[("elu+1", torch.float32)],
+)  # fmt: skip
 def test_autocast_does_not_narrow_the_sums(backend: str, name: str, dtype: torch.dtype, causal: bool) -> None:
     q, k, v = randoms(2, 70, 2, 4, dtype=dtype)
     how = use_map(name, 4) | {"causal": causal, "backend": backend}
@@ -357,19 +291,19 @@ def test_autocast_does_not_narrow_the_sums(backend: str, name: str, dtype: torch
 
 @every_kernel
 @both_directions
-@pytest.mark.parametrize("order", ["inference first", "inference last"])
-def test_inference_mode_and_training_may_follow_each_other(order: str, causal: bool, backend: str) -> None:
+@pytest.mark.parametrize("inference_first", [True, False])
+def test_inference_mode_and_training_may_follow_each_other(inference_first, causal, backend) -> None:
     q, k, v = randoms(2, 70, 2, 4, dtype=torch.float32)
     how: dict[str, Any] = {"rotary": Rotary(4), "causal": causal, "backend": backend}
 
+    @torch.inference_mode()
     def infer() -> Tensor:
-        with torch.inference_mode():
-            return linear_rope_attention(q, k, v, **how)
+        return linear_rope_attention(q, k, v, **how)
 
     def train() -> Tensor:
         return everything(q, k, v, **how)["out"]
 
-    calls = (infer, train) if order == "inference first" else (train, infer)
+    calls = (infer, train) if inference_first else (train, infer)
     with ThreadPoolExecutor(1) as fresh:  # a thread of its own has no memory kept from earlier calls
         first, second = fresh.submit(lambda: [call() for call in calls]).result()
     assert torch.equal(first, second)

@@ -1,6 +1,5 @@
 """A sequence in pieces, packed, or padded gives what it gives whole and alone."""
 
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -15,7 +14,6 @@ from tests.oracle import (
     DATA,
     MAPS,
     assert_same,
-    both_directions,
     every_backend,
     everything,
     examples,
@@ -31,11 +29,8 @@ OF_TOKENS = ("key_mask", "positions", *DATA)
 
 def part(options: dict[str, Any], low: int, high: int) -> dict[str, Any]:
     """The options of some of the tokens."""
-    return {
-        name: x[..., low:high] if name == "positions" else x[:, low:high]
-        for name, x in options.items()
-        if name in OF_TOKENS and x is not None
-    }
+    own = {name: options[name] for name in OF_TOKENS if options.get(name) is not None}
+    return {name: x[..., low:high] if name == "positions" else x[:, low:high] for name, x in own.items()}
 
 
 def in_pieces(
@@ -47,21 +42,17 @@ def in_pieces(
         more = how | part(how, a, b) | {"state": state, "return_state": True}
         out, state = linear_rope_attention(q[:, a:b], k[:, a:b], v[:, a:b], **more)
         outs.append(out)
-    assert state is not None
     return torch.cat(outs, 1), state
 
 
-FADING = st.fixed_dictionaries(
-    {
-        "name": st.sampled_from(
-            ["elu+1", "elu+1", "exp", "softmax", "favor+", "favor+hyperbolic", "favor++"]
-        ),
-        "decay": st.sampled_from([None, 0.3, 0.9, 0.9999, 1.0]),
-        "gates": st.sampled_from([None, "shared", "per head"]),
-        "steps": st.sampled_from([None, "shared", "per head"]),
-        "masked": st.booleans(),
-    }
-)
+CHOICES: dict[str, list[Any]] = {
+    "name": ["elu+1", "elu+1", "exp", "softmax", "favor+", "favor+hyperbolic", "favor++"],
+    "decay": [None, 0.3, 0.9, 0.9999, 1.0],
+    "gates": [None, "shared", "per head"],
+    "steps": [None, "shared", "per head"],
+    "masked": [False, True],
+}
+FADING = st.fixed_dictionaries({name: st.sampled_from(x) for name, x in CHOICES.items()})
 
 
 def fading(
@@ -89,12 +80,9 @@ def tolerance(how: dict[str, Any]) -> float:
 @every_backend
 @examples(60)
 @given(
-    options=FADING,
-    cuts=st.lists(st.integers(0, 140), max_size=4).map(sorted),
-    layout=st.sampled_from([None, "interleaved", "half"]),
-    normalize=st.booleans(),
-    xpos=st.sampled_from([None, 20.0]),
-)
+    options=FADING, cuts=st.lists(st.integers(0, 140), max_size=4).map(sorted), normalize=st.booleans(),
+    layout=st.sampled_from([None, "interleaved", "half"]), xpos=st.sampled_from([None, 20.0]),
+)  # fmt: skip
 def test_a_sequence_cut_anywhere_gives_what_one_call_gives(
     backend: str, options: dict[str, Any], cuts: list[int], layout: str | None, normalize: bool,
     xpos: float | None,
@@ -112,45 +100,25 @@ def test_a_sequence_cut_anywhere_gives_what_one_call_gives(
 @every_backend
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("layout", [None, "interleaved", "half"])
-def test_decoding_token_by_token_gives_what_one_call_gives(
-    layout: str | None, name: str, backend: str
-) -> None:
+def test_decoding_token_by_token_gives_what_one_call_gives(layout, name, backend) -> None:
     q, k, v = randoms(2, 20, 4, 6, g=2, e=5)
-    how: dict[str, Any] = use_map(name, 6) | {"backend": backend}
+    how: dict[str, Any] = use_map(name, 6) | {"backend": backend, "key_mask": random_mask(2, 20)}
     f = num_features(how, 6)
     how["rotary"] = layout and Rotary(f, layout=layout, rotary_dim=f - 2)
-    how["key_mask"] = random_mask(2, 20)
-    how["cuts"] = list(range(1, 20))
+    whole, cuts = everything(q, k, v, **how), list(range(1, 20))
+    assert_same(everything(q, k, v, call=in_pieces, cuts=cuts, **how), whole)
     with torch.no_grad():
-        out, state = in_pieces(q, k, v, state=None, **how)
+        out, state = in_pieces(q, k, v, state=None, cuts=cuts, **how)
     assert state.position.tolist() == [20, 20]
-    with_gradients = everything(q, k, v, call=in_pieces, **how)
-    del how["cuts"]
-    whole = everything(q, k, v, **how)
-    assert_same(with_gradients, whole)
     assert_same({"out": out, "kv": state.kv, "z": state.z}, {x: whole[x] for x in ("out", "kv", "z")})
-
-
-@every_backend
-def test_keys_may_come_in_pieces_before_the_queries(backend: str) -> None:
-    q, k, v = randoms(2, 9, 2, 4, m=30)
-    how: dict[str, Any] = {"rotary": Rotary(4), "causal": False, "backend": backend}
-    whole = linear_rope_attention(q, k, v, positions=torch.arange(9), **how)
-    _, state = linear_rope_attention(q[:, :0], k[:, :11], v[:, :11], return_state=True, **how)
-    _, state = linear_rope_attention(q[:, :0], k[:, 11:], v[:, 11:], state=state, return_state=True, **how)
-    assert state.position.tolist() == [30, 30]
-    out = linear_rope_attention(q, k[:, :0], v[:, :0], state=state, positions=torch.arange(9), **how)
-    assert_same({"out": out}, {"out": whole})
 
 
 @every_backend
 @examples(40)
 @given(
-    options=FADING,
-    lengths=st.lists(st.integers(0, 70), min_size=1, max_size=5),
-    causal=st.booleans(),
+    options=FADING, lengths=st.lists(st.integers(0, 70), min_size=1, max_size=5), causal=st.booleans(),
     given_positions=st.booleans(),
-)
+)  # fmt: skip
 def test_packed_sequences_give_what_each_gives_alone(
     backend: str, options: dict[str, Any], lengths: list[int], causal: bool, given_positions: bool
 ) -> None:
@@ -165,45 +133,34 @@ def test_packed_sequences_give_what_each_gives_alone(
     together = everything(q, k, v, state, **packed, **how)
 
     def apart(q: Tensor, k: Tensor, v: Tensor, *, state: LinearAttentionState, **how: Any) -> Any:
-        outs, states = [], []
+        found = []
         for i, (low, high) in enumerate(pairwise(bounds)):
             more = how | part(how, low, high) | {"state": state.reorder(torch.tensor([i]))}
-            out, last = linear_rope_attention(q[:, low:high], k[:, low:high], v[:, low:high], **more)
-            outs.append(out)
-            states.append(last)
+            found.append(linear_rope_attention(*(x[:, low:high] for x in (q, k, v)), **more))
+        outs, states = zip(*found)
         return torch.cat(outs, 1), LinearAttentionState.cat(states)
 
     assert_same(together, everything(q, k, v, state, call=apart, **how), tolerance(how))
 
 
-@every_backend
-@pytest.mark.parametrize("grad", [True, False])
-def test_one_token_at_a_given_position_fades_the_state_by_the_gap(grad: bool, backend: str) -> None:
-    q, k, v = randoms(2, 1, 2, 4)
-    how: dict[str, Any] = {"rotary": Rotary(4)}
-    state = random_state(k, v, how)
-    how |= {"decay": torch.tensor([0.9, 0.5]), "positions": state.position[:, None] + 5, "backend": backend}
-    with torch.set_grad_enabled(grad):
-        _, last = linear_rope_attention(q, k, v, state=state, return_state=True, **how)
-        del how["decay"]
-        faded = state.kv.detach() * torch.tensor([0.9, 0.5])[:, None, None] ** 6
-        _, same = linear_rope_attention(q, k, v, state=replace(state, kv=faded), return_state=True, **how)
-    torch.testing.assert_close(last.kv, same.kv)
-
-
 # Padding
 
 
+PADDED: dict[str, Any] = {
+    "causal": {},
+    "fading": {"decay": torch.tensor([0.9])},
+    "bidirectional": {"causal": False},
+}
+
+
 @every_backend
-@pytest.mark.parametrize("fading", [True, False])
+@pytest.mark.parametrize("options", PADDED.values(), ids=PADDED)
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("lengths", [[70, 3, 1], [5]])
 def test_with_positions_from_the_mask_padded_sequences_have_the_states_of_unpadded_ones(
-    lengths: list[int], side: str, fading: bool, backend: str
+    lengths: list[int], side: str, options: dict[str, Any], backend: str
 ) -> None:
-    n, how = 80, {"rotary": Rotary(4), "backend": backend}
-    if fading:
-        how["decay"] = torch.tensor([0.9])
+    n, how = 80, {"rotary": Rotary(4), "backend": backend} | options
     q, k, v = randoms(len(lengths), n, 2, 4, g=1)
     mask = torch.arange(n) < torch.tensor(lengths)[:, None]
     mask = mask if side == "right" else mask.flip(1)
@@ -214,31 +171,7 @@ def test_with_positions_from_the_mask_padded_sequences_have_the_states_of_unpadd
     assert state.position.tolist() == lengths
     for i in range(len(lengths)):
         own = slice(i, i + 1)
-        parts = (x[own, mask[i]] for x in (q, k, v))
-        alone, last = linear_rope_attention(*parts, return_state=True, **how)
+        alone, last = linear_rope_attention(*(x[own, mask[i]] for x in (q, k, v)), return_state=True, **how)
         after = linear_rope_attention(*(x[own] for x in token), state=last, **how)
         actual = {"out": out[own, mask[i]], "kv": state.kv[own], "z": state.z[own], "next": following[own]}
         assert_same(actual, {"out": alone, "kv": last.kv, "z": last.z, "next": after})
-
-
-@every_backend
-@both_directions
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_padded_sequences_give_what_unpadded_ones_give(side: str, causal: bool, backend: str) -> None:
-    lengths, n = [70, 3, 1], 70
-    how: dict[str, Any] = {"rotary": Rotary(4), "causal": causal, "backend": backend}
-    q, k, v = randoms(3, n, 2, 4, g=1)
-    mask, positions = torch.zeros(3, n, dtype=torch.bool), torch.zeros(3, n, dtype=torch.int64)
-    real = [slice(0, length) if side == "right" else slice(n - length, n) for length in lengths]
-    for i, where in enumerate(real):
-        mask[i, where], positions[i, where] = True, torch.arange(lengths[i])
-    out, state = linear_rope_attention(
-        q, k, v, key_mask=mask, positions=positions if side == "left" else None, return_state=True, **how
-    )
-    if side == "left":
-        assert state.position.tolist() == lengths
-    for i, where in enumerate(real):
-        parts = (x[i : i + 1, where] for x in (q, k, v))
-        alone, last = linear_rope_attention(*parts, return_state=True, **how)
-        actual = {"out": out[i : i + 1, where], "kv": state.kv[i : i + 1], "z": state.z[i : i + 1]}
-        assert_same(actual, {"out": alone, "kv": last.kv, "z": last.z})

@@ -24,6 +24,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "strong gates": {"gated": 60.0, "feature_map": "silu", "normalize": False},
     "axes": {"rotary": Rotary.axial(16, 2)},
     "given positions": {"rotary": Rotary(16), "given": True},
+    "decay over gaps": {"rotary": Rotary(16), "decay": torch.tensor([0.9, 0.5]), "gaps": True},
 }
 
 
@@ -41,6 +42,8 @@ def tokens(how: dict[str, Any]) -> tuple[tuple[Tensor, ...], dict[str, Any], dic
     if how.pop("given", False):
         of_tokens["positions"] = torch.randint(0, 2**31 - 1, (B, N), generator=generator)
         of_tokens["key_positions"] = torch.randint(0, 1000, (B, N), generator=generator)
+    if how.pop("gaps", False):
+        of_tokens["positions"] = 20 + torch.randint(0, 9, (B, N), generator=generator).cumsum(1)
     if (rotary := how.get("rotary")) is not None and rotary.axes:
         of_tokens["positions"] = torch.randint(0, 1000, (B, N, 2), generator=generator)
     return randoms(B, N, 4, 16, g=2, e=40), of_tokens, how
@@ -125,9 +128,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @every_contract(case=CASES)
 @pytest.mark.usefixtures("short_segments")
-def test_the_state_alone_and_its_gradients_are_the_equation_s(
-    contract: Contract, case: dict[str, Any]
-) -> None:
+def test_the_state_alone_and_its_gradients_are_the_equation_s(contract, case) -> None:
     packed, n = case.get("packed", False), case.get("n", 70)
     b, generator = 1 if packed else 2, torch.Generator().manual_seed(3)
     q, k, v = (narrow(x, contract.dtype) for x in randoms(b, n, 1, 8, e=16))
@@ -168,9 +169,7 @@ def test_a_step_with_steps_per_head_goes_on_from_steps_that_all_heads_share(back
     q, k, v = randoms(3, 6, 2, 4, dtype=torch.float32)
     shared, per_head = torch.randn(3, 5, 1, 2), torch.randn(3, 1, 2, 2)
     how: dict[str, Any] = {"rotary": Rotary(4), "backend": backend}
-    _, state = linear_rope_attention(
-        *(x[:, :5] for x in (q, k, v)), angle_steps=shared, return_state=True, **how
-    )
+    state = linear_rope_state(k[:, :5], v[:, :5], angle_steps=shared, **how)
     out = linear_rope_attention(*(x[:, 5:] for x in (q, k, v)), angle_steps=per_head, state=state, **how)
     steps = torch.cat((shared.expand(-1, -1, 2, -1), per_head), 1)
     torch.testing.assert_close(out, linear_rope_attention(q, k, v, angle_steps=steps, **how)[:, 5:])

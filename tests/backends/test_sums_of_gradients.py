@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -35,32 +36,27 @@ OPTIONS: dict[str, dict[str, Any]] = {
 # Each option once, most of them with the strongest gate; make test-long runs the product.
 ORDINARY = {(0.05, name) for name in ("identity", "grouped heads", "state, few heads")}
 ORDINARY |= {("mamba-2", "packed")}
-CASES = [
-    pytest.param(gate, name, marks=() if (gate, name) in ORDINARY else pytest.mark.long)
-    for gate in GATES
-    for name in OPTIONS
-]
+CASES = [pytest.param(*x, marks=() if x in ORDINARY else pytest.mark.long) for x in product(GATES, OPTIONS)]
 
 
-def log_decay(gate: float | str, rows: int, heads: int) -> Tensor:
-    """(rows, N, heads): a constant gate, or A dt as Mamba-2 starts with them."""
+def log_decay(gate: float | str, rows: int, n: int, heads: int) -> Tensor:
+    """(rows, n, heads): a constant gate, or A dt as Mamba-2 starts with them."""
     if isinstance(gate, float):
-        return torch.full((rows, N, heads), math.log(gate))
+        return torch.full((rows, n, heads), math.log(gate))
     generator = torch.Generator().manual_seed(1)
-    dt = torch.exp(math.log(1e-3) + math.log(100) * torch.rand(rows, N, heads, generator=generator))
+    dt = torch.exp(math.log(1e-3) + math.log(100) * torch.rand(rows, n, heads, generator=generator))
     return -torch.linspace(1, 16, heads) * dt
 
 
 class Problem:
     def __init__(
-        self, gate: float | str, *, rows: int = 2, groups: int = 4, heads: int | None = None,
+        self, gate: float | str, *, rows: int = 2, groups: int = 4, heads: int | None = None, n: int = N,
         bounds: list[int] | None = None, state: bool = False, **how: Any,
     ) -> None:  # fmt: skip
-        self.q, self.k, self.v = randoms(rows, N, heads or groups, D, g=groups, e=D, dtype=torch.float32)
-        self.log = log_decay(gate, rows, groups)
-        self.how = how
+        self.q, self.k, self.v = randoms(rows, n, heads or groups, D, g=groups, e=D, dtype=torch.float32)
+        self.log, self.how = log_decay(gate, rows, n, groups), how
         if bounds is not None:
-            self.how["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32)
+            how["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32)
         self.state = random_state(self.k[:, :1], self.v[:, :1], {"normalize": True} | how) if state else None
 
     def beside(self, change: Callable[[Tensor], Tensor]) -> "Problem":
@@ -68,20 +64,22 @@ class Problem:
         problem.q, problem.k, problem.v = change(self.q), change(self.k), change(self.v)
         return problem
 
-    def sums(self, dtype: torch.dtype, backend: str) -> Tensor:
-        """(rows, groups): the gradient of log_decay, summed over the tokens."""
-        log = self.log.to(dtype).requires_grad_()
-        state = self.state
+    def sums(self, dtype: torch.dtype, backend: str, *, pieces: int = 1) -> Tensor:
+        """(rows, groups): the gradient of log_decay, summed over the tokens. Gates are float32 or wider."""
+        wide = torch.promote_types(dtype, torch.float32)
+        log, state, loss = self.log.to(wide).requires_grad_(), self.state, torch.zeros((), dtype=wide)
         if state is not None:
-            state = replace(state, kv=state.kv.detach().to(dtype), z=state.z.detach())
-        qkv = (x.to(dtype) for x in (self.q, self.k, self.v))
-        out, last = linear_rope_attention(
-            *qkv, log_decay=log, state=state, return_state=True, backend=backend, **self.how
-        )
+            state = replace(state, kv=state.kv.detach().to(wide), z=state.z.detach())
         generator = torch.Generator().manual_seed(2)
-        loss = (out * torch.randn(out.shape, generator=generator)).sum()
-        if state is not None:  # the last state's gradient, too
-            loss = loss + (last.kv * torch.randn(last.kv.shape, generator=generator)).sum()
+        weights = torch.randn(self.q.shape, generator=generator).bfloat16().to(dtype)  # exact in any dtype
+        for part in torch.arange(self.q.shape[1]).chunk(pieces):
+            qkv = (x[:, part].to(dtype) for x in (self.q, self.k, self.v))
+            out, state = linear_rope_attention(
+                *qkv, log_decay=log[:, part], state=state, return_state=True, backend=backend, **self.how
+            )
+            loss = loss + (out * weights[:, part]).sum()
+        if self.state is not None:  # the last state's gradient, too
+            loss = loss + (state.kv * torch.randn(state.kv.shape, generator=generator)).sum()
         (gradient,) = torch.autograd.grad(loss, log)
         return gradient.double().sum(1)
 
@@ -135,24 +133,14 @@ def test_gates_that_are_almost_closed_have_exact_gradients(backend: str, options
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("backend", [NATIVE])
 @pytest.mark.parametrize(("gate", "name"), [(0.05, "identity"), (0.05, "rotated"), (0.9, "rotated")])
-def test_in_half_precision_sums_are_as_exact_as_those_of_the_reference(
-    gate: float, name: str, backend: str, dtype: torch.dtype
-) -> None:
+def test_in_half_precision_sums_are_as_exact_as_those_of_the_reference(gate, name, backend, dtype) -> None:
     """With strong gates, the sum is what is left when large terms cancel."""
-    problem, n = Problem(gate, **OPTIONS[name]), 1024
+    problem = Problem(gate, n=1024, **OPTIONS[name]).beside(lambda x: x.to(dtype).float())
+    exact = problem.sums(torch.float64, "eager")
 
     def error(backend: str) -> float:
-        return root_mean_square(sums(dtype, torch.float32, backend) - exact)
+        return root_mean_square(problem.sums(dtype, backend) - exact)
 
-    def sums(dtype: torch.dtype, log_dtype: torch.dtype, backend: str) -> Tensor:
-        log = problem.log[:, :n].to(log_dtype).requires_grad_()
-        qkv = [x[:, :n].to(dtype) for x in inputs]
-        out = linear_rope_attention(*qkv, log_decay=log, backend=backend, **problem.how)
-        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
-        return torch.autograd.grad(out, log, weights.to(out.dtype))[0].double().sum(1)
-
-    inputs = [x.to(dtype) for x in (problem.q, problem.k, problem.v)]
-    exact = sums(torch.float64, torch.float64, "eager")
     allowed = FACTOR * error("reference") + SHARE * root_mean_square(exact)
     for instructions in native_sets(backend):
         with instruction_set(instructions):
@@ -163,22 +151,9 @@ def test_in_half_precision_sums_are_as_exact_as_those_of_the_reference(
 def test_pieces_that_pass_the_state_on_sum_up_like_one_call(backend: str) -> None:
     """Shards of a sequence do the same: gradients pass from piece to piece through the states."""
     problem = Problem("mamba-2", rotary=Rotary(D), rows=1)
-
-    def sums(dtype: torch.dtype, backend: str, pieces: int) -> Tensor:
-        log, state, loss = problem.log.to(dtype).requires_grad_(), None, torch.zeros((), dtype=dtype)
-        weights = torch.randn(problem.v.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
-        for part in torch.arange(N).chunk(pieces):
-            qkv = (x[:, part].to(dtype) for x in (problem.q, problem.k, problem.v))
-            out, state = linear_rope_attention(
-                *qkv, log_decay=log[:, part], state=state, return_state=True, backend=backend, **problem.how
-            )
-            loss = loss + (out * weights[:, part]).sum()
-        (gradient,) = torch.autograd.grad(loss, log)
-        return gradient.double().sum(1)
-
-    exact = sums(torch.float64, "eager", 1)
-    allowed = root_mean_square(sums(torch.float32, "eager", 1) - exact)
-    error = root_mean_square(sums(torch.float32, backend, 4) - exact)
+    exact = problem.sums(torch.float64, "eager")
+    allowed = root_mean_square(problem.sums(torch.float32, "eager") - exact)
+    error = root_mean_square(problem.sums(torch.float32, backend, pieces=4) - exact)
     assert error <= FACTOR * allowed + SHARE * root_mean_square(exact)
 
 
@@ -186,17 +161,8 @@ def test_pieces_that_pass_the_state_on_sum_up_like_one_call(backend: str) -> Non
 def test_sums_over_few_tokens_are_as_exact_in_the_interpreter(backend: str) -> None:
     """Two heads of it beside 64 of eager, whose error is the smaller one."""
 
-    def sums(heads: int, dtype: torch.dtype, backend: str) -> Tensor:
-        q, k, v, w = (x[:, :, :heads].to(dtype) for x in (*inputs, weights))
-        log_decay = torch.full((1, 400, heads), -0.75, dtype=dtype, requires_grad=True)
-        how = {"log_decay": log_decay, "feature_map": None, "normalize": False, "backend": backend}
-        out = linear_rope_attention(q, k, v, **how)
-        return torch.autograd.grad((out * w).sum(), log_decay)[0].double().sum((0, 1))
+    def error(heads: int, backend: str) -> float:
+        problem = Problem(math.exp(-0.75), rows=1, groups=heads, n=400, feature_map=None, normalize=False)
+        return root_mean_square(problem.sums(torch.float32, backend) - problem.sums(torch.float64, "eager"))
 
-    def error(heads: int, backend: str) -> Tensor:
-        """Root mean square over heads."""
-        return (sums(heads, torch.float32, backend) - exact[:heads]).square().mean().sqrt()
-
-    inputs, (_, _, weights) = (randoms(1, 400, 64, 16, dtype=torch.float32, seed=seed) for seed in (0, 1))
-    exact = sums(64, torch.float64, "eager")
     assert error(2, backend) <= 3 * error(64, "eager")

@@ -83,7 +83,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "linrope/sequence/chunks.py": (*OPERATION, f"{B}/test_numerics.py"),
     "linrope/sequence/packing.py": ("tests/sequence/test_packing.py", *OPERATION, CHECKS[1]),
     "linrope/operation/decoding.py": ("tests/operation/test_decoding.py", *OPERATION),
-    "linrope/operation/features.py": (*OPERATION, "tests/feature_maps/test_feature_maps.py"),
+    "linrope/operation/features.py": (*OPERATION, "tests/feature_maps/test_cosformer.py"),
     "linrope/backends/__init__.py": (*OPERATION, *CHECKS, "tests/test_versions.py", TRANSFORMS[1]),
     "linrope/backends/call.py": (*OPERATION, *TRANSFORMS),
     "linrope/backends/eager.py": (*OPERATION, f"{B}/test_numerics.py"),

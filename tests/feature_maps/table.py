@@ -12,7 +12,7 @@ RANDOM = ("favor+", "favor+hyperbolic", "favor++", "rff", "generalized")
 LEARNED = ("t2r", "hedgehog", "rebased")
 HEADS = {"num_heads": 2, "num_kv_heads": 2}
 
-# By label: name and options, for heads of any size from 2.
+# By label: name and options, for heads of any size.
 MAPS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in (*feature_maps.ELEMENTWISE, "softmax", "taylor2")},
     **{name: (name, {"num_features": 8, "seed": 0}) for name in RANDOM},
@@ -39,6 +39,7 @@ MAPS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build(label: str, head_dim: int = 4) -> FeatureMap:
     name, options = MAPS[label]
+    options = options | ({"nu": 1} if name == "dpfp" and head_dim == 1 else {})
     return feature_maps.make(name, head_dim, **options)
 
 

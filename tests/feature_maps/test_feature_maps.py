@@ -1,21 +1,21 @@
 """What every map has to keep, and ``make``."""
 
 import copy
+import math
 import re
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.testing import assert_close
 
-from linrope import Rotary, feature_maps, linear_rope_attention
+from linrope import feature_maps
 from linrope.feature_maps import FeatureMap
 from tests.feature_maps.table import LEARNED, MAPS, RANDOM, build, features
 from tests.oracle import randoms
 
 labels = pytest.mark.parametrize("label", MAPS)
-names = pytest.mark.parametrize("name", feature_maps.NAMES)
 
 
 def scrambled(fmap: FeatureMap) -> FeatureMap:
@@ -31,11 +31,12 @@ def test_the_table_has_every_name() -> None:
 
 
 @labels
-@pytest.mark.parametrize("d", [4, 3])
+@pytest.mark.parametrize("d", [4, 3, 1])
 def test_sizes(label: str, d: int) -> None:
     fmap, (q, k, _) = build(label, d), randoms(2, 5, 2, d)
     for x in features(fmap, q, k):
         assert x.shape == (2, 5, 2, fmap.feature_dim)
+        assert bool(x.isfinite().all())
     assert fmap.head_dim == d
     own_size = fmap.elementwise is not None or label == "softmax"
     assert own_size or fmap.feature_dim % 2 == 0  # features pair up for rotation
@@ -44,9 +45,7 @@ def test_sizes(label: str, d: int) -> None:
 @pytest.mark.parametrize("name", [*RANDOM, "softmax", "exp"])
 @settings(deadline=None)
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=4, max_size=4))
-def test_features_of_far_inputs_are_finite_and_those_of_positive_maps_not_negative(
-    name: str, x: list[float]
-) -> None:
+def test_features_of_far_inputs_are_finite_and_those_of_positive_maps_not_negative(name: str, x) -> None:
     fmap = build(name)
     for made in (fmap.queries(torch.tensor(x)), fmap.keys(torch.tensor(x))):
         phi, log_scale = made if fmap.log_scaled else (made, torch.zeros(()))
@@ -71,32 +70,13 @@ def test_kernels_of_maps_marked_positive_are_not_negative(label: str, scale: flo
 @labels
 def test_a_token_s_features_are_its_own(label: str) -> None:
     """A map that looks along the sequence leaks the future."""
-    fmap, (q, k, _) = build(label), randoms(2, 7, 2, 4)
-    later = [x.clone() for x in (q, k)]
-    for x in later:
-        x[:, 4:] = 50.0
-    pairs = zip(features(fmap, q, k), features(fmap, *later))
-    for before, after in pairs:
-        assert torch.equal(before[:, :4], after[:, :4])
-
-
-@labels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_future_tokens_change_no_bit_of_earlier_outputs(label: str, dtype: torch.dtype) -> None:
-    fmap, tensors = build(label), randoms(1, 80, 2, 4, dtype=dtype)
-    how = {
-        "feature_map": fmap,
-        "rotary": Rotary(fmap.feature_dim),
-        "normalize": fmap.positive,
-        "backend": "eager",
-    }
-    with torch.no_grad():
-        out = linear_rope_attention(*tensors, **how)
-        for cut in (1, 40, 70):
-            changed = [x.clone() for x in tensors]
-            for x in changed:
-                x[:, cut:] = 8.0
-            assert torch.equal(linear_rope_attention(*changed, **how)[:, :cut], out[:, :cut])
+    fmap = build(label)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        q, k, _ = randoms(2, 7, 2, 4, dtype=dtype)
+        before = features(fmap, q, k)
+        q[:, 4:] = k[:, 4:] = 50.0
+        for x, y in zip(before, features(fmap, q, k)):
+            assert torch.equal(x[:, :4], y[:, :4])
 
 
 @labels
@@ -132,33 +112,53 @@ def test_weights_and_projections_travel_through_the_state_dict(label: str) -> No
         assert torch.equal(x, y)
 
 
+OTHER_OPTIONS = [
+    *(("generalized", {"seed": 0, **x}) for x in ({"kernel": "abs"}, {"kernel": torch.exp}, {"kernel_epsilon": 0.01})),
+    ("favor+", {"seed": 0, "kernel_epsilon": 0.125}),
+    *((name, {"num_heads": 2, "num_kv_heads": 1}) for name in LEARNED),
+]  # fmt: skip
+
+
 def test_identities_tell_maps_apart() -> None:
     maps = [build(label, d) for label in MAPS for d in (4, 6)]
+    maps += [feature_maps.make(name, 4, **options) for name, options in OTHER_OPTIONS]
     assert len({fmap.identity for fmap in maps}) == len(maps)
     assert [copy.deepcopy(fmap).identity for fmap in maps] == [fmap.identity for fmap in maps]
 
 
-def test_make_passes_options_on() -> None:
-    fmap = feature_maps.make("favor+", 8, num_features=6, seed=3)
-    assert isinstance(fmap, feature_maps.FavorPlus)
-    assert (fmap.feature_dim, fmap.seed) == (6, 3)
+NO_NUMBERS = (-1.0, math.inf, math.nan)
+REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    *((name, {"no_such_option": 6}, TypeError, "no_such_option") for name in feature_maps.NAMES),
+    ("cosformer", {}, TypeError, r"^feature_map='cosformer': .*'max_length'; its options: max_length$"),
+    ("favor+", {"features": 8}, TypeError, r"^feature_map='favor\+': .*'features'; its options: num_features, "),
+    *((theirs, {}, ValueError, re.escape(f"did you mean '{ours}'?")) for theirs, ours in
+      (("performer", "favor+"), ("Performer", "favor+"), ("elu", "elu+1"), ("based", "taylor2"))),
+    *(("cosformer", {"max_length": x}, ValueError, f"max_length={x}: expected at least 1") for x in (0, -3)),
+    *(("dpfp", {"nu": x}, ValueError, rf"nu={x}: expected 1 \.\. 7 for head_dim=4") for x in (0, -1, 8)),
+    *(("favor+", {"kernel_epsilon": x}, ValueError, f"kernel_epsilon={x}: expected") for x in NO_NUMBERS),
+    *(("favor++", {"mean_square": x}, ValueError, f"mean_square={x}: expected") for x in NO_NUMBERS),
+    ("generalized", {"kernel_epsilon": -1}, ValueError, "kernel_epsilon=-1: expected"),
+    ("generalized", {"kernel": "relu6"}, ValueError, "kernel='relu6': expected one of relu, abs"),
+    ("generalized", {"kernel": lambda x: x}, ValueError,
+     "kernel: got .*<lambda>, expected a function defined with def"),
+    ("generalized", {"kernel": torch.nn.ReLU()}, TypeError, "kernel: got ReLU, expected a name or a function"),
+    *((name, {"num_features": x}, ValueError, f"num_features={x}: expected a positive number")
+      for name in ("favor+", "favor++", "generalized") for x in (0, -2)),
+    *((name, {"num_features": x}, ValueError, f"num_features={x}: expected a positive even number")
+      for name in ("favor+hyperbolic", "rff", "t2r") for x in (0, -2, 7)),
+    *((name, heads, ValueError, "num_heads=.*, num_kv_heads=.*: expected") for name in LEARNED for heads in
+      ({"num_heads": 0}, {"num_heads": 2, "num_kv_heads": 0}, {"num_kv_heads": 2})),
+    ("paired", {"layout": "halves"}, ValueError, "layout='halves': expected one of interleaved, half"),
+    ("paired", {"inner": "elu"}, ValueError, "feature_map='elu': expected one of"),
+]  # fmt: skip
 
 
-@names
-def test_make_refuses_options_that_the_map_does_not_have(name: str) -> None:
-    with pytest.raises(TypeError, match="no_such_option"):
-        feature_maps.make(name, 8, no_such_option=6)
-
-
-def test_make_names_the_map_whose_option_is_missing_or_misspelt() -> None:
-    with pytest.raises(
-        TypeError, match=r"^feature_map='cosformer': .*'max_length'; its options: max_length$"
-    ):
-        feature_maps.make("cosformer", 4)
-    with pytest.raises(TypeError, match=r"^feature_map='favor\+': .*'features'; its options: num_features, "):
-        feature_maps.make("favor+", 4, features=8)
-    with pytest.raises(TypeError, match=r"^head_dim='4': expected an integer$"):
-        feature_maps.make("relu", "4")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("name", "options", "error", "message"), REFUSED, ids=[f"{name}: {message}" for name, *_, message in REFUSED]
+)  # fmt: skip
+def test_options_that_do_not_fit_are_refused(name: str, options: dict, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        feature_maps.make(name, 4, **options)
 
 
 @pytest.mark.parametrize("near", feature_maps.NAMES)
@@ -181,22 +181,3 @@ def test_head_dim_must_be_a_positive_integer(label: str, head_dim: object) -> No
     error = ValueError if type(head_dim) is int else TypeError
     with pytest.raises(error, match=f"^head_dim={head_dim!r}: expected a"):
         build(label, head_dim)  # type: ignore[arg-type]
-
-
-@labels
-def test_heads_of_one_number(label: str) -> None:
-    name, options = MAPS[label]
-    options = options | ({"nu": 1} if name == "dpfp" else {})
-    fmap, x = feature_maps.make(name, 1, **options), torch.ones(1, 1, 2, 1)
-    for y in features(fmap, x, x):
-        assert y.shape == (1, 1, 2, fmap.feature_dim)
-        assert_close(y, y.nan_to_num())
-
-
-@pytest.mark.parametrize(
-    ("name", "ours"),
-    [("performer", "favor+"), ("Performer", "favor+"), ("elu", "elu+1"), ("based", "taylor2")],
-)
-def test_what_others_call_a_map_leads_to_its_name(name: str, ours: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"did you mean '{ours}'?")):
-        feature_maps.make(name, 4)

@@ -52,9 +52,7 @@ CHANGES = (change_one_bit, round_to_bfloat16, torch.nn.Module.double, load_other
 
 @names
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_change_of_the_contents_changes_the_identity(
-    name: str, change: Callable[[FeatureMap], object]
-) -> None:
+def test_every_change_of_the_contents_changes_the_identity(name: str, change: Callable) -> None:
     fmap = make(name)
     for x in [*fmap.parameters(), *fmap.buffers()]:
         torch.nn.init.uniform_(x, 0.1, 0.9)  # numbers that bfloat16 does not have
@@ -115,19 +113,18 @@ def test_where_no_bytes_can_be_read_a_question_mark_matches_any_digest(name: str
     assert torch.compile(same_identity, backend="eager", fullgraph=True)(inside, known)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("favor+", {"kernel_epsilon": 0.013}),
-        ("favor++", {"mean_square": 3.7}),
-        ("generalized", {"kernel": "abs"}),
-    ],
-)
+OF_NUMBERS = [
+    ("favor+", {"kernel_epsilon": 0.013}),
+    ("favor++", {"mean_square": 3.7}),
+    ("generalized", {"kernel": "abs"}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), OF_NUMBERS)
 def test_maps_with_numbers_as_options_compile_whole(name: str, options: dict[str, Any]) -> None:
     fmap, x = feature_maps.make(name, 4, seed=0, **options), torch.randn(3, 4)
-    features, identity = torch.compile(
-        lambda: (fmap.keys(x), fmap.identity), backend="eager", fullgraph=True
-    )()
+    call = torch.compile(lambda: (fmap.keys(x), fmap.identity), backend="eager", fullgraph=True)
+    features, identity = call()
     assert same_identity(identity, fmap.identity)
     assert_close(plain(features), plain(fmap.keys(x)))
 
@@ -143,15 +140,12 @@ def test_a_question_mark_matches_nothing_but_digests() -> None:
         assert not same_identity(other, different)
 
 
-def test_a_paired_map_s_identity_has_the_digest_of_the_inner_one() -> None:
+def test_a_paired_map_s_identity_has_the_digest_of_the_inner_one_and_maps_without_tensors_have_none() -> None:
+    assert feature_maps.make("taylor2", 4).identity == "Taylor2(4)"
     fmap = feature_maps.make("paired", 4, inner="favor+", seed=1)
     inner = feature_maps.make("favor+", 4, seed=1)
     assert fmap.identity == f"PairedMap({inner.identity}, interleaved)"
     assert same_identity(fmap.identity, copy.deepcopy(fmap).to("meta").identity)
-
-
-def test_maps_without_tensors_have_no_digest() -> None:
-    assert feature_maps.make("taylor2", 4).identity == "Taylor2(4)"
 
 
 @names

@@ -6,17 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from linrope import LinearRoPEAttention, feature_maps
+from linrope import LinearRoPEAttention
 from linrope.feature_maps import Redraw
 
 
 def model() -> nn.Module:
-    maps = [
-        feature_maps.make("favor+", 4, seed=1),
-        feature_maps.make("favor+", 4, seed=1),
-        feature_maps.make("paired", 4, inner="favor++", seed=2),
-        feature_maps.make("t2r", 4),
-    ]
+    random = {"name": "favor+", "seed": 1}
+    maps = (random, random, {"name": "paired", "inner": "favor++", "seed": 2}, "t2r")
     return nn.ModuleList([LinearRoPEAttention(8, 2, feature_map=fmap) for fmap in maps])
 
 
@@ -39,17 +35,16 @@ def test_random_maps_are_redrawn_every_so_many_steps_and_others_never() -> None:
 
 def test_every_process_draws_alike_whatever_its_generator_and_a_run_goes_on() -> None:
     first = model()
-    second = copy.deepcopy(first)
-    redraw = Redraw(first, every=2)
+    second, redraw = copy.deepcopy(first), Redraw(first, every=2)
     for _ in range(5):
         redraw.step()
     torch.manual_seed(99)
-    other = Redraw(second, every=2)
-    for _ in range(3):
-        other.step()
-    on = Redraw(second, every=2, done=other.done)
-    for _ in range(2):
-        on.step()
+    done = 0
+    for steps in (3, 2):
+        redraw = Redraw(second, every=2, done=done)
+        for _ in range(steps):
+            redraw.step()
+        done = redraw.done
     assert identities(second) == identities(first)
 
 

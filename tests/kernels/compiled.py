@@ -18,13 +18,8 @@ def run_compiled(*arguments: str) -> list[dict[str, Any]]:
 
 def run_compiled_text(*arguments: str) -> str:
     """Runs Python with those arguments and returns what it prints."""
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "0",
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}",
-    }
-    done = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False
-    )
+    paths = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

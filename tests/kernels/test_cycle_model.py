@@ -57,7 +57,5 @@ def test_the_loop_with_the_products_is_the_main_one() -> None:
     ("registers", "shared", "warps", "programs"),
     [(255, 57_344, 4, 2), (255, 57_344, 8, 1), (128, 36_864, 4, 4), (168, 82_944, 4, 2), (32, 0, 4, 16)],
 )
-def test_registers_and_shared_memory_say_how_many_programs_run(
-    registers: int, shared: int, warps: int, programs: int
-) -> None:
+def test_registers_and_shared_memory_say_how_many_programs_run(registers, shared, warps, programs) -> None:
     assert resident(registers, shared, warps) == programs

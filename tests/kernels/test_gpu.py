@@ -1,36 +1,19 @@
 """What only a GPU can show: compiled kernels, real sizes, races. ``make test-gpu`` runs these."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from linrope_kernels import INTERPRETED
 from torch import Tensor
 
 from linrope import Rotary, linear_rope_attention
-from tests.oracle import (
-    assert_same,
-    both_directions,
-    everything,
-    random_state,
-)
+from tests.oracle import assert_same, both_directions, everything, random_state
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(INTERPRETED, reason="needs a GPU: make test-gpu"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 TIMES = {torch.float32: 16, torch.bfloat16: 4, torch.float16: 4}  # of u M, in the numerics contract
+NORM = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # of a window of tokens
 every_dtype = pytest.mark.parametrize("dtype", UNIT, ids=lambda dtype: str(dtype).removeprefix("torch."))
-
-
-@pytest.fixture(autouse=True)
-def _poison() -> Iterator[None]:
-    """Fresh memory holds NaN: what a kernel does not write shows."""
-    torch.full((2**28,), float("nan"))  # freed at once, and given out again in pieces
-    yield
-    torch.cuda.synchronize()  # an error belongs to the test that caused it
 
 
 def fresh(b: int, n: int, h: int, d: int, *, g: int, e: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -43,10 +26,9 @@ def sizes(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, causal: bool, mask: T
     n, r = q.shape[1], q.shape[2] // k.shape[2]
     phi, psi = (torch.where(x > 0, x + 1, x.exp()) for x in (q.double(), k.double()))
     psi, v = (x.repeat_interleave(r, 2) for x in (psi, v.double()))
-    at = torch.arange(n)
-    phi_hat, psi_hat = (rotary(x, at).abs() for x in (phi, psi))
-    sees = torch.ones(n, n, dtype=torch.float64).tril() if causal else torch.ones(n, n, dtype=torch.float64)
-    sees = sees * mask[:, None]
+    phi_hat, psi_hat = (rotary(x, torch.arange(n)).abs() for x in (phi, psi))
+    sees = torch.ones(n, n, dtype=torch.float64)
+    sees = (sees.tril() if causal else sees) * mask[:, None]
     den = torch.einsum("bnhf,bmhf,bnm->bnh", phi, psi, sees)
     return torch.einsum("bnhf,bmhf,bnm,bmhe->bnhe", phi_hat, psi_hat, sees, v.abs()) / den[..., None]
 
@@ -60,9 +42,7 @@ def sizes(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, causal: bool, mask: T
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
 @pytest.mark.parametrize("masked", [False, True])
 @every_dtype
-def test_outputs_and_gradients_are_the_oracle_s(
-    dtype: torch.dtype, masked: bool, layout: str, n: int, d: int, e: int, h: int, g: int, causal: bool
-) -> None:
+def test_outputs_and_gradients_are_the_oracle_s(dtype, masked, layout, n, d, e, h, g, causal) -> None:
     q, k, v = fresh(2, n, h, d, g=g, e=e, dtype=dtype)
     how: dict[str, Any] = {"rotary": Rotary(d, layout=layout), "causal": causal}
     mask = torch.ones(2, n, dtype=torch.bool)
@@ -90,12 +70,11 @@ def test_long_sequences(dtype: torch.dtype, d: int, b: int) -> None:
     part = slice(b - 1, b)
     state = state.reorder(torch.tensor([b - 1]))
     oracle = everything(*(x[part].double() for x in (q, k, v)), state, backend="eager", **how)
-    allowed = {torch.float32: 1e-4, torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}[dtype]
     for name, expected in oracle.items():
         # Late outputs and gradients are far smaller than early ones: each window by its own size.
         windows = zip(actual[name][part].double().split(512, 1), expected.double().split(512, 1))
         for x, y in windows if expected.shape[1] == n else [(actual[name][part].double(), expected)]:
-            assert (x - y).norm() <= allowed * y.norm(), name
+            assert (x - y).norm() <= NORM[dtype] * y.norm(), name
 
 
 @every_dtype
@@ -117,18 +96,16 @@ def test_packed_sequences_with_decay_never_ask_the_device(dtype: torch.dtype) ->
     wide = [x.detach().double().requires_grad_() for x in leaves]
     oracle = linear_rope_attention(*wide, backend="eager", **how)
     expected = torch.autograd.grad(oracle, wide, torch.ones_like(oracle))
-    allowed = {torch.float32: 1e-4, torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}[dtype]
     for actual, x in zip((out, *grads), (oracle, *expected), strict=True):
         for part, y in zip(actual.double().split(512, 1), x.split(512, 1), strict=True):
-            assert (part - y).norm() <= allowed * y.norm()
+            assert (part - y).norm() <= NORM[dtype] * y.norm()
 
 
 def test_a_tensor_of_more_than_two_to_the_31_elements() -> None:
     h, d = 16, 64
     n = 2**31 // (h * d) + 200
-    q, k, v = (torch.randn(1, n, h, d, dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = (torch.randn(1, n, h, d, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     how: dict[str, Any] = {"rotary": Rotary(d)}
-    q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
     out = linear_rope_attention(q, k, v, backend="triton", **how)
     g_out = torch.randn_like(out)
     grads = torch.autograd.grad(out, (q, k, v), g_out)

@@ -1,38 +1,24 @@
 """What only a GPU can show of the layer's operators: large tensors, repeated bits, no waiting for the device."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from linrope_kernels import INTERPRETED
 from torch import Tensor
 
 from linrope.layer.operators import convolve, convolve_step, gated_norm
 from linrope.layer.operators.backends import choose
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(INTERPRETED, reason="needs a GPU: make test-gpu"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 LARGE, ROWS = 2**31, 300  # elements; tokens to compare
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-
-
-@pytest.fixture(autouse=True)
-def _poison() -> Iterator[None]:
-    """Fresh memory holds NaN: what a kernel does not write shows."""
-    torch.full((2**28,), float("nan"))  # freed at once, and given out again in pieces
-    yield
-    torch.cuda.synchronize()  # an error belongs to the test that caused it
 
 
 def close(actual: Tensor, exact: Tensor) -> None:
     """Numbers that were rounded once, or sums of many."""
     half = 1e-5 if actual.dtype == torch.float32 else 1.02 * torch.finfo(actual.dtype).eps / 2
-    torch.testing.assert_close(
-        actual.double(), exact.double(), rtol=half, atol=4e-6 * float(exact.abs().max())
-    )
+    least = 4e-6 * float(exact.abs().max())
+    torch.testing.assert_close(actual.double(), exact.double(), rtol=half, atol=least)
 
 
 def results(inputs: dict[str, Tensor | None], call: Any, g: Tensor | None = None) -> list[Tensor]:
@@ -49,12 +35,8 @@ def test_auto_takes_the_kernels() -> None:
 
 
 def convolution(n: int, c: int, dtype: torch.dtype, s: int) -> dict[str, Tensor | None]:
-    return {
-        "x": torch.randn(1, n, c, dtype=dtype),
-        "weight": torch.randn(c, 4),
-        "bias": torch.randn(c),
-        "before": torch.randn(s, 3, c, dtype=dtype),
-    }
+    x, before = torch.randn(1, n, c, dtype=dtype), torch.randn(s, 3, c, dtype=dtype)
+    return {"x": x, "weight": torch.randn(c, 4), "bias": torch.randn(c), "before": before}
 
 
 def test_a_convolution_of_more_than_two_to_the_31_elements() -> None:
@@ -68,13 +50,9 @@ def test_a_convolution_of_more_than_two_to_the_31_elements() -> None:
 
 
 def norm(n: int, h: int, e: int, dtype: torch.dtype, over: str) -> dict[str, Tensor | None]:
-    return {
-        "out": torch.randn(1, n, h, e, dtype=dtype),
-        "weight": torch.randn(h * e if over == "all" else e),
-        "gate": torch.randn(1, n, h * e, dtype=dtype),
-        "v": torch.randn(1, n, h, e, dtype=dtype),
-        "skip": torch.randn(h),
-    }
+    out, gate, v = (torch.randn(1, n, *size, dtype=dtype) for size in ((h, e), (h * e,), (h, e)))
+    weight = torch.randn(h * e if over == "all" else e)
+    return {"out": out, "weight": weight, "gate": gate, "v": v, "skip": torch.randn(h)}
 
 
 @pytest.mark.parametrize("over", ["head", "all"])
@@ -93,9 +71,7 @@ def test_sizes_of_models_and_a_hundred_repetitions_with_the_same_bits(dtype: tor
     lengths = torch.tensor([1, 700, 0, 3000, 64, 5000, 2], device="cpu")
     cuts = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int().cuda()
     n = int(lengths.sum())
-    cases: list[tuple[dict[str, Tensor | None], Any]] = [
-        (convolution(n, 1024, dtype, 7), lambda **x: convolve(**x, cu_seqlens=cuts, silu=True))
-    ]
+    cases = [(convolution(n, 1024, dtype, 7), lambda **x: convolve(**x, cu_seqlens=cuts, silu=True))]
     for h, e, over in ((16, 64, "head"), (16, 128, "all"), (64, 256, "all")):
         cases.append((norm(3000, h, e, dtype, over), lambda over=over, **x: gated_norm(**x, over=over)))
     for inputs, call in cases:

@@ -28,11 +28,9 @@ def test_whatever_cu_seqlens_holds_nothing_is_read_out_of_bounds() -> None:
         assert 0 <= int(bounds.min()) <= int(bounds.max()) <= 70
         assert bool((bounds.diff() >= 0).all())
         q = torch.zeros(1, 70, 1, 16)
-        call = launch.Call(
-            q=q, k=q, v=q, positions=torch.zeros(1, 70).long(), cu_seqlens=cuts, dot="ieee"
-        )  # fmt: skip
+        where = torch.zeros(1, 70).long()
+        call = launch.Call(q=q, k=q, v=q, positions=where, cu_seqlens=cuts, dot="ieee")
         spans = call.segments(70).spans
-        assert spans is not None
         assert bool((spans[:, 0] <= spans[:, 1]).all())
         assert 0 <= int(spans[:, :2].min()) <= int(spans[:, :2].max()) <= 70
         assert 0 <= int(spans[:, 2].min()) <= int(spans[:, 2].max()) < len(numbers) - 1
@@ -62,28 +60,19 @@ def test_float16_does_not_overflow_where_features_do() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "d", "why"),
-    [
-        (torch.float64, 16, r"backend='triton' cannot run: float64: use backend='eager'"),
-        pytest.param(
-            torch.bfloat16,
-            16,
-            r"bfloat16 in Triton's interpreter",
-            marks=pytest.mark.skipif(not INTERPRETED, reason="a GPU multiplies bfloat16"),
-        ),
-        (torch.float32, 258, r"258 features and 258 values per head: it takes up to 256"),
-    ],
-)
+    [(torch.float64, 16, r"backend='triton' cannot run: float64: use backend='eager'"),
+     *([(torch.bfloat16, 16, r"bfloat16 in Triton's interpreter")] if INTERPRETED else []),  # a GPU multiplies it
+     (torch.float32, 258, r"258 features and 258 values per head: it takes up to 256")],
+)  # fmt: skip
 def test_what_it_cannot_do_is_named(dtype: torch.dtype, d: int, why: str) -> None:
-    q, k, v = randoms(1, 2, 1, d, dtype=dtype)
     with pytest.raises(RuntimeError, match=why):
-        linear_rope_attention(q, k, v, backend="triton")
+        linear_rope_attention(*randoms(1, 2, 1, d, dtype=dtype), backend="triton")
 
 
 def test_a_float64_state_is_refused() -> None:
     q, k, v = randoms(1, 2, 1, 16, dtype=torch.float32)
-    _, state = linear_rope_attention(q, k, v, return_state=True)
     with pytest.raises(RuntimeError, match="float64"):
-        linear_rope_attention(q, k, v, state=state.to(dtype=torch.float64), backend="triton")
+        linear_rope_attention(q, k, v, state=random_state(k.double(), v.double(), {}), backend="triton")
 
 
 @pytest.mark.parametrize("packed", [False, True])

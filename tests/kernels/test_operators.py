@@ -56,33 +56,22 @@ def test_chunks_are_long_where_programs_are_many(channels: int, positions: int, 
 
 
 @pytest.mark.parametrize("cuts", [None, [0, 0, 1, 50, 50, 81, 130]], ids=["batch", "packed"])
-def test_long_chunks_and_several_blocks_of_channels(
-    cuts: list[int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_chunks_and_several_blocks_of_channels(cuts, monkeypatch) -> None:
     monkeypatch.setattr(convolution, "ENOUGH_PROGRAMS", 1)
     monkeypatch.setattr(convolution, "MOST_SUMS", 2)
-    s = 1 if cuts is None else len(cuts) - 1
-    inputs = {
-        "x": numbers(1, 130, 70),
-        "weight": numbers(70, 4, seed=2),
-        "bias": None,
-        "before": numbers(s, 3, 140, seed=3)[..., 70:],
-    }
+    before = numbers(1 if cuts is None else len(cuts) - 1, 3, 140, seed=3)[..., 70:]
+    inputs = {"x": numbers(1, 130, 70), "weight": numbers(70, 4, seed=2), "bias": None, "before": before}
     bounds = None if cuts is None else torch.tensor(cuts)
     compare(inputs, lambda **x: convolve(**x, cu_seqlens=bounds, silu=True))
 
 
 def test_inputs_before_an_empty_sequence_reach_nothing() -> None:
-    x, before = numbers(1, 9, 4).requires_grad_(), numbers(3, 2, 4)
-    weight = numbers(4, 3, seed=2).requires_grad_()
-    before[1] = torch.nan
-    before.requires_grad_()
+    inputs = {"x": numbers(1, 9, 4), "weight": numbers(4, 3, seed=2), "before": numbers(3, 2, 4)}
+    inputs["before"][1] = torch.nan
     cuts = torch.tensor([0, 4, 4, 9])
-    y = convolve(x, weight, before=before, cu_seqlens=cuts, silu=True, backend="triton")
-    gradients = torch.autograd.grad(y.sum(), (x, weight, before))
-    assert y.isfinite().all()
-    assert all(bool(g.isfinite().all()) for g in gradients)
-    assert not gradients[2][1].any()
+    found = differentiate(inputs, lambda x: convolve(**x, cu_seqlens=cuts, silu=True, backend="triton"))
+    assert all(bool(x.isfinite().all()) for x in found)
+    assert not found[-1][1].any()
 
 
 # ---- The norm
@@ -118,12 +107,9 @@ def test_programs_that_sum_over_many_tokens(form: str, monkeypatch: pytest.Monke
     tile = norm.tile(h, h // g, e, over_heads)
     monkeypatch.setattr(norm, "ELEMENTS", 2 * tile.elements * (1 if over_heads else tile.blocks))  # two parts
     inputs = {
-        "out": numbers(2, n, h, e),
-        "weight": numbers(h * e if over_heads else e, seed=2),
-        "gate": numbers(2, n, h * e, seed=3),
-        "v": numbers(2, n, g, e, seed=4),
-        "skip": numbers(h, seed=5),
-    }
+        "out": numbers(2, n, h, e), "weight": numbers(h * e if over_heads else e, seed=2),
+        "gate": numbers(2, n, h * e, seed=3), "v": numbers(2, n, g, e, seed=4), "skip": numbers(h, seed=5),
+    }  # fmt: skip
     compare(inputs, lambda **x: gated_norm(**x, **options))
 
 
@@ -133,30 +119,26 @@ def test_the_magnitudes_of_models(over: str) -> None:
     out, gate = 1e-3 * numbers(2, 20, 4, 16), 5 * numbers(2, 20, 64, seed=3)
     out[..., 2, :] *= 1e-4
     out[..., 3] *= 30
-    weight = numbers(64 if over == "all" else 16, seed=2)
-    compare(
-        {"out": out, "weight": weight, "gate": gate},
-        lambda **x: gated_norm(**x, over=over, gate_order="before" if over == "all" else "after"),
-    )
+    weight, order = numbers(64 if over == "all" else 16, seed=2), "before" if over == "all" else "after"
+    inputs = {"out": out, "weight": weight, "gate": gate}
+    compare(inputs, lambda **x: gated_norm(**x, over=over, gate_order=order))
 
 
 def test_what_they_cannot_do_is_named() -> None:
     x = torch.zeros(1, 2, 4)
-    with pytest.raises(RuntimeError, match="9 taps: it takes up to 8; use backend='eager'"):
-        convolve(x, torch.zeros(4, 9), backend="triton")
-    with pytest.raises(RuntimeError, match="float64: use backend='eager'"):
-        convolve(x.double(), torch.zeros(4, 2), backend="triton")
-    out, skip = torch.zeros(1, 1, 20, 1000), torch.zeros(20)
-    with pytest.raises(
-        RuntimeError, match="20 heads of 1000 values share a head of v: the kernel takes up to 16384"
-    ):
-        gated_norm(out, v=out[:, :, :1], skip=skip, backend="triton")
-    out, skip = torch.zeros(1, 1, 3, 5000), torch.zeros(3)  # 15,000 values in a tile of 4 times 8,192
-    with pytest.raises(RuntimeError, match="3 heads of 5000 values share a head of v"):
-        gated_norm(out, v=out[:, :, :1], skip=skip, backend="triton")
-    if INTERPRETED:
-        with pytest.raises(RuntimeError, match="bfloat16 in Triton's interpreter"):
-            convolve(x.bfloat16(), torch.zeros(4, 2), backend="triton")
+    refused = [
+        (x, 9, "9 taps: it takes up to 8; use backend='eager'"),
+        (x.double(), 2, "float64: use backend='eager'"),
+    ]
+    refused += [(x.bfloat16(), 2, "bfloat16 in Triton's interpreter")] if INTERPRETED else []
+    for inputs, taps, why in refused:
+        with pytest.raises(RuntimeError, match=why):
+            convolve(inputs, torch.zeros(4, taps), backend="triton")
+    # 3 heads of 5000 are 15,000 values in a tile of 4 times 8,192.
+    for h, e, limit in ((20, 1000, ": the kernel takes up to 16384"), (3, 5000, "")):
+        out = torch.zeros(1, 1, h, e)
+        with pytest.raises(RuntimeError, match=f"{h} heads of {e} values share a head of v{limit}"):
+            gated_norm(out, v=out[:, :, :1], skip=torch.zeros(h), backend="triton")
 
 
 # ---- What the compilers make of them
@@ -167,36 +149,22 @@ KERNELS = {
 }  # fmt: skip
 
 
-def compiled(capability: int, *forms: str) -> list[dict[str, Any]]:
-    found = run_compiled(str(Path(__file__).parent / "operators_without_gpu.py"), str(capability), *forms)
-    assert {x["kernel"] for x in found} == KERNELS
-    assert not [x for x in found if x["shared"] > SHARED_LIMIT[capability]]
-    return found
-
-
-@pytest.mark.long
-def test_they_compile_for_hopper_and_do_not_spill() -> None:
-    assert not [x for x in compiled(90) if x["spills"]]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_other_forms_do_so_on_every_gpu(capability: int) -> None:
-    assert not [x for x in compiled(capability, "all") if x["spills"]]
+def test_they_compile_for_every_gpu_and_do_not_spill(capability: int) -> None:
+    found = run_compiled(str(Path(__file__).parent / "operators_without_gpu.py"), str(capability), "all")
+    assert {x["kernel"] for x in found} == KERNELS
+    assert not [x for x in found if x["shared"] > SHARED_LIMIT[capability] or x["spills"]]
 
 
-EMULATED = [
-    (90, "bf16", ("packed", "norm over all")),
-    pytest.param(90, "bf16", (), marks=pytest.mark.long),
-    pytest.param(
-        90, "fp16", ("convolution", "two taps", "steps", "any bounds", "norm"), marks=pytest.mark.long
-    ),
-    pytest.param(80, "bf16", (), marks=pytest.mark.long),
-    pytest.param(90, "fp32", (), marks=pytest.mark.long),
-]
+LONG = [(90, "bf16", ()), (80, "bf16", ()), (90, "fp32", ()),
+        (90, "fp16", ("convolution", "two taps", "steps", "any bounds", "norm"))]  # fmt: skip
 
 
-@pytest.mark.parametrize(("capability", "dtype", "names"), EMULATED)
+@pytest.mark.parametrize(
+    ("capability", "dtype", "names"),
+    [(90, "bf16", ("packed", "norm over all")), *(pytest.param(*x, marks=pytest.mark.long) for x in LONG)],
+)
 def test_compiled_they_compute_the_same_without_races(capability: int, dtype: str, names: tuple) -> None:
     """In the emulator; its lines are the cases, no names all of them."""
     lines = run_compiled("-m", "tests.kernels.ptx.check_operators", str(capability), dtype, *names)

@@ -128,19 +128,9 @@ def test_a_matrix_is_stored_and_loaded_transposed() -> None:
     """Each lane holds two values of a row; after both each lane holds two of a column."""
     values = torch.randint(0, 2**15, (8, 8), dtype=torch.int16)
     out = torch.zeros(32, dtype=torch.int32)
-    run(
-        """
-        ld.global.b32 %r4, [%rd4];
-        shl.b32 %r6, %r1, 4;
-        stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r6], {%r4};
-        bar.sync 0;
-        ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%r5}, [%r6];
-        st.global.b32 [%rd5], %r5;
-        """,
-        values,
-        out,
-        threads=32,
-    )
+    store = "stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r6], {%r4}; bar.sync 0;"
+    load = "ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%r5}, [%r6]; st.global.b32 [%rd5], %r5;"
+    run("ld.global.b32 %r4, [%rd4]; shl.b32 %r6, %r1, 4;" + store + load, values, out, threads=32)
     assert torch.equal(out.view(torch.int16).reshape(8, 8), values.T)
 
 
@@ -156,17 +146,10 @@ def test_a_product_of_one_warp() -> None:
             for i in range(2):
                 lanes[lane, 4 + i, j] = b[column + 8 * i + j, row]
     out = torch.zeros(32, 4)
+    loads = "".join(f"ld.global.b32 %r{4 + i}, [%rd6+{4 * i}];" for i in range(6))
     run(
+        f"mul.wide.u32 %rd6, %r1, 24; add.s64 %rd6, %rd1, %rd6; {loads} mov.b32 %r10, 0f3F800000;"
         """
-        mul.wide.u32 %rd6, %r1, 24;
-        add.s64 %rd6, %rd1, %rd6;
-        ld.global.b32 %r4, [%rd6];
-        ld.global.b32 %r5, [%rd6+4];
-        ld.global.b32 %r6, [%rd6+8];
-        ld.global.b32 %r7, [%rd6+12];
-        ld.global.b32 %r8, [%rd6+16];
-        ld.global.b32 %r9, [%rd6+20];
-        mov.b32 %r10, 0f3F800000;
         mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
             {%r11, %r12, %r13, %r14}, {%r4, %r5, %r6, %r7}, {%r8, %r9}, {%r10, %r10, %r10, %r10};
         mul.wide.u32 %rd6, %r1, 16;
@@ -211,17 +194,14 @@ def test_within_a_warp_there_is_no_race() -> None:
 def test_programs_of_the_grid_have_no_barrier_between_them() -> None:
     found = run("st.global.b32 [%rd4], %r2;", numbers(), programs=3)
     assert found == {"two threads write different values to one address in one instruction": 1}
-    each = (
-        "mul.lo.s32 %r4, %r2, 256; cvt.u64.u32 %rd6, %r4; add.s64 %rd6, %rd4, %rd6;st.global.b32 [%rd6], %r2;"
-    )
+    each = "mul.lo.s32 %r4, %r2, 256; cvt.u64.u32 %rd6, %r4; add.s64 %rd6, %rd4, %rd6; st.global.b32 [%rd6], %r2;"
     out = torch.zeros(3 * 64, dtype=torch.int32)
     assert not run(each, out, programs=3)
     assert out.tolist() == [0] * 64 + [1] * 64 + [2] * 64
     found = run(each + "bar.sync 0; ld.global.b32 %r5, [%rd4];", out, programs=3)
     assert found["reads what another program of the grid wrote"] == 1
-    found = run(
-        "ld.global.b32 %r5, [%rd4];" + each.replace("256;", "256; add.s32 %r2, %r2, 5;"), out, programs=3
-    )
+    changed = each.replace("256;", "256; add.s32 %r2, %r2, 5;")
+    found = run("ld.global.b32 %r5, [%rd4];" + changed, out, programs=3)
     assert found["writes over what another program of the grid reads"] == 1
 
 
@@ -252,9 +232,8 @@ def test_a_wait_leaves_the_last_groups_on_their_way() -> None:
              "cp.async.commit_group; cp.async.wait_group 1; bar.sync 0;"  # fmt: skip
     data = torch.zeros(256, dtype=torch.int32)
     assert not run(COPY + second + "ld.shared.b32 %r5, [%r4];", data)
-    assert run(COPY + second + "ld.shared.b32 %r5, [%r6];", data) == {
-        "reads what cp.async has not brought yet": 1
-    }
+    found = run(COPY + second + "ld.shared.b32 %r5, [%r6];", data)
+    assert found == {"reads what cp.async has not brought yet": 1}
 
 
 def test_a_copy_of_nothing_writes_zeros_and_reads_no_memory() -> None:
@@ -279,19 +258,16 @@ PRODUCT = (
 )
 NO_FENCE = "no fence.proxy.async between st.shared and the matrix unit"
 START = "mov.b32 %r7, 0; mov.b32 %r8, 0; mov.b32 %r9, 0; mov.b32 %r10, 0;"
+FENCE, WAIT = "fence.proxy.async.shared::cta;", "wgmma.wait_group.sync.aligned 0;"
 
 
 def test_the_matrix_unit_needs_a_fence_and_a_barrier_before_it() -> None:
     out = torch.zeros(128, dtype=torch.float32)
-    fence, wait = (
-        "fence.proxy.async.shared::cta;",
-        "wgmma.wait_group.sync.aligned 0; st.global.b32 [%rd4], %r7;",
-    )
-    body = START + ONES + "BETWEEN;" + PRODUCT + wait
-    assert not run(body.replace("BETWEEN;", fence + "bar.sync 0;"), out, threads=128)
+    after = PRODUCT + WAIT + "st.global.b32 [%rd4], %r7;"
+    assert not run(START + ONES + FENCE + "bar.sync 0;" + after, out, threads=128)
     assert out.tolist() == [16.0] * 128
-    assert run(body.replace("BETWEEN;", "bar.sync 0;"), out, threads=128) == {NO_FENCE: 1}
-    found = run(body.replace("BETWEEN;", fence), out, threads=128)
+    assert run(START + ONES + "bar.sync 0;" + after, out, threads=128) == {NO_FENCE: 1}
+    found = run(START + ONES + FENCE + after, out, threads=128)
     assert found == {"the matrix unit reads what was written since the last barrier": 1}
 
 
@@ -300,29 +276,21 @@ def test_the_matrix_unit_needs_a_fence_after_a_copy() -> None:
     copy = COPY.replace("%r4, %r1, 4", "%r4, %r1, 5").replace("cp.async.commit_group;", "")
     copy += "add.s64 %rd6, %rd6, 16; cp.async.cg.shared.global [ %r4 + 16 ], [ %rd6 + 0 ], 0x10;"
     copy += "cp.async.commit_group;"
-    wait = "wgmma.wait_group.sync.aligned 0; st.global.b32 [%rd5], %r7;"
-    body = START + copy + "cp.async.wait_group 0; BETWEEN; bar.sync 0;" + PRODUCT + wait
-    assert not run(body.replace("BETWEEN;", "fence.proxy.async.shared::cta;"), data, out, threads=128)
+    arrived, after = "cp.async.wait_group 0;", "bar.sync 0;" + PRODUCT + WAIT + "st.global.b32 [%rd5], %r7;"
+    assert not run(START + copy + arrived + FENCE + after, data, out, threads=128)
     assert out.tolist() == [16.0] * 128
-    found = run(body.replace("BETWEEN;", ""), data, out, threads=128)
-    assert found == {"no fence.proxy.async between cp.async and the matrix unit": 1}
-    early = body.replace(
-        "cp.async.wait_group 0; BETWEEN;", "fence.proxy.async.shared::cta; cp.async.wait_group 0;"
-    )
-    assert run(early, data, out, threads=128) == found
+    for late in (arrived, FENCE + arrived):
+        found = run(START + copy + late + after, data, out, threads=128)
+        assert found == {"no fence.proxy.async between cp.async and the matrix unit": 1}
 
 
 def test_what_the_matrix_unit_works_on_must_be_waited_for() -> None:
-    ready = START + ONES + "fence.proxy.async.shared::cta; bar.sync 0;" + PRODUCT
-    out = torch.zeros(128)
-    found = run(ready + "st.global.b32 [%rd4], %r7;", out, threads=128)
+    ready = START + ONES + FENCE + "bar.sync 0;" + PRODUCT
+    found = run(ready + "st.global.b32 [%rd4], %r7;", torch.zeros(128), threads=128)
     assert found == {"%r7 is read while the matrix unit works on it": 1}
-    found = run(ready + "bar.sync 0; mov.b32 %r11, 0; st.shared.b32 [%r4], %r11;", threads=128)
-    assert found == {"writes over what another warp reads": 1}
-    assert not run(
-        ready + "wgmma.wait_group.sync.aligned 0; bar.sync 0; mov.b32 %r11, 0; st.shared.b32 [%r4], %r11;",
-        threads=128,
-    )
+    write = "bar.sync 0; mov.b32 %r11, 0; st.shared.b32 [%r4], %r11;"
+    assert run(ready + write, threads=128) == {"writes over what another warp reads": 1}
+    assert not run(ready + WAIT + write, threads=128)
 
 
 # ---- What no GPU would run
@@ -357,12 +325,7 @@ def test_what_no_gpu_would_run_and_what_is_not_covered_raises(body: str, why: st
 def test_a_part_of_a_register_may_be_undefined_if_nobody_reads_it() -> None:
     out = torch.zeros(64, dtype=torch.int32)
     run(
-        """
-        cvt.u16.u32 %rs1, %r1;
-        mov.b32 %r4, {%rs1, %rs2};
-        and.b32 %r4, %r4, 0xFFFF;
-        st.global.b32 [%rd4], %r4;
-        """,
+        "cvt.u16.u32 %rs1, %r1; mov.b32 %r4, {%rs1, %rs2}; and.b32 %r4, %r4, 0xFFFF; st.global.b32 [%rd4], %r4;",
         out,
     )
     assert torch.equal(out, numbers())

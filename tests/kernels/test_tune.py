@@ -7,9 +7,7 @@ from linrope_kernels import tiles
 
 
 @pytest.mark.parametrize("kernel", ["scan_fwd", "dq"])
-def test_the_fastest_right_candidate_wins_and_the_table_stays(
-    kernel: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_fastest_right_candidate_wins_and_the_table_stays(kernel, monkeypatch, capsys) -> None:
     good, bad = tiles.Tile(32, 32, 64, 4, 1), tiles.Tile(16, 32, 64, 4, 1)
     monkeypatch.setattr(tune, "candidates", lambda kernel, size: [bad, good])
     shipped = dict(tiles.TABLE["ieee"])

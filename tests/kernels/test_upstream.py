@@ -9,9 +9,8 @@ import triton
 from tests.kernels.compiled import run_compiled_text
 
 FOLDER = Path(__file__).parent / "upstream"
-SECTIONS = dict(
-    re.findall(r"^## (\w+\.py)\n(.*?)(?=^## |\Z)", (FOLDER / "README.md").read_text(), re.M | re.S)
-)
+README = (FOLDER / "README.md").read_text()
+SECTIONS = dict(re.findall(r"^## (\w+\.py)\n(.*?)(?=^## |\Z)", README, re.M | re.S))
 
 
 def blocks(section: str) -> dict[str, str]:

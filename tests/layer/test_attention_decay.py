@@ -1,34 +1,20 @@
-"""The layer's decay, exact whatever happens to the model; its norm in the normalizer's place; its repr."""
+"""The layer's decay, exact whatever happens to the model, and its new values from reset_parameters."""
 
 import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.testing import assert_close
 
-from linrope import LinearRoPEAttention, linear_rope_attention
-
-ALL = {
-    "decay": "learned", "forget_gate": {"longest": 64}, "rotary": "selective", "short_conv": 4,
-    "qk_norm": True, "out_norm": True, "gate": True, "bias": True, "num_kv_heads": 2, "value_head_dim": 6,
-    "feature_map": "hedgehog",
-}  # fmt: skip
+from linrope import LinearRoPEAttention
+from tests.layer.cases import GATED
 
 
-def numbers(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def make(dtype: torch.dtype = torch.float64, **options) -> LinearRoPEAttention:
-    torch.manual_seed(0)
-    layer = LinearRoPEAttention(16, 4, **options).to(dtype)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return layer
+def test_retnet_decay_is_the_paper_s() -> None:
+    decay = LinearRoPEAttention(16, 4, decay="retnet").decay
+    assert decay.tolist() == [1 - 1 / 32, 1 - 1 / 64, 1 - 1 / 128, 1 - 1 / 256]
 
 
 def test_a_fixed_decay_survives_casting_averaging_and_the_meta_device() -> None:
@@ -42,7 +28,7 @@ def test_a_fixed_decay_survives_casting_averaging_and_the_meta_device() -> None:
     cast = LinearRoPEAttention(16, 4, decay=numbers_given, dtype=torch.bfloat16)
     cast.load_state_dict(halves)
     empty = LinearRoPEAttention(16, 4, decay=numbers_given, device="meta").to_empty(device="cpu")
-    for other in (layer.half(), averaged.module, cast, empty, copy.deepcopy(layer)):
+    for other in (averaged.module, cast, empty, copy.deepcopy(layer), layer.half(), layer.bfloat16().float()):
         assert other.decay.tolist() == numbers_given
         assert other.decay.dtype == torch.float64
 
@@ -62,7 +48,7 @@ def test_a_learned_decay_starts_spread_and_stays_below_1() -> None:
     assert bool(((layer.decay > 0) & (layer.decay < 1)).all())
 
 
-@pytest.mark.parametrize("options", [ALL, {"feature_map": "favor+", "decay": "learned"}])
+@pytest.mark.parametrize("options", [GATED["all"], {"feature_map": "favor+", "decay": "learned"}])
 def test_reset_parameters_makes_a_new_layer_of_an_empty_one(options) -> None:
     layer = LinearRoPEAttention(16, 4, **options, device="meta").to_empty(device="cpu")
     for parameter in layer.parameters():
@@ -73,47 +59,3 @@ def test_reset_parameters_makes_a_new_layer_of_an_empty_one(options) -> None:
         if name in dict(fresh.named_parameters()):
             assert torch.equal(layer.get_parameter(name), fresh.get_parameter(name))
     assert bool(layer(torch.randn(1, 5, 16)).isfinite().all())
-
-
-# ---- The norm in the normalizer's place.
-
-
-@pytest.mark.parametrize("feature_map", ["elu+1", "hedgehog", "relu", "softmax"])
-@torch.no_grad()
-def test_a_norm_gives_what_it_gave_behind_the_normalizer_up_to_its_eps(feature_map: str) -> None:
-    layer, x = make(feature_map=feature_map, out_norm=True, decay="spread"), numbers(2, 50, 16)
-    q, k, v = (p(x).unflatten(-1, (4, 4)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-    how = {"feature_map": layer.feature_map, "rotary": layer.rotary, "decay": layer.decay}
-    out = linear_rope_attention(q, k, v, **how)
-    expected = layer.o_proj(F.rms_norm(out, (4,), layer.out_norm.weight, eps=1e-6).flatten(-2))
-    # eps was added to squares of averages of values, most of which are above 1e-2.
-    error = (layer(x) - expected).norm() / expected.norm()
-    assert float(error) < 1e-3
-
-
-def test_the_norm_takes_the_normalizer_s_place_where_the_numerator_stays_in_range(monkeypatch) -> None:
-    seen = []
-
-    def spy(*args, normalize: bool, **how):
-        seen.append(normalize)
-        return linear_rope_attention(*args, normalize=normalize, **how)
-
-    monkeypatch.setattr("linrope.layer.attention.linear_rope_attention", spy)
-    x = numbers(1, 5, 16)
-    for options in ({}, {"out_norm": True}, {"out_norm": True, "feature_map": "exp"}):
-        make(**options)(x)
-    make(torch.float16, out_norm=True)(x.half())
-    assert seen == [True, False, True, True]
-
-
-def test_repr_says_what_the_layer_is_in_a_line() -> None:
-    line = repr(LinearRoPEAttention(16, 4, **ALL)).split("\n")[1].strip()
-    assert line == (
-        "heads=4, kv_heads=2, head_dim=4, value_head_dim=6, feature_map=Hedgehog, rotary=selective "
-        "interleaved, decay=learned [0.5, 0.9998], forget_gate, short_conv, qk_norm, out_norm, gate"
-    )
-    assert "heads=4, kv_heads=4, head_dim=4, value_heads=8" in repr(
-        LinearRoPEAttention(16, 4, num_value_heads=8)
-    )
-    assert "decay=[0.9688, 0.9844, 0.9922, 0.9961]" in repr(LinearRoPEAttention(16, 4, decay="retnet"))
-    assert "decay" in repr(LinearRoPEAttention(16, 4, decay="learned", device="meta"))

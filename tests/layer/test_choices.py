@@ -19,43 +19,32 @@ def make(**options) -> LinearRoPEAttention:
         ({"rotary": {"name": "selective", "axes": 2}}, "rotary: got .*expected one without axes"),
         ({"rotary": {"name": "selected"}}, "rotary='selected': expected one of selective"),
         ({"rotary": "selectiv"}, "rotary='selectiv': expected one of .*did you mean 'selective'"),
-        ({"rotary": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor=1.5: expected a number above 0"),
-        ({"rotary": {"partial_rotary_factor": "x"}}, "partial_rotary_factor='x': expected a number above 0"),
-        (
-            {"rotary": {"partial_rotary_factor": 0.5, "rotary_dim": 2}},
-            "rotary: got rotary_dim and partial_rot",
-        ),
-        ({"forget_gate": {"shortest": 1}}, "forget_gate={'shortest': 1}: expected True, False, or a dict"),
-        ({"forget_gate": 3}, "forget_gate=3: expected True, False, or a dict"),
-        ({"forget_gate": None}, "forget_gate=None: expected True, False, or a dict"),
+        *(({"rotary": {"partial_rotary_factor": x}}, f"partial_rotary_factor={x!r}: expected a number above 0")
+          for x in (1.5, "x")),
+        ({"rotary": {"partial_rotary_factor": 0.5, "rotary_dim": 2}}, "rotary: got rotary_dim and partial_rot"),
+        *(({"forget_gate": x}, f"forget_gate={x}: expected True, False, or a dict")
+          for x in ({"shortest": 1}, 3, None)),
         ({"short_conv": 1}, "short_conv=1: expected the number of taps"),
         ({"short_conv": {"activation": "relu"}}, "activation='relu': expected one of silu, None"),
         ({"short_conv": {"start": "zero"}}, "start='zero': expected one of identity, uniform"),
         ({"short_conv": {"kernel": 4}}, "short_conv: got the key 'kernel', expected one of taps, activation"),
+        ({"feature_map": {"name": "paired", "inner": "silu"}}, "(?s)feature_map=PairedMap.*'interleaved'.*are signed"),
         ({"write_gate": "tied"}, "write_gate='tied': expected None without a forget_gate"),
-        (
-            {"write_gate": "tie", "forget_gate": True},
-            "write_gate='tie': expected one of tied, independent, None",
-        ),
+        ({"write_gate": "tie", "forget_gate": True}, "write_gate='tie': expected one of tied, independent, None"),
         ({"skip": "inside"}, "skip='inside': expected one of before, after, None"),
         ({"gate": "inside"}, "gate='inside': expected one of before, after, True or False"),
         ({"out_norm": "heads"}, "out_norm='heads': expected one of head, all"),
-        ({"out_norm": {"span": "all"}}, "out_norm: got the key 'span', expected one of over, eps"),
-        ({"out_norm": {"eps": -1.0}}, "out_norm: got eps=-1.0, expected a positive finite number"),
-        ({"out_norm": {"eps": None}}, "out_norm: got eps=None, expected a positive finite number"),
-        ({"out_norm": {"eps": "x"}}, "out_norm: got eps='x', expected a positive finite number"),
+        *(({"out_norm": {"eps": x}}, f"out_norm: got eps={x!r}, expected a positive finite number")
+          for x in (-1.0, None, "x")),
         ({"qk_bias": True}, "qk_bias=True: expected qk_norm=True with it"),
         ({"num_value_heads": 6}, "num_value_heads=6: expected a multiple of num_heads=4"),
-        (
-            {"num_value_heads": 8, "num_kv_heads": 2},
-            "num_value_heads=8: expected None, as num_kv_heads=2 differs",
-        ),
+        ({"num_value_heads": 8, "num_kv_heads": 2}, "num_value_heads=8: expected None, as num_kv_heads=2 differs"),
         ({"decay": {"name": "spread", "shortest": 1}}, r"decay: got \['shortest'\] with name='spread'"),
         ({"decay": {"longest": 1}}, r"decay: got the keys \['longest'\], expected the key 'name'"),
         ({"decay": {"name": "retnet", "longest": 9}}, r"decay: got \['longest'\] with name='retnet'"),
         ({"decay": {"name": "learned", "longest": 0}}, "longest=0: expected a finite number of tokens"),
     ],
-)
+)  # fmt: skip
 def test_choices_that_do_not_fit_are_refused(options, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(**options)
@@ -66,37 +55,38 @@ def test_a_bias_of_the_convolution_that_is_no_bool_is_refused() -> None:
         make(short_conv={"bias": 1})
 
 
-def test_one_value_head_for_one_head_is_accepted() -> None:
-    assert LinearRoPEAttention(8, 1, num_value_heads=1)(torch.randn(1, 3, 8)).shape == (1, 3, 8)
-
-
 @pytest.mark.parametrize("options", [{"forget_gate": True}, {"rotary": "selective"}, {"short_conv": 4}])
 def test_a_context_is_refused_by_what_steps_through_one_sequence(options) -> None:
     with pytest.raises(ValueError, match=r"context: got a tensor with .*expected None"):
         make(**options)(torch.randn(1, 5, 16), torch.randn(1, 5, 16))
 
 
-def test_states_without_the_convolution_s_inputs_are_refused_and_so_are_others() -> None:
+@pytest.mark.parametrize(
+    ("taps", "own_taps", "message"),
+    [
+        (None, 4, r"state: got conv .*None, expected \(3, 48\)"),
+        (4, 2, r"state: got conv .*\(3, 48\), expected \(1, 48\)"),
+        (4, None, r"state: got conv .*\(3, 48\), expected None"),
+    ],
+)
+def test_states_without_the_convolution_s_inputs_are_refused(taps, own_taps, message: str) -> None:
     x = torch.randn(2, 5, 16)
-    _, plain = make()(x, return_state=True)
-    _, four = make(short_conv=4)(x, return_state=True)
-    with pytest.raises(ValueError, match=r"state: got conv .*None, expected \(3, 48\)"):
-        make(short_conv=4)(x, state=plain)
-    with pytest.raises(ValueError, match=r"state: got conv .*\(3, 48\), expected \(1, 48\)"):
-        make(short_conv=2)(x, state=four)
-    with pytest.raises(ValueError, match=r"state: got conv .*\(3, 48\), expected None"):
-        make()(x, state=four)
+    _, state = make(short_conv=taps)(x, return_state=True)
+    with pytest.raises(ValueError, match=message):
+        make(short_conv=own_taps)(x, state=state)
+
+
+def test_with_a_convolution_other_states_are_refused() -> None:
+    layer, x = make(short_conv=4), torch.randn(2, 5, 16)
     with pytest.raises(ValueError, match=r"state: got 2 sequences, expected 1"):
-        make(short_conv=4)(x[:1], state=four)
+        layer(x[:1], state=layer(x, return_state=True)[1])
     with pytest.raises(TypeError, match="state: got tuple"):
-        make(short_conv=4)(x, state=(1, 2))
+        layer(x, state=(1, 2))
 
 
 @pytest.mark.parametrize(
     ("dim", "share", "turned"), [(64, 0.25, 16), (12, 0.25, 2), (4, 0.25, 2), (30, 0.5, 14), (8, 1, 8)]
 )
-def test_a_share_of_the_features_turns_rounded_down_to_an_even_number(
-    dim: int, share: float, turned: int
-) -> None:
+def test_a_share_of_the_features_turns_rounded_down_to_an_even_number(dim, share, turned) -> None:
     rotary = make(head_dim=dim, rotary={"partial_rotary_factor": share, "layout": "half"}).rotary
     assert (rotary.dim, rotary.rotary_dim, rotary.layout) == (dim, turned, "half")

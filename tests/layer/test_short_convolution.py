@@ -4,17 +4,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
 
 from linrope.layer.short_convolution import ShortConvolution
+from tests.layer.cases import numbers
 
 C = 6
-
-
-def numbers(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def make(taps: int = 4) -> ShortConvolution:
@@ -66,9 +62,7 @@ MASKS = {
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("cut", [0, 1, 4, 9])
-def test_hidden_tokens_are_skipped_wherever_they_stand_and_whatever_they_hold(
-    mask: list[int], cut: int
-) -> None:
+def test_hidden_tokens_are_skipped_wherever_they_stand_and_whatever_they_hold(mask, cut: int) -> None:
     convolution, shown = make(), torch.tensor(mask).bool()
     both = torch.stack((shown, torch.ones(9, dtype=torch.bool)))
     x = numbers(2, 9, C)
@@ -87,27 +81,19 @@ def test_hidden_tokens_are_skipped_wherever_they_stand_and_whatever_they_hold(
     assert not x.grad[0, ~shown].any()
 
 
-@pytest.mark.parametrize("cuts", [[0, 9], [0, 4, 4, 9], [0, 1, 2, 8, 9], [0, 0, 9, 9]])
+@pytest.mark.parametrize("cuts", [[0, 9], [0, 4, 4, 9], [0, 1, 2, 8, 9], [0, 0, 9, 9], [0, 0, 0]], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_packed_sequences_do_not_see_each_other(cuts: list[int], masked: bool) -> None:
-    convolution, x, bounds = make(), numbers(1, 9, C), torch.tensor(cuts)
-    before = numbers(len(cuts) - 1, 3, C, seed=2)
-    mask = (
-        torch.tensor([[1, 0, 1, 1, 1, 0, 1, 1, 0]]).bool() if masked else torch.ones(1, 9, dtype=torch.bool)
-    )
+    n, convolution, bounds = cuts[-1], make(), torch.tensor(cuts)
+    x, before = numbers(1, n, C), numbers(len(cuts) - 1, 3, C, seed=2)
+    mask = torch.tensor([[1, 0, 1, 1, 1, 0, 1, 1, 0] if masked else [1] * 9]).bool()[:, :n]
     y, last = convolution(x, before, mask if masked else None, bounds)
+    assert y.shape == x.shape
     for i, (a, b) in enumerate(pairwise(cuts)):
         shown = mask[0, a:b]
         alone, alone_last = convolution(x[:, a:b][:, shown], before[i : i + 1])
         assert torch.equal(y[:, a:b][:, shown], alone)
         assert torch.equal(last[i : i + 1], alone_last)
-
-
-def test_packed_sequences_of_no_tokens_keep_what_they_had() -> None:
-    before = numbers(2, 3, C)
-    y, last = make()(numbers(1, 0, C), before, None, torch.tensor([0, 0, 0]))
-    assert y.shape == (1, 0, C)
-    assert torch.equal(last, before)
 
 
 def test_gradients_pass_through_masks_packing_and_what_came_before() -> None:

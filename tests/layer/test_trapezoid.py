@@ -7,16 +7,12 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from linrope import LinearAttentionState, Rotary, feature_maps, linear_rope_attention
-from linrope.backends import native
+from linrope import Rotary, feature_maps
 from linrope.layer.trapezoid import trapezoidal_attention
+from tests.layer.cases import assert_same_state, needs_native, numbers
 from tests.trapezoid_loop import trapezoidal_loop
 
 N, G, D, E = 12, 2, 4, 3
-
-
-def numbers(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def tokens(b: int = 2, n: int = N, h: int = G, *, gates: bool = True, pairs: int = 0) -> dict[str, Tensor]:
@@ -53,39 +49,29 @@ CALLS = {
 every_call = pytest.mark.parametrize(("shape", "options", "positions"), CALLS.values(), ids=CALLS)
 
 
-def by_loop(
-    given: dict[str, Tensor], options: dict, positions: Tensor | None, mask: Tensor | None = None
-) -> Tensor:
+def by_loop(given: dict, options: dict, positions: Tensor | None, mask: Tensor | None = None) -> Tensor:
     """The outputs by the plain loop, of the tokens that the mask shows."""
-    q, k, v, share = (given[name] for name in ("q", "k", "v", "share"))
     fmap, rotary = options.get("feature_map"), options.get("rotary")
     fmap = feature_maps.make(fmap, D) if isinstance(fmap, str) else fmap
-    b, n = k.shape[:2]
+    b, n, h, _ = given["q"].shape
     places = (torch.arange(n) if positions is None else positions).double().expand(b, n)
-    outs = torch.zeros(*q.shape[:3], E, dtype=torch.float64)
+    outs = torch.zeros(b, n, h, E, dtype=torch.float64)
     for row in range(b):
         shown = torch.ones(n, dtype=torch.bool) if mask is None else mask[row]
-        p = places[row, shown]
-        angles = torch.zeros(len(p), G, 0, dtype=torch.float64)
+        p, own = places[row, shown], {name: x[row, shown] for name, x in given.items()}
+        q, k, v, share = (own[name] for name in ("q", "k", "v", "share"))
+        if fmap is not None:
+            q, k = fmap.queries(q[None])[0], fmap.keys(k[None])[0]
+        angles = own.get("angle_steps", p.new_zeros(len(p), G, 1)).cumsum(0)
         if rotary is not None:
-            angles = p[:, None, None] * rotary.frequencies[0].expand(G, -1)
-        if "angle_steps" in given:
-            turns = given["angle_steps"][row, shown].cumsum(0)
-            angles = turns if rotary is None else angles + turns
-        log_decay = (
-            given["log_decay"][row, shown] if "log_decay" in given else torch.zeros_like(share[row, shown])
-        )
+            angles = angles + p[:, None, None] * rotary.frequencies[0].expand(G, -1)
+        log_decay = own.get("log_decay", torch.zeros_like(share))
         if "decay" in options:
             log_decay = log_decay + torch.cat((p[:1], p.diff()))[:, None] * options["decay"].log()
-        write = given["write"][row, shown] if "write" in given else torch.ones_like(log_decay)
-        own_q, own_k = q[row, shown], k[row, shown]
-        if fmap is not None:
-            own_q, own_k = fmap.queries(own_q[None])[0], fmap.keys(own_k[None])[0]
-        parts = own_q, own_k, v[row, shown], share[row, shown]
+        write = own.get("write", torch.ones_like(share))
         layout = "interleaved" if rotary is None else rotary.layout
-        outs = outs.index_put(
-            (torch.tensor(row), shown), trapezoidal_loop(*parts, write, log_decay, angles, layout)
-        )
+        out = trapezoidal_loop(q, k, v, share, write, log_decay, angles, layout)
+        outs = outs.index_put((torch.tensor(row), shown), out)
     return outs
 
 
@@ -106,29 +92,14 @@ def in_pieces(given: dict, options: dict, cuts, positions: Tensor | None = None,
     return torch.cat(outs, 1), state
 
 
-def assert_same_state(a: LinearAttentionState, b: LinearAttentionState) -> None:
-    assert a.identity == b.identity
-    assert torch.equal(a.position, b.position)
-    for name in ("kv", "last_token"):
-        assert_close(getattr(a, name), getattr(b, name))
-
-
 @every_call
 @pytest.mark.parametrize("backend", ["reference", "eager"])
-def test_outputs_are_those_of_the_loop(shape, options, positions, backend: str) -> None:
-    given = tokens(**shape)
-    out = trapezoidal_attention(**given, **options, positions=positions, backend=backend)
-    assert_close(out, by_loop(given, options, positions), rtol=1e-11, atol=1e-11)
-
-
-@every_call
-@pytest.mark.parametrize("cuts", [range(N + 1), (0, 5, N), (0, 1, 1, 7, N), (0, 0, N)], ids=str)
-def test_cut_anywhere_the_calls_are_one_call(shape, options, positions, cuts) -> None:
-    given = tokens(**shape)
+@pytest.mark.parametrize("cuts", [(0, N), range(N + 1), (0, 5, N), (0, 1, 1, 7, N), (0, 0, N)], ids=str)
+def test_outputs_are_those_of_the_loop_cut_anywhere(shape, options, positions, cuts, backend: str) -> None:
+    given, options = tokens(**shape), {**options, "backend": backend}
     out, state = in_pieces(given, options, cuts, positions)
     assert_close(out, by_loop(given, options, positions), rtol=1e-11, atol=1e-11)
-    _, whole = in_pieces(given, options, (0, N), positions)
-    assert_same_state(state, whole)
+    assert_same_state(state, in_pieces(given, options, (0, N), positions)[1])
 
 
 MASKS = {
@@ -156,28 +127,21 @@ def test_hidden_tokens_are_skipped_whatever_they_hold(shape, options, positions,
 
 
 @every_call
-def test_packed_sequences_are_those_alone_and_go_on_apart(shape, options, positions) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_packed_sequences_are_those_alone_and_go_on_apart(shape, options, positions, masked: bool) -> None:
     given, bounds = tokens(b=1, **shape), [0, 4, 4, 9, N]
-    mask = torch.tensor([[1, 1, 0, 1, 0, 1, 1, 1, 0, 1, 1, 1]]).bool()
-    for shown in (None, mask):
-        how = {"positions": positions, "key_mask": shown}
-        packed, states = trapezoidal_attention(
-            **given, **options, **how, cu_seqlens=torch.tensor(bounds), return_state=True
+    mask = torch.tensor([[1, 1, 0, 1, 0, 1, 1, 1, 0, 1, 1, 1]]).bool() if masked else None
+    how = {**options, "cu_seqlens": torch.tensor(bounds), "positions": positions, "key_mask": mask}
+    packed, states = trapezoidal_attention(**given, **how, return_state=True)
+    after = tokens(b=1, n=4, **shape)
+    more = trapezoidal_attention(**after, **options, cu_seqlens=torch.arange(5), state=states)
+    for i, (a, b) in enumerate(pairwise(bounds)):
+        alone, state = in_pieces(given, options, (a, b), positions, mask)
+        assert_close(packed[:, a:b], alone)
+        assert_same_state(state, states, slice(i, i + 1))
+        assert_close(
+            more[:, i : i + 1], trapezoidal_attention(**cut(after, i, i + 1), **options, state=state)
         )
-        after = tokens(b=1, n=4, **shape)
-        more = trapezoidal_attention(**after, **options, cu_seqlens=torch.arange(5), state=states)
-        for i, (a, b) in enumerate(pairwise(bounds)):
-            part = {
-                name: x[:, a:b] if x is not None else None for name, x in how.items() if name == "key_mask"
-            }
-            places = None if positions is None else positions[a:b]
-            alone, state = trapezoidal_attention(
-                **cut(given, a, b), **options, **part, positions=places, return_state=True
-            )
-            assert_close(packed[:, a:b], alone)
-            assert_same_state(states.reorder(torch.tensor([i])), state)
-            next_alone = trapezoidal_attention(**cut(after, i, i + 1), **options, state=state)
-            assert_close(more[:, i : i + 1], next_alone)
 
 
 @every_call
@@ -196,17 +160,7 @@ def test_gradients_are_those_of_the_loop_also_through_states(shape, options, pos
     for cuts in ((0, N), (0, 1, 5, N)):
         out, _ = in_pieces(given, options, cuts, positions, mask)
         found = torch.autograd.grad((out * weight).sum(), list(given.values()))
-        for name, a, b in zip(given, found, expected, strict=True):
-            assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def test_with_the_whole_share_it_is_the_operation() -> None:
-    given = tokens(pairs=2)
-    share, write = given.pop("share"), given.pop("write")
-    out = trapezoidal_attention(**given, write=write, share=torch.ones_like(share), rotary=Rotary(D))
-    given["v"] = given["v"] * write[..., None]
-    expected = linear_rope_attention(**given, feature_map=None, normalize=False, rotary=Rotary(D))
-    assert_close(out, expected)
+        assert_close(dict(zip(given, found)), dict(zip(given, expected)), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -215,9 +169,8 @@ def test_a_later_token_changes_no_bit_of_an_earlier_output(dtype: torch.dtype) -
     before = trapezoidal_attention(**given, rotary=Rotary(D))
     for changed in (7.0, torch.nan):
         other = {name: x.clone() for name, x in given.items()}
-        for name in ("q", "k", "v", "share", "write", "angle_steps"):
-            other[name][:, 25:] = changed
-        other["log_decay"][:, 25:] = -0.5
+        for name, x in other.items():
+            x[:, 25:] = -0.5 if name == "log_decay" else changed
         assert torch.equal(trapezoidal_attention(**other, rotary=Rotary(D))[:, :25], before[:, :25])
 
 
@@ -239,7 +192,7 @@ def test_errors_stay_within_the_bound_of_the_numerics_contract(dtype: torch.dtyp
     assert worst < (16 if dtype == torch.float32 else 4), worst
 
 
-@pytest.mark.skipif(native.why_not() is not None, reason=f"backend native: {native.why_not()}")
+@needs_native
 @torch.no_grad()
 def test_a_long_decoding_loop_in_one_memory_is_the_loop() -> None:
     given, options = tokens(n=60, pairs=2), {"rotary": Rotary(D)}

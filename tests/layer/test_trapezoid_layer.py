@@ -1,29 +1,19 @@
 """LinearRoPEAttention with trapezoid=True. ``test_gated_attention`` holds it to the promises of all options."""
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
 from linrope import LinearAttentionState, LinearRoPEAttention
-from linrope.backends import native
 from linrope.layer import step
-
-
-def numbers(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.layer import cases
+from tests.layer.cases import needs_native, numbers
 
 
 def make(dtype: torch.dtype = torch.float64, **options) -> LinearRoPEAttention:
-    torch.manual_seed(0)
-    options = {"forget_gate": True, "write_gate": "tied", "out_norm": True, "trapezoid": True, **options}
-    layer = LinearRoPEAttention(16, 4, **options).to(dtype)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return layer
+    defaults = {"forget_gate": True, "write_gate": "tied", "out_norm": True, "trapezoid": True}
+    return cases.make(dtype, **{**defaults, **options})
 
 
 def test_the_gate_starts_at_one_half_and_has_a_place_in_the_repr() -> None:
@@ -36,29 +26,13 @@ def test_the_gate_starts_at_one_half_and_has_a_place_in_the_repr() -> None:
 
 
 def test_a_layer_whose_share_is_one_is_the_layer_without_the_option() -> None:
-    with_option, without = make(), make(trapezoid=False)
-    without.load_state_dict(
-        {name: x for name, x in with_option.state_dict().items() if "trapezoid" not in name}
-    )
+    with_option, without = (make(trapezoid=x, rotary="selective") for x in (True, False))
+    without.load_state_dict({k: x for k, x in with_option.state_dict().items() if "trapezoid" not in k})
     with torch.no_grad():
         with_option.trapezoid.weight.zero_()
         with_option.trapezoid.bias.fill_(100)
     x = numbers(2, 9, 16)
     assert_close(with_option(x), without(x), rtol=1e-6, atol=1e-8)  # the normalizer's eps is the difference
-
-
-def test_compiled_in_one_graph_the_layer_computes_the_same() -> None:
-    torch._dynamo.reset()
-    layer = make(num_kv_heads=2, rotary="selective")
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x, mask = numbers(2, 5, 16), numbers(2, 5) > -1
-    y, state = layer(x, key_mask=mask, return_state=True)
-    got, other = compiled(x, key_mask=mask, return_state=True)
-    assert_close(got, y)
-    assert_close(other.last_token, state.last_token)
-    with torch.no_grad():
-        y, got = (run(x[:, :1], state=state.detach()) for run in (layer, compiled))
-    assert_close(got, y)
 
 
 @torch.no_grad()
@@ -79,23 +53,7 @@ def test_per_sample_gradients_are_those_of_each_sample_alone() -> None:
 
     together = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, x)
     for i in range(3):
-        alone = torch.func.grad(loss)(weights, x[i])
-        for name in weights:
-            assert_close(together[name][i], alone[name])
-
-
-@torch.no_grad()
-def test_saved_states_go_on_as_if_never_saved(tmp_path) -> None:
-    layer, x = make(), numbers(2, 7, 16)
-    _, state = layer(x[:, :5], return_state=True)
-    state.save(tmp_path / "state")
-    expected = layer(x)[:, 5:]
-    for other in (
-        LinearAttentionState.load(tmp_path / "state"),
-        copy.deepcopy(state),
-        LinearAttentionState.cat([state]),
-    ):
-        assert_close(layer(x[:, 5:], state=other), expected)
+        assert_close({name: x[i] for name, x in together.items()}, torch.func.grad(loss)(weights, x[i]))
 
 
 def test_states_with_and_without_the_rule_are_not_mixed_up() -> None:
@@ -115,33 +73,23 @@ def test_states_with_and_without_the_rule_are_not_mixed_up() -> None:
         LinearAttentionState(state.kv, state.z, state.position, "", last_token=state.last_token[..., 1:])
 
 
+NORMALIZER = "trapezoid=True: got normalize=True, expected False, or an out_norm"
+ROTATION = "rotary=.*: expected a rotation without axes, xpos and attention factor"
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "max_position_embeddings": 64}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"out_norm": False}, "trapezoid=True: got normalize=True, expected False, or an out_norm"),
-        ({"skip": "before"}, "trapezoid=True: got normalize=True, expected False, or an out_norm"),
+        ({"out_norm": False}, NORMALIZER),
+        ({"skip": "before"}, NORMALIZER),
         ({"causal": False, "forget_gate": False, "write_gate": None}, "trapezoid: got causal=False"),
         ({"rope_order": "before"}, "trapezoid=True: got rope_order='before', expected 'after'"),
         ({"feature_map": "exp", "normalize": False}, "feature_map=.*: it returns a log_scale"),
-        (
-            {"feature_map": {"name": "cosformer", "max_length": 64}, "rotary": None},
-            "feature_map=.*: it depends on positions",
-        ),
-        ({"rotary": {"axes": 2}}, "rotary=.*: expected a rotation without axes, xpos and attention factor"),
-        ({"rotary": {"xpos": 512}}, "rotary=.*: expected a rotation without axes, xpos and attention factor"),
-        (
-            {
-                "rotary": {
-                    "rope_type": "yarn",
-                    "rope_theta": 1e4,
-                    "factor": 4.0,
-                    "max_position_embeddings": 64,
-                }
-            },
-            "rotary=.*: expected a rotation without axes, xpos and attention factor",
-        ),
+        ({"feature_map": {"name": "cosformer", "max_length": 64}, "rotary": None}, "feature_map=.*: it depends on pos"),
+        *(({"rotary": rotary}, ROTATION) for rotary in ({"axes": 2}, {"xpos": 512}, YARN)),
     ],
-)
+)  # fmt: skip
 def test_what_the_rule_does_not_support_is_refused_by_name(options, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(**options)
@@ -157,9 +105,9 @@ def test_calls_that_the_rule_does_not_support_are_refused_by_name() -> None:
         make(torch.float16)(x.half())
 
 
+@needs_native
 @torch.no_grad()
 def test_the_decoding_step_in_one_operator_leaves_such_layers_alone() -> None:
     layer = make(torch.float32)
     _, state = layer(numbers(1, 5, 16).float(), return_state=True)
-    if native.why_not() is None:
-        assert step.why_not(layer, state.donate()) == "trapezoid=True"
+    assert step.why_not(layer, state.donate()) == "trapezoid=True"

@@ -1,7 +1,6 @@
 """Decay, packing, grids and orders: bad ones are refused by name, odd ones work."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, feature_maps, linear_rope_attention
-from tests.oracle import BACKENDS, everything, random_state, randoms
+from linrope import LinearRoPEAttention, Rotary, feature_maps, linear_rope_attention
+from tests.oracle import both_directions, every_backend, everything, random_state, randoms
 
 N, G, D = 5, 2, 4
 
@@ -24,11 +23,15 @@ def cu(*numbers: int) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 
 
-def state_at_100() -> LinearAttentionState:
-    _, k, v = randoms(1, N, G, D)
-    return random_state(k, v, {}, position=100)
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape)
 
 
+def layer(**options: Any) -> LinearRoPEAttention:
+    return LinearRoPEAttention(8, 2, **options)
+
+
+AT_100 = random_state(*randoms(1, N, G, D)[1:], {}, position=100)
 FADING: dict[str, Any] = {"decay": torch.full((G,), 0.5)}
 GRID: dict[str, Any] = {"rotary": Rotary.axial(D, 2)}
 XPOS = Rotary(D, xpos=9.0)
@@ -41,15 +44,6 @@ IN_TIME = "got causal=False, expected causal=True"
 FALLING = "positions: got decreasing numbers"
 NO_ORDER = "rope_order='between': expected one of after, before"
 IN_ORDER = "rotary: got xpos=9.0, expected causal=True and rope_order='after'"
-
-
-def zeros(*shape: int) -> Tensor:
-    return torch.zeros(shape)
-
-
-def layer(**options: Any) -> LinearRoPEAttention:
-    return LinearRoPEAttention(8, 2, **options)
-
 
 # Arguments of a call, and what the ValueError must say.
 VALUES: list[tuple[dict[str, Any], str]] = [
@@ -79,7 +73,7 @@ VALUES: list[tuple[dict[str, Any], str]] = [
      "decay: got a rotation with axes=2, expected one with axes=None"),
     ({"key_positions": torch.arange(N), **FADING}, "key_positions: got a tensor, expected None with decay"),
     ({"positions": torch.tensor([0, 1, 3, 2, 4]), **FADING}, FALLING),
-    ({"positions": torch.arange(98, 103), "state": state_at_100(), **FADING}, FALLING),
+    ({"positions": torch.arange(98, 103), "state": AT_100, **FADING}, FALLING),
     ({"positions": torch.tensor([5, 9, 0, 3, 1]), "cu_seqlens": cu(0, 2, N), **FADING}, FALLING),
     ({"causal": False, "rotary": XPOS}, IN_ORDER),
     ({"rope_order": "before", "rotary": XPOS}, IN_ORDER),
@@ -91,7 +85,7 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({"cu_seqlens": cu(0, N), "m": 3, "causal": False}, "cu_seqlens: got 5 queries and 3 keys, expected equal numbers"),
     *(({"cu_seqlens": cu(*x)}, f"cu_seqlens: got {list(x)}, expected numbers that rise from 0 to the length, 5")
       for x in BOUNDS),
-    ({"cu_seqlens": cu(0, 2, N), "state": state_at_100()},
+    ({"cu_seqlens": cu(0, 2, N), "state": AT_100},
      "state: got kv of shape (1, 2, 4, 4), expected (b, g, f, e) = (2, 2, 4, 4)"),
     # grids
     (GRID, "positions: got None, expected coordinates"),
@@ -126,13 +120,12 @@ ALL = [
     *((attend, options, ValueError, message) for options, message in VALUES),
     *((layer, options, ValueError, message) for options, message in LAYERS),
     *((attend, options, TypeError, message) for options, message in TYPES),
+    (Rotary, {"dim": D, "theta": [1.0, 2.0]}, TypeError, "theta: got list, expected a tensor"),
 ]
 
 
 @pytest.mark.parametrize(("call", "options", "error", "message"), ALL)
-def test_bad_input_is_refused_with_a_message_that_says_why(
-    call: Callable[..., Any], options: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_bad_input_is_refused_with_a_message_that_says_why(call, options, error, message) -> None:
     with pytest.raises(error, match=re.escape(message)):
         call(**options)
 
@@ -148,29 +141,20 @@ def test_positions_may_be_integers_of_any_width(dtype: torch.dtype) -> None:
     assert torch.equal(attend(positions=positions.to(dtype), **how), attend(positions=positions, **how))
 
 
-@pytest.mark.parametrize("shared", [(1, N, G), (2, N, 1), (1, N, 1)])
-def test_sequences_and_heads_may_share_gates_and_steps(shared: tuple[int, ...]) -> None:
-    gates, steps = -torch.rand(shared), torch.rand(*shared, D // 2)
-    expected = attend(2, log_decay=gates.expand(2, N, G), angle_steps=steps.expand(2, N, G, D // 2))
-    torch.testing.assert_close(attend(2, log_decay=gates, angle_steps=steps), expected)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("causal", [True, False])
+@every_backend
+@both_directions
 def test_empty_packed_sequences_keep_their_states(causal: bool, backend: str) -> None:
     q, k, v = randoms(1, N, G, D)
     for bounds in (cu(0, 0, N, N, N), cu(0, N), cu(0, 0, 1, 2, 3, 4, N)):
-        how: dict[str, Any] = {"rotary": Rotary(D), "causal": causal, "cu_seqlens": bounds}
-        how |= FADING if causal else {}
-        state = random_state(k, v, how)
+        how = {"causal": causal, "cu_seqlens": bounds, **(FADING if causal else {})}
+        state, lengths = random_state(k, v, how), bounds.diff()
         last = linear_rope_attention(q, k, v, state=state, return_state=True, backend=backend, **how)[1]
-        empty = bounds.diff() == 0
-        assert torch.equal(last.kv[empty], state.kv[empty])
-        assert torch.equal(last.z[empty], state.z[empty])
-        assert torch.equal(last.position, state.position + bounds.diff())
+        assert torch.equal(last.kv[lengths == 0], state.kv[lengths == 0])
+        assert torch.equal(last.z[lengths == 0], state.z[lengths == 0])
+        assert torch.equal(last.position, state.position + lengths)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@every_backend
 def test_packed_sequences_of_no_tokens_at_all(backend: str) -> None:
     q, k, v = randoms(1, 0, G, D)
     results = everything(q, k, v, cu_seqlens=cu(0, 0, 0), backend=backend, **FADING)

@@ -14,6 +14,7 @@ from linrope.operation.decoding import DecodingLoop
 from tests.oracle import BACKENDS, DATA, NATIVE
 
 B, G, H, F, E = 2, 2, 4, 8, 6
+ROTARY = Rotary(F)
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "decay": {"decay": torch.tensor([0.9, 0.99])},
@@ -28,36 +29,33 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def data(n: int, dtype: torch.dtype = torch.float32) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(n)
+SHAPES = {"q": (H, F), "k": (G, F), "v": (G, E), "log_decay": (G,), "angle_steps": (G, F // 2), "write": (G,)}
+needs_native = pytest.mark.skipif(native.why_not() is not None, reason="needs the native kernels")
 
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
 
-    return [
-        {
-            "q": randn(B, 1, H, F).to(dtype),
-            "k": randn(B, 1, G, F).to(dtype),
-            "v": randn(B, 1, G, E).to(dtype),
-            "log_decay": -randn(B, 1, G).abs(),
-            "angle_steps": randn(B, 1, G, F // 2),
-            "write": randn(B, 1, G),
-        }
-        for _ in range(n)
-    ]
+def data(n: int) -> list[dict[str, Tensor]]:
+    generator, tokens = torch.Generator().manual_seed(n), []
+    for _ in range(n):
+        tokens.append({name: torch.randn(B, 1, *x, generator=generator) for name, x in SHAPES.items()})
+        tokens[-1]["log_decay"].abs_().neg_()
+    return tokens
 
 
 def step(
     token: dict[str, Tensor], state: LinearAttentionState | None, way: str = "plain", **more: Any
 ) -> tuple[Tensor, LinearAttentionState]:
     options = {"rotary": ROTARY} | WAYS[way] | more
-    per_token = {name: token[name] for name in DATA if options.pop(name, False)}
-    return linear_rope_attention(
-        token["q"], token["k"], token["v"], state=state, return_state=True, **per_token, **options
-    )
+    own = {name: token[name] for name in DATA if options.pop(name, False)}
+    own |= {name: token[name] for name in "qkv"}
+    return linear_rope_attention(**own, state=state, return_state=True, **options)
 
 
-ROTARY = Rotary(F)
+def in_a_loop(way: str = "plain", **more: Any) -> tuple[dict[str, Tensor], LinearAttentionState]:
+    """A third token, and the state of a loop that has had two."""
+    first, second, third = data(3)
+    with torch.no_grad():
+        _, state = step(first, None, way, **more)
+        return third, step(second, state.donate(), way, **more)[1]
 
 
 def assert_equal(a: LinearAttentionState, b: LinearAttentionState) -> None:
@@ -80,28 +78,19 @@ def test_a_loop_has_the_bits_of_calls_that_copy_the_state(way: str, backend: str
         assert_equal(moving, state)
 
 
-@pytest.mark.skipif(native.why_not() is not None, reason="needs the native kernels")
+@needs_native
+@pytest.mark.parametrize("way", ["plain", "decay", "gates", "write", "steps", "both", "sum", "heads"])
 @torch.no_grad()
-def test_from_its_second_step_on_a_loop_goes_straight_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    for way in ("plain", "decay", "gates", "write", "steps", "both", "sum", "heads"):
-        first, second, third, *_ = data(3)
-        _, state = step(first, None, way)
-        _, state = step(second, state.donate(), way)
-        with monkeypatch.context() as patched:
-            patched.setattr("linrope.operation.functional.attend", None)
-            step(third, state.donate(), way)
+def test_from_its_second_step_on_a_loop_goes_straight_to_the_kernel(way, monkeypatch) -> None:
+    third, state = in_a_loop(way)
+    monkeypatch.setattr("linrope.operation.functional.attend", None)
+    step(third, state.donate(), way)
 
 
-@pytest.mark.skipif(native.why_not() is not None, reason="needs the native kernels")
-@pytest.mark.parametrize(
-    "options",
-    [{"decay": "learned"}, {"decay": "spread", "forget_gate": True}],
-    ids=["learned decay", "decay beside gates"],
-)
+@needs_native
+@pytest.mark.parametrize("options", [{"decay": "learned"}, {"decay": "spread", "forget_gate": True}], ids=str)
 @torch.no_grad()
-def test_a_layer_with_its_own_decay_stays_in_the_loop(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_with_its_own_decay_stays_in_the_loop(options, monkeypatch) -> None:
     """The layer makes a learned decay anew for each call: the loop compares its numbers."""
     torch.manual_seed(0)
     layer, x = LinearRoPEAttention(16, 2, **options), torch.randn(2, 9, 16)
@@ -122,46 +111,31 @@ def test_a_state_made_without_steps_goes_on_with_them(donated: bool, backend: st
     _, state = step(tokens[0], None, backend=backend)
     for token in tokens[1:]:
         out, state = step(token, state.donate() if donated else state, "steps", backend=backend)
-    whole: dict[str, Tensor] = {name: torch.cat([x[name] for x in tokens], 1) for name in tokens[0]}
-    whole["angle_steps"][:, 0] = 0
-    expected = linear_rope_attention(
-        whole["q"], whole["k"], whole["v"], angle_steps=whole["angle_steps"], rotary=ROTARY
-    )
-    torch.testing.assert_close(out, expected[:, -1:])
+    tokens[0]["angle_steps"].zero_()
+    whole = {name: torch.cat([x[name] for x in tokens], 1) for name in ("q", "k", "v", "angle_steps")}
+    torch.testing.assert_close(out, linear_rope_attention(**whole, rotary=ROTARY)[:, -1:])
 
 
 @torch.no_grad()
 def test_a_pool_made_without_steps_refuses_them() -> None:
-    tokens = data(2)
-    _, pool = step(tokens[0], None)
+    token, pool = in_a_loop()
     with pytest.raises(ValueError, match="state: got rows of a pool made without angle_steps"):
-        step(tokens[1], pool.at(torch.arange(B)), "steps")
+        step(token, pool.at(torch.arange(B)), "steps")
 
 
-@pytest.mark.skipif(native.why_not() is not None, reason="needs the native kernels")
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"rotary": None},
-        {"feature_map": "relu"},
-        {"normalize": False},
-        {"eps": 10.0},
-        {"decay": torch.tensor([0.5, 0.25])},
-        {"log_decay": True},
-        {"key_mask": torch.tensor([[True], [False]])},
-        {"positions": torch.tensor([50])},
-        {"backend": "eager"},
-    ],
-    ids=lambda change: next(iter(change)),
-)
+CHANGES: dict[str, Any] = {
+    "rotary": None, "feature_map": "relu", "normalize": False, "eps": 10.0, "decay": torch.tensor([0.5, 0.25]),
+    "log_decay": True, "key_mask": torch.tensor([[True], [False]]), "positions": torch.tensor([50]), "backend": "eager",
+}  # fmt: skip
+
+
+@needs_native
+@pytest.mark.parametrize("name", CHANGES)
 @torch.no_grad()
-def test_what_a_loop_changes_is_seen(change: dict[str, Any]) -> None:
-    first, second, third, *_ = data(3)
-    _, state = step(first, None)
-    _, state = step(second, state.donate())
-    copied = state.clone()
+def test_what_a_loop_changes_is_seen(name: str) -> None:
+    (third, state), change = in_a_loop(), {name: CHANGES[name]}
     try:
-        expected, after = step(third, copied, **change)
+        expected, after = step(third, state.clone(), **change)
     except ValueError as error:  # another rotation or map: the state is refused
         with pytest.raises(ValueError, match=re.escape(str(error))):
             step(third, state.donate(), **change)
@@ -186,9 +160,7 @@ def test_a_decay_written_to_between_steps_is_seen(written_by: str, made_by: str)
         with torch.inference_mode(decay.is_inference()):
             {"fill_": decay.fill_, "data": decay.data.fill_, "numpy": decay.numpy().fill}[written_by](x)
 
-    first, second, third, *_ = data(3)
-    _, state = step(first, None, decay=decay)
-    _, state = step(second, state.donate(), decay=decay)
+    third, state = in_a_loop(decay=decay)
     for x in (0.5, 0.75):
         write(x)
         expected, _ = step(third, state.clone(), decay=decay)
@@ -200,28 +172,19 @@ def test_a_decay_written_to_between_steps_is_seen(written_by: str, made_by: str)
 
 
 @pytest.mark.parametrize(
-    ("argument", "change"),
-    [
-        ("q, k, v", lambda t: t | {"v": t["v"].double()}),
-        ("k, v", lambda t: t | {"v": t["v"][:1]}),
-        ("q, k", lambda t: t | {"q": t["q"][..., :4]}),
-        ("k", lambda t: t | {"q": t["q"][:, :, :3]}),
-        ("q", lambda t: t | {"q": None}),
-        ("q", lambda t: t | {"q": [1.0]}),
-        ("log_decay", lambda t: t | {"log_decay": -t["log_decay"]}),
-        ("log_decay", lambda t: t | {"log_decay": t["log_decay"][:, :, :1, None]}),
-        ("angle_steps", lambda t: t | {"angle_steps": t["angle_steps"][..., :2]}),
-    ],
-)
+    ("named", "name", "change"),
+    [("q, k, v", "v", lambda x: x.double()), ("k, v", "v", lambda x: x[:1]), ("q, k", "q", lambda x: x[..., :4]),
+     ("k", "q", lambda x: x[:, :, :3]), ("q", "q", lambda x: None), ("q", "q", lambda x: [1.0]),
+     ("log_decay", "log_decay", lambda x: -x), ("log_decay", "log_decay", lambda x: x[:, :, :1, None]),
+     ("angle_steps", "angle_steps", lambda x: x[..., :2])],
+)  # fmt: skip
 @torch.no_grad()
-def test_a_bad_token_is_refused_as_elsewhere_and_changes_nothing(argument: str, change: Any) -> None:
-    first, second, third, *_ = data(3)
+def test_a_bad_token_is_refused_as_elsewhere_and_changes_nothing(named: str, name: str, change: Any) -> None:
     gated = {"log_decay": True, "angle_steps": True}
-    _, state = step(first, None, **gated)
-    _, state = step(second, state.donate(), **gated)
+    third, state = in_a_loop(**gated)
     before = state.clone()
-    with pytest.raises((TypeError, ValueError), match=rf"^{argument}: got"):
-        step(change(third), state.donate(), **gated)
+    with pytest.raises((TypeError, ValueError), match=rf"^{named}: got"):
+        step(third | {name: change(third[name])}, state.donate(), **gated)
     assert_equal(state, before)
     state.position.fill_(2**31)
     with pytest.raises(ValueError, match="state: got positions"):
@@ -231,20 +194,14 @@ def test_a_bad_token_is_refused_as_elsewhere_and_changes_nothing(argument: str, 
 
 @torch.no_grad()
 def test_tokens_that_are_not_dense_go_the_ordinary_way() -> None:
-    first, second, third, *_ = data(3)
-    _, state = step(first, None)
-    _, state = step(second, state.donate())
-    strided = third | {"q": third["q"].repeat_interleave(2, -1)[..., ::2]}
+    third, state = in_a_loop()
     expected, _ = step(third, state.clone())
-    out, _ = step(strided, state.donate())
+    out, _ = step(third | {"q": third["q"].repeat_interleave(2, -1)[..., ::2]}, state.donate())
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 
 def test_calls_with_gradients_are_no_steps_of_a_loop() -> None:
-    first, second, third, *_ = data(3)
-    with torch.no_grad():
-        _, state = step(first, None)
-        _, state = step(second, state.donate())
+    third, state = in_a_loop()
     third["q"].requires_grad_()
     out, _ = step(third, state.donate())
     out.sum().backward()
@@ -253,9 +210,7 @@ def test_calls_with_gradients_are_no_steps_of_a_loop() -> None:
 
 @torch.no_grad()
 def test_copies_of_a_state_start_afresh() -> None:
-    first, second, *_ = data(2)
-    _, state = step(first, None)
-    _, state = step(second, state.donate())
+    _, state = in_a_loop()
     assert isinstance(state.loop, DecodingLoop) == (native.why_not() is None)
     for other in (state.clone(), copy.deepcopy(state), state.reorder(torch.tensor([1, 0]))):
         assert other.loop is None

@@ -1,7 +1,6 @@
 """Tensors with heads before tokens are named where shapes give them away, and nowhere else."""
 
 import re
-import warnings
 from typing import Any
 
 import pytest
@@ -43,52 +42,32 @@ def test_head_first_tensors_beside_an_argument_in_its_right_order_are_named(opti
         call(SWAPPED, SWAPPED, SWAPPED, **options)
 
 
-@pytest.mark.parametrize(
-    ("q", "k", "v"),
-    [
-        (SWAPPED, RIGHT, RIGHT),
-        (RIGHT, SWAPPED, SWAPPED),
-        (RIGHT, RIGHT, SWAPPED),
-        (SWAPPED, tensors(B, G, N), tensors(B, G, N)),
-    ],
-    ids=["q", "k and v", "v", "all, with grouped heads"],
-)
-def test_tensors_in_different_orders_are_named(q: Tensor, k: Tensor, v: Tensor) -> None:
+FEW, GROUPED = RIGHT[:, :, :2], tensors(B, G, N)
+MIXED: dict[str, tuple[Tensor, Tensor, Tensor, dict[str, Any]]] = {
+    "q": (SWAPPED, RIGHT, RIGHT, {}),
+    "k and v": (RIGHT, SWAPPED, SWAPPED, {}),
+    "v": (RIGHT, RIGHT, SWAPPED, {}),
+    "all, with grouped heads": (SWAPPED, GROUPED, GROUPED, {}),
+    "gates": (RIGHT, RIGHT, RIGHT, {"log_decay": torch.zeros(B, H, N)}),
+    "v of more heads": (FEW, FEW, tensors(B, 2 * H, N), {}),
+    "gates of more heads": (FEW, FEW, tensors(B, N, 2 * H), {"log_decay": torch.zeros(B, 2 * H, N)}),
+    "all, packed": (*[tensors(1, H, N)] * 3, {"cu_seqlens": torch.tensor([0, 5, N])}),
+}
+
+
+@pytest.mark.parametrize(("q", "k", "v", "options"), MIXED.values(), ids=MIXED)
+def test_tensors_in_different_orders_are_named(q, k, v, options) -> None:
     with pytest.raises(ValueError, match=re.escape(HINT)):
-        call(q, k, v)
-
-
-def test_head_first_gates_are_named() -> None:
-    with pytest.raises(ValueError, match=re.escape(HINT)):
-        call(RIGHT, RIGHT, RIGHT, log_decay=torch.zeros(B, H, N))
-
-
-def test_tensors_of_values_with_more_heads_are_named() -> None:
-    few, values = RIGHT[:, :, :2], tensors(B, N, 2 * H)
-    for v, gates in ((tensors(B, 2 * H, N), None), (values, torch.zeros(B, 2 * H, N))):
-        with pytest.raises(ValueError, match=re.escape(HINT)):
-            call(few, few, v, log_decay=gates)
-
-
-def test_packed_head_first_tensors_are_named() -> None:
-    with pytest.raises(ValueError, match=re.escape(HINT)):
-        call(*[tensors(1, H, N)] * 3, cu_seqlens=torch.tensor([0, 5, N]))
+        call(q, k, v, **options)
 
 
 @pytest.mark.parametrize(
     ("k", "options"),
-    [
-        (RIGHT, {"eps": -1.0}),
-        (RIGHT, {"decay": torch.ones(H + 1)}),
-        (RIGHT, {"log_decay": torch.zeros(B, N + 1, H)}),
-        (tensors(B, N - 1, H), {}),
-        (tensors(B, H, H), {}),
-        (tensors(B, 0, H), {"positions": torch.arange(H)}),
-        (tensors(B, N, 3), {}),
-        (tensors(B, N, H)[0], {}),
-        (tensors(B, 0, H), {"key_mask": torch.ones(B, H, dtype=torch.bool)}),
-    ],
-)
+    [(RIGHT, {"eps": -1.0}), (RIGHT, {"decay": torch.ones(H + 1)}),
+     (RIGHT, {"log_decay": torch.zeros(B, N + 1, H)}), (tensors(B, N - 1, H), {}), (tensors(B, H, H), {}),
+     (tensors(B, 0, H), {"positions": torch.arange(H)}), (tensors(B, N, 3), {}), (tensors(B, N, H)[0], {}),
+     (tensors(B, 0, H), {"key_mask": torch.ones(B, H, dtype=torch.bool)})],
+)  # fmt: skip
 def test_other_errors_say_nothing_of_it(k: Tensor, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected") as error:
         call(RIGHT, k, k, **options)
@@ -99,12 +78,8 @@ def test_more_heads_than_models_have_are_a_warning_unless_there_are_more_tokens_
     def state(length: int, heads: int, **options: Any) -> LinearAttentionState:
         return linear_rope_state(*[tensors(1, length, heads, 2)] * 2, **options)
 
-    with pytest.warns(
-        UserWarning, match=rf"k: got 4 tokens and {MANY_HEADS + 1} heads; heads and tokens look swapped"
-    ):
+    said = f"k: got 4 tokens and {MANY_HEADS + 1} heads; heads and tokens look swapped"
+    with pytest.warns(UserWarning, match=said):
         state(4, MANY_HEADS + 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        state(4, MANY_HEADS)
-        after = state(MANY_HEADS + 1, MANY_HEADS + 1)
-        state(1, MANY_HEADS + 1, state=after)
+    state(4, MANY_HEADS)  # warnings are errors
+    state(1, MANY_HEADS + 1, state=state(MANY_HEADS + 1, MANY_HEADS + 1))

@@ -12,11 +12,9 @@ from linrope.position_encodings import ABSOLUTE, LearnedAbsolute, Sinusoidal, So
 
 @pytest.mark.parametrize("base", [10000.0, 7.0])
 def test_sinusoidal_is_its_formula(base: float) -> None:
-    expected = torch.empty(5, 6, dtype=torch.float64)
-    for i in range(5):
-        for t in range(3):
-            expected[i, 2 * t] = math.sin(i / base ** (2 * t / 6))
-            expected[i, 2 * t + 1] = math.cos(i / base ** (2 * t / 6))
+    angles = [[i / base ** (2 * t / 6) for t in range(3)] for i in range(5)]
+    rows = [[f(angle) for angle in row for f in (math.sin, math.cos)] for row in angles]
+    expected = torch.tensor(rows, dtype=torch.float64)
     x = torch.randn(2, 5, 6, dtype=torch.float64)
     assert_close(Sinusoidal(6, base)(x, torch.arange(5)), x + expected, rtol=0, atol=1e-14)
 
@@ -24,16 +22,13 @@ def test_sinusoidal_is_its_formula(base: float) -> None:
 def test_sinusoidal_angles_are_formed_in_float64() -> None:
     position = 10_000_019
     p = Sinusoidal(2)(torch.zeros(1, 1, 2), torch.tensor([position])).flatten()
-    assert p.dtype == torch.float32
-    assert_close(
-        p.double(), torch.tensor([math.sin(position), math.cos(position)]).double(), rtol=0, atol=1e-7
-    )
+    assert_close(p, torch.tensor([math.sin(position), math.cos(position)]), rtol=0, atol=1e-7)
 
 
 def test_learned_adds_the_row_of_the_position() -> None:
     encoding, x = LearnedAbsolute(4, 10), torch.randn(2, 3, 4)
     positions = torch.tensor([[0, 9, 4], [1, 1, 2]])
-    expected = torch.stack([x[b] + encoding.table.weight[positions[b]] for b in range(2)])
+    expected = x + encoding.table.weight[positions]
     assert torch.equal(encoding(x, positions), expected)
     assert torch.equal(encoding(x, positions[0])[0], expected[0])
 
@@ -45,9 +40,10 @@ def test_learned_refuses_positions_past_its_ends(positions: list[int]) -> None:
         LearnedAbsolute(4, 10)(torch.zeros(1, 4, 4), torch.tensor(positions))
 
 
-@pytest.mark.parametrize(
-    "layer", [LinearRoPEAttention(8, 2, rotary=None), SoftmaxAttention(8, 2, positions="none")]
-)
+LAYERS = [LinearRoPEAttention(8, 2, rotary=None), SoftmaxAttention(8, 2, positions="none")]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=["linear", "softmax"])
 @pytest.mark.parametrize("name", ABSOLUTE)
 def test_each_goes_with_both_kinds_of_attention(name: str, layer: torch.nn.Module) -> None:
     torch.manual_seed(0)

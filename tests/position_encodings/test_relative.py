@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -24,11 +25,10 @@ def make(name: str) -> RelativeEncoding:
     return encoding
 
 
-def inputs() -> tuple[Tensor, Tensor, Tensor]:
+def inputs() -> list[Tensor]:
     torch.manual_seed(1)
     shapes = (2, 5, H, D), (2, 4, H, D), (2, 4, H, E)
-    q, k, v = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
-    return q, k, v
+    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
 
 
 def clip(x: int, low: int, high: int) -> int:
@@ -41,10 +41,8 @@ def shaw(encoding: Shaw, head: int, q: Tensor, k: Tensor, distance: int) -> Tens
 
 
 def transformer_xl(encoding: TransformerXL, head: int, q: Tensor, k: Tensor, distance: int) -> Tensor:
-    s = torch.empty(H * D, dtype=torch.float64)
-    for t in range(H * D // 2):
-        angle = distance / 10000 ** (2 * t / (H * D))
-        s[2 * t], s[2 * t + 1] = math.sin(angle), math.cos(angle)
+    angles = [distance / 10000 ** (2 * t / (H * D)) for t in range(H * D // 2)]
+    s = torch.tensor([f(angle) for angle in angles for f in (math.sin, math.cos)], dtype=torch.float64)
     second_key = encoding.weight[head] @ s
     u, w = encoding.u[head], encoding.w[head]
     return (q @ k + q @ second_key + u @ k + w @ second_key) / math.sqrt(D)
@@ -58,11 +56,9 @@ def deberta(encoding: DeBERTa, head: int, q: Tensor, k: Tensor, distance: int) -
     return (q @ k + q @ kr + k @ qr) / math.sqrt(3 * D)
 
 
-FORMULAS: dict[str, Callable[..., Tensor]] = {
-    "shaw": shaw,
-    "transformer-xl": transformer_xl,
-    "deberta": deberta,
-}
+FORMULAS: dict[str, Callable[..., Tensor]]
+FORMULAS = {"shaw": shaw, "transformer-xl": transformer_xl, "deberta": deberta}
+PAIRS = [*product(range(2), range(H), range(5), range(4))]  # sequence, head, query, key
 every_encoding = pytest.mark.parametrize("name", RELATIVE)
 
 
@@ -71,13 +67,10 @@ def test_scores_are_the_formula_pair_by_pair(name: str) -> None:
     encoding, (q, k, _) = make(name), inputs()
     scores = encoding.scores(q, k, POSITIONS, KEY_POSITIONS)
     assert scores.shape == (2, H, 5, 4)
-    for b in range(2):
-        for head in range(H):
-            for i in range(5):
-                for j in range(4):
-                    distance = int(POSITIONS[b, i] - KEY_POSITIONS[b, j])
-                    expected = FORMULAS[name](encoding, head, q[b, i, head], k[b, j, head], distance)
-                    assert_close(scores[b, head, i, j], expected, rtol=0, atol=1e-12)
+    for b, head, i, j in PAIRS:
+        distance = int(POSITIONS[b, i] - KEY_POSITIONS[b, j])
+        expected = FORMULAS[name](encoding, head, q[b, i, head], k[b, j, head], distance)
+        assert_close(scores[b, head, i, j], expected, rtol=0, atol=1e-12)
 
 
 @every_encoding
@@ -85,15 +78,12 @@ def test_values_are_the_formula_pair_by_pair(name: str) -> None:
     encoding, (_, _, v) = make(name), inputs()
     weights = torch.rand(2, H, 5, 4, dtype=torch.float64)
     expected = torch.zeros(2, 5, H, E, dtype=torch.float64)
-    for b in range(2):
-        for head in range(H):
-            for i in range(5):
-                for j in range(4):
-                    value = v[b, j, head]
-                    if isinstance(encoding, Shaw):
-                        row = clip(int(POSITIONS[b, i] - KEY_POSITIONS[b, j]), -3, 3) + 3
-                        value = value + encoding.pv[head, row]
-                    expected[b, i, head] += weights[b, head, i, j] * value
+    for b, head, i, j in PAIRS:
+        value = v[b, j, head]
+        if isinstance(encoding, Shaw):
+            row = clip(int(POSITIONS[b, i] - KEY_POSITIONS[b, j]), -3, 3) + 3
+            value = value + encoding.pv[head, row]
+        expected[b, i, head] += weights[b, head, i, j] * value
     assert_close(encoding.values(weights, v, POSITIONS, KEY_POSITIONS), expected, rtol=0, atol=1e-12)
 
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.testing import assert_close
 
-from linrope import Rotary
 from linrope.rotation.angles import cos_sin
-from linrope.rotation.rotary import LAYOUTS, MAX_POSITION, cos_sin_of_turns, rotate, to_turns
+from linrope.rotation.rotary import LAYOUTS, cos_sin_of_turns, rotate, to_turns
 
 angles_of_some_turns = st.floats(-100.0, 100.0)
 
 
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -23,22 +23,18 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("features", [8, 11])
 def test_each_pair_is_multiplied_with_its_complex_number(layout: str, features: int) -> None:
     x, angle = normal(3, 5, features), normal(3, 5, 4, seed=1)
-    first, second = (
-        (slice(0, 8, 2), slice(1, 8, 2)) if layout == "interleaved" else (slice(0, 4), slice(4, 8))
-    )
+    half = layout == "half"
+    first, second = (slice(0, 4), slice(4, 8)) if half else (slice(0, 8, 2), slice(1, 8, 2))
     y = rotate(x, angle.cos(), angle.sin(), layout)
     product = torch.complex(x[..., first], x[..., second]) * torch.polar(torch.ones_like(angle), angle)
-    assert_close(y[..., first], product.real)
-    assert_close(y[..., second], product.imag)
+    assert_close((y[..., first], y[..., second]), (product.real, product.imag))
     assert torch.equal(y[..., 8:], x[..., 8:])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("features", [4, 6])
 @pytest.mark.parametrize(("x_rows", "angle_rows"), [((2, 1, 5), (3, 1)), ((5,), (2, 3, 5)), ((2, 3, 5), ())])
-def test_shapes_broadcast(
-    layout: str, features: int, x_rows: tuple[int, ...], angle_rows: tuple[int, ...]
-) -> None:
+def test_shapes_broadcast(layout: str, features: int, x_rows, angle_rows) -> None:
     x, angle = normal(*x_rows, features), normal(*angle_rows, 2, seed=1)
     shape = torch.broadcast_shapes(x_rows, angle_rows)
     spread = angle.expand(*shape, 2)
@@ -46,18 +42,8 @@ def test_shapes_broadcast(
     assert torch.equal(rotate(x, angle.cos(), angle.sin(), layout), expected)
 
 
-def test_what_cannot_be_rotated_is_refused() -> None:
-    one = torch.ones(3)
-    with pytest.raises(ValueError, match=r"layout='hlf': expected one of .*did you mean 'half'"):
-        rotate(torch.ones(6), one, one, "hlf")
-    with pytest.raises(ValueError, match=r"x: got 4 features, expected at least 6 for the 3 pairs of cos"):
-        rotate(torch.ones(4), one, one, "half")
-
-
 @given(radians=st.lists(angles_of_some_turns, min_size=1, max_size=20), data=st.data())
-def test_sums_of_turns_are_the_same_however_they_are_grouped(
-    radians: list[float], data: st.DataObject
-) -> None:
+def test_sums_of_turns_are_the_same_however_they_are_grouped(radians: list[float], data) -> None:
     turns = to_turns(torch.tensor(radians, dtype=torch.float64))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(radians)), max_size=4)))
     pieces = [piece.sum() for piece in turns.tensor_split(cuts)]
@@ -69,8 +55,7 @@ def test_sums_of_turns_are_the_same_however_they_are_grouped(
 def test_an_angle_survives_the_way_to_turns_and_back(radians: float) -> None:
     cos, sin = cos_sin_of_turns(to_turns(torch.tensor(radians, dtype=torch.float64)), torch.float64)
     # 16 turns and 2 roundings of 2^-53 each, in rad
-    assert float(cos) == pytest.approx(math.cos(radians), abs=1e-13)
-    assert float(sin) == pytest.approx(math.sin(radians), abs=1e-13)
+    assert (float(cos), float(sin)) == pytest.approx((math.cos(radians), math.sin(radians)), abs=1e-13)
 
 
 def test_quarter_turns_are_exact() -> None:
@@ -80,9 +65,8 @@ def test_quarter_turns_are_exact() -> None:
     assert torch.equal(turns, quarters * 2**62)  # wraps
     cos, sin = cos_sin_of_turns(turns, torch.float64)
     # float64's pi/2 is off by 6e-17, and its pi by twice that
-    for k, c, s in zip(quarters.tolist(), cos, sin):
-        assert float(c) == pytest.approx((1, 0, -1, 0)[k % 4], abs=1.3e-16)
-        assert float(s) == pytest.approx((0, 1, 0, -1)[k % 4], abs=1.3e-16)
+    exact = torch.tensor([[1, 0, -1, 0], [0, 1, 0, -1]], dtype=torch.float64)[:, quarters % 4]
+    assert_close(torch.stack((cos, sin)), exact, rtol=0, atol=1.3e-16)
 
 
 def test_half_a_turn_wraps_whichever_side_it_comes_from() -> None:
@@ -111,27 +95,6 @@ def test_cos_and_sin_of_turns_are_formed_in_float64(dtype: torch.dtype) -> None:
     for x, y in zip(wide, cast):
         assert y.dtype == dtype
         assert torch.equal(y, x.to(dtype))
-
-
-@pytest.mark.parametrize(
-    ("last", "bound"),
-    [
-        (10**6, 1e-9),
-        # theta / 2 pi and position * theta are rounded, each by at most 2^-52 of 2^31 rad
-        (MAX_POSITION, 1e-6),
-    ],
-)
-@given(data=st.data())
-def test_position_times_turns_is_the_angle_of_the_rotation(
-    last: int, bound: float, data: st.DataObject
-) -> None:
-    rotary = Rotary(16, base=data.draw(st.floats(2.0, 1e7)))
-    positions = torch.tensor([data.draw(st.integers(0, last)), last])
-    turns = positions[:, None, None] * rotary.turns_per_position(torch.device("cpu"))[0]
-    for ours, expected in zip(
-        cos_sin_of_turns(turns, torch.float64), rotary.cos_sin(positions, torch.float64)
-    ):
-        assert_close(ours, expected, atol=bound, rtol=0)
 
 
 @given(st.floats(-(2.0**31), 2.0**31))

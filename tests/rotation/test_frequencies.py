@@ -2,10 +2,12 @@
 
 import copy
 import math
+import re
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 from transformers import PhiConfig, modeling_rope_utils
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
@@ -37,8 +39,7 @@ CONFIGS: list[tuple[dict[str, Any], int | None]] = [
     ({"rope_type": "linear", "factor": 2.5}, None),
     ({"type": "linear", "factor": 2, "partial_rotary_factor": 0.5}, None),
     (DYNAMIC, None),
-    (DYNAMIC, 100),
-    (DYNAMIC, 20000),
+    *((DYNAMIC, length) for length in (1, 100, TRAINED, TRAINED + 1, 20000)),
     ({**DYNAMIC, "partial_rotary_factor": 0.25}, 20000),
     (YARN, None),
     ({**YARN, "rope_theta": 1e6, "partial_rotary_factor": 0.5}, None),
@@ -55,9 +56,7 @@ CONFIGS: list[tuple[dict[str, Any], int | None]] = [
     # No pair turns 32 times: the ramp starts at pair 0.
     ({**YARN, "original_max_position_embeddings": 128}, None),
     ({**YARN, "factor": 1.0}, None),
-    (LONGROPE, None),
-    (LONGROPE, 1024),
-    (LONGROPE, 1025),
+    *((LONGROPE, length) for length in (None, 1024, 1025)),
     ({**LONGROPE, "factor": 32.0}, 5000),
     ({**LONGROPE, "attention_factor": 1.19}, 5000),
     ({**LONGROPE, **HALF_LISTS, "partial_rotary_factor": 0.5}, 5000),
@@ -71,7 +70,7 @@ CONFIGS: list[tuple[dict[str, Any], int | None]] = [
 ]
 
 
-def theirs(rope_parameters: dict[str, Any], seq_len: int | None) -> tuple[torch.Tensor, float]:
+def theirs(rope_parameters: dict[str, Any], seq_len: int | None) -> tuple[Tensor, float]:
     """theta and attention factor as transformers computes them."""
     config = PhiConfig(
         hidden_size=2 * HEAD_DIM, num_attention_heads=2, max_position_embeddings=TRAINED,
@@ -86,9 +85,8 @@ def theirs(rope_parameters: dict[str, Any], seq_len: int | None) -> tuple[torch.
 
 
 def ours(rope_parameters: dict[str, Any], seq_len: int | None = None) -> Rotary:
-    return Rotary.from_config(
-        rope_parameters, head_dim=HEAD_DIM, max_position_embeddings=TRAINED, seq_len=seq_len
-    )
+    sizes = {"head_dim": HEAD_DIM, "max_position_embeddings": TRAINED}
+    return Rotary.from_config(rope_parameters, **sizes, seq_len=seq_len)
 
 
 @pytest.mark.parametrize(("rope_parameters", "seq_len"), CONFIGS, ids=str)
@@ -119,7 +117,7 @@ def test_every_method_of_transformers_is_known_and_compared() -> None:
     assert compared == {"default", *modeling_rope_utils.ROPE_INIT_FUNCTIONS} == set(METHODS) - {"ntk"}
 
 
-def theta(rope_type: str | None, dim: int = HEAD_DIM, base: float = 1e4, **keys: Any) -> torch.Tensor:
+def theta(rope_type: str | None, dim: int = HEAD_DIM, base: float = 1e4, **keys: Any) -> Tensor:
     scaling = None if rope_type is None else {"rope_type": rope_type, **keys}
     return Rotary(dim, base=base, scaling=scaling).theta
 
@@ -131,41 +129,28 @@ def test_ntk_keeps_the_first_frequency_and_divides_the_last_by_the_factor() -> N
     assert_close(scaled, theta(None, base=1e4 * 8 ** (64 / 62)))
 
 
-def test_dynamic_is_ntk_by_the_length_and_plain_up_to_the_trained_one() -> None:
-    keys = {"factor": 2.0, "max_position_embeddings": 1000}
-    assert_close(theta("dynamic", seq_len=4000, **keys), theta("ntk", factor=2.0 * 4 - 1))
-    for seq_len in (None, 1, 1000):
-        assert torch.equal(theta("dynamic", seq_len=seq_len, **keys), theta(None))
-
-
 def test_longrope_divides_each_frequency_by_its_entry() -> None:
     for seq_len, key in ((None, "short_factor"), (1024, "short_factor"), (1025, "long_factor")):
         expected = [1e4 ** (-2 * t / 64) / LONGROPE[key][t] for t in range(32)]
         assert_close(ours(LONGROPE, seq_len).theta, torch.tensor(expected, dtype=torch.float64, device="cpu"))
-    assert ours(LONGROPE).attention_factor == math.sqrt(1 + math.log(4) / math.log(1024))  # 4096 / 1024
 
 
-def test_a_config_without_extension_is_the_plain_rotation() -> None:
-    plain = Rotary(HEAD_DIM, base=5e5, layout="half").identity
-    assert ours({"rope_theta": 500000}).identity == plain
-    assert ours({"rope_theta": 5e5, "rope_type": "default", "type": None}).identity == plain
-    assert ours({"partial_rotary_factor": 0.5}).identity == Rotary(64, layout="half", rotary_dim=32).identity
-
-
-def test_an_older_dict_is_read_like_the_newer_one() -> None:
-    older = {"type": "linear", "factor": 2}
-    assert ours(older).identity == ours({"rope_type": "linear", "factor": 2.0}).identity
-    both = {"type": "mrope", "rope_type": "linear", "factor": 2.0}
-    assert ours(both).identity == ours(older).identity
-
-
-def test_the_length_does_not_matter_where_theta_does_not_depend_on_it() -> None:
-    assert ours(YARN, 100_000).identity == ours(YARN).identity
+def test_configs_that_mean_the_same_make_the_same_rotation() -> None:
+    plain, linear = Rotary(HEAD_DIM, base=5e5, layout="half"), ours({"rope_type": "linear", "factor": 2.0})
+    for one, other in (
+        (ours({"rope_theta": 500000}), plain),
+        (ours({"rope_theta": 5e5, "rope_type": "default", "type": None}), plain),
+        (ours({"partial_rotary_factor": 0.5}), Rotary(HEAD_DIM, layout="half", rotary_dim=32)),
+        (ours({"type": "linear", "factor": 2}), linear),  # an older dict, and both
+        (ours({"type": "mrope", "rope_type": "linear", "factor": 2.0}), linear),
+        (ours(YARN, 100_000), ours(YARN)),  # its theta does not depend on the length
+    ):
+        assert one.identity == other.identity
 
 
 def theirs_on_a_grid(
-    rope_parameters: dict[str, Any], q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rope_parameters: dict[str, Any], q: Tensor, k: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
     """q and k (1, n, h, f) turned to positions (n, 3) by transformers' own vision language models."""
     sizes: dict[str, Any] = {
         "hidden_size": 2 * HEAD_DIM, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -180,7 +165,7 @@ def theirs_on_a_grid(
         apply = modeling_qwen2_vl.apply_rotary_pos_emb
     cos, sin = embed(q, positions.T[:, None])
     turned = apply(q.transpose(1, 2), k.transpose(1, 2), cos / embed.attention_scaling, sin)
-    return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
+    return tuple(x.transpose(1, 2) for x in turned)
 
 
 @pytest.mark.parametrize(
@@ -250,13 +235,8 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"rope_type": "default", "factor": 2.0}, r"factor=2.0: unknown key of rope_type='default', expected none"),
     ({**YARN, "beta_fats": 3}, r"beta_fats=3: unknown key of rope_type='yarn', .*did you mean 'beta_fast'"),
     ({**YARN, "seq_len": 3}, r"seq_len=3: unknown key of rope_type='yarn'"),
-    *(
-        (
-            {"rope_type": "linear", "factor": factor},
-            rf"factor={factor!r}: expected a finite number of at least 1",
-        )
-        for factor in (0.5, 0, -2.0, math.nan, math.inf, "2", True)
-    ),
+    *(({"rope_type": "linear", "factor": x}, rf"factor={x!r}: expected a finite number of at least 1")
+      for x in (0.5, 0, -2.0, math.nan, math.inf, "2", True)),
     ({**DYNAMIC, "max_position_embeddings": 0}, rf"max_position_embeddings=0: expected {LONG}"),
     ({**DYNAMIC, "max_position_embeddings": 9, "seq_len": 0}, r"seq_len=0: expected a finite number of at least 1"),
     ({**YARN, "original_max_position_embeddings": 1}, rf"original_max_position_embeddings=1: expected {LONG}"),
@@ -270,10 +250,8 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({**LONGROPE, "factor": 4, "short_factor": 2.0}, r"short_factor=2.0: expected a list of positive numbers"),
     ({**LONGROPE, "factor": 4, "short_factor": [0.0] * 32}, r"short_factor=.*expected a list of positive"),
     (LONGROPE, r"factor: missing key of rope_type='longrope', expected factor or attention_factor"),
-    (
-        {**LLAMA3, "original_max_position_embeddings": 512, "low_freq_factor": 4},
-        r"low_freq_factor=4.0: expected less than high_freq_factor=4.0",
-    ),
+    ({**LLAMA3, "original_max_position_embeddings": 512, "low_freq_factor": 4},
+     r"low_freq_factor=4.0: expected less than high_freq_factor=4.0"),
     ({"rope_type": "proportional", "partial_rotary_factor": 1.5}, r"partial_rotary_factor=1.5: .*from 0 to 1"),
     ({"factor": 2.0}, r"scaling={'factor': 2.0}: expected None or a dict with the key 'rope_type'"),
 ]  # fmt: skip
@@ -286,17 +264,16 @@ def test_impossible_scaling_is_refused(scaling: dict[str, Any], message: str) ->
 
 
 def test_a_size_or_base_that_the_method_cannot_have_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"rotary_dim=2: expected at least 4"):
-        Rotary(2, scaling={"rope_type": "ntk", "factor": 2.0})
-    with pytest.raises(ValueError, match=r"base=1.0: expected more than 1"):
-        Rotary(64, base=1.0, scaling=YARN)
-    for call in (
-        lambda: critical_dimension(64, 1.0, 4096),
-        lambda: critical_dimension(64, 1e4, 6),
-        lambda: base_for_length(8192, trained=6),
-        lambda: base_for_length(8192, trained=math.nan),
+    lengths = "expected base > 1, lengths > 2 pi"
+    for call, message in (
+        (lambda: Rotary(2, scaling={"rope_type": "ntk", "factor": 2.0}), "rotary_dim=2: expected at least 4"),
+        (lambda: Rotary(64, base=1.0, scaling=YARN), "base=1.0: expected more than 1"),
+        (lambda: critical_dimension(64, 1.0, 4096), lengths),
+        (lambda: critical_dimension(64, 1e4, 6), lengths),
+        (lambda: base_for_length(8192, trained=6), lengths),
+        (lambda: base_for_length(8192, trained=math.nan), lengths),
     ):
-        with pytest.raises(ValueError, match=r"expected base > 1, lengths > 2 pi"):
+        with pytest.raises(ValueError, match=message):
             call()
 
 
@@ -306,15 +283,10 @@ def test_a_size_or_base_that_the_method_cannot_have_is_refused() -> None:
         (None, r"rope_parameters=None: expected a dict"),
         ({"full_attention": LLAMA3, "sliding": {}}, r"one dict per layer type, .*rope_parameters\['full_attention'\]"),
         ({"factor": 2.0}, r"factor=2.0: unknown key of rope_type='default'"),
-        ({"mrope_section": [8, 12, 13]}, rf"mrope_section=\[8, 12, 13\]: {SECTIONS}"),
-        ({"mrope_section": [16, 16]}, rf"mrope_section=\[16, 16\]: {SECTIONS}"),
-        ({"mrope_section": [8, 12.0, 12]}, rf"mrope_section=\[8, 12.0, 12\]: {SECTIONS}"),
-        ({"mrope_section": [0, 16, 16]}, rf"mrope_section=\[0, 16, 16\]: {SECTIONS}"),
-        ({"mrope_section": 32}, rf"mrope_section=32: {SECTIONS}"),
-        (
-            {"mrope_section": [8, 12, 12], "mrope_interleaved": True},
-            r"mrope_section=\[8, 12, 12\]: got 12 pairs in section 1, expected at most 11, since .* third of 32 pairs",
-        ),
+        *(({"mrope_section": x}, rf"mrope_section={re.escape(str(x))}: {SECTIONS}")
+          for x in ([8, 12, 13], [16, 16], [8, 12.0, 12], [0, 16, 16], 32)),
+        ({"mrope_section": [8, 12, 12], "mrope_interleaved": True},
+         r"mrope_section=\[8, 12, 12\]: got 12 pairs in section 1, expected at most 11, since .* third of 32 pairs"),
         ({"mrope_section": [8, 12, 12], "mrope_interleaved": 1}, r"mrope_interleaved=1: expected True or False"),
         ({"mrope_interleaved": True}, r"mrope_section: missing key, got mrope_interleaved"),
         ({"type": "mrope", "rope_theta": 1e6}, r"mrope_section: missing key, got type, rope_theta"),

@@ -8,7 +8,7 @@ import torch
 from torch import ones
 
 from linrope import Rotary
-from linrope.rotation.rotary import grid_positions
+from linrope.rotation.rotary import grid_positions, rotate
 
 SHAPES = ((3,), (2, 4), (1, 1, 2), ())  # which theta cannot have
 
@@ -26,6 +26,9 @@ SHAPES = ((3,), (2, 4), (1, 1, 2), ())  # which theta cannot have
         (lambda: Rotary(4, scaling="yarm"), r"scaling='yarm': expected None or a dict with"),
         (lambda: Rotary.whole_model(2, 4, layout="half"),
          r"layout='half': whole-model rotation requires 'interleaved'"),
+        (lambda: rotate(ones(6), ones(3), ones(3), "hlf"), r"layout='hlf': expected one of .*did you mean 'half'"),
+        (lambda: rotate(ones(4), ones(3), ones(3), "half"),
+         r"x: got 4 features, expected at least 6 for the 3 pairs of cos"),
         (lambda: Rotary(4)(ones(1, 3, 2, 6), torch.arange(3)), r"x: got 6 features, expected dim=4"),
         (lambda: Rotary.whole_model(2, 4)(ones(1, 3, 3, 4), torch.arange(3)),
          r"x: got 3 heads, expected a multiple of theta's 2"),

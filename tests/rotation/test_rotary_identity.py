@@ -13,11 +13,14 @@ from linrope.rotation.rotary import grid_positions
 from tests.scalings import SCALINGS, scaled
 
 
-def test_later_changes_of_the_given_theta_do_not_reach_in() -> None:
+def test_later_changes_of_the_given_theta_and_scaling_do_not_reach_in() -> None:
     theta = torch.ones(2, dtype=torch.float64)
-    rotary = Rotary(4, theta=theta)
+    scaling: dict[str, Any] = {"rope_type": "longrope", **copy.deepcopy(SCALINGS["longrope"])}
+    by_theta, by_scaling = Rotary(4, theta=theta), Rotary(16, scaling=scaling)
     theta.zero_()
-    assert torch.equal(rotary.theta, torch.ones(2, dtype=torch.float64))
+    scaling["long_factor"][0] = 99.0
+    assert torch.equal(by_theta.theta, torch.ones(2, dtype=torch.float64))
+    assert repr(by_scaling) == scaled("longrope").identity
 
 
 @pytest.mark.parametrize(
@@ -28,11 +31,8 @@ def test_later_changes_of_the_given_theta_do_not_reach_in() -> None:
 def test_theta_cannot_be_changed_behind_the_identity_of_a_rotation(rotary: Rotary) -> None:
     """A state says by whose rotation its keys are turned."""
     where = torch.arange(3) if rotary.axes is None else grid_positions(3, 1)
-    x, identity, turns = (
-        torch.randn(1, 3, 2, 8),
-        rotary.identity,
-        rotary.turns_per_position(torch.device("cpu")).clone(),
-    )
+    x, identity, cpu = torch.randn(1, 3, 2, 8), rotary.identity, torch.device("cpu")
+    turns = rotary.turns_per_position(cpu).clone()
     y, log_decay = rotary(x, where), rotary.xpos_log_decay
     rotary.theta.mul_(2)
     rotary.frequencies.mul_(2)
@@ -40,24 +40,19 @@ def test_theta_cannot_be_changed_behind_the_identity_of_a_rotation(rotary: Rotar
         rotary.xpos_log_decay.mul_(2)
         assert torch.equal(rotary.xpos_log_decay, log_decay)
     assert torch.equal(rotary(x, where), y)
-    assert torch.equal(rotary.turns_per_position(torch.device("cpu")), turns)
+    assert torch.equal(rotary.turns_per_position(cpu), turns)
     assert rotary.identity == identity
     for name in ("theta", "frequencies", "xpos_log_decay"):
         with pytest.raises(AttributeError):
             setattr(rotary, name, torch.ones(4))
 
 
+ROTATIONS = [Rotary(8, base=7.0, layout="half", xpos=512), Rotary.whole_model(2, 4), Rotary.axial(8)]
+ROTATIONS += map(scaled, SCALINGS)
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda rotary: pickle.loads(pickle.dumps(rotary))])
-@pytest.mark.parametrize(
-    "rotary",
-    [
-        Rotary(8, base=7.0, layout="half", xpos=512),
-        Rotary.whole_model(2, 4),
-        Rotary.axial(8),
-        *map(scaled, SCALINGS),
-    ],
-    ids=lambda rotary: rotary.identity[:40],
-)
+@pytest.mark.parametrize("rotary", ROTATIONS, ids=lambda rotary: rotary.identity[:40])
 def test_copies_turn_alike_and_have_the_same_identity(rotary: Rotary, copied: Callable[[Any], Any]) -> None:
     rotary.turns_per_position(torch.device("cpu"))
     x, positions, twin = torch.randn(1, 3, 2, rotary.dim), torch.arange(3), copied(rotary)
@@ -68,45 +63,26 @@ def test_copies_turn_alike_and_have_the_same_identity(rotary: Rotary, copied: Ca
 
 
 def test_identity_tells_rotations_apart() -> None:
+    ones, nearly = torch.ones(4), torch.ones(4).double() + 1e-15
+    options = [{}, {"base": 9999.0}, {"layout": "half"}, {"rotary_dim": 4}, {"xpos": 512}, {"theta": ones}]
+    options += [{"theta": nearly}, {"theta": ones, "attention_factor": 2}, {"theta": ones[None], "axes": 1}]
     different = [
-        Rotary(8),
-        Rotary(8, base=9999.0),
-        Rotary(8, layout="half"),
-        Rotary(8, rotary_dim=4),
-        Rotary(10),
-        Rotary.whole_model(2, 8),
-        Rotary(8, theta=torch.ones(4)),
-        Rotary(8, theta=torch.ones(4).double() + 1e-15),
-        Rotary(8, theta=torch.ones(4), attention_factor=2),
-        Rotary(8, theta=torch.ones(1, 4), axes=1),
-        Rotary(8, xpos=512),
-        *map(scaled, SCALINGS),
-        scaled("yarn", factor=3.0),
-        scaled("yarn", attention_factor=1.0),
-        scaled("longrope", seq_len=800),
-        scaled("dynamic", seq_len=800),
-    ]
+        *(Rotary(8, **own) for own in options), Rotary(10), Rotary.whole_model(2, 8), *map(scaled, SCALINGS),
+        scaled("yarn", factor=3.0), scaled("yarn", attention_factor=1.0),
+        scaled("longrope", seq_len=800), scaled("dynamic", seq_len=800),
+    ]  # fmt: skip
     assert len({rotary.identity for rotary in different}) == len(different)
     assert Rotary(8).identity == Rotary(8, base=10000).identity == repr(Rotary(8, rotary_dim=8))
     as_default = scaled("yarn", beta_fast=32, beta_slow=1.0, truncate=True, mscale=None, factor=4)
     assert as_default.identity == scaled("yarn").identity
     assert Rotary(8, scaling={"rope_type": "default"}).identity == Rotary(8).identity
     assert Rotary(8, xpos=512).identity == Rotary(8, xpos=512.0).identity
-    ones = torch.ones(4)
     assert Rotary(8, theta=ones, attention_factor=1.0).identity == Rotary(8, theta=ones).identity
 
 
 @pytest.mark.parametrize("shape", [(32,), (1, 32), (16, 32), (4, 2, 32)])
 def test_a_repr_leaves_out_long_lists(shape: tuple[int, ...]) -> None:
-    rotary = Rotary(
-        64, theta=torch.rand(shape) - 0.5, axes=2 if len(shape) == 3 else None, attention_factor=2
-    )
+    axes = 2 if len(shape) == 3 else None
+    rotary = Rotary(64, theta=torch.rand(shape) - 0.5, axes=axes, attention_factor=2)
     end = rotary.identity[rotary.identity.index(", layout") :]
     assert repr(rotary) == f"Rotary(64, theta=[..]{end}"
-
-
-def test_later_changes_of_the_given_scaling_do_not_reach_in() -> None:
-    given: dict[str, Any] = {"rope_type": "longrope", **copy.deepcopy(SCALINGS["longrope"])}
-    rotary = Rotary(16, scaling=given)
-    given["long_factor"][0] = 99.0
-    assert repr(rotary) == scaled("longrope").identity

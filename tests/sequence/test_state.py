@@ -23,12 +23,10 @@ def test_position_goes_on_from_the_state() -> None:
 
 @pytest.mark.parametrize(
     ("how", "expected"),
-    [
-        ({"positions": torch.tensor([4, 9, 7])}, [8, 8, 8]),
-        ({"positions": torch.tensor([[0, 1, 2], [5, 6, 7], [9, 9, 9]], dtype=torch.int32)}, [3, 8, 10]),
-        ({"positions": torch.tensor([1, 2, 3]), "key_positions": torch.tensor([4, 5, 6])}, [7, 7, 7]),
-    ],
-)
+    [({"positions": torch.tensor([4, 9, 7])}, [8, 8, 8]),
+     ({"positions": torch.tensor([[0, 1, 2], [5, 6, 7], [9, 9, 9]], dtype=torch.int32)}, [3, 8, 10]),
+     ({"positions": torch.tensor([1, 2, 3]), "key_positions": torch.tensor([4, 5, 6])}, [7, 7, 7])],
+)  # fmt: skip
 def test_position_follows_the_last_key_where_positions_are_given(how, expected) -> None:
     _, state = attend(tokens(3), **how)
     assert state.position.tolist() == expected
@@ -37,52 +35,39 @@ def test_position_follows_the_last_key_where_positions_are_given(how, expected) 
 
 
 def test_position_counts_keys_where_queries_are_of_another_length() -> None:
-    (q, *_), (_, k, v) = tokens(2), tokens(5)
-    _, state = attend((q, k, v), causal=False)
-    assert state.position.tolist() == [5] * B
+    _, k, v = tokens(5)
+    for n in (0, 2):
+        _, state = attend((tokens(n)[0], k, v), causal=False)
+        assert state.position.tolist() == [5] * B
 
 
-def test_detach_keeps_the_numbers_and_cuts_the_graph() -> None:
+def test_detach_keeps_the_numbers_and_cuts_the_graph_which_clone_keeps() -> None:
     inputs = [x.requires_grad_() for x in tokens(4)]
     state = attend(inputs)[1]
-    assert state.kv.requires_grad
-    detached = state.detach()
-    assert not any(x.requires_grad for x in tensors(detached))
-    assert_same(detached, state)
-
-
-def test_clone_keeps_the_graph() -> None:
-    inputs = [x.requires_grad_() for x in tokens(4)]
-    attend(inputs)[1].clone().kv.sum().backward()
+    state.clone().kv.sum().backward()
     assert inputs[1].grad is not None
+    assert not any(x.requires_grad for x in tensors(state.detach()))
+    assert_same(state.detach(), state)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_to_converts_kv_alone(dtype: torch.dtype) -> None:
+def test_to_moves_every_tensor_and_converts_kv_alone() -> None:
     state = some_state()
-    moved = state.to("cpu", dtype)
-    assert (moved.kv.dtype, moved.z.dtype, moved.position.dtype) == (dtype, torch.float64, torch.int64)
-    assert_same(replace(moved, kv=moved.kv.float()), state)
-
-
-def test_to_moves_every_tensor() -> None:
-    assert {x.device.type for x in tensors(some_state().to("meta"))} == {"meta"}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64])
-def test_to_refuses_other_types(dtype: torch.dtype) -> None:
-    with pytest.raises(TypeError, match=f"dtype: got {dtype}, expected float32 or float64"):
-        some_state().to(dtype=dtype)
+    assert {x.device.type for x in tensors(state.to("meta"))} == {"meta"}
+    for dtype in (torch.float32, torch.float64):
+        moved = state.to("cpu", dtype)
+        assert (moved.kv.dtype, moved.z.dtype, moved.position.dtype) == (dtype, torch.float64, torch.int64)
+        assert_same(replace(moved, kv=moved.kv.float()), state)
+    for dtype in (torch.bfloat16, torch.float16, torch.int64):
+        with pytest.raises(TypeError, match=f"dtype: got {dtype}, expected float32 or float64"):
+            state.to(dtype=dtype)
 
 
 @pytest.mark.parametrize("index", [[2, 0, 1], [1, 1, 0], [2], [0, 0, 1, 1, 2, 2], []])
 def test_reorder_is_as_if_the_sequences_had_been_fed_in_that_order(index: list[int]) -> None:
     order = torch.tensor(index, dtype=torch.int64)
     history, now = tokens(5), tokens(2, seed=1, b=len(index))
-    reordered = attend(history)[1].reorder(order)
-    out, state = attend(now, reordered)
-    again = attend([x[order] for x in history])[1]
-    expected, expected_state = attend(now, again)
+    out, state = attend(now, attend(history)[1].reorder(order))
+    expected, expected_state = attend(now, attend([x[order] for x in history])[1])
     assert torch.equal(out, expected)
     assert_same(state, expected_state)
 
@@ -95,44 +80,30 @@ def test_reorder_of_a_pool_counts_its_slots(dtype: torch.dtype) -> None:
     assert_same(chosen, pool.reorder(torch.tensor([0, 2, 0], dtype=dtype)))
 
 
-@pytest.mark.parametrize("index", [[0, 2], [-1, 0]])
-def test_reorder_refuses_sequences_that_do_not_exist(index: list[int]) -> None:
-    state = some_state(5)
-    with pytest.raises(IndexError, match=r"^index: got .*, expected numbers 0 .. 1$"):
-        state.at(torch.tensor([2, 0])).reorder(torch.tensor(index))
-    with pytest.raises(IndexError, match=r"^index: got .*, expected numbers 0 .. 2$"):
-        state.reorder(torch.tensor([B]))
-
-
 @pytest.mark.parametrize(
-    ("index", "error", "message"),
-    [
-        (torch.zeros(2, 1).long(), ValueError, r"index: got shape \(2, 1\), expected \(b,\)"),
-        (torch.zeros(2), TypeError, "index: got torch.float32, expected integers"),
-        (torch.zeros(3).bool(), TypeError, "index: got torch.bool, expected integers"),
-    ],
-)
-def test_reorder_refuses_what_is_no_vector_of_integers(index, error, message) -> None:
+    ("slots", "index", "error", "message"),
+    [([2, 0], torch.tensor([0, 2]), IndexError, r"^index: got .*, expected numbers 0 .. 1$"),
+     ([2, 0], torch.tensor([-1, 0]), IndexError, r"^index: got .*, expected numbers 0 .. 1$"),
+     (None, torch.tensor([B]), IndexError, r"^index: got .*, expected numbers 0 .. 2$"),
+     (None, torch.zeros(2, 1).long(), ValueError, r"index: got shape \(2, 1\), expected \(b,\)"),
+     (None, torch.zeros(2), TypeError, "index: got torch.float32, expected integers"),
+     (None, torch.zeros(3).bool(), TypeError, "index: got torch.bool, expected integers")],
+)  # fmt: skip
+def test_reorder_refuses_all_but_numbers_of_sequences_that_exist(slots, index, error, message) -> None:
+    state = some_state() if slots is None else some_state().at(torch.tensor(slots))
     with pytest.raises(error, match=message):
-        some_state().reorder(index)
+        state.reorder(index)
 
 
-@pytest.mark.parametrize(
-    "copied",
-    [
-        LinearAttentionState.detach,
-        LinearAttentionState.clone,
-        LinearAttentionState.to,
-        lambda state: state.to("cpu", state.kv.dtype),
-        lambda state: state.reorder(torch.arange(B)),
-    ],
-)
-def test_copies_share_no_memory_with_the_state(copied) -> None:
+def test_copies_share_no_memory_with_the_state() -> None:
     state = some_state()
     kept = pickle.loads(pickle.dumps(state))
-    for x in tensors(copied(state)):
-        x.fill_(77)
-    assert_same(state, kept)
+    for copied in (
+        state.detach(), state.clone(), state.to(), state.to("cpu", state.kv.dtype), state.reorder(torch.arange(B)),
+    ):  # fmt: skip
+        for x in tensors(copied):
+            x.fill_(77)
+        assert_same(state, kept)
 
 
 @pytest.mark.parametrize("n", [0, 1, 7])
@@ -159,12 +130,11 @@ def test_a_call_neither_changes_nor_shares_the_state_it_is_given(backend, causal
 def test_a_state_goes_in_and_out_of_an_exported_program() -> None:
     class Step(torch.nn.Module):
         def forward(self, q, k, v, state):
-            return linear_rope_attention(q, k, v, rotary=Rotary(4), state=state, return_state=True)
+            return attend((q, k, v), state)
 
-    q, k, v = randoms(2, 5, 2, 4)
-    _, state = linear_rope_attention(q, k, v, rotary=Rotary(4), return_state=True)
-    out, after = torch.export.export(Step(), (q, k, v, state)).module()(q, k, v, state)
-    expected, expected_state = Step()(q, k, v, state)
+    inputs = (*tokens(5), some_state())
+    out, after = torch.export.export(Step(), inputs).module()(*inputs)
+    expected, expected_state = Step()(*inputs)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(after.kv, expected_state.kv)
     assert torch.equal(after.position, expected_state.position)
@@ -185,57 +155,34 @@ def test_state_is_a_pytree() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"kv": torch.zeros(B, G, D, E).bfloat16()}, TypeError, "state.kv: got torch.bfloat16"),
-        ({"z": torch.zeros(B, G, D).half()}, TypeError, "state.z: got torch.float16, expected float32"),
-        ({"position": torch.zeros(B).int()}, TypeError, "state.position: got torch.int32, expected int64"),
-        ({"kv": torch.zeros(B, G, D)}, ValueError, r"kv \(3, 2, 4\), .* expected \(b, g, f, e\)"),
-        ({"z": torch.zeros(B, G, D + 1)}, ValueError, r"z \(3, 2, 5\)"),
-        ({"position": torch.zeros(B + 1).long()}, ValueError, r"position \(4,\)"),
-        (
-            {"angle": torch.zeros(B, D).long()},
-            ValueError,
-            r"state.angle: got \(3, 4\), expected \(3, g or 1, pairs\)",
-        ),
-        ({"angle": torch.zeros(B + 1, G, 2).long()}, ValueError, r"state.angle: got \(4, 2, 2\)"),
-        (
-            {"conv": torch.zeros(B, 8)},
-            ValueError,
-            r"state.conv: got \(3, 8\), expected \(3, taps - 1, channels\)",
-        ),
-        ({"conv": torch.zeros(B + 1, 3, 8)}, ValueError, r"state.conv: got \(4, 3, 8\)"),
-        (
-            {"log_scale": torch.zeros(B).double()},
-            ValueError,
-            r"state.log_scale: got \(3,\), expected \(3, 2\)",
-        ),
-        ({"log_scale": torch.zeros(B + 1, G).double()}, ValueError, r"state.log_scale: got \(4, 2\)"),
-        (
-            {"last_token": torch.zeros(B, G, D + E + 1).double()},
-            ValueError,
-            r"state.last_token: got .*\(3, 2, ",
-        ),
-        ({"last_token": torch.zeros(B, G, D + E + 2)}, TypeError, r"state.last_token: got torch.float32"),
-    ],
-)
-def test_construction_refuses_other_types_and_shapes(change, error, message) -> None:
+    ("name", "tensor", "error", "message"),
+    [("kv", torch.zeros(B, G, D, E).bfloat16(), TypeError, "state.kv: got torch.bfloat16"),
+     ("z", torch.zeros(B, G, D).half(), TypeError, "state.z: got torch.float16, expected float32"),
+     ("position", torch.zeros(B).int(), TypeError, "state.position: got torch.int32, expected int64"),
+     ("kv", torch.zeros(B, G, D), ValueError, r"kv \(3, 2, 4\), .* expected \(b, g, f, e\)"),
+     ("z", torch.zeros(B, G, D + 1), ValueError, r"z \(3, 2, 5\)"),
+     ("position", torch.zeros(B + 1).long(), ValueError, r"position \(4,\)"),
+     ("angle", torch.zeros(B, D).long(), ValueError, r"state.angle: got \(3, 4\), expected \(3, g or 1, pairs\)"),
+     ("angle", torch.zeros(B + 1, G, 2).long(), ValueError, r"state.angle: got \(4, 2, 2\)"),
+     ("conv", torch.zeros(B, 8), ValueError, r"state.conv: got \(3, 8\), expected \(3, taps - 1, channels\)"),
+     ("conv", torch.zeros(B + 1, 3, 8), ValueError, r"state.conv: got \(4, 3, 8\)"),
+     ("log_scale", torch.zeros(B).double(), ValueError, r"state.log_scale: got \(3,\), expected \(3, 2\)"),
+     ("log_scale", torch.zeros(B + 1, G).double(), ValueError, r"state.log_scale: got \(4, 2\)"),
+     ("log_scale", torch.zeros(B, G).long(), TypeError, r"log_scale: got torch.int64, expected float32 or float64"),
+     ("last_token", torch.zeros(B, G, D + E + 1).double(), ValueError, r"state.last_token: got .*\(3, 2, "),
+     ("last_token", torch.zeros(B, G, D + E + 2), TypeError, r"state.last_token: got torch.float32")],
+)  # fmt: skip
+def test_construction_refuses_other_types_and_shapes(name, tensor, error, message) -> None:
     with pytest.raises(error, match=message):
-        replace(some_state(), **change)
+        replace(some_state(), **{name: tensor})
 
 
 @pytest.mark.parametrize(
     "how",
-    [
-        {"feature_map": "exp"},
-        {"feature_map": None},
-        {"rotary": None},
-        {"rotary": Rotary(D, base=500.0)},
-        {"rotary": Rotary(D, layout="half")},
-        {"rotary": Rotary(D, rotary_dim=2)},
-    ],
+    [*({"feature_map": x} for x in ("exp", None)),
+     *({"rotary": x} for x in (None, Rotary(D, base=500.0), Rotary(D, layout="half"), Rotary(D, rotary_dim=2)))],
     ids=str,
-)
+)  # fmt: skip
 def test_a_call_refuses_the_state_of_another_map_or_rotation(how) -> None:
     with pytest.raises(ValueError, match=r"state: made with .*; expected .*, as in this call"):
         attend(tokens(2), some_state(), **how)
@@ -252,16 +199,13 @@ def test_a_state_names_the_order_in_which_older_files_name_it() -> None:
 
 
 def test_states_join_in_one_batch_and_go_on_as_if_each_were_alone() -> None:
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 3, 6, 2, 4)
-    how = {"rotary": Rotary(4), "return_state": True}
-    starts = [[x[i : i + 1, : 3 + i] for x in (q, k, v)] for i in range(3)]
-    alone = [linear_rope_attention(*start, **how)[1] for start in starts]
+    inputs = tokens(6)
+    alone = [attend([x[i : i + 1, : 3 + i] for x in inputs])[1] for i in range(3)]
     both = LinearAttentionState.cat([alone[0], LinearAttentionState.cat(alone[1:])])
     assert both.position.tolist() == [3, 4, 5]
-    out, after = linear_rope_attention(q[:, -1:], k[:, -1:], v[:, -1:], state=both, **how)
+    out, after = attend([x[:, -1:] for x in inputs], both)
     for i, state in enumerate(alone):
-        one, last = linear_rope_attention(*(x[i : i + 1, -1:] for x in (q, k, v)), state=state, **how)
+        one, last = attend([x[i : i + 1, -1:] for x in inputs], state)
         assert torch.equal(out[i : i + 1], one)
         assert torch.equal(after.kv[i : i + 1], last.kv)
 
@@ -286,14 +230,10 @@ def test_states_of_calls_with_and_without_gradients_join(order: int) -> None:
     torch.testing.assert_close(gradient(chosen, both), gradient([0], states[0]))
 
 
-def test_one_state_joins_to_itself() -> None:
-    state = some_state()
-    assert_same(LinearAttentionState.cat([state]), state)
-
-
-def test_a_state_of_a_compiled_call_joins_others() -> None:
+def test_one_state_joins_to_itself_and_one_of_a_compiled_call_to_others() -> None:
     known = replace(some_state(), identity="T2R#0123456789abcdef; None")
-    inside = replace(some_state(), identity="T2R#?; None")
+    assert_same(LinearAttentionState.cat([known]), known)
+    inside = replace(known, identity="T2R#?; None")
     assert LinearAttentionState.cat([known, inside]).identity == known.identity
 
 
@@ -304,18 +244,14 @@ def test_a_pool_has_rows_for_no_sequence() -> None:
 def test_states_that_differ_do_not_join() -> None:
     k = v = torch.randn(1, 3, 2, 4)
     state = linear_rope_state(k, v)
-    for other, cause in (
-        (linear_rope_state(k, v, feature_map="relu"), "states: got identities"),
-        (
-            state.to(dtype=torch.float64),
-            r"states: got kv (2, 4, 4) torch.float64 cpu and kv (2, 4, 4) torch.float32",
-        ),
-        (linear_rope_state(k[:, :, :1], v[:, :, :1]), "expected equal shapes apart from the batch"),
-        (
+    others = {
+        "states: got identities": linear_rope_state(k, v, feature_map="relu"),
+        "states: got kv (2, 4, 4) torch.float64 cpu and kv (2, 4, 4) torch.float32": state.to(dtype=torch.float64),
+        "expected equal shapes apart from the batch": linear_rope_state(k[:, :, :1], v[:, :, :1]),
+        "states: got angle (2, 2) torch.int64 cpu and angle None, expected equal shapes":
             linear_rope_state(k, v, angle_steps=torch.zeros(1, 3, 2, 2)),
-            "states: got angle (2, 2) torch.int64 cpu and angle None, expected equal shapes",
-        ),
-    ):
+    }  # fmt: skip
+    for cause, other in others.items():
         with pytest.raises(ValueError, match=re.escape(cause)):
             LinearAttentionState.cat([state, other])
     with pytest.raises(ValueError, match="states: got none"):

@@ -23,8 +23,7 @@ def test_save_and_load_keep_every_bit(dtype: torch.dtype, tmp_path) -> None:
 
 
 def test_save_takes_views_and_tensors_that_require_grad(tmp_path) -> None:
-    inputs = [x.requires_grad_() for x in tokens(3)]
-    state = attend(inputs)[1]
+    state = attend([x.requires_grad_() for x in tokens(3)])[1]
     view = replace(state, kv=state.kv.mT.contiguous().mT)
     view.save(tmp_path / "state")
     assert_same(LinearAttentionState.load(tmp_path / "state"), state.detach())
@@ -44,14 +43,16 @@ def written(path, content=None, **metadata) -> None:
     save_file(plain() if content is None else content, path, metadata=kept)
 
 
-def cut(path, size: int) -> None:
+def cut(path, size: int | None, more: bytes = b"") -> None:
     written(path)
-    path.write_bytes(path.read_bytes()[:size])
+    path.write_bytes(path.read_bytes()[:size] + more)
 
 
-def lengthened(path) -> None:
-    written(path)
-    path.write_bytes(path.read_bytes() + b"\0" * 8)
+class Opened:
+    """Unpickling one would run code."""
+
+    def __reduce__(self):
+        return pytest.fail, ("a pickle was loaded",)
 
 
 def overlapping(path) -> None:
@@ -66,9 +67,9 @@ DAMAGED = {
     "header too long": lambda path: path.write_bytes(struct.pack("<Q", 2**62) + b"{}"),
     "cut in the header": lambda path: cut(path, 40),
     "cut in the data": lambda path: cut(path, -1),
-    "extra bytes": lengthened,
+    "extra bytes": lambda path: cut(path, None, b"\0" * 8),
     "overlapping": overlapping,
-    "pickle": lambda path: path.write_bytes(pickle.dumps({"kv": 1})),
+    "pickle": lambda path: path.write_bytes(pickle.dumps(Opened())),
     "torch.save": lambda path: torch.save(plain(), path),
     "other keys": lambda path: written(path, {**plain(), "more": torch.ones(1)}),
     "missing key": lambda path: written(path, {"kv": torch.ones(1), "z": torch.ones(1)}),
@@ -83,18 +84,15 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
-def test_load_refuses_damaged_and_foreign_files_and_names_them(damage, tmp_path) -> None:
+SAID = {"newer": "version '2', expected '1'", "pickle": "not a readable safetensors file"}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_load_refuses_damaged_and_foreign_files_and_names_them(name: str, tmp_path) -> None:
     path = tmp_path / "broken.safetensors"
-    damage(path)
-    with pytest.raises(ValueError, match=r"broken\.safetensors: "):
+    DAMAGED[name](path)
+    with pytest.raises(ValueError, match=rf"broken\.safetensors: .*{SAID.get(name, '')}"):
         LinearAttentionState.load(path)
-
-
-def test_load_says_which_version_it_got_and_which_it_reads(tmp_path) -> None:
-    written(tmp_path / "state", version="2")
-    with pytest.raises(ValueError, match=r"version '2', expected '1'"):
-        LinearAttentionState.load(tmp_path / "state")
 
 
 @pytest.mark.parametrize("name", ["missing", "."])
@@ -105,30 +103,16 @@ def test_load_of_a_missing_file_says_so(name: str, tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
-    [
-        ({"kv": "text"}, TypeError, "state.kv: got str, expected Tensor"),
-        ({"z": None}, TypeError, "state.z: got NoneType, expected Tensor"),
-        ({"conv": [1.0]}, TypeError, "state.conv: got list, expected Tensor"),
-        ({"identity": 3}, TypeError, "state.identity: got int, expected str"),
-        ({"donated": None}, TypeError, "state.donated: got NoneType, expected bool"),
-        (
-            {"slots": torch.tensor([1, 1])},
-            ValueError,
-            r"slots: got \[1, 1\], expected different rows 0 \.\. 2",
-        ),
-        ({"slots": torch.tensor([B])}, ValueError, r"slots: got \[3\], expected different rows"),
-        (
-            {"loop": "text"},
-            ValueError,
-            "state: got .*, loop; expected kv, z, position, identity, and otherwise",
-        ),
-        (
-            {"more": 1},
-            ValueError,
-            "state: got .*, more; expected .*, and otherwise only angle, log_scale, .*",
-        ),
-    ],
-)
+    [({"kv": "text"}, TypeError, "state.kv: got str, expected Tensor"),
+     ({"z": None}, TypeError, "state.z: got NoneType, expected Tensor"),
+     ({"conv": [1.0]}, TypeError, "state.conv: got list, expected Tensor"),
+     ({"identity": 3}, TypeError, "state.identity: got int, expected str"),
+     ({"donated": None}, TypeError, "state.donated: got NoneType, expected bool"),
+     ({"slots": torch.tensor([1, 1])}, ValueError, r"slots: got \[1, 1\], expected different rows 0 \.\. 2"),
+     ({"slots": torch.tensor([B])}, ValueError, r"slots: got \[3\], expected different rows"),
+     ({"loop": "text"}, ValueError, "state: got .*, loop; expected kv, z, position, identity, and otherwise"),
+     ({"more": 1}, ValueError, "state: got .*, more; expected .*, and otherwise only angle, log_scale, .*")],
+)  # fmt: skip
 def test_torch_load_refuses_states_with_fields_of_other_kinds(change, error, message: str, tmp_path) -> None:
     state = some_state()
     fields = state.__getstate__() | change  # what another program may write
@@ -137,19 +121,6 @@ def test_torch_load_refuses_states_with_fields_of_other_kinds(change, error, mes
         torch.save(state, tmp_path / "state.pt")
     with pytest.raises(error, match=message):
         torch.load(tmp_path / "state.pt", weights_only=True)
-
-
-class Opened:
-    """Unpickling one would run code."""
-
-    def __reduce__(self):
-        return pytest.fail, ("a pickle was loaded",)
-
-
-def test_load_never_runs_a_pickle(tmp_path) -> None:
-    (tmp_path / "state").write_bytes(pickle.dumps(Opened()))
-    with pytest.raises(ValueError, match="not a readable safetensors file"):
-        LinearAttentionState.load(tmp_path / "state")
 
 
 def test_an_interrupted_save_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch) -> None:

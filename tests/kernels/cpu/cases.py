@@ -1,5 +1,6 @@
 """Random arguments of the native operators, as Python passes them to the library."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -96,18 +97,21 @@ CASES: dict[str, dict[str, Any]] = {
     "decay": {"decay": 0.3},
     "angle steps and decay": {"steps": True, "decay": 0.5, "h": 4, "g": 2, "write": True},
     "packed": {"b": 1, "packed": [0, 3, 3, 40, 70], "decay": 0.2, "steps": True},
-    "cut into segments": {
-        "b": 1,
-        "n": 2100,
-        "h": 1,
-        "f": 6,
-        "e": 5,
-        "decay": 0.02,
-        "steps": True,
-        "write": True,
-    },
+    "cut into segments": {"b": 1, "n": 2100, "h": 1, "f": 6, "e": 5, "decay": 0.02, "steps": True, "write": True},
     "bidirectional": {"causal": False, "write": True},
-}
+}  # fmt: skip
+
+
+def with_threads(run: Callable[[], list[Tensor]]) -> list[list[Tensor]]:
+    """The results with one, two and three threads."""
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(run())
+    finally:
+        torch.set_num_threads(before)
+    return found
 
 
 def random_like(x: Tensor, seed: int) -> Tensor:

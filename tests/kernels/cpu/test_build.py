@@ -24,6 +24,7 @@ def built(script: ModuleType, folder: Path) -> Path:
 
 
 def test_a_library_of_these_sources_is_current_until_one_changes(script: ModuleType, tmp_path: Path) -> None:
+    assert script.current(tmp_path) is None
     library = built(script, tmp_path)
     assert script.current(tmp_path) == library
     (tmp_path / "kernel.cpp").write_text("int one = 2;\n")
@@ -34,10 +35,6 @@ def test_a_library_of_these_sources_is_current_until_one_changes(script: ModuleT
     assert script.current(tmp_path) is None
 
 
-def test_where_there_is_no_library_none_is_current(script: ModuleType, tmp_path: Path) -> None:
-    assert script.current(tmp_path) is None
-
-
 def test_without_a_compiler_it_says_so_and_leaves_no_old_library(script: ModuleType, tmp_path: Path) -> None:
     library = built(script, tmp_path)
     with pytest.raises(script.Unavailable, match="no compiler: found none of no-such-compiler;"):
@@ -45,9 +42,7 @@ def test_without_a_compiler_it_says_so_and_leaves_no_old_library(script: ModuleT
     assert not library.exists()
 
 
-def test_without_a_name_it_looks_for_three_compilers(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_name_it_looks_for_three_compilers(script, tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(script.Unavailable, match="found none of c\\+\\+, g\\+\\+, clang\\+\\+"):
@@ -63,14 +58,9 @@ def test_without_a_name_it_looks_for_three_compilers(
 
 @pytest.mark.parametrize(
     ("folder", "reason"),
-    [
-        (
-            "/tmp/pip-build-env-1a2b3c/overlay/lib/python3.11/site-packages",
-            "build isolation: .*--no-build-isolation",
-        ),
-        ("/home/someone/venv/lib/python3.11/site-packages", "no PyTorch: .*install PyTorch first"),
-    ],
-)
+    [("/tmp/pip-build-env-1a2b3c/overlay/lib/python3.11/site-packages", "build isolation: .*--no-build-isolation"),
+     ("/home/someone/venv/lib/python3.11/site-packages", "no PyTorch: .*install PyTorch first")],
+)  # fmt: skip
 def test_without_pytorch_it_tells_isolation_from_absence(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, reason: str
 ) -> None:
@@ -80,18 +70,12 @@ def test_without_pytorch_it_tells_isolation_from_absence(
         script.build(tmp_path, compiler=sys.executable)
 
 
-def test_a_pytorch_without_headers_is_named(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pytorch_without_headers_and_an_unknown_machine_are_named(script, tmp_path, monkeypatch) -> None:
     installed = SimpleNamespace(origin=str(tmp_path / "torch" / "__init__.py"))
-    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: installed)
-    with pytest.raises(script.Unavailable, match=r"no PyTorch headers: .*torch has none"):
-        script.build(tmp_path, compiler=sys.executable)
-
-
-def test_an_unknown_machine_is_named(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(script.importlib.util, "find_spec", lambda name: installed)
+        with pytest.raises(script.Unavailable, match=r"no PyTorch headers: .*torch has none"):
+            script.build(tmp_path, compiler=sys.executable)
     monkeypatch.setattr(script.platform, "machine", lambda: "riscv64")
     with pytest.raises(script.Unavailable, match="riscv64"):
         script.build(tmp_path, compiler=sys.executable)
@@ -109,16 +93,9 @@ def test_a_compiler_that_fails_is_an_error_with_its_words(script: ModuleType, tm
 
 
 def test_the_command_goes_on_without_a_compiler(build_script: ModuleType, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        build_script.__file__,
-        str(tmp_path),
-        "--compiler",
-        "no-such-compiler",
-        "--if-changed",
-    ]
+    options = ("--compiler", "no-such-compiler", "--if-changed")
+    command = [sys.executable, build_script.__file__, str(tmp_path), *options]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0
-    assert done.stderr.startswith(
-        "native CPU library: not built: no compiler: found none of no-such-compiler;"
-    )
+    said = "native CPU library: not built: no compiler: found none of no-such-compiler;"
+    assert done.stderr.startswith(said)

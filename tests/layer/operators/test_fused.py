@@ -13,9 +13,9 @@ from linrope.backends import native as library
 from linrope.layer import operators
 from linrope.layer.operators import convolve, convolve_step, gated_norm, triton
 from linrope.layer.operators.backends import choose
-from tests.layer.operators.cases import numbers, skip_bfloat16
+from tests.layer.operators.cases import needs_native, numbers, skip_bfloat16
 
-needs_library = pytest.mark.skipif(library.why_not() is not None, reason=str(library.why_not()))
+BF16, F16 = torch.bfloat16, torch.float16
 CUTS = torch.tensor([0, 0, 3, 9], dtype=torch.int32)
 
 
@@ -23,55 +23,35 @@ def leaf(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tens
     return numbers(*shape, seed=seed).to(dtype).requires_grad_()
 
 
-CONVOLUTIONS = {
-    "all": (leaf(2, 9, 5), leaf(5, 4), leaf(5), leaf(2, 3, 5), None, True),
-    "weight alone": (leaf(2, 9, 5), leaf(5, 4), None, None, None, False),
-    "packed": (leaf(1, 9, 5), leaf(5, 3), None, leaf(3, 2, 5), CUTS, True),
-    "half precision": (leaf(2, 9, 5, dtype=torch.bfloat16), leaf(5, 4), leaf(5), None, None, True),
-}
-NORMS = {
-    "all": (
-        leaf(2, 9, 4, 5),
-        leaf(4, 5),
-        leaf(2, 9, 20),
-        leaf(2, 9, 2, 5),
-        leaf(4),
-        1e-6,
-        False,
-        False,
-        True,
-    ),
-    "weight alone": (leaf(2, 9, 4, 5), leaf(5), None, None, None, 1e-6, False, False, False),
-    "gate alone": (leaf(2, 9, 4, 5), None, leaf(2, 9, 20), None, None, 1e-6, True, True, False),
-    "half precision": (
-        leaf(2, 9, 4, 5, dtype=torch.float16),
-        leaf(4, 5),
-        leaf(2, 9, 20, dtype=torch.float16),
-        None,
-        None,
-        1e-6,
-        True,
-        False,
-        False,
-    ),
-}
-
-
-FUSED = [pytest.param("native", marks=needs_library), "triton"]
+# The operators' arguments in order; each table has every kind of argument, present and absent.
+CALLS = {
+    "convolve": {
+        "all": (leaf(2, 9, 5), leaf(5, 4), leaf(5), leaf(2, 3, 5), None, True),
+        "weight alone": (leaf(2, 9, 5), leaf(5, 4), None, None, None, False),
+        "packed": (leaf(1, 9, 5), leaf(5, 3), None, leaf(3, 2, 5), CUTS, True),
+        "half precision": (leaf(2, 9, 5, dtype=BF16), leaf(5, 4), leaf(5), None, None, True),
+    },
+    "gated_norm": {
+        "all": (leaf(2, 9, 4, 5), leaf(4, 5), leaf(2, 9, 20), leaf(2, 9, 2, 5), leaf(4), 1e-6, False, False, True),
+        "weight alone": (leaf(2, 9, 4, 5), leaf(5), None, None, None, 1e-6, False, False, False),
+        "gate alone": (leaf(2, 9, 4, 5), None, leaf(2, 9, 20), None, None, 1e-6, True, True, False),
+        "half precision": (
+            leaf(2, 9, 4, 5, dtype=F16), leaf(4, 5), leaf(2, 9, 20, dtype=F16), None, None, 1e-6, True, False, False
+        ),
+    },
+}  # fmt: skip
+FUSED = [pytest.param("native", marks=needs_native), "triton"]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # PyTorch 2.15 reads it itself
 @pytest.mark.parametrize("backend", FUSED)
 @pytest.mark.parametrize(
     ("operator", "arguments"),
-    [
-        *(pytest.param(torch.ops.linrope.convolve, x, id=f"convolve-{k}") for k, x in CONVOLUTIONS.items()),
-        *(pytest.param(torch.ops.linrope.gated_norm, x, id=f"gated_norm-{k}") for k, x in NORMS.items()),
-    ],
-)
-def test_the_operators_pass_torch_library_s_checks(backend: str, operator, arguments: tuple) -> None:
+    [pytest.param(name, x, id=f"{name}-{label}") for name, calls in CALLS.items() for label, x in calls.items()],
+)  # fmt: skip
+def test_the_operators_pass_torch_library_s_checks(backend: str, operator: str, arguments: tuple) -> None:
     skip_bfloat16(backend, arguments[0].dtype)
-    torch.library.opcheck(operator.default, (backend, *arguments))
+    torch.library.opcheck(getattr(torch.ops.linrope, operator).default, (backend, *arguments))
 
 
 class Block(nn.Module):
@@ -86,15 +66,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         z, out = convolve(x, self.taps, self.bias, silu=True, backend=self.backend).chunk(2, -1)
         out = out.unflatten(-1, (2, 8))
-        return gated_norm(
-            out,
-            self.weight,
-            gate=z,
-            v=out.flip(-1),
-            skip=self.skip,
-            skip_order="before",
-            backend=self.backend,
-        )
+        how = {"v": out.flip(-1), "skip": self.skip, "skip_order": "before", "backend": self.backend}
+        return gated_norm(out, self.weight, gate=z, **how)
 
 
 def results(block: Block, run, x: Tensor) -> list[Tensor]:
@@ -112,11 +85,10 @@ def test_compiled_in_one_graph_they_compute_the_same_for_any_length(backend: str
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
     for n in (7, 30):
         x = numbers(2, n, 32)
-        for a, b in zip(results(block, compiled, x), results(block, block, x), strict=True):
-            assert_close(a, b)
+        assert_close(results(block, compiled, x), results(block, block, x))
 
 
-@needs_library
+@needs_native
 def test_a_compiled_graph_holds_one_node_per_operator_and_direction() -> None:
     torch._dynamo.reset()
     seen: list[str] = []
@@ -164,7 +136,7 @@ def test_transformations_of_torch_func_and_forward_mode_take_the_definition() ->
     assert_close(tangent, convolve(x[1], weight))
 
 
-@needs_library
+@needs_native
 def test_auto_takes_the_kernels_where_they_can_run_and_names_the_reason_where_not() -> None:
     x = torch.zeros(1, 2, 3)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -208,7 +180,6 @@ def test_without_the_library_auto_computes_the_same(monkeypatch: pytest.MonkeyPa
     block, x = Block("auto"), numbers(2, 9, 32)
     expected = results(block, block, x)
     monkeypatch.setattr(library, "_LOAD_ERROR", "not built")
-    for a, b in zip(results(block, block, x), expected, strict=True):
-        assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert_close(results(block, block, x), expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(RuntimeError, match="backend='native' cannot run: not built"):
         convolve(x, torch.ones(32, 2), backend="native")

@@ -1,5 +1,6 @@
 """The gated norm: against its three lines written out per head; the kernels against float64; orders, strides, bits."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -8,20 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from linrope.backends import native
 from linrope.layer.operators import gated_norm
-from tests.layer.operators.cases import (
-    FAST,
-    HALF_PRECISION,
-    Tensors,
-    combinations,
-    differentiate,
-    every_set,
-    numbers,
-    relative_error,
-    skip_bfloat16,
-    threads,
-)
+from tests.layer.operators import cases
+from tests.layer.operators.cases import Tensors, differentiate, every_fast, every_set, numbers
 
 ORDERS = [
     {"gate_order": gate, "skip_order": skip, "over": over}
@@ -29,7 +19,7 @@ ORDERS = [
 ]
 
 
-def written_out(inputs: Tensors, gate_order: str, skip_order: str, over: str, eps: float) -> Tensor:
+def written_out(inputs: Tensors, gate_order: str, skip_order: str, over: str, eps: float = 1e-6) -> Tensor:
     """Each token and head in turn."""
     out, weight, gate, v, skip = inputs.values()
     b, n, h, e = out.shape
@@ -49,9 +39,9 @@ def written_out(inputs: Tensors, gate_order: str, skip_order: str, over: str, ep
 
 
 def make(
-    b: int = 2, n: int = 9, h: int = 4, g: int = 2, e: int = 20, *, weight: str = "heads", dtype=torch.float32
+    b: int = 2, n: int = 9, h: int = 4, g: int = 2, e: int = 20, *, over: str = "head", dtype=torch.float32
 ) -> Tensors:
-    shape = {"one": (e,), "heads": (h, e), "flat": (h * e,)}[weight]
+    shape = {"head": (h, e), "one for all heads": (e,), "all": (h * e,)}[over]
     return {
         "out": numbers(b, n, h, e).to(dtype),
         "weight": numbers(*shape, seed=2),
@@ -65,30 +55,19 @@ def run(inputs: Tensors, backend: str, **options: object) -> Tensor:
     return gated_norm(**inputs, backend=backend, **options)
 
 
-def weight_of(over: str) -> str:
-    return "flat" if over == "all" else "heads"
-
-
 @pytest.mark.parametrize(
     ("backend", "gate", "skip", "over", "absent"),
-    combinations(
+    cases.combinations(
         *(("after", "before"), ("after", "before"), ("head", "all")),
         ("none", "weight", "gate", "v skip", "gate v skip"),
         usual=lambda gate, skip, over, absent: absent == "none" or gate == skip == "before",
     ),
 )
-def test_it_is_the_three_lines_with_their_gradients(
-    backend: str, gate: str, skip: str, over: str, absent: str
-) -> None:
+def test_it_is_the_three_lines_with_their_gradients(backend, gate, skip, over, absent: str) -> None:
     order = {"gate_order": gate, "skip_order": skip, "over": over}
-    inputs = make(weight=weight_of(over))
+    inputs = make(over=over)
     inputs |= {name: None for name in inputs if name in absent.split()}
-    exact = differentiate(inputs, lambda x: written_out(x, **order, eps=1e-6), torch.float64)
-    for _ in every_set(backend):
-        for actual, expected in zip(
-            differentiate(inputs, lambda x: run(x, backend, **order)), exact, strict=True
-        ):
-            assert relative_error(actual, expected) < 2e-6
+    cases.assert_exact(inputs, partial(run, **order), partial(written_out, **order), backend)
 
 
 SHAPES = {
@@ -96,45 +75,35 @@ SHAPES = {
     "few values": {"e": 3, "h": 2, "g": 1},
     "one head": {"h": 1, "g": 1, "e": 17},
     "one token": {"b": 5, "n": 1},
-    "one weight for all heads": {"weight": "one", "g": 4},
+    "one weight for all heads": {"over": "one for all heads", "g": 4},
     "several tasks": {"b": 1, "n": 300, "e": 16},
 }
 
 
 @pytest.mark.parametrize("order", ORDERS[::5], ids=lambda x: "-".join(x.values()))
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("backend", FAST)
+@every_fast
 def test_of_other_shapes(backend: str, shape: dict, order: dict) -> None:
-    order = order | ({"over": "head"} if "weight" in shape else {})
-    inputs = make(**({"weight": weight_of(order["over"])} | shape))
-    exact = differentiate(inputs, lambda x: written_out(x, **order, eps=0.1), torch.float64)
-    for _ in every_set(backend):
-        found = differentiate(inputs, lambda x: run(x, backend, **order, eps=0.1))
-        for actual, expected in zip(found, exact, strict=True):
-            assert relative_error(actual, expected) < 2e-6
+    how = {**order, "eps": 0.1} | ({"over": "head"} if "over" in shape else {})
+    inputs = make(**({"over": order["over"]} | shape))
+    cases.assert_exact(inputs, partial(run, **how), partial(written_out, **how), backend)
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda x: "-".join(x.values()))
 def test_the_definition_has_first_and_second_derivatives(order: dict) -> None:
-    inputs = make(1, 2, 2, 1, 3, weight=weight_of(order["over"]))
-    leaves = [x.double().requires_grad_() for x in inputs.values()]
-
-    def call(*leaves: Tensor) -> Tensor:
-        return run(dict(zip(inputs, leaves)), "eager", **order, eps=0.1)
-
-    assert torch.autograd.gradcheck(call, leaves)
-    assert torch.autograd.gradgradcheck(call, leaves)
+    inputs = make(1, 2, 2, 1, 3, over=order["over"])
+    cases.assert_twice_differentiable(inputs, partial(run, backend="eager", **order, eps=0.1))
 
 
-@pytest.mark.parametrize("dtype", HALF_PRECISION)
+@pytest.mark.parametrize("dtype", cases.HALF_PRECISION)
 @pytest.mark.parametrize("order", ORDERS[::3], ids=lambda x: "-".join(x.values()))
-@pytest.mark.parametrize("backend", FAST)
+@every_fast
 def test_half_precision_rounds_the_results_alone(backend: str, order: dict, dtype: torch.dtype) -> None:
-    skip_bfloat16(backend, dtype)
-    inputs = make(weight=weight_of(order["over"]), dtype=dtype)
-    exact = differentiate(inputs, lambda x: written_out(x, **order, eps=1e-6), torch.float64)
+    cases.skip_bfloat16(backend, dtype)
+    inputs = make(over=order["over"], dtype=dtype)
+    exact = differentiate(inputs, partial(written_out, **order), torch.float64)
     for _ in every_set(backend):
-        found = differentiate(inputs, lambda x: run(x, backend, **order))
+        found = differentiate(inputs, partial(run, backend=backend, **order))
         for actual, expected in zip(found, exact, strict=True):
             half_a_bit = 0 if actual.dtype == torch.float32 else torch.finfo(dtype).eps / 2
             atol = 4e-6 * float(expected.abs().max())
@@ -142,41 +111,41 @@ def test_half_precision_rounds_the_results_alone(backend: str, order: dict, dtyp
         assert [x.dtype for x in found] == [dtype, dtype, torch.float32, dtype, dtype, torch.float32]
 
 
-@pytest.mark.parametrize("backend", FAST)
+@every_fast
 def test_a_gate_of_another_dtype_is_not_rounded(backend: str) -> None:
     inputs, dtype = make(), torch.float16 if backend == "triton" else torch.bfloat16
     inputs["out"] = inputs["out"].to(dtype)
-    exact = differentiate(inputs, lambda x: written_out(x, **ORDERS[0], eps=1e-6), torch.float64)
-    found = differentiate(inputs, lambda x: run(x, backend))
+    exact = differentiate(inputs, partial(written_out, **ORDERS[0]), torch.float64)
+    found = differentiate(inputs, partial(run, backend=backend))
     assert found[0].dtype == found[1].dtype == dtype
     assert found[3].dtype == torch.float32
-    assert relative_error(found[3], exact[3]) < 2e-6
+    assert cases.relative_error(found[3], exact[3]) < 2e-6
 
 
-@pytest.mark.parametrize("backend", FAST)
+@every_fast
 def test_slices_and_transposed_tensors_change_no_bit(backend: str) -> None:
     inputs = make(e=32)
-    expected = differentiate(inputs, lambda x: run(x, backend))
-    strided = dict(inputs)
-    strided["out"] = inputs["out"].transpose(1, 2).contiguous().transpose(1, 2)
-    strided["gate"] = torch.cat((inputs["gate"],) * 3, 2)[..., 128:256]
-    strided["v"] = torch.cat((inputs["v"], inputs["v"]), 3)[..., 32:]
-    strided["weight"] = inputs["weight"].mT.contiguous().mT
-    for actual, other in zip(differentiate(strided, lambda x: run(x, backend)), expected, strict=True):
-        assert torch.equal(actual, other)
-    transposed = inputs | {"gate": inputs["gate"].mT.contiguous().mT}
-    assert torch.equal(run(transposed, backend), expected[0])
+    out, weight, gate, v, _ = inputs.values()
+    strided = {
+        "out": out.transpose(1, 2).contiguous().transpose(1, 2),
+        "weight": weight.mT.contiguous().mT,
+        "gate": torch.cat((gate, gate, gate), 2)[..., 128:256],
+        "v": torch.cat((v, v), 3)[..., 32:],
+    }
+    expected = differentiate(inputs, partial(run, backend=backend))
+    actual = differentiate(inputs | strided, partial(run, backend=backend))
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+    assert torch.equal(run(inputs | {"gate": gate.mT.contiguous().mT}, backend), expected[0])
 
 
-@pytest.mark.parametrize("backend", FAST)
+@every_fast
 def test_a_token_has_the_same_bits_whatever_else_is_in_the_call(backend: str) -> None:
     inputs = make(3, 150)
     for _ in every_set(backend):
         whole = run(inputs, backend)
         for row, token in ((0, 0), (1, 77), (2, 149)):
-            part = {
-                name: x[row : row + 1, token : token + 1] if x.ndim > 2 else x for name, x in inputs.items()
-            }
+            at = slice(row, row + 1), slice(token, token + 1)
+            part = {name: x[at] if x.ndim > 2 else x for name, x in inputs.items()}
             assert torch.equal(run(part, backend)[0, 0], whole[row, token])
 
 
@@ -185,80 +154,57 @@ def test_a_token_has_the_same_bits_whatever_else_is_in_the_call(backend: str) ->
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize(("name", "over"), [*product(("out", "gate", "v"), ("head", "all"))])
-@pytest.mark.parametrize("backend", FAST)
+@every_fast
 def test_what_is_not_finite_stays_in_its_token_and_with_a_norm_per_head_in_its_heads(
     backend: str, name: str, over: str, value: float
 ) -> None:
-    inputs = make(weight=weight_of(over))
+    inputs = make(over=over)
     hostile = inputs | {name: inputs[name].clone()}
-    hostile[name][1, 3, ..., 0] = value  # in the first head, if the tensor has them
+    hostile[name][1, 3].view(-1)[0] = value  # in the first head
+    others, reached = torch.arange(9) != 3, 2 if name == "v" else 1  # two heads share a head of v
     for _ in every_set(backend):
         clean, y = (run(x, backend, over=over).view(2, 9, 4, 20) for x in (inputs, hostile))
         assert torch.equal(y[0], clean[0])
-        others = torch.arange(9) != 3
         assert torch.equal(y[1, others], clean[1, others])
-        if name == "gate":
-            assert torch.equal(y[1, 3, 1:], clean[1, 3, 1:])
+        if over == "head" or name == "gate":
+            assert torch.equal(y[1, 3, reached:], clean[1, 3, reached:])
 
 
-@pytest.mark.parametrize("backend", FAST)
+@every_fast
 def test_gradients_of_gradients_and_a_tensor_passed_twice(backend: str) -> None:
-    inputs, penalties = make(1, 3), []
-    for dtype, name in ((torch.float32, backend), (torch.float64, "eager")):
-        leaves = {key: x.to(dtype).requires_grad_() for key, x in inputs.items()}
-        y = run(leaves, name, eps=0.1)
-        first = torch.autograd.grad(y.square().sum(), list(leaves.values()), create_graph=True)
-        penalties.append(torch.autograd.grad(sum(g.square().sum() for g in first), list(leaves.values())))
-    for a, b in zip(*penalties, strict=True):
-        assert relative_error(a, b) < 2e-5
-    out = numbers(1, 3, 2, 4).requires_grad_()
+    cases.assert_gradients_of_gradients(make(1, 3), partial(run, eps=0.1), backend, 2e-5)
     weight, skip = torch.ones(4), torch.ones(2)
-    (both,) = torch.autograd.grad(
-        gated_norm(out, weight, v=out, skip=skip, backend=backend).square().sum(), out
+    cases.assert_sums_gradients_of_a_tensor_passed_twice(
+        numbers(1, 3, 2, 4), lambda x, v, **how: gated_norm(x, weight, v=v, skip=skip, **how), backend
     )
-    p, q = (out.detach().clone().requires_grad_() for _ in range(2))
-    y = gated_norm(p, weight, v=q, skip=skip, backend="eager")
-    assert_close(both, sum(torch.autograd.grad(y.square().sum(), (p, q))))
 
 
-@pytest.mark.parametrize("backend", FAST)
+@every_fast
 def test_no_tokens_and_tokens_of_zeros(backend: str) -> None:
     for shape in ({"n": 0}, {"b": 0}):
         inputs = make(**shape)
-        y, *gradients = differentiate(inputs, lambda x: run(x, backend))
+        y, *gradients = differentiate(inputs, partial(run, backend=backend))
         assert y.shape == inputs["gate"].shape
         assert not any(bool(x.any()) for x in gradients)
     zeros = {name: torch.zeros_like(x) for name, x in make().items()}
-    assert all(bool(x.isfinite().all()) for x in differentiate(zeros, lambda x: run(x, backend)))
+    assert all(bool(x.isfinite().all()) for x in differentiate(zeros, partial(run, backend=backend)))
 
 
+@cases.needs_native
 def test_bits_depend_neither_on_the_run_nor_on_the_number_of_threads() -> None:
-    if native.why_not() is not None:
-        pytest.skip(native.why_not())
-    inputs, results = make(3, 400), []
-    for count in (1, 2, 3, 2):
-        with threads(count):
-            results.append(differentiate(inputs, lambda x: run(x, "native")))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    cases.assert_same_bits_on_any_number_of_threads(make(3, 400), partial(run, backend="native"))
 
 
-OUT = torch.zeros(2, 3, 4, 5)
+OUT, GATE, WEIGHT = torch.zeros(2, 3, 4, 5), torch.zeros(2, 3, 20), torch.zeros(5)
 REFUSED = {
-    "out of three axes": ({"out": torch.zeros(2, 3, 4)}, ValueError, r"out: got shape \(2, 3, 4\)"),
+    "out of three axes": ({"out": OUT[0]}, ValueError, r"out: got shape \(3, 4, 5\)"),
     "out of integers": ({"out": OUT.long()}, TypeError, "out: got torch.int64"),
-    "weight": (
-        {"weight": torch.zeros(4)},
-        ValueError,
-        r"weight: got shape \(4,\), expected \(5,\) or \(4, 5\)",
-    ),
+    "weight": ({"weight": WEIGHT[:4]}, ValueError, r"weight: got shape \(4,\), expected \(5,\) or \(4, 5\)"),
     "weight of a head": (
-        {"weight": torch.zeros(5), "over": "all"},
-        ValueError,
-        r"weight: got shape \(5,\), expected \(20,\)",
+        {"weight": WEIGHT, "over": "all"}, ValueError, r"weight: got shape \(5,\), expected \(20,\)"
     ),
-    "eps": ({"weight": torch.zeros(5), "eps": 0.0}, ValueError, "eps=0.0"),
-    "eps not a number": ({"weight": torch.zeros(5), "eps": torch.nan}, ValueError, "eps=nan"),
+    "eps": ({"weight": WEIGHT, "eps": 0.0}, ValueError, "eps=0.0"),
+    "eps not a number": ({"weight": WEIGHT, "eps": torch.nan}, ValueError, "eps=nan"),
     "gate": ({"gate": OUT}, ValueError, r"gate: got shape \(2, 3, 4, 5\), expected \(2, 3, 20\)"),
     "v alone": ({"v": OUT}, ValueError, "v, skip: got v alone"),
     "skip alone": ({"skip": torch.zeros(4)}, ValueError, "v, skip: got skip alone"),
@@ -269,8 +215,8 @@ REFUSED = {
     "skip_order": ({"skip_order": None}, ValueError, "skip_order=None"),
     "backend": ({"backend": "cuda"}, ValueError, "backend='cuda'"),
     "float64": ({"out": OUT.double(), "backend": "native"}, RuntimeError, "native.*cannot run"),
-    "device": ({"gate": torch.zeros(2, 3, 20, device="meta")}, ValueError, "gate: got device meta"),
-}
+    "device": ({"gate": GATE.to("meta")}, ValueError, "gate: got device meta"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), REFUSED.values(), ids=REFUSED)
