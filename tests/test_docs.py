@@ -18,10 +18,8 @@ BLOCK = re.compile(r"^( *)```python([^\n]*)\n(.*?)^\1``` *$", re.MULTILINE | re.
 
 def blocks(text: str) -> list[tuple[int, str, str]]:
     """(lines above, info string after "python", code) of each block."""
-    return [
-        (text.count("\n", 0, match.start(3)), match[2].strip(), dedent(match[3]))
-        for match in BLOCK.finditer(text)
-    ]
+    found = BLOCK.finditer(text)
+    return [(text.count("\n", 0, match.start(3)), match[2].strip(), dedent(match[3])) for match in found]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -68,7 +66,5 @@ def test_the_tests_that_a_page_names_are_there(page: Path) -> None:
 
 
 def test_blocks_are_found() -> None:
-    text = (
-        "```python\na = 1\n```\n\n```\nnot this\n```\n\n- list\n\n    ```python no-run\n    b = 2\n    ```\n"
-    )
-    assert blocks(text) == [(1, "", "a = 1\n"), (11, "no-run", "b = 2\n")]
+    text = "```python\na = 1\n```\n\n```\nnot this\n```\n\n- list\n\n    ```python no-run\n    b = 2\n    ```"
+    assert blocks(f"{text}\n") == [(1, "", "a = 1\n"), (11, "no-run", "b = 2\n")]

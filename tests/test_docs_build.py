@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("zensical", reason="the documentation generator is not installed (extra docs)")
-pytest.importorskip("mkdocstrings", reason="the documentation generator is not installed (extra docs)")
-pytest.importorskip("math_core", reason="the documentation generator is not installed (extra docs)")
+for package in ("zensical", "mkdocstrings", "math_core"):
+    pytest.importorskip(package, reason="the documentation generator is not installed (extra docs)")
 
 ROOT = Path(__file__).parents[1]
 NAV = re.compile(r"^nav = \[.*?^\]", re.MULTILINE | re.DOTALL)
@@ -53,8 +52,14 @@ FAULTS = {
     "a fence with an unknown word": ("docs/index.md", "```math", "```math again", "a code block that was not"),
     "a page without a menu entry": ("zensical.toml", "other.md", "index.md", "not in the menu"),
     "a menu entry without a page": ("zensical.toml", "other.md", "others.md", "others"),
+    "an argument that is not there": ("linrope/__init__.py", "        x:", "        y:", "'y' does not appear"),
 }  # fmt: skip
-QUICK = {"a link to no page", "a missing image", "a formula's unknown command"}
+QUICK = (
+    "a link to no page",
+    "a missing image",
+    "a formula's unknown command",
+    "an argument that is not there",
+)
 
 
 @pytest.fixture
@@ -76,9 +81,8 @@ def tree(tmp_path: Path) -> Path:
 def build(tree: Path) -> tuple[int, str]:
     """The exit code and the output, without colors."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    done = subprocess.run(
-        [sys.executable, "docs/build.py"], cwd=tree, capture_output=True, text=True, env=environment
-    )
+    how = {"cwd": tree, "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "docs/build.py"], **how)
     return done.returncode, re.sub(r"\x1b\[[\d;]*m", "", done.stdout + done.stderr)
 
 
@@ -98,15 +102,7 @@ def test_a_fault_fails_the_build(tree: Path, fault: str) -> None:
     text = (tree / name).read_text("utf-8")
     assert old in text
     (tree / name).write_text(text.replace(old, new), "utf-8")
-    code, output = build(tree)
-    assert code != 0
-    assert named in output
-
-
-def test_a_docstring_that_names_an_unknown_argument_fails_each_build(tree: Path) -> None:
-    module = tree / "linrope/__init__.py"
-    module.write_text(module.read_text("utf-8").replace("        x:", "        y:"), "utf-8")
-    for _ in range(2):  # the second build finds the first one's cache
+    for _ in range(2 if name.startswith("linrope") else 1):  # the second build finds the first one's cache
         code, output = build(tree)
         assert code != 0
-        assert "Parameter 'y' does not appear in the function signature" in output
+        assert named in output

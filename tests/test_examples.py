@@ -5,65 +5,34 @@ import torch
 
 from tests.examples import load
 
-pytestmark = pytest.mark.skipif(
-    torch.get_default_device().type != "cpu", reason="the examples run on the CPU"
-)
+pytestmark = pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="examples run on the CPU")
 
 streaming, vision = load("streaming"), load("vision")
-PROMPTS = ["For want of a nail", "And all for", "t"]
 
 
-@pytest.fixture(scope="module")
-def model():
-    return streaming.train(30)
-
-
-def run(server, steps: int) -> None:
-    for _ in range(steps):
-        server.step()
-
-
-def test_the_streaming_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    streaming.main(steps=30)
+def test_sequences_that_join_at_any_time_and_forks_stream_as_each_alone(capsys) -> None:
+    streaming.main(steps=30)  # asserts it of a few, one of them in a freed slot
     assert "5 sequences in 4 slots, each with the bytes that it has alone" in capsys.readouterr().out
-
-
-def test_sequences_that_join_at_different_times_stream_as_each_alone(model) -> None:
-    server = streaming.Server(model, slots=3)
-    slots = []
-    for prompt in PROMPTS:
+    model = streaming.train(30)
+    server, slots = streaming.Server(model, slots=5), []
+    for prompt in ("For want of a nail", "And all for", "t"):
         slots.append(server.join(prompt))
-        run(server, 7)
-    assert [len(server.running[slot].text) for slot in slots] == [39, 25, 8]
-    for slot in slots:
+        for _ in range(7):
+            server.step()
+    slots += [server.fork(slots[0], text) for text in (" the", " a horse")]
+    for _ in range(10):
+        server.step()
+    for slot, length in zip(slots, (49, 35, 18, 53, 57), strict=True):
         sequence = server.leave(slot)
+        assert len(sequence.text) == length
         assert sequence.text == streaming.alone(model, sequence)
-    assert sorted(server.free) == [0, 1, 2]
-
-
-def test_forks_go_on_as_if_each_had_been_there_alone_and_leave_the_first_as_it_was(model) -> None:
-    server = streaming.Server(model, slots=3)
-    first = server.join(PROMPTS[0])
-    run(server, 5)
-    forks = [server.fork(first, text) for text in (" the", " a horse")]
-    run(server, 10)
-    for slot in (first, *forks):
-        sequence = server.leave(slot)
-        assert sequence.text == streaming.alone(model, sequence)
-
-
-def test_a_slot_keeps_nothing_of_who_has_left(model) -> None:
-    server = streaming.Server(model, slots=1)
-    server.join(PROMPTS[0])
-    run(server, 5)
-    server.leave(0)
-    server.join(PROMPTS[1])
-    server.step()
-    fresh = streaming.Server(model, slots=1)
-    fresh.join(PROMPTS[1])
-    fresh.step()
-    for a, b in zip(server.pool, fresh.pool, strict=True):
-        assert all(torch.equal(x, y) for x, y in ((a.kv, b.kv), (a.z, b.z), (a.conv, b.conv)))
+    assert sorted(server.free) == [0, 1, 2, 3, 4]
+    states = []
+    for each in (server, streaming.Server(model, slots=1)):  # a slot keeps nothing of who has left
+        slot = torch.tensor([each.join("And all for")])
+        each.step()
+        states.append([state.at(slot).rows().tensors() for state in each.pool])
+    torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
 def test_images_show_the_disc_where_their_class_says() -> None:

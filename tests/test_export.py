@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,16 +18,19 @@ from linrope.layer.selective import ForgetGate, WriteGate
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.export import TensorStates
 
-pytestmark = pytest.mark.skipif(
-    torch.get_default_device().type != "cpu", reason="the programs are exported for the CPU"
-)
+pytestmark = [
+    pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="programs are exported for the CPU"),
+    # The exporter to ONNX itself copies an object of a class that PyTorch calls deprecated.
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.:FutureWarning"),
+]
 ANY = Dim.DYNAMIC
 
 
-def make_model(**sizes) -> LanguageModel:
+def make_model(**options: Any) -> LanguageModel:
     """With larger weights than a new model's, whose logits would all be alike."""
     torch.manual_seed(0)
-    model = LanguageModel(LanguageModelConfig(embed_dim=32, num_heads=2, num_kv_heads=1, **sizes)).eval()
+    sizes = {"embed_dim": 32, "num_heads": 2, "num_kv_heads": 1, "num_layers": 1, **options}
+    model = LanguageModel(LanguageModelConfig(**sizes)).eval()
     for name, weight in model.named_parameters():
         if weight.ndim >= 2:  # with keys of size 5
             nn.init.normal_(weight, std=1.0 if "k_proj" in name else 0.2)
@@ -34,21 +39,10 @@ def make_model(**sizes) -> LanguageModel:
 
 # The map's keys have a running maximum, whose graph has to be of any length, too.
 GATED = {"forget_gate": {"longest": 64}, "rotary": "selective", "short_conv": 4, "feature_map": "softmax"}
-BARE = {
-    "forget_gate": False,
-    "write_gate": None,
-    "short_conv": None,
-    "out_norm": False,
-    "feed_forward": False,
-}
-KINDS = {"plain": {}, "decay": {"decay": "spread", "qk_norm": True}, "gated": GATED, "bare": BARE}
-
-
-def each_kind(quick: str | None) -> pytest.MarkDecorator:
-    """Each kind of model. All but the quick one are left to make test-long: an export takes many seconds."""
-    marks = {name: () if name == quick else pytest.mark.long for name in KINDS}
-    kinds = [pytest.param(options, id=name, marks=marks[name]) for name, options in KINDS.items()]
-    return pytest.mark.parametrize("options", kinds)
+KINDS = {
+    "plain": {}, "decay": {"decay": "spread", "qk_norm": True}, "gated": GATED,
+    "bare": {"forget_gate": False, "write_gate": None, "short_conv": None, "out_norm": False, "feed_forward": False},
+}  # fmt: skip
 
 
 def tokens_of(b: int, n: int) -> Tensor:
@@ -63,42 +57,30 @@ def assert_near(got: list[Tensor], expected: list[Tensor]) -> None:
         assert (a - b).abs().max() <= 2e-6 * b.abs().max()
 
 
-@each_kind(quick="gated")
+@pytest.mark.parametrize(
+    "name", [name if name == "gated" else pytest.param(name, marks=pytest.mark.long) for name in KINDS]
+)
 @torch.no_grad()
-def test_an_exported_prefill_and_twenty_steps_are_the_module_s(options, tmp_path: Path) -> None:
+def test_an_exported_prefill_and_twenty_steps_are_the_module_s(name: str, tmp_path: Path) -> None:
     """Saved, loaded, and with a batch and a length that differ from those of the export."""
-    model = make_model(num_layers=1, **options)
+    model = make_model(**KINDS[name])
     module = TensorStates(model)
-    tensors = module.empty(2)
-    shapes = [{0: ANY} for _ in tensors]
-    programs = {
-        "prefill": torch.export.export(
-            module, (tokens_of(2, 9), tensors), dynamic_shapes=({0: ANY, 1: ANY}, shapes)
-        ),
-        "step": torch.export.export(module, (tokens_of(2, 1), tensors), dynamic_shapes=({0: ANY}, shapes)),
-    }
-    for name, program in programs.items():
+    empty, programs = module.empty(2), []
+    for n, shape in ((9, {0: ANY, 1: ANY}), (1, {0: ANY})):  # a prompt, a step
+        shapes = (shape, [{0: ANY} for _ in empty])
+        program = torch.export.export(module, (tokens_of(2, n), empty), dynamic_shapes=shapes)
         own = [node for node in program.graph.nodes if "linrope.attend" in str(node.target)]
         assert len(own) == 1  # one operator per block
-        torch.export.save(program, tmp_path / f"{name}.pt2")
-    prefill, step = (torch.export.load(tmp_path / f"{name}.pt2").module() for name in programs)
+        torch.export.save(program, tmp_path / "program.pt2")
+        programs.append(torch.export.load(tmp_path / "program.pt2").module())
+    prefill, step = programs
 
-    tokens = tokens_of(3, 150)
-    logits, tensors = prefill(tokens[:, :130], module.empty(3))
-    expected, states = model(tokens[:, :130])
-    assert_near([logits, *tensors], [expected, *torch.utils._pytree.tree_leaves(states)])
-    for i in range(130, 150):
-        logits, tensors = step(tokens[:, i : i + 1], tensors)
-        expected, states = model(tokens[:, i : i + 1], states)
+    tokens, tensors, states = tokens_of(3, 150), module.empty(3), None
+    for piece in tokens.split([130, *[1] * 20], 1):
+        logits, tensors = (prefill if states is None else step)(piece, tensors)
+        expected, states = model(piece, states)
         assert_near([logits, *tensors], [expected, *torch.utils._pytree.tree_leaves(states)])
     assert tensors[module.names.index("position_0")].tolist() == [150] * 3
-
-
-@torch.no_grad()
-def test_empty_states_follow_the_model() -> None:
-    module = TensorStates(make_model(num_layers=1))
-    assert module(tokens_of(2, 3), module.double().empty(2))[0].dtype == torch.float64
-    assert {x.device.type for x in module.to("meta").empty(2)} == {"meta"}
 
 
 @torch.no_grad()
@@ -107,14 +89,14 @@ def test_a_saved_program_runs_in_a_process_that_imports_linrope(tmp_path: Path) 
     x = torch.randn(2, 9, 16)
     torch.export.save(torch.export.export(layer, (x,)), tmp_path / "layer.pt2")
     torch.save(x, tmp_path / "x.pt")
-    script = (
-        "import sys, torch, linrope\n"
-        "from linrope.backends import native\n"
-        "if len(sys.argv) > 1:\n"
-        "    native.use_instruction_set(sys.argv[1])\n"
-        "program = torch.export.load('layer.pt2').module()\n"
-        "torch.save(program(torch.load('x.pt')).detach(), 'y.pt')\n"
-    )
+    script = """
+import sys, torch, linrope
+from linrope.backends import native
+if len(sys.argv) > 1:
+    native.use_instruction_set(sys.argv[1])
+program = torch.export.load("layer.pt2").module()
+torch.save(program(torch.load("x.pt")).detach(), "y.pt")
+"""
     chosen = [] if native.why_not() else [str(native.instruction_set())]  # each set rounds in its own way
     subprocess.run([sys.executable, "-c", script, *chosen], cwd=tmp_path, check=True)
     assert torch.equal(torch.load(tmp_path / "y.pt"), layer(x))
@@ -138,56 +120,31 @@ def test_a_masked_layer_is_exported_for_any_batch_and_length() -> None:
         assert_near([exported(x, **more)], [layer(x, **more)])
 
 
-def test_sequences_begin_with_no_tokens() -> None:
-    module = TensorStates(make_model(num_layers=1))
-    assert module.names == ["kv_0", "z_0", "position_0", "conv_0"]
-    assert TensorStates(make_model(num_layers=2)).names[4:] == ["kv_1", "z_1", "position_1", "conv_1"]
-    assert TensorStates(make_model(num_layers=1, **GATED)).names[3:] == ["angle_0", "log_scale_0", "conv_0"]
-    assert all(tensor.shape[0] == 3 and not tensor.any() for tensor in module.empty(3))
-
-
-def test_a_cache_that_grows_is_refused() -> None:
-    model = LanguageModel(LanguageModelConfig(embed_dim=32, num_heads=2, num_layers=1, attention="softmax"))
-    with pytest.raises(ValueError, match=r"model: got attention='softmax', expected 'linear'"):
-        TensorStates(model)
-
-
-def run_onnx(session, *inputs: Tensor) -> list[Tensor]:
-    named = zip([entry.name for entry in session.get_inputs()], inputs, strict=True)
-    return [torch.from_numpy(y) for y in session.run(None, {name: x.numpy() for name, x in named})]
-
-
-# The exporter itself copies an object of a class that PyTorch calls deprecated.
-@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.:FutureWarning")
-@each_kind(quick=None)  # docs/serving.md, whose code make test runs, has such an export
 @torch.no_grad()
-def test_onnxruntime_computes_prefill_in_chunks_and_twenty_steps(options, tmp_path: Path) -> None:
-    """One file with any batch and any length, one token included; positions go up to 2^31."""
+def test_sequences_begin_with_no_tokens_where_the_model_is_and_in_its_dtype() -> None:
+    module = TensorStates(make_model(**GATED))
+    assert module.names == [f"{name}_0" for name in ("kv", "z", "position", "angle", "log_scale", "conv")]
+    module = TensorStates(make_model())
+    assert all(tensor.shape[0] == 3 and not tensor.any() for tensor in module.empty(3))
+    empty = module.double().empty(2)
+    assert empty[0].dtype == module(tokens_of(2, 3), empty)[0].dtype == torch.float64
+    assert {x.device.type for x in module.to("meta").empty(2)} == {"meta"}
+
+
+def in_onnxruntime(
+    module: nn.Module, inputs: tuple[Tensor, ...], path: Path, **options: Any
+) -> Callable[..., list[Tensor]]:
     pytest.importorskip("onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime")
-    model = make_model(num_layers=1, **options)
-    model.blocks[0].attention.backend = "reference"
-    module = TensorStates(model).eval()
-    tensors = module.empty(2)
-    torch.onnx.export(
-        module, (tokens_of(2, 9), tensors), tmp_path / "model.onnx", dynamo=True, verbose=False,
-        input_names=["tokens", *module.names],
-        output_names=["logits", *[f"next_{name}" for name in module.names]],
-        dynamic_shapes=({0: ANY, 1: ANY}, [{0: ANY} for _ in tensors]),
-    )  # fmt: skip
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
-    assert [entry.name for entry in session.get_inputs()] == ["tokens", *module.names]
+    torch.onnx.export(module, inputs, path, dynamo=True, verbose=False, **options)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [entry.name for entry in session.get_inputs()]
 
-    for position in (0, 2**31 - 90):
-        begin = module.empty(3)
-        begin[module.names.index("position_0")] = torch.full((3,), position)
-        tokens = tokens_of(3, 90)
-        whole, last = module(tokens, begin)
-        logits, tensors = [], begin
-        for chunk in tokens.split([32, 32, 6, *[1] * 20], 1):
-            y, *tensors = run_onnx(session, chunk, *tensors)
-            logits.append(y)
-        assert_near([torch.cat(logits, 1), *tensors], [whole, *last])
+    def run(*inputs: Tensor) -> list[Tensor]:
+        named = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
+        return [torch.from_numpy(y) for y in session.run(None, named)]
+
+    return run
 
 
 class Exact(nn.Module):
@@ -203,37 +160,25 @@ class Exact(nn.Module):
         return a, self.write(x, a), gated_norm(v, self.weight, eps=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.:FutureWarning")
 @torch.no_grad()
 def test_onnx_keeps_the_digits_of_gates_and_of_the_norm_of_small_outputs(tmp_path: Path) -> None:
     """ONNX has no expm1 and no logsigmoid, and the exporter drops a sum with 1e-12."""
-    pytest.importorskip("onnxscript")
-    onnxruntime = pytest.importorskip("onnxruntime")
-    module = Exact().eval()
-    x, v = (
-        torch.randn(2, 9, 16),
-        torch.randn(2, 9, 8, 4) * torch.tensor([0, 1e-7, 1e-6, 1e-5, 1, 1, 1, 1])[:, None],
-    )
-    torch.onnx.export(module, (x, v), tmp_path / "parts.onnx", dynamo=True, verbose=False)
-    session = onnxruntime.InferenceSession(tmp_path / "parts.onnx", providers=["CPUExecutionProvider"])
+    module, sizes = Exact().eval(), torch.tensor([0, 1e-7, 1e-6, 1e-5, 1, 1, 1, 1])
+    x, v = torch.randn(2, 9, 16), torch.randn(2, 9, 8, 4) * sizes[:, None]
     expected = Exact().double()
     expected.load_state_dict(module.state_dict())
-    for got, y in zip(run_onnx(session, x, v), expected(x.double(), v.double()), strict=True):
-        torch.testing.assert_close(got.double(), y, rtol=3e-6, atol=0)
+    got = in_onnxruntime(module, (x, v), tmp_path / "parts.onnx")(x, v)
+    for a, b in zip(got, expected(x.double(), v.double()), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=3e-6, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.:FutureWarning")
 @pytest.mark.long
 @torch.no_grad()
 def test_onnxruntime_computes_bidirectional_attention_on_a_grid(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
-    onnxruntime = pytest.importorskip("onnxruntime")
     layer = LinearRoPEAttention(16, 2, causal=False, rotary={"axes": 2}, backend="reference").eval()
     x, places = torch.randn(2, 6, 16), torch.cartesian_prod(torch.arange(2), torch.arange(3))
-    torch.onnx.export(
-        layer, (x,), tmp_path / "layer.onnx", kwargs={"positions": places}, dynamo=True, verbose=False,
-        dynamic_shapes={"x": {0: ANY, 1: ANY}, "positions": {0: ANY}},
-    )  # fmt: skip
-    session = onnxruntime.InferenceSession(tmp_path / "layer.onnx", providers=["CPUExecutionProvider"])
+    shapes = {"x": {0: ANY, 1: ANY}, "positions": {0: ANY}}
+    options = {"kwargs": {"positions": places}, "dynamic_shapes": shapes}
+    run = in_onnxruntime(layer, (x,), tmp_path / "layer.onnx", **options)
     x, places = torch.randn(3, 20, 16), torch.cartesian_prod(torch.arange(4), torch.arange(5))
-    assert_near(run_onnx(session, x, places), [layer(x, positions=places)])
+    assert_near(run(x, places), [layer(x, positions=places)])

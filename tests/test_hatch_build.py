@@ -27,31 +27,23 @@ def current():
 def build():
     raise RuntimeError("no compiler: found none of c++\\nand more")
 """
-
-
 CURRENT = """
 from pathlib import Path
 def current():
     return Path(__file__).parents[2] / "linrope" / "lib" / "liblinrope_native.so"
 """
+PACKAGES = ("linrope/backends", "kernels/linrope_kernels", "kernels/linrope_kernel_tools")
+PURE = [f"{x}/__init__.py" for x in ("linrope", "linrope/backends", "linrope_kernels")]  # in every wheel
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     for name in ("pyproject.toml", "hatch_build.py", ".gitignore"):
         shutil.copy(ROOT / name, tmp_path)
-    for name in (
-        "README.md",
-        "LICENSE",
-        "kernels/linrope_kernels/__init__.py",
-        "kernels/linrope_kernel_tools/__init__.py",
-        "linrope/backends/__init__.py",
-    ):
+    for name in ("README.md", "LICENSE", "kernels/cpu/kernel.cpp", *(f"{x}/__init__.py" for x in PACKAGES)):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "linrope" / "__init__.py").write_text('__version__ = "1.2.3"\n')
-    (tmp_path / "kernels" / "cpu").mkdir()
-    (tmp_path / "kernels" / "cpu" / "kernel.cpp").touch()
     return tmp_path
 
 
@@ -72,14 +64,14 @@ def unpacked(archive: Path, folder: Path) -> Path:
 
 
 def names(wheel: Path) -> list[str]:
-    return [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    return sorted(name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name)
 
 
 def test_a_wheel_with_the_library_is_of_this_platform_and_any_python(project: Path) -> None:
     wheel, said = hatch(project, BUILDS, "build_wheel")
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     assert wheel.name == f"linrope-1.2.3-py3-none-{platform}.whl"
-    assert "linrope/lib/liblinrope_native.so" in names(wheel)
+    assert names(wheel) == sorted([*PURE, "linrope/lib/liblinrope_native.so"])
     assert "with the native CPU backend" in said
 
 
@@ -90,24 +82,10 @@ def test_a_wheel_without_the_library_is_pure_and_says_why(project: Path) -> None
     wheel, said = hatch(project, CANNOT, "build_wheel")
     assert wheel.name == "linrope-1.2.3+pure.no.compiler-py3-none-any.whl"
     assert "\nVersion: 1.2.3+pure.no.compiler\n" in metadata(wheel)
-    assert sorted(names(wheel)) == [
-        "linrope/__init__.py", "linrope/backends/__init__.py", "linrope/lib/why_pure.txt",
-        "linrope_kernels/__init__.py",
-    ]  # fmt: skip
+    assert names(wheel) == sorted([*PURE, "linrope/lib/why_pure.txt"])
     assert zipfile.ZipFile(wheel).read("linrope/lib/why_pure.txt") == b"no compiler: found none of c++\n"
     assert "a pure wheel, without the native CPU backend. no compiler: found none of c++ and more" in said
     assert not (project / "linrope" / "lib" / "why_pure.txt").exists()  # the tree may get a library later
-
-
-def test_tools_of_the_kernels_are_in_the_source_distribution_and_in_no_wheel(
-    project: Path, tmp_path: Path
-) -> None:
-    wheel, _ = hatch(project, BUILDS, "build_wheel")
-    assert "linrope_kernels/__init__.py" in names(wheel)
-    assert not [name for name in names(wheel) if "tools" in name]
-    archive, _ = hatch(project, BUILDS, "build_sdist")
-    top = unpacked(archive, tmp_path / "unpacked")
-    assert (top / "kernels" / "linrope_kernel_tools" / "__init__.py").exists()
 
 
 def test_a_pure_wheel_of_a_source_distribution_keeps_its_version(project: Path, tmp_path: Path) -> None:
@@ -124,26 +102,20 @@ def test_a_pure_editable_install_says_why_in_its_version_alone(project: Path) ->
     assert names(wheel) == ["_linrope.pth"]
 
 
-def test_a_library_of_the_same_sources_is_not_built_again(project: Path) -> None:
-    hatch(project, BUILDS, "build_editable")
+def test_an_editable_install_builds_a_library_into_the_tree_for_later_builds(project: Path) -> None:
+    wheel, _ = hatch(project, BUILDS, "build_editable")
+    assert (project / "linrope" / "lib" / "liblinrope_native.so").exists()
+    assert names(wheel) == ["_linrope.pth"]
     wheel, _ = hatch(project, CURRENT, "build_wheel")
     assert "linrope/lib/liblinrope_native.so" in names(wheel)
 
 
-def test_an_editable_install_builds_into_the_tree(project: Path) -> None:
-    wheel, _ = hatch(project, BUILDS, "build_editable")
-    assert (project / "linrope" / "lib" / "liblinrope_native.so").exists()
-    assert names(wheel) == ["_linrope.pth"]
-
-
-def test_the_source_archive_holds_what_builds_the_library_and_no_library(project: Path) -> None:
+def test_the_source_archive_holds_what_builds_the_library_and_the_tools_and_no_library(project: Path) -> None:
     hatch(project, BUILDS, "build_editable")
     archive, _ = hatch(project, BUILDS, "build_sdist")
     top = unpacked(archive, project / "unpacked")
-    assert (top / "README.md").exists()
-    assert (top / "hatch_build.py").exists()
-    assert (top / "kernels" / "cpu" / "build.py").exists()
-    assert (top / "kernels" / "cpu" / "kernel.cpp").exists()
+    for name in ("README.md", "hatch_build.py", "kernels/cpu/build.py", "kernels/cpu/kernel.cpp", *PACKAGES):
+        assert (top / name).exists(), name
     assert not (top / "linrope" / "lib").exists()
 
 
@@ -169,22 +141,18 @@ def metadata(wheel: Path) -> str:
 def test_addresses_are_those_of_the_repository(project: Path, remote: str, expected: str | None) -> None:
     (project / "docs").mkdir()
     (project / "docs" / "one.md").touch()
-    (project / "README.md").write_text(
-        "[one](docs/one.md#two), ![three](docs/one.md), [0](x), [a](https://a.b/c)"
-    )
+    readme = "[one](docs/one.md#two), ![three](docs/one.md), [0](x), [a](https://a.b/c)"
+    (project / "README.md").write_text(readme)
     for arguments in (["init", "-q"], ["remote", "add", "origin", remote]):
         subprocess.run(["git", *arguments], cwd=project, check=True)
-    wheel, _ = hatch(project, BUILDS, "build_wheel")
-    said = metadata(wheel)
+    said = metadata(hatch(project, BUILDS, "build_wheel")[0])
     assert "token" not in said
     if expected is None:
         assert "Project-URL: " not in said
-        assert "[one](docs/one.md#two), ![three](docs/one.md), [0](x), [a](https://a.b/c)" in said
+        assert readme in said
         return
     assert f"Project-URL: Repository, {expected}\n" in said
-    assert (
-        f"[one]({expected}/blob/HEAD/docs/one.md#two), ![three]({expected}/raw/HEAD/docs/one.md), "
-        "[0](x), [a](https://a.b/c)"
-    ) in said
+    page, image = f"[one]({expected}/blob/HEAD/docs/one.md#two)", f"![three]({expected}/raw/HEAD/docs/one.md)"
+    assert f"{page}, {image}, [0](x), [a](https://a.b/c)" in said
     archive, _ = hatch(project, BUILDS, "build_sdist")
     assert metadata(hatch(unpacked(archive, project / "unpacked"), BUILDS, "build_wheel")[0]) == said

@@ -29,8 +29,7 @@ def tree(tmp_path: Path) -> Path:
     folder.mkdir()
     for name in TREE:
         if (ROOT / name).is_dir():
-            unbuilt = shutil.ignore_patterns("__pycache__", "lib")
-            shutil.copytree(ROOT / name, folder / name, ignore=unbuilt)
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "lib"))
         else:
             shutil.copy(ROOT / name, folder)
     return folder
@@ -39,15 +38,8 @@ def tree(tmp_path: Path) -> Path:
 def run(command: str | list[str], folder: Path, **environment: str) -> str:
     """Runs the command without the variables that lead to this tree, and returns what it printed."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CXX")}
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=kept | environment,
-        shell=isinstance(command, str),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, cwd=folder, env=kept | environment, shell=isinstance(command, str), **how)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
@@ -58,22 +50,16 @@ def show_versions(folder: Path, *paths: Path) -> str:
     return run(command, folder, PYTHONPATH=os.pathsep.join(map(str, paths)))
 
 
-def test_the_readme_installs_pytorch_for_cpus_and_hatchling_before_it_builds() -> None:
+def test_readme_and_first_page_install_pytorch_for_cpus_and_hatchling_before_they_build() -> None:
     install, wheel = blocks("README.md")
-    assert install == [
-        "pip install uv hatchling", PYTORCH, "pip install --no-build-isolation '.[cli]'", "linrope env",
-    ]  # fmt: skip
+    linrope = "pip install --no-build-isolation '.[cli]'"
+    assert install == ["pip install uv hatchling", PYTORCH, linrope, "linrope env"]
     assert wheel[0].startswith("pip wheel --no-build-isolation ")
-
-
-def test_the_pages_first_one_has_the_readmes_lines() -> None:
-    assert blocks("docs/index.md") == blocks("README.md")[:1]
+    assert blocks("docs/index.md") == [install]
 
 
 @pytest.mark.parametrize("missing", ["compiler", pytest.param("pytorch", marks=pytest.mark.long)])
-def test_a_pure_build_names_its_reason_on_pips_last_lines_and_in_show_versions(
-    tree: Path, tmp_path: Path, missing: str
-) -> None:
+def test_a_pure_build_names_its_reason_on_pip_s_last_lines_and_in_env(tree, tmp_path, missing) -> None:
     pytest.importorskip("pip")
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -90,13 +76,13 @@ def test_a_pure_build_names_its_reason_on_pips_last_lines_and_in_show_versions(
     install = ["pip", "install", "--no-deps", "--target", str(installed), str(wheel)]
     last = run([sys.executable, "-m", *install], tmp_path).splitlines()[-1]
     assert last == f"Successfully installed linrope-{version()}+pure.no.{missing}"
-    reasons = {
-        "compiler": "no compiler: found none of c++, g++, clang++; ",
-        "pytorch": "no PyTorch: the build needs its headers; ",
+    why = {
+        "compiler": "compiler: found none of c++, g++, clang++; ",
+        "pytorch": "PyTorch: the build needs its headers; ",
     }
     said = show_versions(tmp_path, installed)
     assert f"linrope           {version()}\n" in said
-    assert f"backend native    no: a build without the compiled kernels ({reasons[missing]}" in said
+    assert f"backend native    no: a build without the compiled kernels (no {why[missing]}" in said
 
 
 def test_a_tree_in_which_nothing_was_built_names_the_command_that_builds(tree: Path, tmp_path: Path) -> None:
@@ -149,8 +135,7 @@ def empty_environment_with_pytorch(folder: Path) -> dict[str, str]:
 
 
 def test_the_makefile_names_files_that_exist() -> None:
-    named = re.findall(
-        r"(?<![\w/$)])((?:tests|benchmarks|docs|kernels)/[\w/]+(?:\.py)?)", (ROOT / "Makefile").read_text()
-    )
+    path = r"(?<![\w/$)])((?:tests|benchmarks|docs|kernels)/[\w/]+(?:\.py)?)"
+    named = re.findall(path, (ROOT / "Makefile").read_text())
     assert "tests/layer/test_attention.py" in named
     assert not [path for path in named if not (ROOT / path).exists()]

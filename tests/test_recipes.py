@@ -16,9 +16,8 @@ from linrope import linear_rope_attention, linear_rope_state
 from linrope.operation.request import Options, Request
 
 ROOT = Path(__file__).parents[1]
-RECIPES = re.findall(
-    r"^## (.*?)\n(.*?)(?=^## |\Z)", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.M | re.S
-)
+TEXT = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+RECIPES = re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", TEXT, re.M | re.S)
 
 MAP = """
 import torch
@@ -89,14 +88,12 @@ def test_a_recipe_works_as_it_stands(title: str, script: str, reason: str, most:
 def test_signatures_and_records_agree_about_names_and_defaults() -> None:
     """The public signatures, the record and the options for type checkers list the same parts."""
     record = {field.name: field.default for field in fields(Request)}
-    signature = inspect.signature(linear_rope_attention).parameters
-    assert set(signature) - {"shard"} == set(record)
-    optional = {
-        name: x.default for name, x in signature.items() if x.default is not x.empty and name != "shard"
-    }
+    signature, state_alone = (
+        {name: x.default for name, x in inspect.signature(f).parameters.items() if name != "shard"}
+        for f in (linear_rope_attention, linear_rope_state)
+    )
+    assert signature.keys() == record.keys()
+    optional = {name: x for name, x in signature.items() if x is not inspect.Parameter.empty}
     assert optional == {name: record[name] for name in optional}
     assert set(get_type_hints(Options)) == set(optional) - {"return_state"}
-    state_alone = inspect.signature(linear_rope_state).parameters
-    assert {name: x.default for name, x in state_alone.items() if x.default is not x.empty} == {
-        name: optional[name] for name in state_alone if name in optional
-    }
+    assert state_alone == {name: signature[name] for name in state_alone}

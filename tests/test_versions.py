@@ -1,6 +1,7 @@
 """What is said about this machine."""
 
 import json
+import re
 import sys
 from types import ModuleType
 
@@ -10,14 +11,6 @@ import torch
 import linrope
 from linrope import backends
 from linrope.versions import show_versions, versions
-
-
-def fake_native(monkeypatch: pytest.MonkeyPatch, why_not: str | None) -> None:
-    module = ModuleType("linrope.backends.native")
-    module.why_not = lambda: why_not
-    module.instruction_sets = lambda: ["v3", "baseline"]
-    module.instruction_set = lambda: "baseline"
-    monkeypatch.setitem(backends.MODULES, "native", module)
 
 
 def test_every_backend_is_told_and_two_run_everywhere() -> None:
@@ -37,11 +30,11 @@ def test_every_backend_is_told_and_two_run_everywhere() -> None:
         ("no library in linrope/lib", ([], None), "backend native    no: no library in linrope/lib\n"),
     ],
 )
-def test_the_instruction_set_in_use_or_why_there_is_none_is_told(
-    why_not: str | None, sets: tuple[list[str], str | None], line: str,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    fake_native(monkeypatch, why_not)
+def test_the_instruction_set_in_use_or_why_none_is_is_told(why_not, sets, line, monkeypatch, capsys) -> None:
+    module = ModuleType("linrope.backends.native")
+    module.why_not = lambda: why_not
+    module.instruction_sets, module.instruction_set = lambda: ["v3", "baseline"], lambda: "baseline"
+    monkeypatch.setitem(backends.MODULES, "native", module)
     found = versions()
     assert found["backends"]["native"] == why_not
     assert (found["instruction_sets"], found["instruction_set"]) == sets
@@ -63,28 +56,22 @@ def test_a_backend_that_cannot_be_imported_is_told_with_the_reason(monkeypatch: 
         (2, (9, 0), None),
     ],
 )
-def test_triton_runs_only_where_there_is_a_gpu_for_it(
-    monkeypatch: pytest.MonkeyPatch, devices: int, capability: tuple[int, int], reason: str | None
-) -> None:
-    pytest.importorskip("triton")
-    from linrope.backends import triton
-
-    monkeypatch.setattr(triton, "INTERPRETED", False)
+def test_gpus_are_named_and_triton_asks_for_one(devices, capability, reason, monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    show_versions()
+    named = re.findall(r"^GPU {15}(.*)$", capsys.readouterr().out, re.MULTILINE)
+    can = "compute capability {}.{}".format(*capability)
+    assert named == ([f"GPU {index}, {can}" for index in range(devices)] or ["none"])
+    pytest.importorskip("triton")
+    from linrope.backends import triton
+
+    monkeypatch.setattr(triton, "INTERPRETED", False)
     assert versions()["backends"]["triton"] == reason
 
 
 def test_the_json_holds_what_versions_returns(capsys: pytest.CaptureFixture[str]) -> None:
     show_versions(as_json=True)
     assert json.loads(capsys.readouterr().out) == versions()
-
-
-def test_gpus_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    show_versions()
-    assert capsys.readouterr().out.endswith("GPU               GPU 0, compute capability 9.0\n")

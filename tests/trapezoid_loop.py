@@ -22,15 +22,9 @@ def turned(x: Tensor, angles: Tensor, layout: str) -> Tensor:
 
 
 def trapezoidal_loop(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    share: Tensor,
-    write: Tensor,
-    log_decay: Tensor,
-    angles: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, share: Tensor, write: Tensor, log_decay: Tensor, angles: Tensor,
     layout: str = "interleaved",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """q (n, h, f), k (n, g, f), v (n, g, e); share, write, log_decay (n, g) -> y (n, h, e).
 
     log_decay is each token's whole log decay, and angles (n, g, pairs) are each token's whole angles, summed up.
@@ -44,11 +38,7 @@ def trapezoidal_loop(
             key, query = (turned(x, angles[t, kv], layout) for x in (k[t, kv], q[t, head]))
             alpha, dt, own = log_decay[t, kv].exp(), write[t, kv], share[t, kv]
             beta, gamma = (1 - own) * dt * alpha, own * dt
-            state = (
-                alpha * state
-                + beta * last_key[:, None] * last_value[None, :]
-                + gamma * key[:, None] * v[t, kv][None, :]
-            )
+            state = alpha * state + beta * last_key.outer(last_value) + gamma * key.outer(v[t, kv])
             y[t, head] = query @ state
             last_key, last_value = key, v[t, kv]
     return y

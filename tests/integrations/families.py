@@ -14,87 +14,38 @@ _COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+_ATTENTION = {
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "num_hidden_layers": 2,
+}  # fmt: skip
 _MAMBA = {
-    "mamba_d_state": 24,
-    "mamba_d_conv": 4,
-    "mamba_n_heads": 6,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 2,
+    "mamba_d_state": 24, "mamba_d_conv": 4, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2,
     "mamba_chunk_size": 16,
-}
+}  # fmt: skip
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 # The configuration class and its arguments
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mamba2": (
-        "Mamba2Config",
-        {
-            "num_heads": 6,
-            "head_dim": 16,
-            "state_size": 24,
-            "n_groups": 2,
-            "chunk_size": 16,
-            "num_hidden_layers": 2,
-        },
-    ),
-    "bamba": ("BambaConfig", _ATTENTION | _MAMBA | {"num_hidden_layers": 2, "attn_layer_indices": [1]}),
-    "falcon_h1": (
-        "FalconH1Config",
-        _ATTENTION | _MAMBA | {"num_hidden_layers": 2, "mamba_d_ssm": 96, "mamba_rms_norm": True},
-    ),
-    "granitemoehybrid": (
-        "GraniteMoeHybridConfig",
-        _ATTENTION
-        | _MAMBA
-        | {
-            "num_hidden_layers": 2,
-            "layer_types": ["mamba", "attention"],
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "shared_intermediate_size": 64,
-        },
-    ),
-    "nemotron_h": (
-        "NemotronHConfig",
-        _ATTENTION
-        | {
-            "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
-            "ssm_state_size": 24,
-            "mamba_num_heads": 6,
-            "mamba_head_dim": 16,
-            "n_groups": 2,
-            "chunk_size": 16,
-            "head_dim": 12,
-        },
-    ),
-    "zamba2": (
-        "Zamba2Config",
-        _ATTENTION
-        | {
-            "num_hidden_layers": 2,
-            "layers_block_type": ["mamba", "hybrid"],
-            "mamba_d_state": 24,
-            "mamba_d_conv": 4,
-            "mamba_expand": 2,
-            "n_mamba_heads": 6,
-            "mamba_ngroups": 2,
-            "chunk_size": 16,
-            "num_key_value_heads": 4,
-        },
-    ),
-    "minimax": (
-        "MiniMaxConfig",
-        _ATTENTION
-        | {
-            "num_hidden_layers": 3,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "block_size": 16,
-            "head_dim": 12,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-        },
-    ),
-}
+    "mamba2": ("Mamba2Config", {
+        "num_heads": 6, "head_dim": 16, "state_size": 24, "n_groups": 2, "chunk_size": 16, "num_hidden_layers": 2,
+    }),
+    "bamba": ("BambaConfig", _ATTENTION | _MAMBA | {"attn_layer_indices": [1]}),
+    "falcon_h1": ("FalconH1Config", _ATTENTION | _MAMBA | {"mamba_d_ssm": 96, "mamba_rms_norm": True}),
+    "granitemoehybrid": ("GraniteMoeHybridConfig", _ATTENTION | _MAMBA | _EXPERTS | {
+        "layer_types": ["mamba", "attention"], "shared_intermediate_size": 64,
+    }),
+    "nemotron_h": ("NemotronHConfig", {**_ATTENTION,
+        "layers_block_type": ["mamba", "attention", "mamba", "mlp"], "ssm_state_size": 24, "mamba_num_heads": 6,
+        "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 16, "head_dim": 12, "num_hidden_layers": 4,
+    }),
+    "zamba2": ("Zamba2Config", _ATTENTION | {
+        "layers_block_type": ["mamba", "hybrid"], "mamba_d_state": 24, "mamba_d_conv": 4, "mamba_expand": 2,
+        "n_mamba_heads": 6, "mamba_ngroups": 2, "chunk_size": 16, "num_key_value_heads": 4,
+    }),
+    "minimax": ("MiniMaxConfig", _ATTENTION | _EXPERTS | {
+        "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "block_size": 16, "head_dim": 12,
+    }),
+}  # fmt: skip
 
 
 def model(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:

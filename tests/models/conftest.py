@@ -1,8 +1,17 @@
-"""What models are trained on."""
+"""A model, and what models are trained on."""
 
 from pathlib import Path
 
 import pytest
+import torch
+
+from linrope.models import LanguageModel, LanguageModelConfig
+
+
+@pytest.fixture
+def model() -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=2))
 
 
 @pytest.fixture

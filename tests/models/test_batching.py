@@ -8,10 +8,8 @@ from linrope.models import LanguageModel, LanguageModelConfig, batching
 pytestmark = pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="an engine runs on the CPU")
 
 
-@pytest.fixture
-def model() -> LanguageModel:
-    torch.manual_seed(0)
-    return LanguageModel(LanguageModelConfig(embed_dim=32, num_heads=2, num_layers=1))
+def make(model: LanguageModel, slots: int = 1, **options: int) -> batching.Engine:
+    return batching.Engine(model, slots, **{"queue": 0, "budget": 64} | options)
 
 
 def test_a_replacement_character_comes_only_for_bytes_that_are_no_character() -> None:
@@ -51,7 +49,7 @@ def test_bytes_are_drawn_by_their_probabilities() -> None:
 
 
 def test_a_long_prompt_delays_no_other_request_by_more_than_its_share_of_a_step(model) -> None:
-    engine = batching.Engine(model, slots=4, queue=0, budget=64)
+    engine = make(model, slots=4)
     running = batching.Generation([70], max_tokens=1000, temperature=0)
     long, short = (batching.Generation([70] * n, max_tokens=1, temperature=0) for n in (1000, 20))
     engine.submit(running)
@@ -74,7 +72,7 @@ def test_a_long_prompt_delays_no_other_request_by_more_than_its_share_of_a_step(
 
 
 def test_many_prompts_are_read_a_few_at_a_time_the_first_and_the_shortest(model) -> None:
-    engine = batching.Engine(model, slots=9, queue=0, budget=64)
+    engine = make(model, slots=9)
     prompts = [batching.Generation([70] * (60 - 5 * i), max_tokens=1, temperature=0) for i in range(9)]
     assert all(engine.submit(x) for x in prompts)
     engine.step()
@@ -88,7 +86,7 @@ def test_many_prompts_are_read_a_few_at_a_time_the_first_and_the_shortest(model)
 
 
 def test_a_long_prompt_is_read_beside_any_number_of_short_ones(model) -> None:
-    engine = batching.Engine(model, slots=5, queue=0, budget=64)
+    engine = make(model, slots=5)
     long = batching.Generation([70] * 100, max_tokens=1)
     engine.submit(long)
     for _ in range(7):  # at least 16 bytes in each step
@@ -99,51 +97,30 @@ def test_a_long_prompt_is_read_beside_any_number_of_short_ones(model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("refused", "message"),
     [
-        ({"slots": 0}, "slots=0: expected at least 1"),
-        ({"queue": -1}, "queue=-1: expected at least 0"),
-        ({"budget": 15}, "budget=15: expected at least 16"),
+        (lambda model: make(model, slots=0), "slots=0: expected at least 1"),
+        (lambda model: make(model, queue=-1), "queue=-1: expected at least 0"),
+        (lambda model: make(model, budget=15), "budget=15: expected at least 16"),
+        (lambda _: make(LanguageModel(LanguageModelConfig(vocab_size=300))), "model: got .*300 tokens"),
+        (lambda _: make(LanguageModel(LanguageModelConfig(attention="softmax"))), "model: got .*'softmax'"),
+        (lambda model: make(model).submit(batching.Generation([])), "unread: got no bytes"),
+        (lambda model: make(model).load(batching.Generation([1])), "session: got None"),
+        (lambda _: batching.Generation([1, 256]), r"unread: got 1 \.\. 256"),
+        (lambda _: batching.Generation([1], max_tokens=0), "max_tokens=0"),
+        (lambda _: batching.Generation([1], temperature=float("nan")), "temperature=nan"),
+        (lambda _: batching.Generation([1], temperature=-1.0), r"temperature=-1\.0"),
+        (lambda _: batching.Generation([1], top_p=1.5), r"top_p=1\.5"),
+        (lambda _: batching.Generation([1], stops=[b".", b""]), "got an empty sequence"),
     ],
 )
-def test_engines_that_could_not_run_are_refused(wrong, message, model) -> None:
+def test_what_could_not_run_is_refused(refused, message, model) -> None:
     with pytest.raises(ValueError, match=message):
-        batching.Engine(model, **{"slots": 1, "queue": 0, "budget": 64} | wrong)
-
-
-def test_a_model_of_other_tokens_or_attention_is_refused() -> None:
-    for options, message in (({"vocab_size": 300}, "300 tokens"), ({"attention": "softmax"}, "'softmax'")):
-        other = LanguageModel(LanguageModelConfig(embed_dim=32, num_heads=2, num_layers=1, **options))
-        with pytest.raises(ValueError, match=f"model: got .*{message}"):
-            batching.Engine(other, slots=1, queue=0, budget=64)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"unread": [1, 256]}, r"unread: got 1 \.\. 256"),
-        ({"max_tokens": 0}, "max_tokens=0"),
-        ({"temperature": float("nan")}, "temperature=nan"),
-        ({"temperature": -1.0}, r"temperature=-1\.0"),
-        ({"top_p": 1.5}, r"top_p=1\.5"),
-        ({"stops": [b".", b""]}, "got an empty sequence"),
-    ],
-)
-def test_generations_with_wrong_numbers_are_refused(wrong, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        batching.Generation(**{"unread": [1]} | wrong)
-
-
-def test_a_generation_without_bytes_is_refused(model) -> None:
-    engine = batching.Engine(model, slots=1, queue=0, budget=64)
-    with pytest.raises(ValueError, match="unread: got no bytes"):
-        engine.submit(batching.Generation([]))
-    with pytest.raises(ValueError, match="session: got None"):
-        engine.load(batching.Generation([1]))
+        refused(model)
 
 
 def test_a_generation_that_does_not_fit_is_refused_before_it_joins(model) -> None:
-    engine = batching.Engine(model, slots=2, queue=0, budget=64)
+    engine = make(model, slots=2)
     two_rows = [state.reorder(torch.tensor([0, 0])) for state in engine.empty]
     for states in (two_rows, engine.empty * 2):
         with pytest.raises(ValueError, match="states: got shapes"):
@@ -157,8 +134,7 @@ def test_a_generation_that_does_not_fit_is_refused_before_it_joins(model) -> Non
 
 
 def test_an_engine_runs_a_model_in_bfloat16(model) -> None:
-    engine = batching.Engine(model.bfloat16(), slots=1, queue=0, budget=64)
-    generation = batching.Generation([1, 2], max_tokens=3)
+    engine, generation = make(model.bfloat16()), batching.Generation([1, 2], max_tokens=3)
     engine.submit(generation)
     while generation.finish_reason is None:
         engine.step()

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -49,8 +49,18 @@ def test_training_learns(trainer: Trainer) -> None:
     assert trainer.evaluate() < before - 2
 
 
-@pytest.mark.parametrize("cut", [1, 5, 11])
-def test_a_resumed_run_ends_with_the_same_bits(trainer: Trainer, cut: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("cut", "options"),
+    [
+        *((cut, {}) for cut in (1, 5, 11)),
+        (11, {"attention": "softmax", "positions": "transformer-xl"}),
+        (11, {"positions": "learned"}),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_ends_with_the_same_bits(cut: int, options: dict, text: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    trainer = Trainer(LanguageModel(replace(TINY, **options)), Corpus.load(text), SHORT)
     losses = []
     for _ in range(12):
         if trainer.step == cut:
@@ -64,21 +74,6 @@ def test_a_resumed_run_ends_with_the_same_bits(trainer: Trainer, cut: int, tmp_p
     assert all(torch.equal(a, b) for a, b in zip(_bits(trainer), _bits(resumed), strict=True))
 
 
-@pytest.mark.parametrize(("attention", "positions"), [("softmax", "transformer-xl"), ("linear", "learned")])
-def test_other_models_resume_with_the_same_bits_too(
-    attention: str, positions: str, text: Path, tmp_path: Path
-) -> None:
-    torch.manual_seed(0)
-    model = LanguageModel(replace(TINY, attention=attention, positions=positions))
-    trainer = Trainer(model, Corpus.load(text), SHORT)
-    trainer.train_step()
-    trainer.save(tmp_path / "run")
-    resumed = Trainer.load(tmp_path / "run", trainer.corpus)
-    for each in (trainer, resumed):
-        each.train_step()
-    assert all(torch.equal(a, b) for a, b in zip(_bits(trainer), _bits(resumed), strict=True))
-
-
 def test_other_text_is_refused_on_resume(trainer: Trainer, text: Path, tmp_path: Path) -> None:
     trainer.train_step()
     trainer.save(tmp_path / "run")
@@ -87,18 +82,13 @@ def test_other_text_is_refused_on_resume(trainer: Trainer, text: Path, tmp_path:
         Trainer.load(tmp_path / "run", Corpus.load(text))
 
 
-def test_the_last_two_checkpoints_are_kept_and_a_half_written_one_is_never_seen(
-    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_checkpoints_are_kept_and_no_half_written_one_is_seen(trainer, tmp_path, monkeypatch) -> None:
     for _ in range(3):
         trainer.train_step()
         trainer.save(tmp_path)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
-
-    def fail(*_: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr("linrope.models.training.trainer.save_training", fail)
+    full = Mock(side_effect=OSError("disk full"))
+    monkeypatch.setattr("linrope.models.training.trainer.save_training", full)
     trainer.train_step()
     with pytest.raises(OSError, match="disk full"):
         trainer.save(tmp_path)
@@ -106,9 +96,7 @@ def test_the_last_two_checkpoints_are_kept_and_a_half_written_one_is_never_seen(
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_only_what_a_run_wrote_is_removed_or_counts_as_its_checkpoint(
-    trainer: Trainer, tmp_path: Path
-) -> None:
+def test_only_what_a_run_wrote_is_removed_or_counts_as_its_checkpoint(trainer, tmp_path) -> None:
     """step-00000099 has the name of a checkpoint, but this run did not write it."""
     run = tmp_path / "run"
     for name in ("step-00000001-best", "step-notes", ".step-x", "step-00000099", ".step-00000001.tmp"):
@@ -148,65 +136,47 @@ def test_two_processes_do_not_save_into_one_folder(trainer: Trainer, tmp_path: P
     assert trainer.save(tmp_path).is_dir()
 
 
+DAMAGED, ZEROS = "training.safetensors: not the state of a run: .*", torch.zeros(3, device="cpu")
+
+
 @pytest.mark.parametrize(
     ("damage", "cause"),
     [
-        (lambda tensors, metadata: tensors.pop("random_state"), "random_state"),
-        (lambda tensors, metadata: tensors.pop("exp_avg.norm.weight"), "exp_avg.norm.weight"),
+        (lambda x, _: x.pop("random_state"), f"{DAMAGED}random_state"),
+        (lambda x, _: x.pop("exp_avg.norm.weight"), f"{DAMAGED}exp_avg.norm.weight"),
+        (lambda x, _: x.update({"exp_avg.norm.weight": ZEROS}), rf"{DAMAGED}got shape \(3,\), expected \("),
+        (lambda x, _: x.update(extra=ZEROS), f"{DAMAGED}extra"),
+        (lambda x, _: x.update(random_state=ZEROS), f"{DAMAGED}ByteTensor"),
+        (lambda _, x: x.pop("step"), f"{DAMAGED}step"),
+        (lambda _, x: x.update(config='{"stepz": 1}'), f"{DAMAGED}stepz"),
         (
-            lambda tensors, metadata: tensors.update({"exp_avg.norm.weight": torch.zeros(3)}),
-            r"got shape \(3,\), expected \(",
+            lambda _, x: x.update(processes="2"),
+            "^processes: got 1 groups .*, expected 2, as in the saved run",
         ),
-        (lambda tensors, metadata: tensors.update(extra=torch.zeros(1)), "extra"),
-        (lambda tensors, metadata: tensors.update(random_state=torch.zeros(3)), "ByteTensor"),
-        (lambda tensors, metadata: metadata.pop("step"), "step"),
-        (lambda tensors, metadata: metadata.update(config='{"stepz": 1}'), "stepz"),
+        (
+            lambda _, x: x.update(mixed_precision="x"),
+            "^mixed_precision='no': expected 'x', as in the saved run",
+        ),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(
-    damage: object, cause: str, trainer: Trainer, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_does_not_fit_is_refused_and_no_change(damage, cause, trainer, tmp_path) -> None:
     trainer.train_step()
     path = trainer.save(tmp_path) / "training.safetensors"
     tensors, metadata = load_tensors(path, "linrope.Training", 1)
-    damage(tensors, metadata)  # type: ignore[operator]
+    damage(tensors, metadata)
     save_tensors(path, tensors, metadata)
     random_state = torch.get_rng_state()
-    with pytest.raises(ValueError, match=rf"training.safetensors: not the state of a run: .*{cause}"):
+    with pytest.raises(ValueError, match=cause):
         Trainer.load(tmp_path, trainer.corpus)
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
-@pytest.mark.parametrize(
-    ("change", "cause"),
-    [
-        ({"processes": "2"}, r"processes: got 1 groups .*, expected 2, as in the saved run"),
-        ({"mixed_precision": "bf16"}, r"mixed_precision='no': expected 'bf16', as in the saved run"),
-    ],
-    ids=str,
-)
-def test_a_run_on_other_processes_or_in_another_precision_is_refused(
-    change: dict[str, str], cause: str, trainer: Trainer, tmp_path: Path
-) -> None:
-    path = trainer.save(tmp_path) / "training.safetensors"
-    tensors, metadata = load_tensors(path, "linrope.Training", 1)
-    save_tensors(path, tensors, metadata | change)
-    with pytest.raises(ValueError, match=f"^{cause}"):
-        Trainer.load(tmp_path, trainer.corpus)
-
-
-def test_a_checkpoint_of_the_same_step_is_replaced_whole(trainer: Trainer, tmp_path: Path) -> None:
-    paths = [trainer.save(tmp_path) for _ in range(2)]
-    assert paths[0] == paths[1]
-    assert [path.name for path in tmp_path.iterdir() if path.name != "text"] == ["step-00000000"]
-    assert Trainer.load(tmp_path, trainer.corpus).step == 0
-
-
-def test_a_checkpoint_whose_replacement_fails_or_is_killed_half_way_comes_back(
-    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_replaced_whole_or_comes_back_if_that_fails(trainer, tmp_path, monkeypatch) -> None:
     run, rename = tmp_path / "run", Path.rename
     saved = trainer.save(run)
+    assert trainer.save(run) == saved
+    assert [path.name for path in run.iterdir()] == ["step-00000000"]
+    assert Trainer.load(run, trainer.corpus).step == 0
 
     def fail(path: Path, target: Path) -> Path:
         if target == saved and not path.name.endswith(".replaced"):
@@ -252,14 +222,10 @@ def test_a_gradient_that_is_not_finite_names_the_rows(trainer: Trainer) -> None:
     assert all(bool(p.isfinite().all()) for p in trainer.model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("attention", "positions"), [("linear", "rope"), ("softmax", "rope"), ("linear", "sinusoidal")]
-)
-def test_the_loss_is_that_of_each_part_of_a_document_alone(
-    attention: str, positions: str, corpus: Corpus
-) -> None:
+@pytest.mark.parametrize("options", [{}, {"attention": "softmax"}, {"positions": "sinusoidal"}], ids=str)
+def test_the_loss_is_that_of_each_part_of_a_document_alone(options: dict[str, str], corpus: Corpus) -> None:
     torch.manual_seed(0)
-    model = LanguageModel(replace(TINY, attention=attention, positions=positions))
+    model = LanguageModel(replace(TINY, **options))
     trainer = Trainer(model, corpus, replace(SHORT, batch_size=3, sequence_length=300))
     part, starts, losses = trainer.corpus.train, trainer.batch().starts.tolist(), []
     begins = set(part.starts.tolist())
@@ -275,39 +241,31 @@ def test_the_loss_is_that_of_each_part_of_a_document_alone(
     assert trainer.train_step()["bits_per_byte"] == pytest.approx(expected, rel=1e-6)
 
 
+PIECES = {"pieces": 7, "gradients_through_pieces": True}
+GATES = {"forget_gate": {"longest": 64}, "short_conv": 4, "qk_norm": True, "rotary": "selective"}
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("options", "change"),
     [
-        {"batch_size": 2, "accumulation": 2},
-        {"pieces": 3, "gradients_through_pieces": True},
-        {"pieces": 7, "gradients_through_pieces": True},
-        {"pieces": 3, "gradients_through_pieces": True, "batch_size": 2, "accumulation": 2},
+        ({"decay": "retnet"}, {"batch_size": 2, "accumulation": 2}),
+        ({"decay": "retnet"}, PIECES | {"pieces": 3}),
+        ({"decay": "retnet"}, PIECES),
+        ({"decay": "retnet"}, PIECES | {"pieces": 3, "batch_size": 2, "accumulation": 2}),
+        (GATES, PIECES),  # gates, steps and the convolution pass from piece to piece
+        (GATES | {"feature_map": "exp"}, PIECES),  # and so does log_scale
     ],
     ids=str,
 )
-def test_the_same_rows_cut_otherwise_give_the_same_gradients(change: dict[str, Any], corpus: Corpus) -> None:
-    _compare_gradients(replace(TINY, decay="retnet"), change, corpus)
-
-
-@pytest.mark.parametrize("feature_map", ["elu+1", "exp"])
-def test_gates_steps_convolution_and_log_scale_pass_from_piece_to_piece(
-    feature_map: str, corpus: Corpus
-) -> None:
-    more = {"forget_gate": {"longest": 64}, "short_conv": 4, "qk_norm": True, "rotary": "selective"}
-    model = replace(TINY, feature_map=feature_map, **more)
-    _compare_gradients(model, {"pieces": 7, "gradients_through_pieces": True}, corpus)
-
-
-def _compare_gradients(model: LanguageModelConfig, change: dict[str, Any], corpus: Corpus) -> None:
+def test_the_same_rows_cut_otherwise_give_the_same_gradients(options, change, corpus) -> None:
     gradients = []
-    for options in ({}, change):
+    for changed in ({}, change):
         torch.manual_seed(0)
-        config = replace(SHORT, **({"batch_size": 4, "sequence_length": 300} | options), clip=1e9)
-        trainer = Trainer(LanguageModel(model), corpus, config)
+        config = replace(SHORT, **({"batch_size": 4, "sequence_length": 300} | changed), clip=1e9)
+        trainer = Trainer(LanguageModel(replace(TINY, **options)), corpus, config)
         trainer.train_step()
         gradients.append([p.grad for p in trainer.model.parameters()])
-    for whole, cut in zip(*gradients, strict=True):
-        torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
 
 
 def test_detached_pieces_have_the_same_loss_and_other_gradients(tmp_path: Path) -> None:
@@ -329,40 +287,29 @@ def test_detached_pieces_have_the_same_loss_and_other_gradients(tmp_path: Path) 
     values, uncut = trainer.train_step(), whole.train_step()
     assert values["bits_per_byte"] == pytest.approx(uncut["bits_per_byte"], rel=1e-6)
     assert values["gradient_norm"] != pytest.approx(uncut["gradient_norm"], rel=1e-3)
-    for mine, expected in zip(model.parameters(), own.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-4, atol=1e-6)
-
-
-def test_what_the_trainer_cannot_do_is_refused(text: Path) -> None:
-    corpus = Corpus.load(text)
-    softmax = LanguageModel(replace(TINY, attention="softmax"))
-    with pytest.raises(ValueError, match="pieces=2: packed softmax attention"):
-        Trainer(softmax, corpus, replace(SHORT, pieces=2))
-    with pytest.raises(ValueError, match="vocab_size=100: expected at least the corpus's, 256"):
-        Trainer(LanguageModel(replace(TINY, vocab_size=100)), corpus, SHORT)
-    with pytest.raises(ValueError, match="mixed_precision='fp16'"):
-        Trainer(LanguageModel(TINY), corpus, SHORT, SimpleNamespace(mixed_precision="fp16"))
-
-
-def test_without_accelerate_its_extra_is_named(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(ModuleNotFoundError, match=r"accelerate is missing; install linrope\[train\]"):
-        Trainer(LanguageModel(TINY), Corpus.load(text), SHORT)
+    mine, expected = ([p.grad for p in each.parameters()] for each in (model, own))
+    torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("options", "config", "precision", "message"),
     [
-        ({"steps": 0}, "steps=0"),
-        ({"learning_rate": float("nan")}, "learning_rate=nan"),
-        ({"seed": -1}, "seed=-1"),
+        ({"attention": "softmax"}, {"pieces": 2}, "no", "pieces=2: packed softmax attention"),
+        ({"vocab_size": 100}, {}, "no", "vocab_size=100: expected at least the corpus's, 256"),
+        ({}, {}, "fp16", "mixed_precision='fp16'"),
+        ({}, {"sequence_length": 10**5}, "no", "sequence_length=100000: expected less than the training"),
+        ({}, {"steps": 0}, "no", "steps=0"),
+        ({}, {"learning_rate": float("nan")}, "no", "learning_rate=nan"),
+        ({}, {"seed": -1}, "no", "seed=-1"),
     ],
 )
-def test_impossible_values_are_refused(values: dict[str, float], message: str) -> None:
+def test_what_the_trainer_cannot_do_is_refused(options, config, precision, message, corpus: Corpus) -> None:
+    accelerator = None if precision == "no" else SimpleNamespace(mixed_precision=precision)
     with pytest.raises(ValueError, match=message):
-        TrainingConfig(**values)  # type: ignore[arg-type]
+        Trainer(LanguageModel(replace(TINY, **options)), corpus, replace(SHORT, **config), accelerator)
 
 
-def test_a_sequence_longer_than_the_text_is_refused(text: Path) -> None:
-    with pytest.raises(ValueError, match="sequence_length=1000000: expected less than the training text"):
-        Trainer(LanguageModel(TINY), Corpus.load(text), TrainingConfig(sequence_length=1_000_000))
+def test_without_accelerate_its_extra_is_named(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(ModuleNotFoundError, match=r"accelerate is missing; install linrope\[train\]"):
+        Trainer(LanguageModel(TINY), corpus, SHORT)

@@ -52,9 +52,3 @@ def test_some_of_the_sequences_will_do(corpus: Corpus) -> None:
 def test_a_length_that_no_document_has_is_refused(length: int, corpus: Corpus) -> None:
     with pytest.raises(ValueError, match=rf"length={length}: .* longest document, \d+ tokens"):
         bits_by_position(LanguageModel(TINY), corpus.train, length)
-
-
-def test_positions_past_the_trained_ones_of_a_table_are_refused(corpus: Corpus) -> None:
-    model = LanguageModel(replace(TINY, positions="learned", max_length=50))
-    with pytest.raises(ValueError, match=r"positions: got 33 \.\. 65"):
-        bits_by_position(model, corpus.train, 66, piece=33)

@@ -36,11 +36,9 @@ def test_the_seed_of_a_random_map_is_saved() -> None:
 
 def test_rope_parameters_reach_both_kinds_of_layers() -> None:
     rope = {"rope_theta": 1e6, "rope_type": "linear", "factor": 4.0, "partial_rotary_factor": 0.5}
-    linear, full = (
-        layer.self_attn for layer in causal_lm(full_attention_interval=2, rope_parameters=rope).model.layers
-    )
+    linear, full = causal_lm(full_attention_interval=2, rope_parameters=rope).model.layers
     theta = torch.tensor([1, 1e6**-0.5], dtype=torch.float64, device="cpu") / 4
-    for rotary in (linear.rotary, full.encoding):
+    for rotary in (linear.self_attn.rotary, full.self_attn.encoding):
         torch.testing.assert_close(rotary.theta, theta)
         assert (rotary.layout, rotary.rotary_dim) == ("half", 4)
 
@@ -59,9 +57,7 @@ def test_rope_parameters_reach_both_kinds_of_layers() -> None:
     ],
     ids=str,
 )
-def test_a_quarter_of_the_features_turns_unless_the_rotation_is_chosen(
-    options: dict[str, Any], share: float | None, tmp_path: Path
-) -> None:
+def test_a_quarter_of_the_features_turns_unless_the_rotation_is_chosen(options, share, tmp_path) -> None:
     made = config(**options)
     assert made.rope_parameters.get("partial_rotary_factor") == share
     made.save_pretrained(tmp_path)
@@ -85,10 +81,8 @@ def test_a_quarter_of_the_features_turns_unless_the_rotation_is_chosen(
         ({"rope_order": "never"}, r"rope_order='never': expected one of after, before"),
         ({"rope_parameters": {"rope_type": "yarm"}}, r"rope_type='yarm': expected one of .*did you mean"),
         ({"rope_parameters": {"rope_theta": -1.0}}, r"rope_theta=-1.0: expected a positive"),
-        (
-            {"rope_parameters": MROPE, "full_attention_interval": 2},
-            r"^rope_parameters: got mrope_section, expected none with full_attention layers$",
-        ),
+        ({"rope_parameters": MROPE, "full_attention_interval": 2},
+         r"^rope_parameters: got mrope_section, expected none with full_attention layers$"),
         ({"layer_types": ["linear_attention"]}, r"layer_types=.*expected num_hidden_layers=2 of"),
         ({"layer_types": ["linear_attention", "mamba2"]}, r"layer_types=.*mamba2"),
         ({"full_attention_interval": 0}, r"full_attention_interval=0: expected at least 1"),
@@ -96,8 +90,14 @@ def test_a_quarter_of_the_features_turns_unless_the_rotation_is_chosen(
         ({"forgetgate": True}, r"got the unknown option 'forgetgate'; did you mean 'forget_gate'\?"),
         ({"backend": "eager"}, r"got 'backend', an option of LinearRoPEAttention that LinRopeConfig lacks"),
         ({"num_heads": 8}, r"got the unknown option 'num_heads'; did you mean 'num_attention_heads'\?"),
+        *((options, "config: got|expected") for options in [  # wrong types, as a file may have them
+            {"hidden_size": "x"}, {"hidden_size": 2.5}, {"num_hidden_layers": True}, {"feature_map": 3},
+            {"feature_map": {"name": ["relu"]}}, {"decay": [{}]}, {"rope_parameters": [1]}, {"layer_types": 5},
+            {"layer_types": [["a"]], "num_hidden_layers": 1}, {"selective_rope": 3}, {"head_dim": "x"},
+            {"is_causal": "no"}, {"rms_norm_eps": "x"}, {"full_attention_interval": "2"}, {"rope_order": 3},
+        ]),
     ],
-)
+)  # fmt: skip
 def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(**options)

@@ -17,16 +17,8 @@ import pytest
 import torch
 from transformers.models.auto import modeling_auto
 
-from linrope.models.huggingface import (
-    LinRopeCache,
-    LinRopeConfig,
-    LinRopeForCausalLM,
-    LinRopeForMaskedLM,
-    LinRopeForQuestionAnswering,
-    LinRopeForSequenceClassification,
-    LinRopeForTokenClassification,
-    LinRopeModel,
-)
+from linrope.models import huggingface
+from linrope.models.huggingface import LinRopeCache, LinRopeConfig, LinRopeForCausalLM, LinRopeForMaskedLM
 
 CHECKOUT = os.environ.get("TRANSFORMERS_CHECKOUT")
 if not CHECKOUT:
@@ -51,16 +43,13 @@ COMMON = importlib.import_module(f"{PACKAGE}.test_modeling_common")
 GENERATION = importlib.import_module(f"{PACKAGE}.generation.test_utils")
 CONFIGURATION = importlib.import_module(f"{PACKAGE}.test_configuration_common")
 
-# By these names the mixins know what labels a model takes.
-for names, model in (
-    (modeling_auto.MODEL_MAPPING_NAMES, LinRopeModel),
-    (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, LinRopeForCausalLM),
-    (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, LinRopeForMaskedLM),
-    (modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, LinRopeForSequenceClassification),
-    (modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, LinRopeForTokenClassification),
-    (modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES, LinRopeForQuestionAnswering),
-):
-    names["linrope"] = model.__name__
+PARTS = {  # by these names the mixins know what labels a model takes
+    "": "Model", "_FOR_CAUSAL_LM": "ForCausalLM", "_FOR_MASKED_LM": "ForMaskedLM",
+    "_FOR_SEQUENCE_CLASSIFICATION": "ForSequenceClassification",
+    "_FOR_TOKEN_CLASSIFICATION": "ForTokenClassification", "_FOR_QUESTION_ANSWERING": "ForQuestionAnswering",
+}  # fmt: skip
+for names, part in PARTS.items():
+    getattr(modeling_auto, f"MODEL{names}_MAPPING_NAMES")["linrope"] = f"LinRope{part}"
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -75,12 +64,10 @@ class Sizes:
         self.parent, self.options = parent, options
 
     def get_config(self) -> LinRopeConfig:
-        sizes = {
-            name: getattr(self, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
-        }
+        names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
         return LinRopeConfig(
             vocab_size=99, intermediate_size=37, num_key_value_heads=2, max_position_embeddings=512,
-            pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes, **self.options,
+            pad_token_id=0, bos_token_id=1, eos_token_id=2, **{x: getattr(self, x) for x in names}, **self.options,
         )  # fmt: skip
 
     def prepare_config_and_inputs_for_common(self) -> tuple[LinRopeConfig, dict[str, Any]]:
@@ -89,12 +76,8 @@ class Sizes:
 
 
 class ModelTest(COMMON.ModelTesterMixin, GENERATION.GenerationTesterMixin, unittest.TestCase):  # type: ignore[misc,name-defined]
-    all_model_classes = (
-        LinRopeModel,
-        LinRopeForCausalLM,
-        LinRopeForSequenceClassification,
-        LinRopeForTokenClassification,
-        LinRopeForQuestionAnswering,
+    all_model_classes = tuple(
+        getattr(huggingface, f"LinRope{part}") for part in PARTS.values() if part != "ForMaskedLM"
     )
     all_generative_model_classes = (LinRopeForCausalLM,)
     has_attentions = False
@@ -124,9 +107,7 @@ class ModelTest(COMMON.ModelTesterMixin, GENERATION.GenerationTesterMixin, unitt
         super().test_left_padding_compatibility()
 
     def test_model_rope_scaling_from_config_1_dynamic(self) -> None:
-        raise unittest.SkipTest(
-            "theta stays for the whole stream: a state holds keys that are rotated already"
-        )
+        raise unittest.SkipTest("theta stays for the stream: a state holds keys that are rotated already")
 
     def test_config(self) -> None:
         self.config_tester.run_common_tests()

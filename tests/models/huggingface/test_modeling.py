@@ -1,43 +1,20 @@
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from linrope.models.huggingface import (
-    LinRopeCache,
-    LinRopeForCausalLM,
-    LinRopeForMaskedLM,
-    LinRopeForQuestionAnswering,
-    LinRopeForSequenceClassification,
-    LinRopeForTokenClassification,
-    LinRopeModel,
-)
+from linrope.models import huggingface
+from linrope.models.huggingface import LinRopeCache, LinRopeForCausalLM, LinRopeForMaskedLM
 from tests.models.huggingface.tiny import HYBRID, KINDS, causal_lm, checkpoint_activations, config, tokens
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
-AUTO = {
-    LinRopeModel: AutoModel,
-    LinRopeForCausalLM: AutoModelForCausalLM,
-    LinRopeForMaskedLM: AutoModelForMaskedLM,
-    LinRopeForQuestionAnswering: AutoModelForQuestionAnswering,
-    LinRopeForSequenceClassification: AutoModelForSequenceClassification,
-    LinRopeForTokenClassification: AutoModelForTokenClassification,
-}
+PARTS = "Model ForCausalLM ForMaskedLM ForQuestionAnswering ForSequenceClassification ForTokenClassification"
+CAUSAL = ("decay", "gated", "trapezoid")  # kinds that a masked language model cannot be of
 
 
 def rms(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -103,23 +80,19 @@ def test_logits_and_loss_are_those_of_the_formula(full: tuple[int, ...]) -> None
 
 
 @pytest.mark.parametrize(
-    ("kind_of_model", "kind"),
-    # Decay and gates are causal.
-    [
-        (m, k)
-        for m in AUTO
-        for k in KINDS
-        if m is not LinRopeForMaskedLM or k not in ("decay", "gated", "trapezoid")
-    ],
+    ("part", "kind"),
+    [(x, kind) for x in PARTS.split() for kind in KINDS if x != "ForMaskedLM" or kind not in CAUSAL],
 )
-def test_saved_and_loaded_models_give_the_same_bits(kind_of_model: Any, kind: str, tmp_path: Path) -> None:
+def test_saved_and_loaded_models_give_the_same_bits(part: str, kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, ids = kind_of_model(config(**KINDS[kind])).eval(), tokens(2, 9)
+    ours = getattr(huggingface, f"LinRope{part}")
+    auto = getattr(transformers, f"AutoModel{part.removeprefix('Model')}")
+    model, ids = ours(config(**KINDS[kind])).eval(), tokens(2, 9)
     model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").is_file()
-    loaded, report = AUTO[kind_of_model].from_pretrained(tmp_path, output_loading_info=True)
+    loaded, report = auto.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values())
-    assert type(loaded) is kind_of_model
+    assert type(loaded) is ours
     assert torch.equal(loaded.to(ids.device)(ids)[0], model(ids)[0])
 
 
@@ -138,9 +111,9 @@ def test_tied_embeddings_and_missing_weights(tmp_path: Path) -> None:
 def test_weights_have_the_names_and_shapes_of_llamas() -> None:
     sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    plain = {"forget_gate": False, "short_conv": None, "skip": None, "value_head_dim": 8, "gate": False}
     for options in ({}, {"full_attention_interval": 1}):
-        plain = {"forget_gate": False, "short_conv": None, "skip": None, "value_head_dim": 8}
-        ours = causal_lm(gate=False, out_norm=False, **plain, **options)
+        ours = causal_lm(out_norm=False, **plain, **options)
         shapes = [{k: v.shape for k, v in model.state_dict().items()} for model in (ours, llama)]
         assert shapes[0] == shapes[1]
 
@@ -199,18 +172,13 @@ def test_packed_is_separate(kind: str, how: str, start: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "decay"])
-@pytest.mark.parametrize("given", [False, True])
-def test_padding_in_packed_sequences_is_skipped(kind: str, given: bool) -> None:
+def test_padding_in_packed_sequences_is_skipped(kind: str) -> None:
     model, one, two = causal_lm(**KINDS[kind]), tokens(1, 4), tokens(1, 5, seed=2)
     ids = torch.cat((F.pad(one, (0, 1)), F.pad(two, (1, 0))), 1)
-    positions = torch.tensor([[0, 1, 2, 3, 1, 1, 0, 1, 2, 3, 4]]) if given else None
-    out = model(
-        ids,
-        attention_mask=(ids > 0).long(),
-        cu_seqlens=torch.tensor([0, 5, 11], dtype=torch.int32),
-        position_ids=positions,
-    ).logits[ids > 0]
-    torch.testing.assert_close(out, torch.cat((model(one).logits, model(two).logits), 1)[0])
+    packed = {"cu_seqlens": torch.tensor([0, 5, 11], dtype=torch.int32), "attention_mask": (ids > 0).long()}
+    for positions in (None, torch.tensor([[0, 1, 2, 3, 1, 1, 0, 1, 2, 3, 4]])):
+        out = model(ids, position_ids=positions, **packed).logits[ids > 0]
+        torch.testing.assert_close(out, torch.cat((model(one).logits, model(two).logits), 1)[0])
 
 
 @pytest.mark.parametrize("b", [1, 2])
@@ -249,7 +217,7 @@ def test_masked_lm_sees_both_sides_and_no_padding(kind: str) -> None:
 
 def test_classification_reads_the_last_real_token() -> None:
     torch.manual_seed(0)
-    model = LinRopeForSequenceClassification(config(num_labels=3)).double().eval()
+    model = huggingface.LinRopeForSequenceClassification(config(num_labels=3)).double().eval()
     ids = tokens(1, 6)
     states = model.model(ids).last_hidden_state
     expected = states[:, -1] @ model.score.weight.T
@@ -260,38 +228,60 @@ def test_classification_reads_the_last_real_token() -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    model, ids = causal_lm(), tokens(2, 5)
-    with pytest.raises(ValueError, match="input_ids, inputs_embeds: got both, expected exactly one of them"):
-        model(ids, inputs_embeds=torch.zeros(2, 5, 32))
-    with pytest.raises(ValueError, match="input_ids, inputs_embeds: got neither, expected exactly one"):
-        model()
+    model, both, ids = causal_lm(), LinRopeForMaskedLM(config()), tokens(2, 5)
+    cache, bounds = LinRopeCache(model.config), torch.tensor([0, 2, 5])
+    for called, options, message in (
+        (model, {"inputs_embeds": torch.zeros(2, 5, 32)}, "input_ids, inputs_embeds: got both, expected exactly one"),
+        (model, {"input_ids": None}, "input_ids, inputs_embeds: got neither, expected exactly one"),
+        (model, {"attention_mask": torch.ones(2, 4)}, r"attention_mask: got shape \(2, 4\), expected \(2, 5\)"),
+        (model, {"is_causal": False}, "is_causal=False: this model was made with is_causal=True"),
+        (model, {"input_ids": ids[:1], "cu_seqlens": bounds, "past_key_values": cache},
+         "cu_seqlens: got packed sequences and past_key_values"),
+        (both, {"past_key_values": LinRopeCache(both.config)},
+         "past_key_values: got 2 layers, expected None with is_causal=False"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            called(**{"input_ids": ids} | options)
     with pytest.raises(TypeError, match="past_key_values: got DynamicCache, expected LinRopeCache"):
         model(ids, past_key_values=DynamicCache())
-    with pytest.raises(ValueError, match=r"attention_mask: got shape \(2, 4\), expected \(2, 5\)"):
-        model(ids, attention_mask=torch.ones(2, 4))
-    with pytest.raises(ValueError, match="is_causal=False: this model was made with is_causal=True"):
-        model(ids, is_causal=False)
-    packed = {"cu_seqlens": torch.tensor([0, 2, 5]), "past_key_values": LinRopeCache(model.config)}
-    with pytest.raises(ValueError, match="cu_seqlens: got packed sequences and past_key_values"):
-        model(ids[:1], **packed)
-    both = LinRopeForMaskedLM(config())
-    with pytest.raises(ValueError, match="past_key_values: got 2 layers, expected None with is_causal=False"):
-        both(ids, past_key_values=LinRopeCache(both.config))
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "decay", "gated"])
-def test_gradient_checkpointing_changes_no_gradient(kind: str) -> None:
-    model, ids, gradients = causal_lm(**KINDS[kind]).train(), tokens(2, 9), []
-    for reentrant in (None, False, True):
-        if reentrant is not None:
-            checkpoint_activations(model, {"use_reentrant": reentrant})
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of generate(), in that case
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["default", "hybrid", "decay", "gated"])
+def test_checkpointing_changes_no_gradient_and_keeps_the_cache(kind: str, reentrant: bool) -> None:
+    model, ids = causal_lm(**KINDS.get(kind, {})).train(), tokens(2, 9)
+    with torch.no_grad():
+        generated = model.generate(ids, max_new_tokens=4, do_sample=False)
+    expected = model(ids, use_cache=True)
+    expected.logits.sum().backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    checkpoint_activations(model, {"use_reentrant": reentrant})
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), generated)
+    for use_cache in (False, True):
         model.zero_grad()
-        model(ids, labels=ids).loss.backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    assert gradients[0].keys() == gradients[1].keys()
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient)
-        torch.testing.assert_close(gradients[2][name], gradient)
+        out = model(ids, use_cache=use_cache)
+        assert torch.equal(out.logits, expected.logits)
+        out.logits.sum().backward()
+        for p, grad in zip(model.parameters(), grads, strict=True):
+            torch.testing.assert_close(p.grad, grad, rtol=0, atol=1e-9 * float(grad.abs().max()))
+    assert out.past_key_values.get_seq_length() == 9
+    with torch.no_grad():
+        again, before = (model(ids[:, :1], past_key_values=x.past_key_values).logits for x in (out, expected))
+    assert torch.equal(again, before)
+
+
+def test_checkpointing_makes_a_cache_only_if_asked_to_and_where_there_can_be_one() -> None:
+    model, ids = causal_lm().train(), tokens(1, 8)
+    packed = {"position_ids": torch.arange(4).repeat(2)[None]}
+    expected = model(ids, **packed).logits
+    checkpoint_activations(model, {"use_reentrant": False})
+    out = model(ids, use_cache=True, **packed)
+    assert out.past_key_values is None
+    assert torch.equal(out.logits, expected)
+    assert model(ids).past_key_values is None
+    for kind in (model, model.model):
+        assert kind(ids, use_cache=True, cu_seqlens=None).past_key_values.get_seq_length() == 8
 
 
 @every_kind
@@ -308,7 +298,7 @@ def test_half_precision_is_finite_and_near(kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_compiled_is_eager() -> None:
-    model, ids = causal_lm(**KINDS["decay"]), tokens(2, 9)
+    model, ids = causal_lm(**KINDS["decay"], num_hidden_layers=1), tokens(2, 9)
     compiled = torch.compile(model, backend="aot_eager")
     out = compiled(ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False)
     out.loss.backward()

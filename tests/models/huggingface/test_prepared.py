@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from linrope.backends import native
-from linrope.models.huggingface import LinRopeCache, LinRopeConfig, LinRopeForCausalLM, modeling, prepared
-from tests.models.huggingface.tiny import KINDS, config, tokens
+from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM, modeling, prepared
+from tests.models.huggingface.tiny import KINDS, config, filled_cache, tokens
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 
@@ -16,14 +16,8 @@ pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A number for each prepared step that is taken."""
-    taken: list[int] = []
-    call = prepared.BlocksStep.__call__
-
-    def counted(self: Any, x: Tensor, slots: Tensor | None = None) -> Tensor:
-        taken.append(len(x))
-        return call(self, x, slots)
-
-    monkeypatch.setattr(prepared.BlocksStep, "__call__", counted)
+    taken, kind, call = [], prepared.BlocksStep, prepared.BlocksStep.__call__
+    monkeypatch.setattr(kind, "__call__", lambda step, x, *at: (taken.append(len(x)), call(step, x, *at))[1])
     return taken
 
 
@@ -46,9 +40,7 @@ def test_tokens_and_cache(options: dict[str, Any], steps: list[int], monkeypatch
     got = generate(model, output_logits=True)
     assert steps == [2] * 9
     ids = torch.cat((got.sequences, tokens(2, 3, seed=2)), 1)
-    mask = torch.ones_like(
-        ids
-    )  # without one, generate() takes a generated token for padding if it is the pad token
+    mask = torch.ones_like(ids)  # without it a generated pad token would count as padding
     again = generate(model, ids=ids, attention_mask=mask, past_key_values=got.past_key_values)
     monkeypatch.setattr(modeling, "step_of_generate", lambda *_, **__: None)
     expected = generate(model, output_logits=True)
@@ -85,9 +77,7 @@ def test_prompts_with_padding(steps: list[int], monkeypatch: pytest.MonkeyPatch)
         ({"position_ids": torch.arange(9)[None]}, 0),  # positions of other shapes than the states'
     ],
 )
-def test_other_calls_take_ordinary_steps(
-    options: dict[str, Any], most: int, steps: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_calls_take_ordinary_steps(options, most, steps, monkeypatch) -> None:
     model = causal_lm()
     got = generate(model, **options).sequences
     assert len(steps) <= most
@@ -121,16 +111,11 @@ def test_weights_may_change_between_calls_of_generate(steps: list[int]) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(-0.7)
-    second = generate(model).sequences
-    assert not torch.equal(first, second)
-    cache = LinRopeCache(model.config)
+    assert not torch.equal(first, generate(model).sequences)
     with torch.no_grad():  # outside of generate: every call reads the weights
-        model(tokens(2, 9), past_key_values=cache)
-        before = model(tokens(2, 1), past_key_values=cache).logits
+        before = model(tokens(2, 1), past_key_values=filled_cache(model, tokens(2, 9))).logits
         model.model.norm.weight.mul_(2)
-        cache = LinRopeCache(model.config)
-        model(tokens(2, 9), past_key_values=cache)
-        after = model(tokens(2, 1), past_key_values=cache).logits
+        after = model(tokens(2, 1), past_key_values=filled_cache(model, tokens(2, 9))).logits
     torch.testing.assert_close(after, 2 * before)
     assert len(steps) == 18
 
@@ -138,16 +123,9 @@ def test_weights_may_change_between_calls_of_generate(steps: list[int]) -> None:
 def test_large_projections_are_not_copied() -> None:
     """Twice the memory of a large model would cost more than the calls that are saved."""
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 1536,
-        "num_attention_heads": 16,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 1,
-    }
-    model = LinRopeForCausalLM(LinRopeConfig(vocab_size=50, **sizes)).eval()
-    with torch.no_grad():
-        cache = LinRopeCache(model.config)
-        model(tokens(1, 5), past_key_values=cache)
+    sizes = {"hidden_size": 1536, "num_attention_heads": 16, "intermediate_size": 1536}
+    model = LinRopeForCausalLM(LinRopeConfig(vocab_size=50, num_hidden_layers=1, **sizes)).eval()
+    cache = filled_cache(model, tokens(1, 5))
     blocks = [prepared._parts(layer) for layer in model.model.layers]
     states: Any = [cache.layers[0].state]
     branches = prepared.BlocksStep(blocks, model.model.norm, states)._branches

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linrope.models.huggingface import LinRopeCache, LinRopeForCausalLM
-from tests.models.huggingface.tiny import HYBRID, KINDS, causal_lm, tokens
+from tests.models.huggingface.tiny import HYBRID, KINDS, causal_lm, filled_cache, tokens
 
 SEEN, NEW = 7, 4  # tokens in the cache, and tokens that it has not seen
 
@@ -23,38 +23,28 @@ def model(request: pytest.FixtureRequest) -> LinRopeForCausalLM:
 
 @pytest.fixture
 def cache(model: LinRopeForCausalLM) -> LinRopeCache:
-    cache = LinRopeCache(model.config)
-    with torch.no_grad():
-        model(tokens(1, SEEN), past_key_values=cache)
-    return cache
+    return filled_cache(model, tokens(1, SEEN))
 
 
 def whole(new: int = NEW) -> Tensor:
     return torch.cat((tokens(1, SEEN), tokens(1, new, seed=2)), 1)
 
 
-def ones(n: int) -> Tensor:
-    return torch.ones(1, n, dtype=torch.long)
+def ones(n: int | None) -> Tensor | None:
+    return None if n is None else torch.ones(1, n, dtype=torch.long)
 
 
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"prefill_chunk_size": 2}], ids=str)
-def test_all_tokens_or_the_new_ones_under_a_whole_mask_go_on(
-    model: LinRopeForCausalLM, cache: LinRopeCache, how: dict[str, Any]
-) -> None:
+def test_all_tokens_or_the_new_ones_under_a_whole_mask_go_on(model, cache, how) -> None:
     if "prefill_chunk_size" in how and Version(transformers.__version__) < Version("5.21"):
         pytest.skip(f"transformers {transformers.__version__}: its chunks ignore the tokens in the cache")
     cache.batch_repeat_interleave(how.get("num_beams", 1))
     for new in (1, NEW, 2 * SEEN):
         prompt = whole(new)
         expected = model.generate(prompt, max_new_tokens=5, **how)[:, -5:]
-        for ids, mask in (
-            (prompt, None),
-            (prompt, torch.ones_like(prompt)),
-            (prompt[:, SEEN:], torch.ones_like(prompt)),
-        ):
-            out = model.generate(
-                ids, attention_mask=mask, past_key_values=copy.deepcopy(cache), max_new_tokens=5, **how
-            )
+        for ids, mask in ((prompt, None), (prompt, ones(SEEN + new)), (prompt[:, SEEN:], ones(SEEN + new))):
+            own = copy.deepcopy(cache)  # a fork of the sequence
+            out = model.generate(ids, attention_mask=mask, past_key_values=own, max_new_tokens=5, **how)
             assert torch.equal(out[:, -5:], expected)
 
 
@@ -71,33 +61,27 @@ def test_all_tokens_or_the_new_ones_under_a_whole_mask_go_on(
         ("seen", None, rf"got None .* expected shape \(1, {2 * SEEN}\)"),
     ],
 )
-def test_a_missing_or_wrong_mask_is_refused_with_the_expected_length(
-    model: LinRopeForCausalLM, cache: LinRopeCache, sent: str, mask: int | None, expected: str
-) -> None:
+def test_a_missing_or_wrong_mask_is_refused_with_the_right_length(model, cache, sent, mask, expected) -> None:
     ids = {"new": whole()[:, SEEN:], "whole": whole(), "seen": whole()[:, :SEEN]}[sent]
     before = copy.deepcopy(cache.layers[0].state)
     with pytest.raises(ValueError, match=f"^attention_mask: .*{expected}"):
-        model.generate(
-            ids, attention_mask=None if mask is None else ones(mask), past_key_values=cache, max_new_tokens=5
-        )
+        model.generate(ids, attention_mask=ones(mask), past_key_values=cache, max_new_tokens=5)
     assert cache.get_seq_length() == SEEN
     assert torch.equal(cache.layers[0].state.kv, before.kv)
 
 
 def test_embeddings_are_those_of_all_tokens(model: LinRopeForCausalLM, cache: LinRopeCache) -> None:
+    def generate(x: Tensor, mask: Tensor | None) -> Tensor:
+        own = copy.deepcopy(cache)
+        return model.generate(inputs_embeds=x, attention_mask=mask, past_key_values=own, max_new_tokens=5)
+
     embedded = model.model.embed_tokens(whole())
-    expected = model.generate(whole(), max_new_tokens=5)[:, -5:]
-    out = model.generate(inputs_embeds=embedded, past_key_values=copy.deepcopy(cache), max_new_tokens=5)
-    assert torch.equal(out, expected)
+    assert torch.equal(generate(embedded, None), model.generate(whole(), max_new_tokens=5)[:, -5:])
     for mask in (None, ones(SEEN + NEW)):
         with pytest.raises(ValueError, match=rf"inputs_embeds: got {NEW} tokens, expected the cache's"):
-            model.generate(
-                inputs_embeds=embedded[:, SEEN:], attention_mask=mask, past_key_values=cache, max_new_tokens=5
-            )
+            generate(embedded[:, SEEN:], mask)
     with pytest.raises(ValueError, match=rf"attention_mask: got shape \(1, {NEW}\), expected \(1, 11\)"):
-        model.generate(
-            inputs_embeds=embedded, attention_mask=ones(NEW), past_key_values=cache, max_new_tokens=5
-        )
+        generate(embedded, ones(NEW))
 
 
 def test_a_first_call_needs_a_mask_of_the_inputs_or_none(model: LinRopeForCausalLM) -> None:
@@ -116,8 +100,7 @@ def test_forward_goes_on_from_a_padded_cache_with_a_whole_mask_or_none(options: 
     mask, new = (first != 0).long(), tokens(2, NEW, seed=2)
     both = torch.cat((mask, torch.ones_like(new)), 1)
     expected = model(torch.cat((first, new), 1), attention_mask=both).logits[:, 5:]
-    cache = LinRopeCache(model.config)
-    model(first, attention_mask=mask, past_key_values=cache)
+    cache = filled_cache(model, first, attention_mask=mask)
     for given in (None, both):
         logits = model(new, attention_mask=given, past_key_values=copy.deepcopy(cache)).logits
         torch.testing.assert_close(logits, expected)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM
+from linrope.models.huggingface import LinRopeCache, LinRopeConfig, LinRopeForCausalLM
 
 HYBRID: dict[str, Any] = {"full_attention_interval": 2}
 # What layers can be: of one kind, of both, and with all options.
@@ -14,21 +14,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "hybrid": HYBRID,
     "decay": {"decay": "retnet", "feature_map": "hedgehog", "rope_order": "before", "attention_bias": True},
     "gated": {
-        "forget_gate": {"longest": 64},
-        "selective_rope": True,
-        "short_conv": 4,
-        "qk_norm": True,
-        "decay": "learned",
+        "forget_gate": {"longest": 64}, "selective_rope": True, "short_conv": 4, "qk_norm": True, "decay": "learned",
     },
     "trapezoid": {
-        "num_key_value_heads": 4,
-        "num_value_heads": 8,
-        "qk_norm": True,
-        "qk_bias": True,
-        "trapezoid": True,
+        "num_key_value_heads": 4, "num_value_heads": 8, "qk_norm": True, "qk_bias": True, "trapezoid": True,
     },
     "plain": {"feature_map": "identity", "normalize": False, "gate": False, "num_key_value_heads": 4},
-}
+}  # fmt: skip
 
 
 def config(**options: Any) -> LinRopeConfig:
@@ -46,6 +38,14 @@ def causal_lm(**options: Any) -> LinRopeForCausalLM:
 def tokens(b: int, n: int, seed: int = 1) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, 50, (b, n), generator=generator, device="cpu").to(torch.get_default_device())
+
+
+def filled_cache(model: LinRopeForCausalLM, ids: Tensor, **options: Any) -> LinRopeCache:
+    """The cache of a model that has read the tokens."""
+    cache = LinRopeCache(model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, **options)
+    return cache
 
 
 def checkpoint_activations(model: LinRopeForCausalLM, options: dict[str, Any]) -> None:
