@@ -51,7 +51,7 @@ def theta_per_head() -> Rotary:
     return Rotary(D, theta=torch.rand(G, D // 2, generator=torch.Generator().manual_seed(8)).double())
 
 
-CASES: dict[str, Callable[[int], dict[str, Any]]] = {
+ALONE: dict[str, Callable[[int], dict[str, Any]]] = {
     "RoFormer's equation": lambda n: {"rotary": Rotary(D)},
     "no rotation, the numerator alone": lambda n: {"feature_map": "silu", "normalize": False},
     "decay": lambda n: {"rotary": Rotary(D, layout="half"), "decay": decay()},
@@ -108,6 +108,9 @@ PACKED: dict[str, Callable[[int], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+CASES = ALONE | PACKED
+
+
 def with_dtype(how: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return {name: x.to(dtype) if name in DATA else x for name, x in how.items()}
 
@@ -146,12 +149,11 @@ def results(
     return found | {f"d{name}": x for name, x in zip(leaves, grads, strict=True)}
 
 
-def both(
-    name: str, lengths: list[int], dtype: torch.dtype, backend: str, *, packed: bool, given: bool
-) -> tuple[dict[str, Tensor], dict[str, Tensor], Shard]:
-    """What one process finds of this rank's tokens, and what this rank finds; given: a state."""
+def compare(name: str, lengths: list[int], dtype: torch.dtype, backend: str, given: bool) -> None:
+    """This rank's numbers with what one process finds of this rank's tokens; given: a state."""
+    packed = name in PACKED
     n, b = sum(lengths), 1 if packed else B
-    how = with_dtype((PACKED if packed else CASES)[name](n), dtype) | {"backend": backend}
+    how = with_dtype(CASES[name](n), dtype) | {"backend": backend}
     q, k, v = (x.to(dtype) for x in randoms(b, n, H, D, g=G, e=E, seed=1))
     bounds = torch.tensor(BORDERS[len(lengths)]) if packed else None
     state = random_state(k.double(), v.double(), how | {"cu_seqlens": bounds}) if given else None
@@ -161,58 +163,27 @@ def both(
     one = results(q, k, v, how | {"cu_seqlens": bounds}, state, weight, 1.0, whole_state=not packed)
 
     shard = Shard(lengths=lengths, cu_seqlens=bounds)
-    here = dict(how) | {"shard": shard}
+    here = how | {"shard": shard}
     for key in SEQUENCE:
         if (x := how.get(key)) is not None:
             axes = key.endswith("positions") and how["rotary"].axes is not None
             here[key] = shard.take(x, x.ndim - 1 - axes if key.endswith("positions") else 1)
     parts = [shard.take(x) for x in (q, k, v)]
     many = results(*parts, here, state, shard.take(weight), 1 / shard.size, whole_state=not packed)
-    for key, x in one.items():
+    assert one.keys() == many.keys()
+    gaps, sizes = torch.zeros(2, len(one), dtype=torch.float64)
+    for i, (key, x) in enumerate(one.items()):
         if key == "out" or key in ("dq", "dk", "dv", *(f"d{name}" for name in DATA)):
-            one[key] = shard.take(x)
+            x = shard.take(x)
         elif key.startswith("d"):
             dist.all_reduce(many[key])
-    return one, many, shard
-
-
-def compare(
-    name: str, lengths: list[int], dtype: torch.dtype, backend: str, packed: bool, given: bool
-) -> dict[str, float]:
-    """The differences, relative to each tensor's largest entry (of all ranks') or 1."""
-    one, many, _ = both(name, lengths, dtype, backend, packed=packed, given=given)
-    assert one.keys() == many.keys()
-    gaps, sizes = [], []
-    for key, x in one.items():
-        if not x.is_floating_point():
-            x, many[key] = x - many[key], torch.zeros_like(x)  # integers, which wrap, are to be equal
-        gaps.append((many[key].double() - x.double()).abs().max() if x.numel() else torch.tensor(0.0))
-        sizes.append(
-            x.double().abs().max() if one[key].is_floating_point() and x.numel() else torch.tensor(1.0)
-        )
-    gap, size = torch.stack([x.double() for x in gaps]), torch.stack([x.double() for x in sizes])
-    for x in (gap, size):  # on all ranks, before one of them fails and leaves the others waiting
+        if x.numel():
+            gaps[i] = (many[key] - x).double().abs().max()  # integers wrap, and are to be equal
+            sizes[i] = x.double().abs().max() if x.is_floating_point() else 1
+    for x in (gaps, sizes):  # on all ranks, before one of them fails and leaves the others waiting
         dist.all_reduce(x, dist.ReduceOp.MAX)
-    worst = dict(zip(one, (gap / size.clamp(min=1)).tolist(), strict=True))
-    for key, found in worst.items():
-        most = tolerance(dtype, gradient=key.startswith("d"))
+    # docs/numerics.md: 16 u = 1e-6 of M, and M is some times the largest entry
+    out, gradient = (1e-13, 1e-13) if dtype == torch.float64 else (3e-6, 2e-5)
+    for key, found in zip(one, (gaps / sizes.clamp(min=1)).tolist(), strict=True):
+        most = gradient if key.startswith("d") else out
         assert found <= most, f"{name}, {lengths}, {key}: {found:.1e}, expected at most {most:.0e}"
-    return worst
-
-
-def tolerance(dtype: torch.dtype, *, gradient: bool) -> float:
-    if dtype != torch.float64:  # docs/numerics.md: 16 u = 1e-6 of M, and M is some times the largest entry
-        return 2e-5 if gradient else 3e-6
-    return 1e-13
-
-
-def several(names: list[str], long: bool, dtype: torch.dtype, backend: str, packed: bool = False) -> float:
-    """compare() of several cases, each with some or all cuts into shards."""
-    worst, cuts = 0.0, (PACKED_LENGTHS if packed else LENGTHS)[dist.get_world_size()]
-    for i, name in enumerate(names):
-        own = cuts if long else [cuts[i % len(cuts)]]
-        for j, lengths in enumerate(own):
-            for given in (False, True) if long else ((i + j) % 2 == 0,):
-                found = compare(name, lengths, dtype, backend, packed, given)
-                worst = max(worst, *found.values())
-    return worst

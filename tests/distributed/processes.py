@@ -4,6 +4,8 @@ import os
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import wraps
+from inspect import Parameter, signature
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,13 +19,13 @@ PATIENCE = 300  # seconds for one function; a hang then fails one test and not t
 
 
 class Processes:
-    """``run(function, *args)`` calls a function of an importable module on each rank."""
+    """``run(function, ...)`` calls a function of an importable module on each rank."""
 
     def __init__(self, size: int, folder: Path) -> None:
         # One server imports PyTorch, and each process is a fork of it: a spawn would import it again.
         context = get_context("forkserver")
-        modules = ("cases", "checks", "heads", "training")
-        context.set_forkserver_preload([f"tests.distributed.{name}" for name in modules])
+        modules = ("models", "operation", "tensor_parallel", "training")
+        context.set_forkserver_preload([f"tests.distributed.test_{name}" for name in modules])
         self.size, self.pipes, self.processes = size, [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
@@ -34,20 +36,19 @@ class Processes:
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What each rank returned, or a failed test with the tracebacks of those that failed."""
+    def run(self, function: Callable[..., None], *args: Any, **options: Any) -> None:
+        """Fails with the tracebacks of the ranks on which the function raised an error."""
         for pipe in self.pipes:
-            pipe.send((function, args))
-        answers = []
+            pipe.send((function, args, options))
+        errors = []
         for rank, pipe in enumerate(self.pipes):
             try:
-                answers.append(pipe.recv() if pipe.poll(PATIENCE) else (False, f"rank {rank}: no answer"))
+                error = pipe.recv() if pipe.poll(PATIENCE) else "no answer"
             except EOFError:
-                answers.append((False, f"rank {rank}: ended"))
-        failed = [text for done, text in answers if not done]
-        if failed:
-            pytest.fail("\n".join(failed), pytrace=False)
-        return [result for _, result in answers]
+                error = "ended"
+            errors += [f"rank {rank}: {error}"] if error else []
+        if errors:
+            pytest.fail("\n".join(errors), pytrace=False)
 
     def close(self) -> None:
         for pipe in self.pipes:
@@ -55,6 +56,19 @@ class Processes:
         for process in self.processes:
             process.join(10)
             process.kill()
+
+
+def on_each_rank(test: Callable[..., None]) -> Callable[..., None]:
+    """A test whose body runs on each rank of a group, with the arguments that it names."""
+
+    @wraps(test)
+    def run(processes: Processes, **arguments: Any) -> None:
+        processes.run(run, **arguments)  # found by name; the body is its __wrapped__
+
+    own = signature(test)
+    given = Parameter("processes", Parameter.POSITIONAL_OR_KEYWORD)
+    run.__signature__ = own.replace(parameters=[given, *own.parameters.values()])  # type: ignore[attr-defined]
+    return run
 
 
 def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
@@ -67,12 +81,13 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     dist.init_process_group("gloo", f"file://{store}", timeout, rank=rank, world_size=size)
     while True:
         try:
-            function, args = pipe.recv()
+            function, args, options = pipe.recv()
         except EOFError:
             break
+        error = ""
         try:
-            answer = (True, function(*args))
+            getattr(function, "__wrapped__", function)(*args, **options)
         except BaseException:
-            answer = (False, f"rank {rank}:\n{traceback.format_exc()}")
-        pipe.send(answer)
+            error = f"\n{traceback.format_exc()}"
+        pipe.send(error)
     dist.destroy_process_group()
