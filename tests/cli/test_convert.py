@@ -1,19 +1,16 @@
 import json
-import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from linrope.cli.app import run
 from linrope.models.huggingface import LinRopeForCausalLM
 from linrope.models.huggingface.conversion import convert as to_linear
+from tests.cli.commands import word_tokenizer
 
-FEW = ["--match-steps", "4", "--finetune-steps", "4", "--batch-size", "2", "--sequence-length", "16"]
+SHORT = "--batch-size 2 --sequence-length 16"
 
 
 def llama(folder: Path, vocab_size: int = 256) -> Path:
@@ -23,109 +20,90 @@ def llama(folder: Path, vocab_size: int = 256) -> Path:
     return folder
 
 
-def test_convert_reports_four_losses_and_writes_a_model(
-    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def losses(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "losses.json").read_text())
+
+
+def test_convert_reports_four_losses_and_writes_a_model(run, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("linrope.cli.training._SECONDS", 0.0)
-    model, out = llama(tmp_path / "llama"), tmp_path / "linear"
-    arguments = ["convert", str(model), "--text", str(text), "--keep-softmax", "1", *FEW]
-    assert run([*arguments, "--out", str(out)]) == 0
-    printed = capfd.readouterr().out
+    llama(tmp_path / "llama")
+    options = f"--text {{text}} --keep-softmax 1 --match-steps 4 --finetune-steps 4 {SHORT}"
+    convert = f"convert {{tmp}}/llama {options} --out {{tmp}}/"
+    printed = run(convert + "linear")
     names = ("before", "after replacement", "after matching", "after finetuning")
-    for name in names:
-        assert f"{name:18} " in printed
-    for name in ("matching", "finetuning"):
-        assert f"{name}: step 2 of 4\n" in printed
-    losses = json.loads((out / "losses.json").read_text())
-    assert json.loads(next(line for line in printed.splitlines() if line.startswith("{"))) == losses
-    assert list(losses) == [name.replace(" ", "_") for name in names]
-    assert losses["after_finetuning"] < losses["after_matching"]
+    assert all(f"{name:18} " in printed for name in names)
+    assert all(f"{name}: step 2 of 4\n" in printed for name in ("matching", "finetuning"))
+    found = losses(tmp_path / "linear")
+    assert json.loads(next(line for line in printed.splitlines() if line.startswith("{"))) == found
+    assert list(found) == [name.replace(" ", "_") for name in names]
+    assert found["after_finetuning"] < found["after_matching"]
 
-    loaded = LinRopeForCausalLM.from_pretrained(out)
-    assert loaded.config.layer_types == ["linear_attention", "full_attention"]
-    assert (loaded.config.feature_map, loaded.config.rope_order) == ("hedgehog", "before")
-    again = tmp_path / "again"
-    assert run([*arguments, "--out", str(again)]) == 0
-    assert json.loads((again / "losses.json").read_text()) == losses
+    config = LinRopeForCausalLM.from_pretrained(tmp_path / "linear").config
+    assert config.layer_types == ["linear_attention", "full_attention"]
+    assert (config.feature_map, config.rope_order) == ("hedgehog", "before")
+    run(convert + "again")
+    assert losses(tmp_path / "again") == found
 
 
-def test_convert_takes_the_tokenizer_of_the_folder_and_leaves_out_steps(text: Path, tmp_path: Path) -> None:
-    model, out = llama(tmp_path / "llama", vocab_size=20), tmp_path / "linear"
-    words = ["?", *dict.fromkeys(re.findall(r"\w+|[^\w\s]", text.read_text()))]
-    made = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="?"))
-    made.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=made, unk_token="?").save_pretrained(model)
-    arguments = ["--text", str(text), "--feature-map", "elu+1", "--rope-order", "after", "--gate"]
-    steps = ["--match-steps", "0", "--finetune", "none", "--sequence-length", "16", "--batch-size", "2"]
-    assert run(["convert", str(model), "--out", str(out), *arguments, *steps]) == 0
-    losses = json.loads((out / "losses.json").read_text())
-    assert losses["after_matching"] is losses["after_finetuning"] is None
-    assert AutoTokenizer.from_pretrained(out).encode("To be") == [words.index("To"), words.index("be")]
+def test_convert_takes_the_tokenizer_of_the_folder_and_leaves_out_steps(run, text, tmp_path) -> None:
+    tokenizer, out = word_tokenizer(text), tmp_path / "linear"
+    tokenizer.save_pretrained(llama(tmp_path / "llama", vocab_size=20))
+    options = "--feature-map elu+1 --rope-order after --gate --match-steps 0 --finetune none"
+    run(f"convert {{tmp}}/llama --out {{tmp}}/linear --text {{text}} {options} {SHORT}")
+    assert losses(out)["after_matching"] is losses(out)["after_finetuning"] is None
+    assert AutoTokenizer.from_pretrained(out).encode("To be") == tokenizer.convert_tokens_to_ids(["To", "be"])
     config = LinRopeForCausalLM.from_pretrained(out).config
     assert (config.vocab_size, config.rope_order, config.gate, config.out_norm) == (20, "after", True, False)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "cause"),
-    [
-        (["convert", "absent", "--out", "{tmp}/new"], "absent/config.json: no such file"),
-        (["convert", "{model}"], "--out"),
-        (["convert", "{model}", "--out", "{tmp}"], "expected an empty or new folder"),
-        (["convert", "{model}", "--out", "{tmp}/text.txt"], "text.txt"),
-        (["convert", "{model}", "--out", "{tmp}/new", "--text", "absent.txt"], "absent.txt: no such file"),
-        (["convert", "{model}", "--out", "{tmp}/new", "--keep-softmax", "first"], "--keep-softmax='first'"),
-        (
-            ["convert", "{model}", "--out", "{tmp}/new", "--keep-softmax", "2"],
-            "--keep-softmax: got [2], expected",
-        ),
-        (["convert", "{model}", "--out", "{tmp}/new", "--finetune", "half"], "--finetune='half'"),
-        (["convert", "{model}", "--out", "{tmp}/new", "--feature-map", "t2s"], "did you mean 't2r'"),
-        (["convert", "{model}", "--out", "{tmp}/new", "--rank", "0"], "--rank=0: expected at least 1"),
-        (
-            ["convert", "{model}", "--out", "{tmp}/new", "--short-conv", "1"],
-            "--short-conv=1: expected at least 2 taps",
-        ),
-        (
-            ["convert", "{model}", "--out", "{tmp}/new", "--feature-map", "relu"],
-            "--match-steps=300: --feature-map=relu has no weights to match; expected 0, or",
-        ),
-        (["convert", "{model}", "--out", "{tmp}/new", "--rope-order", "up"], "--rope-order='up'"),
-        (
-            ["convert", "{model}", "--out", "{tmp}/new", "--match-learning-rate", "-1"],
-            "--match-learning-rate=-1.0: expected a positive finite number",
-        ),
-        (
-            ["convert", "{model}", "--out", "{tmp}/new", "--sequence-length", "1"],
-            "--sequence-length=1: expected at",
-        ),
-        (
-            ["convert", "{model}", "--out", "{tmp}/new", "--text", "{tmp}/text.txt"],
-            "--sequence-length=512: expected less than the held-out text, 215 tokens",
-        ),
-        (["convert", "{tmp}/words", "--out", "{tmp}/new"], "has no tokenizer"),
-        (["convert", "{tmp}/damaged", "--out", "{tmp}/new"], "damaged"),
-        (["convert", "{tmp}/partial", "--out", "{tmp}/new"], "are missing"),
-        (["convert", "{tmp}/linear", "--out", "{tmp}/new"], "model_type='linrope'"),
-    ],
-)
-def test_wrong_input_exits_2_with_one_line(
-    arguments: list[str], cause: str, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    model = llama(tmp_path / "llama")
-    if "words" in arguments[1]:
-        llama(tmp_path / "words", vocab_size=100)
-    elif "damaged" in arguments[1]:
-        weights = llama(tmp_path / "damaged") / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-100])
-    elif "partial" in arguments[1]:
-        config = llama(tmp_path / "partial") / "config.json"
-        config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
-    elif "linear" in arguments[1]:
-        to_linear(LlamaForCausalLM.from_pretrained(model)).save_pretrained(tmp_path / "linear")
-    capfd.readouterr()
-    assert run([part.format(tmp=tmp_path, model=model) for part in arguments]) == 2
-    message = capfd.readouterr().err
-    assert message.startswith("linrope: ")
-    assert message.count("\n") == 1
-    assert cause in message
+def damaged(folder: Path) -> None:
+    weights = llama(folder) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def partial(folder: Path) -> None:
+    config = llama(folder) / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+
+
+def linear(folder: Path) -> None:
+    to_linear(LlamaForCausalLM.from_pretrained(llama(folder))).save_pretrained(folder)
+
+
+MODELS = {
+    "absent": lambda _: None, "llama": llama, "words": lambda folder: llama(folder, vocab_size=100),
+    "damaged": damaged, "partial": partial, "linear": linear,
+}  # fmt: skip
+WRONG = {
+    "{tmp}/absent --out {tmp}/new": "absent/config.json: no such file",
+    "{tmp}/words --out {tmp}/new": "has no tokenizer",
+    "{tmp}/damaged --out {tmp}/new": "damaged: ",
+    "{tmp}/partial --out {tmp}/new": "are missing",
+    "{tmp}/linear --out {tmp}/new": "model_type='linrope'",
+    "{tmp}/llama": "--out",
+    "{tmp}/llama --out {tmp}": "expected an empty or new folder",
+    "{tmp}/llama --out {text}": "text.txt",
+    "{tmp}/llama --out {tmp}/new --text absent.txt": "absent.txt: no such file",
+    "{tmp}/llama --out {tmp}/new --text {text}":
+        "--sequence-length=512: expected less than the held-out text, 215 tokens",
+    "{tmp}/llama --out {tmp}/new --keep-softmax first": "--keep-softmax='first'",
+    "{tmp}/llama --out {tmp}/new --keep-softmax 2": "--keep-softmax: got [2], expected",
+    "{tmp}/llama --out {tmp}/new --finetune half": "--finetune='half'",
+    "{tmp}/llama --out {tmp}/new --feature-map t2s": "did you mean 't2r'",
+    "{tmp}/llama --out {tmp}/new --feature-map relu":
+        "--match-steps=300: --feature-map=relu has no weights to match; expected 0, or",
+    "{tmp}/llama --out {tmp}/new --rank 0": "--rank=0: expected at least 1",
+    "{tmp}/llama --out {tmp}/new --short-conv 1": "--short-conv=1: expected at least 2 taps",
+    "{tmp}/llama --out {tmp}/new --rope-order up": "--rope-order='up'",
+    "{tmp}/llama --out {tmp}/new --match-learning-rate -1":
+        "--match-learning-rate=-1.0: expected a positive finite number",
+    "{tmp}/llama --out {tmp}/new --sequence-length 1": "--sequence-length=1: expected at",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "cause"), WRONG.items(), ids=WRONG)
+def test_wrong_input_exits_2_with_one_line(arguments: str, cause: str, refused, tmp_path) -> None:
+    name = arguments.split()[0].removeprefix("{tmp}/")
+    MODELS[name](tmp_path / name)
+    assert cause in refused(f"convert {arguments}")
     assert not (tmp_path / "new").exists()

@@ -2,30 +2,29 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from linrope.cli.app import run
 from linrope.cli.evaluation import labels, legends, write
-from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.training import Corpus, Trainer, TrainingConfig
+from tests.cli.commands import tiny_model
 
-SMALL = ["--embed-dim", "32", "--layers", "1", "--heads", "2", "--batch-size", "2", "--sequence-length", "32"]
+
+def evaluated(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "evaluation.json").read_text())["models"]
 
 
-def test_eval_of_two_runs(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    runs = [str(tmp_path / name) for name in ("linear", "softmax")]
-    for out in runs:
-        choice = ["--attention", Path(out).name, "--steps", "2"]
-        assert run(["train", str(text), "--out", out, *choice, *SMALL]) == 0
-    both = [part for out in runs for part in ("--checkpoint", out)]
-    capfd.readouterr()
-    assert run(["eval", *both, "--out", str(tmp_path)]) == 0
-    assert "the held-out part of" in " ".join(capfd.readouterr().out.split())
-    result = json.loads((tmp_path / "evaluation.json").read_text())
-    assert [model["attention"] for model in result["models"]] == ["linear", "softmax"]
-    for model in result["models"]:
+def test_eval_of_two_runs(run, tmp_path) -> None:
+    for name in ("linear", "softmax"):
+        run(f"train {{text}} --out {{tmp}}/{name} --attention {name} --steps 2 {{small}}")
+    printed = run("eval --checkpoint {tmp}/linear --checkpoint {tmp}/softmax --out {tmp}")
+    assert "the held-out part of" in " ".join(printed.split())
+    models = evaluated(tmp_path)
+    assert [model["attention"] for model in models] == ["linear", "softmax"]
+    for model in models:
         assert (model["held_out"], model["trained_length"], model["step"]) == (True, 32, 2)
         bins = model["bins"]
         assert bins[-1]["end"] == 4 * 32
@@ -35,71 +34,50 @@ def test_eval_of_two_runs(text: Path, tmp_path: Path, capfd: pytest.CaptureFixtu
 
     other = tmp_path / "other.txt"
     other.write_text("Something else, all of which is read. " * 3)
-    assert run(["eval", str(other), "--checkpoint", runs[0], "--length", "60"]) == 0
-    model = json.loads((tmp_path / "linear" / "evaluation.json").read_text())["models"][0]
+    run("eval {tmp}/other.txt --checkpoint {tmp}/linear --length 60")
+    (model,) = evaluated(tmp_path / "linear")
     assert (model["held_out"], model["corpus"]) == (False, str(other))
 
 
-def test_a_run_whose_text_has_changed_requires_a_path(
-    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    out = str(tmp_path / "run")
-    assert run(["train", str(text), "--out", out, "--steps", "1", *SMALL]) == 0
+def test_a_run_whose_text_has_changed_requires_a_path(run, refused, text) -> None:
+    run("train {text} --out {tmp}/run --steps 1 {small}")
     text.write_text(text.read_text() + "More. ")
-    capfd.readouterr()
-    assert run(["eval", "--checkpoint", out]) == 2
-    assert f"run: was trained on another version of {text}, so" in capfd.readouterr().err
-    assert run(["eval", str(text), "--checkpoint", out]) == 0
+    assert f"run: was trained on another version of {text}, so" in refused("eval --checkpoint {tmp}/run")
     # Without any white space: a line may break inside the path, or before it.
-    assert "".join(f"all of {text}".split()) in "".join(capfd.readouterr().out.split())
+    printed = "".join(run("eval {text} --checkpoint {tmp}/run").split())
+    assert "".join(f"all of {text}".split()) in printed
 
 
-def test_a_run_on_texts_in_memory_requires_a_path(
-    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    model = LanguageModel(LanguageModelConfig(embed_dim=16, num_layers=1, num_heads=2))
+def test_a_run_on_texts_in_memory_requires_a_path(run, refused, text, tmp_path) -> None:
     config = TrainingConfig(steps=1, sequence_length=8)
-    Trainer(model, Corpus.from_texts([text.read_text()] * 2), config).save(tmp_path / "run")
-    for command in (["eval", "--checkpoint"], ["train", "--resume", "--out"]):
-        assert run([*command, str(tmp_path / "run")]) == 2
-        assert "does not record the text it was trained on; expected a PATH" in capfd.readouterr().err
-    assert run(["eval", str(text), "--checkpoint", str(tmp_path / "run"), "--length", "16"]) == 0
+    Trainer(tiny_model(), Corpus.from_texts([text.read_text()] * 2), config).save(tmp_path / "run")
+    for command in ("eval --checkpoint {tmp}/run", "train --resume --out {tmp}/run"):
+        assert "does not record the text it was trained on; expected a PATH" in refused(command)
+    run("eval {text} --checkpoint {tmp}/run --length 16")
 
 
-def test_a_model_that_no_run_wrote_is_measured_on_a_path(text: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    LanguageModel(LanguageModelConfig(embed_dim=16, num_layers=1, num_heads=2)).save(folder)
-    assert run(["eval", str(text), "--checkpoint", str(folder), "--length", "16"]) == 0
-    (model,) = json.loads((folder / "evaluation.json").read_text())["models"]
+def test_a_model_that_no_run_wrote_is_measured_on_a_path(run, tmp_path) -> None:
+    tiny_model().save(tmp_path)
+    run("eval {text} --checkpoint {tmp} --length 16")
+    (model,) = evaluated(tmp_path)
     assert (model["held_out"], model["trained_length"], model["step"]) == (False, None, None)
 
 
 def test_legends_name_what_the_models_differ_in() -> None:
-    spread, none = ({"decay": decay, "embed_dim": 8} for decay in ({"name": "spread", "longest": 9}, None))
     same = {"attention": "linear", "positions": "rope"}
-    models = [{"label": "a", "config": spread, **same}, {"label": "b", "config": none, **same}]
-    assert legends(models) == [
-        "a: linear, positions rope, decay spread",
-        "b: linear, positions rope, decay none",
-    ]
-    short, long = ({"forget_gate": {"longest": n}, "qk_norm": q} for n, q in ((8, False), (64, True)))
-    models = [{"label": "a", "config": short, **same}, {"label": "b", "config": long, **same}]
-    assert legends(models) == [
-        "a: linear, positions rope, forget_gate longest 8, qk_norm no",
-        "b: linear, positions rope, forget_gate longest 64, qk_norm yes",
-    ]
-    models[1]["config"] = {"forget_gate": False, "qk_norm": False, "extra": 3}
-    assert legends(models) == [
-        "a: linear, positions rope, forget_gate yes",
-        "b: linear, positions rope, forget_gate no",
-    ]
+    gates = [{"forget_gate": {"longest": n}, "qk_norm": q} for n, q in ((8, False), (64, True))]
+    ungated = {"forget_gate": False, "qk_norm": False, "extra": 3}
+    decays = [{"decay": decay, "embed_dim": 8} for decay in ({"name": "spread", "longest": 9}, None)]
+    for configs, *differences in (
+        (decays, "decay spread", "decay none"),
+        (gates, "forget_gate longest 8, qk_norm no", "forget_gate longest 64, qk_norm yes"),
+        ([gates[0], ungated], "forget_gate yes", "forget_gate no"),
+    ):
+        models = [{"label": label, "config": config, **same} for label, config in zip("ab", configs)]
+        assert legends(models) == [f"{x}: linear, positions rope, {y}" for x, y in zip("ab", differences)]
 
 
-def test_the_legend_of_a_plot_lies_below_curves_that_keep_their_width(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from matplotlib import pyplot as plt
-
+def test_the_legend_of_a_plot_lies_below_curves_that_keep_their_width(tmp_path, monkeypatch) -> None:
     figures: list[Figure] = []
     monkeypatch.setattr(plt, "close", figures.append)
     bins = [{"start": 0, "end": 1, "bits_per_byte": 5.0, "error": 0.1}]
@@ -122,7 +100,7 @@ def test_the_legend_of_a_plot_lies_below_curves_that_keep_their_width(
     plt.close(figure)
 
 
-def test_curves_of_runs_with_one_name_have_labels_that_differ(tmp_path: Path) -> None:
+def test_curves_of_runs_with_one_name_have_labels_that_differ(tmp_path) -> None:
     assert labels([tmp_path / "a" / "run", tmp_path / "b" / "run"]) == ["a/run", "b/run"]
     assert labels([tmp_path / "one", tmp_path / "two"]) == ["one", "two"]
     with pytest.raises(ValueError, match="expected each checkpoint once"):

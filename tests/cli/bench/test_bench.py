@@ -4,21 +4,19 @@ import json
 import statistics
 import sys
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from linrope.cli.app import run
 from linrope.cli.bench.benchmark import Effort, attention_row, overtaking
 from linrope.cli.bench.cases import AttentionCase, Case, DecodeCase
 from linrope.cli.bench.peers import peers_of
 from linrope.cli.bench.report import noise_warning
 from linrope.cli.bench.timing import measured, typical_seconds
 
-FAST = ["--budget", "0.01", "--rounds", "1"]
+FAST = "--budget 0.01 --rounds 1 --out {tmp} "
 
 
 def _softmax_fails_in_bfloat16() -> bool:
@@ -37,25 +35,18 @@ needs_softmax_in_bfloat16 = pytest.mark.skipif(
 
 
 @needs_softmax_in_bfloat16
-def test_bench_writes_what_it_prints_and_overwrites_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["bench", "--max-length", "256", "--positions", "64,128", *FAST, "--out", str(tmp_path)]
-    assert run(arguments) == 0
+def test_bench_writes_what_it_prints_and_overwrites_nothing(run, refused, tmp_path) -> None:
+    assert "softmax tok/s" in run(f"bench {FAST} --max-length 256 --positions 64,128")
     (first,) = tmp_path.glob("*.json")
-    result = json.loads(first.read_text())
+    result, before = json.loads(first.read_text()), first.read_bytes()
     assert [row["n"] for row in result["attention"]] == [32, 64, 128, 256]
     assert [row["position"] for row in result["decode"]] == [64, 128]
     assert result["case"]["dtype"] == "float32"
     assert set(result["costs"]["forward"]) >= {"decay", "bfloat16"}
     assert first.with_suffix(".png").stat().st_size > 10_000
-    assert "softmax tok/s" in capfd.readouterr().out
 
-    before = first.read_bytes()
-    options = ["--lengths", "40,100", "--dim", "16", "--heads", "4", "--kv-heads", "2", "--batch", "2"]
-    options += ["--dtype", "bfloat16", "--feature-map", "relu", "--decay", "spread", "--gates"]
-    options += ["--backend", "eager", "--positions", "", *FAST, "--out", str(tmp_path)]
-    assert run(["bench", *options]) == 0
+    options = "--lengths 40,100 --dim 16 --heads 4 --kv-heads 2 --batch 2 --dtype bfloat16 --backend eager"
+    run(f"bench {FAST} {options} --feature-map relu --decay spread --gates --positions ''")
     (second,) = set(tmp_path.glob("*.json")) - {first}
     assert first.read_bytes() == before
     assert second.name == f"{first.stem}-2.json"
@@ -67,60 +58,51 @@ def test_bench_writes_what_it_prints_and_overwrites_nothing(
         "feature_map": "relu", "decay": "spread", "gates": True, "backend": "eager",
     }  # fmt: skip
 
-    capfd.readouterr()
-    assert run(["bench", "--compare", str(first), str(first)]) == 0
-    printed = capfd.readouterr().out
-    assert "1.00x" in printed
-    assert "differs" not in printed
-    assert run(["bench", "--compare", str(first), str(second)]) == 2
-    assert "no length and no position in common" in capfd.readouterr().err
+    assert "1.00x" in (same := run(f"bench --compare {first} {first}"))
+    assert "differs" not in same
+    assert "no length and no position in common" in refused(f"bench --compare {first} {second}")
 
 
-def test_comparing_says_what_differs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_comparing_says_what_differs(run, refused, tmp_path) -> None:
     times = {"linrope_seconds": 2.0, "softmax_seconds": None}
     result = {"machine": {"cpu": "one"}, "attention": [{"n": 64, "forward": times, "training": times}]}
     faster = json.loads(json.dumps(result).replace("2.0", "0.5").replace("one", "other"))
     for name, content in (("a", result), ("b", faster), ("c", {"machine": {}, "attention": [3]}), ("d", [])):
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    a, b, c, d = (str(tmp_path / f"{name}.json") for name in "abcd")
-    assert run(["bench", "--compare", a, b]) == 0
-    printed = capfd.readouterr().out
+    printed = run("bench --compare {tmp}/a.json {tmp}/b.json")
     assert "differs: cpu: one, other" in printed
     assert "4.00x" in printed
-    for wrong in (c, d, str(tmp_path)):
-        assert run(["bench", "--compare", a, wrong]) == 2
-        assert capfd.readouterr().err.count("\n") == 1
+    for wrong in ("/c.json", "/d.json", ""):
+        refused("bench --compare {tmp}/a.json {tmp}" + wrong)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "cause"),
-    [
-        (["--max-length", "1000"], "--max-length=1000"),
-        (["--lengths", "0,5"], "--lengths='0,5'"),
-        (["--positions", "1k"], "--positions='1k'"),
-        (["--positions", "2147483000"], "--positions="),
-        (["--dtype", "float64"], "--dtype='float64'"),
-        (["--heads", "0"], "--heads=0"),
-        (["--kv-heads", "3"], "--kv-heads=3"),
-        (["--feature-map", "performer"], "--feature-map='performer'"),
-        (["--decay", "fast"], "--decay='fast'"),
-        (["--backend", "cuda"], "--backend='cuda'"),
-        (["--budget", "0"], "--budget"),
-        (["--rounds", "0"], "--rounds=0: expected at least 1"),
-        (["--distributed", "x", "--rounds", "2"], "--rounds has no effect with --distributed; expected only"),
-        (["--transformers", "x", "--dtype", "float32"], "--dtype has no effect with --transformers;"),
-        (["--compare", "a", "b"], "--out has no effect with --compare; expected no other option"),
-        (["--transformers", "mamba2", "--threads", "-1"], "--threads=-1: expected at least 0"),
-        (["--device", "tpu9"], "--device=tpu9"),
-    ],
-)
-def test_wrong_options_are_named(
-    arguments: list[str], cause: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["bench", *arguments, "--out", str(tmp_path)]) == 2
-    message = capfd.readouterr().err
-    assert message.count("\n") == 1
-    assert cause in message
+WRONG = {
+    "--max-length 1000": "--max-length=1000",
+    "--lengths 0,5": "--lengths='0,5'",
+    "--lengths ' '": "--lengths=' '",
+    "--positions 1k": "--positions='1k'",
+    "--positions 2147483000": "--positions=",
+    "--dtype float64": "--dtype='float64'",
+    "--heads 0": "--heads=0",
+    "--kv-heads 3": "--kv-heads=3: expected a divisor of --heads=8",
+    "--feature-map performer": "--feature-map='performer'",
+    "--decay fast": "--decay='fast'",
+    "--backend cuda": "--backend='cuda'",
+    "--budget 0": "--budget=0.0: expected a positive number",
+    "--rounds 0": "--rounds=0: expected at least 1",
+    "--distributed x --rounds 2": "--rounds has no effect with --distributed; expected only",
+    "--transformers x --dtype float32": "--dtype has no effect with --transformers;",
+    "--transformers mamba": "--transformers='mamba': expected one of bamba",
+    "--transformers mamba2 --threads -1": "--threads=-1: expected at least 0",
+    "--compare a b": "--out has no effect with --compare; expected no other option",
+    "--device tpu9": "--device=tpu9",
+    "--out {text}/new": "text.txt is a file, expected a folder",
+}
+
+
+@pytest.mark.parametrize(("options", "cause"), WRONG.items(), ids=WRONG)
+def test_wrong_options_are_named(options: str, cause: str, refused) -> None:
+    assert cause in refused("bench --out {tmp} " + options)
 
 
 CASES: list[Any] = [
@@ -148,8 +130,7 @@ def test_every_option_is_checked_against_float64(options: dict[str, Any]) -> Non
 
     def off(attend: Any) -> Any:
         def other() -> Tensor:
-            out: Tensor = attend()
-            changed = out.clone()
+            changed: Tensor = attend().clone()
             changed[-1, -1, 1] *= 1.25  # one head of the last token
             return changed
 
@@ -186,7 +167,7 @@ def test_a_wrong_gradient_is_seen(index: int, label: str) -> None:
         case.check()
 
 
-def test_a_single_thread_s_times_are_minima_and_others_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_thread_s_times_are_minima_and_others_medians(monkeypatch) -> None:
     for threads, clock, expected in ((1, "thread_time", 1.0), (2, "perf_counter", 2.0)):
         now = iter([0.0, *(x for pair in ((0.0, 1.0), (1.0, 3.0), (3.0, 6.0)) for x in pair)])
         monkeypatch.setattr(f"linrope.cli.bench.timing.time.{clock}", lambda now=now: next(now))
@@ -194,19 +175,16 @@ def test_a_single_thread_s_times_are_minima_and_others_medians(monkeypatch: pyte
         assert typical_seconds({"": lambda: None}, rounds=1, budget=6.0) == {"": expected}
 
 
-@pytest.mark.parametrize(
-    ("sixteenths", "noise"),
-    [
-        # Quartiles of 1.75 and 2.25: no further rounds.
-        ([2, 2, 1, 3], 0.125),
-        # Half of the rounds are three times as slow: as many rounds again do not change that.
-        ([1, 3, 1, 3, 1, 3, 1, 3], 0.5),
-        # One slow round of four: with four further ones it does not count.
-        ([1, 1, 9, 1, 1, 1, 1, 1], 0.0),
-    ],
-)
+ROUNDS = {
+    "quartiles of 1.75 and 2.25, so no further rounds": ([2, 2, 1, 3], 0.125),
+    "half of them thrice as slow, which further ones do not change": ([1, 3, 1, 3, 1, 3, 1, 3], 0.5),
+    "one slow one of four, which does not count with further ones": ([1, 1, 9, 1, 1, 1, 1, 1], 0.0),
+}
+
+
+@pytest.mark.parametrize(("sixteenths", "noise"), ROUNDS.values(), ids=ROUNDS)
 def test_rounds_that_differ_are_measured_again_and_have_noise(
-    sixteenths: list[int], noise: float, monkeypatch: pytest.MonkeyPatch
+    sixteenths: list[int], noise: float, monkeypatch
 ) -> None:
     # A warm-up comes before each round.
     now, calls = 0.0, iter([x / 16 for count in sixteenths for x in (0, count)])
@@ -235,23 +213,20 @@ def test_softmax_attention_is_left_out_where_it_takes_too_long() -> None:
     assert row["forward"]["softmax_seconds"] is row["training"]["ratio"] is None
 
 
-def test_peers_that_are_not_there_or_wrong_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_that_are_not_there_or_wrong_are_named(monkeypatch) -> None:
     def right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = torch.einsum("bhnd,bhmd->bhnm", q, k).tril()
         return (scores / scores.sum(-1, keepdim=True)) @ v
 
-    package, module = (
-        types.ModuleType("performer_pytorch"),
-        types.ModuleType("performer_pytorch.performer_pytorch"),
-    )
-    monkeypatch.setitem(sys.modules, "performer_pytorch", package)
-    monkeypatch.setitem(sys.modules, "performer_pytorch.performer_pytorch", module)
-    module.causal_linear_attention_noncuda = right  # type: ignore[attr-defined]
+    module: Any = types.ModuleType("performer_pytorch.performer_pytorch")
+    for name in ("performer_pytorch", module.__name__):
+        monkeypatch.setitem(sys.modules, name, module)
+    module.causal_linear_attention_noncuda = right
     case = AttentionCase(70, heads=2, dim=16, gates=True)  # peers go without gates
     found, reasons = peers_of(case)
     assert list(found) == ["performer-pytorch"]
     assert reasons["mamba"] in ("not installed", "requires a GPU")
-    module.causal_linear_attention_noncuda = lambda q, k, v: 2 * right(q, k, v)  # type: ignore[attr-defined]
+    module.causal_linear_attention_noncuda = lambda q, k, v: 2 * right(q, k, v)
     found, reasons = peers_of(case)
     assert found == {}
     assert "performer-pytorch: out is off at N = 70" in reasons["performer-pytorch"]
