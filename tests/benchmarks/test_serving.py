@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="the examples run on the CPU")
-def test_decoding_starts_when_all_prompts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_starts_when_all_prompts_are_read(monkeypatch) -> None:
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
     serving = importlib.import_module("serving")
     sizes = {"embed_dim": 16, "num_heads": 1, "num_layers": 1}

@@ -18,9 +18,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_page_has_the_tables_of_the_committed_results() -> None:
     page = (ROOT / "docs/evidence.md").read_text()
     for task, rows in report.counted(ROOT / "benchmarks/results/study").items():
-        assert report.table(task, rows) in page, (
-            f"{task}: python -m benchmarks.study table prints another one"
-        )
+        assert report.table(task, rows) in page, f"{task}: python -m benchmarks.study table prints another"
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/recipes.md"])
@@ -41,7 +39,7 @@ def made_up(task: Task, model: str, seed: int, results: dict[str, Any] | None) -
     }  # fmt: skip
 
 
-def test_a_table_has_means_and_spreads_from_the_lines_alone(tmp_path: Path) -> None:
+def test_a_table_has_means_and_spreads_from_the_lines_alone(tmp_path) -> None:
     for seed, share in enumerate((0.5, 0.6, 0.9), 1):
         lines.append(tmp_path, made_up(TASKS["parity"], "eq19", seed, {"1x": share, "curve": [1.0]}))
     lines.append(tmp_path, made_up(TASKS["parity"], "gate", 1, {"1x": 1.0, "curve": [1.0]}))
@@ -56,7 +54,7 @@ def test_a_table_has_means_and_spreads_from_the_lines_alone(tmp_path: Path) -> N
     assert "curve" not in found
 
 
-def test_lines_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+def test_lines_that_do_not_belong_together_are_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="at least one run"):
         report.tables(tmp_path)
     line = made_up(TASKS["parity"], "eq19", 1, {"1x": 0.5})
@@ -73,7 +71,7 @@ def test_lines_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
         lines.read(tmp_path)
 
 
-def test_plots_are_drawn_from_the_lines_alone(tmp_path: Path) -> None:
+def test_plots_are_drawn_from_the_lines_alone(tmp_path) -> None:
     language = {"bits": 2.0, "by position": [2.0] * 64, "by position, 1x": [2.5] * 64}
     for model in ("softmax-rope", "eq19"):
         lines.append(tmp_path, made_up(TASKS["language"], model, 1, language))
@@ -82,12 +80,6 @@ def test_plots_are_drawn_from_the_lines_alone(tmp_path: Path) -> None:
             lines.append(tmp_path, made_up(TASKS[f"recall-{size}"], model, 1, {"6 pairs": 0.5}))
     lines.append(tmp_path, made_up(TASKS["parity"], "gate", 1, None))
     drawn = plots.plots(tmp_path, tmp_path)
-    assert {path.name for path in drawn} == {
-        "language.png",
-        "language-positions.png",
-        "parity.png",
-        "recall-256.png",
-        "recall-512.png",
-        "recall.png",
-    }
+    names = ("language", "language-positions", "parity", "recall-256", "recall-512", "recall")
+    assert {path.name for path in drawn} == {f"{name}.png" for name in names}
     assert all(path.read_bytes()[1:4] == b"PNG" for path in drawn)
