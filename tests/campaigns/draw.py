@@ -13,12 +13,7 @@ from linrope.rotation.rotary import MAX_POSITION
 from tests.feature_maps.table import MAPS
 from tests.oracle import DATA, randoms
 
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 
 
 class Given(FeatureMap):
@@ -163,7 +158,6 @@ class Configuration:
         own = chance.choice([self.dtype, torch.float32])
         axes = self.rotary is not None and self.rotary.axes is not None
         xpos = self.rotary is not None and self.rotary.xpos is not None
-        positional = self.map is not None and self.map.positional
         self.data: dict[str, Tensor] = {}
         self.decay = None
         if self.causal and not axes and chance.random() < 0.35:
@@ -180,17 +174,15 @@ class Configuration:
             steps = chance.choice([0.01, 1.0, 6.0]) * (2 * self.rand(rows, n, heads, pairs) - 1)
             self.data["angle_steps"] = steps.to(own)
         self.fades_by_position = self.decay is not None or xpos
-        self.positional = positional
+        self.positional = self.map is not None and self.map.positional
         self.gap = 1 if xpos else chance.choice([1, 1, 1, 1, 3, 10**6])
 
     def _draw_write(self, chance: random.Random) -> None:
         """The factors of values. They have a chance of their own, so that older numbers still draw the same calls."""
         if chance.random() < 0.3:
-            keys = (
-                sum(self.lengths) + sum(self.before)
-                if self.packed
-                else self.before[0] + (self.lengths[0] if self.m is None else self.m)
-            )
+            keys = self.before[0] + (self.lengths[0] if self.m is None else self.m)
+            if self.packed:
+                keys = sum(self.lengths) + sum(self.before)
             shape = chance.choice([1, self.b]), keys, chance.choice([1, self.g])
             generator = torch.Generator().manual_seed(chance.getrandbits(60))
             factors = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -227,9 +219,8 @@ class Configuration:
         total = [x + y for x, y in zip(self.before, self.lengths, strict=True)]
         n = sum(total) if self.packed else total[0]
         m = None if self.m is None else self.before[0] + self.m
-        exponential = (self.map is not None and self.map.elementwise == "exp") or type(
-            self.map
-        ).__name__ == "SoftmaxMap"
+        softmax = type(self.map).__name__ == "SoftmaxMap"
+        exponential = softmax or (self.map is not None and self.map.elementwise == "exp")
         if exponential and self.dtype == torch.float32:
             # Rounding an exponent x costs u |x|, before any backend sees it.
             self.scale = min(self.scale, 1.0)
@@ -252,9 +243,7 @@ class Configuration:
             q, k = self._features(q, k)
             self.map = Given(self.map)
         self.tensors = q, k, v
-        first, second = [], []
-        at = 0
-        tokens = torch.arange(n)
+        first, second, at, tokens = [], [], 0, torch.arange(n)
         for before, both in zip(self.before, total, strict=True):
             first.append(tokens[at : at + before])
             second.append(tokens[at + before : at + both])
@@ -293,10 +282,8 @@ class Configuration:
         return Piece(qkv, how)
 
     def _places(self, number: int) -> dict[str, Tensor]:
-        parts = [
-            x[:before] if number == 0 else x[before:]
-            for x, before in zip(self.positions, self.before, strict=True)
-        ]
+        cut = zip(self.positions, self.before, strict=True)
+        parts = [x[:before] if number == 0 else x[before:] for x, before in cut]
         joined = torch.cat(parts) if self.packed else torch.stack(parts)
         if not self.packed and self.b == 1:
             joined = joined[0]

@@ -28,15 +28,13 @@ from linrope.models.training import Corpus, Trainer, TrainingConfig
 from tests.campaigns import mangle
 from tests.campaigns.command import numbers
 from tests.campaigns.processes import finish, start
+from tests.common.full_disk import full_disk
 
 SOFT, HARD = 20.0, 1200.0  # seconds: of one case, which is then stopped; of all cases of one process
 AT_ONCE = 50  # cases of a process
 MEMORY = 3 * 2**30  # bytes that a case may take
 SIZES = {"vocab_size": 256, "embed_dim": 8, "num_layers": 1, "num_heads": 2, "hidden_dim": 8}
-TINY = (
-    "--steps", "1", "--embed-dim", "8", "--layers", "1", "--heads", "2", "--batch-size", "1",
-    "--sequence-length", "16",
-)  # fmt: skip
+TINY = mangle.TINY.split()
 TEXT = "To be, or not to be, that is the question. " * 40
 
 
@@ -64,11 +62,7 @@ class Material:
         self.corpus = trainer.corpus
         with contextlib.redirect_stdout(io.StringIO()):  # what commands import, they import here and once
             for name in ("train", "generate", "eval"):
-                warm = [
-                    x.format(text=self.text, run=self.run, place=folder / "warm")
-                    for x in mangle.WORKING[name].split()
-                ]
-                assert command([name, *warm]) == 0
+                assert command([name, *mangle.working(name, self.text, self.run, folder / "warm")]) == 0
 
     def work(self, index: int) -> Path:
         """A folder for one case."""
@@ -152,16 +146,15 @@ def _checkpoint(chance: random.Random, material: Material, place: Path) -> None:
 
 def _write(chance: random.Random, material: Material, place: Path) -> None:
     """On a disk that fills up at a random byte of a file, or in a folder that cannot be written to."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    disk: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     target, what = place / "out", chance.choice(["state", "model", "trainer", "command"])
     if chance.random() < 0.3:
         target = Path(chance.choice(["/proc/out", "/dev/full", place / "file" / "out", "/dev/null/x"]))
         (place / "file").write_text("")
     else:
-        most = int(2 ** chance.uniform(0, 16))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+        disk = full_disk(int(2 ** chance.uniform(0, 16)))
     written = False
-    try:
+    with disk:
         if what == "state":
             written = _loads(lambda: material.state.save(target / "state"))
         elif what == "model":
@@ -170,8 +163,6 @@ def _write(chance: random.Random, material: Material, place: Path) -> None:
             written = _loads(lambda: material.trainer.save(target))
         else:
             written = _end(["train", str(material.text), "--out", str(target), *TINY], target)[0] == 0
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     if target.is_relative_to(place):
         _check_written(place)
     if written and what == "state":

@@ -65,7 +65,7 @@ def run(count: int, seed: int) -> tuple[int, int, int]:
             whole, seconds = wholes[kind]
             out = Path(folder) / f"run {runs}"
             while True:
-                there = bool(checkpoints(out)) if out.is_dir() else False
+                there = out.is_dir() and bool(checkpoints(out))
                 process = begin(text, out, options, resume=there)
                 time.sleep(chance.uniform(0, seconds * 0.6))
                 status = kill(process)
@@ -89,6 +89,5 @@ def run(count: int, seed: int) -> tuple[int, int, int]:
 
 if __name__ == "__main__":
     kills, early, runs = run(**numbers(__doc__, count=200, seed=0))
-    print(
-        f"{kills} kills ({early} before the first checkpoint): {runs} runs ended with the bits of one left alone"
-    )
+    ended = f"{runs} runs ended with the bits of one left alone"
+    print(f"{kills} kills ({early} before the first checkpoint): {ended}")

@@ -14,42 +14,29 @@ from safetensors.torch import load
 from linrope.common.files import digest, save_tensors
 
 STRANGE = [
-    "", " ", "-", "--", "0", "-1", "1", "2", "3", "7", "1e9", "1e-9", "nan", "inf", "-inf", "1.5",
-    "0x10", "１２", "∞",
-    "true", "null", "[]", "{}", "none", "elu+1", "favor+", "softmax", "hedgehog", "learned", "retnet",
-    "selective",
-    "half", "rope", "alibi", "cosformer", "taylor2", "../../etc/passwd", "/dev/null", "/dev/zero",
-    "/dev/full", "/proc",
-    "~", "\udcff", "x" * 300, "a" * 5000, "\u0000", "\n", "9" * 30, "-" + "9" * 30,
-    "18446744073709551616", "2147483648",
-    "cuda", "cuda:99", "meta", "cpu:1", "%s", "{text}", "$HOME", "None", "spread", "bfloat16", "float16",
-    "native",
+    "", " ", "-", "--", "0", "-1", "1", "2", "3", "7", "1e9", "1e-9", "nan", "inf", "-inf", "1.5", "0x10", "１２",
+    "∞", "true", "null", "[]", "{}", "none", "elu+1", "favor+", "softmax", "hedgehog", "learned", "retnet",
+    "selective", "half", "rope", "alibi", "cosformer", "taylor2", "../../etc/passwd", "/dev/null", "/dev/zero",
+    "/dev/full", "/proc", "~", "\udcff", "x" * 300, "a" * 5000, "\u0000", "\n", "9" * 30, "-" + "9" * 30,
+    "18446744073709551616", "2147483648", "cuda", "cuda:99", "meta", "cpu:1", "%s", "{text}", "$HOME", "None",
+    "spread", "bfloat16", "float16", "native",
 ]  # fmt: skip
-OPTIONS = {
-    "train": [
-        "--out", "--config", "--steps", "--batch-size", "--accumulation", "--sequence-length",
-        "--pieces", "--gradients-through-pieces",
-        "--learning-rate", "--warmup-steps", "--weight-decay", "--clip", "--tokenizer", "--embed-dim",
-        "--layers",
-        "--heads", "--feature-map", "--attention", "--positions", "--rotary", "--decay", "--forget-gate",
-        "--short-conv", "--qk-norm", "--seed", "--save-every", "--resume", "--device", "--stepz", "--help",
-    ],
-    "generate": [
-        "--checkpoint", "--prompt", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--seed",
-        "--device",
-    ],
-    "eval": ["--checkpoint", "--length", "--sequences", "--out", "--device"],
-    "convert": ["--out", "--text", "--feature-map", "--rope-order", "--keep-softmax", "--match-steps",
-    "--rank"],
-    "bench": ["--help", "--dtype", "--lengths", "--backend", "--compare", "--feature-map", "--decay",
-    "--decode-at"],
-    "env": ["--json", "--no"],
-    "dance": ["--help"],
-}  # fmt: skip
+_OPTIONS = {
+    "train": "out config steps batch-size accumulation sequence-length pieces gradients-through-pieces "
+    "learning-rate warmup-steps weight-decay clip tokenizer embed-dim layers heads feature-map attention positions "
+    "rotary decay forget-gate short-conv qk-norm seed save-every resume device stepz help",
+    "generate": "checkpoint prompt max-new-tokens temperature top-k top-p seed device",
+    "eval": "checkpoint length sequences out device",
+    "convert": "out text feature-map rope-order keep-softmax match-steps rank",
+    "bench": "help dtype lengths backend compare feature-map decay decode-at",
+    "env": "json no",
+    "dance": "help",
+}
+OPTIONS = {command: [f"--{name}" for name in names.split()] for command, names in _OPTIONS.items()}
 FLAGS = ("--gradients-through-pieces", "--forget-gate", "--qk-norm", "--resume", "--help", "--json", "--no")
+TINY = "--steps 1 --embed-dim 8 --layers 1 --heads 2 --batch-size 1 --sequence-length 16"
 WORKING = {
-    "train": "{text} --out {place}/run --steps 1 --embed-dim 8 --layers 1 --heads 2 --batch-size 1"
-    " --sequence-length 16",
+    "train": f"{{text}} --out {{place}}/run {TINY}",
     "generate": "--checkpoint {run} --prompt a --max-new-tokens 2 --seed 1",
     "eval": "--checkpoint {run} --length 16 --sequences 1 --out {place}",
     "convert": "{place} --out {place}/converted --text {text}",
@@ -57,10 +44,15 @@ WORKING = {
 }
 
 
+def working(name: str, text: Path, run: Path, place: Path) -> list[str]:
+    """Options with which the command works."""
+    return [x.format(text=text, run=run, place=place) for x in WORKING.get(name, "").split()]
+
+
 def command_line(chance: random.Random, text: Path, run: Path, place: Path) -> list[str]:
     """Options that work, some with other values, some left out, some added."""
     name = chance.choices(list(OPTIONS), (50, 20, 12, 6, 6, 3, 3))[0]
-    parts = [x.format(text=text, run=run, place=place) for x in WORKING.get(name, "").split()]
+    parts = working(name, text, run, place)
     values = [*STRANGE, str(text), str(run), str(place)]
     for _ in range(chance.choice([0, 1, 1, 1, 2, 3])):
         kind = chance.choice(["value", "value", "add", "add", "drop", "swap"])
@@ -87,20 +79,8 @@ def value(chance: random.Random, depth: int = 0) -> Any:
     kind = chance.choice(["text", "number", "number", "none", "bool", "list", "dict"])
     if kind in ("list", "dict") and depth < 3:
         inner = [value(chance, depth + 1) for _ in range(chance.randrange(4))]
-        keys = [
-            "name",
-            "longest",
-            "base",
-            "num_features",
-            "rank",
-            "seed",
-            "inner",
-            "scaling",
-            "x",
-            "theta",
-            "axes",
-        ]
-        return inner if kind == "list" else {chance.choice(keys): x for x in inner}
+        keys = "name longest base num_features rank seed inner scaling x theta axes"
+        return inner if kind == "list" else {chance.choice(keys.split()): x for x in inner}
     if kind == "number":
         whole = (0, 1, -1, 2, 3, 7, 8, 64, 2**31, 2**63, 2**70, 10**400)
         numbers = [*whole, 0.5, 1e300, -1e-300, float("nan"), float("inf")]
@@ -134,9 +114,10 @@ def options(chance: random.Random) -> bytes:
     if chance.random() < 0.5:
         made = json.dumps(content).encode("utf-8", "surrogatepass")
     else:
-        lines = [
-            f"{name}: {chance.choice(STRANGE) if chance.random() < 0.5 else x}" for name, x in content.items()
-        ]
+        given = (
+            (name, chance.choice(STRANGE) if chance.random() < 0.5 else x) for name, x in content.items()
+        )
+        lines = [f"{name}: {x}" for name, x in given]
         odd = ["", "- a", "&a [*a]", "!!python/object/apply:os.system ['true']", "<<: *x", "\t"]
         lines.append(chance.choice(odd))
         made = "\n".join(lines).encode("utf-8", "surrogatepass")
@@ -192,10 +173,9 @@ def safetensors_like(chance: random.Random, content: bytes) -> bytes:
             header[name] = value(chance)
         elif isinstance(own, dict) and "shape" in own:
             key = chance.choice(["dtype", "shape", "data_offsets"])
+            dtypes = "F32 F64 I64 BF16 F16 U8 BOOL C64 F8_E4M3"
             own[key] = {
-                "dtype": chance.choice(
-                    [*["F32", "F64", "I64", "BF16", "F16", "U8", "BOOL", "C64", "F8_E4M3"], 3]
-                ),
+                "dtype": chance.choice([*dtypes.split(), 3]),
                 "shape": chance.choice([[], [0], [1, 2], [-1], [2**62, 4], "x", *_reshaped(own["shape"])]),
                 "data_offsets": chance.choice([[0, 0], [0, 8], [8, 0], [0, 2**63], [-8, 0], "x", [0]]),
             }[key]

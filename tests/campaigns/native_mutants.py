@@ -98,34 +98,20 @@ class Library:
 
     def compile(self, part: str) -> None:
         if part == "binding":
-            more = [
-                "binding.cpp",
-                self.build.STABLE_ABI,
-                "-isystem",
-                str(self.build.torch_folder() / "include"),
-            ]
+            headers = self.build.torch_folder() / "include"
+            more = ["binding.cpp", self.build.STABLE_ABI, "-isystem", str(headers)]
         else:
             more = ["kernel.cpp", f"-DISA={part}", *self.build.ISAS["x86_64"][part]]
-        command = [
-            self.compiler,
-            *self.flags,
-            *more,
-            "-c",
-            "-o",
-            self.objects.setdefault(part, self.tree / "binding.o"),
-        ]
+        out = self.objects.setdefault(part, self.tree / "binding.o")
+        command = [self.compiler, *self.flags, *more, "-c", "-o", out]
         subprocess.run(command, cwd=self.source, check=True, capture_output=True)
 
     def link(self) -> None:
         library = self.tree / "linrope" / "lib" / self.build.LIBRARY
         library.parent.mkdir(exist_ok=True)
         command = [self.compiler, "-shared", "-o", library, *self.objects.values()]
-        command += [
-            f"-Wl,--build-id=0x{self.build.digest()}",
-            f"-L{self.build.torch_folder() / 'lib'}",
-            "-ltorch_cpu",
-        ]
-        subprocess.run([*command, "-Wl,--as-needed"], check=True, capture_output=True)
+        command += [f"-Wl,--build-id=0x{self.build.digest()}", f"-L{self.build.torch_folder() / 'lib'}"]
+        subprocess.run([*command, "-ltorch_cpu", "-Wl,--as-needed"], check=True, capture_output=True)
 
     def judge(self, mutant: Mutant) -> str:
         """How the mutant ends: it does not compile, tests fail or hang, or it survives."""
