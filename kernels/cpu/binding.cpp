@@ -65,7 +65,7 @@ static void set_isa(std::string name) {
 static std::vector<float> make_rotation_table(Call& c) {
   std::vector<float> table;
   if (!c.theta || c.axes != 1 || c.angle_steps.data || (c.n < 2 && c.m < 2)) return table;
-  table.resize((c.theta_head ? c.g : 1) * kChunk * 2 * isa().padded_pairs(c.pairs));
+  table.resize((c.theta_head ? c.g : 1) * kChunk * 2 * isa().padded_pairs(c));
   isa().fill_rotation_table(c, table.data());
   c.rotation_table = table.data();
   return table;

@@ -136,7 +136,7 @@ struct Linear {  // y (rows, n) = x (rows, k) weight^T + bias
 struct Isa {
   const char* name;
   int lanes;  // of a vector
-  int (*padded_pairs)(int pairs);
+  int (*padded_pairs)(const Call&);
   size_t (*anchor_bytes)(const Call&);
   void (*fill_rotation_table)(const Call&, float* table);
   // Adds the span's angle steps to angle (pairs).

@@ -10,7 +10,7 @@
 namespace linrope {
 namespace {
 
-int padded_pairs(int pairs) { return round_up(pairs, W); }
+int padded_pairs(const Call& c) { return Shape(c).half; }
 
 size_t anchor_bytes(const Call& c) { return Task::anchor_bytes(Shape(c)); }
 

@@ -2,8 +2,8 @@
 //
 // Whatever the caller's layout, the kernels keep a row of features in this order: the first members of the
 // pairs, padded to whole vectors; the second members; the features that do not rotate. Together F numbers;
-// padding is zero. A row that fits in one vector keeps the caller's order: a permutation then finds each feature's
-// partner.
+// padding is zero. If that makes rows shorter, the features that do not rotate form pairs too, whose angle is 0. A row
+// that fits in one vector keeps the caller's order: a permutation then finds each feature's partner.
 #pragma once
 #include "partial.h"
 #include "core.h"
@@ -35,26 +35,37 @@ struct CompactRotation {
 struct Shape {
   int f, pairs, e, layout, map, axes;
   bool compact;              // true if a row of features is one vector, in the caller's order
-  int half, rest;            // pairs, padded to whole vectors; features that do not rotate
+  int stored, half, rest;    // pairs that a row has; padded to whole vectors; features outside of pairs
   RowLayout feature_row, value_row;
   int F, E;                  // their sizes
   int pair_stride, partner;  // pair p: the features p * pair_stride and p * pair_stride + partner
   CompactRotation rotation;
   explicit Shape(const Call& c)
       : f(c.f), pairs(c.layout == kNone ? 0 : c.pairs), e(c.e), layout(c.layout), map(c.map),
-        axes(c.theta ? c.axes : 0), compact(f <= W), half(round_up(pairs, W)), rest(f - 2 * pairs),
-        feature_row(row_layout(compact ? f : 2 * half + rest)), value_row(row_layout(e)), F(feature_row.size),
+        axes(c.theta ? c.axes : 0), compact(f <= W), stored(stored_pairs()), half(round_up(stored, W)),
+        rest(stored == pairs ? f - 2 * pairs : 0), feature_row(row_layout(compact ? f : 2 * half + rest)), value_row(row_layout(e)), F(feature_row.size),
         E(value_row.size), pair_stride(compact && layout == kInterleaved ? 2 : 1),
         partner(!compact ? half : layout == kInterleaved ? 1 : pairs),
         rotation(compact ? pairs : 0, layout == kInterleaved) {}
   size_t angle_bytes() const { return (8 + 8 * (size_t)axes) * half + 128; }
   bool padded() const { return F != f; }
+  // True if rows are the caller's but for pairs that are next to each other there
+  bool plain() const { return !padded() && (stored == pairs || layout == kInterleaved); }
+  int whole() const { return stored < f / 2 ? stored : f / 2; }  // stored pairs of two features
   int caller_index(int i) const {  // the caller's index of the kernels' feature i; -1: padding
     if (compact) return i < f ? i : -1;
     if (i >= 2 * half) return i - 2 * half < rest ? i - 2 * half + 2 * pairs : -1;
     const int second = i >= half, p = i - second * half;
-    if (p >= pairs) return -1;
-    return layout == kInterleaved ? 2 * p + second : p + second * pairs;
+    if (p >= (second ? whole() : stored)) return -1;
+    if (layout == kInterleaved) return 2 * p + second;
+    return p < pairs ? p + second * pairs : p + (second ? stored : pairs);
+  }
+
+ private:
+  int stored_pairs() const {
+    const auto size = [&](int stored, int rest) { return row_layout(2 * round_up(stored, W) + rest).size; };
+    const int all = (f + 1) / 2;
+    return pairs && !compact && size(all, 0) < size(pairs, f - 2 * pairs) ? all : pairs;
   }
 };
 
@@ -90,28 +101,36 @@ template <class T> inline void copy_out(const float* x, T* y, int n) {
 template <class T> void read_features(const Shape& s, const T* x, float* y) {
   if (s.layout == kInterleaved) {
     int p = 0;
-    for (; p + W <= s.pairs; p += W) {
+    for (; p + W <= s.whole(); p += W) {
       vf a, b;
       load_pairs(x + 2 * p, a, b);
       store(y + p, a), store(y + s.half + p, b);
     }
-    for (; p < s.pairs; p++) y[p] = to_float(x[2 * p]), y[s.half + p] = to_float(x[2 * p + 1]);
+    for (; p < s.whole(); p++) y[p] = to_float(x[2 * p]), y[s.half + p] = to_float(x[2 * p + 1]);
+    if (p < s.stored) y[p] = to_float(x[2 * p]);
   } else if (s.layout == kHalf) {
-    copy_in(x, y, s.pairs), copy_in(x + s.pairs, y + s.half, s.pairs);
+    const int pairs = s.pairs;
+    copy_in(x, y, pairs), copy_in(x + pairs, y + s.half, pairs);
+    copy_in(x + 2 * pairs, y + pairs, s.stored - pairs);
+    copy_in(x + pairs + s.stored, y + s.half + pairs, s.whole() - pairs);
   }
-  copy_in(x + 2 * s.pairs, y + 2 * s.half, s.rest);
+  copy_in(x + s.f - s.rest, y + 2 * s.half, s.rest);
 }
 
 template <class T> void write_features(const Shape& s, const float* y, T* x) {
   if (s.compact) return store_lanes<true>(x, load(y), s.f);
   if (s.layout == kInterleaved) {
     int p = 0;
-    for (; p + W <= s.pairs; p += W) store_pairs(x + 2 * p, load(y + p), load(y + s.half + p));
-    for (; p < s.pairs; p++) put(x + 2 * p, y[p]), put(x + 2 * p + 1, y[s.half + p]);
+    for (; p + W <= s.whole(); p += W) store_pairs(x + 2 * p, load(y + p), load(y + s.half + p));
+    for (; p < s.whole(); p++) put(x + 2 * p, y[p]), put(x + 2 * p + 1, y[s.half + p]);
+    if (p < s.stored) put(x + 2 * p, y[p]);
   } else if (s.layout == kHalf) {
-    copy_out(y, x, s.pairs), copy_out(y + s.half, x + s.pairs, s.pairs);
+    const int pairs = s.pairs;
+    copy_out(y, x, pairs), copy_out(y + s.half, x + pairs, pairs);
+    copy_out(y + pairs, x + 2 * pairs, s.stored - pairs);
+    copy_out(y + s.half + pairs, x + pairs + s.stored, s.whole() - pairs);
   }
-  copy_out(y + 2 * s.half, x + 2 * s.pairs, s.rest);
+  copy_out(y + 2 * s.half, x + s.f - s.rest, s.rest);
 }
 
 inline void zero(float* x, int n) { memset(x, 0, 4 * (size_t)n); }
@@ -133,12 +152,13 @@ void features(const Shape& s, const Rows& rows, int64_t token, int map, float* y
   if (map == kIdentity) return;
   for (int i = 0; i < s.F; i += W) store(y + i, apply(map, load(y + i)));
   if (s.padded()) {
-    for (int i = s.pairs; i < s.half; i++) y[i] = y[s.half + i] = 0;
+    for (int i = s.stored; i < s.half; i++) y[i] = 0;
+    for (int i = s.whole(); i < s.half; i++) y[s.half + i] = 0;
     for (int i = 2 * s.half + s.rest; i < s.F; i++) y[i] = 0;
   }
 }
 
-// The same for `count` rows that are one vector or without padding; each row is prefetched kChunk rows ahead
+// The same for `count` rows that are one vector or plain; each row is prefetched kChunk rows ahead
 template <class T, int M>
 void read_rows(const Shape& s, const Rows& rows, int64_t token, int direction, int count, float* y) {
   const int paired = s.layout == kInterleaved ? s.half : 0;
@@ -172,7 +192,7 @@ void read_mapped(const Shape& s, const Rows& rows, int64_t token, int direction,
 }
 // y (count, F) = map(features) of the rows token, token + direction, ..
 void features(const Shape& s, const Rows& rows, int64_t token, int direction, int count, float* y) {
-  if (s.padded() && !s.compact)
+  if (!s.plain() && !s.compact)
     for (int i = 0; i < count; i++) features(s, rows, token + direction * i, s.map, y + i * s.F);
   else
     with_type(rows.type, [&]<class T>() { read_mapped<T>(s, rows, token, direction, count, y); });

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from linrope import linear_rope_attention
+from linrope import Rotary, linear_rope_attention
 from tests.kernels.cpu.cases import CASES, Case, make, random_like, with_threads
 
 pytestmark = pytest.mark.usefixtures("isa")
@@ -41,6 +41,32 @@ def test_a_gate_that_forgets_all_leaves_nothing(native, strength):
     torch.testing.assert_close((out[:, 25:], kv, z), alone, rtol=1e-5, atol=1e-6 + 100 * kept)
     grads = case.backward(native, *(torch.ones_like(x) for x in (out, kv, z)))
     assert all(bool(x.isfinite().all()) for x in grads.values())
+
+
+# Rows whose other features are kept as pairs of angle 0 with some vector lengths, and apart from the pairs with others
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("f", "rotated"), [(10, 2), (12, 2), (18, 2), (24, 6), (32, 8), (40, 2), (64, 16)])
+def test_a_part_of_the_features_rotates(f: int, rotated: int, dtype: torch.dtype, layout: str) -> None:
+    q, k, v = (random_like(torch.empty(2, 37, 2, size, dtype=dtype), size) for size in (f, f, 5))
+    gates = {"log_decay": -torch.rand(2, 37, 2), "angle_steps": torch.rand(2, 37, 2, rotated // 2)}
+    token = {name: x[:, :1] for name, x in gates.items()}
+
+    def results(backend: str) -> list[torch.Tensor]:
+        options = {"rotary": Rotary(f, layout=layout, rotary_dim=rotated), "backend": backend}
+        inputs = [x.clone().requires_grad_() for x in (q, k, v, *gates.values())]
+        how = dict(zip(gates, inputs[3:], strict=True))
+        out, state = linear_rope_attention(*inputs[:3], return_state=True, **how, **options)
+        grads = torch.autograd.grad([out, state.kv], inputs, [random_like(out, 1), random_like(state.kv, 2)])
+        with torch.no_grad():
+            step = linear_rope_attention(
+                *(x[:, :1] for x in (q, k, v)), state=state.detach().clone().donate(), **token, **options
+            )
+        return [out, state.kv, step, *grads]
+
+    for got, expected in zip(results("native"), results("eager"), strict=True):
+        error = 1e-4 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(got, expected, rtol=0, atol=error * float(expected.detach().abs().max()))
 
 
 LATER = {
