@@ -94,9 +94,7 @@ def _scores(phi: Tensor, psi: Tensor, L: Tensor) -> Tensor:
 def features(call: Call, angle: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """phi, psi, phi_hat, psi_hat (b, n, heads, f) and v (b, m, g, e) in their dtype; 0 for hidden keys."""
     q, k, v = call.k[:, :0] if call.q is None else call.q, call.k, call.v.to(call.k.dtype)
-    if (
-        call.key_mask is not None
-    ):  # before the map too, because its derivative at a hidden key may be infinite
+    if call.key_mask is not None:  # before the map too, whose derivative at a hidden key may be infinite
         hidden = ~rearrange(call.key_mask, "b m -> b m 1 1")
         k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
     phi, psi = MAPS[call.feature_map].value(q), MAPS[call.feature_map].value(k)
