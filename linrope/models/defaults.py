@@ -26,7 +26,7 @@ def resolve_block(
     rotated: bool,
     causal: bool = True,
 ) -> dict[str, Any]:
-    """Replaces "auto" among the options of a linear attention layer.
+    """Gives "auto" among the options of a linear attention layer its meaning.
 
         forget_gate: True in a causal layer whose decay is "auto" too, else False
         write_gate:  "tied" with a forget gate, else None
