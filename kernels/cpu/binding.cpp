@@ -61,7 +61,8 @@ static void set_isa(std::string name) {
   STD_TORCH_CHECK(false, "isa: got ", name, ", expected one of ", isas());
 }
 
-// The table of cos and sin of theta times 0 .. kChunk - 1, if positions may be consecutive
+// The table of cos and sin of theta times 0 .. kChunk - 1, for calls of several tokens with one axis and without angle
+// steps; else it is empty
 static std::vector<float> make_rotation_table(Call& c) {
   std::vector<float> table;
   if (!c.theta || c.axes != 1 || c.angle_steps.data || (c.n < 2 && c.m < 2)) return table;

@@ -26,8 +26,8 @@ OUT_DIR = SOURCE.parents[1] / "linrope" / "lib"
 FLAGS = [
     "-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math",
     "-ffp-contract=fast", "-Wall", "-Wno-psabi",
-    # Newer GCCs tune v3 by taking long chains of fused products apart, in some loops only. The same row would then be
-    # rounded differently by how many rows are multiplied together.
+    # Newer GCCs split long chains of fused products when they tune for v3, in some loops only. The rounding of a row
+    # would then depend on how many rows are multiplied together.
     "--param=avoid-fma-max-bits=0", "-Wno-unused-command-line-argument",  # clang has no such setting
 ]  # fmt: skip
 V4 = ["-march=x86-64-v4", "-mprefer-vector-width=512"]

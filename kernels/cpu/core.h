@@ -54,7 +54,7 @@ struct Factors;
 // A row of features or of values, padded with zeros
 struct RowLayout {
   int size, used;  // with padding, and up to the last number that may differ from 0
-  int panel;       // columns of a panel: `size` is a multiple
+  int panel;       // columns of a panel; divides `size`
 };
 inline RowLayout row_layout(int used) {
   const int panel = used <= NW / 2 ? NW / 2 : NW;

@@ -73,7 +73,7 @@ struct Forward : Task {
                     w.hat + i * F);
       key_values(t + i, w.v + i * s.value_row.panel, NW * C);
     }
-    zero_up_to_four(w.hat, rows, F);
+    zero_to_multiple_of_four(w.hat, rows, F);
     transpose(w.hat, rows, F, w.hat_t);
     const Operands keys = operands(rows, s.feature_row, s.value_row, w.hat_t, w.v, w.factors);
     const bool finite = query_heads ? all_finite(w.v, rows, s.value_row) : true;

@@ -128,7 +128,8 @@ struct BackwardKeys : Task {
     if (want_dz) dz_sum.end_chunk(factor);
   }
 
-  // Reads phi^ and gb: transposed, and times e^D in panels. Adds dden phi to `dden_phi`.
+  // Reads a chunk of query head r: phi^ and gb, both transposed and, times e^D, in panels. The first head writes
+  // dden phi to `dden_phi`, the others add to it.
   void read_queries(int64_t last, int rows, int r, const Angles& angles) {
     const Rows q = queries(r), dout = query_rows(c.dout, r);
     const int F = s.F, E = s.E;
@@ -146,7 +147,7 @@ struct BackwardKeys : Task {
       for (int f = 0; f < F; f += W) store(at(w.phi_hat + i * s.feature_row.panel, NW * C, f), load(x + f) * exp_D[i]);
       for (int e = 0; e < E; e += W) store(at(w.panels + i * s.value_row.panel, NW * C, e), load(w.gb + i * E + e) * exp_D[i]);
     }
-    zero_up_to_four(w.phi, rows, F), zero_up_to_four(w.gb, rows, E);
+    zero_to_multiple_of_four(w.phi, rows, F), zero_to_multiple_of_four(w.gb, rows, E);
     transpose(w.phi, rows, F, w.phi_t);
     if (want_output) transpose(w.gb, rows, E, w.gb_t);
   }

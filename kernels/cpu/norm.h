@@ -32,7 +32,7 @@ template <class T, class Form> struct NormTokens {
   const Form form;
   int E;  // e rounded up: the stride of a head in scratch memory, weight and sums
   float *u, *du;             // (h, E): u, and the gradient of the norm's result
-  float *factor, *slopes;    // (h, E): silu(z), and its slope, times dy if gate_last
+  float *factor, *slopes;    // (h, E): silu(z) if gate_first; silu'(z), times dy if gate_last
   float* dv;                 // (g, E)
   float *scale, *dot;        // (h): the norm's factor; <weight du, u>
 

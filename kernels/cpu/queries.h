@@ -107,7 +107,7 @@ struct BackwardQueries : Task {
       if (c.d_log_decay) c.d_log_decay[key_index(t + i)] = 0;
       if (c.d_angle_steps) zero(angle_steps_at(t + i), c.pairs);
     }
-    zero_up_to_four(w.v, rows, E);
+    zero_to_multiple_of_four(w.v, rows, E);
     transpose(w.v, rows, E, w.v_t);
     const bool finite = all_finite(w.hat, rows, s.feature_row);
     const Operands keys = operands(rows, s.value_row, s.feature_row, w.v_t, w.hat, w.factors, c.d_log_decay);
@@ -218,7 +218,7 @@ struct BidirectionalBackward : Task {
         copy_to_panels(w.gb + i * E, E, w.panels + i * s.value_row.panel, NW * C);
         rotate<false>(s, w.x + i * F, query_angles.cos + i * half, query_angles.sin + i * half, 1, w.hat + i * F);
       }
-      zero_up_to_four(w.hat, rows, F);
+      zero_to_multiple_of_four(w.hat, rows, F);
       transpose(w.hat, rows, F, w.hat_t);
       multiply_chunk({operands(rows, s.value_row, s.feature_row, nullptr, nullptr, w.factors), w.gb, S, w.ones, true, false, nullptr, w.d, F});
       const FinishQuery finish_query{*this, w.raw};

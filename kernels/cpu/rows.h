@@ -1,9 +1,10 @@
 // Conversion of features, values and states between the caller's layout and that of the kernels.
 //
-// Whatever the caller's layout, the kernels keep a row of features in this order: the first members of the
-// pairs, padded to whole vectors; the second members; the features that do not rotate. Together F numbers;
-// padding is zero. If that makes rows shorter, the features that do not rotate form pairs too, whose angle is 0. A row
-// that fits in one vector keeps the caller's order: a permutation then finds each feature's partner.
+// Whatever the caller's layout, the kernels keep a row of features in this order: the first members of the pairs, then
+// the second members, each padded with zeros to whole vectors; then the features that do not rotate. Together F
+// numbers. If that makes rows shorter, the features that do not rotate form pairs too, whose angle is 0; of an odd
+// number the last one has no partner. A row that fits in one vector keeps the caller's order: a permutation then finds
+// each feature's partner.
 #pragma once
 #include "partial.h"
 #include "core.h"
@@ -34,7 +35,7 @@ struct CompactRotation {
 
 struct Shape {
   int f, pairs, e, layout, map, axes;
-  bool compact;              // true if a row of features is one vector, in the caller's order
+  bool compact;              // true if the features fit in one vector; they then keep the caller's order
   int stored, half, rest;    // pairs that a row has; padded to whole vectors; features outside of pairs
   RowLayout feature_row, value_row;
   int F, E;                  // their sizes
@@ -49,7 +50,7 @@ struct Shape {
         rotation(compact ? pairs : 0, layout == kInterleaved) {}
   size_t angle_bytes() const { return (8 + 8 * (size_t)axes) * half + 128; }
   bool padded() const { return F != f; }
-  // True if rows are the caller's but for pairs that are next to each other there
+  // True if a row is the caller's without padding, at most with its interleaved pairs split into their members
   bool plain() const { return !padded() && (stored == pairs || layout == kInterleaved); }
   int whole() const { return stored < f / 2 ? stored : f / 2; }  // stored pairs of two features
   int caller_index(int i) const {  // the caller's index of the kernels' feature i; -1: padding
@@ -210,7 +211,7 @@ void add_features(const Shape& s, const float* y, const Rows& rows, int64_t toke
 }
 
 // The address of element i of a row that is stored in blocks of NW numbers, at y, y + block, ..: block is NW
-// for a plain row, NW * kChunk for a row of panels
+// for a contiguous row, NW * kChunk for a row of panels
 template <class T> LINROPE_INLINE T* at(T* y, int block, int i) { return y + i / NW * block + i % NW; }
 
 template <class T> inline void read_values(const Shape& s, const T* x, float* y, int block, float scale) {

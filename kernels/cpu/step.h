@@ -14,7 +14,7 @@ struct Columns {  // columns of one state (f, stride)
   float scale;
 };
 
-// N vectors of columns: S = e^a S + key v^T if `change` (for the first query head), then out = scale query S
+// N vectors of columns. If `change`, for the first query head: S = e^a S + key v^T. Then out = scale phi_hat^T S
 template <int N, int kind> inline void columns(const Columns& x, bool change) {
   vf acc[2][N] = {}, v[N];
   for (int i = 0; i < N; i++) v[i] = load(x.v + i * W);

@@ -143,8 +143,8 @@ struct RunningSum {
   }
 };
 
-// Zeros up to three rows after the last: transpose reads blocks of four
-inline void zero_up_to_four(float* rows, int count, int K) {
+// Zeros the rows after the last up to a multiple of four: transpose reads blocks of four
+inline void zero_to_multiple_of_four(float* rows, int count, int K) {
   if (count % 4) zero(rows + count * K, K * (4 - count % 4));
 }
 

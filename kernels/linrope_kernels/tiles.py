@@ -118,7 +118,7 @@ def tile(kernel: str, f: int, e: int, dot: str, capability: int) -> Tile:
 
 
 # A sequence is cut into as many segments as fill the GPU once, or twice, if once would leave more than a tenth of it
-# idle. No segment is shorter than SHORTEST_SEGMENT, since each costs a state to write and to read.
+# idle. Only the last segment may be shorter than SHORTEST_SEGMENT, since each costs a state to write and to read.
 SHORTEST_SEGMENT = 512
 SEGMENT_MULTIPLE = 128  # whole chunks
 

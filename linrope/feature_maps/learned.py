@@ -58,7 +58,7 @@ class LearnedMap(FeatureMap):
 
     def _apply_weights(self, name: str, x: Tensor, heads: int | None, weights: nn.ParameterDict) -> Tensor:
         if heads not in (None, x.shape[-2]):
-            raise ValueError(f"{name}={heads}: the map was made for that many heads, got {x.shape[-2]}")
+            raise ValueError(f"x: got {x.shape[-2]} heads, expected the map's {name}={heads}")
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.forget_digest()  # an optimizer step may follow, and torch does not count those of fused ones
         x = widen(x)

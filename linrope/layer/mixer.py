@@ -19,7 +19,7 @@ from linrope.operation.shards import LayerShard
 
 
 class Mixer(nn.Module):
-    """A block's first half, in which tokens exchange information, without the attention itself.
+    """The base of the attention layers: what precedes the attention, and what follows it. Subclasses add the attention.
 
         q, k, v = conv(W_q x), conv(W_k c), conv(W_v c)           c = context, or x
         y = W_o ((norm(out) + D v) * silu(W_g x))

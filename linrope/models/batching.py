@@ -115,8 +115,9 @@ Pieces = list[tuple[Generation, str | Exception | None]]
 class Engine:
     """Runs generations together on one thread. Each has a slot, a row in every block's pool of states.
 
-    Each step generates one byte for every generation that has read its prompt. The other generations then read up to
-    ``budget`` bytes of their prompts, together, in one packed call of the model. A long prompt therefore delays the
+    Each step generates one byte for every generation that has at most one unread byte. The others then read up to
+    ``budget`` bytes of their prompts, together, in one packed call of the model; those that reach the end of their
+    prompt get their first byte too. A long prompt therefore delays the
     others by one such call for each byte that they generate.
 
     Args:

@@ -119,7 +119,7 @@ def identity_of(fmap: FeatureMap | None, rotary: Rotary | None, rope_order: str)
 
 
 def _may_write(state: LinearAttentionState | None, k: Tensor) -> bool:
-    """True if a call without gradients overwrites the state: a pool's rows, or one donated to a one-token step."""
+    """True if a call may overwrite the state: it selects rows of a pool, or it is donated and the call has one key."""
     return state is not None and (state.slots is not None or (state.donated and k.shape[1] == 1))
 
 

@@ -22,10 +22,10 @@ NO_KEYS = -1e30  # log_scale before the first key; finite, because -inf - -inf i
 
 
 class _Wide:
-    """Hides a state's wide tensors (all but conv) from FSDP2's cast to half precision, in which sums stall.
+    """Holds a state's tensors where FSDP2's cast to half precision, in which sums stall, does not see them.
 
-    FSDP2 takes a dataclass apart, casts every tensor in it and builds a new one. ``__post_init__`` then restores the
-    tensors from here.
+    FSDP2 takes a dataclass apart, casts every tensor in it and builds a new one. ``__post_init__`` then restores all
+    tensors but conv from here.
     """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:

@@ -89,12 +89,12 @@ def test_t2r_sizes() -> None:
 @names
 def test_another_number_of_heads_is_refused(name: str) -> None:
     fmap = feature_maps.make(name, 4, num_heads=4, num_kv_heads=2)
-    with pytest.raises(ValueError, match=r"num_heads=4: .*got 2"):
+    with pytest.raises(ValueError, match=r"got 2 heads, expected the map.s num_heads=4"):
         fmap.queries(torch.ones(1, 3, 2, 4))
-    with pytest.raises(ValueError, match=r"num_kv_heads=2: .*got 4"):
+    with pytest.raises(ValueError, match=r"got 4 heads, expected the map.s num_kv_heads=2"):
         fmap.keys(torch.ones(1, 3, 4, 4))
     alone = feature_maps.make(name, 4, num_heads=1)
-    with pytest.raises(ValueError, match=r"num_heads=1: .*got 2"):
+    with pytest.raises(ValueError, match=r"got 2 heads, expected the map.s num_heads=1"):
         alone.queries(torch.ones(1, 3, 2, 4))
 
 

@@ -191,9 +191,11 @@ def test_a_checkpoint_is_replaced_whole_or_comes_back_if_that_fails(trainer, tmp
     assert Trainer.load(run, trainer.corpus).step == 0
 
     saved.rename(run / ".step-00000000.0123abcd.replaced")  # what a kill between the two renames leaves
+    (run / ".step-00000002.0123abcd.replaced").mkdir()  # of another run: it would count as the latest
     trainer.train_step()
     trainer.save(run)
     assert [path.name for path in checkpoints(run)] == ["step-00000000", "step-00000001"]
+    assert len(list(run.iterdir())) == 2
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update(trainer: Trainer) -> None:

@@ -52,8 +52,8 @@ def enable(*families: str) -> Enabled:
     It replaces what runs between the layers' projections: the scan, the step, the convolution and the gated norm of
     Mamba-2, and MiniMax's lightning attention. Weights and configurations stay the same, and results agree up to
     rounding. So do caches, except MiniMax's in half precision, whose sums are float32. On a CPU the
-    backend "native" computes. On a GPU "triton" does, where transformers would use its own PyTorch code because
-    mamba_ssm and causal_conv1d are not installed. A call that linrope does not support runs as before, and the logger
+    backend "native" computes, on a GPU "triton"; but there scan and step stay mamba_ssm's and the convolution
+    causal_conv1d's if these packages are installed. A call that linrope does not support runs as before, and the logger
     "linrope.integrations.transformers" says why, once.
 
     Args:

@@ -26,10 +26,10 @@ def checkpoint_name(step: int) -> str:
 
 
 def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None], earlier: list[Path]) -> None:
-    """Calls ``write`` to fill folder/step-N. An error or a kill at any time leaves the last checkpoint.
+    """Calls ``write`` to fill folder/step-N. An error or a kill leaves the last checkpoint, with one exception.
 
     If step-N exists already, it is renamed to .step-N.*.replaced just before the new one takes its name. After a kill
-    between these two renames the next call gives it its name back.
+    between these two renames step-N is missing, until the next call for that step or a later one restores it.
 
     Args:
         folder: the folder of the run.
@@ -45,7 +45,9 @@ def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None], ear
         target = folder.resolve() / checkpoint_name(step)
         for path in folder.glob(".step-*"):  # left by a run that was killed
             if re.fullmatch(_UNFINISHED, path.name) and path.is_dir() and not path.is_symlink():
-                _restore(path, path.with_name(path.name.split(".")[1]))
+                name = path.name.split(".")[1]
+                if int(name.removeprefix("step-")) <= step:  # a later one would count as the latest
+                    _restore(path, path.with_name(name))
                 shutil.rmtree(path, ignore_errors=True)
         temporary = folder / f".{target.name}.{secrets.token_hex(4)}"
         temporary.mkdir()  # with the permissions that the umask leaves, unlike tempfile's folders
@@ -75,7 +77,7 @@ def _restore(replaced: Path, target: Path) -> None:
 
 
 def load_training(checkpoint: Path) -> tuple[TrainingConfig, dict[str, Tensor], dict[str, str]]:
-    """The run's TrainingConfig, the optimizer's tensors, and the file's metadata.
+    """The run's TrainingConfig, the tensors (random_state and the optimizer's, if any), and the metadata.
 
     Raises:
         FileNotFoundError, ValueError: there is no such file; it is damaged, or of another version.

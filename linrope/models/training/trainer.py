@@ -97,7 +97,7 @@ class Trainer:
             )
         self.model, self.corpus, self.config, self.accelerator = model, corpus, config, accelerator
         self.step = 0  # steps done
-        self._checkpoints: list[Path] = []  # those that this run wrote; it removes all but the last two
+        self._checkpoints: list[Path] = []  # of this run or, after load, of the folder; save keeps two
         self.processes = Processes(accelerator, sequence_parallel, tensor_parallel)
         self.processes.split_heads(model)
         optimizer = torch.optim.AdamW(
@@ -231,7 +231,8 @@ class Trainer:
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Writes folder/step-N completely or not at all. Every process must call it.
 
-        Of the checkpoints that this run wrote into the folder, the last two are kept. Nothing else is removed.
+        Of this run's checkpoints in the folder, the last two are kept; after ``load``, all of its checkpoints count as
+        this run's. An existing step-N is replaced, and what killed runs left half-written is removed.
 
         Raises:
             BlockingIOError: another process writes into the folder.
