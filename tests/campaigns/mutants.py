@@ -70,6 +70,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "linrope/sequence/state.py": (
         "tests/sequence/test_state.py",
         "tests/sequence/test_state_in_place.py",
+        "tests/sequence/test_state_memory.py",
         "tests/sequence/test_state_files.py",
         *CHECKS,
         *OPERATION,
@@ -90,6 +91,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "linrope/backends/native.py": (
         TRANSFORMS[0],
         *OPERATION,
+        "tests/sequence/test_state_memory.py",
         "tests/operation/test_decoding.py",
         "tests/kernels/cpu",
     ),
