@@ -112,7 +112,7 @@ inline std::vector<int64_t> rising_bounds(const void* data, bool wide, int64_t c
 }
 
 inline PerToken per_token(const char* name, const Tensor& x, int64_t b, int64_t m, int64_t g, bool allow_half,
-                 int64_t pairs) {
+                          int64_t pairs) {
   if (pairs < 0) check_shape(name, x, {{b, 1}, m, {g, 1}});
   else check_shape(name, x, {{b, 1}, m, {g, 1}, pairs});
   const auto type = x.scalar_type();

@@ -49,9 +49,9 @@ struct Call {
   bool causal, normalize, add_eps;
   float eps;
 
-  PerToken log_decay;          // null data: none
+  PerToken log_decay;      // null data: none
   PerToken angle_steps;
-  PerToken write;              // the factor of each value; null data: 1
+  PerToken write;          // the factor of each value; null data: 1
   const int64_t* theta;    // (axes, 1 or g, pairs), 2^-64 turns
   int axes;
   int64_t theta_axis, theta_head;

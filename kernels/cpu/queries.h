@@ -28,7 +28,7 @@ struct FinishQuery {
     const Call& c = task.c;
     rotate<true>(s, d, cos, sin, 1, d);
     const double without_own = own.d_log_decay ? product(phi, d, s.F) : 0;
-    float x = own.d_log_decay ? (float)without_own : dot(phi, d, s.F);  // <gb, num>; without the own key
+    float x = own.d_log_decay ? (float)without_own : dot(phi, d, s.F);  // <gb, num>, where d_log_decay leaves out the token's own key
     if (own.d_log_decay) {
       x += own.product * own.score;
       for (int i = 0; i < s.F; i += W) store(d + i, load(d + i) + load(own.key + i) * own.score);

@@ -36,7 +36,8 @@ struct CompactRotation {
 struct Shape {
   int f, pairs, e, layout, map, axes;
   bool compact;              // true if the features fit in one vector; they then keep the caller's order
-  int stored, half, rest;    // pairs that a row has; padded to whole vectors; features outside of pairs
+  int stored;                // pairs in a row, including those of angle 0
+  int half, rest;            // `stored` rounded up to whole vectors; features outside of pairs
   RowLayout feature_row, value_row;
   int F, E;                  // their sizes
   int pair_stride, partner;  // pair p: the features p * pair_stride and p * pair_stride + partner
@@ -44,8 +45,8 @@ struct Shape {
   explicit Shape(const Call& c)
       : f(c.f), pairs(c.layout == kNone ? 0 : c.pairs), e(c.e), layout(c.layout), map(c.map),
         axes(c.theta ? c.axes : 0), compact(f <= W), stored(stored_pairs()), half(round_up(stored, W)),
-        rest(stored == pairs ? f - 2 * pairs : 0), feature_row(row_layout(compact ? f : 2 * half + rest)), value_row(row_layout(e)), F(feature_row.size),
-        E(value_row.size), pair_stride(compact && layout == kInterleaved ? 2 : 1),
+        rest(stored == pairs ? f - 2 * pairs : 0), feature_row(row_layout(compact ? f : 2 * half + rest)),
+        value_row(row_layout(e)), F(feature_row.size), E(value_row.size), pair_stride(compact && layout == kInterleaved ? 2 : 1),
         partner(!compact ? half : layout == kInterleaved ? 1 : pairs),
         rotation(compact ? pairs : 0, layout == kInterleaved) {}
   size_t angle_bytes() const { return (8 + 8 * (size_t)axes) * half + 128; }

@@ -12,7 +12,7 @@
 namespace linrope {
 
 constexpr int64_t kMinTasks = 8;
-constexpr int64_t kMinSegment = 1024;   // a sequence has at most one segment per so many tokens, on average if packed
+constexpr int64_t kMinSegment = 1024;    // n tokens (packed: the average) are cut into at most n / kMinSegment segments
 constexpr int64_t kMinParallel = 16384;  // a call with fewer numbers runs on a single thread
 
 struct Schedule {

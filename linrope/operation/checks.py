@@ -165,11 +165,15 @@ def _map_by_name(name: str, d: int) -> FeatureMap:
     return fmap
 
 
+def check_rotary_type(rotary: object) -> None:
+    if rotary is not None and not isinstance(rotary, Rotary):
+        raise TypeError(f"rotary: got {type(rotary).__name__}, expected Rotary or None")
+
+
 def check_rotary(rotary: Rotary | None, f: int, g: int, causal: bool, rotates_before_map: bool) -> None:
     if rotary is None:
         return
-    if not isinstance(rotary, Rotary):
-        raise TypeError(f"rotary: got {type(rotary).__name__}, expected Rotary or None")
+    check_rotary_type(rotary)
     if rotary.dim != f:
         what = "head dim" if rotates_before_map else "number of features"
         raise ValueError(f"rotary: got dim={rotary.dim}, expected the {what}, {f}")

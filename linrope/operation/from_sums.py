@@ -66,8 +66,7 @@ def state_from_sums(
     if kv.ndim != 4:
         raise ValueError(f"kv: got shape {tuple(kv.shape)}, expected (b, g, f, e)")
     check_name("rope_order", rope_order, ORDERS)
-    if rotary is not None and not isinstance(rotary, Rotary):
-        raise TypeError(f"rotary: got {type(rotary).__name__}, expected a Rotary or None")
+    checks.check_rotary_type(rotary)
     features = kv.shape[2]
     head_dim = getattr(feature_map, "head_dim", None) or features
     fmap = checks.resolve_map(feature_map, head_dim)

@@ -41,7 +41,7 @@ def suspected(request: Request) -> bool:
 
 
 def _queries_swapped(q: Tensor | None, k: Tensor) -> bool:
-    """True if q or k looks head-first, or both do, which is seen only with fewer key/value heads than query heads."""
+    """True if q or k looks head-first, or both do. Both are recognized only if there are fewer key than query heads."""
     if not isinstance(q, Tensor) or q.ndim != 4:
         return False
     (n, h), (m, g) = q.shape[1:3], k.shape[1:3]

@@ -213,8 +213,9 @@ def _refuses_step(
     repeated = [dt.stride(-1), A.stride(-1), A.stride(-2), 0 if dt_bias is None else dt_bias.stride(-1)]
     if any(repeated) and hidden_states.shape[-1] > 1:
         return "step sizes or decays that differ between the channels of a head"
-    inputs = (state, hidden_states, dt, A, B, C, dt_bias)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+    if torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (state, hidden_states, dt, A, B, C, dt_bias)
+    ):
         return "gradients through a step that overwrites its state"
     if state.dtype not in (torch.float32, torch.float64):
         return f"a state of {state.dtype}"

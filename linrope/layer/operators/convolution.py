@@ -144,19 +144,19 @@ def _check(parts: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tens
     """Checks what all functions take. Returns the weight as (c, taps)."""
     if not parts:
         raise ValueError("parts: got none, expected at least one tensor")
-    c = 0
+    c, device = 0, None
     for x in parts:
-        check_dense("x", x, parts[0].device if isinstance(parts[0], Tensor) else None)
+        check_dense("x", x, device)
         if x.ndim != 3:
             raise ValueError(f"x: got shape {tuple(x.shape)}, expected (batch, length, channels)")
         check_shape("x", x, (*parts[0].shape[:2], x.shape[2]))
-        c += x.shape[2]
-    check_dense("weight", weight, x.device)
+        c, device = c + x.shape[2], x.device
+    check_dense("weight", weight, device)
     taps = weight.shape[-1] if weight.ndim else 0
     check_shape("weight", weight, (c, taps), (c, 1, taps))
     if taps < 1:
         raise ValueError("weight: got 0 taps, expected at least 1")
     if bias is not None:
-        check_dense("bias", bias, x.device)
+        check_dense("bias", bias, device)
         check_shape("bias", bias, (c,))
     return weight.view(c, taps) if weight.ndim == 3 else weight

@@ -18,7 +18,7 @@ from linrope.models.training.corpus import load_tokenizer
 _FORMAT, _VERSION = "linrope.Training", 1
 _REQUIRED = {"step", "config", "processes", "checksum"}
 _KEEP = 2  # checkpoints
-_UNFINISHED = rf"\.{STEP}\.[0-9a-f]{{8}}(?:\.replaced)?"
+_UNFINISHED = rf"\.({STEP})\.[0-9a-f]{{8}}(\.replaced)?"
 
 
 def checkpoint_name(step: int) -> str:
@@ -44,11 +44,13 @@ def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None], ear
     with locked(folder):
         target = folder.resolve() / checkpoint_name(step)
         for path in folder.glob(".step-*"):  # left by a run that was killed
-            if re.fullmatch(_UNFINISHED, path.name) and path.is_dir() and not path.is_symlink():
-                name = path.name.split(".")[1]
-                if int(name.removeprefix("step-")) <= step:  # a later one would count as the latest
-                    _restore(path, path.with_name(name))
-                shutil.rmtree(path, ignore_errors=True)
+            match = re.fullmatch(_UNFINISHED, path.name)
+            if match is None or not path.is_dir() or path.is_symlink():
+                continue
+            name, is_old = match.groups()
+            if is_old and int(name.removeprefix("step-")) <= step:  # a later one would count as the latest
+                _restore(path, folder / name)
+            shutil.rmtree(path, ignore_errors=True)
         temporary = folder / f".{target.name}.{secrets.token_hex(4)}"
         temporary.mkdir()  # with the permissions that the umask leaves, unlike tempfile's folders
         replaced = temporary.with_name(temporary.name + ".replaced")
@@ -72,7 +74,7 @@ def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None], ear
 
 def _restore(replaced: Path, target: Path) -> None:
     """Renames an old checkpoint to step-N, if no new one has taken that name."""
-    if replaced.name.endswith(".replaced") and replaced.exists() and not target.exists():
+    if replaced.exists() and not target.exists():
         replaced.rename(target)
 
 
