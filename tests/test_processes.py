@@ -69,7 +69,7 @@ def test_a_forked_and_a_spawned_child_process_can_run_a_call(tmp_path) -> None:
 
 
 def test_imports_bring_in_no_gpu_command_line_or_training_library_and_a_call_no_processes(tmp_path) -> None:
-    """Of linrope, then of its models, which need no transformers; a call leaves linrope.distributed out."""
+    """Imports linrope, calls a layer, and imports the models, which do not require transformers."""
     source = """
 import torch
 before = set(sys.modules)

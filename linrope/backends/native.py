@@ -320,7 +320,7 @@ def _kernel_qkv(call: Call) -> tuple[Tensor, Tensor, Tensor, bool]:
 
 
 def with_dense_rows(x: Tensor) -> Tensor:
-    """x with a last stride of 1, which the kernels require. The other strides may be any."""
+    """x with a last stride of 1, which the kernels require. Other strides may have any value."""
     if x.stride(-1) == 1:
         return x
     # contiguous() leaves the strides of an empty tensor as they are.

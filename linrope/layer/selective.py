@@ -35,8 +35,10 @@ def spread(heads: int, longest: float = LONGEST) -> Tensor:
 
 
 def _float64_for_onnx(x: Tensor) -> Tensor:
-    """x, in float64 in an export to ONNX. ONNX lacks logsigmoid and expm1, and has to form them from exponentials:
-    log(1 / (1 + e^-x)) and e^x - 1 would lose float32's digits.
+    """Widens x while a model is exported to ONNX.
+
+    ONNX has neither logsigmoid nor expm1. The exporter writes log(1 / (1 + e^-x)) and e^x - 1, which in float32 would
+    lose digits.
     """
     return x.double() if torch.onnx.is_in_onnx_export() else x
 

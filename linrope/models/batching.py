@@ -115,10 +115,10 @@ Pieces = list[tuple[Generation, str | Exception | None]]
 class Engine:
     """Runs generations together on one thread. Each has a slot, a row in every block's pool of states.
 
-    Each step generates one byte for every generation that has at most one unread byte. The others then read up to
-    ``budget`` bytes of their prompts, together, in one packed call of the model; those that reach the end of their
-    prompt get their first byte too. A long prompt therefore delays the
-    others by one such call for each byte that they generate.
+    Each step first generates the next byte of every generation with a single unread byte. The others then read up to
+    ``budget`` bytes of their prompts, together, in one packed call of the model, which also gives the first byte of
+    those whose prompt ends there. A long prompt therefore delays the others by one such call for each byte that they
+    generate.
 
     Args:
         model: a model on the CPU with linear attention and a vocabulary of the 256 bytes. The engine freezes it.

@@ -39,7 +39,8 @@ class LanguageModelConfig:
     head_dim: int | None = None  # size of a query or a key; default: embed_dim / num_heads
     value_head_dim: int | None = None  # size of a value; default: twice head_dim
     feed_forward: bool = True  # whether a SwiGLU follows the attention in each block
-    hidden_dim: int | None = None  # of the SwiGLU; default: 7/4 embed_dim, rounded up to a multiple of 32
+    # The size of the SwiGLU's inner vectors. Default: 7/4 of embed_dim, rounded up to a multiple of 32.
+    hidden_dim: int | None = None
     attention: str = "linear"  # or "softmax"
     # Options of both, as in LinearRoPEAttention. "auto": see models/defaults.py.
     short_conv: int | str | dict | None = "auto"  # type: ignore[type-arg]

@@ -35,7 +35,7 @@ class Contract:
     sums: float
     gradients: float
     rounding: float = 0.0
-    # All results, of the largest entry or 1, where the map rounds or gates are as large as 1e4:
+    # The error of any result, relative to its largest entry or to 1, if the map rounds or gates are as large as 1e4
     combined: float = 0.0
     marks: tuple[pytest.MarkDecorator, ...] = ()
 

@@ -32,7 +32,7 @@ from tests.oracle import (
     use_map,
 )
 
-# Shifting, and nothing to attend to
+# Shifted positions, and calls without keys
 
 
 @every_backend

@@ -24,7 +24,7 @@ def build(name: str, d: int = D) -> FeatureMap:
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("decay", [1.0, 0.9])
 def test_float32_is_the_sum_formed_in_the_log_domain(decay: float, name: str, size: float) -> None:
-    """The equation has each query divide all its keys by the largest that it sees, without a state."""
+    """In the equation each query divides all its keys by the largest key that it sees, without a state."""
     q, k, v = randoms(1, 300, 1, D, e=8, dtype=torch.float32, scale=size)
     fmap, equation = build(name), Equation()
     how: dict[str, Any] = {"feature_map": fmap, "rotary": Rotary(fmap.feature_dim)}

@@ -35,7 +35,7 @@ def right(case: AttentionCase, **how: Any) -> Tensor:
 
 
 def median(**milliseconds: float) -> dict[str, Any]:
-    """Times as the script has them."""
+    """Times in the form in which gpu.py stores them."""
     return {mode: {"median_ms": x} for mode, x in milliseconds.items()}
 
 

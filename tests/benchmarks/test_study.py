@@ -47,7 +47,7 @@ LANGUAGE = tiny(TASKS["language"])
 
 
 class Model(nn.Module):
-    """Computes what a function computes; with a parameter, since tasks ask models for their device."""
+    """A model that calls a function. Its parameter is unused: tasks ask models for the device of a parameter."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

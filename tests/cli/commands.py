@@ -1,4 +1,4 @@
-"""What the tests of the commands share: options, models, words as tokens, and what a run has saved."""
+"""Helpers for the tests of the commands: options, small models, a tokenizer, and the files of a run."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What the commands are given, and how they are run."""
+"""Fixtures for the tests of the commands: a text, and functions that run a command."""
 
 import shlex
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command, in which {text}, {tmp} and {small} stand for what they say; returns what it prints."""
+    """Runs a command and returns what it prints. {text} and {tmp} are paths, {small} the options of a small model."""
 
     def run(command: str, status: int = 0) -> str:
         capfd.readouterr()

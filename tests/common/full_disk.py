@@ -1,4 +1,4 @@
-"""A disk that is full, as far as a test needs one."""
+"""Imitates a full disk by a limit on the size of files."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import pytest
 
 @contextmanager
 def full_disk(largest: int) -> Iterator[None]:
-    """No file of this process becomes larger than so many bytes."""
+    """Limits the size of this process's files to this many bytes."""
     resource = pytest.importorskip("resource")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest, limits[1]))

@@ -150,7 +150,7 @@ def results(
 
 
 def compare(name: str, lengths: list[int], dtype: torch.dtype, backend: str, given: bool) -> None:
-    """This rank's numbers with what one process finds of this rank's tokens; given: a state."""
+    """Compares this rank's results with one process's, for this rank's tokens. given: whether a state is passed."""
     packed = name in PACKED
     n, b = sum(lengths), 1 if packed else B
     how = with_dtype(CASES[name](n), dtype) | {"backend": backend}
@@ -182,7 +182,7 @@ def compare(name: str, lengths: list[int], dtype: torch.dtype, backend: str, giv
             sizes[i] = x.double().abs().max() if x.is_floating_point() else 1
     for x in (gaps, sizes):  # on all ranks, before one of them fails and leaves the others waiting
         dist.all_reduce(x, dist.ReduceOp.MAX)
-    # docs/numerics.md: 16 u = 1e-6 of M, and M is some times the largest entry
+    # docs/numerics.md allows 16 u = 1e-6 of M, and M is a few times the largest entry.
     out, gradient = (1e-13, 1e-13) if dtype == torch.float64 else (3e-6, 2e-5)
     for key, found in zip(one, (gaps / sizes.clamp(min=1)).tolist(), strict=True):
         most = gradient if key.startswith("d") else out

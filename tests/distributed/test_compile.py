@@ -17,7 +17,7 @@ from tests.distributed.comparisons import gradients, perturbed
 
 pytestmark = pytest.mark.long
 
-# Of two ranks. The first compiles for one length, the second for any, and the third compiles nothing.
+# Lengths of the two ranks' parts. The first call compiles for one length, the second for any, the third not at all.
 LENGTHS = ([8, 3], [5, 6], [4, 7])
 
 

@@ -42,7 +42,9 @@ def test_a_layer_gives_the_numbers_of_one_process(name: str) -> None:
     lengths = {2: [9, 2], 4: [1, 0, 2, 8]}[size]  # the convolution looks back over several ranks
     x, weight = torch.randn(2, 2, 11, 16, dtype=torch.float64)
     key_mask = torch.rand(2, 11) < 0.7
-    with torch.no_grad():  # of the packed sequences; only some go on from one
+    with (
+        torch.no_grad()
+    ):  # the states of four packed sequences; the calls without packing start without a state
         _, before = layer(torch.randn(4, 3, 16, dtype=torch.float64), return_state=True)
     for bounds in (None, [0, 3, 3, 10, 11]):
         rows = slice(None) if bounds is None else slice(1)
@@ -78,7 +80,7 @@ def lengths_of_11() -> list[int]:
 @pytest.mark.parametrize("packed", [False, True], ids=["one sequence", "packed"])
 @on_each_rank
 def test_a_language_model_has_the_loss_and_gradients_of_one_process(packed: bool) -> None:
-    """Of all weights, with labels across the borders; then states and a generated token."""
+    """Labels may lie on the next rank. The states, and a token generated from them, agree too."""
     torch.manual_seed(0)
     config = LanguageModelConfig(
         vocab_size=20, embed_dim=16, num_layers=2, num_heads=2, short_conv=4, forget_gate=True,
@@ -194,7 +196,7 @@ def test_shards_of_sequences_and_of_weights_and_checkpointed_activations_go_toge
 
 @on_each_rank
 def test_a_mesh_of_two_dimensions_gives_its_cp() -> None:
-    """Rows over "dp", sequences over "cp": the whole mesh is given, and its "cp" is taken."""
+    """Rows are split over "dp" and sequences over "cp". A Shard of the whole mesh takes its dimension "cp"."""
     size = dist.get_world_size()
     mesh = dist.init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "cp"))
     q, k, v = randoms(size // 2, 10, 2, 4)
@@ -207,7 +209,7 @@ def test_a_mesh_of_two_dimensions_gives_its_cp() -> None:
 
 @on_each_rank
 def test_a_checkpoint_is_read_by_more_and_by_fewer_processes(tmp_path) -> None:
-    """One of half of the processes is read by all, and theirs by half of them again."""
+    """First half of the processes write and all read; then all write and half of them read."""
     few, everyone = dist.new_group(list(range(dist.get_world_size() // 2))), dist.group.WORLD
     for i, (writers, readers) in enumerate(((few, everyone), (everyone, few))):
         path = tmp_path / str(i)

@@ -91,7 +91,7 @@ def test_what_overflows_in_later_tokens_does_not_reach_earlier_ranks() -> None:
 
 @on_each_rank
 def test_ranks_that_take_nothing_from_others_join_the_backward_pass() -> None:
-    """One document each; a loss on the first alone."""
+    """Each rank has a document of its own; then only the first rank has a loss."""
     lengths = even(6)
     bounds = torch.tensor([0, *accumulate(lengths)])
     q, k, v = (x.requires_grad_() for x in randoms(1, sum(even(6)), 2, 4))
@@ -142,7 +142,7 @@ def test_a_prefill_by_many_processes_is_decoded_from_by_one() -> None:
 
 @on_each_rank
 def test_rows_of_a_pool_are_read_and_written_by_every_rank_as_by_one_process() -> None:
-    """Two of three; the third stays."""
+    """The call writes two of three rows; the third keeps its numbers."""
     n, slots = sum(even(5)), torch.tensor([2, 0])
     q, k, v = randoms(2, n, 2, 4)
     with torch.no_grad():
@@ -175,7 +175,7 @@ DISAGREEMENTS = {  # what the message names on both sides
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 @on_each_rank
 def test_ranks_that_disagree_are_told_so_everywhere(what: str) -> None:
-    """The last rank is the odd one."""
+    """The last rank is the one that disagrees."""
     size, last = dist.get_world_size(), dist.get_rank() == dist.get_world_size() - 1
     odd = last and what
     lengths = [*[3] * (size - 1), 4 if odd == "lengths" else 3]
@@ -194,7 +194,7 @@ def test_ranks_that_disagree_are_told_so_everywhere(what: str) -> None:
 
 
 def one_rank_dies() -> None:
-    """Between the forward and the backward pass; where the others wait, they are told so."""
+    """The last rank ends between the forward and the backward pass, while the others wait for it."""
     shard = Shard(lengths=even(4))
     q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 4, 2, 4))
     out = linear_rope_attention(q, k, v, shard=shard)

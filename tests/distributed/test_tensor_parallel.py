@@ -40,13 +40,13 @@ LAYERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", LAYERS)
 @on_each_rank
 def test_a_layer_with_shared_heads_gives_the_numbers_of_one_process(name: str) -> None:
-    """Of heads that two processes share, and that all do."""
+    """The heads are split over all processes, and over two of them."""
     for cp in {1, dist.get_world_size() // 2}:
         layer(name, cp)
 
 
 def layer(name: str, cp: int) -> None:
-    """y, state, gradients of x and of all weights, of all heads over the whole sequence."""
+    """Compares y, the state and the gradients of x and all weights with one process's."""
     torch.manual_seed(0)
     tp = dist.get_world_size() // cp
     mesh = dist.init_device_mesh("cpu", (cp, tp), mesh_dim_names=("cp", "tp"))
@@ -148,7 +148,7 @@ def test_what_cannot_be_shared_is_refused_with_the_reason() -> None:
 
 @on_each_rank
 def test_transformers_shares_a_model_as_it_loads_it(tmp_path) -> None:
-    """Loaded by transformers' own plan: logits, gradients, generated tokens, and what is saved again."""
+    """transformers splits the model by its own plan. Logits, gradients, tokens and saved weights are compared."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     config = LinRopeConfig(

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.long
 STEPS, RATE, ROWS = 3, 0.1, 4
 
 
-# Four rows, with and without labels, all of them in each step.
+# Four rows, two of them partly without labels. Each step takes all four.
 TOKENS = torch.randint(20, (ROWS, 12), generator=torch.Generator().manual_seed(1))
 LABELS = TOKENS.clone()
 LABELS[0, 5:] = LABELS[3, :3] = -100
@@ -79,13 +79,13 @@ def saved(folder: Path) -> Any:
 
 
 def compare(folder: Path, rows: int, trainer: type[Trainer] = Trainer, **shared: int) -> None:
-    """Losses, gradient norms, evaluation and weights of one process; rows: of each process."""
+    """Compares losses, gradient norms, evaluation and weights with one process's. rows: of each process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     one = saved(folder)
     losses = expected(one)
     how: dict[str, Any] = {"distributed_config": DistributedConfig(**shared)} if shared else {}
     model = LinRopeForCausalLM.from_pretrained(folder, **how)
-    # accelerate wants GPUs for heads shared out; that these are none makes no other difference here.
+    # accelerate requires GPUs to split heads. Here the processes only claim to have them.
     pretended = mock.PropertyMock(return_value=True)
     with mock.patch.object(Accelerator, "multi_device", pretended) if "tp_size" in shared else nullcontext():
         run = trainer(model, arguments(folder, rows), train_dataset=DATA, eval_dataset=DATA)

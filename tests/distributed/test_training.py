@@ -28,7 +28,7 @@ def corpus() -> Corpus:
     return Corpus.from_texts([f"text {i}: the quick brown fox jumps. " * (1 + i % 5) for i in range(40)])
 
 
-# What a Trainer asks of accelerate, of one process in a group of several.
+# Stands in for accelerate's Accelerator: a process of a group that trains by itself.
 ALONE = SimpleNamespace(
     device=torch.device("cpu"), num_processes=1, process_index=0, is_main_process=True, mixed_precision="no",
     distributed_type="NO", no_sync=lambda _: nullcontext(), reduce=lambda x, _: x,
@@ -58,12 +58,12 @@ def compare(found: list[dict[str, float]], expected: list[dict[str, float]]) -> 
 
 
 def arrangement(tokens: int, heads: int, options: dict[str, Any]) -> None:
-    """Losses, gradient norms, evaluation and weights of one process with all rows."""
+    """Compares losses, gradient norms, evaluation and weights with those of one process that has all rows."""
     rows = dist.get_world_size() // (tokens * heads)
     whole = trainer(replace(CONFIG, batch_size=ROWS, **options), ALONE)
     expected = steps(whole)
     parallel = {"sequence_parallel": tokens, "tensor_parallel": heads}
-    # Rows of a step are the same in both: of several processes each reads its part of the batches.
+    # Both take the same rows in a step: several processes read a part of them each.
     own = replace(CONFIG, batch_size=ROWS // rows, **options)
     run = trainer(own, together(), **parallel)
     compare(steps(run), expected)
@@ -97,7 +97,7 @@ def test_rows_tokens_and_heads_are_shared(processes, name: str, tokens: int, hea
 
 @on_each_rank
 def test_processes_that_share_heads_start_with_the_same_model() -> None:
-    """With the first one's weights, projections and seeds."""
+    """All take the weights, projections and seeds of the first process."""
     torch.manual_seed(dist.get_rank())
     model = LanguageModel(replace(MODEL, feature_map="favor+"))
     Trainer(model, corpus(), CONFIG, together(), tensor_parallel=dist.get_world_size())
@@ -110,7 +110,7 @@ def test_processes_that_share_heads_start_with_the_same_model() -> None:
 
 @on_each_rank
 def test_a_run_goes_on_with_another_arrangement(tmp_path) -> None:
-    """Processes share tokens; others that share heads go on, then others that share both."""
+    """The first processes share tokens. Others resume and share heads, then others that share both."""
     size, config = dist.get_world_size(), replace(CONFIG, batch_size=ROWS)
     expected = steps(trainer(config, ALONE), 6)
     run = trainer(config, together(), sequence_parallel=size)

@@ -12,7 +12,7 @@ RANDOM = ("favor+", "favor+hyperbolic", "favor++", "rff", "generalized")
 LEARNED = ("t2r", "hedgehog", "rebased")
 HEADS = {"num_heads": 2, "num_kv_heads": 2}
 
-# By label: name and options, for heads of any size.
+# The name and options of each map, by label, for heads of any size
 MAPS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in (*feature_maps.ELEMENTWISE, "softmax", "taylor2")},
     **{name: (name, {"num_features": 8, "seed": 0}) for name in RANDOM},

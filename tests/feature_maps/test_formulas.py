@@ -40,7 +40,7 @@ def generalized(function: Callable[[Tensor], Tensor], kernel: Any) -> tuple[str,
     return "generalized", options, lambda w: (function(w @ Y) + 0.5) / 2
 
 
-# By label: the map, its options, and its features. Random maps have four.
+# The map, its options and its formula, by label. Random maps have four features.
 FORMULAS: dict[str, tuple[str, dict[str, Any], Formula]] = {
     "softmax": ("softmax", {}, lambda _: X.exp() / X.exp().sum()),
     "favor+": ("favor+", {}, lambda w: (w @ Y - HALF).exp() / 2),

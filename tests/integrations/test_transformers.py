@@ -56,7 +56,7 @@ def train_once(net: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def both(family: str, run: Callable[[], Any]) -> tuple[Any, Any]:
-    """What it gives with linrope's functions, and what it gives without."""
+    """The results of run with linrope's functions and with transformers' own."""
     expected = run()
     with linrope_transformers.enable(family):
         return run(), expected

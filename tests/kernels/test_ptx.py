@@ -49,9 +49,9 @@ FORMER_FAULTS = {
     # With chunks of 16 Triton 3.6 and 3.7 turned masked keys wrongly in these tiles; 3.9 does not.
     "a mask hides keys in float16 at 128 features": (90, "fp16", 128),
     "a mask hides keys in float16 at 128 features, Ampere": (80, "fp16", 128),
-    # Of g, with several query heads to a key head, where values are few for some of Hopper's products.
+    # dk and dv of several query heads per key head, with few values: a copy overwrote dout on Hopper.
     "no copy is written over what the matrix unit still reads": (90, "bf16", 16),
-    # Of few products each fused its own, unrounded, with the sum of the others, and the last one counted.
+    # In sums of few products, each thread fused its own product, not rounded, with the sum of the other threads.
     "all threads that hold a sum hold the same bits": (90, "fp32", 32),
 }
 

@@ -1,4 +1,4 @@
-"""What the tests of the layer share: random inputs, options with their layers, and the layer written out."""
+"""Helpers for the tests of the layer: random inputs, tables of options, and the layer written out."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, feature_m
 from tests.oracle import NATIVE
 from tests.trapezoid_loop import trapezoidal_loop
 
-# In float32, which "auto" computes with the native kernels if there are any
+# Options of layers in float32, which "auto" computes with the native kernels if they are built
 PLAIN = {
     "plain": {},
     "grouped": {"num_kv_heads": 2},
@@ -38,7 +38,7 @@ PLAIN = {
     "xpos": {"rotary": {"xpos": 30.0}},
     "several": {"num_kv_heads": 2, "value_head_dim": 6, "out_norm": True, "gate": True, "bias": True},
 }
-# In float64
+# Options of layers in float64
 GATED = {
     "spread": {"decay": {"name": "spread", "longest": 50}},
     "learned decay": {"decay": "learned"},
@@ -105,7 +105,7 @@ def inputs(layer: LinearRoPEAttention, b: int = 2, n: int = 9, seed: int = 1) ->
 
 
 def assert_same_state(a: LinearAttentionState, b: LinearAttentionState, rows: slice = slice(None)) -> None:
-    """a is b's rows; sums in another order differ by rounding, what is copied does not."""
+    """Asserts that a has these rows of b. Sums in another order may differ by rounding, copies may not."""
     assert a.identity == b.identity
     assert torch.equal(a.position, b.position[rows])
     for name in ("kv", "z", "log_scale", "conv", "last_token"):

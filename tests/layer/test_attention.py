@@ -97,7 +97,7 @@ def test_half_precision_and_autocast_stay_near_with_wide_states(options, units: 
         error, largest = (float(t.detach().abs().max()) for t in (z - expected, expected))
         assert error < units * torch.finfo(dtype).eps * largest
     y.sum().backward()
-    # What little a gate writes, the norm may magnify beyond float16's range
+    # A gate may write so little that the norm magnifies the gradient beyond float16's range
     assert bool(x.grad.isfinite().all()) or (dtype == torch.float16 and "write_gate" in options)
 
 

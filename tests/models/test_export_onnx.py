@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 BARE = {"forget_gate": False, "write_gate": None, "short_conv": None, "out_norm": False}
-# The map's keys have a running maximum, whose graph has to be of any length, too.
+# The softmax map has a running maximum over the keys, and its graph must accept any length.
 GATED = {"forget_gate": {"longest": 64}, "rotary": "selective", "short_conv": 4, "feature_map": "softmax"}
 GROUPED = {**BARE, "num_kv_heads": 1, "decay": "spread", "rotary": {"xpos": 64}}
 OTHERS = [
@@ -76,7 +76,7 @@ def tokens_of(b: int, n: int) -> Tensor:
 
 
 def assert_near(got: list[Tensor], expected: list[Tensor], part: float = 1e-5) -> None:
-    """Within that part of the largest entry."""
+    """Asserts that errors are at most this part of the largest entry."""
     for x, y in zip(got, expected, strict=True):
         assert x.shape == y.shape
         assert (x - y).abs().max() <= part * y.abs().max()
@@ -124,7 +124,7 @@ def test_a_portable_file_computes_a_prompt_in_pieces_and_twenty_steps(options, t
 
 @torch.no_grad()
 def test_every_first_byte_is_the_model_s(exported: Exported) -> None:
-    """The slowest heads' outputs are tiny then, and a norm makes them large."""
+    """After one byte the slowest heads have tiny outputs, which a norm enlarges."""
     tokens, states = torch.arange(256)[:, None], exported.module.empty(256)
     assert_near(exported(tokens, states)[:1], exported.expected(tokens, states)[:1])
 

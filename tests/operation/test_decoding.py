@@ -51,7 +51,7 @@ def step(
 
 
 def in_a_loop(way: str = "plain", **more: Any) -> tuple[dict[str, Tensor], LinearAttentionState]:
-    """A third token, and the state of a loop that has had two."""
+    """The third token of a decoding loop, and the loop's state after two."""
     first, second, third = data(3)
     with torch.no_grad():
         _, state = step(first, None, way, **more)

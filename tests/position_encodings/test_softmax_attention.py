@@ -34,7 +34,10 @@ def numbers(*shape: int, seed: int = 1) -> Tensor:
 def by_hand(
     layer: SoftmaxAttention, x: Tensor, context: Tensor, positions: Tensor, key_positions: Tensor, seen: Tensor
 ) -> Tensor:  # fmt: skip
-    """Positions (b, n), (b, m), seen (b, n, m). test_relative has the encodings' scores and values pair by pair."""
+    """The layer's equation. positions (b, n), key_positions (b, m); seen (b, n, m): the keys that each query sees.
+
+    The scores and values of an encoding are its own; test_relative checks them pair by pair.
+    """
     h, g, encoding = layer.num_heads, layer.num_kv_heads, layer.encoding
     q = layer.q_proj(x).unflatten(-1, (h, -1))
     k, v = (

@@ -49,7 +49,7 @@ def cut(path, size: int | None, more: bytes = b"") -> None:
 
 
 class Opened:
-    """Unpickling one would run code."""
+    """An object that fails the test when it is unpickled."""
 
     def __reduce__(self):
         return pytest.fail, ("a pickle was loaded",)

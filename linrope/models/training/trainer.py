@@ -97,7 +97,8 @@ class Trainer:
             )
         self.model, self.corpus, self.config, self.accelerator = model, corpus, config, accelerator
         self.step = 0  # steps done
-        self._checkpoints: list[Path] = []  # of this run or, after load, of the folder; save keeps two
+        # The checkpoints that this run wrote and, after load, all that were in its folder. save() keeps the last two.
+        self._checkpoints: list[Path] = []
         self.processes = Processes(accelerator, sequence_parallel, tensor_parallel)
         self.processes.split_heads(model)
         optimizer = torch.optim.AdamW(

@@ -43,7 +43,7 @@ def test_a_gate_that_forgets_all_leaves_nothing(native, strength):
     assert all(bool(x.isfinite().all()) for x in grads.values())
 
 
-# Rows whose other features are kept as pairs of angle 0 with some vector lengths, and apart from the pairs with others
+# rows.h stores the features that do not rotate as pairs of angle 0, or after the pairs if that makes rows no longer.
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("f", "rotated"), [(10, 2), (12, 2), (18, 2), (24, 6), (32, 8), (40, 2), (64, 16)])

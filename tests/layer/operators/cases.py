@@ -1,4 +1,4 @@
-"""What the tests of the operators share: random inputs, gradients, comparisons, instruction sets, threads."""
+"""Helpers for the tests of the operators: random inputs, gradients, comparisons, instruction sets, threads."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -42,7 +42,7 @@ def numbers(*shape: int, seed: int = 1) -> Tensor:
 
 
 def with_gaps(x: Tensor) -> Tensor:
-    """The same numbers, with others between them in memory."""
+    """The same numbers with a last stride of 2."""
     return torch.stack((x, torch.zeros_like(x)), -1)[..., 0]
 
 
@@ -54,7 +54,7 @@ def skip_bfloat16(backend: str, dtype: torch.dtype) -> None:
 
 
 def _leaves(inputs: Tensors, dtype: torch.dtype | None) -> tuple[Tensors, list[Tensor]]:
-    """Copies that require gradients, and those that are present."""
+    """Copies of the inputs that require gradients, by name; and those that are not None."""
     copies = {name: None if x is None else x.detach().to(dtype or x.dtype) for name, x in inputs.items()}
     return copies, [x.requires_grad_() for x in copies.values() if x is not None]
 
