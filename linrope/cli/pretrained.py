@@ -80,15 +80,19 @@ def tokenizer_beside(folder: Path, vocab_size: int) -> Any:
 class WithCache(nn.Module):
     """Calls a model of transformers as a LanguageModel is called: its cache takes the place of the states."""
 
+    NAMES = ("cache", "past_key_values", "cache_params")  # of the argument; models before transformers 5.24 had the last two
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        if "past_key_values" not in signature(model.forward).parameters:
+        taken = [name for name in self.NAMES if name in signature(model.forward).parameters]
+        if not taken:
             raise ValueError(
-                f"{type(model).__name__}: expected a model that continues from past_key_values, since long texts "
-                "are read in pieces"
+                f"{type(model).__name__}: expected a model whose forward takes a cache, since long texts are read in "
+                "pieces"
             )
+        self.name = taken[0]
 
     def forward(self, tokens: Tensor, states: Any = None) -> tuple[Tensor, Any]:
-        out = self.model(tokens, past_key_values=states, use_cache=True)
-        return out.logits, out.past_key_values
+        out = self.model(tokens, **{self.name: states}, use_cache=True)
+        return out.logits, out[self.name]

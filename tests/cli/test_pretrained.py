@@ -9,6 +9,7 @@ import torch
 import transformers as hf
 
 from linrope.cli.generation import stream
+from linrope.cli.pretrained import WithCache
 from linrope.models import LanguageModel
 from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM, LinRopeForMaskedLM
 from linrope.models.training import Corpus, bits_by_position
@@ -64,6 +65,18 @@ def test_eval_compares_models_of_both_kinds_on_a_text(linear, run, refused, text
         assert row == pytest.approx(expected, rel=1e-4)
     message = "linear: does not record the text it was trained on; expected a PATH"
     assert message in refused("eval --checkpoint {tmp}/linear")
+
+
+@pytest.mark.parametrize("kind", ["llama", "mamba2"])  # by past_key_values and cache_params before transformers 5.24
+def test_a_model_of_transformers_continues_from_its_cache(kind: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "n_groups": 1}
+    model = llama() if kind == "llama" else hf.Mamba2ForCausalLM(hf.Mamba2Config(vocab_size=256, **sizes)).eval()
+    with_cache, tokens = WithCache(model), torch.randint(256, (1, 30))
+    with torch.no_grad():
+        first, states = with_cache(tokens[:, :13])
+        second, _ = with_cache(tokens[:, 13:], states)
+        torch.testing.assert_close(torch.cat((first, second), 1), model(tokens).logits)
 
 
 def test_generate_ends_where_the_model_ends_the_text(run, text, tmp_path, capfd, monkeypatch) -> None:
@@ -131,6 +144,6 @@ def test_models_that_eval_cannot_read_are_refused(refused, tmp_path) -> None:
     bloom = hf.BloomConfig(vocab_size=256, hidden_size=32, n_layer=1, n_head=2)
     hf.BloomForCausalLM(bloom).save_pretrained(tmp_path)
     assert "does not record the trained length; expected --length" in refused(EVAL)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 16, "n_groups": 1}
-    hf.Mamba2ForCausalLM(hf.Mamba2Config(vocab_size=256, **sizes)).save_pretrained(tmp_path)
-    assert "expected a model that continues from past_key_values" in refused(EVAL)
+    without_cache = hf.OpenAIGPTConfig(vocab_size=256, n_embd=32, n_layer=1, n_head=2)
+    hf.OpenAIGPTLMHeadModel(without_cache).save_pretrained(tmp_path)
+    assert "expected a model whose forward takes a cache" in refused(EVAL)

@@ -116,12 +116,12 @@ def test_a_transformers_model_has_the_loss_of_one_process_and_decodes_after_it()
     shard, tokens = Shard(lengths=lengths_of_11()), torch.randint(20, (2, 11))
     expected = model(tokens, labels=tokens, use_cache=False)
     cache = LinRopeCache(config)
-    out = model(shard.take(tokens), labels=shard.targets(tokens), shard=shard, past_key_values=cache)
+    out = model(shard.take(tokens), labels=shard.targets(tokens), shard=shard, cache=cache)
     loss = out.loss.detach().clone()
     dist.all_reduce(loss)
     # transformers' is float32
     torch.testing.assert_close(loss, expected.loss.detach().double(), rtol=0, atol=1e-6)
-    step = model(tokens[:, :1], past_key_values=cache).logits
+    step = model(tokens[:, :1], cache=cache).logits
     whole = model(torch.cat((tokens, tokens[:, :1]), 1), use_cache=False).logits[:, -1:]
     assert cache.get_seq_length() == 12
     torch.testing.assert_close((out.logits, step), (shard.take(expected.logits), whole), rtol=0, atol=1e-13)

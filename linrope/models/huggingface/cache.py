@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import Cache
 
 from linrope.common.files import load_tensors, save_tensors
+from linrope.models.huggingface.cache_name import CACHE
 from linrope.models.huggingface.configuration import LinRopeConfig
 from linrope.position_encodings import KeyValueState
 from linrope.sequence.state import LinearAttentionState
@@ -63,7 +64,7 @@ class StateLayer:
 
 
 class LinRopeCache(Cache):
-    """The states of all layers, for generate() and for forward's past_key_values.
+    """The states of all layers, for generate() and for forward's ``cache``.
 
     Its memory does not grow with the sequence, except in the "full_attention" layers of a hybrid model, which
     keep all their keys and values. ``copy.deepcopy`` forks a sequence.
@@ -75,7 +76,7 @@ class LinRopeCache(Cache):
     >>> config = LinRopeConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
     ...                        num_attention_heads=2)
     >>> model, cache = LinRopeForCausalLM(config), LinRopeCache(config)
-    >>> logits = model(torch.randint(50, (1, 10)), past_key_values=cache).logits
+    >>> logits = model(torch.randint(50, (1, 10)), cache=cache).logits
     >>> cache.get_seq_length(), cache.layers[0].state.kv.shape
     (10, torch.Size([1, 2, 16, 32]))
     """
@@ -144,7 +145,7 @@ def check_lengths(inputs: Tensor, name: str, model_kwargs: Mapping[str, Any]) ->
     inputs (b, n, ..) are either all tokens, with a mask (b, n) or none, or only the new tokens, with a mask
     (b, seen + n). Embeddings are always those of all tokens.
     """
-    cache, attention_mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+    cache, attention_mask = model_kwargs.get(CACHE), model_kwargs.get("attention_mask")
     seen = cache.get_seq_length() if isinstance(cache, LinRopeCache) else 0
     b, n = inputs.shape[:2]
     length = n if attention_mask is None else attention_mask.shape[-1]

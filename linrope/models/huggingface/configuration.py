@@ -85,7 +85,7 @@ class LinRopeConfig(PreTrainedConfig):
     """
 
     model_type = "linrope"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012
     base_model_tp_plan = TP_PLAN
 
     vocab_size: int = 32000

@@ -24,13 +24,20 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
     GradientCheckpointingLayer,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, MaskedLMOutput
+from transformers.modeling_outputs import MaskedLMOutput
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from linrope.distributed.shard import Shard
 from linrope.layer.norm import RMSNorm, silu_product
 from linrope.models.huggingface.cache import LinRopeCache, State, check_lengths
+from linrope.models.huggingface.cache_name import (
+    CACHE,
+    NAMES,
+    BaseOutput,
+    CausalLMOutput,
+    either_cache_name,
+)
 from linrope.models.huggingface.configuration import LinRopeConfig, make_attention
 from linrope.models.huggingface.padding import count_positions, may_pad, read_mask, restarts
 from linrope.models.huggingface.parallel import TP_HEAD
@@ -89,7 +96,7 @@ class LinRopePreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["LinRopeLayer"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = list(NAMES)  # noqa: RUF012
     _is_stateful = True  # a state cannot be rolled back: generate() refuses assisted decoding
     _can_record_outputs = {"hidden_states": LinRopeLayer}  # noqa: RUF012
 
@@ -164,26 +171,27 @@ class LinRopeModel(LinRopePreTrainedModel):
         self.causal = config.is_causal
         self.post_init()
 
+    @either_cache_name("cache")
     @capture_outputs  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: LinRopeCache | None = None,
+        cache: LinRopeCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
         shard: Shard | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> BaseOutput:
         """
         Args:
             input_ids: (b, n) integers. Give either these or inputs_embeds, (b, n, hidden_size).
             attention_mask: (b, n), or (b, tokens seen before + n) with a cache; 0: padding, on either side.
             position_ids: (n,) or (b, n). By default they continue those of the cache and skip padding. In a
                 batch of one without mask and cache, each 0 begins a new sequence, as packing collators do.
-            past_key_values: the cache of the tokens before. The call updates it.
+            cache: the cache of the tokens before, also as past_key_values. The call updates it.
             cu_seqlens: (s + 1,) bounds of sequences packed into a batch of one; also as cu_seq_lens_q.
             shard: a ``linrope.distributed.Shard``: the tokens are this rank's part, without padding. Layers
                 with full attention take no shard, and neither does a cache with packed sequences.
@@ -191,17 +199,17 @@ class LinRopeModel(LinRopePreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             got = "neither" if input_ids is None else "both"
             raise ValueError(f"input_ids, inputs_embeds: got {got}, expected exactly one of them")
-        if past_key_values is not None and not isinstance(past_key_values, LinRopeCache):
-            kind = type(past_key_values).__name__
-            raise TypeError(f"past_key_values: got {kind}, expected LinRopeCache or None")
+        if cache is not None and not isinstance(cache, LinRopeCache):
+            kind = type(cache).__name__
+            raise TypeError(f"cache: got {kind}, expected LinRopeCache or None")
         if kwargs.get("is_causal", self.config.is_causal) != self.causal:
             raise ValueError(f"is_causal={not self.causal}: this model was made with is_causal={self.causal}")
-        if past_key_values is not None and (not self.causal or len(past_key_values) != len(self.layers)):
+        if cache is not None and (not self.causal or len(cache) != len(self.layers)):
             expected = f"{len(self.layers)} layers" if self.causal else "None with is_causal=False"
-            raise ValueError(f"past_key_values: got {len(past_key_values)} layers, expected {expected}")
+            raise ValueError(f"cache: got {len(cache)} layers, expected {expected}")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         b, n, _ = x.shape
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        seen = 0 if cache is None else cache.get_seq_length()
         if shard is not None:
             self._check_shard(attention_mask, n)
             attention_mask, cu_seqlens = None, shard.cu_seqlens
@@ -210,32 +218,32 @@ class LinRopeModel(LinRopePreTrainedModel):
         cu_seqlens = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
         if cu_seqlens is None and position_ids is not None and b == 1 < n and not seen and shard is None:
             cu_seqlens = restarts(position_ids, n) if attention_mask is None else None
-        if cu_seqlens is not None and past_key_values is not None:
-            raise ValueError("cu_seqlens: got packed sequences and past_key_values, expected one of the two")
+        if cu_seqlens is not None and cache is not None:
+            raise ValueError("cu_seqlens: got packed sequences and cache, expected one of the two")
         if attention_mask is not None:
             position_ids, key_mask = read_mask(attention_mask, position_ids, b, n, seen, cu_seqlens)
         # Gradient checkpointing is there to save memory: it gets a cache only if the caller asks for one.
         if use_cache is None:
             use_cache = self.config.use_cache and not (self.training and self.gradient_checkpointing)
-        if use_cache and past_key_values is None and self.causal and cu_seqlens is None:
-            past_key_values = LinRopeCache(self.config)
+        if use_cache and cache is None and self.causal and cu_seqlens is None:
+            cache = LinRopeCache(self.config)
 
         tokens: dict[str, Any] = {"positions": position_ids, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
-        plain = past_key_values is not None and shard is None and key_mask is None
-        if plain and (last := step_of_generate(self, past_key_values, x, position_ids, **kwargs)) is not None:
-            return BaseModelOutputWithPast(last_hidden_state=last, past_key_values=past_key_values)
+        plain = cache is not None and shard is None and key_mask is None
+        if plain and (last := step_of_generate(self, cache, x, position_ids, **kwargs)) is not None:
+            return BaseOutput(last_hidden_state=last, **{CACHE: cache})
         if shard is not None:
             tokens |= {"cu_seqlens": None, "shard": shard}
-        if past_key_values is None:
+        if cache is None:
             for layer in self.layers:
                 x, _ = layer(x, **tokens)
         else:
             may_repeat = self.training and torch.is_grad_enabled()  # then a layer keeps its old state
-            for layer, cache in zip(self.layers, past_key_values.layers):
-                state = cache.state if may_repeat else cache.take()
-                x, cache.state = layer(x, state=state, return_state=True, **tokens)
-            past_key_values.length += n if shard is None else shard.total
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+            for layer, kept in zip(self.layers, cache.layers):
+                state = kept.state if may_repeat else kept.take()
+                x, kept.state = layer(x, state=state, return_state=True, **tokens)
+            cache.length += n if shard is None else shard.total
+        return BaseOutput(last_hidden_state=self.norm(x), **{CACHE: cache})
 
     def _check_shard(self, attention_mask: Tensor | None, n: int) -> None:
         if "full_attention" in (self.config.layer_types or ()):
@@ -266,20 +274,21 @@ class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @either_cache_name("cache")
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: LinRopeCache | None = None,
+        cache: LinRopeCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         shard: Shard | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutput:
         """Takes the arguments of ``LinRopeModel``, and labels (b, n): the tokens, or -100 for no loss.
 
         The call shifts the labels. With a shard they must be the next tokens already (``shard.targets``),
@@ -288,8 +297,7 @@ class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
         """
         outputs = self.model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
-            past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, shard=shard,
-            **kwargs,
+            cache=cache, inputs_embeds=inputs_embeds, use_cache=use_cache, shard=shard, **kwargs,
         )  # fmt: skip
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, rows])
@@ -298,14 +306,14 @@ class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
             loss = shard.mean_loss(logits, labels, kwargs.get("num_items_in_batch"))
         elif labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
+        return CausalLMOutput(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: outputs.cache},
             hidden_states=outputs.hidden_states,
         )
 
-    generate = with_prepared_steps(GenerationMixin.generate)
+    generate = either_cache_name(CACHE)(with_prepared_steps(GenerationMixin.generate))
 
     def _prepare_model_inputs(self, *args: Any, **kwargs: Any) -> tuple[Tensor, str | None, dict[str, Any]]:
         """Checks the mask here, because generate() slices the inputs by it and then drops it."""
@@ -319,8 +327,8 @@ class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
             raise ValueError(f"cache_implementation={kind!r}: expected None: there is only one kind of cache")
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = LinRopeCache(self.config)
+        if model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
+            model_kwargs[CACHE] = LinRopeCache(self.config)
 
     def _prepare_position_ids_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]

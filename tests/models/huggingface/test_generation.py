@@ -83,7 +83,7 @@ def test_tokens_stream_as_they_come(model: LinRopeForCausalLM) -> None:
 def test_a_saved_conversation_goes_on(kind: str, tmp_path: Path) -> None:
     model, first, second = causal_lm(**KINDS[kind]), tokens(1, 5), tokens(1, 4, seed=2)
     cache = LinRopeCache(model.config)
-    said = model.generate(first, past_key_values=cache, max_new_tokens=3)
+    said = model.generate(first, cache=cache, max_new_tokens=3)
     seen = cache.get_seq_length()
     assert seen == 7  # all but the last token, which nothing has read yet
     cache.save(tmp_path / "chat.safetensors")
@@ -91,8 +91,26 @@ def test_a_saved_conversation_goes_on(kind: str, tmp_path: Path) -> None:
     prompt = torch.cat((said, second), 1)  # test_resume.py has other ways to go on
     loaded = LinRopeCache.load(tmp_path / "chat.safetensors", first.device)
     assert loaded.get_seq_length() == seen
-    out = model.generate(prompt, past_key_values=loaded, max_new_tokens=5)
+    out = model.generate(prompt, cache=loaded, max_new_tokens=5)
     assert torch.equal(out, greedy(model, prompt, 5))
+
+
+def test_the_cache_has_both_of_its_names(model: LinRopeForCausalLM, recwarn, caplog) -> None:
+    ids = tokens(1, 9)
+    expected = model.generate(ids, max_new_tokens=4)
+    for name in ("cache", "past_key_values"):
+        cache = filled_cache(model, ids[:, :5])
+        assert torch.equal(model.generate(ids, max_new_tokens=4, **{name: cache}), expected)
+        out = model(ids[:, :5], use_cache=True)
+        assert out.cache is not None
+        first = out.logits
+        second = model(ids[:, 5:], **{name: out.cache}).logits
+        torch.testing.assert_close(torch.cat((first, second), 1), model(ids).logits)
+    for call in (model, model.model, model.generate):
+        with pytest.raises(ValueError, match="cache, past_key_values: got both, expected one"):
+            call(ids, cache=None, past_key_values=LinRopeCache(model.config))
+    assert not recwarn.list
+    assert "deprecated" not in caplog.text
 
 
 def test_a_padded_conversation_goes_on() -> None:
@@ -101,7 +119,7 @@ def test_a_padded_conversation_goes_on() -> None:
     one, other, later, last = (tokens(1, n, seed=n) for n in (3, 5, 4, 2))  # of two sequences: two turns each
     first = torch.cat((F.pad(one, (2, 0)), other))
     mask = (first != 0).long()
-    how = {"past_key_values": cache, "eos_token_id": None}
+    how = {"cache": cache, "eos_token_id": None}
     said = model.generate(first, attention_mask=mask, max_new_tokens=3, **how)
     second = torch.cat((later, F.pad(last, (2, 0))))
     mask = torch.cat((mask, torch.ones(2, 3, dtype=mask.dtype), (second != 0).long()), 1)
@@ -117,9 +135,9 @@ def test_inference_mode_and_its_end_may_share_a_cache(kind: str) -> None:
     model, ids = causal_lm(**KINDS[kind]), tokens(1, 6)
     cache = LinRopeCache(model.config)
     with torch.inference_mode():
-        model(ids[:, :4], past_key_values=cache)
-        model(ids[:, 4:5], past_key_values=cache)
-    out = model.generate(ids, past_key_values=cache, max_new_tokens=3)
+        model(ids[:, :4], cache=cache)
+        model(ids[:, 4:5], cache=cache)
+    out = model.generate(ids, cache=cache, max_new_tokens=3)
     assert torch.equal(out, greedy(model, ids, 3))
 
 
@@ -129,7 +147,7 @@ def test_only_full_attention_grows(model: LinRopeForCausalLM) -> None:
     sizes, places = [], set()
     with torch.no_grad():
         for n in (5, 1, 1, 40, 1):
-            model(tokens(2, n), past_key_values=cache)
+            model(tokens(2, n), cache=cache)
             linear, full = (layer.state for layer in cache.layers)
             sizes.append((linear.kv.shape, full.k.shape[1]))
             places.add(linear.kv.data_ptr())
@@ -150,14 +168,14 @@ def test_sequences_of_a_cache_are_chosen_and_repeated(model: LinRopeForCausalLM)
     for method, argument, rows in choices:
         cache = LinRopeCache(model.config)
         getattr(cache, method)(argument)  # before the first token there is nothing to choose
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         getattr(cache, method)(argument)
         later = more.expand(len(rows), -1)
         expected = model(torch.cat((ids[rows], later), 1)).logits[:, 6:]
-        torch.testing.assert_close(model(later, past_key_values=cache).logits, expected)
+        torch.testing.assert_close(model(later, cache=cache).logits, expected)
     cache.reset()
     assert cache.get_seq_length() == 0
-    torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)
+    torch.testing.assert_close(model(ids, cache=cache).logits, model(ids).logits)
 
 
 def test_a_saved_cache_has_every_tensor_of_the_states(tmp_path: Path) -> None:
@@ -201,9 +219,9 @@ def test_files_that_do_not_fit_are_refused(model: LinRopeForCausalLM, tmp_path: 
     cache.save(path)
     loaded = LinRopeCache.load(path, ids.device)
     with pytest.raises(ValueError, match="state: made with"):
-        causal_lm(feature_map="relu", **HYBRID)(ids, past_key_values=loaded)
-    with pytest.raises(ValueError, match="past_key_values: got 2 layers, expected 3"):
-        causal_lm(num_hidden_layers=3)(ids, past_key_values=loaded)
+        causal_lm(feature_map="relu", **HYBRID)(ids, cache=loaded)
+    with pytest.raises(ValueError, match="cache: got 2 layers, expected 3"):
+        causal_lm(num_hidden_layers=3)(ids, cache=loaded)
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(ValueError, match="not a readable safetensors file"):
         LinRopeCache.load(path)

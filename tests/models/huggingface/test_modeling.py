@@ -126,7 +126,7 @@ def test_pieces_give_what_one_call_gives(kind: str, cuts: tuple[int, ...]) -> No
     cache, out = LinRopeCache(model.config), []
     for begin, end in zip((0, *cuts), (*cuts, 12)):
         with torch.set_grad_enabled(begin % 2 == 0):  # without gradients a token changes states in place
-            out.append(model(ids[:, begin:end], past_key_values=cache).logits)
+            out.append(model(ids[:, begin:end], cache=cache).logits)
         assert cache.get_seq_length() == end
     torch.testing.assert_close(torch.cat(out, 1), whole)
     last = model(ids, logits_to_keep=1).logits
@@ -150,7 +150,7 @@ def test_padded_is_unpadded(kind: str, side: str, positions: str) -> None:
     cache, pieces = LinRopeCache(model.config), []  # and so in pieces, one of them padding alone
     for begin, end in ((0, 3), (3, 8), (8, 9), (9, 12)):
         own = {"position_ids": where["position_ids"][:, begin:end]} if where else {}
-        call = model(batch[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, **own)
+        call = model(batch[:, begin:end], attention_mask=mask[:, :end], cache=cache, **own)
         pieces.append(call.logits[:1])
     torch.testing.assert_close(torch.cat(pieces, 1)[:, left : left + 7], alone)
 
@@ -166,7 +166,7 @@ def test_packed_is_separate(kind: str, how: str, start: int) -> None:
     if how == "position_ids":
         where = {how: torch.cat((first, torch.arange(8)[None]), 1)}
     out = model(torch.cat((one, two), 1), **where)
-    assert out.past_key_values is None
+    assert out.cache is None
     expected = model(one, position_ids=first).logits, model(two).logits
     torch.testing.assert_close(out.logits, torch.cat(expected, 1))
 
@@ -235,15 +235,15 @@ def test_bad_arguments_are_refused() -> None:
         (model, {"input_ids": None}, "input_ids, inputs_embeds: got neither, expected exactly one"),
         (model, {"attention_mask": torch.ones(2, 4)}, r"attention_mask: got shape \(2, 4\), expected \(2, 5\)"),
         (model, {"is_causal": False}, "is_causal=False: this model was made with is_causal=True"),
-        (model, {"input_ids": ids[:1], "cu_seqlens": bounds, "past_key_values": cache},
-         "cu_seqlens: got packed sequences and past_key_values"),
-        (both, {"past_key_values": LinRopeCache(both.config)},
-         "past_key_values: got 2 layers, expected None with is_causal=False"),
+        (model, {"input_ids": ids[:1], "cu_seqlens": bounds, "cache": cache},
+         "cu_seqlens: got packed sequences and cache"),
+        (both, {"cache": LinRopeCache(both.config)},
+         "cache: got 2 layers, expected None with is_causal=False"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             called(**{"input_ids": ids} | options)
-    with pytest.raises(TypeError, match="past_key_values: got DynamicCache, expected LinRopeCache"):
-        model(ids, past_key_values=DynamicCache())
+    with pytest.raises(TypeError, match="cache: got DynamicCache, expected LinRopeCache"):
+        model(ids, cache=DynamicCache())
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of generate(), in that case
@@ -265,9 +265,9 @@ def test_checkpointing_changes_no_gradient_and_keeps_the_cache(kind: str, reentr
         out.logits.sum().backward()
         for p, grad in zip(model.parameters(), grads, strict=True):
             torch.testing.assert_close(p.grad, grad, rtol=0, atol=1e-9 * float(grad.abs().max()))
-    assert out.past_key_values.get_seq_length() == 9
+    assert out.cache.get_seq_length() == 9
     with torch.no_grad():
-        again, before = (model(ids[:, :1], past_key_values=x.past_key_values).logits for x in (out, expected))
+        again, before = (model(ids[:, :1], cache=x.cache).logits for x in (out, expected))
     assert torch.equal(again, before)
 
 
@@ -277,11 +277,11 @@ def test_checkpointing_makes_a_cache_only_if_asked_to_and_where_there_can_be_one
     expected = model(ids, **packed).logits
     checkpoint_activations(model, {"use_reentrant": False})
     out = model(ids, use_cache=True, **packed)
-    assert out.past_key_values is None
+    assert out.cache is None
     assert torch.equal(out.logits, expected)
-    assert model(ids).past_key_values is None
+    assert model(ids).cache is None
     for kind in (model, model.model):
-        assert kind(ids, use_cache=True, cu_seqlens=None).past_key_values.get_seq_length() == 8
+        assert kind(ids, use_cache=True, cu_seqlens=None).cache.get_seq_length() == 8
 
 
 @every_kind
@@ -310,8 +310,8 @@ def test_compiled_decoding_compiles_twice_at_most() -> None:
     torch._dynamo.reset()
     model, ids, counter = causal_lm(), tokens(2, 12), CompileCounterWithBackend("aot_eager")
     compiled, cache = torch.compile(model, backend=counter, fullgraph=True), LinRopeCache(model.config)
-    out = [model(ids[:, :6], past_key_values=cache)]
-    out += [compiled(ids[:, i : i + 1], past_key_values=cache) for i in range(6, 12)]
+    out = [model(ids[:, :6], cache=cache)]
+    out += [compiled(ids[:, i : i + 1], cache=cache) for i in range(6, 12)]
     assert counter.frame_count <= 2  # for one length of the cache, and for any
     torch.testing.assert_close(torch.cat([step.logits for step in out], 1), model(ids).logits)
     torch._dynamo.reset()

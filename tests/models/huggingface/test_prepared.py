@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from linrope.backends import native
+from linrope.models.huggingface.cache_name import CACHE
 from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM, modeling, prepared
 from tests.models.huggingface.tiny import KINDS, config, filled_cache, tokens
 
@@ -41,14 +42,14 @@ def test_tokens_and_cache(options: dict[str, Any], steps: list[int], monkeypatch
     assert steps == [2] * 9
     ids = torch.cat((got.sequences, tokens(2, 3, seed=2)), 1)
     mask = torch.ones_like(ids)  # without it a generated pad token would count as padding
-    again = generate(model, ids=ids, attention_mask=mask, past_key_values=got.past_key_values)
+    again = generate(model, ids=ids, attention_mask=mask, cache=got[CACHE])
     monkeypatch.setattr(modeling, "step_of_generate", lambda *_, **__: None)
     expected = generate(model, output_logits=True)
     assert torch.equal(got.sequences, expected.sequences)
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
-    resumed = generate(model, ids=ids, attention_mask=mask, past_key_values=expected.past_key_values)
+    resumed = generate(model, ids=ids, attention_mask=mask, cache=expected[CACHE])
     assert torch.equal(again.sequences, resumed.sequences)
-    assert again.past_key_values.get_seq_length() == 9 + 10 + 3 + 10 - 1
+    assert again[CACHE].get_seq_length() == 9 + 10 + 3 + 10 - 1
 
 
 def test_a_prompt_of_one_token(steps: list[int]) -> None:
@@ -113,9 +114,9 @@ def test_weights_may_change_between_calls_of_generate(steps: list[int]) -> None:
             parameter.mul_(-0.7)
     assert not torch.equal(first, generate(model).sequences)
     with torch.no_grad():  # outside of generate: every call reads the weights
-        before = model(tokens(2, 1), past_key_values=filled_cache(model, tokens(2, 9))).logits
+        before = model(tokens(2, 1), cache=filled_cache(model, tokens(2, 9))).logits
         model.model.norm.weight.mul_(2)
-        after = model(tokens(2, 1), past_key_values=filled_cache(model, tokens(2, 9))).logits
+        after = model(tokens(2, 1), cache=filled_cache(model, tokens(2, 9))).logits
     torch.testing.assert_close(after, 2 * before)
     assert len(steps) == 18
 

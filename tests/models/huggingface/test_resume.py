@@ -44,7 +44,7 @@ def test_all_tokens_or_the_new_ones_under_a_whole_mask_go_on(model, cache, how) 
         expected = model.generate(prompt, max_new_tokens=5, **how)[:, -5:]
         for ids, mask in ((prompt, None), (prompt, ones(SEEN + new)), (prompt[:, SEEN:], ones(SEEN + new))):
             own = copy.deepcopy(cache)  # a fork of the sequence
-            out = model.generate(ids, attention_mask=mask, past_key_values=own, max_new_tokens=5, **how)
+            out = model.generate(ids, attention_mask=mask, cache=own, max_new_tokens=5, **how)
             assert torch.equal(out[:, -5:], expected)
 
 
@@ -65,7 +65,7 @@ def test_a_missing_or_wrong_mask_is_refused_with_the_right_length(model, cache, 
     ids = {"new": whole()[:, SEEN:], "whole": whole(), "seen": whole()[:, :SEEN]}[sent]
     before = copy.deepcopy(cache.layers[0].state)
     with pytest.raises(ValueError, match=f"^attention_mask: .*{expected}"):
-        model.generate(ids, attention_mask=ones(mask), past_key_values=cache, max_new_tokens=5)
+        model.generate(ids, attention_mask=ones(mask), cache=cache, max_new_tokens=5)
     assert cache.get_seq_length() == SEEN
     assert torch.equal(cache.layers[0].state.kv, before.kv)
 
@@ -73,7 +73,7 @@ def test_a_missing_or_wrong_mask_is_refused_with_the_right_length(model, cache, 
 def test_embeddings_are_those_of_all_tokens(model: LinRopeForCausalLM, cache: LinRopeCache) -> None:
     def generate(x: Tensor, mask: Tensor | None) -> Tensor:
         own = copy.deepcopy(cache)
-        return model.generate(inputs_embeds=x, attention_mask=mask, past_key_values=own, max_new_tokens=5)
+        return model.generate(inputs_embeds=x, attention_mask=mask, cache=own, max_new_tokens=5)
 
     embedded = model.model.embed_tokens(whole())
     assert torch.equal(generate(embedded, None), model.generate(whole(), max_new_tokens=5)[:, -5:])
@@ -85,7 +85,7 @@ def test_embeddings_are_those_of_all_tokens(model: LinRopeForCausalLM, cache: Li
 
 
 def test_a_first_call_needs_a_mask_of_the_inputs_or_none(model: LinRopeForCausalLM) -> None:
-    for more in ({}, {"past_key_values": LinRopeCache(model.config)}):
+    for more in ({}, {"cache": LinRopeCache(model.config)}):
         for n in (SEEN - 1, SEEN + 1):
             with pytest.raises(ValueError, match=rf"attention_mask: got shape .*, expected \(1, {SEEN}\)"):
                 model.generate(tokens(1, SEEN), attention_mask=ones(n), max_new_tokens=2, **more)
@@ -102,7 +102,7 @@ def test_forward_goes_on_from_a_padded_cache_with_a_whole_mask_or_none(options: 
     expected = model(torch.cat((first, new), 1), attention_mask=both).logits[:, 5:]
     cache = filled_cache(model, first, attention_mask=mask)
     for given in (None, both):
-        logits = model(new, attention_mask=given, past_key_values=copy.deepcopy(cache)).logits
+        logits = model(new, attention_mask=given, cache=copy.deepcopy(cache)).logits
         torch.testing.assert_close(logits, expected)
     with pytest.raises(ValueError, match=r"attention_mask: got shape \(2, 4\), expected \(2, 9\)"):
-        model(new, attention_mask=torch.ones_like(new), past_key_values=cache)
+        model(new, attention_mask=torch.ones_like(new), cache=cache)

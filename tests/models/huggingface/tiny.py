@@ -44,7 +44,7 @@ def filled_cache(model: LinRopeForCausalLM, ids: Tensor, **options: Any) -> LinR
     """The cache of a model that has read the tokens."""
     cache = LinRopeCache(model.config)
     with torch.no_grad():
-        model(ids, past_key_values=cache, **options)
+        model(ids, cache=cache, **options)
     return cache
 
 
