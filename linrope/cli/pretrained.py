@@ -80,7 +80,11 @@ def tokenizer_beside(folder: Path, vocab_size: int) -> Any:
 class WithCache(nn.Module):
     """Calls a model of transformers as a LanguageModel is called: its cache takes the place of the states."""
 
-    NAMES = ("cache", "past_key_values", "cache_params")  # of the argument; models before transformers 5.24 had the last two
+    NAMES = (
+        "cache",
+        "past_key_values",
+        "cache_params",
+    )  # of the argument; models before transformers 5.24 had the last two
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -67,11 +67,15 @@ def test_eval_compares_models_of_both_kinds_on_a_text(linear, run, refused, text
     assert message in refused("eval --checkpoint {tmp}/linear")
 
 
-@pytest.mark.parametrize("kind", ["llama", "mamba2"])  # by past_key_values and cache_params before transformers 5.24
+@pytest.mark.parametrize(
+    "kind", ["llama", "mamba2"]
+)  # by past_key_values and cache_params before transformers 5.24
 def test_a_model_of_transformers_continues_from_its_cache(kind: str) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "n_groups": 1}
-    model = llama() if kind == "llama" else hf.Mamba2ForCausalLM(hf.Mamba2Config(vocab_size=256, **sizes)).eval()
+    model = (
+        llama() if kind == "llama" else hf.Mamba2ForCausalLM(hf.Mamba2Config(vocab_size=256, **sizes)).eval()
+    )
     with_cache, tokens = WithCache(model), torch.randint(256, (1, 30))
     with torch.no_grad():
         first, states = with_cache(tokens[:, :13])

@@ -24,7 +24,9 @@ def either_cache_name(name: str) -> Callable[[Callable[..., Any]], Any]:
         def call(*arguments: Any, **options: Any) -> Any:
             given = [x for x in NAMES if x in options]
             if len(given) == 2:
-                raise ValueError(f"{', '.join(NAMES)}: got both, expected one: they are two names of one argument")
+                raise ValueError(
+                    f"{', '.join(NAMES)}: got both, expected one: they are two names of one argument"
+                )
             if given and given[0] != name:
                 options[name] = options.pop(given[0])
             return method(*arguments, **options)

@@ -31,15 +31,9 @@ from transformers.utils.output_capturing import capture_outputs
 from linrope.distributed.shard import Shard
 from linrope.layer.norm import RMSNorm, silu_product
 from linrope.models.huggingface.cache import LinRopeCache, State, check_lengths
-from linrope.models.huggingface.cache_name import (
-    CACHE,
-    NAMES,
-    BaseOutput,
-    CausalLMOutput,
-    either_cache_name,
-)
+from linrope.models.huggingface.cache_name import CACHE, NAMES, BaseOutput, CausalLMOutput, either_cache_name
 from linrope.models.huggingface.configuration import LinRopeConfig, make_attention
-from linrope.models.huggingface.padding import count_positions, may_pad, read_mask, restarts
+from linrope.models.huggingface.padding import count_positions, may_pad, read_rows
 from linrope.models.huggingface.parallel import TP_HEAD
 from linrope.models.huggingface.prepared import step_of_generate, with_prepared_steps
 from linrope.models.huggingface.saving import auto_map, write_beside
@@ -81,9 +75,12 @@ class LinRopeLayer(GradientCheckpointingLayer):
         tokens: positions, key_mask, cu_seqlens and shard of the attention. The call must not change anything
         but its results: in gradient checkpointing the backward pass repeats it.
         """
-        y = self.self_attn(self.input_layernorm(x), state=state, return_state=return_state, **tokens)
+        y = self.input_layernorm(x)
+        if tokens.get("cu_seqlens") is not None:  # packed sequences lie in one row
+            y = y.reshape(1, -1, y.shape[-1])
+        y = self.self_attn(y, state=state, return_state=return_state, **tokens)
         y, state = y if return_state else (y, None)
-        x = x + y
+        x = x + y.view_as(x)
         x = x + self.mlp(self.post_attention_layernorm(x))
         return x, state
 
@@ -189,10 +186,11 @@ class LinRopeModel(LinRopePreTrainedModel):
         Args:
             input_ids: (b, n) integers. Give either these or inputs_embeds, (b, n, hidden_size).
             attention_mask: (b, n), or (b, tokens seen before + n) with a cache; 0: padding, on either side.
-            position_ids: (n,) or (b, n). By default they continue those of the cache and skip padding. In a
-                batch of one without mask and cache, each 0 begins a new sequence, as packing collators do.
+            position_ids: (n,) or (b, n). By default they continue those of the cache and skip padding. Each 0 begins
+                a new sequence, as packing collators have it.
             cache: the cache of the tokens before, also as past_key_values. The call updates it.
-            cu_seqlens: (s + 1,) bounds of sequences packed into a batch of one; also as cu_seq_lens_q.
+            cu_seqlens: (s + 1,) bounds of sequences packed into a batch of one; also as cu_seq_lens_q. Or pass seq_idx
+                (b, n), which numbers the sequences of each row.
             shard: a ``linrope.distributed.Shard``: the tokens are this rank's part, without padding. Layers
                 with full attention take no shard, and neither does a cache with packed sequences.
         """
@@ -214,23 +212,23 @@ class LinRopeModel(LinRopePreTrainedModel):
             self._check_shard(attention_mask, n)
             attention_mask, cu_seqlens = None, shard.cu_seqlens
 
-        key_mask = None
-        cu_seqlens = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
-        if cu_seqlens is None and position_ids is not None and b == 1 < n and not seen and shard is None:
-            cu_seqlens = restarts(position_ids, n) if attention_mask is None else None
-        if cu_seqlens is not None and cache is not None:
-            raise ValueError("cu_seqlens: got packed sequences and cache, expected one of the two")
-        if attention_mask is not None:
-            position_ids, key_mask = read_mask(attention_mask, position_ids, b, n, seen, cu_seqlens)
+        tokens = read_rows(
+            (b, n), seen, attention_mask, position_ids, cu_seqlens, kwargs, shared=shard is not None
+        )
+        packed = tokens["cu_seqlens"] is not None
+        if packed and cache is not None:
+            raise ValueError(
+                "cache: got a cache and packed sequences (cu_seqlens, seq_idx, or position_ids that begin anew), "
+                "expected one of the two"
+            )
         # Gradient checkpointing is there to save memory: it gets a cache only if the caller asks for one.
         if use_cache is None:
             use_cache = self.config.use_cache and not (self.training and self.gradient_checkpointing)
-        if use_cache and cache is None and self.causal and cu_seqlens is None:
+        if use_cache and cache is None and self.causal and not packed:
             cache = LinRopeCache(self.config)
 
-        tokens: dict[str, Any] = {"positions": position_ids, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
-        plain = cache is not None and shard is None and key_mask is None
-        if plain and (last := step_of_generate(self, cache, x, position_ids, **kwargs)) is not None:
+        plain = cache is not None and shard is None and tokens["key_mask"] is None
+        if plain and (last := step_of_generate(self, cache, x, tokens["positions"], **kwargs)) is not None:
             return BaseOutput(last_hidden_state=last, **{CACHE: cache})
         if shard is not None:
             tokens |= {"cu_seqlens": None, "shard": shard}

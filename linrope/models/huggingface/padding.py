@@ -1,4 +1,7 @@
-"""Finds padding in attention masks, and the beginnings of packed sequences in position ids."""
+"""Finds padding in attention masks, and the sequences that are packed into rows."""
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,32 +21,103 @@ def may_pad(attention_mask: Tensor, n: int) -> bool:
     return unread or not bool(attention_mask.all())
 
 
-def read_mask(
-    attention_mask: Tensor, position_ids: Tensor | None, b: int, n: int, seen: int, cu_seqlens: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The positions (None: the default) and the key_mask (None: no padding) of the last n of seen + n tokens."""
-    if attention_mask.shape != (b, seen + n):
+def read_rows(
+    shape: tuple[int, int],
+    seen: int,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    arguments: Mapping[str, Any],
+    *,
+    shared: bool,
+) -> dict[str, Any]:
+    """The layers' arguments positions, key_mask and cu_seqlens for rows of the shape (b, n), after ``seen`` tokens.
+
+    arguments: the others of the call, among which may be those of packing collators. shared: the tokens are a rank's
+    part of longer sequences. If sequences are packed into several rows, positions and key_mask are those of all
+    rows one after the other, (1, b n).
+    """
+    b, n = shape
+    if attention_mask is not None and attention_mask.shape != (b, seen + n):
         raise ValueError(f"attention_mask: got shape {tuple(attention_mask.shape)}, expected {(b, seen + n)}")
-    if not may_pad(attention_mask, n):
-        return position_ids, None
+    if attention_mask is not None and not may_pad(attention_mask, n):
+        attention_mask = None
+    cu_seqlens = flash_bounds(arguments) if cu_seqlens is None else cu_seqlens
+    if cu_seqlens is None and not shared and n > 1:
+        cu_seqlens = packed_bounds(position_ids, arguments.get("seq_idx"), attention_mask, b, n)
+        if cu_seqlens is not None and b > 1 and not seen:
+            attention_mask = None if attention_mask is None else attention_mask.reshape(1, b * n)
+            position_ids = None if position_ids is None else position_ids.expand(b, n).reshape(1, b * n)
+            b, n = 1, b * n
+    if attention_mask is None:
+        return {"positions": position_ids, "key_mask": None, "cu_seqlens": cu_seqlens}
     check_packing(cu_seqlens, b, n, n, attention_mask.device)
-    key_mask = attention_mask[:, seen:].bool()
+    key_mask: Tensor | None = attention_mask[:, seen:].bool()
     counted = count_positions(attention_mask, rising_bounds(cu_seqlens, n))[:, seen:]
     if position_ids is None:
         position_ids = counted
     elif _have_one_axis(position_ids, n):
         # The positions that transformers gives to padding may fall, and decay needs rising ones.
         position_ids = position_ids.where(key_mask, counted)
-    return position_ids, key_mask if may_pad(key_mask, n) else None  # the padding may be older than this call
+    if not may_pad(key_mask, n):
+        key_mask = None  # the padding is older than this call
+    return {"positions": position_ids, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
 
 
-def restarts(position_ids: Tensor, n: int) -> Tensor | None:
-    """cu_seqlens of the sequences that begin at position 0; None if there is only one."""
-    if not _have_one_axis(position_ids, n):
+def flash_bounds(arguments: Mapping[str, Any]) -> Tensor | None:
+    """cu_seqlens from the arguments of flash attention that packing collators return; None if there are none.
+
+    Raises:
+        ValueError: they come without the bounds, or the bounds of queries and keys differ.
+    """
+    q, k = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
+    bounds = k if q is None else q
+    if bounds is None:
+        lengths = [name for name in ("max_length_q", "max_length_k") if arguments.get(name) is not None]
+        if lengths:
+            raise ValueError(
+                f"{lengths[0]}: got no cu_seq_lens_q, expected the bounds of the packed sequences too"
+            )
         return None
-    zeros = (position_ids.flatten() == 0).nonzero()[:, 0]
-    later = zeros[zeros > 0]
-    return torch.cat((later.new_zeros(1), later, later.new_full((1,), n))) if len(later) else None
+    if q is not None and k is not None and q is not k and not torch.equal(q, k):
+        raise ValueError(
+            "cu_seq_lens_k: got other bounds than cu_seq_lens_q, expected the same: each sequence sees itself alone"
+        )
+    return bounds
+
+
+def packed_bounds(
+    position_ids: Tensor | None, seq_idx: Tensor | None, attention_mask: Tensor | None, b: int, n: int
+) -> Tensor | None:
+    """The bounds of the sequences in the rows, all b n tokens one after the other; None: each row is one sequence.
+
+    A sequence begins where seq_idx (b or 1, n) changes. Without seq_idx it begins at each position 0. Padding is not
+    looked at, since its positions may be anything.
+
+    Raises:
+        ValueError: positions fall, but not to 0.
+    """
+    numbers = position_ids if seq_idx is None else seq_idx
+    if numbers is None or numbers.ndim > 2 or numbers.shape not in ((n,), (1, n), (b, n)):
+        return None  # positions of several axes, and wrong shapes, which the operation refuses
+    numbers = numbers.expand(b, n).flatten()
+    real = torch.arange(b * n, device=numbers.device)
+    if attention_mask is not None:
+        real = real[attention_mask[:, -n:].flatten().bool()]
+    before, after = numbers[real[:-1]], numbers[real[1:]]
+    begins = before != after if seq_idx is not None else (after == 0) | (after < before)
+    begins &= real[:-1] // n == real[1:] // n  # rows begin anyway
+    first = real[1:][begins]
+    if not len(first):
+        return None
+    if seq_idx is None and bool(numbers[first].any()):
+        at = int(first[numbers[first] != 0][0])
+        raise ValueError(
+            f"position_ids: falls to {int(numbers[at])} at token {at % n} of row {at // n}, expected positions that "
+            "rise, or 0 where a new sequence begins"
+        )
+    rows = torch.arange(0, b * n + 1, n, device=numbers.device)
+    return torch.cat((rows, first)).sort().values
 
 
 def _have_one_axis(position_ids: Tensor, n: int) -> bool:

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -157,7 +158,8 @@ def test_padded_is_unpadded(kind: str, side: str, positions: str) -> None:
 
 @every_kind
 @pytest.mark.parametrize(
-    ("how", "start"), [("cu_seqlens", 0), ("cu_seq_lens_q", 0), ("position_ids", 0), ("position_ids", 3)]
+    ("how", "start"),
+    [("cu_seqlens", 0), ("cu_seq_lens_q", 0), ("cu_seq_lens_k", 0), ("position_ids", 0), ("position_ids", 3)],
 )
 def test_packed_is_separate(kind: str, how: str, start: int) -> None:
     model, one, two = causal_lm(**KINDS[kind]), tokens(1, 5), tokens(1, 8, seed=2)
@@ -169,6 +171,46 @@ def test_packed_is_separate(kind: str, how: str, start: int) -> None:
     assert out.cache is None
     expected = model(one, position_ids=first).logits, model(two).logits
     torch.testing.assert_close(out.logits, torch.cat(expected, 1))
+
+
+ROWS = ((7, 1, 12), (12, 8))  # two rows of 20 tokens
+HOW_ROWS_ARE_PACKED: dict[str, Callable[[Tensor, Tensor], dict[str, Tensor]]] = {  # from positions and numbers
+    "position_ids": lambda positions, _: {"position_ids": positions},
+    "an all-ones mask": lambda p, _: {"position_ids": p, "attention_mask": torch.ones_like(p)},
+    "seq_idx": lambda _, numbers: {"seq_idx": numbers},
+    "seq_idx and positions that run on": lambda p, numbers: {
+        "seq_idx": numbers, "position_ids": torch.arange(p.shape[1], device=p.device),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HOW_ROWS_ARE_PACKED)
+@pytest.mark.parametrize("kind", ["linear", "hybrid", "gated"])
+def test_sequences_packed_into_several_rows_are_separate(kind: str, how: str) -> None:
+    model, ids = causal_lm(**KINDS[kind]), tokens(2, 20)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ROWS]).to(ids.device)
+    numbers = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in ROWS]).to(
+        ids.device
+    )
+    out = model(ids, output_hidden_states=True, **HOW_ROWS_ARE_PACKED[how](positions, numbers))
+    pieces = [piece for row, lengths in zip(ids, ROWS) for piece in row.split(lengths)]
+    expected = torch.cat([model(piece[None]).logits for piece in pieces], 1)
+    torch.testing.assert_close(out.logits.view_as(expected), expected)
+    assert {x.shape for x in out.hidden_states} == {(2, 20, 32)}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_packed_rows_may_be_filled_up(rows: int, masked: bool) -> None:
+    """To a multiple of 8, as collators do it, with tokens at position 0 or 1; positions of 1 require the mask."""
+    model, ids = causal_lm(**HYBRID), tokens(rows, 11)
+    positions = torch.cat((torch.arange(7), torch.arange(4)))
+    expected = torch.cat((model(ids[:, :7]).logits, model(ids[:, 7:]).logits), 1)
+    mask = {"attention_mask": F.pad(torch.ones_like(ids), (0, 5))} if masked else {}
+    for filling in (0, 1) if masked else (0,):
+        where = F.pad(positions, (0, 5), value=filling).expand(rows, 16).to(ids.device)
+        out = model(F.pad(ids, (0, 5), value=3), position_ids=where, **mask).logits[:, :11]
+        torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "decay"])
@@ -236,7 +278,14 @@ def test_bad_arguments_are_refused() -> None:
         (model, {"attention_mask": torch.ones(2, 4)}, r"attention_mask: got shape \(2, 4\), expected \(2, 5\)"),
         (model, {"is_causal": False}, "is_causal=False: this model was made with is_causal=True"),
         (model, {"input_ids": ids[:1], "cu_seqlens": bounds, "cache": cache},
-         "cu_seqlens: got packed sequences and cache"),
+         "cache: got a cache and packed sequences"),
+        (model, {"position_ids": torch.tensor([0, 1, 2, 0, 1]), "cache": cache},
+         "cache: got a cache and packed sequences"),
+        (model, {"position_ids": torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 1, 2]])},
+         "position_ids: falls to 1 at token 3 of row 1, expected positions that rise, or 0"),
+        (model, {"max_length_q": 3}, "max_length_q: got no cu_seq_lens_q, expected the bounds"),
+        (model, {"input_ids": ids[:1], "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds + 1},
+         "cu_seq_lens_k: got other bounds than cu_seq_lens_q"),
         (both, {"cache": LinRopeCache(both.config)},
          "cache: got 2 layers, expected None with is_causal=False"),
     ):  # fmt: skip

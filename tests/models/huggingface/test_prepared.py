@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from linrope.backends import native
-from linrope.models.huggingface.cache_name import CACHE
 from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM, modeling, prepared
+from linrope.models.huggingface.cache_name import CACHE
 from tests.models.huggingface.tiny import KINDS, config, filled_cache, tokens
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
