@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long test-lowest check format bench docs native dist test-dist test-sanitizers test-arm test-ptx test-gpu bench-gpu
+.PHONY: demo test test-long test-lowest test-newest check format bench docs native dist test-dist test-sanitizers test-arm test-ptx test-gpu bench-gpu
 
 demo: .venv/ready native
 	$(BIN)/linrope demo
@@ -62,6 +62,17 @@ test-lowest:
 	$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python hatchling hypothesis openai "pytest<9.2" pytest-xdist pip
 	$(LOWEST)/bin/python kernels/cpu/build.py
 	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels $(LOWEST)/bin/python -m pytest -n auto --dist loadgroup -W ignore::DeprecationWarning
+
+# make test with what pip installs today: pyproject.toml's ranges and no constraints. TESTS= takes some of the tests. A
+# failure ends with the releases that differ from constraints.txt. PyTorch may be a build for CUDA, of some gigabytes.
+NEWEST := build/newest
+TESTS :=
+test-newest:
+	$(PYTHON) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check torch hatchling
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[dev]'
+	$(NEWEST)/bin/python kernels/cpu/build.py --if-changed
+	$(NEWEST)/bin/python -m pytest -n auto --dist loadgroup $(TESTS)
 
 # Reads and writes out of bounds, and undefined behaviour, in a copy of the tree with a library of its own. Python
 # itself is not built for this: so both run times (GCC's) are loaded before it, and leaks are not looked for. What

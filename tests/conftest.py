@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import providers
 
 from linrope.backends import native
+from tests.releases import other_releases
 
 # No draw depends on a clock, on earlier failures, or on what else a process has imported: without the last
 # line Hypothesis would also draw the constants of those of our modules that are loaded.
@@ -45,6 +46,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     """The garbage collector need not look through 9,000 tests again and again, which takes it half a second."""
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """After a failure, names the releases that are not those of constraints.txt: they may be the cause."""
+    if terminalreporter.stats.keys() & {"failed", "error"} and (others := other_releases()):
+        terminalreporter.section("releases that differ from constraints.txt")
+        terminalreporter.write_line("\n".join(others))
 
 
 HAS_TRITON = find_spec("triton") is not None  # the tests of the native library run without it
