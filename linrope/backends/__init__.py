@@ -3,9 +3,11 @@
 from typing import TYPE_CHECKING
 
 from linrope.backends import eager, native, onnx, reference
-from linrope.backends.call import Call, has_tangents
+from linrope.backends.call import Call, differentiable
 from linrope.backends.protocol import Backend
 from linrope.common.names import check_name
+from linrope.common.torch_private import forward_mode
+from linrope.common.values import has_tangents
 from linrope.sequence.state import LinearAttentionState
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ def choose(name: str, call: Call, state: LinearAttentionState | None) -> Backend
         RuntimeError: the backend cannot run the call. The message has the reason.
     """
     check_name("backend", name, NAMES)
-    if name != "reference" and has_tangents(call, state):
+    if name != "reference" and forward_mode() and has_tangents(differentiable(call, state)):
         raise RuntimeError(f"backend={name!r}: got inputs with tangents (forward mode), expected 'reference'")
     device = "cpu" if call.k.device.type == "cpu" else "cuda"
     for candidate in BACKENDS if name == "auto" else (name,):

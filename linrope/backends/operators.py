@@ -10,12 +10,12 @@ from typing import Any, cast, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
-from torch.utils import _pytree as pytree
 
-from linrope.backends.call import INPUTS, Call, ResultGradients, Sums, needs_gradients, sums_of, transformed
+from linrope.backends.call import INPUTS, Call, ResultGradients, Sums, needs_gradients, sums_of
 from linrope.backends.protocol import ChunkedBackend
 from linrope.common.precision import full_precision
+from linrope.common.torch_private import transformed
+from linrope.common.values import plain
 from linrope.sequence.state import LinearAttentionState
 
 _TYPES: dict[Any, str] = {
@@ -60,7 +60,7 @@ def attend(backend: str, call: Call, state: LinearAttentionState | None) -> tupl
     sums = sums_of(state)
     save = torch.is_grad_enabled() and needs_gradients(call, state)
     arguments = flatten(backend, call, sums)
-    if not transformed() and save and _plain(call, state):
+    if save and plain(x for x in (*vars(call).values(), *(sums or ())) if isinstance(x, Tensor)):
         inputs = [arguments[i] for i in _DIFFERENTIABLE]
         out, kv, z = _WithoutDispatcher.apply(arguments, call, sums, *inputs)  # type: ignore[no-untyped-call]
     else:
@@ -69,21 +69,6 @@ def attend(backend: str, call: Call, state: LinearAttentionState | None) -> tupl
     if not call.want_state:
         return out, None
     return out, Sums(kv, z, call.last_angle(None if sums is None else sums.angle))
-
-
-def _plain(call: Call, state: LinearAttentionState | None) -> bool:
-    """True in plain eager mode: no compiler, dispatch mode or tensor subclass.
-
-    The operator's own autograd costs more than a short call; ``_WithoutDispatcher`` does the same without it.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
-        return False
-    tensors = (
-        list(vars(call).values()) if state is None else [*vars(call).values(), state.kv, state.z, state.angle]
-    )
-    return all(type(x) in (Tensor, Parameter) for x in tensors if isinstance(x, Tensor))
 
 
 def _absent(like: Tensor) -> Tensor:
@@ -221,7 +206,7 @@ _attend.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _WithoutDispatcher(torch.autograd.Function):
-    """The operator and its gradient as a plain autograd.Function, which skips the dispatcher; see ``_plain``.
+    """The operator and its gradient as a plain autograd.Function, without the dispatcher, which costs more than a short call.
 
     arguments holds the operator's arguments in one tuple, because autograd inspects every argument of a Function. The
     tensors that may need gradients are passed again as inputs.
@@ -291,15 +276,21 @@ def _vmap_by_loop(operator: Any) -> Any:
     """vmap's rule for an operator: one call per entry of the batch."""
 
     def rule(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
-        dims, spec = pytree.tree_flatten(in_dims, is_leaf=lambda x: x is None)
-        leaves = pytree.tree_flatten(arguments, is_leaf=lambda x: x is None)[0]
+        def entry(x: Any, dim: Any, i: int) -> Any:
+            if isinstance(x, (list, tuple)):
+                return [entry(y, d, i) for y, d in zip(x, dim, strict=True)]
+            return x if dim is None else x.select(dim, i)
 
-        def run(i: int) -> Any:
-            one = [x if d is None else x.select(d, i) for x, d in zip(leaves, dims, strict=True)]
-            return operator(*pytree.tree_unflatten(one, spec))
+        def stacked(results: Any) -> Any:
+            if isinstance(results[0], Tensor):
+                return torch.stack(results)
+            return type(results[0])(map(stacked, zip(*results, strict=True)))
 
-        results = pytree.tree_map(lambda *x: torch.stack(x), *(run(i) for i in range(info.batch_size)))
-        return results, pytree.tree_map(lambda _: 0, results)
+        def zeros(result: Any) -> Any:
+            return 0 if isinstance(result, Tensor) else type(result)(map(zeros, result))
+
+        results = [operator(*entry(arguments, in_dims, i)) for i in range(info.batch_size)]
+        return stacked(results), zeros(results[0])
 
     return rule
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.nn import Parameter
 
+from linrope.common.values import plain
 from linrope.layer.operators import eager
 from linrope.layer.operators.backends import load
 
@@ -41,7 +41,7 @@ class _Fused:
 
     def __call__(self, backend: str, *arguments: Any) -> Tensor:
         tensors = [x for x in arguments[: self.count] if x is not None]
-        if not _plain(tensors):
+        if not plain(tensors):
             y: Tensor = self.forward(backend, *arguments)
             return y
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
@@ -120,13 +120,6 @@ class _WithoutDispatcher(torch.autograd.Function):
         return None, *ctx.operator._gradients(ctx, gradient)
 
 
-def _plain(tensors: Sequence[Tensor]) -> bool:
-    """True in plain eager mode: no compiler, dispatch mode or tensor subclass."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False
-    return torch._C._get_tracing_state() is None and all(type(x) in (Tensor, Parameter) for x in tensors)
-
-
 convolve = _Fused(
     "convolve",
     "Tensor x, Tensor weight, Tensor? bias, Tensor? before, Tensor? cu_seqlens",
@@ -152,7 +145,7 @@ def convolve_parts(
 ) -> Sequence[Tensor]:
     """``convolve`` of each part with its channels of weight, bias and before."""
     tensors = [x for x in (*parts, weight, bias, before, cu_seqlens) if x is not None]
-    if len(parts) > 1 and torch.is_grad_enabled() and _plain(tensors):
+    if len(parts) > 1 and torch.is_grad_enabled() and plain(tensors):
         return _ConvolvedParts.apply(  # type: ignore[no-any-return, no-untyped-call]
             backend, silu, weight, bias, before, cu_seqlens, *parts
         )
