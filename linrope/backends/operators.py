@@ -206,7 +206,7 @@ _attend.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _WithoutDispatcher(torch.autograd.Function):
-    """The operator and its gradient as a plain autograd.Function, without the dispatcher, which costs more than a short call.
+    """The operator and its gradient as a plain autograd.Function. The dispatcher would take longer than a short call.
 
     arguments holds the operator's arguments in one tuple, because autograd inspects every argument of a Function. The
     tensors that may need gradients are passed again as inputs.
