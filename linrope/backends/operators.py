@@ -158,6 +158,17 @@ def _(*arguments: Any) -> list[Tensor]:
     return _new_gradients(*unflatten(arguments)[1:])
 
 
+def _refuse(ctx: Any, *_: Any) -> Any:
+    raise RuntimeError(f"second derivatives: got backend={ctx.backend!r}, expected 'reference'")
+
+
+def _keep_backend(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.backend = inputs[0]
+
+
+_attend_backward.register_autograd(_refuse, setup_context=_keep_backend)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *arguments, _save = inputs
     backend, call, _ = unflatten(arguments)
@@ -239,11 +250,16 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _keep_backend(ctx, inputs, output)
         _setup_context(ctx, inputs, (*output[:3], output[3:]))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         return _backward(ctx, *gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        _refuse(ctx)
 
 
 class _TransformedBackward(torch.autograd.Function):
@@ -261,15 +277,8 @@ class _TransformedBackward(torch.autograd.Function):
         flat, (g_out, g_kv, g_z, *results) = arguments[: len(_ARGUMENTS)], arguments[len(_ARGUMENTS) :]
         return tuple(_attend_backward(*flat, results, g_out, g_kv, g_z))
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        raise RuntimeError(
-            "second derivatives: got backend='eager', 'native' or 'triton', expected 'reference'"
-        )
+    setup_context = staticmethod(_keep_backend)
+    backward = jvp = staticmethod(_refuse)
 
 
 def _vmap_by_loop(operator: Any) -> Any:
