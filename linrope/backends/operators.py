@@ -15,7 +15,7 @@ from linrope.backends.call import INPUTS, Call, ResultGradients, Sums, needs_gra
 from linrope.backends.protocol import ChunkedBackend
 from linrope.common.precision import full_precision
 from linrope.common.torch_private import transformed
-from linrope.common.values import plain
+from linrope.common.values import check_not_in_onnx, plain
 from linrope.sequence.state import LinearAttentionState
 
 _TYPES: dict[Any, str] = {
@@ -120,6 +120,7 @@ def _compute(
 
 @_attend.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    check_not_in_onnx(arguments[0], "'reference' or 'onnx'")
     backend, call, sums = unflatten(arguments)
     return _new_out(call), *_new_sums(call, sums), backend.new_saved(call) if arguments[-1] else []
 

@@ -49,6 +49,18 @@ def exporting() -> bool:
     return torch.onnx.is_in_onnx_export() or _is_jit_tracing()
 
 
+def check_not_in_onnx(backend: str, instead: str) -> None:
+    """Raises RuntimeError in torch.onnx.export, which would trace the whole model before it finds no such operator.
+
+    torch.compile takes torch.onnx.is_in_onnx_export() for False. So operators also call this on their fake tensors.
+
+    >>> from linrope.common.values import check_not_in_onnx
+    >>> check_not_in_onnx("eager", "'reference'")
+    """
+    if torch.onnx.is_in_onnx_export():
+        raise RuntimeError(f"backend={backend!r}: ONNX has no such operator, expected {instead}")
+
+
 def plain(tensors: Iterable[Tensor]) -> bool:
     """True in plain eager mode: no compiler, trace, transformation, dispatch mode or tensor subclass.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from linrope.common.values import plain
+from linrope.common.values import check_not_in_onnx, plain
 from linrope.layer.operators import eager
 from linrope.layer.operators.backends import load
 
@@ -22,7 +22,7 @@ class _Fused:
     """
 
     def __init__(self, name: str, tensors: str, options: str, shape: Callable[..., Sequence[int]]) -> None:
-        self.name, self.eager = name, getattr(eager, name)
+        self.name, self.shape, self.eager = name, shape, getattr(eager, name)
         self.count = len(tensors.split(","))
         arguments = f"str backend, {tensors}, {options}"
         library = torch.library.custom_op
@@ -35,7 +35,7 @@ class _Fused:
             mutates_args=(),
             schema=f"(Tensor gradient, {arguments}) -> Tensor[]",
         )
-        self.forward.register_fake(lambda _, x, *rest: x.new_empty(shape(x, *rest)))
+        self.forward.register_fake(self._new_result)
         self.backward.register_fake(self._new_gradients)
         self.forward.register_autograd(self._gradients, setup_context=self._save)
 
@@ -60,6 +60,10 @@ class _Fused:
         """The gradient of each tensor argument; None for those that are absent or hold integers."""
         gradients: list[Tensor | None] = getattr(load(backend), f"{self.name}_backward")(gradient, *arguments)
         return gradients
+
+    def _new_result(self, backend: str, x: Tensor, *rest: Any) -> Tensor:
+        check_not_in_onnx(backend, "'eager'")
+        return x.new_empty(self.shape(x, *rest))
 
     def _new_gradients(self, gradient: Tensor, backend: str, *arguments: Any) -> list[Tensor]:
         return [

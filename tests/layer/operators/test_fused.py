@@ -155,7 +155,7 @@ def test_second_derivatives_in_torch_func_take_the_definition_or_name_it() -> No
     x = numbers(1, 3, 32)
     expected = torch.autograd.functional.hessian(lambda x: loss(x, "eager"), x)
     assert_close(torch.func.hessian(loss)(x, "auto"), expected)
-    with pytest.raises(RuntimeError, match="backend='triton' cannot run: .* use backend='eager'"):
+    with pytest.raises(RuntimeError, match=r"backend='triton' cannot run: .* use backend='eager'"):
         torch.func.hessian(loss)(x, "triton")
 
 
