@@ -17,6 +17,7 @@ from linrope.layer.operators import gated_norm
 from linrope.layer.selective import ForgetGate, WriteGate
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.export import TensorStates
+from tests.layer.operators.cases import needs_native
 
 pytestmark = [
     pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="programs are exported for the CPU"),
@@ -182,3 +183,33 @@ def test_onnxruntime_computes_bidirectional_attention_on_a_grid(tmp_path: Path) 
     run = in_onnxruntime(layer, (x,), tmp_path / "layer.onnx", **options)
     x, places = torch.randn(3, 20, 16), torch.cartesian_prod(torch.arange(4), torch.arange(5))
     assert_near(run(x, places), [layer(x, positions=places)])
+
+
+@torch.no_grad()
+def test_auto_exports_plain_operations_to_onnx(tmp_path: Path) -> None:
+    layer = LinearRoPEAttention(16, 2, forget_gate=True, short_conv=4, out_norm=True).eval()
+    run = in_onnxruntime(layer, (torch.randn(2, 6, 16),), tmp_path / "x.onnx", dynamic_shapes=({1: ANY},))
+    x = torch.randn(2, 20, 16)
+    assert_near(run(x), [layer(x)])
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("native", marks=needs_native)])
+def test_torch_onnx_export_of_another_backend_names_what_can_be_exported(
+    backend: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("onnxscript")
+    layer, x = LinearRoPEAttention(16, 2, backend=backend).eval(), torch.randn(2, 6, 16)
+    with pytest.raises(Exception, match=rf"backend='{backend}': ONNX has .* expected 'reference' or 'onnx'"):
+        torch.onnx.export(layer, (x,), tmp_path / "layer.onnx", dynamo=True, verbose=False)
+
+
+class Norm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return gated_norm(x, backend="native")
+
+
+@needs_native
+def test_torch_onnx_export_of_a_fused_norm_names_what_can_be_exported(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    with pytest.raises(Exception, match="backend='native': ONNX has no such operator, expected 'eager'"):
+        torch.onnx.export(Norm().eval(), (torch.randn(2, 6, 2, 4),), tmp_path / "x.onnx", dynamo=True, verbose=False)

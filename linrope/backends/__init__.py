@@ -2,10 +2,14 @@
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from linrope.backends import eager, native, onnx, reference
-from linrope.backends.call import Call, has_tangents
+from linrope.backends.call import Call, differentiable
 from linrope.backends.protocol import Backend
 from linrope.common.names import check_name
+from linrope.common.torch_private import forward_mode
+from linrope.common.values import has_tangents
 from linrope.sequence.state import LinearAttentionState
 
 if TYPE_CHECKING:
@@ -31,22 +35,29 @@ MODULES: dict[str, Backend] = {"native": native, "eager": eager, "reference": re
 def choose(name: str, call: Call, state: LinearAttentionState | None) -> Backend:
     """The backend of this name. "auto" takes native on a CPU and triton on a GPU if they can, else eager.
 
+    In torch.onnx.export it takes reference, whose operations every runtime has.
+
     Raises:
         ValueError: unknown name.
         RuntimeError: the backend cannot run the call. The message has the reason.
     """
     check_name("backend", name, NAMES)
-    if name != "reference" and has_tangents(call, state):
+    if name != "reference" and forward_mode() and has_tangents(differentiable(call, state)):
         raise RuntimeError(f"backend={name!r}: got inputs with tangents (forward mode), expected 'reference'")
-    device = "cpu" if call.k.device.type == "cpu" else "cuda"
-    for candidate in BACKENDS if name == "auto" else (name,):
-        if name == "auto" and device not in BACKENDS[candidate]:
-            continue
+    for candidate in _auto(call) if name == "auto" else (name,):
         backend = load(candidate)
         reason = backend if isinstance(backend, str) else _why_not(backend, call, state)
         if reason is None:
             return backend  # type: ignore[return-value]
     raise RuntimeError(f"backend={name!r} cannot run: {reason}")
+
+
+def _auto(call: Call) -> list[str]:
+    """The backends that "auto" tries, in this order."""
+    if torch.onnx.is_in_onnx_export():
+        return ["reference"]
+    device = "cpu" if call.k.device.type == "cpu" else "cuda"
+    return [name for name, devices in BACKENDS.items() if device in devices]
 
 
 def _why_not(backend: Backend, call: Call, state: LinearAttentionState | None) -> str | None:

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 
+from linrope.common.torch_private import FakeTensor, watched
 from linrope.rotation.rotary import cos_sin_of_turns, spell_out, to_turns
 from linrope.sequence.decay import zero_hidden
 from linrope.sequence.packing import at_last, per_token, rising_bounds, sums_so_far
@@ -205,29 +204,13 @@ def needs_gradients(call: Call, state: LinearAttentionState | None) -> bool:
     return any(x.requires_grad for x in differentiable(call, state))
 
 
-def has_tangents(call: Call, state: LinearAttentionState | None) -> bool:
-    """True if forward-mode differentiation tracks an input; an operator would drop its tangent silently."""
-    if forward_ad._current_level < 0:
-        return False
-    tensors = [x for x in vars(call).values() if isinstance(x, Tensor)]
-    tensors += [] if state is None else [state.kv, state.z]
-    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
-
-
-def transformed() -> bool:
-    """True inside torch.func's transformations (vmap, grad, jacrev ..)."""
-    return torch._C._are_functorch_transforms_active()
-
-
 def traced(call: Call) -> bool:
     """True if the call must go through the registered operator, because a trace records the operator, not the kernels.
 
     This holds in torch.compile, in torch.func's transformations, in dispatch modes (FakeTensorMode), and for fake
     tensors.
     """
-    if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack():
-        return True
-    return isinstance(call.k, FakeTensor)
+    return watched() or isinstance(call.k, FakeTensor)
 
 
 def summed_to(x: Tensor, like: Tensor) -> Tensor:

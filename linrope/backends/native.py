@@ -25,6 +25,7 @@ from linrope.backends.call import (
     sums_of,
     traced,
 )
+from linrope.common.torch_private import arguments_of
 from linrope.sequence.state import LinearAttentionState
 
 MAX_DIM = 256
@@ -206,7 +207,7 @@ class PreparedStep:
 @cache
 def _argument_names(operator: str) -> list[str]:
     """The names of an operator's arguments, in its schema's order."""
-    return [argument.name for argument in getattr(_ops, operator).default._schema.arguments]
+    return arguments_of(getattr(_ops, operator).default)
 
 
 @cache

@@ -11,11 +11,11 @@ Axes: b batch, n tokens, h query heads, g key/value heads, f features, e values.
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from linrope.backends import reference
 from linrope.backends.call import Call, Sums
 from linrope.backends.sequences import incoming_sums
+from linrope.common.torch_private import FakeTensor
 from linrope.sequence.state import LinearAttentionState
 
 MAPS = reference.MAPS

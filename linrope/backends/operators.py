@@ -10,12 +10,12 @@ from typing import Any, cast, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
-from torch.utils import _pytree as pytree
 
-from linrope.backends.call import INPUTS, Call, ResultGradients, Sums, needs_gradients, sums_of, transformed
+from linrope.backends.call import INPUTS, Call, ResultGradients, Sums, needs_gradients, sums_of
 from linrope.backends.protocol import ChunkedBackend
 from linrope.common.precision import full_precision
+from linrope.common.torch_private import transformed
+from linrope.common.values import check_not_in_onnx, plain
 from linrope.sequence.state import LinearAttentionState
 
 _TYPES: dict[Any, str] = {
@@ -60,7 +60,7 @@ def attend(backend: str, call: Call, state: LinearAttentionState | None) -> tupl
     sums = sums_of(state)
     save = torch.is_grad_enabled() and needs_gradients(call, state)
     arguments = flatten(backend, call, sums)
-    if not transformed() and save and _plain(call, state):
+    if save and plain(x for x in (*vars(call).values(), *(sums or ())) if isinstance(x, Tensor)):
         inputs = [arguments[i] for i in _DIFFERENTIABLE]
         out, kv, z = _WithoutDispatcher.apply(arguments, call, sums, *inputs)  # type: ignore[no-untyped-call]
     else:
@@ -69,21 +69,6 @@ def attend(backend: str, call: Call, state: LinearAttentionState | None) -> tupl
     if not call.want_state:
         return out, None
     return out, Sums(kv, z, call.last_angle(None if sums is None else sums.angle))
-
-
-def _plain(call: Call, state: LinearAttentionState | None) -> bool:
-    """True in plain eager mode: no compiler, dispatch mode or tensor subclass.
-
-    The operator's own autograd costs more than a short call; ``_WithoutDispatcher`` does the same without it.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
-        return False
-    tensors = (
-        list(vars(call).values()) if state is None else [*vars(call).values(), state.kv, state.z, state.angle]
-    )
-    return all(type(x) in (Tensor, Parameter) for x in tensors if isinstance(x, Tensor))
 
 
 def _absent(like: Tensor) -> Tensor:
@@ -135,6 +120,7 @@ def _compute(
 
 @_attend.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    check_not_in_onnx(arguments[0], "'reference' or 'onnx'")
     backend, call, sums = unflatten(arguments)
     return _new_out(call), *_new_sums(call, sums), backend.new_saved(call) if arguments[-1] else []
 
@@ -171,6 +157,17 @@ def _compute_backward(
 @_attend_backward.register_fake
 def _(*arguments: Any) -> list[Tensor]:
     return _new_gradients(*unflatten(arguments)[1:])
+
+
+def _refuse(ctx: Any, *_: Any) -> Any:
+    raise RuntimeError(f"second derivatives: got backend={ctx.backend!r}, expected 'reference'")
+
+
+def _keep_backend(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.backend = inputs[0]
+
+
+_attend_backward.register_autograd(_refuse, setup_context=_keep_backend)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -221,7 +218,7 @@ _attend.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _WithoutDispatcher(torch.autograd.Function):
-    """The operator and its gradient as a plain autograd.Function, which skips the dispatcher; see ``_plain``.
+    """The operator and its gradient as a plain autograd.Function. The dispatcher would take longer than a short call.
 
     arguments holds the operator's arguments in one tuple, because autograd inspects every argument of a Function. The
     tensors that may need gradients are passed again as inputs.
@@ -254,11 +251,16 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _keep_backend(ctx, inputs, output)
         _setup_context(ctx, inputs, (*output[:3], output[3:]))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         return _backward(ctx, *gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        _refuse(ctx)
 
 
 class _TransformedBackward(torch.autograd.Function):
@@ -276,30 +278,29 @@ class _TransformedBackward(torch.autograd.Function):
         flat, (g_out, g_kv, g_z, *results) = arguments[: len(_ARGUMENTS)], arguments[len(_ARGUMENTS) :]
         return tuple(_attend_backward(*flat, results, g_out, g_kv, g_z))
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        raise RuntimeError(
-            "second derivatives: got backend='eager', 'native' or 'triton', expected 'reference'"
-        )
+    setup_context = staticmethod(_keep_backend)
+    backward = jvp = staticmethod(_refuse)
 
 
 def _vmap_by_loop(operator: Any) -> Any:
     """vmap's rule for an operator: one call per entry of the batch."""
 
     def rule(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
-        dims, spec = pytree.tree_flatten(in_dims, is_leaf=lambda x: x is None)
-        leaves = pytree.tree_flatten(arguments, is_leaf=lambda x: x is None)[0]
+        def entry(x: Any, dim: Any, i: int) -> Any:
+            if isinstance(x, (list, tuple)):
+                return [entry(y, d, i) for y, d in zip(x, dim, strict=True)]
+            return x if dim is None else x.select(dim, i)
 
-        def run(i: int) -> Any:
-            one = [x if d is None else x.select(d, i) for x, d in zip(leaves, dims, strict=True)]
-            return operator(*pytree.tree_unflatten(one, spec))
+        def stacked(results: Any) -> Any:
+            if isinstance(results[0], Tensor):
+                return torch.stack(results)
+            return type(results[0])(map(stacked, zip(*results, strict=True)))
 
-        results = pytree.tree_map(lambda *x: torch.stack(x), *(run(i) for i in range(info.batch_size)))
-        return results, pytree.tree_map(lambda _: 0, results)
+        def zeros(result: Any) -> Any:
+            return 0 if isinstance(result, Tensor) else type(result)(map(zeros, result))
+
+        results = [operator(*entry(arguments, in_dims, i)) for i in range(info.batch_size)]
+        return stacked(results), zeros(results[0])
 
     return rule
 

@@ -1,11 +1,22 @@
-"""Whether a check may read the values of a tensor, and whether a graph for other runtimes is being recorded."""
+"""What a call may do with its tensors: read their values, skip the dispatcher, ignore tangents, use own operators."""
+
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
 
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
+from linrope.common.torch_private import (
+    FakeTensor,
+    compiled_for_export,
+    fake_mode,
+    forward_mode,
+    is_functorch_wrapped_tensor,
+    watched,
+)
+
+_is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
 def values_readable(x: Tensor | torch.device) -> bool:
@@ -23,7 +34,7 @@ def values_readable(x: Tensor | torch.device) -> bool:
         return False
     if isinstance(x, Tensor) and (isinstance(x, FakeTensor) or is_functorch_wrapped_tensor(x)):
         return False
-    return torch._C._get_dispatch_mode(_FAKE) is None
+    return not fake_mode()
 
 
 def exporting() -> bool:
@@ -34,5 +45,37 @@ def exporting() -> bool:
     False
     """
     if torch.compiler.is_compiling():
-        return torch.compiler._is_exporting_flag  # is_exporting() is also True in 2.11's torch.compile
-    return torch.onnx.is_in_onnx_export() or torch._C._get_tracing_state() is not None
+        return compiled_for_export()
+    return torch.onnx.is_in_onnx_export() or _is_jit_tracing()
+
+
+def check_not_in_onnx(backend: str, instead: str) -> None:
+    """Raises RuntimeError in torch.onnx.export, which would trace the whole model before it finds no such operator.
+
+    torch.compile takes torch.onnx.is_in_onnx_export() for False. So operators also call this on their fake tensors.
+
+    >>> from linrope.common.values import check_not_in_onnx
+    >>> check_not_in_onnx("eager", "'reference'")
+    """
+    if torch.onnx.is_in_onnx_export():
+        raise RuntimeError(f"backend={backend!r}: ONNX has no such operator, expected {instead}")
+
+
+def plain(tensors: Iterable[Tensor]) -> bool:
+    """True in plain eager mode: no compiler, trace, transformation, dispatch mode or tensor subclass.
+
+    >>> from linrope.common.values import plain
+    >>> plain([torch.ones(2)])
+    True
+    """
+    return not watched() and not _is_jit_tracing() and all(type(x) in (Tensor, Parameter) for x in tensors)
+
+
+def has_tangents(tensors: Iterable[Tensor]) -> bool:
+    """True if forward-mode differentiation tracks a tensor; an operator would drop its tangent silently.
+
+    >>> from linrope.common.values import has_tangents
+    >>> has_tangents([torch.ones(2)])
+    False
+    """
+    return forward_mode() and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)

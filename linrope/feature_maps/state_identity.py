@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from linrope.common.torch_private import is_functorch_wrapped_tensor, version_of
 from linrope.sequence.identities import DIGITS
 
 
@@ -67,7 +68,7 @@ class Identified(nn.Module):
         tensors = dict(self._named_tensors())
         for name, (version, digest) in (self._unfilled or {}).items():
             x = tensors[name]
-            if not x.is_inference() and x._version == version and _digest_of([x]) == digest:
+            if not x.is_inference() and version_of(x) == version and _digest_of([x]) == digest:
                 raise RuntimeError(
                     f"{name}: empty since the map left the meta device; expected a call of "
                     "reset_parameters() or load_state_dict() first"
@@ -79,7 +80,7 @@ class Identified(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if on_meta:
             self._unfilled = {
-                name: (x._version, _digest_of([x]))
+                name: (version_of(x), _digest_of([x]))
                 for name, x in self._named_tensors()
                 if name in on_meta and _has_bytes(x) and not x.is_inference()
             }
@@ -95,11 +96,11 @@ class Identified(nn.Module):
 def _has_bytes(x: Tensor) -> bool:
     """False for tensors that are fake, sharded, on the meta device or inside torch.func."""
     plain = type(x) in (Tensor, nn.Parameter) and not x.is_meta
-    return plain and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return plain and not is_functorch_wrapped_tensor(x)
 
 
 def _version_of(x: Tensor) -> tuple[Any, ...]:
-    return x.data_ptr(), x._version, x.dtype, x.device, x.shape, x.stride()
+    return x.data_ptr(), version_of(x), x.dtype, x.device, x.shape, x.stride()
 
 
 def _digest_of(tensors: list[Tensor]) -> str:

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.module import _has_any_global_hook
 
 from linrope.backends import native
-from linrope.backends.call import transformed
+from linrope.common.torch_private import has_global_hooks, hooks_of, watched
 from linrope.common.writing import check_writable
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.norm import RMSNorm
@@ -154,16 +153,15 @@ def why_not_plain(modules: list[nn.Module], kinds: tuple[type, ...]) -> str | No
 
     kinds: the classes that they may have.
     """
-    if transformed() or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if watched():
         return "a compiler or a transformation that watches the call"
     if torch.is_autocast_enabled("cpu"):
         return "autocast"
     for module in modules:
         if type(module) not in kinds or "forward" in vars(module):
             return f"a module of another kind, {type(module).__name__}"
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        active = any(getattr(hook, "__module__", None) != _IDLE_HOOKS for hook in hooks)
-        if active or _has_any_global_hook():
+        active = any(getattr(hook, "__module__", None) != _IDLE_HOOKS for hook in hooks_of(module))
+        if active or has_global_hooks():
             return f"a hook on {type(module).__name__}"
         for x in module.parameters(recurse=False):
             if type(x.data) is not Tensor or x.dtype != torch.float32 or x.device.type != "cpu":

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
-from torch.utils import _pytree as pytree
 
 from linrope.backends import onnx
 from linrope.common.names import check_name, check_sizes
-from linrope.models.language_model import LanguageModel, States
+from linrope.common.torch_private import FakeTensorMode
+from linrope.models.language_model import LanguageModel
 from linrope.models.training.optional import need
+from linrope.sequence.state import LinearAttentionState
 
 # The backend that records each form of the attention, and the first onnxruntime that runs the file.
 OPERATORS = {"onnxruntime": ("onnx", "1.29"), "opset27": ("onnx", "1.32"), "portable": ("reference", "1.18")}
@@ -53,26 +53,33 @@ class TensorStates(nn.Module):
             raise ValueError(f"model: got attention={model.config.attention!r}, expected 'linear'")
         self.model = model
         states = self._empty()
-        self._structure = pytree.tree_structure(states)
-        paths: list[Any] = [path for path, _ in pytree.tree_flatten_with_path(states)[0]]
-        self.names = [f"{leaf.name}_{block.idx}" for block, leaf in paths]
+        self._names = [list(state.tensors()) for state in states]
+        self._identities = [state.identity for state in states]
+        self.names = [f"{name}_{block}" for block, names in enumerate(self._names) for name in names]
 
     @torch.no_grad()
-    def _empty(self) -> States:
+    def _empty(self) -> list[LinearAttentionState]:
         """The states of one sequence before its first token."""
         tokens = torch.zeros(1, 0, dtype=torch.int64, device=self.model.embed.weight.device)
-        states: States = self.model(tokens)[1]
+        states: list[LinearAttentionState] = self.model(tokens)[1]
         return states
 
     def empty(self, batch: int) -> list[Tensor]:
         """The states of ``batch`` sequences before their first token, on the model's device."""
-        leaves = pytree.tree_leaves(self._empty())
-        return [tensor.repeat(batch, *[1] * (tensor.ndim - 1)) for tensor in leaves]
+        return [x.repeat(batch, *[1] * (x.ndim - 1)) for x in _tensors_of(self._empty())]
 
     def forward(self, tokens: Tensor, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """tokens (b, n) -> logits (b, n, vocab_size), and the tensors after the last token."""
-        logits, states = self.model(tokens, pytree.tree_unflatten(tensors, self._structure))
-        return logits, pytree.tree_leaves(states)
+        states, rest = [], iter(tensors)
+        for names, identity in zip(self._names, self._identities, strict=True):
+            fields: Any = {name: next(rest) for name in names}
+            states.append(LinearAttentionState(identity=identity, **fields))
+        logits, states = self.model(tokens, states)
+        return logits, _tensors_of(states)
+
+
+def _tensors_of(states: list[LinearAttentionState]) -> list[Tensor]:
+    return [x for state in states for x in state.tensors().values()]
 
 
 def export_onnx(

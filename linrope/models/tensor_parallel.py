@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from linrope.common.constants import Constant
+from linrope.common.torch_private import parameters_of
 from linrope.feature_maps.base import FeatureMap
 from linrope.feature_maps.learned import LearnedMap
 from linrope.layer.attention import LinearRoPEAttention
@@ -122,14 +123,13 @@ class SplitHeads(LinearRoPEAttention):
         try:
             for name, read in self._readers.items():
                 owner, _, last = name.rpartition(".")
-                module = self.get_submodule(owner)
-                parameter: Any = module._parameters[last]
-                swapped.append((module, last, parameter))
-                module._parameters[last] = read(parameter)  # type: ignore[assignment]
+                parameters = parameters_of(self.get_submodule(owner))
+                swapped.append((parameters, last, parameters[last]))
+                parameters[last] = read(parameters[last])
             yield
         finally:
-            for module, last, parameter in swapped:
-                module._parameters[last] = parameter
+            for parameters, last, parameter in swapped:
+                parameters[last] = parameter
 
     def reset_parameters(self) -> None:
         """Raises RuntimeError: a rank cannot draw the initial values of its part alone."""
@@ -205,7 +205,7 @@ def _distribute(layer: LinearRoPEAttention, mesh: DeviceMesh, source: int | None
             readers[name] = DTensor.to_local if name in sharded else _replicated
         owner, _, last = name.rpartition(".")
         data = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
-        layer.get_submodule(owner)._parameters[last] = nn.Parameter(data, parameter.requires_grad)
+        setattr(layer.get_submodule(owner), last, nn.Parameter(data, parameter.requires_grad))
     layer.num_heads, layer.num_kv_heads = layer.num_heads // size, layer.num_kv_heads // size
     layer.num_state_heads, layer.num_out_heads = g // size, layer.num_out_heads // size
     if layer.short_conv is not None:

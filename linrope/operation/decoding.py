@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from linrope.backends import native
-from linrope.backends.call import Call, transformed
+from linrope.backends.call import Call
 from linrope.backends.protocol import Backend
+from linrope.common.torch_private import forward_mode, watched
 from linrope.operation.request import Request, Settings, TokenLayout
 from linrope.sequence.decay import MIN_LOG_DECAY, clamp_gates
 from linrope.sequence.state import LinearAttentionState
@@ -85,9 +85,7 @@ class DecodingLoop:
             return None
         if not all(map(is_, _settings_of(arguments), self.settings)):
             return None
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-            return None
-        if transformed() or forward_ad._current_level >= 0:
+        if torch.is_grad_enabled() or watched() or forward_mode():
             return None
         try:
             if (None if decay is None else decay.tolist()) != self.decay:

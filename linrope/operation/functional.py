@@ -123,7 +123,7 @@ def linear_rope_attention(
             models; except with the identity map, scores then depend on absolute position.
         backend: "auto", "reference" (quadratic if causal, in the inputs' dtype), "eager" (chunked), "native" (fused,
             for CPUs) or "triton" (fused, for GPUs). "auto" takes native on a CPU and triton on a GPU if they support
-            the call, else eager. "onnx" is for torch.onnx.export.
+            the call, else eager; in torch.onnx.export it takes reference. "onnx" is for torch.onnx.export alone.
         shard: a ``linrope.distributed.Shard``. The tokens are then this rank's part of each sequence, and all ranks
             make this call. The shard holds cu_seqlens. Every rank passes the same state, and every rank returns the
             state after all tokens or, for packed sequences, after each of its own sequences.

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, linear_rope_attention
 from linrope.cli.bench import checks
+from linrope.common.torch_private import softmax_kernel
 from linrope.layer.choices import make_decay, make_map
 
 
@@ -160,8 +161,8 @@ class AttentionCase:
         """The kernel that scaled_dot_product_attention chooses for these inputs."""
         q, k, v = (x.detach().transpose(1, 2) for x in self.inputs)
         grouped = self.kv_heads not in (None, self.heads)
-        choice = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=grouped)
-        return {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}.get(int(choice), str(choice))
+        choice = softmax_kernel(q, k, v, is_causal=True, enable_gqa=grouped)
+        return {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}.get(choice, str(choice))
 
     def check(self, attend: Callable[[], Tensor] | None = None) -> None:
         """Compares the outputs and gradients of attend (default: linrope) with the equation in float64.

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from linrope.backends.call import transformed
 from linrope.common.names import check_name
-from linrope.common.values import exporting
+from linrope.common.torch_private import transformed
+from linrope.common.values import exporting, has_tangents
 from linrope.layer.operators import native
 
 # The fused backend that "auto" tries for tensors on each kind of device. "eager" is plain PyTorch and runs everywhere.
@@ -54,16 +53,10 @@ def why_not(
     name: str, tensors: Sequence[Tensor], taps: int = 1, group: int = 1, values: int = 1
 ) -> str | None:
     """The reason why a fused backend cannot run the call; None: it can."""
-    if transformed() or _has_tangents(tensors):
+    if transformed() or has_tangents(tensors):
         return "inside a transformation of torch.func or forward mode: use backend='eager'"
     backend = load(name)
     if isinstance(backend, str):
         return backend
     reason: str | None = backend.why_not_tensors(tensors, taps=taps, group=group, values=values)
     return reason
-
-
-def _has_tangents(tensors: Sequence[Tensor]) -> bool:
-    if forward_ad._current_level < 0:
-        return False
-    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)

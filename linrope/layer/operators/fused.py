@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.nn import Parameter
 
+from linrope.common.values import check_not_in_onnx, plain
 from linrope.layer.operators import eager
 from linrope.layer.operators.backends import load
 
@@ -22,7 +22,7 @@ class _Fused:
     """
 
     def __init__(self, name: str, tensors: str, options: str, shape: Callable[..., Sequence[int]]) -> None:
-        self.name, self.eager = name, getattr(eager, name)
+        self.name, self.shape, self.eager = name, shape, getattr(eager, name)
         self.count = len(tensors.split(","))
         arguments = f"str backend, {tensors}, {options}"
         library = torch.library.custom_op
@@ -35,13 +35,13 @@ class _Fused:
             mutates_args=(),
             schema=f"(Tensor gradient, {arguments}) -> Tensor[]",
         )
-        self.forward.register_fake(lambda _, x, *rest: x.new_empty(shape(x, *rest)))
+        self.forward.register_fake(self._new_result)
         self.backward.register_fake(self._new_gradients)
         self.forward.register_autograd(self._gradients, setup_context=self._save)
 
     def __call__(self, backend: str, *arguments: Any) -> Tensor:
         tensors = [x for x in arguments[: self.count] if x is not None]
-        if not _plain(tensors):
+        if not plain(tensors):
             y: Tensor = self.forward(backend, *arguments)
             return y
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
@@ -60,6 +60,10 @@ class _Fused:
         """The gradient of each tensor argument; None for those that are absent or hold integers."""
         gradients: list[Tensor | None] = getattr(load(backend), f"{self.name}_backward")(gradient, *arguments)
         return gradients
+
+    def _new_result(self, backend: str, x: Tensor, *rest: Any) -> Tensor:
+        check_not_in_onnx(backend, "'eager'")
+        return x.new_empty(self.shape(x, *rest))
 
     def _new_gradients(self, gradient: Tensor, backend: str, *arguments: Any) -> list[Tensor]:
         return [
@@ -120,13 +124,6 @@ class _WithoutDispatcher(torch.autograd.Function):
         return None, *ctx.operator._gradients(ctx, gradient)
 
 
-def _plain(tensors: Sequence[Tensor]) -> bool:
-    """True in plain eager mode: no compiler, dispatch mode or tensor subclass."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False
-    return torch._C._get_tracing_state() is None and all(type(x) in (Tensor, Parameter) for x in tensors)
-
-
 convolve = _Fused(
     "convolve",
     "Tensor x, Tensor weight, Tensor? bias, Tensor? before, Tensor? cu_seqlens",
@@ -152,7 +149,7 @@ def convolve_parts(
 ) -> Sequence[Tensor]:
     """``convolve`` of each part with its channels of weight, bias and before."""
     tensors = [x for x in (*parts, weight, bias, before, cu_seqlens) if x is not None]
-    if len(parts) > 1 and torch.is_grad_enabled() and _plain(tensors):
+    if len(parts) > 1 and torch.is_grad_enabled() and plain(tensors):
         return _ConvolvedParts.apply(  # type: ignore[no-any-return, no-untyped-call]
             backend, silu, weight, bias, before, cu_seqlens, *parts
         )

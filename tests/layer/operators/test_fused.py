@@ -124,7 +124,6 @@ def test_exported_programs_hold_no_fused_operator_and_take_any_length() -> None:
     assert_close(program.module()(numbers(2, 5, 32)), block(numbers(2, 5, 32)))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_transformations_of_torch_func_and_forward_mode_take_the_definition() -> None:
     x, weight = numbers(3, 2, 6, 4), numbers(4, 4)
     stacked = torch.func.vmap(lambda x: convolve(x, weight, silu=True))(x)
@@ -134,6 +133,30 @@ def test_transformations_of_torch_func_and_forward_mode_take_the_definition() ->
     assert_close(gradient, torch.autograd.grad(convolve(x[0], leaf, silu=True).sum(), leaf)[0])
     _, tangent = torch.func.jvp(lambda x: convolve(x, weight), (x[0],), (x[1],))
     assert_close(tangent, convolve(x[1], weight))
+
+
+@pytest.mark.parametrize("backend", FUSED)
+def test_second_derivatives_are_those_of_the_definition(backend: str) -> None:
+    def second(backend: str) -> list[Tensor]:
+        block, x = Block(backend), numbers(2, 9, 32).requires_grad_()
+        slopes = torch.autograd.grad(block(x).square().sum(), [x, *block.parameters()], create_graph=True)
+        return list(torch.autograd.grad(sum(s.square().sum() for s in slopes), [x, *block.parameters()]))
+
+    for found, expected in zip(second(backend), second("eager"), strict=True):
+        assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_second_derivatives_in_torch_func_take_the_definition_or_name_it() -> None:
+    blocks = {name: Block(name) for name in ("auto", "eager", "triton")}
+
+    def loss(x: Tensor, backend: str) -> Tensor:
+        return blocks[backend](x).square().sum()
+
+    x = numbers(1, 3, 32)
+    expected = torch.autograd.functional.hessian(lambda x: loss(x, "eager"), x)
+    assert_close(torch.func.hessian(loss)(x, "auto"), expected)
+    with pytest.raises(RuntimeError, match=r"backend='triton' cannot run: .* use backend='eager'"):
+        torch.func.hessian(loss)(x, "triton")
 
 
 @needs_native

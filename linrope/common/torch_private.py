@@ -1,0 +1,80 @@
+"""The private names of PyTorch that linrope uses. No other module may use one (``tests/test_private_names.py``).
+
+PyTorch may rename any of them in a release. Each stands here with the reason why no public name can replace it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Public functions test for one transformation at a time, if at all.
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+# torch.library and torch.onnx meet fake tensors, but no public module has their classes.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
+
+# register_module_forward_hook has no counterpart that says whether there are such hooks.
+from torch.nn.modules.module import _has_any_global_hook
+
+# torch.export.register_dataclass registers a class as a pytree, but cannot leave out what is no tensor.
+from torch.utils import _pytree as pytree
+
+__all__ = ["FakeTensor", "FakeTensorMode", "is_functorch_wrapped_tensor", "pytree"]
+
+
+def transformed() -> bool:
+    """True inside torch.func's transformations (vmap, grad, jacrev ..)."""
+    return _are_functorch_transforms_active()
+
+
+def watched() -> bool:
+    """True while operations are recorded or changed: in torch.compile, torch.func and dispatch modes."""
+    return torch.compiler.is_compiling() or transformed() or _len_torch_dispatch_stack() > 0
+
+
+def fake_mode() -> bool:
+    """True in a FakeTensorMode, in which each new tensor is fake."""
+    return _len_torch_dispatch_stack() > 0 and isinstance(torch.empty(0), FakeTensor)
+
+
+def compiled_for_export() -> bool:
+    """True in torch.export. torch.compiler.is_exporting() is also True in torch.compile in 2.11."""
+    return torch.compiler._is_exporting_flag
+
+
+def forward_mode() -> bool:
+    """True inside forward-mode differentiation. The public way looks at each tensor, which short calls notice."""
+    return forward_ad._current_level >= 0
+
+
+def version_of(x: Tensor) -> int:
+    """PyTorch's count of the writes to x in place, which public functions can raise but not read."""
+    return x._version
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """The forward hooks of a module. PyTorch has public functions to add them, but none to list them."""
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def has_global_hooks() -> bool:
+    """True if some hook is called for every module."""
+    return bool(_has_any_global_hook())
+
+
+def parameters_of(module: nn.Module) -> dict[str, Any]:
+    """A module's own parameters, to be replaced for a while by plain tensors: setattr refuses them."""
+    return module._parameters
+
+
+def arguments_of(operator: Any) -> list[str]:
+    """The names of an overload's arguments, in the order of its schema, which has no public reader."""
+    return [argument.name for argument in operator._schema.arguments]
+
+
+def softmax_kernel(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> int:
+    """The number of the kernel that scaled_dot_product_attention chooses, which it does not tell."""
+    return int(torch._fused_sdp_choice(q, k, v, **options))
