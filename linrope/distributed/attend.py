@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from linrope.common.values import values_readable
 from linrope.distributed.exchange import Gathered
 from linrope.distributed.fold import Rules, fold
 from linrope.distributed.layout import Layout
 from linrope.distributed.uncompiled import uncompiled
-from linrope.feature_maps import FeatureMap
 from linrope.operation.attend import attend, identity_of
 from linrope.operation.checks import check
 from linrope.operation.positions import resolve
@@ -152,7 +151,7 @@ def _with_gradients(request: Request) -> list[str]:
     """The arguments that the state of the keys passes gradients to."""
     names = ("k", "v", "decay", "log_decay", "angle_steps", "write")
     tensors: list[tuple[str, Tensor | None]] = [(name, getattr(request, name)) for name in names]
-    if isinstance(request.feature_map, FeatureMap):
+    if isinstance(request.feature_map, nn.Module):
         tensors += [("feature_map", x) for x in request.feature_map.parameters()]
     required = [name for name, x in tensors if x is not None and x.requires_grad and torch.is_grad_enabled()]
     return list(dict.fromkeys(required))

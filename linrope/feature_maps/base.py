@@ -6,7 +6,7 @@ Exponentials need a third one, ``linrope.feature_maps.log_scale.exponential``.
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linrope.feature_maps.state_identity import Identified
@@ -29,6 +29,10 @@ class FeatureMap(Identified):
     A ``positional`` map takes the positions of its tokens: queries(q, positions), keys(k, positions) with
     q or k (b, n, heads, d) and positions int64 (b or 1, n).
 
+    The operation calls the map itself, fmap(q, k) -> (phi(q), psi(k)), so that its hooks run: those that a user
+    registers, and those by which accelerate, FSDP or DeepSpeed bring weights that lie elsewhere. A map reads
+    weights of a submodule only while that submodule is called.
+
     ``identity`` tells apart maps whose states must not be mixed. It holds the class, ``settings`` (by default
     ``extra_repr``) and a digest of all parameters and buffers: see ``linrope.feature_maps.state_identity``.
 
@@ -44,12 +48,34 @@ class FeatureMap(Identified):
     log_scaled: bool = False
     elementwise: str | None = None  # the function's name in the kernels that apply it as they load a tensor
 
+    def forward(
+        self,
+        q: Tensor | None,
+        k: Tensor | None,
+        q_positions: Tensor | None = None,
+        k_positions: Tensor | None = None,
+    ) -> tuple[Features | None, Features | None]:
+        """(phi(q), psi(k)); None stays None. Only positional maps read the positions."""
+        q_args, k_args = ((q_positions,), (k_positions,)) if self.positional else ((), ())
+        phi = None if q is None else self.queries(q, *q_args)
+        return phi, None if k is None else self.keys(k, *k_args)
+
     # A positional map takes more arguments than others: type checkers accept any here.
     def queries(self, q: Tensor, *args: Any, **kwargs: Any) -> Features:
         raise NotImplementedError
 
     def keys(self, k: Tensor, *args: Any, **kwargs: Any) -> Features:
         raise NotImplementedError
+
+
+def is_feature_map(x: object) -> bool:
+    """True for a FeatureMap, and for a module that wraps one and passes its attributes on, as those of PEFT do."""
+    return isinstance(x, FeatureMap) or (isinstance(x, nn.Module) and hasattr(x, "feature_dim"))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """True if a call of the module does more than its forward method: a hook, or another forward put in its place."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
 def widen(x: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Feature maps with learned weights: one set, or one for each head."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -7,6 +9,18 @@ from torch.nn import functional as F
 from linrope.common.names import check_integers, check_sizes
 from linrope.common.precision import full_precision
 from linrope.feature_maps.base import FeatureMap, widen
+
+
+class HeadWeights(nn.ParameterDict):
+    """The weights of phi, or those of psi: a module that is called, so that its hooks bring and release them."""
+
+    __call__ = nn.Module.__call__  # a ParameterDict refuses calls
+
+    def forward(self, x: Tensor, features: Callable[[Tensor, dict[str, Tensor]], Tensor]) -> Tensor:
+        """features(x, weights), both in float32 or wider."""
+        x = widen(x)
+        with full_precision(x.device):
+            return features(x, {key: weight.to(x.dtype) for key, weight in self.items()})
 
 
 class LearnedMap(FeatureMap):
@@ -34,8 +48,8 @@ class LearnedMap(FeatureMap):
             )
         self.head_dim, self.feature_dim = head_dim, feature_dim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.phi = nn.ParameterDict(self.weights(phi_heads))
-        self.psi = nn.ParameterDict(self.weights(psi_heads))
+        self.phi = HeadWeights(self.weights(phi_heads))
+        self.psi = HeadWeights(self.weights(psi_heads))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -56,14 +70,13 @@ class LearnedMap(FeatureMap):
     def keys(self, k: Tensor) -> Tensor:
         return self._apply_weights("num_kv_heads", k, self.num_kv_heads, self.psi)
 
-    def _apply_weights(self, name: str, x: Tensor, heads: int | None, weights: nn.ParameterDict) -> Tensor:
+    def _apply_weights(self, name: str, x: Tensor, heads: int | None, weights: HeadWeights) -> Tensor:
         if heads not in (None, x.shape[-2]):
             raise ValueError(f"x: got {x.shape[-2]} heads, expected the map's {name}={heads}")
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.forget_digest()  # an optimizer step may follow, and torch does not count those of fused ones
-        x = widen(x)
-        with full_precision(x.device):
-            return self.features(x, {key: weight.to(x.dtype) for key, weight in weights.items()})
+        features: Tensor = weights(x, self.features)
+        return features
 
     def extra_repr(self) -> str:
         heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"

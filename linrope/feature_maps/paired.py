@@ -53,10 +53,10 @@ class PairedMap(FeatureMap):
         self.log_scaled = inner.log_scaled
 
     def queries(self, q: Tensor, *positions: Tensor) -> Features:
-        return self._twice(self.inner.queries(widen(q), *positions))
+        return self._twice(self.inner(widen(q), None, *positions)[0])
 
     def keys(self, k: Tensor, *positions: Tensor) -> Features:
-        return self._twice(self.inner.keys(widen(k), *positions))
+        return self._twice(self.inner(None, widen(k), None, *positions)[1])
 
     def _twice(self, features: Features) -> Features:
         twice = _TWICE[self.layout]

@@ -227,9 +227,14 @@ class LinearRoPEAttention(Mixer):
     @property
     def decay(self) -> Tensor | None:
         """The decay of each key/value head, (g,) float64: fixed, or the current value of a learned one."""
+        # Not a projection's weight: a quantized projection may have no such tensor.
+        tensors = (*self.parameters(), *self.buffers())
+        return self._decay_on(tensors[0].device if tensors else torch.device("cpu"))
+
+    def _decay_on(self, device: torch.device) -> Tensor | None:
         if self.decay_logit is not None:
             return self.decay_logit.double().sigmoid()
-        return None if self._decay is None else self._decay.on(self.k_proj.weight.device)
+        return None if self._decay is None else self._decay.on(device)
 
     def extra_repr(self) -> str:
         """The sizes and options that are not modules, in one line."""
@@ -337,7 +342,7 @@ class LinearRoPEAttention(Mixer):
             "rotary": self.rotary,
             "causal": self.causal,
             "normalize": self.normalize and not norm_suffices,
-            "decay": self.decay,
+            "decay": self._decay_on(x.device),
             "log_decay": log_decay,
             "angle_steps": None if self.angle_steps is None else self.angle_steps(x),
             "write": None if self.write_gate is None else self.write_gate(x, log_decay),

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from linrope.common.names import check_bools, check_name
+from linrope.feature_maps.base import widen
 from linrope.layer.choices import make_short_convolution, norm_options
-from linrope.layer.norm import RMSNorm
+from linrope.layer.norm import OutputNorm, RMSNorm
 from linrope.layer.operators import gated_norm
 from linrope.layer.operators.norm import ORDERS
 from linrope.operation import checks
@@ -71,7 +72,6 @@ class Mixer(nn.Module):
         self.k_bias = nn.Parameter(torch.empty(g, d, **factory)) if qk_bias else None
         self.norm_over, eps = norm_options(out_norm)
         size = {None: 0, "head": e, "all": self.num_out_heads * e}[self.norm_over]
-        self.out_norm = nn.RMSNorm(size, eps=eps, **factory) if size else None
         if skip is not None:
             check_name("skip", skip, ORDERS, also="None")
         self.skip_order = skip
@@ -79,6 +79,8 @@ class Mixer(nn.Module):
         if not isinstance(gate, bool):
             check_name("gate", gate, ORDERS, also="True or False")
         self.gate_order = "after" if gate is True else gate or None
+        orders = self.gate_order or "after", skip or "after"
+        self.out_norm = OutputNorm(size, eps, self.norm_over, *orders, **factory) if self.norm_over else None
         gate_channels = self.num_out_heads * e
         self.g_proj = nn.Linear(embed_dim, gate_channels, bias=bias, **factory) if gate else None
         self._reset_direct_parameters()
@@ -107,26 +109,26 @@ class Mixer(nn.Module):
         v: Tensor = y.unflatten(-1, (self.num_state_heads, self.value_head_dim))
         return v
 
-    def _heads(self, y: Tensor, heads: int, norm: nn.RMSNorm | None, bias: Tensor | None) -> Tensor:
+    def _heads(self, y: Tensor, heads: int, norm: nn.Module | None, bias: Tensor | None) -> Tensor:
         """(b, n, heads d) -> (b, n, heads, d), normalized."""
         y = y.unflatten(-1, (heads, self.head_dim))
         if norm is not None:
-            wide: Tensor = norm(y.to(norm.weight.dtype))
-            y = (wide if bias is None else wide + bias).to(y.dtype)
+            normed: Tensor = norm(y) if bias is None else norm(widen(y)) + bias
+            y = normed.to(y.dtype)
         return y
 
     def _output(self, out: Tensor, v: Tensor, x: Tensor) -> Tensor:
         """out (b, n, h, e) -> y (b, n, embed_dim); v: the values that the skip adds."""
         gate = None if self.g_proj is None else self.g_proj(x)
-        if self.out_norm is not None or self.skip is not None or gate is not None:
+        skipping = None if self.skip is None else v
+        if self.out_norm is not None:
+            out = self.out_norm(out, gate, skipping, self.skip)
+        elif gate is not None or skipping is not None:
             out = gated_norm(
                 out,
-                None if self.out_norm is None else self.out_norm.weight,
-                eps=1e-6 if self.out_norm is None else self.out_norm.eps or 0.0,
-                over=self.norm_over or "head",
                 gate=gate,
                 gate_order=self.gate_order or "after",
-                v=None if self.skip is None else v,
+                v=skipping,
                 skip=self.skip,
                 skip_order=self.skip_order or "after",
             )
@@ -158,7 +160,8 @@ class Mixer(nn.Module):
             earlier_inputs = state.conv if slots is None else state.conv.index_select(0, slots)
             if earlier_inputs.shape[0] != sequences:
                 raise ValueError(f"state: got {earlier_inputs.shape[0]} sequences, expected {sequences}")
-        return self.short_conv.convolve_parts(projected, earlier_inputs, key_mask, cu_seqlens, want_last)
+        y, last = self.short_conv(projected, earlier_inputs, key_mask, cu_seqlens, want_last)
+        return y, last
 
     def _check_conv(self, state: Any) -> None:
         """Rejects a state whose inputs of the convolution do not fit this layer."""

@@ -37,6 +37,56 @@ class RMSNorm(nn.RMSNorm):
         return _in_shape_of(x, gated_norm(_as_one_head(x), self.weight, eps=self.eps or 0.0))
 
 
+class OutputNorm(nn.RMSNorm):
+    """The RMS norm of the outputs of heads, with the gate and the skip connection around it: see ``gated_norm``.
+
+    Maps out (b, n, h, e) to (b, n, h e).
+
+    Args:
+        size: e for a norm of each head, h e for one over all heads.
+        eps: added to the mean square.
+        over: "head" or "all".
+        gate_order: "after" the norm, or "before" it.
+        skip_order: "after" the norm, or "before" it.
+        factory: device and dtype of the weight.
+
+    >>> from linrope.layer.norm import OutputNorm
+    >>> OutputNorm(8)(torch.randn(2, 5, 4, 8), gate=torch.randn(2, 5, 32)).shape
+    torch.Size([2, 5, 32])
+    """
+
+    def __init__(
+        self,
+        size: int,
+        eps: float = 1e-6,
+        over: str = "head",
+        gate_order: str = "after",
+        skip_order: str = "after",
+        **factory: Any,
+    ) -> None:
+        super().__init__(size, eps, **factory)
+        self.over, self.gate_order, self.skip_order = over, gate_order, skip_order
+
+    def forward(
+        self, out: Tensor, gate: Tensor | None = None, v: Tensor | None = None, skip: Tensor | None = None
+    ) -> Tensor:
+        return gated_norm(
+            out,
+            self.weight,
+            eps=self.eps or 0.0,
+            over=self.over,
+            gate=gate,
+            gate_order=self.gate_order,
+            v=v,
+            skip=skip,
+            skip_order=self.skip_order,
+        )
+
+    def extra_repr(self) -> str:
+        orders = f"over={self.over!r}, gate_order={self.gate_order!r}, skip_order={self.skip_order!r}"
+        return f"{super().extra_repr()}, {orders}"
+
+
 def silu_product(gate: Tensor, x: Tensor) -> Tensor:
     """silu(gate) * x, both (.., dim), in the kernels of ``gated_norm``: the product inside a SwiGLU.
 

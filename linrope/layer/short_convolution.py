@@ -4,7 +4,7 @@ b batch, n tokens, c channels, s sequences.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,31 +87,31 @@ class ShortConvolution(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
-        before: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns y in the shape and dtype of x (b, n, c), and the last inputs of each sequence (s, taps - 1, c).
-
-        before: the last inputs of the call whose sequences x continues. None: the sequences begin here.
-        """
-        (y,), last = self.convolve_parts((x,), before, key_mask, cu_seqlens)
-        assert last is not None
-        return y, last
-
-    def convolve_parts(
-        self,
-        parts: Sequence[Tensor],
+        x: Tensor | Sequence[Tensor],
         before: Tensor | None = None,
         key_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         want_last: bool = True,
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """``forward`` with the channels of x in several tensors, which are not copied. y has the same parts.
+    ) -> tuple[Any, Any]:
+        """Returns y in the shape and dtype of x (b, n, c), and the last inputs of each sequence (s, taps - 1, c).
 
-        Without want_last it may return None in place of the last inputs, which takes less time.
+        x: a tensor, or several that together have the channels and are not copied; y is then a list of such parts.
+        before: the last inputs of the call whose sequences x continues. None: the sequences begin here.
+        want_last: False: the call may return None in place of the last inputs, which takes less time.
         """
+        if not isinstance(x, Tensor):
+            return self._convolve_parts(x, before, key_mask, cu_seqlens, want_last)
+        (y,), last = self._convolve_parts((x,), before, key_mask, cu_seqlens, want_last)
+        return y, last
+
+    def _convolve_parts(
+        self,
+        parts: Sequence[Tensor],
+        before: Tensor | None,
+        key_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        want_last: bool,
+    ) -> tuple[list[Tensor], Tensor | None]:
         sizes = [x.shape[-1] for x in parts]
         if key_mask is not None:
             y, masked_last = self._skip_hidden(torch.cat(list(parts), -1), before, key_mask, cu_seqlens)

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from linrope.backends import native
 from linrope.common.torch_private import has_global_hooks, hooks_of, watched
 from linrope.common.writing import check_writable
+from linrope.feature_maps import ElementwiseMap
 from linrope.layer.attention import LinearRoPEAttention
-from linrope.layer.norm import RMSNorm
+from linrope.layer.norm import OutputNorm, RMSNorm
 from linrope.layer.operators.native import MAX_TAPS
 from linrope.layer.selective import ForgetGate, WriteGate
 from linrope.layer.short_convolution import ShortConvolution
@@ -26,7 +27,16 @@ _ops = torch.ops.linrope_native
 # transformers leaves hooks of this module on a model that was once asked for its hidden states. In other calls they do
 # nothing, so a prepared step may ignore them.
 _IDLE_HOOKS = "transformers.utils.output_capturing"
-_KINDS = (LinearRoPEAttention, nn.Linear, nn.RMSNorm, RMSNorm, ForgetGate, WriteGate, ShortConvolution)
+_KINDS = (
+    LinearRoPEAttention,
+    nn.Linear,
+    RMSNorm,
+    OutputNorm,
+    ForgetGate,
+    WriteGate,
+    ShortConvolution,
+    ElementwiseMap,
+)
 
 
 class LayerStep:
@@ -144,8 +154,7 @@ def why_not(layer: nn.Module, state: Any) -> str | None:
         return "the library was built from other sources: run `make native`"
     if not isinstance(layer, LinearRoPEAttention):
         return f"attention in {type(layer).__name__}"
-    inner = [x for name, x in layer.named_modules() if not name.startswith("feature_map")]
-    return _layer_reason(layer) or why_not_plain(inner, _KINDS) or _state_reason(layer, state)
+    return _layer_reason(layer) or why_not_plain([*layer.modules()], _KINDS) or _state_reason(layer, state)
 
 
 def why_not_plain(modules: list[nn.Module], kinds: tuple[type, ...]) -> str | None:

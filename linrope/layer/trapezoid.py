@@ -242,7 +242,7 @@ def _features(fmap: FeatureMap | None, q: Tensor, k: Tensor) -> tuple[Tensor, Te
     """phi(q) and psi(k), in one dtype."""
     if fmap is None:
         return q, k
-    phi, psi = fmap.queries(q), fmap.keys(k)
+    phi, psi = fmap(q, k)
     assert isinstance(phi, Tensor)
     assert isinstance(psi, Tensor)
     return phi, psi

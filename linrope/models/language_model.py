@@ -61,6 +61,14 @@ class SwiGLU(nn.Module):
         return y
 
 
+class TiedEmbedding(nn.Embedding):
+    """An embedding whose weight is also the model's last matrix: vectors of integers, and logits of vectors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Integers (b, n) -> (b, n, dim); vectors (b, n, dim) -> x W^T, (b, n, integers)."""
+        return F.linear(x, self.weight) if x.is_floating_point() else super().forward(x)
+
+
 class Block(nn.Module):
     """Attention and, as an option, a feed-forward network, each behind a norm and in a residual connection."""
 
@@ -162,7 +170,7 @@ class LanguageModel(nn.Module):
         if config.attention == "softmax":
             check_softmax(config)
         self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.embed_dim)
+        self.embed = TiedEmbedding(config.vocab_size, config.embed_dim)
         self.encoding = _absolute(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.embed_dim, eps=1e-6)
@@ -216,7 +224,10 @@ class LanguageModel(nn.Module):
             x, state = block(x, state, positions, cu_seqlens, return_states, shard)
             if state is not None:
                 new_states.append(state)
-        return F.linear(self.norm(x), self.embed.weight), new_states
+        x = self.norm(x)
+        if not isinstance(self.embed, TiedEmbedding):  # PEFT's embedding takes integers only
+            return F.linear(x, self.embed.weight), new_states
+        return self.embed(x), new_states
 
     def save(self, folder: str | os.PathLike[str], weights: dict[str, Any] | None = None) -> None:
         """Writes model.safetensors and config.json.

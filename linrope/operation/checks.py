@@ -9,6 +9,7 @@ from linrope import feature_maps
 from linrope.common.names import check_bools, check_integers, check_name, check_numbers, check_sizes
 from linrope.common.values import values_readable
 from linrope.feature_maps import FeatureMap
+from linrope.feature_maps.base import is_feature_map
 from linrope.operation.request import EPS_MODES, ORDERS, Request
 from linrope.rotation.rotary import Rotary
 from linrope.sequence.identities import WITHOUT_Z, same_identity
@@ -141,7 +142,7 @@ def resolve_map(feature_map: str | FeatureMap | None, d: int) -> FeatureMap | No
         return None
     if isinstance(feature_map, str):
         return _map_by_name(feature_map, d)
-    if not isinstance(feature_map, FeatureMap):
+    if not is_feature_map(feature_map):
         raise TypeError(f"feature_map: got {type(feature_map).__name__}, expected a name, FeatureMap or None")
     if feature_map.head_dim not in (None, d):
         raise ValueError(f"feature_map={feature_map}: made for heads of {feature_map.head_dim}, expected {d}")

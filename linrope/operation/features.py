@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from linrope.feature_maps import ElementwiseMap, FeatureMap
-from linrope.feature_maps.base import widen
+from linrope.feature_maps.base import has_hooks, widen
 from linrope.operation.positions import spell_out_positions
 from linrope.rotation.rotary import Rotary
 from linrope.sequence.decay import Tokens
@@ -46,13 +46,13 @@ def map_features(
     assert fmap is not None
     if key_mask is not None:  # the map may overflow at padding, and 0 * inf is NaN
         k = k.masked_fill(~key_mask[:, :, None, None], 0)
-    if isinstance(fmap, ElementwiseMap):  # the map is exp: centred here, applied by the backend
+    if isinstance(fmap, ElementwiseMap) and not has_hooks(fmap):  # exp: centred here, applied by the backend
         (q, q_scale), (k, k_scale) = (None, None) if q is None else fmap.centre(q), fmap.centre(k)
         return q, k, fmap.elementwise, q_scale, k_scale
-    q_args, k_args = [(x,) for x in spell_out_positions(tokens, q, k)] if fmap.positional else ((), ())
-    queries, keys = None if q is None else fmap.queries(q, *q_args), fmap.keys(k, *k_args)
+    positions = spell_out_positions(tokens, q, k) if fmap.positional else ()
+    queries, keys = fmap(q, k, *positions)
     if not fmap.log_scaled:
-        return queries, keys, "identity", None, None  # type: ignore[return-value]
+        return queries, keys, "identity", None, None
     (q, q_scale), (k, k_scale) = (None, None) if queries is None else queries, keys
     return q, k, "identity", q_scale, k_scale
 
@@ -61,4 +61,4 @@ def _backend_map(fmap: FeatureMap | None) -> str | None:
     """The name of an elementwise map that a backend can apply to q and k. None: ``map_features`` applies the map."""
     if fmap is None:
         return "identity"
-    return None if fmap.log_scaled else fmap.elementwise
+    return None if fmap.log_scaled or has_hooks(fmap) else fmap.elementwise

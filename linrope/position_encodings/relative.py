@@ -37,6 +37,16 @@ class RelativeEncoding(nn.Module):
             )
         self.num_heads, self.head_dim, self.value_head_dim = num_heads, head_dim, e
 
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, key_positions: Tensor, mask: Tensor
+    ) -> Tensor:
+        """softmax(scores) v, (b, n, h, e). mask: the keys that each query sees, bool (b, 1, n or 1, m)."""
+        scores = self.scores(q, k, positions, key_positions)
+        # Not -inf, which would make a row without keys NaN.
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        weights = scores.softmax(-1, torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+        return self.values(weights.masked_fill(~mask, 0), v, positions, key_positions)
+
     def scores(self, q: Tensor, k: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
         """q (b, n, h, d), k (b, m, h, d), positions (b or 1, n), (b, m) -> (b, h, n, m), scaled."""
         raise NotImplementedError

@@ -175,7 +175,9 @@ class SoftmaxAttention(Mixer):
 
         if isinstance(self.encoding, RelativeEncoding):
             mask = self._mask(new_state.mask, n, cu_seqlens)
-            out = _attend_relative(self.encoding, q, new_state, q_positions, mask)
+            repeats = q.shape[2] // k.shape[2]
+            keys, values = (x.repeat_interleave(repeats, 2) for x in (new_state.k, new_state.v))
+            out = self.encoding(q, keys, values, q_positions, new_state.positions, mask)
         elif unmasked:
             out = _attend(q, new_state, self.causal, None)
         else:
@@ -207,19 +209,6 @@ def _attend(q: Tensor, state: KeyValueState, causal: bool, mask: Tensor | None) 
     no_keys = ~mask.any(-1, keepdim=True)  # such a query would give NaN: it sees all keys, then becomes 0
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | no_keys, **options)
     return out.masked_fill(no_keys, 0).transpose(1, 2)
-
-
-def _attend_relative(
-    encoding: RelativeEncoding, q: Tensor, state: KeyValueState, positions: Tensor, mask: Tensor
-) -> Tensor:
-    """softmax(scores) v with the encoding's scores and values, (b, n, h, e)."""
-    repeats = q.shape[2] // state.k.shape[2]
-    k, v = (x.repeat_interleave(repeats, 2) for x in (state.k, state.v))
-    scores = encoding.scores(q, k, positions, state.positions)
-    # Not -inf, which would make a row without keys NaN.
-    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    weights = scores.softmax(-1, torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
-    return encoding.values(weights.masked_fill(~mask, 0), v, positions, state.positions)
 
 
 def _make(

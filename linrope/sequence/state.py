@@ -318,10 +318,11 @@ class LinearAttentionState:
         """A copy on that device, with kv in dtype (float32 or float64). z keeps its dtype."""
         if dtype not in (None, torch.float32, torch.float64):
             raise TypeError(f"dtype: got {dtype}, expected float32 or float64")
-        moved = {name: x.to(device, copy=True) for name, x in self.tensors().items()}
-        if dtype is not None:
-            moved["kv"] = moved["kv"].to(dtype)
         slots = None if self.slots is None else self.slots.to(device)
+        if slots is not None and slots is self.slots and dtype in (None, self.kv.dtype):
+            return self  # a copy of a pool's rows would not receive what calls write
+        moved = {name: x.to(device, copy=True) for name, x in self.tensors().items()}
+        moved["kv"] = moved["kv"].to(dtype or self.kv.dtype)
         return replace(self, donated=False, loop=None, slots=slots, **moved)  # type: ignore[arg-type]
 
     def reorder(self, index: Tensor) -> "LinearAttentionState":
@@ -380,8 +381,7 @@ def _flatten(state: LinearAttentionState) -> tuple[list[Tensor], str]:
 
 
 def _flatten_with_keys(state: LinearAttentionState) -> tuple[list[Any], str]:
-    leaves, context = _flatten(state)
-    return [(pytree.GetAttrKey(name), x) for name, x in zip(_leaves(state), leaves, strict=True)], context
+    return [(pytree.GetAttrKey(name), x) for name, x in _leaves(state).items()], _flatten(state)[1]
 
 
 def _unflatten(leaves: Any, context: Any) -> LinearAttentionState:
