@@ -7,12 +7,13 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 
 import linrope
 from linrope.cli import evaluation
 from linrope.cli.bench.command import bench
+from linrope.cli.check import check
 from linrope.cli.checks import check_at_least, check_folder
+from linrope.cli.console import console
 from linrope.cli.convert import convert
 from linrope.cli.demo import PROMPT, demo
 from linrope.cli.devices import HELP as DEVICE_HELP
@@ -25,7 +26,6 @@ from linrope.models.training import latest_checkpoint
 from linrope.versions import show_versions
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-console = Console()
 _CHECKPOINT = "Folder of a run, a single checkpoint, or a model in Hugging Face format."
 
 
@@ -176,7 +176,7 @@ def evaluate(
     folder, option = (checkpoint[0], "--checkpoint") if out is None else (out, "--out")
     check_folder(folder, option)
     result = evaluation.evaluate(checkpoint, path, length, sequences, pick_device(device), console)
-    console.print(evaluation.table(result))
+    console.print(evaluation.table(result), soft_wrap=False)
     written = evaluation.write(result, folder)
     console.print(f"written: {', '.join(str(file) for file in written)}")
     return 0
@@ -194,4 +194,5 @@ def env(
     return 0
 
 
+app.command(short_help="Compare every backend with the equation.")(check)
 app.command(short_help="Train, generate and measure in 4 minutes.")(demo)

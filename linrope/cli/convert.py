@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.progress import track
 from safetensors import SafetensorError
 from torch import Tensor
 
 from linrope.cli.checks import check_at_least, check_folder, check_rate, check_taps
+from linrope.cli.console import console
 from linrope.cli.devices import pick_device
 from linrope.cli.pretrained import load_pretrained, tokenizer_beside
 from linrope.cli.training import Lines
@@ -22,8 +22,6 @@ from linrope.common.files import replace_file
 from linrope.models.training import Corpus, Text
 from linrope.models.training.batch import Batch, evenly_spaced_rows, row_starts
 from linrope.models.training.optional import need
-
-console = Console()
 
 _HELD_OUT_BATCHES = 8
 
@@ -168,7 +166,7 @@ def convert(
         tokenizer.save_pretrained(out)
     report = json.dumps(asdict(conversion.Losses(before, replaced, matched, finetuned)))
     replace_file(out / "losses.json", lambda path: path.write_text(report + "\n"))
-    console.print(report, soft_wrap=True, highlight=False)
+    console.print(report)
     console.print(f"written: {out}")
     return 0
 

@@ -9,19 +9,17 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 
 from linrope.cli.bench.benchmark import Effort
 from linrope.cli.bench.cases import Case
 from linrope.cli.bench.command import measure
 from linrope.cli.checks import check_folder
+from linrope.cli.console import console
 from linrope.cli.generation import stream
 from linrope.cli.training import describe, run_steps
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.training import Corpus, Trainer, TrainingConfig, checkpoints
 from linrope.models.training.checkpoint import load_training
-
-console = Console()
 
 PROMPT = "def main("
 _ROW = 256
@@ -50,27 +48,31 @@ def demo(
     if others := [path.name for path in earlier if not _of_a_demo(path)]:
         raise ValueError(f"--out={out}: has {others[0]} of another run, expected a folder for the demo alone")
     corpus = Corpus.load()
-    console.rule("1. A language model on linear attention with RoPE")
+    _heading("1. A language model on linear attention with RoPE")
     trainer, stopped = _train(LINEAR, corpus, seconds)
     for path in earlier:  # one with more steps would count as the latest
         shutil.rmtree(path)
     console.print(f"checkpoint: {trainer.save(out)}")
     if stopped:
         return 130
-    console.rule("2. The same model with softmax attention, trained for the same time")
+    _heading("2. The same model with softmax attention, trained for the same time")
     other, stopped = _train(SOFTMAX, corpus, seconds)
     if stopped:
         return 130
     linear_bits, softmax_bits = trainer.evaluate(), other.evaluate()
     console.print(
-        f"bits per byte on held-out files after {seconds:g} s each: [bold]{linear_bits:.2f} linear, "
-        f"{softmax_bits:.2f} softmax attention[/bold]; {trainer.step} and {other.step} steps"
+        f"bits per byte on held-out files after {seconds:g} s each: {linear_bits:.2f} linear, "
+        f"{softmax_bits:.2f} softmax attention; {trainer.step} and {other.step} steps"
     )
-    console.rule("3. Text from the linear model, at constant memory per byte")
+    _heading("3. Text from the linear model, at constant memory per byte")
     stream(trainer.model.eval(), None, PROMPT, 300, temperature=0.7, top_k=None, top_p=0.9, seed=0)
-    console.rule("4. Speed compared with softmax attention with RoPE")
+    _heading("4. Speed compared with softmax attention with RoPE")
     measure(Case(), [2**i for i in range(8, 15)], [1024, 65536], Effort(2.0, 0.5, 2), out, "demo", console)
     return 0
+
+
+def _heading(text: str) -> None:
+    console.print(f"\n{text}", style="bold")
 
 
 def _of_a_demo(checkpoint: Path) -> bool:

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 
 from linrope.cli.checks import check_at_least, check_folder, check_taps, option_of
 from linrope.cli.config_files import read_config
+from linrope.cli.console import console
 from linrope.cli.devices import HELP as DEVICE_HELP
 from linrope.cli.devices import pick_device
 from linrope.cli.training import accelerator_on, describe, run_steps
@@ -24,8 +24,6 @@ from linrope.models.language_model_config import ATTENTION, POSITIONS
 from linrope.models.training import Corpus, Trainer, TrainingConfig, checkpoints, latest_checkpoint
 from linrope.models.training.checkpoint import load_training, tokenizer_of
 from linrope.models.training.corpus import load_tokenizer
-
-console = Console()
 
 # Options that apply to a resumed run; the checkpoint determines all others.
 _RESUMABLE = {"path", "out", "steps", "save_every", "resume", "tensorboard", "device", "config"}
@@ -178,7 +176,7 @@ def train(
         describe(trainer, console)
         stopped = run_steps(trainer, console, out, save_every, tensorboard)
         console.print(f"held-out text: {trainer.evaluate():.3f} bits per byte after {trainer.step} steps")
-        console.print(f"checkpoint: {latest_checkpoint(out)}", soft_wrap=True)
+        console.print(f"checkpoint: {latest_checkpoint(out)}")
         trainer.accelerator.end_training()
     return 130 if stopped else 0
 
@@ -306,7 +304,7 @@ def _resume(
     if "tokenizer" in explicit:
         ignored.append("--tokenizer (the checkpoint has its own)")
     if ignored:
-        console.print(f"ignored with --resume: {', '.join(ignored)}", soft_wrap=True)
+        console.print(f"ignored with --resume: {', '.join(ignored)}")
     if "steps" in explicit and options["steps"] != trainer.config.steps:
         if options["steps"] < trainer.step:
             raise ValueError(f"--steps={options['steps']}: expected at least {trainer.step}, the steps done")
@@ -319,6 +317,5 @@ def _resume(
         f"{latest}: continues at step {trainer.step:,} of {trainer.config.steps:,}"
         if left
         else f"{latest}: is complete after {trainer.step:,} steps; a larger number of --steps continues it",
-        soft_wrap=True,
     )
     return trainer

@@ -30,7 +30,7 @@ class Lines:
     def __call__(self, text: str) -> None:
         now = time.perf_counter()
         if not self.console.is_terminal and now - self.last >= _SECONDS:
-            self.console.print(text, highlight=False)
+            self.console.print(text)
             self.last = now
 
 

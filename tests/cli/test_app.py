@@ -17,7 +17,7 @@ from linrope.cli.training import Log
 from linrope.models.training import checkpoints
 from tests.cli.commands import SMALL, last_config, metrics, tiny_model, word_tokenizer
 
-COMMANDS = ("train", "generate", "eval", "bench", "convert", "env", "demo")
+COMMANDS = ("train", "generate", "eval", "bench", "convert", "env", "check", "demo")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -94,6 +94,7 @@ HUGE = "1" + "0" * 30
 WRONG = {
     "dance": "dance",
     "env --xml": "--xml",
+    "check --seconds nan": "--seconds=nan: expected at least 0",
     "demo --seconds -1": "--seconds=-1.0: expected a positive finite number",
     "demo --out {text}": "text.txt is a file, expected a folder",
     "eval --checkpoint {tmp}": "expected a folder with checkpoints",

@@ -14,6 +14,7 @@ from linrope.cli.bench import benchmark, comparison, families, plots, report, sc
 from linrope.cli.bench.benchmark import Effort
 from linrope.cli.bench.cases import Case, shape_of
 from linrope.cli.checks import check_at_least, check_folder, option_of
+from linrope.cli.console import console
 from linrope.cli.devices import HELP as DEVICE_HELP
 from linrope.cli.devices import pick_device
 from linrope.cli.training import progress_bar
@@ -21,8 +22,6 @@ from linrope.common.files import replace_file, unused
 from linrope.common.names import check_name
 from linrope.layer.choices import DECAYS
 from linrope.versions import versions
-
-console = Console()
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -106,7 +105,7 @@ def bench(
         if context.params[kind]:
             _check_choices(context, kind)
     if compare is not None:
-        console.print(comparison.compare(*(comparison.read(path) for path in compare)))
+        console.print(comparison.compare(*(comparison.read(path) for path in compare)), soft_wrap=False)
         return 0
     check_folder(out)
     check_at_least(rounds=(rounds, 1), threads=(threads, 0))
@@ -231,4 +230,4 @@ def measure(
     replace_file(path, lambda temporary: temporary.write_text(json.dumps(result, indent=1) + "\n"))
     picture = path.with_suffix(".png")
     replace_file(picture, lambda temporary: plots.plot(result, temporary))
-    console.print(f"written: {path}, {picture}", soft_wrap=True)
+    console.print(f"written: {path}, {picture}")
