@@ -33,8 +33,8 @@ def run(arguments: list[str]) -> int:
     """Runs a command, or prints the help if there is none.
 
     Exit status: 0; 2, with one line that names the cause, if the input is at fault; 1, with one line that
-    says how to get the traceback, for any other error; 130 after Ctrl-C. With --traceback, anywhere in the
-    arguments, errors are raised.
+    says how to get the traceback, for any other error; 130 after Ctrl-C, 128 plus the number of another signal that
+    ends a training. With --traceback, anywhere in the arguments, errors are raised.
     """
     rest = [argument for argument in arguments if argument != "--traceback"]
     try:

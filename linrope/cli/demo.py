@@ -49,16 +49,16 @@ def demo(
         raise ValueError(f"--out={out}: has {others[0]} of another run, expected a folder for the demo alone")
     corpus = Corpus.load()
     _heading("1. A language model on linear attention with RoPE")
-    trainer, stopped = _train(LINEAR, corpus, seconds)
+    trainer, status = _train(LINEAR, corpus, seconds)
     for path in earlier:  # one with more steps would count as the latest
         shutil.rmtree(path)
     console.print(f"checkpoint: {trainer.save(out)}")
-    if stopped:
-        return 130
+    if status:
+        return status
     _heading("2. The same model with softmax attention, trained for the same time")
-    other, stopped = _train(SOFTMAX, corpus, seconds)
-    if stopped:
-        return 130
+    other, status = _train(SOFTMAX, corpus, seconds)
+    if status:
+        return status
     linear_bits, softmax_bits = trainer.evaluate(), other.evaluate()
     console.print(
         f"bits per byte on held-out files after {seconds:g} s each: {linear_bits:.2f} linear, "
@@ -84,8 +84,8 @@ def _of_a_demo(checkpoint: Path) -> bool:
         return False
 
 
-def _train(config: LanguageModelConfig, corpus: Corpus, seconds: float) -> tuple[Trainer, bool]:
-    """Trains for about that time; also returns whether Ctrl-C stopped it."""
+def _train(config: LanguageModelConfig, corpus: Corpus, seconds: float) -> tuple[Trainer, int]:
+    """Trains for about that time; also returns the exit status if a signal stopped it, else 0."""
     torch.manual_seed(0)
     trainer = Trainer(LanguageModel(config), corpus, _TRAINING)
     describe(trainer, console)

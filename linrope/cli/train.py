@@ -140,7 +140,8 @@ def train(
 ) -> int:
     """Train a language model on text.
 
-    Ctrl-C saves a checkpoint and stops. The same command with --resume continues from the last checkpoint.
+    Ctrl-C, SIGTERM and SIGHUP save a checkpoint and stop. The same command with --resume continues from the last
+    checkpoint.
     The result is bit for bit that of an uninterrupted run; with more --steps than before it
     continues beyond the old end. With --resume the sizes, rates and tokenizer are those of the checkpoint,
     and the command lists the options that it ignores. For several processes or GPUs: accelerate launch -m
@@ -174,11 +175,12 @@ def train(
                 stack.enter_context(locked(out))
                 _check_new(out)  # again: another run may have ended meanwhile
         describe(trainer, console)
-        stopped = run_steps(trainer, console, out, save_every, tensorboard)
-        console.print(f"held-out text: {trainer.evaluate():.3f} bits per byte after {trainer.step} steps")
+        status = run_steps(trainer, console, out, save_every, tensorboard)
+        if not status:
+            console.print(f"held-out text: {trainer.evaluate():.3f} bits per byte after {trainer.step} steps")
         console.print(f"checkpoint: {latest_checkpoint(out)}")
         trainer.accelerator.end_training()
-    return 130 if stopped else 0
+    return status
 
 
 def _start(
