@@ -3,6 +3,7 @@
 The oracle is "reference" in float64 on the inputs as rounded, on the CPU. linrope/cli/bounds.py has the bounds.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -78,24 +79,29 @@ CASES = (
 
 def errors(backend: str, device: str, exact: "Exact") -> dict[str, float]:
     """The largest error of each of PARTS, as a share of the bound; decoding has no gradients."""
-    case, dtype = exact.case, exact.dtype
-    found, out, last = _run(case, exact.inputs, case.how(), backend, device)
-    sizes, oracle = exact.sizes, exact.oracle
+    dtype, sizes, oracle = exact.dtype, exact.sizes, exact.oracle
+    found, out, last = _run(exact.case, exact.inputs, exact.case.how(), backend, device)
     forward = [error_in_bounds(x, oracle["out"], sizes["out"]) for x in (out, found.get("out", out))]
-    shares = {"forward": max(forward)}
     bound = bound_of_sums(backend, dtype, native.instruction_set())
-    for name, x in (("kv", last.kv), ("z", last.z)):
-        error = (_plain(x, last.log_scale).cpu() - exact.plain[name]).abs() / (bound * sizes[name] + 1e-37)
-        shares["state"] = max(shares.get("state", 0.0), float(error.max()))
-    gradients = [name for name in oracle if name.startswith("d")]
-    for name in gradients:
-        x, expected = found[name].double().cpu(), oracle[name]
-        besides = BOUNDS[dtype if backend == "triton" else torch.float32] * float(cancelling(sizes))
-        ratio = exact.yardstick.ratio(
-            name, largest(x - expected), largest(expected), besides if name == "dlog_decay" else 0.0
+    state = [
+        float(((_plain(x, last.log_scale) - exact.plain[name]).abs() / (bound * sizes[name] + 1e-37)).max())
+        for name, x in (("kv", last.kv), ("z", last.z))
+    ]
+    besides = BOUNDS[dtype if backend == "triton" else torch.float32] * float(cancelling(sizes))
+    gradients = [
+        exact.yardstick.ratio(
+            name, largest(found[name].double() - x), largest(x), besides if name == "dlog_decay" else 0.0
         )
-        shares["gradients"] = max(shares.get("gradients", 0.0), ratio)
-    return {name: float("inf") if x != x else x for name, x in shares.items()}  # NaN is no result
+        for name, x in oracle.items()
+        if name.startswith("d")
+    ]
+    parts = {"forward": forward, "state": state, "gradients": gradients}
+    return {name: _worst(part) for name, part in parts.items() if part}
+
+
+def _worst(errors: list[float]) -> float:
+    """The largest; infinite if a result is no number."""
+    return math.inf if any(map(math.isnan, errors)) else max(errors)
 
 
 class Exact:
@@ -171,34 +177,37 @@ def _features(features: Any) -> Tensor:
 
 def _plain(sums: Tensor, log_scale: Tensor | None) -> Tensor:
     """kv or z without the factor that exponential maps take out."""
-    sums = sums.double()
-    return sums if log_scale is None else sums * log_scale.exp()[(..., *[None] * (sums.ndim - 2))]
+    if log_scale is None:
+        return sums.double()
+    return sums.double() * log_scale.exp().reshape(*log_scale.shape, *[1] * (sums.ndim - log_scale.ndim))
 
 
 def _run(
     case: Case, inputs: dict[str, Tensor], how: dict[str, Any], backend: str, device: str
 ) -> tuple[Results, Tensor, LinearAttentionState]:
     """everything() of the last piece ({} if the case decodes); the outputs without gradients; the last state."""
-    inputs = {name: x.to(device) for name, x in inputs.items()}
-    how = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in how.items()} | {
-        "backend": backend
+    here: dict[str, Any] = {
+        name: x.to(device) if isinstance(x, Tensor) else x for name, x in (inputs | how).items()
     }
-    state, found, outs = None, {}, []
-    for index, piece in enumerate(_pieces(case, inputs)):
-        qkv, gates = [piece[name] for name in "qkv"], {name: piece[name] for name in DATA if name in piece}
+    options = {name: here[name] for name in how} | {"backend": backend}
+    state: LinearAttentionState | None = None
+    found: Results = {}
+    outs = []
+    for index, (q, k, v, gates) in enumerate(_pieces(case, here)):
         if index == len(case.pieces) - 1 and not case.steps:
-            found = everything(*qkv, state, **how, **gates)
+            found = everything(q, k, v, state, **options, **gates)
         if case.steps and state is not None:
             state = state.donate()
         with torch.no_grad():
-            out, state = linear_rope_attention(*qkv, state=state, return_state=True, **how, **gates)
+            out, state = linear_rope_attention(q, k, v, state=state, return_state=True, **options, **gates)
         outs.append(out.clone())
     assert state is not None
     out = torch.cat(outs[1:] if case.steps else outs[-1:], 1).cpu()
     return {name: x.cpu() for name, x in found.items()}, out, state.to("cpu")
 
 
-def _pieces(case: Case, inputs: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    parts = {name: x.split(case.pieces, 1) for name, x in inputs.items()}
-    for index in range(len(case.pieces)):
-        yield {name: x[index] for name, x in parts.items()}
+def _pieces(case: Case, inputs: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor, Tensor, dict[str, Any]]]:
+    names = ("q", "k", "v", *(name for name in DATA if name in inputs))
+    for tensors in zip(*(inputs[name].split(case.pieces, 1) for name in names), strict=True):
+        q, k, v, *gates = tensors
+        yield q, k, v, dict(zip(names[3:], gates, strict=True))

@@ -67,7 +67,7 @@ def _wrong_state(out: Tensor, sums: Any) -> tuple[Tensor, Any]:
 
 
 def _none(out: Tensor, sums: Any) -> tuple[Tensor, Any]:
-    return out * float("nan"), sums
+    return out * float("nan"), sums._replace(kv=sums.kv * float("nan"))
 
 
 def _raises(out: Tensor, sums: Any) -> tuple[Tensor, Any]:
@@ -78,7 +78,7 @@ WRONG = {
     "forward has": _wrong_output,
     "gradients has": _wrong_gradient,
     "state has": _wrong_state,
-    "forward has inf": _none,
+    **{f"{part} has inf": _none for part in ("forward", "gradients", "state")},
     "RuntimeError: no such kernel, in: rotation": _raises,
 }
 
