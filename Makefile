@@ -1,38 +1,39 @@
 # Everything sets itself up: a machine with python3 and make is enough.
 PYTHON ?= python3
-BIN := .venv/bin
+VENV := .venv
+BIN := $(VENV)/bin
 
 .PHONY: demo test test-long test-lowest test-newest check format bench docs native dist test-dist test-sanitizers test-arm test-ptx test-gpu bench-gpu
 
-demo: .venv/ready native
+demo: $(VENV)/ready native
 	$(BIN)/linrope demo
 
-test: .venv/ready native
+test: $(VENV)/ready native
 	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 # What make test leaves out, but for test-ptx's: minutes each of several processes, all combinations, all kernels.
-test-long: .venv/ready native
+test-long: $(VENV)/ready native
 	$(BIN)/python -m pytest -n auto --dist loadgroup -m long
 
-check: .venv/ready docs
+check: $(VENV)/ready docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layers.py
 
-format: .venv/ready
+format: $(VENV)/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: .venv/ready native
+bench: $(VENV)/ready native
 	$(BIN)/linrope bench
 
 # The native CPU library, from the sources as they are; without a C++ compiler the other backends do.
-native: .venv/ready
+native: $(VENV)/ready
 	$(BIN)/python kernels/cpu/build.py --if-changed
 
 # A source distribution, and a wheel for machines like this one with the native library in it.
-dist: .venv/ready native
+dist: $(VENV)/ready native
 	rm -rf dist
 	$(BIN)/python -m hatchling build -d dist
 
@@ -78,7 +79,7 @@ test-newest:
 # itself is not built for this: so both run times (GCC's) are loaded before it, and leaks are not looked for. What
 # they report goes to file descriptor 2, which pytest must leave open.
 SANITIZED := build/sanitized
-test-sanitizers: .venv/ready
+test-sanitizers: $(VENV)/ready
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
 	cp -r conftest.py pyproject.toml kernels linrope tests $(SANITIZED)
 	$(BIN)/python $(SANITIZED)/kernels/cpu/build.py --sanitize $(SANITIZED)/linrope/lib
@@ -90,7 +91,7 @@ test-sanitizers: .venv/ready
 # The native library on ARM, compiled by a cross compiler, with an ARM Python and PyTorch in QEMU: tests/kernels/cpu/arm.py
 # makes them once. The tests left out compile with PyTorch or are slow there; the warning is PyTorch's own about bfloat16.
 ARM := build/arm
-test-arm: .venv/ready
+test-arm: $(VENV)/ready
 	$(BIN)/python tests/kernels/cpu/arm.py $(ARM)
 	rm -rf $(ARM)/tree && mkdir -p $(ARM)/tree
 	cp -r conftest.py pyproject.toml kernels linrope tests $(ARM)/tree
@@ -100,7 +101,7 @@ test-arm: .venv/ready
 	--deselect tests/backends/test_compile.py --deselect tests/backends/test_transforms.py
 
 # The whole table of tiles, compiled and run by the emulator of tests/kernels/ptx, and a table of the errors.
-test-ptx: .venv/ready
+test-ptx: $(VENV)/ready
 	$(BIN)/python -m pytest -n auto -m ptx -rP tests/kernels/test_ptx.py tests/kernels/test_compile.py
 
 # These two need a GPU, with PyTorch and Triton for it; they run the tree as it lies, uninstalled.
@@ -112,13 +113,17 @@ bench-gpu:
 	PYTHONPATH=.:kernels $(PYTHON) benchmarks/gpu.py
 
 # The site, in site/. Warnings are errors.
-docs: .venv/ready
+docs: $(VENV)/ready
 	$(BIN)/python docs/build.py
 
-# torch before the rest: the native library is built against it, and pip's isolated builds do not see it.
+# A folder that make did not make is left alone. torch comes before the rest: the native library is built against it,
+# and pip's isolated builds do not see it.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-.venv/ready: pyproject.toml constraints.txt hatch_build.py
-	$(PYTHON) -m venv --clear .venv
+$(VENV)/ready: pyproject.toml constraints.txt hatch_build.py
+	@test ! -e $(VENV) || test -e $(VENV)/ready || test -e $(VENV)/made-by-make || { \
+	echo "$(VENV) exists, and make did not make it: rename it, or name another folder: make VENV=build/venv" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	touch $(VENV)/made-by-make
 	$(PIP) torch hatchling
 	$(PIP) --no-build-isolation -e '.[dev]'
 	touch $@

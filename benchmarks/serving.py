@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from linrope.cli.bench.benchmark import machine
-from linrope.cli.demo import LINEAR, SOFTMAX
+from linrope.cli.demonstration import LINEAR, SOFTMAX
 from linrope.models import LanguageModel, generate
 from linrope.models.batching import Engine, Generation
 from linrope.position_encodings import KeyValueState

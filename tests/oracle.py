@@ -1,6 +1,5 @@
 """What the tests of the operation share: random inputs, all results of a call, comparisons."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +10,8 @@ from torch import Tensor
 
 from linrope import LinearAttentionState, backends, feature_maps, linear_rope_attention
 from linrope.backends import native
+from linrope.cli.bounds import DATA as DATA
+from linrope.cli.bounds import everything as everything
 
 POSITIVE = ("elu+1", "relu", "relu2", "exp", "softmax", "favor+")
 SIGNED = ("silu", "identity")
@@ -20,7 +21,6 @@ NATIVE = pytest.param(
 )
 FAST = ("eager", NATIVE)  # for float32, bfloat16, float16
 MAPS = (*POSITIVE, *SIGNED)
-DATA = ("log_decay", "angle_steps", "write")  # besides q, k and v, what each token has that gradients flow to
 every_kernel = pytest.mark.parametrize("backend", ["reference", "eager", NATIVE, "triton"])
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_fast = pytest.mark.parametrize("backend", FAST)
@@ -99,30 +99,6 @@ def random_mask(b: int, m: int) -> Tensor:
     mask[0, :1] = False
     mask[1:2] = False
     return mask
-
-
-def everything(
-    q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None = None, *,
-    call: Callable[..., Any] = linear_rope_attention, **how: Any,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Output, last state, and the gradients of all inputs through all of them."""
-    data = {name: how.pop(name) for name in DATA if how.get(name) is not None}
-    leaves = {"dq": q, "dk": k, "dv": v, **{f"d{name}": x for name, x in data.items()}}
-    leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
-    how |= {name: leaves[f"d{name}"] for name in data}
-    if state is not None:
-        state = replace(state, kv=state.kv.detach().requires_grad_(), z=state.z.detach().requires_grad_())
-        leaves |= {"dkv": state.kv, "dz": state.z}
-    out, last = call(leaves["dq"], leaves["dk"], leaves["dv"], state=state, return_state=True, **how)
-    results = {"out": out, "kv": last.kv, "z": last.z}
-    integers = {} if last.angle is None else {"angle": last.angle}
-    loss, generator = torch.zeros((), dtype=torch.float64), torch.Generator().manual_seed(5)
-    for x in results.values():
-        weight = torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu")
-        loss = loss + (x.double() * weight.bfloat16().to(x.device)).sum()  # of few digits: exact anywhere
-    grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
-    found = {name: x.detach() for name, x in results.items()} | dict(zip(leaves, grads, strict=True))
-    return found | integers
 
 
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:

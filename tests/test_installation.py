@@ -139,3 +139,42 @@ def test_the_makefile_names_files_that_exist() -> None:
     named = re.findall(path, (ROOT / "Makefile").read_text())
     assert "tests/layer/test_attention.py" in named
     assert not [path for path in named if not (ROOT / path).exists()]
+
+
+INTERPRETER = """#!/bin/sh
+case "$*" in "-m venv --clear "*) rm -rf "$4"; mkdir -p "$4/bin"; cp "$0" "$4/bin/python";; esac
+"""  # as far as make needs one to set up an environment
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_leaves_an_environment_alone_that_it_did_not_make(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "hatch_build.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    python = tmp_path / "python"
+    python.write_text(INTERPRETER)
+    python.chmod(0o755)
+
+    def make(target: str, *options: str) -> subprocess.CompletedProcess[str]:
+        command = ["make", "-s", target, f"PYTHON={python}", *options]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    mine = tmp_path / ".venv" / "mine"
+    mine.parent.mkdir()
+    mine.touch()
+    done = make(".venv/ready")
+    assert done.returncode != 0
+    assert ".venv exists, and make did not make it: rename it, or name another folder" in done.stderr
+    assert mine.exists()
+    assert make("build/venv/ready", "VENV=build/venv").returncode == 0
+    assert (tmp_path / "build" / "venv" / "ready").exists()
+
+    mine.unlink()
+    mine.parent.rmdir()
+    assert make(".venv/ready").returncode == 0
+    (tmp_path / ".venv" / "ready").unlink()  # as after an installation that failed
+    mine.touch()
+    assert make(".venv/ready").returncode == 0
+    assert not mine.exists()  # made anew
+    (tmp_path / ".venv" / "made-by-make").unlink()  # of a checkout that is older than this mark
+    os.utime(tmp_path / ".venv" / "ready", (0, 0))
+    assert make(".venv/ready").returncode == 0

@@ -2,30 +2,31 @@
 
 import re
 import sys
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_type_hints
 
-import torch
 import typer
-from rich.console import Console
 
 import linrope
-from linrope.cli import evaluation
 from linrope.cli.bench.command import bench
-from linrope.cli.checks import check_at_least, check_folder
+from linrope.cli.check import check
+from linrope.cli.checks import RENAMED, check_at_least, check_folder
+from linrope.cli.console import console
 from linrope.cli.convert import convert
 from linrope.cli.demo import PROMPT, demo
 from linrope.cli.devices import HELP as DEVICE_HELP
 from linrope.cli.devices import pick_device
-from linrope.cli.generation import stream
-from linrope.cli.pretrained import is_pretrained, load_pretrained, tokenizer_beside
-from linrope.cli.train import RENAMED, train
-from linrope.models import LanguageModel
-from linrope.models.training import latest_checkpoint
-from linrope.versions import show_versions
+from linrope.cli.train import train
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-console = Console()
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+# What --help calls the types of options that have no metavar.
+_WORDS = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 _CHECKPOINT = "Folder of a run, a single checkpoint, or a model in Hugging Face format."
 
 
@@ -33,12 +34,12 @@ def run(arguments: list[str]) -> int:
     """Runs a command, or prints the help if there is none.
 
     Exit status: 0; 2, with one line that names the cause, if the input is at fault; 1, with one line that
-    says how to get the traceback, for any other error; 130 after Ctrl-C. With --traceback, anywhere in the
-    arguments, errors are raised.
+    says how to get the traceback, for any other error; 130 after Ctrl-C, 128 plus the number of another signal that
+    ends a training. With --traceback, anywhere in the arguments, errors are raised.
     """
     rest = [argument for argument in arguments if argument != "--traceback"]
     try:
-        return int(app(rest or ["--help"], prog_name="linrope", standalone_mode=False) or 0)
+        return int(_command()(rest or ["--help"], prog_name="linrope", standalone_mode=False) or 0)
     except typer.Exit as stop:
         return stop.exit_code
     except (KeyboardInterrupt, typer.Abort):
@@ -60,11 +61,29 @@ def run(arguments: list[str]) -> int:
         return 1
 
 
+@cache
+def _command() -> Any:
+    """The commands, as typer makes them of the functions, with readable types."""
+    group: Any = typer.main.get_command(app)
+    for info in app.registered_commands:
+        function: Any = info.callback
+        for parameter in group.commands[info.name or function.__name__].params:
+            types = {get_type_hints(function).get(parameter.name)}
+            types |= {kind for one in types for kind in get_args(one)}
+            word = next((word for kind, word in _WORDS.items() if kind in types), None)
+            parameter.metavar = parameter.metavar or (word if _takes_a_value(parameter) else None)
+    return group
+
+
+def _takes_a_value(parameter: Any) -> bool:
+    return parameter.param_type_name == "option" and not parameter.is_flag
+
+
 def _in_words_of_the_command(error: Exception, arguments: list[str]) -> str:
     """The error's text, with options in place of the names of Python's parameters: --heads=5 for num_heads=5."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{error.filename}: {error.strerror}"
-    commands = getattr(typer.main.get_command(app), "commands", {})
+    commands = _command().commands
     command = next((commands[argument] for argument in arguments if argument in commands), None)
     parameters = [] if command is None else command.params
     options = {p.name: max(p.opts, key=len) for p in parameters if p.param_type_name == "option"}
@@ -78,7 +97,9 @@ def _in_words_of_the_command(error: Exception, arguments: list[str]) -> str:
 
 def _is_out_of_memory(error: Exception) -> bool:
     """True if memory ran out. On a CPU PyTorch has no exception type for that."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "you tried to allocate" in str(error)
+    torch = sys.modules.get("torch")  # a command that imports it takes seconds more
+    kinds = (MemoryError,) if torch is None else (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "you tried to allocate" in str(error)
 
 
 def _print_version(requested: bool) -> None:
@@ -102,7 +123,7 @@ app.command(short_help="Train a language model on text.")(train)
 
 @app.command("generate", short_help="Generate text from a checkpoint, streaming.")
 def generate_text(
-    checkpoint: Annotated[Path, typer.Option(help=_CHECKPOINT)],
+    checkpoint: Annotated[Path, typer.Option(help=_CHECKPOINT, metavar="FOLDER")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = PROMPT,
     max_new_tokens: Annotated[int, typer.Option(help="Number of bytes or tokens to generate.")] = 500,
     temperature: Annotated[
@@ -125,6 +146,11 @@ def generate_text(
     """
     if not prompt:
         raise ValueError("--prompt: got an empty text, expected at least one byte")
+    from linrope.cli.generation import stream
+    from linrope.cli.pretrained import is_pretrained, load_pretrained, tokenizer_beside
+    from linrope.models import LanguageModel
+    from linrope.models.training import latest_checkpoint
+
     latest = latest_checkpoint(checkpoint)
     model: Any
     model = load_pretrained(latest) if is_pretrained(latest) else LanguageModel.load(latest)
@@ -146,7 +172,10 @@ app.command(short_help="Turn a softmax model into a linear one.")(convert)
 
 @app.command("eval", short_help="Measure bits per byte by position.")
 def evaluate(
-    checkpoint: Annotated[list[Path], typer.Option(help=f"{_CHECKPOINT[:-1]}; may be given several times.")],
+    checkpoint: Annotated[
+        list[Path],
+        typer.Option(help=f"{_CHECKPOINT[:-1]}; may be given several times.", metavar="FOLDER"),
+    ],
     path: Annotated[
         Path | None,
         typer.Argument(help="Text as for train. Default: the text of the run.", show_default=False),
@@ -175,8 +204,10 @@ def evaluate(
     check_at_least(sequences=(sequences, 1), length=(1 if length is None else length, 1))
     folder, option = (checkpoint[0], "--checkpoint") if out is None else (out, "--out")
     check_folder(folder, option)
+    from linrope.cli import evaluation
+
     result = evaluation.evaluate(checkpoint, path, length, sequences, pick_device(device), console)
-    console.print(evaluation.table(result))
+    console.print(evaluation.table(result), soft_wrap=False)
     written = evaluation.write(result, folder)
     console.print(f"written: {', '.join(str(file) for file in written)}")
     return 0
@@ -190,8 +221,11 @@ def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Show versions, the available backends, why the others are not available, and the instruction set."""
+    from linrope.versions import show_versions
+
     show_versions(as_json=as_json)
     return 0
 
 
+app.command(short_help="Compare every backend with the equation.")(check)
 app.command(short_help="Train, generate and measure in 4 minutes.")(demo)

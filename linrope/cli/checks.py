@@ -3,6 +3,9 @@
 import math
 from pathlib import Path
 
+# Fields of the configs whose options have other names.
+RENAMED = {"num_layers": "layers", "num_heads": "heads", "num_kv_heads": "kv_heads"}
+
 
 def check_folder(folder: Path, option: str = "--out") -> None:
     """Raises ValueError if the folder that an option names, or a folder above it, is a file."""

@@ -7,9 +7,6 @@ from typing import Any
 
 import typer
 
-from linrope.common.names import expected_one_of
-from linrope.models.training.optional import need
-
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
     """Makes the file's values the defaults of this call; options on the command line override them.
@@ -34,6 +31,8 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     for key, value in values.items():
         name = str(key).replace("-", "_")
         if name not in known:
+            from linrope.common.names import expected_one_of
+
             raise ValueError(f"{path}: got the option {name!r}, {expected_one_of(name, known)}")
         if name in defaults:
             raise ValueError(f"{path}: got the option {name!r} twice, expected it once")
@@ -63,6 +62,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _read_yaml(text: str) -> Any:
     """Reads YAML without aliases: a few hundred bytes of these stand for more than fits into memory."""
+    from linrope.models.training.optional import need
+
     yaml = need("yaml", "linrope[cli]")
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]

@@ -1,29 +1,24 @@
 """The command ``linrope convert``; models/huggingface/conversion.py does the work."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
-from rich.progress import track
-from safetensors import SafetensorError
-from torch import Tensor
 
 from linrope.cli.checks import check_at_least, check_folder, check_rate, check_taps
+from linrope.cli.console import console
 from linrope.cli.devices import pick_device
-from linrope.cli.pretrained import load_pretrained, tokenizer_beside
-from linrope.cli.training import Lines
-from linrope.common.files import replace_file
-from linrope.models.training import Corpus, Text
-from linrope.models.training.batch import Batch, evenly_spaced_rows, row_starts
-from linrope.models.training.optional import need
 
-console = Console()
+if TYPE_CHECKING:  # where --help would wait for it
+    from torch import Tensor
+
+    from linrope.models.training import Text
 
 _HELD_OUT_BATCHES = 8
 
@@ -78,13 +73,7 @@ def convert(
     The model is read, trained and saved in float32; nothing is downloaded. The loss on held-out text is measured
     before, after the replacement, and after matching and finetuning, unless these are skipped.
     """
-    for package in ("transformers", "peft")[: 1 + (finetune == "lora")]:
-        need(package, "linrope[huggingface]")
-    from linrope.models.huggingface import conversion
-
     layers = _layers(keep_softmax)
-    if finetune not in (*conversion.FINETUNING, "none"):
-        raise ValueError(f"--finetune={finetune!r}: expected {', '.join(conversion.FINETUNING)} or none")
     check_at_least(
         match_steps=(match_steps, 0),
         finetune_steps=(finetune_steps, 1),
@@ -97,7 +86,22 @@ def convert(
     check_folder(out)
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out={out}: expected an empty or new folder")
+    import torch
+    from rich.progress import track
+    from safetensors import SafetensorError
 
+    from linrope.cli.pretrained import load_pretrained, tokenizer_beside
+    from linrope.cli.training import Lines
+    from linrope.common.files import replace_file
+    from linrope.models.training import Corpus
+    from linrope.models.training.optional import need
+
+    for package in ("transformers", "peft")[: 1 + (finetune == "lora")]:
+        need(package, "linrope[huggingface]")
+    from linrope.models.huggingface import conversion
+
+    if finetune not in (*conversion.FINETUNING, "none"):
+        raise ValueError(f"--finetune={finetune!r}: expected {', '.join(conversion.FINETUNING)} or none")
     torch.manual_seed(seed)
     teacher = load_pretrained(model_folder).to(pick_device("auto"))
     tokenizer = tokenizer_beside(model_folder, teacher.config.vocab_size)
@@ -168,7 +172,7 @@ def convert(
         tokenizer.save_pretrained(out)
     report = json.dumps(asdict(conversion.Losses(before, replaced, matched, finetuned)))
     replace_file(out / "losses.json", lambda path: path.write_text(report + "\n"))
-    console.print(report, soft_wrap=True, highlight=False)
+    console.print(report)
     console.print(f"written: {out}")
     return 0
 
@@ -182,6 +186,8 @@ def _layers(text: str) -> list[int]:
 
 def _rows(text: Text, batch_size: int, length: int, seed: int) -> Iterator[Tensor]:
     """An endless stream of batches (b, n)."""
+    from linrope.models.training.batch import Batch, row_starts
+
     first = 0
     while True:
         yield Batch.read(text, row_starts(text, first, batch_size, length, seed), length).tokens
@@ -190,5 +196,7 @@ def _rows(text: Text, batch_size: int, length: int, seed: int) -> Iterator[Tenso
 
 def _held_out(text: Text, batch_size: int, length: int) -> list[Tensor]:
     """Batches (b, n) of rows that are spread evenly over the text."""
+    from linrope.models.training.batch import Batch, evenly_spaced_rows
+
     starts = evenly_spaced_rows(text, batch_size * _HELD_OUT_BATCHES, length)
     return [Batch.read(text, part, length).tokens for part in starts.split(batch_size)]

@@ -1,43 +1,19 @@
-"""The command ``linrope demo``: trains two models for a minute, generates text, and compares speed."""
+"""The options of ``linrope demo``; demonstration.py does the work."""
 
 import math
-import shutil
-import time
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 import typer
-from rich.console import Console
 
-from linrope.cli.bench.benchmark import Effort
-from linrope.cli.bench.cases import Case
-from linrope.cli.bench.command import measure
 from linrope.cli.checks import check_folder
-from linrope.cli.generation import stream
-from linrope.cli.training import describe, run_steps
-from linrope.models import LanguageModel, LanguageModelConfig
-from linrope.models.training import Corpus, Trainer, TrainingConfig, checkpoints
-from linrope.models.training.checkpoint import load_training
-
-console = Console()
 
 PROMPT = "def main("
-_ROW = 256
-_SIZES: dict[str, Any] = {"embed_dim": 128, "num_layers": 4, "num_heads": 8}
-# The default block of docs/evidence.md. Half-lives start at up to the length of a training row.
-LINEAR = LanguageModelConfig(**_SIZES, forget_gate={"longest": _ROW})
-# The same block, with softmax attention in place of linear attention and its gates: the sizes differ by 1%.
-SOFTMAX = LanguageModelConfig(**_SIZES, attention="softmax")
-_TRIAL = 4  # steps
-# The rate is the best of 3e-3, 6e-3 and 1e-2 for LINEAR.
-_TRAINING = TrainingConfig(steps=1, sequence_length=_ROW, learning_rate=6e-3)
 
 
 def demo(
     seconds: Annotated[float, typer.Option(help="How long to train each of two models.")] = 60.0,
-    out: Annotated[Path, typer.Option(help="Folder for all results.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option(help="Folder for all results.", metavar="FOLDER")] = Path("runs/demo"),
 ) -> int:
     """Train a small model on real text, generate from it, and outrun softmax attention, in 4 minutes.
 
@@ -46,52 +22,6 @@ def demo(
     if not 0 < seconds < math.inf:
         raise ValueError(f"--seconds={seconds}: expected a positive finite number")
     check_folder(out)
-    earlier = checkpoints(out)
-    if others := [path.name for path in earlier if not _of_a_demo(path)]:
-        raise ValueError(f"--out={out}: has {others[0]} of another run, expected a folder for the demo alone")
-    corpus = Corpus.load()
-    console.rule("1. A language model on linear attention with RoPE")
-    trainer, stopped = _train(LINEAR, corpus, seconds)
-    for path in earlier:  # one with more steps would count as the latest
-        shutil.rmtree(path)
-    console.print(f"checkpoint: {trainer.save(out)}")
-    if stopped:
-        return 130
-    console.rule("2. The same model with softmax attention, trained for the same time")
-    other, stopped = _train(SOFTMAX, corpus, seconds)
-    if stopped:
-        return 130
-    linear_bits, softmax_bits = trainer.evaluate(), other.evaluate()
-    console.print(
-        f"bits per byte on held-out files after {seconds:g} s each: [bold]{linear_bits:.2f} linear, "
-        f"{softmax_bits:.2f} softmax attention[/bold]; {trainer.step} and {other.step} steps"
-    )
-    console.rule("3. Text from the linear model, at constant memory per byte")
-    stream(trainer.model.eval(), None, PROMPT, 300, temperature=0.7, top_k=None, top_p=0.9, seed=0)
-    console.rule("4. Speed compared with softmax attention with RoPE")
-    measure(Case(), [2**i for i in range(8, 15)], [1024, 65536], Effort(2.0, 0.5, 2), out, "demo", console)
-    return 0
+    from linrope.cli.demonstration import demonstrate
 
-
-def _of_a_demo(checkpoint: Path) -> bool:
-    """True if an earlier demo wrote this checkpoint, so that this one may remove it."""
-    try:
-        config, _, _ = load_training(checkpoint)
-        return replace(config, steps=1) == _TRAINING and LanguageModel.load(checkpoint).config == LINEAR
-    except (OSError, ValueError):
-        return False
-
-
-def _train(config: LanguageModelConfig, corpus: Corpus, seconds: float) -> tuple[Trainer, bool]:
-    """Trains for about that time; also returns whether Ctrl-C stopped it."""
-    torch.manual_seed(0)
-    trainer = Trainer(LanguageModel(config), corpus, _TRAINING)
-    describe(trainer, console)
-    # The schedule requires a number of steps: estimate it from the speed of some steps. The very first is slower.
-    trainer.train_step()
-    start = time.perf_counter()
-    for _ in range(_TRIAL):
-        trainer.train_step()
-    steps = max(_TRIAL + 2, round(seconds / (time.perf_counter() - start) * _TRIAL))
-    trainer.config = replace(trainer.config, steps=steps)
-    return trainer, run_steps(trainer, console)
+    return demonstrate(seconds, out, PROMPT)

@@ -1,16 +1,21 @@
 """The option --device."""
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 HELP = "auto (a GPU if there is one), cpu, or another PyTorch device, such as cuda or cuda:1."
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name: str) -> "torch.device":
     """Turns a name into a device.
 
     Raises:
         ValueError: PyTorch has no such device on this machine.
     """
+    import torch
+
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -1,9 +1,10 @@
-"""The training loop: progress, metrics, checkpoints, Ctrl-C."""
+"""The training loop: progress, metrics, checkpoints, and signals that end it."""
 
 import json
 import signal
-import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ class Lines:
     def __call__(self, text: str) -> None:
         now = time.perf_counter()
         if not self.console.is_terminal and now - self.last >= _SECONDS:
-            self.console.print(text, highlight=False)
+            self.console.print(text)
             self.last = now
 
 
@@ -112,64 +113,80 @@ def run_steps(
     out: Path | None = None,
     save_every: int = 0,
     tensorboard: bool = False,
-) -> bool:
-    """Trains to the end or until Ctrl-C; returns True after Ctrl-C.
+) -> int:
+    """Trains to the end or until a signal; returns 0, or 128 plus the signal's number: 130 after Ctrl-C.
 
     With out, it saves a checkpoint every save_every steps and at the end.
     """
     config, first, start = trainer.config, trainer.step, time.perf_counter()
     main = trainer.accelerator.is_main_process
     log = Log(out, first, tensorboard) if out and main and first < config.steps else None
-    stop = threading.Event()
-
-    def interrupt(*_: object) -> None:
-        stop.set()
-        signal.signal(signal.SIGINT, previous)
-
-    # Finishes the step before stopping, since half a step would spoil the state. A second Ctrl-C stops at
-    # once.
-    previous = signal.signal(signal.SIGINT, interrupt)
     total = bits = rate = 0.0
-    stopped, line = False, Lines(console)
+    status, line = 0, Lines(console)
     try:
-        with progress_bar(_STATUS, console) as progress:
+        with _signals() as received, progress_bar(_STATUS, console) as progress:
             task = progress.add_task("", total=config.steps, completed=first, bits=8.0, rate=0.0)
-            while trainer.step < config.steps and not stopped:
+            while trainer.step < config.steps and not status:
                 values = trainer.train_step()
-                stopped = _any_process(stop.is_set(), trainer)
+                # The step is finished first, since half a step would spoil the state.
+                status = _largest_of_processes(max(received, default=0), trainer)
                 loss, seconds = values["bits_per_byte"], time.perf_counter() - start
                 total, done = _SMOOTHING * total + (1 - _SMOOTHING) * loss, trainer.step - first
                 # A weighted mean of all steps, in which the latest count most
                 bits = total / (1 - _SMOOTHING**done)
                 rate = done * _bytes_per_step(trainer) / seconds
+                save = out and (trainer.step == config.steps or trainer.step % save_every == 0)
+                if save and not status:  # who sends a signal may kill the process some seconds later
+                    values["held_out_bits_per_byte"] = trainer.evaluate()
+                if log:
+                    log.write(values | {"seconds": seconds})
+                if out and (save or status):
+                    trainer.save(out)
                 left = timedelta(seconds=round(seconds / done * (config.steps - trainer.step)))
                 line(
                     f"step {trainer.step:,} of {config.steps:,}: loss {bits:.3f} bits per byte; {rate:,.0f} bytes/s; "
                     f"{left} left"
                 )
                 progress.update(task, completed=trainer.step, bits=bits, rate=rate)
-                save = out and (stopped or trainer.step == config.steps or trainer.step % save_every == 0)
-                if save:
-                    values["held_out_bits_per_byte"] = trainer.evaluate()
-                if log:
-                    log.write(values | {"seconds": seconds})
-                if save and out:
-                    trainer.save(out)
     finally:
-        signal.signal(signal.SIGINT, previous)
         if log:
             log.close()
     if trainer.step > first:
         console.print(f"{trainer.step} steps; loss {bits:.3f} bits per byte; {rate:,.0f} bytes/s")
-    return stopped
+    return status
 
 
-def _any_process(flag: bool, trainer: Trainer) -> bool:
-    """True if any process has the flag set: all must stop after the same step, or some would wait forever."""
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collects 128 plus the number of each signal that asks the process to end; a second Ctrl-C ends it at once.
+
+    SIGTERM comes from kill, containers and schedulers, SIGHUP from a terminal that closes, unless nohup ignores it.
+    """
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {
+        n: signal.getsignal(n) for n in numbers if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN
+    }
+    received: list[int] = []
+
+    def receive(number: int, _: object) -> None:
+        received.append(128 + number)
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
+
+    try:
+        for number in before:
+            signal.signal(number, receive)
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _largest_of_processes(number: int, trainer: Trainer) -> int:
+    """The largest number of all processes: all must stop after the same step, or some would wait forever."""
     accelerator = trainer.accelerator
     if accelerator.num_processes == 1:
-        return flag
-    return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), "sum"))
+        return number
+    return int(accelerator.gather(torch.tensor([number], device=accelerator.device)).max())
 
 
 def _bytes_per_step(trainer: Trainer) -> float:

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from linrope import Rotary, feature_maps, linear_rope_attention
+from linrope.cli.bounds import BOUNDS, error_in_bounds
 from linrope.rotation.rotary import MAX_POSITION
 from linrope.sequence.chunks import CHUNK
 from tests.backends.contract import of_backends
-from tests.bounds import BOUNDS, error_in_bounds
 from tests.campaigns import configurations
 from tests.equation import Equation
 from tests.feature_maps.table import plain

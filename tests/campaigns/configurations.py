@@ -18,14 +18,22 @@ from torch import Tensor
 
 from linrope import LinearAttentionState, linear_rope_attention
 from linrope.backends import native
+from linrope.cli.bounds import (
+    BOUNDS,
+    Yardstick,
+    at_eps,
+    bound_of_sums,
+    cancelling,
+    error_in_bounds,
+    everything,
+    largest,
+    moved,
+)
 from linrope.sequence.state import NO_KEYS
-from tests.backends.contract import ON_CPU, ON_TILES
-from tests.bounds import BOUNDS, cancelling, error_in_bounds
+from tests.backends.contract import ON_CPU
 from tests.campaigns.draw import Configuration, Given, Piece
 from tests.equation import Change, Equation, Sizes
 from tests.interpreter import quicken
-from tests.oracle import everything
-from tests.yardstick import Yardstick, at_eps, largest, moved
 
 FAST = ("eager",) if native.why_not() else ("eager", "native")
 CPU = {"float32": ("reference", *FAST), "float64": ("reference", "eager")}
@@ -170,12 +178,12 @@ def _check_state(
     backend: str, config: Configuration, found: dict[str, Tensor], last: LinearAttentionState,
     oracle: dict[str, Tensor], after: LinearAttentionState, sizes: Sizes,
 ) -> None:  # fmt: skip
-    """Sums are float32, whatever the inputs are; of "triton" its products have the inputs' digits."""
-    u = sizes.exact if config.dtype == torch.float64 else BOUNDS[torch.float32]
-    if backend == "triton" or (config.rounds and config.dtype != torch.float64):
-        u = max(BOUNDS[config.dtype], 16 * u) * sizes.slack
-    if backend == "native" and config.dtype.itemsize == 2 and native.instruction_set() == "amx":
-        u = max(u, ON_TILES["sums"])
+    u = sizes.exact
+    if config.dtype != torch.float64:
+        u = bound_of_sums(backend, config.dtype, native.instruction_set())
+        if config.rounds:
+            u = max(u, bound_of_sums("triton", config.dtype, None))
+        u *= sizes.slack if backend == "triton" or config.rounds else 1
     lag = torch.zeros(1, 1, dtype=torch.float64)
     if after.log_scale is not None and last.log_scale is not None:
         # Exponents formed in float32 of inputs in half precision are off; of given features they are not.

@@ -9,8 +9,8 @@ import torch
 
 from linrope import Rotary, feature_maps, linear_rope_attention, linear_rope_state
 from linrope.backends import native
+from linrope.cli.bounds import BOUNDS, error_in_bounds
 from linrope.rotation.rotary import MAX_POSITION
-from tests.bounds import BOUNDS, error_in_bounds
 from tests.campaigns.command import numbers
 from tests.equation import Equation
 from tests.oracle import DATA

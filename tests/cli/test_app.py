@@ -11,13 +11,17 @@ from unittest.mock import Mock
 import pytest
 
 import linrope
+from linrope import backends
 from linrope.cli import main
 from linrope.cli.app import _in_words_of_the_command
-from linrope.cli.training import Log
+from linrope.cli.bench import families
+from linrope.cli.training import Log, _signals
+from linrope.layer.choices import DECAYS
+from linrope.models.language_model_config import ATTENTION, POSITIONS
 from linrope.models.training import checkpoints
 from tests.cli.commands import SMALL, last_config, metrics, tiny_model, word_tokenizer
 
-COMMANDS = ("train", "generate", "eval", "bench", "convert", "env", "demo")
+COMMANDS = ("train", "generate", "eval", "bench", "convert", "env", "check", "demo")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -31,6 +35,58 @@ def test_without_a_command_the_help_is_printed_as_it_is(run) -> None:
     assert text == run("--help")
     assert not re.search(r"\w\.\.\.", text)  # no description is cut off
     assert all(re.search(rf"^  {command} +\S.*\.$", text, re.MULTILINE) for command in COMMANDS)
+
+
+NAMES = {
+    "train": (*ATTENTION, *POSITIONS, *DECAYS),
+    "bench": (*DECAYS, *(set(backends.NAMES) - {"onnx"}), *map(str, families.LENGTHS)),
+}
+
+
+@pytest.mark.parametrize("command", NAMES)
+def test_the_help_lists_all_names_that_an_option_takes(command: str, run) -> None:
+    # The texts are written out, since the modules that define the names import PyTorch.
+    assert set(NAMES[command]) <= set(re.findall(r"[\w-]+", re.sub(r"-\s+", "-", run(f"{command} --help"))))
+
+
+def test_h_is_help_and_types_have_no_names_of_python(run) -> None:
+    for command in COMMANDS:
+        text = run(f"{command} -h")
+        assert text == run(f"{command} --help")
+        assert not re.search(r"<|list\[|\bPath\b", text.partition("Options:")[2])
+    assert "--checkpoint FOLDER  " in run("eval -h")
+
+
+def imported(*arguments: str) -> str:
+    """What Python says of the modules that the command imports, a line each."""
+    command = [sys.executable, "-X", "importtime", "-m", "linrope", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "--version", "dance", "train --stepz 1", "generate", *(f"{name} --help" for name in COMMANDS)],
+)
+def test_help_and_wrong_lines_do_not_wait_for_pytorch(line: str) -> None:
+    found = imported(*line.split())
+    assert "| linrope\n" in found
+    assert not re.search(r"\| +torch$", found, re.MULTILINE)
+
+
+def test_a_command_s_process_has_the_public_names_too() -> None:
+    assert re.search(r"\| +torch$", imported("env"), re.MULTILINE)
+    code = """import sys
+sys.argv = ["linrope"]
+import linrope
+assert "torch" not in sys.modules and not hasattr(linrope, "Rotory")
+from linrope import Rotary
+found = {name: getattr(linrope, name) for name in linrope.__all__}
+assert found["Rotary"] is Rotary
+del sys.modules["linrope"], sys.argv[:]
+import linrope
+assert "Rotary" in vars(linrope)
+assert found == {name: getattr(linrope, name) for name in linrope.__all__}"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_run_resumes_and_generates(run) -> None:
@@ -94,6 +150,7 @@ HUGE = "1" + "0" * 30
 WRONG = {
     "dance": "dance",
     "env --xml": "--xml",
+    "check --seconds nan": "--seconds=nan: expected at least 0",
     "demo --seconds -1": "--seconds=-1.0: expected a positive finite number",
     "demo --out {text}": "text.txt is a file, expected a folder",
     "eval --checkpoint {tmp}": "expected a folder with checkpoints",
@@ -180,19 +237,40 @@ def test_only_names_of_options_are_rewritten() -> None:
     assert _in_words_of_the_command(absent, ["train"]) == f"--{absent}"
 
 
-def test_ctrl_c_saves_what_resume_goes_on_from(text, tmp_path) -> None:
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has other signals")
+@pytest.mark.parametrize("names", ["SIGINT", "SIGTERM", "SIGHUP", "SIGTERM SIGHUP"])
+def test_signals_save_what_resume_goes_on_from(names: str, text, tmp_path) -> None:
     out = tmp_path / "run"
     command = [sys.executable, "-m", "linrope.cli", "train", str(text), "--out", str(out), *SMALL.split()]
-    command += ["--steps", "100000", "--save-every", "1"]
+    command += ["--steps", "100000", "--save-every", "1000000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     end = time.monotonic() + 120
-    while not checkpoints(out) and time.monotonic() < end:
+    while not (out / "metrics.jsonl").exists() or not metrics(out):
+        assert time.monotonic() < end
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    assert not checkpoints(out)
+    numbers = [getattr(signal, name) for name in names.split()]
+    for number in numbers:
+        process.send_signal(number)
     output, _ = process.communicate(timeout=120)
-    assert process.returncode == 130
+    assert process.returncode in {128 + number for number in numbers}
     assert b"checkpoint: " in output
     assert last_config(out)["embed_dim"] == 32
+    assert f"step-{metrics(out)[-1]['step']:08}" == checkpoints(out)[-1].name
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has other signals")
+def test_under_nohup_the_signal_of_a_closed_terminal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _signals() as received:
+            signal.raise_signal(signal.SIGHUP)
+            assert received == []
+            signal.raise_signal(signal.SIGTERM)
+        assert received == [143]
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_env_prints_lines_or_json(run) -> None:
@@ -207,7 +285,7 @@ def test_version_and_python_m(run) -> None:
 
 
 def test_an_error_that_is_not_the_input_s_exits_1_and_leads_to_its_traceback(run, monkeypatch) -> None:
-    monkeypatch.setattr("linrope.cli.app.show_versions", Mock(side_effect=RuntimeError("no such kernel")))
+    monkeypatch.setattr("linrope.versions.show_versions", Mock(side_effect=RuntimeError("no such kernel")))
     message = "linrope: RuntimeError: no such kernel (linrope --traceback .. shows where)\n"
     assert run("env", status=1) == message
     for command in ("--traceback env", "env --traceback"):

@@ -1,6 +1,6 @@
 import re
 
-from linrope.cli import demo
+from linrope.cli import demonstration
 from linrope.models import LanguageModel
 from linrope.models.training import Corpus, checkpoints
 
@@ -8,18 +8,18 @@ from linrope.models.training import Corpus, checkpoints
 def test_the_demo_shows_two_models_of_one_size_after_the_same_time(run, tmp_path, monkeypatch) -> None:
     text = "def main():\n    return 'a rose is a rose'\n"
     corpus = Corpus.from_texts([text * (50 + i) for i in range(20)])
-    monkeypatch.setattr(demo.Corpus, "load", lambda: corpus)
+    monkeypatch.setattr(demonstration.Corpus, "load", lambda: corpus)
     for part in ("measure", "stream"):  # tested by themselves
-        monkeypatch.setattr(demo, part, lambda *_, **__: None)
+        monkeypatch.setattr(demonstration, part, lambda *_, **__: None)
     shown = " ".join(run("demo --seconds 0.1 --out {tmp}").split())
     assert re.search(
         r"held-out files after 0\.1 s each: \d\.\d\d linear, \d\.\d\d softmax attention; ", shown
     )
-    both = (LanguageModel(config).parameters() for config in (demo.LINEAR, demo.SOFTMAX))
+    both = (LanguageModel(config).parameters() for config in (demonstration.LINEAR, demonstration.SOFTMAX))
     linear, softmax = (sum(p.numel() for p in parameters) for parameters in both)
     assert abs(linear - softmax) <= 0.01 * linear
-    assert LanguageModel.load(tmp_path).config == demo.LINEAR
-    assert all(map(demo._of_a_demo, checkpoints(tmp_path)))  # the next demo may remove it
+    assert LanguageModel.load(tmp_path).config == demonstration.LINEAR
+    assert all(map(demonstration._of_a_demo, checkpoints(tmp_path)))  # the next demo may remove it
 
 
 def test_a_demo_leaves_checkpoints_of_other_runs_alone(run, refused, tmp_path) -> None:

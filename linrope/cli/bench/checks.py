@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from linrope import Rotary
+from linrope.cli.bounds import BOUNDS
 
 if TYPE_CHECKING:
     from linrope.cli.bench.cases import AttentionCase, DecodeCase
 
 EPS = 1e-6  # linear_rope_attention's default
-# Tolerances by dtype: OUT relative to the bound M (docs/numerics.md), GRADIENT to the largest gradient.
-OUT = {torch.float32: 16 * 2.0**-24, torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
+# Tolerances by dtype, relative to the largest gradient
 GRADIENT = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 SLACK = 16  # factor for maps with exponentials: they round arguments that grow with the square of the inputs
 SOFTMAX = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -45,7 +45,7 @@ def check_attention(
     for sequence in {0, case.batch - 1}:
         expected, bound, exact = _rows(case, sequence, rows, last, options)
         error = (out[sequence, rows].double().cpu() - expected).abs()
-        near = bool((error <= slack * OUT[case.dtype] * bound).all())
+        near = bool((error <= slack * BOUNDS[case.dtype] * bound).all())
         _require(near, f"{name}: out is off at N = {case.n}")
         for label, got, wanted in zip(("dq", "dk", "dv", "dlog_decay"), grads, exact, strict=False):
             at = rows if label == "dq" else last
@@ -159,7 +159,7 @@ def check_step(case: DecodeCase) -> None:
         scale = (q_scale + largest).exp()[..., None]
     slack = SLACK if options["feature_map"].log_scaled else 1
     error = (case.linrope()[:, 0].double().cpu() - num * scale).abs()
-    near = bool((error <= slack * OUT[case.case.dtype] * bound * scale).all())
+    near = bool((error <= slack * BOUNDS[case.case.dtype] * bound * scale).all())
     _require(near, f"the step is off at position {case.position}")
 
 

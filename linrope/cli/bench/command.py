@@ -1,32 +1,16 @@
-"""The command ``linrope bench``."""
+"""The command ``linrope bench``; run.py measures. Nothing here imports PyTorch at once: --help would wait for it."""
 
-import datetime
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
 
-from linrope import backends, feature_maps
-from linrope.cli.bench import benchmark, comparison, families, plots, report, scaling
-from linrope.cli.bench.benchmark import Effort
-from linrope.cli.bench.cases import Case, shape_of
 from linrope.cli.checks import check_at_least, check_folder, option_of
+from linrope.cli.console import console
 from linrope.cli.devices import HELP as DEVICE_HELP
 from linrope.cli.devices import pick_device
-from linrope.cli.training import progress_bar
-from linrope.common.files import replace_file, unused
-from linrope.common.names import check_name
-from linrope.layer.choices import DECAYS
-from linrope.versions import versions
 
-console = Console()
-
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)
-}
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 # For each of these kinds of run: the options that it reads.
@@ -50,11 +34,11 @@ def bench(
     ] = None,
     dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
     feature_map: Annotated[str, typer.Option(help="Name of a feature map.")] = "elu+1",
-    decay: Annotated[str, typer.Option(help=f"Decay of the keys: none, {', '.join(DECAYS)}.")] = "none",
+    decay: Annotated[str, typer.Option(help="Decay of the keys: none, spread, learned, retnet.")] = "none",
     gates: Annotated[
         bool, typer.Option("--gates", help="A forget gate for each token and key/value head.")
     ] = False,
-    backend: Annotated[str, typer.Option(help=f"{', '.join(backends.NAMES)}.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, native, triton, eager, reference.")] = "auto",
     threads: Annotated[
         int,
         typer.Option(
@@ -84,8 +68,7 @@ def bench(
         typer.Option(
             metavar="FAMILY",
             help="A family of transformers' models, such as mamba2. Instead of the benchmark, measure one of its "
-            f"models with and without linrope, for {', '.join(map(str, families.LENGTHS))} tokens or those of "
-            "--lengths.",
+            "models with and without linrope, for 512, 2048, 8192 tokens or those of --lengths.",
         ),
     ] = "",
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the plot.")] = Path(
@@ -93,7 +76,11 @@ def bench(
     ),
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(help="Instead of running, compare two JSON files of earlier runs.", show_default=False),
+        typer.Option(
+            help="Instead of running, compare two JSON files of earlier runs.",
+            metavar="FIRST SECOND",
+            show_default=False,
+        ),
     ] = None,
 ) -> int:
     """Measure throughput and memory against softmax attention with RoPE, and against installed peers.
@@ -106,7 +93,9 @@ def bench(
         if context.params[kind]:
             _check_choices(context, kind)
     if compare is not None:
-        console.print(comparison.compare(*(comparison.read(path) for path in compare)))
+        from linrope.cli.bench import comparison
+
+        console.print(comparison.compare(*(comparison.read(path) for path in compare)), soft_wrap=False)
         return 0
     check_folder(out)
     check_at_least(rounds=(rounds, 1), threads=(threads, 0))
@@ -114,23 +103,36 @@ def bench(
         raise ValueError(f"--budget={budget}: expected a positive number")
     if softmax_limit < 0:
         raise ValueError(f"--softmax-limit={softmax_limit}: expected at least 0")
+    decode_at = _integers("--positions", positions, 2**31 - 2**20)
+    chosen = _lengths(max_length, lengths)
     if distributed:
-        _lengths(max_length, "")
+        from linrope.cli.bench import scaling
+
         scaling.scale(_integers("--distributed", distributed, 65), max_length, heads, dim, out, console)
         return 0
+    import torch
+
+    from linrope import backends, feature_maps
+    from linrope.cli.bench.benchmark import Effort
+    from linrope.cli.bench.cases import Case
+    from linrope.cli.bench.run import measure
+    from linrope.common.names import check_name
+    from linrope.layer.choices import DECAYS
+    from linrope.versions import versions
+
     if transformers:
+        from linrope.cli.bench import families
+
         torch.set_num_threads(threads or torch.get_num_threads())
-        chosen = _lengths(max_length, lengths) if lengths else families.LENGTHS
+        chosen = chosen if lengths else families.LENGTHS
         families.compare(transformers, chosen, rounds, budget, out, console)
         return 0
-    check_name("--dtype", dtype, tuple(DTYPES))
+    check_name("--dtype", dtype, DTYPES)
     check_name("--backend", backend, backends.NAMES)
     check_name("--decay", decay, ("none", *DECAYS))
     check_name("--feature-map", feature_map, feature_maps.NAMES)
     if backend != "auto" and (reason := versions()["backends"][backend]) is not None:
         raise ValueError(f"--backend={backend}: cannot run here: {reason}")
-    decode_at = _integers("--positions", positions, 2**31 - 2**20)
-    chosen = _lengths(max_length, lengths)
     fmap: Any = feature_map
     if feature_map == "cosformer":  # which refuses positions from max_length on
         fmap = {"name": feature_map, "max_length": max([*chosen, *(at + 2**20 for at in decode_at)]) + 1}
@@ -139,7 +141,7 @@ def bench(
         heads,
         dim,
         str(pick_device(device)),
-        DTYPES[dtype],
+        getattr(torch, dtype),
         kv_heads,
         fmap,
         None if decay == "none" else decay,
@@ -182,53 +184,3 @@ def _integers(option: str, text: str, end: int) -> list[int]:
     if any(number < 1 or number >= end for number in numbers):
         raise ValueError(f"{option}={text!r}: expected numbers from 1 to {end - 1}")
     return numbers
-
-
-def measure(
-    case: Case,
-    lengths: list[int],
-    positions: list[int],
-    effort: Effort,
-    out: Path,
-    name: str,
-    console: Console,
-) -> None:
-    """Runs the benchmark, prints the results, and writes name-date.json and .png into out."""
-    rows: list[dict[str, Any]] = []
-    peers: dict[str, str] = {}
-    with progress_bar("{task.description}", console) as progress:
-        task = progress.add_task("benchmark", total=len(lengths) + 1)
-        for n in lengths:
-            progress.update(task, description=f"N = {n:,}")
-            row, reasons = benchmark.attention_row(case, n, rows[-1] if rows else None, effort)
-            rows.append(row)
-            peers |= reasons
-            progress.advance(task)
-        scaling = costs = None
-        if lengths[-1] > 4096:
-            progress.update(task, description="growth")
-            scaling = benchmark.growth(case, 4096, lengths[-1], effort)
-        if case == Case():
-            progress.update(task, description="extra costs")
-            costs = benchmark.extra_costs(min(4096, max(128, lengths[-1])), effort)
-        progress.update(task, description="decoding")
-        decode = benchmark.decode_rows(case, positions, effort) if positions else []
-        progress.advance(task)
-    today = datetime.date.today().isoformat()
-    result = {
-        "date": today,
-        "machine": benchmark.machine(case.device),
-        "case": shape_of(case),
-        "attention": rows,
-        "peers_not_run": peers,
-        "overtaking": {mode: benchmark.overtaking(rows, mode) for mode in ("forward", "training")},
-        "growth": scaling,
-        "costs": costs,
-        "decode": decode,
-    }
-    report.show(result, console)
-    path = unused(out, f"{name}-{today}")
-    replace_file(path, lambda temporary: temporary.write_text(json.dumps(result, indent=1) + "\n"))
-    picture = path.with_suffix(".png")
-    replace_file(picture, lambda temporary: plots.plot(result, temporary))
-    console.print(f"written: {path}, {picture}", soft_wrap=True)

@@ -187,14 +187,14 @@ def compare(family: str, lengths: list[int], rounds: int, budget: float, out: Pa
     today = datetime.date.today().isoformat()
     parameters = sum(x.numel() for x in benchmark.model.parameters())
     result = {"date": today, "machine": machine(), "family": family, "parameters": parameters, "rows": rows}
-    console.print(table(result))
+    console.print(table(result), soft_wrap=False)
     noise = {f"{row['kind']} {row['length']:,}": row["spread"] for row in rows}
     for line in noise_warning(noise):
         console.print(line)
     path = unused(out, f"transformers-{family}-{today}")
     replace_file(path, lambda temporary: temporary.write_text(json.dumps(result, indent=1) + "\n"))
     replace_file(path.with_suffix(".png"), lambda temporary: plots.plot_family(result, temporary))
-    console.print(f"written: {path}, {path.with_suffix('.png')}", soft_wrap=True)
+    console.print(f"written: {path}, {path.with_suffix('.png')}")
     return path
 
 

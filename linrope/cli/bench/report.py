@@ -71,7 +71,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     )
     rows = result["attention"]
     for mode, name in (("forward", "forward"), ("training", "forward + backward")):
-        console.print(attention_table(result, mode, name))
+        console.print(attention_table(result, mode, name), soft_wrap=False)
         length = result["overtaking"][mode]
         text = (
             "does not overtake softmax attention" if length is None else f"is faster from N = {length:,} on"
@@ -103,7 +103,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         text = ", ".join(f"{option} {ratio:.2f}" for option, ratio in costs[mode].items())
         console.print(f"{name} at {costs['n']:,}, time relative to the plain call: {text}")
     if result["decode"]:
-        console.print(decode_table(result))
+        console.print(decode_table(result), soft_wrap=False)
     for line in noise_warning(_noise(result)):
         console.print(line)
 

@@ -114,12 +114,12 @@ def scale(groups: list[int], tokens: int, heads: int, dim: int, out: Path, conso
     today = datetime.date.today().isoformat()
     case = {"tokens": tokens, "heads": heads, "dim": dim, "threads": 1, "backend": "gloo"}
     result = {"date": today, "machine": machine("cpu"), "case": case, "rows": rows}
-    console.print(_table(rows))
+    console.print(_table(rows), soft_wrap=False)
     path, number = out / f"distributed-{today}.json", 2
     while path.exists():
         path, number = out / f"distributed-{today}-{number}.json", number + 1
     replace_file(path, lambda temporary: temporary.write_text(json.dumps(result, indent=1) + "\n"))
-    console.print(f"written: {path}", soft_wrap=True)
+    console.print(f"written: {path}")
     return path
 
 

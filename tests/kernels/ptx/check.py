@@ -15,7 +15,7 @@ from linrope_kernels import tiles
 from torch import Tensor
 
 from linrope import linear_rope_attention, linear_rope_state
-from tests.bounds import BOUNDS, cancelling, error_in_bounds
+from linrope.cli.bounds import BOUNDS, cancelling, error_in_bounds
 from tests.kernels.ptx.cases import CASES, DTYPES, Problem
 from tests.kernels.ptx.launcher import install
 from tests.oracle import everything

@@ -1,0 +1,86 @@
+"""What ``linrope demo`` does: it trains two models for a minute, generates text, and compares speed."""
+
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from linrope.cli.bench.benchmark import Effort
+from linrope.cli.bench.cases import Case
+from linrope.cli.bench.run import measure
+from linrope.cli.console import console
+from linrope.cli.generation import stream
+from linrope.cli.training import describe, run_steps
+from linrope.models import LanguageModel, LanguageModelConfig
+from linrope.models.training import Corpus, Trainer, TrainingConfig, checkpoints
+from linrope.models.training.checkpoint import load_training
+
+_ROW = 256
+_SIZES: dict[str, Any] = {"embed_dim": 128, "num_layers": 4, "num_heads": 8}
+# The default block of docs/evidence.md. Half-lives start at up to the length of a training row.
+LINEAR = LanguageModelConfig(**_SIZES, forget_gate={"longest": _ROW})
+# The same block, with softmax attention in place of linear attention and its gates: the sizes differ by 1%.
+SOFTMAX = LanguageModelConfig(**_SIZES, attention="softmax")
+_TRIAL = 4  # steps
+# The rate is the best of 3e-3, 6e-3 and 1e-2 for LINEAR.
+_TRAINING = TrainingConfig(steps=1, sequence_length=_ROW, learning_rate=6e-3)
+
+
+def demonstrate(seconds: float, out: Path, prompt: str) -> int:
+    """Trains linear and softmax attention for that time each, continues the prompt, and measures; the exit status."""
+    earlier = checkpoints(out)
+    if others := [path.name for path in earlier if not _of_a_demo(path)]:
+        raise ValueError(f"--out={out}: has {others[0]} of another run, expected a folder for the demo alone")
+    corpus = Corpus.load()
+    _heading("1. A language model on linear attention with RoPE")
+    trainer, status = _train(LINEAR, corpus, seconds)
+    for path in earlier:  # one with more steps would count as the latest
+        shutil.rmtree(path)
+    console.print(f"checkpoint: {trainer.save(out)}")
+    if status:
+        return status
+    _heading("2. The same model with softmax attention, trained for the same time")
+    other, status = _train(SOFTMAX, corpus, seconds)
+    if status:
+        return status
+    linear_bits, softmax_bits = trainer.evaluate(), other.evaluate()
+    console.print(
+        f"bits per byte on held-out files after {seconds:g} s each: {linear_bits:.2f} linear, "
+        f"{softmax_bits:.2f} softmax attention; {trainer.step} and {other.step} steps"
+    )
+    _heading("3. Text from the linear model, at constant memory per byte")
+    stream(trainer.model.eval(), None, prompt, 300, temperature=0.7, top_k=None, top_p=0.9, seed=0)
+    _heading("4. Speed compared with softmax attention with RoPE")
+    measure(Case(), [2**i for i in range(8, 15)], [1024, 65536], Effort(2.0, 0.5, 2), out, "demo", console)
+    return 0
+
+
+def _heading(text: str) -> None:
+    console.print(f"\n{text}", style="bold")
+
+
+def _of_a_demo(checkpoint: Path) -> bool:
+    """True if an earlier demo wrote this checkpoint, so that this one may remove it."""
+    try:
+        config, _, _ = load_training(checkpoint)
+        return replace(config, steps=1) == _TRAINING and LanguageModel.load(checkpoint).config == LINEAR
+    except (OSError, ValueError):
+        return False
+
+
+def _train(config: LanguageModelConfig, corpus: Corpus, seconds: float) -> tuple[Trainer, int]:
+    """Trains for about that time; also returns the exit status if a signal stopped it, else 0."""
+    torch.manual_seed(0)
+    trainer = Trainer(LanguageModel(config), corpus, _TRAINING)
+    describe(trainer, console)
+    # The schedule requires a number of steps: estimate it from the speed of some steps. The very first is slower.
+    trainer.train_step()
+    start = time.perf_counter()
+    for _ in range(_TRIAL):
+        trainer.train_step()
+    steps = max(_TRIAL + 2, round(seconds / (time.perf_counter() - start) * _TRIAL))
+    trainer.config = replace(trainer.config, steps=steps)
+    return trainer, run_steps(trainer, console)

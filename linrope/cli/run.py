@@ -1,0 +1,203 @@
+"""What ``linrope train`` does: a new run, or one that continues from its last checkpoint."""
+
+import json
+import os
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from linrope.cli.checks import RENAMED, check_folder, option_of
+from linrope.cli.console import console
+from linrope.cli.devices import pick_device
+from linrope.cli.training import accelerator_on, describe, run_steps
+from linrope.common.files import check_readable
+from linrope.common.locks import locked
+from linrope.models import LanguageModel, LanguageModelConfig
+from linrope.models.defaults import SHORT_CONV, resolve_block
+from linrope.models.training import Corpus, Trainer, TrainingConfig, checkpoints, latest_checkpoint
+from linrope.models.training.checkpoint import load_training, tokenizer_of
+from linrope.models.training.corpus import load_tokenizer
+
+# Options that apply to a resumed run; the checkpoint determines all others.
+_RESUMABLE = {"path", "out", "steps", "save_every", "resume", "tensorboard", "device", "config"}
+_RESUMABLE |= {"sequence_parallel", "tensor_parallel"}
+# "True" if torchrun uses one store for all restarts of a group. A process may then find the address of a
+# process that has ended: PyTorch issue 135712.
+_SHARED_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_FRESH_STORES = (
+    "torchrun: a restart may fail, because processes may find the addresses of processes that ended; to be "
+    "safe, start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --standalone, or --rdzv-backend c10d"
+)
+
+
+def run(options: dict[str, Any], explicit: set[str]) -> int:
+    """Trains with the options of the command line, of which the user gave the explicit ones; the exit status."""
+    out, path, resume = options["out"], options["path"], options["resume"]
+    # torchrun restarts a group after one of its processes ended.
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and checkpoints(out):
+        resume = True
+    accelerator = accelerator_on(pick_device(options["device"]))
+    console.quiet = not accelerator.is_main_process
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and os.environ.get(_SHARED_STORE) == "True":
+        console.print(_FRESH_STORES)
+    with ExitStack() as stack:
+        if resume:
+            latest_checkpoint(out)  # raises if there is none, before the lock makes the folder
+            if accelerator.is_main_process:
+                stack.enter_context(locked(out))
+            trainer = _resume(out, path, accelerator, options, explicit)
+        else:
+            trainer = _start(out, path, accelerator, options, explicit)
+            if accelerator.is_main_process:
+                stack.enter_context(locked(out))
+                _check_new(out)  # again: another run may have ended meanwhile
+        describe(trainer, console)
+        status = run_steps(trainer, console, out, options["save_every"], options["tensorboard"])
+        if not status:
+            console.print(f"held-out text: {trainer.evaluate():.3f} bits per byte after {trainer.step} steps")
+        console.print(f"checkpoint: {latest_checkpoint(out)}")
+        trainer.accelerator.end_training()
+    return status
+
+
+def _start(
+    out: Path, path: Path | None, accelerator: Any, options: dict[str, Any], explicit: set[str]
+) -> Trainer:
+    """A run from step 0, of which nothing is written yet."""
+    check_readable(out)
+    _check_new(out)
+    _check_choices(options, explicit)
+    training, tokenizer = _training(options), options["tokenizer"]
+    corpus = Corpus.load(path, None if tokenizer is None else load_tokenizer(tokenizer))
+    torch.manual_seed(options["seed"])
+    model = LanguageModel(_model(options, corpus.vocab_size))
+    return Trainer(model, corpus, training, accelerator, **_parallel(options))
+
+
+def _check_new(out: Path) -> None:
+    check_folder(out)
+    if checkpoints(out):
+        raise ValueError(f"--out={out}: already has checkpoints; expected --resume or an empty folder")
+
+
+def _check_choices(options: dict[str, Any], explicit: set[str]) -> None:
+    """Raises ValueError for options that have no effect with the other options."""
+    if "rotary" in explicit and options["positions"] != "rope":
+        raise ValueError(
+            f"--rotary={options['rotary']}: expected --positions=rope, not {options['positions']}"
+        )
+    if options["attention"] == "softmax" and "feature_map" in explicit:
+        raise ValueError(
+            "--feature-map: softmax attention has no feature map; leave the option out or use --attention=linear"
+        )
+    if "gradients_through_pieces" in explicit and options["pieces"] == 1:
+        raise ValueError(
+            "--gradients-through-pieces has no effect with --pieces=1; expected at least 2 pieces"
+        )
+    heads, dim = options["heads"], options["embed_dim"]
+    rotated = options["positions"] == "rope" and options["rotary"] != "none"
+    if rotated and heads > 0 and dim % heads == 0 and dim // heads % 2:
+        raise ValueError(
+            f"--embed-dim={dim}, --heads={heads}: heads of {dim // heads}, expected an even size"
+        )
+
+
+def _training(options: dict[str, Any]) -> TrainingConfig:
+    return TrainingConfig(**{name: options[name] for name in TrainingConfig.__dataclass_fields__})
+
+
+def _parallel(options: dict[str, Any]) -> dict[str, int]:
+    return {name: options[name] for name in ("sequence_parallel", "tensor_parallel")}
+
+
+def _model(options: dict[str, Any], vocab_size: int) -> LanguageModelConfig:
+    length = options["sequence_length"]
+    rotary = _or_none(options["rotary"])
+    linear = options["attention"] == "linear"
+    rotated = linear and options["positions"] == "rope" and rotary is not None
+    gate = options["forget_gate"]
+    decay, forget_gate, write_gate = None, False, None
+    if linear:
+        block = resolve_block(
+            decay="auto" if options["decay"] is None else _or_none(options["decay"]),
+            forget_gate="auto" if gate is None else gate,
+            rotated=rotated,
+        )
+        decay, forget_gate, write_gate = (block[name] for name in ("decay", "forget_gate", "write_gate"))
+    elif options["decay"] is not None or gate:
+        name = "decay" if options["decay"] is not None else "forget gate"
+        raise ValueError(
+            f"--{name.replace(' ', '-')}: softmax attention has no {name}; leave the option out or use "
+            "--attention=linear"
+        )
+    half_lives: dict[str, Any] = {"longest": length}
+    short_conv: dict[str, Any] | None = SHORT_CONV | {"taps": options["short_conv"]}
+    if options["short_conv"] == 0:
+        short_conv = None
+    feature_map: Any = options["feature_map"]
+    max_length = max(length, LanguageModelConfig.max_length)
+    if feature_map == "cosformer":  # which refuses positions from max_length on
+        feature_map = {"name": feature_map, "max_length": max_length}
+    return LanguageModelConfig(
+        vocab_size=vocab_size,
+        embed_dim=options["embed_dim"],
+        num_layers=options["layers"],
+        num_heads=options["heads"],
+        attention=options["attention"],
+        positions=options["positions"],
+        max_length=max_length,
+        feature_map=feature_map,
+        rotary=rotary,
+        decay={"name": decay, **half_lives} if decay in ("spread", "learned") else decay,
+        forget_gate=half_lives if forget_gate else False,
+        write_gate=write_gate,
+        short_conv=short_conv,
+        feed_forward=options["feed_forward"],
+        qk_norm=options["qk_norm"],
+    )
+
+
+def _or_none(name: str) -> str | None:
+    return None if name == "none" else name
+
+
+def _resume(
+    out: Path, path: Path | None, accelerator: Any, options: dict[str, Any], explicit: set[str]
+) -> Trainer:
+    """Loads the run in a folder; prints its step, its last step, and the options that it ignores."""
+    latest = latest_checkpoint(out)
+    if path is None:
+        recorded = load_training(latest)[2].get("corpus")
+        if recorded is None:
+            raise ValueError(f"{latest}: does not record the text it was trained on; expected a PATH to read")
+        path = Path(recorded) if recorded else None
+    corpus = Corpus.load(path, tokenizer_of(latest))
+    trainer = Trainer.load(out, corpus, accelerator, **_parallel(options))
+    saved = {**asdict(trainer.config), **asdict(trainer.model.config)}
+    requested = {**asdict(_training(options)), **asdict(_model(options, saved["vocab_size"]))}
+    ignored = []
+    for field in saved:
+        option = RENAMED.get(field, field)
+        if option in explicit - _RESUMABLE and requested[field] != saved[field]:
+            ignored.append(f"{option_of(option)} (the checkpoint has {json.dumps(saved[field])})")
+    if "tokenizer" in explicit:
+        ignored.append("--tokenizer (the checkpoint has its own)")
+    if ignored:
+        console.print(f"ignored with --resume: {', '.join(ignored)}")
+    if "steps" in explicit and options["steps"] != trainer.config.steps:
+        if options["steps"] < trainer.step:
+            raise ValueError(f"--steps={options['steps']}: expected at least {trainer.step}, the steps done")
+        old_steps = trainer.config.steps
+        trainer.config = replace(trainer.config, steps=options["steps"])
+        steps = trainer.config.steps
+        console.print(f"steps: {steps} (was {old_steps}); the learning rate follows the new schedule")
+    left = trainer.config.steps - trainer.step
+    console.print(
+        f"{latest}: continues at step {trainer.step:,} of {trainer.config.steps:,}"
+        if left
+        else f"{latest}: is complete after {trainer.step:,} steps; a larger number of --steps continues it",
+    )
+    return trainer
