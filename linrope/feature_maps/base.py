@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linrope.common.torch_private import hooks_of
 from linrope.feature_maps.state_identity import Identified
 
 # Features (..., f); from a log_scaled map also the logarithm (...) of the factor of each token's features.
@@ -75,7 +76,7 @@ def is_feature_map(x: object) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """True if a call of the module does more than its forward method: a hook, or another forward put in its place."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+    return bool(hooks_of(module)) or "forward" in module.__dict__
 
 
 def widen(x: Tensor) -> Tensor:

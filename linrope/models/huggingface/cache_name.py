@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any
 
+from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 NAMES = ("cache", "past_key_values")
@@ -42,6 +43,11 @@ def either_cache_name(name: str) -> Callable[[Callable[..., Any]], Any]:
 @dataclass
 class BaseOutput(BaseModelOutputWithPast):
     """transformers' output, whose ``cache`` has this name in older versions too."""
+
+    @classmethod
+    def of(cls, last_hidden_state: Tensor, cache: Any) -> "BaseOutput":
+        named: dict[str, Any] = {CACHE: cache}
+        return cls(last_hidden_state=last_hidden_state, **named)
 
     if CACHE != "cache":
 

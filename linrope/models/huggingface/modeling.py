@@ -229,7 +229,7 @@ class LinRopeModel(LinRopePreTrainedModel):
 
         plain = cache is not None and shard is None and tokens["key_mask"] is None
         if plain and (last := step_of_generate(self, cache, x, tokens["positions"], **kwargs)) is not None:
-            return BaseOutput(last_hidden_state=last, **{CACHE: cache})
+            return BaseOutput.of(last, cache)
         if shard is not None:
             tokens |= {"cu_seqlens": None, "shard": shard}
         if cache is None:
@@ -241,7 +241,7 @@ class LinRopeModel(LinRopePreTrainedModel):
                 state = kept.state if may_repeat else kept.take()
                 x, kept.state = layer(x, state=state, return_state=True, **tokens)
             cache.length += n if shard is None else shard.total
-        return BaseOutput(last_hidden_state=self.norm(x), **{CACHE: cache})
+        return BaseOutput.of(self.norm(x), cache)
 
     def _check_shard(self, attention_mask: Tensor | None, n: int) -> None:
         if "full_attention" in (self.config.layer_types or ()):

@@ -52,16 +52,15 @@ def read_rows(
     if attention_mask is None:
         return {"positions": position_ids, "key_mask": None, "cu_seqlens": cu_seqlens}
     check_packing(cu_seqlens, b, n, n, attention_mask.device)
-    key_mask: Tensor | None = attention_mask[:, seen:].bool()
+    key_mask = attention_mask[:, seen:].bool()
     counted = count_positions(attention_mask, rising_bounds(cu_seqlens, n))[:, seen:]
     if position_ids is None:
         position_ids = counted
     elif _have_one_axis(position_ids, n):
         # The positions that transformers gives to padding may fall, and decay needs rising ones.
         position_ids = position_ids.where(key_mask, counted)
-    if not may_pad(key_mask, n):
-        key_mask = None  # the padding is older than this call
-    return {"positions": position_ids, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
+    padding = key_mask if may_pad(key_mask, n) else None  # None: the padding is older than this call
+    return {"positions": position_ids, "key_mask": padding, "cu_seqlens": cu_seqlens}
 
 
 def flash_bounds(arguments: Mapping[str, Any]) -> Tensor | None:
@@ -70,7 +69,8 @@ def flash_bounds(arguments: Mapping[str, Any]) -> Tensor | None:
     Raises:
         ValueError: they come without the bounds, or the bounds of queries and keys differ.
     """
-    q, k = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
+    q: Tensor | None = arguments.get("cu_seq_lens_q")
+    k: Tensor | None = arguments.get("cu_seq_lens_k")
     bounds = k if q is None else q
     if bounds is None:
         lengths = [name for name in ("max_length_q", "max_length_k") if arguments.get(name) is not None]
