@@ -126,7 +126,7 @@ class FamilyBenchmark:
     def _decoding(self, ids: Tensor) -> Callable[[], Tensor]:
         with torch.no_grad(), linrope_transformers.enable(self.family):
             result = self.model(ids, use_cache=True, logits_to_keep=1)
-        name = "cache_params" if "cache_params" in result else "past_key_values"
+        name = next(x for x in ("cache", "cache_params", "past_key_values") if x in result)
         start, following = result[name], self.tokens(len(ids), _STEPS)
 
         def decoding() -> Tensor:
