@@ -167,6 +167,21 @@ def test_a_refused_function_does_not_mix_packed_sequences() -> None:
         net(tokens(1, 20), **SEQ_IDX)
 
 
+@pytest.mark.parametrize("family", ["mamba2", "bamba"])
+@torch.no_grad()
+def test_a_compiled_model_takes_positions_without_a_break_and_checks_them(family: str) -> None:
+    ids, net = tokens(1, 20), packable(family)
+    with linrope_transformers.enable(family):
+        torch._dynamo.reset()
+        compiled = torch.compile(net, dynamic=False, fullgraph=True, backend="aot_eager")
+        for mask in ({}, {"attention_mask": PADDED}):
+            positions = {"position_ids": torch.arange(20)[None]} | mask
+            expected = net(ids, use_cache=False, **positions).logits
+            assert relative(compiled(ids, use_cache=False, **positions).logits, expected) < 2e-6
+            with pytest.raises(RuntimeError, match="position_ids: got packed sequences in a compiled model"):
+                compiled(ids, use_cache=False, **POSITIONS, **mask)
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("family", ["mamba2", "bamba"])
@@ -177,8 +192,8 @@ def test_packed_sequences_in_a_compiled_model(family: str) -> None:
         expected = separate(net, ids)
         torch._dynamo.reset()
         compiled = torch.compile(net, dynamic=False, backend="eager")
-        for way in (SEQ_IDX, POSITIONS):
-            assert relative(compiled(ids, **way).logits, expected) < 2e-6
+        assert relative(compiled(ids, **SEQ_IDX).logits, expected) < 2e-6
+        assert relative(compiled(ids, **SEQ_IDX, **POSITIONS).logits, expected) < 2e-6
 
 
 @pytest.mark.parametrize("by", ["seq_idx", "cu_seqlens"])

@@ -7,7 +7,6 @@ the two mixes the sequences in its other layers without a word. The functions he
 
 import inspect
 from collections.abc import Callable
-from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
@@ -19,8 +18,7 @@ from linrope.common.values import exporting
 SAYS_PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
 CACHES = ("cache", "past_key_values", "cache_params")  # transformers 5.24 renamed the latter two to the first
 _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-# What Mamba2ForCausalLM, which drops the packing, was called with
-_dropped: ContextVar[dict[str, Any] | None] = ContextVar("_dropped", default=None)
+_CARRIED = "linrope's packing"  # a key of the attention_mask by which Mamba2ForCausalLM passes the packing on
 
 
 def forward_of_model(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,7 +27,10 @@ def forward_of_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def forward(self: Any, *arguments: Any, **options: Any) -> Any:
-        given = dict(zip(names, arguments, strict=False), **options) | (_dropped.get() or {})
+        given = dict(zip(names, arguments, strict=False), **options)
+        if isinstance(mask := given.get("attention_mask"), dict) and _CARRIED in mask:
+            given |= mask[_CARRIED]
+            arguments, options = (), given
         starts = _starts(given)
         if starts is None:
             return original(self, *arguments, **options)
@@ -39,7 +40,7 @@ def forward_of_model(original: Callable[..., Any]) -> Callable[..., Any]:
         given |= {"seq_idx": numbers.int(), "use_cache": False}
         if "position_ids" in names:
             given["position_ids"] = _positions(given.get("position_ids"), starts)
-            if isinstance(mask := given.get("attention_mask"), Tensor) and mask.ndim == 2:
+            if _is_flat(given.get("attention_mask")):
                 given["attention_mask"] = (
                     None  # it hides nothing, and softmax layers read no positions beside it
                 )
@@ -49,19 +50,17 @@ def forward_of_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def forward_with_head(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The ``forward`` of Mamba2ForCausalLM, which does not pass the packing on to its backbone."""
+    """The ``forward`` of Mamba2ForCausalLM. Of the arguments that say packed, it passes none on to its backbone."""
+    names = list(inspect.signature(original).parameters)[1:]
 
     @wraps(original)
     def forward(self: Any, *arguments: Any, **options: Any) -> Any:
-        names = (*SAYS_PACKED, "position_ids")
-        packing = {x: options[x] for x in names if options.get(x) is not None}
+        given = dict(zip(names, arguments, strict=False), **options)
+        packing = {x: given[x] for x in (*SAYS_PACKED, "position_ids") if given.get(x) is not None}
         if not packing or exporting():
             return original(self, *arguments, **options)
-        token = _dropped.set(packing)
-        try:
-            return original(self, *arguments, **options)
-        finally:
-            _dropped.reset(token)
+        carried = packing | {"attention_mask": given.get("attention_mask")}
+        return original(self, **given | {"attention_mask": {_CARRIED: carried}})
 
     return forward
 
@@ -74,6 +73,9 @@ def _starts(given: dict[str, Any]) -> Tensor | None:
     if tokens is None or (not said and position_ids is None) or exporting() or tokens.is_meta:
         return None
     b, n = tokens.shape[:2]
+    if not said and torch.compiler.is_compiling():
+        _assert_one_sequence(position_ids, given)
+        return None
     starts = {name: _starts_of(name, x, b, n) for name, x in said.items()}
     if position_ids is not None and n > 1 and position_ids.ndim == 2:
         restarts = _restarts(position_ids.expand(b, n), given, bool(said))
@@ -110,11 +112,10 @@ def _restarts(position_ids: Tensor, given: dict[str, Any], packed: bool) -> Tens
         steps = position_ids.diff(dim=1)
         continues = not packed and any(given.get(x) is not None for x in CACHES)
         return _changes(steps <= 0 if continues else steps != 1)  # a cache may go on from any position
-    if isinstance(mask, Tensor) and mask.ndim == 2:
+    if _is_flat(mask):
         # Positions may do anything in padding, and must rise from one real token to the next.
-        real = mask[:, -position_ids.shape[1] :].bool()
-        before = torch.where(real, position_ids, -1).cummax(1).values[:, :-1]
-        if (real[:, 1:] & (position_ids[:, 1:] <= before)).any():
+        real = _real(mask, position_ids)
+        if (real[:, 1:] & (position_ids[:, 1:] <= _largest_before(position_ids, real))).any():
             raise ValueError(
                 "position_ids: got positions that restart in rows with padding, expected packed sequences without "
                 "attention_mask, or one sequence per row"
@@ -122,8 +123,36 @@ def _restarts(position_ids: Tensor, given: dict[str, Any], packed: bool) -> Tens
     return None  # the caller made the mask of the softmax layers, or there is padding, which packed rows may not have
 
 
+def _assert_one_sequence(position_ids: Any, given: dict[str, Any]) -> None:
+    """Puts a check into the graph that is being compiled. Code that depends on the values would break the graph."""
+    mask = given.get("attention_mask")
+    if position_ids.ndim != 2 or position_ids.shape[1] < 2 or not (mask is None or _is_flat(mask)):
+        return
+    real = torch.ones_like(position_ids, dtype=torch.bool) if mask is None else _real(mask, position_ids)
+    rises = ~real[:, 1:] | (position_ids[:, 1:] > _largest_before(position_ids, real))
+    if mask is None and all(given.get(x) is None for x in CACHES):
+        rises = position_ids.diff(dim=1) == 1
+    torch._assert_async(
+        rises.all(), "position_ids: got packed sequences in a compiled model, expected seq_idx with them"
+    )
+
+
+def _is_flat(mask: Any) -> bool:
+    """True for the attention_mask (b, n) that marks padding. Callers may pass masks of whole layers instead."""
+    return isinstance(mask, Tensor) and mask.ndim == 2
+
+
+def _real(mask: Tensor, position_ids: Tensor) -> Tensor:
+    return mask[:, -position_ids.shape[1] :].bool()
+
+
+def _largest_before(position_ids: Tensor, real: Tensor) -> Tensor:
+    """(b, n - 1): the largest position of a real token before each token but the first."""
+    return torch.where(real, position_ids, -1).cummax(1).values[:, :-1]
+
+
 def _hides_nothing(mask: Any) -> bool:
-    return mask is None or (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all()))
+    return mask is None or (_is_flat(mask) and bool(mask.all()))
 
 
 def _changes(differs: Tensor) -> Tensor:
@@ -147,13 +176,13 @@ def _check_packed(model: Any, given: dict[str, Any]) -> None:
     if given.get("use_cache"):
         raise ValueError("use_cache=True: expected False or None with packed sequences: a row has one state")
     mask = given.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2 and not _hides_nothing(mask):
+    if _is_flat(mask) and not _hides_nothing(mask):
         raise ValueError(
             "attention_mask: got padding in rows of packed sequences, expected None: the padding may be a sequence of "
             "its own"
         )
     # Granite's softmax layers read no position_ids.
-    layers = set(getattr(model.config, "layers_block_type", ()))
+    layers = set(getattr(model.config, "layers_block_type", ("attention",)))
     if type(model).__name__ == "GraniteMoeHybridModel" and layers & {"attention", "full_attention"}:
         flash = "flash" in str(model.config._attn_implementation)
         if not flash or any(given.get(x) is None for x in _FLASH):
