@@ -50,6 +50,26 @@ def test_the_owner_of_the_initial_states_may_overwrite_them_before_the_backward_
             assert torch.equal(got, expected)
 
 
+def test_the_owner_of_minimax_sums_may_overwrite_them_before_the_backward_pass() -> None:
+    attention: Any = next(
+        x for x in model("minimax").modules() if type(x).__name__ == "MiniMaxLightningAttention"
+    )
+    x = torch.randn(2, 9, 48)
+    start = torch.randn(2, 4, 12, 12)
+
+    def gradients(overwrite: bool) -> list[Tensor]:
+        attention.zero_grad()
+        cache, sums = modeling("minimax").MiniMaxCache(), start.clone()
+        cache.set_linear_cache(attention.layer_idx, sums)
+        y, _ = minimax.forward(attention, x, None, None, cache)  # type: ignore[arg-type]
+        if overwrite:
+            sums.zero_()
+        y.square().sum().backward()
+        return [x.grad.clone() for x in attention.parameters()]
+
+    assert all(map(torch.equal, gradients(True), gradients(False)))
+
+
 def test_initial_states_are_copied_only_for_gradients() -> None:
     sums = torch.zeros(1, 2, 3, 4)
     assert mamba2.state_before(sums, torch.float32, False).kv.data_ptr() == sums.data_ptr()

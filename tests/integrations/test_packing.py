@@ -146,6 +146,15 @@ def test_packed_sequences_after_a_cache_are_an_error(family: str, way: dict[str,
             net(tokens(1, 20), **way, **cache)
 
 
+@torch.no_grad()
+def test_positions_after_a_cache_may_go_on_from_anywhere_and_leave_gaps() -> None:
+    net = model("bamba")
+    with linrope_transformers.enable("bamba"):
+        cache = net(tokens(1, 4), use_cache=True)[CACHE["bamba"]]
+        result = net(tokens(1, 3), position_ids=torch.tensor([[30, 31, 35]]), **{CACHE["bamba"]: cache})
+    assert result[CACHE["bamba"]].get_seq_length() == 7
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_granite_with_softmax_layers_says_that_it_cannot_keep_sequences_apart(way: str) -> None:
     with (

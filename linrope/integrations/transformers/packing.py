@@ -125,7 +125,7 @@ def _restarts(position_ids: Tensor, given: dict[str, Any], packed: bool) -> Tens
 
 def _assert_one_sequence(position_ids: Any, given: dict[str, Any]) -> None:
     """Puts a check into the graph that is being compiled. Code that depends on the values would break the graph."""
-    mask = given.get("attention_mask")
+    mask: Any = given.get("attention_mask")
     if position_ids.ndim != 2 or position_ids.shape[1] < 2 or not (mask is None or _is_flat(mask)):
         return
     real = torch.ones_like(position_ids, dtype=torch.bool) if mask is None else _real(mask, position_ids)
