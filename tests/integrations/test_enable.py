@@ -6,6 +6,7 @@ import logging
 import sys
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from torch import nn
@@ -237,3 +238,13 @@ def test_replaced_says_what_linrope_computes_in_a_model() -> None:
     with linrope_transformers.enable():
         assert linrope_transformers.replaced(softmax) == ()
         assert linrope_transformers.replaced(nn.Linear(2, 2)) == ()
+
+
+def test_replaced_knows_modules_that_keep_the_forward_from_before() -> None:
+    """accelerate's hooks do so."""
+    before, after = model("minimax"), model("minimax")
+    accelerate.cpu_offload(before, execution_device=torch.device("cpu"))
+    with linrope_transformers.enable("minimax"):
+        accelerate.cpu_offload(after, execution_device=torch.device("cpu"))
+        assert linrope_transformers.replaced(before) == ()
+        assert linrope_transformers.replaced(after) == ("lightning attention",)

@@ -139,22 +139,25 @@ def replaced(model: nn.Module) -> tuple[str, ...]:
     >>> linrope_transformers.replaced(model)
     ()
     """
-    classes = {base for module in model.modules() for base in type(module).__mro__}
     computed = {
         entry.computes
         for (owner, name), entry in _replaced.items()
-        if entry.computes and any(_uses(base, owner, name) for base in classes)
+        if entry.computes and any(_uses(module, owner, name) for module in model.modules())
     }
     return tuple(sorted(computed))
 
 
-def _uses(kind: type, owner: Any, name: str) -> bool:
-    """True if a method of the class is the replaced function, or calls it by the name in the class's module."""
-    if owner is kind:
-        return True
-    if not isinstance(owner, ModuleType) or kind.__module__ != owner.__name__:
-        return False
-    methods = (inspect.unwrap(x) for x in vars(kind).values() if isinstance(x, FunctionType))
+def _uses(module: nn.Module, owner: Any, name: str) -> bool:
+    """True if the module's forward is the replaced function, or a method calls it by its name in the class's file."""
+    if not isinstance(owner, ModuleType):
+        forward = vars(module).get(
+            "_old_forward", module.forward
+        )  # accelerate's hooks keep the one that they found
+        return isinstance(module, owner) and getattr(forward, "__func__", None) is getattr(owner, name)
+    kinds = [x for x in type(module).__mro__ if x.__module__ == owner.__name__]
+    methods = [
+        inspect.unwrap(x) for kind in kinds for x in vars(kind).values() if isinstance(x, FunctionType)
+    ]
     return any(name in method.__code__.co_names for method in methods)
 
 

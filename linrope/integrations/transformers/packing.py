@@ -107,7 +107,7 @@ def _starts_of(name: str, x: Tensor, b: int, n: int) -> Tensor:
 
 def _restarts(position_ids: Tensor, given: dict[str, Any], packed: bool) -> Tensor | None:
     """The starts that position_ids (b, n) say, as transformers' softmax layers read them. None: they say nothing."""
-    mask = given.get("attention_mask")
+    mask: Any = given.get("attention_mask")
     if packed or _hides_nothing(mask):
         steps = position_ids.diff(dim=1)
         continues = not packed and any(given.get(x) is not None for x in CACHES)
