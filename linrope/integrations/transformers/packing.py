@@ -40,10 +40,10 @@ def forward_of_model(original: Callable[..., Any]) -> Callable[..., Any]:
         given |= {"seq_idx": numbers.int(), "use_cache": False}
         if "position_ids" in names:
             given["position_ids"] = _positions(given.get("position_ids"), starts)
-            if _is_flat(given.get("attention_mask")):
-                given["attention_mask"] = (
-                    None  # it hides nothing, and softmax layers read no positions beside it
-                )
+            if _is_flat(
+                given.get("attention_mask")
+            ):  # it hides nothing, but softmax layers would ignore positions
+                given["attention_mask"] = None
         return original(self, **given)
 
     return forward
