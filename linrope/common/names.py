@@ -17,8 +17,9 @@ def expected_one_of(value: object, known: Sequence[str], also: str = "") -> str:
     >>> expected_one_of("hlf", ("interleaved", "half"), also="a Rotary or None")
     "expected one of interleaved, half, a Rotary or None; did you mean 'half'?"
     """
-    near = get_close_matches(str(value), known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    lower = {name.lower(): name for name in known}
+    near = get_close_matches(str(value).lower(), lower, n=1)
+    hint = f"; did you mean {lower[near[0]]!r}?" if near else ""
     return f"expected one of {', '.join([*known, also] if also else known)}{hint}"
 
 

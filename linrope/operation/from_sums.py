@@ -30,6 +30,7 @@ def state_from_sums(
 
     If your sums x are stored as (b, g, e, f), as in Mamba, pass ``x.mT``. If the new state is donated, a decoding
     step of the backend "native" writes into the given memory, whether it holds (b, g, f, e) or (b, g, e, f).
+    The backward pass of a call with gradients reads kv again: pass a copy if its owner overwrites it before then.
 
     Args:
         kv: (b, g, f, e), float32 or float64.

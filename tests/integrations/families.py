@@ -1,10 +1,15 @@
 """Small models of the families that ``linrope.integrations.transformers`` knows, with weights that do something."""
 
+import importlib
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
+
+from linrope.integrations import transformers as linrope_transformers
 
 VOCABULARY = 97
 _COMMON = {
@@ -69,3 +74,34 @@ def model(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn
 
 def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def modeling(family: str) -> Any:
+    return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+
+
+def _cache_name(family: str) -> str:
+    kind = next(x for name, x in vars(modeling(family)).items() if name.endswith("ForCausalLM"))
+    names = inspect.signature(kind.forward).parameters
+    return next(x for x in ("cache", "cache_params", "past_key_values") if x in names)
+
+
+# By family: the argument and the result that hold the cache. transformers 5.24 renamed them to "cache".
+CACHE = {family: _cache_name(family) for family in CONFIGURATIONS}
+
+
+def cache_of(result: Any) -> dict[str, Any]:
+    """The cache that a model returned, as the argument of its next call."""
+    name = next(x for x in ("cache", "cache_params", "past_key_values") if x in result)
+    return {name: result[name]}
+
+
+def relative(got: Tensor, expected: Tensor) -> float:
+    return float((got - expected).abs().max() / expected.abs().max())
+
+
+def both(family: str, run: Callable[[], Any]) -> tuple[Any, Any]:
+    """The results of run with linrope's functions and with transformers' own."""
+    expected = run()
+    with linrope_transformers.enable(family):
+        return run(), expected

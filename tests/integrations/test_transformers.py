@@ -1,10 +1,6 @@
 """transformers' models with linrope's functions beside the same models without."""
 
 import copy
-import importlib
-import logging
-from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,7 +14,7 @@ from linrope.cli.bench import families
 from linrope.integrations import transformers as linrope_transformers
 from linrope.integrations.transformers import families as replaced
 from linrope.integrations.transformers import mamba2
-from tests.integrations.families import CONFIGURATIONS, model, tokens
+from tests.integrations.families import CACHE, CONFIGURATIONS, both, cache_of, model, relative, tokens
 
 MAMBA2 = replaced.MAMBA2
 every_family = pytest.mark.parametrize("family", CONFIGURATIONS)
@@ -31,22 +27,6 @@ every_family_with_a_cache = pytest.mark.parametrize(
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 
 
-@pytest.fixture(autouse=True)
-def put_back() -> Iterator[None]:
-    transformers.logging.set_verbosity_error()  # its fallback says that it is slow
-    yield
-    linrope_transformers.disable()
-    replaced._say_once.cache_clear()
-
-
-def modeling(family: str) -> Any:
-    return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-
-
-def relative(got: Tensor, expected: Tensor) -> float:
-    return float((got - expected).abs().max() / expected.abs().max())
-
-
 def train_once(net: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     net.zero_grad()
     result = net(ids, labels=ids, use_cache=False)
@@ -55,25 +35,12 @@ def train_once(net: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return result.logits.detach(), grads
 
 
-def both(family: str, run: Callable[[], Any]) -> tuple[Any, Any]:
-    """The results of run with linrope's functions and with transformers' own."""
-    expected = run()
-    with linrope_transformers.enable(family):
-        return run(), expected
-
-
 def assert_trains_alike(family: str, net: nn.Module, ids: Tensor) -> None:
     (got, got_gradients), (logits, gradients) = both(family, lambda: train_once(net, ids))
     assert relative(got, logits) < 2e-5
     assert got_gradients.keys() == gradients.keys()
     for name, x in gradients.items():
         assert relative(got_gradients[name], x) < 1e-4 or not (x.any() or got_gradients[name].any()), name
-
-
-def cache_of(result: Any) -> dict[str, Any]:
-    """The cache that a model returned, as the argument of its next call."""
-    name = "cache_params" if "cache_params" in result else "past_key_values"
-    return {name: result[name]}
 
 
 @every_family
@@ -156,12 +123,14 @@ def test_a_step_writes_the_cache_in_place_in_either_order(family: str) -> None:
 def test_a_cache_may_be_copied_reset_and_freed_between_steps() -> None:
     net, ids = model("mamba2"), tokens(2, 30)
 
-    def read(first: int, last: int, cache: Any = None) -> Any:
-        return net(ids[:, first:last], cache_params=cache, use_cache=True)
+    name = CACHE["mamba2"]
 
-    expected = read(13, 14, read(0, 13).cache_params).logits
+    def read(first: int, last: int, cache: Any = None) -> Any:
+        return net(ids[:, first:last], use_cache=True, **{name: cache})
+
+    expected = read(13, 14, read(0, 13)[name]).logits
     with linrope_transformers.enable("mamba2"):
-        cache = read(0, 10).cache_params
+        cache = read(0, 10)[name]
         for i in (10, 11):
             read(i, i + 1, cache)
         other = copy.deepcopy(cache)
@@ -175,56 +144,6 @@ def test_a_cache_may_be_copied_reset_and_freed_between_steps() -> None:
         entries = len(mamba2._last_states)
         del cache, other
         assert len(mamba2._last_states) < entries
-
-
-@pytest.mark.parametrize("family", MAMBA2)
-def test_packed_training_equals_separate_sequences(family: str) -> None:
-    lengths, ids = [11, 1, 20], tokens(1, 32)
-    # Granite's softmax attention does not keep packed sequences apart, so it is left out.
-    options = {"layer_types": ["mamba", "mamba"]} if family == "granitemoehybrid" else {}
-    net: Any = model(family, **options).train().base_model
-    with torch.no_grad():
-        pieces = [net(x, use_cache=False).last_hidden_state for x in ids.split(lengths, 1)]
-    packing = {"seq_idx": numbers_of(lengths).int()}
-    if family != "mamba2":  # the softmax attention of the hybrid models finds the sequences in the positions
-        packing["position_ids"] = torch.cat([torch.arange(x) for x in lengths])[None]
-    with linrope_transformers.enable(family):
-        result = net(ids, use_cache=False, **packing).last_hidden_state
-        result.square().sum().backward()
-    assert relative(result.detach(), torch.cat(pieces, 1)) < 2e-5
-
-
-def numbers_of(lengths: list[int]) -> Tensor:
-    """(1, n): the packed sequence of each token."""
-    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
-
-
-@pytest.mark.parametrize("by", ["seq_idx", "cu_seqlens"])
-def test_packed_scan_and_convolution(by: str) -> None:
-    torch.manual_seed(0)
-    n, h, p, g, s = 24, 4, 8, 2, 16
-    x, dt = torch.randn(1, n, h, p), torch.randn(1, n, h)
-    B, C = torch.randn(2, 1, n, g, s)
-    A, D = -torch.rand(h), torch.rand(h)
-    bounds = torch.tensor([0, 9, 10, n])
-    packing = {by: numbers_of([9, 1, 14]) if by == "seq_idx" else bounds}
-
-    def scan(part: slice, **options: Any) -> Tensor:
-        tokens = (x[:, part], dt[:, part], A, B[:, part], C[:, part])
-        return mamba2.mamba2_chunk_scan(*tokens, 8, D=D, dt_softplus=True, **options)
-
-    spans = [slice(int(a), int(b)) for a, b in pairwise(bounds)]
-    packed, parts = scan(slice(None), **packing), list(map(scan, spans))
-    torch.testing.assert_close(packed, torch.cat(parts, 1), rtol=1e-4, atol=1e-5)
-    weight, bias, channels = torch.randn(12, 4), torch.randn(12), torch.randn(1, 12, n)
-    convolved = mamba2.causal_conv1d_fn(channels, weight, bias, "silu", **packing)
-    parts = [mamba2.causal_conv1d_fn(channels[..., span], weight, bias, "silu") for span in spans]
-    torch.testing.assert_close(convolved, torch.cat(parts, -1), rtol=1e-5, atol=1e-6)
-
-
-def test_rows_of_a_packed_batch_stay_apart() -> None:
-    numbers = torch.tensor([[0, 0, 1], [1, 1, 1]])
-    assert mamba2.packed_bounds(numbers).tolist() == [0, 2, 3, 6]  # type: ignore[union-attr]
 
 
 @every_family_with_a_cache
@@ -247,7 +166,7 @@ def test_minimax_keeps_its_sums_in_float32() -> None:
     start = net(ids, use_cache=True)  # transformers' own sums are in bfloat16
     with linrope_transformers.enable("minimax"):
         step = net(ids[:, :1], use_cache=True, **cache_of(start))
-    assert step.past_key_values.get_linear_cache(0).dtype == torch.float32
+    assert cache_of(step)[CACHE["minimax"]].get_linear_cache(0).dtype == torch.float32
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
@@ -290,77 +209,29 @@ def test_float64_is_computed_in_float64() -> None:
     assert relative(*runs[0]) < 1e-13
 
 
-def test_what_linrope_refuses_runs_as_before_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
-    module = modeling("mamba2")
-    original = module.causal_conv1d_fn
-    x, weight = torch.randn(2, 6, 9), torch.randn(6, 4)
-    with caplog.at_level(logging.WARNING), linrope_transformers.enable("mamba2"):
-        for _ in range(2):
-            got = module.causal_conv1d_fn(x, weight, None, activation="gelu")
-    assert torch.equal(got, original(x, weight, None, activation="gelu"))
-    messages = [x.message for x in caplog.records if x.name.startswith("linrope")]
-    reason = "causal_conv1d_fn runs transformers' own code: activation 'gelu'"
-    assert messages == [f"{module.__name__}: {reason}"]
+def test_gradient_checkpointing_ends_inside_the_with_block() -> None:
+    """It repeats the forward pass, with the functions that are in place then; PyTorch notices other tensors."""
+    net: Any = model("mamba2").train()
+    ids = tokens(2, 20)
 
+    def loss() -> Tensor:
+        value: Tensor = net(ids, labels=ids, use_cache=False).loss
+        return value
 
-def test_meta_tensors_and_heads_that_are_too_wide_are_refused() -> None:
-    x = torch.zeros(1, 5, 2, 300)
-    B = torch.zeros(1, 5, 1, 16)
-    assert replaced._refuses_scan(x, x, x, B) == "heads of 300, more than 256"
-    assert replaced._refuses_scan(x.to("meta")[..., :8], x, x, B) == "tensors on meta"
-    per_channel = [torch.zeros(1, 2, 8), torch.zeros(1, 2, 8), torch.zeros(2, 8, 16), B[:, 0], B[:, 0]]
-    reason = replaced._refuses_step(torch.zeros(1, 2, 8, 16), *per_channel)
-    assert reason == "step sizes or decays that differ between the channels of a head"
+    def gradients() -> list[Tensor]:
+        return [x.grad.clone() for x in net.parameters() if x.grad is not None]
 
-
-# By argument: the shape of the tensor, and the shape to which transformers expands it
-STEP = {
-    "state": ((1, 2, 8, 16),) * 2, "hidden_states": ((1, 2, 8),) * 2, "dt": ((1, 2, 1), (1, 2, 8)),
-    "A": ((2, 1, 1), (2, 8, 16)), "B": ((1, 1, 16),) * 2, "C": ((1, 1, 16),) * 2, "dt_bias": ((2, 1), (2, 8)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("learned", STEP)
-def test_a_step_with_gradients_is_refused(learned: str) -> None:
-    step = {x: torch.zeros(a, requires_grad=x == learned).expand(b) for x, (a, b) in STEP.items()}
-    assert replaced._refuses_step(**step) == "gradients through a step that overwrites its state"
-    with torch.no_grad():
-        assert replaced._refuses_step(**step) is None
-
-
-def test_enable_and_disable() -> None:
-    modules = {x: modeling(x) for x in ("mamba2", "bamba")}
-    originals = {name: module.mamba2_chunk_scan for name, module in modules.items()}
-
-    def enabled() -> list[str]:
-        return [name for name, module in modules.items() if module.mamba2_chunk_scan is not originals[name]]
-
-    with linrope_transformers.enable("mamba2") as outer:
-        assert enabled() == ["mamba2"]
-        assert outer.families == ("mamba2",)
-        with linrope_transformers.enable("mamba2", "bamba") as inner:
-            assert inner.families == ("bamba",)
-            assert enabled() == ["mamba2", "bamba"]
-        assert enabled() == ["mamba2"]
-    assert enabled() == []
-    assert set(linrope_transformers.enable().families) == set(linrope_transformers.FAMILIES)
-    linrope_transformers.disable("bamba")
-    assert enabled() == ["mamba2"]
-    linrope_transformers.disable()
-    assert enabled() == []
-    assert not replaced._replaced
-    for function in (linrope_transformers.enable, linrope_transformers.disable):
-        with pytest.raises(ValueError, match=r"families='mamba': expected one of .* did you mean"):
-            function("mamba")
-
-
-def test_a_changed_signature_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = modeling("zamba2")
-    monkeypatch.setattr(module, "mamba2_chunk_scan", lambda hidden_states, dt, extra: None)
-    message = r"zamba2.*mamba2_chunk_scan has the parameters hidden_states, dt, extra"
-    with pytest.raises(RuntimeError, match=message):
-        linrope_transformers.enable("mamba2", "zamba2")
-    assert not replaced._replaced
-    monkeypatch.delattr(module, "mamba2_chunk_scan")
-    with pytest.raises(RuntimeError, match="zamba2 has no mamba2_chunk_scan"):
-        linrope_transformers.enable("zamba2")
+    with linrope_transformers.enable("mamba2"):
+        loss().backward()
+        expected = gradients()
+        net.zero_grad()
+        # transformers 5.23 renamed it
+        checkpoint = (
+            getattr(net, "activation_checkpointing_enable", None) or net.gradient_checkpointing_enable
+        )
+        checkpoint({"use_reentrant": False})
+        loss().backward()
+        assert all(map(torch.equal, gradients(), expected))
+        late = loss()
+    with pytest.raises(torch.utils.checkpoint.CheckpointError, match="have different metadata"):
+        late.backward()

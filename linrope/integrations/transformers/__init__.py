@@ -5,6 +5,6 @@
 ...     pass  # Mamba-2 models that run here scan, step, convolve and normalize with linrope
 """
 
-from linrope.integrations.transformers.families import FAMILIES, Enabled, disable, enable
+from linrope.integrations.transformers.families import FAMILIES, Enabled, disable, enable, replaced
 
-__all__ = ["FAMILIES", "Enabled", "disable", "enable"]
+__all__ = ["FAMILIES", "Enabled", "disable", "enable", "replaced"]

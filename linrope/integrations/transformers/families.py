@@ -4,36 +4,57 @@ import importlib
 import importlib.util
 import inspect
 import logging
-from collections.abc import Callable
-from functools import cache, wraps
-from types import ModuleType
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache, partial, wraps
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from linrope import backends
-from linrope.backends.native import MAX_DIM
 from linrope.common.names import check_name
-from linrope.common.values import exporting
-from linrope.integrations.transformers import mamba2, minimax
-from linrope.layer.operators.native import MAX_TAPS
+from linrope.integrations.transformers import mamba2, minimax, packing, refusals
 
 MAMBA2 = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
 FAMILIES = (*MAMBA2, "minimax")  # folders of transformers.models
+_DELTA_RULE = "its recurrent layers follow the delta rule"
+_MAMBA1 = "its recurrent layers are Mamba-1's, with a decay for each channel and feature"
+_CONVOLUTION = "its layers without attention are convolutions"
+NOT_RUN = {  # well-known families with linear layers, and why linrope does not run them
+    "qwen3_next": _DELTA_RULE, "qwen3_5": _DELTA_RULE, "qwen3_5_moe": _DELTA_RULE, "olmo_hybrid": _DELTA_RULE,
+    "kimi_linear": _DELTA_RULE, "mamba": _MAMBA1, "falcon_mamba": _MAMBA1, "jamba": _MAMBA1, "zamba": _MAMBA1,
+    "lfm2": _CONVOLUTION, "lfm2_moe": _CONVOLUTION,
+}  # fmt: skip
 
 _log = logging.getLogger("linrope.integrations.transformers")
-_Reason = Callable[..., str | None]
-# What enable() has replaced. The key is a module or class and the name of its function. The value is transformers'
-# function, and the enabled families that use it.
-_replaced: dict[tuple[Any, str], tuple[Callable[..., Any], set[str]]] = {}
+_Function = Callable[..., Any]
+
+
+class _Target(NamedTuple):
+    """A function of transformers that enable() replaces."""
+
+    owner: Any  # a module or a class
+    name: str
+    make: Callable[[_Function], _Function]  # the replacement, from transformers' function
+    like: _Function | None  # has the parameters that transformers' function must have
+    computes: str | None = None  # what linrope computes, in words for ``replaced``
+
+
+class _Replaced(NamedTuple):
+    original: _Function
+    users: set[str]  # the enabled families that use it
+    computes: str | None
+
+
+_replaced: dict[tuple[Any, str], _Replaced] = {}  # by owner and name
 
 
 class Enabled:
     """The families that a call of ``enable`` has enabled. Leaving it as a context manager disables them again."""
 
-    def __init__(self, families: tuple[str, ...]) -> None:
-        self.families = families
+    def __init__(self, families: tuple[str, ...], already: tuple[str, ...] = ()) -> None:
+        self.families, self.already = families, already
 
     def __enter__(self) -> "Enabled":
         return self
@@ -43,7 +64,8 @@ class Enabled:
             disable(*self.families)
 
     def __repr__(self) -> str:
-        return f"Enabled({', '.join(self.families)})"
+        already = f"enabled before: {', '.join(self.already)}" if self.already else ""
+        return f"Enabled({'; '.join(filter(None, (', '.join(self.families), already)))})"
 
 
 def enable(*families: str) -> Enabled:
@@ -57,15 +79,18 @@ def enable(*families: str) -> Enabled:
     "linrope.integrations.transformers" says why, once.
 
     Args:
-        families: some of ``FAMILIES``. Default: all that the installed transformers has.
+        families: some of ``FAMILIES``. Default: all that the installed transformers has and linrope can replace; the
+            same logger names the others.
 
     Returns:
-        A context manager that disables what this call enabled. It need not be used.
+        A context manager that disables what this call enabled. It need not be used. Gradient checkpointing repeats the
+        forward pass in the backward pass, so leave it after the backward pass.
 
     Raises:
         ImportError: transformers is not installed.
+        TypeError: an argument that is no name.
         ValueError: an unknown family.
-        RuntimeError: a function of the installed transformers has other parameters than linrope knows. Nothing is
+        RuntimeError: a function of a family asked for by name has other parameters than linrope knows. Nothing is
             replaced then.
 
     >>> from linrope.integrations import transformers as linrope_transformers
@@ -73,86 +98,201 @@ def enable(*families: str) -> Enabled:
     Enabled(mamba2, minimax)
     >>> linrope_transformers.disable()
     """
-    for family in families:
-        check_name("families", family, FAMILIES)
-    enabled = {family for _, users in _replaced.values() for family in users}
-    wanted = [family for family in families or _installed() if family not in enabled]
-    targets = [(family, *target) for family in wanted for target in _targets(family)]
-    for _, owner, name, ours, _ in targets:
-        _check_signature(owner, name, ours)
-    for family, owner, name, ours, why_not in targets:
-        if (owner, name) in _replaced:  # two families may share a class
-            _replaced[owner, name][1].add(family)
-            continue
-        original = getattr(owner, name)
-        _replaced[owner, name] = original, {family}
-        setattr(owner, name, _replacement(original, ours, why_not))
-    return Enabled(tuple(wanted))
+    _check_families(families)
+    enabled = {family for entry in _replaced.values() for family in entry.users}
+    wanted = [x for x in dict.fromkeys(families or _installed()) if x not in enabled]
+    targets = {family: _targets(family) for family in wanted} if families else dict(_that_fit(wanted))
+    try:
+        for family in targets:
+            for target in targets[family]:
+                _replace(family, target)
+    except BaseException:
+        disable(*targets)
+        raise
+    return Enabled(tuple(targets), tuple(sorted(enabled.intersection(families or FAMILIES))))
 
 
 def disable(*families: str) -> None:
     """Puts transformers' functions back: those of these families, or all.
 
     Raises:
-        ValueError: an unknown family.
+        TypeError, ValueError: as ``enable``.
     """
-    for family in families:
-        check_name("families", family, FAMILIES)
-    for (owner, name), (original, users) in list(_replaced.items()):
-        users.difference_update(families or FAMILIES)
-        if not users:
-            setattr(owner, name, original)
+    _check_families(families)
+    for (owner, name), entry in list(_replaced.items()):
+        entry.users.difference_update(families or FAMILIES)
+        if not entry.users:
+            setattr(owner, name, entry.original)
             del _replaced[owner, name]
 
 
-def _installed() -> list[str]:
-    import transformers
+def replaced(model: nn.Module) -> tuple[str, ...]:
+    """What linrope computes in this model of transformers now. Empty: nothing.
 
-    assert transformers.__file__ is not None
-    return [x for x in FAMILIES if importlib.util.find_spec(f"transformers.models.{x}") is not None]
+    >>> from transformers import Mamba2Config, Mamba2Model
+    >>> from linrope.integrations import transformers as linrope_transformers
+    >>> config = Mamba2Config(hidden_size=16, num_heads=4, head_dim=8, n_groups=1, num_hidden_layers=1, vocab_size=9)
+    >>> model = Mamba2Model(config)
+    >>> with linrope_transformers.enable("mamba2"):
+    ...     linrope_transformers.replaced(model)
+    ('convolution', 'gated norm', 'scan', 'step')
+    >>> linrope_transformers.replaced(model)
+    ()
+    """
+    computed = {
+        entry.computes
+        for (owner, name), entry in _replaced.items()
+        if entry.computes and any(_uses(module, owner, name) for module in model.modules())
+    }
+    return tuple(sorted(computed))
 
 
-def _targets(family: str) -> list[tuple[Any, str, Callable[..., Any], _Reason]]:
-    """The functions to replace in a family: the owner, the name, linrope's function, and when it cannot take over."""
-    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    if family == "minimax":
-        return [(module.MiniMaxLightningAttention, "forward", minimax.forward, _refuses_lightning)]
-    norms = [x for name, x in vars(module).items() if name.endswith("RMSNormGated")]
-    return [
-        (module, "mamba2_chunk_scan", mamba2.mamba2_chunk_scan, _refuses_scan),
-        (module, "mamba2_selective_state_update", mamba2.mamba2_selective_state_update, _refuses_step),
-        (module, "causal_conv1d_fn", mamba2.causal_conv1d_fn, _refuses_convolution),
-        (module, "causal_conv1d_update", mamba2.causal_conv1d_update, _refuses_update),
-        (module, "mamba2_split_conv1d_scan_combined", _no_combined_kernel, _refuses_combined),
-        *[(norm, "forward", _norm_forward, _refuses_norm) for norm in norms],
+def _uses(module: nn.Module, owner: Any, name: str) -> bool:
+    """True if the module's forward is the replaced function, or a method calls it by its name in the class's file."""
+    if not isinstance(owner, ModuleType):
+        forward = vars(module).get(
+            "_old_forward", module.forward
+        )  # accelerate's hooks keep the one that they found
+        return isinstance(module, owner) and getattr(forward, "__func__", None) is getattr(owner, name)
+    kinds = [x for x in type(module).__mro__ if x.__module__ == owner.__name__]
+    methods = [
+        inspect.unwrap(x) for kind in kinds for x in vars(kind).values() if isinstance(x, FunctionType)
     ]
+    return any(name in method.__code__.co_names for method in methods)
 
 
-def _check_signature(owner: Any, name: str, ours: Callable[..., Any]) -> None:
+def _check_families(families: tuple[object, ...]) -> None:
+    for family in families:
+        if isinstance(family, nn.Module):
+            name = getattr(getattr(family, "config", None), "model_type", None)
+            hint = f"expected the name of a family{f', here {name!r}' if name else ''}"
+            raise TypeError(f"families: got a {type(family).__name__}, {hint}")
+        if not isinstance(family, str):
+            raise TypeError(
+                f"families: got a {type(family).__name__}, expected names as separate arguments, such as "
+                "'mamba2', 'bamba'"
+            )
+        if family in FAMILIES:
+            continue
+        known = family.isidentifier() and _in_transformers(family)
+        if family in NOT_RUN or known:
+            why = f" ({NOT_RUN[family]})" if family in NOT_RUN else ""
+            raise ValueError(
+                f"families={family!r}: a family of transformers that linrope does not run{why}; expected one of "
+                f"{', '.join(FAMILIES)}"
+            )
+        check_name("families", family, FAMILIES)
+
+
+def _transformers() -> ModuleType:
+    try:
+        return importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        message = "transformers is missing; install linrope[huggingface]"
+        raise ModuleNotFoundError(message, name=error.name) from error
+
+
+def _in_transformers(family: str) -> bool:
+    _transformers()
+    return importlib.util.find_spec(f"transformers.models.{family}") is not None
+
+
+def _installed() -> list[str]:
+    return [x for x in FAMILIES if _in_transformers(x)]
+
+
+def _that_fit(families: list[str]) -> Iterator[tuple[str, list[_Target]]]:
+    """The families whose functions can be replaced, with these. Says once why others cannot."""
+    for family in families:
+        try:
+            yield family, _targets(family)
+        except (ImportError, RuntimeError) as error:
+            _say_once(f"transformers.models.{family}", str(error))
+
+
+def _targets(family: str) -> list[_Target]:
+    """The functions to replace in a family. Raises RuntimeError if they are not as linrope knows them."""
+    _transformers()
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    models = [
+        x for name, x in vars(module).items() if name.endswith("Model") and x.__module__ == module.__name__
+    ]
+    targets = [_Target(x, "forward", packing.forward_of_model, None) for x in models if "forward" in vars(x)]
+    if family == "minimax":
+        ours, owner = minimax.forward, module.MiniMaxLightningAttention
+        targets += [_target(owner, "forward", ours, refusals.lightning, "lightning attention")]
+    else:
+        norms = [x for name, x in vars(module).items() if name.endswith("RMSNormGated")]
+        targets += [
+            _target(module, "mamba2_chunk_scan", mamba2.mamba2_chunk_scan, refusals.scan, "scan"),
+            _target(
+                module,
+                "mamba2_selective_state_update",
+                mamba2.mamba2_selective_state_update,
+                refusals.step,
+                "step",
+            ),
+            _target(module, "causal_conv1d_fn", mamba2.causal_conv1d_fn, refusals.convolution, "convolution"),
+            _target(
+                module, "causal_conv1d_update", mamba2.causal_conv1d_update, refusals.update, "convolution"
+            ),
+            _target(
+                module, "mamba2_split_conv1d_scan_combined", _no_combined_kernel, refusals.combined, None
+            ),
+            *[_target(x, "forward", _norm_forward, refusals.norm, "gated norm") for x in norms],
+        ]
+    if family == "mamba2":
+        targets += [_Target(module.Mamba2ForCausalLM, "forward", packing.forward_with_head, None)]
+    for target in targets:
+        _check_signature(target)
+    return targets
+
+
+def _target(
+    owner: Any, name: str, ours: _Function, why_not: Callable[..., str | None], computes: str | None
+) -> _Target:
+    like = None if ours is _no_combined_kernel else ours
+    return _Target(owner, name, partial(_replacement, ours=ours, why_not=why_not), like, computes)
+
+
+def _check_signature(target: _Target) -> None:
     """Rejects a version of transformers whose function takes other arguments than ours."""
-    import transformers
-
+    owner, name = target.owner, target.name
+    version = f"transformers {sys.modules['transformers'].__version__}"
     where = owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
     if not callable(original := getattr(owner, name, None)):
-        raise RuntimeError(f"transformers {transformers.__version__}: {where} has no {name}")
-    got, expected = _named(original), _named(ours)
-    if ours is not _no_combined_kernel and got != expected:
+        raise RuntimeError(f"{version}: {where} has no {name}")
+    if target.like is None:
+        return
+    got, expected = _named(original), _named(target.like)
+    if got != expected:
         raise RuntimeError(
-            f"transformers {transformers.__version__}: {where}.{name} has the parameters {', '.join(got)}; "
-            f"expected {', '.join(expected)}"
+            f"{version}: {where}.{name} has the parameters {', '.join(got)}; expected {', '.join(expected)}"
         )
 
 
-def _named(function: Callable[..., Any]) -> list[str]:
+def _named(function: _Function) -> list[str]:
     """The parameters that may be passed by position. transformers has the packing among its **kwargs."""
     parameters = inspect.signature(function).parameters.values()
-    return [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
+    names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
+    return ["cache" if x in packing.CACHES else x for x in names]
 
 
-def _replacement(
-    original: Callable[..., Any], ours: Callable[..., Any], why_not: _Reason
-) -> Callable[..., Any]:
+def _replace(family: str, target: _Target) -> None:
+    key = target.owner, target.name
+    if key in _replaced:  # two families may share a class
+        _replaced[key].users.add(family)
+        return
+    original = getattr(*key)
+    setattr(*key, target.make(original))
+    _replaced[key] = _Replaced(original, {family}, target.computes)
+
+
+def _replacement(original: _Function, ours: _Function, why_not: Callable[..., str | None]) -> _Function:
     accepted = set(inspect.signature(ours).parameters)
+    full_name = f"{original.__module__}: {original.__qualname__}"
 
     @wraps(original)
     def call(*arguments: Any, **options: Any) -> Any:
@@ -160,8 +300,12 @@ def _replacement(
         reason = why_not(*arguments, **known)
         if reason is None:
             return ours(*arguments, **known)
+        packed = options.get("seq_idx") is not None or options.get("cu_seqlens") is not None
+        if packed and not reason.endswith("is installed"):
+            # transformers' own function mixes the sequences, or raises an error that knows nothing of linrope.
+            raise ValueError(f"packed sequences: {full_name}: {reason}; expected one sequence per row")
         if not torch.compiler.is_compiling():
-            _say_once(f"{original.__module__}: {original.__qualname__}", reason)
+            _say_once(full_name, reason)
         return original(*arguments, **options)
 
     return call
@@ -172,84 +316,8 @@ def _say_once(name: str, reason: str) -> None:
     _log.warning("%s runs transformers' own code: %s", name, reason)
 
 
-def _refuses(x: Tensor, package: str = "") -> str | None:
-    """The reason why linrope does not compute with tensors like x."""
-    if exporting():
-        return "a graph for other runtimes is being recorded"
-    if x.device.type == "cpu":
-        return backends.native.why_not()
-    if x.device.type != "cuda":
-        return f"tensors on {x.device}"
-    if package and _is_installed(package):
-        return f"{package} is installed"
-    triton = backends.load("triton")
-    return triton if isinstance(triton, str) else triton.why_not()
-
-
-@cache
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-def _too_wide(*sizes: int) -> str | None:
-    return f"heads of {max(sizes)}, more than {MAX_DIM}" if max(sizes) > MAX_DIM else None
-
-
-def _refuses_scan(hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, *_: Any, **__: Any) -> str | None:
-    return _refuses(hidden_states, "mamba_ssm") or _too_wide(hidden_states.shape[-1], B.shape[-1])
-
-
-def _refuses_step(
-    state: Tensor,
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    **_: Any,
-) -> str | None:
-    repeated = [dt.stride(-1), A.stride(-1), A.stride(-2), 0 if dt_bias is None else dt_bias.stride(-1)]
-    if any(repeated) and hidden_states.shape[-1] > 1:
-        return "step sizes or decays that differ between the channels of a head"
-    if torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (state, hidden_states, dt, A, B, C, dt_bias)
-    ):
-        return "gradients through a step that overwrites its state"
-    if state.dtype not in (torch.float32, torch.float64):
-        return f"a state of {state.dtype}"
-    return _refuses(hidden_states, "mamba_ssm") or _too_wide(hidden_states.shape[-1], B.shape[-1])
-
-
-def _refuses_convolution(
-    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
-) -> str | None:
-    if activation not in (None, *mamba2.SILU):
-        return f"activation {activation!r}"
-    if weight.shape[-1] > MAX_TAPS:
-        return f"{weight.shape[-1]} taps"
-    return _refuses(hidden_states, "causal_conv1d")
-
-
-def _refuses_update(hidden_states: Tensor, conv_state: Tensor, *arguments: Any, **options: Any) -> str | None:
-    return _refuses_convolution(hidden_states, *arguments, **options)
-
-
-def _refuses_combined(zxbcdt: Tensor, *_: Any, **__: Any) -> str | None:
-    return _refuses(zxbcdt, "mamba_ssm")
-
-
 def _no_combined_kernel(*_: Any, **__: Any) -> None:
     """Stands in for the kernel that computes a whole layer. None makes the layer call the other functions."""
-
-
-def _refuses_lightning(self: Any, hidden_states: Tensor, *_: Any, **__: Any) -> str | None:
-    return _refuses(hidden_states) or _too_wide(self.head_dim)
-
-
-def _refuses_norm(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> str | None:
-    return _refuses(hidden_states)
 
 
 def _norm_forward(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:

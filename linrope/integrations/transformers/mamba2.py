@@ -54,9 +54,8 @@ def mamba2_chunk_scan(
     cu_seqlens = packed_bounds(seq_idx) if cu_seqlens is None else cu_seqlens
     if cu_seqlens is not None:
         x, steps, log_decay, k, q = (y.reshape(1, b * n, *y.shape[2:]) for y in (x, steps, log_decay, k, q))
-    initial = (
-        None if initial_states is None else state_from_sums(initial_states.to(wide).mT, feature_map=None)
-    )
+    gradients = torch.is_grad_enabled() and any(z.requires_grad for z in (x, steps, log_decay, k, q))
+    initial = None if initial_states is None else state_before(initial_states.mT, wide, gradients)
     result = linear_rope_attention(
         q,
         k,
@@ -105,6 +104,16 @@ def mamba2_selective_state_update(
     return out if z is None else out * F.silu(z)
 
 
+def state_before(sums: Tensor, dtype: torch.dtype, gradients: bool) -> LinearAttentionState:
+    """The state of a cache's sums (b, h, s, p).
+
+    gradients: whether a backward pass will read the sums again. They are copied then, because the owner of the cache
+    overwrites them with the sums after this call.
+    """
+    copied = sums.to(dtype, copy=gradients)
+    return state_from_sums(copied, feature_map=None)
+
+
 # The last state in each tensor of a cache. Its decoding loop takes the next step straight to the kernel.
 _last_states: MutableMapping[Tensor, LinearAttentionState] = WeakTensorKeyDictionary()
 
@@ -125,9 +134,16 @@ def attend_in_place(
     cached: (b, h, s, p), or (b, h, p, s) if swapped.
     """
     kv = cached.mT if swapped else cached
-    last = None if torch.compiler.is_compiling() else _last_states.get(cached)
-    if last is None or last.kv.data_ptr() != kv.data_ptr() or last.kv.stride() != kv.stride():
-        last = state_from_sums(kv.detach(), feature_map=None)
+    compiling = torch.compiler.is_compiling()
+    differentiable = [x for x in (cached, q, k, v, log_decay, decay, write) if x is not None]
+    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in differentiable)
+    if gradients:
+        state = state_before(kv, kv.dtype, gradients=True)
+    else:
+        last = None if compiling else _last_states.get(cached)
+        if last is None or last.kv.data_ptr() != kv.data_ptr() or last.kv.stride() != kv.stride():
+            last = state_from_sums(kv.detach(), feature_map=None)
+        state = last.donate()
     out, after = linear_rope_attention(
         q,
         k,
@@ -137,10 +153,10 @@ def attend_in_place(
         log_decay=log_decay,
         decay=decay,
         write=write,
-        state=last.donate(),
+        state=state,
         return_state=True,
     )
-    if torch.compiler.is_compiling():
+    if gradients or compiling:
         kv.copy_(after.kv)
     else:
         _last_states[cached] = after
@@ -173,12 +189,19 @@ def causal_conv1d_update(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """One token (b, c, 1) of ``causal_conv1d_fn``. It becomes the last column of conv_state (b, c, taps)."""
-    conv_state.copy_(torch.cat((conv_state[..., 1:], hidden_states), -1))
-    taps = conv_state[..., -weight.shape[-1] :].to(weight.dtype)
-    y = taps[..., 0] * weight[:, 0]
-    for t in range(1, weight.shape[-1]):  # a sum over so short an axis takes PyTorch three times as long
-        y = torch.addcmul(y, taps[..., t], weight[:, t])
+    """Some tokens (b, c, n) of ``causal_conv1d_fn`` after those in conv_state (b, c, taps - 1 or more).
+
+    conv_state then holds its last columns and these tokens. Sums are float32 or wider.
+    """
+    n, taps, columns = hidden_states.shape[-1], weight.shape[-1], conv_state.shape[-1]
+    first = columns - max(columns - n, taps - 1)
+    inputs = torch.cat((conv_state[..., first:], hidden_states), -1)  # the backward pass reads this copy
+    conv_state.copy_(inputs[..., inputs.shape[-1] - columns :])
+    inputs = inputs[..., inputs.shape[-1] - n - taps + 1 :]
+    if n != 1:
+        return causal_conv1d_fn(inputs, weight, bias, activation)[..., taps - 1 :].to(hidden_states.dtype)
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    y = torch.linalg.vecdot(inputs.to(wide), weight.to(wide))
     y = y if bias is None else y + bias
     y = F.silu(y) if activation in SILU else y
     return y.to(hidden_states.dtype)[..., None]

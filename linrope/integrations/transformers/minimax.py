@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.integrations.transformers.mamba2 import attend_in_place
-from linrope.operation.from_sums import state_from_sums
+from linrope.integrations.transformers.mamba2 import attend_in_place, packed_bounds, state_before
 from linrope.operation.functional import linear_rope_attention
 
 
@@ -20,15 +19,21 @@ def forward(
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None,
+    cache: Any = None,
+    *,
     past_key_values: Any = None,
+    seq_idx: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Replaces ``MiniMaxLightningAttention.forward``. Returns y and the sums (b, h, d, d) after the last token.
+
+    The cache was called past_key_values before transformers 5.24. seq_idx (b, n): the packed sequence of each token.
 
     The sums stay in float32 if the model is in half precision. transformers rounds them to half precision after each
     token, so that sums with a slow decay stop growing after some hundred tokens.
     """
     b, n, _channels = hidden_states.shape
+    cache = past_key_values if cache is None else cache
     qkv = self.act_fn(self.qkv_proj(hidden_states))
     if attention_mask is not None:
         qkv = qkv * attention_mask[:, :, None].to(qkv.dtype)
@@ -36,11 +41,14 @@ def forward(
     wide = torch.promote_types(v.dtype, torch.float32)
     q, k, v = q.to(wide), k.to(wide), v.to(wide)
     decay = torch.exp(-self.slope_rate.double().flatten())
-    sums = None if past_key_values is None else past_key_values.get_linear_cache(self.layer_idx)
+    sums = None if cache is None else cache.get_linear_cache(self.layer_idx)
     gradients = torch.is_grad_enabled() and v.requires_grad
     if sums is not None and n == 1 and not gradients and sums.dtype == wide:
         out = attend_in_place(sums, q, k, v, decay=decay, swapped=False)
     else:
+        cu_seqlens = packed_bounds(seq_idx)
+        if cu_seqlens is not None:
+            q, k, v = (x.reshape(1, b * n, *x.shape[2:]) for x in (q, k, v))
         out, last = linear_rope_attention(
             q,
             k,
@@ -48,12 +56,13 @@ def forward(
             feature_map=None,
             normalize=False,
             decay=decay,
-            state=None if sums is None else state_from_sums(sums.to(wide), feature_map=None),
+            cu_seqlens=cu_seqlens,
+            state=None if sums is None else state_before(sums, wide, gradients),
             return_state=True,
         )
-        sums = last.kv
+        out, sums = out.view(b, n, *out.shape[2:]), last.kv
     y = self.norm(out.flatten(2).to(hidden_states.dtype))
     y = self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * y)
-    if past_key_values is not None:
-        past_key_values.set_linear_cache(self.layer_idx, sums)
+    if cache is not None:
+        cache.set_linear_cache(self.layer_idx, sums)
     return y, sums

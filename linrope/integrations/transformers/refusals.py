@@ -1,0 +1,93 @@
+"""Why linrope does not compute a call of one of the replaced functions. None: it does."""
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linrope import backends
+from linrope.backends.native import MAX_DIM
+from linrope.common.values import exporting
+from linrope.integrations.transformers import mamba2
+from linrope.layer.operators.native import MAX_TAPS
+
+
+def tensors(x: Tensor, package: str = "") -> str | None:
+    """The reason why linrope does not compute with tensors like x.
+
+    package: the one with kernels of its own for GPUs, which go first.
+    """
+    if exporting():
+        return "a graph for other runtimes is being recorded"
+    if x.device.type == "cpu":
+        return backends.native.why_not()
+    if x.device.type != "cuda":
+        return f"tensors on {x.device}"
+    if package and is_installed(package):
+        return f"{package} is installed"
+    triton = backends.load("triton")
+    return triton if isinstance(triton, str) else triton.why_not()
+
+
+@cache
+def is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _too_wide(*sizes: int) -> str | None:
+    return f"heads of {max(sizes)}, more than {MAX_DIM}" if max(sizes) > MAX_DIM else None
+
+
+def scan(hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, *_: Any, **__: Any) -> str | None:
+    return tensors(hidden_states, "mamba_ssm") or _too_wide(hidden_states.shape[-1], B.shape[-1])
+
+
+def step(
+    state: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    **_: Any,
+) -> str | None:
+    repeated = [dt.stride(-1), A.stride(-1), A.stride(-2), 0 if dt_bias is None else dt_bias.stride(-1)]
+    if any(repeated) and hidden_states.shape[-1] > 1:
+        return "step sizes or decays that differ between the channels of a head"
+    if state.dtype not in (torch.float32, torch.float64):
+        return f"a state of {state.dtype}"
+    return tensors(hidden_states, "mamba_ssm") or _too_wide(hidden_states.shape[-1], B.shape[-1])
+
+
+def convolution(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+) -> str | None:
+    if activation not in (None, *mamba2.SILU):
+        return f"activation {activation!r}"
+    if weight.shape[-1] > MAX_TAPS:
+        return f"{weight.shape[-1]} taps"
+    return tensors(hidden_states, "causal_conv1d")
+
+
+def update(
+    hidden_states: Tensor, conv_state: Tensor, weight: Tensor, *arguments: Any, **options: Any
+) -> str | None:
+    if conv_state.shape[-1] < weight.shape[-1] - 1:
+        return f"a state of {conv_state.shape[-1]} columns for {weight.shape[-1]} taps"
+    return convolution(hidden_states, weight, *arguments, **options)
+
+
+def combined(zxbcdt: Tensor, *_: Any, **__: Any) -> str | None:
+    return tensors(zxbcdt, "mamba_ssm")
+
+
+def lightning(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> str | None:
+    return tensors(hidden_states) or _too_wide(module.head_dim)
+
+
+def norm(module: Any, hidden_states: Tensor, gate: Tensor | None = None) -> str | None:
+    return tensors(hidden_states)

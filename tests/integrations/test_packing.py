@@ -1,0 +1,233 @@
+"""Several sequences in one row: each keeps its own logits, however the call says that the row is packed."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from linrope.backends import native
+from linrope.integrations import transformers as linrope_transformers
+from linrope.integrations.transformers import mamba2
+from tests.integrations.families import CACHE, CONFIGURATIONS, model, relative, tokens
+
+pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+
+LENGTHS = [7, 1, 12]
+
+
+def numbers_of(lengths: list[int]) -> Tensor:
+    """(1, n): the packed sequence of each token."""
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+
+
+def _flash() -> dict[str, Any]:
+    bounds = torch.tensor([0, 7, 8, 20], dtype=torch.int32)
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 12, "max_length_k": 12}
+
+
+SEQ_IDX = {"seq_idx": numbers_of(LENGTHS).int()}
+POSITIONS = {"position_ids": torch.cat([torch.arange(x) for x in LENGTHS])[None]}
+WAYS: dict[str, dict[str, Any]] = {
+    "seq_idx": SEQ_IDX,
+    "positions": POSITIONS,
+    "positions from 2": {"position_ids": POSITIONS["position_ids"] + 2},
+    "positions and a mask of ones": POSITIONS | {"attention_mask": torch.ones(1, 20, dtype=torch.long)},
+    "bounds": {"cu_seqlens": _flash()["cu_seq_lens_q"]},
+    "flash": _flash(),
+    "flash in part": {"cu_seq_lens_q": _flash()["cu_seq_lens_q"]},
+    "seq_idx and positions": SEQ_IDX | POSITIONS,
+    "everything": SEQ_IDX | POSITIONS | _flash(),
+}
+
+
+def packable(family: str) -> Any:
+    """A model of the family. Granite's softmax layers mix packed sequences, so it has none here."""
+    return model(family, **({"layer_types": ["mamba", "mamba"]} if family == "granitemoehybrid" else {}))
+
+
+def separate(net: Any, ids: Tensor) -> Tensor:
+    return torch.cat([net(x, use_cache=False).logits for x in ids.split(LENGTHS, 1)], 1)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", CONFIGURATIONS)
+def test_packed_sequences_have_their_own_logits_and_gradients(family: str, way: str, training: bool) -> None:
+    ids, net = tokens(1, 20), packable(family).train(training)
+    weights = torch.randn(1, 20, 97, generator=torch.Generator().manual_seed(0))
+    results = []
+    with linrope_transformers.enable(family):
+        for packed in (True, False):
+            net.zero_grad()
+            logits = net(ids, **WAYS[way]).logits if packed else separate(net, ids)
+            (logits * weights).sum().backward()
+            results.append((logits.detach(), [x.grad for x in net.parameters() if x.grad is not None]))
+    assert relative(results[0][0], results[1][0]) < 2e-6
+    for got, expected in zip(results[0][1], results[1][1], strict=True):
+        assert relative(got, expected) < 2e-5 or not expected.any()
+    assert relative(results[0][0], separate(net, ids).detach()) < 2e-5  # transformers, each sequence alone
+
+
+@pytest.mark.parametrize("family", CONFIGURATIONS)
+@torch.no_grad()
+def test_several_packed_rows(family: str) -> None:
+    ids, net = tokens(2, 20), packable(family)
+    numbers = torch.stack((numbers_of([5, 15])[0], numbers_of([20])[0]))
+    with linrope_transformers.enable(family):
+        got = net(ids, seq_idx=numbers).logits
+        alone = [net(x, use_cache=False).logits for x in (ids[:1, :5], ids[:1, 5:], ids[1:])]
+    assert relative(got, torch.cat((torch.cat(alone[:2], 1), alone[2]))) < 2e-6
+
+
+@pytest.mark.parametrize("family", CONFIGURATIONS)
+@torch.no_grad()
+def test_rows_of_one_sequence_are_not_packed(family: str) -> None:
+    ids, net = tokens(2, 20), model(family)
+    with linrope_transformers.enable(family):
+        plain = net(ids, use_cache=True)
+        for one in (
+            {"seq_idx": torch.zeros(2, 20, dtype=torch.int32)},
+            {"position_ids": torch.arange(20)[None]},
+        ):
+            result = net(ids, use_cache=True, **one)
+            assert torch.equal(result.logits, plain.logits)
+            assert result[CACHE[family]] is not None
+
+
+PADDED = torch.tensor([[0] * 3 + [1] * 17])
+# What is passed, and the error
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "seq_idx of another shape": ({"seq_idx": torch.zeros(1, 19)}, r"seq_idx: got shape \(1, 19\), expected"),
+    "bounds that end early": (
+        {"cu_seqlens": torch.tensor([0, 7, 19])},
+        r"cu_seqlens: got \[0, 7, 19\] with 1 rows",
+    ),
+    "positions that run on": (
+        SEQ_IDX | {"position_ids": torch.arange(20)[None]},
+        "position_ids: got other packed sequences than seq_idx",
+    ),
+    "two ways that differ": (
+        SEQ_IDX | {"cu_seq_lens_q": torch.tensor([0, 7, 20])},
+        "cu_seq_lens_q: got other packed",
+    ),
+    "padding": (
+        SEQ_IDX | {"attention_mask": PADDED},
+        "attention_mask: got padding in rows of packed sequences",
+    ),
+    "padding and positions": (
+        POSITIONS | {"attention_mask": PADDED},
+        "position_ids: got positions that restart in",
+    ),
+    "a cache is wanted": (
+        SEQ_IDX | {"use_cache": True},
+        "use_cache=True: expected False or None with packed",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("family", CONFIGURATIONS)
+def test_what_cannot_be_kept_apart_is_an_error(family: str, case: str) -> None:
+    options, message = REFUSED[case]
+    with linrope_transformers.enable(family), pytest.raises(ValueError, match=message):
+        packable(family)(tokens(1, 20), **options)
+
+
+@pytest.mark.parametrize("way", [SEQ_IDX, POSITIONS], ids=["seq_idx", "positions"])
+@pytest.mark.parametrize("family", CONFIGURATIONS)
+@torch.no_grad()
+def test_packed_sequences_after_a_cache_are_an_error(family: str, way: dict[str, Any]) -> None:
+    net = model(family)
+    with linrope_transformers.enable(family):
+        cache = {CACHE[family]: net(tokens(1, 4), use_cache=True)[CACHE[family]]}
+        with pytest.raises(ValueError, match=f"{CACHE[family]}: got a cache with packed sequences"):
+            net(tokens(1, 20), **way, **cache)
+
+
+@torch.no_grad()
+def test_positions_after_a_cache_may_go_on_from_anywhere_and_leave_gaps() -> None:
+    net = model("bamba")
+    with linrope_transformers.enable("bamba"):
+        cache = net(tokens(1, 4), use_cache=True)[CACHE["bamba"]]
+        result = net(tokens(1, 3), position_ids=torch.tensor([[30, 31, 35]]), **{CACHE["bamba"]: cache})
+    assert result[CACHE["bamba"]].get_seq_length() == 7
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_granite_with_softmax_layers_says_that_it_cannot_keep_sequences_apart(way: str) -> None:
+    with (
+        linrope_transformers.enable("granitemoehybrid"),
+        pytest.raises(ValueError, match="only with flash attention"),
+    ):
+        model("granitemoehybrid")(tokens(1, 20), **WAYS[way])
+
+
+def test_a_refused_function_does_not_mix_packed_sequences() -> None:
+    net = packable("bamba")
+    for layer in net.model.layers:
+        if hasattr(layer, "mamba"):
+            layer.mamba.activation = "gelu"
+    with (
+        linrope_transformers.enable("bamba"),
+        pytest.raises(ValueError, match="activation 'gelu'; expected one seq"),
+    ):
+        net(tokens(1, 20), **SEQ_IDX)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "bamba"])
+@torch.no_grad()
+def test_a_compiled_model_takes_positions_without_a_break_and_checks_them(family: str) -> None:
+    ids, net = tokens(1, 20), packable(family)
+    with linrope_transformers.enable(family):
+        torch._dynamo.reset()
+        compiled = torch.compile(net, dynamic=False, fullgraph=True, backend="aot_eager")
+        for mask in ({}, {"attention_mask": PADDED}):
+            positions = {"position_ids": torch.arange(20)[None]} | mask
+            expected = net(ids, use_cache=False, **positions).logits
+            assert relative(compiled(ids, use_cache=False, **positions).logits, expected) < 2e-6
+            with pytest.raises(RuntimeError, match="position_ids: got packed sequences in a compiled model"):
+                compiled(ids, use_cache=False, **POSITIONS, **mask)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("family", ["mamba2", "bamba"])
+@torch.no_grad()
+def test_packed_sequences_in_a_compiled_model(family: str) -> None:
+    ids, net = tokens(1, 20), packable(family)
+    with linrope_transformers.enable(family):
+        expected = separate(net, ids)
+        torch._dynamo.reset()
+        compiled = torch.compile(net, dynamic=False, backend="eager")
+        assert relative(compiled(ids, **SEQ_IDX).logits, expected) < 2e-6
+        assert relative(compiled(ids, **SEQ_IDX, **POSITIONS).logits, expected) < 2e-6
+
+
+@pytest.mark.parametrize("by", ["seq_idx", "cu_seqlens"])
+def test_packed_scan_and_convolution(by: str) -> None:
+    torch.manual_seed(0)
+    n, h, p, g, s = 24, 4, 8, 2, 16
+    x, dt = torch.randn(1, n, h, p), torch.randn(1, n, h)
+    B, C = torch.randn(2, 1, n, g, s)
+    A, D = -torch.rand(h), torch.rand(h)
+    bounds = torch.tensor([0, 9, 10, n])
+    packing = {by: numbers_of([9, 1, 14]) if by == "seq_idx" else bounds}
+
+    def scan(part: slice, **options: Any) -> Tensor:
+        tokens = (x[:, part], dt[:, part], A, B[:, part], C[:, part])
+        return mamba2.mamba2_chunk_scan(*tokens, 8, D=D, dt_softplus=True, **options)
+
+    spans = [slice(int(a), int(b)) for a, b in pairwise(bounds)]
+    packed, parts = scan(slice(None), **packing), list(map(scan, spans))
+    torch.testing.assert_close(packed, torch.cat(parts, 1), rtol=1e-4, atol=1e-5)
+    weight, bias, channels = torch.randn(12, 4), torch.randn(12), torch.randn(1, 12, n)
+    convolved = mamba2.causal_conv1d_fn(channels, weight, bias, "silu", **packing)
+    parts = [mamba2.causal_conv1d_fn(channels[..., span], weight, bias, "silu") for span in spans]
+    torch.testing.assert_close(convolved, torch.cat(parts, -1), rtol=1e-5, atol=1e-6)
+
+
+def test_rows_of_a_packed_batch_stay_apart() -> None:
+    numbers = torch.tensor([[0, 0, 1], [1, 1, 1]])
+    assert mamba2.packed_bounds(numbers).tolist() == [0, 2, 3, 6]  # type: ignore[union-attr]
