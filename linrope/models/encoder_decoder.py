@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.norm import RMSNorm
 from linrope.models.language_model import SwiGLU
+from linrope.operation.checks import check_vectors
 from linrope.sequence.state import LinearAttentionState
 
 
@@ -73,15 +74,14 @@ class DecoderBlock(nn.Module):
         factory = _factory(attention)
         self.attention_norm = RMSNorm(dim, eps=1e-6, **factory)
         self.attention = LinearRoPEAttention(dim, heads, **attention)
-        self.cross_norm = self.cross = self.context_proj = None
+        self.cross_norm = self.cross = None
         if context_dim is not None:
             names = ("feature_map", "normalize", "backend")
             shared = factory | {name: attention[name] for name in names if name in attention}
             self.cross_norm = RMSNorm(dim, eps=1e-6, **factory)
-            self.context_proj = (
-                nn.Linear(context_dim, dim, bias=False, **factory) if context_dim != dim else nn.Identity()
+            self.cross = LinearRoPEAttention(
+                dim, heads, context_dim=context_dim, causal=False, rotary=None, **shared
             )
-            self.cross = LinearRoPEAttention(dim, heads, causal=False, rotary=None, **shared)
         self.feed_forward_norm = RMSNorm(dim, eps=1e-6, **factory)
         self.feed_forward = SwiGLU(dim, 4 * dim, **factory)
 
@@ -96,9 +96,9 @@ class DecoderBlock(nn.Module):
         tokens_state, context_state = (None, None) if state is None else state
         y, tokens_state = self.attention(self.attention_norm(x), state=tokens_state, return_state=True)
         x = x + y
-        if self.cross is not None and self.cross_norm is not None and self.context_proj is not None:
-            # No context: the state holds it already.
-            context = x[:, :0] if context is None else self.context_proj(context)
+        if self.cross is not None and self.cross_norm is not None:
+            if context is None:  # the state holds it already
+                context = x.new_zeros(len(x), 0, self.cross.context_dim)
             y, context_state = self.cross(
                 self.cross_norm(x), context, key_mask=context_mask, state=context_state, return_state=True
             )
@@ -123,6 +123,7 @@ class Encoder(nn.Module):
 
     def __init__(self, dim: int, depth: int, heads: int, **attention: Any) -> None:
         super().__init__()
+        self.dim = dim
         self.blocks = nn.ModuleList(EncoderBlock(dim, heads, **attention) for _ in range(depth))
         self.norm = RMSNorm(dim, eps=1e-6, **_factory(attention))
 
@@ -131,6 +132,7 @@ class Encoder(nn.Module):
 
         positions: as in LinearRoPEAttention; with rotary={"axes": 2} the rows and columns (n, 2) of patches.
         """
+        check_vectors("x", x, self.dim)
         for block in self.blocks:
             x = block(x, key_mask, positions)
         y: Tensor = self.norm(x)
@@ -164,7 +166,7 @@ class Decoder(nn.Module):
         self, dim: int, depth: int, heads: int, context_dim: int | None = None, **attention: Any
     ) -> None:
         super().__init__()
-        self.context_dim = context_dim
+        self.dim, self.context_dim = dim, context_dim
         self.blocks = nn.ModuleList(DecoderBlock(dim, heads, context_dim, **attention) for _ in range(depth))
         self.norm = RMSNorm(dim, eps=1e-6, **_factory(attention))
 
@@ -191,6 +193,7 @@ class Decoder(nn.Module):
             )
         if states is not None and len(states) != len(self.blocks):
             raise ValueError(f"states: got {len(states)}, expected one per block, {len(self.blocks)}")
+        check_vectors("x", x, self.dim)
         new_states = []
         for index, block in enumerate(self.blocks):
             x, state = block(x, context, context_mask, None if states is None else states[index])
