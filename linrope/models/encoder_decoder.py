@@ -7,6 +7,8 @@ Inputs and outputs are vectors (b, n, dim); the caller turns tokens, patches or 
 without context is the trunk of a language model. Its state has a constant size, with a context too.
 """
 
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -26,7 +28,15 @@ class DecoderState(NamedTuple):
 
 
 def _factory(attention: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a LinearRoPEAttention that a linear layer and a norm have too."""
+    """The arguments of a LinearRoPEAttention that a linear layer and a norm have too.
+
+    Raises TypeError if attention has others than those of a LinearRoPEAttention.
+    """
+    known = list(signature(LinearRoPEAttention).parameters)
+    if unknown := [name for name in attention if name not in known]:
+        near = get_close_matches(unknown[0], known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"got the keyword {unknown[0]!r}, expected those of LinearRoPEAttention{hint}")
     return {name: attention[name] for name in ("device", "dtype") if name in attention}
 
 
@@ -123,9 +133,9 @@ class Encoder(nn.Module):
 
     def __init__(self, dim: int, depth: int, heads: int, **attention: Any) -> None:
         super().__init__()
-        self.dim = dim
+        self.dim, factory = dim, _factory(attention)
         self.blocks = nn.ModuleList(EncoderBlock(dim, heads, **attention) for _ in range(depth))
-        self.norm = RMSNorm(dim, eps=1e-6, **_factory(attention))
+        self.norm = RMSNorm(dim, eps=1e-6, **factory)
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """x (b, n, dim) -> the same shape; key_mask (b, n) bool, False: padding.
@@ -166,9 +176,9 @@ class Decoder(nn.Module):
         self, dim: int, depth: int, heads: int, context_dim: int | None = None, **attention: Any
     ) -> None:
         super().__init__()
-        self.dim, self.context_dim = dim, context_dim
+        self.dim, self.context_dim, factory = dim, context_dim, _factory(attention)
         self.blocks = nn.ModuleList(DecoderBlock(dim, heads, context_dim, **attention) for _ in range(depth))
-        self.norm = RMSNorm(dim, eps=1e-6, **_factory(attention))
+        self.norm = RMSNorm(dim, eps=1e-6, **factory)
 
     def forward(
         self,
