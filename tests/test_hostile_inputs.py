@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, feature_maps, linear_rope_attention
+from linrope.layer.norm import RMSNorm
+from linrope.models.encoder_decoder import Decoder, Encoder
 from linrope.position_encodings import LearnedAbsolute, Shaw, Sinusoidal
 from linrope.rotation.rotary import MAX_POSITION
 
@@ -143,7 +145,21 @@ def test_a_call_refuses_values_shapes_and_types_that_do_not_fit(error: type[Exce
         (lambda: layer(backend="cuda"), r"backend='cuda': expected one of auto, native"),
         (lambda: layer()(ones(3, 8)), r"x: got shape \(3, 8\), expected \(batch, length, 8\)"),
         (lambda: layer()(ones(1, 3, 8), ones(3, 8)), r"context: got shape \(3, 8\), expected \(batch, length, 8\)"),
-        (lambda: layer()(ones(1, 3, 8), ones(1, 4, 8)), r"k: got length 4, expected q's 3 with causal=True"),
+        (lambda: layer()(ones(1, 3, 8), ones(1, 4, 8)), r"context: got 4 tokens, expected x's 3, or causal=False"),
+        (lambda: layer()(ones(1, 3, 8), ones(2, 3, 8)), r"context: got batch 2, expected x's 1"),
+        (lambda: layer(context_dim=0), r"context_dim=0: expected at least 1"),
+        (lambda: layer(context_dim=6)(ones(1, 3, 8)), r"context: got None, expected \(batch, length, 6\)"),
+        (lambda: layer(context_dim=6, forget_gate=True), r"context_dim=6: got forget_gate, for which .* same token"),
+        (lambda: layer(decay="spread", causal=False), r"decay: got causal=False, expected causal=True"),
+        (lambda: layer(decay="learned", causal=False), r"decay: got causal=False, expected causal=True"),
+        (lambda: layer(rotary={"xpos": 9.0}, causal=False), r"rotary: got xpos=9.0, expected causal=True"),
+        (lambda: layer(rotary={"axes": 2}, decay="spread"), r"decay: got a rotation with axes=2"),
+        (lambda: layer(rotary=Rotary(6)), r"rotary: got dim=6, expected the number of features, 4"),
+        (lambda: layer(feature_map=feature_maps.make("elu+1", 6)), r"made for heads of 6, expected 4"),
+        (lambda: Encoder(8, 1, 2)(ones(1, 3, 6)), r"x: got shape \(1, 3, 6\), expected \(batch, length, 8\)"),
+        (lambda: Decoder(8, 1, 2)(ones(1, 3, 6)), r"x: got shape \(1, 3, 6\), expected \(batch, length, 8\)"),
+        (lambda: Decoder(8, 1, 2, 6)(ones(1, 3, 8), ones(1, 2, 8)),
+         r"context: got shape \(1, 2, 8\), expected \(batch, length, 6\)"),
     ],
 )  # fmt: skip
 def test_a_state_and_a_layer_refuse_what_does_not_fit(call, message: str) -> None:
@@ -156,6 +172,14 @@ def test_a_state_and_a_layer_refuse_what_does_not_fit(call, message: str) -> Non
     [
         (lambda: state(kv=ones(B, G, D, E).bfloat16()), r"state.kv: got torch.bfloat16, expected float32 or float64"),
         (lambda: layer(feature_map=torch.nn.ReLU()), r"feature_map: got ReLU, expected a name, a dict with"),
+        *((lambda model=model: model(ones(1, 3, 8, dtype=torch.int64)),
+           r"x: got torch.int64, expected a floating-point torch.Tensor")
+          for model in (layer(), Encoder(8, 1, 2), Decoder(8, 1, 2), RMSNorm(8))),
+        *((lambda make=make: make(8, 1, 2, ff_mult=4),
+           r"^got the keyword 'ff_mult', expected those of LinearRoPEAttention$") for make in (Encoder, Decoder)),
+        (lambda: Encoder(8, 1, 2, bais=True), r"got the keyword 'bais', .*; did you mean 'bias'\?"),
+        (lambda: layer()(np.ones((1, 3, 8))), r"x: got ndarray, expected a floating-point torch.Tensor"),
+        (lambda: layer(context_dim=6.0), r"context_dim=6.0: expected an integer"),
         (lambda: layer("8", 2), r"embed_dim='8': expected an integer"),
         (lambda: layer(8, 2.0), r"num_heads=2.0: expected an integer"),
         (lambda: layer(8, True), r"num_heads=True: expected an integer"),

@@ -14,9 +14,10 @@ from linrope.common.constants import Constant
 from linrope.common.names import check_bools, check_name
 from linrope.feature_maps import FeatureMap
 from linrope.layer.choices import make_decay, make_forget_gate, make_map, make_rotation, make_write_gate
+from linrope.layer.fitting import check_context, check_options
 from linrope.layer.mixer import Mixer
 from linrope.layer.storing import store_in_state
-from linrope.layer.trapezoid import TrapezoidGate, check_map_and_rotation, trapezoidal_attention
+from linrope.layer.trapezoid import TrapezoidGate, trapezoidal_attention
 from linrope.operation import checks
 from linrope.operation.functional import linear_rope_attention
 from linrope.operation.request import ORDERS, Options
@@ -33,7 +34,7 @@ class LinearRoPEAttention(Mixer):
         y = W_o ((norm(out) + D v) * silu(W_g x))
         a = log sigmoid(W_a x + b_a)        w = 1 - e^a        omega = theta tanh(B A x)
 
-    x is (b, n, embed_dim), context (b, m, embed_dim). By default the layer is W_o linear_rope_attention(W_q x, W_k c,
+    x is (b, n, embed_dim), context (b, m, context_dim). By default the layer is W_o linear_rope_attention(W_q x, W_k c,
     W_v c), RoFormer's equation 19; all else is an option. Rotated attention weights are signed and shrink as positions
     grow, so a model usually needs the norm or W_g. A language model gains most from a decay, fixed or computed by the
     gate a, and next from the other parts of the block that this library's models use, above all the convolution.
@@ -46,6 +47,8 @@ class LinearRoPEAttention(Mixer):
         num_value_heads: a multiple of h, if values, decay and gates have more heads than queries and keys, which are
             then shared (as in Mamba-2; num_kv_heads must be h or None). g below and the attribute num_state_heads
             then count the value heads. backend="native" shares queries and keys without copies.
+        context_dim: the size of a context's vectors, if they differ from x's in size. Such a layer is for
+            cross-attention alone. Default: embed_dim.
         head_dim: d, the size of a query and a key. Default: embed_dim / num_heads.
         value_head_dim: e, the size of a value. Default: head_dim.
         feature_map: a name, {"name": .., options of feature_maps.make}, or a FeatureMap. A learned map that the layer
@@ -104,7 +107,7 @@ class LinearRoPEAttention(Mixer):
     Raises:
         TypeError: a size is not an integer, a switch is not a bool, or feature_map is of another type.
         ValueError: one size is not a multiple of another as required, a name is unknown, a signed map is combined with
-            normalize=True, or an option that requires causal=True or rope_order="after" is used without it.
+            normalize=True, or two options do not fit together, such as a decay and causal=False.
 
     Source: RoFormer eq. 19 (arXiv 2104.09864). ``linrope.layer.selective`` names the sources of the options.
 
@@ -122,6 +125,7 @@ class LinearRoPEAttention(Mixer):
         *,
         num_kv_heads: int | None = None,
         num_value_heads: int | None = None,
+        context_dim: int | None = None,
         head_dim: int | None = None,
         value_head_dim: int | None = None,
         feature_map: str | Mapping[str, Any] | FeatureMap = "elu+1",
@@ -150,6 +154,7 @@ class LinearRoPEAttention(Mixer):
             num_heads,
             num_kv_heads=num_kv_heads,
             num_value_heads=num_value_heads,
+            context_dim=context_dim,
             head_dim=head_dim,
             value_head_dim=value_head_dim,
             short_conv=short_conv,
@@ -190,29 +195,8 @@ class LinearRoPEAttention(Mixer):
             assert self.out_norm is not None
             self.out_norm.eps = 1e-12
         self.trapezoid = TrapezoidGate(embed_dim, g, **factory) if trapezoid else None
-        self._check_options()
+        check_options(self)
         self._reset_decay()
-
-    def _check_options(self) -> None:
-        """Raises ValueError if options do not fit together."""
-        for name in ("forget_gate", "short_conv", "trapezoid"):
-            if not self.causal and getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name}: got causal=False, expected causal=True, because it runs forward in time"
-                )
-        if self.rope_order == "before" and self.angle_steps is not None:
-            raise ValueError(
-                "rope_order='before': got selective steps, which rotate features; expected 'after'"
-            )
-        if self.trapezoid is None:
-            return
-        if self.normalize and not self._out_norm_replaces_normalizer:
-            raise ValueError(
-                "trapezoid=True: got normalize=True, expected False, or an out_norm that replaces the normalizer"
-            )
-        if self.rope_order == "before":
-            raise ValueError("trapezoid=True: got rope_order='before', expected 'after'")
-        check_map_and_rotation(self.feature_map, self.rotary)
 
     @torch.no_grad()
     def _reset_decay(self) -> None:
@@ -313,15 +297,15 @@ class LinearRoPEAttention(Mixer):
         return_state: bool = False,
         shard: LayerShard | None = None,
     ) -> Tensor | tuple[Tensor, LinearAttentionState]:
-        """Maps x (b, n, embed_dim), and context (b, m, embed_dim), to y (b, n, embed_dim) or (y, state).
+        """Maps x (b, n, embed_dim), and context (b, m, context_dim), to y (b, n, embed_dim) or (y, state).
 
         context_positions are the key_positions of ``linear_rope_attention``. The other arguments are as there.
         """
-        checks.check_inputs(x, context, self.q_proj.in_features)
+        checks.check_inputs(x, context, self.embed_dim, self.context_dim, self.causal)
         if shard is not None and self.trapezoid is not None:
             raise ValueError("shard: got a shard with trapezoid=True, expected None")
         if context is not None:
-            self._check_context(shard)
+            check_context(self, shard)
         c = x if context is None else context
         k, v = self.k_proj(c), self.v_proj(c)
         if isinstance(state, LinearAttentionState):  # the operation accepts None and rejects other types
@@ -380,17 +364,3 @@ class LinearRoPEAttention(Mixer):
         implied = ("causal", "normalize", "key_positions", "rope_order")
         others: dict[str, Any] = {name: y for name, y in options.items() if name not in implied}
         return trapezoidal_attention(q, k, v, share=self.trapezoid(x), return_state=return_state, **others)
-
-    def _check_context(self, shard: LayerShard | None) -> None:
-        """Rejects a context with a shard, or with options for which key t and query t are the same token."""
-        if shard is not None:
-            raise ValueError(
-                "context: got a tensor in a call with a shard, which splits queries and keys alike; expected None"
-            )
-        for name in ("forget_gate", "angle_steps", "short_conv", "trapezoid"):
-            if getattr(self, name) is not None:
-                argument = "rotary='selective'" if name == "angle_steps" else name
-                raise ValueError(
-                    f"context: got a tensor with {argument}, for which key t and query t must be the same token; "
-                    "expected None"
-                )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linrope.common.names import check_bools, check_name
+from linrope.common.names import check_bools, check_name, check_sizes
 from linrope.feature_maps.base import widen
 from linrope.layer.choices import make_short_convolution, norm_options
 from linrope.layer.norm import OutputNorm, RMSNorm
@@ -38,6 +38,7 @@ class Mixer(nn.Module):
         *,
         num_kv_heads: int | None,
         num_value_heads: int | None = None,
+        context_dim: int | None = None,
         head_dim: int | None,
         value_head_dim: int | None,
         short_conv: int | Mapping[str, Any] | None,
@@ -58,9 +59,11 @@ class Mixer(nn.Module):
         if num_value_heads is not None:
             checks.check_value_heads(num_value_heads, num_heads, g)
             self.num_state_heads = self.num_out_heads = num_value_heads
+        check_sizes(context_dim=context_dim)
+        self.embed_dim, self.context_dim = embed_dim, embed_dim if context_dim is None else context_dim
         self.q_proj = nn.Linear(embed_dim, num_heads * d, bias=bias, **factory)
-        self.k_proj = nn.Linear(embed_dim, g * d, bias=bias, **factory)
-        self.v_proj = nn.Linear(embed_dim, self.num_state_heads * e, bias=bias, **factory)
+        self.k_proj = nn.Linear(self.context_dim, g * d, bias=bias, **factory)
+        self.v_proj = nn.Linear(self.context_dim, self.num_state_heads * e, bias=bias, **factory)
         self.o_proj = nn.Linear(self.num_out_heads * e, embed_dim, bias=bias, **factory)
         channels = (num_heads + g) * d + self.num_state_heads * e
         self.short_conv = make_short_convolution(short_conv, channels, factory)

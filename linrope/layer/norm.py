@@ -34,6 +34,8 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(dim, eps, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            raise TypeError(f"x: got {x.dtype}, expected a floating-point torch.Tensor")
         return _in_shape_of(x, gated_norm(_as_one_head(x), self.weight, eps=self.eps or 0.0))
 
 

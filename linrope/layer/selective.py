@@ -43,6 +43,16 @@ def _float64_for_onnx(x: Tensor) -> Tensor:
     return x.double() if torch.onnx.is_in_onnx_export() else x
 
 
+def _one_minus_exp(x: Tensor) -> Tensor:
+    """1 - e^x of x <= 0, to the last digits of a small result and of a small slope."""
+    if torch.onnx.is_in_onnx_export() or not torch.compiler.is_compiling():
+        return -torch.expm1(_float64_for_onnx(x)).to(x.dtype)
+    # PyTorch's compiler, up to 2.13, writes expm1(x) as e^x - 1 on CPUs. The clamp keeps sinh finite; float64 keeps the
+    # slope e^x, the difference of two numbers near 1/2, and rounds as eager code does.
+    half = x.double().clamp(min=-80) / 2
+    return (-2 * half.sinh() * half.exp()).to(x.dtype)
+
+
 class ForgetGate(nn.Module):
     """Computes from each token the fraction of the past that each head keeps when that token arrives.
 
@@ -143,9 +153,7 @@ class WriteGate(nn.Module):
 
     def forward(self, x: Tensor, log_decay: Tensor) -> Tensor:
         if self.weight is None or self.bias is None:
-            return -torch.expm1(_float64_for_onnx(log_decay)).to(
-                torch.promote_types(log_decay.dtype, torch.float32)
-            )
+            return _one_minus_exp(log_decay.to(torch.promote_types(log_decay.dtype, torch.float32)))
         wide = torch.promote_types(x.dtype, torch.float32)
         with full_precision(x.device):
             return F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)).sigmoid()

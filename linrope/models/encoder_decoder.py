@@ -7,6 +7,8 @@ Inputs and outputs are vectors (b, n, dim); the caller turns tokens, patches or 
 without context is the trunk of a language model. Its state has a constant size, with a context too.
 """
 
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.norm import RMSNorm
 from linrope.models.language_model import SwiGLU
+from linrope.operation.checks import check_vectors
 from linrope.sequence.state import LinearAttentionState
 
 
@@ -25,7 +28,15 @@ class DecoderState(NamedTuple):
 
 
 def _factory(attention: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a LinearRoPEAttention that a linear layer and a norm have too."""
+    """The arguments of a LinearRoPEAttention that a linear layer and a norm have too.
+
+    Raises TypeError if attention has others than those of a LinearRoPEAttention.
+    """
+    known = list(signature(LinearRoPEAttention).parameters)
+    if unknown := [name for name in attention if name not in known]:
+        near = get_close_matches(unknown[0], known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"got the keyword {unknown[0]!r}, expected those of LinearRoPEAttention{hint}")
     return {name: attention[name] for name in ("device", "dtype") if name in attention}
 
 
@@ -73,15 +84,14 @@ class DecoderBlock(nn.Module):
         factory = _factory(attention)
         self.attention_norm = RMSNorm(dim, eps=1e-6, **factory)
         self.attention = LinearRoPEAttention(dim, heads, **attention)
-        self.cross_norm = self.cross = self.context_proj = None
+        self.cross_norm = self.cross = None
         if context_dim is not None:
             names = ("feature_map", "normalize", "backend")
             shared = factory | {name: attention[name] for name in names if name in attention}
             self.cross_norm = RMSNorm(dim, eps=1e-6, **factory)
-            self.context_proj = (
-                nn.Linear(context_dim, dim, bias=False, **factory) if context_dim != dim else nn.Identity()
+            self.cross = LinearRoPEAttention(
+                dim, heads, context_dim=context_dim, causal=False, rotary=None, **shared
             )
-            self.cross = LinearRoPEAttention(dim, heads, causal=False, rotary=None, **shared)
         self.feed_forward_norm = RMSNorm(dim, eps=1e-6, **factory)
         self.feed_forward = SwiGLU(dim, 4 * dim, **factory)
 
@@ -96,9 +106,9 @@ class DecoderBlock(nn.Module):
         tokens_state, context_state = (None, None) if state is None else state
         y, tokens_state = self.attention(self.attention_norm(x), state=tokens_state, return_state=True)
         x = x + y
-        if self.cross is not None and self.cross_norm is not None and self.context_proj is not None:
-            # No context: the state holds it already.
-            context = x[:, :0] if context is None else self.context_proj(context)
+        if self.cross is not None and self.cross_norm is not None:
+            if context is None:  # the state holds it already
+                context = x.new_zeros(len(x), 0, self.cross.context_dim)
             y, context_state = self.cross(
                 self.cross_norm(x), context, key_mask=context_mask, state=context_state, return_state=True
             )
@@ -123,14 +133,16 @@ class Encoder(nn.Module):
 
     def __init__(self, dim: int, depth: int, heads: int, **attention: Any) -> None:
         super().__init__()
+        self.dim, factory = dim, _factory(attention)
         self.blocks = nn.ModuleList(EncoderBlock(dim, heads, **attention) for _ in range(depth))
-        self.norm = RMSNorm(dim, eps=1e-6, **_factory(attention))
+        self.norm = RMSNorm(dim, eps=1e-6, **factory)
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """x (b, n, dim) -> the same shape; key_mask (b, n) bool, False: padding.
 
         positions: as in LinearRoPEAttention; with rotary={"axes": 2} the rows and columns (n, 2) of patches.
         """
+        check_vectors("x", x, self.dim)
         for block in self.blocks:
             x = block(x, key_mask, positions)
         y: Tensor = self.norm(x)
@@ -164,9 +176,9 @@ class Decoder(nn.Module):
         self, dim: int, depth: int, heads: int, context_dim: int | None = None, **attention: Any
     ) -> None:
         super().__init__()
-        self.context_dim = context_dim
+        self.dim, self.context_dim, factory = dim, context_dim, _factory(attention)
         self.blocks = nn.ModuleList(DecoderBlock(dim, heads, context_dim, **attention) for _ in range(depth))
-        self.norm = RMSNorm(dim, eps=1e-6, **_factory(attention))
+        self.norm = RMSNorm(dim, eps=1e-6, **factory)
 
     def forward(
         self,
@@ -191,6 +203,7 @@ class Decoder(nn.Module):
             )
         if states is not None and len(states) != len(self.blocks):
             raise ValueError(f"states: got {len(states)}, expected one per block, {len(self.blocks)}")
+        check_vectors("x", x, self.dim)
         new_states = []
         for index, block in enumerate(self.blocks):
             x, state = block(x, context, context_mask, None if states is None else states[index])

@@ -48,13 +48,29 @@ def check_value_heads(num_value_heads: int, num_heads: int, num_kv_heads: int) -
         raise ValueError(f"num_value_heads={num_value_heads}: expected a multiple of num_heads={num_heads}")
 
 
-def check_inputs(x: Tensor, context: Tensor | None, embed_dim: int) -> None:
-    """Checks the shapes of a layer's inputs."""
-    for name, tensor in (("x", x), ("context", context)):
-        if tensor is not None and (tensor.ndim != 3 or tensor.shape[-1] != embed_dim):
-            raise ValueError(
-                f"{name}: got shape {tuple(tensor.shape)}, expected (batch, length, {embed_dim})"
-            )
+def check_inputs(
+    x: Tensor, context: Tensor | None, embed_dim: int, context_dim: int, causal: bool = False
+) -> None:
+    """Checks a layer's inputs."""
+    check_vectors("x", x, embed_dim)
+    if context is not None:
+        check_vectors("context", context, context_dim)
+        (b, n, _), (rows, m, _) = x.shape, context.shape
+        if rows != b:
+            raise ValueError(f"context: got batch {rows}, expected x's {b}")
+        if causal and n != m:
+            raise ValueError(f"context: got {m} tokens, expected x's {n}, or causal=False")
+    elif context_dim != embed_dim:
+        raise ValueError(f"context: got None, expected (batch, length, {context_dim})")
+
+
+def check_vectors(name: str, x: Tensor, dim: int) -> None:
+    """Raises unless x is a tensor (b, n, dim) of floating-point numbers."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name}: got {kind}, expected a floating-point torch.Tensor")
+    if x.ndim != 3 or x.shape[-1] != dim:
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected (batch, length, {dim})")
 
 
 def check(request: Request) -> FeatureMap | None:
@@ -89,11 +105,16 @@ def check(request: Request) -> FeatureMap | None:
         raise ValueError("rope_order='before': got angle_steps, which turn features; expected 'after'")
     if request.key_positions is not None and (request.decays_by_position or request.log_decay is not None):
         raise ValueError("key_positions: got a tensor, expected None with decay, log_decay or xpos")
-    positional = fmap is not None and fmap.positional
-    if rotary is not None and rotary.axes is not None and (request.decay is not None or positional):
-        name = f"feature_map={request.feature_map}" if positional else "decay"
-        raise ValueError(f"{name}: got a rotation with axes={rotary.axes}, expected one with axes=None")
+    check_axes(rotary, request.decay is not None, fmap)
     return fmap
+
+
+def check_axes(rotary: Rotary | None, decays: bool, fmap: FeatureMap | None) -> None:
+    """Rejects a rotation with axes together with what depends on a single position."""
+    positional = fmap is not None and fmap.positional
+    if rotary is not None and rotary.axes is not None and (decays or positional):
+        name = f"feature_map={fmap}" if positional else "decay"
+        raise ValueError(f"{name}: got a rotation with axes={rotary.axes}, expected one with axes=None")
 
 
 def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, causal: bool) -> None:

@@ -123,15 +123,11 @@ class SoftmaxAttention(Mixer):
         Sequences packed by cu_seqlens are masked from each other, which saves no time. They cannot have
         states.
         """
-        check_inputs(x, context, self.q_proj.in_features)
+        check_inputs(x, context, self.embed_dim, self.embed_dim, self.causal)
         if context is not None and self.short_conv is not None:
             raise ValueError("context: got a tensor with short_conv, expected None")
         context = x if context is None else context
         (b, n, _), m = x.shape, context.shape[1]
-        if len(context) != b:
-            raise ValueError(f"context: got batch {len(context)}, expected x's {b}")
-        if self.causal and n != m:
-            raise ValueError(f"context: got {m} tokens, expected x's {n}, or causal=False")
         check_mask(key_mask, b, m, x.device)
         check_packing(cu_seqlens, b, n, m, x.device)
         if cu_seqlens is not None and (state is not None or return_state):

@@ -19,10 +19,11 @@ def test_the_layer_is_its_parts_around_the_operation(options) -> None:
     assert_close(layer(x), by_hand(layer, options, x, x))
 
 
+@pytest.mark.parametrize("width", [None, 16, 10])
 @pytest.mark.parametrize("length", [3, 7, 12])
-def test_cross_attention_takes_keys_and_values_from_the_context(length: int) -> None:
-    options = {"causal": False, "num_kv_heads": 2, "gate": True}
-    layer, x, context = make(**options), numbers(2, 7, 16), numbers(2, length, 16)
+def test_cross_attention_takes_keys_and_values_from_the_context(length: int, width: int | None) -> None:
+    options = {"causal": False, "num_kv_heads": 2, "gate": True, "context_dim": width}
+    layer, x, context = make(**options), numbers(2, 7, 16), numbers(2, length, width or 16)
     assert_close(layer(x, context), by_hand(layer, options, x, context))
     mask, here, there = numbers(2, length) > 0, torch.arange(7) + 5, torch.arange(length) * 2
     out = layer(x, context, positions=here, context_positions=there, key_mask=mask)

@@ -130,7 +130,7 @@ def test_an_encoder_and_a_decoder_compute_the_same_offloaded(name: str) -> None:
 
 
 class Sees:
-    """A hook that counts its calls."""
+    """A hook that counts the calls of its module."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -200,6 +200,22 @@ def test_every_module_may_be_wrapped(options) -> None:
         setattr(layer, name, Wrapper(child))
     assert_close(layer(x), y)
     assert repr(layer).startswith("LinearRoPEAttention(\n  heads=")
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:torch.quantize_per_tensor")
+@every_option
+def test_projections_may_be_quantized(options) -> None:
+    layer = make(**{**options, "dtype": torch.float32})
+    quantized = torch.ao.quantization.quantize_dynamic(layer, {nn.Linear})
+    assert callable(quantized.k_proj.weight)  # a method: quantized projections have no tensor of that name
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj"):
+        if getattr(layer, name) is not None:  # the same projections inside the layer that was not quantized
+            getattr(layer, name).forward = getattr(quantized, name).forward
+    x = inputs(layer)
+    assert torch.equal(quantized(x), layer(x))
+    assert repr(quantized).splitlines()[1] == repr(layer).splitlines()[1]
+    if (decay := quantized.decay) is not None:
+        assert torch.equal(decay, layer.decay)
 
 
 @pytest.mark.filterwarnings("ignore:Unsupported layer type")  # what PEFT says of every RMS norm

@@ -1,5 +1,6 @@
 """The configuration of the Hugging Face models, and the attention layers that it describes."""
 
+import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from inspect import signature
@@ -153,8 +154,11 @@ class LinRopeConfig(PreTrainedConfig):
                 f"layer_types={self.layer_types}: expected num_hidden_layers={self.num_hidden_layers} "
                 f"of {', '.join(LAYER_TYPES)}"
             )
-        with torch.device("meta"):  # reports bad values now, not when a model is made
-            layers = [make_attention(self, layer_type) for layer_type in dict.fromkeys(self.layer_types)]
+        try:
+            with torch.device("meta"):  # reports bad values now, not when a model is made
+                layers = [make_attention(self, layer_type) for layer_type in dict.fromkeys(self.layer_types)]
+        except ValueError as error:
+            raise ValueError(_in_own_names(str(error))) from error
         self.head_dim, self.value_head_dim = layers[0].head_dim, layers[0].value_head_dim
         if not chooses_rotation and self.is_causal and self.selective_rope is False:
             self.rope_parameters = {**(self.rope_parameters or {}), **_partial(layers)}
@@ -170,6 +174,12 @@ def _partial(layers: Sequence[LinearRoPEAttention | SoftmaxAttention]) -> dict[s
     size = min(sizes)
     share = partial_dim(size, ROTARY["partial_rotary_factor"]) / size
     return {"partial_rotary_factor": share} if all(int(x * share) % 2 == 0 for x in sizes) else {}
+
+
+def _in_own_names(message: str) -> str:
+    """The message of an attention layer, with the names that its options have here."""
+    names = _OTHER_NAMES.keys() & signature(LinearRoPEAttention).parameters.keys()
+    return re.sub(rf"\b({'|'.join(names)})\b(?=[:=])", lambda match: _OTHER_NAMES[match[0]], message)
 
 
 def _check_types(config: LinRopeConfig) -> None:
