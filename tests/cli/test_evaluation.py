@@ -68,6 +68,13 @@ def test_a_model_that_no_run_wrote_is_measured_on_a_path(run, tmp_path) -> None:
     assert (model["held_out"], model["trained_length"], model["step"]) == (False, None, None)
 
 
+def test_a_text_that_is_too_short_is_not_said_to_be_for_training(run, refused, tmp_path) -> None:
+    tiny_model().save(tmp_path)
+    (tmp_path / "tiny.txt").write_text("tiny text")
+    message = "tiny.txt: got 9 bytes of text, expected more: a twentieth of it is held out\n"
+    assert refused("eval {tmp}/tiny.txt --checkpoint {tmp}").endswith(message)
+
+
 def test_legends_name_what_the_models_differ_in() -> None:
     same = {"attention": "linear", "positions": "rope"}
     gates = [{"forget_gate": {"longest": n}, "qk_norm": q} for n, q in ((8, False), (64, True))]
