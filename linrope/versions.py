@@ -23,7 +23,8 @@ def versions() -> dict[str, Any]:
         PyTorch uses for an operation. gpus: names and compute capabilities.
 
     Example:
-        >>> versions()["backends"]["eager"]
+        >>> found = versions()["backends"]
+        >>> found["eager"]
         {'available': True, 'reason': None}
     """
     from linrope import __version__  # at call time, since linrope imports this module
