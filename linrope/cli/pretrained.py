@@ -13,6 +13,8 @@ from linrope.models.training.optional import need
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
+_CACHES = ("cache", "past_key_values")  # what transformers calls a cache, from 5.24 on and before
+
 
 def is_pretrained(folder: Path) -> bool:
     """True if config.json names a type of transformers' models; linrope's own language models have none."""
@@ -83,12 +85,14 @@ class WithCache(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        if "past_key_values" not in signature(model.forward).parameters:
+        parameters = signature(model.forward).parameters
+        if (name := next((name for name in _CACHES if name in parameters), None)) is None:
             raise ValueError(
                 f"{type(model).__name__}: expected a model that continues from past_key_values, since long texts "
                 "are read in pieces"
             )
+        self.name = name
 
     def forward(self, tokens: Tensor, states: Any = None) -> tuple[Tensor, Any]:
-        out = self.model(tokens, past_key_values=states, use_cache=True)
-        return out.logits, out.past_key_values
+        out = self.model(tokens, use_cache=True, **{self.name: states})
+        return out.logits, next(out[name] for name in _CACHES if name in out)

@@ -131,6 +131,6 @@ def test_models_that_eval_cannot_read_are_refused(refused, tmp_path) -> None:
     bloom = hf.BloomConfig(vocab_size=256, hidden_size=32, n_layer=1, n_head=2)
     hf.BloomForCausalLM(bloom).save_pretrained(tmp_path)
     assert "does not record the trained length; expected --length" in refused(EVAL)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 16, "n_groups": 1}
-    hf.Mamba2ForCausalLM(hf.Mamba2Config(vocab_size=256, **sizes)).save_pretrained(tmp_path)
+    without_cache = hf.OpenAIGPTConfig(vocab_size=256, n_embd=32, n_layer=1, n_head=2)
+    hf.OpenAIGPTLMHeadModel(without_cache).save_pretrained(tmp_path)
     assert "expected a model that continues from past_key_values" in refused(EVAL)
