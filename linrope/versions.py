@@ -18,14 +18,14 @@ def versions() -> dict[str, Any]:
 
     Returns:
         linrope, torch, triton (None if not installed), python, platform: strings. backends: for each name
-        None, or the reason why it is not available. instruction_sets: those of the native backend, and
-        instruction_set: the one in use ([] and None without that backend). threads: how many PyTorch uses
-        for an operation. gpus: names and compute capabilities.
+        whether it is available, a bool, and the reason why not, a string or None. instruction_sets: those of the
+        native backend, and instruction_set: the one in use ([] and None without that backend). threads: how many
+        PyTorch uses for an operation. gpus: names and compute capabilities.
 
     Example:
-        >>> reasons = versions()["backends"]
-        >>> reasons["eager"] is None
-        True
+        >>> found = versions()["backends"]
+        >>> found["eager"]
+        {'available': True, 'reason': None}
     """
     from linrope import __version__  # at call time, since linrope imports this module
 
@@ -40,7 +40,11 @@ def versions() -> dict[str, Any]:
         "triton": _installed("triton"),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "backends": {name: module if isinstance(module, str) else None for name, module in modules.items()},
+        "backends": {
+            name: {"available": not reason, "reason": reason}
+            for name, module in modules.items()
+            for reason in [module if isinstance(module, str) else None]
+        },
         "instruction_sets": sets,
         "instruction_set": in_use,
         "threads": torch.get_num_threads(),
@@ -65,8 +69,8 @@ def show_versions(*, as_json: bool = False) -> None:
         return
     for name in ("linrope", "torch", "triton", "python", "platform"):
         _line(name, report[name] or "not installed")
-    for name, reason in report["backends"].items():
-        _line(f"backend {name}", "yes" if reason is None else f"no: {reason}")
+    for name, found in report["backends"].items():
+        _line(f"backend {name}", "yes" if found["available"] else f"no: {found['reason']}")
     if report["instruction_set"] is not None:
         _line("instruction set", f"{report['instruction_set']}, of {', '.join(report['instruction_sets'])}")
     _line("threads", str(report["threads"]))

@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -321,7 +322,24 @@ def test_unknown_paths_and_methods_are_refused_in_the_same_format(server) -> Non
     with pytest.raises(openai.APIStatusError, match="GET /v1/completions: Method Not Allowed") as caught:
         server.client.get("/completions", cast_to=object)
     assert caught.value.response.headers["allow"] == "POST"
+
+
+def test_the_model_is_listed_and_found_by_its_name(server) -> None:
     assert [x.id for x in server.client.models.list()] == ["verse"]
+    assert server.client.models.retrieve("verse").owned_by == "linrope"
+    with pytest.raises(openai.NotFoundError, match="model: got 'org/other', expected 'verse'") as caught:
+        server.client.models.retrieve("org/other")
+    assert caught.value.code == "model_not_found"
+
+
+def test_only_the_last_piece_of_a_stream_has_the_usage(server) -> None:
+    with raw(server, {"prompt": "F", "max_tokens": 3, "stream": True}) as connection:
+        data = b""
+        while b"[DONE]" not in data:
+            data += connection.recv(10_000)
+    pieces = [json.loads(piece) for piece in re.findall(rb"data: (\{.*\})", data)]
+    assert ["usage" in piece for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert pieces[-1]["usage"] == {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}
 
 
 def test_a_server_without_a_folder_for_sessions_refuses_them(model) -> None:
@@ -347,3 +365,24 @@ def test_options_that_cannot_serve_are_refused(name, value, low, monkeypatch, ca
     with pytest.raises(SystemExit):
         serve.main()
     assert f"--{name}: got {value}, expected at least {low}" in capsys.readouterr().err
+
+
+def test_what_cannot_be_served_is_one_line(model, tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    model.save(tmp_path / "model")
+    file = tmp_path / "config.json"
+    for arguments, message in (
+        ([str(tmp_path / "none")], "none: expected a folder with checkpoints"),
+        ([str(tmp_path)], "got model_type='llama', a model in Hugging Face format"),
+        ([str(tmp_path / "model"), "--sessions", str(file)], f"File exists: '{file}'"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["serve.py", *arguments])
+        with pytest.raises(SystemExit, match="2"):
+            serve.main()
+        assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_missing_package_is_named_with_the_extra_that_has_it() -> None:
+    code = f"import runpy, sys; sys.modules['uvicorn'] = None; runpy.run_path({str(EXAMPLES / 'serve.py')!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "serve.py: uvicorn is missing; install linrope[serve]\n")

@@ -21,16 +21,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anyio
 import torch
-import uvicorn
-from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+
+try:
+    import anyio
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.routing import Route
+    from starlette.types import Receive, Scope, Send
+except ModuleNotFoundError as error:
+    raise SystemExit(f"serve.py: {error.name} is missing; install linrope[serve]") from None
 
 from linrope.models import LanguageModel
 from linrope.models.batching import Engine, Generation, Pieces
@@ -77,6 +81,12 @@ def to_bytes(name: str, value: object, longest: int) -> bytes:
     return data
 
 
+def check_model(asked: object, model: str) -> None:
+    if asked != model:
+        message = f"model: got {reprlib.repr(asked)}, expected {model!r}"
+        raise Refused(404, message, "model", "model_not_found")
+
+
 def parse(body: Any, model: str, sessions: Path | None) -> Generation:
     """Checks the arguments of a request."""
     if not isinstance(body, dict):
@@ -86,9 +96,8 @@ def parse(body: Any, model: str, sessions: Path | None) -> Generation:
     for name, value in FIXED.items():
         if body.get(name) not in (None, value):
             raise wrong(name, body[name], repr(value))
-    if body.get("model") not in (None, model):
-        message = f"model: got {reprlib.repr(body['model'])}, expected {model!r}"
-        raise Refused(404, message, "model", "model_not_found")
+    if body.get("model") is not None:
+        check_model(body["model"], model)
     if body.get("stream") not in (None, True, False):
         raise wrong("stream", body["stream"], "true or false")
     stops = [] if body.get("stop") is None else body["stop"]
@@ -126,6 +135,7 @@ class Server:
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.one_model),
             Route("/health", self.health),
         ]
         handlers: dict[Any, Any] = dict.fromkeys((Refused, HTTPException, ClientDisconnect), self.refuse)
@@ -156,9 +166,16 @@ class Server:
             self.engine.stop()
             await run_in_threadpool(thread.join)
 
+    @property
+    def model(self) -> dict[str, Any]:
+        return {"id": self.name, "object": "model", "created": 0, "owned_by": "linrope"}
+
     async def models(self, _: Request) -> Response:
-        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "linrope"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [self.model]})
+
+    async def one_model(self, http: Request) -> Response:
+        check_model(http.path_params["name"], self.name)
+        return JSONResponse(self.model)
 
     async def health(self, _: Request) -> Response:
         engine = self.engine
@@ -261,16 +278,18 @@ class Answer(Response):
         reason = x.finish_reason if last else None
         choices = [{"index": 0, "text": text, "logprobs": None, "finish_reason": reason}]
         counts = {"prompt_tokens": x.prompt_tokens, "completion_tokens": x.generated}
-        usage = {**counts, "total_tokens": sum(counts.values())} if last else None
+        usage = {"usage": {**counts, "total_tokens": sum(counts.values())}} if last else {}
         head = {"id": self.id, "object": "text_completion", "created": self.created}
-        return {**head, "model": self.server.name, "choices": choices, "usage": usage}
+        return {**head, "model": self.server.name, "choices": choices, **usage}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("checkpoint", nargs="?", help="folder of linrope train; default: a model trained now")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at; default: this machine alone"
+    )
+    parser.add_argument("--port", type=int, default=8000, help="port to listen at; default: 8000")
     parser.add_argument("--slots", type=int, default=32, help="how many requests run at once")
     parser.add_argument("--queue", type=int, default=64, help="how many more may wait; others get status 429")
     parser.add_argument("--sessions", type=Path, help="folder for saved sessions; default: no sessions")
@@ -281,19 +300,19 @@ def main() -> None:
         if (value := getattr(options, name)) is not None and value < low:
             parser.error(f"--{name}: got {value}, expected at least {low}")
     torch.set_num_threads(options.threads)
-    if options.checkpoint is None:
-        from streaming import train
-
-        model, name = train(150), "demo"
-    else:
-        model, name = LanguageModel.load(options.checkpoint), Path(options.checkpoint).resolve().name
     try:
+        if options.checkpoint is None:
+            from streaming import train
+
+            model, name = train(150), "demo"
+        else:
+            model, name = LanguageModel.load(options.checkpoint), Path(options.checkpoint).resolve().name
         engine = Engine(model, options.slots, options.queue, options.budget)
-    except ValueError as error:
-        parser.error(str(error))
+        server = Server(engine, name, options.sessions)
+    except (OSError, ValueError) as error:  # such as a missing checkpoint, or one of another kind of model
+        parser.error(" ".join(str(error).split()))
     print(f"{name}: {options.slots} slots, {engine.budget} bytes of prompts per step")
-    app = Server(engine, name, options.sessions).app()
-    uvicorn.run(app, host=options.host, port=options.port, access_log=False)
+    uvicorn.run(server.app(), host=options.host, port=options.port, access_log=False)
 
 
 if __name__ == "__main__":

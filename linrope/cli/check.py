@@ -79,7 +79,7 @@ def check(
     return int(bool(failures))
 
 
-def _rows(reasons: dict[str, str | None]) -> tuple[list[Row], dict[str, str]]:
+def _rows(known: dict[str, dict[str, Any]]) -> tuple[list[Row], dict[str, str]]:
     """A row for each backend that "auto" may choose, device and dtype; why the other backends are not available."""
     import torch
 
@@ -92,7 +92,7 @@ def _rows(reasons: dict[str, str | None]) -> tuple[list[Row], dict[str, str]]:
         if not places:  # "reference" is the oracle, and "onnx" computes nothing
             continue
         here = [device for device in devices if device in places]
-        if (reason := reasons[name]) is not None or not here:
+        if (reason := known[name]["reason"]) is not None or not here:
             absent[name] = reason or f"it runs on {' and '.join(places)}, which PyTorch does not have here"
             continue
         rows += [Row(name, device, str(x).removeprefix("torch.")) for device in here for x in BOUNDS]

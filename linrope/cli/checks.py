@@ -28,6 +28,19 @@ def check_rate(**rates: float) -> None:
             raise ValueError(f"{option_of(name)}={value}: expected a positive finite number")
 
 
+def check_feature_map(name: str) -> None:
+    """Raises ValueError for a map that a model with the normalizer cannot have."""
+    from linrope import feature_maps  # not above: the command's --help would wait for PyTorch
+
+    def is_positive(name: str) -> bool:
+        options = {"max_length": 1} if name == "cosformer" else {}
+        return feature_maps.make(name, 16, **options).positive
+
+    if not is_positive(name):
+        positive = ", ".join(filter(is_positive, feature_maps.NAMES))
+        raise ValueError(f"--feature-map={name}: its features have both signs, expected one of {positive}")
+
+
 def check_taps(short_conv: int) -> None:
     """Raises ValueError for a number of taps that no convolution has."""
     if short_conv < 0 or short_conv == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
@@ -131,9 +132,9 @@ def convert(
     console.print(f"{corpus.name}: {len(corpus.train):,} tokens to train on")
 
     def measure(name: str, model: Any) -> float:
-        loss: float = conversion.evaluate(model, held_out)
-        console.print(f"{name:18} {loss:.4f} nats per token")
-        return loss
+        bits: float = conversion.evaluate(model, held_out) / math.log(2) / corpus.held_out.bytes_per_token
+        console.print(f"{name:18} {bits:.4f} bits per byte")
+        return bits
 
     def batches(name: str, steps: int) -> Iterator[Tensor]:
         bar: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}

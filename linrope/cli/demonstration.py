@@ -52,6 +52,7 @@ def demonstrate(seconds: float, out: Path, prompt: str) -> int:
         f"{softmax_bits:.2f} softmax attention; {trainer.step} and {other.step} steps"
     )
     _heading("3. Text from the linear model, at constant memory per byte")
+    console.print(f"after {trainer.step} steps; with more --seconds, such as 600, the text gets better")
     stream(trainer.model.eval(), None, prompt, 300, temperature=0.7, top_k=None, top_p=0.9, seed=0)
     _heading("4. Speed compared with softmax attention with RoPE")
     measure(Case(), [2**i for i in range(8, 15)], [1024, 65536], Effort(2.0, 0.5, 2), out, "demo", console)

@@ -160,8 +160,9 @@ def legends(models: list[dict[str, Any]]) -> list[str]:
             rows = {name: [value.get("name", True) if isinstance(value, dict) else value for value in values]}
         for key, row in rows.items():
             if len(set(map(repr, row))) > 1:
+                words = key.replace("_", " ")
                 options = [
-                    f"{text}, {key} {_WORDS.get(repr(x), x)}" for text, x in zip(options, row, strict=True)
+                    f"{text}, {words} {_WORDS.get(repr(x), x)}" for text, x in zip(options, row, strict=True)
                 ]
     return [
         f"{model['label']}: {model['attention']}, positions {model['positions']}{text}"
@@ -177,14 +178,14 @@ def _positions(model: LanguageModel) -> str:
 def table(result: dict[str, Any]) -> Table:
     """A table with a row for each bin and a column for each run."""
     shown = Table(title="Bits per byte by position")
-    shown.add_column("positions", justify="right")
+    shown.add_column("positions, from 1", justify="right")
     for model in result["models"]:
         shown.add_column(model["label"], justify="right")
     columns = [{b["end"]: b for b in model["bins"]} for model in result["models"]]
     for end in sorted({end for column in columns for end in column}):
         start = next(int(column[end]["start"]) for column in columns if end in column)
         cells = [f"{column[end]['bits_per_byte']:.3f}" if end in column else "" for column in columns]
-        shown.add_row(f"{start:,} .. {end - 1:,}", *cells)
+        shown.add_row(f"{start + 1:,} .. {end:,}" if end > start + 1 else f"{end:,}", *cells)
     shown.add_row("all", *(f"{model['bits_per_byte']:.3f}" for model in result["models"]))
     return shown
 
@@ -227,6 +228,6 @@ def _plot(result: dict[str, Any], path: Path) -> None:
     axis.set_ylabel("bits per byte")
     axis.grid(True, which="major", alpha=0.3)
     # Below the axes, the legend hides neither curves nor ticks.
-    figure.legend(loc="outside lower left", fontsize=8)
+    figure.legend(loc="outside lower center", fontsize=8, frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
-from linrope.cli.checks import RENAMED, check_folder, option_of
+from linrope.cli.checks import RENAMED, check_feature_map, check_folder, option_of
 from linrope.cli.console import console
 from linrope.cli.devices import pick_device
 from linrope.cli.training import accelerator_on, describe, run_steps
 from linrope.common.files import check_readable
 from linrope.common.locks import locked
+from linrope.common.names import check_name
+from linrope.layer.choices import DECAYS, ROTATIONS
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.defaults import SHORT_CONV, resolve_block
 from linrope.models.training import Corpus, Trainer, TrainingConfig, checkpoints, latest_checkpoint
@@ -84,7 +86,11 @@ def _check_new(out: Path) -> None:
 
 
 def _check_choices(options: dict[str, Any], explicit: set[str]) -> None:
-    """Raises ValueError for options that have no effect with the other options."""
+    """Raises ValueError for names that the command line does not take, and options without effect beside others."""
+    check_feature_map(options["feature_map"])
+    check_name("--rotary", options["rotary"], ("auto", *ROTATIONS, "none"))
+    if options["decay"] is not None:
+        check_name("--decay", options["decay"], (*DECAYS, "none"))
     if "rotary" in explicit and options["positions"] != "rope":
         raise ValueError(
             f"--rotary={options['rotary']}: expected --positions=rope, not {options['positions']}"

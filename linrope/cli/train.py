@@ -123,13 +123,15 @@ def train(
     linrope.cli train .., or torchrun -m linrope.cli train .., whose restarts (--max-restarts) act like
     --resume.
     """
+    options = dict(locals())  # converted to their types, as context.params is not in all versions of typer
+    del options["context"]
     check_at_least(save_every=(save_every, 1))
     check_taps(short_conv)
     explicit = {
         str(name)
-        for name in context.params
+        for name in options
         if (source := context.get_parameter_source(name)) is not None and source.name != "DEFAULT"
     }
     from linrope.cli.run import run
 
-    return run(dict(context.params), explicit)
+    return run(options, explicit)

@@ -171,16 +171,16 @@ WRONG = {
     f"train {{text}} --embed-dim {2**30}": "not enough memory",
     "train {text} --feature-map performer": "did you mean 'favor+'",
     "train {text} --feature-map elu+": "did you mean 'elu+1'",
-    "train {text} --feature-map silu": "signed",
+    "train {text} --feature-map silu": "--feature-map=silu: its features have both signs, expected one of elu+1, ",
     "train {text} --feature-map relu --attention softmax": "--feature-map: softmax attention has no feature map",
-    "train {text} --rotary both": "--rotary='both'",
+    "train {text} --rotary both": "expected one of auto, interleaved, half, selective, none\n",
     "train {text} --rotary both --attention softmax": "--rotary='both'",
     "train {text} --rotary selective --attention softmax": "--rotary='selective'",
     "train {text} --rotary half --positions none": "--rotary=half: expected --positions=rope",
     "train {text} --attention square": "--attention='square'",
     "train {text} --positions learnt": "did you mean 'learned'",
     "train {text} --positions deberta": "expected --attention='softmax'",
-    "train {text} --decay fast": "--decay='fast'",
+    "train {text} --decay sprad": "expected one of spread, learned, retnet, none; did you mean 'spread'?\n",
     "train {text} --forget-gate --attention softmax": "--forget-gate: softmax attention has no forget gate; leave",
     "train {text} --pieces 0": "--pieces=0",
     "train {text} --pieces 2 --attention softmax": "--pieces=2",
@@ -275,7 +275,7 @@ def test_under_nohup_the_signal_of_a_closed_terminal_stays_ignored() -> None:
 
 def test_env_prints_lines_or_json(run) -> None:
     assert "backend eager     yes\n" in run("env")
-    assert json.loads(run("env --json"))["backends"]["eager"] is None
+    assert json.loads(run("env --json"))["backends"]["eager"]["available"] is True
 
 
 def test_version_and_python_m(run) -> None:

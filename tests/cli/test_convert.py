@@ -37,6 +37,8 @@ def test_convert_reports_four_losses_and_writes_a_model(run, tmp_path, monkeypat
     assert json.loads(next(line for line in printed.splitlines() if line.startswith("{"))) == found
     assert list(found) == [name.replace(" ", "_") for name in names]
     assert found["after_finetuning"] < found["after_matching"]
+    assert found["before"] == pytest.approx(8, abs=1)  # bits per byte, of a model that was not trained
+    assert f"before             {found['before']:.4f} bits per byte\n" in printed
 
     config = LinRopeForCausalLM.from_pretrained(tmp_path / "linear").config
     assert config.layer_types == ["linear_attention", "full_attention"]

@@ -15,6 +15,7 @@ def test_the_demo_shows_two_models_of_one_size_after_the_same_time(run, tmp_path
     assert re.search(
         r"held-out files after 0\.1 s each: \d\.\d\d linear, \d\.\d\d softmax attention; ", shown
     )
+    assert re.search(r"after \d+ steps; with more --seconds, such as 600, the text gets better", shown)
     both = (LanguageModel(config).parameters() for config in (demonstration.LINEAR, demonstration.SOFTMAX))
     linear, softmax = (sum(p.numel() for p in parameters) for parameters in both)
     assert abs(linear - softmax) <= 0.01 * linear

@@ -1,6 +1,8 @@
 """linrope eval: what it measures, labels and legends, the plot."""
 
 import json
+import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +45,12 @@ def test_a_run_whose_text_has_changed_requires_a_path(run, refused, text) -> Non
     run("train {text} --out {tmp}/run --steps 1 {small}")
     text.write_text(text.read_text() + "More. ")
     assert f"run: was trained on another version of {text}, so" in refused("eval --checkpoint {tmp}/run")
-    # Without any white space: a line may break inside the path, or before it.
-    printed = "".join(run("eval {text} --checkpoint {tmp}/run").split())
-    assert "".join(f"all of {text}".split()) in printed
+    printed = run("eval {text} --checkpoint {tmp}/run")
+    assert f"all of {text}, " in printed
+    # The table counts positions from 1, as the plot does.
+    rows = re.findall(r"^\W*(\d+)(?: \.\. (\d+))? ", printed, re.MULTILINE)
+    assert rows[:2] == [("1", ""), ("2", "")]
+    assert all(int(start) == int(end or one) + 1 for (one, end), (start, _) in pairwise(rows))
 
 
 def test_a_run_on_texts_in_memory_requires_a_path(run, refused, text, tmp_path) -> None:
@@ -63,6 +68,13 @@ def test_a_model_that_no_run_wrote_is_measured_on_a_path(run, tmp_path) -> None:
     assert (model["held_out"], model["trained_length"], model["step"]) == (False, None, None)
 
 
+def test_a_text_that_is_too_short_is_not_said_to_be_for_training(run, refused, tmp_path) -> None:
+    tiny_model().save(tmp_path)
+    (tmp_path / "tiny.txt").write_text("tiny text")
+    message = "tiny.txt: got 9 bytes of text, expected more: a twentieth of it is held out\n"
+    assert refused("eval {tmp}/tiny.txt --checkpoint {tmp}").endswith(message)
+
+
 def test_legends_name_what_the_models_differ_in() -> None:
     same = {"attention": "linear", "positions": "rope"}
     gates = [{"forget_gate": {"longest": n}, "qk_norm": q} for n, q in ((8, False), (64, True))]
@@ -70,8 +82,8 @@ def test_legends_name_what_the_models_differ_in() -> None:
     decays = [{"decay": decay, "embed_dim": 8} for decay in ({"name": "spread", "longest": 9}, None)]
     for configs, *differences in (
         (decays, "decay spread", "decay none"),
-        (gates, "forget_gate longest 8, qk_norm no", "forget_gate longest 64, qk_norm yes"),
-        ([gates[0], ungated], "forget_gate yes", "forget_gate no"),
+        (gates, "forget gate longest 8, qk norm no", "forget gate longest 64, qk norm yes"),
+        ([gates[0], ungated], "forget gate yes", "forget gate no"),
     ):
         models = [{"label": label, "config": config, **same} for label, config in zip("ab", configs)]
         assert legends(models) == [f"{x}: linear, positions rope, {y}" for x, y in zip("ab", differences)]

@@ -131,7 +131,7 @@ def bench(
     check_name("--backend", backend, backends.NAMES)
     check_name("--decay", decay, ("none", *DECAYS))
     check_name("--feature-map", feature_map, feature_maps.NAMES)
-    if backend != "auto" and (reason := versions()["backends"][backend]) is not None:
+    if backend != "auto" and (reason := versions()["backends"][backend]["reason"]) is not None:
         raise ValueError(f"--backend={backend}: cannot run here: {reason}")
     fmap: Any = feature_map
     if feature_map == "cosformer":  # which refuses positions from max_length on

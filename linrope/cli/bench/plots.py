@@ -133,7 +133,7 @@ def _steps(axis: Any, rows: list[dict[str, Any]]) -> None:
     ratio = last["softmax_seconds"] / last["linrope_donated_seconds"]
     _mark(axis, ratio, last["position"], last["softmax_seconds"] * 1e6, 2)
     _dress(axis, positions)
-    axis.set_title("decoding, one token")
+    axis.set_title("decoding, one token, state in place")
     axis.set_xlabel("tokens before it (state, or key/value cache)")
     axis.set_ylabel("microseconds")
 

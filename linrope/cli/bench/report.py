@@ -43,21 +43,21 @@ def decode_table(result: dict[str, Any]) -> Table:
     case, rows = result["case"], result["decode"]
     sizes = f"{case['batch']} x {case['heads']} heads of {case['dim']}, {case['dtype']}"
     table = plain_table(f"Decoding, microseconds per token by position, {sizes}")
-    sides = ("op", "donated", "softmax", "ratio", "layer", "softmax", "ratio", "±")
-    for name in ("after", *sides, "cache MB"):
+    sides = ("softmax", "in\nplace", "ratio", "new\nstate", "ratio", "softmax\nlayer", "layer", "ratio", "±")
+    for name in ("after", *sides):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
             f"{row['position']:,}",
-            f"{row['linrope_seconds'] * 1e6:.0f}",
-            f"{row['linrope_donated_seconds'] * 1e6:.0f}",
             f"{row['softmax_seconds'] * 1e6:.0f}",
+            f"{row['linrope_donated_seconds'] * 1e6:.0f}",
+            times(row["softmax_seconds"] / row["linrope_donated_seconds"]),
+            f"{row['linrope_seconds'] * 1e6:.0f}",
             times(row["ratio"]),
-            f"{row['linrope_layer_seconds'] * 1e6:.0f}",
             f"{row['softmax_layer_seconds'] * 1e6:.0f}",
+            f"{row['linrope_layer_seconds'] * 1e6:.0f}",
             times(row["layer_ratio"]),
             f"{max(row['linrope_spread'], row['softmax_spread']):.0%}",
-            f"{row['cache_bytes'] / 1e6:.1f}",
         )
     return table
 
@@ -104,6 +104,15 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(f"{name} at {costs['n']:,}, time relative to the plain call: {text}")
     if result["decode"]:
         console.print(decode_table(result), soft_wrap=False)
+        last = result["decode"][-1]
+        console.print(
+            f"after {last['position']:,} tokens a key/value cache takes {last['cache_bytes'] / 1e6:,.1f} MB, linrope's "
+            f"state {last['state_bytes'] / 1e6:,.1f} MB"
+        )
+        console.print(
+            "in place (as in the plot): each step overwrites the state before it, by state.donate(); new state: it "
+            "makes one. softmax: with a key/value cache. layer: with the projections around it, in place."
+        )
     for line in noise_warning(_noise(result)):
         console.print(line)
 

@@ -51,7 +51,7 @@ _SAME = (
 
 @dataclass(frozen=True)
 class Losses:
-    """Next-token losses on one held-out text, in nats per token; None: the step was skipped."""
+    """Losses on one held-out text, in bits per byte, as ``linrope convert`` reports; None: the step was skipped."""
 
     before: float
     after_replacement: float

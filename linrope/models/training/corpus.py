@@ -248,7 +248,7 @@ def _split(
     train, held_out = (_tokenize(part, end, tokenizer) for part in parts)
     if len(train) < 2 or len(held_out) < 2:
         size = sum(len(text) for _, text in documents)
-        raise ValueError(f"{name}: got {size} bytes of text, expected enough to train on")
+        raise ValueError(f"{name}: got {size} bytes of text, expected more: a twentieth of it is held out")
     return Corpus(train, held_out, name, path, tokenizer)
 
 

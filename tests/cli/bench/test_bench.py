@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from linrope.cli.bench.benchmark import Effort, attention_row, overtaking
@@ -61,6 +63,21 @@ def test_bench_writes_what_it_prints_and_overwrites_nothing(run, refused, tmp_pa
     assert "1.00x" in (same := run(f"bench --compare {first} {first}"))
     assert "differs" not in same
     assert "no length and no position in common" in refused(f"bench --compare {first} {second}")
+
+
+def test_table_and_plot_of_decoding_show_the_same_ratio(run, tmp_path, monkeypatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    printed = run(f"bench {FAST} --lengths 64 --positions 64,128 --feature-map relu")
+    lines = [line.split() for line in printed.splitlines()]
+    (row,) = (line for line in lines if line[:1] == ["128"] and len(line) == 10)
+    assert next(line for line in lines if line[:1] == ["after"])[:4] == ["after", "softmax", "place", "ratio"]
+    (figure,) = figures
+    assert f"linrope: {row[3]}" in [text.get_text() for text in figure.axes[2].texts]
+    assert "in place (as in the plot)" in printed
+    assert "after 128 tokens a key/value cache takes 0.5 MB, linrope's state 0.1 MB\n" in printed
+    monkeypatch.undo()
+    plt.close(figure)
 
 
 def test_comparing_says_what_differs(run, refused, tmp_path) -> None:
