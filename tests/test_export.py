@@ -212,4 +212,6 @@ class Norm(nn.Module):
 def test_torch_onnx_export_of_a_fused_norm_names_what_can_be_exported(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     with pytest.raises(Exception, match="backend='native': ONNX has no such operator, expected 'eager'"):
-        torch.onnx.export(Norm().eval(), (torch.randn(2, 6, 2, 4),), tmp_path / "x.onnx", dynamo=True, verbose=False)
+        torch.onnx.export(
+            Norm().eval(), (torch.randn(2, 6, 2, 4),), tmp_path / "x.onnx", dynamo=True, verbose=False
+        )
