@@ -181,13 +181,11 @@ class Chunks:
 
 def product(x: Tensor, y: Tensor) -> Tensor:
     """x (t, g, r, c, k) times y (t, g, 1, k, l). A long sum over k is formed in parts, to round less."""
-    rows, columns, parts = x.flatten(2, 3), y[:, :, 0], -(-x.shape[-1] // MOST_TERMS)
-    if parts <= 1:
-        xy = rows @ columns
-    else:
-        pairs = zip(rows.tensor_split(parts, -1), columns.tensor_split(parts, -2), strict=True)
-        xy = reduce(torch.add, (part @ other for part, other in pairs))
-    return xy.unflatten(2, x.shape[2:4])
+    rows, columns, parts = x.flatten(2, 3), y[:, :, 0], max(1, -(-x.shape[-1] // MOST_TERMS))
+    pairs = zip(rows.tensor_split(parts, -1), columns.tensor_split(parts, -2), strict=True)
+    xy = reduce(torch.add, (part @ other for part, other in pairs))
+    by_query: Tensor = xy.unflatten(2, x.shape[2:4])
+    return by_query
 
 
 def transposed_product(scores: Tensor, x: Tensor) -> Tensor:
