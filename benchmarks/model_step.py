@@ -3,15 +3,23 @@
 The model's own call with donated states, ``DecodingStep`` and PyTorch's products take turns of ten steps: in a decoding
 loop too, a step finds in the cache what the step before has read. The figures are minima of the thread's CPU time.
 
-    python benchmarks/model_step.py [--batches 1 8 200] [--rounds 300] [--transformers]
+    python benchmarks/model_step.py [--batches 1 8 200] [--rounds 300] [--busy | --transformers]
+
+With --busy it prints medians of the wall time instead, with one thread and with all, while other processes keep every
+core busy: a step that waits for a second thread waits for its turn, some milliseconds.
 
 With --transformers it times ``generate`` of a ``LinRopeForCausalLM`` of the same size instead, per token, with and
 without prepared steps.
 """
 
 import argparse
+import os
+import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -89,14 +97,42 @@ def least_seconds(
     return least
 
 
+@contextmanager
+def busy_cores() -> Iterator[None]:
+    """Keeps every core busy with another process."""
+    command = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(command) for _ in range(os.cpu_count() or 1)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def wall_seconds(functions: dict[str, Callable[[], object]], threads: int, rounds: int) -> dict[str, float]:
+    """The median wall time of each function's call; they take turns."""
+    torch.set_num_threads(threads)
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(x) for name, x in times.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 200])
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--busy", action="store_true")
     parser.add_argument("--transformers", action="store_true")
     options = parser.parse_args()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if options.transformers:
@@ -105,7 +141,16 @@ def main() -> None:
             ratio = t["ordinary"] / t["prepared"]
             print(f"{b:5} ordinary / prepared {ratio:.2f}, us per token {1e6 * t['prepared']:.0f}")
         return
-    model = LanguageModel(LanguageModelConfig()).eval()
+    model = LanguageModel(LanguageModelConfig(num_layers=options.layers)).eval()
+    if options.busy:
+        with torch.inference_mode(), busy_cores():
+            for b in options.batches:
+                functions = sides(model, b)
+                for count in (1, threads):
+                    t = wall_seconds(functions, count, options.rounds)
+                    figures = ", ".join(f"{name} {1e3 * x:.1f} ms" for name, x in t.items())
+                    print(f"batch {b}, {count} threads: {figures}")
+        return
     print("batch   step / products   ordinary / products   ordinary / step   us per step")
     with torch.inference_mode():
         for b in options.batches:

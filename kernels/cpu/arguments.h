@@ -86,10 +86,16 @@ inline Tensor empty(ScalarType dtype, std::initializer_list<int64_t> sizes, bool
 
 inline View view(const Tensor& x) { return {(char*)x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
 
+// Rows of one number and those of empty tensors may have any stride: numpy's may be 0
+inline void check_last_stride(const char* name, const Tensor& x) {
+  const int64_t last = x.dim() - 1;
+  STD_TORCH_CHECK(x.size(last) <= 1 || x.stride(last) == 1 || x.numel() == 0, name, ": got stride ", x.stride(last),
+                  " in the last dimension, expected 1");
+}
+
 inline void check_rows(const char* name, const Tensor& x, ScalarType type) {
   check_type(name, x, type, "k's");
-  STD_TORCH_CHECK(x.size(3) <= 1 || x.stride(3) == 1, name, ": got stride ", x.stride(3),
-                  " in the last dimension, expected 1");
+  check_last_stride(name, x);
 }
 
 inline void check_cu_seqlens(const Tensor& x) {
@@ -129,8 +135,7 @@ inline Positions positions(const char* name, const Tensor& x, int64_t b, int64_t
   if (axes == 1 && x.dim() == 2) check_shape(name, x, {{b, 1}, {n, 1}});
   else check_shape(name, x, {{b, 1}, n, axes});
   check_type(name, x, ScalarType::Long, "int64");
-  STD_TORCH_CHECK(x.dim() == 2 || axes == 1 || x.stride(2) == 1, name, ": got stride ", x.stride(2),
-                  " in the last dimension, expected 1");
+  if (x.dim() == 3) check_last_stride(name, x);
   return {(const int64_t*)x.data_ptr(), x.size(0) == 1 ? 0 : x.stride(0), x.stride(1), x.dim() == 2 && x.size(1) == 1};
 }
 

@@ -73,7 +73,7 @@ inline Tensor linear(Tensor x, Tensor weight, Maybe bias) {
     isa().linear(c, first * kColumns, last * kColumns < n ? last * kColumns : n);
   };
   const int64_t tasks = (n + kColumns - 1) / kColumns;
-  if (rows * n * k < 8 * kMinParallel) columns(0, tasks);
+  if (rows * n * k < kMinParallelLinear) columns(0, tasks);
   else torch::stable::parallel_for(0, tasks, 1, columns);
   return y;
 }

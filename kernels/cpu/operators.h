@@ -51,10 +51,8 @@ inline int tokens_type(const char* name, const Tensor& x, int64_t dims) {
 inline View tokens(const char* name, const Tensor& x, ScalarType type, std::initializer_list<Size> sizes,
                    int64_t head = 0) {
   check_shape(name, x, sizes), check_type(name, x, type, "that of the first argument");
-  const int64_t last = x.dim() - 1;
-  STD_TORCH_CHECK(x.size(last) <= 1 || x.stride(last) == 1, name, ": got stride ", x.stride(last),
-                  " in the last dimension, expected 1");
-  return {(char*)x.data_ptr(), x.stride(0), x.stride(1), last == 3 ? x.stride(2) : head};
+  check_last_stride(name, x);
+  return {(char*)x.data_ptr(), x.stride(0), x.stride(1), x.dim() == 4 ? x.stride(2) : head};
 }
 
 inline const float* parameter(const char* name, const Tensor& x, std::initializer_list<Size> sizes) {

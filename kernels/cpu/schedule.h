@@ -13,7 +13,11 @@ namespace linrope {
 
 constexpr int64_t kMinTasks = 8;
 constexpr int64_t kMinSegment = 1024;    // n tokens (packed: the average) are cut into at most n / kMinSegment segments
-constexpr int64_t kMinParallel = 16384;  // a call with fewer numbers runs on a single thread
+// What a single thread does in less than 0.1 to 0.4 ms does not wait for others: on a busy machine they start some 10 ms
+// later. These are the least sizes that get several threads
+constexpr int64_t kMinParallel = 1 << 15;        // numbers of a call's tokens
+constexpr int64_t kMinParallelStep = 1 << 20;    // numbers of the states that a decoding step changes
+constexpr int64_t kMinParallelLinear = 1 << 20;  // products in a step's projection
 
 struct Schedule {
   const Call& c;

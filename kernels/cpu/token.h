@@ -39,7 +39,7 @@ inline void run_step(const Call& c, const Tensor& kv, const Tensor& z, int64_t* 
   float* to_kv = (float*)kv.data_ptr();
   double* to_z = (double*)z.data_ptr();
   const int64_t heads = schedule.heads();
-  const bool small = heads * schedule.state_size < 1 << 17;  // starting threads would cost more than they save
+  const bool small = heads * schedule.state_size < kMinParallelStep;
   const int64_t bundle = small ? c.g : 1, bundles = c.g ? c.g / bundle : 0;
   const auto step_range = [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) {

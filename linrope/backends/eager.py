@@ -12,7 +12,7 @@ c position in the chunk.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ MAPS = ELEMENTWISE
 TAKES_VALUE_GROUPS = False
 # Elements of k in one pass. A larger call runs a few heads at a time, which bounds the memory.
 MAX_K_PER_PASS = 2**20
+MOST_TERMS = 64  # of a sum that a matrix library forms from front to back
 MAX_XPOS_EXPONENT = 60.0  # for the inverse of xPos within a chunk; e^88 overflows float32
 
 
@@ -179,9 +180,12 @@ class Chunks:
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:
-    """x (t, g, r, c, k) times y (t, g, 1, k, l)."""
-    xy: Tensor = (x.flatten(2, 3) @ y[:, :, 0]).unflatten(2, x.shape[2:4])
-    return xy
+    """x (t, g, r, c, k) times y (t, g, 1, k, l). A long sum over k is formed in parts, to round less."""
+    rows, columns, parts = x.flatten(2, 3), y[:, :, 0], max(1, -(-x.shape[-1] // MOST_TERMS))
+    pairs = zip(rows.tensor_split(parts, -1), columns.tensor_split(parts, -2), strict=True)
+    xy = reduce(torch.add, (part @ other for part, other in pairs))
+    by_query: Tensor = xy.unflatten(2, x.shape[2:4])
+    return by_query
 
 
 def transposed_product(scores: Tensor, x: Tensor) -> Tensor:

@@ -322,7 +322,4 @@ def _kernel_qkv(call: Call) -> tuple[Tensor, Tensor, Tensor, bool]:
 
 def with_dense_rows(x: Tensor) -> Tensor:
     """x with a last stride of 1, which the kernels require. Other strides may have any value."""
-    if x.stride(-1) == 1:
-        return x
-    # contiguous() leaves the strides of an empty tensor as they are.
-    return x.contiguous() if x.numel() else x.new_empty(x.shape)
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -98,7 +98,9 @@ class ForgetGate(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         with full_precision(x.device):
             y = F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide))
-            return F.logsigmoid(_float64_for_onnx(y)).to(wide)
+            if torch.onnx.is_in_onnx_export():
+                return F.logsigmoid(_float64_for_onnx(y)).to(wide)
+            return -F.softplus(-y, threshold=40)  # F.logsigmoid wakes PyTorch's threads even for one token
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, num_heads={self.weight.shape[0]}, longest={self.longest}"

@@ -243,6 +243,30 @@ def test_strides_of_coordinates_do_not_matter(n: int, backend: str) -> None:
     assert torch.equal(one, other)
 
 
+def empty_with_strides_of_0(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """As from numpy, which gives an array without numbers such strides."""
+    return torch.empty_strided(shape, [0] * len(shape), dtype=dtype)
+
+
+@every_kernel
+@pytest.mark.parametrize(("b", "n", "m"), [(2, 0, 0), (2, 5, 0), (2, 0, 5), (0, 5, 5)])
+def test_strides_of_empty_tensors_do_not_matter(b: int, n: int, m: int, backend: str) -> None:
+    def tokens(length: int) -> Tensor:
+        shape = (b, length, 2, 8)
+        return empty_with_strides_of_0(*shape) if b * length == 0 else torch.ones(shape)
+
+    def places(length: int) -> Tensor:
+        x = torch.arange(2 * b * length).view(b, length, 2)
+        return x if x.numel() else empty_with_strides_of_0(b, length, 2, dtype=torch.int64)
+
+    q, k, v = (tokens(x).requires_grad_() for x in (n, m, m))
+    how: dict[str, Any] = {"rotary": Rotary.axial(8, axes=2), "causal": False, "backend": backend}
+    out = linear_rope_attention(q, k, v, positions=places(n), key_positions=places(m), **how)
+    assert out.shape == (b, n, 2, 8)
+    gradients = torch.autograd.grad(out, (q, k, v), tokens(n))
+    assert not any(x.any() for x in (out, *gradients) if m == 0)
+
+
 @every_backend
 @both_directions
 @pytest.mark.parametrize("name", MAPS)

@@ -50,6 +50,18 @@ def test_random_calls_of_the_kernels_keep_the_contract(backend: str) -> None:
     assert all(done[f"{backend} {dtype}"] > 1 for dtype in configurations.KERNELS)
 
 
+@pytest.mark.parametrize("f", [64, 300, 2048])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_the_bound_does_not_grow_with_the_number_of_features(f: int, normalize: bool) -> None:
+    """Small keys have features near 1: their sums round in one direction."""
+    (q, k, v), how = randoms(64, 4, 1, f, m=1, e=8), {"causal": False, "normalize": normalize}
+    q, k, v = q.float(), 1e-3 * k.float(), v.float()
+    equation = Equation()
+    oracle, _ = equation(q.double(), k.double(), v.double(), **how)
+    out = linear_rope_attention(q, k, v, backend="eager", **how)
+    assert error_in_bounds(out, oracle, equation.sizes.out) <= 1
+
+
 @every_fast
 @every_dtype
 @pytest.mark.parametrize("scale", [0.3, 1.0, 3.0, 6.0])

@@ -13,6 +13,7 @@ from linrope import LinearAttentionState, Rotary, feature_maps, linear_rope_atte
 from tests.oracle import (
     DATA,
     MAPS,
+    NATIVE,
     assert_same,
     every_backend,
     everything,
@@ -175,3 +176,23 @@ def test_with_positions_from_the_mask_padded_sequences_have_the_states_of_unpadd
         after = linear_rope_attention(*(x[own] for x in token), state=last, **how)
         actual = {"out": out[own, mask[i]], "kv": state.kv[own], "z": state.z[own], "next": following[own]}
         assert_same(actual, {"out": alone, "kv": last.kv, "z": last.z, "next": after})
+
+
+@pytest.mark.parametrize("backend", ["eager", NATIVE])
+def test_70_000_tokens_in_a_row_give_what_their_pieces_give(backend: str) -> None:
+    """More than 65,536: outputs, the last state and gradients, against ten pieces in float64."""
+    n, d, how = 70_000, 8, {"rotary": Rotary(8), "return_state": True}
+    q, k, v = randoms(1, n, 1, d, dtype=torch.float32)
+    noise, weights, _ = randoms(1, n, 1, d, seed=1, dtype=torch.float32)
+    gates = -noise[..., 0].abs() / 1000
+
+    def results(dtype: torch.dtype, call: Any, **more: Any) -> list[Tensor]:
+        *leaves, log_decay = (x.to(dtype).requires_grad_() for x in (q, k, v, gates))
+        out, state = call(*leaves, log_decay=log_decay, **how, **more)
+        loss = (out * weights.to(dtype)).sum() + state.kv.sum()
+        return [out, state.kv, state.z, *torch.autograd.grad(loss, [*leaves, log_decay])]
+
+    found = results(torch.float32, linear_rope_attention, backend=backend)
+    exact = results(torch.float64, in_pieces, cuts=list(range(7_000, n, 7_000)), state=None, backend="eager")
+    for x, y in zip(found, exact, strict=True):
+        assert (x - y).abs().max() <= 128 * 2.0**-24 * y.abs().max()

@@ -130,6 +130,28 @@ def test_gates_that_are_almost_closed_have_exact_gradients(backend: str, options
             assert (error.amax((0, 1)) <= 64 * 2.0**-24 * exact.abs().amax((0, 1))).all(), instructions
 
 
+@pytest.mark.parametrize("backend", ["eager", NATIVE])
+def test_closed_gates_beside_open_ones_have_gradients_exact_to_the_largest(backend: str) -> None:
+    """Not to their own size: the running sum of gradients does not start anew at a closed gate."""
+    n, heads = 300, 4
+    q, k, v = randoms(2, n, heads, D, e=D, dtype=torch.float32)
+    weights = randoms(2, n, heads, D, dtype=torch.float32, seed=2)[0]
+    log_decay = torch.full((2, n, heads), -1e-3)
+    log_decay[:, 3::4] = -30
+
+    def gradient(dtype: torch.dtype, backend: str) -> Tensor:
+        log, how = log_decay.to(dtype).requires_grad_(), {"feature_map": None, "normalize": False}
+        qkv = (x.to(dtype) for x in (q, k, v))
+        out = linear_rope_attention(*qkv, log_decay=log, backend=backend, **how)
+        return torch.autograd.grad((out * weights.to(dtype)).sum(), log)[0]
+
+    exact = gradient(torch.float64, "reference")
+    for instructions in native_sets(backend):
+        with instruction_set(instructions):
+            error = (gradient(torch.float32, backend) - exact).abs()
+            assert (error.amax((0, 1)) <= 64 * 2.0**-24 * exact.abs().amax((0, 1))).all(), instructions
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("backend", [NATIVE])
 @pytest.mark.parametrize(("gate", "name"), [(0.05, "identity"), (0.05, "rotated"), (0.9, "rotated")])

@@ -213,8 +213,8 @@ def test_gradients_of_gradients_and_a_tensor_passed_twice(backend: str) -> None:
 
 @every_fast
 def test_no_tokens_no_sequences_and_no_channels(backend: str) -> None:
-    for shape in ({"n": 0}, {"b": 0}, {"c": 0}):
-        inputs = make(**shape)
+    empty = [make(**shape) for shape in ({"n": 0}, {"b": 0}, {"c": 0})]
+    for inputs in (*empty, *map(cases.with_strides_of_0, empty)):
         y, dx, dw, dbias, d_before = differentiate(inputs, partial(run, backend=backend))
         assert y.shape == dx.shape == inputs["x"].shape
         assert not any(bool(x.any()) for x in (dw, dbias, d_before))
