@@ -285,8 +285,8 @@ def _replace(family: str, target: _Target) -> None:
     if key in _replaced:  # two families may share a class
         _replaced[key].users.add(family)
         return
-    original = getattr(*key)
-    setattr(*key, target.make(original))
+    original = getattr(target.owner, target.name)
+    setattr(target.owner, target.name, target.make(original))
     _replaced[key] = _Replaced(original, {family}, target.computes)
 
 
