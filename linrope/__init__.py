@@ -19,7 +19,11 @@ __version__ = "0.2.0"
 
 
 def _starts_the_command() -> bool:
-    """True if this process is the command ``linrope``, whose --help need not wait until PyTorch is imported."""
+    """True if this process is the command ``linrope``, whose --help need not wait until PyTorch is imported.
+
+    Every other import of linrope is complete, because it registers operators and classes that torch.export.load and
+    torch.load look for.
+    """
     program, started = "".join(sys.argv[:1]), sys.orig_argv
     module = started[started.index("-m") + 1] if program == "-m" and "-m" in started[:-1] else ""
     return module in ("linrope", "linrope.cli") or Path(program).stem == "linrope"
