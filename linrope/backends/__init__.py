@@ -2,14 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from linrope.backends import eager, native, onnx, reference
 from linrope.backends.call import Call, differentiable
 from linrope.backends.protocol import Backend
 from linrope.common.names import check_name
 from linrope.common.torch_private import forward_mode
-from linrope.common.values import has_tangents
+from linrope.common.values import exporting_to_onnx, has_tangents
 from linrope.sequence.state import LinearAttentionState
 
 if TYPE_CHECKING:
@@ -52,12 +50,16 @@ def choose(name: str, call: Call, state: LinearAttentionState | None) -> Backend
     raise RuntimeError(f"backend={name!r} cannot run: {reason}")
 
 
+_AUTO = {
+    device: [name for name, devices in BACKENDS.items() if device in devices] for device in ("cpu", "cuda")
+}
+
+
 def _auto(call: Call) -> list[str]:
     """The backends that "auto" tries, in this order."""
-    if torch.onnx.is_in_onnx_export():
+    if exporting_to_onnx():
         return ["reference"]
-    device = "cpu" if call.k.device.type == "cpu" else "cuda"
-    return [name for name, devices in BACKENDS.items() if device in devices]
+    return _AUTO["cpu" if call.k.device.type == "cpu" else "cuda"]
 
 
 def _why_not(backend: Backend, call: Call, state: LinearAttentionState | None) -> str | None:

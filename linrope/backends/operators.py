@@ -60,7 +60,7 @@ def attend(backend: str, call: Call, state: LinearAttentionState | None) -> tupl
     sums = sums_of(state)
     save = torch.is_grad_enabled() and needs_gradients(call, state)
     arguments = flatten(backend, call, sums)
-    if save and plain(x for x in (*vars(call).values(), *(sums or ())) if isinstance(x, Tensor)):
+    if save and plain(x for x in arguments if isinstance(x, Tensor)):
         inputs = [arguments[i] for i in _DIFFERENTIABLE]
         out, kv, z = _WithoutDispatcher.apply(arguments, call, sums, *inputs)  # type: ignore[no-untyped-call]
     else:

@@ -100,7 +100,8 @@ class ForgetGate(nn.Module):
             y = F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide))
             if torch.onnx.is_in_onnx_export():
                 return F.logsigmoid(_float64_for_onnx(y)).to(wide)
-            return -F.softplus(-y, threshold=40)  # F.logsigmoid wakes PyTorch's threads even for one token
+            # log sigmoid(y); F.logsigmoid wakes PyTorch's threads even for one token
+            return F.softplus(y, beta=-1, threshold=40)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, num_heads={self.weight.shape[0]}, longest={self.longest}"
