@@ -13,7 +13,7 @@ FILES = [
     *sorted((ROOT / "linrope").rglob("*.py")),
     *sorted((ROOT / "kernels" / "linrope_kernels").rglob("*.py")),
 ]
-HOME = ROOT / "linrope" / "common" / "torch_private.py"
+HOME = ROOT / "linrope" / "common" / "private_names.py"
 DOCUMENTED = {"_fields", "_replace"}  # of named tuples
 
 

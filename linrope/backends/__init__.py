@@ -6,7 +6,7 @@ from linrope.backends import eager, native, onnx, reference
 from linrope.backends.call import Call, differentiable
 from linrope.backends.protocol import Backend
 from linrope.common.names import check_name
-from linrope.common.torch_private import forward_mode
+from linrope.common.private_names import forward_mode
 from linrope.common.values import exporting_to_onnx, has_tangents
 from linrope.sequence.state import LinearAttentionState
 

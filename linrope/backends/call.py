@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from linrope.common.torch_private import FakeTensor, watched
+from linrope.common.private_names import FakeTensor, watched
 from linrope.rotation.rotary import cos_sin_of_turns, spell_out, to_turns
 from linrope.sequence.decay import zero_hidden
 from linrope.sequence.packing import at_last, per_token, rising_bounds, sums_so_far

@@ -25,7 +25,7 @@ from linrope.backends.call import (
     sums_of,
     traced,
 )
-from linrope.common.torch_private import arguments_of
+from linrope.common.private_names import arguments_of
 from linrope.sequence.state import LinearAttentionState
 
 MAX_DIM = 256

@@ -15,7 +15,7 @@ from torch import Tensor
 from linrope.backends import reference
 from linrope.backends.call import Call, Sums
 from linrope.backends.sequences import incoming_sums
-from linrope.common.torch_private import FakeTensor
+from linrope.common.private_names import FakeTensor
 from linrope.sequence.state import LinearAttentionState
 
 MAPS = reference.MAPS

@@ -14,7 +14,7 @@ from torch import Tensor
 from linrope.backends.call import INPUTS, Call, ResultGradients, Sums, needs_gradients, sums_of
 from linrope.backends.protocol import ChunkedBackend
 from linrope.common.precision import full_precision
-from linrope.common.torch_private import transformed
+from linrope.common.private_names import transformed
 from linrope.common.values import check_not_in_onnx, plain
 from linrope.sequence.state import LinearAttentionState
 

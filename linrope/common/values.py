@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from linrope.common.torch_private import (
+from linrope.common.private_names import (
     FakeTensor,
     compiled_for_export,
     fake_mode,

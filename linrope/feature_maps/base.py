@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linrope.common.torch_private import hooks_of
+from linrope.common.private_names import hooks_of
 from linrope.feature_maps.state_identity import Identified
 
 # Features (..., f); from a log_scaled map also the logarithm (...) of the factor of each token's features.

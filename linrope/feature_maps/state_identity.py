@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linrope.common.torch_private import is_functorch_wrapped_tensor, version_of
+from linrope.common.private_names import is_functorch_wrapped_tensor, version_of
 from linrope.sequence.identities import DIGITS
 
 

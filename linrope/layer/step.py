@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linrope.backends import native
-from linrope.common.torch_private import has_global_hooks, hooks_of, watched
+from linrope.common.private_names import has_global_hooks, hooks_of, watched
 from linrope.common.writing import check_writable
 from linrope.feature_maps import ElementwiseMap
 from linrope.layer.attention import LinearRoPEAttention

@@ -12,7 +12,7 @@ from torch.export import Dim
 
 from linrope.backends import onnx
 from linrope.common.names import check_name, check_sizes
-from linrope.common.torch_private import FakeTensorMode
+from linrope.common.private_names import FakeTensorMode
 from linrope.models.language_model import LanguageModel
 from linrope.models.training.optional import need
 from linrope.sequence.state import LinearAttentionState

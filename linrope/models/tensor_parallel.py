@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from linrope.common.constants import Constant
-from linrope.common.torch_private import parameters_of
+from linrope.common.private_names import parameters_of
 from linrope.feature_maps.base import FeatureMap
 from linrope.feature_maps.learned import LearnedMap
 from linrope.layer.attention import LinearRoPEAttention

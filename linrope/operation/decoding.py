@@ -22,7 +22,7 @@ from torch import Tensor
 from linrope.backends import native
 from linrope.backends.call import Call
 from linrope.backends.protocol import Backend
-from linrope.common.torch_private import forward_mode, watched
+from linrope.common.private_names import forward_mode, watched
 from linrope.operation.request import Request, Settings, TokenLayout
 from linrope.sequence.decay import MIN_LOG_DECAY, clamp_gates
 from linrope.sequence.state import LinearAttentionState

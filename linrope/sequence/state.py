@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linrope.common.files import load_tensors, save_tensors
 from linrope.common.names import check_integer_tensors
-from linrope.common.torch_private import pytree
+from linrope.common.private_names import pytree
 from linrope.common.values import values_readable
 from linrope.common.writing import check_writable
 from linrope.sequence.identities import may_replace, same_identity

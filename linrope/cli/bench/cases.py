@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, linear_rope_attention
 from linrope.cli.bench import checks
-from linrope.common.torch_private import softmax_kernel
+from linrope.common.private_names import softmax_kernel
 from linrope.layer.choices import make_decay, make_map
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linrope.common.private_names import assert_in_graph, softmax_implementation
 from linrope.common.values import exporting
 
 SAYS_PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
@@ -132,7 +133,7 @@ def _assert_one_sequence(position_ids: Any, given: dict[str, Any]) -> None:
     rises = ~real[:, 1:] | (position_ids[:, 1:] > _largest_before(position_ids, real))
     if mask is None and all(given.get(x) is None for x in CACHES):
         rises = position_ids.diff(dim=1) == 1
-    torch._assert_async(
+    assert_in_graph(
         rises.all(), "position_ids: got packed sequences in a compiled model, expected seq_idx with them"
     )
 
@@ -184,7 +185,7 @@ def _check_packed(model: Any, given: dict[str, Any]) -> None:
     # Granite's softmax layers read no position_ids.
     layers = set(getattr(model.config, "layers_block_type", ("attention",)))
     if type(model).__name__ == "GraniteMoeHybridModel" and layers & {"attention", "full_attention"}:
-        flash = "flash" in str(model.config._attn_implementation)
+        flash = "flash" in softmax_implementation(model.config)
         if not flash or any(given.get(x) is None for x in _FLASH):
             raise ValueError(
                 "packed sequences: GraniteMoeHybrid's softmax layers keep them apart only with flash attention and "

@@ -6,7 +6,7 @@ from types import ModuleType
 from torch import Tensor
 
 from linrope.common.names import check_name
-from linrope.common.torch_private import transformed
+from linrope.common.private_names import transformed
 from linrope.common.values import exporting, has_tangents
 from linrope.layer.operators import native
 

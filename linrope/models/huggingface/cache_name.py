@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -49,16 +50,12 @@ class BaseOutput(BaseModelOutputWithPast):
         named: dict[str, Any] = {CACHE: cache}
         return cls(last_hidden_state=last_hidden_state, **named)
 
-    if CACHE != "cache":
-
-        @property
-        def cache(self) -> Any:
-            return self.past_key_values
-
 
 @dataclass
 class CausalLMOutput(CausalLMOutputWithPast):
     """transformers' output, whose ``cache`` has this name in older versions too."""
 
-    if CACHE != "cache":
-        cache = BaseOutput.cache
+
+if CACHE != "cache":
+    for kind in (BaseOutput, CausalLMOutput):
+        setattr(kind, NAMES[0], property(attrgetter(CACHE)))

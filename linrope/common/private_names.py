@@ -1,6 +1,7 @@
-"""The private names of PyTorch that linrope uses. No other module may use one (``tests/test_private_names.py``).
+"""The private names of other libraries that linrope reads. No other module may (``tests/test_private_names.py``).
 
-PyTorch may rename any of them in a release. Each stands here with the reason why no public name can replace it.
+A release may rename any of them. Each stands here with the reason why no public name can replace it. Methods that
+override a private method of transformers are in ``linrope/models/huggingface/modeling.py``: its models are made so.
 """
 
 from typing import Any
@@ -78,3 +79,13 @@ def arguments_of(operator: Any) -> list[str]:
 def softmax_kernel(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> int:
     """The number of the kernel that scaled_dot_product_attention chooses, which it does not tell."""
     return int(torch._fused_sdp_choice(q, k, v, **options))
+
+
+def assert_in_graph(condition: Tensor, message: str) -> None:
+    """Checks a value inside a compiled graph. torch.compile breaks the graph at a public assert on a tensor's value."""
+    torch._assert_async(condition, message)
+
+
+def softmax_implementation(config: Any) -> str:
+    """The attention that a model of transformers was made with, "sdpa" for example; from_pretrained sets it."""
+    return str(config._attn_implementation)
