@@ -1,7 +1,6 @@
 """Going on from a cache: the tokens of one sequence, or an error that names the length of the mask."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linrope.models.huggingface import LinRopeCache, LinRopeForCausalLM
-from tests.models.huggingface.tiny import HYBRID, KINDS, causal_lm, filled_cache, tokens
+from tests.models.huggingface.tiny import KINDS, causal_lm, filled_cache, tokens
 
 SEEN, NEW = 7, 4  # tokens in the cache, and tokens that it has not seen
 
@@ -91,18 +90,24 @@ def test_a_first_call_needs_a_mask_of_the_inputs_or_none(model: LinRopeForCausal
                 model.generate(tokens(1, SEEN), attention_mask=ones(n), max_new_tokens=2, **more)
 
 
-@pytest.mark.parametrize("options", [{"decay": "retnet"}, HYBRID], ids=["linear", "hybrid"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["linear", "hybrid", "decay", "gated"])
 @torch.no_grad()
-def test_forward_goes_on_from_a_padded_cache_with_a_whole_mask_or_none(options: dict[str, Any]) -> None:
-    """States count tokens without padding, and full attention keeps its mask: none is needed."""
-    model = causal_lm(**options)
-    first = torch.cat((F.pad(tokens(1, 3), (2, 0)), tokens(1, 5, seed=3)))
-    mask, new = (first != 0).long(), tokens(2, NEW, seed=2)
+def test_rows_go_on_from_a_padded_cache_with_a_whole_mask_or_none(kind: str, side: str) -> None:
+    """States count tokens without padding, and full attention keeps its mask: none is needed.
+
+    Each row gets the logits that it gets alone, whatever the masked span holds.
+    """
+    model, new = causal_lm(**KINDS[kind]), tokens(2, NEW, seed=2)
+    rows, padding = (tokens(1, 3), tokens(1, 5, seed=3)), (2, 0) if side == "left" else (0, 2)
+    alone = [model(torch.cat((row, new[i : i + 1]), 1)).logits[:, -NEW:] for i, row in enumerate(rows)]
+    mask = torch.cat((F.pad(torch.ones_like(rows[0]), padding), torch.ones_like(rows[1])))
     both = torch.cat((mask, torch.ones_like(new)), 1)
-    expected = model(torch.cat((first, new), 1), attention_mask=both).logits[:, 5:]
-    cache = filled_cache(model, first, attention_mask=mask)
-    for given in (None, both):
-        logits = model(new, attention_mask=given, cache=copy.deepcopy(cache)).logits
-        torch.testing.assert_close(logits, expected)
+    for held in (0, 7):
+        first = torch.cat((F.pad(rows[0], padding, value=held), rows[1]))
+        cache = filled_cache(model, first, attention_mask=mask)
+        for given in (None, both):
+            logits = model(new, attention_mask=given, cache=copy.deepcopy(cache)).logits
+            torch.testing.assert_close(logits, torch.cat(alone))
     with pytest.raises(ValueError, match=r"attention_mask: got shape \(2, 4\), expected \(2, 9\)"):
         model(new, attention_mask=torch.ones_like(new), cache=cache)
