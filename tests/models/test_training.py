@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from linrope.backends import native
