@@ -34,6 +34,12 @@ def members(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
+def by_text(node: ast.Call) -> bool:
+    """True for getattr(x, "name") and its kin, and for vars(x).get("name")."""
+    function = ast.unparse(node.func)
+    return function in ("getattr", "hasattr", "setattr") or function.startswith("vars(")
+
+
 def is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
@@ -51,10 +57,9 @@ def private_names(tree: ast.AST, own: set[str]) -> list[str]:
             found += [name for name in names if any(map(is_private, name.split(".")))]
         elif isinstance(node, ast.Import):
             found += [x.name for x in node.names if any(map(is_private, x.name.split(".")))]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
-            name = node.args[1]
-            if isinstance(name, ast.Constant) and is_private(name.value) and name.value not in own:
-                found.append(ast.unparse(node))
+        elif isinstance(node, ast.Call) and by_text(node):
+            names = [x.value for x in node.args if isinstance(x, ast.Constant) and isinstance(x.value, str)]
+            found += [ast.unparse(node) for name in names if is_private(name) and name not in own]
     return found
 
 
@@ -68,7 +73,8 @@ def test_one_module_uses_private_names_of_other_packages() -> None:
     "source",
     ["torch._C._len_torch_dispatch_stack()", "x._version", "from torch.utils import _pytree", "import torch._dynamo",
      "from torch._subclasses.fake_tensor import FakeTensor", "import torch._inductor as x", "op._schema.arguments",
-     "from transformers.modeling_utils import _load", "getattr(module, '_forward_hooks')"],
+     "from transformers.modeling_utils import _load", "getattr(module, '_forward_hooks')",
+     "vars(module).get('_old_forward', module.forward)"],
 )  # fmt: skip
 def test_the_check_itself_finds_private_names(source: str) -> None:
     assert private_names(ast.parse(source), set())

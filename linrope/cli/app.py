@@ -67,8 +67,9 @@ def _command() -> Any:
     group: Any = typer.main.get_command(app)
     for info in app.registered_commands:
         function: Any = info.callback
+        hints = get_type_hints(function)
         for parameter in group.commands[info.name or function.__name__].params:
-            types = {get_type_hints(function).get(parameter.name)}
+            types = {hints.get(parameter.name)}
             types |= {kind for one in types for kind in get_args(one)}
             word = next((word for kind, word in _WORDS.items() if kind in types), None)
             parameter.metavar = parameter.metavar or (word if _takes_a_value(parameter) else None)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from linrope.common.files import parse_json
+from linrope.integrations.transformers.packing import CACHES
 from linrope.models.training.corpus import load_tokenizer
 from linrope.models.training.optional import need
 
@@ -80,16 +81,10 @@ def tokenizer_beside(folder: Path, vocab_size: int) -> Any:
 class WithCache(nn.Module):
     """Calls a model of transformers as a LanguageModel is called: its cache takes the place of the states."""
 
-    NAMES = (
-        "cache",
-        "past_key_values",
-        "cache_params",
-    )  # of the argument; models before transformers 5.24 had the last two
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        taken = [name for name in self.NAMES if name in signature(model.forward).parameters]
+        taken = [name for name in CACHES if name in signature(model.forward).parameters]
         if not taken:
             raise ValueError(
                 f"{type(model).__name__}: expected a model whose forward takes a cache, since long texts are read in "

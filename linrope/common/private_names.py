@@ -89,3 +89,8 @@ def assert_in_graph(condition: Tensor, message: str) -> None:
 def softmax_implementation(config: Any) -> str:
     """The attention that a model of transformers was made with, "sdpa" for example; from_pretrained sets it."""
     return str(config._attn_implementation)
+
+
+def forward_behind_hooks(module: nn.Module) -> Any:
+    """The forward method that accelerate's hooks call, which they keep under this name alone; else the module's."""
+    return getattr(module, "_old_forward", module.forward)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from linrope.common.names import check_name
+from linrope.common.private_names import forward_behind_hooks
 from linrope.integrations.transformers import mamba2, minimax, packing, refusals
 
 MAMBA2 = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
@@ -150,10 +151,8 @@ def replaced(model: nn.Module) -> tuple[str, ...]:
 def _uses(module: nn.Module, owner: Any, name: str) -> bool:
     """True if the module's forward is the replaced function, or a method calls it by its name in the class's file."""
     if not isinstance(owner, ModuleType):
-        forward = vars(module).get(
-            "_old_forward", module.forward
-        )  # accelerate's hooks keep the one that they found
-        return isinstance(module, owner) and getattr(forward, "__func__", None) is getattr(owner, name)
+        function = getattr(forward_behind_hooks(module), "__func__", None)
+        return isinstance(module, owner) and function is getattr(owner, name)
     kinds = [x for x in type(module).__mro__ if x.__module__ == owner.__name__]
     methods = [
         inspect.unwrap(x) for kind in kinds for x in vars(kind).values() if isinstance(x, FunctionType)

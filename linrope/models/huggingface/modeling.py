@@ -207,24 +207,17 @@ class LinRopeModel(LinRopePreTrainedModel):
             raise ValueError(f"cache: got {len(cache)} layers, expected {expected}")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         b, n, _ = x.shape
-        seen = 0 if cache is None else cache.get_seq_length()
         if shard is not None:
             self._check_shard(attention_mask, n)
             attention_mask, cu_seqlens = None, shard.cu_seqlens
 
         tokens = read_rows(
-            (b, n), seen, attention_mask, position_ids, cu_seqlens, kwargs, shared=shard is not None
+            (b, n), cache, attention_mask, position_ids, cu_seqlens, kwargs, shared=shard is not None
         )
-        packed = tokens["cu_seqlens"] is not None
-        if packed and cache is not None:
-            raise ValueError(
-                "cache: got a cache and packed sequences (cu_seqlens, seq_idx, or position_ids that begin anew), "
-                "expected one of the two"
-            )
         # Gradient checkpointing is there to save memory: it gets a cache only if the caller asks for one.
         if use_cache is None:
             use_cache = self.config.use_cache and not (self.training and self.gradient_checkpointing)
-        if use_cache and cache is None and self.causal and not packed:
+        if use_cache and cache is None and self.causal and tokens["cu_seqlens"] is None:
             cache = LinRopeCache(self.config)
 
         plain = cache is not None and shard is None and tokens["key_mask"] is None

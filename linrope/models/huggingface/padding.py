@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linrope.models.huggingface.cache import LinRopeCache
 from linrope.operation.checks import check_packing
 from linrope.sequence.packing import rising_bounds, sums_so_far
 
@@ -23,7 +24,7 @@ def may_pad(attention_mask: Tensor, n: int) -> bool:
 
 def read_rows(
     shape: tuple[int, int],
-    seen: int,
+    cache: LinRopeCache | None,
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -31,13 +32,16 @@ def read_rows(
     *,
     shared: bool,
 ) -> dict[str, Any]:
-    """The layers' arguments positions, key_mask and cu_seqlens for rows of the shape (b, n), after ``seen`` tokens.
+    """The layers' arguments positions, key_mask and cu_seqlens for rows of the shape (b, n), after those in the cache.
 
     arguments: the others of the call, among which may be those of packing collators. shared: the tokens are a rank's
     part of longer sequences. If sequences are packed into several rows, positions and key_mask are those of all
     rows one after the other, (1, b n).
+
+    Raises:
+        ValueError: a cache with packed sequences, or arguments that do not fit.
     """
-    b, n = shape
+    (b, n), seen = shape, 0 if cache is None else cache.get_seq_length()
     if attention_mask is not None and attention_mask.shape != (b, seen + n):
         raise ValueError(f"attention_mask: got shape {tuple(attention_mask.shape)}, expected {(b, seen + n)}")
     if attention_mask is not None and not may_pad(attention_mask, n):
@@ -45,10 +49,15 @@ def read_rows(
     cu_seqlens = flash_bounds(arguments) if cu_seqlens is None else cu_seqlens
     if cu_seqlens is None and not shared and n > 1:
         cu_seqlens = packed_bounds(position_ids, arguments.get("seq_idx"), attention_mask, b, n)
-        if cu_seqlens is not None and b > 1 and not seen:
+        if cu_seqlens is not None and b > 1 and cache is None:
             attention_mask = None if attention_mask is None else attention_mask.reshape(1, b * n)
             position_ids = None if position_ids is None else position_ids.expand(b, n).reshape(1, b * n)
             b, n = 1, b * n
+    if cu_seqlens is not None and cache is not None:
+        raise ValueError(
+            "cache: got a cache and packed sequences (cu_seqlens, seq_idx, or position_ids that begin anew), "
+            "expected one of the two"
+        )
     if attention_mask is None:
         return {"positions": position_ids, "key_mask": None, "cu_seqlens": cu_seqlens}
     check_packing(cu_seqlens, b, n, n, attention_mask.device)
@@ -95,8 +104,10 @@ def packed_bounds(
     looked at, since its positions may be anything.
 
     Raises:
-        ValueError: positions fall, but not to 0.
+        ValueError: seq_idx has another shape, or positions fall, but not to 0.
     """
+    if seq_idx is not None and seq_idx.shape not in ((1, n), (b, n)):
+        raise ValueError(f"seq_idx: got shape {tuple(seq_idx.shape)}, expected {(b, n)}")
     numbers = position_ids if seq_idx is None else seq_idx
     if numbers is None or numbers.ndim > 2 or numbers.shape not in ((n,), (1, n), (b, n)):
         return None  # positions of several axes, and wrong shapes, which the operation refuses

@@ -272,6 +272,7 @@ def test_classification_reads_the_last_real_token() -> None:
 def test_bad_arguments_are_refused() -> None:
     model, both, ids = causal_lm(), LinRopeForMaskedLM(config()), tokens(2, 5)
     cache, bounds = LinRopeCache(model.config), torch.tensor([0, 2, 5])
+    filled = model(ids[:, :3], use_cache=True).cache
     for called, options, message in (
         (model, {"inputs_embeds": torch.zeros(2, 5, 32)}, "input_ids, inputs_embeds: got both, expected exactly one"),
         (model, {"input_ids": None}, "input_ids, inputs_embeds: got neither, expected exactly one"),
@@ -283,6 +284,11 @@ def test_bad_arguments_are_refused() -> None:
          "cache: got a cache and packed sequences"),
         (model, {"position_ids": torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 1, 2]])},
          "position_ids: falls to 1 at token 3 of row 1, expected positions that rise, or 0"),
+        (model, {"input_ids": ids[:, 3:], "cache": filled, "position_ids": torch.tensor([3, 0]),
+                 "attention_mask": torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])},
+         "cache: got a cache and packed sequences"),
+        (model, {"seq_idx": torch.zeros(2, 4)}, r"seq_idx: got shape \(2, 4\), expected \(2, 5\)"),
+        (model, {"seq_idx": torch.zeros(3, 5)}, r"seq_idx: got shape \(3, 5\), expected \(2, 5\)"),
         (model, {"max_length_q": 3}, "max_length_q: got no cu_seq_lens_q, expected the bounds"),
         (model, {"input_ids": ids[:1], "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds + 1},
          "cu_seq_lens_k: got other bounds than cu_seq_lens_q"),
