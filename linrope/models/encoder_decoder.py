@@ -32,7 +32,7 @@ def _factory(attention: dict[str, Any]) -> dict[str, Any]:
 
     Raises TypeError if attention has others than those of a LinearRoPEAttention.
     """
-    known = list(signature(LinearRoPEAttention).parameters)
+    known = [name for name in signature(LinearRoPEAttention).parameters if name != "context_dim"]
     if unknown := [name for name in attention if name not in known]:
         near = get_close_matches(unknown[0], known, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
-from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -24,13 +23,14 @@ def either_cache_name(name: str) -> Callable[[Callable[..., Any]], Any]:
     def decorate(method: Callable[..., Any]) -> Any:
         @wraps(method)
         def call(*arguments: Any, **options: Any) -> Any:
-            given = [x for x in NAMES if x in options]
+            given = [options.pop(x) for x in NAMES if x in options]
+            given = [cache for cache in given if cache is not None]
             if len(given) == 2:
                 raise ValueError(
                     f"{', '.join(NAMES)}: got both, expected one: they are two names of one argument"
                 )
-            if given and given[0] != name:
-                options[name] = options.pop(given[0])
+            if given:
+                options[name] = given[0]
             return method(*arguments, **options)
 
         signature = inspect.signature(method)
@@ -58,4 +58,4 @@ class CausalLMOutput(CausalLMOutputWithPast):
 
 if CACHE != "cache":
     for kind in (BaseOutput, CausalLMOutput):
-        setattr(kind, NAMES[0], property(attrgetter(CACHE)))
+        setattr(kind, NAMES[0], property(lambda output: getattr(output, CACHE)))

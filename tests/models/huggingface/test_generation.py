@@ -104,11 +104,11 @@ def test_the_cache_has_both_of_its_names(model: LinRopeForCausalLM, recwarn, cap
         out = model(ids[:, :5], use_cache=True)
         assert out.cache is not None
         first = out.logits
-        second = model(ids[:, 5:], **{name: out.cache}).logits
+        second = model(ids[:, 5:], **({"cache": None, "past_key_values": None} | {name: out.cache})).logits
         torch.testing.assert_close(torch.cat((first, second), 1), model(ids).logits)
     for call in (model, model.model, model.generate):
         with pytest.raises(ValueError, match="cache, past_key_values: got both, expected one"):
-            call(ids, cache=None, past_key_values=LinRopeCache(model.config))
+            call(ids, cache=cache, past_key_values=LinRopeCache(model.config))
     assert not recwarn.list
     assert "deprecated" not in caplog.text
 
