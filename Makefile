@@ -64,7 +64,7 @@ test-lowest:
 	$(LOWEST)/bin/python kernels/cpu/build.py
 	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels $(LOWEST)/bin/python -m pytest -n auto --dist loadgroup -W ignore::DeprecationWarning
 
-# make test with what pip installs today: pyproject.toml's ranges and no constraints. TESTS= takes some of the tests. A
+# make test with what pip installs today: pyproject.toml's ranges and no constraints. TESTS= names the tests to run. A
 # failure ends with the releases that differ from constraints.txt. PyTorch may be a build for CUDA, of some gigabytes.
 NEWEST := build/newest
 TESTS :=
@@ -116,7 +116,7 @@ bench-gpu:
 docs: $(VENV)/ready
 	$(BIN)/python docs/build.py
 
-# A folder that make did not make is left alone. torch comes before the rest: the native library is built against it,
+# A folder that make did not create is left alone. torch comes before the rest: the native library is built against it,
 # and pip's isolated builds do not see it.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 $(VENV)/ready: pyproject.toml constraints.txt hatch_build.py

@@ -15,17 +15,17 @@ from torch import Tensor
 from linrope import LinearAttentionState, linear_rope_attention
 
 BOUNDS = {torch.float32: 16 * 2.0**-24, torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
-ON_TILES = (
-    2.0**-16
-)  # kernels/cpu/amx.h splits a float32 number in two bfloat16 numbers: the error of a product
-DATA = ("log_decay", "angle_steps", "write")  # besides q, k and v, what each token has that gradients flow to
-BESIDE = 8  # calls near the one at hand
-FACTOR = 3  # a backend's gradients may be off by as many times the error of "reference",
-SHARE = 1e-5  # and by that share of the gradient's largest entry
+# The error of a product on AMX: kernels/cpu/amx.h splits a float32 number into two bfloat16 numbers.
+ON_TILES = 2.0**-16
+DATA = ("log_decay", "angle_steps", "write")  # inputs per token, besides q, k and v, that have gradients
+BESIDE = 8  # additional calls, with slightly changed q, k and v
+# A gradient's error may be FACTOR times the error of "reference" plus SHARE times the gradient's largest entry.
+FACTOR = 3
+SHARE = 1e-5
 
 
 def error_in_bounds(out: Tensor, oracle: Tensor, size: Tensor) -> float:
-    """The largest |out - oracle| as a part of what the contract allows; 0 where there are no numbers."""
+    """The largest |out - oracle| divided by the error that the contract allows; 0 for empty tensors."""
     info = torch.finfo(out.dtype)
     underflow = info.smallest_normal * info.eps  # numbers near 0 have no relative precision
     allowed = BOUNDS[out.dtype] * size + underflow
@@ -44,7 +44,7 @@ def bound_of_sums(backend: str, dtype: torch.dtype, instruction_set: str | None)
 
 
 def cancelling(sizes: Mapping[str, Tensor]) -> Tensor:
-    """About how large the sums are whose difference is log_decay's gradient, in a loss of weights about 1.
+    """The approximate size of the two sums whose difference is log_decay's gradient, if a loss has weights near 1.
 
     sizes: of the terms of out, kv and z; or these results themselves, if their terms do not cancel.
     """
@@ -79,8 +79,8 @@ def everything(
 class Yardstick:
     """The error that the contract allows in a backend's gradients of one call.
 
-    The error of "reference" in one call may be small by luck. Where a backend fails by it, the largest error
-    in eight more calls counts, whose q, k and v are up to 1% off.
+    The error of "reference" in one call may be small by luck. If a backend exceeds the limit, its error is compared
+    with the largest one in nine calls: this call, and eight more with q, k and v changed by up to 1%.
 
     Args:
         errors: Gives the errors of "reference" by the gradient's name, in the call whose q, k and v went
@@ -123,7 +123,7 @@ def at_eps(den: Tensor, eps: float) -> bool:
 
 
 def moved(x: Tensor, generator: torch.Generator, most: float) -> Tensor:
-    """x with each entry off by up to that part of itself."""
+    """x with each entry changed at random by up to ``most`` times itself."""
     by = most * (2 * torch.rand(x.shape, generator=generator, dtype=torch.float64, device="cpu") - 1)
     return x * (1 + by).to(x)
 

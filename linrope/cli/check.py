@@ -19,7 +19,7 @@ class Row:
     backend: str
     device: str
     dtype: str
-    cases: int = 0  # that were compared
+    cases: int = 0  # number of cases compared
     errors: dict[str, float] = field(default_factory=dict)  # by part: forward, gradients, state
     failures: list[str] = field(default_factory=list)
 
@@ -44,8 +44,8 @@ def check(
 ) -> int:
     """Compare every available backend with the equation in float64, on this machine.
 
-    Errors of outputs, gradients and states are shares of the bounds that linrope promises: at most 1. If one is
-    larger, the exit status is 1 and a line names it.
+    Each number is the largest error of outputs, gradients or states, divided by the bound that linrope promises. If one
+    is above 1, or a call fails, a line names the call and the exit status is 1.
     """
     if not seconds >= 0:
         raise ValueError(f"--seconds={seconds}: expected at least 0")

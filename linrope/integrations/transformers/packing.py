@@ -1,8 +1,8 @@
 """Packed sequences, several in one row, through a whole model of transformers.
 
 Recurrent layers find the sequences in seq_idx, softmax layers find them in position_ids. A model that gets only one of
-the two mixes the sequences in its other layers without a word. The functions here therefore replace the models' own
-``forward``: whichever argument says that rows are packed, every layer learns it.
+the two silently mixes the sequences in its other layers. The functions here therefore replace the models' own
+``forward`` and pass both to all layers, whichever argument the caller used.
 """
 
 import inspect
@@ -41,9 +41,8 @@ def forward_of_model(original: Callable[..., Any]) -> Callable[..., Any]:
         given |= {"seq_idx": numbers.int(), "use_cache": False}
         if "position_ids" in names:
             given["position_ids"] = _positions(given.get("position_ids"), starts)
-            if _is_flat(
-                given.get("attention_mask")
-            ):  # it hides nothing, but softmax layers would ignore positions
+            # The mask hides nothing, but with a mask softmax layers would ignore the positions.
+            if _is_flat(given.get("attention_mask")):
                 given["attention_mask"] = None
         return original(self, **given)
 
@@ -51,7 +50,7 @@ def forward_of_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def forward_with_head(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The ``forward`` of Mamba2ForCausalLM. Of the arguments that say packed, it passes none on to its backbone."""
+    """The ``forward`` of Mamba2ForCausalLM. transformers' own passes no packing arguments on to its backbone."""
     names = list(inspect.signature(original).parameters)[1:]
 
     @wraps(original)
