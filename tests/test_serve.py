@@ -187,7 +187,8 @@ def test_a_killed_client_gives_its_slot_back(stream: bool, server, monkeypatch) 
     connections = [raw(server, {"prompt": "F", "max_tokens": 4000, "stream": stream}) for _ in range(3)]
     wait_until(lambda: len(server.engine.waiting) == 3)
     go_on.release()  # one step, in which all three join
-    wait_until(lambda: server.free() == 13)
+    wait_until(lambda: [x.generated for x in server.engine.running] == [1, 1, 1])
+    assert server.free() == 13
     for connection in connections:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # as if killed
         connection.close()
