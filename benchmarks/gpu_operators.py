@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.layer.operators import convolve, gated_norm
+from linrope.ops import convolve, gated_norm
 
 Row = dict[str, Any]
 ROWS = 300  # tokens whose results are compared

@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from linrope import LinearRoPEAttention
-from linrope.backends import operators
+from linrope.backends import bridge
 from linrope.backends import triton as backend
-from linrope.layer.operators import backends as layer_backends
-from linrope.layer.operators import fused
-from linrope.layer.operators import triton as layer_backend
+from linrope.ops import backends as layer_backends
+from linrope.ops import fused
+from linrope.ops import triton as layer_backend
 
 FREE = {
     "_unsafe_view",
@@ -40,8 +40,8 @@ FREE = {
 }
 # linrope's operators, and what they run
 INSIDE = {
-    torch.ops.linrope.attend.default: operators._run,
-    torch.ops.linrope.attend_backward.default: operators._run_backward,
+    torch.ops.linrope.attend.default: bridge._run,
+    torch.ops.linrope.attend_backward.default: bridge._run_backward,
     torch.ops.linrope.convolve.default: fused.convolve.run,
     torch.ops.linrope.convolve_backward.default: fused.convolve.run_backward,
     torch.ops.linrope.gated_norm.default: fused.gated_norm.run,

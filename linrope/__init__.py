@@ -34,12 +34,12 @@ if TYPE_CHECKING or not _starts_the_command():
     from linrope.layer.attention import LinearRoPEAttention
     from linrope.operation.from_sums import state_from_sums
     from linrope.operation.functional import linear_rope_attention, linear_rope_state
+    from linrope.recurrence.state import LinearAttentionState
     from linrope.rotation.rotary import Rotary
-    from linrope.sequence.state import LinearAttentionState
     from linrope.versions import show_versions
 else:
     _HOMES = {
-        "LinearAttentionState": "sequence.state",
+        "LinearAttentionState": "recurrence.state",
         "LinearRoPEAttention": "layer.attention",
         "Rotary": "rotation.rotary",
         "linear_rope_attention": "operation.functional",

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import providers
 
 from linrope.backends import native
-from tests.releases import other_releases
+from tests.support.releases import other_releases
 
 # No draw depends on a clock, on earlier failures, or on what else a process has imported: without the last
 # line Hypothesis would also draw the constants of those of our modules that are loaded.
@@ -61,7 +61,7 @@ HAS_TRITON = find_spec("triton") is not None  # the tests of the native library 
 @pytest.fixture(scope="session")
 def quick_interpreter() -> None:
     if HAS_TRITON:
-        from tests.interpreter import quicken
+        from tests.support.interpreter import quicken
 
         quicken()
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.examples import load
+from tests.support.examples import load
 
 pytestmark = pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="examples run on the CPU")
 

@@ -13,11 +13,11 @@ from torch.export import Dim
 
 from linrope import LinearRoPEAttention
 from linrope.backends import native
-from linrope.layer.operators import gated_norm
 from linrope.layer.selective import ForgetGate, WriteGate
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.export import TensorStates
-from tests.layer.operators.cases import needs_native
+from linrope.ops import gated_norm
+from tests.ops.cases import needs_native
 
 pytestmark = [
     pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="programs are exported for the CPU"),

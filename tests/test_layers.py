@@ -11,7 +11,7 @@ import linrope
 
 ROOT = Path(linrope.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-KERNEL_USERS = (ROOT / "backends" / "triton.py", ROOT / "layer" / "operators" / "triton.py")
+KERNEL_USERS = (ROOT / "backends" / "triton.py", ROOT / "ops" / "triton.py")
 KERNEL_FILES = sorted((ROOT.parent / "kernels").rglob("*.py"))
 
 # From top to bottom. The rooms of one floor do not know each other.
@@ -21,10 +21,12 @@ FLOORS = [
     {"integrations", "models", "versions"},
     {"distributed", "position_encodings"},
     {"layer"},
+    {"ops"},
     {"operation"},
     {"backends"},
     {"feature_maps"},
-    {"rotation", "sequence"},
+    {"recurrence"},
+    {"rotation"},
     {"common"},
 ]
 RANK = {name: rank for rank, level in enumerate(FLOORS) for name in level}
@@ -82,10 +84,10 @@ def test_imports_point_down_only() -> None:
         ("from linrope import Rotary", "layer.attention", ["linrope.Rotary"]),
         ("import linrope.cli.main", "models.lm", ["linrope.cli.main"]),
         ("def f():\n    from ..operation.functional import X", "backends.eager", ["linrope.operation.functional.X"]),
-        ("from linrope.sequence.state import X", "common.files", ["linrope.sequence.state.X"]),
-        ("from linrope.backends.call import X", "feature_maps.base", ["linrope.backends.call.X"]),
+        ("from linrope.recurrence.state import X", "common.files", ["linrope.recurrence.state.X"]),
+        ("from linrope.backends.eager import X", "feature_maps.base", ["linrope.backends.eager.X"]),
         ("import linrope", "rotation.rotary", ["linrope"]),
-        ("from linrope.common.files import X", "sequence.state", []),
+        ("from linrope.common.files import X", "recurrence.state", []),
         ("from linrope import Rotary", "models.lm", []),
         ("from linrope import backends\nimport torch", "operation.functional", []),
         ("from .base import X", "feature_maps.favor", []),

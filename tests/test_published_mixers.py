@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from tests.examples import load
-from tests.trapezoid_loop import trapezoidal_loop
+from tests.support.examples import load
+from tests.support.trapezoid_loop import trapezoidal_loop
 
 pytestmark = pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="examples run on the CPU")
 mamba3, ring_linear = load("mamba3"), load("ring_linear")

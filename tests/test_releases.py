@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests import releases
-from tests.releases import installed, other_releases, upper_bounds
+from tests.support import releases
+from tests.support.releases import installed, other_releases, upper_bounds
 
 REASONS = {
     "pytest": "test_pytest_is_bounded_while_xdist_needs_it",

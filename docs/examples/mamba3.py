@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linrope import LinearAttentionState
-from linrope.layer.operators import gated_norm
 from linrope.layer.trapezoid import trapezoidal_attention
+from linrope.ops import gated_norm
 
 
 def heavy_tail(x: Tensor) -> Tensor:

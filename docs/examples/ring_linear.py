@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from linrope import LinearAttentionState, Rotary, linear_rope_attention
-from linrope.layer.operators import gated_norm
+from linrope.ops import gated_norm
 
 
 def slopes(heads: int) -> list[float]:

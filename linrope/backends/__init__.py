@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from linrope.backends import eager, native, onnx, reference
-from linrope.backends.call import Call, differentiable
+from linrope.backends import eager, equation, native, onnx
 from linrope.backends.protocol import Backend
-from linrope.common.names import check_name
+from linrope.common.argument_checks import check_name
 from linrope.common.private_names import forward_mode
-from linrope.common.values import exporting_to_onnx, has_tangents
-from linrope.sequence.state import LinearAttentionState
+from linrope.common.tracing import exporting_to_onnx, has_tangents
+from linrope.recurrence.call import Call, differentiable
+from linrope.recurrence.state import LinearAttentionState
 
 if TYPE_CHECKING:
     from linrope.backends import triton
@@ -27,7 +27,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "onnx": (),
 }
 NAMES = ("auto", *BACKENDS)
-MODULES: dict[str, Backend] = {"native": native, "eager": eager, "reference": reference, "onnx": onnx}
+MODULES: dict[str, Backend] = {"native": native, "eager": eager, "reference": equation, "onnx": onnx}
 
 
 def choose(name: str, call: Call, state: LinearAttentionState | None) -> Backend:

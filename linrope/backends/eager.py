@@ -2,7 +2,7 @@
 
     1  cut every sequence into chunks of c tokens
     2  inside a chunk: scores <R phi_i, R psi_j> e^(D_i - D_j), j <= i, D the sum of log decays from its start
-    3  from chunk to chunk: the state S, decayed by e^(D_c), plus the keys of the chunk (``linrope.sequence.chunks``)
+    3  from chunk to chunk: the state S, decayed by e^(D_c), plus the keys of the chunk (``linrope.recurrence.chunks``)
     4  num_i = sum_j scores_ij v_j + e^(D_i) R phi_i S, and den_i likewise without rotation
 
 The backward pass does the same with the gradient T of the state, from the last chunk to the first. It recomputes
@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.backends import operators
-from linrope.backends.call import Call, Gradients, ResultGradients, Results, Sums, summed_to
-from linrope.common.values import values_readable
+from linrope.backends import bridge
+from linrope.common.tracing import values_readable
 from linrope.feature_maps import ELEMENTWISE
+from linrope.recurrence.call import Call, Gradients, ResultGradients, Results, Sums, summed_to
+from linrope.recurrence.chunks import Cut, decay_by, gradients_around, states_around
+from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import rotate
-from linrope.sequence.chunks import Cut, decay_by, gradients_around, states_around
-from linrope.sequence.state import LinearAttentionState
 
 MAPS = ELEMENTWISE
 TAKES_VALUE_GROUPS = False
@@ -367,4 +367,4 @@ def _quarter_turned(x: Tensor, y: Tensor, call: Call) -> Tensor:
     return one + other
 
 
-attend = partial(operators.attend, "eager")
+attend = partial(bridge.attend, "eager")

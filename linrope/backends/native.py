@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from linrope.backends import operators
-from linrope.backends.call import (
+from linrope.backends import bridge
+from linrope.common.private_names import arguments_of
+from linrope.recurrence.call import (
     Call,
     Gradients,
     ResultGradients,
@@ -25,8 +26,7 @@ from linrope.backends.call import (
     sums_of,
     traced,
 )
-from linrope.common.private_names import arguments_of
-from linrope.sequence.state import LinearAttentionState
+from linrope.recurrence.state import LinearAttentionState
 
 MAX_DIM = 256
 LIBRARY = Path(__file__).parents[1] / "lib" / "liblinrope_native.so"
@@ -104,7 +104,7 @@ def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
     """out and, if wanted, the last sums. Without gradients it may update a donated state or a pool's rows."""
     if traced(call) or (torch.is_grad_enabled() and needs_gradients(call, state)):
-        return operators.attend("native", call, state)
+        return bridge.attend("native", call, state)
     is_step = call.k.shape[1] == 1 and call.causal and call.q is not None and call.cu_seqlens is None
     if is_step and state is not None:
         return _step(call, state)

@@ -12,13 +12,13 @@ Axes: b batch, n tokens, h query heads, g key/value heads, f features, e values.
 import torch
 from torch import Tensor
 
-from linrope.backends import reference
-from linrope.backends.call import Call, Sums
+from linrope.backends import equation
 from linrope.backends.sequences import incoming_sums
 from linrope.common.private_names import FakeTensor
-from linrope.sequence.state import LinearAttentionState
+from linrope.recurrence.call import Call, Sums
+from linrope.recurrence.state import LinearAttentionState
 
-MAPS = reference.MAPS
+MAPS = equation.MAPS
 TAKES_VALUE_GROUPS = False
 DOMAIN = "com.microsoft"
 _EXPORT_ONLY = "it makes nodes of a graph, which PyTorch cannot compute: use it under torch.onnx.export"
@@ -50,10 +50,10 @@ def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
     """out (b, n, h, e), and the sums after the last key."""
     sums = incoming_sums(call, state)
-    phi, psi, phi_hat, psi_hat, v = reference.features(call, sums.angle)
+    phi, psi, phi_hat, psi_hat, v = equation.features(call, sums.angle)
     L = L_hat = None
     if call.log_decay is not None or call.xpos_log_decay is not None:
-        L, L_hat = reference.log_decay_so_far(call)
+        L, L_hat = equation.log_decay_so_far(call)
     out, kv = _attend(phi_hat, psi_hat, v, sums.kv.float(), L_hat)
     if call.normalize:
         ones = v.new_ones(1, 1, 1, 1).expand(*psi.shape[:3], 1)

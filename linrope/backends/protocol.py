@@ -5,8 +5,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from linrope.backends.call import Call, Gradients, ResultGradients, Results, Sums
-from linrope.sequence.state import LinearAttentionState
+from linrope.recurrence.call import Call, Gradients, ResultGradients, Results, Sums
+from linrope.recurrence.state import LinearAttentionState
 
 
 class Backend(Protocol):
@@ -35,7 +35,7 @@ class Backend(Protocol):
 
 
 class ChunkedBackend(Backend, Protocol):
-    """A backend with a backward pass of its own; ``operators.attend`` gives it autograd and torch.compile."""
+    """A backend with a backward pass of its own; ``bridge.attend`` gives it autograd and torch.compile."""
 
     def forward(self, call: Call, sums: Sums | None, save: bool) -> Results:
         """out, the last kv and z if wanted, and the tensors that the backward pass needs if ``save``."""

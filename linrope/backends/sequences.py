@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linrope.backends.call import Call, Sums, sums_of
+from linrope.recurrence.call import Call, Sums, sums_of
+from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import spell_out
-from linrope.sequence.state import LinearAttentionState
 
 PER_TOKEN = ("q", "k", "v", "log_decay", "angle_steps", "distances", "key_mask", "positions", "key_positions")
 

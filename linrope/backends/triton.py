@@ -10,8 +10,8 @@ from linrope_kernels.segments import RunningSums
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from linrope.backends import operators
-from linrope.backends.call import (
+from linrope.backends import bridge
+from linrope.recurrence.call import (
     Call,
     Gradients,
     ResultGradients,
@@ -21,8 +21,8 @@ from linrope.backends.call import (
     summed_to,
     traced,
 )
-from linrope.sequence.packing import owners
-from linrope.sequence.state import LinearAttentionState
+from linrope.recurrence.packing import owners
+from linrope.recurrence.state import LinearAttentionState
 
 TAKES_VALUE_GROUPS = True  # attend expands the call itself, because the kernels need products in v's dtype
 MAPS = dict.fromkeys(("elu+1", "relu", "relu2", "exp", "silu", "identity"))  # those of linrope_kernels.pieces
@@ -68,7 +68,7 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
     step = call.causal and call.q is not None and call.k.shape[1] == 1 and call.cu_seqlens is None
     if step and not differentiates and not traced(call):
         return _step(call, state)
-    return operators.attend("triton", call, state)
+    return bridge.attend("triton", call, state)
 
 
 def _step(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:

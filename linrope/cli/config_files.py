@@ -31,7 +31,7 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     for key, value in values.items():
         name = str(key).replace("-", "_")
         if name not in known:
-            from linrope.common.names import expected_one_of
+            from linrope.common.argument_checks import expected_one_of
 
             raise ValueError(f"{path}: got the option {name!r}, {expected_one_of(name, known)}")
         if name in defaults:

@@ -13,9 +13,9 @@ from linrope.cli.checks import RENAMED, check_feature_map, check_folder, option_
 from linrope.cli.console import console
 from linrope.cli.devices import pick_device
 from linrope.cli.training import accelerator_on, describe, run_steps
+from linrope.common.argument_checks import check_name
 from linrope.common.files import check_readable
 from linrope.common.locks import locked
-from linrope.common.names import check_name
 from linrope.layer.choices import DECAYS, ROTATIONS
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.defaults import SHORT_CONV, resolve_block

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from linrope.common.values import values_readable
+from linrope.common.tracing import values_readable
 from linrope.distributed.exchange import Gathered
 from linrope.distributed.fold import Rules, fold
 from linrope.distributed.layout import Layout
@@ -18,8 +18,8 @@ from linrope.operation.attend import attend, identity_of
 from linrope.operation.checks import check
 from linrope.operation.positions import resolve
 from linrope.operation.request import Request
-from linrope.sequence.decay import MIN_LOG_DECAY, zero_hidden
-from linrope.sequence.state import NO_KEYS, LinearAttentionState
+from linrope.recurrence.decay import MIN_LOG_DECAY, zero_hidden
+from linrope.recurrence.state import NO_KEYS, LinearAttentionState
 
 FIRST = "first."  # prefix of the fields of the first local document's state
 

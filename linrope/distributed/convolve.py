@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linrope.distributed.layout import Layout
 from linrope.distributed.uncompiled import uncompiled
-from linrope.sequence.state import LinearAttentionState
+from linrope.recurrence.state import LinearAttentionState
 
 
 @uncompiled

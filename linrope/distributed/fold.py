@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from linrope.recurrence.chunks import decay_by
+from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import cos_sin_of_turns, rotate
-from linrope.sequence.chunks import decay_by
-from linrope.sequence.state import LinearAttentionState
 
 
 class Rules(NamedTuple):

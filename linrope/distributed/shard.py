@@ -10,7 +10,7 @@ from linrope.distributed.attend import SentState, send_state
 from linrope.distributed.convolve import convolve_shard
 from linrope.distributed.layout import Layout
 from linrope.operation.request import Options, Request
-from linrope.sequence.state import LinearAttentionState
+from linrope.recurrence.state import LinearAttentionState
 
 
 class Shard(Layout):

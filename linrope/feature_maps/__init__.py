@@ -4,7 +4,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-from linrope.common.names import check_name, expected_one_of
+from linrope.common.argument_checks import check_name, expected_one_of
 from linrope.feature_maps.base import FeatureMap, Features
 from linrope.feature_maps.cosformer import Cosformer
 from linrope.feature_maps.dpfp import DPFP

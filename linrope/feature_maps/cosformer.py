@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from linrope.common.names import check_sizes
-from linrope.common.values import values_readable
+from linrope.common.argument_checks import check_sizes
+from linrope.common.tracing import values_readable
 from linrope.feature_maps.base import FeatureMap, widen
 from linrope.rotation.angles import cos_sin
 

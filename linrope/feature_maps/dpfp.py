@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from linrope.common.names import check_integers, check_sizes
+from linrope.common.argument_checks import check_integers, check_sizes
 from linrope.feature_maps.base import FeatureMap, widen
 
 

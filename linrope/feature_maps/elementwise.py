@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linrope.common.names import check_sizes
+from linrope.common.argument_checks import check_sizes
 from linrope.feature_maps.base import FeatureMap, Features
 from linrope.feature_maps.log_scale import centre, exponential
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from linrope.common.names import check_numbers
+from linrope.common.argument_checks import check_numbers
 from linrope.feature_maps.base import pad_to_even, widen
 from linrope.feature_maps.log_scale import exponential
 from linrope.feature_maps.random_features import RandomFeatureMap

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linrope.common.names import check_integers, check_sizes
+from linrope.common.argument_checks import check_integers, check_sizes
 from linrope.common.precision import full_precision
 from linrope.feature_maps.base import FeatureMap, widen
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linrope.common.names import check_sizes
+from linrope.common.argument_checks import check_sizes
 from linrope.feature_maps.base import FeatureMap, pad_to_even, widen
 from linrope.feature_maps.learned import LearnedMap
 

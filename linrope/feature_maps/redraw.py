@@ -4,7 +4,7 @@ import hashlib
 
 from torch import nn
 
-from linrope.common.names import check_integers
+from linrope.common.argument_checks import check_integers
 from linrope.feature_maps.random_features import RandomFeatureMap
 
 

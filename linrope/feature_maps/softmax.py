@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from linrope.common.names import check_sizes
+from linrope.common.argument_checks import check_sizes
 from linrope.feature_maps.base import FeatureMap, widen
 from linrope.feature_maps.log_scale import exponential
 

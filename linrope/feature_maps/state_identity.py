@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from linrope.common.private_names import is_functorch_wrapped_tensor, version_of
-from linrope.sequence.identities import DIGITS
+from linrope.recurrence.identities import DIGITS
 
 
 class Identified(nn.Module):

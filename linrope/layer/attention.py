@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from linrope import backends
+from linrope.common.argument_checks import check_bools, check_name
 from linrope.common.constants import Constant
-from linrope.common.names import check_bools, check_name
 from linrope.feature_maps import FeatureMap
 from linrope.layer.choices import make_decay, make_forget_gate, make_map, make_rotation, make_write_gate
 from linrope.layer.fitting import check_context, check_options
@@ -22,8 +22,8 @@ from linrope.operation import checks
 from linrope.operation.functional import linear_rope_attention
 from linrope.operation.request import ORDERS, Options
 from linrope.operation.shards import LayerShard
+from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
-from linrope.sequence.state import LinearAttentionState
 
 
 class LinearRoPEAttention(Mixer):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from linrope import feature_maps
-from linrope.common.names import check_keys, check_name
+from linrope.common.argument_checks import check_keys, check_name
 from linrope.feature_maps import FeatureMap
-from linrope.layer.operators.norm import OVER
 from linrope.layer.selective import ForgetGate, SelectiveSteps, WriteGate, spread
 from linrope.layer.short_convolution import MOST_TAPS, ShortConvolution, is_number_of_taps
+from linrope.ops.norm import OVER
 from linrope.rotation.rotary import LAYOUTS, Rotary
 
 DECAYS = ("spread", "learned", "retnet")

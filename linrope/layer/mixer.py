@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linrope.common.names import check_bools, check_name, check_sizes
+from linrope.common.argument_checks import check_bools, check_name, check_sizes
 from linrope.feature_maps.base import widen
 from linrope.layer.choices import make_short_convolution, norm_options
 from linrope.layer.norm import OutputNorm, RMSNorm
-from linrope.layer.operators import gated_norm
-from linrope.layer.operators.norm import ORDERS
 from linrope.operation import checks
 from linrope.operation.shards import LayerShard
+from linrope.ops import gated_norm
+from linrope.ops.norm import ORDERS
 
 
 class Mixer(nn.Module):

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from linrope.layer.operators import gated_norm
+from linrope.ops import gated_norm
 
 
 class RMSNorm(nn.RMSNorm):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linrope.common.argument_checks import check_name
 from linrope.common.constants import Constant
-from linrope.common.names import check_name
 from linrope.common.precision import full_precision
 from linrope.rotation.rotary import Rotary
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from linrope.common.names import check_bools, check_name
-from linrope.layer.operators import convolve, convolve_parts
-from linrope.sequence.packing import owners, rising_bounds
+from linrope.common.argument_checks import check_bools, check_name
+from linrope.ops import convolve, convolve_parts
+from linrope.recurrence.packing import owners, rising_bounds
 
 STARTS = ("identity", "uniform")
 ACTIVATIONS = ("silu",)

@@ -11,17 +11,17 @@ from torch.nn import functional as F
 
 from linrope.backends import native
 from linrope.common.private_names import has_global_hooks, hooks_of, watched
-from linrope.common.writing import check_writable
+from linrope.common.writable import check_writable
 from linrope.feature_maps import ElementwiseMap
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.norm import OutputNorm, RMSNorm
-from linrope.layer.operators.native import MAX_TAPS
 from linrope.layer.selective import ForgetGate, WriteGate
 from linrope.layer.short_convolution import ShortConvolution
 from linrope.operation.attend import identity_of
+from linrope.ops.native import MAX_TAPS
+from linrope.recurrence.decay import MIN_LOG_DECAY
+from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
-from linrope.sequence.decay import MIN_LOG_DECAY
-from linrope.sequence.state import LinearAttentionState
 
 _ops = torch.ops.linrope_native
 # transformers leaves hooks of this module on a model that was once asked for its hidden states. In other calls they do

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from linrope.sequence.state import LinearAttentionState
+from linrope.recurrence.state import LinearAttentionState
 
 
 def store_in_state(

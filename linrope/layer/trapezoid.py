@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linrope.backends.call import repeat_heads
 from linrope.common.precision import full_precision
 from linrope.feature_maps import FeatureMap
 from linrope.feature_maps.base import widen
@@ -20,12 +19,13 @@ from linrope.operation import checks
 from linrope.operation.attend import identity_of
 from linrope.operation.functional import linear_rope_attention
 from linrope.operation.positions import first_positions, resolve_positions
+from linrope.recurrence.call import repeat_heads
+from linrope.recurrence.decay import MIN_LOG_DECAY, clamp_gates, zero_hidden
+from linrope.recurrence.identities import same_identity
+from linrope.recurrence.packing import at_last, owners, per_token, previous, rising_bounds
+from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.angles import cos_sin
 from linrope.rotation.rotary import Rotary, rotate, spell_out
-from linrope.sequence.decay import MIN_LOG_DECAY, clamp_gates, zero_hidden
-from linrope.sequence.identities import same_identity
-from linrope.sequence.packing import at_last, owners, per_token, previous, rising_bounds
-from linrope.sequence.state import LinearAttentionState
 
 
 class TrapezoidGate(nn.Module):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linrope.common.names import check_sizes
+from linrope.common.argument_checks import check_sizes
 from linrope.models.language_model import LanguageModel
 from linrope.models.step import DecodingStep
 

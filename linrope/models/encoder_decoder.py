@@ -17,7 +17,7 @@ from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.norm import RMSNorm
 from linrope.models.language_model import SwiGLU
 from linrope.operation.checks import check_vectors
-from linrope.sequence.state import LinearAttentionState
+from linrope.recurrence.state import LinearAttentionState
 
 
 class DecoderState(NamedTuple):

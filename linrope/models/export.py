@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from linrope.backends import onnx
-from linrope.common.names import check_name, check_sizes
+from linrope.common.argument_checks import check_name, check_sizes
 from linrope.common.private_names import FakeTensorMode
 from linrope.models.language_model import LanguageModel
 from linrope.models.training.optional import need
-from linrope.sequence.state import LinearAttentionState
+from linrope.recurrence.state import LinearAttentionState
 
 # The backend that records each form of the attention, and the first onnxruntime that runs the file.
 OPERATORS = {"onnxruntime": ("onnx", "1.29"), "opset27": ("onnx", "1.32"), "portable": ("reference", "1.18")}

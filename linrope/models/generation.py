@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from linrope.common.names import check_sizes
+from linrope.common.argument_checks import check_sizes
 from linrope.models.language_model import LanguageModel, States
 from linrope.models.step import DecodingStep
 

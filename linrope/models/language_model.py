@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linrope.common.argument_checks import check_name
 from linrope.common.files import digest, load_tensors, parse_json, replace_file, save_tensors
-from linrope.common.names import check_name
-from linrope.common.values import values_readable
+from linrope.common.tracing import values_readable
 from linrope.distributed.shard import Shard
 from linrope.layer.choices import ROTATIONS
 from linrope.layer.norm import RMSNorm, silu_product
@@ -39,7 +39,7 @@ from linrope.models.language_model_config import (
 from linrope.operation.checks import check_packing
 from linrope.operation.positions import resolve_positions
 from linrope.position_encodings import ABSOLUTE, RELATIVE, KeyValueState, SoftmaxAttention
-from linrope.sequence.state import LinearAttentionState
+from linrope.recurrence.state import LinearAttentionState
 
 _FORMAT, _VERSION = "linrope.LanguageModel", 2
 

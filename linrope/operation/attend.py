@@ -4,18 +4,18 @@ import torch
 from torch import Tensor
 
 from linrope import backends
-from linrope.backends.call import Call, needs_gradients, repeat_heads
-from linrope.common.writing import check_writable
+from linrope.common.writable import check_writable
 from linrope.feature_maps import FeatureMap
 from linrope.operation import checks, head_first, positions
 from linrope.operation.decoding import loop_after
 from linrope.operation.features import map_features, scale_and_rotate
 from linrope.operation.request import Request
+from linrope.recurrence.call import Call, needs_gradients, repeat_heads
+from linrope.recurrence.decay import Tokens, distances, gradient_path, log_decay_of_tokens, steps_of_tokens
+from linrope.recurrence.identities import WITHOUT_Z
+from linrope.recurrence.stabilizer import stabilize
+from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
-from linrope.sequence.decay import Tokens, distances, gradient_path, log_decay_of_tokens, steps_of_tokens
-from linrope.sequence.identities import WITHOUT_Z
-from linrope.sequence.stabilizer import stabilize
-from linrope.sequence.state import LinearAttentionState
 
 
 def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:

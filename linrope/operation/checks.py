@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from linrope import feature_maps
-from linrope.common.names import check_bools, check_integers, check_name, check_numbers, check_sizes
-from linrope.common.values import values_readable
+from linrope.common.argument_checks import check_bools, check_integers, check_name, check_numbers, check_sizes
+from linrope.common.tracing import values_readable
 from linrope.feature_maps import FeatureMap
 from linrope.feature_maps.base import is_feature_map
 from linrope.operation.request import EPS_MODES, ORDERS, Request
+from linrope.recurrence.identities import WITHOUT_Z, same_identity
+from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
-from linrope.sequence.identities import WITHOUT_Z, same_identity
-from linrope.sequence.state import LinearAttentionState
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

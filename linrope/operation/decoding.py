@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from linrope.backends import native
-from linrope.backends.call import Call
 from linrope.backends.protocol import Backend
 from linrope.common.private_names import forward_mode, watched
 from linrope.operation.request import Request, Settings, TokenLayout
-from linrope.sequence.decay import MIN_LOG_DECAY, clamp_gates
-from linrope.sequence.state import LinearAttentionState
+from linrope.recurrence.call import Call
+from linrope.recurrence.decay import MIN_LOG_DECAY, clamp_gates
+from linrope.recurrence.state import LinearAttentionState
 
 _LAYOUT = tuple(field.name for field in fields(TokenLayout))
 # All steps of a loop have the same Settings. Their TokenLayout is all None: including it here ends the loop when a call

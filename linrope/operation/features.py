@@ -5,8 +5,8 @@ from torch import Tensor
 from linrope.feature_maps import ElementwiseMap, FeatureMap
 from linrope.feature_maps.base import has_hooks, widen
 from linrope.operation.positions import spell_out_positions
+from linrope.recurrence.decay import Tokens
 from linrope.rotation.rotary import Rotary
-from linrope.sequence.decay import Tokens
 
 
 def scale_and_rotate(

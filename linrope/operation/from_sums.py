@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from linrope.common.names import check_name
+from linrope.common.argument_checks import check_name
 from linrope.feature_maps import FeatureMap
 from linrope.operation import checks
 from linrope.operation.attend import identity_of
 from linrope.operation.request import ORDERS
+from linrope.recurrence.identities import WITHOUT_Z
+from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
-from linrope.sequence.identities import WITHOUT_Z
-from linrope.sequence.state import LinearAttentionState
 
 
 def state_from_sums(

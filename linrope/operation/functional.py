@@ -9,8 +9,8 @@ from linrope.feature_maps import FeatureMap
 from linrope.operation.attend import attend
 from linrope.operation.request import Options, Request
 from linrope.operation.shards import TokenShard
+from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
-from linrope.sequence.state import LinearAttentionState
 
 
 @overload

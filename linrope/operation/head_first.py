@@ -4,10 +4,10 @@ import warnings
 
 from torch import Tensor
 
-from linrope.common.values import values_readable
+from linrope.common.tracing import values_readable
 from linrope.operation.request import Request
+from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
-from linrope.sequence.state import LinearAttentionState
 
 HINT = (
     "heads and tokens look swapped: tensors are (batch, length, heads, dim), and gates (batch, length, heads); "

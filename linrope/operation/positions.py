@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
+from linrope.common.argument_checks import check_integer_tensors
 from linrope.common.constants import Constant
-from linrope.common.names import check_integer_tensors
-from linrope.common.values import values_readable
+from linrope.common.tracing import values_readable
 from linrope.operation.request import Request
+from linrope.recurrence.decay import Tokens
+from linrope.recurrence.packing import at_last, owners, previous, rising_bounds
+from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import MAX_POSITION, spell_out
-from linrope.sequence.decay import Tokens
-from linrope.sequence.packing import at_last, owners, previous, rising_bounds
-from linrope.sequence.state import LinearAttentionState
 
 # The position of the first token if there is no state. Made once: in a short call, making them takes noticeable time.
 _ZERO = Constant(torch.zeros(1, dtype=torch.int64))

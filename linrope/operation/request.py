@@ -6,8 +6,8 @@ from typing import TypedDict
 from torch import Tensor
 
 from linrope.feature_maps import FeatureMap
+from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
-from linrope.sequence.state import LinearAttentionState
 
 ORDERS = ("after", "before")
 EPS_MODES = ("clamp", "add")

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from linrope.operation.request import Options, Request
-from linrope.sequence.state import LinearAttentionState
+from linrope.recurrence.state import LinearAttentionState
 
 
 @runtime_checkable

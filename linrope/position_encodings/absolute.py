@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from linrope.common.names import check_integers, check_sizes
-from linrope.common.values import values_readable
+from linrope.common.argument_checks import check_integers, check_sizes
+from linrope.common.tracing import values_readable
 from linrope.rotation.rotary import Rotary
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from linrope.common.names import check_integer_tensors
+from linrope.common.argument_checks import check_integer_tensors
 
 
 @dataclass(frozen=True, eq=False, repr=False)

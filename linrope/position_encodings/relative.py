@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from linrope.common.names import check_integers, check_sizes
+from linrope.common.argument_checks import check_integers, check_sizes
 from linrope.rotation.rotary import Rotary
 
 

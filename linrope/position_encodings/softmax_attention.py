@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linrope.common.names import check_bools, check_name
+from linrope.common.argument_checks import check_bools, check_name
 from linrope.layer.mixer import Mixer
 from linrope.operation.checks import check_inputs, check_mask, check_packing
 from linrope.operation.positions import resolve_positions, spell_out_positions
 from linrope.position_encodings.absolute import ABSOLUTE
 from linrope.position_encodings.key_value_state import KeyValueState
 from linrope.position_encodings.relative import RELATIVE, RelativeEncoding
+from linrope.recurrence.packing import owners
 from linrope.rotation.rotary import Rotary
-from linrope.sequence.packing import owners
 
 
 class SoftmaxAttention(Mixer):

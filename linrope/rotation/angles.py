@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from linrope.common.names import check_name
+from linrope.common.argument_checks import check_name
 
 LAYOUTS = ("interleaved", "half")
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.common.names import check_name, expected_one_of
+from linrope.common.argument_checks import check_name, expected_one_of
 
 
 def default(dim: int, base: float) -> tuple[Tensor, float]:

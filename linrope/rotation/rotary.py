@@ -11,8 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linrope.common.argument_checks import (
+    check_integer_tensors,
+    check_integers,
+    check_name,
+    check_numbers,
+    check_sizes,
+)
 from linrope.common.constants import Constant
-from linrope.common.names import check_integer_tensors, check_integers, check_name, check_numbers, check_sizes
 from linrope.rotation.angles import LAYOUTS, cos_sin, cos_sin_of_turns, rotate, to_turns
 from linrope.rotation.frequencies import MROPE_AXES, read_config, resolve
 

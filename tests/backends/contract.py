@@ -13,8 +13,8 @@ from torch import Tensor
 from linrope import LinearAttentionState, linear_rope_attention
 from linrope.backends import native
 from linrope.cli.bounds import BOUNDS, ON_TILES
-from tests.equation import Equation
-from tests.oracle import DATA, everything, native_sets
+from tests.support.equation import Equation
+from tests.support.oracle import DATA, everything, native_sets
 
 ON_CPU = torch.get_default_device().type == "cpu"
 LONG = pytest.mark.long

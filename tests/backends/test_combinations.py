@@ -13,7 +13,7 @@ from linrope import LinearAttentionState, Rotary, feature_maps
 from tests.backends.contract import TABLE, Contract
 from tests.backends.contract import check as compare
 from tests.feature_maps.table import MAPS
-from tests.oracle import random_state, randoms
+from tests.support.oracle import random_state, randoms
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 

@@ -7,9 +7,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, linear_rope_attention
-from linrope.backends.call import Call, Sums
-from linrope.backends.operators import flatten
-from tests.oracle import NATIVE
+from linrope.backends.bridge import flatten
+from linrope.recurrence.call import Call, Sums
+from tests.support.oracle import NATIVE
 
 LONG_HERE = pytest.mark.long if torch.get_default_device().type == "cpu" else ()  # seconds each, interpreted
 OPERATOR = torch.ops.linrope.attend.default

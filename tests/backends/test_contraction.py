@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from linrope import linear_rope_attention
 from linrope.backends.contraction import contract
-from tests.oracle import randoms
+from tests.support.oracle import randoms
 
 NUMERATOR = "bgrnf,bgmf,bgme->bgrne"
 

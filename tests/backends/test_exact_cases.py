@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from linrope import Rotary, linear_rope_attention, state_from_sums
-from tests.oracle import BACKENDS, NATIVE, both_directions, every_kernel
+from tests.support.oracle import BACKENDS, NATIVE, both_directions, every_kernel
 
 PLAIN = {"feature_map": None, "normalize": False, "return_state": True}
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from linrope import Rotary, linear_rope_attention, linear_rope_state
 from tests.backends.contract import of_backends
-from tests.equation import Equation
-from tests.oracle import NATIVE, assert_same, every_backend, every_kernel, everything, randoms
+from tests.support.equation import Equation
+from tests.support.oracle import NATIVE, assert_same, every_backend, every_kernel, everything, randoms
 
 
 def data(n: int, g: int = 2, b: int = 2, d: int = 4, seed: int = 1) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import torch
 
 from linrope import Rotary, linear_rope_attention
 from tests.backends.contract import TABLE, Contract, instruction_set
-from tests.oracle import native_sets, randoms
+from tests.support.oracle import native_sets, randoms
 
 N, D = 4096, 64
 # Log decays of a token: none, as Mamba-2 starts, and gates that end a chunk of the native kernels early.

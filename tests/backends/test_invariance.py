@@ -13,7 +13,7 @@ from torch import Tensor
 from linrope import Rotary, linear_rope_attention, linear_rope_state
 from linrope.operation import checks
 from tests.backends.contract import of_backends
-from tests.oracle import (
+from tests.support.oracle import (
     BACKENDS,
     DATA,
     MAPS,

@@ -8,13 +8,13 @@ import torch
 
 from linrope import Rotary, feature_maps, linear_rope_attention
 from linrope.cli.bounds import BOUNDS, error_in_bounds
+from linrope.recurrence.chunks import CHUNK
 from linrope.rotation.rotary import MAX_POSITION
-from linrope.sequence.chunks import CHUNK
 from tests.backends.contract import of_backends
 from tests.campaigns import configurations
-from tests.equation import Equation
 from tests.feature_maps.table import plain
-from tests.oracle import (
+from tests.support.equation import Equation
+from tests.support.oracle import (
     BACKENDS,
     MAPS,
     NATIVE,

@@ -7,8 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from linrope import Rotary, linear_rope_attention, linear_rope_state
-from linrope.backends.call import summed_to
-from tests.oracle import everything, random_state, randoms
+from linrope.recurrence.call import summed_to
+from tests.support.oracle import everything, random_state, randoms
 
 BACKENDS = ("eager", "native")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary, feature_maps, linear_rope_attention
-from tests.oracle import (
+from tests.support.oracle import (
     DATA,
     MAPS,
     NATIVE,

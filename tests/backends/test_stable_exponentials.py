@@ -9,8 +9,8 @@ from torch import Tensor
 
 from linrope import Rotary, feature_maps, linear_rope_attention
 from linrope.feature_maps import FeatureMap
-from tests.equation import Equation
-from tests.oracle import both_directions, every_backend, randoms
+from tests.support.equation import Equation
+from tests.support.oracle import both_directions, every_backend, randoms
 
 MAPS = ("exp", "softmax", "favor+", "favor+hyperbolic", "favor++")
 D = 64

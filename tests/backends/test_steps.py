@@ -9,8 +9,16 @@ from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary, linear_rope_attention, linear_rope_state
 from tests.backends.contract import Contract, assert_within, every_contract, instruction_set, narrow
-from tests.equation import Equation
-from tests.oracle import BACKENDS, NATIVE, every_kernel, everything, native_sets, random_state, randoms
+from tests.support.equation import Equation
+from tests.support.oracle import (
+    BACKENDS,
+    NATIVE,
+    every_kernel,
+    everything,
+    native_sets,
+    random_state,
+    randoms,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # NumPy's
 B, N = 3, 4

@@ -18,7 +18,7 @@ from torch import Tensor
 from linrope import Rotary, linear_rope_attention
 from linrope.cli.bounds import FACTOR, SHARE, Yardstick
 from tests.backends.contract import instruction_set
-from tests.oracle import NATIVE, native_sets, random_state, randoms
+from tests.support.oracle import NATIVE, native_sets, random_state, randoms
 
 N, D = 8192, 16
 GATES = (0.05, 0.5, 0.9, 0.99, 0.9999, "mamba-2")

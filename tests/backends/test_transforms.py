@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from linrope import LinearRoPEAttention, Rotary, linear_rope_attention, linear_rope_state
-from tests.oracle import NATIVE, both_directions, randoms
+from tests.support.oracle import NATIVE, both_directions, randoms
 
 BACKENDS = ("eager", NATIVE)
 ROTARY = Rotary(8)

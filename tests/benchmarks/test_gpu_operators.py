@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import gpu_operators
-from linrope.layer.operators import convolve
+from linrope.ops import convolve
 
 DEVICE = torch.get_default_device().type
 

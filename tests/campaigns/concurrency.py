@@ -16,7 +16,7 @@ from linrope.backends import native
 from linrope.models import LanguageModel, LanguageModelConfig
 from tests.campaigns.command import numbers
 from tests.campaigns.draw import Configuration
-from tests.oracle import everything
+from tests.support.oracle import everything
 
 THREADS = 8
 FAST = ("eager",) if native.why_not() else ("eager", "native")

@@ -29,11 +29,11 @@ from linrope.cli.bounds import (
     largest,
     moved,
 )
-from linrope.sequence.state import NO_KEYS
+from linrope.recurrence.state import NO_KEYS
 from tests.backends.contract import ON_CPU
 from tests.campaigns.draw import Configuration, Given, Piece
-from tests.equation import Change, Equation, Sizes
-from tests.interpreter import quicken
+from tests.support.equation import Change, Equation, Sizes
+from tests.support.interpreter import quicken
 
 FAST = ("eager",) if native.why_not() else ("eager", "native")
 CPU = {"float32": ("reference", *FAST), "float64": ("reference", "eager")}

@@ -11,7 +11,7 @@ from linrope import Rotary, feature_maps
 from linrope.feature_maps import ELEMENTWISE, FeatureMap, Features
 from linrope.rotation.rotary import MAX_POSITION
 from tests.feature_maps.table import MAPS
-from tests.oracle import DATA, randoms
+from tests.support.oracle import DATA, randoms
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 

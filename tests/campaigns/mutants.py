@@ -41,7 +41,7 @@ OPERATION = (
     f"{B}/test_exact_cases.py",
     f"{B}/test_gates.py",
     f"{B}/test_pieces.py",
-    "tests/sequence/test_state_in_place.py",
+    "tests/recurrence/test_state_in_place.py",
     f"{ORACLE}[eager-favor+]",
     f"{B}/test_stable_exponentials.py",
     f"{B}/test_invariance.py",
@@ -61,17 +61,17 @@ TESTS: dict[str, tuple[str, ...]] = {
             *OPERATION,
             "tests/operation/test_decoding.py",
             *CHECKS,
-            "tests/sequence/test_state.py",
+            "tests/recurrence/test_state.py",
             f"{B}/test_numerics.py",
         )
         for name in ("attend", "positions", "request")
     },
     "linrope/operation/checks.py": (*CHECKS, *OPERATION),
-    "linrope/sequence/state.py": (
-        "tests/sequence/test_state.py",
-        "tests/sequence/test_state_in_place.py",
-        "tests/sequence/test_state_memory.py",
-        "tests/sequence/test_state_files.py",
+    "linrope/recurrence/state.py": (
+        "tests/recurrence/test_state.py",
+        "tests/recurrence/test_state_in_place.py",
+        "tests/recurrence/test_state_memory.py",
+        "tests/recurrence/test_state_files.py",
         *CHECKS,
         *OPERATION,
         "tests/operation/test_decoding.py",
@@ -80,23 +80,23 @@ TESTS: dict[str, tuple[str, ...]] = {
     "linrope/rotation/rotary.py": (*ROTARY, "tests/rotation/test_frequencies.py", *OPERATION),
     "linrope/rotation/angles.py": ("tests/rotation/test_angles.py", *ROTARY, *OPERATION),
     "linrope/rotation/frequencies.py": ("tests/rotation/test_frequencies.py", *ROTARY),
-    "linrope/sequence/decay.py": (*OPERATION, f"{B}/test_numerics.py"),
-    "linrope/sequence/chunks.py": (*OPERATION, f"{B}/test_numerics.py"),
-    "linrope/sequence/packing.py": ("tests/sequence/test_packing.py", *OPERATION, CHECKS[1]),
+    "linrope/recurrence/decay.py": (*OPERATION, f"{B}/test_numerics.py"),
+    "linrope/recurrence/chunks.py": (*OPERATION, f"{B}/test_numerics.py"),
+    "linrope/recurrence/packing.py": ("tests/recurrence/test_packing.py", *OPERATION, CHECKS[1]),
     "linrope/operation/decoding.py": ("tests/operation/test_decoding.py", *OPERATION),
     "linrope/operation/features.py": (*OPERATION, "tests/feature_maps/test_cosformer.py"),
     "linrope/backends/__init__.py": (*OPERATION, *CHECKS, "tests/test_versions.py", TRANSFORMS[1]),
-    "linrope/backends/call.py": (*OPERATION, *TRANSFORMS),
+    "linrope/recurrence/call.py": (*OPERATION, *TRANSFORMS),
     "linrope/backends/eager.py": (*OPERATION, f"{B}/test_numerics.py"),
     "linrope/backends/native.py": (
         TRANSFORMS[0],
         *OPERATION,
-        "tests/sequence/test_state_memory.py",
+        "tests/recurrence/test_state_memory.py",
         "tests/operation/test_decoding.py",
         "tests/kernels/cpu",
     ),
-    "linrope/backends/operators.py": (*TRANSFORMS, *OPERATION, "tests/operation/test_decoding.py"),
-    "linrope/backends/reference.py": OPERATION,
+    "linrope/backends/bridge.py": (*TRANSFORMS, *OPERATION, "tests/operation/test_decoding.py"),
+    "linrope/backends/equation.py": OPERATION,
     "linrope/backends/triton.py": (
         f"{B}/test_steps.py",
         f"{B}/test_equation.py",
@@ -114,7 +114,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         for name in ("angles", "backward", "decay", "forward", "gradients", "pieces", "segments", "step")
     },
     **{
-        f"kernels/linrope_kernels/{name}.py": ("tests/kernels/test_operators.py", "tests/layer/operators")
+        f"kernels/linrope_kernels/{name}.py": ("tests/kernels/test_operators.py", "tests/ops")
         for name in ("convolution_kernels", "norm_kernels", "partial_sums")
     },
     "linrope/models/huggingface/cache.py": (

@@ -26,14 +26,14 @@ from tests.campaigns.mutants import COPIED, ROOT
 TESTS = (
     "tests/backends/test_combinations.py",
     "tests/kernels/cpu",
-    "tests/layer/operators",
+    "tests/ops",
     "tests/backends/test_steps.py",
     "tests/backends/test_equation.py",
     "tests/backends/test_exact_cases.py",
     "tests/backends/test_sums_of_gradients.py",
     "tests/backends/test_half_precision.py",
     "tests/operation/test_from_sums.py",
-    "tests/sequence/test_state_in_place.py",
+    "tests/recurrence/test_state_in_place.py",
     "tests/backends/test_numerics.py",
 )
 # What can see a change, soon

@@ -12,8 +12,8 @@ from linrope.backends import native
 from linrope.cli.bounds import BOUNDS, error_in_bounds
 from linrope.rotation.rotary import MAX_POSITION
 from tests.campaigns.command import numbers
-from tests.equation import Equation
-from tests.oracle import DATA
+from tests.support.equation import Equation
+from tests.support.oracle import DATA
 
 OPTIONS: dict[str, dict[str, Any]] = {  # what a stream's calls have in common
     "plain": {},

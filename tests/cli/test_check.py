@@ -12,7 +12,7 @@ from linrope import backends
 from linrope.backends import eager
 from linrope.cli import conformance
 from linrope.cli.conformance import CASES, Case, Exact
-from tests.equation import Equation
+from tests.support.equation import Equation
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 

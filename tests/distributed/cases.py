@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary, feature_maps, linear_rope_attention
 from linrope.distributed import Shard
-from tests.oracle import DATA, random_state, randoms
+from tests.support.oracle import DATA, random_state, randoms
 
 B, H, G, D, E = 2, 4, 2, 8, 6
 SEQUENCE = (*DATA, "positions", "key_positions", "key_mask")  # have an axis of tokens

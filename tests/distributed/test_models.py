@@ -20,7 +20,7 @@ from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.huggingface import LinRopeCache, LinRopeConfig, LinRopeForCausalLM
 from tests.distributed.comparisons import close, gradients, perturbed
 from tests.distributed.processes import on_each_rank
-from tests.oracle import randoms
+from tests.support.oracle import randoms
 
 LAYERS: dict[str, dict[str, Any]] = {
     "all gates": {

@@ -13,7 +13,7 @@ from linrope import Rotary, linear_rope_attention, linear_rope_state
 from linrope.distributed import Shard
 from tests.distributed import cases
 from tests.distributed.processes import Processes, on_each_rank
-from tests.oracle import randoms
+from tests.support.oracle import randoms
 
 DTYPES = [(torch.float64, "eager"), (torch.float32, "auto")]
 in_each_precision = pytest.mark.parametrize(("dtype", "backend"), DTYPES, ids=["float64", "float32"])

@@ -8,7 +8,7 @@ import torch
 
 from linrope import LinearRoPEAttention, Rotary, linear_rope_attention, linear_rope_state
 from linrope.distributed import Shard
-from tests.oracle import randoms
+from tests.support.oracle import randoms
 
 
 @pytest.mark.parametrize("packed", [False, True])

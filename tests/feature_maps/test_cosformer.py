@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from linrope import linear_rope_attention
 from linrope.feature_maps import Cosformer
-from tests.oracle import randoms
+from tests.support.oracle import randoms
 
 
 def test_features_are_the_formula() -> None:

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from linrope.feature_maps import FavorHyperbolic, FavorPlus, FavorPlusPlus
 from tests.feature_maps.table import plain
-from tests.oracle import randoms
+from tests.support.oracle import randoms
 
 
 def test_with_kernel_epsilon_no_product_of_far_inputs_is_0() -> None:

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from linrope import feature_maps
 from linrope.feature_maps import T2R, Hedgehog
 from tests.feature_maps.table import LEARNED
-from tests.oracle import randoms
+from tests.support.oracle import randoms
 
 names = pytest.mark.parametrize("name", LEARNED)
 heads = pytest.mark.parametrize("options", [{}, {"num_heads": 4}, {"num_heads": 4, "num_kv_heads": 2}])

@@ -12,7 +12,7 @@ from linrope.feature_maps import FeatureMap
 from linrope.feature_maps.log_scale import centre, exponential
 from linrope.feature_maps.random_features import RandomFeatureMap
 from tests.feature_maps.table import MAPS, build
-from tests.oracle import randoms
+from tests.support.oracle import randoms
 
 SCALED = ("exp", "softmax", "favor+", "favor+hyperbolic", "favor++")
 names = pytest.mark.parametrize("name", SCALED)

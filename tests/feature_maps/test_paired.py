@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from linrope import Rotary, feature_maps, linear_rope_attention
 from linrope.feature_maps import FeatureMap, PairedMap
 from tests.feature_maps.table import HEADS
-from tests.oracle import examples, randoms
+from tests.support.oracle import examples, randoms
 
 INNER: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("elu+1", "relu", "silu", "softmax", "dpfp", "hedgehog")},

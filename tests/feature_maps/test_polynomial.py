@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from linrope.feature_maps import Rebased, Taylor2
 from linrope.feature_maps.polynomial import quadratic
-from tests.oracle import randoms
+from tests.support.oracle import randoms
 
 
 @pytest.mark.parametrize("d", [1, 2, 3, 5, 8])

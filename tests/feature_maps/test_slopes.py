@@ -10,7 +10,7 @@ from torch import Tensor
 from linrope import feature_maps, linear_rope_attention
 from linrope.feature_maps import ELEMENTWISE
 from tests.feature_maps.table import MAPS, build, plain
-from tests.oracle import NATIVE, computes
+from tests.support.oracle import NATIVE, computes
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))

@@ -12,7 +12,7 @@ import torch
 from linrope_kernel_tools import cycle_model
 from linrope_kernel_tools.report import recorded
 
-from linrope.layer.operators import convolve, convolve_step, gated_norm, triton
+from linrope.ops import convolve, convolve_step, gated_norm, triton
 
 BF16 = torch.bfloat16
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from linrope import Rotary, linear_rope_attention
-from tests.oracle import assert_same, both_directions, everything, random_state
+from tests.support.oracle import assert_same, both_directions, everything, random_state
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

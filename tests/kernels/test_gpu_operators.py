@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from linrope.layer.operators import convolve, convolve_step, gated_norm
-from linrope.layer.operators.backends import choose
+from linrope.ops import convolve, convolve_step, gated_norm
+from linrope.ops.backends import choose
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 LARGE, ROWS = 2**31, 300  # elements; tokens to compare

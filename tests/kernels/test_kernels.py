@@ -11,7 +11,7 @@ from linrope_kernels import INTERPRETED, gradients, launch, segments, tiles
 
 from linrope import Rotary, linear_rope_attention
 from tests.backends.contract import TABLE, check
-from tests.oracle import random_state, randoms
+from tests.support.oracle import random_state, randoms
 
 pytestmark = [
     pytest.mark.usefixtures("poison"),

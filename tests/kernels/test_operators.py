@@ -1,6 +1,6 @@
 """What the Triton kernels of the layer's operators alone promise: tiles, sums in parts, what is compiled from them.
 
-tests/layer/operators compares them, in Triton's interpreter, with float64.
+tests/ops compares them, in Triton's interpreter, with float64.
 """
 
 from pathlib import Path
@@ -11,9 +11,9 @@ import torch
 from linrope_kernel_tools.report import SHARED_LIMIT
 from linrope_kernels import INTERPRETED, convolution, norm, partial_sums
 
-from linrope.layer.operators import convolve, gated_norm
+from linrope.ops import convolve, gated_norm
 from tests.kernels.compiled import CAPABILITIES, run_compiled
-from tests.layer.operators.cases import Tensors, differentiate, numbers, relative_error
+from tests.ops.cases import Tensors, differentiate, numbers, relative_error
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -7,8 +7,8 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, feature_maps, linear_rope_attention
-from tests.oracle import NATIVE
-from tests.trapezoid_loop import trapezoidal_loop
+from tests.support.oracle import NATIVE
+from tests.support.trapezoid_loop import trapezoidal_loop
 
 # Options of layers in float32, which "auto" computes with the native kernels if they are built
 PLAIN = {

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from linrope import Rotary, feature_maps
 from linrope.layer.trapezoid import trapezoidal_attention
 from tests.layer.cases import assert_same_state, needs_native, numbers
-from tests.trapezoid_loop import trapezoidal_loop
+from tests.support.trapezoid_loop import trapezoidal_loop
 
 N, G, D, E = 12, 2, 4, 3
 

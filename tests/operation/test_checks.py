@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from linrope import LinearRoPEAttention, Rotary, feature_maps, linear_rope_attention
-from tests.oracle import both_directions, every_backend, everything, random_state, randoms
+from tests.support.oracle import both_directions, every_backend, everything, random_state, randoms
 
 N, G, D = 5, 2, 4
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, linear_rope_attention
 from linrope.backends import native
 from linrope.operation.decoding import DecodingLoop
-from tests.oracle import BACKENDS, DATA, NATIVE
+from tests.support.oracle import BACKENDS, DATA, NATIVE
 
 B, G, H, F, E = 2, 2, 4, 8, 6
 ROTARY = Rotary(F)

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from linrope import LinearRoPEAttention, Rotary, linear_rope_attention
 from linrope.rotation.rotary import LAYOUTS, MAX_POSITION, cos_sin_of_turns, grid_positions
-from tests.scalings import SCALINGS, scaled
+from tests.support.scalings import SCALINGS, scaled
 
 
 def vectors(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:

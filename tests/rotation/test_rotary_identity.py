@@ -10,7 +10,7 @@ import torch
 
 from linrope import Rotary
 from linrope.rotation.rotary import grid_positions
-from tests.scalings import SCALINGS, scaled
+from tests.support.scalings import SCALINGS, scaled
 
 
 def test_later_changes_of_the_given_theta_and_scaling_do_not_reach_in() -> None:

@@ -116,7 +116,7 @@ def bench(
     from linrope.cli.bench.benchmark import Effort
     from linrope.cli.bench.cases import Case
     from linrope.cli.bench.run import measure
-    from linrope.common.names import check_name
+    from linrope.common.argument_checks import check_name
     from linrope.layer.choices import DECAYS
     from linrope.versions import versions
 

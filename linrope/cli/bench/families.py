@@ -17,8 +17,8 @@ from linrope.cli.bench.benchmark import machine, peak_memory
 from linrope.cli.bench.report import noise_warning, plain_table, times
 from linrope.cli.bench.timing import measured
 from linrope.cli.training import progress_bar
+from linrope.common.argument_checks import check_name
 from linrope.common.files import replace_file, unused
-from linrope.common.names import check_name
 from linrope.integrations import transformers as linrope_transformers
 
 LENGTHS = [512, 2048, 8192]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from linrope.common.names import check_name
+from linrope.common.argument_checks import check_name
 from linrope.common.private_names import forward_behind_hooks
 from linrope.integrations.transformers import mamba2, minimax, packing, refusals
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from linrope.layer.operators import convolve, gated_norm
 from linrope.operation.from_sums import state_from_sums
 from linrope.operation.functional import linear_rope_attention
-from linrope.sequence.state import LinearAttentionState
+from linrope.ops import convolve, gated_norm
+from linrope.recurrence.state import LinearAttentionState
 
 SILU = ("silu", "swish")  # the two names that transformers has for it
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from linrope.common.private_names import assert_in_graph, softmax_implementation
-from linrope.common.values import exporting
+from linrope.common.tracing import exporting
 
 SAYS_PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
 CACHES = ("cache", "past_key_values", "cache_params")  # transformers 5.24 renamed the latter two to the first

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from linrope import backends
 from linrope.backends.native import MAX_DIM
-from linrope.common.values import exporting
+from linrope.common.tracing import exporting
 from linrope.integrations.transformers import mamba2
-from linrope.layer.operators.native import MAX_TAPS
+from linrope.ops.native import MAX_TAPS
 
 
 def tensors(x: Tensor, package: str = "") -> str | None:

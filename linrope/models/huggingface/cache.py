@@ -13,7 +13,7 @@ from linrope.common.files import load_tensors, save_tensors
 from linrope.models.huggingface.cache_name import CACHE
 from linrope.models.huggingface.configuration import LinRopeConfig
 from linrope.position_encodings import KeyValueState
-from linrope.sequence.state import LinearAttentionState
+from linrope.recurrence.state import LinearAttentionState
 
 _FORMAT, _VERSION = "linrope.LinRopeCache", 1
 

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 import torch
 from transformers import PreTrainedConfig
 
-from linrope.common.names import check_sizes
+from linrope.common.argument_checks import check_sizes
 from linrope.feature_maps.random_features import RandomFeatureMap
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.choices import partial_dim

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from linrope.common.names import check_sizes
+from linrope.common.argument_checks import check_sizes
 from linrope.models.huggingface.configuration import LinRopeConfig
 from linrope.models.huggingface.modeling import LinRopeForCausalLM
 from linrope.models.training.optional import need

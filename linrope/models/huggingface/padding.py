@@ -8,7 +8,7 @@ from torch import Tensor
 
 from linrope.models.huggingface.cache import LinRopeCache
 from linrope.operation.checks import check_packing
-from linrope.sequence.packing import rising_bounds, sums_so_far
+from linrope.recurrence.packing import rising_bounds, sums_so_far
 
 
 def count_positions(attention_mask: Tensor, bounds: Tensor | None = None) -> Tensor:

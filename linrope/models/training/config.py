@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from linrope.common.names import check_sizes
+from linrope.common.argument_checks import check_sizes
 
 LARGEST = 2**40  # integer; seeds are multiplied by a million
 LARGEST_FLOAT = 3.4e38  # of float32

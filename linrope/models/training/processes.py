@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from linrope.distributed.shard import Shard
 from linrope.models.language_model import LanguageModel
 from linrope.models.tensor_parallel import split_heads
-from linrope.sequence.state import LinearAttentionState
+from linrope.recurrence.state import LinearAttentionState
 
 
 class Processes:

@@ -25,7 +25,7 @@ from linrope.models.training.config import TrainingConfig
 from linrope.models.training.corpus import Corpus
 from linrope.models.training.optional import need
 from linrope.models.training.processes import Processes, last_states
-from linrope.sequence.state import NO_KEYS, LinearAttentionState
+from linrope.recurrence.state import NO_KEYS, LinearAttentionState
 
 
 def _full_state_dicts() -> tuple[Any, Any]:

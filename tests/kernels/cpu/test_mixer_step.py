@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.backends.contract import narrow
-from tests.equation import _rotated
+from tests.support.equation import _rotated
 
 pytestmark = pytest.mark.usefixtures("isa")
 

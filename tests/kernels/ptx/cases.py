@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from linrope import Rotary, feature_maps
-from tests.equation import Equation
+from tests.support.equation import Equation
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Options = Callable[["Problem"], dict[str, Any]]

@@ -18,7 +18,7 @@ from linrope import linear_rope_attention, linear_rope_state
 from linrope.cli.bounds import BOUNDS, cancelling, error_in_bounds
 from tests.kernels.ptx.cases import CASES, DTYPES, Problem
 from tests.kernels.ptx.launcher import install
-from tests.oracle import everything
+from tests.support.oracle import everything
 
 Ratios = dict[str, float]  # error over what is allowed
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.layer.operators import convolve, convolve_step, gated_norm, triton
+from linrope.ops import convolve, convolve_step, gated_norm, triton
 from tests.kernels.ptx.cases import DTYPES
 from tests.kernels.ptx.launcher import install
 

@@ -1,0 +1,130 @@
+"""RoFormer's equation 19 as it is written, with decay and state: differentiable, in any floating dtype.
+
+    num_i = sum_j e^(L_i - L_j) <R(Theta_i) phi(q_i), R(Theta_j) psi(k_j)> v_j
+    den_i = sum_j e^(L_i - L_j) <phi(q_i), psi(k_j)>,       out_i = num_i / max(den_i, eps)
+
+The sums run over j <= i (causal) or over all j. Axes: b batch, n queries, m keys, g key/value heads, r query heads
+per key/value head, f features, e values.
+"""
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from linrope.backends.contraction import contract
+from linrope.backends.sequences import each_sequence, incoming_sums, pad_outside_tokens
+from linrope.common.precision import full_precision
+from linrope.feature_maps import ELEMENTWISE
+from linrope.feature_maps.log_scale import at_most_0
+from linrope.recurrence.call import Call, Sums
+from linrope.recurrence.packing import sums_so_far
+from linrope.recurrence.state import LinearAttentionState
+from linrope.rotation.rotary import rotate
+
+MAPS, TAKES_VALUE_GROUPS = ELEMENTWISE, False
+
+
+def why_not() -> str | None:
+    return None
+
+
+def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
+    return None
+
+
+def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
+    """out (b, n, h, e) in v's dtype, computed in q's dtype, and the sums after the last key."""
+    sums = incoming_sums(call, state)
+    with full_precision(call.v.device):
+        if call.cu_seqlens is None:
+            out, kv, z = _attend(call, sums)
+        else:
+            outs, kvs, zs = zip(*[_attend(*one) for one in each_sequence(call, sums)], strict=True)
+            out, kv, z = pad_outside_tokens(torch.cat(outs, 1), call), torch.cat(kvs), torch.cat(zs)
+    return out, Sums(kv, z, call.last_angle(sums.angle)) if call.want_state else None
+
+
+def _attend(call: Call, sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
+    """out, kv and z of an unpacked call. The incoming sums are decayed to the last token before the call."""
+    # 1. Rotate the features, in the numerator only.       phi_hat = R(Theta_i) phi,   psi_hat = R(Theta_j) psi
+    phi, psi, phi_hat, psi_hat, v = features(call, sums.angle)
+    phi, phi_hat = (rearrange(x, "b n (g r) f -> b g r n f", g=psi.shape[2]) for x in (phi, phi_hat))
+    psi, psi_hat, v = (rearrange(x, "b m g f -> b g m f") for x in (psi, psi_hat, v))
+
+    # 2. Add up the keys that each query sees, decayed.                 num += e^(L_i - L_j) <phi_hat, psi_hat> v
+    L, L_hat = (rearrange(x, "b m g f -> b g m f") for x in log_decay_so_far(call))
+    if call.causal:
+        num = contract("bgrnm,bgme->bgrne", _scores(phi_hat, psi_hat, L_hat), v)
+        den = _scores(phi, psi, L).sum(-1)
+    else:  # nothing decays, and opt_einsum takes the cheaper of phi (psi^T v) and (phi psi^T) v
+        num = contract("bgrnf,bgmf,bgme->bgrne", phi_hat, psi_hat, v)
+        den = contract("bgrnf,bgmf->bgrn", phi, psi)
+
+    # 3. Add the incoming state, S and z.                       num += e^(L_i) phi_hat S,   den += e^(L_i) phi z
+    S, z, decayed, decayed_hat = sums.kv, sums.z, phi, phi_hat
+    if call.causal:
+        n = phi.shape[3]
+        decayed, decayed_hat = phi * _exp(L[:, :, None, :n], phi), phi_hat * _exp(L_hat[:, :, None, :n], phi)
+    num = num + contract("bgrnf,bgfe->bgrne", decayed_hat, S.to(phi.dtype))
+    den = den + contract("bgrnf,bgf->bgrn", decayed, z.to(phi.dtype))
+
+    # 4. Divide, and pass the state on.      S = e^(L_end) S + sum_j e^(L_end - L_j) psi_hat_j v_j^T, z likewise
+    den = den + call.eps if call.eps_mode == "add" else den.clamp(min=call.eps)
+    out = rearrange(num / den[..., None] if call.normalize else num, "b g r n e -> b n (g r) e")
+    L_end, L_end_hat = (x[:, :, -1:] if x.shape[2] else x.new_zeros(1, 1, 1, 1) for x in (L, L_hat))
+    psi, psi_hat = psi * _exp(L_end - L, psi), psi_hat * _exp(L_end_hat - L_hat, psi)
+    S = S * L_end_hat.exp().mT.to(S.dtype) + contract("bgmf,bgme->bgfe", psi_hat.to(S.dtype), v.to(S.dtype))
+    z = z * L_end.exp()[:, :, 0].to(z.dtype) + psi.to(z.dtype).sum(2)
+    return out.to(call.v.dtype), S, z
+
+
+def _exp(x: Tensor, like: Tensor) -> Tensor:
+    """e^x for x <= 0, in the dtype of ``like``. Rounding may lift x above 0, so it is clamped."""
+    return at_most_0(x).exp().to(like.dtype)
+
+
+def _scores(phi: Tensor, psi: Tensor, L: Tensor) -> Tensor:
+    """<phi_i, psi_j> e^(L_i - L_j) for j <= i, else 0: (b, g, r, n, m)."""
+    D = _exp(L[:, :, : phi.shape[3], None] - L[:, :, None], phi)  # (b, g, n, m, 1), with xPos (b, g, n, m, f)
+    if D.shape[-1] == 1:
+        return contract("bgrnf,bgmf,bgnm->bgrnm", phi, psi, D[..., 0]).tril()
+    return contract("bgrnf,bgmf,bgnmf->bgrnm", phi, psi, D).tril()
+
+
+def features(call: Call, angle: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """phi, psi, phi_hat, psi_hat (b, n, heads, f) and v (b, m, g, e) in their dtype; 0 for hidden keys."""
+    q, k, v = call.k[:, :0] if call.q is None else call.q, call.k, call.v.to(call.k.dtype)
+    if call.key_mask is not None:  # before the map too, whose derivative at a hidden key may be infinite
+        hidden = ~rearrange(call.key_mask, "b m -> b m 1 1")
+        k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+    phi, psi = MAPS[call.feature_map].value(q), MAPS[call.feature_map].value(k)
+    if call.key_mask is not None:
+        psi = psi.masked_fill(hidden, 0)
+    return phi, psi, _rotated(call, phi, angle, keys=False), _rotated(call, psi, angle, keys=True), v
+
+
+def log_decay_so_far(call: Call) -> tuple[Tensor, Tensor]:
+    """L, log decay summed from the first token on, (b or 1, m, g or 1, 1); L_hat adds xPos's decay: (.., 1 or f)."""
+    L = call.k.new_zeros(1, call.k.shape[1], 1, 1, dtype=torch.float64)
+    if call.log_decay is not None:
+        L = rearrange(call.log_decay.double().cumsum(1), "b m g -> b m g 1")
+    if call.xpos_log_decay is None or call.distances is None:
+        return L, L
+    return L, L + rearrange(call.distances.cumsum(1), "b m -> b m 1 1") * call.xpos_log_decay
+
+
+def _rotated(call: Call, x: Tensor, angle: Tensor | None, *, keys: bool) -> Tensor:
+    """R(Theta) x for x (b, n, heads, f), in x's dtype. The gradient reaches angle_steps."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    cos_sin = call.cos_sin(angle, wide, keys=keys)
+    if cos_sin is None or x.shape[1] == 0:
+        return x
+    cos, sin = cos_sin
+    if call.angle_steps is not None and call.angle_steps.requires_grad:
+        steps = sums_so_far(call.angle_steps.double(), None)
+        # Integer angles carry no gradient. This zero carries d(angle) / d(steps).
+        zero = (steps - steps.detach()).to(wide)
+        cos, sin = cos - sin * zero, sin + cos * zero
+    if cos.shape[2] > 1:  # query heads that share a key/value head share its angles
+        cos, sin = (y.repeat_interleave(x.shape[2] // y.shape[2], 2) for y in (cos, sin))
+    return rotate(x, cos, sin, call.layout)

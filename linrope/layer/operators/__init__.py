@@ -1,6 +1,0 @@
-"""The operators around linear_rope_attention: the convolution before it, the norm and the gate after it."""
-
-from linrope.layer.operators.convolution import convolve, convolve_parts, convolve_step
-from linrope.layer.operators.norm import gated_norm
-
-__all__ = ["convolve", "convolve_parts", "convolve_step", "gated_norm"]

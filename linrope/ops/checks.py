@@ -1,0 +1,42 @@
+"""The checks that the operators share. They run before any kernel reads memory."""
+
+import torch
+from torch import Tensor
+
+from linrope.common.tracing import values_readable
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_dense(name: str, x: object, device: torch.device | None = None) -> None:
+    """Raises unless x is a dense tensor of real numbers, on this device if one is given."""
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        kind = x.layout if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name}: got {kind}, expected a dense torch.Tensor")
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"{name}: got {x.dtype}, expected float64, float32, bfloat16 or float16")
+    if device is not None and x.device != device:
+        raise ValueError(f"{name}: got device {x.device}, expected {device}")
+
+
+def check_shape(name: str, x: Tensor, *shapes: tuple[int, ...]) -> None:
+    """Raises ValueError unless x has one of the shapes."""
+    if not any(len(shape) == x.ndim and all(a == b for a, b in zip(x.shape, shape)) for shape in shapes):
+        expected = " or ".join(str(shape) for shape in dict.fromkeys(shapes))
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {expected}")
+
+
+def check_slots(slots: Tensor | None, inputs: Tensor, s: int) -> None:
+    """Raises unless slots are s different rows of inputs."""
+    if slots is None:
+        return
+    if not isinstance(slots, Tensor) or slots.dtype != torch.int64:
+        kind = slots.dtype if isinstance(slots, Tensor) else type(slots).__name__
+        raise TypeError(f"slots: got {kind}, expected a torch.Tensor of int64")
+    check_shape("slots", slots, (s,))
+    if slots.device != inputs.device:
+        raise ValueError(f"slots: got device {slots.device}, expected {inputs.device}")
+    if values_readable(slots):
+        rows = slots.tolist()
+        if len(set(rows)) < s or not all(0 <= row < len(inputs) for row in rows):
+            raise ValueError(f"slots: got {rows}, expected different rows 0 .. {len(inputs) - 1}")

@@ -1,0 +1,219 @@
+"""``Call``, which every backend receives, and ``Sums``, ``Gradients`` and ``Results``, which backends return.
+
+b batch, n queries, m keys, h query heads, g key/value heads, r = h / g, f features, e values, s sequences. If v has
+more heads than q and k, g counts v's heads, q and k have g / value_group heads each, and h is g.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from linrope.common.private_names import FakeTensor, watched
+from linrope.recurrence.decay import zero_hidden
+from linrope.recurrence.packing import at_last, per_token, rising_bounds, sums_so_far
+from linrope.recurrence.state import LinearAttentionState
+from linrope.rotation.rotary import cos_sin_of_turns, spell_out, to_turns
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallInputs:
+    """The tensors that gradients flow to."""
+
+    q: Tensor | None  # (b, n, h, f); None: only the last state is wanted
+    k: Tensor  # (b, m, g, f)
+    v: Tensor  # (b, m, g, e)
+    log_decay: Tensor | None = None  # (b or 1, m, g or 1) <= 0: gates plus fixed decay; causal only
+    angle_steps: Tensor | None = None  # (b or 1, m, g or 1, pairs) in radians
+    write: Tensor | None = None  # (b or 1, m, g or 1): the factor of each value
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallTokenLayout:
+    """The tokens' positions, rotation and xPos decay per position, and which tokens are hidden or packed."""
+
+    positions: Tensor  # int64 (b or 1, n), (b or 1, n, axes), or (b or 1, 1): the first of n
+    key_positions: Tensor | None = None  # the same for keys; None: the queries' positions
+    theta_turns: Tensor | None = None  # (axes, g or 1, pairs) int64: theta in 2^-64 turns per position
+    xpos_log_decay: Tensor | None = None  # (f,) float64 per position, in the numerator only
+    distances: Tensor | None = None  # (b or 1, m) int64, with xPos: positions since the previous token
+    key_mask: Tensor | None = None  # (b, m) bool; False: hidden; gates and steps are 0 there
+    cu_seqlens: Tensor | None = None  # (s + 1,), b is then 1: bounds of packed sequences; see ``bounds``
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallSettings:
+    """Options of the computation."""
+
+    feature_map: str  # the elementwise map that the backend applies; "identity": q and k are features
+    layout: str = "interleaved"  # how features pair up to rotate; or "half"
+    causal: bool = True
+    normalize: bool = True
+    eps: float = 1e-6
+    eps_mode: str = "clamp"  # max(den, eps); "add": den + eps
+    want_state: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call(CallSettings, CallTokenLayout, CallInputs):
+    """One call of the operation, checked and resolved."""
+
+    @property
+    def pairs(self) -> int:
+        """The number of feature pairs that rotate."""
+        angles = self.theta_turns if self.theta_turns is not None else self.angle_steps
+        return 0 if angles is None else angles.shape[-1]
+
+    @property
+    def sequences(self) -> int:
+        """s: the batch, or the number of packed sequences."""
+        return self.k.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
+    @property
+    def group(self) -> int:
+        """r: query heads per key/value head."""
+        return 1 if self.q is None else self.q.shape[2] // self.k.shape[2]
+
+    @property
+    def value_group(self) -> int:
+        """Value heads per head of q and k; 1, unless v has more heads than they have."""
+        return self.v.shape[2] // self.k.shape[2]
+
+    def expanded(self, *, round_values: bool = False) -> "Call":
+        """The same call, but each value head has a query and a key of its own, and values are multiplied by write.
+
+        The products are float32 or wider. With round_values they have v's dtype.
+        """
+        if self.value_group == 1 and self.write is None:
+            return self
+        (q, k), v = repeat_heads(self.v, self.q, self.k), self.v
+        if self.write is not None:
+            v, write = zero_hidden(v, self.key_mask), zero_hidden(self.write, self.key_mask)
+            v = v * write[..., None].to(torch.promote_types(v.dtype, torch.float32))
+            v = v.to(self.v.dtype) if round_values else v
+        return replace(self, q=q, k=k, v=v, write=None)
+
+    @property
+    def bounds(self) -> Tensor | None:
+        """cu_seqlens, safe to index with. On a GPU its values are unchecked."""
+        return rising_bounds(self.cu_seqlens, self.k.shape[1])
+
+    def angles_in_turns(self, angle: Tensor | None, *, keys: bool = False) -> Tensor | None:
+        """Theta of all queries or, with ``keys``, keys: (b or 1, n, g or 1, pairs) int64 in 2^-64 turns that wrap.
+
+        None without a rotation. angle: the incoming state's sum of angle steps, (s, g or 1, pairs); None counts as 0.
+        """
+        total, n = None, self.k.shape[1] if keys or self.q is None else self.q.shape[1]
+        if self.theta_turns is not None:
+            positions = self.positions if self.key_positions is None or not keys else self.key_positions
+            coordinates = positions if positions.ndim == 3 else spell_out(positions, n)[..., None]
+            total = (coordinates[..., None, None] * self.theta_turns).sum(2)
+        if self.angle_steps is not None:
+            steps = sums_so_far(to_turns(self.angle_steps), self.bounds)
+            if angle is not None:
+                steps = steps + per_token(angle, n, self.bounds)
+            total = steps if total is None else total + steps
+        return total
+
+    def cos_sin(
+        self, angle: Tensor | None, dtype: torch.dtype, *, keys: bool = False
+    ) -> tuple[Tensor, Tensor] | None:
+        """cos and sin of ``angles_in_turns``, computed in float64 and cast to dtype."""
+        turns = self.angles_in_turns(angle, keys=keys)
+        return None if turns is None else cos_sin_of_turns(turns, dtype)
+
+    def last_angle(self, angle: Tensor | None) -> Tensor | None:
+        """The angle of an incoming state plus all steps of each sequence, (s, g or 1, pairs)."""
+        if self.angle_steps is None:
+            return None
+        # The last of the cumulative sums, because onnxruntime's sum does not wrap.
+        so_far = sums_so_far(to_turns(self.angle_steps), self.bounds)
+        zero = so_far.new_zeros(1, *so_far.shape[2:])
+        total = at_last(so_far, zero, self.bounds).expand(self.sequences, -1, -1)
+        return total.clone() if angle is None else total + angle
+
+
+INPUTS = tuple(field.name for field in fields(CallInputs))
+
+
+class Sums(NamedTuple):
+    """Sums over the keys of each sequence, decayed to its last token."""
+
+    kv: Tensor  # (s, g, f, e) float32 or float64
+    z: Tensor  # (s, g, f)
+    angle: Tensor | None  # (s, g or 1, pairs) int64: the sum of angle_steps in 2^-64 turns
+
+
+class Gradients(NamedTuple):
+    """The gradients of a call's inputs and of its incoming kv and z, or None for those that the call lacks."""
+
+    q: Tensor | None
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    angle_steps: Tensor | None
+    write: Tensor | None
+    kv: Tensor | None
+    z: Tensor | None
+
+
+class ResultGradients(NamedTuple):
+    """The gradients of a call's out and of its last kv and z, or None for those that the loss does not depend on."""
+
+    out: Tensor | None = None
+    kv: Tensor | None = None
+    z: Tensor | None = None
+
+
+# out, the last kv and z (None if not wanted), and the tensors saved for the backward pass.
+Results: TypeAlias = tuple[Tensor | None, tuple[Tensor, Tensor] | None, list[Tensor]]
+
+
+def sums_of(state: LinearAttentionState | None) -> Sums | None:
+    """The sums that a state holds."""
+    return None if state is None else Sums(state.kv, state.z, state.angle)
+
+
+def repeat_heads(v: Tensor, *tensors: Any) -> list[Any]:
+    """Each tensor (b, n, heads, ..) or None, with its heads repeated: as many as v has.
+
+    A single head is not copied. A tensor with at least as many heads as v is returned as it is.
+    """
+
+    def repeated(x: Tensor) -> Tensor:
+        times = v.shape[2] // x.shape[2]
+        return x if times <= 1 else x.unsqueeze(3).expand(*x.shape[:3], times, *x.shape[3:]).flatten(2, 3)
+
+    return [None if x is None else repeated(x) for x in tensors]
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def differentiable(call: Call, state: LinearAttentionState | None) -> list[Tensor]:
+    """The tensors that gradients may flow to."""
+    tensors = [getattr(call, name) for name in INPUTS]
+    if state is not None:
+        tensors += state.kv, state.z
+    return [x for x in tensors if x is not None]
+
+
+def needs_gradients(call: Call, state: LinearAttentionState | None) -> bool:
+    return any(x.requires_grad for x in differentiable(call, state))
+
+
+def traced(call: Call) -> bool:
+    """True if the call must go through the registered operator, because a trace records the operator, not the kernels.
+
+    This holds in torch.compile, in torch.func's transformations, in dispatch modes (FakeTensorMode), and for fake
+    tensors.
+    """
+    return watched() or isinstance(call.k, FakeTensor)
+
+
+def summed_to(x: Tensor, like: Tensor) -> Tensor:
+    """x in the shape and dtype of ``like``, summed over the axes that ``like`` broadcasts."""
+    ones = [i for i, (have, want) in enumerate(zip(x.shape, like.shape)) if want == 1 and have != 1]
+    return (x.sum(ones, keepdim=True) if ones else x).to(like.dtype)

@@ -1,0 +1,79 @@
+"""Combines decay, gates and masks into one log_decay per token, and prepares angle_steps and their gradient."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linrope.recurrence.packing import at_first, previous, sums_of_sequences
+from linrope.recurrence.state import LinearAttentionState
+
+MIN_LOG_DECAY = -1e4  # e^-10000 is 0 in every dtype, yet sums of such numbers are finite
+
+
+class Tokens(NamedTuple):
+    """The positions of a call's tokens, and the packing of its sequences."""
+
+    bounds: Tensor | None  # of packed sequences, see linrope.recurrence.packing
+    start: Tensor  # (b or 1,), packed (s,): the default position of each sequence's first token
+    positions: Tensor  # (b or 1, n), (b or 1, n, axes), or (b or 1, 1): the first of n consecutive ones
+    key_positions: Tensor | None  # the same for keys; None: the queries' positions
+
+
+def distances(tokens: Tokens, m: int) -> Tensor:
+    """(b or 1, m) int64: each token's distance in positions from the token before it, or from the state's last."""
+    if tokens.positions.shape[1] == 1 and m != 1:
+        return tokens.start.new_ones(1, 1).expand(1, m)
+    return tokens.positions - previous(tokens.positions, tokens.start - 1, tokens.bounds)
+
+
+def log_decay_of_tokens(
+    decay: Tensor | None, log_decay: Tensor | None, key_mask: Tensor | None, tokens: Tokens, m: int
+) -> Tensor | None:
+    """(b or 1, m, g or 1): the gates plus log(decay) times the distance. Hidden tokens' gates are 0."""
+    if log_decay is not None:
+        log_decay = clamp_gates(zero_hidden(log_decay, key_mask))
+    if decay is None:
+        return log_decay
+    fixed = distances(tokens, m)[..., None] * decay.double().log()
+    fixed = fixed.clamp(min=MIN_LOG_DECAY)
+    return fixed if log_decay is None else log_decay + fixed
+
+
+def clamp_gates(gates: Tensor) -> Tensor:
+    """The gates in float32 or wider, at least MIN_LOG_DECAY."""
+    return gates.to(torch.promote_types(gates.dtype, torch.float32)).clamp(min=MIN_LOG_DECAY)
+
+
+def steps_of_tokens(
+    angle_steps: Tensor | None, key_mask: Tensor | None, state: LinearAttentionState | None, tokens: Tokens
+) -> Tensor | None:
+    """angle_steps (b or 1, n, g or 1, pairs), 0 for hidden tokens.
+
+    Each sequence's first step includes the state's angle_gradient_path.
+    """
+    if angle_steps is None:
+        return None
+    steps = zero_hidden(angle_steps, key_mask)
+    if state is not None and state.angle_gradient_path is not None and steps.shape[1]:
+        steps = steps + at_first(state.angle_gradient_path, steps.shape[1], tokens.bounds).to(steps.dtype)
+    return steps
+
+
+def gradient_path(steps: Tensor, state: LinearAttentionState | None, tokens: Tokens) -> Tensor | None:
+    """The next state's angle_gradient_path: zeros (s, g or 1, pairs) that pass gradients to all steps so far."""
+    if not steps.requires_grad or not torch.is_grad_enabled():
+        return None
+    total = sums_of_sequences(steps.double(), tokens.bounds)
+    # The first step of a sequence with tokens includes the state's path. Sequences without tokens get it here.
+    if state is not None and state.angle_gradient_path is not None:
+        if tokens.bounds is not None:
+            total = total + state.angle_gradient_path.where(tokens.bounds.diff().eq(0)[:, None, None], 0)
+        elif steps.shape[1] == 0:
+            total = total + state.angle_gradient_path
+    return total - total.detach()
+
+
+def zero_hidden(x: Tensor, key_mask: Tensor | None) -> Tensor:
+    """x (b or 1, m, ..) with 0 where the mask hides a token."""
+    return x if key_mask is None else x.masked_fill(~key_mask.view(*key_mask.shape, *[1] * (x.ndim - 2)), 0)

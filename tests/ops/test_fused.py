@@ -1,0 +1,197 @@
+"""The operators in a graph: torch.library's checks, torch.compile, exporters, and which backend "auto" takes."""
+
+import sys
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.testing import assert_close
+
+from linrope import ops
+from linrope.backends import native as library
+from linrope.ops import convolve, convolve_step, gated_norm, triton
+from linrope.ops.backends import choose
+from tests.ops.cases import needs_native, numbers, skip_bfloat16
+
+BF16, F16 = torch.bfloat16, torch.float16
+CUTS = torch.tensor([0, 0, 3, 9], dtype=torch.int32)
+
+
+def leaf(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    return numbers(*shape, seed=seed).to(dtype).requires_grad_()
+
+
+# The operators' arguments in order; each table has every kind of argument, present and absent.
+CALLS = {
+    "convolve": {
+        "all": (leaf(2, 9, 5), leaf(5, 4), leaf(5), leaf(2, 3, 5), None, True),
+        "weight alone": (leaf(2, 9, 5), leaf(5, 4), None, None, None, False),
+        "packed": (leaf(1, 9, 5), leaf(5, 3), None, leaf(3, 2, 5), CUTS, True),
+        "half precision": (leaf(2, 9, 5, dtype=BF16), leaf(5, 4), leaf(5), None, None, True),
+    },
+    "gated_norm": {
+        "all": (leaf(2, 9, 4, 5), leaf(4, 5), leaf(2, 9, 20), leaf(2, 9, 2, 5), leaf(4), 1e-6, False, False, True),
+        "weight alone": (leaf(2, 9, 4, 5), leaf(5), None, None, None, 1e-6, False, False, False),
+        "gate alone": (leaf(2, 9, 4, 5), None, leaf(2, 9, 20), None, None, 1e-6, True, True, False),
+        "half precision": (
+            leaf(2, 9, 4, 5, dtype=F16), leaf(4, 5), leaf(2, 9, 20, dtype=F16), None, None, 1e-6, True, False, False
+        ),
+    },
+}  # fmt: skip
+FUSED = [pytest.param("native", marks=needs_native), "triton"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # PyTorch 2.15 reads it itself
+@pytest.mark.parametrize("backend", FUSED)
+@pytest.mark.parametrize(
+    ("operator", "arguments"),
+    [pytest.param(name, x, id=f"{name}-{label}") for name, calls in CALLS.items() for label, x in calls.items()],
+)  # fmt: skip
+def test_the_operators_pass_torch_library_s_checks(backend: str, operator: str, arguments: tuple) -> None:
+    skip_bfloat16(backend, arguments[0].dtype)
+    torch.library.opcheck(getattr(torch.ops.linrope, operator).default, (backend, *arguments))
+
+
+class Block(nn.Module):
+    """The operators as a layer uses them: the first half of the convolution's result is the gate."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        self.backend = backend
+        self.taps, self.bias = nn.Parameter(numbers(32, 4)), nn.Parameter(numbers(32, seed=2))
+        self.weight, self.skip = nn.Parameter(numbers(8, seed=3)), nn.Parameter(numbers(2, seed=4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z, out = convolve(x, self.taps, self.bias, silu=True, backend=self.backend).chunk(2, -1)
+        out = out.unflatten(-1, (2, 8))
+        how = {"v": out.flip(-1), "skip": self.skip, "skip_order": "before", "backend": self.backend}
+        return gated_norm(out, self.weight, gate=z, **how)
+
+
+def results(block: Block, run, x: Tensor) -> list[Tensor]:
+    block.zero_grad()
+    x = x.clone().requires_grad_()
+    y = run(x)
+    y.square().sum().backward()
+    return [y, x.grad, *(parameter.grad for parameter in block.parameters())]
+
+
+@pytest.mark.parametrize("backend", ["eager", *FUSED])
+def test_compiled_in_one_graph_they_compute_the_same_for_any_length(backend: str) -> None:
+    torch._dynamo.reset()
+    block = Block(backend)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (7, 30):
+        x = numbers(2, n, 32)
+        assert_close(results(block, compiled, x), results(block, block, x))
+
+
+@needs_native
+def test_a_compiled_graph_holds_one_node_per_operator_and_direction() -> None:
+    torch._dynamo.reset()
+    seen: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, _: list[Tensor]):
+        seen.extend(str(node.target) for node in graph.graph.nodes if "linrope" in str(node.target))
+        return make_boxed_func(graph)
+
+    block = Block("auto")
+    compiled = torch.compile(block, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
+    results(block, compiled, numbers(2, 9, 32))
+    names = ("convolve", "gated_norm", "gated_norm_backward", "convolve_backward")
+    assert seen == [f"linrope.{name}.default" for name in names]
+
+
+def test_a_compiled_step_writes_its_inputs() -> None:
+    torch._dynamo.reset()
+    weight = numbers(4, 3)
+    compiled = torch.compile(convolve_step, fullgraph=True, backend="aot_eager")
+    slots = torch.tensor([2, 0])
+    one, other = numbers(3, 2, 4, seed=2), numbers(3, 2, 4, seed=2)
+    for i in range(3):
+        token = numbers(2, 1, 4, seed=i)
+        y = compiled(token, weight, None, one, silu=True, slots=slots)
+        assert_close(y, convolve_step(token, weight, None, other, silu=True, slots=slots))
+        assert torch.equal(one, other)
+
+
+def test_exported_programs_hold_no_fused_operator_and_take_any_length() -> None:
+    block, lengths = Block("auto"), {"x": {1: torch.export.Dim("n", min=2)}}
+    program = torch.export.export(block, (numbers(2, 9, 32),), dynamic_shapes=lengths, strict=False)
+    assert not [node for node in program.graph.nodes if "linrope" in str(node.target)]
+    assert_close(program.module()(numbers(2, 5, 32)), block(numbers(2, 5, 32)))
+
+
+def test_transformations_of_torch_func_and_forward_mode_take_the_definition() -> None:
+    x, weight = numbers(3, 2, 6, 4), numbers(4, 4)
+    stacked = torch.func.vmap(lambda x: convolve(x, weight, silu=True))(x)
+    assert_close(stacked, torch.stack([convolve(one, weight, silu=True) for one in x]))
+    gradient = torch.func.grad(lambda w: convolve(x[0], w, silu=True).sum())(weight)
+    leaf = weight.clone().requires_grad_()
+    assert_close(gradient, torch.autograd.grad(convolve(x[0], leaf, silu=True).sum(), leaf)[0])
+    _, tangent = torch.func.jvp(lambda x: convolve(x, weight), (x[0],), (x[1],))
+    assert_close(tangent, convolve(x[1], weight))
+
+
+def test_second_derivatives_in_torch_func_take_the_definition_or_name_it() -> None:
+    blocks = {name: Block(name) for name in ("auto", "eager", "triton")}
+
+    def loss(x: Tensor, backend: str) -> Tensor:
+        return blocks[backend](x).square().sum()
+
+    x = numbers(1, 3, 32)
+    expected = torch.autograd.functional.hessian(lambda x: loss(x, "eager"), x)
+    assert_close(torch.func.hessian(loss)(x, "auto"), expected)
+    with pytest.raises(RuntimeError, match=r"backend='triton' cannot run: .* use backend='eager'"):
+        torch.func.hessian(loss)(x, "triton")
+
+
+@needs_native
+def test_auto_takes_the_kernels_where_they_can_run_and_names_the_reason_where_not() -> None:
+    x = torch.zeros(1, 2, 3)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert choose("auto", (x.to(dtype), None)) == "native"
+    assert choose("auto", (x.double(),)) == choose("auto", (x,), taps=9) == "eager"
+    assert choose("auto", (x.to("meta"),)) == "eager"
+    with pytest.raises(RuntimeError, match="cannot run: inside a transformation"):
+        torch.func.vmap(lambda x: convolve(x, torch.ones(3, 2), backend="native"))(x[None])
+
+
+class OnGPU(Tensor):
+    """What a choice reads of a tensor on a GPU."""
+
+    device, is_cuda = torch.device("cuda"), True  # type: ignore[assignment]
+
+
+def test_on_a_gpu_auto_takes_triton_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, capability = torch.zeros(1, 2, 3).as_subclass(OnGPU), (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert choose("auto", (x, None)) == choose("auto", (x.half(),)) == "triton"
+    assert choose("auto", (x.double(),)) == choose("auto", (x,), taps=9) == "eager"
+    capability = (7, 5)
+    assert choose("auto", (x,)) == "eager"
+    with pytest.raises(RuntimeError, match="'triton' cannot run: this GPU"):
+        choose("triton", (x,))
+
+
+def test_triton_names_the_reason_where_it_is_absent_or_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(1, 2, 3, device="cpu")
+    monkeypatch.setattr(triton, "INTERPRETED", False)
+    with pytest.raises(RuntimeError, match="'triton' cannot run: tensors on cpu: it needs a CUDA device"):
+        choose("triton", (x,))
+    monkeypatch.delattr(ops, "triton")
+    monkeypatch.setitem(sys.modules, "linrope.ops.triton", None)
+    with pytest.raises(RuntimeError, match=r"'triton' cannot run: .*linrope\.ops\.triton"):
+        choose("triton", (x,))
+    assert choose("auto", (x.as_subclass(OnGPU),)) == "eager"
+
+
+def test_without_the_library_auto_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    block, x = Block("auto"), numbers(2, 9, 32)
+    expected = results(block, block, x)
+    monkeypatch.setattr(library, "_LOAD_ERROR", "not built")
+    assert_close(results(block, block, x), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(RuntimeError, match="backend='native' cannot run: not built"):
+        convolve(x, torch.ones(32, 2), backend="native")
