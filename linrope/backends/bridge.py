@@ -15,7 +15,18 @@ from linrope.backends.protocol import ChunkedBackend
 from linrope.common.precision import full_precision
 from linrope.common.private_names import transformed
 from linrope.common.tracing import check_not_in_onnx, plain
-from linrope.recurrence.call import INPUTS, Call, ResultGradients, Sums, needs_gradients, sums_of
+from linrope.recurrence.call import (
+    INPUTS,
+    Call,
+    Inputs,
+    Resolved,
+    ResultGradients,
+    Settings,
+    Sums,
+    TokenLayout,
+    needs_gradients,
+    sums_of,
+)
 from linrope.recurrence.state import LinearAttentionState
 
 _TYPES: dict[Any, str] = {
@@ -25,14 +36,16 @@ _TYPES: dict[Any, str] = {
     bool: "bool",
     float: "float",
 }
-_FIELDS = tuple(field.name for field in fields(Call))
+# The plan has used up the other fields of a call: see ``Call``.
+_FIELDS = tuple(field.name for group in (Inputs, TokenLayout, Settings, Resolved) for field in fields(group))
 _ARGUMENTS = ("backend", *_FIELDS, *Sums._fields)
 _DIFFERENTIABLE = [_ARGUMENTS.index(name) for name in (*INPUTS, "kv", "z")]
 
 
 def _schema() -> str:
     """The types and names of the list that ``flatten`` makes."""
-    hints = get_type_hints(Call) | {"backend": str} | dict.fromkeys(Sums._fields, Tensor | None)
+    hints = get_type_hints(Call) | {"backend": str, "feature_map": str, "positions": Tensor}
+    hints |= dict.fromkeys(Sums._fields, Tensor | None)
     return ", ".join(f"{_TYPES[hints[name]]} {name}" for name in _ARGUMENTS)
 
 
@@ -66,7 +79,7 @@ def attend(backend: str, call: Call, state: LinearAttentionState | None) -> tupl
     else:
         run: Any = _Transformed.apply if transformed() else _attend
         out, kv, z, *_ = run(*arguments, save)
-    if not call.want_state:
+    if not call.return_state:
         return out, None
     return out, Sums(kv, z, call.last_angle(None if sums is None else sums.angle))
 
@@ -84,7 +97,7 @@ def _new_out(call: Call) -> Tensor:
 
 
 def _new_sums(call: Call, sums: Sums | None) -> tuple[Tensor, Tensor]:
-    if not call.want_state:
+    if not call.return_state:
         return _absent(call.v), _absent(call.v)
     (g, e), f, s = call.v.shape[2:], call.k.shape[3], call.sequences
     wide = torch.promote_types(call.v.dtype, torch.float32)
@@ -202,7 +215,7 @@ def _input_gradients(ctx: Any, *gradients_of_results: Tensor | None) -> list[Ten
     g = ResultGradients(*gradients_of_results)
     if call.q is None:  # compiled code passes zeros for absent results
         g = g._replace(out=None)
-    if not call.want_state:
+    if not call.return_state:
         g = g._replace(kv=None, z=None)
     if transformed():
         found = _TransformedBackward.run(*arguments, tensors, *g)

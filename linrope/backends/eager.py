@@ -196,7 +196,7 @@ def transposed_product(scores: Tensor, x: Tensor) -> Tensor:
 def forward(call: Call, sums: Sums | None, save: bool) -> Results:
     outs, kvs, zs = zip(*[_forward(**part) for part in _by_heads(call, sums, ResultGradients())], strict=True)
     out = None if call.q is None else torch.cat(outs, 2)
-    return out, (torch.cat(kvs, 1), torch.cat(zs, 1)) if call.want_state else None, []
+    return out, (torch.cat(kvs, 1), torch.cat(zs, 1)) if call.return_state else None, []
 
 
 def backward(call: Call, sums: Sums | None, results: list[Tensor], g: ResultGradients) -> Gradients:

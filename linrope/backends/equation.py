@@ -41,7 +41,7 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
         else:
             outs, kvs, zs = zip(*[_attend(*one) for one in each_sequence(call, sums)], strict=True)
             out, kv, z = pad_outside_tokens(torch.cat(outs, 1), call), torch.cat(kvs), torch.cat(zs)
-    return out, Sums(kv, z, call.last_angle(sums.angle)) if call.want_state else None
+    return out, Sums(kv, z, call.last_angle(sums.angle)) if call.return_state else None
 
 
 def _attend(call: Call, sums: Sums) -> tuple[Tensor, Tensor, Tensor]:

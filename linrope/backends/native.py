@@ -108,11 +108,11 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
     is_step = call.k.shape[1] == 1 and call.causal and call.q is not None and call.cu_seqlens is None
     if is_step and state is not None:
         return _step(call, state)
-    if state is not None and state.slots is not None and not _is_contiguous(state):
+    if state is not None and state.slots is not None and not (fits_in_place(state) and state.kv.is_contiguous()):
         state = state.rows()  # a copy: the caller writes the results back
     sums, slots = sums_of(state), None if state is None else state.slots
     out, kv, z = _forward(call, sums, slots)
-    if not call.want_state:
+    if not call.return_state:
         return out, None
     if sums is not None and slots is not None:  # the kernel has written the pool's rows
         _count_write(*sums)
@@ -120,15 +120,89 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
     return out, Sums(kv, z, call.last_angle(None if sums is None else sums.angle))
 
 
-def _is_contiguous(state: LinearAttentionState, *, one_token: bool = False) -> bool:
-    """True if the kernels can update the state in place. If kv lies in memory as (b, g, e, f), only a step can."""
-    kv = state.kv.mT if one_token and not state.kv.is_contiguous() else state.kv
-    return all(x is None or x.is_contiguous() for x in (kv, state.z, state.angle))
+class Step:
+    """One more token of each sequence, for calls that differ in their numbers alone.
+
+    What these calls share is put together once. The kernel checks all numbers before it writes any.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.shared = dict.fromkeys(_argument_names("step")) | _settings(call) | {"advance": True}
+
+    def __call__(
+        self, call: Call, log_decay: Tensor | None, state: LinearAttentionState, in_place: bool
+    ) -> tuple[Tensor, Sums, Tensor]:
+        """out, the sums after the token and the positions after it: in the state's memory if ``in_place``."""
+        sums, slots = _memory_of_step(call, state, in_place)
+        position = state.position
+        if state.slots is not None:
+            position = position[state.slots]
+        elif not in_place:
+            position = position.clone(memory_format=torch.contiguous_format)
+        q, k, v = call.q, call.k, call.v
+        assert q is not None
+        if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+            q, k, v = with_dense_rows(q), with_dense_rows(k), with_dense_rows(v)
+        token = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "positions": position.unsqueeze(1),
+            "log_decay": log_decay,
+            "write": call.write,
+            "angle_steps": call.angle_steps,
+            "kv": sums.kv,
+            "z": sums.z,
+            "angle": sums.angle,
+            "slots": slots,
+        }
+        out = _run("step", self.shared | token)
+        if in_place:
+            _count_write(*sums, position)
+        return out, sums, position
 
 
 def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
-    """One token of every sequence, in the state's memory if the kernel may write there."""
-    in_place = (state.slots is not None or state.donated) and _is_contiguous(state, one_token=True)
+    """One token of every sequence at the call's own positions, in the state's memory if the kernel may write there."""
+    in_place = (state.donated or state.slots is not None) and fits_in_place(state)
+    sums, slots = _memory_of_step(call, state, in_place)
+    q, k, v, same_dtype = _kernel_qkv(call)
+    arguments = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "positions": call.positions.contiguous(),
+        "key_positions": contiguous(call.key_positions),
+        "log_decay": call.log_decay,
+        "write": call.write,
+        "angle_steps": call.angle_steps,
+        "key_mask": call.key_mask,
+        "kv": sums.kv,
+        "z": sums.z,
+        "angle": sums.angle,
+        "slots": slots,
+        "advance": False,
+    }
+    out = _run("step", arguments | _settings(call))
+    if in_place:
+        _count_write(*sums)
+    return out if same_dtype else out.to(call.v.dtype), sums
+
+
+def fits_in_place(state: LinearAttentionState) -> bool:
+    """True if a step's kernel can update the state in place: kv may lie in memory as (b, g, e, f), too."""
+    kv, z, position, angle = state.kv, state.z, state.position, state.angle
+    if not kv.is_contiguous() and not kv.mT.is_contiguous():
+        return False
+    if not z.is_contiguous() or not position.is_contiguous() or not (angle is None or angle.is_contiguous()):
+        return False
+    inference = kv.is_inference() or z.is_inference() or position.is_inference()
+    inference |= angle is not None and angle.is_inference()
+    return not inference or torch.is_inference_mode_enabled()
+
+
+def _memory_of_step(call: Call, state: LinearAttentionState, in_place: bool) -> tuple[Sums, Tensor | None]:
+    """Where a step reads and writes the sums, and its rows there."""
     rows = state if in_place else state.rows()
     kv, z, angle = rows.kv, rows.z, rows.angle
     if not in_place:
@@ -140,27 +214,7 @@ def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
             angle = state.position.new_zeros(len(kv), heads, pairs)
         elif angle.shape[1] < heads:  # or with steps that all heads share
             angle = angle.expand(-1, heads, -1).clone(memory_format=torch.contiguous_format)
-    q, k, v, same_dtype = _kernel_qkv(call)
-    arguments = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "positions": call.positions.contiguous(),
-        "key_positions": contiguous(call.key_positions),
-        "log_decay": call.log_decay,
-        "write": call.write,
-        "angle_steps": call.angle_steps,
-        "angle": angle,
-        "key_mask": call.key_mask,
-        "kv": kv,
-        "z": z,
-        "slots": rows.slots,
-        "advance": False,
-    }
-    out = _run("step", arguments | settings(call))
-    if in_place:
-        _count_write(kv, z, angle)
-    return out if same_dtype else out.to(call.v.dtype), Sums(kv, z, angle)
+    return Sums(kv, z, angle), rows.slots
 
 
 def _count_write(*written: Tensor | None) -> None:
@@ -168,7 +222,7 @@ def _count_write(*written: Tensor | None) -> None:
     increment_version([x for x in written if x is not None])
 
 
-def settings(call: Call) -> dict[str, Any]:
+def _settings(call: Call) -> dict[str, Any]:
     """The kernels' arguments that stay the same from token to token."""
     return {
         "feature_map": MAPS[call.feature_map],
@@ -178,30 +232,6 @@ def settings(call: Call) -> dict[str, Any]:
         "eps": call.eps,
         "add_eps": call.eps_mode == "add",
     }
-
-
-class PreparedStep:
-    """Runs one decoding step per call, and writes the next state into the donated one.
-
-    Arguments that stay the same are put together once. The kernel checks all of them in every step.
-    """
-
-    def __init__(self, call: Call, state: LinearAttentionState) -> None:
-        positions = state.position.unsqueeze(1)
-        memory = {"kv": state.kv, "z": state.z, "angle": state.angle, "positions": positions}
-        # By name; None for the arguments that change with every token.
-        self.arguments = dict.fromkeys(_argument_names("step")) | settings(call) | memory | {"advance": True}
-        self.written = [x for x in memory.values() if x is not None]
-
-    def __call__(self, token: dict[str, Tensor | None]) -> Tensor:
-        """Attends with one token, given as q, k, v, log_decay, angle_steps and write. Returns out.
-
-        Overwrites the state, including its positions. Raises RuntimeError before anything is written if the tensors
-        do not fit each other, or a number is out of range.
-        """
-        out: Tensor = _run("step", self.arguments | token)
-        increment_version(self.written)  # as in _count_write
-        return out
 
 
 @cache
@@ -234,7 +264,7 @@ def forward(
     call: Call, sums: Sums | None, save: bool
 ) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None, list[Tensor]]:
     out, kv, z = _forward(call, sums, None)
-    return out if call.q is not None else None, (kv, z) if call.want_state else None, []
+    return out if call.q is not None else None, (kv, z) if call.return_state else None, []
 
 
 def _forward(call: Call, sums: Sums | None, slots: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -244,9 +274,9 @@ def _forward(call: Call, sums: Sums | None, slots: Tensor | None) -> tuple[Tenso
         "k": k,
         "v": v,
         "slots": slots,
-        "want_state": call.want_state,
+        "want_state": call.return_state,
     }
-    out, kv, z = _run("forward", arguments | _tensors(call, sums) | settings(call))
+    out, kv, z = _run("forward", arguments | _tensors(call, sums) | _settings(call))
     return out if same_dtype else out.to(call.v.dtype), kv, z
 
 
@@ -279,7 +309,7 @@ def backward(call: Call, sums: Sums | None, results: list[Tensor], g: ResultGrad
         "want_angle_steps": has_tokens and call.angle_steps is not None,
         "want_write": has_tokens and call.write is not None,
     }
-    gradients = _run("backward", arguments | _tensors(call, sums) | settings(call))
+    gradients = _run("backward", arguments | _tensors(call, sums) | _settings(call))
     dq, dk, dv, d_log, d_steps, d_write, d_kv, d_z = gradients
     return Gradients(
         q=None if call.q is None else _sum_of_heads(dq, q),
@@ -317,7 +347,9 @@ def _kernel_qkv(call: Call) -> tuple[Tensor, Tensor, Tensor, bool]:
     if not same_dtype:  # a map's features are float32 even if v is half precision
         wide = torch.promote_types(k.dtype, v.dtype)
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
-    return with_dense_rows(q), with_dense_rows(k), with_dense_rows(v), same_dtype
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        q, k, v = with_dense_rows(q), with_dense_rows(k), with_dense_rows(v)
+    return q, k, v, same_dtype
 
 
 def with_dense_rows(x: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
         ones = v.new_ones(1, 1, 1, 1).expand(*psi.shape[:3], 1)
         den, _ = _attend(phi, psi, ones, sums.z.float()[..., None], L)
         out = out / (den + call.eps if call.eps_mode == "add" else den.clamp(min=call.eps))
-    if not call.want_state:
+    if not call.return_state:
         return out, None
     return out, Sums(kv.to(sums.kv.dtype), _next_z(sums.z, psi, L), call.last_angle(sums.angle))
 

@@ -27,7 +27,7 @@ class Backend(Protocol):
         """The reason why the backend cannot run this call; None: it can."""
 
     def attend(self, call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
-        """out (b, n, h, e) in v's dtype, and the sums after the last key if ``call.want_state``.
+        """out (b, n, h, e) in v's dtype, and the sums after the last key if ``call.return_state``.
 
         Without gradients the backend may write into a donated state or a pool's rows. It then returns the state's
         own tensors as the sums.

@@ -83,7 +83,7 @@ def _step(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums 
         angle = angle if angle is None or slots is None else angle[slots]
     sums = None if start is None else Sums(*start, angle)
     kernel_call = _kernel_call(call, sums)
-    if not call.want_state:
+    if not call.return_state:
         end = None
     elif end is None:
         end = launch.new_state(kernel_call, None)
@@ -147,7 +147,7 @@ def forward(
     """out (b, n, h, e), the last kv and z if wanted, and the tensors that ``new_saved`` describes."""
     with torch.cuda.device_of(call.k):
         return launch.attend_fwd(
-            _kernel_call(call, sums), _start_state(sums), want_end=call.want_state, save=save
+            _kernel_call(call, sums), _start_state(sums), want_end=call.return_state, save=save
         )
 
 

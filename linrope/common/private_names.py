@@ -33,7 +33,9 @@ def transformed() -> bool:
 
 def watched() -> bool:
     """True while operations are recorded or changed: in torch.compile, torch.func and dispatch modes."""
-    return torch.compiler.is_compiling() or transformed() or _len_torch_dispatch_stack() > 0
+    if torch.compiler.is_compiling() or _are_functorch_transforms_active():
+        return True
+    return _len_torch_dispatch_stack() > 0
 
 
 def fake_mode() -> bool:

@@ -71,14 +71,19 @@ def check_not_in_onnx(backend: str, instead: str) -> None:
         raise RuntimeError(f"backend={backend!r}: ONNX has no such operator, expected {instead}")
 
 
-def plain(tensors: Iterable[Tensor]) -> bool:
+_PLAIN = frozenset((Tensor, Parameter, type(None)))
+
+
+def plain(tensors: Iterable[Tensor | None]) -> bool:
     """True in plain eager mode: no compiler, trace, transformation, dispatch mode or tensor subclass.
+
+    None among the tensors stands for one that is absent.
 
     >>> from linrope.common.tracing import plain
     >>> plain([torch.ones(2)])
     True
     """
-    return not watched() and not _is_jit_tracing() and all(type(x) in (Tensor, Parameter) for x in tensors)
+    return not watched() and not _is_jit_tracing() and _PLAIN.issuperset(map(type, tensors))
 
 
 def has_tangents(tensors: Iterable[Tensor]) -> bool:

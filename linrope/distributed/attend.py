@@ -14,10 +14,11 @@ from linrope.distributed.exchange import Gathered
 from linrope.distributed.fold import Rules, fold
 from linrope.distributed.layout import Layout
 from linrope.distributed.uncompiled import uncompiled
-from linrope.operation.attend import attend, identity_of
-from linrope.operation.checks import check
+from linrope.operation.attend import attend
+from linrope.operation.checks import check_settings, check_values
+from linrope.operation.plan import identity_of
 from linrope.operation.positions import resolve
-from linrope.operation.request import Request
+from linrope.recurrence.call import Call
 from linrope.recurrence.decay import MIN_LOG_DECAY, zero_hidden
 from linrope.recurrence.state import NO_KEYS, LinearAttentionState
 
@@ -31,98 +32,100 @@ class SentState(NamedTuple):
     names: list[str]
     gathered: Gathered | None  # None: a group of one sends nothing
 
-    def attend(self, request: Request) -> tuple[Tensor, LinearAttentionState | None]:
-        """out, and the last state if the request wants it."""
-        return _receive_and_attend(request, self)
+    def attend(self, call: Call) -> tuple[Tensor, LinearAttentionState | None]:
+        """out, and the last state if the call wants it."""
+        return _receive_and_attend(call, self)
 
 
 @uncompiled
-def send_state(request: Request, shard: Layout) -> SentState:
+def send_state(call: Call, shard: Layout) -> SentState:
     """Sends the state of the last local document; in bidirectional packed calls, also that of the first."""
-    _refuse_packing(request)
+    _refuse_packing(call)
     if shard.size == 1:
         return SentState(shard, [], None)
-    shard.agree(lambda: _describe(request, shard))
-    request = _without_slots(request)
-    local = _local_state(request, shard, -1)
-    if not request.causal and shard.cu_seqlens is not None:
-        local |= {f"{FIRST}{name}": x for name, x in _local_state(request, shard, 0).items()}
+    shard.agree(lambda: _describe(call, shard))
+    call = _without_slots(call)
+    local = _local_state(call, shard, -1)
+    if not call.causal and shard.cu_seqlens is not None:
+        local |= {f"{FIRST}{name}": x for name, x in _local_state(call, shard, 0).items()}
     return SentState(
-        shard, list(local), shard.channel.gather(list(local.values()), bool(_with_gradients(request)))
+        shard, list(local), shard.channel.gather(list(local.values()), bool(_with_gradients(call)))
     )
 
 
 @uncompiled
-def _receive_and_attend(request: Request, sent: SentState) -> tuple[Tensor, LinearAttentionState | None]:
-    _refuse_packing(request)
-    request = replace(request, cu_seqlens=sent.shard.cu_seqlens)
+def _receive_and_attend(call: Call, sent: SentState) -> tuple[Tensor, LinearAttentionState | None]:
+    _refuse_packing(call)
+    call = replace(call, cu_seqlens=sent.shard.cu_seqlens)
     if sent.gathered is None:
-        return attend(request)
-    pool, state = request.state, _without_slots(request).state
+        return attend(call)
+    pool, state = call.state, _without_slots(call).state
     if pool is None or pool.slots is None:
-        return _attend_after(sent, sent.gathered.wait(), request)
-    out, last = _attend_after(sent, sent.gathered.wait(), replace(request, state=state, return_state=True))
+        return _attend_after(sent, sent.gathered.wait(), call)
+    out, last = _attend_after(sent, sent.gathered.wait(), replace(call, state=state, return_state=True))
     assert last is not None
     if last.kv.requires_grad:
         raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
     pool.write(last)
-    return out, pool._replace_unchecked(donated=False, loop=None)
+    return out, pool._replace_unchecked(donated=False)
 
 
-def _refuse_packing(request: Request) -> None:
-    if request.cu_seqlens is not None:
+def _refuse_packing(call: Call) -> None:
+    if call.cu_seqlens is not None:
         raise ValueError(
             "cu_seqlens: got a tensor in a call with a shard; expected None, because the shard already holds cu_seqlens"
         )
 
 
-def _without_slots(request: Request) -> Request:
-    """The request with rows of a pool replaced with a copy of them."""
-    return request if request.state is None else replace(request, state=request.state.rows())
+def _without_slots(call: Call) -> Call:
+    """The call with rows of a pool replaced with a copy of them."""
+    return call if call.state is None else replace(call, state=call.state.rows())
 
 
 def _attend_after(
-    sent: SentState, tensors: list[Tensor], request: Request
+    sent: SentState, tensors: list[Tensor], call: Call
 ) -> tuple[Tensor, LinearAttentionState | None]:
     """Makes the ordinary call, with a state that holds the other ranks' tokens."""
     shard = sent.shard
-    assert request.q is not None
-    if request.q.shape[1] != request.k.shape[1]:
+    assert call.q is not None
+    if call.q.shape[1] != call.k.shape[1]:
         raise ValueError(
-            f"q: got {request.q.shape[1]} queries and {request.k.shape[1]} keys in a call with a shard, expected as "
+            f"q: got {call.q.shape[1]} queries and {call.k.shape[1]} keys in a call with a shard, expected as "
             "many queries as keys"
         )
     gathered = dict(zip(sent.names, tensors, strict=True))
-    log_gamma = None if request.decay is None else request.decay.double().log()
-    rotary = request.rotary
+    log_gamma = None if call.decay is None else call.decay.double().log()
+    rotary = call.rotary
     if (xpos := None if rotary is None else rotary.xpos_log_decay) is not None:
-        xpos = xpos.to(request.k.device)
+        xpos = xpos.to(call.k.device)
     rules = Rules(log_gamma, xpos, "interleaved" if rotary is None else rotary.layout)
-    states_before = _states_before(request, shard, gathered)
-    fresh = request.state is None
-    incoming = _incoming_states(gathered, shard, states_before, rules, request.causal, fresh)
+    states_before = _states_before(call, shard, gathered)
+    fresh = call.state is None
+    incoming = _incoming_states(gathered, shard, states_before, rules, call.causal, fresh)
     # By default, and on a grid, a state's position counts tokens. Explicit positions may begin anywhere.
-    counts_tokens = request.positions is None or (rotary is not None and rotary.axes is not None)
+    counts_tokens = call.positions is None or (rotary is not None and rotary.axes is not None)
     position = (
-        _first_positions(request, shard).expand(-1, request.k.shape[0]).flatten() if counts_tokens else None
+        _first_positions(call, shard).expand(-1, call.k.shape[0]).flatten() if counts_tokens else None
     )
     state, packed = _stack(incoming, position), shard.cu_seqlens is not None
-    out, last = attend(replace(request, state=state, return_state=request.return_state and packed))
-    if request.return_state and not packed:
+    out, last = attend(replace(call, state=state, return_state=call.return_state and packed))
+    if call.return_state and not packed:
         last = fold(gathered, shard.ranks_with_tokens, states_before[0], rules, fresh=fresh)
     return out, last
 
 
-def _describe(request: Request, shard: Layout) -> str:
-    """A text that must be the same on all ranks. Raises if this rank's request is invalid."""
-    check(replace(request, q=None, causal=True, normalize=False, key_positions=None))
-    k, v, state = request.k, request.v, request.state
+def _describe(call: Call, shard: Layout) -> str:
+    """A text that must be the same on all ranks. Raises if this rank's call is invalid."""
+    of_keys = replace(call, q=None, causal=True, normalize=False, key_positions=None)
+    check_settings(of_keys)
+    check_values(of_keys)
+    k, v, state = call.k, call.v, call.state
     if k.shape[1] != shard.length:
         raise ValueError(
             f"k: got {k.shape[1]} tokens on rank {shard.rank}, expected its shard's {shard.length}"
         )
-    if request.positions is not None or request.key_positions is not None:
-        resolve(replace(request, q=None, state=None, cu_seqlens=shard.cu_seqlens))
+    if call.positions is not None or call.key_positions is not None:
+        resolve(replace(call, q=None, state=None, cu_seqlens=shard.cu_seqlens))
     if state is not None and shard.cu_seqlens is not None:
         if state.slots is not None:
             raise NotImplementedError(
@@ -133,26 +136,26 @@ def _describe(request: Request, shard: Layout) -> str:
         if state.sequences != documents:
             raise ValueError(f"state: got {state.sequences} sequences, expected the {documents} of all ranks")
     b, _, g, d = k.shape
-    tensors = {"k": k, "v": v, "decay": request.decay, "log_decay": request.log_decay}
-    tensors |= {"angle_steps": request.angle_steps, "write": request.write}
-    present = [name for name in (*tensors, "positions", "state") if getattr(request, name) is not None]
-    steps = None if request.angle_steps is None else tuple(request.angle_steps.shape[2:])
+    tensors = {"k": k, "v": v, "decay": call.decay, "log_decay": call.log_decay}
+    tensors |= {"angle_steps": call.angle_steps, "write": call.write}
+    present = [name for name in (*tensors, "positions", "state") if getattr(call, name) is not None]
+    steps = None if call.angle_steps is None else tuple(call.angle_steps.shape[2:])
     if state is not None and values_readable(state.position):
         present[-1] = f"state at {state.rows().position.tolist()}"
-    rotary = request.rotary and request.rotary.identity
+    rotary = call.rotary and call.rotary.identity
     return (
-        f"{v.dtype} k (b, m, g, d) = ({b}, m, {g}, {d}), v with {tuple(v.shape[2:])}, causal={request.causal}, "
-        f"feature_map={_map_name(request.feature_map)}, rotary={rotary}, arguments {present}, steps {steps}, "
-        f"gradients of {_with_gradients(request)}"
+        f"{v.dtype} k (b, m, g, d) = ({b}, m, {g}, {d}), v with {tuple(v.shape[2:])}, causal={call.causal}, "
+        f"feature_map={_map_name(call.feature_map)}, rotary={rotary}, arguments {present}, steps {steps}, "
+        f"gradients of {_with_gradients(call)}"
     )
 
 
-def _with_gradients(request: Request) -> list[str]:
+def _with_gradients(call: Call) -> list[str]:
     """The arguments that the state of the keys passes gradients to."""
     names = ("k", "v", "decay", "log_decay", "angle_steps", "write")
-    tensors: list[tuple[str, Tensor | None]] = [(name, getattr(request, name)) for name in names]
-    if isinstance(request.feature_map, nn.Module):
-        tensors += [("feature_map", x) for x in request.feature_map.parameters()]
+    tensors: list[tuple[str, Tensor | None]] = [(name, getattr(call, name)) for name in names]
+    if isinstance(call.feature_map, nn.Module):
+        tensors += [("feature_map", x) for x in call.feature_map.parameters()]
     required = [name for name, x in tensors if x is not None and x.requires_grad and torch.is_grad_enabled()]
     return list(dict.fromkeys(required))
 
@@ -161,7 +164,7 @@ def _map_name(feature_map: object) -> str:
     return feature_map if isinstance(feature_map, str) else type(feature_map).__name__
 
 
-def _local_state(request: Request, shard: Layout, index: int) -> dict[str, Tensor]:
+def _local_state(call: Call, shard: Layout, index: int) -> dict[str, Tensor]:
     """The fields of the state of the first (0) or last (-1) local document alone, and the sum of its gates."""
     tokens = shard.piece(index)
 
@@ -173,14 +176,14 @@ def _local_state(request: Request, shard: Layout, index: int) -> dict[str, Tenso
     def cut_if_any(x: Tensor | None, dim: int = 1) -> Tensor | None:
         return None if x is None else cut(x, dim)
 
-    key_positions = request.positions if request.key_positions is None else request.key_positions
-    axes = request.rotary is not None and request.rotary.axes is not None
-    key_mask, b = cut_if_any(request.key_mask), request.k.shape[0]
+    key_positions = call.positions if call.key_positions is None else call.key_positions
+    axes = call.rotary is not None and call.rotary.axes is not None
+    key_mask, b = cut_if_any(call.key_mask), call.k.shape[0]
     local = replace(
-        request,
+        call,
         q=None,
-        k=cut(request.k),
-        v=cut(request.v),
+        k=cut(call.k),
+        v=cut(call.v),
         causal=True,
         normalize=False,
         return_state=True,
@@ -188,57 +191,57 @@ def _local_state(request: Request, shard: Layout, index: int) -> dict[str, Tenso
         key_positions=None,
         key_mask=key_mask,
         cu_seqlens=None,
-        log_decay=cut_if_any(request.log_decay),
-        angle_steps=cut_if_any(request.angle_steps),
-        write=cut_if_any(request.write),
+        log_decay=cut_if_any(call.log_decay),
+        angle_steps=cut_if_any(call.angle_steps),
+        write=cut_if_any(call.write),
     )
-    position = _first_positions(request, shard)[index].expand(b)
+    position = _first_positions(call, shard)[index].expand(b)
     if local.positions is not None and not axes and local.k.shape[1]:
         position = local.positions[..., 0].long().expand(b)  # only the distances between local tokens count
-    state = attend(replace(local, state=_empty_state(request, position)))[1]
+    state = attend(replace(local, state=_empty_state(call, position)))[1]
     assert state is not None
     tensors = state.tensors()
     if local.log_decay is not None:
         gates = zero_hidden(local.log_decay, key_mask).clamp(min=MIN_LOG_DECAY).double().sum(1)
-        tensors["gates"] = gates.expand(b, request.v.shape[2])
+        tensors["gates"] = gates.expand(b, call.v.shape[2])
     return tensors
 
 
-def _first_positions(request: Request, shard: Layout) -> Tensor:
+def _first_positions(call: Call, shard: Layout) -> Tensor:
     """The default position of the first token of each local document, (s or 1, b or 1). An empty rank has 0."""
     begins = [piece.position for piece in shard.local_pieces] or [0]
-    positions = torch.tensor(begins, device=request.k.device)[:, None]
-    if request.state is None:
+    positions = torch.tensor(begins, device=call.k.device)[:, None]
+    if call.state is None:
         return positions
     if shard.cu_seqlens is None:
-        return positions + request.state.position
-    return positions + request.state.position[shard.documents(positions.device)][:, None]
+        return positions + call.state.position
+    return positions + call.state.position[shard.documents(positions.device)][:, None]
 
 
-def _empty_state(request: Request, position: Tensor) -> LinearAttentionState:
+def _empty_state(call: Call, position: Tensor) -> LinearAttentionState:
     """A state without keys, for sequences that begin at position (s,)."""
-    fmap, v, state, s = check(request), request.v, request.state, len(position)
-    g, e, f = *v.shape[2:], request.k.shape[3] if fmap is None else fmap.feature_dim
+    fmap, v, state, s = check_settings(call), call.v, call.state, len(position)
+    g, e, f = *v.shape[2:], call.k.shape[3] if fmap is None else fmap.feature_dim
     kv_dtype = torch.promote_types(v.dtype, torch.float32) if state is None else state.kv.dtype
     kv = v.new_zeros(s, g, f, e, dtype=kv_dtype)
     z = v.new_zeros(s, g, f, dtype=torch.float64 if state is None else state.z.dtype)
-    identity = identity_of(fmap, request.rotary, request.rope_order)
+    identity = identity_of(fmap, call.rotary, call.rope_order)
     return LinearAttentionState(kv, z, position, identity)
 
 
 def _states_before(
-    request: Request, shard: Layout, gathered: dict[str, Tensor]
+    call: Call, shard: Layout, gathered: dict[str, Tensor]
 ) -> list[LinearAttentionState]:
     """The state before the first rank, for each local document: the caller's, or an empty one."""
-    state: LinearAttentionState | None = request.state
+    state: LinearAttentionState | None = call.state
     if state is None:
-        state = _empty_state(request, gathered["position"].new_zeros(request.k.shape[0]))
+        state = _empty_state(call, gathered["position"].new_zeros(call.k.shape[0]))
     if (scales := gathered.get("log_scale")) is not None and state.log_scale is None:
         state = replace(state, log_scale=scales.new_full(scales.shape[1:], NO_KEYS))
     state = replace(state, conv=None)
     if shard.cu_seqlens is None:
         return [state]
-    if request.state is None:
+    if call.state is None:
         return [state] * max(1, len(shard.local_pieces))
     return [state.reorder(document) for document in shard.documents(state.kv.device)[:, None]]
 

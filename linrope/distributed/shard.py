@@ -9,7 +9,8 @@ from typing_extensions import Unpack
 from linrope.distributed.attend import SentState, send_state
 from linrope.distributed.convolve import convolve_shard
 from linrope.distributed.layout import Layout
-from linrope.operation.request import Options, Request
+from linrope.operation.options import Options
+from linrope.recurrence.call import Call
 from linrope.recurrence.state import LinearAttentionState
 
 
@@ -47,12 +48,12 @@ class Shard(Layout):
     (torch.Size([1, 10]), tensor(-100))
     """
 
-    def attend(self, request: Request) -> tuple[Tensor, LinearAttentionState | None]:
+    def attend(self, call: Call) -> tuple[Tensor, LinearAttentionState | None]:
         """Returns out for this process's tokens.
 
         If wanted, also the state after all tokens or, for packed sequences, the states of this rank's own sequences.
         """
-        return send_state(request, self).attend(request)
+        return send_state(call, self).attend(call)
 
     def send_state(self, k: Tensor, v: Tensor, /, **options: Unpack[Options]) -> SentState:
         """Begins a call by sending the state of the keys. Pass the result as ``shard`` to the call with q.
@@ -60,7 +61,7 @@ class Shard(Layout):
         Work between the two calls overlaps with the communication. The options are those of
         ``linear_rope_attention``.
         """
-        return send_state(Request(q=None, k=k, v=v, **options), self)
+        return send_state(Call(q=None, k=k, v=v, **options), self)
 
     def convolve(
         self,

@@ -16,7 +16,7 @@ from linrope.feature_maps import FeatureMap
 from linrope.feature_maps.base import widen
 from linrope.layer.storing import store_in_state
 from linrope.operation import checks
-from linrope.operation.attend import identity_of
+from linrope.operation.plan import identity_of
 from linrope.operation.functional import linear_rope_attention
 from linrope.operation.positions import first_positions, resolve_positions
 from linrope.recurrence.call import repeat_heads

@@ -1,138 +1,165 @@
-"""Answers a request: checks it, maps q and k to features, calls a backend, builds the next state."""
+"""Answers a call: its plan, q and k as features, a backend, the next state."""
+
+import warnings
 
 import torch
 from torch import Tensor
 
 from linrope import backends
+from linrope.backends import native
 from linrope.common.writable import check_writable
-from linrope.feature_maps import FeatureMap
 from linrope.operation import checks, head_first, positions
-from linrope.operation.decoding import loop_after
-from linrope.operation.features import map_features, scale_and_rotate
-from linrope.operation.request import Request
-from linrope.recurrence.call import Call, needs_gradients, repeat_heads
-from linrope.recurrence.decay import Tokens, distances, gradient_path, log_decay_of_tokens, steps_of_tokens
-from linrope.recurrence.identities import WITHOUT_Z
-from linrope.recurrence.stabilizer import stabilize
+from linrope.operation.features import map_features
+from linrope.operation.plan import Plan, identity_of, next_identity, plan_of
+from linrope.recurrence.call import Call, Sums, needs_gradients
+from linrope.recurrence.decay import (
+    Tokens,
+    distances,
+    gradient_path,
+    log_decay_of_step,
+    log_decay_of_tokens,
+    steps_of_tokens,
+)
+from linrope.recurrence.stabilizer import Stabilized, stabilize
 from linrope.recurrence.state import LinearAttentionState
-from linrope.rotation.rotary import Rotary
 
 
-def attend(request: Request) -> tuple[Tensor, LinearAttentionState | None]:
+def attend(call: Call) -> tuple[Tensor, LinearAttentionState | None]:
     """Returns out and the state after the last key. The state is None if the call makes none."""
-    q, k, rotary, state = request.q, request.k, request.rotary, request.state
-    fmap, identity, tokens = _checked(request)
-    log_decay = log_decay_of_tokens(request.decay, request.log_decay, request.key_mask, tokens, k.shape[1])
-    angle_steps = steps_of_tokens(request.angle_steps, request.key_mask, state, tokens)
-    if (xpos_log_decay := None if rotary is None else rotary.xpos_log_decay) is not None:
-        xpos_log_decay = xpos_log_decay.to(k.device)
-    if request.rope_order == "before" and rotary is not None and rotary.heads > k.shape[2]:
-        q, k = repeat_heads(request.v, q, k)  # every value head has its own theta
-    q, k, rotary = scale_and_rotate(q, k, fmap, rotary, request.rope_order, tokens)
-    q, k, backend_map, q_scale, k_scale = map_features(q, k, fmap, request.key_mask, tokens)
-    stabilized = None
-    if k_scale is not None:
-        # The running maximum of the scales decays by log_decay, which each value head has of its own.
-        q, k, q_scale, k_scale = repeat_heads(request.v, q, k, q_scale, k_scale)
-        stabilized = stabilize(
-            k=k,
-            log_scale=k_scale,
-            log_decay=log_decay,
-            state=state,
-            tokens=tokens,
-            key_mask=request.key_mask,
-            causal=request.causal,
-            backend_applies_exp=backend_map == "exp",
-        )
-        k, log_decay, state = stabilized.k, stabilized.log_decay, stabilized.state
-    call = Call(
-        q=q,
-        k=k,
-        v=request.v,
-        log_decay=log_decay,
-        angle_steps=angle_steps,
-        write=request.write,
-        positions=tokens.positions,
-        key_positions=tokens.key_positions,
-        theta_turns=None if rotary is None else rotary.turns_per_position(k.device),
-        xpos_log_decay=xpos_log_decay,
-        distances=None if xpos_log_decay is None else distances(tokens, k.shape[1]),
-        key_mask=request.key_mask,
-        cu_seqlens=request.cu_seqlens,
-        feature_map=backend_map,
-        layout="interleaved" if request.rotary is None else request.rotary.layout,
-        causal=request.causal,
-        normalize=request.normalize,
-        eps=float(request.eps),
-        eps_mode=request.eps_mode,
-        want_state=request.return_state or _may_write(request.state, k),
-    )
-    backend = backends.choose(request.backend, call, state)
-    if not backend.TAKES_VALUE_GROUPS:
-        call = call.expanded()
-    in_place = _writes_in_place(request.state, call)
-    out, sums = backend.attend(call, state)
-    if out.dtype != request.v.dtype:  # expanded values may be wider
-        out = out.to(request.v.dtype)
-    if stabilized is not None and q_scale is not None and not request.normalize:
-        # The normalizer would cancel the scales that were split off the features. Without it they are put back.
-        scale = q_scale + stabilized.maximum.repeat_interleave(call.group, 2)
-        out = (out * scale.exp().to(torch.promote_types(out.dtype, torch.float32))[..., None]).to(out.dtype)
-    if sums is None:
-        return out, None
-    new = {
-        "kv": sums.kv,
-        "z": sums.z,
-        "angle": sums.angle,
-        "log_scale": None if stabilized is None else stabilized.last_maximum,
-        "angle_gradient_path": None if angle_steps is None else gradient_path(angle_steps, state, tokens),
-        "position": positions.next_positions(request, tokens),
-    }
-    if request.state is not None and in_place:
-        request.state._write_unchecked(new)
-        return out, request.state._replace_unchecked(donated=False, loop=loop_after(request, call, backend))
-    return out, LinearAttentionState(identity=identity, **new)  # type: ignore[arg-type]
-
-
-def _checked(request: Request) -> tuple[FeatureMap | None, str, Tokens]:
-    """The feature map, the identity of the next state, and the positions. Raises if the request does not fit."""
-    state, identity = request.state, ""
     try:
-        fmap = checks.check(request)
-        if state is not None or request.return_state:
-            identity = identity_of(fmap, request.rotary, request.rope_order)
-        if state is not None:
-            checks.check_state(request, fmap, identity)
-            identity += WITHOUT_Z if state.identity.endswith(WITHOUT_Z) else ""
-        head_first.warn_of_many_heads(request)
-        return fmap, identity, positions.resolve(request)
+        plan = plan_of(call)
+        if plan.warning is not None:
+            warnings.warn(plan.warning, stacklevel=3)
+        if plan.step is not None and not _needs_gradients(call):
+            state = call.state
+            assert state is not None
+            in_place = state.donated or state.slots is not None
+            if not in_place or (native.fits_in_place(state) and _angle_fits(call)):
+                return _step(call, plan.step, state, in_place)
+        checks.check_values(call)
+        identity, tokens = _identity(call, plan), positions.resolve(call)
     except ValueError as error:
-        if head_first.suspected(request):
+        if head_first.suspected(call):
             raise ValueError(f"{error}; {head_first.HINT}") from None
         raise
+    return _attend(call, plan, identity, tokens)
 
 
-def identity_of(fmap: FeatureMap | None, rotary: Rotary | None, rope_order: str) -> str:
-    """The identity stored in a state. A call with another map or rotation rejects the state."""
-    order = " before" if rope_order == "before" else ""
-    return f"{'features' if fmap is None else fmap.identity}; {rotary and rotary.identity}{order}"
+def _identity(call: Call, plan: Plan) -> str:
+    """The identity of the next state, or "" without one. Raises ValueError if the call's own state has another."""
+    if plan.identity is not None or (call.state is None and not call.return_state):
+        return plan.identity or ""
+    identity = identity_of(plan.named_map or call.feature_map, call.rotary, call.rope_order)
+    return identity if call.state is None else next_identity(call.state, identity)
 
 
-def _may_write(state: LinearAttentionState | None, k: Tensor) -> bool:
-    """True if a call may overwrite the state: it selects rows of a pool, or it is donated and the call has one key."""
-    return state is not None and (state.slots is not None or (state.donated and k.shape[1] == 1))
+def _step(
+    call: Call, step: native.Step, state: LinearAttentionState, in_place: bool
+) -> tuple[Tensor, LinearAttentionState | None]:
+    """One more token of each sequence. The kernel checks its numbers before it writes any."""
+    try:
+        log_decay = log_decay_of_step(call.decay, call.log_decay)
+        out, sums, position = step(call, log_decay, state, in_place)
+    except RuntimeError:  # the checks of all calls name what is wrong
+        checks.check_values(call)
+        positions.resolve(call)
+        raise
+    if in_place:
+        if position is not state.position:
+            state._write_unchecked({"position": position})
+        return out, state._replace_unchecked(donated=False)
+    if not call.return_state:
+        return out, None
+    none = dict.fromkeys(("slots", "angle_gradient_path", "conv", "last_token"))
+    return out, state._replace_unchecked(**sums._asdict(), position=position, donated=False, **none)
 
 
-def _writes_in_place(state: LinearAttentionState | None, call: Call) -> bool:
-    """True if the next state overwrites the incoming one. Raises if the incoming state's memory is not writable."""
-    if state is None or not _may_write(state, call.k):
+def _attend(
+    call: Call, plan: Plan, identity: str, tokens: Tokens
+) -> tuple[Tensor, LinearAttentionState | None]:
+    """Any call: q and k become features, a backend computes out and the sums, and these the next state."""
+    features = map_features(call, plan, tokens)
+    k, state, stabilized = features.k, call.state, None
+    log_decay = log_decay_of_tokens(call.decay, call.log_decay, call.key_mask, tokens, k.shape[1])
+    angle_steps = steps_of_tokens(call.angle_steps, call.key_mask, state, tokens)
+    if features.k_scale is not None:
+        stabilized = stabilize(call, tokens, k, features.k_scale, log_decay, features.elementwise == "exp")
+        k, log_decay, state = stabilized.k, stabilized.log_decay, stabilized.state
+    resolved = call.changed(
+        q=features.q,
+        k=k,
+        feature_map=features.elementwise,
+        log_decay=log_decay,
+        decay=None,
+        angle_steps=angle_steps,
+        positions=tokens.positions,
+        key_positions=tokens.key_positions,
+        theta_turns=plan.theta_turns,
+        layout=plan.layout,
+        xpos_log_decay=plan.xpos_log_decay,
+        distances=None if plan.xpos_log_decay is None else distances(tokens, k.shape[1]),
+    )
+    in_place = _writes_in_place(resolved)
+    resolved.return_state = call.return_state or in_place
+    if plan.backend is None:
+        plan.backend = backends.choose(call.backend, resolved, state)
+    if not plan.backend.TAKES_VALUE_GROUPS:
+        resolved = resolved.expanded()
+    out, sums = plan.backend.attend(resolved, state)
+    if out.dtype != call.v.dtype:  # expanded values may be wider
+        out = out.to(call.v.dtype)
+    if stabilized is not None and features.q_scale is not None and not call.normalize:
+        out = _rescaled(out, features.q_scale, stabilized, resolved.group)
+    if sums is None:
+        return out, None
+    tensors = {
+        "position": positions.next_positions(call, tokens),
+        "log_scale": None if stabilized is None else stabilized.last_maximum,
+        "angle_gradient_path": None if angle_steps is None else gradient_path(angle_steps, call.state, tokens),
+    }
+    if call.state is not None and in_place:
+        return out, _overwritten(call.state, sums, **tensors)
+    return out, LinearAttentionState(**sums._asdict(), identity=identity, **tensors)  # type: ignore[arg-type]
+
+
+def _rescaled(out: Tensor, q_scale: Tensor, stabilized: Stabilized, group: int) -> Tensor:
+    """out with the scales that were split off the features. The normalizer would have cancelled them."""
+    scale = q_scale + stabilized.maximum.repeat_interleave(group, 2)
+    return (out * scale.exp().to(torch.promote_types(out.dtype, torch.float32))[..., None]).to(out.dtype)
+
+
+def _overwritten(
+    state: LinearAttentionState, sums: Sums, **tensors: Tensor | None
+) -> LinearAttentionState:
+    """The next state, in the memory of a donated state or of a pool's rows."""
+    state._write_unchecked(sums._asdict() | tensors)
+    return state._replace_unchecked(donated=False)
+
+
+def _needs_gradients(call: Call) -> bool:
+    """True if autograd will ask for gradients of this call."""
+    return torch.is_grad_enabled() and needs_gradients(call, call.state)
+
+
+def _writes_in_place(call: Call) -> bool:
+    """True if the next state overwrites the incoming one: the call selects rows of a pool, or it is one token.
+
+    Raises if the incoming state's memory is not writable.
+    """
+    state = call.state
+    if state is None or not (state.slots is not None or (state.donated and call.k.shape[1] == 1)):
         return False
-    if torch.is_grad_enabled() and needs_gradients(call, state):
+    if _needs_gradients(call):
         if state.slots is not None:
             raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
         return False
-    check_writable({name: x for name, x in state.tensors().items() if name != "angle_gradient_path"})
+    check_writable(state.written())
+    return _angle_fits(call)
+
+
+def _angle_fits(call: Call) -> bool:
+    """True if the incoming state has an angle for the next one, with a row for every head, if there is a next one."""
     if call.angle_steps is None:
         return True
-    # The next angle fits only if the incoming state has an angle, with a row for every head.
-    return state.angle is not None and state.angle.shape[1] >= call.angle_steps.shape[2]
+    angle = None if call.state is None else call.state.angle
+    return angle is not None and angle.shape[1] >= call.angle_steps.shape[2]

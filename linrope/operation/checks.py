@@ -10,7 +10,7 @@ from linrope.common.argument_checks import check_bools, check_integers, check_na
 from linrope.common.tracing import values_readable
 from linrope.feature_maps import FeatureMap
 from linrope.feature_maps.base import is_feature_map
-from linrope.operation.request import EPS_MODES, ORDERS, Request
+from linrope.recurrence.call import EPS_MODES, ORDERS, Call
 from linrope.recurrence.identities import WITHOUT_Z, same_identity
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
@@ -73,40 +73,50 @@ def check_vectors(name: str, x: Tensor, dim: int) -> None:
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected (batch, length, {dim})")
 
 
-def check(request: Request) -> FeatureMap | None:
-    """Raises if the arguments do not fit together. Returns the feature map; None: q and k already are features."""
-    q, k, v, rotary, causal = request.q, request.k, request.v, request.rotary, request.causal
+def check_settings(call: Call) -> FeatureMap | None:
+    """Raises if the settings and shapes do not fit together. Returns the feature map; None: q and k are features."""
+    q, k, v, rotary, causal = call.q, call.k, call.v, call.rotary, call.causal
     check_tensors(q, k, v, causal)
-    check_bools(causal=causal, normalize=request.normalize, return_state=request.return_state)
-    check_numbers(eps=request.eps)
-    if not 0 < request.eps < torch.inf:
-        raise ValueError(f"eps={request.eps}: expected a positive finite number")
-    check_name("eps_mode", request.eps_mode, EPS_MODES)
-    check_name("rope_order", request.rope_order, ORDERS)
+    check_bools(causal=causal, normalize=call.normalize, return_state=call.return_state)
+    check_numbers(eps=call.eps)
+    if not 0 < call.eps < torch.inf:
+        raise ValueError(f"eps={call.eps}: expected a positive finite number")
+    check_name("eps_mode", call.eps_mode, EPS_MODES)
+    check_name("rope_order", call.rope_order, ORDERS)
     (b, m, _, d), g = k.shape, v.shape[2]
     n, device = m if q is None else q.shape[1], k.device
-    rotates_before_map = request.rope_order == "before"
-    check_mask(request.key_mask, b, m, device)
-    check_decay(request.decay, g, causal, device)
-    check_log_decay(request.log_decay, v, causal)
-    check_write(request.write, v)
-    check_packing(request.cu_seqlens, b, n, m, device)
-    fmap = resolve_map(request.feature_map, d)
-    if request.normalize and fmap is not None and not fmap.positive:
+    rotates_before_map = call.rope_order == "before"
+    check_mask(call.key_mask, b, m, device)
+    check_decay(call.decay, g, causal, device)
+    check_log_decay(call.log_decay, v, causal)
+    check_write(call.write, v)
+    check_cu_seqlens(call.cu_seqlens, b, n, m, device)
+    fmap = resolve_map(call.feature_map, d)
+    if call.normalize and fmap is not None and not fmap.positive:
         raise ValueError(
-            f"feature_map={request.feature_map!r}: its features are signed, so the normalizer can vanish; "
+            f"feature_map={call.feature_map!r}: its features are signed, so the normalizer can vanish; "
             "expected normalize=False or a positive map"
         )
     f = d if fmap is None else fmap.feature_dim
     rotated = d if rotates_before_map else f
     check_rotary(rotary, rotated, g, causal, rotates_before_map)
-    check_angle_steps(request.angle_steps, v, n, rotated, rotary)
-    if rotates_before_map and request.angle_steps is not None:
+    check_angle_steps(call.angle_steps, v, n, rotated, rotary)
+    if rotates_before_map and call.angle_steps is not None:
         raise ValueError("rope_order='before': got angle_steps, which turn features; expected 'after'")
-    if request.key_positions is not None and (request.decays_by_position or request.log_decay is not None):
+    if call.key_positions is not None and (call.decays_by_position or call.log_decay is not None):
         raise ValueError("key_positions: got a tensor, expected None with decay, log_decay or xpos")
-    check_axes(rotary, request.decay is not None, fmap)
+    check_axes(rotary, call.decay is not None, fmap)
     return fmap
+
+
+def check_values(call: Call) -> None:
+    """Raises if a number is out of range, as far as numbers can be read without waiting for a GPU."""
+    if call.decay is not None:
+        check_decay_values(call.decay)
+    if call.log_decay is not None:
+        check_log_decay_values(call.log_decay)
+    if call.cu_seqlens is not None:
+        check_bounds(call.cu_seqlens, call.num_queries)
 
 
 def check_axes(rotary: Rotary | None, decays: bool, fmap: FeatureMap | None) -> None:
@@ -234,6 +244,9 @@ def check_decay(decay: Tensor | None, g: int, causal: bool, device: torch.device
         raise ValueError(f"decay: got shape {tuple(decay.shape)}, expected {(g,)}, one per key/value head")
     if not causal:
         raise ValueError("decay: got causal=False, expected causal=True: keys decay towards later queries")
+
+
+def check_decay_values(decay: Tensor) -> None:
     if values_readable(decay) and not bool(((decay > 0) & (decay <= 1)).all()):
         raise ValueError(f"decay: got {decay.tolist()}, expected numbers in (0, 1]")
 
@@ -249,6 +262,9 @@ def check_log_decay(log_decay: Tensor | None, v: Tensor, causal: bool) -> None:
         )
     if not causal:
         raise ValueError("log_decay: got causal=False, expected causal=True: a gate decays earlier keys")
+
+
+def check_log_decay_values(log_decay: Tensor) -> None:
     if values_readable(log_decay) and log_decay.numel() and float(log_decay.detach().max()) > 0:
         raise ValueError(f"log_decay: got up to {float(log_decay.detach().max()):.3g}, expected numbers <= 0")
 
@@ -292,6 +308,13 @@ def _broadcasts(shape: Sequence[int], full: Sequence[int], axes: Sequence[int]) 
 
 
 def check_packing(cu_seqlens: Tensor | None, b: int, n: int, m: int, device: torch.device) -> None:
+    """Checks the bounds of packed sequences, and their values."""
+    check_cu_seqlens(cu_seqlens, b, n, m, device)
+    if cu_seqlens is not None:
+        check_bounds(cu_seqlens, n)
+
+
+def check_cu_seqlens(cu_seqlens: Tensor | None, b: int, n: int, m: int, device: torch.device) -> None:
     if cu_seqlens is None:
         return
     if not isinstance(cu_seqlens, Tensor):
@@ -306,6 +329,9 @@ def check_packing(cu_seqlens: Tensor | None, b: int, n: int, m: int, device: tor
         raise ValueError(f"cu_seqlens: got batch {b}, expected 1: packed sequences share one row")
     if n != m:
         raise ValueError(f"cu_seqlens: got {n} queries and {m} keys, expected equal numbers")
+
+
+def check_bounds(cu_seqlens: Tensor, n: int) -> None:
     if values_readable(cu_seqlens):
         bounds = cu_seqlens.tolist()
         if bounds[0] != 0 or bounds[-1] != n or bounds != sorted(bounds):
@@ -314,34 +340,37 @@ def check_packing(cu_seqlens: Tensor | None, b: int, n: int, m: int, device: tor
             )
 
 
-def check_state(request: Request, fmap: FeatureMap | None, identity: str) -> None:
-    """Raises if the state does not fit the call."""
-    state, k = request.state, request.k
+def check_state(call: Call, fmap: FeatureMap | None) -> None:
+    """Raises if the state's shapes and device do not fit the call."""
+    state, k = call.state, call.k
     if not isinstance(state, LinearAttentionState):
         raise TypeError(
             f"state: got {type(state).__name__}, expected LinearAttentionState; state_from_sums makes one of sums"
         )
     shape = (
-        request.sequences,
-        request.v.shape[2],
+        call.sequences,
+        call.v.shape[2],
         k.shape[3] if fmap is None else fmap.feature_dim,
-        request.v.shape[3],
+        call.v.shape[3],
     )
     got = state.kv.shape if state.slots is None else (state.sequences, *state.kv.shape[1:])
     if got != shape:
         got = tuple(got)
         raise ValueError(f"state: got kv of shape {got}, expected (b, g, f, e) = {shape}")
-    made_with = state.identity.removesuffix(WITHOUT_Z)
-    if request.normalize and made_with != state.identity:
+    if call.normalize and state.identity.endswith(WITHOUT_Z):
         raise ValueError("state: made without z; expected normalize=False, which needs none")
-    if not same_identity(made_with, identity):
-        raise ValueError(f"state: made with {state.identity}; expected {identity}, as in this call")
     if state.kv.device != k.device:
         raise ValueError(f"state: got device {state.kv.device}, expected {k.device}")
-    if request.angle_steps is not None:
-        check_angle(state, request.angle_steps)
+    if call.angle_steps is not None:
+        check_angle(state, call.angle_steps)
     elif state.angle is not None:
         raise ValueError("angle_steps: got None, expected a tensor, as in the calls that made the state")
+
+
+def check_identity(state: LinearAttentionState, identity: str) -> None:
+    """Raises if calls with another map or rotation made the state."""
+    if not same_identity(state.identity.removesuffix(WITHOUT_Z), identity):
+        raise ValueError(f"state: made with {state.identity}; expected {identity}, as in this call")
 
 
 def check_angle(state: LinearAttentionState, angle_steps: Tensor) -> None:

@@ -1,64 +1,68 @@
 """Turns q and k into the features that a backend receives."""
 
+from typing import NamedTuple
+
 from torch import Tensor
 
-from linrope.feature_maps import ElementwiseMap, FeatureMap
+from linrope.feature_maps import ElementwiseMap
 from linrope.feature_maps.base import has_hooks, widen
+from linrope.operation.plan import Plan
 from linrope.operation.positions import spell_out_positions
+from linrope.recurrence.call import Call, repeat_heads
 from linrope.recurrence.decay import Tokens
-from linrope.rotation.rotary import Rotary
 
 
-def scale_and_rotate(
-    q: Tensor | None,
-    k: Tensor,
-    fmap: FeatureMap | None,
-    rotary: Rotary | None,
-    rope_order: str,
-    tokens: Tokens,
-) -> tuple[Tensor | None, Tensor, Rotary | None]:
-    """Multiplies q and k by rotary.attention_factor and, with rope_order="before", rotates them.
+class Features(NamedTuple):
+    """q and k as a backend receives them; with ``stabilize`` to follow if the map has a log_scale."""
 
-    Also returns the rotation that is still to be applied to the features. If ``map_features`` applies the map, q and
-    k are computed in float32 or wider: an exponential would amplify the rounding error of half precision.
+    q: Tensor | None
+    k: Tensor
+    elementwise: str  # the map that the backend still applies
+    q_scale: Tensor | None = None  # (b, n, heads): the features are to be multiplied by e^scale
+    k_scale: Tensor | None = None
+
+
+def map_features(call: Call, plan: Plan, tokens: Tokens) -> Features:
+    """Rotates q and k if rope_order asks for it, and applies the feature map, or leaves it to the backend.
+
+    If a map has a log_scale, q and k then have a head for each head of v, because the running maximum of the scales
+    decays by log_decay, of which each of these has its own.
     """
-    if rotary is None:
-        return q, k, rotary
-    if (rotary.attention_factor != 1 or rope_order == "before") and _backend_map(fmap) is None:
+    q, k = _scaled_and_rotated(call, plan, tokens)
+    if plan.elementwise is not None:
+        return Features(q, k, plan.elementwise)
+    fmap = plan.named_map or call.feature_map
+    if call.key_mask is not None:  # the map may overflow at padding, and 0 * inf is NaN
+        k = k.masked_fill(~call.key_mask[:, :, None, None], 0)
+    elementwise = "identity"
+    if isinstance(fmap, ElementwiseMap) and not has_hooks(fmap):  # exp: centred here, applied by the backend
+        elementwise, queries, keys = fmap.elementwise, None if q is None else fmap.centre(q), fmap.centre(k)
+    else:
+        positions = spell_out_positions(tokens, q, k) if fmap.positional else ()
+        queries, keys = fmap(q, k, *positions)
+        if not fmap.log_scaled:
+            return Features(queries, keys, elementwise)
+    (q, q_scale), (k, k_scale) = (None, None) if queries is None else queries, keys
+    q, k, q_scale, k_scale = repeat_heads(call.v, q, k, q_scale, k_scale)
+    return Features(q, k, elementwise, q_scale, k_scale)
+
+
+def _scaled_and_rotated(call: Call, plan: Plan, tokens: Tokens) -> tuple[Tensor | None, Tensor]:
+    """q and k times rotary.attention_factor and, with rope_order="before", rotated.
+
+    If Python applies the map they are computed in float32 or wider: an exponential would amplify the rounding error of
+    half precision.
+    """
+    q, k, rotary, before = call.q, call.k, call.rotary, call.rope_order == "before"
+    if rotary is None or not (before or rotary.attention_factor != 1):
+        return q, k
+    if before and rotary.heads > k.shape[2]:
+        q, k = repeat_heads(call.v, q, k)  # every value head has its own theta
+    if plan.elementwise is None:
         q, k = None if q is None else widen(q), widen(k)
     if rotary.attention_factor != 1:
         q, k = None if q is None else q * rotary.attention_factor, k * rotary.attention_factor
-    if rope_order == "after":
-        return q, k, rotary
-    q_positions, k_positions = spell_out_positions(tokens, q, k)
-    return None if q is None else rotary(q, q_positions), rotary(k, k_positions), None
-
-
-def map_features(
-    q: Tensor | None, k: Tensor, fmap: FeatureMap | None, key_mask: Tensor | None, tokens: Tokens
-) -> tuple[Tensor | None, Tensor, str, Tensor | None, Tensor | None]:
-    """Applies the feature map, or leaves it to the backend.
-
-    Returns q, k, the elementwise map that the backend then applies, and the log_scale of q and of k (None: 0).
-    """
-    if (name := _backend_map(fmap)) is not None:
-        return q, k, name, None, None
-    assert fmap is not None
-    if key_mask is not None:  # the map may overflow at padding, and 0 * inf is NaN
-        k = k.masked_fill(~key_mask[:, :, None, None], 0)
-    if isinstance(fmap, ElementwiseMap) and not has_hooks(fmap):  # exp: centred here, applied by the backend
-        (q, q_scale), (k, k_scale) = (None, None) if q is None else fmap.centre(q), fmap.centre(k)
-        return q, k, fmap.elementwise, q_scale, k_scale
-    positions = spell_out_positions(tokens, q, k) if fmap.positional else ()
-    queries, keys = fmap(q, k, *positions)
-    if not fmap.log_scaled:
-        return queries, keys, "identity", None, None
-    (q, q_scale), (k, k_scale) = (None, None) if queries is None else queries, keys
-    return q, k, "identity", q_scale, k_scale
-
-
-def _backend_map(fmap: FeatureMap | None) -> str | None:
-    """The name of an elementwise map that a backend can apply to q and k. None: ``map_features`` applies the map."""
-    if fmap is None:
-        return "identity"
-    return None if fmap.log_scaled or has_hooks(fmap) else fmap.elementwise
+    if before:
+        q_positions, k_positions = spell_out_positions(tokens, q, k)
+        q, k = None if q is None else rotary(q, q_positions), rotary(k, k_positions)
+    return q, k

@@ -6,8 +6,8 @@ from torch import Tensor
 from linrope.common.argument_checks import check_name
 from linrope.feature_maps import FeatureMap
 from linrope.operation import checks
-from linrope.operation.attend import identity_of
-from linrope.operation.request import ORDERS
+from linrope.operation.plan import identity_of
+from linrope.recurrence.call import ORDERS
 from linrope.recurrence.identities import WITHOUT_Z
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary

@@ -1,14 +1,15 @@
 """The public operation: ``linear_rope_attention`` and ``linear_rope_state``."""
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from torch import Tensor
 from typing_extensions import Unpack
 
 from linrope.feature_maps import FeatureMap
 from linrope.operation.attend import attend
-from linrope.operation.request import Options, Request
+from linrope.operation.options import Options
 from linrope.operation.shards import TokenShard
+from linrope.recurrence.call import Call
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
 
@@ -152,36 +153,33 @@ def linear_rope_attention(
     """
     if q is None:
         raise TypeError("q: got NoneType, expected a dense torch.Tensor")
-    arguments: dict[str, Any] = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "log_decay": log_decay,
-        "angle_steps": angle_steps,
-        "decay": decay,
-        "write": write,
-        "positions": positions,
-        "key_positions": key_positions,
-        "key_mask": key_mask,
-        "cu_seqlens": cu_seqlens,
-        "feature_map": feature_map,
-        "rotary": rotary,
-        "causal": causal,
-        "normalize": normalize,
-        "eps": eps,
-        "eps_mode": eps_mode,
-        "rope_order": rope_order,
-        "backend": backend,
-    }
-    if isinstance(state, LinearAttentionState) and state.loop is not None and shard is None:
-        step: Tensor | None = state.loop.step(state, arguments)
-        if step is not None:
-            return (step, state._replace_unchecked(donated=False, loop=state.loop)) if return_state else step
-    request = Request(**arguments, state=state, return_state=return_state)
+    call = Call(
+        q=q,
+        k=k,
+        v=v,
+        log_decay=log_decay,
+        angle_steps=angle_steps,
+        write=write,
+        positions=positions,
+        key_positions=key_positions,
+        key_mask=key_mask,
+        cu_seqlens=cu_seqlens,
+        feature_map=feature_map,
+        causal=causal,
+        normalize=normalize,
+        eps=eps,
+        eps_mode=eps_mode,
+        return_state=return_state,
+        rotary=rotary,
+        decay=decay,
+        rope_order=rope_order,
+        backend=backend,
+        state=state,
+    )
     if shard is None:
-        out, last = attend(request)
+        out, last = attend(call)
     elif isinstance(shard, TokenShard):
-        out, last = shard.attend(request)
+        out, last = shard.attend(call)
     else:
         raise TypeError(f"shard: got {type(shard).__name__}, expected linrope.distributed.Shard or None")
     return (out, last) if return_state and last is not None else out
@@ -215,7 +213,7 @@ def linear_rope_state(
     >>> _, state = linear_rope_attention(q, k, v, return_state=True)
     >>> torch.testing.assert_close(linear_rope_state(k, v).kv, state.kv)
     """
-    request = Request(
+    call = Call(
         q=None,
         k=k,
         v=v,
@@ -234,6 +232,6 @@ def linear_rope_state(
         state=state,
         return_state=True,
     )
-    last = attend(request)[1]
+    last = attend(call)[1]
     assert last is not None
     return last

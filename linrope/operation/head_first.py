@@ -1,11 +1,9 @@
 """Recognizes tensors (batch, heads, length, dim), the order of other libraries, as far as their shapes allow."""
 
-import warnings
-
 from torch import Tensor
 
 from linrope.common.tracing import values_readable
-from linrope.operation.request import Request
+from linrope.recurrence.call import Call
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
 
@@ -16,9 +14,9 @@ HINT = (
 MANY_HEADS = 512
 
 
-def suspected(request: Request) -> bool:
+def suspected(call: Call) -> bool:
     """True if a refused call would fit better with heads and tokens swapped in some of its tensors."""
-    q, k, v = request.q, request.k, request.v
+    q, k, v = call.q, call.k, call.v
     if any(not isinstance(x, Tensor) or x.ndim != 4 for x in (k, v)):
         return False
     m, g = k.shape[1:3]
@@ -28,15 +26,15 @@ def suspected(request: Request) -> bool:
         return True
     g = v.shape[2]  # gates, steps, theta and states have v's heads
     swapped = (g, m)
-    per_token = (request.log_decay, request.angle_steps, request.write)
+    per_token = (call.log_decay, call.angle_steps, call.write)
     return (
         any(isinstance(x, Tensor) and x.shape[1:3] in (swapped, (g, 1)) for x in per_token)
-        or (isinstance(request.key_mask, Tensor) and request.key_mask.shape[1:] == (g,))
-        or (isinstance(request.positions, Tensor) and request.positions.shape[-1:] == (g,))
-        or (isinstance(request.decay, Tensor) and request.decay.shape == (m,))
-        or (isinstance(request.rotary, Rotary) and request.rotary.heads == m > 1)
-        or (isinstance(request.state, LinearAttentionState) and request.state.kv.shape[1] == m)
-        or _ends_at(request.cu_seqlens, g)
+        or (isinstance(call.key_mask, Tensor) and call.key_mask.shape[1:] == (g,))
+        or (isinstance(call.positions, Tensor) and call.positions.shape[-1:] == (g,))
+        or (isinstance(call.decay, Tensor) and call.decay.shape == (m,))
+        or (isinstance(call.rotary, Rotary) and call.rotary.heads == m > 1)
+        or (isinstance(call.state, LinearAttentionState) and call.state.kv.shape[1] == m)
+        or _ends_at(call.cu_seqlens, g)
     )
 
 
@@ -54,13 +52,14 @@ def _ends_at(cu_seqlens: Tensor | None, length: int) -> bool:
     return values_readable(cu_seqlens) and int(cu_seqlens[-1]) == length
 
 
-def warn_of_many_heads(request: Request) -> None:
-    """Warns if k (b, m, g, d) has fewer tokens than heads, and more heads than models have.
+def warning(call: Call) -> str | None:
+    """What to warn of if k (b, m, g, d) has fewer tokens than heads, and more heads than models have.
 
-    Up to MANY_HEADS heads it stays silent: consistent head-first tensors look like short sequences of many heads. With
-    a state it also stays silent, because check_state has compared the state's heads with v's.
+    Up to MANY_HEADS heads there is none: consistent head-first tensors look like short sequences of many heads. Nor is
+    there one with a state, whose heads have been compared with v's.
     """
-    m, g = request.k.shape[1:3]
+    m, g = call.k.shape[1:3]
     # Heads are compared first: in a trace m is a symbol, and comparing it would fix the length.
-    if request.state is None and g > MANY_HEADS and m < g:
-        warnings.warn(f"k: got {m} tokens and {g} heads; {HINT}", stacklevel=5)
+    if call.state is None and g > MANY_HEADS and m < g:
+        return f"k: got {m} tokens and {g} heads; {HINT}"
+    return None

@@ -6,7 +6,7 @@ from torch import Tensor
 from linrope.common.argument_checks import check_integer_tensors
 from linrope.common.constants import Constant
 from linrope.common.tracing import values_readable
-from linrope.operation.request import Request
+from linrope.recurrence.call import Call
 from linrope.recurrence.decay import Tokens
 from linrope.recurrence.packing import at_last, owners, previous, rising_bounds
 from linrope.recurrence.state import LinearAttentionState
@@ -17,18 +17,18 @@ _ZERO = Constant(torch.zeros(1, dtype=torch.int64))
 _ZERO_ROW = Constant(torch.zeros(1, 1, dtype=torch.int64))
 
 
-def resolve(request: Request) -> Tokens:
+def resolve(call: Call) -> Tokens:
     """The positions and the packing of the call's tokens. Raises if the caller's positions do not fit."""
     tokens = resolve_positions(
-        positions=request.positions,
-        key_positions=request.key_positions,
-        start=None if request.state is None else first_positions(request.state),
-        keys=request.k,
-        num_queries=request.num_queries,
-        axes=None if request.rotary is None else request.rotary.axes,
-        bounds=rising_bounds(request.cu_seqlens, request.num_queries),
+        positions=call.positions,
+        key_positions=call.key_positions,
+        start=None if call.state is None else first_positions(call.state),
+        keys=call.k,
+        num_queries=call.num_queries,
+        axes=None if call.rotary is None else call.rotary.axes,
+        bounds=rising_bounds(call.cu_seqlens, call.num_queries),
     )
-    if request.positions is not None and request.decays_by_position:
+    if call.positions is not None and call.decays_by_position:
         _check_order(tokens)
     return tokens
 
@@ -38,18 +38,18 @@ def first_positions(state: LinearAttentionState) -> Tensor:
     return state.position if state.slots is None else state.position[state.slots]
 
 
-def next_positions(request: Request, tokens: Tokens) -> Tensor:
+def next_positions(call: Call, tokens: Tokens) -> Tensor:
     """(s,), a new tensor: the position of the token after each sequence's last key."""
-    m, start = request.k.shape[1], tokens.start
-    if request.state is None:
-        start = start.expand(request.sequences)
-    uses_default = request.positions is None or m != request.num_queries
+    m, start = call.k.shape[1], tokens.start
+    if call.state is None:
+        start = start.expand(call.sequences)
+    uses_default = call.positions is None or m != call.num_queries
     # Coordinates on several axes have no next position: a state then counts tokens.
-    has_axes = request.rotary is not None and request.rotary.axes is not None
-    if has_axes or (request.key_positions is None and uses_default):
+    has_axes = call.rotary is not None and call.rotary.axes is not None
+    if has_axes or (call.key_positions is None and uses_default):
         return start + (m if tokens.bounds is None else tokens.bounds.diff())
     keys = tokens.positions if tokens.key_positions is None else tokens.key_positions
-    return (start if m == 0 else at_last(keys + 1, start, tokens.bounds).expand(request.sequences)).clone()
+    return (start if m == 0 else at_last(keys + 1, start, tokens.bounds).expand(call.sequences)).clone()
 
 
 def resolve_positions(

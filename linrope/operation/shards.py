@@ -9,7 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 from typing_extensions import Unpack
 
-from linrope.operation.request import Options, Request
+from linrope.operation.options import Options
+from linrope.recurrence.call import Call
 from linrope.recurrence.state import LinearAttentionState
 
 
@@ -17,7 +18,7 @@ from linrope.recurrence.state import LinearAttentionState
 class TokenShard(Protocol):
     """The part of each sequence that this process holds."""
 
-    def attend(self, request: Request) -> tuple[Tensor, LinearAttentionState | None]:
+    def attend(self, call: Call) -> tuple[Tensor, LinearAttentionState | None]:
         """Returns out for this process's tokens.
 
         If wanted, also the state after all tokens or, for packed sequences, the states of this rank's own sequences.

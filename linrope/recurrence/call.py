@@ -1,4 +1,4 @@
-"""``Call``, which every backend receives, and ``Sums``, ``Gradients`` and ``Results``, which backends return.
+"""``Call``, the record of one call, and ``Sums``, ``Gradients`` and ``Results``, which backends return.
 
 b batch, n queries, m keys, h query heads, g key/value heads, r = h / g, f features, e values, s sequences. If v has
 more heads than q and k, g counts v's heads, q and k have g / value_group heads each, and h is g.
@@ -14,50 +14,85 @@ from linrope.common.private_names import FakeTensor, watched
 from linrope.recurrence.decay import zero_hidden
 from linrope.recurrence.packing import at_last, per_token, rising_bounds, sums_so_far
 from linrope.recurrence.state import LinearAttentionState
-from linrope.rotation.rotary import cos_sin_of_turns, spell_out, to_turns
+from linrope.rotation.rotary import Rotary, cos_sin_of_turns, spell_out, to_turns
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallInputs:
+@dataclass(kw_only=True)
+class Inputs:
     """The tensors that gradients flow to."""
 
     q: Tensor | None  # (b, n, h, f); None: only the last state is wanted
     k: Tensor  # (b, m, g, f)
     v: Tensor  # (b, m, g, e)
-    log_decay: Tensor | None = None  # (b or 1, m, g or 1) <= 0: gates plus fixed decay; causal only
+    log_decay: Tensor | None = None  # (b or 1, m, g or 1) <= 0; causal only
     angle_steps: Tensor | None = None  # (b or 1, m, g or 1, pairs) in radians
     write: Tensor | None = None  # (b or 1, m, g or 1): the factor of each value
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallTokenLayout:
-    """The tokens' positions, rotation and xPos decay per position, and which tokens are hidden or packed."""
+@dataclass(kw_only=True)
+class TokenLayout:
+    """The tokens' positions, and which tokens are hidden or packed."""
 
-    positions: Tensor  # int64 (b or 1, n), (b or 1, n, axes), or (b or 1, 1): the first of n
+    positions: Any = None  # Tensor (b or 1, n), (b or 1, n, axes), or (b or 1, 1): the first of n; None: by default
     key_positions: Tensor | None = None  # the same for keys; None: the queries' positions
-    theta_turns: Tensor | None = None  # (axes, g or 1, pairs) int64: theta in 2^-64 turns per position
-    xpos_log_decay: Tensor | None = None  # (f,) float64 per position, in the numerator only
-    distances: Tensor | None = None  # (b or 1, m) int64, with xPos: positions since the previous token
-    key_mask: Tensor | None = None  # (b, m) bool; False: hidden; gates and steps are 0 there
+    key_mask: Tensor | None = None  # (b, m) bool; False: hidden
     cu_seqlens: Tensor | None = None  # (s + 1,), b is then 1: bounds of packed sequences; see ``bounds``
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallSettings:
+@dataclass(kw_only=True)
+class Settings:
     """Options of the computation."""
 
-    feature_map: str  # the elementwise map that the backend applies; "identity": q and k are features
-    layout: str = "interleaved"  # how features pair up to rotate; or "half"
+    feature_map: Any = "elu+1"  # a name, a FeatureMap, or None: q and k are features
     causal: bool = True
     normalize: bool = True
     eps: float = 1e-6
     eps_mode: str = "clamp"  # max(den, eps); "add": den + eps
-    want_state: bool = False
+    return_state: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call(CallSettings, CallTokenLayout, CallInputs):
-    """One call of the operation, checked and resolved."""
+@dataclass(kw_only=True)
+class Resolved:
+    """What a plan makes of ``rotary`` for the backends."""
+
+    theta_turns: Tensor | None = None  # (axes, g or 1, pairs) int64: theta in 2^-64 turns per position
+    layout: str = "interleaved"  # how features pair up to rotate; or "half"
+    xpos_log_decay: Tensor | None = None  # (f,) float64 per position, in the numerator only
+    distances: Tensor | None = None  # (b or 1, m) int64, with xPos: positions since the previous token
+
+
+@dataclass(kw_only=True)
+class Call(Resolved, Settings, TokenLayout, Inputs):
+    """One call of ``linear_rope_attention``: its arguments by their public names, which its docstring describes.
+
+    A backend gets the call that ``linrope.operation.attend`` makes of it: checked; q and k mapped, apart from an
+    elementwise map, whose name ``feature_map`` then is; ``log_decay`` and ``angle_steps`` as totals per token that are
+    0 where the mask hides one, with the fixed ``decay`` in log_decay; ``positions`` as int64; and ``rotary`` resolved.
+    """
+
+    rotary: Rotary | None = None
+    decay: Tensor | None = None
+    rope_order: str = "after"
+    backend: str = "auto"
+    state: LinearAttentionState | None = None
+
+    def changed(self, **fields: Any) -> "Call":
+        """A copy with other values of these fields."""
+        if torch.compiler.is_compiling():  # PyTorch 2.11 cannot trace the lines below
+            return replace(self, **fields)
+        call = object.__new__(Call)
+        call.__dict__.update(self.__dict__, **fields)
+        return call
+
+    @property
+    def num_queries(self) -> int:
+        """n: the number of queries, or of keys if only the state is wanted."""
+        return self.k.shape[1] if self.q is None else self.q.shape[1]
+
+    @property
+    def decays_by_position(self) -> bool:
+        """True if keys decay with the distance between positions."""
+        return self.decay is not None or (self.rotary is not None and self.rotary.xpos is not None)
 
     @property
     def pairs(self) -> int:
@@ -134,7 +169,9 @@ class Call(CallSettings, CallTokenLayout, CallInputs):
         return total.clone() if angle is None else total + angle
 
 
-INPUTS = tuple(field.name for field in fields(CallInputs))
+INPUTS = tuple(field.name for field in fields(Inputs))
+ORDERS = ("after", "before")
+EPS_MODES = ("clamp", "add")
 
 
 class Sums(NamedTuple):
@@ -194,14 +231,17 @@ def contiguous(x: Tensor | None) -> Tensor | None:
 
 def differentiable(call: Call, state: LinearAttentionState | None) -> list[Tensor]:
     """The tensors that gradients may flow to."""
-    tensors = [getattr(call, name) for name in INPUTS]
+    tensors = [call.q, call.k, call.v, call.log_decay, call.angle_steps, call.write, call.decay]
     if state is not None:
         tensors += state.kv, state.z
     return [x for x in tensors if x is not None]
 
 
 def needs_gradients(call: Call, state: LinearAttentionState | None) -> bool:
-    return any(x.requires_grad for x in differentiable(call, state))
+    for x in differentiable(call, state):
+        if x.requires_grad:
+            return True
+    return False
 
 
 def traced(call: Call) -> bool:

@@ -1,5 +1,7 @@
 """Combines decay, gates and masks into one log_decay per token, and prepares angle_steps and their gradient."""
 
+from functools import lru_cache
+from math import log
 from typing import NamedTuple
 
 import torch
@@ -38,6 +40,24 @@ def log_decay_of_tokens(
     fixed = distances(tokens, m)[..., None] * decay.double().log()
     fixed = fixed.clamp(min=MIN_LOG_DECAY)
     return fixed if log_decay is None else log_decay + fixed
+
+
+def log_decay_of_step(decay: Tensor | None, log_decay: Tensor | None) -> Tensor | None:
+    """log_decay of one more token, (b or 1, 1, g or 1), for a kernel that checks that it is at most 0."""
+    if decay is None:
+        return log_decay
+    if log_decay is not None and float(log_decay.max()) > 0:
+        return log_decay  # the kernel refuses it; it could not see this in the sum
+    fixed = _log_of_decay(tuple(decay.tolist()))
+    return fixed if log_decay is None else clamp_gates(log_decay) + fixed
+
+
+@lru_cache(256)
+def _log_of_decay(decay: tuple[float, ...]) -> Tensor:
+    """(1, 1, g) float64. Raises ValueError for numbers outside of (0, 1]."""
+    if not all(0 < x <= 1 for x in decay):
+        raise ValueError(f"decay: got {list(decay)}, expected numbers in (0, 1]")
+    return torch.tensor([[[max(log(x), MIN_LOG_DECAY) for x in decay]]], dtype=torch.float64, device="cpu")
 
 
 def clamp_gates(gates: Tensor) -> Tensor:

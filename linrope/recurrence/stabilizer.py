@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from linrope.recurrence.call import Call
 from linrope.recurrence.decay import MIN_LOG_DECAY, Tokens
 from linrope.recurrence.packing import at_last, per_token, previous, running_maximum
 from linrope.recurrence.state import NO_KEYS, LinearAttentionState
@@ -22,14 +23,11 @@ class Stabilized(NamedTuple):
 
 
 def stabilize(
-    *,
+    call: Call,
+    tokens: Tokens,
     k: Tensor,
     log_scale: Tensor,
     log_decay: Tensor | None,
-    state: LinearAttentionState | None,
-    tokens: Tokens,
-    key_mask: Tensor | None,
-    causal: bool,
     backend_applies_exp: bool,
 ) -> Stabilized:
     """Replaces keys e^(s_i) psi_i, whose size is unbounded, with keys relative to the running maximum m of s:
@@ -42,7 +40,7 @@ def stabilize(
     k (b, m, g, f) are features psi or, with backend_applies_exp, their logarithms; log_scale s is (b, m, g), and
     log_decay a is (b or 1, m, g or 1). Source: the stabilizer of xLSTM, arXiv 2405.04517, for feature maps.
     """
-    bounds = tokens.bounds
+    bounds, key_mask, state = tokens.bounds, call.key_mask, call.state
     scale = log_scale.detach().double().clamp(min=NO_KEYS)
     if key_mask is not None:
         scale = scale.masked_fill(~key_mask[..., None], NO_KEYS)
@@ -56,7 +54,7 @@ def stabilize(
     )
     # A clone, because the state keeps it.
     last = at_last(largest, first, bounds).expand(sequences, g).clone()
-    if causal:
+    if call.causal:
         previous_maximum = previous(largest, first, bounds)
         # At the first key there is nothing to decay yet. A log decay of -10^4 there would cost all later sums of logs
         # four digits.

@@ -57,7 +57,6 @@ class LinearAttentionState:
             key features, value, key weight (lambda w) and position. kv and z do not hold this token yet.
         slots: (b',) int64: rows of a pool; see ``at``.
         donated: see ``donate``.
-        loop: the decoding loop whose step made this state (``linrope.operation.decoding``); never saved.
 
     Raises:
         TypeError, ValueError: a tensor of another type or shape.
@@ -82,7 +81,6 @@ class LinearAttentionState:
     slots: Tensor | None = None
     donated: bool = False
     _wide: "_Wide | None" = None
-    loop: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv, Tensor):  # tracing rebuilds the pytree with placeholders
@@ -126,7 +124,7 @@ class LinearAttentionState:
             )
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: x for name, x in self.__dict__.items() if name not in ("loop", "_wide")}
+        return {name: x for name, x in self.__dict__.items() if name != "_wide"}
 
     def __repr__(self) -> str:
         others = "".join(f", {name}" for name in self.tensors() if name not in ("kv", "z", "position"))
@@ -138,7 +136,7 @@ class LinearAttentionState:
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         """Restores a copy or a pickle, with the checks of ``__post_init__`` and of ``at``."""
-        names = [field.name for field in fields(self) if field.name not in ("loop", "_wide")]
+        names = [field.name for field in fields(self) if field.name != "_wide"]
         required, optional = names[:4], names[4:]  # fields with a default stand last
         if not set(required) <= set(values) <= set(names):
             raise ValueError(
@@ -184,16 +182,18 @@ class LinearAttentionState:
                 expected_text = "equal shapes apart from the batch, equal dtypes and equal devices"
                 raise ValueError(f"states: got {got} and {want}, expected {expected_text}")
         joined: dict[str, Any] = {name: torch.cat([tensors[name] for tensors in rows]) for name in rows[0]}
-        return replace(first, slots=None, donated=False, loop=None, **joined)
+        return replace(first, slots=None, donated=False, **joined)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors with a row for each sequence, by name."""
         return {name: x for name in _LEAVES if (x := getattr(self, name)) is not None}
 
+    def written(self) -> dict[str, Tensor]:
+        """The tensors that a call may overwrite."""
+        return {name: x for name in _LEAVES[:5] if (x := getattr(self, name)) is not None}
+
     def _map(self, function: Any) -> "LinearAttentionState":
-        return replace(
-            self, donated=False, loop=None, **{name: function(x) for name, x in self.tensors().items()}
-        )
+        return replace(self, donated=False, **{name: function(x) for name, x in self.tensors().items()})
 
     @property
     def sequences(self) -> int:
@@ -222,15 +222,15 @@ class LinearAttentionState:
         >>> after.kv is state.kv, after.position
         (True, tensor([6]))
         """
-        return self._replace_unchecked(donated=True, loop=self.loop)
+        return self._replace_unchecked(donated=True)
 
-    def _replace_unchecked(self, *, donated: bool, loop: Any) -> "LinearAttentionState":
-        """A state with the same tensors and these two fields. Skips the checks, which the tensors have passed."""
+    def _replace_unchecked(self, **fields: Any) -> "LinearAttentionState":
+        """A state with other values of these fields. Skips the checks, which they have passed."""
         if torch.compiler.is_compiling():  # PyTorch 2.11 cannot trace the lines below
-            return replace(self, donated=donated, loop=loop)
-        marked = object.__new__(LinearAttentionState)
-        marked.__dict__.update(self.__dict__, donated=donated, loop=loop)
-        return marked
+            return replace(self, **fields)
+        state = object.__new__(LinearAttentionState)
+        state.__dict__.update(self.__dict__, **fields)
+        return state
 
     def at(self, slots: Tensor) -> "LinearAttentionState":
         """Rows of this state, used as a pool: calls without gradients read and write them in place.
@@ -248,7 +248,7 @@ class LinearAttentionState:
         tensor([0, 1, 0, 0, 0, 0, 1, 0])
         """
         self._check_slots(slots)
-        return replace(self, slots=slots.long().contiguous(), loop=None)
+        return replace(self, slots=slots.long().contiguous())
 
     def _check_slots(self, slots: Tensor) -> None:
         if not isinstance(slots, Tensor) or slots.dtype not in (torch.int64, torch.int32):
@@ -323,7 +323,7 @@ class LinearAttentionState:
             return self  # a copy of a pool's rows would not receive what calls write
         moved = {name: x.to(device, copy=True) for name, x in self.tensors().items()}
         moved["kv"] = moved["kv"].to(dtype or self.kv.dtype)
-        return replace(self, donated=False, loop=None, slots=slots, **moved)  # type: ignore[arg-type]
+        return replace(self, donated=False, slots=slots, **moved)  # type: ignore[arg-type]
 
     def reorder(self, index: Tensor) -> "LinearAttentionState":
         """A copy of the sequences at index (b',), which may repeat or omit some, as in beam search.

@@ -355,6 +355,13 @@ class Rotary:
             cos, sin = cos.repeat_interleave(repeats, -2), sin.repeat_interleave(repeats, -2)
         return rotate(x, cos, sin, self.layout)
 
+    def __eq__(self, other: object) -> bool:
+        """True for a rotation that turns the same features by the same angles; a Rotary never changes."""
+        return self is other or (type(self) is type(other) and self.identity == vars(other)["identity"])
+
+    def __hash__(self) -> int:
+        return hash(self.identity)
+
     def __repr__(self) -> str:
         return _LONG_LIST.sub("[..]", self.identity)
 

@@ -1,6 +1,5 @@
 """Loops of decoding steps in a state's own memory: the bits, errors and states of single calls."""
 
-import copy
 import re
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, linear_rope_attention
 from linrope.backends import native
-from linrope.operation.decoding import DecodingLoop
+from linrope.operation import plan
 from tests.support.oracle import BACKENDS, DATA, NATIVE
 
 B, G, H, F, E = 2, 2, 4, 8, 6
@@ -83,15 +82,17 @@ def test_a_loop_has_the_bits_of_calls_that_copy_the_state(way: str, backend: str
 @torch.no_grad()
 def test_from_its_second_step_on_a_loop_goes_straight_to_the_kernel(way, monkeypatch) -> None:
     third, state = in_a_loop(way)
-    monkeypatch.setattr("linrope.operation.functional.attend", None)
+    monkeypatch.setattr("linrope.operation.attend._attend", None)
     step(third, state.donate(), way)
+    step(third, state, way)  # a new state, too
+    step(third, state.at(torch.tensor([1, 0])), way)
 
 
 @needs_native
 @pytest.mark.parametrize("options", [{"decay": "learned"}, {"decay": "spread", "forget_gate": True}], ids=str)
 @torch.no_grad()
 def test_a_layer_with_its_own_decay_stays_in_the_loop(options, monkeypatch) -> None:
-    """The layer makes a learned decay anew for each call: the loop compares its numbers."""
+    """The layer makes a learned decay anew for each call."""
     torch.manual_seed(0)
     layer, x = LinearRoPEAttention(16, 2, **options), torch.randn(2, 9, 16)
     expected = layer(x)
@@ -99,7 +100,7 @@ def test_a_layer_with_its_own_decay_stays_in_the_loop(options, monkeypatch) -> N
     for t in range(5, 9):
         y, state = layer(x[:, t : t + 1], state=state.donate(), return_state=True)
         torch.testing.assert_close(y, expected[:, t : t + 1])
-        monkeypatch.setattr("linrope.operation.functional.attend", None)  # from the second step on
+        monkeypatch.setattr("linrope.operation.attend._attend", None)  # from the second step on
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, NATIVE])
@@ -208,9 +209,10 @@ def test_calls_with_gradients_are_no_steps_of_a_loop() -> None:
     assert third["q"].grad is not None
 
 
+@needs_native
 @torch.no_grad()
-def test_copies_of_a_state_start_afresh() -> None:
-    _, state = in_a_loop()
-    assert isinstance(state.loop, DecodingLoop) == (native.why_not() is None)
-    for other in (state.clone(), copy.deepcopy(state), state.reorder(torch.tensor([1, 0]))):
-        assert other.loop is None
+def test_plans_that_were_forgotten_are_made_again() -> None:
+    third, state = in_a_loop()
+    expected, _ = step(third, state.clone())
+    plan.forget_plans()
+    torch.testing.assert_close(step(third, state)[0], expected)

@@ -1,0 +1,159 @@
+"""``Plan``: what the settings of a call and the shapes of its tensors determine, found once for all such calls.
+
+The calls of a training run or of a decoding loop differ in their numbers alone, so ``plan_of`` keeps the plans that it
+has made. Numbers are checked in every call: by ``operation.checks``, or by the kernel that takes a decoding step.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, fields
+from operator import attrgetter
+
+from torch import Tensor
+
+from linrope import backends
+from linrope.backends import native
+from linrope.backends.protocol import Backend
+from linrope.common.private_names import forward_mode
+from linrope.common.tracing import plain
+from linrope.feature_maps import ElementwiseMap, FeatureMap
+from linrope.feature_maps.base import has_hooks
+from linrope.operation import checks, head_first
+from linrope.recurrence.call import Call, Inputs, Settings, TokenLayout
+from linrope.recurrence.identities import WITHOUT_Z
+from linrope.recurrence.state import LinearAttentionState
+from linrope.rotation.rotary import Rotary
+
+_MOST_PLANS = 1024
+_plans: dict[Hashable, "Plan"] = {}
+
+
+@dataclass
+class Plan:
+    """How calls with these settings and shapes are computed."""
+
+    named_map: FeatureMap | None  # if the call gives a name; an object is read from the call
+    elementwise: str | None  # the map that the backend applies to q and k; None: Python applies it
+    identity: str | None  # of the next state; None: it depends on the weights of the map
+    theta_turns: Tensor | None
+    layout: str
+    xpos_log_decay: Tensor | None
+    warning: str | None
+    backend: Backend | None = None  # ``backends.choose`` looks at the features: the first call fills it in
+    step: native.Step | None = None  # for one more token of each sequence, without a mask, packing or own positions
+
+
+def plan_of(call: Call) -> Plan:
+    """The plan of this call. Raises TypeError or ValueError if its settings and shapes do not fit."""
+    key = _key(call)
+    try:
+        plan = None if key is None else _plans.get(key)
+    except TypeError:  # an argument that cannot be looked up, and that is of no type that a call takes
+        key, plan = None, None
+    if plan is None:
+        plan = _make(call)
+        if key is None:
+            return plan
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
+
+
+def forget_plans() -> None:
+    """Forgets all plans, so that the next calls choose their backends anew."""
+    _plans.clear()
+
+
+_settings_of = attrgetter(*[field.name for field in fields(Settings)], "rotary", "rope_order", "backend")
+_tensors_of = attrgetter(*[field.name for group in (Inputs, TokenLayout) for field in fields(group)], "decay")
+
+
+def _key(call: Call) -> Hashable | None:
+    """All that ``_make`` looks at. None: the call is traced, or has arguments of a type that is to be refused."""
+    settings, tensors, fmap, state = _settings_of(call), _tensors_of(call), call.feature_map, call.state
+    if not plain(tensors) or forward_mode():
+        return None
+    facts = None
+    if type(fmap) is not str and fmap is not None:
+        if not isinstance(fmap, FeatureMap):
+            return None
+        facts = fmap.head_dim, fmap.feature_dim, fmap.positive, fmap.positional, fmap.log_scaled, fmap.elementwise
+        facts += (type(fmap), has_hooks(fmap))
+        settings = settings[1:]
+    last = None
+    if state is not None:
+        if type(state) is not LinearAttentionState:
+            return None
+        kv, angle, slots = state.kv, state.angle, state.slots
+        last = (
+            state.identity,
+            kv.shape,
+            kv.dtype,
+            kv.device,
+            state.z.dtype,
+            None if angle is None else angle.shape,
+            None if slots is None else slots.shape,
+        )
+    shapes = tuple([x if x is None else (x.shape, x.dtype, x.device) for x in tensors])
+    types = type(call.causal), type(call.normalize), type(call.return_state)  # because 1 == True
+    return settings, types, facts, shapes, last
+
+
+def _make(call: Call) -> Plan:
+    """Checks the settings and shapes of a call, and resolves its map and its rotation."""
+    fmap = checks.check_settings(call)
+    state, rotary, device = call.state, call.rotary, call.k.device
+    identity = None
+    if fmap is None or type(fmap) is ElementwiseMap:
+        identity = identity_of(fmap, rotary, call.rope_order)
+    if state is not None:
+        checks.check_state(call, fmap)
+        if identity is not None:
+            identity = next_identity(state, identity)
+    elementwise = backend_map(fmap)
+    xpos = None if rotary is None else rotary.xpos_log_decay
+    by_features = rotary is not None and call.rope_order == "after"
+    plan = Plan(
+        named_map=fmap if isinstance(call.feature_map, str) else None,
+        elementwise=elementwise,
+        identity=identity,
+        theta_turns=rotary.turns_per_position(device) if rotary is not None and by_features else None,
+        layout="interleaved" if rotary is None else rotary.layout,
+        xpos_log_decay=None if xpos is None else xpos.to(device),
+        warning=head_first.warning(call),
+    )
+    is_step = (
+        elementwise is not None
+        and state is not None
+        and call.q is not None
+        and call.k.shape[1] == 1
+        and call.causal
+        and call.positions is call.key_positions is call.key_mask is call.cu_seqlens is None
+        and (rotary is None or (by_features and rotary.attention_factor == 1 and rotary.axes is rotary.xpos is None))
+    )
+    if is_step:
+        resolved = call.changed(
+            decay=None, feature_map=elementwise, theta_turns=plan.theta_turns, layout=plan.layout
+        )
+        plan.backend = backends.choose(call.backend, resolved, state)
+        plan.step = native.Step(resolved) if plan.backend is native else None
+    return plan
+
+
+def backend_map(fmap: FeatureMap | None) -> str | None:
+    """The name of an elementwise map that a backend can apply to q and k. None: Python applies the map."""
+    if fmap is None:
+        return "identity"
+    return None if fmap.log_scaled or has_hooks(fmap) else fmap.elementwise
+
+
+def identity_of(fmap: FeatureMap | None, rotary: Rotary | None, rope_order: str) -> str:
+    """The identity stored in a state. A call with another map or rotation rejects the state."""
+    order = " before" if rope_order == "before" else ""
+    return f"{'features' if fmap is None else fmap.identity}; {rotary and rotary.identity}{order}"
+
+
+def next_identity(state: LinearAttentionState, identity: str) -> str:
+    """The identity of the state after this one. Raises ValueError if calls of another identity made this one."""
+    checks.check_identity(state, identity)
+    return identity + (WITHOUT_Z if state.identity.endswith(WITHOUT_Z) else "")
