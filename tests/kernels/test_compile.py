@@ -133,6 +133,7 @@ def test_what_the_launchers_start_compiles_too(forms: str) -> None:
     script = Path(__file__).parent / "launch_without_gpu.py"
     started = run_compiled(str(script), str(CAPABILITIES[0]), forms)
     assert {entry["kernel"] for entry in started} == {
-        "table_fwd_kernel", "scan_fwd_kernel", "states_kernel", "prefix_kernel", "dq_kernel", "dkv_kernel",
+        "table_fwd_kernel", "scan_fwd_kernel", "states_kernel", "prefix_kernel", "dq_kernel", "dk_kernel",
+        "dv_kernel",
     } | ({"step_fwd_kernel"} if forms != "wide" else set())  # fmt: skip
     assert not [entry for entry in started if entry["shared"] > SHARED_LIMIT[80]]
