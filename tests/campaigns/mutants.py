@@ -116,10 +116,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         )
         for name in ATTENTION_KERNELS
     },
-    **{
-        f"kernels/linrope_kernels/{name}.py": ("tests/kernels/test_operators.py", "tests/ops")
-        for name in ("convolution_kernels", "norm_kernels", "partial_sums")
-    },
     "linrope/models/huggingface/cache.py": (
         "tests/models/huggingface/test_generation.py",
         "tests/models/huggingface/test_modeling.py",
