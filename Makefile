@@ -106,8 +106,7 @@ test-ptx: $(VENV)/ready
 
 # These two need a GPU, with PyTorch and Triton for it; they run the tree as it lies, uninstalled.
 test-gpu:
-	PYTHONPATH=.:kernels $(PYTHON) -m pytest tests/kernels tests/backends tests/ops \
-	-k "kernels or triton" --device cuda
+	PYTHONPATH=.:kernels $(PYTHON) -m pytest tests/kernels tests/backends -k "kernels or triton" --device cuda
 
 bench-gpu:
 	PYTHONPATH=.:kernels $(PYTHON) benchmarks/gpu.py

@@ -1,5 +1,4 @@
-"""Measures linrope on one GPU: its floor, softmax attention, other libraries, gates, decoding, a layer's
-convolution and norm, launches.
+"""Measures linrope on one GPU: its floor, softmax attention, other libraries, gates, decoding, launches.
 
     PYTHONPATH=.:kernels python3 benchmarks/gpu.py --out benchmarks/results/gpu-name-date.json
 
@@ -26,15 +25,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu_host import MODES, Row, host_row, predicted
-from benchmarks.gpu_operators import operators_row
+from benchmarks.gpu_host import MODES, Row, host_row
 from benchmarks.gpu_others import OTHERS, bare
 from linrope import LinearAttentionState, Rotary, linear_rope_attention
 from linrope.cli.bench.benchmark import machine
 from linrope.cli.bench.cases import AttentionCase
 
 Shape = tuple[int, int, int, int]  # batch, length, heads, dim
-SECTIONS = ("linrope", "overtaking", "decode", "softmax", "fla", "gated", "operators", "host")
+SECTIONS = ("linrope", "overtaking", "decode", "softmax", "fla", "gated", "host")
 SPEEDUPS = ("forward x", "training x", "bare forward x", "bare training x")
 TOLERANCE = {torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
 BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
@@ -50,7 +48,7 @@ def shapes(section: str, tiny: bool) -> list[Shape]:
         return [(heads // 16, 1, 16, d) for d in (64, 128) for heads in (128, 512, 1024, 4096)]
     if section == "host":
         return [(b, 512, 16, 64) for b in (1, 8)]
-    if section in ("gated", "operators"):
+    if section == "gated":
         return [(*size, 64) for size in ((8, 2048, 16), (4, 8192, 16), (1, 65_536, 8))]
     sizes = ((8, 2048, 16), (4, 8192, 16), (1, 8192, 96), (1, 65_536, 8), (2, 131_072, 16))
     return [(*size, d) for d in (64, 128) for size in sizes]
@@ -355,7 +353,6 @@ def main(arguments: list[str] | None = None) -> int:
     if device == "cuda":
         driver = subprocess.getoutput("nvidia-smi --query-gpu=driver_version --format=csv,noheader")
         environment |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "driver": driver}
-    environment["hopper"] = device == "cuda" and torch.cuda.get_device_capability()[0] == 9
     environment["commit"] = options.commit or environment["commit"]
     result: Row = {"machine": environment, "date": today, "ceilings": ceilings(device, options.tiny)}
     bandwidth, linrope = result["ceilings"]["copy"]["rate"], {}
@@ -363,8 +360,6 @@ def main(arguments: list[str] | None = None) -> int:
     def row_of(section: str, shape: Shape) -> Row:
         if section == "decode":
             return decode_row(shape, device, dtype, bandwidth)
-        if section == "operators":
-            return operators_row(shape, device, dtype, bandwidth, timed)
         b, n, h, d = shape
         case, row = AttentionCase(n, b, h, d, device, dtype, gates=section == "gated"), {}
         if section == "gated":
@@ -384,8 +379,6 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for section in (x for x in SECTIONS if x in options.only):
         measure(result, section, shapes(section, options.tiny), row_of, started + options.budget)
-        if section in ("linrope", "gated") and environment["hopper"]:
-            predicted(result[section], section == "gated")
         result["overtakes"] = {x: overtaking(result.get("overtaking", []), x) for x in SPEEDUPS}
         # Written after each section, because a run may be cut short.
         options.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -32,7 +32,7 @@ from pathlib import Path
 def current():
     return Path(__file__).parents[2] / "linrope" / "lib" / "liblinrope_native.so"
 """
-PACKAGES = ("linrope/backends", "kernels/linrope_kernels", "kernels/linrope_kernel_tools")
+PACKAGES = ("linrope/backends", "kernels/linrope_kernels")
 PURE = [f"{x}/__init__.py" for x in ("linrope", "linrope/backends", "linrope_kernels")]  # in every wheel
 
 

@@ -11,7 +11,7 @@ import linrope
 
 ROOT = Path(linrope.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-KERNEL_USERS = (ROOT / "backends" / "triton.py", ROOT / "ops" / "triton.py")
+KERNELS_USER = ROOT / "backends" / "triton.py"
 KERNEL_FILES = sorted((ROOT.parent / "kernels").rglob("*.py"))
 
 # From top to bottom. The rooms of one floor do not know each other.
@@ -102,16 +102,15 @@ def tops(path: Path, package: str) -> set[str]:
     return {name.split(".")[0] for name in imported(path.read_text("utf-8"), package)}
 
 
-def test_two_files_import_the_kernels_and_none_triton() -> None:
+def test_one_file_imports_the_kernels_and_none_triton() -> None:
     for path in FILES:
-        own = {"linrope_kernels"} if path in KERNEL_USERS else set()
+        own = {"linrope_kernels"} if path == KERNELS_USER else set()
         assert tops(path, module_of(path.parent)) & {"triton", "linrope_kernels"} == own, path
 
 
-def test_the_kernels_import_torch_and_triton_only_and_not_their_tools() -> None:
+def test_the_kernels_import_torch_and_triton_only() -> None:
     for path in KERNEL_FILES:
-        own = {path.parent.name} & {"linrope_kernel_tools"}
-        allowed = {"torch", "triton", "linrope_kernels", *sys.stdlib_module_names, *own}
+        allowed = {"torch", "triton", "linrope_kernels", *sys.stdlib_module_names}
         assert tops(path, path.parent.name) <= allowed, path
 
 

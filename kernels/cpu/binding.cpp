@@ -221,8 +221,6 @@ STABLE_TORCH_LIBRARY(linrope_native, m) {
       "convolve_backward(Tensor gradient, Tensor x, Tensor weight, Tensor? bias, Tensor? before, Tensor? cu_seqlens, "
       "bool silu) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
-      "convolve_step(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) inputs, Tensor? slots, bool silu) -> Tensor");
-  m.def(
       "gated_norm(Tensor out, Tensor? gate, Tensor? v, Tensor? weight, Tensor? skip, float eps, bool over_heads, "
       "bool gate_first, bool skip_first) -> Tensor");
   m.def(
@@ -250,7 +248,6 @@ STABLE_TORCH_LIBRARY_IMPL(linrope_native, CPU, m) {
   m.impl("linear", TORCH_BOX(&linrope::linear));
   m.impl("convolve", TORCH_BOX(&linrope::convolve));
   m.impl("convolve_backward", TORCH_BOX(&linrope::convolve_backward));
-  m.impl("convolve_step", TORCH_BOX(&linrope::convolve_step));
   m.impl("gated_norm", TORCH_BOX(&linrope::gated_norm));
   m.impl("gated_norm_backward", TORCH_BOX(&linrope::gated_norm_backward));
 }

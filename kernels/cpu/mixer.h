@@ -82,8 +82,8 @@ inline double log_sigmoid(double x) { return (x < 0 ? x : 0) - std::log1p(std::e
 
 // A layer's step between its projections. The columns of x: q (h d), k (g d), v (g e), and if they are wanted the gate
 // (h e), and the forget gate and the write gate (g) before their sigmoid. decay (g,) is the log of a fixed decay. The
-// other arguments are those of convolve_step, step and gated_norm. With slots (b,), inputs, kv, z and positions are those
-// of a pool, and sequence i has row slots[i] of each.
+// other arguments are those of convolve, step and gated_norm; inputs (b, taps - 1, channels) are the convolution's last ones,
+// shifted in place. With slots (b,), inputs, kv, z and positions are those of a pool, and sequence i has row slots[i] of each.
 inline Tensor mixer_step(Tensor x, int64_t h, bool has_gate, bool has_forget, bool has_write, bool tied, Maybe weight,
                          Maybe bias, Maybe inputs, bool silu, Maybe decay, Tensor kv, Tensor z, Tensor positions,
                          Maybe theta, int64_t layout, int64_t feature_map, bool normalize, double eps, Maybe norm,

@@ -157,16 +157,6 @@ inline void run_convolve_step(const ConvolutionCall& c) {
   });
 }
 
-inline Tensor convolve_step(Tensor x, Tensor weight, Maybe bias, Tensor inputs, Maybe slots, bool silu) {
-  const Maybe before = inputs;
-  ConvolutionCall c(x, weight, bias, before, {}, slots, silu);
-  STD_TORCH_CHECK(c.n == 1, "x: got ", c.n, " tokens, expected 1");
-  Tensor y = empty(x.scalar_type(), {c.b, 1, c.c});
-  c.y = view(y);
-  run_convolve_step(c);
-  return y;
-}
-
 struct NormCall : Norm {
   std::vector<float> padded_weights;
   int64_t b, stride;

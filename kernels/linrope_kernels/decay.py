@@ -4,6 +4,8 @@ A float64 sum of logs is kept as an exponent of two, in the form that ``power`` 
 e^log = 2^(whole + rest), or a single float32 where products are of bfloat16.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -17,12 +19,43 @@ def expm1(y):
 
 
 @triton.jit
-def load_decay(LOG, strides, rows, inside, DOT: tl.constexpr):
+def load_decay(log, chunk, DOT: tl.constexpr):
     """D (C,) in float64, log decay summed from the chunk's first token to each row; and its last value."""
-    log = tl.load(LOG + rows.to(tl.int64) * strides[1], mask=inside, other=0).to(tl.float64)
+    LOG = log.pointer + (chunk.batch * log.strides[0] + chunk.head * log.strides[2])
+    a = tl.load(LOG + chunk.rows.to(tl.int64) * log.strides[1], mask=chunk.inside, other=0).to(tl.float64)
     if DOT == "bf16":
-        log = tl.where(log < -111.0, -111.0, log)  # 2^-160 is 0 in float32, and this keeps D small
-    return tl.cumsum(log, 0), tl.sum(log, 0)
+        a = tl.where(a < -111.0, -111.0, a)  # 2^-160 is 0 in float32, and this keeps D small
+    return tl.cumsum(a, 0), tl.sum(a, 0)
+
+
+class ChunkDecay(NamedTuple):
+    """What the decay of a chunk does to queries, keys and the state."""
+
+    D: Any  # (C,), as an exponent of two
+    from_start: Any  # e^(D_i) (C, 1): what a query reads of the state before the chunk
+    to_end: Any  # e^(D_end - D_i) (C, 1): what is left of a key after the chunk
+    over_chunk: Any  # e^(D_end), for decay_state
+
+
+@triton.jit
+def chunk_decay(log, chunk, DOT: tl.constexpr, AS_VECTORS: tl.constexpr):
+    """A chunk's ChunkDecay. AS_VECTORS: the factors are computed as vectors first (kernels/README.md)."""
+    D, D_end = load_decay(log, chunk, DOT)
+    D, D_end, over_chunk = exponent(D, DOT), exponent(D_end, DOT), state_factor(D_end)
+    if AS_VECTORS:
+        return ChunkDecay(D, power(D, (0, 0), DOT)[:, None], power(D_end, D, DOT)[:, None], over_chunk)
+    else:
+        D_rows = as_rows(D)
+        return ChunkDecay(D, power(D_rows, (0, 0), DOT), power(D_end, D_rows, DOT), over_chunk)
+
+
+@triton.jit
+def decay_tile(D, DOT: tl.constexpr, OF_KEYS: tl.constexpr):
+    """e^(D_i - D_j) (C, C) of queries i, the rows, and keys j. OF_KEYS: the rows are the keys."""
+    if OF_KEYS:
+        return power(as_columns(D), as_rows(D), DOT)
+    else:
+        return power(as_rows(D), as_columns(D), DOT)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linrope_kernels.backward import dkv_kernel, dq_kernel
+from linrope_kernels.backward import dk_kernel, dq_kernel, dv_kernel
 from linrope_kernels.launch import (
     NO_STATE,
     Call,
@@ -14,10 +14,9 @@ from linrope_kernels.launch import (
     new_state,
     new_states,
     new_tables,
+    rows_of,
     segment_states,
-    strides_of,
     unpack_sums,
-    with_strides,
 )
 from linrope_kernels.segments import RunningSums, Segments, rising_bounds, sums_between
 
@@ -51,7 +50,7 @@ def attend_bwd(
     assert call.q is not None
     b, n, h, _ = call.q.shape
     _, m, g, _ = call.k.shape
-    tensors = (call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask)
+    q, k, v = rows_of(call.q), rows_of(call.k), rows_of(call.v)
     dq, dk, dv = (call.new(*x.shape, dtype=x.dtype) for x in (call.q, call.k, call.v))
     table, key_table, saved = _saved_tables(call, saved)
     den, states = unpack_sums(call, saved)
@@ -76,9 +75,9 @@ def attend_bwd(
             segment_states(call, segments, key_angles, start, states_before, None)
     call.launch(
         dq_kernel, "dq", b * h * segments.number,
-        *tensors, *with_strides(table), *with_strides(key_table), *call.decay, segments.spans,
-        *(states_before or NO_STATE), out, strides_of(out, 4), d_out, d_out.stride(), den, delta, dq, dq.stride(),
-        log_q, angles_q, n, h, call.group, segments.number, segments.length, call.eps, CAUSAL=call.causal,
+        q, k, v, call.tokens(table, key_table, segments), states_before or NO_STATE,
+        rows_of(out), rows_of(d_out), den, delta, rows_of(dq),
+        (log_q, angles_q), n, h, call.group, segments.number, segments.length, call.eps, CAUSAL=call.causal,
     )  # fmt: skip
 
     gradients_after = d_end
@@ -88,15 +87,16 @@ def attend_bwd(
     if not call.causal:
         gradients_after, table = d_start, key_angles
     segments = call.segments(m)
-    for name in ("dk", "dv"):
-        call.launch(
-            dkv_kernel, name, b * g * segments.number,
-            *tensors, *with_strides(table), *with_strides(key_table), *call.decay, segments.spans,
-            *(gradients_after or NO_STATE), d_out, d_out.stride(), den, delta, dk, dk.stride(), dv, dv.stride(),
-            log_k, angles_k, *(d_start or NO_STATE),
-            m, g, call.group, segments.number, segments.length, call.eps, CAUSAL=call.causal,
-            WANT_DK=name == "dk", WANT_DV=name == "dv",
-        )  # fmt: skip
+    tokens, after = call.tokens(table, key_table, segments), gradients_after or NO_STATE
+    sizes = m, g, call.group, segments.number, segments.length, call.eps
+    call.launch(
+        dk_kernel, "dk", b * g * segments.number, q, k, v, tokens, after, rows_of(d_out), den, delta, rows_of(dk),
+        (log_k, angles_k), d_start or NO_STATE, *sizes, CAUSAL=call.causal,
+    )  # fmt: skip
+    call.launch(
+        dv_kernel, "dv", b * g * segments.number, q, k, tokens, after, rows_of(d_out), den, rows_of(dv), *sizes,
+        CAUSAL=call.causal,
+    )  # fmt: skip
     d_log = None
     if log_terms is not None:
         terms = _per_key_head(log_terms[1], g).sum(3) - _per_key_head(log_terms[0], g).sum(3)
@@ -126,15 +126,16 @@ def state_bwd(call: Call, start: State | None, d_end: State) -> Gradients:
     gradients_after = tuple(_at_segment_ends(x, segments, factors) for x in d_end)
     log_terms = None if call.log_decay is None else _new_log_terms(call, call.k, "dk")
     angle_terms = None if call.phases is None else _new_angle_terms(call, call.k)
-    for name in ("dk", "dv"):
-        call.launch(
-            dkv_kernel, name, b * g * segments.number,
-            *(call.k, call.k.stride()) * 2, call.v, call.v.stride(), call.key_mask,
-            *with_strides(table), *with_strides(None), *call.decay, segments.spans,
-            *gradients_after, call.v, call.v.stride(), None, None, dk, dk.stride(), dv, dv.stride(),
-            log_terms, angle_terms, *NO_STATE, m, g, 0, segments.number, segments.length, call.eps,
-            CAUSAL=True, WANT_DK=name == "dk", WANT_DV=name == "dv",
-        )  # fmt: skip
+    k, v, tokens = rows_of(call.k), rows_of(call.v), call.tokens(table, None, segments)
+    sizes = m, g, 0, segments.number, segments.length, call.eps
+    call.launch(
+        dk_kernel, "dk", b * g * segments.number, k, k, v, tokens, gradients_after, v, None, None, rows_of(dk),
+        (log_terms, angle_terms), NO_STATE, *sizes, CAUSAL=True,
+    )  # fmt: skip
+    call.launch(
+        dv_kernel, "dv", b * g * segments.number, k, k, tokens, gradients_after, v, None, rows_of(dv), *sizes,
+        CAUSAL=True,
+    )  # fmt: skip
     d_start = None
     if start is not None:
         kv, z = ((x * total.view(*total.shape, *[1] * (x.ndim - 2))).to(x.dtype) for x in d_end)

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from linrope_kernels import tiles
 from linrope_kernels.angles import table_fwd_kernel
-from linrope_kernels.forward import prefix_kernel, scan_fwd_kernel, states_kernel
+from linrope_kernels.forward import scan_fwd_kernel
+from linrope_kernels.memory import Rows, Tokens
 from linrope_kernels.segments import Segments, cut_packed
 from linrope_kernels.step import step_fwd_kernel
+from linrope_kernels.transition import prefix_kernel, states_kernel
 
 Tables = tuple[Tensor | None, Tensor | None]  # cos and sin for queries, and for keys if their angles differ
 State = tuple[Tensor, Tensor]  # S (b, g, f, e) float32 and z (b, g, f) float64 or float32, contiguous
@@ -123,10 +125,10 @@ class Call:
         new = self.k.new_empty if self.cu_seqlens is None else self.k.new_zeros
         return new(*shape, dtype=dtype)
 
-    @property
-    def decay(self) -> tuple[Any, ...]:
-        """log_decay and its strides: the kernels' arguments LOG and log_strides."""
-        return self.log_decay, strides_of(self.log_decay, 3)
+    def tokens(self, table: Tensor | None, key_table: Tensor | None, segments: Segments) -> Tokens:
+        log = Rows(self.log_decay, strides_of(self.log_decay, 3))
+        key_table = None if key_table is None else with_strides(key_table)
+        return Tokens(self.key_mask, with_strides(table), key_table, log, segments.spans)
 
     def segments(self, n: int) -> Segments:
         """The segments of a sequence of n tokens, or of all packed sequences together."""
@@ -182,9 +184,13 @@ def strides_of(x: Tensor | None, axes: int) -> tuple[int, ...]:
     return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride()))
 
 
-def with_strides(table: Tensor | None) -> tuple[Any, ...]:
+def rows_of(x: Tensor | None) -> Rows:
+    return Rows(x, (0,) * 4 if x is None else x.stride())
+
+
+def with_strides(table: Tensor | None) -> Rows:
     """A table of cos and sin with the strides of its first two axes, as kernels take it."""
-    return table, strides_of(table, 4)[:2]
+    return Rows(table, strides_of(table, 4)[:2])
 
 
 def _row_stride(x: Tensor) -> int:
@@ -272,14 +278,14 @@ def segment_states(
         totals = states[0].new_empty(rows, segments.number, dtype=torch.float64)
     call.launch(
         states_kernel, "states", call.k.shape[0] * g * segments.number,
-        x, x.stride(), y, y.stride(), mask, den, delta, *with_strides(table), *call.decay, segments.spans,
-        *states, totals, length, g, call.group, segments.number, segments.length, call.eps,
+        rows_of(x), rows_of(y), call.tokens(table, None, segments)._replace(mask=mask), den, delta,
+        states, totals, length, g, call.group, segments.number, segments.length, call.eps,
         REVERSE=backward is not None,
     )  # fmt: skip
     f, e = call.k.shape[3], call.v.shape[3]
     if not single and call.num_states:
         prefix_kernel[(call.num_states * -(-f * e // PREFIX_BLOCK),)](
-            totals, segments.first_spans, *states, *(start or NO_STATE), *(end or NO_STATE),
+            totals, segments.first_spans, states, start or NO_STATE, end or NO_STATE,
             g, segments.number, F=f, E=e, REVERSE=backward is not None, BLOCK=PREFIX_BLOCK,
         )  # fmt: skip
 
@@ -309,9 +315,8 @@ def attend_fwd(
     out = call.new(b, n, h, call.v.shape[3], dtype=call.v.dtype)
     call.launch(
         scan_fwd_kernel, "scan_fwd", b * h * segments.number,
-        call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask,
-        *with_strides(table), *with_strides(key_table), *call.decay, segments.spans, *(states_before or NO_STATE),
-        out, out.stride(), den, *(end or NO_STATE),
+        rows_of(call.q), rows_of(call.k), rows_of(call.v), call.tokens(table, key_table, segments),
+        states_before or NO_STATE, rows_of(out), den, end or NO_STATE,
         n, h, call.group, segments.number, segments.length, call.eps, CAUSAL=call.causal,
     )  # fmt: skip
     if save and call.theta is not None and table is not None:
@@ -337,11 +342,12 @@ def step_fwd(call: Call, start: State | None, end: State | None, slots: Tensor |
     out = call.v.new_empty(*call.q.shape[:3], e)
     call.launch(
         step_fwd_kernel, name, call.num_states * parts,
-        call.q, call.q.stride(), call.k, call.k.stride(), call.v, call.v.stride(), call.key_mask,
-        call.theta, heads, call.positions, _row_stride(call.positions), key_positions,
-        _row_stride(key_positions),
-        phases, strides_of(phases, 4), key_phases, strides_of(key_phases, 4), *call.decay, slots,
-        *(start or NO_STATE), *(end or NO_STATE), out, out.stride(), g, call.group, parts, call.eps,
+        rows_of(call.q), rows_of(call.k), rows_of(call.v), call.key_mask,
+        (call.theta, heads), (call.positions, _row_stride(call.positions)),
+        (key_positions, _row_stride(key_positions)),
+        Rows(phases, strides_of(phases, 4)), Rows(key_phases, strides_of(key_phases, 4)),
+        Rows(call.log_decay, strides_of(call.log_decay, 3)), slots,
+        start or NO_STATE, end or NO_STATE, rows_of(out), g, call.group, parts, call.eps,
         AXES=axes,
     )  # fmt: skip
     return out

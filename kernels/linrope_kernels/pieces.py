@@ -1,4 +1,4 @@
-"""The building blocks of all kernels: feature maps, rotation, and loads and stores of features and states.
+"""The mathematics of all kernels on tiles: feature maps, rotation, matrix products and sums.
 
 A tile of features is (C, 2 W): W pairs per token. The two members of a pair rotate together and stand side by
 side in the tile, whatever their layout in memory. The state is kept transposed, (BE, 2 W), as Hopper's matrix
@@ -83,6 +83,12 @@ def dot(a, b, acc, DOT: tl.constexpr):
 
 
 @triton.jit
+def dot_rows(x, y, DOT: tl.constexpr):
+    """x y^T: the product of each row of x with each row of y."""
+    return dot(x, tl.trans(y), tl.zeros([x.shape[0], y.shape[0]], tl.float32), DOT)
+
+
+@triton.jit
 def members(x):
     """The first and the second member of each pair, two tiles (C, W)."""
     return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
@@ -122,35 +128,6 @@ def angle_gradients(x, dx):
 
 
 @triton.jit
-def half_layout_offsets(pairs, F: tl.constexpr, P: tl.constexpr):
-    """Offsets of both members of each pair in layout "half". Features that do not rotate form pairs too."""
-    PAIRS: tl.constexpr = (F + 1) // 2
-    first = pairs + tl.where(pairs < P, 0, P)
-    return first, first + tl.where(pairs < P, P, PAIRS - P)
-
-
-@triton.jit
-def feature_offsets(w0, F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr, W: tl.constexpr):
-    """(2 W,): offsets in memory of the features of pairs w0 .. w0 + W; F or more beyond the last feature."""
-    i = 2 * w0 + tl.arange(0, 2 * W)
-    if INTERLEAVED:
-        return i
-    else:
-        first, second = half_layout_offsets(i // 2, F, P)
-        return tl.where(i < F, tl.where(i % 2 == 0, first, second), F)
-
-
-@triton.jit
-def mask_features(x, row_mask, w0, F: tl.constexpr, W: tl.constexpr):
-    """x (C, 2 W) with 0 in masked rows and beyond feature F; phi(0), after a masked load, may not be 0."""
-    if F % (2 * W) == 0:
-        return tl.where(row_mask[:, None], x, 0.0)
-    else:
-        exists = 2 * w0 + tl.arange(0, 2 * W) < F
-        return tl.where(row_mask[:, None] & exists[None, :], x, 0.0)
-
-
-@triton.jit
 def through_registers(x, row_mask):
     """x (C, ..), which is 0 in masked rows already, in a tile that the program itself writes from registers.
 
@@ -167,17 +144,6 @@ def divisor(den, eps, ADD: tl.constexpr):
         return den + eps
     else:
         return tl.maximum(den, eps)
-
-
-@triton.jit
-def segment_span(SPANS, segment, length, n):
-    """First token, last token + 1 and packed sequence of a segment; SPANS (s, 3) holds them if packed."""
-    if SPANS is None:
-        first = segment * length
-        return first, tl.minimum(first + length, n), 0
-    else:
-        SPANS += 3 * segment
-        return tl.load(SPANS), tl.load(SPANS + 1), tl.load(SPANS + 2)
 
 
 @triton.jit
@@ -202,146 +168,15 @@ def carry_z(psi, z, first_row, decay):
     """psi with z added to the chunk's first row, and z after the chunk.
 
     Every query of the chunk sees its first key, so that a product with this psi includes the keys before the
-    chunk. decay: None, or e^(D_i) (C, 1), e^(D_end - D_i) (C, 1) and the chunk's factor for decay_state.
+    chunk. decay: a ChunkDecay or None.
     """
     z_before = z.to(tl.float32)[None, :]
     if decay is None:
         z += tl.sum(psi, 0).to(tl.float64)
     else:
-        from_start, to_end, over_chunk = decay
-        z_before = z_before * from_start
-        z = decay_state(z, over_chunk) + sum_of_products(psi, to_end, 0).to(tl.float64)
+        z_before = z_before * decay.from_start
+        z = decay_state(z, decay.over_chunk) + sum_of_products(psi, decay.to_end, 0).to(tl.float64)
     return psi + tl.where(first_row[:, None], z_before, 0.0), z
-
-
-@triton.jit
-def load_features(
-    X, rows, inside, strides, w0,
-    F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """A tile (C, 2 W) of q or k, X (n, f) with strides[1] and strides[3]; 0 outside."""
-    X += rows[:, None].to(tl.int64) * strides[1]
-    if INTERLEAVED:
-        f = 2 * w0 + tl.arange(0, 2 * W)
-        mask = inside[:, None]
-        if F % (2 * W) != 0:
-            mask = mask & (f < F)[None, :]
-        return tl.load(X + f[None, :].to(tl.int64) * strides[3], mask=mask, other=0)
-    else:
-        pairs = w0 + tl.arange(0, W)
-        f1, f2 = half_layout_offsets(pairs, F, P)
-        mask1, mask2 = inside[:, None], inside[:, None]
-        if F % (2 * W) != 0:
-            mask1, mask2 = mask1 & (2 * pairs < F)[None, :], mask2 & (2 * pairs + 1 < F)[None, :]
-        x1 = tl.load(X + f1[None, :].to(tl.int64) * strides[3], mask=mask1, other=0)
-        x2 = tl.load(X + f2[None, :].to(tl.int64) * strides[3], mask=mask2, other=0)
-        return side_by_side(x1, x2)
-
-
-@triton.jit
-def store_features(
-    X, x, rows, inside, strides, w0,
-    F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    X += rows[:, None].to(tl.int64) * strides[1]
-    x = x.to(X.dtype.element_ty)
-    if INTERLEAVED:
-        f = 2 * w0 + tl.arange(0, 2 * W)
-        mask = inside[:, None]
-        if F % (2 * W) != 0:
-            mask = mask & (f < F)[None, :]
-        tl.store(X + f[None, :].to(tl.int64) * strides[3], x, mask=mask)
-    else:
-        pairs = w0 + tl.arange(0, W)
-        f1, f2 = half_layout_offsets(pairs, F, P)
-        x1, x2 = members(x)
-        mask1, mask2 = inside[:, None], inside[:, None]
-        if F % (2 * W) != 0:
-            mask1, mask2 = mask1 & (2 * pairs < F)[None, :], mask2 & (2 * pairs + 1 < F)[None, :]
-        tl.store(X + f1[None, :].to(tl.int64) * strides[3], x1, mask=mask1)
-        tl.store(X + f2[None, :].to(tl.int64) * strides[3], x2, mask=mask2)
-
-
-@triton.jit
-def load_values(X, rows, inside, strides, e, E: tl.constexpr, BE: tl.constexpr):
-    """A tile (C, BE) of v or of the output, X (n, e) with strides[1] and strides[3]; 0 outside."""
-    X += rows[:, None].to(tl.int64) * strides[1] + e[None, :].to(tl.int64) * strides[3]
-    mask = inside[:, None]
-    if E % BE != 0:
-        mask = mask & (e < E)[None, :]
-    return tl.load(X, mask=mask, other=0)
-
-
-@triton.jit
-def store_values(X, x, rows, inside, strides, e, E: tl.constexpr, BE: tl.constexpr):
-    X += rows[:, None].to(tl.int64) * strides[1] + e[None, :].to(tl.int64) * strides[3]
-    mask = inside[:, None]
-    if E % BE != 0:
-        mask = mask & (e < E)[None, :]
-    tl.store(X, x.to(X.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def load_state(S, index, f, e, F: tl.constexpr, E: tl.constexpr):
-    """S[index]^T (BE, 2 W), from contiguous states S (.., f, e); 0 if S is None."""
-    if S is None:
-        return tl.zeros([e.shape[0], f.shape[0]], tl.float32)
-    else:
-        inside = (e < E)[:, None] & (f < F)[None, :]
-        return tl.load(S + index * F * E + f[None, :] * E + e[:, None], mask=inside, other=0)
-
-
-@triton.jit
-def store_state(S, index, s, f, e, F: tl.constexpr, E: tl.constexpr):
-    tl.store(S + index * F * E + f[None, :] * E + e[:, None], s, mask=(e < E)[:, None] & (f < F)[None, :])
-
-
-@triton.jit
-def load_z(Z, index, f, F: tl.constexpr):
-    """Z[index] (2 W,) as float64; 0 if Z is None."""
-    if Z is None:
-        return tl.zeros([f.shape[0]], tl.float64)
-    else:
-        return tl.load(Z + index * F + f, mask=f < F, other=0).to(tl.float64)
-
-
-@triton.jit
-def store_z(Z, index, z, f, F: tl.constexpr):
-    tl.store(Z + index * F + f, z.to(Z.dtype.element_ty), mask=f < F)
-
-
-@triton.jit
-def load_rotation(
-    TABLE, rows, inside, w0,
-    F: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """cos and sin (C, W) of the rows' angles from TABLE, laid out as q; 1 and 0 where nothing rotates."""
-    if P == 0:
-        return 1.0, 0.0
-    else:
-        pairs = w0 + tl.arange(0, W)
-        all_rotate: tl.constexpr = 2 * P >= F and P % W == 0
-        mask = inside[:, None]
-        TABLE += rows[:, None].to(tl.int64) * (2 * P)
-        if INTERLEAVED:
-            i = 2 * w0 + tl.arange(0, 2 * W)
-            if not all_rotate:
-                mask = mask & (i < 2 * P)[None, :]
-            cos, sin = members(tl.load(TABLE + i[None, :], mask=mask, other=0).to(tl.float32))
-            if not all_rotate:
-                cos = tl.where((pairs < P)[None, :], cos, 1.0)
-            return cos, sin
-        else:
-            if not all_rotate:
-                mask = mask & (pairs < P)[None, :]
-            cos = tl.load(TABLE + pairs[None, :], mask=mask, other=1).to(tl.float32)
-            return cos, tl.load(TABLE + P + pairs[None, :], mask=mask, other=0).to(tl.float32)
-
-
-@triton.jit
-def store_angle_gradients(D_ANGLES, x, tokens, inside, pairs, P: tl.constexpr):
-    """Stores x (C, W) in the rows ``tokens`` (C,) of D_ANGLES (.., P), for the pairs that rotate."""
-    tl.store(D_ANGLES + tokens[:, None] * P + pairs[None, :], x, mask=inside[:, None] & (pairs < P)[None, :])
 
 
 @triton.jit

@@ -1,7 +1,6 @@
 """The tile of each kernel: one fixed table, so that equal calls give equal bits on equal devices.
 
-The tiles were chosen by compiling and by a model of the compiled code (kernels/README.md), not yet by timing.
-linrope_kernel_tools/tune.py times candidates on a GPU.
+The tiles were chosen by what the compilers make of them (kernels/README.md), not yet by timing.
 """
 
 from typing import NamedTuple

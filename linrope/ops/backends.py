@@ -11,16 +11,14 @@ from linrope.common.tracing import exporting, has_tangents
 from linrope.ops import native
 
 # The fused backend that "auto" tries for tensors on each kind of device. "eager" is plain PyTorch and runs everywhere.
-FUSED = {"cpu": "native", "cuda": "triton"}
+FUSED = {"cpu": "native"}
 NAMES = ("auto", *FUSED.values(), "eager")
 
 
-def choose(
-    name: str, tensors: Sequence[Tensor | None], *, taps: int = 1, group: int = 1, values: int = 1
-) -> str:
+def choose(name: str, tensors: Sequence[Tensor | None], *, taps: int = 1, values: int = 1) -> str:
     """The name of the backend for these tensors. "auto" takes a fused backend where one can run, else eager.
 
-    taps: of a convolution. group, values: how many heads share a head of v, and the size of each.
+    taps: of a convolution. values: the size of a head.
 
     Raises:
         ValueError: unknown name.
@@ -29,34 +27,23 @@ def choose(
     present = [x for x in tensors if x is not None]
     if name == "auto":
         fused = FUSED.get(present[0].device.type)
-        if fused is None or exporting() or why_not(fused, present, taps, group, values) is not None:
+        if fused is None or exporting() or why_not(fused, present, taps, values) is not None:
             return "eager"
         return fused
     check_name("backend", name, NAMES)
-    if name != "eager" and (reason := why_not(name, present, taps, group, values)) is not None:
+    if name != "eager" and (reason := why_not(name, present, taps, values)) is not None:
         raise RuntimeError(f"backend={name!r} cannot run: {reason}")
     return name
 
 
-def load(name: str) -> ModuleType | str:
-    """The module of a fused backend, or the reason why it cannot be imported: triton requires a package."""
-    if name == "native":
-        return native
-    try:
-        from linrope.ops import triton  # imports Triton, which may be absent
-    except ImportError as error:
-        return str(error)
-    return triton
+def load(name: str) -> ModuleType:
+    """The module of a fused backend."""
+    return {"native": native}[name]
 
 
-def why_not(
-    name: str, tensors: Sequence[Tensor], taps: int = 1, group: int = 1, values: int = 1
-) -> str | None:
+def why_not(name: str, tensors: Sequence[Tensor], taps: int = 1, values: int = 1) -> str | None:
     """The reason why a fused backend cannot run the call; None: it can."""
     if transformed() or has_tangents(tensors):
         return "inside a transformation of torch.func or forward mode: use backend='eager'"
-    backend = load(name)
-    if isinstance(backend, str):
-        return backend
-    reason: str | None = backend.why_not_tensors(tensors, taps=taps, group=group, values=values)
+    reason: str | None = load(name).why_not_tensors(tensors, taps=taps, values=values)
     return reason

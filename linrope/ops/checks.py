@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from linrope.common.tracing import values_readable
-
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -24,19 +22,3 @@ def check_shape(name: str, x: Tensor, *shapes: tuple[int, ...]) -> None:
     if not any(len(shape) == x.ndim and all(a == b for a, b in zip(x.shape, shape)) for shape in shapes):
         expected = " or ".join(str(shape) for shape in dict.fromkeys(shapes))
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {expected}")
-
-
-def check_slots(slots: Tensor | None, inputs: Tensor, s: int) -> None:
-    """Raises unless slots are s different rows of inputs."""
-    if slots is None:
-        return
-    if not isinstance(slots, Tensor) or slots.dtype != torch.int64:
-        kind = slots.dtype if isinstance(slots, Tensor) else type(slots).__name__
-        raise TypeError(f"slots: got {kind}, expected a torch.Tensor of int64")
-    check_shape("slots", slots, (s,))
-    if slots.device != inputs.device:
-        raise ValueError(f"slots: got device {slots.device}, expected {inputs.device}")
-    if values_readable(slots):
-        rows = slots.tolist()
-        if len(set(rows)) < s or not all(0 <= row < len(inputs) for row in rows):
-            raise ValueError(f"slots: got {rows}, expected different rows 0 .. {len(inputs) - 1}")

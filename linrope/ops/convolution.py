@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from linrope.operation.checks import check_packing
 from linrope.ops import eager, fused
 from linrope.ops.backends import choose
-from linrope.ops.checks import check_dense, check_shape, check_slots
+from linrope.ops.checks import check_dense, check_shape
 
 
 def convolve(
@@ -25,18 +24,18 @@ def convolve(
 
         y_i = act(bias + sum_t weight[:, taps - 1 - t] x_(i - t))       t = 0 .. taps - 1; act: silu or identity
 
-    Sums are float32, or float64 for float64. The fused backends save only the inputs for the backward pass.
+    Sums are float32, or float64 for float64. "native" saves only the inputs for the backward pass.
 
     Args:
-        x: (b, n, c). Any strides; the fused backends read it in place if the last stride is 1.
+        x: (b, n, c). Any strides; "native" reads it in place if the last stride is 1.
         weight: (c, taps), or (c, 1, taps) as in torch.nn.Conv1d.
         bias: (c,).
         before: (s, taps - 1, c), the inputs before each sequence. None: zeros. s is b, or the number of packed
             sequences.
         cu_seqlens: (s + 1,) the bounds of packed sequences; b is then 1.
         silu: whether to apply silu.
-        backend: "auto", "native", "triton" or "eager". For float32, bfloat16 and float16 and up to 8 taps "auto" takes
-            native on a CPU, and triton on a GPU.
+        backend: "auto", "native" or "eager". For float32, bfloat16 and float16 and up to 8 taps "auto" takes native on
+            a CPU, else eager.
 
     Returns:
         y (b, n, c) in the dtype of x. It has gradients for x, weight, bias and before.
@@ -88,60 +87,8 @@ def convolve_parts(
     return fused.convolve_parts(name, parts, weight, bias, before, cu_seqlens, silu)
 
 
-@torch.no_grad()
-def convolve_step(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    inputs: Tensor,
-    *,
-    silu: bool = False,
-    slots: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
-    """Convolves one token of each sequence, and shifts it into the last inputs in place. It has no gradients.
-
-        y = convolve(x, weight, bias, before=inputs, silu=silu)        inputs = (inputs, x)[:, 1:]
-
-    Args:
-        x: (s, 1, c).
-        weight: as in ``convolve``.
-        bias: as in ``convolve``.
-        inputs: (s, taps - 1, c) in the dtype of x, the last inputs of each sequence. With slots, a pool of rows.
-        silu: as in ``convolve``.
-        slots: (s,) int64, the row of inputs that each sequence has. The rows must differ.
-        backend: as in ``convolve``.
-
-    Returns:
-        y (s, 1, c) in the dtype of x. With the fused backends it is, bit for bit, what ``convolve`` over the whole
-        sequence gives for this token.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as ``convolve``. Nothing is written then.
-
-    >>> from linrope.ops import convolve_step
-    >>> weight, inputs = torch.tensor([[1.0, 10.0, 100.0]]), torch.tensor([[[1.0], [2.0]]])
-    >>> convolve_step(torch.tensor([[[3.0]]]), weight, None, inputs).item()
-    321.0
-    >>> inputs.flatten()
-    tensor([2., 3.])
-    """
-    weight = _check((x,), weight, bias)
-    (s, _, c), taps = x.shape, weight.shape[1]
-    check_shape("x", x, (s, 1, c))
-    check_dense("inputs", inputs, x.device)
-    if inputs.dtype != x.dtype:
-        raise TypeError(f"inputs: got {inputs.dtype}, expected x's {x.dtype}")
-    check_shape("inputs", inputs, (inputs.shape[0] if slots is not None and inputs.ndim else s, taps - 1, c))
-    check_slots(slots, inputs, s)
-    name = choose(backend, (x, weight, bias, inputs), taps=taps)
-    if name == "eager" or torch.compiler.is_compiling():  # a compiler fuses the eager form by itself
-        return eager.convolve_step(x, weight, bias, inputs, slots, silu)
-    return fused.convolve_step(name, x, weight, bias, inputs, slots, silu)
-
-
 def _check(parts: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Checks what all functions take. Returns the weight as (c, taps)."""
+    """Checks the arguments. Returns the weight as (c, taps)."""
     if not parts:
         raise ValueError("parts: got none, expected at least one tensor")
     c, device = 0, None

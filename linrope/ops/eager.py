@@ -47,24 +47,6 @@ def _sums(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias.to(wide)
 
 
-def convolve_step(
-    x: Tensor,  # (s, 1, c)
-    weight: Tensor,  # (c, taps)
-    bias: Tensor | None,  # (c,)
-    inputs: Tensor,  # (rows, taps - 1, c), shifted in place
-    slots: Tensor | None,  # (s,)
-    silu: bool,
-) -> Tensor:
-    before = inputs if slots is None else inputs.index_select(0, slots)
-    y = convolve(x, weight, bias, before, None, silu)
-    shifted = torch.cat((before, x), 1)[:, 1:]
-    if slots is None:
-        inputs.copy_(shifted)
-    else:
-        inputs.index_copy_(0, slots, shifted)
-    return y
-
-
 def gated_norm(
     out: Tensor,  # (b, n, h, e)
     weight: Tensor | None,  # (e,) or (h, e)

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from linrope.common.tracing import check_not_in_onnx, plain
 from linrope.ops import eager
@@ -197,12 +196,3 @@ class _ConvolvedParts(torch.autograd.Function):
 def _join(gradients: Sequence[Tensor | None], dim: int) -> Tensor | None:
     present = [x for x in gradients if x is not None]
     return torch.cat(present, dim) if len(present) == len(gradients) else None
-
-
-def convolve_step(
-    backend: str, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Tensor, *options: Any
-) -> Tensor:
-    """One token, in place. No node of a graph: it has no gradients, and compilers take the eager form."""
-    y: Tensor = load(backend).convolve_step(x, weight, bias, inputs, *options)  # type: ignore[union-attr]
-    increment_version(inputs)  # autograd does not see what kernels write
-    return y

@@ -17,7 +17,7 @@ MOST_VALUES = 2**16 - 1  # per head
 _ops = torch.ops.linrope_native
 
 
-def why_not_tensors(tensors: Sequence[Tensor], *, taps: int, group: int, values: int) -> str | None:
+def why_not_tensors(tensors: Sequence[Tensor], *, taps: int, values: int) -> str | None:
     """The reason why the kernels cannot compute with these tensors; None: they can."""
     if (reason := why_not()) is not None:
         return reason
@@ -68,15 +68,6 @@ def convolve_backward(
         silu,
     )
     return [dx, _gradient(d_weight, weight), _gradient(d_bias, bias), _gradient(d_before, before), None]
-
-
-def convolve_step(
-    x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Tensor, slots: Tensor | None, silu: bool
-) -> Tensor:
-    y: Tensor = _ops.convolve_step.default(
-        with_dense_rows(x), _float(weight), _float(bias), inputs, contiguous(slots), silu
-    )
-    return y
 
 
 def gated_norm(

@@ -30,10 +30,10 @@ def gated_norm(
         u = weight * u * rsqrt(mean(u^2) + eps)      unless weight is None
         y = (u + D v) * silu(z)                      each factor and summand whose order is "after"
 
-    Sums are float32, or float64 for float64. The fused backends save only the inputs for the backward pass.
+    Sums are float32, or float64 for float64. "native" saves only the inputs for the backward pass.
 
     Args:
-        out: (b, n, h, e), the output of linear_rope_attention. Any strides; the fused backends read it in place if
+        out: (b, n, h, e), the output of linear_rope_attention. Any strides; "native" reads it in place if
             the last stride is 1.
         weight: (e,) or (h, e) with over="head", (h e,) with over="all". None: no norm.
         eps: added to the mean square.
@@ -43,8 +43,8 @@ def gated_norm(
         v: (b, n, g, e), the values; g divides h. Given together with skip.
         skip: D (h,).
         skip_order: "after" the norm, or "before" it.
-        backend: "auto", "native", "triton" or "eager". For float32, bfloat16 and float16 "auto" takes native on a CPU,
-            and triton on a GPU.
+        backend: "auto", "native" or "eager". For float32, bfloat16 and float16 "auto" takes native on a CPU, else
+            eager.
 
     Returns:
         y (b, n, h e) in the dtype of out. It has gradients for out, weight, gate, v and skip.
@@ -69,8 +69,7 @@ def gated_norm(
         weight = weight.view(out.shape[2:])
     tensors = (out, weight, gate, v, skip)
     options = (float(eps), over == "all", gate_order == "before", skip_order == "before")
-    group = 1 if v is None else out.shape[2] // v.shape[2]
-    name = choose(backend, tensors, group=group, values=out.shape[3])
+    name = choose(backend, tensors, values=out.shape[3])
     if name == "eager":
         return eager.gated_norm(*tensors, *options)
     return fused.gated_norm(name, *tensors, *options)

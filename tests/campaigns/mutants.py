@@ -25,6 +25,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+ATTENTION_KERNELS = (
+    "angles", "backward", "decay", "forward", "gradients", "memory", "pieces", "segments", "step", "transition",
+)  # fmt: skip
 ROOT = Path(__file__).parents[2]
 COPIED = ("linrope", "kernels", "tests", "docs", "benchmarks", "conftest.py", "pyproject.toml", "README.md")
 PRELOADED = ("torch", "torch._dynamo", "sympy", "hypothesis", "pytest", "triton.runtime.interpreter")  # once
@@ -111,11 +114,7 @@ TESTS: dict[str, tuple[str, ...]] = {
             f"{B}/test_gates.py",
             "tests/kernels/test_kernels.py",
         )
-        for name in ("angles", "backward", "decay", "forward", "gradients", "pieces", "segments", "step")
-    },
-    **{
-        f"kernels/linrope_kernels/{name}.py": ("tests/kernels/test_operators.py", "tests/ops")
-        for name in ("convolution_kernels", "norm_kernels", "partial_sums")
+        for name in ATTENTION_KERNELS
     },
     "linrope/models/huggingface/cache.py": (
         "tests/models/huggingface/test_generation.py",

@@ -8,11 +8,11 @@ import json
 import sys
 
 import torch
-from linrope_kernel_tools.report import recorded
 from linrope_kernels import launch, tiles
 
 from linrope import Rotary, linear_rope_attention, linear_rope_state
 from linrope.backends import triton as backend
+from tests.kernels.without_gpu import recorded
 
 
 def attend(

@@ -5,16 +5,15 @@ from typing import Any
 
 import pytest
 import triton
-from linrope_kernel_tools.report import SHARED_LIMIT
 from linrope_kernels import tiles
 
 from tests.kernels.compiled import CAPABILITIES, run_compiled
+from tests.kernels.without_gpu import SHARED_LIMIT
 
 # Bytes spilled per thread, at most; elsewhere none but LITTLE. A spill goes to the first-level cache: it
 # costs time, not correctness, and none of these was timed on a GPU yet.
 LITTLE = 128
 CEILING = {
-    # Two programs of four warps on a multiprocessor beat one of eight in the model, spills and all.
     ("scan_fwd", 128, "bf16"): 300,  # 280
     ("dk", 64, "bf16"): 230,  # 216
     ("dk", 128, "bf16"): 720,  # 688
@@ -69,7 +68,7 @@ def described(entry: dict[str, Any]) -> tuple[str, int, str]:
 
 
 def report(*arguments: str) -> list[dict[str, Any]]:
-    return run_compiled("-m", "linrope_kernel_tools.report", "--json", "--no-model", "--dim", *arguments)
+    return run_compiled("-m", "tests.kernels.without_gpu", "--dim", *arguments)
 
 
 @pytest.mark.long
@@ -133,6 +132,7 @@ def test_what_the_launchers_start_compiles_too(forms: str) -> None:
     script = Path(__file__).parent / "launch_without_gpu.py"
     started = run_compiled(str(script), str(CAPABILITIES[0]), forms)
     assert {entry["kernel"] for entry in started} == {
-        "table_fwd_kernel", "scan_fwd_kernel", "states_kernel", "prefix_kernel", "dq_kernel", "dkv_kernel",
+        "table_fwd_kernel", "scan_fwd_kernel", "states_kernel", "prefix_kernel", "dq_kernel", "dk_kernel",
+        "dv_kernel",
     } | ({"step_fwd_kernel"} if forms != "wide" else set())  # fmt: skip
     assert not [entry for entry in started if entry["shared"] > SHARED_LIMIT[80]]

@@ -1,38 +1,23 @@
 """Helpers for the tests of the operators: random inputs, gradients, comparisons, instruction sets, threads."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
-from typing import Any
 
 import pytest
 import torch
-from linrope_kernels import INTERPRETED
 from torch import Tensor
 from torch.testing import assert_close
 
 from linrope.backends import native
 from tests.support.oracle import NATIVE, native_sets
 
-FAST = ("eager", NATIVE, "triton")  # for float32, bfloat16, float16
+BACKENDS = ("eager", NATIVE)
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 Tensors = dict[str, Tensor | None]
 Call = Callable[[Tensors], Tensor]
 Run = Callable[..., Tensor]  # of inputs and the name of a backend, the argument backend
 (needs_native,) = NATIVE.marks
-every_fast = pytest.mark.parametrize("backend", FAST)
-
-
-def combinations(*axes: Iterable[Any], usual: Callable[..., bool]) -> list[Any]:
-    """All backends with all values of the axes. For triton make test has the usual ones, make test-long the others."""
-    found = []
-    for values in product(*axes):
-        label = "-".join(map(str, values))
-        found += [pytest.param("eager", *values, id=f"eager-{label}")]
-        found += [pytest.param("native", *values, id=f"native-{label}", marks=NATIVE.marks)]
-        marks = [] if usual(*values) or not INTERPRETED else [pytest.mark.long]
-        found += [pytest.param("triton", *values, id=f"triton-{label}", marks=marks)]
-    return found
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def numbers(*shape: int, seed: int = 1) -> Tensor:
@@ -52,13 +37,6 @@ def with_strides_of_0(inputs: Tensors) -> Tensors:
         name: x.new_empty(0).as_strided(x.shape, [0] * x.ndim) for name, x in inputs.items() if x.numel() == 0
     }
     return inputs | odd
-
-
-def skip_bfloat16(backend: str, dtype: torch.dtype) -> None:
-    if backend == "triton" and dtype == torch.bfloat16 and INTERPRETED:
-        pytest.skip(
-            "Triton's interpreter does not round bfloat16 to nearest; tests/kernels emulates the compiled code"
-        )
 
 
 def _leaves(inputs: Tensors, dtype: torch.dtype | None) -> tuple[Tensors, list[Tensor]]:

@@ -1,7 +1,5 @@
 """The operators in a graph: torch.library's checks, torch.compile, exporters, and which backend "auto" takes."""
 
-import sys
-
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -9,11 +7,10 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.testing import assert_close
 
-from linrope import ops
 from linrope.backends import native as library
-from linrope.ops import convolve, convolve_step, gated_norm, triton
+from linrope.ops import convolve, gated_norm
 from linrope.ops.backends import choose
-from tests.ops.cases import needs_native, numbers, skip_bfloat16
+from tests.ops.cases import needs_native, numbers
 
 BF16, F16 = torch.bfloat16, torch.float16
 CUTS = torch.tensor([0, 0, 3, 9], dtype=torch.int32)
@@ -40,18 +37,17 @@ CALLS = {
         ),
     },
 }  # fmt: skip
-FUSED = [pytest.param("native", marks=needs_native), "triton"]
+NATIVE = pytest.param("native", marks=needs_native)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # PyTorch 2.15 reads it itself
-@pytest.mark.parametrize("backend", FUSED)
 @pytest.mark.parametrize(
     ("operator", "arguments"),
     [pytest.param(name, x, id=f"{name}-{label}") for name, calls in CALLS.items() for label, x in calls.items()],
 )  # fmt: skip
-def test_the_operators_pass_torch_library_s_checks(backend: str, operator: str, arguments: tuple) -> None:
-    skip_bfloat16(backend, arguments[0].dtype)
-    torch.library.opcheck(getattr(torch.ops.linrope, operator).default, (backend, *arguments))
+@needs_native
+def test_the_operators_pass_torch_library_s_checks(operator: str, arguments: tuple) -> None:
+    torch.library.opcheck(getattr(torch.ops.linrope, operator).default, ("native", *arguments))
 
 
 class Block(nn.Module):
@@ -78,7 +74,7 @@ def results(block: Block, run, x: Tensor) -> list[Tensor]:
     return [y, x.grad, *(parameter.grad for parameter in block.parameters())]
 
 
-@pytest.mark.parametrize("backend", ["eager", *FUSED])
+@pytest.mark.parametrize("backend", ["eager", NATIVE])
 def test_compiled_in_one_graph_they_compute_the_same_for_any_length(backend: str) -> None:
     torch._dynamo.reset()
     block = Block(backend)
@@ -104,19 +100,6 @@ def test_a_compiled_graph_holds_one_node_per_operator_and_direction() -> None:
     assert seen == [f"linrope.{name}.default" for name in names]
 
 
-def test_a_compiled_step_writes_its_inputs() -> None:
-    torch._dynamo.reset()
-    weight = numbers(4, 3)
-    compiled = torch.compile(convolve_step, fullgraph=True, backend="aot_eager")
-    slots = torch.tensor([2, 0])
-    one, other = numbers(3, 2, 4, seed=2), numbers(3, 2, 4, seed=2)
-    for i in range(3):
-        token = numbers(2, 1, 4, seed=i)
-        y = compiled(token, weight, None, one, silu=True, slots=slots)
-        assert_close(y, convolve_step(token, weight, None, other, silu=True, slots=slots))
-        assert torch.equal(one, other)
-
-
 def test_exported_programs_hold_no_fused_operator_and_take_any_length() -> None:
     block, lengths = Block("auto"), {"x": {1: torch.export.Dim("n", min=2)}}
     program = torch.export.export(block, (numbers(2, 9, 32),), dynamic_shapes=lengths, strict=False)
@@ -135,8 +118,9 @@ def test_transformations_of_torch_func_and_forward_mode_take_the_definition() ->
     assert_close(tangent, convolve(x[1], weight))
 
 
+@needs_native
 def test_second_derivatives_in_torch_func_take_the_definition_or_name_it() -> None:
-    blocks = {name: Block(name) for name in ("auto", "eager", "triton")}
+    blocks = {name: Block(name) for name in ("auto", "eager", "native")}
 
     def loss(x: Tensor, backend: str) -> Tensor:
         return blocks[backend](x).square().sum()
@@ -144,8 +128,8 @@ def test_second_derivatives_in_torch_func_take_the_definition_or_name_it() -> No
     x = numbers(1, 3, 32)
     expected = torch.autograd.functional.hessian(lambda x: loss(x, "eager"), x)
     assert_close(torch.func.hessian(loss)(x, "auto"), expected)
-    with pytest.raises(RuntimeError, match=r"backend='triton' cannot run: .* use backend='eager'"):
-        torch.func.hessian(loss)(x, "triton")
+    with pytest.raises(RuntimeError, match=r"backend='native' cannot run: .* use backend='eager'"):
+        torch.func.hessian(loss)(x, "native")
 
 
 @needs_native
@@ -157,35 +141,6 @@ def test_auto_takes_the_kernels_where_they_can_run_and_names_the_reason_where_no
     assert choose("auto", (x.to("meta"),)) == "eager"
     with pytest.raises(RuntimeError, match="cannot run: inside a transformation"):
         torch.func.vmap(lambda x: convolve(x, torch.ones(3, 2), backend="native"))(x[None])
-
-
-class OnGPU(Tensor):
-    """What a choice reads of a tensor on a GPU."""
-
-    device, is_cuda = torch.device("cuda"), True  # type: ignore[assignment]
-
-
-def test_on_a_gpu_auto_takes_triton_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, capability = torch.zeros(1, 2, 3).as_subclass(OnGPU), (9, 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert choose("auto", (x, None)) == choose("auto", (x.half(),)) == "triton"
-    assert choose("auto", (x.double(),)) == choose("auto", (x,), taps=9) == "eager"
-    capability = (7, 5)
-    assert choose("auto", (x,)) == "eager"
-    with pytest.raises(RuntimeError, match="'triton' cannot run: this GPU"):
-        choose("triton", (x,))
-
-
-def test_triton_names_the_reason_where_it_is_absent_or_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.zeros(1, 2, 3, device="cpu")
-    monkeypatch.setattr(triton, "INTERPRETED", False)
-    with pytest.raises(RuntimeError, match="'triton' cannot run: tensors on cpu: it needs a CUDA device"):
-        choose("triton", (x,))
-    monkeypatch.delattr(ops, "triton")
-    monkeypatch.setitem(sys.modules, "linrope.ops.triton", None)
-    with pytest.raises(RuntimeError, match=r"'triton' cannot run: .*linrope\.ops\.triton"):
-        choose("triton", (x,))
-    assert choose("auto", (x.as_subclass(OnGPU),)) == "eager"
 
 
 def test_without_the_library_auto_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

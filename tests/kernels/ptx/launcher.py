@@ -7,13 +7,13 @@ compiled kernels. Python must have been started with Triton's interpreter off.
 from typing import Any
 
 from linrope_kernels import launch
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from linrope.backends import triton as backend
 from tests.kernels.ptx.grid import Kernel, Report
 from tests.kernels.ptx.parse import Fault
+from tests.kernels.without_gpu import NoDriver
 
 
 class Emulator:
@@ -46,22 +46,6 @@ def flatten(kind: Any, value: Any, found: list[Any]) -> None:
             flatten(inner, x, found)
     elif kind != "constexpr":
         found.append(value)
-
-
-class NoDriver:
-    """What Triton asks of a GPU's driver before it compiles."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
 
 
 def install(capability: int) -> Emulator:
