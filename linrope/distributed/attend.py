@@ -235,7 +235,6 @@ def _states_before(
         state = _empty_state(request, gathered["position"].new_zeros(request.k.shape[0]))
     if (scales := gathered.get("log_scale")) is not None and state.log_scale is None:
         state = replace(state, log_scale=scales.new_full(scales.shape[1:], NO_KEYS))
-    state = replace(state, conv=None)
     if shard.cu_seqlens is None:
         return [state]
     if request.state is None:
