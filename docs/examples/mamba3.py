@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linrope import LinearAttentionState
+from linrope.layer.state import LayerState
 from linrope.layer.trapezoid import trapezoidal_attention
 from linrope.ops import gated_norm
 
@@ -75,9 +75,9 @@ class Mamba3(nn.Module):
         u: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
-        state: LinearAttentionState | None = None,
+        state: LayerState | None = None,
         return_state: bool = False,
-    ) -> Tensor | tuple[Tensor, LinearAttentionState]:
+    ) -> Tensor | tuple[Tensor, LayerState]:
         """Training, a prompt, a piece of one, and a step of one token are this one call."""
         z, x, B, C, *gates = self.in_proj(u).split(self.sizes, -1)
         dt, A, trap, angle = (gate.to(torch.promote_types(u.dtype, torch.float32)) for gate in gates)

@@ -238,7 +238,6 @@ def _states_before(
         state = _empty_state(call, gathered["position"].new_zeros(call.k.shape[0]))
     if (scales := gathered.get("log_scale")) is not None and state.log_scale is None:
         state = replace(state, log_scale=scales.new_full(scales.shape[1:], NO_KEYS))
-    state = replace(state, conv=None)
     if shard.cu_seqlens is None:
         return [state]
     if call.state is None:

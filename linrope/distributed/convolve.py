@@ -11,7 +11,6 @@ from torch import Tensor
 
 from linrope.distributed.layout import Layout
 from linrope.distributed.uncompiled import uncompiled
-from linrope.recurrence.state import LinearAttentionState
 
 
 @uncompiled
@@ -20,10 +19,10 @@ def convolve_shard(
     x: Tensor,
     shard: Layout,
     key_mask: Tensor | None,
-    state: LinearAttentionState | None,
+    earlier_inputs: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """y of the local x (b, n, c), and the last inputs of all ranks' tokens or, if packed, of each local document."""
-    width, earlier_inputs = convolution.taps - 1, None if state is None else state.rows().conv  # type: ignore[attr-defined]
+    width = convolution.taps - 1  # type: ignore[attr-defined]
     if shard.size == 1:
         y, last = convolution(x, earlier_inputs, key_mask, shard.cu_seqlens)
         return y, last

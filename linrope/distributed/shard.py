@@ -68,10 +68,11 @@ class Shard(Layout):
         convolution: Callable[..., Any],
         x: Tensor,
         key_mask: Tensor | None,
-        state: LinearAttentionState | None,
+        before: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Applies a ``ShortConvolution`` to the local x (b, n, c). Also returns the last inputs.
 
-        These are the last of all ranks' tokens or, for packed sequences, of each local sequence.
+        before (s, taps - 1, c): the inputs before the whole sequences; None: zeros. The last inputs are those of all
+        ranks' tokens or, for packed sequences, of each local sequence.
         """
-        return convolve_shard(convolution, x, self, key_mask, state)
+        return convolve_shard(convolution, x, self, key_mask, before)

@@ -16,7 +16,7 @@ from linrope.feature_maps import FeatureMap
 from linrope.layer.choices import make_decay, make_forget_gate, make_map, make_rotation, make_write_gate
 from linrope.layer.fitting import check_context, check_options
 from linrope.layer.mixer import Mixer
-from linrope.layer.storing import store_in_state
+from linrope.layer.state import LayerState, next_state
 from linrope.layer.trapezoid import TrapezoidGate, trapezoidal_attention
 from linrope.operation import checks
 from linrope.operation.functional import linear_rope_attention
@@ -267,7 +267,7 @@ class LinearRoPEAttention(Mixer):
         context_positions: Tensor | None = ...,
         key_mask: Tensor | None = ...,
         cu_seqlens: Tensor | None = ...,
-        state: LinearAttentionState | None = ...,
+        state: LayerState | None = ...,
         return_state: Literal[False] = ...,
         shard: LayerShard | None = ...,
     ) -> Tensor: ...
@@ -281,10 +281,10 @@ class LinearRoPEAttention(Mixer):
         context_positions: Tensor | None = ...,
         key_mask: Tensor | None = ...,
         cu_seqlens: Tensor | None = ...,
-        state: LinearAttentionState | None = ...,
+        state: LayerState | None = ...,
         return_state: Literal[True],
         shard: LayerShard | None = ...,
-    ) -> tuple[Tensor, LinearAttentionState]: ...
+    ) -> tuple[Tensor, LayerState]: ...
     def forward(
         self,
         x: Tensor,
@@ -294,10 +294,10 @@ class LinearRoPEAttention(Mixer):
         context_positions: Tensor | None = None,
         key_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        state: LinearAttentionState | None = None,
+        state: LayerState | None = None,
         return_state: bool = False,
         shard: LayerShard | None = None,
-    ) -> Tensor | tuple[Tensor, LinearAttentionState]:
+    ) -> Tensor | tuple[Tensor, LayerState]:
         """Maps x (b, n, embed_dim), and context (b, m, context_dim), to y (b, n, embed_dim) or (y, state).
 
         context_positions are the key_positions of ``linear_rope_attention``. The other arguments are as there.
@@ -309,15 +309,15 @@ class LinearRoPEAttention(Mixer):
             check_context(self, shard)
         c = x if context is None else context
         k, v = self.k_proj(c), self.v_proj(c)
-        if isinstance(state, LinearAttentionState):  # the operation accepts None and rejects other types
-            self._check_conv(state)
+        if state is not None:
+            self._check_state(state, x.shape[1])
         q = conv_inputs = None
         if self.short_conv is not None:
             projected = self.q_proj(x), k, v
-            own_state = state if isinstance(state, LinearAttentionState) else None
+            earlier_inputs = None if state is None or state.conv is None else state.at_slots(state.conv)
             want_last = return_state or state is not None  # a pool's rows are written in any case
             (q, k, v), conv_inputs = self._convolve(
-                projected, key_mask, cu_seqlens, own_state, shard, want_last
+                projected, key_mask, cu_seqlens, earlier_inputs, shard, want_last
             )
         k, v = self._keys(k), self._values(v)
         log_decay = None if self.forget_gate is None else self.forget_gate(x)
@@ -335,33 +335,53 @@ class LinearRoPEAttention(Mixer):
             "key_positions": context_positions,
             "key_mask": key_mask,
             "cu_seqlens": cu_seqlens,
-            "state": state,
+            "state": None if state is None else state.sums,
             "rope_order": self.rope_order,
             "backend": self.backend,
         }
+        last_token = None
         if self.trapezoid is not None:
             q = self._queries(self.q_proj(x) if q is None else q)
-            result = self._attend_by_trapezoid(x, q, k, v, return_state, options)
+            out, sums, last_token = self._attend_by_trapezoid(x, q, k, v, state, return_state, options)
         else:
             # The state of the keys travels to the other ranks while this rank projects q.
             sent_shard = None if shard is None else shard.send_state(k, v, **options)
             q = self._queries(self.q_proj(x) if q is None else q)
             result = linear_rope_attention(q, k, v, return_state=return_state, shard=sent_shard, **options)
-        out, last = result if isinstance(result, tuple) else (result, None)
-        if conv_inputs is not None:
-            last = store_in_state("conv", conv_inputs, state, last)
+            out, sums = result if isinstance(result, tuple) else (result, None)
+        last = next_state(state, sums, conv=conv_inputs, last_token=last_token)
         y = self._output(out, v, x)
-        return y if last is None or not return_state else (y, last)
+        return y if last is None else (y, last)
+
+    def _check_state(self, state: LayerState, tokens: int) -> None:
+        if not isinstance(state, LayerState):
+            raise TypeError(f"state: got {type(state).__name__}, expected LayerState")
+        self._check_conv(state.conv)
+        state.check_before_step(tokens)
 
     def _attend_by_trapezoid(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, return_state: bool, options: Options
-    ) -> Tensor | tuple[Tensor, LinearAttentionState]:
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: LayerState | None,
+        return_state: bool,
+        options: Options,
+    ) -> tuple[Tensor, LinearAttentionState | None, Tensor | None]:
+        """out, and the sums and the last token after the call."""
         assert self.trapezoid is not None
         if options["normalize"]:
             raise TypeError(
                 "trapezoid=True: got float16 values, whose numerator may overflow; expected bfloat16, a wider dtype, "
                 "or normalize=False"
             )
-        implied = ("causal", "normalize", "key_positions", "rope_order")
+        implied = ("causal", "normalize", "key_positions", "rope_order", "state")
         others: dict[str, Any] = {name: y for name, y in options.items() if name not in implied}
-        return trapezoidal_attention(q, k, v, share=self.trapezoid(x), return_state=return_state, **others)
+        result = trapezoidal_attention(
+            q, k, v, share=self.trapezoid(x), state=state, return_state=return_state, **others
+        )
+        if isinstance(result, Tensor):
+            return result, None, None
+        out, after = result
+        return out, after.sums, after.last_token

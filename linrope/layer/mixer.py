@@ -145,31 +145,31 @@ class Mixer(nn.Module):
         projected: tuple[Tensor, Tensor, Tensor],
         key_mask: Tensor | None,
         cu_seqlens: Tensor | None,
-        state: Any,
+        earlier_inputs: Tensor | None,
         shard: LayerShard | None = None,
         want_last: bool = True,
     ) -> tuple[list[Tensor], Tensor | None]:
-        """q, k and v after the short convolution, and the last inputs of each sequence, for the state."""
+        """q, k and v after the short convolution, and the last inputs of each sequence, for the state.
+
+        earlier_inputs (s, taps - 1, c): the last inputs of the call before. None: the sequences begin here.
+        """
         assert self.short_conv is not None
         if shard is not None:
-            y, last = shard.convolve(self.short_conv, torch.cat(projected, -1), key_mask, state)
+            y, last = shard.convolve(self.short_conv, torch.cat(projected, -1), key_mask, earlier_inputs)
             return list(y.split([x.shape[-1] for x in projected], -1)), last
         (b, n, _), device = projected[0].shape, projected[0].device
         checks.check_mask(key_mask, b, n, device)
         checks.check_packing(cu_seqlens, b, n, n, device)
-        earlier_inputs, sequences = None, b if cu_seqlens is None else len(cu_seqlens) - 1
-        if state is not None and getattr(state, "conv", None) is not None:
-            slots = getattr(state, "slots", None)
-            earlier_inputs = state.conv if slots is None else state.conv.index_select(0, slots)
-            if earlier_inputs.shape[0] != sequences:
-                raise ValueError(f"state: got {earlier_inputs.shape[0]} sequences, expected {sequences}")
+        sequences = b if cu_seqlens is None else len(cu_seqlens) - 1
+        if earlier_inputs is not None and earlier_inputs.shape[0] != sequences:
+            raise ValueError(f"state: got {earlier_inputs.shape[0]} sequences, expected {sequences}")
         y, last = self.short_conv(projected, earlier_inputs, key_mask, cu_seqlens, want_last)
         return y, last
 
-    def _check_conv(self, state: Any) -> None:
-        """Rejects a state whose inputs of the convolution do not fit this layer."""
+    def _check_conv(self, conv: Tensor | None) -> None:
+        """Rejects a state whose last inputs of the convolution do not fit this layer."""
         expected = None if self.short_conv is None else (self.short_conv.taps - 1, self.short_conv.channels)
-        got = None if state.conv is None else tuple(state.conv.shape[1:])
+        got = None if conv is None else tuple(conv.shape[1:])
         if got != expected:
             raise ValueError(
                 f"state: got conv of (taps - 1, channels) = {got}, expected {expected} for this layer"

@@ -18,9 +18,9 @@ from linrope.layer.norm import OutputNorm, RMSNorm
 from linrope.layer.selective import ForgetGate, WriteGate
 from linrope.layer.short_convolution import ShortConvolution
 from linrope.operation.plan import identity_of
+from linrope.layer.state import LayerState
 from linrope.ops.native import MAX_TAPS
 from linrope.recurrence.decay import MIN_LOG_DECAY
-from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
 
 _ops = torch.ops.linrope_native
@@ -57,7 +57,7 @@ class LayerStep:
     ...     torch.testing.assert_close(LayerStep(layer, state)(x[:, 3]), layer(x)[:, 3], rtol=1e-4, atol=1e-5)
     """
 
-    def __init__(self, layer: LinearRoPEAttention, state: LinearAttentionState) -> None:
+    def __init__(self, layer: LinearRoPEAttention, state: LayerState) -> None:
         if (reason := why_not(layer, state)) is not None:
             raise ValueError(f"a decoding step in one operator is impossible here: {reason}")
         write = None if layer.write_gate is None or layer.write_gate.tied else layer.write_gate
@@ -110,7 +110,7 @@ def _bias(module: Any) -> Tensor:
     return bias
 
 
-def _settings(layer: LinearRoPEAttention, state: LinearAttentionState) -> list[Any]:
+def _settings(layer: LinearRoPEAttention, state: LayerState) -> list[Any]:
     """The operator's arguments that do not change, in its order."""
     conv, norm, gate, rotary = layer.short_conv, layer.out_norm, layer.write_gate, layer.rotary
     weight = bias = decay = scale = None
@@ -128,10 +128,10 @@ def _settings(layer: LinearRoPEAttention, state: LinearAttentionState) -> list[A
         "inputs": state.conv,
         "silu": conv is not None and conv.activation == "silu",
         "decay": decay,
-        "kv": state.kv,
-        "z": state.z,
+        "kv": state.sums.kv,
+        "z": state.sums.z,
         "positions": state.position.unsqueeze(1),
-        "theta": None if rotary is None else rotary.turns_per_position(state.kv.device),
+        "theta": None if rotary is None else rotary.turns_per_position(state.sums.kv.device),
         "layout": 0 if rotary is None else native.LAYOUTS[rotary.layout],
         "feature_map": native.MAPS[layer.feature_map.elementwise or ""],
         "normalize": layer.normalize and not layer._out_norm_replaces_normalizer,
@@ -210,11 +210,11 @@ def _is_plain(rotary: Rotary) -> bool:
 
 def _state_reason(layer: LinearRoPEAttention, state: Any) -> str | None:
     """The reason why the operator cannot write the layer's next state into this one's memory."""
-    if not isinstance(state, LinearAttentionState) or state.slots is not None:
+    if not isinstance(state, LayerState) or state.slots is not None:
         return "a state in rows of a pool, or of another kind"
     if state.identity != identity_of(layer.feature_map, layer.rotary, layer.rope_order):
         return f"a state of {state.identity}"
-    b, conv = state.kv.shape[0], layer.short_conv
+    b, conv = state.sums.kv.shape[0], layer.short_conv
     expected = {
         "kv": ((b, layer.num_state_heads, layer.head_dim, layer.value_head_dim), torch.float32),
         "z": ((b, layer.num_state_heads, layer.head_dim), torch.float64),

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from linrope.common.precision import full_precision
 from linrope.feature_maps import FeatureMap
 from linrope.feature_maps.base import widen
-from linrope.layer.storing import store_in_state
+from linrope.layer.state import LayerState, next_state
 from linrope.operation import checks
 from linrope.operation.plan import identity_of
 from linrope.operation.functional import linear_rope_attention
@@ -23,7 +23,6 @@ from linrope.recurrence.call import repeat_heads
 from linrope.recurrence.decay import MIN_LOG_DECAY, clamp_gates, zero_hidden
 from linrope.recurrence.identities import same_identity
 from linrope.recurrence.packing import at_last, owners, per_token, previous, rising_bounds
-from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.angles import cos_sin
 from linrope.rotation.rotary import Rotary, rotate, spell_out
 
@@ -90,10 +89,10 @@ def trapezoidal_attention(
     positions: Tensor | None = None,
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    state: LinearAttentionState | None = None,
+    state: LayerState | None = None,
     return_state: bool = False,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, LinearAttentionState]:
+) -> Tensor | tuple[Tensor, LayerState]:
     """Causal linear attention, without a normalizer, whose sums follow the exponential-trapezoidal rule of Mamba-3.
 
         S_t   = e^(a_t) (S_(t-1) + (1 - lambda_t) w_t K_(t-1) v_(t-1)^T) + lambda_t w_t K_t v_t^T
@@ -106,8 +105,8 @@ def trapezoidal_attention(
         T_t   = e^(a_t) (T_(t-1) + (lambda_(t-1) w_(t-1) + (1 - lambda_t) w_t) K_(t-1) v_(t-1)^T)
         out_t = T_t^T R(Theta_t) phi(q_t) + lambda_t w_t <phi(q_t), psi(k_t)> v_t
 
-    No output depends on a later token, bit for bit. A state holds T, and in ``last_token`` the key and the value
-    that the next token needs.
+    No output depends on a later token, bit for bit. A state holds T in its sums, and in ``last_token`` the key and the
+    value that the next token needs.
 
     Args:
         q: (b, n, h, d) queries.
@@ -196,15 +195,16 @@ def trapezoidal_attention(
         positions=positions,
         key_mask=key_mask,
         cu_seqlens=cu_seqlens,
-        state=None if state is None else replace(state, identity=identity_of(None, rotary, "after")),
+        state=None if state is None else replace(state.sums, identity=identity_of(None, rotary, "after")),
         return_state=return_state,
         backend=backend,
     )
-    out, last = result if isinstance(result, tuple) else (result, None)
+    out, sums = result if isinstance(result, tuple) else (result, None)
     dots = torch.einsum("bngrf,bngf->bngr", widen(phi).unflatten(2, (g, -1)), widen(psi))
     out = (out + ((dots * key_weight[..., None])[..., None] * v[:, :, :, None]).flatten(2, 3)).to(v.dtype)
-    last = store_in_state("last_token", last_token, state, last)
-    return out if last is None or not return_state else (out, replace(last, identity=identity))
+    sums = None if sums is None else replace(sums, identity=identity)
+    after = next_state(state, sums, last_token=last_token)
+    return out if after is None else (out, after)
 
 
 def check_map_and_rotation(fmap: FeatureMap | None, rotary: Any) -> None:
@@ -220,19 +220,17 @@ def check_map_and_rotation(fmap: FeatureMap | None, rotary: Any) -> None:
         )
 
 
-def _last_token_of(
-    state: LinearAttentionState | None, identity: str, shape: tuple[int, ...], k: Tensor
-) -> Tensor:
+def _last_token_of(state: LayerState | None, identity: str, shape: tuple[int, ...], k: Tensor) -> Tensor:
     """Each sequence's last token before this call, (s, g, f + e + 2). Zeros if there is none."""
     if state is None:
         return k.new_zeros(shape, dtype=torch.float64)
-    if not isinstance(state, LinearAttentionState):
-        raise TypeError(f"state: got {type(state).__name__}, expected LinearAttentionState")
+    if not isinstance(state, LayerState):
+        raise TypeError(f"state: got {type(state).__name__}, expected LayerState")
     if not same_identity(state.identity, identity) or state.last_token is None:
         raise ValueError(f"state: made with {state.identity}; expected {identity}, as in this call")
-    if state.kv.device != k.device:
-        raise ValueError(f"state: got device {state.kv.device}, expected {k.device}")
-    incoming = state.last_token if state.slots is None else state.last_token.index_select(0, state.slots)
+    if state.last_token.device != k.device:
+        raise ValueError(f"state: got device {state.last_token.device}, expected {k.device}")
+    incoming = state.at_slots(state.last_token)
     if incoming.shape != shape:
         raise ValueError(f"state.last_token: got shape {tuple(incoming.shape)}, expected {shape}")
     return incoming
@@ -249,10 +247,10 @@ def _features(fmap: FeatureMap | None, q: Tensor, k: Tensor) -> tuple[Tensor, Te
 
 
 def _positions(
-    positions: Tensor | None, state: LinearAttentionState | None, k: Tensor, bounds: Tensor | None
+    positions: Tensor | None, state: LayerState | None, k: Tensor, bounds: Tensor | None
 ) -> Tensor:
     """The position of each token, (b or 1, n) int64."""
-    n, start = k.shape[1], None if state is None else first_positions(state)
+    n, start = k.shape[1], None if state is None else first_positions(state.sums)
     tokens = resolve_positions(positions=positions, start=start, keys=k, num_queries=n, bounds=bounds)
     return spell_out(tokens.positions, n)
 

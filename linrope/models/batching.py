@@ -191,7 +191,7 @@ class Engine:
         if generation.submitted:
             raise ValueError("generation: got one that was submitted before, expected a new one")
         if generation.states is not None:
-            shapes, expected = ([x.kv.shape for x in y] for y in (generation.states, self.empty))
+            shapes, expected = ([x.sums.kv.shape for x in y] for y in (generation.states, self.empty))
             if shapes != expected:
                 raise ValueError(f"states: got shapes {shapes}, expected {expected}")
         with self.changed:

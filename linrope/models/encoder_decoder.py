@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.norm import RMSNorm
+from linrope.layer.state import LayerState
 from linrope.models.language_model import SwiGLU
 from linrope.operation.checks import check_vectors
-from linrope.recurrence.state import LinearAttentionState
 
 
 class DecoderState(NamedTuple):
     """The states of a decoder block: one for its tokens, one for the context."""
 
-    tokens: LinearAttentionState
-    context: LinearAttentionState | None
+    tokens: LayerState
+    context: LayerState | None
 
 
 def _factory(attention: dict[str, Any]) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from torch.export import Dim
 from linrope.backends import onnx
 from linrope.common.argument_checks import check_name, check_sizes
 from linrope.common.private_names import FakeTensorMode
+from linrope.layer.state import LayerState
 from linrope.models.language_model import LanguageModel
 from linrope.models.training.optional import need
-from linrope.recurrence.state import LinearAttentionState
 
 # The backend that records each form of the attention, and the first onnxruntime that runs the file.
 OPERATORS = {"onnxruntime": ("onnx", "1.29"), "opset27": ("onnx", "1.32"), "portable": ("reference", "1.18")}
@@ -26,7 +26,7 @@ class TensorStates(nn.Module):
 
         logits, [kv_0', z_0', position_0', kv_1', ..] = module(tokens, [kv_0, z_0, position_0, kv_1, ..])
 
-    The tensors of block i are those of its LinearAttentionState: kv_i (b, g, f, e), z_i (b, g, f), position_i
+    The tensors of block i are those of its LayerState: kv_i (b, g, f, e), z_i (b, g, f), position_i
     (b,), and angle_i, log_scale_i, conv_i and last_token_i if the model has them. Sequences begin with ``empty``. A
     prompt, a piece of a prompt and a decoding step are all the same call. The weights are shared with the
     model.
@@ -58,10 +58,10 @@ class TensorStates(nn.Module):
         self.names = [f"{name}_{block}" for block, names in enumerate(self._names) for name in names]
 
     @torch.no_grad()
-    def _empty(self) -> list[LinearAttentionState]:
+    def _empty(self) -> list[LayerState]:
         """The states of one sequence before its first token."""
         tokens = torch.zeros(1, 0, dtype=torch.int64, device=self.model.embed.weight.device)
-        states: list[LinearAttentionState] = self.model(tokens)[1]
+        states: list[LayerState] = self.model(tokens)[1]
         return states
 
     def empty(self, batch: int) -> list[Tensor]:
@@ -72,13 +72,12 @@ class TensorStates(nn.Module):
         """tokens (b, n) -> logits (b, n, vocab_size), and the tensors after the last token."""
         states, rest = [], iter(tensors)
         for names, identity in zip(self._names, self._identities, strict=True):
-            fields: Any = {name: next(rest) for name in names}
-            states.append(LinearAttentionState(identity=identity, **fields))
+            states.append(LayerState.from_tensors({name: next(rest) for name in names}, identity))
         logits, states = self.model(tokens, states)
         return logits, _tensors_of(states)
 
 
-def _tensors_of(states: list[LinearAttentionState]) -> list[Tensor]:
+def _tensors_of(states: list[LayerState]) -> list[Tensor]:
     return [x for state in states for x in state.tensors().values()]
 
 

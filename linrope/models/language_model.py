@@ -4,7 +4,7 @@
     x = x + attention(norm(x));  x = x + swiglu(norm(x))      in each block; swiglu is an option
     logits = norm(x) embed^T                                  the embedding is tied
 
-The state of a sequence is one LinearAttentionState per block: generating the millionth byte takes the same
+The state of a sequence is one LayerState per block: generating the millionth byte takes the same
 time and memory as generating the first. Softmax attention and other position encodings are included for
 comparison.
 """
@@ -26,6 +26,7 @@ from linrope.common.tracing import values_readable
 from linrope.distributed.shard import Shard
 from linrope.layer.choices import ROTATIONS
 from linrope.layer.norm import RMSNorm, silu_product
+from linrope.layer.state import LayerState
 from linrope.models.defaults import INITIALIZATIONS, hidden_size, initialize
 from linrope.models.folders import latest_checkpoint
 from linrope.models.language_model_config import (
@@ -39,11 +40,10 @@ from linrope.models.language_model_config import (
 from linrope.operation.checks import check_packing
 from linrope.operation.positions import resolve_positions
 from linrope.position_encodings import ABSOLUTE, RELATIVE, KeyValueState, SoftmaxAttention
-from linrope.recurrence.state import LinearAttentionState
 
 _FORMAT, _VERSION = "linrope.LanguageModel", 2
 
-State = LinearAttentionState | KeyValueState
+State = LayerState | KeyValueState
 States = list[State]
 
 

@@ -70,7 +70,7 @@ def _step(
         return out, state._replace_unchecked(donated=False)
     if not call.return_state:
         return out, None
-    none = dict.fromkeys(("slots", "angle_gradient_path", "conv", "last_token"))
+    none = dict.fromkeys(("slots", "angle_gradient_path"))
     return out, state._replace_unchecked(**sums._asdict(), position=position, donated=False, **none)
 
 

@@ -36,6 +36,6 @@ class LayerShard(TokenShard, Protocol):
         convolution: Callable[..., Any],
         x: Tensor,
         key_mask: Tensor | None,
-        state: LinearAttentionState | None,
+        before: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Applies a ShortConvolution to x. Returns the result and the last inputs, for the state."""
+        """Applies a ShortConvolution to x, after the inputs ``before``. Returns the result and the last inputs."""

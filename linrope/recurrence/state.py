@@ -25,7 +25,7 @@ class _Wide:
     """Holds a state's tensors where FSDP2's cast to half precision, in which sums stall, does not see them.
 
     FSDP2 takes a dataclass apart, casts every tensor in it and builds a new one. ``__post_init__`` then restores all
-    tensors but conv from here.
+    tensors from here.
     """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
@@ -52,9 +52,6 @@ class LinearAttentionState:
             last token. kv and z are then sums of e^-m times the keys.
         angle_gradient_path: (b, g or 1, pairs) zeros, only in calls with gradients. The gradients of later calls flow
             through them to the angle_steps summed in ``angle``, which is an integer tensor.
-        conv: (b, taps - 1, channels): the last inputs of a layer's short convolution.
-        last_token: (b, g, f + e + 2) float64, with the trapezoidal rule (``linrope.layer.trapezoid``): the last token's
-            key features, value, key weight (lambda w) and position. kv and z do not hold this token yet.
         slots: (b',) int64: rows of a pool; see ``at``.
         donated: see ``donate``.
 
@@ -75,8 +72,6 @@ class LinearAttentionState:
     identity: str
     angle: Tensor | None = None
     log_scale: Tensor | None = None
-    conv: Tensor | None = None
-    last_token: Tensor | None = None
     angle_gradient_path: Tensor | None = None
     slots: Tensor | None = None
     donated: bool = False
@@ -89,7 +84,7 @@ class LinearAttentionState:
         if not torch.compiler.is_compiling():
             half = (torch.bfloat16, torch.float16)
             if self._wide is not None and self.kv.dtype in half and self.z.dtype in half:
-                tensors |= {name: x for name, x in self._wide.tensors.items() if name != "conv"}
+                tensors |= self._wide.tensors
                 self.__dict__.update(tensors)
             self.__dict__["_wide"] = _Wide(tensors)
         for name, x in (("kv", self.kv), ("z", self.z), ("log_scale", self.log_scale)):
@@ -110,14 +105,8 @@ class LinearAttentionState:
                 f"state: got kv {tuple(self.kv.shape)}, z {tuple(self.z.shape)}, position "
                 f"{tuple(self.position.shape)}; expected (b, g, f, e), (b, g, f), (b,)"
             )
-        for name, rest in (("angle", "g or 1, pairs"), ("conv", "taps - 1, channels")):
-            if (x := getattr(self, name)) is not None and (x.ndim != 3 or x.shape[:1] != rows):
-                raise ValueError(f"state.{name}: got {tuple(x.shape)}, expected ({rows[0]}, {rest})")
-        if (last := self.last_token) is not None:
-            if last.dtype != torch.float64:
-                raise TypeError(f"state.last_token: got {last.dtype}, expected float64")
-            if last.shape != (size := (*shape[:2], shape[2] + shape[3] + 2)):
-                raise ValueError(f"state.last_token: got shape {tuple(last.shape)}, expected {size}")
+        if (angle := self.angle) is not None and (angle.ndim != 3 or angle.shape[:1] != rows):
+            raise ValueError(f"state.angle: got {tuple(angle.shape)}, expected ({rows[0]}, g or 1, pairs)")
         if self.log_scale is not None and self.log_scale.shape != shape[:2]:
             raise ValueError(
                 f"state.log_scale: got {tuple(self.log_scale.shape)}, expected {tuple(shape[:2])}"
@@ -364,7 +353,7 @@ def _kinds(tensors: dict[str, Tensor]) -> dict[str, str]:
     return {name: f"{tuple(x.shape[1:])} {x.dtype} {x.device}" for name, x in tensors.items()}
 
 
-_LEAVES = ("kv", "z", "position", "angle", "log_scale", "conv", "last_token", "angle_gradient_path")
+_LEAVES = ("kv", "z", "position", "angle", "log_scale", "angle_gradient_path")
 
 
 def _leaves(state: LinearAttentionState) -> dict[str, Tensor]:

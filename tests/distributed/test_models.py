@@ -61,8 +61,8 @@ def test_a_layer_gives_the_numbers_of_one_process(name: str) -> None:
             if bounds is None:  # what the convolution makes of a hidden query is any number
                 y = y.masked_fill(~how["key_mask"][..., None], 0)
             loss = (y * take(weight[rows])).sum()
-            last = [] if bounds else [x for x in (state.kv, state.z, state.conv) if x is not None]
-            for part in (x for x in last if x is not state.z):  # they are on all ranks, and count once
+            last = [] if bounds else [x for x in (state.sums.kv, state.sums.z, state.conv) if x is not None]
+            for part in (x for x in last if x is not state.sums.z):  # they are on all ranks, and count once
                 loss = loss + part.square().sum() / (1 if shard is None else size)
             layer.zero_grad()
             loss.backward()
@@ -144,7 +144,7 @@ def shared_weights(model: Any, mesh: DeviceMesh, **policy: Any) -> Any:
 def two_pieces(model: Any, tokens: Tensor) -> Tensor:
     """The loss of two pieces, whose gradients go through the states between them."""
     logits, states = model(tokens[:, :6])
-    assert all(x.kv.dtype == torch.float32 and x.z.dtype == torch.float64 for x in states)
+    assert all(x.sums.kv.dtype == torch.float32 and x.sums.z.dtype == torch.float64 for x in states)
     more, _ = model(tokens[:, 6:-1], states)
     logits = torch.cat((logits, more), 1).float()
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

@@ -67,9 +67,9 @@ def layer(name: str, cp: int) -> None:
     split_heads(many, mesh["tp"])
     y_own, state_own = many(x_own, return_state=True, shard=shard)
     (y_own * shard.take(weight)).sum().backward()
-    own = state.kv.chunk(tp, 1)[mesh.get_local_rank("tp")]
+    own = state.sums.kv.chunk(tp, 1)[mesh.get_local_rank("tp")]
     assert x.grad is not None
-    close([y_own, x_own.grad, state_own.kv], [shard.take(y), shard.take(x.grad), own], 1e-13)
+    close([y_own, x_own.grad, state_own.sums.kv], [shard.take(y), shard.take(x.grad), own], 1e-13)
     close(gradients(many, mesh.get_group("cp")), expected, 1e-13)
     gathered = get_model_state_dict(many, options=StateDictOptions(full_state_dict=True))
     assert all(torch.equal(gathered[key], x) for key, x in whole.items())

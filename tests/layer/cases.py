@@ -6,7 +6,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, feature_maps, linear_rope_attention
+from linrope import LinearRoPEAttention, Rotary, feature_maps, linear_rope_attention
+from linrope.layer.state import LayerState
 from tests.support.oracle import NATIVE
 from tests.support.trapezoid_loop import trapezoidal_loop
 
@@ -104,18 +105,16 @@ def inputs(layer: LinearRoPEAttention, b: int = 2, n: int = 9, seed: int = 1) ->
     return numbers(b, n, 16, seed=seed).to(layer.o_proj.weight.dtype)
 
 
-def assert_same_state(a: LinearAttentionState, b: LinearAttentionState, rows: slice = slice(None)) -> None:
+def assert_same_state(a: LayerState, b: LayerState, rows: slice = slice(None)) -> None:
     """Asserts that a has these rows of b. Sums in another order may differ by rounding, copies may not."""
     assert a.identity == b.identity
+    xs, ys, dtype = a.tensors(), b.tensors(), a.sums.kv.dtype
+    assert xs.keys() - {"angle_gradient_path"} == ys.keys() - {"angle_gradient_path"}
     assert torch.equal(a.position, b.position[rows])
-    for name in ("kv", "z", "log_scale", "conv", "last_token"):
-        x, y = getattr(a, name), getattr(b, name)
-        assert (x is None) == (y is None), name
-        if x is not None:
-            assert_close(x.to(a.kv.dtype), y[rows].to(a.kv.dtype))  # z is wide, also of float32 features
-    assert (a.angle is None) == (b.angle is None)
-    if a.angle is not None:
-        assert int((a.angle - b.angle[rows]).abs().max()) < 2**20  # of 2^64 in a turn
+    for name in xs.keys() & {"kv", "z", "log_scale", "conv", "last_token"}:
+        assert_close(xs[name].to(dtype), ys[name][rows].to(dtype))  # z is wide, also of float32 features
+    if "angle" in xs:
+        assert int((xs["angle"] - ys["angle"][rows]).abs().max()) < 2**20  # of 2^64 in a turn
 
 
 def mean_square_norm(x: Tensor, norm: nn.RMSNorm) -> Tensor:

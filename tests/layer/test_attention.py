@@ -92,8 +92,8 @@ def test_half_precision_and_autocast_stay_near_with_wide_states(options, units: 
     y, state = half(x, return_state=True)
     piece, _ = half(x.detach()[:, :1], state=state.detach(), return_state=True)
     assert y.dtype == piece.dtype == dtype
-    assert state.kv.dtype == within.kv.dtype == torch.float32
-    assert state.z.dtype == torch.float64
+    assert state.sums.kv.dtype == within.sums.kv.dtype == torch.float32
+    assert state.sums.z.dtype == torch.float64
     for z in (inside, y):
         error, largest = (float(t.detach().abs().max()) for t in (z - expected, expected))
         assert error < units * torch.finfo(dtype).eps * largest
@@ -127,7 +127,7 @@ def test_an_ambient_device_changes_nothing_for_tensors_elsewhere(name: str) -> N
             y.sum().backward()
             layer(x[:, :1], state=after)
         assert torch.equal(y, expected)
-        assert torch.equal(after.kv, state.kv)
+        assert torch.equal(after.sums.kv, state.sums.kv)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_value_heads": 1}], ids=["plain", "one value head"])

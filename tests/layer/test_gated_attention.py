@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from linrope import LinearAttentionState, LinearRoPEAttention, linear_rope_attention
+from linrope import LinearRoPEAttention, linear_rope_attention
+from linrope.layer.state import LayerState
 from tests.layer.cases import ALL, GATED, assert_same_state, every_gated, inputs, make, needs_native, numbers
 
 
@@ -81,8 +82,8 @@ def test_beams_saved_states_and_copies_go_on_alike(options, tmp_path) -> None:
     expected = layer(torch.cat((x[beams], token), 1))[:, -1:]
     reordered = state.reorder(beams)
     reordered.save(tmp_path / "state")
-    loaded, copied = LinearAttentionState.load(tmp_path / "state"), copy.deepcopy(reordered)
-    for other in (reordered, loaded, copied, LinearAttentionState.cat([reordered])):
+    loaded, copied = LayerState.load(tmp_path / "state"), copy.deepcopy(reordered)
+    for other in (reordered, loaded, copied, LayerState.cat([reordered])):
         assert_close(layer(token, state=other), expected)
 
 
@@ -91,12 +92,12 @@ def test_beams_saved_states_and_copies_go_on_alike(options, tmp_path) -> None:
 def test_a_donated_state_is_written_in_place(options) -> None:
     layer, x = make(**options), numbers(2, 8, 16)
     _, state = layer(x[:, :5], return_state=True)
-    memory = {name: getattr(state, name) for name in ("kv", "z", "conv", "angle", "last_token")}
+    memory = state.tensors()
     expected, last = layer(x, return_state=True)
     for i in range(5, 8):
         y, state = layer(x[:, i : i + 1], state=state.donate(), return_state=True)
         assert_close(y, expected[:, i : i + 1])
-        assert all(getattr(state, name) is tensor for name, tensor in memory.items())
+        assert all(state.tensors()[name] is tensor for name, tensor in memory.items())
     assert_same_state(state, last)
 
 
@@ -113,7 +114,7 @@ def test_rows_of_a_pool_are_read_and_written_in_place(options, return_state: boo
         _, alone = layer(x[:, tokens], return_state=True)
         assert_same_state(alone, pool, slice(slot, slot + 1))
     others = pool.reorder(torch.tensor([0, 2, 3, 5]))
-    assert not others.kv.any()
+    assert not others.sums.kv.any()
     assert others.conv is None or not others.conv.any()
 
 
@@ -151,7 +152,7 @@ def test_compiled_in_one_graph_the_layer_computes_the_same(name: str, more: int)
                 run(x, key_mask=mask, state=state, return_state=True) for run in (layer, compiled)
             )
         assert_close(got, y)
-        assert_close((other.kv, other.conv), (last.kv, last.conv))
+        assert_close((other.sums.kv, other.conv), (last.sums.kv, last.conv))
         if name == "trapezoid":
             assert_close(other.last_token, last.last_token)
         state = last.detach() if masked else None
@@ -165,7 +166,7 @@ def test_long_rows_in_bfloat16_have_the_angles_and_decays_of_float32() -> None:
     steps = layer.angle_steps(x)
     assert steps.dtype == layer.forget_gate(x).dtype == torch.float32
     exact = steps.double().sum(1) / (2 * torch.pi)
-    turned = state.angle.double() / 2.0**64
+    turned = state.sums.angle.double() / 2.0**64
     assert float(((turned - exact + 0.5) % 1 - 0.5).abs().max()) < 1e-9  # turns
 
 

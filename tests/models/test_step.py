@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from linrope.backends import native
+from linrope.layer.state import LayerState
 from linrope.models import DecodingStep, LanguageModel, LanguageModelConfig, generate, generation
 from linrope.models.language_model import States
 
@@ -64,6 +65,10 @@ def copies(states: States) -> States:
     return [state.clone() for state in states]
 
 
+def changed(state: LayerState, **tensors: torch.Tensor) -> LayerState:
+    return LayerState.from_tensors(state.tensors() | tensors, state.identity)
+
+
 def assert_same_states(actual: States, expected: States) -> None:
     for x, y in zip(actual, expected, strict=True):
         assert x.identity == y.identity
@@ -88,7 +93,7 @@ def test_it_writes_into_the_states_and_the_model_continues_from_them() -> None:
     expected, _ = model(tokens, copies(states))
     step = DecodingStep(model, states)
     pieces = [step(tokens[:, :1]), step(tokens[:, 1:2])]
-    assert all(x.kv is y.kv for x, y in zip(step.states, states, strict=True))
+    assert all(x.sums.kv is y.sums.kv for x, y in zip(step.states, states, strict=True))
     more, after = model(tokens[:, 2:4], step.states)  # makes new states
     another = DecodingStep(model, after)
     pieces += [more, another(tokens[:, 4:5])]
@@ -114,7 +119,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             step = DecodingStep(model, copies(states))
-            found.append([step(tokens), *(state.kv for state in step.states)])
+            found.append([step(tokens), *(state.sums.kv for state in step.states)])
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(found[0][0], expected, rtol=1e-4, atol=1e-5)
@@ -237,11 +242,13 @@ def test_states_that_do_not_fit_are_refused() -> None:
     model, states = begun()
     refuse(make(rotary="half"), states, "a state of ")
     refuse(model, states[:1], "1 states for 2 blocks")
-    refuse(model, [states[0], replace(states[1], position=states[1].position + 1)], "different positions")
+    refuse(model, [states[0], changed(states[1], position=states[1].position + 1)], "different positions")
     refuse(model, [state.at(torch.tensor([1])) for state in states], "rows of a pool")
-    refuse(model, [replace(state, conv=None) for state in states], "other shapes or dtypes")
+    refuse(model, [LayerState(state.sums) for state in states], "other shapes or dtypes")
     refuse(model, [state.to(dtype=torch.float64) for state in states], "other shapes or dtypes")
-    refuse(model, [replace(state, z=state.z[:, :1].expand(-1, 4, -1)) for state in states], "not contiguous")
+    refuse(
+        model, [changed(state, z=state.sums.z[:, :1].expand(-1, 4, -1)) for state in states], "not contiguous"
+    )
     with torch.inference_mode():
         made_inside = prompt(model)
     refuse(model, made_inside, "inference_mode")

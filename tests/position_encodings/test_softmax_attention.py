@@ -273,7 +273,7 @@ STATE = KeyValueState(
         ({"context_positions": torch.tensor([0, 1, 2**31])}, ValueError, "key_positions: got 0"),
         ({"key_mask": torch.ones(2, 3)}, TypeError, "key_mask: got torch.float32"),
         ({"key_mask": torch.ones(2, 4, dtype=torch.bool)}, ValueError, r"key_mask: got shape \(2, 4\)"),
-        ({"state": LINEAR_STATE}, TypeError, "state: got LinearAttentionState, expected KeyValueState"),
+        ({"state": LINEAR_STATE}, TypeError, "state: got LayerState, expected KeyValueState"),
         ({"state": STATE}, ValueError, r"made with Rotary\(4, base=5.0.*expected Rotary\(4, base=1"),
         ({"state": STATE.reorder(torch.tensor([0]))}, ValueError, r"state.k: got .* \(1, 3, 2, 4\)"),
         ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, "cu_seqlens: got batch 2, expected 1"),

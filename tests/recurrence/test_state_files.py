@@ -105,7 +105,7 @@ def test_load_of_a_missing_file_says_so(name: str, tmp_path) -> None:
     ("change", "error", "message"),
     [({"kv": "text"}, TypeError, "state.kv: got str, expected Tensor"),
      ({"z": None}, TypeError, "state.z: got NoneType, expected Tensor"),
-     ({"conv": [1.0]}, TypeError, "state.conv: got list, expected Tensor"),
+     ({"angle": [1.0]}, TypeError, "state.angle: got list, expected Tensor"),
      ({"identity": 3}, TypeError, "state.identity: got int, expected str"),
      ({"donated": None}, TypeError, "state.donated: got NoneType, expected bool"),
      ({"slots": torch.tensor([1, 1])}, ValueError, r"slots: got \[1, 1\], expected different rows 0 \.\. 2"),

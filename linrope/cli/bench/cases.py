@@ -15,6 +15,7 @@ from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, linear_ro
 from linrope.cli.bench import checks
 from linrope.common.private_names import softmax_kernel
 from linrope.layer.choices import make_decay, make_map
+from linrope.layer.state import LayerState
 
 
 @dataclass
@@ -220,7 +221,7 @@ class DecodeCase:
             dtype=case.dtype,
         ).eval()
         self.x = torch.randn(case.batch, 1, self.heads * self.dim, **new)
-        self.layer_state: LinearAttentionState | None = None
+        self.layer_state: LayerState | None = None
         self.cache: tuple[Tensor, Tensor] | None = None
         cos, sin = Rotary(self.dim).cos_sin(self.positions[:1])
         self.cis = torch.complex(cos, sin)

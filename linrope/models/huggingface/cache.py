@@ -10,14 +10,14 @@ from torch import Tensor
 from transformers import Cache
 
 from linrope.common.files import load_tensors, save_tensors
+from linrope.layer.state import LayerState
 from linrope.models.huggingface.cache_name import CACHE
 from linrope.models.huggingface.configuration import LinRopeConfig
 from linrope.position_encodings import KeyValueState
-from linrope.recurrence.state import LinearAttentionState
 
 _FORMAT, _VERSION = "linrope.LinRopeCache", 1
 
-State = LinearAttentionState | KeyValueState
+State = LayerState | KeyValueState
 
 
 class StateLayer:
@@ -77,7 +77,7 @@ class LinRopeCache(Cache):
     ...                        num_attention_heads=2)
     >>> model, cache = LinRopeForCausalLM(config), LinRopeCache(config)
     >>> logits = model(torch.randint(50, (1, 10)), cache=cache).logits
-    >>> cache.get_seq_length(), cache.layers[0].state.kv.shape
+    >>> cache.get_seq_length(), cache.layers[0].state.sums.kv.shape
     (10, torch.Size([1, 2, 16, 32]))
     """
 
@@ -171,11 +171,12 @@ def _is_read_only(state: State) -> bool:
     """True if the state was made in inference mode and this call runs outside of that mode."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return False
-    return isinstance(state, LinearAttentionState) and state.kv.is_inference()
+    return isinstance(state, LayerState) and state.sums.kv.is_inference()
 
 
 def _state(tensors: dict[str, Any], identity: str) -> State | None:
     if not tensors:
         return None
-    kind = LinearAttentionState if "kv" in tensors else KeyValueState
-    return kind(**tensors, identity=identity)
+    if "kv" in tensors:
+        return LayerState.from_tensors(tensors, identity)
+    return KeyValueState(**tensors, identity=identity)

@@ -1,7 +1,6 @@
 """Splits rows, the tokens of a row, and heads over the processes of a run."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from linrope.distributed.shard import Shard
+from linrope.layer.state import LayerState
 from linrope.models.language_model import LanguageModel
 from linrope.models.tensor_parallel import split_heads
-from linrope.recurrence.state import LinearAttentionState
 
 
 class Processes:
@@ -127,8 +126,8 @@ def _local(x: Any) -> Tensor:
 
 
 def last_states(
-    states: Sequence[LinearAttentionState], sequence: Tensor, shard: Shard | None, differentiable: bool
-) -> list[LinearAttentionState]:
+    states: Sequence[LayerState], sequence: Tensor, shard: Shard | None, differentiable: bool
+) -> list[LayerState]:
     """The states of the sequences with the indices ``sequence`` (b,), on every process that shares their tokens.
 
     differentiable: whether gradients pass back through the states.
@@ -151,7 +150,7 @@ def last_states(
     )
     selected = iter([x[owner, row] for x in gathered])
     new: list[dict[str, Any]] = [{name: next(selected) for name in tensors} for tensors in local]
-    return [replace(state, **tensors) for state, tensors in zip(states, new, strict=True)]
+    return [LayerState.from_tensors(x, state.identity) for x, state in zip(new, states, strict=True)]
 
 
 def _ends(piece: Any, document: int, ends: Sequence[int]) -> bool:

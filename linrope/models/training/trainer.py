@@ -4,7 +4,7 @@ import json
 import math
 import os
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from linrope.layer.state import LayerState
 from linrope.models.folders import checkpoints, latest_checkpoint
 from linrope.models.language_model import LanguageModel, State, States
 from linrope.models.training.batch import NO_TARGET, Batch, evenly_spaced_rows, row_starts
@@ -25,7 +26,7 @@ from linrope.models.training.config import TrainingConfig
 from linrope.models.training.corpus import Corpus
 from linrope.models.training.optional import need
 from linrope.models.training.processes import Processes, last_states
-from linrope.recurrence.state import NO_KEYS, LinearAttentionState
+from linrope.recurrence.state import NO_KEYS
 
 
 def _full_state_dicts() -> tuple[Any, Any]:
@@ -330,10 +331,10 @@ class Trainer:
 
 def _carry(state: State, rows: Tensor, new: Tensor, sequences: int) -> State:
     """A state of ``sequences`` sequences: those at ``new`` continue the rows, the others start empty."""
-    assert isinstance(state, LinearAttentionState)
+    assert isinstance(state, LayerState)
 
     def move(x: Tensor, fresh: float) -> Any:
         return x.new_full((sequences, *x.shape[1:]), fresh).index_copy(0, new, x.index_select(0, rows))
 
     moved = {name: move(x, NO_KEYS if name == "log_scale" else 0.0) for name, x in state.tensors().items()}
-    return replace(state, **moved)
+    return LayerState.from_tensors(moved, state.identity)

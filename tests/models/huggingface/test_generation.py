@@ -1,4 +1,3 @@
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,7 +10,7 @@ from torch.nn import functional as F
 from transformers import set_seed
 from transformers.generation.streamers import BaseStreamer
 
-from linrope import LinearAttentionState
+from linrope.layer.state import LayerState
 from linrope.models.huggingface import LinRopeCache, LinRopeForCausalLM
 from tests.models.huggingface.tiny import HYBRID, KINDS, causal_lm, filled_cache, tokens
 
@@ -149,8 +148,8 @@ def test_only_full_attention_grows(model: LinRopeForCausalLM) -> None:
         for n in (5, 1, 1, 40, 1):
             model(tokens(2, n), cache=cache)
             linear, full = (layer.state for layer in cache.layers)
-            sizes.append((linear.kv.shape, full.k.shape[1]))
-            places.add(linear.kv.data_ptr())
+            sizes.append((linear.sums.kv.shape, full.k.shape[1]))
+            places.add(linear.sums.kv.data_ptr())
     assert [length for _, length in sizes] == [5, 6, 7, 47, 48]
     assert {shape for shape, _ in sizes} == {(2, 2, 8, 16)}
     assert len(places) == 2  # single tokens are written into the state of the call before
@@ -179,17 +178,16 @@ def test_sequences_of_a_cache_are_chosen_and_repeated(model: LinRopeForCausalLM)
 
 
 def test_a_saved_cache_has_every_tensor_of_the_states(tmp_path: Path) -> None:
-    @dataclass(frozen=True, eq=False, repr=False)
-    class LaterState(LinearAttentionState):
-        extra: Tensor | None = None
+    class LaterState(LayerState):
+        def detach(self) -> LayerState:
+            return self
 
         def tensors(self) -> dict[str, Tensor]:
-            return super().tensors() | {"extra": self.extra}
+            return super().tensors() | {"extra": torch.ones(1)}
 
     cache = filled_cache(causal_lm(decay="spread", feature_map="exp", short_conv=3), tokens(1, 3))
     state = cache.layers[0].state
-    own = {f.name: getattr(state, f.name) for f in fields(state)}
-    cache.layers[0].state = LaterState(**own, extra=torch.ones(1))
+    cache.layers[0].state = LaterState(state.sums, state.conv)
     cache.save(tmp_path / "cache")
     with safe_open(tmp_path / "cache", "pt") as file:
         saved = {name for name in file.keys() if name.startswith("0.")}  # noqa: SIM118

@@ -66,7 +66,7 @@ def test_a_missing_or_wrong_mask_is_refused_with_the_right_length(model, cache, 
     with pytest.raises(ValueError, match=f"^attention_mask: .*{expected}"):
         model.generate(ids, attention_mask=ones(mask), cache=cache, max_new_tokens=5)
     assert cache.get_seq_length() == SEEN
-    assert torch.equal(cache.layers[0].state.kv, before.kv)
+    assert torch.equal(cache.layers[0].state.sums.kv, before.sums.kv)
 
 
 def test_embeddings_are_those_of_all_tokens(model: LinRopeForCausalLM, cache: LinRopeCache) -> None:
