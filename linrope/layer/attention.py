@@ -21,8 +21,8 @@ from linrope.layer.trapezoid import TrapezoidGate, trapezoidal_attention
 from linrope.operation import checks
 from linrope.operation.functional import linear_rope_attention
 from linrope.operation.options import Options
-from linrope.recurrence.call import ORDERS
 from linrope.operation.shards import LayerShard
+from linrope.recurrence.call import ORDERS
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
 

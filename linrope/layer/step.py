@@ -17,8 +17,8 @@ from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.norm import OutputNorm, RMSNorm
 from linrope.layer.selective import ForgetGate, WriteGate
 from linrope.layer.short_convolution import ShortConvolution
-from linrope.operation.plan import identity_of
 from linrope.layer.state import LayerState
+from linrope.operation.plan import identity_of
 from linrope.ops.native import MAX_TAPS
 from linrope.recurrence.decay import MIN_LOG_DECAY
 from linrope.rotation.rotary import Rotary

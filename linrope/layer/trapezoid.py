@@ -16,8 +16,8 @@ from linrope.feature_maps import FeatureMap
 from linrope.feature_maps.base import widen
 from linrope.layer.state import LayerState, next_state
 from linrope.operation import checks
-from linrope.operation.plan import identity_of
 from linrope.operation.functional import linear_rope_attention
+from linrope.operation.plan import identity_of
 from linrope.operation.positions import first_positions, resolve_positions
 from linrope.recurrence.call import repeat_heads
 from linrope.recurrence.decay import MIN_LOG_DECAY, clamp_gates, zero_hidden
