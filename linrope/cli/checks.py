@@ -41,12 +41,6 @@ def check_feature_map(name: str) -> None:
         raise ValueError(f"--feature-map={name}: its features have both signs, expected one of {positive}")
 
 
-def check_taps(short_conv: int) -> None:
-    """Raises ValueError for a number of taps that no convolution has."""
-    if short_conv < 0 or short_conv == 1:
-        raise ValueError(f"--short-conv={short_conv}: expected at least 2 taps, or 0 for none")
-
-
 def option_of(name: str) -> str:
     """The option that sets a parameter of this name.
 

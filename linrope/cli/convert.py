@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from linrope.cli.checks import check_at_least, check_folder, check_rate, check_taps
+from linrope.cli.checks import check_at_least, check_folder, check_rate
 from linrope.cli.console import console
 from linrope.cli.devices import pick_device
+from linrope.cli.layer_flags import FLAGS, check_flags, chosen_options, layer_flags
+from linrope.layer.config import LayerConfig
 
 if TYPE_CHECKING:  # where --help would wait for it
     from torch import Tensor
@@ -24,6 +26,7 @@ if TYPE_CHECKING:  # where --help would wait for it
 _HELD_OUT_BATCHES = 8
 
 
+@layer_flags(*(name for name in FLAGS if name not in ("feature_map", "rotary", "backend")))
 def convert(
     model_folder: Annotated[
         Path, typer.Argument(help="Folder of a Llama, Mistral or Qwen2 in Hugging Face format.")
@@ -42,17 +45,6 @@ def convert(
     keep_softmax: Annotated[
         str, typer.Option(help="Layers that keep softmax attention, such as 0,3; default: none.")
     ] = "",
-    gate: Annotated[bool, typer.Option("--gate", help="Gate the heads (new weights).")] = False,
-    out_norm: Annotated[
-        bool, typer.Option("--out-norm", help="Normalize each head's output (new weights).")
-    ] = False,
-    forget_gate: Annotated[
-        bool,
-        typer.Option("--forget-gate", help="Decay keys by a gate computed from the input (new weights)."),
-    ] = False,
-    short_conv: Annotated[
-        int, typer.Option(help="Taps of a convolution on queries, keys and values, such as 4; 0: none.")
-    ] = 0,
     match_steps: Annotated[
         int, typer.Option(help="Updates of the new weights, such as feature maps; 0: none.")
     ] = 300,
@@ -68,11 +60,13 @@ def convert(
     batch_size: Annotated[int, typer.Option(help="Sequences per update.")] = 8,
     sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 512,
     seed: Annotated[int, typer.Option(help="Seed of the data order and of new random weights.")] = 0,
+    **flags: Any,
 ) -> int:
     """Replace the softmax attention of a pretrained model with linear attention, and train it to match.
 
     The model is read, trained and saved in float32; nothing is downloaded. The loss on held-out text is measured
-    before, after the replacement, and after matching and finetuning, unless these are skipped.
+    before, after the replacement, and after matching and finetuning, unless these are skipped. Options of the attention
+    add parts with new weights.
     """
     layers = _layers(keep_softmax)
     check_at_least(
@@ -83,7 +77,7 @@ def convert(
         sequence_length=(sequence_length, 2),
     )
     check_rate(match_learning_rate=match_learning_rate, finetune_learning_rate=finetune_learning_rate)
-    check_taps(short_conv)
+    check_flags(flags)
     check_folder(out)
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out={out}: expected an empty or new folder")
@@ -111,10 +105,7 @@ def convert(
         feature_map=feature_map,
         rope_order=rope_order,
         keep_softmax=layers,
-        gate=gate,
-        out_norm=out_norm,
-        forget_gate=forget_gate,
-        short_conv=short_conv or None,
+        **chosen_options(flags, LayerConfig(1, 1)),
     )
     if match_steps and not conversion.new_parameters(student):
         raise ValueError(

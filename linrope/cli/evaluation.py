@@ -2,7 +2,7 @@
 
 import json
 import textwrap
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ def _load(run: Path) -> _Loaded:
         run,
         model,
         tokenizer_beside(checkpoint, model.config.vocab_size),
-        config=asdict(model.config),
+        config=model.config.to_dict(),
         attention=model.config.attention,
         positions=_positions(model),
         trained_length=None,
@@ -172,7 +172,7 @@ def legends(models: list[dict[str, Any]]) -> list[str]:
 
 def _positions(model: LanguageModel) -> str:
     config = model.config
-    return "none" if config.positions == "rope" and config.rotary is None else config.positions
+    return "none" if config.positions == "rope" and config.layer.rotary is None else config.positions
 
 
 def table(result: dict[str, Any]) -> Table:

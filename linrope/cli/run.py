@@ -12,13 +12,12 @@ import torch
 from linrope.cli.checks import RENAMED, check_feature_map, check_folder, option_of
 from linrope.cli.console import console
 from linrope.cli.devices import pick_device
+from linrope.cli.layer_flags import FLAGS, chosen_options
 from linrope.cli.training import accelerator_on, describe, run_steps
-from linrope.common.argument_checks import check_name
 from linrope.common.files import check_readable
 from linrope.common.locks import locked
-from linrope.layer.choices import DECAYS, ROTATIONS
+from linrope.layer.config import LayerConfig
 from linrope.models import LanguageModel, LanguageModelConfig
-from linrope.models.defaults import SHORT_CONV, resolve_block
 from linrope.models.training import Corpus, Trainer, TrainingConfig, checkpoints, latest_checkpoint
 from linrope.models.training.checkpoint import load_training, tokenizer_of
 from linrope.models.training.corpus import load_tokenizer
@@ -87,17 +86,11 @@ def _check_new(out: Path) -> None:
 
 def _check_choices(options: dict[str, Any], explicit: set[str]) -> None:
     """Raises ValueError for names that the command line does not take, and options without effect beside others."""
-    check_feature_map(options["feature_map"])
-    check_name("--rotary", options["rotary"], ("auto", *ROTATIONS, "none"))
-    if options["decay"] is not None:
-        check_name("--decay", options["decay"], (*DECAYS, "none"))
+    if options["feature_map"] is not None:
+        check_feature_map(options["feature_map"])
     if "rotary" in explicit and options["positions"] != "rope":
         raise ValueError(
             f"--rotary={options['rotary']}: expected --positions=rope, not {options['positions']}"
-        )
-    if options["attention"] == "softmax" and "feature_map" in explicit:
-        raise ValueError(
-            "--feature-map: softmax attention has no feature map; leave the option out or use --attention=linear"
         )
     if "gradients_through_pieces" in explicit and options["pieces"] == 1:
         raise ValueError(
@@ -121,53 +114,23 @@ def _parallel(options: dict[str, Any]) -> dict[str, int]:
 
 def _model(options: dict[str, Any], vocab_size: int) -> LanguageModelConfig:
     length = options["sequence_length"]
-    rotary = _or_none(options["rotary"])
-    linear = options["attention"] == "linear"
-    rotated = linear and options["positions"] == "rope" and rotary is not None
-    gate = options["forget_gate"]
-    decay, forget_gate, write_gate = None, False, None
-    if linear:
-        block = resolve_block(
-            decay="auto" if options["decay"] is None else _or_none(options["decay"]),
-            forget_gate="auto" if gate is None else gate,
-            rotated=rotated,
-        )
-        decay, forget_gate, write_gate = (block[name] for name in ("decay", "forget_gate", "write_gate"))
-    elif options["decay"] is not None or gate:
-        name = "decay" if options["decay"] is not None else "forget gate"
-        raise ValueError(
-            f"--{name.replace(' ', '-')}: softmax attention has no {name}; leave the option out or use "
-            "--attention=linear"
-        )
-    half_lives: dict[str, Any] = {"longest": length}
-    short_conv: dict[str, Any] | None = SHORT_CONV | {"taps": options["short_conv"]}
-    if options["short_conv"] == 0:
-        short_conv = None
-    feature_map: Any = options["feature_map"]
-    max_length = max(length, LanguageModelConfig.max_length)
-    if feature_map == "cosformer":  # which refuses positions from max_length on
-        feature_map = {"name": feature_map, "max_length": max_length}
-    return LanguageModelConfig(
+    max_length = max(length, 4096)
+    sizes = {"embed_dim": options["embed_dim"], "num_heads": options["heads"]}
+    flags = {name: options[name] for name in FLAGS if name in options}
+    chosen = chosen_options(flags, LayerConfig.block(**sizes))
+    if chosen.get("feature_map") == "cosformer":  # which refuses positions from max_length on
+        chosen["feature_map"] = {"name": "cosformer", "max_length": max_length}
+    config = LanguageModelConfig(
         vocab_size=vocab_size,
-        embed_dim=options["embed_dim"],
         num_layers=options["layers"],
-        num_heads=options["heads"],
         attention=options["attention"],
         positions=options["positions"],
         max_length=max_length,
-        feature_map=feature_map,
-        rotary=rotary,
-        decay={"name": decay, **half_lives} if decay in ("spread", "learned") else decay,
-        forget_gate=half_lives if forget_gate else False,
-        write_gate=write_gate,
-        short_conv=short_conv,
         feed_forward=options["feed_forward"],
-        qk_norm=options["qk_norm"],
+        **sizes,
+        **chosen,
     )
-
-
-def _or_none(name: str) -> str | None:
-    return None if name == "none" else name
+    return replace(config, layer=config.layer.with_longest(length))
 
 
 def _resume(
@@ -182,8 +145,8 @@ def _resume(
         path = Path(recorded) if recorded else None
     corpus = Corpus.load(path, tokenizer_of(latest))
     trainer = Trainer.load(out, corpus, accelerator, **_parallel(options))
-    saved = {**asdict(trainer.config), **asdict(trainer.model.config)}
-    requested = {**asdict(_training(options)), **asdict(_model(options, saved["vocab_size"]))}
+    saved = {**asdict(trainer.config), **trainer.model.config.to_dict()}
+    requested = {**asdict(_training(options)), **_model(options, saved["vocab_size"]).to_dict()}
     ignored = []
     for field in saved:
         option = RENAMED.get(field, field)

@@ -1,15 +1,17 @@
 """The options of ``linrope train``; run.py does the work. Nothing here imports PyTorch: --help would wait for it."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from linrope.cli.checks import check_at_least, check_taps
+from linrope.cli.checks import check_at_least
 from linrope.cli.config_files import read_config
 from linrope.cli.devices import HELP as DEVICE_HELP
+from linrope.cli.layer_flags import FLAGS, check_flags, layer_flags
 
 
+@layer_flags(*(name for name in FLAGS if name != "backend"))
 def train(
     context: typer.Context,
     path: Annotated[
@@ -65,7 +67,6 @@ def train(
     feed_forward: Annotated[
         bool, typer.Option(help="Whether a feed-forward network follows the attention in each block.")
     ] = True,
-    feature_map: Annotated[str, typer.Option(help="Feature map of the attention.")] = "elu+1",
     attention: Annotated[str, typer.Option(help="linear or softmax.")] = "linear",
     positions: Annotated[
         str,
@@ -74,33 +75,6 @@ def train(
             "attention only."
         ),
     ] = "rope",
-    rotary: Annotated[
-        str,
-        typer.Option(
-            help="Rotation with --positions rope: auto (a quarter of the features; all with softmax attention), "
-            "interleaved or half (all features), selective (from the input) or none."
-        ),
-    ] = "auto",
-    decay: Annotated[
-        str | None,
-        typer.Option(
-            help="Instead of the forget gate, how keys decay: spread (half-lives from 1 token to a row), learned "
-            "(starts as spread), retnet or none.",
-            show_default=False,
-        ),
-    ] = None,
-    forget_gate: Annotated[
-        bool | None,
-        typer.Option(
-            help="Decay keys by a gate computed from the input. Default: yes with linear attention, unless "
-            "--decay is given.",
-            show_default=False,
-        ),
-    ] = None,
-    short_conv: Annotated[
-        int, typer.Option(help="Taps of the convolution on queries, keys and values; 0: none.")
-    ] = 4,
-    qk_norm: Annotated[bool, typer.Option("--qk-norm", help="RMS norm of queries and keys.")] = False,
     sequence_parallel: Annotated[int, typer.Option(help="Processes that share the tokens of a batch.")] = 1,
     tensor_parallel: Annotated[int, typer.Option(help="Processes that share the heads.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the initial weights and the data order.")] = 0,
@@ -112,9 +86,12 @@ def train(
         bool, typer.Option("--tensorboard", help="Also write metrics for TensorBoard.")
     ] = False,
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "auto",
+    **flags: Any,
 ) -> int:
     """Train a language model on text.
 
+    The options of the attention change the block of linrope's models, which has a convolution, a forget gate with a
+    tied write gate unless --decay is given, an output norm, a skip and a gate, and rotates a quarter of the features.
     Ctrl-C, SIGTERM and SIGHUP save a checkpoint and stop. The same command with --resume continues from the last
     checkpoint.
     The result is bit for bit that of an uninterrupted run; with more --steps than before it
@@ -124,9 +101,10 @@ def train(
     --resume.
     """
     options = dict(locals())  # converted to their types, as context.params is not in all versions of typer
-    del options["context"]
+    del options["context"], options["flags"]
+    options |= flags
     check_at_least(save_every=(save_every, 1))
-    check_taps(short_conv)
+    check_flags(flags, attention)
     explicit = {
         str(name)
         for name in options

@@ -1,11 +1,17 @@
-"""Checks of arguments that take a name from a list, names as keys, True or False, a number, or integers."""
+"""Checks of arguments that take a name from a list, names as keys, True or False, a number, or integers.
+
+Nothing here imports PyTorch: the options of the command line use these checks too.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def expected_one_of(value: object, known: Sequence[str], also: str = "") -> str:
@@ -112,6 +118,8 @@ def check_integer_tensors(**arguments: Tensor) -> None:
     Traceback (most recent call last):
     TypeError: index: got torch.float32, expected integers
     """
+    import torch
+
     for argument, x in arguments.items():
         if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
             raise TypeError(f"{argument}: got {x.dtype}, expected integers")

@@ -3,28 +3,26 @@
 b batch, n queries, m keys, h query heads, g key/value heads, d head dim, f features, e values.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from linrope import backends
-from linrope.common.argument_checks import check_bools, check_name
+from linrope.common.argument_checks import check_name
 from linrope.common.constants import Constant
-from linrope.feature_maps import FeatureMap
-from linrope.layer.choices import make_decay, make_forget_gate, make_map, make_rotation, make_write_gate
-from linrope.layer.fitting import check_context, check_options
+from linrope.layer.choices import make_decay, make_map, make_rotation
+from linrope.layer.config import OPTIONS, LayerConfig, check_keywords, layer_config, shows_options
+from linrope.layer.fitting import check_context, check_parts
 from linrope.layer.mixer import Mixer
+from linrope.layer.selective import ForgetGate, WriteGate
 from linrope.layer.state import LayerState, next_state
 from linrope.layer.trapezoid import TrapezoidGate, trapezoidal_attention
 from linrope.operation import checks
 from linrope.operation.functional import linear_rope_attention
 from linrope.operation.options import Options
 from linrope.operation.shards import LayerShard
-from linrope.recurrence.call import ORDERS
 from linrope.recurrence.state import LinearAttentionState
-from linrope.rotation.rotary import Rotary
 
 
 class LinearRoPEAttention(Mixer):
@@ -39,76 +37,19 @@ class LinearRoPEAttention(Mixer):
     W_v c), RoFormer's equation 19; all else is an option. Rotated attention weights are signed and shrink as positions
     grow, so a model usually needs the norm or W_g. A language model gains most from a decay, fixed or computed by the
     gate a, and next from the other parts of the block that this library's models use, above all the convolution.
-    ``linrope.models.defaults`` lists the options of that block.
+    ``LinearRoPEAttention.block`` makes that block.
 
     Args:
-        embed_dim: size of x and y.
+        embed_dim: size of x and y, or a LayerConfig in place of this, num_heads and the options.
         num_heads: h.
-        num_kv_heads: g, a divisor of h. Default: h.
-        num_value_heads: a multiple of h, if values, decay and gates have more heads than queries and keys, which are
-            then shared (as in Mamba-2; num_kv_heads must be h or None). g below and the attribute num_state_heads
-            then count the value heads. backend="native" shares queries and keys without copies.
-        context_dim: the size of a context's vectors, if they differ from x's in size. Such a layer is for
-            cross-attention alone. Default: embed_dim.
-        head_dim: d, the size of a query and a key. Default: embed_dim / num_heads.
-        value_head_dim: e, the size of a value. Default: head_dim.
-        feature_map: a name, {"name": .., options of feature_maps.make}, or a FeatureMap. A learned map that the layer
-            makes itself has separate weights for each head.
-        rotary: one of
-            "interleaved" or "half": a Rotary with this layout;
-            a Rotary for the map's feature_dim, or None;
-            a dict with the arguments of Rotary, or of Rotary.axial if it has the key "axes". In place of rotary_dim it
-            may have "partial_rotary_factor", the share of the features to rotate, rounded down to an even number, but
-            at least 2;
-            a dict with Hugging Face's rope_parameters, if it has the key "rope_theta" or "rope_type" (layout is then
-            "half" by default);
-            "selective": x speeds the rotation up or slows it down (``linrope.layer.selective.SelectiveSteps``). With
-            options: {"name": "selective", "rank": 16, "bound": "multiply" or "add", "per_head": True}, to which the
-            keys of the dicts above may be added;
-            a module that computes angle_steps (b, n, g or 1, pairs) from x. If it has an attribute ``rotary``, that
-            rotation applies too.
-        causal: as in linear_rope_attention.
-        normalize: as in linear_rope_attention. See out_norm.
-        decay: the factor by which keys decay per position, in causal attention only, one of
-            None: no decay;
-            a number in (0, 1] for each head of values;
-            "spread": half-lives from 1 to 4096 tokens, in geometric steps over the key/value heads;
-            "learned": one learned number per head, which starts as in "spread";
-            {"name": "spread" or "learned", "longest": tokens}, where longest replaces 4096;
-            "retnet": 1 - 2^(-5 - i) for head i (arXiv 2307.08621): half-lives of 22, 44, 88 .. tokens.
-        forget_gate: whether a decay is computed from x, besides the one above: True, or {"longest": 4096}. The
-            half-lives start as in decay="spread" (``linrope.layer.selective.ForgetGate``). Causal self-attention
-            only.
-        write_gate: the factor w per token and key/value head on the values that enter the sums: "tied", 1 - f with
-            the forget gate f = e^a, so that what is forgotten makes room for what is written; "independent",
-            sigmoid(W_w x + b_w), which starts at the same values; or None. Both require a forget_gate.
-        trapezoid: whether each token also writes the key and value before it, as in Mamba-3: S_t = f_t (S_(t-1) +
-            (1 - l_t) w_t k_(t-1) v_(t-1)^T) + l_t w_t k_t v_t^T with l = sigmoid(W_l x + b_l)
-            (``linrope.layer.trapezoid``). It requires normalize=False, or an out_norm that replaces the normalizer.
-            Causal self-attention only, without a shard.
-        short_conv: the number of taps, usually 4, of a causal convolution on queries, keys and values before the map;
-            or the options of ``linrope.layer.short_convolution``: {"taps": 4, "activation": "silu", "bias": True,
-            "start": "uniform"}. Models that have to recall earlier tokens need it. Causal self-attention only.
-        qk_norm: RMS norm of each head's query and key before the map, with learned weights.
-        qk_bias: a learned vector per head, which starts at 1, added to the normed queries and keys. It requires
-            qk_norm.
-        rope_order: as in linear_rope_attention. With "before" the rotation has the size of the heads.
-        backend: as in linear_rope_attention.
-        out_norm: RMS norm of the output, with a learned weight: True or "head" (each head alone), "all" (all heads
-            together), or {"over": "head" or "all", "eps": ..}; eps is 1e-6, or 1e-12 where the norm replaces the
-            normalizer. A norm per head cancels the normalizer, a single number per token and
-            head, so the layer leaves the normalizer out even if normalize=True. It keeps the normalizer for maps that
-            return a log_scale, for float16, whose numerator alone may overflow, and with skip="before".
-        skip: where to add D v: "before" the norm, "after" it, or None for nowhere. v is the token's value without w,
-            and D is a learned number per head of the output, which starts at 1.
-        gate: where to multiply by silu(W_g x): "after" the norm (also True), "before" it as in Mamba-2, or False for
-            nowhere.
-        bias: whether the projections have a bias.
+        device: the device of the weights.
+        dtype: the dtype of the weights.
+        options: the options of ``linrope.layer.config.LayerConfig``, which describes them all.
 
     Raises:
-        TypeError: a size is not an integer, a switch is not a bool, or feature_map is of another type.
-        ValueError: one size is not a multiple of another as required, a name is unknown, a signed map is combined with
-            normalize=True, or two options do not fit together, such as a decay and causal=False.
+        TypeError: an option is unknown, or as in LayerConfig.
+        ValueError: as in LayerConfig; also if a signed map is combined with normalize=True, or if the map, the rotation
+            and other options do not fit together.
 
     Source: RoFormer eq. 19 (arXiv 2104.09864). ``linrope.layer.selective`` names the sources of the options.
 
@@ -119,85 +60,69 @@ class LinearRoPEAttention(Mixer):
     torch.Size([2, 1, 256])
     """
 
+    @shows_options(*OPTIONS)
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int,
+        embed_dim: int | LayerConfig,
+        num_heads: int | None = None,
         *,
-        num_kv_heads: int | None = None,
-        num_value_heads: int | None = None,
-        context_dim: int | None = None,
-        head_dim: int | None = None,
-        value_head_dim: int | None = None,
-        feature_map: str | Mapping[str, Any] | FeatureMap = "elu+1",
-        rotary: str | Mapping[str, Any] | Rotary | nn.Module | None = "interleaved",
-        causal: bool = True,
-        normalize: bool = True,
-        decay: str | Mapping[str, Any] | Sequence[float] | Tensor | None = None,
-        forget_gate: bool | Mapping[str, Any] = False,
-        write_gate: str | None = None,
-        trapezoid: bool = False,
-        short_conv: int | Mapping[str, Any] | None = None,
-        qk_norm: bool = False,
-        qk_bias: bool = False,
-        out_norm: bool | str | Mapping[str, Any] = False,
-        skip: str | None = None,
-        gate: bool | str = False,
-        bias: bool = False,
-        rope_order: str = "after",
-        backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        super().__init__(
-            embed_dim,
-            num_heads,
-            num_kv_heads=num_kv_heads,
-            num_value_heads=num_value_heads,
-            context_dim=context_dim,
-            head_dim=head_dim,
-            value_head_dim=value_head_dim,
-            short_conv=short_conv,
-            qk_norm=qk_norm,
-            qk_bias=qk_bias,
-            out_norm=out_norm,
-            skip=skip,
-            gate=gate,
-            bias=bias,
-            factory=factory,
-        )
-        check_bools(causal=causal, normalize=normalize, trapezoid=trapezoid)
-        check_name("rope_order", rope_order, ORDERS)
-        check_name("backend", backend, backends.NAMES)
-        self.causal, self.normalize, self.backend = causal, normalize, backend
-        self.rope_order = rope_order
-        g, d = self.num_state_heads, self.head_dim
-        new_map = make_map(feature_map, d, self.num_heads, self.num_kv_heads)
-        if normalize and not new_map.positive:
+        config, factory = layer_config(embed_dim, num_heads, options), {"device": device, "dtype": dtype}
+        super().__init__(config, factory)
+        check_name("backend", config.backend, backends.NAMES)
+        self.causal, self.normalize, self.backend = config.causal, config.normalize, config.backend
+        self.rope_order = config.rope_order
+        g, d, x_dim = self.num_state_heads, self.head_dim, self.embed_dim
+        new_map = make_map(config.feature_map, d, self.num_heads, self.num_kv_heads)
+        if self.normalize and not new_map.positive:
             raise ValueError(f"feature_map={new_map}: its features are signed; expected normalize=False")
         self.feature_map = new_map.to(device=device)
-        dim = d if rope_order == "before" else new_map.feature_dim
-        self.rotary, self.angle_steps = make_rotation(rotary, dim, embed_dim, g, factory)
+        dim = d if self.rope_order == "before" else new_map.feature_dim
+        self.rotary, self.angle_steps = make_rotation(config.rotary, dim, x_dim, g, factory)
         self._decay, self.decay_logit = None, None
-        if decay is not None:
-            start, learned = make_decay(decay, g)
+        if config.decay is not None:
+            start, learned = make_decay(config.decay, g)
             self._decay = Constant(start)
             self.decay_logit = nn.Parameter(torch.empty(g, **factory)) if learned else None
-        self.forget_gate = make_forget_gate(forget_gate, embed_dim, g, factory)
-        self.write_gate = make_write_gate(write_gate, self.forget_gate, embed_dim, g, factory)
+        self.forget_gate = self.write_gate = None
+        if (gate := config.forget_gate) is not None:
+            self.forget_gate = ForgetGate(x_dim, g, gate.longest, **factory)
+            if config.write_gate is not None:
+                tied = config.write_gate == "tied"
+                self.write_gate = WriteGate(x_dim, g, gate.longest, tied=tied, **factory)
         # A norm per head cancels a factor per token and head, unless something else was added before it.
         self._out_norm_replaces_normalizer = (
-            normalize and self.norm_over == "head" and skip != "before" and not new_map.log_scaled
+            self.normalize and self.norm_over == "head" and config.skip != "before" and not new_map.log_scaled
         )
         # The normalizer keeps outputs near the size of the values, so that an eps of 1e-6 is small beside their square.
         # Without it outputs may be tiny.
-        if self._out_norm_replaces_normalizer and not (isinstance(out_norm, Mapping) and "eps" in out_norm):
+        if self._out_norm_replaces_normalizer and config.out_norm is not None and config.out_norm.eps is None:
             assert self.out_norm is not None
             self.out_norm.eps = 1e-12
-        self.trapezoid = TrapezoidGate(embed_dim, g, **factory) if trapezoid else None
-        check_options(self)
+        self.trapezoid = TrapezoidGate(x_dim, g, **factory) if config.trapezoid else None
+        check_parts(self)
         self._reset_decay()
+
+    @classmethod
+    def block(
+        cls,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **changes: Any,
+    ) -> "LinearRoPEAttention":
+        """The layer of this library's models: ``LayerConfig.block`` with these changes.
+
+        >>> LinearRoPEAttention.block(256, 8)(torch.randn(2, 100, 256)).shape
+        torch.Size([2, 100, 256])
+        """
+        check_keywords(cls.__name__, changes)
+        return cls(LayerConfig.block(embed_dim, num_heads, **changes), device=device, dtype=dtype)
 
     @torch.no_grad()
     def _reset_decay(self) -> None:

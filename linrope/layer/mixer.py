@@ -3,20 +3,19 @@
 b batch, n queries, m keys, h query heads, g key/value heads, d head dim, e values, c channels.
 """
 
-from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from linrope.common.argument_checks import check_bools, check_name, check_sizes
 from linrope.feature_maps.base import widen
-from linrope.layer.choices import make_short_convolution, norm_options
+from linrope.layer.config import LayerConfig
 from linrope.layer.norm import OutputNorm, RMSNorm
+from linrope.layer.short_convolution import ShortConvolution
 from linrope.operation import checks
 from linrope.operation.shards import LayerShard
 from linrope.ops import gated_norm
-from linrope.ops.norm import ORDERS
 
 
 class Mixer(nn.Module):
@@ -25,67 +24,36 @@ class Mixer(nn.Module):
         q, k, v = conv(W_q x), conv(W_k c), conv(W_v c)           c = context, or x
         y = W_o ((norm(out) + D v) * silu(W_g x))
 
-    Convolution, norm, skip D and gate are options, described in ``LinearRoPEAttention``.
-
-    Raises:
-        ValueError: one size is not a multiple of another as required, or a name is unknown.
+    Convolution, norm, skip D and gate are options, described in ``LayerConfig``.
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        num_kv_heads: int | None,
-        num_value_heads: int | None = None,
-        context_dim: int | None = None,
-        head_dim: int | None,
-        value_head_dim: int | None,
-        short_conv: int | Mapping[str, Any] | None,
-        qk_norm: bool,
-        qk_bias: bool = False,
-        out_norm: bool | str | Mapping[str, Any],
-        skip: str | None,
-        gate: bool | str,
-        bias: bool,
-        factory: dict[str, Any],
-    ) -> None:
+    def __init__(self, config: LayerConfig, factory: dict[str, Any]) -> None:
         super().__init__()
-        check_bools(qk_norm=qk_norm, qk_bias=qk_bias, bias=bias)
-        g, d, e = checks.resolve_heads(embed_dim, num_heads, num_kv_heads, head_dim, value_head_dim)
-        self.num_heads, self.head_dim, self.value_head_dim = num_heads, d, e
+        self.config = config
+        h, g, d, e = config.num_heads, config.groups, config.key_dim, config.value_dim
+        self.num_heads, self.num_kv_heads, self.head_dim, self.value_head_dim = h, g, d, e
         # num_state_heads: the heads of values, decay, gates and state
-        self.num_kv_heads, self.num_state_heads, self.num_out_heads = g, g, num_heads
-        if num_value_heads is not None:
-            checks.check_value_heads(num_value_heads, num_heads, g)
-            self.num_state_heads = self.num_out_heads = num_value_heads
-        check_sizes(context_dim=context_dim)
-        self.embed_dim, self.context_dim = embed_dim, embed_dim if context_dim is None else context_dim
-        self.q_proj = nn.Linear(embed_dim, num_heads * d, bias=bias, **factory)
+        self.num_state_heads, self.num_out_heads = config.num_state_heads, config.num_value_heads or h
+        self.embed_dim, self.context_dim = config.embed_dim, config.context_dim or config.embed_dim
+        inner, bias = self.num_out_heads * e, config.bias
+        self.q_proj = nn.Linear(self.embed_dim, h * d, bias=bias, **factory)
         self.k_proj = nn.Linear(self.context_dim, g * d, bias=bias, **factory)
         self.v_proj = nn.Linear(self.context_dim, self.num_state_heads * e, bias=bias, **factory)
-        self.o_proj = nn.Linear(self.num_out_heads * e, embed_dim, bias=bias, **factory)
-        channels = (num_heads + g) * d + self.num_state_heads * e
-        self.short_conv = make_short_convolution(short_conv, channels, factory)
-        self.q_norm = RMSNorm(d, eps=1e-6, **factory) if qk_norm else None
-        self.k_norm = RMSNorm(d, eps=1e-6, **factory) if qk_norm else None
-        if qk_bias and not qk_norm:
-            raise ValueError("qk_bias=True: expected qk_norm=True with it")
-        self.q_bias = nn.Parameter(torch.empty(num_heads, d, **factory)) if qk_bias else None
-        self.k_bias = nn.Parameter(torch.empty(g, d, **factory)) if qk_bias else None
-        self.norm_over, eps = norm_options(out_norm)
-        size = {None: 0, "head": e, "all": self.num_out_heads * e}[self.norm_over]
-        if skip is not None:
-            check_name("skip", skip, ORDERS, also="None")
-        self.skip_order = skip
-        self.skip = nn.Parameter(torch.empty(self.num_out_heads, **factory)) if skip is not None else None
-        if not isinstance(gate, bool):
-            check_name("gate", gate, ORDERS, also="True or False")
-        self.gate_order = "after" if gate is True else gate or None
-        orders = self.gate_order or "after", skip or "after"
-        self.out_norm = OutputNorm(size, eps, self.norm_over, *orders, **factory) if self.norm_over else None
-        gate_channels = self.num_out_heads * e
-        self.g_proj = nn.Linear(embed_dim, gate_channels, bias=bias, **factory) if gate else None
+        self.o_proj = nn.Linear(inner, self.embed_dim, bias=bias, **factory)
+        channels, conv, norm = (h + g) * d + self.num_state_heads * e, config.short_conv, config.out_norm
+        self.short_conv = None if conv is None else ShortConvolution(channels, **asdict(conv), **factory)
+        self.q_norm = RMSNorm(d, eps=1e-6, **factory) if config.qk_norm else None
+        self.k_norm = RMSNorm(d, eps=1e-6, **factory) if config.qk_norm else None
+        self.q_bias = nn.Parameter(torch.empty(h, d, **factory)) if config.qk_bias else None
+        self.k_bias = nn.Parameter(torch.empty(g, d, **factory)) if config.qk_bias else None
+        self.skip_order, self.gate_order = config.skip, config.gate
+        self.skip = None if config.skip is None else nn.Parameter(torch.empty(self.num_out_heads, **factory))
+        self.norm_over, self.out_norm = None, None
+        if norm is not None:
+            self.norm_over, size = norm.over, e if norm.over == "head" else inner
+            orders = config.gate or "after", config.skip or "after"
+            self.out_norm = OutputNorm(size, norm.eps or 1e-6, norm.over, *orders, **factory)
+        self.g_proj = None if config.gate is None else nn.Linear(self.embed_dim, inner, bias=bias, **factory)
         self._reset_direct_parameters()
 
     @torch.no_grad()

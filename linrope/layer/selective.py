@@ -9,10 +9,10 @@ from torch.nn import functional as F
 from linrope.common.argument_checks import check_name
 from linrope.common.constants import Constant
 from linrope.common.precision import full_precision
+from linrope.layer.options import LONGEST, check_longest
 from linrope.rotation.rotary import Rotary
 
 BOUNDS = ("multiply", "add")
-LONGEST = 4096.0  # default half-life of the slowest head, in tokens
 
 
 def spread(heads: int, longest: float = LONGEST) -> Tensor:
@@ -27,8 +27,7 @@ def spread(heads: int, longest: float = LONGEST) -> Tensor:
     >>> spread(3, longest=16.0)  # half-lives 1, 4 and 16
     tensor([0.5000, 0.8409, 0.9576], dtype=torch.float64)
     """
-    if isinstance(longest, bool) or not isinstance(longest, (int, float)) or not 1 <= longest < math.inf:
-        raise ValueError(f"longest={longest!r}: expected a finite number of tokens, at least 1")
+    check_longest(longest)
     i = torch.arange(heads, dtype=torch.float64, device="cpu")
     exponent = i / (heads - 1) if heads > 1 else i + 0.5
     return 2.0 ** -(longest**-exponent)

@@ -9,13 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from linrope.common.argument_checks import check_bools, check_name
+from linrope.layer.options import ShortConvOptions
 from linrope.ops import convolve, convolve_parts
 from linrope.recurrence.packing import owners, rising_bounds
-
-STARTS = ("identity", "uniform")
-ACTIVATIONS = ("silu",)
-MOST_TAPS = 2**16
 
 
 class ShortConvolution(nn.Module):
@@ -62,12 +58,7 @@ class ShortConvolution(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not is_number_of_taps(taps):
-            raise ValueError(f"taps={taps!r}: expected an integer, 2 .. {MOST_TAPS}")
-        if activation is not None:
-            check_name("activation", activation, ACTIVATIONS, also="None")
-        check_name("start", start, STARTS)
-        check_bools(bias=bias)
+        ShortConvOptions(taps, activation, bias, start)  # raises for bad ones
         self.channels, self.taps, self.activation, self.start = channels, taps, activation, start
         self.weight = nn.Parameter(torch.empty(channels, 1, taps, device=device, dtype=dtype))
         self.bias = None
@@ -148,10 +139,6 @@ class ShortConvolution(nn.Module):
         text = f"{self.channels}, taps={self.taps}"
         text += "" if self.activation is None else f", activation={self.activation!r}"
         return text + ("" if self.bias is None else ", bias=True")
-
-
-def is_number_of_taps(taps: object) -> bool:
-    return isinstance(taps, int) and not isinstance(taps, bool) and 2 <= taps <= MOST_TAPS
 
 
 def _last_inputs(before: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:

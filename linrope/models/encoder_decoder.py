@@ -7,13 +7,12 @@ Inputs and outputs are vectors (b, n, dim); the caller turns tokens, patches or 
 without context is the trunk of a language model. Its state has a constant size, with a context too.
 """
 
-from difflib import get_close_matches
-from inspect import signature
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from linrope.layer.attention import LinearRoPEAttention
+from linrope.layer.config import OPTIONS, check_keywords
 from linrope.layer.norm import RMSNorm
 from linrope.layer.state import LayerState
 from linrope.models.language_model import SwiGLU
@@ -32,11 +31,8 @@ def _factory(attention: dict[str, Any]) -> dict[str, Any]:
 
     Raises TypeError if attention has others than those of a LinearRoPEAttention.
     """
-    known = [name for name in signature(LinearRoPEAttention).parameters if name != "context_dim"]
-    if unknown := [name for name in attention if name not in known]:
-        near = get_close_matches(unknown[0], known, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise TypeError(f"got the keyword {unknown[0]!r}, expected those of LinearRoPEAttention{hint}")
+    known = [name for name in OPTIONS if name != "context_dim"]
+    check_keywords("LinearRoPEAttention", attention, [*known, "device", "dtype"])
     return {name: attention[name] for name in ("device", "dtype") if name in attention}
 
 

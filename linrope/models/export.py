@@ -133,7 +133,7 @@ def export_onnx(
     layers: list[Any] = [block.attention for block in model.blocks]
     if backend == "onnx" and any(layer.feature_map.log_scaled for layer in layers):
         raise ValueError(
-            f"operators={operators!r}: got feature_map={model.config.feature_map!r}, whose running maximum is "
+            f"operators={operators!r}: got feature_map={model.config.layer.feature_map!r}, whose running maximum is "
             "quadratic in ONNX; expected operators='portable'"
         )
     states = module.empty(2)

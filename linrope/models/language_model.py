@@ -12,7 +12,6 @@ comparison.
 import json
 import math
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linrope.common.argument_checks import check_name
 from linrope.common.files import digest, load_tensors, parse_json, replace_file, save_tensors
 from linrope.common.tracing import values_readable
 from linrope.distributed.shard import Shard
-from linrope.layer.choices import ROTATIONS
 from linrope.layer.norm import RMSNorm, silu_product
 from linrope.layer.state import LayerState
-from linrope.models.defaults import INITIALIZATIONS, hidden_size, initialize
 from linrope.models.folders import latest_checkpoint
-from linrope.models.language_model_config import (
-    ATTENTION,
-    POSITIONS,
-    LanguageModelConfig,
-    check_softmax,
-    make_linear,
-    make_softmax,
-)
+from linrope.models.initialization import initialize
+from linrope.models.language_model_config import LanguageModelConfig, make_attention
 from linrope.operation.checks import check_packing
 from linrope.operation.positions import resolve_positions
-from linrope.position_encodings import ABSOLUTE, RELATIVE, KeyValueState, SoftmaxAttention
+from linrope.position_encodings import ABSOLUTE, KeyValueState, SoftmaxAttention
 
 _FORMAT, _VERSION = "linrope.LanguageModel", 2
 
@@ -76,11 +66,9 @@ class Block(nn.Module):
         super().__init__()
         dim = config.embed_dim
         self.attention_norm = RMSNorm(dim, eps=1e-6)
-        self.attention = make_softmax(config) if config.attention == "softmax" else make_linear(config)
+        self.attention = make_attention(config)
         self.feed_forward_norm = RMSNorm(dim, eps=1e-6) if config.feed_forward else None
-        self.feed_forward = (
-            SwiGLU(dim, config.hidden_dim or hidden_size(dim)) if config.feed_forward else None
-        )
+        self.feed_forward = SwiGLU(dim, config.feed_forward_dim()) if config.feed_forward else None
 
     def forward(
         self,
@@ -155,20 +143,6 @@ class LanguageModel(nn.Module):
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
-        check_name("attention", config.attention, ATTENTION)
-        check_name("positions", config.positions, POSITIONS)
-        check_name("init", config.init, INITIALIZATIONS)
-        if isinstance(config.rotary, str):  # the layer checks a dict
-            check_name("rotary", config.rotary, ("auto", *ROTATIONS), also="a dict or None")
-        if config.positions != "rope" and config.rotary not in (LanguageModelConfig.rotary, None):
-            raise ValueError(f"rotary={config.rotary!r}: expected positions='rope', not {config.positions!r}")
-        if config.attention == "linear" and config.positions in RELATIVE:
-            raise ValueError(
-                f"positions={config.positions!r}: adds a term to the n x m scores, which linear attention "
-                "never forms; expected attention='softmax'"
-            )
-        if config.attention == "softmax":
-            check_softmax(config)
         self.config = config
         self.embed = TiedEmbedding(config.vocab_size, config.embed_dim)
         self.encoding = _absolute(config)
@@ -243,7 +217,7 @@ class LanguageModel(nn.Module):
                 f"weights: got a DTensor for {split}, expected whole tensors, as torch.distributed."
                 "checkpoint.state_dict.get_model_state_dict gathers them with StateDictOptions(full_state_dict=True)"
             )
-        text = json.dumps(asdict(self.config), indent=2) + "\n"
+        text = json.dumps(self.config.to_dict(), indent=2) + "\n"
         metadata = {"format": _FORMAT, "version": str(_VERSION), "config": config_digest(json.loads(text))}
         save_tensors(Path(folder) / "model.safetensors", weights, metadata)
         replace_file(Path(folder) / "config.json", lambda path: path.write_text(text))

@@ -1,80 +1,124 @@
 """The sizes and choices of a LanguageModel, and the attention layers that they describe."""
 
-from dataclasses import dataclass, fields
-from typing import Any, get_args
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
+from linrope.common.argument_checks import check_bools, check_name, check_sizes
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.choices import make_rotary
-from linrope.models.defaults import VALUE_FACTOR, resolve_block, resolve_rotary, resolve_short_conv
+from linrope.layer.config import OPTIONS, SHARED, LayerConfig, check_keywords
+from linrope.layer.options import as_json
+from linrope.models.initialization import INITIALIZATIONS
 from linrope.position_encodings import ABSOLUTE, RELATIVE, SoftmaxAttention
 from linrope.rotation.rotary import LAYOUTS, Rotary
 
 ATTENTION = ("linear", "softmax")
 POSITIONS = ("rope", "none", *ABSOLUTE, *RELATIVE)
 
-_SIZES = (
-    "vocab_size",
-    "embed_dim",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "num_value_heads",
-    "head_dim",
-    "value_head_dim",
-    "hidden_dim",
-    "max_length",
-)
 _LARGEST = 2**31 - 1
+_SIZES: dict[str, Any] = {"embed_dim": 256, "num_heads": 8}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class LanguageModelConfig:
-    """The sizes and choices of a LanguageModel, saved with the weights as JSON."""
+    """The sizes and choices of a LanguageModel, saved with the weights as JSON.
 
-    vocab_size: int = 256
-    embed_dim: int = 256
-    num_layers: int = 4
-    num_heads: int = 8
-    num_kv_heads: int | None = None
-    head_dim: int | None = None  # size of a query or a key; default: embed_dim / num_heads
-    value_head_dim: int | None = None  # size of a value; default: twice head_dim
-    feed_forward: bool = True  # whether a SwiGLU follows the attention in each block
-    # The size of the SwiGLU's inner vectors. Default: 7/4 of embed_dim, rounded up to a multiple of 32.
-    hidden_dim: int | None = None
-    attention: str = "linear"  # or "softmax"
-    # Options of both, as in LinearRoPEAttention. "auto": see models/defaults.py.
-    short_conv: int | str | dict | None = "auto"  # type: ignore[type-arg]
-    qk_norm: bool = False
-    out_norm: bool | str | dict = True  # type: ignore[type-arg]
-    skip: str | None = "after"
-    gate: bool | str = True
-    # Options of linear attention.
-    num_value_heads: int | None = None
-    feature_map: str | dict = "elu+1"  # type: ignore[type-arg]  # or {"name": .., options}
-    normalize: bool = True
-    decay: str | dict | None = "auto"  # type: ignore[type-arg]
-    forget_gate: bool | str | dict = "auto"  # type: ignore[type-arg]
-    write_gate: str | None = "auto"
-    qk_bias: bool = False
-    trapezoid: bool = False
-    positions: str = "rope"  # one of POSITIONS; those in RELATIVE require softmax attention
-    # With positions "rope": "auto", a layout, "selective", a dict as in LinearRoPEAttention; None: no rotation.
-    rotary: str | dict | None = "auto"  # type: ignore[type-arg]
-    max_length: int = 4096  # the size of the table if positions is "learned"
-    init: str = "fan-in"  # or "gpt-2": how the initial weights are drawn; see models/defaults.py
+    Args:
+        vocab_size: the number of tokens.
+        num_layers: the number of blocks.
+        feed_forward: whether a SwiGLU follows the attention in each block.
+        hidden_dim: the size of the SwiGLU's inner vectors. Default: 7/4 of embed_dim, rounded up to a multiple of 32.
+        attention: "linear" or "softmax".
+        positions: "rope", "none", or the name of another position encoding; relative ones require softmax attention.
+        max_length: the size of the table if positions is "learned".
+        init: "fan-in" or "gpt-2", how the initial weights are drawn: see ``linrope.models.initialization``.
+        layer: the options of the attention. Default: ``LayerConfig.block`` with embed_dim=256 and num_heads=8. Softmax
+            attention rotates all features, and has only the options that SoftmaxAttention has.
+        options: options of LayerConfig, embed_dim and num_heads among them, that change the layer.
 
-    def __post_init__(self) -> None:
-        for name in _SIZES:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: expected at least 1")
-            if value is not None and value > _LARGEST:
-                raise ValueError(f"{name}={value}: expected at most {_LARGEST}")
+    Raises:
+        TypeError: an option is unknown, or its value has the wrong type.
+        ValueError: a value does not fit, or a name is unknown.
+
+    >>> from linrope.models import LanguageModelConfig
+    >>> config = LanguageModelConfig(embed_dim=64, num_layers=2, num_heads=4, skip=None)
+    >>> config.layer.embed_dim, config.layer.gate, config.layer.skip
+    (64, 'after', None)
+    """
+
+    vocab_size: int
+    num_layers: int
+    feed_forward: bool
+    hidden_dim: int | None
+    attention: str
+    positions: str
+    max_length: int
+    init: str
+    layer: LayerConfig
+
+    def __init__(
+        self,
+        vocab_size: int = 256,
+        *,
+        num_layers: int = 4,
+        feed_forward: bool = True,
+        hidden_dim: int | None = None,
+        attention: str = "linear",
+        positions: str = "rope",
+        max_length: int = 4096,
+        init: str = "fan-in",
+        layer: LayerConfig | None = None,
+        **options: Any,
+    ) -> None:
+        check_keywords("LanguageModelConfig", options, [*_SIZES, *OPTIONS])
+        check_name("attention", attention, ATTENTION)
+        check_name("positions", positions, POSITIONS)
+        check_name("init", init, INITIALIZATIONS)
+        check_bools(feed_forward=feed_forward)
+        if layer is None:
+            layer = _block(attention, positions, options)
+        elif options:
+            layer = replace(layer, **options)
+        values = {
+            "vocab_size": vocab_size,
+            "num_layers": num_layers,
+            "feed_forward": feed_forward,
+            "hidden_dim": hidden_dim,
+            "attention": attention,
+            "positions": positions,
+            "max_length": max_length,
+            "init": init,
+            "layer": layer,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        _check_sizes(self)
+        _check_positions(self)
+        if attention == "softmax":
+            _check_softmax(layer)
+
+    @property
+    def embed_dim(self) -> int:
+        """The size of a token's vector."""
+        return self.layer.embed_dim
+
+    def feed_forward_dim(self) -> int:
+        """The size of the SwiGLU's inner vectors."""
+        return self.hidden_dim or 32 * math.ceil(7 / 4 * self.embed_dim / 32)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The sizes and choices as JSON types, the layer's options beside the others.
+
+        Raises:
+            ValueError: an option is an object, such as a module.
+        """
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "layer"}
+        return own | self.layer.to_dict()
 
     @classmethod
     def from_dict(cls, values: object) -> "LanguageModelConfig":
-        """Raises ValueError on unknown keys or values of the wrong type."""
-        known = {field.name: field.type for field in fields(cls)}
+        """The config of ``to_dict``'s result. Raises ValueError on unknown keys or values of the wrong type."""
         if not isinstance(values, dict):
             raise ValueError(f"config: got {type(values).__name__}, expected an object")
         if "model_type" in values:
@@ -82,67 +126,68 @@ class LanguageModelConfig:
                 f"config: got model_type={values['model_type']!r}, a model in Hugging Face format; load it with "
                 "transformers' from_pretrained after importing linrope.models.huggingface"
             )
-        if unknown := sorted(set(values) - set(known)):
+        known = {*(each.name for each in fields(cls)), *_SIZES, *OPTIONS} - {"layer"}
+        if unknown := sorted(set(values) - known):
             raise ValueError(f"config: got unknown keys {unknown}, expected some of {sorted(known)}")
-        for name, value in values.items():
-            kinds = get_args(known[name]) or (known[name],)
-            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-                raise ValueError(f"config: got {name}={value!r}, expected {known[name]}")
-        return cls(**values)
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ValueError(f"config: {error}") from error
 
 
-def _shared(config: LanguageModelConfig) -> dict[str, Any]:
-    """The options that both kinds of attention have."""
-    head_dim = config.head_dim or config.embed_dim // config.num_heads
-    names = ("num_kv_heads", "head_dim", "qk_norm", "out_norm", "skip", "gate")
-    options = {name: getattr(config, name) for name in names}
-    return options | {"value_head_dim": config.value_head_dim or VALUE_FACTOR * head_dim}
+def _block(attention: str, positions: str, changes: dict[str, Any]) -> LayerConfig:
+    """The block of the models, without what this attention and these positions do not have."""
+    absent: dict[str, Any] = {}
+    if attention == "softmax":
+        absent = {"decay": None, "rotary": "interleaved"}
+    if positions != "rope":
+        absent["rotary"] = None
+    return LayerConfig.block(**(_SIZES | absent | changes))
 
 
-def make_linear(config: LanguageModelConfig) -> LinearRoPEAttention:
-    rotary = resolve_rotary(config.rotary) if config.positions == "rope" else None
-    names = ("decay", "forget_gate", "write_gate", "short_conv")
-    block = resolve_block(**{name: getattr(config, name) for name in names}, rotated=rotary is not None)
-    return LinearRoPEAttention(
-        config.embed_dim,
-        config.num_heads,
-        feature_map=config.feature_map,
-        rotary=rotary,
-        **{name: getattr(config, name) for name in ("normalize", "num_value_heads", "qk_bias", "trapezoid")},
-        **block,
-        **_shared(config),
-    )
+def _check_sizes(config: LanguageModelConfig) -> None:
+    sizes = {name: getattr(config, name) for name in ("vocab_size", "num_layers", "hidden_dim", "max_length")}
+    names = ("num_kv_heads", "num_value_heads", "head_dim", "value_head_dim", "embed_dim", "num_heads")
+    sizes |= {name: getattr(config.layer, name) for name in names}
+    check_sizes(**sizes)
+    for name, value in sizes.items():
+        if value is not None and value > _LARGEST:
+            raise ValueError(f"{name}={value}: expected at most {_LARGEST}")
 
 
-def make_softmax(config: LanguageModelConfig) -> SoftmaxAttention:
-    shared = _shared(config)
-    positions: str | Rotary = config.positions if config.positions in RELATIVE else "none"
-    if config.positions == "rope" and config.rotary is not None:
-        head_dim = config.head_dim or config.embed_dim // config.num_heads
-        positions = make_rotary(resolve_rotary(config.rotary, "softmax"), head_dim) or positions
-    short_conv = resolve_short_conv(config.short_conv, causal=True)
-    return SoftmaxAttention(
-        config.embed_dim, config.num_heads, positions=positions, short_conv=short_conv, **shared
-    )
-
-
-def check_softmax(config: LanguageModelConfig) -> None:
-    """Raises ValueError for options that only linear attention has."""
-    for name, expected in (
-        ("decay", None),
-        ("forget_gate", False),
-        ("write_gate", None),
-        ("num_value_heads", None),
-        ("qk_bias", False),
-        ("trapezoid", False),
-        ("feature_map", LanguageModelConfig.feature_map),
-        ("normalize", True),
-    ):
-        if (value := getattr(config, name)) not in (expected, "auto"):
-            raise ValueError(f"{name}={value!r}: expected {expected!r} with attention='softmax'")
-    selective = isinstance(config.rotary, dict) and "name" in config.rotary
-    if selective or config.rotary == "selective":
+def _check_positions(config: LanguageModelConfig) -> None:
+    rotary, positions = config.layer.rotary, config.positions
+    if positions != "rope" and rotary is not None:
+        raise ValueError(f"rotary={rotary!r}: expected positions='rope', not {positions!r}")
+    if config.attention == "linear" and positions in RELATIVE:
         raise ValueError(
-            f"rotary={config.rotary!r}: expected auto, {', '.join(LAYOUTS)}, a dict without a name, or None with "
+            f"positions={positions!r}: adds a term to the n x m scores, which linear attention never forms; expected "
             "attention='softmax'"
         )
+
+
+def _check_softmax(layer: LayerConfig) -> None:
+    """Raises ValueError for options that only linear attention has."""
+    plain = LayerConfig(layer.embed_dim, layer.num_heads)
+    for name in (name for name in OPTIONS if name not in (*SHARED, "rotary", "backend")):
+        value, expected = getattr(layer, name), getattr(plain, name)
+        if value != expected:
+            raise ValueError(
+                f"{name}={as_json(name, value)!r}: expected {as_json(name, expected)!r} with attention='softmax'"
+            )
+    if layer.has_selective_steps:
+        raise ValueError(
+            f"rotary={layer.rotary!r}: expected {', '.join(LAYOUTS)}, a dict without a name, or None with "
+            "attention='softmax'"
+        )
+
+
+def make_attention(config: LanguageModelConfig) -> LinearRoPEAttention | SoftmaxAttention:
+    """The attention of a block."""
+    layer = config.layer
+    if config.attention == "linear":
+        return LinearRoPEAttention(layer)
+    positions: str | Rotary = config.positions if config.positions in RELATIVE else "none"
+    if layer.rotary is not None:
+        positions = make_rotary(layer.rotary, layer.key_dim) or positions
+    return SoftmaxAttention(layer.embed_dim, layer.num_heads, positions=positions, **layer.shared())

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from linrope import feature_maps
-from linrope.common.argument_checks import check_bools, check_integers, check_name, check_numbers, check_sizes
+from linrope.common.argument_checks import check_bools, check_name, check_numbers
 from linrope.common.tracing import values_readable
 from linrope.feature_maps import FeatureMap
 from linrope.feature_maps.base import is_feature_map
@@ -16,36 +16,6 @@ from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def resolve_heads(
-    embed_dim: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None, value_head_dim: int | None
-) -> tuple[int, int, int]:
-    """g, d and e of a layer from its arguments."""
-    check_sizes(embed_dim=embed_dim, num_heads=num_heads)
-    check_integers(num_kv_heads=num_kv_heads, head_dim=head_dim, value_head_dim=value_head_dim)
-    g = num_heads if num_kv_heads is None else num_kv_heads
-    if g < 1 or num_heads % g:
-        raise ValueError(f"num_kv_heads={g}: expected a divisor of num_heads={num_heads}")
-    if head_dim is None and embed_dim % num_heads:
-        raise ValueError(f"embed_dim={embed_dim}: expected a multiple of num_heads={num_heads}")
-    d = embed_dim // num_heads if head_dim is None else head_dim
-    e = d if value_head_dim is None else value_head_dim
-    if d < 1 or e < 1:
-        raise ValueError(f"head_dim={d}, value_head_dim={e}: expected at least 1")
-    return g, d, e
-
-
-def check_value_heads(num_value_heads: int, num_heads: int, num_kv_heads: int) -> None:
-    """Checks the sizes of a layer whose values have more heads than its queries and keys."""
-    check_integers(num_value_heads=num_value_heads)
-    if num_kv_heads != num_heads:
-        raise ValueError(
-            f"num_value_heads={num_value_heads}: expected None, as num_kv_heads={num_kv_heads} differs from "
-            f"num_heads={num_heads}"
-        )
-    if num_value_heads < 1 or num_value_heads % num_heads:
-        raise ValueError(f"num_value_heads={num_value_heads}: expected a multiple of num_heads={num_heads}")
 
 
 def check_inputs(

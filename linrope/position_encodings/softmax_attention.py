@@ -1,6 +1,5 @@
 """Softmax attention with the interface of LinearRoPEAttention, for comparison."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linrope.common.argument_checks import check_bools, check_name
+from linrope.common.argument_checks import check_name
+from linrope.layer.config import SHARED, LayerConfig, check_keywords, shows_options
 from linrope.layer.mixer import Mixer
 from linrope.operation.checks import check_inputs, check_mask, check_packing
 from linrope.operation.positions import resolve_positions, spell_out_positions
@@ -35,21 +35,16 @@ class SoftmaxAttention(Mixer):
     Args:
         embed_dim: the size of x and y.
         num_heads: h.
-        num_kv_heads: g, a divisor of h; default h.
-        head_dim: d, the size of queries and keys; default embed_dim / num_heads.
-        value_head_dim: e, the size of values; default head_dim.
         positions: "rope", "none", "shaw", "transformer-xl", "deberta", a RelativeEncoding, or a Rotary of
             head_dim.
-        causal: whether query i sees only the keys j <= i of this call (and all keys of the state).
-        short_conv: as in LinearRoPEAttention.
-        qk_norm: as in LinearRoPEAttention.
-        out_norm: as in LinearRoPEAttention.
-        skip: as in LinearRoPEAttention.
-        gate: as in LinearRoPEAttention.
-        bias: whether the projections have biases.
+        device: the device of the weights.
+        dtype: the dtype of the weights.
+        options: num_kv_heads, head_dim, value_head_dim, causal, short_conv, qk_norm, out_norm, skip, gate and bias, as
+            in ``linrope.layer.config.LayerConfig``. With causal, query i sees only the keys j <= i of this call (and
+            all keys of the state).
 
     Raises:
-        TypeError: a size is not an integer, or a switch is not a bool.
+        TypeError: an option is unknown, a size is not an integer, or a switch is not a bool.
         ValueError: one size is not a multiple of another as required, a name is unknown, or the encoding has other
             sizes.
 
@@ -63,46 +58,22 @@ class SoftmaxAttention(Mixer):
     torch.Size([2, 1, 256])
     """
 
+    @shows_options(*SHARED)
     def __init__(
         self,
         embed_dim: int,
         num_heads: int,
         *,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        value_head_dim: int | None = None,
         positions: str | RelativeEncoding | Rotary = "rope",
-        causal: bool = True,
-        short_conv: int | Mapping[str, Any] | None = None,
-        qk_norm: bool = False,
-        out_norm: bool | str | Mapping[str, Any] = False,
-        skip: str | None = None,
-        gate: bool | str = False,
-        bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            embed_dim,
-            num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            value_head_dim=value_head_dim,
-            short_conv=short_conv,
-            qk_norm=qk_norm,
-            out_norm=out_norm,
-            skip=skip,
-            gate=gate,
-            bias=bias,
-            factory={"device": device, "dtype": dtype},
-        )
-        check_bools(causal=causal)
-        if not causal and short_conv is not None:
-            raise ValueError(
-                "short_conv: got causal=False, expected causal=True, because it runs forward in time"
-            )
-        self.causal = causal
-        self.encoding = _make(positions, num_heads, self.head_dim, self.value_head_dim)
+        check_keywords("SoftmaxAttention", options, SHARED)
+        config = LayerConfig(embed_dim, num_heads, **options)
+        super().__init__(config, {"device": device, "dtype": dtype})
+        self.causal = config.causal
+        self.encoding = _make(positions, self.num_heads, self.head_dim, self.value_head_dim)
         if isinstance(self.encoding, nn.Module):
             self.encoding.to(device=device, dtype=dtype)
 

@@ -238,10 +238,7 @@ def differentiable(call: Call, state: LinearAttentionState | None) -> list[Tenso
 
 
 def needs_gradients(call: Call, state: LinearAttentionState | None) -> bool:
-    for x in differentiable(call, state):
-        if x.requires_grad:
-            return True
-    return False
+    return any(x.requires_grad for x in differentiable(call, state))
 
 
 def traced(call: Call) -> bool:

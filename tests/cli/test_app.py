@@ -16,7 +16,7 @@ from linrope.cli import main
 from linrope.cli.app import _in_words_of_the_command
 from linrope.cli.bench import families
 from linrope.cli.training import Log, _signals
-from linrope.layer.choices import DECAYS
+from linrope.layer.options import DECAYS
 from linrope.models.language_model_config import ATTENTION, POSITIONS
 from linrope.models.training import checkpoints
 from tests.cli.commands import SMALL, last_config, metrics, tiny_model, word_tokenizer
@@ -173,9 +173,9 @@ WRONG = {
     "train {text} --feature-map elu+": "did you mean 'elu+1'",
     "train {text} --feature-map silu": "--feature-map=silu: its features have both signs, expected one of elu+1, ",
     "train {text} --feature-map relu --attention softmax": "--feature-map: softmax attention has no feature map",
-    "train {text} --rotary both": "expected one of auto, interleaved, half, selective, none\n",
+    "train {text} --rotary both": "expected one of interleaved, half, selective, none\n",
     "train {text} --rotary both --attention softmax": "--rotary='both'",
-    "train {text} --rotary selective --attention softmax": "--rotary='selective'",
+    "train {text} --rotary selective --attention softmax": "--rotary={{'name': 'selective'}}",
     "train {text} --rotary half --positions none": "--rotary=half: expected --positions=rope",
     "train {text} --attention square": "--attention='square'",
     "train {text} --positions learnt": "did you mean 'learned'",
@@ -187,7 +187,7 @@ WRONG = {
     "train {text} --gradients-through-pieces": "--gradients-through-pieces has no effect with --pieces=1",
     "train {text} --sequence-parallel 2 {small}": "--sequence-parallel=2, --tensor-parallel=1: expected",
     "train {text} --short-conv 1": "--short-conv=1:",
-    "train {text} --short-conv -4": "--short-conv=-4: expected at least 2 taps, or 0",
+    "train {text} --short-conv -4": "--short-conv=-4: expected the number of taps, 2 .. 65536",
     f"train {{text}} --short-conv {HUGE}": "--short-conv=1000",
     f"train {{text}} --seed {HUGE}": "--seed=1000",
     "train {text} --learning-rate 1e300": "--learning-rate=1e+300",

@@ -55,7 +55,7 @@ def test_convert_takes_the_tokenizer_of_the_folder_and_leaves_out_steps(run, tex
     assert losses(out)["after_matching"] is losses(out)["after_finetuning"] is None
     assert AutoTokenizer.from_pretrained(out).encode("To be") == tokenizer.convert_tokens_to_ids(["To", "be"])
     config = LinRopeForCausalLM.from_pretrained(out).config
-    assert (config.vocab_size, config.rope_order, config.gate, config.out_norm) == (20, "after", True, False)
+    assert (config.vocab_size, config.rope_order, config.gate, config.out_norm) == (20, "after", True, None)
 
 
 def damaged(folder: Path) -> None:
@@ -95,7 +95,7 @@ WRONG = {
     "{tmp}/llama --out {tmp}/new --feature-map relu":
         "--match-steps=300: --feature-map=relu has no weights to match; expected 0, or",
     "{tmp}/llama --out {tmp}/new --rank 0": "--rank=0: expected at least 1",
-    "{tmp}/llama --out {tmp}/new --short-conv 1": "--short-conv=1: expected at least 2 taps",
+    "{tmp}/llama --out {tmp}/new --short-conv 1": "--short-conv=1: expected the number of taps",
     "{tmp}/llama --out {tmp}/new --rope-order up": "--rope-order='up'",
     "{tmp}/llama --out {tmp}/new --match-learning-rate -1":
         "--match-learning-rate=-1.0: expected a positive finite number",

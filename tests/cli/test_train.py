@@ -46,14 +46,14 @@ def test_a_finished_run_goes_on_with_more_steps_and_says_what_it_ignores(run, re
 
 
 GATED = {"decay": None, "forget_gate": {"longest": 32}, "write_gate": "tied"}
-UNGATED = {"decay": None, "forget_gate": False, "write_gate": None}
+UNGATED = {"decay": None, "forget_gate": None, "write_gate": None}
 CONFIGS: dict[str, dict[str, Any]] = {
     "": GATED,
     "--no-forget-gate": UNGATED | {"decay": {"name": "spread", "longest": 32}},
     "--no-forget-gate --rotary none": UNGATED,
     "--no-forget-gate --positions sinusoidal": UNGATED,
     "--forget-gate --decay learned": GATED | {"decay": {"name": "learned", "longest": 32}},
-    "--decay retnet": UNGATED | {"decay": "retnet"},
+    "--decay retnet": UNGATED | {"decay": {"name": "retnet"}},
     "--decay none": UNGATED,
     "--attention softmax": UNGATED,
     "--attention softmax --positions shaw": UNGATED | {"attention": "softmax", "positions": "shaw"},

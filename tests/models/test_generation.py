@@ -1,6 +1,6 @@
 """Checks the tokens that ``generate`` draws from a model, and the errors that it raises."""
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,14 +8,19 @@ from torch.nn import functional as F
 
 from linrope.models import LanguageModel, LanguageModelConfig, generate
 
-TINY = LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=2)
+
+def tiny(**options: Any) -> LanguageModelConfig:
+    return LanguageModelConfig(**({"embed_dim": 32, "num_layers": 2, "num_heads": 2} | options))
+
+
+TINY = tiny()
 
 
 @pytest.mark.parametrize("options", [{"decay": "learned", "feature_map": "exp"}, {"rotary": "selective"}])
 def test_generation_with_gates_is_the_argmax_of_each_call(options: dict[str, object]) -> None:
     torch.manual_seed(0)
     gates = {"forget_gate": True, "short_conv": 4, "qk_norm": True}
-    model, tokens = LanguageModel(replace(TINY, **gates, **options)).double(), torch.tensor([[1, 2, 3]])
+    model, tokens = LanguageModel(tiny(**gates, **options)).double(), torch.tensor([[1, 2, 3]])
     for token in generate(model, tokens, 8, temperature=0):
         assert torch.equal(token, model(tokens)[0][:, -1].argmax(-1))
         tokens = torch.cat((tokens, token[:, None]), 1)

@@ -8,10 +8,15 @@ import torch
 
 from linrope import LinearRoPEAttention
 from linrope.models import LanguageModel, LanguageModelConfig, generate
-from linrope.models.language_model import POSITIONS
+from linrope.models.language_model_config import POSITIONS
 from linrope.position_encodings import RELATIVE
 
-TINY = LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=2)
+
+def tiny(**options: Any) -> LanguageModelConfig:
+    return LanguageModelConfig(**({"embed_dim": 32, "num_layers": 2, "num_heads": 2} | options))
+
+
+TINY = tiny()
 PAIRS = [("linear", name) for name in POSITIONS if name not in RELATIVE]
 PAIRS += [("softmax", name) for name in POSITIONS]
 SOFTMAX = {"attention": "softmax"}
@@ -21,7 +26,7 @@ every_pair = pytest.mark.parametrize(("attention", "positions"), PAIRS)
 @every_pair
 def test_every_attention_goes_with_its_positions(attention: str, positions: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = replace(TINY, attention=attention, positions=positions, num_kv_heads=1, max_length=20)
+    config = tiny(attention=attention, positions=positions, num_kv_heads=1, max_length=20)
     model, tokens = LanguageModel(config), torch.randint(256, (2, 12))
     whole, _ = model(tokens)
     whole.sum().backward()
@@ -44,7 +49,7 @@ def test_every_attention_goes_with_its_positions(attention: str, positions: str,
 @every_pair
 def test_packed_sequences_give_what_each_gives_alone(attention: str, positions: str) -> None:
     torch.manual_seed(0)
-    model = LanguageModel(replace(TINY, attention=attention, positions=positions, max_length=20))
+    model = LanguageModel(tiny(attention=attention, positions=positions, max_length=20))
     tokens, cuts = torch.randint(256, (1, 30)), [0, 9, 9, 20, 30]
     packed, states = model(tokens, cu_seqlens=torch.tensor(cuts))
     for a, b in pairwise(cuts):
@@ -64,7 +69,7 @@ def test_packed_sequences_give_what_each_gives_alone(attention: str, positions: 
 @torch.no_grad()
 def test_rows_of_a_pool_continue_from_their_own_positions(positions: str) -> None:
     torch.manual_seed(0)
-    model = LanguageModel(replace(TINY, positions=positions, max_length=40))
+    model = LanguageModel(tiny(positions=positions, max_length=40))
     texts = [torch.randint(256, (1, n)) for n in (5, 12, 3, 9)]
     each = [model(text)[1] for text in texts]
     pool = [type(rows[0]).cat(rows) for rows in zip(*each, strict=True)]
@@ -80,7 +85,7 @@ def test_rows_of_a_pool_continue_from_their_own_positions(positions: str) -> Non
 
 @every_pair
 def test_positions_may_be_given(attention: str, positions: str) -> None:
-    model, tokens = LanguageModel(replace(TINY, attention=attention, positions=positions)), torch.arange(6)
+    model, tokens = LanguageModel(tiny(attention=attention, positions=positions)), torch.arange(6)
     plain, _ = model(tokens[None])
     given, _ = model(tokens[None], positions=torch.arange(6))
     spread, _ = model(tokens[None], positions=torch.arange(6) * 3)
@@ -109,7 +114,7 @@ def test_positions_may_be_given(attention: str, positions: str) -> None:
     ids=str,
 )
 def test_a_quarter_of_the_features_turns_and_all_in_softmax_attention(options, layout, turned) -> None:
-    layer = LanguageModel(replace(TINY, head_dim=16, **options)).blocks[0].attention
+    layer = LanguageModel(tiny(head_dim=16, **options)).blocks[0].attention
     rotary = layer.encoding if "attention" in options else layer.rotary
     assert (getattr(rotary, "layout", None), getattr(rotary, "rotary_dim", 0)) == (layout, turned)
 
@@ -127,7 +132,7 @@ GATES = {"forget_gate": {"longest": 64}, "rotary": "selective", "short_conv": 4,
     ids=["rebased", "hedgehog", "gates"],
 )
 def test_what_is_not_random_in_a_new_layer_starts_alike_in_a_model(options, parts) -> None:
-    layer = LanguageModel(replace(TINY, **options)).blocks[0].attention.state_dict()
+    layer = LanguageModel(tiny(**options)).blocks[0].attention.state_dict()
     one, other = (LinearRoPEAttention(32, 2, value_head_dim=32, **options).state_dict() for _ in range(2))
     fixed = [name for name, x in one.items() if torch.equal(x, other[name])]
     assert {name.partition(".")[0] for name in fixed} == set(parts.split())
@@ -136,7 +141,7 @@ def test_what_is_not_random_in_a_new_layer_starts_alike_in_a_model(options, part
 
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
 def test_learned_positions_end(attention: str) -> None:
-    model = LanguageModel(replace(TINY, attention=attention, positions="learned", max_length=8))
+    model = LanguageModel(tiny(attention=attention, positions="learned", max_length=8))
     with pytest.raises(ValueError, match=r"positions: got 0 \.\. 8, expected 0 \.\. 7"):
         model(torch.zeros(1, 9, dtype=torch.int64))
     tokens = generate(model, torch.zeros(1, 6, dtype=torch.int64), 10)
@@ -150,38 +155,38 @@ def test_learned_positions_end(attention: str) -> None:
         ({"attention": "softmix"}, "attention='softmix': expected one of linear, softmax; did you mean 'softmax'"),
         ({"positions": "learnt"}, "positions='learnt': expected one of rope, .*did you mean 'learned'"),
         ({"rotary": "both", "positions": "none"},
-         "rotary='both': expected one of auto, interleaved, half, selective, a dict or None"),
+         "rotary='both': expected one of interleaved, half, selective, a dict, a Rotary, a module or None"),
         ({"positions": "shaw"}, "positions='shaw': adds a term to the n x m scores, .*attention='softmax'"),
-        ({"rotary": "half", "positions": "none"}, "rotary='half': expected positions='rope', not 'none'"),
+        ({"rotary": "half", "positions": "none"}, "rotary={'layout': 'half'}: expected positions='rope', not 'none'"),
         ({"positions": "learned", "max_length": 0}, "max_length=0"),
         ({"value_head_dim": 0}, "value_head_dim=0: expected at least 1"),
         ({"hidden_dim": -8}, "hidden_dim=-8: expected at least 1"),
         ({"decay": "fast"}, "decay='fast'"),
-        ({"short_conv": "silu"}, "short_conv='silu': expected 'auto', a number"),
+        ({"short_conv": "silu"}, "short_conv='silu': expected the number of taps"),
         ({"init": "xavier"}, "init='xavier': expected one of fan-in, gpt-2"),
         ({"rotary": {"name": "selected"}}, "rotary='selected': expected one of selective"),
         ({"positions": "sinusoidal", "embed_dim": 9, "num_heads": 3}, "dim=9"),
         *((SOFTMAX | options, message) for options, message in [
             ({"trapezoid": True}, "trapezoid=True: expected False with attention='softmax'"),
-            ({"decay": "retnet"}, "decay='retnet': expected None"),
-            ({"forget_gate": True}, "forget_gate=True: expected False"),
-            ({"write_gate": "tied"}, "write_gate='tied': expected None"),
-            ({"feature_map": "relu"}, r"feature_map='relu': expected 'elu\+1' with"),
+            ({"decay": "retnet"}, "decay={'name': 'retnet'}: expected None"),
+            ({"forget_gate": True}, "forget_gate={'longest': 4096.0}: expected None"),
+            ({"write_gate": "tied"}, "write_gate='tied': expected None without a forget_gate"),
+            ({"feature_map": "relu"}, r"feature_map={'name': 'relu'}: expected {'name': 'elu\+1'} with"),
             ({"normalize": False}, "normalize=False: expected True with attention"),
             ({"rotary": "selective"},
-             "rotary='selective': expected auto, interleaved, half, a dict without a name, or None"),
-            ({"rotary": {"name": "selective"}}, "rotary={'name': 'selective'}: expected auto"),
+             "rotary={'name': 'selective'}: expected interleaved, half, a dict without a name, or None"),
+            ({"rotary": {"name": "selective"}}, "rotary={'name': 'selective'}: expected interleaved"),
         ]),
     ],
 )  # fmt: skip
 def test_choices_that_do_not_fit_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LanguageModel(replace(TINY, **options))
+        LanguageModel(tiny(**options))
 
 
 def test_without_a_forget_gate_a_decay_is_the_default_beside_a_rotation() -> None:
     def decay(**options: Any) -> torch.Tensor | None:
-        return LanguageModel(replace(TINY, **options)).blocks[0].attention.decay
+        return LanguageModel(tiny(**options)).blocks[0].attention.decay
 
     assert decay(forget_gate=False).tolist() == [2**-1, 2 ** (-1 / 4096)]
     assert decay(forget_gate=False, rotary=None) is decay(forget_gate=False, positions="sinusoidal") is None
@@ -210,7 +215,7 @@ def test_state_memory_does_not_grow(model: LanguageModel) -> None:
     ids=",".join,
 )  # fmt: skip
 def test_save_and_load_round_trip(options: dict[str, Any], tmp_path: Path) -> None:
-    model, tokens = LanguageModel(replace(TINY, num_layers=1, **options)), torch.randint(256, (1, 20))
+    model, tokens = LanguageModel(tiny(num_layers=1, **options)), torch.randint(256, (1, 20))
     model.save(tmp_path / "model")
     loaded = LanguageModel.load(tmp_path / "model")
     assert loaded.config == model.config
@@ -218,7 +223,7 @@ def test_save_and_load_round_trip(options: dict[str, Any], tmp_path: Path) -> No
 
 
 def test_a_loaded_model_has_the_dtypes_that_were_saved(tmp_path: Path) -> None:
-    model = LanguageModel(replace(TINY, feature_map="favor+")).bfloat16()
+    model = LanguageModel(tiny(feature_map="favor+")).bfloat16()
     model.norm.double()
     model.save(tmp_path)
     loaded = LanguageModel.load(tmp_path)
@@ -230,9 +235,9 @@ def test_a_loaded_model_has_the_dtypes_that_were_saved(tmp_path: Path) -> None:
     [
         ("config.json", b'{"embed_dim": 64}', "differs from the one"),
         ("config.json", b'{"width": 64}', "unknown keys .'width'."),
-        ("config.json", b'{"gate": 1}', "gate=1, expected"),
-        ("config.json", b'{"forget_gate": 1}', "forget_gate=1, expected"),
-        ("config.json", b'{"short_conv": true}', "short_conv=True, expected"),
+        ("config.json", b'{"gate": 1}', "gate=1: expected"),
+        ("config.json", b'{"forget_gate": 1}', "forget_gate=1: expected"),
+        ("config.json", b'{"short_conv": true}', "short_conv=True: expected"),
         ("config.json", b"{", "config.json: "),
         ("config.json", b"[]", "got list, expected an object"),
         ("model.safetensors", b"\x80\x04.", "not a readable safetensors"),
@@ -267,7 +272,7 @@ def test_the_initial_weights_keep_the_size_of_what_passes_through_them(dim: int)
 
 
 def test_logits_share_the_embedding_and_models_of_mixers_alone_have_no_feed_forward_networks() -> None:
-    whole, mixers = (LanguageModel(replace(TINY, feed_forward=x)).state_dict() for x in (True, False))
+    whole, mixers = (LanguageModel(tiny(feed_forward=x)).state_dict() for x in (True, False))
     assert {name.split(".")[0] for name in whole} == {"embed", "blocks", "norm"}
     assert mixers.keys() == {name for name in whole if "feed_forward" not in name}
 
@@ -300,7 +305,7 @@ def test_states_that_are_not_asked_for_are_not_made(model: LanguageModel) -> Non
 def test_other_tokens_and_bounds_are_refused(options, tokens, bounds, message: str) -> None:
     packing = bounds if bounds is None else torch.tensor(bounds)
     with pytest.raises(TypeError if "float32" in message else ValueError, match=message):
-        LanguageModel(replace(TINY, **options))(torch.tensor(tokens), cu_seqlens=packing)
+        LanguageModel(tiny(**options))(torch.tensor(tokens), cu_seqlens=packing)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +320,7 @@ def test_other_tokens_and_bounds_are_refused(options, tokens, bounds, message: s
     ids=str,
 )
 def test_other_states_are_refused(options, bounds, message: str) -> None:
-    model, tokens = LanguageModel(replace(TINY, **options)), torch.zeros(2, 4).long()
+    model, tokens = LanguageModel(tiny(**options)), torch.zeros(2, 4).long()
     _, states = model(tokens)
     with pytest.raises(ValueError, match=f"state.*{message}"):
         model(tokens[:1], states, cu_seqlens=bounds if bounds is None else torch.tensor(bounds))

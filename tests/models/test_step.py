@@ -1,7 +1,7 @@
 """``DecodingStep`` against the model's own call, whose numbers the rest of the tests compare with the equation."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,12 @@ from linrope.layer.state import LayerState
 from linrope.models import DecodingStep, LanguageModel, LanguageModelConfig, generate, generation
 from linrope.models.language_model import States
 
-TINY = LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=4)
+
+def tiny(**options: Any) -> LanguageModelConfig:
+    return LanguageModelConfig(**({"embed_dim": 32, "num_layers": 2, "num_heads": 4} | options))
+
+
+TINY = tiny()
 CONV = {"taps": 3, "activation": None, "bias": False}
 OPTIONS = {
     "default": {},
@@ -44,7 +49,7 @@ pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.
 def make(**options: object) -> LanguageModel:
     """A model whose parameters all matter: none is zero or one, as many are at the start."""
     torch.manual_seed(0)
-    model = LanguageModel(replace(TINY, **options))
+    model = LanguageModel(tiny(**options))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)

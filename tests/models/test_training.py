@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -19,7 +20,12 @@ from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.training import Corpus, Trainer, TrainingConfig, checkpoints, latest_checkpoint
 from linrope.models.training.checkpoint import checkpoint_name
 
-TINY = LanguageModelConfig(embed_dim=32, num_layers=1, num_heads=2)
+
+def tiny(**options: Any) -> LanguageModelConfig:
+    return LanguageModelConfig(**({"embed_dim": 32, "num_layers": 1, "num_heads": 2} | options))
+
+
+TINY = tiny()
 SHORT = TrainingConfig(steps=12, batch_size=2, sequence_length=32, warmup_steps=2)
 
 
@@ -61,7 +67,7 @@ def test_training_learns(trainer: Trainer) -> None:
 )
 def test_a_resumed_run_ends_with_the_same_bits(cut: int, options: dict, text: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    trainer = Trainer(LanguageModel(replace(TINY, **options)), Corpus.load(text), SHORT)
+    trainer = Trainer(LanguageModel(tiny(**options)), Corpus.load(text), SHORT)
     losses = []
     for _ in range(12):
         if trainer.step == cut:
@@ -232,7 +238,7 @@ def test_a_gradient_that_is_not_finite_names_the_rows(trainer: Trainer) -> None:
 @pytest.mark.parametrize("options", [{}, {"attention": "softmax"}, {"positions": "sinusoidal"}], ids=str)
 def test_the_loss_is_that_of_each_part_of_a_document_alone(options: dict[str, str], corpus: Corpus) -> None:
     torch.manual_seed(0)
-    model = LanguageModel(replace(TINY, **options))
+    model = LanguageModel(tiny(**options))
     trainer = Trainer(model, corpus, replace(SHORT, batch_size=3, sequence_length=300))
     part, starts, losses = trainer.corpus.train, trainer.batch().starts.tolist(), []
     begins = set(part.starts.tolist())
@@ -269,7 +275,7 @@ def test_the_same_rows_cut_otherwise_give_the_same_gradients(options, change, co
     for changed in ({}, change):
         torch.manual_seed(0)
         config = replace(SHORT, **({"batch_size": 4, "sequence_length": 300} | changed), clip=1e9)
-        trainer = Trainer(LanguageModel(replace(TINY, **options)), corpus, config)
+        trainer = Trainer(LanguageModel(tiny(**options)), corpus, config)
         trainer.train_step()
         gradients.append([p.grad for p in trainer.model.parameters()])
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
@@ -313,7 +319,7 @@ def test_detached_pieces_have_the_same_loss_and_other_gradients(tmp_path: Path) 
 def test_what_the_trainer_cannot_do_is_refused(options, config, precision, message, corpus: Corpus) -> None:
     accelerator = None if precision == "no" else SimpleNamespace(mixed_precision=precision)
     with pytest.raises(ValueError, match=message):
-        Trainer(LanguageModel(replace(TINY, **options)), corpus, replace(SHORT, **config), accelerator)
+        Trainer(LanguageModel(tiny(**options)), corpus, replace(SHORT, **config), accelerator)
 
 
 def test_without_accelerate_its_extra_is_named(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 import math
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -7,7 +7,12 @@ import torch
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.training import Corpus, bits_by_position
 
-TINY = LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=2)
+
+def tiny(**options: Any) -> LanguageModelConfig:
+    return LanguageModelConfig(**({"embed_dim": 32, "num_layers": 2, "num_heads": 2} | options))
+
+
+TINY = tiny()
 
 
 @pytest.fixture
@@ -19,7 +24,7 @@ def corpus() -> Corpus:
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
 def test_pieces_give_what_whole_sequences_give(attention: str, corpus: Corpus) -> None:
     torch.manual_seed(0)
-    model = LanguageModel(replace(TINY, attention=attention)).double()
+    model = LanguageModel(tiny(attention=attention)).double()
     rows, text, length = bits_by_position(model, corpus.train, 100, piece=33, batch_size=2), corpus.train, 100
 
     losses, ends = [], [*text.starts[1:].tolist(), len(text)]

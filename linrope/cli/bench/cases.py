@@ -15,6 +15,7 @@ from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, linear_ro
 from linrope.cli.bench import checks
 from linrope.common.private_names import softmax_kernel
 from linrope.layer.choices import make_decay, make_map
+from linrope.layer.config import LayerConfig
 from linrope.layer.state import LayerState
 
 
@@ -45,12 +46,21 @@ class Case:
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             raise ValueError(f"--kv-heads={self.kv_heads}: expected a divisor of --heads={self.heads}")
         groups = self.kv_heads or self.heads
+        layer = LayerConfig(
+            self.heads * self.dim,
+            self.heads,
+            num_kv_heads=groups,
+            feature_map=self.feature_map,
+            decay=self.decay,
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             fmap = (
-                make_map(self.feature_map, self.dim, self.heads, groups).to(self.device).requires_grad_(False)
+                make_map(layer.feature_map, self.dim, self.heads, groups)
+                .to(self.device)
+                .requires_grad_(False)
             )
-        decay = None if self.decay is None else make_decay(self.decay, groups)[0].to(self.device)
+        decay = None if layer.decay is None else make_decay(layer.decay, groups)[0].to(self.device)
         return {
             "feature_map": fmap,
             "rotary": Rotary(fmap.feature_dim),

@@ -9,6 +9,7 @@ from linrope.cli.checks import check_at_least, check_folder, option_of
 from linrope.cli.console import console
 from linrope.cli.devices import HELP as DEVICE_HELP
 from linrope.cli.devices import pick_device
+from linrope.cli.layer_flags import check_flags, layer_flags
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -21,6 +22,7 @@ _READ = {
 }
 
 
+@layer_flags("feature_map", "decay", "backend")
 def bench(
     context: typer.Context,
     max_length: Annotated[int, typer.Option(help="Longest sequence, a power of two, at least 256.")] = 65536,
@@ -33,12 +35,9 @@ def bench(
         int | None, typer.Option(help="Key/value heads. Default: --heads.", show_default=False)
     ] = None,
     dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
-    feature_map: Annotated[str, typer.Option(help="Name of a feature map.")] = "elu+1",
-    decay: Annotated[str, typer.Option(help="Decay of the keys: none, spread, learned, retnet.")] = "none",
     gates: Annotated[
         bool, typer.Option("--gates", help="A forget gate for each token and key/value head.")
     ] = False,
-    backend: Annotated[str, typer.Option(help="auto, native, triton, eager, reference.")] = "auto",
     threads: Annotated[
         int,
         typer.Option(
@@ -82,6 +81,7 @@ def bench(
             show_default=False,
         ),
     ] = None,
+    **flags: Any,
 ) -> int:
     """Measure throughput and memory against softmax attention with RoPE, and against installed peers.
 
@@ -117,7 +117,6 @@ def bench(
     from linrope.cli.bench.cases import Case
     from linrope.cli.bench.run import measure
     from linrope.common.argument_checks import check_name
-    from linrope.layer.choices import DECAYS
     from linrope.versions import versions
 
     if transformers:
@@ -127,9 +126,11 @@ def bench(
         chosen = chosen if lengths else families.LENGTHS
         families.compare(transformers, chosen, rounds, budget, out, console)
         return 0
+    feature_map, backend = flags["feature_map"] or "elu+1", flags["backend"] or "auto"
+    decay = None if flags["decay"] in (None, "none") else flags["decay"]
     check_name("--dtype", dtype, DTYPES)
     check_name("--backend", backend, backends.NAMES)
-    check_name("--decay", decay, ("none", *DECAYS))
+    check_flags(flags)
     check_name("--feature-map", feature_map, feature_maps.NAMES)
     if backend != "auto" and (reason := versions()["backends"][backend]["reason"]) is not None:
         raise ValueError(f"--backend={backend}: cannot run here: {reason}")
@@ -144,7 +145,7 @@ def bench(
         getattr(torch, dtype),
         kv_heads,
         fmap,
-        None if decay == "none" else decay,
+        decay,
         gates,
         backend,
     )

@@ -1,9 +1,9 @@
 """The configuration of the Hugging Face models, and the attention layers that it describes."""
 
+import json
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
-from inspect import signature
 from typing import Any, get_args, get_origin
 
 import torch
@@ -13,15 +13,14 @@ from linrope.common.argument_checks import check_sizes
 from linrope.feature_maps.random_features import RandomFeatureMap
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.choices import partial_dim
-from linrope.models.defaults import ROTARY, VALUE_FACTOR, resolve_block, resolve_short_conv
+from linrope.layer.config import OPTIONS, PARTS, LayerConfig
 from linrope.models.huggingface.parallel import TP_PLAN
 from linrope.position_encodings import SoftmaxAttention
 from linrope.rotation.rotary import Rotary
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_LINEAR = ("num_value_heads", "rope_order", "normalize", "qk_bias", "trapezoid")
-# Options of LinearRoPEAttention and LanguageModelConfig that have other names here.
+# Options of LayerConfig and LanguageModelConfig that have other names here.
 _OTHER_NAMES = {
     "embed_dim": "hidden_size",
     "hidden_dim": "intermediate_size",
@@ -33,35 +32,30 @@ _OTHER_NAMES = {
     "bias": "attention_bias",
     "causal": "is_causal",
 }
+_LACKING = {"context_dim", "backend"}
+# Options of LayerConfig that have the same names here, besides head_dim.
+CHOICES = [name for name in OPTIONS if name not in {"head_dim", *_LACKING, *_OTHER_NAMES}]
 
 
 class LinRopeConfig(PreTrainedConfig):
     """The sizes and choices of the Hugging Face models of linear attention with RoPE.
 
-    Options and weights have Llama's names where Llama has them.
+    Options and weights have Llama's names where Llama has them. All options of ``linrope.layer.config.LayerConfig``
+    are keywords here too, except context_dim and backend: those that Llama has under Llama's names, rotary as
+    rope_parameters and selective_rope, and the others under their own. They change the block that ``LayerConfig.block``
+    describes, and ``config.layer`` is the LayerConfig that they make.
 
     Attributes:
         vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads: sizes.
         num_key_value_heads: a divisor of num_attention_heads; default num_attention_heads.
-        num_value_heads: a multiple of num_attention_heads, if several heads of values share a query and a key;
-            num_key_value_heads is then num_attention_heads.
         head_dim: the size of a query and a key; default hidden_size / num_attention_heads.
-        value_head_dim: default twice head_dim.
         rope_parameters: {"rope_theta": .., "rope_type": .., ..} as Hugging Face writes them. The layout is
             "half", as in Llama, and all features are rotated unless there is a partial_rotary_factor. Default: base
             10000 and, in causal models without selective_rope, a partial_rotary_factor of 1/4, rounded down to an even
             number of features, but at least 2; no such factor if none fits every layer.
         max_position_embeddings: the trained length, which some rope types require; generation may exceed it.
-        rope_order: "after" the feature map (RoFormer eq. 19) or "before" it.
-        feature_map: a name, or {"name": .., options}. The seed of a random map is drawn here and saved.
-        decay: None, "spread", "learned", "retnet", {"name": .., "longest": tokens}, or a number in (0, 1] for
-            each key/value head, as in LinearRoPEAttention.
-        forget_gate, write_gate, trapezoid, short_conv, qk_norm, qk_bias, out_norm, skip, gate: as in
-            LinearRoPEAttention. "auto" in decay, forget_gate, write_gate and short_conv: the block that
-            ``linrope.models.defaults`` describes.
         selective_rope: whether the input changes the speed of the rotation of rope_parameters; True, or the
             options rank, bound and per_head of LinearRoPEAttention's rotary="selective".
-        normalize: whether to divide by the normalizer; signed feature maps require False.
         layer_types: "linear_attention" or "full_attention" for each layer; default: all linear. Full
             attention is softmax with the RoPE of rope_parameters. It takes short_conv, qk_norm, out_norm, skip
             and gate, and ignores the other options of linear attention.
@@ -95,25 +89,10 @@ class LinRopeConfig(PreTrainedConfig):
     num_hidden_layers: int = 12
     num_attention_heads: int = 16
     num_key_value_heads: int | None = None
-    num_value_heads: int | None = None
     head_dim: int | None = None
-    value_head_dim: int | None = None
     max_position_embeddings: int = 4096
     rope_parameters: dict[str, Any] | None = None
-    rope_order: str = "after"
-    feature_map: str | dict[str, Any] = "elu+1"
-    decay: str | list[float] | dict[str, Any] | None = "auto"
-    forget_gate: bool | str | dict[str, Any] = "auto"
-    write_gate: str | None = "auto"
-    trapezoid: bool = False
     selective_rope: bool | dict[str, Any] = False
-    short_conv: int | str | dict[str, Any] | None = "auto"
-    qk_norm: bool = False
-    qk_bias: bool = False
-    normalize: bool = True
-    out_norm: bool | str | dict[str, Any] = True
-    skip: str | None = "after"
-    gate: bool | str = True
     layer_types: list[str] | None = None
     plain_full_attention: bool = False
     is_causal: bool = True
@@ -137,6 +116,27 @@ class LinRopeConfig(PreTrainedConfig):
         except (AttributeError, TypeError) as error:  # from a wrong type inside a list or dict
             raise ValueError(f"config: got a value of the wrong type: {error}") from error
 
+    @property
+    def layer(self) -> LayerConfig:
+        """The options of the linear attention."""
+        assert self.rope_parameters is not None
+        rotary = dict(self.rope_parameters)
+        if rotary["rope_type"] in ("default", "linear", "dynamic"):  # they ignore it, but configs have it
+            rotary.pop("original_max_position_embeddings", None)
+        rotary["max_position_embeddings"] = self.max_position_embeddings
+        if self.selective_rope is not False:
+            rotary |= {"name": "selective"} | ({} if self.selective_rope is True else self.selective_rope)
+        return LayerConfig.block(
+            self.hidden_size,
+            self.num_attention_heads,
+            num_kv_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            rotary=rotary,
+            causal=self.is_causal,
+            bias=self.attention_bias,
+            **{name: vars(self)[name] for name in CHOICES if name in vars(self)},
+        )
+
     def _complete(self, **kwargs: Any) -> None:
         check_sizes(**{name: getattr(self, name) for name in _SIZES})
         if self.num_key_value_heads is None:
@@ -149,6 +149,7 @@ class LinRopeConfig(PreTrainedConfig):
         chooses_rotation = self.rope_parameters is not None or "rope_scaling" in kwargs
         super().__post_init__(**kwargs)
         _check_unknown(kwargs)
+        json.dumps({name: vars(self)[name] for name in CHOICES if name in vars(self)})  # raises for objects
         if len(self.layer_types) != self.num_hidden_layers or not set(self.layer_types) <= set(LAYER_TYPES):
             raise ValueError(
                 f"layer_types={self.layer_types}: expected num_hidden_layers={self.num_hidden_layers} "
@@ -164,21 +165,20 @@ class LinRopeConfig(PreTrainedConfig):
             self.rope_parameters = {**(self.rope_parameters or {}), **_partial(layers)}
         modules = [module for layer in layers for module in layer.modules()]
         if maps := [module for module in modules if isinstance(module, RandomFeatureMap)]:
-            options = {"name": self.feature_map} if isinstance(self.feature_map, str) else self.feature_map
-            self.feature_map = {**options, "seed": maps[0].seed}
+            self.feature_map = {**self.layer.to_dict()["feature_map"], "seed": maps[0].seed}
 
 
 def _partial(layers: Sequence[LinearRoPEAttention | SoftmaxAttention]) -> dict[str, float]:
-    """ROTARY of models.defaults, as a share that gives every layer an even number of rotated features."""
+    """A quarter of the features, or the share near it that gives every layer an even number of rotated features."""
     sizes = [x.feature_map.feature_dim if isinstance(x, LinearRoPEAttention) else x.head_dim for x in layers]
     size = min(sizes)
-    share = partial_dim(size, ROTARY["partial_rotary_factor"]) / size
+    share = partial_dim(size, 1 / 4) / size
     return {"partial_rotary_factor": share} if all(int(x * share) % 2 == 0 for x in sizes) else {}
 
 
 def _in_own_names(message: str) -> str:
     """The message of an attention layer, with the names that its options have here."""
-    names = _OTHER_NAMES.keys() & signature(LinearRoPEAttention).parameters.keys()
+    names = _OTHER_NAMES.keys() & {"embed_dim", "num_heads", *OPTIONS}
     return re.sub(rf"\b({'|'.join(names)})\b(?=[:=])", lambda match: _OTHER_NAMES[match[0]], message)
 
 
@@ -196,9 +196,9 @@ def _check_unknown(options: dict[str, Any]) -> None:
 
     transformers keeps unknown ones, because tools add options of their own to configs.
     """
-    known = list(LinRopeConfig.__annotations__)
-    for name in options:
-        if name in signature(LinearRoPEAttention).parameters and name not in _OTHER_NAMES:
+    known = [*LinRopeConfig.__annotations__, *CHOICES]
+    for name in options.keys() - set(CHOICES):
+        if name in _LACKING:
             raise ValueError(
                 f"config: got {name!r}, an option of LinearRoPEAttention that LinRopeConfig lacks"
             )
@@ -209,58 +209,21 @@ def _check_unknown(options: dict[str, Any]) -> None:
 
 def make_attention(config: LinRopeConfig, layer_type: str) -> LinearRoPEAttention | SoftmaxAttention:
     """The attention of a layer of the given type."""
-    block = resolve_block(
-        decay=config.decay,
-        forget_gate=config.forget_gate,
-        write_gate=config.write_gate,
-        short_conv=config.short_conv,
-        rotated=True,
-        causal=config.is_causal,
-    )
-    if block["decay"] is not None and not config.is_causal:
-        raise ValueError(f"decay={config.decay}: expected None with is_causal=False")
-    assert config.rope_parameters is not None
-    head_dim = config.head_dim
-    if head_dim is None:
-        head_dim = config.hidden_size // config.num_attention_heads
-    shared: dict[str, Any] = {
-        "num_kv_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "value_head_dim": VALUE_FACTOR * head_dim if config.value_head_dim is None else config.value_head_dim,
-        "qk_norm": config.qk_norm,
-        "out_norm": config.out_norm,
-        "skip": config.skip,
-        "gate": config.gate,
-        "causal": config.is_causal,
-        "bias": config.attention_bias,
+    layer = config.layer
+    if layer_type == "linear_attention":
+        return LinearRoPEAttention(layer)
+    assert isinstance(layer.rotary, dict)
+    options = {
+        key: value for key, value in layer.rotary.items() if key not in ("name", "rank", "bound", "per_head")
     }
-    length: dict[str, Any] = {"max_position_embeddings": config.max_position_embeddings}
-    rope = dict(config.rope_parameters)
-    if rope["rope_type"] in ("default", "linear", "dynamic"):  # they ignore it, but configs have it
-        rope.pop("original_max_position_embeddings", None)
-    if layer_type == "full_attention":
-        rotary = Rotary.from_config(rope, head_dim=head_dim, **length)
-        if rotary.axes is not None:
-            raise ValueError("rope_parameters: got mrope_section, expected none with full_attention layers")
-        shared |= {
-            "positions": rotary,
-            "short_conv": resolve_short_conv(config.short_conv, config.is_causal),
-        }
-        if config.plain_full_attention:
-            shared |= {"short_conv": None, "qk_norm": False, "out_norm": False, "skip": None, "gate": False}
-        return SoftmaxAttention(config.hidden_size, config.num_attention_heads, **shared)
-    selective: dict[str, Any] = {}
-    if config.selective_rope is not False:
-        selective = {"name": "selective"} | ({} if config.selective_rope is True else config.selective_rope)
-    return LinearRoPEAttention(
-        config.hidden_size,
-        config.num_attention_heads,
-        feature_map=config.feature_map,
-        rotary={**rope, **length, **selective},
-        **{name: getattr(config, name) for name in _LINEAR},
-        **block,
-        **shared,
-    )
+    length = options.pop("max_position_embeddings")
+    rotary = Rotary.from_config(options, head_dim=layer.key_dim, max_position_embeddings=length)
+    if rotary.axes is not None:
+        raise ValueError("rope_parameters: got mrope_section, expected none with full_attention layers")
+    shared = layer.shared()
+    if config.plain_full_attention:
+        shared = {name: option for name, option in shared.items() if name not in PARTS}
+    return SoftmaxAttention(layer.embed_dim, layer.num_heads, positions=rotary, **shared)
 
 
 def _layer_types(layers: int, interval: int | None) -> list[str]:

@@ -19,16 +19,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linrope.common.argument_checks import check_sizes
-from linrope.models.huggingface.configuration import LinRopeConfig
+from linrope.layer.config import LayerConfig
+from linrope.models.huggingface.configuration import CHOICES, LinRopeConfig
 from linrope.models.huggingface.modeling import LinRopeForCausalLM
 from linrope.models.training.optional import need
 
 FAMILIES = ("llama", "mistral", "qwen2")  # model types that differ from Llama only in their biases
 FINETUNING = ("lora", "full")
 _PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
-# Modules and parameters that a softmax model does not have.
-_NEW = {"feature_map", "g_proj", "out_norm", "decay_logit", "forget_gate", "angle_steps", "short_conv"}
-_NEW |= {"write_gate", "skip", "q_norm", "k_norm", "q_bias", "k_bias", "trapezoid"}
 _SAME = (
     "vocab_size",
     "hidden_size",
@@ -77,9 +75,8 @@ def convert(
         feature_map: as in LinRopeConfig.
         rope_order: "before" as in the softmax model, or "after" the feature map (RoFormer eq. 19).
         keep_softmax: indices of the layers that keep softmax attention. They stay as they are: no option adds to them.
-        options: other options of LinRopeConfig: decay, forget_gate, write_gate, selective_rope, short_conv,
-            qk_norm, out_norm, skip, gate and normalize. All but normalize are off by default here, because the
-            softmax model has none of them and gates would start with random weights.
+        options: other options of LinRopeConfig. Here they default to those of a plain LinearRoPEAttention and not to
+            the block of the models, because the softmax model has no gates, which would start with random weights.
 
     Raises:
         TypeError: model is not a causal language model of transformers.
@@ -97,21 +94,16 @@ def convert(
     layers = model.config.num_hidden_layers
     if wrong := [index for index in keep_softmax if not 0 <= index < layers]:
         raise ValueError(f"keep_softmax: got {wrong}, expected indices 0 .. {layers - 1}")
-    new: dict[str, Any] = {
+    plain = LayerConfig(1, 1).to_dict()  # all that the block of the models adds is off
+    new: dict[str, Any] = {name: plain[name] for name in CHOICES if name != "value_head_dim"}
+    new |= {
         "feature_map": feature_map,
         "rope_order": rope_order,
-        "decay": None,
-        "forget_gate": False,
-        "write_gate": None,
-        "short_conv": None,
-        "skip": None,
         "layer_types": [
             "full_attention" if index in keep_softmax else "linear_attention" for index in range(layers)
         ],
         "plain_full_attention": True,
         "attention_bias": any(name.endswith("q_proj.bias") for name in weights),
-        "out_norm": False,
-        "gate": False,
     }
     same: dict[str, Any] = {name: getattr(model.config, name, None) for name in _SAME}
     head_dim = same["head_dim"] or model.config.hidden_size // model.config.num_attention_heads
@@ -304,7 +296,9 @@ def _convertible_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _is_new(name: str) -> bool:
-    return not _NEW.isdisjoint(name.split("."))
+    """Whether a softmax model has no such parameter: one of the attention that is no projection."""
+    parts = name.split(".")
+    return "self_attn" in parts and parts[parts.index("self_attn") + 1] not in _PROJECTIONS
 
 
 def _train(

@@ -78,7 +78,7 @@ def test_a_quarter_of_the_features_turns_unless_the_rotation_is_chosen(options, 
         ({"feature_map": "silu"}, r"its features are signed; expected normalize=False"),
         ({"decay": [0.5, 2.0]}, r"decay: got \[0.5, 2.0\], expected 2 numbers in \(0, 1\]"),
         ({"is_causal": False, "forget_gate": True}, r"^forget_gate: got is_causal=False, expected is_causal=True"),
-        ({"decay": "retnet", "is_causal": False}, r"decay=retnet: expected None with is_causal=False"),
+        ({"decay": "retnet", "is_causal": False}, r"decay: got is_causal=False, expected is_causal=True"),
         ({"rope_order": "never"}, r"rope_order='never': expected one of after, before"),
         ({"rope_parameters": {"rope_type": "yarm"}}, r"rope_type='yarm': expected one of .*did you mean"),
         ({"rope_parameters": {"rope_theta": -1.0}}, r"rope_theta=-1.0: expected a positive"),
@@ -117,7 +117,7 @@ def test_options_of_other_tools_are_kept() -> None:
 def test_causality_and_head_must_fit() -> None:
     with pytest.raises(ValueError, match=r"is_causal=False: expected True in a causal language model"):
         causal_lm(is_causal=False)
-    with pytest.raises(ValueError, match=r"decay=retnet: expected None with is_causal=False"):
+    with pytest.raises(ValueError, match=r"decay: got causal=False, expected causal=True"):
         LinRopeForMaskedLM(config(decay="retnet"))
     given = config()
     assert not LinRopeForMaskedLM(given).config.is_causal

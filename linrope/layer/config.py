@@ -1,0 +1,376 @@
+"""The options of the attention layers: LayerConfig declares each of them, with its type, its meaning and its default.
+
+Nothing here imports PyTorch at once: the commands make their flags of these fields, and --help would wait for it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from linrope.common.argument_checks import check_bools, check_integers, check_name, check_sizes
+from linrope.layer.options import (
+    DECAYS,
+    ORDERS,
+    ROTATIONS,
+    DecayOptions,
+    ForgetGateOptions,
+    OutNormOptions,
+    ShortConvOptions,
+    as_json,
+    gate_order,
+    map_options,
+    rotary_options,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from linrope.feature_maps import FeatureMap
+    from linrope.rotation.rotary import Rotary
+
+WRITE_GATES = ("tied", "independent")
+ROPE_ORDERS = ("after", "before")
+Order = Literal["before", "after"]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """The options of a LinearRoPEAttention, checked, each in one form.
+
+    Options may be given in short: ``short_conv=4`` becomes ``ShortConvOptions(taps=4)``, ``gate=True`` becomes
+    ``gate="after"``, and equal layers have equal configs. The layer checks what depends on the size of its feature map.
+
+    Args:
+        embed_dim: size of x and y.
+        num_heads: h.
+        num_kv_heads: g, a divisor of h. Default: h.
+        num_value_heads: a multiple of h, if values, decay and gates have more heads than queries and keys, which are
+            then shared (as in Mamba-2; num_kv_heads must be h or None). g below and the layer's attribute
+            num_state_heads then count the value heads. backend="native" shares queries and keys without copies.
+        context_dim: the size of a context's vectors, if they differ from x's in size. Such a layer is for
+            cross-attention alone. Default: embed_dim.
+        head_dim: d, the size of a query and a key. Default: embed_dim / num_heads.
+        value_head_dim: e, the size of a value. Default: head_dim.
+        feature_map: the feature map. A name, {"name": .., options of feature_maps.make}, or a FeatureMap. A learned map
+            that the layer makes itself has separate weights for each head.
+        rotary: the rotation of the features. One of
+            "interleaved" or "half": a Rotary with this layout;
+            "selective": x speeds the rotation up or slows it down (``linrope.layer.selective.SelectiveSteps``);
+            a Rotary for the map's feature_dim, or None;
+            a dict with the arguments of Rotary, or of Rotary.axial if it has the key "axes". In place of rotary_dim it
+            may have "partial_rotary_factor", the share of the features to rotate, rounded down to an even number, but
+            at least 2;
+            a dict with Hugging Face's rope_parameters, if it has the key "rope_theta" or "rope_type" (layout is then
+            "half" by default);
+            {"name": "selective", "rank": 16, "bound": "multiply" or "add", "per_head": True}, to which the keys of the
+            dicts above may be added;
+            a module that computes angle_steps (b, n, g or 1, pairs) from x. If it has an attribute ``rotary``, that
+            rotation applies too.
+        causal: as in linear_rope_attention.
+        normalize: whether to divide by the normalizer. See out_norm.
+        decay: how keys decay per position, in causal attention only. One of
+            None: no decay;
+            a number in (0, 1] for each head of values;
+            "spread": half-lives from 1 to 4096 tokens, in geometric steps over the key/value heads;
+            "learned": one learned number per head, which starts as in "spread";
+            {"name": "spread" or "learned", "longest": tokens}, where longest replaces 4096;
+            "retnet": 1 - 2^(-5 - i) for head i (arXiv 2307.08621): half-lives of 22, 44, 88 .. tokens.
+        forget_gate: whether a decay is computed from x, besides a fixed one. True, or {"longest": 4096}. The
+            half-lives start as in decay="spread" (``linrope.layer.selective.ForgetGate``). Causal self-attention
+            only.
+        write_gate: how much of a token's value enters the sums. The factor w per token and key/value head is with
+            "tied" 1 - f with the forget gate f = e^a, so that what is forgotten makes room for what is written; with
+            "independent" sigmoid(W_w x + b_w), which starts at the same values. Both require a forget_gate.
+        trapezoid: whether each token also writes the key and value before it, as in Mamba-3. S_t = f_t (S_(t-1) +
+            (1 - l_t) w_t k_(t-1) v_(t-1)^T) + l_t w_t k_t v_t^T with l = sigmoid(W_l x + b_l)
+            (``linrope.layer.trapezoid``). It requires normalize=False, or an out_norm that replaces the normalizer.
+            Causal self-attention only, without a shard.
+        short_conv: the number of taps, usually 4, of a causal convolution on queries, keys and values before the map.
+            Or the options of ``linrope.layer.short_convolution``: {"taps": 4, "activation": "silu", "bias": True,
+            "start": "uniform"}. Models that have to recall earlier tokens need it. Causal self-attention only.
+        qk_norm: RMS norm of each head's query and key before the map, with learned weights.
+        qk_bias: a learned vector per head, which starts at 1, added to the normed queries and keys. It requires
+            qk_norm.
+        out_norm: RMS norm of the output, with a learned weight. True or "head" (each head alone), "all" (all heads
+            together), or {"over": "head" or "all", "eps": ..}; eps is 1e-6, or 1e-12 where the norm replaces the
+            normalizer. A norm per head cancels the normalizer, a single number per token and
+            head, so the layer leaves the normalizer out even if normalize=True. It keeps the normalizer for maps that
+            return a log_scale, for float16, whose numerator alone may overflow, and with skip="before".
+        skip: where to add D v, relative to the norm. v is the token's value without w, and D is a learned number per
+            head of the output, which starts at 1.
+        gate: whether to multiply by silu(W_g x). "after" the norm (also True), "before" it as in Mamba-2, or False.
+        bias: whether the projections have a bias.
+        rope_order: whether to rotate after the feature map (RoFormer eq. 19) or before it. With "before" the rotation
+            has the size of the heads.
+        backend: "auto", "native", "triton", "eager" or "reference", as in linear_rope_attention.
+
+    Raises:
+        TypeError: a size is not an integer, a switch is not a bool, or feature_map is of another type.
+        ValueError: one size is not a multiple of another as required, a name is unknown, or two options do not fit
+            together, such as a decay and causal=False.
+
+    >>> from linrope.layer.config import LayerConfig
+    >>> config = LayerConfig(256, 4, forget_gate=True, short_conv=4)
+    >>> config.short_conv
+    ShortConvOptions(taps=4, activation=None, bias=False, start='identity')
+    >>> LayerConfig(**config.to_dict()) == config
+    True
+    """
+
+    # metadata: what the commands' flag for the option takes: one of these names, any name, a number, or no value.
+    embed_dim: int
+    num_heads: int
+    _: KW_ONLY
+    num_kv_heads: int | None = None
+    num_value_heads: int | None = None
+    context_dim: int | None = None
+    head_dim: int | None = None
+    value_head_dim: int | None = None
+    feature_map: dict[str, Any] | FeatureMap = field(default="elu+1", metadata={"flag": str})  # type: ignore[assignment]
+    rotary: dict[str, Any] | Rotary | nn.Module | None = field(
+        default="interleaved", metadata={"flag": ROTATIONS}
+    )  # type: ignore[assignment]
+    causal: bool = True
+    normalize: bool = True
+    decay: DecayOptions | tuple[float, ...] | None = field(default=None, metadata={"flag": DECAYS})
+    forget_gate: ForgetGateOptions | None = field(default=None, metadata={"flag": bool})
+    write_gate: Literal["tied", "independent"] | None = field(default=None, metadata={"flag": WRITE_GATES})
+    trapezoid: bool = field(default=False, metadata={"flag": bool})
+    short_conv: ShortConvOptions | None = field(default=None, metadata={"flag": int})
+    qk_norm: bool = field(default=False, metadata={"flag": bool})
+    qk_bias: bool = field(default=False, metadata={"flag": bool})
+    out_norm: OutNormOptions | None = field(default=None, metadata={"flag": bool})
+    skip: Order | None = field(default=None, metadata={"flag": ORDERS})
+    gate: Order | None = field(default=None, metadata={"flag": bool})
+    bias: bool = False
+    rope_order: Literal["after", "before"] = "after"
+    backend: str = field(default="auto", metadata={"flag": str})
+
+    def __post_init__(self) -> None:
+        self._check_sizes()
+        switches = ("causal", "normalize", "trapezoid", "qk_norm", "qk_bias", "bias")
+        check_bools(**{name: getattr(self, name) for name in switches})
+        forms: dict[str, Any] = {
+            "feature_map": map_options(self.feature_map),
+            "rotary": rotary_options(self.rotary),
+            "decay": DecayOptions.of(self.decay, self.num_state_heads),
+            "forget_gate": ForgetGateOptions.of(self.forget_gate),
+            "short_conv": ShortConvOptions.of(self.short_conv),
+            "out_norm": OutNormOptions.of(self.out_norm),
+            "gate": gate_order(self.gate),
+        }
+        for name, form in forms.items():
+            object.__setattr__(self, name, form)
+        if self.skip is not None:
+            check_name("skip", self.skip, ORDERS, also="None")
+        if self.write_gate is not None:
+            check_name("write_gate", self.write_gate, WRITE_GATES, also="None")
+        check_name("rope_order", self.rope_order, ROPE_ORDERS)
+        self._check_together()
+
+    def _check_sizes(self) -> None:
+        check_sizes(embed_dim=self.embed_dim, num_heads=self.num_heads, context_dim=self.context_dim)
+        check_integers(
+            num_kv_heads=self.num_kv_heads,
+            num_value_heads=self.num_value_heads,
+            head_dim=self.head_dim,
+            value_head_dim=self.value_head_dim,
+        )
+        h, g = self.num_heads, self.groups
+        if g < 1 or h % g:
+            raise ValueError(f"num_kv_heads={g}: expected a divisor of num_heads={h}")
+        if self.head_dim is None and self.embed_dim % h:
+            raise ValueError(f"embed_dim={self.embed_dim}: expected a multiple of num_heads={h}")
+        if self.key_dim < 1 or self.value_dim < 1:
+            raise ValueError(f"head_dim={self.key_dim}, value_head_dim={self.value_dim}: expected at least 1")
+        if (value_heads := self.num_value_heads) is None:
+            return
+        if g != h:
+            raise ValueError(
+                f"num_value_heads={value_heads}: expected None, as num_kv_heads={g} differs from num_heads={h}"
+            )
+        if value_heads < 1 or value_heads % h:
+            raise ValueError(f"num_value_heads={value_heads}: expected a multiple of num_heads={h}")
+
+    def _check_together(self) -> None:
+        """Raises ValueError if options do not fit together."""
+        if self.qk_bias and not self.qk_norm:
+            raise ValueError("qk_bias=True: expected qk_norm=True with it")
+        if self.write_gate is not None and self.forget_gate is None:
+            raise ValueError(f"write_gate={self.write_gate!r}: expected None without a forget_gate")
+        if self.context_dim not in (None, self.embed_dim) and (options := self.options_of_one_sequence):
+            raise ValueError(
+                f"context_dim={self.context_dim}: got {options[0]}, for which key t and query t must be the same "
+                f"token; expected None or embed_dim={self.embed_dim}"
+            )
+        if not self.causal:
+            for name in ("forget_gate", "short_conv", "trapezoid"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{name}: got causal=False, expected causal=True, because it runs forward in time"
+                    )
+            if self.decay is not None:
+                raise ValueError(
+                    "decay: got causal=False, expected causal=True: keys decay towards later queries"
+                )
+        if self.rope_order == "before" and self.has_selective_steps:
+            raise ValueError(
+                "rope_order='before': got selective steps, which rotate features; expected 'after'"
+            )
+        if self.rope_order == "before" and self.trapezoid:
+            raise ValueError("trapezoid=True: got rope_order='before', expected 'after'")
+
+    @property
+    def groups(self) -> int:
+        """g, the heads of keys."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def key_dim(self) -> int:
+        """d, the size of a query and a key."""
+        return self.embed_dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """e, the size of a value."""
+        return self.key_dim if self.value_head_dim is None else self.value_head_dim
+
+    @property
+    def num_state_heads(self) -> int:
+        """The heads of values, decay, gates and state."""
+        return self.groups if self.num_value_heads is None else self.num_value_heads
+
+    @property
+    def has_selective_steps(self) -> bool:
+        """Whether a module computes angle_steps from x."""
+        if self.rotary is None or isinstance(self.rotary, dict):
+            return self.rotary is not None and "name" in self.rotary
+        from linrope.rotation.rotary import Rotary
+
+        return not isinstance(self.rotary, Rotary)
+
+    @property
+    def options_of_one_sequence(self) -> list[str]:
+        """The chosen options for which key t and query t are the same token."""
+        chosen = {
+            "forget_gate": self.forget_gate is not None,
+            "rotary='selective'": self.has_selective_steps,
+            "short_conv": self.short_conv is not None,
+            "trapezoid": self.trapezoid,
+        }
+        return [name for name, is_chosen in chosen.items() if is_chosen]
+
+    @classmethod
+    def block(cls, embed_dim: int, num_heads: int, **changes: Any) -> LayerConfig:
+        """The attention of this library's models, with these changes.
+
+        Values are twice as wide as keys, a quarter of the features is rotated, and there are an output norm, a skip and
+        a gate. A causal block also has a convolution and a forget gate with a tied write gate. It has no forget gate
+        if changes set the decay, and decay="spread" if they turn the gate off and do not set the decay.
+        docs/evidence.md says what each part is worth.
+
+        >>> from linrope.layer.config import LayerConfig
+        >>> LayerConfig.block(256, 8).write_gate, LayerConfig.block(256, 8, forget_gate=False).decay
+        ('tied', DecayOptions(name='spread', longest=4096.0))
+        """
+        check_sizes(embed_dim=embed_dim, num_heads=num_heads)
+        rotary = {"partial_rotary_factor": 1 / 4}
+        options = {"rotary": rotary, "out_norm": True, "skip": "after", "gate": True} | changes
+        if options.get("value_head_dim") is None:
+            options["value_head_dim"] = 2 * (options.get("head_dim") or embed_dim // num_heads)
+        if options.get("causal", True):
+            conv = ShortConvOptions(taps=4, activation="silu", bias=True, start="uniform")
+            options = {"short_conv": conv, "forget_gate": "decay" not in changes} | options
+            gated = options["forget_gate"] not in (False, None)
+            fixed = "spread" if not gated and options["rotary"] is not None else None
+            options = {"write_gate": "tied" if gated else None, "decay": fixed} | options
+        return cls(embed_dim, num_heads, **options)
+
+    def with_longest(self, tokens: float) -> LayerConfig:
+        """The same layer, with half-lives that start at up to so many tokens."""
+        longest: dict[str, Any] = {}
+        for name in ("decay", "forget_gate"):
+            if getattr(getattr(self, name), "longest", None) is not None:
+                longest[name] = replace(getattr(self, name), longest=tokens)
+        return replace(self, **longest)
+
+    def shared(self) -> dict[str, Any]:
+        """The options that softmax attention has too."""
+        return {name: getattr(self, name) for name in SHARED}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as JSON types, from which ``LayerConfig(**values)`` makes an equal config.
+
+        Raises:
+            ValueError: an option is an object, such as a module.
+        """
+        return {each.name: as_json(each.name, getattr(self, each.name)) for each in fields(self)}
+
+
+# What stands around the attention; SHARED: all that softmax attention has too.
+PARTS = ("short_conv", "qk_norm", "out_norm", "skip", "gate")
+SHARED = ("num_kv_heads", "head_dim", "value_head_dim", "causal", "bias", *PARTS)
+OPTIONS = {each.name: each for each in fields(LayerConfig) if each.name not in ("embed_dim", "num_heads")}
+
+
+def layer_config(
+    embed_dim: int | LayerConfig,
+    num_heads: int | None,
+    options: Mapping[str, Any],
+    layer: str = "LinearRoPEAttention",
+) -> LayerConfig:
+    """The config that a layer's constructor is given, or that it makes of its other arguments."""
+    if isinstance(embed_dim, LayerConfig):
+        if num_heads is not None or options:
+            raise TypeError(
+                f"{layer}: got further arguments with a LayerConfig, expected none; dataclasses.replace changes it"
+            )
+        return embed_dim
+    check_keywords(layer, options)
+    if num_heads is None:
+        raise TypeError(f"{layer}: got no num_heads, expected an integer")
+    return LayerConfig(embed_dim, num_heads, **options)
+
+
+def check_keywords(layer: str, keywords: Mapping[str, object], known: Sequence[str] = tuple(OPTIONS)) -> None:
+    """Raises TypeError for a keyword that is no option of the layer."""
+    for name in keywords:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"got the keyword {name!r}, expected those of {layer}{hint}")
+
+
+def shows_options(*names: str) -> Callable[[Function], Function]:
+    """Lists these options in the signature of a constructor, in place of its ``**options``."""
+
+    def show(constructor: Function) -> Function:
+        signature = inspect.signature(constructor)
+        options = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=OPTIONS[name].default)
+            for name in names
+        ]
+        own = [x for x in signature.parameters.values() if x.kind is not inspect.Parameter.VAR_KEYWORD]
+        constructor.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+        return constructor
+
+    return show
+
+
+def meaning(name: str) -> str:
+    """The first sentence of an option's description above.
+
+    >>> from linrope.layer.config import meaning
+    >>> meaning("qk_norm")
+    "RMS norm of each head's query and key before the map, with learned weights."
+    """
+    text = inspect.cleandoc(LayerConfig.__doc__ or "")
+    entry = re.search(rf"^    {name}: (.*?)(?=^    \w+: |^\S|\Z)", text, re.M | re.S)
+    sentence = "" if entry is None else " ".join(entry[1].split())
+    return re.split(r"(?<=[^.]\.) ", sentence)[0]

@@ -1,0 +1,235 @@
+"""The options of LayerConfig that have options of their own, and the short forms in which they may be given.
+
+Like config.py, nothing here imports PyTorch at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from linrope.common.argument_checks import check_bools, check_keys, check_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DECAYS = ("spread", "learned", "retnet")
+ROTATIONS = ("interleaved", "half", "selective")
+SPANS = ("head", "all")  # of an output norm
+ORDERS = ("before", "after")  # where a skip or a gate acts: before or after the norm
+STARTS = ("identity", "uniform")
+ACTIVATIONS = ("silu",)
+MOST_TAPS = 2**16
+LONGEST = 4096.0  # default half-life of the slowest head, in tokens
+
+
+@dataclass(frozen=True)
+class ForgetGateOptions:
+    """The options of ``linrope.layer.selective.ForgetGate``.
+
+    Args:
+        longest: half-life of the slowest head at the start, in tokens.
+    """
+
+    longest: float = LONGEST
+
+    def __post_init__(self) -> None:
+        check_longest(self.longest)
+
+    @classmethod
+    def of(cls, given: object) -> ForgetGateOptions | None:
+        """From True, False, None or a dict."""
+        if given is None or isinstance(given, ForgetGateOptions):
+            return given
+        if isinstance(given, bool):
+            return cls() if given else None
+        if not isinstance(given, Mapping) or set(given) - {"longest"}:
+            raise ValueError(f"forget_gate={given!r}: expected True, False, or a dict with 'longest'")
+        return cls(**given)
+
+
+@dataclass(frozen=True)
+class DecayOptions:
+    """A decay by name, fixed or learned.
+
+    Args:
+        name: "spread", "learned" or "retnet".
+        longest: half-life of the slowest head, in tokens; "retnet" has none. Default: 4096.
+    """
+
+    name: str
+    longest: float | None = None
+
+    def __post_init__(self) -> None:
+        check_name("decay", self.name, DECAYS, also="numbers, or None")
+        if self.name == "retnet":
+            if self.longest is not None:
+                raise ValueError("decay: got ['longest'] with name='retnet', expected nothing")
+            return
+        if self.longest is None:
+            object.__setattr__(self, "longest", LONGEST)
+        check_longest(self.longest)
+
+    @classmethod
+    def of(cls, given: Any, heads: int) -> DecayOptions | tuple[float, ...] | None:
+        """From a name, a dict, None, or a number for each of the heads, which become a tuple."""
+        if given is None or isinstance(given, DecayOptions):
+            return given
+        if isinstance(given, str):
+            given = {"name": given}
+        if not isinstance(given, Mapping):
+            return _factors(given, heads)
+        if "name" not in given:
+            raise ValueError(f"decay: got the keys {sorted(given)}, expected the key 'name'")
+        if unknown := sorted(set(given) - {"name", "longest"}):
+            raise ValueError(f"decay: got {unknown} with name={given['name']!r}, expected ['longest']")
+        return cls(**given)
+
+
+def _factors(given: Tensor | Sequence[float], heads: int) -> tuple[float, ...]:
+    values: Any = given.tolist() if hasattr(given, "tolist") else given
+    try:
+        factors = tuple(float(x) for x in values)
+        fits = len(factors) == heads and all(0 < x <= 1 for x in factors)
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise ValueError(f"decay: got {values}, expected {heads} numbers in (0, 1]")
+    return factors
+
+
+@dataclass(frozen=True)
+class ShortConvOptions:
+    """The options of ``linrope.layer.short_convolution.ShortConvolution``, which explains them."""
+
+    taps: int = 4
+    activation: str | None = None
+    bias: bool = False
+    start: str = "identity"
+
+    def __post_init__(self) -> None:
+        if not _is_number_of_taps(self.taps):
+            raise ValueError(f"taps={self.taps!r}: expected an integer, 2 .. {MOST_TAPS}")
+        if self.activation is not None:
+            check_name("activation", self.activation, ACTIVATIONS, also="None")
+        check_name("start", self.start, STARTS)
+        check_bools(bias=self.bias)
+
+    @classmethod
+    def of(cls, given: object) -> ShortConvOptions | None:
+        """From the number of taps, a dict, or None."""
+        if given is None or isinstance(given, ShortConvOptions):
+            return given
+        options: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"taps": given}
+        check_keys("short_conv", options, [each.name for each in fields(cls)])
+        if "taps" in options and not _is_number_of_taps(taps := options["taps"]):
+            raise ValueError(f"short_conv={taps!r}: expected the number of taps, 2 .. {MOST_TAPS}, or None")
+        return cls(**options)
+
+
+def _is_number_of_taps(taps: object) -> bool:
+    return isinstance(taps, int) and not isinstance(taps, bool) and 2 <= taps <= MOST_TAPS
+
+
+@dataclass(frozen=True)
+class OutNormOptions:
+    """The RMS norm of the output.
+
+    Args:
+        over: "head" (each head alone) or "all" (all heads together).
+        eps: added to the mean square. Default: 1e-6, or 1e-12 where the norm replaces the normalizer.
+    """
+
+    over: str = "head"
+    eps: float | None = None
+
+    def __post_init__(self) -> None:
+        check_name("out_norm", self.over, SPANS, also="a dict, True or False")
+        if self.eps is None:
+            return
+        if isinstance(self.eps, bool) or not isinstance(self.eps, int | float) or not 0 < self.eps < math.inf:
+            raise ValueError(f"out_norm: got eps={self.eps!r}, expected a positive finite number")
+
+    @classmethod
+    def of(cls, given: object) -> OutNormOptions | None:
+        """From True, False, None, "head", "all" or a dict."""
+        if given is None or isinstance(given, OutNormOptions):
+            return given
+        if isinstance(given, bool):
+            return cls() if given else None
+        options: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"over": given}
+        check_keys("out_norm", options, [each.name for each in fields(cls)])
+        return cls(**options)
+
+
+def gate_order(given: object) -> Any:
+    """ "after" or "before" the norm, or None without a gate; True: "after"."""
+    if given is None or isinstance(given, bool):
+        return "after" if given else None
+    check_name("gate", given, ORDERS, also="True or False")
+    return given
+
+
+def map_options(given: object) -> Any:
+    """A dict of a map's name and options, or a FeatureMap."""
+    if isinstance(given, str):
+        return {"name": given}
+    if isinstance(given, Mapping):
+        if "name" not in given:
+            raise ValueError(f"feature_map={dict(given)}: expected the key 'name'")
+        return dict(given)
+    from linrope.feature_maps import FeatureMap
+
+    if not isinstance(given, FeatureMap):
+        raise TypeError(
+            f"feature_map: got {type(given).__name__}, expected a name, a dict with the key 'name', or a FeatureMap"
+        )
+    return given
+
+
+def rotary_options(given: object) -> Any:
+    """A dict of a rotation's options, a Rotary, a module or None."""
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        options = dict(given)
+        if "name" in options:
+            check_name("rotary", options["name"], ("selective",))
+            if not isinstance(per_head := options.get("per_head", True), bool):
+                raise TypeError(f"rotary: got per_head={per_head!r}, expected True or False")
+        return options
+    if isinstance(given, str) and given in ROTATIONS:
+        return {"name": given} if given == "selective" else {"layout": given}
+    from torch import nn
+
+    from linrope.rotation.rotary import Rotary
+
+    if not isinstance(given, Rotary | nn.Module):
+        check_name("rotary", given, ROTATIONS, also="a dict, a Rotary, a module or None")
+    return given
+
+
+def check_longest(longest: object) -> None:
+    """Raises ValueError unless longest is a half-life in tokens."""
+    if isinstance(longest, bool) or not isinstance(longest, int | float) or not 1 <= longest < math.inf:
+        raise ValueError(f"longest={longest!r}: expected a finite number of tokens, at least 1")
+
+
+def as_json(name: str, option: Any) -> Any:
+    """An option of LayerConfig as JSON types.
+
+    Raises:
+        ValueError: it is an object, such as a module.
+    """
+    if isinstance(option, ForgetGateOptions | DecayOptions | ShortConvOptions | OutNormOptions):
+        values = {each.name: getattr(option, each.name) for each in fields(option)}
+        return {key: value for key, value in values.items() if value is not None}
+    if isinstance(option, tuple | dict):
+        return list(option) if isinstance(option, tuple) else dict(option)
+    if option is not None and not isinstance(option, bool | int | float | str):
+        raise ValueError(
+            f"{name}: got a {type(option).__name__}, which JSON cannot hold; expected a name or a dict"
+        )
+    return option
