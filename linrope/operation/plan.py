@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, fields
 from operator import attrgetter
 
+import torch
 from torch import Tensor
 
 from linrope import backends
@@ -44,13 +45,13 @@ class Plan:
 
 def plan_of(call: Call) -> Plan:
     """The plan of this call. Raises TypeError or ValueError if its settings and shapes do not fit."""
-    key = _key(call)
+    key = None if torch.compiler.is_compiling() else _key(call)
     try:
         plan = None if key is None else _plans.get(key)
     except TypeError:  # an argument that cannot be looked up, and that is of no type that a call takes
         key, plan = None, None
     if plan is None:
-        plan = _make(call)
+        plan = _make(call, traced=key is None)
         if key is None:
             return plan
         if len(_plans) >= _MOST_PLANS:
@@ -99,8 +100,11 @@ def _key(call: Call) -> Hashable | None:
     return settings, types, facts, shapes, last
 
 
-def _make(call: Call) -> Plan:
-    """Checks the settings and shapes of a call, and resolves its map and its rotation."""
+def _make(call: Call, traced: bool) -> Plan:
+    """Checks the settings and shapes of a call, and resolves its map and its rotation.
+
+    traced: the call may be recorded, as an operator. The kernel of a step is none.
+    """
     fmap = checks.check_settings(call)
     state, rotary, device = call.state, call.rotary, call.k.device
     identity = None
@@ -123,7 +127,8 @@ def _make(call: Call) -> Plan:
         warning=head_first.warning(call),
     )
     is_step = (
-        elementwise is not None
+        not traced
+        and elementwise is not None
         and state is not None
         and call.q is not None
         and call.k.shape[1] == 1

@@ -36,7 +36,7 @@ def tokens(n: int, m: int, dtype: torch.dtype) -> list[torch.Tensor]:
 def operator_arguments(
     n: int = 70, m: int | None = None, *, dtype=torch.float64, causal=True, state=False, mask=False,
     rotary=True, layout="interleaved", positions=False, save=True, decay=False, steps=False, packed=False,
-    want_state=True, state_only=False, write=False, backend="eager",
+    return_state=True, state_only=False, write=False, backend="eager",
 ) -> tuple:  # fmt: skip
     m = n if m is None else m
     q, k, v = tokens(n, m, dtype)
@@ -59,7 +59,7 @@ def operator_arguments(
         positions=torch.arange(b * n).view(b, n) if positions else torch.tensor([[3]]),
         key_positions=None if m == n else torch.tensor([[0]]), key_mask=numbers(b, m) > 0 if mask else None,
         cu_seqlens=torch.tensor([0, 5, 5, n]) if packed else None, layout=layout, feature_map="elu+1",
-        causal=causal, want_state=want_state,
+        causal=causal, return_state=return_state,
     )  # fmt: skip
     sums = None if kv is None or z is None else Sums(kv, z, angle)
     return *flatten(backend, call, sums), save
@@ -73,7 +73,7 @@ CONFIGURATIONS = {
     "no rotary": {"rotary": False},
     "decay": {"decay": True, "state": True},
     "decay, steps": {"decay": True, "steps": True, "state": True},
-    "steps alone, no state wanted": {"steps": True, "rotary": False, "want_state": False},
+    "steps alone, no state wanted": {"steps": True, "rotary": False, "return_state": False},
     "packed": {"packed": True, "state": True, "decay": True},
     "state only": {"state_only": True, "decay": True},
     "float32": {"dtype": torch.float32, "state": True},
@@ -89,7 +89,7 @@ CONFIGURATIONS = {
 IN_FLOAT32 = {  # of the compiled kernels, which share the operator
     "packed": {"packed": True, "state": True, "decay": True},
     "causal, inference, mask": {"save": False, "mask": True},
-    "no rotary, no state": {"rotary": False, "want_state": False},
+    "no rotary, no state": {"rotary": False, "return_state": False},
     "cross": {"causal": False, "m": 5, "state": True},
     "bidirectional": {"causal": False, "state": True},
 }
