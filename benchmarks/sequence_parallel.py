@@ -1,20 +1,12 @@
-"""The cost of sequences in shards: measured between processes, and calculated for many GPUs.
+"""The cost of sequences in shards, calculated for many GPUs: the table of docs/distributed.md.
 
-    torchrun --nproc-per-node 2 benchmarks/sequence_parallel.py    measures here, with gloo on CPUs
-    python benchmarks/sequence_parallel.py                         prints the table of docs/distributed.md
+    python benchmarks/sequence_parallel.py
 
-It measures the bytes that a process sends, which must equal the calculation and not grow with the sequence,
-and the time of a shard in a group relative to the same shard alone.
+``linrope bench --distributed`` measures on CPUs, and checks the bytes that a process sends.
 """
 
-import json
-import os
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-
-from linrope.cli.bench import scaling
 from linrope.cli.bench.scaling import state_bytes
 
 
@@ -90,16 +82,5 @@ def print_calculation() -> None:
                 print(f"  {name:44} {x:12,.3f}" if x < 1e4 else f"  {name:44} {x:12,.0f}")
 
 
-def measure() -> None:
-    """Measures two lengths. Both must send the same number of bytes."""
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    for tokens in (4096, 65536):
-        result = scaling.measure(tokens, heads=8, dim=64)
-        if dist.get_rank() == 0:
-            print(json.dumps(result, indent=1))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    measure() if "RANK" in os.environ else print_calculation()
+    print_calculation()
