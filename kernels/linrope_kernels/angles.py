@@ -1,7 +1,20 @@
-"""Angles Theta, exact at any position: 64-bit integers that wrap around at one full turn."""
+"""Angles Theta, exact at any position, and tables of their cos and sin.
 
+An angle is a 64-bit integer number of 2^-64 turns, which wraps around at one full turn.
+"""
+
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from linrope_kernels.memory import strides_of
+from linrope_kernels.tiles import power_of_two_from_16, precision
+
+Tables = tuple[Tensor | None, Tensor | None]  # cos and sin for queries, and for keys if their angles differ
+Phases = tuple[Tensor, Tensor | None]  # (1 or b, n, 1 or g, P): angles of queries and, if they differ, keys
 
 
 @triton.jit
@@ -75,3 +88,41 @@ def table_fwd_kernel(
     else:
         tl.store(TABLE + pairs[None, :], cos.to(TABLE.dtype.element_ty), mask=inside)
         tl.store(TABLE + P + pairs[None, :], sin.to(TABLE.dtype.element_ty), mask=inside)
+
+
+def new_table(call: Any, positions: Tensor, phases: Tensor | None, n: int) -> Tensor:
+    """An empty table of cos and sin (1 or b, 1 or g, n, 2 P).
+
+    It is float16 for bfloat16 inputs: half of float32's bytes, and more precise than bfloat16.
+    """
+    if phases is None:
+        rows, heads = positions.shape[0], call.theta_turns.shape[1]
+    else:
+        rows, heads = phases.shape[0], phases.shape[2]
+    dtype = torch.float16 if precision(call.v) == "bf16" else torch.float32
+    return positions.new_empty(rows, heads, n, 2 * call.pairs, dtype=dtype)
+
+
+def make_table(call: Any, positions: Tensor, phases: Tensor | None, n: int) -> Tensor | None:
+    """The table for the angles ``phases`` or, if these are None, for theta and positions."""
+    if not call.pairs:
+        return None
+    table, positions = new_table(call, positions, phases, n), positions.contiguous()
+    theta = call.theta_turns if phases is None else None
+    (rows, heads, _, _), axes, chunk = table.shape, 1 if theta is None else theta.shape[0], 32
+    programs = rows * heads * -(-n // chunk)
+    if programs:
+        table_fwd_kernel[(programs,)](
+            theta, positions, strides_of(positions, 1)[0], phases, strides_of(phases, 4), table, n, heads,
+            P=call.pairs, AXES=axes, CONSECUTIVE=positions.ndim == 2 and positions.shape[1] == 1,
+            INTERLEAVED=call.layout == "interleaved", C=chunk, W=power_of_two_from_16(call.pairs),
+        )  # fmt: skip
+    return table
+
+
+def make_tables(call: Any, phases: Phases | None) -> Tables:
+    """The tables of cos and sin for the queries and, if their positions differ, the keys."""
+    n, m = (call.k if call.q is None else call.q).shape[1], call.k.shape[1]
+    of_queries, of_keys = phases or (None, None)
+    keys = None if call.key_positions is None else make_table(call, call.key_positions, of_keys, m)
+    return make_table(call, call.positions, of_queries, n), keys

@@ -19,6 +19,8 @@ Divide features or sums by den, never dout: dout then goes from the async copy s
 split their output: dq and dk by feature pairs (W per program), dv by values (BE per program).
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -65,6 +67,13 @@ from linrope_kernels.pieces import (
 )
 
 
+class Terms(NamedTuple):
+    """A float32 number per token and head, from which gradients are summed; None: not wanted."""
+
+    log: Any  # (b, n, heads, pair blocks): <phi, dphi> or <psi, dpsi>
+    angles: Any  # (b, n, heads, P): <J phi, R^T dphi^> or <J psi, R^T dpsi^>
+
+
 @triton.jit
 def weighed(scores, decay, not_future, end, DOT: tl.constexpr, OF_KEYS: tl.constexpr):
     """A chunk's scores as an operand: times e^(D_i - D_j), and 0 where the key lies in the query's future.
@@ -86,7 +95,7 @@ def dq_kernel(
     dout,  # Rows (b, n, h, e)
     DEN, DELTA,  # (b, h, n) float32
     dq,  # Rows (b, n, h, f)
-    terms,  # (b, n, h, pair blocks), (b, n, h, P) float32: <phi, dphi>, <J phi, R^T dphi^>; None: not wanted
+    terms,  # Terms of the queries
     n, h, group, segments, length, eps,
     F: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
     MAP: tl.constexpr, INTERLEAVED: tl.constexpr, ADD: tl.constexpr,
@@ -142,8 +151,8 @@ def dq_kernel(
         dphi = rotate_back(dphi, rotation, P)
         x = load_features(q, queries, w0, PAIRS)
         phi, token = feature_map(x, MAP), (batch * n + rows) * h + bh % h
-        if terms[1] is not None:
-            store_angle_gradients(terms[1], angle_gradients(phi, dphi), token, inside, w0, P)
+        if terms.angles is not None:
+            store_angle_gradients(terms.angles, angle_gradients(phi, dphi), token, inside, w0, P)
         if NORMALIZE:
             if BLOCKS == 1:
                 delta = -sum_of_products(phi, dphi, 1)
@@ -157,8 +166,8 @@ def dq_kernel(
                 dphi = dot(weighed(d_den_scores, decay, not_future, end, DOT, False), psi, dphi, DOT)
             else:
                 dphi += delta[:, None] * z.to(tl.float32)[None, :]
-        if terms[0] is not None:
-            tl.store(terms[0] + token * BLOCKS + block, sum_of_products(phi, dphi, 1), mask=inside)
+        if terms.log is not None:
+            tl.store(terms.log + token * BLOCKS + block, sum_of_products(phi, dphi, 1), mask=inside)
         store_features(dq, dphi * slope(x, MAP), queries, w0, PAIRS)
 
 
@@ -186,7 +195,7 @@ def dk_kernel(
     after,  # T (b g, s, f, e), dz (b g, s, f): the state's gradient after each segment; None: 0
     dout, DEN, DELTA,
     dk,  # Rows (b, m, g, f)
-    terms,  # (b, m, g, pair blocks), (b, m, g, P): <psi, dpsi>, <J psi, R^T dpsi^>
+    terms,  # Terms of the keys
     d_start,  # (b g, f, e), (b g, f): the gradient of the first state; None: not wanted
     m, g, group, segments, length, eps,
     F: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
@@ -247,13 +256,13 @@ def dk_kernel(
                 t = dot(tl.trans(operand(d_outputs, DOT)), phi_to_start, t, DOT)
         dpsi = rotate_back(dpsi, key_rotation, P)
         psi, token = feature_map(x, MAP), (batch * m + rows) * g + kv_head
-        if terms[1] is not None:
+        if terms.angles is not None:
             d_angles = tl.where(visible.inside[:, None], angle_gradients(psi, dpsi), 0.0)
-            store_angle_gradients(terms[1], d_angles, token, inside, w0, P)
+            store_angle_gradients(terms.angles, d_angles, token, inside, w0, P)
         dpsi += dpsi_den
-        if terms[0] is not None:
+        if terms.log is not None:
             psi_dpsi = tl.where(visible.inside, sum_of_products(psi, dpsi, 1), 0.0)
-            tl.store(terms[0] + token * BLOCKS + block, psi_dpsi, mask=inside)
+            tl.store(terms.log + token * BLOCKS + block, psi_dpsi, mask=inside)
         dpsi = tl.where(visible.inside[:, None], dpsi * slope(x, MAP), 0.0)
         store_features(dk, dpsi, keys, w0, PAIRS)
 

@@ -12,10 +12,28 @@ Axis letters are linrope's, except that s counts segments; the variable s is a t
 heads of a batch, bg all key/value heads.
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from linrope_kernels.angles import Phases, make_tables, new_table
 from linrope_kernels.decay import chunk_decay, decay_state, decay_tile
+from linrope_kernels.launch import (
+    NO_STATE,
+    State,
+    cut,
+    launch,
+    most_segments,
+    new_like,
+    new_state,
+    new_states,
+    scans_states,
+    tile_of,
+    tokens_of,
+)
 from linrope_kernels.memory import (
     Chunk,
     Pairs,
@@ -28,6 +46,7 @@ from linrope_kernels.memory import (
     mask_features,
     places_of,
     program_of,
+    rows_of,
     seen,
     segment_span,
     store_state,
@@ -45,6 +64,7 @@ from linrope_kernels.pieces import (
     sum_of_products,
     through_registers,
 )
+from linrope_kernels.transition import segment_states
 
 
 @triton.jit
@@ -137,3 +157,91 @@ def scan_fwd_kernel(
         store_state(end, bg, s, f, e, F, E)
         if block == 0:
             store_z(end, bg, z, f, F)
+
+
+def reads_out(call: Any) -> bool:
+    """True if the backward pass reads out, because no program has all feature pairs."""
+    if call.q is None:
+        return False
+    return bool(call.normalize) and tile_of(call, "dq").pairs < (call.k.shape[3] + 1) // 2
+
+
+def saved_segments(call: Any) -> int:
+    """States per sequence and head that the forward pass saves; independent of n, which may be symbolic."""
+    most = most_segments(call)
+    return 0 if most == 1 or not call.causal or call.cu_seqlens is not None else most
+
+
+def new_tables(call: Any) -> list[Tensor]:
+    """Empty tables of cos and sin, as the forward pass saves them; it saves none if angles come from data."""
+    if call.angle_steps is not None or not call.pairs or call.q is None:
+        return []
+    sides = [(call.positions, call.q)]
+    if call.key_positions is not None:
+        sides.append((call.key_positions, call.k))
+    return [new_table(call, positions, None, x.shape[1]) for positions, x in sides]
+
+
+def new_sums(call: Any) -> list[Tensor]:
+    """Empty den (b, h, n) and, unless it is cheap to recompute, a state, which the forward pass saves.
+
+    A bidirectional call saves the state of all keys; a causal one with few heads saves the states before its
+    segments. Short sequences have fewer segments and leave some of these states unwritten.
+    """
+    if call.q is None:
+        return []
+    b, n, h, _ = call.q.shape
+    saved = [call.q.new_empty(b, h, n, dtype=torch.float32)] if call.normalize else []
+    if not call.causal:
+        return [*saved, *new_state(call, None)]
+    most = saved_segments(call)
+    return [*saved, *new_states(call, most)] if most else saved
+
+
+def empty_saved(call: Any) -> list[Tensor]:
+    """Empty tensors for all that the forward pass saves."""
+    return [*new_tables(call), *new_sums(call)]
+
+
+def unpack_sums(call: Any, saved: list[Tensor]) -> tuple[Tensor | None, State | None]:
+    """Splits the tensors of new_sums into den and the state or states."""
+    den, *states = saved if call.normalize else (None, *saved)
+    return den, (states[0], states[1]) if states else None  # type: ignore[return-value]
+
+
+def attend_fwd(
+    call: Any, phases: Phases | None, start: State | None, save: bool
+) -> tuple[Tensor | None, State | None, list[Tensor]]:
+    """out (b, n, h, e), the last state if wanted, and if ``save`` the tensors that empty_saved describes.
+
+    phases: the angles if they come from data.
+    """
+    table, key_table = make_tables(call, phases)
+    key_angles = table if key_table is None else key_table
+    end, key_segments = new_state(call, start) if call.return_state else None, cut(call, call.k.shape[1])
+    if call.q is None:
+        segment_states(call, key_segments, key_angles, start, None, end)
+        return None, end, []
+    saved = new_sums(call) if save else []
+    den, states = unpack_sums(call, saved) if save else (None, None)
+    b, n, h, _ = call.q.shape
+    segments = key_segments if n == call.k.shape[1] else cut(call, n)
+    states_before = start
+    if not call.causal:
+        states_before, key_table = states or end or new_state(call, None), None
+        segment_states(call, key_segments, key_angles, start, None, states_before)
+        if end is not None and end is not states_before:
+            end = end[0].copy_(states_before[0]), end[1].copy_(states_before[1])
+    elif scans_states(segments):
+        states_before = states or new_states(call, segments.number)
+        segment_states(call, segments, key_angles, start, states_before, end)
+    out = new_like(call.v, segments, b, n, h, call.v.shape[3])
+    launch(
+        call, scan_fwd_kernel, "scan_fwd", b * h * segments.number,
+        rows_of(call.q), rows_of(call.k), rows_of(call.v), tokens_of(call, table, key_table, segments),
+        states_before or NO_STATE, rows_of(out), den, end or NO_STATE,
+        n, h, call.group, segments.number, segments.length, call.eps, CAUSAL=call.causal,
+    )  # fmt: skip
+    if save and phases is None and table is not None:
+        saved = [table, *([] if key_angles is None or key_angles is table else [key_angles]), *saved]
+    return out, end, saved

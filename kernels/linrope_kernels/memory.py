@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from linrope_kernels.pieces import members, side_by_side
 
@@ -15,12 +16,28 @@ class Rows(NamedTuple):
     strides: Any
 
 
+def strides_of(x: Tensor | None, axes: int) -> tuple[int, ...]:
+    """x's strides, 0 along axes of length 1, which broadcast."""
+    if x is None:
+        return (0,) * axes
+    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride()))
+
+
+def rows_of(x: Tensor | None) -> Rows:
+    return Rows(x, (0,) * 4 if x is None else x.stride())
+
+
+def broadcast_rows(x: Tensor | None, axes: int) -> Rows:
+    """Rows whose axes of length 1 broadcast; the strides of the first ``axes`` only."""
+    return Rows(x, strides_of(x, axes)[:axes])
+
+
 class Tokens(NamedTuple):
     """What a call says of its tokens beside q, k and v."""
 
     mask: Any  # (b, m) bool: the keys that queries may see; None: all
-    table: Any  # (1 or b, 1 or g, n, 2 P) with the first two strides: cos and sin of the queries' angles
-    key_table: Any  # the same for keys; None: table is for the keys too
+    table: Rows  # (1 or b, 1 or g, n, 2 P), with its first two strides: cos and sin of the queries' angles
+    key_table: Rows | None  # the same for keys; None: table is for the keys too
     log: Rows  # (b or 1, m, g or 1) float32 or float64: log decay; None: no decay
     spans: Any  # (s, 3) int32: each segment's first token, last + 1, packed sequence; None: not packed
 

@@ -177,10 +177,3 @@ def carry_z(psi, z, first_row, decay):
         z_before = z_before * decay.from_start
         z = decay_state(z, decay.over_chunk) + sum_of_products(psi, decay.to_end, 0).to(tl.float64)
     return psi + tl.where(first_row[:, None], z_before, 0.0), z
-
-
-@triton.jit
-def silu_and_slope(x):
-    """silu(x) = x sigmoid(x), and its slope. exp2 is a single instruction, as in exp_up_to_0."""
-    s = 1 / (1 + tl.exp2(x * -1.4426950408889634))  # 1 / log 2
-    return x * s, s + x * s * (1 - s)

@@ -11,11 +11,14 @@ class Segments(NamedTuple):
     length: int
     spans: Tensor | None  # packed: (number, 3) int32, first token, last token + 1, packed sequence
     first_spans: Tensor | None  # packed: (sequences + 1,) int32, the first segment of each packed sequence
+    bounds: Tensor | None  # packed: (sequences + 1,) int64, the first token of each sequence, and the end
 
 
-def cut_packed(cu_seqlens: Tensor, n: int, length: int) -> Segments:
-    """Segments of at most ``length`` tokens; none reaches across the end of a packed sequence."""
-    bounds = rising_bounds(cu_seqlens, n)
+def cut_packed(bounds: Tensor, n: int, length: int) -> Segments:
+    """Segments of at most ``length`` tokens; none reaches across the end of a packed sequence.
+
+    bounds: they rise within 0 .. n.
+    """
     counts = (bounds.diff() + length - 1) // length
     first_spans = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
     number = n // length + len(counts)  # the host does not know the lengths; surplus segments stay empty
@@ -25,7 +28,7 @@ def cut_packed(cu_seqlens: Tensor, n: int, length: int) -> Segments:
     end = torch.minimum(first + length, bounds[owner + 1])
     used = index < first_spans[-1]
     spans = torch.stack((torch.where(used, first, 0), torch.where(used, end, 0), owner), 1)
-    return Segments(number, length, spans.int(), first_spans.int())
+    return Segments(number, length, spans.int(), first_spans.int(), bounds)
 
 
 class RunningSums:
@@ -77,11 +80,6 @@ def sums_between(x: Tensor, segments: Segments, low: Tensor, high: Tensor) -> Te
     fraction = (tokens - first) / (end - first)
     running = low[:, owner] + sums.between(first, slice(n)) + fraction[:, None] * missing
     return torch.where(inside[:, None], running, 0)
-
-
-def rising_bounds(cu_seqlens: Tensor, n: int) -> Tensor:
-    """cu_seqlens clamped to 0 .. n and made to rise. Checking it instead would take a host-device sync."""
-    return cu_seqlens.long().clamp(0, n).cummax(0).values
 
 
 def _owner(bounds: Tensor, x: Tensor) -> Tensor:

@@ -1,21 +1,28 @@
 """Decoding: one token of every sequence in one launch, which reads and writes the state once."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from linrope_kernels.angles import cos_sin, load_theta
+from linrope_kernels.angles import Phases, cos_sin, load_theta
 from linrope_kernels.decay import decay_state, state_factor
+from linrope_kernels.launch import NO_STATE, State, launch, tile_of
 from linrope_kernels.memory import (
     Chunk,
     Pairs,
+    broadcast_rows,
     feature_offsets,
     load_features,
     load_state,
     load_values,
     load_z,
     mask_features,
+    rows_of,
     store_state,
     store_z,
+    strides_of,
 )
 from linrope_kernels.pieces import divisor, feature_map, rotate, sum_of_products
 
@@ -100,3 +107,33 @@ def step_fwd_kernel(
             tl.store(OUT, num.to(OUT.dtype.element_ty), mask=e < E)
     if end[0] is not None and part == 0:
         store_z(end, state_index, z, f, F)
+
+
+def step_fwd(
+    call: Any, phases: Phases | None, start: State | None, end: State | None, slots: Tensor | None
+) -> Tensor:
+    """out of one token of every sequence. end may be start, which is then updated in place.
+
+    phases: the angles if they come from data. slots (b,): start and end are pools of states, and sequence i has row
+    slots[i].
+    """
+    b, g, e = call.k.shape[0], call.k.shape[2], call.v.shape[3]
+    # In place a single program handles a sequence and head: each program reads z, and one overwrites it.
+    in_place = start is not None and end is not None and start[1] is end[1]
+    name = "step_in_place" if in_place else "step_fwd"
+    parts = 1 if in_place else -(-e // tile_of(call, name).values)
+    theta = call.theta_turns if phases is None else None
+    axes, heads = (1, 1) if theta is None else theta.shape[:2]
+    key_positions = call.positions if call.key_positions is None else call.key_positions
+    places = [(x, strides_of(x, 1)[0]) for x in (call.positions.contiguous(), key_positions.contiguous())]
+    of_queries, of_keys = phases or (None, None)
+    of_keys = of_queries if of_keys is None else of_keys
+    mask = None if call.key_mask is None else call.key_mask.contiguous()
+    out: Tensor = call.v.new_empty(*call.q.shape[:3], e)
+    launch(
+        call, step_fwd_kernel, name, b * g * parts,
+        rows_of(call.q), rows_of(call.k), rows_of(call.v), mask, (theta, heads), *places,
+        broadcast_rows(of_queries, 4), broadcast_rows(of_keys, 4), broadcast_rows(call.log_decay, 3), slots,
+        start or NO_STATE, end or NO_STATE, rows_of(out), g, call.group, parts, call.eps, AXES=axes,
+    )  # fmt: skip
+    return out

@@ -5,6 +5,9 @@ The tiles were chosen by what the compilers make of them (kernels/README.md), no
 
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 
 class Tile(NamedTuple):
     chunk: int  # C: tokens per iteration of the main loop
@@ -85,6 +88,17 @@ TABLE["bf16 from registers"] = TABLE["bf16"] | {
     ("dk", 128): Tile(32, 32, UNSPLIT, 4, 2),
     ("dv", 128): Tile(32, UNSPLIT, 64, 4, 2),
 }
+
+
+def precision(v: Tensor) -> str:
+    """The precision of matrix products with v: "bf16", "tf32" or "ieee".
+
+    float16 is multiplied in tf32: the precision is the same, and sums of features cannot overflow.
+    """
+    if v.dtype == torch.bfloat16:
+        return "bf16"
+    exact = v.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    return "ieee" if exact else "tf32"
 
 
 def table_of(dot: str, capability: int) -> dict[tuple[str, int], Tile]:

@@ -1,13 +1,19 @@
 """What a segment of tokens does to a state: S -> e^a S + S_segment and z -> e^a z + z_segment.
 
 ``states_kernel`` computes S_segment, z_segment and a, the segment's log decay; ``prefix_kernel`` applies them in order.
-REVERSE: the same for the state's gradient, from the last segment to the first, T -> e^a T + T_segment.
+REVERSE: the same for the state's gradient, from the last segment to the first, T -> e^a T + T_segment. If the gradient
+comes from the last state alone, T_segment is 0 and e^a of all later segments is one factor (``decay_after``).
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from linrope_kernels.decay import decay_state, exponent, load_decay, power, state_factor
+from linrope_kernels.launch import NO_STATE, State, launch, new_states, scans_states, tokens_of
 from linrope_kernels.memory import (
     Chunk,
     Pairs,
@@ -17,12 +23,16 @@ from linrope_kernels.memory import (
     load_values,
     mask_features,
     program_of,
+    rows_of,
     seen,
     segment_span,
     store_state,
     store_z,
 )
 from linrope_kernels.pieces import divisor, dot, feature_map, operand, rotate, rounded_products
+from linrope_kernels.segments import RunningSums, Segments
+
+PREFIX_BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["m", "g", "segments", "length"])
@@ -133,3 +143,62 @@ def prefix_kernel(
     if end[0] is not None:
         tl.store(end[0] + bg * F * E + elements, s, mask=inside)
         tl.store(end[1] + bg * F + f, z.to(end[1].dtype.element_ty), mask=has_z)
+
+
+def segment_states(
+    call: Any, segments: Segments, table: Tensor | None, start: State | None, states: State | None,
+    end: State | None, backward: tuple[Tensor, Tensor | None, Tensor | None] | None = None,
+) -> None:  # fmt: skip
+    """Computes the state before each segment (backward: its gradient after each segment) and the last state.
+
+    start: the first state, or None. states, end: where the results go, or None if not wanted. backward: dout,
+    den and delta.
+    """
+    x, (y, den, delta) = (call.k, (call.v, None, None)) if backward is None else (call.q, backward)
+    tokens = tokens_of(call, table, None, segments)
+    if backward is not None:
+        tokens = tokens._replace(mask=None)
+    length, g = x.shape[1], call.k.shape[2]
+    # A single segment with no state before it: its own state is the last one, and needs no prefix.
+    single = states is None and start is None and not scans_states(segments)
+    states = (end if single else states) or new_states(call, segments.number)
+    totals = None
+    if tokens.log.pointer is not None:
+        rows = states[0].shape[0] * (g if single else 1)
+        totals = states[0].new_empty(rows, segments.number, dtype=torch.float64)
+    launch(
+        call, states_kernel, "states", call.k.shape[0] * g * segments.number,
+        rows_of(x), rows_of(y), tokens, den, delta, states, totals,
+        length, g, call.group, segments.number, segments.length, call.eps, REVERSE=backward is not None,
+    )  # fmt: skip
+    f, e = call.k.shape[3], call.v.shape[3]
+    if not single and call.sequences * g:
+        prefix_kernel[(call.sequences * g * -(-f * e // PREFIX_BLOCK),)](
+            totals, segments.first_spans, states, start or NO_STATE, end or NO_STATE,
+            g, segments.number, F=f, E=e, REVERSE=backward is not None, BLOCK=PREFIX_BLOCK,
+        )  # fmt: skip
+
+
+def decay_after(call: Any, segments: Segments) -> tuple[Tensor, Tensor]:
+    """e^L from each segment's end to its sequence's end, (b, segments, g), and over whole sequences, (b, g).
+
+    For packed sequences (1, segments, g) and (sequences, g).
+    """
+    b, m, g, _ = call.k.shape
+    if call.log_decay is None:
+        one = call.k.new_ones((), dtype=torch.float64)
+        return one.expand(b, segments.number, g), one.expand(call.sequences, g)
+    log = call.log_decay.double().expand(b, m, g)
+    sums = RunningSums(log, packed=segments.spans is not None)
+    if segments.spans is None or segments.bounds is None:
+        ends = (torch.arange(1, segments.number + 1, device=log.device) * segments.length).clamp(max=m)
+        return (sums.sums[:, -1:] - sums.sums[:, ends]).exp(), sums.sums[:, -1].exp()
+    bounds, ends, owner = segments.bounds, segments.spans[:, 1].long(), segments.spans[:, 2].long()
+    return sums.between(ends, bounds[owner + 1]).exp(), sums.between(bounds[:-1], bounds[1:])[0].exp()
+
+
+def at_ends(x: Tensor, segments: Segments, factors: Tensor) -> Tensor:
+    """The last state's gradient x (sequences, g, ..), decayed to each segment's end: (b g, segments, ..)."""
+    x = x[:, None] if segments.spans is None else x[segments.spans[:, 2].long()][None]  # (b, s or 1, g, ..)
+    decayed = (x * factors.view(*factors.shape, *[1] * (x.ndim - 3))).to(x.dtype)
+    return decayed.transpose(1, 2).contiguous().flatten(0, 1)

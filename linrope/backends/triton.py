@@ -5,8 +5,12 @@ feature pairs, out. In Triton's interpreter (TRITON_INTERPRET=1 before Python st
 """
 
 import torch
-from linrope_kernels import INTERPRETED, gradients, launch
+from linrope_kernels import INTERPRETED
+from linrope_kernels.forward import attend_fwd, empty_saved, reads_out
+from linrope_kernels.gradients import attend_bwd, state_bwd
+from linrope_kernels.launch import State, new_state
 from linrope_kernels.segments import RunningSums
+from linrope_kernels.step import step_fwd
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
@@ -15,8 +19,8 @@ from linrope.recurrence.call import (
     Call,
     Gradients,
     ResultGradients,
+    Results,
     Sums,
-    contiguous,
     needs_gradients,
     summed_to,
     traced,
@@ -81,84 +85,53 @@ def _step(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums 
         start, slots, angle = (state.kv.contiguous(), state.z.contiguous()), state.slots, state.angle
         end = start if in_place else (torch.empty_like(start[0]), torch.empty_like(start[1]))
         angle = angle if angle is None or slots is None else angle[slots]
-    sums = None if start is None else Sums(*start, angle)
-    kernel_call = _kernel_call(call, sums)
     if not call.return_state:
         end = None
     elif end is None:
-        end = launch.new_state(kernel_call, None)
+        end = new_state(call, None)
     with torch.cuda.device_of(call.k):
-        out = launch.step_fwd(kernel_call, start, end, slots)
+        out = step_fwd(call, _phases(call, angle), start, end, slots)
     if start is not None and end is start:
         increment_version(start)  # autograd does not see what kernels write
     return out, None if end is None else Sums(*end, call.last_angle(angle))
 
 
-def _kernel_call(call: Call, sums: Sums | None = None, *, angles: bool = True) -> launch.Call:
-    """The call in the kernels' own record. angles=False leaves out the angles of angle_steps."""
-    # float16 inputs are multiplied in tf32: the precision is the same, and sums of features cannot overflow.
-    dot = "bf16" if call.v.dtype == torch.bfloat16 else "tf32"
-    if call.v.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
-        dot = "ieee"
-    phases = None
-    if call.angle_steps is not None and angles:
-        angle, keys = None if sums is None else sums.angle, None
-        if call.key_positions is not None:
-            keys = call.angles_in_turns(angle, keys=True)
-        queries = call.angles_in_turns(angle)
-        assert queries is not None
-        phases = queries, keys
-    return launch.Call(
-        q=call.q,
-        k=call.k,
-        v=call.v,
-        log_decay=call.log_decay,
-        theta=call.theta_turns if call.angle_steps is None else None,
-        positions=call.positions.contiguous(),
-        key_positions=contiguous(call.key_positions),
-        key_mask=contiguous(call.key_mask),
-        cu_seqlens=call.cu_seqlens,
-        layout=call.layout,
-        feature_map=call.feature_map,
-        causal=call.causal,
-        normalize=call.normalize,
-        eps=call.eps,
-        eps_mode=call.eps_mode,
-        dot=dot,
-        phases=phases,
-    )
+def _phases(call: Call, angle: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
+    """The angles of queries and, if they differ, keys, if these come from angle_steps; angle: as in Sums."""
+    queries = None if call.angle_steps is None else call.angles_in_turns(angle)
+    if queries is None:
+        return None
+    return queries, None if call.key_positions is None else call.angles_in_turns(angle, keys=True)
+
+
+def _start(sums: Sums | None) -> tuple[State | None, Tensor | None]:
+    """The state to start from, as the kernels read it, and its angle."""
+    return (None, None) if sums is None else ((sums.kv.contiguous(), sums.z.contiguous()), sums.angle)
 
 
 def reads_results(call: Call) -> bool:
-    return _kernel_call(call, angles=False).reads_out
+    return reads_out(call)
 
 
 def new_saved(call: Call) -> list[Tensor]:
-    return launch.new_saved(_kernel_call(call, angles=False))
+    return empty_saved(call)
 
 
-def _start_state(sums: Sums | None) -> launch.State | None:
-    return None if sums is None else (sums.kv.contiguous(), sums.z.contiguous())
-
-
-def forward(
-    call: Call, sums: Sums | None, save: bool
-) -> tuple[Tensor | None, launch.State | None, list[Tensor]]:
+def forward(call: Call, sums: Sums | None, save: bool) -> Results:
     """out (b, n, h, e), the last kv and z if wanted, and the tensors that ``new_saved`` describes."""
+    start, angle = _start(sums)
     with torch.cuda.device_of(call.k):
-        return launch.attend_fwd(
-            _kernel_call(call, sums), _start_state(sums), want_end=call.return_state, save=save
-        )
+        return attend_fwd(call, _phases(call, angle), start, save)
 
 
 def backward(call: Call, sums: Sums | None, results: list[Tensor], g: ResultGradients) -> Gradients:
-    kernel_call, out, g_out, g_end = _kernel_call(call, sums), None, g.out, None
-    if kernel_call.reads_out:
+    (start, angle), out, g_out, g_end = _start(sums), None, g.out, None
+    if reads_out(call):
         out, _, _, *results = results
     if g_out is None and call.q is not None:
         g_out = call.v.new_zeros(1).expand(*call.q.shape[:3], call.v.shape[3])
     if g.kv is not None or g.z is not None:
-        kv, z = launch.new_state(kernel_call, _start_state(sums))
+        kv, z = new_state(call, start)
         g_end = (
             torch.zeros_like(kv) if g.kv is None else g.kv.contiguous(),
             torch.zeros_like(z) if g.z is None else g.z.contiguous(),
@@ -166,9 +139,9 @@ def backward(call: Call, sums: Sums | None, results: list[Tensor], g: ResultGrad
     with torch.cuda.device_of(call.k):
         if g_out is None:  # only the last state has a gradient
             assert g_end is not None
-            d = gradients.state_bwd(kernel_call, _start_state(sums), g_end)
+            d = state_bwd(call, _phases(call, angle), start, g_end)
         else:
-            d = gradients.attend_bwd(kernel_call, _start_state(sums), results, out, g_out, g_end)
+            d = attend_bwd(call, _phases(call, angle), start, results, out, g_out, g_end)
     d_log_decay = None
     if call.log_decay is not None and d.log_decay is not None:
         d_log_decay = summed_to(d.log_decay, call.log_decay)

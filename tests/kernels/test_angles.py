@@ -1,17 +1,16 @@
 """Angles from integers that wrap, against float64."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-from linrope_kernels.angles import cos_sin
-from linrope_kernels.launch import Call
+from linrope_kernels.angles import cos_sin, make_tables
 from linrope_kernels.pieces import operand
 
 from linrope import Rotary
+from linrope.recurrence.call import Call
 from linrope.rotation.rotary import MAX_POSITION
 
 
@@ -36,13 +35,18 @@ def test_cos_and_sin_are_exact_to_two_units_all_around() -> None:
     assert (sin - angle.sin()).abs().max() <= 2 * 2.0**-24
 
 
+def rotated(q: torch.Tensor, rotary: Rotary, positions: torch.Tensor) -> Call:
+    """A call whose table has the cosines in front of the sines."""
+    turns = rotary.turns_per_position(q.device)
+    return Call(q=q, k=q, v=q, theta_turns=turns, positions=positions, layout="half", feature_map="elu+1")
+
+
 @pytest.mark.parametrize("base", [10_000.0, 500_000.0, 1.5])
 def test_the_table_is_exact_at_any_position(base: float) -> None:
     rotary = Rotary(16, base=base)
     positions = torch.tensor([[0, 1, 63, 10**6, 10**9, MAX_POSITION]])
     q = torch.zeros(1, 6, 1, 16)
-    call = Call(q=q, k=q, v=q, theta=rotary.turns_per_position(q.device), positions=positions, dot="ieee")
-    table, _ = call.tables()
+    table, _ = make_tables(rotated(q, rotary, positions), None)
     cos, sin = rotary.cos_sin(positions[0], torch.float64)
     for part, expected in zip(table[0, 0].split(8, -1), (cos[:, 0], sin[:, 0]), strict=True):
         torch.testing.assert_close(part.double(), expected, rtol=0, atol=1e-6)
@@ -52,9 +56,8 @@ def test_consecutive_positions_are_spelled_out_by_the_kernel() -> None:
     rotary = Rotary.whole_model(2, 16)
     q = torch.zeros(3, 70, 2, 16)
     first = torch.tensor([[0], [5], [10**9]])
-    call = Call(q=q, k=q, v=q, theta=rotary.turns_per_position(q.device), positions=first, dot="ieee")
-    one, _ = call.tables()
-    all_of_them, _ = replace(call, positions=first + torch.arange(70)).tables()
+    one, _ = make_tables(rotated(q, rotary, first), None)
+    all_of_them, _ = make_tables(rotated(q, rotary, first + torch.arange(70)), None)
     assert one.shape == (3, 2, 70, 16)
     assert torch.equal(one, all_of_them)
 

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from linrope_kernels import INTERPRETED, gradients, launch, segments, tiles
+from linrope_kernels import INTERPRETED, gradients, tiles
+from linrope_kernels.launch import cut
 
 from linrope import Rotary, linear_rope_attention
+from linrope.recurrence.call import Call
+from linrope.recurrence.packing import rising_bounds
 from tests.backends.contract import TABLE, check
 from tests.support.oracle import random_state, randoms
 
@@ -24,13 +27,12 @@ def test_whatever_cu_seqlens_holds_nothing_is_read_out_of_bounds() -> None:
     """On a GPU its numbers are not checked."""
     for numbers in ([0, 99, 5, 70], [-5, 1000], [70, 0, 3], [2**31 - 1, -(2**31), 7]):
         cuts = torch.tensor(numbers, dtype=torch.int32)
-        bounds = segments.rising_bounds(cuts, 70)
+        bounds = rising_bounds(cuts, 70)
         assert 0 <= int(bounds.min()) <= int(bounds.max()) <= 70
         assert bool((bounds.diff() >= 0).all())
         q = torch.zeros(1, 70, 1, 16)
         where = torch.zeros(1, 70).long()
-        call = launch.Call(q=q, k=q, v=q, positions=where, cu_seqlens=cuts, dot="ieee")
-        spans = call.segments(70).spans
+        spans = cut(Call(q=q, k=q, v=q, positions=where, cu_seqlens=cuts, feature_map="elu+1"), 70).spans
         assert bool((spans[:, 0] <= spans[:, 1]).all())
         assert 0 <= int(spans[:, :2].min()) <= int(spans[:, :2].max()) <= 70
         assert 0 <= int(spans[:, 2].min()) <= int(spans[:, 2].max()) < len(numbers) - 1

@@ -19,15 +19,21 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from linrope_kernels import gradients, launch
+from linrope_kernels import launch
+from linrope_kernels.forward import attend_fwd, reads_out
+from linrope_kernels.gradients import attend_bwd
+from linrope_kernels.launch import new_state
+from linrope_kernels.step import step_fwd
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from linrope.recurrence.call import Call
+
 # Shared memory per program, in bytes: CUDA C++ Programming Guide, table of technical specifications.
 SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 MULTIPROCESSORS = 132  # of an H100 or H200
-DTYPES = {"bf16": (torch.bfloat16, "bf16"), "fp16": (torch.float16, "tf32"), "fp32": (torch.float32, "ieee")}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FEW_HEADS = (1, 65_536, 8)  # b, n, h: so few that sequences are cut into segments
 
 
@@ -87,33 +93,32 @@ def recorded(capability: int) -> Iterator[list[Launch]]:
 
 
 def call_of(
-    shape: tuple[int, int, int], d: int, dtype: str, decay: bool = False, layout: str = "interleaved"
-) -> launch.Call:
+    shape: tuple[int, int, int], d: int, dtype: torch.dtype, decay: bool = False, layout: str = "interleaved"
+) -> Call:
     """A call with shape (b, n, h), d features and d values per head, on tensors without memory."""
     b, n, h = shape
-    tensor_dtype, dot = DTYPES[dtype]
-    q, k, v = torch.empty(3, b, n, h, d, dtype=tensor_dtype, device="meta")
+    q, k, v = torch.empty(3, b, n, h, d, dtype=dtype, device="meta")
     log = torch.empty(b, n, h, device="meta") if decay else None
     theta, first = (torch.empty(1, 1, x, dtype=torch.int64, device="meta") for x in (d // 2, 1))
-    return launch.Call(
-        q=q, k=k, v=v, log_decay=log, theta=theta, positions=first[0], layout=layout, dot=dot
+    return Call(
+        q=q, k=k, v=v, log_decay=log, theta_turns=theta, positions=first[0], layout=layout, feature_map="elu+1"
     )  # fmt: skip
 
 
-def one_token(call: launch.Call) -> launch.Call:
+def one_token(call: Call) -> Call:
     assert call.q is not None
     log = None if call.log_decay is None else call.log_decay[:, :1]
     return replace(call, q=call.q[:, :1], k=call.k[:, :1], v=call.v[:, :1], log_decay=log)
 
 
-def launches(call: launch.Call, capability: int) -> list[Launch]:
+def launches(call: Call, capability: int) -> list[Launch]:
     """The launches of a forward pass, a backward pass and a decoding step."""
     with recorded(capability) as found:
-        out, _, saved = launch.attend_fwd(call, None, want_end=False, save=True)
+        out, _, saved = attend_fwd(call, None, None, True)
         assert out is not None
-        gradients.attend_bwd(call, None, saved, out if call.reads_out else None, torch.empty_like(out), None)
-        state = launch.new_state(call, None)
-        launch.step_fwd(one_token(call), state, state, None)
+        attend_bwd(call, None, None, saved, out if reads_out(call) else None, torch.empty_like(out), None)
+        state = new_state(call, None)
+        step_fwd(one_token(call), None, state, state, None)
     return found
 
 
@@ -175,7 +180,7 @@ def main() -> None:
     for dim in options.dim:
         for dtype in options.dtype:
             for capability in options.capability:
-                call = call_of(FEW_HEADS, dim, dtype, options.decay, options.layout)
+                call = call_of(FEW_HEADS, dim, DTYPES[dtype], options.decay, options.layout)
                 for x in {x.name: x for x in launches(call, capability)}.values():
                     if "BE" in x.arguments:  # a tile of the table
                         print(json.dumps(report(x, dim, dtype, capability)._asdict()), flush=True)
