@@ -70,7 +70,8 @@ class LinearRoPEAttention(Mixer):
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        config, factory = layer_config(embed_dim, num_heads, options), {"device": device, "dtype": dtype}
+        config = layer_config(embed_dim, num_heads, options)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__(config, factory)
         check_name("backend", config.backend, backends.NAMES)
         self.causal, self.normalize, self.backend = config.causal, config.normalize, config.backend

@@ -95,8 +95,8 @@ class LayerConfig:
             Or the options of ``linrope.layer.short_convolution``: {"taps": 4, "activation": "silu", "bias": True,
             "start": "uniform"}. Models that have to recall earlier tokens need it. Causal self-attention only.
         qk_norm: RMS norm of each head's query and key before the map, with learned weights.
-        qk_bias: a learned vector per head, which starts at 1, added to the normed queries and keys. It requires
-            qk_norm.
+        qk_bias: a learned vector per head, which starts at 1, added to the normed queries and keys. It
+            requires qk_norm.
         out_norm: RMS norm of the output, with a learned weight. True or "head" (each head alone), "all" (all heads
             together), or {"over": "head" or "all", "eps": ..}; eps is 1e-6, or 1e-12 where the norm replaces the
             normalizer. A norm per head cancels the normalizer, a single number per token and
@@ -152,10 +152,13 @@ class LayerConfig:
     rope_order: Literal["after", "before"] = "after"
     backend: str = field(default="auto", metadata={"flag": str})
 
+    if TYPE_CHECKING:  # options may be given in short, which the types of the fields do not say
+
+        def __init__(self, embed_dim: int, num_heads: int, **options: Any) -> None: ...
+
     def __post_init__(self) -> None:
         self._check_sizes()
-        switches = ("causal", "normalize", "trapezoid", "qk_norm", "qk_bias", "bias")
-        check_bools(**{name: getattr(self, name) for name in switches})
+        check_bools(**{each.name: getattr(self, each.name) for each in fields(self) if each.type == "bool"})
         forms: dict[str, Any] = {
             "feature_map": map_options(self.feature_map),
             "rotary": rotary_options(self.rotary),
@@ -280,8 +283,8 @@ class LayerConfig:
         ('tied', DecayOptions(name='spread', longest=4096.0))
         """
         check_sizes(embed_dim=embed_dim, num_heads=num_heads)
-        rotary = {"partial_rotary_factor": 1 / 4}
-        options = {"rotary": rotary, "out_norm": True, "skip": "after", "gate": True} | changes
+        options: dict[str, Any] = {"rotary": {"partial_rotary_factor": 1 / 4}}
+        options |= {"out_norm": True, "skip": "after", "gate": True} | changes
         if options.get("value_head_dim") is None:
             options["value_head_dim"] = 2 * (options.get("head_dim") or embed_dim // num_heads)
         if options.get("causal", True):

@@ -6,7 +6,7 @@ from typing import Any
 
 from linrope.common.argument_checks import check_bools, check_name, check_sizes
 from linrope.layer.attention import LinearRoPEAttention
-from linrope.layer.choices import make_rotary
+from linrope.layer.choices import make_rotation
 from linrope.layer.config import OPTIONS, SHARED, LayerConfig, check_keywords
 from linrope.layer.options import as_json
 from linrope.models.initialization import INITIALIZATIONS
@@ -189,5 +189,5 @@ def make_attention(config: LanguageModelConfig) -> LinearRoPEAttention | Softmax
         return LinearRoPEAttention(layer)
     positions: str | Rotary = config.positions if config.positions in RELATIVE else "none"
     if layer.rotary is not None:
-        positions = make_rotary(layer.rotary, layer.key_dim) or positions
+        positions = make_rotation(layer.rotary, layer.key_dim, layer.embed_dim, 1, {})[0] or positions
     return SoftmaxAttention(layer.embed_dim, layer.num_heads, positions=positions, **layer.shared())
