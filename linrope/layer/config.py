@@ -46,7 +46,7 @@ class LayerConfig:
     Options may be given in short: ``short_conv=4`` becomes ``ShortConvOptions(taps=4)``, ``gate=True`` becomes
     ``gate="after"``, and equal layers have equal configs. The layer checks what depends on the size of its feature map.
 
-    Args:
+    Attributes:
         embed_dim: size of x and y.
         num_heads: h.
         num_kv_heads: g, a divisor of h. Default: h.
@@ -291,8 +291,8 @@ class LayerConfig:
             conv = ShortConvOptions(taps=4, activation="silu", bias=True, start="uniform")
             options = {"short_conv": conv, "forget_gate": "decay" not in changes} | options
             gated = options["forget_gate"] not in (False, None)
-            fixed = "spread" if not gated and options["rotary"] is not None else None
-            options = {"write_gate": "tied" if gated else None, "decay": fixed} | options
+            decay = "spread" if not gated and options["rotary"] is not None else None
+            options = {"write_gate": "tied" if gated else None, "decay": decay} | options
         return cls(embed_dim, num_heads, **options)
 
     def with_longest(self, tokens: float) -> LayerConfig:
@@ -316,28 +316,25 @@ class LayerConfig:
         return {each.name: as_json(each.name, getattr(self, each.name)) for each in fields(self)}
 
 
-# What stands around the attention; SHARED: all that softmax attention has too.
+# Options of the parts around the attention, and all that softmax attention has too.
 PARTS = ("short_conv", "qk_norm", "out_norm", "skip", "gate")
 SHARED = ("num_kv_heads", "head_dim", "value_head_dim", "causal", "bias", *PARTS)
 OPTIONS = {each.name: each for each in fields(LayerConfig) if each.name not in ("embed_dim", "num_heads")}
 
 
 def layer_config(
-    embed_dim: int | LayerConfig,
-    num_heads: int | None,
-    options: Mapping[str, Any],
-    layer: str = "LinearRoPEAttention",
+    embed_dim: int | LayerConfig, num_heads: int | None, options: Mapping[str, Any]
 ) -> LayerConfig:
-    """The config that a layer's constructor is given, or that it makes of its other arguments."""
+    """The config that a LinearRoPEAttention is given, or that it makes of its other arguments."""
     if isinstance(embed_dim, LayerConfig):
         if num_heads is not None or options:
             raise TypeError(
-                f"{layer}: got further arguments with a LayerConfig, expected none; dataclasses.replace changes it"
+                "got num_heads or options with a LayerConfig, expected dataclasses.replace to change it"
             )
         return embed_dim
-    check_keywords(layer, options)
+    check_keywords("LinearRoPEAttention", options)
     if num_heads is None:
-        raise TypeError(f"{layer}: got no num_heads, expected an integer")
+        raise TypeError("num_heads: got None, expected an integer")
     return LayerConfig(embed_dim, num_heads, **options)
 
 

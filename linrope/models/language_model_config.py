@@ -35,7 +35,7 @@ class LanguageModelConfig:
         init: "fan-in" or "gpt-2", how the initial weights are drawn: see ``linrope.models.initialization``.
         layer: the options of the attention. Default: ``LayerConfig.block`` with embed_dim=256 and num_heads=8. Softmax
             attention rotates all features, and has only the options that SoftmaxAttention has.
-        options: options of LayerConfig, embed_dim and num_heads among them, that change the layer.
+        **options: options of LayerConfig, embed_dim and num_heads among them, that change the layer.
 
     Raises:
         TypeError: an option is unknown, or its value has the wrong type.
