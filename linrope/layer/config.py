@@ -35,6 +35,16 @@ if TYPE_CHECKING:
 
 WRITE_GATES = ("tied", "independent")
 ROPE_ORDERS = ("after", "before")
+SIZES = (
+    "embed_dim",
+    "num_heads",
+    "num_kv_heads",
+    "num_value_heads",
+    "context_dim",
+    "head_dim",
+    "value_head_dim",
+)
+LARGEST = 2**31 - 1  # size
 Order = Literal["before", "after"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -178,13 +188,12 @@ class LayerConfig:
         self._check_together()
 
     def _check_sizes(self) -> None:
+        sizes = {name: getattr(self, name) for name in SIZES}
+        check_integers(**sizes)
+        for name, size in sizes.items():
+            if size is not None and size > LARGEST:
+                raise ValueError(f"{name}={size}: expected at most {LARGEST}")
         check_sizes(embed_dim=self.embed_dim, num_heads=self.num_heads, context_dim=self.context_dim)
-        check_integers(
-            num_kv_heads=self.num_kv_heads,
-            num_value_heads=self.num_value_heads,
-            head_dim=self.head_dim,
-            value_head_dim=self.value_head_dim,
-        )
         h, g = self.num_heads, self.groups
         if g < 1 or h % g:
             raise ValueError(f"num_kv_heads={g}: expected a divisor of num_heads={h}")

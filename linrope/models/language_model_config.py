@@ -7,7 +7,7 @@ from typing import Any
 from linrope.common.argument_checks import check_bools, check_name, check_sizes
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.choices import make_rotation
-from linrope.layer.config import OPTIONS, SHARED, LayerConfig, check_keywords
+from linrope.layer.config import LARGEST, OPTIONS, SHARED, LayerConfig, check_keywords
 from linrope.layer.options import as_json
 from linrope.models.initialization import INITIALIZATIONS
 from linrope.position_encodings import ABSOLUTE, RELATIVE, SoftmaxAttention
@@ -16,7 +16,6 @@ from linrope.rotation.rotary import LAYOUTS, Rotary
 ATTENTION = ("linear", "softmax")
 POSITIONS = ("rope", "none", *ABSOLUTE, *RELATIVE)
 
-_LARGEST = 2**31 - 1
 _SIZES: dict[str, Any] = {"embed_dim": 256, "num_heads": 8}
 
 
@@ -147,12 +146,10 @@ def _block(attention: str, positions: str, changes: dict[str, Any]) -> LayerConf
 
 def _check_sizes(config: LanguageModelConfig) -> None:
     sizes = {name: getattr(config, name) for name in ("vocab_size", "num_layers", "hidden_dim", "max_length")}
-    names = ("num_kv_heads", "num_value_heads", "head_dim", "value_head_dim", "embed_dim", "num_heads")
-    sizes |= {name: getattr(config.layer, name) for name in names}
     check_sizes(**sizes)
     for name, value in sizes.items():
-        if value is not None and value > _LARGEST:
-            raise ValueError(f"{name}={value}: expected at most {_LARGEST}")
+        if value is not None and value > LARGEST:
+            raise ValueError(f"{name}={value}: expected at most {LARGEST}")
 
 
 def _check_positions(config: LanguageModelConfig) -> None:
