@@ -12,8 +12,11 @@ from typing import get_type_hints
 
 import pytest
 
-from linrope import linear_rope_attention, linear_rope_state
+from linrope import LinearRoPEAttention, linear_rope_attention, linear_rope_state
+from linrope.cli.layer_flags import FLAGS
+from linrope.layer.config import OPTIONS, SHARED, LayerConfig, meaning
 from linrope.operation.options import Options
+from linrope.position_encodings import SoftmaxAttention
 from linrope.recurrence.call import Call, Resolved
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +50,36 @@ except RuntimeError as error:
     print(error)
 """
 
+LAYER_OPTION = """
+import torch
+from linrope import LinearRoPEAttention
+from linrope.cli.app import run
+from linrope.models import DecodingStep, LanguageModel, LanguageModelConfig, generate
+from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM
+x = torch.randn(1, 9, 16)
+layer = LinearRoPEAttention(16, 2, v_norm=True)
+scaled = LinearRoPEAttention(16, 2, v_norm=True)
+scaled.load_state_dict(layer.state_dict() | {"v_proj.weight": 2 * layer.v_proj.weight})
+torch.testing.assert_close(scaled(x), layer(x), rtol=1e-4, atol=1e-5)
+config = LanguageModelConfig(embed_dim=16, num_layers=1, num_heads=2, v_norm=True)
+assert LanguageModelConfig.from_dict(config.to_dict()) == config
+model = LanguageModel(config).requires_grad_(False)
+assert "blocks.0.attention.v_norm.weight" in model.state_dict()
+assert len(list(generate(model, torch.zeros(1, 4).long(), 3))) == 3
+sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+student = LinRopeForCausalLM(LinRopeConfig.from_dict(LinRopeConfig(**sizes, v_norm=True).to_dict()))
+assert "model.layers.0.self_attn.v_norm.weight" in student.state_dict()
+run(["train", "--help"])
+try:
+    DecodingStep(model, model(torch.zeros(1, 4).long())[1])
+except ValueError as error:
+    print(error)
+try:
+    LinearRoPEAttention(16, 2, v_norm=1)
+except TypeError as error:
+    print(error)
+"""
+
 
 def apply(recipe: str, folder: Path) -> set[str]:
     """Applies the recipe's diff to the copy; returns the files that it touched."""
@@ -72,8 +105,9 @@ def apply(recipe: str, folder: Path) -> set[str]:
     [
         ("A new feature map", MAP, "feature_map='softplus': this backend only applies identity, elu+1", 3),
         ("A new option of the operation", OPTION, "gain=2.0: use backend='reference'", 5),
+        ("A new option of the layer", LAYER_OPTION, "v_norm=1: expected True or False", 3),
     ],
-    ids=["map", "option"],
+    ids=["map", "option", "layer's option"],
 )
 def test_a_recipe_works_as_it_stands(title: str, script: str, reason: str, most: int, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "linrope", tmp_path / "linrope", ignore=shutil.ignore_patterns("__pycache__"))
@@ -84,6 +118,24 @@ def test_a_recipe_works_as_it_stands(title: str, script: str, reason: str, most:
     run = subprocess.run([sys.executable, "-c", script], **how)
     assert run.returncode == 0, run.stderr
     assert reason in run.stdout
+
+
+def test_the_layers_show_the_fields_of_their_config_as_keywords() -> None:
+    own = {"embed_dim", "num_heads", "device", "dtype"}
+    defaults = {field.name: field.default for field in fields(LayerConfig)}
+    for layer, names in ((LinearRoPEAttention, set(OPTIONS)), (SoftmaxAttention, {*SHARED, "positions"})):
+        parameters = inspect.signature(layer).parameters
+        assert set(parameters) == own | names
+        assert all(parameters[name].default == defaults[name] for name in names & set(OPTIONS))
+    plain = LayerConfig(8, 2)
+    assert LayerConfig(**plain.to_dict()) == plain == LinearRoPEAttention(8, 2).config
+
+
+def test_every_option_has_a_meaning_and_every_flag_a_sentence() -> None:
+    for name in OPTIONS:
+        assert re.fullmatch(r"\S.*[^:]", meaning(name)), name
+    for name in FLAGS:
+        assert meaning(name).endswith("."), name
 
 
 def test_signatures_and_records_agree_about_names_and_defaults() -> None:

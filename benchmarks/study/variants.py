@@ -1,8 +1,7 @@
 """The models: variants of LanguageModel's options, all with as many parameters as softmax attention's."""
 
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ _FORMER: Options = {
 # The parts of the present block, in the order in which the ladder adds them.
 PARTS: dict[str, Options] = {
     "init": {"init": "fan-in"},
-    "conv": {"short_conv": "auto"},
+    "conv": {"short_conv": {"taps": 4, "activation": "silu", "bias": True, "start": "uniform"}},
     "skip": {"skip": "after"},
     "wide": {"values": "wide"},
     "heads": {"heads": "many"},
@@ -53,7 +52,7 @@ _SOFTMAX_BLOCK: Options = _SOFTMAX | _GATED_NORM | {"parts": ["init", "conv", "s
 # What Mamba-3 adds: a bias on normed queries and keys, and the trapezoidal rule.
 _BIAS: Options = {"qk_norm": True, "qk_bias": True}
 _TRAPEZOID: Options = {"trapezoid": True}
-# As the models' "auto" does in linear attention: the first quarter of the features is rotated.
+# As in the block of the models: the first quarter of the features is rotated.
 _QUARTER: Options = {"rotary": {"partial_rotary_factor": 0.25}}
 _AXIAL: Options = {"rotary": {"axes": 2, "base": 10.0}}
 
@@ -193,15 +192,12 @@ def _make(name: str, task: Task, hidden_dim: int) -> Logits:
         return Logits(Encoder(task, layer, hidden_dim), layer | {"hidden_dim": hidden_dim}, _call)
     order, softmax_last = options.pop("order", "after"), options.pop("softmax_last", False)
     sizes: Options = {"vocab_size": task.vocab_size, "embed_dim": task.dim, "num_layers": task.layers}
-    config = LanguageModelConfig(**(sizes | _block(options, task, hidden_dim)))
+    config = LanguageModelConfig(**(sizes | _block(options, task, hidden_dim)), rope_order=order)
     model = LanguageModel(config)
-    for block in model.blocks:
-        if order != "after":
-            cast(LinearRoPEAttention, block.attention).rope_order = order
     if softmax_last:
         softmax = LanguageModelConfig(**(sizes | _block(dict(_SOFTMAX), task, hidden_dim)))
         model.blocks[-1] = LanguageModel(softmax).blocks[-1]
-    return Logits(model, asdict(config) | {"order": order, "softmax_last": softmax_last}, _first)
+    return Logits(model, config.to_dict() | {"order": order, "softmax_last": softmax_last}, _first)
 
 
 def _block(options: Options, task: Task, size: int) -> Options:

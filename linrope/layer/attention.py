@@ -44,7 +44,7 @@ class LinearRoPEAttention(Mixer):
         num_heads: h.
         device: the device of the weights.
         dtype: the dtype of the weights.
-        options: the options of ``linrope.layer.config.LayerConfig``, which describes them all.
+        **options: the options of ``linrope.layer.config.LayerConfig``, which describes them all.
 
     Raises:
         TypeError: an option is unknown, or as in LayerConfig.
@@ -70,9 +70,10 @@ class LinearRoPEAttention(Mixer):
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        config, factory = layer_config(embed_dim, num_heads, options), {"device": device, "dtype": dtype}
-        super().__init__(config, factory)
+        config = layer_config(embed_dim, num_heads, options)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         check_name("backend", config.backend, backends.NAMES)
+        super().__init__(config, factory)
         self.causal, self.normalize, self.backend = config.causal, config.normalize, config.backend
         self.rope_order = config.rope_order
         g, d, x_dim = self.num_state_heads, self.head_dim, self.embed_dim

@@ -35,6 +35,16 @@ if TYPE_CHECKING:
 
 WRITE_GATES = ("tied", "independent")
 ROPE_ORDERS = ("after", "before")
+SIZES = (
+    "embed_dim",
+    "num_heads",
+    "num_kv_heads",
+    "num_value_heads",
+    "context_dim",
+    "head_dim",
+    "value_head_dim",
+)
+LARGEST = 2**31 - 1  # size
 Order = Literal["before", "after"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -46,7 +56,7 @@ class LayerConfig:
     Options may be given in short: ``short_conv=4`` becomes ``ShortConvOptions(taps=4)``, ``gate=True`` becomes
     ``gate="after"``, and equal layers have equal configs. The layer checks what depends on the size of its feature map.
 
-    Args:
+    Attributes:
         embed_dim: size of x and y.
         num_heads: h.
         num_kv_heads: g, a divisor of h. Default: h.
@@ -95,8 +105,8 @@ class LayerConfig:
             Or the options of ``linrope.layer.short_convolution``: {"taps": 4, "activation": "silu", "bias": True,
             "start": "uniform"}. Models that have to recall earlier tokens need it. Causal self-attention only.
         qk_norm: RMS norm of each head's query and key before the map, with learned weights.
-        qk_bias: a learned vector per head, which starts at 1, added to the normed queries and keys. It requires
-            qk_norm.
+        qk_bias: a learned vector per head, which starts at 1, added to the normed queries and keys. It
+            requires qk_norm.
         out_norm: RMS norm of the output, with a learned weight. True or "head" (each head alone), "all" (all heads
             together), or {"over": "head" or "all", "eps": ..}; eps is 1e-6, or 1e-12 where the norm replaces the
             normalizer. A norm per head cancels the normalizer, a single number per token and
@@ -152,10 +162,13 @@ class LayerConfig:
     rope_order: Literal["after", "before"] = "after"
     backend: str = field(default="auto", metadata={"flag": str})
 
+    if TYPE_CHECKING:  # options may be given in short, which the types of the fields do not say
+
+        def __init__(self, embed_dim: int, num_heads: int, **options: Any) -> None: ...
+
     def __post_init__(self) -> None:
         self._check_sizes()
-        switches = ("causal", "normalize", "trapezoid", "qk_norm", "qk_bias", "bias")
-        check_bools(**{name: getattr(self, name) for name in switches})
+        check_bools(**{each.name: getattr(self, each.name) for each in fields(self) if each.type == "bool"})
         forms: dict[str, Any] = {
             "feature_map": map_options(self.feature_map),
             "rotary": rotary_options(self.rotary),
@@ -175,13 +188,12 @@ class LayerConfig:
         self._check_together()
 
     def _check_sizes(self) -> None:
+        sizes = {name: getattr(self, name) for name in SIZES}
+        check_integers(**sizes)
+        for name, size in sizes.items():
+            if size is not None and size > LARGEST:
+                raise ValueError(f"{name}={size}: expected at most {LARGEST}")
         check_sizes(embed_dim=self.embed_dim, num_heads=self.num_heads, context_dim=self.context_dim)
-        check_integers(
-            num_kv_heads=self.num_kv_heads,
-            num_value_heads=self.num_value_heads,
-            head_dim=self.head_dim,
-            value_head_dim=self.value_head_dim,
-        )
         h, g = self.num_heads, self.groups
         if g < 1 or h % g:
             raise ValueError(f"num_kv_heads={g}: expected a divisor of num_heads={h}")
@@ -280,16 +292,16 @@ class LayerConfig:
         ('tied', DecayOptions(name='spread', longest=4096.0))
         """
         check_sizes(embed_dim=embed_dim, num_heads=num_heads)
-        rotary = {"partial_rotary_factor": 1 / 4}
-        options = {"rotary": rotary, "out_norm": True, "skip": "after", "gate": True} | changes
+        options: dict[str, Any] = {"rotary": {"partial_rotary_factor": 1 / 4}}
+        options |= {"out_norm": True, "skip": "after", "gate": True} | changes
         if options.get("value_head_dim") is None:
             options["value_head_dim"] = 2 * (options.get("head_dim") or embed_dim // num_heads)
         if options.get("causal", True):
             conv = ShortConvOptions(taps=4, activation="silu", bias=True, start="uniform")
             options = {"short_conv": conv, "forget_gate": "decay" not in changes} | options
             gated = options["forget_gate"] not in (False, None)
-            fixed = "spread" if not gated and options["rotary"] is not None else None
-            options = {"write_gate": "tied" if gated else None, "decay": fixed} | options
+            decay = "spread" if not gated and options["rotary"] is not None else None
+            options = {"write_gate": "tied" if gated else None, "decay": decay} | options
         return cls(embed_dim, num_heads, **options)
 
     def with_longest(self, tokens: float) -> LayerConfig:
@@ -313,28 +325,25 @@ class LayerConfig:
         return {each.name: as_json(each.name, getattr(self, each.name)) for each in fields(self)}
 
 
-# What stands around the attention; SHARED: all that softmax attention has too.
+# Options of the parts around the attention, and all that softmax attention has too.
 PARTS = ("short_conv", "qk_norm", "out_norm", "skip", "gate")
 SHARED = ("num_kv_heads", "head_dim", "value_head_dim", "causal", "bias", *PARTS)
 OPTIONS = {each.name: each for each in fields(LayerConfig) if each.name not in ("embed_dim", "num_heads")}
 
 
 def layer_config(
-    embed_dim: int | LayerConfig,
-    num_heads: int | None,
-    options: Mapping[str, Any],
-    layer: str = "LinearRoPEAttention",
+    embed_dim: int | LayerConfig, num_heads: int | None, options: Mapping[str, Any]
 ) -> LayerConfig:
-    """The config that a layer's constructor is given, or that it makes of its other arguments."""
+    """The config that a LinearRoPEAttention is given, or that it makes of its other arguments."""
     if isinstance(embed_dim, LayerConfig):
         if num_heads is not None or options:
             raise TypeError(
-                f"{layer}: got further arguments with a LayerConfig, expected none; dataclasses.replace changes it"
+                "got num_heads or options with a LayerConfig, expected dataclasses.replace to change it"
             )
         return embed_dim
-    check_keywords(layer, options)
+    check_keywords("LinearRoPEAttention", options)
     if num_heads is None:
-        raise TypeError(f"{layer}: got no num_heads, expected an integer")
+        raise TypeError("num_heads: got None, expected an integer")
     return LayerConfig(embed_dim, num_heads, **options)
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from linrope.common.argument_checks import check_bools, check_name, check_sizes
 from linrope.layer.attention import LinearRoPEAttention
-from linrope.layer.choices import make_rotary
-from linrope.layer.config import OPTIONS, SHARED, LayerConfig, check_keywords
+from linrope.layer.choices import make_rotation
+from linrope.layer.config import LARGEST, OPTIONS, SHARED, LayerConfig, check_keywords
 from linrope.layer.options import as_json
 from linrope.models.initialization import INITIALIZATIONS
 from linrope.position_encodings import ABSOLUTE, RELATIVE, SoftmaxAttention
@@ -16,7 +16,6 @@ from linrope.rotation.rotary import LAYOUTS, Rotary
 ATTENTION = ("linear", "softmax")
 POSITIONS = ("rope", "none", *ABSOLUTE, *RELATIVE)
 
-_LARGEST = 2**31 - 1
 _SIZES: dict[str, Any] = {"embed_dim": 256, "num_heads": 8}
 
 
@@ -35,7 +34,7 @@ class LanguageModelConfig:
         init: "fan-in" or "gpt-2", how the initial weights are drawn: see ``linrope.models.initialization``.
         layer: the options of the attention. Default: ``LayerConfig.block`` with embed_dim=256 and num_heads=8. Softmax
             attention rotates all features, and has only the options that SoftmaxAttention has.
-        options: options of LayerConfig, embed_dim and num_heads among them, that change the layer.
+        **options: options of LayerConfig, embed_dim and num_heads among them, that change the layer.
 
     Raises:
         TypeError: an option is unknown, or its value has the wrong type.
@@ -147,12 +146,10 @@ def _block(attention: str, positions: str, changes: dict[str, Any]) -> LayerConf
 
 def _check_sizes(config: LanguageModelConfig) -> None:
     sizes = {name: getattr(config, name) for name in ("vocab_size", "num_layers", "hidden_dim", "max_length")}
-    names = ("num_kv_heads", "num_value_heads", "head_dim", "value_head_dim", "embed_dim", "num_heads")
-    sizes |= {name: getattr(config.layer, name) for name in names}
     check_sizes(**sizes)
     for name, value in sizes.items():
-        if value is not None and value > _LARGEST:
-            raise ValueError(f"{name}={value}: expected at most {_LARGEST}")
+        if value is not None and value > LARGEST:
+            raise ValueError(f"{name}={value}: expected at most {LARGEST}")
 
 
 def _check_positions(config: LanguageModelConfig) -> None:
@@ -189,5 +186,5 @@ def make_attention(config: LanguageModelConfig) -> LinearRoPEAttention | Softmax
         return LinearRoPEAttention(layer)
     positions: str | Rotary = config.positions if config.positions in RELATIVE else "none"
     if layer.rotary is not None:
-        positions = make_rotary(layer.rotary, layer.key_dim) or positions
+        positions = make_rotation(layer.rotary, layer.key_dim, layer.embed_dim, 1, {})[0] or positions
     return SoftmaxAttention(layer.embed_dim, layer.num_heads, positions=positions, **layer.shared())

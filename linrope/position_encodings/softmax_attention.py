@@ -39,8 +39,8 @@ class SoftmaxAttention(Mixer):
             head_dim.
         device: the device of the weights.
         dtype: the dtype of the weights.
-        options: num_kv_heads, head_dim, value_head_dim, causal, short_conv, qk_norm, out_norm, skip, gate and bias, as
-            in ``linrope.layer.config.LayerConfig``. With causal, query i sees only the keys j <= i of this call (and
+        **options: num_kv_heads, head_dim, value_head_dim, causal, short_conv, qk_norm, out_norm, skip, gate and bias,
+            as in ``linrope.layer.config.LayerConfig``. With causal, query i sees only the keys j <= i of this call (and
             all keys of the state).
 
     Raises:

@@ -1,9 +1,12 @@
 """Options of LinearRoPEAttention, and inputs beside them, that do not fit are refused by name."""
 
+import json
+
 import pytest
 import torch
 
-from linrope import LinearRoPEAttention
+from linrope import LinearRoPEAttention, Rotary, feature_maps
+from linrope.layer.config import LayerConfig
 
 
 def make(**options) -> LinearRoPEAttention:
@@ -48,6 +51,44 @@ def make(**options) -> LinearRoPEAttention:
 def test_choices_that_do_not_fit_are_refused(options, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(**options)
+
+
+def test_a_layer_takes_a_config_or_its_fields() -> None:
+    config = LayerConfig(16, 4, short_conv=4, gate=True, out_norm="all", decay={"name": "spread"})
+    assert LinearRoPEAttention(config).config == make(short_conv={"taps": 4}, gate="after", out_norm={"over": "all"},
+                                                      decay="spread").config  # fmt: skip
+    with pytest.raises(TypeError, match="got num_heads or options with a LayerConfig"):
+        LinearRoPEAttention(config, gate=False)
+    with pytest.raises(TypeError, match=r"got the keyword 'forgetgate', .*did you mean 'forget_gate'"):
+        make(forgetgate=True)
+    with pytest.raises(TypeError, match="num_heads: got None"):
+        LinearRoPEAttention(16)
+
+
+@pytest.mark.parametrize("options", [{"rotary": Rotary(4)}, {"feature_map": feature_maps.make("elu+1", 4)}])
+def test_configs_with_objects_are_not_json(options) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(options))}: got a .*which JSON cannot hold"):
+        make(**options).config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({}, "forget_gate write_gate short_conv out_norm skip gate"),
+        ({"forget_gate": False}, "decay short_conv out_norm skip gate"),
+        ({"forget_gate": False, "rotary": None}, "short_conv out_norm skip gate"),
+        ({"decay": "retnet"}, "decay short_conv out_norm skip gate"),
+        ({"decay": None}, "short_conv out_norm skip gate"),
+        ({"causal": False, "skip": None}, "out_norm gate"),
+    ],
+    ids=str,
+)
+def test_the_block_of_the_models_follows_from_what_is_changed(changes, parts: str) -> None:
+    config = LinearRoPEAttention.block(16, 4, **changes).config
+    assert config.value_dim == 8
+    names = ("decay", "forget_gate", "write_gate", "short_conv", "out_norm", "skip", "gate")
+    assert [name for name in names if getattr(config, name) is not None] == parts.split()
+    assert config == LayerConfig(**json.loads(json.dumps(config.to_dict())))
 
 
 def test_a_bias_of_the_convolution_that_is_no_bool_is_refused() -> None:

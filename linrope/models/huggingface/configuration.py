@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import torch
 from transformers import PreTrainedConfig
@@ -104,6 +104,10 @@ class LinRopeConfig(PreTrainedConfig):
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
+
+    if TYPE_CHECKING:  # options of LayerConfig are keywords too
+
+        def __init__(self, **options: Any) -> None: ...
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
