@@ -196,8 +196,8 @@ class PreparedStep:
     def __call__(self, token: dict[str, Tensor | None]) -> Tensor:
         """Attends with one token, given as q, k, v, log_decay, angle_steps and write. Returns out.
 
-        Overwrites the state, including its positions. Raises RuntimeError before anything is written if the tensors
-        do not fit each other, or a number is out of range.
+        Overwrites the state, including its positions. Raises before anything is written: ValueError if a shape does
+        not fit or a number is out of range, RuntimeError if a dtype, a device or strides do not fit.
         """
         out: Tensor = _run("step", self.arguments | token)
         increment_version(self.written)  # as in _count_write

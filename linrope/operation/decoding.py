@@ -99,5 +99,5 @@ class DecodingLoop:
             token = {"q": arguments["q"], "k": arguments["k"], "v": arguments["v"], "write": write}
             token |= {"log_decay": log_decay, "angle_steps": angle_steps}
             return self.prepared(token)
-        except (RuntimeError, TypeError, AttributeError):  # the ordinary call then raises with a message
+        except (RuntimeError, ValueError, TypeError, AttributeError):  # the ordinary call then raises
             return None
