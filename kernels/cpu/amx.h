@@ -68,7 +68,8 @@ LINROPE_INLINE vu split(vf x, vf y, uint32_t* high, uint32_t* low, uint32_t* thi
   const vf high_x = (vf)((vu)x + 0x8000), high_y = (vf)((vu)y + 0x8000);
   const vf rest_x = x - upper(high_x), rest_y = y - upper(high_y);
   const vf low_x = rest_x * kRounding, low_y = rest_y * kRounding;
-  *(vu*)high = pairs(high_x, high_y), *(vu*)low = pairs(low_x, low_y);
+  *(vu*)high = pairs(high_x, high_y);
+  *(vu*)low = pairs(low_x, low_y);
   if (third) *(vu*)third = pairs(rest_x - upper(low_x), rest_y - upper(low_y));
   return pairs(low_x, low_y);
 }
@@ -106,18 +107,21 @@ inline void pair_rows(const uint32_t* rows, int count, uint32_t* to) {
   for (int i = 0; i < count; i += 32)
     for (int r = i; r < i + 16; r++, to += 32) {
       const vu x = *(const vu*)(rows + r * 16), y = *(const vu*)(rows + (r + 16) * 16);
-      *(vu*)to = y << 16 | (x & 0xffff), *(vu*)(to + 16) = (y & kUpper) | x >> 16;
+      *(vu*)to = y << 16 | (x & 0xffff);
+      *(vu*)(to + 16) = (y & kUpper) | x >> 16;
     }
 }
 
 // Rows of V from `valid` on become 0.
 void split_values(const Operands& x, int valid) {
-  for (int e0 = 0; e0 < x.N.size; e0 += NW) split_panel(x.V + e0 * C, C, valid, x.factors->V, e0 * C / 2, x.precise ? x.factors->V_third : nullptr);
+  uint32_t* third = x.precise ? x.factors->V_third : nullptr;
+  for (int e0 = 0; e0 < x.N.size; e0 += NW) split_panel(x.V + e0 * C, C, valid, x.factors->V, e0 * C / 2, third);
 }
 void split(const Operands& x) {
   auto& [B, B_t, V, _] = *x.factors;
   split_rows(x.B_t, x.K.size, (2u << (x.rows - 1)) - 1, B_t);
-  pair_rows(B_t.high, x.K.size, B.high), pair_rows(B_t.low, x.K.size, B.low);
+  pair_rows(B_t.high, x.K.size, B.high);
+  pair_rows(B_t.low, x.K.size, B.low);
   B.exact = B_t.exact;
   split_values(x, x.rows);
 }
@@ -191,7 +195,10 @@ void multiply_rows(const ChunkProduct& x, int first, int last) {
   }
   for (int e0 = 0; e0 < N; e0 += NW) {
     zero_block();
-    if (x.S) split_panel(x.S + e0 * K, K, K, S), multiply_block(A, 0, K / 2, S, 0, K);
+    if (x.S) {
+      split_panel(x.S + e0 * K, K, K, S);
+      multiply_block(A, 0, K / 2, S, 0, K);
+    }
     if (B_t) multiply_block(scores, 0, kTile, factors->V, e0 * C / 2, C, precise ? factors->V_third : nullptr);
     store_block(block);
     for (int i = first; i < last; i++)
@@ -206,7 +213,10 @@ void multiply_rows(const ChunkProduct& x, int first, int last) {
 void multiply_chunk(const ChunkProduct& x) {
   const int rows = x.operands.rows;
   if (x.finite || !x.operands.B_t) return multiply_rows(x, 0, rows);
-  for (int i = 0; i < rows; i++) split_values(x.operands, i + !x.diagonal), multiply_rows(x, i, i + 1);
+  for (int i = 0; i < rows; i++) {
+    split_values(x.operands, i + !x.diagonal);
+    multiply_rows(x, i, i + 1);
+  }
 }
 
 void update(const Operands& x, float* S, bool fresh, const DecayFactor& factor) {

@@ -1,228 +1,270 @@
-// Checks the arguments and makes a Call of them. Everything that could lead a kernel out of bounds is checked; an error
-// names the argument, what was expected and, but for dtypes and devices, what it got.
+// The arguments of forward, backward and step: one table of their names, shapes and types makes the operators' schemas,
+// takes the arguments from PyTorch's stack, checks them, and fills a Call. Everything that could lead a kernel out of
+// bounds is checked.
 #pragma once
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
-#include <initializer_list>
-#include <optional>
-#include <string>
-#include <vector>
+#include <iterator>
+#include <string_view>
+#include <variant>
 
-#include "call.h"
+#include "checks.h"
 
 namespace linrope {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using Maybe = std::optional<Tensor>;
+enum Operators : unsigned { kForward = 1, kBackward = 2, kStep = 4, kAll = 7 };
 
-const Isa& isa();
+// An axis of a tensor: the member of Call with its size, and the stride of View that it fills
+struct Axis {
+  const char* name;
+  int64_t Call::* size;
+  int64_t View::* stride;
+  bool or_one = false;      // it may have size 1: all share the one entry
+  bool or_missing = false;  // the tensor may lack it if it has size 1
+};
+namespace axis {
+constexpr Axis b{"b", &Call::b, &View::batch}, b1{"b or 1", &Call::b, &View::batch, true};
+constexpr Axis rows{"rows", &Call::rows, &View::batch}, sequences{"sequences", &Call::sequences, &View::batch};
+constexpr Axis axes{"axes", &Call::axes, &View::batch};
+constexpr Axis n{"n", &Call::n, &View::token}, n1{"n or 1", &Call::n, &View::token, true};
+constexpr Axis m{"m", &Call::m, &View::token}, m1{"m or 1", &Call::m, &View::token, true};
+constexpr Axis h{"h", &Call::h, &View::head}, g{"g", &Call::g, &View::head}, g1{"g or 1", &Call::g, &View::head, true};
+constexpr Axis query_heads{"heads of q", &Call::query_heads, &View::head};
+constexpr Axis key_heads{"heads of k", &Call::key_heads, &View::head};
+constexpr Axis f{"f", &Call::f, &View::last}, e{"e", &Call::e, &View::last}, pairs{"pairs", &Call::pairs, &View::last};
+constexpr Axis coordinates{"axes", &Call::axes, &View::last, false, true};
+}  // namespace axis
 
-inline std::string shape_text(const Tensor& x) {
-  std::string text;
-  for (int64_t i = 0; i < x.dim(); i++) text.append(i ? ", " : "(").append(std::to_string(x.size(i)));
-  return text.empty() ? "()" : text.append(")");
-}
+enum Memory { kAnyStrides, kDenseRows, kContiguous };
 
-// An expected size: one number, or either of two
-struct Size {
-  int64_t a, b;
-  Size(int64_t a) : a(a), b(a) {}
-  Size(int64_t a, int64_t b) : a(a), b(b) {}
+struct Argument {
+  const char* name;
+  unsigned operators;  // those that have the argument
+  unsigned required;   // those in which it is not None, or has no default
+  unsigned written;    // those that write to the tensor, as their schema says
+  std::variant<View Call::*, int64_t Call::*, bool Call::*, double Call::*> to;  // the member of Call that it fills
+  unsigned types = 0;  // of a tensor: a bit for each Type
+  Memory memory = kAnyStrides;
+  Axis axes[4] = {};
 };
 
-inline void check_shape(const char* name, const Tensor& x, std::initializer_list<Size> sizes) {
-  bool matches = x.dim() == (int64_t)sizes.size();
-  const auto actual = x.sizes();
-  for (int64_t i = 0; matches && i < (int64_t)sizes.size(); i++)
-    matches = actual[i] == sizes.begin()[i].a || actual[i] == sizes.begin()[i].b;
-  if (!matches) {
-    std::string expected;
-    for (const Size& size : sizes) {
-      expected.append(expected.empty() ? "" : ", ").append(std::to_string(size.a));
-      if (size.a != size.b) expected.append(" or ").append(std::to_string(size.b));
+constexpr unsigned kInt64s = 1 << kInt64, kBools = 1 << kBool, kBounds = 1 << kInt32 | 1 << kInt64;
+constexpr unsigned kFloat32s = 1 << kFloat32, kFloat64s = 1 << kFloat64, kGates = kFloat32s | kFloat64s;
+constexpr unsigned kData = kFloat32s | 1 << kBFloat16 | 1 << kFloat16, kFloating = kData | kFloat64s;
+constexpr unsigned kTypeOfK = 0;
+
+// In the order of the schemas. cu_seqlens has a shape of its own: see read_packing
+using namespace axis;
+constexpr Argument kArguments[] = {
+    // name, operators, required in, written by, member of Call, types, strides, shape
+    {"g_out", kBackward, 0, 0, &Call::dout, kTypeOfK, kDenseRows, {b, n, h, e}},
+    {"g_kv", kBackward, 0, 0, &Call::g_kv, kFloat32s, kContiguous, {sequences, g, f, e}},
+    {"g_z", kBackward, 0, 0, &Call::g_z, kFloat64s, kContiguous, {sequences, g, f}},
+    {"q", kAll, kStep, 0, &Call::q, kTypeOfK, kDenseRows, {b, n, query_heads, f}},
+    {"k", kAll, kAll, 0, &Call::k, kData, kDenseRows, {b, m, key_heads, f}},
+    {"v", kAll, kAll, 0, &Call::v, kTypeOfK, kDenseRows, {b, m, g, e}},
+    {"feature_map", kAll, kAll, 0, &Call::map},
+    {"log_decay", kAll, 0, 0, &Call::log_decay, kGates, kAnyStrides, {b1, n, g1}},
+    {"write", kAll, 0, 0, &Call::write, kFloating, kAnyStrides, {b1, m, g1}},
+    {"theta", kAll, 0, 0, &Call::theta, kInt64s, kContiguous, {axes, g1, pairs}},
+    {"positions", kAll, 0, kStep, &Call::positions, kInt64s, kContiguous, {b1, n1, coordinates}},
+    {"key_positions", kAll, 0, 0, &Call::key_positions, kInt64s, kContiguous, {b1, m1, coordinates}},
+    {"angle_steps", kAll, 0, 0, &Call::angle_steps, kFloating, kAnyStrides, {b1, n, g1, pairs}},
+    {"angle", kAll, 0, kStep, &Call::angle, kInt64s, kContiguous, {rows, g1, pairs}},
+    {"key_mask", kAll, 0, 0, &Call::key_mask, kBools, kAnyStrides, {b, m}},
+    {"cu_seqlens", kForward | kBackward, 0, 0, &Call::cu_seqlens, kBounds, kContiguous},
+    {"kv", kAll, kStep, kStep, &Call::kv, kFloat32s, kAnyStrides, {rows, g, f, e}},
+    {"z", kAll, kStep, kStep, &Call::z, kFloat64s, kContiguous, {rows, g, f}},
+    {"slots", kForward | kStep, 0, 0, &Call::slots, kInt64s, kContiguous, {sequences}},
+    {"layout", kAll, kAll, 0, &Call::layout},
+    {"causal", kForward | kBackward, kAll, 0, &Call::causal},
+    {"normalize", kAll, kAll, 0, &Call::normalize},
+    {"eps", kAll, kAll, 0, &Call::eps},
+    {"add_eps", kAll, kAll, 0, &Call::add_eps},
+    {"want_state", kForward, kAll, 0, &Call::want_state},
+    {"want_log_decay", kBackward, kAll, 0, &Call::want_log_decay},
+    {"want_angle_steps", kBackward, kAll, 0, &Call::want_angle_steps},
+    {"want_write", kBackward, kAll, 0, &Call::want_write},
+    {"advance", kStep, 0, 0, &Call::advance},
+};
+constexpr int kCount = std::size(kArguments);
+
+constexpr int index_of(std::string_view name) {
+  int i = 0;
+  while (kArguments[i].name != name) i++;
+  return i;
+}
+constexpr int kQ = index_of("q"), kK = index_of("k"), kV = index_of("v"), kTheta = index_of("theta");
+constexpr int kPositions = index_of("positions"), kAngleSteps = index_of("angle_steps"), kAngle = index_of("angle");
+constexpr int kCuSeqlens = index_of("cu_seqlens"), kKv = index_of("kv"), kZ = index_of("z"), kSlots = index_of("slots");
+
+// An operator's arguments: the tensors as they came, and the Call that read_call fills. It must outlive the call
+struct Inputs {
+  unsigned op;
+  Call call{};
+  Maybe tensors[kCount];
+  explicit Inputs(unsigned op) : op(op) { call.causal = true; }
+  Maybe& operator[](int argument) { return tensors[argument]; }
+  const Tensor& at(int argument) const { return *tensors[argument]; }
+};
+
+inline std::string schema(const char* name, unsigned op, const char* results) {
+  std::string text = std::string(name).append("(");
+  char alias = 'a';
+  for (const Argument& x : kArguments) {
+    if (!(x.operators & op)) continue;
+    const bool required = x.required & op;
+    if (text.back() != '(') text += ", ";
+    if (std::holds_alternative<View Call::*>(x.to)) {
+      text += "Tensor";
+      if (x.written & op) text.append("(").append(1, alias++).append("!)");
+      if (!required) text += "?";
+    } else {
+      const char* const kinds[] = {"Tensor", "int", "bool", "float"};
+      text += kinds[x.to.index()];
     }
-    STD_TORCH_CHECK(false, name, ": got shape ", shape_text(x), ", expected (", expected, ")");
+    text.append(" ").append(x.name);
+    if (std::holds_alternative<bool Call::*>(x.to) && !required) text += "=False";
   }
-  STD_TORCH_CHECK(x.is_cpu(), name, ": got a tensor of another device, expected one on the CPU");
+  return text.append(") -> ").append(results);
 }
 
-inline void check_type(const char* name, const Tensor& x, ScalarType expected, const char* text) {
-  STD_TORCH_CHECK(x.scalar_type() == expected, name, ": got another dtype, expected ", text);
-}
-
-inline void check_contiguous(const char* name, const Tensor& x) {
-  STD_TORCH_CHECK(x.is_contiguous(), name, ": got a tensor that is not contiguous, expected a contiguous one");
-}
-
-// By the C shim, because the stable ABI's new_empty takes the slow way through the boxed dispatcher
-inline Tensor empty(ScalarType dtype, std::initializer_list<int64_t> sizes, bool zeros = false) {
-  int64_t strides[8], stride = 1, count = (int64_t)sizes.size();
-  for (int64_t i = count; i-- > 0;) strides[i] = stride, stride *= sizes.begin()[i] > 1 ? sizes.begin()[i] : 1;
-  const int32_t type = dtype == ScalarType::Float      ? aoti_torch_dtype_float32()
-                       : dtype == ScalarType::Double   ? aoti_torch_dtype_float64()
-                       : dtype == ScalarType::BFloat16 ? aoti_torch_dtype_bfloat16()
-                       : dtype == ScalarType::Long     ? aoti_torch_dtype_int64()
-                                                       : aoti_torch_dtype_float16();
-  AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(count, sizes.begin(), strides, type, aoti_torch_device_type_cpu(), 0, &handle));
-  Tensor result(handle);
-#if defined(__linux__)
-  // Each fresh page costs a fault, together a quarter of a long call's time: ask for large pages
-  constexpr uintptr_t kHuge = 1 << 21;
-  const uintptr_t first = ((uintptr_t)result.data_ptr() + kHuge - 1) / kHuge * kHuge;
-  const uintptr_t last = ((uintptr_t)result.data_ptr() + result.numel() * result.element_size()) / kHuge * kHuge;
-  if (last >= first + 2 * kHuge) madvise((void*)first, last - first, MADV_HUGEPAGE);
-#endif
-  if (zeros && result.numel()) memset(result.data_ptr(), 0, (size_t)result.numel() * result.element_size());
-  return result;
-}
-
-inline View view(const Tensor& x) { return {(char*)x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
-
-// Rows of one number and those of empty tensors may have any stride: numpy's may be 0
-inline void check_last_stride(const char* name, const Tensor& x) {
-  const int64_t last = x.dim() - 1;
-  STD_TORCH_CHECK(x.size(last) <= 1 || x.stride(last) == 1 || x.numel() == 0, name, ": got stride ", x.stride(last),
-                  " in the last dimension, expected 1");
-}
-
-inline void check_rows(const char* name, const Tensor& x, ScalarType type) {
-  check_type(name, x, type, "k's");
-  check_last_stride(name, x);
-}
-
-inline void check_cu_seqlens(const Tensor& x) {
-  STD_TORCH_CHECK(x.dim() == 1 && x.size(0) >= 1 && x.is_cpu(), "cu_seqlens: got shape ", shape_text(x),
-                  ", expected (s + 1,) on the CPU");
-  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Long || x.scalar_type() == ScalarType::Int,
-                  "cu_seqlens: got another dtype, expected int32 or int64");
-  check_contiguous("cu_seqlens", x);
-}
-
-// The bounds of packed sequences, forced to rise within 0 .. n: others would lead a kernel out of bounds
-inline std::vector<int64_t> rising_bounds(const void* data, bool wide, int64_t count, int64_t n) {
-  std::vector<int64_t> bounds;
-  int64_t last = 0;
-  for (int64_t i = 0; i < count; i++) {
-    const int64_t x = wide ? ((const int64_t*)data)[i] : ((const int32_t*)data)[i];
-    bounds.push_back(last = x < last ? last : x > n ? n : x);
+inline Inputs from_stack(unsigned op, StableIValue* stack) {
+  using torch::stable::detail::to;
+  Inputs inputs(op);
+  for (int i = 0; i < kCount; i++) {
+    const Argument& x = kArguments[i];
+    if (!(x.operators & op)) continue;
+    const StableIValue value = *stack++;
+    Call& c = inputs.call;
+    if (const auto number = std::get_if<int64_t Call::*>(&x.to)) c.*(*number) = to<int64_t>(value);
+    else if (const auto flag = std::get_if<bool Call::*>(&x.to)) c.*(*flag) = to<bool>(value);
+    else if (const auto real = std::get_if<double Call::*>(&x.to)) c.*(*real) = to<double>(value);
+    else if (x.required & op) inputs[i] = to<Tensor>(value);
+    else inputs[i] = to<Maybe>(value);
   }
-  return bounds;
+  return inputs;
 }
 
-inline PerToken per_token(const char* name, const Tensor& x, int64_t b, int64_t m, int64_t g, bool allow_half,
-                          int64_t pairs) {
-  if (pairs < 0) check_shape(name, x, {{b, 1}, m, {g, 1}});
-  else check_shape(name, x, {{b, 1}, m, {g, 1}, pairs});
-  const auto type = x.scalar_type();
-  const bool wide = type == ScalarType::Float || type == ScalarType::Double;
-  STD_TORCH_CHECK(wide || (allow_half && (type == ScalarType::BFloat16 || type == ScalarType::Half)), name,
-                  ": got another dtype, expected float32 or float64", allow_half ? ", bfloat16 or float16" : "");
-  const int kind = type == ScalarType::Float ? kFloat32 : type == ScalarType::Double ? kFloat64
-                   : type == ScalarType::BFloat16 ? kBFloat16 : kFloat16;
-  return {(const char*)x.data_ptr(), kind, x.size(0) == 1 ? 0 : x.stride(0), x.stride(1),
-          x.size(2) == 1 ? 0 : x.stride(2), pairs < 0 ? 0 : x.stride(3)};
-}
-
-inline Positions positions(const char* name, const Tensor& x, int64_t b, int64_t n, int64_t axes) {
-  if (axes == 1 && x.dim() == 2) check_shape(name, x, {{b, 1}, {n, 1}});
-  else check_shape(name, x, {{b, 1}, n, axes});
-  check_type(name, x, ScalarType::Long, "int64");
-  if (x.dim() == 3) check_last_stride(name, x);
-  return {(const int64_t*)x.data_ptr(), x.size(0) == 1 ? 0 : x.stride(0), x.stride(1), x.dim() == 2 && x.size(1) == 1};
-}
-
-struct Arguments {  // the arguments that forward, backward and step have in common
-  const Maybe& q;
-  const Tensor &k, &v;
-  int64_t feature_map;
-  const Maybe &log_decay, &write, &theta, &positions, &key_positions, &angle_steps, &angle, &key_mask, &cu_seqlens, &kv,
-      &z, &slots;
-  int64_t layout;
-  bool causal, normalize;
-  double eps;
-  bool add_eps;
-  bool one_token = false;  // a step
-};
-
-inline void read_sizes(const Arguments& x, Call& c) {
-  STD_TORCH_CHECK(x.k.dim() == 4 && x.v.dim() == 4, "k, v: got ", x.k.dim(), " and ", x.v.dim(),
-                  " dimensions, expected 4");
-  const auto type = x.k.scalar_type();
-  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
-                  "k: got another dtype, expected float32, bfloat16 or float16");
-  c.type = type == ScalarType::Float ? kFloat32 : type == ScalarType::BFloat16 ? kBFloat16 : kFloat16;
-  const int64_t b = x.k.size(0), f = x.k.size(3), e = x.v.size(3);
-  const int64_t key_heads = x.k.size(2);
-  c.m = x.k.size(1), c.g = x.v.size(2), c.n = c.m, c.h = c.g, c.heads_per_gradient = 1;
-  STD_TORCH_CHECK(f >= 1 && f <= kMaxDim && e >= 1 && e <= kMaxDim, "k, v: got ", f, " features and ", e,
-                  " values, expected 1 to ", kMaxDim);
-  c.f = (int)f, c.e = (int)e;
-  STD_TORCH_CHECK(key_heads > 0 ? c.g % key_heads == 0 && c.g > 0 : c.g == 0, "v: got ", c.g,
-                  " heads, expected a multiple of k's ", key_heads);
-  c.value_group = key_heads > 0 ? c.g / key_heads : 1;
-  check_shape("v", x.v, {b, c.m, c.g, e});
-  check_rows("k", x.k, type), check_rows("v", x.v, type);
-  c.k = view(x.k), c.v = view(x.v);
-  if (x.q) {
-    STD_TORCH_CHECK(x.q->dim() == 4, "q: got ", x.q->dim(), " dimensions, expected 4");
-    const int64_t query_heads = x.q->size(2);
-    c.n = x.q->size(1), c.h = query_heads * c.value_group;
-    check_shape("q", *x.q, {b, x.causal ? c.m : c.n, query_heads, f}), check_rows("q", *x.q, type);
-    const bool fits = key_heads > 0 ? query_heads % key_heads == 0 : query_heads == 0;
-    const bool grouped = c.value_group > 1;
-    STD_TORCH_CHECK(grouped ? query_heads == key_heads : fits, "q: got ", query_heads, " heads, expected ",
-                    grouped ? "" : "a multiple of ", "k's ", key_heads);
-    c.q = view(*x.q);
+// Refuses a tensor that does not fit its row of the table; else fills the row's View
+inline void read_tensor(const Argument& x, const Tensor& tensor, Call& c) {
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  const int64_t dims = (int64_t)sizes.size();
+  View& view = c.*std::get<View Call::*>(x.to);
+  view = {};
+  int64_t axes = 0;
+  bool fits = true;
+  for (; axes < 4 && x.axes[axes].size; axes++) {
+    const Axis& axis = x.axes[axes];
+    const int64_t size = c.*axis.size;
+    if (axes == dims && axis.or_missing && size == 1) break;
+    fits = fits && axes < dims && (sizes[axes] == size || (axis.or_one && sizes[axes] == 1));
+    if (!fits) break;
+    view.*axis.stride = sizes[axes] == 1 ? 0 : strides[axes];
   }
-  c.sequences = b;
-  if (x.cu_seqlens) {
-    const Tensor& cu = *x.cu_seqlens;
-    check_cu_seqlens(cu);
-    STD_TORCH_CHECK(b == 1 && c.n == c.m, "cu_seqlens: got a batch of ", b, ", ", c.n, " queries and ", c.m,
-                    " keys, expected a batch of 1 and as many queries as keys");
-    c.cu_seqlens = cu.data_ptr(), c.cu_wide = cu.scalar_type() == ScalarType::Long, c.sequences = cu.size(0) - 1;
+  if (x.axes[0].size && !(fits && axes == dims)) {
+    std::string names, expected;
+    for (int i = 0; i < 4 && x.axes[i].size; i++) {
+      names.append(i ? ", " : "").append(x.axes[i].name);
+      expected.append(i ? ", " : "").append(std::to_string(c.*x.axes[i].size));
+    }
+    refuse(x.name, ": got shape ", shape_text(tensor), ", expected (", names, ") = (", expected,
+           x.axes[1].size ? ")" : ",)");
   }
+  check_device(x.name, tensor);
+  view.type = type_of(tensor);
+  view.data = (char*)tensor.data_ptr();
+  STD_TORCH_CHECK(x.types != kTypeOfK || view.type == c.type, x.name, ": got another dtype, expected k's");
+  if (x.types != kTypeOfK) check_types(x.name, view.type, x.types);
+  if (x.memory == kContiguous) check_contiguous(x.name, tensor);
+  if (x.memory == kDenseRows) check_last_stride(x.name, tensor);
 }
 
-inline void read_rotation(const Arguments& x, Call& c) {
-  const int64_t b = x.k.size(0);
-  STD_TORCH_CHECK(x.layout >= kNone && x.layout <= kHalf, "layout: got ", x.layout, ", expected 0, 1 or 2");
-  const bool rotates = x.theta || x.angle_steps || x.angle;
-  STD_TORCH_CHECK(rotates == (x.layout != kNone), "layout: got ", x.layout, ", expected ",
-                  rotates ? "1 or 2 with" : "0 without", " theta, angle_steps or angle");
-  c.layout = (int)x.layout, c.axes = 1;
+// q, k and v, with the words of linrope/operation/checks.py: a step leaves the checks to this function
+inline void read_tokens(Inputs& x) {
+  Call& c = x.call;
+  const bool has_q = x[kQ].has_value();
+  for (const int i : {kQ, kK, kV})
+    if (x[i] && x.at(i).dim() != 4)
+      refuse(kArguments[i].name, ": got shape ", shape_text(x.at(i)), ", expected (batch, length, heads, dim)");
+  const auto k = x.at(kK).sizes(), v = x.at(kV).sizes(), q = (has_q ? x.at(kQ) : x.at(kK)).sizes();
+  const int64_t heads = k[2];
+  c.b = k[0];
+  c.m = k[1];
+  c.n = q[1];
+  c.key_heads = heads;
+  c.query_heads = q[2];
+  c.g = v[2];
+  c.f = k[3];
+  c.e = v[3];
+  if (v[0] != c.b || v[1] != c.m || heads > c.g || (heads ? c.g % heads : c.g))
+    refuse("k, v: got ", shape_text(x.at(kK)), ", ", shape_text(x.at(kV)),
+           ", expected (b, m, g, d), (b, m, a multiple of g, e)");
+  if (q[0] != c.b) refuse("k: got batch ", c.b, ", expected q's ", q[0]);
+  if (q[3] != c.f || !c.f) refuse("q, k: got head dims ", q[3], ", ", c.f, ", expected equal and positive ones");
+  if (!c.e) refuse("v: got head dim 0, expected a positive one");
+  if (heads ? c.query_heads % heads : c.query_heads)
+    refuse("k: got ", heads, " heads, expected a divisor of q's ", c.query_heads);
+  if (c.g != heads && c.query_heads != heads)
+    refuse("v: got ", c.g, " heads, expected k's ", heads, "; more heads of v require q to have ", heads,
+           " heads too, not ", c.query_heads);
+  if (c.causal && c.n != c.m) refuse("k: got length ", c.m, ", expected q's ", c.n, " with causal=True");
+  if (c.f > kMaxDim || c.e > kMaxDim)
+    refuse("k, v: got ", c.f, " features and ", c.e, " values, expected 1 to ", kMaxDim);
+  c.value_group = heads ? c.g / heads : 1;
+  c.heads_per_gradient = 1;
+  c.h = has_q ? c.query_heads * c.value_group : c.g;
+  c.type = type_of(x.at(kK));
+  check_types("k", c.type, kData);
+}
+
+// The sequences of a packed batch row, and the rows of a pool
+inline void read_packing(Inputs& x) {
+  Call& c = x.call;
+  c.sequences = c.b;
+  if (x[kCuSeqlens]) {
+    const Tensor& bounds = x.at(kCuSeqlens);
+    check_cu_seqlens(bounds);
+    if (c.b != 1 || c.n != c.m)
+      refuse("cu_seqlens: got a batch of ", c.b, ", ", c.n, " queries and ", c.m,
+             " keys, expected a batch of 1 and as many queries as keys");
+    c.sequences = bounds.size(0) - 1;
+  }
+  if (x[kKv].has_value() != x[kZ].has_value()) refuse("kv, z: got one of them, expected both or none");
+  if (x[kSlots] && !(x[kKv] && x.at(kKv).dim() == 4))
+    refuse("slots: got a tensor without kv and z, expected a pool's kv and z with it");
+  c.rows = x[kSlots] ? x.at(kKv).size(0) : c.sequences;
+}
+
+inline void read_rotation(Inputs& x) {
+  Call& c = x.call;
+  c.axes = 1;
+  if (c.layout < kNone || c.layout > kHalf) refuse("layout: got ", c.layout, ", expected 0, 1 or 2");
+  const bool rotates = x[kTheta] || x[kAngleSteps] || x[kAngle];
+  if (rotates != (c.layout != kNone))
+    refuse("layout: got ", c.layout, ", expected ", rotates ? "1 or 2 with" : "0 without",
+           " theta, angle_steps or angle");
   if (!rotates) return;
-  const Tensor& any = x.theta ? *x.theta : x.angle_steps ? *x.angle_steps : *x.angle;
-  const int64_t pairs = any.dim() ? any.size(any.dim() - 1) : 0;
-  STD_TORCH_CHECK(2 * pairs <= c.f, "theta: got ", pairs, " pairs, expected at most half of ", c.f, " features");
-  c.pairs = (int)pairs;
-  if (x.theta) {
-    const Tensor& theta = *x.theta;
-    STD_TORCH_CHECK(theta.dim() == 3 && theta.size(0) >= 1 && theta.size(0) <= 64, "theta: got shape ",
-                    shape_text(theta), ", expected (axes, 1 or g, pairs)");
-    check_shape("theta", theta, {theta.size(0), {c.g, 1}, pairs});
-    check_type("theta", theta, ScalarType::Long, "int64"), check_contiguous("theta", theta);
-    c.theta = (const int64_t*)theta.data_ptr(), c.axes = (int)theta.size(0);
-    c.theta_axis = theta.size(1) * pairs, c.theta_head = theta.size(1) == 1 ? 0 : pairs;
-    STD_TORCH_CHECK(x.positions, "positions: got none, expected int64 positions with theta");
-    c.positions = positions("positions", *x.positions, b, c.n, c.axes);
-    c.key_positions = c.positions;
-    if (x.key_positions) c.key_positions = positions("key_positions", *x.key_positions, b, c.m, c.axes);
-    else
-      STD_TORCH_CHECK(c.n == c.m || c.positions.consecutive, "key_positions: got none for ", c.m, " keys and ", c.n,
-                      " queries, expected (b or 1, ", c.m, ")");
+  const int source = x[kTheta] ? kTheta : x[kAngleSteps] ? kAngleSteps : kAngle;
+  const auto sizes = x.at(source).sizes();
+  c.pairs = sizes.size() ? sizes[sizes.size() - 1] : 0;
+  if (2 * c.pairs > c.f)
+    refuse(kArguments[source].name, ": got ", c.pairs, " pairs, expected at most half of ", c.f, " features");
+  if (x[kTheta]) {
+    if (sizes.size() != 3 || sizes[0] < 1 || sizes[0] > 64)
+      refuse("theta: got shape ", shape_text(x.at(kTheta)), ", expected (1 to 64 axes, g or 1, pairs)");
+    c.axes = sizes[0];
+    if (!x[kPositions]) refuse("positions: got None, expected int64 positions with theta");
   }
-  if (x.angle_steps) {
-    STD_TORCH_CHECK(c.n == c.m, "angle_steps: got ", c.n, " queries and ", c.m, " keys, expected as many");
-    c.angle_steps = per_token("angle_steps", *x.angle_steps, b, c.m, c.g, true, pairs);
+  if (x[kAngleSteps]) {  // with the words of linrope/operation/checks.py
+    const Tensor& steps = x.at(kAngleSteps);
+    if (c.n != c.m) refuse("angle_steps: got ", c.n, " queries and ", c.m, " keys, expected equal numbers");
+    const auto got = steps.sizes();
+    if (got.size() != 4 || (got[0] != c.b && got[0] != 1) || got[1] != c.n || (got[2] != c.g && got[2] != 1))
+      refuse("angle_steps: got shape ", shape_text(steps), ", expected (b or 1, n, g or 1, pairs) with b, n, g = (",
+             c.b, ", ", c.n, ", ", c.g, ")");
+    if (got[3] != c.pairs)
+      refuse("angle_steps: got ", got[3], " pairs, expected ", c.pairs, ", the pairs of rotary");
   }
 }
 
@@ -234,53 +276,42 @@ inline bool is_swapped(const Tensor& kv) {
   return swapped;
 }
 
-inline void read_state(const Arguments& x, Call& c) {
-  STD_TORCH_CHECK(x.kv.has_value() == x.z.has_value(), "kv, z: got one of them, expected both or none");
-  int64_t rows = c.sequences;
-  if (x.slots) {
-    STD_TORCH_CHECK(x.kv && x.kv->dim() == 4,
-                    "slots: got a tensor without kv and z, expected a pool's kv and z with it");
-    check_shape("slots", *x.slots, {c.sequences}), check_type("slots", *x.slots, ScalarType::Long, "int64");
-    check_contiguous("slots", *x.slots);
-    rows = x.kv->size(0), c.slots = (const int64_t*)x.slots->data_ptr();
-    for (int64_t i = 0; i < c.sequences; i++)
-      STD_TORCH_CHECK(c.slots[i] >= 0 && c.slots[i] < rows, "slots: got ", c.slots[i], ", expected 0 .. ", rows - 1);
+// What the rows of the table do not say about the state and the positions
+inline void check_together(Inputs& x) {
+  Call& c = x.call;
+  if (x[kKv]) {
+    c.kv_swapped = x.op == kStep && is_swapped(x.at(kKv));
+    if (!c.kv_swapped) check_contiguous("kv", x.at(kKv));
   }
-  if (x.kv) {
-    check_shape("kv", *x.kv, {rows, c.g, c.f, c.e}), check_shape("z", *x.z, {rows, c.g, c.f});
-    check_type("kv", *x.kv, ScalarType::Float, "float32"), check_type("z", *x.z, ScalarType::Double, "float64");
-    c.kv_swapped = x.one_token && is_swapped(*x.kv);
-    if (!c.kv_swapped) check_contiguous("kv", *x.kv);
-    check_contiguous("z", *x.z);
-    c.kv = (const float*)x.kv->data_ptr(), c.z = (const double*)x.z->data_ptr();
+  for (int64_t i = 0; c.slots.data && i < c.sequences; i++)
+    if (const int64_t slot = c.state_row(i); slot < 0 || slot >= c.rows)
+      refuse("slots: got ", slot, ", expected 0 .. ", c.rows - 1);
+  if (c.log_decay.data && !c.causal)
+    refuse("log_decay: got causal=False, expected causal=True: a gate decays earlier keys");
+  if (!c.theta.data) {
+    c.positions = c.key_positions = {};
+    return;
   }
-  if (x.angle) {
-    check_shape("angle", *x.angle, {rows, {c.g, 1}, c.pairs});
-    check_type("angle", *x.angle, ScalarType::Long, "int64"), check_contiguous("angle", *x.angle);
-    c.angle = (const int64_t*)x.angle->data_ptr();
-    c.angle_row = x.angle->size(1) * c.pairs, c.angle_head = x.angle->size(1) == 1 ? 0 : c.pairs;
+  if (!c.key_positions.data) {
+    if (c.n != c.m && (c.positions.token || c.axes > 1))
+      refuse("key_positions: got None for ", c.m, " keys and ", c.n, " queries, expected (b or 1, ", c.m, ")");
+    c.key_positions = c.positions;
   }
+  if (c.axes > 1 && ((c.n > 1 && !c.positions.token) || (c.m > 1 && !c.key_positions.token)))
+    refuse("positions: got coordinates of one token, expected those of each");
 }
 
-inline Call read_call(const Arguments& x) {
-  Call c{};
-  STD_TORCH_CHECK(x.feature_map >= kIdentity && x.feature_map <= kSilu, "feature_map: got ", x.feature_map,
-                  ", expected 0 .. 5");
-  STD_TORCH_CHECK(x.eps > 0 || !x.normalize, "eps: got ", x.eps, ", expected a positive number");
-  c.map = (int)x.feature_map, c.causal = x.causal, c.normalize = x.normalize;
-  c.eps = (float)x.eps, c.add_eps = x.add_eps;
-  read_sizes(x, c), read_rotation(x, c), read_state(x, c);
-  const int64_t b = x.k.size(0);
-  if (x.log_decay) {
-    STD_TORCH_CHECK(x.causal, "log_decay: got a tensor with causal=False, expected none");
-    c.log_decay = per_token("log_decay", *x.log_decay, b, c.m, c.g, false, -1);
-  }
-  if (x.write) c.write = per_token("write", *x.write, b, c.m, c.g, true, -1);
-  if (x.key_mask) {
-    check_shape("key_mask", *x.key_mask, {b, c.m}), check_type("key_mask", *x.key_mask, ScalarType::Bool, "bool");
-    c.key_mask = (const bool*)x.key_mask->data_ptr();
-    c.mask_batch = x.key_mask->stride(0), c.mask_token = x.key_mask->stride(1);
-  }
+// Checks all arguments, and fills the Call of an operator with them
+inline Call& read_call(Inputs& x) {
+  Call& c = x.call;
+  if (c.map < kIdentity || c.map > kSilu) refuse("feature_map: got ", c.map, ", expected 0 .. ", (int)kSilu);
+  if (c.normalize && !(c.eps > 0)) refuse("eps: got ", c.eps, ", expected a positive number");
+  read_tokens(x);
+  read_packing(x);
+  read_rotation(x);
+  for (int i = 0; i < kCount; i++)
+    if (x[i]) read_tensor(kArguments[i], x.at(i), c);
+  check_together(x);
   return c;
 }
 

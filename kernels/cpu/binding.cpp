@@ -1,6 +1,5 @@
 // The operators of linrope_native. They use PyTorch's stable ABI of 2.10, so that one library serves any Python and
 // PyTorch that linrope supports.
-#include <cstring>
 #include <tuple>
 
 #include "mixer.h"
@@ -65,157 +64,127 @@ static void set_isa(std::string name) {
 // steps; else it is empty
 static std::vector<float> make_rotation_table(Call& c) {
   std::vector<float> table;
-  if (!c.theta || c.axes != 1 || c.angle_steps.data || (c.n < 2 && c.m < 2)) return table;
-  table.resize((c.theta_head ? c.g : 1) * kChunk * 2 * isa().padded_pairs(c));
+  if (!c.theta.data || c.axes != 1 || c.angle_steps.data || (c.n < 2 && c.m < 2)) return table;
+  table.resize((c.theta.head ? c.g : 1) * kChunk * 2 * isa().padded_pairs(c));
   isa().fill_rotation_table(c, table.data());
   c.rotation_table = table.data();
   return table;
 }
 
 // Adds the angle steps of each sequence to the state's angle
-static void add_steps(const Call& c, const Schedule& x, int64_t* angle) {
-  const int64_t heads = c.angle_head ? c.g : 1;
+static void add_steps(const Call& c) {
+  const Schedule x(c);
+  const int64_t heads = c.angle.head ? c.g : 1;
   for (int64_t sequence = 0; sequence < c.sequences; sequence++)
     for (int64_t head = 0; head < heads; head++) {
       Span span = x.span((sequence * c.g + head) * x.segments, c.m);
       span.end = x.span((sequence * c.g + head + 1) * x.segments - 1, c.m).end;
-      const int64_t row = c.slots ? c.slots[sequence] : sequence;
-      isa().sum_steps(c, span, angle + row * c.angle_row + head * c.angle_head);
+      isa().sum_steps(c, span, c.angle.as<int64_t>() + c.state_row(sequence) * c.angle.batch + head * c.angle.head);
     }
 }
 static void check_angle_heads(const Call& c) {
-  STD_TORCH_CHECK(!c.angle || !c.angle_steps.head || c.angle_head || c.g == 1,
-                  "angle: got 1 head, expected angle_steps' ", c.g);
+  if (c.angle.data && c.angle_steps.head && !c.angle.head && c.g != 1)
+    refuse("angle: got 1 head, expected angle_steps' ", c.g);
 }
 
-using OutAndState = std::tuple<Tensor, Tensor, Tensor>;
+// A tensor of zeros or of anything; an empty one if it is not wanted
+static Tensor empty_if(bool wanted, ScalarType type, std::initializer_list<int64_t> sizes, bool zeros = false) {
+  return wanted ? empty(type, sizes, zeros) : empty(type, {0});
+}
+template <class T> static T* data_if(bool wanted, const Tensor& x) { return wanted ? (T*)x.data_ptr() : nullptr; }
 
-static OutAndState forward(Maybe q, Tensor k, Tensor v, int64_t feature_map, Maybe log_decay, Maybe write,
-                           Maybe theta, Maybe positions, Maybe key_positions, Maybe angle_steps, Maybe angle,
-                           Maybe key_mask, Maybe cu_seqlens, Maybe kv, Maybe z, Maybe slots, int64_t layout, bool causal,
-                           bool normalize, double eps, bool add_eps, bool want_state) {
-  Call c = read_call({q, k, v, feature_map, log_decay, write, theta, positions, key_positions, angle_steps, angle,
-                      key_mask, cu_seqlens, kv, z, slots, layout, causal, normalize, eps, add_eps});
-  if (slots) check_angle_heads(c);
+static std::tuple<Tensor, Tensor, Tensor> forward(Inputs& inputs) {
+  Call& c = read_call(inputs);
+  if (c.slots.data) check_angle_heads(c);
   const Schedule schedule(c);
   const auto table = make_rotation_table(c);
-  const auto type = k.scalar_type();
-  Tensor out = q ? empty(type, {k.size(0), c.n, c.h, c.e}) : empty(type, {0});
-  const bool state = want_state && !slots;
-  Tensor last_kv = state ? empty(ScalarType::Float, {c.sequences, c.g, c.f, c.e}) : empty(ScalarType::Float, {0});
-  Tensor last_z = state ? empty(ScalarType::Double, {c.sequences, c.g, c.f}) : empty(ScalarType::Double, {0});
-  if (q) c.out = view(out), zero_outside(schedule, out);
-  float* to_kv = slots ? (float*)kv->data_ptr() : state ? (float*)last_kv.data_ptr() : nullptr;
-  double* to_z = slots ? (double*)z->data_ptr() : state ? (double*)last_z.data_ptr() : nullptr;
-  run_forward(schedule, to_kv, to_z);
-  if (slots && c.angle && c.angle_steps.data) add_steps(c, schedule, (int64_t*)angle->data_ptr());
+  const bool queries = c.q.data, in_place = c.slots.data, state = c.want_state && !in_place;
+  Tensor out = empty_if(queries, scalar_type(c.type), {c.b, c.n, c.h, c.e});
+  Tensor last_kv = empty_if(state, ScalarType::Float, {c.sequences, c.g, c.f, c.e});
+  Tensor last_z = empty_if(state, ScalarType::Double, {c.sequences, c.g, c.f});
+  if (queries) {
+    c.out = view(out);
+    zero_outside(schedule, out);
+  }
+  run_forward(schedule, in_place ? StateOut{c.kv.as<float>(), c.z.as<double>()}
+                                 : StateOut{data_if<float>(state, last_kv), data_if<double>(state, last_z)});
+  if (in_place && c.angle.data && c.angle_steps.data) add_steps(c);
   return {out, last_kv, last_z};
 }
 
-static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
-    Maybe g_out, Maybe g_kv, Maybe g_z, Maybe q, Tensor k, Tensor v, int64_t feature_map, Maybe log_decay, Maybe write,
-    Maybe theta, Maybe positions, Maybe key_positions, Maybe angle_steps, Maybe angle, Maybe key_mask,
-    Maybe cu_seqlens, Maybe kv, Maybe z, int64_t layout, bool causal, bool normalize, double eps, bool add_eps,
-    bool want_log_decay, bool want_angle_steps, bool want_write) {
-  const Maybe none;
-  Call c = read_call({q, k, v, feature_map, log_decay, write, theta, positions, key_positions, angle_steps, angle,
-                      key_mask, cu_seqlens, kv, z, none, layout, causal, normalize, eps, add_eps});
-  const auto type = k.scalar_type();
-  const int64_t b = k.size(0);
-  STD_TORCH_CHECK(q || !g_out, "g_out: got a tensor without q, expected none");
-  STD_TORCH_CHECK(!want_angle_steps || c.angle_steps.data,
-                  "want_angle_steps: got true without angle_steps, expected false");
-  STD_TORCH_CHECK(!want_log_decay || c.log_decay.data, "want_log_decay: got true without log_decay, expected false");
-  STD_TORCH_CHECK(!want_write || c.write.data, "want_write: got true without write, expected false");
-  if (g_out) {
-    check_shape("g_out", *g_out, {b, c.n, c.h, c.e}), check_rows("g_out", *g_out, type);
-    c.dout = view(*g_out);
-  }
-  if (g_kv) {
-    check_shape("g_kv", *g_kv, {c.sequences, c.g, c.f, c.e}), check_contiguous("g_kv", *g_kv);
-    check_type("g_kv", *g_kv, ScalarType::Float, "float32");
-    c.g_kv = (const float*)g_kv->data_ptr();
-  }
-  if (g_z) {
-    check_shape("g_z", *g_z, {c.sequences, c.g, c.f}), check_contiguous("g_z", *g_z);
-    check_type("g_z", *g_z, ScalarType::Double, "float64");
-    c.g_z = (const double*)g_z->data_ptr();
-  }
+static void check_wanted(const Inputs& inputs) {
+  const Call& c = inputs.call;
+  if (c.dout.data && !c.q.data) refuse("g_out: got a tensor without q, expected none");
+  if (c.want_angle_steps && !c.angle_steps.data)
+    refuse("want_angle_steps: got true without angle_steps, expected false");
+  if (c.want_log_decay && !c.log_decay.data) refuse("want_log_decay: got true without log_decay, expected false");
+  if (c.want_write && !c.write.data) refuse("want_write: got true without write, expected false");
+}
+
+static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(Inputs& inputs) {
+  Call& c = read_call(inputs);
+  check_wanted(inputs);
   c.heads_per_gradient = heads_per_gradient(c);
   const Schedule schedule(c);
   const auto table = make_rotation_table(c);
-  const auto shared = c.value_group > 1 ? ScalarType::Float : type;
+  const auto real = ScalarType::Float, type = scalar_type(c.type), shared = c.value_group > 1 ? real : type;
   const int64_t dq_heads = c.h / c.heads_per_gradient, dk_heads = c.g / c.heads_per_gradient;
-  const bool adds = c.heads_per_gradient > 1;
-  Tensor dq = q ? empty(shared, {b, c.n, dq_heads, c.f}, !g_out || adds) : empty(shared, {0});
-  Tensor dk = empty(shared, {b, c.m, dk_heads, c.f}, adds), dv = empty(type, {b, c.m, c.g, c.e});
-  Tensor d_log_decay = want_log_decay ? empty(ScalarType::Float, {b, c.m, c.g}) : empty(ScalarType::Float, {0});
-  Tensor d_write = want_write ? empty(ScalarType::Float, {b, c.m, c.g}) : empty(ScalarType::Float, {0});
-  Tensor d_angle_steps =
-      want_angle_steps ? empty(ScalarType::Float, {b, c.m, c.g, c.pairs}) : empty(ScalarType::Float, {0});
-  Tensor dkv = kv ? empty(ScalarType::Float, {c.sequences, c.g, c.f, c.e}) : empty(ScalarType::Float, {0});
-  Tensor dz = kv ? empty(ScalarType::Double, {c.sequences, c.g, c.f}) : empty(ScalarType::Double, {0});
-  if (q) c.dq = view(dq);
-  c.dk = view(dk), c.dv = view(dv);
-  if (want_log_decay) c.d_log_decay = (float*)d_log_decay.data_ptr();
-  if (want_write) c.d_write = (float*)d_write.data_ptr();
-  if (want_angle_steps) c.d_angle_steps = (float*)d_angle_steps.data_ptr();
+  const bool adds = c.heads_per_gradient > 1, queries = c.q.data, state = c.kv.data;
+  Tensor dq = empty_if(queries, shared, {c.b, c.n, dq_heads, c.f}, !c.dout.data || adds);
+  Tensor dk = empty(shared, {c.b, c.m, dk_heads, c.f}, adds), dv = empty(type, {c.b, c.m, c.g, c.e});
+  Tensor d_log_decay = empty_if(c.want_log_decay, real, {c.b, c.m, c.g});
+  Tensor d_write = empty_if(c.want_write, real, {c.b, c.m, c.g});
+  Tensor d_angle_steps = empty_if(c.want_angle_steps, real, {c.b, c.m, c.g, c.pairs});
+  Tensor dkv = empty_if(state, real, {c.sequences, c.g, c.f, c.e});
+  Tensor dz = empty_if(state, ScalarType::Double, {c.sequences, c.g, c.f});
+  if (queries) c.dq = view(dq);
+  c.dk = view(dk);
+  c.dv = view(dv);
+  c.d_log_decay = data_if<float>(c.want_log_decay, d_log_decay);
+  c.d_write = data_if<float>(c.want_write, d_write);
+  c.d_angle_steps = data_if<float>(c.want_angle_steps, d_angle_steps);
   for (const Tensor* x : {&dq, &dk, &dv, &d_log_decay, &d_write, &d_angle_steps})
     if (x->dim() > 1) zero_outside(schedule, *x);
-  std::vector<float> saved(g_out && causal ? 2 * b * c.n * c.h : 0);
-  c.inverse_den = saved.data(), c.dden = saved.data() + saved.size() / 2;
-  run_backward(schedule, {kv ? (float*)dkv.data_ptr() : nullptr, kv ? (double*)dz.data_ptr() : nullptr});
+  std::vector<float> saved(c.dout.data && c.causal ? 2 * c.b * c.n * c.h : 0);
+  c.inverse_den = saved.data();
+  c.dden = saved.data() + saved.size() / 2;
+  run_backward(schedule, {data_if<float>(state, dkv), data_if<double>(state, dz)});
   return {dq, dk, dv, d_log_decay, d_angle_steps, d_write, dkv, dz};
 }
 
-static Tensor step(Tensor q, Tensor k, Tensor v, int64_t feature_map, Maybe log_decay, Maybe write, Maybe theta,
-                   Maybe positions, Maybe key_positions, Maybe angle_steps, Maybe angle, Maybe key_mask, Tensor kv,
-                   Tensor z, Maybe slots, int64_t layout, bool normalize, double eps, bool add_eps, bool advance) {
-  const Maybe query = q, state = kv, sums = z, none;
-  Call c = read_call({query, k, v, feature_map, log_decay, write, theta, positions, key_positions, angle_steps, angle,
-                      key_mask, none, state, sums, slots, layout, true, normalize, eps, add_eps, true});
-  STD_TORCH_CHECK(c.n == 1, "q: got ", c.n, " tokens, expected 1");
+static std::tuple<Tensor> step(Inputs& inputs) {
+  Call& c = read_call(inputs);
+  if (c.n != 1) refuse("q: got ", c.n, " tokens, expected 1");
+  check_log_decay(c);
   int64_t* position = nullptr;
-  if (advance) {
-    position = advancing_positions(c, positions);
-    const PerToken& gate = c.log_decay;
-    for (int64_t i = 0; gate.data && i < c.sequences * c.g; i++) {
-      const int64_t at = i / c.g * gate.batch + i % c.g * gate.head;
-      const double a = gate.type == kFloat32 ? ((const float*)gate.data)[at] : ((const double*)gate.data)[at];
-      STD_TORCH_CHECK(!(a > 0), "log_decay: got ", a, ", expected numbers <= 0");
-    }
-  }
-  Tensor out = empty(k.scalar_type(), {c.sequences, 1, c.h, c.e});
+  if (c.advance) position = advancing_positions(c.sequences, inputs[kPositions]);
+  else if (inputs[kPositions]) check_positions(inputs.at(kPositions));
+  if (c.angle_steps.data) check_angle_heads(c);
+  Tensor out = empty(scalar_type(c.type), {c.sequences, 1, c.h, c.e});
   c.out = view(out);
-  if (c.angle_steps.data && c.angle) {
-    check_angle_heads(c);
-    add_steps(c, Schedule(c), (int64_t*)angle->data_ptr());
+  // Everything is checked: from here on, the state is written
+  if (c.angle_steps.data && c.angle.data) {
+    add_steps(c);
     c.angle_steps.data = nullptr;
   }
-  run_step(c, kv, z, position);
-  return out;
+  run_step(c);
+  for (int64_t i = 0; position && i < c.sequences; i++) position[i]++;
+  return {out};
+}
+
+// An operator as PyTorch calls it: takes its arguments from the stack, and leaves its results there
+template <unsigned op, auto run> static void boxed(StableIValue* stack, uint64_t, uint64_t) {
+  Inputs inputs = from_stack(op, stack);
+  std::apply([&](const auto&... results) { ((*stack++ = torch::stable::detail::from(results)), ...); }, run(inputs));
 }
 
 }  // namespace linrope
 
 STABLE_TORCH_LIBRARY(linrope_native, m) {
-  m.def(
-      "forward(Tensor? q, Tensor k, Tensor v, int feature_map, Tensor? log_decay, Tensor? write, Tensor? theta, "
-      "Tensor? positions, Tensor? key_positions, Tensor? angle_steps, Tensor? angle, Tensor? key_mask, "
-      "Tensor? cu_seqlens, Tensor? kv, Tensor? z, Tensor? slots, int layout, bool causal, bool normalize, float eps, "
-      "bool add_eps, bool want_state) "
-      "-> (Tensor, Tensor, Tensor)");
-  m.def(
-      "backward(Tensor? g_out, Tensor? g_kv, Tensor? g_z, Tensor? q, Tensor k, Tensor v, int feature_map, "
-      "Tensor? log_decay, Tensor? write, Tensor? theta, Tensor? positions, Tensor? key_positions, Tensor? angle_steps, "
-      "Tensor? angle, Tensor? key_mask, Tensor? cu_seqlens, Tensor? kv, Tensor? z, int layout, bool causal, "
-      "bool normalize, float eps, bool add_eps, bool want_log_decay, bool want_angle_steps, bool want_write) "
-      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def(
-      "step(Tensor q, Tensor k, Tensor v, int feature_map, Tensor? log_decay, Tensor? write, Tensor? theta, "
-      "Tensor(d!)? positions, Tensor? key_positions, Tensor? angle_steps, Tensor(a!)? angle, Tensor? key_mask, "
-      "Tensor(b!) kv, Tensor(c!) z, Tensor? slots, int layout, bool normalize, float eps, bool add_eps, "
-      "bool advance=False) -> Tensor");
+  using namespace linrope;
+  m.def(schema("forward", kForward, "(Tensor, Tensor, Tensor)").c_str());
+  m.def(schema("backward", kBackward, "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)").c_str());
+  m.def(schema("step", kStep, "Tensor").c_str());
   m.def("convolve(Tensor x, Tensor weight, Tensor? bias, Tensor? before, Tensor? cu_seqlens, bool silu) -> Tensor");
   m.def(
       "convolve_backward(Tensor gradient, Tensor x, Tensor weight, Tensor? bias, Tensor? before, Tensor? cu_seqlens, "
@@ -239,9 +208,9 @@ STABLE_TORCH_LIBRARY(linrope_native, m) {
   m.def("set_isa(str name) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(linrope_native, CPU, m) {
-  m.impl("forward", TORCH_BOX(&linrope::forward));
-  m.impl("backward", TORCH_BOX(&linrope::backward));
-  m.impl("step", TORCH_BOX(&linrope::step));
+  m.impl("forward", &linrope::boxed<linrope::kForward, linrope::forward>);
+  m.impl("backward", &linrope::boxed<linrope::kBackward, linrope::backward>);
+  m.impl("step", &linrope::boxed<linrope::kStep, linrope::step>);
   m.impl("mixer_step", TORCH_BOX(&linrope::mixer_step));
   m.impl("add_norm", TORCH_BOX(&linrope::add_norm));
   m.impl("silu_product", TORCH_BOX(&linrope::silu_product));

@@ -1,9 +1,12 @@
-// The data that the binding passes to the kernels of each instruction set: plain C, nothing inline.
+// The data that the binding passes to the kernels of each instruction set: plain data.
 //
 // Axis letters: b batch, n query position, m key position, h query head, g key/value head, f feature dim, e value dim.
 #pragma once
 #include <cstddef>
 #include <cstdint>
+
+// Inline everywhere: a copy out of line, of one instruction set, could be merged with that of another
+#define LINROPE_INLINE inline __attribute__((always_inline))
 
 namespace linrope {
 
@@ -13,68 +16,64 @@ constexpr int kBundle = 8;  // heads that a thread sweeps together, a chunk each
 constexpr int kMaxTaps = 8;
 constexpr int kAnchorDistance = 128;  // tokens from one anchor to the next (see Ends). Chunks end at anchors
 
-enum Type : int { kFloat32, kBFloat16, kFloat16, kFloat64 };
+enum Type : int { kFloat32, kBFloat16, kFloat16, kFloat64, kInt32, kInt64, kBool };
 enum Map : int { kIdentity, kElu1, kRelu, kRelu2, kExp, kSilu };
 enum Layout : int { kNone, kInterleaved, kHalf };
 
-struct View {  // a (b, n, h, ·) tensor; strides in elements, the last one is 1; null data: no tensor
+// A tensor; null data: none. Strides in elements: of its first axis (batch rows, rows of a state, axes of theta), of
+// its tokens, its heads and its last axis; 0 along an axis that it lacks, or along which all share its one entry.
+struct View {
   char* data;
-  int64_t batch, token, head;
-};
-
-struct PerToken {  // log decay, write or angle steps (b, n, g[, pairs]), of any type; stride 0 along shared axes
-  const char* data;
+  int64_t batch, token, head, last;
   int type;
-  int64_t batch, token, head, pair;
+  template <class T> LINROPE_INLINE T* as() const { return (T*)data; }
 };
 
-struct Positions {  // (b, n, axes)
-  const int64_t* data;
-  int64_t batch, token;
-  bool consecutive;  // data holds only token 0's position; the others follow
-};
-
+// A call of forward, backward or step. arguments.h has the table of its arguments: their names, shapes and types.
 struct Call {
-  View q, k, v, dout;     // dout: the gradient of out
-  View out, dq, dk, dv;
-  int type;               // of all these tensors, but for dq and dk if value_group > 1
-  int64_t sequences, n, m, h, g;
-  int64_t value_group;    // value heads per head of q and k. More than 1: v has more heads than they have, and h is g
+  // Sizes. b: batch rows, 1 if sequences are packed; rows: of kv, z and angle, the sequences unless there are slots
+  int64_t b, sequences, n, m, h, g, rows;
+  int64_t query_heads, key_heads;  // of q, and of k
+  int64_t value_group;  // value heads per head of q and k. More than 1: v has more heads than they have, and h is g
   // The number of heads whose gradients of q and k are added up in one head of dq and dk. It divides value_group. With
   // value_group > 1, dq and dk are float32. With heads_per_gradient > 1 they are zero before the first sweep
   int64_t heads_per_gradient;
-  int f, e, pairs, layout, map;
-  const void* cu_seqlens;  // (sequences + 1,) bounds of packed sequences, b == 1; null: not packed
-  int cu_wide;             // 1: cu_seqlens is int64, 0: int32
-  bool causal, normalize, add_eps;
-  float eps;
+  int64_t f, e, pairs, axes;
 
-  PerToken log_decay;      // null data: none
-  PerToken angle_steps;
-  PerToken write;          // the factor of each value; null data: 1
-  const int64_t* theta;    // (axes, 1 or g, pairs), 2^-64 turns
-  int axes;
-  int64_t theta_axis, theta_head;
-  Positions positions, key_positions;
-  const int64_t* angle;    // (rows, 1 or g, pairs) or null
-  int64_t angle_row, angle_head;
-  const bool* key_mask;    // (b, m) or null
-  int64_t mask_batch, mask_token;
-  // (1 or g, kChunk, 2, padded pairs) or null: cos and sin of theta times 0 .. kChunk - 1
+  View q, k, v;
+  View log_decay, write, angle_steps;  // per token; without write the factor of each value is 1
+  View theta;                          // 2^-64 turns; contiguous
+  View positions, key_positions;       // without a token stride only token 0's is stored, and the others follow
+  View angle;
+  View key_mask;
+  View cu_seqlens;                     // bounds of packed sequences, b == 1
+  View kv, z;                          // without them the state is zero
+  View slots;                          // each sequence's row in kv, z and angle; none: sequence i has row i
+  View dout, g_kv, g_z;                // the gradients of out and of the last state
+  int64_t map, layout;
+  bool causal, normalize, add_eps, want_state, want_log_decay, want_angle_steps, want_write, advance;
+  double eps;
+
+  // What the binding adds: the results, and what the sweeps leave to each other
+  View out, dq, dk, dv;
+  int type;                     // of q, k, v, out and their gradients, but for dq and dk if value_group > 1
+  bool kv_swapped;              // S lies in memory as (rows, g, e, f), which only a step can read
+  // (1 or g, kChunk, 2, padded pairs): cos and sin of theta times 0 .. kChunk - 1; or null
   const float* rotation_table;
-
-  const float* kv;         // S (rows, g, f, e); null: zero
-  bool kv_swapped;         // S lies in memory as (rows, g, e, f), which only a step can read
-  const double* z;         // (rows, g, f)
-  const int64_t* slots;    // (sequences,): each sequence's row in kv, z and angle; null: sequence i has row i
-
-  const float* g_kv;       // the gradient of the last state, or null
-  const double* g_z;
   // (b, n, h): 1 / den and the gradient of den, which the sweep for dq leaves to the sweep for dk and dv
   float *inverse_den, *dden;
-  float *d_log_decay;      // (b, m, g) or null
-  float *d_write;          // (b, m, g) or null
-  float *d_angle_steps;    // (b, m, g, pairs) or null
+  float *d_log_decay, *d_write;  // (b, m, g) or null
+  float* d_angle_steps;          // (b, m, g, pairs) or null
+
+  LINROPE_INLINE int64_t state_row(int64_t sequence) const {
+    return slots.data ? slots.as<int64_t>()[sequence] : sequence;
+  }
+};
+
+// What the tokens of a span do to a state that they find: they multiply it by e^log_decay, and add their own sums. The
+// gradient of a state passes back through them by the same factor.
+struct Transition {
+  double log_decay;
 };
 
 struct Span {  // the tokens [begin, end) of one sequence and key/value head
@@ -129,7 +128,6 @@ struct Norm {
 
 struct Linear {  // y (rows, n) = x (rows, k) weight^T + bias
   const float *x, *weight, *bias;  // weight (n, k); bias (n,) or null
-  float* y;
   int64_t rows, n, k;
 };
 
@@ -141,9 +139,9 @@ struct Isa {
   void (*fill_rotation_table)(const Call&, float* table);
   // Adds the span's angle steps to angle (pairs).
   void (*sum_steps)(const Call&, const Span&, int64_t* angle);
-  double (*sum_decay)(const Call&, const Span&);
-  // Multiplies a state by e^log_decay.
-  void (*decay_state)(double log_decay, int64_t count, float* kv, int64_t z_count, double* z);
+  Transition (*transition)(const Call&, const Span&);
+  // Applies a transition to a state of kv_count and z_count numbers.
+  void (*apply)(const Transition&, int64_t kv_count, float* kv, int64_t z_count, double* z);
   Sweep* forward;           // causal: out. Without want_output: the state, also for bidirectional calls
   Sweep* backward_queries;  // causal: dq, 1 / den and dden
   Sweep* backward_keys;     // dk and dv, last token first; Ends: the gradient of the state after and before the span
@@ -151,12 +149,12 @@ struct Isa {
   Sweep* bidirectional_backward;  // dq of the same; Ends' out receives the gradient of the state
   // One token of the heads [first, last) of a row, in place; kv and z are that row's.
   void (*step)(const Call&, int64_t row, int64_t first, int64_t last, float* kv, double* z);
-  // The tokens [begin, end) of a batch row; the backward sweeps add to sums (taps + 1, stride) and (2, h, e rounded up).
+  // The tokens [begin, end) of a batch row; the backward sweeps add to sums: (taps + 1, stride), (2, h, e rounded up).
   void (*convolve)(const Convolution&, int64_t batch, int64_t begin, int64_t end);
   void (*convolve_backward)(const Convolution&, int64_t batch, int64_t begin, int64_t end, float* sums);
   void (*norm)(const Norm&, int64_t batch, int64_t begin, int64_t end);
   void (*norm_backward)(const Norm&, int64_t batch, int64_t begin, int64_t end, float* sums);
-  void (*linear)(const Linear&, int64_t begin, int64_t end);  // the columns [begin, end) of y
+  void (*linear)(const Linear&, float* y, int64_t begin, int64_t end);  // the columns [begin, end) of y
 };
 
 #if defined(__x86_64__)

@@ -1,5 +1,6 @@
 // A chunk of tokens: how many it has, their decay, and their angles.
 #pragma once
+#include "arena.h"
 #include "rows.h"
 
 namespace linrope {
@@ -15,10 +16,7 @@ inline double read(const char* p, int type) {
 }
 inline int size_of(int type) { return type == kFloat64 ? 8 : type == kFloat32 ? 4 : 2; }
 
-inline int64_t batch_row(const Call& c, const Span& span) { return c.cu_seqlens ? 0 : span.sequence; }
-inline int64_t state_row(const Call& c, const Span& span) {
-  return c.slots ? c.slots[span.sequence] : span.sequence;
-}
+inline int64_t batch_row(const Call& c, const Span& span) { return c.cu_seqlens.data ? 0 : span.sequence; }
 
 // Decay within a chunk: D_i is log decay summed from the chunk's first token (exclusive) to token i. A chunk
 // ends before the token that would bring D below kMinChunkDecay, so that e^D and e^-D are ordinary numbers. Where it
@@ -38,9 +36,10 @@ struct Decay {
 
   Decay(const Call& c, const Span& span) {
     for (int i = 0; i < kChunk; i++) exp_D[i] = exp_minus_D[i] = 1;
-    const PerToken& a = c.log_decay;
+    const View& a = c.log_decay;
     if (!a.data) return;
-    type = a.type, stride = a.token * size_of(type);
+    type = a.type;
+    stride = a.token * size_of(type);
     base = a.data + (batch_row(c, span) * a.batch + span.head * a.head) * size_of(type);
   }
   double at(int64_t token) const {
@@ -73,7 +72,8 @@ struct Decay {
     }
     for (int i = 0; i < kChunk; i += W) {
       const vf x = load(r + i), k = load(n + i);
-      store(exp_D + i, exp_parts(x, k)), store(exp_minus_D + i, exp_parts(-x, -k));
+      store(exp_D + i, exp_parts(x, k));
+      store(exp_minus_D + i, exp_parts(-x, -k));
     }
     return count;
   }
@@ -84,7 +84,8 @@ struct Decay {
     if (!base) return last - (last - first) % kChunk;
     if (first != planned) {
       double D[kChunk];
-      chunks = 0, planned = first;
+      chunks = 0;
+      planned = first;
       for (int64_t t = first; t <= last; t += rows(t, last - t + 1, D)) chunk_starts[chunks++] = (uint16_t)(t - first);
     }
     while (first + chunk_starts[chunks - 1] > last) chunks--;
@@ -92,17 +93,17 @@ struct Decay {
   }
 };
 
-double sum_decay(const Call& c, const Span& span) {
+Transition transition(const Call& c, const Span& span) {
   const Decay decay(c, span);
-  double s = 0;
-  for (int64_t t = span.begin; t < span.end; t++) s += decay.at(t);
-  return s;
+  double sum = 0;
+  for (int64_t t = span.begin; t < span.end; t++) sum += decay.at(t);
+  return {sum};
 }
 
 // True if queries and keys have the same positions, as they lie in memory: their angles are computed once then
 inline bool same_positions(const Call& c) {
-  const Positions &a = c.positions, &b = c.key_positions;
-  return a.data == b.data && a.batch == b.batch && a.token == b.token && a.consecutive == b.consecutive;
+  const View &a = c.positions, &b = c.key_positions;
+  return a.data == b.data && a.batch == b.batch && a.token == b.token;
 }
 
 // Angle steps, converted from radians to 2^-64 turns; sums wrap around
@@ -111,9 +112,12 @@ struct Steps {
   int type = 0, pairs = 0;
   int64_t token = 0, pair = 0;
   Steps(const Call& c, const Span& span) {
-    const PerToken& w = c.angle_steps;
+    const View& w = c.angle_steps;
     if (!w.data) return;
-    type = w.type, pairs = c.pairs, token = w.token * size_of(type), pair = w.pair * size_of(type);
+    type = w.type;
+    pairs = (int)c.pairs;
+    token = w.token * size_of(type);
+    pair = w.last * size_of(type);
     base = w.data + (batch_row(c, span) * w.batch + span.head * w.head) * size_of(type);
   }
   // sums += sign * the token's steps
@@ -140,39 +144,44 @@ void sum_steps(const Call& c, const Span& span, int64_t* angle) {
   for (int64_t t = span.begin; t < span.end; t++) steps.add(t, 1, (uint64_t*)angle);
 }
 
+struct AngleMemory {  // of one head; see Angles
+  uint64_t *sum, *theta;
+  AngleMemory(Arena& arena, const Shape& s)
+      : sum(arena.take<uint64_t>(s.half)), theta(arena.take<uint64_t>(s.axes * s.half)) {}
+};
+
 // cos and sin of the angles Theta of a chunk's tokens, first token first
 struct Angles {
   const Call& c;
   const Shape& s;
   Steps steps;
   const int64_t* positions;
-  uint64_t* theta;  // (axes, half)
-  const float* rotation_table;  // of this head; null: there is none
   int64_t position_stride;
-  bool consecutive;
-  uint64_t* sum;  // the state's angle plus the angle steps up to the current token
-  float *cos, *sin;
+  uint64_t* sum;                // (half): the state's angle plus the angle steps up to the current token
+  uint64_t* theta;              // (axes, half)
+  const float* rotation_table;  // of this head; null: there is none
+  float *cos, *sin;             // (kChunk, half)
 
-  // table: scratch for 2 * kChunk * half numbers
-  Angles(const Call& c, const Shape& s, const Span& span, const Positions& p, const int64_t* angle_in, float* table,
-         Arena& arena)
-      : c(c), s(s), steps(c, span),
-        rotation_table(c.rotation_table ? c.rotation_table + (c.theta_head ? span.head * kChunk * 2 * s.half : 0)
-                                        : nullptr) {
-    positions = p.data ? p.data + batch_row(c, span) * p.batch : nullptr;
-    position_stride = p.token, consecutive = p.consecutive;
-    sum = arena.take<uint64_t>(s.half), theta = arena.take<uint64_t>(s.axes * s.half);
+  // p: the positions of queries or of keys. table: scratch for cos and sin
+  Angles(const Call& c, const Shape& s, const Span& span, const View& p, const int64_t* angle_in, float* table,
+         const AngleMemory& memory)
+      : c(c), s(s), steps(c, span), positions(p.data ? p.as<int64_t>() + batch_row(c, span) * p.batch : nullptr),
+        position_stride(p.token), sum(memory.sum), theta(memory.theta), rotation_table(c.rotation_table), cos(table),
+        sin(table + kChunk * s.half) {
+    if (rotation_table && c.theta.head) rotation_table += span.head * kChunk * 2 * s.half;
     for (int i = 0; i < s.axes * s.half; i++) {
       const int axis = i / s.half, pair = i % s.half;
-      theta[i] = pair < s.pairs ? c.theta[axis * c.theta_axis + span.head * c.theta_head + pair] : 0;
+      const int64_t at = axis * c.theta.batch + span.head * c.theta.head + pair;
+      theta[i] = pair < s.pairs ? c.theta.as<int64_t>()[at] : 0;
     }
-    cos = table, sin = table + kChunk * s.half;
+    const View& a = c.angle;
+    const int64_t at = c.state_row(span.sequence) * a.batch + span.head * a.head;
     for (int i = 0; i < s.half; i++) sum[i] = 0;
-    const int64_t* start = c.angle ? c.angle + state_row(c, span) * c.angle_row + span.head * c.angle_head : nullptr;
-    for (int i = 0; i < s.pairs; i++) sum[i] = (start ? start[i] : 0) + (angle_in ? (uint64_t)angle_in[i] : 0);
+    for (int i = 0; i < s.pairs; i++)
+      sum[i] = (a.data ? a.as<int64_t>()[at + i] : 0) + (angle_in ? (uint64_t)angle_in[i] : 0);
   }
   int64_t position(int64_t token) const {
-    return consecutive ? positions[0] + token : positions[token * position_stride];
+    return position_stride ? positions[token * position_stride] : positions[0] + token;
   }
 
   // cos and sin of the integer angle
@@ -185,7 +194,8 @@ struct Angles {
       }
       vf c, s;
       cos_sin(__builtin_convertvector((x + 0x80000000u) >> 32, vi), c, s);
-      store(to_cos + i, c), store(to_sin + i, s);
+      store(to_cos + i, c);
+      store(to_sin + i, s);
     }
   }
   // The cos and sin of token chunk_begin + i. If there is a table, and the token's position is less than kChunk after
@@ -197,7 +207,8 @@ struct Angles {
     const float* table = rotation_table + offset * 2 * s.half;  // R(p) = R(p0) R(p - p0)
     for (int p = 0; p < s.half; p += W) {
       const vf c0 = load(cos + p), s0 = load(sin + p), c1 = load(table + p), s1 = load(table + s.half + p);
-      store(to_cos + p, c0 * c1 - s0 * s1), store(to_sin + p, s0 * c1 + c0 * s1);
+      store(to_cos + p, c0 * c1 - s0 * s1);
+      store(to_sin + p, s0 * c1 + c0 * s1);
     }
   }
   void forward(int64_t chunk_begin, int rows) {
@@ -219,16 +230,17 @@ struct Angles {
 
 void fill_rotation_table(const Call& c, float* table) {
   const Shape s(c);
-  const int heads = c.theta_head ? c.g : 1;
+  const int heads = c.theta.head ? (int)c.g : 1;
   for (int h = 0; h < heads; h++)
     for (int i = 0; i < kChunk; i++, table += 2 * s.half) {
       int32_t angles[kMaxDim / 2 + W] = {};
       for (int p = 0; p < s.pairs; p++)
-        angles[p] = (int32_t)(((uint64_t)i * (uint64_t)c.theta[h * c.theta_head + p] + 0x80000000u) >> 32);
+        angles[p] = (int32_t)((i * c.theta.as<uint64_t>()[h * c.theta.head + p] + 0x80000000u) >> 32);
       for (int p = 0; p < s.half; p += W) {
         vf a, b;
         cos_sin(*(const viu*)(angles + p), a, b);
-        store(table + p, a), store(table + s.half + p, b);
+        store(table + p, a);
+        store(table + s.half + p, b);
       }
     }
 }

@@ -3,6 +3,7 @@
 // A block of tokens is computed for a vector of channels at a time, so that weights, inputs and sums stay in registers.
 // The backward sweep goes from the last token to the first: dx_i takes da_i .. da_(i + taps - 1), with a = y before act.
 #pragma once
+#include "arena.h"
 #include "partial.h"
 
 namespace linrope {
@@ -80,8 +81,11 @@ template <class T, int TAPS> struct ForwardBlock {
 };
 
 template <class T, int TAPS> void convolve_tokens(const Convolution& c, int64_t batch, int64_t begin, int64_t end) {
-  Arena arena(c.stride * sizeof(T) + 64);
-  T* zeros = arena.take<T>(c.stride);
+  struct Scratch {
+    T* zeros;
+    Scratch(Arena& arena, int64_t channels) : zeros(arena.take<T>(channels)) {}
+  };
+  T* zeros = lay_out<Scratch>(c.stride).zeros;
   memset(zeros, 0, c.stride * sizeof(T));
   for_sequences(c, batch, begin, end, zeros, [&](const Sequence<T>& sequence, int64_t from, int64_t to) {
     ForwardBlock<T, TAPS> block{c, {}, {}, kBlock * c.x.token};
@@ -113,7 +117,10 @@ template <class T, int TAPS> struct BackwardBlock {
     const T *rows[N + kMaxTaps - 1], *from[N];
     T* to[N];
     for (int r = 0; r < N + taps - 1; r++) rows[r] = x[r];
-    for (int i = 0; i < N; i++) from[i] = dy[i], to[i] = dx[i];
+    for (int i = 0; i < N; i++) {
+      from[i] = dy[i];
+      to[i] = dx[i];
+    }
     for (int64_t j = begin; j < end; j += W) {
       const int count = PART ? (int)(end - j) : W;
       vf in[N + kMaxTaps - 1], da[N + kMaxTaps - 1], w[kMaxTaps], dw[kMaxTaps] = {}, dbias = {};
@@ -134,7 +141,8 @@ template <class T, int TAPS> struct BackwardBlock {
           for (int t = 0; t < taps; t++) a += w[t] * in[i + t];
           g *= Silu(a).slope();
         }
-        da[i] = g, dbias += g;
+        da[i] = g;
+        dbias += g;
         vf d = {};
         for (int t = 0; t < taps; t++) d += w[taps - 1 - t] * da[i + t];
         for (int t = 0; t < taps; t++) dw[t] += g * in[i + t];
@@ -152,12 +160,20 @@ template <class T, int TAPS> struct BackwardBlock {
   }
 };
 
+template <class T> struct BackwardScratch {
+  T *zeros, *unused;
+  float *later, *unused_sums;
+  BackwardScratch(Arena& arena, int64_t taps, int64_t stride)
+      : zeros(arena.take<T>(stride)), unused(arena.take<T>(stride)), later(arena.take<float>((taps - 1) * stride)),
+        unused_sums(arena.take<float>((taps + 1) * stride)) {}
+};
+
 template <class T, int TAPS>
 void convolve_tokens_backward(const Convolution& c, int64_t batch, int64_t begin, int64_t end, float* sums) {
   const int64_t taps = c.taps;
-  Arena arena(c.stride * (2 * sizeof(T) + 8 * taps) + 512);
-  T *zeros = arena.take<T>(c.stride), *unused = arena.take<T>(c.stride);
-  float *later = arena.take<float>((taps - 1) * c.stride), *unused_sums = arena.take<float>((taps + 1) * c.stride);
+  const auto scratch = lay_out<BackwardScratch<T>>(taps, c.stride);
+  T *zeros = scratch.zeros, *unused = scratch.unused;
+  float *later = scratch.later, *unused_sums = scratch.unused_sums;
   memset(zeros, 0, c.stride * sizeof(T));
   memset(unused_sums, 0, (taps + 1) * c.stride * 4);
   for_sequences(c, batch, begin, end, zeros, [&](const Sequence<T>& sequence, int64_t from, int64_t to) {
@@ -169,7 +185,8 @@ void convolve_tokens_backward(const Convolution& c, int64_t batch, int64_t begin
     };
     // da of the tokens after `to`, which another call differentiates
     memset(later, 0, (taps - 1) * c.stride * 4);
-    block.sums = unused_sums, block.dx[0] = unused;
+    block.sums = unused_sums;
+    block.dx[0] = unused;
     int64_t token = to + taps - 1 < sequence.end ? to + taps - 1 : sequence.end;
     while (token > to) run.template operator()<1>(--token);
     block.sums = sums;
@@ -182,7 +199,8 @@ void convolve_tokens_backward(const Convolution& c, int64_t batch, int64_t begin
     }
     if (from > sequence.first || !c.d_before.data) return;
     // The inputs before the sequence: tokens whose own da is zero
-    block.sums = unused_sums, block.dy[0] = zeros;
+    block.sums = unused_sums;
+    block.dy[0] = zeros;
     for (int r = 0; r < taps; r++) block.x[r] = zeros;
     for (int64_t i = taps - 2; i >= 0; i--) {
       block.dx[0] = (T*)c.d_before.data + sequence.index * c.d_before.batch + i * c.d_before.token;

@@ -4,7 +4,7 @@
 // S (N/P, K, P), where P is NW, or NW / 2 if N is no larger than that: otherwise small heads would be
 // padded to NW, and most of the products would be by zeros.
 #pragma once
-#include "vector.h"
+#include "transition.h"
 
 namespace linrope {
 namespace {
@@ -71,11 +71,11 @@ struct Operands {
 
 struct ChunkProduct {
   Operands operands;
-  const float *A, *S;        // null S: the state is zero
-  const float* scale;        // a factor for each row of the result
-  bool finite;               // true if all of V is finite; else rows go one by one: 0 times infinity is NaN
-  bool accumulate;           // add the result to out
-  float* scores;             // (kChunk, kChunk) scratch
+  const float *A, *S;         // null S: the state is zero
+  const float* scale;         // a factor for each row of the result
+  bool finite = true;         // true if all of V is finite; else rows go one by one: 0 times infinity is NaN
+  bool accumulate = false;    // add the result to out
+  float* scores = nullptr;    // (kChunk, kChunk) scratch, if there are scores
   float* out;
   int64_t stride;
   float* diagonal = nullptr;  // not null: tril's diagonal goes here, and out lacks its products
@@ -86,7 +86,8 @@ struct ChunkProduct {
 inline void move_diagonal(const ChunkProduct& x, float* scores) {
   for (int i = 0; x.diagonal && i < x.operands.rows; i++) {
     float& score = scores[i * kChunk + i];
-    x.diagonal[i] = score, score = 0;
+    x.diagonal[i] = score;
+    score = 0;
   }
 }
 
@@ -128,44 +129,13 @@ template <int N> void multiply_panel(const ChunkProduct& x, int limit, int e0) {
 
 void multiply_chunk(const ChunkProduct& x) {
   const int limit = x.finite ? MR : 1;
-  if (x.operands.B_t) multiply_scores(x, limit), move_diagonal(x, x.scores);
+  if (x.operands.B_t) {
+    multiply_scores(x, limit);
+    move_diagonal(x, x.scores);
+  }
   if (x.operands.N.panel < NW) return multiply_panel<NV / 2>(x, limit, 0);
   for (int e0 = 0; e0 < x.operands.N.size; e0 += NW) multiply_panel<NV>(x, limit, e0);
 }
-
-// Multiplies a state by e^D. Near 1 as S + S expm1(D): a rounded factor e^D would add the same error in every chunk.
-// Further from 1 as S e^D: the other form would cancel. The keys of a chunk are stored times e^-D_j, up to e^40, so
-// (S + B^T V) e^D may be an ordinary number where e^D alone is not: far below 1 the factor is applied in two parts.
-struct DecayFactor {
-  enum { kOne, kNearOne, kBelow } kind = kOne;
-  float factor = 0;  // e^D - 1 if kNearOne, e^D / rest if kBelow
-  float rest = 1;
-  double exact = 1;
-  DecayFactor() = default;
-  explicit DecayFactor(double log_decay) {
-    if (log_decay == 0) return;
-    exact = std::exp(log_decay);
-    kind = log_decay > -0.5 ? kNearOne : kBelow;
-    const double first = log_decay > -60 ? log_decay : -60;
-    factor = (float)(kind == kNearOne ? std::expm1(log_decay) : std::exp(first));
-    if (kind == kBelow) rest = (float)std::exp(log_decay - first);
-  }
-  // (s + added) e^D; near 1 the large s is rounded only once
-  vf operator()(vf s, vf added) const {
-    return kind == kOne       ? s + added
-           : kind == kNearOne ? s + (s * factor + (added + added * factor))
-                              : (s + added) * factor * rest;
-  }
-  vf operator()(vf s) const {
-    return kind == kOne ? times<kOne>(s) : kind == kNearOne ? times<kNearOne>(s) : times<kBelow>(s);
-  }
-  // s e^D in a loop that is compiled for one kind
-  template <int known> vf times(vf s) const {
-    if constexpr (known == kOne) return s;
-    if constexpr (known == kNearOne) return s + s * factor;
-    return s * factor * rest;
-  }
-};
 
 // S = e^D (S + B^T V); `fresh`: S was zero. The chunk is summed alone first: adding key by key to a large S would round
 // it each time, with the same error for similar keys.
@@ -209,8 +179,10 @@ LINROPE_INLINE void transpose_blocks(const vf (&x)[4], vf (&y)[4]) {
 #endif
   const vf a = __builtin_shufflevector(x[0], x[1], LINROPE_LOW), b = __builtin_shufflevector(x[2], x[3], LINROPE_LOW);
   const vf c = __builtin_shufflevector(x[0], x[1], LINROPE_HIGH), d = __builtin_shufflevector(x[2], x[3], LINROPE_HIGH);
-  y[0] = __builtin_shufflevector(a, b, LINROPE_LOW2), y[1] = __builtin_shufflevector(a, b, LINROPE_HIGH2);
-  y[2] = __builtin_shufflevector(c, d, LINROPE_LOW2), y[3] = __builtin_shufflevector(c, d, LINROPE_HIGH2);
+  y[0] = __builtin_shufflevector(a, b, LINROPE_LOW2);
+  y[1] = __builtin_shufflevector(a, b, LINROPE_HIGH2);
+  y[2] = __builtin_shufflevector(c, d, LINROPE_LOW2);
+  y[3] = __builtin_shufflevector(c, d, LINROPE_HIGH2);
 }
 
 // The transpose of `count` rows of K numbers in panels (count/columns, K, columns), which start panel_size apart. Reads
@@ -227,8 +199,10 @@ void transpose(const float* rows, int stride, int count, int K, float* panels, i
         if constexpr (block < W / 4)
           for (int i = 0; i < 4; i++) *(v4*)(to + (f + 4 * block + i) * columns) = quarter<block>(y[i]);
       };
-      store_block.template operator()<0>(), store_block.template operator()<1>();
-      store_block.template operator()<2>(), store_block.template operator()<3>();
+      store_block.template operator()<0>();
+      store_block.template operator()<1>();
+      store_block.template operator()<2>();
+      store_block.template operator()<3>();
     }
   }
 }

@@ -14,13 +14,6 @@ int padded_pairs(const Call& c) { return Shape(c).half; }
 
 size_t anchor_bytes(const Call& c) { return Task::anchor_bytes(Shape(c)); }
 
-// A state decayed by tokens whose log decay sums to log_decay
-void decay_caller_state(double log_decay, int64_t count, float* kv, int64_t z_count, double* z) {
-  const DecayFactor factor(log_decay);
-  for (int64_t i = 0; i < count; i++) kv[i] = factor(splat(kv[i]))[0];
-  for (int64_t i = 0; i < z_count; i++) z[i] *= factor.exact;
-}
-
 }  // namespace
 
 #define LINROPE_JOIN2(a, b) a##b
@@ -28,9 +21,25 @@ void decay_caller_state(double log_decay, int64_t count, float* kv, int64_t z_co
 #define LINROPE_TEXT2(x) #x
 #define LINROPE_TEXT(x) LINROPE_TEXT2(x)
 extern const Isa LINROPE_JOIN(isa_, ISA) = {
-    LINROPE_TEXT(ISA), W, padded_pairs, anchor_bytes, fill_rotation_table, sum_steps, sum_decay, decay_caller_state,
-    run_bundle<Forward>, run_bundle<BackwardQueries>, run_bundle<BackwardKeys>, run_bundle<Bidirectional>,
-    run_bundle<BidirectionalBackward>, step, convolve, convolve_backward, norm, norm_backward,
-    linear};
+    .name = LINROPE_TEXT(ISA),
+    .lanes = W,
+    .padded_pairs = padded_pairs,
+    .anchor_bytes = anchor_bytes,
+    .fill_rotation_table = fill_rotation_table,
+    .sum_steps = sum_steps,
+    .transition = transition,
+    .apply = apply,
+    .forward = run_bundle<Forward>,
+    .backward_queries = run_bundle<BackwardQueries>,
+    .backward_keys = run_bundle<BackwardKeys>,
+    .bidirectional = run_bundle<Bidirectional>,
+    .bidirectional_backward = run_bundle<BidirectionalBackward>,
+    .step = step,
+    .convolve = convolve,
+    .convolve_backward = convolve_backward,
+    .norm = norm,
+    .norm_backward = norm_backward,
+    .linear = linear,
+};
 
 }  // namespace linrope

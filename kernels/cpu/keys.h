@@ -13,24 +13,21 @@ namespace {
 
 struct BackwardKeys : Task {
   static constexpr int C = kChunk;
-  struct Scratch {
-    float *psi, *psi_hat, *phi, *phi_t, *phi_hat, *dden_before, *dden_phi, *d, *v, *gb, *gb_t, *panels, *dv, *scores, *dS_t, *raw,
-        *within, *diagonal, *d_of_diagonal, *k_angles, *q_angles;
-    tiles::Factors* factors;
-    Scratch(const Shape& s, Arena& a)
-        : psi(a.take<float>(C * s.F)), psi_hat(a.take<float>(C * s.F)), phi(a.take<float>(C * s.F)),
-          phi_t(a.take<float>(C * s.F)), phi_hat(a.take<float>(C * s.F)), dden_before(a.take<float>((C + 1) * s.F)),
-          dden_phi(dden_before + s.F), d(a.take<float>(C * s.F)), v(a.take<float>(C * s.E)), gb(a.take<float>(C * s.E)),
-          gb_t(a.take<float>(C * s.E)), panels(a.take<float>(C * s.E)), dv(a.take<float>(C * s.E)),
-          scores(a.take<float>(C * C)), dS_t(a.take<float>(s.F * s.E)), raw(a.take<float>(s.F)),
-          within(a.take<float>(s.F)), diagonal(a.take<float>(C)), d_of_diagonal(a.take<float>(C * s.F)),
-          k_angles(a.take<float>(2 * C * s.half)),
-          q_angles(a.take<float>(2 * C * s.half)), factors(a.take<tiles::Factors>(1)) {}
+  struct Scratch : Pieces {
+    using Pieces::Pieces;
+    float *psi = features(), *psi_hat = features(), *phi = features(), *phi_t = features(), *phi_hat = features();
+    float *dden_before = features(C + 1), *dden_phi = dden_before + s.F;  // dden_before: the row before dden_phi
+    float *d = features(), *v = values(), *gb = values(), *gb_t = values(), *panels = values(), *dv = values();
+    float *scores = score_matrix(), *dS_t = state(), *raw = features(1), *within = features(1);
+    float *diagonal = per_token(), *d_of_diagonal = features(), *k_angles = angle_rows(), *q_angles = angle_rows();
+    tiles::Factors* factors = split_factors();
   };
-  static size_t bytes(const Shape& s, int count) {
-    return sizeof(tiles::Factors) + 4 * (8 * C * s.F + 5 * C * s.E + C * C + s.F * s.E + C + 3 * s.F + 4 * C * s.half) + 2560 +
-           count * (size_t)(4 * s.F * s.E + 8 * s.F + 2 * s.angle_bytes() + 512);
-  }
+  struct Kept : Pieces {
+    using Pieces::Pieces;
+    float* dS = state();
+    double* dz = feature_sums();
+    AngleMemory k_angle{arena, s}, q_angle{arena, s};
+  };
   const Scratch& w;
   const bool want_output, same_angles, want_d_log_decay, want_d_angle_steps, want_dz;
   const int query_heads;
@@ -44,14 +41,14 @@ struct BackwardKeys : Task {
   Angles k_angle, q_angle;
   Rows dk, dv;
 
-  BackwardKeys(const Call& c, const Span& span, const Ends& ends, bool want_output, const Scratch& w, Arena& arena)
+  BackwardKeys(const Call& c, const Span& span, const Ends& ends, bool want_output, const Scratch& w, const Kept& kept)
       : Task(c, span, ends), w(w), want_output(want_output), same_angles(same_positions(c)),
         want_d_log_decay(want_output && c.d_log_decay), want_d_angle_steps(want_output && c.d_angle_steps),
-        want_dz(z_has_gradient(ends.z_in)),
-        query_heads(c.causal && c.dout.data ? group : 0), dS(arena.take<float>(s.F * s.E)), sums(ends.sums),
-        dz_sum(s.F, w.within, arena), decay(c, span),
-        k_angle(c, s, span, c.key_positions, ends.angle_in, w.k_angles, arena),
-        q_angle(c, s, span, c.positions, ends.angle_in, w.q_angles, arena), dk(gradients(c.dk, span.head)), dv(key_rows(c.dv)) {
+        want_dz(c.normalize || ends.z_in), query_heads(c.causal && c.dout.data ? group : 0), dS(kept.dS),
+        sums(ends.sums), dz_sum{s.F, kept.dz, w.within}, decay(c, span),
+        k_angle(c, s, span, c.key_positions, ends.angle_in, w.k_angles, kept.k_angle),
+        q_angle(c, s, span, c.positions, ends.angle_in, w.q_angles, kept.q_angle), dk(gradients(c.dk, span.head)),
+        dv(key_rows(c.dv)) {
     if (k_angle.steps.base)  // the backward sweep starts from the total angle
       for (int64_t t = span.begin; t < span.end; t++) k_angle.steps.add(t, 1, k_angle.sum);
     memcpy(q_angle.sum, k_angle.sum, 8 * s.half);
@@ -69,68 +66,87 @@ struct BackwardKeys : Task {
   double enter_chunk(int64_t last) {
     chunk_begin = decay.start(anchor_before(last), last);
     const int rows = decay.plan(chunk_begin, last - chunk_begin + 1);
-    for (int i = 0; i < rows; i++)
-      exp_D[i] = decay.exp_D[rows - 1 - i], exp_minus_D[i] = decay.exp_minus_D[rows - 1 - i];
+    for (int i = 0; i < rows; i++) {
+      exp_D[i] = decay.exp_D[rows - 1 - i];
+      exp_minus_D[i] = decay.exp_minus_D[rows - 1 - i];
+    }
     return decay.sum;
   }
 
   void advance() {
     const int64_t last = span.end - 1 - done;
-    const int rows = (int)(last - chunk_begin + 1), F = s.F, E = s.E;
-    const Angles& query_angles = same_angles ? k_angle : q_angle;
+    const int rows = (int)(last - chunk_begin + 1), F = s.F;
     k_angle.backward(chunk_begin, rows);
     if (!same_angles && query_heads) q_angle.backward(chunk_begin, rows);
-    if (want_output) {
-      key_features(last, -1, rows, w.psi);
-      for (int i = 0; i < rows; i++) {
-        prefetch(v, last - i, -C, s.e), prefetch(dk, last - i, 0, s.f), prefetch(dv, last - i, 0, s.e);
-        const int at = (rows - 1 - i) * s.half;
-        rotate<false>(s, w.psi + i * F, k_angle.cos + at, k_angle.sin + at, 1, w.psi_hat + i * F);
-        key_values(last - i, w.v + i * E, NW);
-      }
-      transpose_state(dS, s.feature_row, s.value_row, w.dS_t);
-    }
+    if (want_output) read_keys(last, rows);
     if (want_d_log_decay && is_anchor(last + 1))  // the sweep over queries saved S transposed
       sums[0] = product_at_anchor(last + 1, query_heads ? w.dS_t : dS, dz_sum.total) * std::exp(-decay.sum);
     Operands queries;
     for (int r = 0; r < query_heads; r++) {
-      read_queries(last, rows, r, query_angles);
-      const bool accumulate = r > 0;
-      if (want_output) {
-        multiply_chunk({operands(rows, s.value_row, s.feature_row, w.gb_t, w.phi_hat, w.factors, want_d_log_decay), w.v,
-                        accumulate ? nullptr : w.dS_t, exp_minus_D, all_finite(w.phi_hat, rows, s.feature_row), accumulate,
-                        w.scores, w.d, F, want_d_log_decay ? w.diagonal : nullptr});
-        if (want_d_log_decay) add_diagonal(rows, accumulate);
-      }
+      read_queries(last, rows, r);
       queries = operands(rows, s.feature_row, s.value_row, w.phi_t, w.panels, w.factors);
-      if (want_output)
-        multiply_chunk({queries, w.psi_hat, accumulate ? nullptr : dS, exp_minus_D, all_finite(w.panels, rows, s.value_row),
-                        accumulate, w.scores, w.dv, E});
+      if (want_output) add_gradients(queries, r);
       if (r < query_heads - 1) update(queries, dS, false, DecayFactor());
     }
-    if (!query_heads) {
-      if (want_dz) zero(w.dden_phi, rows * F);
-      if (want_output) {
-        multiply_chunk({operands(rows, s.feature_row, s.value_row, nullptr, nullptr, w.factors), w.psi_hat, dS, exp_minus_D, true, false,
-                        nullptr, w.dv, E});
-        multiply_chunk({operands(rows, s.value_row, s.feature_row, nullptr, nullptr, w.factors), w.v, w.dS_t, exp_minus_D, true, false,
-                        nullptr, w.d, F});
-      }
-    }
-    for (int f = 0; want_dz && want_d_log_decay && f < F; f++) w.dden_before[f] = (float)dz_sum.total[f] * exp_minus_D[0];
-    if (want_dz) dz_sum.rows(w.dden_phi, rows, exp_D, exp_minus_D, w.dden_phi);
+    if (!query_heads && want_output) gradients_of_state(rows);
+    if (want_dz) add_dden(rows);
     if (want_output) write_gradients(last, rows);
     done += rows;
     const double a = decay.at(chunk_begin);
     const DecayFactor factor(chunk_begin > span.begin ? a + enter_chunk(chunk_begin - 1) : a);
     if (query_heads) update(queries, dS, false, factor);
-    else decay_state(dS, F * E, factor);
+    else decay_state(dS, F * s.E, factor);
     if (want_dz) dz_sum.end_chunk(factor);
+  }
+  // Reads a chunk: psi, psi^ and v, and transposes dS
+  void read_keys(int64_t last, int rows) {
+    key_features(last, -1, rows, w.psi);
+    for (int i = 0; i < rows; i++) {
+      prefetch(v, last - i, -C, s.e);
+      prefetch(dk, last - i, 0, s.f);
+      prefetch(dv, last - i, 0, s.e);
+      const int at = (rows - 1 - i) * s.half;
+      rotate<false>(s, w.psi + i * s.F, k_angle.cos + at, k_angle.sin + at, 1, w.psi_hat + i * s.F);
+      key_values(last - i, w.v + i * s.E, NW);
+    }
+    transpose_state(dS, s.feature_row, s.value_row, w.dS_t);
+  }
+  // Adds what query head r contributes to d and dv; the first head writes them, and adds the state's share
+  void add_gradients(const Operands& queries, int r) {
+    const int rows = queries.rows;
+    const bool accumulate = r > 0;
+    const Operands values_of_queries =
+        operands(rows, s.value_row, s.feature_row, w.gb_t, w.phi_hat, w.factors, want_d_log_decay);
+    multiply_chunk({.operands = values_of_queries, .A = w.v, .S = accumulate ? nullptr : w.dS_t, .scale = exp_minus_D,
+                    .finite = all_finite(w.phi_hat, rows, s.feature_row), .accumulate = accumulate,
+                    .scores = w.scores, .out = w.d, .stride = s.F,
+                    .diagonal = want_d_log_decay ? w.diagonal : nullptr});
+    if (want_d_log_decay) add_diagonal(rows, accumulate);
+    multiply_chunk({.operands = queries, .A = w.psi_hat, .S = accumulate ? nullptr : dS, .scale = exp_minus_D,
+                    .finite = all_finite(w.panels, rows, s.value_row), .accumulate = accumulate, .scores = w.scores,
+                    .out = w.dv, .stride = s.E});
+  }
+  // d and dv if there are no queries
+  void gradients_of_state(int rows) {
+    const Operands values_of_state = operands(rows, s.feature_row, s.value_row, nullptr, nullptr, w.factors);
+    const Operands features_of_state = operands(rows, s.value_row, s.feature_row, nullptr, nullptr, w.factors);
+    multiply_chunk({.operands = values_of_state, .A = w.psi_hat, .S = dS, .scale = exp_minus_D, .out = w.dv,
+                    .stride = s.E});
+    multiply_chunk({.operands = features_of_state, .A = w.v, .S = w.dS_t, .scale = exp_minus_D, .out = w.d,
+                    .stride = s.F});
+  }
+  // Turns dden phi of each token into the sum over this and all later tokens
+  void add_dden(int rows) {
+    const int F = s.F;
+    if (!query_heads) zero(w.dden_phi, rows * F);
+    for (int f = 0; want_d_log_decay && f < F; f++) w.dden_before[f] = (float)dz_sum.total[f] * exp_minus_D[0];
+    dz_sum.rows(w.dden_phi, rows, exp_D, exp_minus_D, w.dden_phi);
   }
 
   // Reads a chunk of query head r: phi^ and gb, both transposed and, times e^D, in panels. The first head writes
   // dden phi to `dden_phi`, the others add to it.
-  void read_queries(int64_t last, int rows, int r, const Angles& angles) {
+  void read_queries(int64_t last, int rows, int r) {
+    const Angles& angles = same_angles ? k_angle : q_angle;
     const Rows q = queries(r), dout = query_rows(c.dout, r);
     const int F = s.F, E = s.E;
     features(s, q, last, -1, rows, w.phi);
@@ -145,9 +161,11 @@ struct BackwardKeys : Task {
       rotate<false>(s, x, angles.cos + angle, angles.sin + angle, 1, x);
       values(s, dout, token, w.gb + i * E, NW, c.inverse_den[index]);
       for (int f = 0; f < F; f += W) store(at(w.phi_hat + i * s.feature_row.panel, NW * C, f), load(x + f) * exp_D[i]);
-      for (int e = 0; e < E; e += W) store(at(w.panels + i * s.value_row.panel, NW * C, e), load(w.gb + i * E + e) * exp_D[i]);
+      float* panels = w.panels + i * s.value_row.panel;
+      for (int e = 0; e < E; e += W) store(at(panels, NW * C, e), load(w.gb + i * E + e) * exp_D[i]);
     }
-    zero_to_multiple_of_four(w.phi, rows, F), zero_to_multiple_of_four(w.gb, rows, E);
+    zero_to_multiple_of_four(w.phi, rows, F);
+    zero_to_multiple_of_four(w.gb, rows, E);
     transpose(w.phi, rows, F, w.phi_t);
     if (want_output) transpose(w.gb, rows, E, w.gb_t);
   }
@@ -166,36 +184,18 @@ struct BackwardKeys : Task {
   }
 
   void write_gradients(int64_t last, int rows) {
-    const int F = s.F, E = s.E;
     for (int i = 0; i < rows; i++) {
       const int64_t token = last - i;
-      const int angle = (rows - 1 - i) * s.half;
-      float *y = w.psi + i * F, *dy = w.d + i * F, *dden_row = w.dden_phi + i * F;
+      float *dy = w.d + i * s.F, *value_gradient = w.dv + i * s.E;
       if (unmasked(token)) {
-        if (want_d_log_decay) {
-          sums[0] -= product(w.psi_hat + i * F, dy, F);
-          if (query_heads) {
-            const float* rest = w.d_of_diagonal + i * F;
-            for (int f = 0; f < F; f += W) store(dy + f, load(dy + f) + load(rest + f));
-          }
-          if (want_dz)  // of later tokens
-            sums[0] -= dot(y, dden_row - F, F) * (i ? exp_minus_D[i] * exp_D[i - 1] : 1);
-        }
-        rotate<true>(s, dy, k_angle.cos + angle, k_angle.sin + angle, 1, dy);
-        if (want_d_angle_steps)  // the normalizer's share is not rotated
-          for (int p = 0; p < s.pairs; p++) {
-            const int first = p * s.pair_stride, second = first + s.partner;
-            sums[1 + p] += y[first] * dy[second] - y[second] * dy[first];
-          }
-        for (int f = 0; want_dz && f < F; f += W) store(dy + f, load(dy + f) + load(dden_row + f));
-        const float* raw = y;
-        if (s.map == kSilu || s.map == kRelu2) features(s, k, token, kIdentity, w.raw), raw = w.raw;
-        for (int f = 0; f < F; f += W) store(dy + f, load(dy + f) * slope(s.map, load(raw + f), load(y + f)));
+        finish_key(token, rows, i);
       } else {
-        zero(dy, F), zero(w.dv + i * E, E);
+        zero(dy, s.F);
+        zero(value_gradient, s.E);
       }
-      if (c.write.data) split_gradient(token, w.dv + i * E, w.v + i * E);
-      write_gradient(dy, dk, token), write_values(s, w.dv + i * E, dv, token);
+      if (c.write.data) split_gradient(token, value_gradient, w.v + i * s.E);
+      write_gradient(dy, dk, token);
+      write_values(s, value_gradient, dv, token);
       if (want_d_log_decay) {
         float& a = c.d_log_decay[key_index(token)];
         a = (float)(sums[0] += a);
@@ -205,6 +205,33 @@ struct BackwardKeys : Task {
         for (int p = 0; p < s.pairs; p++) steps[p] = (float)(sums[1 + p] += steps[p]);
       }
     }
+  }
+  // Finishes the key's gradient, and adds the key's terms to the running sums; token i of the chunk from its end
+  void finish_key(int64_t token, int rows, int i) {
+    const int F = s.F, angle = (rows - 1 - i) * s.half;
+    float *y = w.psi + i * F, *dy = w.d + i * F, *dden_row = w.dden_phi + i * F;
+    if (want_d_log_decay) {
+      sums[0] -= product(w.psi_hat + i * F, dy, F);
+      if (query_heads) {
+        const float* rest = w.d_of_diagonal + i * F;
+        for (int f = 0; f < F; f += W) store(dy + f, load(dy + f) + load(rest + f));
+      }
+      if (want_dz)  // of later tokens
+        sums[0] -= dot(y, dden_row - F, F) * (i ? exp_minus_D[i] * exp_D[i - 1] : 1);
+    }
+    rotate<true>(s, dy, k_angle.cos + angle, k_angle.sin + angle, 1, dy);
+    if (want_d_angle_steps)  // the normalizer's share is not rotated
+      for (int p = 0; p < s.pairs; p++) {
+        const int first = p * s.pair_stride, second = first + s.partner;
+        sums[1 + p] += y[first] * dy[second] - y[second] * dy[first];
+      }
+    for (int f = 0; want_dz && f < F; f += W) store(dy + f, load(dy + f) + load(dden_row + f));
+    const float* raw = y;
+    if (s.map == kSilu || s.map == kRelu2) {
+      features(s, k, token, kIdentity, w.raw);
+      raw = w.raw;
+    }
+    for (int f = 0; f < F; f += W) store(dy + f, load(dy + f) * slope(s.map, load(raw + f), load(y + f)));
   }
   // Turns the gradient of what is written (E) into that of the value, and stores that of its factor. value: scratch (E)
   void split_gradient(int64_t token, float* gradient, float* value) const {

@@ -7,7 +7,7 @@ namespace linrope {
 namespace {
 
 // The products of M rows of x and N rows of W. The bits of each do not depend on M and N.
-template <int M, int N> void linear_tile(const Linear& c, int64_t row, int64_t column) {
+template <int M, int N> void linear_tile(const Linear& c, float* y, int64_t row, int64_t column) {
   const float *x = c.x + row * c.k, *weight = c.weight + column * c.k;
   vf sums[M][N] = {};
   vectors((int)c.k, [&]<bool PART>(int i, int count) {
@@ -23,22 +23,22 @@ template <int M, int N> void linear_tile(const Linear& c, int64_t row, int64_t c
   });
   for (int m = 0; m < M; m++)
     for (int n = 0; n < N; n++)
-      c.y[(row + m) * c.n + column + n] = sum(sums[m][n]) + (c.bias ? c.bias[column + n] : 0);
+      y[(row + m) * c.n + column + n] = sum(sums[m][n]) + (c.bias ? c.bias[column + n] : 0);
 }
 // The columns [column, end) of M rows
-template <int M, int N> void linear_rows(const Linear& c, int64_t row, int64_t column, int64_t end) {
-  for (; column + N <= end; column += N) linear_tile<M, N>(c, row, column);
-  for (; column < end; column++) linear_tile<M, 1>(c, row, column);
+template <int M, int N> void linear_rows(const Linear& c, float* y, int64_t row, int64_t column, int64_t end) {
+  for (; column + N <= end; column += N) linear_tile<M, N>(c, y, row, column);
+  for (; column < end; column++) linear_tile<M, 1>(c, y, row, column);
 }
 
-void linear(const Linear& c, int64_t begin, int64_t end) {
+void linear(const Linear& c, float* y, int64_t begin, int64_t end) {
   constexpr int64_t kBlock = 24;  // columns whose weights stay in the first-level cache while all rows pass
   for (int64_t column = begin; column < end; column += kBlock) {
     const int64_t last = column + kBlock < end ? column + kBlock : end;
     int64_t row = 0;
-    for (; row + 4 <= c.rows; row += 4) linear_rows<4, 3>(c, row, column, last);
-    for (; row + 2 <= c.rows; row += 2) linear_rows<2, 4>(c, row, column, last);
-    for (; row < c.rows; row++) linear_rows<1, 4>(c, row, column, last);
+    for (; row + 4 <= c.rows; row += 4) linear_rows<4, 3>(c, y, row, column, last);
+    for (; row + 2 <= c.rows; row += 2) linear_rows<2, 4>(c, y, row, column, last);
+    for (; row < c.rows; row++) linear_rows<1, 4>(c, y, row, column, last);
   }
 }
 

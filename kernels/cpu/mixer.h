@@ -22,9 +22,6 @@ inline Tensor as_token(const Tensor& x, int64_t first, int64_t count) {
 inline Tensor as_heads(const Tensor& x, int64_t first, int64_t heads, int64_t width) {
   return reinterpret(x, first, {x.size(0), 1, heads, width}, {x.stride(0), x.stride(0), width, 1});
 }
-inline void check_matrix(const char* name, const Tensor& x, std::initializer_list<Size> sizes) {
-  check_shape(name, x, sizes), check_type(name, x, ScalarType::Float, "float32"), check_contiguous(name, x);
-}
 
 // The norm's result as (b, h e)
 inline Tensor norm_rows(NormCall& c) {
@@ -37,10 +34,10 @@ inline Tensor norm_rows(NormCall& c) {
 
 // x += y; then the RMS norm of x
 inline Tensor add_norm(Tensor x, Maybe y, Tensor weight, double eps) {
-  STD_TORCH_CHECK(x.dim() == 2, "x: got shape ", shape_text(x), ", expected 2 dimensions");
+  if (x.dim() != 2) refuse("x: got shape ", shape_text(x), ", expected 2 dimensions");
   const int64_t b = x.size(0), n = x.size(1);
-  check_matrix("x", x, {b, n});
-  if (y) check_matrix("y", *y, {b, n});
+  parameter("x", x, {b, n});
+  if (y) parameter("y", *y, {b, n});
   NormCall c(as_heads(x, 0, 1, n), {}, {}, weight, {}, eps, false, false, false);
   float* to = (float*)x.data_ptr();
   const float* from = y ? (const float*)y->data_ptr() : nullptr;
@@ -50,86 +47,123 @@ inline Tensor add_norm(Tensor x, Maybe y, Tensor weight, double eps) {
 
 // silu(first half of the columns) * second half
 inline Tensor silu_product(Tensor x) {
-  STD_TORCH_CHECK(x.dim() == 2 && x.size(1) % 2 == 0, "x: got shape ", shape_text(x),
-                  ", expected an even number of columns");
+  if (x.dim() != 2 || x.size(1) % 2) refuse("x: got shape ", shape_text(x), ", expected an even number of columns");
   const int64_t n = x.size(1) / 2;
-  check_matrix("x", x, {x.size(0), 2 * n});
+  parameter("x", x, {x.size(0), 2 * n});
   NormCall c(as_heads(x, n, 1, n), as_token(x, 0, n), {}, {}, {}, 0, false, false, false);
   return norm_rows(c);
 }
 
 // x weight^T + bias, for a few rows of x
 inline Tensor linear(Tensor x, Tensor weight, Maybe bias) {
-  STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2, "x, weight: got ", x.dim(), " and ", weight.dim(),
-                  " dimensions, expected 2 and 2");
+  if (x.dim() != 2 || weight.dim() != 2)
+    refuse("x, weight: got ", x.dim(), " and ", weight.dim(), " dimensions, expected 2 and 2");
   const int64_t rows = x.size(0), n = weight.size(0), k = x.size(1);
-  check_matrix("x", x, {rows, k}), check_matrix("weight", weight, {n, k});
-  STD_TORCH_CHECK(k < 1 << 30, "x: got ", k, " columns, expected fewer than 2^30");
+  const Linear c{.x = parameter("x", x, {rows, k}), .weight = parameter("weight", weight, {n, k}),
+                 .bias = bias ? parameter("bias", *bias, {n}) : nullptr, .rows = rows, .n = n, .k = k};
+  if (k >= 1 << 30) refuse("x: got ", k, " columns, expected fewer than 2^30");
   const Tensor y = empty(ScalarType::Float, {rows, n});
-  const Linear c{(const float*)x.data_ptr(), (const float*)weight.data_ptr(),
-                 bias ? parameter("bias", *bias, {n}) : nullptr, (float*)y.data_ptr(), rows, n, k};
   constexpr int64_t kColumns = 64;  // of a task
-  const auto columns = [&](int64_t first, int64_t last) {
-    isa().linear(c, first * kColumns, last * kColumns < n ? last * kColumns : n);
-  };
-  const int64_t tasks = (n + kColumns - 1) / kColumns;
-  if (rows * n * k < kMinParallelLinear) columns(0, tasks);
-  else torch::stable::parallel_for(0, tasks, 1, columns);
+  for_ranges((n + kColumns - 1) / kColumns, rows * n * k >= kMinParallelLinear, [&](int64_t first, int64_t last) {
+    isa().linear(c, (float*)y.data_ptr(), first * kColumns, last * kColumns < n ? last * kColumns : n);
+  });
   return y;
 }
 
 inline double log_sigmoid(double x) { return (x < 0 ? x : 0) - std::log1p(std::exp(-std::fabs(x))); }
 
-// A layer's step between its projections. The columns of x: q (h d), k (g d), v (g e), and if they are wanted the gate
-// (h e), and the forget gate and the write gate (g) before their sigmoid. decay (g,) is the log of a fixed decay. The
-// other arguments are those of convolve, step and gated_norm; inputs (b, taps - 1, channels) are the convolution's last ones,
-// shifted in place. With slots (b,), inputs, kv, z and positions are those of a pool, and sequence i has row slots[i] of each.
-inline Tensor mixer_step(Tensor x, int64_t h, bool has_gate, bool has_forget, bool has_write, bool tied, Maybe weight,
-                         Maybe bias, Maybe inputs, bool silu, Maybe decay, Tensor kv, Tensor z, Tensor positions,
-                         Maybe theta, int64_t layout, int64_t feature_map, bool normalize, double eps, Maybe norm,
-                         double norm_eps, bool over_heads, bool gate_first, Maybe skip, bool skip_first, Maybe slots) {
-  const auto type = ScalarType::Float;
-  STD_TORCH_CHECK(x.dim() == 2 && kv.dim() == 4, "x, kv: got ", x.dim(), " and ", kv.dim(),
-                  " dimensions, expected 2 and 4");
-  STD_TORCH_CHECK(h >= 1 && h < 1 << 16, "heads: got ", h, ", expected 1 .. 65535");
-  STD_TORCH_CHECK(has_forget || !tied, "tied: got true without forget, expected false");
-  STD_TORCH_CHECK(weight.has_value() == inputs.has_value(), "weight, inputs: got one of them, expected both or none");
-  const int64_t b = x.size(0), g = kv.size(1), d = kv.size(2), e = kv.size(3), channels = (h + g) * d + g * e;
-  const int64_t forget_at = channels + has_gate * h * e, write_at = forget_at + has_forget * g;
-  check_matrix("x", x, {b, write_at + has_write * g});
-  if (decay)
-    check_shape("decay", *decay, {g}), check_type("decay", *decay, ScalarType::Double, "float64"),
-        check_contiguous("decay", *decay);
-  const double* fixed = decay ? (const double*)decay->data_ptr() : nullptr;
+// The columns of mixer_step's x: q (h d), k (g d), v (g e), and if they are wanted the gate (h e), and the forget gate
+// and the write gate (g) before their sigmoid
+struct MixerColumns {
+  int64_t b, h, g, d, e;
+  int64_t channels, gate, forget, write, count;  // channels: of q, k and v together; gate ..: each part's first column
+  MixerColumns(const Tensor& x, const Tensor& kv, int64_t heads, bool has_gate, bool has_forget, bool has_write) {
+    if (x.dim() != 2 || kv.dim() != 4)
+      refuse("x, kv: got ", x.dim(), " and ", kv.dim(), " dimensions, expected 2 and 4");
+    if (heads < 1 || heads >= 1 << 16) refuse("heads: got ", heads, ", expected 1 .. 65535");
+    b = x.size(0);
+    h = heads;
+    g = kv.size(1);
+    d = kv.size(2);
+    e = kv.size(3);
+    channels = gate = (h + g) * d + g * e;
+    forget = gate + has_gate * h * e;
+    write = forget + has_forget * g;
+    count = write + has_write * g;
+    parameter("x", x, {b, count});
+  }
+};
 
-  const Tensor starts = slots ? positions_at(*slots, positions, b, kv.size(0)) : positions;
-  const Maybe none, state = kv, sums = z, step_positions = theta ? Maybe(starts) : none;
-  const Tensor mixed = weight ? empty(type, {b, channels}) : x;
+// The log decay and the write factors (b, 1, g) that the gates of a step make; empty: none
+struct MixerGates {
+  std::vector<double> log_decay, write;
+  // fixed (g): the log of a fixed decay, or null
+  MixerGates(const float* x, const MixerColumns& at, bool has_forget, bool has_write, bool tied, const double* fixed) {
+    const int64_t count = at.b * at.g;
+    if (has_forget || fixed) log_decay.resize(count);
+    if (has_write || tied) write.resize(count);
+    for (int64_t i = 0; i < count; i++) {
+      const float* row = x + i / at.g * at.count + i % at.g;
+      const double log_gate = has_forget ? log_sigmoid(row[at.forget]) : 0;
+      if (!log_decay.empty()) log_decay[i] = log_gate + (fixed ? fixed[i % at.g] : 0);
+      if (!write.empty()) write[i] = has_write ? 1 / (1 + std::exp(-(double)row[at.write])) : -std::expm1(log_gate);
+    }
+  }
+  static View view(std::vector<double>& x, int64_t g) {
+    return {x.empty() ? nullptr : (char*)x.data(), g, g, 1, 0, kFloat64};
+  }
+};
+
+// A layer's step between its projections. decay (g,) is the log of a fixed decay. The other arguments are those of
+// convolve, step and gated_norm. With slots (b,), inputs, kv, z and positions are those of a pool, and sequence i
+// has row slots[i] of each.
+inline Tensor mixer_step(Tensor x, int64_t heads, bool has_gate, bool has_forget, bool has_write, bool tied,
+                         Maybe weight, Maybe bias, Maybe inputs, bool silu, Maybe decay, Tensor kv, Tensor z,
+                         Tensor positions, Maybe theta, int64_t layout, int64_t feature_map, bool normalize, double eps,
+                         Maybe norm, double norm_eps, bool over_heads, bool gate_first, Maybe skip, bool skip_first,
+                         Maybe slots) {
+  const MixerColumns at(x, kv, heads, has_gate, has_forget, has_write);
+  if (tied && !has_forget) refuse("tied: got true without forget, expected false");
+  if (weight.has_value() != inputs.has_value()) refuse("weight, inputs: got one of them, expected both or none");
+  const double* fixed = decay ? numbers<double>("decay", *decay, kFloat64, {at.g}) : nullptr;
+
+  const Tensor starts = slots ? positions_at(*slots, positions, at.b, kv.size(0)) : positions;
+  const Tensor mixed = weight ? empty(ScalarType::Float, {at.b, at.channels}) : x;
   std::optional<ConvolutionCall> convolution;
-  if (weight) convolution.emplace(as_token(x, 0, channels), *weight, bias, inputs, none, slots, silu);
-  const Maybe q = as_heads(mixed, 0, h, d);
-  const Tensor k = as_heads(mixed, h * d, g, d), v = as_heads(mixed, (h + g) * d, g, e);
-  Call c = read_call({q, k, v, feature_map, none, none, theta, step_positions, none, none, none, none, none, state, sums,
-                      slots, layout, true, normalize, eps, false});
-  int64_t* position = advancing_positions(c, starts);
-  const Tensor out = empty(type, {b, 1, h, e});
-  NormCall after(out, has_gate ? Maybe(as_token(x, channels, h * e)) : none, skip ? Maybe(v) : none, norm, skip,
-                 norm_eps, over_heads, gate_first, skip_first);
+  if (weight) convolution.emplace(as_token(x, 0, at.channels), *weight, bias, inputs, Maybe(), slots, silu);
+  Inputs step(kStep);
+  step[kQ] = as_heads(mixed, 0, at.h, at.d);
+  step[kK] = as_heads(mixed, at.h * at.d, at.g, at.d);
+  step[kV] = as_heads(mixed, (at.h + at.g) * at.d, at.g, at.e);
+  step[kKv] = kv;
+  step[kZ] = z;
+  step[kSlots] = slots;
+  step[kTheta] = theta;
+  step[kPositions] = starts;
+  step.call.layout = layout;
+  step.call.map = feature_map;
+  step.call.normalize = normalize;
+  step.call.eps = eps;
+  Call& c = read_call(step);
+  int64_t* position = advancing_positions(at.b, starts);
+  const Tensor out = empty(ScalarType::Float, {at.b, 1, at.h, at.e});
+  c.out = view(out);
+  NormCall after(out, has_gate ? Maybe(as_token(x, at.gate, at.h * at.e)) : Maybe(), skip ? step[kV] : Maybe(), norm,
+                 skip, norm_eps, over_heads, gate_first, skip_first);
 
   // Everything is checked: from here on, the state is written
-  if (convolution) convolution->y = {(char*)mixed.data_ptr(), channels, channels, 0}, run_convolve_step(*convolution);
-  std::vector<double> log_decay(has_forget || fixed ? b * g : 0), factors(tied || has_write ? b * g : 0);
-  for (int64_t i = 0; i < b * g; i++) {
-    const float* row = (const float*)x.data_ptr() + i / g * x.stride(0) + i % g;
-    const double log_gate = has_forget ? log_sigmoid(row[forget_at]) : 0;
-    if (!log_decay.empty()) log_decay[i] = log_gate + (fixed ? fixed[i % g] : 0);
-    if (!factors.empty()) factors[i] = has_write ? 1 / (1 + std::exp(-(double)row[write_at])) : -std::expm1(log_gate);
+  if (convolution) {
+    convolution->y = {(char*)mixed.data_ptr(), at.channels, at.channels, 0};
+    run_convolve_step(*convolution);
   }
-  if (!log_decay.empty()) c.log_decay = {(const char*)log_decay.data(), kFloat64, g, g, 1, 0};
-  if (!factors.empty()) c.write = {(const char*)factors.data(), kFloat64, g, g, 1, 0};
-  c.out = view(out);
-  run_step(c, kv, z, position);
-  for (int64_t i = 0; slots && i < b; i++) ((int64_t*)positions.data_ptr())[c.slots[i]] = position[i];
+  MixerGates gates((const float*)x.data_ptr(), at, has_forget, has_write, tied, fixed);
+  c.log_decay = MixerGates::view(gates.log_decay, at.g);
+  c.write = MixerGates::view(gates.write, at.g);
+  run_step(c);
+  for (int64_t i = 0; i < at.b; i++) {
+    position[i]++;
+    if (slots) ((int64_t*)positions.data_ptr())[c.state_row(i)] = position[i];
+  }
   return norm_rows(after);
 }
 

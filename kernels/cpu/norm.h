@@ -5,6 +5,7 @@
 // where each D v and each silu(z) stands before or after the norm. A token's rows stay in the first-level cache between
 // the two passes over them.
 #pragma once
+#include "arena.h"
 #include "partial.h"
 
 namespace linrope {
@@ -36,11 +37,10 @@ template <class T, class Form> struct NormTokens {
   float* dv;                 // (g, E)
   float *scale, *dot;        // (h): the norm's factor; <weight du, u>
 
-  NormTokens(const Norm& c, Form form, Arena& arena)
-      : c(c), form(form), E(round_up(c.e, W)), u(arena.take<float>(c.h * E)), du(arena.take<float>(c.h * E)), factor(arena.take<float>(c.h * E)),
-        slopes(arena.take<float>(c.h * E)), dv(arena.take<float>(c.h * E)), scale(arena.take<float>(c.h)),
-        dot(arena.take<float>(c.h)) {}
-  static size_t bytes(const Norm& c) { return 4 * c.h * (5 * (size_t)round_up(c.e, W) + 2) + 1024; }
+  NormTokens(Arena& arena, const Norm& c, Form form)
+      : c(c), form(form), E(round_up(c.e, W)), u(arena.take<float>(c.h * E)), du(arena.take<float>(c.h * E)),
+        factor(arena.take<float>(c.h * E)), slopes(arena.take<float>(c.h * E)), dv(arena.take<float>(c.g * E)),
+        scale(arena.take<float>(c.h)), dot(arena.take<float>(c.h)) {}
 
   T* at(const View& x, int64_t batch, int64_t token, int head) const {
     return x.data ? (T*)x.data + batch * x.batch + token * x.token + head * x.head : nullptr;
@@ -133,13 +133,24 @@ template <class T, class Form> struct NormTokens {
       if (form.skip_first) x += load_lanes<PART>(v + i, count) * D;
       if (form.gate_first || form.gate_last) {
         const Silu silu(load_lanes<PART>(z + i, count));
-        if (form.gate_first) x *= silu.y, store(to_factor + i, silu.y), store(to_slopes + i, silu.slope());
-        else store(to_slopes + i, silu.slope() * g), g *= silu.y;
+        if (form.gate_first) {
+          x *= silu.y;
+          store(to_factor + i, silu.y);
+          store(to_slopes + i, silu.slope());
+        } else {
+          store(to_slopes + i, silu.slope() * g);
+          g *= silu.y;
+        }
       }
-      store(to_u + i, x), store(to_du + i, g);
-      if (form.normed) squares += x * x, products += (g * load(weight + i)) * x;
+      store(to_u + i, x);
+      store(to_du + i, g);
+      if (!form.normed) return;
+      squares += x * x;
+      products += (g * load(weight + i)) * x;
     });
-    if (form.normed) scale[head] = sum(squares), dot[head] = sum(products);
+    if (!form.normed) return;
+    scale[head] = sum(squares);
+    dot[head] = sum(products);
   }
 
   void second_pass(int64_t batch, int64_t token, int head, float* sums) const {
@@ -189,8 +200,7 @@ template <class T, class Form> struct NormTokens {
 void norm(const Norm& c, int64_t batch, int64_t begin, int64_t end) {
   with_type(c.type, [&]<class T>() {
     with_form(c, [&](auto form) {
-      Arena arena(NormTokens<T, decltype(form)>::bytes(c));
-      const NormTokens<T, decltype(form)> tokens(c, form, arena);
+      const auto tokens = lay_out<NormTokens<T, decltype(form)>>(c, form);
       for (int64_t token = begin; token < end; token++) tokens.forward(batch, token);
     });
   });
@@ -198,8 +208,7 @@ void norm(const Norm& c, int64_t batch, int64_t begin, int64_t end) {
 void norm_backward(const Norm& c, int64_t batch, int64_t begin, int64_t end, float* sums) {
   with_type(c.type, [&]<class T>() {
     with_form(c, [&](auto form) {
-      Arena arena(NormTokens<T, decltype(form)>::bytes(c));
-      const NormTokens<T, decltype(form)> tokens(c, form, arena);
+      const auto tokens = lay_out<NormTokens<T, decltype(form)>>(c, form);
       for (int64_t token = begin; token < end; token++) tokens.backward(batch, token, sums);
     });
   });

@@ -3,7 +3,8 @@
 #pragma once
 #include <algorithm>
 
-#include "schedule.h"
+#include "checks.h"
+#include "parallel.h"
 
 namespace linrope {
 
@@ -14,7 +15,8 @@ constexpr int64_t kTaskTokens = 128;
 struct Tasks {
   int64_t b, n, rows, parts;  // a task has `rows` rows of the batch, or one of `parts` parts of a row
   Tasks(int64_t b, int64_t n)
-      : b(b), n(n), rows(n >= kTaskTokens ? 1 : kTaskTokens / (n ? n : 1)), parts((n + kTaskTokens - 1) / kTaskTokens) {}
+      : b(b), n(n), rows(n >= kTaskTokens ? 1 : kTaskTokens / (n ? n : 1)),
+        parts((n + kTaskTokens - 1) / kTaskTokens) {}
   int64_t count() const { return n ? (b + rows - 1) / rows * parts : 0; }
 
   // Calls f(task, batch, begin, end) for all tokens, in parallel if a token's `numbers` make that worthwhile
@@ -26,8 +28,7 @@ struct Tasks {
         for (int64_t batch = row; batch < row + rows && batch < b; batch++) f(task, batch, begin, end);
       }
     };
-    if (count() <= 1 || b * n * numbers < kMinParallel) range(0, count());
-    else torch::stable::parallel_for(0, count(), 1, range);
+    for_ranges(count(), b * n * numbers >= kMinParallel, range);
   }
 };
 
@@ -40,24 +41,22 @@ inline std::vector<double> total(const std::vector<float>& sums, size_t size) {
 }
 
 inline int tokens_type(const char* name, const Tensor& x, int64_t dims) {
-  const auto type = x.scalar_type();
-  STD_TORCH_CHECK(x.dim() == dims, name, ": got shape ", shape_text(x), ", expected ", dims, " dimensions");
-  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half, name,
-                  ": got another dtype, expected float32, bfloat16 or float16");
-  return type == ScalarType::Float ? kFloat32 : type == ScalarType::BFloat16 ? kBFloat16 : kFloat16;
+  if (x.dim() != dims) refuse(name, ": got shape ", shape_text(x), ", expected ", dims, " dimensions");
+  check_types(name, type_of(x), 1u << kFloat32 | 1u << kBFloat16 | 1u << kFloat16);
+  return type_of(x);
 }
 
 // A tensor whose rows are read in place; `head` is the stride of heads, if the last dimension holds them
-inline View tokens(const char* name, const Tensor& x, ScalarType type, std::initializer_list<Size> sizes,
+inline View tokens(const char* name, const Tensor& x, int type, std::initializer_list<int64_t> sizes,
                    int64_t head = 0) {
-  check_shape(name, x, sizes), check_type(name, x, type, "that of the first argument");
+  check_shape(name, x, sizes);
+  STD_TORCH_CHECK(type_of(x) == type, name, ": got another dtype, expected that of the first argument");
   check_last_stride(name, x);
-  return {(char*)x.data_ptr(), x.stride(0), x.stride(1), x.dim() == 4 ? x.stride(2) : head};
+  return {(char*)x.data_ptr(), x.stride(0), x.stride(1), x.dim() == 4 ? x.stride(2) : head, 1, type};
 }
 
-inline const float* parameter(const char* name, const Tensor& x, std::initializer_list<Size> sizes) {
-  check_shape(name, x, sizes), check_type(name, x, ScalarType::Float, "float32"), check_contiguous(name, x);
-  return (const float*)x.data_ptr();
+inline const float* parameter(const char* name, const Tensor& x, std::initializer_list<int64_t> sizes) {
+  return numbers<float>(name, x, kFloat32, sizes);
 }
 
 inline int64_t whole_vectors(int64_t count) { return (count + isa().lanes - 1) / isa().lanes * isa().lanes; }
@@ -70,36 +69,41 @@ struct ConvolutionCall : Convolution {
   ConvolutionCall(const Tensor& tokens_in, const Tensor& taps_in, const Maybe& bias, const Maybe& inputs,
                   const Maybe& cu_seqlens, const Maybe& rows, bool with_silu)
       : Convolution{} {
-    type = tokens_type("x", tokens_in, 3), silu = with_silu;
-    b = tokens_in.size(0), n = tokens_in.size(1), c = tokens_in.size(2);
-    x = tokens("x", tokens_in, tokens_in.scalar_type(), {b, n, c});
-    STD_TORCH_CHECK(taps_in.dim() == 2 && taps_in.size(1) >= 1 && taps_in.size(1) <= kMaxTaps, "weight: got shape ",
-                    shape_text(taps_in), ", expected (c, 1 to ", kMaxTaps, " taps)");
-    taps = (int)taps_in.size(1), stride = whole_vectors(c);
+    type = tokens_type("x", tokens_in, 3);
+    silu = with_silu;
+    b = tokens_in.size(0);
+    n = tokens_in.size(1);
+    c = tokens_in.size(2);
+    x = tokens("x", tokens_in, type, {b, n, c});
+    if (taps_in.dim() != 2 || taps_in.size(1) < 1 || taps_in.size(1) > kMaxTaps)
+      refuse("weight: got shape ", shape_text(taps_in), ", expected (c, 1 to ", kMaxTaps, " taps)");
+    taps = (int)taps_in.size(1);
+    stride = whole_vectors(c);
     pad_weights(parameter("weight", taps_in, {c, taps}), bias ? parameter("bias", *bias, {c}) : nullptr);
     sequences = b;
     if (cu_seqlens) {
-      const Tensor& cu = *cu_seqlens;
-      check_cu_seqlens(cu);
-      sequence_bounds = rising_bounds(cu.data_ptr(), cu.scalar_type() == ScalarType::Long, cu.size(0), n);
-      STD_TORCH_CHECK(b == 1, "cu_seqlens: got a batch of ", b, ", expected a batch of 1");
-      sequences = (int64_t)sequence_bounds.size() - 1, bounds = sequence_bounds.data();
+      check_cu_seqlens(*cu_seqlens);
+      sequence_bounds = rising_bounds(cu_seqlens->data_ptr(), type_of(*cu_seqlens), cu_seqlens->size(0), n);
+      if (b != 1) refuse("cu_seqlens: got a batch of ", b, ", expected a batch of 1");
+      sequences = (int64_t)sequence_bounds.size() - 1;
+      bounds = sequence_bounds.data();
     }
-    int64_t count = sequences;
-    if (rows) {
-      check_shape("slots", *rows, {sequences}), check_type("slots", *rows, ScalarType::Long, "int64");
-      check_contiguous("slots", *rows);
-      STD_TORCH_CHECK(inputs && inputs->dim() == 3,
-                      "slots: got a tensor without inputs, expected a pool's inputs with it");
-      slots = (const int64_t*)rows->data_ptr(), count = inputs->size(0);
-      for (int64_t i = 0; i < sequences; i++)
-        STD_TORCH_CHECK(slots[i] >= 0 && slots[i] < count, "slots: got ", slots[i], ", expected 0 .. ", count - 1);
-    }
-    if (inputs) before = tokens("before", *inputs, tokens_in.scalar_type(), {count, taps - 1, c});
+    const int64_t count = rows ? read_slots(*rows, inputs) : sequences;
+    if (inputs) before = tokens("before", *inputs, type, {count, taps - 1, c});
     if (inputs && taps == 1) before.data = nullptr;
   }
   ConvolutionCall(const ConvolutionCall&) = delete;
 
+  // Returns the number of the pool's rows
+  int64_t read_slots(const Tensor& rows, const Maybe& inputs) {
+    slots = numbers<int64_t>("slots", rows, kInt64, {sequences});
+    if (!inputs || inputs->dim() != 3)
+      refuse("slots: got a tensor without inputs, expected a pool's inputs with it");
+    const int64_t count = inputs->size(0);
+    for (int64_t i = 0; i < sequences; i++)
+      if (slots[i] < 0 || slots[i] >= count) refuse("slots: got ", slots[i], ", expected 0 .. ", count - 1);
+    return count;
+  }
   void pad_weights(const float* from, const float* bias) {
     padded_weights.resize((taps + 1) * stride);
     weight = padded_weights.data();
@@ -121,11 +125,12 @@ inline Tensor convolve(Tensor x, Tensor weight, Maybe bias, Maybe before, Maybe 
 }
 
 // dx, d_weight, d_bias, d_before
-inline std::tuple<Tensor, Tensor, Tensor, Tensor> convolve_backward(Tensor gradient, Tensor x, Tensor weight, Maybe bias,
-                                                                    Maybe before, Maybe cu_seqlens, bool silu) {
+inline std::tuple<Tensor, Tensor, Tensor, Tensor> convolve_backward(Tensor gradient, Tensor x, Tensor weight,
+                                                                    Maybe bias, Maybe before, Maybe cu_seqlens,
+                                                                    bool silu) {
   ConvolutionCall c(x, weight, bias, before, cu_seqlens, {}, silu);
   const auto type = x.scalar_type();
-  c.dy = tokens("gradient", gradient, type, {c.b, c.n, c.c});
+  c.dy = tokens("gradient", gradient, c.type, {c.b, c.n, c.c});
   Tensor dx = empty(type, {c.b, c.n, c.c}, !c.covers_all_tokens());
   Tensor d_before = before ? empty(type, {c.sequences, c.taps - 1, c.c}, true) : empty(type, {0});
   c.dx = view(dx);
@@ -161,35 +166,45 @@ struct NormCall : Norm {
   std::vector<float> padded_weights;
   int64_t b, stride;
 
-  NormCall(const Tensor& x, const Maybe& z, const Maybe& values, const Maybe& weights, const Maybe& skips, double epsilon,
-           bool all_heads, bool z_first, bool values_first)
+  NormCall(const Tensor& x, const Maybe& z, const Maybe& values, const Maybe& weights, const Maybe& skips,
+           double epsilon, bool all_heads, bool z_first, bool values_first)
       : Norm{} {
     type = tokens_type("out", x, 4);
-    const auto dtype = x.scalar_type();
-    b = x.size(0), n = x.size(1), h = (int)x.size(2), e = (int)x.size(3), g = h ? h : 1, stride = whole_vectors(e);
-    STD_TORCH_CHECK(x.size(2) < 1 << 16 && x.size(3) < 1 << 16, "out: got shape ", shape_text(x),
-                    ", expected fewer than 65536 heads and values");
-    out = tokens("out", x, dtype, {b, n, h, e});
-    if (z) gate = tokens("gate", *z, dtype, {b, n, (int64_t)h * e}, e);
-    STD_TORCH_CHECK(values.has_value() == skips.has_value(), "v, skip: got one of them, expected both or none");
+    if (x.size(2) >= 1 << 16 || x.size(3) >= 1 << 16)
+      refuse("out: got shape ", shape_text(x), ", expected fewer than 65536 heads and values");
+    b = x.size(0);
+    n = x.size(1);
+    h = (int)x.size(2);
+    e = (int)x.size(3);
+    g = h ? h : 1;
+    stride = whole_vectors(e);
+    out = tokens("out", x, type, {b, n, h, e});
+    if (z) gate = tokens("gate", *z, type, {b, n, (int64_t)h * e}, e);
+    if (values.has_value() != skips.has_value()) refuse("v, skip: got one of them, expected both or none");
     if (values) {
-      STD_TORCH_CHECK(values->dim() == 4 && values->size(2) > 0 && h % values->size(2) == 0, "v: got shape ",
-                      shape_text(*values), ", expected (b, n, g, e) with a divisor g of ", h);
+      if (values->dim() != 4 || values->size(2) < 1 || h % values->size(2))
+        refuse("v: got shape ", shape_text(*values), ", expected (b, n, g, e) with a divisor g of ", h);
       g = (int)values->size(2);
-      v = tokens("v", *values, dtype, {b, n, g, e}), skip = parameter("skip", *skips, {h});
+      v = tokens("v", *values, type, {b, n, g, e});
+      skip = parameter("skip", *skips, {h});
     }
-    if (weights) {
-      const bool shared = weights->dim() == 1;  // by all heads
-      const float* from = shared ? parameter("weight", *weights, {e}) : parameter("weight", *weights, {h, e});
-      padded_weights.resize(h * stride);
-      for (int64_t head = 0; head < h; head++)
-        memcpy(padded_weights.data() + head * stride, from + (shared ? 0 : head * e), 4 * e);
-      weight = padded_weights.data();
-      STD_TORCH_CHECK(epsilon > 0, "eps: got ", epsilon, ", expected a positive number");
-    }
-    eps = (float)epsilon, over_heads = all_heads, gate_first = z_first, skip_first = values_first;
+    if (weights) pad_weights(*weights);
+    if (weights && !(epsilon > 0)) refuse("eps: got ", epsilon, ", expected a positive number");
+    eps = (float)epsilon;
+    over_heads = all_heads;
+    gate_first = z_first;
+    skip_first = values_first;
   }
   NormCall(const NormCall&) = delete;
+
+  void pad_weights(const Tensor& weights) {
+    const bool shared = weights.dim() == 1;  // by all heads
+    const float* from = shared ? parameter("weight", weights, {e}) : parameter("weight", weights, {h, e});
+    padded_weights.resize(h * stride);
+    for (int64_t head = 0; head < h; head++)
+      memcpy(padded_weights.data() + head * stride, from + (shared ? 0 : head * e), 4 * e);
+    weight = padded_weights.data();
+  }
 };
 
 inline void run_norm(const NormCall& c) {
@@ -215,7 +230,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_norm_backward(
   NormCall c(out, gate, v, weight, skip, eps, over_heads, gate_first, skip_first);
   const auto type = out.scalar_type();
   const int64_t numbers = (int64_t)c.h * c.e;
-  c.dy = tokens("gradient", gradient, type, {c.b, c.n, numbers}, c.e);
+  c.dy = tokens("gradient", gradient, c.type, {c.b, c.n, numbers}, c.e);
   Tensor d_out = empty(type, {c.b, c.n, c.h, c.e});
   Tensor d_gate = gate ? empty(type, {c.b, c.n, numbers}) : empty(type, {0});
   Tensor d_v = v ? empty(type, {c.b, c.n, c.g, c.e}) : empty(type, {0});

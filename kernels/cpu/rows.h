@@ -43,13 +43,13 @@ struct Shape {
   int pair_stride, partner;  // pair p: the features p * pair_stride and p * pair_stride + partner
   CompactRotation rotation;
   explicit Shape(const Call& c)
-      : f(c.f), pairs(c.layout == kNone ? 0 : c.pairs), e(c.e), layout(c.layout), map(c.map),
-        axes(c.theta ? c.axes : 0), compact(f <= W), stored(stored_pairs()), half(round_up(stored, W)),
+      : f((int)c.f), pairs(c.layout == kNone ? 0 : (int)c.pairs), e((int)c.e), layout((int)c.layout), map((int)c.map),
+        axes(c.theta.data ? (int)c.axes : 0), compact(f <= W), stored(stored_pairs()), half(round_up(stored, W)),
         rest(stored == pairs ? f - 2 * pairs : 0), feature_row(row_layout(compact ? f : 2 * half + rest)),
-        value_row(row_layout(e)), F(feature_row.size), E(value_row.size), pair_stride(compact && layout == kInterleaved ? 2 : 1),
+        value_row(row_layout(e)), F(feature_row.size), E(value_row.size),
+        pair_stride(compact && layout == kInterleaved ? 2 : 1),
         partner(!compact ? half : layout == kInterleaved ? 1 : pairs),
         rotation(compact ? pairs : 0, layout == kInterleaved) {}
-  size_t angle_bytes() const { return (8 + 8 * (size_t)axes) * half + 128; }
   bool padded() const { return F != f; }
   // True if a row is the caller's without padding, at most with its interleaved pairs split into their members
   bool plain() const { return !padded() && (stored == pairs || layout == kInterleaved); }
@@ -106,13 +106,18 @@ template <class T> void read_features(const Shape& s, const T* x, float* y) {
     for (; p + W <= s.whole(); p += W) {
       vf a, b;
       load_pairs(x + 2 * p, a, b);
-      store(y + p, a), store(y + s.half + p, b);
+      store(y + p, a);
+      store(y + s.half + p, b);
     }
-    for (; p < s.whole(); p++) y[p] = to_float(x[2 * p]), y[s.half + p] = to_float(x[2 * p + 1]);
+    for (; p < s.whole(); p++) {
+      y[p] = to_float(x[2 * p]);
+      y[s.half + p] = to_float(x[2 * p + 1]);
+    }
     if (p < s.stored) y[p] = to_float(x[2 * p]);
   } else if (s.layout == kHalf) {
     const int pairs = s.pairs;
-    copy_in(x, y, pairs), copy_in(x + pairs, y + s.half, pairs);
+    copy_in(x, y, pairs);
+    copy_in(x + pairs, y + s.half, pairs);
     copy_in(x + 2 * pairs, y + pairs, s.stored - pairs);
     copy_in(x + pairs + s.stored, y + s.half + pairs, s.whole() - pairs);
   }
@@ -124,11 +129,15 @@ template <class T> void write_features(const Shape& s, const float* y, T* x) {
   if (s.layout == kInterleaved) {
     int p = 0;
     for (; p + W <= s.whole(); p += W) store_pairs(x + 2 * p, load(y + p), load(y + s.half + p));
-    for (; p < s.whole(); p++) put(x + 2 * p, y[p]), put(x + 2 * p + 1, y[s.half + p]);
+    for (; p < s.whole(); p++) {
+      put(x + 2 * p, y[p]);
+      put(x + 2 * p + 1, y[s.half + p]);
+    }
     if (p < s.stored) put(x + 2 * p, y[p]);
   } else if (s.layout == kHalf) {
     const int pairs = s.pairs;
-    copy_out(y, x, pairs), copy_out(y + s.half, x + pairs, pairs);
+    copy_out(y, x, pairs);
+    copy_out(y + s.half, x + pairs, pairs);
     copy_out(y + pairs, x + 2 * pairs, s.stored - pairs);
     copy_out(y + s.half + pairs, x + pairs + s.stored, s.whole() - pairs);
   }
@@ -176,7 +185,8 @@ void read_rows(const Shape& s, const Rows& rows, int64_t token, int direction, i
     for (int p = 0; p < paired; p += W) {
       vf a, b;
       load_pairs(from + 2 * p, a, b);
-      store(y + p, apply(M, a)), store(y + s.half + p, apply(M, b));
+      store(y + p, apply(M, a));
+      store(y + s.half + p, apply(M, b));
     }
     for (int f = 2 * paired; f < s.F; f += W) store(y + f, apply(M, load(from + f)));
   }
@@ -257,12 +267,14 @@ template <bool transposed, int block = NW>
 LINROPE_INLINE void rotate(const Shape& s, const float* x, const float* cos, const float* sin, float scale, float* y) {
   int done = 0;
   if (s.compact && s.pairs) {
-    store(y, s.rotation(load(x), cos, sin, transposed) * scale), done = W;
+    store(y, s.rotation(load(x), cos, sin, transposed) * scale);
+    done = W;
   } else {
     for (int p = 0; p < s.half; p += W) {
       const vf a = load(x + p), b = load(x + s.half + p);
       const vf c = load(cos + p) * scale, n = load(sin + p) * (transposed ? -scale : scale);
-      store(at(y, block, p), a * c - b * n), store(at(y, block, s.half + p), a * n + b * c);
+      store(at(y, block, p), a * c - b * n);
+      store(at(y, block, s.half + p), a * n + b * c);
     }
     done = 2 * s.half;
   }
@@ -273,11 +285,6 @@ inline float dot(const float* x, const float* y, int n) {
   vf acc = {};
   for (int i = 0; i < n; i += W) acc += load(x + i) * load(y + i);
   return sum(acc);
-}
-
-void decay_state(float* S, int count, const DecayFactor& factor) {
-  if (factor.kind != DecayFactor::kOne)
-    for (int i = 0; i < count; i += W) store(S + i, factor(load(S + i)));
 }
 
 // The dot product in float64. A vector of W doubles takes two registers, which GCC would keep in memory.

@@ -7,28 +7,25 @@
 #include <cstring>
 #include <memory>
 
-#include "arguments.h"
+#include "checks.h"
+#include "parallel.h"
 
 namespace linrope {
 
 constexpr int64_t kMinTasks = 8;
-constexpr int64_t kMinSegment = 1024;    // n tokens (packed: the average) are cut into at most n / kMinSegment segments
-// What a single thread does in less than 0.1 to 0.4 ms does not wait for others: on a busy machine they start some 10 ms
-// later. These are the least sizes that get several threads
-constexpr int64_t kMinParallel = 1 << 15;        // numbers of a call's tokens
-constexpr int64_t kMinParallelStep = 1 << 20;    // numbers of the states that a decoding step changes
-constexpr int64_t kMinParallelLinear = 1 << 20;  // products in a step's projection
+constexpr int64_t kMinSegment = 1024;  // n tokens (packed: the average) are cut into at most n / kMinSegment segments
 
 struct Schedule {
   const Call& c;
   int64_t segments = 1, state_size, z_size;
   std::vector<int64_t> bounds;  // of packed sequences; else empty
 
-  explicit Schedule(const Call& c) : c(c), state_size((int64_t)c.f * c.e), z_size(c.f) {
-    if (c.cu_seqlens) bounds = rising_bounds(c.cu_seqlens, c.cu_wide, c.sequences + 1, c.m);
+  explicit Schedule(const Call& c) : c(c), state_size(c.f * c.e), z_size(c.f) {
+    const View& cu = c.cu_seqlens;
+    if (cu.data) bounds = rising_bounds(cu.data, cu.type, c.sequences + 1, c.m);
     const int64_t heads = c.sequences * c.g, longest = c.m > c.n ? c.m : c.n;
     if (heads > 0 && heads < kMinTasks) segments = (kMinTasks + heads - 1) / heads;
-    const int64_t most = longest / kMinSegment / (c.cu_seqlens && c.sequences ? c.sequences : 1);
+    const int64_t most = longest / kMinSegment / (cu.data && c.sequences ? c.sequences : 1);
     if (segments > most) segments = most > 1 ? most : 1;
   }
   int64_t heads() const { return c.sequences * c.g; }
@@ -43,13 +40,10 @@ struct Schedule {
     return {sequence, head % c.g, start(segment), segment == segments - 1 ? end : start(segment + 1)};
   }
   template <class F> void run(int64_t count, F task) const {
-    const int64_t tokens = c.sequences * (c.m > c.n ? c.m : c.n);
-    if (count <= 1 || (c.cu_seqlens ? c.m : tokens) * c.h * (c.f + c.e) < kMinParallel)
-      for (int64_t i = 0; i < count; i++) task(i);
-    else
-      torch::stable::parallel_for(0, count, 1, [&](int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; i++) task(i);
-      });
+    const int64_t tokens = c.cu_seqlens.data ? c.m : c.sequences * (c.m > c.n ? c.m : c.n);
+    for_ranges(count, tokens * c.h * (c.f + c.e) >= kMinParallel, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; i++) task(i);
+    });
   }
   // Runs a sweep over segments first .. first + count - 1 of all heads; ends(head, segment) returns the Ends of each.
   // Bundles as many heads as it can, up to kBundle, while every thread still gets a task. A head's results are the same
@@ -73,31 +67,49 @@ struct Schedule {
         Ends span_ends[kBundle];
         for (int64_t g = from; g < to; g++) {
           const int64_t head = sequence * c.g + g;
-          spans[g - from] = span(head * segments + segment, n), span_ends[g - from] = ends(head, segment);
+          spans[g - from] = span(head * segments + segment, n);
+          span_ends[g - from] = ends(head, segment);
         }
         sweep(c, (int)(to - from), spans, span_ends, want_output);
       }
     });
   }
-  // The head's index in the state that the caller passed
-  int64_t row(int64_t head) const {
-    const int64_t sequence = head / c.g;
-    return (c.slots ? c.slots[sequence] : sequence) * c.g + head % c.g;
+  // The head's index in the states that the caller passed
+  int64_t row(int64_t head) const { return c.state_row(head / c.g) * c.g + head % c.g; }
+  // The head's part of a state in the caller's memory; null if there is none
+  const float* kv(int64_t head) const { return kv_of(c.kv, row(head)); }
+  const double* z(int64_t head) const { return z_of(c.z, row(head)); }
+  const float* g_kv(int64_t head) const { return kv_of(c.g_kv, head); }
+  const double* g_z(int64_t head) const { return z_of(c.g_z, head); }
+
+ private:
+  const float* kv_of(const View& x, int64_t i) const { return x.data ? x.as<float>() + i * state_size : nullptr; }
+  const double* z_of(const View& x, int64_t i) const { return x.data ? x.as<double>() + i * z_size : nullptr; }
+};
+
+// Where the states after the sequences, or the gradients of those before them, go; null: not wanted
+struct StateOut {
+  float* kv;
+  double* z;
+  // The part of head i
+  StateOut at(const Schedule& x, int64_t i) const {
+    return {kv ? kv + i * x.state_size : nullptr, z ? z + i * x.z_size : nullptr};
   }
-  const float* kv(int64_t head) const { return c.kv ? c.kv + row(head) * state_size : nullptr; }
-  const double* z(int64_t head) const { return c.z ? c.z + row(head) * z_size : nullptr; }
 };
 
 // The states of each head at the ends of its segments; number s is the one before segment s
 struct SegmentStates {
   const Schedule& x;
   std::vector<float> kv;
-  std::vector<double> z, decay;
+  std::vector<double> z;
+  std::vector<Transition> transitions;  // of each segment
   std::vector<int64_t> angle;
 
   explicit SegmentStates(const Schedule& x) : x(x) {
     const int64_t count = x.heads() * (x.segments + 1);
-    kv.resize(count * x.state_size), z.resize(count * x.z_size), decay.resize(x.tasks());
+    kv.resize(count * x.state_size);
+    z.resize(count * x.z_size);
+    transitions.resize(x.tasks());
   }
   int64_t index(int64_t head, int64_t s) const { return head * (x.segments + 1) + s; }
   float* kv_at(int64_t head, int64_t s) { return &kv[index(head, s) * x.state_size]; }
@@ -124,26 +136,44 @@ struct SegmentStates {
           sum = (int64_t)((uint64_t)sum + (uint64_t)angle[index(head, s) * x.c.pairs + p]);
         }
   }
-  // state[to] += state[from], decayed over `segment`
+  void copy(int64_t head, int64_t s, const StateOut& to) {
+    if (to.kv) memcpy(to.kv, kv_at(head, s), 4 * x.state_size);
+    if (to.z) memcpy(to.z, z_at(head, s), 8 * x.z_size);
+  }
+  void find_transition(int64_t head, int64_t segment) {
+    const int64_t task = head * x.segments + segment;
+    transitions[task] = isa().transition(x.c, x.span(task, x.c.m));
+  }
+  // state[to] += state[from] after the tokens of `segment`
   void add(int64_t head, int64_t from, int64_t to, int64_t segment) {
     float *a = kv_at(head, from), *b = kv_at(head, to);
     double *p = z_at(head, from), *q = z_at(head, to);
-    std::vector<float> kv_decayed(a, a + x.state_size);
-    std::vector<double> z_decayed(p, p + x.z_size);
-    isa().decay_state(decay[head * x.segments + segment], x.state_size, kv_decayed.data(), x.z_size, z_decayed.data());
-    for (int64_t i = 0; i < x.state_size; i++) b[i] += kv_decayed[i];
-    for (int64_t i = 0; i < x.z_size; i++) q[i] += z_decayed[i];
+    std::vector<float> kv_after(a, a + x.state_size);
+    std::vector<double> z_after(p, p + x.z_size);
+    const Transition& transition = transitions[head * x.segments + segment];
+    isa().apply(transition, x.state_size, kv_after.data(), x.z_size, z_after.data());
+    for (int64_t i = 0; i < x.state_size; i++) b[i] += kv_after[i];
+    for (int64_t i = 0; i < x.z_size; i++) q[i] += z_after[i];
   }
   // Computes the states before segments 1, 2, .. and, if `last`, the one after the last segment.
   void scan_forward(bool last) {
     const int64_t count = last ? x.segments : x.segments - 1;
     if (count == 0) return;
     x.sweep(isa().forward, 0, count, x.c.m, false, [&](int64_t head, int64_t s) -> Ends {
-      decay[head * x.segments + s] = isa().sum_decay(x.c, x.span(head * x.segments + s, x.c.m));
-      return {nullptr, nullptr, kv_at(head, s + 1), z_at(head, s + 1), angle_at(head, s), nullptr};
+      find_transition(head, s);
+      return {.kv_out = kv_at(head, s + 1), .z_out = z_at(head, s + 1), .angle_in = angle_at(head, s)};
     });
     for (int64_t head = 0; head < x.heads(); head++)
       for (int64_t s = 0; s < count; s++) add(head, s, s + 1, s);
+  }
+  // Computes the gradients of the states before segments 1, 2, .. from that of the last one.
+  void scan_backward() {
+    x.sweep(isa().backward_keys, 1, x.segments - 1, x.c.m, false, [&](int64_t head, int64_t s) -> Ends {
+      find_transition(head, s);
+      return {.kv_out = kv_at(head, s), .z_out = z_at(head, s), .angle_in = angle_at(head, s)};
+    });
+    for (int64_t head = 0; head < x.heads(); head++)
+      for (int64_t s = x.segments - 1; s > 0; s--) add(head, s + 1, s, s);
   }
 };
 
@@ -154,36 +184,30 @@ inline void zero_outside(const Schedule& x, const Tensor& out) {
   const auto zero = [&](int64_t first, int64_t last) {
     if (last > first) memset((char*)out.data_ptr() + first * row, 0, (last - first) * row);
   };
-  zero(0, x.bounds.front()), zero(x.bounds.back(), x.c.m);
+  zero(0, x.bounds.front());
+  zero(x.bounds.back(), x.c.m);
 }
 
-inline void run_forward(const Schedule& x, float* kv_out, double* z_out) {
+inline void run_forward(const Schedule& x, const StateOut& to) {
   const Call& c = x.c;
-  const auto last_kv = [&](int64_t head) {
-    return kv_out ? kv_out + (c.slots ? x.row(head) : head) * x.state_size : nullptr;
-  };
-  const auto last_z = [&](int64_t head) { return z_out ? z_out + (c.slots ? x.row(head) : head) * x.z_size : nullptr; };
+  const auto last_state = [&](int64_t head) { return to.at(x, x.row(head)); };
   if (c.causal && x.segments == 1)
     return x.sweep(isa().forward, 0, 1, c.m, c.q.data, [&](int64_t i, int64_t) -> Ends {
-      return {x.kv(i), x.z(i), last_kv(i), last_z(i), nullptr, nullptr};
+      return {.kv_in = x.kv(i), .z_in = x.z(i), .kv_out = last_state(i).kv, .z_out = last_state(i).z};
     });
   SegmentStates states(x);
   states.sum_angles();
   for (int64_t head = 0; head < x.heads(); head++) states.set(head, 0, x.kv(head), x.z(head));
-  const bool last_state = !c.causal || !c.q.data;
-  states.scan_forward(last_state);
-  if (last_state)
-    for (int64_t head = 0; head < x.heads(); head++) {
-      if (kv_out) memcpy(last_kv(head), states.kv_at(head, x.segments), 4 * x.state_size);
-      if (z_out) memcpy(last_z(head), states.z_at(head, x.segments), 8 * x.z_size);
-    }
+  const bool all_keys = !c.causal || !c.q.data;
+  states.scan_forward(all_keys);
+  for (int64_t head = 0; all_keys && head < x.heads(); head++) states.copy(head, x.segments, last_state(head));
   if (!c.q.data) return;
   const auto sweep = c.causal ? isa().forward : isa().bidirectional;
   x.sweep(sweep, 0, x.segments, c.n, true, [&](int64_t head, int64_t s) -> Ends {
     const int64_t from = c.causal ? s : x.segments;
-    const bool last = c.causal && s == x.segments - 1;
-    return {states.kv_at(head, from), states.z_at(head, from), last ? last_kv(head) : nullptr,
-            last ? last_z(head) : nullptr, states.angle_at(head, s), nullptr};
+    const StateOut last = c.causal && s == x.segments - 1 ? last_state(head) : StateOut{};
+    return {.kv_in = states.kv_at(head, from), .z_in = states.z_at(head, from), .kv_out = last.kv, .z_out = last.z,
+            .angle_in = states.angle_at(head, s)};
   });
 }
 
@@ -194,12 +218,6 @@ inline int64_t heads_per_gradient(const Call& c) {
   while (parts < c.value_group && (c.value_group % parts || rows * parts < kMinTasks)) parts++;
   return c.value_group / parts;
 }
-
-// Where the gradient of the first state goes; null: not wanted
-struct StateGradient {
-  float* kv;
-  double* z;
-};
 
 // <S, dS> + <z, dz>: the gradient of log decay of the token that follows the state
 inline double product(const Schedule& x, const float* kv, const double* z, const float* g_kv, const double* g_z) {
@@ -222,109 +240,109 @@ struct Anchors {
       first.push_back(count);
       if (span.end > span.begin) count += (span.end - span.begin - 1) / kAnchorDistance;
     }
-    bytes = isa().anchor_bytes(x.c), memory.reset(new char[count * bytes + 1]);
+    bytes = isa().anchor_bytes(x.c);
+    memory.reset(new char[count * bytes + 1]);
   }
   char* of(int64_t task) const { return memory ? memory.get() + first[task] * bytes : nullptr; }
 };
 
 // Causal, sequences not cut: the only states in memory are those that log decay's gradient requires, anchors
 // and the last
-inline void run_backward_whole(const Schedule& x, const StateGradient& to) {
+inline void run_backward_whole(const Schedule& x, const StateOut& to) {
   const Call& c = x.c;
-  const bool want_last = c.d_log_decay && (c.g_kv || c.g_z);
+  const bool want_last = c.d_log_decay && (c.g_kv.data || c.g_z.data), queries = c.dout.data;
   const int64_t width = 1 + c.pairs;
   std::vector<float> kv(want_last ? x.heads() * x.state_size : 0);
   std::vector<double> z(want_last ? x.heads() * x.z_size : 0), sums(x.heads() * width);
+  const StateOut last{want_last ? kv.data() : nullptr, want_last ? z.data() : nullptr};
   const Anchors anchors(x);
-  if (c.dout.data || want_last)
-    x.sweep(c.dout.data ? isa().backward_queries : isa().forward, 0, 1, c.m, c.dout.data,
-            [&](int64_t i, int64_t) -> Ends {
-      return {x.kv(i), x.z(i), want_last ? &kv[i * x.state_size] : nullptr, want_last ? &z[i * x.z_size] : nullptr,
-              nullptr, nullptr, anchors.of(i)};
+  if (queries || want_last)
+    x.sweep(queries ? isa().backward_queries : isa().forward, 0, 1, c.m, queries, [&](int64_t i, int64_t) -> Ends {
+      return {.kv_in = x.kv(i), .z_in = x.z(i), .kv_out = last.at(x, i).kv, .z_out = last.at(x, i).z,
+              .anchors = anchors.of(i)};
     });
   x.sweep(isa().backward_keys, 0, 1, c.m, true, [&](int64_t i, int64_t) -> Ends {
     double* task_sums = &sums[i * width];
-    const float* g_kv = c.g_kv ? c.g_kv + i * x.state_size : nullptr;
-    const double* g_z = c.g_z ? c.g_z + i * x.z_size : nullptr;
-    if (want_last) task_sums[0] = product(x, &kv[i * x.state_size], &z[i * x.z_size], g_kv, g_z);
-    return {g_kv, g_z, to.kv ? to.kv + i * x.state_size : nullptr, to.z ? to.z + i * x.z_size : nullptr, nullptr,
-            task_sums, anchors.of(i)};
+    if (want_last) task_sums[0] = product(x, last.at(x, i).kv, last.at(x, i).z, x.g_kv(i), x.g_z(i));
+    return {.kv_in = x.g_kv(i), .z_in = x.g_z(i), .kv_out = to.at(x, i).kv, .z_out = to.at(x, i).z, .sums = task_sums,
+            .anchors = anchors.of(i)};
   });
 }
 
-inline void run_backward(const Schedule& x, const StateGradient& to) {
+// The gradients of angle steps are running sums within segments: adds the totals of all later segments.
+// sums (tasks, 1 + pairs)
+inline void add_later_steps(const Schedule& x, std::vector<double>& sums) {
   const Call& c = x.c;
-  if (c.causal && x.segments == 1) return run_backward_whole(x, to);
-  const int64_t S = x.segments, width = 1 + c.pairs;
-  const bool queries = c.dout.data;
-  const bool want_last = c.d_log_decay && (c.g_kv || c.g_z);  // log decay's gradient starts at the last state
-  SegmentStates states(x), gradients(x);
-  std::vector<double> sums(x.tasks() * width);
-  const Anchors anchors(x);
-  states.sum_angles();
-  for (int64_t head = 0; head < x.heads(); head++) {
-    states.set(head, 0, x.kv(head), x.z(head));
-    gradients.set(head, S, c.g_kv ? c.g_kv + head * x.state_size : nullptr, c.g_z ? c.g_z + head * x.z_size : nullptr);
-  }
-  if (queries || want_last) states.scan_forward(!c.causal || (want_last && !queries));
-  if (!c.causal && queries) {  // the gradient of the state of all keys, summed over all queries
-    x.sweep(isa().bidirectional_backward, 0, S, c.n, true, [&](int64_t head, int64_t s) -> Ends {
-      return {states.kv_at(head, S), states.z_at(head, S), gradients.kv_at(head, s), gradients.z_at(head, s),
-              states.angle_at(head, s), nullptr};
-    });
-    for (int64_t head = 0; head < x.heads(); head++)
-      for (int64_t s = 0; s < S; s++) gradients.add(head, s, S, s);
-  }
-  if (c.causal && queries)
-    x.sweep(isa().backward_queries, 0, S, c.m, true, [&](int64_t head, int64_t s) -> Ends {
-      const bool last = want_last && s == S - 1;
-      return {c.kv || s ? states.kv_at(head, s) : nullptr, states.z_at(head, s), last ? states.kv_at(head, S) : nullptr,
-              last ? states.z_at(head, S) : nullptr, states.angle_at(head, s), nullptr, anchors.of(head * S + s)};
-    });
-  if (c.causal && !queries && c.d_log_decay)  // the states before segments exist; add the anchors between
-    x.sweep(isa().forward, 0, S, c.m, false, [&](int64_t head, int64_t s) -> Ends {
-      return {states.kv_at(head, s), states.z_at(head, s), nullptr, nullptr, states.angle_at(head, s), nullptr,
-              anchors.of(head * S + s)};
-    });
-  if (c.causal && S > 1) {
-    x.sweep(isa().backward_keys, 1, S - 1, c.m, false, [&](int64_t head, int64_t s) -> Ends {
-      states.decay[head * S + s] = isa().sum_decay(c, x.span(head * S + s, c.m));
-      return {nullptr, nullptr, gradients.kv_at(head, s), gradients.z_at(head, s), states.angle_at(head, s), nullptr};
-    });
-    gradients.decay = states.decay;
-    for (int64_t head = 0; head < x.heads(); head++)
-      for (int64_t s = S - 1; s > 0; s--) gradients.add(head, s + 1, s, s);
-  }
-  if (!c.causal)
-    for (int64_t head = 0; head < x.heads(); head++) {
-      if (to.kv) memcpy(to.kv + head * x.state_size, gradients.kv_at(head, S), 4 * x.state_size);
-      if (to.z) memcpy(to.z + head * x.z_size, gradients.z_at(head, S), 8 * x.z_size);
-    }
-  x.sweep(isa().backward_keys, 0, S, c.m, true, [&](int64_t head, int64_t s) -> Ends {
-    double* task_sums = &sums[(head * S + s) * width];
-    const int64_t after = c.causal ? s + 1 : S;
-    if (c.causal && c.d_log_decay && (want_last || s < S - 1))
-      task_sums[0] = product(x, states.kv_at(head, after), states.z_at(head, after), gradients.kv_at(head, after),
-                       gradients.z_at(head, after));
-    const bool first = c.causal && s == 0;
-    return {gradients.kv_at(head, after), gradients.z_at(head, after),
-            first && to.kv ? to.kv + head * x.state_size : nullptr,
-            first && to.z ? to.z + head * x.z_size : nullptr, states.angle_at(head, s), task_sums,
-            anchors.of(head * S + s)};
-  });
-  if (S == 1 || !c.d_angle_steps) return;
-  // The gradients of angle steps are running sums within segments: add the totals of all later segments
+  const int64_t width = 1 + c.pairs;
   for (int64_t head = 0; head < x.heads(); head++)
-    for (int64_t s = S - 2; s >= 0; s--) {
-      double *task_sums = &sums[(head * S + s) * width], *later_sums = task_sums + width;
-      const Span span = x.span(head * S + s, c.m);
-      const int64_t batch = c.cu_seqlens ? 0 : span.sequence;
+    for (int64_t s = x.segments - 2; s >= 0; s--) {
+      double *task_sums = &sums[(head * x.segments + s) * width], *later_sums = task_sums + width;
+      const Span span = x.span(head * x.segments + s, c.m);
+      const int64_t batch = c.cu_seqlens.data ? 0 : span.sequence;
       for (int64_t t = span.begin; t < span.end; t++) {
         const int64_t key = (batch * c.m + t) * c.g + span.head;
         for (int64_t p = 0; p < c.pairs; p++) c.d_angle_steps[key * c.pairs + p] += (float)later_sums[1 + p];
       }
       for (int64_t p = 1; p < width; p++) task_sums[p] += later_sums[p];
     }
+}
+
+// The sweeps that compute dq, from the states before the segments. In a bidirectional call they also sum the gradient
+// of the state of all keys
+inline void sweep_queries(SegmentStates& states, SegmentStates& gradients, const Anchors& anchors, bool want_last) {
+  const Schedule& x = states.x;
+  const int64_t S = x.segments;
+  if (x.c.causal)
+    return x.sweep(isa().backward_queries, 0, S, x.c.m, true, [&](int64_t head, int64_t s) -> Ends {
+      const bool last = want_last && s == S - 1;
+      return {.kv_in = x.c.kv.data || s ? states.kv_at(head, s) : nullptr, .z_in = states.z_at(head, s),
+              .kv_out = last ? states.kv_at(head, S) : nullptr, .z_out = last ? states.z_at(head, S) : nullptr,
+              .angle_in = states.angle_at(head, s), .anchors = anchors.of(head * S + s)};
+    });
+  x.sweep(isa().bidirectional_backward, 0, S, x.c.n, true, [&](int64_t head, int64_t s) -> Ends {
+    return {.kv_in = states.kv_at(head, S), .z_in = states.z_at(head, S), .kv_out = gradients.kv_at(head, s),
+            .z_out = gradients.z_at(head, s), .angle_in = states.angle_at(head, s)};
+  });
+  for (int64_t head = 0; head < x.heads(); head++)
+    for (int64_t s = 0; s < S; s++) gradients.add(head, s, S, s);
+}
+
+inline void run_backward(const Schedule& x, const StateOut& to) {
+  const Call& c = x.c;
+  if (c.causal && x.segments == 1) return run_backward_whole(x, to);
+  const int64_t S = x.segments, width = 1 + c.pairs;
+  const bool queries = c.dout.data;
+  const bool want_last = c.d_log_decay && (c.g_kv.data || c.g_z.data);  // log decay's gradient starts at the last state
+  SegmentStates states(x), gradients(x);
+  std::vector<double> sums(x.tasks() * width);
+  const Anchors anchors(x);
+  states.sum_angles();
+  gradients.angle = states.angle;
+  for (int64_t head = 0; head < x.heads(); head++) {
+    states.set(head, 0, x.kv(head), x.z(head));
+    gradients.set(head, S, x.g_kv(head), x.g_z(head));
+  }
+  if (queries || want_last) states.scan_forward(!c.causal || (want_last && !queries));
+  if (queries) sweep_queries(states, gradients, anchors, want_last);
+  if (c.causal && !queries && c.d_log_decay)  // the states before segments exist; add the anchors between
+    x.sweep(isa().forward, 0, S, c.m, false, [&](int64_t head, int64_t s) -> Ends {
+      return {.kv_in = states.kv_at(head, s), .z_in = states.z_at(head, s), .angle_in = states.angle_at(head, s),
+              .anchors = anchors.of(head * S + s)};
+    });
+  if (c.causal) gradients.scan_backward();
+  for (int64_t head = 0; !c.causal && head < x.heads(); head++) gradients.copy(head, S, to.at(x, head));
+  x.sweep(isa().backward_keys, 0, S, c.m, true, [&](int64_t head, int64_t s) -> Ends {
+    double* task_sums = &sums[(head * S + s) * width];
+    const int64_t after = c.causal ? s + 1 : S;
+    float* kv_after = gradients.kv_at(head, after);
+    double* z_after = gradients.z_at(head, after);
+    if (c.causal && c.d_log_decay && (want_last || s < S - 1))
+      task_sums[0] = product(x, states.kv_at(head, after), states.z_at(head, after), kv_after, z_after);
+    const StateOut first = c.causal && s == 0 ? to.at(x, head) : StateOut{};
+    return {.kv_in = kv_after, .z_in = z_after, .kv_out = first.kv, .z_out = first.z,
+            .angle_in = states.angle_at(head, s), .sums = task_sums, .anchors = anchors.of(head * S + s)};
+  });
+  if (S > 1 && c.d_angle_steps) add_later_steps(x, sums);
 }
 
 }  // namespace linrope

@@ -30,7 +30,10 @@ template <int N, int kind> inline void columns(const Columns& x, bool change) {
     }
   };
   int f = 0;
-  for (; f + 1 < x.f; f += 2) row(f, acc[0]), row(f + 1, acc[1]);
+  for (; f + 1 < x.f; f += 2) {
+    row(f, acc[0]);
+    row(f + 1, acc[1]);
+  }
   if (f < x.f) row(f, acc[0]);
   for (int i = 0; i < N; i++) store(x.out + i * W, (acc[0][i] + acc[1][i]) * x.scale);
 }
@@ -71,8 +74,14 @@ template <int kind> inline void swapped_columns(const Columns& x, int count, boo
       to += y * load(x.phi_hat + f);
     };
     int f = 0;
-    for (; f + 2 * W <= x.f; f += 2 * W) lanes(f, acc[0]), lanes(f + W, acc[1]);
-    if (f + W <= x.f) lanes(f, acc[0]), f += W;
+    for (; f + 2 * W <= x.f; f += 2 * W) {
+      lanes(f, acc[0]);
+      lanes(f + W, acc[1]);
+    }
+    if (f + W <= x.f) {
+      lanes(f, acc[0]);
+      f += W;
+    }
     float rest = 0;
     for (; f < x.f; f++) {
       if (change) s[f] = x.factor(splat(s[f]))[0] + x.v[e] * x.key[f];
@@ -90,14 +99,13 @@ inline void swapped_columns(const Columns& x, int count, bool change) {
   }
 }
 
-struct StepScratch {
-  float *internal, *rotated, *psi, *psi_hat, *phi, *phi_hat, *v, *result, *k_angles, *q_angles;
-  StepScratch(const Shape& s, Arena& a)
-      : internal(a.take<float>(s.F)), rotated(a.take<float>(s.F)), psi(a.take<float>(s.f + W)),
-        psi_hat(a.take<float>(s.f + W)), phi(a.take<float>(s.f + W)), phi_hat(a.take<float>(s.f + W)),
-        v(a.take<float>(s.E)), result(a.take<float>(s.E)), k_angles(a.take<float>(2 * kChunk * s.half)),
-        q_angles(a.take<float>(2 * kChunk * s.half)) {}
-  static size_t bytes(const Shape& s) { return 4 * (2 * s.F + 2 * s.E + 4 * (s.f + W) + 4 * kChunk * s.half) + 1024; }
+struct StepScratch : Pieces {
+  using Pieces::Pieces;
+  float *internal = features(1), *rotated = features(1);
+  float *psi = caller_features(), *psi_hat = caller_features(), *phi = caller_features(), *phi_hat = caller_features();
+  float *v = values(1), *result = values(1), *k_angles = angle_rows(), *q_angles = angle_rows();
+  AngleMemory k_angle{arena, s}, q_angle{arena, s};
+  float* caller_features() const { return arena.take<float>(s.f + W); }
 };
 
 void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, const Angles& q_angle, float* kv,
@@ -107,7 +115,8 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, co
   task.key_features(0, 1, 1, w.internal);
   task.key_values(0, w.v, NW);
   rotate<false>(s, w.internal, k_angle.cos, k_angle.sin, 1, w.rotated);
-  write_features(s, w.internal, w.psi), write_features(s, w.rotated, w.psi_hat);
+  write_features(s, w.internal, w.psi);
+  write_features(s, w.rotated, w.psi_hat);
   const DecayFactor factor(Decay(c, task.span).at(0));
   for (int f = 0; f < s.f; f++) z[f] = z[f] * factor.exact + w.psi[f];
   for (int r = 0; r == 0 || r < task.group; r++) {
@@ -115,18 +124,26 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, co
     if (task.group) {
       features(s, task.queries(r), 0, 1, 1, w.internal);
       rotate<false>(s, w.internal, q_angle.cos, q_angle.sin, 1, w.rotated);
-      write_features(s, w.internal, w.phi), write_features(s, w.rotated, w.phi_hat);
+      write_features(s, w.internal, w.phi);
+      write_features(s, w.rotated, w.phi_hat);
       for (int f = 0; f < s.f; f++) den += z[f] * w.phi[f];
     }
-    const double divisor = !c.normalize ? 1 : c.add_eps ? den + c.eps : den < c.eps ? c.eps : den;
+    const double eps = task.eps, divisor = !c.normalize ? 1 : c.add_eps ? den + eps : den < eps ? eps : den;
     const float scale = (float)(1 / divisor);
     if (c.kv_swapped)
       swapped_columns({s.f, s.f, kv, w.psi_hat, w.phi_hat, w.v, w.result, factor, scale}, s.e, r == 0);
     for (int e = c.kv_swapped ? s.e : 0; e < s.e;) {
       const Columns x{s.f, s.e, kv + e, w.psi_hat, w.phi_hat, w.v + e, w.result + e, factor, scale};
-      if (s.e - e >= 4 * W) columns<4>(x, r == 0), e += 4 * W;
-      else if (s.e - e >= W) columns<1>(x, r == 0), e += W;
-      else last_columns(x, s.e - e, r == 0), e = s.e;
+      if (s.e - e >= 4 * W) {
+        columns<4>(x, r == 0);
+        e += 4 * W;
+      } else if (s.e - e >= W) {
+        columns<1>(x, r == 0);
+        e += W;
+      } else {
+        last_columns(x, s.e - e, r == 0);
+        e = s.e;
+      }
     }
     if (task.group) write_values(s, w.result, task.query_rows(c.out, r), 0);
   }
@@ -135,17 +152,14 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, co
 // Heads [first, last) of one row; kv and z are that row's
 void step(const Call& c, int64_t row, int64_t first, int64_t last, float* kv, double* z) {
   const Shape s(c);
-  Arena arena(StepScratch::bytes(s) + 2 * s.angle_bytes() + 512);
-  const StepScratch scratch(s, arena);
-  const size_t mark = arena.used;
+  const auto scratch = lay_out<StepScratch>(s);
   const bool same_angles = same_positions(c);
-  const bool shared_angles = !c.theta_head && !c.angle_head && !c.angle_steps.data;
+  const bool shared_angles = !c.theta.head && !c.angle.head && !c.angle_steps.data;
   for (int64_t head = first; head < last; head++) {
     const Span span{row, head, 0, 1};
     const Task task(c, span, {});
-    arena.used = mark;
-    Angles k_angle(c, s, span, c.key_positions, nullptr, scratch.k_angles, arena);
-    Angles q_angle(c, s, span, c.positions, nullptr, scratch.q_angles, arena);
+    Angles k_angle(c, s, span, c.key_positions, nullptr, scratch.k_angles, scratch.k_angle);
+    Angles q_angle(c, s, span, c.positions, nullptr, scratch.q_angles, scratch.q_angle);
     if (!shared_angles || head == first) {  // heads that share their angles reuse the table
       k_angle.forward(0, 1);
       if (!same_angles) q_angle.forward(0, 1);

@@ -4,15 +4,12 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 
 #include "call.h"
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
-
-#define LINROPE_INLINE inline __attribute__((always_inline))
 
 namespace linrope {
 namespace {
@@ -275,41 +272,18 @@ template <class T> LINROPE_INLINE void load_pairs(const T* p, vf& first, vf& sec
 template <class T> LINROPE_INLINE void store_pairs(T* p, vf first, vf second) {
   vf x, y;
   interleave(first, second, x, y);
-  store(p, x), store(p + W, y);
+  store(p, x);
+  store(p + W, y);
 }
 // The two members of a bfloat16 pair are the halves of a 32-bit word
 LINROPE_INLINE void load_pairs(const bf16* p, vf& first, vf& second) {
   const vu words = *(const vuu*)p;
-  first = (vf)(words << 16), second = (vf)(words & 0xffff0000u);
+  first = (vf)(words << 16);
+  second = (vf)(words & 0xffff0000u);
 }
 LINROPE_INLINE void store_pairs(bf16* p, vf first, vf second) {
   *(vuu*)p = round_to_bf16(first) >> 16 | (round_to_bf16(second) & 0xffff0000u);
 }
-
-struct Arena {  // scratch memory of a task, handed out in pieces aligned to 64 bytes; each thread reuses its own
-  char* base;
-  size_t used = 0, size;
-  explicit Arena(size_t bytes) : size((bytes + 63) / 64 * 64) {
-    static thread_local struct Memory {
-      char* base = nullptr;
-      size_t size = 0;
-      ~Memory() { free(base); }
-    } memory;
-    if (memory.size < size) {
-      free(memory.base);
-      memory.base = (char*)aligned_alloc(64, size);
-      memory.size = size;
-      if (!memory.base) abort();
-    }
-    base = memory.base;
-  }
-  template <class T> T* take(size_t n) {
-    T* p = (T*)(base + used);
-    used += (n * sizeof(T) + 63) / 64 * 64;
-    if (used > size) abort();  // the constructor got too small a size: never write past the end
-    return p;
-  }
-};
 
 inline int round_up(int x, int to) { return (x + to - 1) / to * to; }
 

@@ -21,7 +21,7 @@ static void print(const char* name, const std::vector<float>& x) {
 }
 
 static View view(std::vector<float>& x, int64_t tokens, int64_t heads, int64_t width) {
-  return {(char*)x.data(), tokens * heads * width, heads * width, width};
+  return {(char*)x.data(), tokens * heads * width, heads * width, width, 1, kFloat32};
 }
 
 // Two heads of keys, four of queries, one sequence
@@ -36,14 +36,15 @@ static void run(int f, int e, int pairs, int layout, int map, bool decay) {
   Call c{};
   c.q = view(q, n, h, f), c.k = view(k, n, g, f), c.v = view(v, n, g, e), c.dout = view(dout, n, h, e);
   c.out = view(out, n, h, e), c.dq = view(dq, n, h, f), c.dk = view(dk, n, g, f), c.dv = view(dv, n, g, e);
-  c.type = kFloat32, c.sequences = 1, c.n = c.m = n, c.h = h, c.g = g, c.f = f, c.e = e;
-  c.pairs = pairs, c.layout = layout, c.map = map, c.causal = c.normalize = true, c.eps = 1e-6f, c.axes = 1;
-  c.theta = theta.data(), c.theta_axis = pairs;
-  c.positions = c.key_positions = {position.data(), 0, 0, true};
+  c.type = kFloat32, c.b = c.sequences = c.rows = 1, c.n = c.m = n, c.h = h, c.g = g, c.f = f, c.e = e;
+  c.value_group = c.heads_per_gradient = 1;
+  c.pairs = pairs, c.layout = layout, c.map = map, c.causal = c.normalize = true, c.eps = 1e-6, c.axes = 1;
+  c.theta = {(char*)theta.data(), 0, 0, 0, 1, kInt64};
+  c.positions = c.key_positions = {(char*)position.data(), 0, 0, 0, 0, kInt64};
   c.inverse_den = inverse_den.data(), c.dden = dden.data();
-  if (decay) c.log_decay = {(const char*)gates.data(), kFloat32, 0, g, 1, 0}, c.d_log_decay = da.data();
+  if (decay) c.log_decay = {(char*)gates.data(), 0, g, 1, 0, kFloat32}, c.d_log_decay = da.data();
   const Isa& isa = isa_baseline;
-  std::vector<float> table(kChunk * 2 * isa.padded_pairs(pairs));
+  std::vector<float> table(kChunk * 2 * isa.padded_pairs(c));
   isa.fill_rotation_table(c, table.data());
   c.rotation_table = table.data();
   std::vector<float> kv(g * f * e), dkv(g * f * e);
@@ -51,7 +52,7 @@ static void run(int f, int e, int pairs, int layout, int map, bool decay) {
   Span spans[2];
   Ends forth[2], back[2];
   for (int i = 0; i < g; i++) {
-    spans[i] = {0, i, 0, n, true};
+    spans[i] = {0, i, 0, n};
     forth[i] = {nullptr, nullptr, &kv[i * f * e], &z[i * f], nullptr, nullptr};
     back[i] = {nullptr, nullptr, &dkv[i * f * e], &dz[i * f], nullptr, &sums[i * (1 + pairs)]};
   }

@@ -40,6 +40,12 @@ class Case:
         given = self.inputs()
         return ops.forward(*given[:15], slots, *given[15:], want_state)
 
+    def step(self, ops: Any, advance: bool = False, slots: Tensor | None = None) -> Tensor:
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        one_token = [x for name, x in named.items() if name not in ("cu_seqlens", "causal")]
+        out: Tensor = ops.step(*one_token[:14], slots, *one_token[14:], advance)
+        return out
+
     def backward(
         self, ops: Any, g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor | None
     ) -> dict[str, Tensor]:
@@ -117,3 +123,8 @@ def with_threads(run: Callable[[], list[Tensor]]) -> list[list[Tensor]]:
 def random_like(x: Tensor, seed: int) -> Tensor:
     """Weights of few digits: exact in every type."""
     return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(x.dtype)
+
+
+def error_of(message: str) -> type[Exception]:
+    """What Python raises with this message: a ValueError for a shape or a number, else a RuntimeError."""
+    return RuntimeError if any(word in message for word in ("dtype", "stride", "contiguous")) else ValueError

@@ -1,13 +1,14 @@
 """What the native operators alone promise; tests/backends compares them with the equation."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
 from linrope import Rotary, linear_rope_attention
-from tests.kernels.cpu.cases import CASES, Case, make, random_like, with_threads
+from tests.kernels.cpu.cases import CASES, Case, error_of, make, random_like, with_threads
 
 pytestmark = pytest.mark.usefixtures("isa")
 
@@ -195,25 +196,32 @@ def test_errors_name_the_argument_what_came_and_what_was_expected(native):
     case = make(steps=True, decay=0.1, mask=True)
     q, k, v = ([torch.zeros(2, 70, heads, size) for heads in range(5)] for size in (12, 12, 10))
     wrong = {
-        "k: got": {"k": case.k.double()},
-        "q: got shape": {"q": case.q[:, :-1]},
-        "q: got 3 heads": {"q": q[3], "k": k[2], "v": v[2]},
-        "v: got 3 heads, expected a multiple of k's 2": {"k": k[2], "v": v[3]},
-        "q: got 4 heads, expected k's 2": {"q": q[4], "k": k[2], "v": v[4]},
-        "v: got shape": {"v": case.v[:1]},
+        r"k: got another dtype, expected float32 or bfloat16 or float16": {"k": case.k.double()},
+        "q: got another dtype, expected k's": {"q": case.q.double()},
+        r"k: got shape \(2, 70, 12\), expected \(batch, length": {"k": case.k[:, :, 0]},
+        "k: got batch 2, expected q's 1": {"q": case.q[:1]},
+        "q, k: got head dims 11, 12": {"q": case.q[..., :11]},
+        "k: got length 70, expected q's 69 with causal=True": {"q": case.q[:, :-1]},
+        "k: got 2 heads, expected a divisor of q's 3": {"q": q[3], "k": k[2], "v": v[2]},
+        r"k, v: got .*, expected \(b, m, g, d\), \(b, m, a multiple of g, e\)": {"k": k[2], "v": v[3]},
+        "v: got 4 heads, expected k's 2; .* q to have 2 heads too, not 4": {"q": q[4], "k": k[2], "v": v[4]},
+        r"k, v: got \(2, 70, 1, 12\), \(1, 70, 1, 10\)": {"v": case.v[:1]},
         "v: got stride": {"v": case.v.transpose(1, 3).contiguous().transpose(1, 3)},
         "feature_map: got 9": {"feature_map": 9},
         "layout: got 0, expected 1 or 2 with theta": {"layout": 0},
         "layout: got 7": {"layout": 7},
-        "theta: got": {"theta": case.theta.double()},
+        "theta: got another dtype": {"theta": case.theta.double()},
         "positions: got shape": {"positions": torch.zeros(1, 7, dtype=torch.int64)},
-        "positions: got none": {"positions": None},
-        "log_decay: got shape": {"log_decay": torch.zeros(1, 1, 1)},
+        "positions: got None": {"positions": None},
+        r"log_decay: got shape \(1, 1, 1\), expected \(b or 1, n, g or 1\) = \(2, 70, 1\)": {
+            "log_decay": torch.zeros(1, 1, 1)
+        },
         "log_decay: got another dtype": {"log_decay": case.log_decay.half()},
-        "log_decay: got a tensor with causal": {"causal": False},
-        "write: got shape": {"write": torch.zeros(2, 70)},
+        "log_decay: got causal=False, expected causal=True": {"causal": False},
+        r"write: got shape \(2, 70\), expected \(b or 1, m, g or 1\)": {"write": torch.zeros(2, 70)},
         "write: got another dtype": {"write": torch.zeros(2, 70, 1, dtype=torch.int64)},
-        "angle_steps: got shape": {"angle_steps": torch.zeros(2, 70, 1, 5)},
+        "angle_steps: got 5 pairs, expected 6": {"angle_steps": torch.zeros(2, 70, 1, 5)},
+        r"angle_steps: got shape \(2, 69, 1, 6\)": {"angle_steps": torch.zeros(2, 69, 1, 6)},
         "angle: got shape": {"angle": torch.zeros(3, 1, 6, dtype=torch.int64)},
         "key_mask: got another dtype": {"key_mask": torch.zeros(2, 70)},
         "kv: got shape": {"kv": case.kv[:1]},
@@ -223,11 +231,61 @@ def test_errors_name_the_argument_what_came_and_what_was_expected(native):
         "eps: got": {"eps": -1.0},
     }
     for message, change in wrong.items():
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises(error_of(message), match=message):
             replace(case, **change).forward(native)
-    with pytest.raises(RuntimeError, match=r"slots: got 2, expected 0 \.\. 1"):
+    with pytest.raises(ValueError, match=r"slots: got 2, expected 0 \.\. 1"):
         case.forward(native, slots=torch.tensor([0, 2]))
-    with pytest.raises(RuntimeError, match="g_out: got shape"):
+    with pytest.raises(ValueError, match="g_out: got shape"):
         case.backward(native, torch.zeros(2, 70, 2, 11), None, None)
     with pytest.raises(RuntimeError, match="isa: got z80, expected one of"):
         native.set_isa("z80")
+
+
+REFUSED = [
+    ("k, v", {"v": torch.zeros(1, 1, 1, 10)}),
+    ("k", {"q": torch.zeros(1, 1, 2, 12)}),
+    ("q, k", {"q": torch.zeros(2, 1, 2, 11)}),
+    ("k", {"k": torch.zeros(2, 1, 3, 12), "v": torch.zeros(2, 1, 3, 10)}),
+    ("k", {"q": torch.zeros(2, 2, 2, 12)}),
+    ("q", {"q": torch.zeros(2, 1, 12)}),
+    ("v", {"q": torch.zeros(2, 1, 4, 12), "k": torch.zeros(2, 1, 2, 12), "v": torch.zeros(2, 1, 4, 10)}),
+    ("log_decay", {"log_decay": torch.tensor([[[-1.0]], [[0.12345]]])}),
+    ("log_decay", {"log_decay": torch.zeros(2, 1, 3)}),
+    ("log_decay", {"log_decay": torch.zeros(2)}),
+    ("write", {"write": torch.zeros(2, 2, 1)}),
+    ("angle_steps", {"angle_steps": torch.zeros(2, 2, 1, 6)}),
+    ("angle_steps", {"angle_steps": torch.zeros(2, 1, 1, 5)}),
+    ("positions", {"positions": torch.tensor([[2**31]])}),
+    ("positions", {"positions": torch.tensor([[7], [-1]])}),
+]
+
+
+@pytest.mark.parametrize(("named", "change"), REFUSED)
+def test_a_step_refuses_in_the_operation_s_words_and_writes_nothing(native, named, change):
+    case = make(n=1, decay=0.1, steps=True, write=True)
+    written = [case.kv, case.z, case.angle, case.positions]
+    before = [x.clone() for x in written]
+    tokens = {
+        name: change.get(name, getattr(case, name))
+        for name in ("q", "k", "v", "log_decay", "write", "angle_steps")
+    }
+    positions = {"positions": change["positions"]} if "positions" in change else {}
+    with pytest.raises(ValueError, match=f"^{named}: got") as error:
+        linear_rope_attention(**tokens, **positions, rotary=Rotary(12), backend="reference")
+    with pytest.raises(ValueError, match=f"^{re.escape(str(error.value))}$"):
+        replace(case, **change).step(native)
+    assert all(map(torch.equal, written, before))
+
+
+@pytest.mark.parametrize("position", [2**31, -1])
+def test_a_step_that_advances_refuses_a_state_s_position_in_the_operation_s_words(native, position):
+    case = make(n=1, steps=True, positions=torch.tensor([[3], [position]]))
+    before = [x.clone() for x in (case.kv, case.z, case.angle)]
+    words = rf"^state: got positions \[3, {position}\] and 1 more tokens, expected 0 \.\. {2**31 - 1}$"
+    with pytest.raises(ValueError, match=words):
+        case.step(native, advance=True)
+    assert all(map(torch.equal, (case.kv, case.z, case.angle), before))
+    assert case.positions.tolist() == [[3], [position]]
+    last = replace(case, positions=torch.tensor([[3], [2**31 - 1]]))
+    last.step(native, advance=True)
+    assert last.positions.tolist() == [[4], [2**31]]

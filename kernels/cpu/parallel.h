@@ -1,0 +1,33 @@
+// Parallel regions, and the least work that is worth one.
+#pragma once
+#include <torch/csrc/stable/ops.h>
+
+#include <exception>
+#include <mutex>
+
+namespace linrope {
+
+// What a single thread does in less than 0.1 to 0.4 ms does not wait for others: on a busy machine they start some 10 ms
+// later. These are the least sizes that get several threads
+constexpr int64_t kMinParallel = 1 << 15;        // numbers of a call's tokens
+constexpr int64_t kMinParallelStep = 1 << 20;    // numbers of the states that a decoding step changes
+constexpr int64_t kMinParallelLinear = 1 << 20;  // products in a step's projection
+
+// Calls f(first, last) for ranges that cover 0 .. count - 1, on several threads if `parallel`. The first exception that
+// one of them throws reaches the caller as it is, when all have ended.
+template <class F> void for_ranges(int64_t count, bool parallel, const F& f) {
+  if (!parallel || count <= 1) return f(0, count);
+  std::exception_ptr error;
+  std::mutex mutex;
+  torch::stable::parallel_for(0, count, 1, [&](int64_t first, int64_t last) {
+    try {
+      f(first, last);
+    } catch (...) {
+      const std::lock_guard lock(mutex);
+      if (!error) error = std::current_exception();
+    }
+  });
+  if (error) std::rethrow_exception(error);
+}
+
+}  // namespace linrope

@@ -1,0 +1,36 @@
+"""A call that finds no memory for its scratch raises, in the caller's thread or another, and ends no process."""
+
+import subprocess
+import sys
+
+import pytest
+
+from linrope.backends import native as backend
+
+WITHOUT_MEMORY = """
+import ctypes, resource, sys, torch
+torch.set_num_threads(int(sys.argv[1]))
+torch.ops.load_library(sys.argv[2])
+tokens = [torch.ones(8, 40, 8, 256) for _ in range(3)]
+settings = (1, *[None] * 12, 0, True, True, 1e-6, False, False)
+call = lambda x: torch.ops.linrope_native.forward(*x, *settings)
+call([x[..., :8] for x in tokens])  # starts the threads
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(),) * 2)
+malloc = ctypes.CDLL(None).malloc
+malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+while malloc(1 << 19):
+    pass
+try:
+    call([x[:, :1] for x in tokens])
+except MemoryError as error:
+    print("MemoryError", error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_without_memory_for_scratch_a_call_raises_and_the_process_lives(native, threads):
+    command = [sys.executable, "-c", WITHOUT_MEMORY, str(threads), str(backend.LIBRARY)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.stdout.startswith("MemoryError"), result.stderr[-2000:]
