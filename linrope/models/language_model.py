@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from linrope.common.argument_checks import check_name
 from linrope.common.files import digest, load_tensors, parse_json, replace_file, save_tensors
 from linrope.common.tracing import values_readable
+from linrope.decode.parts import BlockParts, ModelParts
 from linrope.distributed.shard import Shard
 from linrope.layer.choices import ROTATIONS
 from linrope.layer.norm import RMSNorm, silu_product
@@ -96,6 +97,11 @@ class Block(nn.Module):
         if self.feed_forward is not None and self.feed_forward_norm is not None:
             x = x + self.feed_forward(self.feed_forward_norm(x))
         return x, attend.state
+
+    def decoding_parts(self) -> BlockParts:
+        network = self.feed_forward
+        products = (None, None, None) if network is None else (network.w1, network.w2, network.w3)
+        return BlockParts(self.attention_norm, self.attention, self.feed_forward_norm, *products)
 
 
 class _AttentionCall:
@@ -228,6 +234,13 @@ class LanguageModel(nn.Module):
         if not isinstance(self.embed, TiedEmbedding):  # PEFT's embedding takes integers only
             return F.linear(x, self.embed.weight), new_states
         return self.embed(x), new_states
+
+    def decoding_parts(self) -> ModelParts:
+        """The modules for ``linrope.decode.prepare``."""
+        kinds = (LanguageModel, Block, SwiGLU, TiedEmbedding, nn.ModuleList, RMSNorm, nn.Linear)
+        block: Any
+        blocks = [block.decoding_parts() for block in self.blocks]
+        return ModelParts(self, kinds, blocks, self.norm, self.embed)
 
     def save(self, folder: str | os.PathLike[str], weights: dict[str, Any] | None = None) -> None:
         """Writes model.safetensors and config.json.
