@@ -238,9 +238,8 @@ class LanguageModel(nn.Module):
     def decoding_parts(self) -> ModelParts:
         """The modules for ``linrope.decode.prepare``."""
         kinds = (LanguageModel, Block, SwiGLU, TiedEmbedding, nn.ModuleList, RMSNorm, nn.Linear)
-        block: Any
-        blocks = [block.decoding_parts() for block in self.blocks]
-        return ModelParts(self, kinds, blocks, self.norm, self.embed)
+        blocks: Any = self.blocks
+        return ModelParts(self, kinds, [x.decoding_parts() for x in blocks], self.norm, self.embed)
 
     def save(self, folder: str | os.PathLike[str], weights: dict[str, Any] | None = None) -> None:
         """Writes model.safetensors and config.json.
