@@ -41,8 +41,9 @@ def why_not(module: object, states: Any) -> str | None:
         return why_not_layer(module, states)
     if isinstance(module, ModelParts):
         return _why_not_parts(module, states)
-    if isinstance(module, DecodableModel):
-        return _why_not_parts(module.decoding_parts(), states)
+    # A wrapper may pass on the attributes of the model inside it, and still compute something else.
+    if isinstance(module, DecodableModel) and (parts := module.decoding_parts()).model is module:
+        return _why_not_parts(parts, states)
     return f"a module of another kind, {type(module).__name__}"
 
 

@@ -261,6 +261,23 @@ def test_models_that_were_changed_are_refused(name: str) -> None:
     refuse(model, states, reason)
 
 
+class Wrapper(nn.Module):
+    """Passes on the attributes of the model inside it, as PEFT's models do."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__()
+        self.inner = model
+
+    def __getattr__(self, name: str) -> object:
+        return super().__getattr__(name) if name in ("inner", "_modules") else getattr(self.inner, name)
+
+
+def test_wrappers_and_other_modules_are_refused() -> None:
+    model, states = begun()
+    refuse(Wrapper(model), states, "a module of another kind, Wrapper")
+    refuse(model.norm, states, "a module of another kind, RMSNorm")
+
+
 def test_states_that_do_not_fit_are_refused() -> None:
     model, states = begun()
     refuse(make(rotary="half"), states, "a state of ")
