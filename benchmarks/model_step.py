@@ -1,6 +1,6 @@
 """Times a model's decoding step on one CPU thread, beside the step's matrix products alone.
 
-The model's own call with donated states, ``DecodingStep`` and PyTorch's products take turns of ten steps: in a decoding
+The model's own call with donated states, a prepared step and PyTorch's products take turns of ten steps: in a decoding
 loop too, a step finds in the cache what the step before has read. The figures are minima of the thread's CPU time.
 
     python benchmarks/model_step.py [--batches 1 8 200] [--rounds 300] [--busy | --transformers]
@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from linrope.models import DecodingStep, LanguageModel, LanguageModelConfig
+from linrope.decode import prepare
+from linrope.models import LanguageModel, LanguageModelConfig
 
 CALLS = 10
 
@@ -34,7 +35,7 @@ def sides(model: LanguageModel, b: int) -> dict[str, Callable[[], object]]:
     """The three functions to time, by name. Both steps are checked to give the same logits first."""
     tokens = torch.randint(256, (b, 64))
     states, token = model(tokens)[1], tokens[:, :1]
-    step = DecodingStep(model, [state.clone() for state in states])
+    step = prepare(model, [state.clone() for state in states])
     expected, states = model(token, [state.clone() for state in states])
     torch.testing.assert_close(step(token), expected, rtol=1e-4, atol=1e-4)
     products = [(torch.randn(b, weight.shape[1]), weight) for weight in weights(model)]

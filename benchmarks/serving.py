@@ -1,4 +1,4 @@
-"""Times linrope.models.batching beside a softmax model in the same block, with a key/value cache.
+"""Times linrope.decode.Engine beside a softmax model in the same block, with a key/value cache.
 
     python benchmarks/serving.py [--clients 1 8 32 200] [--context 512] [--tokens 64] [--out FILE.json]
 
@@ -30,8 +30,8 @@ from torch import Tensor
 
 from linrope.cli.bench.benchmark import machine
 from linrope.cli.demonstration import LINEAR, SOFTMAX
+from linrope.decode.engine import Engine, Generation
 from linrope.models import LanguageModel, generate
-from linrope.models.batching import Engine, Generation
 from linrope.position_encodings import KeyValueState
 
 

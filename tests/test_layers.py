@@ -19,7 +19,7 @@ FLOORS = [
     {"__main__"},
     {"cli"},
     {"integrations", "models", "versions"},
-    {"distributed", "position_encodings"},
+    {"decode", "distributed", "position_encodings"},
     {"layer"},
     {"ops"},
     {"operation"},

@@ -22,7 +22,8 @@ openai = pytest.importorskip("openai", reason="OpenAI's client is not installed 
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed (extra serve)")
 pytest.importorskip("starlette", reason="Starlette is not installed (extra serve)")
 
-from linrope.models import LanguageModel, batching, generate  # noqa: E402
+from linrope.decode import Engine  # noqa: E402
+from linrope.models import LanguageModel, generate  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="examples run on the CPU")
 
@@ -48,7 +49,7 @@ class Running:
     """A server on a free port, on a thread of its own."""
 
     def __init__(self, model: LanguageModel, slots: int, queue: int, sessions: Path | None = None) -> None:
-        self.engine = batching.Engine(model, slots, queue, budget=64)
+        self.engine = Engine(model, slots, queue, budget=64)
         self.app = serve.Server(self.engine, "verse", sessions)
         config = uvicorn.Config(self.app.app(), port=0, log_level="warning", timeout_graceful_shutdown=1)
         self.server = uvicorn.Server(config)

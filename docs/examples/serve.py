@@ -36,8 +36,8 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"serve.py: {error.name} is missing; install linrope[serve]") from None
 
+from linrope.decode.engine import Engine, Generation, Pieces
 from linrope.models import LanguageModel
-from linrope.models.batching import Engine, Generation, Pieces
 
 LONGEST_PROMPT, LONGEST_COMPLETION, LONGEST_STOP = 65_536, 4_096, 100  # bytes
 # OpenAI's arguments that are accepted with these values only.

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linrope.models import LanguageModel, generate
-from linrope.models.generation import LOWEST_TEMPERATURE, check_sampling
+from linrope.decode import generate
+from linrope.decode.generation import LOWEST_TEMPERATURE, check_sampling
+from linrope.models import LanguageModel
 from linrope.models.training.optional import need
 
 

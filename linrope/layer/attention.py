@@ -228,23 +228,14 @@ class LinearRoPEAttention(Mixer):
 
         context_positions are the key_positions of ``linear_rope_attention``. The other arguments are as there.
         """
-        checks.check_inputs(x, context, self.embed_dim, self.context_dim, self.causal)
-        if shard is not None and self.trapezoid is not None:
-            raise ValueError("shard: got a shard with trapezoid=True, expected None")
-        if context is not None:
-            check_context(self, shard)
+        self._check_call(x, context, state, shard)
         c = x if context is None else context
-        k, v = self.k_proj(c), self.v_proj(c)
-        if state is not None:
-            self._check_state(state, x.shape[1])
-        q = conv_inputs = None
+        q, k, v, conv = None, self.k_proj(c), self.v_proj(c), None
         if self.short_conv is not None:
-            projected = self.q_proj(x), k, v
-            earlier_inputs = None if state is None or state.conv is None else state.at_slots(state.conv)
+            before = None if state is None or state.conv is None else state.at_slots(state.conv)
             want_last = return_state or state is not None  # a pool's rows are written in any case
-            (q, k, v), conv_inputs = self._convolve(
-                projected, key_mask, cu_seqlens, earlier_inputs, shard, want_last
-            )
+            projected = self.q_proj(x), k, v
+            (q, k, v), conv = self._convolve(projected, key_mask, cu_seqlens, before, shard, want_last)
         k, v = self._keys(k), self._values(v)
         log_decay = None if self.forget_gate is None else self.forget_gate(x)
         norm_suffices = self._out_norm_replaces_normalizer and v.dtype != torch.float16
@@ -265,25 +256,33 @@ class LinearRoPEAttention(Mixer):
             "rope_order": self.rope_order,
             "backend": self.backend,
         }
+        # The state of the keys travels to the other ranks while this rank projects q.
+        sent_shard = None if shard is None else shard.send_state(k, v, **options)
+        q = self._queries(self.q_proj(x) if q is None else q)
         last_token = None
         if self.trapezoid is not None:
-            q = self._queries(self.q_proj(x) if q is None else q)
             out, sums, last_token = self._attend_by_trapezoid(x, q, k, v, state, return_state, options)
         else:
-            # The state of the keys travels to the other ranks while this rank projects q.
-            sent_shard = None if shard is None else shard.send_state(k, v, **options)
-            q = self._queries(self.q_proj(x) if q is None else q)
             result = linear_rope_attention(q, k, v, return_state=return_state, shard=sent_shard, **options)
             out, sums = result if isinstance(result, tuple) else (result, None)
-        last = next_state(state, sums, conv=conv_inputs, last_token=last_token)
+        last = next_state(state, sums, conv=conv, last_token=last_token)
         y = self._output(out, v, x)
         return y if last is None else (y, last)
 
-    def _check_state(self, state: LayerState, tokens: int) -> None:
-        if not isinstance(state, LayerState):
-            raise TypeError(f"state: got {type(state).__name__}, expected LayerState")
-        self._check_conv(state.conv)
-        state.check_before_step(tokens)
+    def _check_call(
+        self, x: Tensor, context: Tensor | None, state: LayerState | None, shard: LayerShard | None
+    ) -> None:
+        """Rejects what the operation cannot know; it checks the rest."""
+        checks.check_inputs(x, context, self.embed_dim, self.context_dim, self.causal)
+        if shard is not None and self.trapezoid is not None:
+            raise ValueError("shard: got a shard with trapezoid=True, expected None")
+        if context is not None:
+            check_context(self, shard)
+        if state is not None:
+            if not isinstance(state, LayerState):
+                raise TypeError(f"state: got {type(state).__name__}, expected LayerState")
+            self._check_conv(state.conv)
+            state.check_before_step(x.shape[1])
 
     def _attend_by_trapezoid(
         self,

@@ -77,12 +77,11 @@ class Mixer(nn.Module):
         return self._heads(y, self.num_kv_heads, self.k_norm, self.k_bias)
 
     def _values(self, y: Tensor) -> Tensor:
-        v: Tensor = y.unflatten(-1, (self.num_state_heads, self.value_head_dim))
-        return v
+        return y.view(y.shape[0], y.shape[1], self.num_state_heads, self.value_head_dim)
 
     def _heads(self, y: Tensor, heads: int, norm: nn.Module | None, bias: Tensor | None) -> Tensor:
         """(b, n, heads d) -> (b, n, heads, d), normalized."""
-        y = y.unflatten(-1, (heads, self.head_dim))
+        y = y.view(y.shape[0], y.shape[1], heads, self.head_dim)
         if norm is not None:
             normed: Tensor = norm(y) if bias is None else norm(widen(y)) + bias
             y = normed.to(y.dtype)

@@ -174,8 +174,10 @@ class LayerState:
         return self._with(self.sums.at(slots))
 
     def _with(self, sums: LinearAttentionState) -> "LayerState":
-        """The same inputs beside other sums of as many rows."""
-        return LayerState(sums, self.conv, self.last_token)
+        """The same inputs, which have passed the checks, beside other sums of as many rows."""
+        state = LayerState.__new__(LayerState)
+        state.sums, state.conv, state.last_token = sums, self.conv, self.last_token
+        return state
 
     def at_slots(self, x: Tensor) -> Tensor:
         """A tensor of this state in the rows of the call: a copy of those at the slots, or x itself without slots."""
@@ -241,9 +243,10 @@ class LayerState:
 
         The call itself checks the memory of the sums, before it writes to any.
         """
-        if self.slots is not None or (self.donated and tokens == 1):
+        inputs = self._inputs()
+        if inputs and (self.slots is not None or (self.donated and tokens == 1)):
             # A call with gradients leaves a donated state alone.
-            check_writable({name: x for name, x in self._inputs().items() if not x.requires_grad})
+            check_writable({name: x for name, x in inputs.items() if not x.requires_grad})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a safetensors file, atomically."""

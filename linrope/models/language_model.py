@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from linrope.common.files import digest, load_tensors, parse_json, replace_file, save_tensors
 from linrope.common.tracing import values_readable
+from linrope.decode.parts import BlockParts, ModelParts
 from linrope.distributed.shard import Shard
 from linrope.layer.norm import RMSNorm, silu_product
 from linrope.layer.state import LayerState
@@ -84,6 +85,11 @@ class Block(nn.Module):
         if self.feed_forward is not None and self.feed_forward_norm is not None:
             x = x + self.feed_forward(self.feed_forward_norm(x))
         return x, attend.state
+
+    def decoding_parts(self) -> BlockParts:
+        network = self.feed_forward
+        products = (None, None, None) if network is None else (network.w1, network.w2, network.w3)
+        return BlockParts(self.attention_norm, self.attention, self.feed_forward_norm, *products)
 
 
 class _AttentionCall:
@@ -202,6 +208,12 @@ class LanguageModel(nn.Module):
         if not isinstance(self.embed, TiedEmbedding):  # PEFT's embedding takes integers only
             return F.linear(x, self.embed.weight), new_states
         return self.embed(x), new_states
+
+    def decoding_parts(self) -> ModelParts:
+        """The modules for ``linrope.decode.prepare``."""
+        kinds = (LanguageModel, Block, SwiGLU, TiedEmbedding, nn.ModuleList, RMSNorm, nn.Linear)
+        blocks: Any = self.blocks
+        return ModelParts(self, kinds, [x.decoding_parts() for x in blocks], self.norm, self.embed)
 
     def save(self, folder: str | os.PathLike[str], weights: dict[str, Any] | None = None) -> None:
         """Writes model.safetensors and config.json.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.common.argument_checks import check_integer_tensors
+from linrope.common.argument_checks import check_integer_tensors, check_slots
 from linrope.common.files import load_tensors, save_tensors
 from linrope.common.private_names import pytree
 from linrope.common.tracing import values_readable
@@ -139,7 +139,7 @@ class LinearAttentionState:
         self.__dict__.update(values)
         self.__post_init__()
         if self.slots is not None:
-            self._check_slots(self.slots)
+            check_slots(self.slots, len(self.kv), self.kv.device)
 
     @classmethod
     def cat(cls, states: Sequence["LinearAttentionState"]) -> "LinearAttentionState":
@@ -236,21 +236,8 @@ class LinearAttentionState:
         >>> pool.position
         tensor([0, 1, 0, 0, 0, 0, 1, 0])
         """
-        self._check_slots(slots)
+        check_slots(slots, len(self.kv), self.kv.device)
         return replace(self, slots=slots.long().contiguous())
-
-    def _check_slots(self, slots: Tensor) -> None:
-        if not isinstance(slots, Tensor) or slots.dtype not in (torch.int64, torch.int32):
-            kind = slots.dtype if isinstance(slots, Tensor) else type(slots).__name__
-            raise TypeError(f"slots: got {kind}, expected a torch.Tensor of int64 or int32")
-        if slots.ndim != 1:
-            raise ValueError(f"slots: got shape {tuple(slots.shape)}, expected (b,)")
-        if slots.device != self.kv.device:
-            raise ValueError(f"slots: got device {slots.device}, expected {self.kv.device}")
-        if values_readable(slots) and slots.numel():
-            low, high, rows = int(slots.min()), int(slots.max()), len(self.kv)
-            if low < 0 or high >= rows or len(slots.unique()) < len(slots):
-                raise ValueError(f"slots: got {slots.tolist()}, expected different rows 0 .. {rows - 1}")
 
     def rows(self) -> "LinearAttentionState":
         """A copy of the rows at the slots; without slots, the state itself."""

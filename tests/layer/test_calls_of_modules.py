@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from linrope import feature_maps
-from linrope.layer.step import why_not
+from linrope.decode import why_not
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.encoder_decoder import Decoder, Encoder
-from linrope.models.step import DecodingStep
 from linrope.position_encodings import RELATIVE
 from tests.layer.cases import ALL, every_option, inputs, make, needs_native, numbers
 
@@ -109,7 +108,7 @@ def test_a_language_model_calls_every_module_and_computes_the_same_offloaded(opt
     assert torch.equal(other(tokens)[0], model(tokens)[0])
     with torch.no_grad():
         states, same = model(tokens[:, :8])[1], other(tokens[:, :8])[1]
-        assert DecodingStep.why_not(other, same) is not None
+        assert why_not(other, same) is not None
         assert torch.equal(other(tokens[:, 8:], same)[0], model(tokens[:, 8:], states)[0])
 
 

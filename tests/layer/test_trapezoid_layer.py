@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from linrope import LinearRoPEAttention
-from linrope.layer import step
+from linrope.decode import why_not
 from tests.layer import cases
 from tests.layer.cases import needs_native, numbers
 
@@ -108,4 +108,4 @@ def test_calls_that_the_rule_does_not_support_are_refused_by_name() -> None:
 def test_the_decoding_step_in_one_operator_leaves_such_layers_alone() -> None:
     layer = make(torch.float32)
     _, state = layer(numbers(1, 5, 16).float(), return_state=True)
-    assert step.why_not(layer, state.donate()) == "trapezoid=True"
+    assert why_not(layer, state.donate()) == "trapezoid=True"

@@ -9,15 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from linrope.decode.model_step import ModelStep
+from linrope.decode.parts import BlockParts, ModelParts
+from linrope.decode.reasons import why_not
+from linrope.decode.step import prepare
 from linrope.layer.norm import RMSNorm
-from linrope.models.step import BlockParts, BlocksStep, why_not_blocks
 
 
 class _Prepared:
     """The prepared step of one call of generate(). The first one-token call on a cache with states makes it."""
 
     def __init__(self) -> None:
-        self.step: BlocksStep | None = None
+        self.step: ModelStep | None = None
         self.model: nn.Module | None = None  # the model that the step was made for, or could not be made for
 
 
@@ -60,23 +63,29 @@ def step_of_generate(
     states = [layer.state for layer in cache.layers]
     if prepared.model is None and None not in states:
         prepared.model = model
-        blocks = [_parts(layer) for layer in model.layers]
-        kinds = type(model), type(model.layers[0]), type(model.layers[0].mlp), *_KINDS
-        if why_not_blocks(blocks, model, states, kinds) is None:
-            prepared.step = BlocksStep(blocks, model.norm, states)
+        parts = _parts_of(model)
+        prepared.step = None if why_not(parts, states) else prepare(parts, states)
     step = prepared.step
     if step is None or prepared.model is not model or not all(map(is_, states, step.states)):
         return None  # beams, for example, have put other states into the cache
     if positions is not None and not torch.equal(positions.flatten().long(), states[0].position):
         return None
     cache.length += 1
-    return step(x[:, 0].clone())[:, None]
+    return step(x)
 
 
-_KINDS = (nn.Embedding, nn.ModuleList, RMSNorm, nn.Linear)
-
-
-def _parts(layer: Any) -> BlockParts:
-    mlp = layer.mlp
-    norms = layer.input_layernorm, layer.post_attention_layernorm
-    return BlockParts(norms[0], layer.self_attn, norms[1], mlp.gate_proj, mlp.down_proj, mlp.up_proj)
+def _parts_of(model: Any) -> ModelParts:
+    layers = model.layers
+    kinds = type(model), type(layers[0]), type(layers[0].mlp), nn.Embedding, nn.ModuleList, RMSNorm, nn.Linear
+    blocks = [
+        BlockParts(
+            x.input_layernorm,
+            x.self_attn,
+            x.post_attention_layernorm,
+            x.mlp.gate_proj,
+            x.mlp.down_proj,
+            x.mlp.up_proj,
+        )
+        for x in layers
+    ]
+    return ModelParts(model, kinds, blocks, model.norm)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from linrope.backends import native
+from linrope.decode import prepare
+from linrope.decode.model_step import ModelStep
 from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM, modeling, prepared
 from linrope.models.huggingface.cache_name import CACHE
 from tests.models.huggingface.tiny import KINDS, config, filled_cache, tokens
@@ -17,7 +19,7 @@ pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A number for each prepared step that is taken."""
-    taken, kind, call = [], prepared.BlocksStep, prepared.BlocksStep.__call__
+    taken, kind, call = [], ModelStep, ModelStep.__call__
     monkeypatch.setattr(kind, "__call__", lambda step, x, *at: (taken.append(len(x)), call(step, x, *at))[1])
     return taken
 
@@ -127,9 +129,7 @@ def test_large_projections_are_not_copied() -> None:
     sizes = {"hidden_size": 1536, "num_attention_heads": 16, "intermediate_size": 1536}
     model = LinRopeForCausalLM(LinRopeConfig(vocab_size=50, num_hidden_layers=1, **sizes)).eval()
     cache = filled_cache(model, tokens(1, 5))
-    blocks = [prepared._parts(layer) for layer in model.model.layers]
-    states: Any = [cache.layers[0].state]
-    branches = prepared.BlocksStep(blocks, model.model.norm, states)._branches
+    branches = prepare(prepared._parts_of(model.model), [cache.layers[0].state])._branches
     products = [x for _, branch in branches for x in vars(branch).values() if hasattr(x, "parts")]
     parts = [weight for product in products for weight, _ in product.parts]
     weights = {x.data_ptr() for x in model.parameters()}

@@ -1,4 +1,4 @@
-"""``DecodingStep`` against the model's own call, whose numbers the rest of the tests compare with the equation."""
+"""Prepared steps against the module's own call, whose numbers the rest of the tests compare with the equation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +9,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from linrope.backends import native
+from linrope.decode import generate, generation, prepare, why_not
+from linrope.decode.model_step import ModelStep
 from linrope.layer.state import LayerState
-from linrope.models import DecodingStep, LanguageModel, LanguageModelConfig, generate, generation
+from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.language_model import States
 
 
@@ -85,22 +87,43 @@ def assert_same_states(actual: States, expected: States) -> None:
 @torch.no_grad()
 def test_fifty_tokens_give_what_the_model_gives(name: str, b: int) -> None:
     model, states = begun(b, **OPTIONS[name])
-    step = DecodingStep(model, copies(states))
+    step = prepare(model, copies(states))
     for tokens in torch.randint(256, (50, b, 1)):
         expected, states = model(tokens, states)
         torch.testing.assert_close(step(tokens), expected, rtol=1e-4, atol=1e-4)
     assert_same_states(step.states, states)
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+@torch.no_grad()
+def test_a_layers_step_is_the_layers_call(name: str) -> None:
+    layer = make(**OPTIONS[name]).blocks[0].attention
+    x, slots = torch.randn(3, 9, 32), torch.tensor([2, 0])
+    expected, last = layer(x, return_state=True)
+    _, state = layer(x[:, :6], return_state=True)
+    step = prepare(layer, state)
+    pieces = [step(x[:, i : i + 1]) for i in range(6, 8)]
+    two, one = step(x[slots, 8:], slots), step(x[1:2, 8:], torch.tensor([1]))
+    pieces.append(torch.cat((two[1:], one, two[:1])))
+    torch.testing.assert_close(torch.cat(pieces, 1), expected[:, 6:], rtol=1e-4, atol=1e-4)
+    assert_same_states([step.state], [last])
+    for bad in (x[:2, :1], x[:, :2], x[:, :1].double()):
+        with pytest.raises(ValueError, match=r"^x: got torch\.float.* expected torch\.float32 \(3, 1, 32\)"):
+            step(bad)
+    with pytest.raises(ValueError, match=r"^slots: got \[1, 1\], expected different rows 0 \.\. 2"):
+        step(x[:2, :1], torch.tensor([1, 1]))
+    assert_same_states([step.state], [last])
+
+
 @torch.no_grad()
 def test_it_writes_into_the_states_and_the_model_continues_from_them() -> None:
     (model, states), tokens = begun(), torch.randint(256, (2, 6))
     expected, _ = model(tokens, copies(states))
-    step = DecodingStep(model, states)
+    step = prepare(model, states)
     pieces = [step(tokens[:, :1]), step(tokens[:, 1:2])]
     assert all(x.sums.kv is y.sums.kv for x, y in zip(step.states, states, strict=True))
     more, after = model(tokens[:, 2:4], step.states)  # makes new states
-    another = DecodingStep(model, after)
+    another = prepare(model, after)
     pieces += [more, another(tokens[:, 4:5])]
     pieces.append(model(tokens[:, 5:], [state.donate() for state in another.states])[0])
     torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=1e-4, atol=1e-5)
@@ -108,10 +131,10 @@ def test_it_writes_into_the_states_and_the_model_continues_from_them() -> None:
 
 def test_the_logits_have_no_gradient_and_the_result_is_the_same_in_all_modes() -> None:
     (model, states), tokens = begun(), torch.randint(256, (2, 1))
-    outside = DecodingStep(model, copies(states))(tokens)
+    outside = prepare(model, copies(states))(tokens)
     assert not outside.requires_grad
     with torch.inference_mode():
-        inside = DecodingStep(model, copies(states))(tokens)
+        inside = prepare(model, copies(states))(tokens)
     assert torch.equal(outside, inside)
 
 
@@ -123,7 +146,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            step = DecodingStep(model, copies(states))
+            step = prepare(model, copies(states))
             found.append([step(tokens), *(state.sums.kv for state in step.states)])
     finally:
         torch.set_num_threads(before)
@@ -143,13 +166,13 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
         ([[0], [0]], [0, 2], r"slots: got \[0, 2\]"),
         ([[0], [0]], [-1, 0], r"slots: got \[-1, 0\]"),
         ([[0], [0]], [[0, 1]], r"slots: got shape \(1, 2\), expected \(b,\)"),
-        ([[0], [0]], [0.0, 1.0], "slots: got torch.float32, expected int64"),
+        ([[0], [0]], [0.0, 1.0], "slots: got torch.float32, expected a torch.Tensor of int64"),
         ([[0], [0]], [0], r"tokens: got shape \(2, 1\), expected \(1, 1\)"),
     ],
 )
 def test_wrong_tokens_and_slots_are_refused_and_nothing_is_written(tokens, slots, message: str) -> None:
     model, states = begun()
-    step = DecodingStep(model, copies(states))
+    step = prepare(model, copies(states))
     with pytest.raises(TypeError if "float" in message else ValueError, match=message):
         step(torch.tensor(tokens), slots if slots is None else torch.tensor(slots))
     assert_same_states(step.states, states)
@@ -161,7 +184,7 @@ def test_it_steps_rows_of_a_pool_and_leaves_the_others_alone(name: str) -> None:
     model, states = begun(**OPTIONS[name])
     pool = [state.reorder(torch.tensor([0, 1, 0, 1, 0])) for state in states]
     expected_pool = copies(pool)
-    step = DecodingStep(model, pool)
+    step = prepare(model, pool)
     for slots in ([3, 0], [4, 0, 1], [2], [], [4, 3, 2, 1, 0]):
         rows, tokens = torch.tensor(slots, dtype=torch.int64), torch.randint(256, (len(slots), 1))
         rows = rows.repeat_interleave(2)[::2]  # the same numbers, not contiguous
@@ -180,7 +203,7 @@ def test_a_position_without_an_exact_angle_is_refused_and_nothing_is_written() -
     model, states = begun()
     for state in states:
         state.position[1] = 2**31
-    step = DecodingStep(model, copies(states))
+    step = prepare(model, copies(states))
     with pytest.raises(RuntimeError, match="positions: got 2147483648"):
         step(torch.zeros(2, 1, dtype=torch.int64))
     assert_same_states(step.states, states)
@@ -208,9 +231,9 @@ def test_options_that_it_does_not_cover_are_refused(options: dict[str, object], 
 
 
 def refuse(model: nn.Module, states: States, reason: str) -> None:
-    assert reason in str(DecodingStep.why_not(model, states))
+    assert reason in str(why_not(model, states))
     with pytest.raises(ValueError, match="a prepared decoding step is impossible here: "):
-        DecodingStep(model, states)
+        prepare(model, states)
 
 
 class OtherLinear(nn.Linear):
@@ -243,6 +266,23 @@ def test_models_that_were_changed_are_refused(name: str) -> None:
     refuse(model, states, reason)
 
 
+class Wrapper(nn.Module):
+    """Passes on the attributes of the model inside it, as PEFT's models do."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__()
+        self.inner = model
+
+    def __getattr__(self, name: str) -> object:
+        return super().__getattr__(name) if name in ("inner", "_modules") else getattr(self.inner, name)
+
+
+def test_wrappers_and_other_modules_are_refused() -> None:
+    model, states = begun()
+    refuse(Wrapper(model), states, "a module of another kind, Wrapper")
+    refuse(model.norm, states, "a module of another kind, RMSNorm")
+
+
 def test_states_that_do_not_fit_are_refused() -> None:
     model, states = begun()
     refuse(make(rotary="half"), states, "a state of ")
@@ -270,17 +310,17 @@ def test_it_is_refused_under_autocast_and_transformations_and_beside_hooks_on_al
         refuse(model, states, "a hook on ")
     finally:
         handle.remove()
-    assert DecodingStep.why_not(model, states) is None
+    assert why_not(model, states) is None
 
 
 @pytest.mark.parametrize("name", ["default", "signed map"])
 def test_generate_samples_the_same_tokens_with_and_without_it(name, monkeypatch) -> None:
     model, tokens = make(**OPTIONS[name]), torch.randint(256, (3, 5))
-    step, calls = DecodingStep.__call__, []
-    monkeypatch.setattr(DecodingStep, "__call__", lambda *x: (calls.append(x), step(*x))[1])
+    step, calls = ModelStep.__call__, []
+    monkeypatch.setattr(ModelStep, "__call__", lambda *x: (calls.append(x), step(*x))[1])
     fast = [torch.stack(list(generate(model, tokens, 30, temperature=t, seed=1))) for t in (0, 1)]
     assert len(calls) == 58
-    monkeypatch.setattr(generation.DecodingStep, "why_not", lambda *_: "for this test")
+    monkeypatch.setattr(generation, "why_not", lambda *_: "for this test")
     ordinary = [torch.stack(list(generate(model, tokens, 30, temperature=t, seed=1))) for t in (0, 1)]
     assert all(map(torch.equal, fast, ordinary))
     assert len(calls) == 58

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linrope.common.argument_checks import check_sizes
-from linrope.models.language_model import LanguageModel
-from linrope.models.step import DecodingStep
+from linrope.decode.reasons import why_not
+from linrope.decode.step import prepare
 
 
 class TextStream:
@@ -121,7 +121,8 @@ class Engine:
     generate.
 
     Args:
-        model: a model on the CPU with linear attention and a vocabulary of the 256 bytes. The engine freezes it.
+        model: a ``linrope.models.LanguageModel`` on the CPU with linear attention and a vocabulary of the 256 bytes.
+            The engine freezes it.
         slots: how many generations run at once.
         queue: how many more may wait.
         budget: the number of prompt bytes in one step, at least 16; None: as many as the model reads in 15 ms.
@@ -130,8 +131,8 @@ class Engine:
         ValueError: the model has another kind of attention, another vocabulary or another device, or a number is too
             small.
 
+    >>> from linrope.decode.engine import Engine, Generation
     >>> from linrope.models import LanguageModel, LanguageModelConfig
-    >>> from linrope.models.batching import Engine, Generation
     >>> model = LanguageModel(LanguageModelConfig(embed_dim=32, num_heads=2, num_layers=1))
     >>> engine = Engine(model, slots=2, queue=2, budget=64)
     >>> requests = [Generation([*b"prompt"], max_tokens=count) for count in (3, 5, 4)]
@@ -143,7 +144,7 @@ class Engine:
     [3, 5, 4]
     """
 
-    def __init__(self, model: LanguageModel, slots: int, queue: int, budget: int | None = None) -> None:
+    def __init__(self, model: Any, slots: int, queue: int, budget: int | None = None) -> None:
         config = model.config
         if (config.attention, config.vocab_size) != ("linear", 256):
             raise ValueError(
@@ -158,7 +159,7 @@ class Engine:
         self.model, self.slots, self.queue = model.eval().requires_grad_(False), slots, queue
         _, self.empty = model(torch.zeros(1, 0, dtype=torch.int64))  # a state per block, of no bytes
         self.pool: list[Any] = [state.reorder(torch.zeros(slots, dtype=torch.int64)) for state in self.empty]
-        self.prepared = None if DecodingStep.why_not(model, self.pool) else DecodingStep(model, self.pool)
+        self.prepared = None if why_not(model, self.pool) else prepare(model, self.pool)
         self.budget = budget or self.measured_budget()
         weights = (
             x.contiguous().flatten().view(torch.uint8).numpy().tobytes() for x in model.state_dict().values()

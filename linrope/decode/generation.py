@@ -1,13 +1,15 @@
 """Samples from a language model."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from linrope.common.argument_checks import check_sizes
-from linrope.models.language_model import LanguageModel, States
-from linrope.models.step import DecodingStep
+from linrope.decode.parts import DecodableModel
+from linrope.decode.reasons import why_not
+from linrope.decode.step import prepare
 
 LOWEST_TEMPERATURE = 1e-30  # logits divided by less leave the range of float32
 _PIECE = 1024  # tokens of the prompt in one call, which computes the logits of all its tokens
@@ -15,7 +17,7 @@ _PIECE = 1024  # tokens of the prompt in one call, which computes the logits of 
 
 @torch.no_grad()
 def generate(
-    model: LanguageModel,
+    model: DecodableModel,
     prompt: Tensor,
     max_new_tokens: int,
     *,
@@ -26,10 +28,11 @@ def generate(
 ) -> Iterator[Tensor]:
     """Samples tokens one by one. With linear attention each takes the same time and memory.
 
-    After the prompt it uses a ``DecodingStep`` if the model allows one. Do not change the model until the last token
-    is drawn.
+    After the prompt it takes prepared steps (``linrope.decode.prepare``) if the model allows them. Do not change the
+    model until the last token is drawn.
 
     Args:
+        model: such as ``linrope.models.LanguageModel``.
         prompt: (b, n) integers, n >= 1.
         max_new_tokens: the number of tokens to yield.
         temperature: divides the logits; 0: always the likeliest token.
@@ -43,7 +46,8 @@ def generate(
     Raises:
         ValueError: an argument is out of range.
 
-    >>> from linrope.models import LanguageModel, LanguageModelConfig, generate
+    >>> from linrope.decode import generate
+    >>> from linrope.models import LanguageModel, LanguageModelConfig
     >>> model = LanguageModel(LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=2))
     >>> len(list(generate(model, torch.tensor([[76, 105]]), 5, temperature=0.8, top_k=20, seed=1)))
     5
@@ -73,7 +77,7 @@ def check_sampling(
 
 @torch.no_grad()
 def _generate(
-    model: LanguageModel,
+    model: DecodableModel,
     tokens: Tensor,
     max_new_tokens: int,
     temperature: float,
@@ -83,7 +87,7 @@ def _generate(
 ) -> Iterator[Tensor]:
     if max_new_tokens == 0:
         return
-    states: States | None = None
+    states: list[Any] | None = None
     for piece in tokens.split(_PIECE, 1):
         logits, states = model(piece, states)
     assert states is not None
@@ -95,10 +99,10 @@ def _generate(
             logits = step(token[:, None])
 
 
-def _step_after(model: LanguageModel, states: States) -> Callable[[Tensor], Tensor]:
+def _step_after(model: DecodableModel, states: list[Any]) -> Callable[[Tensor], Tensor]:
     """Returns a function that maps the next tokens (b, 1) to their logits and overwrites the states where possible."""
-    if DecodingStep.why_not(model, states) is None:
-        return DecodingStep(model, states)
+    if why_not(model, states) is None:
+        return prepare(model, states)
 
     def step(tokens: Tensor) -> Tensor:
         nonlocal states

@@ -3,28 +3,29 @@
 import pytest
 import torch
 
-from linrope.models import LanguageModel, LanguageModelConfig, batching
+from linrope.decode.engine import Engine, Generation, TextStream, choose
+from linrope.models import LanguageModel, LanguageModelConfig
 
 pytestmark = pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="an engine runs on the CPU")
 
 
-def make(model: LanguageModel, slots: int = 1, **options: int) -> batching.Engine:
-    return batching.Engine(model, slots, **{"queue": 0, "budget": 64} | options)
+def make(model: LanguageModel, slots: int = 1, **options: int) -> Engine:
+    return Engine(model, slots, **{"queue": 0, "budget": 64} | options)
 
 
 def test_a_replacement_character_comes_only_for_bytes_that_are_no_character() -> None:
     text = "aé–🐎z"
     for count in range(len(text.encode()) + 1):
-        sender, data = batching.TextStream([]), text.encode()[:count]
+        sender, data = TextStream([]), text.encode()[:count]
         pieces = [sender.add(byte)[0] for byte in data]
         assert all("\ufffd" not in piece for piece in pieces)
         assert "".join(pieces) + sender.end() == data.decode(errors="replace")
-    sender = batching.TextStream([])
+    sender = TextStream([])
     assert [sender.add(byte)[0] for byte in b"a\xff\xc3b"] == ["a", "\ufffd", "", "\ufffdb"]
 
 
 def test_what_may_begin_a_stop_sequence_is_held_back() -> None:
-    text = batching.TextStream([b"abac"])
+    text = TextStream([b"abac"])
     assert [text.add(byte) for byte in b"xabab"] == [("x", False), *[("", False)] * 3, ("ab", False)]
     assert [text.add(byte) for byte in b"ac"] == [("", False), ("", True)]
 
@@ -32,12 +33,12 @@ def test_what_may_begin_a_stop_sequence_is_held_back() -> None:
 def test_bytes_are_drawn_by_their_probabilities() -> None:
     count = 4000
     logits = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).log().expand(count, 4)
-    drawn = [batching.Generation([1], seed=seed) for seed in range(count)]
+    drawn = [Generation([1], seed=seed) for seed in range(count)]
 
     def frequencies(temperature: float, top_p: float) -> list[float]:
         for x in drawn:
             x.temperature, x.top_p = temperature, top_p
-        found = torch.bincount(torch.tensor(batching.choose(drawn, logits)), minlength=4)
+        found = torch.bincount(torch.tensor(choose(drawn, logits)), minlength=4)
         return (found / count).tolist()
 
     squares = [0.0225, 0.25, 0.0025, 0.09]
@@ -50,8 +51,8 @@ def test_bytes_are_drawn_by_their_probabilities() -> None:
 
 def test_a_long_prompt_delays_no_other_request_by_more_than_its_share_of_a_step(model) -> None:
     engine = make(model, slots=4)
-    running = batching.Generation([70], max_tokens=1000, temperature=0)
-    long, short = (batching.Generation([70] * n, max_tokens=1, temperature=0) for n in (1000, 20))
+    running = Generation([70], max_tokens=1000, temperature=0)
+    long, short = (Generation([70] * n, max_tokens=1, temperature=0) for n in (1000, 20))
     engine.submit(running)
     engine.step()
     engine.submit(long)
@@ -59,7 +60,7 @@ def test_a_long_prompt_delays_no_other_request_by_more_than_its_share_of_a_step(
     assert engine.submit(short)
     engine.step()
     assert (short.finish_reason, len(long.unread)) == ("length", 1000 - 64 - 44)
-    others = [batching.Generation([70] * 30, max_tokens=1, temperature=0) for _ in range(2)]
+    others = [Generation([70] * 30, max_tokens=1, temperature=0) for _ in range(2)]
     assert all(engine.submit(x) for x in others)
     engine.step()
     assert [len(x.unread) for x in (*others, long)] == [9, 9, 1000 - 64 - 44 - 22]
@@ -73,7 +74,7 @@ def test_a_long_prompt_delays_no_other_request_by_more_than_its_share_of_a_step(
 
 def test_many_prompts_are_read_a_few_at_a_time_the_first_and_the_shortest(model) -> None:
     engine = make(model, slots=9)
-    prompts = [batching.Generation([70] * (60 - 5 * i), max_tokens=1, temperature=0) for i in range(9)]
+    prompts = [Generation([70] * (60 - 5 * i), max_tokens=1, temperature=0) for i in range(9)]
     assert all(engine.submit(x) for x in prompts)
     engine.step()
     assert [x.prompt_tokens - len(x.unread) for x in prompts] == [16, 0, 0, 0, 0, 0, 16, 16, 16]
@@ -87,10 +88,10 @@ def test_many_prompts_are_read_a_few_at_a_time_the_first_and_the_shortest(model)
 
 def test_a_long_prompt_is_read_beside_any_number_of_short_ones(model) -> None:
     engine = make(model, slots=5)
-    long = batching.Generation([70] * 100, max_tokens=1)
+    long = Generation([70] * 100, max_tokens=1)
     engine.submit(long)
     for _ in range(7):  # at least 16 bytes in each step
-        while engine.submit(batching.Generation([70] * 40, max_tokens=1)):
+        while engine.submit(Generation([70] * 40, max_tokens=1)):
             pass
         engine.step()
     assert long.finish_reason == "length"
@@ -104,14 +105,14 @@ def test_a_long_prompt_is_read_beside_any_number_of_short_ones(model) -> None:
         (lambda model: make(model, budget=15), "budget=15: expected at least 16"),
         (lambda _: make(LanguageModel(LanguageModelConfig(vocab_size=300))), "model: got .*300 tokens"),
         (lambda _: make(LanguageModel(LanguageModelConfig(attention="softmax"))), "model: got .*'softmax'"),
-        (lambda model: make(model).submit(batching.Generation([])), "unread: got no bytes"),
-        (lambda model: make(model).load(batching.Generation([1])), "session: got None"),
-        (lambda _: batching.Generation([1, 256]), r"unread: got 1 \.\. 256"),
-        (lambda _: batching.Generation([1], max_tokens=0), "max_tokens=0"),
-        (lambda _: batching.Generation([1], temperature=float("nan")), "temperature=nan"),
-        (lambda _: batching.Generation([1], temperature=-1.0), r"temperature=-1\.0"),
-        (lambda _: batching.Generation([1], top_p=1.5), r"top_p=1\.5"),
-        (lambda _: batching.Generation([1], stops=[b".", b""]), "got an empty sequence"),
+        (lambda model: make(model).submit(Generation([])), "unread: got no bytes"),
+        (lambda model: make(model).load(Generation([1])), "session: got None"),
+        (lambda _: Generation([1, 256]), r"unread: got 1 \.\. 256"),
+        (lambda _: Generation([1], max_tokens=0), "max_tokens=0"),
+        (lambda _: Generation([1], temperature=float("nan")), "temperature=nan"),
+        (lambda _: Generation([1], temperature=-1.0), r"temperature=-1\.0"),
+        (lambda _: Generation([1], top_p=1.5), r"top_p=1\.5"),
+        (lambda _: Generation([1], stops=[b".", b""]), "got an empty sequence"),
     ],
 )
 def test_what_could_not_run_is_refused(refused, message, model) -> None:
@@ -124,8 +125,8 @@ def test_a_generation_that_does_not_fit_is_refused_before_it_joins(model) -> Non
     two_rows = [state.reorder(torch.tensor([0, 0])) for state in engine.empty]
     for states in (two_rows, engine.empty * 2):
         with pytest.raises(ValueError, match="states: got shapes"):
-            engine.submit(batching.Generation([1], states=states))
-    generation = batching.Generation([1], max_tokens=1)
+            engine.submit(Generation([1], states=states))
+    generation = Generation([1], max_tokens=1)
     assert engine.submit(generation)
     for _ in range(2):
         with pytest.raises(ValueError, match="submitted before"):
@@ -134,7 +135,7 @@ def test_a_generation_that_does_not_fit_is_refused_before_it_joins(model) -> Non
 
 
 def test_an_engine_runs_a_model_in_bfloat16(model) -> None:
-    engine, generation = make(model.bfloat16()), batching.Generation([1, 2], max_tokens=3)
+    engine, generation = make(model.bfloat16()), Generation([1, 2], max_tokens=3)
     engine.submit(generation)
     while generation.finish_reason is None:
         engine.step()

@@ -1,0 +1,8 @@
+"""The fast road of decoding: steps that are checked once, before the first token, and what is built on them."""
+
+from linrope.decode.engine import Engine
+from linrope.decode.generation import generate
+from linrope.decode.reasons import why_not
+from linrope.decode.step import prepare
+
+__all__ = ["Engine", "generate", "prepare", "why_not"]

@@ -1,0 +1,95 @@
+"""A layer's decoding step: its matrix products, and one operator for all that is between them.
+
+b sequences, h query heads, g key/value heads, d head dim, e values, c channels.
+"""
+
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linrope.backends import native
+from linrope.common.argument_checks import check_slots
+from linrope.common.private_names import arguments_of
+from linrope.decode.products import Joined
+from linrope.layer.attention import LinearRoPEAttention
+from linrope.layer.state import LayerState
+from linrope.recurrence.decay import MIN_LOG_DECAY
+
+
+class LayerStep:
+    """Runs a LinearRoPEAttention on one token of each sequence, and overwrites the state in place.
+
+        y = W_o mixer_step(W x)        x, y: (b, 1, embed_dim);  W: all projections of x, one below the other
+
+    One call of the native library does everything between the matrix products. W may be a copy: prepare a new step
+    after the weights have changed. ``prepare`` makes it, and says what it is for.
+    """
+
+    def __init__(self, layer: LinearRoPEAttention, state: LayerState) -> None:
+        self.state = state
+        write = None if layer.write_gate is None or layer.write_gate.tied else layer.write_gate
+        gates = {"gate": layer.g_proj, "forget": layer.forget_gate, "write": write}
+        self.projections = Joined(layer.q_proj, layer.k_proj, layer.v_proj, *gates.values())
+        self.o_proj = Joined(layer.o_proj)
+        self._operator = torch.ops.linrope_native.mixer_step.default
+        self._in_order = itemgetter(*arguments_of(self._operator))
+        self._arguments = _arguments(layer, state) | {name: x is not None for name, x in gates.items()}
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
+        """x (b, 1, embed_dim) -> y of the same shape. Overwrites the state with the next one.
+
+        slots (b,) int64, all different: the row of the state for each sequence of this call. Default: all rows.
+        """
+        rows = len(self.state.position)
+        if slots is not None:
+            check_slots(slots, rows, self.state.position.device)
+            slots = slots.long().contiguous()
+        expected = rows if slots is None else len(slots), 1, self.projections.size
+        if x.shape != expected or x.dtype != torch.float32:
+            raise ValueError(f"x: got {x.dtype} {tuple(x.shape)}, expected torch.float32 {expected}")
+        return self.of_rows(x[:, 0].contiguous(), slots)[:, None]
+
+    def of_rows(self, x: Tensor, slots: Tensor | None) -> Tensor:
+        """The step without checks: x (b, embed_dim), contiguous float32."""
+        arguments = self._arguments | {"x": self.projections(x), "slots": slots}
+        y: Tensor = self.o_proj(self._operator(*self._in_order(arguments)))
+        return y
+
+
+def _arguments(layer: LinearRoPEAttention, state: LayerState) -> dict[str, Any]:
+    """The operator's arguments that do not change from token to token, by name."""
+    conv, norm, gate, rotary = layer.short_conv, layer.out_norm, layer.write_gate, layer.rotary
+    weight = bias = decay = scale = None
+    if conv is not None:
+        weight, bias = conv.weight.detach()[:, 0], None if conv.bias is None else conv.bias.detach()
+    if layer.decay is not None:
+        decay = layer.decay.detach().log().clamp(min=MIN_LOG_DECAY)
+    if norm is not None:
+        scale = norm.weight.detach()
+        scale = scale if layer.norm_over == "head" else scale.view(layer.num_out_heads, layer.value_head_dim)
+    return {
+        "heads": layer.num_heads,
+        "tied": gate is not None and gate.tied,
+        "weight": weight,
+        "bias": bias,
+        "inputs": state.conv,
+        "silu": conv is not None and conv.activation == "silu",
+        "decay": decay,
+        "kv": state.sums.kv,
+        "z": state.sums.z,
+        "positions": state.position.unsqueeze(1),
+        "theta": None if rotary is None else rotary.turns_per_position(state.sums.kv.device),
+        "layout": 0 if rotary is None else native.LAYOUTS[rotary.layout],
+        "feature_map": native.MAPS[layer.feature_map.elementwise or ""],
+        "normalize": layer.normalize and not layer._out_norm_replaces_normalizer,
+        "eps": 1e-6,
+        "norm": scale,
+        "norm_eps": 1e-6 if norm is None else norm.eps or 0.0,
+        "over_heads": layer.norm_over == "all",
+        "gate_first": layer.gate_order == "before",
+        "skip": None if layer.skip is None else layer.skip.detach(),
+        "skip_first": layer.skip_order == "before",
+    }

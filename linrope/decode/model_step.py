@@ -1,0 +1,92 @@
+"""A model's decoding step: the steps of its layers, and what is between these."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from linrope.common.argument_checks import check_slots
+from linrope.decode.layer_step import LayerStep
+from linrope.decode.parts import BlockParts, ModelParts
+from linrope.decode.products import Joined, linear
+from linrope.layer.state import LayerState
+
+_ops = torch.ops.linrope_native
+
+
+class ModelStep:
+    """Takes the next token of each sequence, and returns the logits of the one after it.
+
+        logits = model(tokens, states)[0]        tokens (b, 1) -> (b, 1, vocab_size)
+
+    Without an embedding it takes the tokens' vectors x (b, 1, dim), and returns those after the model's last norm.
+    ``prepare`` makes it, and says what it is for.
+    """
+
+    def __init__(self, parts: ModelParts, states: Sequence[LayerState]) -> None:
+        self.states = list(states)
+        self._embedding = None if parts.embedding is None else parts.embedding.weight.detach()
+        self._branches: list[tuple[_AddNorm, LayerStep | _SwiGLU]] = []
+        for block, state in zip(parts.blocks, states, strict=True):
+            attention: Any = block.attention
+            self._branches.append((_AddNorm(block.attention_norm), LayerStep(attention, state)))
+            if block.feed_forward_norm is not None:
+                self._branches.append((_AddNorm(block.feed_forward_norm), _SwiGLU(block)))
+        self._norm = _AddNorm(parts.norm)
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor, slots: Tensor | None = None) -> Tensor:
+        """tokens (b, 1) integers -> logits (b, 1, vocab_size). Overwrites ``states`` with the next ones.
+
+        slots (b,) int64, all different: the row of ``states`` for each sequence of this call; the other rows stay as
+        they are. Default: all rows, in order.
+        """
+        if slots is not None:
+            check_slots(slots, len(self.states[0].position), self.states[0].position.device)
+            slots = slots.long().contiguous()
+        if self._embedding is None:
+            return self._of_rows(tokens[:, 0].clone(), slots)[:, None]
+        return linear(self._of_rows(self._embed(tokens, slots), slots), self._embedding)[:, None]
+
+    def _embed(self, tokens: Tensor, slots: Tensor | None) -> Tensor:
+        assert self._embedding is not None
+        b = len(self.states[0].position if slots is None else slots)
+        if tokens.is_floating_point():
+            raise TypeError(f"tokens: got {tokens.dtype}, expected integers")
+        if tokens.shape != (b, 1):
+            raise ValueError(f"tokens: got shape {tuple(tokens.shape)}, expected ({b}, 1)")
+        try:
+            return F.embedding(tokens[:, 0], self._embedding)
+        except IndexError as error:
+            ids = f"{int(tokens.min())} .. {int(tokens.max())}"
+            raise ValueError(f"tokens: got ids {ids}, expected 0 .. {len(self._embedding) - 1}") from error
+
+    def _of_rows(self, x: Tensor, slots: Tensor | None) -> Tensor:
+        """x (b, dim) through all blocks and the last norm. Overwrites x itself."""
+        y = None
+        for add_norm, branch in self._branches:
+            y = branch.of_rows(add_norm(x, y), slots)
+        return self._norm(x, y)
+
+
+class _AddNorm:
+    """x += y, and then the RMS norm of x (b, embed_dim)."""
+
+    def __init__(self, norm: Any) -> None:
+        self.weight, self.eps = norm.weight.detach(), norm.eps
+
+    def __call__(self, x: Tensor, y: Tensor | None) -> Tensor:
+        normed: Tensor = _ops.add_norm.default(x, y, self.weight, self.eps)
+        return normed
+
+
+class _SwiGLU:
+    """The feed-forward network of a block, its first two products in one."""
+
+    def __init__(self, block: BlockParts) -> None:
+        self.w1_w3, self.w2 = Joined(block.w1, block.w3), Joined(block.w2)
+
+    def of_rows(self, x: Tensor, slots: Tensor | None) -> Tensor:
+        return self.w2(_ops.silu_product.default(self.w1_w3(x)))

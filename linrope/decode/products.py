@@ -1,0 +1,48 @@
+"""The matrix products of a decoding step, of a few rows."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_ops = torch.ops.linrope_native
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch.nn.functional.linear of contiguous float32 tensors.
+
+    Up to eight rows are computed by the native library, which is faster for so few.
+    """
+    y: Tensor = _ops.linear.default(x, weight, bias) if len(x) <= _FEW_ROWS else F.linear(x, weight, bias)
+    return y
+
+
+_FEW_ROWS = 8
+# Elements of a joined weight: for a larger one, the time saved is not worth the copy's memory.
+_MOST_COPIED = 2**22
+
+
+class Joined:
+    """Several projections of the same vector, their results side by side. Small ones become a single product.
+
+    Arguments that are None are skipped. If several modules become one product, its weight is a copy of theirs.
+    """
+
+    @torch.no_grad()
+    def __init__(self, *modules: Any) -> None:
+        present = [module for module in modules if module is not None]
+        self.size: int = present[0].weight.shape[1]  # of the vector
+        self.parts = [(x.weight.detach(), None if x.bias is None else x.bias.detach()) for x in present]
+        if len(present) > 1 and sum(weight.numel() for weight, _ in self.parts) <= _MOST_COPIED:
+            bias = None if all(x.bias is None for x in present) else torch.cat([_bias(x) for x in present])
+            self.parts = [(torch.cat([weight for weight, _ in self.parts]), bias)]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        products = [linear(x, *part) for part in self.parts]
+        return products[0] if len(products) == 1 else torch.cat(products, -1)
+
+
+def _bias(module: Any) -> Tensor:
+    bias: Tensor = module.weight.new_zeros(len(module.weight)) if module.bias is None else module.bias
+    return bias
