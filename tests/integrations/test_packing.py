@@ -176,7 +176,7 @@ def test_a_refused_function_does_not_mix_packed_sequences() -> None:
         net(tokens(1, 20), **SEQ_IDX)
 
 
-@pytest.mark.parametrize("family", ["mamba2", "bamba"])
+@pytest.mark.parametrize("family", ["mamba2", pytest.param("bamba", marks=pytest.mark.long)])
 @torch.no_grad()
 def test_a_compiled_model_takes_positions_without_a_break_and_checks_them(family: str) -> None:
     ids, net = tokens(1, 20), packable(family)
