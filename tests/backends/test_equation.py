@@ -9,7 +9,7 @@ import torch
 from linrope import Rotary, linear_rope_attention
 from linrope.backends import eager
 from linrope.recurrence.chunks import CHUNK
-from tests.backends.contract import Contract, check, every_contract
+from tests.support.contract import Contract, check, every_contract
 from tests.support.oracle import MAPS, computes, num_features, random_mask, random_state, randoms, use_map
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # NumPy's

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from linrope import Rotary, linear_rope_attention, linear_rope_state
 from linrope.operation import checks
-from tests.backends.contract import of_backends
+from tests.support.contract import of_backends
 from tests.support.oracle import (
     BACKENDS,
     DATA,

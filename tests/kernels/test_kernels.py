@@ -10,7 +10,7 @@ import torch
 from linrope_kernels import INTERPRETED, gradients, launch, segments, tiles
 
 from linrope import Rotary, linear_rope_attention
-from tests.backends.contract import TABLE, check
+from tests.support.contract import TABLE, check
 from tests.support.oracle import random_state, randoms
 
 pytestmark = [

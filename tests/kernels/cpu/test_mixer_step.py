@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.backends.contract import narrow
+from tests.support.contract import narrow
 from tests.support.equation import _rotated
 
 pytestmark = pytest.mark.usefixtures("isa")
