@@ -11,9 +11,9 @@ from linrope.cli.bounds import BOUNDS, error_in_bounds
 from linrope.recurrence.chunks import CHUNK
 from linrope.rotation.rotary import MAX_POSITION
 from tests.campaigns import configurations
-from tests.feature_maps.table import plain
 from tests.support.contract import of_backends
 from tests.support.equation import Equation
+from tests.support.maps import plain
 from tests.support.oracle import (
     BACKENDS,
     MAPS,

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from linrope import Rotary, linear_rope_attention
-from tests.feature_maps.table import MAPS
 from tests.support import options
 from tests.support.contract import LONG, TABLE, Contract, check
+from tests.support.maps import MAPS
 from tests.support.oracle import every_kernel, randoms
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # NumPy's

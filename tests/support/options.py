@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary, feature_maps
 from linrope.feature_maps import FeatureMap
-from tests.feature_maps.table import MAPS
+from tests.support.maps import MAPS
 from tests.support.oracle import random_mask, random_state, randoms
 
 D, E = 4, 3  # of a head, of its values
