@@ -65,8 +65,11 @@ def imported(*arguments: str) -> str:
 
 @pytest.mark.parametrize(
     "line",
-    ["", "--version", "dance", "train --stepz 1", "generate", *(f"{name} --help" for name in COMMANDS)],
-)
+    [
+        "", "dance", "train --stepz 1", "generate", "bench --help",
+        *(pytest.param(x, marks=pytest.mark.long) for x in (f"{name} --help" for name in COMMANDS if name != "bench")),
+    ],
+)  # fmt: skip
 def test_help_and_wrong_lines_do_not_wait_for_pytorch(line: str) -> None:
     found = imported(*line.split())
     assert "| linrope\n" in found

@@ -51,8 +51,9 @@ def separate(net: Any, ids: Tensor) -> Tensor:
     return torch.cat([net(x, use_cache=False).logits for x in ids.split(LENGTHS, 1)], 1)
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "training"), [*((way, False) for way in WAYS), ("seq_idx", True), ("everything", True)]
+)
 @pytest.mark.parametrize("family", CONFIGURATIONS)
 def test_packed_sequences_have_their_own_logits_and_gradients(family: str, way: str, training: bool) -> None:
     ids, net = tokens(1, 20), packable(family).train(training)
