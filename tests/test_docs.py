@@ -22,7 +22,14 @@ def blocks(text: str) -> list[tuple[int, str, str]]:
     return [(text.count("\n", 0, match.start(3)), match[2].strip(), dedent(match[3])) for match in found]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+EXPORTS = pytest.mark.xdist_group("onnx")  # with the other tests that import the exporter and onnxruntime
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(x, marks=EXPORTS if x.name == "serving.md" else ()) for x in PAGES],
+    ids=lambda page: page.name,
+)
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where the blocks write
     torch.manual_seed(0)

@@ -19,6 +19,8 @@ from linrope.models.export import TensorStates
 from linrope.ops import gated_norm
 from tests.ops.cases import needs_native
 
+# One process imports the exporter and onnxruntime: that of tests/models/test_export_onnx.py
+in_onnx_s_process = pytest.mark.xdist_group("onnx")
 pytestmark = [
     pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="programs are exported for the CPU"),
     # The exporter to ONNX itself copies an object of a class that PyTorch calls deprecated.
@@ -161,6 +163,7 @@ class Exact(nn.Module):
         return a, self.write(x, a), gated_norm(v, self.weight, eps=1e-12)
 
 
+@in_onnx_s_process
 @torch.no_grad()
 def test_onnx_keeps_the_digits_of_gates_and_of_the_norm_of_small_outputs(tmp_path: Path) -> None:
     """ONNX has no expm1 and no logsigmoid, and the exporter drops a sum with 1e-12."""
@@ -185,6 +188,7 @@ def test_onnxruntime_computes_bidirectional_attention_on_a_grid(tmp_path: Path) 
     assert_near(run(x, places), [layer(x, positions=places)])
 
 
+@in_onnx_s_process
 @torch.no_grad()
 def test_auto_exports_plain_operations_to_onnx(tmp_path: Path) -> None:
     layer = LinearRoPEAttention(16, 2, forget_gate=True, short_conv=4, out_norm=True).eval()
@@ -193,6 +197,7 @@ def test_auto_exports_plain_operations_to_onnx(tmp_path: Path) -> None:
     assert_near(run(x), [layer(x)])
 
 
+@in_onnx_s_process
 @pytest.mark.parametrize("backend", ["eager", pytest.param("native", marks=needs_native)])
 def test_torch_onnx_export_of_another_backend_names_what_can_be_exported(
     backend: str, tmp_path: Path
@@ -208,6 +213,7 @@ class Norm(nn.Module):
         return gated_norm(x, backend="native")
 
 
+@in_onnx_s_process
 @needs_native
 def test_torch_onnx_export_of_a_fused_norm_names_what_can_be_exported(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")

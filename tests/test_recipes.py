@@ -1,6 +1,7 @@
 """The recipes of CONTRIBUTING.md, carried out in a copy of the library."""
 
 import inspect
+import json
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ from linrope.recurrence.call import Call, Resolved
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-RECIPES = re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", TEXT, re.M | re.S)
+RECIPES = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", TEXT, re.M | re.S))
 
 MAP = """
 import torch
@@ -54,7 +55,8 @@ LAYER_OPTION = """
 import torch
 from linrope import LinearRoPEAttention
 from linrope.cli.app import run
-from linrope.models import DecodingStep, LanguageModel, LanguageModelConfig, generate
+from linrope.decode import prepare
+from linrope.models import LanguageModel, LanguageModelConfig, generate
 from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM
 x = torch.randn(1, 9, 16)
 layer = LinearRoPEAttention(16, 2, v_norm=True)
@@ -71,13 +73,48 @@ student = LinRopeForCausalLM(LinRopeConfig.from_dict(LinRopeConfig(**sizes, v_no
 assert "model.layers.0.self_attn.v_norm.weight" in student.state_dict()
 run(["train", "--help"])
 try:
-    DecodingStep(model, model(torch.zeros(1, 4).long())[1])
+    prepare(model, model(torch.zeros(1, 4).long())[1])
 except ValueError as error:
     print(error)
 try:
     LinearRoPEAttention(16, 2, v_norm=1)
 except TypeError as error:
     print(error)
+"""
+
+
+BACKEND = """
+import torch
+from linrope import Rotary, linear_rope_attention
+q, k, v = torch.randn(3, 1, 9, 2, 4).unbind(0)
+for options in ({}, {"feature_map": "silu", "normalize": False}):
+    fast = linear_rope_attention(q, k, v, backend="loop", **options)
+    torch.testing.assert_close(fast, linear_rope_attention(q, k, v, backend="reference", **options))
+linear_rope_attention(q.requires_grad_(), k, v, backend="loop").sum().backward()
+try:
+    linear_rope_attention(q, k, v, rotary=Rotary(4), backend="loop")
+except RuntimeError as error:
+    print(error)
+"""
+# By heading: a program that runs with the change, and what it prints
+PROGRAMS = {
+    "A new feature map": (MAP, "feature_map='softplus': this backend only applies identity, elu+1"),
+    "A new option of the operation": (OPTION, "gain=2.0: use backend='reference'"),
+    "A new option of the layer": (LAYER_OPTION, "v_norm=1: expected True or False"),
+    "A new backend": (BACKEND, "backend='loop' cannot run: the loop sums keys and values, and nothing else"),
+}
+# Runs the programs given in JSON, and prints what each prints, or its traceback, in JSON.
+RUN = """
+import contextlib, io, json, sys, traceback
+printed = {}
+for name, program in json.load(sys.stdin).items():
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            exec(program, {})
+        except Exception:
+            traceback.print_exc(file=out)
+    printed[name] = out.getvalue()
+print(json.dumps(printed))
 """
 
 
@@ -88,7 +125,7 @@ def apply(recipe: str, folder: Path) -> set[str]:
     touched = set()
     for name, hunks in re.findall(r"^\+\+\+ (\S+)\n(.*?)(?=^\+\+\+ |\Z)", diff[1], re.M | re.S):
         path = folder / name
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8") if path.exists() else "\n"
         for hunk in hunks.split("@@\n")[1:]:
             lines = hunk.splitlines()
             before = "".join(f"{line[1:]}\n" for line in lines if line[0] in " -")
@@ -100,24 +137,27 @@ def apply(recipe: str, folder: Path) -> set[str]:
     return touched
 
 
-@pytest.mark.parametrize(
-    ("title", "script", "reason", "most"),
-    [
-        ("A new feature map", MAP, "feature_map='softplus': this backend only applies identity, elu+1", 3),
-        ("A new option of the operation", OPTION, "gain=2.0: use backend='reference'", 5),
-        ("A new option of the layer", LAYER_OPTION, "v_norm=1: expected True or False", 3),
-    ],
-    ids=["map", "option", "layer's option"],
-)
-def test_a_recipe_works_as_it_stands(title: str, script: str, reason: str, most: int, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "linrope", tmp_path / "linrope", ignore=shutil.ignore_patterns("__pycache__"))
-    touched = apply(dict(RECIPES)[title], tmp_path)
-    assert len(touched) <= most
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "kernels")])}
-    how = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
-    run = subprocess.run([sys.executable, "-c", script], **how)
+@pytest.fixture(scope="module")
+def carried_out(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[set[str], str]]:
+    """By heading: the files that a recipe touched, and what its program printed; all in one copy of the library."""
+    folder = tmp_path_factory.mktemp("copy")
+    shutil.copytree(ROOT / "linrope", folder / "linrope", ignore=shutil.ignore_patterns("__pycache__"))
+    touched = {heading: apply(RECIPES[heading], folder) for heading in PROGRAMS}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "kernels")])}
+    programs = json.dumps({heading: program for heading, (program, _) in PROGRAMS.items()})
+    how = {"cwd": folder, "env": environment, "input": programs, "capture_output": True, "text": True}
+    run = subprocess.run([sys.executable, "-c", RUN], **how)
     assert run.returncode == 0, run.stderr
-    assert reason in run.stdout
+    return {heading: (touched[heading], printed) for heading, printed in json.loads(run.stdout).items()}
+
+
+@pytest.mark.xdist_group("recipes")  # one process makes the copy
+@pytest.mark.parametrize("heading", PROGRAMS)
+def test_a_recipe_works_as_it_stands_and_says_how_many_files_it_touches(heading: str, carried_out) -> None:
+    touched, printed = carried_out[heading]
+    assert PROGRAMS[heading][1] in printed
+    files = "1 file" if len(touched) == 1 else f"{len(touched)} files"
+    assert f"The change touches {files} of linrope/" in RECIPES[heading].replace("\n", " ")
 
 
 def test_the_layers_show_the_fields_of_their_config_as_keywords() -> None:

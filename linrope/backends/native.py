@@ -108,7 +108,11 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
     is_step = call.k.shape[1] == 1 and call.causal and call.q is not None and call.cu_seqlens is None
     if is_step and state is not None:
         return _step(call, state)
-    if state is not None and state.slots is not None and not (fits_in_place(state) and state.kv.is_contiguous()):
+    if (
+        state is not None
+        and state.slots is not None
+        and not (fits_in_place(state) and state.kv.is_contiguous())
+    ):
         state = state.rows()  # a copy: the caller writes the results back
     sums, slots = sums_of(state), None if state is None else state.slots
     out, kv, z = _forward(call, sums, slots)

@@ -104,9 +104,7 @@ def _attend_after(
     incoming = _incoming_states(gathered, shard, states_before, rules, call.causal, fresh)
     # By default, and on a grid, a state's position counts tokens. Explicit positions may begin anywhere.
     counts_tokens = call.positions is None or (rotary is not None and rotary.axes is not None)
-    position = (
-        _first_positions(call, shard).expand(-1, call.k.shape[0]).flatten() if counts_tokens else None
-    )
+    position = _first_positions(call, shard).expand(-1, call.k.shape[0]).flatten() if counts_tokens else None
     state, packed = _stack(incoming, position), shard.cu_seqlens is not None
     out, last = attend(replace(call, state=state, return_state=call.return_state and packed))
     if call.return_state and not packed:
@@ -229,9 +227,7 @@ def _empty_state(call: Call, position: Tensor) -> LinearAttentionState:
     return LinearAttentionState(kv, z, position, identity)
 
 
-def _states_before(
-    call: Call, shard: Layout, gathered: dict[str, Tensor]
-) -> list[LinearAttentionState]:
+def _states_before(call: Call, shard: Layout, gathered: dict[str, Tensor]) -> list[LinearAttentionState]:
     """The state before the first rank, for each local document: the caller's, or an empty one."""
     state: LinearAttentionState | None = call.state
     if state is None:

@@ -116,7 +116,9 @@ def _attend(
     tensors = {
         "position": positions.next_positions(call, tokens),
         "log_scale": None if stabilized is None else stabilized.last_maximum,
-        "angle_gradient_path": None if angle_steps is None else gradient_path(angle_steps, call.state, tokens),
+        "angle_gradient_path": None
+        if angle_steps is None
+        else gradient_path(angle_steps, call.state, tokens),
     }
     if call.state is not None and in_place:
         return out, _overwritten(call.state, sums, **tensors)
@@ -129,9 +131,7 @@ def _rescaled(out: Tensor, q_scale: Tensor, stabilized: Stabilized, group: int) 
     return (out * scale.exp().to(torch.promote_types(out.dtype, torch.float32))[..., None]).to(out.dtype)
 
 
-def _overwritten(
-    state: LinearAttentionState, sums: Sums, **tensors: Tensor | None
-) -> LinearAttentionState:
+def _overwritten(state: LinearAttentionState, sums: Sums, **tensors: Tensor | None) -> LinearAttentionState:
     """The next state, in the memory of a donated state or of a pool's rows."""
     state._write_unchecked(sums._asdict() | tensors)
     return state._replace_unchecked(donated=False)

@@ -40,7 +40,9 @@ class Plan:
     xpos_log_decay: Tensor | None
     warning: str | None
     backend: Backend | None = None  # ``backends.choose`` looks at the features: the first call fills it in
-    step: native.Step | None = None  # for one more token of each sequence, without a mask, packing or own positions
+    step: native.Step | None = (
+        None  # for one more token of each sequence, without a mask, packing or own positions
+    )
 
 
 def plan_of(call: Call) -> Plan:
@@ -78,7 +80,14 @@ def _key(call: Call) -> Hashable | None:
     if type(fmap) is not str and fmap is not None:
         if not isinstance(fmap, FeatureMap):
             return None
-        facts = fmap.head_dim, fmap.feature_dim, fmap.positive, fmap.positional, fmap.log_scaled, fmap.elementwise
+        facts = (
+            fmap.head_dim,
+            fmap.feature_dim,
+            fmap.positive,
+            fmap.positional,
+            fmap.log_scaled,
+            fmap.elementwise,
+        )
         facts += (type(fmap), has_hooks(fmap))
         settings = settings[1:]
     last = None
@@ -134,7 +143,10 @@ def _make(call: Call, traced: bool) -> Plan:
         and call.k.shape[1] == 1
         and call.causal
         and call.positions is call.key_positions is call.key_mask is call.cu_seqlens is None
-        and (rotary is None or (by_features and rotary.attention_factor == 1 and rotary.axes is rotary.xpos is None))
+        and (
+            rotary is None
+            or (by_features and rotary.attention_factor == 1 and rotary.axes is rotary.xpos is None)
+        )
     )
     if is_step:
         resolved = call.changed(

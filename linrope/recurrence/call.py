@@ -33,7 +33,9 @@ class Inputs:
 class TokenLayout:
     """The tokens' positions, and which tokens are hidden or packed."""
 
-    positions: Any = None  # Tensor (b or 1, n), (b or 1, n, axes), or (b or 1, 1): the first of n; None: by default
+    positions: Any = (
+        None  # Tensor (b or 1, n), (b or 1, n, axes), or (b or 1, 1): the first of n; None: by default
+    )
     key_positions: Tensor | None = None  # the same for keys; None: the queries' positions
     key_mask: Tensor | None = None  # (b, m) bool; False: hidden
     cu_seqlens: Tensor | None = None  # (s + 1,), b is then 1: bounds of packed sequences; see ``bounds``

@@ -84,8 +84,11 @@ CONFIGURATIONS = {
     "one token": {"n": 1, "state": True, "save": False},
     "cross": {"causal": False, "m": 9, "dtype": torch.float32},
 }
-
-
+# Every argument of the operator, with and without gradients; make test-long has the others
+ORDINARY = (
+    "causal, state, mask", "causal, positions, half", "decay, steps", "packed", "state only", "one token", "cross",
+    "float32, inference", "bidirectional",
+)  # fmt: skip
 IN_FLOAT32 = {  # of the compiled kernels, which share the operator
     "packed": {"packed": True, "state": True, "decay": True},
     "causal, inference, mask": {"save": False, "mask": True},
@@ -97,7 +100,8 @@ SHORT = {"dtype": torch.float32, "n": 9, "layout": "half"}
 WRITE = {"write": True, "decay": True, "dtype": torch.float32, "n": 9}  # the others get products
 CHECKED = [
     pytest.param("native", WRITE, id="native-write", marks=NATIVE.marks),
-    *(pytest.param("eager", x, id=f"eager-{name}") for name, x in CONFIGURATIONS.items()),
+    *(pytest.param("eager", x, id=f"eager-{name}", marks=() if name in ORDINARY else pytest.mark.long)
+      for name, x in CONFIGURATIONS.items()),
     *(pytest.param("native", x | SHORT, id=f"native-{name}", marks=NATIVE.marks) for name, x in IN_FLOAT32.items()),
     *(pytest.param("triton", x | SHORT, id=f"triton-{name}", marks=() if name == "packed" else LONG_HERE)
       for name, x in IN_FLOAT32.items()),

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linrope import Rotary, linear_rope_attention, linear_rope_state
-from tests.backends.contract import of_backends
+from tests.support.contract import of_backends
 from tests.support.equation import Equation
 from tests.support.oracle import NATIVE, assert_same, every_backend, every_kernel, everything, randoms
 

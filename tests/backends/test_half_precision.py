@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from linrope import Rotary, linear_rope_attention
-from tests.backends.contract import TABLE, Contract, instruction_set
+from tests.support.contract import TABLE, Contract, instruction_set
 from tests.support.oracle import native_sets, randoms
 
 N, D = 4096, 64

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary, linear_rope_attention, linear_rope_state
-from tests.backends.contract import Contract, assert_within, every_contract, instruction_set, narrow
+from tests.support.contract import Contract, assert_within, every_contract, instruction_set, narrow
 from tests.support.equation import Equation
 from tests.support.oracle import (
     BACKENDS,

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_a_layer_launches_no_more_than_the_page_says() -> None:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "TRITON_INTERPRET": "0"}
     command = [sys.executable, str(ROOT / "benchmarks" / "launches.py"), "--json"]

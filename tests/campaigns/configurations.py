@@ -30,8 +30,8 @@ from linrope.cli.bounds import (
     moved,
 )
 from linrope.recurrence.state import NO_KEYS
-from tests.backends.contract import ON_CPU
 from tests.campaigns.draw import Configuration, Given, Piece
+from tests.support.contract import ON_CPU
 from tests.support.equation import Change, Equation, Sizes
 from tests.support.interpreter import quicken
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from linrope import Rotary, feature_maps
 from linrope.feature_maps import ELEMENTWISE, FeatureMap, Features
 from linrope.rotation.rotary import MAX_POSITION
-from tests.feature_maps.table import MAPS
+from tests.support.maps import MAPS
 from tests.support.oracle import DATA, randoms
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}

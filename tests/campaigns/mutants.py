@@ -34,18 +34,15 @@ PRELOADED = ("torch", "torch._dynamo", "sympy", "hypothesis", "pytest", "triton.
 SAME_MTIME = 1.0e9  # of mutated files, so that none is taken for the module that Python has compiled before
 
 B = "tests/backends"
-ORACLE = f"{B}/test_combinations.py::test_every_backend_is_the_equation"
 # Those that see most faults soonest come first.
 OPERATION = (
-    f"{ORACLE}[native-elu+1]",
-    f"{ORACLE}[eager-elu+1]",
+    f"{B}/test_options.py",
     f"{B}/test_equation.py",
     f"{B}/test_steps.py",
     f"{B}/test_exact_cases.py",
     f"{B}/test_gates.py",
     f"{B}/test_pieces.py",
     "tests/recurrence/test_state_in_place.py",
-    f"{ORACLE}[eager-favor+]",
     f"{B}/test_stable_exponentials.py",
     f"{B}/test_invariance.py",
     "linrope/operation/functional.py",
@@ -101,6 +98,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "linrope/backends/bridge.py": (*TRANSFORMS, *OPERATION, "tests/operation/test_decoding.py"),
     "linrope/backends/equation.py": OPERATION,
     "linrope/backends/triton.py": (
+        f"{B}/test_options.py",
         f"{B}/test_steps.py",
         f"{B}/test_equation.py",
         "tests/kernels/test_kernels.py",
@@ -108,7 +106,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     # The Triton kernels, in the interpreter
     **{
         f"kernels/linrope_kernels/{name}.py": (
-            f"{ORACLE}[triton-elu+1]",
+            f"{B}/test_options.py",
             f"{B}/test_steps.py",
             f"{B}/test_equation.py",
             f"{B}/test_gates.py",

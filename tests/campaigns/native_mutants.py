@@ -24,7 +24,7 @@ from tests.campaigns.mutants import COPIED, ROOT
 
 # Those that see most faults soonest come first.
 TESTS = (
-    "tests/backends/test_combinations.py",
+    "tests/backends/test_options.py",
     "tests/kernels/cpu",
     "tests/ops",
     "tests/backends/test_steps.py",

@@ -65,8 +65,11 @@ def imported(*arguments: str) -> str:
 
 @pytest.mark.parametrize(
     "line",
-    ["", "--version", "dance", "train --stepz 1", "generate", *(f"{name} --help" for name in COMMANDS)],
-)
+    [
+        "", "dance", "train --stepz 1", "generate", "bench --help",
+        *(pytest.param(x, marks=pytest.mark.long) for x in (f"{name} --help" for name in COMMANDS if name != "bench")),
+    ],
+)  # fmt: skip
 def test_help_and_wrong_lines_do_not_wait_for_pytorch(line: str) -> None:
     found = imported(*line.split())
     assert "| linrope\n" in found
@@ -238,7 +241,7 @@ def test_only_names_of_options_are_rewritten() -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has other signals")
-@pytest.mark.parametrize("names", ["SIGINT", "SIGTERM", "SIGHUP", "SIGTERM SIGHUP"])
+@pytest.mark.parametrize("names", ["SIGTERM SIGHUP", pytest.param("SIGINT", marks=pytest.mark.long)])
 def test_signals_save_what_resume_goes_on_from(names: str, text, tmp_path) -> None:
     out = tmp_path / "run"
     command = [sys.executable, "-m", "linrope.cli", "train", str(text), "--out", str(out), *SMALL.split()]
@@ -257,6 +260,21 @@ def test_signals_save_what_resume_goes_on_from(names: str, text, tmp_path) -> No
     assert b"checkpoint: " in output
     assert last_config(out)["embed_dim"] == 32
     assert f"step-{metrics(out)[-1]['step']:08}" == checkpoints(out)[-1].name
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has other signals")
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has other signals")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_each_signal_ends_a_run_with_its_own_status(name: str) -> None:
+    number = getattr(signal, name)
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with _signals() as received:
+            signal.raise_signal(number)
+            assert received == [128 + number]
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has other signals")

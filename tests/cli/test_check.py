@@ -75,17 +75,17 @@ def _raises(out: Tensor, sums: Any) -> tuple[Tensor, Any]:
 
 
 WRONG = {
-    "forward has": _wrong_output,
-    "gradients has": _wrong_gradient,
-    "state has": _wrong_state,
-    **{f"{part} has inf": _none for part in ("forward", "gradients", "state")},
-    "RuntimeError: no such kernel, in: rotation": _raises,
+    _wrong_output: ["forward has"],
+    _wrong_gradient: ["gradients has"],
+    _wrong_state: ["state has"],
+    _none: ["forward has inf", "gradients has inf", "state has inf"],
+    _raises: ["RuntimeError: no such kernel, in: rotation"],
 }
 
 
-@pytest.mark.parametrize(("message", "change"), WRONG.items(), ids=WRONG)
+@pytest.mark.parametrize(("change", "messages"), WRONG.items(), ids=lambda x: getattr(x, "__name__", ""))
 def test_a_wrong_backend_exits_1_and_its_line_is_named(
-    message: str, change: Callable[..., Any], run, monkeypatch, capfd
+    change: Callable[..., Any], messages: list[str], run, monkeypatch, capfd
 ) -> None:
     right = eager.attend
     monkeypatch.setattr(eager, "attend", lambda call, state: change(*right(call, state)))
@@ -94,9 +94,11 @@ def test_a_wrong_backend_exits_1_and_its_line_is_named(
 
     assert command(["check"]) == 1
     printed = capfd.readouterr().out
-    assert f"eager cpu float32: {message}" in printed
+    assert all(f"eager cpu float32: {message}" in printed for message in messages)
     assert "native cpu" not in printed  # the other backend has no failures
     assert "all errors are within" not in printed
+    if change is not _wrong_output:  # the report is the same, whatever is wrong
+        return
     assert command(["check", "--json"]) == 1
     found = json.loads(capfd.readouterr().out)
     assert not found["passed"]

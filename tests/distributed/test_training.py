@@ -20,7 +20,7 @@ from tests.distributed.processes import on_each_rank
 MODEL = LanguageModelConfig(
     embed_dim=16, num_layers=2, num_heads=4, forget_gate=True, short_conv=3, rotary="selective"
 )
-STEPS, ROWS = 3, 4
+STEPS, ROWS = 2, 4
 CONFIG = TrainingConfig(steps=8, sequence_length=30, warmup_steps=1, learning_rate=1e-2, clip=0.5)
 
 

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from linrope import feature_maps
 from linrope.feature_maps import ELEMENTWISE
-from tests.feature_maps.table import plain
+from tests.support.maps import plain
 
 FORMULAS = {
     "elu+1": lambda x: x + 1 if x >= 0 else math.exp(x),

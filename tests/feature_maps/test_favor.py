@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from linrope.feature_maps import FavorHyperbolic, FavorPlus, FavorPlusPlus
-from tests.feature_maps.table import plain
+from tests.support.maps import plain
 from tests.support.oracle import randoms
 
 

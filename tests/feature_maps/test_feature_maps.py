@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from linrope import feature_maps
 from linrope.feature_maps import FeatureMap
-from tests.feature_maps.table import LEARNED, MAPS, RANDOM, build, features
+from tests.support.maps import LEARNED, MAPS, RANDOM, build, features
 from tests.support.oracle import randoms
 
 labels = pytest.mark.parametrize("label", MAPS)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from linrope import feature_maps
-from tests.feature_maps.table import RANDOM, plain
+from tests.support.maps import RANDOM, plain
 
 X = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64, device="cpu")
 Y = X / 3**0.25  # as the random features take it

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from linrope import feature_maps
 from linrope.feature_maps import FeatureMap
 from linrope.recurrence.identities import same_identity
-from tests.feature_maps.table import LEARNED, RANDOM, plain
+from tests.support.maps import LEARNED, RANDOM, plain
 
 names = pytest.mark.parametrize("name", [*RANDOM, *LEARNED])
 

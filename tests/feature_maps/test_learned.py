@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from linrope import feature_maps
 from linrope.feature_maps import T2R, Hedgehog
-from tests.feature_maps.table import LEARNED
+from tests.support.maps import LEARNED
 from tests.support.oracle import randoms
 
 names = pytest.mark.parametrize("name", LEARNED)

@@ -11,7 +11,7 @@ from linrope import feature_maps
 from linrope.feature_maps import FeatureMap
 from linrope.feature_maps.log_scale import centre, exponential
 from linrope.feature_maps.random_features import RandomFeatureMap
-from tests.feature_maps.table import MAPS, build
+from tests.support.maps import MAPS, build
 from tests.support.oracle import randoms
 
 SCALED = ("exp", "softmax", "favor+", "favor+hyperbolic", "favor++")

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from linrope import Rotary, feature_maps, linear_rope_attention
 from linrope.feature_maps import FeatureMap, PairedMap
-from tests.feature_maps.table import HEADS
+from tests.support.maps import HEADS
 from tests.support.oracle import examples, randoms
 
 INNER: dict[str, dict[str, Any]] = {

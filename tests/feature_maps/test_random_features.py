@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from linrope import LinearRoPEAttention, feature_maps
 from linrope.feature_maps.random_features import orthogonal_gaussian
-from tests.feature_maps.table import RANDOM, plain
+from tests.support.maps import RANDOM, plain
 
 names = pytest.mark.parametrize("name", RANDOM)
 

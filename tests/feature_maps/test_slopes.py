@@ -9,7 +9,7 @@ from torch import Tensor
 
 from linrope import feature_maps, linear_rope_attention
 from linrope.feature_maps import ELEMENTWISE
-from tests.feature_maps.table import MAPS, build, plain
+from tests.support.maps import MAPS, build, plain
 from tests.support.oracle import NATIVE, computes
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

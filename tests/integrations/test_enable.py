@@ -15,7 +15,7 @@ from linrope.backends import native
 from linrope.integrations import transformers as linrope_transformers
 from linrope.integrations.transformers import families as replaced
 from linrope.integrations.transformers import refusals
-from tests.integrations.families import CONFIGURATIONS, model, modeling
+from tests.support.families import CONFIGURATIONS, model, modeling
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 

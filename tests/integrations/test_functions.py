@@ -10,7 +10,7 @@ from torch import Tensor
 from linrope.backends import native
 from linrope.integrations import transformers as linrope_transformers
 from linrope.integrations.transformers import mamba2, minimax
-from tests.integrations.families import CONFIGURATIONS, cache_of, model, modeling, relative, tokens
+from tests.support.families import CONFIGURATIONS, cache_of, model, modeling, relative, tokens
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 

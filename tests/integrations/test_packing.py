@@ -10,7 +10,7 @@ from torch import Tensor
 from linrope.backends import native
 from linrope.integrations import transformers as linrope_transformers
 from linrope.integrations.transformers import mamba2
-from tests.integrations.families import CACHE, CONFIGURATIONS, model, relative, tokens
+from tests.support.families import CACHE, CONFIGURATIONS, model, relative, tokens
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 
@@ -51,8 +51,9 @@ def separate(net: Any, ids: Tensor) -> Tensor:
     return torch.cat([net(x, use_cache=False).logits for x in ids.split(LENGTHS, 1)], 1)
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "training"), [*((way, False) for way in WAYS), ("seq_idx", True), ("everything", True)]
+)
 @pytest.mark.parametrize("family", CONFIGURATIONS)
 def test_packed_sequences_have_their_own_logits_and_gradients(family: str, way: str, training: bool) -> None:
     ids, net = tokens(1, 20), packable(family).train(training)
@@ -176,7 +177,7 @@ def test_a_refused_function_does_not_mix_packed_sequences() -> None:
         net(tokens(1, 20), **SEQ_IDX)
 
 
-@pytest.mark.parametrize("family", ["mamba2", "bamba"])
+@pytest.mark.parametrize("family", ["mamba2", pytest.param("bamba", marks=pytest.mark.long)])
 @torch.no_grad()
 def test_a_compiled_model_takes_positions_without_a_break_and_checks_them(family: str) -> None:
     ids, net = tokens(1, 20), packable(family)

@@ -14,7 +14,7 @@ from linrope.cli.bench import families
 from linrope.integrations import transformers as linrope_transformers
 from linrope.integrations.transformers import families as replaced
 from linrope.integrations.transformers import mamba2
-from tests.integrations.families import CACHE, CONFIGURATIONS, both, cache_of, model, relative, tokens
+from tests.support.families import CACHE, CONFIGURATIONS, both, cache_of, model, relative, tokens
 
 MAMBA2 = replaced.MAMBA2
 every_family = pytest.mark.parametrize("family", CONFIGURATIONS)

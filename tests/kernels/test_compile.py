@@ -124,7 +124,11 @@ def check_the_use_of_hopper_s_matrix_unit(report: list[dict[str, Any]]) -> None:
         assert (entry["mma_sync"] > 0) == small, entry
 
 
-FORMS = ["few", pytest.param("other", marks=pytest.mark.long), pytest.param("wide", marks=pytest.mark.ptx)]
+# make test has those of test_ptx.py, which are compiled for Hopper.
+FORMS = [
+    *(pytest.param(x, marks=pytest.mark.long) for x in ("few", "other")),
+    pytest.param("wide", marks=pytest.mark.ptx),
+]
 
 
 @pytest.mark.parametrize("forms", FORMS)

@@ -13,7 +13,7 @@ from linrope_kernels.launch import cut
 from linrope import Rotary, linear_rope_attention
 from linrope.recurrence.call import Call
 from linrope.recurrence.packing import rising_bounds
-from tests.backends.contract import TABLE, check
+from tests.support.contract import TABLE, check
 from tests.support.oracle import random_state, randoms
 
 pytestmark = [

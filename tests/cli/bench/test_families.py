@@ -10,7 +10,7 @@ from linrope.backends import native
 from linrope.cli.bench import families
 from linrope.cli.bench.report import times
 from linrope.integrations import transformers as linrope_transformers
-from tests.integrations.families import CONFIGURATIONS
+from tests.support.families import CONFIGURATIONS
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))

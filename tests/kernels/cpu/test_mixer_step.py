@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.backends.contract import narrow
 from tests.kernels.cpu.cases import error_of
+from tests.support.contract import narrow
 from tests.support.equation import _rotated
 
 pytestmark = pytest.mark.usefixtures("isa")

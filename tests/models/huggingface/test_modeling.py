@@ -363,7 +363,8 @@ def test_compiled_is_eager() -> None:
 @torch.no_grad()
 def test_compiled_decoding_compiles_twice_at_most() -> None:
     torch._dynamo.reset()
-    model, ids, counter = causal_lm(), tokens(2, 12), CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
+    model, ids = causal_lm(num_hidden_layers=1), tokens(2, 12)
     compiled, cache = torch.compile(model, backend=counter, fullgraph=True), LinRopeCache(model.config)
     out = [model(ids[:, :6], cache=cache)]
     out += [compiled(ids[:, i : i + 1], cache=cache) for i in range(6, 12)]

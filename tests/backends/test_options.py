@@ -1,0 +1,98 @@
+"""Every backend is the equation, whichever options come together: output, last state, and all gradients."""
+
+import inspect
+from dataclasses import replace
+
+import pytest
+import torch
+
+from linrope import Rotary, linear_rope_attention
+from tests.support import options
+from tests.support.contract import LONG, TABLE, Contract, check
+from tests.support.maps import MAPS
+from tests.support.oracle import every_kernel, randoms
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # NumPy's
+OTHER_MAPS = [
+    label for label in MAPS if label not in options.OF_EACH_KIND
+]  # which reach a backend as these do
+
+
+def draw(contract: Contract, seed: int = 0) -> list[options.Row]:
+    """Rows that the backend can run, in which every two values come together; for Triton's interpreter, every value."""
+    chosen: dict[str, list[str]] = {}
+    if contract.backend in ("native", "triton"):
+        chosen["rotary"] = [x for x in options.ROTATIONS if x != "xpos"]
+    if contract.dtype.itemsize == 2:  # the contract does not count what is rounded before a backend has it
+        chosen["rotary"] = [x for x in chosen["rotary"] if x not in ("yarn", "before the map")]
+        chosen["feature_map"] = ["elu+1", "relu", "relu2", "silu", "identity", "features"]
+    if contract.backend == "triton":
+        chosen["tokens"] = [x for x in options.OPTIONS["tokens"] if x != "many chunks"]
+    return options.draw(seed, chosen, together=1 if contract.backend == "triton" else 2)
+
+
+def compare(contract: Contract, row: options.Row, *, combined: bool = False) -> None:
+    if contract.dtype == torch.float32 and row["rotary"] in ("yarn", "before the map"):
+        combined = True  # q and k are rounded before a backend has them
+    if combined:  # small normalizers, and sums that cancel, magnify what has been rounded
+        row = row | {"eps": "large", "tokens": row["tokens"].replace("many", "two")}
+    (q, k, v), state, how = options.problem(row, contract.dtype)
+    if contract.dtype == torch.float64 and (row["log_decay"] == "strong" or row["rotary"] == "xpos"):
+        contract = replace(contract, out=1e-10, sums=1e-10, gradients=1e-10)  # sums of logs as large as 1e5
+    check(contract, q, k, v, state, combined=combined, **how)
+
+
+@pytest.mark.parametrize(
+    ("contract", "row"),
+    [
+        pytest.param(contract, row, id=f"{contract.name}-{i}", marks=contract.marks)
+        for contract in TABLE
+        for i, row in enumerate(draw(contract))
+    ],
+)
+def test_every_two_options(contract: Contract, row: options.Row) -> None:
+    compare(contract, row)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(1, 11))
+@pytest.mark.parametrize("contract", [pytest.param(x, id=x.name, marks=x.marks) for x in TABLE if x.combined])
+def test_every_two_options_beside_others(contract: Contract, seed: int) -> None:
+    for row in draw(contract, seed):
+        compare(contract, row, combined=True)
+
+
+@pytest.mark.parametrize(
+    "contract",
+    [
+        pytest.param(x, id=x.name, marks=(*x.marks, *((LONG,) if x.backend == "triton" else ())))
+        for x in TABLE
+        if x.dtype.itemsize > 2
+    ],
+)
+def test_every_map_beside_other_options(contract: Contract) -> None:
+    chosen = {
+        "feature_map": OTHER_MAPS,
+        "tokens": ["two chunks"],
+        "heads": ["alike", "grouped", "one of keys"],
+    }
+    for row in options.draw(1, chosen, together=1):
+        if row["rotary"] == "xpos" and contract.backend in ("native", "triton"):
+            row = row | {"rotary": "half"}
+        compare(contract, row, combined=True)
+
+
+def test_every_option_of_the_signature_is_in_the_table() -> None:
+    signature = inspect.signature(linear_rope_attention).parameters.keys()
+    apart = {"q", "k", "v", "rope_order", "return_state", "backend", "shard"}
+    assert options.OPTIONS.keys() - {"heads", "tokens"} == signature - apart
+
+
+@every_kernel
+def test_xpos_is_computed_or_refused_with_a_reason(backend: str) -> None:
+    q, k, v = randoms(1, 9, 2, 4, dtype=torch.float32)
+    if backend in ("native", "triton"):
+        with pytest.raises(RuntimeError, match="use backend='eager'"):
+            linear_rope_attention(q, k, v, rotary=Rotary(4, xpos=20.0), backend=backend)
+        return
+    assert linear_rope_attention(q, k, v, rotary=Rotary(4, xpos=20.0), backend=backend).isfinite().all()

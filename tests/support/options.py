@@ -1,0 +1,230 @@
+"""The options of linear_rope_attention: a few values of each, and draws in which every two values come together."""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linrope import LinearAttentionState, Rotary, feature_maps
+from linrope.feature_maps import FeatureMap
+from tests.support.maps import MAPS
+from tests.support.oracle import random_mask, random_state, randoms
+
+D, E = 4, 3  # of a head, of its values
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+ROTATIONS: dict[str, Any] = {  # made from the number of features and of the heads of the state
+    "none": lambda f, g: None,
+    "interleaved": lambda f, g: Rotary(f),
+    "half": lambda f, g: Rotary(f, layout="half"),
+    "partial": lambda f, g: Rotary(f, rotary_dim=2),
+    "partial, half": lambda f, g: Rotary(f, layout="half", rotary_dim=2),
+    "theta per head": lambda f, g: Rotary(f, theta=torch.arange(1.0, g * f // 2 + 1).view(g, -1) / 7),
+    "two axes": lambda f, g: Rotary.axial(f, 2),
+    "yarn": lambda f, g: Rotary(f, scaling=YARN),  # with an attention factor
+    "xpos": lambda f, g: Rotary(f, xpos=20.0),
+    "before the map": lambda f, g: Rotary(f),
+}
+# Maps that reach a backend in different ways: by name, by name with a running maximum, as features.
+OF_EACH_KIND = (
+    "elu+1",
+    "relu",
+    "relu2",
+    "silu",
+    "identity",
+    "exp",
+    "favor+",
+    "softmax",
+    "taylor2",
+    "features",
+)
+SHAPES = ("none", "per head", "for all heads", "for all rows")  # of what each token has
+# Each option, under the name of its argument, and its values. All values of the others fit the first one.
+OPTIONS: dict[str, Mapping[str, Any] | Sequence[str]] = {
+    "heads": {  # of q, k and v
+        "alike": (2, 2, 2), "grouped": (4, 2, 2), "one of keys": (3, 1, 1), "more of values": (2, 2, 4),
+        "values alone": (1, 1, 3),
+    },
+    "tokens": {  # of q and of k
+        "two chunks": (70, 70), "one": (1, 1), "none": (0, 0), "many chunks": (261, 261), "few keys": (70, 5),
+        "few queries": (5, 70), "no keys": (5, 0), "no queries": (0, 5),
+    },
+    "feature_map": OF_EACH_KIND,
+    "rotary": ROTATIONS,  # and rope_order
+    "causal": {"causal": True, "bidirectional": False},
+    "normalize": {"no": False, "yes": True},
+    "decay": ("none", "per head"),
+    "log_decay": (*SHAPES, "strong"),
+    "angle_steps": SHAPES,
+    "write": SHAPES,
+    "positions": ("none", "rising", "of each row", "up to the last", "transposed"),
+    "key_positions": ("none", "of each row", "of all rows"),
+    "key_mask": ("none", "some"),
+    "cu_seqlens": {"none": None, "packed": (0, 0.1, 0.1, 0.7, 1)},
+    "state": ("some", "none"),
+    "eps": {"small": 1e-4, "large": 30.0},
+    "eps_mode": {"clamp": "clamp", "add": "add"},
+}  # fmt: skip
+Row = dict[str, str]  # a value of each option
+FIRST: Row = {option: next(iter(values)) for option, values in OPTIONS.items()}
+
+
+def fits(row: Row) -> bool:
+    """Whether linear_rope_attention takes these values together; tests/operation/test_checks.py has its refusals."""
+    row = FIRST | row
+    rotary, given = row["rotary"], {option for option in row if row[option] != "none"}
+    n, m = OPTIONS["tokens"][row["tokens"]]
+    by_position = "decay" in given or rotary == "xpos"
+    return not any((
+        row["causal"] == "bidirectional" and ({"decay", "log_decay"} & given or rotary == "xpos"),
+        row["tokens"] == "one" and "state" not in given,  # then gradients that are 0 are all rounding
+        n != m and (row["causal"] == "causal" or {"cu_seqlens", "angle_steps"} & given),
+        rotary in ("xpos", "before the map") and "angle_steps" in given,
+        rotary == "two axes" and ("decay" in given or "cosformer" in row["feature_map"]),
+        "key_positions" in given and (by_position or "log_decay" in given),
+        # Before the map, angles are formed in the dtype of q and k, in which large ones have few digits.
+        (by_position or rotary == "before the map") and row["positions"] not in ("none", "rising"),
+        "cosformer" in row["feature_map"] and {"positions", "key_positions"} & given,  # longer than its max_length
+        row["normalize"] == "yes" and not is_positive(row["feature_map"]),
+    ))  # fmt: skip
+
+
+def is_positive(label: str) -> bool:
+    return label == "features" or make_map(label, D, 2, 2).positive
+
+
+def make_map(label: str, d: int, h: int, g: int) -> FeatureMap:
+    name, choices = MAPS[label]
+    if "num_heads" in choices:
+        choices = choices | {"num_heads": h, "num_kv_heads": g}
+    if "max_length" in choices:
+        choices = choices | {"max_length": 400}
+    return feature_maps.make(name, d, **choices)
+
+
+def draw(seed: int, options: Mapping[str, Sequence[str]] | None = None, *, together: int = 2) -> list[Row]:
+    """Rows in which all values of every two options come together, if they fit; together=1: every value occurs.
+
+    options: those to draw from, if not from all of OPTIONS.
+    """
+    options = {option: [*values] for option, values in (OPTIONS | (options or {})).items()}
+    chance, rows = random.Random(seed), []
+    missing = {
+        frozenset(pairs)
+        for some in combinations(options, together)
+        for pairs in _products(some, options)
+        if fits(dict(pairs))
+    }
+    while missing:
+        row = dict(chance.choice(sorted(map(sorted, missing))))
+        for option in chance.sample([*options], len(options)):
+            if option not in row:
+                values = [
+                    x for x in chance.sample(options[option], len(options[option])) if fits(row | {option: x})
+                ]
+                row[option] = max(values, key=lambda x: _new(row, (option, x), missing, together))
+        missing -= {frozenset(x) for x in combinations(row.items(), together)}
+        rows.append({option: row[option] for option in OPTIONS})
+    return rows
+
+
+def _products(
+    some: Sequence[str], options: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[tuple[str, str], ...]]:
+    if not some:
+        yield ()
+        return
+    for value in options[some[0]]:
+        for rest in _products(some[1:], options):
+            yield ((some[0], value), *rest)
+
+
+def _new(row: Row, pair: tuple[str, str], missing: set[frozenset[tuple[str, str]]], together: int) -> int:
+    """How many of the combinations that are still missing the pair adds to the row."""
+    return sum(frozenset((*rest, pair)) in missing for rest in combinations(row.items(), together - 1))
+
+
+def problem(row: Row, dtype: torch.dtype) -> tuple[list[Tensor], LinearAttentionState | None, dict[str, Any]]:
+    """q, k, v, a state and the other arguments of linear_rope_attention."""
+    values = {
+        option: OPTIONS[option][row[option]] for option in OPTIONS if isinstance(OPTIONS[option], Mapping)
+    }
+    (h, keys, g), (n, m), rotary = values["heads"], values["tokens"], row["rotary"]
+    packed = values["cu_seqlens"]
+    b = 2 if packed is None else 1
+    q, k, v = randoms(b, n, h, D, g=keys, m=m, e=E, dtype=dtype)
+    if h == keys:
+        v = randoms(b, m, g, E, dtype=dtype, seed=1)[2]
+    fmap = None if row["feature_map"] == "features" else make_map(row["feature_map"], D, h, keys)
+    if fmap is None and values["normalize"]:
+        q, k = q.abs(), k.abs()
+    order = "before" if rotary == "before the map" else "after"
+    f = D if fmap is None or order == "before" else fmap.feature_dim
+    how = {name: values[name] for name in ("causal", "normalize", "eps", "eps_mode")}
+    how |= {"feature_map": fmap, "rotary": ROTATIONS[rotary](f, g), "rope_order": order}
+    how |= positions(row, b, n, m)
+    if packed is not None:
+        how["cu_seqlens"] = torch.tensor([round(share * n) for share in packed], dtype=torch.int32)
+    if row["key_mask"] == "some":
+        how["key_mask"] = random_mask(b, m).to(q.device)
+    if row["decay"] != "none":
+        how["decay"] = torch.linspace(0.5, 0.97, g, dtype=torch.float64)
+    state = random_state(k, v, how, h=h) if row["state"] == "some" else None
+    how |= of_tokens(
+        row, b, m, g, how["rotary"].rotary_dim // 2 if how["rotary"] is not None else f // 2, dtype
+    )
+    if state is not None and "angle_steps" in how:
+        shape = len(state.kv), *how["angle_steps"].shape[2:]
+        angle = torch.randint(-(2**62), 2**62, shape, generator=generator(5), device="cpu")
+        state = replace(state, angle=angle.to(q.device))
+    return [q, k, v], state, how
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def of_tokens(row: Row, b: int, m: int, g: int, pairs: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """log_decay, angle_steps and write, each for all rows, all heads, or for each of them."""
+
+    def numbers(option: str, *more: int) -> Tensor:
+        shape = 1 if row[option] == "for all rows" else b, m, 1 if row[option] == "for all heads" else g
+        seed = ("log_decay", "angle_steps", "write").index(option)
+        return torch.randn(*shape, *more, generator=generator(seed), dtype=torch.float64, device="cpu")
+
+    made = {}
+    if row["log_decay"] != "none":
+        made["log_decay"] = -0.2 * numbers("log_decay").abs()
+        if row["log_decay"] == "strong":  # beside others that hardly decay
+            gates = made["log_decay"].mul_(4)
+            gates[:, 3::17], gates[:, 7::23], gates[:, 11::29], gates[:, 12::29] = -20, 0, -1e4, -1e-3
+    if row["angle_steps"] != "none":
+        made["angle_steps"] = 2 * numbers("angle_steps", pairs)
+    if row["write"] != "none":
+        made["write"] = numbers("write")
+    return {name: x.to(torch.get_default_device(), dtype) for name, x in made.items()}
+
+
+def positions(row: Row, b: int, n: int, m: int) -> dict[str, Tensor]:
+    """The positions that the caller gives, those of two axes included."""
+    axes = (2,) if row["rotary"] == "two axes" else ()
+    kind, kind_of_keys, made = row["positions"], row["key_positions"], {}
+    if kind == "none" and axes:
+        kind = "of each row"
+    if kind_of_keys == "none" and axes and n != m:
+        kind_of_keys = "of all rows"
+    if kind == "rising":
+        made["positions"] = 20 + torch.randint(0, 4, (b, n, *axes), generator=generator(3)).cumsum(1)
+    elif kind == "up to the last":
+        made["positions"] = (torch.arange(n) + 2**31 - n)[(..., *[None] * len(axes))].expand(n, *axes)
+    elif kind != "none":
+        made["positions"] = torch.randint(0, 2**31 - 1, (b, n, *axes), generator=generator(4))
+        if kind == "transposed":
+            made["positions"] = made["positions"].mT.contiguous().mT
+    if kind_of_keys != "none":
+        rows = () if kind_of_keys == "of all rows" else (b,)
+        made["key_positions"] = torch.randint(0, 1000, (*rows, m, *axes), generator=generator(6))
+    return {name: x.to(torch.get_default_device()) for name, x in made.items()}
