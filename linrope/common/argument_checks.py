@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-from linrope.common.tracing import values_readable
-
 
 def expected_one_of(value: object, known: Sequence[str], also: str = "") -> str:
     """The end of an error message: lists the known names and suggests the one nearest to the value.
@@ -125,18 +123,3 @@ def check_integer_tensors(**arguments: Tensor) -> None:
     for argument, x in arguments.items():
         if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
             raise TypeError(f"{argument}: got {x.dtype}, expected integers")
-
-
-def check_slots(slots: object, rows: int, device: torch.device) -> None:
-    """Raises unless slots is an integer tensor (b,) on the device whose numbers are different rows of a state."""
-    if not isinstance(slots, Tensor) or slots.dtype not in (torch.int64, torch.int32):
-        kind = slots.dtype if isinstance(slots, Tensor) else type(slots).__name__
-        raise TypeError(f"slots: got {kind}, expected a torch.Tensor of int64 or int32")
-    if slots.ndim != 1:
-        raise ValueError(f"slots: got shape {tuple(slots.shape)}, expected (b,)")
-    if slots.device != device:
-        raise ValueError(f"slots: got device {slots.device}, expected {device}")
-    if values_readable(slots):
-        numbers = slots.tolist()
-        if numbers and (len(set(numbers)) < len(numbers) or not 0 <= min(numbers) <= max(numbers) < rows):
-            raise ValueError(f"slots: got {numbers}, expected different rows 0 .. {rows - 1}")

@@ -1,9 +1,11 @@
-"""Checks that tensors can be written in place, before the first write, so that no state is half written."""
+"""Checks that a state can be written in place, before the first write, so that none is half written."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+
+from linrope.common.tracing import values_readable
 
 
 def check_writable(tensors: Mapping[str, Tensor]) -> None:
@@ -45,3 +47,18 @@ def _overlaps(x: Tensor) -> bool:
             return True
         span += stride * (size - 1)
     return False
+
+
+def check_slots(slots: object, rows: int, device: torch.device) -> None:
+    """Raises unless slots is an integer tensor (b,) on the device whose numbers are different rows of a state."""
+    if not isinstance(slots, Tensor) or slots.dtype not in (torch.int64, torch.int32):
+        kind = slots.dtype if isinstance(slots, Tensor) else type(slots).__name__
+        raise TypeError(f"slots: got {kind}, expected a torch.Tensor of int64 or int32")
+    if slots.ndim != 1:
+        raise ValueError(f"slots: got shape {tuple(slots.shape)}, expected (b,)")
+    if slots.device != device:
+        raise ValueError(f"slots: got device {slots.device}, expected {device}")
+    if values_readable(slots):
+        numbers = slots.tolist()
+        if numbers and (len(set(numbers)) < len(numbers) or not 0 <= min(numbers) <= max(numbers) < rows):
+            raise ValueError(f"slots: got {numbers}, expected different rows 0 .. {rows - 1}")

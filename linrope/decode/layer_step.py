@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from linrope.backends import native
-from linrope.common.argument_checks import check_slots
 from linrope.common.private_names import arguments_of
+from linrope.common.writable import check_slots
 from linrope.decode.products import Joined
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.state import LayerState

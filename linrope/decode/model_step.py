@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linrope.common.argument_checks import check_slots
+from linrope.common.writable import check_slots
 from linrope.decode.layer_step import LayerStep
 from linrope.decode.parts import BlockParts, ModelParts
 from linrope.decode.products import Joined, linear

@@ -142,7 +142,9 @@ class LayerConfig:
     context_dim: int | None = None
     head_dim: int | None = None
     value_head_dim: int | None = None
-    feature_map: dict[str, Any] | FeatureMap = field(default="elu+1", metadata={"flag": str})  # type: ignore[assignment]
+    feature_map: dict[str, Any] | FeatureMap = field(  # type: ignore[assignment]
+        default="elu+1", metadata={"flag": str}
+    )
     rotary: dict[str, Any] | Rotary | nn.Module | None = field(
         default="interleaved", metadata={"flag": ROTATIONS}
     )  # type: ignore[assignment]

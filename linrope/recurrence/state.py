@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.common.argument_checks import check_integer_tensors, check_slots
+from linrope.common.argument_checks import check_integer_tensors
 from linrope.common.files import load_tensors, save_tensors
 from linrope.common.private_names import pytree
 from linrope.common.tracing import values_readable
-from linrope.common.writable import check_writable
+from linrope.common.writable import check_slots, check_writable
 from linrope.recurrence.identities import may_replace, same_identity
 
 _FORMAT, _VERSION = "linrope.LinearAttentionState", 1
