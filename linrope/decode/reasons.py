@@ -42,7 +42,7 @@ def why_not(module: object, states: Any) -> str | None:
     if isinstance(module, ModelParts):
         return _why_not_parts(module, states)
     # A wrapper may pass on the attributes of the model inside it, and still compute something else.
-    if isinstance(module, DecodableModel) and (parts := module.decoding_parts()).model is module:
+    if isinstance(module, DecodableModel) and (parts := module.decoding_parts()).model is module:  # type: ignore[comparison-overlap]
         return _why_not_parts(parts, states)
     return f"a module of another kind, {type(module).__name__}"
 

@@ -76,19 +76,12 @@ def _key(call: Call) -> Hashable | None:
     settings, tensors, fmap, state = _settings_of(call), _tensors_of(call), call.feature_map, call.state
     if not plain(tensors) or forward_mode():
         return None
-    facts = None
+    facts: tuple[object, ...] | None = None
     if type(fmap) is not str and fmap is not None:
         if not isinstance(fmap, FeatureMap):
             return None
-        facts = (
-            fmap.head_dim,
-            fmap.feature_dim,
-            fmap.positive,
-            fmap.positional,
-            fmap.log_scaled,
-            fmap.elementwise,
-        )
-        facts += (type(fmap), has_hooks(fmap))
+        facts = fmap.head_dim, fmap.feature_dim, fmap.positive, fmap.positional, fmap.log_scaled
+        facts = *facts, fmap.elementwise, type(fmap), has_hooks(fmap)
         settings = settings[1:]
     last = None
     if state is not None:

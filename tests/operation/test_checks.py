@@ -104,7 +104,7 @@ VALUES: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 LAYERS: list[tuple[dict[str, Any], str]] = [
     ({"decay": "retnot"},
-     "decay='retnot': expected one of spread, learned, retnet, 2 numbers, or None; did you mean 'retnet'?"),
+     "decay='retnot': expected one of spread, learned, retnet, numbers, or None; did you mean 'retnet'?"),
     ({"decay": [0.5]}, "decay: got [0.5], expected 2 numbers in (0, 1]"),
     ({"decay": [0.5, 1.5]}, "decay: got [0.5, 1.5], expected 2 numbers in (0, 1]"),
     ({"feature_map": {"nu": 3}}, "feature_map={'nu': 3}: expected the key 'name'"),
