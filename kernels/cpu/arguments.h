@@ -94,8 +94,9 @@ constexpr int index_of(std::string_view name) {
   while (kArguments[i].name != name) i++;
   return i;
 }
-constexpr int kQ = index_of("q"), kK = index_of("k"), kV = index_of("v"), kTheta = index_of("theta");
-constexpr int kPositions = index_of("positions"), kAngleSteps = index_of("angle_steps"), kAngle = index_of("angle");
+constexpr int kGOut = index_of("g_out"), kQ = index_of("q"), kK = index_of("k"), kV = index_of("v");
+constexpr int kTheta = index_of("theta"), kAngleSteps = index_of("angle_steps"), kAngle = index_of("angle");
+constexpr int kPositions = index_of("positions"), kKeyPositions = index_of("key_positions");
 constexpr int kCuSeqlens = index_of("cu_seqlens"), kKv = index_of("kv"), kZ = index_of("z"), kSlots = index_of("slots");
 
 // An operator's arguments: the tensors as they came, and the Call that read_call fills. It must outlive the call
@@ -105,6 +106,8 @@ struct Inputs {
   Maybe tensors[kCount];
   explicit Inputs(unsigned op) : op(op) { call.causal = true; }
   Maybe& operator[](int argument) { return tensors[argument]; }
+  // An empty tensor is one, too, but has no data
+  bool has(int argument) const { return tensors[argument].has_value(); }
   const Tensor& at(int argument) const { return *tensors[argument]; }
 };
 
@@ -183,9 +186,9 @@ inline void read_tensor(const Argument& x, const Tensor& tensor, Call& c) {
 // q, k and v, with the words of linrope/operation/checks.py: a step leaves the checks to this function
 inline void read_tokens(Inputs& x) {
   Call& c = x.call;
-  const bool has_q = x[kQ].has_value();
+  const bool has_q = x.has(kQ);
   for (const int i : {kQ, kK, kV})
-    if (x[i] && x.at(i).dim() != 4)
+    if (x.has(i) && x.at(i).dim() != 4)
       refuse(kArguments[i].name, ": got shape ", shape_text(x.at(i)), ", expected (batch, length, heads, dim)");
   const auto k = x.at(kK).sizes(), v = x.at(kV).sizes(), q = (has_q ? x.at(kQ) : x.at(kK)).sizes();
   const int64_t heads = k[2];
@@ -222,7 +225,7 @@ inline void read_tokens(Inputs& x) {
 inline void read_packing(Inputs& x) {
   Call& c = x.call;
   c.sequences = c.b;
-  if (x[kCuSeqlens]) {
+  if (x.has(kCuSeqlens)) {
     const Tensor& bounds = x.at(kCuSeqlens);
     check_cu_seqlens(bounds);
     if (c.b != 1 || c.n != c.m)
@@ -230,33 +233,33 @@ inline void read_packing(Inputs& x) {
              " keys, expected a batch of 1 and as many queries as keys");
     c.sequences = bounds.size(0) - 1;
   }
-  if (x[kKv].has_value() != x[kZ].has_value()) refuse("kv, z: got one of them, expected both or none");
-  if (x[kSlots] && !(x[kKv] && x.at(kKv).dim() == 4))
+  if (x.has(kKv) != x.has(kZ)) refuse("kv, z: got one of them, expected both or none");
+  if (x.has(kSlots) && !(x.has(kKv) && x.at(kKv).dim() == 4))
     refuse("slots: got a tensor without kv and z, expected a pool's kv and z with it");
-  c.rows = x[kSlots] ? x.at(kKv).size(0) : c.sequences;
+  c.rows = x.has(kSlots) ? x.at(kKv).size(0) : c.sequences;
 }
 
 inline void read_rotation(Inputs& x) {
   Call& c = x.call;
   c.axes = 1;
   if (c.layout < kNone || c.layout > kHalf) refuse("layout: got ", c.layout, ", expected 0, 1 or 2");
-  const bool rotates = x[kTheta] || x[kAngleSteps] || x[kAngle];
+  const bool rotates = x.has(kTheta) || x.has(kAngleSteps) || x.has(kAngle);
   if (rotates != (c.layout != kNone))
     refuse("layout: got ", c.layout, ", expected ", rotates ? "1 or 2 with" : "0 without",
            " theta, angle_steps or angle");
   if (!rotates) return;
-  const int source = x[kTheta] ? kTheta : x[kAngleSteps] ? kAngleSteps : kAngle;
+  const int source = x.has(kTheta) ? kTheta : x.has(kAngleSteps) ? kAngleSteps : kAngle;
   const auto sizes = x.at(source).sizes();
   c.pairs = sizes.size() ? sizes[sizes.size() - 1] : 0;
   if (2 * c.pairs > c.f)
     refuse(kArguments[source].name, ": got ", c.pairs, " pairs, expected at most half of ", c.f, " features");
-  if (x[kTheta]) {
+  if (x.has(kTheta)) {
     if (sizes.size() != 3 || sizes[0] < 1 || sizes[0] > 64)
       refuse("theta: got shape ", shape_text(x.at(kTheta)), ", expected (1 to 64 axes, g or 1, pairs)");
     c.axes = sizes[0];
-    if (!x[kPositions]) refuse("positions: got None, expected int64 positions with theta");
+    if (!x.has(kPositions)) refuse("positions: got None, expected int64 positions with theta");
   }
-  if (x[kAngleSteps]) {  // with the words of linrope/operation/checks.py
+  if (x.has(kAngleSteps)) {  // with the words of linrope/operation/checks.py
     const Tensor& steps = x.at(kAngleSteps);
     if (c.n != c.m) refuse("angle_steps: got ", c.n, " queries and ", c.m, " keys, expected equal numbers");
     const auto got = steps.sizes();
@@ -279,7 +282,7 @@ inline bool is_swapped(const Tensor& kv) {
 // What the rows of the table do not say about the state and the positions
 inline void check_together(Inputs& x) {
   Call& c = x.call;
-  if (x[kKv]) {
+  if (x.has(kKv)) {
     c.kv_swapped = x.op == kStep && is_swapped(x.at(kKv));
     if (!c.kv_swapped) check_contiguous("kv", x.at(kKv));
   }
@@ -292,7 +295,7 @@ inline void check_together(Inputs& x) {
     c.positions = c.key_positions = {};
     return;
   }
-  if (!c.key_positions.data) {
+  if (!x.has(kKeyPositions)) {
     if (c.n != c.m && (c.positions.token || c.axes > 1))
       refuse("key_positions: got None for ", c.m, " keys and ", c.n, " queries, expected (b or 1, ", c.m, ")");
     c.key_positions = c.positions;
@@ -310,7 +313,7 @@ inline Call& read_call(Inputs& x) {
   read_packing(x);
   read_rotation(x);
   for (int i = 0; i < kCount; i++)
-    if (x[i]) read_tensor(kArguments[i], x.at(i), c);
+    if (x.has(i)) read_tensor(kArguments[i], x.at(i), c);
   check_together(x);
   return c;
 }

@@ -95,10 +95,10 @@ template <class T> static T* data_if(bool wanted, const Tensor& x) { return want
 
 static std::tuple<Tensor, Tensor, Tensor> forward(Inputs& inputs) {
   Call& c = read_call(inputs);
-  if (c.slots.data) check_angle_heads(c);
+  const bool queries = inputs.has(kQ), in_place = inputs.has(kSlots), state = c.want_state && !in_place;
+  if (in_place) check_angle_heads(c);
   const Schedule schedule(c);
   const auto table = make_rotation_table(c);
-  const bool queries = c.q.data, in_place = c.slots.data, state = c.want_state && !in_place;
   Tensor out = empty_if(queries, scalar_type(c.type), {c.b, c.n, c.h, c.e});
   Tensor last_kv = empty_if(state, ScalarType::Float, {c.sequences, c.g, c.f, c.e});
   Tensor last_z = empty_if(state, ScalarType::Double, {c.sequences, c.g, c.f});
@@ -114,7 +114,7 @@ static std::tuple<Tensor, Tensor, Tensor> forward(Inputs& inputs) {
 
 static void check_wanted(const Inputs& inputs) {
   const Call& c = inputs.call;
-  if (c.dout.data && !c.q.data) refuse("g_out: got a tensor without q, expected none");
+  if (inputs.has(kGOut) && !inputs.has(kQ)) refuse("g_out: got a tensor without q, expected none");
   if (c.want_angle_steps && !c.angle_steps.data)
     refuse("want_angle_steps: got true without angle_steps, expected false");
   if (c.want_log_decay && !c.log_decay.data) refuse("want_log_decay: got true without log_decay, expected false");
@@ -129,8 +129,8 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
   const auto table = make_rotation_table(c);
   const auto real = ScalarType::Float, type = scalar_type(c.type), shared = c.value_group > 1 ? real : type;
   const int64_t dq_heads = c.h / c.heads_per_gradient, dk_heads = c.g / c.heads_per_gradient;
-  const bool adds = c.heads_per_gradient > 1, queries = c.q.data, state = c.kv.data;
-  Tensor dq = empty_if(queries, shared, {c.b, c.n, dq_heads, c.f}, !c.dout.data || adds);
+  const bool adds = c.heads_per_gradient > 1, queries = inputs.has(kQ), state = inputs.has(kKv);
+  Tensor dq = empty_if(queries, shared, {c.b, c.n, dq_heads, c.f}, !inputs.has(kGOut) || adds);
   Tensor dk = empty(shared, {c.b, c.m, dk_heads, c.f}, adds), dv = empty(type, {c.b, c.m, c.g, c.e});
   Tensor d_log_decay = empty_if(c.want_log_decay, real, {c.b, c.m, c.g});
   Tensor d_write = empty_if(c.want_write, real, {c.b, c.m, c.g});
@@ -158,7 +158,7 @@ static std::tuple<Tensor> step(Inputs& inputs) {
   check_log_decay(c);
   int64_t* position = nullptr;
   if (c.advance) position = advancing_positions(c.sequences, inputs[kPositions]);
-  else if (inputs[kPositions]) check_positions(inputs.at(kPositions));
+  else if (inputs.has(kPositions)) check_positions(inputs.at(kPositions));
   if (c.angle_steps.data) check_angle_heads(c);
   Tensor out = empty(scalar_type(c.type), {c.sequences, 1, c.h, c.e});
   c.out = view(out);
