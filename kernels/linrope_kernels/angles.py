@@ -13,7 +13,9 @@ from torch import Tensor
 from linrope_kernels.memory import strides_of
 from linrope_kernels.tiles import power_of_two_from_16, precision
 
-Tables = tuple[Tensor | None, Tensor | None]  # cos and sin for queries, and for keys if their angles differ
+Tables = tuple[
+    Tensor | None, Tensor | None
+]  # cos and sin for queries and for keys: one table if their angles agree
 Phases = tuple[Tensor, Tensor | None]  # (1 or b, n, 1 or g, P): angles of queries and, if they differ, keys
 
 
@@ -121,8 +123,8 @@ def make_table(call: Any, positions: Tensor, phases: Tensor | None, n: int) -> T
 
 
 def make_tables(call: Any, phases: Phases | None) -> Tables:
-    """The tables of cos and sin for the queries and, if their positions differ, the keys."""
+    """The tables of cos and sin for the queries and the keys; None: nothing rotates."""
     n, m = (call.k if call.q is None else call.q).shape[1], call.k.shape[1]
     of_queries, of_keys = phases or (None, None)
-    keys = None if call.key_positions is None else make_table(call, call.key_positions, of_keys, m)
-    return make_table(call, call.positions, of_queries, n), keys
+    table = make_table(call, call.positions, of_queries, n)
+    return table, table if call.key_positions is None else make_table(call, call.key_positions, of_keys, m)

@@ -217,10 +217,9 @@ def attend_fwd(
     phases: the angles if they come from data.
     """
     table, key_table = make_tables(call, phases)
-    key_angles = table if key_table is None else key_table
     end, key_segments = new_state(call, start) if call.return_state else None, cut(call, call.k.shape[1])
     if call.q is None:
-        segment_states(call, key_segments, key_angles, start, None, end)
+        segment_states(call, key_segments, key_table, start, None, end)
         return None, end, []
     saved = new_sums(call) if save else []
     den, states = unpack_sums(call, saved) if save else (None, None)
@@ -228,20 +227,21 @@ def attend_fwd(
     segments = key_segments if n == call.k.shape[1] else cut(call, n)
     states_before = start
     if not call.causal:
-        states_before, key_table = states or end or new_state(call, None), None
-        segment_states(call, key_segments, key_angles, start, None, states_before)
+        states_before = states or end or new_state(call, None)
+        segment_states(call, key_segments, key_table, start, None, states_before)
         if end is not None and end is not states_before:
             end = end[0].copy_(states_before[0]), end[1].copy_(states_before[1])
     elif scans_states(segments):
         states_before = states or new_states(call, segments.number)
-        segment_states(call, segments, key_angles, start, states_before, end)
+        segment_states(call, segments, key_table, start, states_before, end)
     out = new_like(call.v, segments, b, n, h, call.v.shape[3])
     launch(
         call, scan_fwd_kernel, "scan_fwd", b * h * segments.number,
-        rows_of(call.q), rows_of(call.k), rows_of(call.v), tokens_of(call, table, key_table, segments),
+        rows_of(call.q), rows_of(call.k), rows_of(call.v),
+        tokens_of(call, table, key_table if call.causal else None, segments),
         states_before or NO_STATE, rows_of(out), den, end or NO_STATE,
         n, h, call.group, segments.number, segments.length, call.eps, CAUSAL=call.causal,
     )  # fmt: skip
     if save and phases is None and table is not None:
-        saved = [table, *([] if key_angles is None or key_angles is table else [key_angles]), *saved]
+        saved = [table, *([] if key_table is None or key_table is table else [key_table]), *saved]
     return out, end, saved

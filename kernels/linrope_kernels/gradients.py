@@ -23,7 +23,7 @@ from linrope_kernels.launch import (
 )
 from linrope_kernels.memory import rows_of
 from linrope_kernels.segments import Segments, sums_between
-from linrope_kernels.transition import at_ends, decay_after, segment_states
+from linrope_kernels.transition import Queries, segment_states
 
 # Every ANCHOR tokens the gradient of log decay is computed from the state and its gradient. In between it is
 # a running sum, so a rounding error reaches at most ANCHOR tokens. A shorter distance is more exact, but each
@@ -61,100 +61,89 @@ def attend_bwd(
 
     saved: the tensors that attend_fwd saved. out: attend_fwd's output if ``reads_out(call)``, else None.
     """
-    (b, n, h, _), (_, m, g, _) = call.q.shape, call.k.shape
+    b, n, h, _ = call.q.shape
     segments = cut(call, n)
-    key_segments = segments if n == m else cut(call, m)
-    q, k, v = rows_of(call.q), rows_of(call.k), rows_of(call.v)
-    dq, dk, dv = (new_like(x, segments) for x in (call.q, call.k, call.v))
     (table, key_table), saved = _saved_tables(call, phases, saved)
     den, states = unpack_sums(call, saved)
-    delta = None if den is None else torch.empty_like(den)
-    terms_q, terms_k = new_terms(call, call.q, "dq", segments), new_terms(call, call.k, "dk", segments)
-    d_start = new_state(call, start) if start is not None or not call.causal else None
-
-    query_angles, key_angles = table, table if key_table is None else key_table
+    queries = Queries(call.q, d_out, den, None if den is None else torch.empty_like(den), call.group)
+    dq, terms = new_like(call.q, segments), new_terms(call, call.q, "dq", segments)
     states_before = start
     if not call.causal:
-        states_before, key_table = states, None
+        states_before = states
     elif scans_states(segments):
         states_before = states
         if states_before is None:
             states_before = new_states(call, segments.number)
-            segment_states(call, segments, key_angles, start, states_before, None)
+            segment_states(call, segments, key_table, start, states_before, None)
     launch(
-        call, dq_kernel, "dq", b * h * segments.number, q, k, v, tokens_of(call, table, key_table, segments),
-        states_before or NO_STATE, rows_of(out), rows_of(d_out), den, delta, rows_of(dq), terms_q,
+        call, dq_kernel, "dq", b * h * segments.number, rows_of(call.q), rows_of(call.k), rows_of(call.v),
+        tokens_of(call, table, key_table if call.causal else None, segments), states_before or NO_STATE,
+        rows_of(out), rows_of(d_out), den, queries.delta, rows_of(dq), terms,
         n, h, call.group, segments.number, segments.length, call.eps, CAUSAL=call.causal,
     )  # fmt: skip
-
-    gradients_after = d_end
-    if scans_states(segments) or not call.causal:
-        gradients_after = new_states(call, segments.number) if call.causal else None
-        segment_states(call, segments, table, d_end, gradients_after, d_start, (d_out, den, delta))
-    if not call.causal:
-        gradients_after, table = d_start, key_angles
-    tokens, after = tokens_of(call, table, key_table, key_segments), gradients_after or NO_STATE
-    sizes = m, g, call.group, key_segments.number, key_segments.length, call.eps
-    launch(
-        call, dk_kernel, "dk", b * g * key_segments.number, q, k, v, tokens, after, rows_of(d_out), den, delta,
-        rows_of(dk), terms_k, d_start or NO_STATE, *sizes, CAUSAL=call.causal,
-    )  # fmt: skip
-    launch(
-        call, dv_kernel, "dv", b * g * key_segments.number, q, k, tokens, after, rows_of(d_out), den,
-        rows_of(dv), *sizes, CAUSAL=call.causal,
-    )  # fmt: skip
-    d_log = d_angles = None
-    if terms_q.log is not None and terms_k.log is not None:
-        terms = _per_key_head(terms_k.log, g).sum(3) - _per_key_head(terms_q.log, g).sum(3)
-        segments = cut(call, m, ANCHOR)
-        gradients_after = new_states(call, segments.number)
-        segment_states(call, segments, query_angles, d_end, gradients_after, None, (d_out, den, delta))
-        d_log = _d_log_decay(call, segments, terms, key_angles, start, d_start, gradients_after, d_end)
-    if terms_q.angles is not None and terms_k.angles is not None:
-        d_angles = _per_key_head(terms_k.angles, g) + _per_key_head(terms_q.angles, g)
-    return Gradients(dq, dk, dv, d_start if start is not None else None, d_log, d_angles)
+    return _key_gradients(call, queries, segments, (table, key_table), terms, start, d_end)._replace(q=dq)
 
 
 def state_bwd(call: Any, phases: Phases | None, start: State | None, d_end: State) -> Gradients:
-    """Gradients of a call that computes only the last state, from T and dz decayed to each segment's end.
+    """Gradients of a call that computes only the last state, from its T and dz:
 
         dv_j = e^(L_n - L_j) T^T psi^_j      dpsi_j = e^(L_n - L_j) (R^T T v_j + dz)
 
-    It runs the backward pass's last kernels with no query heads, so that nothing is added to T and dz.
+    They are the gradients of keys with no query heads, so that nothing is added to T and dz.
     """
-    call = replace(call, normalize=False)
-    (b, m, g, _), (table, key_table) = call.k.shape, make_tables(call, phases)
-    table, segments = table if key_table is None else key_table, cut(call, call.k.shape[1])
+    call = replace(call, normalize=False, causal=True)
+    _, table = make_tables(call, phases)
+    queries, segments = Queries(call.k, call.v, None, None, 0), cut(call, call.k.shape[1])
+    return _key_gradients(call, queries, segments, (table, table), Terms(None, None), start, d_end)
+
+
+def _key_gradients(
+    call: Any, queries: Queries, query_segments: Segments, tables: Tables, terms_q: Terms,
+    start: State | None, d_end: State | None,
+) -> Gradients:  # fmt: skip
+    """dk and dv, and the gradients of the first state, of log decay and of the angles.
+
+    tables: those of the queries and of the keys. terms_q: what dq stored.
+    """
+    (b, m, g, _), (table, key_table) = call.k.shape, tables
+    segments = query_segments if queries.q.shape[1] == m else cut(call, m)
     dk, dv = new_like(call.k, segments), new_like(call.v, segments)
-    factors, total = decay_after(call, segments)
-    after = tuple(at_ends(x, segments, factors) for x in d_end)
     terms_k = new_terms(call, call.k, "dk", segments)
-    k, v, tokens = rows_of(call.k), rows_of(call.v), tokens_of(call, table, None, segments)
-    sizes = m, g, 0, segments.number, segments.length, call.eps
+    d_start = new_state(call, start) if start is not None or not call.causal else None
+    after = d_end
+    if scans_states(query_segments) or not call.causal:
+        after = new_states(call, segments.number) if call.causal else None
+        segment_states(call, query_segments, table, d_end, after, d_start, queries)
+    if not call.causal:
+        after, tables = d_start, (key_table, key_table)
+    q, k, v, d_out = (rows_of(x) for x in (queries.q, call.k, call.v, queries.d_out))
+    tokens, (_, _, den, delta, group) = tokens_of(call, *tables, segments), queries
+    sizes = m, g, group, segments.number, segments.length, call.eps
     launch(
-        call, dk_kernel, "dk", b * g * segments.number, k, k, v, tokens, after, v, None, None, rows_of(dk),
-        terms_k, NO_STATE, *sizes, CAUSAL=True,
+        call, dk_kernel, "dk", b * g * segments.number, q, k, v, tokens, after or NO_STATE, d_out, den, delta,
+        rows_of(dk), terms_k, d_start or NO_STATE, *sizes, CAUSAL=call.causal,
     )  # fmt: skip
     launch(
-        call, dv_kernel, "dv", b * g * segments.number, k, k, tokens, after, v, None, rows_of(dv), *sizes,
-        CAUSAL=True,
+        call, dv_kernel, "dv", b * g * segments.number, q, k, tokens, after or NO_STATE, d_out, den,
+        rows_of(dv), *sizes, CAUSAL=call.causal,
     )  # fmt: skip
-    d_start = d_log = None
-    if start is not None:
-        kv, z = ((x * total.view(*total.shape, *[1] * (x.ndim - 2))).to(x.dtype) for x in d_end)
-        d_start = kv, z
+    d_log = None
     if terms_k.log is not None:
-        segments = cut(call, m, ANCHOR)
-        factors, _ = decay_after(call, segments)
-        kv_after, z_after = (at_ends(x, segments, factors) for x in d_end)
         terms = _per_key_head(terms_k.log, g).sum(3)
-        d_log = _d_log_decay(call, segments, terms, table, start, d_start, (kv_after, z_after), d_end)
+        if terms_q.log is not None:
+            terms = terms - _per_key_head(terms_q.log, g).sum(3)
+        segments = cut(call, m, ANCHOR)
+        after = new_states(call, segments.number)
+        segment_states(call, segments, table, d_end, after, None, queries)
+        d_log = _d_log_decay(call, segments, terms, key_table, start, d_start, after, d_end)
     d_angles = None if terms_k.angles is None else _per_key_head(terms_k.angles, g)
-    return Gradients(None, dk, dv, d_start, d_log, d_angles)
+    if d_angles is not None and terms_q.angles is not None:
+        d_angles = d_angles + _per_key_head(terms_q.angles, g)
+    return Gradients(None, dk, dv, d_start if start is not None else None, d_log, d_angles)
 
 
 def _d_log_decay(
-    call: Any, segments: Segments, terms: Tensor, key_angles: Tensor | None,
+    call: Any, segments: Segments, terms: Tensor, key_table: Tensor | None,
     start: State | None, d_start: State | None, gradients_after: State, d_end: State | None,
 ) -> Tensor:  # fmt: skip
     """The gradient of log decay a at token t of a segment that begins at token s:
@@ -168,7 +157,7 @@ def _d_log_decay(
     """
     b, _, g, _ = call.k.shape
     states_before, end = new_states(call, segments.number), None if d_end is None else new_state(call, None)
-    segment_states(call, segments, key_angles, start, states_before, end)
+    segment_states(call, segments, key_table, start, states_before, end)
     first, last = _inner_product(call, start, d_start), _inner_product(call, end, d_end)
     between = terms.new_zeros(b * g, segments.number - 1)
     for x, dx in zip(states_before, gradients_after):
@@ -194,11 +183,11 @@ def _inner_product(call: Any, x: State | None, dx: State | None) -> Tensor:
 
 
 def _saved_tables(call: Any, phases: Phases | None, saved: list[Tensor]) -> tuple[Tables, list[Tensor]]:
-    """The tables of cos and sin for queries and, if they differ, keys; and the other saved tensors."""
+    """The tables of cos and sin, and the other saved tensors."""
     number = len(new_tables(call))
     if number == 0:
         return make_tables(call, phases), saved
-    return (saved[0], saved[1] if number == 2 else None), saved[number:]
+    return (saved[0], saved[number - 1]), saved[number:]
 
 
 def _per_key_head(x: Tensor, g: int) -> Tensor:

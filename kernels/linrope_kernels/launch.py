@@ -63,7 +63,7 @@ def cut(call: Any, n: int, length: int | None = None) -> Segments:
         length = tiles.segments(n, most_segments(call))[1]
     if (bounds := call.bounds) is not None:
         return cut_packed(bounds, n, length)
-    return Segments(max(1, -(-n // length)), length, None, None, None)
+    return Segments(max(1, -(-n // length)), length, None, None)
 
 
 def scans_states(segments: Segments) -> bool:
@@ -75,7 +75,7 @@ def tokens_of(call: Any, table: Tensor | None, key_table: Tensor | None, segment
     return Tokens(
         mask=None if call.key_mask is None else call.key_mask.contiguous(),
         table=broadcast_rows(table, 2),
-        key_table=None if key_table is None else broadcast_rows(key_table, 2),
+        key_table=None if key_table is None or key_table is table else broadcast_rows(key_table, 2),
         log=broadcast_rows(call.log_decay, 3),
         spans=segments.spans,
     )

@@ -11,7 +11,6 @@ class Segments(NamedTuple):
     length: int
     spans: Tensor | None  # packed: (number, 3) int32, first token, last token + 1, packed sequence
     first_spans: Tensor | None  # packed: (sequences + 1,) int32, the first segment of each packed sequence
-    bounds: Tensor | None  # packed: (sequences + 1,) int64, the first token of each sequence, and the end
 
 
 def cut_packed(bounds: Tensor, n: int, length: int) -> Segments:
@@ -28,7 +27,7 @@ def cut_packed(bounds: Tensor, n: int, length: int) -> Segments:
     end = torch.minimum(first + length, bounds[owner + 1])
     used = index < first_spans[-1]
     spans = torch.stack((torch.where(used, first, 0), torch.where(used, end, 0), owner), 1)
-    return Segments(number, length, spans.int(), first_spans.int(), bounds)
+    return Segments(number, length, spans.int(), first_spans.int())
 
 
 class RunningSums:

@@ -1,11 +1,10 @@
 """What a segment of tokens does to a state: S -> e^a S + S_segment and z -> e^a z + z_segment.
 
 ``states_kernel`` computes S_segment, z_segment and a, the segment's log decay; ``prefix_kernel`` applies them in order.
-REVERSE: the same for the state's gradient, from the last segment to the first, T -> e^a T + T_segment. If the gradient
-comes from the last state alone, T_segment is 0 and e^a of all later segments is one factor (``decay_after``).
+REVERSE: the same for the state's gradient, from the last segment to the first, T -> e^a T + T_segment.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,7 +29,7 @@ from linrope_kernels.memory import (
     store_z,
 )
 from linrope_kernels.pieces import divisor, dot, feature_map, operand, rotate, rounded_products
-from linrope_kernels.segments import RunningSums, Segments
+from linrope_kernels.segments import Segments
 
 PREFIX_BLOCK = 1024
 
@@ -145,18 +144,27 @@ def prefix_kernel(
         tl.store(end[1] + bg * F + f, z.to(end[1].dtype.element_ty), mask=has_z)
 
 
+class Queries(NamedTuple):
+    """What a backward pass reads of the queries."""
+
+    q: Tensor  # (b, n, h, f)
+    d_out: Tensor  # (b, n, h, e)
+    den: Tensor | None  # (b, h, n)
+    delta: Tensor | None  # (b, h, n)
+    group: int  # query heads per key/value head; 0: there are none, and q and d_out are not read
+
+
 def segment_states(
     call: Any, segments: Segments, table: Tensor | None, start: State | None, states: State | None,
-    end: State | None, backward: tuple[Tensor, Tensor | None, Tensor | None] | None = None,
+    end: State | None, queries: Queries | None = None,
 ) -> None:  # fmt: skip
-    """Computes the state before each segment (backward: its gradient after each segment) and the last state.
+    """Computes the state before each segment and the last state; for queries its gradient after each segment.
 
-    start: the first state, or None. states, end: where the results go, or None if not wanted. backward: dout,
-    den and delta.
+    start: the first state, or None. states, end: where the results go, or None if not wanted.
     """
-    x, (y, den, delta) = (call.k, (call.v, None, None)) if backward is None else (call.q, backward)
     tokens = tokens_of(call, table, None, segments)
-    if backward is not None:
+    x, y, den, delta, group = queries or Queries(call.k, call.v, None, None, call.group)
+    if queries is not None:
         tokens = tokens._replace(mask=None)
     length, g = x.shape[1], call.k.shape[2]
     # A single segment with no state before it: its own state is the last one, and needs no prefix.
@@ -169,36 +177,11 @@ def segment_states(
     launch(
         call, states_kernel, "states", call.k.shape[0] * g * segments.number,
         rows_of(x), rows_of(y), tokens, den, delta, states, totals,
-        length, g, call.group, segments.number, segments.length, call.eps, REVERSE=backward is not None,
+        length, g, group, segments.number, segments.length, call.eps, REVERSE=queries is not None,
     )  # fmt: skip
     f, e = call.k.shape[3], call.v.shape[3]
     if not single and call.sequences * g:
         prefix_kernel[(call.sequences * g * -(-f * e // PREFIX_BLOCK),)](
             totals, segments.first_spans, states, start or NO_STATE, end or NO_STATE,
-            g, segments.number, F=f, E=e, REVERSE=backward is not None, BLOCK=PREFIX_BLOCK,
+            g, segments.number, F=f, E=e, REVERSE=queries is not None, BLOCK=PREFIX_BLOCK,
         )  # fmt: skip
-
-
-def decay_after(call: Any, segments: Segments) -> tuple[Tensor, Tensor]:
-    """e^L from each segment's end to its sequence's end, (b, segments, g), and over whole sequences, (b, g).
-
-    For packed sequences (1, segments, g) and (sequences, g).
-    """
-    b, m, g, _ = call.k.shape
-    if call.log_decay is None:
-        one = call.k.new_ones((), dtype=torch.float64)
-        return one.expand(b, segments.number, g), one.expand(call.sequences, g)
-    log = call.log_decay.double().expand(b, m, g)
-    sums = RunningSums(log, packed=segments.spans is not None)
-    if segments.spans is None or segments.bounds is None:
-        ends = (torch.arange(1, segments.number + 1, device=log.device) * segments.length).clamp(max=m)
-        return (sums.sums[:, -1:] - sums.sums[:, ends]).exp(), sums.sums[:, -1].exp()
-    bounds, ends, owner = segments.bounds, segments.spans[:, 1].long(), segments.spans[:, 2].long()
-    return sums.between(ends, bounds[owner + 1]).exp(), sums.between(bounds[:-1], bounds[1:])[0].exp()
-
-
-def at_ends(x: Tensor, segments: Segments, factors: Tensor) -> Tensor:
-    """The last state's gradient x (sequences, g, ..), decayed to each segment's end: (b g, segments, ..)."""
-    x = x[:, None] if segments.spans is None else x[segments.spans[:, 2].long()][None]  # (b, s or 1, g, ..)
-    decayed = (x * factors.view(*factors.shape, *[1] * (x.ndim - 3))).to(x.dtype)
-    return decayed.transpose(1, 2).contiguous().flatten(0, 1)
