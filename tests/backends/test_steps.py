@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary, linear_rope_attention, linear_rope_state
-from tests.support.contract import Contract, assert_within, every_contract, instruction_set, narrow
+from tests.support.contract import TABLE, Contract, assert_within, every_contract, instruction_set, narrow
 from tests.support.equation import Equation
+from tests.support.options import Row, draw, problem
 from tests.support.oracle import (
     BACKENDS,
+    DATA,
     NATIVE,
     every_kernel,
     everything,
@@ -21,45 +23,39 @@ from tests.support.oracle import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # NumPy's
-B, N = 3, 4
-STEPS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "decay, no normalizer": {"normalize": False, "decay": torch.tensor([0.9, 0.5])},
-    "rotated, decay": {"rotary": Rotary(16), "decay": torch.tensor([0.9, 0.5])},
-    "rotated, no normalizer": {"rotary": Rotary(16), "normalize": False},
-    "partial, half": {"rotary": Rotary(16, layout="half", rotary_dim=6)},
-    "gates and steps": {"rotary": Rotary(16), "gated": 1.0, "eps_mode": "add", "eps": 0.5},
-    "strong gates": {"gated": 60.0, "feature_map": "silu", "normalize": False},
-    "axes": {"rotary": Rotary.axial(16, 2)},
-    "given positions": {"rotary": Rotary(16), "given": True},
-    "decay over gaps": {"rotary": Rotary(16), "decay": torch.tensor([0.9, 0.5]), "gaps": True},
-}
+OF_TOKENS = ("key_mask", "positions", "key_positions")
+IN_STEPS = {
+    "tokens": ["four"], "causal": ["causal"], "cu_seqlens": ["none"], "state": ["some"],
+    "feature_map": ["elu+1", "relu", "silu", "identity", "features"],
+}  # fmt: skip
+ROTATIONS = ["none", "interleaved", "half", "partial", "partial, half", "theta per head", "two axes"]
 
 
-def tokens(how: dict[str, Any]) -> tuple[tuple[Tensor, ...], dict[str, Any], dict[str, Any]]:
-    """q, k, v; what each token has; what all calls have."""
-    how, generator = dict(how), torch.Generator().manual_seed(1)
-    mask = torch.tensor([[True, False, True, True]]).expand(B, N).clone()
-    mask[1, 3] = False
-    of_tokens: dict[str, Any] = {"key_mask": mask}
-    if strength := how.pop("gated", None):
-        log = -strength * torch.rand(B, N, 2, generator=generator, dtype=torch.float64)
-        of_tokens["log_decay"] = log
-        of_tokens["write"] = torch.randn(B, N, 2, generator=generator, dtype=torch.float64)
-        of_tokens["angle_steps"] = torch.randn(B, N, 2, 8, generator=generator, dtype=torch.float64)
-    if how.pop("given", False):
-        of_tokens["positions"] = torch.randint(0, 2**31 - 1, (B, N), generator=generator)
-        of_tokens["key_positions"] = torch.randint(0, 1000, (B, N), generator=generator)
-    if how.pop("gaps", False):
-        of_tokens["positions"] = 20 + torch.randint(0, 9, (B, N), generator=generator).cumsum(1)
-    if (rotary := how.get("rotary")) is not None and rotary.axes:
-        of_tokens["positions"] = torch.randint(0, 1000, (B, N, 2), generator=generator)
-    return randoms(B, N, 4, 16, g=2, e=40), of_tokens, how
+def every_step() -> list[Any]:
+    """(contract, row): rows in which every value of every option occurs that a step can have."""
+    found = []
+    for contract in TABLE:
+        more = ["yarn", "xpos", "before the map"] if contract.dtype == torch.float64 else []
+        for i, row in enumerate(draw(0, IN_STEPS | {"rotary": ROTATIONS + more}, together=1)):
+            if row["key_positions"] != "none" and row["positions"] == "none":
+                row = row | {
+                    "positions": "rising"
+                }  # a next step's default position comes after the last key's
+            found.append(pytest.param(contract, row, id=f"{contract.name}-{i}", marks=contract.marks))
+    return found
+
+
+def at_step(t: int, of_tokens: dict[str, Tensor], axes: int) -> dict[str, Tensor]:
+    """What the token t has. Positions may be those of all rows: (n,), or (n, axes)."""
+    of_all_rows = {
+        x for x in ("positions", "key_positions") if x in of_tokens and of_tokens[x].ndim == 1 + axes
+    }
+    return {name: x[t : t + 1] if name in of_all_rows else x[:, t : t + 1] for name, x in of_tokens.items()}
 
 
 def with_pool(state: LinearAttentionState) -> tuple[LinearAttentionState, Tensor]:
     """A pool of two more rows, which hold NaN, and the state's rows in it."""
-    slots, pool = torch.tensor([3, 0, 4]), {}
+    slots, pool = torch.tensor([3, 0, 4])[: len(state.kv)], {}
     for name, x in state.tensors().items():
         fill = torch.nan if x.is_floating_point() else -1
         pool[name] = torch.full((5, *x.shape[1:]), fill, dtype=x.dtype)
@@ -67,18 +63,17 @@ def with_pool(state: LinearAttentionState) -> tuple[LinearAttentionState, Tensor
     return replace(state, **pool), slots
 
 
-@every_contract(how=STEPS, interpreted=["decay, no normalizer", "partial, half", "gates and steps"])
+@pytest.mark.parametrize(("contract", "row"), every_step())
 @torch.no_grad()
-def test_steps_are_one_call_wherever_their_state_lies(contract: Contract, how: dict[str, Any]) -> None:
-    (q, k, v), of_tokens, how = tokens(how)
-    q, k, v = (narrow(x, contract.dtype) for x in (q, k, v))
+def test_steps_are_one_call_wherever_their_state_lies(contract: Contract, row: Row) -> None:
+    (q, k, v), start, how = problem(row, contract.dtype, d=16, e=40)
+    assert start is not None
     wide = torch.promote_types(contract.dtype, torch.float32)
-    of_tokens = {name: narrow(x, wide) for name, x in of_tokens.items()}
-    start = random_state(k, v, how).detach()
-    start = replace(start, kv=start.kv.to(wide))
-    if "angle_steps" in of_tokens:
-        angle = torch.randint(-(2**62), 2**62, (B, 2, 8), generator=torch.Generator().manual_seed(2))
-        start = replace(start, angle=angle)
+    start = replace(start.detach(), kv=start.kv.detach().to(wide))
+    of_tokens = {x: narrow(how.pop(x), wide) for x in (*DATA, *OF_TOKENS) if how.get(x) is not None}
+    axes = 0 if row["rotary"] != "two axes" else 1
+    if contract.dtype == torch.float64 and (row["log_decay"] == "strong" or row["rotary"] == "xpos"):
+        contract = replace(contract, out=1e-10, sums=1e-10)  # sums of logs as large as 1e5
     equation, exact = Equation(), {name: narrow(x, torch.float64) for name, x in of_tokens.items()}
     expected, last = equation(
         q.double(), k.double(), v.double(), state=replace(start, kv=start.kv.double()), **exact, **how
@@ -88,8 +83,8 @@ def test_steps_are_one_call_wherever_their_state_lies(contract: Contract, how: d
             with instruction_set(name):
                 pool, slots = with_pool(start)
                 before, state = pool.clone(), start.clone()
-                for t in range(N):
-                    step = {key: x[:, t : t + 1] for key, x in of_tokens.items()}
+                for t in range(q.shape[1]):
+                    step = at_step(t, of_tokens, axes)
                     given = {"new": state, "given away": state.donate(), "pool": pool.at(slots)}[way]
                     out, after = linear_rope_attention(
                         *(x[:, t : t + 1] for x in (q, k, v)), state=given, return_state=True,

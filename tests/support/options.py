@@ -50,7 +50,7 @@ OPTIONS: dict[str, Mapping[str, Any] | Sequence[str]] = {
     },
     "tokens": {  # of q and of k
         "two chunks": (70, 70), "one": (1, 1), "none": (0, 0), "many chunks": (261, 261), "few keys": (70, 5),
-        "few queries": (5, 70), "no keys": (5, 0), "no queries": (0, 5),
+        "few queries": (5, 70), "no keys": (5, 0), "no queries": (0, 5), "four": (4, 4),
     },
     "feature_map": OF_EACH_KIND,
     "rotary": ROTATIONS,  # and rope_order
@@ -147,7 +147,9 @@ def _new(row: Row, pair: tuple[str, str], missing: set[frozenset[tuple[str, str]
     return sum(frozenset((*rest, pair)) in missing for rest in combinations(row.items(), together - 1))
 
 
-def problem(row: Row, dtype: torch.dtype) -> tuple[list[Tensor], LinearAttentionState | None, dict[str, Any]]:
+def problem(
+    row: Row, dtype: torch.dtype, *, d: int = D, e: int = E
+) -> tuple[list[Tensor], LinearAttentionState | None, dict[str, Any]]:
     """q, k, v, a state and the other arguments of linear_rope_attention."""
     values = {
         option: OPTIONS[option][row[option]] for option in OPTIONS if isinstance(OPTIONS[option], Mapping)
@@ -155,14 +157,14 @@ def problem(row: Row, dtype: torch.dtype) -> tuple[list[Tensor], LinearAttention
     (h, keys, g), (n, m), rotary = values["heads"], values["tokens"], row["rotary"]
     packed = values["cu_seqlens"]
     b = 2 if packed is None else 1
-    q, k, v = randoms(b, n, h, D, g=keys, m=m, e=E, dtype=dtype)
+    q, k, v = randoms(b, n, h, d, g=keys, m=m, e=e, dtype=dtype)
     if h == keys:
-        v = randoms(b, m, g, E, dtype=dtype, seed=1)[2]
-    fmap = None if row["feature_map"] == "features" else make_map(row["feature_map"], D, h, keys)
+        v = randoms(b, m, g, e, dtype=dtype, seed=1)[2]
+    fmap = None if row["feature_map"] == "features" else make_map(row["feature_map"], d, h, keys)
     if fmap is None and values["normalize"]:
         q, k = q.abs(), k.abs()
     order = "before" if rotary == "before the map" else "after"
-    f = D if fmap is None or order == "before" else fmap.feature_dim
+    f = d if fmap is None or order == "before" else fmap.feature_dim
     how = {name: values[name] for name in ("causal", "normalize", "eps", "eps_mode")}
     how |= {"feature_map": fmap, "rotary": ROTATIONS[rotary](f, g), "rope_order": order}
     how |= positions(row, b, n, m)
