@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linrope.recurrence.chunks import decay_by
 from linrope.recurrence.state import LinearAttentionState
+from linrope.recurrence.transition import Transition
 from linrope.rotation.rotary import cos_sin_of_turns, rotate
 
 
@@ -34,10 +34,11 @@ def fold(
 ) -> LinearAttentionState:
     """The state after the ranks of ``chain``, in that order, without the keys of rank ``skip``.
 
-        S <- e^(D_s) S + R(A_s) S_s        m <- max(m + D_s, m_s), if states have a log_scale
+        S <- M_s S + R(A_s) S_s        m <- max(m + D_s, m_s), if states have a log_scale
 
-    D_s is the log decay summed over rank s's tokens, and A_s the sum of the angle steps before them. Ranks outside
-    the chain are left out, not multiplied by 0, so that an overflow in later tokens does not reach earlier ones.
+    M_s is the transition of rank s's tokens (``linrope.recurrence.transition``), D_s their summed log decay, and A_s
+    the sum of the angle steps before them. Ranks outside the chain are left out, not multiplied by 0, so that an
+    overflow in later tokens does not reach earlier ones.
 
     start: the state before the chain. fresh: whether no tokens precede the chain.
     """
@@ -49,26 +50,17 @@ def fold(
     for s in chain:
         local = {name: x[s] for name, x in gathered.items()}
         distance = torch.zeros_like(position) if fresh else local["position"] - position
-        log = _log_decay(local, distance, rules)
-        local_factor = None
+        transition, of_local = _decay(local, distance, rules), Transition(None)
         if scale is not None:
-            decayed_scale = scale if log is None else scale + log.detach()
+            decayed_scale = scale if transition.log is None else scale + transition.log[..., 0].detach()
             largest = torch.maximum(decayed_scale, local["log_scale"])
-            rescaling = scale - largest
-            log = rescaling if log is None else log + rescaling
-            local_factor, scale = (local["log_scale"] - largest).exp(), largest
+            transition = transition.after(Transition((scale - largest)[..., None]))
+            of_local, scale = Transition((local["log_scale"] - largest)[..., None]), largest
         if not fresh:
-            log_kv = None if log is None else log[..., None, None]
-            if rules.xpos is not None:
-                log_xpos = distance[:, None, None, None] * rules.xpos[:, None]
-                log_kv = log_xpos if log_kv is None else log_kv + log_xpos
-            kv, z = decay_by(kv, log_kv), decay_by(z, None if log is None else log[..., None])
+            kv, z = transition.after(_xpos(distance, rules)).apply(kv), transition.apply(z)
         if s != skip:
-            local_kv, local_z = _rotated(local["kv"], angle, gradient_path, rules.layout), local["z"]
-            if local_factor is not None:
-                local_kv = local_kv * local_factor[..., None, None].to(local_kv.dtype)
-                local_z = local_z * local_factor[..., None]
-            kv, z = kv + local_kv.to(kv.dtype), z + local_z.to(z.dtype)
+            local_kv = of_local.apply(_rotated(local["kv"], angle, gradient_path, rules.layout))
+            kv, z = kv + local_kv.to(kv.dtype), z + of_local.apply(local["z"]).to(z.dtype)
         if "angle" in local:
             angle = local["angle"] if angle is None else angle + local["angle"]
         if "angle_gradient_path" in local:
@@ -87,13 +79,17 @@ def fold(
     )
 
 
-def _log_decay(local: Mapping[str, Tensor], distance: Tensor, rules: Rules) -> Tensor | None:
-    """Log decay summed over a rank's tokens, (b, g) float64: from its gates and from the decay per position."""
-    log = local.get("gates")
+def _decay(local: Mapping[str, Tensor], distance: Tensor, rules: Rules) -> Transition:
+    """What a rank's gates and the decay per position do to the state before its tokens, (b, g, 1) float64."""
+    gates = Transition(local["gates"][..., None] if "gates" in local else None)
     if rules.log_gamma is None:
-        return log
-    fixed = distance[:, None] * rules.log_gamma
-    return fixed if log is None else log + fixed
+        return gates
+    return gates.after(Transition((distance[:, None] * rules.log_gamma)[..., None]))
+
+
+def _xpos(distance: Tensor, rules: Rules) -> Transition:
+    """What xPos's decay does to kv, (b, 1, f) float64."""
+    return Transition(None if rules.xpos is None else distance[:, None, None] * rules.xpos)
 
 
 def _rotated(kv: Tensor, angle: Tensor | None, gradient_path: Tensor | None, layout: str) -> Tensor:

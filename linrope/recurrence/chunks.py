@@ -1,4 +1,4 @@
-"""Sequences in chunks of equal length, and sums that run from chunk to chunk.
+"""How sequences are cut into chunks of equal length.
 
 b batch, n tokens, s sequences, t chunk, c token in the chunk, g key/value head, r its query head.
 """
@@ -62,57 +62,3 @@ class Cut(NamedTuple):
         first = torch.cat((self.last.new_zeros(1), self.last[:-1] + 1))
         tokens, valid, owner, begins = (x.flip(0) for x in (self.tokens, self.valid, self.owner, ends))
         return Cut(tokens, valid, owner, begins, len(ends) - 1 - first, self.packed)
-
-
-def decay_by(x: Tensor, log: Tensor | None) -> Tensor:
-    """x e^log. The factor is its rounded value plus the rest, or every chunk would add the same rounding error."""
-    if log is None:
-        return x
-    factor = log.double().exp()
-    high = factor.to(x.dtype)
-    return torch.addcmul(x * high, x, (factor - high).to(x.dtype))
-
-
-def scan(x: Tensor, log: Tensor | None, begins: Tensor) -> Tensor:
-    """y_t = x_t + e^(log_t) y_(t-1), or x_t where a sequence begins. Computed over pairs, pairs of pairs, ..
-
-    x (t, ..), log like x with ones for missing axes, begins (t,).
-    """
-    if len(x) < 2:
-        return x
-    first, second, rest = slice(0, len(x) // 2 * 2, 2), slice(1, None, 2), slice(2, None, 2)
-
-    def carried(y: Tensor, chunks: slice) -> Tensor:
-        starts = begins[chunks].view(-1, *[1] * (x.ndim - 1))
-        return decay_by(y, None if log is None else log[chunks]).masked_fill(starts, 0)
-
-    both = None if log is None else log[first] + log[second]
-    y = torch.empty_like(x)
-    y[second] = scan(x[second] + carried(x[first], second), both, begins[first] | begins[second])
-    y[:1] = x[:1]
-    y[rest] = x[rest] + carried(y[1 : len(x) - 1 : 2], rest)
-    return y
-
-
-def states_around(x: Tensor, log: Tensor | None, cut: Cut, first: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The states before and after each chunk. x is what each chunk adds, log its total log decay.
-
-    first (s, ..): the state before each sequence; None: 0.
-    """
-    starts = cut.begins.view(-1, *[1] * (x.ndim - 1))
-    if first is None:
-        incoming = torch.zeros_like(x)
-    else:
-        incoming = first.to(x.dtype)[cut.owner].masked_fill(~starts, 0)
-        x = x + decay_by(incoming, log)
-    after = scan(x, log, cut.begins)
-    return torch.where(starts, incoming, after.roll(1, 0)), after
-
-
-def gradients_around(x: Tensor, log: Tensor | None, cut: Cut, last: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The gradients of the states after and before each chunk: ``states_around``, from the last chunk to the first.
-
-    x is what each chunk adds to the gradient. last (s, ..): the gradient of the last state; None: 0.
-    """
-    after, before = states_around(x.flip(0), None if log is None else log.flip(0), cut.reverse(), last)
-    return after.flip(0), before.flip(0)

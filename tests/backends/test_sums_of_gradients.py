@@ -1,7 +1,8 @@
 """Sums of log_decay's gradient over thousands of tokens, which is what a parameter receives.
 
 A running sum over the sequence would keep each rounding error in all tokens before it: every entry is off by
-little, and the sum by a lot. "eager" starts anew in every chunk and is the measure for the others.
+little, and the sum by a lot. "eager" adds up pairs of a key and a query, chunk by chunk, and is the measure for the
+others.
 """
 
 import math
@@ -99,8 +100,10 @@ def test_sums_over_tokens_are_as_exact_as_those_of_eager(gate: float | str, name
         return {"sums": root_mean_square(near.sums(torch.float32, "eager") - its_exact)}
 
     exact = problem.sums(torch.float64, "eager")
-    error = root_mean_square(problem.sums(torch.float32, backend) - exact)
-    assert Yardstick(errors_of_eager).ratio("sums", error, root_mean_square(exact)) <= 1
+    error, size = root_mean_square(problem.sums(torch.float32, backend) - exact), root_mean_square(exact)
+    # The sums of "native" end with <S, dS>, whose terms of late keys no gate weakens.
+    besides = 6e-6 * size if gate == 0.05 and problem.state is not None else 0
+    assert Yardstick(errors_of_eager).ratio("sums", error, size, besides) <= 1
 
 
 @pytest.mark.parametrize(
@@ -130,9 +133,76 @@ def test_gates_that_are_almost_closed_have_exact_gradients(backend: str, options
             assert (error.amax((0, 1)) <= 64 * 2.0**-24 * exact.abs().amax((0, 1))).all(), instructions
 
 
-@pytest.mark.parametrize("backend", ["eager", NATIVE])
+GATE_PATTERNS = {
+    "closed beside open": [-1e-3, -1e-3, -1e-3, -30.0],
+    "closed": [-20.0],
+    "closed for good": [-40.0, -50.0],
+    "of all sizes": [-1e-3, -20.0, -0.5, -1e4, -1e-6, -10.0, -50.0],
+}
+
+
+def gradient_by_pairs(
+    q: Tensor, k: Tensor, v: Tensor, weights: Tensor, state_weights: Tensor, log: Tensor
+) -> Tensor:
+    """(b, n, h): d_log_decay of sum(out weights) + sum(kv state_weights), without a map and a normalizer.
+
+    Token t's gate is in the terms of the keys before it, each with a query from t on or with the last state.
+    """
+    L = log.cumsum(1)
+    E = (L[:, :, None] - L[:, None]).clamp(max=0).exp()
+    pairs = torch.einsum("bihd,bjhd->bijh", q, k) * torch.einsum("bihe,bjhe->bijh", weights, v) * E
+    last = torch.einsum("bjhd,bhde,bjhe->bjh", k, state_weights, v) * E[:, -1]
+    terms = torch.cat((pairs, last[:, None]), 1)  # (b, reader, key, h)
+    return torch.stack([terms[:, t:, :t].sum((1, 2)) for t in range(log.shape[1])], 1)
+
+
+@pytest.mark.parametrize("pattern", GATE_PATTERNS)
+@pytest.mark.parametrize("looks_at_state", [False, True], ids=["out", "out and state"])
+def test_gradients_of_eager_are_exact_to_the_size_of_their_own_terms(
+    pattern: str, looks_at_state: bool
+) -> None:
+    """An open gate beside it adds nothing to the error of a closed one, nor do pairs that it does not stand between."""
+    n, heads = 150, 4
+    q, k, v = randoms(2, n, heads, D, e=D, dtype=torch.float32)
+    weights = randoms(2, n, heads, D, dtype=torch.float32, seed=2)[0]
+    state_weights = looks_at_state * randoms(2, heads, D, D, dtype=torch.float32, seed=3)[0]
+    gates = torch.tensor(GATE_PATTERNS[pattern])
+    log = gates[torch.arange(n) % len(gates)][None, :, None].repeat(2, 1, heads).requires_grad_()
+    how: dict[str, Any] = {"feature_map": None, "normalize": False, "return_state": True, "backend": "eager"}
+    out, state = linear_rope_attention(q, k, v, log_decay=log, **how)
+    (found,) = torch.autograd.grad((out * weights).sum() + (state.kv * state_weights).sum(), log)
+    inputs = [x.detach().double() for x in (q, k, v, weights, state_weights)]
+    exact = gradient_by_pairs(*inputs, log.detach().double())
+    size = gradient_by_pairs(*(x.abs() for x in inputs), log.detach().double())
+    assert ((found - exact).abs() <= 16 * 2.0**-24 * size + 2.0**-126).all()
+
+
+@pytest.mark.parametrize("gate", [-10.0, -20.0])
+@pytest.mark.parametrize(
+    "options", [{"feature_map": None, "normalize": False}, {"rotary": Rotary(D)}], ids=str
+)
+def test_a_loss_on_the_last_state_leaves_gradients_of_closed_gates_exact(
+    options: dict[str, Any], gate: float
+) -> None:
+    """The last state holds the last key, which no gate weakens: <S, dS> is of size 1, the gradients of 1e-7."""
+    q, k, v = randoms(1, 300, 2, D, e=D, dtype=torch.float64)
+
+    def gradient(dtype: torch.dtype, backend: str) -> Tensor:
+        log = torch.full((1, 300, 2), gate, dtype=dtype).requires_grad_()
+        qkv = (x.to(dtype) for x in (q, k, v))
+        out, state = linear_rope_attention(*qkv, log_decay=log, return_state=True, backend=backend, **options)
+        weights = randoms(1, 2, D, D, seed=2)[0]
+        loss = out.square().sum() + (state.kv * weights).sum() + (state.z * weights[..., 0]).sum()
+        return torch.autograd.grad(loss, log)[0]
+
+    exact = gradient(torch.float64, "reference")
+    error = (gradient(torch.float32, "eager") - exact).abs()
+    assert (error.amax((0, 1)) <= 64 * 2.0**-24 * exact.abs().amax((0, 1))).all()
+
+
+@pytest.mark.parametrize("backend", [NATIVE])
 def test_closed_gates_beside_open_ones_have_gradients_exact_to_the_largest(backend: str) -> None:
-    """Not to their own size: the running sum of gradients does not start anew at a closed gate."""
+    """Not to their own size, as in eager: the running sum of gradients does not start anew at a closed gate."""
     n, heads = 300, 4
     q, k, v = randoms(2, n, heads, D, e=D, dtype=torch.float32)
     weights = randoms(2, n, heads, D, dtype=torch.float32, seed=2)[0]
@@ -190,8 +260,10 @@ def test_pieces_that_pass_the_state_on_sum_up_like_one_call(backend: str) -> Non
 def test_sums_over_few_tokens_are_as_exact_in_the_interpreter(backend: str) -> None:
     """Two heads of it beside 64 of eager, whose error is the smaller one."""
 
-    def error(heads: int, backend: str) -> float:
+    def error_and_size(heads: int, backend: str) -> tuple[float, float]:
         problem = Problem(math.exp(-0.75), rows=1, groups=heads, n=400, feature_map=None, normalize=False)
-        return root_mean_square(problem.sums(torch.float32, backend) - problem.sums(torch.float64, "eager"))
+        exact = problem.sums(torch.float64, "eager")
+        return root_mean_square(problem.sums(torch.float32, backend) - exact), root_mean_square(exact)
 
-    assert error(2, backend) <= 3 * error(64, "eager")
+    error, size = error_and_size(2, backend)
+    assert error <= FACTOR * error_and_size(64, "eager")[0] + SHARE * size

@@ -82,12 +82,20 @@ TESTS: dict[str, tuple[str, ...]] = {
     "linrope/rotation/frequencies.py": ("tests/rotation/test_frequencies.py", *ROTARY),
     "linrope/recurrence/decay.py": (*OPERATION, f"{B}/test_numerics.py"),
     "linrope/recurrence/chunks.py": (*OPERATION, f"{B}/test_numerics.py"),
+    "linrope/recurrence/transition.py": (
+        *OPERATION,
+        f"{B}/test_numerics.py",
+        "tests/distributed/test_operation.py",
+    ),
     "linrope/recurrence/packing.py": ("tests/recurrence/test_packing.py", *OPERATION, CHECKS[1]),
     "linrope/operation/decoding.py": ("tests/operation/test_decoding.py", *OPERATION),
     "linrope/operation/features.py": (*OPERATION, "tests/feature_maps/test_cosformer.py"),
     "linrope/backends/__init__.py": (*OPERATION, *CHECKS, "tests/test_versions.py", TRANSFORMS[1]),
     "linrope/recurrence/call.py": (*OPERATION, *TRANSFORMS),
-    "linrope/backends/eager.py": (*OPERATION, f"{B}/test_numerics.py"),
+    **{
+        f"linrope/backends/{name}.py": (*OPERATION, f"{B}/test_numerics.py", f"{B}/test_sums_of_gradients.py")
+        for name in ("eager", "key_sum", "chunk_decay")
+    },
     "linrope/backends/native.py": (
         TRANSFORMS[0],
         *OPERATION,

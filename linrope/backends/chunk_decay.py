@@ -1,0 +1,140 @@
+"""Decay between the tokens of one chunk, per key/value head or per feature.
+
+(t, g, r, c, ..): t chunk, g key/value head, r its query head, c token in the chunk, f feature. D_i is the log decay
+summed from the chunk's first token to token i, in float64. No exponent is positive, whatever the decay.
+"""
+
+from functools import cached_property, reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linrope.recurrence.transition import Transition
+
+MOST_TERMS = 64  # of a sum that a matrix library forms from front to back
+
+
+class Decay:
+    """e^(D_i - D_j) from key j to query i: one number per key/value head, or 1 without a log decay."""
+
+    def __init__(self, D: Tensor | None, dtype: torch.dtype) -> None:
+        """D (t, g or 1, 1, c, 1) float64; dtype: that of the scores."""
+        self.D, self.dtype = D, dtype
+
+    @property
+    def transition(self) -> Transition:
+        """What the chunk does to the state before it."""
+        return Transition(None if self.D is None else self.D[:, :, 0, -1])
+
+    def from_start(self, x: Tensor) -> Tensor:
+        """x_i e^(D_i): decayed since the chunk's start."""
+        return x if self.D is None else x * self.D.exp().to(x.dtype)
+
+    def to_end(self, x: Tensor) -> Tensor:
+        """x_j e^(D_c - D_j): decayed to the chunk's last token."""
+        return x if self.D is None else x * (self.D[..., -1:, :] - self.D).exp().to(x.dtype)
+
+    def scores(self, x: Tensor, y: Tensor) -> Tensor:
+        """<x_i, y_j> e^(D_i - D_j) for j <= i, else 0: (t, g, r, c, c)."""
+        scores = product(x, y.mT)
+        if self.D is not None:
+            scores *= self._factors
+        return scores.tril_()
+
+    def gradients_of_scores(self, weights: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of x and y from weights, the gradient of ``scores``, which is 0 for j > i.
+
+        dx_i = sum_j weights_ij e^(D_i - D_j) y_j, and dy_j = sum_i weights_ij e^(D_i - D_j) x_i, over r too.
+        """
+        if self.D is not None:
+            weights = weights * self._factors
+        return product(weights, y), transposed_product(weights, x)
+
+    @cached_property
+    def _factors(self) -> Tensor:
+        """e^(D_i - D_j) for j <= i, else 1: (t, g or 1, 1, c, c)."""
+        assert self.D is not None
+        return (self.D - self.D.mT).clamp_(max=0).exp_().to(self.dtype)
+
+
+class DecayPerFeature(Decay):
+    """The same with D (t, g or 1, 1, c, f). Its factors cannot be applied to scores, which are sums over features.
+
+    e^(D_i - D_j) = e^(D_i - D_m) e^(D_m - D_j) is applied to query and key, with m between them: the last token of the
+    left half of a block of 2, 4, .. c tokens, with j in that half and i in the other. Each pair i > j is in one block.
+    """
+
+    @cached_property
+    def _halves(self) -> "list[Halves]":
+        assert self.D is not None
+        return [Halves.of(self.D, 1 << i, self.dtype) for i in range(self.D.shape[-2].bit_length() - 1)]
+
+    def scores(self, x: Tensor, y: Tensor) -> Tensor:
+        scores = x.new_zeros(*x.shape[:-1], x.shape[-2])
+        _diagonal(scores).copy_((x * y).sum(-1, keepdim=True))
+        for halves in self._halves:
+            halves.block(scores).copy_(halves.queries(x) @ halves.keys(y).mT)
+        return scores
+
+    def gradients_of_scores(self, weights: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        d_x = _diagonal(weights) * y
+        d_y = (_diagonal(weights) * x).sum(2, keepdim=True)
+        for halves in self._halves:
+            block = halves.block(weights)
+            halves.right(d_x).addcmul_(block @ halves.keys(y), halves.to_query)
+            halves.left(d_y).addcmul_((block.mT @ halves.queries(x)).sum(2, keepdim=True), halves.from_key)
+        return d_x, d_y
+
+
+class Halves(NamedTuple):
+    """The chunk in blocks of 2 size tokens: queries in their right halves, keys in their left halves."""
+
+    size: int
+    to_query: Tensor  # (t, g or 1, 1, blocks, size, f): e^(D_i - D_m)
+    from_key: Tensor  # the same shape: e^(D_m - D_j)
+
+    @classmethod
+    def of(cls, D: Tensor, size: int, dtype: torch.dtype) -> "Halves":
+        left, right = D.unflatten(-2, (-1, 2, size)).unbind(-3)
+        middle = left[..., -1:, :]
+        return cls(size, (right - middle).exp().to(dtype), (middle - left).exp().to(dtype))
+
+    def left(self, x: Tensor) -> Tensor:
+        """A view of the left halves of x (t, g, r, c, f): (t, g, r, blocks, size, f)."""
+        left: Tensor = x.unflatten(-2, (-1, 2, self.size))[..., 0, :, :]
+        return left
+
+    def right(self, x: Tensor) -> Tensor:
+        right: Tensor = x.unflatten(-2, (-1, 2, self.size))[..., 1, :, :]
+        return right
+
+    def queries(self, x: Tensor) -> Tensor:
+        return self.right(x) * self.to_query
+
+    def keys(self, y: Tensor) -> Tensor:
+        return self.left(y) * self.from_key
+
+    def block(self, scores: Tensor) -> Tensor:
+        """A view of the scores between the two halves of each block: (t, g, r, blocks, size, size)."""
+        blocks: Tensor = scores.unflatten(-1, (-1, 2, self.size)).unflatten(-4, (-1, 2, self.size))
+        return blocks[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+def _diagonal(scores: Tensor) -> Tensor:
+    """A view of the diagonal of scores (.., c, c): (.., c, 1)."""
+    return scores.diagonal(dim1=-2, dim2=-1)[..., None]
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """x (t, g, r, c, k) times y (t, g, 1, k, l). A long sum over k is formed in parts, to round less."""
+    rows, columns, parts = x.flatten(2, 3), y[:, :, 0], max(1, -(-x.shape[-1] // MOST_TERMS))
+    pairs = zip(rows.tensor_split(parts, -1), columns.tensor_split(parts, -2), strict=True)
+    xy = reduce(torch.add, (part @ other for part, other in pairs))
+    by_query: Tensor = xy.unflatten(2, x.shape[2:4])
+    return by_query
+
+
+def transposed_product(scores: Tensor, x: Tensor) -> Tensor:
+    """scores (t, g, r, c, k) transposed, times x (t, g, r, c, l), summed over r: (t, g, 1, k, l)."""
+    return (scores.flatten(2, 3).mT @ x.flatten(2, 3))[:, :, None]

@@ -1,0 +1,155 @@
+"""The sum over keys that equation 19 is made of, in chunks, and its gradients.
+
+    sum_j e^(D_i - D_j) <x_i, y_j> v_j        over the keys j that query i sees
+
+With x = R phi and y = R psi it is the numerator; with x = phi, y = psi and v = 1 the denominator. D is the log decay
+summed in the chunk, S the state before it, T the gradient of the state after it, and c the chunk's last token:
+
+    sum_i = e^(D_i) S^T x_i + sum_(j<=i) e^(D_i - D_j) <x_i, y_j> v_j
+    S    <- e^(D_c) S + sum_j e^(D_c - D_j) y_j v_j^T
+
+    dx_i  = e^(D_i) S g_i + sum_(j<=i) e^(D_i - D_j) <g_i, v_j> y_j
+    dy_j  = e^(D_c - D_j) T v_j + sum_(i>=j) e^(D_i - D_j) <g_i, v_j> x_i
+    dv_j  = e^(D_c - D_j) T^T y_j + sum_(i>=j) e^(D_i - D_j) <x_i, y_j> g_i
+    T    <- e^(D_c) T + sum_i e^(D_i) x_i g_i^T
+    da_t  = e^(D_c) <S, T> + sum_(i>=t) <x_i, e^(D_i) S g_i> + sum_(j<t) <y_j, e^(D_c - D_j) T v_j>
+            + sum_(j<t<=i) e^(D_i - D_j) <x_i, y_j> <g_i, v_j>
+
+where g is the gradient of the sum, and sums over i include the r query heads of a key/value head. Without causal order
+nothing decays, all queries read the state after the last key, and nothing is summed within chunks.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from linrope.backends.chunk_decay import Decay, product, transposed_product
+from linrope.recurrence.chunks import Cut
+from linrope.recurrence.transition import gradients_around, states_around
+
+
+@dataclass
+class KeySum:
+    """The sum for all queries, with the states around each chunk."""
+
+    x: Tensor  # (t, g, r, c, f)
+    y: Tensor  # (t, g, 1, c, f), 0 for hidden keys
+    v: Tensor  # (t, g or 1, 1, c, e)
+    decay: Decay
+    first: Tensor | None  # (s, g, f, e): the state before each sequence
+    state_dtype: torch.dtype
+    query_cut: Cut
+    key_cut: Cut
+    causal: bool
+
+    def value(self) -> Tensor:
+        """(t, g, r, c, e)."""
+        total = product(self.x_from_start, self.state_read)
+        if self.causal:
+            total += product(self.scores, self.v)
+        return total
+
+    def last_state(self) -> Tensor:
+        """(s, g, f, e)."""
+        return self.states[1][self.key_cut.last]
+
+    @cached_property
+    def x_from_start(self) -> Tensor:
+        """e^(D_i) x_i."""
+        return self.decay.from_start(self.x)
+
+    @cached_property
+    def y_to_end(self) -> Tensor:
+        """e^(D_c - D_j) y_j, in the dtype of the state."""
+        return self.decay.to_end(self.y.to(self.state_dtype))
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """e^(D_i - D_j) <x_i, y_j> for j <= i, else 0: (t, g, r, c, c)."""
+        return self.decay.scores(self.x, self.y)
+
+    @cached_property
+    def states(self) -> tuple[Tensor, Tensor]:
+        """S before and after each chunk, (t, g, f, e)."""
+        added = _outer(self.y_to_end, self.v.to(self.state_dtype))
+        return states_around(self.decay.transition, added, self.key_cut, self.first)
+
+    @cached_property
+    def state_read(self) -> Tensor:
+        """The S that the queries of each chunk read: (t, g, 1, f, e)."""
+        before, after = self.states
+        read = before if self.causal else after[self.key_cut.last][self.query_cut.owner]
+        return read[:, :, None].to(self.x.dtype)
+
+
+class KeySumGradients:
+    """The gradients of a ``KeySum`` from the gradient g (t, g, r, c, e) of its value and that of its last state."""
+
+    def __init__(self, total: KeySum, g: Tensor, last: Tensor | None) -> None:
+        self.sum, self.g = total, g
+        added = _outer(*(x.to(total.state_dtype) for x in (total.x_from_start, g)))
+        after, before = gradients_around(total.decay.transition, added, total.query_cut, last)
+        self.first = before.flip(0)[total.query_cut.reverse().last]
+        """The gradient of the state before each sequence, (s, g, f, e)."""
+        self.T = after if total.causal else self.first[total.key_cut.owner]
+        T = self.T[:, :, None].to(total.x.dtype)
+        self.x_from_state = total.decay.from_start(product(g, total.state_read.mT))
+        self.y_from_later = total.decay.to_end(product(total.v, T.mT))
+        self.weights = product(g, total.v.mT).tril() if total.causal else None
+
+    @cached_property
+    def _of_chunk(self) -> tuple[Tensor, Tensor]:
+        """What the scores pass on to x and y."""
+        assert self.weights is not None
+        return self.sum.decay.gradients_of_scores(self.weights, self.sum.x, self.sum.y)
+
+    def d_queries(self) -> Tensor:
+        """dx (t, g, r, c, f)."""
+        return self.x_from_state + self._of_chunk[0] if self.sum.causal else self.x_from_state
+
+    def d_keys(self) -> Tensor:
+        """dy (t, g, 1, c, f)."""
+        return self.y_from_later + self._of_chunk[1] if self.sum.causal else self.y_from_later
+
+    def d_values(self) -> Tensor:
+        """dv (t, g, 1, c, e)."""
+        d_v = product(self.sum.y_to_end, self.T[:, :, None])
+        if self.sum.causal:
+            d_v += transposed_product(self.sum.scores, self.g)
+        return d_v
+
+    def leave_out_own_pairs(self) -> Tensor:
+        """Leaves each token's pair with itself out of dx and dy. Returns its weight <g_i, v_i>: (t, g, r, c, 1)."""
+        assert self.weights is not None
+        diagonal = self.weights.diagonal(dim1=-2, dim2=-1)
+        own = diagonal.clone()[..., None]
+        diagonal.zero_()
+        return own
+
+    def d_log_decay(self) -> Tensor:
+        """da (t, g, c) float64. Each pair of a key and a later query counts once, so nothing cancels.
+
+        A pair has the factor e^(a_t) of every token t between them, so da_t of a closed gate is as small as the gate.
+        """
+        assert self.weights is not None
+        pairs = (self.sum.scores * self.weights).sum(2)
+        earlier_keys = pairs @ torch.ones_like(pairs[0, 0]).triu(1)  # (t, g, i, t): summed over j < t
+        da = earlier_keys.tril_().sum(2).double()
+        da += sums_from((self.sum.x * self.x_from_state).sum((2, 4)).double(), -1)
+        of_keys = (self.sum.y * self.y_from_later).sum((2, 4)).double()
+        da[..., 1:] += of_keys[..., :-1].cumsum(-1)
+        rows = (self.sum.states[0] * self.T).sum(-1).double()
+        da += self.sum.decay.transition.apply(rows).sum(-1, keepdim=True)
+        return da
+
+
+def _outer(x: Tensor, y: Tensor) -> Tensor:
+    """The sum of x_i y_i^T over r and c: (t, g, f, e)."""
+    return transposed_product(x, y)[:, :, 0]
+
+
+def sums_from(x: Tensor, dim: int) -> Tensor:
+    """x summed from each token to the chunk's last, along dim."""
+    return x.flip(dim).cumsum(dim).flip(dim)
