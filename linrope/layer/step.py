@@ -18,7 +18,7 @@ from linrope.layer.norm import OutputNorm, RMSNorm
 from linrope.layer.selective import ForgetGate, WriteGate
 from linrope.layer.short_convolution import ShortConvolution
 from linrope.operation.attend import identity_of
-from linrope.ops.native import MAX_TAPS
+from linrope.ops.convolution import MAX_TAPS
 from linrope.recurrence.decay import MIN_LOG_DECAY
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary

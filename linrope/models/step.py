@@ -11,7 +11,7 @@ from linrope.layer.norm import RMSNorm
 from linrope.layer.step import Joined, LayerStep, linear, why_not_plain
 from linrope.layer.step import why_not as why_not_layer
 from linrope.models.language_model import Block, LanguageModel, States, SwiGLU, TiedEmbedding
-from linrope.ops.native import MOST_VALUES
+from linrope.ops.norm import MOST_VALUES
 
 _KINDS = (LanguageModel, Block, SwiGLU, TiedEmbedding, nn.ModuleList, RMSNorm, nn.Linear)
 _ops = torch.ops.linrope_native
