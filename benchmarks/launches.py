@@ -36,8 +36,8 @@ FREE = {
 }
 # linrope's operator, and what it runs
 INSIDE = {
-    torch.ops.linrope.attend.default: bridge._run,
-    torch.ops.linrope.attend_backward.default: bridge._run_backward,
+    torch.ops.linrope.attend.default: bridge.ATTEND.run,
+    torch.ops.linrope.attend_backward.default: bridge.ATTEND.run_backward,
 }
 SHAPES = {"many heads": (8, 2048, 64), "few heads": (1, 65_536, 8), "short": (8, 512, 16)}
 LAYERS: dict[str, dict[str, Any]] = {

@@ -17,7 +17,8 @@ from linrope.layer.selective import ForgetGate, WriteGate
 from linrope.layer.short_convolution import ShortConvolution
 from linrope.layer.state import LayerState
 from linrope.operation.plan import identity_of
-from linrope.ops.native import MAX_TAPS, MOST_VALUES
+from linrope.ops.convolution import MAX_TAPS
+from linrope.ops.norm import MOST_VALUES
 from linrope.rotation.rotary import Rotary
 
 # transformers leaves hooks of this module on a model that was once asked for its hidden states. In other calls they do

@@ -1,14 +1,42 @@
 """The RMS norm of the heads' outputs, with a gate and a skip connection from the values."""
 
-from torch import Tensor
+from typing import Any, NamedTuple, get_type_hints
 
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from linrope.backends.native import _run
+from linrope.backends.operator import Operator, Output, Tensors
 from linrope.common.argument_checks import check_name
-from linrope.ops import eager, fused
-from linrope.ops.backends import choose
-from linrope.ops.checks import check_dense, check_shape
+from linrope.common.tracing import check_not_in_onnx
+from linrope.ops.arguments import (
+    as_parameter,
+    check_dense,
+    check_shape,
+    converted,
+    gradient_of,
+    takes_kernel,
+    with_dense_rows,
+)
 
 OVER = ("head", "all")
 ORDERS = ("before", "after")  # where a skip or a gate acts: before or after the norm
+MOST_VALUES = 2**16 - 1  # per head, of the native kernel
+
+
+class _GatedNorm(NamedTuple):
+    """A call, checked. b batch, n tokens, h heads, g heads of v, e values."""
+
+    out: Tensor  # (b, n, h, e)
+    weight: Tensor | None  # (e,) or (h, e)
+    gate: Tensor | None  # (b, n, h e)
+    v: Tensor | None  # (b, n, g, e)
+    skip: Tensor | None  # (h,)
+    eps: float
+    over_heads: bool
+    gate_first: bool
+    skip_first: bool
 
 
 def gated_norm(
@@ -67,12 +95,15 @@ def gated_norm(
     check_name("skip_order", skip_order, ORDERS)
     if weight is not None and weight.ndim == 1 and over == "all":
         weight = weight.view(out.shape[2:])
-    tensors = (out, weight, gate, v, skip)
-    options = (float(eps), over == "all", gate_order == "before", skip_order == "before")
-    name = choose(backend, tensors, values=out.shape[3])
-    if name == "eager":
-        return eager.gated_norm(*tensors, *options)
-    return fused.gated_norm(name, *tensors, *options)
+    call = _GatedNorm(
+        out, weight, gate, v, skip, float(eps), over == "all", gate_order == "before", skip_order == "before"
+    )
+    values, too_large = out.shape[3], None
+    if values > MOST_VALUES:
+        too_large = f"{values} values per head: it takes up to {MOST_VALUES}; use backend='eager'"
+    if takes_kernel(backend, (out, weight, gate, v, skip), too_large):
+        return _NORM(call, call)[0]
+    return _NORM.definition(call)
 
 
 def _check(
@@ -107,3 +138,83 @@ def _check(
         if g == 0 or h % g:
             raise ValueError(f"v: got {g} heads, expected a divisor of out's {h}")
         check_shape("skip", skip, (h,))
+
+
+def _inverse_root(mean: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean + eps)."""
+    if torch.onnx.is_in_onnx_export():  # whose optimizer drops a sum with a number below 1e-8
+        scaled = mean * (1 / eps) + 1
+        return torch.rsqrt(scaled) * float(eps**-0.5)
+    return torch.rsqrt(mean + eps)
+
+
+class _Norm(Operator[_GatedNorm]):
+    """The native kernel, which saves only the inputs, and its definition."""
+
+    name = "gated_norm"
+    types = get_type_hints(_GatedNorm)
+    inputs = 5
+    record = _GatedNorm
+
+    @staticmethod
+    def definition(call: _GatedNorm) -> Tensor:
+        """The operator in plain PyTorch: for any dtype and device, for exporters and transformations."""
+        out, weight, gate, v, skip, eps, over_heads, gate_first, skip_first = call
+        wide = torch.promote_types(out.dtype, torch.float32)
+        u, h = out.to(wide), out.shape[2]
+        skip_term = factor = None
+        if skip is not None and v is not None:
+            skip_term = skip.to(wide)[:, None] * v.to(wide).repeat_interleave(h // v.shape[2], 2)
+        if gate is not None:
+            factor = F.silu(gate.to(wide)).view(out.shape)
+        if skip_term is not None and skip_first:
+            u = u + skip_term
+        if factor is not None and gate_first:
+            u = u * factor
+        if weight is not None:
+            mean = u.square().mean((2, 3) if over_heads else 3, keepdim=True)
+            u = weight.to(wide) * (u * _inverse_root(mean, eps))
+        if skip_term is not None and not skip_first:
+            u = u + skip_term
+        if factor is not None and not gate_first:
+            u = u * factor
+        return u.flatten(2).to(out.dtype)
+
+    def new(self, record: _GatedNorm, save: bool) -> Output:
+        check_not_in_onnx("native", "'eager'")
+        b, n, h, e = record.out.shape
+        return record.out.new_empty(b, n, h * e), []
+
+    def forward(self, record: _GatedNorm, save: bool) -> Output:
+        return converted(_run("gated_norm", _kernel_arguments(record)), record.out.dtype), []
+
+    def backward(self, record: _GatedNorm, saved: list[Tensor], g: Tensors) -> Tensors:
+        arguments = _kernel_arguments(record)
+        gradient = with_dense_rows(g[0], arguments["out"].dtype)
+        d_out, d_gate, d_v, d_weight, d_skip = _run("gated_norm_backward", arguments | {"gradient": gradient})
+        if record.weight is not None:
+            d_weight = d_weight.view(record.weight.shape)
+        found = d_out, d_weight, d_gate, d_v, d_skip
+        return [gradient_of(x, d_x) for x, d_x in zip(record[:5], found)]
+
+
+_NORM = _Norm()
+
+
+def _kernel_arguments(call: _GatedNorm) -> dict[str, Any]:
+    """out, gate and v in one dtype, weight and skip in float32."""
+    dtype = call.out.dtype
+    for x in (call.gate, call.v):
+        if x is not None and x.dtype != dtype:
+            dtype = torch.promote_types(dtype, x.dtype)
+    return {
+        "out": with_dense_rows(call.out, dtype),
+        "weight": as_parameter(call.weight),
+        "gate": with_dense_rows(call.gate, dtype),
+        "v": with_dense_rows(call.v, dtype),
+        "skip": as_parameter(call.skip),
+        "eps": call.eps,
+        "over_heads": call.over_heads,
+        "gate_first": call.gate_first,
+        "skip_first": call.skip_first,
+    }

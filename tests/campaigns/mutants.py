@@ -103,7 +103,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/operation/test_decoding.py",
         "tests/kernels/cpu",
     ),
-    "linrope/backends/bridge.py": (*TRANSFORMS, *OPERATION, "tests/operation/test_decoding.py"),
+    **{
+        f"linrope/backends/{name}.py": (*TRANSFORMS, *OPERATION, "tests/operation/test_decoding.py")
+        for name in ("bridge", "operator")
+    },
     "linrope/backends/equation.py": OPERATION,
     "linrope/backends/triton.py": (
         f"{B}/test_options.py",

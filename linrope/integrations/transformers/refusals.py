@@ -11,7 +11,7 @@ from linrope import backends
 from linrope.backends.native import MAX_DIM
 from linrope.common.tracing import exporting
 from linrope.integrations.transformers import mamba2
-from linrope.ops.native import MAX_TAPS
+from linrope.ops.convolution import MAX_TAPS
 
 
 def tensors(x: Tensor, package: str = "") -> str | None:

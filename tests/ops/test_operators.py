@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from linrope.backends import native as library
 from linrope.ops import convolve, gated_norm
-from linrope.ops.backends import choose
+from linrope.ops.arguments import takes_kernel
 from tests.ops.cases import needs_native, numbers
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -47,7 +47,7 @@ NATIVE = pytest.param("native", marks=needs_native)
 )  # fmt: skip
 @needs_native
 def test_the_operators_pass_torch_library_s_checks(operator: str, arguments: tuple) -> None:
-    torch.library.opcheck(getattr(torch.ops.linrope, operator).default, ("native", *arguments))
+    torch.library.opcheck(getattr(torch.ops.linrope, operator).default, (*arguments, True))
 
 
 class Block(nn.Module):
@@ -136,9 +136,9 @@ def test_second_derivatives_in_torch_func_take_the_definition_or_name_it() -> No
 def test_auto_takes_the_kernels_where_they_can_run_and_names_the_reason_where_not() -> None:
     x = torch.zeros(1, 2, 3)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert choose("auto", (x.to(dtype), None)) == "native"
-    assert choose("auto", (x.double(),)) == choose("auto", (x,), taps=9) == "eager"
-    assert choose("auto", (x.to("meta"),)) == "eager"
+        assert takes_kernel("auto", (x.to(dtype), None), None)
+    for other, too_large in ((x.double(), None), (x, "9 taps"), (x.to("meta"), None)):
+        assert not takes_kernel("auto", (other,), too_large)
     with pytest.raises(RuntimeError, match="cannot run: inside a transformation"):
         torch.func.vmap(lambda x: convolve(x, torch.ones(3, 2), backend="native"))(x[None])
 
