@@ -160,7 +160,7 @@ class Step:
             "angle": sums.angle,
             "slots": slots,
         }
-        out = _run("step", self.shared | token)
+        out = run_operator("step", self.shared | token)
         if in_place:
             _count_write(*sums, position)
         return out, sums, position
@@ -187,7 +187,7 @@ def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
         "slots": slots,
         "advance": False,
     }
-    out = _run("step", arguments | _settings(call))
+    out = run_operator("step", arguments | _settings(call))
     if in_place:
         _count_write(*sums)
     return out if same_dtype else out.to(call.v.dtype), sums
@@ -250,7 +250,7 @@ def _by_position(operator: str) -> tuple[Any, Callable[[dict[str, Any]], tuple[A
     return getattr(_ops, operator).default, itemgetter(*_argument_names(operator))
 
 
-def _run(operator: str, arguments: dict[str, Any]) -> Any:
+def run_operator(operator: str, arguments: dict[str, Any]) -> Any:
     """operator(**arguments), but passed by position: PyTorch takes 5 us to match keywords."""
     run, in_order = _by_position(operator)
     return run(*in_order(arguments))
@@ -280,7 +280,7 @@ def _forward(call: Call, sums: Sums | None, slots: Tensor | None) -> tuple[Tenso
         "slots": slots,
         "want_state": call.return_state,
     }
-    out, kv, z = _run("forward", arguments | _tensors(call, sums) | _settings(call))
+    out, kv, z = run_operator("forward", arguments | _tensors(call, sums) | _settings(call))
     return out if same_dtype else out.to(call.v.dtype), kv, z
 
 
@@ -313,7 +313,7 @@ def backward(call: Call, sums: Sums | None, results: list[Tensor], g: ResultGrad
         "want_angle_steps": has_tokens and call.angle_steps is not None,
         "want_write": has_tokens and call.write is not None,
     }
-    gradients = _run("backward", arguments | _tensors(call, sums) | _settings(call))
+    gradients = run_operator("backward", arguments | _tensors(call, sums) | _settings(call))
     dq, dk, dv, d_log, d_steps, d_write, d_kv, d_z = gradients
     return Gradients(
         q=None if call.q is None else _sum_of_heads(dq, q),

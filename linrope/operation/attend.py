@@ -101,12 +101,11 @@ def _attend(
     )
     in_place = _writes_in_place(resolved)
     resolved.return_state = call.return_state or in_place
-    backend = plan.backend or backends.choose(call.backend, resolved, state)
-    if plan.xpos_log_decay is None:  # with xPos the choice depends on the distances
-        plan.backend = backend
-    if not backend.TAKES_VALUE_GROUPS:
+    if plan.backend is None:
+        plan.backend = backends.choose(call.backend, resolved, state)
+    if not plan.backend.TAKES_VALUE_GROUPS:
         resolved = resolved.expanded()
-    out, sums = backend.attend(resolved, state)
+    out, sums = plan.backend.attend(resolved, state)
     if out.dtype != call.v.dtype:  # expanded values may be wider
         out = out.to(call.v.dtype)
     if stabilized is not None and features.q_scale is not None and not call.normalize:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linrope.backends.native import _run
+from linrope.backends.native import run_operator
 from linrope.backends.operator import Operator, Output, Tensors
 from linrope.common.tracing import check_not_in_onnx, plain
 from linrope.operation.checks import check_packing
@@ -197,11 +197,11 @@ class _Convolve(Operator[_Convolution]):
         return record.x.new_empty(record.x.shape), []
 
     def forward(self, record: _Convolution, save: bool) -> Output:
-        return _run("convolve", _kernel_arguments(record)), []
+        return run_operator("convolve", _kernel_arguments(record)), []
 
     def backward(self, record: _Convolution, saved: list[Tensor], g: Tensors) -> Tensors:
         gradient = with_dense_rows(g[0], record.x.dtype)
-        found = _run("convolve_backward", _kernel_arguments(record) | {"gradient": gradient})
+        found = run_operator("convolve_backward", _kernel_arguments(record) | {"gradient": gradient})
         return [gradient_of(x, d_x) for x, d_x in zip(record[:4], found)]
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linrope.backends.native import _run
+from linrope.backends.native import run_operator
 from linrope.backends.operator import Operator, Output, Tensors
 from linrope.common.argument_checks import check_name
 from linrope.common.tracing import check_not_in_onnx
@@ -186,12 +186,14 @@ class _Norm(Operator[_GatedNorm]):
         return record.out.new_empty(b, n, h * e), []
 
     def forward(self, record: _GatedNorm, save: bool) -> Output:
-        return converted(_run("gated_norm", _kernel_arguments(record)), record.out.dtype), []
+        return converted(run_operator("gated_norm", _kernel_arguments(record)), record.out.dtype), []
 
     def backward(self, record: _GatedNorm, saved: list[Tensor], g: Tensors) -> Tensors:
         arguments = _kernel_arguments(record)
         gradient = with_dense_rows(g[0], arguments["out"].dtype)
-        d_out, d_gate, d_v, d_weight, d_skip = _run("gated_norm_backward", arguments | {"gradient": gradient})
+        d_out, d_gate, d_v, d_weight, d_skip = run_operator(
+            "gated_norm_backward", arguments | {"gradient": gradient}
+        )
         if record.weight is not None:
             d_weight = d_weight.view(record.weight.shape)
         found = d_out, d_weight, d_gate, d_v, d_skip
