@@ -1,10 +1,10 @@
-"""RoFormer's equation 19 as it is written, with decay and state: differentiable, in any floating dtype.
+"""The backend "reference": RoFormer's equation 19 as it is written, with decay and state, in any floating dtype.
 
     num_i = sum_j e^(L_i - L_j) <R(Theta_i) phi(q_i), R(Theta_j) psi(k_j)> v_j
     den_i = sum_j e^(L_i - L_j) <phi(q_i), psi(k_j)>,       out_i = num_i / max(den_i, eps)
 
 The sums run over j <= i (causal) or over all j. Axes: b batch, n queries, m keys, g key/value heads, r query heads
-per key/value head, f features, e values.
+per key/value head, f features, e values. Autograd differentiates it.
 """
 
 import torch

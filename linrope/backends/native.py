@@ -328,7 +328,7 @@ def backward(call: Call, sums: Sums | None, results: list[Tensor], g: ResultGrad
 
 
 def _tensors(call: Call, sums: Sums | None) -> dict[str, Any]:
-    """The arguments that the forward and backward kernels share, in addition to ``settings``."""
+    """The arguments that the forward and backward kernels share, in addition to ``_settings``."""
     return {
         "positions": call.positions.contiguous(),
         "key_positions": contiguous(call.key_positions),

@@ -1,6 +1,6 @@
 """An operator with a backward pass of its own: one opaque node for autograd, torch.compile and torch.func.
 
-``bridge.py`` declares that of all chunked backends, ``linrope/ops`` the others.
+``bridge.py`` declares the operator of all chunked backends; ``linrope/ops`` declares those around the attention.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,11 +33,11 @@ class Operator(Generic[Record]):
     """
 
     name: ClassVar[str]
-    types: ClassVar[Mapping[str, Any]]  # of the arguments, by name and in order
+    types: ClassVar[Mapping[str, Any]]  # the type of each argument, by name and in order
     inputs: ClassVar[int]  # how many arguments have gradients
     results: ClassVar[int] = 1
     record: ClassVar[Callable[..., Any]]  # makes a record of the arguments
-    # In plain PyTorch, of a record. Second derivatives go through it; None: they are refused.
+    # Computes the result of a record in plain PyTorch. Second derivatives go through it; None: they are refused.
     definition: ClassVar[Callable[..., Tensor] | None] = None
 
     def forward(self, record: Record, save: bool) -> Output:
@@ -49,11 +49,14 @@ class Operator(Generic[Record]):
         raise NotImplementedError
 
     def backward(self, record: Record, saved: list[Tensor], g: Tensors) -> Tensors:
-        """The gradients of the inputs, None for absent ones. g: those of the results. saved: see ``reads_results``."""
+        """The gradients of the inputs, None for absent ones. g: the gradients of the results.
+
+        saved: the results if ``reads_results``, then the tensors that ``forward`` saved.
+        """
         raise NotImplementedError
 
     def reads_results(self, record: Record) -> bool:
-        """True if ``backward`` requires the results, before the tensors that ``forward`` saved."""
+        """True if ``backward`` requires the results too."""
         return False
 
     def refusal(self, arguments: Sequence[Any]) -> str:
@@ -82,7 +85,7 @@ class Operator(Generic[Record]):
             op.register_vmap(_vmap_by_loop(op))
 
     def __call__(self, arguments: Sequence[Any], record: Record) -> tuple[Tensor, ...]:
-        """The results, with gradients. record: that of the arguments."""
+        """The results, with gradients. record: the one that ``self.record`` makes of the arguments."""
         inputs = arguments[: self.inputs]
         save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         output: Output

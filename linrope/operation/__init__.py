@@ -1,1 +1,1 @@
-"""The operation: the request, its checks, and the steps that answer it."""
+"""The operation: plans, checks, positions and features of a call, and the call itself."""

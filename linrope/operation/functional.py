@@ -151,7 +151,7 @@ def linear_rope_attention(
     >>> packed = linear_rope_attention(q, k, v, rotary=rotary, cu_seqlens=torch.tensor([0, 900, 1000]))
     >>> torch.testing.assert_close(packed[:, :900], head)
     """
-    if q is None:
+    if q is None:  # a Call without q asks for the last state alone: see linear_rope_state
         raise TypeError("q: got NoneType, expected a dense torch.Tensor")
     call = Call(
         q=q,

@@ -1,1 +1,1 @@
-"""Tokens in order: the state, packed sequences, chunks, decay."""
+"""What the operation and the backends share: the record of a call, the state, packed sequences, chunks, decay."""

@@ -55,7 +55,7 @@ class Settings:
 
 @dataclass(kw_only=True)
 class Resolved:
-    """What a plan makes of ``rotary`` for the backends."""
+    """What the operation makes of ``rotary`` for the backends."""
 
     theta_turns: Tensor | None = None  # (axes, g or 1, pairs) int64: theta in 2^-64 turns per position
     layout: str = "interleaved"  # how features pair up to rotate; or "half"
@@ -70,6 +70,8 @@ class Call(Resolved, Settings, TokenLayout, Inputs):
     A backend gets the call that ``linrope.operation.attend`` makes of it: checked; q and k mapped, apart from an
     elementwise map, whose name ``feature_map`` then is; ``log_decay`` and ``angle_steps`` as totals per token that are
     0 where the mask hides one, with the fixed ``decay`` in log_decay; ``positions`` as int64; and ``rotary`` resolved.
+    It gets the state to continue from as an argument of its own: ``linrope.recurrence.stabilizer`` may have rescaled
+    ``call.state``.
     """
 
     rotary: Rotary | None = None

@@ -44,7 +44,7 @@ class Transition:
         return self if self.log is None else Transition(self.log[segments])
 
     def flip(self) -> "Transition":
-        """Of the segments from the last to the first."""
+        """The transitions of the segments from the last to the first."""
         return self if self.log is None else Transition(self.log.flip(0))
 
 
