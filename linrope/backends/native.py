@@ -103,7 +103,7 @@ def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
 
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
     """out and, if wanted, the last sums. Without gradients it may update a donated state or a pool's rows."""
-    if traced(call) or (torch.is_grad_enabled() and needs_gradients(call, state)):
+    if traced(call) or needs_gradients(call, state):
         return bridge.attend("native", call, state)
     is_step = call.k.shape[1] == 1 and call.causal and call.q is not None and call.cu_seqlens is None
     if is_step and state is not None:

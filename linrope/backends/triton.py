@@ -68,9 +68,8 @@ def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
 
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
     call = call.expanded(round_values=True)  # the kernels multiply half-precision values as they are
-    differentiates = torch.is_grad_enabled() and needs_gradients(call, state)
     step = call.causal and call.q is not None and call.k.shape[1] == 1 and call.cu_seqlens is None
-    if step and not differentiates and not traced(call):
+    if step and not needs_gradients(call, state) and not traced(call):
         return _step(call, state)
     return bridge.attend("triton", call, state)
 

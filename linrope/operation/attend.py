@@ -13,13 +13,13 @@ from linrope.operation.features import map_features
 from linrope.operation.plan import Plan, identity_of, next_identity, plan_of
 from linrope.recurrence.call import Call, Sums, needs_gradients
 from linrope.recurrence.decay import (
-    Tokens,
     distances,
     gradient_path,
     log_decay_of_step,
     log_decay_of_tokens,
     steps_of_tokens,
 )
+from linrope.recurrence.packing import Tokens
 from linrope.recurrence.stabilizer import Stabilized, stabilize
 from linrope.recurrence.state import LinearAttentionState
 
@@ -30,7 +30,7 @@ def attend(call: Call) -> tuple[Tensor, LinearAttentionState | None]:
         plan = plan_of(call)
         if plan.warning is not None:
             warnings.warn(plan.warning, stacklevel=3)
-        if plan.step is not None and not _needs_gradients(call):
+        if plan.step is not None and not needs_gradients(call, call.state):
             state = call.state
             assert state is not None
             in_place = state.donated or state.slots is not None
@@ -136,11 +136,6 @@ def _overwritten(state: LinearAttentionState, sums: Sums, **tensors: Tensor | No
     return state._replace_unchecked(donated=False)
 
 
-def _needs_gradients(call: Call) -> bool:
-    """True if autograd will ask for gradients of this call."""
-    return torch.is_grad_enabled() and needs_gradients(call, call.state)
-
-
 def _writes_in_place(call: Call) -> bool:
     """True if the next state overwrites the incoming one: the call selects rows of a pool, or it is one token.
 
@@ -149,7 +144,7 @@ def _writes_in_place(call: Call) -> bool:
     state = call.state
     if state is None or not (state.slots is not None or (state.donated and call.k.shape[1] == 1)):
         return False
-    if _needs_gradients(call):
+    if needs_gradients(call, state):
         if state.slots is not None:
             raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
         return False

@@ -9,7 +9,7 @@ from linrope.feature_maps.base import has_hooks, widen
 from linrope.operation.plan import Plan
 from linrope.operation.positions import spell_out_positions
 from linrope.recurrence.call import Call, repeat_heads
-from linrope.recurrence.decay import Tokens
+from linrope.recurrence.packing import Tokens
 
 
 class Features(NamedTuple):

@@ -7,8 +7,7 @@ from linrope.common.argument_checks import check_integer_tensors
 from linrope.common.constants import Constant
 from linrope.common.tracing import values_readable
 from linrope.recurrence.call import Call
-from linrope.recurrence.decay import Tokens
-from linrope.recurrence.packing import at_last, owners, previous, rising_bounds
+from linrope.recurrence.packing import Tokens, at_last, owners, previous, rising_bounds
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import MAX_POSITION, spell_out
 

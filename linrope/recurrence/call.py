@@ -242,7 +242,8 @@ def differentiable(call: Call, state: LinearAttentionState | None) -> list[Tenso
 
 
 def needs_gradients(call: Call, state: LinearAttentionState | None) -> bool:
-    return any(x.requires_grad for x in differentiable(call, state))
+    """True if autograd will ask for gradients of this call."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in differentiable(call, state))
 
 
 def traced(call: Call) -> bool:

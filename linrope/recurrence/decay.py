@@ -2,24 +2,14 @@
 
 from functools import lru_cache
 from math import log
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from linrope.recurrence.packing import at_first, previous, sums_of_sequences
+from linrope.recurrence.packing import Tokens, at_first, previous, sums_of_sequences
 from linrope.recurrence.state import LinearAttentionState
 
 MIN_LOG_DECAY = -1e4  # e^-10000 is 0 in every dtype, yet sums of such numbers are finite
-
-
-class Tokens(NamedTuple):
-    """The positions of a call's tokens, and the packing of its sequences."""
-
-    bounds: Tensor | None  # of packed sequences, see linrope.recurrence.packing
-    start: Tensor  # (b or 1,), packed (s,): the default position of each sequence's first token
-    positions: Tensor  # (b or 1, n), (b or 1, n, axes), or (b or 1, 1): the first of n consecutive ones
-    key_positions: Tensor | None  # the same for keys; None: the queries' positions
 
 
 def distances(tokens: Tokens, m: int) -> Tensor:

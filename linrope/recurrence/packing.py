@@ -4,8 +4,19 @@
 batch is a sequence. No function here reads a value back from the device.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class Tokens(NamedTuple):
+    """The positions of a call's tokens, and the packing of its sequences."""
+
+    bounds: Tensor | None  # (s + 1,): the bounds of packed sequences
+    start: Tensor  # (b or 1,), packed (s,): the default position of each sequence's first token
+    positions: Tensor  # (b or 1, n), (b or 1, n, axes), or (b or 1, 1): the first of n consecutive ones
+    key_positions: Tensor | None  # the same for keys; None: the queries' positions
 
 
 def rising_bounds(cu_seqlens: Tensor | None, n: int) -> Tensor | None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from linrope.recurrence.call import Call
-from linrope.recurrence.decay import MIN_LOG_DECAY, Tokens
-from linrope.recurrence.packing import at_last, per_token, previous, running_maximum
+from linrope.recurrence.decay import MIN_LOG_DECAY
+from linrope.recurrence.packing import Tokens, at_last, per_token, previous, running_maximum
 from linrope.recurrence.state import NO_KEYS, LinearAttentionState
 
 

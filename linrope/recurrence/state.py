@@ -18,6 +18,9 @@ from linrope.recurrence.identities import may_replace, same_identity
 
 _FORMAT, _VERSION = "linrope.LinearAttentionState", 1
 
+_WRITTEN = ("kv", "z", "position", "angle", "log_scale")  # the tensors that a call may overwrite
+_TENSORS = (*_WRITTEN, "angle_gradient_path")  # all tensors with a row for each sequence
+
 NO_KEYS = -1e30  # log_scale before the first key; finite, because -inf - -inf is NaN
 
 
@@ -166,7 +169,7 @@ class LinearAttentionState:
                 identities = f"{state.identity} and {first.identity}"
                 raise ValueError(f"states: got identities {identities}, expected one")
             kinds, expected = _kinds(tensors), _kinds(rows[0])
-            if differ := [name for name in _LEAVES if kinds.get(name) != expected.get(name)]:
+            if differ := [name for name in _TENSORS if kinds.get(name) != expected.get(name)]:
                 got, want = (", ".join(f"{name} {x.get(name)}" for name in differ) for x in (kinds, expected))
                 expected_text = "equal shapes apart from the batch, equal dtypes and equal devices"
                 raise ValueError(f"states: got {got} and {want}, expected {expected_text}")
@@ -175,11 +178,11 @@ class LinearAttentionState:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors with a row for each sequence, by name."""
-        return {name: x for name in _LEAVES if (x := getattr(self, name)) is not None}
+        return {name: x for name in _TENSORS if (x := getattr(self, name)) is not None}
 
     def written(self) -> dict[str, Tensor]:
         """The tensors that a call may overwrite."""
-        return {name: x for name in _LEAVES[:5] if (x := getattr(self, name)) is not None}
+        return {name: x for name in _WRITTEN if (x := getattr(self, name)) is not None}
 
     def _map(self, function: Any) -> "LinearAttentionState":
         return replace(self, donated=False, **{name: function(x) for name, x in self.tensors().items()})
@@ -327,7 +330,7 @@ class LinearAttentionState:
             FileNotFoundError: no such file. ValueError: it is damaged, newer, or holds something else.
         """
         tensors, metadata = load_tensors(Path(path), _FORMAT, _VERSION)
-        if not {"kv", "z", "position"} <= set(tensors) <= set(_LEAVES) or "identity" not in metadata:
+        if not {"kv", "z", "position"} <= set(tensors) <= set(_TENSORS) or "identity" not in metadata:
             raise ValueError(f"{path}: got {sorted(tensors)}, expected kv, z, position and an identity")
         try:
             return cls(identity=metadata["identity"], **tensors)  # type: ignore[arg-type]
@@ -338,9 +341,6 @@ class LinearAttentionState:
 def _kinds(tensors: dict[str, Tensor]) -> dict[str, str]:
     """Each tensor's shape without the batch, its dtype and its device."""
     return {name: f"{tuple(x.shape[1:])} {x.dtype} {x.device}" for name, x in tensors.items()}
-
-
-_LEAVES = ("kv", "z", "position", "angle", "log_scale", "angle_gradient_path")
 
 
 def _leaves(state: LinearAttentionState) -> dict[str, Tensor]:
