@@ -30,10 +30,10 @@ _HINTS = get_type_hints(Call) | {"feature_map": str, "positions": Tensor}
 _TYPES = {name: _HINTS[name] for name in _FIELDS}
 _OTHERS = [name for name, x in _TYPES.items() if x in (Tensor, Tensor | None) and name not in INPUTS]
 _SETTINGS = [name for name in _TYPES if name not in INPUTS and name not in _OTHERS]
-_ARGUMENTS = {
-    name: {**_TYPES, **dict.fromkeys(Sums._fields, Tensor | None), "backend": str}[name]
-    for name in (*INPUTS, "kv", "z", *_OTHERS, "angle", *_SETTINGS, "backend")
-}
+_ALL_TYPES = _TYPES | dict.fromkeys(Sums._fields, Tensor | None) | {"backend": str}
+# In the order of an Operator: tensors with gradients, other tensors, settings.
+_ORDER = (*INPUTS, "kv", "z", *_OTHERS, "angle", *_SETTINGS, "backend")
+_ARGUMENTS = {name: _ALL_TYPES[name] for name in _ORDER}
 
 
 class _Attention(NamedTuple):

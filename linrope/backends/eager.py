@@ -55,7 +55,7 @@ def forward(call: Call, sums: Sums | None, save: bool) -> Results:
     return _joined(outs, 2), None if kv is None or z is None else (kv, z), []
 
 
-def backward(call: Call, sums: Sums | None, results: list[Tensor], g: ResultGradients) -> Gradients:
+def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradients) -> Gradients:
     parts = [_backward(**part) for part in _by_heads(call, sums, g)]
 
     def joined(name: str) -> Tensor | None:

@@ -19,6 +19,7 @@ from linrope.recurrence.call import (
     Call,
     Gradients,
     ResultGradients,
+    Results,
     Sums,
     contiguous,
     needs_gradients,
@@ -264,9 +265,7 @@ def reads_results(call: Call) -> bool:
     return False
 
 
-def forward(
-    call: Call, sums: Sums | None, save: bool
-) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None, list[Tensor]]:
+def forward(call: Call, sums: Sums | None, save: bool) -> Results:
     out, kv, z = _forward(call, sums, None)
     return out if call.q is not None else None, (kv, z) if call.return_state else None, []
 
@@ -298,7 +297,7 @@ def _sum_of_heads(gradient: Tensor, like: Tensor) -> Tensor:
     return gradient.to(like.dtype)
 
 
-def backward(call: Call, sums: Sums | None, results: list[Tensor], g: ResultGradients) -> Gradients:
+def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradients) -> Gradients:
     q, k, v, _ = _kernel_qkv(call)
     # Without tokens the library has no gradients of log_decay, angle_steps and write.
     has_tokens = call.k.shape[1] > 0

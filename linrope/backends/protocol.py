@@ -40,8 +40,8 @@ class ChunkedBackend(Backend, Protocol):
     def forward(self, call: Call, sums: Sums | None, save: bool) -> Results:
         """out, the last kv and z if wanted, and the tensors that the backward pass needs if ``save``."""
 
-    def backward(self, call: Call, sums: Sums | None, results: list[Tensor], g: ResultGradients) -> Gradients:
-        """The gradients. results: out, kv and z if ``reads_results``, then the tensors that ``forward`` saved."""
+    def backward(self, call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradients) -> Gradients:
+        """The gradients. saved: out, kv and z if ``reads_results``, then the tensors that ``forward`` saved."""
 
     def new_saved(self, call: Call) -> list[Tensor]:
         """Empty tensors with the shapes and dtypes of those that ``forward`` saves."""

@@ -123,10 +123,10 @@ def forward(call: Call, sums: Sums | None, save: bool) -> Results:
         return attend_fwd(call, _phases(call, angle), start, save)
 
 
-def backward(call: Call, sums: Sums | None, results: list[Tensor], g: ResultGradients) -> Gradients:
+def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradients) -> Gradients:
     (start, angle), out, g_out, g_end = _start(sums), None, g.out, None
     if reads_out(call):
-        out, _, _, *results = results
+        out, _, _, *saved = saved
     if g_out is None and call.q is not None:
         g_out = call.v.new_zeros(1).expand(*call.q.shape[:3], call.v.shape[3])
     if g.kv is not None or g.z is not None:
@@ -140,7 +140,7 @@ def backward(call: Call, sums: Sums | None, results: list[Tensor], g: ResultGrad
             assert g_end is not None
             d = state_bwd(call, _phases(call, angle), start, g_end)
         else:
-            d = attend_bwd(call, _phases(call, angle), start, results, out, g_out, g_end)
+            d = attend_bwd(call, _phases(call, angle), start, saved, out, g_out, g_end)
     d_log_decay = None
     if call.log_decay is not None and d.log_decay is not None:
         d_log_decay = summed_to(d.log_decay, call.log_decay)

@@ -3,18 +3,17 @@
 b sequences, h query heads, g key/value heads, d head dim, e values, c channels.
 """
 
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from linrope.backends import native
-from linrope.common.private_names import arguments_of
 from linrope.common.writable import check_slots
 from linrope.decode.products import Joined
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.state import LayerState
+from linrope.recurrence.call import Call
 from linrope.recurrence.decay import MIN_LOG_DECAY
 
 
@@ -33,8 +32,6 @@ class LayerStep:
         gates = {"gate": layer.g_proj, "forget": layer.forget_gate, "write": write}
         self.projections = Joined(layer.q_proj, layer.k_proj, layer.v_proj, *gates.values())
         self.o_proj = Joined(layer.o_proj)
-        self._operator = torch.ops.linrope_native.mixer_step.default
-        self._in_order = itemgetter(*arguments_of(self._operator))
         self._arguments = _arguments(layer, state) | {name: x is not None for name, x in gates.items()}
 
     @torch.no_grad()
@@ -55,7 +52,7 @@ class LayerStep:
     def of_rows(self, x: Tensor, slots: Tensor | None) -> Tensor:
         """The step without checks: x (b, embed_dim), contiguous float32."""
         arguments = self._arguments | {"x": self.projections(x), "slots": slots}
-        y: Tensor = self.o_proj(self._operator(*self._in_order(arguments)))
+        y: Tensor = self.o_proj(native.run_operator("mixer_step", arguments))
         return y
 
 
@@ -85,7 +82,7 @@ def _arguments(layer: LinearRoPEAttention, state: LayerState) -> dict[str, Any]:
         "layout": 0 if rotary is None else native.LAYOUTS[rotary.layout],
         "feature_map": native.MAPS[layer.feature_map.elementwise or ""],
         "normalize": layer.normalize and not layer._out_norm_replaces_normalizer,
-        "eps": 1e-6,
+        "eps": Call.eps,  # the layer has no option for it
         "norm": scale,
         "norm_eps": 1e-6 if norm is None else norm.eps or 0.0,
         "over_heads": layer.norm_over == "all",
