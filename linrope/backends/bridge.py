@@ -36,7 +36,7 @@ _ORDER = (*INPUTS, "kv", "z", *_OTHERS, "angle", *_SETTINGS, "backend")
 _ARGUMENTS = {name: _ALL_TYPES[name] for name in _ORDER}
 
 
-class _Attention(NamedTuple):
+class _BackendCall(NamedTuple):
     backend: str
     call: Call
     sums: Sums | None  # that the call continues from
@@ -49,10 +49,10 @@ def flatten(backend: str, call: Call, sums: Sums | None) -> tuple[Any, ...]:
     return *inputs, kv, z, *others, angle, *[getattr(call, name) for name in _SETTINGS], backend
 
 
-def _unflatten(*arguments: Any) -> _Attention:
+def _unflatten(*arguments: Any) -> _BackendCall:
     named = dict(zip(_ARGUMENTS, arguments))
     backend, kv, z, angle = (named.pop(name) for name in ("backend", *Sums._fields))
-    return _Attention(backend, Call(**named), None if kv is None else Sums(kv, z, angle))
+    return _BackendCall(backend, Call(**named), None if kv is None else Sums(kv, z, angle))
 
 
 @cache
@@ -62,7 +62,7 @@ def _module(name: str) -> ChunkedBackend:
     return cast(ChunkedBackend, load(name))
 
 
-class _Attend(Operator[_Attention]):
+class _AttentionOperator(Operator[_BackendCall]):
     """Attends. The results are out and the last kv and z, an empty tensor in place of each that is not wanted."""
 
     name = "attend"
@@ -71,7 +71,7 @@ class _Attend(Operator[_Attention]):
     results = 3
     record = staticmethod(_unflatten)
 
-    def new(self, record: _Attention, save: bool) -> Output:
+    def new(self, record: _BackendCall, save: bool) -> Output:
         name, call, sums = record
         check_not_in_onnx(name, "'reference' or 'onnx'")
         v, saved = call.v, _module(name).new_saved(call) if save else []
@@ -86,7 +86,7 @@ class _Attend(Operator[_Attention]):
             kv, z = v.new_empty(s, g, f, e, dtype=kv_dtype), v.new_empty(s, g, f, dtype=z_dtype)
         return *(v.new_empty(0) if x is None else x for x in (out, kv, z)), saved
 
-    def forward(self, record: _Attention, save: bool) -> Output:
+    def forward(self, record: _BackendCall, save: bool) -> Output:
         name, call, sums = record
         if call.k.shape[0] == 0:
             return self.new(record, save)
@@ -95,10 +95,10 @@ class _Attend(Operator[_Attention]):
         results = out, *((None, None) if last is None else last)
         return *(call.v.new_empty(0) if x is None else x for x in results), saved
 
-    def reads_results(self, record: _Attention) -> bool:
+    def reads_results(self, record: _BackendCall) -> bool:
         return _module(record.backend).reads_results(record.call)
 
-    def backward(self, record: _Attention, saved: list[Tensor], g: Tensors) -> Tensors:
+    def backward(self, record: _BackendCall, saved: list[Tensor], g: Tensors) -> Tensors:
         name, call, sums = record
         if call.k.shape[0] == 0:  # the batch is empty, but gates of batch size 1 are not: their gradient is 0
             inputs = flatten(*record)[: self.inputs]
@@ -115,13 +115,13 @@ class _Attend(Operator[_Attention]):
         return f"second derivatives: got backend={arguments[len(self.types) - 1]!r}, expected 'reference'"
 
 
-ATTEND = _Attend()
+ATTEND = _AttentionOperator()
 
 
 def attend(backend: str, call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
     """Runs a chunked backend with autograd and torch.compile. Returns out and, if wanted, the last sums."""
     sums = sums_of(None if state is None else state.rows())
-    out, kv, z = ATTEND(flatten(backend, call, sums), _Attention(backend, call, sums))
+    out, kv, z = ATTEND(flatten(backend, call, sums), _BackendCall(backend, call, sums))
     if not call.return_state:
         return out, None
     return out, Sums(kv, z, call.last_angle(None if sums is None else sums.angle))

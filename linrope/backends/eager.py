@@ -99,7 +99,7 @@ def _joined(tensors: Sequence[Tensor | None], heads: int) -> Tensor | None:
 
 def _forward(call: Call, sums: Sums | None, **_: None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """out (b, n, h, e), and the last kv and z."""
-    x = Chunks.of(call, sums)
+    x = ChunkedCall.of(call, sums)
     out = kv = z = None
     if call.q is not None:
         out = x.num.value()
@@ -126,7 +126,7 @@ def _backward(call: Call, sums: Sums | None, g: ResultGradients) -> Gradients:
     With the gradient g of out, num's is g / den, and den's is -<g, out> / den, or 0 where eps replaces den.
     <g, out> = <phi^, dphi^>, so out itself is not needed.
     """
-    x = Chunks.of(call, sums)
+    x = ChunkedCall.of(call, sums)
     phi_hat, psi_hat = x.queries.rotated, x.keys.rotated
     g_num = _gradient_of_out(call, x, g.out)
     if call.normalize:
@@ -161,7 +161,7 @@ def _backward(call: Call, sums: Sums | None, g: ResultGradients) -> Gradients:
     )
 
 
-def _gradient_of_out(call: Call, x: "Chunks", g: Tensor | None) -> Tensor:
+def _gradient_of_out(call: Call, x: "ChunkedCall", g: Tensor | None) -> Tensor:
     """g (b, n, h, e) by chunk: (t, g, r, c, e)."""
     phi, v, cut = x.queries.plain, x.num.v, x.queries.cut
     if g is None:
@@ -169,7 +169,7 @@ def _gradient_of_out(call: Call, x: "Chunks", g: Tensor | None) -> Tensor:
     return _zero(_by_chunk(g, cut, call.group, phi.dtype), _hidden(cut, g))
 
 
-def _d_angle_steps(call: Call, x: "Chunks", d_phi_hat: Tensor, d_psi_hat: Tensor) -> Tensor:
+def _d_angle_steps(call: Call, x: "ChunkedCall", d_phi_hat: Tensor, d_psi_hat: Tensor) -> Tensor:
     """domega_t = sum_(i>=t) <J phi^_i, dphi^_i> + <J psi^_i, dpsi^_i> to the sequence's end: (b, n, g, pairs).
 
     J is a quarter turn of each pair. The gradients come without each token's pair with itself, which is in both terms
@@ -191,16 +191,16 @@ def _quarter_turned(call: Call, x: Tensor, y: Tensor) -> Tensor:
     return one + other
 
 
-class Chunks(NamedTuple):
+class ChunkedCall(NamedTuple):
     """A call cut into chunks: its features, and the two sums over keys."""
 
-    queries: "Features"
-    keys: "Features"
+    queries: "ChunkedFeatures"
+    keys: "ChunkedFeatures"
     num: KeySum
     den: KeySum
 
     @classmethod
-    def of(cls, call: Call, sums: Sums | None) -> "Chunks":
+    def of(cls, call: Call, sums: Sums | None) -> "ChunkedCall":
         q, k = call.k[:, :0] if call.q is None else call.q, call.k
         kv, z, angle = sums or (None, None, None)
         dtype = torch.promote_types(q.dtype, torch.float32 if kv is None else kv.dtype)
@@ -214,8 +214,8 @@ class Chunks(NamedTuple):
         q = _zero(_by_chunk(q, query_cut, call.group, dtype), _hidden(query_cut, q))
         hidden = _hidden(key_cut, k, call.key_mask)
         k, v = (_zero(_by_chunk(x, key_cut, 1, dtype), hidden) for x in (k, call.v))
-        queries = Features.of(call, q, None, query_cut, query_angles)
-        keys = Features.of(call, k, hidden, key_cut, key_angles)
+        queries = ChunkedFeatures.of(call, q, None, query_cut, query_angles)
+        keys = ChunkedFeatures.of(call, k, hidden, key_cut, key_angles)
 
         decay_hat, decay = _decays(call, key_cut, dtype)
         cuts = query_cut, key_cut, call.causal
@@ -226,7 +226,7 @@ class Chunks(NamedTuple):
         )
 
 
-class Features(NamedTuple):
+class ChunkedFeatures(NamedTuple):
     """Queries or keys by chunk, and their features: (t, g, r, c, f); r is 1 for keys."""
 
     inputs: Tensor  # q or k
@@ -239,7 +239,7 @@ class Features(NamedTuple):
     @classmethod
     def of(
         cls, call: Call, inputs: Tensor, hidden: Tensor | None, cut: Cut, angles: tuple[Tensor, Tensor] | None
-    ) -> "Features":
+    ) -> "ChunkedFeatures":
         plain = _zero(MAPS[call.feature_map].value(inputs), hidden)
         rotated = plain if angles is None else rotate(plain, *angles, call.layout)
         return cls(inputs, plain, rotated, hidden, cut, angles)

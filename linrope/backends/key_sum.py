@@ -87,37 +87,37 @@ class KeySum:
 class KeySumGradients:
     """The gradients of a ``KeySum`` from the gradient g (t, g, r, c, e) of its value and that of its last state."""
 
-    def __init__(self, total: KeySum, g: Tensor, last: Tensor | None) -> None:
-        self.sum, self.g = total, g
-        added = _outer(*(x.to(total.state_dtype) for x in (total.x_from_start, g)))
-        after, before = gradients_around(total.decay.transition, added, total.query_cut, last)
-        self.first = before.flip(0)[total.query_cut.reverse().last]
+    def __init__(self, key_sum: KeySum, g: Tensor, last: Tensor | None) -> None:
+        self.key_sum, self.g = key_sum, g
+        added = _outer(*(x.to(key_sum.state_dtype) for x in (key_sum.x_from_start, g)))
+        after, before = gradients_around(key_sum.decay.transition, added, key_sum.query_cut, last)
+        self.first = before.flip(0)[key_sum.query_cut.reverse().last]
         """The gradient of the state before each sequence, (s, g, f, e)."""
-        self.T = after if total.causal else self.first[total.key_cut.owner]
-        T = self.T[:, :, None].to(total.x.dtype)
-        self.x_from_state = total.decay.from_start(product(g, total.state_read.mT))
-        self.y_from_later = total.decay.to_end(product(total.v, T.mT))
-        self.weights = product(g, total.v.mT).tril() if total.causal else None
+        self.T = after if key_sum.causal else self.first[key_sum.key_cut.owner]
+        T = self.T[:, :, None].to(key_sum.x.dtype)
+        self.x_from_state = key_sum.decay.from_start(product(g, key_sum.state_read.mT))
+        self.y_from_later = key_sum.decay.to_end(product(key_sum.v, T.mT))
+        self.weights = product(g, key_sum.v.mT).tril() if key_sum.causal else None
 
     @cached_property
     def _of_chunk(self) -> tuple[Tensor, Tensor]:
         """What the scores pass on to x and y."""
         assert self.weights is not None
-        return self.sum.decay.gradients_of_scores(self.weights, self.sum.x, self.sum.y)
+        return self.key_sum.decay.gradients_of_scores(self.weights, self.key_sum.x, self.key_sum.y)
 
     def d_queries(self) -> Tensor:
         """dx (t, g, r, c, f)."""
-        return self.x_from_state + self._of_chunk[0] if self.sum.causal else self.x_from_state
+        return self.x_from_state + self._of_chunk[0] if self.key_sum.causal else self.x_from_state
 
     def d_keys(self) -> Tensor:
         """dy (t, g, 1, c, f)."""
-        return self.y_from_later + self._of_chunk[1] if self.sum.causal else self.y_from_later
+        return self.y_from_later + self._of_chunk[1] if self.key_sum.causal else self.y_from_later
 
     def d_values(self) -> Tensor:
         """dv (t, g, 1, c, e)."""
-        d_v = product(self.sum.y_to_end, self.T[:, :, None])
-        if self.sum.causal:
-            d_v += transposed_product(self.sum.scores, self.g)
+        d_v = product(self.key_sum.y_to_end, self.T[:, :, None])
+        if self.key_sum.causal:
+            d_v += transposed_product(self.key_sum.scores, self.g)
         return d_v
 
     def leave_out_own_pairs(self) -> Tensor:
@@ -134,14 +134,14 @@ class KeySumGradients:
         A pair has the factor e^(a_t) of every token t between them, so da_t of a closed gate is as small as the gate.
         """
         assert self.weights is not None
-        pairs = (self.sum.scores * self.weights).sum(2)
+        pairs = (self.key_sum.scores * self.weights).sum(2)
         earlier_keys = pairs @ torch.ones_like(pairs[0, 0]).triu(1)  # (t, g, i, t): summed over j < t
         da = earlier_keys.tril_().sum(2).double()
-        da += sums_from((self.sum.x * self.x_from_state).sum((2, 4)).double(), -1)
-        of_keys = (self.sum.y * self.y_from_later).sum((2, 4)).double()
+        da += sums_from((self.key_sum.x * self.x_from_state).sum((2, 4)).double(), -1)
+        of_keys = (self.key_sum.y * self.y_from_later).sum((2, 4)).double()
         da[..., 1:] += of_keys[..., :-1].cumsum(-1)
-        rows = (self.sum.states[0] * self.T).sum(-1).double()
-        da += self.sum.decay.transition.apply(rows).sum(-1, keepdim=True)
+        rows = (self.key_sum.states[0] * self.T).sum(-1).double()
+        da += self.key_sum.decay.transition.apply(rows).sum(-1, keepdim=True)
         return da
 
 

@@ -104,7 +104,7 @@ def _attend_after(
     incoming = _incoming_states(gathered, shard, states_before, rules, call.causal, fresh)
     # By default, and on a grid, a state's position counts tokens. Explicit positions may begin anywhere.
     counts_tokens = call.positions is None or (rotary is not None and rotary.axes is not None)
-    position = _first_positions(call, shard).expand(-1, call.k.shape[0]).flatten() if counts_tokens else None
+    position = _document_starts(call, shard).expand(-1, call.k.shape[0]).flatten() if counts_tokens else None
     state, packed = _stack(incoming, position), shard.cu_seqlens is not None
     out, last = attend(replace(call, state=state, return_state=call.return_state and packed))
     if call.return_state and not packed:
@@ -193,7 +193,7 @@ def _local_state(call: Call, shard: Layout, index: int) -> dict[str, Tensor]:
         angle_steps=cut_if_any(call.angle_steps),
         write=cut_if_any(call.write),
     )
-    position = _first_positions(call, shard)[index].expand(b)
+    position = _document_starts(call, shard)[index].expand(b)
     if local.positions is not None and not axes and local.k.shape[1]:
         position = local.positions[..., 0].long().expand(b)  # only the distances between local tokens count
     state = attend(replace(local, state=_empty_state(call, position)))[1]
@@ -205,7 +205,7 @@ def _local_state(call: Call, shard: Layout, index: int) -> dict[str, Tensor]:
     return tensors
 
 
-def _first_positions(call: Call, shard: Layout) -> Tensor:
+def _document_starts(call: Call, shard: Layout) -> Tensor:
     """The default position of the first token of each local document, (s or 1, b or 1). An empty rank has 0."""
     begins = [piece.position for piece in shard.local_pieces] or [0]
     positions = torch.tensor(begins, device=call.k.device)[:, None]

@@ -19,22 +19,22 @@ def convolve_shard(
     x: Tensor,
     shard: Layout,
     key_mask: Tensor | None,
-    earlier_inputs: Tensor | None,
+    before: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """y of the local x (b, n, c), and the last inputs of all ranks' tokens or, if packed, of each local document."""
     width = convolution.taps - 1  # type: ignore[attr-defined]
     if shard.size == 1:
-        y, last = convolution(x, earlier_inputs, key_mask, shard.cu_seqlens)
+        y, last = convolution(x, before, key_mask, shard.cu_seqlens)
         return y, last
-    shard.agree(lambda: _describe(x, shard, width, earlier_inputs))
+    shard.agree(lambda: _describe(x, shard, width, before))
     tokens = shard.piece(-1)
     tail, count = last_inputs(x[:, tokens], None if key_mask is None else key_mask[:, tokens], width)
     tails, counts = shard.channel.gather([tail, count], _differentiable(x)).wait()
     packed = shard.cu_seqlens is not None
-    if earlier_inputs is None:
+    if before is None:
         start = x.new_zeros(max(1, len(shard.local_pieces)) if packed else len(x), *tail.shape[1:])
     else:
-        start = (earlier_inputs[shard.documents(x.device)] if packed else earlier_inputs).to(x.dtype)
+        start = (before[shard.documents(x.device)] if packed else before).to(x.dtype)
     # Only the first of the local packed sequences can have tokens on earlier ranks.
     first = fold_inputs(tails, counts, shard.ranks_before, start[:1] if packed else start)
     halo = torch.cat((first, start[1:])) if packed else first
@@ -42,14 +42,14 @@ def convolve_shard(
     return y, last if packed else fold_inputs(tails, counts, shard.ranks_with_tokens, start)
 
 
-def _describe(x: Tensor, shard: Layout, width: int, earlier_inputs: Tensor | None) -> str:
+def _describe(x: Tensor, shard: Layout, width: int, before: Tensor | None) -> str:
     if x.shape[1] != shard.length:
         raise ValueError(
             f"x: got {x.shape[1]} tokens on rank {shard.rank}, expected its shard's {shard.length}"
         )
     return (
         f"{x.dtype} inputs of the convolution (b, n, c) = ({x.shape[0]}, n, {x.shape[2]}), taps={width + 1}, "
-        f"gradients={_differentiable(x)}, earlier inputs={earlier_inputs is not None}"
+        f"gradients={_differentiable(x)}, earlier inputs={before is not None}"
     )
 
 

@@ -282,7 +282,7 @@ class LinearRoPEAttention(Mixer):
             if not isinstance(state, LayerState):
                 raise TypeError(f"state: got {type(state).__name__}, expected LayerState")
             self._check_conv(state.conv)
-            state.check_before_step(x.shape[1])
+            state.check_inputs_writable(x.shape[1])
 
     def _attend_by_trapezoid(
         self,

@@ -112,25 +112,25 @@ class Mixer(nn.Module):
         projected: tuple[Tensor, Tensor, Tensor],
         key_mask: Tensor | None,
         cu_seqlens: Tensor | None,
-        earlier_inputs: Tensor | None,
+        before: Tensor | None,
         shard: LayerShard | None = None,
         want_last: bool = True,
     ) -> tuple[list[Tensor], Tensor | None]:
         """q, k and v after the short convolution, and the last inputs of each sequence, for the state.
 
-        earlier_inputs (s, taps - 1, c): the last inputs of the call before. None: the sequences begin here.
+        before (s, taps - 1, c): the last inputs of the call before. None: the sequences begin here.
         """
         assert self.short_conv is not None
         if shard is not None:
-            y, last = shard.convolve(self.short_conv, torch.cat(projected, -1), key_mask, earlier_inputs)
+            y, last = shard.convolve(self.short_conv, torch.cat(projected, -1), key_mask, before)
             return list(y.split([x.shape[-1] for x in projected], -1)), last
         (b, n, _), device = projected[0].shape, projected[0].device
         checks.check_mask(key_mask, b, n, device)
         checks.check_packing(cu_seqlens, b, n, n, device)
         sequences = b if cu_seqlens is None else len(cu_seqlens) - 1
-        if earlier_inputs is not None and earlier_inputs.shape[0] != sequences:
-            raise ValueError(f"state: got {earlier_inputs.shape[0]} sequences, expected {sequences}")
-        y, last = self.short_conv(projected, earlier_inputs, key_mask, cu_seqlens, want_last)
+        if before is not None and before.shape[0] != sequences:
+            raise ValueError(f"state: got {before.shape[0]} sequences, expected {sequences}")
+        y, last = self.short_conv(projected, before, key_mask, cu_seqlens, want_last)
         return y, last
 
     def _check_conv(self, conv: Tensor | None) -> None:

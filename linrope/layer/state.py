@@ -238,8 +238,8 @@ class LayerState:
             else:
                 target.index_copy_(0, self.slots, x.to(target.dtype))
 
-    def check_before_step(self, tokens: int) -> None:
-        """Raises ValueError if a call with so many tokens may overwrite conv and last_token, but cannot.
+    def check_inputs_writable(self, tokens: int) -> None:
+        """Raises ValueError if a call on this many tokens overwrites conv and last_token, but must not write to them.
 
         The call itself checks the memory of the sums, before it writes to any.
         """

@@ -12,7 +12,7 @@ from linrope.recurrence.call import Call, repeat_heads
 from linrope.recurrence.packing import Tokens
 
 
-class Features(NamedTuple):
+class MappedInputs(NamedTuple):
     """q and k as a backend receives them; with ``stabilize`` to follow if the map has a log_scale."""
 
     q: Tensor | None
@@ -22,7 +22,7 @@ class Features(NamedTuple):
     k_scale: Tensor | None = None
 
 
-def map_features(call: Call, plan: Plan, tokens: Tokens) -> Features:
+def map_features(call: Call, plan: Plan, tokens: Tokens) -> MappedInputs:
     """Rotates q and k if rope_order asks for it, and applies the feature map, or leaves it to the backend.
 
     If a map has a log_scale, q and k then have a head for each head of v, because the running maximum of the scales
@@ -30,7 +30,7 @@ def map_features(call: Call, plan: Plan, tokens: Tokens) -> Features:
     """
     q, k = _scaled_and_rotated(call, plan, tokens)
     if plan.elementwise is not None:
-        return Features(q, k, plan.elementwise)
+        return MappedInputs(q, k, plan.elementwise)
     fmap = plan.named_map or call.feature_map
     if call.key_mask is not None:  # the map may overflow at padding, and 0 * inf is NaN
         k = k.masked_fill(~call.key_mask[:, :, None, None], 0)
@@ -41,10 +41,10 @@ def map_features(call: Call, plan: Plan, tokens: Tokens) -> Features:
         positions = spell_out_positions(tokens, q, k) if fmap.positional else ()
         queries, keys = fmap(q, k, *positions)
         if not fmap.log_scaled:
-            return Features(queries, keys, elementwise)
+            return MappedInputs(queries, keys, elementwise)
     (q, q_scale), (k, k_scale) = (None, None) if queries is None else queries, keys
     q, k, q_scale, k_scale = repeat_heads(call.v, q, k, q_scale, k_scale)
-    return Features(q, k, elementwise, q_scale, k_scale)
+    return MappedInputs(q, k, elementwise, q_scale, k_scale)
 
 
 def _scaled_and_rotated(call: Call, plan: Plan, tokens: Tokens) -> tuple[Tensor | None, Tensor]:

@@ -107,10 +107,10 @@ class SoftmaxAttention(Mixer):
             self._check_conv(state.conv)
         q, k, v, conv_inputs = self.q_proj(x), self.k_proj(context), self.v_proj(context), None
         if self.short_conv is not None:
-            earlier_inputs = state.conv if isinstance(state, KeyValueState) else None
+            before = state.conv if isinstance(state, KeyValueState) else None
             want_last = return_state or state is not None
             (q, k, v), conv_inputs = self._convolve(
-                (q, k, v), key_mask, cu_seqlens, earlier_inputs, want_last=want_last
+                (q, k, v), key_mask, cu_seqlens, before, want_last=want_last
             )
         q, k, v = self._queries(q), self._keys(k), self._values(v)
         skip_values = v
