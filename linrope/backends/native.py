@@ -168,7 +168,10 @@ class Step:
 
 
 def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
-    """One token of every sequence at the call's own positions, in the state's memory if the kernel may write there."""
+    """One token of every sequence, for calls that ``Step`` does not take, for example with a mask.
+
+    It is computed in the state's memory if the kernel may write there.
+    """
     in_place = (state.donated or state.slots is not None) and fits_in_place(state)
     sums, slots = _memory_of_step(call, state, in_place)
     q, k, v, same_dtype = _kernel_qkv(call)

@@ -72,7 +72,9 @@ def why_not_layer(layer: nn.Module, state: Any) -> str | None:
         return "the library was built from other sources: run `make native`"
     if not isinstance(layer, LinearRoPEAttention):
         return f"attention in {type(layer).__name__}"
-    return _layer_reason(layer) or _why_not_plain([*layer.modules()], _KINDS) or _state_reason(layer, state)
+    return (
+        _why_not_options(layer) or _why_not_plain([*layer.modules()], _KINDS) or _why_not_state(layer, state)
+    )
 
 
 def _why_not_plain(modules: list[nn.Module], kinds: tuple[type, ...]) -> str | None:
@@ -100,7 +102,7 @@ def _why_not_plain(modules: list[nn.Module], kinds: tuple[type, ...]) -> str | N
     return None
 
 
-def _layer_reason(layer: LinearRoPEAttention) -> str | None:
+def _why_not_options(layer: LinearRoPEAttention) -> str | None:
     """The reason why the operator does not cover the layer's options."""
     fmap, taps = layer.feature_map, 2 if layer.short_conv is None else layer.short_conv.taps
     if fmap.log_scaled or fmap.elementwise not in native.MAPS:
@@ -126,7 +128,7 @@ def _is_plain(rotary: Rotary) -> bool:
     return rotary.axes is None and rotary.xpos is None and rotary.attention_factor == 1
 
 
-def _state_reason(layer: LinearRoPEAttention, state: Any) -> str | None:
+def _why_not_state(layer: LinearRoPEAttention, state: Any) -> str | None:
     """The reason why the operator cannot write the layer's next state into this one's memory."""
     if not isinstance(state, LayerState) or state.slots is not None:
         return "a state in rows of a pool, or of another kind"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from linrope.rotation.rotary import Rotary
 
 WRITE_GATES = ("tied", "independent")
-ROPE_ORDERS = ("after", "before")
+ROPE_ORDERS = ("after", "before")  # those of linrope/recurrence/call.py, which imports PyTorch
 SIZES = (
     "embed_dim",
     "num_heads",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 DECAYS = ("spread", "learned", "retnet")
 ROTATIONS = ("interleaved", "half", "selective")
+# The names that linrope/ops/norm.py takes, which imports PyTorch
 SPANS = ("head", "all")  # of an output norm
 ORDERS = ("before", "after")  # where a skip or a gate acts: before or after the norm
 STARTS = ("identity", "uniform")

@@ -231,7 +231,7 @@ class LayerState:
     def _write_inputs(self, inputs: Mapping[str, Tensor]) -> None:
         for name, x in inputs.items():
             target: Tensor = getattr(self, name)
-            if x is target:  # written before
+            if x is target:  # trapezoidal_attention has written it
                 continue
             if self.slots is None:
                 target.copy_(x)

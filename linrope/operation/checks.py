@@ -10,7 +10,7 @@ from linrope.common.argument_checks import check_bools, check_name, check_number
 from linrope.common.tracing import values_readable
 from linrope.feature_maps import FeatureMap
 from linrope.feature_maps.base import is_feature_map
-from linrope.recurrence.call import EPS_MODES, ORDERS, Call
+from linrope.recurrence.call import EPS_MODES, ROPE_ORDERS, Call
 from linrope.recurrence.identities import WITHOUT_Z, same_identity
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
@@ -52,7 +52,7 @@ def check_settings(call: Call) -> FeatureMap | None:
     if not 0 < call.eps < torch.inf:
         raise ValueError(f"eps={call.eps}: expected a positive finite number")
     check_name("eps_mode", call.eps_mode, EPS_MODES)
-    check_name("rope_order", call.rope_order, ORDERS)
+    check_name("rope_order", call.rope_order, ROPE_ORDERS)
     (b, m, _, d), g = k.shape, v.shape[2]
     n, device = m if q is None else q.shape[1], k.device
     rotates_before_map = call.rope_order == "before"

@@ -105,7 +105,7 @@ def _key(call: Call) -> Hashable | None:
 def _make(call: Call, traced: bool) -> Plan:
     """Checks the settings and shapes of a call, and resolves its map and its rotation.
 
-    traced: the call may be recorded, as an operator. The kernel of a step is none.
+    traced: a graph may be recording the call. It cannot record the kernel of a step.
     """
     fmap = checks.check_settings(call)
     state, rotary, device = call.state, call.rotary, call.k.device

@@ -20,7 +20,7 @@ from linrope.ops.arguments import (
     with_dense_rows,
 )
 
-OVER = ("head", "all")
+SPANS = ("head", "all")  # what a norm goes over: each head alone, or all of them
 ORDERS = ("before", "after")  # where a skip or a gate acts: before or after the norm
 MOST_VALUES = 2**16 - 1  # per head, of the native kernel
 
@@ -119,7 +119,7 @@ def _check(
     if out.ndim != 4:
         raise ValueError(f"out: got shape {tuple(out.shape)}, expected (batch, length, heads, values)")
     b, n, h, e = out.shape
-    check_name("over", over, OVER)
+    check_name("over", over, SPANS)
     if weight is not None:
         check_dense("weight", weight, out.device)
         check_shape("weight", weight, *([(h * e,)] if over == "all" else [(e,), (h, e)]))

@@ -174,7 +174,7 @@ class Call(Resolved, Settings, TokenLayout, Inputs):
 
 
 INPUTS = tuple(field.name for field in fields(Inputs))
-ORDERS = ("after", "before")
+ROPE_ORDERS = ("after", "before")
 EPS_MODES = ("clamp", "add")
 
 

@@ -114,7 +114,7 @@ def state_before(sums: Tensor, dtype: torch.dtype, gradients: bool) -> LinearAtt
     return state_from_sums(copied, feature_map=None)
 
 
-# The last state in each tensor of a cache. Its decoding loop takes the next step straight to the kernel.
+# The last state in each tensor of a cache: making one anew for every token would take as long as half a step.
 _last_states: MutableMapping[Tensor, LinearAttentionState] = WeakTensorKeyDictionary()
 
 
