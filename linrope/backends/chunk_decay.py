@@ -59,7 +59,9 @@ class Decay:
 
 
 class DecayPerFeature(Decay):
-    """The same with D (t, g or 1, 1, c, f). Its factors cannot be applied to scores, which are sums over features.
+    """A Decay with a D for each feature, (t, g or 1, 1, c, f).
+
+    A score is a sum over features, whose terms then have different factors: none can be applied to the score.
 
     e^(D_i - D_j) = e^(D_i - D_m) e^(D_m - D_j) is applied to query and key, with m between them: the last token of the
     left half of a block of 2, 4, .. c tokens, with j in that half and i in the other. Each pair i > j is in one block.

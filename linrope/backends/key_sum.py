@@ -101,7 +101,7 @@ class KeySumGradients:
 
     @cached_property
     def _of_chunk(self) -> tuple[Tensor, Tensor]:
-        """What the scores pass on to x and y."""
+        """The parts of dx and dy that come from the scores within each chunk."""
         assert self.weights is not None
         return self.key_sum.decay.gradients_of_scores(self.weights, self.key_sum.x, self.key_sum.y)
 

@@ -45,7 +45,7 @@ class Operator(Generic[Record]):
         raise NotImplementedError
 
     def new(self, record: Record, save: bool) -> Output:
-        """What ``forward`` returns, without the values."""
+        """Tensors like those that ``forward`` returns, without values."""
         raise NotImplementedError
 
     def backward(self, record: Record, saved: list[Tensor], g: Tensors) -> Tensors:

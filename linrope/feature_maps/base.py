@@ -1,6 +1,6 @@
-"""The class that every feature map subclasses, and two helpers for its author.
+"""The class that every feature map subclasses, and helpers for its authors.
 
-Exponentials need a third one, ``linrope.feature_maps.log_scale.exponential``.
+Exponentials need one more, ``linrope.feature_maps.log_scale.exponential``.
 """
 
 from typing import Any, TypeAlias

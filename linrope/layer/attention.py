@@ -226,7 +226,7 @@ class LinearRoPEAttention(Mixer):
     ) -> Tensor | tuple[Tensor, LayerState]:
         """Maps x (b, n, embed_dim), and context (b, m, context_dim), to y (b, n, embed_dim) or (y, state).
 
-        context_positions are the key_positions of ``linear_rope_attention``. The other arguments are as there.
+        context_positions are the key_positions of ``linear_rope_attention``; the other arguments are called as there.
         """
         self._check_call(x, context, state, shard)
         c = x if context is None else context

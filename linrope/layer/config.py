@@ -307,7 +307,7 @@ class LayerConfig:
         return cls(embed_dim, num_heads, **options)
 
     def with_longest(self, tokens: float) -> LayerConfig:
-        """The same layer, with half-lives that start at up to so many tokens."""
+        """The same layer, with half-lives that start at up to this many tokens."""
         longest: dict[str, Any] = {}
         for name in ("decay", "forget_gate"):
             if getattr(getattr(self, name), "longest", None) is not None:

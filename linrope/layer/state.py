@@ -174,7 +174,7 @@ class LayerState:
         return self._with(self.sums.at(slots))
 
     def _with(self, sums: LinearAttentionState) -> "LayerState":
-        """The same inputs, which have passed the checks, beside other sums of as many rows."""
+        """A state with other sums of as many rows. Skips the checks, which conv and last_token have passed."""
         state = LayerState.__new__(LayerState)
         state.sums, state.conv, state.last_token = sums, self.conv, self.last_token
         return state
