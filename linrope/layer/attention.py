@@ -13,12 +13,11 @@ from linrope.common.argument_checks import check_name
 from linrope.common.constants import Constant
 from linrope.layer.choices import make_decay, make_map, make_rotation
 from linrope.layer.config import OPTIONS, LayerConfig, check_keywords, layer_config, shows_options
-from linrope.layer.fitting import check_context, check_parts
+from linrope.layer.fitting import check_context, check_inputs, check_parts
 from linrope.layer.mixer import Mixer
 from linrope.layer.selective import ForgetGate, WriteGate
 from linrope.layer.state import LayerState, next_state
 from linrope.layer.trapezoid import TrapezoidGate, trapezoidal_attention
-from linrope.operation import checks
 from linrope.operation.functional import linear_rope_attention
 from linrope.operation.options import Options
 from linrope.operation.shards import LayerShard
@@ -272,8 +271,8 @@ class LinearRoPEAttention(Mixer):
     def _check_call(
         self, x: Tensor, context: Tensor | None, state: LayerState | None, shard: LayerShard | None
     ) -> None:
-        """Rejects what the operation cannot know; it checks the rest."""
-        checks.check_inputs(x, context, self.embed_dim, self.context_dim, self.causal)
+        """Rejects what the operation cannot see. The operation checks the rest."""
+        check_inputs(x, context, self.embed_dim, self.context_dim, self.causal)
         if shard is not None and self.trapezoid is not None:
             raise ValueError("shard: got a shard with trapezoid=True, expected None")
         if context is not None:

@@ -1,6 +1,8 @@
-"""Whether the parts of a LinearRoPEAttention fit together, and whether it can read a context."""
+"""Whether the parts of a layer fit together, and whether a call's inputs fit the layer."""
 
 from typing import Any
+
+from torch import Tensor
 
 from linrope.layer.trapezoid import check_map_and_rotation
 from linrope.operation import checks
@@ -20,6 +22,31 @@ def check_parts(layer: Any) -> None:
             "trapezoid=True: got normalize=True, expected False, or an out_norm that replaces the normalizer"
         )
     check_map_and_rotation(fmap, layer.rotary)
+
+
+def check_inputs(
+    x: Tensor, context: Tensor | None, embed_dim: int, context_dim: int, causal: bool = False
+) -> None:
+    """Checks a layer's inputs."""
+    check_vectors("x", x, embed_dim)
+    if context is not None:
+        check_vectors("context", context, context_dim)
+        (b, n, _), (rows, m, _) = x.shape, context.shape
+        if rows != b:
+            raise ValueError(f"context: got batch {rows}, expected x's {b}")
+        if causal and n != m:
+            raise ValueError(f"context: got {m} tokens, expected x's {n}, or causal=False")
+    elif context_dim != embed_dim:
+        raise ValueError(f"context: got None, expected (batch, length, {context_dim})")
+
+
+def check_vectors(name: str, x: Tensor, dim: int) -> None:
+    """Raises unless x is a tensor (b, n, dim) of floating-point numbers."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name}: got {kind}, expected a floating-point torch.Tensor")
+    if x.ndim != 3 or x.shape[-1] != dim:
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected (batch, length, {dim})")
 
 
 def check_context(layer: Any, shard: Any) -> None:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.config import OPTIONS, check_keywords
+from linrope.layer.fitting import check_vectors
 from linrope.layer.norm import RMSNorm
 from linrope.layer.state import LayerState
 from linrope.models.language_model import SwiGLU
-from linrope.operation.checks import check_vectors
 
 
 class DecoderState(NamedTuple):
