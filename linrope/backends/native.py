@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 
 from linrope.backends import bridge
 from linrope.common.private_names import arguments_of
+from linrope.common.tracing import traced
 from linrope.recurrence.call import (
     Call,
     Gradients,
@@ -25,7 +26,6 @@ from linrope.recurrence.call import (
     needs_gradients,
     summed_to,
     sums_of,
-    traced,
 )
 from linrope.recurrence.state import LinearAttentionState
 
@@ -104,7 +104,7 @@ def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
 
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
     """out and, if wanted, the last sums. Without gradients it may update a donated state or a pool's rows."""
-    if traced(call) or needs_gradients(call, state):
+    if traced(call.k) or needs_gradients(call, state):
         return bridge.attend("native", call, state)
     is_step = call.k.shape[1] == 1 and call.causal and call.q is not None and call.cu_seqlens is None
     if is_step and state is not None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from linrope.backends import bridge
+from linrope.common.tracing import traced
 from linrope.recurrence.call import (
     Call,
     Gradients,
@@ -23,7 +24,6 @@ from linrope.recurrence.call import (
     Sums,
     needs_gradients,
     summed_to,
-    traced,
 )
 from linrope.recurrence.packing import owners
 from linrope.recurrence.state import LinearAttentionState
@@ -69,7 +69,7 @@ def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
     call = call.expanded(round_values=True)  # the kernels multiply half-precision values as they are
     step = call.causal and call.q is not None and call.k.shape[1] == 1 and call.cu_seqlens is None
-    if step and not needs_gradients(call, state) and not traced(call):
+    if step and not needs_gradients(call, state) and not traced(call.k):
         return _step(call, state)
     return bridge.attend("triton", call, state)
 

@@ -86,6 +86,19 @@ def plain(tensors: Iterable[Tensor | None]) -> bool:
     return not watched() and not _is_jit_tracing() and _PLAIN.issuperset(map(type, tensors))
 
 
+def traced(x: Tensor) -> bool:
+    """True if a call on x must go through a registered operator, because a trace records operators, not kernels.
+
+    This holds in torch.compile, in torch.func's transformations, in dispatch modes (FakeTensorMode), and for fake
+    tensors.
+
+    >>> from linrope.common.tracing import traced
+    >>> traced(torch.ones(2))
+    False
+    """
+    return watched() or isinstance(x, FakeTensor)
+
+
 def has_tangents(tensors: Iterable[Tensor]) -> bool:
     """True if forward-mode differentiation tracks a tensor; an operator would drop its tangent silently.
 

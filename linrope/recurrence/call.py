@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from linrope.common.private_names import FakeTensor, watched
 from linrope.recurrence.decay import zero_hidden
 from linrope.recurrence.packing import at_last, per_token, rising_bounds, sums_so_far
 from linrope.recurrence.state import LinearAttentionState
@@ -244,15 +243,6 @@ def differentiable(call: Call, state: LinearAttentionState | None) -> list[Tenso
 def needs_gradients(call: Call, state: LinearAttentionState | None) -> bool:
     """True if autograd will ask for gradients of this call."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in differentiable(call, state))
-
-
-def traced(call: Call) -> bool:
-    """True if the call must go through the registered operator, because a trace records the operator, not the kernels.
-
-    This holds in torch.compile, in torch.func's transformations, in dispatch modes (FakeTensorMode), and for fake
-    tensors.
-    """
-    return watched() or isinstance(call.k, FakeTensor)
 
 
 def summed_to(x: Tensor, like: Tensor) -> Tensor:
