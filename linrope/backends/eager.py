@@ -21,7 +21,16 @@ from linrope.backends import bridge
 from linrope.backends.chunk_decay import Decay, DecayPerFeature
 from linrope.backends.key_sum import KeySum, KeySumGradients, sums_from
 from linrope.feature_maps import ELEMENTWISE
-from linrope.recurrence.call import Call, Gradients, ResultGradients, Results, Sums, summed_to
+from linrope.recurrence.call import (
+    INPUTS,
+    TOKEN_INPUTS,
+    Call,
+    Gradients,
+    ResultGradients,
+    Results,
+    Sums,
+    summed_to,
+)
 from linrope.recurrence.chunks import Cut
 from linrope.recurrence.state import LinearAttentionState
 from linrope.recurrence.transition import Transition, gradients_around
@@ -64,7 +73,7 @@ def backward(call: Call, sums: Sums | None, results: list[Tensor], g: ResultGrad
     gradients = Gradients(**{name: joined(name) for name in Gradients._fields})  # type: ignore[arg-type]
     summed = {
         name: summed_to(gradient, like)
-        for name in ("log_decay", "angle_steps")
+        for name in TOKEN_INPUTS
         if (like := getattr(call, name)) is not None and (gradient := getattr(gradients, name)) is not None
     }
     return gradients._replace(**summed)
@@ -81,9 +90,7 @@ def _by_heads(call: Call, sums: Sums | None, g: ResultGradients) -> Iterator[dic
     for low in range(0, all_heads, size):
         high = min(low + size, all_heads)
         heads, query_heads = slice(low, high), slice(low * r, high * r)
-        tensors = {
-            name: part(getattr(call, name), 2, heads) for name in ("k", "v", "log_decay", "angle_steps")
-        }
+        tensors = {name: part(getattr(call, name), 2, heads) for name in INPUTS if name != "q"}
         tensors |= {"q": part(call.q, 2, query_heads), "theta_turns": part(call.theta_turns, 1, heads)}
         yield {
             "call": replace(call, **tensors),  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 from linrope.backends import bridge
 from linrope.common.private_names import arguments_of
 from linrope.recurrence.call import (
+    TOKEN_INPUTS,
     Call,
     Gradients,
     ResultGradients,
@@ -131,7 +132,9 @@ class Step:
     """
 
     def __init__(self, call: Call) -> None:
-        self.shared = dict.fromkeys(_argument_names("step")) | _settings(call) | {"advance": True}
+        # The token's inputs have no default here, so that a call without one of them raises.
+        optional = [name for name in _argument_names("step") if name not in TOKEN_INPUTS]
+        self.shared = dict.fromkeys(optional) | _settings(call) | {"advance": True}
 
     def __call__(
         self, call: Call, log_decay: Tensor | None, state: LinearAttentionState, in_place: bool

@@ -18,7 +18,7 @@ from linrope.operation.attend import attend
 from linrope.operation.checks import check_settings, check_values
 from linrope.operation.plan import identity_of
 from linrope.operation.positions import resolve
-from linrope.recurrence.call import Call
+from linrope.recurrence.call import INPUTS, TOKEN_INPUTS, Call
 from linrope.recurrence.decay import MIN_LOG_DECAY, zero_hidden
 from linrope.recurrence.state import NO_KEYS, LinearAttentionState
 
@@ -134,9 +134,8 @@ def _describe(call: Call, shard: Layout) -> str:
         if state.sequences != documents:
             raise ValueError(f"state: got {state.sequences} sequences, expected the {documents} of all ranks")
     b, _, g, d = k.shape
-    tensors = {"k": k, "v": v, "decay": call.decay, "log_decay": call.log_decay}
-    tensors |= {"angle_steps": call.angle_steps, "write": call.write}
-    present = [name for name in (*tensors, "positions", "state") if getattr(call, name) is not None]
+    names = (*INPUTS[1:], "decay", "positions", "state")
+    present = [name for name in names if getattr(call, name) is not None]
     steps = None if call.angle_steps is None else tuple(call.angle_steps.shape[2:])
     if state is not None and values_readable(state.position):
         present[-1] = f"state at {state.rows().position.tolist()}"
@@ -150,7 +149,7 @@ def _describe(call: Call, shard: Layout) -> str:
 
 def _with_gradients(call: Call) -> list[str]:
     """The arguments that the state of the keys passes gradients to."""
-    names = ("k", "v", "decay", "log_decay", "angle_steps", "write")
+    names = (*INPUTS[1:], "decay")  # all but q
     tensors: list[tuple[str, Tensor | None]] = [(name, getattr(call, name)) for name in names]
     if isinstance(call.feature_map, nn.Module):
         tensors += [("feature_map", x) for x in call.feature_map.parameters()]
@@ -189,9 +188,7 @@ def _local_state(call: Call, shard: Layout, index: int) -> dict[str, Tensor]:
         key_positions=None,
         key_mask=key_mask,
         cu_seqlens=None,
-        log_decay=cut_if_any(call.log_decay),
-        angle_steps=cut_if_any(call.angle_steps),
-        write=cut_if_any(call.write),
+        **{name: cut_if_any(getattr(call, name)) for name in TOKEN_INPUTS},
     )
     position = _first_positions(call, shard)[index].expand(b)
     if local.positions is not None and not axes and local.k.shape[1]:

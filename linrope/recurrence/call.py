@@ -5,6 +5,7 @@ more heads than q and k, g counts v's heads, q and k have g / value_group heads 
 """
 
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -172,6 +173,7 @@ class Call(Resolved, Settings, TokenLayout, Inputs):
 
 
 INPUTS = tuple(field.name for field in fields(Inputs))
+TOKEN_INPUTS = INPUTS[3:]  # all but q, k and v: each is None or has an axis of tokens
 ORDERS = ("after", "before")
 EPS_MODES = ("clamp", "add")
 
@@ -185,7 +187,10 @@ class Sums(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of a call's inputs and of its incoming kv and z, or None for those that the call lacks."""
+    """The gradients of a call's inputs and of its incoming kv and z, or None for those that the call lacks.
+
+    The order is that of ``Inputs``, then kv and z.
+    """
 
     q: Tensor | None
     k: Tensor
@@ -233,10 +238,13 @@ def contiguous(x: Tensor | None) -> Tensor | None:
 
 def differentiable(call: Call, state: LinearAttentionState | None) -> list[Tensor]:
     """The tensors that gradients may flow to."""
-    tensors = [call.q, call.k, call.v, call.log_decay, call.angle_steps, call.write, call.decay]
+    tensors = _differentiable_of(call)
     if state is not None:
-        tensors += state.kv, state.z
+        tensors = *tensors, state.kv, state.z
     return [x for x in tensors if x is not None]
+
+
+_differentiable_of = attrgetter(*INPUTS, "decay")
 
 
 def needs_gradients(call: Call, state: LinearAttentionState | None) -> bool:

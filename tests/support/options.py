@@ -12,7 +12,7 @@ from torch import Tensor
 from linrope import LinearAttentionState, Rotary, feature_maps
 from linrope.feature_maps import FeatureMap
 from tests.support.maps import MAPS
-from tests.support.oracle import random_mask, random_state, randoms
+from tests.support.oracle import DATA, random_mask, random_state, randoms
 
 D, E = 4, 3  # of a head, of its values
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -182,6 +182,8 @@ def problem(
         shape = len(state.kv), *how["angle_steps"].shape[2:]
         angle = torch.randint(-(2**62), 2**62, shape, generator=generator(5), device="cpu")
         state = replace(state, angle=angle.to(q.device))
+    chosen = {option for option, value in row.items() if value != "none"} - {"heads", "tokens", "state"}
+    assert chosen <= how.keys(), "options that no argument was made for"
     return [q, k, v], state, how
 
 
@@ -194,7 +196,7 @@ def of_tokens(row: Row, b: int, m: int, g: int, pairs: int, dtype: torch.dtype) 
 
     def numbers(option: str, *more: int) -> Tensor:
         shape = 1 if row[option] == "for all rows" else b, m, 1 if row[option] == "for all heads" else g
-        seed = ("log_decay", "angle_steps", "write").index(option)
+        seed = DATA.index(option)
         return torch.randn(*shape, *more, generator=generator(seed), dtype=torch.float64, device="cpu")
 
     made = {}
