@@ -99,9 +99,12 @@ except RuntimeError as error:
 # By heading: a program that runs with the change, and what it prints
 PROGRAMS = {
     "A new feature map": (MAP, "feature_map='softplus': this backend only applies identity, elu+1"),
-    "A new option of the operation": (OPTION, "gain=2.0: use backend='reference'"),
+    "A new option of the operation": (
+        OPTION,
+        "gain: this backend does not compute it; use backend='reference'",
+    ),
     "A new option of the layer": (LAYER_OPTION, "v_norm=1: expected True or False"),
-    "A new backend": (BACKEND, "backend='loop' cannot run: the loop sums keys and values, and nothing else"),
+    "A new backend": (BACKEND, "backend='loop' cannot run: rotary: this backend does not compute it"),
 }
 # Runs the programs given in JSON, and prints what each prints, or its traceback, in JSON.
 RUN = """

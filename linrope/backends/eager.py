@@ -20,6 +20,7 @@ from torch import Tensor
 from linrope.backends import bridge
 from linrope.backends.chunk_decay import Decay, DecayPerFeature
 from linrope.backends.key_sum import KeySum, KeySumGradients, sums_from
+from linrope.backends.protocol import COMMON, XPOS
 from linrope.feature_maps import ELEMENTWISE
 from linrope.recurrence.call import (
     INPUTS,
@@ -36,7 +37,7 @@ from linrope.recurrence.state import LinearAttentionState
 from linrope.recurrence.transition import Transition, gradients_around
 from linrope.rotation.rotary import rotate
 
-MAPS = ELEMENTWISE
+MAPS, OPTIONS = ELEMENTWISE, COMMON | XPOS
 TAKES_VALUE_GROUPS = False
 # Elements of k in one pass. A larger call runs a few heads at a time, which bounds the memory.
 MAX_K_PER_PASS = 2**20

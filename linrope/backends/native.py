@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from linrope.backends import bridge
+from linrope.backends.protocol import COMMON
 from linrope.common.private_names import arguments_of
 from linrope.recurrence.call import (
     TOKEN_INPUTS,
@@ -32,7 +33,7 @@ from linrope.recurrence.state import LinearAttentionState
 MAX_DIM = 256
 LIBRARY = Path(__file__).parents[1] / "lib" / "liblinrope_native.so"
 WHY_PURE = LIBRARY.with_name("why_pure.txt")  # hatch_build.py puts it into wheels without the library
-TAKES_VALUE_GROUPS = True
+OPTIONS, TAKES_VALUE_GROUPS = COMMON, True
 # The numbers of kernels/cpu/call.h
 MAPS = {"identity": 0, "elu+1": 1, "relu": 2, "relu2": 3, "exp": 4, "silu": 5}
 LAYOUTS = {"interleaved": 1, "half": 2}

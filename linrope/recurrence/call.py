@@ -4,7 +4,8 @@ b batch, n queries, m keys, h query heads, g key/value heads, r = h / g, f featu
 more heads than q and k, g counts v's heads, q and k have g / value_group heads each, and h is g.
 """
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection
+from dataclasses import MISSING, dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -174,8 +175,28 @@ class Call(Resolved, Settings, TokenLayout, Inputs):
 
 INPUTS = tuple(field.name for field in fields(Inputs))
 TOKEN_INPUTS = INPUTS[3:]  # all but q, k and v: each is None or has an axis of tokens
+# What a backend receives, in the operator's order. A plan has used up the other fields of a call.
+RECEIVED = {each.name: each for group in (Inputs, TokenLayout, Settings, Resolved) for each in fields(group)}
 ORDERS = ("after", "before")
 EPS_MODES = ("clamp", "add")
+
+
+# What a call may lack, with the defaults. Every call that a backend receives has a map and positions.
+_OPTIONAL = {
+    name: each.default
+    for name, each in RECEIVED.items()
+    if each.default is not MISSING and name not in ("feature_map", "positions")
+}
+
+
+def option_beyond(known: Collection[str], call: Call) -> str | None:
+    """The name of an option that the call has and that is none of the known ones; None: it has no such option."""
+    for name, default in _OPTIONAL.items():
+        if name not in known:
+            value = getattr(call, name)
+            if value is not default and (isinstance(value, Tensor) or value != default):
+                return name
+    return None
 
 
 class Sums(NamedTuple):

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from linrope import Rotary, linear_rope_attention
+from linrope import Rotary, backends, linear_rope_attention
 from tests.support import options
 from tests.support.contract import LONG, TABLE, Contract, check
 from tests.support.maps import MAPS
-from tests.support.oracle import every_kernel, randoms
+from tests.support.oracle import DATA, every_kernel, randoms
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # NumPy's
 # Those that reach a backend as others of the table do
@@ -25,6 +25,8 @@ def draw(contract: Contract, seed: int = 0) -> list[options.Row]:
     if contract.dtype.itemsize == 2:  # the contract does not count what is rounded before a backend has it
         chosen["rotary"] = [x for x in chosen["rotary"] if x not in ("yarn", "before the map")]
         chosen["feature_map"] = ["elu+1", "relu", "relu2", "silu", "identity", "features"]
+    module = backends.load(contract.backend)
+    chosen |= {name: ["none"] for name in DATA if not isinstance(module, str) and name not in module.OPTIONS}
     if contract.backend == "triton":
         chosen["tokens"] = [x for x in options.OPTIONS["tokens"] if x != "many chunks"]
     return options.draw(seed, chosen, together=1 if contract.backend == "triton" else 2)
