@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from linrope.common.tracing import values_readable
 from linrope.distributed.exchange import Gathered
-from linrope.distributed.fold import Rules, fold
+from linrope.distributed.fold import FOLDED, Rules, fold
 from linrope.distributed.layout import Layout
 from linrope.distributed.uncompiled import uncompiled
 from linrope.operation.attend import attend
 from linrope.operation.checks import check_settings, check_values
 from linrope.operation.plan import identity_of
 from linrope.operation.positions import resolve
-from linrope.recurrence.call import INPUTS, TOKEN_INPUTS, Call
+from linrope.recurrence.call import INPUTS, TOKEN_INPUTS, Call, option_beyond
 from linrope.recurrence.decay import MIN_LOG_DECAY, zero_hidden
 from linrope.recurrence.state import NO_KEYS, LinearAttentionState
 
@@ -40,7 +40,7 @@ class SentState(NamedTuple):
 @uncompiled
 def send_state(call: Call, shard: Layout) -> SentState:
     """Sends the state of the last local document; in bidirectional packed calls, also that of the first."""
-    _refuse_packing(call)
+    _check_options(call)
     if shard.size == 1:
         return SentState(shard, [], None)
     shard.agree(lambda: _describe(call, shard))
@@ -55,7 +55,7 @@ def send_state(call: Call, shard: Layout) -> SentState:
 
 @uncompiled
 def _receive_and_attend(call: Call, sent: SentState) -> tuple[Tensor, LinearAttentionState | None]:
-    _refuse_packing(call)
+    _check_options(call)
     call = replace(call, cu_seqlens=sent.shard.cu_seqlens)
     if sent.gathered is None:
         return attend(call)
@@ -70,7 +70,10 @@ def _receive_and_attend(call: Call, sent: SentState) -> tuple[Tensor, LinearAtte
     return out, pool._replace_unchecked(donated=False)
 
 
-def _refuse_packing(call: Call) -> None:
+def _check_options(call: Call) -> None:
+    """Rejects what a shard holds itself, and options that ``fold`` does not know."""
+    if (name := option_beyond(FOLDED, call)) is not None:
+        raise NotImplementedError(f"{name}: got a call with a shard, expected one without {name}")
     if call.cu_seqlens is not None:
         raise ValueError(
             "cu_seqlens: got a tensor in a call with a shard; expected None, because the shard already holds cu_seqlens"
