@@ -9,16 +9,17 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 
 from linrope import LinearRoPEAttention, linear_rope_attention, linear_rope_state
 from linrope.cli.layer_flags import FLAGS
 from linrope.layer.config import OPTIONS, SHARED, LayerConfig, meaning
+from linrope.operation import functional
 from linrope.operation.options import Options
 from linrope.position_encodings import SoftmaxAttention
-from linrope.recurrence.call import Call, Resolved
+from linrope.recurrence.call import INPUTS, Call, Gradients, Resolved
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
@@ -193,4 +194,16 @@ def test_signatures_and_records_agree_about_names_and_defaults() -> None:
     optional = {name: x for name, x in signature.items() if x is not inspect.Parameter.empty}
     assert optional == {name: record[name] for name in optional}
     assert set(get_type_hints(Options)) == set(optional) - {"return_state"}
-    assert state_alone == {name: signature[name] for name in state_alone}
+    of_outputs = {"q", "key_positions", "causal", "normalize", "eps", "eps_mode", "return_state"}
+    assert state_alone == {name: x for name, x in signature.items() if name not in of_outputs}
+    assert Gradients._fields == (*INPUTS, "kv", "z")
+
+
+@pytest.mark.parametrize("function", [linear_rope_attention, linear_rope_state])
+def test_every_argument_reaches_the_call(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Call] = []
+    monkeypatch.setattr(functional, "attend", lambda call: (calls.append(call), (None, object()))[1])
+    given = {name: object() for name in inspect.signature(function).parameters if name != "shard"}
+    tensors = [given.pop(name) for name in ("q", "k", "v") if name in given]
+    function(*tensors, **given)
+    assert [getattr(calls[0], name) for name in given] == [*given.values()]
