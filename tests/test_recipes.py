@@ -20,9 +20,11 @@ from linrope.operation import functional
 from linrope.operation.options import Options
 from linrope.position_encodings import SoftmaxAttention
 from linrope.recurrence.call import INPUTS, Call, Gradients, Resolved
+from tests.layer.cases import ALL
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+NAME = re.compile(r"`(\w+)(?:=[^`]*)?`")
 RECIPES = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", TEXT, re.M | re.S))
 
 MAP = """
@@ -180,6 +182,20 @@ def test_every_option_has_a_meaning_and_every_flag_a_sentence() -> None:
         assert re.fullmatch(r"\S.*[^:]", meaning(name)), name
     for name in FLAGS:
         assert meaning(name).endswith("."), name
+
+
+def test_the_quickstart_names_every_option_and_argument() -> None:
+    text = (ROOT / "docs" / "quickstart.md").read_text("utf-8")
+    rows = {
+        name for line in text.splitlines() if line[:1] == "|" for name in NAME.findall(line.split("|")[1])
+    }
+    assert set(OPTIONS) <= rows
+    in_examples = {"q", "k", "v", "state", "return_state", "shard"}
+    assert set(inspect.signature(linear_rope_attention).parameters) - in_examples <= set(NAME.findall(text))
+
+
+def test_the_layers_cases_have_every_option() -> None:
+    assert set(OPTIONS) - {"context_dim"} == set().union(*ALL.values()) - {"num_heads", "dtype"}
 
 
 def test_signatures_and_records_agree_about_names_and_defaults() -> None:

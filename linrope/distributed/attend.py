@@ -179,6 +179,7 @@ def _local_state(call: Call, shard: Layout, index: int) -> dict[str, Tensor]:
     key_positions = call.positions if call.key_positions is None else call.key_positions
     axes = call.rotary is not None and call.rotary.axes is not None
     key_mask, b = cut_if_any(call.key_mask), call.k.shape[0]
+    inputs: dict[str, Any] = {name: cut_if_any(getattr(call, name)) for name in TOKEN_INPUTS}
     local = replace(
         call,
         q=None,
@@ -191,7 +192,7 @@ def _local_state(call: Call, shard: Layout, index: int) -> dict[str, Tensor]:
         key_positions=None,
         key_mask=key_mask,
         cu_seqlens=None,
-        **{name: cut_if_any(getattr(call, name)) for name in TOKEN_INPUTS},
+        **inputs,
     )
     position = _first_positions(call, shard)[index].expand(b)
     if local.positions is not None and not axes and local.k.shape[1]:
