@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary, linear_rope_attention, linear_rope_state, state_from_sums
 from linrope.backends import native
-from tests.backends import contract
+from tests.support import contract
 from tests.support.oracle import NATIVE, every_backend
 
 attend = partial(linear_rope_attention, feature_map=None, normalize=False)
