@@ -203,7 +203,8 @@ class LayerState:
             ValueError: the other state has another identity or other optional tensors, a shape does not fit, or the
                 memory is not writable. Nothing is written then.
 
-        >>> _, pool = LinearRoPEAttention(8, 2)(torch.randn(3, 5, 8), return_state=True)
+        >>> _, state = LinearRoPEAttention(8, 2)(torch.randn(3, 5, 8), return_state=True)
+        >>> pool = state.detach()
         >>> pool.at(torch.tensor([2])).write(pool.at(torch.tensor([0])).rows())  # row 2 is now a copy of row 0
         >>> torch.equal(pool.sums.kv[2], pool.sums.kv[0])
         True
