@@ -244,10 +244,9 @@ class LayerState:
 
         The call itself checks the memory of the sums, before it writes to any.
         """
-        inputs = self._inputs()
-        if inputs and (self.slots is not None or (self.donated and tokens == 1)):
+        if self.sums.slots is not None or (self.sums.donated and tokens == 1):
             # A call with gradients leaves a donated state alone.
-            check_writable({name: x for name, x in inputs.items() if not x.requires_grad})
+            check_writable({name: x for name, x in self._inputs().items() if not x.requires_grad})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a safetensors file, atomically."""
