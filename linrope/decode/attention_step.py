@@ -48,8 +48,8 @@ class AttentionStep:
     ) -> Tensor:
         """q (b, 1, h, d), k (b, 1, g, d), v (b, 1, g, e) -> out (b, 1, h, e). Overwrites the state with the next one.
 
-        log_decay, angle_steps and write are as in ``linear_rope_attention``. The kernel checks all arguments, and raises
-        TypeError, ValueError or RuntimeError before it writes anything.
+        log_decay, angle_steps and write are as in ``linear_rope_attention``. The kernel checks all arguments before it
+        writes anything, and raises TypeError, ValueError or RuntimeError.
         """
         if self._fixed is not None:
             if log_decay is not None and float(log_decay.max()) > 0:
@@ -119,8 +119,8 @@ def prepare_attention(
     plan = plan_of(call)
     if plan.step is None:
         raise ValueError(
-            "a prepared step is impossible here: expected a feature map that the kernels apply, and no rotation with axes "
-            "or an attention factor; use linear_rope_attention with state.donate()"
+            "a prepared step is impossible here: expected a feature map that the kernels apply, and no rotation with "
+            "axes or an attention factor; use linear_rope_attention with state.donate()"
         )
     if decay is not None:
         check_decay_values(decay)
