@@ -19,7 +19,7 @@ from torch import Tensor
 
 from linrope.backends import bridge
 from linrope.backends.chunk_decay import Decay, DecayPerFeature
-from linrope.backends.key_sum import KeySum, KeySumGradients, sums_from
+from linrope.backends.key_sum import KeySum, KeySumGradients, d_log_decay, sums_from
 from linrope.backends.protocol import COMMON, XPOS
 from linrope.feature_maps import ELEMENTWISE
 from linrope.recurrence.call import (
@@ -156,7 +156,7 @@ def _backward(call: Call, sums: Sums | None, g: ResultGradients) -> Gradients:
 
     d_log = None
     if call.log_decay is not None:
-        d_log = x.keys.cut.put((num.d_log_decay() + den.d_log_decay())[:, :, None], call.k)
+        d_log = x.keys.cut.put(d_log_decay(num, den)[:, :, None], call.k)
     return Gradients(
         q=None if call.q is None else x.queries.gradient(call, d_phi_hat, den.d_queries(), call.q),
         k=x.keys.gradient(call, d_psi_hat, den.d_keys(), call.k),

@@ -179,8 +179,7 @@ def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
         "q": q,
         "k": k,
         "v": v,
-        "positions": call.positions.contiguous(),
-        "key_positions": contiguous(call.key_positions),
+        **_positions(call),
         "log_decay": call.log_decay,
         "write": call.write,
         "angle_steps": call.angle_steps,
@@ -331,11 +330,17 @@ def backward(call: Call, sums: Sums | None, results: list[Tensor], g: ResultGrad
     )
 
 
+def _positions(call: Call) -> dict[str, Tensor | None]:
+    """The positions of queries and keys; none if no angle depends on them."""
+    if call.theta_turns is None:
+        return {"positions": None, "key_positions": None}
+    return {"positions": call.positions.contiguous(), "key_positions": contiguous(call.key_positions)}
+
+
 def _tensors(call: Call, sums: Sums | None) -> dict[str, Any]:
     """The arguments that the forward and backward kernels share, in addition to ``settings``."""
     return {
-        "positions": call.positions.contiguous(),
-        "key_positions": contiguous(call.key_positions),
+        **_positions(call),
         "log_decay": call.log_decay,
         "write": call.write,
         "angle_steps": call.angle_steps,

@@ -51,9 +51,11 @@ def why_not(module: object, states: Any) -> str | None:
         return why_not_layer(module, states)
     if isinstance(module, ModelParts):
         return _why_not_parts(module, states)
-    # A wrapper may pass on the attributes of the model inside it, and still compute something else.
-    if isinstance(module, DecodableModel) and (parts := module.decoding_parts()).model is module:  # type: ignore[comparison-overlap]
-        return _why_not_parts(parts, states)
+    if isinstance(module, DecodableModel):
+        parts = module.decoding_parts()
+        model: object = parts.model
+        if model is module:  # not a wrapper that passes this method on, and computes something else
+            return _why_not_parts(parts, states)
     return f"a module of another kind, {type(module).__name__}"
 
 

@@ -204,7 +204,7 @@ def test_a_position_without_an_exact_angle_is_refused_and_nothing_is_written() -
     for state in states:
         state.position[1] = 2**31
     step = prepare(model, copies(states))
-    with pytest.raises(RuntimeError, match="positions: got 2147483648"):
+    with pytest.raises(ValueError, match=r"state: got positions \[.*2147483648\] and 1 more tokens"):
         step(torch.zeros(2, 1, dtype=torch.int64))
     assert_same_states(step.states, states)
 
