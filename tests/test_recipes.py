@@ -15,6 +15,7 @@ import pytest
 
 from linrope import LinearRoPEAttention, linear_rope_attention, linear_rope_state
 from linrope.cli.layer_flags import FLAGS
+from linrope.decode.attention_step import AttentionStep
 from linrope.layer.config import OPTIONS, SHARED, LayerConfig, meaning
 from linrope.operation import functional
 from linrope.operation.options import Options
@@ -213,6 +214,10 @@ def test_signatures_and_records_agree_about_names_and_defaults() -> None:
     of_outputs = {"q", "key_positions", "causal", "normalize", "eps", "eps_mode", "return_state"}
     assert state_alone == {name: x for name, x in signature.items() if name not in of_outputs}
     assert Gradients._fields == (*INPUTS, "kv", "z")
+
+
+def test_a_prepared_step_takes_every_input_of_a_token() -> None:
+    assert set(INPUTS) == set(inspect.signature(AttentionStep.__call__).parameters) - {"self"}
 
 
 @pytest.mark.parametrize("function", [linear_rope_attention, linear_rope_state])
