@@ -98,8 +98,7 @@ def _key(call: Call) -> Hashable | None:
             None if slots is None else slots.shape,
         )
     shapes = tuple([x if x is None else (x.shape, x.dtype, x.device) for x in tensors])
-    types = type(call.causal), type(call.normalize), type(call.return_state)  # because 1 == True
-    return settings, types, facts, shapes, last
+    return settings, tuple(map(type, settings)), facts, shapes, last  # the types, because 1 == True
 
 
 def _make(call: Call, traced: bool) -> Plan:
