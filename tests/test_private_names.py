@@ -14,7 +14,7 @@ FILES = [
     *sorted((ROOT / "kernels" / "linrope_kernels").rglob("*.py")),
 ]
 HOME = ROOT / "linrope" / "common" / "private_names.py"
-DOCUMENTED = {"_fields", "_replace"}  # of named tuples
+DOCUMENTED = {"_asdict", "_fields", "_replace"}  # of named tuples
 
 
 def is_private(name: str) -> bool:

@@ -9,19 +9,23 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 
 from linrope import LinearRoPEAttention, linear_rope_attention, linear_rope_state
 from linrope.cli.layer_flags import FLAGS
+from linrope.decode.attention_step import AttentionStep
 from linrope.layer.config import OPTIONS, SHARED, LayerConfig, meaning
+from linrope.operation import functional
 from linrope.operation.options import Options
 from linrope.position_encodings import SoftmaxAttention
-from linrope.recurrence.call import Call, Resolved
+from linrope.recurrence.call import INPUTS, Call, Gradients, Resolved
+from tests.layer.cases import ALL
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+NAME = re.compile(r"`(\w+)(?:=[^`]*)?`")
 RECIPES = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", TEXT, re.M | re.S))
 
 MAP = """
@@ -99,9 +103,12 @@ except RuntimeError as error:
 # By heading: a program that runs with the change, and what it prints
 PROGRAMS = {
     "A new feature map": (MAP, "feature_map='softplus': this backend only applies identity, elu+1"),
-    "A new option of the operation": (OPTION, "gain=2.0: use backend='reference'"),
+    "A new option of the operation": (
+        OPTION,
+        "gain: this backend does not compute it; use backend='reference'",
+    ),
     "A new option of the layer": (LAYER_OPTION, "v_norm=1: expected True or False"),
-    "A new backend": (BACKEND, "backend='loop' cannot run: the loop sums keys and values, and nothing else"),
+    "A new backend": (BACKEND, "backend='loop' cannot run: rotary: this backend does not compute it"),
 }
 # Runs the programs given in JSON, and prints what each prints, or its traceback, in JSON.
 RUN = """
@@ -178,6 +185,20 @@ def test_every_option_has_a_meaning_and_every_flag_a_sentence() -> None:
         assert meaning(name).endswith("."), name
 
 
+def test_the_quickstart_names_every_option_and_argument() -> None:
+    text = (ROOT / "docs" / "quickstart.md").read_text("utf-8")
+    rows = {
+        name for line in text.splitlines() if line[:1] == "|" for name in NAME.findall(line.split("|")[1])
+    }
+    assert set(OPTIONS) <= rows
+    in_examples = {"q", "k", "v", "state", "return_state", "shard"}
+    assert set(inspect.signature(linear_rope_attention).parameters) - in_examples <= set(NAME.findall(text))
+
+
+def test_the_layers_cases_have_every_option() -> None:
+    assert set(OPTIONS) - {"context_dim"} == set().union(*ALL.values()) - {"num_heads", "dtype"}
+
+
 def test_signatures_and_records_agree_about_names_and_defaults() -> None:
     """The public signatures, the record and the options for type checkers list the same parts."""
     made_by_a_plan = {field.name for field in fields(Resolved)}
@@ -190,4 +211,20 @@ def test_signatures_and_records_agree_about_names_and_defaults() -> None:
     optional = {name: x for name, x in signature.items() if x is not inspect.Parameter.empty}
     assert optional == {name: record[name] for name in optional}
     assert set(get_type_hints(Options)) == set(optional) - {"return_state"}
-    assert state_alone == {name: signature[name] for name in state_alone}
+    of_outputs = {"q", "key_positions", "causal", "normalize", "eps", "eps_mode", "return_state"}
+    assert state_alone == {name: x for name, x in signature.items() if name not in of_outputs}
+    assert Gradients._fields == (*INPUTS, "kv", "z")
+
+
+def test_a_prepared_step_takes_every_input_of_a_token() -> None:
+    assert set(INPUTS) == set(inspect.signature(AttentionStep.__call__).parameters) - {"self"}
+
+
+@pytest.mark.parametrize("function", [linear_rope_attention, linear_rope_state])
+def test_every_argument_reaches_the_call(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Call] = []
+    monkeypatch.setattr(functional, "attend", lambda call: (calls.append(call), (None, object()))[1])
+    given = {name: object() for name in inspect.signature(function).parameters if name != "shard"}
+    tensors = [given.pop(name) for name in ("q", "k", "v") if name in given]
+    function(*tensors, **given)
+    assert [getattr(calls[0], name) for name in given] == [*given.values()]

@@ -7,7 +7,7 @@ from linrope.backends.protocol import Backend
 from linrope.common.argument_checks import check_name
 from linrope.common.private_names import forward_mode
 from linrope.common.tracing import exporting_to_onnx, has_tangents
-from linrope.recurrence.call import Call, differentiable
+from linrope.recurrence.call import Call, Resolved, differentiable, option_beyond
 from linrope.recurrence.state import LinearAttentionState
 
 if TYPE_CHECKING:
@@ -66,7 +66,13 @@ def _why_not(backend: Backend, call: Call, state: LinearAttentionState | None) -
     if call.feature_map not in backend.MAPS:
         maps = ", ".join(backend.MAPS)
         return f"feature_map={call.feature_map!r}: this backend only applies {maps}; use backend='eager'"
-    return backend.why_not_call(call, state)
+    if (reason := backend.why_not_call(call, state)) is not None:
+        return reason
+    name = option_beyond(backend.OPTIONS, call)
+    if name is None:
+        return None
+    name = "rotary" if hasattr(Resolved, name) else name
+    return f"{name}: this backend does not compute it; use backend='reference'"
 
 
 def load(name: str) -> Backend | str:

@@ -1,6 +1,5 @@
 """The operator of all chunked backends. Its arguments are the fields of ``Call``, and the incoming sums."""
 
-from dataclasses import fields
 from functools import cache
 from typing import Any, NamedTuple, cast, get_type_hints
 
@@ -11,23 +10,11 @@ from linrope.backends.operator import Operator, Output, Tensors
 from linrope.backends.protocol import ChunkedBackend
 from linrope.common.precision import full_precision
 from linrope.common.tracing import check_not_in_onnx
-from linrope.recurrence.call import (
-    INPUTS,
-    Call,
-    Inputs,
-    Resolved,
-    ResultGradients,
-    Settings,
-    Sums,
-    TokenLayout,
-    sums_of,
-)
+from linrope.recurrence.call import INPUTS, RECEIVED, Call, ResultGradients, Sums, sums_of
 from linrope.recurrence.state import LinearAttentionState
 
-# A plan has used up the other fields of a call: see ``Call``.
-_FIELDS = [field.name for group in (Inputs, TokenLayout, Settings, Resolved) for field in fields(group)]
 _HINTS = get_type_hints(Call) | {"feature_map": str, "positions": Tensor}
-_TYPES = {name: _HINTS[name] for name in _FIELDS}
+_TYPES = {name: _HINTS[name] for name in RECEIVED}
 _OTHERS = [name for name, x in _TYPES.items() if x in (Tensor, Tensor | None) and name not in INPUTS]
 _SETTINGS = [name for name in _TYPES if name not in INPUTS and name not in _OTHERS]
 _ALL_TYPES = _TYPES | dict.fromkeys(Sums._fields, Tensor | None) | {"backend": str}

@@ -31,9 +31,9 @@ class Decay:
         """x_i e^(D_i): decayed since the chunk's start."""
         return x if self.D is None else x * self.D.exp().to(x.dtype)
 
-    def to_end(self, x: Tensor) -> Tensor:
-        """x_j e^(D_c - D_j): decayed to the chunk's last token."""
-        return x if self.D is None else x * (self.D[..., -1:, :] - self.D).exp().to(x.dtype)
+    def to_end(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """x_j e^(D_c - D_j): decayed to the chunk's last token. dtype: that of the factor."""
+        return x if self.D is None else x * (self.D[..., -1:, :] - self.D).exp().to(dtype or x.dtype)
 
     def scores(self, x: Tensor, y: Tensor) -> Tensor:
         """<x_i, y_j> e^(D_i - D_j) for j <= i, else 0: (t, g, r, c, c)."""
@@ -42,14 +42,16 @@ class Decay:
             scores *= self._factors
         return scores.tril_()
 
-    def gradients_of_scores(self, weights: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of x and y from weights, the gradient of ``scores``, which is 0 for j > i.
+    def to_queries(self, weights: Tensor, y: Tensor) -> Tensor:
+        """sum_j weights_ij e^(D_i - D_j) y_j: (t, g, r, c, f). weights (t, g, r, c, c) are 0 for j > i."""
+        return product(self._decayed(weights), y)
 
-        dx_i = sum_j weights_ij e^(D_i - D_j) y_j, and dy_j = sum_i weights_ij e^(D_i - D_j) x_i, over r too.
-        """
-        if self.D is not None:
-            weights = weights * self._factors
-        return product(weights, y), transposed_product(weights, x)
+    def to_keys(self, weights: Tensor, x: Tensor) -> Tensor:
+        """sum_i weights_ij e^(D_i - D_j) x_i, over r too: (t, g, 1, c, f)."""
+        return transposed_product(self._decayed(weights), x)
+
+    def _decayed(self, weights: Tensor) -> Tensor:
+        return weights if self.D is None else weights * self._factors
 
     @cached_property
     def _factors(self) -> Tensor:
@@ -79,14 +81,18 @@ class DecayPerFeature(Decay):
             halves.block(scores).copy_(halves.queries(x) @ halves.keys(y).mT)
         return scores
 
-    def gradients_of_scores(self, weights: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        d_x = _diagonal(weights) * y
-        d_y = (_diagonal(weights) * x).sum(2, keepdim=True)
+    def to_queries(self, weights: Tensor, y: Tensor) -> Tensor:
+        sums = _diagonal(weights) * y
         for halves in self._halves:
-            block = halves.block(weights)
-            halves.right(d_x).addcmul_(block @ halves.keys(y), halves.to_query)
-            halves.left(d_y).addcmul_((block.mT @ halves.queries(x)).sum(2, keepdim=True), halves.from_key)
-        return d_x, d_y
+            halves.right(sums).addcmul_(halves.block(weights) @ halves.keys(y), halves.to_query)
+        return sums
+
+    def to_keys(self, weights: Tensor, x: Tensor) -> Tensor:
+        sums = (_diagonal(weights) * x).sum(2, keepdim=True)
+        for halves in self._halves:
+            of_block = (halves.block(weights).mT @ halves.queries(x)).sum(2, keepdim=True)
+            halves.left(sums).addcmul_(of_block, halves.from_key)
+        return sums
 
 
 class Halves(NamedTuple):
@@ -130,13 +136,23 @@ def _diagonal(scores: Tensor) -> Tensor:
 
 def product(x: Tensor, y: Tensor) -> Tensor:
     """x (t, g, r, c, k) times y (t, g, 1, k, l). A long sum over k is formed in parts, to round less."""
-    rows, columns, parts = x.flatten(2, 3), y[:, :, 0], max(1, -(-x.shape[-1] // MOST_TERMS))
-    pairs = zip(rows.tensor_split(parts, -1), columns.tensor_split(parts, -2), strict=True)
-    xy = reduce(torch.add, (part @ other for part, other in pairs))
+    if x.shape[-1] == 1:
+        return x * y
+    if y.shape[-1] == 1:  # a matrix library takes ten times as long for many small products with a vector
+        return (x * y.mT).sum(-1, keepdim=True)
+    rows, columns = x.flatten(2, 3), y[:, :, 0]
+    if x.shape[-1] <= MOST_TERMS:
+        xy = rows @ columns
+    else:
+        parts = -(-x.shape[-1] // MOST_TERMS)
+        pairs = zip(rows.tensor_split(parts, -1), columns.tensor_split(parts, -2), strict=True)
+        xy = reduce(torch.add, (part @ other for part, other in pairs))
     by_query: Tensor = xy.unflatten(2, x.shape[2:4])
     return by_query
 
 
-def transposed_product(scores: Tensor, x: Tensor) -> Tensor:
-    """scores (t, g, r, c, k) transposed, times x (t, g, r, c, l), summed over r: (t, g, 1, k, l)."""
+def transposed_product(scores: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """scores (t, g, r, c, k) transposed, times x (t, g, r, c, l), summed over r: (t, g, 1, k, l), a column in dtype."""
+    if x.shape[-1] == 1:
+        return (scores * x).sum((2, 3), dtype=dtype)[:, :, None, :, None]
     return (scores.flatten(2, 3).mT @ x.flatten(2, 3))[:, :, None]

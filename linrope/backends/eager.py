@@ -19,15 +19,25 @@ from torch import Tensor
 
 from linrope.backends import bridge
 from linrope.backends.chunk_decay import Decay, DecayPerFeature
-from linrope.backends.key_sum import KeySum, KeySumGradients, sums_from
+from linrope.backends.key_sum import KeySum, KeySumGradients, d_log_decay, sums_from
+from linrope.backends.protocol import COMMON, XPOS
 from linrope.feature_maps import ELEMENTWISE
-from linrope.recurrence.call import Call, Gradients, ResultGradients, Results, Sums, summed_to
+from linrope.recurrence.call import (
+    INPUTS,
+    TOKEN_INPUTS,
+    Call,
+    Gradients,
+    ResultGradients,
+    Results,
+    Sums,
+    summed_to,
+)
 from linrope.recurrence.chunks import Cut
 from linrope.recurrence.state import LinearAttentionState
 from linrope.recurrence.transition import Transition, gradients_around
 from linrope.rotation.rotary import rotate
 
-MAPS = ELEMENTWISE
+MAPS, OPTIONS = ELEMENTWISE, COMMON | XPOS
 TAKES_VALUE_GROUPS = False
 # Elements of k in one pass. A larger call runs a few heads at a time, which bounds the memory.
 MAX_K_PER_PASS = 2**20
@@ -64,7 +74,7 @@ def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradie
     gradients = Gradients(**{name: joined(name) for name in Gradients._fields})  # type: ignore[arg-type]
     summed = {
         name: summed_to(gradient, like)
-        for name in ("log_decay", "angle_steps")
+        for name in TOKEN_INPUTS
         if (like := getattr(call, name)) is not None and (gradient := getattr(gradients, name)) is not None
     }
     return gradients._replace(**summed)
@@ -81,9 +91,7 @@ def _by_heads(call: Call, sums: Sums | None, g: ResultGradients) -> Iterator[dic
     for low in range(0, all_heads, size):
         high = min(low + size, all_heads)
         heads, query_heads = slice(low, high), slice(low * r, high * r)
-        tensors = {
-            name: part(getattr(call, name), 2, heads) for name in ("k", "v", "log_decay", "angle_steps")
-        }
+        tensors = {name: part(getattr(call, name), 2, heads) for name in INPUTS if name != "q"}
         tensors |= {"q": part(call.q, 2, query_heads), "theta_turns": part(call.theta_turns, 1, heads)}
         yield {
             "call": replace(call, **tensors),  # type: ignore[arg-type]
@@ -148,7 +156,7 @@ def _backward(call: Call, sums: Sums | None, g: ResultGradients) -> Gradients:
 
     d_log = None
     if call.log_decay is not None:
-        d_log = x.keys.cut.put((num.d_log_decay() + den.d_log_decay())[:, :, None], call.k)
+        d_log = x.keys.cut.put(d_log_decay(num, den)[:, :, None], call.k)
     return Gradients(
         q=None if call.q is None else x.queries.gradient(call, d_phi_hat, den.d_queries(), call.q),
         k=x.keys.gradient(call, d_psi_hat, den.d_keys(), call.k),

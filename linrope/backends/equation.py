@@ -12,6 +12,7 @@ from einops import rearrange
 from torch import Tensor
 
 from linrope.backends.contraction import contract
+from linrope.backends.protocol import COMMON, XPOS
 from linrope.backends.sequences import each_sequence, incoming_sums, pad_outside_tokens
 from linrope.common.precision import full_precision
 from linrope.feature_maps import ELEMENTWISE
@@ -21,7 +22,7 @@ from linrope.recurrence.packing import sums_so_far
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import rotate
 
-MAPS, TAKES_VALUE_GROUPS = ELEMENTWISE, False
+MAPS, OPTIONS, TAKES_VALUE_GROUPS = ELEMENTWISE, COMMON | XPOS, False
 
 
 def why_not() -> str | None:

@@ -20,7 +20,7 @@ nothing decays, all queries read the state after the last key, and nothing is su
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
@@ -55,17 +55,17 @@ class KeySum:
         """(s, g, f, e)."""
         return self.states[1][self.key_cut.last]
 
-    @cached_property
+    @property
     def x_from_start(self) -> Tensor:
         """e^(D_i) x_i."""
         return self.decay.from_start(self.x)
 
-    @cached_property
+    @property
     def y_to_end(self) -> Tensor:
-        """e^(D_c - D_j) y_j, in the dtype of the state."""
-        return self.decay.to_end(self.y.to(self.state_dtype))
+        """e^(D_c - D_j) y_j."""
+        return self.decay.to_end(self.y, self.state_dtype)
 
-    @cached_property
+    @property
     def scores(self) -> Tensor:
         """e^(D_i - D_j) <x_i, y_j> for j <= i, else 0: (t, g, r, c, c)."""
         return self.decay.scores(self.x, self.y)
@@ -73,7 +73,7 @@ class KeySum:
     @cached_property
     def states(self) -> tuple[Tensor, Tensor]:
         """S before and after each chunk, (t, g, f, e)."""
-        added = _outer(self.y_to_end, self.v.to(self.state_dtype))
+        added = transposed_product(self.y_to_end, self.v, self.state_dtype)[:, :, 0]
         return states_around(self.decay.transition, added, self.key_cut, self.first)
 
     @cached_property
@@ -89,7 +89,7 @@ class KeySumGradients:
 
     def __init__(self, key_sum: KeySum, g: Tensor, last: Tensor | None) -> None:
         self.key_sum, self.g = key_sum, g
-        added = _outer(*(x.to(key_sum.state_dtype) for x in (key_sum.x_from_start, g)))
+        added = transposed_product(key_sum.x_from_start, g, key_sum.state_dtype)[:, :, 0]
         after, before = gradients_around(key_sum.decay.transition, added, key_sum.query_cut, last)
         self.first = before.flip(0)[key_sum.query_cut.reverse().last]
         """The gradient of the state before each sequence, (s, g, f, e)."""
@@ -97,21 +97,19 @@ class KeySumGradients:
         T = self.T[:, :, None].to(key_sum.x.dtype)
         self.x_from_state = key_sum.decay.from_start(product(g, key_sum.state_read.mT))
         self.y_from_later = key_sum.decay.to_end(product(key_sum.v, T.mT))
-        self.weights = product(g, key_sum.v.mT).tril() if key_sum.causal else None
-
-    @cached_property
-    def _of_chunk(self) -> tuple[Tensor, Tensor]:
-        """The parts of dx and dy that come from the scores within each chunk."""
-        assert self.weights is not None
-        return self.key_sum.decay.gradients_of_scores(self.weights, self.key_sum.x, self.key_sum.y)
+        self.weights = product(g, key_sum.v.mT).tril_() if key_sum.causal else None
 
     def d_queries(self) -> Tensor:
         """dx (t, g, r, c, f)."""
-        return self.x_from_state + self._of_chunk[0] if self.key_sum.causal else self.x_from_state
+        if self.weights is None:
+            return self.x_from_state
+        return self.key_sum.decay.to_queries(self.weights, self.key_sum.y).add_(self.x_from_state)
 
     def d_keys(self) -> Tensor:
         """dy (t, g, 1, c, f)."""
-        return self.y_from_later + self._of_chunk[1] if self.key_sum.causal else self.y_from_later
+        if self.weights is None:
+            return self.y_from_later
+        return self.key_sum.decay.to_keys(self.weights, self.key_sum.x).add_(self.y_from_later)
 
     def d_values(self) -> Tensor:
         """dv (t, g, 1, c, e)."""
@@ -128,26 +126,34 @@ class KeySumGradients:
         diagonal.zero_()
         return own
 
-    def d_log_decay(self) -> Tensor:
-        """da (t, g, c) float64. Each pair of a key and a later query counts once, so nothing cancels.
-
-        A pair has the factor e^(a_t) of every token t between them, so da_t of a closed gate is as small as the gate.
-        """
+    def terms_of_log_decay(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The terms of da: those of S and T (t, g, 1), of queries and of keys (t, g, c), and of pairs (t, g, c, c)."""
         assert self.weights is not None
-        pairs = (self.key_sum.scores * self.weights).sum(2)
-        earlier_keys = pairs @ torch.ones_like(pairs[0, 0]).triu(1)  # (t, g, i, t): summed over j < t
-        da = earlier_keys.tril_().sum(2).double()
-        da += sums_from((self.key_sum.x * self.x_from_state).sum((2, 4)).double(), -1)
+        rows = self.key_sum.decay.transition.apply((self.key_sum.states[0] * self.T).sum(-1).double())
+        of_queries = (self.key_sum.x * self.x_from_state).sum((2, 4)).double()
         of_keys = (self.key_sum.y * self.y_from_later).sum((2, 4)).double()
-        da[..., 1:] += of_keys[..., :-1].cumsum(-1)
-        rows = (self.key_sum.states[0] * self.T).sum(-1).double()
-        da += self.key_sum.decay.transition.apply(rows).sum(-1, keepdim=True)
-        return da
+        pairs = self.key_sum.scores * self.weights
+        return (
+            rows.sum(-1, keepdim=True),
+            of_queries,
+            of_keys,
+            pairs[:, :, 0] if len(pairs[0, 0]) == 1 else pairs.sum(2),
+        )
 
 
-def _outer(x: Tensor, y: Tensor) -> Tensor:
-    """The sum of x_i y_i^T over r and c: (t, g, f, e)."""
-    return transposed_product(x, y)[:, :, 0]
+def d_log_decay(*sums: KeySumGradients) -> Tensor:
+    """da (t, g, c) float64 of sums with the same log decay. Each pair of a key and a later query counts once.
+
+    A pair has the factor e^(a_t) of every token t between them, so nothing cancels, and da_t of a closed gate is as
+    small as the gate.
+    """
+    of_state, of_queries, of_keys, pairs = (
+        reduce(torch.add, terms) for terms in zip(*(x.terms_of_log_decay() for x in sums), strict=True)
+    )
+    earlier_keys = pairs @ torch.ones_like(pairs[0, 0]).triu(1)  # (t, g, i, t): summed over j < t
+    da: Tensor = of_state + sums_from(of_queries, -1) + earlier_keys.tril_().sum(2)
+    da[..., 1:] += of_keys[..., :-1].cumsum(-1)
+    return da
 
 
 def sums_from(x: Tensor, dim: int) -> Tensor:

@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from linrope.backends import bridge
+from linrope.backends.protocol import COMMON
 from linrope.common.private_names import arguments_of
 from linrope.common.tracing import traced
 from linrope.recurrence.call import (
+    TOKEN_INPUTS,
     Call,
     Gradients,
     ResultGradients,
@@ -32,7 +34,7 @@ from linrope.recurrence.state import LinearAttentionState
 MAX_DIM = 256
 LIBRARY = Path(__file__).parents[1] / "lib" / "liblinrope_native.so"
 WHY_PURE = LIBRARY.with_name("why_pure.txt")  # hatch_build.py puts it into wheels without the library
-TAKES_VALUE_GROUPS = True
+OPTIONS, TAKES_VALUE_GROUPS = COMMON, True
 # The numbers of kernels/cpu/call.h
 MAPS = {"identity": 0, "elu+1": 1, "relu": 2, "relu2": 3, "exp": 4, "silu": 5}
 LAYOUTS = {"interleaved": 1, "half": 2}
@@ -132,7 +134,9 @@ class Step:
     """
 
     def __init__(self, call: Call) -> None:
-        self.shared = dict.fromkeys(_argument_names("step")) | _settings(call) | {"advance": True}
+        # The token's inputs have no default here, so that a call without one of them raises.
+        optional = [name for name in _argument_names("step") if name not in TOKEN_INPUTS]
+        self.shared = dict.fromkeys(optional) | _settings(call) | {"advance": True}
 
     def __call__(
         self, call: Call, log_decay: Tensor | None, state: LinearAttentionState, in_place: bool
@@ -179,8 +183,7 @@ def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
         "q": q,
         "k": k,
         "v": v,
-        "positions": call.positions.contiguous(),
-        "key_positions": contiguous(call.key_positions),
+        **_positions(call),
         "log_decay": call.log_decay,
         "write": call.write,
         "angle_steps": call.angle_steps,
@@ -329,11 +332,17 @@ def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradie
     )
 
 
+def _positions(call: Call) -> dict[str, Tensor | None]:
+    """The positions of queries and keys; none if no angle depends on them."""
+    if call.theta_turns is None:
+        return {"positions": None, "key_positions": None}
+    return {"positions": call.positions.contiguous(), "key_positions": contiguous(call.key_positions)}
+
+
 def _tensors(call: Call, sums: Sums | None) -> dict[str, Any]:
     """The arguments that the forward and backward kernels share, in addition to ``_settings``."""
     return {
-        "positions": call.positions.contiguous(),
-        "key_positions": contiguous(call.key_positions),
+        **_positions(call),
         "log_decay": call.log_decay,
         "write": call.write,
         "angle_steps": call.angle_steps,

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from linrope.backends import equation
+from linrope.backends.protocol import COMMON, XPOS
 from linrope.backends.sequences import incoming_sums
 from linrope.common.private_names import FakeTensor
 from linrope.recurrence.call import Call, Sums
 from linrope.recurrence.state import LinearAttentionState
 
-MAPS = equation.MAPS
+MAPS, OPTIONS = equation.MAPS, COMMON | XPOS
 TAKES_VALUE_GROUPS = False
 DOMAIN = "com.microsoft"
 _EXPORT_ONLY = "it makes nodes of a graph, which PyTorch cannot compute: use it under torch.onnx.export"

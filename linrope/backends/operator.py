@@ -89,7 +89,7 @@ class Operator(Generic[Record]):
         inputs = arguments[: self.inputs]
         save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         output: Output
-        if plain(x for x in arguments[: self.tensors] if x is not None):
+        if plain(arguments[: self.tensors]):
             if save:
                 return _WithoutDispatcher.apply(self, arguments, record, *inputs)  # type: ignore[no-any-return, no-untyped-call]
             output = self.forward(record, False)

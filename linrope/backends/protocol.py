@@ -1,12 +1,30 @@
 """The names that each module of ``linrope.backends.BACKENDS`` defines."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from linrope.recurrence.call import Call, Gradients, ResultGradients, Results, Sums
 from linrope.recurrence.state import LinearAttentionState
+
+# The options that all of linrope's own backends compute, and those of xPos.
+COMMON = frozenset(
+    (
+        *(
+            "log_decay",
+            "angle_steps",
+            "write",
+            "key_positions",
+            "key_mask",
+            "cu_seqlens",
+            "causal",
+            "normalize",
+        ),
+        *("eps", "eps_mode", "return_state", "theta_turns", "layout"),
+    )
+)
+XPOS = frozenset(("xpos_log_decay", "distances"))
 
 
 class Backend(Protocol):
@@ -15,6 +33,10 @@ class Backend(Protocol):
     @property
     def MAPS(self) -> Mapping[str, Any]:
         """The elementwise maps that the backend can apply to q and k, by name."""
+
+    @property
+    def OPTIONS(self) -> Collection[str]:
+        """The optional fields of ``Call`` that the backend computes. It gets no call that has another."""
 
     @property
     def TAKES_VALUE_GROUPS(self) -> bool:

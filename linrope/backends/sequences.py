@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linrope.recurrence.call import Call, Sums, sums_of
+from linrope.recurrence.call import INPUTS, Call, Sums, sums_of
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import spell_out
 
-PER_TOKEN = ("q", "k", "v", "log_decay", "angle_steps", "distances", "key_mask", "positions", "key_positions")
+PER_TOKEN = (*INPUTS, "positions", "key_positions", "key_mask", "distances")
 
 
 def incoming_sums(call: Call, state: LinearAttentionState | None) -> Sums:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from linrope.backends import bridge
+from linrope.backends.protocol import COMMON
 from linrope.common.tracing import traced
 from linrope.recurrence.call import (
     Call,
@@ -28,6 +29,7 @@ from linrope.recurrence.call import (
 from linrope.recurrence.packing import owners
 from linrope.recurrence.state import LinearAttentionState
 
+OPTIONS = COMMON
 TAKES_VALUE_GROUPS = True  # attend expands the call itself, because the kernels need products in v's dtype
 MAPS = dict.fromkeys(("elu+1", "relu", "relu2", "exp", "silu", "identity"))  # those of linrope_kernels.pieces
 MAX_DIM = 256

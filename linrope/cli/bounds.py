@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from linrope import LinearAttentionState, linear_rope_attention
+from linrope.recurrence.call import TOKEN_INPUTS
 
 BOUNDS = {torch.float32: 16 * 2.0**-24, torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
 # The error of a product on AMX: kernels/cpu/amx.h splits a float32 number into two bfloat16 numbers.
 ON_TILES = 2.0**-16
-DATA = ("log_decay", "angle_steps", "write")  # inputs per token, besides q, k and v, that have gradients
+DATA = TOKEN_INPUTS  # inputs besides q, k and v that have gradients
 BESIDE = 8  # additional calls, with slightly changed q, k and v
 # A gradient's error may be FACTOR times the error of "reference" plus SHARE times the gradient's largest entry.
 FACTOR = 3

@@ -12,6 +12,7 @@ from linrope.common.writable import check_writable
 from linrope.decode.parts import DecodableModel, ModelParts
 from linrope.feature_maps import ElementwiseMap
 from linrope.layer.attention import LinearRoPEAttention
+from linrope.layer.config import OPTIONS
 from linrope.layer.norm import OutputNorm, RMSNorm
 from linrope.layer.selective import ForgetGate, WriteGate
 from linrope.layer.short_convolution import ShortConvolution
@@ -24,6 +25,14 @@ from linrope.rotation.rotary import Rotary
 # transformers leaves hooks of this module on a model that was once asked for its hidden states. In other calls they do
 # nothing, so a prepared step may ignore them.
 _IDLE_HOOKS = "transformers.utils.output_capturing"
+# The layer's options that the operator computes, some of them not for every value: see ``_layer_reason``.
+_COMPUTED = frozenset(
+    (
+        *("num_kv_heads", "num_value_heads", "context_dim", "head_dim", "value_head_dim", "bias", "backend"),
+        *("feature_map", "rotary", "normalize", "decay", "forget_gate", "write_gate"),
+        *("short_conv", "out_norm", "skip", "gate"),
+    )
+)
 _KINDS = (
     LinearRoPEAttention,
     nn.Linear,
@@ -42,9 +51,11 @@ def why_not(module: object, states: Any) -> str | None:
         return why_not_layer(module, states)
     if isinstance(module, ModelParts):
         return _why_not_parts(module, states)
-    # A wrapper may pass on the attributes of the model inside it, and still compute something else.
-    if isinstance(module, DecodableModel) and (parts := module.decoding_parts()).model is module:  # type: ignore[comparison-overlap]
-        return _why_not_parts(parts, states)
+    if isinstance(module, DecodableModel):
+        parts = module.decoding_parts()
+        model: object = parts.model
+        if model is module:  # not a wrapper that passes this method on, and computes something else
+            return _why_not_parts(parts, states)
     return f"a module of another kind, {type(module).__name__}"
 
 
@@ -109,12 +120,11 @@ def _why_not_options(layer: LinearRoPEAttention) -> str | None:
         return f"feature_map={fmap}"
     if layer.angle_steps is not None or (layer.rotary is not None and not _is_plain(layer.rotary)):
         return "a rotation with steps, axes, xpos or an attention factor"
-    if layer.trapezoid is not None:
-        return "trapezoid=True"
-    if layer.q_norm is not None or layer.num_out_heads != layer.num_heads:
-        return "more value heads than query heads" if layer.q_norm is None else "qk_norm=True"
-    if not layer.causal or layer.rope_order != "after":
-        return f"causal={layer.causal}, rope_order={layer.rope_order!r}"
+    if layer.num_out_heads != layer.num_heads:
+        return "more value heads than query heads"
+    for name, option in OPTIONS.items():
+        if name not in _COMPUTED and (value := getattr(layer.config, name)) != option.default:
+            return f"{name}={value!r}"
     if layer.backend not in ("auto", "native"):
         return f"backend={layer.backend!r}"
     if (size := max(layer.head_dim, layer.value_head_dim)) > native.MAX_DIM:

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from linrope.common.tracing import values_readable
 from linrope.distributed.exchange import Gathered
-from linrope.distributed.fold import Rules, fold
+from linrope.distributed.fold import FOLDED, Rules, fold
 from linrope.distributed.layout import Layout
 from linrope.distributed.uncompiled import uncompiled
 from linrope.operation.attend import attend
 from linrope.operation.checks import check_settings, check_values
 from linrope.operation.plan import identity_of
 from linrope.operation.positions import resolve
-from linrope.recurrence.call import Call
+from linrope.recurrence.call import INPUTS, TOKEN_INPUTS, Call, option_beyond
 from linrope.recurrence.decay import MIN_LOG_DECAY, zero_hidden
 from linrope.recurrence.state import NO_KEYS, LinearAttentionState
 
@@ -40,7 +40,7 @@ class SentState(NamedTuple):
 @uncompiled
 def send_state(call: Call, shard: Layout) -> SentState:
     """Sends the state of the last local document; in bidirectional packed calls, also that of the first."""
-    _refuse_packing(call)
+    _check_options(call)
     if shard.size == 1:
         return SentState(shard, [], None)
     shard.agree(lambda: _describe(call, shard))
@@ -55,7 +55,7 @@ def send_state(call: Call, shard: Layout) -> SentState:
 
 @uncompiled
 def _receive_and_attend(call: Call, sent: SentState) -> tuple[Tensor, LinearAttentionState | None]:
-    _refuse_packing(call)
+    _check_options(call)
     call = replace(call, cu_seqlens=sent.shard.cu_seqlens)
     if sent.gathered is None:
         return attend(call)
@@ -70,7 +70,10 @@ def _receive_and_attend(call: Call, sent: SentState) -> tuple[Tensor, LinearAtte
     return out, pool._replace_unchecked(donated=False)
 
 
-def _refuse_packing(call: Call) -> None:
+def _check_options(call: Call) -> None:
+    """Rejects what a shard holds itself, and options that ``fold`` does not know."""
+    if (name := option_beyond(FOLDED, call)) is not None:
+        raise NotImplementedError(f"{name}: got a call with a shard, expected one without {name}")
     if call.cu_seqlens is not None:
         raise ValueError(
             "cu_seqlens: got a tensor in a call with a shard; expected None, because the shard already holds cu_seqlens"
@@ -134,9 +137,8 @@ def _describe(call: Call, shard: Layout) -> str:
         if state.sequences != documents:
             raise ValueError(f"state: got {state.sequences} sequences, expected the {documents} of all ranks")
     b, _, g, d = k.shape
-    tensors = {"k": k, "v": v, "decay": call.decay, "log_decay": call.log_decay}
-    tensors |= {"angle_steps": call.angle_steps, "write": call.write}
-    present = [name for name in (*tensors, "positions", "state") if getattr(call, name) is not None]
+    names = (*INPUTS[1:], "decay", "positions", "state")
+    present = [name for name in names if getattr(call, name) is not None]
     steps = None if call.angle_steps is None else tuple(call.angle_steps.shape[2:])
     if state is not None and values_readable(state.position):
         present[-1] = f"state at {state.rows().position.tolist()}"
@@ -150,7 +152,7 @@ def _describe(call: Call, shard: Layout) -> str:
 
 def _with_gradients(call: Call) -> list[str]:
     """The arguments that the state of the keys passes gradients to."""
-    names = ("k", "v", "decay", "log_decay", "angle_steps", "write")
+    names = (*INPUTS[1:], "decay")  # all but q
     tensors: list[tuple[str, Tensor | None]] = [(name, getattr(call, name)) for name in names]
     if isinstance(call.feature_map, nn.Module):
         tensors += [("feature_map", x) for x in call.feature_map.parameters()]
@@ -177,6 +179,7 @@ def _local_state(call: Call, shard: Layout, index: int) -> dict[str, Tensor]:
     key_positions = call.positions if call.key_positions is None else call.key_positions
     axes = call.rotary is not None and call.rotary.axes is not None
     key_mask, b = cut_if_any(call.key_mask), call.k.shape[0]
+    inputs: dict[str, Any] = {name: cut_if_any(getattr(call, name)) for name in TOKEN_INPUTS}
     local = replace(
         call,
         q=None,
@@ -189,9 +192,7 @@ def _local_state(call: Call, shard: Layout, index: int) -> dict[str, Tensor]:
         key_positions=None,
         key_mask=key_mask,
         cu_seqlens=None,
-        log_decay=cut_if_any(call.log_decay),
-        angle_steps=cut_if_any(call.angle_steps),
-        write=cut_if_any(call.write),
+        **inputs,
     )
     position = _document_starts(call, shard)[index].expand(b)
     if local.positions is not None and not axes and local.k.shape[1]:

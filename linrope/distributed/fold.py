@@ -14,6 +14,12 @@ from linrope.recurrence.state import LinearAttentionState
 from linrope.recurrence.transition import Transition
 from linrope.rotation.rotary import cos_sin_of_turns, rotate
 
+# The optional fields of ``Call`` whose effect on a state ``fold`` computes, or that have none.
+FOLDED = (
+    *("log_decay", "angle_steps", "write", "key_positions", "key_mask", "cu_seqlens"),
+    *("causal", "normalize", "eps", "eps_mode", "return_state"),
+)
+
 
 class Rules(NamedTuple):
     """How a state decays and rotates as later tokens arrive."""

@@ -44,6 +44,7 @@ SIZES = (
     "head_dim",
     "value_head_dim",
 )
+FORWARD_IN_TIME = ("forget_gate", "short_conv", "trapezoid")  # in causal self-attention only
 LARGEST = 2**31 - 1  # size
 Order = Literal["before", "after"]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -224,7 +225,7 @@ class LayerConfig:
                 f"token; expected None or embed_dim={self.embed_dim}"
             )
         if not self.causal:
-            for name in ("forget_gate", "short_conv", "trapezoid"):
+            for name in FORWARD_IN_TIME:
                 if getattr(self, name):
                     raise ValueError(
                         f"{name}: got causal=False, expected causal=True, because it runs forward in time"
@@ -272,13 +273,8 @@ class LayerConfig:
     @property
     def options_of_one_sequence(self) -> list[str]:
         """The chosen options for which key t and query t are the same token."""
-        chosen = {
-            "forget_gate": self.forget_gate is not None,
-            "rotary='selective'": self.has_selective_steps,
-            "short_conv": self.short_conv is not None,
-            "trapezoid": self.trapezoid,
-        }
-        return [name for name, is_chosen in chosen.items() if is_chosen]
+        chosen = [name for name in FORWARD_IN_TIME if getattr(self, name)]
+        return [*chosen, "rotary='selective'"] if self.has_selective_steps else chosen
 
     @classmethod
     def block(cls, embed_dim: int, num_heads: int, **changes: Any) -> LayerConfig:

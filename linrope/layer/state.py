@@ -203,8 +203,8 @@ class LayerState:
             ValueError: the other state has another identity or other optional tensors, a shape does not fit, or the
                 memory is not writable. Nothing is written then.
 
-        >>> layer = LinearRoPEAttention(8, 2).requires_grad_(False)
-        >>> _, pool = layer(torch.randn(3, 5, 8), return_state=True)
+        >>> _, state = LinearRoPEAttention(8, 2)(torch.randn(3, 5, 8), return_state=True)
+        >>> pool = state.detach()
         >>> pool.at(torch.tensor([2])).write(pool.at(torch.tensor([0])).rows())  # row 2 is now a copy of row 0
         >>> torch.equal(pool.sums.kv[2], pool.sums.kv[0])
         True
@@ -244,10 +244,9 @@ class LayerState:
 
         The call itself checks the memory of the sums, before it writes to any.
         """
-        inputs = self._inputs()
-        if inputs and (self.slots is not None or (self.donated and tokens == 1)):
+        if self.sums.slots is not None or (self.sums.donated and tokens == 1):
             # A call with gradients leaves a donated state alone.
-            check_writable({name: x for name, x in inputs.items() if not x.requires_grad})
+            check_writable({name: x for name, x in self._inputs().items() if not x.requires_grad})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a safetensors file, atomically."""

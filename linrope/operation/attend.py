@@ -10,7 +10,7 @@ from linrope.backends import native
 from linrope.common.writable import check_writable
 from linrope.operation import checks, head_first, positions
 from linrope.operation.features import map_features
-from linrope.operation.plan import Plan, identity_of, next_identity, plan_of
+from linrope.operation.plan import Plan, next_identity, plan_of
 from linrope.recurrence.call import Call, Sums, needs_gradients
 from linrope.recurrence.decay import (
     distances,
@@ -49,8 +49,7 @@ def _identity(call: Call, plan: Plan) -> str:
     """The identity of the next state, or "" without one. Raises ValueError if the call's own state has another."""
     if plan.identity is not None or (call.state is None and not call.return_state):
         return plan.identity or ""
-    identity = identity_of(plan.named_map or call.feature_map, call.rotary, call.rope_order)
-    return identity if call.state is None else next_identity(call.state, identity)
+    return next_identity(call, plan.named_map or call.feature_map)
 
 
 def _step(

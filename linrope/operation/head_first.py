@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from linrope.common.tracing import values_readable
-from linrope.recurrence.call import Call
+from linrope.recurrence.call import TOKEN_INPUTS, Call
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
 
@@ -26,7 +26,7 @@ def suspected(call: Call) -> bool:
         return True
     g = v.shape[2]  # gates, steps, theta and states have v's heads
     swapped = (g, m)
-    per_token = (call.log_decay, call.angle_steps, call.write)
+    per_token = [getattr(call, name) for name in TOKEN_INPUTS]
     return (
         any(isinstance(x, Tensor) and x.shape[1:3] in (swapped, (g, 1)) for x in per_token)
         or (isinstance(call.key_mask, Tensor) and call.key_mask.shape[1:] == (g,))

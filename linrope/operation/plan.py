@@ -98,8 +98,7 @@ def _key(call: Call) -> Hashable | None:
             None if slots is None else slots.shape,
         )
     shapes = tuple([x if x is None else (x.shape, x.dtype, x.device) for x in tensors])
-    types = type(call.causal), type(call.normalize), type(call.return_state)  # because 1 == True
-    return settings, types, facts, shapes, last
+    return settings, tuple(map(type, settings)), facts, shapes, last  # the types, because 1 == True
 
 
 def _make(call: Call, traced: bool) -> Plan:
@@ -109,13 +108,9 @@ def _make(call: Call, traced: bool) -> Plan:
     """
     fmap = checks.check_settings(call)
     state, rotary, device = call.state, call.rotary, call.k.device
-    identity = None
-    if fmap is None or type(fmap) is ElementwiseMap:
-        identity = identity_of(fmap, rotary, call.rope_order)
     if state is not None:
         checks.check_state(call, fmap)
-        if identity is not None:
-            identity = next_identity(state, identity)
+    identity = next_identity(call, fmap) if fmap is None or type(fmap) is ElementwiseMap else None
     elementwise = backend_map(fmap)
     xpos = None if rotary is None else rotary.xpos_log_decay
     by_features = rotary is not None and call.rope_order == "after"
@@ -163,7 +158,10 @@ def identity_of(fmap: FeatureMap | None, rotary: Rotary | None, rope_order: str)
     return f"{'features' if fmap is None else fmap.identity}; {rotary and rotary.identity}{order}"
 
 
-def next_identity(state: LinearAttentionState, identity: str) -> str:
-    """The identity of the state after this one. Raises ValueError if calls of another identity made this one."""
+def next_identity(call: Call, fmap: FeatureMap | None) -> str:
+    """The identity of the state after the call. Raises ValueError if calls of another identity made its own state."""
+    identity, state = identity_of(fmap, call.rotary, call.rope_order), call.state
+    if state is None:
+        return identity
     checks.check_identity(state, identity)
     return identity + (WITHOUT_Z if state.identity.endswith(WITHOUT_Z) else "")

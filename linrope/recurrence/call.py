@@ -4,7 +4,9 @@ b batch, n queries, m keys, h query heads, g key/value heads, r = h / g, f featu
 more heads than q and k, g counts v's heads, q and k have g / value_group heads each, and h is g.
 """
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection
+from dataclasses import MISSING, dataclass, fields, replace
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -173,8 +175,29 @@ class Call(Resolved, Settings, TokenLayout, Inputs):
 
 
 INPUTS = tuple(field.name for field in fields(Inputs))
+TOKEN_INPUTS = INPUTS[3:]  # all but q, k and v: each is None or has an axis of tokens
+# What a backend receives, in the operator's order. A plan has used up the other fields of a call.
+RECEIVED = {each.name: each for group in (Inputs, TokenLayout, Settings, Resolved) for each in fields(group)}
 ROPE_ORDERS = ("after", "before")
 EPS_MODES = ("clamp", "add")
+
+
+# What a call may lack, with the defaults. Every call that a backend receives has a map and positions.
+_OPTIONAL = {
+    name: each.default
+    for name, each in RECEIVED.items()
+    if each.default is not MISSING and name not in ("feature_map", "positions")
+}
+
+
+def option_beyond(known: Collection[str], call: Call) -> str | None:
+    """The name of an option that the call has and that is none of the known ones; None: it has no such option."""
+    for name, default in _OPTIONAL.items():
+        if name not in known:
+            value = getattr(call, name)
+            if value is not default and (isinstance(value, Tensor) or value != default):
+                return name
+    return None
 
 
 class Sums(NamedTuple):
@@ -186,7 +209,10 @@ class Sums(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of a call's inputs and of its incoming kv and z, or None for those that the call lacks."""
+    """The gradients of a call's inputs and of its incoming kv and z, or None for those that the call lacks.
+
+    The order is that of ``Inputs``, then kv and z.
+    """
 
     q: Tensor | None
     k: Tensor
@@ -234,10 +260,13 @@ def contiguous(x: Tensor | None) -> Tensor | None:
 
 def differentiable(call: Call, state: LinearAttentionState | None) -> list[Tensor]:
     """The tensors that gradients may flow to."""
-    tensors = [call.q, call.k, call.v, call.log_decay, call.angle_steps, call.write, call.decay]
+    tensors = _differentiable_of(call)
     if state is not None:
-        tensors += state.kv, state.z
+        tensors = *tensors, state.kv, state.z
     return [x for x in tensors if x is not None]
+
+
+_differentiable_of = attrgetter(*INPUTS, "decay")
 
 
 def needs_gradients(call: Call, state: LinearAttentionState | None) -> bool:

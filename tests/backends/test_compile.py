@@ -142,8 +142,8 @@ def gradients(model: nn.Module, run, x: torch.Tensor, *rest) -> list[torch.Tenso
     model.zero_grad()
     x = x.clone().requires_grad_()
     y, state = run(x, *rest)
-    (y.square().sum() + state.kv.square().sum() + state.z.sum()).backward()
-    return [y, state.kv, state.z, x.grad, *(parameter.grad for parameter in model.parameters())]
+    (y.square().sum() + state.sums.kv.square().sum() + state.sums.z.sum()).backward()
+    return [y, state.sums.kv, state.sums.z, x.grad, *(parameter.grad for parameter in model.parameters())]
 
 
 @pytest.mark.parametrize("packed", [False, True])

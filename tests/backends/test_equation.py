@@ -14,7 +14,6 @@ from tests.support.oracle import MAPS, computes, num_features, random_mask, rand
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # NumPy's
 DIRECTIONS = {"causal": True, "bidirectional": False}
-YES_NO = {"with": True, "without": False}
 
 
 # favor+ rounds its exponents to half precision before a backend sees the features.
@@ -150,20 +149,6 @@ def test_segments_of_large_heads_and_decay_beside_split_feature_pairs(contract, 
     if causal:
         how = {"decay": torch.tensor([0.9]), "cu_seqlens": torch.tensor([0, 30, 130])}
     check(contract, *randoms(1, 130, 1, 128, e=40 if causal else 96), rotary=Rotary(128), **how)
-
-
-@every_contract("reference", "eager", layout=("interleaved", "half"), packed=YES_NO)
-def test_xpos_over_many_chunks(contract: Contract, layout: str, packed: bool) -> None:
-    n = 4 * CHUNK + 5
-    q, k, v = randoms(1, n, 4, 8, g=2, e=3)
-    how: dict[str, Any] = {"rotary": Rotary(8, layout=layout, rotary_dim=6 if packed else 8, xpos=20.0)}
-    if packed:
-        how["cu_seqlens"] = torch.tensor([0, 100, 100, n])
-    generator = torch.Generator().manual_seed(2)
-    how["positions"] = 20 + torch.randint(0, 4, (1, n), generator=generator).cumsum(1)
-    how["decay"] = torch.tensor([0.97, 0.999], dtype=torch.float64)
-    how["key_mask"] = torch.rand(1, n, generator=generator) > 0.2
-    check(contract, q, k, v, random_state(k, v, how), **how)
 
 
 @every_contract(causal=DIRECTIONS)

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from linrope import Rotary, linear_rope_attention, linear_rope_state
 from tests.support.contract import of_backends
-from tests.support.equation import Equation
 from tests.support.oracle import NATIVE, assert_same, every_backend, every_kernel, everything, randoms
 
 
@@ -265,13 +264,3 @@ def test_without_tokens_the_gradient_of_the_last_state_goes_to_the_one_before(ba
     found = torch.autograd.grad(last.kv.sum(), [state.kv, gates, angle_steps])
     assert torch.equal(found[0], torch.ones_like(state.kv))
     assert [x.shape for x in found[1:]] == [(1, 0, 2), (1, 0, 2, 2)]
-
-
-@every_kernel
-def test_steps_beside_other_positions_of_the_keys(backend: str) -> None:
-    q, k, v = randoms(2, 9, 2, 4, dtype=torch.float32)
-    how = {"rotary": Rotary(4), "positions": torch.arange(9), "key_positions": 2 * torch.arange(9) + 3}
-    steps = data(9)[1].float()
-    out = linear_rope_attention(q, k, v, angle_steps=steps, backend=backend, **how)
-    exact, _ = Equation()(q.double(), k.double(), v.double(), angle_steps=steps.double(), **how)
-    torch.testing.assert_close(out, exact.float(), rtol=1e-5, atol=1e-5)

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from linrope import Rotary, linear_rope_attention
+from linrope import Rotary, backends, linear_rope_attention
 from tests.support import options
 from tests.support.contract import LONG, TABLE, Contract, check
 from tests.support.maps import MAPS
-from tests.support.oracle import every_kernel, randoms
+from tests.support.oracle import DATA, every_kernel, randoms
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # NumPy's
 # Those that reach a backend as others of the table do
@@ -23,15 +23,18 @@ def draw(contract: Contract, seed: int = 0) -> list[options.Row]:
     if contract.backend in ("native", "triton"):
         chosen["rotary"] = [x for x in options.ROTATIONS if x != "xpos"]
     if contract.dtype.itemsize == 2:  # the contract does not count what is rounded before a backend has it
-        chosen["rotary"] = [x for x in chosen["rotary"] if x not in ("yarn", "before the map")]
+        chosen["rotary"] = [x for x in chosen["rotary"] if x != "yarn" and not x.startswith("before")]
         chosen["feature_map"] = ["elu+1", "relu", "relu2", "silu", "identity", "features"]
+    module = backends.load(contract.backend)
+    chosen |= {name: ["none"] for name in DATA if not isinstance(module, str) and name not in module.OPTIONS}
     if contract.backend == "triton":
         chosen["tokens"] = [x for x in options.OPTIONS["tokens"] if x != "many chunks"]
     return options.draw(seed, chosen, together=1 if contract.backend == "triton" else 2)
 
 
 def compare(contract: Contract, row: options.Row, *, combined: bool = False) -> None:
-    before_a_backend = row["rotary"] in ("yarn", "before the map") or row["feature_map"] == "favor+"
+    rotary = row["rotary"]
+    before_a_backend = rotary == "yarn" or rotary.startswith("before") or row["feature_map"] == "favor+"
     if contract.dtype == torch.float32 and before_a_backend:  # q and k, or features, are rounded
         combined = True
     if combined:  # small normalizers, and sums that cancel, magnify what has been rounded

@@ -35,7 +35,11 @@ def every_step() -> list[Any]:
     """(contract, row): rows in which every value of every option occurs that a step can have."""
     found = []
     for contract in TABLE:
-        more = ["yarn", "xpos", "before the map"] if contract.dtype == torch.float64 else []
+        more = (
+            ["yarn", "xpos", "before the map", "before the map, theta per head"]
+            if contract.dtype == torch.float64
+            else []
+        )
         for i, row in enumerate(draw(0, IN_STEPS | {"rotary": ROTATIONS + more}, together=1)):
             if row["key_positions"] != "none" and row["positions"] == "none":
                 row = row | {

@@ -64,7 +64,7 @@ TESTS: dict[str, tuple[str, ...]] = {
             "tests/recurrence/test_state.py",
             f"{B}/test_numerics.py",
         )
-        for name in ("attend", "positions", "request")
+        for name in ("attend", "plan", "positions")
     },
     "linrope/operation/checks.py": (*CHECKS, *OPERATION),
     "linrope/recurrence/state.py": (
@@ -88,7 +88,16 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/distributed/test_operation.py",
     ),
     "linrope/recurrence/packing.py": ("tests/recurrence/test_packing.py", *OPERATION, CHECKS[1]),
-    "linrope/operation/decoding.py": ("tests/operation/test_decoding.py", *OPERATION),
+    "linrope/layer/state.py": (
+        "tests/layer/test_state.py",
+        "tests/layer/test_trapezoid_layer.py",
+        "tests/decode",
+    ),
+    **{
+        f"linrope/decode/{name}.py": ("tests/decode", "tests/models/huggingface/test_prepared.py")
+        for name in ("layer_step", "model_step", "products", "reasons")
+    },
+    **{f"linrope/ops/{name}.py": ("tests/ops",) for name in ("arguments", "convolution", "norm")},
     "linrope/operation/features.py": (*OPERATION, "tests/feature_maps/test_cosformer.py"),
     "linrope/backends/__init__.py": (*OPERATION, *CHECKS, "tests/test_versions.py", TRANSFORMS[1]),
     "linrope/recurrence/call.py": (*OPERATION, *TRANSFORMS),

@@ -11,8 +11,9 @@ import torch
 from linrope import Rotary, linear_rope_attention
 from linrope.backends import native
 from linrope.models import LanguageModelConfig
-from tests.campaigns import concurrency, configurations, decoding, fuzz, kills, leaks, streaming
+from tests.campaigns import concurrency, configurations, decoding, draw, fuzz, kills, leaks, streaming
 from tests.campaigns.processes import finish, start
+from tests.support.oracle import DATA
 
 needs_fork = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks, and reads /proc")
 
@@ -34,6 +35,11 @@ def test_what_is_fuzzed_ends_in_an_error_that_is_promised() -> None:
 @pytest.mark.parametrize("count", [1, pytest.param(30, marks=pytest.mark.long)])  # one kind of run, and all
 def test_a_run_killed_at_random_instants_ends_with_its_bits(count: int) -> None:
     assert in_a_new_process(kills.run, count, 0)[0] == count
+
+
+def test_calls_are_drawn_with_every_input() -> None:
+    drawn = [draw.Configuration(0, i, ["float32"], 20).data for i in range(30)]
+    assert set().union(*drawn) == set(DATA)
 
 
 def test_streams_do_not_drift() -> None:

@@ -204,7 +204,7 @@ def test_a_position_without_an_exact_angle_is_refused_and_nothing_is_written() -
     for state in states:
         state.position[1] = 2**31
     step = prepare(model, copies(states))
-    with pytest.raises(RuntimeError, match="positions: got 2147483648"):
+    with pytest.raises(ValueError, match=r"state: got positions \[.*2147483648\] and 1 more tokens"):
         step(torch.zeros(2, 1, dtype=torch.int64))
     assert_same_states(step.states, states)
 
@@ -216,7 +216,9 @@ def test_a_position_without_an_exact_angle_is_refused_and_nothing_is_written() -
         ({"positions": "sinusoidal"}, "a module of another kind, Sinusoidal"),
         ({"rotary": "selective"}, "a rotation with steps"),
         ({"rotary": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "max_position_embeddings": 64}}, "factor"),
-        ({"qk_norm": True}, "qk_norm"),
+        ({"qk_norm": True}, "qk_norm=True"),
+        ({"trapezoid": True}, "trapezoid=True"),
+        ({"rope_order": "before", "rotary": "half"}, "rope_order='before'"),
         ({"num_value_heads": 8}, "more value heads"),
         ({"feature_map": "exp"}, "feature_map="),
         ({"feature_map": "hedgehog"}, "feature_map="),

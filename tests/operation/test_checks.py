@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from linrope import LinearRoPEAttention, Rotary, feature_maps, linear_rope_attention
-from tests.support.oracle import both_directions, every_backend, everything, random_state, randoms
+from tests.support.oracle import DATA, both_directions, every_backend, everything, random_state, randoms
 
 N, G, D = 5, 2, 4
 
@@ -55,7 +55,8 @@ VALUES: list[tuple[dict[str, Any], str]] = [
       for x in STEPS_OF_SHAPES),
     *(({"write": zeros(*x)}, f"write: got shape {x}, expected (b or 1, m, g or 1) = (1, 5, 2)")
       for x in GATES_OF_SHAPES),
-    ({"write": torch.ones(1, N, G, device="meta")}, "write: got device meta"),
+    *(({name: zeros(1, N, G, 2).to("meta")}, f"{name}: got device meta") for name in DATA),
+    *(({name: zeros(1, N + 1, G, 2)}, f"{name}: got shape (1, 6, 2, 2), expected (b or 1, ") for name in DATA),
     ({"log_decay": zeros(1, N, G) + 0.5}, "got up to 0.5, exp"),
     ({"log_decay": zeros(1, N, G), "causal": False}, f"log_decay: {IN_TIME}"),
     ({"angle_steps": zeros(1, N, G, 3)}, "angle_steps: got 3 pairs, expected 1 to 2"),
@@ -111,8 +112,12 @@ LAYERS: list[tuple[dict[str, Any], str]] = [
     ({"rope_order": "between"}, NO_ORDER),
 ]  # fmt: skip
 TYPES: list[tuple[dict[str, Any], str]] = [
-    ({"decay": 0.9}, "decay: got float, expected a floating-"),
-    ({"decay": cu(1, 1)}, "decay: got torch.int32, expected a fl"),
+    *(({name: 0.9}, f"{name}: got float, expected a floating-") for name in (*DATA, "decay")),
+    *(({name: cu(1, 1)}, f"{name}: got torch.int32, expected a fl") for name in (*DATA, "decay")),
+    *(
+        ({name: [1]}, f"{name}: got list, exp")
+        for name in ("positions", "key_positions", "key_mask", "state", "rotary")
+    ),
     ({"cu_seqlens": [0, N]}, "cu_seqlens: got list, exp"),
     ({"cu_seqlens": torch.tensor([0.0, N])}, "cu_seqlens: got torch.float32, expected int32 or int64"),
 ]

@@ -209,6 +209,14 @@ def test_calls_with_gradients_are_no_steps_of_a_loop() -> None:
     assert third["q"].grad is not None
 
 
+@pytest.mark.parametrize(("name", "good", "bad"), [("normalize", True, 1), ("eps", 1.0, True)])
+def test_a_plan_serves_no_setting_of_another_type(name: str, good: Any, bad: Any) -> None:
+    token, _ = in_a_loop()
+    step(token, None, **{name: good})
+    with pytest.raises(TypeError, match=f"{name}="):
+        step(token, None, **{name: bad})
+
+
 @needs_native
 @torch.no_grad()
 def test_plans_that_were_forgotten_are_made_again() -> None:

@@ -12,21 +12,28 @@ from torch import Tensor
 from linrope import LinearAttentionState, Rotary, feature_maps
 from linrope.feature_maps import FeatureMap
 from tests.support.maps import MAPS
-from tests.support.oracle import random_mask, random_state, randoms
+from tests.support.oracle import DATA, random_mask, random_state, randoms
 
 D, E = 4, 3  # of a head, of its values
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def theta_per_head(f: int, g: int) -> Tensor:
+    return torch.arange(1.0, g * f // 2 + 1).view(g, -1) / 7
+
+
 ROTATIONS: dict[str, Any] = {  # made from the number of features and of the heads of the state
     "none": lambda f, g: None,
     "interleaved": lambda f, g: Rotary(f),
     "half": lambda f, g: Rotary(f, layout="half"),
     "partial": lambda f, g: Rotary(f, rotary_dim=2),
     "partial, half": lambda f, g: Rotary(f, layout="half", rotary_dim=2),
-    "theta per head": lambda f, g: Rotary(f, theta=torch.arange(1.0, g * f // 2 + 1).view(g, -1) / 7),
+    "theta per head": lambda f, g: Rotary(f, theta=theta_per_head(f, g)),
     "two axes": lambda f, g: Rotary.axial(f, 2),
     "yarn": lambda f, g: Rotary(f, scaling=YARN),  # with an attention factor
     "xpos": lambda f, g: Rotary(f, xpos=20.0),
     "before the map": lambda f, g: Rotary(f),
+    "before the map, theta per head": lambda f, g: Rotary(f, theta=theta_per_head(f, g)),
 }
 # Maps that reach a backend in different ways: by name, by name with a running maximum, as features.
 OF_EACH_KIND = (
@@ -77,16 +84,16 @@ def fits(row: Row) -> bool:
     row = FIRST | row
     rotary, given = row["rotary"], {option for option in row if row[option] != "none"}
     n, m = OPTIONS["tokens"][row["tokens"]]
-    by_position = "decay" in given or rotary == "xpos"
+    by_position, before = "decay" in given or rotary == "xpos", rotary.startswith("before")
     return not any((
         row["causal"] == "bidirectional" and ({"decay", "log_decay"} & given or rotary == "xpos"),
         row["tokens"] == "one" and "state" not in given,  # then gradients that are 0 are all rounding
         n != m and (row["causal"] == "causal" or {"cu_seqlens", "angle_steps"} & given),
-        rotary in ("xpos", "before the map") and "angle_steps" in given,
+        (rotary == "xpos" or before) and "angle_steps" in given,
         rotary == "two axes" and ("decay" in given or "cosformer" in row["feature_map"]),
         "key_positions" in given and (by_position or "log_decay" in given),
         # Before the map, angles are formed in the dtype of q and k, in which large ones have few digits.
-        (by_position or rotary == "before the map") and row["positions"] not in ("none", "rising"),
+        (by_position or before) and row["positions"] not in ("none", "rising"),
         "cosformer" in row["feature_map"] and {"positions", "key_positions"} & given,  # longer than its max_length
         row["normalize"] == "yes" and not is_positive(row["feature_map"]),
     ))  # fmt: skip
@@ -163,7 +170,7 @@ def problem(
     fmap = None if row["feature_map"] == "features" else make_map(row["feature_map"], d, h, keys)
     if fmap is None and values["normalize"]:
         q, k = q.abs(), k.abs()
-    order = "before" if rotary == "before the map" else "after"
+    order = "before" if rotary.startswith("before") else "after"
     f = d if fmap is None or order == "before" else fmap.feature_dim
     how = {name: values[name] for name in ("causal", "normalize", "eps", "eps_mode")}
     how |= {"feature_map": fmap, "rotary": ROTATIONS[rotary](f, g), "rope_order": order}
@@ -182,6 +189,8 @@ def problem(
         shape = len(state.kv), *how["angle_steps"].shape[2:]
         angle = torch.randint(-(2**62), 2**62, shape, generator=generator(5), device="cpu")
         state = replace(state, angle=angle.to(q.device))
+    chosen = {option for option, value in row.items() if value != "none"} - {"heads", "tokens", "state"}
+    assert chosen <= how.keys(), "options that no argument was made for"
     return [q, k, v], state, how
 
 
@@ -194,7 +203,7 @@ def of_tokens(row: Row, b: int, m: int, g: int, pairs: int, dtype: torch.dtype) 
 
     def numbers(option: str, *more: int) -> Tensor:
         shape = 1 if row[option] == "for all rows" else b, m, 1 if row[option] == "for all heads" else g
-        seed = ("log_decay", "angle_steps", "write").index(option)
+        seed = DATA.index(option)
         return torch.randn(*shape, *more, generator=generator(seed), dtype=torch.float64, device="cpu")
 
     made = {}

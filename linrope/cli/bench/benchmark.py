@@ -247,6 +247,7 @@ def decode_rows(sizes: Case, positions: list[int], effort: Effort) -> list[dict[
                 "position": case.position,
                 "linrope_seconds": fast,
                 "linrope_donated_seconds": donated,
+                "prepared": case.step is not None,
                 "softmax_seconds": softmax,
                 "ratio": softmax / fast,
                 "linrope_layer_seconds": layer,

@@ -14,6 +14,9 @@ from torch.nn import functional as F
 from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, linear_rope_attention
 from linrope.cli.bench import checks
 from linrope.common.private_names import softmax_kernel
+from linrope.decode import prepare, prepare_attention, why_not
+from linrope.decode.attention_step import AttentionStep
+from linrope.decode.layer_step import LayerStep
 from linrope.layer.choices import make_decay, make_map
 from linrope.layer.config import LayerConfig
 from linrope.layer.state import LayerState
@@ -219,6 +222,7 @@ class DecodeCase:
             state.kv, state.z, self.positions.clone(), state.identity, log_scale=state.log_scale
         )
         self.donated_state = self.state.clone()
+        self.step = self._prepared()
         self.layer = LinearRoPEAttention(
             self.heads * self.dim,
             self.heads,
@@ -232,6 +236,7 @@ class DecodeCase:
         ).eval()
         self.x = torch.randn(case.batch, 1, self.heads * self.dim, **new)
         self.layer_state: LayerState | None = None
+        self.layer_step: LayerStep | None = None
         self.cache: tuple[Tensor, Tensor] | None = None
         cos, sin = Rotary(self.dim).cos_sin(self.positions[:1])
         self.cis = torch.complex(cos, sin)
@@ -249,15 +254,33 @@ class DecodeCase:
 
     def linrope_donated(self) -> None:
         """A step that writes the next state into the old one's memory; each step moves the position."""
+        if self.step is not None:
+            self.step(*self.token, log_decay=self.options.get("log_decay"))
+            return
         with torch.no_grad():
             _, self.donated_state = linear_rope_attention(
                 *self.token, **self.options, state=self.donated_state.donate(), return_state=True
             )
 
+    def _prepared(self) -> AttentionStep | None:
+        """The operation's step, prepared where the native kernels can take it."""
+        if self.case.device != "cpu" or self.options["backend"] not in ("auto", "native"):
+            return None
+        fixed = {name: x for name, x in self.options.items() if name not in ("backend", "log_decay")}
+        try:
+            return prepare_attention(self.donated_state, **fixed)
+        except (RuntimeError, ValueError):  # another map, another dtype, no compiled kernels
+            return None
+
     def linrope_layer(self) -> None:
         with torch.no_grad():
             if self.layer_state is None:
                 _, self.layer_state = self.layer(self.x, positions=self.positions[:, None], return_state=True)
+                if why_not(self.layer, self.layer_state) is None:
+                    self.layer_step = prepare(self.layer, self.layer_state)
+            if self.layer_step is not None:
+                self.layer_step(self.x)
+                return
             _, self.layer_state = self.layer(self.x, state=self.layer_state.donate(), return_state=True)
 
     def softmax_layer(self) -> Tensor:

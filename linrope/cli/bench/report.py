@@ -109,9 +109,10 @@ def show(result: dict[str, Any], console: Console) -> None:
             f"after {last['position']:,} tokens a key/value cache takes {last['cache_bytes'] / 1e6:,.1f} MB, linrope's "
             f"state {last['state_bytes'] / 1e6:,.1f} MB"
         )
+        way = "a step of linrope.decode" if last.get("prepared") else "a call with state.donate()"
         console.print(
-            "in place (as in the plot): each step overwrites the state before it, by state.donate(); new state: it "
-            "makes one. softmax: with a key/value cache. layer: with the projections around it, in place."
+            f"in place (as in the plot): {way} overwrites the state before it; new state: each step makes one. "
+            "softmax: with a key/value cache. layer: with the projections around it, in place."
         )
     for line in noise_warning(_noise(result)):
         console.print(line)
