@@ -183,7 +183,7 @@ inline void read_tensor(const Argument& x, const Tensor& tensor, Call& c) {
   if (x.memory == kDenseRows) check_last_stride(x.name, tensor);
 }
 
-// q, k and v, with the words of linrope/operation/checks.py
+// q, k and v, with the words of linrope/operation/checks.py: a step leaves the checks to this function
 inline void read_tokens(Inputs& x) {
   Call& c = x.call;
   const bool has_q = x.has(kQ);
