@@ -69,8 +69,9 @@ def _step(
         return out, state._replace_unchecked(donated=False)
     if not call.return_state:
         return out, None
-    none = dict.fromkeys(("slots", "angle_gradient_path"))
-    return out, state._replace_unchecked(**sums._asdict(), position=position, donated=False, **none)
+    return out, state._replace_unchecked(
+        **sums._asdict(), position=position, slots=None, donated=False, angle_gradient_path=None
+    )
 
 
 def _attend(

@@ -222,6 +222,8 @@ class LinearAttentionState:
             return replace(self, **fields)
         state = object.__new__(LinearAttentionState)
         state.__dict__.update(self.__dict__, **fields)
+        if "kv" in fields:  # FSDP2's cast would bring back the tensors of this state
+            state.__dict__["_wide"] = _Wide(state.tensors())
         return state
 
     def at(self, slots: Tensor) -> "LinearAttentionState":
