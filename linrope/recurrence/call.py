@@ -6,7 +6,6 @@ more heads than q and k, g counts v's heads, q and k have g / value_group heads 
 
 from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields, replace
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -260,13 +259,10 @@ def contiguous(x: Tensor | None) -> Tensor | None:
 
 def differentiable(call: Call, state: LinearAttentionState | None) -> list[Tensor]:
     """The tensors that gradients may flow to."""
-    tensors = _differentiable_of(call)
+    tensors = [getattr(call, name) for name in (*INPUTS, "decay")]
     if state is not None:
-        tensors = *tensors, state.kv, state.z
+        tensors += [state.kv, state.z]
     return [x for x in tensors if x is not None]
-
-
-_differentiable_of = attrgetter(*INPUTS, "decay")
 
 
 def needs_gradients(call: Call, state: LinearAttentionState | None) -> bool:
