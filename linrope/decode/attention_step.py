@@ -82,7 +82,11 @@ def prepare_attention(
     Args:
         state: the state after the last token, without slots.
         feature_map: a map of single numbers, by name or as an object, or None. Others take ordinary calls.
-        rotary, normalize, decay, eps, eps_mode: as in the calls that made the state.
+        rotary: as in the calls that made the state.
+        normalize: as in ``linear_rope_attention``, as are the others.
+        decay: one factor per key/value head.
+        eps: lower bound of the normalizer.
+        eps_mode: "clamp" or "add".
 
     Raises:
         TypeError, ValueError: as in ``linear_rope_attention``; or only an ordinary call can take the step.
