@@ -100,6 +100,37 @@ try:
 except RuntimeError as error:
     print(error)
 """
+TOKENS = """
+import torch
+from linrope import linear_rope_attention, linear_rope_state
+q, k, v = torch.randn(3, 1, 9, 2, 4).unbind(0)
+emphasis, mask = torch.rand(1, 9, 2, requires_grad=True), torch.arange(9)[None] > 2
+given = {"key_mask": mask, "backend": "reference"}
+out = linear_rope_attention(q, k, v, emphasis=emphasis, **given)
+torch.testing.assert_close(out, linear_rope_attention(q, k, v, write=emphasis, **given))
+out.sum().backward()
+assert emphasis.grad[0, 3:].abs().min() > 0
+state = linear_rope_state(k, v, emphasis=emphasis.detach(), **given)
+torch.testing.assert_close(state.kv, linear_rope_state(k, v, write=emphasis.detach(), **given).kv)
+linear_rope_attention(q.requires_grad_(), k, v).sum().backward()
+try:
+    linear_rope_attention(q, k, v, emphasis=emphasis)
+except RuntimeError as error:
+    print(error)
+"""
+OPERATOR = """
+import torch
+from linrope.ops import soft_clip
+x = torch.randn(5, dtype=torch.float64, requires_grad=True)
+assert torch.autograd.gradcheck(soft_clip, x) and torch.autograd.gradgradcheck(soft_clip, x)
+compiled = torch.compile(soft_clip, fullgraph=True, backend="aot_eager")
+torch.testing.assert_close(compiled(x), soft_clip(x))
+torch.testing.assert_close(torch.func.vmap(soft_clip)(x.detach()[:, None])[:, 0], soft_clip(x.detach()))
+try:
+    soft_clip([1.0])
+except TypeError as error:
+    print(error)
+"""
 # By heading: a program that runs with the change, and what it prints
 PROGRAMS = {
     "A new feature map": (MAP, "feature_map='softplus': this backend only applies identity, elu+1"),
@@ -107,9 +138,13 @@ PROGRAMS = {
         OPTION,
         "gain: this backend does not compute it; use backend='reference'",
     ),
+    "A new input per token": (TOKENS, "emphasis: this backend does not compute it"),
     "A new option of the layer": (LAYER_OPTION, "v_norm=1: expected True or False"),
     "A new backend": (BACKEND, "backend='loop' cannot run: rotary: this backend does not compute it"),
+    "A new operator": (OPERATOR, "x: got list, expected a dense torch.Tensor"),
 }
+# Each in one copy of the library. An option and an input change the same line of the reference.
+COPIES = [[name for name in PROGRAMS if name != "A new input per token"], ["A new input per token"]]
 # Runs the programs given in JSON, and prints what each prints, or its traceback, in JSON.
 RUN = """
 import contextlib, io, json, sys, traceback
@@ -146,16 +181,19 @@ def apply(recipe: str, folder: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def carried_out(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[set[str], str]]:
-    """By heading: the files that a recipe touched, and what its program printed; all in one copy of the library."""
-    folder = tmp_path_factory.mktemp("copy")
-    shutil.copytree(ROOT / "linrope", folder / "linrope", ignore=shutil.ignore_patterns("__pycache__"))
-    touched = {heading: apply(RECIPES[heading], folder) for heading in PROGRAMS}
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "kernels")])}
-    programs = json.dumps({heading: program for heading, (program, _) in PROGRAMS.items()})
-    how = {"cwd": folder, "env": environment, "input": programs, "capture_output": True, "text": True}
-    run = subprocess.run([sys.executable, "-c", RUN], **how)
-    assert run.returncode == 0, run.stderr
-    return {heading: (touched[heading], printed) for heading, printed in json.loads(run.stdout).items()}
+    """By heading: the files that a recipe touched, and what its program printed."""
+    found = {}
+    for headings in COPIES:
+        folder = tmp_path_factory.mktemp("copy")
+        shutil.copytree(ROOT / "linrope", folder / "linrope", ignore=shutil.ignore_patterns("__pycache__"))
+        touched = {heading: apply(RECIPES[heading], folder) for heading in headings}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "kernels")])}
+        programs = json.dumps({heading: PROGRAMS[heading][0] for heading in headings})
+        how = {"cwd": folder, "env": environment, "input": programs, "capture_output": True, "text": True}
+        run = subprocess.run([sys.executable, "-c", RUN], **how)
+        assert run.returncode == 0, run.stderr
+        found |= {heading: (touched[heading], printed) for heading, printed in json.loads(run.stdout).items()}
+    return found
 
 
 @pytest.mark.xdist_group("recipes")  # one process makes the copy
