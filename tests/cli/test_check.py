@@ -1,7 +1,7 @@
 """linrope check: its bounds are those of the equation, and a backend that is wrong does not pass."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from linrope import backends
 from linrope.backends import eager
 from linrope.cli import conformance
 from linrope.cli.conformance import CASES, Case, Exact
+from linrope.operation.plan import forget_plans
 from tests.support.equation import Equation
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -45,6 +46,15 @@ def test_this_machine_s_backends_are_within_the_bounds(run) -> None:
         assert all(0 < error <= 1 for error in row["errors"].values())
 
 
+@pytest.fixture
+def own_plans() -> Iterator[None]:
+    """Plans keep the backend that they chose: those of a test that changes the table of backends serve no other."""
+    forget_plans()
+    yield
+    forget_plans()
+
+
+@pytest.mark.usefixtures("own_plans")
 def test_a_table_has_a_line_for_each_backend_and_dtype(run, monkeypatch) -> None:
     monkeypatch.setattr(backends, "load", lambda name: "it is missing" if name == "native" else eager)
     printed = run("check --seconds 0")
