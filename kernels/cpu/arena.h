@@ -26,7 +26,7 @@ class Arena {  // hands out pieces aligned to 64 bytes
   size_t used = 0;
 };
 
-// At least so many bytes; each thread has memory of its own, and uses it again in its next task
+// Memory of at least this many bytes. Each thread has its own, and uses it again in its next task
 inline char* thread_memory(size_t bytes) {
   static thread_local struct Memory {
     char* data = nullptr;

@@ -29,11 +29,11 @@ def load_decay(log, chunk, DOT: tl.constexpr):
 
 
 class ChunkDecay(NamedTuple):
-    """What the decay of a chunk does to queries, keys and the state."""
+    """The factors by which a chunk's decay multiplies queries, keys and the state."""
 
     D: Any  # (C,), as an exponent of two
     from_start: Any  # e^(D_i) (C, 1): what a query reads of the state before the chunk
-    to_end: Any  # e^(D_end - D_i) (C, 1): what is left of a key after the chunk
+    to_end: Any  # e^(D_end - D_i) (C, 1): the factor of a key in the state after the chunk
     over_chunk: Any  # e^(D_end), for decay_state
 
 

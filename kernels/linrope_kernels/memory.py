@@ -33,7 +33,7 @@ def broadcast_rows(x: Tensor | None, axes: int) -> Rows:
 
 
 class Tokens(NamedTuple):
-    """What a call says of its tokens beside q, k and v."""
+    """A call's mask, rotation, decay and packing, which go with q, k and v."""
 
     mask: Any  # (b, m) bool: the keys that queries may see; None: all
     table: Rows  # (1 or b, 1 or g, n, 2 P), with its first two strides: cos and sin of the queries' angles

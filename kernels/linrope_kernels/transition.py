@@ -1,4 +1,4 @@
-"""What a segment of tokens does to a state: S -> e^a S + S_segment and z -> e^a z + z_segment.
+"""The change of a state by a segment of tokens: S -> e^a S + S_segment and z -> e^a z + z_segment.
 
 ``states_kernel`` computes S_segment, z_segment and a, the segment's log decay; ``prefix_kernel`` applies them in order.
 REVERSE: the same for the state's gradient, from the last segment to the first, T -> e^a T + T_segment.
@@ -145,7 +145,7 @@ def prefix_kernel(
 
 
 class Queries(NamedTuple):
-    """What a backward pass reads of the queries."""
+    """The queries and their gradients, as a backward pass reads them."""
 
     q: Tensor  # (b, n, h, f)
     d_out: Tensor  # (b, n, h, e)

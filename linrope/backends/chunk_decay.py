@@ -12,7 +12,8 @@ from torch import Tensor
 
 from linrope.recurrence.transition import Transition
 
-MOST_TERMS = 64  # of a sum that a matrix library forms from front to back
+# A matrix library adds the terms of a product from first to last. Sums of more terms are formed in parts.
+MOST_TERMS = 64
 
 
 class Decay:
@@ -24,7 +25,7 @@ class Decay:
 
     @property
     def transition(self) -> Transition:
-        """What the chunk does to the state before it."""
+        """The decay of the state over the whole chunk."""
         return Transition(None if self.D is None else self.D[:, :, 0, -1])
 
     def from_start(self, x: Tensor) -> Tensor:

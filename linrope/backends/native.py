@@ -152,19 +152,8 @@ class Step:
         assert q is not None
         if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
             q, k, v = with_dense_rows(q), with_dense_rows(k), with_dense_rows(v)
-        token = {
-            "q": q,
-            "k": k,
-            "v": v,
-            "positions": position.unsqueeze(1),
-            "log_decay": log_decay,
-            "write": call.write,
-            "angle_steps": call.angle_steps,
-            "kv": sums.kv,
-            "z": sums.z,
-            "angle": sums.angle,
-            "slots": slots,
-        }
+        token = _token_arguments(call, log_decay, sums)
+        token |= {"q": q, "k": k, "v": v, "positions": position.unsqueeze(1), "slots": slots}
         out = run_operator("step", self.shared | token)
         if in_place:
             _count_write(*sums, position)
@@ -179,25 +168,24 @@ def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
     in_place = (state.donated or state.slots is not None) and fits_in_place(state)
     sums, slots = _memory_of_step(call, state, in_place)
     q, k, v, same_dtype = _kernel_qkv(call)
-    arguments = {
-        "q": q,
-        "k": k,
-        "v": v,
-        **_positions(call),
-        "log_decay": call.log_decay,
-        "write": call.write,
-        "angle_steps": call.angle_steps,
-        "key_mask": call.key_mask,
-        "kv": sums.kv,
-        "z": sums.z,
-        "angle": sums.angle,
-        "slots": slots,
-        "advance": False,
-    }
-    out = run_operator("step", arguments | _settings(call))
+    token = _token_arguments(call, call.log_decay, sums)
+    token |= {"q": q, "k": k, "v": v, "slots": slots, "key_mask": call.key_mask, "advance": False}
+    out = run_operator("step", token | _positions(call) | _settings(call))
     if in_place:
         _count_write(*sums)
     return out if same_dtype else out.to(call.v.dtype), sums
+
+
+def _token_arguments(call: Call, log_decay: Tensor | None, sums: Sums) -> dict[str, Any]:
+    """The arguments of a step that differ from token to token, without q, k, v, positions and slots."""
+    return {
+        "log_decay": log_decay,
+        "write": call.write,
+        "angle_steps": call.angle_steps,
+        "kv": sums.kv,
+        "z": sums.z,
+        "angle": sums.angle,
+    }
 
 
 def fits_in_place(state: LinearAttentionState) -> bool:

@@ -9,10 +9,9 @@ from torch.autograd.graph import increment_version
 from linrope.backends import native
 from linrope.common.writable import check_writable
 from linrope.feature_maps import FeatureMap
-from linrope.operation.checks import check_decay_values
 from linrope.operation.plan import plan_of
 from linrope.recurrence.call import Call
-from linrope.recurrence.decay import clamp_gates, log_decay_of_step
+from linrope.recurrence.decay import add_gates, log_decay_of_step
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
 
@@ -52,9 +51,7 @@ class AttentionStep:
         writes anything, and raises TypeError, ValueError or RuntimeError.
         """
         if self._fixed is not None:
-            if log_decay is not None and float(log_decay.max()) > 0:
-                raise ValueError(f"log_decay: got up to {float(log_decay.max()):.3g}, expected numbers <= 0")
-            log_decay = self._fixed if log_decay is None else clamp_gates(log_decay) + self._fixed
+            log_decay = add_gates(self._fixed, log_decay)
         token = {"q": q, "k": k, "v": v, "log_decay": log_decay, "angle_steps": angle_steps, "write": write}
         out: Tensor = native.run_operator("step", self._arguments | token)
         increment_version(self._written)  # autograd does not see what kernels write
@@ -101,7 +98,9 @@ def prepare_attention(
     ...     step = prepare_attention(state)
     ...     torch.testing.assert_close(step(q[:, 4:], k[:, 4:], v[:, 4:]), expected[:, 4:])
     """
-    if isinstance(state, LinearAttentionState) and state.slots is not None:
+    if not isinstance(state, LinearAttentionState):
+        raise TypeError(f"state: got {type(state).__name__}, expected LinearAttentionState")
+    if state.slots is not None:
         raise ValueError("state: got rows of a pool, expected a state without slots")
     b, g, f, e = state.kv.shape
     token: dict[str, Any] = {"q": state.kv.new_zeros(b, 1, g, f), "k": state.kv.new_zeros(b, 1, g, f)}
@@ -126,8 +125,6 @@ def prepare_attention(
             "a prepared step is impossible here: expected a feature map that the kernels apply, and no rotation with "
             "axes or an attention factor; use linear_rope_attention with state.donate()"
         )
-    if decay is not None:
-        check_decay_values(decay)
     check_writable(state.written())
     if not native.fits_in_place(state):
         raise ValueError("state: got tensors that are not contiguous, expected a clone()")

@@ -1,4 +1,4 @@
-"""What a model hands over for its decoding steps. The models import this package, so it cannot import them."""
+"""The modules from which ``prepare`` makes a model's step. A model lists its own: this package cannot import models."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable

@@ -32,7 +32,7 @@ class Joined:
     @torch.no_grad()
     def __init__(self, *modules: Any) -> None:
         present = [module for module in modules if module is not None]
-        self.size: int = present[0].weight.shape[1]  # of the vector
+        self.size: int = present[0].weight.shape[1]  # numbers in x
         self.parts = [(x.weight.detach(), None if x.bias is None else x.bias.detach()) for x in present]
         if len(present) > 1 and sum(weight.numel() for weight, _ in self.parts) <= _MOST_COPIED:
             bias = None if all(x.bias is None for x in present) else torch.cat([_bias(x) for x in present])

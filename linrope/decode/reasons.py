@@ -25,7 +25,7 @@ from linrope.rotation.rotary import Rotary
 # transformers leaves hooks of this module on a model that was once asked for its hidden states. In other calls they do
 # nothing, so a prepared step may ignore them.
 _IDLE_HOOKS = "transformers.utils.output_capturing"
-# The layer's options that the operator computes, some of them not for every value: see ``_layer_reason``.
+# The options of the layer that the operator computes. ``_why_not_options`` names the values that it cannot compute.
 _COMPUTED = frozenset(
     (
         *("num_kv_heads", "num_value_heads", "context_dim", "head_dim", "value_head_dim", "bias", "backend"),

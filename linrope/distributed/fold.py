@@ -86,7 +86,7 @@ def fold(
 
 
 def _decay(local: Mapping[str, Tensor], distance: Tensor, rules: Rules) -> Transition:
-    """What a rank's gates and the decay per position do to the state before its tokens, (b, g, 1) float64."""
+    """The decay of a state over all tokens of a rank, by their gates and per position: its log is (b, g, 1) float64."""
     gates = Transition(local["gates"][..., None] if "gates" in local else None)
     if rules.log_gamma is None:
         return gates

@@ -125,20 +125,13 @@ def resolve_map(feature_map: str | FeatureMap | None, d: int) -> FeatureMap | No
     return feature_map
 
 
-_MAPS: dict[tuple[str, int], FeatureMap] = {}  # a cache: every decoding step looks its map up
-
-
 def _map_by_name(name: str, d: int) -> FeatureMap:
-    if (name, d) in _MAPS and not torch.compiler.is_compiling():
-        return _MAPS[name, d]
     fmap = feature_maps.make(name, d)
     if [*fmap.parameters(), *fmap.buffers()]:
         raise ValueError(
             f"feature_map={name!r}: it has weights or a projection of its own; "
             f"expected the object that feature_maps.make({name!r}, {d}) made"
         )
-    if not torch.compiler.is_compiling():
-        _MAPS[name, d] = fmap
     return fmap
 
 

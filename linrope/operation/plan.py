@@ -40,9 +40,8 @@ class Plan:
     xpos_log_decay: Tensor | None
     warning: str | None
     backend: Backend | None = None  # ``backends.choose`` looks at the features: the first call fills it in
-    step: native.Step | None = (
-        None  # for one more token of each sequence, without a mask, packing or own positions
-    )
+    # For one more token of each sequence, without a mask, packing or positions of its own
+    step: native.Step | None = None
 
 
 def plan_of(call: Call) -> Plan:
@@ -67,22 +66,22 @@ def forget_plans() -> None:
     _plans.clear()
 
 
-_settings_of = attrgetter(*[field.name for field in fields(Settings)], "rotary", "rope_order", "backend")
+_settings = [field.name for field in fields(Settings) if field.name != "feature_map"]
+_settings_of = attrgetter(*_settings, "rotary", "rope_order", "backend")
 _tensors_of = attrgetter(*[field.name for group in (Inputs, TokenLayout) for field in fields(group)], "decay")
 
 
 def _key(call: Call) -> Hashable | None:
     """All that ``_make`` looks at. None: the call is traced, or has arguments of a type that is to be refused."""
-    settings, tensors, fmap, state = _settings_of(call), _tensors_of(call), call.feature_map, call.state
+    settings, tensors, state = _settings_of(call), _tensors_of(call), call.state
     if not plain(tensors) or forward_mode():
         return None
-    facts: tuple[object, ...] | None = None
-    if type(fmap) is not str and fmap is not None:
-        if not isinstance(fmap, FeatureMap):
-            return None
+    fmap: Hashable = call.feature_map
+    if isinstance(fmap, FeatureMap):
         facts = fmap.head_dim, fmap.feature_dim, fmap.positive, fmap.positional, fmap.log_scaled
-        facts = *facts, fmap.elementwise, type(fmap), has_hooks(fmap)
-        settings = settings[1:]
+        fmap = *facts, fmap.elementwise, type(fmap), has_hooks(fmap)
+    elif type(fmap) is not str and fmap is not None:
+        return None
     last = None
     if state is not None:
         if type(state) is not LinearAttentionState:
@@ -98,7 +97,7 @@ def _key(call: Call) -> Hashable | None:
             None if slots is None else slots.shape,
         )
     shapes = tuple([x if x is None else (x.shape, x.dtype, x.device) for x in tensors])
-    return settings, tuple(map(type, settings)), facts, shapes, last  # the types, because 1 == True
+    return settings, tuple(map(type, settings)), fmap, shapes, last  # the types, because 1 == True
 
 
 def _make(call: Call, traced: bool) -> Plan:

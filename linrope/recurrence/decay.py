@@ -36,10 +36,17 @@ def log_decay_of_step(decay: Tensor | None, log_decay: Tensor | None) -> Tensor 
     """log_decay of one more token, (b or 1, 1, g or 1), for a kernel that checks that it is at most 0."""
     if decay is None:
         return log_decay
-    if log_decay is not None and float(log_decay.max()) > 0:
-        return log_decay  # the kernel refuses it; it could not see this in the sum
-    fixed = _log_of_decay(tuple(decay.tolist()))
-    return fixed if log_decay is None else clamp_gates(log_decay) + fixed
+    return add_gates(_log_of_decay(tuple(decay.tolist())), log_decay)
+
+
+def add_gates(fixed: Tensor, log_decay: Tensor | None) -> Tensor:
+    """The fixed log decay (1, 1, g) of one more token plus its gates.
+
+    Gates above 0 are returned as they are: the kernel refuses them, and would not see them in the sum.
+    """
+    if log_decay is None:
+        return fixed
+    return log_decay if float(log_decay.max()) > 0 else clamp_gates(log_decay) + fixed
 
 
 @lru_cache(256)

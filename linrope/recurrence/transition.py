@@ -1,4 +1,4 @@
-"""What a segment of tokens does to a state: S -> M S + N.
+"""The change of a state by a segment of tokens: S -> M S + N.
 
 N is what the segment's tokens write. M, its ``Transition``, is what they leave of the state before them. Two segments
 in a row are one segment: (M_2, N_2) after (M_1, N_1) = (M_2 M_1, M_2 N_1 + N_2). The gradient T of the state goes back

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linrope import Rotary, linear_rope_attention
+from linrope import LinearRoPEAttention, Rotary, linear_rope_attention
 from linrope.backends import native
 from linrope.decode import prepare_attention
 
@@ -79,6 +79,12 @@ def test_options_are_checked_once(options: dict[str, Any], error: type[Exception
     _, state = linear_rope_attention(**tokens(5, "plain"), rotary=Rotary(F), return_state=True)
     with pytest.raises(error, match=said):
         prepare_attention(state, **({"rotary": Rotary(F)} | options))
+
+
+def test_a_state_of_another_kind_is_refused_by_its_kind() -> None:
+    _, state = LinearRoPEAttention(8, 2)(torch.randn(1, 3, 8), return_state=True)
+    with pytest.raises(TypeError, match=r"^state: got LayerState, expected LinearAttentionState$"):
+        prepare_attention(state)
 
 
 def test_what_takes_ordinary_calls_is_named() -> None:
