@@ -164,6 +164,7 @@ def _backward(call: Call, sums: Sums | None, g: ResultGradients) -> Gradients:
         log_decay=d_log,
         angle_steps=d_steps,
         write=None,
+        erase=None,
         kv=None if sums is None else num.first.to(sums.kv.dtype),
         z=None if sums is None else den.first[..., 0].to(sums.z.dtype),
     )

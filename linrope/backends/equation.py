@@ -3,7 +3,11 @@
     num_i = sum_j e^(L_i - L_j) <R(Theta_i) phi(q_i), R(Theta_j) psi(k_j)> v_j
     den_i = sum_j e^(L_i - L_j) <phi(q_i), psi(k_j)>,       out_i = num_i / max(den_i, eps)
 
-The sums run over j <= i (causal) or over all j. Axes: b batch, n queries, m keys, g key/value heads, r query heads
+The sums run over j <= i (causal) or over all j. With erase b, u takes the place of v, and there is no den (delta rule):
+
+    u_i + b_i sum_(j<i) e^(L_i - L_j) <R(Theta_i) psi(k_i), R(Theta_j) psi(k_j)> u_j = v_i
+
+Axes: b batch, n queries, m keys, g key/value heads, r query heads
 per key/value head, f features, e values. Autograd differentiates it.
 """
 
@@ -15,6 +19,7 @@ from linrope.backends.contraction import contract
 from linrope.backends.protocol import COMMON, XPOS
 from linrope.backends.sequences import each_sequence, incoming_sums, pad_outside_tokens
 from linrope.common.precision import full_precision
+from linrope.common.tracing import exporting_to_onnx
 from linrope.feature_maps import ELEMENTWISE
 from linrope.feature_maps.log_scale import at_most_0
 from linrope.recurrence.call import Call, Sums
@@ -22,7 +27,7 @@ from linrope.recurrence.packing import sums_so_far
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import rotate
 
-MAPS, OPTIONS, TAKES_VALUE_GROUPS = ELEMENTWISE, COMMON | XPOS, False
+MAPS, OPTIONS, TAKES_VALUE_GROUPS = ELEMENTWISE, COMMON | XPOS | {"erase"}, False
 
 
 def why_not() -> str | None:
@@ -30,6 +35,8 @@ def why_not() -> str | None:
 
 
 def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
+    if call.erase is not None and exporting_to_onnx():
+        return "erase: torch.onnx.export has no operator that solves a triangular system"
     return None
 
 
@@ -52,8 +59,12 @@ def _attend(call: Call, sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
     phi, phi_hat = (rearrange(x, "b n (g r) f -> b g r n f", g=psi.shape[2]) for x in (phi, phi_hat))
     psi, psi_hat, v = (rearrange(x, "b m g f -> b g m f") for x in (psi, psi_hat, v))
 
-    # 2. Add up the keys that each query sees, decayed.                 num += e^(L_i - L_j) <phi_hat, psi_hat> v
+    # With erase: what each key finds of earlier values and of the state is subtracted from its own value.
     L, L_hat = (rearrange(x, "b m g f -> b g m f") for x in log_decay_so_far(call))
+    if call.erase is not None:
+        v = _erased(rearrange(call.erase, "b m g -> b g m 1"), psi_hat, v, L_hat, sums.kv)
+
+    # 2. Add up the keys that each query sees, decayed.                 num += e^(L_i - L_j) <phi_hat, psi_hat> v
     if call.causal:
         num = contract("bgrnm,bgme->bgrne", _scores(phi_hat, psi_hat, L_hat), v)
         den = _scores(phi, psi, L).sum(-1)
@@ -76,7 +87,21 @@ def _attend(call: Call, sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
     psi, psi_hat = psi * _exp(L_end - L, psi), psi_hat * _exp(L_end_hat - L_hat, psi)
     S = S * L_end_hat.exp().mT.to(S.dtype) + contract("bgmf,bgme->bgfe", psi_hat.to(S.dtype), v.to(S.dtype))
     z = z * L_end.exp()[:, :, 0].to(z.dtype) + psi.to(z.dtype).sum(2)
+    z = z if call.erase is None else torch.zeros_like(z)
     return out.to(call.v.dtype), S, z
+
+
+def _erased(b: Tensor, psi_hat: Tensor, v: Tensor, L_hat: Tensor, S: Tensor) -> Tensor:
+    """u (b, g, m, e): u_i = v_i - b_i (e^(L_i) S^T psi_hat_i + sum_(j<i) e^(L_i - L_j) <psi_hat_i, psi_hat_j> u_j).
+
+    This is one unit lower triangular system for all tokens of the sequence, solved in float32 or wider.
+    """
+    wide = torch.promote_types(torch.promote_types(v.dtype, b.dtype), torch.float32)
+    b, psi_hat, v, S = b.to(wide), psi_hat.to(wide), v.to(wide), S.to(wide)
+    A = b * _scores(psi_hat[:, :, None], psi_hat, L_hat)[:, :, 0].tril(-1)
+    found = contract("bgmf,bgfe->bgme", psi_hat * _exp(L_hat, psi_hat), S)
+    u: Tensor = torch.linalg.solve_triangular(A, v - b * found, upper=False, unitriangular=True)
+    return u
 
 
 def _exp(x: Tensor, like: Tensor) -> Tensor:

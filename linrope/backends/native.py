@@ -315,6 +315,7 @@ def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradie
         log_decay=_input_gradient(d_log if has_tokens else None, call.log_decay),
         angle_steps=_input_gradient(d_steps if has_tokens else None, call.angle_steps),
         write=_input_gradient(d_write if has_tokens else None, call.write),
+        erase=None,
         kv=None if sums is None else d_kv,
         z=None if sums is None else d_z,
     )

@@ -154,6 +154,7 @@ def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradie
         log_decay=d_log_decay,
         angle_steps=_d_angle_steps(call, d.angles),
         write=None,
+        erase=None,
         kv=d_kv,
         z=d_z,
     )

@@ -18,6 +18,7 @@ from linrope.recurrence.decay import (
     log_decay_of_step,
     log_decay_of_tokens,
     steps_of_tokens,
+    zero_hidden,
 )
 from linrope.recurrence.packing import Tokens
 from linrope.recurrence.stabilizer import Stabilized, stabilize
@@ -92,6 +93,7 @@ def _attend(
         log_decay=log_decay,
         decay=None,
         angle_steps=angle_steps,
+        erase=None if call.erase is None else zero_hidden(call.erase, call.key_mask),
         positions=tokens.positions,
         key_positions=tokens.key_positions,
         theta_turns=plan.theta_turns,
@@ -120,7 +122,7 @@ def _attend(
         else gradient_path(angle_steps, call.state, tokens),
     }
     if call.state is not None and in_place:
-        return out, _overwritten(call.state, sums, **tensors)
+        return out, _overwritten(call.state, sums, identity, **tensors)
     return out, LinearAttentionState(**sums._asdict(), identity=identity, **tensors)  # type: ignore[arg-type]
 
 
@@ -130,10 +132,12 @@ def _rescaled(out: Tensor, q_scale: Tensor, stabilized: Stabilized, group: int) 
     return (out * scale.exp().to(torch.promote_types(out.dtype, torch.float32))[..., None]).to(out.dtype)
 
 
-def _overwritten(state: LinearAttentionState, sums: Sums, **tensors: Tensor | None) -> LinearAttentionState:
+def _overwritten(
+    state: LinearAttentionState, sums: Sums, identity: str, **tensors: Tensor | None
+) -> LinearAttentionState:
     """The next state, in the memory of a donated state or of a pool's rows."""
     state._write_unchecked(sums._asdict() | tensors)
-    return state._replace_unchecked(donated=False)
+    return state._replace_unchecked(donated=False, identity=identity)
 
 
 def _writes_in_place(call: Call) -> bool:

@@ -35,12 +35,18 @@ def check_settings(call: Call) -> FeatureMap | None:
     check_decay(call.decay, g, causal, device)
     check_log_decay(call.log_decay, v, causal)
     check_write(call.write, v)
+    check_erase(call, v)
     check_cu_seqlens(call.cu_seqlens, b, n, m, device)
     fmap = resolve_map(call.feature_map, d)
     if call.normalize and fmap is not None and not fmap.positive:
         raise ValueError(
             f"feature_map={call.feature_map!r}: its features are signed, so the normalizer can vanish; "
             "expected normalize=False or a positive map"
+        )
+    if call.erase is not None and fmap is not None and fmap.log_scaled:
+        raise ValueError(
+            f"feature_map={call.feature_map!r}: its scales, which a normalizer would cancel, mean nothing with erase; "
+            "expected a map without a log_scale, such as 'silu'"
         )
     f = d if fmap is None else fmap.feature_dim
     rotated = d if rotates_before_map else f
@@ -217,6 +223,32 @@ def check_write(write: Tensor | None, v: Tensor) -> None:
         )
 
 
+def check_erase(call: Call, v: Tensor) -> None:
+    """Checks erase, and refuses the options that the delta rule does not go with."""
+    erase, rotary = call.erase, call.rotary
+    if erase is None:
+        return
+    _check_floating("erase", erase, v.device)
+    if erase.ndim != 3 or not _broadcasts(erase.shape, v.shape[:3], (0, 2)):
+        raise ValueError(
+            f"erase: got shape {tuple(erase.shape)}, expected (b or 1, n, g or 1) = {tuple(v.shape[:3])}"
+        )
+    if not call.causal:
+        raise ValueError(
+            "erase: got causal=False, expected causal=True: a key erases what earlier keys wrote; for both directions "
+            "add the outputs of a causal call and of one on x.flip(1)"
+        )
+    if call.normalize:
+        raise ValueError(
+            "erase: got normalize=True, expected normalize=False: with erase the normalizer can vanish; if you need "
+            "its output, divide by that of a second call with values of 1, rotary=None and normalize=False"
+        )
+    if isinstance(rotary, Rotary) and rotary.xpos is not None:
+        raise ValueError(
+            f"erase: got a rotation with xpos={rotary.xpos}, expected one without: decay also fades old keys"
+        )
+
+
 def check_angle_steps(angle_steps: Tensor | None, v: Tensor, n: int, f: int, rotary: Rotary | None) -> None:
     if angle_steps is None:
         return
@@ -297,6 +329,10 @@ def check_state(call: Call, fmap: FeatureMap | None) -> None:
         raise ValueError(f"state: got kv of shape {got}, expected (b, g, f, e) = {shape}")
     if call.normalize and state.identity.endswith(WITHOUT_Z):
         raise ValueError("state: made without z; expected normalize=False, which needs none")
+    if call.erase is not None and state.slots is not None and not state.identity.endswith(WITHOUT_Z):
+        raise ValueError(
+            "state: got rows of a pool with z, expected one without z: make the pool by a call with erase"
+        )
     if state.kv.device != k.device:
         raise ValueError(f"state: got device {state.kv.device}, expected {k.device}")
     if call.angle_steps is not None:

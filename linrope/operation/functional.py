@@ -57,6 +57,7 @@ def linear_rope_attention(
     log_decay: Tensor | None = None,
     angle_steps: Tensor | None = None,
     write: Tensor | None = None,
+    erase: Tensor | None = None,
     positions: Tensor | None = None,
     key_positions: Tensor | None = None,
     key_mask: Tensor | None = None,
@@ -103,6 +104,11 @@ def linear_rope_attention(
             rotary).
         write: w, (b or 1, m, g or 1), the factor of each value in the numerator, for example a write gate, or Mamba's
             step size. None: 1. backend="native" does not store the products.
+        erase: b, (b or 1, n, g or 1), as in DeltaNet: before token t writes, the share b of what its key reads is taken
+            out. With S the sums that it finds, decayed, u_t = w_t v_t - b_t S^T R(Theta_t) psi(k_t) then takes the
+            place of w_t v_t. None: 0. Requires causal=True, normalize=False and a map without a log_scale, and allows
+            no xPos. The state has no z. It stays bounded only if b_t |psi(k_t)|^2 <= 2: take keys of length 1 and
+            b <= 2, or divide b by |psi(k_t)|^2. So far only backend="reference" computes it.
         positions: integers (n,) or (b, n), 0 .. 2^31 - 1. Default: 0, 1, .., or the positions that follow the
             state. If rotary has axes they are required, (n, axes) or (b, n, axes). For padded batches (left or right):
             ``(key_mask.cumsum(1) - 1).clamp(min=0)``.
@@ -139,7 +145,7 @@ def linear_rope_attention(
         RuntimeError: the backend cannot run this call, or state holds rows of a pool and the call needs gradients.
 
     Source: RoFormer eq. 19 (arXiv 2104.09864); decay as in RetNet (arXiv 2307.08621); gates and steps as in
-    Mamba-2 (arXiv 2405.21060) and Selective RoPE (arXiv 2511.17388).
+    Mamba-2 (arXiv 2405.21060) and Selective RoPE (arXiv 2511.17388); erase as in Gated DeltaNet (arXiv 2412.06464).
 
     >>> q, k, v = torch.randn(3, 1, 1000, 8, 64)
     >>> rotary = Rotary(64)
@@ -160,6 +166,7 @@ def linear_rope_attention(
         log_decay=log_decay,
         angle_steps=angle_steps,
         write=write,
+        erase=erase,
         positions=positions,
         key_positions=key_positions,
         key_mask=key_mask,
@@ -195,6 +202,7 @@ def linear_rope_state(
     log_decay: Tensor | None = None,
     angle_steps: Tensor | None = None,
     write: Tensor | None = None,
+    erase: Tensor | None = None,
     positions: Tensor | None = None,
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -221,6 +229,7 @@ def linear_rope_state(
         angle_steps=angle_steps,
         decay=decay,
         write=write,
+        erase=erase,
         positions=positions,
         key_mask=key_mask,
         cu_seqlens=cu_seqlens,

@@ -20,6 +20,7 @@ class Options(TypedDict, total=False):
     log_decay: Tensor | None
     angle_steps: Tensor | None
     write: Tensor | None
+    erase: Tensor | None
     positions: Tensor | None
     key_positions: Tensor | None
     key_mask: Tensor | None

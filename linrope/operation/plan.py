@@ -160,7 +160,8 @@ def identity_of(fmap: FeatureMap | None, rotary: Rotary | None, rope_order: str)
 def next_identity(call: Call, fmap: FeatureMap | None) -> str:
     """The identity of the state after the call. Raises ValueError if calls of another identity made its own state."""
     identity, state = identity_of(fmap, call.rotary, call.rope_order), call.state
-    if state is None:
-        return identity
-    checks.check_identity(state, identity)
-    return identity + (WITHOUT_Z if state.identity.endswith(WITHOUT_Z) else "")
+    without_z = call.erase is not None
+    if state is not None:
+        checks.check_identity(state, identity)
+        without_z = without_z or state.identity.endswith(WITHOUT_Z)
+    return identity + (WITHOUT_Z if without_z else "")

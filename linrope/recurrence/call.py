@@ -27,6 +27,9 @@ class Inputs:
     log_decay: Tensor | None = None  # (b or 1, m, g or 1) <= 0; causal only
     angle_steps: Tensor | None = None  # (b or 1, m, g or 1, pairs) in radians
     write: Tensor | None = None  # (b or 1, m, g or 1): the factor of each value
+    erase: Tensor | None = (
+        None  # (b or 1, m, g or 1): the share of what a key reads that it takes out; causal only
+    )
 
 
 @dataclass(kw_only=True)
@@ -203,7 +206,7 @@ class Sums(NamedTuple):
     """Sums over the keys of each sequence, decayed to its last token."""
 
     kv: Tensor  # (s, g, f, e) float32 or float64
-    z: Tensor  # (s, g, f)
+    z: Tensor  # (s, g, f); with erase 0
     angle: Tensor | None  # (s, g or 1, pairs) int64: the sum of angle_steps in 2^-64 turns
 
 
@@ -219,6 +222,7 @@ class Gradients(NamedTuple):
     log_decay: Tensor | None
     angle_steps: Tensor | None
     write: Tensor | None
+    erase: Tensor | None
     kv: Tensor | None
     z: Tensor | None
 

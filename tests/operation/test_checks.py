@@ -55,6 +55,13 @@ VALUES: list[tuple[dict[str, Any], str]] = [
       for x in STEPS_OF_SHAPES),
     *(({"write": zeros(*x)}, f"write: got shape {x}, expected (b or 1, m, g or 1) = (1, 5, 2)")
       for x in GATES_OF_SHAPES),
+    *(({"erase": zeros(*x)}, f"erase: got shape {x}, expected (b or 1, n, g or 1) = (1, 5, 2)")
+      for x in GATES_OF_SHAPES),
+    ({"erase": zeros(1, N, G)}, "erase: got normalize=True, expected normalize=False"),
+    ({"erase": zeros(1, N, G), "normalize": False, "causal": False}, f"erase: {IN_TIME}"),
+    ({"erase": zeros(1, N, G), "normalize": False, "rotary": XPOS}, "erase: got a rotation with xpos=9.0"),
+    *(({"erase": zeros(1, N, G), "normalize": False, "feature_map": x}, "nothing with erase; expected a map without")
+      for x in ("exp", "softmax")),
     *(({name: zeros(1, N, G, 2).to("meta")}, f"{name}: got device meta") for name in DATA),
     *(({name: zeros(1, N + 1, G, 2)}, f"{name}: got shape (1, 6, 2, 2), expected (b or 1, ") for name in DATA),
     ({"log_decay": zeros(1, N, G) + 0.5}, "got up to 0.5, exp"),

@@ -99,7 +99,7 @@ def _attend(
     causal: bool = True, normalize: bool = True, eps: float = 1e-6, eps_mode: str = "clamp",
     positions: Tensor | None = None, key_positions: Tensor | None = None, decay: Tensor | None = None,
     log_decay: Tensor | None = None, angle_steps: Tensor | None = None, key_mask: Tensor | None = None,
-    write: Tensor | None = None,
+    write: Tensor | None = None, erase: Tensor | None = None,
 ) -> tuple[Tensor, LinearAttentionState, Sizes]:  # fmt: skip
     (b, n, h, _), (_, m, g, _), e = q.shape, k.shape, v.shape[3]
     mask = torch.ones(b, m, dtype=torch.bool) if key_mask is None else key_mask
@@ -126,14 +126,18 @@ def _attend(
     )
 
     first = None if k_scale is None else state.log_scale
-    w, w0, top = _weights(log_decay, decay, k_scale, first, mask, distance, causal, g)
+    a = _log_decay(log_decay, decay, mask, distance, g)
+    w, w0, top = _weights(a, k_scale, first, mask, causal)
     far = far0 = None
     if rotary is not None and rotary.xpos is not None:
         passed, xpos_log_decay = distance.cumsum(1), _xpos_log_decay(rotary)
         far = ((passed[:, :, None] - passed[:, None]).clamp(min=0)[..., None] * xpos_log_decay).exp()
         far0 = (passed[..., None] * xpos_log_decay).exp()
 
-    ones = torch.ones_like(v[..., :1])
+    ones, growth = torch.ones_like(v[..., :1]), None
+    if erase is not None:
+        strength = erase.expand(b, m, g).masked_fill(~mask[..., None], 0)
+        v, growth = _erased(rounded(psi_hat), v, strength, a, state.kv, kv_size)
 
     def numerator() -> Tensor:
         return _sum(rounded(phi_hat), rounded(psi_hat), v, rounded(state.kv), w, w0, far, far0, rounded)
@@ -146,6 +150,8 @@ def _attend(
         # Of one key and one pair the components' product may vanish, but not the rounding of cos and sin.
         pairs = _sum(phi_length / 2, psi_length / 2, v.abs(), kv_size / 2, w, w0, far, far0)
         size = torch.maximum(size, pairs)
+        if growth is not None:
+            size = _repeated(growth, h) * phi.square().sum(-1, keepdim=True).sqrt()
     den = _sum(rounded(phi), rounded(psi), ones, rounded(state.z)[..., None], w, w0)
     if normalize:
         divisor = den + eps if eps_mode == "add" else den.clamp(min=eps)
@@ -166,6 +172,10 @@ def _attend(
         kv_size = _last(psi_length, v.abs(), kv_size, w, w0, *ends)
         z = _last(psi, ones, z[..., None], w, w0)[..., 0]
         z_size = _last(psi.abs(), ones, z_size[..., None], w, w0)[..., 0]
+        if growth is not None:
+            kv_size = growth[:, -1][:, :, None].expand_as(kv)
+    if growth is not None:  # there is no z
+        z, z_size = torch.zeros_like(z), torch.zeros_like(z_size)
     counted = axes is not None or m == 0 or (key_positions is None and (positions is None or m != n))
     position = start + m if counted else at_keys[:, -1] + 1
     scale = None
@@ -291,22 +301,62 @@ def _xpos_log_decay(rotary: Rotary) -> Tensor:
     return log
 
 
-def _weights(
-    log_decay: Tensor | None, decay: Tensor | None, log_scale: Tensor | None, first: Tensor | None,
-    mask: Tensor, distance: Tensor, causal: bool, g: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """What query i finds of key j (b, g, n or 1, m) and of the state (b, g, n or 1), in units of e^top.
+def _erased(
+    psi: Tensor, v: Tensor, erase: Tensor, a: Tensor, kv: Tensor, size: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What each token writes in place of v, token by token, and the bound of errors A (b, m, g, e).
 
-        e^(L_i - L_j + s_j - top_i),   top_i = max_j L_i - L_j + s_j
+        P_t = e^(a_t) S_(t-1),   u_t = v_t - b_t P_t^T psi_t,   S_t = P_t + psi_t u_t^T
+        A_t = max(1, |1 - b_t |psi_t|^2|) e^(a_t) A_(t-1) + |psi_t| (|v_t| + b_t |psi_t| |P_t|)
 
-    Each sum of logs is formed of its own tokens' logs, and not as a difference.
+    |P_t| has the lengths of P_t's columns. |phi_t| A_t is the M of docs/numerics.md.
     """
+    S, bound, written, bounds = kv, size.square().sum(2).sqrt(), [], []
+    for t in range(psi.shape[1]):
+        k, b, keeps = psi[:, t, :, :, None], erase[:, t, :, None], a[:, t, :, None].exp()
+        P = keeps[..., None] * S
+        u = v[:, t] - b * (k * P).sum(2)
+        S = P + k * u[:, :, None]
+        written.append(u)
+        with torch.no_grad():
+            squared = k.square().sum(2)
+            growth = (1 - b * squared).abs().clamp(min=1) * keeps
+            terms = v[:, t].abs() + b.abs() * squared.sqrt() * P.square().sum(2).sqrt()
+            bound = growth * bound + squared.sqrt() * terms
+            bounds.append(bound)
+    if not written:
+        return v, v.detach()
+    return torch.stack(written, 1), torch.stack(bounds, 1)
+
+
+def _repeated(x: Tensor, h: int) -> Tensor:
+    """x (b, n, g, e) of each key/value head for its query heads."""
+    return x.repeat_interleave(h // x.shape[2], 2)
+
+
+def _log_decay(
+    log_decay: Tensor | None, decay: Tensor | None, mask: Tensor, distance: Tensor, g: int
+) -> Tensor:
+    """a (b, m, g): the gates and the fixed decay of each token."""
     b, m = mask.shape
     a = torch.zeros(b, m, g, dtype=torch.float64)
     if log_decay is not None:
         a = a + log_decay.clamp(min=NOTHING_KEPT).expand(b, m, g).masked_fill(~mask[..., None], 0)
     if decay is not None:
         a = a + (distance[..., None] * decay.double().log()).clamp(min=NOTHING_KEPT)
+    return a
+
+
+def _weights(
+    a: Tensor, log_scale: Tensor | None, first: Tensor | None, mask: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What query i finds of key j (b, g, n or 1, m) and of the state (b, g, n or 1), in units of e^top.
+
+        e^(L_i - L_j + s_j - top_i),   top_i = max_j L_i - L_j + s_j
+
+    Each sum of logs is formed of its own tokens' logs, and not as a difference.
+    """
+    b, m, g = a.shape
     exponent, exponent0, sees = a.new_zeros(b, g, 1, m), a.new_zeros(b, g, 1), mask[:, None, None]
     if causal:
         a = a.mT

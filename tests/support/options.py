@@ -67,6 +67,7 @@ OPTIONS: dict[str, Mapping[str, Any] | Sequence[str]] = {
     "log_decay": (*SHAPES, "strong"),
     "angle_steps": SHAPES,
     "write": SHAPES,
+    "erase": SHAPES,
     "positions": ("none", "rising", "of each row", "up to the last", "transposed"),
     "key_positions": ("none", "of each row", "of all rows"),
     "key_mask": ("none", "some"),
@@ -96,11 +97,17 @@ def fits(row: Row) -> bool:
         (by_position or before) and row["positions"] not in ("none", "rising"),
         "cosformer" in row["feature_map"] and {"positions", "key_positions"} & given,  # longer than its max_length
         row["normalize"] == "yes" and not is_positive(row["feature_map"]),
+        "erase" in given and (row["normalize"] == "yes" or row["causal"] == "bidirectional" or rotary == "xpos"),
+        "erase" in given and is_scaled(row["feature_map"]),
     ))  # fmt: skip
 
 
 def is_positive(label: str) -> bool:
     return label == "features" or make_map(label, D, 2, 2).positive
+
+
+def is_scaled(label: str) -> bool:
+    return label != "features" and make_map(label, D, 2, 2).log_scaled
 
 
 def make_map(label: str, d: int, h: int, g: int) -> FeatureMap:
@@ -182,9 +189,12 @@ def problem(
     if row["decay"] != "none":
         how["decay"] = torch.linspace(0.5, 0.97, g, dtype=torch.float64)
     state = random_state(k, v, how, h=h) if row["state"] == "some" else None
+    psi = k.double() if fmap is None else _keys(fmap, k.double())
     how |= of_tokens(
         row, b, m, g, how["rotary"].rotary_dim // 2 if how["rotary"] is not None else f // 2, dtype
     )
+    if "erase" in how and psi.numel():  # less than 2 / |psi|^2, above which the recurrence would grow
+        how["erase"] = how["erase"] / psi.detach().square().sum(-1).max().to(dtype)
     if state is not None and "angle_steps" in how:
         shape = len(state.kv), *how["angle_steps"].shape[2:]
         angle = torch.randint(-(2**62), 2**62, shape, generator=generator(5), device="cpu")
@@ -194,12 +204,17 @@ def problem(
     return [q, k, v], state, how
 
 
+def _keys(fmap: FeatureMap, k: Tensor) -> Tensor:
+    psi = fmap.keys(k, *((torch.arange(k.shape[1])[None],) if fmap.positional else ()))
+    return psi[0] if fmap.log_scaled else psi
+
+
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
 def of_tokens(row: Row, b: int, m: int, g: int, pairs: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """log_decay, angle_steps and write, each for all rows, all heads, or for each of them."""
+    """log_decay, angle_steps, write and erase, each for all rows, all heads, or for each of them."""
 
     def numbers(option: str, *more: int) -> Tensor:
         shape = 1 if row[option] == "for all rows" else b, m, 1 if row[option] == "for all heads" else g
@@ -216,6 +231,8 @@ def of_tokens(row: Row, b: int, m: int, g: int, pairs: int, dtype: torch.dtype) 
         made["angle_steps"] = 2 * numbers("angle_steps", pairs)
     if row["write"] != "none":
         made["write"] = numbers("write")
+    if row["erase"] != "none":
+        made["erase"] = 1.5 * numbers("erase").sigmoid()
     return {name: x.to(torch.get_default_device(), dtype) for name, x in made.items()}
 
 

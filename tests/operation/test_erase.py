@@ -1,0 +1,242 @@
+"""The delta rule: what ``erase`` does, what the calls around it see, and which calls refuse it."""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from linrope import LinearAttentionState, Rotary, linear_rope_attention, linear_rope_state
+from linrope.recurrence.identities import WITHOUT_Z
+from tests.support.oracle import NATIVE, assert_same, everything, randoms
+
+B, N, H, G, F, E = 2, 37, 4, 2, 6, 3
+COMPUTE = ("reference",)
+computing = pytest.mark.parametrize("backend", COMPUTE)
+WITHOUT: dict[str, Any] = {"feature_map": "silu", "normalize": False, "rotary": Rotary(F)}
+Tensors = tuple[list[Tensor], dict[str, Tensor]]
+
+
+def tokens(b: int = B, n: int = N) -> Tensors:
+    """q, k, v with keys of about length 1, and gates, steps and factors of each token."""
+    q, k, v = randoms(b, n, H, F, g=G, e=E)
+    generator = torch.Generator().manual_seed(1)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.rand(b, n, *shape, generator=generator, dtype=torch.float64)
+
+    data = {"log_decay": -numbers(G) / 5, "angle_steps": 2 * numbers(G, F // 2), "write": numbers(G)}
+    return [q, k / k.norm(dim=-1, keepdim=True), v], data | {"erase": 2 * numbers(G)}
+
+
+def part(tensors: Tensors, where: slice) -> Tensors:
+    return [x[:, where] for x in tensors[0]], {name: x[:, where] for name, x in tensors[1].items()}
+
+
+def call(tensors: Tensors, backend: str, **options: Any) -> tuple[Tensor, LinearAttentionState]:
+    qkv, data = tensors
+    return linear_rope_attention(*qkv, **WITHOUT | data | options, backend=backend, return_state=True)
+
+
+@computing
+def test_it_is_the_recurrence_token_by_token(backend: str) -> None:
+    """DeltaNet without rotation: S <- S - b k (S^T k)^T + w k v^T."""
+    (q, k, v), data = tokens()
+    S, outs = torch.zeros(B, G, F, E, dtype=torch.float64), []
+    for t in range(N):
+        found = torch.einsum("bgf,bgfe->bge", k[:, t], S)
+        u = data["write"][:, t, :, None] * v[:, t] - data["erase"][:, t, :, None] * found
+        S = S + torch.einsum("bgf,bge->bgfe", k[:, t], u)
+        outs.append(torch.einsum("bgrf,bgfe->bgre", q[:, t].unflatten(1, (G, -1)), S).flatten(1, 2))
+    options: dict[str, Any] = {"feature_map": None, "rotary": None, "log_decay": None, "angle_steps": None}
+    out, state = call(([q, k, v], data), backend, **options)
+    torch.testing.assert_close(out, torch.stack(outs, 1), rtol=0, atol=1e-12)
+    torch.testing.assert_close(state.kv, S, rtol=0, atol=1e-12)
+    alone = linear_rope_state(
+        k, v, **data | {"log_decay": None, "angle_steps": None}, feature_map=None, backend=backend
+    )
+    torch.testing.assert_close(alone.kv, S, rtol=0, atol=1e-12)
+    assert alone.identity == state.identity
+
+
+@computing
+def test_a_value_is_read_back_until_its_key_is_written_again(backend: str) -> None:
+    keys = torch.eye(F, dtype=torch.float64)[[0, 1, 0]].view(1, 3, 1, F)
+    values = torch.arange(1.0, 4, dtype=torch.float64).view(1, 3, 1, 1)
+    options: dict[str, Any] = {"feature_map": None, "normalize": False, "backend": backend}
+    erase = torch.ones(1, 3, 1, dtype=torch.float64)
+    assert linear_rope_attention(keys, keys, values, erase=erase, **options).flatten().tolist() == [1, 2, 3]
+    assert linear_rope_attention(keys, keys, values, **options).flatten().tolist() == [1, 2, 4]
+
+
+@computing
+def test_zeros_erase_nothing(backend: str) -> None:
+    qkv, data = tokens()
+    zero = everything(*qkv, **WITHOUT | data | {"erase": torch.zeros(1, N, 1).double()}, backend=backend)
+    plain = everything(*qkv, **WITHOUT | {**data, "erase": None}, backend=backend)
+    assert zero.pop("derase").abs().max() > 0
+    assert zero.pop("z").abs().max() == 0
+    plain.pop("z")
+    differ = {"dk", "dlog_decay"}  # through z
+    assert_same({x: zero[x] for x in zero.keys() - differ}, {x: plain[x] for x in plain.keys() - differ})
+
+
+@computing
+@pytest.mark.parametrize("shift", [1, 1234])
+def test_outputs_depend_on_relative_positions_only(shift: int, backend: str) -> None:
+    tensors, where = tokens(), torch.arange(N)
+    out, _ = call(tensors, backend, positions=where)
+    shifted, _ = call(tensors, backend, positions=where + shift)
+    torch.testing.assert_close(shifted, out, rtol=0, atol=1e-11)
+    stretched, _ = call(tensors, backend, positions=2 * where)
+    assert (stretched - out).abs().max() > 0.01
+
+
+@computing
+@pytest.mark.parametrize("cut", [0, 1, 20, N])
+def test_pieces_give_the_whole(cut: int, backend: str) -> None:
+    tensors = tokens()
+    out, last = call(tensors, backend)
+    first, state = call(part(tensors, slice(cut)), backend)
+    second, state = call(part(tensors, slice(cut, None)), backend, state=state)
+    torch.testing.assert_close(torch.cat((first, second), 1), out, rtol=0, atol=1e-12)
+    torch.testing.assert_close(state.kv, last.kv, rtol=0, atol=1e-12)
+    assert state.identity == last.identity
+    assert state.identity.endswith(WITHOUT_Z)
+
+
+@computing
+def test_packed_sequences_do_not_see_each_other(backend: str) -> None:
+    tensors, bounds = tokens(1), [0, 9, 9, 30, N]
+    out, state = call(tensors, backend, cu_seqlens=torch.tensor(bounds))
+    for i, (low, high) in enumerate(pairwise(bounds)):
+        one, alone = call(part(tensors, slice(low, high)), backend)
+        torch.testing.assert_close(out[:, low:high], one, rtol=0, atol=1e-12)
+        torch.testing.assert_close(state.kv[i], alone.kv[0], rtol=0, atol=1e-12)
+
+
+@computing
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, 1e30])
+def test_left_padding_may_hold_anything(garbage: float, backend: str) -> None:
+    (qkv, data), pad = tokens(), 5
+    mask = torch.ones(B, pad + N, dtype=torch.bool)
+    mask[:, :pad] = False
+    padded = [torch.cat((torch.full_like(x[:, :pad], garbage), x), 1) for x in qkv]
+    padded[0][:, :pad] = qkv[0][:, :pad]  # a hidden token still asks
+    around = {name: torch.cat((torch.full_like(x[:, :pad], garbage), x), 1) for name, x in data.items()}
+    around["log_decay"] = torch.cat((torch.zeros(B, pad, G), data["log_decay"]), 1)
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    found = everything(*padded, **WITHOUT | around, backend=backend, key_mask=mask, positions=places)
+    plain = everything(*qkv, **WITHOUT | data, backend=backend)
+    out = call((qkv, data), backend)[0]
+    torch.testing.assert_close(found["out"][:, pad:], out, rtol=0, atol=1e-11)
+    torch.testing.assert_close(found["kv"], plain["kv"], rtol=0, atol=1e-11)
+    assert found["dk"].isfinite().all()
+    assert found["derase"].isfinite().all()
+    assert found["derase"][:, :pad].abs().max() == 0
+
+
+@computing
+def test_shared_heads_are_as_repeated_ones(backend: str) -> None:
+    qkv, data = tokens()
+    q, k, v = qkv[0][:, :, :1], qkv[1][:, :, :1], qkv[2]
+    shared, _ = call(([q, k, v], data), backend)
+    repeated, _ = call(([q.expand(-1, -1, G, -1), k.expand(-1, -1, G, -1), v], data), backend)
+    torch.testing.assert_close(shared, repeated, rtol=0, atol=1e-12)
+
+
+@computing
+def test_nearly_equal_keys_do_not_harm_float32(backend: str) -> None:
+    qkv, data = tokens(1, 256)
+    qkv[1] = qkv[1][:, :1] + 1e-2 * qkv[1]
+    qkv[1] = qkv[1] / qkv[1].norm(dim=-1, keepdim=True)
+    data = {"erase": torch.ones_like(data["erase"])}
+    exact, _ = call((qkv, data), backend)
+    found, _ = call(([x.float() for x in qkv], {"erase": data["erase"].float()}), backend)
+    assert (found - exact).abs().max() < 1e-4 * exact.abs().max()
+
+
+@computing
+def test_second_derivatives(backend: str) -> None:
+    (q, k, v), data = part(tokens(1), slice(4))
+    if backend != "reference":
+        pytest.skip("only the reference has them")
+    leaves = [x.requires_grad_() for x in (k, data["erase"])]
+
+    def out(k: Tensor, erase: Tensor) -> Tensor:
+        return linear_rope_attention(q, k, v, **WITHOUT, erase=erase, backend=backend)
+
+    assert torch.autograd.gradgradcheck(out, leaves)
+
+
+# The state
+
+
+@computing
+def test_a_normalizer_refuses_the_state(backend: str) -> None:
+    tensors = tokens()
+    _, state = call(tensors, backend, feature_map="elu+1", rotary=None, angle_steps=None)
+    assert state.z.abs().max() == 0
+    qkv = tensors[0]
+    with pytest.raises(ValueError, match="state: made without z; expected normalize=False"):
+        linear_rope_attention(*qkv, state=state, backend=backend)
+    _, later = linear_rope_attention(*qkv, state=state, normalize=False, backend=backend, return_state=True)
+    assert later.identity.endswith(WITHOUT_Z)
+
+
+@computing
+def test_a_donated_state_loses_its_z(backend: str) -> None:
+    qkv, data = part(tokens(), slice(1))
+    options: dict[str, Any] = {
+        "feature_map": None,
+        "normalize": False,
+        "erase": data["erase"],
+        "backend": backend,
+    }
+    state = linear_rope_state(*qkv[1:], feature_map=None)
+    kv = state.kv
+    with torch.no_grad():
+        expected, after = linear_rope_attention(*qkv, state=state, **options, return_state=True)
+        out, last = linear_rope_attention(*qkv, state=state.donate(), **options, return_state=True)
+    assert last.kv is kv
+    assert last.identity == after.identity == state.identity + WITHOUT_Z
+    assert torch.equal(out, expected)
+    assert torch.equal(last.kv, after.kv)
+    assert last.z.abs().max() == 0
+
+
+@computing
+def test_a_pool_must_be_made_without_z(backend: str) -> None:
+    qkv, data = tokens()
+    options: dict[str, Any] = {"feature_map": None, "erase": data["erase"], "backend": backend}
+    slots = torch.tensor([2, 0])
+    with_z = linear_rope_state(*[x.new_zeros(3, 0, *x.shape[2:]) for x in qkv[1:]], feature_map=None)
+    with pytest.raises(ValueError, match="state: got rows of a pool with z, expected one without z"):
+        linear_rope_attention(*qkv, state=with_z.at(slots), normalize=False, **options)
+    pool = replace(with_z, identity=with_z.identity + WITHOUT_Z)
+    expected, after = linear_rope_attention(*qkv, normalize=False, **options, return_state=True)
+    with torch.no_grad():
+        out = linear_rope_attention(*qkv, state=pool.at(slots), normalize=False, **options)
+    assert torch.equal(out, expected)
+    assert torch.equal(pool.kv[slots], after.kv)
+
+
+# The backends that do not compute it
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager", NATIVE])
+def test_other_backends_refuse_it_by_name(backend: str) -> None:
+    qkv, data = tokens()
+    q, k, v = (x.float() for x in qkv)
+    for n in (N, 1):  # a decoding step has a way of its own
+        state = linear_rope_state(k, v, feature_map=None) if n == 1 else None
+        erase = data["erase"][:, :n]
+        with pytest.raises(
+            RuntimeError, match="erase: this backend does not compute it; use backend='reference'"
+        ):
+            linear_rope_attention(
+                *(x[:, :n] for x in (q, k, v)),
+                feature_map=None, normalize=False, erase=erase, state=state, backend=backend,
+            )  # fmt: skip
