@@ -71,8 +71,9 @@ def _why_not(backend: Backend, call: Call, state: LinearAttentionState | None) -
     name = option_beyond(backend.OPTIONS, call)
     if name is None:
         return None
+    other = "eager" if name in eager.OPTIONS else "reference"
     name = "rotary" if hasattr(Resolved, name) else name
-    return f"{name}: this backend does not compute it; use backend='reference'"
+    return f"{name}: this backend does not compute it; use backend={other!r}"
 
 
 def load(name: str) -> Backend | str:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from linrope.backends import bridge
 from linrope.backends.chunk_decay import Decay, DecayPerFeature
+from linrope.backends.delta_rule import erased, erased_gradients
 from linrope.backends.key_sum import KeySum, KeySumGradients, d_log_decay, sums_from
 from linrope.backends.protocol import COMMON, XPOS
 from linrope.feature_maps import ELEMENTWISE
@@ -37,7 +38,7 @@ from linrope.recurrence.state import LinearAttentionState
 from linrope.recurrence.transition import Transition, gradients_around
 from linrope.rotation.rotary import rotate
 
-MAPS, OPTIONS = ELEMENTWISE, COMMON | XPOS
+MAPS, OPTIONS = ELEMENTWISE, COMMON | XPOS | {"erase"}
 TAKES_VALUE_GROUPS = False
 # Elements of k in one pass. A larger call runs a few heads at a time, which bounds the memory.
 MAX_K_PER_PASS = 2**20
@@ -116,6 +117,7 @@ def _forward(call: Call, sums: Sums | None, **_: None) -> tuple[Tensor | None, T
         out = x.queries.cut.put(out.to(call.v.dtype), call.q)
     if call.return_state:
         kv, z = x.num.last_state(), x.den.last_state()[..., 0]
+        z = z if call.erase is None else torch.zeros_like(z)
         if sums is not None:
             kv, z = kv.to(sums.kv.dtype), z.to(sums.z.dtype)
     return out, kv, z
@@ -129,7 +131,7 @@ def _inverse_normalizer(call: Call, den: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _backward(call: Call, sums: Sums | None, g: ResultGradients) -> Gradients:
-    """The gradients of q, k, v, log decay, angle steps and the first state.
+    """The gradients of q, k, v, log decay, angle steps, erase and the first state.
 
     With the gradient g of out, num's is g / den, and den's is -<g, out> / den, or 0 where eps replaces den.
     <g, out> = <phi^, dphi^>, so out itself is not needed.
@@ -141,9 +143,19 @@ def _backward(call: Call, sums: Sums | None, g: ResultGradients) -> Gradients:
         inverse, den_counts = _inverse_normalizer(call, x.den.value())
         g_num *= inverse
 
-    num = KeySumGradients(x.num, g_num, g.kv)
+    if x.erase is not None:
+        num, d_v = erased_gradients(x.num, x.erase, g_num, g.kv)
+    else:
+        num = KeySumGradients(x.num, g_num, g.kv)
+        d_v = num.d_values()
     own_pairs = num.leave_out_own_pairs() if call.causal and call.angle_steps is not None else None
     d_phi_hat, d_psi_hat = num.d_queries(), num.d_keys()
+    d_erase = None
+    if x.erase is not None:  # the last query of each key/value head is its key times erase
+        d_phi_hat, d_read = d_phi_hat.split([call.group, 1], 2)
+        own_pairs = None if own_pairs is None else own_pairs[:, :, :-1]
+        d_erase = x.keys.cut.put((psi_hat * d_read).sum(-1), call.k)
+        d_psi_hat += x.erase * d_read
     d_steps = None if call.angle_steps is None else _d_angle_steps(call, x, d_phi_hat, d_psi_hat)
     if own_pairs is not None:
         d_phi_hat += own_pairs * psi_hat
@@ -152,19 +164,21 @@ def _backward(call: Call, sums: Sums | None, g: ResultGradients) -> Gradients:
     g_den = torch.zeros_like(phi_hat[..., :1])
     if call.normalize:
         g_den = (-(phi_hat * d_phi_hat).sum(-1, keepdim=True) * inverse).masked_fill(~den_counts, 0)
-    den = KeySumGradients(x.den, g_den, None if g.z is None else g.z[..., None])
+    g_z = None if g.z is None or call.erase is not None else g.z[..., None]  # with erase z is 0
+    den = KeySumGradients(x.den, g_den, g_z)
 
     d_log = None
     if call.log_decay is not None:
-        d_log = x.keys.cut.put(d_log_decay(num, den)[:, :, None], call.k)
+        sums_with_decay = (num, den) if call.erase is None else (num,)
+        d_log = x.keys.cut.put(d_log_decay(*sums_with_decay)[:, :, None], call.k)
     return Gradients(
         q=None if call.q is None else x.queries.gradient(call, d_phi_hat, den.d_queries(), call.q),
         k=x.keys.gradient(call, d_psi_hat, den.d_keys(), call.k),
-        v=x.keys.cut.put(_zero(num.d_values(), x.keys.hidden).to(call.v.dtype), call.v),
+        v=x.keys.cut.put(_zero(d_v, x.keys.hidden).to(call.v.dtype), call.v),
         log_decay=d_log,
         angle_steps=d_steps,
         write=None,
-        erase=None,
+        erase=d_erase,
         kv=None if sums is None else num.first.to(sums.kv.dtype),
         z=None if sums is None else den.first[..., 0].to(sums.z.dtype),
     )
@@ -207,6 +221,7 @@ class ChunkedCall(NamedTuple):
     keys: "ChunkedFeatures"
     num: KeySum
     den: KeySum
+    erase: Tensor | None  # (t, g or 1, 1, c, 1)
 
     @classmethod
     def of(cls, call: Call, sums: Sums | None) -> "ChunkedCall":
@@ -229,10 +244,14 @@ class ChunkedCall(NamedTuple):
         decay_hat, decay = _decays(call, key_cut, dtype)
         cuts = query_cut, key_cut, call.causal
         num = KeySum(queries.rotated, keys.rotated, v, decay_hat, kv, dtype, *cuts)
+        erase = None
+        if call.erase is not None:
+            erase = _by_chunk(call.erase, key_cut, 1, dtype)[..., None]
+            erase = _zero(erase, _hidden(key_cut, call.k))
+            num = erased(num, erase)
         ones, z = v.new_ones(1, 1, 1, v.shape[3], 1), None if z is None else z[..., None]
-        return cls(
-            queries, keys, num, KeySum(queries.plain, keys.plain, ones, decay, z, torch.float64, *cuts)
-        )
+        den = KeySum(queries.plain, keys.plain, ones, decay, z, torch.float64, *cuts)
+        return cls(queries, keys, num, den, erase)
 
 
 class ChunkedFeatures(NamedTuple):

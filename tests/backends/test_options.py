@@ -25,11 +25,16 @@ def draw(contract: Contract, seed: int = 0) -> list[options.Row]:
     if contract.dtype.itemsize == 2:  # the contract does not count what is rounded before a backend has it
         chosen["rotary"] = [x for x in chosen["rotary"] if x != "yarn" and not x.startswith("before")]
         chosen["feature_map"] = ["elu+1", "relu", "relu2", "silu", "identity", "features"]
-    module = backends.load(contract.backend)
-    chosen |= {name: ["none"] for name in DATA if not isinstance(module, str) and name not in module.OPTIONS}
+    chosen |= refused(contract.backend)
     if contract.backend == "triton":
         chosen["tokens"] = [x for x in options.OPTIONS["tokens"] if x != "many chunks"]
     return options.draw(seed, chosen, together=1 if contract.backend == "triton" else 2)
+
+
+def refused(backend: str) -> dict[str, list[str]]:
+    """The inputs of each token that the backend does not compute, to be left out of a draw."""
+    module = backends.load(backend)
+    return {name: ["none"] for name in DATA if not isinstance(module, str) and name not in module.OPTIONS}
 
 
 def compare(contract: Contract, row: options.Row, *, combined: bool = False) -> None:
@@ -78,7 +83,7 @@ def test_every_map_beside_other_options(contract: Contract) -> None:
         "feature_map": OTHER_MAPS,
         "tokens": ["two chunks"],
         "heads": ["alike", "grouped", "one of keys"],
-    }
+    } | refused(contract.backend)
     for row in options.draw(1, chosen, together=1):
         if row["rotary"] == "xpos" and contract.backend in ("native", "triton"):
             row = row | {"rotary": "half"}

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary, linear_rope_attention, linear_rope_state
+from linrope.backends import native
 from linrope.recurrence.identities import WITHOUT_Z
-from tests.support.oracle import NATIVE, assert_same, everything, randoms
+from tests.support.oracle import assert_same, everything, randoms
 
 B, N, H, G, F, E = 2, 37, 4, 2, 6, 3
-COMPUTE = ("reference",)
+COMPUTE = ("reference", "eager")
 computing = pytest.mark.parametrize("backend", COMPUTE)
 WITHOUT: dict[str, Any] = {"feature_map": "silu", "normalize": False, "rotary": Rotary(F)}
 Tensors = tuple[list[Tensor], dict[str, Tensor]]
@@ -223,20 +224,20 @@ def test_a_pool_must_be_made_without_z(backend: str) -> None:
     assert torch.equal(pool.kv[slots], after.kv)
 
 
-# The backends that do not compute it
+# Which backend computes it
 
 
-@pytest.mark.parametrize("backend", ["auto", "eager", NATIVE])
-def test_other_backends_refuse_it_by_name(backend: str) -> None:
+@pytest.mark.parametrize("n", [N, 1])  # a decoding step is chosen a backend for apart
+def test_native_refuses_it_by_name_and_auto_takes_eager(n: int) -> None:
     qkv, data = tokens()
-    q, k, v = (x.float() for x in qkv)
-    for n in (N, 1):  # a decoding step has a way of its own
-        state = linear_rope_state(k, v, feature_map=None) if n == 1 else None
-        erase = data["erase"][:, :n]
+    (q, k, v), erase = (x[:, :n].float() for x in qkv), data["erase"][:, :n]
+    options: dict[str, Any] = {"feature_map": None, "normalize": False, "erase": erase}
+    if n == 1:
+        options["state"] = linear_rope_state(k, v, feature_map=None)
+    out = linear_rope_attention(q, k, v, **options)
+    assert torch.equal(out, linear_rope_attention(q, k, v, **options, backend="eager"))
+    if native.why_not() is None:
         with pytest.raises(
-            RuntimeError, match="erase: this backend does not compute it; use backend='reference'"
+            RuntimeError, match="erase: this backend does not compute it; use backend='eager'"
         ):
-            linear_rope_attention(
-                *(x[:, :n] for x in (q, k, v)),
-                feature_map=None, normalize=False, erase=erase, state=state, backend=backend,
-            )  # fmt: skip
+            linear_rope_attention(q, k, v, **options, backend="native")
