@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linrope import LinearRoPEAttention, Rotary, linear_rope_attention
+from linrope import LinearRoPEAttention, Rotary, linear_rope_attention, linear_rope_state
 from linrope.backends import native
 from linrope.decode import prepare_attention
 
@@ -97,3 +97,10 @@ def test_what_takes_ordinary_calls_is_named() -> None:
         prepare_attention(state.at(torch.tensor([1])))
     with pytest.raises(RuntimeError, match="float64"):
         prepare_attention(state.to(dtype=torch.float64))
+
+
+def test_erase_is_refused() -> None:
+    state = linear_rope_state(*torch.randn(2, 1, 3, G, F), feature_map="elu+1")
+    token = torch.randn(1, 1, G, F)
+    with pytest.raises(ValueError, match="erase: got a tensor, which prepared steps do not compute"):
+        prepare_attention(state)(token, token, token, erase=torch.ones(1, 1, G))

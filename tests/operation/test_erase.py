@@ -11,6 +11,7 @@ from torch import Tensor
 from linrope import LinearAttentionState, Rotary, linear_rope_attention, linear_rope_state
 from linrope.backends import native
 from linrope.recurrence.identities import WITHOUT_Z
+from tests.support.equation import Equation
 from tests.support.oracle import assert_same, everything, randoms
 
 B, N, H, G, F, E = 2, 37, 4, 2, 6, 3
@@ -159,6 +160,34 @@ def test_nearly_equal_keys_do_not_harm_float32(backend: str) -> None:
     assert (found - exact).abs().max() < 1e-4 * exact.abs().max()
 
 
+KINDS = ("open gates", "closed gates", "gates of all sizes", "nearly equal keys", "erase up to 2")
+
+
+@computing
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32_stays_within_the_bound(kind: str, backend: str) -> None:
+    """out within 16 u M, and gradients as exact, the gates' included, with a loss on the last state too."""
+    n = 300
+    q, k, v = randoms(1, n, 2, 16)
+    k = k[:, :1] + 1e-2 * k if kind == "nearly equal keys" else k
+    share = torch.rand(1, n, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    gates = -share / 10
+    if kind == "closed gates":
+        gates = torch.full_like(gates, -20)
+    elif kind == "gates of all sizes":
+        gates[:, ::17], gates[:, 3::7], gates[:, 5::11] = -1e4, 0, -20
+    narrow = [x.float() for x in (q / 4, k / k.norm(dim=-1, keepdim=True), v)]
+    data = {"erase": share * (2 if kind == "erase up to 2" else 1), "log_decay": gates}
+    data = {name: x.float() for name, x in data.items()}
+    options: dict[str, Any] = {"feature_map": None, "normalize": False, "rotary": Rotary(16)}
+    found, equation = everything(*narrow, **options, **data, backend=backend), Equation()
+    wide = {name: x.double() for name, x in data.items()}
+    exact = everything(*(x.double() for x in narrow), call=equation, **options, **wide)
+    assert ((found["out"].double() - exact["out"]).abs() <= 16 * 2.0**-24 * equation.sizes.out).all()
+    for name, x in exact.items():
+        assert (found[name].double() - x).abs().max() <= 1e-5 * x.abs().max(), name
+
+
 @computing
 def test_second_derivatives(backend: str) -> None:
     (q, k, v), data = part(tokens(1), slice(4))
@@ -241,3 +270,18 @@ def test_native_refuses_it_by_name_and_auto_takes_eager(n: int) -> None:
             RuntimeError, match="erase: this backend does not compute it; use backend='eager'"
         ):
             linear_rope_attention(q, k, v, **options, backend="native")
+
+
+def test_it_compiles() -> None:
+    (q, k, v), data = tokens()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(*qkv: Tensor, erase: Tensor) -> Tensor:
+        return linear_rope_attention(*qkv, **WITHOUT, erase=erase, backend="eager")
+
+    erase = data["erase"].requires_grad_()
+    out = compiled(q, k, v, erase=erase)
+    expected = linear_rope_attention(q, k, v, **WITHOUT, erase=erase, backend="eager")
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    gradients = [torch.autograd.grad(x.square().sum(), erase)[0] for x in (out, expected)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-10)
