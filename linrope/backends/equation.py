@@ -96,12 +96,12 @@ def _erased(b: Tensor, psi_hat: Tensor, v: Tensor, L_hat: Tensor, S: Tensor) -> 
 
     This is one unit lower triangular system for all tokens of the sequence, solved in float32 or wider.
     """
-    wide = torch.promote_types(torch.promote_types(v.dtype, b.dtype), torch.float32)
+    dtype, wide = v.dtype, torch.promote_types(torch.promote_types(v.dtype, b.dtype), torch.float32)
     b, psi_hat, v, S = b.to(wide), psi_hat.to(wide), v.to(wide), S.to(wide)
     A = b * _scores(psi_hat[:, :, None], psi_hat, L_hat)[:, :, 0].tril(-1)
     found = contract("bgmf,bgfe->bgme", psi_hat * _exp(L_hat, psi_hat), S)
     u: Tensor = torch.linalg.solve_triangular(A, v - b * found, upper=False, unitriangular=True)
-    return u
+    return u.to(dtype)
 
 
 def _exp(x: Tensor, like: Tensor) -> Tensor:

@@ -189,6 +189,22 @@ def test_float32_stays_within_the_bound(kind: str, backend: str) -> None:
 
 
 @computing
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype_of_erase", [torch.bfloat16, torch.float32, torch.float64])
+def test_dtypes_may_differ(dtype: torch.dtype, dtype_of_erase: torch.dtype, backend: str) -> None:
+    qkv, data = tokens()
+    qkv, data = [x.to(dtype) for x in qkv], {"erase": data["erase"].to(dtype_of_erase).requires_grad_()}
+    out, state = call((qkv, data), backend)
+    exact, _ = call(([x.double() for x in qkv], {"erase": data["erase"].double()}), backend)
+    assert out.dtype == dtype
+    assert state.kv.dtype == torch.float32
+    assert (out - exact).abs().max() < 8 * torch.finfo(dtype).eps * exact.abs().max()
+    out.float().sum().backward()
+    assert data["erase"].grad is not None
+    assert data["erase"].grad.dtype == dtype_of_erase
+
+
+@computing
 def test_second_derivatives(backend: str) -> None:
     (q, k, v), data = part(tokens(1), slice(4))
     if backend != "reference":
