@@ -66,6 +66,7 @@ constexpr Argument kArguments[] = {
     {"feature_map", kAll, kAll, 0, &Call::map},
     {"log_decay", kAll, 0, 0, &Call::log_decay, kGates, kAnyStrides, {b1, n, g1}},
     {"write", kAll, 0, 0, &Call::write, kFloating, kAnyStrides, {b1, m, g1}},
+    {"erase", kForward | kStep, 0, 0, &Call::erase, kFloating, kAnyStrides, {b1, m, g1}},
     {"theta", kAll, 0, 0, &Call::theta, kInt64s, kContiguous, {axes, g1, pairs}},
     {"positions", kAll, 0, kStep, &Call::positions, kInt64s, kContiguous, {b1, n1, coordinates}},
     {"key_positions", kAll, 0, 0, &Call::key_positions, kInt64s, kContiguous, {b1, m1, coordinates}},
@@ -74,7 +75,7 @@ constexpr Argument kArguments[] = {
     {"key_mask", kAll, 0, 0, &Call::key_mask, kBools, kAnyStrides, {b, m}},
     {"cu_seqlens", kForward | kBackward, 0, 0, &Call::cu_seqlens, kBounds, kContiguous},
     {"kv", kAll, kStep, kStep, &Call::kv, kFloat32s, kAnyStrides, {rows, g, f, e}},
-    {"z", kAll, kStep, kStep, &Call::z, kFloat64s, kContiguous, {rows, g, f}},
+    {"z", kAll, 0, kStep, &Call::z, kFloat64s, kContiguous, {rows, g, f}},
     {"slots", kForward | kStep, 0, 0, &Call::slots, kInt64s, kContiguous, {sequences}},
     {"layout", kAll, kAll, 0, &Call::layout},
     {"causal", kForward | kBackward, kAll, 0, &Call::causal},
@@ -98,6 +99,7 @@ constexpr int kGOut = index_of("g_out"), kQ = index_of("q"), kK = index_of("k"),
 constexpr int kTheta = index_of("theta"), kAngleSteps = index_of("angle_steps"), kAngle = index_of("angle");
 constexpr int kPositions = index_of("positions"), kKeyPositions = index_of("key_positions");
 constexpr int kCuSeqlens = index_of("cu_seqlens"), kKv = index_of("kv"), kZ = index_of("z"), kSlots = index_of("slots");
+constexpr int kErase = index_of("erase");
 
 // An operator's arguments: the tensors as they came, and the Call that read_call fills. It must outlive the call
 struct Inputs {
@@ -233,7 +235,8 @@ inline void read_packing(Inputs& x) {
              " keys, expected a batch of 1 and as many queries as keys");
     c.sequences = bounds.size(0) - 1;
   }
-  if (x.has(kKv) != x.has(kZ)) refuse("kv, z: got one of them, expected both or none");
+  if (x.has(kErase) && x.has(kZ)) refuse("z: got a tensor with erase, expected none: the delta rule has no normalizer");
+  if (!x.has(kErase) && x.has(kKv) != x.has(kZ)) refuse("kv, z: got one of them, expected both or none");
   if (x.has(kSlots) && !(x.has(kKv) && x.at(kKv).dim() == 4))
     refuse("slots: got a tensor without kv and z, expected a pool's kv and z with it");
   c.rows = x.has(kSlots) ? x.at(kKv).size(0) : c.sequences;
@@ -309,6 +312,8 @@ inline Call& read_call(Inputs& x) {
   Call& c = x.call;
   if (c.map < kIdentity || c.map > kSilu) refuse("feature_map: got ", c.map, ", expected 0 .. ", (int)kSilu);
   if (c.normalize && !(c.eps > 0)) refuse("eps: got ", c.eps, ", expected a positive number");
+  if (x.has(kErase) && c.normalize) refuse("normalize: got true with erase, expected false");
+  if (x.has(kErase) && !c.causal) refuse("erase: got causal=False, expected causal=True");
   read_tokens(x);
   read_packing(x);
   read_rotation(x);

@@ -101,13 +101,14 @@ static std::tuple<Tensor, Tensor, Tensor> forward(Inputs& inputs) {
   const auto table = make_rotation_table(c);
   Tensor out = empty_if(queries, scalar_type(c.type), {c.b, c.n, c.h, c.e});
   Tensor last_kv = empty_if(state, ScalarType::Float, {c.sequences, c.g, c.f, c.e});
-  Tensor last_z = empty_if(state, ScalarType::Double, {c.sequences, c.g, c.f});
+  const bool state_z = state && !c.erase.data;
+  Tensor last_z = empty_if(state_z, ScalarType::Double, {c.sequences, c.g, c.f});
   if (queries) {
     c.out = view(out);
     zero_outside(schedule, out);
   }
   run_forward(schedule, in_place ? StateOut{c.kv.as<float>(), c.z.as<double>()}
-                                 : StateOut{data_if<float>(state, last_kv), data_if<double>(state, last_z)});
+                                 : StateOut{data_if<float>(state, last_kv), data_if<double>(state_z, last_z)});
   if (in_place && c.angle.data && c.angle_steps.data) add_steps(c);
   return {out, last_kv, last_z};
 }

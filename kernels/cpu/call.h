@@ -42,6 +42,7 @@ struct Call {
 
   View q, k, v;
   View log_decay, write, angle_steps;  // per token; without write the factor of each value is 1
+  View erase;                          // the delta rule's factor b per token. With it there is no z
   View theta;                          // 2^-64 turns; contiguous
   View positions, key_positions;       // without a token stride only token 0's is stored, and the others follow
   View angle;
@@ -147,7 +148,7 @@ struct Isa {
   Sweep* backward_keys;     // dk and dv, last token first; Ends: the gradient of the state after and before the span
   Sweep* bidirectional;     // out of the span's queries, from the state of all keys
   Sweep* bidirectional_backward;  // dq of the same; Ends' out receives the gradient of the state
-  // One token of the heads [first, last) of a row, in place; kv and z are that row's.
+  // One token of the heads [first, last) of a row, in place; kv and z are that row's, z null with erase.
   void (*step)(const Call&, int64_t row, int64_t first, int64_t last, float* kv, double* z);
   // The tokens [begin, end) of a batch row; the backward sweeps add to sums: (taps + 1, stride), (2, h, e rounded up).
   void (*convolve)(const Convolution&, int64_t batch, int64_t begin, int64_t end);

@@ -137,6 +137,36 @@ void multiply_chunk(const ChunkProduct& x) {
   for (int e0 = 0; e0 < x.operands.N.size; e0 += NW) multiply_panel<NV>(x, limit, e0);
 }
 
+// The unit lower triangular system (I + L) U = V - A S, with L the scores A B^T below the diagonal; U replaces V. Rows
+// are solved in blocks, and what earlier blocks contribute is a product. A row reads U of earlier rows only, so that
+// no infinity or NaN reaches the rows before it.
+template <int N> void solve_panel(const ChunkProduct& x, float* U, int e0) {
+  constexpr int P = N * W;
+  const RowLayout K = x.operands.K;
+  row_blocks(x.operands.rows, MR, [&]<int M>(int i0) {
+    vf acc[M][N] = {};
+    if (x.S) multiply(acc, K.used, x.A + i0 * K.size, K.size, x.S + e0 * K.size, P);
+    const float* L = x.scores + i0 * kChunk;
+    multiply(acc, i0, L, kChunk, U + e0 * kChunk, P);
+    float* rows = U + e0 * kChunk + i0 * P;
+    for (int r = 0; r < M; r++)
+      for (int v = 0; v < N; v++) acc[r][v] = *(vf*)(rows + r * P + v * W) - acc[r][v];
+    for (int r = 0; r < M; r++) {
+      for (int j = 0; j < r; j++) {
+        const vf l = splat(L[r * kChunk + i0 + j]);
+        for (int v = 0; v < N; v++) acc[r][v] -= l * acc[j][v];
+      }
+      for (int v = 0; v < N; v++) *(vf*)(rows + r * P + v * W) = acc[r][v];
+    }
+  });
+}
+// Uses x's operands but V, A, S and scores. Always float32's products: rounded ones would be multiplied by later rows
+void solve_chunk(const ChunkProduct& x, float* U) {
+  multiply_scores(x, MR);
+  if (x.operands.N.panel < NW) return solve_panel<NV / 2>(x, U, 0);
+  for (int e0 = 0; e0 < x.operands.N.size; e0 += NW) solve_panel<NV>(x, U, e0);
+}
+
 // S = e^D (S + B^T V); `fresh`: S was zero. The chunk is summed alone first: adding key by key to a large S would round
 // it each time, with the same error for similar keys.
 template <int N> void update_panel(const Operands& x, float* S, bool fresh, const DecayFactor& factor, int e0) {

@@ -1,4 +1,6 @@
 // The forward pass, chunk by chunk:  out_i = e^(D_i) (phi^_i S + sum_(j <= i) e^(-D_j) <phi^_i, psi^_j> v_j) / den_i
+// With erase b, the same with u in place of v, which a triangular system determines:
+// u_i = v_i - b_i e^(D_i) (psi^_i S + sum_(j < i) e^(-D_j) <psi^_i, psi^_j> u_j)
 #pragma once
 #include "task.h"
 
@@ -30,6 +32,7 @@ struct Forward : ForwardSweep {
     float *hat_t = features(), *z = features(), *v = values(), *result = values();
     float *scores = score_matrix(), *scale = per_token();
     tiles::Factors* factors = split_factors();
+    float* reader() const { return z; }  // e^D b psi^: with erase there is no z
   };
   const Scratch& w;
   const int query_heads;
@@ -45,6 +48,7 @@ struct Forward : ForwardSweep {
     // Without query heads the sweep runs over keys alone, and c.positions may have fewer entries than there are keys.
     if (!same_angles && query_heads) q_angle.forward(t, rows);
     read_keys(t, rows);
+    if (c.erase.data) solve(t, rows);
     const Operands keys = operands(rows, s.feature_row, s.value_row, w.hat_t, w.v, w.factors);
     const bool finite = query_heads ? all_finite(w.v, rows, s.value_row) : true;
     for (int r = 0; r < query_heads; r++) write_outputs(t, keys, r, finite);
@@ -64,6 +68,15 @@ struct Forward : ForwardSweep {
     }
     zero_to_multiple_of_four(w.hat, rows, F);
     transpose(w.hat, rows, F, w.hat_t);
+  }
+  // Replaces v, which read_keys has read, by u
+  void solve(int64_t t, int rows) {
+    const int F = s.F, half = s.half;
+    for (int i = 0; i < rows; i++)
+      rotate<false>(s, w.x + i * F, k_angle.cos + i * half, k_angle.sin + i * half, erase(t + i) * decay.exp_D[i],
+                    w.reader() + i * F);
+    const Operands keys{rows, s.feature_row, s.value_row, w.hat_t, nullptr, nullptr, false};
+    solve_chunk({.operands = keys, .A = w.reader(), .S = fresh ? nullptr : S, .scores = w.scores}, w.v);
   }
   // Attends with query head r of the key/value head
   void write_outputs(int64_t t, const Operands& keys, int r, bool finite) {

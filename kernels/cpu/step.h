@@ -1,4 +1,6 @@
 // One token: S = e^a S + R psi v^T, out = R phi S / den. The state keeps the caller's layout and is updated in place.
+// With erase b, a first
+// pass reads what the key finds, and v - b e^a S^T R psi takes v's place.
 #pragma once
 #include "task.h"
 
@@ -105,8 +107,47 @@ struct StepScratch : Pieces {
   float *psi = caller_features(), *psi_hat = caller_features(), *phi = caller_features(), *phi_hat = caller_features();
   float *v = values(1), *result = values(1), *k_angles = angle_rows(), *q_angles = angle_rows();
   AngleMemory k_angle{arena, s}, q_angle{arena, s};
+  float* found = values(1);
   float* caller_features() const { return arena.take<float>(s.f + W); }
 };
+
+// N vectors of columns, or PART: the first `count` lanes of one. to = S^T key
+template <int N, bool PART>
+LINROPE_INLINE void read_columns(int f, int stride, const float* kv, const float* key, float* to, int count) {
+  vf acc[2][N] = {};
+  const auto row = [&](int i, vf (&sum)[N]) {
+    for (int v = 0; v < N; v++) sum[v] += load_lanes<PART>(kv + (int64_t)i * stride + v * W, count) * key[i];
+  };
+  int i = 0;
+  for (; i + 1 < f; i += 2) {
+    row(i, acc[0]);
+    row(i + 1, acc[1]);
+  }
+  if (i < f) row(i, acc[0]);
+  for (int v = 0; v < N; v++) store(to + v * W, acc[0][v] + acc[1][v]);
+}
+
+// Makes v what a token that erases writes, v - erase e^a S^T key. S has f x e numbers, or e x f if swapped
+__attribute__((noinline)) void read_before_writing(int f, int e, bool swapped, const float* kv, const float* key,
+                                                   float erase, const DecayFactor& factor, float* found, float* v) {
+  const float decayed = (float)(erase * factor.exact);
+  for (int i = 0; swapped && i < e; i++) {
+    vf acc = {};
+    const float* row = kv + (int64_t)i * f;
+    vectors(f, [&]<bool PART>(int c, int count) {
+      acc += load_lanes<PART>(row + c, count) * load_lanes<PART>(key + c, count);
+    });
+    found[i] = sum(acc);
+  }
+  for (int i = swapped ? e : 0; i < e;) {
+    const int left = e - i;
+    if (left >= 4 * W) read_columns<4, false>(f, e, kv + i, key, found + i, W);
+    else if (left >= W) read_columns<1, false>(f, e, kv + i, key, found + i, W);
+    else read_columns<1, true>(f, e, kv + i, key, found + i, left);
+    i += left >= 4 * W ? 4 * W : W;
+  }
+  for (int i = 0; i < e; i += W) store(v + i, load(v + i) - load(found + i) * decayed);
+}
 
 void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, const Angles& q_angle, float* kv,
                double* z) {
@@ -118,7 +159,9 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, co
   write_features(s, w.internal, w.psi);
   write_features(s, w.rotated, w.psi_hat);
   const DecayFactor factor(Decay(c, task.span).at(0));
-  for (int f = 0; f < s.f; f++) z[f] = z[f] * factor.exact + w.psi[f];
+  for (int f = 0; z && f < s.f; f++) z[f] = z[f] * factor.exact + w.psi[f];
+  if (c.erase.data)
+    read_before_writing(s.f, s.e, c.kv_swapped, kv, w.psi_hat, task.erase(0), factor, w.found, w.v);
   for (int r = 0; r == 0 || r < task.group; r++) {
     double den = 0;
     if (task.group) {
@@ -126,7 +169,7 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, co
       rotate<false>(s, w.internal, q_angle.cos, q_angle.sin, 1, w.rotated);
       write_features(s, w.internal, w.phi);
       write_features(s, w.rotated, w.phi_hat);
-      for (int f = 0; f < s.f; f++) den += z[f] * w.phi[f];
+      for (int f = 0; z && f < s.f; f++) den += z[f] * w.phi[f];
     }
     const double eps = task.eps, divisor = !c.normalize ? 1 : c.add_eps ? den + eps : den < eps ? eps : den;
     const float scale = (float)(1 / divisor);
@@ -164,7 +207,8 @@ void step(const Call& c, int64_t row, int64_t first, int64_t last, float* kv, do
       k_angle.forward(0, 1);
       if (!same_angles) q_angle.forward(0, 1);
     }
-    step_head(task, scratch, k_angle, same_angles ? k_angle : q_angle, kv + head * s.f * s.e, z + head * s.f);
+    step_head(task, scratch, k_angle, same_angles ? k_angle : q_angle, kv + head * s.f * s.e,
+              z ? z + head * s.f : nullptr);
   }
 }
 

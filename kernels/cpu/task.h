@@ -72,13 +72,14 @@ struct Task {
     if (unmasked(token)) values(s, v, token, to, block, write(token));
     else zero_row(to, block, s.E);
   }
-  // The factor of the token's value
-  float write(int64_t token) const {
-    const View& w = c.write;
-    if (!w.data) return 1;
-    const int64_t at = batch * w.batch + token * w.token + span.head * w.head;
-    return (float)read(w.data + at * size_of(w.type), w.type);
+  float read_factor(const View& x, int64_t token) const {
+    const int64_t at = batch * x.batch + token * x.token + span.head * x.head;
+    return (float)read(x.data + at * size_of(x.type), x.type);
   }
+  // The factor of the token's value
+  float write(int64_t token) const { return c.write.data ? read_factor(c.write, token) : 1; }
+  // The factor of what the token's key reads and erases
+  float erase(int64_t token) const { return unmasked(token) ? read_factor(c.erase, token) : 0; }
   // The nearest place for an anchor at or before the token, and the next one after it or the span's end
   int64_t anchor_before(int64_t token) const { return token - (token - span.begin) % kAnchorDistance; }
   int64_t anchor_after(int64_t token) const {

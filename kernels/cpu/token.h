@@ -74,7 +74,7 @@ inline void run_step(const Call& c) {
     for (int64_t i = first; i < last; i++) {
       const int64_t row = i / bundles, head = i % bundles * bundle, at = schedule.row(row * c.g);
       isa().step(c, row, head, head + bundle, c.kv.as<float>() + at * schedule.state_size,
-                 c.z.as<double>() + at * schedule.z_size);
+                 c.z.data ? c.z.as<double>() + at * schedule.z_size : nullptr);
     }
   });
 }

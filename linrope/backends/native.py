@@ -181,6 +181,7 @@ def _token_arguments(call: Call, log_decay: Tensor | None, sums: Sums) -> dict[s
     return {
         "log_decay": log_decay,
         "write": call.write,
+        "erase": call.erase,
         "angle_steps": call.angle_steps,
         "kv": sums.kv,
         "z": sums.z,
@@ -334,6 +335,7 @@ def _tensors(call: Call, sums: Sums | None) -> dict[str, Any]:
         **_positions(call),
         "log_decay": call.log_decay,
         "write": call.write,
+        "erase": None,
         "angle_steps": call.angle_steps,
         "angle": None if sums is None else contiguous(sums.angle),
         "key_mask": contiguous(call.key_mask),

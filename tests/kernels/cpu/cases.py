@@ -18,6 +18,7 @@ class Case:
     feature_map: int = 1
     log_decay: Tensor | None = None
     write: Tensor | None = None
+    erase: Tensor | None = None
     theta: Tensor | None = None
     positions: Tensor | None = None
     key_positions: Tensor | None = None
@@ -38,19 +39,21 @@ class Case:
 
     def forward(self, ops: Any, want_state: bool = True, slots: Tensor | None = None) -> tuple[Tensor, ...]:
         given = self.inputs()
-        return ops.forward(*given[:15], slots, *given[15:], want_state)
+        return ops.forward(*given[:16], slots, *given[16:], want_state)
 
     def step(self, ops: Any, advance: bool = False, slots: Tensor | None = None) -> Tensor:
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         one_token = [x for name, x in named.items() if name not in ("cu_seqlens", "causal")]
-        out: Tensor = ops.step(*one_token[:14], slots, *one_token[14:], advance)
+        out: Tensor = ops.step(*one_token[:15], slots, *one_token[15:], advance)
         return out
 
     def backward(
         self, ops: Any, g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor | None
     ) -> dict[str, Tensor]:
         wants = [x is not None for x in (self.log_decay, self.angle_steps, self.write)]
-        results = ops.backward(g_out, g_kv, g_z, *self.inputs(), *wants)
+        results = ops.backward(
+            g_out, g_kv, g_z, *(getattr(self, x.name) for x in fields(self) if x.name != "erase"), *wants
+        )
         names = ("q", "k", "v", "log_decay", "angle_steps", "write", "kv", "z")
         return {name: x for name, x in zip(names, results, strict=True) if getattr(self, name) is not None}
 

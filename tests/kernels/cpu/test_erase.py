@@ -1,0 +1,300 @@
+"""The delta rule of `step` and `forward`, against a loop over tokens in float64 with its error bound."""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.kernels.cpu.cases import Case, make, with_threads
+
+pytestmark = pytest.mark.usefixtures("isa")
+MAPS = {0: lambda x: x, 2: torch.relu, 5: F.silu}
+
+
+def rotated(case: Case, x: Tensor, positions: Tensor | None, steps: Tensor | None) -> Tensor:
+    """x (n, heads, f) of one sequence in float64, rotated; steps (n, heads or 1, pairs) are summed already."""
+    if not case.layout:
+        return x
+    angle = torch.zeros(())
+    if case.theta is not None:  # of one axis and all heads
+        assert positions is not None
+        turns = case.theta[0].double() * 2.0**-64
+        angle = 2 * torch.pi * (positions.double()[:, None, None] * turns).frac()
+    if steps is not None:
+        angle = angle + steps
+    cos, sin = angle.cos(), angle.sin()
+    pairs = angle.shape[-1]
+    members = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if case.layout == 1 else (
+        slice(0, pairs), slice(pairs, 2 * pairs))  # fmt: skip
+    a, b = (x[..., i] for i in members)
+    y = x.clone()
+    y[..., members[0]], y[..., members[1]] = a * cos - b * sin, a * sin + b * cos
+    return y
+
+
+def loop(
+    case: Case, spans: list[tuple[int, int, int]] | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out and the last kv, and the M of each: a rounding error of u adds up to a small multiple of u M.
+
+    spans: batch row and tokens [begin, end) of each sequence.
+    """
+    assert case.q is not None
+    assert case.erase is not None
+    b, n, h, _ = case.q.shape
+    g, e, f = case.v.shape[2], case.v.shape[3], case.k.shape[3]
+    spans = spans or [(i, 0, n) for i in range(b)]
+    spread = lambda x, heads: x.double().expand(b, n, heads, *x.shape[3:])  # noqa: E731
+    psi, phi = (MAPS[case.feature_map](x.double()) for x in (case.k, case.q))
+    one = torch.ones(1, 1, 1)
+    write, erase = (spread(one if x is None else x, g) for x in (case.write, case.erase))
+    log_decay = spread(torch.zeros(1, 1, 1) if case.log_decay is None else case.log_decay, g)
+    v = case.v.double()
+    if case.key_mask is not None:
+        gone = ~case.key_mask[:, :, None, None]
+        psi, v = psi.masked_fill(gone, 0), v.masked_fill(gone, 0)
+        write, erase = (x.masked_fill(gone[..., 0], 0) for x in (write, erase))
+    heads = max(h, g)
+    out, bound = v.new_zeros(b, n, heads, e), v.new_zeros(b, n, heads, e)
+    kv = v.new_zeros(len(spans), g, f, e) if case.kv is None else case.kv.double().clone()
+    kv_bound = kv.norm(dim=2)
+    for s, (row, begin, end) in enumerate(spans):
+        position = None
+        if case.positions is not None:
+            position = case.positions[row if len(case.positions) > 1 else 0]
+            position = position[begin:end] if position.shape[0] > 1 else position + torch.arange(end - begin)
+        steps = None
+        if case.angle_steps is not None:
+            steps = spread(case.angle_steps, g)[row, begin:end].cumsum(0)
+            if case.angle is not None:
+                steps = steps + 2 * torch.pi * (case.angle[s].double() * 2.0**-64)
+        repeat = lambda x: x.repeat_interleave(g // x.shape[1], 1) if g > x.shape[1] else x  # noqa: E731
+        K = rotated(case, repeat(psi[row, begin:end]), position, steps)
+        q_steps = None if steps is None else steps.repeat_interleave(heads // g, 1)
+        Q = rotated(case, repeat(phi[row, begin:end]), position, q_steps)
+        for t in range(begin, end):
+            k, q, factor, eb = K[t - begin], Q[t - begin], log_decay[row, t].exp(), erase[row, t]
+            P = kv[s] * factor[:, None, None]
+            found = torch.einsum("gfe,gf->ge", P, k)
+            wv, size = write[row, t, :, None] * v[row, t], k.norm(dim=1)[:, None]
+            u = wv - eb[:, None] * found
+            rho = factor * (1 - eb * k.square().sum(1)).abs().clamp(min=1)
+            kv_bound[s] = rho[:, None] * kv_bound[s] + size * (
+                wv.abs() + (eb.abs()[:, None] * size) * P.norm(dim=1)
+            )
+            kv[s] = P + k[:, :, None] * u[:, None]
+            group = heads // g
+            out[row, t] = torch.einsum("hfe,hf->he", kv[s].repeat_interleave(group, 0), q)
+            bound[row, t] = q.norm(dim=1)[:, None] * kv_bound[s].repeat_interleave(group, 0)
+    return out, kv, bound, kv_bound[:, :, None].expand_as(kv)
+
+
+def fits(got: Tensor, expected: Tensor, bound: Tensor, dtype: torch.dtype) -> None:
+    assert bool(got.isfinite().all())
+    u = torch.finfo(dtype).eps / 2
+    most = float(((got.double() - expected).abs() / (bound * u + 1e-30)).max())
+    assert most <= (16 if dtype == torch.float32 else 4), most
+
+
+def delta(
+    *, b: int = 2, n: int = 70, h: int = 2, g: int = 1, alike: float = 0.0, top: float = 1.0, seed: int = 0,
+    shared: bool = False, **more: Any,
+) -> Case:  # fmt: skip
+    """Unit keys that share a part of their direction: 0 none of it, 1 all of it. erase is in (0, top)."""
+    case = make(b, n, h, g, normalize=False, seed=seed, **{"feature_map": 0} | more)
+    generator = torch.Generator().manual_seed(seed + 1)
+    one = F.normalize(torch.randn(case.k.shape[-1], generator=generator), dim=0)
+    k = F.normalize(alike * one + (1 - alike) * F.normalize(case.k.float(), dim=-1), dim=-1)
+    rows = (1, n, 1) if shared else (b, n, g)
+    erase = top * torch.rand(rows, generator=generator)
+    return replace(case, k=k.to(case.k.dtype), z=None, erase=erase)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"layout": 0, "state": False},
+    "rotation, a state": {},
+    "64 features": {"f": 64, "e": 64, "layout": 1, "decay": 0.1},
+    "128 features, 100 values": {"b": 1, "f": 128, "e": 100, "layout": 2, "pairs": 20, "decay": 0.1},
+    "small": {"f": 5, "e": 3, "layout": 1, "pairs": 2},
+    "keys alike": {"alike": 0.99, "f": 40, "e": 36, "n": 200, "layout": 0},
+    "keys alike, erase up to 2": {"alike": 0.9, "top": 2.0, "f": 40, "e": 36, "n": 150, "decay": 0.1},
+    "the same key": {"alike": 1.0, "f": 32, "e": 32, "n": 150, "layout": 0},
+    "strong gates": {"decay": 30.0, "f": 36, "e": 20},
+    "grouped query heads": {"h": 4, "g": 2, "steps": True, "decay": 0.5, "write": True},
+    "mask": {"mask": True, "write": True, "shared": True, "g": 2},
+    "relu": {"feature_map": 2, "decay": 0.2},
+    "many sequences": {"b": 9, "n": 33, "write": True},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_forward_is_the_loop(native, name, dtype):
+    case = delta(**CASES[name], dtype=dtype)
+    expected, kv, bound, kv_bound = loop(case)
+    out, last, z = case.forward(native)
+    assert z.numel() == 0
+    fits(out, expected, bound, dtype)
+    fits(last, kv, kv_bound, torch.float32 if dtype == torch.float32 else dtype)
+    empty, alone, _ = replace(case, q=None).forward(native)
+    assert empty.numel() == 0
+    torch.testing.assert_close(alone, last, rtol=1e-5, atol=1e-5)
+
+
+def token(case: Case, t: int, kv: Tensor) -> Case:
+    """The call of token t alone."""
+    at = {
+        name: None if x is None else x[:, t : t + 1]
+        for name in ("q", "k", "v", "log_decay", "write", "erase", "key_mask")
+        for x in (getattr(case, name),)
+    }
+    position = None if case.positions is None else case.positions + t
+    return replace(case, **at, positions=position, kv=kv)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [x for x in CASES if x not in ("plain", "grouped query heads")])
+def test_steps_are_the_loop(native, name, dtype, swapped):
+    case = delta(**CASES[name], dtype=dtype)
+    assert case.kv is not None
+    expected, last, bound, kv_bound = loop(case)
+    kv = case.kv.mT.contiguous().mT if swapped else case.kv.clone()
+    out = [token(case, t, kv).step(native) for t in range(case.k.shape[1])]
+    fits(torch.cat(out, 1), expected, bound, dtype)
+    fits(kv, last, kv_bound, torch.float32)
+
+
+def test_steps_with_angle_steps_and_grouped_heads(native):
+    case = delta(**CASES["grouped query heads"])
+    assert case.kv is not None
+    assert case.angle is not None
+    assert case.angle_steps is not None
+    expected, last, bound, kv_bound = loop(case)
+    kv, angle = case.kv.clone(), case.angle.clone()
+    out = [
+        replace(token(case, t, kv), angle_steps=case.angle_steps[:, t : t + 1], angle=angle).step(native)
+        for t in range(case.k.shape[1])
+    ]
+    fits(torch.cat(out, 1), expected, bound, torch.float32)
+    fits(kv, last, kv_bound, torch.float32)
+
+
+def test_values_with_more_heads_than_keys(native):
+    case = delta(h=2, g=4, decay=0.2, write=True)
+    case = replace(case, k=case.k[:, :, :2].contiguous())
+    expected, kv, bound, kv_bound = loop(case)
+    out, last, _ = case.forward(native)
+    fits(out, expected, bound, torch.float32)
+    fits(last, kv, kv_bound, torch.float32)
+
+
+def test_packed_sequences(native):
+    bounds = [0, 3, 3, 40, 70]
+    case = delta(b=1, packed=bounds, decay=0.2, layout=0)
+    expected, kv, bound, kv_bound = loop(case, [(0, i, j) for i, j in pairwise(bounds)])
+    out, last, _ = case.forward(native)
+    fits(out, expected, bound, torch.float32)
+    fits(last, kv, kv_bound, torch.float32)
+
+
+def test_rows_of_a_pool(native):
+    case = delta(f=36, e=20, decay=0.1)
+    assert case.kv is not None
+    whole, last, _ = case.forward(native)
+    slots, pool = torch.tensor([4, 1]), torch.full((6, 1, 36, 20), torch.nan)
+    pool[slots] = case.kv
+    out, *_ = replace(case, kv=pool).forward(native, slots=slots)
+    assert torch.equal(out, whole)
+    assert torch.equal(pool[slots], last)
+    kv = case.kv.clone()
+    pool[slots] = case.kv
+    steps = [token(case, 0, x).step(native, slots=i) for x, i in ((kv, None), (pool, slots))]
+    assert torch.equal(*steps)
+    assert torch.equal(pool[slots], kv)
+    assert bool(pool[[0, 2, 3, 5]].isnan().all())
+
+
+@pytest.mark.parametrize(("b", "h", "n"), [(1, 1, 2100), (3, 4, 300)])
+def test_the_bits_do_not_depend_on_threads(native, b, h, n):
+    case = delta(b=b, h=h, g=h, n=n, f=40, e=36, decay=0.02)
+    one, *others = with_threads(lambda: list(case.forward(native)))
+    for other in others:
+        assert all(map(torch.equal, one, other))
+
+
+def test_a_long_sequence_in_pieces(native):
+    case = delta(b=1, n=2500, f=20, e=20, alike=0.9, layout=0)
+    expected, kv, bound, kv_bound = loop(case)
+    out, last, _ = case.forward(native)
+    fits(out, expected, bound, torch.float32)
+    fits(last, kv, kv_bound, torch.float32)
+    names = ("q", "k", "v", "erase")
+    first, second = (
+        {name: getattr(case, name)[:, i] for name in names} for i in (slice(1111), slice(1111, None))
+    )
+    head, state, _ = replace(case, **first).forward(native)
+    tail, state, _ = replace(case, **second, kv=state).forward(native)
+    fits(torch.cat((head, tail), 1), expected, bound, torch.float32)
+    fits(state, kv, kv_bound, torch.float32)
+
+
+def test_erase_of_zero_is_the_call_without_it(native):
+    case = delta(f=40, e=36, decay=0.1, layout=2)
+    zeros = replace(case, erase=torch.zeros(1, 1, 1).expand(1, 70, 1))
+    z = torch.zeros(2, 1, 40, dtype=torch.float64)
+    plain = replace(case, erase=None, z=z)
+    for got, expected in zip(zeros.forward(native)[:2], plain.forward(native)[:2], strict=True):
+        assert torch.equal(got, expected)
+    kv = [case.kv.clone(), case.kv.clone()]
+    out = [token(zeros, 0, kv[0]).step(native), token(plain, 0, kv[1]).step(native)]
+    assert torch.equal(*out)
+    assert torch.equal(*kv)
+
+
+@pytest.mark.parametrize("what", ["v", "k", "erase"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_later_tokens_change_no_bit_of_earlier_results(native, what, number):
+    case = delta(b=1, n=100, h=2, f=40, e=36, decay=0.1)
+    x = getattr(case, what).clone()
+    x[:, 45:] = number
+    out, changed = (y.forward(native)[0][:, :45] for y in (case, replace(case, **{what: x})))
+    assert bool(out.isfinite().all())
+    assert torch.equal(out, changed)
+
+
+def test_masked_tokens_may_hold_anything(native):
+    case = delta(mask=True, decay=0.1)
+    gone = ~case.key_mask[:, :, None]
+    dirty = replace(
+        case, erase=case.erase.masked_fill(gone, torch.nan), k=case.k.masked_fill(gone[..., None], torch.nan),
+        v=case.v.masked_fill(gone[..., None], torch.inf),
+    )  # fmt: skip
+    assert all(map(torch.equal, case.forward(native), dirty.forward(native)))
+
+
+def test_types_and_shared_rows_of_erase(native):
+    case = delta(g=2, shared=True)
+    half = replace(case, erase=case.erase.bfloat16())
+    full = replace(case, erase=half.erase.double().expand(2, -1, 2).contiguous())
+    assert all(map(torch.equal, half.forward(native), full.forward(native)))
+
+
+def test_what_does_not_go_with_erase_is_refused(native):
+    case = delta()
+    for message, change in {
+        "erase: got shape": {"erase": torch.ones(2, 70, 3)},
+        "erase: got dtype|erase: got": {"erase": torch.ones(2, 70, 1, dtype=torch.int64)},
+        "normalize: got true with erase": {"normalize": True},
+        "erase: got causal=False": {"causal": False},
+        "z: got a tensor with erase": {"z": torch.ones(2, 1, 12, dtype=torch.float64)},
+    }.items():
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            replace(case, **change).forward(native)
+    plain = replace(token(case, 0, case.kv), erase=None)
+    with pytest.raises(ValueError, match="kv, z: got one of them"):
+        plain.step(native)
