@@ -16,13 +16,12 @@ namespace tiles {
 
 #if !defined(__AMX_BF16__)
 constexpr bool kAvailable = false;
-struct Factors {};
 struct Configuration {
   explicit Configuration(bool) {}
 };
-inline void split(const Operands&) {}
-inline void multiply_chunk(const ChunkProduct&) {}
-inline void update(const Operands&, float*, bool, const DecayFactor&) {}
+inline void multiply_scores(const Scores&) {}
+inline void multiply(const Product&) {}
+inline void update(const Update&) {}
 #else
 constexpr bool kAvailable = true;
 constexpr int C = kChunk, kTile = 16;  // a tile has 16 rows of 16 float32 numbers or pairs
@@ -33,10 +32,6 @@ static_assert(C == 2 * kTile && NW == 2 * kTile && W == kTile);
 template <int numbers> struct Split {
   alignas(64) uint32_t high[numbers / 2], low[numbers / 2];
   bool exact;  // true if all of low is zero
-};
-struct Factors {
-  Split<C * kMaxRow> B, B_t, V;
-  alignas(64) uint32_t V_third[C * kMaxRow / 2];  // what V's two parts leave, if that is wanted
 };
 
 // Gives the current thread eight tile registers of 16 rows of 64 bytes while the object lives, if they are wanted
@@ -63,67 +58,36 @@ constexpr float kRounding = 1.0026f;
 LINROPE_INLINE vf upper(vf x) { return (vf)((vu)x & kUpper); }
 LINROPE_INLINE vu pairs(vf x, vf y) { return (vu)upper(y) | (vu)x >> 16; }
 
-// Splits the pairs (x, y); returns low. third: where to store what the two parts leave; null: nowhere
-LINROPE_INLINE vu split(vf x, vf y, uint32_t* high, uint32_t* low, uint32_t* third = nullptr) {
+// Splits the pairs (x, y); returns low
+LINROPE_INLINE vu split(vf x, vf y, uint32_t* high, uint32_t* low) {
   const vf high_x = (vf)((vu)x + 0x8000), high_y = (vf)((vu)y + 0x8000);
-  const vf rest_x = x - upper(high_x), rest_y = y - upper(high_y);
-  const vf low_x = rest_x * kRounding, low_y = rest_y * kRounding;
+  const vf low_x = (x - upper(high_x)) * kRounding, low_y = (y - upper(high_y)) * kRounding;
   *(vu*)high = pairs(high_x, high_y);
   *(vu*)low = pairs(low_x, low_y);
-  if (third) *(vu*)third = pairs(rest_x - upper(low_x), rest_y - upper(low_y));
   return pairs(low_x, low_y);
 }
 inline bool all_zero(vu x) { return !_mm512_test_epi32_mask((__m512i)x, (__m512i)x); }
 
-// 32 numbers; those outside `mask` become 0
-LINROPE_INLINE vu split_row(const float* x, uint32_t mask, uint32_t* high, uint32_t* low) {
-  return split((vf)_mm512_maskz_loadu_ps(mask, x), (vf)_mm512_maskz_loadu_ps(mask >> 16, x + W), high, low);
-}
-// Rows of 32 numbers each
+// Rows of 32 numbers each; numbers outside `mask` become 0
 template <int n> void split_rows(const float* x, int rows, uint32_t mask, Split<n>& to) {
   vu any = {};
-  for (int i = 0; i < rows; i++) any |= split_row(x + i * 32, mask, to.high + i * 16, to.low + i * 16);
+  for (int i = 0; i < rows; i++, x += 32)
+    any |= split((vf)_mm512_maskz_loadu_ps(mask, x), (vf)_mm512_maskz_loadu_ps(mask >> 16, x + W), to.high + i * 16,
+                 to.low + i * 16);
   to.exact = all_zero(any);
 }
 
-// A panel (rows, 32), whose rows i and i + 16 of every 32 form pairs, to pair `first` of `to` and on. Rows from
-// `valid` on become 0.
-template <int n>
-void split_panel(const float* x, int rows, int valid, Split<n>& to, int first = 0, uint32_t* third = nullptr) {
+// 32 columns of rows that are `stride` apart. Rows i and i + 16 of every 32 form pairs; rows outside [first, last) are 0
+template <int n> void split_columns(const float* x, int64_t stride, int rows, int first, int last, Split<n>& to) {
   vu any = {};
+  const auto row = [&](int r, int half) { return r >= first && r < last ? load(x + r * stride + half) : vf{}; };
   for (int i = 0; i < rows; i += 32)
     for (int r = i; r < i + 16; r++)
       for (int half = 0; half < 32; half += W) {
-        const int at = first + (i + 2 * (r - i)) * 16 + half;
-        const float* from = x + r * 32 + half;
-        any |= split(r < valid ? load(from) : vf{}, r + 16 < valid ? load(from + 16 * 32) : vf{}, to.high + at,
-                     to.low + at, third ? third + at : nullptr);
+        const int at = (i + 2 * (r - i)) * 16 + half;
+        any |= split(row(r, half), row(r + 16, half), to.high + at, to.low + at);
       }
-  to.exact = all_zero(any) && (first == 0 || to.exact);
-}
-
-// The same for one part of rows that split_rows has split
-inline void pair_rows(const uint32_t* rows, int count, uint32_t* to) {
-  for (int i = 0; i < count; i += 32)
-    for (int r = i; r < i + 16; r++, to += 32) {
-      const vu x = *(const vu*)(rows + r * 16), y = *(const vu*)(rows + (r + 16) * 16);
-      *(vu*)to = y << 16 | (x & 0xffff);
-      *(vu*)(to + 16) = (y & kUpper) | x >> 16;
-    }
-}
-
-// Rows of V from `valid` on become 0.
-void split_values(const Operands& x, int valid) {
-  uint32_t* third = x.precise ? x.factors->V_third : nullptr;
-  for (int e0 = 0; e0 < x.N.size; e0 += NW) split_panel(x.V + e0 * C, C, valid, x.factors->V, e0 * C / 2, third);
-}
-void split(const Operands& x) {
-  auto& [B, B_t, V, _] = *x.factors;
-  split_rows(x.B_t, x.K.size, (2u << (x.rows - 1)) - 1, B_t);
-  pair_rows(B_t.high, x.K.size, B.high);
-  pair_rows(B_t.low, x.K.size, B.low);
-  B.exact = B_t.exact;
-  split_values(x, x.rows);
+  to.exact = all_zero(any);
 }
 
 // Tiles 0 to 3 hold a block of 32 x 32 results, 4 and 5 two tiles of rows, 6 and 7 two tiles of columns.
@@ -153,85 +117,120 @@ LINROPE_INLINE void multiply_tiles() {
   _tile_dpbf16ps(2, 5, 6);
   _tile_dpbf16ps(3, 5, 7);
 }
-// The block += A B, for 32 rows of A from pair a on, `stride` pairs apart, and K rows of a panel from pair b on. Small
-// products come first: a product with its factors exchanged then agrees in all but a few bits.
-template <int m, int n>
-void multiply_block(const Split<m>& A, int a, int64_t stride, const Split<n>& B, int b, int K,
-                    const uint32_t* third = nullptr) {
+LINROPE_INLINE void load_block(const float* from) {
+  _tile_loadd(0, from, 4 * C);
+  _tile_loadd(1, from + kTile, 4 * C);
+  _tile_loadd(2, from + kTile * C, 4 * C);
+  _tile_loadd(3, from + kTile * C + kTile, 4 * C);
+}
+// The block += A B, for 32 rows of A from pair a on, `stride` pairs apart, and K rows of B
+template <int m, int n> void multiply_block(const Split<m>& A, int a, int64_t stride, const Split<n>& B, int K) {
   asm volatile("" ::: "memory");  // the compiler does not know that tiles are loaded from memory
-  for (int k = 0; k < K; k += 32, a += 16, b += 16 * C)
+  for (int k = 0; k < K; k += 32, a += 16)
     for (int part = A.exact; part < 2; part++) {
       load_rows((part ? A.high : A.low) + a, stride);
-      if (part && third) {
-        load_panel(third + b);
-        multiply_tiles();
-      }
       if (!B.exact) {
-        load_panel(B.low + b);
+        load_panel(B.low + k * 16);
         multiply_tiles();
       }
-      load_panel(B.high + b);
+      load_panel(B.high + k * 16);
       multiply_tiles();
     }
 }
 
-// Computes the whole result and writes its rows first .. last - 1.
-void multiply_rows(const ChunkProduct& x, int first, int last) {
-  const auto& [rows, K_row, N_row, B_t, V, factors, precise] = x.operands;
-  const int K = K_row.size, N = N_row.size;
-  Split<C * kMaxRow> A, S;
-  Split<C * C> scores;
+void multiply_scores(const Scores& x) {
+  const int K = x.K.size;
+  Split<C * kMaxRow> A;
+  Split<kMaxRow * C> B;
   alignas(64) float block[C * C];
-  split_rows(x.A, rows * K / 32, ~0u, A);
-  if (B_t) {
-    zero_block();
-    multiply_block(A, 0, K / 2, factors->B, 0, K);
-    store_block(block);
-    move_diagonal(x, block);
-    vu any = {};
-    for (int i = 0; i < rows; i++)  // keys up to the query
-      any |= split_row(block + i * C, (2u << i) - 1, scores.high + i * kTile, scores.low + i * kTile);
-    scores.exact = all_zero(any);
+  split_rows(x.A, x.rows * K / 32, ~0u, A);
+  split_columns(x.B_t, NW, K, 0, K, B);
+  zero_block();
+  multiply_block(A, 0, K / 2, B, K);
+  store_block(block);
+  for (int i = 0; i < x.rows; i++)
+    for (int j = 0; j < C; j += W) {
+      vf y = load(block + i * C + j);
+      if (x.scale) y *= x.scale[i];
+      if (x.L && j <= i) y *= load(x.L + i * C + j);
+      store(x.to + i * C + j, iota() + j <= i ? y : vf{});
+    }
+}
+
+// Rows first .. last - 1 of the result; valid_first .. valid_last - 1: the rows of V that they use
+void multiply_rows(const Product& x, int first, int last, int valid_first, int valid_last) {
+  const int K = x.K.size;
+  Split<C * kMaxRow> A;
+  Split<kMaxRow * C> S;
+  Split<C * C> scores, V;
+  alignas(64) float block[C * C] = {};
+  if (x.S) split_rows(x.A, x.rows * K / 32, ~0u, A);
+  if (x.scores) {
+    for (int i = 0; i < x.rows; i++)
+      for (int j = 0; j < x.rows; j++) block[i * C + j] = x.scores[x.transposed ? j * C + i : i * C + j];
+    for (int i = 0; i < x.rows; i++)  // what lies beyond the triangle was never written
+      for (int j = 0; j < x.rows; j++)
+        if (x.transposed ? j < i : j > i) block[i * C + j] = 0;
+    split_rows(block, x.rows, ~0u, scores);
   }
-  for (int e0 = 0; e0 < N; e0 += NW) {
+  for (int e0 = 0; e0 < x.N.size; e0 += NW) {
     zero_block();
     if (x.S) {
-      split_panel(x.S + e0 * K, K, K, S);
-      multiply_block(A, 0, K / 2, S, 0, K);
+      split_columns(x.S + e0 * K, NW, K, 0, K, S);
+      multiply_block(A, 0, K / 2, S, K);
     }
-    if (B_t) multiply_block(scores, 0, kTile, factors->V, e0 * C / 2, C, precise ? factors->V_third : nullptr);
+    if (x.scale || x.sums) {
+      store_block(block);
+      for (int i = first; i < last; i++) {
+        vf y = x.sums ? load(x.sums + i * W) : vf{};
+        for (int v = 0; v < NW; v += W) {
+          float* to = block + i * C + v;
+          if (x.scale) store(to, load(to) * x.scale[i]);
+          if (x.sums) y += load(to) * load(x.with + i * x.N.size + e0 + v);
+        }
+        if (x.sums) store(x.sums + i * W, y);
+      }
+      asm volatile("" ::: "memory");
+      load_block(block);
+    }
+    if (x.scores) {
+      split_columns(x.V + e0, x.N.size, C, valid_first, valid_last, V);
+      multiply_block(scores, 0, kTile, V, C);
+    }
     store_block(block);
     for (int i = first; i < last; i++)
       for (int v = 0; v < NW; v += W) {
-        float* out = x.out + i * x.stride + e0 + v;
-        const vf y = load(block + i * C + v) * x.scale[i];
-        store(out, x.accumulate ? load(out) + y : y);
+        float* to = x.to + i * x.stride + e0 + v;
+        const vf y = load(block + i * C + v) * (x.last_scale ? x.last_scale[i] : 1);
+        store(to, x.accumulate ? load(to) + y : y);
       }
   }
 }
 
-void multiply_chunk(const ChunkProduct& x) {
-  const int rows = x.operands.rows;
-  if (x.finite || !x.operands.B_t) return multiply_rows(x, 0, rows);
-  for (int i = 0; i < rows; i++) {
-    split_values(x.operands, i + !x.diagonal);
-    multiply_rows(x, i, i + 1);
-  }
+void multiply(const Product& x) {
+  if (x.finite || !x.scores) return multiply_rows(x, 0, x.rows, 0, x.rows);
+  for (int i = 0; i < x.rows; i++) multiply_rows(x, i, i + 1, x.transposed ? i : 0, x.transposed ? x.rows : i + 1);
 }
 
-void update(const Operands& x, float* S, bool fresh, const DecayFactor& factor) {
-  alignas(64) float block[C * C];
-  for (int e0 = 0; e0 < x.N.size; e0 += NW)
+void update(const Update& x) {
+  alignas(64) float B_t[kMaxRow * C], block[C * C];
+  Split<kMaxRow * C> B;
+  Split<C * C> V;
+  transpose(x.B, x.rows, x.K.size, B_t);
+  split_rows(B_t, x.K.size, (2u << (x.rows - 1)) - 1, B);
+  for (int e0 = 0; e0 < x.N.size; e0 += NW) {
+    split_columns(x.V + e0, x.N.size, C, 0, x.rows, V);
     for (int f0 = 0; f0 < x.K.size; f0 += NW) {
       zero_block();
-      multiply_block(x.factors->B_t, f0 * kTile, kTile, x.factors->V, e0 * C / 2, C);
+      multiply_block(B, f0 * kTile, kTile, V, C);
       store_block(block);
-      float* s = S + e0 * x.K.size + f0 * NW;
+      float* s = x.S + e0 * x.K.size + f0 * NW;
       for (int i = 0; i < NW * NW; i += W) {
         const vf added = load(block + i);
-        store(s + i, fresh ? factor(added) : factor(load(s + i), added));
+        store(s + i, x.fresh ? added : x.factor(load(s + i), added));
       }
     }
+  }
 }
 #endif
 

@@ -25,7 +25,7 @@ struct Axis {
 namespace axis {
 constexpr Axis b{"b", &Call::b, &View::batch}, b1{"b or 1", &Call::b, &View::batch, true};
 constexpr Axis rows{"rows", &Call::rows, &View::batch}, sequences{"sequences", &Call::sequences, &View::batch};
-constexpr Axis axes{"axes", &Call::axes, &View::batch};
+constexpr Axis axes{"axes", &Call::axes, &View::batch}, blocks{"blocks", &Call::blocks, &View::batch};
 constexpr Axis n{"n", &Call::n, &View::token}, n1{"n or 1", &Call::n, &View::token, true};
 constexpr Axis m{"m", &Call::m, &View::token}, m1{"m or 1", &Call::m, &View::token, true};
 constexpr Axis h{"h", &Call::h, &View::head}, g{"g", &Call::g, &View::head}, g1{"g or 1", &Call::g, &View::head, true};
@@ -66,7 +66,7 @@ constexpr Argument kArguments[] = {
     {"feature_map", kAll, kAll, 0, &Call::map},
     {"log_decay", kAll, 0, 0, &Call::log_decay, kGates, kAnyStrides, {b1, n, g1}},
     {"write", kAll, 0, 0, &Call::write, kFloating, kAnyStrides, {b1, m, g1}},
-    {"erase", kForward | kStep, 0, 0, &Call::erase, kFloating, kAnyStrides, {b1, m, g1}},
+    {"erase", kAll, 0, 0, &Call::erase, kFloating, kAnyStrides, {b1, m, g1}},
     {"theta", kAll, 0, 0, &Call::theta, kInt64s, kContiguous, {axes, g1, pairs}},
     {"positions", kAll, 0, kStep, &Call::positions, kInt64s, kContiguous, {b1, n1, coordinates}},
     {"key_positions", kAll, 0, 0, &Call::key_positions, kInt64s, kContiguous, {b1, m1, coordinates}},
@@ -82,10 +82,15 @@ constexpr Argument kArguments[] = {
     {"normalize", kAll, kAll, 0, &Call::normalize},
     {"eps", kAll, kAll, 0, &Call::eps},
     {"add_eps", kAll, kAll, 0, &Call::add_eps},
+    {"saved_kv", kBackward, 0, 0, &Call::saved_kv, kFloat32s, kContiguous, {blocks, g, f, e}},
+    {"saved_z", kBackward, 0, 0, &Call::saved_z, kFloat64s, kContiguous, {blocks, g, f}},
+    {"saved_u", kBackward, 0, 0, &Call::saved_u, kFloat32s, kContiguous, {b, m, g, e}},
     {"want_state", kForward, kAll, 0, &Call::want_state},
+    {"save", kForward, kAll, 0, &Call::save},
     {"want_log_decay", kBackward, kAll, 0, &Call::want_log_decay},
     {"want_angle_steps", kBackward, kAll, 0, &Call::want_angle_steps},
     {"want_write", kBackward, kAll, 0, &Call::want_write},
+    {"want_erase", kBackward, kAll, 0, &Call::want_erase},
     {"advance", kStep, 0, 0, &Call::advance},
 };
 constexpr int kCount = std::size(kArguments);
@@ -99,7 +104,7 @@ constexpr int kGOut = index_of("g_out"), kQ = index_of("q"), kK = index_of("k"),
 constexpr int kTheta = index_of("theta"), kAngleSteps = index_of("angle_steps"), kAngle = index_of("angle");
 constexpr int kPositions = index_of("positions"), kKeyPositions = index_of("key_positions");
 constexpr int kCuSeqlens = index_of("cu_seqlens"), kKv = index_of("kv"), kZ = index_of("z"), kSlots = index_of("slots");
-constexpr int kErase = index_of("erase");
+constexpr int kErase = index_of("erase"), kSavedKv = index_of("saved_kv"), kSavedU = index_of("saved_u");
 
 // An operator's arguments: the tensors as they came, and the Call that read_call fills. It must outlive the call
 struct Inputs {
@@ -216,6 +221,7 @@ inline void read_tokens(Inputs& x) {
   if (c.causal && c.n != c.m) refuse("k: got length ", c.m, ", expected q's ", c.n, " with causal=True");
   if (c.f > kMaxDim || c.e > kMaxDim)
     refuse("k, v: got ", c.f, " features and ", c.e, " values, expected 1 to ", kMaxDim);
+  c.blocks = c.m ? c.b * ((c.m - 1) / kBlock) : 0;
   c.value_group = heads ? c.g / heads : 1;
   c.heads_per_gradient = 1;
   c.h = has_q ? c.query_heads * c.value_group : c.g;
@@ -292,6 +298,10 @@ inline void check_together(Inputs& x) {
   for (int64_t i = 0; c.slots.data && i < c.sequences; i++)
     if (const int64_t slot = c.state_row(i); slot < 0 || slot >= c.rows)
       refuse("slots: got ", slot, ", expected 0 .. ", c.rows - 1);
+  if (x.op == kBackward && c.causal && c.blocks && !x.has(kSavedKv))
+    refuse("saved_kv: got None, expected what forward saves with save=True");
+  if (x.op == kBackward && x.has(kErase) && !x.has(kSavedU))
+    refuse("saved_u: got None with erase, expected what forward saves with save=True");
   if (c.log_decay.data && !c.causal)
     refuse("log_decay: got causal=False, expected causal=True: a gate decays earlier keys");
   if (!c.theta.data) {

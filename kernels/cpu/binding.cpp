@@ -93,24 +93,31 @@ static Tensor empty_if(bool wanted, ScalarType type, std::initializer_list<int64
 }
 template <class T> static T* data_if(bool wanted, const Tensor& x) { return wanted ? (T*)x.data_ptr() : nullptr; }
 
-static std::tuple<Tensor, Tensor, Tensor> forward(Inputs& inputs) {
+static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(Inputs& inputs) {
   Call& c = read_call(inputs);
   const bool queries = inputs.has(kQ), in_place = inputs.has(kSlots), state = c.want_state && !in_place;
+  const bool erases = c.erase.data, saves = c.save && c.causal;
   if (in_place) check_angle_heads(c);
   const Schedule schedule(c);
   const auto table = make_rotation_table(c);
   Tensor out = empty_if(queries, scalar_type(c.type), {c.b, c.n, c.h, c.e});
   Tensor last_kv = empty_if(state, ScalarType::Float, {c.sequences, c.g, c.f, c.e});
-  const bool state_z = state && !c.erase.data;
-  Tensor last_z = empty_if(state_z, ScalarType::Double, {c.sequences, c.g, c.f});
+  Tensor last_z = empty_if(state && !erases, ScalarType::Double, {c.sequences, c.g, c.f});
+  Tensor saved_kv = empty_if(saves, ScalarType::Float, {c.blocks, c.g, c.f, c.e});
+  const bool saves_z = saves && !erases && (c.normalize || c.want_state);
+  Tensor saved_z = empty_if(saves_z, ScalarType::Double, {c.blocks, c.g, c.f});
+  Tensor saved_u = empty_if(saves && erases, ScalarType::Float, {c.b, c.m, c.g, c.e});
+  if (saves) c.saved_kv = view(saved_kv);
+  if (saves_z) c.saved_z = view(saved_z);
+  if (saves && erases) c.saved_u = view(saved_u);
   if (queries) {
     c.out = view(out);
     zero_outside(schedule, out);
   }
   run_forward(schedule, in_place ? StateOut{c.kv.as<float>(), c.z.as<double>()}
-                                 : StateOut{data_if<float>(state, last_kv), data_if<double>(state_z, last_z)});
+                                 : StateOut{data_if<float>(state, last_kv), data_if<double>(state && !erases, last_z)});
   if (in_place && c.angle.data && c.angle_steps.data) add_steps(c);
-  return {out, last_kv, last_z};
+  return {out, last_kv, last_z, saved_kv, saved_z, saved_u};
 }
 
 static void check_wanted(const Inputs& inputs) {
@@ -120,9 +127,10 @@ static void check_wanted(const Inputs& inputs) {
     refuse("want_angle_steps: got true without angle_steps, expected false");
   if (c.want_log_decay && !c.log_decay.data) refuse("want_log_decay: got true without log_decay, expected false");
   if (c.want_write && !c.write.data) refuse("want_write: got true without write, expected false");
+  if (c.want_erase && !c.erase.data) refuse("want_erase: got true without erase, expected false");
 }
 
-static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(Inputs& inputs) {
+static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(Inputs& inputs) {
   Call& c = read_call(inputs);
   check_wanted(inputs);
   c.heads_per_gradient = heads_per_gradient(c);
@@ -130,27 +138,26 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
   const auto table = make_rotation_table(c);
   const auto real = ScalarType::Float, type = scalar_type(c.type), shared = c.value_group > 1 ? real : type;
   const int64_t dq_heads = c.h / c.heads_per_gradient, dk_heads = c.g / c.heads_per_gradient;
-  const bool adds = c.heads_per_gradient > 1, queries = inputs.has(kQ), state = inputs.has(kKv);
+  const bool adds = c.heads_per_gradient > 1, queries = inputs.has(kQ), state = inputs.has(kKv), state_z = inputs.has(kZ);
   Tensor dq = empty_if(queries, shared, {c.b, c.n, dq_heads, c.f}, !inputs.has(kGOut) || adds);
   Tensor dk = empty(shared, {c.b, c.m, dk_heads, c.f}, adds), dv = empty(type, {c.b, c.m, c.g, c.e});
   Tensor d_log_decay = empty_if(c.want_log_decay, real, {c.b, c.m, c.g});
   Tensor d_write = empty_if(c.want_write, real, {c.b, c.m, c.g});
+  Tensor d_erase = empty_if(c.want_erase, real, {c.b, c.m, c.g});
   Tensor d_angle_steps = empty_if(c.want_angle_steps, real, {c.b, c.m, c.g, c.pairs});
   Tensor dkv = empty_if(state, real, {c.sequences, c.g, c.f, c.e});
-  Tensor dz = empty_if(state, ScalarType::Double, {c.sequences, c.g, c.f});
+  Tensor dz = empty_if(state_z, ScalarType::Double, {c.sequences, c.g, c.f});
   if (queries) c.dq = view(dq);
   c.dk = view(dk);
   c.dv = view(dv);
   c.d_log_decay = data_if<float>(c.want_log_decay, d_log_decay);
   c.d_write = data_if<float>(c.want_write, d_write);
+  c.d_erase = data_if<float>(c.want_erase, d_erase);
   c.d_angle_steps = data_if<float>(c.want_angle_steps, d_angle_steps);
-  for (const Tensor* x : {&dq, &dk, &dv, &d_log_decay, &d_write, &d_angle_steps})
+  for (const Tensor* x : {&dq, &dk, &dv, &d_log_decay, &d_write, &d_erase, &d_angle_steps})
     if (x->dim() > 1) zero_outside(schedule, *x);
-  std::vector<float> saved(c.dout.data && c.causal ? 2 * c.b * c.n * c.h : 0);
-  c.inverse_den = saved.data();
-  c.dden = saved.data() + saved.size() / 2;
-  run_backward(schedule, {data_if<float>(state, dkv), data_if<double>(state, dz)});
-  return {dq, dk, dv, d_log_decay, d_angle_steps, d_write, dkv, dz};
+  run_backward(schedule, {data_if<float>(state, dkv), data_if<double>(state_z, dz)});
+  return {dq, dk, dv, d_log_decay, d_angle_steps, d_write, d_erase, dkv, dz};
 }
 
 static std::tuple<Tensor> step(Inputs& inputs) {
@@ -183,8 +190,9 @@ template <unsigned op, auto run> static void boxed(StableIValue* stack, uint64_t
 
 STABLE_TORCH_LIBRARY(linrope_native, m) {
   using namespace linrope;
-  m.def(schema("forward", kForward, "(Tensor, Tensor, Tensor)").c_str());
-  m.def(schema("backward", kBackward, "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)").c_str());
+  m.def(schema("forward", kForward, "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)").c_str());
+  m.def(
+      schema("backward", kBackward, "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)").c_str());
   m.def(schema("step", kStep, "Tensor").c_str());
   m.def("convolve(Tensor x, Tensor weight, Tensor? bias, Tensor? before, Tensor? cu_seqlens, bool silu) -> Tensor");
   m.def(

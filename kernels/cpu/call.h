@@ -14,7 +14,7 @@ constexpr int kChunk = 32;  // tokens per chunk: 64 does 20% more arithmetic at 
 constexpr int kMaxDim = 256;
 constexpr int kBundle = 8;  // heads that a thread sweeps together, a chunk each in turn
 constexpr int kMaxTaps = 8;
-constexpr int kAnchorDistance = 128;  // tokens from one anchor to the next (see Ends). Chunks end at anchors
+constexpr int kBlock = 256;  // tokens of a block. The forward pass saves the state before every block of a sequence
 
 enum Type : int { kFloat32, kBFloat16, kFloat16, kFloat64, kInt32, kInt64, kBool };
 enum Map : int { kIdentity, kElu1, kRelu, kRelu2, kExp, kSilu };
@@ -39,6 +39,7 @@ struct Call {
   // value_group > 1, dq and dk are float32. With heads_per_gradient > 1 they are zero before the first sweep
   int64_t heads_per_gradient;
   int64_t f, e, pairs, axes;
+  int64_t blocks;  // whose states are saved, of all batch rows
 
   View q, k, v;
   View log_decay, write, angle_steps;  // per token; without write the factor of each value is 1
@@ -51,19 +52,19 @@ struct Call {
   View kv, z;                          // without them the state is zero
   View slots;                          // each sequence's row in kv, z and angle; none: sequence i has row i
   View dout, g_kv, g_z;                // the gradients of out and of the last state
+  // What the forward pass saves: the states before blocks, and with erase what each token wrote
+  View saved_kv, saved_z, saved_u;
   int64_t map, layout;
-  bool causal, normalize, add_eps, want_state, want_log_decay, want_angle_steps, want_write, advance;
+  bool causal, normalize, add_eps, want_state, save, want_log_decay, want_angle_steps, want_write, want_erase, advance;
   double eps;
 
-  // What the binding adds: the results, and what the sweeps leave to each other
+  // What the binding adds: the results
   View out, dq, dk, dv;
   int type;                     // of q, k, v, out and their gradients, but for dq and dk if value_group > 1
   bool kv_swapped;              // S lies in memory as (rows, g, e, f), which only a step can read
   // (1 or g, kChunk, 2, padded pairs): cos and sin of theta times 0 .. kChunk - 1; or null
   const float* rotation_table;
-  // (b, n, h): 1 / den and the gradient of den, which the sweep for dq leaves to the sweep for dk and dv
-  float *inverse_den, *dden;
-  float *d_log_decay, *d_write;  // (b, m, g) or null
+  float *d_log_decay, *d_write, *d_erase;  // (b, m, g) or null
   float* d_angle_steps;          // (b, m, g, pairs) or null
 
   LINROPE_INLINE int64_t state_row(int64_t sequence) const {
@@ -77,25 +78,25 @@ struct Transition {
   double log_decay;
 };
 
-struct Span {  // the tokens [begin, end) of one sequence and key/value head
-  int64_t sequence, head, begin, end;
+struct Span {  // the tokens [begin, end) of one sequence, which starts at token `start`, and key/value head
+  int64_t sequence, head, begin, end, start;
 };
 
-// The states before and after a span, (f, e) and (f) in the caller's order. A null in is zero, a null out is not
-// wanted, and in may equal out.
+// The states before and after a span, and their gradients, (f, e) and (f) in the caller's order. A null in is zero, a null
+// out is not wanted, and in may equal out. With z null there is none.
 struct Ends {
   const float* kv_in;
   const double* z_in;
   float* kv_out;
   double* z_out;
+  bool save;  // a forward sweep saves what the backward pass requires
   const int64_t* angle_in;  // (pairs): sum of the angle steps before the span; null: zero
-  // (1 + pairs): the gradients of log decay and angle steps, as running sums from the end of the span backwards
-  double* sums;
-  // The states before every kAnchorDistance-th token of the span, anchor_bytes() each; null: not wanted. The sweep
-  // over queries writes these anchors, or the forward sweep if out has no gradient. The sweep over keys restarts its
-  // running sum for log decay at each anchor, from the state there and its gradient: a rounding error then reaches at
-  // most kAnchorDistance tokens.
-  char* anchors;
+  // A backward sweep comes from the end: it gets the gradient of the state after the span, and makes that of the one before
+  const float* dkv_in;
+  const double* dz_in;
+  float* dkv_out;
+  double* dz_out;
+  double* sums;  // (pairs): the gradients of angle steps, as running sums from the end of the span backwards
 };
 
 // Sweeps over `count` spans of the same tokens, of different heads. Without want_output it computes only the states.
@@ -136,17 +137,15 @@ struct Isa {
   const char* name;
   int lanes;  // of a vector
   int (*padded_pairs)(const Call&);
-  size_t (*anchor_bytes)(const Call&);
   void (*fill_rotation_table)(const Call&, float* table);
   // Adds the span's angle steps to angle (pairs).
   void (*sum_steps)(const Call&, const Span&, int64_t* angle);
   Transition (*transition)(const Call&, const Span&);
   // Applies a transition to a state of kv_count and z_count numbers.
   void (*apply)(const Transition&, int64_t kv_count, float* kv, int64_t z_count, double* z);
-  Sweep* forward;           // causal: out. Without want_output: the state, also for bidirectional calls
-  Sweep* backward_queries;  // causal: dq, 1 / den and dden
-  Sweep* backward_keys;     // dk and dv, last token first; Ends: the gradient of the state after and before the span
-  Sweep* bidirectional;     // out of the span's queries, from the state of all keys
+  Sweep* forward;        // causal: out. Without want_output: the state, also for bidirectional calls
+  Sweep* backward;       // causal: all gradients; bidirectional: those of keys and values. Without want_output: the state's
+  Sweep* bidirectional;  // out of the span's queries, from the state of all keys
   Sweep* bidirectional_backward;  // dq of the same; Ends' out receives the gradient of the state
   // One token of the heads [first, last) of a row, in place; kv and z are that row's, z null with erase.
   void (*step)(const Call&, int64_t row, int64_t first, int64_t last, float* kv, double* z);

@@ -18,24 +18,38 @@ inline int size_of(int type) { return type == kFloat64 ? 8 : type == kFloat32 ? 
 
 inline int64_t batch_row(const Call& c, const Span& span) { return c.cu_seqlens.data ? 0 : span.sequence; }
 
-// Decay within a chunk: D_i is log decay summed from the chunk's first token (exclusive) to token i. A chunk
-// ends before the token that would bring D below kMinChunkDecay, so that e^D and e^-D are ordinary numbers. Where it
-// ends depends on no later token.
+// y = e^x for count numbers, a multiple of W. x is float64: differences of large sums would be off in float32
+inline void exponentials(const double* x, float* y, int count) {
+  float r[kChunk], n[kChunk];
+  for (int i = 0; i < count; i++) {
+    const double d = x[i] > -104 ? x[i] : x[i] == x[i] ? -104 : x[i];
+    const double whole = d * 1.4426950408889634 + 6755399441055744.0 - 6755399441055744.0;
+    r[i] = (float)(d - whole * 0.69314718055994531);
+    n[i] = whole == whole ? (float)whole : 0;
+  }
+  for (int i = 0; i < count; i += W) store(y + i, exp_parts(load(r + i), load(n + i)));
+}
+
+struct DecayScratch {
+  float *from_start, *to_end, *of_token;  // (kChunk): e^(D_i), e^(D_C - D_i) with C the chunk's last token, e^(a_i)
+  float* between;                         // (kChunk, kChunk): e^(D_i - D_j) for j <= i
+  explicit DecayScratch(Arena& arena)
+      : from_start(arena.take<float>(kChunk)), to_end(arena.take<float>(kChunk)), of_token(arena.take<float>(kChunk)),
+        between(arena.take<float>(kChunk * kChunk)) {}
+};
+
+// Decay within a chunk: D_i is log decay summed from the chunk's first token to token i, both included. No exponent is
+// positive, so that gates of any strength are exact.
 struct Decay {
-  static constexpr double kMinChunkDecay = -40;
   // A smaller log decay counts as kMinLogDecay: e^-1000 is 0, and larger magnitudes would cancel in sums.
   static constexpr double kMinLogDecay = -1000;
+  const DecayScratch* scratch;  // what plan fills
   const char* base = nullptr;
   int type = 0;
   int64_t stride = 0;
-  double sum = 0;  // D of the chunk's last token
-  float exp_D[kChunk], exp_minus_D[kChunk];
-  int64_t planned = -1;  // first token of the stretch between two anchors whose chunks begin at `chunk_starts`
-  int chunks = 0;
-  uint16_t chunk_starts[kAnchorDistance];
+  DecayFactor factor;  // of the whole chunk
 
-  Decay(const Call& c, const Span& span) {
-    for (int i = 0; i < kChunk; i++) exp_D[i] = exp_minus_D[i] = 1;
+  Decay(const Call& c, const Span& span, const DecayScratch* scratch = nullptr) : scratch(scratch) {
     const View& a = c.log_decay;
     if (!a.data) return;
     type = a.type;
@@ -47,49 +61,47 @@ struct Decay {
     const double a = read(base + token * stride, type);
     return a < kMinLogDecay ? kMinLogDecay : a;
   }
-  // The number of tokens in the chunk that starts at t, of `left` tokens, and the D of each
-  int rows(int64_t t, int64_t left, double* D) const {
-    int count = left < kChunk ? (int)left : kChunk;
-    D[0] = 0;
-    for (int i = 1; base && i < count; i++) {
-      D[i] = D[i - 1] + at(t + i);
-      if (D[i] < kMinChunkDecay) count = i;
-    }
-    return count;
+  // The factors of the chunk of tokens t .. t + rows - 1; `between` if it is wanted
+  void plan(int64_t t, int rows, bool want_between = true) {
+    if (!base) return;
+    double a[kChunk] = {}, D[kChunk], x[kChunk];
+    double sum = 0;
+    for (int i = 0; i < rows; i++) a[i] = at(t + i);
+    for (int i = 0; i < kChunk; i++) D[i] = sum += a[i];
+    factor = DecayFactor(sum);
+    const int count = round_up(rows, W);
+    exponentials(a, scratch->of_token, count);
+    exponentials(D, scratch->from_start, count);
+    for (int i = 0; i < kChunk; i++) x[i] = sum - D[i];
+    exponentials(x, scratch->to_end, count);
+    if (want_between) fill_between(D, rows);
   }
-  // The same, which also fills exp_D, exp_minus_D and sum
-  int plan(int64_t t, int64_t left) {
-    double D[kChunk] = {};
-    const int count = rows(t, left, D);
-    if (!base) return count;
-    sum = D[count - 1];
-    float r[kChunk], n[kChunk];
-    for (int i = 0; i < kChunk; i++) {
-      const double d = D[i] > -80 ? (D[i] < 80 ? D[i] : 80) : D[i] == D[i] ? -80 : D[i];
-      const double whole = d * 1.4426950408889634 + 6755399441055744.0 - 6755399441055744.0;
-      r[i] = (float)(d - whole * 0.69314718055994531);
-      n[i] = whole == whole ? (float)whole : 0;
+  // null if there is no decay
+  const float* from_start() const { return base ? scratch->from_start : nullptr; }
+  const float* to_end() const { return base ? scratch->to_end : nullptr; }
+  const float* of_token() const { return base ? scratch->of_token : nullptr; }
+  const float* between() const { return base ? scratch->between : nullptr; }
+
+ private:
+  // Which way a row takes depends on no later token
+  void fill_between(const double* D, int rows) {
+    constexpr double kMild = 40;  // e^40 and e^-40 are ordinary numbers: the product of two exponentials will do
+    float from_first[kChunk], to_first[kChunk];
+    double x[kChunk];
+    for (int i = 0; i < kChunk; i++) x[i] = D[i] - D[0];
+    exponentials(x, from_first, kChunk);
+    for (int i = 0; i < kChunk; i++) x[i] = x[i] > -kMild ? -x[i] : kMild;
+    exponentials(x, to_first, kChunk);
+    for (int i = 0; i < rows; i++) {
+      float* row = scratch->between + i * kChunk;
+      const int count = round_up(i + 1, W);
+      if (D[i] - D[0] > -kMild) {
+        for (int j = 0; j < count; j += W) store(row + j, load(to_first + j) * from_first[i]);
+      } else {
+        for (int j = 0; j < count; j++) x[j] = j <= i ? D[i] - D[j] : 0;
+        exponentials(x, row, count);
+      }
     }
-    for (int i = 0; i < kChunk; i += W) {
-      const vf x = load(r + i), k = load(n + i);
-      store(exp_D + i, exp_parts(x, k));
-      store(exp_minus_D + i, exp_parts(-x, -k));
-    }
-    return count;
-  }
-  // e^a of the chunk's token i, or 1 for the first one, whose decay is in the state already
-  float between(int i) const { return i ? exp_D[i] * exp_minus_D[i - 1] : 1; }
-  // The first token of the chunk that ends with token `last`, in a forward sweep over tokens first .. last
-  int64_t start(int64_t first, int64_t last) {
-    if (!base) return last - (last - first) % kChunk;
-    if (first != planned) {
-      double D[kChunk];
-      chunks = 0;
-      planned = first;
-      for (int64_t t = first; t <= last; t += rows(t, last - t + 1, D)) chunk_starts[chunks++] = (uint16_t)(t - first);
-    }
-    while (first + chunk_starts[chunks - 1] > last) chunks--;
-    return first + chunk_starts[chunks - 1];
   }
 };
 

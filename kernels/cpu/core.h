@@ -1,23 +1,31 @@
-// The matrix products of all sweeps: out = A S + tril(A B^T) V, then S += B^T V, on a chunk of at most kChunk tokens.
+// The matrix products of all sweeps, on a chunk of at most kChunk tokens:
 //
-// A is row-major, (kChunk, K). The others are stored in panels: B^T (kChunk/NW, K, NW), V (N/P, kChunk, P) and
-// S (N/P, K, P), where P is NW, or NW / 2 if N is no larger than that: otherwise small heads would be
-// padded to NW, and most of the products would be by zeros.
+//   scores     tril(A B^T), or its product with factors
+//   product    A S + scores V, or with the scores transposed
+//   update     S + B^T V
+//   solve      (I + scores below the diagonal) U = V - A S
+//
+// Rows of tokens are row-major, and B^T is stored in panels (kChunk/NW, K, NW). A state S is stored in panels (N/P, K, P),
+// where P is NW, or NW / 2 if N is no larger than that: otherwise small heads would be padded to NW, and most of the
+// products would be by zeros.
 #pragma once
 #include "transition.h"
 
 namespace linrope {
 namespace {
 
-// acc (M, N vectors) += a (M, K; row stride rs) * the first N vectors of a panel (K, columns)
-template <int M, int N>
-LINROPE_INLINE void multiply(vf (&acc)[M][N], int K, const float* a, int64_t rs, const float* panel, int columns) {
+// acc (M, N vectors) += a (M, K) times the first N vectors of the rows of b (K, columns), or -= . Numbers of a are at
+// a[r * stride + k], or if transposed at a[k * stride + r]
+template <bool transposed = false, bool negative = false, int M, int N>
+LINROPE_INLINE void multiply(vf (&acc)[M][N], int K, const float* a, int64_t stride, const float* b, int64_t columns) {
   for (int k = 0; k < K; k++) {
-    vf b[N];
-    for (int v = 0; v < N; v++) b[v] = *(const vf*)(panel + k * columns + v * W);
+    vf y[N];
+    for (int v = 0; v < N; v++) y[v] = load(b + k * columns + v * W);
     for (int r = 0; r < M; r++) {
-      const vf x = splat(a[r * rs + k]);
-      for (int v = 0; v < N; v++) acc[r][v] += x * b[v];
+      const vf x = splat(transposed ? a[k * stride + r] : a[r * stride + k]);
+      for (int v = 0; v < N; v++)
+        if constexpr (negative) acc[r][v] -= x * y[v];
+        else acc[r][v] += x * y[v];
     }
   }
 }
@@ -47,10 +55,6 @@ inline vi iota() {
   return x;
 }
 
-namespace tiles {
-struct Factors;
-}
-
 // A row of features or of values, padded with zeros
 struct RowLayout {
   int size, used;  // with padding, and up to the last number that may differ from 0
@@ -61,132 +65,170 @@ inline RowLayout row_layout(int used) {
   return {round_up(used, panel), used, panel};
 }
 
-struct Operands {
+// Calls f.operator()<N>(e0) for the panels of a row: N vectors from column e0 on
+template <class F> inline void panels(const RowLayout& row, F f) {
+  if (row.panel < NW) return f.template operator()<NV / 2>(0);
+  for (int e0 = 0; e0 < row.size; e0 += NW) f.template operator()<NV>(e0);
+}
+
+// to_ij = scale_i L_ij <A_i, B_j> for j <= i, and 0 for later j
+struct Scores {
+  int rows;
+  RowLayout K;
+  const float *A, *B_t;
+  const float* L = nullptr;      // (kChunk, kChunk); null: 1
+  const float* scale = nullptr;  // null: 1
+  float* to;                     // (kChunk, kChunk)
+};
+
+template <int M, int N> LINROPE_INLINE void multiply_scores(const Scores& x, int i0, int j0) {
+  vf acc[M][N] = {};
+  multiply(acc, x.K.used, x.A + i0 * x.K.size, x.K.size, x.B_t + j0 * x.K.size, NW);
+  for (int r = 0; r < M; r++)
+    for (int v = 0; v < N; v++) {
+      const int at = (i0 + r) * kChunk + j0 + v * W;
+      vf y = acc[r][v];
+      if (x.scale) y *= x.scale[i0 + r];
+      if (x.L) y *= load(x.L + at);
+      store(x.to + at, iota() + (j0 + v * W) <= i0 + r ? y : vf{});
+    }
+}
+void multiply_scores(const Scores& x) {
+  row_blocks(x.rows, MR, [&]<int M>(int i0) {
+    for (int j0 = 0; j0 < i0 + M; j0 += NW) {  // keys up to the block's last query
+      if (i0 + M - j0 > NW / 2) multiply_scores<M, NV>(x, i0, j0);
+      else multiply_scores<M, NV / 2>(x, i0, j0);
+    }
+  });
+}
+
+// to = scale o (A S) + scores V, or scores^T V if transposed; the scores of later tokens are 0
+struct Product {
   int rows;
   RowLayout K, N;
-  const float *B_t, *V;    // null B_t: there are no scores, only A S
-  tiles::Factors* factors;  // B and V as amx.h multiplies them; null: core.h multiplies
-  bool precise;             // true: amx.h multiplies the scores with all 24 bits of V
+  const float *A = nullptr, *S = nullptr;  // null S: the state is zero
+  const float* scale = nullptr;            // of the rows of A S; null: 1
+  const float* scores = nullptr;           // null: there are none
+  bool transposed = false;
+  const float* V = nullptr;                // (rows, N)
+  bool finite = true;                      // true if all of V is finite; else rows go one by one: 0 times infinity is NaN
+  const float* last_scale = nullptr;       // of the rows of the result; null: 1
+  bool accumulate = false;                 // add the result to `to`
+  float* to;
+  int64_t stride;                          // of `to`
+  const float* with = nullptr;             // (rows, N): sums_i (kChunk, W) += lanes of with_i times scale o (A S)
+  float* sums = nullptr;
 };
 
-struct ChunkProduct {
-  Operands operands;
-  const float *A, *S;         // null S: the state is zero
-  const float* scale;         // a factor for each row of the result
-  bool finite = true;         // true if all of V is finite; else rows go one by one: 0 times infinity is NaN
-  bool accumulate = false;    // add the result to out
-  float* scores = nullptr;    // (kChunk, kChunk) scratch, if there are scores
-  float* out;
-  int64_t stride;
-  float* diagonal = nullptr;  // not null: tril's diagonal goes here, and out lacks its products
-};
-
-// Moves the diagonal of the scores to x.diagonal, if it is wanted. Inside the loops that compute the scores, this would
-// make GCC's code run 4% slower, even in calls that do not want the diagonal.
-inline void move_diagonal(const ChunkProduct& x, float* scores) {
-  for (int i = 0; x.diagonal && i < x.operands.rows; i++) {
-    float& score = scores[i * kChunk + i];
-    x.diagonal[i] = score;
-    score = 0;
+// One block of rows and one panel
+template <int M, int N> LINROPE_INLINE void multiply_block(const Product& x, int i0, int e0) {
+  constexpr int P = N * W;
+  vf acc[M][N] = {};
+  if (x.S) multiply(acc, x.K.used, x.A + i0 * x.K.size, x.K.size, x.S + e0 * x.K.size, P);
+  for (int r = 0; x.scale && r < M; r++)
+    for (int v = 0; v < N; v++) acc[r][v] *= x.scale[i0 + r];
+  for (int r = 0; x.sums && r < M; r++) {
+    const float* with = x.with + (i0 + r) * x.N.size + e0;
+    float* sums = x.sums + (i0 + r) * W;
+    vf y = load(sums);
+    for (int v = 0; v < N; v++) y += acc[r][v] * load(with + v * W);
+    store(sums, y);
   }
+  if (x.scores && x.transposed)
+    multiply<true>(acc, x.rows - i0, x.scores + i0 * kChunk + i0, kChunk, x.V + i0 * x.N.size + e0, x.N.size);
+  else if (x.scores) multiply(acc, i0 + M, x.scores + i0 * kChunk, kChunk, x.V + e0, x.N.size);
+  for (int r = 0; r < M; r++)
+    for (int v = 0; v < N; v++) {
+      float* to = x.to + (i0 + r) * x.stride + e0 + v * W;
+      const vf y = x.last_scale ? acc[r][v] * x.last_scale[i0 + r] : acc[r][v];
+      store(to, x.accumulate ? load(to) + y : y);
+    }
+}
+void multiply(const Product& x) {
+  const int limit = x.finite || !x.scores ? MR : 1;
+  panels(x.N, [&]<int N>(int e0) {
+    row_blocks(x.rows, limit, [&]<int M>(int i0) { multiply_block<M, N>(x, i0, e0); });
+  });
 }
 
-void multiply_scores(const ChunkProduct& x, int limit) {
-  const RowLayout K = x.operands.K;
-  row_blocks(x.operands.rows, limit, [&]<int M>(int i0) {
-    const auto tile = [&]<int N>(int j0, vf(&&acc)[M][N]) {
-      multiply(acc, K.used, x.A + i0 * K.size, K.size, x.operands.B_t + j0 * K.size, NW);
+// Rows U of (I + L) U = V - scale o (A S), with L the scores below the diagonal; U replaces V. What earlier rows
+// contribute is subtracted in their order, so that the bits of a row do not depend on how rows are grouped, and no
+// infinity or NaN reaches earlier rows.
+struct System {
+  int rows;
+  RowLayout K, N;
+  const float *A, *S;   // null S: the state is zero
+  const float* scale;   // of the rows of A S
+  const float* scores;  // (kChunk, kChunk)
+  float* U;             // (rows, N)
+};
+
+void solve(const System& x) {
+  panels(x.N, [&]<int N>(int e0) {
+    row_blocks(x.rows, MR, [&]<int M>(int i0) {
+      vf acc[M][N] = {};
+      if (x.S) multiply(acc, x.K.used, x.A + i0 * x.K.size, x.K.size, x.S + e0 * x.K.size, N * W);
+      const float* L = x.scores + i0 * kChunk;
+      float* U = x.U + i0 * x.N.size + e0;
+      for (int r = 0; r < M; r++)
+        for (int v = 0; v < N; v++) acc[r][v] = load(U + r * x.N.size + v * W) - acc[r][v] * x.scale[i0 + r];
+      multiply<false, true>(acc, i0, L, kChunk, x.U + e0, x.N.size);
+      for (int r = 0; r < M; r++) {
+        for (int j = 0; j < r; j++) {
+          const vf l = splat(L[r * kChunk + i0 + j]);
+          for (int v = 0; v < N; v++) acc[r][v] -= l * acc[j][v];
+        }
+        for (int v = 0; v < N; v++) store(U + r * x.N.size + v * W, acc[r][v]);
+      }
+    });
+  });
+}
+
+// Rows X of (I + L)^T X = X, in place: the last row first
+void solve_transposed(int rows, const RowLayout& row, const float* scores, float* X) {
+  panels(row, [&]<int N>(int e0) {
+    row_blocks(rows, MR, [&]<int M>(int first) {
+      const int i0 = rows - first - M;
+      vf acc[M][N];
+      float* to = X + i0 * row.size + e0;
+      for (int r = 0; r < M; r++)
+        for (int v = 0; v < N; v++) acc[r][v] = load(to + r * row.size + v * W);
+      const int after = i0 + M;
+      multiply<true, true>(acc, rows - after, scores + after * kChunk + i0, kChunk, X + after * row.size + e0, row.size);
+      for (int r = M - 1; r >= 0; r--) {
+        for (int i = M - 1; i > r; i--) {
+          const vf l = splat(scores[(i0 + i) * kChunk + i0 + r]);
+          for (int v = 0; v < N; v++) acc[r][v] -= l * acc[i][v];
+        }
+        for (int v = 0; v < N; v++) store(to + r * row.size + v * W, acc[r][v]);
+      }
+    });
+  });
+}
+
+// S = e^D S + B^T V; `fresh`: S was zero. The chunk is summed alone first: adding key by key to a large S would round it
+// each time, with the same error for similar keys.
+struct Update {
+  int rows;
+  RowLayout K, N;
+  const float *B, *V;  // (rows, K), (rows, N)
+  float* S;
+  bool fresh;
+  DecayFactor factor;
+};
+
+void update(const Update& x) {
+  panels(x.N, [&]<int N>(int e0) {
+    row_blocks(x.K.used, MR, [&]<int M>(int f0) {
+      vf acc[M][N] = {};
+      multiply<true>(acc, x.rows, x.B + f0, x.K.size, x.V + e0, x.N.size);
       for (int r = 0; r < M; r++)
         for (int v = 0; v < N; v++) {
-          const vi j = iota() + (j0 + v * W);
-          *(vf*)(x.scores + (i0 + r) * kChunk + j0 + v * W) = j <= i0 + r ? acc[r][v] : vf{};
+          float* s = x.S + e0 * x.K.size + (f0 + r) * N * W + v * W;
+          store(s, x.fresh ? acc[r][v] : x.factor(load(s), acc[r][v]));
         }
-    };
-    for (int j0 = 0; j0 < i0 + M; j0 += NW) {  // keys up to the block's last query
-      if (i0 + M - j0 > NW / 2) tile(j0, (vf[M][NV]){});
-      else tile(j0, (vf[M][NV / 2]){});
-    }
+    });
   });
-}
-
-// The columns of one panel, of N vectors
-template <int N> void multiply_panel(const ChunkProduct& x, int limit, int e0) {
-  constexpr int P = N * W;
-  const RowLayout K = x.operands.K;
-  row_blocks(x.operands.rows, limit, [&]<int M>(int i0) {
-    vf acc[M][N] = {};
-    if (x.S) multiply(acc, K.used, x.A + i0 * K.size, K.size, x.S + e0 * K.size, P);
-    const int keys = x.diagonal && !x.finite ? i0 : i0 + M;
-    if (x.operands.B_t) multiply(acc, keys, x.scores + i0 * kChunk, kChunk, x.operands.V + e0 * kChunk, P);
-    for (int r = 0; r < M; r++)
-      for (int v = 0; v < N; v++) {
-        float* out = x.out + (i0 + r) * x.stride + e0 + v * W;
-        const vf y = acc[r][v] * x.scale[i0 + r];
-        store(out, x.accumulate ? load(out) + y : y);
-      }
-  });
-}
-
-void multiply_chunk(const ChunkProduct& x) {
-  const int limit = x.finite ? MR : 1;
-  if (x.operands.B_t) {
-    multiply_scores(x, limit);
-    move_diagonal(x, x.scores);
-  }
-  if (x.operands.N.panel < NW) return multiply_panel<NV / 2>(x, limit, 0);
-  for (int e0 = 0; e0 < x.operands.N.size; e0 += NW) multiply_panel<NV>(x, limit, e0);
-}
-
-// The unit lower triangular system (I + L) U = V - A S, with L the scores A B^T below the diagonal; U replaces V. Rows
-// are solved in blocks, and what earlier blocks contribute is a product. A row reads U of earlier rows only, so that
-// no infinity or NaN reaches the rows before it.
-template <int N> void solve_panel(const ChunkProduct& x, float* U, int e0) {
-  constexpr int P = N * W;
-  const RowLayout K = x.operands.K;
-  row_blocks(x.operands.rows, MR, [&]<int M>(int i0) {
-    vf acc[M][N] = {};
-    if (x.S) multiply(acc, K.used, x.A + i0 * K.size, K.size, x.S + e0 * K.size, P);
-    const float* L = x.scores + i0 * kChunk;
-    multiply(acc, i0, L, kChunk, U + e0 * kChunk, P);
-    float* rows = U + e0 * kChunk + i0 * P;
-    for (int r = 0; r < M; r++)
-      for (int v = 0; v < N; v++) acc[r][v] = *(vf*)(rows + r * P + v * W) - acc[r][v];
-    for (int r = 0; r < M; r++) {
-      for (int j = 0; j < r; j++) {
-        const vf l = splat(L[r * kChunk + i0 + j]);
-        for (int v = 0; v < N; v++) acc[r][v] -= l * acc[j][v];
-      }
-      for (int v = 0; v < N; v++) *(vf*)(rows + r * P + v * W) = acc[r][v];
-    }
-  });
-}
-// Uses x's operands but V, A, S and scores. Always float32's products: rounded ones would be multiplied by later rows
-void solve_chunk(const ChunkProduct& x, float* U) {
-  multiply_scores(x, MR);
-  if (x.operands.N.panel < NW) return solve_panel<NV / 2>(x, U, 0);
-  for (int e0 = 0; e0 < x.operands.N.size; e0 += NW) solve_panel<NV>(x, U, e0);
-}
-
-// S = e^D (S + B^T V); `fresh`: S was zero. The chunk is summed alone first: adding key by key to a large S would round
-// it each time, with the same error for similar keys.
-template <int N> void update_panel(const Operands& x, float* S, bool fresh, const DecayFactor& factor, int e0) {
-  constexpr int P = N * W;
-  const int K = x.K.size;
-  row_blocks(x.K.used, MR, [&]<int M>(int f0) {
-    vf acc[M][N] = {};
-    float* s = S + e0 * K + f0 * P;
-    for (int j0 = 0; j0 < x.rows; j0 += NW)
-      multiply(acc, x.rows - j0 < NW ? x.rows - j0 : NW, x.B_t + j0 * K + f0 * NW, NW, x.V + e0 * kChunk + j0 * P, P);
-    for (int r = 0; r < M; r++)
-      for (int v = 0; v < N; v++) {
-        vf* old = (vf*)(s + r * P + v * W);
-        *old = fresh ? factor(acc[r][v]) : factor(*old, acc[r][v]);
-      }
-  });
-}
-void update(const Operands& x, float* S, bool fresh, const DecayFactor& factor) {
-  if (x.N.panel < NW) return update_panel<NV / 2>(x, S, fresh, factor, 0);
-  for (int e0 = 0; e0 < x.N.size; e0 += NW) update_panel<NV>(x, S, fresh, factor, e0);
 }
 
 // Transposes the 4 x 4 blocks, of 128 bits per row, in four rows: y[i] gets column i of each block

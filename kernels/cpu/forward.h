@@ -1,6 +1,8 @@
-// The forward pass, chunk by chunk:  out_i = e^(D_i) (phi^_i S + sum_(j <= i) e^(-D_j) <phi^_i, psi^_j> v_j) / den_i
-// With erase b, the same with u in place of v, which a triangular system determines:
-// u_i = v_i - b_i e^(D_i) (psi^_i S + sum_(j < i) e^(-D_j) <psi^_i, psi^_j> u_j)
+// The forward pass, chunk by chunk. With S the state before the chunk, and D_i the log decay from the chunk's start on:
+//   num_i = e^(D_i) S^T phi^_i + sum_(j <= i) e^(D_i - D_j) <phi^_i, psi^_j> u_j        out_i = num_i / den_i
+//   S <- e^(D_C) S + sum_j psi^_j e^(D_C - D_j) u_j^T
+// u is what the tokens write: w v or, with erase b, what a triangular system determines:
+//   u_i = w_i v_i - b_i (e^(D_i) S^T psi^_i + sum_(j < i) e^(D_i - D_j) <psi^_i, psi^_j> u_j)
 #pragma once
 #include "task.h"
 
@@ -24,75 +26,111 @@ struct Output {
   }
 };
 
-struct Forward : ForwardSweep {
+struct Forward : Task {
   static constexpr int C = kChunk;
-  struct Scratch : ForwardSweep::Scratch {
-    using ForwardSweep::Scratch::Scratch;
+  struct Scratch : Pieces {
+    using Pieces::Pieces;
     float *x = features(), *hat = features();  // of keys, then of queries
-    float *hat_t = features(), *z = features(), *v = values(), *result = values();
-    float *scores = score_matrix(), *scale = per_token();
-    tiles::Factors* factors = split_factors();
-    float* reader() const { return z; }  // e^D b psi^: with erase there is no z
+    float *keys = features(), *keys_t = features(), *z = features(), *u = values(), *result = values();
+    float *scores = score_matrix(), *scale = per_token(), *erased = per_token(), *within = features(1);
+    float *k_angles = angle_rows(), *q_angles = angle_rows();
+    DecayScratch decay = decay_factors();
+  };
+  struct Kept : Pieces {
+    using Pieces::Pieces;
+    float* S = state();
+    double* z = feature_sums();
+    AngleMemory k_angle{arena, s}, q_angle{arena, s};
   };
   const Scratch& w;
   const int query_heads;
+  const bool same_angles, want_z;  // same_angles: queries and keys have the same angles
+  int64_t done = 0;
+  float* S;    // the state before the current chunk
+  bool fresh;  // it is zero
+  RunningSum z_sum;
+  Decay decay;
+  Angles k_angle, q_angle;
 
   Forward(const Call& c, const Span& span, const Ends& ends, bool want_output, const Scratch& w, const Kept& kept)
-      : ForwardSweep(c, span, ends, false, c.normalize || ends.z_out || ends.anchors, w, kept), w(w),
-        query_heads(want_output ? group : 0) {}
+      : Task(c, span, ends), w(w), query_heads(want_output ? group : 0), same_angles(same_positions(c)),
+        want_z(c.normalize || ends.z_out || c.saved_z.data), S(kept.S), fresh(!ends.kv_in), z_sum{s.F, kept.z, w.within},
+        decay(c, span, &w.decay), k_angle(c, s, span, c.key_positions, ends.angle_in, w.k_angles, kept.k_angle),
+        q_angle(c, s, span, c.positions, ends.angle_in, w.q_angles, kept.q_angle) {
+    state_in(s, ends.kv_in, S, false);
+    z_in(s, ends.z_in, z_sum.total);
+  }
 
   void advance() {
     const int64_t t = span.begin + done;
-    const int rows = decay.plan(t, anchor_after(t) - t);
+    const int rows = span.end - t < C ? (int)(span.end - t) : C;
+    if (ends.save && t > span.start && t == block_begin(t)) save_state(t);
+    decay.plan(t, rows, query_heads || c.erase.data);
     k_angle.forward(t, rows);
     // Without query heads the sweep runs over keys alone, and c.positions may have fewer entries than there are keys.
     if (!same_angles && query_heads) q_angle.forward(t, rows);
     read_keys(t, rows);
-    if (c.erase.data) solve(t, rows);
-    const Operands keys = operands(rows, s.feature_row, s.value_row, w.hat_t, w.v, w.factors);
-    const bool finite = query_heads ? all_finite(w.v, rows, s.value_row) : true;
-    for (int r = 0; r < query_heads; r++) write_outputs(t, keys, r, finite);
+    if (c.erase.data) erase_keys(t, rows);
+    const bool finite = query_heads ? all_finite(w.u, rows * s.E) : true;
+    for (int r = 0; r < query_heads; r++) write_outputs(t, rows, r, finite);
     done += rows;
-    end_chunk(keys, t + rows);
+    if (t + rows < span.end || ends.kv_out || ends.z_out) end_chunk(rows);
   }
-  // Reads a chunk: psi^ e^-D transposed, z of each token, and v in panels
+  void save_state(int64_t t) const {
+    state_out(s, S, saved_kv(t));
+    if (c.saved_z.data) z_out(s, z_sum.total, saved_z(t));
+  }
+  // Reads a chunk: psi^, its transpose if scores are wanted, z of each token, and the values
   void read_keys(int64_t t, int rows) {
     const int F = s.F, half = s.half;
     key_features(t, 1, rows, w.x);
-    if (want_z) z_sum.rows(w.x, rows, decay.exp_minus_D, decay.exp_D, w.z);
+    if (want_z) z_sum.rows(w.x, rows, decay.from_start(), decay.of_token(), w.z, nullptr);
     for (int i = 0; i < rows; i++) {
       prefetch(v, t + i, C, s.e);
-      rotate<false>(s, w.x + i * F, k_angle.cos + i * half, k_angle.sin + i * half, decay.exp_minus_D[i],
-                    w.hat + i * F);
-      key_values(t + i, w.v + i * s.value_row.panel, NW * C);
+      rotate<false>(s, w.x + i * F, k_angle.cos + i * half, k_angle.sin + i * half, w.keys + i * F);
+      key_values(t + i, w.u + i * s.E);
     }
-    zero_to_multiple_of_four(w.hat, rows, F);
-    transpose(w.hat, rows, F, w.hat_t);
+    if (!query_heads && !c.erase.data) return;
+    zero_to_multiple_of_four(w.keys, rows, F);
+    transpose(w.keys, rows, F, w.keys_t);
   }
-  // Replaces v, which read_keys has read, by u
-  void solve(int64_t t, int rows) {
-    const int F = s.F, half = s.half;
-    for (int i = 0; i < rows; i++)
-      rotate<false>(s, w.x + i * F, k_angle.cos + i * half, k_angle.sin + i * half, erase(t + i) * decay.exp_D[i],
-                    w.reader() + i * F);
-    const Operands keys{rows, s.feature_row, s.value_row, w.hat_t, nullptr, nullptr, false};
-    solve_chunk({.operands = keys, .A = w.reader(), .S = fresh ? nullptr : S, .scores = w.scores}, w.v);
+  // Replaces the values by what the tokens write
+  void erase_keys(int64_t t, int rows) {
+    for (int i = 0; i < rows; i++) w.erased[i] = erase(t + i);
+    multiply_scores({rows, s.feature_row, w.keys, w.keys_t, decay.between(), w.erased, w.scores});
+    const float* from_start = decay.from_start();
+    for (int i = 0; i < rows; i++) w.scale[i] = from_start ? w.erased[i] * from_start[i] : w.erased[i];
+    solve({rows, s.feature_row, s.value_row, w.keys, fresh ? nullptr : S, w.scale, w.scores, w.u});
+    for (int i = 0; ends.save && i < rows; i++) copy_out(w.u + i * s.E, saved_u(t + i), s.e);
   }
   // Attends with query head r of the key/value head
-  void write_outputs(int64_t t, const Operands& keys, int r, bool finite) {
-    const int rows = keys.rows, F = s.F, half = s.half;
+  void write_outputs(int64_t t, int rows, int r, bool finite) {
+    const int F = s.F, half = s.half;
     const Angles& query_angles = same_angles ? k_angle : q_angle;
     const Rows q = queries(r), out = query_rows(c.out, r);
     const Output to(s, out, t, w.result);
     features(s, q, t, 1, rows, w.x);
     for (int i = 0; i < rows; i++) {
       prefetch(out, t + i, 0, s.e);
-      w.scale[i] = decay.exp_D[i] * inverse_den(c.normalize ? dot(w.x + i * F, w.z + i * F, F) : 1);
-      rotate<false>(s, w.x + i * F, query_angles.cos + i * half, query_angles.sin + i * half, 1, w.hat + i * F);
+      if (c.normalize) w.scale[i] = inverse_den(dot(w.x + i * F, w.z + i * F, F));
+      rotate<false>(s, w.x + i * F, query_angles.cos + i * half, query_angles.sin + i * half, w.hat + i * F);
     }
-    multiply_chunk({.operands = keys, .A = w.hat, .S = fresh ? nullptr : S, .scale = w.scale, .finite = finite,
-                    .scores = w.scores, .out = to.rows, .stride = to.stride});
+    multiply_scores({.rows = rows, .K = s.feature_row, .A = w.hat, .B_t = w.keys_t, .L = decay.between(), .to = w.scores});
+    multiply({.rows = rows, .K = s.feature_row, .N = s.value_row, .A = w.hat, .S = fresh ? nullptr : S,
+              .scale = decay.from_start(), .scores = w.scores, .V = w.u, .finite = finite,
+              .last_scale = c.normalize ? w.scale : nullptr, .to = to.rows, .stride = to.stride});
     to.write(s, out, t, rows);
+  }
+  // Makes S and z those before the next chunk
+  void end_chunk(int rows) {
+    scale_rows(w.u, rows, s.E, decay.to_end());
+    update({rows, s.feature_row, s.value_row, w.keys, w.u, S, fresh, decay.factor});
+    if (want_z) z_sum.end_chunk(decay.factor);
+    fresh = false;
+  }
+  void finish() {
+    if (ends.kv_out) state_out(s, S, ends.kv_out);
+    if (ends.z_out) z_out(s, z_sum.total, ends.z_out);
   }
 };
 
@@ -102,7 +140,6 @@ struct Bidirectional : Task {
   struct Scratch : Pieces {
     using Pieces::Pieces;
     float *x = features(), *hat = features(), *result = values(), *scale = per_token(), *angles = angle_rows();
-    tiles::Factors* factors = split_factors();
   };
   struct Kept : Pieces {
     using Pieces::Pieces;
@@ -118,25 +155,25 @@ struct Bidirectional : Task {
   Bidirectional(const Call& c, const Span& span, const Ends& ends, bool, const Scratch& w, const Kept& kept)
       : Task(c, span, ends), w(w), S(kept.S), z(kept.z),
         query_angles(c, s, span, c.positions, ends.angle_in, w.angles, kept.angle) {
-    state_in(s, ends.kv_in, S, false, DecayFactor());
-    z_in(s, ends.z_in, kept.z_in, 1);
+    state_in(s, ends.kv_in, S, false);
+    z_in(s, ends.z_in, kept.z_in);
     for (int i = 0; i < s.F; i++) z[i] = (float)kept.z_in[i];
   }
   void advance() {
     const int64_t t = span.begin + done;
     const int rows = span.end - t < C ? (int)(span.end - t) : C, F = s.F, half = s.half;
     query_angles.forward(t, rows);
-    const Operands no_keys = operands(rows, s.feature_row, s.value_row, nullptr, nullptr, w.factors);
     for (int r = 0; r < group; r++) {
       const Rows q = queries(r), out = query_rows(c.out, r);
       const Output to(s, out, t, w.result);
       features(s, q, t, 1, rows, w.x);
       for (int i = 0; i < rows; i++) {
         prefetch(out, t + i, 0, s.e);
-        w.scale[i] = inverse_den(c.normalize ? dot(w.x + i * F, z, F) : 1);
-        rotate<false>(s, w.x + i * F, query_angles.cos + i * half, query_angles.sin + i * half, 1, w.hat + i * F);
+        if (c.normalize) w.scale[i] = inverse_den(dot(w.x + i * F, z, F));
+        rotate<false>(s, w.x + i * F, query_angles.cos + i * half, query_angles.sin + i * half, w.hat + i * F);
       }
-      multiply_chunk({.operands = no_keys, .A = w.hat, .S = S, .scale = w.scale, .out = to.rows, .stride = to.stride});
+      multiply({.rows = rows, .K = s.feature_row, .N = s.value_row, .A = w.hat, .S = S,
+                .last_scale = c.normalize ? w.scale : nullptr, .to = to.rows, .stride = to.stride});
       to.write(s, out, t, rows);
     }
     done += rows;

@@ -1,18 +1,14 @@
 // The kernels of one instruction set, compiled with -DISA=name. Only their table is exported.
+#include "backward.h"
 #include "convolution.h"
-#include "forward.h"
-#include "keys.h"
 #include "linear.h"
 #include "norm.h"
-#include "queries.h"
 #include "step.h"
 
 namespace linrope {
 namespace {
 
 int padded_pairs(const Call& c) { return Shape(c).half; }
-
-size_t anchor_bytes(const Call& c) { return Task::anchor_bytes(Shape(c)); }
 
 }  // namespace
 
@@ -24,14 +20,12 @@ extern const Isa LINROPE_JOIN(isa_, ISA) = {
     .name = LINROPE_TEXT(ISA),
     .lanes = W,
     .padded_pairs = padded_pairs,
-    .anchor_bytes = anchor_bytes,
     .fill_rotation_table = fill_rotation_table,
     .sum_steps = sum_steps,
     .transition = transition,
     .apply = apply,
     .forward = run_bundle<Forward>,
-    .backward_queries = run_bundle<BackwardQueries>,
-    .backward_keys = run_bundle<BackwardKeys>,
+    .backward = run_bundle<Backward>,
     .bidirectional = run_bundle<Bidirectional>,
     .bidirectional_backward = run_bundle<BidirectionalBackward>,
     .step = step,

@@ -169,11 +169,12 @@ void features(const Shape& s, const Rows& rows, int64_t token, int map, float* y
   }
 }
 
-// The same for `count` rows that are one vector or plain; each row is prefetched kChunk rows ahead
+// The same for `count` rows that are one vector or plain. The rows of the next chunk are prefetched: direction 1 for a
+// sweep from the first token on, -1 from the last
 template <class T, int M>
 void read_rows(const Shape& s, const Rows& rows, int64_t token, int direction, int count, float* y) {
   const int paired = s.layout == kInterleaved ? s.half : 0;
-  const int64_t step = rows.stride * direction, ahead = step * kChunk;
+  const int64_t step = rows.stride, ahead = step * kChunk * direction;
   const char* x = rows.at(token);
   for (int i = 0; i < count; i++, x += step, y += s.F) {
     for (int64_t c = 0; c < s.f * (int)sizeof(T); c += 64) __builtin_prefetch(x + ahead + c, 0, 2);
@@ -202,10 +203,10 @@ void read_mapped(const Shape& s, const Rows& rows, int64_t token, int direction,
     default: return read_rows<T, kIdentity>(s, rows, token, direction, count, y);
   }
 }
-// y (count, F) = map(features) of the rows token, token + direction, ..
+// y (count, F) = map(features) of the rows from `token` on; direction: of the sweep
 void features(const Shape& s, const Rows& rows, int64_t token, int direction, int count, float* y) {
   if (!s.plain() && !s.compact)
-    for (int i = 0; i < count; i++) features(s, rows, token + direction * i, s.map, y + i * s.F);
+    for (int i = 0; i < count; i++) features(s, rows, token + i, s.map, y + i * s.F);
   else
     with_type(rows.type, [&]<class T>() { read_mapped<T>(s, rows, token, direction, count, y); });
 }
@@ -221,64 +222,44 @@ void add_features(const Shape& s, const float* y, const Rows& rows, int64_t toke
   for (int i = 0; i < s.f; i++) to[i] += row[i];
 }
 
-// The address of element i of a row that is stored in blocks of NW numbers, at y, y + block, ..: block is NW
-// for a contiguous row, NW * kChunk for a row of panels
-template <class T> LINROPE_INLINE T* at(T* y, int block, int i) { return y + i / NW * block + i % NW; }
-
-template <class T> inline void read_values(const Shape& s, const T* x, float* y, int block, float scale) {
-  int e = 0;
-  for (; e + NW <= s.e; e += NW, y += block)
-    for (int i = 0; i < NW; i += W) store(y + i, load(x + e + i) * scale);
-  for (; e < s.E; e += W, y += W) {  // the last panel
+template <class T> inline void read_values(const Shape& s, const T* x, float* y, float scale) {
+  for (int e = 0; e < s.E; e += W) {
     const int count = s.e - e;
-    if (count >= W) store(y, load(x + e) * scale);
-    else store(y, count > 0 ? (iota() < count ? load_lanes<true>(x + e, count) * scale : vf{}) : vf{});
+    if (count >= W) store(y + e, load(x + e) * scale);
+    else store(y + e, count > 0 ? (iota() < count ? load_lanes<true>(x + e, count) * scale : vf{}) : vf{});
   }
 }
-void values(const Shape& s, const Rows& rows, int64_t token, float* y, int block, float scale = 1) {
-  with_type(rows.type, [&]<class T>() { read_values(s, (const T*)rows.at(token), y, block, scale); });
-}
-void zero_row(float* y, int block, int n) {
-  for (int i = 0; i < n; i += W) store(at(y, block, i), vf{});
+void values(const Shape& s, const Rows& rows, int64_t token, float* y, float scale = 1) {
+  with_type(rows.type, [&]<class T>() { read_values(s, (const T*)rows.at(token), y, scale); });
 }
 void write_values(const Shape& s, const float* y, const Rows& rows, int64_t token) {
   with_type(rows.type, [&]<class T>() { copy_out(y, (T*)rows.at(token), s.e); });
 }
 
-// Copies a row of n numbers into blocks
-inline void copy_to_panels(const float* row, int n, float* y, int block) {
-  for (int i = 0; i < n; i += W) store(at(y, block, i), load(row + i));
-}
-
-// True if the first `rows` rows of the panels are finite
-bool all_finite(const float* panels, int rows, const RowLayout& N) {
+// True if all n numbers, a multiple of W, are finite
+bool all_finite(const float* x, int n) {
   vf bad = {};
-  for (int e0 = 0; e0 < N.size; e0 += N.panel)
-    for (int i = 0; i < rows * N.panel; i += W) {
-      const vf x = load(panels + e0 * kChunk + i);
-      bad += x - x;
-    }
+  for (int i = 0; i < n; i += W) bad += load(x + i) - load(x + i);
   const float s = sum(bad);
   return s == s;
 }
 
-// y = scale * R x; `transposed`: scale * R^T x
-template <bool transposed, int block = NW>
-LINROPE_INLINE void rotate(const Shape& s, const float* x, const float* cos, const float* sin, float scale, float* y) {
+// y = R x, or R^T x if transposed
+template <bool transposed>
+LINROPE_INLINE void rotate(const Shape& s, const float* x, const float* cos, const float* sin, float* y) {
   int done = 0;
   if (s.compact && s.pairs) {
-    store(y, s.rotation(load(x), cos, sin, transposed) * scale);
+    store(y, s.rotation(load(x), cos, sin, transposed));
     done = W;
   } else {
     for (int p = 0; p < s.half; p += W) {
-      const vf a = load(x + p), b = load(x + s.half + p);
-      const vf c = load(cos + p) * scale, n = load(sin + p) * (transposed ? -scale : scale);
-      store(at(y, block, p), a * c - b * n);
-      store(at(y, block, s.half + p), a * n + b * c);
+      const vf a = load(x + p), b = load(x + s.half + p), c = load(cos + p), n = transposed ? -load(sin + p) : load(sin + p);
+      store(y + p, a * c - b * n);
+      store(y + s.half + p, a * n + b * c);
     }
     done = 2 * s.half;
   }
-  for (int i = done; i < s.F; i += W) store(at(y, block, i), load(x + i) * scale);
+  for (int i = done; y != x && i < s.F; i += W) store(y + i, load(x + i));
 }
 
 inline float dot(const float* x, const float* y, int n) {
@@ -297,37 +278,32 @@ inline double product(const float* x, const float* y, int n) {
   return sum(low + high);
 }
 
-// Copies the caller's (f, e) into panels of S (F rows) or of its transpose (E rows), times e^D; null: zero
-void state_in(const Shape& s, const float* kv, float* S, bool transposed, const DecayFactor& factor) {
+// Copies the caller's (f, e) into panels of S (F rows) or of its transpose (E rows); null: zero
+void state_in(const Shape& s, const float* kv, float* S, bool transposed) {
   zero(S, s.F * s.E);
   const int P = (transposed ? s.feature_row : s.value_row).panel;
   for (int i = 0; kv && i < s.F; i++) {
     const int f = s.caller_index(i);
     if (f < 0) continue;
-    float* to = transposed ? at(S, NW * s.E, i) : S + i * P;
+    float* to = transposed ? S + i / NW * NW * s.E + i % NW : S + i * P;
     if (transposed)
       for (int x = 0; x < s.e; x++) to[x * P] = kv[f * s.e + x];
     else
       for (int x = 0; x < s.e; x += P) memcpy(to + x * s.F, kv + f * s.e + x, 4 * (s.e - x < P ? s.e - x : P));
   }
-  if (kv) decay_state(S, s.F * s.E, factor);
 }
-void state_out(const Shape& s, const float* S, bool transposed, float* kv) {
-  const int P = (transposed ? s.feature_row : s.value_row).panel;
+void state_out(const Shape& s, const float* S, float* kv) {
+  const int P = s.value_row.panel;
   for (int i = 0; i < s.F; i++) {
     const int f = s.caller_index(i);
     if (f < 0) continue;
-    const float* from = transposed ? at((float*)S, NW * s.E, i) : S + i * P;
-    if (transposed)
-      for (int x = 0; x < s.e; x++) kv[f * s.e + x] = from[x * P];
-    else
-      for (int x = 0; x < s.e; x += P) memcpy(kv + f * s.e + x, from + x * s.F, 4 * (s.e - x < P ? s.e - x : P));
+    for (int x = 0; x < s.e; x += P) memcpy(kv + f * s.e + x, S + i * P + x * s.F, 4 * (s.e - x < P ? s.e - x : P));
   }
 }
-void z_in(const Shape& s, const double* z, double* internal, double factor) {
+void z_in(const Shape& s, const double* z, double* internal) {
   for (int i = 0; i < s.F; i++) {
     const int f = s.caller_index(i);
-    internal[i] = f < 0 || !z ? 0 : z[f] * factor;
+    internal[i] = f < 0 || !z ? 0 : z[f];
   }
 }
 void z_out(const Shape& s, const double* internal, double* z) {

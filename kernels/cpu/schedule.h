@@ -5,7 +5,6 @@
 // only on the call's shape, so that the bits of a result do not depend on the number of threads.
 #pragma once
 #include <cstring>
-#include <memory>
 
 #include "checks.h"
 #include "parallel.h"
@@ -36,9 +35,9 @@ struct Schedule {
   Span span(int64_t i, int64_t n) const {
     const int64_t segment = i % segments, head = i / segments, sequence = head / c.g;
     const int64_t begin = bounds.empty() ? 0 : bounds[sequence], end = bounds.empty() ? n : bounds[sequence + 1];
-    const int64_t length = ((end - begin + segments - 1) / segments + kChunk - 1) / kChunk * kChunk;
+    const int64_t length = ((end - begin + segments - 1) / segments + kBlock - 1) / kBlock * kBlock;
     const auto start = [&](int64_t s) { return begin + s * length < end ? begin + s * length : end; };
-    return {sequence, head % c.g, start(segment), segment == segments - 1 ? end : start(segment + 1)};
+    return {sequence, head % c.g, start(segment), segment == segments - 1 ? end : start(segment + 1), begin};
   }
   template <class F> void run(int64_t count, F task) const {
     const int64_t tokens = c.cu_seqlens.data ? c.m : c.sequences * (c.m > c.n ? c.m : c.n);
@@ -169,9 +168,9 @@ struct SegmentStates {
   }
   // Computes the gradients of the states before segments 1, 2, .. from that of the last one.
   void scan_backward() {
-    x.sweep(isa().backward_keys, 1, x.segments - 1, x.c.m, false, [&](int64_t head, int64_t s) -> Ends {
+    x.sweep(isa().backward, 1, x.segments - 1, x.c.m, false, [&](int64_t head, int64_t s) -> Ends {
       find_transition(head, s);
-      return {.kv_out = kv_at(head, s), .z_out = z_at(head, s), .angle_in = angle_at(head, s)};
+      return {.angle_in = angle_at(head, s), .dkv_out = kv_at(head, s), .dz_out = z_at(head, s)};
     });
     for (int64_t head = 0; head < x.heads(); head++)
       for (int64_t s = x.segments - 1; s > 0; s--) add(head, s + 1, s, s);
@@ -191,10 +190,11 @@ inline void zero_outside(const Schedule& x, const Tensor& out) {
 
 inline void run_forward(const Schedule& x, const StateOut& to) {
   const Call& c = x.c;
+  const bool saves = c.save && c.causal;
   const auto last_state = [&](int64_t head) { return to.at(x, x.row(head)); };
   if (c.causal && x.segments == 1)
     return x.sweep(isa().forward, 0, 1, c.m, c.q.data, [&](int64_t i, int64_t) -> Ends {
-      return {.kv_in = x.kv(i), .z_in = x.z(i), .kv_out = last_state(i).kv, .z_out = last_state(i).z};
+      return {.kv_in = x.kv(i), .z_in = x.z(i), .kv_out = last_state(i).kv, .z_out = last_state(i).z, .save = saves};
     });
   SegmentStates states(x);
   states.sum_angles();
@@ -202,13 +202,13 @@ inline void run_forward(const Schedule& x, const StateOut& to) {
   const bool all_keys = !c.causal || !c.q.data;
   states.scan_forward(all_keys);
   for (int64_t head = 0; all_keys && head < x.heads(); head++) states.copy(head, x.segments, last_state(head));
-  if (!c.q.data) return;
+  if (!c.q.data && !saves) return;
   const auto sweep = c.causal ? isa().forward : isa().bidirectional;
-  x.sweep(sweep, 0, x.segments, c.n, true, [&](int64_t head, int64_t s) -> Ends {
+  x.sweep(sweep, 0, x.segments, c.n, c.q.data, [&](int64_t head, int64_t s) -> Ends {
     const int64_t from = c.causal ? s : x.segments;
     const StateOut last = c.causal && s == x.segments - 1 ? last_state(head) : StateOut{};
     return {.kv_in = states.kv_at(head, from), .z_in = states.z_at(head, from), .kv_out = last.kv, .z_out = last.z,
-            .angle_in = states.angle_at(head, s)};
+            .save = saves, .angle_in = states.angle_at(head, s)};
   });
 }
 
@@ -220,89 +220,40 @@ inline int64_t heads_per_gradient(const Call& c) {
   return c.value_group / parts;
 }
 
-// <S, dS> + <z, dz>: the gradient of log decay of the token that follows the state
-inline double product(const Schedule& x, const float* kv, const double* z, const float* g_kv, const double* g_z) {
-  double s = 0;
-  for (int64_t i = 0; g_kv && i < x.state_size; i++) s += (double)kv[i] * g_kv[i];
-  for (int64_t i = 0; g_z && i < x.z_size; i++) s += z[i] * g_z[i];
-  return s;
-}
-
-// Memory for the anchors of all tasks, if the gradient of log decay is wanted
-struct Anchors {
-  size_t bytes = 0;            // of an anchor
-  std::vector<int64_t> first;  // index of each task's first anchor
-  std::unique_ptr<char[]> memory;
-  explicit Anchors(const Schedule& x) {
-    if (!x.c.causal || !x.c.d_log_decay) return;
-    int64_t count = 0;
-    for (int64_t i = 0; i < x.tasks(); i++) {
-      const Span span = x.span(i, x.c.m);
-      first.push_back(count);
-      if (span.end > span.begin) count += (span.end - span.begin - 1) / kAnchorDistance;
-    }
-    bytes = isa().anchor_bytes(x.c);
-    memory.reset(new char[count * bytes + 1]);
-  }
-  char* of(int64_t task) const { return memory ? memory.get() + first[task] * bytes : nullptr; }
-};
-
-// Causal, sequences not cut: the only states in memory are those that log decay's gradient requires, anchors
-// and the last
+// Causal, sequences not cut: no states of segments are required
 inline void run_backward_whole(const Schedule& x, const StateOut& to) {
-  const Call& c = x.c;
-  const bool want_last = c.d_log_decay && (c.g_kv.data || c.g_z.data), queries = c.dout.data;
-  const int64_t width = 1 + c.pairs;
-  std::vector<float> kv(want_last ? x.heads() * x.state_size : 0);
-  std::vector<double> z(want_last ? x.heads() * x.z_size : 0), sums(x.heads() * width);
-  const StateOut last{want_last ? kv.data() : nullptr, want_last ? z.data() : nullptr};
-  const Anchors anchors(x);
-  if (queries || want_last)
-    x.sweep(queries ? isa().backward_queries : isa().forward, 0, 1, c.m, queries, [&](int64_t i, int64_t) -> Ends {
-      return {.kv_in = x.kv(i), .z_in = x.z(i), .kv_out = last.at(x, i).kv, .z_out = last.at(x, i).z,
-              .anchors = anchors.of(i)};
-    });
-  x.sweep(isa().backward_keys, 0, 1, c.m, true, [&](int64_t i, int64_t) -> Ends {
-    double* task_sums = &sums[i * width];
-    if (want_last) task_sums[0] = product(x, last.at(x, i).kv, last.at(x, i).z, x.g_kv(i), x.g_z(i));
-    return {.kv_in = x.g_kv(i), .z_in = x.g_z(i), .kv_out = to.at(x, i).kv, .z_out = to.at(x, i).z, .sums = task_sums,
-            .anchors = anchors.of(i)};
+  std::vector<double> sums(x.heads() * x.c.pairs);
+  x.sweep(isa().backward, 0, 1, x.c.m, true, [&](int64_t i, int64_t) -> Ends {
+    return {.kv_in = x.kv(i), .z_in = x.z(i), .dkv_in = x.g_kv(i), .dz_in = x.g_z(i), .dkv_out = to.at(x, i).kv,
+            .dz_out = to.at(x, i).z, .sums = &sums[i * x.c.pairs]};
   });
 }
 
 // The gradients of angle steps are running sums within segments: adds the totals of all later segments.
-// sums (tasks, 1 + pairs)
+// sums (tasks, pairs)
 inline void add_later_steps(const Schedule& x, std::vector<double>& sums) {
   const Call& c = x.c;
-  const int64_t width = 1 + c.pairs;
   for (int64_t head = 0; head < x.heads(); head++)
     for (int64_t s = x.segments - 2; s >= 0; s--) {
-      double *task_sums = &sums[(head * x.segments + s) * width], *later_sums = task_sums + width;
+      double *task_sums = &sums[(head * x.segments + s) * c.pairs], *later_sums = task_sums + c.pairs;
       const Span span = x.span(head * x.segments + s, c.m);
       const int64_t batch = c.cu_seqlens.data ? 0 : span.sequence;
       for (int64_t t = span.begin; t < span.end; t++) {
         const int64_t key = (batch * c.m + t) * c.g + span.head;
-        for (int64_t p = 0; p < c.pairs; p++) c.d_angle_steps[key * c.pairs + p] += (float)later_sums[1 + p];
+        for (int64_t p = 0; p < c.pairs; p++) c.d_angle_steps[key * c.pairs + p] += (float)later_sums[p];
       }
-      for (int64_t p = 1; p < width; p++) task_sums[p] += later_sums[p];
+      for (int64_t p = 0; p < c.pairs; p++) task_sums[p] += later_sums[p];
     }
 }
 
-// The sweeps that compute dq, from the states before the segments. In a bidirectional call they also sum the gradient
-// of the state of all keys
-inline void sweep_queries(SegmentStates& states, SegmentStates& gradients, const Anchors& anchors, bool want_last) {
+// Bidirectional: dq, from the state of all keys, and the gradient of that state
+inline void sweep_bidirectional_queries(SegmentStates& states, SegmentStates& gradients) {
   const Schedule& x = states.x;
   const int64_t S = x.segments;
-  if (x.c.causal)
-    return x.sweep(isa().backward_queries, 0, S, x.c.m, true, [&](int64_t head, int64_t s) -> Ends {
-      const bool last = want_last && s == S - 1;
-      return {.kv_in = x.c.kv.data || s ? states.kv_at(head, s) : nullptr, .z_in = states.z_at(head, s),
-              .kv_out = last ? states.kv_at(head, S) : nullptr, .z_out = last ? states.z_at(head, S) : nullptr,
-              .angle_in = states.angle_at(head, s), .anchors = anchors.of(head * S + s)};
-    });
+  states.scan_forward(true);
   x.sweep(isa().bidirectional_backward, 0, S, x.c.n, true, [&](int64_t head, int64_t s) -> Ends {
-    return {.kv_in = states.kv_at(head, S), .z_in = states.z_at(head, S), .kv_out = gradients.kv_at(head, s),
-            .z_out = gradients.z_at(head, s), .angle_in = states.angle_at(head, s)};
+    return {.kv_in = states.kv_at(head, S), .z_in = states.z_at(head, S), .angle_in = states.angle_at(head, s),
+            .dkv_out = gradients.kv_at(head, s), .dz_out = gradients.z_at(head, s)};
   });
   for (int64_t head = 0; head < x.heads(); head++)
     for (int64_t s = 0; s < S; s++) gradients.add(head, s, S, s);
@@ -311,37 +262,24 @@ inline void sweep_queries(SegmentStates& states, SegmentStates& gradients, const
 inline void run_backward(const Schedule& x, const StateOut& to) {
   const Call& c = x.c;
   if (c.causal && x.segments == 1) return run_backward_whole(x, to);
-  const int64_t S = x.segments, width = 1 + c.pairs;
-  const bool queries = c.dout.data;
-  const bool want_last = c.d_log_decay && (c.g_kv.data || c.g_z.data);  // log decay's gradient starts at the last state
+  const int64_t S = x.segments;
   SegmentStates states(x), gradients(x);
-  std::vector<double> sums(x.tasks() * width);
-  const Anchors anchors(x);
+  std::vector<double> sums(x.tasks() * c.pairs);
   states.sum_angles();
   gradients.angle = states.angle;
   for (int64_t head = 0; head < x.heads(); head++) {
     states.set(head, 0, x.kv(head), x.z(head));
     gradients.set(head, S, x.g_kv(head), x.g_z(head));
   }
-  if (queries || want_last) states.scan_forward(!c.causal || (want_last && !queries));
-  if (queries) sweep_queries(states, gradients, anchors, want_last);
-  if (c.causal && !queries && c.d_log_decay)  // the states before segments exist; add the anchors between
-    x.sweep(isa().forward, 0, S, c.m, false, [&](int64_t head, int64_t s) -> Ends {
-      return {.kv_in = states.kv_at(head, s), .z_in = states.z_at(head, s), .angle_in = states.angle_at(head, s),
-              .anchors = anchors.of(head * S + s)};
-    });
   if (c.causal) gradients.scan_backward();
+  else if (c.dout.data) sweep_bidirectional_queries(states, gradients);
   for (int64_t head = 0; !c.causal && head < x.heads(); head++) gradients.copy(head, S, to.at(x, head));
-  x.sweep(isa().backward_keys, 0, S, c.m, true, [&](int64_t head, int64_t s) -> Ends {
-    double* task_sums = &sums[(head * S + s) * width];
+  x.sweep(isa().backward, 0, S, c.m, true, [&](int64_t head, int64_t s) -> Ends {
     const int64_t after = c.causal ? s + 1 : S;
-    float* kv_after = gradients.kv_at(head, after);
-    double* z_after = gradients.z_at(head, after);
-    if (c.causal && c.d_log_decay && (want_last || s < S - 1))
-      task_sums[0] = product(x, states.kv_at(head, after), states.z_at(head, after), kv_after, z_after);
     const StateOut first = c.causal && s == 0 ? to.at(x, head) : StateOut{};
-    return {.kv_in = kv_after, .z_in = z_after, .kv_out = first.kv, .z_out = first.z,
-            .angle_in = states.angle_at(head, s), .sums = task_sums, .anchors = anchors.of(head * S + s)};
+    return {.kv_in = x.kv(head), .z_in = x.z(head), .angle_in = states.angle_at(head, s),
+            .dkv_in = gradients.kv_at(head, after), .dz_in = gradients.z_at(head, after), .dkv_out = first.kv,
+            .dz_out = first.z, .sums = &sums[(head * S + s) * c.pairs]};
   });
   if (S > 1 && c.d_angle_steps) add_later_steps(x, sums);
 }

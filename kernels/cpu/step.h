@@ -154,8 +154,8 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, co
   const Call& c = task.c;
   const Shape& s = task.s;
   task.key_features(0, 1, 1, w.internal);
-  task.key_values(0, w.v, NW);
-  rotate<false>(s, w.internal, k_angle.cos, k_angle.sin, 1, w.rotated);
+  task.key_values(0, w.v);
+  rotate<false>(s, w.internal, k_angle.cos, k_angle.sin, w.rotated);
   write_features(s, w.internal, w.psi);
   write_features(s, w.rotated, w.psi_hat);
   const DecayFactor factor(Decay(c, task.span).at(0));
@@ -166,7 +166,7 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, co
     double den = 0;
     if (task.group) {
       features(s, task.queries(r), 0, 1, 1, w.internal);
-      rotate<false>(s, w.internal, q_angle.cos, q_angle.sin, 1, w.rotated);
+      rotate<false>(s, w.internal, q_angle.cos, q_angle.sin, w.rotated);
       write_features(s, w.internal, w.phi);
       write_features(s, w.rotated, w.phi_hat);
       for (int f = 0; z && f < s.f; f++) den += z[f] * w.phi[f];

@@ -26,19 +26,9 @@ struct Task {
         amx(tiles::kAvailable && c.type != kFloat32 && span.end - span.begin > kChunk && s.feature_row.panel == NW &&
             s.value_row.panel == NW) {}
 
-  // The operands of a chunk's products, split if amx.h multiplies them. factors: memory for that
-  Operands operands(int rows, const RowLayout& K, const RowLayout& N, const float* B_t, const float* V,
-                    tiles::Factors* factors, bool precise = false) const {
-    const Operands x{rows, K, N, B_t, V, amx ? factors : nullptr, precise};
-    if (amx && B_t) tiles::split(x);
-    return x;
-  }
-  void multiply_chunk(const ChunkProduct& x) const {
-    (x.operands.factors ? tiles::multiply_chunk : linrope::multiply_chunk)(x);
-  }
-  void update(const Operands& x, float* S, bool fresh, const DecayFactor& factor) const {
-    (x.factors ? tiles::update : linrope::update)(x, S, fresh, factor);
-  }
+  void multiply_scores(const Scores& x) const { amx ? tiles::multiply_scores(x) : linrope::multiply_scores(x); }
+  void multiply(const Product& x) const { amx ? tiles::multiply(x) : linrope::multiply(x); }
+  void update(const Update& x) const { amx ? tiles::update(x) : linrope::update(x); }
 
   int64_t query_head(int r) const { return span.head * group + r; }
   Rows query_rows(const View& x, int r) const { return Rows(x, c.type, batch, query_head(r)); }
@@ -66,11 +56,11 @@ struct Task {
     features(s, k, token, direction, count, psi);
     if (c.key_mask.data)
       for (int i = 0; i < count; i++)
-        if (!unmasked(token + direction * i)) zero(psi + i * s.F, s.F);
+        if (!unmasked(token + i)) zero(psi + i * s.F, s.F);
   }
-  void key_values(int64_t token, float* to, int block) const {
-    if (unmasked(token)) values(s, v, token, to, block, write(token));
-    else zero_row(to, block, s.E);
+  void key_values(int64_t token, float* to) const {
+    if (unmasked(token)) values(s, v, token, to, write(token));
+    else zero(to, s.E);
   }
   float read_factor(const View& x, int64_t token) const {
     const int64_t at = batch * x.batch + token * x.token + span.head * x.head;
@@ -80,31 +70,19 @@ struct Task {
   float write(int64_t token) const { return c.write.data ? read_factor(c.write, token) : 1; }
   // The factor of what the token's key reads and erases
   float erase(int64_t token) const { return unmasked(token) ? read_factor(c.erase, token) : 0; }
-  // The nearest place for an anchor at or before the token, and the next one after it or the span's end
-  int64_t anchor_before(int64_t token) const { return token - (token - span.begin) % kAnchorDistance; }
-  int64_t anchor_after(int64_t token) const {
-    const int64_t next = anchor_before(token) + kAnchorDistance;
-    return next < span.end ? next : span.end;
+  // The first token of the token's block. The states before a sequence's blocks, but for the first one, are saved
+  int64_t block_begin(int64_t token) const { return token - (token - span.start) % kBlock; }
+  // Where the state before the block that starts at `token` is saved. Blocks of packed sequences start at least kBlock
+  // tokens apart, so that no two have the same place
+  int64_t saved_index(int64_t token) const {
+    return (batch * ((c.m - 1) / kBlock) + token / kBlock - 1) * c.g + span.head;
   }
-  bool is_anchor(int64_t token) const {
-    return ends.anchors && token > span.begin && token < span.end && token == anchor_before(token);
+  float* saved_kv(int64_t token) const { return c.saved_kv.as<float>() + saved_index(token) * s.f * s.e; }
+  double* saved_z(int64_t token) const {
+    return c.saved_z.data ? c.saved_z.as<double>() + saved_index(token) * s.f : nullptr;
   }
-  static size_t anchor_bytes(const Shape& s) { return 4 * (size_t)s.F * s.E + 8 * (size_t)s.F; }
-  char* anchor(int64_t token) const {
-    return ends.anchors + ((token - span.begin) / kAnchorDistance - 1) * anchor_bytes(s);
-  }
-  void save_anchor(int64_t token, const float* S, const double* z) const {
-    char* to = anchor(token);
-    memcpy(to, z, 8 * s.F);
-    memcpy(to + 8 * s.F, S, 4 * s.F * s.E);
-  }
-  // <S, dS> + <z, dz> with the state of the anchor before `token`
-  double product_at_anchor(int64_t token, const float* dS, const double* dz) const {
-    const char* from = anchor(token);
-    double x = product((const float*)(from + 8 * s.F), dS, s.F * s.E);
-    for (int i = 0; i < s.F; i++) x += ((const double*)from)[i] * dz[i];
-    return x;
-  }
+  // What the token wrote, with erase (e)
+  float* saved_u(int64_t token) const { return c.saved_u.as<float>() + key_index(token) * s.e; }
   // 1 / max(den, eps), 1 / (den + eps), or 1 without a normalizer
   float inverse_den(float den) const {
     if (!c.normalize) return 1;
@@ -112,37 +90,61 @@ struct Task {
   }
 };
 
-// z_i of each token of a chunk: factor[i] (z + sum_(j <= i) weight[j] x[j]), with e^D and e^-D as factor and weight.
-// Sums within a chunk are float32, the sum over chunks is float64.
+// Sums over tokens of rows (F), decayed to each token. Sums within a chunk are float32, the sum over chunks is float64.
 struct RunningSum {
   int F;
-  double* total;  // of the chunks before
-  float* chunk;   // of the current chunk: scratch
-  // x (count, F) -> y (count, F), which may be x
-  void rows(const float* x, int count, const float* weight, const float* factor, float* y) {
-    if (F < NW) return columns<NV / 2>(0, x, count, weight, factor, y);
-    for (int f = 0; f < F; f += NW) columns<NV>(f, x, count, weight, factor, y);
+  double* total;  // of the chunks before, at the chunk's start
+  float* chunk;   // of the current chunk, at its end: scratch
+
+  // z_i = e^(D_i) total + sum_(j <= i) e^(D_i - D_j) x_j. before, if not null: the same without x_i. from_start and
+  // of_token: e^(D_i) and e^(a_i), null without decay
+  void rows(const float* x, int count, const float* from_start, const float* of_token, float* z, float* before) {
+    const auto columns = [&]<int N>(int f) {
+      vf w[N] = {}, total_v[N];
+      for (int v = 0; v < N; v++)
+        for (int i = 0; i < W; i++) total_v[v][i] = (float)total[f + v * W + i];
+      for (int i = 0; i < count; i++)
+        for (int v = 0; v < N; v++) {
+          const int at = i * F + f + v * W;
+          const vf earlier = total_v[v] * (from_start ? from_start[i] : 1);
+          if (of_token) w[v] *= of_token[i];
+          if (before) store(before + at, earlier + w[v]);
+          w[v] += load(x + at);
+          store(z + at, earlier + w[v]);
+        }
+      for (int v = 0; v < N; v++) store(chunk + f + v * W, w[v]);
+    };
+    if (F < NW) return columns.template operator()<NV / 2>(0);
+    for (int f = 0; f < F; f += NW) columns.template operator()<NV>(f);
   }
-  template <int N>
-  void columns(int f, const float* x, int count, const float* weight, const float* factor, float* y) {
-    vf w[N] = {}, before[N];
-    for (int v = 0; v < N; v++)
-      for (int i = 0; i < W; i++) before[v][i] = (float)total[f + v * W + i];
-    for (int i = 0; i < count; i++)
-      for (int v = 0; v < N; v++) {
-        const int at = i * F + f + v * W;
-        w[v] += load(x + at) * weight[i];
-        store(y + at, (before[v] + w[v]) * factor[i]);
-      }
-    for (int v = 0; v < N; v++) store(chunk + f + v * W, w[v]);
+  // The sums of later tokens, from the last row to the first: x_i += sum_(j > i) e^(D_j - D_i) x_j + e^(D_C - D_i) total
+  void rows_backward(float* x, int count, const float* to_end, const float* of_token) {
+    const auto columns = [&]<int N>(int f) {
+      vf w[N] = {}, total_v[N];
+      for (int v = 0; v < N; v++)
+        for (int i = 0; i < W; i++) total_v[v][i] = (float)total[f + v * W + i];
+      for (int i = count - 1; i >= 0; i--)
+        for (int v = 0; v < N; v++) {
+          const int at = i * F + f + v * W;
+          w[v] += load(x + at);
+          store(x + at, total_v[v] * (to_end ? to_end[i] : 1) + w[v]);
+          if (of_token) w[v] *= of_token[i];
+        }
+      for (int v = 0; v < N; v++) store(chunk + f + v * W, w[v]);
+    };
+    if (F < NW) return columns.template operator()<NV / 2>(0);
+    for (int f = 0; f < F; f += NW) columns.template operator()<NV>(f);
   }
   void end_chunk(const DecayFactor& factor) {
-    for (int i = 0; i < F; i++) total[i] = (total[i] + chunk[i]) * factor.exact;
-  }
-  void decay(const DecayFactor& factor) {
-    for (int i = 0; i < F; i++) total[i] *= factor.exact;
+    for (int i = 0; i < F; i++) total[i] = total[i] * factor.exact + chunk[i];
   }
 };
+
+// Multiplies row i of `count` rows of K numbers by factors[i]; null: by 1
+inline void scale_rows(float* rows, int count, int K, const float* factors) {
+  for (int i = 0; factors && i < count; i++)
+    for (int f = 0; f < K; f += W) store(rows + i * K + f, load(rows + i * K + f) * factors[i]);
+}
 
 // Zeros the rows after the last up to a multiple of four: transpose reads blocks of four
 inline void zero_to_multiple_of_four(float* rows, int count, int K) {
@@ -161,61 +163,7 @@ struct Pieces {
   float* angle_rows() const { return arena.take<float>(2 * kChunk * s.half); }
   float* state() const { return arena.take<float>(s.F * s.E); }
   double* feature_sums() const { return arena.take<double>(s.F); }
-  tiles::Factors* split_factors() const { return arena.take<tiles::Factors>(1); }
-};
-
-// A sweep from the first token to the last. It keeps the state before the current chunk, S or S^T, and z.
-struct ForwardSweep : Task {
-  struct Scratch : Pieces {
-    using Pieces::Pieces;
-    float *within = features(1), *k_angles = angle_rows(), *q_angles = angle_rows();
-  };
-  struct Kept : Pieces {
-    using Pieces::Pieces;
-    float* S = state();
-    double* z = feature_sums();
-    AngleMemory k_angle{arena, s}, q_angle{arena, s};
-  };
-  const bool transposed;    // S^T, (E, F)
-  const bool same_angles;   // queries and keys have the same angles
-  const bool want_z;
-  int64_t done = 0;
-  float* S;
-  bool fresh;  // S is zero
-  RunningSum z_sum;
-  Decay decay;
-  Angles k_angle, q_angle;
-
-  ForwardSweep(const Call& c, const Span& span, const Ends& ends, bool transposed, bool want_z, const Scratch& w,
-               const Kept& kept)
-      : Task(c, span, ends), transposed(transposed), same_angles(same_positions(c)), want_z(want_z), S(kept.S),
-        fresh(!ends.kv_in), z_sum{s.F, kept.z, w.within}, decay(c, span),
-        k_angle(c, s, span, c.key_positions, ends.angle_in, w.k_angles, kept.k_angle),
-        q_angle(c, s, span, c.positions, ends.angle_in, w.q_angles, kept.q_angle) {
-    const DecayFactor first_factor(span.begin < span.end ? decay.at(span.begin) : 0);
-    state_in(s, ends.kv_in, S, transposed, first_factor);
-    z_in(s, ends.z_in, z_sum.total, first_factor.exact);
-  }
-  // Makes S and z, those before a chunk with these keys, those before the chunk that starts at token `next`
-  void end_chunk(const Operands& keys, int64_t next) {
-    const bool more = next < span.end, anchor = is_anchor(next);
-    if (!more && !ends.kv_out && !ends.z_out) return;
-    const double next_decay = more ? decay.at(next) : 0;
-    // An anchor is the state before the next token's own decay.
-    const DecayFactor factor(anchor ? decay.sum : decay.sum + next_decay);
-    update(keys, S, fresh, factor);
-    if (want_z) z_sum.end_chunk(factor);
-    fresh = false;
-    if (!anchor) return;
-    save_anchor(next, S, z_sum.total);
-    const DecayFactor next_factor(next_decay);
-    decay_state(S, s.F * s.E, next_factor);
-    z_sum.decay(next_factor);
-  }
-  void finish() {
-    if (ends.kv_out) state_out(s, S, transposed, ends.kv_out);
-    if (ends.z_out) z_out(s, z_sum.total, ends.z_out);
-  }
+  DecayScratch decay_factors() const { return DecayScratch(arena); }
 };
 
 // What the sweeps over the heads of a bundle share, and what each of them keeps from chunk to chunk

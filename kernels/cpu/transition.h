@@ -7,27 +7,21 @@ namespace linrope {
 namespace {
 
 // Multiplies a state by e^D. Near 1 as S + S expm1(D): a rounded factor e^D would add the same error in every chunk.
-// Further from 1 as S e^D: the other form would cancel. The keys of a chunk are stored times e^-D_j, up to e^40, so
-// (S + B^T V) e^D may be an ordinary number where e^D alone is not: far below 1 the factor is applied in two parts.
+// Further from 1 as S e^D: the other form would cancel.
 struct DecayFactor {
   enum { kOne, kNearOne, kBelow } kind = kOne;
-  float factor = 0;  // e^D - 1 if kNearOne, e^D / rest if kBelow
-  float rest = 1;
+  float factor = 0;  // e^D - 1 if kNearOne, e^D if kBelow
   double exact = 1;
   DecayFactor() = default;
   explicit DecayFactor(double log_decay) {
     if (log_decay == 0) return;
     exact = std::exp(log_decay);
     kind = log_decay > -0.5 ? kNearOne : kBelow;
-    const double first = log_decay > -60 ? log_decay : -60;
-    factor = (float)(kind == kNearOne ? std::expm1(log_decay) : std::exp(first));
-    if (kind == kBelow) rest = (float)std::exp(log_decay - first);
+    factor = (float)(kind == kNearOne ? std::expm1(log_decay) : exact);
   }
-  // (s + added) e^D; near 1 the large s is rounded only once
+  // s e^D + added; near 1 the large s is rounded only once
   vf operator()(vf s, vf added) const {
-    return kind == kOne       ? s + added
-           : kind == kNearOne ? s + (s * factor + (added + added * factor))
-                              : (s + added) * factor * rest;
+    return kind == kOne ? s + added : kind == kNearOne ? s + (s * factor + added) : s * factor + added;
   }
   vf operator()(vf s) const {
     return kind == kOne ? times<kOne>(s) : kind == kNearOne ? times<kNearOne>(s) : times<kBelow>(s);
@@ -36,7 +30,7 @@ struct DecayFactor {
   template <int known> vf times(vf s) const {
     if constexpr (known == kOne) return s;
     if constexpr (known == kNearOne) return s + s * factor;
-    return s * factor * rest;
+    return s * factor;
   }
 };
 

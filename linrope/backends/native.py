@@ -1,6 +1,7 @@
 """Equation 19 on CPUs, in the compiled kernels of kernels/cpu. ``why_not`` says why, if they cannot be loaded.
 
-Sums are float32, z is float64. The backward pass recomputes everything from the inputs.
+Sums are float32, z is float64. For the backward pass the forward pass saves the states before blocks of tokens and, with
+``erase``, what each token wrote; the rest is recomputed from the inputs.
 """
 
 from collections.abc import Callable
@@ -34,8 +35,9 @@ from linrope.recurrence.state import LinearAttentionState
 MAX_DIM = 256
 LIBRARY = Path(__file__).parents[1] / "lib" / "liblinrope_native.so"
 WHY_PURE = LIBRARY.with_name("why_pure.txt")  # hatch_build.py puts it into wheels without the library
-OPTIONS, TAKES_VALUE_GROUPS = COMMON, True
+OPTIONS, TAKES_VALUE_GROUPS = COMMON | {"erase"}, True
 # The numbers of kernels/cpu/call.h
+BLOCK = 256
 MAPS = {"identity": 0, "elu+1": 1, "relu": 2, "relu2": 3, "exp": 4, "silu": 5}
 LAYOUTS = {"interleaved": 1, "half": 2}
 
@@ -118,7 +120,7 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
     ):
         state = state.rows()  # a copy: the caller writes the results back
     sums, slots = sums_of(state), None if state is None else state.slots
-    out, kv, z = _forward(call, sums, slots)
+    out, kv, z, _ = _forward(call, sums, slots, save=False)
     if not call.return_state:
         return out, None
     if sums is not None and slots is not None:  # the kernel has written the pool's rows
@@ -184,7 +186,7 @@ def _token_arguments(call: Call, log_decay: Tensor | None, sums: Sums) -> dict[s
         "erase": call.erase,
         "angle_steps": call.angle_steps,
         "kv": sums.kv,
-        "z": sums.z,
+        "z": sums.z if call.erase is None else None,
         "angle": sums.angle,
     }
 
@@ -252,8 +254,19 @@ def run_operator(operator: str, arguments: dict[str, Any]) -> Any:
     return run(*in_order(arguments))
 
 
+def _saves_z(call: Call) -> bool:
+    return call.causal and call.erase is None and (call.normalize or call.return_state)
+
+
 def new_saved(call: Call) -> list[Tensor]:
-    return []
+    b, m, g, f, e = *call.v.shape[:3], call.k.shape[3], call.v.shape[3]
+    blocks = b * ((m - 1) // BLOCK) if m else 0
+    real, erases = call.k.new_empty, call.erase is not None
+    return [
+        real(blocks, g, f, e, dtype=torch.float32) if call.causal else real(0, dtype=torch.float32),
+        real(blocks, g, f, dtype=torch.float64) if _saves_z(call) else real(0, dtype=torch.float64),
+        real(b, m, g, e, dtype=torch.float32) if erases else real(0, dtype=torch.float32),
+    ]
 
 
 def reads_results(call: Call) -> bool:
@@ -261,11 +274,14 @@ def reads_results(call: Call) -> bool:
 
 
 def forward(call: Call, sums: Sums | None, save: bool) -> Results:
-    out, kv, z = _forward(call, sums, None)
-    return out if call.q is not None else None, (kv, z) if call.return_state else None, []
+    out, kv, z, saved = _forward(call, sums, None, save)
+    return out if call.q is not None else None, (kv, z) if call.return_state else None, saved if save else []
 
 
-def _forward(call: Call, sums: Sums | None, slots: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    call: Call, sums: Sums | None, slots: Tensor | None, save: bool
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """out, the last kv and z, and what ``new_saved`` describes."""
     q, k, v, same_dtype = _kernel_qkv(call)
     arguments = {
         "q": q if call.q is not None else None,
@@ -273,9 +289,12 @@ def _forward(call: Call, sums: Sums | None, slots: Tensor | None) -> tuple[Tenso
         "v": v,
         "slots": slots,
         "want_state": call.return_state,
+        "save": save,
     }
-    out, kv, z = run_operator("forward", arguments | _tensors(call, sums) | _settings(call))
-    return out if same_dtype else out.to(call.v.dtype), kv, z
+    out, kv, z, *saved = run_operator("forward", arguments | _tensors(call, sums) | _settings(call))
+    if call.erase is not None:
+        z = z.new_zeros(kv.shape[:-1])  # states without z hold zeros
+    return out if same_dtype else out.to(call.v.dtype), kv, z, saved
 
 
 def _input_gradient(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
@@ -294,29 +313,31 @@ def _sum_of_heads(gradient: Tensor, like: Tensor) -> Tensor:
 
 def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradients) -> Gradients:
     q, k, v, _ = _kernel_qkv(call)
-    # Without tokens the library has no gradients of log_decay, angle_steps and write.
+    # Without tokens the library has no gradients of the inputs per token.
     has_tokens = call.k.shape[1] > 0
+    wanted = ("log_decay", "angle_steps", "write", "erase")
     arguments = {
         "g_out": None if g.out is None else with_dense_rows(g.out.to(v.dtype)),
         "g_kv": contiguous(g.kv),
-        "g_z": contiguous(g.z),
+        "g_z": contiguous(g.z) if call.erase is None else None,
         "q": q if call.q is not None else None,
         "k": k,
         "v": v,
-        "want_log_decay": has_tokens and call.log_decay is not None,
-        "want_angle_steps": has_tokens and call.angle_steps is not None,
-        "want_write": has_tokens and call.write is not None,
+        **dict(zip(("saved_kv", "saved_z", "saved_u"), (x if x.numel() else None for x in saved), strict=True)),
+        **{f"want_{name}": has_tokens and getattr(call, name) is not None for name in wanted},
     }
     gradients = run_operator("backward", arguments | _tensors(call, sums) | _settings(call))
-    dq, dk, dv, d_log, d_steps, d_write, d_kv, d_z = gradients
+    dq, dk, dv, *d_inputs, d_kv, d_z = gradients
+    if sums is not None and call.erase is not None:
+        d_z = torch.zeros_like(sums.z)
     return Gradients(
         q=None if call.q is None else _sum_of_heads(dq, q),
         k=_sum_of_heads(dk, k),
         v=dv.to(call.v.dtype),
-        log_decay=_input_gradient(d_log if has_tokens else None, call.log_decay),
-        angle_steps=_input_gradient(d_steps if has_tokens else None, call.angle_steps),
-        write=_input_gradient(d_write if has_tokens else None, call.write),
-        erase=None,
+        **{
+            name: _input_gradient(d if has_tokens else None, getattr(call, name))
+            for name, d in zip(wanted, d_inputs, strict=True)
+        },
         kv=None if sums is None else d_kv,
         z=None if sums is None else d_z,
     )
@@ -335,13 +356,13 @@ def _tensors(call: Call, sums: Sums | None) -> dict[str, Any]:
         **_positions(call),
         "log_decay": call.log_decay,
         "write": call.write,
-        "erase": None,
+        "erase": call.erase,
         "angle_steps": call.angle_steps,
         "angle": None if sums is None else contiguous(sums.angle),
         "key_mask": contiguous(call.key_mask),
         "cu_seqlens": contiguous(call.cu_seqlens),
         "kv": None if sums is None else sums.kv.contiguous(),
-        "z": None if sums is None else sums.z.contiguous(),
+        "z": None if sums is None or call.erase is not None else sums.z.contiguous(),
         "causal": call.causal,
     }
 

@@ -30,7 +30,7 @@ static void run(int f, int e, int pairs, int layout, int map, bool decay) {
   auto q = numbers(n * h * f, 1), k = numbers(n * g * f, 2), v = numbers(n * g * e, 3), dout = numbers(n * h * e, 4);
   auto gates = numbers(n * g, 5);
   for (float& x : gates) x = -x * x;
-  std::vector<float> out(n * h * e), dq(q.size()), dk(k.size()), dv(v.size()), inverse_den(n * h), dden(n * h), da(n * g);
+  std::vector<float> out(n * h * e), dq(q.size()), dk(k.size()), dv(v.size()), da(n * g);
   std::vector<int64_t> theta(pairs), position{1000};
   for (int p = 0; p < pairs; p++) theta[p] = (int64_t)(std::pow(2.0, 61 - p) / 3);
   Call c{};
@@ -41,24 +41,23 @@ static void run(int f, int e, int pairs, int layout, int map, bool decay) {
   c.pairs = pairs, c.layout = layout, c.map = map, c.causal = c.normalize = true, c.eps = 1e-6, c.axes = 1;
   c.theta = {(char*)theta.data(), 0, 0, 0, 1, kInt64};
   c.positions = c.key_positions = {(char*)position.data(), 0, 0, 0, 0, kInt64};
-  c.inverse_den = inverse_den.data(), c.dden = dden.data();
   if (decay) c.log_decay = {(char*)gates.data(), 0, g, 1, 0, kFloat32}, c.d_log_decay = da.data();
   const Isa& isa = isa_baseline;
   std::vector<float> table(kChunk * 2 * isa.padded_pairs(c));
   isa.fill_rotation_table(c, table.data());
   c.rotation_table = table.data();
   std::vector<float> kv(g * f * e), dkv(g * f * e);
-  std::vector<double> z(g * f), dz(g * f), sums(g * (1 + pairs));
+  std::vector<double> z(g * f), dz(g * f), sums(g * pairs);
   Span spans[2];
   Ends forth[2], back[2];
   for (int i = 0; i < g; i++) {
-    spans[i] = {0, i, 0, n};
-    forth[i] = {nullptr, nullptr, &kv[i * f * e], &z[i * f], nullptr, nullptr};
-    back[i] = {nullptr, nullptr, &dkv[i * f * e], &dz[i * f], nullptr, &sums[i * (1 + pairs)]};
+    spans[i] = {0, i, 0, n, 0};
+    forth[i] = {.kv_out = &kv[i * f * e], .z_out = &z[i * f]};
+    back[i] = {.dkv_out = &dkv[i * f * e], .dz_out = &dz[i * f], .sums = &sums[i * pairs]};
   }
   isa.forward(c, g, spans, forth, true);
   print("out", out), print("kv", kv);
-  isa.backward_queries(c, g, spans, forth, true), isa.backward_keys(c, g, spans, back, true);
+  isa.backward(c, g, spans, back, true);
   print("dq", dq), print("dk", dk), print("dv", dv);
   if (decay) print("da", da);
   c.n = c.m = 1, c.rotation_table = nullptr;

@@ -38,8 +38,13 @@ class Case:
         return [getattr(self, field.name) for field in fields(self)]
 
     def forward(self, ops: Any, want_state: bool = True, slots: Tensor | None = None) -> tuple[Tensor, ...]:
+        """out, and the last kv and z."""
+        return self._forward(ops, want_state, slots, save=False)[:3]
+
+    def _forward(self, ops: Any, want_state: bool, slots: Tensor | None, save: bool) -> tuple[Tensor, ...]:
         given = self.inputs()
-        return ops.forward(*given[:16], slots, *given[16:], want_state)
+        results: tuple[Tensor, ...] = ops.forward(*given[:16], slots, *given[16:], want_state, save)
+        return results
 
     def step(self, ops: Any, advance: bool = False, slots: Tensor | None = None) -> Tensor:
         named = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -50,11 +55,10 @@ class Case:
     def backward(
         self, ops: Any, g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor | None
     ) -> dict[str, Tensor]:
-        wants = [x is not None for x in (self.log_decay, self.angle_steps, self.write)]
-        results = ops.backward(
-            g_out, g_kv, g_z, *(getattr(self, x.name) for x in fields(self) if x.name != "erase"), *wants
-        )
-        names = ("q", "k", "v", "log_decay", "angle_steps", "write", "kv", "z")
+        wants = [x is not None for x in (self.log_decay, self.angle_steps, self.write, self.erase)]
+        saved = [x if x.numel() else None for x in self._forward(ops, True, None, save=True)[3:]]
+        results = ops.backward(g_out, g_kv, g_z, *self.inputs(), *saved, *wants)
+        names = ("q", "k", "v", "log_decay", "angle_steps", "write", "erase", "kv", "z")
         return {name: x for name, x in zip(names, results, strict=True) if getattr(self, name) is not None}
 
 

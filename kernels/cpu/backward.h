@@ -1,0 +1,443 @@
+// Gradients of a causal call, last chunk to first. With gb = dout / den, S the state before the chunk, dS the gradient of
+// the state after it, D and C as in forward.h, and x the gradient of u:
+//   x_j    = e^(D_C - D_j) dS^T psi^_j + sum_(i >= j) e^(D_i - D_j) <phi^_i, psi^_j> gb_i
+//   dphi^_i = e^(D_i) S gb_i + sum_(j <= i) e^(D_i - D_j) <gb_i, u_j> psi^_j
+//   dpsi^_j = e^(D_C - D_j) dS u_j + sum_(i >= j) e^(D_i - D_j) <gb_i, u_j> phi^_i
+//   dS     <- e^(D_C) dS + sum_i e^(D_i) phi^_i gb_i^T
+// With erase b, x solves the transposed system of forward.h, x_j -= sum_(i > j) b_i e^(D_i - D_j) <psi^_i, psi^_j> x_i, and
+// each token's key has read, too:
+//   read_i  = e^(D_i) S x_i + sum_(j < i) e^(D_i - D_j) <x_i, u_j> psi^_j        db_i = -<psi^_i, read_i>
+//   dpsi^_j -= b_j read_j + sum_(i > j) b_i e^(D_i - D_j) <x_i, u_j> psi^_i
+//   dS      -= sum_i b_i e^(D_i) psi^_i x_i^T
+// A value's gradient is w x, and that of its factor <v, x>.
+//
+// The gradient of a token's log decay is the sum over all pairs of an earlier writer and of a reader that is the token or
+// a later one: those of other chunks <S, dS> e^(D_C), those with a reader in the chunk <phi^_i, e^(D_i) S gb_i>, those
+// with a writer in it <psi^_j, e^(D_C - D_j) dS u_j>, and those in it score by score. No large terms cancel.
+#pragma once
+#include "forward.h"
+
+namespace linrope {
+namespace {
+
+// Finishes a query's gradient, given d (F) = dphi^ without the normalizer's share; rotates it back in place.
+struct FinishQuery {
+  const Task& task;
+  float* raw;  // scratch (F)
+
+  // Returns dden. Adds the query's terms to the gradients of angle steps, if these are not null. dq: null: not wanted
+  float operator()(const Rows& q, const Rows* dq, int64_t token, const float* phi, float* d, const float* z,
+                   const float* cos, const float* sin, float den, float inverse_den, float* d_angle_steps) const {
+    const Shape& s = task.s;
+    const Call& c = task.c;
+    rotate<true>(s, d, cos, sin, d);
+    const bool constant_den = !c.normalize || (!c.add_eps && den < task.eps);
+    const float dden = constant_den ? 0 : -dot(phi, d, s.F) * inverse_den;  // <gb, num> = <phi, dphi>
+    if (!dq) return dden;
+    if (d_angle_steps)
+      for (int p = 0; p < s.pairs; p++) {
+        const int x = p * s.pair_stride, y = x + s.partner;
+        d_angle_steps[p] += phi[x] * d[y] - phi[y] * d[x];
+      }
+    const float* from = phi;
+    if (s.map == kSilu || s.map == kRelu2) {
+      features(s, q, token, kIdentity, raw);
+      from = raw;
+    }
+    for (int i = 0; i < s.F; i += W) {
+      const vf y = dden == 0 ? load(d + i) : load(d + i) + load(z + i) * dden;
+      store(d + i, y * slope(s.map, load(from + i), load(phi + i)));
+    }
+    task.write_gradient(d, *dq, token);
+    return dden;
+  }
+};
+
+struct Backward : Task {
+  static constexpr int C = kChunk, kChunks = kBlock / C;
+  struct Scratch : Pieces {
+    using Pieces::Pieces;
+    float *psi = features(), *keys = features(), *keys_t = features(), *phi = features(), *queries = features();
+    float *z = features(), *z_before = features(), *dden_phi = features();
+    float *dq = features(), *dk = features(), *read = features(), *raw = features(1), *within = features(1);
+    float *u = values(), *u_t = values(), *gb = values(), *x = values(), *scaled = values();
+    float *scores = score_matrix(), *products = score_matrix(), *pairs = score_matrix(), *erased = score_matrix();
+    float *dens = per_token(), *inverse_dens = per_token(), *erase = per_token(), *factors = per_token();
+    float *of_readers = arena.take<float>(C * W), *of_erasers = arena.take<float>(C * W);
+    float *of_writers = arena.take<float>(C * W), *dS_t = state();
+    float *k_angles = angle_rows(), *q_angles = angle_rows();
+    float* states = arena.take<float>(kChunks * s.F * s.E);   // S^T before each chunk of a block
+    double* z_states = arena.take<double>(kChunks * s.F);     // z
+    DecayScratch decay = decay_factors();
+  };
+  struct Kept : Pieces {
+    using Pieces::Pieces;
+    float* dS = state();
+    double* dz = feature_sums();
+    AngleMemory k_angle{arena, s}, q_angle{arena, s};
+  };
+  const Scratch& w;
+  // want_output: else only the gradient of the state is. same_angles: queries and keys have the same angles
+  const bool want_output, same_angles, want_d_log_decay, want_d_angle_steps, want_dz, erases;
+  const int query_heads;
+  const bool want_states, want_z;  // S, and z, before each chunk are wanted
+  int64_t done = 0;
+  float* dS;  // the gradient of the state after the current chunk
+  RunningSum z_sum, dz_sum;
+  Decay decay;
+  Angles k_angle, q_angle;
+  Rows dk, dv;
+
+  Backward(const Call& c, const Span& span, const Ends& ends, bool want_output, const Scratch& w, const Kept& kept)
+      : Task(c, span, ends), w(w), want_output(want_output), same_angles(same_positions(c)),
+        want_d_log_decay(want_output && c.d_log_decay), want_d_angle_steps(want_output && c.d_angle_steps),
+        want_dz(c.normalize || (ends.dz_in && !c.erase.data)), erases(c.erase.data), query_heads(c.causal && c.dout.data ? group : 0),
+        want_states(want_output ? query_heads || c.d_log_decay || erases : query_heads && c.normalize),
+        want_z(want_states && (c.normalize || (want_d_log_decay && want_dz))), dS(kept.dS),
+        z_sum{s.F, nullptr, w.within}, dz_sum{s.F, kept.dz, w.within}, decay(c, span, &w.decay),
+        k_angle(c, s, span, c.key_positions, ends.angle_in, w.k_angles, kept.k_angle),
+        q_angle(c, s, span, c.positions, ends.angle_in, w.q_angles, kept.q_angle), dk(gradients(c.dk, span.head)),
+        dv(key_rows(c.dv)) {
+    add_steps(span.begin, span.end, 1);  // the sweep starts from the total angle
+    state_in(s, ends.dkv_in, dS, false);
+    z_in(s, ends.dz_in, dz_sum.total);
+  }
+  void add_steps(int64_t first, int64_t last, int sign) {
+    for (int64_t t = first; k_angle.steps.base && t < last; t++) k_angle.steps.add(t, (uint64_t)sign, k_angle.sum);
+    memcpy(q_angle.sum, k_angle.sum, 8 * s.half);
+  }
+
+  void advance() {  // by one block
+    const int64_t end = span.end - done, first = block_begin(end - 1);
+    if (want_states) find_states(first, end);
+    for (int64_t t = end - (end - first - 1) % C - 1; t >= first; t -= C) {
+      const int chunk = (int)((t - first) / C);
+      sweep(t, end - t < C ? (int)(end - t) : C, w.states + chunk * s.F * s.E, w.z_states + chunk * s.F);
+    }
+    done += end - first;
+  }
+  // Computes S and z before each chunk of the block, from those before the block
+  void find_states(int64_t first, int64_t end) {
+    const bool saved = first > span.start;
+    state_in(s, saved ? saved_kv(first) : ends.kv_in, w.states, true);
+    z_in(s, saved ? saved_z(first) : ends.z_in, w.z_states);
+    add_steps(first, end, -1);
+    int64_t t = first;
+    for (int i = 0; end - t > C; i++, t += C) {
+      decay.plan(t, C, false);
+      k_angle.forward(t, C);
+      read_keys(t, C, 1);
+      float *S = w.states + i * s.F * s.E, *next = S + s.F * s.E;
+      memcpy(next, S, 4 * s.F * s.E);
+      scale_rows(w.u, C, s.E, decay.to_end());
+      update({C, s.value_row, s.feature_row, w.u, w.keys, next, false, decay.factor});
+      memcpy(w.z_states + (i + 1) * s.F, w.z_states + i * s.F, 8 * s.F);
+      if (!want_z) continue;
+      z_sum.total = w.z_states + (i + 1) * s.F;
+      z_sum.rows(w.psi, C, decay.from_start(), decay.of_token(), w.z, nullptr);
+      z_sum.end_chunk(decay.factor);
+    }
+    add_steps(t, end, 1);
+  }
+  // psi, psi^ and u
+  void read_keys(int64_t t, int rows, int direction) {
+    key_features(t, direction, rows, w.psi);
+    for (int i = 0; i < rows; i++) {
+      prefetch(v, t + i, C * direction, s.e);
+      rotate<false>(s, w.psi + i * s.F, k_angle.cos + i * s.half, k_angle.sin + i * s.half, w.keys + i * s.F);
+      float* u = w.u + i * s.E;
+      if (!erases) {
+        key_values(t + i, u);
+      } else {
+        copy_in(saved_u(t + i), u, s.e);
+        zero(u + s.e, s.E - s.e);
+      }
+    }
+  }
+
+  // The chunk of `rows` tokens from t on; S_t (S^T) and z before it
+  void sweep(int64_t t, int rows, const float* S_t, double* z) {
+    decay.plan(t, rows);
+    k_angle.backward(t, rows);
+    if (!same_angles && query_heads) q_angle.backward(t, rows);
+    if (want_output || c.normalize) read_chunk(t, rows, z);
+    if (want_output) gradients_after(rows);
+    double across = want_d_log_decay ? decay.factor.exact * product_of_states(S_t, w.dS_t) : 0;
+    if (want_dz) zero(w.dden_phi, rows * s.F);
+    if (!query_heads) decay_state(dS, s.F * s.E, decay.factor);
+    for (int r = 0; r < query_heads; r++) sweep_queries(t, rows, r, S_t);
+    if (want_output && erases) sweep_erasers(t, rows, S_t);
+    if (want_dz) {
+      dz_sum.rows_backward(w.dden_phi, rows, decay.to_end(), decay.of_token());
+      dz_sum.end_chunk(decay.factor);
+    }
+    if (want_d_log_decay) write_d_log_decay(t, rows, across);
+    if (want_output) write_gradients(t, rows);
+  }
+  void read_chunk(int64_t t, int rows, double* z) {
+    read_keys(t, rows, -1);
+    if (query_heads || erases) {
+      zero_to_multiple_of_four(w.keys, rows, s.F);
+      transpose(w.keys, rows, s.F, w.keys_t);
+      zero_to_multiple_of_four(w.u, rows, s.E);
+      transpose(w.u, rows, s.E, w.u_t);
+    }
+    if (!want_z) return;
+    z_sum.total = z;
+    z_sum.rows(w.psi, rows, decay.from_start(), decay.of_token(), w.z, w.z_before);
+  }
+  // What the chunk's tokens contribute through the state after it, to x and dpsi^
+  void gradients_after(int rows) {
+    transpose_state(dS, s.feature_row, s.value_row, w.dS_t);
+    if (want_d_log_decay) {
+      for (float* sums : {w.of_readers, w.of_erasers, w.of_writers}) zero(sums, C * W);
+      zero(w.pairs, C * C);
+    }
+    multiply({.rows = rows, .K = s.feature_row, .N = s.value_row, .A = w.keys, .S = dS, .scale = decay.to_end(),
+              .to = w.x, .stride = s.E});
+    multiply({.rows = rows, .K = s.value_row, .N = s.feature_row, .A = w.u, .S = w.dS_t, .scale = decay.to_end(),
+              .to = w.dk, .stride = s.F, .with = w.keys, .sums = want_d_log_decay ? w.of_writers : nullptr});
+  }
+  // Query head r of the key/value head
+  void sweep_queries(int64_t t, int rows, int r, const float* S_t) {
+    read_queries(t, rows, r);
+    if (want_output) {
+      multiply_scores({.rows = rows, .K = s.feature_row, .A = w.queries, .B_t = w.keys_t, .L = decay.between(),
+                       .to = w.scores});
+      multiply({.rows = rows, .N = s.value_row, .scores = w.scores, .transposed = true, .V = w.gb,
+                .finite = all_finite(w.gb, rows * s.E), .accumulate = true, .to = w.x, .stride = s.E});
+    }
+    if (want_output || c.normalize) {
+      multiply_with_u(w.gb, rows, w.scores, w.products);
+      multiply({.rows = rows, .K = s.value_row, .N = s.feature_row, .A = w.gb, .S = S_t, .scale = decay.from_start(),
+                .scores = w.products, .V = w.keys, .finite = all_finite(w.keys, rows * s.F), .to = w.dq,
+                .stride = s.F, .with = w.queries, .sums = want_d_log_decay ? w.of_readers : nullptr});
+    }
+    if (want_output)
+      multiply({.rows = rows, .N = s.feature_row, .scores = w.products, .transposed = true, .V = w.queries,
+                .finite = all_finite(w.queries, rows * s.F), .accumulate = true, .to = w.dk, .stride = s.F});
+    scale_rows(w.gb, rows, s.E, decay.from_start());
+    update({rows, s.feature_row, s.value_row, w.queries, w.gb, dS, false, r ? DecayFactor() : decay.factor});
+    finish_queries(t, rows, r);
+  }
+  // phi, phi^, den and gb
+  void read_queries(int64_t t, int rows, int r) {
+    const Angles& angles = same_angles ? k_angle : q_angle;
+    const Rows q = queries(r), dout = query_rows(c.dout, r);
+    features(s, q, t, -1, rows, w.phi);
+    for (int i = 0; i < rows; i++) {
+      prefetch(dout, t + i, -C, s.e);
+      w.dens[i] = c.normalize ? dot(w.phi + i * s.F, w.z + i * s.F, s.F) : 1;
+      w.inverse_dens[i] = inverse_den(w.dens[i]);
+      values(s, dout, t + i, w.gb + i * s.E, w.inverse_dens[i]);
+      rotate<false>(s, w.phi + i * s.F, angles.cos + i * s.half, angles.sin + i * s.half, w.queries + i * s.F);
+    }
+  }
+  // to_ij = e^(D_i - D_j) <A_i, u_j>. Times the scores of the same tokens, this is what a pair adds to log decay's gradient
+  void multiply_with_u(const float* A, int rows, const float* scores, float* to) {
+    if (!want_d_log_decay)
+      return multiply_scores({.rows = rows, .K = s.value_row, .A = A, .B_t = w.u_t, .L = decay.between(), .to = to});
+    multiply_scores({.rows = rows, .K = s.value_row, .A = A, .B_t = w.u_t, .to = to});
+    for (int i = 0; i < rows; i++)
+      for (int j = 0; j <= i; j += W) {
+        const int at = i * C + j;
+        const vf x = load(to + at);
+        store(w.pairs + at, load(w.pairs + at) + x * load(scores + at));
+        store(to + at, iota() + j <= i ? x * load(decay.between() + at) : vf{});
+      }
+  }
+  void finish_queries(int64_t t, int rows, int r) {
+    const Angles& angles = same_angles ? k_angle : q_angle;
+    const Rows q = queries(r), dq = gradients(c.dq, query_head(r));
+    const FinishQuery finish_query{*this, w.raw};
+    if (!want_output && !c.normalize) return;
+    for (int i = 0; i < rows; i++) {
+      float* d_angle_steps = want_d_angle_steps ? angle_steps_at(t + i) : nullptr;
+      if (d_angle_steps && r == 0) zero(d_angle_steps, (int)c.pairs);
+      const float *phi = w.phi + i * s.F, *cos = angles.cos + i * s.half, *sin = angles.sin + i * s.half;
+      const float dden = finish_query(q, want_output ? &dq : nullptr, t + i, phi, w.dq + i * s.F, w.z + i * s.F, cos, sin,
+                                      w.dens[i], w.inverse_dens[i], d_angle_steps);
+      for (int f = 0; dden != 0 && f < s.F; f += W) {
+        float* sum = w.dden_phi + i * s.F + f;
+        store(sum, load(sum) + load(phi + f) * dden);
+      }
+    }
+  }
+  // What the chunk's keys have read and erased
+  void sweep_erasers(int64_t t, int rows, const float* S_t) {
+    const float* from_start = decay.from_start();
+    for (int i = 0; i < rows; i++) w.erase[i] = erase(t + i);
+    multiply_scores({rows, s.feature_row, w.keys, w.keys_t, decay.between(), w.erase, w.erased});
+    solve_transposed(rows, s.value_row, w.erased, w.x);
+    for (int i = 0; want_d_log_decay && i < rows * C; i += W) store(w.scores + i, -load(w.erased + i));
+    multiply_with_u(w.x, rows, w.scores, w.products);
+    for (int i = 0; i < rows; i++) w.products[i * C + i] = 0;  // a key reads before its token writes
+    const bool finite = all_finite(w.keys, rows * s.F);
+    multiply({.rows = rows, .K = s.value_row, .N = s.feature_row, .A = w.x, .S = S_t, .scale = from_start,
+              .scores = w.products, .V = w.keys, .finite = finite, .to = w.read, .stride = s.F, .with = w.keys,
+              .sums = want_d_log_decay ? w.of_erasers : nullptr});
+    for (int i = 0; i < rows; i++) w.factors[i] = -w.erase[i];
+    scale_rows(w.products, rows, C, w.factors);
+    multiply({.rows = rows, .N = s.feature_row, .scores = w.products, .transposed = true, .V = w.keys, .finite = finite,
+              .accumulate = true, .to = w.dk, .stride = s.F});
+    memcpy(w.scaled, w.x, 4 * rows * s.E);
+    scale_rows(w.scaled, rows, s.E, w.factors);
+    scale_rows(w.scaled, rows, s.E, from_start);
+    update({rows, s.feature_row, s.value_row, w.keys, w.scaled, dS, false, DecayFactor()});
+    for (int i = 0; i < rows; i++) {
+      float *read = w.read + i * s.F, *d = w.dk + i * s.F;
+      if (c.d_erase) c.d_erase[key_index(t + i)] = unmasked(t + i) ? -dot(w.keys + i * s.F, read, s.F) : 0;
+      for (int f = 0; f < s.F; f += W) store(d + f, load(d + f) + load(read + f) * w.factors[i]);
+      float* readers = w.of_readers + i * W;
+      if (want_d_log_decay) store(readers, load(readers) + load(w.of_erasers + i * W) * w.factors[i]);
+    }
+  }
+
+  // across: the sum over the pairs of an earlier chunk's writer and a later chunk's reader
+  void write_d_log_decay(int64_t t, int rows, double across) {
+    double written[C], before = 0, read = 0;
+    for (int i = 0; i < rows; i++) {
+      written[i] = before;
+      before += sum(load(w.of_writers + i * W));
+    }
+    float sums[C] = {};  // of each writer's pairs with the current token and later ones
+    for (int i = rows - 1; i >= 0; i--) {
+      double pairs = 0;
+      read += sum(load(w.of_readers + i * W));
+      for (int j = 0; j < i; j++) pairs += sums[j] += w.pairs[i * C + j];
+      double total = across + read + written[i] + pairs;
+      if (want_z) total += product(w.z_before + i * s.F, w.dden_phi + i * s.F, s.F);
+      c.d_log_decay[key_index(t + i)] = (float)total;
+    }
+  }
+  // <S, dS>, in parts of float32 whose sum is float64
+  double product_of_states(const float* S, const float* dS) const {
+    double total = 0;
+    const int count = s.F * s.E, part = 16 * W;
+    for (int from = 0; from < count; from += part) total += dot(S + from, dS + from, count - from < part ? count - from : part);
+    return total;
+  }
+
+  void write_gradients(int64_t t, int rows) {
+    for (int i = rows - 1; i >= 0; i--) {
+      const int64_t token = t + i;
+      float *d = w.dk + i * s.F, *d_value = w.x + i * s.E;
+      prefetch(dk, token, 0, s.f);
+      float* steps = want_d_angle_steps ? angle_steps_at(token) : nullptr;
+      if (steps && !c.dout.data) zero(steps, s.pairs);  // no query has written its terms
+      if (unmasked(token)) {
+        finish_key(token, i);
+      } else {
+        zero(d, s.F);
+        zero(d_value, s.E);
+      }
+      if (c.write.data) split_gradient(token, d_value, w.scaled);
+      write_gradient(d, dk, token);
+      write_values(s, d_value, dv, token);
+      for (int p = 0; steps && p < s.pairs; p++) steps[p] = (float)(ends.sums[p] += steps[p]);
+    }
+  }
+  // Finishes the key's gradient, and adds its terms to those of the angle steps, which are sums over later tokens, too
+  void finish_key(int64_t token, int i) {
+    const int F = s.F;
+    const float* y = w.psi + i * F;
+    float *d = w.dk + i * F, *dden_row = w.dden_phi + i * F;
+    rotate<true>(s, d, k_angle.cos + i * s.half, k_angle.sin + i * s.half, d);
+    if (want_d_angle_steps)  // the normalizer's share is not rotated
+      for (int p = 0; p < s.pairs; p++) {
+        const int first = p * s.pair_stride, second = first + s.partner;
+        ends.sums[p] += y[first] * d[second] - y[second] * d[first];
+      }
+    for (int f = 0; want_dz && f < F; f += W) store(d + f, load(d + f) + load(dden_row + f));
+    const float* raw = y;
+    if (s.map == kSilu || s.map == kRelu2) {
+      features(s, k, token, kIdentity, w.raw);
+      raw = w.raw;
+    }
+    for (int f = 0; f < F; f += W) store(d + f, load(d + f) * slope(s.map, load(raw + f), load(y + f)));
+  }
+  // Turns the gradient of what is written (E) into that of the value, and stores that of its factor. value: scratch (E)
+  void split_gradient(int64_t token, float* gradient, float* value) const {
+    const float factor = unmasked(token) ? write(token) : 0;
+    float product_with_value = 0;
+    if (c.d_write && unmasked(token)) {
+      values(s, v, token, value);
+      product_with_value = (float)product(gradient, value, s.E);
+    }
+    if (c.d_write) c.d_write[key_index(token)] = product_with_value;
+    for (int e = 0; e < s.E; e += W) store(gradient + e, load(gradient + e) * factor);
+  }
+  void finish() {
+    if (ends.dkv_out) state_out(s, dS, ends.dkv_out);
+    if (ends.dz_out) z_out(s, dz_sum.total, ends.dz_out);
+  }
+};
+
+// Bidirectional: gradients of queries that read the state of all keys; Ends' dkv_out and dz_out receive the gradient of
+// that state.
+struct BidirectionalBackward : Task {
+  static constexpr int C = kChunk;
+  struct Scratch : Pieces {
+    using Pieces::Pieces;
+    float *x = features(), *hat = features(), *d = features(), *gb = values();
+    float *dens = per_token(), *raw = features(1), *angles = angle_rows();
+  };
+  struct Kept : Pieces {
+    using Pieces::Pieces;
+    float *S = state(), *dS = state(), *z = features(1);
+    double* dz = feature_sums();
+    AngleMemory angle{arena, s};
+  };
+  const Scratch& w;
+  int64_t done = 0;
+  float *S, *dS, *z;
+  double* dz;
+  Angles query_angles;
+
+  BidirectionalBackward(const Call& c, const Span& span, const Ends& ends, bool, const Scratch& w, const Kept& kept)
+      : Task(c, span, ends), w(w), S(kept.S), dS(kept.dS), z(kept.z), dz(kept.dz),
+        query_angles(c, s, span, c.positions, ends.angle_in, w.angles, kept.angle) {
+    state_in(s, ends.kv_in, S, true);
+    z_in(s, ends.z_in, dz);
+    for (int i = 0; i < s.F; i++) {
+      z[i] = (float)dz[i];
+      dz[i] = 0;
+    }
+    zero(dS, s.F * s.E);
+  }
+  void advance() {
+    const int64_t t = span.begin + done;
+    const int rows = span.end - t < C ? (int)(span.end - t) : C, F = s.F, E = s.E, half = s.half;
+    query_angles.forward(t, rows);
+    if (c.d_angle_steps)
+      for (int i = 0; i < rows; i++) zero(angle_steps_at(t + i), (int)c.pairs);
+    for (int r = 0; r < group; r++) {
+      const Rows q = queries(r), dout = query_rows(c.dout, r), dq = gradients(c.dq, query_head(r));
+      features(s, q, t, 1, rows, w.x);
+      for (int i = 0; i < rows; i++) {
+        prefetch(dout, t + i, C, s.e);
+        prefetch(dq, t + i, 0, s.f);
+        w.dens[i] = c.normalize ? dot(w.x + i * F, z, F) : 1;
+        values(s, dout, t + i, w.gb + i * E, inverse_den(w.dens[i]));
+        rotate<false>(s, w.x + i * F, query_angles.cos + i * half, query_angles.sin + i * half, w.hat + i * F);
+      }
+      multiply({.rows = rows, .K = s.value_row, .N = s.feature_row, .A = w.gb, .S = S, .to = w.d, .stride = F});
+      const FinishQuery finish_query{*this, w.raw};
+      for (int i = 0; i < rows; i++) {
+        const float dden = finish_query(q, &dq, t + i, w.x + i * F, w.d + i * F, z, query_angles.cos + i * half,
+                                        query_angles.sin + i * half, w.dens[i], inverse_den(w.dens[i]),
+                                        angle_steps_at(t + i));
+        for (int f = 0; f < F; f++) dz[f] += dden * w.x[i * F + f];
+      }
+      update({rows, s.feature_row, s.value_row, w.hat, w.gb, dS, false, DecayFactor()});
+    }
+    done += rows;
+  }
+  void finish() {
+    state_out(s, dS, ends.dkv_out);
+    z_out(s, dz, ends.dz_out);
+  }
+};
+
+}  // namespace
+}  // namespace linrope
