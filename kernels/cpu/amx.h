@@ -213,6 +213,7 @@ void multiply(const Product& x) {
 }
 
 void update(const Update& x) {
+  if (x.whole) return linrope::update(x);
   alignas(64) float B_t[kMaxRow * C], block[C * C];
   Split<kMaxRow * C> B;
   Split<C * C> V;

@@ -33,6 +33,7 @@ constexpr Axis query_heads{"heads of q", &Call::query_heads, &View::head};
 constexpr Axis key_heads{"heads of k", &Call::key_heads, &View::head};
 constexpr Axis f{"f", &Call::f, &View::last}, e{"e", &Call::e, &View::last}, pairs{"pairs", &Call::pairs, &View::last};
 constexpr Axis coordinates{"axes", &Call::axes, &View::last, false, true};
+constexpr Axis units{"units", &Call::units, &View::last, false, true};
 }  // namespace axis
 
 enum Memory { kAnyStrides, kDenseRows, kContiguous };
@@ -64,7 +65,7 @@ constexpr Argument kArguments[] = {
     {"k", kAll, kAll, 0, &Call::k, kData, kDenseRows, {b, m, key_heads, f}},
     {"v", kAll, kAll, 0, &Call::v, kTypeOfK, kDenseRows, {b, m, g, e}},
     {"feature_map", kAll, kAll, 0, &Call::map},
-    {"log_decay", kAll, 0, 0, &Call::log_decay, kGates, kAnyStrides, {b1, n, g1}},
+    {"log_decay", kAll, 0, 0, &Call::log_decay, kGates, kAnyStrides, {b1, n, g1, units}},
     {"write", kAll, 0, 0, &Call::write, kFloating, kAnyStrides, {b1, m, g1}},
     {"erase", kAll, 0, 0, &Call::erase, kFloating, kAnyStrides, {b1, m, g1}},
     {"theta", kAll, 0, 0, &Call::theta, kInt64s, kContiguous, {axes, g1, pairs}},
@@ -104,7 +105,7 @@ constexpr int kGOut = index_of("g_out"), kQ = index_of("q"), kK = index_of("k"),
 constexpr int kTheta = index_of("theta"), kAngleSteps = index_of("angle_steps"), kAngle = index_of("angle");
 constexpr int kPositions = index_of("positions"), kKeyPositions = index_of("key_positions");
 constexpr int kCuSeqlens = index_of("cu_seqlens"), kKv = index_of("kv"), kZ = index_of("z"), kSlots = index_of("slots");
-constexpr int kErase = index_of("erase"), kSavedKv = index_of("saved_kv"), kSavedU = index_of("saved_u");
+constexpr int kLogDecay = index_of("log_decay"), kErase = index_of("erase"), kSavedKv = index_of("saved_kv"), kSavedU = index_of("saved_u");
 
 // An operator's arguments: the tensors as they came, and the Call that read_call fills. It must outlive the call
 struct Inputs {
@@ -242,6 +243,8 @@ inline void read_packing(Inputs& x) {
     c.sequences = bounds.size(0) - 1;
   }
   if (x.has(kErase) && x.has(kZ)) refuse("z: got a tensor with erase, expected none: the delta rule has no normalizer");
+  if (x.op == kStep && !x.has(kErase) && !x.has(kZ))
+    refuse("erase: got None for a state without z, expected a number per token, as in the calls that made the state");
   if (!x.has(kErase) && x.has(kKv) != x.has(kZ)) refuse("kv, z: got one of them, expected both or none");
   if (x.has(kSlots) && !(x.has(kKv) && x.at(kKv).dim() == 4))
     refuse("slots: got a tensor without kv and z, expected a pool's kv and z with it");
@@ -251,6 +254,7 @@ inline void read_packing(Inputs& x) {
 inline void read_rotation(Inputs& x) {
   Call& c = x.call;
   c.axes = 1;
+  c.units = 1;
   if (c.layout < kNone || c.layout > kHalf) refuse("layout: got ", c.layout, ", expected 0, 1 or 2");
   const bool rotates = x.has(kTheta) || x.has(kAngleSteps) || x.has(kAngle);
   if (rotates != (c.layout != kNone))
@@ -327,6 +331,7 @@ inline Call& read_call(Inputs& x) {
   read_tokens(x);
   read_packing(x);
   read_rotation(x);
+  if (x.has(kLogDecay) && x.at(kLogDecay).dim() == 4) c.units = c.f - c.pairs;
   for (int i = 0; i < kCount; i++)
     if (x.has(i)) read_tensor(kArguments[i], x.at(i), c);
   check_together(x);

@@ -68,7 +68,10 @@ struct Backward : Task {
     float *k_angles = angle_rows(), *q_angles = angle_rows();
     float* states = arena.take<float>(kChunks * s.F * s.E);   // S^T before each chunk of a block
     double* z_states = arena.take<double>(kChunks * s.F);     // z
-    DecayScratch decay = decay_factors();
+    mutable ChunkDecay::Scratch decay{arena, s};
+    // Decay per unit: what keys get within leaves, and log decay's gradient; what leaves read, and what they write
+    float *dk_within = of_units(C), *da = of_units(C), *leaf_reads = of_units(kLeaves);
+    float* of_units(int rows) const { return arena.take<float>(s.per_unit ? rows * s.F : 0); }
   };
   struct Kept : Pieces {
     using Pieces::Pieces;
@@ -84,7 +87,8 @@ struct Backward : Task {
   int64_t done = 0;
   float* dS;  // the gradient of the state after the current chunk
   RunningSum z_sum, dz_sum;
-  Decay decay;
+  ChunkDecay decay;
+  bool dS_t_is_current = false;
   Angles k_angle, q_angle;
   Rows dk, dv;
 
@@ -94,7 +98,7 @@ struct Backward : Task {
         want_dz(c.normalize || (ends.dz_in && !c.erase.data)), erases(c.erase.data), query_heads(c.causal && c.dout.data ? group : 0),
         want_states(want_output ? query_heads || c.d_log_decay || erases : query_heads && c.normalize),
         want_z(want_states && (c.normalize || (want_d_log_decay && want_dz))), dS(kept.dS),
-        z_sum{s.F, nullptr, w.within}, dz_sum{s.F, kept.dz, w.within}, decay(c, span, &w.decay),
+        z_sum{s.F, nullptr, w.within}, dz_sum{s.F, kept.dz, w.within}, decay(c, span, s, w.decay),
         k_angle(c, s, span, c.key_positions, ends.angle_in, w.k_angles, kept.k_angle),
         q_angle(c, s, span, c.positions, ends.angle_in, w.q_angles, kept.q_angle), dk(gradients(c.dk, span.head)),
         dv(key_rows(c.dv)) {
@@ -110,6 +114,7 @@ struct Backward : Task {
   void advance() {  // by one block
     const int64_t end = span.end - done, first = block_begin(end - 1);
     if (want_states) find_states(first, end);
+    dS_t_is_current = false;
     for (int64_t t = end - (end - first - 1) % C - 1; t >= first; t -= C) {
       const int chunk = (int)((t - first) / C);
       sweep(t, end - t < C ? (int)(end - t) : C, w.states + chunk * s.F * s.E, w.z_states + chunk * s.F);
@@ -129,13 +134,14 @@ struct Backward : Task {
       read_keys(t, C, 1);
       float *S = w.states + i * s.F * s.E, *next = S + s.F * s.E;
       memcpy(next, S, 4 * s.F * s.E);
-      scale_rows(w.u, C, s.E, decay.to_end());
-      update({C, s.value_row, s.feature_row, w.u, w.keys, next, false, decay.factor});
+      scale_rows(w.u, C, s.E, {decay.to_end_of_rows()});
+      const float* writers = decay.carried_to_end(w.keys, C);
+      update(decay.update({C, s.value_row, s.feature_row, w.u, writers, next, false}, true, true));
       memcpy(w.z_states + (i + 1) * s.F, w.z_states + i * s.F, 8 * s.F);
       if (!want_z) continue;
       z_sum.total = w.z_states + (i + 1) * s.F;
       z_sum.rows(w.psi, C, decay.from_start(), decay.of_token(), w.z, nullptr);
-      z_sum.end_chunk(decay.factor);
+      decay.end_chunk(z_sum);
     }
     add_steps(t, end, 1);
   }
@@ -162,23 +168,29 @@ struct Backward : Task {
     if (!same_angles && query_heads) q_angle.backward(t, rows);
     if (want_output || c.normalize) read_chunk(t, rows, z);
     if (want_output) gradients_after(rows);
-    double across = want_d_log_decay ? decay.factor.exact * product_of_states(S_t, w.dS_t) : 0;
+    double across = 0;
+    if (want_d_log_decay && !s.per_unit) across = decay.scalar.factor.exact * product_of_states(S_t, w.dS_t);
     if (want_dz) zero(w.dden_phi, rows * s.F);
-    if (!query_heads) decay_state(dS, s.F * s.E, decay.factor);
+    if (!query_heads) update(decay.update({0, s.feature_row, s.value_row, w.keys, w.u, dS, false}, false, true));
     for (int r = 0; r < query_heads; r++) sweep_queries(t, rows, r, S_t);
     if (want_output && erases) sweep_erasers(t, rows, S_t);
     if (want_dz) {
       dz_sum.rows_backward(w.dden_phi, rows, decay.to_end(), decay.of_token());
-      dz_sum.end_chunk(decay.factor);
+      decay.end_chunk(dz_sum);
     }
-    if (want_d_log_decay) write_d_log_decay(t, rows, across);
+    dS_t_is_current = false;
+    if (want_d_log_decay && s.per_unit) write_d_log_decay_of_units(t, rows, S_t);
+    else if (want_d_log_decay) write_d_log_decay(t, rows, across);
+    for (int i = 0; want_output && s.per_unit && i < rows * s.F; i += W)
+      store(w.dk + i, load(w.dk + i) + load(w.dk_within + i));
     if (want_output) write_gradients(t, rows);
   }
   void read_chunk(int64_t t, int rows, double* z) {
     read_keys(t, rows, -1);
     if (query_heads || erases) {
       zero_to_multiple_of_four(w.keys, rows, s.F);
-      transpose(w.keys, rows, s.F, w.keys_t);
+      if (s.per_unit) w.decay.units.set_keys(w.keys);
+      else transpose(w.keys, rows, s.F, w.keys_t);
       zero_to_multiple_of_four(w.u, rows, s.E);
       transpose(w.u, rows, s.E, w.u_t);
     }
@@ -188,37 +200,82 @@ struct Backward : Task {
   }
   // What the chunk's tokens contribute through the state after it, to x and dpsi^
   void gradients_after(int rows) {
-    transpose_state(dS, s.feature_row, s.value_row, w.dS_t);
-    if (want_d_log_decay) {
+    transpose_gradient();
+    if (s.per_unit) {
+      for (float* x : {w.dk_within, w.da}) zero(x, rows * s.F);
+      zero(w.leaf_reads, kLeaves * s.F);
+    } else if (want_d_log_decay) {
       for (float* sums : {w.of_readers, w.of_erasers, w.of_writers}) zero(sums, C * W);
       zero(w.pairs, C * C);
     }
-    multiply({.rows = rows, .K = s.feature_row, .N = s.value_row, .A = w.keys, .S = dS, .scale = decay.to_end(),
-              .to = w.x, .stride = s.E});
-    multiply({.rows = rows, .K = s.value_row, .N = s.feature_row, .A = w.u, .S = w.dS_t, .scale = decay.to_end(),
-              .to = w.dk, .stride = s.F, .with = w.keys, .sums = want_d_log_decay ? w.of_writers : nullptr});
+    multiply({.rows = rows, .K = s.feature_row, .N = s.value_row, .A = decay.carried_to_end(w.keys, rows), .S = dS,
+              .scale = decay.to_end_of_rows(), .to = w.x, .stride = s.E});
+    multiply({.rows = rows, .K = s.value_row, .N = s.feature_row, .A = w.u, .S = w.dS_t,
+              .scale = decay.to_end_of_rows(), .to = w.dk, .stride = s.F, .with = w.keys,
+              .sums = want_d_log_decay && !s.per_unit ? w.of_writers : nullptr});
+    if (s.per_unit) scale_rows(w.dk, rows, s.F, decay.to_end());
+  }
+  void transpose_gradient() {
+    if (!dS_t_is_current) transpose_state(dS, s.feature_row, s.value_row, w.dS_t);
+    dS_t_is_current = true;
   }
   // Query head r of the key/value head
   void sweep_queries(int64_t t, int rows, int r, const float* S_t) {
     read_queries(t, rows, r);
     if (want_output) {
-      multiply_scores({.rows = rows, .K = s.feature_row, .A = w.queries, .B_t = w.keys_t, .L = decay.between(),
-                       .to = w.scores});
+      key_scores(w.queries, rows, nullptr, w.scores);
       multiply({.rows = rows, .N = s.value_row, .scores = w.scores, .transposed = true, .V = w.gb,
                 .finite = all_finite(w.gb, rows * s.E), .accumulate = true, .to = w.x, .stride = s.E});
     }
     if (want_output || c.normalize) {
       multiply_with_u(w.gb, rows, w.scores, w.products);
-      multiply({.rows = rows, .K = s.value_row, .N = s.feature_row, .A = w.gb, .S = S_t, .scale = decay.from_start(),
-                .scores = w.products, .V = w.keys, .finite = all_finite(w.keys, rows * s.F), .to = w.dq,
-                .stride = s.F, .with = w.queries, .sums = want_d_log_decay ? w.of_readers : nullptr});
+      read_states(w.gb, rows, S_t, w.queries, nullptr, w.dq, w.of_readers);
     }
-    if (want_output)
-      multiply({.rows = rows, .N = s.feature_row, .scores = w.products, .transposed = true, .V = w.queries,
-                .finite = all_finite(w.queries, rows * s.F), .accumulate = true, .to = w.dk, .stride = s.F});
-    scale_rows(w.gb, rows, s.E, decay.from_start());
-    update({rows, s.feature_row, s.value_row, w.queries, w.gb, dS, false, r ? DecayFactor() : decay.factor});
+    if (want_output) add_to_writers(rows, w.queries);
+    scale_rows(w.gb, rows, s.E, {decay.from_start_of_rows()});
+    const float* readers = decay.carried_from_start(w.queries, rows);
+    update(decay.update({rows, s.feature_row, s.value_row, readers, w.gb, dS, false}, false, r == 0));
     finish_queries(t, rows, r);
+  }
+  // to_ij = scale_i e^(D_i - D_j) <A_i, psi^_j>
+  void key_scores(const float* A, int rows, const float* scale, float* to) {
+    if (s.per_unit) w.decay.units.scores(A, w.keys, scale, to);
+    else multiply_scores({rows, s.feature_row, A, w.keys_t, decay.scalar.between(), scale, to});
+  }
+  // d_i = e^(D_i) S G_i + sum_j products_ij psi^_j, the gradient of the rows A that read with factor_i (null: 1); sums: what
+  // their reading of S adds to log decay's gradient
+  void read_states(const float* G, int rows, const float* S_t, const float* A, const float* factor, float* d, float* sums) {
+    const bool of_units = s.per_unit;
+    multiply({.rows = rows, .K = s.value_row, .N = s.feature_row, .A = G, .S = S_t,
+              .scale = decay.from_start_of_rows(), .scores = of_units ? nullptr : w.products, .V = w.keys,
+              .finite = of_units || all_finite(w.keys, rows * s.F), .to = d, .stride = s.F, .with = A,
+              .sums = want_d_log_decay && !of_units ? sums : nullptr});
+    if (!of_units) return;
+    scale_rows(d, rows, s.F, decay.from_start());
+    w.decay.units.add_earlier(w.products, d);
+    if (want_d_log_decay) add_reads(rows, A, factor, d);
+    w.decay.units.add_within(w.products, A, d, w.keys, w.dk_within, factor, !factor, want_d_log_decay ? w.da : nullptr);
+  }
+  // Adds what the tokens of a leaf read from before it to the gradients of its earlier tokens' log decay
+  void add_reads(int rows, const float* A, const float* factor, const float* d) {
+    for (int f = 0; f < s.F; f += W)
+      for (int J = 0; J * kLeaf < rows; J++) {
+        vf reads = {};
+        for (int i = (J + 1) * kLeaf < rows ? (J + 1) * kLeaf - 1 : rows - 1; i >= J * kLeaf; i--) {
+          const int at = i * s.F + f;
+          const vf x = load(A + at) * load(d + at);
+          reads += factor ? x * factor[i] : x;
+          store(w.da + at, load(w.da + at) + reads);
+        }
+        float* leaf = w.leaf_reads + J * s.F + f;
+        store(leaf, load(leaf) + reads);
+      }
+  }
+  // Adds sum_(i >= j) products_ij A_i to dpsi^_j
+  void add_to_writers(int rows, const float* A) {
+    if (s.per_unit) return w.decay.units.add_later(w.products, w.dk);
+    multiply({.rows = rows, .N = s.feature_row, .scores = w.products, .transposed = true, .V = A,
+              .finite = all_finite(A, rows * s.F), .accumulate = true, .to = w.dk, .stride = s.F});
   }
   // phi, phi^, den and gb
   void read_queries(int64_t t, int rows, int r) {
@@ -233,17 +290,18 @@ struct Backward : Task {
       rotate<false>(s, w.phi + i * s.F, angles.cos + i * s.half, angles.sin + i * s.half, w.queries + i * s.F);
     }
   }
-  // to_ij = e^(D_i - D_j) <A_i, u_j>. Times the scores of the same tokens, this is what a pair adds to log decay's gradient
+  // to_ij = e^(D_i - D_j) <A_i, u_j>, or without the decay if it is per unit. Times the scores of the same tokens, this is what a pair adds to log decay's gradient
   void multiply_with_u(const float* A, int rows, const float* scores, float* to) {
-    if (!want_d_log_decay)
-      return multiply_scores({.rows = rows, .K = s.value_row, .A = A, .B_t = w.u_t, .L = decay.between(), .to = to});
+    const float* between = decay.scalar.between();
+    if (!want_d_log_decay || s.per_unit)
+      return multiply_scores({.rows = rows, .K = s.value_row, .A = A, .B_t = w.u_t, .L = between, .to = to});
     multiply_scores({.rows = rows, .K = s.value_row, .A = A, .B_t = w.u_t, .to = to});
     for (int i = 0; i < rows; i++)
       for (int j = 0; j <= i; j += W) {
         const int at = i * C + j;
         const vf x = load(to + at);
         store(w.pairs + at, load(w.pairs + at) + x * load(scores + at));
-        store(to + at, iota() + j <= i ? x * load(decay.between() + at) : vf{});
+        store(to + at, iota() + j <= i ? x * load(between + at) : vf{});
       }
   }
   void finish_queries(int64_t t, int rows, int r) {
@@ -265,27 +323,25 @@ struct Backward : Task {
   }
   // What the chunk's keys have read and erased
   void sweep_erasers(int64_t t, int rows, const float* S_t) {
-    const float* from_start = decay.from_start();
-    for (int i = 0; i < rows; i++) w.erase[i] = erase(t + i);
-    multiply_scores({rows, s.feature_row, w.keys, w.keys_t, decay.between(), w.erase, w.erased});
+    for (int i = 0; i < rows; i++) {
+      w.erase[i] = erase(t + i);
+      w.factors[i] = -w.erase[i];
+    }
+    key_scores(w.keys, rows, w.erase, w.erased);
     solve_transposed(rows, s.value_row, w.erased, w.x);
-    for (int i = 0; want_d_log_decay && i < rows * C; i += W) store(w.scores + i, -load(w.erased + i));
+    for (int i = 0; want_d_log_decay && !s.per_unit && i < rows * C; i += W) store(w.scores + i, -load(w.erased + i));
     multiply_with_u(w.x, rows, w.scores, w.products);
     for (int i = 0; i < rows; i++) w.products[i * C + i] = 0;  // a key reads before its token writes
-    const bool finite = all_finite(w.keys, rows * s.F);
-    multiply({.rows = rows, .K = s.value_row, .N = s.feature_row, .A = w.x, .S = S_t, .scale = from_start,
-              .scores = w.products, .V = w.keys, .finite = finite, .to = w.read, .stride = s.F, .with = w.keys,
-              .sums = want_d_log_decay ? w.of_erasers : nullptr});
-    for (int i = 0; i < rows; i++) w.factors[i] = -w.erase[i];
-    scale_rows(w.products, rows, C, w.factors);
-    multiply({.rows = rows, .N = s.feature_row, .scores = w.products, .transposed = true, .V = w.keys, .finite = finite,
-              .accumulate = true, .to = w.dk, .stride = s.F});
+    read_states(w.x, rows, S_t, w.keys, w.factors, w.read, w.of_erasers);
+    scale_rows(w.products, rows, C, {w.factors});
+    add_to_writers(rows, w.keys);
     memcpy(w.scaled, w.x, 4 * rows * s.E);
-    scale_rows(w.scaled, rows, s.E, w.factors);
-    scale_rows(w.scaled, rows, s.E, from_start);
-    update({rows, s.feature_row, s.value_row, w.keys, w.scaled, dS, false, DecayFactor()});
+    scale_rows(w.scaled, rows, s.E, {w.factors});
+    scale_rows(w.scaled, rows, s.E, {decay.from_start_of_rows()});
+    const float* readers = decay.carried_from_start(w.keys, rows);
+    update(decay.update({rows, s.feature_row, s.value_row, readers, w.scaled, dS, false}, false, false));
     for (int i = 0; i < rows; i++) {
-      float *read = w.read + i * s.F, *d = w.dk + i * s.F;
+      float *read = w.read + i * s.F, *d = (s.per_unit ? w.dk_within : w.dk) + i * s.F;
       if (c.d_erase) c.d_erase[key_index(t + i)] = unmasked(t + i) ? -dot(w.keys + i * s.F, read, s.F) : 0;
       for (int f = 0; f < s.F; f += W) store(d + f, load(d + f) + load(read + f) * w.factors[i]);
       float* readers = w.of_readers + i * W;
@@ -308,6 +364,35 @@ struct Backward : Task {
       double total = across + read + written[i] + pairs;
       if (want_z) total += product(w.z_before + i * s.F, w.dden_phi + i * s.F, s.F);
       c.d_log_decay[key_index(t + i)] = (float)total;
+    }
+  }
+  // Per unit: the same from leaf to leaf. The sum over the pairs of an earlier leaf's writer and a later leaf's reader starts
+  // as <S, dS> at the chunk's start: the pairs across the whole chunk alone could have much larger terms
+  void write_d_log_decay_of_units(int64_t t, int rows, const float* S_t) {
+    transpose_gradient();
+    const int F = s.F, P = s.feature_row.panel;
+    for (int f = 0; f < F; f += W) {
+      vf across = {};
+      const int at = f / P * P * s.E + f % P;
+      for (int e = 0; e < s.E; e++) across += load(S_t + at + e * P) * load(w.dS_t + at + e * P);
+      for (int J = 0; J * kLeaf < rows; J++) {
+        vf written = {};
+        across -= load(w.leaf_reads + J * F + f);
+        for (int i = J * kLeaf; i < rows && i < (J + 1) * kLeaf; i++) {
+          float* to = w.da + i * F + f;
+          vf x = load(to) + written + across;
+          if (want_z) x += load(w.z_before + i * F + f) * load(w.dden_phi + i * F + f);
+          store(to, x);
+          written += load(w.keys + i * F + f) * load(w.dk + i * F + f);
+        }
+        across += written;
+      }
+    }
+    for (int i = 0; i < rows; i++) {
+      float* to = c.d_log_decay + key_index(t + i) * c.units;
+      zero(to, (int)c.units);
+      for (int f = 0; f < F; f++)
+        if (const int unit = decay.units.unit_of[f]; unit >= 0) to[unit] += w.da[i * F + f];
     }
   }
   // <S, dS>, in parts of float32 whose sum is float64

@@ -141,7 +141,7 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
   const bool adds = c.heads_per_gradient > 1, queries = inputs.has(kQ), state = inputs.has(kKv), state_z = inputs.has(kZ);
   Tensor dq = empty_if(queries, shared, {c.b, c.n, dq_heads, c.f}, !inputs.has(kGOut) || adds);
   Tensor dk = empty(shared, {c.b, c.m, dk_heads, c.f}, adds), dv = empty(type, {c.b, c.m, c.g, c.e});
-  Tensor d_log_decay = empty_if(c.want_log_decay, real, {c.b, c.m, c.g});
+  Tensor d_log_decay = empty_if(c.want_log_decay, real, {c.b, c.m, c.g, c.units});
   Tensor d_write = empty_if(c.want_write, real, {c.b, c.m, c.g});
   Tensor d_erase = empty_if(c.want_erase, real, {c.b, c.m, c.g});
   Tensor d_angle_steps = empty_if(c.want_angle_steps, real, {c.b, c.m, c.g, c.pairs});

@@ -39,6 +39,7 @@ struct Call {
   // value_group > 1, dq and dk are float32. With heads_per_gradient > 1 they are zero before the first sweep
   int64_t heads_per_gradient;
   int64_t f, e, pairs, axes;
+  int64_t units;   // of log_decay: 1, or one for each pair that turns and for each feature that does not
   int64_t blocks;  // whose states are saved, of all batch rows
 
   View q, k, v;
@@ -64,7 +65,8 @@ struct Call {
   bool kv_swapped;              // S lies in memory as (rows, g, e, f), which only a step can read
   // (1 or g, kChunk, 2, padded pairs): cos and sin of theta times 0 .. kChunk - 1; or null
   const float* rotation_table;
-  float *d_log_decay, *d_write, *d_erase;  // (b, m, g) or null
+  float *d_log_decay;         // (b, m, g, units) or null
+  float *d_write, *d_erase;   // (b, m, g) or null
   float* d_angle_steps;          // (b, m, g, pairs) or null
 
   LINROPE_INLINE int64_t state_row(int64_t sequence) const {

@@ -20,14 +20,16 @@ inline int64_t batch_row(const Call& c, const Span& span) { return c.cu_seqlens.
 
 // y = e^x for count numbers, a multiple of W. x is float64: differences of large sums would be off in float32
 inline void exponentials(const double* x, float* y, int count) {
-  float r[kChunk], n[kChunk];
-  for (int i = 0; i < count; i++) {
-    const double d = x[i] > -104 ? x[i] : x[i] == x[i] ? -104 : x[i];
-    const double whole = d * 1.4426950408889634 + 6755399441055744.0 - 6755399441055744.0;
-    r[i] = (float)(d - whole * 0.69314718055994531);
-    n[i] = whole == whole ? (float)whole : 0;
+  for (int from = 0; from < count; from += W) {
+    float r[W], n[W];
+    for (int i = 0; i < W; i++) {
+      const double d = x[from + i] > -104 ? x[from + i] : x[from + i] == x[from + i] ? -104 : x[from + i];
+      const double whole = d * 1.4426950408889634 + 6755399441055744.0 - 6755399441055744.0;
+      r[i] = (float)(d - whole * 0.69314718055994531);
+      n[i] = whole == whole ? (float)whole : 0;
+    }
+    store(y + from, exp_parts(load(r), load(n)));
   }
-  for (int i = 0; i < count; i += W) store(y + i, exp_parts(load(r + i), load(n + i)));
 }
 
 struct DecayScratch {
@@ -38,7 +40,7 @@ struct DecayScratch {
         between(arena.take<float>(kChunk * kChunk)) {}
 };
 
-// Decay within a chunk: D_i is log decay summed from the chunk's first token to token i, both included. No exponent is
+// One decay for all features, within a chunk: D_i is log decay summed from the chunk's first token to token i, both included. No exponent is
 // positive, so that gates of any strength are exact.
 struct Decay {
   // A smaller log decay counts as kMinLogDecay: e^-1000 is 0, and larger magnitudes would cancel in sums.
@@ -51,7 +53,7 @@ struct Decay {
 
   Decay(const Call& c, const Span& span, const DecayScratch* scratch = nullptr) : scratch(scratch) {
     const View& a = c.log_decay;
-    if (!a.data) return;
+    if (!a.data || c.units > 1) return;
     type = a.type;
     stride = a.token * size_of(type);
     base = a.data + (batch_row(c, span) * a.batch + span.head * a.head) * size_of(type);

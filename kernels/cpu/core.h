@@ -215,6 +215,10 @@ struct Update {
   float* S;
   bool fresh;
   DecayFactor factor;
+  // A factor of its own for each feature, S whole + S part, instead of `factor`; null: none. Features are the rows of S, or
+  // its columns
+  const float *whole = nullptr, *part = nullptr;
+  bool in_columns = false;
 };
 
 void update(const Update& x) {
@@ -225,7 +229,14 @@ void update(const Update& x) {
       for (int r = 0; r < M; r++)
         for (int v = 0; v < N; v++) {
           float* s = x.S + e0 * x.K.size + (f0 + r) * N * W + v * W;
-          store(s, x.fresh ? acc[r][v] : x.factor(load(s), acc[r][v]));
+          const vf added = acc[r][v];
+          if (x.whole) {
+            const vf whole = x.in_columns ? load(x.whole + e0 + v * W) : splat(x.whole[f0 + r]);
+            const vf part = x.in_columns ? load(x.part + e0 + v * W) : splat(x.part[f0 + r]);
+            store(s, load(s) * whole + (load(s) * part + added));
+          } else {
+            store(s, x.fresh ? added : x.factor(load(s), added));
+          }
         }
     });
   });

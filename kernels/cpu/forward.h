@@ -4,7 +4,7 @@
 // u is what the tokens write: w v or, with erase b, what a triangular system determines:
 //   u_i = w_i v_i - b_i (e^(D_i) S^T psi^_i + sum_(j < i) e^(D_i - D_j) <psi^_i, psi^_j> u_j)
 #pragma once
-#include "task.h"
+#include "unit_decay.h"
 
 namespace linrope {
 namespace {
@@ -34,7 +34,7 @@ struct Forward : Task {
     float *keys = features(), *keys_t = features(), *z = features(), *u = values(), *result = values();
     float *scores = score_matrix(), *scale = per_token(), *erased = per_token(), *within = features(1);
     float *k_angles = angle_rows(), *q_angles = angle_rows();
-    DecayScratch decay = decay_factors();
+    mutable ChunkDecay::Scratch decay{arena, s};
   };
   struct Kept : Pieces {
     using Pieces::Pieces;
@@ -49,13 +49,13 @@ struct Forward : Task {
   float* S;    // the state before the current chunk
   bool fresh;  // it is zero
   RunningSum z_sum;
-  Decay decay;
+  ChunkDecay decay;
   Angles k_angle, q_angle;
 
   Forward(const Call& c, const Span& span, const Ends& ends, bool want_output, const Scratch& w, const Kept& kept)
       : Task(c, span, ends), w(w), query_heads(want_output ? group : 0), same_angles(same_positions(c)),
         want_z(c.normalize || ends.z_out || c.saved_z.data), S(kept.S), fresh(!ends.kv_in), z_sum{s.F, kept.z, w.within},
-        decay(c, span, &w.decay), k_angle(c, s, span, c.key_positions, ends.angle_in, w.k_angles, kept.k_angle),
+        decay(c, span, s, w.decay), k_angle(c, s, span, c.key_positions, ends.angle_in, w.k_angles, kept.k_angle),
         q_angle(c, s, span, c.positions, ends.angle_in, w.q_angles, kept.q_angle) {
     state_in(s, ends.kv_in, S, false);
     z_in(s, ends.z_in, z_sum.total);
@@ -91,17 +91,24 @@ struct Forward : Task {
       key_values(t + i, w.u + i * s.E);
     }
     if (!query_heads && !c.erase.data) return;
+    if (s.per_unit) return w.decay.units.set_keys(w.keys);
     zero_to_multiple_of_four(w.keys, rows, F);
     transpose(w.keys, rows, F, w.keys_t);
   }
   // Replaces the values by what the tokens write
   void erase_keys(int64_t t, int rows) {
     for (int i = 0; i < rows; i++) w.erased[i] = erase(t + i);
-    multiply_scores({rows, s.feature_row, w.keys, w.keys_t, decay.between(), w.erased, w.scores});
-    const float* from_start = decay.from_start();
+    key_scores(w.keys, rows, w.erased);
+    const float* from_start = decay.from_start_of_rows();
     for (int i = 0; i < rows; i++) w.scale[i] = from_start ? w.erased[i] * from_start[i] : w.erased[i];
-    solve({rows, s.feature_row, s.value_row, w.keys, fresh ? nullptr : S, w.scale, w.scores, w.u});
+    const float* readers = decay.carried_from_start(w.keys, rows);
+    solve({rows, s.feature_row, s.value_row, readers, fresh ? nullptr : S, w.scale, w.scores, w.u});
     for (int i = 0; ends.save && i < rows; i++) copy_out(w.u + i * s.E, saved_u(t + i), s.e);
+  }
+  // Scores of rows A and the keys, with their decay, times scale_i
+  void key_scores(const float* A, int rows, const float* scale) {
+    if (s.per_unit) w.decay.units.scores(A, w.keys, scale, w.scores);
+    else multiply_scores({rows, s.feature_row, A, w.keys_t, decay.scalar.between(), scale, w.scores});
   }
   // Attends with query head r of the key/value head
   void write_outputs(int64_t t, int rows, int r, bool finite) {
@@ -115,17 +122,18 @@ struct Forward : Task {
       if (c.normalize) w.scale[i] = inverse_den(dot(w.x + i * F, w.z + i * F, F));
       rotate<false>(s, w.x + i * F, query_angles.cos + i * half, query_angles.sin + i * half, w.hat + i * F);
     }
-    multiply_scores({.rows = rows, .K = s.feature_row, .A = w.hat, .B_t = w.keys_t, .L = decay.between(), .to = w.scores});
-    multiply({.rows = rows, .K = s.feature_row, .N = s.value_row, .A = w.hat, .S = fresh ? nullptr : S,
-              .scale = decay.from_start(), .scores = w.scores, .V = w.u, .finite = finite,
+    key_scores(w.hat, rows, nullptr);
+    multiply({.rows = rows, .K = s.feature_row, .N = s.value_row, .A = decay.carried_from_start(w.hat, rows),
+              .S = fresh ? nullptr : S, .scale = decay.from_start_of_rows(), .scores = w.scores, .V = w.u, .finite = finite,
               .last_scale = c.normalize ? w.scale : nullptr, .to = to.rows, .stride = to.stride});
     to.write(s, out, t, rows);
   }
   // Makes S and z those before the next chunk
   void end_chunk(int rows) {
-    scale_rows(w.u, rows, s.E, decay.to_end());
-    update({rows, s.feature_row, s.value_row, w.keys, w.u, S, fresh, decay.factor});
-    if (want_z) z_sum.end_chunk(decay.factor);
+    scale_rows(w.u, rows, s.E, {decay.to_end_of_rows()});
+    const float* writers = decay.carried_to_end(w.keys, rows);
+    update(decay.update({rows, s.feature_row, s.value_row, writers, w.u, S, fresh}, false, true));
+    if (want_z) decay.end_chunk(z_sum);
     fresh = false;
   }
   void finish() {

@@ -35,6 +35,7 @@ struct CompactRotation {
 
 struct Shape {
   int f, pairs, e, layout, map, axes;
+  bool per_unit;             // log decay is per unit
   bool compact;              // true if the features fit in one vector; they then keep the caller's order
   int stored;                // pairs in a row, including those of angle 0
   int half, rest;            // `stored` rounded up to whole vectors; features outside of pairs
@@ -44,7 +45,7 @@ struct Shape {
   CompactRotation rotation;
   explicit Shape(const Call& c)
       : f((int)c.f), pairs(c.layout == kNone ? 0 : (int)c.pairs), e((int)c.e), layout((int)c.layout), map((int)c.map),
-        axes(c.theta.data ? (int)c.axes : 0), compact(f <= W), stored(stored_pairs()), half(round_up(stored, W)),
+        axes(c.theta.data ? (int)c.axes : 0), per_unit(c.log_decay.data && c.units > 1), compact(f <= W), stored(stored_pairs()), half(round_up(stored, W)),
         rest(stored == pairs ? f - 2 * pairs : 0), feature_row(row_layout(compact ? f : 2 * half + rest)),
         value_row(row_layout(e)), F(feature_row.size), E(value_row.size),
         pair_stride(compact && layout == kInterleaved ? 2 : 1),

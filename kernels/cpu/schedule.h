@@ -26,7 +26,7 @@ struct Schedule {
     if (heads > 0 && heads < kMinTasks) segments = (kMinTasks + heads - 1) / heads;
     const int64_t most = longest / kMinSegment / (cu.data && c.sequences ? c.sequences : 1);
     if (segments > most) segments = most > 1 ? most : 1;
-    if (c.erase.data) segments = 1;  // what a segment does to a state that it finds would be an f x f matrix
+    if (c.erase.data || c.units > 1) segments = 1;  // with erase a segment multiplies its state by an f x f matrix
   }
   int64_t heads() const { return c.sequences * c.g; }
   int64_t tasks() const { return heads() * segments; }

@@ -90,6 +90,29 @@ struct Task {
   }
 };
 
+// A factor for each row of a chunk, or for each of its features (kChunk, F); null data: 1
+struct RowFactors {
+  const float* data = nullptr;
+  bool per_feature = false;
+};
+
+// Calls f with a function of (row, feature) that returns a vector of factors
+template <class F> inline void with_factors(const RowFactors& x, int width, F f) {
+  const float* data = x.data;
+  if (!data) f([](int, int) { return splat(1); });
+  else if (x.per_feature) f([=](int i, int c) { return load(data + i * width + c); });
+  else f([=](int i, int) { return splat(data[i]); });
+}
+
+// Multiplies `count` rows of K numbers
+inline void scale_rows(float* rows, int count, int K, const RowFactors& factors) {
+  if (!factors.data) return;
+  with_factors(factors, K, [&](auto factor) {
+    for (int i = 0; i < count; i++)
+      for (int f = 0; f < K; f += W) store(rows + i * K + f, load(rows + i * K + f) * factor(i, f));
+  });
+}
+
 // Sums over tokens of rows (F), decayed to each token. Sums within a chunk are float32, the sum over chunks is float64.
 struct RunningSum {
   int F;
@@ -97,54 +120,62 @@ struct RunningSum {
   float* chunk;   // of the current chunk, at its end: scratch
 
   // z_i = e^(D_i) total + sum_(j <= i) e^(D_i - D_j) x_j. before, if not null: the same without x_i. from_start and
-  // of_token: e^(D_i) and e^(a_i), null without decay
-  void rows(const float* x, int count, const float* from_start, const float* of_token, float* z, float* before) {
-    const auto columns = [&]<int N>(int f) {
-      vf w[N] = {}, total_v[N];
-      for (int v = 0; v < N; v++)
-        for (int i = 0; i < W; i++) total_v[v][i] = (float)total[f + v * W + i];
-      for (int i = 0; i < count; i++)
-        for (int v = 0; v < N; v++) {
-          const int at = i * F + f + v * W;
-          const vf earlier = total_v[v] * (from_start ? from_start[i] : 1);
-          if (of_token) w[v] *= of_token[i];
-          if (before) store(before + at, earlier + w[v]);
-          w[v] += load(x + at);
-          store(z + at, earlier + w[v]);
-        }
-      for (int v = 0; v < N; v++) store(chunk + f + v * W, w[v]);
-    };
-    if (F < NW) return columns.template operator()<NV / 2>(0);
-    for (int f = 0; f < F; f += NW) columns.template operator()<NV>(f);
+  // of_token: e^(D_i) and e^(a_i)
+  void rows(const float* x, int count, const RowFactors& from_start, const RowFactors& of_token, float* z,
+            float* before) {
+    with_factors(from_start, F, [&](auto from) {
+      with_factors(of_token, F, [&](auto gate) {
+        columns([&]<int N>(int f) {
+          vf w[N] = {}, earlier[N];
+          for (int v = 0; v < N; v++) earlier[v] = total_at(f + v * W);
+          for (int i = 0; i < count; i++)
+            for (int v = 0; v < N; v++) {
+              const int c = f + v * W, at = i * F + c;
+              if (before) store(before + at, earlier[v] * from(i, c) + w[v] * gate(i, c));
+              w[v] = w[v] * gate(i, c) + load(x + at);
+              store(z + at, earlier[v] * from(i, c) + w[v]);
+            }
+          for (int v = 0; v < N; v++) store(chunk + f + v * W, w[v]);
+        });
+      });
+    });
   }
-  // The sums of later tokens, from the last row to the first: x_i += sum_(j > i) e^(D_j - D_i) x_j + e^(D_C - D_i) total
-  void rows_backward(float* x, int count, const float* to_end, const float* of_token) {
-    const auto columns = [&]<int N>(int f) {
-      vf w[N] = {}, total_v[N];
-      for (int v = 0; v < N; v++)
-        for (int i = 0; i < W; i++) total_v[v][i] = (float)total[f + v * W + i];
-      for (int i = count - 1; i >= 0; i--)
-        for (int v = 0; v < N; v++) {
-          const int at = i * F + f + v * W;
-          w[v] += load(x + at);
-          store(x + at, total_v[v] * (to_end ? to_end[i] : 1) + w[v]);
-          if (of_token) w[v] *= of_token[i];
-        }
-      for (int v = 0; v < N; v++) store(chunk + f + v * W, w[v]);
-    };
-    if (F < NW) return columns.template operator()<NV / 2>(0);
-    for (int f = 0; f < F; f += NW) columns.template operator()<NV>(f);
+  // The sums over later tokens, from the last row to the first, which replace x_i:
+  // e^(D_C - D_i) total + sum_(j >= i) e^(D_j - D_i) x_j
+  void rows_backward(float* x, int count, const RowFactors& to_end, const RowFactors& of_token) {
+    with_factors(to_end, F, [&](auto to) {
+      with_factors(of_token, F, [&](auto gate) {
+        columns([&]<int N>(int f) {
+          vf w[N] = {}, later[N];
+          for (int v = 0; v < N; v++) later[v] = total_at(f + v * W);
+          for (int i = count - 1; i >= 0; i--)
+            for (int v = 0; v < N; v++) {
+              const int c = f + v * W, at = i * F + c;
+              w[v] += load(x + at);
+              store(x + at, later[v] * to(i, c) + w[v]);
+              w[v] *= gate(i, c);
+            }
+          for (int v = 0; v < N; v++) store(chunk + f + v * W, w[v]);
+        });
+      });
+    });
   }
-  void end_chunk(const DecayFactor& factor) {
-    for (int i = 0; i < F; i++) total[i] = total[i] * factor.exact + chunk[i];
+  // factors: of each feature; null: all have `factor`
+  void end_chunk(double factor, const double* factors) {
+    for (int i = 0; i < F; i++) total[i] = total[i] * (factors ? factors[i] : factor) + chunk[i];
+  }
+
+ private:
+  template <class Function> void columns(Function f) const {
+    if (F < NW) return f.template operator()<NV / 2>(0);
+    for (int c = 0; c < F; c += NW) f.template operator()<NV>(c);
+  }
+  vf total_at(int f) const {
+    vf x;
+    for (int i = 0; i < W; i++) x[i] = (float)total[f + i];
+    return x;
   }
 };
-
-// Multiplies row i of `count` rows of K numbers by factors[i]; null: by 1
-inline void scale_rows(float* rows, int count, int K, const float* factors) {
-  for (int i = 0; factors && i < count; i++)
-    for (int f = 0; f < K; f += W) store(rows + i * K + f, load(rows + i * K + f) * factors[i]);
-}
 
 // Zeros the rows after the last up to a multiple of four: transpose reads blocks of four
 inline void zero_to_multiple_of_four(float* rows, int count, int K) {
@@ -163,7 +194,6 @@ struct Pieces {
   float* angle_rows() const { return arena.take<float>(2 * kChunk * s.half); }
   float* state() const { return arena.take<float>(s.F * s.E); }
   double* feature_sums() const { return arena.take<double>(s.F); }
-  DecayScratch decay_factors() const { return DecayScratch(arena); }
 };
 
 // What the sweeps over the heads of a bundle share, and what each of them keeps from chunk to chunk

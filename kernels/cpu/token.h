@@ -16,8 +16,8 @@ inline void check_log_decay(const Call& c) {
   const View& a = c.log_decay;
   if (!a.data) return;
   double most = 0;
-  for (int64_t i = 0; i < c.sequences * c.g; i++) {
-    const int64_t at = i / c.g * a.batch + i % c.g * a.head;
+  for (int64_t i = 0; i < c.sequences * c.g * c.units; i++) {
+    const int64_t head = i / c.units, at = head / c.g * a.batch + head % c.g * a.head + i % c.units * a.last;
     const double x = a.type == kFloat32 ? a.as<float>()[at] : a.as<double>()[at];
     if (std::isnan(x)) return;
     if (x > most) most = x;

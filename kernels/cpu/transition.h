@@ -34,12 +34,6 @@ struct DecayFactor {
   }
 };
 
-// A state in the kernels' layout
-void decay_state(float* S, int count, const DecayFactor& factor) {
-  if (factor.kind != DecayFactor::kOne)
-    for (int i = 0; i < count; i += W) store(S + i, factor(load(S + i)));
-}
-
 // A state in the caller's layout
 void apply(const Transition& transition, int64_t kv_count, float* kv, int64_t z_count, double* z) {
   const DecayFactor factor(transition.log_decay);

@@ -12,6 +12,7 @@ from linrope.feature_maps import FeatureMap
 from linrope.operation.plan import plan_of
 from linrope.recurrence.call import Call
 from linrope.recurrence.decay import add_gates, log_decay_of_step
+from linrope.recurrence.identities import WITHOUT_Z
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
 
@@ -27,11 +28,11 @@ class AttentionStep:
         self._fixed = log_decay_of_step(decay, None)  # (1, 1, g)
         memory = {
             "kv": state.kv,
-            "z": state.z,
+            "z": None if state.identity.endswith(WITHOUT_Z) else state.z,
             "angle": state.angle,
             "positions": state.position.unsqueeze(1),
         }
-        self._arguments = step.shared | memory | {"erase": None}
+        self._arguments = step.shared | memory
         self._written = [x for x in memory.values() if x is not None]
 
     @torch.no_grad()
@@ -48,16 +49,21 @@ class AttentionStep:
     ) -> Tensor:
         """q (b, 1, h, d), k (b, 1, g, d), v (b, 1, g, e) -> out (b, 1, h, e). Overwrites the state with the next one.
 
-        log_decay, angle_steps and write are as in ``linear_rope_attention``; erase must be None. The kernel checks all
-        arguments before it writes anything, and raises TypeError, ValueError or RuntimeError.
+        log_decay, angle_steps, write and erase are as in ``linear_rope_attention``. A state that calls with erase have
+        made takes erase in every step, and no other state does. The kernel checks all arguments before it writes
+        anything, and raises TypeError, ValueError or RuntimeError.
         """
-        if erase is not None:
-            raise ValueError(
-                "erase: got a tensor, which prepared steps do not compute; use linear_rope_attention"
-            )
         if self._fixed is not None:
             log_decay = add_gates(self._fixed, log_decay)
-        token = {"q": q, "k": k, "v": v, "log_decay": log_decay, "angle_steps": angle_steps, "write": write}
+        token = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "log_decay": log_decay,
+            "angle_steps": angle_steps,
+            "write": write,
+            "erase": erase,
+        }
         out: Tensor = native.run_operator("step", self._arguments | token)
         increment_version(self._written)  # autograd does not see what kernels write
         return out
@@ -109,6 +115,8 @@ def prepare_attention(
         raise ValueError("state: got rows of a pool, expected a state without slots")
     b, g, f, e = state.kv.shape
     token: dict[str, Any] = {"q": state.kv.new_zeros(b, 1, g, f), "k": state.kv.new_zeros(b, 1, g, f)}
+    if state.identity.endswith(WITHOUT_Z):
+        token["erase"] = state.kv.new_zeros(1, 1, 1)
     if state.angle is not None:
         token["angle_steps"] = state.kv.new_zeros(1, 1, 1, state.angle.shape[2])
     call = Call(

@@ -44,7 +44,7 @@ def attend(call: Call, through: Computation | None = None) -> tuple[Tensor, Line
             assert state is not None
             in_place = state.donated or state.slots is not None
             if not in_place or (native.fits_in_place(state) and _angle_fits(call)):
-                return _step(call, plan.step, state, in_place)
+                return _step(call, plan, state, in_place)
         checks.check_values(call)
         identity, tokens = _identity(call, plan), positions.resolve(call)
     except ValueError as error:
@@ -62,12 +62,13 @@ def _identity(call: Call, plan: Plan) -> str:
 
 
 def _step(
-    call: Call, step: native.Step, state: LinearAttentionState, in_place: bool
+    call: Call, plan: Plan, state: LinearAttentionState, in_place: bool
 ) -> tuple[Tensor, LinearAttentionState | None]:
     """One more token of each sequence. The kernel checks its numbers before it writes any."""
+    assert plan.step is not None and plan.identity is not None
     try:
         log_decay = log_decay_of_step(call.decay, call.log_decay)
-        out, sums, position = step(call, log_decay, state, in_place)
+        out, sums, position = plan.step(call, log_decay, state, in_place)
     except RuntimeError:  # the checks of all calls name what is wrong
         checks.check_values(call)
         positions.resolve(call)
@@ -75,11 +76,16 @@ def _step(
     if in_place:
         if position is not state.position:
             state._write_unchecked({"position": position})
-        return out, state._replace_unchecked(donated=False)
+        return out, state._replace_unchecked(donated=False, identity=plan.identity)
     if not call.return_state:
         return out, None
     return out, state._replace_unchecked(
-        **sums._asdict(), position=position, slots=None, donated=False, angle_gradient_path=None
+        **sums._asdict(),
+        position=position,
+        slots=None,
+        identity=plan.identity,
+        donated=False,
+        angle_gradient_path=None,
     )
 
 

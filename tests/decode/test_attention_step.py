@@ -17,9 +17,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "no map, no normalizer": {"feature_map": None, "normalize": False},
     "decay": {"decay": torch.tensor([0.9, 0.99])},
     "gates and write": {"log_decay": True, "write": True, "eps_mode": "add"},
+    "erase": {"feature_map": None, "normalize": False, "log_decay": True, "write": True, "erase": True},
     "decay, gates and steps": {"decay": torch.tensor([0.9, 0.99]), "log_decay": True, "angle_steps": True},
 }
 SHAPES = {"q": (H, F), "k": (G, F), "v": (G, E), "log_decay": (G,), "angle_steps": (G, F // 2), "write": (G,)}
+SHAPES |= {"erase": (G,)}
 
 
 def tokens(n: int, way: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -99,8 +101,13 @@ def test_what_takes_ordinary_calls_is_named() -> None:
         prepare_attention(state.to(dtype=torch.float64))
 
 
-def test_erase_is_refused() -> None:
-    state = linear_rope_state(*torch.randn(2, 1, 3, G, F), feature_map="elu+1")
-    token = torch.randn(1, 1, G, F)
-    with pytest.raises(ValueError, match="erase: got a tensor, which prepared steps do not compute"):
-        prepare_attention(state)(token, token, token, erase=torch.ones(1, 1, G))
+def test_a_state_takes_erase_in_every_step_or_in_none() -> None:
+    keys_and_values, token = torch.randn(2, 1, 3, G, F), torch.randn(1, 1, G, F)
+    how: dict[str, Any] = {"feature_map": None, "normalize": False}
+    with pytest.raises(ValueError, match="z: got a tensor with erase, expected none"):
+        prepare_attention(linear_rope_state(*keys_and_values, feature_map=None), **how)(
+            token, token, token, erase=torch.ones(1, 1, G)
+        )
+    erased = linear_rope_state(*keys_and_values, feature_map=None, erase=torch.ones(1, 3, G))
+    with pytest.raises(ValueError, match="erase: got None for a state without z"):
+        prepare_attention(erased, **how)(token, token, token)
