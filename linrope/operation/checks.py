@@ -46,7 +46,7 @@ def check_settings(call: Call) -> FeatureMap | None:
     if call.erase is not None and fmap is not None and fmap.log_scaled:
         raise ValueError(
             f"feature_map={call.feature_map!r}: its scales, which a normalizer would cancel, mean nothing with erase; "
-            "expected a map without a log_scale, such as 'silu'"
+            "expected a map without a log_scale, such as 'unit'"
         )
     f = d if fmap is None else fmap.feature_dim
     rotated = d if rotates_before_map else f
