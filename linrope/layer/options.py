@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DECAYS = ("spread", "learned", "retnet")
+ERASE_GATES = ("tied", "independent")
 ROTATIONS = ("interleaved", "half", "selective")
 # The names that linrope/ops/norm.py takes, which imports PyTorch
 SPANS = ("head", "all")  # of an output norm
@@ -86,6 +87,36 @@ class DecayOptions:
             raise ValueError(f"decay: got the keys {sorted(given)}, expected the key 'name'")
         if unknown := sorted(set(given) - {"name", "longest"}):
             raise ValueError(f"decay: got {unknown} with name={given['name']!r}, expected ['longest']")
+        return cls(**given)
+
+
+@dataclass(frozen=True)
+class EraseGateOptions:
+    """The options of ``linrope.layer.selective.EraseGate``, which explains them.
+
+    Args:
+        name: "tied" (the gate writes too) or "independent".
+        largest: 1 or 2, the upper end of the gate's range.
+    """
+
+    name: str
+    largest: int = 1
+
+    def __post_init__(self) -> None:
+        check_name("erase_gate", self.name, ERASE_GATES, also="a dict, or None")
+        if isinstance(self.largest, bool) or self.largest not in (1, 2):
+            raise ValueError(f"erase_gate: got largest={self.largest!r}, expected 1 or 2")
+
+    @classmethod
+    def of(cls, given: Any) -> EraseGateOptions | None:
+        """From a name, a dict or None."""
+        if given is None or isinstance(given, EraseGateOptions):
+            return given
+        if not isinstance(given, Mapping):
+            return cls(given)
+        check_keys("erase_gate", given, [each.name for each in fields(cls)])
+        if "name" not in given:
+            raise ValueError(f"erase_gate: got the keys {sorted(given)}, expected the key 'name'")
         return cls(**given)
 
 
@@ -224,7 +255,9 @@ def as_json(name: str, option: Any) -> Any:
     Raises:
         ValueError: it is an object, such as a module.
     """
-    if isinstance(option, ForgetGateOptions | DecayOptions | ShortConvOptions | OutNormOptions):
+    if isinstance(
+        option, ForgetGateOptions | DecayOptions | EraseGateOptions | ShortConvOptions | OutNormOptions
+    ):
         values = {each.name: getattr(option, each.name) for each in fields(option)}
         return {key: value for key, value in values.items() if value is not None}
     if isinstance(option, tuple | dict):

@@ -55,6 +55,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "--forget-gate --decay learned": GATED | {"decay": {"name": "learned", "longest": 32}},
     "--decay retnet": UNGATED | {"decay": {"name": "retnet"}},
     "--decay none": UNGATED,
+    "--erase-gate tied": GATED
+    | {
+        "write_gate": None,
+        "erase_gate": {"name": "tied", "largest": 1},
+        "feature_map": {"name": "unit"},
+        "normalize": False,
+    },
     "--attention softmax": UNGATED,
     "--attention softmax --positions shaw": UNGATED | {"attention": "softmax", "positions": "shaw"},
     "--feature-map cosformer": {"feature_map": {"name": "cosformer", "max_length": 4096}},

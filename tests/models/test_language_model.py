@@ -210,6 +210,7 @@ def test_state_memory_does_not_grow(model: LanguageModel) -> None:
         {"rotary": None, "gate": False, "out_norm": False},
         {"num_value_heads": 4, "qk_norm": True, "qk_bias": True, "trapezoid": True},
         {"feature_map": "silu", "normalize": False},
+        {"erase_gate": {"name": "tied", "largest": 2}, "feature_map": {"name": "unit", "query_factor": 0.25}},
         {"feed_forward": False},
     ],
     ids=",".join,
