@@ -31,7 +31,7 @@ class AttentionStep:
             "angle": state.angle,
             "positions": state.position.unsqueeze(1),
         }
-        self._arguments = step.shared | memory
+        self._arguments = step.shared | memory | {"erase": None}
         self._written = [x for x in memory.values() if x is not None]
 
     @torch.no_grad()

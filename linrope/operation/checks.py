@@ -331,7 +331,8 @@ def check_state(call: Call, fmap: FeatureMap | None) -> None:
         raise ValueError("state: made without z; expected normalize=False, which needs none")
     if call.erase is not None and state.slots is not None and not state.identity.endswith(WITHOUT_Z):
         raise ValueError(
-            "state: got rows of a pool with z, expected one without z: make the pool by a call with erase"
+            "state: got rows of a pool with z, expected one without z: make the pool with erase, for example by "
+            "linear_rope_state(k[:, :0], v[:, :0], erase=erase[:, :0])"
         )
     if state.kv.device != k.device:
         raise ValueError(f"state: got device {state.kv.device}, expected {k.device}")

@@ -27,9 +27,7 @@ class Inputs:
     log_decay: Tensor | None = None  # (b or 1, m, g or 1) <= 0; causal only
     angle_steps: Tensor | None = None  # (b or 1, m, g or 1, pairs) in radians
     write: Tensor | None = None  # (b or 1, m, g or 1): the factor of each value
-    erase: Tensor | None = (
-        None  # (b or 1, m, g or 1): the share of what a key reads that it takes out; causal only
-    )
+    erase: Tensor | None = None  # (b or 1, m, g or 1): the share of what its key reads that a token takes out
 
 
 @dataclass(kw_only=True)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from linrope import Rotary, backends, linear_rope_attention, linear_rope_state
+from linrope import Rotary, linear_rope_attention, linear_rope_state
 from linrope.operation import checks
-from tests.support.contract import of_backends
+from tests.support.contract import of_backends, refused
 from tests.support.oracle import (
     BACKENDS,
     DATA,
@@ -31,12 +31,6 @@ from tests.support.oracle import (
     randoms,
     use_map,
 )
-
-
-def computes_erase(backend: str) -> bool:
-    module = backends.load(backend)
-    return not isinstance(module, str) and "erase" in module.OPTIONS
-
 
 # Shifted positions, and calls without keys
 
@@ -153,7 +147,7 @@ def test_tokens_outside_of_all_packed_sequences_give_zeros(backend, monkeypatch)
     q, k, v = randoms(1, 12, 1, 4, dtype=torch.float32)
     gates, steps, write = -torch.rand(1, 12, 1), torch.rand(1, 12, 1, 2), torch.rand(1, 12, 1)
     how = {"cu_seqlens": torch.tensor([2, 5, 9]), "log_decay": gates, "angle_steps": steps, "write": write}
-    if computes_erase(backend):
+    if "erase" not in refused(backend):
         how |= {"erase": torch.rand(1, 12, 1) / 20, "normalize": False}
     found = everything(q, k, v, backend=backend, **how)
     for name in ("out", "dq", "dk", "dv", *(f"d{name}" for name in DATA if name in how)):
@@ -180,7 +174,7 @@ def test_what_masked_keys_hold_does_not_matter(garbage: float, name: str, causal
     dirty = everything(q, dirty_k, dirty_v, write=write.masked_fill(hidden, garbage), **how)
     for tensor in ("out", "kv", "z", "dq", "dv", "dk", "dwrite"):
         assert torch.equal(dirty[tensor], clean[tensor]), tensor
-    if causal and computes_erase(backend) and not how["feature_map"].log_scaled:
+    if causal and "erase" not in refused(backend) and not how["feature_map"].log_scaled:
         how["normalize"], erase = False, torch.full((2, 70, 2), 0.02)
         clean = everything(q, k, v, erase=erase, **how)
         dirty = everything(q, dirty_k, dirty_v, erase=erase.masked_fill(hidden, garbage), **how)

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from linrope import Rotary, backends, linear_rope_attention
+from linrope import Rotary, linear_rope_attention
 from tests.support import options
-from tests.support.contract import LONG, TABLE, Contract, check
+from tests.support.contract import LONG, TABLE, Contract, check, refused
 from tests.support.maps import MAPS
-from tests.support.oracle import DATA, every_kernel, randoms
+from tests.support.oracle import every_kernel, randoms
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # NumPy's
 # Those that reach a backend as others of the table do
@@ -29,12 +29,6 @@ def draw(contract: Contract, seed: int = 0) -> list[options.Row]:
     if contract.backend == "triton":
         chosen["tokens"] = [x for x in options.OPTIONS["tokens"] if x != "many chunks"]
     return options.draw(seed, chosen, together=1 if contract.backend == "triton" else 2)
-
-
-def refused(backend: str) -> dict[str, list[str]]:
-    """The inputs of each token that the backend does not compute, to be left out of a draw."""
-    module = backends.load(backend)
-    return {name: ["none"] for name in DATA if not isinstance(module, str) and name not in module.OPTIONS}
 
 
 def compare(contract: Contract, row: options.Row, *, combined: bool = False) -> None:

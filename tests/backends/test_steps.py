@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary, linear_rope_attention, linear_rope_state
-from tests.support.contract import TABLE, Contract, assert_within, every_contract, instruction_set, narrow
+from tests.support.contract import (
+    TABLE,
+    Contract,
+    assert_within,
+    every_contract,
+    instruction_set,
+    narrow,
+    refused,
+)
 from tests.support.equation import Equation
 from tests.support.options import Row, draw, problem
 from tests.support.oracle import (
@@ -40,7 +48,8 @@ def every_step() -> list[Any]:
             if contract.dtype == torch.float64
             else []
         )
-        for i, row in enumerate(draw(0, IN_STEPS | {"rotary": ROTATIONS + more}, together=1)):
+        chosen = IN_STEPS | {"rotary": ROTATIONS + more} | refused(contract.backend)
+        for i, row in enumerate(draw(0, chosen, together=1)):
             if row["key_positions"] != "none" and row["positions"] == "none":
                 row = row | {
                     "positions": "rising"

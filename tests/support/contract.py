@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linrope import LinearAttentionState, linear_rope_attention
+from linrope import LinearAttentionState, backends, linear_rope_attention
 from linrope.backends import native
 from linrope.cli.bounds import BOUNDS, ON_TILES
 from tests.support.equation import Equation
@@ -140,6 +140,12 @@ def instruction_set(name: str | None) -> Iterator[None]:
     finally:
         if name is not None and before is not None:
             native.use_instruction_set(before)
+
+
+def refused(backend: str) -> dict[str, list[str]]:
+    """The inputs of each token that the backend does not compute, to be left out of a draw."""
+    module = backends.load(backend)
+    return {name: ["none"] for name in DATA if not isinstance(module, str) and name not in module.OPTIONS}
 
 
 def narrow(x: Any, dtype: torch.dtype) -> Any:

@@ -188,13 +188,13 @@ def problem(
         how["key_mask"] = random_mask(b, m).to(q.device)
     if row["decay"] != "none":
         how["decay"] = torch.linspace(0.5, 0.97, g, dtype=torch.float64)
-    state = random_state(k, v, how, h=h) if row["state"] == "some" else None
     psi = k.double() if fmap is None else _keys(fmap, k.double())
     how |= of_tokens(
         row, b, m, g, how["rotary"].rotary_dim // 2 if how["rotary"] is not None else f // 2, dtype
     )
     if "erase" in how and psi.numel():  # less than 2 / |psi|^2, above which the recurrence would grow
         how["erase"] = how["erase"] / psi.detach().square().sum(-1).max().to(dtype)
+    state = random_state(k, v, how, h=h) if row["state"] == "some" else None
     if state is not None and "angle_steps" in how:
         shape = len(state.kv), *how["angle_steps"].shape[2:]
         angle = torch.randint(-(2**62), 2**62, shape, generator=generator(5), device="cpu")

@@ -74,10 +74,12 @@ def randoms(
 def random_state(
     k: Tensor, v: Tensor, how: dict[str, Any], *, position: int = 7, h: int | None = None
 ) -> LinearAttentionState:
-    """A state that fits the call, with kv of both signs and z > 0, leaves of the graph."""
+    """A state that such a call could have made, with kv of both signs and z > 0, leaves of the graph."""
     like = {name: how[name] for name in ("feature_map", "normalize", "rotary", "rope_order") if name in how}
     if (rotary := how.get("rotary")) is not None and rotary.axes is not None:
         like["positions"] = torch.zeros(0, rotary.axes, dtype=torch.int64)
+    if how.get("erase") is not None:
+        like["erase"] = how["erase"][:, :0]
     if how.get("cu_seqlens") is not None:
         like["cu_seqlens"] = torch.zeros_like(how["cu_seqlens"])
     q = k.new_zeros(len(k), 0, h or k.shape[2], k.shape[3])
