@@ -54,7 +54,7 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
     phi, psi, phi_hat, psi_hat, v = equation.features(call, sums.angle)
     L = L_hat = None
     if call.log_decay is not None or call.xpos_log_decay is not None:
-        L, L_hat = equation.log_decay_so_far(call)
+        L, L_hat = (a.cumsum(1) for a in equation.log_decays(call))
     out, kv = _attend(phi_hat, psi_hat, v, sums.kv.float(), L_hat)
     if call.normalize:
         ones = v.new_ones(1, 1, 1, 1).expand(*psi.shape[:3], 1)

@@ -40,11 +40,21 @@ def retnet(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def gated_linear_attention(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
-    """GLA (arXiv 2312.06635), eq. 3, with one gate per head: S_t = alpha_t S_(t-1) + k_t^T v_t, o_t = q_t
-    S_t."""
+    """GLA (arXiv 2312.06635), eq. 3: S_t = Diag(alpha_t) S_(t-1) + k_t^T v_t, o_t = q_t S_t; or one alpha per
+    head."""
     state, out = torch.zeros(q.shape[1], v.shape[1], dtype=q.dtype), []
     for t in range(len(q)):
-        state = alpha[t] * state + torch.outer(k[t], v[t])
+        state = alpha[t].view(-1, 1) * state + torch.outer(k[t], v[t])
+        out.append(q[t] @ state)
+    return torch.stack(out)
+
+
+def kimi_delta_attention(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    """KDA (arXiv 2510.26692), eq. 1: S_t = (I - beta_t k_t k_t^T) Diag(alpha_t) S_(t-1) + beta_t k_t v_t^T."""
+    state, out, one = torch.zeros(q.shape[1], v.shape[1], dtype=q.dtype), [], torch.eye(q.shape[1]).double()
+    for t in range(len(q)):
+        state = (one - beta[t] * torch.outer(k[t], k[t])) @ (alpha[t][:, None] * state)
+        state = state + beta[t] * torch.outer(k[t], v[t])
         out.append(q[t] @ state)
     return torch.stack(out)
 
@@ -81,18 +91,24 @@ def mamba3(x: Tensor, dt: Tensor, a: Tensor, theta: Tensor, b: Tensor, c: Tensor
 
 
 @every_backend
-@pytest.mark.parametrize("model", ["RetNet", "GLA", "Mamba-2", "Selective RoPE", "Mamba-3"])
+@pytest.mark.parametrize(
+    "model", ["RetNet", "GLA", "GLA per head", "KDA", "Mamba-2", "Selective RoPE", "Mamba-3"]
+)
 def test_it_holds_the_recurrences_of_other_models(model: str, backend: str) -> None:
     n, d = 90, 6
     (q, k, v), (gates, steps) = randoms(1, n, 1, d, e=3), data(n, 1, 1, d)
     one, a, omega = [x[0, :, 0] for x in (q, k, v)], gates[0, :, 0], steps[0, :, 0]
     query, key, value = one
-    dt = F.softplus(value[:, 0])
+    dt, by_feature = F.softplus(value[:, 0]), -F.softplus(randoms(1, n, 1, d, seed=5)[0])
+    alpha, beta = by_feature[0, :, 0].exp(), value[:, 1].sigmoid()
+    tied: dict[str, Any] = {"write": beta[None, :, None], "erase": beta[None, :, None]}
     after, fading = v * dt[None, :, None, None], torch.tensor([1 - 2.0**-5], dtype=torch.float64)
     forget, turn = (a * dt)[None, :, None], (omega * dt[:, None])[None, :, None]
     expected, v, how = {
         "RetNet": (retnet(*one), v, {"rotary": Rotary(d), "decay": fading}),
-        "GLA": (gated_linear_attention(*one, a.exp()), v, {"log_decay": gates}),
+        "GLA": (gated_linear_attention(*one, alpha), v, {"log_decay": by_feature}),
+        "GLA per head": (gated_linear_attention(*one, a.exp()), v, {"log_decay": gates}),
+        "KDA": (kimi_delta_attention(*one, alpha, beta), v, {"log_decay": by_feature, **tied}),
         "Mamba-2": (mamba2(value, dt, -0.7, key, query), after, {"log_decay": (-0.7 * dt)[None, :, None]}),
         "Selective RoPE": (selective_rope(*one, omega, a.exp()), v, {"log_decay": gates, "angle_steps": steps}),
         "Mamba-3": (mamba3(value, dt, a, omega, key, query), after, {"log_decay": forget, "angle_steps": turn}),
