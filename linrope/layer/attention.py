@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from linrope import backends
 from linrope.common.argument_checks import check_name
 from linrope.common.constants import Constant
-from linrope.layer.choices import make_decay, make_map, make_rotation
+from linrope.layer.choices import decay_units, make_decay, make_map, make_rotation
 from linrope.layer.config import OPTIONS, LayerConfig
+from linrope.layer.feature_gate import FeatureForgetGate
 from linrope.layer.fitting import check_context, check_inputs, check_parts
 from linrope.layer.keywords import check_keywords, layer_config, shows_options
 from linrope.layer.mixer import Mixer
@@ -92,7 +93,13 @@ class LinearRoPEAttention(Mixer):
             self.decay_logit = nn.Parameter(torch.empty(g, **factory)) if learned else None
         self.forget_gate = self.write_gate = None
         if (gate := config.forget_gate) is not None:
-            self.forget_gate = ForgetGate(x_dim, g, gate.longest, **factory)
+            if gate.per == "head":
+                self.forget_gate = ForgetGate(x_dim, g, gate.longest, **factory)
+            else:
+                units, rank = decay_units(new_map.feature_dim, self.rotary, self.angle_steps), gate.rank or d
+                self.forget_gate = FeatureForgetGate(
+                    x_dim, g, units, gate.longest, rank, gate.bound, **factory
+                )
             if config.write_gate is not None:
                 tied = config.write_gate == "tied"
                 self.write_gate = WriteGate(x_dim, g, gate.longest, tied=tied, **factory)

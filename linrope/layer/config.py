@@ -90,8 +90,10 @@ class LayerConfig:
             {"name": "spread" or "learned", "longest": tokens}, where longest replaces 4096;
             "retnet": 1 - 2^(-5 - i) for head i (arXiv 2307.08621): half-lives of 22, 44, 88 .. tokens.
         forget_gate: whether a decay is computed from x, besides a fixed one. True, or {"longest": 4096}. The
-            half-lives start as in decay="spread" (``linrope.layer.selective.ForgetGate``). Causal self-attention
-            only.
+            half-lives start as in decay="spread" (``linrope.layer.selective.ForgetGate``). With {"per": "feature"} each
+            feature of a head has a gate of its own, or each pair that turns, as in Kimi Delta Attention: rank is that
+            of the projection, and bound the largest decay (``linrope.layer.feature_gate.FeatureForgetGate``). Such a
+            layer has no tied write_gate, no trapezoid, and no rotation before the map. Causal self-attention only.
         write_gate: how much of a token's value enters the sums. The factor w per token and key/value head is with
             "tied" 1 - f with the forget gate f = e^a, so that what is forgotten makes room for what is written; with
             "independent" sigmoid(W_w x + b_w), which starts at the same values. Both require a forget_gate.
@@ -225,6 +227,8 @@ class LayerConfig:
             raise ValueError("qk_bias=True: expected qk_norm=True with it")
         if self.write_gate is not None and self.forget_gate is None:
             raise ValueError(f"write_gate={self.write_gate!r}: expected None without a forget_gate")
+        if self.has_gates_per_feature:
+            self._check_gates_per_feature()
         if self.write_gate is not None and self.tied_erase_gate:
             raise ValueError(
                 f"write_gate={self.write_gate!r}: expected None with erase_gate='tied', which writes too"
@@ -259,6 +263,18 @@ class LayerConfig:
         if self.rope_order == "before" and self.trapezoid:
             raise ValueError("trapezoid=True: got rope_order='before', expected 'after'")
 
+    def _check_gates_per_feature(self) -> None:
+        if self.write_gate == "tied":
+            raise ValueError(
+                "write_gate='tied': got a forget_gate per feature, expected 'independent', None or a gate per head"
+            )
+        if self.trapezoid:
+            raise ValueError("trapezoid=True: got a forget_gate per feature, expected one per head")
+        if self.rope_order == "before" and self.rotary is not None:
+            raise ValueError(
+                "rope_order='before': got a forget_gate per feature, expected 'after' or a gate per head"
+            )
+
     @property
     def groups(self) -> int:
         """g, the heads of keys."""
@@ -278,6 +294,11 @@ class LayerConfig:
     def num_state_heads(self) -> int:
         """The heads of values, decay, gates and state."""
         return self.groups if self.num_value_heads is None else self.num_value_heads
+
+    @property
+    def has_gates_per_feature(self) -> bool:
+        """Whether the features of a head decay at rates of their own."""
+        return self.forget_gate is not None and self.forget_gate.per == "feature"
 
     @property
     def tied_erase_gate(self) -> bool:
@@ -304,9 +325,10 @@ class LayerConfig:
         """The attention of this library's models, with these changes.
 
         Values are twice as wide as keys, a quarter of the features is rotated, and there are an output norm, a skip and
-        a gate. A causal block also has a convolution and a forget gate with a tied write gate. It has no forget gate
-        if changes set the decay, and decay="spread" if they turn the gate off and do not set the decay. With an
-        erase_gate it has feature_map="unit" and normalize=False; a tied one takes the place of the write gate.
+        a gate. A causal block also has a convolution and a forget gate with a tied write gate, unless the forget gate
+        is per feature. It has no forget gate if changes set the decay, and decay="spread" if they turn the gate off and
+        do not set the decay. With an erase_gate it has feature_map="unit" and normalize=False; a tied one takes the
+        place of the write gate.
         docs/evidence.md says what each part is worth.
 
         >>> from linrope.layer.config import LayerConfig
@@ -321,10 +343,10 @@ class LayerConfig:
         if options.get("causal", True):
             conv = ShortConvOptions(taps=4, activation="silu", bias=True, start="uniform")
             options = {"short_conv": conv, "forget_gate": "decay" not in changes} | options
-            gated = options["forget_gate"] not in (False, None)
-            decay = "spread" if not gated and options["rotary"] is not None else None
+            gate = ForgetGateOptions.of(options["forget_gate"])
+            decay = "spread" if gate is None and options["rotary"] is not None else None
             erase = EraseGateOptions.of(options.get("erase_gate"))
-            writes = gated and (erase is None or erase.name != "tied")
+            writes = gate is not None and gate.per == "head" and (erase is None or erase.name != "tied")
             options = {"write_gate": "tied" if writes else None, "decay": decay} | options
             options = ({} if erase is None else {"feature_map": "unit", "normalize": False}) | options
         return cls(embed_dim, num_heads, **options)

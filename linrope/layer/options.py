@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 DECAYS = ("spread", "learned", "retnet")
 ERASE_GATES = ("tied", "independent")
+GATES_PER = ("head", "feature")
 ROTATIONS = ("interleaved", "half", "selective")
 # The names that linrope/ops/norm.py takes, which imports PyTorch
 SPANS = ("head", "all")  # of an output norm
@@ -29,16 +30,35 @@ LONGEST = 4096.0  # default half-life of the slowest head, in tokens
 
 @dataclass(frozen=True)
 class ForgetGateOptions:
-    """The options of ``linrope.layer.selective.ForgetGate``.
+    """The options of ``linrope.layer.selective.ForgetGate`` and ``linrope.layer.feature_gate.FeatureForgetGate``.
 
     Args:
-        longest: half-life of the slowest head at the start, in tokens.
+        longest: half-life of the slowest head, or of a head's slowest feature, at the start, in tokens.
+        per: "head", or "feature": the features of a head decay at rates of their own.
+        rank: with per="feature", the rank of the projection. Default: the size of a key.
+        bound: with per="feature", the largest decay: no gate keeps less than e^-bound. Default: no bound.
     """
 
     longest: float = LONGEST
+    per: str = "head"
+    rank: int | None = None
+    bound: float | None = None
 
     def __post_init__(self) -> None:
         check_longest(self.longest)
+        check_name("forget_gate", self.per, GATES_PER)
+        for name in ("rank", "bound"):
+            if self.per == "head" and getattr(self, name) is not None:
+                raise ValueError(f"forget_gate: got {name} with per='head', expected per='feature' with it")
+        if self.rank is not None and (
+            isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1
+        ):
+            raise ValueError(f"forget_gate: got rank={self.rank!r}, expected an integer, at least 1")
+        bound = 1 if self.bound is None else self.bound
+        if isinstance(bound, bool) or not isinstance(bound, int | float) or not 1 <= bound < math.inf:
+            raise ValueError(
+                f"forget_gate: got bound={bound!r}, expected a finite number, at least 1, or None"
+            )
 
     @classmethod
     def of(cls, given: object) -> ForgetGateOptions | None:
@@ -47,8 +67,11 @@ class ForgetGateOptions:
             return given
         if isinstance(given, bool):
             return cls() if given else None
-        if not isinstance(given, Mapping) or set(given) - {"longest"}:
-            raise ValueError(f"forget_gate={given!r}: expected True, False, or a dict with 'longest'")
+        known = [each.name for each in fields(cls)]
+        if not isinstance(given, Mapping) or set(given) - set(known):
+            raise ValueError(
+                f"forget_gate={given!r}: expected True, False, or a dict with {', '.join(known)}"
+            )
         return cls(**given)
 
 

@@ -42,6 +42,13 @@ def _float64_for_onnx(x: Tensor) -> Tensor:
     return x.double() if torch.onnx.is_in_onnx_export() else x
 
 
+def log_sigmoid(y: Tensor) -> Tensor:
+    """log sigmoid(y), in a form that ONNX and a single token take well."""
+    if torch.onnx.is_in_onnx_export():
+        return F.logsigmoid(_float64_for_onnx(y)).to(y.dtype)
+    return F.softplus(y, beta=-1, threshold=40)  # F.logsigmoid wakes PyTorch's threads even for one token
+
+
 def _one_minus_exp(x: Tensor) -> Tensor:
     """1 - e^x of x <= 0, to the last digits of a small result and of a small slope."""
     if torch.onnx.is_in_onnx_export() or not torch.compiler.is_compiling():
@@ -96,11 +103,7 @@ class ForgetGate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         with full_precision(x.device):
-            y = F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide))
-            if torch.onnx.is_in_onnx_export():
-                return F.logsigmoid(_float64_for_onnx(y)).to(wide)
-            # log sigmoid(y); F.logsigmoid wakes PyTorch's threads even for one token
-            return F.softplus(y, beta=-1, threshold=40)
+            return log_sigmoid(F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)))
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, num_heads={self.weight.shape[0]}, longest={self.longest}"

@@ -45,7 +45,7 @@ def test_a_finished_run_goes_on_with_more_steps_and_says_what_it_ignores(run, re
     assert "--steps=4: expected at least 5" in refused(resume + "--steps 4")
 
 
-GATED = {"decay": None, "forget_gate": {"longest": 32}, "write_gate": "tied"}
+GATED = {"decay": None, "forget_gate": {"longest": 32, "per": "head"}, "write_gate": "tied"}
 UNGATED = {"decay": None, "forget_gate": None, "write_gate": None}
 CONFIGS: dict[str, dict[str, Any]] = {
     "": GATED,

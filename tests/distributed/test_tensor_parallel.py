@@ -78,15 +78,11 @@ def layer(name: str, cp: int) -> None:
 
 
 @on_each_rank
-def test_an_erase_gate_is_split_by_heads() -> None:
+def test_the_gates_of_kimi_delta_attention_are_split_by_heads() -> None:
     torch.manual_seed(0)
     mesh, rank = dist.init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
-    options: dict[str, Any] = {
-        "erase_gate": "tied",
-        "forget_gate": True,
-        "feature_map": "unit",
-        "normalize": False,
-    }
+    options: dict[str, Any] = {"erase_gate": "tied", "feature_map": "unit", "normalize": False}
+    options |= {"forget_gate": {"per": "feature", "rank": 3}}
     one = perturbed(LinearRoPEAttention(16, 4, **options, short_conv=2).double())
     many: Any = split_heads(copy.deepcopy(one), mesh)
     x, found = torch.randn(2, 11, 16, dtype=torch.float64), []

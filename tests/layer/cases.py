@@ -93,6 +93,15 @@ GATED = {
         "feature_map": {"name": "unit", "activation": "silu"}, "normalize": False, "rotary": "selective",
         "skip": "after",
     },
+    "forget gate per feature": {
+        "forget_gate": {"per": "feature", "longest": 64, "rank": 3}, "rotary": {"partial_rotary_factor": 0.5},
+        "num_kv_heads": 2, "write_gate": "independent", "decay": "learned",
+    },
+    "kimi delta attention": {
+        "forget_gate": {"per": "feature", "bound": 5}, "erase_gate": "tied", "feature_map": "unit", "normalize": False,
+        "num_heads": 2, "num_value_heads": 4, "head_dim": 6, "value_head_dim": 8, "rotary": "selective",
+        "short_conv": {"activation": "silu"}, "out_norm": True, "gate": True,
+    },
 }  # fmt: skip
 ALL = {**{name: {**options, "dtype": torch.float32} for name, options in PLAIN.items()}, **GATED}
 every_option = pytest.mark.parametrize("options", ALL.values(), ids=ALL)
@@ -152,8 +161,13 @@ def by_hand(layer: LinearRoPEAttention, options: dict, x: Tensor, context: Tenso
         h = shared
     write = log_decay = None
     if layer.forget_gate is not None:
-        keep = (x @ layer.forget_gate.weight.T + layer.forget_gate.bias).sigmoid()
-        log_decay = keep.log()
+        if (gate := options["forget_gate"]) is True or "per" not in gate:
+            keep = (x @ layer.forget_gate.weight.T + layer.forget_gate.bias).sigmoid()
+            log_decay = keep.log()
+        else:
+            y = torch.einsum("bnr,gur->bngu", x @ layer.forget_gate.down.T, layer.forget_gate.up)
+            y = y + layer.forget_gate.bias
+            log_decay = -5 * (-y).sigmoid() if "bound" in gate else y.sigmoid().log()
         if options.get("write_gate") == "tied":
             write = 1 - keep
         elif "write_gate" in options:
