@@ -51,6 +51,11 @@ def theta_per_head() -> Rotary:
     return Rotary(D, theta=torch.rand(G, D // 2, generator=torch.Generator().manual_seed(8)).double())
 
 
+def strengths(n: int, rows: int = B, heads: int = G) -> Tensor:
+    return -0.2 * gates(n, rows, heads)
+
+
+DELTA_RULE: dict[str, Any] = {"feature_map": "silu", "normalize": False}
 ALONE: dict[str, Callable[[int], dict[str, Any]]] = {
     "RoFormer's equation": lambda n: {"rotary": Rotary(D)},
     "no rotation, the numerator alone": lambda n: {"feature_map": "silu", "normalize": False},
@@ -84,6 +89,17 @@ ALONE: dict[str, Callable[[int], dict[str, Any]]] = {
         "rotary": theta_per_head(), "log_decay": gates(n), "write": gates(n, 1), "key_heads": 1,
     },
     "values of more heads, both ways": lambda n: {"rotary": Rotary(D), "causal": False, "key_heads": 1},
+    "erase": lambda n: {
+        "rotary": theta_per_head(), "decay": decay(), "log_decay": gates(n), "angle_steps": steps(n, 1),
+        "erase": strengths(n), "key_mask": mask(n),
+    } | DELTA_RULE,
+    "erase for all heads": lambda n: {
+        "rotary": Rotary(D), "erase": strengths(n, 1, 1), "positions": gaps(n), "decay": decay(),
+    } | DELTA_RULE,
+    "erase with values of more heads": lambda n: {
+        "rotary": theta_per_head(), "erase": strengths(n), "write": gates(n, 1), "key_heads": 1,
+        "angle_steps": steps(n, heads=1),
+    } | DELTA_RULE,
     "bidirectional": lambda n: {"rotary": Rotary(D), "causal": False, "key_mask": mask(n)},
     "bidirectional steps": lambda n: {"rotary": Rotary(D), "causal": False, "angle_steps": steps(n)},
     "bidirectional exponentials": lambda n: {"rotary": Rotary(D), "causal": False, "feature_map": "exp"},
@@ -99,6 +115,9 @@ PACKED: dict[str, Callable[[int], dict[str, Any]]] = {
     },
     "packed exponentials": lambda n: {"rotary": Rotary(D), "feature_map": "exp", "log_decay": gates(n, 1)},
     "packed with positions": lambda n: {"rotary": Rotary(D), "positions": gaps(n, 1)[0], "decay": decay()},
+    "packed and erased": lambda n: {
+        "rotary": Rotary(D), "erase": strengths(n, 1), "log_decay": gates(n, 1), "angle_steps": steps(n, 1),
+    } | DELTA_RULE,
     "packed bidirectional": lambda n: {
         "rotary": Rotary(D), "causal": False, "angle_steps": steps(n, 1), "write": gates(n, 1, 1),
     },
