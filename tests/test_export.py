@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from linrope import LinearRoPEAttention
+from linrope import LinearRoPEAttention, Rotary, linear_rope_attention
 from linrope.backends import native
 from linrope.layer.selective import ForgetGate, WriteGate
 from linrope.models import LanguageModel, LanguageModelConfig
@@ -186,6 +186,33 @@ def test_onnxruntime_computes_bidirectional_attention_on_a_grid(tmp_path: Path) 
     run = in_onnxruntime(layer, (x,), tmp_path / "layer.onnx", **options)
     x, places = torch.randn(3, 20, 16), torch.cartesian_prod(torch.arange(4), torch.arange(5))
     assert_near(run(x, places), [layer(x, positions=places)])
+
+
+class PerUnit(nn.Module):
+    """Attention whose features decay at their own rates."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        self.backend, self.rotary = backend, Rotary(8, rotary_dim=4)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        options: dict[str, Any] = {"rotary": self.rotary, "log_decay": log_decay}
+        out, state = linear_rope_attention(q, k, v, **options, return_state=True, backend=self.backend)
+        return out, state.kv, state.z
+
+
+@in_onnx_s_process
+@pytest.mark.parametrize("backend", ["onnx", pytest.param("reference", marks=pytest.mark.long)])
+@torch.no_grad()
+def test_onnxruntime_computes_a_decay_per_feature(backend: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", minversion="1.29")
+
+    def inputs(n: int) -> tuple[Tensor, ...]:
+        return *torch.randn(3, 2, n, 2, 8).unbind(), -5 * torch.rand(2, n, 2, 6)
+
+    module, given = PerUnit(backend).eval(), inputs(90)
+    run = in_onnxruntime(module, inputs(6), tmp_path / "x.onnx", dynamic_shapes=({1: ANY},) * 4)
+    assert_near(run(*given), [*PerUnit("eager")(*given)])
 
 
 @in_onnx_s_process

@@ -10,7 +10,6 @@ query head, c position in the chunk.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -24,13 +23,13 @@ from linrope.backends.key_sum import KeySum, KeySumGradients
 from linrope.backends.protocol import COMMON, XPOS
 from linrope.feature_maps import ELEMENTWISE
 from linrope.recurrence.call import (
-    INPUTS,
     TOKEN_INPUTS,
     Call,
     Gradients,
     ResultGradients,
     Results,
     Sums,
+    split_heads,
     summed_to,
 )
 from linrope.recurrence.chunks import Cut
@@ -83,22 +82,17 @@ def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradie
 
 def _by_heads(call: Call, sums: Sums | None, g: ResultGradients) -> Iterator[dict[str, Any]]:
     """Splits the call, its sums and the gradients g into a few key/value heads at a time."""
-    all_heads, r = call.k.shape[2], call.group
+    all_heads = call.k.shape[2]
     size = max(1, min(all_heads, MAX_K_PER_PASS * all_heads // max(call.k.numel(), 1)))
+    parts = call.by_heads(size)
 
-    def part(x: Tensor | None, dim: int, heads: slice) -> Tensor | None:
-        return x if x is None or x.shape[dim] == 1 else x.narrow(dim, heads.start, heads.stop - heads.start)
+    def split(x: Tensor | None, dim: int, group: int = 1) -> Any:
+        return split_heads(x, dim, size * group, len(parts))
 
-    for low in range(0, all_heads, size):
-        high = min(low + size, all_heads)
-        heads, query_heads = slice(low, high), slice(low * r, high * r)
-        tensors = {name: part(getattr(call, name), 2, heads) for name in INPUTS if name != "q"}
-        tensors |= {"q": part(call.q, 2, query_heads), "theta_turns": part(call.theta_turns, 1, heads)}
-        yield {
-            "call": replace(call, **tensors),  # type: ignore[arg-type]
-            "sums": None if sums is None else Sums(*(part(x, 1, heads) for x in sums)),  # type: ignore[arg-type]
-            "g": ResultGradients(part(g.out, 2, query_heads), part(g.kv, 1, heads), part(g.z, 1, heads)),
-        }
+    splits = [None] * len(parts) if sums is None else map(Sums, *(split(x, 1) for x in sums))
+    gradients = map(ResultGradients, split(g.out, 2, call.group), split(g.kv, 1), split(g.z, 1))
+    for part, part_sums, part_g in zip(parts, splits, gradients, strict=True):
+        yield {"call": part, "sums": part_sums, "g": part_g}
 
 
 def _joined(tensors: Sequence[Tensor | None], heads: int) -> Tensor | None:

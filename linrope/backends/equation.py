@@ -148,10 +148,9 @@ def features(call: Call, angle: Tensor | None) -> tuple[Tensor, Tensor, Tensor, 
 def log_decays(call: Call) -> tuple[Tensor, Tensor]:
     """a of each token in den, (b or 1, m, g or 1, 1 or f), and in num, where xPos's decay is added to it."""
     a = call.k.new_zeros(1, call.k.shape[1], 1, 1, dtype=torch.float64)
-    if call.decays_by_unit:
-        a = units_to_features(call.log_decay.double(), call.pairs, call.layout)
-    elif call.log_decay is not None:
-        a = rearrange(call.log_decay.double(), "b m g -> b m g 1")
+    if call.log_decay is not None:
+        log = call.log_decay.double()
+        a = units_to_features(log, call.pairs, call.layout) if call.decays_by_unit else log[..., None]
     if call.xpos_log_decay is None or call.distances is None:
         return a, a
     return a, a + rearrange(call.distances, "b m -> b m 1 1") * call.xpos_log_decay

@@ -1,5 +1,7 @@
 """The operation on a shard: the state of the local tokens, a gather of all states, then the ordinary call.
 
+With erase only positions and angles are gathered, and the states take the way of ``pipeline.py``.
+
 b batch, n queries, m keys, g key/value heads, d head dim, f features, e values, s sequences.
 """
 
@@ -11,16 +13,18 @@ from torch import Tensor, nn
 
 from linrope.common.tracing import values_readable
 from linrope.distributed.exchange import Gathered
-from linrope.distributed.fold import FOLDED, Rules, fold
+from linrope.distributed.fold import KNOWN, Rules, fold, follow
 from linrope.distributed.layout import Layout
+from linrope.distributed.pipeline import Pipeline
 from linrope.distributed.uncompiled import uncompiled
 from linrope.operation.attend import attend
-from linrope.operation.checks import check_settings, check_values
+from linrope.operation.checks import check_settings, check_state, check_values
 from linrope.operation.plan import identity_of
-from linrope.operation.positions import resolve
+from linrope.operation.positions import next_positions, resolve
 from linrope.recurrence.call import INPUTS, TOKEN_INPUTS, Call, option_beyond
-from linrope.recurrence.decay import MIN_LOG_DECAY, zero_hidden
+from linrope.recurrence.decay import MIN_LOG_DECAY, gradient_path, steps_of_tokens, zero_hidden
 from linrope.recurrence.state import NO_KEYS, LinearAttentionState
+from linrope.rotation.angles import units_to_features
 
 FIRST = "first."  # prefix of the fields of the first local document's state
 
@@ -45,7 +49,7 @@ def send_state(call: Call, shard: Layout) -> SentState:
         return SentState(shard, [], None)
     shard.agree(lambda: _describe(call, shard))
     call = _without_slots(call)
-    local = _local_state(call, shard, -1)
+    local = _place_after(call, shard) if call.erase is not None else _local_state(call, shard, -1)
     if not call.causal and shard.cu_seqlens is not None:
         local |= {f"{FIRST}{name}": x for name, x in _local_state(call, shard, 0).items()}
     return SentState(
@@ -71,8 +75,8 @@ def _receive_and_attend(call: Call, sent: SentState) -> tuple[Tensor, LinearAtte
 
 
 def _check_options(call: Call) -> None:
-    """Rejects what a shard holds itself, and options that ``fold`` does not know."""
-    if (name := option_beyond(FOLDED, call)) is not None:
+    """Rejects what a shard holds itself, and options that shards do not know."""
+    if (name := option_beyond(KNOWN, call)) is not None:
         raise NotImplementedError(f"{name}: got a call with a shard, expected one without {name}")
     if call.cu_seqlens is not None:
         raise ValueError(
@@ -103,24 +107,40 @@ def _attend_after(
         xpos = xpos.to(call.k.device)
     rules = Rules(log_gamma, xpos, "interleaved" if rotary is None else rotary.layout)
     states_before = _states_before(call, shard, gathered)
+    if call.erase is not None:
+        return _attend_in_turn(gathered, shard, states_before, call)
     fresh = call.state is None
     incoming = _incoming_states(gathered, shard, states_before, rules, call.causal, fresh)
-    # By default, and on a grid, a state's position counts tokens. Explicit positions may begin anywhere.
-    counts_tokens = call.positions is None or (rotary is not None and rotary.axes is not None)
-    position = _document_starts(call, shard).expand(-1, call.k.shape[0]).flatten() if counts_tokens else None
-    state, packed = _stack(incoming, position), shard.cu_seqlens is not None
+    state, packed = _stack(incoming, _starts_of(call, shard)), shard.cu_seqlens is not None
     out, last = attend(replace(call, state=state, return_state=call.return_state and packed))
     if call.return_state and not packed:
         last = fold(gathered, shard.ranks_with_tokens, states_before[0], rules, fresh=fresh)
     return out, last
 
 
+def _attend_in_turn(
+    gathered: dict[str, Tensor], shard: Layout, states_before: list[LinearAttentionState], call: Call
+) -> tuple[Tensor, LinearAttentionState | None]:
+    """Makes a call with erase. The first sequence goes on from the state that the rank before has sent."""
+    earlier = follow(gathered, shard.ranks_before, states_before[0])
+    state = _stack([earlier, *states_before[1:]], _starts_of(call, shard))
+    pipeline = Pipeline.of(shard, bool(_with_gradients(call)))
+    out, last = attend(replace(call, state=state), pipeline.attend)
+    if last is None or shard.cu_seqlens is not None or not shard.ranks_with_tokens:
+        return out, last
+    out, kv = pipeline.of_last_rank(out, last.kv, shard.ranks_with_tokens[-1])
+    place = follow(gathered, shard.ranks_with_tokens, states_before[0])
+    return out, replace(place, kv=kv, z=last.z, identity=last.identity)
+
+
 def _describe(call: Call, shard: Layout) -> str:
     """A text that must be the same on all ranks. Raises if this rank's call is invalid."""
     of_keys = replace(call, q=None, causal=True, normalize=False, key_positions=None)
-    check_settings(of_keys)
+    fmap = check_settings(of_keys)
     check_values(of_keys)
     k, v, state = call.k, call.v, call.state
+    if state is not None and state.slots is not None and shard.cu_seqlens is None:
+        check_state(of_keys, fmap)  # later the call has a copy of the rows
     if k.shape[1] != shard.length:
         raise ValueError(
             f"k: got {k.shape[1]} tokens on rank {shard.rank}, expected its shard's {shard.length}"
@@ -146,6 +166,7 @@ def _describe(call: Call, shard: Layout) -> str:
     return (
         f"{v.dtype} k (b, m, g, d) = ({b}, m, {g}, {d}), v with {tuple(v.shape[2:])}, causal={call.causal}, "
         f"feature_map={_map_name(call.feature_map)}, rotary={rotary}, arguments {present}, steps {steps}, "
+        f"log_decay per unit: {call.decays_by_unit}, "
         f"gradients of {_with_gradients(call)}"
     )
 
@@ -154,6 +175,8 @@ def _with_gradients(call: Call) -> list[str]:
     """The arguments that the state of the keys passes gradients to."""
     names = (*INPUTS[1:], "decay")  # all but q
     tensors: list[tuple[str, Tensor | None]] = [(name, getattr(call, name)) for name in names]
+    if call.erase is not None and call.state is not None:  # which only the first rank continues from
+        tensors.append(("state", call.state.kv))
     if isinstance(call.feature_map, nn.Module):
         tensors += [("feature_map", x) for x in call.feature_map.parameters()]
     required = [name for name, x in tensors if x is not None and x.requires_grad and torch.is_grad_enabled()]
@@ -166,6 +189,40 @@ def _map_name(feature_map: object) -> str:
 
 def _local_state(call: Call, shard: Layout, index: int) -> dict[str, Tensor]:
     """The fields of the state of the first (0) or last (-1) local document alone, and the sum of its gates."""
+    local = _local_call(call, shard, index)
+    state = attend(local)[1]
+    assert state is not None
+    tensors = state.tensors()
+    if local.log_decay is not None:
+        gates = zero_hidden(local.log_decay, local.key_mask).clamp(min=MIN_LOG_DECAY).double()
+        gates = gates if call.decays_by_unit else gates[..., None]
+        shape = call.k.shape[0], call.v.shape[2], -1
+        tensors["gates"] = gates.sum(1).expand(shape)
+        if call.decays_by_unit:
+            layout = "interleaved" if call.rotary is None else call.rotary.layout
+            tensors["gates"] = units_to_features(tensors["gates"], call.pairs, layout)
+            if state.log_scale is not None:  # which decays by the largest of each token's units
+                tensors["largest_gates"] = gates.detach().amax(-1, keepdim=True).sum(1).expand(shape)
+    return tensors
+
+
+def _place_after(call: Call, shard: Layout) -> dict[str, Tensor]:
+    """The position after the last local document, and the angle by which its tokens turn, with its gradient path."""
+    local = _local_call(call, shard, -1)
+    tokens = resolve(local)
+    place = {"position": next_positions(local, tokens)}
+    steps = steps_of_tokens(local.angle_steps, local.key_mask, None, tokens)
+    if steps is not None:
+        angle = replace(local, angle_steps=steps).last_angle(None)
+        assert angle is not None
+        place["angle"] = angle
+        if (path := gradient_path(steps, None, tokens)) is not None:
+            place["angle_gradient_path"] = path
+    return place
+
+
+def _local_call(call: Call, shard: Layout, index: int) -> Call:
+    """The call for the state of the first (0) or last (-1) local document alone."""
     tokens = shard.piece(index)
 
     def cut(x: Tensor, dim: int = 1) -> Tensor:
@@ -178,7 +235,6 @@ def _local_state(call: Call, shard: Layout, index: int) -> dict[str, Tensor]:
 
     key_positions = call.positions if call.key_positions is None else call.key_positions
     axes = call.rotary is not None and call.rotary.axes is not None
-    key_mask, b = cut_if_any(call.key_mask), call.k.shape[0]
     inputs: dict[str, Any] = {name: cut_if_any(getattr(call, name)) for name in TOKEN_INPUTS}
     local = replace(
         call,
@@ -190,20 +246,15 @@ def _local_state(call: Call, shard: Layout, index: int) -> dict[str, Tensor]:
         return_state=True,
         positions=cut_if_any(key_positions, -2 if axes else -1),
         key_positions=None,
-        key_mask=key_mask,
+        key_mask=cut_if_any(call.key_mask),
         cu_seqlens=None,
         **inputs,
     )
-    position = _document_starts(call, shard)[index].expand(b)
+    position = _document_starts(call, shard)[index].expand(call.k.shape[0])
     if local.positions is not None and not axes and local.k.shape[1]:
-        position = local.positions[..., 0].long().expand(b)  # only the distances between local tokens count
-    state = attend(replace(local, state=_empty_state(call, position)))[1]
-    assert state is not None
-    tensors = state.tensors()
-    if local.log_decay is not None:
-        gates = zero_hidden(local.log_decay, key_mask).clamp(min=MIN_LOG_DECAY).double().sum(1)
-        tensors["gates"] = gates.expand(b, call.v.shape[2])
-    return tensors
+        # Only the distances between local tokens count.
+        position = local.positions[..., 0].long().expand(call.k.shape[0])
+    return replace(local, state=_empty_state(call, position))
 
 
 def _document_starts(call: Call, shard: Layout) -> Tensor:
@@ -215,6 +266,16 @@ def _document_starts(call: Call, shard: Layout) -> Tensor:
     if shard.cu_seqlens is None:
         return positions + call.state.position
     return positions + call.state.position[shard.documents(positions.device)][:, None]
+
+
+def _starts_of(call: Call, shard: Layout) -> Tensor | None:
+    """The position of each local sequence's first token, if it is that of the token among all tokens, else None.
+
+    By default, and on a grid, a state's position counts tokens. Explicit positions may begin anywhere.
+    """
+    if call.positions is not None and (call.rotary is None or call.rotary.axes is None):
+        return None
+    return _document_starts(call, shard).expand(-1, call.k.shape[0]).flatten()
 
 
 def _empty_state(call: Call, position: Tensor) -> LinearAttentionState:

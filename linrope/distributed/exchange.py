@@ -1,4 +1,7 @@
-"""Communication between ranks: each rank gathers the same tensors of all ranks, and gradients travel back."""
+"""Communication between ranks, through which gradients travel back.
+
+Each rank gathers the same tensors of all ranks, or a rank passes a tensor on to another.
+"""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +30,7 @@ class Channel:
         self.size = 1 if alone else dist.get_world_size(group)
         self.collectives, self.bytes_sent = 0, 0
         self.seconds = 0.0  # spent in collectives and waiting for them
+        self._sent: list[tuple[Any, Tensor]] = []  # what is on its way, and the memory that is read meanwhile
         if self.rank < 0:
             raise ValueError("group: got a group without this process, expected one that it belongs to")
 
@@ -41,6 +45,27 @@ class Channel:
         with self.sending(len(sent)):
             work = _all_gather(received, sent, group=self.group, async_op=True)
         return Gathered(self, list(tensors), differentiable, sent, received, work)
+
+    def send(self, x: Tensor, rank: int) -> None:
+        """Sends x to another rank, which calls ``receive``. Does not wait until it has arrived."""
+        x = x.detach().clone(memory_format=torch.contiguous_format)
+        self.bytes_sent += x.numel() * x.element_size()
+        with self.sending(None):
+            self._sent.append((dist.isend(x, group=self.group, group_dst=rank), x))
+
+    def receive(self, like: Tensor, rank: int) -> Tensor:
+        """Waits for the tensor that another rank sends. It has the shape and dtype of ``like``."""
+        received = torch.empty_like(like, memory_format=torch.contiguous_format)
+        with self.sending(None):
+            dist.recv(received, group=self.group, group_src=rank)
+        return received
+
+    def wait_for_sent(self) -> None:
+        """Waits until all that this rank has sent to others has arrived."""
+        with self.sending(None):
+            for work, _ in self._sent:
+                work.wait()
+        self._sent.clear()
 
     def compare(self, text: str, checksum: int) -> list[tuple[int, str]]:
         """Each rank's checksum and text. Long texts are cut off."""

@@ -14,9 +14,10 @@ from linrope.recurrence.state import LinearAttentionState
 from linrope.recurrence.transition import Transition
 from linrope.rotation.rotary import cos_sin_of_turns, rotate
 
-# The optional fields of ``Call`` whose effect on a state ``fold`` computes, or that have none.
-FOLDED = (
-    *("log_decay", "angle_steps", "write", "key_positions", "key_mask", "cu_seqlens"),
+# The optional fields of ``Call`` that shards know. ``fold`` computes their effect on a state, if they have any, but
+# that of erase is computed in turn (``pipeline.py``).
+KNOWN = (
+    *("log_decay", "angle_steps", "write", "erase", "key_positions", "key_mask", "cu_seqlens"),
     *("causal", "normalize", "eps", "eps_mode", "return_state"),
 )
 
@@ -48,49 +49,66 @@ def fold(
 
     start: the state before the chain. fresh: whether no tokens precede the chain.
     """
-    # Adds an empty slice so that every rank's output depends on the gather. A rank that skips the backward all-to-all
-    # would deadlock the others.
-    kv, z = start.kv + gathered["kv"][:0].sum(0).to(start.kv.dtype), start.z
-    position, angle, scale = start.position, start.angle, start.log_scale
-    gradient_path = start.angle_gradient_path
+    state, scale = _depending_on(start, gathered["kv"]), start.log_scale
+    kv, z = state.kv, state.z
     for s in chain:
         local = {name: x[s] for name, x in gathered.items()}
+        position = state.position
         distance = torch.zeros_like(position) if fresh else local["position"] - position
-        transition, of_local = _decay(local, distance, rules), Transition(None)
+        transition, of_local = _decay(local.get("gates"), distance, rules), Transition(None)
         if scale is not None:
-            decayed_scale = scale if transition.log is None else scale + transition.log[..., 0].detach()
+            of_scale = _decay(local.get("largest_gates", local.get("gates")), distance, rules).log
+            decayed_scale = scale if of_scale is None else scale + of_scale[..., 0].detach()
             largest = torch.maximum(decayed_scale, local["log_scale"])
             transition = transition.after(Transition((scale - largest)[..., None]))
             of_local, scale = Transition((local["log_scale"] - largest)[..., None]), largest
         if not fresh:
             kv, z = transition.after(_xpos(distance, rules)).apply(kv), transition.apply(z)
         if s != skip:
-            local_kv = of_local.apply(_rotated(local["kv"], angle, gradient_path, rules.layout))
+            local_kv = of_local.apply(_rotated(local["kv"], state, rules.layout))
             kv, z = kv + local_kv.to(kv.dtype), z + of_local.apply(local["z"]).to(z.dtype)
-        if "angle" in local:
-            angle = local["angle"] if angle is None else angle + local["angle"]
-        if "angle_gradient_path" in local:
-            local_path = local["angle_gradient_path"]
-            gradient_path = local_path if gradient_path is None else gradient_path + local_path
-        position, fresh = local["position"], False
-    return replace(
-        start,
-        kv=kv,
-        z=z,
-        position=position,
-        angle=angle,
-        angle_gradient_path=gradient_path,
-        log_scale=scale,
-        donated=False,
-    )
+        state, fresh = _moved(state, local), False
+    return replace(state, kv=kv, z=z, log_scale=scale)
 
 
-def _decay(local: Mapping[str, Tensor], distance: Tensor, rules: Rules) -> Transition:
-    """The decay of a state over all tokens of a rank, by their gates and per position: its log is (b, g, 1) float64."""
-    gates = Transition(local["gates"][..., None] if "gates" in local else None)
+def follow(
+    gathered: Mapping[str, Tensor], chain: Sequence[int], start: LinearAttentionState
+) -> LinearAttentionState:
+    """The state ``start`` with the position and the angle after the ranks of ``chain``. kv and z remain.
+
+    gathered: (size, b, ..), the position after each rank's tokens, and the sum of their angle steps.
+    """
+    state = start
+    for x in gathered.values():
+        state = _depending_on(state, x) if x.is_floating_point() else state
+    for s in chain:
+        state = _moved(state, {name: x[s] for name, x in gathered.items()})
+    return state
+
+
+def _depending_on(state: LinearAttentionState, gathered: Tensor) -> LinearAttentionState:
+    """The state, whose kv now depends on the gather, although nothing is added to it.
+
+    A rank that skips the backward all-to-all would deadlock the others.
+    """
+    return replace(state, kv=state.kv + gathered[:0].sum().to(state.kv.dtype), donated=False)
+
+
+def _moved(state: LinearAttentionState, local: Mapping[str, Tensor]) -> LinearAttentionState:
+    """The state with the position and the angle after a rank's tokens."""
+    sums: dict[str, Tensor] = {}
+    for name in ("angle", "angle_gradient_path"):
+        if name in local:
+            before = getattr(state, name)
+            sums[name] = local[name] if before is None else before + local[name]
+    return replace(state, position=local["position"], **sums)  # type: ignore[arg-type]
+
+
+def _decay(gates: Tensor | None, distance: Tensor, rules: Rules) -> Transition:
+    """The decay of a state over all tokens of a rank, per position and by the sum of their gates, (b, g, 1 or f)."""
     if rules.log_gamma is None:
-        return gates
-    return gates.after(Transition((distance[:, None] * rules.log_gamma)[..., None]))
+        return Transition(gates)
+    return Transition(gates).after(Transition((distance[:, None] * rules.log_gamma)[..., None]))
 
 
 def _xpos(distance: Tensor, rules: Rules) -> Transition:
@@ -98,12 +116,12 @@ def _xpos(distance: Tensor, rules: Rules) -> Transition:
     return Transition(None if rules.xpos is None else distance[:, None, None] * rules.xpos)
 
 
-def _rotated(kv: Tensor, angle: Tensor | None, gradient_path: Tensor | None, layout: str) -> Tensor:
-    """R(angle) kv for kv (b, g, f, e). gradient_path holds zeros that carry the gradient of the integer angle."""
-    if angle is None:
+def _rotated(kv: Tensor, state: LinearAttentionState, layout: str) -> Tensor:
+    """R(angle) kv for kv (b, g, f, e), with the angle of the state."""
+    if state.angle is None:
         return kv
-    cos, sin = cos_sin_of_turns(angle, kv.dtype)
-    if gradient_path is not None:
-        zero = gradient_path.to(kv.dtype)
+    cos, sin = cos_sin_of_turns(state.angle, kv.dtype)
+    if state.angle_gradient_path is not None:  # zeros that carry the gradient of the integer angle
+        zero = state.angle_gradient_path.to(kv.dtype)
         cos, sin = cos - sin * zero, sin + cos * zero
     return rotate(kv.mT, cos[:, :, None], sin[:, :, None], layout).mT

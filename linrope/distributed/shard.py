@@ -22,9 +22,9 @@ class Shard(Layout):
     Pass it as ``shard=`` to ``linear_rope_attention``, the layer and the models, together with the tensors of this
     rank's tokens. Outputs, positions, states and gradients are then those of one process with all tokens. The ranks
     send one state each in the forward pass (two in bidirectional calls of packed sequences) and its gradient in the
-    backward pass, whatever the lengths. In a group of one nothing is sent, and the result is bit for bit that of a call
-    without shard. Each rank has a copy of the parameters, and their gradient is the sum of the ranks' gradients, as for
-    parts of a batch.
+    backward pass, whatever the lengths. With erase the states pass from rank to rank, one head after the other. In a
+    group of one nothing is sent, and the result is bit for bit that of a call without shard. Each rank has a copy of
+    the parameters, and their gradient is the sum of the ranks' gradients, as for parts of a batch.
 
     Args:
         group: a process group; or a DeviceMesh of one dimension or with a dimension named "cp"; or None for all
@@ -58,8 +58,8 @@ class Shard(Layout):
     def send_state(self, k: Tensor, v: Tensor, /, **options: Unpack[Options]) -> SentState:
         """Begins a call by sending the state of the keys. Pass the result as ``shard`` to the call with q.
 
-        Work between the two calls overlaps with the communication. The options are those of
-        ``linear_rope_attention``.
+        Work between the two calls overlaps with the communication. With erase only positions and angles are sent
+        here. The options are those of ``linear_rope_attention``.
         """
         return send_state(Call(q=None, k=k, v=v, **options), self)
 

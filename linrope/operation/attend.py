@@ -1,6 +1,8 @@
 """Answers a call: its plan, q and k as features, a backend, the next state."""
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,14 +26,20 @@ from linrope.recurrence.packing import Tokens
 from linrope.recurrence.stabilizer import Stabilized, stabilize
 from linrope.recurrence.state import LinearAttentionState
 
+# Computes a call that a backend gets. Its first argument is that backend's ``attend``.
+Computation = Callable[..., tuple[Tensor, Sums | None]]
 
-def attend(call: Call) -> tuple[Tensor, LinearAttentionState | None]:
-    """Returns out and the state after the last key. The state is None if the call makes none."""
+
+def attend(call: Call, through: Computation | None = None) -> tuple[Tensor, LinearAttentionState | None]:
+    """Returns out and the state after the last key. The state is None if the call makes none.
+
+    through: what calls the backend, perhaps several times; None: the backend is called once.
+    """
     try:
         plan = plan_of(call)
         if plan.warning is not None:
             warnings.warn(plan.warning, stacklevel=3)
-        if plan.step is not None and not needs_gradients(call, call.state):
+        if plan.step is not None and through is None and not needs_gradients(call, call.state):
             state = call.state
             assert state is not None
             in_place = state.donated or state.slots is not None
@@ -43,7 +51,7 @@ def attend(call: Call) -> tuple[Tensor, LinearAttentionState | None]:
         if head_first.suspected(call):
             raise ValueError(f"{error}; {head_first.HINT}") from None
         raise
-    return _attend(call, plan, identity, tokens)
+    return _attend(call, plan, identity, tokens, through)
 
 
 def _identity(call: Call, plan: Plan) -> str:
@@ -76,7 +84,7 @@ def _step(
 
 
 def _attend(
-    call: Call, plan: Plan, identity: str, tokens: Tokens
+    call: Call, plan: Plan, identity: str, tokens: Tokens, through: Computation | None
 ) -> tuple[Tensor, LinearAttentionState | None]:
     """Any call: q and k become features, a backend computes out and the sums, and these the next state."""
     features = map_features(call, plan, tokens)
@@ -107,7 +115,8 @@ def _attend(
         plan.backend = backends.choose(call.backend, resolved, state)
     if not plan.backend.TAKES_VALUE_GROUPS:
         resolved = resolved.expanded()
-    out, sums = plan.backend.attend(resolved, state)
+    compute = plan.backend.attend if through is None else partial(through, plan.backend.attend)
+    out, sums = compute(resolved, state)
     if out.dtype != call.v.dtype:  # expanded values may be wider
         out = out.to(call.v.dtype)
     if stabilized is not None and features.q_scale is not None and not call.normalize:

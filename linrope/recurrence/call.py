@@ -141,6 +141,17 @@ class Call(Resolved, Settings, TokenLayout, Inputs):
             v = v.to(self.v.dtype) if round_values else v
         return replace(self, q=q, k=k, v=v, write=None)
 
+    def by_heads(self, size: int) -> "list[Call]":
+        """The call, cut into calls of ``size`` heads of k each; the last may have fewer."""
+        count = -(-self.k.shape[2] // size)
+        sizes = {"q": size * self.group, "k": size}  # of the rest: size * self.value_group
+        dims = dict.fromkeys(INPUTS, 2) | {"theta_turns": 1}
+        parts = {
+            name: split_heads(getattr(self, name), dim, sizes.get(name, size * self.value_group), count)
+            for name, dim in dims.items()
+        }
+        return [replace(self, **{name: part[i] for name, part in parts.items()}) for i in range(count)]
+
     @property
     def bounds(self) -> Tensor | None:
         """cu_seqlens, safe to index with. On a GPU its values are unchecked."""
@@ -260,6 +271,11 @@ def repeat_heads(v: Tensor, *tensors: Any) -> list[Any]:
         return x if times <= 1 else x.unsqueeze(3).expand(*x.shape[:3], times, *x.shape[3:]).flatten(2, 3)
 
     return [None if x is None else repeated(x) for x in tensors]
+
+
+def split_heads(x: Tensor | None, dim: int, size: int, count: int) -> Any:
+    """x cut along its axis of heads into ``count`` parts of ``size`` heads. Each part has a single shared head."""
+    return [x] * count if x is None or x.shape[dim] == 1 else x.split(size, dim)
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:

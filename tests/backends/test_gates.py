@@ -49,16 +49,6 @@ def gated_linear_attention(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Te
     return torch.stack(out)
 
 
-def kimi_delta_attention(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
-    """KDA (arXiv 2510.26692), eq. 1: S_t = (I - beta_t k_t k_t^T) Diag(alpha_t) S_(t-1) + beta_t k_t v_t^T."""
-    state, out, one = torch.zeros(q.shape[1], v.shape[1], dtype=q.dtype), [], torch.eye(q.shape[1]).double()
-    for t in range(len(q)):
-        state = (one - beta[t] * torch.outer(k[t], k[t])) @ (alpha[t][:, None] * state)
-        state = state + beta[t] * torch.outer(k[t], v[t])
-        out.append(q[t] @ state)
-    return torch.stack(out)
-
-
 def mamba2(x: Tensor, dt: Tensor, a: float, b: Tensor, c: Tensor) -> Tensor:
     """SSD (arXiv 2405.21060), eq. 1 and 2: h_t = exp(A dt_t) h_(t-1) + dt_t B_t x_t^T, y_t = C_t h_t."""
     return gated_linear_attention(c, b, dt[:, None] * x, (a * dt).exp())
@@ -90,28 +80,61 @@ def mamba3(x: Tensor, dt: Tensor, a: Tensor, theta: Tensor, b: Tensor, c: Tensor
     return torch.stack(out)
 
 
-@every_backend
-@pytest.mark.parametrize(
-    "model", ["RetNet", "GLA", "GLA per head", "KDA", "Mamba-2", "Selective RoPE", "Mamba-3"]
+def gated_delta_net(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    """Gated DeltaNet (arXiv 2412.06464), eq. 10: S_t = S_(t-1) alpha_t (I - beta_t k_t k_t^T) + beta_t v_t k_t^T."""
+    state, out = torch.zeros(v.shape[1], q.shape[1], dtype=q.dtype), []
+    for t in range(len(q)):
+        keeps = torch.eye(q.shape[1], dtype=q.dtype) - beta[t] * torch.outer(k[t], k[t])
+        state = alpha[t] * state @ keeps + beta[t] * torch.outer(v[t], k[t])
+        out.append(state @ q[t])
+    return torch.stack(out)
+
+
+def kimi_delta_attention(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    """KDA (arXiv 2510.26692), eq. 1: S_t = (I - beta_t k_t k_t^T) Diag(alpha_t) S_(t-1) + beta_t k_t v_t^T."""
+    state, out = torch.zeros(q.shape[1], v.shape[1], dtype=q.dtype), []
+    for t in range(len(q)):
+        keeps = torch.eye(q.shape[1], dtype=q.dtype) - beta[t] * torch.outer(k[t], k[t])
+        state = keeps @ (alpha[t][:, None] * state) + beta[t] * torch.outer(k[t], v[t])
+        out.append(q[t] @ state)
+    return torch.stack(out)
+
+
+MODELS = (
+    *("RetNet", "GLA", "GLA per head", "Mamba-2", "Selective RoPE", "Mamba-3"),
+    *("DeltaNet", "Gated DeltaNet", "Kimi Delta Attention"),
 )
+
+
+@every_backend
+@pytest.mark.parametrize("model", MODELS)
 def test_it_holds_the_recurrences_of_other_models(model: str, backend: str) -> None:
     n, d = 90, 6
     (q, k, v), (gates, steps) = randoms(1, n, 1, d, e=3), data(n, 1, 1, d)
+    if "Delta" in model:
+        k = k / k.norm(dim=-1, keepdim=True)
     one, a, omega = [x[0, :, 0] for x in (q, k, v)], gates[0, :, 0], steps[0, :, 0]
     query, key, value = one
-    dt, by_feature = F.softplus(value[:, 0]), -F.softplus(randoms(1, n, 1, d, seed=5)[0])
-    alpha, beta = by_feature[0, :, 0].exp(), value[:, 1].sigmoid()
-    tied: dict[str, Any] = {"write": beta[None, :, None], "erase": beta[None, :, None]}
+    dt, beta = F.softplus(value[:, 0]), 2 * query[:, 0].sigmoid()
+    units = -F.softplus(randoms(1, n, 1, d, seed=5)[0])
+    alpha = units[0, :, 0].exp()
     after, fading = v * dt[None, :, None, None], torch.tensor([1 - 2.0**-5], dtype=torch.float64)
+    rate = beta[None, :, None]
     forget, turn = (a * dt)[None, :, None], (omega * dt[:, None])[None, :, None]
     expected, v, how = {
         "RetNet": (retnet(*one), v, {"rotary": Rotary(d), "decay": fading}),
-        "GLA": (gated_linear_attention(*one, alpha), v, {"log_decay": by_feature}),
+        "GLA": (gated_linear_attention(*one, alpha), v, {"log_decay": units}),
         "GLA per head": (gated_linear_attention(*one, a.exp()), v, {"log_decay": gates}),
-        "KDA": (kimi_delta_attention(*one, alpha, beta), v, {"log_decay": by_feature, **tied}),
         "Mamba-2": (mamba2(value, dt, -0.7, key, query), after, {"log_decay": (-0.7 * dt)[None, :, None]}),
         "Selective RoPE": (selective_rope(*one, omega, a.exp()), v, {"log_decay": gates, "angle_steps": steps}),
         "Mamba-3": (mamba3(value, dt, a, omega, key, query), after, {"log_decay": forget, "angle_steps": turn}),
+        "DeltaNet": (gated_delta_net(*one, torch.ones(n), beta), v, {"write": rate, "erase": rate}),
+        "Gated DeltaNet": (
+            gated_delta_net(*one, a.exp(), beta), v, {"log_decay": gates, "write": rate, "erase": rate}
+        ),
+        "Kimi Delta Attention": (
+            kimi_delta_attention(*one, alpha, beta), v, {"log_decay": units, "write": rate, "erase": rate}
+        ),
     }[model]  # fmt: skip
     out = linear_rope_attention(q, k, v, feature_map=None, normalize=False, backend=backend, **how)
     torch.testing.assert_close(out[0, :, 0], expected, rtol=0, atol=1e-12 * float(expected.abs().max()))

@@ -51,6 +51,11 @@ def theta_per_head() -> Rotary:
     return Rotary(D, theta=torch.rand(G, D // 2, generator=torch.Generator().manual_seed(8)).double())
 
 
+def strengths(n: int, rows: int = B, heads: int = G) -> Tensor:
+    return -0.2 * gates(n, rows, heads)
+
+
+DELTA_RULE: dict[str, Any] = {"feature_map": "silu", "normalize": False}
 ALONE: dict[str, Callable[[int], dict[str, Any]]] = {
     "RoFormer's equation": lambda n: {"rotary": Rotary(D)},
     "no rotation, the numerator alone": lambda n: {"feature_map": "silu", "normalize": False},
@@ -71,6 +76,17 @@ ALONE: dict[str, Callable[[int], dict[str, Any]]] = {
         "rotary": Rotary(16), "feature_map": feature_maps.make("favor+", D, seed=0, num_features=16),
         "angle_steps": steps(n, pairs=8),
     },
+    "gates per unit": lambda n: {
+        "rotary": Rotary(D, rotary_dim=4, layout="half"), "log_decay": 3 * steps(n, pairs=6).sigmoid().log(),
+        "decay": decay(), "key_mask": mask(n),
+    },
+    "gates per unit, steps and exponentials": lambda n: {
+        "angle_steps": steps(n, pairs=2), "feature_map": "exp", "log_decay": steps(n, pairs=6).sigmoid().log(),
+        "decay": decay(),
+    },
+    "gates per unit and erase": lambda n: {
+        "rotary": Rotary(D), "erase": strengths(n), "log_decay": 3 * steps(n, heads=1).sigmoid().log(),
+    } | DELTA_RULE,
     "positions": lambda n: {"rotary": Rotary(D), "positions": gaps(n), "decay": decay()},
     "positions of all rows": lambda n: {"rotary": Rotary(D), "positions": gaps(n, 1)[0], "decay": decay()},
     "positions on a grid": lambda n: {
@@ -84,6 +100,17 @@ ALONE: dict[str, Callable[[int], dict[str, Any]]] = {
         "rotary": theta_per_head(), "log_decay": gates(n), "write": gates(n, 1), "key_heads": 1,
     },
     "values of more heads, both ways": lambda n: {"rotary": Rotary(D), "causal": False, "key_heads": 1},
+    "erase": lambda n: {
+        "rotary": theta_per_head(), "decay": decay(), "log_decay": gates(n), "angle_steps": steps(n, 1),
+        "erase": strengths(n), "key_mask": mask(n),
+    } | DELTA_RULE,
+    "erase for all heads": lambda n: {
+        "rotary": Rotary(D), "erase": strengths(n, 1, 1), "positions": gaps(n), "decay": decay(),
+    } | DELTA_RULE,
+    "erase with values of more heads": lambda n: {
+        "rotary": theta_per_head(), "erase": strengths(n), "write": gates(n, 1), "key_heads": 1,
+        "angle_steps": steps(n, heads=1),
+    } | DELTA_RULE,
     "bidirectional": lambda n: {"rotary": Rotary(D), "causal": False, "key_mask": mask(n)},
     "bidirectional steps": lambda n: {"rotary": Rotary(D), "causal": False, "angle_steps": steps(n)},
     "bidirectional exponentials": lambda n: {"rotary": Rotary(D), "causal": False, "feature_map": "exp"},
@@ -99,6 +126,9 @@ PACKED: dict[str, Callable[[int], dict[str, Any]]] = {
     },
     "packed exponentials": lambda n: {"rotary": Rotary(D), "feature_map": "exp", "log_decay": gates(n, 1)},
     "packed with positions": lambda n: {"rotary": Rotary(D), "positions": gaps(n, 1)[0], "decay": decay()},
+    "packed and erased": lambda n: {
+        "rotary": Rotary(D), "erase": strengths(n, 1), "log_decay": gates(n, 1), "angle_steps": steps(n, 1),
+    } | DELTA_RULE,
     "packed bidirectional": lambda n: {
         "rotary": Rotary(D), "causal": False, "angle_steps": steps(n, 1), "write": gates(n, 1, 1),
     },

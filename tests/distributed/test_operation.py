@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from linrope import Rotary, linear_rope_attention, linear_rope_state
 from linrope.distributed import Shard
@@ -74,6 +75,43 @@ def test_traffic_does_not_grow_with_the_sequence() -> None:
     state = 8 * 64 * (64 * 4 + 8) + 8  # kv in float32, z in float64, the position
     sent = (shard.size - 1) * (state + state - 8)  # a position has no gradient
     assert found == [(2, sent)] * 2  # one collective forward, one backward
+
+
+@on_each_rank
+def test_with_erase_a_rank_sends_one_state_to_the_next_and_its_gradient_back() -> None:
+    found = []
+    for n in (128, 256):
+        shard = Shard(lengths=even(n))
+        q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, n, 4, 16))
+        how = {"feature_map": None, "normalize": False, "erase": torch.full((1, n, 1), 0.01), "shard": shard}
+        linear_rope_attention(q, k, v, **how)  # the ranks compare what they were given, once
+        before = shard.channel.bytes_sent
+        linear_rope_attention(q, k, v, **how).sum().backward()
+        found.append(shard.channel.bytes_sent - before)
+    sends, last = 4 * 16 * 16 * 4, shard.size - 1
+    position = 8 * last
+    assert found == [position + sends * ((shard.rank < last) + (shard.rank > 0))] * 2
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "erase"])
+@on_each_rank
+def test_with_erase_all_ranks_join_the_backward_pass(wanted: str) -> None:
+    """Also in one that computes the forward pass anew, for one gradient alone, and with a loss of one rank only."""
+    n = sum(even(6))
+    q, k, v = (x.requires_grad_() for x in randoms(1, n, 2, 4))
+    erase = (0.2 * torch.rand(1, n, 2, generator=torch.Generator().manual_seed(1)).double()).requires_grad_()
+    tokens = {"q": q, "k": k, "v": v, "erase": erase}
+    shard = Shard(lengths=even(6))
+    parts = {name: shard.take(x.detach()).requires_grad_() for name, x in tokens.items()}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, erase: Tensor, shard: Shard | None = None) -> Tensor:
+        return linear_rope_attention(q, k, v, erase=erase, feature_map="silu", normalize=False, shard=shard)
+
+    out = checkpoint(attend, *parts.values(), shard=shard, use_reentrant=False)
+    (found,) = torch.autograd.grad(out.square().sum() * (shard.rank == shard.size - 1), parts[wanted])
+    last = attend(**tokens)[:, -6:]
+    (expected,) = torch.autograd.grad(last.square().sum(), tokens[wanted])
+    torch.testing.assert_close(found, shard.take(expected), rtol=0, atol=1e-12)
 
 
 @on_each_rank
@@ -154,6 +192,9 @@ def test_rows_of_a_pool_are_read_and_written_by_every_rank_as_by_one_process() -
         out = linear_rope_attention(*parts, state=many.at(slots), shard=shard, **HOW)
     found = {"out": out} | many.tensors()
     torch.testing.assert_close(found, {"out": shard.take(expected)} | one.tensors(), rtol=0, atol=1e-13)
+    erase = {"erase": q.new_zeros(2, shard.length, 1), "normalize": False}
+    with pytest.raises(ValueError, match="state: got rows of a pool with z"):
+        linear_rope_attention(*parts, state=many.at(slots), shard=shard, **HOW, **erase)
     shard = Shard(lengths=even(5), cu_seqlens=[0, n, n])
     with pytest.raises(NotImplementedError, match="state: got rows of a pool with packed sequences"):
         linear_rope_attention(*[shard.take(x[:1]) for x in (q, k, v)], state=many.at(slots), shard=shard)
@@ -165,6 +206,7 @@ DISAGREEMENTS = {  # what the message names on both sides
     "heads": ("= (1, m, 2, 4)", "= (1, m, 1, 4)"),
     "dtype": ("float32", "float64"),
     "options": ("arguments ['k', 'v']", "arguments ['k', 'v', 'log_decay']"),
+    "units": ("log_decay per unit: False", "log_decay per unit: True"),
     "gradients": ("gradients of []", "gradients of ['k']"),
     "an error of one rank": ("ValueError: k: got 2 tokens", "expected its shard's 3"),
     "a wrong argument of one rank": ("TypeError: k, v: got", "float64"),
@@ -184,6 +226,8 @@ def test_ranks_that_disagree_are_told_so_everywhere(what: str) -> None:
     dtype, heads = torch.float64 if odd == "dtype" else torch.float32, 1 if odd == "heads" else 2
     q, k, v = (torch.zeros(1, tokens, heads, 4, dtype=dtype) for _ in range(3))
     options: dict[str, Tensor] = {"log_decay": torch.zeros(1, tokens, 1)} if odd == "options" else {}
+    if what == "units":
+        options = {"log_decay": torch.zeros(1, tokens, 2, 4) if last else torch.zeros(1, tokens, 2)}
     options |= {"positions": torch.arange(4)} if odd == "positions of one rank" else {}
     k.requires_grad_(odd == "gradients")
     v = v.double() if odd == "a wrong argument of one rank" else v

@@ -8,7 +8,7 @@ import torch
 
 from linrope import LinearRoPEAttention, Rotary, linear_rope_attention, linear_rope_state
 from linrope.distributed import Shard
-from linrope.distributed.fold import FOLDED
+from linrope.distributed.fold import KNOWN
 from tests.support.oracle import randoms
 
 
@@ -56,7 +56,7 @@ def test_a_shard_refuses_what_does_not_fit(
 
 def test_options_that_states_cannot_be_folded_with_are_refused(monkeypatch) -> None:
     q, k, v = randoms(1, 4, 2, 4)
-    monkeypatch.setattr("linrope.distributed.attend.FOLDED", [name for name in FOLDED if name != "write"])
+    monkeypatch.setattr("linrope.distributed.attend.KNOWN", [name for name in KNOWN if name != "write"])
     linear_rope_attention(q, k, v, shard=Shard(lengths=[4]))
     with pytest.raises(
         NotImplementedError, match="write: got a call with a shard, expected one without write"
