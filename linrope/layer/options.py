@@ -25,6 +25,7 @@ ORDERS = ("before", "after")  # where a skip or a gate acts: before or after the
 STARTS = ("identity", "uniform")
 ACTIVATIONS = ("silu",)
 MOST_TAPS = 2**16
+MOST_RANK = 2**16  # of a gate's projection
 LONGEST = 4096.0  # default half-life of the slowest head, in tokens
 
 
@@ -50,10 +51,11 @@ class ForgetGateOptions:
         for name in ("rank", "bound"):
             if self.per == "head" and getattr(self, name) is not None:
                 raise ValueError(f"forget_gate: got {name} with per='head', expected per='feature' with it")
-        if self.rank is not None and (
-            isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1
-        ):
-            raise ValueError(f"forget_gate: got rank={self.rank!r}, expected an integer, at least 1")
+        rank = 1 if self.rank is None else self.rank
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MOST_RANK:
+            raise ValueError(
+                f"forget_gate: got rank={rank!r}, expected an integer, 1 .. {MOST_RANK}, or None"
+            )
         bound = 1 if self.bound is None else self.bound
         if isinstance(bound, bool) or not isinstance(bound, int | float) or not 1 <= bound < math.inf:
             raise ValueError(

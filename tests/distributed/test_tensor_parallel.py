@@ -1,6 +1,5 @@
 """Processes with some of the heads each find what one process with all of them finds."""
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,10 @@ LAYERS: dict[str, dict[str, Any]] = {
     },
     "steps per head beside a theta for each": {
         "rotary": {"name": "selective", "rank": 3, "base": 100.0}, "short_conv": 3, "num_heads": 4,
+    },
+    "kimi delta attention": {
+        "forget_gate": {"per": "feature", "rank": 3}, "erase_gate": "tied", "feature_map": "unit", "normalize": False,
+        "short_conv": 3, "rotary": {"rotary_dim": 2},
     },
     "bidirectional": {"causal": False, "gate": True},
 }  # fmt: skip
@@ -75,24 +78,6 @@ def layer(name: str, cp: int) -> None:
     gathered = get_model_state_dict(many, options=StateDictOptions(full_state_dict=True))
     assert all(torch.equal(gathered[key], x) for key, x in whole.items())
     assert f"of {tp}" in repr(many)
-
-
-@on_each_rank
-def test_the_gates_of_kimi_delta_attention_are_split_by_heads() -> None:
-    torch.manual_seed(0)
-    mesh, rank = dist.init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
-    options: dict[str, Any] = {"erase_gate": "tied", "feature_map": "unit", "normalize": False}
-    options |= {"forget_gate": {"per": "feature", "rank": 3}}
-    one = perturbed(LinearRoPEAttention(16, 4, **options, short_conv=2).double())
-    many: Any = split_heads(copy.deepcopy(one), mesh)
-    x, found = torch.randn(2, 11, 16, dtype=torch.float64), []
-    for module in (one, many):
-        y, state = module(x, return_state=True)
-        y.square().sum().backward()
-        found.append([y.detach(), *gradients(module)])
-        kv = state.sums.kv
-    close(found[1], found[0], 1e-13)
-    close([kv], [one(x, return_state=True)[1].sums.kv.chunk(mesh.size(), 1)[rank]], 1e-13)
 
 
 @on_each_rank
