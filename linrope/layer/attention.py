@@ -91,15 +91,16 @@ class LinearRoPEAttention(Mixer):
             start, learned = make_decay(config.decay, g)
             self._decay = Constant(start)
             self.decay_logit = nn.Parameter(torch.empty(g, **factory)) if learned else None
-        self.forget_gate = self.write_gate = None
+        self.forget_gate: nn.Module | None = None
+        self.write_gate = None
         if (gate := config.forget_gate) is not None:
-            if gate.per == "head":
-                self.forget_gate = ForgetGate(x_dim, g, gate.longest, **factory)
-            else:
+            if gate.per == "feature":
                 units, rank = decay_units(new_map.feature_dim, self.rotary, self.angle_steps), gate.rank or d
                 self.forget_gate = FeatureForgetGate(
                     x_dim, g, units, gate.longest, rank, gate.bound, **factory
                 )
+            else:
+                self.forget_gate = ForgetGate(x_dim, g, gate.longest, **factory)
             if config.write_gate is not None:
                 tied = config.write_gate == "tied"
                 self.write_gate = WriteGate(x_dim, g, gate.longest, tied=tied, **factory)
