@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from linrope import LinearRoPEAttention, Rotary, linear_rope_attention
+from linrope import (
+    LinearAttentionState,
+    LinearRoPEAttention,
+    Rotary,
+    linear_rope_attention,
+    linear_rope_state,
+)
 from linrope.backends import native
 from linrope.layer.selective import ForgetGate, WriteGate
 from linrope.models import LanguageModel, LanguageModelConfig
@@ -138,8 +144,12 @@ def in_onnxruntime(
     module: nn.Module, inputs: tuple[Tensor, ...], path: Path, **options: Any
 ) -> Callable[..., list[Tensor]]:
     pytest.importorskip("onnxscript")
-    onnxruntime = pytest.importorskip("onnxruntime")
     torch.onnx.export(module, inputs, path, dynamo=True, verbose=False, **options)
+    return session_of(path)
+
+
+def session_of(path: Path) -> Callable[..., list[Tensor]]:
+    onnxruntime = pytest.importorskip("onnxruntime")
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     names = [entry.name for entry in session.get_inputs()]
 
@@ -176,6 +186,59 @@ def test_onnx_keeps_the_digits_of_gates_and_of_the_norm_of_small_outputs(tmp_pat
         torch.testing.assert_close(a.double(), b, rtol=3e-6, atol=0)
 
 
+class DeltaRule(nn.Module):
+    def __init__(self, backend: str, gated: bool) -> None:
+        super().__init__()
+        self.backend, self.gated, self.rotary = backend, gated, Rotary(8, layout="half")
+        k, v = torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 2, 6)
+        self.identity = linear_rope_state(k, v, feature_map=None, rotary=self.rotary).identity
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, erase: Tensor, a: Tensor, kv: Tensor) -> list[Tensor]:
+        z, position = kv.new_zeros(kv.shape[:3]), torch.full(kv.shape[:1], 1000)
+        out, state = linear_rope_attention(
+            q, k, v, feature_map=None, normalize=False, rotary=self.rotary, erase=erase, write=erase.square(),
+            log_decay=a if self.gated else None, state=LinearAttentionState(kv, z, position, self.identity),
+            return_state=True, backend=self.backend,
+        )  # fmt: skip
+        return [out, state.kv]
+
+
+@in_onnx_s_process
+@pytest.mark.parametrize("gated", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("form", ["reference", "onnx", pytest.param("opset27", marks=pytest.mark.long)])
+@torch.no_grad()
+def test_onnxruntime_computes_the_delta_rule(form: str, gated: bool, tmp_path: Path) -> None:
+    """With keys that are nearly equal, erase of 0 and of 2, closed gates, and from a state."""
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime", minversion="1.32" if form == "opset27" else "1.29")
+
+    def problem(b: int, n: int) -> tuple[Tensor, ...]:
+        q, k, v = torch.randn(b, n, 4, 8), torch.randn(b, n, 2, 8), torch.randn(b, n, 2, 6)
+        k = nn.functional.normalize(k[:, :1] + k * torch.tensor([1, 0.01])[:, None], dim=-1)
+        erase, a = 2 * torch.rand(b, n, 2), -torch.rand(b, n, 2) / 3
+        erase[:, ::5], erase[:, 1::7], a[:, 3::11] = 0, 2 - erase[:, 1::7] / 100, -30
+        return q, k, v, erase, a, torch.randn(b, 2, 8, 6)
+
+    module, path = DeltaRule("reference" if form == "reference" else "onnx", gated), tmp_path / "delta.onnx"
+    shapes = (*[{0: ANY, 1: ANY}] * 5, {0: ANY})
+    program = torch.onnx.export(
+        module.eval(), problem(2, 9), dynamo=True, verbose=False, dynamic_shapes=shapes
+    )
+    program.save(path)
+    if form == "opset27":
+        model = onnx.load(path)
+        for node in model.graph.node:
+            node.domain = ""
+        del model.opset_import[:]
+        model.opset_import.append(onnx.helper.make_opsetid("", 27))
+        onnx.save(model, path)
+    run, oracle = session_of(path), DeltaRule("reference", gated)
+    for b, n in ((1, 1), (3, 150)):
+        inputs = problem(b, n)
+        for got, expected in zip(run(*inputs), oracle(*(x.double() for x in inputs)), strict=True):
+            assert (got - expected).abs().max() <= 2e-6 * expected.abs().max()
+
+
 @pytest.mark.long
 @torch.no_grad()
 def test_onnxruntime_computes_bidirectional_attention_on_a_grid(tmp_path: Path) -> None:
@@ -191,28 +254,34 @@ def test_onnxruntime_computes_bidirectional_attention_on_a_grid(tmp_path: Path) 
 class PerUnit(nn.Module):
     """Attention whose features decay at their own rates."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, erase: bool) -> None:
         super().__init__()
-        self.backend, self.rotary = backend, Rotary(8, rotary_dim=4)
+        self.backend, self.erase, self.rotary = backend, erase, Rotary(8, rotary_dim=4)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         options: dict[str, Any] = {"rotary": self.rotary, "log_decay": log_decay}
+        if self.erase:
+            k = k / k.norm(dim=-1, keepdim=True)
+            options |= {"feature_map": None, "normalize": False, "erase": v[..., 0].sigmoid()}
         out, state = linear_rope_attention(q, k, v, **options, return_state=True, backend=self.backend)
         return out, state.kv, state.z
 
 
 @in_onnx_s_process
-@pytest.mark.parametrize("backend", ["onnx", pytest.param("reference", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("backend", "erase"),
+    [("onnx", False), *(pytest.param("reference", x, marks=pytest.mark.long) for x in (False, True))],
+)
 @torch.no_grad()
-def test_onnxruntime_computes_a_decay_per_feature(backend: str, tmp_path: Path) -> None:
+def test_onnxruntime_computes_a_decay_per_feature(backend: str, erase: bool, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", minversion="1.29")
 
     def inputs(n: int) -> tuple[Tensor, ...]:
         return *torch.randn(3, 2, n, 2, 8).unbind(), -5 * torch.rand(2, n, 2, 6)
 
-    module, given = PerUnit(backend).eval(), inputs(90)
+    module, given = PerUnit(backend, erase).eval(), inputs(90)
     run = in_onnxruntime(module, inputs(6), tmp_path / "x.onnx", dynamic_shapes=({1: ANY},) * 4)
-    assert_near(run(*given), [*PerUnit("eager")(*given)])
+    assert_near(run(*given), [*PerUnit("eager", erase)(*given)])
 
 
 @in_onnx_s_process

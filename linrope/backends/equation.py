@@ -19,6 +19,7 @@ from linrope.backends.contraction import contract
 from linrope.backends.protocol import COMMON, XPOS
 from linrope.backends.sequences import each_sequence, incoming_sums, pad_outside_tokens
 from linrope.common.precision import full_precision
+from linrope.common.private_names import scan
 from linrope.common.tracing import exporting_to_onnx
 from linrope.feature_maps import ELEMENTWISE
 from linrope.feature_maps.log_scale import at_most_0
@@ -35,8 +36,8 @@ def why_not() -> str | None:
 
 
 def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
-    if call.erase is not None and exporting_to_onnx():
-        return "erase: torch.onnx.export has no operator that solves a triangular system"
+    if call.erase is not None and exporting_to_onnx() and not torch.compiler.is_compiling():
+        return "erase: torch.onnx.export can only record its loop over tokens with dynamo=True"
     return None
 
 
@@ -94,14 +95,30 @@ def _attend(call: Call, sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
 def _erased(b: Tensor, psi_hat: Tensor, v: Tensor, a_hat: Tensor, S: Tensor) -> Tensor:
     """u (b, g, m, e): u_i = v_i - b_i (e^(L_i) S^T psi_hat_i + sum_(j<i) e^(L_i - L_j) <psi_hat_i, psi_hat_j> u_j).
 
-    This is one unit lower triangular system for all tokens of the sequence, solved in float32 or wider.
+    This is one unit lower triangular system for all tokens of the sequence, solved in float32 or wider. ONNX has no
+    operator for such systems.
     """
     dtype, wide = v.dtype, torch.promote_types(torch.promote_types(v.dtype, b.dtype), torch.float32)
     b, psi_hat, v, S = b.to(wide), psi_hat.to(wide), v.to(wide), S.to(wide)
+    if exporting_to_onnx():
+        return _erased_by_token(b, psi_hat, v, a_hat, S).to(dtype)
     A = b * _scores(psi_hat[:, :, None], psi_hat, a_hat)[:, :, 0].tril(-1)
     found = contract("bgmf,bgfe->bgme", psi_hat * _exp(a_hat.cumsum(2), psi_hat), S)
     u: Tensor = torch.linalg.solve_triangular(A, v - b * found, upper=False, unitriangular=True)
     return u.to(dtype)
+
+
+def _erased_by_token(b: Tensor, psi_hat: Tensor, v: Tensor, a_hat: Tensor, S: Tensor) -> Tensor:
+    """u_t = v_t - b_t P_t^T psi_hat_t,   S_t = P_t + psi_hat_t u_t^T,   P_t = e^(a_t) S_(t-1)."""
+
+    def step(S: Tensor, token: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        b, k, v, factor = token
+        P = factor[..., None] * S
+        u = v - b * (k[..., None] * P).sum(2)
+        return P + k[..., None] * u[:, :, None], u.clone()  # a scan must not return a tensor twice
+
+    tokens = tuple(x.expand(*v.shape[:3], -1).movedim(2, 0) for x in (b, psi_hat, v, _exp(a_hat, psi_hat)))
+    return scan(step, S, tokens)[1].movedim(0, 2)
 
 
 def _exp(x: Tensor, like: Tensor) -> Tensor:

@@ -88,6 +88,17 @@ def assert_in_graph(condition: Tensor, message: str) -> None:
     torch._assert_async(condition, message)
 
 
+def scan(step: Any, state: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """The last state and the stacked outputs of a loop in a graph: state, output = step(state, inputs[i]).
+
+    PyTorch has a prototype, which torch.onnx.export turns into ONNX's Scan, and no public name for it.
+    """
+    from torch._higher_order_ops.scan import scan  # imports the compiler
+
+    last, outputs = scan(step, state, inputs)
+    return last, outputs
+
+
 def softmax_implementation(config: Any) -> str:
     """The attention that a model of transformers was made with, "sdpa" for example; from_pretrained sets it."""
     return str(config._attn_implementation)

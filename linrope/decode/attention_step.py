@@ -11,7 +11,7 @@ from linrope.common.writable import check_writable
 from linrope.feature_maps import FeatureMap
 from linrope.operation.plan import plan_of
 from linrope.recurrence.call import Call
-from linrope.recurrence.decay import add_gates, log_decay_of_step
+from linrope.recurrence.decay import add_gates, log_decay_of_step, widen_gates
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
 
@@ -60,8 +60,7 @@ class AttentionStep:
             raise ValueError(
                 "log_decay: got a last axis of units, which prepared steps do not compute; use linear_rope_attention"
             )
-        if self._fixed is not None:
-            log_decay = add_gates(self._fixed, log_decay)
+        log_decay = widen_gates(log_decay) if self._fixed is None else add_gates(self._fixed, log_decay)
         token = {"q": q, "k": k, "v": v, "log_decay": log_decay, "angle_steps": angle_steps, "write": write}
         out: Tensor = native.run_operator("step", self._arguments | token)
         increment_version(self._written)  # autograd does not see what kernels write

@@ -40,8 +40,13 @@ def log_decay_of_step(decay: Tensor | None, log_decay: Tensor | None) -> Tensor 
     at most 0.
     """
     if decay is None:
-        return log_decay
+        return widen_gates(log_decay)
     return add_gates(_log_of_decay(tuple(decay.tolist())), log_decay)
+
+
+def widen_gates(log_decay: Tensor | None) -> Tensor | None:
+    """The gates in float32 or float64, which kernels take."""
+    return log_decay if log_decay is None or log_decay.dtype.itemsize > 2 else log_decay.float()
 
 
 def add_gates(fixed: Tensor, log_decay: Tensor | None) -> Tensor:
