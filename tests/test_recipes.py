@@ -16,7 +16,8 @@ import pytest
 from linrope import LinearRoPEAttention, linear_rope_attention, linear_rope_state
 from linrope.cli.layer_flags import FLAGS
 from linrope.decode.attention_step import AttentionStep
-from linrope.layer.config import OPTIONS, SHARED, LayerConfig, meaning
+from linrope.layer.config import OPTIONS, SHARED, LayerConfig
+from linrope.layer.keywords import meaning
 from linrope.operation import functional
 from linrope.operation.options import Options
 from linrope.position_encodings import SoftmaxAttention

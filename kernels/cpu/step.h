@@ -1,8 +1,7 @@
 // One token: S = e^a S + R psi v^T, out = R phi S / den. The state keeps the caller's layout and is updated in place.
-// With erase b, a first
-// pass reads what the key finds, and v - b e^a S^T R psi takes v's place.
+// With erase b, a first pass reads what the key finds, and v - b (e^a S)^T R psi takes v's place.
 #pragma once
-#include "task.h"
+#include "unit_decay.h"
 
 namespace linrope {
 namespace {
@@ -13,7 +12,22 @@ struct Columns {  // columns of one state (f, stride)
   const float *key, *phi_hat, *v;
   float* out;
   const DecayFactor& factor;
+  const FeatureFactors* of_features;  // instead of `factor`, if the decay is per unit; else null
   float scale;
+
+  enum { kOfFeatures = DecayFactor::kBelow + 1 };
+  int kind(bool change) const {
+    return !change ? DecayFactor::kOne : of_features ? (int)kOfFeatures : (int)factor.kind;
+  }
+  // e^a of feature f, or of W features from it on if they are the lanes
+  template <int kind, bool lanes> LINROPE_INLINE vf decayed(vf s, int f) const {
+    if constexpr (kind != kOfFeatures) return factor.times<kind>(s);
+    const float *whole = of_features->whole + f, *part = of_features->part + f;
+    return lanes ? s * load(whole) + s * load(part) : s * *whole + s * *part;
+  }
+  float decayed(float s, int f) const {
+    return of_features ? decayed<kOfFeatures, false>(splat(s), f)[0] : factor(splat(s))[0];
+  }
 };
 
 // N vectors of columns. If `change`, for the first query head: S = e^a S + key v^T. Then out = scale phi_hat^T S
@@ -25,7 +39,7 @@ template <int N, int kind> inline void columns(const Columns& x, bool change) {
     for (int i = 0; i < N; i++) {
       vf y = load(s + i * W);
       if (change) {
-        y = x.factor.times<kind>(y) + v[i] * x.key[f];
+        y = x.decayed<kind, false>(y, f) + v[i] * x.key[f];
         store(s + i * W, y);
       }
       to[i] += y * x.phi_hat[f];
@@ -41,7 +55,8 @@ template <int N, int kind> inline void columns(const Columns& x, bool change) {
 }
 
 template <int N> inline void columns(const Columns& x, bool change) {
-  switch (change ? x.factor.kind : DecayFactor::kOne) {
+  switch (x.kind(change)) {
+    case Columns::kOfFeatures: return columns<N, Columns::kOfFeatures>(x, change);
     case DecayFactor::kNearOne: return columns<N, DecayFactor::kNearOne>(x, change);
     case DecayFactor::kBelow: return columns<N, DecayFactor::kBelow>(x, change);
     default: return columns<N, DecayFactor::kOne>(x, change);
@@ -54,7 +69,7 @@ inline void last_columns(const Columns& x, int count, bool change) {
     float acc = 0;
     for (int f = 0; f < x.f; f++) {
       float& s = x.kv[(int64_t)f * x.stride + e];
-      if (change) s = x.factor(splat(s))[0] + x.v[e] * x.key[f];
+      if (change) s = x.decayed(s, f) + x.v[e] * x.key[f];
       acc += s * x.phi_hat[f];
     }
     x.out[e] = acc * x.scale;
@@ -70,7 +85,7 @@ template <int kind> inline void swapped_columns(const Columns& x, int count, boo
     const auto lanes = [&](int f, vf& to) {
       vf y = load(s + f);
       if (change) {
-        y = x.factor.times<kind>(y) + v * load(x.key + f);
+        y = x.decayed<kind, true>(y, f) + v * load(x.key + f);
         store(s + f, y);
       }
       to += y * load(x.phi_hat + f);
@@ -86,7 +101,7 @@ template <int kind> inline void swapped_columns(const Columns& x, int count, boo
     }
     float rest = 0;
     for (; f < x.f; f++) {
-      if (change) s[f] = x.factor(splat(s[f]))[0] + x.v[e] * x.key[f];
+      if (change) s[f] = x.decayed(s[f], f) + x.v[e] * x.key[f];
       rest += s[f] * x.phi_hat[f];
     }
     x.out[e] = (sum(acc[0] + acc[1]) + rest) * x.scale;
@@ -94,7 +109,8 @@ template <int kind> inline void swapped_columns(const Columns& x, int count, boo
 }
 
 inline void swapped_columns(const Columns& x, int count, bool change) {
-  switch (change ? x.factor.kind : DecayFactor::kOne) {
+  switch (x.kind(change)) {
+    case Columns::kOfFeatures: return swapped_columns<Columns::kOfFeatures>(x, count, change);
     case DecayFactor::kNearOne: return swapped_columns<DecayFactor::kNearOne>(x, count, change);
     case DecayFactor::kBelow: return swapped_columns<DecayFactor::kBelow>(x, count, change);
     default: return swapped_columns<DecayFactor::kOne>(x, count, change);
@@ -107,7 +123,8 @@ struct StepScratch : Pieces {
   float *psi = caller_features(), *psi_hat = caller_features(), *phi = caller_features(), *phi_hat = caller_features();
   float *v = values(1), *result = values(1), *k_angles = angle_rows(), *q_angles = angle_rows();
   AngleMemory k_angle{arena, s}, q_angle{arena, s};
-  float* found = values(1);
+  float *found = values(1), *carried = caller_features();
+  FeatureFactors of_features{arena, s.per_unit ? round_up(s.f, W) + W : 0};
   float* caller_features() const { return arena.take<float>(s.f + W); }
 };
 
@@ -127,10 +144,9 @@ LINROPE_INLINE void read_columns(int f, int stride, const float* kv, const float
   for (int v = 0; v < N; v++) store(to + v * W, acc[0][v] + acc[1][v]);
 }
 
-// Makes v what a token that erases writes, v - erase e^a S^T key. S has f x e numbers, or e x f if swapped
+// Makes v what a token that erases writes, v - factor S^T key. S has f x e numbers, or e x f if swapped
 __attribute__((noinline)) void read_before_writing(int f, int e, bool swapped, const float* kv, const float* key,
-                                                   float erase, const DecayFactor& factor, float* found, float* v) {
-  const float decayed = (float)(erase * factor.exact);
+                                                   float factor, float* found, float* v) {
   for (int i = 0; swapped && i < e; i++) {
     vf acc = {};
     const float* row = kv + (int64_t)i * f;
@@ -146,7 +162,17 @@ __attribute__((noinline)) void read_before_writing(int f, int e, bool swapped, c
     else read_columns<1, true>(f, e, kv + i, key, found + i, left);
     i += left >= 4 * W ? 4 * W : W;
   }
-  for (int i = 0; i < e; i += W) store(v + i, load(v + i) - load(found + i) * decayed);
+  for (int i = 0; i < e; i += W) store(v + i, load(v + i) - load(found + i) * factor);
+}
+
+// The decay of each feature, in the caller's order
+void set_factors(const Task& task, const StepScratch& w) {
+  const Units units(task.c, task.span, task.s, false);
+  float a[kMaxDim];
+  double D[kMaxDim + W] = {};
+  units.read_row(task.s, 0, a);
+  for (int f = 0; f < task.s.f; f++) D[f] = a[f];
+  w.of_features.set(D, round_up(task.s.f, W));
 }
 
 void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, const Angles& q_angle, float* kv,
@@ -159,9 +185,14 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, co
   write_features(s, w.internal, w.psi);
   write_features(s, w.rotated, w.psi_hat);
   const DecayFactor factor(Decay(c, task.span).at(0));
-  for (int f = 0; z && f < s.f; f++) z[f] = z[f] * factor.exact + w.psi[f];
-  if (c.erase.data)
-    read_before_writing(s.f, s.e, c.kv_swapped, kv, w.psi_hat, task.erase(0), factor, w.found, w.v);
+  const FeatureFactors* of_features = s.per_unit ? &w.of_features : nullptr;
+  if (of_features) set_factors(task, w);
+  for (int f = 0; z && f < s.f; f++) z[f] = z[f] * (of_features ? of_features->exact[f] : factor.exact) + w.psi[f];
+  if (c.erase.data) {
+    for (int f = 0; of_features && f < s.f; f++) w.carried[f] = (float)(w.psi_hat[f] * of_features->exact[f]);
+    read_before_writing(s.f, s.e, c.kv_swapped, kv, of_features ? w.carried : w.psi_hat,
+                        (float)(task.erase(0) * factor.exact), w.found, w.v);
+  }
   for (int r = 0; r == 0 || r < task.group; r++) {
     double den = 0;
     if (task.group) {
@@ -174,9 +205,9 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, co
     const double eps = task.eps, divisor = !c.normalize ? 1 : c.add_eps ? den + eps : den < eps ? eps : den;
     const float scale = (float)(1 / divisor);
     if (c.kv_swapped)
-      swapped_columns({s.f, s.f, kv, w.psi_hat, w.phi_hat, w.v, w.result, factor, scale}, s.e, r == 0);
+      swapped_columns({s.f, s.f, kv, w.psi_hat, w.phi_hat, w.v, w.result, factor, of_features, scale}, s.e, r == 0);
     for (int e = c.kv_swapped ? s.e : 0; e < s.e;) {
-      const Columns x{s.f, s.e, kv + e, w.psi_hat, w.phi_hat, w.v + e, w.result + e, factor, scale};
+      const Columns x{s.f, s.e, kv + e, w.psi_hat, w.phi_hat, w.v + e, w.result + e, factor, of_features, scale};
       if (s.e - e >= 4 * W) {
         columns<4>(x, r == 0);
         e += 4 * W;

@@ -39,7 +39,7 @@ struct Units {
   const char* base = nullptr;
   int type = 0, count = 0;  // count: of the features
   int64_t token = 0, unit = 0;
-  bool copies;            // the units are float32 numbers side by side, and the kernels' features are pairs, then the rest
+  bool copies = false;    // the units are float32 numbers side by side, and the kernels' features are pairs, then the rest
   int unit_of[kMaxDim + NW];  // each feature's unit; -1: padding
 
   // `internal`: of the kernels' features; else of the caller's

@@ -330,7 +330,9 @@ def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradie
         **{f"want_{name}": has_tokens and getattr(call, name) is not None for name in wanted},
     }
     gradients = run_operator("backward", arguments | _tensors(call, sums) | _settings(call))
-    dq, dk, dv, *d_inputs, d_kv, d_z = gradients
+    dq, dk, dv, d_log, *d_others, d_kv, d_z = gradients
+    if has_tokens and not call.decays_by_unit and call.log_decay is not None:
+        d_log = d_log.squeeze(3)
     if sums is not None and call.erase is not None:
         d_z = torch.zeros_like(sums.z)
     return Gradients(
@@ -339,7 +341,7 @@ def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradie
         v=dv.to(call.v.dtype),
         **{
             name: _input_gradient(d if has_tokens else None, getattr(call, name))
-            for name, d in zip(wanted, d_inputs, strict=True)
+            for name, d in zip(wanted, (d_log, *d_others), strict=True)
         },
         kv=None if sums is None else d_kv,
         z=None if sums is None else d_z,

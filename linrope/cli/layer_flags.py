@@ -9,7 +9,8 @@ import typer
 
 from linrope.cli.checks import option_of
 from linrope.common.argument_checks import check_name
-from linrope.layer.config import OPTIONS, SHARED, LayerConfig, meaning
+from linrope.layer.config import OPTIONS, SHARED, LayerConfig
+from linrope.layer.keywords import meaning
 from linrope.layer.options import as_json
 
 Command = TypeVar("Command", bound=Callable[..., Any])

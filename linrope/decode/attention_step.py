@@ -11,7 +11,7 @@ from linrope.common.writable import check_writable
 from linrope.feature_maps import FeatureMap
 from linrope.operation.plan import plan_of
 from linrope.recurrence.call import Call
-from linrope.recurrence.decay import add_gates, log_decay_of_step
+from linrope.recurrence.decay import add_gates, log_decay_of_step, widen_gates
 from linrope.recurrence.identities import WITHOUT_Z
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
@@ -53,8 +53,7 @@ class AttentionStep:
         made takes erase in every step, and no other state does. The kernel checks all arguments before it writes
         anything, and raises TypeError, ValueError or RuntimeError.
         """
-        if self._fixed is not None:
-            log_decay = add_gates(self._fixed, log_decay)
+        log_decay = widen_gates(log_decay) if self._fixed is None else add_gates(self._fixed, log_decay)
         token = {
             "q": q,
             "k": k,

@@ -17,6 +17,7 @@ from linrope.feature_maps.paired import PairedMap
 from linrope.feature_maps.polynomial import Rebased, Taylor2
 from linrope.feature_maps.redraw import Redraw
 from linrope.feature_maps.softmax import SoftmaxMap
+from linrope.feature_maps.unit import UnitMap
 
 __all__ = [
     "DPFP",
@@ -41,6 +42,7 @@ __all__ = [
     "Redraw",
     "SoftmaxMap",
     "Taylor2",
+    "UnitMap",
     "make",
 ]
 
@@ -51,6 +53,7 @@ def _paired(head_dim: int, inner: str = "elu+1", layout: str = "interleaved", **
 
 _MAKERS: dict[str, Any] = {
     **{name: partial(ElementwiseMap, name) for name in ELEMENTWISE},
+    "unit": UnitMap,
     "softmax": SoftmaxMap,
     "favor+": FavorPlus,
     "favor+hyperbolic": FavorHyperbolic,
@@ -84,6 +87,8 @@ _ALIASES = {
     "taylor": "taylor2",
     "lolcats": "hedgehog",
     "cos": "cosformer",
+    "l2": "unit",
+    "l2norm": "unit",
     "none": "identity",
 }
 # The maps with learned weights, which take num_heads and num_kv_heads.

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from linrope import backends
 from linrope.common.argument_checks import check_name
 from linrope.common.constants import Constant
-from linrope.layer.choices import make_decay, make_map, make_rotation
-from linrope.layer.config import OPTIONS, LayerConfig, check_keywords, layer_config, shows_options
+from linrope.layer.choices import decay_units, make_decay, make_map, make_rotation
+from linrope.layer.config import OPTIONS, LayerConfig
+from linrope.layer.feature_gate import FeatureForgetGate
 from linrope.layer.fitting import check_context, check_inputs, check_parts
+from linrope.layer.keywords import check_keywords, layer_config, shows_options
 from linrope.layer.mixer import Mixer
-from linrope.layer.selective import ForgetGate, WriteGate
+from linrope.layer.selective import EraseGate, ForgetGate, WriteGate
 from linrope.layer.state import LayerState, next_state
 from linrope.layer.trapezoid import TrapezoidGate, trapezoidal_attention
 from linrope.operation.functional import linear_rope_attention
@@ -31,6 +33,8 @@ class LinearRoPEAttention(Mixer):
         out = linear_rope_attention(q, k, w v, a, omega)
         y = W_o ((norm(out) + D v) * silu(W_g x))
         a = log sigmoid(W_a x + b_a)        w = 1 - e^a        omega = theta tanh(B A x)
+
+    With an erase_gate, b = sigmoid(W_b x + b_b), the operation follows the delta rule (``erase``).
 
     x is (b, n, embed_dim), context (b, m, context_dim). By default the layer is W_o linear_rope_attention(W_q x, W_k c,
     W_v c), RoFormer's equation 19; all else is an option. Rotated attention weights are signed and shrink as positions
@@ -87,12 +91,22 @@ class LinearRoPEAttention(Mixer):
             start, learned = make_decay(config.decay, g)
             self._decay = Constant(start)
             self.decay_logit = nn.Parameter(torch.empty(g, **factory)) if learned else None
-        self.forget_gate = self.write_gate = None
+        self.forget_gate: nn.Module | None = None
+        self.write_gate = None
         if (gate := config.forget_gate) is not None:
-            self.forget_gate = ForgetGate(x_dim, g, gate.longest, **factory)
+            if gate.per == "feature":
+                units, rank = decay_units(new_map.feature_dim, self.rotary, self.angle_steps), gate.rank or d
+                self.forget_gate = FeatureForgetGate(
+                    x_dim, g, units, gate.longest, rank, gate.bound, **factory
+                )
+            else:
+                self.forget_gate = ForgetGate(x_dim, g, gate.longest, **factory)
             if config.write_gate is not None:
                 tied = config.write_gate == "tied"
                 self.write_gate = WriteGate(x_dim, g, gate.longest, tied=tied, **factory)
+        self.erase_gate = None
+        if config.erase_gate is not None:
+            self.erase_gate = EraseGate(x_dim, g, config.erase_gate.largest, **factory)
         # A norm per head cancels a factor per token and head, unless something else was added before it.
         self._out_norm_replaces_normalizer = (
             self.normalize and self.norm_over == "head" and config.skip != "before" and not new_map.log_scaled
@@ -168,6 +182,7 @@ class LinearRoPEAttention(Mixer):
         parts = (
             "forget_gate",
             "write_gate",
+            "erase_gate",
             "trapezoid",
             "short_conv",
             "q_norm",
@@ -237,6 +252,8 @@ class LinearRoPEAttention(Mixer):
             (q, k, v), conv = self._convolve(projected, key_mask, cu_seqlens, before, shard, want_last)
         k, v = self._keys(k), self._values(v)
         log_decay = None if self.forget_gate is None else self.forget_gate(x)
+        write = None if self.write_gate is None else self.write_gate(x, log_decay)
+        erase = None if self.erase_gate is None else self.erase_gate(x)
         norm_suffices = self._out_norm_replaces_normalizer and v.dtype != torch.float16
         options: Options = {
             "feature_map": self.feature_map,
@@ -246,7 +263,8 @@ class LinearRoPEAttention(Mixer):
             "decay": self._decay_on(x.device),
             "log_decay": log_decay,
             "angle_steps": None if self.angle_steps is None else self.angle_steps(x),
-            "write": None if self.write_gate is None else self.write_gate(x, log_decay),
+            "write": erase if self.config.tied_erase_gate else write,
+            "erase": erase,
             "positions": positions,
             "key_positions": context_positions,
             "key_mask": key_mask,
@@ -300,7 +318,7 @@ class LinearRoPEAttention(Mixer):
                 "trapezoid=True: got float16 values, whose numerator may overflow; expected bfloat16, a wider dtype, "
                 "or normalize=False"
             )
-        implied = ("causal", "normalize", "key_positions", "rope_order", "state")
+        implied = ("causal", "normalize", "erase", "key_positions", "rope_order", "state")
         others: dict[str, Any] = {name: y for name, y in options.items() if name not in implied}
         result = trapezoidal_attention(
             q, k, v, share=self.trapezoid(x), state=state, return_state=return_state, **others

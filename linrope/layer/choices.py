@@ -80,6 +80,16 @@ def partial_dim(dim: int, share: float) -> int:
     return max(2, int(dim * share) // 2 * 2)
 
 
+def decay_units(features: int, rotary: Rotary | None, angle_steps: nn.Module | None) -> int:
+    """The number of decays of a head in which the two features of a pair that turns share one."""
+    if rotary is None and angle_steps is not None:
+        raise ValueError(
+            f"rotary: got a {type(angle_steps).__name__} without an attribute rotary, of which the number of pairs is "
+            "not known; expected one with it, or a forget_gate per head"
+        )
+    return features - (0 if rotary is None else rotary.rotary_dim // 2)
+
+
 def make_decay(choice: DecayOptions | Sequence[float], heads: int) -> tuple[Tensor, bool]:
     """Each head's decay at the start, (heads,) float64, and whether it is then learned."""
     if not isinstance(choice, DecayOptions):

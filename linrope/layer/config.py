@@ -5,19 +5,17 @@ Nothing here imports PyTorch at once: the commands make their flags of these fie
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from linrope.common.argument_checks import check_bools, check_integers, check_name, check_sizes
 from linrope.layer.options import (
     DECAYS,
+    ERASE_GATES,
     ORDERS,
     ROTATIONS,
     DecayOptions,
+    EraseGateOptions,
     ForgetGateOptions,
     OutNormOptions,
     ShortConvOptions,
@@ -44,10 +42,9 @@ SIZES = (
     "head_dim",
     "value_head_dim",
 )
-FORWARD_IN_TIME = ("forget_gate", "short_conv", "trapezoid")  # in causal self-attention only
+FORWARD_IN_TIME = ("forget_gate", "erase_gate", "short_conv", "trapezoid")  # in causal self-attention only
 LARGEST = 2**31 - 1  # size
 Order = Literal["before", "after"]
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -93,11 +90,20 @@ class LayerConfig:
             {"name": "spread" or "learned", "longest": tokens}, where longest replaces 4096;
             "retnet": 1 - 2^(-5 - i) for head i (arXiv 2307.08621): half-lives of 22, 44, 88 .. tokens.
         forget_gate: whether a decay is computed from x, besides a fixed one. True, or {"longest": 4096}. The
-            half-lives start as in decay="spread" (``linrope.layer.selective.ForgetGate``). Causal self-attention
-            only.
+            half-lives start as in decay="spread" (``linrope.layer.selective.ForgetGate``). With {"per": "feature"} each
+            feature of a head has a gate of its own, or each pair that turns, as in Kimi Delta Attention: rank is that
+            of the projection, and bound the largest decay (``linrope.layer.feature_gate.FeatureForgetGate``). Such a
+            layer has no tied write_gate, no trapezoid, and no rotation before the map. Causal self-attention only.
         write_gate: how much of a token's value enters the sums. The factor w per token and key/value head is with
             "tied" 1 - f with the forget gate f = e^a, so that what is forgotten makes room for what is written; with
             "independent" sigmoid(W_w x + b_w), which starts at the same values. Both require a forget_gate.
+        erase_gate: how much of what its key reads in the state a token takes out before it writes, by the delta rule. b
+            = sigmoid(W_b x + b_b) per token and key/value head is the argument ``erase`` of linear_rope_attention; with
+            {"name": .., "largest": 2} it is twice that, from 0 to 2, which helps to track a state. With "tied" the gate
+            writes too, w = b, and write_gate must be None: DeltaNet or, with a forget_gate, Gated DeltaNet. With
+            "independent" w is that of the write_gate, or 1. Keys must not be much longer than 1: take
+            feature_map="unit". It requires normalize=False. Causal self-attention only, without trapezoid, xPos and
+            maps that return a log_scale.
         trapezoid: whether each token also writes the key and value before it, as in Mamba-3. S_t = f_t (S_(t-1) +
             (1 - l_t) w_t k_(t-1) v_(t-1)^T) + l_t w_t k_t v_t^T with l = sigmoid(W_l x + b_l)
             (``linrope.layer.trapezoid``). It requires normalize=False, or an out_norm that replaces the normalizer.
@@ -154,6 +160,7 @@ class LayerConfig:
     decay: DecayOptions | tuple[float, ...] | None = field(default=None, metadata={"flag": DECAYS})
     forget_gate: ForgetGateOptions | None = field(default=None, metadata={"flag": bool})
     write_gate: Literal["tied", "independent"] | None = field(default=None, metadata={"flag": WRITE_GATES})
+    erase_gate: EraseGateOptions | None = field(default=None, metadata={"flag": ERASE_GATES})
     trapezoid: bool = field(default=False, metadata={"flag": bool})
     short_conv: ShortConvOptions | None = field(default=None, metadata={"flag": int})
     qk_norm: bool = field(default=False, metadata={"flag": bool})
@@ -177,6 +184,7 @@ class LayerConfig:
             "rotary": rotary_options(self.rotary),
             "decay": DecayOptions.of(self.decay, self.num_state_heads),
             "forget_gate": ForgetGateOptions.of(self.forget_gate),
+            "erase_gate": EraseGateOptions.of(self.erase_gate),
             "short_conv": ShortConvOptions.of(self.short_conv),
             "out_norm": OutNormOptions.of(self.out_norm),
             "gate": gate_order(self.gate),
@@ -219,6 +227,20 @@ class LayerConfig:
             raise ValueError("qk_bias=True: expected qk_norm=True with it")
         if self.write_gate is not None and self.forget_gate is None:
             raise ValueError(f"write_gate={self.write_gate!r}: expected None without a forget_gate")
+        if self.has_gates_per_feature:
+            self._check_gates_per_feature()
+        if self.write_gate is not None and self.tied_erase_gate:
+            raise ValueError(
+                f"write_gate={self.write_gate!r}: expected None with erase_gate='tied', which writes too"
+            )
+        if self.erase_gate is not None:
+            if self.trapezoid:
+                raise ValueError("trapezoid=True: got an erase_gate, expected only one of them")
+            if self.normalize:
+                raise ValueError(
+                    "erase_gate: got normalize=True, expected normalize=False, and keys of length 1: "
+                    "feature_map='unit'"
+                )
         if self.context_dim not in (None, self.embed_dim) and (options := self.options_of_one_sequence):
             raise ValueError(
                 f"context_dim={self.context_dim}: got {options[0]}, for which key t and query t must be the same "
@@ -241,6 +263,18 @@ class LayerConfig:
         if self.rope_order == "before" and self.trapezoid:
             raise ValueError("trapezoid=True: got rope_order='before', expected 'after'")
 
+    def _check_gates_per_feature(self) -> None:
+        if self.write_gate == "tied":
+            raise ValueError(
+                "write_gate='tied': got a forget_gate per feature, expected 'independent', None or a gate per head"
+            )
+        if self.trapezoid:
+            raise ValueError("trapezoid=True: got a forget_gate per feature, expected one per head")
+        if self.rope_order == "before" and self.rotary is not None:
+            raise ValueError(
+                "rope_order='before': got a forget_gate per feature, expected 'after' or a gate per head"
+            )
+
     @property
     def groups(self) -> int:
         """g, the heads of keys."""
@@ -262,6 +296,16 @@ class LayerConfig:
         return self.groups if self.num_value_heads is None else self.num_value_heads
 
     @property
+    def has_gates_per_feature(self) -> bool:
+        """Whether the features of a head decay at rates of their own."""
+        return self.forget_gate is not None and self.forget_gate.per == "feature"
+
+    @property
+    def tied_erase_gate(self) -> bool:
+        """Whether the erase gate computes the write factor too."""
+        return self.erase_gate is not None and self.erase_gate.name == "tied"
+
+    @property
     def has_selective_steps(self) -> bool:
         """Whether a module computes angle_steps from x."""
         if self.rotary is None or isinstance(self.rotary, dict):
@@ -281,8 +325,10 @@ class LayerConfig:
         """The attention of this library's models, with these changes.
 
         Values are twice as wide as keys, a quarter of the features is rotated, and there are an output norm, a skip and
-        a gate. A causal block also has a convolution and a forget gate with a tied write gate. It has no forget gate
-        if changes set the decay, and decay="spread" if they turn the gate off and do not set the decay.
+        a gate. A causal block also has a convolution and a forget gate with a tied write gate, unless the forget gate
+        is per feature. It has no forget gate if changes set the decay, and decay="spread" if they turn the gate off and
+        do not set the decay. With an erase_gate it has feature_map="unit" and normalize=False; a tied one takes the
+        place of the write gate.
         docs/evidence.md says what each part is worth.
 
         >>> from linrope.layer.config import LayerConfig
@@ -297,9 +343,12 @@ class LayerConfig:
         if options.get("causal", True):
             conv = ShortConvOptions(taps=4, activation="silu", bias=True, start="uniform")
             options = {"short_conv": conv, "forget_gate": "decay" not in changes} | options
-            gated = options["forget_gate"] not in (False, None)
-            decay = "spread" if not gated and options["rotary"] is not None else None
-            options = {"write_gate": "tied" if gated else None, "decay": decay} | options
+            gate = ForgetGateOptions.of(options["forget_gate"])
+            decay = "spread" if gate is None and options["rotary"] is not None else None
+            erase = EraseGateOptions.of(options.get("erase_gate"))
+            writes = gate is not None and gate.per == "head" and (erase is None or erase.name != "tied")
+            options = {"write_gate": "tied" if writes else None, "decay": decay} | options
+            options = ({} if erase is None else {"feature_map": "unit", "normalize": False}) | options
         return cls(embed_dim, num_heads, **options)
 
     def with_longest(self, tokens: float) -> LayerConfig:
@@ -327,57 +376,3 @@ class LayerConfig:
 PARTS = ("short_conv", "qk_norm", "out_norm", "skip", "gate")
 SHARED = ("num_kv_heads", "head_dim", "value_head_dim", "causal", "bias", *PARTS)
 OPTIONS = {each.name: each for each in fields(LayerConfig) if each.name not in ("embed_dim", "num_heads")}
-
-
-def layer_config(
-    embed_dim: int | LayerConfig, num_heads: int | None, options: Mapping[str, Any]
-) -> LayerConfig:
-    """The config that a LinearRoPEAttention is given, or that it makes of its other arguments."""
-    if isinstance(embed_dim, LayerConfig):
-        if num_heads is not None or options:
-            raise TypeError(
-                "got num_heads or options with a LayerConfig, expected dataclasses.replace to change it"
-            )
-        return embed_dim
-    check_keywords("LinearRoPEAttention", options)
-    if num_heads is None:
-        raise TypeError("num_heads: got None, expected an integer")
-    return LayerConfig(embed_dim, num_heads, **options)
-
-
-def check_keywords(layer: str, keywords: Mapping[str, object], known: Sequence[str] = tuple(OPTIONS)) -> None:
-    """Raises TypeError for a keyword that is no option of the layer."""
-    for name in keywords:
-        if name not in known:
-            near = get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"got the keyword {name!r}, expected those of {layer}{hint}")
-
-
-def shows_options(*names: str) -> Callable[[Function], Function]:
-    """Lists these options in the signature of a constructor, in place of its ``**options``."""
-
-    def show(constructor: Function) -> Function:
-        signature = inspect.signature(constructor)
-        options = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=OPTIONS[name].default)
-            for name in names
-        ]
-        own = [x for x in signature.parameters.values() if x.kind is not inspect.Parameter.VAR_KEYWORD]
-        constructor.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-        return constructor
-
-    return show
-
-
-def meaning(name: str) -> str:
-    """The first sentence of an option's description above.
-
-    >>> from linrope.layer.config import meaning
-    >>> meaning("qk_norm")
-    "RMS norm of each head's query and key before the map, with learned weights."
-    """
-    text = inspect.cleandoc(LayerConfig.__doc__ or "")
-    entry = re.search(rf"^    {name}: (.*?)(?=^    \w+: |^\S|\Z)", text, re.M | re.S)
-    sentence = "" if entry is None else " ".join(entry[1].split())
-    return re.split(r"(?<=[^.]\.) ", sentence)[0]

@@ -15,6 +15,13 @@ def check_parts(layer: Any) -> None:
     rotated = layer.head_dim if before else fmap.feature_dim
     checks.check_rotary(layer.rotary, rotated, layer.num_state_heads, layer.causal, before)
     checks.check_axes(layer.rotary, layer._decay is not None, fmap)
+    if layer.erase_gate is not None:
+        if fmap.log_scaled:
+            raise ValueError(
+                f"feature_map={fmap}: it returns a log_scale, which means nothing with an erase_gate; expected 'unit'"
+            )
+        if layer.rotary is not None and layer.rotary.xpos is not None:
+            raise ValueError(f"rotary: got xpos={layer.rotary.xpos} with an erase_gate, expected xpos=None")
     if layer.trapezoid is None:
         return
     if layer.normalize and not layer._out_norm_replaces_normalizer:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DECAYS = ("spread", "learned", "retnet")
+ERASE_GATES = ("tied", "independent")
+GATES_PER = ("head", "feature")
 ROTATIONS = ("interleaved", "half", "selective")
 # The names that linrope/ops/norm.py takes, which imports PyTorch
 SPANS = ("head", "all")  # of an output norm
@@ -23,21 +25,42 @@ ORDERS = ("before", "after")  # where a skip or a gate acts: before or after the
 STARTS = ("identity", "uniform")
 ACTIVATIONS = ("silu",)
 MOST_TAPS = 2**16
+MOST_RANK = 2**16  # of a gate's projection
 LONGEST = 4096.0  # default half-life of the slowest head, in tokens
 
 
 @dataclass(frozen=True)
 class ForgetGateOptions:
-    """The options of ``linrope.layer.selective.ForgetGate``.
+    """The options of ``linrope.layer.selective.ForgetGate`` and ``linrope.layer.feature_gate.FeatureForgetGate``.
 
     Args:
-        longest: half-life of the slowest head at the start, in tokens.
+        longest: half-life of the slowest head, or of a head's slowest feature, at the start, in tokens.
+        per: "head", or "feature": the features of a head decay at rates of their own.
+        rank: with per="feature", the rank of the projection. Default: the size of a key.
+        bound: with per="feature", the largest decay: no gate keeps less than e^-bound. Default: no bound.
     """
 
     longest: float = LONGEST
+    per: str = "head"
+    rank: int | None = None
+    bound: float | None = None
 
     def __post_init__(self) -> None:
         check_longest(self.longest)
+        check_name("forget_gate", self.per, GATES_PER)
+        for name in ("rank", "bound"):
+            if self.per == "head" and getattr(self, name) is not None:
+                raise ValueError(f"forget_gate: got {name} with per='head', expected per='feature' with it")
+        rank = 1 if self.rank is None else self.rank
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MOST_RANK:
+            raise ValueError(
+                f"forget_gate: got rank={rank!r}, expected an integer, 1 .. {MOST_RANK}, or None"
+            )
+        bound = 1 if self.bound is None else self.bound
+        if isinstance(bound, bool) or not isinstance(bound, int | float) or not 1 <= bound < math.inf:
+            raise ValueError(
+                f"forget_gate: got bound={bound!r}, expected a finite number, at least 1, or None"
+            )
 
     @classmethod
     def of(cls, given: object) -> ForgetGateOptions | None:
@@ -46,8 +69,11 @@ class ForgetGateOptions:
             return given
         if isinstance(given, bool):
             return cls() if given else None
-        if not isinstance(given, Mapping) or set(given) - {"longest"}:
-            raise ValueError(f"forget_gate={given!r}: expected True, False, or a dict with 'longest'")
+        known = [each.name for each in fields(cls)]
+        if not isinstance(given, Mapping) or set(given) - set(known):
+            raise ValueError(
+                f"forget_gate={given!r}: expected True, False, or a dict with {', '.join(known)}"
+            )
         return cls(**given)
 
 
@@ -86,6 +112,36 @@ class DecayOptions:
             raise ValueError(f"decay: got the keys {sorted(given)}, expected the key 'name'")
         if unknown := sorted(set(given) - {"name", "longest"}):
             raise ValueError(f"decay: got {unknown} with name={given['name']!r}, expected ['longest']")
+        return cls(**given)
+
+
+@dataclass(frozen=True)
+class EraseGateOptions:
+    """The options of ``linrope.layer.selective.EraseGate``, which explains them.
+
+    Args:
+        name: "tied" (the gate writes too) or "independent".
+        largest: 1 or 2, the upper end of the gate's range.
+    """
+
+    name: str
+    largest: int = 1
+
+    def __post_init__(self) -> None:
+        check_name("erase_gate", self.name, ERASE_GATES, also="a dict, or None")
+        if isinstance(self.largest, bool) or self.largest not in (1, 2):
+            raise ValueError(f"erase_gate: got largest={self.largest!r}, expected 1 or 2")
+
+    @classmethod
+    def of(cls, given: Any) -> EraseGateOptions | None:
+        """From a name, a dict or None."""
+        if given is None or isinstance(given, EraseGateOptions):
+            return given
+        if not isinstance(given, Mapping):
+            return cls(given)
+        check_keys("erase_gate", given, [each.name for each in fields(cls)])
+        if "name" not in given:
+            raise ValueError(f"erase_gate: got the keys {sorted(given)}, expected the key 'name'")
         return cls(**given)
 
 
@@ -224,7 +280,9 @@ def as_json(name: str, option: Any) -> Any:
     Raises:
         ValueError: it is an object, such as a module.
     """
-    if isinstance(option, ForgetGateOptions | DecayOptions | ShortConvOptions | OutNormOptions):
+    if isinstance(
+        option, ForgetGateOptions | DecayOptions | EraseGateOptions | ShortConvOptions | OutNormOptions
+    ):
         values = {each.name: getattr(option, each.name) for each in fields(option)}
         return {key: value for key, value in values.items() if value is not None}
     if isinstance(option, tuple | dict):

@@ -42,6 +42,13 @@ def _float64_for_onnx(x: Tensor) -> Tensor:
     return x.double() if torch.onnx.is_in_onnx_export() else x
 
 
+def log_sigmoid(y: Tensor) -> Tensor:
+    """log sigmoid(y), in a form that ONNX and a single token take well."""
+    if torch.onnx.is_in_onnx_export():
+        return F.logsigmoid(_float64_for_onnx(y)).to(y.dtype)
+    return F.softplus(y, beta=-1, threshold=40)  # F.logsigmoid wakes PyTorch's threads even for one token
+
+
 def _one_minus_exp(x: Tensor) -> Tensor:
     """1 - e^x of x <= 0, to the last digits of a small result and of a small slope."""
     if torch.onnx.is_in_onnx_export() or not torch.compiler.is_compiling():
@@ -96,11 +103,7 @@ class ForgetGate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         with full_precision(x.device):
-            y = F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide))
-            if torch.onnx.is_in_onnx_export():
-                return F.logsigmoid(_float64_for_onnx(y)).to(wide)
-            # log sigmoid(y); F.logsigmoid wakes PyTorch's threads even for one token
-            return F.softplus(y, beta=-1, threshold=40)
+            return log_sigmoid(F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)))
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, num_heads={self.weight.shape[0]}, longest={self.longest}"
@@ -162,6 +165,85 @@ class WriteGate(nn.Module):
 
     def extra_repr(self) -> str:
         return "tied" if self.weight is None else f"{self.weight.shape[1]}, num_heads={self.weight.shape[0]}"
+
+
+class SigmoidGate(nn.Module):
+    """Computes a number from 0 to 1 from each token for each head, in float32 or wider: sigmoid(W x + b).
+
+    It maps x (b, n, embed_dim) to (b, n, num_heads). W starts small and b at 0, so the numbers start near 1/2.
+
+    Args:
+        embed_dim: size of x.
+        num_heads: g.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, embed_dim, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with full_precision(x.device):
+            return F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)).sigmoid()
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]}, num_heads={self.weight.shape[0]}"
+
+
+class EraseGate(SigmoidGate):
+    """Computes from each token how much of what its key reads in each head's state it takes out before it writes.
+
+        b = largest sigmoid(W x + b_0)
+
+    It maps x (b, n, embed_dim) to b (b, n, num_heads) in float32 or wider, the argument ``erase`` of
+    ``linear_rope_attention``. W starts small and b_0 at 0. With keys of length 1 the state is multiplied by 1 - b in
+    the direction of the key: b = 1 replaces what it holds there. Beyond that, up to 2, the factor is negative, with
+    which a layer can track a state such as a parity.
+
+    Args:
+        embed_dim: size of x.
+        num_heads: g.
+        largest: 1 or 2, the upper end of the range of b.
+
+    Source: the gate beta of DeltaNet (arXiv 2406.06484) and Gated DeltaNet (arXiv 2412.06464); up to 2:
+    arXiv 2411.12537.
+
+    >>> from linrope.layer.selective import EraseGate
+    >>> EraseGate(16, 2, largest=2)(torch.zeros(1, 1, 16))
+    tensor([[[1., 1.]]], grad_fn=<MulBackward0>)
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        largest: int = 1,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(embed_dim, num_heads, device=device, dtype=dtype)
+        self.largest = largest
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.largest * super().forward(x)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, largest={self.largest}"
 
 
 class SelectiveSteps(nn.Module):

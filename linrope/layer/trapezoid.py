@@ -8,12 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from linrope.common.precision import full_precision
 from linrope.feature_maps import FeatureMap
 from linrope.feature_maps.base import widen
+from linrope.layer.selective import SigmoidGate
 from linrope.layer.state import LayerState, next_state
 from linrope.operation import checks
 from linrope.operation.functional import linear_rope_attention
@@ -27,7 +26,7 @@ from linrope.rotation.angles import cos_sin
 from linrope.rotation.rotary import Rotary, rotate, spell_out
 
 
-class TrapezoidGate(nn.Module):
+class TrapezoidGate(SigmoidGate):
     """Computes from each token how its write factor is divided between its own key and the key before it.
 
         lambda = sigmoid(W x + b)
@@ -46,32 +45,6 @@ class TrapezoidGate(nn.Module):
     >>> TrapezoidGate(16, 2)(torch.zeros(1, 1, 16))
     tensor([[[0.5000, 0.5000]]], grad_fn=<SigmoidBackward0>)
     """
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_heads, embed_dim, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
-        nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        with full_precision(x.device):
-            return F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)).sigmoid()
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[1]}, num_heads={self.weight.shape[0]}"
 
 
 def trapezoidal_attention(

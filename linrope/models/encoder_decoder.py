@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from linrope.layer.attention import LinearRoPEAttention
-from linrope.layer.config import OPTIONS, check_keywords
+from linrope.layer.config import OPTIONS
 from linrope.layer.fitting import check_vectors
+from linrope.layer.keywords import check_keywords
 from linrope.layer.norm import RMSNorm
 from linrope.layer.state import LayerState
 from linrope.models.language_model import SwiGLU

@@ -12,7 +12,7 @@ INITIALIZATIONS = ("fan-in", "gpt-2")
 def initialize(parameters: Iterable[tuple[str, nn.Parameter]], scheme: str, branches: int) -> None:
     """Draws the initial values of the matrices: embeddings, projections and gates.
 
-    It leaves the weights of feature maps and of angle steps, q_bias and k_bias as they are.
+    It leaves the weights of feature maps and of angle steps, and biases, as they are.
 
         "fan-in": normal with standard deviation 1/sqrt(columns); in a matrix that ends a residual branch, uniform in
                   -1/sqrt(columns) .. 1/sqrt(columns)
@@ -21,7 +21,7 @@ def initialize(parameters: Iterable[tuple[str, nn.Parameter]], scheme: str, bran
     branches: the number of residual branches, whose sum is the model's last vector.
     """
     for name, weight in parameters:
-        kept = ".angle_steps." in name or ".feature_map." in name or name.endswith(("q_bias", "k_bias"))
+        kept = ".angle_steps." in name or ".feature_map." in name or name.endswith("bias")
         if weight.ndim != 2 or kept:
             continue
         ends_branch = name.endswith(("o_proj.weight", "w2.weight"))

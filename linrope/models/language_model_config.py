@@ -7,7 +7,8 @@ from typing import Any
 from linrope.common.argument_checks import check_bools, check_name, check_sizes
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.choices import make_rotation
-from linrope.layer.config import LARGEST, OPTIONS, SHARED, LayerConfig, check_keywords
+from linrope.layer.config import LARGEST, OPTIONS, SHARED, LayerConfig
+from linrope.layer.keywords import check_keywords
 from linrope.layer.options import as_json
 from linrope.models.initialization import INITIALIZATIONS
 from linrope.position_encodings import ABSOLUTE, RELATIVE, SoftmaxAttention

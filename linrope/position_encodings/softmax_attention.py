@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linrope.common.argument_checks import check_name
-from linrope.layer.config import SHARED, LayerConfig, check_keywords, shows_options
+from linrope.layer.config import SHARED, LayerConfig
 from linrope.layer.fitting import check_inputs
+from linrope.layer.keywords import check_keywords, shows_options
 from linrope.layer.mixer import Mixer
 from linrope.operation.checks import check_mask, check_packing
 from linrope.operation.positions import resolve_positions, spell_out_positions

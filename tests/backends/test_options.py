@@ -22,6 +22,7 @@ def draw(contract: Contract, seed: int = 0) -> list[options.Row]:
     chosen: dict[str, list[str]] = {}
     if contract.backend in ("native", "triton"):
         chosen["rotary"] = [x for x in options.ROTATIONS if x != "xpos"]
+        chosen["log_decay"] = [x for x in options.OPTIONS["log_decay"] if not x.startswith("per unit")]
     if contract.dtype.itemsize == 2:  # the contract does not count what is rounded before a backend has it
         chosen["rotary"] = [x for x in chosen["rotary"] if x != "yarn" and not x.startswith("before")]
         chosen["feature_map"] = ["elu+1", "relu", "relu2", "silu", "identity", "features"]

@@ -16,6 +16,7 @@ from torch import Tensor
 from linrope import LinearAttentionState, Rotary, linear_rope_attention
 from linrope.backends import native
 from tests.campaigns.command import numbers
+from tests.support.contract import refused
 
 POOL, D, E = 5, 8, 4
 EQUAL = 2e-6  # relative to the largest number: a step may add up in another order than a call that copies
@@ -42,14 +43,15 @@ class Decoding:
             self.decay = torch.tensor(
                 [self.chance.choice([0.5, 0.9, 0.999, 1.0]) for _ in range(self.g)]
             ).double()
-        self.copied = self.call(self.inputs(POOL, 3), None, "eager")[1]
+        self.erases = not self.how.get("normalize", True) and self.chance.random() < 0.6
+        self.copied = self.call(self.inputs(POOL, 3, first=True), None, "eager")[1]
         self.pool = self.copied.clone()
         self.slots = torch.arange(POOL)
 
     def rand(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator)
 
-    def inputs(self, rows: int, tokens: int) -> dict[str, Tensor]:
+    def inputs(self, rows: int, tokens: int, first: bool = False) -> dict[str, Tensor]:
         g, chance = self.g, self.chance
         made = {"q": self.rand(rows, tokens, g * self.r, D), "k": self.rand(rows, tokens, g, D)}
         made["v"] = self.rand(rows, tokens, g, E)
@@ -62,7 +64,18 @@ class Decoding:
         if self.steps:
             pairs = self.how["rotary"].rotary_dim // 2
             made["angle_steps"] = self.rand(rows, tokens, g, pairs)
+        if self.erases and (first or chance.random() < 0.8):  # a pool's rows then have no z
+            made["erase"] = (
+                chance.choice([0, 1, 2]) * self.rand(rows, tokens, chance.choice([1, g])).sigmoid()
+            )
+            psi = made["k"] if self.how["feature_map"] is None else made["k"].relu().square()
+            squared = psi.square().sum(-1).amax(2, keepdim=True)
+            made["erase"] = made["erase"] / squared.clamp(min=1e-3)
         return made
+
+    def backend(self, inputs: dict[str, Tensor]) -> str:
+        """One of those that compute these inputs."""
+        return self.chance.choice([name for name in self.backends if inputs.keys().isdisjoint(refused(name))])
 
     def call(
         self, inputs: dict[str, Tensor], state: Any, backend: str
@@ -110,19 +123,18 @@ class Decoding:
     def step(self) -> None:
         chance = self.chance
         tokens = chance.choice([1] * 9 + [3])
-        backend, other = chance.choice(self.backends), chance.choice(self.backends)
         if chance.random() < 0.5:  # some rows of the pool
             slots = torch.tensor(chance.sample(range(POOL), chance.randint(1, POOL)))
             inputs = self.inputs(len(slots), tokens)
-            out, _ = self.call(inputs, self.pool.at(slots), backend)
+            out, _ = self.call(inputs, self.pool.at(slots), self.backend(inputs))
             before = self.copied.reorder(slots)
         else:
             slots, inputs = torch.arange(POOL), self.inputs(POOL, tokens)
             memory = self.pool.kv.data_ptr()
-            out, self.pool = self.call(inputs, self.pool.donate(), backend)
+            out, self.pool = self.call(inputs, self.pool.donate(), self.backend(inputs))
             assert (self.pool.kv.data_ptr() == memory) == (tokens == 1)
             before = self.copied
-        expected, after = self.call(inputs, before, other)
+        expected, after = self.call(inputs, before, self.backend(inputs))
         self.copied = self.put(after, slots)
         self.compare("out", out, expected)
         for name, x in self.copied.tensors().items():

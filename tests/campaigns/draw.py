@@ -67,12 +67,15 @@ class Configuration:
         self._draw_positions()
         self.eps = chance.choice([1e-6, 1e-6, 1e-3, 1.0])
         self.eps_mode = chance.choice(["clamp", "clamp", "add"])
+        self.strength: Tensor | None = None
+        self.nearly_equal_keys = False
+        self._draw_erase(random.Random(f"{seed}/{index}/erase"))
         self._build()
 
     def __repr__(self) -> str:
         names = (
             "kind", "before", "lengths", "dtype_name", "scale", "g", "r", "e", "map", "normalize", "rotary",
-            "order", "eps", "eps_mode", "given", "gap", "decay",
+            "order", "eps", "eps_mode", "given", "gap", "decay", "nearly_equal_keys",
         )  # fmt: skip
         text = ", ".join(f"{name}={getattr(self, name)}" for name in names)
         return f"{text}, data={ {name: tuple(x.shape) for name, x in self.data.items()} }, m={self.m}"
@@ -188,6 +191,44 @@ class Configuration:
             factors = torch.randn(shape, generator=generator, dtype=torch.float64)
             self.data["write"] = factors.to(chance.choice([self.dtype, torch.float32]))
 
+    def _draw_erase(self, chance: random.Random) -> None:
+        """The delta rule, for calls that may have it, with a chance of its own."""
+        xpos = self.rotary is not None and self.rotary.xpos is not None
+        log_scaled = self.map is not None and self.map.log_scaled
+        if not self.causal or xpos or log_scaled or chance.random() < 0.4:
+            return
+        self.normalize = False
+        self.nearly_equal_keys = chance.random() < 0.3
+        n = sum(self.before) + sum(self.lengths) if self.packed else self.before[0] + self.lengths[0]
+        shape = chance.choice([1, self.b]), n, chance.choice([1, self.g])
+        generator = torch.Generator().manual_seed(chance.getrandbits(60))
+
+        def numbers() -> Tensor:
+            x = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
+            return x.to(torch.get_default_device())
+
+        self.dtype_of_erase = chance.choice([self.dtype, torch.float32])
+        self.strength = chance.choice([0.1, 1, 2]) * numbers()
+        for value in (0, 1, 2):
+            if chance.random() < 0.2:
+                self.strength.masked_fill_(numbers() < chance.choice([0.1, 1]), value)
+        if chance.random() < 0.3:  # gates of all sizes, beside each other or alike
+            power = 10 * numbers() - 6 if chance.random() < 0.5 else torch.full(shape, chance.uniform(-6, 4))
+            self.data["log_decay"] = -(10**power).to(chance.choice([self.dtype, torch.float32]))
+
+    def _erase(self, k: Tensor) -> Tensor:
+        """The share that each token erases: of the largest one with which a state surely does not grow, 1 / |psi|^2."""
+        assert self.strength is not None
+        keys = k.double()
+        if self.map is not None:
+            places = (torch.arange(k.shape[1])[None],) if self.map.positional else ()
+            keys = self.map.keys(keys, *places).double()
+        squared = keys.square().sum(-1)
+        rows, _, heads = self.strength.shape
+        squared = squared if rows > 1 else squared.amax(0, keepdim=True)
+        squared = squared if heads > 1 else squared.amax(2, keepdim=True)
+        return (self.strength / squared.clamp(min=2.0**-20)).to(self.dtype_of_erase)
+
     def _draw_positions(self) -> None:
         """Of all tokens of both pieces, per sequence; None: by default."""
         chance, axes = self.chance, self.rotary is not None and self.rotary.axes is not None
@@ -230,6 +271,8 @@ class Configuration:
         )  # fmt: skip
         if self.map is None and self.positive:
             q, k = q.abs(), k.abs()
+        if self.nearly_equal_keys:
+            k = k[:, :1] + k / 100
         if chance.random() < 0.2:  # heads first in memory
             q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
         self.mask = None
@@ -243,6 +286,9 @@ class Configuration:
             q, k = self._features(q, k)
             self.map = Given(self.map)
         self.tensors = q, k, v
+        if self.strength is not None:
+            with torch.no_grad():
+                self.data["erase"] = self._erase(k)
         first, second, at, tokens = [], [], 0, torch.arange(n)
         for before, both in zip(self.before, total, strict=True):
             first.append(tokens[at : at + before])

@@ -40,6 +40,7 @@ OPERATION = (
     f"{B}/test_equation.py",
     f"{B}/test_steps.py",
     f"{B}/test_exact_cases.py",
+    "tests/operation/test_erase.py",
     f"{B}/test_gates.py",
     f"{B}/test_pieces.py",
     "tests/recurrence/test_state_in_place.py",
@@ -103,7 +104,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "linrope/recurrence/call.py": (*OPERATION, *TRANSFORMS),
     **{
         f"linrope/backends/{name}.py": (*OPERATION, f"{B}/test_numerics.py", f"{B}/test_sums_of_gradients.py")
-        for name in ("eager", "key_sum", "chunk_decay")
+        for name in ("eager", "key_sum", "chunk_decay", "delta_rule")
     },
     "linrope/backends/native.py": (
         TRANSFORMS[0],

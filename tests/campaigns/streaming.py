@@ -10,8 +10,10 @@ import torch
 from linrope import Rotary, feature_maps, linear_rope_attention, linear_rope_state
 from linrope.backends import native
 from linrope.cli.bounds import BOUNDS, error_in_bounds
+from linrope.feature_maps import FeatureMap
 from linrope.rotation.rotary import MAX_POSITION
 from tests.campaigns.command import numbers
+from tests.support.contract import refused
 from tests.support.equation import Equation
 from tests.support.oracle import DATA
 
@@ -20,6 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # what a stream's calls have in common
     "decay": {"decay": torch.tensor([0.9, 1 - 2.0**-24], dtype=torch.float64)},
     "gates and steps": {"gated": True, "steps": True},
     "running maximum": {"feature_map": "softmax", "gated": True},
+    "the delta rule": {"erases": True, "normalize": False, "gated": True, "steps": True},
     "all": {"decay": torch.tensor([0.999, 1 - 2.0**-16], dtype=torch.float64), "gated": True, "steps": True},
 }
 
@@ -31,7 +34,7 @@ def stream(name: str, backend: str, pieces: int, seed: int = 0) -> float:
     equation goes along in float64.
     """
     options = dict(OPTIONS[name])
-    gated, steps = options.pop("gated", False), options.pop("steps", False)
+    gated, steps, erases = (options.pop(x, False) for x in ("gated", "steps", "erases"))
     d, g, e = 8, 2, 4
     how: dict[str, Any] = {
         "feature_map": feature_maps.make(options.pop("feature_map", "elu+1"), d), "rotary": Rotary(d),
@@ -41,6 +44,7 @@ def stream(name: str, backend: str, pieces: int, seed: int = 0) -> float:
     generator = torch.Generator().manual_seed(seed)
     state = exact = sizes = None
     end, worst = 0, 0.0
+    fmap: FeatureMap = how["feature_map"]
     gap = (MAX_POSITION - 45 * pieces) // max(1, pieces - 1)
     for piece in range(pieces):
         n = int(torch.randint(1, 41, (), generator=generator)) if piece % 3 else 1
@@ -53,6 +57,9 @@ def stream(name: str, backend: str, pieces: int, seed: int = 0) -> float:
         if piece == pieces - 1:
             end = MAX_POSITION + 1 - n
             own["positions"] = end + torch.arange(n)
+        if erases:  # at most as much as a contraction allows
+            squared = fmap.keys(k).square().sum(-1)
+            own["erase"] = 2 * torch.rand(1, n, g, generator=generator) / squared
         if gated:
             own["log_decay"] = -torch.rand(1, n, g, generator=generator) * 10.0 ** -(piece % 5)
         if steps:
@@ -105,7 +112,9 @@ def count(tokens: int, backend: str, piece: int = 10**6) -> tuple[float, float]:
 def run(pieces: int, tokens: int) -> None:
     backends = ("eager",) if native.why_not() else ("native", "eager")
     for backend in backends:
-        for name in OPTIONS:
+        for name, options in OPTIONS.items():
+            if "erases" in options and "erase" in refused(backend):
+                continue
             worst = stream(name, backend, pieces)
             print(
                 f"{backend}, {name}: {pieces} pieces up to position 2^31 - 1, error {worst:.3f} of the bound",

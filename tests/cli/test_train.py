@@ -45,7 +45,7 @@ def test_a_finished_run_goes_on_with_more_steps_and_says_what_it_ignores(run, re
     assert "--steps=4: expected at least 5" in refused(resume + "--steps 4")
 
 
-GATED = {"decay": None, "forget_gate": {"longest": 32}, "write_gate": "tied"}
+GATED = {"decay": None, "forget_gate": {"longest": 32, "per": "head"}, "write_gate": "tied"}
 UNGATED = {"decay": None, "forget_gate": None, "write_gate": None}
 CONFIGS: dict[str, dict[str, Any]] = {
     "": GATED,
@@ -55,6 +55,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "--forget-gate --decay learned": GATED | {"decay": {"name": "learned", "longest": 32}},
     "--decay retnet": UNGATED | {"decay": {"name": "retnet"}},
     "--decay none": UNGATED,
+    "--erase-gate tied": GATED
+    | {
+        "write_gate": None,
+        "erase_gate": {"name": "tied", "largest": 1},
+        "feature_map": {"name": "unit"},
+        "normalize": False,
+    },
     "--attention softmax": UNGATED,
     "--attention softmax --positions shaw": UNGATED | {"attention": "softmax", "positions": "shaw"},
     "--feature-map cosformer": {"feature_map": {"name": "cosformer", "max_length": 4096}},

@@ -28,8 +28,7 @@ def tokens(n: int, way: str, dtype: torch.dtype = torch.float32) -> dict[str, Te
     generator = torch.Generator().manual_seed(0)
     numbers = {name: torch.randn(B, n, *shape, generator=generator) for name, shape in SHAPES.items()}
     numbers["log_decay"].abs_().neg_()
-    kept = {name: x for name, x in numbers.items() if name in ("q", "k", "v") or name in WAYS[way]}
-    return {name: x.to(dtype) if name in ("q", "k", "v") else x for name, x in kept.items()}
+    return {name: x.to(dtype) for name, x in numbers.items() if name in ("q", "k", "v") or name in WAYS[way]}
 
 
 def fixed(way: str) -> dict[str, Any]:

@@ -28,6 +28,10 @@ LAYERS: dict[str, dict[str, Any]] = {
         "num_kv_heads": 2, "qk_norm": True,
     },
     "learned map and decay": {"feature_map": "hedgehog", "decay": "learned", "short_conv": 3},
+    "kimi delta attention": {
+        "forget_gate": {"per": "feature", "rank": 3}, "erase_gate": "tied", "feature_map": "unit", "normalize": False,
+        "short_conv": 3, "rotary": {"rotary_dim": 2},
+    },
     "bidirectional": {"causal": False, "gate": True},
 }  # fmt: skip
 

@@ -33,6 +33,10 @@ LAYERS: dict[str, dict[str, Any]] = {
     "steps per head beside a theta for each": {
         "rotary": {"name": "selective", "rank": 3, "base": 100.0}, "short_conv": 3, "num_heads": 4,
     },
+    "kimi delta attention": {
+        "forget_gate": {"per": "feature", "rank": 3}, "erase_gate": "tied", "feature_map": "unit", "normalize": False,
+        "short_conv": 3, "rotary": {"rotary_dim": 2},
+    },
     "bidirectional": {"causal": False, "gate": True},
 }  # fmt: skip
 

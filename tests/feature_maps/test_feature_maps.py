@@ -38,7 +38,7 @@ def test_sizes(label: str, d: int) -> None:
         assert x.shape == (2, 5, 2, fmap.feature_dim)
         assert bool(x.isfinite().all())
     assert fmap.head_dim == d
-    own_size = fmap.elementwise is not None or label == "softmax"
+    own_size = fmap.elementwise is not None or label.split()[0] in ("softmax", "unit")
     assert own_size or fmap.feature_dim % 2 == 0  # features pair up for rotation
 
 

@@ -81,6 +81,27 @@ GATED = {
         "trapezoid": True, "rotary": {"name": "selective", "bound": "add", "rotary_dim": 4}, "skip": "before",
         "gate": "before",
     },
+    "delta rule": {"erase_gate": "tied", "feature_map": "unit", "normalize": False, "num_kv_heads": 2, "qk_norm": True},
+    "gated delta rule": {
+        "num_heads": 2, "num_value_heads": 4, "head_dim": 6, "value_head_dim": 8, "forget_gate": True,
+        "erase_gate": {"name": "tied", "largest": 2}, "feature_map": {"name": "unit", "query_factor": 6**-0.5},
+        "normalize": False, "short_conv": {"activation": "silu"}, "out_norm": True, "gate": True,
+        "rotary": {"partial_rotary_factor": 0.4},
+    },
+    "independent erase gate": {
+        "erase_gate": "independent", "forget_gate": True, "write_gate": "independent", "decay": "learned",
+        "feature_map": {"name": "unit", "activation": "silu"}, "normalize": False, "rotary": "selective",
+        "skip": "after",
+    },
+    "forget gate per feature": {
+        "forget_gate": {"per": "feature", "longest": 64, "rank": 3}, "rotary": {"partial_rotary_factor": 0.5},
+        "num_kv_heads": 2, "write_gate": "independent", "decay": "learned",
+    },
+    "kimi delta attention": {
+        "forget_gate": {"per": "feature", "bound": 5}, "erase_gate": "tied", "feature_map": "unit", "normalize": False,
+        "num_heads": 2, "num_value_heads": 4, "head_dim": 6, "value_head_dim": 8, "rotary": "selective",
+        "short_conv": {"activation": "silu"}, "out_norm": True, "gate": True,
+    },
 }  # fmt: skip
 ALL = {**{name: {**options, "dtype": torch.float32} for name, options in PLAIN.items()}, **GATED}
 every_option = pytest.mark.parametrize("options", ALL.values(), ids=ALL)
@@ -140,12 +161,22 @@ def by_hand(layer: LinearRoPEAttention, options: dict, x: Tensor, context: Tenso
         h = shared
     write = log_decay = None
     if layer.forget_gate is not None:
-        keep = (x @ layer.forget_gate.weight.T + layer.forget_gate.bias).sigmoid()
-        log_decay = keep.log()
+        if (gate := options["forget_gate"]) is True or "per" not in gate:
+            keep = (x @ layer.forget_gate.weight.T + layer.forget_gate.bias).sigmoid()
+            log_decay = keep.log()
+        else:
+            y = torch.einsum("bnr,gur->bngu", x @ layer.forget_gate.down.T, layer.forget_gate.up)
+            y = y + layer.forget_gate.bias
+            log_decay = -5 * (-y).sigmoid() if "bound" in gate else y.sigmoid().log()
         if options.get("write_gate") == "tied":
             write = 1 - keep
         elif "write_gate" in options:
             write = (x @ layer.write_gate.weight.T + layer.write_gate.bias).sigmoid()
+    erase = None
+    if "erase_gate" in options:
+        largest = 2 if "2" in str(options["erase_gate"]) else 1
+        erase = largest * (x @ layer.erase_gate.weight.T + layer.erase_gate.bias).sigmoid()
+        write = erase if "tied" in str(options["erase_gate"]) else write
     steps = None if layer.angle_steps is None else layer.angle_steps(x)
     if "trapezoid" in options:
         share = (x @ layer.trapezoid.weight.T + layer.trapezoid.bias).sigmoid()
@@ -160,6 +191,7 @@ def by_hand(layer: LinearRoPEAttention, options: dict, x: Tensor, context: Tenso
         out = linear_rope_attention(
             q, k, v if write is None else v * write[..., None], feature_map=layer.feature_map, rotary=layer.rotary,
             causal=layer.causal, rope_order=layer.rope_order, decay=layer.decay, log_decay=log_decay, angle_steps=steps,
+            erase=erase,
             normalize=layer.normalize and not (cancelled and not layer.feature_map.log_scaled), **how,
         )  # fmt: skip
     gate = 1 if layer.g_proj is None else F.silu(layer.g_proj(x)).view(out.shape)

@@ -139,7 +139,9 @@ def test_gradients_are_those_of_finite_differences(options) -> None:
         assert torch.autograd.gradcheck(run, tuple(parameters), fast_mode=True, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "more"), [("all", 9), ("exponential", 9), ("trapezoid", 1)])
+@pytest.mark.parametrize(
+    ("name", "more"), [("all", 9), ("exponential", 9), ("trapezoid", 1), ("gated delta rule", 9)]
+)
 def test_compiled_in_one_graph_the_layer_computes_the_same(name: str, more: int) -> None:
     """A graph for gradients; then one without, for another length, that goes on from the state if there is a mask."""
     torch._dynamo.reset()  # the code of all layers is one to it, and its variants are counted

@@ -169,7 +169,7 @@ def test_learned_positions_end(attention: str) -> None:
         *((SOFTMAX | options, message) for options, message in [
             ({"trapezoid": True}, "trapezoid=True: expected False with attention='softmax'"),
             ({"decay": "retnet"}, "decay={'name': 'retnet'}: expected None"),
-            ({"forget_gate": True}, "forget_gate={'longest': 4096.0}: expected None"),
+            ({"forget_gate": True}, "forget_gate={'longest': 4096.0, 'per': 'head'}: expected None"),
             ({"write_gate": "tied"}, "write_gate='tied': expected None without a forget_gate"),
             ({"feature_map": "relu"}, r"feature_map={'name': 'relu'}: expected {'name': 'elu\+1'} with"),
             ({"normalize": False}, "normalize=False: expected True with attention"),
@@ -210,6 +210,8 @@ def test_state_memory_does_not_grow(model: LanguageModel) -> None:
         {"rotary": None, "gate": False, "out_norm": False},
         {"num_value_heads": 4, "qk_norm": True, "qk_bias": True, "trapezoid": True},
         {"feature_map": "silu", "normalize": False},
+        {"erase_gate": {"name": "tied", "largest": 2}, "feature_map": {"name": "unit", "query_factor": 0.25}},
+        {"forget_gate": {"per": "feature", "bound": 5, "rank": 3}, "erase_gate": "independent"},
         {"feed_forward": False},
     ],
     ids=",".join,

@@ -34,6 +34,8 @@ MAPS: dict[str, tuple[str, dict[str, Any]]] = {
     "paired exp": ("paired", {"inner": "exp"}),
     "paired t2r": ("paired", {"inner": "t2r", **HEADS}),
     "paired cosformer": ("paired", {"inner": "cosformer", "max_length": 100}),
+    "unit": ("unit", {}),
+    "unit silu": ("unit", {"activation": "silu", "query_factor": 0.5}),
 }
 
 

@@ -14,7 +14,7 @@ from linrope.cli.bounds import DATA as DATA
 from linrope.cli.bounds import everything as everything
 
 POSITIVE = ("elu+1", "relu", "relu2", "exp", "softmax", "favor+")
-SIGNED = ("silu", "identity")
+SIGNED = ("silu", "identity", "unit")
 BACKENDS = ("reference", "eager")  # those that compute in float64, too
 NATIVE = pytest.param(
     "native", marks=pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))

@@ -95,7 +95,10 @@ def convert(
     if wrong := [index for index in keep_softmax if not 0 <= index < layers]:
         raise ValueError(f"keep_softmax: got {wrong}, expected indices 0 .. {layers - 1}")
     plain = LayerConfig(1, 1).to_dict()  # all that the block of the models adds is off
-    new: dict[str, Any] = {name: plain[name] for name in CHOICES if name != "value_head_dim"}
+    # The block sets normalize=False with an erase_gate alone.
+    new: dict[str, Any] = {
+        name: plain[name] for name in CHOICES if name not in ("value_head_dim", "normalize")
+    }
     new |= {
         "feature_map": feature_map,
         "rope_order": rope_order,

@@ -132,6 +132,7 @@ def test_causality_and_head_must_fit() -> None:
         ({"decay": "retnet"}, "decay short_conv skip"),
         ({"decay": None}, "short_conv skip"),
         ({"write_gate": None, "skip": None, "short_conv": None}, "forget_gate"),
+        ({"erase_gate": "tied"}, "forget_gate erase_gate short_conv skip"),
         ({"is_causal": False}, "skip"),
     ],
     ids=str,
@@ -139,5 +140,5 @@ def test_causality_and_head_must_fit() -> None:
 def test_the_default_block_has_a_forget_gate_unless_a_decay_is_chosen(options: Any, parts: str) -> None:
     for choices in (config(**options), LinRopeConfig.from_dict(config(**options).to_dict())):
         layer = make_attention(choices, "linear_attention")
-        names = ("decay", "forget_gate", "write_gate", "short_conv", "skip")
+        names = ("decay", "forget_gate", "write_gate", "erase_gate", "short_conv", "skip")
         assert " ".join(name for name in names if getattr(layer, name) is not None) == parts

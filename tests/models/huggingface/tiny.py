@@ -19,6 +19,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "trapezoid": {
         "num_key_value_heads": 4, "num_value_heads": 8, "qk_norm": True, "qk_bias": True, "trapezoid": True,
     },
+    "delta rule": {"erase_gate": {"name": "tied", "largest": 2}},
+    "kimi delta attention": {"erase_gate": "tied", "forget_gate": {"per": "feature", "bound": 5}},
     "plain": {"feature_map": "identity", "normalize": False, "gate": False, "num_key_value_heads": 4},
 }  # fmt: skip
 
