@@ -69,8 +69,10 @@ struct Backward : Task {
     float* states = arena.take<float>(kChunks * s.F * s.E);   // S^T before each chunk of a block
     double* z_states = arena.take<double>(kChunks * s.F);     // z
     mutable ChunkDecay::Scratch decay{arena, s};
-    // Decay per unit: what keys get within leaves, and log decay's gradient; what leaves read, and what they write
-    float *dk_within = of_units(C), *da = of_units(C), *leaf_reads = of_units(kLeaves);
+    // Decay per unit: what keys get within leaves, and log decay's gradient. Sums over pairs of a writer and a reader: of
+    // those before and after the chunk; before it and in a leaf; in a leaf and after it; before and after a leaf
+    float *dk_within = of_units(C), *da = of_units(C);
+    float *across = of_units(1), *reads = of_units(kLeaves), *writes = of_units(kLeaves), *passing = of_units(kLeaves);
     float* of_units(int rows) const { return arena.take<float>(s.per_unit ? rows * s.F : 0); }
   };
   struct Kept : Pieces {
@@ -88,7 +90,6 @@ struct Backward : Task {
   float* dS;  // the gradient of the state after the current chunk
   RunningSum z_sum, dz_sum;
   ChunkDecay decay;
-  bool dS_t_is_current = false;
   Angles k_angle, q_angle;
   Rows dk, dv;
 
@@ -114,7 +115,6 @@ struct Backward : Task {
   void advance() {  // by one block
     const int64_t end = span.end - done, first = block_begin(end - 1);
     if (want_states) find_states(first, end);
-    dS_t_is_current = false;
     for (int64_t t = end - (end - first - 1) % C - 1; t >= first; t -= C) {
       const int chunk = (int)((t - first) / C);
       sweep(t, end - t < C ? (int)(end - t) : C, w.states + chunk * s.F * s.E, w.z_states + chunk * s.F);
@@ -167,7 +167,7 @@ struct Backward : Task {
     k_angle.backward(t, rows);
     if (!same_angles && query_heads) q_angle.backward(t, rows);
     if (want_output || c.normalize) read_chunk(t, rows, z);
-    if (want_output) gradients_after(rows);
+    if (want_output) gradients_after(rows, S_t);
     double across = 0;
     if (want_d_log_decay && !s.per_unit) across = decay.scalar.factor.exact * product_of_states(S_t, w.dS_t);
     if (want_dz) zero(w.dden_phi, rows * s.F);
@@ -178,8 +178,7 @@ struct Backward : Task {
       dz_sum.rows_backward(w.dden_phi, rows, decay.to_end(), decay.of_token());
       decay.end_chunk(dz_sum);
     }
-    dS_t_is_current = false;
-    if (want_d_log_decay && s.per_unit) write_d_log_decay_of_units(t, rows, S_t);
+    if (want_d_log_decay && s.per_unit) write_d_log_decay_of_units(t, rows);
     else if (want_d_log_decay) write_d_log_decay(t, rows, across);
     for (int i = 0; want_output && s.per_unit && i < rows * s.F; i += W)
       store(w.dk + i, load(w.dk + i) + load(w.dk_within + i));
@@ -199,11 +198,11 @@ struct Backward : Task {
     z_sum.rows(w.psi, rows, decay.from_start(), decay.of_token(), w.z, w.z_before);
   }
   // What the chunk's tokens contribute through the state after it, to x and dpsi^
-  void gradients_after(int rows) {
-    transpose_gradient();
+  void gradients_after(int rows, const float* S_t) {
+    transpose_state(dS, s.feature_row, s.value_row, w.dS_t);
     if (s.per_unit) {
       for (float* x : {w.dk_within, w.da}) zero(x, rows * s.F);
-      zero(w.leaf_reads, kLeaves * s.F);
+      for (float* x : {w.reads, w.writes, w.passing}) zero(x, kLeaves * s.F);
     } else if (want_d_log_decay) {
       for (float* sums : {w.of_readers, w.of_erasers, w.of_writers}) zero(sums, C * W);
       zero(w.pairs, C * C);
@@ -213,11 +212,31 @@ struct Backward : Task {
     multiply({.rows = rows, .K = s.value_row, .N = s.feature_row, .A = w.u, .S = w.dS_t,
               .scale = decay.to_end_of_rows(), .to = w.dk, .stride = s.F, .with = w.keys,
               .sums = want_d_log_decay && !s.per_unit ? w.of_writers : nullptr});
-    if (s.per_unit) scale_rows(w.dk, rows, s.F, decay.to_end());
+    if (!s.per_unit) return;
+    scale_rows(w.dk, rows, s.F, decay.to_end());
+    if (!want_d_log_decay) return;
+    add_to_leaves(rows, w.keys, nullptr, w.dk, w.writes);
+    find_across(S_t);
   }
-  void transpose_gradient() {
-    if (!dS_t_is_current) transpose_state(dS, s.feature_row, s.value_row, w.dS_t);
-    dS_t_is_current = true;
+  // Adds factor_i A_i o d_i to the sum of each row's leaf
+  void add_to_leaves(int rows, const float* A, const float* factor, const float* d, float* sums) {
+    for (int i = 0; i < rows; i++)
+      for (int f = 0; f < s.F; f += W) {
+        float* sum = sums + i / kLeaf * s.F + f;
+        const vf x = load(A + i * s.F + f) * load(d + i * s.F + f);
+        store(sum, load(sum) + (factor ? x * factor[i] : x));
+      }
+  }
+  // e^(D_C) <S, dS> of each feature
+  void find_across(const float* S_t) {
+    const int P = s.feature_row.panel;
+    const FeatureFactors& factors = w.decay.units.factors;
+    for (int f = 0; f < s.F; f += W) {
+      vf x = {};
+      const int at = f / P * P * s.E + f % P;
+      for (int e = 0; e < s.E; e++) x += load(S_t + at + e * P) * load(w.dS_t + at + e * P);
+      store(w.across + f, x * load(factors.whole + f) + x * load(factors.part + f));
+    }
   }
   // Query head r of the key/value head
   void sweep_queries(int64_t t, int rows, int r, const float* S_t) {
@@ -252,7 +271,8 @@ struct Backward : Task {
               .sums = want_d_log_decay && !of_units ? sums : nullptr});
     if (!of_units) return;
     scale_rows(d, rows, s.F, decay.from_start());
-    w.decay.units.add_earlier(w.products, d);
+    if (want_d_log_decay) add_to_leaves(rows, A, factor, d, w.reads);
+    w.decay.units.add_earlier(w.products, d, A, factor, want_d_log_decay ? w.passing : nullptr);
     if (want_d_log_decay) add_reads(rows, A, factor, d);
     w.decay.units.add_within(w.products, A, d, w.keys, w.dk_within, factor, !factor, want_d_log_decay ? w.da : nullptr);
   }
@@ -267,8 +287,6 @@ struct Backward : Task {
           reads += factor ? x * factor[i] : x;
           store(w.da + at, load(w.da + at) + reads);
         }
-        float* leaf = w.leaf_reads + J * s.F + f;
-        store(leaf, load(leaf) + reads);
       }
   }
   // Adds sum_(i >= j) products_ij A_i to dpsi^_j
@@ -366,28 +384,23 @@ struct Backward : Task {
       c.d_log_decay[key_index(t + i)] = (float)total;
     }
   }
-  // Per unit: the same from leaf to leaf. The sum over the pairs of an earlier leaf's writer and a later leaf's reader starts
-  // as <S, dS> at the chunk's start: the pairs across the whole chunk alone could have much larger terms
-  void write_d_log_decay_of_units(int64_t t, int rows, const float* S_t) {
-    transpose_gradient();
-    const int F = s.F, P = s.feature_row.panel;
-    for (int f = 0; f < F; f += W) {
-      vf across = {};
-      const int at = f / P * P * s.E + f % P;
-      for (int e = 0; e < s.E; e++) across += load(S_t + at + e * P) * load(w.dS_t + at + e * P);
+  // Per unit. The sum over the pairs of a writer before a leaf and a reader after it is the same for all of its tokens
+  void write_d_log_decay_of_units(int64_t t, int rows) {
+    const int F = s.F;
+    for (int f = 0; f < F; f += W)
       for (int J = 0; J * kLeaf < rows; J++) {
+        vf others = load(w.across + f) + load(w.passing + J * F + f);
+        for (int K = 0; K < J; K++) others += load(w.writes + K * F + f);
+        for (int K = J + 1; K < kLeaves; K++) others += load(w.reads + K * F + f);
         vf written = {};
-        across -= load(w.leaf_reads + J * F + f);
         for (int i = J * kLeaf; i < rows && i < (J + 1) * kLeaf; i++) {
           float* to = w.da + i * F + f;
-          vf x = load(to) + written + across;
+          vf x = load(to) + written + others;
           if (want_z) x += load(w.z_before + i * F + f) * load(w.dden_phi + i * F + f);
           store(to, x);
           written += load(w.keys + i * F + f) * load(w.dk + i * F + f);
         }
-        across += written;
       }
-    }
     for (int i = 0; i < rows; i++) {
       float* to = c.d_log_decay + key_index(t + i) * c.units;
       zero(to, (int)c.units);

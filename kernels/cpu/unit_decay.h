@@ -156,11 +156,13 @@ struct UnitDecay {
   // The keys of leaf J, carried to its end
   const float* keys_of(int J) const { return keys + (J == 0 ? 2 : J == 1 ? 1 : 3) * kLeaf * F; }
 
-  // to_ij = scale_i <A_i, K_j>_ij for j <= i, and 0 for later j of the same leaf. Leaves A, carried from each leaf's start,
+  // to_ij = scale_i <A_i, K_j>_ij for j <= i, and 0 for later j. Leaves A, carried from each leaf's start,
   // in of_leaf
   void scores(const float* A, const float* K, const float* scale, float* to) {
-    for (int i = 0; i < rows; i++)
+    for (int i = 0; i < rows; i++) {
+      zero(to + i * kChunk, kChunk);
       for (int f = 0; f < F; f += W) store(of_leaf + i * F + f, load(A + i * F + f) * load(from_leaf + i * F + f));
+    }
     if (rows > kLeaf) across<kLeaf>(of_leaf + kLeaf * F, kLeaf, 2 * kLeaf, to, 0);
     if (rows > 2 * kLeaf) across<2 * kLeaf>(of_leaf + 2 * kLeaf * F, 2 * kLeaf, 0, to, 0);
     if (rows > 3 * kLeaf) {
@@ -176,8 +178,9 @@ struct UnitDecay {
       for (int j = 0; j < kChunk; j += W) store(to + i * kChunk + j, load(to + i * kChunk + j) * scale[i]);
   }
 
-  // Adds sum_j scores_ij e^(D_i - D_j) K_j over the j of earlier leaves to row i of `to`
-  void add_earlier(const float* scores, float* to) const {
+  // Adds sum_j scores_ij e^(D_i - D_j) K_j over the j of earlier leaves to row i of `to`. across, if not null (kLeaves, F):
+  // adds factor_i A_i o the terms to the sums of the leaves between j and i
+  void add_earlier(const float* scores, float* to, const float* A, const float* factor, float* across) const {
     panels(s.feature_row, [&]<int N>(int e0) {
       for (int I = 1; I * kLeaf < rows; I++)
         row_blocks(rows_in(I), MR, [&]<int M>(int r0) {
@@ -185,6 +188,7 @@ struct UnitDecay {
           vf acc[M][N] = {};
           for (int J = 0; J < I; J++) {
             if (J) multiply_rows(acc, leaf + J * F + e0, 0);
+            if (J && across) add_across<M, N>(acc, i0, J, e0, A, factor, across);
             multiply(acc, kLeaf, scores + i0 * kChunk + J * kLeaf, kChunk, keys_of(J) + e0, F);
           }
           multiply_rows(acc, from_leaf + i0 * F + e0, F);
@@ -248,6 +252,20 @@ struct UnitDecay {
     for (int r = 0; r < M; r++)
       for (int v = 0; v < N; v++) store(to + r * F + v * W, load(to + r * F + v * W) + acc[r][v]);
   }
+  // acc: what the leaves before J contribute to rows from i0 on, carried through J
+  template <int M, int N>
+  void add_across(const vf (&acc)[M][N], int i0, int J, int e0, const float* A, const float* factor, float* across) const {
+    for (int v = 0; v < N; v++) {
+      const int e = e0 + v * W;
+      vf total = {};
+      for (int r = 0; r < M; r++) {
+        const vf x = acc[r][v] * load(from_leaf + (i0 + r) * F + e) * load(A + (i0 + r) * F + e);
+        total += factor ? x * factor[i0 + r] : x;
+      }
+      for (int K = J + 1; K < i0 / kLeaf; K++) total *= load(leaf + K * F + e);
+      store(across + J * F + e, load(across + J * F + e) + total);
+    }
+  }
   // to_ij for the rows of a leaf, which are A, from row i0 on; j0: the first of `columns` keys, in column c0 of keys_t
   template <int columns> void across(const float* A, int i0, int c0, float* to, int j0) const {
     constexpr int N = columns / W < 1 ? 1 : columns / W < NV ? columns / W : NV;
@@ -278,7 +296,7 @@ struct UnitDecay {
           acc[i] += load(A + (first + i) * F + f) * key;
         }
       }
-      for (int i = 0; i < count; i++) to[(first + i) * kChunk + first + j] = i < j ? 0 : sum(acc[i]);
+      for (int i = j; i < count; i++) to[(first + i) * kChunk + first + j] = sum(acc[i]);
     }
   }
 };
