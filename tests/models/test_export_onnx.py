@@ -31,7 +31,9 @@ OTHERS = [
     {**BARE, "rotary": "half"},
     {"normalize": False, "decay": "learned", "out_norm": "all", "skip": "before", "feature_map": "hedgehog"},
     {"rotary": None, "out_norm": False, "write_gate": "independent", "feature_map": "relu2"},
+    {"erase_gate": {"name": "tied", "largest": 2}},
 ]
+KIMI = {"erase_gate": "tied", "forget_gate": {"per": "feature"}}
 
 
 class Exported(NamedTuple):
@@ -108,7 +110,7 @@ def test_pieces_and_steps_give_what_one_call_gives(exported: Exported) -> None:
 
 @pytest.mark.long  # docs/serving.md, whose code make test runs, has such an export
 @pytest.mark.parametrize(
-    "options", [{"feed_forward": True}, {"decay": "spread", "qk_norm": True}, GATED, BARE], ids=",".join
+    "options", [{"feed_forward": True}, {"decay": "spread", "qk_norm": True}, GATED, BARE, KIMI], ids=",".join
 )
 @torch.no_grad()
 def test_a_portable_file_computes_a_prompt_in_pieces_and_twenty_steps(options, tmp_path: Path) -> None:
