@@ -3,7 +3,8 @@
     num_i = sum_j e^(L_i - L_j) <R(Theta_i) phi(q_i), R(Theta_j) psi(k_j)> v_j
     den_i = sum_j e^(L_i - L_j) <phi(q_i), psi(k_j)>,       out_i = num_i / max(den_i, eps)
 
-The sums run over j <= i (causal) or over all j. With erase b, u takes the place of v, and there is no den (delta rule):
+The sums run over j <= i (causal) or over all j. With a decay per feature, e^(L_i - L_j) has a number for each feature
+and stands inside the products. With erase b, u takes the place of v, and there is no den (delta rule):
 
     u_i + b_i sum_(j<i) e^(L_i - L_j) <R(Theta_i) psi(k_i), R(Theta_j) psi(k_j)> u_j = v_i
 

@@ -15,7 +15,8 @@ summed in the chunk, S the state before it, T the gradient of the state after it
     da_t  = e^(D_c) <S, T> + sum_(i>=t) <x_i, e^(D_i) S g_i> + sum_(j<t) <y_j, e^(D_c - D_j) T v_j>
             + sum_(j<t<=i) e^(D_i - D_j) <x_i, y_j> <g_i, v_j>
 
-where g is the gradient of the sum, and sums over i include the r query heads of a key/value head. Without causal order
+where g is the gradient of the sum, and sums over i include the r query heads of a key/value head. With a decay per
+feature, its factors stand inside the products, and da_t of a feature has that feature's products. Without causal order
 nothing decays, all queries read the state after the last key, and nothing is summed within chunks.
 """
 
