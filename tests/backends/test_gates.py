@@ -80,15 +80,31 @@ def mamba3(x: Tensor, dt: Tensor, a: Tensor, theta: Tensor, b: Tensor, c: Tensor
     return torch.stack(out)
 
 
+def gated_delta_net(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    """Gated DeltaNet (arXiv 2412.06464), eq. 10: S_t = S_(t-1) alpha_t (I - beta_t k_t k_t^T) + beta_t v_t k_t^T."""
+    state, out = torch.zeros(v.shape[1], q.shape[1], dtype=q.dtype), []
+    for t in range(len(q)):
+        keeps = torch.eye(q.shape[1], dtype=q.dtype) - beta[t] * torch.outer(k[t], k[t])
+        state = alpha[t] * state @ keeps + beta[t] * torch.outer(v[t], k[t])
+        out.append(state @ q[t])
+    return torch.stack(out)
+
+
+MODELS = ("RetNet", "GLA", "Mamba-2", "Selective RoPE", "Mamba-3", "DeltaNet", "Gated DeltaNet")
+
+
 @every_backend
-@pytest.mark.parametrize("model", ["RetNet", "GLA", "Mamba-2", "Selective RoPE", "Mamba-3"])
+@pytest.mark.parametrize("model", MODELS)
 def test_it_holds_the_recurrences_of_other_models(model: str, backend: str) -> None:
     n, d = 90, 6
     (q, k, v), (gates, steps) = randoms(1, n, 1, d, e=3), data(n, 1, 1, d)
+    if "DeltaNet" in model:
+        k = k / k.norm(dim=-1, keepdim=True)
     one, a, omega = [x[0, :, 0] for x in (q, k, v)], gates[0, :, 0], steps[0, :, 0]
     query, key, value = one
-    dt = F.softplus(value[:, 0])
+    dt, beta = F.softplus(value[:, 0]), 2 * query[:, 0].sigmoid()
     after, fading = v * dt[None, :, None, None], torch.tensor([1 - 2.0**-5], dtype=torch.float64)
+    rate = beta[None, :, None]
     forget, turn = (a * dt)[None, :, None], (omega * dt[:, None])[None, :, None]
     expected, v, how = {
         "RetNet": (retnet(*one), v, {"rotary": Rotary(d), "decay": fading}),
@@ -96,6 +112,10 @@ def test_it_holds_the_recurrences_of_other_models(model: str, backend: str) -> N
         "Mamba-2": (mamba2(value, dt, -0.7, key, query), after, {"log_decay": (-0.7 * dt)[None, :, None]}),
         "Selective RoPE": (selective_rope(*one, omega, a.exp()), v, {"log_decay": gates, "angle_steps": steps}),
         "Mamba-3": (mamba3(value, dt, a, omega, key, query), after, {"log_decay": forget, "angle_steps": turn}),
+        "DeltaNet": (gated_delta_net(*one, torch.ones(n), beta), v, {"write": rate, "erase": rate}),
+        "Gated DeltaNet": (
+            gated_delta_net(*one, a.exp(), beta), v, {"log_decay": gates, "write": rate, "erase": rate}
+        ),
     }[model]  # fmt: skip
     out = linear_rope_attention(q, k, v, feature_map=None, normalize=False, backend=backend, **how)
     torch.testing.assert_close(out[0, :, 0], expected, rtol=0, atol=1e-12 * float(expected.abs().max()))
