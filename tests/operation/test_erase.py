@@ -240,6 +240,30 @@ def test_what_pytorch_does_around_a_call_changes_no_bit(way: str, backend: str) 
         assert found[name].dtype == x.dtype
 
 
+@computing
+@pytest.mark.parametrize("what", ["k", "v", "erase"])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_what_is_no_number_reaches_all_later_tokens_of_its_head_alone(
+    what: str, wrong: float, backend: str
+) -> None:
+    """docs/numerics.md: earlier tokens of its chunk, too, in reference of all its sequence."""
+    t, n = 70, 150
+    (q, k, v), data = tokens(n=n)
+    inputs = {"q": q, "k": k, "v": v, **data}
+    clean, state = call(([q, k, v], data), backend)
+    changed = inputs[what].clone()
+    changed[0, t, 0] = wrong
+    inputs[what] = changed
+    out, last = call(([inputs.pop(name) for name in "qkv"], inputs), backend)
+    assert not out[0, t:, : H // G].isfinite().any()
+    assert not last.kv[0, 0].isfinite().any()
+    untouched = torch.ones(B, n, H, dtype=torch.bool)
+    untouched[0, 64 if backend == "eager" else 0 :, : H // G] = False
+    assert torch.equal(out[untouched], clean[untouched])
+    assert torch.equal(last.kv[0, 1], state.kv[0, 1])
+    assert torch.equal(last.kv[1], state.kv[1])
+
+
 # The state
 
 
