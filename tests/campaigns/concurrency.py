@@ -29,7 +29,7 @@ def one(index: int, seed: int = 0) -> list[Tensor]:
     found: list[Tensor] = []
     first, second = config.piece(0), config.piece(1)
     for backend in ("reference", *FAST):
-        if config.rotary is not None and config.rotary.xpos is not None:
+        if (config.rotary is not None and config.rotary.xpos is not None) or not config.computed_by(backend):
             continue
         state = None
         if config.has_state:

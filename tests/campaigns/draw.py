@@ -10,6 +10,7 @@ from torch import Tensor
 from linrope import Rotary, feature_maps
 from linrope.feature_maps import ELEMENTWISE, FeatureMap, Features
 from linrope.rotation.rotary import MAX_POSITION
+from tests.support.contract import refused
 from tests.support.maps import MAPS
 from tests.support.oracle import DATA, randoms
 
@@ -84,6 +85,10 @@ class Configuration:
     def rounds(self) -> bool:
         """Whether something is done to q and k before the map."""
         return self.rotary is not None and (self.order == "before" or self.rotary.attention_factor != 1)
+
+    def computed_by(self, backend: str) -> bool:
+        """Whether the backend computes all inputs of the calls."""
+        return self.data.keys().isdisjoint(refused(backend))
 
     def rand(self, *shape: int) -> Tensor:
         numbers = torch.rand(shape, generator=self.generator, dtype=torch.float64, device="cpu")
