@@ -266,6 +266,39 @@ def test_onnxruntime_computes_bidirectional_attention_on_a_grid(tmp_path: Path) 
     assert_near(run(x, places), [layer(x, positions=places)])
 
 
+class PerUnit(nn.Module):
+    """Attention whose features decay at their own rates."""
+
+    def __init__(self, backend: str, erase: bool) -> None:
+        super().__init__()
+        self.backend, self.erase, self.rotary = backend, erase, Rotary(8, rotary_dim=4)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        options: dict[str, Any] = {"rotary": self.rotary, "log_decay": log_decay}
+        if self.erase:
+            k = k / k.norm(dim=-1, keepdim=True)
+            options |= {"feature_map": None, "normalize": False, "erase": v[..., 0].sigmoid()}
+        out, state = linear_rope_attention(q, k, v, **options, return_state=True, backend=self.backend)
+        return out, state.kv, state.z
+
+
+@in_onnx_s_process
+@pytest.mark.parametrize(
+    ("backend", "erase"),
+    [("onnx", False), *(pytest.param("reference", x, marks=pytest.mark.long) for x in (False, True))],
+)
+@torch.no_grad()
+def test_onnxruntime_computes_a_decay_per_feature(backend: str, erase: bool, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", minversion="1.29")
+
+    def inputs(n: int) -> tuple[Tensor, ...]:
+        return *torch.randn(3, 2, n, 2, 8).unbind(), -5 * torch.rand(2, n, 2, 6)
+
+    module, given = PerUnit(backend, erase).eval(), inputs(90)
+    run = in_onnxruntime(module, inputs(6), tmp_path / "x.onnx", dynamic_shapes=({1: ANY},) * 4)
+    assert_near(run(*given), [*PerUnit("eager", erase)(*given)])
+
+
 @in_onnx_s_process
 @torch.no_grad()
 def test_auto_exports_plain_operations_to_onnx(tmp_path: Path) -> None:

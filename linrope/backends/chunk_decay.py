@@ -1,7 +1,7 @@
 """Decay between the tokens of one chunk, per key/value head or per feature.
 
-(t, g, r, c, ..): t chunk, g key/value head, r its query head, c token in the chunk, f feature. D_i is the log decay
-summed from the chunk's first token to token i, in float64. No exponent is positive, whatever the decay.
+(t, g, r, c, ..): t chunk, g key/value head, r its query head, c token in the chunk, f feature. a_i is the log decay of
+token i in float64, and D_i its sum from the chunk's first token to token i. No exponent is positive.
 """
 
 from functools import cached_property, reduce
@@ -19,9 +19,13 @@ MOST_TERMS = 64
 class Decay:
     """e^(D_i - D_j) from key j to query i: one number per key/value head, or 1 without a log decay."""
 
-    def __init__(self, D: Tensor | None, dtype: torch.dtype) -> None:
-        """D (t, g or 1, 1, c, 1) float64; dtype: that of the scores."""
-        self.D, self.dtype = D, dtype
+    def __init__(self, a: Tensor | None, dtype: torch.dtype) -> None:
+        """a (t, g or 1, 1, c, 1) float64; dtype: that of the scores."""
+        self.a, self.dtype = a, dtype
+
+    @cached_property
+    def D(self) -> Tensor | None:
+        return None if self.a is None else self.a.cumsum(-2)
 
     @property
     def transition(self) -> Transition:
@@ -34,7 +38,7 @@ class Decay:
 
     def to_end(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """x_j e^(D_c - D_j): decayed to the chunk's last token. dtype: that of the factor."""
-        return x if self.D is None else x * (self.D[..., -1:, :] - self.D).exp().to(dtype or x.dtype)
+        return x if self.a is None else x * sums_after(self.a, -2).exp().to(dtype or x.dtype)
 
     def scores(self, x: Tensor, y: Tensor) -> Tensor:
         """<x_i, y_j> e^(D_i - D_j) for j <= i, else 0: (t, g, r, c, c)."""
@@ -51,6 +55,13 @@ class Decay:
         """sum_i weights_ij e^(D_i - D_j) x_i, over r too: (t, g, 1, c, f)."""
         return transposed_product(self._decayed(weights), x)
 
+    def pairs_around(self, weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """sum_(j<t<=i) weights_ij e^(D_i - D_j) <x_i, y_j> for each token t, over r too: (t, g, c, 1)."""
+        pairs = self.scores(x, y) * weights
+        pairs = pairs[:, :, 0] if pairs.shape[2] == 1 else pairs.sum(2)
+        earlier_keys = pairs @ torch.ones_like(pairs[0, 0]).triu(1)  # (t, g, i, t): summed over j < t
+        return earlier_keys.tril_().sum(2)[..., None]
+
     def _decayed(self, weights: Tensor) -> Tensor:
         return weights if self.D is None else weights * self._factors
 
@@ -62,7 +73,7 @@ class Decay:
 
 
 class DecayPerFeature(Decay):
-    """A Decay with a D for each feature, (t, g or 1, 1, c, f).
+    """A Decay with an a for each feature, (t, g or 1, 1, c, f).
 
     A score is a sum over features, whose terms then have different factors: none can be applied to the score.
 
@@ -72,8 +83,8 @@ class DecayPerFeature(Decay):
 
     @cached_property
     def _halves(self) -> "list[Halves]":
-        assert self.D is not None
-        return [Halves.of(self.D, 1 << i, self.dtype) for i in range(self.D.shape[-2].bit_length() - 1)]
+        assert self.a is not None
+        return [Halves.of(self.a, 1 << i, self.dtype) for i in range(self.a.shape[-2].bit_length() - 1)]
 
     def scores(self, x: Tensor, y: Tensor) -> Tensor:
         scores = x.new_zeros(*x.shape[:-1], x.shape[-2])
@@ -95,6 +106,20 @@ class DecayPerFeature(Decay):
             halves.left(sums).addcmul_(of_block, halves.from_key)
         return sums
 
+    def pairs_around(self, weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """The sum for each feature: (t, g, c, f) float64.
+
+        A token t between key and query lies in the key's half of their block, or in the query's.
+        """
+        sums = torch.zeros_like(y, dtype=torch.float64)
+        for halves in self._halves:
+            block, queries, keys = halves.block(weights), halves.queries(x), halves.keys(y)
+            of_queries = (queries * (block @ keys)).sum(2, keepdim=True).double()
+            of_keys = (keys * (block.mT @ queries)).sum(2, keepdim=True).double()
+            halves.right(sums).add_(sums_from(of_queries, -2))
+            halves.left(sums).add_(sums_before(of_keys, -2))
+        return sums[:, :, 0]
+
 
 class Halves(NamedTuple):
     """The chunk in blocks of 2 size tokens: queries in their right halves, keys in their left halves."""
@@ -104,10 +129,9 @@ class Halves(NamedTuple):
     from_key: Tensor  # the same shape: e^(D_m - D_j)
 
     @classmethod
-    def of(cls, D: Tensor, size: int, dtype: torch.dtype) -> "Halves":
-        left, right = D.unflatten(-2, (-1, 2, size)).unbind(-3)
-        middle = left[..., -1:, :]
-        return cls(size, (right - middle).exp().to(dtype), (middle - left).exp().to(dtype))
+    def of(cls, a: Tensor, size: int, dtype: torch.dtype) -> "Halves":
+        left, right = a.unflatten(-2, (-1, 2, size)).unbind(-3)
+        return cls(size, right.cumsum(-2).exp().to(dtype), sums_after(left, -2).exp().to(dtype))
 
     def left(self, x: Tensor) -> Tensor:
         """A view of the left halves of x (t, g, r, c, f): (t, g, r, blocks, size, f)."""
@@ -128,6 +152,23 @@ class Halves(NamedTuple):
         """A view of the scores between the two halves of each block: (t, g, r, blocks, size, size)."""
         blocks: Tensor = scores.unflatten(-1, (-1, 2, self.size)).unflatten(-4, (-1, 2, self.size))
         return blocks[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+def sums_from(x: Tensor, dim: int) -> Tensor:
+    """x summed from each token to the chunk's last, along dim."""
+    return x.flip(dim).cumsum(dim).flip(dim)
+
+
+def sums_after(x: Tensor, dim: int) -> Tensor:
+    """x summed over the tokens after each. A difference of two sums would lose digits beside strong gates."""
+    later = sums_from(x, dim).narrow(dim, 1, x.shape[dim] - 1)
+    return torch.cat((later, torch.zeros_like(x.narrow(dim, 0, 1))), dim)
+
+
+def sums_before(x: Tensor, dim: int) -> Tensor:
+    """x summed over the tokens before each."""
+    earlier = x.cumsum(dim).narrow(dim, 0, x.shape[dim] - 1)
+    return torch.cat((torch.zeros_like(x.narrow(dim, 0, 1)), earlier), dim)
 
 
 def _diagonal(scores: Tensor) -> Tensor:

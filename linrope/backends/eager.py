@@ -10,16 +10,16 @@ query head, c position in the chunk.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from linrope.backends import bridge
-from linrope.backends.chunk_decay import Decay, DecayPerFeature
+from linrope.backends.chunk_decay import Decay, DecayPerFeature, sums_from
 from linrope.backends.delta_rule import erased, erased_gradients
-from linrope.backends.key_sum import KeySum, KeySumGradients, d_log_decay, sums_from
+from linrope.backends.key_sum import KeySum, KeySumGradients
 from linrope.backends.protocol import COMMON, XPOS
 from linrope.feature_maps import ELEMENTWISE
 from linrope.recurrence.call import (
@@ -35,7 +35,7 @@ from linrope.recurrence.call import (
 from linrope.recurrence.chunks import Cut
 from linrope.recurrence.state import LinearAttentionState
 from linrope.recurrence.transition import Transition, gradients_around
-from linrope.rotation.rotary import rotate
+from linrope.rotation.angles import rotate, sums_of_units, units_to_features
 
 MAPS, OPTIONS = ELEMENTWISE, COMMON | XPOS | {"erase"}
 TAKES_VALUE_GROUPS = False
@@ -161,15 +161,11 @@ def _backward(call: Call, sums: Sums | None, g: ResultGradients) -> Gradients:
     g_z = None if g.z is None or call.erase is not None else g.z[..., None]  # with erase z is 0
     den = KeySumGradients(x.den, g_den, g_z)
 
-    d_log = None
-    if call.log_decay is not None:
-        sums_with_decay = (num, den) if call.erase is None else (num,)
-        d_log = x.keys.cut.put(d_log_decay(*sums_with_decay)[:, :, None], call.k)
     return Gradients(
         q=None if call.q is None else x.queries.gradient(call, d_phi_hat, den.d_queries(), call.q),
         k=x.keys.gradient(call, d_psi_hat, den.d_keys(), call.k),
         v=x.keys.cut.put(_zero(d_v, x.keys.hidden).to(call.v.dtype), call.v),
-        log_decay=d_log,
+        log_decay=None if call.log_decay is None else _d_log_decay(call, x, num, den),
         angle_steps=d_steps,
         write=None,
         erase=d_erase,
@@ -184,6 +180,16 @@ def _gradient_of_out(call: Call, x: "ChunkedCall", g: Tensor | None) -> Tensor:
     if g is None:
         return v.new_zeros(*phi.shape[:-1], v.shape[-1])
     return _zero(_by_chunk(g, cut, call.group, phi.dtype), _hidden(cut, g))
+
+
+def _d_log_decay(call: Call, x: "ChunkedCall", num: KeySumGradients, den: KeySumGradients) -> Tensor:
+    """(b, n, g), with units (b, n, g, units)."""
+    per_sum = [one.d_log_decay() for one in ((num, den) if call.erase is None else (num,))]
+    if call.decays_by_unit:
+        da = sums_of_units(reduce(torch.add, per_sum), call.pairs, call.layout)
+    else:  # with xPos the numerator's are per feature
+        da = reduce(torch.add, (one.sum(-1) for one in per_sum))
+    return x.keys.cut.put(da[:, :, None], call.k)
 
 
 def _d_angle_steps(call: Call, x: "ChunkedCall", d_phi_hat: Tensor, d_psi_hat: Tensor) -> Tensor:
@@ -203,9 +209,8 @@ def _d_angle_steps(call: Call, x: "ChunkedCall", d_phi_hat: Tensor, d_psi_hat: T
 def _quarter_turned(call: Call, x: Tensor, y: Tensor) -> Tensor:
     """<J x, y> for each pair that turns, summed over r: (t, g, c, pairs)."""
     width, zero = 2 * call.pairs, x.new_zeros(call.pairs)
-    pairs = (rotate(x[..., :width], zero, zero + 1, call.layout) * y[..., :width]).sum(2)
-    one, other = (pairs[..., ::2], pairs[..., 1::2]) if call.layout == "interleaved" else pairs.chunk(2, -1)
-    return one + other
+    members = (rotate(x[..., :width], zero, zero + 1, call.layout) * y[..., :width]).sum(2)
+    return sums_of_units(members, call.pairs, call.layout)
 
 
 class ChunkedCall(NamedTuple):
@@ -278,16 +283,19 @@ class ChunkedFeatures(NamedTuple):
 
 def _decays(call: Call, cut: Cut, dtype: torch.dtype) -> tuple[Decay, Decay]:
     """The numerator's decay, which has xPos's decay of each feature too, and the denominator's."""
-    D, outside = None, ~cut.valid
+    a, outside = None, ~cut.valid[:, None, None, :, None]
     if call.log_decay is not None:
-        log = cut.take(call.log_decay).double().masked_fill(outside[..., None], 0)
-        D = log.cumsum(1).transpose(1, 2)[:, :, None, :, None]
-    decay = Decay(D, dtype)
+        log = cut.take(call.log_decay if call.decays_by_unit else call.log_decay[..., None])
+        a = log.transpose(1, 2)[:, :, None].double().masked_fill(outside, 0)
+    if a is not None and call.decays_by_unit:
+        a = units_to_features(a, call.pairs, call.layout)
+        decay: Decay = DecayPerFeature(a, dtype)
+    else:
+        decay = Decay(a, dtype)
     if call.xpos_log_decay is None or call.distances is None:
         return decay, decay
-    distance = cut.take(call.distances).masked_fill(outside, 0).cumsum(1)
-    D_xpos = distance[:, None, None, :, None] * call.xpos_log_decay
-    return DecayPerFeature(D_xpos if D is None else D + D_xpos, dtype), decay
+    a_xpos = cut.take(call.distances)[:, None, None, :, None].masked_fill(outside, 0) * call.xpos_log_decay
+    return DecayPerFeature(a_xpos if a is None else a + a_xpos, dtype), decay
 
 
 def _cos_sin(

@@ -3,7 +3,8 @@
     num_i = sum_j e^(L_i - L_j) <R(Theta_i) phi(q_i), R(Theta_j) psi(k_j)> v_j
     den_i = sum_j e^(L_i - L_j) <phi(q_i), psi(k_j)>,       out_i = num_i / max(den_i, eps)
 
-The sums run over j <= i (causal) or over all j. With erase b, u takes the place of v, and there is no den (delta rule):
+The sums run over j <= i (causal) or over all j. With a decay per feature, e^(L_i - L_j) has a number for each feature
+and stands inside the products. With erase b, u takes the place of v, and there is no den (delta rule):
 
     u_i + b_i sum_(j<i) e^(L_i - L_j) <R(Theta_i) psi(k_i), R(Theta_j) psi(k_j)> u_j = v_i
 
@@ -26,7 +27,7 @@ from linrope.feature_maps.log_scale import at_most_0
 from linrope.recurrence.call import Call, Sums
 from linrope.recurrence.packing import sums_so_far
 from linrope.recurrence.state import LinearAttentionState
-from linrope.rotation.rotary import rotate
+from linrope.rotation.angles import rotate, units_to_features
 
 MAPS, OPTIONS, TAKES_VALUE_GROUPS = ELEMENTWISE, COMMON | XPOS | {"erase"}, False
 
@@ -61,14 +62,14 @@ def _attend(call: Call, sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
     psi, psi_hat, v = (rearrange(x, "b m g f -> b g m f") for x in (psi, psi_hat, v))
 
     # With erase: what each key finds of earlier values and of the state is subtracted from its own value.
-    L, L_hat = (rearrange(x, "b m g f -> b g m f") for x in log_decay_so_far(call))
+    a, a_hat = (rearrange(x, "b m g f -> b g m f") for x in log_decays(call))
     if call.erase is not None:
-        v = _erased(rearrange(call.erase, "b m g -> b g m 1"), psi_hat, v, L_hat, sums.kv)
+        v = _erased(rearrange(call.erase, "b m g -> b g m 1"), psi_hat, v, a_hat, sums.kv)
 
     # 2. Add up the keys that each query sees, decayed.                 num += e^(L_i - L_j) <phi_hat, psi_hat> v
     if call.causal:
-        num = contract("bgrnm,bgme->bgrne", _scores(phi_hat, psi_hat, L_hat), v)
-        den = _scores(phi, psi, L).sum(-1)
+        num = contract("bgrnm,bgme->bgrne", _scores(phi_hat, psi_hat, a_hat), v)
+        den = _scores(phi, psi, a).sum(-1)
     else:  # nothing decays, and opt_einsum takes the cheaper of phi (psi^T v) and (phi psi^T) v
         num = contract("bgrnf,bgmf,bgme->bgrne", phi_hat, psi_hat, v)
         den = contract("bgrnf,bgmf->bgrn", phi, psi)
@@ -76,23 +77,23 @@ def _attend(call: Call, sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
     # 3. Add the incoming state, S and z.                       num += e^(L_i) phi_hat S,   den += e^(L_i) phi z
     S, z, decayed, decayed_hat = sums.kv, sums.z, phi, phi_hat
     if call.causal:
-        n = phi.shape[3]
-        decayed, decayed_hat = phi * _exp(L[:, :, None, :n], phi), phi_hat * _exp(L_hat[:, :, None, :n], phi)
+        L, L_hat = (x.cumsum(2)[:, :, None, : phi.shape[3]] for x in (a, a_hat))
+        decayed, decayed_hat = phi * _exp(L, phi), phi_hat * _exp(L_hat, phi)
     num = num + contract("bgrnf,bgfe->bgrne", decayed_hat, S.to(phi.dtype))
     den = den + contract("bgrnf,bgf->bgrn", decayed, z.to(phi.dtype))
 
     # 4. Divide, and pass the state on.      S = e^(L_end) S + sum_j e^(L_end - L_j) psi_hat_j v_j^T, z likewise
     den = den + call.eps if call.eps_mode == "add" else den.clamp(min=call.eps)
     out = rearrange(num / den[..., None] if call.normalize else num, "b g r n e -> b n (g r) e")
-    L_end, L_end_hat = (x[:, :, -1:] if x.shape[2] else x.new_zeros(1, 1, 1, 1) for x in (L, L_hat))
-    psi, psi_hat = psi * _exp(L_end - L, psi), psi_hat * _exp(L_end_hat - L_hat, psi)
+    psi, psi_hat = psi * _exp(_later(a), psi), psi_hat * _exp(_later(a_hat), psi)
+    L_end, L_end_hat = a.sum(2, keepdim=True), a_hat.sum(2, keepdim=True)
     S = S * L_end_hat.exp().mT.to(S.dtype) + contract("bgmf,bgme->bgfe", psi_hat.to(S.dtype), v.to(S.dtype))
     z = z * L_end.exp()[:, :, 0].to(z.dtype) + psi.to(z.dtype).sum(2)
     z = z if call.erase is None else torch.zeros_like(z)
     return out.to(call.v.dtype), S, z
 
 
-def _erased(b: Tensor, psi_hat: Tensor, v: Tensor, L_hat: Tensor, S: Tensor) -> Tensor:
+def _erased(b: Tensor, psi_hat: Tensor, v: Tensor, a_hat: Tensor, S: Tensor) -> Tensor:
     """u (b, g, m, e): u_i = v_i - b_i (e^(L_i) S^T psi_hat_i + sum_(j<i) e^(L_i - L_j) <psi_hat_i, psi_hat_j> u_j).
 
     This is one unit lower triangular system for all tokens of the sequence, solved in float32 or wider. ONNX has no
@@ -101,15 +102,15 @@ def _erased(b: Tensor, psi_hat: Tensor, v: Tensor, L_hat: Tensor, S: Tensor) -> 
     dtype, wide = v.dtype, torch.promote_types(torch.promote_types(v.dtype, b.dtype), torch.float32)
     b, psi_hat, v, S = b.to(wide), psi_hat.to(wide), v.to(wide), S.to(wide)
     if exporting_to_onnx():
-        return _erased_by_token(b, psi_hat, v, L_hat, S).to(dtype)
-    A = b * _scores(psi_hat[:, :, None], psi_hat, L_hat)[:, :, 0].tril(-1)
-    found = contract("bgmf,bgfe->bgme", psi_hat * _exp(L_hat, psi_hat), S)
+        return _erased_by_token(b, psi_hat, v, a_hat, S).to(dtype)
+    A = b * _scores(psi_hat[:, :, None], psi_hat, a_hat)[:, :, 0].tril(-1)
+    found = contract("bgmf,bgfe->bgme", psi_hat * _exp(a_hat.cumsum(2), psi_hat), S)
     u: Tensor = torch.linalg.solve_triangular(A, v - b * found, upper=False, unitriangular=True)
     return u.to(dtype)
 
 
-def _erased_by_token(b: Tensor, psi_hat: Tensor, v: Tensor, L_hat: Tensor, S: Tensor) -> Tensor:
-    """u_t = v_t - b_t P_t^T psi_hat_t,   S_t = P_t + psi_hat_t u_t^T,   P_t = e^(L_t - L_(t-1)) S_(t-1)."""
+def _erased_by_token(b: Tensor, psi_hat: Tensor, v: Tensor, a_hat: Tensor, S: Tensor) -> Tensor:
+    """u_t = v_t - b_t P_t^T psi_hat_t,   S_t = P_t + psi_hat_t u_t^T,   P_t = e^(a_t) S_(t-1)."""
 
     def step(S: Tensor, token: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         b, k, v, factor = token
@@ -117,8 +118,7 @@ def _erased_by_token(b: Tensor, psi_hat: Tensor, v: Tensor, L_hat: Tensor, S: Te
         u = v - b * (k[..., None] * P).sum(2)
         return P + k[..., None] * u[:, :, None], u.clone()  # a scan must not return a tensor twice
 
-    factors = _exp(L_hat - torch.cat((torch.zeros_like(L_hat[:, :, :1]), L_hat[:, :, :-1]), 2), psi_hat)
-    tokens = tuple(x.expand(*v.shape[:3], -1).movedim(2, 0) for x in (b, psi_hat, v, factors))
+    tokens = tuple(x.expand(*v.shape[:3], -1).movedim(2, 0) for x in (b, psi_hat, v, _exp(a_hat, psi_hat)))
     return scan(step, S, tokens)[1].movedim(0, 2)
 
 
@@ -127,12 +127,28 @@ def _exp(x: Tensor, like: Tensor) -> Tensor:
     return at_most_0(x).exp().to(like.dtype)
 
 
-def _scores(phi: Tensor, psi: Tensor, L: Tensor) -> Tensor:
+def _scores(phi: Tensor, psi: Tensor, a: Tensor) -> Tensor:
     """<phi_i, psi_j> e^(L_i - L_j) for j <= i, else 0: (b, g, r, n, m)."""
-    D = _exp(L[:, :, : phi.shape[3], None] - L[:, :, None], phi)  # (b, g, n, m, 1), with xPos (b, g, n, m, f)
+    D = _exp(_between(a, phi.shape[3]), phi)
     if D.shape[-1] == 1:
         return contract("bgrnf,bgmf,bgnm->bgrnm", phi, psi, D[..., 0]).tril()
     return contract("bgrnf,bgmf,bgnmf->bgrnm", phi, psi, D).tril()
+
+
+def _between(a: Tensor, n: int) -> Tensor:
+    """L_i - L_j, (b, g, n, m, 1 or f) for j <= i."""
+    if a.shape[-1] == 1:
+        L = a.cumsum(2)
+        return L[:, :, :n, None] - L[:, :, None]
+    # Added up for each j on its own: the difference would lose the digits of gates beside much stronger ones.
+    tokens = torch.arange(a.shape[2], device=a.device)
+    after_j = tokens[:n, None, None] > tokens[:, None]
+    return a[:, :, :n, None].where(after_j, 0).cumsum(2)
+
+
+def _later(a: Tensor) -> Tensor:
+    """L_end - L_j, the sum over the tokens after j: (b, g, m, 1 or f)."""
+    return torch.cat((a[:, :, 1:].flip(2).cumsum(2).flip(2), torch.zeros_like(a[:, :, :1])), 2)
 
 
 def features(call: Call, angle: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -147,14 +163,15 @@ def features(call: Call, angle: Tensor | None) -> tuple[Tensor, Tensor, Tensor, 
     return phi, psi, _rotated(call, phi, angle, keys=False), _rotated(call, psi, angle, keys=True), v
 
 
-def log_decay_so_far(call: Call) -> tuple[Tensor, Tensor]:
-    """L, log decay summed from the first token on, (b or 1, m, g or 1, 1); L_hat adds xPos's decay: (.., 1 or f)."""
-    L = call.k.new_zeros(1, call.k.shape[1], 1, 1, dtype=torch.float64)
+def log_decays(call: Call) -> tuple[Tensor, Tensor]:
+    """a of each token in den, (b or 1, m, g or 1, 1 or f), and in num, where xPos's decay is added to it."""
+    a = call.k.new_zeros(1, call.k.shape[1], 1, 1, dtype=torch.float64)
     if call.log_decay is not None:
-        L = rearrange(call.log_decay.double().cumsum(1), "b m g -> b m g 1")
+        log = call.log_decay.double()
+        a = units_to_features(log, call.pairs, call.layout) if call.decays_by_unit else log[..., None]
     if call.xpos_log_decay is None or call.distances is None:
-        return L, L
-    return L, L + rearrange(call.distances.cumsum(1), "b m -> b m 1 1") * call.xpos_log_decay
+        return a, a
+    return a, a + rearrange(call.distances, "b m -> b m 1 1") * call.xpos_log_decay
 
 
 def _rotated(call: Call, x: Tensor, angle: Tensor | None, *, keys: bool) -> Tensor:

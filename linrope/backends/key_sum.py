@@ -15,17 +15,25 @@ summed in the chunk, S the state before it, T the gradient of the state after it
     da_t  = e^(D_c) <S, T> + sum_(i>=t) <x_i, e^(D_i) S g_i> + sum_(j<t) <y_j, e^(D_c - D_j) T v_j>
             + sum_(j<t<=i) e^(D_i - D_j) <x_i, y_j> <g_i, v_j>
 
-where g is the gradient of the sum, and sums over i include the r query heads of a key/value head. Without causal order
+where g is the gradient of the sum, and sums over i include the r query heads of a key/value head. With a decay per
+feature, its factors stand inside the products, and da_t of a feature has that feature's products. Without causal order
 nothing decays, all queries read the state after the last key, and nothing is summed within chunks.
 """
 
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from linrope.backends.chunk_decay import Decay, product, transposed_product
+from linrope.backends.chunk_decay import (
+    Decay,
+    DecayPerFeature,
+    product,
+    sums_before,
+    sums_from,
+    transposed_product,
+)
 from linrope.recurrence.chunks import Cut
 from linrope.recurrence.transition import gradients_around, states_around
 
@@ -126,36 +134,21 @@ class KeySumGradients:
         diagonal.zero_()
         return own
 
-    def terms_of_log_decay(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The terms of da: those of S and T (t, g, 1), of queries and of keys (t, g, c), and of pairs (t, g, c, c)."""
+    def d_log_decay(self) -> Tensor:
+        """da (t, g, c, f) float64, or (t, g, c, 1) if all features decay alike.
+
+        Each pair of a key and a later query counts once. It has the factor e^(a_t) of every token t between them, so
+        nothing cancels, and da_t of a closed gate is as small as the gate.
+        """
         assert self.weights is not None
-        rows = self.key_sum.decay.transition.apply((self.key_sum.states[0] * self.T).sum(-1).double())
-        of_queries = (self.key_sum.x * self.x_from_state).sum((2, 4)).double()
-        of_keys = (self.key_sum.y * self.y_from_later).sum((2, 4)).double()
-        pairs = self.key_sum.scores * self.weights
-        return (
-            rows.sum(-1, keepdim=True),
-            of_queries,
-            of_keys,
-            pairs[:, :, 0] if len(pairs[0, 0]) == 1 else pairs.sum(2),
-        )
+        (S, _), decay, x, y = self.key_sum.states, self.key_sum.decay, self.key_sum.x, self.key_sum.y
+        by_feature = isinstance(decay, DecayPerFeature)
 
+        def summed(terms: Tensor) -> Tensor:  # (t, g, r, c, f)
+            return (terms.sum(2) if by_feature else terms.sum((2, 4))[..., None]).double()
 
-def d_log_decay(*sums: KeySumGradients) -> Tensor:
-    """da (t, g, c) float64 of sums with the same log decay. Each pair of a key and a later query counts once.
-
-    A pair has the factor e^(a_t) of every token t between them, so nothing cancels, and da_t of a closed gate is as
-    small as the gate.
-    """
-    of_state, of_queries, of_keys, pairs = (
-        reduce(torch.add, terms) for terms in zip(*(x.terms_of_log_decay() for x in sums), strict=True)
-    )
-    earlier_keys = pairs @ torch.ones_like(pairs[0, 0]).triu(1)  # (t, g, i, t): summed over j < t
-    da: Tensor = of_state + sums_from(of_queries, -1) + earlier_keys.tril_().sum(2)
-    da[..., 1:] += of_keys[..., :-1].cumsum(-1)
-    return da
-
-
-def sums_from(x: Tensor, dim: int) -> Tensor:
-    """x summed from each token to the chunk's last, along dim."""
-    return x.flip(dim).cumsum(dim).flip(dim)
+        rows = decay.transition.apply((S * self.T).sum(-1).double())
+        of_state = (rows if by_feature else rows.sum(-1, keepdim=True))[:, :, None]
+        of_queries, of_keys = summed(x * self.x_from_state), summed(y * self.y_from_later)
+        of_pairs = decay.pairs_around(self.weights, x, y)
+        return of_state + sums_from(of_queries, 2) + sums_before(of_keys, 2) + of_pairs

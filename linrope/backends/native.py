@@ -97,6 +97,8 @@ def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
         return f"a state with kv in {state.kv.dtype} and z in {state.z.dtype}: use backend='eager'"
     if call.xpos_log_decay is not None:
         return "xpos, a decay per pair of features: use backend='eager'"
+    if call.decays_by_unit:
+        return "log_decay with a last axis of units, not per head: use backend='eager'"
     if f > MAX_DIM or e > MAX_DIM:
         return (
             f"{f} features and {e} values per head: native takes up to {MAX_DIM} of each; use backend='eager'"

@@ -47,6 +47,9 @@ def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
         return f"causal=False: ONNX's operator is causal; {_USE_REFERENCE}"
     if call.cu_seqlens is not None:
         return "cu_seqlens: ONNX's operator has no packed sequences"
+    if call.erase is not None and call.decays_by_unit:
+        # e^(D_t) o k_t would read and e^(-D_t) o k_t write (``_attend``), and the operator has one key.
+        return f"log_decay with a last axis of units: with erase it must be per head; {_USE_REFERENCE}"
     return None
 
 
@@ -56,7 +59,7 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
     phi, psi, phi_hat, psi_hat, v = equation.features(call, sums.angle)
     L = L_hat = None
     if call.log_decay is not None or call.xpos_log_decay is not None:
-        L, L_hat = equation.log_decay_so_far(call)
+        L, L_hat = (a.cumsum(1) for a in equation.log_decays(call))
     out, kv = _attend(phi_hat, psi_hat, v, sums.kv.float(), L_hat, call.erase)
     if call.normalize:
         ones = v.new_ones(1, 1, 1, 1).expand(*psi.shape[:3], 1)

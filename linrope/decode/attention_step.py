@@ -48,12 +48,17 @@ class AttentionStep:
     ) -> Tensor:
         """q (b, 1, h, d), k (b, 1, g, d), v (b, 1, g, e) -> out (b, 1, h, e). Overwrites the state with the next one.
 
-        log_decay, angle_steps and write are as in ``linear_rope_attention``; erase must be None. The kernel checks all
-        arguments before it writes anything, and raises TypeError, ValueError or RuntimeError.
+        log_decay, angle_steps and write are as in ``linear_rope_attention``, but log_decay must be per head and erase
+        None. The kernel checks all arguments before it writes anything, and raises TypeError, ValueError or
+        RuntimeError.
         """
         if erase is not None:
             raise ValueError(
                 "erase: got a tensor, which prepared steps do not compute; use linear_rope_attention"
+            )
+        if log_decay is not None and log_decay.ndim == 4:
+            raise ValueError(
+                "log_decay: got a last axis of units, which prepared steps do not compute; use linear_rope_attention"
             )
         log_decay = widen_gates(log_decay) if self._fixed is None else add_gates(self._fixed, log_decay)
         token = {"q": q, "k": k, "v": v, "log_decay": log_decay, "angle_steps": angle_steps, "write": write}

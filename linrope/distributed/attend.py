@@ -24,6 +24,7 @@ from linrope.operation.positions import next_positions, resolve
 from linrope.recurrence.call import INPUTS, TOKEN_INPUTS, Call, option_beyond
 from linrope.recurrence.decay import MIN_LOG_DECAY, gradient_path, steps_of_tokens, zero_hidden
 from linrope.recurrence.state import NO_KEYS, LinearAttentionState
+from linrope.rotation.angles import units_to_features
 
 FIRST = "first."  # prefix of the fields of the first local document's state
 
@@ -165,6 +166,7 @@ def _describe(call: Call, shard: Layout) -> str:
     return (
         f"{v.dtype} k (b, m, g, d) = ({b}, m, {g}, {d}), v with {tuple(v.shape[2:])}, causal={call.causal}, "
         f"feature_map={_map_name(call.feature_map)}, rotary={rotary}, arguments {present}, steps {steps}, "
+        f"log_decay per unit: {call.decays_by_unit}, "
         f"gradients of {_with_gradients(call)}"
     )
 
@@ -192,8 +194,15 @@ def _local_state(call: Call, shard: Layout, index: int) -> dict[str, Tensor]:
     assert state is not None
     tensors = state.tensors()
     if local.log_decay is not None:
-        gates = zero_hidden(local.log_decay, local.key_mask).clamp(min=MIN_LOG_DECAY).double().sum(1)
-        tensors["gates"] = gates.expand(call.k.shape[0], call.v.shape[2])
+        gates = zero_hidden(local.log_decay, local.key_mask).clamp(min=MIN_LOG_DECAY).double()
+        gates = gates if call.decays_by_unit else gates[..., None]
+        shape = call.k.shape[0], call.v.shape[2], -1
+        tensors["gates"] = gates.sum(1).expand(shape)
+        if call.decays_by_unit:
+            layout = "interleaved" if call.rotary is None else call.rotary.layout
+            tensors["gates"] = units_to_features(tensors["gates"], call.pairs, layout)
+            if state.log_scale is not None:  # which decays by the largest of each token's units
+                tensors["largest_gates"] = gates.detach().amax(-1, keepdim=True).sum(1).expand(shape)
     return tensors
 
 

@@ -55,9 +55,10 @@ def fold(
         local = {name: x[s] for name, x in gathered.items()}
         position = state.position
         distance = torch.zeros_like(position) if fresh else local["position"] - position
-        transition, of_local = _decay(local, distance, rules), Transition(None)
+        transition, of_local = _decay(local.get("gates"), distance, rules), Transition(None)
         if scale is not None:
-            decayed_scale = scale if transition.log is None else scale + transition.log[..., 0].detach()
+            of_scale = _decay(local.get("largest_gates", local.get("gates")), distance, rules).log
+            decayed_scale = scale if of_scale is None else scale + of_scale[..., 0].detach()
             largest = torch.maximum(decayed_scale, local["log_scale"])
             transition = transition.after(Transition((scale - largest)[..., None]))
             of_local, scale = Transition((local["log_scale"] - largest)[..., None]), largest
@@ -103,12 +104,11 @@ def _moved(state: LinearAttentionState, local: Mapping[str, Tensor]) -> LinearAt
     return replace(state, position=local["position"], **sums)  # type: ignore[arg-type]
 
 
-def _decay(local: Mapping[str, Tensor], distance: Tensor, rules: Rules) -> Transition:
-    """The decay of a state over all tokens of a rank, by their gates and per position: its log is (b, g, 1) float64."""
-    gates = Transition(local["gates"][..., None] if "gates" in local else None)
+def _decay(gates: Tensor | None, distance: Tensor, rules: Rules) -> Transition:
+    """The decay of a state over all tokens of a rank, per position and by the sum of their gates, (b, g, 1 or f)."""
     if rules.log_gamma is None:
-        return gates
-    return gates.after(Transition((distance[:, None] * rules.log_gamma)[..., None]))
+        return Transition(gates)
+    return Transition(gates).after(Transition((distance[:, None] * rules.log_gamma)[..., None]))
 
 
 def _xpos(distance: Tensor, rules: Rules) -> Transition:

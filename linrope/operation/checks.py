@@ -33,7 +33,6 @@ def check_settings(call: Call) -> FeatureMap | None:
     rotates_before_map = call.rope_order == "before"
     check_mask(call.key_mask, b, m, device)
     check_decay(call.decay, g, causal, device)
-    check_log_decay(call.log_decay, v, causal)
     check_write(call.write, v)
     check_erase(call, v)
     check_cu_seqlens(call.cu_seqlens, b, n, m, device)
@@ -52,8 +51,14 @@ def check_settings(call: Call) -> FeatureMap | None:
     rotated = d if rotates_before_map else f
     check_rotary(rotary, rotated, g, causal, rotates_before_map)
     check_angle_steps(call.angle_steps, v, n, rotated, rotary)
+    if rotates_before_map and rotary is not None and call.decays_by_unit:
+        raise ValueError(
+            "rope_order='before': got log_decay with a last axis of units, which are pairs of features that turn; "
+            "expected 'after', or log_decay per head, (b or 1, n, g or 1)"
+        )
     if rotates_before_map and call.angle_steps is not None:
         raise ValueError("rope_order='before': got angle_steps, which turn features; expected 'after'")
+    check_log_decay(call.log_decay, v, causal, units=f - call.pairs)
     if call.key_positions is not None and (call.decays_by_position or call.log_decay is not None):
         raise ValueError("key_positions: got a tensor, expected None with decay, log_decay or xpos")
     check_axes(rotary, call.decay is not None, fmap)
@@ -197,14 +202,20 @@ def check_decay_values(decay: Tensor) -> None:
         raise ValueError(f"decay: got {decay.tolist()}, expected numbers in (0, 1]")
 
 
-def check_log_decay(log_decay: Tensor | None, v: Tensor, causal: bool) -> None:
+def check_log_decay(log_decay: Tensor | None, v: Tensor, causal: bool, *, units: int | None = None) -> None:
+    """units: the pairs of features that turn and the features that do not; None: log_decay must be per head."""
     if log_decay is None:
         return
     _check_floating("log_decay", log_decay, v.device)
     b, m, g, _ = v.shape
-    if log_decay.ndim != 3 or not _broadcasts(log_decay.shape, (b, m, g), (0, 2)):
+    shapes = [(b, m, g)] if units is None else [(b, m, g), (b, m, g, units)]
+    shape = tuple(log_decay.shape)
+    if not any(len(shape) == len(x) and _broadcasts(shape, x, (0, 2)) for x in shapes):
+        per_unit = (
+            "" if units is None else f", or {(b, m, g, units)}: per pair that turns, then per other feature"
+        )
         raise ValueError(
-            f"log_decay: got shape {tuple(log_decay.shape)}, expected (b or 1, n, g or 1) = {(b, m, g)}"
+            f"log_decay: got shape {shape}, expected (b or 1, n, g or 1) = {(b, m, g)}{per_unit}"
         )
     if not causal:
         raise ValueError("log_decay: got causal=False, expected causal=True: a gate decays earlier keys")

@@ -77,7 +77,7 @@ def linear_rope_attention(
         out_i = num_i / max(den_i, eps)
 
         Theta_i = p_i theta + sum_(t<=i) omega_t      angles, one per pair of features
-        L_i     = p_i log gamma + sum_(t<=i) a_t      log decay, one per key/value head
+        L_i     = p_i log gamma + sum_(t<=i) a_t      log decay, one per key/value head, or one per unit
 
     The sums run over j <= i (causal) or over all keys. A query that sees no key gets 0. With causal=True, training,
     prefill and decoding are this one call: a sequence in pieces, each with the state that the piece before returned,
@@ -98,7 +98,10 @@ def linear_rope_attention(
             non-decreasing.
         log_decay: a <= 0, (b or 1, n, g or 1), a forget gate. When token t arrives, the sums over all earlier tokens
             are multiplied by e^a. Token t itself does not decay. Causal attention only. Values below -10^4 count as
-            -10^4, which keeps nothing.
+            -10^4, which keeps nothing. Or (b or 1, n, g or 1, units), as in GLA and Kimi Linear: one number per pair of
+            features that turns, then one per feature that does not (all of them, without rotary and angle_steps). The
+            features of a pair decay alike, or outputs would depend on absolute positions. decay adds to every unit.
+            The backends "reference" and "eager" compute it. It requires rope_order="after".
         angle_steps: omega, (b or 1, n, g or 1, pairs), the radians by which token t advances the rotation, in
             addition to its position. The first 2 * pairs features turn, in rotary's layout (interleaved without
             rotary).
@@ -145,7 +148,8 @@ def linear_rope_attention(
         RuntimeError: the backend cannot run this call, or state holds rows of a pool and the call needs gradients.
 
     Source: RoFormer eq. 19 (arXiv 2104.09864); decay as in RetNet (arXiv 2307.08621); gates and steps as in
-    Mamba-2 (arXiv 2405.21060) and Selective RoPE (arXiv 2511.17388); erase as in Gated DeltaNet (arXiv 2412.06464).
+    Mamba-2 (arXiv 2405.21060) and Selective RoPE (arXiv 2511.17388); erase as in Gated DeltaNet (arXiv 2412.06464);
+    log_decay per unit as in GLA (arXiv 2312.06635) and, with erase, Kimi Linear (arXiv 2510.26692).
 
     >>> q, k, v = torch.randn(3, 1, 1000, 8, 64)
     >>> rotary = Rotary(64)

@@ -24,7 +24,7 @@ class Inputs:
     q: Tensor | None  # (b, n, h, f); None: only the last state is wanted
     k: Tensor  # (b, m, g, f)
     v: Tensor  # (b, m, g, e)
-    log_decay: Tensor | None = None  # (b or 1, m, g or 1) <= 0; causal only
+    log_decay: Tensor | None = None  # (b or 1, m, g or 1), or with a last axis of units, <= 0; causal only
     angle_steps: Tensor | None = None  # (b or 1, m, g or 1, pairs) in radians
     write: Tensor | None = None  # (b or 1, m, g or 1): the factor of each value
     erase: Tensor | None = None  # (b or 1, m, g or 1): the share of what its key reads that a token takes out
@@ -102,8 +102,15 @@ class Call(Resolved, Settings, TokenLayout, Inputs):
     @property
     def pairs(self) -> int:
         """The number of feature pairs that rotate."""
+        if self.theta_turns is None and self.rotary is not None and self.rope_order == "after":
+            return self.rotary.rotary_dim // 2
         angles = self.theta_turns if self.theta_turns is not None else self.angle_steps
         return 0 if angles is None else angles.shape[-1]
+
+    @property
+    def decays_by_unit(self) -> bool:
+        """True if log_decay has a number per pair that turns and per feature that does not, not one per head."""
+        return isinstance(self.log_decay, Tensor) and self.log_decay.ndim == 4
 
     @property
     def sequences(self) -> int:

@@ -22,18 +22,23 @@ def distances(tokens: Tokens, m: int) -> Tensor:
 def log_decay_of_tokens(
     decay: Tensor | None, log_decay: Tensor | None, key_mask: Tensor | None, tokens: Tokens, m: int
 ) -> Tensor | None:
-    """(b or 1, m, g or 1): the gates plus log(decay) times the distance. Hidden tokens' gates are 0."""
+    """(b or 1, m, g or 1), with units (.., units): the gates plus log(decay) times the distance.
+
+    Hidden tokens' gates are 0.
+    """
     if log_decay is not None:
         log_decay = clamp_gates(zero_hidden(log_decay, key_mask))
     if decay is None:
         return log_decay
     fixed = distances(tokens, m)[..., None] * decay.double().log()
     fixed = fixed.clamp(min=MIN_LOG_DECAY)
-    return fixed if log_decay is None else log_decay + fixed
+    return fixed if log_decay is None else log_decay + _like(fixed, log_decay)
 
 
 def log_decay_of_step(decay: Tensor | None, log_decay: Tensor | None) -> Tensor | None:
-    """log_decay of one more token, (b or 1, 1, g or 1), for a kernel that checks that it is at most 0."""
+    """log_decay of one more token, (b or 1, 1, g or 1), with units (.., units), for a kernel that checks that it is
+    at most 0.
+    """
     if decay is None:
         return widen_gates(log_decay)
     return add_gates(_log_of_decay(tuple(decay.tolist())), log_decay)
@@ -51,7 +56,12 @@ def add_gates(fixed: Tensor, log_decay: Tensor | None) -> Tensor:
     """
     if log_decay is None:
         return fixed
-    return log_decay if float(log_decay.max()) > 0 else clamp_gates(log_decay) + fixed
+    return log_decay if float(log_decay.max()) > 0 else clamp_gates(log_decay) + _like(fixed, log_decay)
+
+
+def _like(fixed: Tensor, log_decay: Tensor) -> Tensor:
+    """The log decay per head (b or 1, m, g) with an axis for the units, if log_decay has one."""
+    return fixed[..., None] if log_decay.ndim == 4 else fixed
 
 
 @lru_cache(256)

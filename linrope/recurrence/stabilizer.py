@@ -34,11 +34,15 @@ def stabilize(
 
         m_i = max(m_(i-1) + a_i, s_i)       keys e^(s_i - m_i) psi_i       log decay a_i + m_(i-1) - m_i
 
+    With a log decay per unit, the a_i of the first formula is the largest of the token's units.
+
     The output stays the same, no token reads a later one, and m is a constant to the gradient. Bidirectional calls
     use the maximum over all keys instead.
 
     k (b, m, g, f) are features psi or, with backend_applies_exp, their logarithms; log_scale s is (b, m, g), and
-    log_decay a is (b or 1, m, g or 1). Source: the stabilizer of xLSTM, arXiv 2405.04517, for feature maps.
+    log_decay a is (b or 1, m, g or 1), with units (.., units).
+
+    Source: the stabilizer of xLSTM, arXiv 2405.04517, for feature maps.
     """
     bounds, key_mask, state = tokens.bounds, call.key_mask, call.state
     scale = log_scale.detach().double().clamp(min=NO_KEYS)
@@ -49,9 +53,10 @@ def stabilize(
     rows = None if state is None else state.rows()
     if rows is not None and rows.log_scale is not None:
         first = rows.log_scale
-    largest = running_maximum(
-        scale, None if log_decay is None else log_decay.detach().double(), first, bounds
-    )
+    largest_decay = None if log_decay is None else log_decay.detach().double()
+    if largest_decay is not None and largest_decay.ndim == 4:
+        largest_decay = largest_decay.amax(-1)
+    largest = running_maximum(scale, largest_decay, first, bounds)
     # A clone, because the state keeps it.
     last = at_last(largest, first, bounds).expand(sequences, g).clone()
     if call.causal:
@@ -61,7 +66,10 @@ def stabilize(
         drop = (previous_maximum - largest).masked_fill(previous_maximum == NO_KEYS, 0)
         if log_decay is None:
             log_decay = drop.clamp(MIN_LOG_DECAY, 0)
-        else:  # rounding may lift the sum above 0, where clamp has no gradient: clamp a constant
+        else:
+            if log_decay.ndim == 4:
+                drop = drop[..., None]
+            # Rounding may lift the sum above 0, where clamp has no gradient: clamp a constant.
             constant = (drop + log_decay.detach()).clamp(MIN_LOG_DECAY, 0)
             log_decay = constant + (log_decay - log_decay.detach())
     else:

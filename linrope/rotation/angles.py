@@ -53,6 +53,27 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     return rotated.to(x.dtype)
 
 
+def units_to_features(units: Tensor, pairs: int, layout: str) -> Tensor:
+    """One number per feature, (..., f), from one per unit: the pairs that turn, then the features that do not.
+
+    >>> from linrope.rotation.angles import units_to_features
+    >>> units_to_features(torch.tensor([1, 2, 3]), 2, "interleaved").tolist()
+    [1, 1, 2, 2, 3]
+    >>> units_to_features(torch.tensor([1, 2, 3]), 2, "half").tolist()
+    [1, 2, 1, 2, 3]
+    """
+    turning, rest = units[..., :pairs], units[..., pairs:]
+    both = turning.repeat_interleave(2, -1) if layout == "interleaved" else torch.cat((turning, turning), -1)
+    return torch.cat((both, rest), -1)
+
+
+def sums_of_units(x: Tensor, pairs: int, layout: str) -> Tensor:
+    """x (..., f) summed over the features of each unit: the adjoint of ``units_to_features``."""
+    both, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    one, other = (both[..., ::2], both[..., 1::2]) if layout == "interleaved" else both.chunk(2, -1)
+    return torch.cat((one + other, rest), -1)
+
+
 def to_turns(radians: Tensor) -> Tensor:
     """Converts angles to int64 in units of 2^-64 turns. Their sums wrap, so they are exact in any order.
 

@@ -19,7 +19,7 @@ from linrope.common.argument_checks import (
     check_sizes,
 )
 from linrope.common.constants import Constant
-from linrope.rotation.angles import LAYOUTS, cos_sin, cos_sin_of_turns, rotate, to_turns
+from linrope.rotation.angles import LAYOUTS, cos_sin, cos_sin_of_turns, rotate, to_turns, units_to_features
 from linrope.rotation.frequencies import MROPE_AXES, read_config, resolve
 
 __all__ = [
@@ -386,5 +386,5 @@ def _xpos_log_decay(dim: int, rotary_dim: int, layout: str, length: float) -> Te
     """The log decay per position of each feature, log(zeta) / length, or 0 if it does not turn: (dim,) float64."""
     pairs = torch.arange(rotary_dim // 2, dtype=torch.float64, device="cpu")
     zeta = (2 * pairs / rotary_dim + 0.4) / 1.4
-    zeta = zeta.repeat_interleave(2) if layout == "interleaved" else torch.cat((zeta, zeta))
-    return torch.cat((zeta.log() / length, zeta.new_zeros(dim - rotary_dim)))
+    units = torch.cat((zeta.log() / length, zeta.new_zeros(dim - rotary_dim)))
+    return units_to_features(units, rotary_dim // 2, layout)

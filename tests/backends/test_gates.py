@@ -40,11 +40,11 @@ def retnet(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def gated_linear_attention(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
-    """GLA (arXiv 2312.06635), eq. 3, with one gate per head: S_t = alpha_t S_(t-1) + k_t^T v_t, o_t = q_t
-    S_t."""
+    """GLA (arXiv 2312.06635), eq. 3: S_t = Diag(alpha_t) S_(t-1) + k_t^T v_t, o_t = q_t S_t; or one alpha per
+    head."""
     state, out = torch.zeros(q.shape[1], v.shape[1], dtype=q.dtype), []
     for t in range(len(q)):
-        state = alpha[t] * state + torch.outer(k[t], v[t])
+        state = alpha[t].view(-1, 1) * state + torch.outer(k[t], v[t])
         out.append(q[t] @ state)
     return torch.stack(out)
 
@@ -90,7 +90,20 @@ def gated_delta_net(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor
     return torch.stack(out)
 
 
-MODELS = ("RetNet", "GLA", "Mamba-2", "Selective RoPE", "Mamba-3", "DeltaNet", "Gated DeltaNet")
+def kimi_delta_attention(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    """KDA (arXiv 2510.26692), eq. 1: S_t = (I - beta_t k_t k_t^T) Diag(alpha_t) S_(t-1) + beta_t k_t v_t^T."""
+    state, out = torch.zeros(q.shape[1], v.shape[1], dtype=q.dtype), []
+    for t in range(len(q)):
+        keeps = torch.eye(q.shape[1], dtype=q.dtype) - beta[t] * torch.outer(k[t], k[t])
+        state = keeps @ (alpha[t][:, None] * state) + beta[t] * torch.outer(k[t], v[t])
+        out.append(q[t] @ state)
+    return torch.stack(out)
+
+
+MODELS = (
+    *("RetNet", "GLA", "GLA per head", "Mamba-2", "Selective RoPE", "Mamba-3"),
+    *("DeltaNet", "Gated DeltaNet", "Kimi Delta Attention"),
+)
 
 
 @every_backend
@@ -98,23 +111,29 @@ MODELS = ("RetNet", "GLA", "Mamba-2", "Selective RoPE", "Mamba-3", "DeltaNet", "
 def test_it_holds_the_recurrences_of_other_models(model: str, backend: str) -> None:
     n, d = 90, 6
     (q, k, v), (gates, steps) = randoms(1, n, 1, d, e=3), data(n, 1, 1, d)
-    if "DeltaNet" in model:
+    if "Delta" in model:
         k = k / k.norm(dim=-1, keepdim=True)
     one, a, omega = [x[0, :, 0] for x in (q, k, v)], gates[0, :, 0], steps[0, :, 0]
     query, key, value = one
     dt, beta = F.softplus(value[:, 0]), 2 * query[:, 0].sigmoid()
+    units = -F.softplus(randoms(1, n, 1, d, seed=5)[0])
+    alpha = units[0, :, 0].exp()
     after, fading = v * dt[None, :, None, None], torch.tensor([1 - 2.0**-5], dtype=torch.float64)
     rate = beta[None, :, None]
     forget, turn = (a * dt)[None, :, None], (omega * dt[:, None])[None, :, None]
     expected, v, how = {
         "RetNet": (retnet(*one), v, {"rotary": Rotary(d), "decay": fading}),
-        "GLA": (gated_linear_attention(*one, a.exp()), v, {"log_decay": gates}),
+        "GLA": (gated_linear_attention(*one, alpha), v, {"log_decay": units}),
+        "GLA per head": (gated_linear_attention(*one, a.exp()), v, {"log_decay": gates}),
         "Mamba-2": (mamba2(value, dt, -0.7, key, query), after, {"log_decay": (-0.7 * dt)[None, :, None]}),
         "Selective RoPE": (selective_rope(*one, omega, a.exp()), v, {"log_decay": gates, "angle_steps": steps}),
         "Mamba-3": (mamba3(value, dt, a, omega, key, query), after, {"log_decay": forget, "angle_steps": turn}),
         "DeltaNet": (gated_delta_net(*one, torch.ones(n), beta), v, {"write": rate, "erase": rate}),
         "Gated DeltaNet": (
             gated_delta_net(*one, a.exp(), beta), v, {"log_decay": gates, "write": rate, "erase": rate}
+        ),
+        "Kimi Delta Attention": (
+            kimi_delta_attention(*one, alpha, beta), v, {"log_decay": units, "write": rate, "erase": rate}
         ),
     }[model]  # fmt: skip
     out = linear_rope_attention(q, k, v, feature_map=None, normalize=False, backend=backend, **how)

@@ -8,7 +8,7 @@ import torch
 
 from linrope import Rotary, linear_rope_attention
 from tests.support import options
-from tests.support.contract import LONG, TABLE, Contract, check, refused
+from tests.support.contract import LONG, TABLE, Contract, check, computed
 from tests.support.maps import MAPS
 from tests.support.oracle import every_kernel, randoms
 
@@ -25,7 +25,7 @@ def draw(contract: Contract, seed: int = 0) -> list[options.Row]:
     if contract.dtype.itemsize == 2:  # the contract does not count what is rounded before a backend has it
         chosen["rotary"] = [x for x in chosen["rotary"] if x != "yarn" and not x.startswith("before")]
         chosen["feature_map"] = ["elu+1", "relu", "relu2", "silu", "identity", "features"]
-    chosen |= refused(contract.backend)
+    chosen |= computed(contract.backend)
     if contract.backend == "triton":
         chosen["tokens"] = [x for x in options.OPTIONS["tokens"] if x != "many chunks"]
     return options.draw(seed, chosen, together=1 if contract.backend == "triton" else 2)
@@ -77,7 +77,7 @@ def test_every_map_beside_other_options(contract: Contract) -> None:
         "feature_map": OTHER_MAPS,
         "tokens": ["two chunks"],
         "heads": ["alike", "grouped", "one of keys"],
-    } | refused(contract.backend)
+    } | computed(contract.backend)
     for row in options.draw(1, chosen, together=1):
         if row["rotary"] == "xpos" and contract.backend in ("native", "triton"):
             row = row | {"rotary": "half"}

@@ -12,10 +12,10 @@ from tests.support.contract import (
     TABLE,
     Contract,
     assert_within,
+    computed,
     every_contract,
     instruction_set,
     narrow,
-    refused,
 )
 from tests.support.equation import Equation
 from tests.support.options import Row, draw, problem
@@ -48,7 +48,7 @@ def every_step() -> list[Any]:
             if contract.dtype == torch.float64
             else []
         )
-        chosen = IN_STEPS | {"rotary": ROTATIONS + more} | refused(contract.backend)
+        chosen = IN_STEPS | {"rotary": ROTATIONS + more} | computed(contract.backend)
         for i, row in enumerate(draw(0, chosen, together=1)):
             if row["key_positions"] != "none" and row["positions"] == "none":
                 row = row | {

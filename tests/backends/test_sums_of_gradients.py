@@ -144,36 +144,43 @@ GATE_PATTERNS = {
 def gradient_by_pairs(
     q: Tensor, k: Tensor, v: Tensor, weights: Tensor, state_weights: Tensor, log: Tensor
 ) -> Tensor:
-    """(b, n, h): d_log_decay of sum(out weights) + sum(kv state_weights), without a map and a normalizer.
+    """(b, n, h, d): d_log_decay of sum(out weights) + sum(kv state_weights), without a map and a normalizer.
 
     Token t's gate is in the terms of the keys before it, each with a query from t on or with the last state.
+    log is (b, n, h, 1 or d).
     """
     L = log.cumsum(1)
     E = (L[:, :, None] - L[:, None]).clamp(max=0).exp()
-    pairs = torch.einsum("bihd,bjhd->bijh", q, k) * torch.einsum("bihe,bjhe->bijh", weights, v) * E
-    last = torch.einsum("bjhd,bhde,bjhe->bjh", k, state_weights, v) * E[:, -1]
-    terms = torch.cat((pairs, last[:, None]), 1)  # (b, reader, key, h)
+    pairs = q[:, :, None] * k[:, None] * torch.einsum("bihe,bjhe->bijh", weights, v)[..., None] * E
+    last = torch.einsum("bjhd,bhde,bjhe->bjhd", k, state_weights, v) * E[:, -1]
+    terms = torch.cat((pairs, last[:, None]), 1)  # (b, reader, key, h, d)
     return torch.stack([terms[:, t:, :t].sum((1, 2)) for t in range(log.shape[1])], 1)
 
 
 @pytest.mark.parametrize("pattern", GATE_PATTERNS)
 @pytest.mark.parametrize("looks_at_state", [False, True], ids=["out", "out and state"])
+@pytest.mark.parametrize("per_unit", [False, True], ids=["per head", "per unit"])
 def test_gradients_of_eager_are_exact_to_the_size_of_their_own_terms(
-    pattern: str, looks_at_state: bool
+    pattern: str, looks_at_state: bool, per_unit: bool
 ) -> None:
     """An open gate beside it adds nothing to the error of a closed one, nor do pairs that it does not stand between."""
     n, heads = 150, 4
-    q, k, v = randoms(2, n, heads, D, e=D, dtype=torch.float32)
-    weights = randoms(2, n, heads, D, dtype=torch.float32, seed=2)[0]
-    state_weights = looks_at_state * randoms(2, heads, D, D, dtype=torch.float32, seed=3)[0]
+    q, k, v = randoms(1, n, heads, D, e=D, dtype=torch.float32)
+    weights = randoms(1, n, heads, D, dtype=torch.float32, seed=2)[0]
+    state_weights = looks_at_state * randoms(1, heads, D, D, dtype=torch.float32, seed=3)[0]
     gates = torch.tensor(GATE_PATTERNS[pattern])
-    log = gates[torch.arange(n) % len(gates)][None, :, None].repeat(2, 1, heads).requires_grad_()
+    order = torch.arange(n)[:, None] + torch.arange(D if per_unit else 1)
+    log = gates[order % len(gates)][None, :, None].repeat(1, 1, heads, 1)
+    log = (log if per_unit else log[..., 0]).requires_grad_()
     how: dict[str, Any] = {"feature_map": None, "normalize": False, "return_state": True, "backend": "eager"}
     out, state = linear_rope_attention(q, k, v, log_decay=log, **how)
     (found,) = torch.autograd.grad((out * weights).sum() + (state.kv * state_weights).sum(), log)
     inputs = [x.detach().double() for x in (q, k, v, weights, state_weights)]
-    exact = gradient_by_pairs(*inputs, log.detach().double())
-    size = gradient_by_pairs(*(x.abs() for x in inputs), log.detach().double())
+    by_feature = log.detach().double().view(1, n, heads, -1)
+    exact = gradient_by_pairs(*inputs, by_feature)
+    size = gradient_by_pairs(*(x.abs() for x in inputs), by_feature)
+    if not per_unit:
+        exact, size = exact.sum(-1), size.sum(-1)
     assert ((found - exact).abs() <= 16 * 2.0**-24 * size + 2.0**-126).all()
 
 

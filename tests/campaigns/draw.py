@@ -10,10 +10,11 @@ from torch import Tensor
 from linrope import Rotary, feature_maps
 from linrope.feature_maps import ELEMENTWISE, FeatureMap, Features
 from linrope.rotation.rotary import MAX_POSITION
-from tests.support.contract import refused
+from tests.support.contract import refused, takes_units
 from tests.support.maps import MAPS
 from tests.support.oracle import DATA, randoms
 
+MOST_FEATURES = 64  # with gates per unit, of which the equation has one for each query, key and feature
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 
 
@@ -71,6 +72,7 @@ class Configuration:
         self.strength: Tensor | None = None
         self.nearly_equal_keys = False
         self._draw_erase(random.Random(f"{seed}/{index}/erase"))
+        self._draw_units(random.Random(f"{seed}/{index}/units"))
         self._build()
 
     def __repr__(self) -> str:
@@ -87,8 +89,11 @@ class Configuration:
         return self.rotary is not None and (self.order == "before" or self.rotary.attention_factor != 1)
 
     def computed_by(self, backend: str) -> bool:
-        """Whether the backend computes all inputs of the calls."""
-        return self.data.keys().isdisjoint(refused(backend))
+        """False if the backend refuses an input of each token."""
+        by_unit = "log_decay" in self.data and self.data["log_decay"].ndim == 4
+        return not any(name in self.data for name in refused(backend)) and (
+            takes_units(backend) or not by_unit
+        )
 
     def rand(self, *shape: int) -> Tensor:
         numbers = torch.rand(shape, generator=self.generator, dtype=torch.float64, device="cpu")
@@ -220,6 +225,21 @@ class Configuration:
         if chance.random() < 0.3:  # gates of all sizes, beside each other or alike
             power = 10 * numbers() - 6 if chance.random() < 0.5 else torch.full(shape, chance.uniform(-6, 4))
             self.data["log_decay"] = -(10**power).to(chance.choice([self.dtype, torch.float32]))
+
+    def _draw_units(self, chance: random.Random) -> None:
+        """Gates per unit in place of gates per head: each unit's are a multiple of the head's, and some are closed."""
+        gates = self.data.get("log_decay")
+        rotates_before = self.order == "before" and self.rotary is not None
+        if gates is None or rotates_before or self.f > MOST_FEATURES or chance.random() < 0.6:
+            return
+        pairs = self.data["angle_steps"].shape[-1] if "angle_steps" in self.data else 0
+        pairs = pairs if self.rotary is None else self.rotary.rotary_dim // 2
+        generator = torch.Generator().manual_seed(chance.getrandbits(60))
+        powers = 4 * torch.rand(self.f - pairs, generator=generator, dtype=torch.float64, device="cpu") - 3
+        by_unit = gates.double()[..., None] * 10 ** powers.to(gates.device)
+        closed = torch.rand(by_unit.shape, generator=generator, device="cpu") < chance.choice([0, 0, 0.05])
+        by_unit = by_unit.masked_fill(closed.to(gates.device), -1e4)
+        self.data["log_decay"] = by_unit.clamp(min=-6e4).to(gates.dtype)  # the least of float16
 
     def _erase(self, k: Tensor) -> Tensor:
         """The share that each token erases: of the largest one with which a state surely does not grow, 1 / |psi|^2."""

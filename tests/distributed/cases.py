@@ -76,6 +76,17 @@ ALONE: dict[str, Callable[[int], dict[str, Any]]] = {
         "rotary": Rotary(16), "feature_map": feature_maps.make("favor+", D, seed=0, num_features=16),
         "angle_steps": steps(n, pairs=8),
     },
+    "gates per unit": lambda n: {
+        "rotary": Rotary(D, rotary_dim=4, layout="half"), "log_decay": 3 * steps(n, pairs=6).sigmoid().log(),
+        "decay": decay(), "key_mask": mask(n),
+    },
+    "gates per unit, steps and exponentials": lambda n: {
+        "angle_steps": steps(n, pairs=2), "feature_map": "exp", "log_decay": steps(n, pairs=6).sigmoid().log(),
+        "decay": decay(),
+    },
+    "gates per unit and erase": lambda n: {
+        "rotary": Rotary(D), "erase": strengths(n), "log_decay": 3 * steps(n, heads=1).sigmoid().log(),
+    } | DELTA_RULE,
     "positions": lambda n: {"rotary": Rotary(D), "positions": gaps(n), "decay": decay()},
     "positions of all rows": lambda n: {"rotary": Rotary(D), "positions": gaps(n, 1)[0], "decay": decay()},
     "positions on a grid": lambda n: {

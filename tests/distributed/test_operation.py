@@ -206,6 +206,7 @@ DISAGREEMENTS = {  # what the message names on both sides
     "heads": ("= (1, m, 2, 4)", "= (1, m, 1, 4)"),
     "dtype": ("float32", "float64"),
     "options": ("arguments ['k', 'v']", "arguments ['k', 'v', 'log_decay']"),
+    "units": ("log_decay per unit: False", "log_decay per unit: True"),
     "gradients": ("gradients of []", "gradients of ['k']"),
     "an error of one rank": ("ValueError: k: got 2 tokens", "expected its shard's 3"),
     "a wrong argument of one rank": ("TypeError: k, v: got", "float64"),
@@ -225,6 +226,8 @@ def test_ranks_that_disagree_are_told_so_everywhere(what: str) -> None:
     dtype, heads = torch.float64 if odd == "dtype" else torch.float32, 1 if odd == "heads" else 2
     q, k, v = (torch.zeros(1, tokens, heads, 4, dtype=dtype) for _ in range(3))
     options: dict[str, Tensor] = {"log_decay": torch.zeros(1, tokens, 1)} if odd == "options" else {}
+    if what == "units":
+        options = {"log_decay": torch.zeros(1, tokens, 2, 4) if last else torch.zeros(1, tokens, 2)}
     options |= {"positions": torch.arange(4)} if odd == "positions of one rank" else {}
     k.requires_grad_(odd == "gradients")
     v = v.double() if odd == "a wrong argument of one rank" else v

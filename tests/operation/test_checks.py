@@ -37,6 +37,12 @@ GRID: dict[str, Any] = {"rotary": Rotary.axial(D, 2)}
 XPOS = Rotary(D, xpos=9.0)
 DPFP, COSFORMER = feature_maps.make("dpfp", D, nu=1), feature_maps.make("cosformer", D, max_length=9)
 GATES_OF_SHAPES = ((1, N), (1, N, G, 1), (2, N, G), (1, N + 1, G), (1, 1, G), (1, N, 3))
+# Wrong numbers of units, the right one, and the rotation that it depends on
+UNITS: tuple[tuple[int, int, dict[str, Any]], ...] = (
+    (3, D, {}), (0, D, {}), (1, D, {}), (D, 2, {"rotary": Rotary(D)}), (1, 2, {"rotary": Rotary(D)}),
+    (2, 3, {"rotary": Rotary(D, rotary_dim=2, layout="half")}), (D, 3, {"angle_steps": zeros(1, N, G, 1)}),
+    (D, 6, {"rotary": Rotary(2 * D, rotary_dim=4), "feature_map": DPFP}),
+)  # fmt: skip
 STEPS_OF_SHAPES = ((1, N, G), (1, N, G, 2, 1), (2, N, G, 2), (1, N - 1, G, 2), (1, N, 3, 2))
 BOUNDS = ((1, N), (0, 3, 2, N), (0, 4), (0, 6), (0, -1, N), (-1, N))
 NO_DECAY = (0.0, -0.5, 1.001, float("nan"), float("inf"))
@@ -66,6 +72,14 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     *(({name: zeros(1, N + 1, G, 2)}, f"{name}: got shape (1, 6, 2, 2), expected (b or 1, ") for name in DATA),
     ({"log_decay": zeros(1, N, G) + 0.5}, "got up to 0.5, exp"),
     ({"log_decay": zeros(1, N, G), "causal": False}, f"log_decay: {IN_TIME}"),
+    # log_decay per unit
+    *(({"log_decay": zeros(1, N, G, units), **how}, f"= (1, 5, 2), or (1, 5, 2, {expected}): per pair that turns, then")
+      for units, expected, how in UNITS),
+    ({"log_decay": zeros(1, N, 3, D)}, "log_decay: got shape (1, 5, 3, 4), expected (b or 1, n, g or 1)"),
+    ({"log_decay": zeros(1, N, G, D).index_fill(3, torch.tensor([2]), 0.5)}, "log_decay: got up to 0.5, exp"),
+    ({"log_decay": zeros(1, N, G, D), "causal": False}, f"log_decay: {IN_TIME}"),
+    ({"log_decay": zeros(1, N, G, 2), "rotary": Rotary(D), "rope_order": "before"},
+     "rope_order='before': got log_decay with a last axis of units"),
     ({"angle_steps": zeros(1, N, G, 3)}, "angle_steps: got 3 pairs, expected 1 to 2"),
     ({"angle_steps": zeros(1, N, G, 1), "rotary": Rotary(D)}, "got 1 pairs, expected 2, the pairs of rotary"),
     ({"angle_steps": zeros(1, N, G, 0)}, "angle_steps: got 0 pairs, expected 1 to 2"),

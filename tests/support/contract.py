@@ -14,6 +14,7 @@ from linrope import LinearAttentionState, backends, linear_rope_attention
 from linrope.backends import native
 from linrope.cli.bounds import BOUNDS, ON_TILES
 from tests.support.equation import Equation
+from tests.support.options import OPTIONS
 from tests.support.oracle import DATA, everything, native_sets
 
 ON_CPU = torch.get_default_device().type == "cpu"
@@ -142,10 +143,23 @@ def instruction_set(name: str | None) -> Iterator[None]:
             native.use_instruction_set(before)
 
 
-def refused(backend: str) -> dict[str, list[str]]:
-    """The inputs of each token that the backend does not compute, to be left out of a draw."""
+def refused(backend: str) -> list[str]:
+    """The inputs of each token that the backend does not compute."""
     module = backends.load(backend)
-    return {name: ["none"] for name in DATA if not isinstance(module, str) and name not in module.OPTIONS}
+    return [name for name in DATA if not isinstance(module, str) and name not in module.OPTIONS]
+
+
+def takes_units(backend: str) -> bool:
+    """True if the backend computes a log_decay per unit."""
+    return backend not in ("native", "triton")
+
+
+def computed(backend: str) -> dict[str, list[str]]:
+    """The values of these inputs to draw from, for those of which the backend does not compute all values."""
+    values = {name: ["none"] for name in refused(backend)}
+    if not takes_units(backend):
+        values["log_decay"] = [x for x in OPTIONS["log_decay"] if not x.startswith("per unit")]
+    return values
 
 
 def narrow(x: Any, dtype: torch.dtype) -> Any:

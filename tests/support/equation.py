@@ -126,18 +126,27 @@ def _attend(
     )
 
     first = None if k_scale is None else state.log_scale
-    a = _log_decay(log_decay, decay, mask, distance, g)
+    by_feature = _log_decay(log_decay, decay, mask, distance, g)
+    if by_feature.shape[-1] > 1:
+        steps = 0 if angle_steps is None else angle_steps.shape[-1]
+        pairs, layout = (steps, "interleaved") if rotary is None else (rotary.rotary_dim // 2, rotary.layout)
+        by_feature = _of_features(by_feature, pairs, layout, psi.shape[3])
+    # The largest of a head's features, and how much more the others decay, which alone has the gradient.
+    a, beside = by_feature.amax(-1), None
+    if by_feature.shape[-1] > 1:
+        a = a.detach()
+        beside = by_feature - a[..., None]
     w, w0, top = _weights(a, k_scale, first, mask, causal)
-    far = far0 = None
+    far_den, far0_den = _beside(beside)
     if rotary is not None and rotary.xpos is not None:
-        passed, xpos_log_decay = distance.cumsum(1), _xpos_log_decay(rotary)
-        far = ((passed[:, :, None] - passed[:, None]).clamp(min=0)[..., None] * xpos_log_decay).exp()
-        far0 = (passed[..., None] * xpos_log_decay).exp()
+        xpos = distance[:, :, None, None] * _xpos_log_decay(rotary)
+        beside = xpos if beside is None else beside + xpos
+    far, far0 = _beside(beside)
 
     ones, growth = torch.ones_like(v[..., :1]), None
     if erase is not None:
         strength = erase.expand(b, m, g).masked_fill(~mask[..., None], 0)
-        v, growth = _erased(rounded(psi_hat), v, strength, a, state.kv, kv_size)
+        v, growth = _erased(rounded(psi_hat), v, strength, by_feature, state.kv, kv_size)
 
     def numerator() -> Tensor:
         return _sum(rounded(phi_hat), rounded(psi_hat), v, rounded(state.kv), w, w0, far, far0, rounded)
@@ -152,12 +161,12 @@ def _attend(
         size = torch.maximum(size, pairs)
         if growth is not None:
             size = _repeated(growth, h) * phi.square().sum(-1, keepdim=True).sqrt()
-    den = _sum(rounded(phi), rounded(psi), ones, rounded(state.z)[..., None], w, w0)
+    den = _sum(rounded(phi), rounded(psi), ones, rounded(state.z)[..., None], w, w0, far_den, far0_den)
     if normalize:
         divisor = den + eps if eps_mode == "add" else den.clamp(min=eps)
         num = num / divisor
         with torch.no_grad():
-            terms = _sum(phi.abs(), psi.abs(), ones, z_size[..., None], w, w0)
+            terms = _sum(phi.abs(), psi.abs(), ones, z_size[..., None], w, w0, far_den, far0_den)
             signed = terms > den.abs() * 1.001  # the normalizer cancels, which magnifies its rounding
             size = (size + num.abs() * terms * signed) / divisor.abs()
     else:
@@ -167,11 +176,13 @@ def _attend(
 
     kv, z = state.kv, state.z
     if m:  # as the last token sees it
-        ends = [None if x is None else x[:, -1] for x in (far, far0)]
+        ends, ends_den = (
+            [None if x is None else x[:, :, -1] for x in both] for both in ((far, far0), (far_den, far0_den))
+        )
         kv = _last(rounded(psi_hat), v, kv, w, w0, *ends)
         kv_size = _last(psi_length, v.abs(), kv_size, w, w0, *ends)
-        z = _last(psi, ones, z[..., None], w, w0)[..., 0]
-        z_size = _last(psi.abs(), ones, z_size[..., None], w, w0)[..., 0]
+        z = _last(psi, ones, z[..., None], w, w0, *ends_den)[..., 0]
+        z_size = _last(psi.abs(), ones, z_size[..., None], w, w0, *ends_den)[..., 0]
         if growth is not None:
             kv_size = growth[:, -1][:, :, None].expand_as(kv)
     if growth is not None:  # there is no z
@@ -309,18 +320,19 @@ def _erased(
         P_t = e^(a_t) S_(t-1),   u_t = v_t - b_t P_t^T psi_t,   S_t = P_t + psi_t u_t^T
         A_t = max(1, |1 - b_t |psi_t|^2|) e^(a_t) A_(t-1) + |psi_t| (|v_t| + b_t |psi_t| |P_t|)
 
-    |P_t| has the lengths of P_t's columns. |phi_t| A_t is the M of docs/numerics.md.
+    |P_t| has the lengths of P_t's columns. |phi_t| A_t is the M of docs/numerics.md. a (b, m, g, f or 1): A decays by
+    the largest of the features.
     """
     S, bound, written, bounds = kv, size.square().sum(2).sqrt(), [], []
     for t in range(psi.shape[1]):
-        k, b, keeps = psi[:, t, :, :, None], erase[:, t, :, None], a[:, t, :, None].exp()
+        k, b, keeps = psi[:, t, :, :, None], erase[:, t, :, None], a[:, t].exp()
         P = keeps[..., None] * S
         u = v[:, t] - b * (k * P).sum(2)
         S = P + k * u[:, :, None]
         written.append(u)
         with torch.no_grad():
             squared = k.square().sum(2)
-            growth = (1 - b * squared).abs().clamp(min=1) * keeps
+            growth = (1 - b * squared).abs().clamp(min=1) * keeps.amax(-1, keepdim=True)
             terms = v[:, t].abs() + b.abs() * squared.sqrt() * P.square().sum(2).sqrt()
             bound = growth * bound + squared.sqrt() * terms
             bounds.append(bound)
@@ -337,14 +349,36 @@ def _repeated(x: Tensor, h: int) -> Tensor:
 def _log_decay(
     log_decay: Tensor | None, decay: Tensor | None, mask: Tensor, distance: Tensor, g: int
 ) -> Tensor:
-    """a (b, m, g): the gates and the fixed decay of each token."""
+    """a (b, m, g, 1 or units): the gates and the fixed decay of each token."""
     b, m = mask.shape
-    a = torch.zeros(b, m, g, dtype=torch.float64)
+    a = torch.zeros(b, m, g, 1, dtype=torch.float64)
     if log_decay is not None:
-        a = a + log_decay.clamp(min=NOTHING_KEPT).expand(b, m, g).masked_fill(~mask[..., None], 0)
+        gates = log_decay if log_decay.ndim == 4 else log_decay[..., None]
+        a = a + gates.clamp(min=NOTHING_KEPT).expand(b, m, g, -1).masked_fill(~mask[..., None, None], 0)
     if decay is not None:
-        a = a + (distance[..., None] * decay.double().log()).clamp(min=NOTHING_KEPT)
+        a = a + (distance[..., None] * decay.double().log()).clamp(min=NOTHING_KEPT)[..., None]
     return a
+
+
+def _of_features(units: Tensor, pairs: int, layout: str, f: int) -> Tensor:
+    """(.., f) from (.., units): a number for both members of each pair, then one for each feature behind them."""
+    number = torch.empty(f, dtype=torch.int64)
+    for members in _members(pairs, layout):
+        number[members] = torch.arange(pairs)
+    number[2 * pairs :] = torch.arange(pairs, units.shape[-1])
+    return units[..., number]
+
+
+def _beside(a: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """What is left, in each feature, of key j for query i (b, g, n, m, f), and of the state (b, g, n, f).
+
+    a (b, m, g or 1, f). Each sum of logs is formed of its own tokens' logs.
+    """
+    if a is None:
+        return None, None
+    a = a.transpose(1, 2)
+    later = torch.ones(a.shape[2], a.shape[2], dtype=torch.bool).tril(-1)
+    return (a[:, :, :, None] * later[..., None]).cumsum(2).exp(), a.cumsum(2).exp()
 
 
 def _weights(
@@ -378,14 +412,14 @@ def _sum(
     phi: Tensor, psi: Tensor, v: Tensor, kv: Tensor, w: Tensor, w0: Tensor, far: Tensor | None = None,
     far0: Tensor | None = None, rounded: Change = _exact,
 ) -> Tensor:  # fmt: skip
-    """sum_j w_ij <phi_i, psi_j> v_j and the state's part: (b, n, h, e). far (b, n, m, f), far0 (b, n, f)."""
+    """sum_j w_ij <phi_i, psi_j> v_j and the state's part: (b, n, h, e). far (b, g, n, m, f), far0 (b, g, n, f)."""
     phi = phi.unflatten(2, (psi.shape[2], -1))
     if far is None:
         scores = torch.einsum("bngrf,bmgf->bgrnm", phi, psi)
     else:
-        scores = torch.einsum("bngrf,bmgf,bnmf->bgrnm", phi, psi, far)
+        scores = torch.einsum("bngrf,bmgf,bgnmf->bgrnm", phi, psi, far)
     new = torch.einsum("bgrnm,bmge->bngre", rounded(scores * w[:, :, None]), v)
-    old = phi * w0.mT[..., None, None] * (1 if far0 is None else far0[:, :, None, None])
+    old = phi * w0.mT[..., None, None] * (1 if far0 is None else far0.transpose(1, 2)[:, :, :, None])
     return (new + torch.einsum("bngrf,bgfe->bngre", old, kv)).flatten(2, 3)
 
 
@@ -393,7 +427,7 @@ def _last(
     psi: Tensor, v: Tensor, kv: Tensor, w: Tensor, w0: Tensor, far: Tensor | None = None,
     far0: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """(b, g, f, e): all keys times values as the last token sees them. far (b, m, f), far0 (b, f)."""
-    psi = psi * w[:, :, -1].mT[..., None] * (1 if far is None else far[:, :, None])
-    kv = kv * w0[:, :, -1, None, None] * (1 if far0 is None else far0[:, None, :, None])
+    """(b, g, f, e): all keys times values as the last token sees them. far (b, g, m, f), far0 (b, g, f)."""
+    psi = psi * w[:, :, -1].mT[..., None] * (1 if far is None else far.transpose(1, 2))
+    kv = kv * w0[:, :, -1, None, None] * (1 if far0 is None else far0[..., None])
     return kv + torch.einsum("bmgf,bmge->bgfe", psi, v)

@@ -64,7 +64,7 @@ OPTIONS: dict[str, Mapping[str, Any] | Sequence[str]] = {
     "causal": {"causal": True, "bidirectional": False},
     "normalize": {"no": False, "yes": True},
     "decay": ("none", "per head"),
-    "log_decay": (*SHAPES, "strong"),
+    "log_decay": (*SHAPES, "strong", "per unit", "per unit for all"),
     "angle_steps": SHAPES,
     "write": SHAPES,
     "erase": SHAPES,
@@ -99,6 +99,7 @@ def fits(row: Row) -> bool:
         row["normalize"] == "yes" and not is_positive(row["feature_map"]),
         "erase" in given and (row["normalize"] == "yes" or row["causal"] == "bidirectional" or rotary == "xpos"),
         "erase" in given and is_scaled(row["feature_map"]),
+        before and row["log_decay"].startswith("per unit"),
     ))  # fmt: skip
 
 
@@ -189,9 +190,8 @@ def problem(
     if row["decay"] != "none":
         how["decay"] = torch.linspace(0.5, 0.97, g, dtype=torch.float64)
     psi = k.double() if fmap is None else _keys(fmap, k.double())
-    how |= of_tokens(
-        row, b, m, g, how["rotary"].rotary_dim // 2 if how["rotary"] is not None else f // 2, dtype
-    )
+    pairs = f // 2 if how["rotary"] is None else how["rotary"].rotary_dim // 2
+    how |= of_tokens(row, b, m, g, f, pairs, dtype)
     if "erase" in how and psi.numel():  # less than 2 / |psi|^2, above which the recurrence would grow
         how["erase"] = how["erase"] / psi.detach().square().sum(-1).max().to(dtype)
     state = random_state(k, v, how, h=h) if row["state"] == "some" else None
@@ -213,17 +213,26 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def of_tokens(row: Row, b: int, m: int, g: int, pairs: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def of_tokens(row: Row, b: int, m: int, g: int, f: int, pairs: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """log_decay, angle_steps, write and erase, each for all rows, all heads, or for each of them."""
+    turning = pairs if row["rotary"] != "none" or row["angle_steps"] != "none" else 0
 
     def numbers(option: str, *more: int) -> Tensor:
-        shape = 1 if row[option] == "for all rows" else b, m, 1 if row[option] == "for all heads" else g
+        for_all_rows, for_all_heads = (
+            ("for all rows", "per unit for all"),
+            ("for all heads", "per unit for all"),
+        )
+        shape = 1 if row[option] in for_all_rows else b, m, 1 if row[option] in for_all_heads else g
         seed = DATA.index(option)
         return torch.randn(*shape, *more, generator=generator(seed), dtype=torch.float64, device="cpu")
 
     made = {}
     if row["log_decay"] != "none":
-        made["log_decay"] = -0.2 * numbers("log_decay").abs()
+        by_unit = row["log_decay"].startswith("per unit")
+        made["log_decay"] = -0.2 * numbers("log_decay", *([f - turning] if by_unit else [])).abs()
+        if by_unit:
+            made["log_decay"][..., ::2] *= 25  # from open gates to the strongest of KDA
+            made["log_decay"][:, 5::13, :, ::3], made["log_decay"][:, 7::23] = -1e4, -1e-6
         if row["log_decay"] == "strong":  # beside others that hardly decay
             gates = made["log_decay"].mul_(4)
             gates[:, 3::17], gates[:, 7::23], gates[:, 11::29], gates[:, 12::29] = -20, 0, -1e4, -1e-3
