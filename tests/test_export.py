@@ -203,6 +203,21 @@ class DeltaRule(nn.Module):
         return [out, state.kv]
 
 
+@torch.no_grad()
+def test_a_program_of_the_delta_rule_takes_any_batch_and_length() -> None:
+    module = DeltaRule("auto", gated=True)
+
+    def inputs(b: int, n: int) -> tuple[Tensor, ...]:
+        q, k, v = torch.randn(b, n, 4, 8), torch.randn(b, n, 2, 8), torch.randn(b, n, 2, 6)
+        return q, k, v, torch.rand(b, n, 2) / 20, -torch.rand(b, n, 2), torch.randn(b, 2, 8, 6)
+
+    shapes = (*[{0: ANY, 1: ANY}] * 5, {0: ANY})
+    program = torch.export.export(module, inputs(2, 9), dynamic_shapes=shapes).module()
+    for b, n in ((1, 1), (3, 150)):
+        tensors = inputs(b, n)
+        assert_near(program(*tensors), module(*tensors))
+
+
 @in_onnx_s_process
 @pytest.mark.parametrize("gated", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("form", ["reference", "onnx", pytest.param("opset27", marks=pytest.mark.long)])

@@ -20,6 +20,7 @@ class Row:
     device: str
     dtype: str
     cases: int = 0  # number of cases compared
+    all_cases: int = 0  # number of cases that the backend computes
     errors: dict[str, float] = field(default_factory=dict)  # by part: forward, gradients, state
     failures: list[str] = field(default_factory=list)
 
@@ -65,10 +66,10 @@ def check(
         f"linrope {found['linrope']}, torch {found['torch']}, {found['platform']}, instruction set "
         f"{found['instruction_set'] or 'none'}"
     )
-    console.print(_table(rows, len(CASES)), soft_wrap=False)
+    console.print(_table(rows), soft_wrap=False)
     for name, reason in absent.items():
         console.print(f"{name}: not available: {' '.join(reason.split())}")
-    if any(row.cases < len(CASES) for row in rows) and not failures:
+    if any(row.cases < row.all_cases for row in rows) and not failures:
         console.print(
             "not all cases were compared in this time; a larger number of --seconds compares the others"
         )
@@ -85,6 +86,7 @@ def _rows(known: dict[str, dict[str, Any]]) -> tuple[list[Row], dict[str, str]]:
 
     from linrope.backends import BACKENDS
     from linrope.cli.bounds import BOUNDS
+    from linrope.cli.conformance import cases_of
 
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     rows, absent = [], {}
@@ -95,20 +97,22 @@ def _rows(known: dict[str, dict[str, Any]]) -> tuple[list[Row], dict[str, str]]:
         if (reason := known[name]["reason"]) is not None or not here:
             absent[name] = reason or f"it runs on {' and '.join(places)}, which PyTorch does not have here"
             continue
-        rows += [Row(name, device, str(x).removeprefix("torch.")) for device in here for x in BOUNDS]
+        count = len(cases_of(name))
+        dtypes = [str(x).removeprefix("torch.") for x in BOUNDS]
+        rows += [Row(name, device, dtype, all_cases=count) for device in here for dtype in dtypes]
     return rows, absent
 
 
 def _compare(rows: list[Row], end: float) -> None:
     """Fills the rows, case by case, so that all rows have the same cases if the time runs out."""
     from linrope.cli.bounds import BOUNDS
-    from linrope.cli.conformance import CASES, Exact
+    from linrope.cli.conformance import CASES, Exact, cases_of
 
     for case in CASES:
         for dtype in BOUNDS:
             exact: Exact | None = None
             for row in (row for row in rows if row.dtype == str(dtype).removeprefix("torch.")):
-                if row.cases and monotonic() > end:
+                if (row.cases and monotonic() > end) or case not in cases_of(row.backend):
                     continue
                 exact = exact or Exact(case, dtype)
                 row.cases += 1
@@ -125,7 +129,7 @@ def _add(row: Row, exact: Any) -> None:
         row.failures.append(f"{row.name}: {type(error).__name__}: {cause}, in: {exact.case.name}")
 
 
-def _table(rows: list[Row], cases: int) -> Table:
+def _table(rows: list[Row]) -> Table:
     from linrope.cli.bench.report import plain_table
     from linrope.cli.conformance import PARTS
 
@@ -136,7 +140,7 @@ def _table(rows: list[Row], cases: int) -> Table:
         table.add_column(name, justify="right")
     for row in rows:
         errors = [f"{row.errors[part]:.2f}" if part in row.errors else "" for part in PARTS]
-        table.add_row(row.backend, row.device, row.dtype, *errors, f"{row.cases} of {cases}")
+        table.add_row(row.backend, row.device, row.dtype, *errors, f"{row.cases} of {row.all_cases}")
     return table
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary, feature_maps, linear_rope_attention
-from linrope.backends import native
+from linrope.backends import load, native
 from linrope.cli.bounds import (
     BOUNDS,
     DATA,
@@ -38,6 +38,7 @@ class Case:
     name: str
     pieces: tuple[int, ...]  # tokens of each call; each continues from the state of the one before
     gates: bool = False  # a log decay for each token and key/value head
+    erases: bool = False  # the delta rule, with nearly equal keys in the last head
     packed: tuple[int, ...] | None = None  # lengths of packed sequences
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -47,12 +48,20 @@ class Case:
         return self.pieces[-1] == 1
 
     def inputs(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """q, k, v and the gates of all pieces; gates are float32."""
+        """q, k, v, the gates and what is erased of all pieces; all but q, k and v are float32."""
         n, generator = sum(self.pieces), torch.Generator().manual_seed(len(self.name))
         random = partial(torch.randn, generator=generator, dtype=torch.float64)
         found = {name: random(1, n, HEADS if name == "q" else GROUPS, DIM).to(dtype) for name in "qkv"}
         if self.gates:
             found["log_decay"] = torch.nn.functional.logsigmoid(2 * random(1, n, GROUPS) + 2).float()
+        if self.erases:
+            alike = found["k"][:, :1, -1] + found["k"][:, :, -1] / 100
+            found["k"] = torch.cat((found["k"][:, :, :-1], alike[:, :, None]), 2)
+            psi: Any = feature_maps.make(self.how()["feature_map"], DIM).keys(found["k"].double())
+            # With 2 / |psi|^2 a key turns what it reads into its negative. With more the state would grow.
+            found["erase"] = (
+                2 * torch.rand(1, n, GROUPS, generator=generator) / psi.square().sum(-1)
+            ).float()
         return found
 
     def how(self) -> dict[str, Any]:
@@ -70,11 +79,24 @@ CASES = (
     Case("decoding", (130, 1, 1, 1, 1), gates=True),
     Case("a continued sequence", (40, 100), gates=True),
     Case("no normalizer", (150,), gates=True, options={"normalize": False, "feature_map": "silu"}),
+    Case(
+        "the delta rule",
+        (90, 80),
+        gates=True,
+        erases=True,
+        options={"normalize": False, "feature_map": "silu"},
+    ),
     Case("the map exp", (130,), options={"feature_map": "exp"}),
     Case("packed sequences", (152,), packed=(1, 17, 64, 70)),
     Case("bidirectional", (80,), options={"causal": False}),
     Case("one token", (1, 1)),
 )
+
+
+def cases_of(backend: str) -> list[Case]:
+    """The cases that the backend computes."""
+    module = load(backend)
+    return [case for case in CASES if not case.erases or isinstance(module, str) or "erase" in module.OPTIONS]
 
 
 def errors(backend: str, device: str, exact: "Exact") -> dict[str, float]:
@@ -135,8 +157,11 @@ class Exact:
 def sizes_of_terms(inputs: dict[str, Tensor], how: dict[str, Any]) -> dict[str, Tensor]:
     """M of docs/numerics.md, and the sizes of the terms of kv and z, for float64 inputs and positive or signed maps.
 
-    The sums are those of the call, by "reference", of absolute values that are not rotated or normalized.
+    The sums are those of the call, by "reference", of absolute values that are not rotated or normalized. With erase
+    they are formed token by token.
     """
+    if "erase" in inputs:
+        return _sizes_with_erase(inputs, how)
     rest = {name: x for name, x in how.items() if name not in ("feature_map", "rotary", "normalize")}
     if "log_decay" in inputs:
         rest["log_decay"] = inputs["log_decay"]
@@ -167,6 +192,28 @@ def sizes_of_terms(inputs: dict[str, Tensor], how: dict[str, Any]) -> dict[str, 
         den, _ = sums(phi, psi, torch.ones_like(v[..., :1]))
         size = size / den.clamp(min=EPS)
     return {"out": size, "kv": last.kv, "z": counted.z}
+
+
+def _sizes_with_erase(inputs: dict[str, Tensor], how: dict[str, Any]) -> dict[str, Tensor]:
+    """A_t, the size of a column of S, and M = |phi| A.
+
+    P_t = e^(a_t) S_(t-1),   u_t = v_t - b_t P_t^T psi^_t,   S_t = P_t + psi^_t u_t^T
+    A_t = max(1, |1 - b_t |psi_t|^2|) e^(a_t) A_(t-1) + |psi_t| (|v_t| + b_t |psi_t| |P_t|)
+    """
+    fmap, v = feature_maps.make(how["feature_map"], DIM), inputs["v"]
+    phi, psi = _features(fmap.queries(inputs["q"])), _features(fmap.keys(inputs["k"]))
+    psi_hat, lengths = how["rotary"](psi, torch.arange(psi.shape[1])), psi.norm(dim=-1)[..., None]
+    factors, erase = inputs["log_decay"].exp()[..., None], inputs["erase"][..., None]
+    S, A, sizes = v.new_zeros(*v.shape[::2], DIM, v.shape[3]), v.new_zeros(*v.shape[::2], v.shape[3]), []
+    for t in range(v.shape[1]):
+        k, b, length = psi_hat[:, t, :, :, None], erase[:, t], lengths[:, t]
+        P = factors[:, t, :, None] * S
+        S = P + k * (v[:, t] - b * (k * P).sum(2))[:, :, None]
+        growth = (1 - b * length.square()).abs().clamp(min=1) * factors[:, t]
+        A = growth * A + length * (v[:, t].abs() + b * length * P.norm(dim=2))
+        sizes.append(A)
+    M = torch.stack(sizes, 1).repeat_interleave(HEADS // GROUPS, 2) * phi.norm(dim=-1)[..., None]
+    return {"out": M, "kv": A[:, :, None].expand_as(S), "z": A.new_zeros(*A.shape[:2], DIM)}
 
 
 def _features(features: Any) -> Tensor:

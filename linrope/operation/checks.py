@@ -181,6 +181,8 @@ def _check_floating(name: str, x: Tensor, device: torch.device) -> None:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name}: got {kind}, expected a floating-point torch.Tensor")
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"{name}: got {x.dtype}, expected float64, float32, bfloat16 or float16")
     if x.device != device:
         raise ValueError(f"{name}: got device {x.device}, expected {device}")
 

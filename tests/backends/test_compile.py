@@ -36,7 +36,7 @@ def tokens(n: int, m: int, dtype: torch.dtype) -> list[torch.Tensor]:
 def operator_arguments(
     n: int = 70, m: int | None = None, *, dtype=torch.float64, causal=True, state=False, mask=False,
     rotary=True, layout="interleaved", positions=False, save=True, decay=False, steps=False, packed=False,
-    return_state=True, state_only=False, write=False, backend="eager",
+    return_state=True, state_only=False, write=False, erase=False, backend="eager",
 ) -> tuple:  # fmt: skip
     m = n if m is None else m
     q, k, v = tokens(n, m, dtype)
@@ -50,16 +50,17 @@ def operator_arguments(
     log_decay = -numbers(b, m, G, dtype=dtype).abs() if decay else None
     angle_steps = numbers(b, m, 1, D // 2, dtype=dtype) if steps else None
     factors = numbers(b, m, G, dtype=dtype) if write else None
-    for x in (q, k, v, kv, z, log_decay, angle_steps, factors):
+    shares = (numbers(b, m, 1, dtype=dtype).sigmoid() / 50) if erase else None
+    for x in (q, k, v, kv, z, log_decay, angle_steps, factors, shares):
         if x is not None:
             x.requires_grad_(save)
     call = Call(
-        q=q, k=k, v=v, log_decay=log_decay, angle_steps=angle_steps, write=factors,
+        q=q, k=k, v=v, log_decay=log_decay, angle_steps=angle_steps, write=factors, erase=shares,
         theta_turns=Rotary(D).turns_per_position(torch.device("cpu")) if rotary else None,
         positions=torch.arange(b * n).view(b, n) if positions else torch.tensor([[3]]),
         key_positions=None if m == n else torch.tensor([[0]]), key_mask=numbers(b, m) > 0 if mask else None,
         cu_seqlens=torch.tensor([0, 5, 5, n]) if packed else None, layout=layout, feature_map="elu+1",
-        causal=causal, return_state=return_state,
+        causal=causal, return_state=return_state, normalize=not erase,
     )  # fmt: skip
     sums = None if kv is None or z is None else Sums(kv, z, angle)
     return *flatten(backend, call, sums), save
@@ -78,6 +79,9 @@ CONFIGURATIONS = {
     "state only": {"state_only": True, "decay": True},
     "float32": {"dtype": torch.float32, "state": True},
     "float32, inference": {"dtype": torch.float32, "save": False, "mask": True},
+    "erase": {"erase": True, "decay": True, "steps": True, "state": True, "mask": True},
+    "erase, packed, inference": {"erase": True, "packed": True, "save": False, "dtype": torch.float32},
+    "erase, state only": {"erase": True, "state_only": True, "state": True},
     "bidirectional": {"causal": False},
     "bidirectional, inference": {"causal": False, "save": False, "state": True},
     "bidirectional, state, mask": {"causal": False, "state": True, "mask": True},
@@ -87,7 +91,7 @@ CONFIGURATIONS = {
 # Every argument of the operator, with and without gradients; make test-long has the others
 ORDINARY = (
     "causal, state, mask", "causal, positions, half", "decay, steps", "packed", "state only", "one token", "cross",
-    "float32, inference", "bidirectional",
+    "erase", "float32, inference", "bidirectional",
 )  # fmt: skip
 IN_FLOAT32 = {  # of the compiled kernels, which share the operator
     "packed": {"packed": True, "state": True, "decay": True},
@@ -249,3 +253,26 @@ def test_the_operation_itself_compiles_with_given_positions_and_mask() -> None:
         q, k, v = tokens(n, n, torch.float32)
         how = torch.arange(n) * 3, numbers(B, n) > 0
         assert_close(compiled(q, k, v, *how), run(q, k, v, *how))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_the_delta_rule_compiles_twice_for_all_lengths_with_the_state_handed_on() -> None:
+    def run(q, k, v, erase, state) -> tuple[torch.Tensor, LinearAttentionState]:
+        how = {"rotary": Rotary(D), "feature_map": "silu", "normalize": False, "return_state": True}
+        return linear_rope_attention(q, k, v, erase=erase, state=state, **how)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=counter)
+    found = []
+    for call in (compiled, run):
+        state, results = None, []
+        for n in (7, 70, 3, 1, 20):
+            inputs = [x.requires_grad_() for x in (*tokens(n, n, torch.float32), numbers(B, n, G).sigmoid())]
+            out, after = call(*inputs, state)
+            gradients = torch.autograd.grad(out.square().sum() + after.kv.square().sum(), inputs)
+            state = after.detach()
+            results += [out, state.kv, state.position, *gradients]
+        found.append(results)
+    for a, b in zip(*found, strict=True):
+        assert_close(a, b)
+    assert counter.frame_count <= 3  # without a state; with one, for one length; for all

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from linrope import LinearRoPEAttention, Rotary, linear_rope_attention, linear_rope_state
+from tests.support.contract import refused
 from tests.support.oracle import NATIVE, both_directions, randoms
 
 BACKENDS = ("eager", NATIVE)
@@ -41,6 +42,20 @@ def test_vmap_grad_and_their_likes_are_those_of_reference(backend: str) -> None:
         "per sample": lambda name: vmap(grad(lambda y: loss(y[None], name)))(x[0]),
         "two levels": lambda name: vmap(vmap(lambda y: attend(y[None], name)))(x),
     }
+    if "erase" not in refused(backend):
+        share = gates.sigmoid() / 20
+
+        def delta(y: Tensor, b: Tensor, name: str) -> Tensor:
+            return attend(y, name, erase=b, normalize=False)
+
+        ways |= {
+            "vmap with erase": lambda name: vmap(lambda y: delta(y, share, name))(x),
+            "vmap of erase": lambda name: vmap(lambda b: delta(x[0], b[None], name))(share),
+            "grad of erase": lambda name: grad(lambda b: delta(x[0], b, name).square().sum())(share),
+            "erase, per sample": lambda name: vmap(
+                grad(lambda b, y: delta(y[None], b[None], name).square().sum())
+            )(share, x[0]),
+        }
     for name, way in ways.items():
         assert_close(way(backend), way("reference"), rtol=1e-4, atol=1e-4, msg=name)
 
@@ -83,6 +98,9 @@ def test_forward_mode_is_refused_not_zero(backend: str) -> None:
         jacfwd(lambda y: attend(y, backend))(x)
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match=message):
         attend(forward_ad.make_dual(x, x), backend)
+    share = torch.full((1, 5, 2), 0.1)
+    with pytest.raises(RuntimeError, match=message):
+        jvp(lambda b: attend(x, backend, erase=b, normalize=False), (share,), (share,))
     with forward_ad.dual_level():  # without a tangent there is nothing to follow
         attend(x, backend)
 
@@ -92,6 +110,13 @@ def test_reference_has_forward_mode() -> None:
     _, found = jvp(lambda y: attend(y, "reference"), (x,), (tangent,))
     above, below = (attend(x + near * tangent, "reference") for near in (1e-6, -1e-6))
     assert_close(found, (above - below) / 2e-6, rtol=1e-6, atol=1e-6)
+    erase = torch.full((1, 6, 2), 0.1, dtype=x.dtype)
+
+    def delta(b: Tensor) -> Tensor:
+        return attend(x, "reference", erase=b, normalize=False)
+
+    _, found = jvp(delta, (erase,), (erase,))
+    assert_close(found, (delta(erase * (1 + 1e-6)) - delta(erase * (1 - 1e-6))) / 2e-6, rtol=1e-6, atol=1e-6)
 
 
 @both_directions

@@ -1,5 +1,6 @@
 """The layer and the models on shards: one process's outputs, losses and gradients of all weights."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -200,15 +201,30 @@ def test_shards_of_sequences_and_of_weights_and_checkpointed_activations_go_toge
 
 @on_each_rank
 def test_a_mesh_of_two_dimensions_gives_its_cp() -> None:
-    """Rows are split over "dp" and sequences over "cp". A Shard of the whole mesh takes its dimension "cp"."""
+    """Rows or heads are split over "dp" and sequences over "cp". A Shard of the whole mesh takes its dimension "cp"."""
     size = dist.get_world_size()
     mesh = dist.init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "cp"))
-    q, k, v = randoms(size // 2, 10, 2, 4)
-    shard = Shard(mesh, lengths=[7, 3])
-    row = slice(mesh.get_local_rank("dp"), mesh.get_local_rank("dp") + 1)
-    out = linear_rope_attention(*[shard.take(x)[row] for x in (q, k, v)], shard=shard)
-    expected = shard.take(linear_rope_attention(q, k, v))[row]
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+    shard, at = Shard(mesh, lengths=[7, 3]), mesh.get_local_rank("dp")
+    for name, of_heads in product((None, "erase"), (False, True)):
+        inputs = dict(zip("qkv", randoms(2, 10, 2, 4), strict=True))
+        how: dict[str, Any] = {"feature_map": "silu", "normalize": False}
+        if name is not None:
+            inputs[name] = inputs["k"].square().mean(-1) / 20
+        found = []
+        for own in (None, shard):
+            leaves = {x: y.clone().requires_grad_() for x, y in inputs.items()}
+            parts = {x: here(y, own, at, size // 2, of_heads) for x, y in leaves.items()}
+            out = linear_rope_attention(**parts, **how, shard=own)
+            grads = torch.autograd.grad(out.square().sum(), leaves.values())
+            out = here(out, shard if own is None else None, 0, 1, of_heads)
+            found.append([out, *[here(x, shard, at, size // 2, of_heads) for x in grads]])
+        torch.testing.assert_close(*found, rtol=0, atol=1e-13)
+
+
+def here(x: Tensor, shard: Shard | None, index: int, parts: int, of_heads: bool) -> Tensor:
+    """The part of x (b, n, heads, ..) of this process: some of its rows or heads, and of its tokens if in a shard."""
+    x = x.tensor_split(parts, 2 if of_heads else 0)[index]
+    return x if shard is None else shard.take(x)
 
 
 @on_each_rank

@@ -136,6 +136,13 @@ TYPES: list[tuple[dict[str, Any], str]] = [
     *(({name: 0.9}, f"{name}: got float, expected a floating-") for name in (*DATA, "decay")),
     *(({name: cu(1, 1)}, f"{name}: got torch.int32, expected a fl") for name in (*DATA, "decay")),
     *(
+        (
+            {name: zeros(1, N, G).to(torch.float8_e4m3fn)},
+            f"{name}: got torch.float8_e4m3fn, expected float64, ",
+        )
+        for name in DATA
+    ),
+    *(
         ({name: [1]}, f"{name}: got list, exp")
         for name in ("positions", "key_positions", "key_mask", "state", "rotary")
     ),

@@ -202,7 +202,7 @@ def growth(sizes: Case, short: int, long: int, effort: Effort) -> dict[str, Any]
 
 
 def extra_costs(n: int, effort: Effort) -> dict[str, Any]:
-    """Times with decay, gates, steps, packing, and in bfloat16, divided by the time of the plain call."""
+    """Times with decay, gates, steps, erase, packing, and in bfloat16, divided by the time of the plain call."""
     case, half = AttentionCase(n), AttentionCase(n, dtype=torch.bfloat16)
     half.check()
     variants: dict[str, tuple[AttentionCase, Callable[[], Tensor]]] = {"plain": (case, case.linrope)}
