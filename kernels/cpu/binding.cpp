@@ -96,7 +96,7 @@ template <class T> static T* data_if(bool wanted, const Tensor& x) { return want
 static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(Inputs& inputs) {
   Call& c = read_call(inputs);
   const bool queries = inputs.has(kQ), in_place = inputs.has(kSlots), state = c.want_state && !in_place;
-  const bool erases = c.erase.data, saves = c.save && c.causal;
+  const bool erases = inputs.has(kErase), saves = c.save && c.causal;
   if (in_place) check_angle_heads(c);
   const Schedule schedule(c);
   const auto table = make_rotation_table(c);

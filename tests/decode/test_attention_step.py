@@ -18,21 +18,28 @@ WAYS: dict[str, dict[str, Any]] = {
     "decay": {"decay": torch.tensor([0.9, 0.99])},
     "gates and write": {"log_decay": True, "write": True, "eps_mode": "add"},
     "erase": {"feature_map": None, "normalize": False, "log_decay": True, "write": True, "erase": True},
+    "gates of units": {"decay": torch.tensor([0.9, 0.99]), "log_decay": "per unit"},
+    "gates of units, erase": {"feature_map": None, "normalize": False, "log_decay": "per unit", "erase": True},
     "decay, gates and steps": {"decay": torch.tensor([0.9, 0.99]), "log_decay": True, "angle_steps": True},
 }
-SHAPES = {"q": (H, F), "k": (G, F), "v": (G, E), "log_decay": (G,), "angle_steps": (G, F // 2), "write": (G,)}
-SHAPES |= {"erase": (G,)}
+SHAPES = {
+    **{"q": (H, F), "k": (G, F), "v": (G, E), "log_decay": (G,), "angle_steps": (G, F // 2), "write": (G,)},
+    **{"erase": (G,), "gates per unit": (G, F // 2)},
+}
 
 
 def tokens(n: int, way: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     numbers = {name: torch.randn(B, n, *shape, generator=generator) for name, shape in SHAPES.items()}
-    numbers["log_decay"].abs_().neg_()
+    for gates in ("log_decay", "gates per unit"):
+        numbers[gates].abs_().neg_()
+    if WAYS[way].get("log_decay") == "per unit":
+        numbers["log_decay"] = numbers["gates per unit"]
     return {name: x.to(dtype) for name, x in numbers.items() if name in ("q", "k", "v") or name in WAYS[way]}
 
 
 def fixed(way: str) -> dict[str, Any]:
-    return {"rotary": Rotary(F)} | {name: x for name, x in WAYS[way].items() if x is not True}
+    return {"rotary": Rotary(F)} | {name: x for name, x in WAYS[way].items() if x is not True and name != "log_decay"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -321,16 +321,12 @@ def test_a_pool_must_be_made_without_z(backend: str) -> None:
 
 
 @pytest.mark.parametrize("n", [N, 1])  # a decoding step is chosen a backend for apart
-def test_native_refuses_it_by_name_and_auto_takes_eager(n: int) -> None:
+def test_auto_takes_native_on_a_cpu(n: int) -> None:
     qkv, data = tokens()
     (q, k, v), erase = (x[:, :n].float() for x in qkv), data["erase"][:, :n]
     options: dict[str, Any] = {"feature_map": None, "normalize": False, "erase": erase}
     if n == 1:
         options["state"] = linear_rope_state(k, v, feature_map=None)
+    expected = "eager" if native.why_not() else "native"
     out = linear_rope_attention(q, k, v, **options)
-    assert torch.equal(out, linear_rope_attention(q, k, v, **options, backend="eager"))
-    if native.why_not() is None:
-        with pytest.raises(
-            RuntimeError, match="erase: this backend does not compute it; use backend='eager'"
-        ):
-            linear_rope_attention(q, k, v, **options, backend="native")
+    assert torch.equal(out, linear_rope_attention(q, k, v, **options, backend=expected))

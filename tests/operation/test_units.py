@@ -9,9 +9,8 @@ from torch.nn import functional as F
 
 from linrope import Rotary, linear_rope_attention, linear_rope_state
 from linrope.backends import native
-from linrope.decode import prepare_attention
 from tests.support.equation import Equation
-from tests.support.oracle import NATIVE, assert_same, everything, randoms
+from tests.support.oracle import assert_same, everything, randoms
 
 B, N, H, G, D, E = 2, 70, 4, 2, 6, 3
 BACKENDS = ("reference", "eager")
@@ -196,27 +195,16 @@ def test_half_precision_calls_take_gates_of_any_dtype(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("n", [N, 1])  # a decoding step is chosen a backend for apart
-@pytest.mark.parametrize("backend", [NATIVE, "triton"])
-def test_others_refuse_it_by_name_and_auto_takes_eager(n: int, backend: str) -> None:
+def test_triton_refuses_it_by_name_and_auto_takes_native_on_a_cpu(n: int) -> None:
     (q, k, v), how = cut(problem("kda", "interleaved", erase=False), slice(n))
     q, k, v = q.float(), k.float(), v.float()
     if n == 1:
         how |= {"state": linear_rope_state(k, v, rotary=how["rotary"], angle_steps=how["angle_steps"])}
     out = linear_rope_attention(q, k, v, **how)
-    assert torch.equal(out, linear_rope_attention(q, k, v, **how, backend="eager"))
+    expected = "eager" if native.why_not() else "native"
+    assert torch.equal(out, linear_rope_attention(q, k, v, **how, backend=expected))
     with pytest.raises(RuntimeError, match="a last axis of units, not per head: use backend='eager'"):
-        linear_rope_attention(q, k, v, **how, backend=backend)
-
-
-@pytest.mark.skipif(native.why_not() is not None, reason="needs the native kernels")
-def test_prepared_steps_refuse_it() -> None:
-    qkv, how = cut(problem("kda", "none", erase=False), slice(1))
-    q, k, v = (x.float() for x in qkv)
-    step = prepare_attention(linear_rope_state(k, v))
-    with pytest.raises(
-        ValueError, match="log_decay: got a last axis of units, which prepared steps do not comp"
-    ):
-        step(q, k, v, log_decay=how["log_decay"].float())
+        linear_rope_attention(q, k, v, **how, backend="triton")
 
 
 def test_it_compiles() -> None:

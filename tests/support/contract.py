@@ -151,7 +151,7 @@ def refused(backend: str) -> list[str]:
 
 def takes_units(backend: str) -> bool:
     """True if the backend computes a log_decay per unit."""
-    return backend not in ("native", "triton")
+    return backend != "triton"
 
 
 def computed(backend: str) -> dict[str, list[str]]:

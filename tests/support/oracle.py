@@ -74,7 +74,7 @@ def randoms(
 def random_state(
     k: Tensor, v: Tensor, how: dict[str, Any], *, position: int = 7, h: int | None = None
 ) -> LinearAttentionState:
-    """A state that such a call could have made, with kv of both signs and z > 0, leaves of the graph."""
+    """A state that such a call could have made, with kv of both signs and z > 0 (with erase 0), leaves of the graph."""
     like = {name: how[name] for name in ("feature_map", "normalize", "rotary", "rope_order") if name in how}
     if (rotary := how.get("rotary")) is not None and rotary.axes is not None:
         like["positions"] = torch.zeros(0, rotary.axes, dtype=torch.int64)
@@ -87,6 +87,7 @@ def random_state(
     generator = torch.Generator().manual_seed(99)
     kv = torch.randn(state.kv.shape, generator=generator, dtype=torch.float64, device="cpu").to(state.kv)
     z = torch.rand(state.z.shape, generator=generator, dtype=torch.float64, device="cpu").to(state.z) + 0.5
+    z = torch.zeros_like(z) if "erase" in like else z
     where = position + torch.arange(len(kv))
     if state.log_scale is not None:  # of keys that were there, as kv says
         state = replace(
