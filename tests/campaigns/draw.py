@@ -245,6 +245,13 @@ class Configuration:
         """The share that each token erases: of the largest one with which a state surely does not grow, 1 / |psi|^2."""
         assert self.strength is not None
         keys = k.double()
+        if (
+            self.order == "before"
+        ):  # each feature is at most as large as its pair, which is turned before the map
+            assert self.rotary is not None
+            inner = self.rotary.layout == "interleaved"
+            pairs = keys.unflatten(-1, (-1, 2) if inner else (2, -1)).norm(dim=-1 if inner else -2)
+            keys = pairs.repeat_interleave(2, -1) if inner else pairs.repeat(1, 1, 1, 2)
         if self.map is not None:
             places = (torch.arange(k.shape[1])[None],) if self.map.positional else ()
             keys = self.map.keys(keys, *places).double()
