@@ -284,6 +284,20 @@ inline void read_rotation(Inputs& x) {
   }
 }
 
+// The units of log_decay, with the words of linrope/operation/checks.py
+inline void read_units(Inputs& x) {
+  Call& c = x.call;
+  const Tensor& gates = x.at(kLogDecay);
+  const auto got = gates.sizes();
+  const int64_t units = c.f - c.pairs, sizes[] = {c.b, c.n, c.g, units};
+  bool fits = got.size() == 3 || got.size() == 4;
+  for (size_t i = 0; fits && i < got.size(); i++) fits = got[i] == sizes[i] || (got[i] == 1 && i % 2 == 0);
+  if (!fits)
+    refuse("log_decay: got shape ", shape_text(gates), ", expected (b or 1, n, g or 1) = (", c.b, ", ", c.n, ", ", c.g,
+           "), or (", c.b, ", ", c.n, ", ", c.g, ", ", units, "): per pair that turns, then per other feature");
+  c.units = got.size() == 4 ? units : 1;
+}
+
 // True if kv (rows, g, f, e) lies in memory as (rows, g, e, f), and not as its shape says
 inline bool is_swapped(const Tensor& kv) {
   const int64_t g = kv.size(1), f = kv.size(2), e = kv.size(3), strides[4] = {g * f * e, f * e, 1, f};
@@ -331,7 +345,7 @@ inline Call& read_call(Inputs& x) {
   read_tokens(x);
   read_packing(x);
   read_rotation(x);
-  if (x.has(kLogDecay) && x.at(kLogDecay).dim() == 4) c.units = c.f - c.pairs;
+  if (x.has(kLogDecay)) read_units(x);
   for (int i = 0; i < kCount; i++)
     if (x.has(i)) read_tensor(kArguments[i], x.at(i), c);
   check_together(x);

@@ -168,10 +168,8 @@ __attribute__((noinline)) void read_before_writing(int f, int e, bool swapped, c
 // The decay of each feature, in the caller's order
 void set_factors(const Task& task, const StepScratch& w) {
   const Units units(task.c, task.span, task.s, false);
-  float a[kMaxDim];
   double D[kMaxDim + W] = {};
-  units.read_row(task.s, 0, a);
-  for (int f = 0; f < task.s.f; f++) D[f] = a[f];
+  units.read_row(task.s, 0, D);
   w.of_features.set(D, round_up(task.s.f, W));
 }
 

@@ -57,17 +57,21 @@ struct Units {
     copies = internal && !s.compact && s.stored == s.pairs && type == kFloat32 && unit == 4;
   }
   // (count): the log decay of each feature, 0 for padding
-  void read_row(const Shape& s, int64_t t, float* a) const {
+  template <class T> void read_row(const Shape& s, int64_t t, T* a) const {
     const char* from = base + t * token;
-    if (copies) {
-      const float* x = (const float*)from;
-      zero(a, count);
-      copy_in(x, a, s.pairs);
-      copy_in(x, a + s.half, s.pairs);
-      copy_in(x + s.pairs, a + 2 * s.half, s.rest);
-    } else {
-      for (int i = 0; i < count; i++) a[i] = unit_of[i] < 0 ? 0 : (float)read(from + unit_of[i] * unit, type);
-    }
+    for (int i = 0; !copies && i < count; i++) a[i] = unit_of[i] < 0 ? 0 : (T)read(from + unit_of[i] * unit, type);
+    if (!copies) return;
+    const float* x = (const float*)from;
+    for (int i = 0; i < count; i++) a[i] = 0;
+    for (int i = 0; i < s.pairs; i++) a[i] = a[s.half + i] = x[i];
+    for (int i = 0; i < s.rest; i++) a[2 * s.half + i] = x[s.pairs + i];
+  }
+  // a: the same; gates: e^a, exact to the last digits of a
+  void read_gates(const Shape& s, int64_t t, double* a, float* gates) const {
+    read_row(s, t, a);
+    if (type == kFloat64) return exponentials(a, gates, count);
+    read_row(s, t, gates);
+    for (int f = 0; f < count; f += W) store(gates + f, exponential(load(gates + f)));
   }
 };
 
@@ -79,14 +83,14 @@ struct UnitDecay {
   float *from_start, *to_end;           // (C, F): from the chunk's start to i; after i to the chunk's end
   float *keys, *keys_t, *of_leaf;       // what `set_keys` and `scores` leave: see there
   FeatureFactors factors;               // of the whole chunk
-  double *leaf_sum, *total;
+  double *gate, *leaf_sum, *total;  // log decay of a token, of a leaf and of the chunk
   int rows = 0;
 
   UnitDecay(Arena& arena, const Shape& s)  // without memory if the decay is not per unit
       : s(s), F(s.per_unit ? s.F : 0), gates(rows_of(arena)), from_leaf(rows_of(arena)), to_leaf(rows_of(arena)),
         leaf(arena.take<float>(kLeaves * F)), before(arena.take<float>(kLeaves * F)),
         after(arena.take<float>(kLeaves * F)), from_start(rows_of(arena)), to_end(rows_of(arena)), keys(rows_of(arena)),
-        keys_t(rows_of(arena)), of_leaf(rows_of(arena)), factors(arena, F), leaf_sum(arena.take<double>(F)),
+        keys_t(rows_of(arena)), of_leaf(rows_of(arena)), factors(arena, F), gate(arena.take<double>(F)), leaf_sum(arena.take<double>(F)),
         total(arena.take<double>(F)) {}
   float* rows_of(Arena& arena) const { return arena.take<float>(kChunk * F); }
 
@@ -96,11 +100,12 @@ struct UnitDecay {
     for (int J = 0; J < kLeaves; J++) {
       for (int f = 0; f < F; f++) leaf_sum[f] = 0;
       for (int i = J * kLeaf; i < (J + 1) * kLeaf; i++) {
-        float* a = gates + i * F;
-        if (i < rows) units.read_row(s, t + i, a);
-        else zero(a, F);
-        for (int f = 0; f < F; f++) leaf_sum[f] += a[f];
-        for (int f = 0; f < F; f += W) store(a + f, exponential(load(a + f)));
+        if (i < rows) {
+          units.read_gates(s, t + i, gate, gates + i * F);
+          for (int f = 0; f < F; f++) leaf_sum[f] += gate[f];
+        } else {
+          for (int f = 0; f < F; f++) gates[i * F + f] = 1;
+        }
       }
       for (int f = 0; f < F; f++) total[f] += leaf_sum[f];
       exponentials(leaf_sum, leaf + J * F, F);
