@@ -66,8 +66,6 @@ struct Backward : Task {
     float *of_readers = arena.take<float>(C * W), *of_erasers = arena.take<float>(C * W);
     float *of_writers = arena.take<float>(C * W), *dS_t = state();
     float *k_angles = angle_rows(), *q_angles = angle_rows();
-    float* states = arena.take<float>(kChunks * s.F * s.E);   // S^T before each chunk of a block
-    double* z_states = arena.take<double>(kChunks * s.F);     // z
     mutable ChunkDecay::Scratch decay{arena, s};
     // Decay per unit: what keys get within leaves, and log decay's gradient. Sums over pairs of a writer and a reader: of
     // those before and after the chunk; before it and in a leaf; in a leaf and after it; before and after a leaf
@@ -79,9 +77,12 @@ struct Backward : Task {
     using Pieces::Pieces;
     float* dS = state();
     double* dz = feature_sums();
+    float* states = arena.take<float>(kChunks * s.F * s.E);  // S^T before each chunk of the current block
+    double* z_states = arena.take<double>(kChunks * s.F);    // z
     AngleMemory k_angle{arena, s}, q_angle{arena, s};
   };
   const Scratch& w;
+  const Kept& kept;
   // want_output: else only the gradient of the state is. same_angles: queries and keys have the same angles
   const bool want_output, same_angles, want_d_log_decay, want_d_angle_steps, want_dz, erases;
   const int query_heads;
@@ -94,7 +95,7 @@ struct Backward : Task {
   Rows dk, dv;
 
   Backward(const Call& c, const Span& span, const Ends& ends, bool want_output, const Scratch& w, const Kept& kept)
-      : Task(c, span, ends), w(w), want_output(want_output), same_angles(same_positions(c)),
+      : Task(c, span, ends), w(w), kept(kept), want_output(want_output), same_angles(same_positions(c)),
         want_d_log_decay(want_output && c.d_log_decay), want_d_angle_steps(want_output && c.d_angle_steps),
         want_dz(c.normalize || (ends.dz_in && !c.erase.data)), erases(c.erase.data), query_heads(c.causal && c.dout.data ? group : 0),
         want_states(want_output ? query_heads || c.d_log_decay || erases : query_heads && c.normalize),
@@ -112,34 +113,32 @@ struct Backward : Task {
     memcpy(q_angle.sum, k_angle.sum, 8 * s.half);
   }
 
-  void advance() {  // by one block
-    const int64_t end = span.end - done, first = block_begin(end - 1);
-    if (want_states) find_states(first, end);
-    for (int64_t t = end - (end - first - 1) % C - 1; t >= first; t -= C) {
-      const int chunk = (int)((t - first) / C);
-      sweep(t, end - t < C ? (int)(end - t) : C, w.states + chunk * s.F * s.E, w.z_states + chunk * s.F);
-    }
-    done += end - first;
+  void advance() {
+    const int64_t end = span.end - done, first = block_begin(end - 1), t = end - (end - first - 1) % C - 1;
+    if (want_states && (end == span.end || (end - span.start) % kBlock == 0)) find_states(first, end);
+    const int chunk = (int)((t - first) / C);
+    sweep(t, (int)(end - t), kept.states + chunk * s.F * s.E, kept.z_states + chunk * s.F);
+    done += end - t;
   }
   // Computes S and z before each chunk of the block, from those before the block
   void find_states(int64_t first, int64_t end) {
     const bool saved = first > span.start;
-    state_in(s, saved ? saved_kv(first) : ends.kv_in, w.states, true);
-    z_in(s, saved ? saved_z(first) : ends.z_in, w.z_states);
+    state_in(s, saved ? saved_kv(first) : ends.kv_in, kept.states, true);
+    z_in(s, saved ? saved_z(first) : ends.z_in, kept.z_states);
     add_steps(first, end, -1);
     int64_t t = first;
     for (int i = 0; end - t > C; i++, t += C) {
       decay.plan(t, C, false);
       k_angle.forward(t, C);
       read_keys(t, C, 1);
-      float *S = w.states + i * s.F * s.E, *next = S + s.F * s.E;
+      float *S = kept.states + i * s.F * s.E, *next = S + s.F * s.E;
       memcpy(next, S, 4 * s.F * s.E);
       scale_rows(w.u, C, s.E, {decay.to_end_of_rows()});
       const float* writers = decay.carried_to_end(w.keys, C);
       update(decay.update({C, s.value_row, s.feature_row, w.u, writers, next, false}, true, true));
-      memcpy(w.z_states + (i + 1) * s.F, w.z_states + i * s.F, 8 * s.F);
+      memcpy(kept.z_states + (i + 1) * s.F, kept.z_states + i * s.F, 8 * s.F);
       if (!want_z) continue;
-      z_sum.total = w.z_states + (i + 1) * s.F;
+      z_sum.total = kept.z_states + (i + 1) * s.F;
       z_sum.rows(w.psi, C, decay.from_start(), decay.of_token(), w.z, nullptr);
       decay.end_chunk(z_sum);
     }
@@ -186,6 +185,10 @@ struct Backward : Task {
   }
   void read_chunk(int64_t t, int rows, double* z) {
     read_keys(t, rows, -1);
+    for (int i = 0; want_output && i < rows; i++) {
+      prefetch(dk, t + i, 0, s.f);
+      prefetch(dv, t + i, 0, s.e);
+    }
     if (query_heads || erases) {
       zero_to_multiple_of_four(w.keys, rows, s.F);
       if (s.per_unit) w.decay.units.set_keys(w.keys);
@@ -298,10 +301,11 @@ struct Backward : Task {
   // phi, phi^, den and gb
   void read_queries(int64_t t, int rows, int r) {
     const Angles& angles = same_angles ? k_angle : q_angle;
-    const Rows q = queries(r), dout = query_rows(c.dout, r);
+    const Rows q = queries(r), dout = query_rows(c.dout, r), dq = gradients(c.dq, query_head(r));
     features(s, q, t, -1, rows, w.phi);
     for (int i = 0; i < rows; i++) {
       prefetch(dout, t + i, -C, s.e);
+      if (want_output) prefetch(dq, t + i, 0, s.f);
       w.dens[i] = c.normalize ? dot(w.phi + i * s.F, w.z + i * s.F, s.F) : 1;
       w.inverse_dens[i] = inverse_den(w.dens[i]);
       values(s, dout, t + i, w.gb + i * s.E, w.inverse_dens[i]);
@@ -420,7 +424,6 @@ struct Backward : Task {
     for (int i = rows - 1; i >= 0; i--) {
       const int64_t token = t + i;
       float *d = w.dk + i * s.F, *d_value = w.x + i * s.E;
-      prefetch(dk, token, 0, s.f);
       float* steps = want_d_angle_steps ? angle_steps_at(token) : nullptr;
       if (steps && !c.dout.data) zero(steps, s.pairs);  // no query has written its terms
       if (unmasked(token)) {

@@ -18,17 +18,22 @@ inline int size_of(int type) { return type == kFloat64 ? 8 : type == kFloat32 ? 
 
 inline int64_t batch_row(const Call& c, const Span& span) { return c.cu_seqlens.data ? 0 : span.sequence; }
 
-// y = e^x for count numbers, a multiple of W. x is float64: differences of large sums would be off in float32
+// e^x = e^r 2^n for count numbers, a multiple of W. x is float64: differences of large sums would be off in float32
+inline void reduce(const double* x, float* r, float* n, int count) {
+  for (int i = 0; i < count; i++) {
+    const double d = x[i] > -104 ? x[i] : x[i] == x[i] ? -104 : x[i];
+    const double whole = d * 1.4426950408889634 + 6755399441055744.0 - 6755399441055744.0;
+    r[i] = (float)(d - whole * 0.69314718055994531);
+    n[i] = whole == whole ? (float)whole : 0;
+  }
+}
+// y = e^x
 inline void exponentials(const double* x, float* y, int count) {
-  for (int from = 0; from < count; from += W) {
-    float r[W], n[W];
-    for (int i = 0; i < W; i++) {
-      const double d = x[from + i] > -104 ? x[from + i] : x[from + i] == x[from + i] ? -104 : x[from + i];
-      const double whole = d * 1.4426950408889634 + 6755399441055744.0 - 6755399441055744.0;
-      r[i] = (float)(d - whole * 0.69314718055994531);
-      n[i] = whole == whole ? (float)whole : 0;
-    }
-    store(y + from, exp_parts(load(r), load(n)));
+  for (int from = 0; from < count; from += kChunk) {
+    float r[kChunk], n[kChunk];
+    const int part = count - from < kChunk ? count - from : kChunk;
+    reduce(x + from, r, n, part);
+    for (int i = 0; i < part; i += W) store(y + from + i, exp_parts(load(r + i), load(n + i)));
   }
 }
 
@@ -63,7 +68,8 @@ struct Decay {
     const double a = read(base + token * stride, type);
     return a < kMinLogDecay ? kMinLogDecay : a;
   }
-  // The factors of the chunk of tokens t .. t + rows - 1; `between` if it is wanted
+  // The factors of the chunk of tokens t .. t + rows - 1; `between` if it is wanted. What belongs to a token depends on no
+  // later one
   void plan(int64_t t, int rows, bool want_between = true) {
     if (!base) return;
     double a[kChunk] = {}, D[kChunk], x[kChunk];
@@ -71,12 +77,24 @@ struct Decay {
     for (int i = 0; i < rows; i++) a[i] = at(t + i);
     for (int i = 0; i < kChunk; i++) D[i] = sum += a[i];
     factor = DecayFactor(sum);
-    const int count = round_up(rows, W);
-    exponentials(a, scratch->of_token, count);
-    exponentials(D, scratch->from_start, count);
-    for (int i = 0; i < kChunk; i++) x[i] = sum - D[i];
-    exponentials(x, scratch->to_end, count);
-    if (want_between) fill_between(D, rows);
+    // e^(D_i - D_0) and its inverse. Where both are ordinary numbers, their products are the other factors
+    float r[kChunk], n[kChunk], from_first[kChunk], to_first[kChunk];
+    for (int i = 0; i < kChunk; i++) x[i] = D[i] - D[0];
+    reduce(x, r, n, kChunk);
+    for (int i = 0; i < kChunk; i += W) {
+      store(from_first + i, exp_parts(load(r + i), load(n + i)));
+      store(to_first + i, exp_parts(-load(r + i), -load(n + i)));
+    }
+    const float first = (float)std::exp(a[0]);
+    const bool ordinary = is_ordinary(D[kChunk - 1] - D[0]);
+    for (int i = 0; i < kChunk; i += W) {
+      store(scratch->from_start + i, load(from_first + i) * first);
+      store(scratch->to_end + i, load(to_first + i) * from_first[kChunk - 1]);
+    }
+    scratch->of_token[0] = first;
+    for (int i = 1; i < kChunk; i++) scratch->of_token[i] = from_first[i] * to_first[i - 1];
+    if (!ordinary) strong_factors(a, D);
+    if (want_between) fill_between(D, rows, from_first, to_first);
   }
   // null if there is no decay
   const float* from_start() const { return base ? scratch->from_start : nullptr; }
@@ -85,21 +103,24 @@ struct Decay {
   const float* between() const { return base ? scratch->between : nullptr; }
 
  private:
-  // Which way a row takes depends on no later token
-  void fill_between(const double* D, int rows) {
-    constexpr double kMild = 40;  // e^40 and e^-40 are ordinary numbers: the product of two exponentials will do
-    float from_first[kChunk], to_first[kChunk];
+  static bool is_ordinary(double x) { return x > -40; }
+  void strong_factors(const double* a, const double* D) {
     double x[kChunk];
-    for (int i = 0; i < kChunk; i++) x[i] = D[i] - D[0];
-    exponentials(x, from_first, kChunk);
-    for (int i = 0; i < kChunk; i++) x[i] = x[i] > -kMild ? -x[i] : kMild;
-    exponentials(x, to_first, kChunk);
+    float exact[kChunk];
+    for (int i = 0; i < kChunk; i++) x[i] = D[kChunk - 1] - D[i];
+    exponentials(x, scratch->to_end, kChunk);
+    exponentials(a, exact, kChunk);
+    for (int i = 0; i < kChunk; i++)
+      if (!is_ordinary(D[i] - D[0])) scratch->of_token[i] = exact[i];
+  }
+  void fill_between(const double* D, int rows, const float* from_first, const float* to_first) {
     for (int i = 0; i < rows; i++) {
       float* row = scratch->between + i * kChunk;
       const int count = round_up(i + 1, W);
-      if (D[i] - D[0] > -kMild) {
+      if (is_ordinary(D[i] - D[0])) {
         for (int j = 0; j < count; j += W) store(row + j, load(to_first + j) * from_first[i]);
       } else {
+        double x[kChunk];
         for (int j = 0; j < count; j++) x[j] = j <= i ? D[i] - D[j] : 0;
         exponentials(x, row, count);
       }
