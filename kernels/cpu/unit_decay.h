@@ -19,16 +19,21 @@ struct FeatureFactors {
   double* exact;
   FeatureFactors(Arena& arena, int count)
       : whole(arena.take<float>(count)), part(arena.take<float>(count)), exact(arena.take<double>(count)) {}
-  // D: float64. count: a multiple of W
+  // D: float64. count: a multiple of W, at most kMaxDim + NW
   void set(const double* D, int count) const {
     exponentials(D, part, count);
+    double near[kMaxDim + NW], series[kMaxDim + NW];
     for (int i = 0; i < count; i++) {
-      const double x = D[i] > -0.5 ? D[i] : 0;
-      double y = 1;
-      for (int n = 13; n > 1; n--) y = 1 + y * x / n;  // Taylor's series of (e^x - 1) / x
+      near[i] = D[i] > -0.5 ? D[i] : 0;
+      series[i] = 1;
+    }
+    for (int n = 13; n > 1; n--)  // Taylor's series of (e^x - 1) / x
+      for (int i = 0; i < count; i++) series[i] = 1 + series[i] * near[i] * (1.0 / n);
+    for (int i = 0; i < count; i++) {
       const bool near_one = D[i] > -0.5;
-      exact[i] = near_one ? 1 + x * y : (double)part[i];
-      part[i] = near_one ? (float)(x * y) : part[i];
+      const double change = near[i] * series[i];
+      exact[i] = near_one ? 1 + change : (double)part[i];
+      part[i] = near_one ? (float)change : part[i];
       whole[i] = near_one ? 1 : 0;
     }
   }
@@ -49,18 +54,24 @@ struct Units {
     type = a.type;
     token = a.token * size_of(type);
     unit = a.last * size_of(type);
-    base = a.data + (batch_row(c, span) * a.batch + span.head * a.head) * size_of(type);
     for (int i = 0; i < count; i++) {
       const int f = internal ? s.caller_index(i) : i, p = s.pairs;
       unit_of[i] = f < 0 ? -1 : f >= 2 * p ? f - p : s.layout == kInterleaved ? f / 2 : f % p;
     }
     copies = internal && !s.compact && s.stored == s.pairs && type == kFloat32 && unit == 4;
+    go_to(c, span);
+  }
+  void go_to(const Call& c, const Span& span) {
+    const View& a = c.log_decay;
+    base = a.data + (batch_row(c, span) * a.batch + span.head * a.head) * size_of(type);
   }
   // (count): the log decay of each feature, 0 for padding
   template <class T> void read_row(const Shape& s, int64_t t, T* a) const {
     const char* from = base + t * token;
-    for (int i = 0; !copies && i < count; i++) a[i] = unit_of[i] < 0 ? 0 : (T)read(from + unit_of[i] * unit, type);
-    if (!copies) return;
+    const auto gather = [&]<class Number>(const Number*) {
+      for (int i = 0; i < count; i++) a[i] = unit_of[i] < 0 ? 0 : (T) * (const Number*)(from + unit_of[i] * unit);
+    };
+    if (!copies) return type == kFloat32 ? gather((const float*)nullptr) : gather((const double*)nullptr);
     const float* x = (const float*)from;
     for (int i = 0; i < count; i++) a[i] = 0;
     for (int i = 0; i < s.pairs; i++) a[i] = a[s.half + i] = x[i];

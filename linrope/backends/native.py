@@ -1,7 +1,7 @@
 """Equation 19 on CPUs, in the compiled kernels of kernels/cpu. ``why_not`` says why, if they cannot be loaded.
 
-Sums are float32, z is float64. For the backward pass the forward pass saves the states before blocks of tokens and, with
-``erase``, what each token wrote; the rest is recomputed from the inputs.
+Sums are float32, z is float64. For the backward pass the forward pass saves the states before blocks of tokens and,
+with ``erase``, what each token wrote; the rest is recomputed from the inputs.
 """
 
 from collections.abc import Callable
@@ -326,7 +326,9 @@ def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradie
         "q": q if call.q is not None else None,
         "k": k,
         "v": v,
-        **dict(zip(("saved_kv", "saved_z", "saved_u"), (x if x.ndim > 1 else None for x in saved), strict=True)),
+        **dict(
+            zip(("saved_kv", "saved_z", "saved_u"), (x if x.ndim > 1 else None for x in saved), strict=True)
+        ),
         **{f"want_{name}": has_tokens and getattr(call, name) is not None for name in wanted},
     }
     gradients = run_operator("backward", arguments | _tensors(call, sums) | _settings(call))
