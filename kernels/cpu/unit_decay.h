@@ -150,6 +150,50 @@ struct UnitDecay {
     }
   }
 
+  // RunningSum's rows, a leaf at a time: products of many gates would be off by the sum of their errors
+  void add_rows(RunningSum& sum, const float* x, float* z, float* before) const {
+    sum.columns([&]<int N>(int f) {
+      for (int v = 0; v < N; v++) {
+        const int c = f + v * W;
+        const vf total = sum.total_at(c);
+        vf leaves = {};  // of the leaves before, at the leaf's start
+        for (int J = 0; J * kLeaf < rows; J++) {
+          vf w = {};
+          for (int i = J * kLeaf; i < J * kLeaf + rows_in(J); i++) {
+            const int at = i * F + c;
+            const vf passed = total * load(from_start + at) + leaves * load(from_leaf + at);
+            w *= load(gates + at);
+            if (before) store(before + at, passed + w);
+            w += load(x + at);
+            store(z + at, passed + w);
+          }
+          leaves = leaves * load(leaf + J * F + c) + w;
+        }
+        store(sum.chunk + c, leaves);
+      }
+    });
+  }
+  void add_rows_backward(RunningSum& sum, float* x) const {
+    sum.columns([&]<int N>(int f) {
+      for (int v = 0; v < N; v++) {
+        const int c = f + v * W;
+        const vf total = sum.total_at(c);
+        vf leaves = {};  // of the leaves after, at the leaf's end
+        for (int J = (rows - 1) / kLeaf; J >= 0; J--) {
+          vf w = {};
+          for (int i = J * kLeaf + rows_in(J) - 1; i >= J * kLeaf; i--) {
+            const int at = i * F + c;
+            w += load(x + at);
+            store(x + at, total * load(to_end + at) + leaves * load(to_leaf + at) + w);
+            w *= load(gates + at);
+          }
+          leaves = leaves * load(leaf + J * F + c) + w;
+        }
+        store(sum.chunk + c, leaves);
+      }
+    });
+  }
+
   // The transposed keys (K, F) that `scores` multiplies, in these columns: leaf 0 carried to the end of leaf 1, leaf 1,
   // leaf 0, leaf 2, each carried to its own end. Rows from `rows` on to a multiple of kLeaf are zero, here and in `scores`
   void set_keys(const float* K) {
@@ -338,10 +382,9 @@ struct ChunkDecay {
     if (per_unit) w.units.plan(units, t, rows);
     else scalar.plan(t, rows, want_between);
   }
-  // e^(D_i), e^(D_C - D_i) and e^(a_i)
+  // e^(D_i) and e^(D_C - D_i)
   RowFactors from_start() const { return factors(w.units.from_start, scalar.from_start()); }
   RowFactors to_end() const { return factors(w.units.to_end, scalar.to_end()); }
-  RowFactors of_token() const { return factors(w.units.gates, scalar.of_token()); }
   // The same of one number for each row; null: 1, or a number per feature
   const float* from_start_of_rows() const { return per_unit ? nullptr : scalar.from_start(); }
   const float* to_end_of_rows() const { return per_unit ? nullptr : scalar.to_end(); }
@@ -359,6 +402,15 @@ struct ChunkDecay {
       x.factor = scalar.factor;
     }
     return x;
+  }
+  // z of each token and, if not null, z before it: see RunningSum
+  void add_rows(RunningSum& sum, const float* x, int rows, float* z, float* before) const {
+    if (per_unit) w.units.add_rows(sum, x, z, before);
+    else sum.rows(x, rows, scalar, z, before);
+  }
+  void add_rows_backward(RunningSum& sum, float* x, int rows) const {
+    if (per_unit) w.units.add_rows_backward(sum, x);
+    else sum.rows_backward(x, rows, scalar);
   }
   void end_chunk(RunningSum& sum) const {
     sum.end_chunk(scalar.factor.exact, per_unit ? w.units.factors.exact : nullptr);

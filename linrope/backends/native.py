@@ -30,7 +30,6 @@ from linrope.recurrence.call import (
     summed_to,
     sums_of,
 )
-from linrope.recurrence.identities import WITHOUT_Z
 from linrope.recurrence.state import LinearAttentionState
 
 MAX_DIM = 256
@@ -211,7 +210,7 @@ def _memory_of_step(call: Call, state: LinearAttentionState, in_place: bool) -> 
     if not in_place:
         kv, z = (x.clone(memory_format=torch.contiguous_format) for x in (kv, z))
         angle = None if angle is None else angle.clone(memory_format=torch.contiguous_format)
-    if call.erase is not None and not state.identity.endswith(WITHOUT_Z):
+    if call.erase is not None:
         z.zero_()  # the next state is one without z
     if call.angle_steps is not None:
         heads, pairs = call.angle_steps.shape[2:]
