@@ -45,8 +45,9 @@ struct DecayScratch {
         between(arena.take<float>(kChunk * kChunk)) {}
 };
 
-// One decay for all features, within a chunk: D_i is log decay summed from the chunk's first token to token i, both included. No exponent is
-// positive, so that gates of any strength are exact.
+// One decay for all features, within a chunk. D_i is log decay summed from the chunk's first token to token i, both
+// included. Where e^(D_i - D_0) and its inverse are ordinary numbers, their products are the factors of pairs of tokens.
+// Elsewhere each factor is an exponential of its own, so that gates of any strength are exact.
 struct Decay {
   // A smaller log decay counts as kMinLogDecay: e^-1000 is 0, and larger magnitudes would cancel in sums.
   static constexpr double kMinLogDecay = -1000;
@@ -77,7 +78,7 @@ struct Decay {
     for (int i = 0; i < rows; i++) a[i] = at(t + i);
     for (int i = 0; i < kChunk; i++) D[i] = sum += a[i];
     factor = DecayFactor(sum);
-    // e^(D_i - D_0) and its inverse. Where both are ordinary numbers, their products are the other factors
+    // e^(D_i - D_0) and its inverse
     float r[kChunk], n[kChunk], from_first[kChunk], to_first[kChunk];
     for (int i = 0; i < kChunk; i++) x[i] = D[i] - D[0];
     reduce(x, r, n, kChunk);
