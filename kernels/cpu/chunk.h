@@ -78,7 +78,7 @@ struct Decay {
     for (int i = 0; i < rows; i++) a[i] = at(t + i);
     for (int i = 0; i < kChunk; i++) D[i] = sum += a[i];
     factor = DecayFactor(sum);
-    // e^(D_i - D_0) and its inverse
+    // e^(D_i - D_0) and its inverse. Where both are ordinary numbers, their products are the other factors
     float r[kChunk], n[kChunk], from_first[kChunk], to_first[kChunk];
     for (int i = 0; i < kChunk; i++) x[i] = D[i] - D[0];
     reduce(x, r, n, kChunk);
