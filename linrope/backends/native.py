@@ -1,7 +1,7 @@
 """Equation 19 on CPUs, in the compiled kernels of kernels/cpu. ``why_not`` says why, if they cannot be loaded.
 
-Sums are float32, z is float64. For the backward pass the forward pass saves the state before every 256th token
-and, with ``erase``, what each token wrote; the rest is recomputed from the inputs.
+Sums are float32, z is float64. For the backward pass the forward pass saves the states before blocks of tokens and,
+with ``erase``, what each token wrote; the rest is recomputed from the inputs.
 """
 
 from collections.abc import Callable
