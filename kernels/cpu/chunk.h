@@ -46,8 +46,9 @@ struct DecayScratch {
         from_first(arena.take<float>(kChunk)), to_first(arena.take<float>(kChunk)), between(arena.take<float>(kChunk * kChunk)) {}
 };
 
-// One decay for all features, within a chunk: D_i is log decay summed from the chunk's first token to token i, both included. No exponent is
-// positive, so that gates of any strength are exact.
+// One decay for all features, within a chunk. D_i is log decay summed from the chunk's first token to token i, both
+// included. Where e^(D_i - D_0) and its inverse are ordinary numbers, their products are the factors of pairs of tokens.
+// Elsewhere each factor is an exponential of its own, so that gates of any strength are exact.
 struct Decay {
   // A smaller log decay counts as kMinLogDecay: e^-1000 is 0, and larger magnitudes would cancel in sums.
   static constexpr double kMinLogDecay = -1000;
