@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.kernels.cpu.cases import Case, make, with_threads
+from tests.kernels.cpu.cases import Case, make, random_like, with_threads
 
 pytestmark = pytest.mark.usefixtures("isa")
 MAPS = {0: lambda x: x, 2: torch.relu, 5: F.silu}
@@ -222,7 +222,10 @@ def test_rows_of_a_pool(native):
 @pytest.mark.parametrize(("b", "h", "n"), [(1, 1, 2100), (3, 4, 300)])
 def test_the_bits_do_not_depend_on_threads(native, b, h, n):
     case = delta(b=b, h=h, g=h, n=n, f=40, e=36, decay=0.02)
-    one, *others = with_threads(lambda: list(case.forward(native)))
+    weights = [random_like(x, 1) for x in case.forward(native)[:2]]
+    one, *others = with_threads(
+        lambda: [*case.forward(native), *case.backward(native, *weights, None).values()]
+    )
     for other in others:
         assert all(map(torch.equal, one, other))
 
@@ -275,6 +278,9 @@ def test_masked_tokens_may_hold_anything(native):
         v=case.v.masked_fill(gone[..., None], torch.inf),
     )  # fmt: skip
     assert all(map(torch.equal, case.forward(native), dirty.forward(native)))
+    weights = [random_like(x, 1) for x in case.forward(native)[:2]]
+    one, other = (x.backward(native, *weights, None) for x in (case, dirty))
+    assert all(torch.equal(x, other[name]) for name, x in one.items())
 
 
 def test_types_and_shared_rows_of_erase(native):
