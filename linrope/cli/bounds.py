@@ -45,7 +45,9 @@ def bound_of_sums(backend: str, dtype: torch.dtype, instruction_set: str | None)
 
 
 def cancelling(sizes: Mapping[str, Tensor]) -> Tensor:
-    """The approximate size of the two sums whose difference is log_decay's gradient, if a loss has weights near 1.
+    """The approximate size of the two sums whose difference "triton" takes for log_decay's gradient.
+
+    It is right for a loss with weights near 1.
 
     sizes: of the terms of out, kv and z; or these results themselves, if their terms do not cancel.
     """

@@ -109,7 +109,7 @@ def errors(backend: str, device: str, exact: "Exact") -> dict[str, float]:
         float(((_plain(x, last.log_scale) - exact.plain[name]).abs() / (bound * sizes[name] + 1e-37)).max())
         for name, x in (("kv", last.kv), ("z", last.z))
     ]
-    besides = BOUNDS[dtype if backend == "triton" else torch.float32] * float(cancelling(sizes))
+    besides = BOUNDS[dtype] * float(cancelling(sizes)) if backend == "triton" else 0.0
     gradients = [
         exact.yardstick.ratio(
             name, largest(found[name].double() - x), largest(x), besides if name == "dlog_decay" else 0.0
