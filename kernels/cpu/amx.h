@@ -44,6 +44,7 @@ struct Configuration {
       uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {kTile, kTile, kTile, kTile, kTile, kTile, kTile, kTile};
     } shape;
+    asm volatile("" ::"r"(&shape) : "memory");  // to GCC, _tile_loadconfig reads eight bytes only
     _tile_loadconfig(&shape);
   }
   ~Configuration() {
@@ -67,6 +68,9 @@ LINROPE_INLINE vu split(vf x, vf y, uint32_t* high, uint32_t* low) {
   return pairs(low_x, low_y);
 }
 inline bool all_zero(vu x) { return !_mm512_test_epi32_mask((__m512i)x, (__m512i)x); }
+
+// The mask of the first `count` numbers of a row of 32; count > 0
+inline uint32_t first_of_row(int count) { return (2u << (count - 1)) - 1; }
 
 // Rows of 32 numbers each; numbers outside `mask` become 0
 template <int n> void split_rows(const float* x, int rows, uint32_t mask, Split<n>& to) {
@@ -163,23 +167,17 @@ void multiply_rows(const Product& x, int first, int last, int valid_first, int v
   Split<C * kMaxRow> A;
   Split<kMaxRow * C> S;
   Split<C * C> scores, V;
-  alignas(64) float block[C * C] = {};
+  alignas(64) float block[C * C];
   if (x.S) split_rows(x.A, x.rows * K / 32, ~0u, A);
-  if (x.scores) {
-    for (int i = 0; i < x.rows; i++)
-      for (int j = 0; j < x.rows; j++) block[i * C + j] = x.scores[x.transposed ? j * C + i : i * C + j];
-    for (int i = 0; i < x.rows; i++)  // what lies beyond the triangle was never written
-      for (int j = 0; j < x.rows; j++)
-        if (x.transposed ? j < i : j > i) block[i * C + j] = 0;
-    split_rows(block, x.rows, ~0u, scores);
-  }
+  if (x.scores && x.transposed) transpose(x.scores, x.rows, C, block);
+  if (x.scores) split_rows(x.transposed ? block : x.scores, x.rows, first_of_row(x.rows), scores);
   for (int e0 = 0; e0 < x.N.size; e0 += NW) {
     zero_block();
     if (x.S) {
       split_columns(x.S + e0 * K, NW, K, 0, K, S);
       multiply_block(A, 0, K / 2, S, K);
     }
-    if (x.scale || x.sums) {
+    if (x.S && (x.scale || x.sums)) {
       store_block(block);
       for (int i = first; i < last; i++) {
         vf y = x.sums ? load(x.sums + i * W) : vf{};
@@ -213,12 +211,12 @@ void multiply(const Product& x) {
 }
 
 void update(const Update& x) {
-  if (x.whole) return linrope::update(x);
+  if (x.whole || !x.rows) return linrope::update(x);
   alignas(64) float B_t[kMaxRow * C], block[C * C];
   Split<kMaxRow * C> B;
   Split<C * C> V;
   transpose(x.B, x.rows, x.K.size, B_t);
-  split_rows(B_t, x.K.size, (2u << (x.rows - 1)) - 1, B);
+  split_rows(B_t, x.K.size, first_of_row(x.rows), B);
   for (int e0 = 0; e0 < x.N.size; e0 += NW) {
     split_columns(x.V + e0, x.N.size, C, 0, x.rows, V);
     for (int f0 = 0; f0 < x.K.size; f0 += NW) {

@@ -1,4 +1,4 @@
-"""Long sequences and wide heads in bfloat16 and float16: sums are float32, and only the result is rounded to 16 bits."""
+"""Long sequences and wide heads in bfloat16 and float16: sums are float32; only results are rounded to 16 bits."""
 
 from typing import Any
 
@@ -65,3 +65,27 @@ def test_wide_heads_are_within_the_contract(name: str, decay: str, erases: bool,
         how |= {"normalize": False, "feature_map": None}
         how["erase"] = torch.rand(1, n, g, generator=generator, dtype=torch.float64) / f
     check(contract, q, k, v, random_state(k, v, how), **how)
+
+
+@pytest.mark.parametrize("contract", HALF)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_a_loss_on_the_last_state_alone_ignores_what_an_earlier_call_left_in_memory(
+    causal: bool, contract: Contract
+) -> None:
+    _, k, v = randoms(1, 70, 1, 64, dtype=contract.dtype)
+
+    def gradients(k: torch.Tensor, v: torch.Tensor, backend: str, **how: Any) -> tuple[torch.Tensor, ...]:
+        k, v = (x.clone().requires_grad_() for x in (k, v))
+        out, state = linear_rope_attention(
+            k, k, v, rotary=Rotary(64), return_state=True, backend=backend, **how
+        )
+        loss = state.kv.square().sum() / 100
+        return torch.autograd.grad(loss + out.sum() if k.isnan().any() else loss, (k, v))
+
+    expected = gradients(k.double(), v.double(), "eager", causal=causal)
+    for name in native_sets("native"):
+        with instruction_set(name):
+            gradients(k * torch.nan, v, "native", causal=True)
+            for actual, exact in zip(gradients(k, v, "native", causal=causal), expected, strict=True):
+                allowed = contract.on(name).allowed("gradients", exact, exact)
+                assert bool(((actual.double() - exact).abs() <= allowed).all()), name

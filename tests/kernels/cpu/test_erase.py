@@ -261,8 +261,9 @@ def test_erase_of_zero_is_the_call_without_it(native):
 
 @pytest.mark.parametrize("what", ["v", "k", "erase"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_later_tokens_change_no_bit_of_earlier_results(native, what, number):
-    case = delta(b=1, n=100, h=2, f=40, e=36, decay=0.1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_later_tokens_change_no_bit_of_earlier_results(native, what, number, dtype):
+    case = delta(b=1, n=100, h=2, f=40, e=36, decay=0.1, dtype=dtype)
     x = getattr(case, what).clone()
     x[:, 45:] = number
     out, changed = (y.forward(native)[0][:, :45] for y in (case, replace(case, **{what: x})))
