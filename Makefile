@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-long test-lowest test-newest check format bench docs native dist test-dist test-sanitizers test-arm test-ptx test-gpu bench-gpu
+.PHONY: demo test test-long test-lowest test-newest check format bench docs native dist test-dist test-sanitizers test-amx test-arm test-ptx test-gpu bench-gpu
 
 demo: $(VENV)/ready native
 	$(BIN)/linrope demo
@@ -87,6 +87,16 @@ test-sanitizers: $(VENV)/ready
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so):$$(c++ -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	$(CURDIR)/$(BIN)/python -m pytest -q --capture=sys tests/kernels/cpu tests/backends -k "cpu or native"
+
+# The kernels that use AMX, in a copy of the tree with a library of its own, whose tile instructions are emulated. Requires
+# AVX-512.
+EMULATED := build/amx
+test-amx: $(VENV)/ready
+	rm -rf $(EMULATED) && mkdir -p $(EMULATED)
+	cp -r conftest.py pyproject.toml kernels linrope tests $(EMULATED)
+	$(BIN)/python $(EMULATED)/tests/kernels/cpu/emulated_amx.py $(EMULATED)/linrope/lib
+	cd $(EMULATED) && $(CURDIR)/$(BIN)/python -m pytest -q --instruction-set amx tests/kernels/cpu tests/backends \
+	-k "amx or (native and (bfloat16 or float16))"
 
 # The native library on ARM, compiled by a cross compiler, with an ARM Python and PyTorch in QEMU: tests/kernels/cpu/arm.py
 # makes them once. The tests left out compile with PyTorch or are slow there; the warning is PyTorch's own about bfloat16.

@@ -139,7 +139,7 @@ struct Backward : Task {
       memcpy(kept.z_states + (i + 1) * s.F, kept.z_states + i * s.F, 8 * s.F);
       if (!want_z) continue;
       z_sum.total = kept.z_states + (i + 1) * s.F;
-      z_sum.rows(w.psi, C, decay.from_start(), decay.of_token(), w.z, nullptr);
+      decay.add_rows(z_sum, w.psi, C, w.z, nullptr);
       decay.end_chunk(z_sum);
     }
     add_steps(t, end, 1);
@@ -174,7 +174,7 @@ struct Backward : Task {
     for (int r = 0; r < query_heads; r++) sweep_queries(t, rows, r, S_t);
     if (want_output && erases) sweep_erasers(t, rows, S_t);
     if (want_dz) {
-      dz_sum.rows_backward(w.dden_phi, rows, decay.to_end(), decay.of_token());
+      decay.add_rows_backward(dz_sum, w.dden_phi, rows);
       decay.end_chunk(dz_sum);
     }
     if (want_d_log_decay && s.per_unit) write_d_log_decay_of_units(t, rows);
@@ -198,7 +198,7 @@ struct Backward : Task {
     }
     if (!want_z) return;
     z_sum.total = z;
-    z_sum.rows(w.psi, rows, decay.from_start(), decay.of_token(), w.z, w.z_before);
+    decay.add_rows(z_sum, w.psi, rows, w.z, w.z_before);
   }
   // What the chunk's tokens contribute through the state after it, to x and dpsi^
   void gradients_after(int rows, const float* S_t) {

@@ -39,14 +39,16 @@ inline void exponentials(const double* x, float* y, int count) {
 
 struct DecayScratch {
   float *from_start, *to_end, *of_token;  // (kChunk): e^(D_i), e^(D_C - D_i) with C the chunk's last token, e^(a_i)
+  float *from_first, *to_first;           // (kChunk): e^(D_i - D_0), e^(D_0 - D_i)
   float* between;                         // (kChunk, kChunk): e^(D_i - D_j) for j <= i
   explicit DecayScratch(Arena& arena)
       : from_start(arena.take<float>(kChunk)), to_end(arena.take<float>(kChunk)), of_token(arena.take<float>(kChunk)),
-        between(arena.take<float>(kChunk * kChunk)) {}
+        from_first(arena.take<float>(kChunk)), to_first(arena.take<float>(kChunk)), between(arena.take<float>(kChunk * kChunk)) {}
 };
 
-// One decay for all features, within a chunk: D_i is log decay summed from the chunk's first token to token i, both included. No exponent is
-// positive, so that gates of any strength are exact.
+// One decay for all features, within a chunk. D_i is log decay summed from the chunk's first token to token i, both
+// included. Where e^(D_i - D_0) and its inverse are ordinary numbers, their products are the factors of pairs of tokens.
+// Elsewhere each factor is an exponential of its own, so that gates of any strength are exact.
 struct Decay {
   // A smaller log decay counts as kMinLogDecay: e^-1000 is 0, and larger magnitudes would cancel in sums.
   static constexpr double kMinLogDecay = -1000;
@@ -55,6 +57,7 @@ struct Decay {
   int type = 0;
   int64_t stride = 0;
   DecayFactor factor;  // of the whole chunk
+  int ordinary = 0;    // the number of the chunk's first tokens whose from_first and to_first are ordinary numbers
 
   Decay(const Call& c, const Span& span, const DecayScratch* scratch = nullptr) : scratch(scratch) {
     const View& a = c.log_decay;
@@ -78,7 +81,7 @@ struct Decay {
     for (int i = 0; i < kChunk; i++) D[i] = sum += a[i];
     factor = DecayFactor(sum);
     // e^(D_i - D_0) and its inverse. Where both are ordinary numbers, their products are the other factors
-    float r[kChunk], n[kChunk], from_first[kChunk], to_first[kChunk];
+    float r[kChunk], n[kChunk], *from_first = scratch->from_first, *to_first = scratch->to_first;
     for (int i = 0; i < kChunk; i++) x[i] = D[i] - D[0];
     reduce(x, r, n, kChunk);
     for (int i = 0; i < kChunk; i += W) {
@@ -86,39 +89,37 @@ struct Decay {
       store(to_first + i, exp_parts(-load(r + i), -load(n + i)));
     }
     const float first = (float)std::exp(a[0]);
-    const bool ordinary = is_ordinary(D[kChunk - 1] - D[0]);
+    ordinary = 1;
+    while (ordinary < kChunk && D[ordinary] - D[0] > -40) ordinary++;
     for (int i = 0; i < kChunk; i += W) {
       store(scratch->from_start + i, load(from_first + i) * first);
       store(scratch->to_end + i, load(to_first + i) * from_first[kChunk - 1]);
     }
     scratch->of_token[0] = first;
     for (int i = 1; i < kChunk; i++) scratch->of_token[i] = from_first[i] * to_first[i - 1];
-    if (!ordinary) strong_factors(a, D);
-    if (want_between) fill_between(D, rows, from_first, to_first);
+    if (ordinary < kChunk) strong_factors(a, D);
+    if (want_between) fill_between(D, rows);
   }
   // null if there is no decay
   const float* from_start() const { return base ? scratch->from_start : nullptr; }
   const float* to_end() const { return base ? scratch->to_end : nullptr; }
-  const float* of_token() const { return base ? scratch->of_token : nullptr; }
   const float* between() const { return base ? scratch->between : nullptr; }
 
  private:
-  static bool is_ordinary(double x) { return x > -40; }
   void strong_factors(const double* a, const double* D) {
     double x[kChunk];
     float exact[kChunk];
     for (int i = 0; i < kChunk; i++) x[i] = D[kChunk - 1] - D[i];
     exponentials(x, scratch->to_end, kChunk);
     exponentials(a, exact, kChunk);
-    for (int i = 0; i < kChunk; i++)
-      if (!is_ordinary(D[i] - D[0])) scratch->of_token[i] = exact[i];
+    for (int i = ordinary; i < kChunk; i++) scratch->of_token[i] = exact[i];
   }
-  void fill_between(const double* D, int rows, const float* from_first, const float* to_first) {
+  void fill_between(const double* D, int rows) {
     for (int i = 0; i < rows; i++) {
       float* row = scratch->between + i * kChunk;
       const int count = round_up(i + 1, W);
-      if (is_ordinary(D[i] - D[0])) {
-        for (int j = 0; j < count; j += W) store(row + j, load(to_first + j) * from_first[i]);
+      if (i < ordinary) {
+        for (int j = 0; j < count; j += W) store(row + j, load(scratch->to_first + j) * scratch->from_first[i]);
       } else {
         double x[kChunk];
         for (int j = 0; j < count; j++) x[j] = j <= i ? D[i] - D[j] : 0;

@@ -84,7 +84,7 @@ struct Forward : Task {
   void read_keys(int64_t t, int rows) {
     const int F = s.F, half = s.half;
     key_features(t, 1, rows, w.x);
-    if (want_z) z_sum.rows(w.x, rows, decay.from_start(), decay.of_token(), w.z, nullptr);
+    if (want_z) decay.add_rows(z_sum, w.x, rows, w.z, nullptr);
     for (int i = 0; i < rows; i++) {
       prefetch(v, t + i, C, s.e);
       rotate<false>(s, w.x + i * F, k_angle.cos + i * half, k_angle.sin + i * half, w.keys + i * F);

@@ -1,10 +1,16 @@
-// One token: S = e^a S + R psi v^T, out = R phi S / den. The state keeps the caller's layout and is updated in place.
-// With erase b, a first pass reads what the key finds, and v - b (e^a S)^T R psi takes v's place.
+// One token: S = e^a S + R psi v^T, out = R phi S / den. The state keeps the caller's layout and is updated in place, some
+// columns at a time. With erase b, v - b (e^a S)^T R psi takes v's place: a first pass reads these columns.
 #pragma once
 #include "unit_decay.h"
 
 namespace linrope {
 namespace {
+
+#if defined(__AVX512F__)
+constexpr int kWide = 8;  // vectors of columns at once: their sums and values fit in the registers
+#else
+constexpr int kWide = 4;
+#endif
 
 struct Columns {  // columns of one state (f, stride)
   int f, stride;
@@ -14,6 +20,8 @@ struct Columns {  // columns of one state (f, stride)
   const DecayFactor& factor;
   const FeatureFactors* of_features;  // instead of `factor`, if the decay is per unit; else null
   float scale;
+  const float* reader;  // with erase: the key that reads S, times e^a if that is per feature; else null
+  float erase;          // b, times e^a if all features share that
 
   enum { kOfFeatures = DecayFactor::kBelow + 1 };
   int kind(bool change) const {
@@ -30,10 +38,26 @@ struct Columns {  // columns of one state (f, stride)
   }
 };
 
+// v -= erase S^T reader, for N vectors of columns
+template <int N> LINROPE_INLINE void erase_columns(const Columns& x, vf (&v)[N]) {
+  vf found[2][N] = {};
+  const auto row = [&](int f, vf (&to)[N]) {
+    for (int i = 0; i < N; i++) to[i] += load(x.kv + (int64_t)f * x.stride + i * W) * x.reader[f];
+  };
+  int f = 0;
+  for (; f + 1 < x.f; f += 2) {
+    row(f, found[0]);
+    row(f + 1, found[1]);
+  }
+  if (f < x.f) row(f, found[0]);
+  for (int i = 0; i < N; i++) v[i] -= (found[0][i] + found[1][i]) * x.erase;
+}
+
 // N vectors of columns. If `change`, for the first query head: S = e^a S + key v^T. Then out = scale phi_hat^T S
 template <int N, int kind> inline void columns(const Columns& x, bool change) {
   vf acc[2][N] = {}, v[N];
   for (int i = 0; i < N; i++) v[i] = load(x.v + i * W);
+  if (change && x.reader) erase_columns<N>(x, v);
   const auto row = [&](int f, vf (&to)[N]) {
     float* s = x.kv + (int64_t)f * x.stride;
     for (int i = 0; i < N; i++) {
@@ -66,10 +90,12 @@ template <int N> inline void columns(const Columns& x, bool change) {
 // The last columns, fewer than a vector has
 inline void last_columns(const Columns& x, int count, bool change) {
   for (int e = 0; e < count; e++) {
-    float acc = 0;
+    float acc = 0, found = 0;
+    for (int f = 0; change && x.reader && f < x.f; f++) found += x.kv[(int64_t)f * x.stride + e] * x.reader[f];
+    const float v = x.v[e] - found * x.erase;
     for (int f = 0; f < x.f; f++) {
       float& s = x.kv[(int64_t)f * x.stride + e];
-      if (change) s = x.decayed(s, f) + x.v[e] * x.key[f];
+      if (change) s = x.decayed(s, f) + v * x.key[f];
       acc += s * x.phi_hat[f];
     }
     x.out[e] = acc * x.scale;
@@ -80,7 +106,15 @@ inline void last_columns(const Columns& x, int count, bool change) {
 template <int kind> inline void swapped_columns(const Columns& x, int count, bool change) {
   for (int e = 0; e < count; e++) {
     float* s = x.kv + (int64_t)e * x.f;
-    const vf v = splat(x.v[e]);
+    float value = x.v[e];
+    if (change && x.reader) {
+      vf found = {};
+      vectors(x.f, [&]<bool PART>(int f, int lanes) {
+        found += load_lanes<PART>(s + f, lanes) * load_lanes<PART>(x.reader + f, lanes);
+      });
+      value -= sum(found) * x.erase;
+    }
+    const vf v = splat(value);
     vf acc[2] = {};
     const auto lanes = [&](int f, vf& to) {
       vf y = load(s + f);
@@ -101,7 +135,7 @@ template <int kind> inline void swapped_columns(const Columns& x, int count, boo
     }
     float rest = 0;
     for (; f < x.f; f++) {
-      if (change) s[f] = x.decayed(s[f], f) + x.v[e] * x.key[f];
+      if (change) s[f] = x.decayed(s[f], f) + value * x.key[f];
       rest += s[f] * x.phi_hat[f];
     }
     x.out[e] = (sum(acc[0] + acc[1]) + rest) * x.scale;
@@ -123,58 +157,20 @@ struct StepScratch : Pieces {
   float *psi = caller_features(), *psi_hat = caller_features(), *phi = caller_features(), *phi_hat = caller_features();
   float *v = values(1), *result = values(1), *k_angles = angle_rows(), *q_angles = angle_rows();
   AngleMemory k_angle{arena, s}, q_angle{arena, s};
-  float *found = values(1), *carried = caller_features();
+  float* carried = caller_features();
   FeatureFactors of_features{arena, s.per_unit ? round_up(s.f, W) + W : 0};
   float* caller_features() const { return arena.take<float>(s.f + W); }
 };
 
-// N vectors of columns, or PART: the first `count` lanes of one. to = S^T key
-template <int N, bool PART>
-LINROPE_INLINE void read_columns(int f, int stride, const float* kv, const float* key, float* to, int count) {
-  vf acc[2][N] = {};
-  const auto row = [&](int i, vf (&sum)[N]) {
-    for (int v = 0; v < N; v++) sum[v] += load_lanes<PART>(kv + (int64_t)i * stride + v * W, count) * key[i];
-  };
-  int i = 0;
-  for (; i + 1 < f; i += 2) {
-    row(i, acc[0]);
-    row(i + 1, acc[1]);
-  }
-  if (i < f) row(i, acc[0]);
-  for (int v = 0; v < N; v++) store(to + v * W, acc[0][v] + acc[1][v]);
-}
-
-// Makes v what a token that erases writes, v - factor S^T key. S has f x e numbers, or e x f if swapped
-__attribute__((noinline)) void read_before_writing(int f, int e, bool swapped, const float* kv, const float* key,
-                                                   float factor, float* found, float* v) {
-  for (int i = 0; swapped && i < e; i++) {
-    vf acc = {};
-    const float* row = kv + (int64_t)i * f;
-    vectors(f, [&]<bool PART>(int c, int count) {
-      acc += load_lanes<PART>(row + c, count) * load_lanes<PART>(key + c, count);
-    });
-    found[i] = sum(acc);
-  }
-  for (int i = swapped ? e : 0; i < e;) {
-    const int left = e - i;
-    if (left >= 4 * W) read_columns<4, false>(f, e, kv + i, key, found + i, W);
-    else if (left >= W) read_columns<1, false>(f, e, kv + i, key, found + i, W);
-    else read_columns<1, true>(f, e, kv + i, key, found + i, left);
-    i += left >= 4 * W ? 4 * W : W;
-  }
-  for (int i = 0; i < e; i += W) store(v + i, load(v + i) - load(found + i) * factor);
-}
-
 // The decay of each feature, in the caller's order
-void set_factors(const Task& task, const StepScratch& w) {
-  const Units units(task.c, task.span, task.s, false);
+void set_factors(const Shape& s, const Units& units, const StepScratch& w) {
   double D[kMaxDim + W] = {};
-  units.read_row(task.s, 0, D);
-  w.of_features.set(D, round_up(task.s.f, W));
+  units.read_row(s, 0, D);
+  w.of_features.set(D, round_up(s.f, W));
 }
 
-void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, const Angles& q_angle, float* kv,
-               double* z) {
+void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, const Angles& q_angle, const Units& units,
+               float* kv, double* z) {
   const Call& c = task.c;
   const Shape& s = task.s;
   task.key_features(0, 1, 1, w.internal);
@@ -184,13 +180,11 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, co
   write_features(s, w.rotated, w.psi_hat);
   const DecayFactor factor(Decay(c, task.span).at(0));
   const FeatureFactors* of_features = s.per_unit ? &w.of_features : nullptr;
-  if (of_features) set_factors(task, w);
+  if (of_features) set_factors(s, units, w);
   for (int f = 0; z && f < s.f; f++) z[f] = z[f] * (of_features ? of_features->exact[f] : factor.exact) + w.psi[f];
-  if (c.erase.data) {
-    for (int f = 0; of_features && f < s.f; f++) w.carried[f] = (float)(w.psi_hat[f] * of_features->exact[f]);
-    read_before_writing(s.f, s.e, c.kv_swapped, kv, of_features ? w.carried : w.psi_hat,
-                        (float)(task.erase(0) * factor.exact), w.found, w.v);
-  }
+  const float* reader = !c.erase.data ? nullptr : of_features ? w.carried : w.psi_hat;
+  const float erase = reader ? (float)(task.erase(0) * factor.exact) : 0;
+  for (int f = 0; reader && of_features && f < s.f; f++) w.carried[f] = (float)(w.psi_hat[f] * of_features->exact[f]);
   for (int r = 0; r == 0 || r < task.group; r++) {
     double den = 0;
     if (task.group) {
@@ -202,11 +196,16 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, co
     }
     const double eps = task.eps, divisor = !c.normalize ? 1 : c.add_eps ? den + eps : den < eps ? eps : den;
     const float scale = (float)(1 / divisor);
-    if (c.kv_swapped)
-      swapped_columns({s.f, s.f, kv, w.psi_hat, w.phi_hat, w.v, w.result, factor, of_features, scale}, s.e, r == 0);
+    const Columns all{s.f, c.kv_swapped ? s.f : s.e, kv, w.psi_hat, w.phi_hat, w.v, w.result, factor, of_features, scale,
+                      reader, erase};
+    if (c.kv_swapped) swapped_columns(all, s.e, r == 0);
     for (int e = c.kv_swapped ? s.e : 0; e < s.e;) {
-      const Columns x{s.f, s.e, kv + e, w.psi_hat, w.phi_hat, w.v + e, w.result + e, factor, of_features, scale};
-      if (s.e - e >= 4 * W) {
+      Columns x = all;
+      x.kv += e, x.v += e, x.out += e;
+      if (s.e - e >= kWide * W) {  // whole rows if possible: memory is then read in order
+        columns<kWide>(x, r == 0);
+        e += kWide * W;
+      } else if (s.e - e >= 4 * W) {
         columns<4>(x, r == 0);
         e += 4 * W;
       } else if (s.e - e >= W) {
@@ -226,6 +225,7 @@ void step(const Call& c, int64_t row, int64_t first, int64_t last, float* kv, do
   const Shape s(c);
   const auto scratch = lay_out<StepScratch>(s);
   const bool same_angles = same_positions(c);
+  Units units(c, {row, first, 0, 1}, s, false);
   const bool shared_angles = !c.theta.head && !c.angle.head && !c.angle_steps.data;
   for (int64_t head = first; head < last; head++) {
     const Span span{row, head, 0, 1};
@@ -236,7 +236,8 @@ void step(const Call& c, int64_t row, int64_t first, int64_t last, float* kv, do
       k_angle.forward(0, 1);
       if (!same_angles) q_angle.forward(0, 1);
     }
-    step_head(task, scratch, k_angle, same_angles ? k_angle : q_angle, kv + head * s.f * s.e,
+    if (s.per_unit) units.go_to(c, span);
+    step_head(task, scratch, k_angle, same_angles ? k_angle : q_angle, units, kv + head * s.f * s.e,
               z ? z + head * s.f : nullptr);
   }
 }

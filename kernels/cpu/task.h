@@ -119,53 +119,71 @@ struct RunningSum {
   double* total;  // of the chunks before, at the chunk's start
   float* chunk;   // of the current chunk, at its end: scratch
 
-  // z_i = e^(D_i) total + sum_(j <= i) e^(D_i - D_j) x_j. before, if not null: the same without x_i. from_start and
-  // of_token: e^(D_i) and e^(a_i)
-  void rows(const float* x, int count, const RowFactors& from_start, const RowFactors& of_token, float* z,
-            float* before) {
-    with_factors(from_start, F, [&](auto from) {
-      with_factors(of_token, F, [&](auto gate) {
-        columns([&]<int N>(int f) {
-          vf w[N] = {}, earlier[N];
-          for (int v = 0; v < N; v++) earlier[v] = total_at(f + v * W);
-          for (int i = 0; i < count; i++)
-            for (int v = 0; v < N; v++) {
-              const int c = f + v * W, at = i * F + c;
-              if (before) store(before + at, earlier[v] * from(i, c) + w[v] * gate(i, c));
-              w[v] = w[v] * gate(i, c) + load(x + at);
-              store(z + at, earlier[v] * from(i, c) + w[v]);
-            }
-          for (int v = 0; v < N; v++) store(chunk + f + v * W, w[v]);
-        });
+  // z_i = e^(D_i) total + sum_(j <= i) e^(D_i - D_j) x_j. before, if not null: the same without x_i
+  void rows(const float* x, int count, const Decay& decay, float* z, float* before) {
+    if (!decay.base) {
+      return columns([&]<int N>(int f) {
+        vf w[N], sum[N] = {};
+        for (int v = 0; v < N; v++) w[v] = total_at(f + v * W);
+        for (int i = 0; i < count; i++)
+          for (int v = 0; v < N; v++) {
+            const int at = i * F + f + v * W;
+            if (before) store(before + at, w[v] + sum[v]);
+            sum[v] += load(x + at);
+            store(z + at, w[v] + sum[v]);
+          }
+        for (int v = 0; v < N; v++) store(chunk + f + v * W, sum[v]);
       });
+    }
+    const DecayScratch& d = *decay.scratch;
+    columns([&]<int N>(int f) {
+      vf w[N] = {}, earlier[N];  // w: the sum over the chunk's tokens, times e^(D_0 - D_i) while that is ordinary
+      for (int v = 0; v < N; v++) earlier[v] = total_at(f + v * W);
+      const auto row = [&](int i, float weight, float keep, float factor) {
+        for (int v = 0; v < N; v++) {
+          const int at = i * F + f + v * W;
+          const vf passed = earlier[v] * d.from_start[i];
+          w[v] *= keep;
+          if (before) store(before + at, passed + w[v] * factor);
+          w[v] += load(x + at) * weight;
+          store(z + at, passed + w[v] * factor);
+        }
+      };
+      const int ordinary = decay.ordinary < count ? decay.ordinary : count;
+      for (int i = 0; i < ordinary; i++) row(i, d.to_first[i], 1, d.from_first[i]);
+      for (int v = 0; v < N; v++) w[v] *= d.from_first[ordinary - 1];
+      for (int i = ordinary; i < count; i++) row(i, 1, d.of_token[i], 1);
+      for (int v = 0; v < N; v++) store(chunk + f + v * W, w[v]);
     });
   }
   // The sums over later tokens, from the last row to the first, which replace x_i:
   // e^(D_C - D_i) total + sum_(j >= i) e^(D_j - D_i) x_j
-  void rows_backward(float* x, int count, const RowFactors& to_end, const RowFactors& of_token) {
-    with_factors(to_end, F, [&](auto to) {
-      with_factors(of_token, F, [&](auto gate) {
-        columns([&]<int N>(int f) {
-          vf w[N] = {}, later[N];
-          for (int v = 0; v < N; v++) later[v] = total_at(f + v * W);
-          for (int i = count - 1; i >= 0; i--)
-            for (int v = 0; v < N; v++) {
-              const int c = f + v * W, at = i * F + c;
-              w[v] += load(x + at);
-              store(x + at, later[v] * to(i, c) + w[v]);
-              w[v] *= gate(i, c);
-            }
-          for (int v = 0; v < N; v++) store(chunk + f + v * W, w[v]);
-        });
-      });
+  void rows_backward(float* x, int count, const Decay& decay) {
+    const DecayScratch& d = *decay.scratch;
+    columns([&]<int N>(int f) {
+      vf w[N] = {}, later[N];
+      for (int v = 0; v < N; v++) later[v] = total_at(f + v * W);
+      const auto row = [&](int i, float weight, float factor, float to_end) {
+        for (int v = 0; v < N; v++) {
+          float* at = x + i * F + f + v * W;
+          w[v] += load(at) * weight;
+          store(at, later[v] * to_end + w[v] * factor);
+        }
+      };
+      const int ordinary = !decay.base ? 0 : decay.ordinary < count ? decay.ordinary : count;
+      for (int i = count - 1; i >= ordinary; i--) {
+        row(i, 1, 1, decay.base ? d.to_end[i] : 1);
+        for (int v = 0; decay.base && v < N; v++) w[v] *= d.of_token[i];
+      }
+      for (int v = 0; ordinary && v < N; v++) w[v] *= d.from_first[ordinary - 1];
+      for (int i = ordinary - 1; i >= 0; i--) row(i, d.from_first[i], d.to_first[i], d.to_end[i]);
+      for (int v = 0; v < N; v++) store(chunk + f + v * W, ordinary ? w[v] * d.of_token[0] : w[v]);
     });
   }
   // factors: of each feature; null: all have `factor`
   void end_chunk(double factor, const double* factors) {
     for (int i = 0; i < F; i++) total[i] = total[i] * (factors ? factors[i] : factor) + chunk[i];
   }
-
- private:
   template <class Function> void columns(Function f) const {
     if (F < NW) return f.template operator()<NV / 2>(0);
     for (int c = 0; c < F; c += NW) f.template operator()<NV>(c);

@@ -1,5 +1,5 @@
-// What tokens do to a state that they find. Today they multiply it by e^D, with D their summed log decay; then they add
-// their own sums, which core.h computes. The gradient of a state passes back through the same factor.
+// What tokens without erase do to a state that they find: they multiply it by e^D, with D their summed log decay. Then
+// they add their own sums, which core.h computes. The gradient of a state passes back through the same factor.
 #pragma once
 #include "vector.h"
 

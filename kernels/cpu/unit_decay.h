@@ -19,16 +19,21 @@ struct FeatureFactors {
   double* exact;
   FeatureFactors(Arena& arena, int count)
       : whole(arena.take<float>(count)), part(arena.take<float>(count)), exact(arena.take<double>(count)) {}
-  // D: float64. count: a multiple of W
+  // D: float64. count: a multiple of W, at most kMaxDim + NW
   void set(const double* D, int count) const {
     exponentials(D, part, count);
+    double near[kMaxDim + NW], series[kMaxDim + NW];
     for (int i = 0; i < count; i++) {
-      const double x = D[i] > -0.5 ? D[i] : 0;
-      double y = 1;
-      for (int n = 13; n > 1; n--) y = 1 + y * x / n;  // Taylor's series of (e^x - 1) / x
+      near[i] = D[i] > -0.5 ? D[i] : 0;
+      series[i] = 1;
+    }
+    for (int n = 13; n > 1; n--)  // Taylor's series of (e^x - 1) / x
+      for (int i = 0; i < count; i++) series[i] = 1 + series[i] * near[i] * (1.0 / n);
+    for (int i = 0; i < count; i++) {
       const bool near_one = D[i] > -0.5;
-      exact[i] = near_one ? 1 + x * y : (double)part[i];
-      part[i] = near_one ? (float)(x * y) : part[i];
+      const double change = near[i] * series[i];
+      exact[i] = near_one ? 1 + change : (double)part[i];
+      part[i] = near_one ? (float)change : part[i];
       whole[i] = near_one ? 1 : 0;
     }
   }
@@ -49,18 +54,24 @@ struct Units {
     type = a.type;
     token = a.token * size_of(type);
     unit = a.last * size_of(type);
-    base = a.data + (batch_row(c, span) * a.batch + span.head * a.head) * size_of(type);
     for (int i = 0; i < count; i++) {
       const int f = internal ? s.caller_index(i) : i, p = s.pairs;
       unit_of[i] = f < 0 ? -1 : f >= 2 * p ? f - p : s.layout == kInterleaved ? f / 2 : f % p;
     }
     copies = internal && !s.compact && s.stored == s.pairs && type == kFloat32 && unit == 4;
+    go_to(c, span);
+  }
+  void go_to(const Call& c, const Span& span) {
+    const View& a = c.log_decay;
+    base = a.data + (batch_row(c, span) * a.batch + span.head * a.head) * size_of(type);
   }
   // (count): the log decay of each feature, 0 for padding
   template <class T> void read_row(const Shape& s, int64_t t, T* a) const {
     const char* from = base + t * token;
-    for (int i = 0; !copies && i < count; i++) a[i] = unit_of[i] < 0 ? 0 : (T)read(from + unit_of[i] * unit, type);
-    if (!copies) return;
+    const auto gather = [&]<class Number>(const Number*) {
+      for (int i = 0; i < count; i++) a[i] = unit_of[i] < 0 ? 0 : (T) * (const Number*)(from + unit_of[i] * unit);
+    };
+    if (!copies) return type == kFloat32 ? gather((const float*)nullptr) : gather((const double*)nullptr);
     const float* x = (const float*)from;
     for (int i = 0; i < count; i++) a[i] = 0;
     for (int i = 0; i < s.pairs; i++) a[i] = a[s.half + i] = x[i];
@@ -137,6 +148,50 @@ struct UnitDecay {
       }
       x *= load(leaf + J * F + f);
     }
+  }
+
+  // RunningSum's rows, a leaf at a time: products of many gates would be off by the sum of their errors
+  void add_rows(RunningSum& sum, const float* x, float* z, float* before) const {
+    sum.columns([&]<int N>(int f) {
+      for (int v = 0; v < N; v++) {
+        const int c = f + v * W;
+        const vf total = sum.total_at(c);
+        vf leaves = {};  // of the leaves before, at the leaf's start
+        for (int J = 0; J * kLeaf < rows; J++) {
+          vf w = {};
+          for (int i = J * kLeaf; i < J * kLeaf + rows_in(J); i++) {
+            const int at = i * F + c;
+            const vf passed = total * load(from_start + at) + leaves * load(from_leaf + at);
+            w *= load(gates + at);
+            if (before) store(before + at, passed + w);
+            w += load(x + at);
+            store(z + at, passed + w);
+          }
+          leaves = leaves * load(leaf + J * F + c) + w;
+        }
+        store(sum.chunk + c, leaves);
+      }
+    });
+  }
+  void add_rows_backward(RunningSum& sum, float* x) const {
+    sum.columns([&]<int N>(int f) {
+      for (int v = 0; v < N; v++) {
+        const int c = f + v * W;
+        const vf total = sum.total_at(c);
+        vf leaves = {};  // of the leaves after, at the leaf's end
+        for (int J = (rows - 1) / kLeaf; J >= 0; J--) {
+          vf w = {};
+          for (int i = J * kLeaf + rows_in(J) - 1; i >= J * kLeaf; i--) {
+            const int at = i * F + c;
+            w += load(x + at);
+            store(x + at, total * load(to_end + at) + leaves * load(to_leaf + at) + w);
+            w *= load(gates + at);
+          }
+          leaves = leaves * load(leaf + J * F + c) + w;
+        }
+        store(sum.chunk + c, leaves);
+      }
+    });
   }
 
   // The transposed keys (K, F) that `scores` multiplies, in these columns: leaf 0 carried to the end of leaf 1, leaf 1,
@@ -327,10 +382,9 @@ struct ChunkDecay {
     if (per_unit) w.units.plan(units, t, rows);
     else scalar.plan(t, rows, want_between);
   }
-  // e^(D_i), e^(D_C - D_i) and e^(a_i)
+  // e^(D_i) and e^(D_C - D_i)
   RowFactors from_start() const { return factors(w.units.from_start, scalar.from_start()); }
   RowFactors to_end() const { return factors(w.units.to_end, scalar.to_end()); }
-  RowFactors of_token() const { return factors(w.units.gates, scalar.of_token()); }
   // The same of one number for each row; null: 1, or a number per feature
   const float* from_start_of_rows() const { return per_unit ? nullptr : scalar.from_start(); }
   const float* to_end_of_rows() const { return per_unit ? nullptr : scalar.to_end(); }
@@ -348,6 +402,15 @@ struct ChunkDecay {
       x.factor = scalar.factor;
     }
     return x;
+  }
+  // z of each token and, if not null, z before it: see RunningSum
+  void add_rows(RunningSum& sum, const float* x, int rows, float* z, float* before) const {
+    if (per_unit) w.units.add_rows(sum, x, z, before);
+    else sum.rows(x, rows, scalar, z, before);
+  }
+  void add_rows_backward(RunningSum& sum, float* x, int rows) const {
+    if (per_unit) w.units.add_rows_backward(sum, x);
+    else sum.rows_backward(x, rows, scalar);
   }
   void end_chunk(RunningSum& sum) const {
     sum.end_chunk(scalar.factor.exact, per_unit ? w.units.factors.exact : nullptr);

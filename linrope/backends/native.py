@@ -1,7 +1,7 @@
 """Equation 19 on CPUs, in the compiled kernels of kernels/cpu. ``why_not`` says why, if they cannot be loaded.
 
-Sums are float32, z is float64. For the backward pass the forward pass saves the states before blocks of tokens and, with
-``erase``, what each token wrote; the rest is recomputed from the inputs.
+Sums are float32, z is float64. For the backward pass the forward pass saves the states before blocks of tokens and,
+with ``erase``, what each token wrote; the rest is recomputed from the inputs.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,6 @@ from linrope.recurrence.call import (
     summed_to,
     sums_of,
 )
-from linrope.recurrence.identities import WITHOUT_Z
 from linrope.recurrence.state import LinearAttentionState
 
 MAX_DIM = 256
@@ -211,7 +210,7 @@ def _memory_of_step(call: Call, state: LinearAttentionState, in_place: bool) -> 
     if not in_place:
         kv, z = (x.clone(memory_format=torch.contiguous_format) for x in (kv, z))
         angle = None if angle is None else angle.clone(memory_format=torch.contiguous_format)
-    if call.erase is not None and not state.identity.endswith(WITHOUT_Z):
+    if call.erase is not None:
         z.zero_()  # the next state is one without z
     if call.angle_steps is not None:
         heads, pairs = call.angle_steps.shape[2:]
@@ -326,7 +325,9 @@ def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradie
         "q": q if call.q is not None else None,
         "k": k,
         "v": v,
-        **dict(zip(("saved_kv", "saved_z", "saved_u"), (x if x.ndim > 1 else None for x in saved), strict=True)),
+        **dict(
+            zip(("saved_kv", "saved_z", "saved_u"), (x if x.ndim > 1 else None for x in saved), strict=True)
+        ),
         **{f"want_{name}": has_tokens and getattr(call, name) is not None for name in wanted},
     }
     gradients = run_operator("backward", arguments | _tensors(call, sums) | _settings(call))

@@ -65,7 +65,8 @@ def _step(
     call: Call, plan: Plan, state: LinearAttentionState, in_place: bool
 ) -> tuple[Tensor, LinearAttentionState | None]:
     """One more token of each sequence. The kernel checks its numbers before it writes any."""
-    assert plan.step is not None and plan.identity is not None
+    assert plan.step is not None
+    assert plan.identity is not None
     try:
         log_decay = log_decay_of_step(call.decay, call.log_decay)
         out, sums, position = plan.step(call, log_decay, state, in_place)

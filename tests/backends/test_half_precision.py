@@ -1,4 +1,4 @@
-"""Long sequences in bfloat16 and float16: sums are float32, and only the result is rounded to 16 bits."""
+"""Long sequences and wide heads in bfloat16 and float16: sums are float32, and only the result is rounded to 16 bits."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from linrope import Rotary, linear_rope_attention
-from tests.support.contract import TABLE, Contract, instruction_set
-from tests.support.oracle import native_sets, randoms
+from tests.support.contract import TABLE, Contract, check, instruction_set
+from tests.support.oracle import native_sets, random_state, randoms
 
 N, D = 4096, 64
 # Log decays of a token: none, as Mamba-2 starts, and gates that end a chunk of the native kernels early.
@@ -35,3 +35,33 @@ def test_long_sequences_are_within_the_contract(name: str, scale: float, contrac
             out = linear_rope_attention(q, k, v, **how)
             allowed = contract.on(instructions).allowed("out", oracle, size)
         assert bool(((out.double() - oracle).abs() <= allowed).all()), instructions
+
+
+# Heads of q, of k and v; tokens; features and values. The last chunks have 1, 2, 6, 13 and 32 tokens; the widths have
+# padding or none, and rows of one or several panels.
+WIDE: dict[str, tuple[int, int, int, int, int]] = {
+    "more than a block": (2, 2, 301, 64, 64),
+    "grouped": (4, 2, 70, 96, 128),
+    "padded": (2, 2, 65, 40, 36),
+    "even chunks": (1, 1, 64, 128, 32),
+    "widest": (1, 1, 34, 256, 256),
+}
+DECAYS = ("no decay", "decay per head", "decay per unit")
+
+
+@pytest.mark.parametrize("contract", HALF)
+@pytest.mark.parametrize("erases", [False, True], ids=["", "erase"])
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("name", WIDE)
+def test_wide_heads_are_within_the_contract(name: str, decay: str, erases: bool, contract: Contract) -> None:
+    h, g, n, f, e = WIDE[name]
+    q, k, v = randoms(1, n, h, f, g=g, e=e, scale=0.5)
+    generator = torch.Generator().manual_seed(1)
+    how: dict[str, Any] = {"rotary": Rotary(f)}
+    if decay != "no decay":
+        units = (f // 2,) if decay == "decay per unit" else ()
+        how["log_decay"] = -0.3 * torch.rand(1, n, g, *units, generator=generator, dtype=torch.float64)
+    if erases:
+        how |= {"normalize": False, "feature_map": None}
+        how["erase"] = torch.rand(1, n, g, generator=generator, dtype=torch.float64) / f
+    check(contract, q, k, v, random_state(k, v, how), **how)

@@ -33,7 +33,7 @@ every_dtype = pytest.mark.parametrize("dtype", BOUNDS, ids=lambda dtype: str(dty
 
 
 # Every CPU backend computes the output, the state, the gradients and steps in place of each random call. In call 586 of
-# seed 11 a gate is closed, and rotated weights cancel to a thousandth: see "Gradient of the log decay" in the docs.
+# seed 11 a gate is closed, and rotated weights cancel to a thousandth.
 @pytest.mark.parametrize(
     ("seed", "start", "count"), [*((seed, 0, 100) for seed in range(2)), (11, 586, 1)], ids=str
 )

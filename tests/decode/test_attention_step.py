@@ -19,13 +19,18 @@ WAYS: dict[str, dict[str, Any]] = {
     "gates and write": {"log_decay": True, "write": True, "eps_mode": "add"},
     "erase": {"feature_map": None, "normalize": False, "log_decay": True, "write": True, "erase": True},
     "gates of units": {"decay": torch.tensor([0.9, 0.99]), "log_decay": "per unit"},
-    "gates of units, erase": {"feature_map": None, "normalize": False, "log_decay": "per unit", "erase": True},
+    "gates of units, erase": {
+        "feature_map": None,
+        "normalize": False,
+        "log_decay": "per unit",
+        "erase": True,
+    },
     "decay, gates and steps": {"decay": torch.tensor([0.9, 0.99]), "log_decay": True, "angle_steps": True},
 }
 SHAPES = {
-    **{"q": (H, F), "k": (G, F), "v": (G, E), "log_decay": (G,), "angle_steps": (G, F // 2), "write": (G,)},
-    **{"erase": (G,), "gates per unit": (G, F // 2)},
-}
+    "q": (H, F), "k": (G, F), "v": (G, E), "log_decay": (G,), "angle_steps": (G, F // 2), "write": (G,), "erase": (G,),
+    "gates per unit": (G, F // 2),
+}  # fmt: skip
 
 
 def tokens(n: int, way: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -39,7 +44,9 @@ def tokens(n: int, way: str, dtype: torch.dtype = torch.float32) -> dict[str, Te
 
 
 def fixed(way: str) -> dict[str, Any]:
-    return {"rotary": Rotary(F)} | {name: x for name, x in WAYS[way].items() if x is not True and name != "log_decay"}
+    return {"rotary": Rotary(F)} | {
+        name: x for name, x in WAYS[way].items() if x is not True and name != "log_decay"
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,12 +11,14 @@ from torch.utils.checkpoint import checkpoint
 from linrope import LinearAttentionState, Rotary, linear_rope_attention, linear_rope_state
 from linrope.backends import native
 from linrope.recurrence.identities import WITHOUT_Z
+from tests.support.contract import instruction_set
 from tests.support.equation import Equation
-from tests.support.oracle import assert_same, everything, randoms
+from tests.support.oracle import NATIVE, assert_same, everything, native_sets, randoms
 
 B, N, H, G, F, E = 2, 37, 4, 2, 6, 3
 COMPUTE = ("reference", "eager")
 computing = pytest.mark.parametrize("backend", COMPUTE)
+computing_float32 = pytest.mark.parametrize("backend", [*COMPUTE, NATIVE])
 WITHOUT: dict[str, Any] = {"feature_map": "silu", "normalize": False, "rotary": Rotary(F)}
 Tensors = tuple[list[Tensor], dict[str, Tensor]]
 
@@ -149,13 +151,13 @@ def test_shared_heads_are_as_repeated_ones(backend: str) -> None:
     torch.testing.assert_close(shared, repeated, rtol=0, atol=1e-12)
 
 
-@computing
+@computing_float32
 def test_nearly_equal_keys_do_not_harm_float32(backend: str) -> None:
     qkv, data = tokens(1, 256)
     qkv[1] = qkv[1][:, :1] + 1e-2 * qkv[1]
     qkv[1] = qkv[1] / qkv[1].norm(dim=-1, keepdim=True)
     data = {"erase": torch.ones_like(data["erase"])}
-    exact, _ = call((qkv, data), backend)
+    exact, _ = call((qkv, data), "reference")
     found, _ = call(([x.float() for x in qkv], {"erase": data["erase"].float()}), backend)
     assert (found - exact).abs().max() < 1e-4 * exact.abs().max()
 
@@ -163,7 +165,7 @@ def test_nearly_equal_keys_do_not_harm_float32(backend: str) -> None:
 KINDS = ("open gates", "closed gates", "gates of all sizes", "nearly equal keys", "erase up to 2")
 
 
-@computing
+@computing_float32
 @pytest.mark.parametrize("kind", KINDS)
 def test_float32_stays_within_the_bound(kind: str, backend: str) -> None:
     """out within 16 u M, and gradients as exact, the gates' included, with a loss on the last state too."""
@@ -180,22 +182,24 @@ def test_float32_stays_within_the_bound(kind: str, backend: str) -> None:
     data = {"erase": share * (2 if kind == "erase up to 2" else 1), "log_decay": gates}
     data = {name: x.float() for name, x in data.items()}
     options: dict[str, Any] = {"feature_map": None, "normalize": False, "rotary": Rotary(16)}
-    found, equation = everything(*narrow, **options, **data, backend=backend), Equation()
-    wide = {name: x.double() for name, x in data.items()}
+    wide, equation = {name: x.double() for name, x in data.items()}, Equation()
     exact = everything(*(x.double() for x in narrow), call=equation, **options, **wide)
-    assert ((found["out"].double() - exact["out"]).abs() <= 16 * 2.0**-24 * equation.sizes.out).all()
-    for name, x in exact.items():
-        assert (found[name].double() - x).abs().max() <= 1e-5 * x.abs().max(), name
+    for instructions in native_sets(backend):
+        with instruction_set(instructions):
+            found = everything(*narrow, **options, **data, backend=backend)
+        assert ((found["out"].double() - exact["out"]).abs() <= 16 * 2.0**-24 * equation.sizes.out).all()
+        for name, x in exact.items():
+            assert (found[name].double() - x).abs().max() <= 1e-5 * x.abs().max(), (name, instructions)
 
 
-@computing
+@computing_float32
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("dtype_of_erase", [torch.bfloat16, torch.float32, torch.float64])
 def test_dtypes_may_differ(dtype: torch.dtype, dtype_of_erase: torch.dtype, backend: str) -> None:
     qkv, data = tokens()
     qkv, data = [x.to(dtype) for x in qkv], {"erase": data["erase"].to(dtype_of_erase).requires_grad_()}
     out, state = call((qkv, data), backend)
-    exact, _ = call(([x.double() for x in qkv], {"erase": data["erase"].double()}), backend)
+    exact, _ = call(([x.double() for x in qkv], {"erase": data["erase"].double()}), "reference")
     assert out.dtype == dtype
     assert state.kv.dtype == torch.float32
     assert (out - exact).abs().max() < 8 * torch.finfo(dtype).eps * exact.abs().max()

@@ -63,8 +63,8 @@ class Contract:
         return self.gradients * max(largest, 1e-6) + self.rounding * expected.abs() + TINY[self.dtype]
 
 
-# Below the smallest normal number u is the distance of two numbers; a decay of e^-100 is one of them, and its error counts
-# like any other.
+# Below the smallest normal number u is the distance of two numbers; a decay of e^-100 is one of them, and its error
+# counts like any other.
 TINY = {x: 16 * torch.finfo(x).smallest_normal * torch.finfo(x).eps for x in (*BOUNDS, torch.float64)}
 U32, U16, UB16 = 2.0**-24, 2.0**-11, 2.0**-8
 NATIVE = (pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not())),)

@@ -145,14 +145,13 @@ class AttentionCase:
         steps = torch.randn(1, self.n, self.heads, self.dim // 2, generator=generator)
         shares = torch.rand(1, self.n, self.heads, generator=generator)
         psi = self.options["feature_map"].keys(self.inputs[1].detach())
-        erase = shares / psi.square().sum(-1).amax(0, keepdim=True).to(
-            shares
-        )  # less than makes the state grow
+        # Less than makes the state grow; it is written, too, as in Gated DeltaNet
+        erase = shares / psi.square().sum(-1).amax(0, keepdim=True).to(shares)
         return {
             "decay": {"decay": torch.linspace(0.9, 1, self.heads)},
             "log_decay": {"log_decay": gates.requires_grad_()},
             "angle_steps": {"angle_steps": steps.requires_grad_()},
-            "erase": {"erase": erase.requires_grad_(), "normalize": False},
+            "erase": {"erase": erase.requires_grad_(), "write": erase, "normalize": False},
             "packed": {"cu_seqlens": torch.arange(0, self.n + 1, 128)},
         }
 
