@@ -225,7 +225,7 @@ inline void run_backward_whole(const Schedule& x, const StateOut& to) {
   std::vector<double> sums(x.heads() * x.c.pairs);
   x.sweep(isa().backward, 0, 1, x.c.m, true, [&](int64_t i, int64_t) -> Ends {
     return {.kv_in = x.kv(i), .z_in = x.z(i), .dkv_in = x.g_kv(i), .dz_in = x.g_z(i), .dkv_out = to.at(x, i).kv,
-            .dz_out = to.at(x, i).z, .sums = &sums[i * x.c.pairs]};
+            .dz_out = to.at(x, i).z, .sums = sums.data() + i * x.c.pairs};
   });
 }
 
@@ -279,7 +279,7 @@ inline void run_backward(const Schedule& x, const StateOut& to) {
     const StateOut first = c.causal && s == 0 ? to.at(x, head) : StateOut{};
     return {.kv_in = x.kv(head), .z_in = x.z(head), .angle_in = states.angle_at(head, s),
             .dkv_in = gradients.kv_at(head, after), .dz_in = gradients.z_at(head, after), .dkv_out = first.kv,
-            .dz_out = first.z, .sums = &sums[(head * S + s) * c.pairs]};
+            .dz_out = first.z, .sums = sums.data() + (head * S + s) * c.pairs};
   });
   if (S > 1 && c.d_angle_steps) add_later_steps(x, sums);
 }

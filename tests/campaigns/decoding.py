@@ -38,6 +38,9 @@ class Decoding:
         rotary = self.chance.choice([None, Rotary(D), Rotary(D, layout="half", rotary_dim=4)])
         self.how = {"rotary": rotary, **self.chance.choice(MAPS)}
         self.steps = rotary is not None and self.chance.random() < 0.3
+        self.units = None if self.how.get("feature_map") == "softmax" else D
+        if self.units and rotary is not None:
+            self.units -= rotary.rotary_dim // 2
         self.decay = None
         if self.chance.random() < 0.5:
             self.decay = torch.tensor(
@@ -59,7 +62,8 @@ class Decoding:
             made = {name: x.transpose(0, 2).contiguous().transpose(0, 2) for name, x in made.items()}
         if chance.random() < 0.5:
             kept = chance.choice([0.01, 0.3, 3.0])
-            made["log_decay"] = -kept * self.rand(rows, tokens, chance.choice([1, g])).abs()
+            units = [self.units] if self.units and chance.random() < 0.5 else []
+            made["log_decay"] = -kept * self.rand(rows, tokens, chance.choice([1, g]), *units).abs()
             made["log_decay"] = made["log_decay"].to(chance.choice([torch.float32, torch.float64]))
         if self.steps:
             pairs = self.how["rotary"].rotary_dim // 2
