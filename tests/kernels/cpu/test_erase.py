@@ -118,7 +118,7 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {"layout": 0, "state": False},
     "rotation, a state": {},
     "64 features": {"f": 64, "e": 64, "layout": 1, "decay": 0.1},
-    "128 features, 100 values": {"b": 1, "f": 128, "e": 100, "layout": 2, "pairs": 20, "decay": 0.1},
+    "127 features, 140 values": {"b": 1, "f": 127, "e": 140, "layout": 2, "pairs": 20, "decay": 0.1},
     "small": {"f": 5, "e": 3, "layout": 1, "pairs": 2},
     "keys alike": {"alike": 0.99, "f": 40, "e": 36, "n": 200, "layout": 0},
     "keys alike, erase up to 2": {"alike": 0.9, "top": 2.0, "f": 40, "e": 36, "n": 150, "decay": 0.1},

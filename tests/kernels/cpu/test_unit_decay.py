@@ -44,6 +44,7 @@ def problem(
     units = [f - pairs] if by_unit else []
     gates = -(10 ** (7 * share(g, *units) - 6))
     gates[:, 5::11, :1], gates[:, ::17] = -1e4, -1e-6
+    gates[:, 64:96, 1:] = -2
     how: dict[str, Any] = {"log_decay": gates, "write": share(g), "rotary": rotary, "normalize": not erases}
     if steps:
         how["angle_steps"] = 2 * share(g, steps)
@@ -80,6 +81,21 @@ def test_results_and_gradients_are_the_equation_s(case, erases, by_unit):
         axes = (0, 1) if name == "dlog_decay" else tuple(range(x.ndim))
         error = (found[name].double() - x).abs().amax(axes)
         assert bool((error <= 1e-5 * x.abs().amax(axes) + 2.0**-126).all()), name
+
+
+@pytest.mark.parametrize("erases", [False, True], ids=["normalizer", "erase"])
+@pytest.mark.parametrize(("f", "e"), [(21, 150), (5, 3)])
+def test_steps_give_the_whole(native, f, e, erases):
+    qkv, how = problem(erases, True, lengths=(9,), f=f, e=e)
+    out, last = linear_rope_attention(*qkv, **how, return_state=True, backend="native")
+    state, outs = None, []
+    for t in range(9):
+        row = {name: x[:, t : t + 1] if torch.is_tensor(x) else x for name, x in how.items()}
+        inputs = [x[:, t : t + 1] for x in qkv]
+        one, state = linear_rope_attention(*inputs, **row, state=state, return_state=True, backend="native")
+        outs.append(one)
+    torch.testing.assert_close(torch.cat(outs, 1), out, rtol=0, atol=1e-5)
+    torch.testing.assert_close(state.kv, last.kv, rtol=0, atol=1e-5)
 
 
 def test_rounding_of_a_gate_does_not_add_up_over_chunks(native):
