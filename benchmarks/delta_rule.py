@@ -4,7 +4,7 @@ Gated DeltaNet (a decay per head) and Kimi Delta Attention (a decay per feature)
 lengths and no rotation, as transformers computes them. The sides take turns, their outputs are compared first, and the
 figures are minima of the thread's CPU time. linrope's own gated call without ``erase`` stands beside them.
 
-    python benchmarks/delta_rule.py [--rules gdn kda] [--tokens 512 2048] [--heads 16] [--isa v3] [--write]
+    python benchmarks/delta_rule.py [--rules gdn kda] [--tokens 512 2048] [--heads 16] [--isa v3] [--write FILE]
 """
 
 import argparse
@@ -29,7 +29,6 @@ PEERS = {
     "gdn": (qwen.torch_chunk_gated_delta_rule, qwen.torch_recurrent_gated_delta_rule),
     "kda": (kimi.chunk_kimi_delta_attention, kimi.recurrent_kimi_delta_attention),
 }
-RESULT = Path(__file__).parent / "results" / "delta_rule.json"
 Runs = dict[str, Callable[[], Any]]
 
 
@@ -141,7 +140,7 @@ def main() -> None:
     parser.add_argument(
         "--isa", help="native's instruction set, and no AVX-512 in PyTorch: ATEN_CPU_CAPABILITY"
     )
-    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
+    parser.add_argument("--write", type=Path, help="a JSON file for the figures")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.isa is not None:
@@ -159,10 +158,10 @@ def main() -> None:
                     f"{row:20} {kind:14} {side:14} {time_of_run:10.3f} ms {ratio:8.2f} times linrope's",
                     flush=True,
                 )
-    if options.write:
+    if options.write is not None:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         setting = versions | {"heads": options.heads, "instruction set": native.instruction_set()}
-        RESULT.write_text(
+        options.write.write_text(
             json.dumps({"setting": setting, "milliseconds": found}, indent=1) + "\n", encoding="utf-8"
         )
 
