@@ -321,6 +321,26 @@ def test_a_pool_must_be_made_without_z(backend: str) -> None:
     assert torch.equal(pool.kv[slots], after.kv)
 
 
+@computing_float32
+def test_a_step_in_a_pool_leaves_other_rows_as_they_are(backend: str) -> None:
+    """Also where z, which is unknown, has been added to without erase."""
+    tensors = tokens(3, 3)
+    qkv, data = ([x.float() for x in tensors[0]], {name: x.float() for name, x in tensors[1].items()})
+    first, second, third = (part((qkv, data), slice(i, i + 1)) for i in range(3))
+    _, pool = call(first, backend)
+    with torch.no_grad():
+        _, pool = call(second, backend, state=pool, erase=None)
+        before = {name: x.clone() for name, x in pool.tensors().items()}
+        slots = torch.tensor([1])
+        call(
+            ([x[:1] for x in third[0]], {name: x[:1] for name, x in third[1].items()}),
+            backend,
+            state=pool.at(slots),
+        )
+    assert all(torch.equal(x[[0, 2]], before[name][[0, 2]]) for name, x in pool.tensors().items())
+    assert not torch.equal(pool.kv[1], before["kv"][1])
+
+
 # Which backend computes it
 
 
