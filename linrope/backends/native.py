@@ -124,6 +124,8 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
     if not call.return_state:
         return out, None
     if sums is not None and slots is not None:  # the kernel has written the pool's rows
+        if call.erase is not None:
+            sums.z.index_fill_(0, slots, 0)
         _count_write(*sums)
         return out, sums
     return out, Sums(kv, z, call.last_angle(None if sums is None else sums.angle))
