@@ -124,6 +124,8 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
     if not call.return_state:
         return out, None
     if sums is not None and slots is not None:  # the kernel has written the pool's rows
+        if call.erase is not None:
+            sums.z.index_fill_(0, slots, 0)
         _count_write(*sums)
         return out, sums
     return out, Sums(kv, z, call.last_angle(None if sums is None else sums.angle))
@@ -210,8 +212,8 @@ def _memory_of_step(call: Call, state: LinearAttentionState, in_place: bool) -> 
     if not in_place:
         kv, z = (x.clone(memory_format=torch.contiguous_format) for x in (kv, z))
         angle = None if angle is None else angle.clone(memory_format=torch.contiguous_format)
-    if call.erase is not None:
-        z.zero_()  # the next state is one without z
+    if call.erase is not None:  # the next state is one without z
+        z.zero_() if rows.slots is None else z.index_fill_(0, rows.slots, 0)
     if call.angle_steps is not None:
         heads, pairs = call.angle_steps.shape[2:]
         if angle is None:  # the state was made without angle_steps

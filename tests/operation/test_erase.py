@@ -321,6 +321,28 @@ def test_a_pool_must_be_made_without_z(backend: str) -> None:
     assert torch.equal(pool.kv[slots], after.kv)
 
 
+@computing_float32
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_call_in_a_pool_leaves_other_rows_as_they_are(n: int, backend: str) -> None:
+    """Its own rows have a z of zeros then, also where calls without erase have added to it."""
+    tensors = tokens(3, 2 + n)
+    qkv, data = ([x.float() for x in tensors[0]], {name: x.float() for name, x in tensors[1].items()})
+    first, second, third = (part((qkv, data), x) for x in (slice(1), slice(1, 2), slice(2, None)))
+    _, pool = call(first, backend)
+    with torch.no_grad():
+        _, pool = call(second, backend, state=pool, erase=None)
+        before = {name: x.clone() for name, x in pool.tensors().items()}
+        slots = torch.tensor([1])
+        call(
+            ([x[:1] for x in third[0]], {name: x[:1] for name, x in third[1].items()}),
+            backend,
+            state=pool.at(slots),
+        )
+    assert all(torch.equal(x[[0, 2]], before[name][[0, 2]]) for name, x in pool.tensors().items())
+    assert not torch.equal(pool.kv[1], before["kv"][1])
+    assert pool.z[1].abs().max() == 0
+
+
 # Which backend computes it
 
 
