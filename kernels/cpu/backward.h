@@ -97,7 +97,8 @@ struct Backward : Task {
   Backward(const Call& c, const Span& span, const Ends& ends, bool want_output, const Scratch& w, const Kept& kept)
       : Task(c, span, ends), w(w), kept(kept), want_output(want_output), same_angles(same_positions(c)),
         want_d_log_decay(want_output && c.d_log_decay), want_d_angle_steps(want_output && c.d_angle_steps),
-        want_dz(c.normalize || (ends.dz_in && !c.erase.data)), erases(c.erase.data), query_heads(c.causal && c.dout.data ? group : 0),
+        want_dz(c.normalize || (ends.dz_in && !c.erase.data)), erases(c.erase.data),
+        query_heads(c.causal && c.dout.data ? group : 0),
         want_states(want_output ? query_heads || c.d_log_decay || erases : query_heads && c.normalize),
         want_z(want_states && (c.normalize || (want_d_log_decay && want_dz))), dS(kept.dS),
         z_sum{s.F, nullptr, w.within}, dz_sum{s.F, kept.dz, w.within}, decay(c, span, s, w.decay),

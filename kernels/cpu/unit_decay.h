@@ -90,7 +90,7 @@ struct UnitDecay {
   const Shape& s;
   const int F;
   float *gates, *from_leaf, *to_leaf;   // (C, F): e^(a_i); e^ of the sum from the leaf's start to i; after i to its end
-  float *leaf, *before, *after;         // (kLeaves, F): of a leaf; of all leaves before it, and after it
+  float* leaf;                          // (kLeaves, F): of a leaf
   float *from_start, *to_end;           // (C, F): from the chunk's start to i; after i to the chunk's end
   float *keys, *keys_t, *of_leaf;       // what `set_keys` and `scores` leave: see there
   FeatureFactors factors;               // of the whole chunk
@@ -99,8 +99,7 @@ struct UnitDecay {
 
   UnitDecay(Arena& arena, const Shape& s)  // without memory if the decay is not per unit
       : s(s), F(s.per_unit ? s.F : 0), gates(rows_of(arena)), from_leaf(rows_of(arena)), to_leaf(rows_of(arena)),
-        leaf(arena.take<float>(kLeaves * F)), before(arena.take<float>(kLeaves * F)),
-        after(arena.take<float>(kLeaves * F)), from_start(rows_of(arena)), to_end(rows_of(arena)), keys(rows_of(arena)),
+        leaf(arena.take<float>(kLeaves * F)), from_start(rows_of(arena)), to_end(rows_of(arena)), keys(rows_of(arena)),
         keys_t(rows_of(arena)), of_leaf(rows_of(arena)), factors(arena, F), gate(arena.take<double>(F)), leaf_sum(arena.take<double>(F)),
         total(arena.take<double>(F)) {}
   float* rows_of(Arena& arena) const { return arena.take<float>(kChunk * F); }
@@ -128,7 +127,6 @@ struct UnitDecay {
     const vf one = splat(1);
     vf x = one;
     for (int J = 0; J < kLeaves; J++) {
-      store(before + J * F + f, x);
       vf y = one;
       for (int i = J * kLeaf; i < (J + 1) * kLeaf; i++) {
         y *= load(gates + i * F + f);
@@ -139,7 +137,6 @@ struct UnitDecay {
     }
     x = one;
     for (int J = kLeaves - 1; J >= 0; J--) {
-      store(after + J * F + f, x);
       vf y = one;
       for (int i = (J + 1) * kLeaf - 1; i >= J * kLeaf; i--) {
         store(to_leaf + i * F + f, y);
