@@ -210,6 +210,7 @@ def assert_within(
     elif expected.numel():
         allowed = contract.allowed(name, expected, size)
         if combined:
-            allowed = contract.combined * max(1.0, float(expected.abs().max()))
+            rounding = contract.rounding * expected.abs()  # of a result in half precision
+            allowed = contract.combined * max(1.0, float(expected.abs().max())) + rounding
         error = (actual.double() - expected).abs() / allowed
         assert bool((error <= 1).all()), f"{name}: {float(error.max()):.3g} times what is allowed"
