@@ -134,7 +134,7 @@ struct Backward : Task {
       read_keys(t, C, 1);
       float *S = kept.states + i * s.F * s.E, *next = S + s.F * s.E;
       memcpy(next, S, 4 * s.F * s.E);
-      scale_rows(w.u, C, s.E, {decay.to_end_of_rows()});
+      scale_rows(w.u, C, s.E, decay.to_end_of_rows());
       const float* writers = decay.carried_to_end(w.keys, C);
       update(decay.update({C, s.value_row, s.feature_row, w.u, writers, next, false}, true, true));
       memcpy(kept.z_states + (i + 1) * s.F, kept.z_states + i * s.F, 8 * s.F);
@@ -191,9 +191,7 @@ struct Backward : Task {
       prefetch(dv, t + i, 0, s.e);
     }
     if (query_heads || erases) {
-      zero_to_multiple_of_four(w.keys, rows, s.F);
-      if (s.per_unit) w.decay.units.set_keys(w.keys);
-      else transpose(w.keys, rows, s.F, w.keys_t);
+      decay.transpose_keys(w.keys, rows, w.keys_t);
       zero_to_multiple_of_four(w.u, rows, s.E);
       transpose(w.u, rows, s.E, w.u_t);
     }
@@ -217,7 +215,7 @@ struct Backward : Task {
               .scale = decay.to_end_of_rows(), .to = w.dk, .stride = s.F, .with = w.keys,
               .sums = want_d_log_decay && !s.per_unit ? w.of_writers : nullptr});
     if (!s.per_unit) return;
-    scale_rows(w.dk, rows, s.F, decay.to_end());
+    multiply_elements(w.dk, w.decay.units.to_end, rows * s.F, w.dk);
     if (!want_d_log_decay) return;
     add_to_leaves(rows, w.keys, nullptr, w.dk, w.writes);
     find_across(S_t);
@@ -246,7 +244,7 @@ struct Backward : Task {
   void sweep_queries(int64_t t, int rows, int r, const float* S_t) {
     read_queries(t, rows, r);
     if (want_output) {
-      key_scores(w.queries, rows, nullptr, w.scores);
+      decay.scores(*this, w.queries, w.keys, w.keys_t, rows, nullptr, w.scores);
       multiply({.rows = rows, .N = s.value_row, .scores = w.scores, .transposed = true, .V = w.gb,
                 .finite = all_finite(w.gb, rows * s.E), .accumulate = true, .to = w.x, .stride = s.E});
     }
@@ -255,15 +253,10 @@ struct Backward : Task {
       read_states(w.gb, rows, S_t, w.queries, nullptr, w.dq, w.of_readers);
     }
     if (want_output) add_to_writers(rows, w.queries);
-    scale_rows(w.gb, rows, s.E, {decay.from_start_of_rows()});
+    scale_rows(w.gb, rows, s.E, decay.from_start_of_rows());
     const float* readers = decay.carried_from_start(w.queries, rows);
     update(decay.update({rows, s.feature_row, s.value_row, readers, w.gb, dS, false}, false, r == 0));
     finish_queries(t, rows, r);
-  }
-  // to_ij = scale_i e^(D_i - D_j) <A_i, psi^_j>
-  void key_scores(const float* A, int rows, const float* scale, float* to) {
-    if (s.per_unit) w.decay.units.scores(A, w.keys, scale, to);
-    else multiply_scores({rows, s.feature_row, A, w.keys_t, decay.scalar.between(), scale, to});
   }
   // d_i = e^(D_i) S G_i + sum_j products_ij psi^_j, the gradient of the rows A that read with factor_i (null: 1); sums: what
   // their reading of S adds to log decay's gradient
@@ -274,7 +267,7 @@ struct Backward : Task {
               .finite = of_units || all_finite(w.keys, rows * s.F), .to = d, .stride = s.F, .with = A,
               .sums = want_d_log_decay && !of_units ? sums : nullptr});
     if (!of_units) return;
-    scale_rows(d, rows, s.F, decay.from_start());
+    multiply_elements(d, w.decay.units.from_start, rows * s.F, d);
     if (want_d_log_decay) add_to_leaves(rows, A, factor, d, w.reads);
     w.decay.units.add_earlier(w.products, d, A, factor, want_d_log_decay ? w.passing : nullptr);
     if (want_d_log_decay) add_reads(rows, A, factor, d);
@@ -313,7 +306,8 @@ struct Backward : Task {
       rotate<false>(s, w.phi + i * s.F, angles.cos + i * s.half, angles.sin + i * s.half, w.queries + i * s.F);
     }
   }
-  // to_ij = e^(D_i - D_j) <A_i, u_j>, or without the decay if it is per unit. Times the scores of the same tokens, this is what a pair adds to log decay's gradient
+  // to_ij = e^(D_i - D_j) <A_i, u_j>, or without the decay if it is per unit. Times the scores of the same tokens, this is
+  // what a pair adds to log decay's gradient
   void multiply_with_u(const float* A, int rows, const float* scores, float* to) {
     const float* between = decay.scalar.between();
     if (!want_d_log_decay || s.per_unit)
@@ -350,17 +344,17 @@ struct Backward : Task {
       w.erase[i] = erase(t + i);
       w.factors[i] = -w.erase[i];
     }
-    key_scores(w.keys, rows, w.erase, w.erased);
+    decay.scores(*this, w.keys, w.keys, w.keys_t, rows, w.erase, w.erased);
     solve_transposed(rows, s.value_row, w.erased, w.x);
     for (int i = 0; want_d_log_decay && !s.per_unit && i < rows * C; i += W) store(w.scores + i, -load(w.erased + i));
     multiply_with_u(w.x, rows, w.scores, w.products);
     for (int i = 0; i < rows; i++) w.products[i * C + i] = 0;  // a key reads before its token writes
     read_states(w.x, rows, S_t, w.keys, w.factors, w.read, w.of_erasers);
-    scale_rows(w.products, rows, C, {w.factors});
+    scale_rows(w.products, rows, C, w.factors);
     add_to_writers(rows, w.keys);
     memcpy(w.scaled, w.x, 4 * rows * s.E);
-    scale_rows(w.scaled, rows, s.E, {w.factors});
-    scale_rows(w.scaled, rows, s.E, {decay.from_start_of_rows()});
+    scale_rows(w.scaled, rows, s.E, w.factors);
+    scale_rows(w.scaled, rows, s.E, decay.from_start_of_rows());
     const float* readers = decay.carried_from_start(w.keys, rows);
     update(decay.update({rows, s.feature_row, s.value_row, readers, w.scaled, dS, false}, false, false));
     for (int i = 0; i < rows; i++) {

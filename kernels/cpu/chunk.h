@@ -43,7 +43,8 @@ struct DecayScratch {
   float* between;                         // (kChunk, kChunk): e^(D_i - D_j) for j <= i
   explicit DecayScratch(Arena& arena)
       : from_start(arena.take<float>(kChunk)), to_end(arena.take<float>(kChunk)), of_token(arena.take<float>(kChunk)),
-        from_first(arena.take<float>(kChunk)), to_first(arena.take<float>(kChunk)), between(arena.take<float>(kChunk * kChunk)) {}
+        from_first(arena.take<float>(kChunk)), to_first(arena.take<float>(kChunk)),
+        between(arena.take<float>(kChunk * kChunk)) {}
 };
 
 // One decay for all features, within a chunk. D_i is log decay summed from the chunk's first token to token i, both

@@ -91,24 +91,17 @@ struct Forward : Task {
       key_values(t + i, w.u + i * s.E);
     }
     if (!query_heads && !c.erase.data) return;
-    if (s.per_unit) return w.decay.units.set_keys(w.keys);
-    zero_to_multiple_of_four(w.keys, rows, F);
-    transpose(w.keys, rows, F, w.keys_t);
+    decay.transpose_keys(w.keys, rows, w.keys_t);
   }
   // Replaces the values by what the tokens write
   void erase_keys(int64_t t, int rows) {
     for (int i = 0; i < rows; i++) w.erased[i] = erase(t + i);
-    key_scores(w.keys, rows, w.erased);
+    decay.scores(*this, w.keys, w.keys, w.keys_t, rows, w.erased, w.scores);
     const float* from_start = decay.from_start_of_rows();
     for (int i = 0; i < rows; i++) w.scale[i] = from_start ? w.erased[i] * from_start[i] : w.erased[i];
     const float* readers = decay.carried_from_start(w.keys, rows);
     solve({rows, s.feature_row, s.value_row, readers, fresh ? nullptr : S, w.scale, w.scores, w.u});
     for (int i = 0; ends.save && i < rows; i++) copy_out(w.u + i * s.E, saved_u(t + i), s.e);
-  }
-  // Scores of rows A and the keys, with their decay, times scale_i
-  void key_scores(const float* A, int rows, const float* scale) {
-    if (s.per_unit) w.decay.units.scores(A, w.keys, scale, w.scores);
-    else multiply_scores({rows, s.feature_row, A, w.keys_t, decay.scalar.between(), scale, w.scores});
   }
   // Attends with query head r of the key/value head
   void write_outputs(int64_t t, int rows, int r, bool finite) {
@@ -122,7 +115,7 @@ struct Forward : Task {
       if (c.normalize) w.scale[i] = inverse_den(dot(w.x + i * F, w.z + i * F, F));
       rotate<false>(s, w.x + i * F, query_angles.cos + i * half, query_angles.sin + i * half, w.hat + i * F);
     }
-    key_scores(w.hat, rows, nullptr);
+    decay.scores(*this, w.hat, w.keys, w.keys_t, rows, nullptr, w.scores);
     multiply({.rows = rows, .K = s.feature_row, .N = s.value_row, .A = decay.carried_from_start(w.hat, rows),
               .S = fresh ? nullptr : S, .scale = decay.from_start_of_rows(), .scores = w.scores, .V = w.u, .finite = finite,
               .last_scale = c.normalize ? w.scale : nullptr, .to = to.rows, .stride = to.stride});
@@ -130,7 +123,7 @@ struct Forward : Task {
   }
   // Makes S and z those before the next chunk
   void end_chunk(int rows) {
-    scale_rows(w.u, rows, s.E, {decay.to_end_of_rows()});
+    scale_rows(w.u, rows, s.E, decay.to_end_of_rows());
     const float* writers = decay.carried_to_end(w.keys, rows);
     update(decay.update({rows, s.feature_row, s.value_row, writers, w.u, S, fresh}, false, true));
     if (want_z) decay.end_chunk(z_sum);

@@ -90,27 +90,10 @@ struct Task {
   }
 };
 
-// A factor for each row of a chunk, or for each of its features (kChunk, F); null data: 1
-struct RowFactors {
-  const float* data = nullptr;
-  bool per_feature = false;
-};
-
-// Calls f with a function of (row, feature) that returns a vector of factors
-template <class F> inline void with_factors(const RowFactors& x, int width, F f) {
-  const float* data = x.data;
-  if (!data) f([](int, int) { return splat(1); });
-  else if (x.per_feature) f([=](int i, int c) { return load(data + i * width + c); });
-  else f([=](int i, int) { return splat(data[i]); });
-}
-
-// Multiplies `count` rows of K numbers
-inline void scale_rows(float* rows, int count, int K, const RowFactors& factors) {
-  if (!factors.data) return;
-  with_factors(factors, K, [&](auto factor) {
-    for (int i = 0; i < count; i++)
-      for (int f = 0; f < K; f += W) store(rows + i * K + f, load(rows + i * K + f) * factor(i, f));
-  });
+// Multiplies `count` rows of K numbers by a factor each; null: by 1
+inline void scale_rows(float* rows, int count, int K, const float* factors) {
+  for (int i = 0; factors && i < count; i++)
+    for (int f = 0; f < K; f += W) store(rows + i * K + f, load(rows + i * K + f) * factors[i]);
 }
 
 // Sums over tokens of rows (F), decayed to each token. Sums within a chunk are float32, the sum over chunks is float64.

@@ -100,8 +100,8 @@ struct UnitDecay {
   UnitDecay(Arena& arena, const Shape& s)  // without memory if the decay is not per unit
       : s(s), F(s.per_unit ? s.F : 0), gates(rows_of(arena)), from_leaf(rows_of(arena)), to_leaf(rows_of(arena)),
         leaf(arena.take<float>(kLeaves * F)), from_start(rows_of(arena)), to_end(rows_of(arena)), keys(rows_of(arena)),
-        keys_t(rows_of(arena)), of_leaf(rows_of(arena)), factors(arena, F), gate(arena.take<double>(F)), leaf_sum(arena.take<double>(F)),
-        total(arena.take<double>(F)) {}
+        keys_t(rows_of(arena)), of_leaf(rows_of(arena)), factors(arena, F), gate(arena.take<double>(F)),
+        leaf_sum(arena.take<double>(F)), total(arena.take<double>(F)) {}
   float* rows_of(Arena& arena) const { return arena.take<float>(kChunk * F); }
 
   void plan(const Units& units, int64_t t, int count) {
@@ -358,6 +358,11 @@ struct UnitDecay {
   }
 };
 
+// y = x o factors, of count numbers; y may be x
+inline void multiply_elements(const float* x, const float* factors, int count, float* y) {
+  for (int i = 0; i < count; i += W) store(y + i, load(x + i) * load(factors + i));
+}
+
 // The decay of a chunk: one for all features, or one per unit
 struct ChunkDecay {
   struct Scratch {
@@ -379,15 +384,24 @@ struct ChunkDecay {
     if (per_unit) w.units.plan(units, t, rows);
     else scalar.plan(t, rows, want_between);
   }
-  // e^(D_i) and e^(D_C - D_i)
-  RowFactors from_start() const { return factors(w.units.from_start, scalar.from_start()); }
-  RowFactors to_end() const { return factors(w.units.to_end, scalar.to_end()); }
-  // The same of one number for each row; null: 1, or a number per feature
+  // e^(D_i) and e^(D_C - D_i), one number for each row; null: 1, or a number per feature
   const float* from_start_of_rows() const { return per_unit ? nullptr : scalar.from_start(); }
   const float* to_end_of_rows() const { return per_unit ? nullptr : scalar.to_end(); }
   // Rows A, times e^(D_i) or e^(D_C - D_i) if that is per feature
   const float* carried_from_start(const float* A, int rows) const { return carried(A, rows, w.units.from_start); }
   const float* carried_to_end(const float* A, int rows) const { return carried(A, rows, w.units.to_end); }
+  // Makes K_t of keys K, for `scores`. Rows after the last, up to a multiple of four, become zero
+  void transpose_keys(float* K, int rows, float* K_t) const {
+    zero_to_multiple_of_four(K, rows, s.F);
+    if (per_unit) w.units.set_keys(K);
+    else transpose(K, rows, s.F, K_t);
+  }
+  // to_ij = scale_i e^(D_i - D_j) <A_i, K_j> for j <= i, else 0. scale: null: 1
+  void scores(const Task& task, const float* A, const float* K, const float* K_t, int rows, const float* scale,
+              float* to) const {
+    if (per_unit) w.units.scores(A, K, scale, to);
+    else task.multiply_scores({rows, s.feature_row, A, K_t, scalar.between(), scale, to});
+  }
   // The state after the chunk: S = e^(D_C) S + B^T V, with features as rows or as columns of S. first: the decay is applied
   Update update(Update x, bool in_columns, bool first) const {
     x.in_columns = in_columns;
@@ -414,12 +428,9 @@ struct ChunkDecay {
   }
 
  private:
-  RowFactors factors(const float* of_features, const float* of_rows) const {
-    return per_unit ? RowFactors{of_features, true} : RowFactors{of_rows, false};
-  }
   const float* carried(const float* A, int rows, const float* factors) const {
     if (!per_unit) return A;
-    for (int i = 0; i < rows * s.F; i += W) store(w.scaled + i, load(A + i) * load(factors + i));
+    multiply_elements(A, factors, rows * s.F, w.scaled);
     return w.scaled;
   }
 };
