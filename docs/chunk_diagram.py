@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 from matplotlib.patches import Polygon
 
-SIDES = {"C": 2.8, "f": 2.1, "e": 1.6}  # of a block: tokens of the chunk, features, values
+SIDES = {"C": 2.8, "f": 2.1, "e": 1.6}  # lengths in the drawing: a chunk's tokens, features, values
 GREY, INK = "#7f838a", "#15181c"
 STATE, KEYS, QUERIES, SCORES = "#8fd0bd", "#f3bd83", "#a5c5ef", "#d6dae0"
 VALUES, WRITTEN, OUT = "#f0c9dc", "#d3b1ea", "#efe08c"

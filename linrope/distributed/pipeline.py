@@ -109,7 +109,7 @@ class _Receive(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor, *of_inputs: Tensor) -> tuple[Tensor | None, ...]:
         ctx.channel.send(g[ctx.rows], ctx.rank)
-        if ctx.is_first:  # of the heads, and so the last one backwards
+        if ctx.is_first:  # the first heads are the last ones of the backward pass
             ctx.channel.wait_for_sent()
         g = g.clone()
         g[ctx.rows] = 0

@@ -97,9 +97,10 @@ class LayerConfig:
         write_gate: how much of a token's value enters the sums. The factor w per token and key/value head is with
             "tied" 1 - f with the forget gate f = e^a, so that what is forgotten makes room for what is written; with
             "independent" sigmoid(W_w x + b_w), which starts at the same values. Both require a forget_gate.
-        erase_gate: how much of what its key reads in the state a token takes out before it writes, by the delta rule. b
-            = sigmoid(W_b x + b_b) per token and key/value head is the argument ``erase`` of linear_rope_attention; with
-            {"name": .., "largest": 2} it is twice that, from 0 to 2, which helps to track a state. With "tied" the gate
+        erase_gate: the delta rule. A token's key reads a value from the state. Before the token writes, the share b of
+            that value is taken out. b = sigmoid(W_b x + b_b) per token and key/value head is the argument ``erase`` of
+            linear_rope_attention; with {"name": .., "largest": 2} it is twice that, from 0 to 2, which helps to track
+            a state. With "tied" the gate
             writes too, w = b, and write_gate must be None: DeltaNet or, with a forget_gate, Gated DeltaNet. With
             "independent" w is that of the write_gate, or 1. Keys must not be much longer than 1: take
             feature_map="unit". It requires normalize=False. Causal self-attention only, without trapezoid, xPos and

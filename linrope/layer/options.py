@@ -25,7 +25,7 @@ ORDERS = ("before", "after")  # where a skip or a gate acts: before or after the
 STARTS = ("identity", "uniform")
 ACTIVATIONS = ("silu",)
 MOST_TAPS = 2**16
-MOST_RANK = 2**16  # of a gate's projection
+MOST_RANK = 2**16  # the largest rank of a gate's projection
 LONGEST = 4096.0  # default half-life of the slowest head, in tokens
 
 

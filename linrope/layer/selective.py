@@ -205,7 +205,7 @@ class SigmoidGate(nn.Module):
 
 
 class EraseGate(SigmoidGate):
-    """Computes from each token how much of what its key reads in each head's state it takes out before it writes.
+    """Computes for each token the share of the value read by its key that the delta rule takes out of the state.
 
         b = largest sigmoid(W x + b_0)
 

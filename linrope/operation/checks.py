@@ -226,14 +226,19 @@ def check_log_decay_values(log_decay: Tensor) -> None:
         raise ValueError(f"log_decay: got up to {float(log_decay.detach().max()):.3g}, expected numbers <= 0")
 
 
+def _check_per_token(name: str, x: Tensor, v: Tensor, tokens: str) -> None:
+    """Checks a number per token and head; ``tokens`` is the letter of their axis."""
+    _check_floating(name, x, v.device)
+    if x.ndim != 3 or not _broadcasts(x.shape, v.shape[:3], (0, 2)):
+        raise ValueError(
+            f"{name}: got shape {tuple(x.shape)}, expected (b or 1, {tokens}, g or 1) = {tuple(v.shape[:3])}"
+        )
+
+
 def check_write(write: Tensor | None, v: Tensor) -> None:
     if write is None:
         return
-    _check_floating("write", write, v.device)
-    if write.ndim != 3 or not _broadcasts(write.shape, v.shape[:3], (0, 2)):
-        raise ValueError(
-            f"write: got shape {tuple(write.shape)}, expected (b or 1, m, g or 1) = {tuple(v.shape[:3])}"
-        )
+    _check_per_token("write", write, v, "m")
 
 
 def check_erase(call: Call, v: Tensor) -> None:
@@ -241,11 +246,7 @@ def check_erase(call: Call, v: Tensor) -> None:
     erase, rotary = call.erase, call.rotary
     if erase is None:
         return
-    _check_floating("erase", erase, v.device)
-    if erase.ndim != 3 or not _broadcasts(erase.shape, v.shape[:3], (0, 2)):
-        raise ValueError(
-            f"erase: got shape {tuple(erase.shape)}, expected (b or 1, n, g or 1) = {tuple(v.shape[:3])}"
-        )
+    _check_per_token("erase", erase, v, "n")
     if not call.causal:
         raise ValueError(
             "erase: got causal=False, expected causal=True: a key erases what earlier keys wrote; for both directions "

@@ -27,7 +27,7 @@ class Inputs:
     log_decay: Tensor | None = None  # (b or 1, m, g or 1), or with a last axis of units, <= 0; causal only
     angle_steps: Tensor | None = None  # (b or 1, m, g or 1, pairs) in radians
     write: Tensor | None = None  # (b or 1, m, g or 1): the factor of each value
-    erase: Tensor | None = None  # (b or 1, m, g or 1): the share of what its key reads that a token takes out
+    erase: Tensor | None = None  # (b or 1, m, g or 1): b of the delta rule, see linear_rope_attention
 
 
 @dataclass(kw_only=True)
