@@ -123,8 +123,7 @@ def bench(
         from linrope.cli.bench import families
 
         torch.set_num_threads(threads or torch.get_num_threads())
-        chosen = chosen if lengths else families.LENGTHS
-        families.compare(transformers, chosen, rounds, budget, out, console)
+        families.compare(transformers, chosen if lengths else None, rounds, budget, out, console)
         return 0
     feature_map, backend = flags["feature_map"] or "elu+1", flags["backend"] or "auto"
     decay = None if flags["decay"] in (None, "none") else flags["decay"]
