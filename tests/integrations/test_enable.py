@@ -58,7 +58,7 @@ def test_enable_and_disable() -> None:
             assert enabled() == ["mamba2", "bamba"]
         assert enabled() == ["mamba2"]
     assert enabled() == []
-    assert set(linrope_transformers.enable().families) == set(linrope_transformers.FAMILIES)
+    assert set(linrope_transformers.enable().families) == set(CONFIGURATIONS)
     linrope_transformers.disable("bamba")
     assert enabled() == ["mamba2"]
     linrope_transformers.disable()
@@ -153,7 +153,7 @@ def test_a_family_that_does_not_fit_is_named_and_does_not_stop_the_others(
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             with linrope_transformers.enable() as enabled:
-                assert set(enabled.families) == set(linrope_transformers.FAMILIES) - {"zamba2"}
+                assert set(enabled.families) == set(CONFIGURATIONS) - {"zamba2"}
     (message,) = [x.message for x in caplog.records if x.name == "linrope.integrations.transformers"]
     reason = {
         "signature": "causal_conv1d_fn has the parameters hidden_states, extra",

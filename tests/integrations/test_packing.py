@@ -9,7 +9,7 @@ from torch import Tensor
 
 from linrope.backends import native
 from linrope.integrations import transformers as linrope_transformers
-from linrope.integrations.transformers import mamba2, shared
+from linrope.integrations.transformers import mamba2, refusals, shared
 from tests.support.families import CACHE, CONFIGURATIONS, model, relative, tokens
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
@@ -45,9 +45,11 @@ WAYS: dict[str, dict[str, Any]] = {
 # Without what mixes packed sequences: the softmax layers of Granite and GLM, and Qwen4's embeddings per layer
 PACKABLE: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "mamba"]},
-    "glm5_next": {"layer_types": ["linear_attention", "linear_attention"]},
+    "glm5_next": {
+        "num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2, "mlp_layer_types": ["dense", "sparse"],
+    },
     "qwen4_exp": {"ple_layer_ids": []},
-}
+}  # fmt: skip
 
 
 def packable(family: str) -> Any:
@@ -222,6 +224,18 @@ def test_a_compiled_model_takes_positions_without_a_break_and_checks_them(family
             assert relative(compiled(ids, use_cache=False, **positions).logits, expected) < 2e-6
             with pytest.raises(RuntimeError, match="position_ids: got packed sequences in a compiled model"):
                 compiled(ids, use_cache=False, **POSITIONS, **mask)
+
+
+@pytest.mark.parametrize("family", [name for name in ("qwen3_5", "kimi_linear") if name in CONFIGURATIONS])
+def test_fla_is_not_given_sequences_that_it_would_mix(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        refusals, "tensors", lambda x, package="": f"{package} is installed" if package == "fla" else None
+    )
+    with (
+        linrope_transformers.enable(family),
+        pytest.raises(ValueError, match="ignores seq_idx; expected one seq"),
+    ):
+        packable(family)(tokens(1, 20), **SEQ_IDX)
 
 
 @pytest.mark.long

@@ -67,7 +67,8 @@ def bench(
         typer.Option(
             metavar="FAMILY",
             help="A family of transformers' models, such as mamba2. Instead of the benchmark, measure one of its "
-            "models with and without linrope, for 512, 2048, 8192 tokens or those of --lengths.",
+            "models with and without linrope, for 512, 2048, 8192 tokens or those of --lengths. Families whose own "
+            "code needs too much memory for these have fewer.",
         ),
     ] = "",
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the plot.")] = Path(

@@ -28,7 +28,7 @@ SIDES = ("transformers", "linrope")
 TOLERANCE = 2e-5  # the largest allowed difference of a logit, as a fraction of the largest logit
 # transformers' own Kimi Delta Attention takes 32 KB of memory per token and head of 128 features, and with gradients a
 # multiple of that in each layer
-LONGEST = dict.fromkeys(KIMI_DELTA_ATTENTION, {"prefill": 2048, "training": 512, "decoding": 2048})
+LONGEST = {family: {"prefill": 2048, "training": 512, "decoding": 2048} for family in KIMI_DELTA_ATTENTION}
 _STEPS = 10  # decoding steps per call
 _SIZES = {"vocab_size": 1000, "hidden_size": 1024, "pad_token_id": 0}
 _HEADS = {"num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 2048}
@@ -60,8 +60,8 @@ _LATENT = {
 }
 _KIMI = {"linear_num_heads": 16, "linear_head_dim": 128}
 _MAMBA = {"mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1}
-# As wide as the smaller models of each family: two or three layers that linrope computes and, in the hybrid ones, one of
-# softmax attention, which takes the same time on both sides. Mixtures of experts are left out.
+# As wide as the smaller models of each family: two or three layers that linrope computes and, in the hybrid ones, one
+# of softmax attention, which takes the same time on both sides. Mixtures of experts are left out.
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("BambaConfig", _HEADS | _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [2]}),
     "bailing_hybrid": ("BailingHybridConfig", _LATENT | {"head_dim": 128}),

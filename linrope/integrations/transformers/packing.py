@@ -199,7 +199,7 @@ def _check_packed(model: Any, given: dict[str, Any]) -> None:
             "packed sequences: the embeddings per layer (ple_layer_ids) read tokens of the sequence before; expected "
             "one sequence per row"
         )
-    if type(model).__name__ == "Glm5NextTextModel" and "indexed_attention" in model.config.layer_types:
+    if type(model).__name__ == "Glm5NextTextModel" and set(model.config.layer_types) != {"linear_attention"}:
         raise ValueError(
             "packed sequences: GLM's layers of indexed attention mix them; expected one sequence per row"
         )

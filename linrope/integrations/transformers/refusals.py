@@ -69,11 +69,15 @@ def delta_rule(
     value: Tensor,
     *_: Any,
     use_qk_l2norm_in_kernel: bool = False,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     **__: Any,
 ) -> str | None:
     if not use_qk_l2norm_in_kernel:
         return "queries and keys that are not normalized"
     reason = tensors(query, "fla") or _too_wide(value.shape[-1], key.shape[-1])
+    if reason == "fla is installed" and seq_idx is not None and cu_seqlens is None:
+        return "fla takes cu_seqlens and ignores seq_idx"
     return reason or (None if query.device.type == "cpu" else "the delta rule has no kernel for GPUs yet")
 
 
