@@ -35,7 +35,7 @@ from linrope.recurrence.state import LinearAttentionState
 MAX_DIM = 256
 LIBRARY = Path(__file__).parents[1] / "lib" / "liblinrope_native.so"
 WHY_PURE = LIBRARY.with_name("why_pure.txt")  # hatch_build.py puts it into wheels without the library
-OPTIONS, TAKES_VALUE_GROUPS = COMMON | {"erase"}, True
+OPTIONS, TAKES_VALUE_GROUPS = COMMON | {"erase", "unit"}, True
 # The numbers of kernels/cpu/call.h
 BLOCK = 256
 MAPS = {"identity": 0, "elu+1": 1, "relu": 2, "relu2": 3, "exp": 4, "silu": 5}
@@ -232,6 +232,7 @@ def _settings(call: Call) -> dict[str, Any]:
     """The kernels' arguments that stay the same from token to token."""
     return {
         "feature_map": MAPS[call.feature_map],
+        "unit": call.unit,
         "theta": call.theta_turns,
         "layout": LAYOUTS[call.layout] if call.pairs else 0,
         "normalize": call.normalize,
