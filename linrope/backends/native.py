@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 
 from linrope.backends import bridge
 from linrope.backends.protocol import COMMON
+from linrope.backends.value_columns import Divided, parts_of
 from linrope.common.private_names import arguments_of
 from linrope.common.tracing import traced
 from linrope.recurrence.call import (
@@ -110,6 +111,11 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
     """out and, if wanted, the last sums. Without gradients it may update a donated state or a pool's rows."""
     if traced(call.k) or needs_gradients(call, state):
         return bridge.attend("native", call, state)
+    # The library cuts other calls by tokens. With a decay per unit most of the work would be done again
+    cut = call.erase is not None and not call.decays_by_unit
+    if cut and (parts := parts_of(call)) > 1:
+        divided = Divided.of(call, state, parts)
+        return divided.joined(*attend(divided.call, divided.state))
     is_step = call.k.shape[1] == 1 and call.causal and call.q is not None and call.cu_seqlens is None
     if is_step and state is not None:
         return _step(call, state)
