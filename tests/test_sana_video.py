@@ -46,22 +46,22 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     return torch.einsum("bhnm,bmhe->bnhe", num / den, v)
 
 
+@pytest.mark.parametrize("size", [1, 1e-8])  # 1e-8: normalizers near the 1e-15 that is added to them
 @pytest.mark.parametrize("frames", [None, 1, 2])
-def test_the_processor_is_the_equation_with_a_mask_of_frames(frames: int | None) -> None:
+def test_the_processor_is_the_equation_with_a_mask_of_frames(frames: int | None, size: float) -> None:
     torch.manual_seed(0)
     n = 3 * 2 * 4
     q, k, v = torch.randn(3, 2, n, HEADS, D, dtype=torch.float64).unbind()
+    q, k = q * size, k * size
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     places = sana_video.Grid((1, 2, 2))(torch.zeros(2, 1, 3, 4, 8))
     group = torch.zeros(n) if frames is None else torch.arange(n) // 8 // frames
     ours = sana_video.LinRopeProcessor(D, frames).attend(q, k, v, places)
     theirs = by_hand(q, k, v, group[:, None] >= group)
-    assert_close(ours, theirs)
+    assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
     weights = torch.randn(ours.shape, dtype=torch.float64)
-    assert_close(
-        torch.autograd.grad((ours * weights).sum(), (q, k, v)),
-        torch.autograd.grad((theirs * weights).sum(), (q, k, v)),
-    )
+    for got, want in zip(*(torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (ours, theirs))):
+        assert (got - want).abs().max() <= 1e-7 * want.abs().max()
 
 
 def test_the_processor_refuses_what_a_block_does_not_pass() -> None:

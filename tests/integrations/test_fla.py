@@ -292,6 +292,14 @@ def test_a_state_without_z_leaves_its_keys_out_of_the_normalizer() -> None:
     assert_close(fla.chunk_linear_attn(**inputs)[0], want)
 
 
+def test_what_is_added_to_the_normalizer_is_added_after_the_scale() -> None:
+    q = torch.full((1, 3, 1, 4), 1e-5, dtype=torch.float64)  # 1e-10 <= scale z^T q <= 3e-10
+    v = torch.ones(1, 3, 1, 2, dtype=torch.float64)
+    o, _ = fla.chunk_linear_attn(q, q, v, scale=0.25)
+    assert_close(o, recurrence(q, q, v, scale=0.25, normalize=True)[0], rtol=1e-9, atol=0)
+    assert_close(o[0, :, 0, 0], torch.tensor([1 / 2, 2 / 3, 3 / 4], dtype=torch.float64))
+
+
 def test_beta_is_1_if_none() -> None:
     inputs = made(CASES["gated delta, grouped"], torch.float64)
     ones = inputs | {"beta": torch.ones_like(inputs["beta"])}
