@@ -23,8 +23,10 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from linrope import linear_rope_attention
 from linrope.backends import native
+from linrope.feature_maps import UnitMap
 
 D = 128  # features and values of a head
+UNIT = UnitMap(D, query_factor=D**-0.5)
 PEERS = {
     "gdn": (qwen.torch_chunk_gated_delta_rule, qwen.torch_recurrent_gated_delta_rule),
     "kda": (kimi.chunk_kimi_delta_attention, kimi.recurrent_kimi_delta_attention),
@@ -41,9 +43,9 @@ def tokens(rule: str, b: int, n: int, heads: int) -> list[Tensor]:
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, beta: Tensor | None, **how: Any) -> Any:
-    lengths = F.normalize(q, dim=-1) * D**-0.5, F.normalize(k, dim=-1)
-    options: dict[str, Any] = {"feature_map": None, "normalize": False, "log_decay": gates} | how
-    return linear_rope_attention(*lengths, v, erase=beta, write=beta, **options)
+    return linear_rope_attention(
+        q, k, v, feature_map=UNIT, normalize=False, log_decay=gates, erase=beta, write=beta, **how
+    )
 
 
 def of_sequences(rule: str, n: int, heads: int) -> Runs:

@@ -4,6 +4,7 @@
 #pragma once
 #include <torch/csrc/stable/library.h>
 
+#include <cfloat>
 #include <iterator>
 #include <string_view>
 #include <variant>
@@ -65,6 +66,7 @@ constexpr Argument kArguments[] = {
     {"k", kAll, kAll, 0, &Call::k, kData, kDenseRows, {b, m, key_heads, f}},
     {"v", kAll, kAll, 0, &Call::v, kTypeOfK, kDenseRows, {b, m, g, e}},
     {"feature_map", kAll, kAll, 0, &Call::map},
+    {"unit", kAll, kAll, 0, &Call::unit},
     {"log_decay", kAll, 0, 0, &Call::log_decay, kGates, kAnyStrides, {b1, n, g1, units}},
     {"write", kAll, 0, 0, &Call::write, kFloating, kAnyStrides, {b1, m, g1}},
     {"erase", kAll, 0, 0, &Call::erase, kFloating, kAnyStrides, {b1, m, g1}},
@@ -339,6 +341,7 @@ inline void check_together(Inputs& x) {
 inline Call& read_call(Inputs& x) {
   Call& c = x.call;
   if (c.map < kIdentity || c.map > kSilu) refuse("feature_map: got ", c.map, ", expected 0 .. ", (int)kSilu);
+  if (!(c.unit >= 0 && c.unit <= FLT_MAX)) refuse("unit: got ", c.unit, ", expected 0 or a positive finite number");
   if (c.normalize && !(c.eps > 0)) refuse("eps: got ", c.eps, ", expected a positive number");
   if (x.has(kErase) && c.normalize) refuse("normalize: got true with erase, expected false");
   if (x.has(kErase) && !c.causal) refuse("erase: got causal=False, expected causal=True");

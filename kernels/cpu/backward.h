@@ -20,14 +20,31 @@
 namespace linrope {
 namespace {
 
+// Turns the gradient d of a row y of features into that of what the map found at `token`. length, factor: those of
+// Task::set_lengths. raw: scratch (F)
+void through_map(const Task& task, const Rows& rows, int64_t token, const float* y, float length, float factor, float* raw,
+                 float* d) {
+  const Shape& s = task.s;
+  const bool unit = task.c.unit, reads_input = s.map == kSilu || s.map == kRelu2;
+  if (unit) set_length_backward(s, y, length, factor, d);
+  if (s.map == kIdentity) return;
+  if (reads_input) features(s, rows, token, kIdentity, raw);
+  const float* x = reads_input ? raw : y;
+  const vf before_length = splat(!unit ? 1 : factor ? 1 / factor : 0);
+  for (int i = 0; i < s.F; i += W)
+    store(d + i, load(d + i) * slope(s.map, load(x + i), load(y + i) * before_length));
+}
+
 // Finishes a query's gradient, given d (F) = dphi^ without the normalizer's share; rotates it back in place.
 struct FinishQuery {
   const Task& task;
   float* raw;  // scratch (F)
 
-  // Returns dden. Adds the query's terms to the gradients of angle steps, if these are not null. dq: null: not wanted
+  // Returns dden. Adds the query's terms to the gradients of angle steps, if these are not null. dq: null: not wanted.
+  // factor: that of Task::query_features
   float operator()(const Rows& q, const Rows* dq, int64_t token, const float* phi, float* d, const float* z,
-                   const float* cos, const float* sin, float den, float inverse_den, float* d_angle_steps) const {
+                   const float* cos, const float* sin, float den, float inverse_den, float factor,
+                   float* d_angle_steps) const {
     const Shape& s = task.s;
     const Call& c = task.c;
     rotate<true>(s, d, cos, sin, d);
@@ -39,15 +56,8 @@ struct FinishQuery {
         const int x = p * s.pair_stride, y = x + s.partner;
         d_angle_steps[p] += phi[x] * d[y] - phi[y] * d[x];
       }
-    const float* from = phi;
-    if (s.map == kSilu || s.map == kRelu2) {
-      features(s, q, token, kIdentity, raw);
-      from = raw;
-    }
-    for (int i = 0; i < s.F; i += W) {
-      const vf y = dden == 0 ? load(d + i) : load(d + i) + load(z + i) * dden;
-      store(d + i, y * slope(s.map, load(from + i), load(phi + i)));
-    }
+    for (int i = 0; dden != 0 && i < s.F; i += W) store(d + i, load(d + i) + load(z + i) * dden);
+    through_map(task, q, token, phi, (float)c.unit, factor, raw, d);
     task.write_gradient(d, *dq, token);
     return dden;
   }
@@ -63,6 +73,7 @@ struct Backward : Task {
     float *u = values(), *u_t = values(), *gb = values(), *x = values(), *scaled = values();
     float *scores = score_matrix(), *products = score_matrix(), *pairs = score_matrix(), *erased = score_matrix();
     float *dens = per_token(), *inverse_dens = per_token(), *erase = per_token(), *factors = per_token();
+    float *key_factors = per_token(), *query_factors = per_token();  // that gave the features their length
     float *of_readers = arena.take<float>(C * W), *of_erasers = arena.take<float>(C * W);
     float *of_writers = arena.take<float>(C * W), *dS_t = state();
     float *k_angles = angle_rows(), *q_angles = angle_rows();
@@ -147,7 +158,7 @@ struct Backward : Task {
   }
   // psi, psi^ and u
   void read_keys(int64_t t, int rows, int direction) {
-    key_features(t, direction, rows, w.psi);
+    key_features(t, direction, rows, w.psi, w.key_factors);
     for (int i = 0; i < rows; i++) {
       prefetch(v, t + i, C * direction, s.e);
       rotate<false>(s, w.psi + i * s.F, k_angle.cos + i * s.half, k_angle.sin + i * s.half, w.keys + i * s.F);
@@ -296,7 +307,7 @@ struct Backward : Task {
   void read_queries(int64_t t, int rows, int r) {
     const Angles& angles = same_angles ? k_angle : q_angle;
     const Rows q = queries(r), dout = query_rows(c.dout, r), dq = gradients(c.dq, query_head(r));
-    features(s, q, t, -1, rows, w.phi);
+    query_features(q, t, -1, rows, w.phi, w.query_factors);
     for (int i = 0; i < rows; i++) {
       prefetch(dout, t + i, -C, s.e);
       if (want_output) prefetch(dq, t + i, 0, s.f);
@@ -331,7 +342,7 @@ struct Backward : Task {
       if (d_angle_steps && r == 0) zero(d_angle_steps, (int)c.pairs);
       const float *phi = w.phi + i * s.F, *cos = angles.cos + i * s.half, *sin = angles.sin + i * s.half;
       const float dden = finish_query(q, want_output ? &dq : nullptr, t + i, phi, w.dq + i * s.F, w.z + i * s.F, cos, sin,
-                                      w.dens[i], w.inverse_dens[i], d_angle_steps);
+                                      w.dens[i], w.inverse_dens[i], w.query_factors[i], d_angle_steps);
       for (int f = 0; dden != 0 && f < s.F; f += W) {
         float* sum = w.dden_phi + i * s.F + f;
         store(sum, load(sum) + load(phi + f) * dden);
@@ -445,12 +456,7 @@ struct Backward : Task {
         ends.sums[p] += y[first] * d[second] - y[second] * d[first];
       }
     for (int f = 0; want_dz && f < F; f += W) store(d + f, load(d + f) + load(dden_row + f));
-    const float* raw = y;
-    if (s.map == kSilu || s.map == kRelu2) {
-      features(s, k, token, kIdentity, w.raw);
-      raw = w.raw;
-    }
-    for (int f = 0; f < F; f += W) store(d + f, load(d + f) * slope(s.map, load(raw + f), load(y + f)));
+    through_map(*this, k, token, y, 1, w.key_factors[i], w.raw, d);
   }
   // Turns the gradient of what is written (E) into that of the value, and stores that of its factor. value: scratch (E)
   void split_gradient(int64_t token, float* gradient, float* value) const {
@@ -476,7 +482,7 @@ struct BidirectionalBackward : Task {
   struct Scratch : Pieces {
     using Pieces::Pieces;
     float *x = features(), *hat = features(), *d = features(), *gb = values();
-    float *dens = per_token(), *raw = features(1), *angles = angle_rows();
+    float *dens = per_token(), *factors = per_token(), *raw = features(1), *angles = angle_rows();
   };
   struct Kept : Pieces {
     using Pieces::Pieces;
@@ -509,7 +515,7 @@ struct BidirectionalBackward : Task {
       for (int i = 0; i < rows; i++) zero(angle_steps_at(t + i), (int)c.pairs);
     for (int r = 0; r < group; r++) {
       const Rows q = queries(r), dout = query_rows(c.dout, r), dq = gradients(c.dq, query_head(r));
-      features(s, q, t, 1, rows, w.x);
+      query_features(q, t, 1, rows, w.x, w.factors);
       for (int i = 0; i < rows; i++) {
         prefetch(dout, t + i, C, s.e);
         prefetch(dq, t + i, 0, s.f);
@@ -521,7 +527,7 @@ struct BidirectionalBackward : Task {
       const FinishQuery finish_query{*this, w.raw};
       for (int i = 0; i < rows; i++) {
         const float dden = finish_query(q, &dq, t + i, w.x + i * F, w.d + i * F, z, query_angles.cos + i * half,
-                                        query_angles.sin + i * half, w.dens[i], inverse_den(w.dens[i]),
+                                        query_angles.sin + i * half, w.dens[i], inverse_den(w.dens[i]), w.factors[i],
                                         angle_steps_at(t + i));
         for (int f = 0; f < F; f++) dz[f] += dden * w.x[i * F + f];
       }

@@ -58,6 +58,7 @@ struct Call {
   int64_t map, layout;
   bool causal, normalize, add_eps, want_state, save, want_log_decay, want_angle_steps, want_write, want_erase, advance;
   double eps;
+  double unit;  // not 0: features are then divided by their lengths, and those of queries multiplied by unit
 
   // What the binding adds: the results
   View out, dq, dk, dv;

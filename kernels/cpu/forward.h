@@ -83,7 +83,7 @@ struct Forward : Task {
   // Reads a chunk: psi^, its transpose if scores are wanted, z of each token, and the values
   void read_keys(int64_t t, int rows) {
     const int F = s.F, half = s.half;
-    key_features(t, 1, rows, w.x);
+    key_features(t, 1, rows, w.x, nullptr);
     if (want_z) decay.add_rows(z_sum, w.x, rows, w.z, nullptr);
     for (int i = 0; i < rows; i++) {
       prefetch(v, t + i, C, s.e);
@@ -109,7 +109,7 @@ struct Forward : Task {
     const Angles& query_angles = same_angles ? k_angle : q_angle;
     const Rows q = queries(r), out = query_rows(c.out, r);
     const Output to(s, out, t, w.result);
-    features(s, q, t, 1, rows, w.x);
+    query_features(q, t, 1, rows, w.x, nullptr);
     for (int i = 0; i < rows; i++) {
       prefetch(out, t + i, 0, s.e);
       if (c.normalize) w.scale[i] = inverse_den(dot(w.x + i * F, w.z + i * F, F));
@@ -167,7 +167,7 @@ struct Bidirectional : Task {
     for (int r = 0; r < group; r++) {
       const Rows q = queries(r), out = query_rows(c.out, r);
       const Output to(s, out, t, w.result);
-      features(s, q, t, 1, rows, w.x);
+      query_features(q, t, 1, rows, w.x, nullptr);
       for (int i = 0; i < rows; i++) {
         prefetch(out, t + i, 0, s.e);
         if (c.normalize) w.scale[i] = inverse_den(dot(w.x + i * F, z, F));

@@ -212,6 +212,25 @@ void features(const Shape& s, const Rows& rows, int64_t token, int direction, in
     with_type(rows.type, [&]<class T>() { read_mapped<T>(s, rows, token, direction, count, y); });
 }
 
+inline float dot(const float* x, const float* y, int n) {
+  vf acc = {};
+  for (int i = 0; i < n; i += W) acc += load(x + i) * load(y + i);
+  return sum(acc);
+}
+
+// Divides a row by its length and multiplies it by `length`. Returns the factor of the row: 0 if its length is beyond float32
+float set_length(const Shape& s, float* y, float length) {
+  constexpr float kEps = 1e-6f;  // that of linrope/feature_maps/unit.py
+  const float factor = length / std::sqrt(dot(y, y, s.F) + kEps);
+  for (int i = 0; i < s.F; i += W) store(y + i, load(y + i) * factor);
+  return factor;
+}
+// Turns the gradient d of such a row y into that of the row before it
+void set_length_backward(const Shape& s, const float* y, float length, float factor, float* d) {
+  const float along = dot(y, d, s.F) / (length * length);
+  for (int i = 0; i < s.F; i += W) store(d + i, (load(d + i) - load(y + i) * along) * factor);
+}
+
 void write_features(const Shape& s, const float* y, const Rows& rows, int64_t token) {
   with_type(rows.type, [&]<class T>() { write_features(s, y, (T*)rows.at(token)); });
 }
@@ -261,12 +280,6 @@ LINROPE_INLINE void rotate(const Shape& s, const float* x, const float* cos, con
     done = 2 * s.half;
   }
   for (int i = done; y != x && i < s.F; i += W) store(y + i, load(x + i));
-}
-
-inline float dot(const float* x, const float* y, int n) {
-  vf acc = {};
-  for (int i = 0; i < n; i += W) acc += load(x + i) * load(y + i);
-  return sum(acc);
 }
 
 // The dot product in float64. A vector of W doubles takes two registers, which GCC would keep in memory.

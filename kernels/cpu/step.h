@@ -41,7 +41,7 @@ struct Columns {  // columns of one state (f, stride)
 // v -= erase S^T reader, for N vectors of columns
 template <int N> LINROPE_INLINE void erase_columns(const Columns& x, vf (&v)[N]) {
   vf found[2][N] = {};
-  const auto row = [&](int f, vf (&to)[N]) {
+  const auto row = [&](int f, vf (&to)[N]) __attribute__((always_inline)) {
     for (int i = 0; i < N; i++) to[i] += load(x.kv + (int64_t)f * x.stride + i * W) * x.reader[f];
   };
   int f = 0;
@@ -58,11 +58,12 @@ template <int N, int kind> inline void columns(const Columns& x, bool change) {
   vf acc[2][N] = {}, v[N];
   for (int i = 0; i < N; i++) v[i] = load(x.v + i * W);
   if (change && x.reader) erase_columns<N>(x, v);
-  const auto row = [&](int f, vf (&to)[N]) {
+  const auto row = [&](int f, vf (&to)[N]) __attribute__((always_inline)) {
     float* s = x.kv + (int64_t)f * x.stride;
     for (int i = 0; i < N; i++) {
       vf y = load(s + i * W);
       if (change) {
+        __builtin_prefetch(s + i * W + (int64_t)x.f * x.stride, 1, 2);
         y = x.decayed<kind, false>(y, f) + v[i] * x.key[f];
         store(s + i * W, y);
       }
@@ -173,7 +174,7 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, co
                float* kv, double* z) {
   const Call& c = task.c;
   const Shape& s = task.s;
-  task.key_features(0, 1, 1, w.internal);
+  task.key_features(0, 1, 1, w.internal, nullptr);
   task.key_values(0, w.v);
   rotate<false>(s, w.internal, k_angle.cos, k_angle.sin, w.rotated);
   write_features(s, w.internal, w.psi);
@@ -188,7 +189,7 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, co
   for (int r = 0; r == 0 || r < task.group; r++) {
     double den = 0;
     if (task.group) {
-      features(s, task.queries(r), 0, 1, 1, w.internal);
+      task.query_features(task.queries(r), 0, 1, 1, w.internal, nullptr);
       rotate<false>(s, w.internal, q_angle.cos, q_angle.sin, w.rotated);
       write_features(s, w.internal, w.phi);
       write_features(s, w.rotated, w.phi_hat);

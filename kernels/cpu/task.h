@@ -51,12 +51,24 @@ struct Task {
     const View& mask = c.key_mask;
     return !mask.data || mask.as<bool>()[batch * mask.batch + token * mask.token];
   }
-  // Features and values of keys from `token` on; the contents of masked tokens are never used
-  void key_features(int64_t token, int direction, int count, float* psi) const {
+  // Features of queries and of keys from `token` on, and with c.unit the factors that gave the rows their length; null: not
+  // wanted. The contents of masked tokens are never used, here and for values
+  void query_features(const Rows& q, int64_t token, int direction, int count, float* phi, float* factors) const {
+    features(s, q, token, direction, count, phi);
+    set_lengths(phi, count, (float)c.unit, factors);
+  }
+  void key_features(int64_t token, int direction, int count, float* psi, float* factors) const {
     features(s, k, token, direction, count, psi);
+    set_lengths(psi, count, 1, factors);
     if (c.key_mask.data)
       for (int i = 0; i < count; i++)
         if (!unmasked(token + i)) zero(psi + i * s.F, s.F);
+  }
+  void set_lengths(float* rows, int count, float length, float* factors) const {
+    for (int i = 0; c.unit && i < count; i++) {
+      const float factor = set_length(s, rows + i * s.F, length);
+      if (factors) factors[i] = factor;
+    }
   }
   void key_values(int64_t token, float* to) const {
     if (unmasked(token)) values(s, v, token, to, write(token));

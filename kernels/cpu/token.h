@@ -16,12 +16,19 @@ inline void check_log_decay(const Call& c) {
   const View& a = c.log_decay;
   if (!a.data) return;
   double most = 0;
-  for (int64_t i = 0; i < c.sequences * c.g * c.units; i++) {
-    const int64_t head = i / c.units, at = head / c.g * a.batch + head % c.g * a.head + i % c.units * a.last;
-    const double x = a.type == kFloat32 ? a.as<float>()[at] : a.as<double>()[at];
-    if (std::isnan(x)) return;
-    if (x > most) most = x;
-  }
+  bool known = true;
+  const auto look = [&]<class T>(const T* x) {
+    for (int64_t i = 0; i < c.units; i++) {
+      most = x[i * a.last] > most ? x[i * a.last] : most;
+      known = known && x[i * a.last] == x[i * a.last];
+    }
+  };
+  for (int64_t row = 0; row < c.sequences; row++)
+    for (int64_t head = 0; head < c.g; head++) {
+      const int64_t at = row * a.batch + head * a.head;
+      a.type == kFloat32 ? look(a.as<float>() + at) : look(a.as<double>() + at);
+    }
+  if (!known) return;
   if (most > 0) {
     char text[32];
     snprintf(text, sizeof(text), "%.3g", most);

@@ -19,22 +19,17 @@ struct FeatureFactors {
   double* exact;
   FeatureFactors(Arena& arena, int count)
       : whole(arena.take<float>(count)), part(arena.take<float>(count)), exact(arena.take<double>(count)) {}
-  // D: float64. count: a multiple of W, at most kMaxDim + NW
+  // count: a multiple of W
   void set(const double* D, int count) const {
     exponentials(D, part, count);
-    double near[kMaxDim + NW], series[kMaxDim + NW];
-    for (int i = 0; i < count; i++) {
-      near[i] = D[i] > -0.5 ? D[i] : 0;
-      series[i] = 1;
-    }
-    for (int n = 13; n > 1; n--)  // Taylor's series of (e^x - 1) / x
-      for (int i = 0; i < count; i++) series[i] = 1 + series[i] * near[i] * (1.0 / n);
-    for (int i = 0; i < count; i++) {
-      const bool near_one = D[i] > -0.5;
-      const double change = near[i] * series[i];
-      exact[i] = near_one ? 1 + change : (double)part[i];
-      part[i] = near_one ? (float)change : part[i];
-      whole[i] = near_one ? 1 : 0;
+    for (int i = 0; i < count; i += W / 2) {
+      const vd x = *(const vdu*)(D + i), zero = {}, one = zero + 1, near = x > -0.5 ? x : zero, far = widen(part + i);
+      vd series = one;  // Taylor's, of (e^x - 1) / x
+      for (int n = 13; n > 1; n--) series = one + series * near * (1.0 / n);
+      const vd change = near * series;
+      *(vdu*)(exact + i) = x > -0.5 ? one + change : far;
+      *(vhalf*)(part + i) = __builtin_convertvector(x > -0.5 ? change : far, vhalf);
+      *(vhalf*)(whole + i) = __builtin_convertvector(x > -0.5 ? one : zero, vhalf);
     }
   }
 };

@@ -35,6 +35,7 @@ typedef uint32_t vu __attribute__((vector_size(4 * W)));
 typedef uint32_t vuu __attribute__((vector_size(4 * W), aligned(2), may_alias));
 typedef uint64_t vl __attribute__((vector_size(8 * W)));
 typedef double vd __attribute__((vector_size(4 * W)));  // half as many lanes
+typedef double vdu __attribute__((vector_size(4 * W), aligned(8), may_alias));
 typedef float vhalf __attribute__((vector_size(2 * W), aligned(4), may_alias));
 typedef uint64_t vlu __attribute__((vector_size(8 * W), aligned(8), may_alias));
 typedef uint16_t vh __attribute__((vector_size(2 * W), aligned(2), may_alias));

@@ -39,6 +39,14 @@ def choose(name: str, call: Call, state: LinearAttentionState | None) -> Backend
         ValueError: unknown name.
         RuntimeError: the backend cannot run the call. The message has the reason.
     """
+    backend = first_of(name, call, state)
+    if isinstance(backend, str):
+        raise RuntimeError(f"backend={name!r} cannot run: {backend}")
+    return backend
+
+
+def first_of(name: str, call: Call, state: LinearAttentionState | None) -> Backend | str:
+    """The backend that ``choose`` takes, or the reason why none can run the call."""
     check_name("backend", name, NAMES)
     if name != "reference" and forward_mode() and has_tangents(differentiable(call, state)):
         raise RuntimeError(f"backend={name!r}: got inputs with tangents (forward mode), expected 'reference'")
@@ -46,8 +54,9 @@ def choose(name: str, call: Call, state: LinearAttentionState | None) -> Backend
         backend = load(candidate)
         reason = backend if isinstance(backend, str) else _why_not(backend, call, state)
         if reason is None:
-            return backend  # type: ignore[return-value]
-    raise RuntimeError(f"backend={name!r} cannot run: {reason}")
+            return backend
+    assert reason is not None
+    return reason
 
 
 _AUTO = {

@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 
 from linrope.backends import bridge
 from linrope.backends.protocol import COMMON
+from linrope.backends.value_columns import Divided, parts_of
 from linrope.common.private_names import arguments_of
 from linrope.common.tracing import traced
 from linrope.recurrence.call import (
@@ -35,7 +36,7 @@ from linrope.recurrence.state import LinearAttentionState
 MAX_DIM = 256
 LIBRARY = Path(__file__).parents[1] / "lib" / "liblinrope_native.so"
 WHY_PURE = LIBRARY.with_name("why_pure.txt")  # hatch_build.py puts it into wheels without the library
-OPTIONS, TAKES_VALUE_GROUPS = COMMON | {"erase"}, True
+OPTIONS, TAKES_VALUE_GROUPS = COMMON | {"erase", "unit"}, True
 # The numbers of kernels/cpu/call.h
 BLOCK = 256
 MAPS = {"identity": 0, "elu+1": 1, "relu": 2, "relu2": 3, "exp": 4, "silu": 5}
@@ -110,6 +111,11 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
     """out and, if wanted, the last sums. Without gradients it may update a donated state or a pool's rows."""
     if traced(call.k) or needs_gradients(call, state):
         return bridge.attend("native", call, state)
+    # The library cuts other calls by tokens. With a decay per unit most of the work would be done again
+    cut = call.erase is not None and not call.decays_by_unit
+    if cut and (parts := parts_of(call)) > 1:
+        divided = Divided.of(call, state, parts)
+        return divided.joined(*attend(divided.call, divided.state))
     is_step = call.k.shape[1] == 1 and call.causal and call.q is not None and call.cu_seqlens is None
     if is_step and state is not None:
         return _step(call, state)
@@ -232,6 +238,7 @@ def _settings(call: Call) -> dict[str, Any]:
     """The kernels' arguments that stay the same from token to token."""
     return {
         "feature_map": MAPS[call.feature_map],
+        "unit": call.unit,
         "theta": call.theta_turns,
         "layout": LAYOUTS[call.layout] if call.pairs else 0,
         "normalize": call.normalize,

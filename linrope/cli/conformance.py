@@ -84,7 +84,7 @@ CASES = (
         (90, 80),
         gates=True,
         erases=True,
-        options={"normalize": False, "feature_map": "silu"},
+        options={"normalize": False, "feature_map": "unit"},
     ),
     Case("the map exp", (130,), options={"feature_map": "exp"}),
     Case("packed sequences", (152,), packed=(1, 17, 64, 70)),

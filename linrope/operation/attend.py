@@ -105,6 +105,7 @@ def _attend(
         q=features.q,
         k=k,
         feature_map=features.elementwise,
+        unit=plan.unit,
         log_decay=log_decay,
         decay=None,
         angle_steps=angle_steps,

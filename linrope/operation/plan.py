@@ -18,6 +18,7 @@ from linrope.common.private_names import forward_mode
 from linrope.common.tracing import plain
 from linrope.feature_maps import ElementwiseMap, FeatureMap
 from linrope.feature_maps.base import has_hooks
+from linrope.feature_maps.unit import UnitMap
 from linrope.operation import checks, head_first
 from linrope.recurrence.call import Call, Inputs, Settings, TokenLayout
 from linrope.recurrence.identities import WITHOUT_Z
@@ -34,6 +35,7 @@ class Plan:
 
     named_map: FeatureMap | None  # if the call gives a name; an object is read from the call
     elementwise: str | None  # the map that the backend applies to q and k; None: Python applies it
+    unit: float  # ``Resolved.unit``
     identity: str | None  # of the next state; None: it depends on the weights of the map
     theta_turns: Tensor | None
     layout: str
@@ -79,7 +81,7 @@ def _key(call: Call) -> Hashable | None:
     fmap: Hashable = call.feature_map
     if isinstance(fmap, FeatureMap):
         facts = fmap.head_dim, fmap.feature_dim, fmap.positive, fmap.positional, fmap.log_scaled
-        fmap = *facts, fmap.elementwise, type(fmap), has_hooks(fmap)
+        fmap = *facts, *backend_map(fmap), type(fmap)
     elif type(fmap) is not str and fmap is not None:
         return None
     last = None
@@ -109,22 +111,36 @@ def _make(call: Call, traced: bool) -> Plan:
     state, rotary, device = call.state, call.rotary, call.k.device
     if state is not None:
         checks.check_state(call, fmap)
-    identity = next_identity(call, fmap) if fmap is None or type(fmap) is ElementwiseMap else None
-    elementwise = backend_map(fmap)
+    elementwise, unit = backend_map(fmap)
+    without_weights = fmap is None or type(fmap) is ElementwiseMap or unit > 0
     xpos = None if rotary is None else rotary.xpos_log_decay
     by_features = rotary is not None and call.rope_order == "after"
     plan = Plan(
         named_map=fmap if isinstance(call.feature_map, str) else None,
         elementwise=elementwise,
-        identity=identity,
+        unit=unit,
+        identity=next_identity(call, fmap) if without_weights else None,
         theta_turns=rotary.turns_per_position(device) if rotary is not None and by_features else None,
         layout="interleaved" if rotary is None else rotary.layout,
         xpos_log_decay=None if xpos is None else xpos.to(device),
         warning=head_first.warning(call),
     )
+    resolved = call.changed(
+        decay=None,
+        feature_map=elementwise or "identity",
+        unit=unit,
+        theta_turns=plan.theta_turns,
+        layout=plan.layout,
+        xpos_log_decay=plan.xpos_log_decay,
+    )
+    if unit and (
+        (rotary is not None and not (by_features and rotary.attention_factor == 1))
+        or isinstance(backends.first_of(call.backend, resolved, state), str)
+    ):
+        plan.elementwise, plan.unit = None, 0
     is_step = (
         not traced
-        and elementwise is not None
+        and plan.elementwise is not None
         and state is not None
         and call.q is not None
         and call.k.shape[1] == 1
@@ -136,19 +152,18 @@ def _make(call: Call, traced: bool) -> Plan:
         )
     )
     if is_step:
-        resolved = call.changed(
-            decay=None, feature_map=elementwise, theta_turns=plan.theta_turns, layout=plan.layout
-        )
         plan.backend = backends.choose(call.backend, resolved, state)
         plan.step = native.Step(resolved) if plan.backend is native else None
     return plan
 
 
-def backend_map(fmap: FeatureMap | None) -> str | None:
-    """The name of an elementwise map that a backend can apply to q and k. None: Python applies the map."""
+def backend_map(fmap: FeatureMap | None) -> tuple[str | None, float]:
+    """The elementwise map that a backend can apply to q and k, and ``Resolved.unit``. None: Python applies the map."""
     if fmap is None:
-        return "identity"
-    return None if fmap.log_scaled or has_hooks(fmap) else fmap.elementwise
+        return "identity", 0
+    if fmap.log_scaled or has_hooks(fmap):
+        return None, 0
+    return (fmap.activation, fmap.query_factor) if type(fmap) is UnitMap else (fmap.elementwise, 0)
 
 
 def identity_of(fmap: FeatureMap | None, rotary: Rotary | None, rope_order: str) -> str:

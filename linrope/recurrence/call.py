@@ -56,7 +56,9 @@ class Settings:
 
 @dataclass(kw_only=True)
 class Resolved:
-    """What the operation makes of ``rotary`` for the backends."""
+    """What the operation makes of ``rotary`` and of the map for the backends."""
+
+    unit: float = 0.0  # positive: features have this length in queries, and 1 in keys, as those of UnitMap
 
     theta_turns: Tensor | None = None  # (axes, g or 1, pairs) int64: theta in 2^-64 turns per position
     layout: str = "interleaved"  # how features pair up to rotate; or "half"

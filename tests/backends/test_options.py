@@ -24,7 +24,7 @@ def draw(contract: Contract, seed: int = 0) -> list[options.Row]:
         chosen["rotary"] = [x for x in options.ROTATIONS if x != "xpos"]
     if contract.dtype.itemsize == 2:  # the contract does not count what is rounded before a backend has it
         chosen["rotary"] = [x for x in chosen["rotary"] if x != "yarn" and not x.startswith("before")]
-        chosen["feature_map"] = ["elu+1", "relu", "relu2", "silu", "identity", "features"]
+        chosen["feature_map"] = ["elu+1", "relu", "relu2", "silu", "identity", "unit silu", "features"]
     chosen |= computed(contract.backend)
     if contract.backend == "triton":
         chosen["tokens"] = [x for x in options.OPTIONS["tokens"] if x != "many chunks"]

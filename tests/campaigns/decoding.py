@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope import LinearAttentionState, Rotary, linear_rope_attention
+from linrope import LinearAttentionState, Rotary, feature_maps, linear_rope_attention
 from linrope.backends import native
 from tests.campaigns.command import numbers
 from tests.support.contract import refused
@@ -24,8 +24,9 @@ MAPS: tuple[dict[str, Any], ...] = (
     {},
     {"feature_map": "relu2", "normalize": False},
     {"feature_map": "softmax"},
+    {"feature_map": None, "normalize": False},
+    {"feature_map": feature_maps.make("unit", D, activation="silu", query_factor=0.5), "normalize": False},
 )
-MAPS += ({"feature_map": None, "normalize": False},)
 
 
 class Decoding:
@@ -72,7 +73,9 @@ class Decoding:
             made["erase"] = (
                 chance.choice([0, 1, 2]) * self.rand(rows, tokens, chance.choice([1, g])).sigmoid()
             )
-            psi = made["k"] if self.how["feature_map"] is None else made["k"].relu().square()
+            fmap = self.how["feature_map"]
+            fmap = feature_maps.make(fmap, D) if isinstance(fmap, str) else fmap
+            psi = made["k"] if fmap is None else fmap.keys(made["k"])
             squared = psi.square().sum(-1).amax(2, keepdim=True)
             made["erase"] = made["erase"] / squared.clamp(min=1e-3)
         return made

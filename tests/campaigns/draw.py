@@ -9,6 +9,7 @@ from torch import Tensor
 
 from linrope import Rotary, feature_maps
 from linrope.feature_maps import ELEMENTWISE, FeatureMap, Features
+from linrope.feature_maps.unit import ACTIVATIONS
 from linrope.rotation.rotary import MAX_POSITION
 from tests.support.contract import refused, takes_units
 from tests.support.maps import MAPS
@@ -119,11 +120,14 @@ class Configuration:
 
     def _draw_map(self) -> None:
         chance = self.chance
-        kind = chance.choice(["elementwise"] * 3 + ["other"] * 2 + ["features", "features signed"])
+        kind = chance.choice(["elementwise"] * 3 + ["unit", "other", "other", "features", "features signed"])
         self.d = chance.choice([1, 2, 3, 4, 6, 8, 8, 16, 32])
         self.map: FeatureMap | None = None
         if kind == "elementwise":
             self.map = feature_maps.make(chance.choice([*ELEMENTWISE, "softmax"]), self.d)
+        elif kind == "unit":
+            activation, factor = chance.choice(ACTIVATIONS), chance.choice([1, 0.25, 3.0])
+            self.map = feature_maps.make("unit", self.d, activation=activation, query_factor=factor)
         elif kind == "other":
             self.d = max(2, self.d - self.d % 2)
             label, options = MAPS[chance.choice([name for name in MAPS if name not in ELEMENTWISE])]

@@ -46,6 +46,7 @@ OF_EACH_KIND = (
     "favor+",
     "softmax",
     "taylor2",
+    "unit silu",
     "features",
 )
 SHAPES = ("none", "per head", "for all heads", "for all rows")  # of what each token has

@@ -16,6 +16,7 @@ class Case:
     k: Tensor
     v: Tensor
     feature_map: int = 1
+    unit: float = 0.0
     log_decay: Tensor | None = None
     write: Tensor | None = None
     erase: Tensor | None = None
@@ -43,13 +44,13 @@ class Case:
 
     def _forward(self, ops: Any, want_state: bool, slots: Tensor | None, save: bool) -> tuple[Tensor, ...]:
         given = self.inputs()
-        results: tuple[Tensor, ...] = ops.forward(*given[:16], slots, *given[16:], want_state, save)
+        results: tuple[Tensor, ...] = ops.forward(*given[:17], slots, *given[17:], want_state, save)
         return results
 
     def step(self, ops: Any, advance: bool = False, slots: Tensor | None = None) -> Tensor:
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         one_token = [x for name, x in named.items() if name not in ("cu_seqlens", "causal")]
-        out: Tensor = ops.step(*one_token[:15], slots, *one_token[15:], advance)
+        out: Tensor = ops.step(*one_token[:16], slots, *one_token[16:], advance)
         return out
 
     def backward(

@@ -12,7 +12,7 @@ import ctypes, resource, sys, torch
 torch.set_num_threads(int(sys.argv[1]))
 torch.ops.load_library(sys.argv[2])
 tokens = [torch.ones(8, 40, 8, 256) for _ in range(3)]
-settings = (1, *[None] * 13, 0, True, True, 1e-6, False, False, False)
+settings = (1, 0.0, *[None] * 13, 0, True, True, 1e-6, False, False, False)
 call = lambda x: torch.ops.linrope_native.forward(*x, *settings)
 call([x[..., :8] for x in tokens])  # starts the threads
 pages = int(open("/proc/self/statm").read().split()[0])
