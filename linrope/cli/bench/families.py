@@ -70,7 +70,6 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm5NextConfig",
         {
             "text_config": {
-                **_SIZES,
                 **_LATENT,
                 **_KIMI,
                 "layer_types": ["linear_attention"] * 3 + ["indexed_attention"],
@@ -164,7 +163,10 @@ class FamilyBenchmark:
         quiet.set_verbosity_error()  # its fallback says that it is slow
         torch.manual_seed(0)
         kind, sizes = CONFIGURATIONS[family]
-        config = getattr(transformers, kind)(**(_SIZES | sizes))
+        sizes = _SIZES | sizes
+        if "text_config" in sizes:
+            sizes["text_config"] = _SIZES | sizes["text_config"]
+        config = getattr(transformers, kind)(**sizes)
         self.family = family
         text: Any = transformers.AutoModelForCausalLM
         # GLM's models exist only with their vision tower
