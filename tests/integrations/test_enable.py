@@ -43,6 +43,16 @@ def test_meta_tensors_and_heads_that_are_too_wide_are_refused() -> None:
     assert reason == "step sizes or decays that differ between the channels of a head"
 
 
+def test_delta_rules_and_gates_that_linrope_does_not_have_are_refused() -> None:
+    x = torch.zeros(1, 5, 2, 8)
+    assert refusals.delta_rule(x, x, x, x, x) == "queries and keys that are not normalized"
+    reason = refusals.delta_rule(x, x, torch.zeros(1, 5, 2, 300), x, x, use_qk_l2norm_in_kernel=True)
+    assert reason == "heads of 300, more than 256"
+    module = nn.Module()
+    module.activation = "tanh"  # type: ignore[assignment]
+    assert refusals.norm(module, x, x) == "activation 'tanh'"
+
+
 def test_enable_and_disable() -> None:
     modules = {x: modeling(x) for x in ("mamba2", "bamba")}
     originals = {name: module.mamba2_chunk_scan for name, module in modules.items()}
