@@ -189,7 +189,7 @@ struct MixerGates {
 inline Tensor mixer_step(Tensor x, int64_t heads, bool has_gate, bool has_forget, Maybe up, Maybe up_bias, double bound,
                          int64_t write, double erase, Maybe weight, Maybe bias, Maybe inputs, bool silu, Maybe decay,
                          Tensor kv, Maybe z, Tensor positions, Maybe theta, int64_t layout, int64_t feature_map,
-                         bool normalize, double eps, Maybe norm, double norm_eps, bool over_heads, bool gate_first,
+                         double unit, bool normalize, double eps, Maybe norm, double norm_eps, bool over_heads, bool gate_first,
                          Maybe skip, bool skip_first, Maybe slots) {
   const MixerColumns at(x, kv, heads, has_gate, has_forget, up, write == kWriteGate, erase > 0);
   const MixerGates gates(x, at, has_forget, up, up_bias, bound, write, erase, decay);
@@ -213,6 +213,7 @@ inline Tensor mixer_step(Tensor x, int64_t heads, bool has_gate, bool has_forget
   step[kPositions] = starts;
   step.call.layout = layout;
   step.call.map = feature_map;
+  step.call.unit = unit;
   step.call.normalize = normalize;
   step.call.eps = eps;
   Call& c = read_call(step);

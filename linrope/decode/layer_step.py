@@ -14,6 +14,7 @@ from linrope.decode.products import Joined
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.feature_gate import FeatureForgetGate
 from linrope.layer.state import LayerState
+from linrope.operation.plan import backend_map
 from linrope.recurrence.call import Call
 from linrope.recurrence.decay import MIN_LOG_DECAY
 
@@ -68,6 +69,7 @@ _WRITE_FACTORS = {None: 0, "independent": 1, "tied": 2}
 
 def _arguments(layer: LinearRoPEAttention, state: LayerState) -> dict[str, Any]:
     """The operator's arguments that do not change from token to token, by name."""
+    elementwise, unit = backend_map(layer.feature_map)
     conv, norm, rotary = layer.short_conv, layer.out_norm, layer.rotary
     forget, erase = layer.forget_gate, layer.erase_gate
     weight = bias = decay = scale = up = up_bias = None
@@ -100,7 +102,8 @@ def _arguments(layer: LinearRoPEAttention, state: LayerState) -> dict[str, Any]:
         "positions": state.position.unsqueeze(1),
         "theta": None if rotary is None else rotary.turns_per_position(state.sums.kv.device),
         "layout": 0 if rotary is None else native.LAYOUTS[rotary.layout],
-        "feature_map": native.MAPS[layer.feature_map.elementwise or ""],
+        "feature_map": native.MAPS[elementwise or ""],
+        "unit": unit,
         "normalize": layer.normalize and not layer._out_norm_replaces_normalizer,
         "eps": Call.eps,  # the layer has no option for it
         "norm": scale,

@@ -10,7 +10,8 @@ from linrope.backends import native
 from linrope.common.private_names import has_global_hooks, hooks_of, watched
 from linrope.common.writable import check_writable
 from linrope.decode.parts import DecodableModel, ModelParts
-from linrope.feature_maps import ElementwiseMap
+from linrope.feature_maps import ElementwiseMap, UnitMap
+from linrope.feature_maps.base import has_hooks
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.config import OPTIONS
 from linrope.layer.feature_gate import FeatureForgetGate
@@ -18,7 +19,7 @@ from linrope.layer.norm import OutputNorm, RMSNorm
 from linrope.layer.selective import EraseGate, ForgetGate, WriteGate
 from linrope.layer.short_convolution import ShortConvolution
 from linrope.layer.state import LayerState
-from linrope.operation.plan import identity_of
+from linrope.operation.plan import backend_map, identity_of
 from linrope.ops.convolution import MAX_TAPS
 from linrope.ops.norm import MOST_VALUES
 from linrope.recurrence.identities import WITHOUT_Z
@@ -46,6 +47,7 @@ _KINDS = (
     EraseGate,
     ShortConvolution,
     ElementwiseMap,
+    UnitMap,
 )
 
 
@@ -120,7 +122,7 @@ def _why_not_plain(modules: list[nn.Module], kinds: tuple[type, ...]) -> str | N
 def _why_not_options(layer: LinearRoPEAttention) -> str | None:
     """The reason why the operator does not cover the layer's options."""
     fmap, taps = layer.feature_map, 2 if layer.short_conv is None else layer.short_conv.taps
-    if fmap.log_scaled or fmap.elementwise not in native.MAPS:
+    if not has_hooks(fmap) and backend_map(fmap)[0] not in native.MAPS:  # _why_not_plain names hooks
         return f"feature_map={fmap}"
     if layer.angle_steps is not None or (layer.rotary is not None and not _is_plain(layer.rotary)):
         return "a rotation with steps, axes, xpos or an attention factor"

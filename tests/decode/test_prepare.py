@@ -23,8 +23,8 @@ def tiny(**options: Any) -> LanguageModelConfig:
 TINY = tiny()
 CONV = {"taps": 3, "activation": None, "bias": False}
 PER_FEATURE = {"per": "feature", "rank": 3}
-ERASES = {"feature_map": "silu"}  # of short keys; see make
 UP_TO_2 = {"name": "tied", "largest": 2}
+UNIT = {"name": "unit", "activation": "silu", "query_factor": 0.5}
 OPTIONS = {
     "default": {},
     "no feed-forward network": {"feed_forward": False},
@@ -51,31 +51,30 @@ OPTIONS = {
     "gates per feature": {"forget_gate": PER_FEATURE},
     "gates per feature, normalizer": {"forget_gate": PER_FEATURE, "out_norm": False, "rotary": "half"},
     "bounded gates per feature": {"forget_gate": PER_FEATURE | {"bound": 5}, "write_gate": "independent"},
-    "tied erase": ERASES | {"erase_gate": "tied"},
-    "tied erase up to 2, no decay": ERASES | {"erase_gate": UP_TO_2, "forget_gate": False, "decay": None},
-    "erase and tied write gate": ERASES | {"erase_gate": "independent", "write_gate": "tied"},
-    "erase and write gate, grouped heads": ERASES
-    | {"erase_gate": UP_TO_2 | {"name": "independent"}, "write_gate": "independent", "num_kv_heads": 2},
-    "erase alone, value heads": ERASES
-    | {"erase_gate": "independent", "write_gate": None, "num_value_heads": 8, "out_norm": "all"},
-    "erase, gates per feature": ERASES
-    | {"erase_gate": UP_TO_2, "forget_gate": PER_FEATURE, "decay": "learned", "short_conv": None},
-}
+    "unit": {"feature_map": UNIT, "normalize": False},
+    "tied erase": {"erase_gate": "tied"},
+    "tied erase up to 2, no decay": {"erase_gate": UP_TO_2, "forget_gate": False, "decay": None},
+    "erase and tied write gate": {"erase_gate": "independent", "write_gate": "tied", "feature_map": UNIT},
+    "erase and write gate, grouped heads": {
+        "erase_gate": UP_TO_2 | {"name": "independent"}, "write_gate": "independent", "num_kv_heads": 2
+    },
+    "erase alone, value heads": {
+        "erase_gate": "independent", "write_gate": None, "num_value_heads": 8, "out_norm": "all"
+    },
+    "erase, gates per feature": {
+        "erase_gate": UP_TO_2, "forget_gate": PER_FEATURE, "decay": "learned", "short_conv": None
+    },
+}  # fmt: skip
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 
 
 def make(**options: object) -> LanguageModel:
-    """A model whose parameters all matter: none is zero or one, as many are at the start.
-
-    With an erase gate keys are not longer than about 1, since states would grow.
-    """
+    """A model whose parameters all matter: none is zero or one, as many are at the start."""
     torch.manual_seed(0)
     model = LanguageModel(tiny(**options))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
-        for block in model.blocks if "erase_gate" in options else ():
-            block.attention.k_proj.weight *= 0.3
     return model
 
 
@@ -255,7 +254,6 @@ def test_a_position_without_an_exact_angle_is_refused_and_nothing_is_written() -
         ({"trapezoid": True}, "trapezoid=True"),
         ({"rope_order": "before", "rotary": "half"}, "rope_order='before'"),
         ({"feature_map": "exp"}, "feature_map="),
-        ({"erase_gate": "tied"}, "feature_map=UnitMap"),
         ({"feature_map": "hedgehog"}, "feature_map="),
         ({"short_conv": 9}, "9 taps, more than 8"),
         ({"head_dim": 258}, "heads of 516 numbers, more than 256"),
@@ -288,6 +286,10 @@ CHANGES: dict[str, tuple[Callable[[LanguageModel], object], str]] = {
     ),
     "forward": (lambda model: vars(model.blocks[0]).update(forward=print), "another kind, Block"),
     "hook": (lambda model: model.norm.register_forward_hook(print), "a hook on RMSNorm"),
+    "hook on a map": (
+        lambda model: model.blocks[0].attention.feature_map.register_forward_hook(print),
+        "a hook on ElementwiseMap",
+    ),
     "first hook": (lambda model: model.blocks[1].attention.o_proj.register_forward_pre_hook(print), "a hook"),
     "dtype": (lambda model: model.norm.to(torch.bfloat16), "torch.bfloat16 on cpu"),
     "device": (lambda model: model.embed.to("meta"), "on meta"),
@@ -324,8 +326,8 @@ def test_states_that_do_not_fit_are_refused() -> None:
     model, states = begun()
     refuse(make(rotary="half"), states, "a state of ")
     erases, without_z = begun(**OPTIONS["tied erase"])
-    refuse(make(feature_map="silu", normalize=False), without_z, "; without z")
-    refuse(erases, prompt(make(feature_map="silu", normalize=False)), "a state of ")
+    refuse(make(feature_map="unit", normalize=False), without_z, "; without z")
+    refuse(erases, prompt(make(feature_map="unit", normalize=False)), "a state of ")
     refuse(model, states[:1], "1 states for 2 blocks")
     refuse(model, [states[0], changed(states[1], position=states[1].position + 1)], "different positions")
     refuse(model, [state.at(torch.tensor([1])) for state in states], "rows of a pool")

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.usefixtures("isa")
 
 ORDER = (
     "heads", "has_gate", "has_forget", "up", "up_bias", "bound", "factor", "largest", "weight", "bias", "inputs",
-    "silu", "decay", "kv", "z", "positions", "theta", "layout", "feature_map", "normalize", "eps", "norm", "norm_eps",
-    "over_heads", "gate_first", "skip", "skip_first",
+    "silu", "decay", "kv", "z", "positions", "theta", "layout", "feature_map", "unit", "normalize", "eps", "norm",
+    "norm_eps", "over_heads", "gate_first", "skip", "skip_first",
 )  # fmt: skip
 WRITTEN = ("inputs", "kv", "z", "positions")
 MAPS = {0: lambda x: x, 1: lambda x: F.elu(x) + 1, 2: torch.relu, 5: F.silu}
@@ -61,6 +61,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "normalizer": {"normalize": True, "norm": None},
     "silu map": {"feature_map": 5},
+    "unit": {"unit": 0.5, "feature_map": 5},
+    "unit, erase": {"unit": 2.0, "feature_map": 0, "factor": ERASED, "largest": 2.0, "d": 7, "pairs": 2},
     "norm over heads": {"over_heads": True, "norm": "heads"},
     "norm and skip before": {"skip_first": True},
     "gate before": {"gate_first": True},
@@ -84,8 +86,8 @@ def make(
         "kv": normal(b, g, d, e), "z": torch.rand(b, g, d, generator=generator, dtype=torch.float64) + 0.5,
         "positions": torch.arange(100, 100 + b)[:, None],
         "theta": torch.randint(-(2**62), 2**62, (1, 1, pairs), generator=generator), "layout": 1,
-        "feature_map": 1, "normalize": False, "eps": 1e-6, "norm": normal(e), "norm_eps": 1e-6, "over_heads": False,
-        "gate_first": False, "skip": normal(out_heads), "skip_first": False,
+        "feature_map": 1, "unit": 0.0, "normalize": False, "eps": 1e-6, "norm": normal(e), "norm_eps": 1e-6,
+        "over_heads": False, "gate_first": False, "skip": normal(out_heads), "skip_first": False,
     }  # fmt: skip
     if changes.get("factor") == OWN:
         changes["write"] = normal(b, g)
@@ -127,6 +129,9 @@ def reference(arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor | Non
         y.unflatten(-1, (-1, size)) for y, size in zip(x.split([h * d, keys * d, g * e], -1), (d, d, e))
     )
     phi, psi = MAPS[a.feature_map](q), MAPS[a.feature_map](k)
+    if a.unit:
+        phi, psi = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (phi, psi))
+        phi = a.unit * phi
     phi, psi = phi.repeat_interleave(out_heads // h, 1), psi.repeat_interleave(g // keys, 1)
     phi_hat, psi_hat = phi, psi
     if a.theta is not None:
@@ -289,6 +294,8 @@ WRONG = {
     "theta: got 7 pairs": {"theta": torch.zeros(1, 1, 7, dtype=torch.int64)},
     "layout: got 0": {"layout": 0},
     "feature_map: got 6": {"feature_map": 6},
+    "unit: got -1, expected 0 or": {"unit": -1.0},
+    "unit: got inf": {"unit": math.inf},
     "eps: got": {"normalize": True, "eps": 0.0},
     r"weight: got shape \(19,\)": {"norm": torch.zeros(19)},
     r"weight: got shape \(2, 20\)": {"norm": torch.zeros(2, 20)},

@@ -41,7 +41,7 @@ def generate(model: LinRopeForCausalLM, *, ids: Tensor | None = None, **options:
         {},
         {"tie_word_embeddings": True},
         {"forget_gate": False, "attention_bias": True},
-        {"erase_gate": "tied", "feature_map": "silu"},
+        {"erase_gate": "tied"},
         {"forget_gate": {"per": "feature"}},
     ],
     ids=str,
