@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-long test-lowest test-newest check format bench docs native dist test-dist test-sanitizers test-amx test-arm test-ptx test-gpu bench-gpu
+.PHONY: demo test test-long test-lowest test-newest check format bench docs native dist test-fla test-dist test-sanitizers test-amx test-arm test-ptx test-gpu bench-gpu
 
 demo: $(VENV)/ready native
 	$(BIN)/linrope demo
@@ -74,6 +74,13 @@ test-newest:
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[dev]'
 	$(NEWEST)/bin/python kernels/cpu/build.py --if-changed
 	$(NEWEST)/bin/python -m pytest -n auto --dist loadgroup $(TESTS)
+
+# linrope.integrations.fla beside fla's own signatures and naive functions. fla lies in a folder of its own: where it is
+# installed, transformers calls its Triton kernels even on a CPU, and raises.
+FLA := build/fla
+test-fla: $(VENV)/ready native
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(FLA) -c constraints.txt fla-core
+	PYTHONPATH=$(FLA) $(BIN)/python -m pytest -q tests/integrations/test_fla.py
 
 # Reads and writes out of bounds, and undefined behaviour, in a copy of the tree with a library of its own. Python
 # itself is not built for this: so both run times (GCC's) are loaded before it, and leaks are not looked for. What

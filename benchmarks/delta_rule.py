@@ -23,9 +23,11 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from linrope import linear_rope_attention
 from linrope.backends import native
+from linrope.decode import prepare_attention
 from linrope.feature_maps import UnitMap
 
 D = 128  # features and values of a head
+STEPS = 16  # of a sequence that are timed together
 UNIT = UnitMap(D, query_factor=D**-0.5)
 PEERS = {
     "gdn": (qwen.torch_chunk_gated_delta_rule, qwen.torch_recurrent_gated_delta_rule),
@@ -82,7 +84,7 @@ def of_sequences(rule: str, n: int, heads: int) -> Runs:
 
 
 def of_steps(rule: str, b: int, heads: int) -> Runs:
-    """One more token of each sequence, in the state's memory."""
+    """STEPS more tokens of each sequence, in the state's memory."""
     q, k, v, gates, beta = tokens(rule, b, 1, heads)
     prompt = tokens(rule, b, 8, heads)
     with torch.no_grad():
@@ -108,8 +110,25 @@ def of_steps(rule: str, b: int, heads: int) -> Runs:
             )
             return out
 
-        agree(step(), peer())
-    return {"step, linrope": torch.no_grad()(step), "step, transformers": torch.no_grad()(peer)}
+        prepared = prepare_attention(state.clone(), feature_map=UNIT, normalize=False)
+
+        def prepared_step() -> Tensor:
+            return prepared(q, k, v, log_decay=gates, erase=beta, write=beta)
+
+        out = step()
+        agree(out, peer())
+        agree(out, prepared_step())
+
+    def repeated(one: Callable[[], Tensor]) -> Callable[[], None]:
+        @torch.no_grad()
+        def run() -> None:
+            for _ in range(STEPS):
+                one()
+
+        return run
+
+    sides = {"linrope": step, "prepared": prepared_step, "transformers": peer}
+    return {f"{STEPS} steps, {name}": repeated(one) for name, one in sides.items()}
 
 
 def agree(one: Tensor, other: Tensor) -> None:

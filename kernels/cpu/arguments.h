@@ -107,7 +107,8 @@ constexpr int kGOut = index_of("g_out"), kQ = index_of("q"), kK = index_of("k"),
 constexpr int kTheta = index_of("theta"), kAngleSteps = index_of("angle_steps"), kAngle = index_of("angle");
 constexpr int kPositions = index_of("positions"), kKeyPositions = index_of("key_positions");
 constexpr int kCuSeqlens = index_of("cu_seqlens"), kKv = index_of("kv"), kZ = index_of("z"), kSlots = index_of("slots");
-constexpr int kLogDecay = index_of("log_decay"), kErase = index_of("erase"), kSavedKv = index_of("saved_kv"), kSavedU = index_of("saved_u");
+constexpr int kLogDecay = index_of("log_decay"), kWrite = index_of("write"), kErase = index_of("erase");
+constexpr int kSavedKv = index_of("saved_kv"), kSavedU = index_of("saved_u");
 
 // An operator's arguments: the tensors as they came, and the Call that read_call fills. It must outlive the call
 struct Inputs {

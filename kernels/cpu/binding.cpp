@@ -209,10 +209,11 @@ STABLE_TORCH_LIBRARY(linrope_native, m) {
       "float eps, bool over_heads, bool gate_first, bool skip_first, bool sigmoid) -> (Tensor, Tensor, Tensor, Tensor, "
       "Tensor)");
   m.def(
-      "mixer_step(Tensor x, int heads, bool gate, bool forget, bool write, bool tied, Tensor? weight, Tensor? bias, "
-      "Tensor(a!)? inputs, bool silu, Tensor? decay, Tensor(b!) kv, Tensor(c!) z, Tensor(d!) positions, Tensor? theta, "
-      "int layout, int feature_map, bool normalize, float eps, Tensor? norm, float norm_eps, bool over_heads, "
-      "bool gate_first, Tensor? skip, bool skip_first, Tensor? slots=None) -> Tensor");
+      "mixer_step(Tensor x, int heads, bool gate, bool forget, Tensor? up, Tensor? up_bias, float bound, int write, "
+      "float erase, Tensor? weight, Tensor? bias, Tensor(a!)? inputs, bool silu, Tensor? decay, Tensor(b!) kv, "
+      "Tensor(c!)? z, Tensor(d!) positions, Tensor? theta, int layout, int feature_map, float unit, "
+      "bool normalize, float eps, Tensor? norm, float norm_eps, bool over_heads, bool gate_first, Tensor? skip, "
+      "bool skip_first, Tensor? slots=None) -> Tensor");
   m.def("add_norm(Tensor(a!) x, Tensor? y, Tensor weight, float eps) -> Tensor");
   m.def("silu_product(Tensor x) -> Tensor");
   m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");

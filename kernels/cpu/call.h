@@ -134,7 +134,7 @@ struct Norm {
 
 struct Linear {  // y (rows, n) = x (rows, k) weight^T + bias
   const float *x, *weight, *bias;  // weight (n, k); bias (n,) or null
-  int64_t rows, n, k;
+  int64_t rows, n, k, stride;      // stride: of x's rows
 };
 
 struct Isa {
@@ -159,6 +159,7 @@ struct Isa {
   void (*norm)(const Norm&, int64_t batch, int64_t begin, int64_t end);
   void (*norm_backward)(const Norm&, int64_t batch, int64_t begin, int64_t end, float* sums);
   void (*linear)(const Linear&, float* y, int64_t begin, int64_t end);  // the columns [begin, end) of y
+  void (*log_gates)(float* x, int count, float bound);                  // in place; see gates.h
 };
 
 #if defined(__x86_64__)

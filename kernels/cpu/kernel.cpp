@@ -1,6 +1,7 @@
 // The kernels of one instruction set, compiled with -DISA=name. Only their table is exported.
 #include "backward.h"
 #include "convolution.h"
+#include "gates.h"
 #include "linear.h"
 #include "norm.h"
 #include "step.h"
@@ -34,6 +35,7 @@ extern const Isa LINROPE_JOIN(isa_, ISA) = {
     .norm = norm,
     .norm_backward = norm_backward,
     .linear = linear,
+    .log_gates = log_gates,
 };
 
 }  // namespace linrope

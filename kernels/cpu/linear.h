@@ -8,7 +8,7 @@ namespace {
 
 // The products of M rows of x and N rows of W. The bits of each do not depend on M and N.
 template <int M, int N> void linear_tile(const Linear& c, float* y, int64_t row, int64_t column) {
-  const float *x = c.x + row * c.k, *weight = c.weight + column * c.k;
+  const float *x = c.x + row * c.stride, *weight = c.weight + column * c.k;
   vf sums[M][N] = {};
   vectors((int)c.k, [&]<bool PART>(int i, int count) {
     vf w[N];
@@ -17,7 +17,7 @@ template <int M, int N> void linear_tile(const Linear& c, float* y, int64_t row,
       __builtin_prefetch(weight + (n + 2 * N) * c.k + i);  // of the tile after the next
     }
     for (int m = 0; m < M; m++) {
-      const vf a = load_lanes<PART>(x + m * c.k + i, count);
+      const vf a = load_lanes<PART>(x + m * c.stride + i, count);
       for (int n = 0; n < N; n++) sums[m][n] += a * w[n];
     }
   });

@@ -12,7 +12,9 @@ from linrope.backends import native
 from linrope.common.writable import check_slots
 from linrope.decode.products import Joined
 from linrope.layer.attention import LinearRoPEAttention
+from linrope.layer.feature_gate import FeatureForgetGate
 from linrope.layer.state import LayerState
+from linrope.operation.plan import backend_map
 from linrope.recurrence.call import Call
 from linrope.recurrence.decay import MIN_LOG_DECAY
 
@@ -22,17 +24,22 @@ class LayerStep:
 
         y = W_o mixer_step(W x)        x, y: (b, 1, embed_dim);  W: all projections of x, one below the other
 
-    One call of the native library does everything between the matrix products. W may be a copy: prepare a new step
-    after the weights have changed. ``prepare`` makes it, and says what it is for.
+    One call of the native library does everything between the matrix products, and the second product of a forget gate
+    per feature. W may be a copy: prepare a new step after the weights have changed. ``prepare`` makes it, and says what
+    it is for.
     """
 
     def __init__(self, layer: LinearRoPEAttention, state: LayerState) -> None:
         self.state = state
-        write = None if layer.write_gate is None or layer.write_gate.tied else layer.write_gate
-        gates = {"gate": layer.g_proj, "forget": layer.forget_gate, "write": write}
-        self.projections = Joined(layer.q_proj, layer.k_proj, layer.v_proj, *gates.values())
+        write = layer.write_gate if layer.config.write_gate == "independent" else None
+        forget: Any = (
+            layer.forget_gate
+        )  # if it is per feature, the first of its two products is a projection of x
+        forget = forget.down if isinstance(forget, FeatureForgetGate) else forget
+        gates = layer.g_proj, forget, write, layer.erase_gate
+        self.projections = Joined(layer.q_proj, layer.k_proj, layer.v_proj, *gates)
         self.o_proj = Joined(layer.o_proj)
-        self._arguments = _arguments(layer, state) | {name: x is not None for name, x in gates.items()}
+        self._arguments = _arguments(layer, state)
 
     @torch.no_grad()
     def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
@@ -56,10 +63,19 @@ class LayerStep:
         return y
 
 
+# The numbers of kernels/cpu/mixer.h; that of a tied erase gate is 3
+_WRITE_FACTORS = {None: 0, "independent": 1, "tied": 2}
+
+
 def _arguments(layer: LinearRoPEAttention, state: LayerState) -> dict[str, Any]:
     """The operator's arguments that do not change from token to token, by name."""
-    conv, norm, gate, rotary = layer.short_conv, layer.out_norm, layer.write_gate, layer.rotary
-    weight = bias = decay = scale = None
+    elementwise, unit = backend_map(layer.feature_map)
+    conv, norm, rotary = layer.short_conv, layer.out_norm, layer.rotary
+    forget, erase = layer.forget_gate, layer.erase_gate
+    weight = bias = decay = scale = up = up_bias = None
+    bound = 0.0  # none
+    if isinstance(forget, FeatureForgetGate):
+        up, up_bias, bound = forget.up.detach(), forget.bias.detach(), forget.bound or 0.0
     if conv is not None:
         weight, bias = conv.weight.detach()[:, 0], None if conv.bias is None else conv.bias.detach()
     if layer.decay is not None:
@@ -69,18 +85,25 @@ def _arguments(layer: LinearRoPEAttention, state: LayerState) -> dict[str, Any]:
         scale = scale if layer.norm_over == "head" else scale.view(layer.num_out_heads, layer.value_head_dim)
     return {
         "heads": layer.num_heads,
-        "tied": gate is not None and gate.tied,
+        "gate": layer.g_proj is not None,
+        "forget": forget is not None,
+        "up": up,
+        "up_bias": up_bias,
+        "bound": bound,
+        "write": 3 if layer.config.tied_erase_gate else _WRITE_FACTORS[layer.config.write_gate],
+        "erase": 0.0 if erase is None else float(erase.largest),
         "weight": weight,
         "bias": bias,
         "inputs": state.conv,
         "silu": conv is not None and conv.activation == "silu",
         "decay": decay,
         "kv": state.sums.kv,
-        "z": state.sums.z,
+        "z": state.sums.z if erase is None else None,
         "positions": state.position.unsqueeze(1),
         "theta": None if rotary is None else rotary.turns_per_position(state.sums.kv.device),
         "layout": 0 if rotary is None else native.LAYOUTS[rotary.layout],
-        "feature_map": native.MAPS[layer.feature_map.elementwise or ""],
+        "feature_map": native.MAPS[elementwise or ""],
+        "unit": unit,
         "normalize": layer.normalize and not layer._out_norm_replaces_normalizer,
         "eps": Call.eps,  # the layer has no option for it
         "norm": scale,

@@ -26,23 +26,26 @@ _MOST_COPIED = 2**22
 class Joined:
     """Several projections of the same vector, their results side by side. Small ones become a single product.
 
-    Arguments that are None are skipped. If several modules become one product, its weight is a copy of theirs.
+    Arguments are modules, weights without a bias, or None, which is skipped. If several of them become one product, its
+    weight is a copy of theirs.
     """
 
     @torch.no_grad()
     def __init__(self, *modules: Any) -> None:
-        present = [module for module in modules if module is not None]
-        self.size: int = present[0].weight.shape[1]  # numbers in x
-        self.parts = [(x.weight.detach(), None if x.bias is None else x.bias.detach()) for x in present]
-        if len(present) > 1 and sum(weight.numel() for weight, _ in self.parts) <= _MOST_COPIED:
-            bias = None if all(x.bias is None for x in present) else torch.cat([_bias(x) for x in present])
-            self.parts = [(torch.cat([weight for weight, _ in self.parts]), bias)]
+        self.parts = [_weight_and_bias(module) for module in modules if module is not None]
+        self.size: int = self.parts[0][0].shape[1]  # numbers in x
+        if len(self.parts) > 1 and sum(weight.numel() for weight, _ in self.parts) <= _MOST_COPIED:
+            biased = any(bias is not None for _, bias in self.parts)
+            biases = [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in self.parts]
+            weight = torch.cat([weight for weight, _ in self.parts])
+            self.parts = [(weight, torch.cat(biases) if biased else None)]
 
     def __call__(self, x: Tensor) -> Tensor:
         products = [linear(x, *part) for part in self.parts]
         return products[0] if len(products) == 1 else torch.cat(products, -1)
 
 
-def _bias(module: Any) -> Tensor:
-    bias: Tensor = module.weight.new_zeros(len(module.weight)) if module.bias is None else module.bias
-    return bias
+def _weight_and_bias(module: Any) -> tuple[Tensor, Tensor | None]:
+    if isinstance(module, Tensor):
+        return module.detach(), None
+    return module.weight.detach(), None if module.bias is None else module.bias.detach()

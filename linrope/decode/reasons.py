@@ -10,16 +10,19 @@ from linrope.backends import native
 from linrope.common.private_names import has_global_hooks, hooks_of, watched
 from linrope.common.writable import check_writable
 from linrope.decode.parts import DecodableModel, ModelParts
-from linrope.feature_maps import ElementwiseMap
+from linrope.feature_maps import ElementwiseMap, UnitMap
+from linrope.feature_maps.base import has_hooks
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.config import OPTIONS
+from linrope.layer.feature_gate import FeatureForgetGate
 from linrope.layer.norm import OutputNorm, RMSNorm
-from linrope.layer.selective import ForgetGate, WriteGate
+from linrope.layer.selective import EraseGate, ForgetGate, WriteGate
 from linrope.layer.short_convolution import ShortConvolution
 from linrope.layer.state import LayerState
-from linrope.operation.plan import identity_of
+from linrope.operation.plan import backend_map, identity_of
 from linrope.ops.convolution import MAX_TAPS
 from linrope.ops.norm import MOST_VALUES
+from linrope.recurrence.identities import WITHOUT_Z
 from linrope.rotation.rotary import Rotary
 
 # transformers leaves hooks of this module on a model that was once asked for its hidden states. In other calls they do
@@ -29,7 +32,7 @@ _IDLE_HOOKS = "transformers.utils.output_capturing"
 _COMPUTED = frozenset(
     (
         *("num_kv_heads", "num_value_heads", "context_dim", "head_dim", "value_head_dim", "bias", "backend"),
-        *("feature_map", "rotary", "normalize", "decay", "forget_gate", "write_gate"),
+        *("feature_map", "rotary", "normalize", "decay", "forget_gate", "write_gate", "erase_gate"),
         *("short_conv", "out_norm", "skip", "gate"),
     )
 )
@@ -39,9 +42,12 @@ _KINDS = (
     RMSNorm,
     OutputNorm,
     ForgetGate,
+    FeatureForgetGate,
     WriteGate,
+    EraseGate,
     ShortConvolution,
     ElementwiseMap,
+    UnitMap,
 )
 
 
@@ -116,12 +122,10 @@ def _why_not_plain(modules: list[nn.Module], kinds: tuple[type, ...]) -> str | N
 def _why_not_options(layer: LinearRoPEAttention) -> str | None:
     """The reason why the operator does not cover the layer's options."""
     fmap, taps = layer.feature_map, 2 if layer.short_conv is None else layer.short_conv.taps
-    if fmap.log_scaled or fmap.elementwise not in native.MAPS:
+    if not has_hooks(fmap) and backend_map(fmap)[0] not in native.MAPS:  # _why_not_plain names hooks
         return f"feature_map={fmap}"
     if layer.angle_steps is not None or (layer.rotary is not None and not _is_plain(layer.rotary)):
         return "a rotation with steps, axes, xpos or an attention factor"
-    if layer.num_out_heads != layer.num_heads:
-        return "more value heads than query heads"
     for name, option in OPTIONS.items():
         if name not in _COMPUTED and (value := getattr(layer.config, name)) != option.default:
             return f"{name}={value!r}"
@@ -142,7 +146,8 @@ def _why_not_state(layer: LinearRoPEAttention, state: Any) -> str | None:
     """The reason why the operator cannot write the layer's next state into this one's memory."""
     if not isinstance(state, LayerState) or state.slots is not None:
         return "a state in rows of a pool, or of another kind"
-    if state.identity != identity_of(layer.feature_map, layer.rotary, layer.rope_order):
+    identity = identity_of(layer.feature_map, layer.rotary, layer.rope_order)
+    if state.identity != identity + (WITHOUT_Z if layer.erase_gate is not None else ""):
         return f"a state of {state.identity}"
     b, conv = state.sums.kv.shape[0], layer.short_conv
     expected = {

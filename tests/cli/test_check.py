@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linrope import backends
+from linrope import backends, feature_maps
 from linrope.backends import eager
 from linrope.cli import conformance
 from linrope.cli.conformance import CASES, Case, Exact, cases_of
@@ -22,11 +22,11 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_sizes_of_terms_are_those_of_the_equation(case: Case) -> None:
     inputs, how = case.inputs(torch.float64), case.how()
     how |= {name: inputs[name].double() for name in ("log_decay", "erase") if name in inputs}
-    if (
-        isinstance(how["feature_map"], str) and how["feature_map"] == "exp"
-    ):  # the equation takes maps with a scale
+    if how["feature_map"] == "exp":  # the equation takes maps with a scale
         q, k = inputs["q"].exp(), inputs["k"].exp()
         inputs, how = inputs | {"q": q, "k": k}, how | {"feature_map": "identity"}
+    elif how["feature_map"] == "unit":  # and elementwise ones by name
+        how["feature_map"] = feature_maps.make("unit", inputs["k"].shape[3])
     equation = Equation()
     equation(inputs["q"], inputs["k"], inputs["v"], **how)
     found = conformance.sizes_of_terms(case.inputs(torch.float64), case.how())

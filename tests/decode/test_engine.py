@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from linrope.backends import native
+from linrope.decode import generate
 from linrope.decode.engine import Engine, Generation, TextStream, choose
 from linrope.models import LanguageModel, LanguageModelConfig
 
@@ -70,6 +72,27 @@ def test_a_long_prompt_delays_no_other_request_by_more_than_its_share_of_a_step(
         assert running.generated == generated + 1
         assert unread - len(long.unread) <= 64
     assert engine.running == [running]
+
+
+@pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+@pytest.mark.parametrize("gates", [{"erase_gate": "tied"}, {"forget_gate": {"per": "feature"}},
+                                   {"erase_gate": "independent", "forget_gate": {"per": "feature", "bound": 5}},
+                                   {"num_value_heads": 4}], ids=str)  # fmt: skip
+def test_requests_get_in_prepared_steps_what_the_model_generates_for_each_alone(gates) -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=2, **gates))
+    engine = make(model, slots=2, queue=3)
+    assert engine.prepared is not None
+    prompts = torch.randint(32, 127, (5, 40)).tolist()
+    prompts = [prompt[:length] for prompt, length in zip(prompts, (40, 3, 17, 30, 1), strict=True)]
+    texts = {Generation(list(prompt), max_tokens=20, temperature=0): "" for prompt in prompts}
+    assert all(engine.submit(x) for x in texts)
+    while engine.running or engine.waiting:
+        for x, piece in engine.step():
+            texts[x] += piece or ""
+    for prompt, text in zip(prompts, texts.values(), strict=True):
+        alone = generate(model, torch.tensor([prompt]), 20, temperature=0)
+        assert text == bytes(map(int, alone)).decode(errors="replace")
 
 
 def test_many_prompts_are_read_a_few_at_a_time_the_first_and_the_shortest(model) -> None:

@@ -22,6 +22,9 @@ def tiny(**options: Any) -> LanguageModelConfig:
 
 TINY = tiny()
 CONV = {"taps": 3, "activation": None, "bias": False}
+PER_FEATURE = {"per": "feature", "rank": 3}
+UP_TO_2 = {"name": "tied", "largest": 2}
+UNIT = {"name": "unit", "activation": "silu", "query_factor": 0.5}
 OPTIONS = {
     "default": {},
     "no feed-forward network": {"feed_forward": False},
@@ -44,7 +47,24 @@ OPTIONS = {
     "gate before": {"gate": "before"},
     "no gates": {"forget_gate": False, "gate": False},
     "bare": {"out_norm": False, "skip": None, "gate": False, "short_conv": None},
-}
+    "value heads": {"num_value_heads": 8},
+    "gates per feature": {"forget_gate": PER_FEATURE},
+    "gates per feature, normalizer": {"forget_gate": PER_FEATURE, "out_norm": False, "rotary": "half"},
+    "bounded gates per feature": {"forget_gate": PER_FEATURE | {"bound": 5}, "write_gate": "independent"},
+    "unit": {"feature_map": UNIT, "normalize": False},
+    "tied erase": {"erase_gate": "tied"},
+    "tied erase up to 2, no decay": {"erase_gate": UP_TO_2, "forget_gate": False, "decay": None},
+    "erase and tied write gate": {"erase_gate": "independent", "write_gate": "tied", "feature_map": UNIT},
+    "erase and write gate, grouped heads": {
+        "erase_gate": UP_TO_2 | {"name": "independent"}, "write_gate": "independent", "num_kv_heads": 2
+    },
+    "erase alone, value heads": {
+        "erase_gate": "independent", "write_gate": None, "num_value_heads": 8, "out_norm": "all"
+    },
+    "erase, gates per feature": {
+        "erase_gate": UP_TO_2, "forget_gate": PER_FEATURE, "decay": "learned", "short_conv": None
+    },
+}  # fmt: skip
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 
 
@@ -112,6 +132,20 @@ def test_a_layers_step_is_the_layers_call(name: str) -> None:
             step(bad)
     with pytest.raises(ValueError, match=r"^slots: got \[1, 1\], expected different rows 0 \.\. 2"):
         step(x[:2, :1], torch.tensor([1, 1]))
+    assert_same_states([step.state], [last])
+
+
+@pytest.mark.parametrize("b", [1, 8])
+@pytest.mark.parametrize(
+    "name", ["tied erase up to 2, no decay", "bounded gates per feature", "erase, gates per feature"]
+)
+@torch.no_grad()
+def test_two_thousand_steps_drift_no_further_than_fifty(name: str, b: int) -> None:
+    layer, x = make(**OPTIONS[name]).blocks[0].attention, torch.randn(b, 2007, 32)
+    expected, last = layer(x, return_state=True)
+    step = prepare(layer, layer(x[:, :7], return_state=True)[1])
+    y = torch.cat([step(x[:, i : i + 1]) for i in range(7, 2007)], 1)
+    torch.testing.assert_close(y, expected[:, 7:], rtol=1e-4, atol=1e-4)
     assert_same_states([step.state], [last])
 
 
@@ -219,7 +253,6 @@ def test_a_position_without_an_exact_angle_is_refused_and_nothing_is_written() -
         ({"qk_norm": True}, "qk_norm=True"),
         ({"trapezoid": True}, "trapezoid=True"),
         ({"rope_order": "before", "rotary": "half"}, "rope_order='before'"),
-        ({"num_value_heads": 8}, "more value heads"),
         ({"feature_map": "exp"}, "feature_map="),
         ({"feature_map": "hedgehog"}, "feature_map="),
         ({"short_conv": 9}, "9 taps, more than 8"),
@@ -253,6 +286,10 @@ CHANGES: dict[str, tuple[Callable[[LanguageModel], object], str]] = {
     ),
     "forward": (lambda model: vars(model.blocks[0]).update(forward=print), "another kind, Block"),
     "hook": (lambda model: model.norm.register_forward_hook(print), "a hook on RMSNorm"),
+    "hook on a map": (
+        lambda model: model.blocks[0].attention.feature_map.register_forward_hook(print),
+        "a hook on ElementwiseMap",
+    ),
     "first hook": (lambda model: model.blocks[1].attention.o_proj.register_forward_pre_hook(print), "a hook"),
     "dtype": (lambda model: model.norm.to(torch.bfloat16), "torch.bfloat16 on cpu"),
     "device": (lambda model: model.embed.to("meta"), "on meta"),
@@ -288,6 +325,9 @@ def test_wrappers_and_other_modules_are_refused() -> None:
 def test_states_that_do_not_fit_are_refused() -> None:
     model, states = begun()
     refuse(make(rotary="half"), states, "a state of ")
+    erases, without_z = begun(**OPTIONS["tied erase"])
+    refuse(make(feature_map="unit", normalize=False), without_z, "; without z")
+    refuse(erases, prompt(make(feature_map="unit", normalize=False)), "a state of ")
     refuse(model, states[:1], "1 states for 2 blocks")
     refuse(model, [states[0], changed(states[1], position=states[1].position + 1)], "different positions")
     refuse(model, [state.at(torch.tensor([1])) for state in states], "rows of a pool")
@@ -315,7 +355,7 @@ def test_it_is_refused_under_autocast_and_transformations_and_beside_hooks_on_al
     assert why_not(model, states) is None
 
 
-@pytest.mark.parametrize("name", ["default", "signed map"])
+@pytest.mark.parametrize("name", ["default", "signed map", "tied erase", "erase, gates per feature"])
 def test_generate_samples_the_same_tokens_with_and_without_it(name, monkeypatch) -> None:
     model, tokens = make(**OPTIONS[name]), torch.randint(256, (3, 5))
     step, calls = ModelStep.__call__, []

@@ -15,12 +15,13 @@ from tests.support.equation import _rotated
 pytestmark = pytest.mark.usefixtures("isa")
 
 ORDER = (
-    "heads", "has_gate", "has_forget", "has_write", "tied", "weight", "bias", "inputs", "silu", "decay", "kv", "z",
-    "positions", "theta", "layout", "feature_map", "normalize", "eps", "norm", "norm_eps", "over_heads", "gate_first",
-    "skip", "skip_first",
+    "heads", "has_gate", "has_forget", "up", "up_bias", "bound", "factor", "largest", "weight", "bias", "inputs",
+    "silu", "decay", "kv", "z", "positions", "theta", "layout", "feature_map", "unit", "normalize", "eps", "norm",
+    "norm_eps", "over_heads", "gate_first", "skip", "skip_first",
 )  # fmt: skip
 WRITTEN = ("inputs", "kv", "z", "positions")
-MAPS = {1: lambda x: F.elu(x) + 1, 2: torch.relu, 5: F.silu}
+MAPS = {0: lambda x: x, 1: lambda x: F.elu(x) + 1, 2: torch.relu, 5: F.silu}
+ONES, OWN, FORGOTTEN, ERASED = range(4)  # the factors of values
 CASES: dict[str, dict[str, Any]] = {
     "all": {},
     "odd sizes": {"b": 3, "h": 3, "g": 1, "d": 7, "e": 9, "pairs": 2, "taps": 3},
@@ -29,13 +30,39 @@ CASES: dict[str, dict[str, Any]] = {
     "no rotation": {"theta": None, "layout": 0},
     "no convolution": {"weight": None, "bias": None, "inputs": None},
     "no bias, no silu": {"bias": None, "silu": False},
-    "independent write gate": {"tied": False, "write": True},
-    "no write gate": {"tied": False},
-    "fixed decay alone": {"tied": False, "forget": None},
+    "independent write gate": {"factor": OWN},
+    "no write gate": {"factor": ONES},
+    "fixed decay alone": {"factor": ONES, "forget": None},
     "no fixed decay": {"decay": None},
-    "no decay": {"tied": False, "forget": None, "decay": None},
+    "no decay": {"factor": ONES, "forget": None, "decay": None},
+    "gates per feature": {"factor": ONES, "rank": 5},
+    "gates per feature, partly rotated": {"factor": OWN, "rank": 3, "pairs": 2, "layout": 2, "decay": None},
+    "gates per feature, no rotation": {
+        "factor": ONES,
+        "rank": 19,
+        "theta": None,
+        "layout": 0,
+        "normalize": True,
+    },
+    "bounded gates per feature": {"factor": ONES, "rank": 5, "bound": 5.0, "d": 37, "e": 5},
+    "erase, tied": {"factor": ERASED, "largest": 1.0},
+    "erase up to 2, tied": {"factor": ERASED, "largest": 2.0, "forget": None, "decay": None},
+    "erase beside a tied write gate": {"largest": 2.0},
+    "erase beside a write gate": {"factor": OWN, "largest": 1.0, "b": 1, "h": 8, "g": 8, "d": 32, "e": 64},
+    "erase alone": {"factor": ONES, "largest": 2.0, "weight": None, "bias": None, "inputs": None},
+    "erase, gates per feature": {"factor": ERASED, "largest": 2.0, "rank": 5, "pairs": 2},
+    "values of more heads": {"h": 2, "g": 6},
+    "values of more heads, erase, gates per feature": {
+        "h": 1,
+        "g": 3,
+        "factor": OWN,
+        "largest": 1.0,
+        "rank": 5,
+    },
     "normalizer": {"normalize": True, "norm": None},
     "silu map": {"feature_map": 5},
+    "unit": {"unit": 0.5, "feature_map": 5},
+    "unit, erase": {"unit": 2.0, "feature_map": 0, "factor": ERASED, "largest": 2.0, "d": 7, "pairs": 2},
     "norm over heads": {"over_heads": True, "norm": "heads"},
     "norm and skip before": {"skip_first": True},
     "gate before": {"gate_first": True},
@@ -44,32 +71,40 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def make(
-    b: int = 2, h: int = 4, g: int = 2, d: int = 12, e: int = 20, pairs: int = 6, taps: int = 4, **changes: Any
+    b: int = 2, h: int = 4, g: int = 2, d: int = 12, e: int = 20, pairs: int = 6, taps: int = 4, rank: int = 0,
+    **changes: Any
 ) -> dict[str, Any]:  # fmt: skip
-    """The operator's arguments by name."""
+    """The operator's arguments by name. rank: of forget gates per feature, which there are if it is not 0."""
     generator = torch.Generator().manual_seed(0)
     normal = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
-    c = (h + g) * d + g * e
+    out_heads, c = max(h, g), (h + min(h, g)) * d + g * e
     arguments = {
-        "h": h, "qkv": normal(b, c), "gate": normal(b, h * e), "forget": 2 * normal(b, g), "write": None,
+        "h": h, "qkv": normal(b, c), "gate": normal(b, out_heads * e), "forget": 2 * normal(b, g), "write": None,
+        "erase": None, "up": None, "up_bias": None, "bound": 0.0, "factor": FORGOTTEN, "largest": 0.0,
         "weight": normal(c, taps), "bias": normal(c), "inputs": normal(b, taps - 1, c), "silu": True,
-        "decay": -torch.rand(g, generator=generator, dtype=torch.float64), "tied": True,
+        "decay": -torch.rand(g, generator=generator, dtype=torch.float64),
         "kv": normal(b, g, d, e), "z": torch.rand(b, g, d, generator=generator, dtype=torch.float64) + 0.5,
         "positions": torch.arange(100, 100 + b)[:, None],
         "theta": torch.randint(-(2**62), 2**62, (1, 1, pairs), generator=generator), "layout": 1,
-        "feature_map": 1, "normalize": False, "eps": 1e-6, "norm": normal(e), "norm_eps": 1e-6, "over_heads": False,
-        "gate_first": False, "skip": normal(h), "skip_first": False,
+        "feature_map": 1, "unit": 0.0, "normalize": False, "eps": 1e-6, "norm": normal(e), "norm_eps": 1e-6,
+        "over_heads": False, "gate_first": False, "skip": normal(out_heads), "skip_first": False,
     }  # fmt: skip
-    if changes.get("write"):
+    if changes.get("factor") == OWN:
         changes["write"] = normal(b, g)
+    if changes.get("largest"):
+        changes |= {"erase": 2 * normal(b, g), "z": None}
     if changes.get("norm") is not None:
-        changes["norm"] = normal(h, e)
-    return arguments | changes
+        changes["norm"] = normal(out_heads, e)
+    arguments |= changes
+    if rank:
+        units = d if arguments["theta"] is None else d - pairs
+        arguments |= {"forget": normal(b, rank), "up": normal(g, units, rank), "up_bias": normal(g, units)}
+    return arguments
 
 
 def run(native: Any, arguments: dict[str, Any]) -> Tensor:
     """The operator's result, with the projections as columns of one tensor."""
-    parts = {name: arguments[name] for name in ("qkv", "gate", "forget", "write")}
+    parts = {name: arguments[name] for name in ("qkv", "gate", "forget", "write", "erase")}
     more = {f"has_{name}": x is not None for name, x in parts.items()} | {"heads": arguments["h"]}
     x = arguments.get("x", torch.cat([x for x in parts.values() if x is not None], 1))
     values = [(arguments | more)[name] for name in ORDER]
@@ -84,14 +119,20 @@ def reference(arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor | Non
     """y in float64, and the tensors that the operator writes."""
     a = type("Arguments", (), {name: narrow(x, torch.float64) for name, x in arguments.items()})
     b, g, d, e = a.kv.shape
-    h = a.h
+    h, keys, out_heads = a.h, min(a.h, g), max(a.h, g)
     x, inputs = a.qkv, a.inputs
     if a.weight is not None:
         window = torch.cat((inputs, x[:, None]), 1)
         x = (window * a.weight.T).sum(1) + (0 if a.bias is None else a.bias)
         x, inputs = F.silu(x) if a.silu else x, window[:, 1:]
-    q, k, v = (y.unflatten(-1, (-1, size)) for y, size in zip(x.split([h * d, g * d, g * e], -1), (d, d, e)))
+    q, k, v = (
+        y.unflatten(-1, (-1, size)) for y, size in zip(x.split([h * d, keys * d, g * e], -1), (d, d, e))
+    )
     phi, psi = MAPS[a.feature_map](q), MAPS[a.feature_map](k)
+    if a.unit:
+        phi, psi = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (phi, psi))
+        phi = a.unit * phi
+    phi, psi = phi.repeat_interleave(out_heads // h, 1), psi.repeat_interleave(g // keys, 1)
     phi_hat, psi_hat = phi, psi
     if a.theta is not None:
         turns, layout = (
@@ -99,18 +140,35 @@ def reference(arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor | Non
             ("interleaved", "half")[a.layout - 1],
         )  # wraps
         phi_hat, psi_hat = (_rotated(x[:, None], turns, None, layout)[:, 0] for x in (phi, psi))
-    gates = torch.zeros(b, g).double() if a.forget is None else F.logsigmoid(a.forget)
-    w = -torch.expm1(gates) if a.tied else 1 if a.write is None else a.write.sigmoid()
-    kept = (gates + (0 if a.decay is None else a.decay)).exp()
-    written = v * (w[..., None] if isinstance(w, Tensor) else 1)
-    kv = a.kv * kept[..., None, None] + psi_hat[..., None] * written[:, :, None]
-    z = a.z * kept[..., None] + psi
-    shared = [y.repeat_interleave(h // g, 1) for y in (kv, z, v)]
+    if a.up is None:
+        gates = torch.zeros(b, g, 1).double() if a.forget is None else F.logsigmoid(a.forget)[..., None]
+    else:
+        y = torch.einsum("br,gur->bgu", a.forget, a.up) + a.up_bias
+        gates = F.logsigmoid(y) if a.bound == 0 else -a.bound * (-y).sigmoid()
+        if a.theta is not None:  # the two features of a pair share a number
+            pairs = a.theta.shape[2]
+            of_pairs, rest = gates.split([pairs, gates.shape[2] - pairs], -1)
+            turning = torch.stack((of_pairs, of_pairs), -1 if a.layout == 1 else -2).flatten(-2)
+            gates = torch.cat((turning, rest), -1)
+    kept = (gates + (0 if a.decay is None else a.decay[:, None])).exp()
+    erased = torch.zeros(b, g) if a.erase is None else a.largest * a.erase.sigmoid()
+    w = {
+        ONES: lambda: torch.ones(b, g),
+        OWN: lambda: a.write.sigmoid(),
+        FORGOTTEN: lambda: -torch.expm1(gates[..., 0]),
+        ERASED: lambda: erased,
+    }[a.factor]()
+    kv = a.kv * kept[..., None]
+    found = (psi_hat[:, :, None] @ kv)[:, :, 0]
+    written = v * w[..., None] - erased[..., None] * found
+    kv = kv + psi_hat[..., None] * written[:, :, None]
+    z = None if a.z is None else a.z * kept + psi
+    shared = [y if y is None else y.repeat_interleave(out_heads // g, 1) for y in (kv, z, v)]
     out = (phi_hat[:, :, None] @ shared[0])[:, :, 0]
     if a.normalize:
         out = out / (phi * shared[1]).sum(-1, keepdim=True).clamp(min=a.eps)
     skip = 0 if a.skip is None else a.skip[:, None] * shared[2]
-    factor = 1 if a.gate is None else F.silu(a.gate).unflatten(-1, (h, e))
+    factor = 1 if a.gate is None else F.silu(a.gate).unflatten(-1, (out_heads, e))
     out = (out + skip * a.skip_first) * (factor if a.gate_first else 1)
     if a.norm is not None:
         size = out.square().mean((-2, -1) if a.over_heads else -1, keepdim=True).reshape(b, -1, 1)
@@ -163,6 +221,31 @@ def test_gates_at_their_bounds_keep_all_or_nothing(native, logit):
         assert torch.equal(arguments["kv"], fresh["kv"])
 
 
+@pytest.mark.parametrize("bound", [0.0, 5.0])
+def test_gates_per_feature_are_exact_from_open_to_closed(native, bound):
+    logits = torch.cat(
+        (torch.linspace(-30, 30, 241), torch.tensor([-math.inf, -1e4, -200, 200, 1e4, math.inf]))
+    )
+    d = len(logits)
+    arguments = make(b=1, h=1, g=1, d=d, e=4, pairs=0, theta=None, layout=0, feature_map=0, rank=1, factor=ONES,
+                     bound=bound, decay=None, weight=None, bias=None, inputs=None, silu=False)  # fmt: skip
+    arguments["qkv"][:, d : 2 * d] = 0  # the key
+    arguments["kv"][:] = 1
+    arguments |= {"forget": torch.zeros(1, 1), "up": torch.zeros(1, d, 1), "up_bias": logits[None]}
+    run(native, arguments)
+    exact = logits.double()
+    log_decay = F.logsigmoid(exact) if bound == 0 else -bound * (-exact).sigmoid()
+    allowed = 3e-7 * (1 - log_decay.clamp(min=-104)) * log_decay.exp() + 1e-44
+    assert ((arguments["kv"][0, 0, :, 0] - log_decay.exp()).abs() <= allowed).all()
+
+
+def test_a_nan_in_a_gate_per_feature_stays_visible(native):
+    arguments = make(factor=ERASED, largest=1.0, rank=5)
+    arguments["up_bias"][0, 3] = math.nan
+    y = run(native, arguments).unflatten(1, (4, 20))
+    assert bool(y[:, :2].isnan().all() & y[:, 2:].isfinite().all())
+
+
 def test_a_nan_in_a_gate_stays_visible(native):
     arguments = make()
     arguments["forget"][1, 0] = math.nan
@@ -179,7 +262,22 @@ WRONG = {
     "heads: got 0": {"h": 0},
     "heads: got -1": {"h": -1},
     r"x: got shape \(2, 194\)": {"h": 6},
-    "tied: got true without forget": {"forget": None},
+    "write: got 2, 1 - f, without a forget gate per head": {"forget": None},
+    "write: got 4, expected 0 .. 3": {"factor": 4},
+    "write: got -1": {"factor": -1},
+    "write: got 3, b, without erase": {"factor": ERASED},
+    "erase: got -1, expected": {"largest": -1.0},
+    "erase: got nan, expected": {"largest": math.nan},
+    "bound: got 5, expected 0 without up": {"bound": 5.0},
+    "z: got a tensor with erase, expected none": {"largest": 1.0, "erase": torch.zeros(2, 2)},
+    "erase: got None for a state without z": {"z": None},
+    "normalize: got true with erase": {
+        "largest": 1.0,
+        "erase": torch.zeros(2, 2),
+        "z": None,
+        "normalize": True,
+    },
+    r"x: got shape \(2, 194\), expected \(2, 196\)": {"largest": 1.0, "z": None},
     r"decay: got shape \(4,\)": {"decay": torch.zeros(4).double()},
     "decay: got another dtype": {"decay": torch.zeros(2)},
     "weight, inputs: got one": {"weight": None},
@@ -196,6 +294,8 @@ WRONG = {
     "theta: got 7 pairs": {"theta": torch.zeros(1, 1, 7, dtype=torch.int64)},
     "layout: got 0": {"layout": 0},
     "feature_map: got 6": {"feature_map": 6},
+    "unit: got -1, expected 0 or": {"unit": -1.0},
+    "unit: got inf": {"unit": math.inf},
     "eps: got": {"normalize": True, "eps": 0.0},
     r"weight: got shape \(19,\)": {"norm": torch.zeros(19)},
     r"weight: got shape \(2, 20\)": {"norm": torch.zeros(2, 20)},
@@ -210,13 +310,46 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_arguments_are_refused_and_nothing_is_written(native, message):
-    arguments = make() | WRONG[message]
+# Of a forget gate per feature with 6 units of 2 heads
+WRONG_PER_FEATURE = {
+    "write: got 2, 1 - f": {"factor": FORGOTTEN},
+    "up: got a tensor without forget": {"forget": None},
+    "up, up_bias: got one": {"up_bias": None},
+    r"up: got shape \(12, 5\), expected \(g, units, rank\)": {"up": torch.zeros(12, 5)},
+    r"up: got shape \(4, 6, 5\), expected \(2, 6, 5\)": {"up": torch.zeros(4, 6, 5)},
+    r"x: got shape \(2, 197\), expected \(2, 198\)": {"up": torch.zeros(2, 6, 6)},
+    r"log_decay: got shape \(2, 1, 2, 7\), .* \(2, 1, 2, 6\): per pair": {
+        "up": torch.zeros(2, 7, 5), "up_bias": torch.zeros(2, 7)
+    },
+    r"log_decay: got shape \(2, 1, 2, 0\)": {"up": torch.zeros(2, 0, 5), "up_bias": torch.zeros(2, 0)},
+    "up: got another dtype": {"up": torch.zeros(2, 6, 5).double()},
+    "up: got a tensor that is not contiguous": {"up": torch.zeros(2, 5, 6).mT},
+    r"up_bias: got shape \(2, 7\), expected \(2, 6\)": {"up_bias": torch.zeros(2, 7)},
+    "up_bias: got another dtype": {"up_bias": torch.zeros(2, 6).double()},
+    "bound: got -1, expected": {"bound": -1.0},
+    "bound: got nan, expected": {"bound": math.nan},
+    "bound: got inf, expected": {"bound": math.inf},
+}  # fmt: skip
+CHECKS = [({}, x) for x in WRONG.items()]
+CHECKS += [({"factor": ONES, "rank": 5}, x) for x in WRONG_PER_FEATURE.items()]
+
+
+@pytest.mark.parametrize(("sizes", "wrong"), CHECKS, ids=[message for _, (message, _) in CHECKS])
+def test_wrong_arguments_are_refused_and_nothing_is_written(native, sizes, wrong):
+    message, changes = wrong
+    arguments = make(**sizes) | changes
     before = copied(arguments)
     with pytest.raises(error_of(message), match=message):
         run(native, arguments)
-    assert all(torch.equal(arguments[name], before[name]) for name in WRITTEN)
+    assert all(x is None or torch.equal(arguments[key], x) for key in WRITTEN for x in [before[key]])
+
+
+@pytest.mark.parametrize("up", [torch.zeros(2, 6, 0), torch.zeros(2, 6, 5)])
+def test_gates_per_feature_may_be_of_the_bias_alone(native, up):
+    arguments = make(factor=ONES, rank=5)
+    arguments |= {"up": up, "forget": arguments["forget"][:, : up.shape[2]]}
+    expected, _ = reference(arguments)
+    torch.testing.assert_close(run(native, arguments).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("b", "n"), [(1, 256), (3, 37), (200, 5)])

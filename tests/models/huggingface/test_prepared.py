@@ -36,7 +36,15 @@ def generate(model: LinRopeForCausalLM, *, ids: Tensor | None = None, **options:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"tie_word_embeddings": True}, {"forget_gate": False, "attention_bias": True}]
+    "options",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"forget_gate": False, "attention_bias": True},
+        {"erase_gate": "tied"},
+        {"forget_gate": {"per": "feature"}},
+    ],
+    ids=str,
 )
 def test_tokens_and_cache(options: dict[str, Any], steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model = causal_lm(**options)
