@@ -233,7 +233,9 @@ def test_the_pages_name_every_option_and_argument() -> None:
     }
     assert set(OPTIONS) <= rows
     in_examples = {"q", "k", "v", "state", "return_state", "shard"}
-    assert set(inspect.signature(linear_rope_attention).parameters) - in_examples <= set(NAME.findall(arguments))
+    assert set(inspect.signature(linear_rope_attention).parameters) - in_examples <= set(
+        NAME.findall(arguments)
+    )
 
 
 def test_the_layers_cases_have_every_option() -> None:
