@@ -5,7 +5,8 @@
 Every client sends a prompt of as many bytes as the context, and gets the same number of bytes back. Both models have
 random weights. They run in one process, take turns, and their figures are minima of the CPU time of one thread.
 "linrope, no prepared step" decodes with the model's own call, as softmax attention does. "delta rule" is the same block
-with an erase gate. The cache is allocated in advance, so that no step copies it. The softmax model reads each prompt in one call, linrope in pieces.
+with an erase gate. The cache is allocated in advance, so that no step copies it. The softmax model reads each prompt in
+one call, linrope in pieces.
 
 Then clients over the loopback measure the whole server in wall time, with the web server and the clients on the same
 machine, and how long a stream pauses while another client sends the longest prompt allowed.
