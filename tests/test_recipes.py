@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING.md, carried out in a copy of the library."""
+"""The recipes of docs/extending.md, carried out in a copy of the library."""
 
 import inspect
 import json
@@ -25,7 +25,7 @@ from linrope.recurrence.call import INPUTS, Call, Gradients, Resolved
 from tests.layer.cases import ALL
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+TEXT = (ROOT / "docs" / "extending.md").read_text("utf-8")
 NAME = re.compile(r"`(\w+)(?:=[^`]*)?`")
 RECIPES = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", TEXT, re.M | re.S))
 
@@ -224,14 +224,18 @@ def test_every_option_has_a_meaning_and_every_flag_a_sentence() -> None:
         assert meaning(name).endswith("."), name
 
 
-def test_the_quickstart_names_every_option_and_argument() -> None:
-    text = (ROOT / "docs" / "quickstart.md").read_text("utf-8")
+def test_the_pages_name_every_option_and_argument() -> None:
+    arguments, options = (
+        (ROOT / "docs" / name).read_text("utf-8") for name in ("quickstart.md", "layer_options.md")
+    )
     rows = {
-        name for line in text.splitlines() if line[:1] == "|" for name in NAME.findall(line.split("|")[1])
+        name for line in options.splitlines() if line[:1] == "|" for name in NAME.findall(line.split("|")[1])
     }
     assert set(OPTIONS) <= rows
     in_examples = {"q", "k", "v", "state", "return_state", "shard"}
-    assert set(inspect.signature(linear_rope_attention).parameters) - in_examples <= set(NAME.findall(text))
+    assert set(inspect.signature(linear_rope_attention).parameters) - in_examples <= set(
+        NAME.findall(arguments)
+    )
 
 
 def test_the_layers_cases_have_every_option() -> None:
