@@ -95,9 +95,8 @@ def test_enable_and_disable() -> None:
         (
             "jamba",
             ValueError,
-            "does not run .its recurrent layers are Mamba-1's.*; expected one of bamba, .*kimi_linear$",
+            "does not run .its recurrent layers are Mamba-1's.*; expected one of bamba, .*lfm3$",
         ),
-        ("lfm2", ValueError, "does not run .its layers without attention are convolutions"),
         (
             "llama",
             ValueError,
@@ -235,7 +234,7 @@ def test_the_cache_may_have_either_name(name: str, monkeypatch: pytest.MonkeyPat
 def test_replaced_says_what_linrope_computes_in_a_model() -> None:
     expected = dict.fromkeys(CONFIGURATIONS, ("convolution", "delta rule", "gated norm", "step"))
     expected |= dict.fromkeys(replaced.MAMBA2, ("convolution", "gated norm", "scan", "step"))
-    expected |= {"minimax": ("lightning attention",)}
+    expected |= {"minimax": ("lightning attention",)} | dict.fromkeys(replaced.CONVOLUTION, ("convolution",))
     models = {family: model(family) for family in CONFIGURATIONS}
     for family, net in models.items():
         assert linrope_transformers.replaced(net) == ()

@@ -116,17 +116,17 @@ def test_a_step_writes_the_cache_in_place_in_either_order(family: str) -> None:
     with torch.no_grad(), linrope_transformers.enable(family):
         cache = cache_of(net(ids[:, :10], use_cache=True))
         (states,) = cache.values()
-        recurrent = (getattr(x, "recurrent_states", {}) for x in states.layers)
-        index = next(i for i, x in enumerate(recurrent) if x.get(0) is not None)
+        kind = "conv_states" if family in replaced.CONVOLUTION else "recurrent_states"
+        layers = [x for x in states.layers if getattr(x, kind, {}).get(0) is not None]
         for reordered in (False, True):
             if reordered:  # as beams do: the result is contiguous
                 states.reorder_cache(torch.tensor([1, 0]))
-            memory = states.layers[index].recurrent_states[0]
+            memory = getattr(layers[0], kind)[0]
             if family in replaced.MAMBA2:
                 assert (memory.is_contiguous(), memory.mT.is_contiguous()) == (reordered, not reordered)
             before = memory.clone()
             net(ids[:, 10:11], use_cache=True, **cache)
-            assert states.layers[index].recurrent_states[0] is memory
+            assert getattr(layers[0], kind)[0] is memory
             assert not torch.equal(memory, before)
 
 

@@ -51,6 +51,9 @@ _GLM_VISION = {
     "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 48,
     "projection_intermediate_size": 16,
 }  # fmt: skip
+_CONVOLUTIONS = _ATTENTION | {
+    "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True,
+}  # fmt: skip
 
 # The configuration class and its arguments
 _CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -92,6 +95,18 @@ _CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_linear": ("KimiLinearConfig", _LATENT | _KIMI),
     "bailing_hybrid": ("BailingHybridConfig", _LATENT | {"head_dim": 16}),
     "glm5_next": ("Glm5NextConfig", {"text_config": _GLM_TEXT, "vision_config": _GLM_VISION}),
+    "inkling": ("InklingTextConfig", _ATTENTION | {
+        "layer_types": ["hybrid_sliding", "hybrid"], "mlp_layer_types": ["dense", "sparse"], "head_dim": 12,
+        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 12, "sliding_window_size": 9,
+        "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    }),
+    "lfm2": ("Lfm2Config", _CONVOLUTIONS),
+    "lfm2_moe": ("Lfm2MoeConfig", _CONVOLUTIONS | {
+        "num_dense_layers": 1, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    }),
+    "lfm3": ("Lfm3Config", _CONVOLUTIONS | {
+        "layer_types": ["conv", "sliding_attention", "full_attention"], "head_dim": 12, "sliding_window": 9,
+    }),
 }  # fmt: skip
 CONFIGURATIONS = {
     family: (kind, options)

@@ -59,9 +59,16 @@ _LATENT = {
     "mlp_layer_types": ["dense"] * 4,
 }
 _KIMI = {"linear_num_heads": 16, "linear_head_dim": 128}
+_CONVOLUTIONS = {
+    **_HEADS,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 8,
+    "layer_types": ["conv", "conv", "full_attention"],
+}
 _MAMBA = {"mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1}
 # As wide as the smaller models of each family: two or three layers that linrope computes and, in the hybrid ones, one
-# of softmax attention, which takes the same time on both sides. Mixtures of experts are left out.
+# of softmax attention, which takes the same time on both sides. Mixtures of experts are left out. Inkling convolves in
+# all layers.
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("BambaConfig", _HEADS | _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [2]}),
     "bailing_hybrid": ("BailingHybridConfig", _LATENT | {"head_dim": 128}),
@@ -91,8 +98,25 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_intermediate_size": 2048,
         },
     ),
+    "inkling": (
+        "InklingTextConfig",
+        _HEADS
+        | {
+            "num_hidden_layers": 2,
+            "layer_types": ["hybrid_sliding", "hybrid"],
+            "mlp_layer_types": ["dense", "dense"],
+            "head_dim": 64,
+            "swa_num_attention_heads": 16,
+            "swa_num_key_value_heads": 4,
+            "swa_head_dim": 64,
+            "intermediate_size": 4096,
+        },
+    ),
     "kimi_linear": ("KimiLinearConfig", _LATENT | _KIMI),
     "lara_mini": ("LaraMiniConfig", _GATED_DELTA_NET | _ONE_EXPERT),
+    "lfm2": ("Lfm2Config", _CONVOLUTIONS | {"intermediate_size": 6656}),
+    "lfm2_moe": ("Lfm2MoeConfig", _CONVOLUTIONS | {"intermediate_size": 3584, "num_dense_layers": 3}),
+    "lfm3": ("Lfm3Config", _CONVOLUTIONS | {"intermediate_size": 3840, "head_dim": 64}),
     "mamba2": (
         "Mamba2Config",
         {"num_hidden_layers": 2, "num_heads": 32, "head_dim": 64, "state_size": 128, "n_groups": 1},

@@ -203,6 +203,10 @@ def _check_packed(model: Any, given: dict[str, Any]) -> None:
         raise ValueError(
             "packed sequences: GLM's layers of indexed attention mix them; expected one sequence per row"
         )
+    if type(model).__name__ == "InklingTextModel":
+        raise ValueError(
+            "packed sequences: Inkling does not tell its convolutions about them; expected one sequence per row"
+        )
     # Granite's softmax layers read no position_ids.
     layers = set(getattr(model.config, "layers_block_type", ("attention",)))
     if type(model).__name__ == "GraniteMoeHybridModel" and layers & {"attention", "full_attention"}:

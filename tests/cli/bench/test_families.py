@@ -26,7 +26,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
     "family",
-    [name for name in ("nemotron_h", "minimax", "kimi_linear", "glm5_next") if name in CONFIGURATIONS],
+    [
+        name
+        for name in ("nemotron_h", "minimax", "kimi_linear", "glm5_next", "lfm2")
+        if name in CONFIGURATIONS
+    ],
 )
 def test_a_family_of_models(family: str, run, tmp_path) -> None:
     options = "--lengths 5,40 --rounds 1 --budget 0.01 --out {tmp}"
