@@ -1,6 +1,6 @@
 """Draws docs/assets/cost.svg: the time of linear and softmax attention by length, from a result of ``linrope bench``.
 
-    python docs/cost.py benchmarks/results/cpu-2026-11-22.json
+    python docs/cost.py benchmarks/results/cpu-2026-11-26.json
 
 The background is transparent, and all colors are legible on white and on black pages.
 """
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import matplotlib.ticker
 
 GREY, LINROPE, SOFTMAX = "#7f838a", "#16a085", "#d9732a"
 
@@ -28,6 +28,7 @@ def panel(axes: Any, title: str, label: str, points: dict[str, list[tuple[int, f
     ticks = ticks if len(ticks) < 6 else ticks[::3]
     axes.set_xticks(ticks, [f"{n // 1024}k" if n >= 1024 else str(n) for n in ticks])
     axes.minorticks_off()
+    axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 3)))
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:,g}")
     axes.set_title(title, color=GREY, fontsize=16)
     axes.set_xlabel(label, color=GREY)
@@ -42,16 +43,17 @@ def main(file: Path) -> None:
 
     result = json.loads(file.read_text())
     plt.rcParams.update({"svg.hashsalt": "cost", "font.size": 16, "text.color": GREY})
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 4.8), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.6), layout="constrained")
     sides = ("linrope", "softmax")
     rows = [(row["n"], row["training"]) for row in result["attention"]]
     training = {
         side: [(n, 1e6 * row[f"{side}_seconds"] / n) for n, row in rows if row[f"{side}_seconds"]]
         for side in sides
     }
+    longest = rows[-1][0]  # both panels end there
+    decode = [row for row in result["decode"] if row["position"] <= longest]
     steps = {
-        side: [(row["position"], 1e6 * row[f"{side}_layer_seconds"]) for row in result["decode"]]
-        for side in sides
+        side: [(row["position"], 1e6 * row[f"{side}_layer_seconds"]) for row in decode] for side in sides
     }
     panel(left, "training, per token", "tokens", training)
     panel(right, "decoding, per token", "tokens before it", steps)
