@@ -11,22 +11,34 @@ LEARNING_RATES = (1e-3, 3e-3, 1e-2)
 GRID_SEED = 0  # of the runs that choose a learning rate, and of no other
 
 _ELSEWHERE = ("axial", "linear-conv", "gate-selective-add", "block-selective-add")
+_DELTA = [name for name in VARIANTS if name.startswith(("block-erase", "block-tied", "block-feature"))]
+_HYBRIDS = ["block-hybrid", "block-hybrid-first"]
 _ALL = [name for name in VARIANTS if not name.startswith(_ELSEWHERE)]
 _BLOCKS = ["block", "block-quarter", "block-plain", "block-softmax", "block-softmax-quarter"]
 _RECALL = ["linear-conv", "gate-conv", "gate-rope-conv", "gate-selective-conv"]
 _MAPS = ["linear-conv-relu2", "linear-conv-hedgehog", "linear-conv-taylor2"]
 _PARTS = [name for name in VARIANTS if name.startswith("gate-rope+")]
 _STATE = ["softmax-rope", "gate-selective-add", "gate-selective", "gate-rope"]
-_STATE += ["block", "block-quarter", "block-selective-add"]
+_STATE += ["block", "block-quarter", "block-plain", "block-selective-add"]
+_STATE += ["block-erase-2", *(name for name in _DELTA if name != "block-erase-2")]
 _DISTANT = ["softmax-rope", "gate-rope", "hybrid", "linear-conv", "gate-conv", "gate-rope-conv", *_BLOCKS]
-_COPY = ["softmax-rope", "gate-rope", "gate-rope-conv", "gate-conv", *_BLOCKS]
+_COPY = ["softmax-rope", "gate-rope", "gate-rope-conv", "gate-conv", *_BLOCKS, *_DELTA, *_HYBRIDS]
 
 # The first model of a family is the one with which the family's learning rate is chosen.
 PLAN: list[tuple[Task, list[str]]] = [
     (Language("language"), _ALL),
     (
         Recall("recall-256", heads=16, head_dim=4),
-        [*_RECALL, *_MAPS, "block", "block-quarter", "gated-deltanet", "gated-deltanet+init"],
+        [
+            *_RECALL,
+            *_MAPS,
+            "block",
+            "block-quarter",
+            "block-plain",
+            *_DELTA,
+            "gated-deltanet",
+            "gated-deltanet+init",
+        ],
     ),
     (Recall("recall-512", heads=8, head_dim=8), _RECALL),
     (Recall("recall-1024"), ["softmax-rope", "gate-rope", *_RECALL, *_PARTS, *_BLOCKS, "eq19+init"]),

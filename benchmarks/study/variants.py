@@ -55,6 +55,14 @@ _TRAPEZOID: Options = {"trapezoid": True}
 # As in the block of the models: the first quarter of the features is rotated.
 _QUARTER: Options = {"rotary": {"partial_rotary_factor": 0.25}}
 _AXIAL: Options = {"rotary": {"axes": 2, "base": 10.0}}
+# The delta rule in the default block, with b up to 1 or 2. A tied gate takes the place of the write gate.
+_ERASE: Options = _BLOCK | _QUARTER | {"erase_gate": "independent"}
+_ERASE_2: Options = _ERASE | {"erase_gate": {"name": "independent", "largest": 2}}
+_TIED: Options = _ERASE | {"erase_gate": "tied", "write_gate": None}
+_TIED_2: Options = _TIED | {"erase_gate": {"name": "tied", "largest": 2}}
+_UNIT_ELU: Options = {"feature_map": {"name": "unit", "activation": "elu+1"}}
+_UNROTATED: Options = {"rotary": None}
+_PER_FEATURE: Options = {"forget_gate": {"longest": LENGTH, "per": "feature"}, "write_gate": None}
 
 # name -> (family, which shares its learning rates; options). Linear ones have the output norm and the gate
 # silu(W x), unless they say otherwise. "parts": those of PARTS that are added to the former block. "order" is
@@ -114,6 +122,22 @@ VARIANTS: dict[str, tuple[str, Options]] = {
     "block-no-conv": ("block", _BLOCK | {"short_conv": None}),
     "block-no-skip": ("block", _BLOCK | {"skip": None}),
     "block-bias-trapezoid-no-conv": ("block", _BLOCK | _BIAS | _TRAPEZOID | {"short_conv": None}),
+    "block-erase": ("block-erase", _ERASE),
+    "block-erase-half": ("block-erase", _ERASE | {"erase_bias": 0.0}),
+    "block-erase-2": ("block-erase", _ERASE_2),
+    "block-erase-2-half": ("block-erase", _ERASE_2 | {"erase_bias": 0.0}),
+    "block-erase-2-plain": ("block-erase", _ERASE_2 | _UNROTATED),
+    "block-erase-elu": ("block-erase", _ERASE | _UNIT_ELU),
+    "block-erase-2-elu": ("block-erase", _ERASE_2 | _UNIT_ELU),
+    "block-erase-2-elu-plain": ("block-erase", _ERASE_2 | _UNIT_ELU | _UNROTATED),
+    "block-erase-over-length": ("block-erase", _ERASE | {"feature_map": "elu+1", "erase_over_length": True}),
+    "block-tied": ("block-erase", _TIED),
+    "block-tied-2": ("block-erase", _TIED_2),
+    "block-feature": ("block", _BLOCK | _QUARTER | _PER_FEATURE),
+    "block-feature-tied": ("block-erase", _TIED | _PER_FEATURE),
+    "block-feature-tied-2": ("block-erase", _TIED_2 | _PER_FEATURE),
+    "block-hybrid": ("block", _BLOCK | _QUARTER | {"softmax_layer": -1}),
+    "block-hybrid-first": ("block", _BLOCK | _QUARTER | {"softmax_layer": 0}),
     "block-mixers": ("block-mixers", _BLOCK | {"mixers": True}),
     "block-mixers-quarter": ("block-mixers", _BLOCK | _QUARTER | {"mixers": True}),
     "block-softmax": ("block-softmax", _SOFTMAX_BLOCK),
@@ -191,12 +215,23 @@ def _make(name: str, task: Task, hidden_dim: int) -> Logits:
             layer = {"rotary": None} | {key: x for key, x in layer.items() if key != "positions"}
         return Logits(Encoder(task, layer, hidden_dim), layer | {"hidden_dim": hidden_dim}, _call)
     order, softmax_last = options.pop("order", "after"), options.pop("softmax_last", False)
+    softmax_layer = options.pop("softmax_layer", None)
+    erase_bias, over_length = options.pop("erase_bias", None), options.pop("erase_over_length", False)
     sizes: Options = {"vocab_size": task.vocab_size, "embed_dim": task.dim, "num_layers": task.layers}
     config = LanguageModelConfig(**(sizes | _block(options, task, hidden_dim)), rope_order=order)
     model = LanguageModel(config)
     if softmax_last:
         softmax = LanguageModelConfig(**(sizes | _block(dict(_SOFTMAX), task, hidden_dim)))
         model.blocks[-1] = LanguageModel(softmax).blocks[-1]
+    if softmax_layer is not None:
+        softmax = LanguageModelConfig(**(sizes | _block(dict(_SOFTMAX_BLOCK | _QUARTER), task, hidden_dim)))
+        model.blocks[softmax_layer] = LanguageModel(softmax).blocks[softmax_layer]
+    for layer in model.modules():
+        if isinstance(layer, LinearRoPEAttention) and layer.erase_gate is not None:
+            if erase_bias is not None:
+                nn.init.constant_(layer.erase_gate.bias, erase_bias)
+            if over_length:
+                _divide_erase_by_length(layer)
     return Logits(model, config.to_dict() | {"order": order, "softmax_last": softmax_last}, _first)
 
 
@@ -236,6 +271,19 @@ def _with_length(options: Any, length: int) -> Any:
     if isinstance(options, dict):
         return {key: _with_length(value, length) for key, value in options.items()}
     return length if options == LENGTH else options
+
+
+def _divide_erase_by_length(layer: LinearRoPEAttention) -> None:
+    """b / |psi|^2 in place of b: the delta rule for keys of any length."""
+    keys, gate, lengths = layer._keys, layer.erase_gate.forward, []
+
+    def keep(y: Tensor) -> Tensor:
+        k = keys(y)
+        lengths.append(layer.feature_map.keys(k).square().sum(-1))
+        return k
+
+    layer._keys = keep
+    layer.erase_gate.forward = lambda x: gate(x) / lengths.pop()
 
 
 def _first(model: nn.Module, tokens: Tensor) -> Tensor:
