@@ -130,7 +130,16 @@ VARIANTS: dict[str, tuple[str, Options]] = {
     "block-erase-elu": ("block-erase", _ERASE | _UNIT_ELU),
     "block-erase-2-elu": ("block-erase", _ERASE_2 | _UNIT_ELU),
     "block-erase-2-elu-plain": ("block-erase", _ERASE_2 | _UNIT_ELU | _UNROTATED),
-    "block-erase-over-length": ("block-erase", _ERASE | {"feature_map": "elu+1", "erase_over_length": True}),
+    "block-erase-elu-half": ("block-erase", _ERASE | _UNIT_ELU | {"erase_bias": 0.0}),
+    "block-erase-2-elu-half": ("block-erase", _ERASE_2 | _UNIT_ELU | {"erase_bias": 0.0}),
+    "block-erase-over-length": (
+        "block-erase",
+        _ERASE | {"feature_map": "elu+1", "normalize": False, "erase_over_length": True},
+    ),
+    "block-erase-2-over-length": (
+        "block-erase",
+        _ERASE_2 | {"feature_map": "elu+1", "normalize": False, "erase_over_length": True},
+    ),
     "block-tied": ("block-erase", _TIED),
     "block-tied-2": ("block-erase", _TIED_2),
     "block-feature": ("block", _BLOCK | _QUARTER | _PER_FEATURE),
