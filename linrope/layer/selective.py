@@ -213,10 +213,10 @@ class EraseGate(SigmoidGate):
         b = largest sigmoid(W x + b_0)
 
     It maps x (b, n, embed_dim) to b (b, n, num_heads) in float32 or wider, the argument ``erase`` of
-    ``linear_rope_attention``. W starts small, and b_0 at -4, because a gate that starts open forgets before it has learned
-    what to erase; at 0 if the gate writes too. With keys of length 1 the state is multiplied by 1 - b in
-    the direction of the key: b = 1 replaces what it holds there. Beyond that, up to 2, the factor is negative, with
-    which a layer can track a state such as a parity.
+    ``linear_rope_attention``. W starts small. b_0 starts at -4, so b near 0: a gate that starts open takes out what the
+    layer has to learn to use. If the gate is tied, b_0 starts at 0, since nothing would be written otherwise. With keys
+    of length 1 the state is multiplied by 1 - b in the direction of the key: b = 1 replaces what it holds there. Beyond
+    that, up to 2, the factor is negative, with which a layer can track a state such as a parity.
 
     Args:
         embed_dim: size of x.
