@@ -59,11 +59,11 @@ def _kimi(task: Task, size: int) -> dict[str, Any]:
 
 
 def _minimax(task: Task, size: int) -> dict[str, Any]:
-    # Lightning attention in every layer, and one expert in place of the mixture.
+    # Lightning attention in every layer, and one expert in place of the mixture, whose product needs a multiple of 4.
     return {
         "num_hidden_layers": task.layers, "layer_types": ["linear_attention"] * task.layers,
         "num_attention_heads": task.heads, "num_key_value_heads": task.heads, "head_dim": task.head_dim,
-        "intermediate_size": size, "num_local_experts": 1, "num_experts_per_tok": 1, "tie_word_embeddings": True,
+        "intermediate_size": 4 * round(size / 4), "num_local_experts": 1, "num_experts_per_tok": 1, "tie_word_embeddings": True,
     }  # fmt: skip
 
 
