@@ -63,7 +63,8 @@ def _minimax(task: Task, size: int) -> dict[str, Any]:
     return {
         "num_hidden_layers": task.layers, "layer_types": ["linear_attention"] * task.layers,
         "num_attention_heads": task.heads, "num_key_value_heads": task.heads, "head_dim": task.head_dim,
-        "intermediate_size": 4 * round(size / 4), "num_local_experts": 1, "num_experts_per_tok": 1, "tie_word_embeddings": True,
+        "intermediate_size": 4 * round(size / 4), "num_local_experts": 1, "num_experts_per_tok": 1,
+        "tie_word_embeddings": True,
     }  # fmt: skip
 
 

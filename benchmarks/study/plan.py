@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from benchmarks.study import peers
 from benchmarks.study.images import Images
 from benchmarks.study.tasks import Copying, Recall, Sum, Task
-from benchmarks.study.text import Distant, Language
+from benchmarks.study.text import Distant, EqualTime, Language
 from benchmarks.study.variants import VARIANTS, family
 
 LEARNING_RATES = (1e-3, 3e-3, 1e-2)
@@ -33,6 +33,7 @@ PLAN: list[tuple[Task, list[str]]] = [
             *("block-mixers", "block-mixers-quarter", "block-feature", "block-hybrid", *_DELTA, *peers.PEERS),
         ],
     ),
+    (EqualTime("language-equal-time"), ["block-quarter"]),
     (
         Recall("recall-256", heads=16, head_dim=4),
         ["block", "block-quarter", "block-plain", *_DELTA, "gated-deltanet"],
@@ -80,7 +81,8 @@ def chosen(only: Sequence[str], scale: float) -> list[tuple[Task, list[str]]]:
 
 def representatives(task: Task, names: Sequence[str]) -> dict[str, str]:
     """By family the model that chooses its learning rate: the first of the whole plan, whatever is run."""
-    every = next(models for other, models in [*PLAN, LONG] if other.name == task.name)
+    name = task.rate_task().name
+    every = next(models for other, models in [*PLAN, LONG] if other.name == name)
     first: dict[str, str] = {}
     for name in every:
         first.setdefault(family(name), name)

@@ -33,6 +33,11 @@ TASKS = {
         "context than that. `8x - 1x`: the change on the same bytes, 4 to 8 times the trained length into a file, when "
         "the model sees the whole row before them. Below 0 the longer context helps.",
     ),
+    "language-equal-time": (
+        "Language, in the time of Mamba-2",
+        "The same, with as many steps of the default block as take no more CPU time than Mamba-2's steps on linrope's "
+        "kernels in the table above. The learning rate is that table's.",
+    ),
     "language-long": ("Language, 3.5 million parameters", "The same, with rows of 1,024."),
     "recall-1024": (
         "Recall, 1,024 numbers of state",

@@ -60,7 +60,7 @@ def is_done(run: Run, found: Sequence[Line]) -> bool:
 
 def grid(selected: Sequence[tuple[Task, list[str]]]) -> list[Run]:
     return [
-        Run(task, model, plan.GRID_SEED, rate, "grid")
+        Run(task.rate_task(), model, plan.GRID_SEED, rate, "grid")
         for task, names in selected
         for model in plan.representatives(task, names).values()
         for rate in plan.LEARNING_RATES
@@ -75,7 +75,7 @@ def best_rate(task: Task, model: str, found: Sequence[Line]) -> float:
     Raises:
         RuntimeError: all of them diverged.
     """
-    runs = [Run(task, model, plan.GRID_SEED, rate, "grid") for rate in plan.LEARNING_RATES]
+    runs = [Run(task.rate_task(), model, plan.GRID_SEED, rate, "grid") for rate in plan.LEARNING_RATES]
     losses = [
         (line["final_loss"], run.learning_rate)
         for run in runs

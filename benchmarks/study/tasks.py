@@ -47,6 +47,10 @@ class Task:
         steps = max(2, round(self.steps * scale))
         return replace(self, head_dim=head_dim, steps=steps, test_rows=test_rows)
 
+    def rate_task(self) -> "Task":
+        """The task on which the learning rates of this one are chosen."""
+        return self
+
     def generator(self, seed: int, step: int) -> torch.Generator:
         return torch.Generator().manual_seed(seed * 1_000_003 + step)
 

@@ -360,3 +360,16 @@ def test_other_people_s_linear_layers_are_timed_on_linrope_and_in_plain_pytorch(
     assert variants.state_numbers(model) is None
     assert peers.state_numbers("mamba-2", model.options) == 8 * 2 * LANGUAGE.dim * model.options["state_size"]
     assert peers.state_numbers("llama", {}) is peers.state_numbers("block", {}) is None
+
+
+def test_the_longer_language_task_takes_the_learning_rates_of_the_other() -> None:
+    longer = TASKS["language-equal-time"]
+    assert longer.rate_task() == TASKS["language"]
+    assert longer.scaled(2.0).rate_task() == TASKS["language"].scaled(2.0)
+    assert longer.steps > TASKS["language"].steps
+    losses = dict(zip(plan.LEARNING_RATES, (0.5, 0.2, 0.3)))
+    runs = runner.grid([(longer, ["block-quarter"])])
+    assert {(run.task, run.model) for run in runs} == {(TASKS["language"], "block")}
+    found = [run.key() | {"final_loss": losses[run.learning_rate]} for run in runs]
+    (run,) = runner.counting([(longer, ["block-quarter"])], 1, found)
+    assert (run.task, run.learning_rate) == (longer, 3e-3)
