@@ -311,7 +311,8 @@ def _block(options: Options, task: Task, size: int) -> Options:
     softmax = options.get("attention") == "softmax"
     bare = _BARE | ({"gate": False, "out_norm": False} if softmax and not parts else {})
     rotation: Options = {"rotary": None} if options.get("positions", "rope") != "rope" else {}
-    return bare | rotation | options | shape
+    unit: Options = {"feature_map": "unit", "normalize": False} if options.get("erase_gate") else {}
+    return bare | rotation | unit | options | shape
 
 
 def _with_length(options: Any, length: int) -> Any:

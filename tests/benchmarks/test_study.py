@@ -189,6 +189,7 @@ def test_variants_are_what_their_names_say() -> None:
     ):
         gate = layers(name)[0].erase_gate
         assert gate.largest == largest
+        assert layers(name)[0].feature_map.activation == "identity"
         assert largest * gate.bias.sigmoid().mean().item() == pytest.approx(start, abs=1e-3)
 
 
