@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from benchmarks.study import peers
 from benchmarks.study.images import Images
-from benchmarks.study.tasks import Copying, Recall, Sum, Task
+from benchmarks.study.tasks import Copying, LongCopying, Recall, Sum, Task
 from benchmarks.study.text import Distant, EqualTime, Language
 from benchmarks.study.variants import VARIANTS, family
 
@@ -48,6 +48,7 @@ PLAN: list[tuple[Task, list[str]]] = [
         ["softmax-rope", "block", "block-quarter", "block-selective-add", *_TRACK],
     ),
     (Copying("copying"), ["softmax-rope", *_BLOCKS, *_HYBRIDS, *_DELTA]),
+    (LongCopying("copying-1800"), ["block-quarter", "block-hybrid-first"]),
     (Distant("distant"), ["softmax-rope", *_BLOCKS]),
     (Images("images"), ["eq19", "linear", "axial", "axial-before"]),
 ]

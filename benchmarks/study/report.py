@@ -53,6 +53,10 @@ TASKS = {
     ),
     "modulo-3": ("Modulo 3", "The same, modulo 3."),
     "copying": ("Copying", "A string of 8 to 20 of 16 symbols, once more. Measured at 20, 40 and 80."),
+    "copying-1800": (
+        "Copying, three times the steps",
+        "The same, with 1,800 steps. The learning rates are those of the table above.",
+    ),
     "distant": (
         "Recall over a distance",
         "The values of 4 keys, after so many bytes of source code; trained at 8 to 4,096 bytes. A model that knows the "

@@ -1,7 +1,7 @@
 """The tasks on bytes of Python's standard library: language, and recall across thousands of bytes."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -71,15 +71,15 @@ class Language(Task):
 
 @dataclass(frozen=True)
 class EqualTime(Language):
-    """language with more steps: as many of the default block as take no more CPU time than 600 of Mamba-2."""
+    """language with more steps: as many of the default block as take no more CPU time than 600 of Mamba-2.
+
+    It takes the learning rates of language.
+    """
 
     steps: int = 950
 
     def rate_task(self) -> Language:
-        """language itself, whose rates this task takes."""
-        plain = Language("language")
-        steps = round(self.steps * plain.steps / EqualTime.steps)
-        return replace(plain, head_dim=self.head_dim, steps=steps, test_rows=self.test_rows)
+        return self.shortened(Language("language"))
 
 
 def _doublings(last: int) -> list[int]:

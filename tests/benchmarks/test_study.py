@@ -363,11 +363,13 @@ def test_other_people_s_linear_layers_are_timed_on_linrope_and_in_plain_pytorch(
     assert peers.state_numbers("llama", {}) is peers.state_numbers("block", {}) is None
 
 
-def test_the_longer_language_task_takes_the_learning_rates_of_the_other() -> None:
+def test_longer_tasks_take_the_learning_rates_of_the_others() -> None:
+    for name, other in (("language-equal-time", "language"), ("copying-1800", "copying")):
+        longer, plain = TASKS[name], TASKS[other]
+        assert longer.rate_task() == plain
+        assert longer.scaled(2.0).rate_task() == plain.scaled(2.0)
+        assert longer.steps > plain.steps
     longer = TASKS["language-equal-time"]
-    assert longer.rate_task() == TASKS["language"]
-    assert longer.scaled(2.0).rate_task() == TASKS["language"].scaled(2.0)
-    assert longer.steps > TASKS["language"].steps
     losses = dict(zip(plan.LEARNING_RATES, (0.5, 0.2, 0.3)))
     runs = runner.grid([(longer, ["block-quarter"])])
     assert {(run.task, run.model) for run in runs} == {(TASKS["language"], "block")}
