@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING.md, carried out in a copy of the library."""
+"""The recipes of docs/extending.md, carried out in a copy of the library."""
 
 import inspect
 import json
@@ -25,7 +25,7 @@ from linrope.recurrence.call import INPUTS, Call, Gradients, Resolved
 from tests.layer.cases import ALL
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+TEXT = (ROOT / "docs" / "extending.md").read_text("utf-8")
 NAME = re.compile(r"`(\w+)(?:=[^`]*)?`")
 RECIPES = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", TEXT, re.M | re.S))
 

@@ -203,10 +203,11 @@ STABLE_TORCH_LIBRARY(linrope_native, m) {
       "bool silu) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "gated_norm(Tensor out, Tensor? gate, Tensor? v, Tensor? weight, Tensor? skip, float eps, bool over_heads, "
-      "bool gate_first, bool skip_first) -> Tensor");
+      "bool gate_first, bool skip_first, bool sigmoid) -> Tensor");
   m.def(
       "gated_norm_backward(Tensor gradient, Tensor out, Tensor? gate, Tensor? v, Tensor? weight, Tensor? skip, "
-      "float eps, bool over_heads, bool gate_first, bool skip_first) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "float eps, bool over_heads, bool gate_first, bool skip_first, bool sigmoid) -> (Tensor, Tensor, Tensor, Tensor, "
+      "Tensor)");
   m.def(
       "mixer_step(Tensor x, int heads, bool gate, bool forget, Tensor? up, Tensor? up_bias, float bound, int write, "
       "float erase, Tensor? weight, Tensor? bias, Tensor(a!)? inputs, bool silu, Tensor? decay, Tensor(b!) kv, "

@@ -129,6 +129,7 @@ struct Norm {
   const float* skip;    // (h,)
   float eps;
   bool over_heads, gate_first, skip_first;
+  bool sigmoid;  // the gate's factor is sigmoid(z), not silu(z)
 };
 
 struct Linear {  // y (rows, n) = x (rows, k) weight^T + bias

@@ -1,8 +1,8 @@
 // The RMS norm of the heads' outputs with a gate and a skip connection, and its gradients:
 //
-//   u = (out + D v) * silu(z);   u = weight * u * rsqrt(mean(u^2) + eps);   y = (u + D v) * silu(z)
+//   u = (out + D v) * f(z);   u = weight * u * rsqrt(mean(u^2) + eps);   y = (u + D v) * f(z)
 //
-// where each D v and each silu(z) stands before or after the norm. A token's rows stay in the first-level cache between
+// where f is silu or sigmoid, and D v and f(z) each stand before or after the norm. A token's rows stay in the first-level cache between
 // the two passes over them.
 #pragma once
 #include "arena.h"
@@ -13,27 +13,41 @@ namespace {
 
 // Which parts a call has. The forms that models use most are compiled with constants: their loops have no branches.
 struct AnyForm {
-  bool normed, skip_first, skip_last, gate_first, gate_last;
+  bool normed, skip_first, skip_last, gate_first, gate_last, sigmoid;
 };
-template <bool NORMED, bool SKIP, bool GATE> struct FixedForm {
+template <bool NORMED, bool SKIP, bool GATE, bool SIGMOID = false> struct FixedForm {
   static constexpr bool normed = NORMED, skip_first = false, skip_last = SKIP, gate_first = false, gate_last = GATE;
+  static constexpr bool sigmoid = SIGMOID;
 };
 template <class F> void with_form(const Norm& c, F f) {
   const bool skip = c.v.data, gate = c.gate.data, skip_first = skip && c.skip_first, gate_first = gate && c.gate_first;
-  if (!skip_first && !gate_first) {
+  if (!skip_first && !gate_first && c.weight && !skip && gate) {  // Gated DeltaNet, Kimi Delta Attention
+    if (c.sigmoid) return f(FixedForm<true, false, true, true>{});
+    return f(FixedForm<true, false, true>{});
+  }
+  if (!skip_first && !gate_first && !c.sigmoid) {
     if (c.weight && !skip && !gate) return f(FixedForm<true, false, false>{});   // RMSNorm
     if (!c.weight && !skip && gate) return f(FixedForm<false, false, true>{});   // the product of a SwiGLU
     if (c.weight && skip && gate) return f(FixedForm<true, true, true>{});       // the block of linrope.models
   }
-  f(AnyForm{c.weight != nullptr, skip_first, skip && !skip_first, gate_first, gate && !gate_first});
+  f(AnyForm{c.weight != nullptr, skip_first, skip && !skip_first, gate_first, gate && !gate_first, c.sigmoid});
 }
+
+struct Gate {  // the factor f(z), and its slope
+  vf y, slope;
+  LINROPE_INLINE Gate(vf z, bool sigmoid) {
+    const Silu silu(z);
+    y = sigmoid ? silu.s : silu.y;
+    slope = sigmoid ? silu.s * (1.0f - silu.s) : silu.slope();
+  }
+};
 
 template <class T, class Form> struct NormTokens {
   const Norm& c;
   const Form form;
   int E;  // e rounded up: the stride of a head in scratch memory, weight and sums
   float *u, *du;             // (h, E): u, and the gradient of the norm's result
-  float *factor, *slopes;    // (h, E): silu(z) if gate_first; silu'(z), times dy if gate_last
+  float *factor, *slopes;    // (h, E): f(z) if gate_first; f'(z), times dy if gate_last
   float* dv;                 // (g, E)
   float *scale, *dot;        // (h): the norm's factor; <weight du, u>
 
@@ -75,8 +89,8 @@ template <class T, class Form> struct NormTokens {
         vf x = load_lanes<PART>(out + i, count);
         if (form.skip_first) x += load_lanes<PART>(v + i, count) * D;
         if (form.gate_first) {
-          const Silu silu(load_lanes<PART>(z + i, count));
-          x *= silu.y;
+          const Gate gate(load_lanes<PART>(z + i, count), form.sigmoid);
+          x *= gate.y;
         }
         if (form.normed) squares += x * x;
         store(to + i, x);
@@ -94,8 +108,8 @@ template <class T, class Form> struct NormTokens {
         if (form.normed) x = load(weight + i) * (x * r);
         if (form.skip_last) x += load_lanes<PART>(v + i, count) * D;
         if (form.gate_last) {
-          const Silu silu(load_lanes<PART>(z + i, count));
-          x *= silu.y;
+          const Gate gate(load_lanes<PART>(z + i, count), form.sigmoid);
+          x *= gate.y;
         }
         store_lanes<PART>(y + i, x, count);
       });
@@ -132,14 +146,14 @@ template <class T, class Form> struct NormTokens {
       vf x = load_lanes<PART>(out + i, count), g = load_lanes<PART>(dy + i, count);
       if (form.skip_first) x += load_lanes<PART>(v + i, count) * D;
       if (form.gate_first || form.gate_last) {
-        const Silu silu(load_lanes<PART>(z + i, count));
+        const Gate gate(load_lanes<PART>(z + i, count), form.sigmoid);
         if (form.gate_first) {
-          x *= silu.y;
-          store(to_factor + i, silu.y);
-          store(to_slopes + i, silu.slope());
+          x *= gate.y;
+          store(to_factor + i, gate.y);
+          store(to_slopes + i, gate.slope);
         } else {
-          store(to_slopes + i, silu.slope() * g);
-          g *= silu.y;
+          store(to_slopes + i, gate.slope * g);
+          g *= gate.y;
         }
       }
       store(to_u + i, x);

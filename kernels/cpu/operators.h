@@ -167,7 +167,7 @@ struct NormCall : Norm {
   int64_t b, stride;
 
   NormCall(const Tensor& x, const Maybe& z, const Maybe& values, const Maybe& weights, const Maybe& skips,
-           double epsilon, bool all_heads, bool z_first, bool values_first)
+           double epsilon, bool all_heads, bool z_first, bool values_first, bool with_sigmoid = false)
       : Norm{} {
     type = tokens_type("out", x, 4);
     if (x.size(2) >= 1 << 16 || x.size(3) >= 1 << 16)
@@ -194,6 +194,7 @@ struct NormCall : Norm {
     over_heads = all_heads;
     gate_first = z_first;
     skip_first = values_first;
+    sigmoid = with_sigmoid;
   }
   NormCall(const NormCall&) = delete;
 
@@ -214,8 +215,8 @@ inline void run_norm(const NormCall& c) {
 }
 
 inline Tensor gated_norm(Tensor out, Maybe gate, Maybe v, Maybe weight, Maybe skip, double eps, bool over_heads,
-                         bool gate_first, bool skip_first) {
-  NormCall c(out, gate, v, weight, skip, eps, over_heads, gate_first, skip_first);
+                         bool gate_first, bool skip_first, bool sigmoid) {
+  NormCall c(out, gate, v, weight, skip, eps, over_heads, gate_first, skip_first, sigmoid);
   const int64_t numbers = (int64_t)c.h * c.e;
   Tensor y = empty(out.scalar_type(), {c.b, c.n, numbers});
   c.y = {(char*)y.data_ptr(), c.n * numbers, numbers, c.e};
@@ -226,8 +227,8 @@ inline Tensor gated_norm(Tensor out, Maybe gate, Maybe v, Maybe weight, Maybe sk
 // d_out, d_gate, d_v, d_weight, d_skip
 inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_norm_backward(
     Tensor gradient, Tensor out, Maybe gate, Maybe v, Maybe weight, Maybe skip, double eps, bool over_heads,
-    bool gate_first, bool skip_first) {
-  NormCall c(out, gate, v, weight, skip, eps, over_heads, gate_first, skip_first);
+    bool gate_first, bool skip_first, bool sigmoid) {
+  NormCall c(out, gate, v, weight, skip, eps, over_heads, gate_first, skip_first, sigmoid);
   const auto type = out.scalar_type();
   const int64_t numbers = (int64_t)c.h * c.e;
   c.dy = tokens("gradient", gradient, c.type, {c.b, c.n, numbers}, c.e);

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import random
+import reprlib
 import threading
 import time
 from collections.abc import Callable
@@ -84,10 +85,7 @@ class Generation:
     cancelled: bool = False  # set it to free the slot before the next step
 
     def __post_init__(self) -> None:
-        if self.unread and not 0 <= min(self.unread) <= max(self.unread) <= 255:
-            raise ValueError(
-                f"unread: got {min(self.unread)} .. {max(self.unread)}, expected bytes, 0 .. 255"
-            )
+        check_bytes("unread", self.unread)
         if b"" in self.stops:
             raise ValueError(f"stops={self.stops}: got an empty sequence, which every text contains")
         check_sizes(max_tokens=self.max_tokens)
@@ -304,6 +302,7 @@ class Engine:
         saved = torch.load(_session_of(generation), weights_only=True)
         if saved["model"] != self.digest:
             return False
+        check_bytes(f"unread of {generation.session}", saved["unread"])
         generation.states, generation.unread = saved["states"], saved["unread"] + generation.unread
         return True
 
@@ -313,6 +312,12 @@ class Engine:
         part = session.with_suffix(".part")
         torch.save({"model": self.digest, "states": generation.states, "unread": generation.unread}, part)
         os.replace(part, session)
+
+
+def check_bytes(name: str, x: object) -> None:
+    """Raises ValueError if x is not a list of bytes."""
+    if not isinstance(x, list) or not all(type(byte) is int and 0 <= byte <= 255 for byte in x):
+        raise ValueError(f"{name}: got {reprlib.repr(x)}, expected a list of bytes, 0 .. 255")
 
 
 def _session_of(generation: Generation) -> Path:

@@ -1,5 +1,6 @@
 """The RMS norm of the heads' outputs, with a gate and a skip connection from the values."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -22,6 +23,7 @@ from linrope.ops.arguments import (
 
 SPANS = ("head", "all")  # what a norm goes over: each head alone, or all of them
 ORDERS = ("before", "after")  # where a skip or a gate acts: before or after the norm
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}  # of a gate
 MOST_VALUES = 2**16 - 1  # per head, of the native kernel
 
 
@@ -37,6 +39,7 @@ class _GatedNorm(NamedTuple):
     over_heads: bool
     gate_first: bool
     skip_first: bool
+    gate_activation: str
 
 
 def gated_norm(
@@ -47,6 +50,7 @@ def gated_norm(
     over: str = "head",
     gate: Tensor | None = None,
     gate_order: str = "after",
+    gate_activation: str = "silu",
     v: Tensor | None = None,
     skip: Tensor | None = None,
     skip_order: str = "after",
@@ -54,9 +58,9 @@ def gated_norm(
 ) -> Tensor:
     """Normalizes out, adds the values that skip the attention, and multiplies by a gate.
 
-        u = (out + D v) * silu(z)                    each factor and summand whose order is "before"
+        u = (out + D v) * f(z)                       each factor and summand whose order is "before"
         u = weight * u * rsqrt(mean(u^2) + eps)      unless weight is None
-        y = (u + D v) * silu(z)                      each factor and summand whose order is "after"
+        y = (u + D v) * f(z)                         each factor and summand whose order is "after"
 
     Sums are float32, or float64 for float64. "native" saves only the inputs for the backward pass.
 
@@ -68,6 +72,7 @@ def gated_norm(
         over: "head" takes the mean over the values of each head, "all" over the values of all heads.
         gate: z (b, n, h e).
         gate_order: "after" the norm, or "before" it as in Mamba-2.
+        gate_activation: f, "silu", or "sigmoid" as in Kimi Delta Attention.
         v: (b, n, g, e), the values; g divides h. Given together with skip.
         skip: D (h,).
         skip_order: "after" the norm, or "before" it.
@@ -93,10 +98,20 @@ def gated_norm(
     _check(out, weight, eps, over, gate, v, skip)
     check_name("gate_order", gate_order, ORDERS)
     check_name("skip_order", skip_order, ORDERS)
+    check_name("gate_activation", gate_activation, tuple(ACTIVATIONS))
     if weight is not None and weight.ndim == 1 and over == "all":
         weight = weight.view(out.shape[2:])
     call = _GatedNorm(
-        out, weight, gate, v, skip, float(eps), over == "all", gate_order == "before", skip_order == "before"
+        out,
+        weight,
+        gate,
+        v,
+        skip,
+        float(eps),
+        over == "all",
+        gate_order == "before",
+        skip_order == "before",
+        gate_activation,
     )
     values, too_large = out.shape[3], None
     if values > MOST_VALUES:
@@ -159,14 +174,14 @@ class _Norm(Operator[_GatedNorm]):
     @staticmethod
     def definition(call: _GatedNorm) -> Tensor:
         """The operator in plain PyTorch: for any dtype and device, for exporters and transformations."""
-        out, weight, gate, v, skip, eps, over_heads, gate_first, skip_first = call
+        out, weight, gate, v, skip, eps, over_heads, gate_first, skip_first, activation = call
         wide = torch.promote_types(out.dtype, torch.float32)
         u, h = out.to(wide), out.shape[2]
         skip_term = factor = None
         if skip is not None and v is not None:
             skip_term = skip.to(wide)[:, None] * v.to(wide).repeat_interleave(h // v.shape[2], 2)
         if gate is not None:
-            factor = F.silu(gate.to(wide)).view(out.shape)
+            factor = ACTIVATIONS[activation](gate.to(wide)).view(out.shape)
         if skip_term is not None and skip_first:
             u = u + skip_term
         if factor is not None and gate_first:
@@ -219,4 +234,5 @@ def _kernel_arguments(call: _GatedNorm) -> dict[str, Any]:
         "over_heads": call.over_heads,
         "gate_first": call.gate_first,
         "skip_first": call.skip_first,
+        "sigmoid": call.gate_activation == "sigmoid",
     }

@@ -225,6 +225,8 @@ def _check_gradients(
         error, most = largest(found[name].double() - oracle[name]), largest(oracle[name])
         if most < 1e-9:  # one key: the output is its value, whatever q and k are
             continue
+        if most > torch.finfo(found[name].dtype).max:  # gates may be narrower than q
+            continue
         if backend == "reference" and name == "dangle_steps" and found[name].dtype != config.dtype:
             continue  # it rounds the steps' gradients through queries and keys before it adds them
         narrow = found[name].dtype != config.dtype  # then parts are rounded that may cancel

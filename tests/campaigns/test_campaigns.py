@@ -1,4 +1,4 @@
-"""The campaigns, for a few seconds each; CONTRIBUTING.md says how they run at length."""
+"""The campaigns, for a few seconds each; README.md says how they run at length."""
 
 import sys
 from collections.abc import Callable

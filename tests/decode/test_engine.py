@@ -130,7 +130,7 @@ def test_a_long_prompt_is_read_beside_any_number_of_short_ones(model) -> None:
         (lambda _: make(LanguageModel(LanguageModelConfig(attention="softmax"))), "model: got .*'softmax'"),
         (lambda model: make(model).submit(Generation([])), "unread: got no bytes"),
         (lambda model: make(model).load(Generation([1])), "session: got None"),
-        (lambda _: Generation([1, 256]), r"unread: got 1 \.\. 256"),
+        (lambda _: Generation([1, 256]), r"unread: got \[1, 256\], expected a list of bytes, 0 \.\. 255"),
         (lambda _: Generation([1], max_tokens=0), "max_tokens=0"),
         (lambda _: Generation([1], temperature=float("nan")), "temperature=nan"),
         (lambda _: Generation([1], temperature=-1.0), r"temperature=-1\.0"),
@@ -141,6 +141,17 @@ def test_a_long_prompt_is_read_beside_any_number_of_short_ones(model) -> None:
 def test_what_could_not_run_is_refused(refused, message, model) -> None:
     with pytest.raises(ValueError, match=message):
         refused(model)
+
+
+@pytest.mark.parametrize("unread", [[256], [-1], [1.0], [True], "text", None, torch.tensor([1])], ids=repr)
+def test_a_session_s_file_with_other_things_than_bytes_is_refused(model, tmp_path, unread) -> None:
+    engine = make(model)
+    generation = Generation([1], session=tmp_path / "session")
+    torch.save({"model": engine.digest, "states": engine.empty, "unread": unread}, generation.session)
+    with pytest.raises(
+        ValueError, match=r"^unread of .*session: got .*, expected a list of bytes, 0 \.\. 255$"
+    ):
+        engine.load(generation)
 
 
 def test_a_generation_that_does_not_fit_is_refused_before_it_joins(model) -> None:

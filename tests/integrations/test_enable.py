@@ -43,6 +43,16 @@ def test_meta_tensors_and_heads_that_are_too_wide_are_refused() -> None:
     assert reason == "step sizes or decays that differ between the channels of a head"
 
 
+def test_delta_rules_and_gates_that_linrope_does_not_have_are_refused() -> None:
+    x = torch.zeros(1, 5, 2, 8)
+    assert refusals.delta_rule(x, x, x, x, x) == "queries and keys that are not normalized"
+    reason = refusals.delta_rule(x, x, torch.zeros(1, 5, 2, 300), x, x, use_qk_l2norm_in_kernel=True)
+    assert reason == "heads of 300, more than 256"
+    module = nn.Module()
+    module.activation = "tanh"  # type: ignore[assignment]
+    assert refusals.norm(module, x, x) == "activation 'tanh'"
+
+
 def test_enable_and_disable() -> None:
     modules = {x: modeling(x) for x in ("mamba2", "bamba")}
     originals = {name: module.mamba2_chunk_scan for name, module in modules.items()}
@@ -58,7 +68,7 @@ def test_enable_and_disable() -> None:
             assert enabled() == ["mamba2", "bamba"]
         assert enabled() == ["mamba2"]
     assert enabled() == []
-    assert set(linrope_transformers.enable().families) == set(linrope_transformers.FAMILIES)
+    assert set(linrope_transformers.enable().families) == set(CONFIGURATIONS)
     linrope_transformers.disable("bamba")
     assert enabled() == ["mamba2"]
     linrope_transformers.disable()
@@ -85,10 +95,8 @@ def test_enable_and_disable() -> None:
         (
             "jamba",
             ValueError,
-            "does not run .its recurrent layers are Mamba-1's.*; expected one of bamba, .*minimax$",
+            "does not run .its recurrent layers are Mamba-1's.*; expected one of bamba, .*kimi_linear$",
         ),
-        ("qwen3_next", ValueError, "does not run .its recurrent layers follow the delta rule"),
-        ("kimi_linear", ValueError, "does not run .its recurrent layers follow the delta rule"),
         ("lfm2", ValueError, "does not run .its layers without attention are convolutions"),
         (
             "llama",
@@ -155,7 +163,7 @@ def test_a_family_that_does_not_fit_is_named_and_does_not_stop_the_others(
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             with linrope_transformers.enable() as enabled:
-                assert set(enabled.families) == set(linrope_transformers.FAMILIES) - {"zamba2"}
+                assert set(enabled.families) == set(CONFIGURATIONS) - {"zamba2"}
     (message,) = [x.message for x in caplog.records if x.name == "linrope.integrations.transformers"]
     reason = {
         "signature": "causal_conv1d_fn has the parameters hidden_states, extra",
@@ -225,7 +233,8 @@ def test_the_cache_may_have_either_name(name: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_replaced_says_what_linrope_computes_in_a_model() -> None:
-    expected = dict.fromkeys(CONFIGURATIONS, ("convolution", "gated norm", "scan", "step"))
+    expected = dict.fromkeys(CONFIGURATIONS, ("convolution", "delta rule", "gated norm", "step"))
+    expected |= dict.fromkeys(replaced.MAMBA2, ("convolution", "gated norm", "scan", "step"))
     expected |= {"minimax": ("lightning attention",)}
     models = {family: model(family) for family in CONFIGURATIONS}
     for family, net in models.items():

@@ -9,8 +9,17 @@ from torch import Tensor
 
 from linrope.backends import native
 from linrope.integrations import transformers as linrope_transformers
-from linrope.integrations.transformers import mamba2, minimax
-from tests.support.families import CONFIGURATIONS, cache_of, model, modeling, relative, tokens
+from linrope.integrations.transformers import delta_rule, families, mamba2, minimax, shared
+from tests.support.families import (
+    CONFIGURATIONS,
+    assert_as_exact,
+    cache_of,
+    exactly,
+    model,
+    modeling,
+    relative,
+    tokens,
+)
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 
@@ -72,11 +81,22 @@ def test_the_owner_of_minimax_sums_may_overwrite_them_before_the_backward_pass()
 
 def test_initial_states_are_copied_only_for_gradients() -> None:
     sums = torch.zeros(1, 2, 3, 4)
-    assert mamba2.state_before(sums, torch.float32, False).kv.data_ptr() == sums.data_ptr()
-    assert mamba2.state_before(sums, torch.float32, True).kv.data_ptr() != sums.data_ptr()
+    assert shared.state_before(sums, torch.float32, False).kv.data_ptr() == sums.data_ptr()
+    assert shared.state_before(sums, torch.float32, True).kv.data_ptr() != sums.data_ptr()
 
 
 OLD_FALCON = "its own Falcon-H1 with a cache raises"
+
+
+def gradients_of(net: Any) -> dict[str, Tensor]:
+    return {name: x.grad.clone() for name, x in net.named_parameters() if x.grad is not None}
+
+
+def at_once(net: Any, ids: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """The gradients of the last tokens' logits."""
+    net.zero_grad()
+    (net(ids, use_cache=False).logits[:, -weights.shape[1] :] * weights).sum().backward()
+    return gradients_of(net)
 
 
 def in_two_pieces(net: Any, ids: Tensor, weights: Tensor, *, learn_first: bool) -> dict[str, Tensor]:
@@ -84,18 +104,23 @@ def in_two_pieces(net: Any, ids: Tensor, weights: Tensor, *, learn_first: bool) 
     net.zero_grad()
     with torch.set_grad_enabled(learn_first):
         start = net(ids[:, :20], use_cache=True)
-    positions = {"position_ids": torch.arange(20, 40)[None]}  # Bamba and MiniMax count from 0 otherwise
+    positions = {
+        "position_ids": torch.arange(20, 40).expand(2, -1)
+    }  # Bamba and MiniMax count from 0 otherwise
     result = net(ids[:, 20:], use_cache=True, **positions, **cache_of(start))
     with torch.no_grad():
         for part in (ids[:, :1], ids[:, :3]):
             net(part, use_cache=True, **cache_of(result))
     (result.logits * weights).sum().backward()
-    return {name: x.grad.clone() for name, x in net.named_parameters() if x.grad is not None}
+    return gradients_of(net)
 
 
 @pytest.mark.parametrize("family", CONFIGURATIONS)
 def test_gradients_behind_a_cache(family: str, falcon_h1_has_a_cache: bool) -> None:
-    """Equal to one call over all tokens; and to transformers, if the tokens in the cache have no gradients."""
+    """As exact as one call over all tokens; and as transformers', if the tokens in the cache have no gradients.
+
+    The delta rules of transformers have none then, because they overwrite what their backward pass reads.
+    """
     if family == "falcon_h1" and not falcon_h1_has_a_cache:
         pytest.skip(OLD_FALCON)
     # In pieces, MiniMax's own softmax layers do not see the keys in the cache
@@ -104,13 +129,12 @@ def test_gradients_behind_a_cache(family: str, falcon_h1_has_a_cache: bool) -> N
     ids, weights = tokens(2, 40), torch.randn(2, 20, 97, generator=torch.Generator().manual_seed(0))
     with linrope_transformers.enable(family):
         got = in_two_pieces(net, ids, weights, learn_first=True)
-        net.zero_grad()
-        (net(ids, use_cache=False).logits[:, 20:] * weights).sum().backward()
-        for name, x in net.named_parameters():
-            assert x.grad is None or not x.grad.any() or relative(got[name], x.grad) < 5e-6, name
-        got = in_two_pieces(net, ids, weights, learn_first=False)
-    for name, expected in in_two_pieces(net, ids, weights, learn_first=False).items():
-        assert not expected.any() or relative(got[name], expected) < 2e-5, name
+        behind = in_two_pieces(net, ids, weights, learn_first=False)
+    exact = exactly(family, net, lambda wide: at_once(wide, ids, weights))
+    assert_as_exact(got, at_once(net, ids, weights), exact)
+    if family in (*families.MAMBA2, "minimax"):
+        for name, expected in in_two_pieces(net, ids, weights, learn_first=False).items():
+            assert not expected.any() or relative(behind[name], expected) < 2e-5, name
 
 
 @pytest.mark.parametrize("family", CONFIGURATIONS)
@@ -119,18 +143,16 @@ def test_gradients_of_single_tokens_on_a_cache(family: str, falcon_h1_has_a_cach
     if family == "falcon_h1" and not falcon_h1_has_a_cache:
         pytest.skip(OLD_FALCON)
     net: Any = model(family)
-    ids = tokens(2, 12)
+    ids, weights = tokens(2, 12), torch.randn(2, 12, 97, generator=torch.Generator().manual_seed(0))
     with linrope_transformers.enable(family):
         results = [net(ids[:, :9], use_cache=True)]
         for i in range(9, 12):
-            place = {"position_ids": torch.tensor([[i]])}
+            place = {"position_ids": torch.tensor([[i], [i]])}
             results.append(net(ids[:, i : i + 1], use_cache=True, **place, **cache_of(results[-1])))
-        sum(x.logits.square().sum() for x in results).backward()
-        got = {name: x.grad.clone() for name, x in net.named_parameters() if x.grad is not None}
-        net.zero_grad()
-        net(ids, use_cache=False).logits.square().sum().backward()
-    for name, x in net.named_parameters():
-        assert x.grad is None or not x.grad.any() or relative(got[name], x.grad) < 2e-5, name
+        (torch.cat([x.logits for x in results], 1) * weights).sum().backward()
+        got = gradients_of(net)
+    exact = exactly(family, net, lambda wide: at_once(wide, ids, weights))
+    assert_as_exact(got, at_once(net, ids, weights), exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -175,10 +197,10 @@ def test_an_update_has_the_gradients_of_the_convolution() -> None:
     weights = torch.randn(2, 6, 9, generator=made)
     state = torch.zeros(2, 6, 4)
     parts = [
-        mamba2.causal_conv1d_update(part, state, weight, bias, "silu") for part in x.split([1, 1, 4, 3], -1)
+        shared.causal_conv1d_update(part, state, weight, bias, "silu") for part in x.split([1, 1, 4, 3], -1)
     ]
     got = torch.autograd.grad((torch.cat(parts, -1) * weights).sum(), [x, weight, bias])
-    whole = mamba2.causal_conv1d_fn(x, weight, bias, "silu")
+    whole = shared.causal_conv1d_fn(x, weight, bias, "silu")
     for a, b in zip(got, torch.autograd.grad((whole * weights).sum(), [x, weight, bias]), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
@@ -227,3 +249,39 @@ def test_lightning_attention_over_70_000_tokens_equals_its_pieces() -> None:
         return minimax.forward(attention, hidden[:, part], None, None, cache)  # type: ignore[arg-type]
 
     assert_pieces_equal_the_whole(call)
+
+
+def delta_rule_inputs(n: int, *, per_feature: bool) -> dict[str, Tensor]:
+    """The arguments of one delta rule: 2 heads of 8 features; as many of 12 values with a decay per feature, else 4."""
+    made = torch.Generator().manual_seed(0)
+    heads = 2 if per_feature else 4
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(1, n, *shape, generator=made)
+
+    rates = torch.logspace(-4, 0, heads)
+    g = -(rates[:, None] * normal(heads, 8).exp() if per_feature else rates * normal(heads).exp())
+    return {
+        "query": normal(2, 8), "key": normal(2, 8), "value": normal(heads, 12), "g": g,
+        "beta": normal(heads).sigmoid(),
+    }  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
+@torch.no_grad()
+def test_a_delta_rule_over_70_000_tokens_equals_its_pieces_and_transformers(family: str) -> None:
+    inputs = delta_rule_inputs(LONG, per_feature=family == "kimi_linear")
+
+    def call(part: slice, state: Tensor | None) -> Any:
+        chosen = {name: x[:, part] for name, x in inputs.items()}
+        return delta_rule.chunk(
+            **chosen, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+        )
+
+    assert_pieces_equal_the_whole(call)
+    chunk = next(name for name in families._FUNCTIONS[family] if "chunk" in name)
+    theirs = getattr(modeling(family), chunk)
+    expected = theirs(**inputs, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    for got, x in zip(call(slice(None), None), expected, strict=True):
+        assert relative(got, x) < 2e-5

@@ -14,16 +14,21 @@ from tests.ops import cases
 from tests.ops.cases import Tensors, differentiate, every_backend, every_set, numbers
 
 ORDERS = [
-    {"gate_order": gate, "skip_order": skip, "over": over}
-    for gate, skip, over in product(("after", "before"), ("after", "before"), ("head", "all"))
+    {"gate_order": gate, "skip_order": skip, "over": over, "gate_activation": activation}
+    for activation, gate, skip, over in product(
+        ("silu", "sigmoid"), ("after", "before"), ("after", "before"), ("head", "all")
+    )
 ]
 
 
-def written_out(inputs: Tensors, gate_order: str, skip_order: str, over: str, eps: float = 1e-6) -> Tensor:
+def written_out(
+    inputs: Tensors, gate_order: str, skip_order: str, over: str, gate_activation: str, eps: float = 1e-6
+) -> Tensor:
     """Each token and head in turn."""
     out, weight, gate, v, skip = inputs.values()
     b, n, h, e = out.shape
-    factor = torch.ones_like(out) if gate is None else F.silu(gate).view(b, n, h, e)
+    function = {"silu": F.silu, "sigmoid": F.sigmoid}[gate_activation]
+    factor = torch.ones_like(out) if gate is None else function(gate).view(b, n, h, e)
     skipped = torch.zeros_like(out)
     if v is not None:
         group = h // v.shape[2]
@@ -143,17 +148,18 @@ def test_a_token_has_the_same_bits_whatever_else_is_in_the_call(backend: str) ->
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 @pytest.mark.parametrize(("name", "over"), [*product(("out", "gate", "v"), ("head", "all"))])
 @every_backend
 def test_what_is_not_finite_stays_in_its_token_and_with_a_norm_per_head_in_its_heads(
-    backend: str, name: str, over: str, value: float
+    backend: str, name: str, over: str, value: float, activation: str
 ) -> None:
-    inputs = make(over=over)
+    inputs, how = make(over=over), {"over": over, "gate_activation": activation}
     hostile = inputs | {name: inputs[name].clone()}
     hostile[name][1, 3].view(-1)[0] = value  # in the first head
     others, reached = torch.arange(9) != 3, 2 if name == "v" else 1  # two heads share a head of v
     for _ in every_set(backend):
-        clean, y = (run(x, backend, over=over).view(2, 9, 4, 20) for x in (inputs, hostile))
+        clean, y = (run(x, backend, **how).view(2, 9, 4, 20) for x in (inputs, hostile))
         assert torch.equal(y[0], clean[0])
         assert torch.equal(y[1, others], clean[1, others])
         if over == "head" or name == "gate":
@@ -203,6 +209,7 @@ REFUSED = {
     "over": ({"over": "heads"}, ValueError, "over='heads'.*did you mean 'head'"),
     "gate_order": ({"gate_order": "inside"}, ValueError, "gate_order='inside'"),
     "skip_order": ({"skip_order": None}, ValueError, "skip_order=None"),
+    "gate_activation": ({"gate_activation": "relu"}, ValueError, "gate_activation='relu': expected one of"),
     "backend": ({"backend": "cuda"}, ValueError, "backend='cuda'"),
     "float64": ({"out": OUT.double(), "backend": "native"}, RuntimeError, "native.*cannot run"),
     "device": ({"gate": GATE.to("meta")}, ValueError, "gate: got device meta"),

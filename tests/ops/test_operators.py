@@ -29,11 +29,14 @@ CALLS = {
         "half precision": (leaf(2, 9, 5, dtype=BF16), leaf(5, 4), leaf(5), None, None, True),
     },
     "gated_norm": {
-        "all": (leaf(2, 9, 4, 5), leaf(4, 5), leaf(2, 9, 20), leaf(2, 9, 2, 5), leaf(4), 1e-6, False, False, True),
-        "weight alone": (leaf(2, 9, 4, 5), leaf(5), None, None, None, 1e-6, False, False, False),
-        "gate alone": (leaf(2, 9, 4, 5), None, leaf(2, 9, 20), None, None, 1e-6, True, True, False),
+        "all": (
+            leaf(2, 9, 4, 5), leaf(4, 5), leaf(2, 9, 20), leaf(2, 9, 2, 5), leaf(4), 1e-6, False, False, True, "silu"
+        ),
+        "weight alone": (leaf(2, 9, 4, 5), leaf(5), None, None, None, 1e-6, False, False, False, "silu"),
+        "gate alone": (leaf(2, 9, 4, 5), None, leaf(2, 9, 20), None, None, 1e-6, True, True, False, "sigmoid"),
         "half precision": (
-            leaf(2, 9, 4, 5, dtype=F16), leaf(4, 5), leaf(2, 9, 20, dtype=F16), None, None, 1e-6, True, False, False
+            leaf(2, 9, 4, 5, dtype=F16), leaf(4, 5), leaf(2, 9, 20, dtype=F16), None, None, 1e-6, True, False, False,
+            "silu"
         ),
     },
 }  # fmt: skip

@@ -1,10 +1,12 @@
 """Small models of the families that ``linrope.integrations.transformers`` knows, with weights that do something."""
 
+import copy
 import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -27,9 +29,31 @@ _MAMBA = {
     "mamba_chunk_size": 16,
 }  # fmt: skip
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_MIXTURE = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
+_GATED_DELTA_NET = _ATTENTION | {
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+_LATENT = _ATTENTION | {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 12, "moe_intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"],
+}  # fmt: skip
+_KIMI = {"linear_num_heads": 4, "linear_head_dim": 16}
+_GLM_TEXT = _LATENT | _KIMI | {
+    "q_lora_rank": 16, "qk_rope_head_dim": 0, "n_routed_experts": 4, "index_topk": 64, "index_head_dim": 8,
+    "index_n_heads": 2, "index_kpool": 4, "hc_mult": 2, "num_hidden_layers": 4, "layer_types": None,
+    "mlp_layer_types": None,
+}  # fmt: skip
+_GLM_VISION = {
+    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 48,
+    "projection_intermediate_size": 16,
+}  # fmt: skip
 
 # The configuration class and its arguments
-CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+_CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("Mamba2Config", {
         "num_heads": 6, "head_dim": 16, "state_size": 24, "n_groups": 2, "chunk_size": 16, "num_hidden_layers": 2,
     }),
@@ -50,15 +74,41 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "block_size": 16, "head_dim": 12,
     }),
+    "qwen3_next": ("Qwen3NextConfig", _GATED_DELTA_NET | _MIXTURE),
+    "qwen3_5": ("Qwen3_5TextConfig", _GATED_DELTA_NET),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", _GATED_DELTA_NET | _MIXTURE),
+    "qwen4_exp": ("Qwen4ExpTextConfig", _GATED_DELTA_NET | _MIXTURE | {
+        "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+        "indexer_budget": 64, "indexer_compress_ratio": 4, "output_gate_type": "sigmoid", "ple_layer_ids": [1],
+        "ple_embed_dim": 16, "heads_per_ngram": 2, "ngram_vocab_size_base": 50,
+    }),
+    "lara_mini": ("LaraMiniConfig", _GATED_DELTA_NET | _MIXTURE | {
+        "num_hidden_layers": 3, "layer_types": ["linear_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 9,
+    }),
+    "olmo_hybrid": ("OlmoHybridConfig", _GATED_DELTA_NET | {
+        "linear_num_key_heads": 4, "linear_value_head_dim": 32,
+    }),
+    "kimi_linear": ("KimiLinearConfig", _LATENT | _KIMI),
+    "bailing_hybrid": ("BailingHybridConfig", _LATENT | {"head_dim": 16}),
+    "glm5_next": ("Glm5NextConfig", {"text_config": _GLM_TEXT, "vision_config": _GLM_VISION}),
 }  # fmt: skip
+CONFIGURATIONS = {
+    family: (kind, options)
+    for family, (kind, options) in _CONFIGURATIONS.items()
+    if hasattr(transformers, kind)
+}
 
 
 def model(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
     """A model whose decays, steps and norms differ from head to head and from channel to channel."""
     torch.manual_seed(0)
     kind, arguments = CONFIGURATIONS[family]
-    config = getattr(transformers, kind)(**(_COMMON | arguments | options))
-    made: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    arguments = _COMMON | arguments | options
+    if "text_config" in arguments:
+        arguments["text_config"] = _COMMON | arguments["text_config"] | options
+    config = getattr(transformers, kind)(**arguments)
+    made = auto_class(config).from_config(config)
     with torch.no_grad():
         for name, x in made.named_parameters():
             if name.endswith("A_log"):
@@ -72,6 +122,12 @@ def model(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn
     return made.to(dtype).eval()
 
 
+def auto_class(config: Any) -> Any:
+    """The class that makes models of this configuration. GLM's exists only with its vision tower."""
+    text = transformers.AutoModelForCausalLM
+    return text if type(config) in text._model_mapping else transformers.AutoModelForImageTextToText
+
+
 def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
@@ -80,8 +136,11 @@ def modeling(family: str) -> Any:
     return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
 
 
+_HEADS = ("ForCausalLM", "ForConditionalGeneration")
+
+
 def _cache_name(family: str) -> str:
-    kind = next(x for name, x in vars(modeling(family)).items() if name.endswith("ForCausalLM"))
+    kind = next(x for name, x in vars(modeling(family)).items() if name.endswith(_HEADS))
     names = inspect.signature(kind.forward).parameters
     return next(x for x in ("cache", "cache_params", "past_key_values") if x in names)
 
@@ -98,6 +157,34 @@ def cache_of(result: Any) -> dict[str, Any]:
 
 def relative(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).abs().max() / expected.abs().max())
+
+
+def exactly(family: str, net: nn.Module, run: Callable[[nn.Module], Any]) -> Any:
+    """The results of run with linrope, in float64 throughout: transformers' own code converts to float32 at times."""
+    wide = copy.deepcopy(net).double()
+    for config in (x.config for x in wide.modules() if hasattr(x, "config")):
+        config._experts_implementation = "eager"  # the default has no float64
+    with pytest.MonkeyPatch.context() as patch, linrope_transformers.enable(family):
+        patch.setattr(Tensor, "float", Tensor.double)
+        patch.setattr(torch, "float", torch.float64)
+        return run(wide)
+
+
+def assert_as_exact(got: dict[str, Tensor], expected: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
+    """Over all parameters, the errors of gradients are at most twice those of the expected ones; of one, four times.
+
+    Which parameter has the larger error is a matter of luck, above all in parameters of a few numbers.
+    """
+    assert got.keys() == expected.keys() == exact.keys()
+    errors = []
+    for name, x in exact.items():
+        if x.any():
+            errors.append((relative(got[name], x), relative(expected[name], x)))
+            assert errors[-1][0] <= max(4 * errors[-1][1], 2e-5), (name, errors[-1])
+        else:
+            assert not got[name].any()
+    ours, theirs = torch.tensor(errors).square().mean(0).sqrt()
+    assert ours <= 2 * theirs
 
 
 def both(family: str, run: Callable[[], Any]) -> tuple[Any, Any]:

@@ -67,7 +67,8 @@ def bench(
         typer.Option(
             metavar="FAMILY",
             help="A family of transformers' models, such as mamba2. Instead of the benchmark, measure one of its "
-            "models with and without linrope, for 512, 2048, 8192 tokens or those of --lengths.",
+            "models with and without linrope, for 512, 2048, 8192 tokens or those of --lengths. Families whose own "
+            "code needs too much memory for these have fewer.",
         ),
     ] = "",
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the plot.")] = Path(
@@ -123,8 +124,7 @@ def bench(
         from linrope.cli.bench import families
 
         torch.set_num_threads(threads or torch.get_num_threads())
-        chosen = chosen if lengths else families.LENGTHS
-        families.compare(transformers, chosen, rounds, budget, out, console)
+        families.compare(transformers, chosen if lengths else None, rounds, budget, out, console)
         return 0
     feature_map, backend = flags["feature_map"] or "elu+1", flags["backend"] or "auto"
     decay = None if flags["decay"] in (None, "none") else flags["decay"]

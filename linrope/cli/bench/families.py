@@ -20,20 +20,66 @@ from linrope.cli.training import progress_bar
 from linrope.common.argument_checks import check_name
 from linrope.common.files import replace_file, unused
 from linrope.integrations import transformers as linrope_transformers
+from linrope.integrations.transformers.families import KIMI_DELTA_ATTENTION
 
 LENGTHS = [512, 2048, 8192]
 KINDS = ("prefill", "training", "decoding")
 SIDES = ("transformers", "linrope")
 TOLERANCE = 2e-5  # the largest allowed difference of a logit, as a fraction of the largest logit
+# transformers' own Kimi Delta Attention takes 32 KB of memory per token and head of 128 features, and with gradients a
+# multiple of that in each layer
+LONGEST = {family: {"prefill": 2048, "training": 512, "decoding": 2048} for family in KIMI_DELTA_ATTENTION}
 _STEPS = 10  # decoding steps per call
 _SIZES = {"vocab_size": 1000, "hidden_size": 1024, "pad_token_id": 0}
 _HEADS = {"num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 2048}
+_LAYERS = {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+_GATED_DELTA_NET = {
+    **_HEADS,
+    **_LAYERS,
+    "head_dim": 64,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+_ONE_EXPERT = {
+    "num_experts": 1,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 1024,
+    "shared_expert_intermediate_size": 1024,
+}
+_LATENT = {
+    **_HEADS,
+    **_LAYERS,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 256,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "mlp_layer_types": ["dense"] * 4,
+}
+_KIMI = {"linear_num_heads": 16, "linear_head_dim": 128}
 _MAMBA = {"mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1}
-# As wide as the smaller models of each family: two layers that linrope computes and, in the hybrid ones, one of softmax
-# attention, which takes the same time on both sides. Mixtures of experts are left out.
+# As wide as the smaller models of each family: two or three layers that linrope computes and, in the hybrid ones, one
+# of softmax attention, which takes the same time on both sides. Mixtures of experts are left out.
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("BambaConfig", _HEADS | _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [2]}),
+    "bailing_hybrid": ("BailingHybridConfig", _LATENT | {"head_dim": 128}),
     "falcon_h1": ("FalconH1Config", _HEADS | _MAMBA | {"num_hidden_layers": 2, "mamba_d_ssm": 2048}),
+    "glm5_next": (
+        "Glm5NextConfig",
+        {
+            "text_config": {
+                **_LATENT,
+                **_KIMI,
+                "layer_types": ["linear_attention"] * 3 + ["indexed_attention"],
+                "q_lora_rank": 512,
+                "qk_rope_head_dim": 0,
+                "index_n_heads": 8,
+            },
+            "vision_config": {"depth": 1, "out_hidden_size": _SIZES["hidden_size"]},
+        },
+    ),
     "granitemoehybrid": (
         "GraniteMoeHybridConfig",
         _HEADS
@@ -45,6 +91,8 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_intermediate_size": 2048,
         },
     ),
+    "kimi_linear": ("KimiLinearConfig", _LATENT | _KIMI),
+    "lara_mini": ("LaraMiniConfig", _GATED_DELTA_NET | _ONE_EXPERT),
     "mamba2": (
         "Mamba2Config",
         {"num_hidden_layers": 2, "num_heads": 32, "head_dim": 64, "state_size": 128, "n_groups": 1},
@@ -69,6 +117,25 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "ssm_state_size": 128,
             "n_groups": 8,
             "head_dim": 64,
+        },
+    ),
+    "olmo_hybrid": (
+        "OlmoHybridConfig",
+        _GATED_DELTA_NET | {"linear_key_head_dim": 96, "linear_value_head_dim": 192},
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", _GATED_DELTA_NET),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", _GATED_DELTA_NET | _ONE_EXPERT),
+    "qwen3_next": ("Qwen3NextConfig", _GATED_DELTA_NET | _ONE_EXPERT),
+    "qwen4_exp": (
+        "Qwen4ExpTextConfig",
+        _GATED_DELTA_NET
+        | _ONE_EXPERT
+        | {
+            "indexer_n_heads": 4,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 64,
+            "indexer_budget": 2048,
+            "indexer_compress_ratio": 16,
         },
     ),
     "zamba2": (
@@ -96,9 +163,16 @@ class FamilyBenchmark:
         quiet.set_verbosity_error()  # its fallback says that it is slow
         torch.manual_seed(0)
         kind, sizes = CONFIGURATIONS[family]
-        config = getattr(transformers, kind)(**(_SIZES | sizes))
+        sizes = _SIZES | sizes
+        if "text_config" in sizes:
+            sizes["text_config"] = _SIZES | sizes["text_config"]
+        config = getattr(transformers, kind)(**sizes)
         self.family = family
-        models: Any = transformers.AutoModelForCausalLM
+        text: Any = transformers.AutoModelForCausalLM
+        # GLM's models exist only with their vision tower
+        models: Any = (
+            text if type(config) in text._model_mapping else transformers.AutoModelForImageTextToText
+        )
         self.model: Any = models.from_config(config)
 
     def tokens(self, batch: int, length: int) -> Tensor:
@@ -172,11 +246,19 @@ def measure(
     }
 
 
-def compare(family: str, lengths: list[int], rounds: int, budget: float, out: Path, console: Console) -> Path:
-    """Measures a family, prints a table, and writes transformers-<family>-<date>.json and .png."""
+def compare(
+    family: str, lengths: list[int] | None, rounds: int, budget: float, out: Path, console: Console
+) -> Path:
+    """Measures a family, prints a table, and writes transformers-<family>-<date>.json and .png.
+
+    lengths: None for those of ``LENGTHS`` that transformers' own code can take.
+    """
     check_name("--transformers", family, tuple(CONFIGURATIONS))
     benchmark = FamilyBenchmark(family)
-    cases = [(kind, 1, n) for kind in KINDS for n in lengths] + [("decoding", 8, lengths[0])]
+    longest = LONGEST.get(family, {}) if lengths is None else {}
+    lengths = lengths or LENGTHS
+    cases = [(kind, 1, n) for kind in KINDS for n in lengths if n <= longest.get(kind, n)]
+    cases.append(("decoding", 8, lengths[0]))
     rows = []
     with progress_bar("{task.description}", console) as progress:
         task = progress.add_task(family, total=len(cases))

@@ -11,21 +11,21 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from linrope.common.argument_checks import check_name
 from linrope.common.private_names import forward_behind_hooks
-from linrope.integrations.transformers import mamba2, minimax, packing, refusals
+from linrope.integrations.transformers import delta_rule, mamba2, minimax, packing, refusals, shared
 
 MAMBA2 = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
-FAMILIES = (*MAMBA2, "minimax")  # folders of transformers.models
-_DELTA_RULE = "its recurrent layers follow the delta rule"
+GATED_DELTA_NET = ("lara_mini", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp")
+KIMI_DELTA_ATTENTION = ("bailing_hybrid", "glm5_next", "kimi_linear")
+FAMILIES = (*MAMBA2, "minimax", *GATED_DELTA_NET, *KIMI_DELTA_ATTENTION)  # folders of transformers.models
 _MAMBA1 = "its recurrent layers are Mamba-1's, with a decay for each channel and feature"
-_CONVOLUTION = "its layers without attention are convolutions"
+_SHORT = "its layers without attention are convolutions"
 NOT_RUN = {  # well-known families with linear layers, and why linrope does not run them
-    "qwen3_next": _DELTA_RULE, "qwen3_5": _DELTA_RULE, "qwen3_5_moe": _DELTA_RULE, "olmo_hybrid": _DELTA_RULE,
-    "kimi_linear": _DELTA_RULE, "mamba": _MAMBA1, "falcon_mamba": _MAMBA1, "jamba": _MAMBA1, "zamba": _MAMBA1,
-    "lfm2": _CONVOLUTION, "lfm2_moe": _CONVOLUTION,
+    "mamba": _MAMBA1, "falcon_mamba": _MAMBA1, "jamba": _MAMBA1, "zamba": _MAMBA1,
+    "lfm2": _SHORT, "lfm2_moe": _SHORT,
 }  # fmt: skip
 
 _log = logging.getLogger("linrope.integrations.transformers")
@@ -40,6 +40,41 @@ class _Target(NamedTuple):
     make: Callable[[_Function], _Function]  # the replacement, from transformers' function
     like: _Function | None  # has the parameters that transformers' function must have
     computes: str | None = None  # what linrope computes, in words for ``replaced``
+
+
+class _Ours(NamedTuple):
+    """linrope's function in place of one of transformers'."""
+
+    function: _Function
+    why_not: Callable[..., str | None]  # the reason why it does not compute a call
+    computes: str | None
+
+
+_CONVOLUTION = {
+    "causal_conv1d_fn": _Ours(shared.causal_conv1d_fn, refusals.convolution, "convolution"),
+    "causal_conv1d_update": _Ours(shared.causal_conv1d_update, refusals.update, "convolution"),
+}
+_SCAN = _CONVOLUTION | {
+    "mamba2_chunk_scan": _Ours(mamba2.mamba2_chunk_scan, refusals.scan, "scan"),
+    "mamba2_selective_state_update": _Ours(mamba2.mamba2_selective_state_update, refusals.step, "step"),
+    "mamba2_split_conv1d_scan_combined": _Ours(mamba2.no_combined_kernel, refusals.combined, None),
+}
+_CHUNK = _Ours(delta_rule.chunk, refusals.delta_rule, "delta rule")
+_RECURRENT = _Ours(delta_rule.recurrent, refusals.delta_rule, "step")
+_DELTA_RULE = _CONVOLUTION | {
+    "torch_chunk_gated_delta_rule": _CHUNK,
+    "torch_recurrent_gated_delta_rule": _RECURRENT,
+}
+_KIMI = _CONVOLUTION | {
+    "chunk_kimi_delta_attention": _CHUNK,
+    "recurrent_kimi_delta_attention": _RECURRENT,
+}
+# The functions of each family's file, by name
+_FUNCTIONS = (
+    dict.fromkeys(MAMBA2, _SCAN)
+    | dict.fromkeys(GATED_DELTA_NET, _DELTA_RULE)
+    | dict.fromkeys(KIMI_DELTA_ATTENTION, _KIMI)
+)
 
 
 class _Replaced(NamedTuple):
@@ -73,11 +108,12 @@ def enable(*families: str) -> Enabled:
     """Makes transformers' models of these families compute with linrope, both existing models and models made later.
 
     It replaces what runs between the layers' projections: the scan, the step, the convolution and the gated norm of
-    Mamba-2, and MiniMax's lightning attention. Weights and configurations stay the same, and results agree up to
-    rounding. So do caches, except MiniMax's in half precision, whose sums are float32. On a CPU the
-    backend "native" computes, on a GPU "triton"; but there scan and step stay mamba_ssm's and the convolution
-    causal_conv1d's if these packages are installed. A call that linrope does not support runs as before, and the logger
-    "linrope.integrations.transformers" says why, once.
+    Mamba-2, MiniMax's lightning attention, and the delta rule, the step, the convolution and the gated norm of Gated
+    DeltaNet and Kimi Delta Attention. Weights and configurations stay the same, and results agree up to rounding. So do
+    caches, except MiniMax's in half precision, whose sums are float32. On a CPU the backend "native" computes, on a GPU
+    "triton"; but there scan and step stay mamba_ssm's and the convolution causal_conv1d's if these packages are
+    installed, and the delta rule stays transformers' or flash-linear-attention's. A call that linrope does not support
+    runs as before, and the logger "linrope.integrations.transformers" says why, once.
 
     Args:
         families: some of ``FAMILIES``. Default: all that the installed transformers has and linrope can replace; the
@@ -215,33 +251,17 @@ def _targets(family: str) -> list[_Target]:
     """The functions to replace in a family. Raises RuntimeError if they are not as linrope knows them."""
     _transformers()
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    models = [
-        x for name, x in vars(module).items() if name.endswith("Model") and x.__module__ == module.__name__
-    ]
-    targets = [_Target(x, "forward", packing.forward_of_model, None) for x in models if "forward" in vars(x)]
+    classes = {name: x for name, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__}
+    models = [x for name, x in classes.items() if name.endswith("Model") and _reads_tokens(x)]
+    targets = [_Target(x, "forward", packing.forward_of_model, None) for x in models]
     if family == "minimax":
         ours, owner = minimax.forward, module.MiniMaxLightningAttention
         targets += [_target(owner, "forward", ours, refusals.lightning, "lightning attention")]
     else:
+        norm = mamba2.norm_forward if family in MAMBA2 else delta_rule.norm_forward
         norms = [x for name, x in vars(module).items() if name.endswith("RMSNormGated")]
-        targets += [
-            _target(module, "mamba2_chunk_scan", mamba2.mamba2_chunk_scan, refusals.scan, "scan"),
-            _target(
-                module,
-                "mamba2_selective_state_update",
-                mamba2.mamba2_selective_state_update,
-                refusals.step,
-                "step",
-            ),
-            _target(module, "causal_conv1d_fn", mamba2.causal_conv1d_fn, refusals.convolution, "convolution"),
-            _target(
-                module, "causal_conv1d_update", mamba2.causal_conv1d_update, refusals.update, "convolution"
-            ),
-            _target(
-                module, "mamba2_split_conv1d_scan_combined", _no_combined_kernel, refusals.combined, None
-            ),
-            *[_target(x, "forward", _norm_forward, refusals.norm, "gated norm") for x in norms],
-        ]
+        targets += [_target(module, name, *function) for name, function in _FUNCTIONS[family].items()]
+        targets += [_target(x, "forward", norm, refusals.norm, "gated norm") for x in norms]
     if family == "mamba2":
         targets += [_Target(module.Mamba2ForCausalLM, "forward", packing.forward_with_head, None)]
     for target in targets:
@@ -249,10 +269,17 @@ def _targets(family: str) -> list[_Target]:
     return targets
 
 
+def _reads_tokens(model: type) -> bool:
+    """True if the class has a ``forward`` that reads tokens, and no images: the model with the layers."""
+    forward = vars(model).get("forward")
+    names = () if forward is None else inspect.signature(forward).parameters
+    return "input_ids" in names and "pixel_values" not in names
+
+
 def _target(
     owner: Any, name: str, ours: _Function, why_not: Callable[..., str | None], computes: str | None
 ) -> _Target:
-    like = None if ours is _no_combined_kernel else ours
+    like = None if ours is mamba2.no_combined_kernel else ours
     return _Target(owner, name, partial(_replacement, ours=ours, why_not=why_not), like, computes)
 
 
@@ -313,20 +340,3 @@ def _replacement(original: _Function, ours: _Function, why_not: Callable[..., st
 @cache
 def _say_once(name: str, reason: str) -> None:
     _log.warning("%s runs transformers' own code: %s", name, reason)
-
-
-def _no_combined_kernel(*_: Any, **__: Any) -> None:
-    """Stands in for the kernel that computes a whole layer. None makes the layer call the other functions."""
-
-
-def _norm_forward(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-    """``forward`` of the classes of gated norms."""
-    size = hidden_states.shape[-1]
-    return mamba2.norm_of_groups(
-        hidden_states,
-        self.weight,
-        gate,
-        groups=size // self.group_size if hasattr(self, "group_size") else getattr(self, "n_groups", 1),
-        eps=self.variance_epsilon,
-        gate_first=not getattr(self, "norm_before_gate", False),
-    )

@@ -9,19 +9,14 @@ values, g groups of heads that share B and C, s features (the state size), c cha
 Source: Mamba-2, arXiv 2405.21060.
 """
 
-from collections.abc import MutableMapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from linrope.operation.from_sums import state_from_sums
-from linrope.operation.functional import linear_rope_attention
-from linrope.ops import convolve, gated_norm
-from linrope.recurrence.state import LinearAttentionState
-
-SILU = ("silu", "swish")  # the two names that transformers has for it
+from linrope.integrations.transformers.shared import Gates, attend, attend_in_place, norm_of_groups
+from linrope.ops import gated_norm
 
 
 def mamba2_chunk_scan(
@@ -46,33 +41,22 @@ def mamba2_chunk_scan(
     x (b, n, h, p), dt (b, n, h), A, D and dt_bias (h,), B and C (b, n, g, s), states (b, h, p, s). seq_idx
     (b, n) or cu_seqlens (sequences + 1,) pack sequences into rows; states are then (sequences, h, p, s).
     """
-    b, n, h, p = hidden_states.shape
     wide = torch.promote_types(hidden_states.dtype, torch.float32)
     steps = _step_sizes(dt.to(wide), dt_bias, dt_softplus).clamp(*dt_limit)
-    log_decay = A.to(wide) * steps
-    x, k, q = hidden_states.to(wide), B.to(wide), C.to(wide)
-    cu_seqlens = packed_bounds(seq_idx) if cu_seqlens is None else cu_seqlens
-    if cu_seqlens is not None:
-        x, steps, log_decay, k, q = (y.reshape(1, b * n, *y.shape[2:]) for y in (x, steps, log_decay, k, q))
-    gradients = torch.is_grad_enabled() and any(z.requires_grad for z in (x, steps, log_decay, k, q))
-    initial = None if initial_states is None else state_before(initial_states.mT, wide, gradients)
-    result = linear_rope_attention(
-        q,
-        k,
+    x = hidden_states.to(wide)
+    out, last = attend(
+        C.to(wide),
+        B.to(wide),
         x,
-        feature_map=None,
-        normalize=False,
-        log_decay=log_decay,
-        write=steps,
-        cu_seqlens=cu_seqlens,
-        state=initial,
+        Gates(log_decay=A.to(wide) * steps, write=steps),
+        before=None if initial_states is None else initial_states.mT,
         return_state=return_final_states,
+        seq_idx=seq_idx,
+        cu_seqlens=cu_seqlens,
     )
-    out, last = result if isinstance(result, tuple) else (result, None)
     if D is not None:
-        out = gated_norm(out, v=x, skip=D.to(wide))
-    out = out.view(b, n, h, p)
-    return out if last is None else (out, last.kv.mT)
+        out = gated_norm(out, v=x, skip=D.to(wide)).view(x.shape)
+    return out if last is None else (out, last.mT)
 
 
 def mamba2_selective_state_update(
@@ -97,136 +81,29 @@ def mamba2_selective_state_update(
     x = hidden_states.to(wide)
     q, k, v, write = (y[:, None] for y in (C.to(wide), B.to(wide), x, steps))
     log_decay = (steps * A[:, 0, 0].to(wide))[:, None]
-    out = attend_in_place(state, q, k, v, log_decay=log_decay, write=write, swapped=True)[:, 0]
+    out = attend_in_place(state, q, k, v, Gates(log_decay=log_decay, write=write), swapped=True)[:, 0]
     if D is not None:
         out = torch.addcmul(out, x, D.to(wide))
     out = out.to(hidden_states.dtype)
     return out if z is None else out * F.silu(z)
 
 
-def state_before(sums: Tensor, dtype: torch.dtype, gradients: bool) -> LinearAttentionState:
-    """The state of a cache's sums (b, h, s, p).
-
-    gradients: whether a backward pass will read the sums again. They are copied then, because the owner of the cache
-    overwrites them with the sums after this call.
-    """
-    copied = sums.to(dtype, copy=gradients)
-    return state_from_sums(copied, feature_map=None)
+def no_combined_kernel(*_: Any, **__: Any) -> None:
+    """Stands in for the kernel that computes a whole layer. None makes the layer call the other functions."""
 
 
-# The last state in each tensor of a cache: making one anew for every token would take as long as half a step.
-_last_states: MutableMapping[Tensor, LinearAttentionState] = WeakTensorKeyDictionary()
-
-
-def attend_in_place(
-    cached: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    swapped: bool,
-    log_decay: Tensor | None = None,
-    decay: Tensor | None = None,
-    write: Tensor | None = None,
-) -> Tensor:
-    """One token of linear_rope_attention without a normalizer: out (b, 1, h, p). Overwrites the cached sums.
-
-    cached: (b, h, s, p), or (b, h, p, s) if swapped.
-    """
-    kv = cached.mT if swapped else cached
-    compiling = torch.compiler.is_compiling()
-    differentiable = [x for x in (cached, q, k, v, log_decay, decay, write) if x is not None]
-    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in differentiable)
-    if gradients:
-        state = state_before(kv, kv.dtype, gradients=True)
-    else:
-        last = None if compiling else _last_states.get(cached)
-        if last is None or last.kv.data_ptr() != kv.data_ptr() or last.kv.stride() != kv.stride():
-            last = state_from_sums(kv.detach(), feature_map=None)
-        state = last.donate()
-    out, after = linear_rope_attention(
-        q,
-        k,
-        v,
-        feature_map=None,
-        normalize=False,
-        log_decay=log_decay,
-        decay=decay,
-        write=write,
-        state=state,
-        return_state=True,
+def norm_forward(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+    """``forward`` of the classes of gated norms."""
+    size = hidden_states.shape[-1]
+    return norm_of_groups(
+        hidden_states,
+        self.weight,
+        gate,
+        groups=size // self.group_size if hasattr(self, "group_size") else getattr(self, "n_groups", 1),
+        eps=self.variance_epsilon,
+        gate_first=not getattr(self, "norm_before_gate", False),
+        activation="silu",
     )
-    if gradients or compiling:
-        kv.copy_(after.kv)
-    else:
-        _last_states[cached] = after
-    return out
-
-
-def causal_conv1d_fn(
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    *,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    """The causal convolution of channels (b, c, n) with weight (c, taps), and SiLU if activation names it."""
-    b, c, n = hidden_states.shape
-    x = hidden_states.transpose(1, 2)
-    cu_seqlens = packed_bounds(seq_idx) if cu_seqlens is None else cu_seqlens
-    if cu_seqlens is not None:
-        x = x.reshape(1, b * n, c)
-    y = convolve(x, weight, bias, cu_seqlens=cu_seqlens, silu=activation in SILU)
-    return y.view(b, n, c).transpose(1, 2)
-
-
-def causal_conv1d_update(
-    hidden_states: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-) -> Tensor:
-    """Some tokens (b, c, n) of ``causal_conv1d_fn`` after those in conv_state (b, c, taps - 1 or more).
-
-    conv_state then holds its last columns and these tokens. Sums are float32 or wider.
-    """
-    n, taps, columns = hidden_states.shape[-1], weight.shape[-1], conv_state.shape[-1]
-    first = columns - max(columns - n, taps - 1)
-    inputs = torch.cat((conv_state[..., first:], hidden_states), -1)  # the backward pass reads this copy
-    conv_state.copy_(inputs[..., inputs.shape[-1] - columns :])
-    inputs = inputs[..., inputs.shape[-1] - n - taps + 1 :]
-    if n != 1:
-        return causal_conv1d_fn(inputs, weight, bias, activation)[..., taps - 1 :].to(hidden_states.dtype)
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    y = torch.linalg.vecdot(inputs.to(wide), weight.to(wide))
-    y = y if bias is None else y + bias
-    y = F.silu(y) if activation in SILU else y
-    return y.to(hidden_states.dtype)[..., None]
-
-
-def norm_of_groups(
-    out: Tensor, weight: Tensor, gate: Tensor | None, *, groups: int, eps: float, gate_first: bool
-) -> Tensor:
-    """RMS norm of each group of channels (.., c), times silu(gate) before or after it."""
-    shape = out.shape
-    out = out.reshape(1, -1, groups, shape[-1] // groups)
-    gate = None if gate is None else gate.reshape(1, -1, shape[-1])
-    order = "before" if gate_first else "after"
-    y = gated_norm(out, weight.view(groups, -1), eps=eps, gate=gate, gate_order=order)
-    return y.view(shape)
-
-
-def packed_bounds(seq_idx: Tensor | None) -> Tensor | None:
-    """The bounds of the sequences that share rows, over all b n tokens. seq_idx (b, n): the sequence of each token."""
-    if seq_idx is None:
-        return None
-    starts = torch.ones_like(seq_idx, dtype=torch.bool)
-    starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
-    first = starts.flatten().nonzero()[:, 0]
-    return torch.cat((first, first.new_tensor([seq_idx.numel()])))
 
 
 def _step_sizes(dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool) -> Tensor:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.integrations.transformers.mamba2 import attend_in_place, packed_bounds, state_before
-from linrope.operation.functional import linear_rope_attention
+from linrope.integrations.transformers.shared import Gates, attend, attend_in_place, requires_gradients
 
 
 def forward(
@@ -40,27 +39,12 @@ def forward(
     q, k, v = qkv.view(b, n, self.num_attention_heads, 3 * self.head_dim).split(self.head_dim, dim=3)
     wide = torch.promote_types(v.dtype, torch.float32)
     q, k, v = q.to(wide), k.to(wide), v.to(wide)
-    decay = torch.exp(-self.slope_rate.double().flatten())
-    sums = None if cache is None else cache.get_linear_cache(self.layer_idx)
-    gradients = torch.is_grad_enabled() and v.requires_grad
-    if sums is not None and n == 1 and not gradients and sums.dtype == wide:
-        out = attend_in_place(sums, q, k, v, decay=decay, swapped=False)
+    gates = Gates(decay=torch.exp(-self.slope_rate.double().flatten()))
+    sums: Any = None if cache is None else cache.get_linear_cache(self.layer_idx)
+    if sums is not None and n == 1 and sums.dtype == wide and not requires_gradients(v):
+        out = attend_in_place(sums, q, k, v, gates, swapped=False)
     else:
-        cu_seqlens = packed_bounds(seq_idx)
-        if cu_seqlens is not None:
-            q, k, v = (x.reshape(1, b * n, *x.shape[2:]) for x in (q, k, v))
-        out, last = linear_rope_attention(
-            q,
-            k,
-            v,
-            feature_map=None,
-            normalize=False,
-            decay=decay,
-            cu_seqlens=cu_seqlens,
-            state=None if sums is None else state_before(sums, wide, gradients),
-            return_state=True,
-        )
-        out, sums = out.view(b, n, *out.shape[2:]), last.kv
+        out, sums = attend(q, k, v, gates, before=sums, return_state=True, seq_idx=seq_idx)
     y = self.norm(out.flatten(2).to(hidden_states.dtype))
     y = self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * y)
     if cache is not None:

@@ -77,8 +77,9 @@ def _starts(given: dict[str, Any]) -> Tensor | None:
         _assert_one_sequence(position_ids, given)
         return None
     starts = {name: _starts_of(name, x, b, n) for name, x in said.items()}
-    if position_ids is not None and n > 1 and position_ids.ndim == 2:
-        restarts = _restarts(position_ids.expand(b, n), given, bool(said))
+    text = _of_text(position_ids)
+    if text is not None and n > 1:
+        restarts = _restarts(text.expand(b, n), given, bool(said))
         starts |= {} if restarts is None else {"position_ids": restarts}
     if not starts:
         return None
@@ -123,10 +124,21 @@ def _restarts(position_ids: Tensor, given: dict[str, Any], packed: bool) -> Tens
     return None  # the caller made the mask of the softmax layers, or there is padding, which packed rows may not have
 
 
+def _of_text(position_ids: Tensor | None) -> Tensor | None:
+    """The positions (b, n) in which softmax layers look for packed sequences.
+
+    Qwen's models also take (4, b, n), where three rotating axes follow these, and the three axes alone.
+    """
+    if position_ids is not None and position_ids.ndim == 3:
+        return position_ids[0] if len(position_ids) == 4 else None
+    return position_ids
+
+
 def _assert_one_sequence(position_ids: Any, given: dict[str, Any]) -> None:
     """Puts a check into the graph that is being compiled. Code that depends on the values would break the graph."""
     mask: Any = given.get("attention_mask")
-    if position_ids.ndim != 2 or position_ids.shape[1] < 2 or not (mask is None or _is_flat(mask)):
+    position_ids = _of_text(position_ids)
+    if position_ids is None or position_ids.shape[1] < 2 or not (mask is None or _is_flat(mask)):
         return
     real = torch.ones_like(position_ids, dtype=torch.bool) if mask is None else _real(mask, position_ids)
     rises = ~real[:, 1:] | (position_ids[:, 1:] > _largest_before(position_ids, real))
@@ -161,11 +173,12 @@ def _changes(differs: Tensor) -> Tensor:
 
 
 def _positions(position_ids: Tensor | None, starts: Tensor) -> Tensor:
-    """position_ids, or positions that count from 0 in each sequence."""
-    if position_ids is not None:
+    """position_ids, or positions that count from 0 in each sequence. They precede the three rotating axes of images."""
+    if position_ids is not None and _of_text(position_ids) is not None:
         return position_ids
     index = torch.arange(starts.shape[1], device=starts.device).expand(starts.shape)
-    return index - torch.where(starts, index, 0).cummax(1).values
+    text = index - torch.where(starts, index, 0).cummax(1).values
+    return text if position_ids is None else torch.cat((text[None], position_ids))
 
 
 def _check_packed(model: Any, given: dict[str, Any]) -> None:
@@ -180,6 +193,15 @@ def _check_packed(model: Any, given: dict[str, Any]) -> None:
         raise ValueError(
             "attention_mask: got padding in rows of packed sequences, expected None: the padding may be a sequence of "
             "its own"
+        )
+    if getattr(model.config, "ple_layer_ids", None):
+        raise ValueError(
+            "packed sequences: the embeddings per layer (ple_layer_ids) read tokens of the sequence before; expected "
+            "one sequence per row"
+        )
+    if type(model).__name__ == "Glm5NextTextModel" and set(model.config.layer_types) != {"linear_attention"}:
+        raise ValueError(
+            "packed sequences: GLM's layers of indexed attention mix them; expected one sequence per row"
         )
     # Granite's softmax layers read no position_ids.
     layers = set(getattr(model.config, "layers_block_type", ("attention",)))

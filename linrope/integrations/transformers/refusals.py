@@ -10,7 +10,7 @@ from torch import Tensor
 from linrope import backends
 from linrope.backends.native import MAX_DIM
 from linrope.common.tracing import exporting
-from linrope.integrations.transformers import mamba2
+from linrope.integrations.transformers.shared import ACTIVATIONS, SILU
 from linrope.ops.convolution import MAX_TAPS
 
 
@@ -63,10 +63,28 @@ def step(
     return tensors(hidden_states, "mamba_ssm") or _too_wide(hidden_states.shape[-1], B.shape[-1])
 
 
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *_: Any,
+    use_qk_l2norm_in_kernel: bool = False,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    **__: Any,
+) -> str | None:
+    if not use_qk_l2norm_in_kernel:
+        return "queries and keys that are not normalized"
+    reason = tensors(query, "fla") or _too_wide(value.shape[-1], key.shape[-1])
+    if reason == "fla is installed" and seq_idx is not None and cu_seqlens is None:
+        return "fla takes cu_seqlens and ignores seq_idx"
+    return reason or (None if query.device.type == "cpu" else "the delta rule has no kernel for GPUs yet")
+
+
 def convolution(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
 ) -> str | None:
-    if activation not in (None, *mamba2.SILU):
+    if activation not in (None, *SILU):
         return f"activation {activation!r}"
     if weight.shape[-1] > MAX_TAPS:
         return f"{weight.shape[-1]} taps"
@@ -90,4 +108,5 @@ def lightning(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> str | N
 
 
 def norm(module: Any, hidden_states: Tensor, gate: Tensor | None = None) -> str | None:
-    return tensors(hidden_states)
+    activation = getattr(module, "activation", "silu")
+    return tensors(hidden_states) if activation in ACTIVATIONS else f"activation {activation!r}"
