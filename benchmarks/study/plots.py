@@ -14,12 +14,14 @@ from benchmarks.study.report import DEFAULT, Rows, counted
 MODELS: dict[str, tuple[str, str]] = {
     DEFAULT: ("default block", "#1f5fbf"),
     "block": ("default block, all rotated", "#7fb2ee"),
+    "block-plain": ("default block, none rotated", "#9aa9c9"),
     "block-mixers-quarter": ("default block, no feed-forward", "#123a75"),
     "block-feature": ("with a gate per feature", "#2aa5b5"),
     "block-selective-add": ("with selective rotation", "#8a5cc2"),
     "block-erase-elu": ("with erase", "#2e8b57"),
     "block-erase-2-elu": ("with erase up to 2", "#2e8b57"),
-    "block-hybrid": ("with one softmax layer", "#c77f1e"),
+    "block-hybrid": ("last layer softmax", "#c77f1e"),
+    "block-hybrid-first": ("first layer softmax", "#c77f1e"),
     "block-softmax-quarter": ("softmax in the block", "#c23b3b"),
     "block-softmax": ("softmax in the block, all rotated", "#e58a8a"),
     "softmax-rope": ("softmax alone, RoPE", "#8c1d1d"),
@@ -33,7 +35,7 @@ PRICE = [DEFAULT, "block-mixers-quarter", "block-feature", "block-erase-elu", "b
 PRICE += ["mamba-2", "gated-deltanet", "kimi-linear", "minimax"]
 POSITIONS = ["softmax-rope", "eq19", "block-softmax", "mamba-2", DEFAULT]
 TRACKING = [DEFAULT, "block-selective-add", "block-erase-2-elu"]
-LOOK_UP = [DEFAULT, "block", "block-erase-elu", "block-hybrid", "block-softmax-quarter"]
+LOOK_UP = [DEFAULT, "block", "block-plain", "block-erase-elu", "block-hybrid-first", "block-softmax-quarter"]
 
 
 def plots(folder: Path, out: Path) -> list[Path]:
@@ -49,7 +51,7 @@ def plots(folder: Path, out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     drawn = []
     if "language" in found and times:
-        drawn.append(_draw(out / "price.png", 1, partial(_price, found["language"], times), (8, 4.6)))
+        drawn.append(_draw(out / "price.png", 2, partial(_price, found, times), (9, 4)))
     if "language" in found:
         drawn.append(_draw(out / "positions.png", 1, partial(_positions, found["language"]), (8, 4)))
     sums: dict[str, Rows] = {task: found[task] for task in ("parity", "modulo-3") if task in found}
@@ -83,30 +85,35 @@ def _spread(values: Sequence[float]) -> tuple[float, float, float]:
     return middle, middle - min(values), max(values) - middle
 
 
-def _price(rows: Rows, times: dict[str, Any], axes: Any) -> None:
-    """Bits per byte over the time of a step; a line leads to the same model in plain PyTorch."""
+def _price(found: dict[str, Rows], times: dict[str, Any], panels: Any) -> None:
+    """Bits per byte, and the time of the training in units of the default block's; hollow: in plain PyTorch."""
     seconds = times["seconds"]
     unit = seconds.get(DEFAULT, next(iter(seconds.values())))["fastest"]
-    for model in PRICE:
-        if model not in seconds or not (found := _results(rows, model)):
-            continue
-        name, color = MODELS[model]
-        bits, low, high = _spread([x["bits"] for x in found])
-        at = seconds[model]["fastest"] / unit
-        axes[0].errorbar(at, bits, yerr=([low], [high]), fmt="o", color=color, capsize=3)
-        axes[0].annotate(name, (at, bits), (6, 5), textcoords="offset points", color=color, fontsize=9)
-        if plain := seconds[model].get("plain"):
-            axes[0].plot([at, plain / unit], [bits, bits], ":", color=color, linewidth=1)
-            axes[0].plot(plain / unit, bits, "o", color=color, markerfacecolor="white")
-    axes[0].set(
-        xscale="log",
-        xlabel="CPU time of a training step, that of the default block = 1; hollow: in plain PyTorch",
-        ylabel="bits per byte (less is better)",
-    )
-    ticks = [0.5, 1, 2, 4, 8]
-    axes[0].set_xticks(ticks, [f"{x:g}" for x in ticks])
-    axes[0].minorticks_off()
-    axes[0].grid(alpha=0.3)
+    rows = [
+        (*MODELS[model], results, {side: x / unit for side, x in seconds[model].items()})
+        for model in PRICE
+        if model in seconds and (results := _results(found["language"], model))
+    ]
+    if longer := found.get("language-equal-time", {}).get(DEFAULT):
+        name, color = MODELS[DEFAULT]
+        steps = [line["settings"]["steps"] for line in (longer[0], next(iter(found["language"].values()))[0])]
+        results = _results(found["language-equal-time"], DEFAULT)
+        rows.append((f"{name}, {steps[0]} steps", color, results, {"fastest": steps[0] / steps[1]}))
+    rows.sort(key=lambda row: -mean(x["bits"] for x in row[2]))
+    for at, (_, color, results, sides) in enumerate(rows):
+        bits, low, high = _spread([x["bits"] for x in results])
+        panels[0].errorbar(bits, at, xerr=([low], [high]), fmt="o", color=color, capsize=3)
+        panels[1].plot(list(sides.values()), [at] * len(sides), ":", color=color, linewidth=1)
+        for side, x in sides.items():
+            panels[1].plot(x, at, "o", color=color, markerfacecolor=color if side == "fastest" else "white")
+    panels[0].set_yticks(range(len(rows)), [row[0] for row in rows])
+    panels[0].set(xlabel="bits per byte (less is better)")
+    panels[1].set(xscale="log", xlabel="CPU time, default block = 1\nhollow: in plain PyTorch")
+    ticks = [0.5, 1, 2, 4, 8, 16]
+    panels[1].set_xticks(ticks, [f"{x:g}" for x in ticks])
+    panels[1].minorticks_off()
+    for axes in panels:
+        axes.grid(alpha=0.3)
 
 
 def _positions(rows: Rows, axes: Any) -> None:
