@@ -71,7 +71,7 @@ class Language(Task):
 
 @dataclass(frozen=True)
 class EqualTime(Language):
-    """language with more steps: as many of the default block as take no more CPU time than 600 of Mamba-2.
+    """language with more steps: as many of the default block as take about the CPU time of 600 of Mamba-2.
 
     It takes the learning rates of language.
     """

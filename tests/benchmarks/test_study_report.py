@@ -23,6 +23,19 @@ def test_the_page_of_tables_is_what_the_command_writes() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/evidence.md", "docs/recipes.md"])
+def test_figures_that_other_pages_quote_are_those_of_the_tables(name: str) -> None:
+    tables, text = (ROOT / "docs/evidence_tables.md").read_text(), (ROOT / name).read_text()
+    if name == "README.md":
+        text = text.split("<!-- study -->")[1].split("<!-- /study -->")[0]
+    quoted = re.findall(r"-?\d\.\d{3} ± \d\.\d{3}", text)
+    times = [] if name == "docs/recipes.md" else re.findall(r"(?<=\| )\d+\.\d\d(?= \|)", text)
+    assert len(quoted) > 10
+    assert len(times) > 5 or name == "docs/recipes.md"
+    assert [figure for figure in quoted if figure not in tables] == []
+    assert [time for time in times if f"| {time} |" not in tables] == []
+
+
 def test_every_model_and_task_has_words() -> None:
     assert WORDS.keys() == VARIANTS.keys()
     assert report.TASKS.keys() == {task.name for task, _ in [*plan.PLAN, plan.LONG]}
