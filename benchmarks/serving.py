@@ -4,8 +4,9 @@
 
 Every client sends a prompt of as many bytes as the context, and gets the same number of bytes back. Both models have
 random weights. They run in one process, take turns, and their figures are minima of the CPU time of one thread.
-"linrope, no prepared step" decodes with the model's own call, as softmax attention does. The cache is allocated in
-advance, so that no step copies it. The softmax model reads each prompt in one call, linrope in pieces.
+"linrope, no prepared step" decodes with the model's own call, as softmax attention does. "delta rule" is the same block
+with an erase gate. The cache is allocated in advance, so that no step copies it. The softmax model reads each prompt in
+one call, linrope in pieces.
 
 Then clients over the loopback measure the whole server in wall time, with the web server and the clients on the same
 machine, and how long a stream pauses while another client sends the longest prompt allowed.
@@ -31,7 +32,7 @@ from torch import Tensor
 from linrope.cli.bench.benchmark import machine
 from linrope.cli.demonstration import LINEAR, SOFTMAX
 from linrope.decode.engine import Engine, Generation
-from linrope.models import LanguageModel, generate
+from linrope.models import LanguageModel, LanguageModelConfig, generate
 from linrope.position_encodings import KeyValueState
 
 
@@ -104,13 +105,16 @@ def bytes_per_client(engine: Engine) -> int:
 def make(side: str, models: dict[str, LanguageModel], clients: int, longest: int) -> Engine:
     if side == "softmax":
         return SoftmaxEngine(models["softmax"], clients, longest)
-    engine = Engine(models["linrope"], clients, queue=0, budget=512)
-    if side != "linrope":
+    model, _, without_prepared = side.partition(",")
+    engine = Engine(models[model], clients, queue=0, budget=512)
+    if without_prepared:
         engine.prepared = None
     return engine
 
 
-SIDES = ("linrope", "linrope, no prepared step", "softmax")
+# The sizes of LINEAR
+DELTA_RULE = LanguageModelConfig(embed_dim=128, num_layers=4, num_heads=8, erase_gate="independent")
+SIDES = ("linrope", "linrope, no prepared step", "delta rule", "softmax")
 
 
 def check(models: dict[str, LanguageModel]) -> None:
@@ -265,7 +269,11 @@ def main() -> None:
         parser.error(f"--tokens: got {options.tokens}, expected at least 2")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    models = {"linrope": LanguageModel(LINEAR), "softmax": LanguageModel(SOFTMAX)}
+    models = {
+        "linrope": LanguageModel(LINEAR),
+        "delta rule": LanguageModel(DELTA_RULE),
+        "softmax": LanguageModel(SOFTMAX),
+    }
     check(models)
     result: dict[str, Any] = {
         "date": str(date.today()),

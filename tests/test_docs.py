@@ -27,7 +27,7 @@ EXPORTS = pytest.mark.xdist_group("onnx")  # with the other tests that import th
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(x, marks=EXPORTS if x.name == "serving.md" else ()) for x in PAGES],
+    [pytest.param(x, marks=EXPORTS if x.name == "export.md" else ()) for x in PAGES],
     ids=lambda page: page.name,
 )
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,11 @@ def test_a_call_refuses_values_shapes_and_types_that_do_not_fit(error: type[Exce
         (lambda: layer(context_dim=0), r"context_dim=0: expected at least 1"),
         (lambda: layer(context_dim=6)(ones(1, 3, 8)), r"context: got None, expected \(batch, length, 6\)"),
         (lambda: layer(context_dim=6, forget_gate=True), r"context_dim=6: got forget_gate, for which .* same token"),
+        (lambda: layer(context_dim=6, skip="after"), r"context_dim=6: got skip, for which .* same token"),
+        (
+            lambda: layer(skip="after", causal=False)(ones(1, 3, 8), ones(1, 4, 8)),
+            r"context: got a tensor with skip, .* same token",
+        ),
         (lambda: layer(decay="spread", causal=False), r"decay: got causal=False, expected causal=True"),
         (lambda: layer(decay="learned", causal=False), r"decay: got causal=False, expected causal=True"),
         (lambda: layer(rotary={"xpos": 9.0}, causal=False), r"rotary: got xpos=9.0, expected causal=True"),

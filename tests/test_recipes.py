@@ -224,14 +224,18 @@ def test_every_option_has_a_meaning_and_every_flag_a_sentence() -> None:
         assert meaning(name).endswith("."), name
 
 
-def test_the_quickstart_names_every_option_and_argument() -> None:
-    text = (ROOT / "docs" / "quickstart.md").read_text("utf-8")
+def test_the_pages_name_every_option_and_argument() -> None:
+    arguments, options = (
+        (ROOT / "docs" / name).read_text("utf-8") for name in ("quickstart.md", "layer_options.md")
+    )
     rows = {
-        name for line in text.splitlines() if line[:1] == "|" for name in NAME.findall(line.split("|")[1])
+        name for line in options.splitlines() if line[:1] == "|" for name in NAME.findall(line.split("|")[1])
     }
     assert set(OPTIONS) <= rows
     in_examples = {"q", "k", "v", "state", "return_state", "shard"}
-    assert set(inspect.signature(linear_rope_attention).parameters) - in_examples <= set(NAME.findall(text))
+    assert set(inspect.signature(linear_rope_attention).parameters) - in_examples <= set(
+        NAME.findall(arguments)
+    )
 
 
 def test_the_layers_cases_have_every_option() -> None:

@@ -23,7 +23,7 @@ uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed (extra
 pytest.importorskip("starlette", reason="Starlette is not installed (extra serve)")
 
 from linrope.decode import Engine  # noqa: E402
-from linrope.models import LanguageModel, generate  # noqa: E402
+from linrope.models import LanguageModel, LanguageModelConfig, generate  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="examples run on the CPU")
 
@@ -91,6 +91,16 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def server(model: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with Running(model, slots=16, queue=64, sessions=tmp_path_factory.mktemp("sessions")) as running:
         yield running
+
+
+def test_a_model_with_the_delta_rule_is_served_as_it_generates_alone() -> None:
+    torch.manual_seed(0)
+    config = LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=2, erase_gate="independent")
+    model = LanguageModel(config)
+    with Running(model, slots=2, queue=0) as running:
+        assert running.engine.prepared is not None
+        expected = alone(model, VERSE[:50], 20).decode(errors="replace")
+        assert running.complete(VERSE[:50], max_tokens=20, temperature=0) == expected
 
 
 def alone(model: LanguageModel, prompt: str | bytes, count: int) -> bytes:

@@ -317,7 +317,7 @@ class LayerConfig:
     @property
     def options_of_one_sequence(self) -> list[str]:
         """The chosen options for which key t and query t are the same token."""
-        chosen = [name for name in FORWARD_IN_TIME if getattr(self, name)]
+        chosen = [name for name in (*FORWARD_IN_TIME, "skip") if getattr(self, name)]
         return [*chosen, "rotary='selective'"] if self.has_selective_steps else chosen
 
     @classmethod

@@ -34,8 +34,8 @@ def test_cross_attention_takes_keys_and_values_from_the_context(length: int, wid
 @every_option
 def test_gradients_reach_every_parameter_and_input_also_when_recomputed(options) -> None:
     layer, found = make(**options), []
-    forward_in_time = {"forget_gate", "erase_gate", "short_conv"} & options.keys()
-    one_sequence = forward_in_time or "selective" in str(options.get("rotary"))
+    of_one_sequence = {"forget_gate", "erase_gate", "short_conv", "skip"} & options.keys()
+    one_sequence = of_one_sequence or "selective" in str(options.get("rotary"))
     for run in (layer, lambda *x: checkpoint(layer, *x, use_reentrant=False)):
         layer.zero_grad()
         given = [inputs(layer, n=7, seed=i).requires_grad_() for i in ((1,) if one_sequence else (1, 2))]

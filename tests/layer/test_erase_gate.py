@@ -11,12 +11,12 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from linrope import LinearRoPEAttention
-from linrope.decode import generate, prepare, why_not
+from linrope.decode import generate
 from linrope.decode.engine import Engine, Generation
 from linrope.layer.config import LayerConfig
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.recurrence.identities import WITHOUT_Z
-from tests.layer.cases import GATED, make, needs_native, numbers
+from tests.layer.cases import GATED, make, numbers
 
 DELTA: dict[str, Any] = {"feature_map": "unit", "normalize": False}
 TINY: dict[str, Any] = {"embed_dim": 32, "num_layers": 2, "num_heads": 2, "erase_gate": "tied"}
@@ -180,16 +180,3 @@ def test_a_model_generates_what_its_own_calls_give() -> None:
     while generation.finish_reason is None:
         pieces += [text for _, text in engine.step() if text]
     assert "".join(pieces) == bytes(expected).decode(errors="replace")
-
-
-@needs_native
-@torch.no_grad()
-def test_a_prepared_step_refuses_it_by_name() -> None:
-    for options in ({"erase_gate": "tied"}, {"erase_gate": "independent", "feature_map": "silu"}):
-        made = model(**options)
-        _, states = made(torch.randint(256, (1, 7)))
-        reason = why_not(made, states)
-        assert reason is not None
-        assert ("erase_gate" if "feature_map" in options else "UnitMap") in reason
-        with pytest.raises(ValueError, match="a prepared decoding step is impossible here"):
-            prepare(made, states)

@@ -10,12 +10,11 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from linrope import LinearRoPEAttention
-from linrope.decode import why_not
 from linrope.layer.config import LayerConfig
 from linrope.layer.feature_gate import FeatureForgetGate
 from linrope.layer.selective import spread
 from linrope.models import LanguageModel, LanguageModelConfig
-from tests.layer.cases import make, needs_native, numbers
+from tests.layer.cases import make, numbers
 
 PER_FEATURE = {"forget_gate": {"per": "feature"}}
 KDA: dict[str, Any] = {"erase_gate": "tied", "feature_map": "unit", "normalize": False}
@@ -126,11 +125,3 @@ def test_training_lowers_the_loss_and_reaches_the_gate() -> None:
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0] - 1
     assert all(parameter.grad.any() for gate in gates for parameter in gate.parameters())
-
-
-@needs_native
-@torch.no_grad()
-def test_a_prepared_step_refuses_it_by_name() -> None:
-    model = LanguageModel(LanguageModelConfig(embed_dim=32, num_layers=1, num_heads=2, **PER_FEATURE))
-    _, states = model(torch.randint(256, (1, 7)))
-    assert "FeatureForgetGate" in str(why_not(model, states))

@@ -108,7 +108,7 @@ def test_pieces_and_steps_give_what_one_call_gives(exported: Exported) -> None:
     assert_near(exported(tokens[:1], [x[:1] for x in begin])[:1], [whole[0][:1]])
 
 
-@pytest.mark.long  # docs/serving.md, whose code make test runs, has such an export
+@pytest.mark.long  # docs/export.md, whose code make test runs, has such an export
 @pytest.mark.parametrize(
     "options", [{"feed_forward": True}, {"decay": "spread", "qk_norm": True}, GATED, BARE, KIMI], ids=",".join
 )
