@@ -108,7 +108,10 @@ def model(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn
     if "text_config" in arguments:
         arguments["text_config"] = _COMMON | arguments["text_config"] | options
     config = getattr(transformers, kind)(**arguments)
-    made = auto_class(config).from_config(config)
+    models: Any = transformers.AutoModelForCausalLM
+    if "text_config" in arguments:  # GLM's models exist only with their vision tower
+        models = transformers.AutoModelForImageTextToText
+    made: nn.Module = models.from_config(config)
     with torch.no_grad():
         for name, x in made.named_parameters():
             if name.endswith("A_log"):
@@ -120,12 +123,6 @@ def model(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn
             else:
                 x.normal_(std=0.2 if "embed" in name else x[0].numel() ** -0.5)
     return made.to(dtype).eval()
-
-
-def auto_class(config: Any) -> Any:
-    """The class that makes models of this configuration. GLM's exists only with its vision tower."""
-    text = transformers.AutoModelForCausalLM
-    return text if type(config) in text._model_mapping else transformers.AutoModelForImageTextToText
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:

@@ -168,11 +168,9 @@ class FamilyBenchmark:
             sizes["text_config"] = _SIZES | sizes["text_config"]
         config = getattr(transformers, kind)(**sizes)
         self.family = family
-        text: Any = transformers.AutoModelForCausalLM
-        # GLM's models exist only with their vision tower
-        models: Any = (
-            text if type(config) in text._model_mapping else transformers.AutoModelForImageTextToText
-        )
+        models: Any = transformers.AutoModelForCausalLM
+        if "text_config" in sizes:  # GLM's models exist only with their vision tower
+            models = transformers.AutoModelForImageTextToText
         self.model: Any = models.from_config(config)
 
     def tokens(self, batch: int, length: int) -> Tensor:
