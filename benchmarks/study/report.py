@@ -35,8 +35,8 @@ TASKS = {
     ),
     "language-equal-time": (
         "Language, in the time of Mamba-2",
-        "The same, with as many steps of the default block as take about the CPU time of Mamba-2's in the table above, on "
-        "linrope's kernels. The learning rate is that table's.",
+        "The same, with as many steps of the default block as take about the CPU time of Mamba-2's in the table above, "
+        "on linrope's kernels. The learning rate is that table's.",
     ),
     "language-long": ("Language, 3.5 million parameters", "The same, with rows of 1,024."),
     "recall-1024": (

@@ -71,7 +71,9 @@ def _of_a_demo(checkpoint: Path) -> bool:
     """True if an earlier demo wrote this checkpoint, so that this one may remove it."""
     try:
         config, _, _ = load_training(checkpoint)
-        return replace(config, steps=1) == _training(LINEAR) and LanguageModel.load(checkpoint).config == LINEAR
+        return (
+            replace(config, steps=1) == _training(LINEAR) and LanguageModel.load(checkpoint).config == LINEAR
+        )
     except (OSError, ValueError):
         return False
 

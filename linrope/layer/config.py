@@ -102,8 +102,8 @@ class LayerConfig:
             linear_rope_attention; with {"name": .., "largest": 2} it is twice that, from 0 to 2, which helps to track
             a state. With "tied" the gate writes too, w = b, and write_gate must be None: DeltaNet or, with a
             forget_gate, Gated DeltaNet. With "independent" w is that of the write_gate, or 1, and b starts near 0.
-            Keys must not be much longer than 1: take feature_map="unit". It requires normalize=False. Causal self-attention only, without trapezoid, xPos and
-            maps that return a log_scale.
+            Keys must not be much longer than 1: take feature_map="unit". It requires normalize=False. Causal
+            self-attention only, without trapezoid, xPos and maps that return a log_scale.
         trapezoid: whether each token also writes the key and value before it, as in Mamba-3. S_t = f_t (S_(t-1) +
             (1 - l_t) w_t k_(t-1) v_(t-1)^T) + l_t w_t k_t v_t^T with l = sigmoid(W_l x + b_l)
             (``linrope.layer.trapezoid``). It requires normalize=False, or an out_norm that replaces the normalizer.
