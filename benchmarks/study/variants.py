@@ -55,8 +55,7 @@ _AXIAL: Options = {"rotary": {"axes": 2, "base": 10.0}}
 # The delta rule in the default block, with b up to 1 or 2. A tied gate takes the place of the write gate.
 _ERASE: Options = _BLOCK | _QUARTER | {"erase_gate": "independent"}
 _ERASE_2: Options = _ERASE | {"erase_gate": {"name": "independent", "largest": 2}}
-_TIED: Options = _ERASE | {"erase_gate": "tied", "write_gate": None}
-_TIED_2: Options = _TIED | {"erase_gate": {"name": "tied", "largest": 2}}
+_TIED_2: Options = _ERASE | {"erase_gate": {"name": "tied", "largest": 2}, "write_gate": None}
 _UNIT_ELU: Options = {"feature_map": {"name": "unit", "activation": "elu+1"}}
 _UNROTATED: Options = {"rotary": None}
 _HALF: Options = {"erase_bias": 0.0}
@@ -106,7 +105,6 @@ VARIANTS: dict[str, tuple[str, Options]] = {
     "block-hybrid": ("block", _BLOCK | _QUARTER | {"softmax_layer": -1}),
     "block-hybrid-first": ("block", _BLOCK | _QUARTER | {"softmax_layer": 0}),
     "block-erase": ("block-erase", _ERASE),
-    "block-erase-half": ("block-erase", _ERASE | _HALF),
     "block-erase-elu": ("block-erase", _ERASE | _UNIT_ELU),
     "block-erase-elu-half": ("block-erase", _ERASE | _UNIT_ELU | _HALF),
     "block-erase-2": ("block-erase", _ERASE_2),
@@ -115,9 +113,7 @@ VARIANTS: dict[str, tuple[str, Options]] = {
     "block-erase-2-elu": ("block-erase", _ERASE_2 | _UNIT_ELU),
     "block-erase-2-elu-half": ("block-erase", _ERASE_2 | _UNIT_ELU | _HALF),
     "block-erase-2-elu-plain": ("block-erase", _ERASE_2 | _UNIT_ELU | _UNROTATED),
-    "block-tied": ("block-erase", _TIED),
     "block-tied-2": ("block-erase", _TIED_2),
-    "block-feature-tied": ("block-erase", _TIED | _PER_FEATURE),
     "block-feature-tied-2": ("block-erase", _TIED_2 | _PER_FEATURE),
     "block-mixers-quarter": ("block-mixers", _BLOCK | _QUARTER | {"mixers": True}),
     "block-mixers": ("block-mixers", _BLOCK | {"mixers": True}),
@@ -171,7 +167,6 @@ WORDS: dict[str, str] = {
     "block-hybrid-first": "the default block; the first layer is `block-softmax-quarter`'s",
     "block-erase": "the default block with the delta rule: keys of length 1, an erase gate b in (0, 1) that starts "
     "near 0",
-    "block-erase-half": "`block-erase` with a gate that starts at 1/2",
     "block-erase-elu": "`block-erase` with elu+1 before keys and queries are divided by their length",
     "block-erase-elu-half": "`block-erase-elu` with a gate that starts at 1/2",
     "block-erase-2": "`block-erase` with b in (0, 2)",
@@ -180,10 +175,8 @@ WORDS: dict[str, str] = {
     "block-erase-2-elu": "`block-erase-elu` with b in (0, 2)",
     "block-erase-2-elu-half": "`block-erase-2-elu` with a gate that starts at 1",
     "block-erase-2-elu-plain": "`block-erase-2-elu`, no feature rotated",
-    "block-tied": "`block-erase` with a tied gate, which writes too and starts at 1/2: Gated DeltaNet's rule",
-    "block-tied-2": "`block-tied` with b in (0, 2); the gate starts at 1",
-    "block-feature-tied": "`block-tied` with a forget gate per feature: Kimi Delta Attention's rule",
-    "block-feature-tied-2": "`block-feature-tied` with b in (0, 2)",
+    "block-tied-2": "`block-erase-2` with a tied gate, which writes too and starts at 1: Gated DeltaNet's rule",
+    "block-feature-tied-2": "`block-tied-2` with a forget gate per feature: Kimi Delta Attention's rule",
     "block-mixers-quarter": "the default block without feed-forward networks: twice the layers, one query and key for "
     "all heads, three times the state",
     "block-mixers": "`block-mixers-quarter`, all features rotated",

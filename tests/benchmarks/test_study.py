@@ -185,7 +185,7 @@ def test_variants_are_what_their_names_say() -> None:
     for name, largest, start in (
         ("block-erase", 1, 0.018),
         ("block-erase-2-half", 2, 1.0),
-        ("block-tied", 1, 0.5),
+        ("block-tied-2", 2, 1.0),
     ):
         gate = layers(name)[0].erase_gate
         assert gate.largest == largest
