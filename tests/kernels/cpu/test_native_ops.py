@@ -134,12 +134,12 @@ def test_strong_gates_leave_no_subnormal_numbers(native, units, erase):
     gates = torch.full((1, 200, 2, 20) if units else (1, 200, 2), -3.0)
     b = torch.full((1, 200, 2), 1e-3) if erase else None
     k = case.k.clone()
-    k[:, 1:] *= 1e-30
+    k[:, 1:] = 0  # the first token's value decays, through subnormal numbers from the 30th token on
     case = replace(case, log_decay=gates, erase=b, k=k, z=None if erase else case.z)
     out, kv, _ = case.forward(native)
     for x in (out, kv):
         assert not bool(((x != 0) & (x.abs() < torch.finfo(torch.float32).smallest_normal)).any())
-    assert bool((out[:, 50:80] == 0).any())
+    assert bool(out[:, :25].any())
 
 
 def test_no_decay_and_decay_of_zero_agree_to_the_bit(native):
