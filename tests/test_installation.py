@@ -13,11 +13,12 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 TREE = ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore", "linrope", "kernels")
+WHEEL = "docs/backends.md"  # the page whose lines build a wheel
 PYTORCH = "uv pip install torch --torch-backend=cpu"
 
 
 def blocks(page: str) -> list[list[str]]:
-    """The commands of each ```sh block of a page, without comments; README's install, and build a wheel."""
+    """The commands of each ```sh block of a page, without comments."""
     found = re.findall(r"^```sh\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
     return [[line.partition("  #")[0].strip() for line in block.splitlines()] for block in found]
 
@@ -51,7 +52,7 @@ def show_versions(folder: Path, *paths: Path) -> str:
 
 
 def test_readme_and_first_page_install_pytorch_for_cpus_and_hatchling_before_they_build() -> None:
-    install, wheel = blocks("README.md")
+    (install,), (wheel,) = blocks("README.md"), blocks(WHEEL)
     linrope = "pip install --no-build-isolation '.[cli]'"
     assert install == ["pip install uv hatchling", PYTORCH, linrope, "linrope env"]
     assert wheel[0].startswith("pip wheel --no-build-isolation ")
@@ -67,7 +68,7 @@ def test_a_pure_build_names_its_reason_on_pip_s_last_lines_and_in_env(tree, tmp_
     if missing == "pytorch":  # nor does this Python find PyTorch
         (empty / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
         environment = {"PYTHONPATH": str(empty), "CXX": sys.executable}
-    command = blocks("README.md")[1][0].split()
+    command = blocks(WHEEL)[0][0].split()
     said = run([sys.executable, "-m", *command], tree, **environment)
     (wheel,) = (tree / "dist").iterdir()
     assert wheel.name == f"linrope-{version()}+pure.no.{missing}-py3-none-any.whl"
@@ -96,7 +97,7 @@ def test_a_tree_in_which_nothing_was_built_names_the_command_that_builds(tree: P
 def test_the_readmes_lines_end_with_the_kernels(tree: Path, tmp_path: Path) -> None:
     """In an empty environment, but for PyTorch, which is this one's; a build in isolation is pure."""
     environment = empty_environment_with_pytorch(tmp_path)
-    install, wheel = ("\n".join(["set -e", *block]) for block in blocks("README.md"))
+    install, wheel = ("\n".join(["set -e", *block]) for block in blocks("README.md") + blocks(WHEEL))
     said = run(install.replace(PYTORCH, "pip install torch"), tree, **environment)
     assert f"Created wheel for linrope: filename=linrope-{version()}-py3-none-linux" in said
     assert "backend native    yes\n" in said

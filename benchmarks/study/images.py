@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from benchmarks.study.tasks import TEST_SEED, Batch, Task, share_right
 from linrope import LinearRoPEAttention, Rotary
 from linrope.models.language_model import SwiGLU
-from linrope.position_encodings import Sinusoidal, SoftmaxAttention
+from linrope.position_encodings import SoftmaxAttention
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,8 @@ class Images(Task):
 
 def make_attention(task: Images, options: dict[str, Any]) -> nn.Module:
     """Attention in both directions, of the options of a language model's layer."""
-    options = dict(options)
-    positions = options.pop("positions", "rope")
-    if options.pop("attention", "linear") == "softmax":
-        return SoftmaxAttention(
-            task.dim, task.heads, positions="rope" if positions == "rope" else "none", causal=False
-        )
+    if options.get("attention") == "softmax":
+        return SoftmaxAttention(task.dim, task.heads, positions="rope", causal=False)
     shared: dict[str, Any] = {"rotary": "interleaved", "out_norm": True, "gate": True, "causal": False}
     return LinearRoPEAttention(task.dim, task.heads, **(shared | options))
 
@@ -96,7 +92,6 @@ class Encoder(nn.Module):
     def __init__(self, task: Images, options: dict[str, Any], hidden_dim: int) -> None:
         super().__init__()
         self.embed = nn.Conv2d(3, task.dim, task.patch, task.patch)
-        self.encoding = Sinusoidal(task.dim) if options.get("positions") == "sinusoidal" else None
         self.blocks = nn.ModuleList(
             Block(make_attention(task, options), task.dim, hidden_dim) for _ in range(task.layers)
         )
@@ -109,8 +104,6 @@ class Encoder(nn.Module):
         rows, columns = (torch.arange(size, device=x.device) for size in x.shape[2:])
         x = x.flatten(2).transpose(1, 2)
         order = torch.arange(x.shape[1], device=x.device)
-        if self.encoding is not None:
-            x = self.encoding(x, order)
         positions = torch.cartesian_prod(rows, columns) if self.axial else order
         for block in self.blocks:
             x = block(x, positions)

@@ -1,8 +1,10 @@
 """Models of other people, by their own classes in transformers, at the same size, trained in the same way."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from importlib.util import find_spec
+from math import prod
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -16,6 +18,8 @@ class Peer(NamedTuple):
     name: str
     options: Callable[[Task, int], dict[str, Any]]
     start: int  # of the free size
+    family: str | None  # for enable(); None: softmax attention, which runs on PyTorch's fused kernel
+    state: tuple[tuple[str, ...], ...]  # the options whose products add up to the size of the state
 
 
 def _llama(task: Task, size: int) -> dict[str, Any]:
@@ -33,14 +37,6 @@ def _mamba2(task: Task, size: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _recurrent_gemma(task: Task, size: int) -> dict[str, Any]:
-    # Its own pattern: two recurrent layers, then one of attention over a window, which is the trained length.
-    return {
-        "num_hidden_layers": task.layers, "num_attention_heads": task.heads, "intermediate_size": 2 * size,
-        "lru_width": task.dim, "attention_window_size": task.length,
-    }  # fmt: skip
-
-
 def _gated_deltanet(task: Task, size: int) -> dict[str, Any]:
     # The linear layer of Qwen3-Next in every layer, with the heads, and so the state, of the study's other models.
     return {
@@ -52,25 +48,51 @@ def _gated_deltanet(task: Task, size: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _gated_deltanet_init(task: Task, size: int) -> dict[str, Any]:
-    # Qwen3-Next's 0.02 is made for wide models: here the deviation of the block's initial weights.
-    return _gated_deltanet(task, size) | {"initializer_range": task.dim**-0.5}
+def _kimi(task: Task, size: int) -> dict[str, Any]:
+    # Kimi Linear's layer in every layer, likewise.
+    return {
+        "num_hidden_layers": task.layers, "layer_types": ["linear_attention"] * task.layers,
+        "mlp_layer_types": ["dense"] * task.layers, "linear_num_heads": task.heads, "linear_head_dim": task.head_dim,
+        "intermediate_size": size, "num_attention_heads": task.heads, "num_key_value_heads": task.heads,
+        "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": True,
+    }  # fmt: skip
 
 
+def _minimax(task: Task, size: int) -> dict[str, Any]:
+    # Lightning attention in every layer, and one expert in place of the mixture, whose product needs a multiple of 4.
+    return {
+        "num_hidden_layers": task.layers, "layer_types": ["linear_attention"] * task.layers,
+        "num_attention_heads": task.heads, "num_key_value_heads": task.heads, "head_dim": task.head_dim,
+        "intermediate_size": 4 * round(size / 4), "num_local_experts": 1, "num_experts_per_tok": 1,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+
+
+_LAYERS = "num_hidden_layers"
 PEERS = {
-    "llama": Peer("Llama", _llama, 256),
-    "mamba-2": Peer("Mamba2", _mamba2, 64),
-    "gated-deltanet": Peer("Qwen3Next", _gated_deltanet, 256),
-    "gated-deltanet+init": Peer("Qwen3Next", _gated_deltanet_init, 256),
-    "recurrent-gemma": Peer("RecurrentGemma", _recurrent_gemma, 256),
-}
+    "llama": Peer("Llama", _llama, 256, None, ()),
+    "mamba-2": Peer("Mamba2", _mamba2, 64, "mamba2", ((_LAYERS, "num_heads", "head_dim", "state_size"),)),
+    "gated-deltanet": Peer(
+        "Qwen3Next", _gated_deltanet, 256, "qwen3_next",
+        ((_LAYERS, "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),),
+    ),
+    "kimi-linear": Peer(
+        "KimiLinear", _kimi, 256, "kimi_linear", ((_LAYERS, "linear_num_heads", "linear_head_dim", "linear_head_dim"),)
+    ),
+    "minimax": Peer("MiniMax", _minimax, 256, "minimax", ((_LAYERS, "num_attention_heads", "head_dim", "head_dim"),)),
+}  # fmt: skip
 
 
 def why_not(name: str) -> str | None:
     """Why that model cannot be built here; None: it can."""
-    if name in PEERS and find_spec("transformers") is None:
+    if name not in PEERS:
+        return None
+    if find_spec("transformers") is None:
         return f"{name}: transformers is not installed"
-    return None
+    import transformers
+
+    kind = f"{PEERS[name].name}Config"
+    return None if hasattr(transformers, kind) else f"{name}: this transformers has no {kind}"
 
 
 def make(
@@ -84,6 +106,22 @@ def make(
     config = getattr(transformers, f"{peer.name}Config")(**options, use_cache=False)
     model = getattr(transformers, f"{peer.name}ForCausalLM")(config)
     return model, {"class": f"transformers.{peer.name}ForCausalLM"} | options, _logits
+
+
+def on_linrope(name: str) -> AbstractContextManager[Any]:
+    """Runs other people's linear layers on linrope's kernels, the fastest that they have on a CPU."""
+    family = PEERS[name].family if name in PEERS else None
+    if family is None:
+        return nullcontext()
+    from linrope.integrations import transformers as linrope_transformers
+
+    return linrope_transformers.enable(family)
+
+
+def state_numbers(name: str, options: dict[str, Any]) -> int | None:
+    """The size of the model's state; None: it grows with the sequence, or the model is not one of these."""
+    products = PEERS[name].state if name in PEERS else ()
+    return sum(prod(options[each] for each in names) for names in products) or None
 
 
 def _logits(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -2,44 +2,60 @@
 
 from collections.abc import Sequence
 
+from benchmarks.study import peers
 from benchmarks.study.images import Images
-from benchmarks.study.tasks import Copying, Recall, Sum, Task
-from benchmarks.study.text import Distant, Language
+from benchmarks.study.tasks import Copying, LongCopying, Recall, Sum, Task
+from benchmarks.study.text import Distant, EqualTime, Language
 from benchmarks.study.variants import VARIANTS, family
 
 LEARNING_RATES = (1e-3, 3e-3, 1e-2)
 GRID_SEED = 0  # of the runs that choose a learning rate, and of no other
 
-_ELSEWHERE = ("axial", "linear-conv", "gate-selective-add", "block-selective-add")
-_ALL = [name for name in VARIANTS if not name.startswith(_ELSEWHERE)]
 _BLOCKS = ["block", "block-quarter", "block-plain", "block-softmax", "block-softmax-quarter"]
-_RECALL = ["linear-conv", "gate-conv", "gate-rope-conv", "gate-selective-conv"]
-_MAPS = ["linear-conv-relu2", "linear-conv-hedgehog", "linear-conv-taylor2"]
 _PARTS = [name for name in VARIANTS if name.startswith("gate-rope+")]
-_STATE = ["softmax-rope", "gate-selective-add", "gate-selective", "gate-rope"]
-_STATE += ["block", "block-quarter", "block-selective-add"]
-_DISTANT = ["softmax-rope", "gate-rope", "hybrid", "linear-conv", "gate-conv", "gate-rope-conv", *_BLOCKS]
-_COPY = ["softmax-rope", "gate-rope", "gate-rope-conv", "gate-conv", *_BLOCKS]
+_MAPS = [name for name in VARIANTS if name.startswith("spread-")]
+_CHANGES = ["block-identity", "block-bias", "block-trapezoid", "block-bias-trapezoid"]
+_CHANGES += ["block-no-conv", "block-no-skip", "block-bias-trapezoid-no-conv"]
+_DELTA = ["block-erase", "block-erase-elu", "block-erase-elu-half", "block-erase-2-elu"]
+_TRACK = ["block-erase-2-elu", "block-erase-2-elu-half", "block-erase-2-elu-plain"]
+_TRACK += ["block-erase-2", "block-erase-2-half", "block-erase-2-plain"]
+_TRACK += ["block-erase", "block-tied-2", "block-feature-tied-2"]
+_HYBRIDS = ["block-hybrid", "block-hybrid-first"]
 
 # The first model of a family is the one with which the family's learning rate is chosen.
 PLAN: list[tuple[Task, list[str]]] = [
-    (Language("language"), _ALL),
+    (
+        Language("language"),
+        [
+            *("softmax-rope", "eq19", "linear", "rope-before", "eq19-normalizer"),
+            *("spread", "retnet", "learned", *_MAPS, "gate-rope", *_PARTS),
+            *("softmax-rope+init", "eq19+init", "spread+init", *_BLOCKS, *_CHANGES),
+            *("block-mixers", "block-mixers-quarter", "block-feature", "block-hybrid", *_DELTA, *peers.PEERS),
+        ],
+    ),
+    (EqualTime("language-equal-time"), ["block-quarter"]),
     (
         Recall("recall-256", heads=16, head_dim=4),
-        [*_RECALL, *_MAPS, "block", "block-quarter", "gated-deltanet", "gated-deltanet+init"],
+        ["block", "block-quarter", "block-plain", *_DELTA, "gated-deltanet"],
     ),
-    (Recall("recall-512", heads=8, head_dim=8), _RECALL),
-    (Recall("recall-1024"), ["softmax-rope", "gate-rope", *_RECALL, *_PARTS, *_BLOCKS, "eq19+init"]),
-    (Sum("parity", vocab_size=2, modulus=2), _STATE),
-    (Sum("modulo-3", vocab_size=3, modulus=3), _STATE),
-    (Copying("copying"), _COPY),
-    (Distant("distant"), _DISTANT),
+    (Recall("recall-1024"), ["softmax-rope", "gate-rope", *_PARTS, *_BLOCKS, "eq19+init"]),
+    (
+        Sum("parity", vocab_size=2, modulus=2),
+        ["softmax-rope", "block", "block-quarter", "block-plain", "block-selective-add", *_TRACK],
+    ),
+    (
+        Sum("modulo-3", vocab_size=3, modulus=3),
+        ["softmax-rope", "block", "block-quarter", "block-selective-add", *_TRACK],
+    ),
+    (Copying("copying"), ["softmax-rope", *_BLOCKS, *_HYBRIDS, *_DELTA]),
+    (LongCopying("copying-1800"), ["block-quarter", "block-hybrid-first"]),
+    (Distant("distant"), ["softmax-rope", *_BLOCKS]),
     (Images("images"), ["eq19", "linear", "axial", "axial-before"]),
 ]
 # Only where it is asked for by name: it takes longer than all of the others together.
 LONG = (
     Language("language-long", heads=8, head_dim=32, length=1024, rows=4, steps=300, layers=4, test_rows=16),
-    ["softmax-rope", "gate-rope", "block", "block-quarter", "block-softmax", "mamba-2"],
+    ["block", "block-quarter", "block-softmax", "mamba-2"],
 )
 
 
@@ -66,7 +82,8 @@ def chosen(only: Sequence[str], scale: float) -> list[tuple[Task, list[str]]]:
 
 def representatives(task: Task, names: Sequence[str]) -> dict[str, str]:
     """By family the model that chooses its learning rate: the first of the whole plan, whatever is run."""
-    every = next(models for other, models in [*PLAN, LONG] if other.name == task.name)
+    name = task.rate_task().name
+    every = next(models for other, models in [*PLAN, LONG] if other.name == name)
     first: dict[str, str] = {}
     for name in every:
         first.setdefault(family(name), name)

@@ -1,24 +1,45 @@
-"""Plots, from the lines of the results alone: few curves in each, those that a question compares."""
+"""The charts of docs/evidence.md, from the results alone: few models in each, of one colour in all of them."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.study.report import Rows, counted
+from benchmarks.study import steps
+from benchmarks.study.report import DEFAULT, Rows, counted
 
-# Curves of bits per byte by position, a panel each.
-PANELS: dict[str, list[str]] = {
-    "positions": ["softmax-rope", "softmax-none", "softmax-sinusoidal", "linear", "eq19", "rope-before"],
-    "decay and gate": ["eq19", "retnet", "spread", "learned", "gate-rope", "gate"],
-    "beside others": ["softmax-rope", "llama", "mamba-2", "gate-rope", "block-quarter", "block-softmax"],
+# What the charts call the models, and their colours: linear attention in the default block is blue, softmax attention
+# red, the delta rule green, other people's models grey.
+MODELS: dict[str, tuple[str, str]] = {
+    DEFAULT: ("default block", "#1f5fbf"),
+    "block": ("default block, all rotated", "#7fb2ee"),
+    "block-plain": ("default block, none rotated", "#9aa9c9"),
+    "block-mixers-quarter": ("default block, no feed-forward", "#123a75"),
+    "block-feature": ("with a gate per feature", "#2aa5b5"),
+    "block-selective-add": ("with selective rotation", "#8a5cc2"),
+    "block-erase-elu": ("with erase", "#2e8b57"),
+    "block-erase-2-elu": ("with erase up to 2", "#2e8b57"),
+    "block-hybrid": ("last layer softmax", "#c77f1e"),
+    "block-hybrid-first": ("first layer softmax", "#c77f1e"),
+    "block-softmax-quarter": ("softmax in the block", "#c23b3b"),
+    "block-softmax": ("softmax in the block, all rotated", "#e58a8a"),
+    "softmax-rope": ("softmax alone, RoPE", "#8c1d1d"),
+    "eq19": ("equation 19 alone", "#5b9e2d"),
+    "mamba-2": ("Mamba-2", "#333333"),
+    "gated-deltanet": ("Gated DeltaNet", "#777777"),
+    "kimi-linear": ("Kimi Linear's KDA", "#777777"),
+    "minimax": ("MiniMax", "#777777"),
 }
+PRICE = [DEFAULT, "block-mixers-quarter", "block-feature", "block-erase-elu", "block-hybrid", "block-softmax"]
+PRICE += ["mamba-2", "gated-deltanet", "kimi-linear", "minimax"]
+POSITIONS = ["softmax-rope", "eq19", "block-softmax", "mamba-2", DEFAULT]
+TRACKING = [DEFAULT, "block-selective-add", "block-erase-2-elu"]
+LOOK_UP = [DEFAULT, "block", "block-plain", "block-erase-elu", "block-hybrid-first", "block-softmax-quarter"]
 
 
 def plots(folder: Path, out: Path) -> list[Path]:
-    """The pictures that the folder's results suffice for, written into out.
+    """The charts that the folder's results suffice for, written into out.
 
     Raises:
         ValueError: as in report.counted.
@@ -26,30 +47,29 @@ def plots(folder: Path, out: Path) -> list[Path]:
     import matplotlib
 
     matplotlib.use("Agg")
-    found = counted(folder)
+    found, times = counted(folder), steps.read(folder)
     out.mkdir(parents=True, exist_ok=True)
     drawn = []
-    for task, rows in found.items():
-        if task.startswith("language"):
-            height = 1 + 0.21 * len(rows)
-            drawn.append(_draw(out / f"{task}.png", 1, partial(_bits, rows), (7, height)))
-            drawn.append(_draw(out / f"{task}-positions.png", 3, partial(_positions, rows), (12, 4)))
-        else:
-            drawn.append(
-                _draw(out / f"{task}.png", 1, partial(_shares, task, rows), (max(7, 0.8 * len(rows)), 4))
-            )
-    sizes = {task: rows for task, rows in found.items() if task.removeprefix("recall-").isdecimal()}
-    if len(sizes) > 1:
-        drawn.append(_draw(out / "recall.png", 1, partial(_recall, sizes), (7, 4)))
+    if "language" in found and times:
+        drawn.append(_draw(out / "price.png", 2, partial(_price, found, times), (9, 4)))
+    if "language" in found:
+        drawn.append(_draw(out / "positions.png", 1, partial(_positions, found["language"]), (8, 4)))
+    sums: dict[str, Rows] = {task: found[task] for task in ("parity", "modulo-3") if task in found}
+    if sums:
+        drawn.append(_draw(out / "sums.png", len(sums), partial(_sums, sums), (4.5 * len(sums), 3.8)))
+    panels = [panel for panel in _LOOK_UP_PANELS if panel[0] in found]
+    if panels:
+        draw = partial(_look_up, found, panels)
+        drawn.append(_draw(out / "look-up.png", len(panels), draw, (2 + 2 * len(panels), 2.9)))
     return drawn
 
 
 def _draw(path: Path, panels: int, draw: Callable[[Any], None], size: tuple[float, float]) -> Path:
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, panels, figsize=size, sharey=True, layout="constrained")
-    draw(axes)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    figure, axes = pyplot.subplots(1, panels, figsize=size, sharey=True, layout="constrained", squeeze=False)
+    draw(axes[0])
+    figure.savefig(path, dpi=150, metadata={"Software": None})
     pyplot.close(figure)
     return path
 
@@ -65,88 +85,105 @@ def _spread(values: Sequence[float]) -> tuple[float, float, float]:
     return middle, middle - min(values), max(values) - middle
 
 
-def _bits(rows: Rows, axes: Any) -> None:
-    """A row per model, the best one on top."""
-    bits = {model: _spread([x["bits"] for x in found]) for model in rows if (found := _results(rows, model))}
-    names = sorted(bits, key=lambda model: -bits[model][0])
-    values, low, high = zip(*(bits[name] for name in names))
-    axes.errorbar(values, names, xerr=(low, high), fmt="o", markersize=4, capsize=3)
-    axes.set(xlabel="bits per byte: mean, least and largest seed", ylim=(-0.7, len(names) - 0.3))
-    axes.grid(alpha=0.3)
-
-
-def _positions(rows: Rows, panels: Any) -> None:
-    """Bits per byte by position beyond those on the same bytes with no more than the trained length."""
-    for axes, (title, names) in zip(panels, PANELS.items()):
-        for model in names:
-            found = _results(rows, model)
-            if not found:
-                continue
-            whole, alone = (
-                [mean(x) for x in zip(*(result[key] for result in found))]
-                for key in ("by position", "by position, 1x")
-            )
-            gaps = [x - y for x, y in zip(whole, alone)]
-            # Over whole windows of the trained length, at whose beginnings the shorter context is shortest.
-            parts = [mean(gaps[i : i + 8]) for i in range(0, len(gaps), 8)]
-            axes.plot([i + 0.5 for i in range(len(parts))], parts, label=model, marker=".")
-        axes.axhline(0, color="gray", linewidth=0.8)
-        axes.set(title=title, xlabel="position / trained length")
+def _price(found: dict[str, Rows], times: dict[str, Any], panels: Any) -> None:
+    """Bits per byte, and the time of the training in units of the default block's; hollow: in plain PyTorch."""
+    seconds = times["seconds"]
+    unit = seconds.get(DEFAULT, next(iter(seconds.values())))["fastest"]
+    rows = [
+        (*MODELS[model], results, {side: x / unit for side, x in seconds[model].items()})
+        for model in PRICE
+        if model in seconds and (results := _results(found["language"], model))
+    ]
+    if longer := found.get("language-equal-time", {}).get(DEFAULT):
+        name, color = MODELS[DEFAULT]
+        steps = [line["settings"]["steps"] for line in (longer[0], next(iter(found["language"].values()))[0])]
+        results = _results(found["language-equal-time"], DEFAULT)
+        rows.append((f"{name}, {steps[0]} steps", color, results, {"fastest": steps[0] / steps[1]}))
+    rows.sort(key=lambda row: -mean(x["bits"] for x in row[2]))
+    for at, (_, color, results, sides) in enumerate(rows):
+        bits, low, high = _spread([x["bits"] for x in results])
+        panels[0].errorbar(bits, at, xerr=([low], [high]), fmt="o", color=color, capsize=3)
+        panels[1].plot(list(sides.values()), [at] * len(sides), ":", color=color, linewidth=1)
+        for side, x in sides.items():
+            panels[1].plot(x, at, "o", color=color, markerfacecolor=color if side == "fastest" else "white")
+    panels[0].set_yticks(range(len(rows)), [row[0] for row in rows])
+    panels[0].set(xlabel="bits per byte (less is better)")
+    panels[1].set(xscale="log", xlabel="CPU time, default block = 1\nhollow: in plain PyTorch")
+    ticks = [0.5, 1, 2, 4, 8, 16]
+    panels[1].set_xticks(ticks, [f"{x:g}" for x in ticks])
+    panels[1].minorticks_off()
+    for axes in panels:
         axes.grid(alpha=0.3)
-        if axes.get_lines()[:-1]:
-            axes.legend(fontsize="small", ncols=2, loc="upper left")
-    low, high = panels[0].get_ylim()  # which all share; room for the legends
-    panels[0].set(
-        ylabel="bits per byte beyond those with\nno more than the trained length",
-        ylim=(low, high + 0.3 * (high - low)),
-    )
 
 
-def _shares(task: str, rows: Rows, axes: Any) -> None:
-    """Bars: the share of right answers by length, a group per model."""
-    names = [model for model in rows if _results(rows, model)]
-    lengths = list(_results(rows, names[0])[0]) if names else []
-    width = 0.8 / max(1, len(lengths))
-    for i, length in enumerate(lengths):
-        at = [x + (i - (len(lengths) - 1) / 2) * width for x in range(len(names))]
-        values, low, high = zip(*(_spread([x[length] for x in _results(rows, name)]) for name in names))
-        axes.bar(at, values, width, label=length, yerr=(low, high), capsize=2)
-    floor = next(iter(next(iter(rows.values()))[0]["floor"].values()))
-    axes.axhline(floor, color="gray", linestyle=":", label="guessing")
-    axes.set_xticks(range(len(names)), names, rotation=30, ha="right", rotation_mode="anchor")
-    axes.set(
-        title=f"{task}: mean of the seeds, least and largest", ylabel="share of right answers", ylim=(0, 1.03)
-    )
-    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+def _positions(rows: Rows, axes: Any) -> None:
+    """Bits per byte by position beyond those on the same bytes with no more than the trained length."""
+    for model in POSITIONS:
+        found = _results(rows, model)
+        if not found:
+            continue
+        whole, alone = (
+            [mean(x) for x in zip(*(result[key] for result in found))]
+            for key in ("by position", "by position, 1x")
+        )
+        gaps = [x - y for x, y in zip(whole, alone)]
+        # Over whole windows of the trained length, at whose beginnings the shorter context is shortest.
+        parts = [mean(gaps[i : i + 8]) for i in range(0, len(gaps), 8)]
+        name, color = MODELS[model]
+        # Mamba-2 lies on the default block.
+        style, order = ("--", 3) if model == "mamba-2" else ("-", 2)
+        at = [i + 0.5 for i in range(len(parts))]
+        axes[0].plot(at, parts, style, label=name, color=color, marker=".", zorder=order)
+    axes[0].axhline(0, color="gray", linewidth=0.8)
+    axes[0].set(xlabel="position / trained length", ylabel="change in bits per byte\nfrom the longer context")
+    axes[0].grid(alpha=0.3)
+    if axes[0].get_lines()[:-1]:
+        axes[0].legend()
 
 
-def _recall(sizes: dict[str, Rows], axes: Any) -> None:
-    """Over the most pairs trained on, for models of several sizes.
+def _sums(sums: dict[str, Rows], panels: Any) -> None:
+    """The share of right answers by length, a panel per modulus."""
+    for axes, (task, rows) in zip(panels, sums.items()):
+        for i, model in enumerate(TRACKING):
+            if not (found := _results(rows, model)):
+                continue
+            name, color = MODELS[model]
+            lengths = list(found[0])
+            values, low, high = zip(*(_spread([x[length] for x in found]) for length in lengths))
+            at = [j + 0.05 * (i - 1) for j in range(len(lengths))]
+            axes.errorbar(at, values, yerr=(low, high), color=color, label=name, marker="o", capsize=3)
+            axes.set_xticks(range(len(lengths)), lengths)
+        floor = next(iter(next(iter(rows.values()))[0]["floor"].values()))
+        axes.axhline(floor, color="gray", linestyle=":", label="guessing")
+        axes.set(title=task, xlabel="length / trained length", ylim=(0, 1.03))
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("share of right answers")
+    panels[0].legend(fontsize=8, loc="lower left")
 
-    Softmax attention is drawn at the state size of linear attention with the same heads.
-    """
-    count = Counter(model for rows in sizes.values() for model in rows)
-    models = [model for model in count if count[model] > 1 or model == "softmax-rope"]
-    # Models with equal results stand side by side. On a logarithmic axis a factor is a distance.
-    beside = {model: 1.025 ** (i - (len(models) - 1) / 2) for i, model in enumerate(models)}
-    ticks = set()
-    for model in models:
-        points = []
-        for task, rows in sizes.items():
-            if found := _results(rows, model):
-                line = rows[model][0]
-                pairs, layers = max(line["settings"]["trained_pairs"]), line["settings"]["layers"]
-                size = (line["state_numbers"] or int(task.removeprefix("recall-")) * layers) // layers
-                points.append((size, *_spread([x[f"{pairs} pairs"] for x in found])))
-        if points:
-            x, values, low, high = zip(*sorted(points))
-            ticks.update(x)
-            places = [size * beside[model] for size in x]
-            axes.errorbar(places, values, yerr=(low, high), label=model, marker="o", markersize=4, capsize=2)
-    axes.set(xscale="log", ylim=(0, 1.03), ylabel="share of pairs recalled")
-    axes.set_title("recall: mean of the seeds, least and largest")
-    axes.set_xlabel("numbers in a layer's state (of linear attention; softmax has as many heads)")
-    axes.set_xticks(sorted(ticks), [f"{size:,}" for size in sorted(ticks)])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+
+_Panel = tuple[str, str, str, float | None]
+# A task, a result, the title of its panel, and what a model gets that knows nothing but a row's values
+_LOOK_UP_PANELS: list[_Panel] = [
+    ("recall-256", "6 pairs", "6 pairs,\n256 numbers of state", 0.17),
+    ("copying", "1x", "copying,\ntrained length", None),
+    ("copying", "2x", "copying,\ntwice the length", None),
+    ("distant", "8,192 bytes", "recall over\n8,192 bytes", 0.41),
+]
+
+
+def _look_up(found: dict[str, Rows], shown: Sequence[_Panel], panels: Any) -> None:
+    """Bars: the share of right answers, a panel per task; no bar: not run."""
+    names = LOOK_UP[::-1]
+    for axes, (task, key, title, bare) in zip(panels, shown):
+        for at, model in enumerate(names):
+            if results := _results(found[task], model):
+                value, low, high = _spread([x[key] for x in results])
+                axes.barh(at, value, xerr=([low], [high]), color=MODELS[model][1], capsize=2, height=0.7)
+            else:
+                axes.text(0.45, at, "not run", va="center", fontsize=8, color="gray")
+        floor = next(iter(found[task].values()))[0]["floor"][key]
+        axes.axvline(floor if bare is None else bare, color="gray", linestyle=":")
+        axes.set(xlim=(0, 1.03))
+        axes.set_title(title, fontsize=9)
+        axes.grid(alpha=0.3, axis="x")
+    panels[0].set_yticks(range(len(names)), [MODELS[model][0] for model in names])

@@ -1,4 +1,4 @@
-"""Tables, from the lines of the results alone."""
+"""The page of tables, from the lines of the results alone."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -6,11 +6,67 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.study import lines
+from benchmarks.study import lines, peers, steps
 from benchmarks.study.lines import Line
-from benchmarks.study.variants import VARIANTS
+from benchmarks.study.variants import VARIANTS, WORDS, family
 
 Rows = dict[str, list[Line]]  # by model, a line per seed
+DEFAULT = "block-quarter"  # the default block
+_HEAD = """# Tables of the study
+
+After reading this page you know the figures behind [Evidence](evidence.md), which says what follows from them and what
+they cannot say. One command writes this page from the committed lines:
+
+    python -m benchmarks.study table benchmarks/results/study --out docs/evidence_tables.md
+
+- A cell is the mean over the seeds, ± half the range. Differences smaller than that are undecided.
+- `state`: the size of all layers' sums of keys times values together. "grows": a key/value cache.
+- `rate`: the learning rate. It is chosen for each task and family by the training loss of one model and one seed, which
+  counts nowhere else.
+- The runs come from several commits and machines, so these tables have no times. [Time of a
+  step](#time-of-a-step) was measured in one run."""
+# The heading of each task's table, and what the task asks
+TASKS = {
+    "language": (
+        "Language",
+        "The next byte of Python's standard library, rows of 256. `bits`: bits per byte of held-out files with no more "
+        "context than that. `8x - 1x`: the change on the same bytes, 4 to 8 times the trained length into a file, when "
+        "the model sees the whole row before them. Below 0 the longer context helps.",
+    ),
+    "language-equal-time": (
+        "Language, in the time of Mamba-2",
+        "The same, with as many steps of the default block as take about the CPU time of Mamba-2's in the table above, "
+        "on linrope's kernels. The learning rate is that table's.",
+    ),
+    "language-long": ("Language, 3.5 million parameters", "The same, with rows of 1,024."),
+    "recall-1024": (
+        "Recall, 1,024 numbers of state",
+        "2, 4 or 6 pairs of a key and a value, then the keys again: MQAR as "
+        "[Zoology](https://arxiv.org/abs/2312.04927) defines it, with a vocabulary of 16 and rows of "
+        "24 tokens. A layer of linear attention has a state of 1,024 numbers.",
+    ),
+    "recall-256": ("Recall, 256 numbers of state", "The same, with a quarter of the state."),
+    "parity": (
+        "Parity",
+        "The sum so far, modulo 2, after each of 32 bits. Measured over the second half of 1, 2 and 4 times that "
+        "length.",
+    ),
+    "modulo-3": ("Modulo 3", "The same, modulo 3."),
+    "copying": ("Copying", "A string of 8 to 20 of 16 symbols, once more. Measured at 20, 40 and 80."),
+    "copying-1800": (
+        "Copying, three times the steps",
+        "The same, with 1,800 steps. The learning rates are those of the table above.",
+    ),
+    "distant": (
+        "Recall over a distance",
+        "The values of 4 keys, after so many bytes of source code; trained at 8 to 4,096 bytes. A model that knows the "
+        "four values but not their keys gets 0.41.",
+    ),
+    "images": (
+        "Images",
+        "In which of 8 directions a disc lies from a square, in patches of 4 x 4 pixels; trained at 32 x 32.",
+    ),
+}
 
 
 def counted(folder: Path) -> dict[str, Rows]:
@@ -35,7 +91,8 @@ def counted(folder: Path) -> dict[str, Rows]:
                 raise ValueError(f"{task}, {model}: got two lines of one seed")
     order = list(VARIANTS)
     return {
-        task: dict(sorted(rows.items(), key=lambda row: order.index(row[0]))) for task, rows in found.items()
+        task: dict(sorted(found[task].items(), key=lambda row: order.index(row[0])))
+        for task in sorted(found, key=list(TASKS).index)
     }
 
 
@@ -46,8 +103,17 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     return f"{mean(values):.{digits}f} ± {(max(values) - min(values)) / 2:.{digits}f}"
 
 
-def tables(folder: Path) -> str:
-    return "\n\n".join(table(task, rows) for task, rows in counted(folder).items())
+def page(folder: Path) -> str:
+    """The whole page, as Markdown."""
+    found = counted(folder)
+    shown = [name for name in VARIANTS if any(name in rows for rows in found.values())]
+    models = _markdown([["model", "what it is", "family"], *([f"`{x}`", WORDS[x], family(x)] for x in shown)])
+    parts = [_HEAD, f"## The models\n\n{models}"]
+    for task, rows in found.items():
+        heading, words = TASKS[task]
+        parts.append(f"## {heading}\n\n{words}\n\n{table(task, rows)}")
+    times = steps.read(folder)
+    return "\n\n".join([*parts, *([_times(times)] if times else [])]) + "\n"
 
 
 def table(task: str, rows: Rows) -> str:
@@ -58,17 +124,20 @@ def table(task: str, rows: Rows) -> str:
     seeds = sorted({len(row) for row in rows.values()})
     title = (
         f"**{task}**: {settings['steps']} steps of about {every[0]['tokens_per_step']:,} tokens, "
-        f"{' to '.join(map(str, sorted({seeds[0], seeds[-1]})))} seeds, commit "
+        f"{' to '.join(map(str, sorted({seeds[0], seeds[-1]})))} seeds, commits "
         f"{', '.join(sorted({str(line['machine']['commit'])[:8] for line in every}))}"
     )
-    head = ["", *names, "parameters", "state", "rate", "tokens per CPU s", "CPU s", "MB"]
-    body = [head, ["---"] * len(head)]
+    body = [["", *names, "parameters", "state", "rate"]]
     for label, key in (("guessing", "floor"), ("a perfect solver", "ceiling")):
         if every[0][key]:
             bounds = [f"{every[0][key][name]:.3f}" if name in every[0][key] else "" for name in names]
-            body.append([label, *bounds, *[""] * (len(head) - 1 - len(names))])
+            body.append([label, *bounds, "", "", ""])
     body += [[model, *_figures(row, names), *_costs(row)] for model, row in rows.items()]
-    return "\n".join([title, "", *(f"| {' | '.join(cells)} |" for cells in body)])
+    return f"{title}\n\n{_markdown(body)}"
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (rows[0], ["---"] * len(rows[0]), *rows[1:]))
 
 
 def _figures(row: list[Line], names: Sequence[str]) -> list[str]:
@@ -80,13 +149,30 @@ def _figures(row: list[Line], names: Sequence[str]) -> list[str]:
 
 
 def _costs(row: list[Line]) -> list[str]:
-    first, memory = row[0], [line["memory_bytes"] for line in row if line["memory_bytes"] is not None]
+    first = row[0]
+    state = first["state_numbers"] or peers.state_numbers(first["model"], first["options"])
     return [
         f"{first['parameters']:,}",
-        "grows, or unknown" if first["state_numbers"] is None else f"{first['state_numbers']:,}",
-        f"{first['learning_rate']:g}",
-        # Of the processor's time, and of the seed that was disturbed least: the machine may be busy.
-        f"{max(line['tokens_per_second'] * line['seconds'] / line['cpu_seconds'] for line in row):,.0f}",
-        f"{min(line['cpu_seconds'] for line in row):.0f}",
-        f"{min(memory) / 1e6:.0f}" if memory else "",  # the first run of a process loads libraries too
+        "grows" if state is None else f"{state:,}",
+        " or ".join(f"{rate:g}" for rate in sorted({line["learning_rate"] for line in row})),
     ]
+
+
+def _times(found: dict[str, Any]) -> str:
+    """The table of step times, relative to the default block's."""
+    seconds, machine = found["seconds"], found["machine"]
+    unit = seconds[DEFAULT]["fastest"]
+    body = [["", "time of a step", "with plain PyTorch"]]
+    for name in sorted(seconds, key=lambda name: float(seconds[name]["fastest"])):
+        sides = seconds[name]
+        body.append(
+            [name, *(f"{sides[side] / unit:.2f}" if side in sides else "" for side in ("fastest", "plain"))]
+        )
+    words = (
+        f"CPU time of one thread for a training step of `{found['task']}`, forward to update, divided by the default "
+        f"block's ({1e3 * unit:.0f} ms). One run on one machine ({machine['cpu']}, instruction set "
+        f"{machine['instruction_set']}), the models in turn, the fastest of {found['rounds']} steps each. The linear "
+        "layers of transformers' models run on linrope's kernels by `enable()`; the last column has the same models as "
+        "transformers runs them on a CPU by itself. Softmax attention runs on PyTorch's fused kernel."
+    )
+    return f"## Time of a step\n\n{words}\n\n{_markdown(body)}"

@@ -15,9 +15,9 @@ import torch
 from benchmarks.study import lines, peers, plan
 from benchmarks.study.lines import Line
 from benchmarks.study.tasks import Task
-from benchmarks.study.training import BETAS, CLIP, WARM_UP, WEIGHT_DECAY, Progress, train
+from benchmarks.study.training import BETAS, CLIP, WARM_UP, WEIGHT_DECAY, train
 from benchmarks.study.variants import VARIANTS, build, family, state_numbers
-from linrope.cli.bench.benchmark import machine, peak_memory
+from linrope.cli.bench.benchmark import machine
 from linrope.versions import versions
 
 
@@ -60,7 +60,7 @@ def is_done(run: Run, found: Sequence[Line]) -> bool:
 
 def grid(selected: Sequence[tuple[Task, list[str]]]) -> list[Run]:
     return [
-        Run(task, model, plan.GRID_SEED, rate, "grid")
+        Run(task.rate_task(), model, plan.GRID_SEED, rate, "grid")
         for task, names in selected
         for model in plan.representatives(task, names).values()
         for rate in plan.LEARNING_RATES
@@ -75,7 +75,7 @@ def best_rate(task: Task, model: str, found: Sequence[Line]) -> float:
     Raises:
         RuntimeError: all of them diverged.
     """
-    runs = [Run(task, model, plan.GRID_SEED, rate, "grid") for rate in plan.LEARNING_RATES]
+    runs = [Run(task.rate_task(), model, plan.GRID_SEED, rate, "grid") for rate in plan.LEARNING_RATES]
     losses = [
         (line["final_loss"], run.learning_rate)
         for run in runs
@@ -148,18 +148,12 @@ def perform(arguments: tuple[Run, Path, str]) -> Line:
         torch.set_num_threads(1)  # the models are small: more threads only wait for each other
     task, checkpoint = run.task, run.checkpoint(folder)
     model = build(run.model, task, run.seed).to(device)
-    if device != "cpu":
-        torch.cuda.reset_peak_memory_stats()
-    kept: list[Progress] = []
-    memory = peak_memory(lambda: kept.append(train(model, task, run.seed, run.learning_rate, checkpoint)))
-    if not kept:  # there is no such figure on this system, and nothing has run yet
-        kept.append(train(model, task, run.seed, run.learning_rate, checkpoint))
-    if device != "cpu":
-        memory = torch.cuda.max_memory_allocated()
-    progress = kept[0]
+    with peers.on_linrope(run.model):
+        progress = train(model, task, run.seed, run.learning_rate, checkpoint)
+        results = None if progress.diverged else task.measure(model)
     diverged = progress.diverged
     return run.key() | {
-        "results": None if diverged else task.measure(model),
+        "results": results,
         "floor": task.floor(),
         "ceiling": task.ceiling(),
         "final_loss": None if diverged else progress.final_loss,
@@ -174,7 +168,6 @@ def perform(arguments: tuple[Run, Path, str]) -> Line:
         "seconds": progress.seconds,
         "cpu_seconds": progress.cpu_seconds,
         "tokens_per_second": len(progress.losses) * task.tokens / progress.seconds,
-        "memory_bytes": memory,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "device": device if device == "cpu" else torch.cuda.get_device_name(),
         "machine": machine(),

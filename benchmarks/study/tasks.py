@@ -47,6 +47,15 @@ class Task:
         steps = max(2, round(self.steps * scale))
         return replace(self, head_dim=head_dim, steps=steps, test_rows=test_rows)
 
+    def rate_task(self) -> "Task":
+        """The task on which the learning rates of this one are chosen."""
+        return self
+
+    def shortened(self, plain: Self) -> Self:
+        """The task that this one is with more steps, at the scale of this one."""
+        steps = round(self.steps * plain.steps / type(self)(self.name).steps)
+        return replace(plain, head_dim=self.head_dim, steps=steps, test_rows=self.test_rows)
+
     def generator(self, seed: int, step: int) -> torch.Generator:
         return torch.Generator().manual_seed(seed * 1_000_003 + step)
 
@@ -198,3 +207,13 @@ class Copying(Task):
 
     def ceiling(self) -> dict[str, float]:
         return {f"{t}x": 1.0 for t in self.times}
+
+
+@dataclass(frozen=True)
+class LongCopying(Copying):
+    """copying with three times the steps, whose learning rates it takes."""
+
+    steps: int = 1800
+
+    def rate_task(self) -> Copying:
+        return self.shortened(Copying("copying"))

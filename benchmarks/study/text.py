@@ -69,6 +69,19 @@ class Language(Task):
         return {}  # the entropy of this text is unknown
 
 
+@dataclass(frozen=True)
+class EqualTime(Language):
+    """language with more steps: as many of the default block as take about the CPU time of 600 of Mamba-2.
+
+    It takes the learning rates of language.
+    """
+
+    steps: int = 950
+
+    def rate_task(self) -> Language:
+        return self.shortened(Language("language"))
+
+
 def _doublings(last: int) -> list[int]:
     return [2**i for i in range(1, last.bit_length())]
 

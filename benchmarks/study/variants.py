@@ -10,14 +10,15 @@ from benchmarks.study import peers
 from benchmarks.study.images import Encoder, Images
 from benchmarks.study.tasks import Task
 from linrope import LinearRoPEAttention
+from linrope.layer.selective import EraseGate
 from linrope.models import LanguageModel, LanguageModelConfig
 
 Options = dict[str, Any]
 TOLERANCE = 0.01  # of the number of parameters
 LENGTH = "the task's length"  # the longest half-life with which a decay starts
 
-# The block that models had before the study of its parts. Variants without "parts" are made of it.
-_FORMER: Options = {
+# The layer alone with output norm and gate, and GPT-2's initial weights. Variants without "parts" are made of it.
+_BARE: Options = {
     "short_conv": None,
     "skip": None,
     "decay": None,
@@ -26,7 +27,7 @@ _FORMER: Options = {
     "rotary": "interleaved",
     "init": "gpt-2",
 }
-# The parts of the present block, in the order in which the ladder adds them.
+# The parts of the default block, in the order in which the ladder adds them.
 PARTS: dict[str, Options] = {
     "init": {"init": "fan-in"},
     "conv": {"short_conv": {"taps": 4, "activation": "silu", "bias": True, "start": "uniform"}},
@@ -37,13 +38,8 @@ PARTS: dict[str, Options] = {
 }
 _SOFTMAX: Options = {"attention": "softmax"}
 _PLAIN: Options = {"positions": "none"}
-_RETNET: Options = {"decay": "retnet"}
 _SPREAD: Options = {"decay": {"name": "spread", "longest": LENGTH}}
-_LEARNED: Options = {"decay": {"name": "learned", "longest": LENGTH}}
 _GATE: Options = {"forget_gate": {"longest": LENGTH}}
-_SELECTIVE: Options = {"rotary": "selective"}
-_ADD: Options = {"rotary": {"name": "selective", "bound": "add"}}
-_CONV: Options = {"short_conv": 4}
 _LADDER = list(PARTS)
 _BLOCK: Options = _GATE | {"parts": _LADDER}
 # The norm over all heads behind skip and gate, as in Mamba-2, which suits softmax attention better than one per head.
@@ -54,16 +50,23 @@ _BIAS: Options = {"qk_norm": True, "qk_bias": True}
 _TRAPEZOID: Options = {"trapezoid": True}
 # As in the block of the models: the first quarter of the features is rotated.
 _QUARTER: Options = {"rotary": {"partial_rotary_factor": 0.25}}
+_ADD: Options = {"rotary": {"name": "selective", "bound": "add"}}
 _AXIAL: Options = {"rotary": {"axes": 2, "base": 10.0}}
+# The delta rule in the default block, with b up to 1 or 2. A tied gate takes the place of the write gate.
+_ERASE: Options = _BLOCK | _QUARTER | {"erase_gate": "independent"}
+_ERASE_2: Options = _ERASE | {"erase_gate": {"name": "independent", "largest": 2}}
+_TIED_2: Options = _ERASE | {"erase_gate": {"name": "tied", "largest": 2}, "write_gate": None}
+_UNIT_ELU: Options = {"feature_map": {"name": "unit", "activation": "elu+1"}}
+_UNROTATED: Options = {"rotary": None}
+_HALF: Options = {"erase_bias": 0.0}
+_PER_FEATURE: Options = {"forget_gate": {"longest": LENGTH, "per": "feature"}, "write_gate": None}
 
 # name -> (family, which shares its learning rates; options). Linear ones have the output norm and the gate
-# silu(W x), unless they say otherwise. "parts": those of PARTS that are added to the former block. "order" is
-# LinearRoPEAttention's rope_order; "softmax_last": the last layer is softmax attention with RoPE; "mixers": twice
-# the layers, without feed-forward networks.
+# silu(W x), unless they say otherwise. "parts": those of PARTS that are added to the bare layer. "order" is
+# LinearRoPEAttention's rope_order; "softmax_layer": this layer is softmax attention in its block; "mixers": twice
+# the layers, without feed-forward networks; "erase_bias": where the bias of the erase gate starts.
 VARIANTS: dict[str, tuple[str, Options]] = {
     "softmax-rope": ("softmax", _SOFTMAX),
-    "softmax-none": ("softmax", _SOFTMAX | _PLAIN),
-    "softmax-sinusoidal": ("softmax", _SOFTMAX | {"positions": "sinusoidal"}),
     "eq19": ("linear", {}),
     "linear": ("linear", _PLAIN),
     "rope-before": ("linear", {"order": "before"}),
@@ -71,29 +74,14 @@ VARIANTS: dict[str, tuple[str, Options]] = {
     "axial": ("linear", _AXIAL),
     "axial-before": ("linear", _AXIAL | {"order": "before"}),
     "spread": ("decay", _SPREAD),
-    "retnet": ("decay", _RETNET),
-    "learned": ("decay", _LEARNED),
+    "retnet": ("decay", {"decay": "retnet"}),
+    "learned": ("decay", {"decay": {"name": "learned", "longest": LENGTH}}),
     "spread-relu2": ("decay", _SPREAD | {"feature_map": "relu2"}),
     "spread-exp": ("decay", _SPREAD | {"feature_map": "exp"}),
     "spread-favor+": ("decay", _SPREAD | {"feature_map": {"name": "favor+", "num_features": 32, "seed": 0}}),
     "spread-hedgehog": ("decay", _SPREAD | {"feature_map": "hedgehog"}),
     "spread-taylor2": ("decay", _SPREAD | {"feature_map": "taylor2"}),
-    "spread-paired": ("decay", _SPREAD | {"feature_map": "paired"}),
-    "spread-4096": ("decay", {"decay": "spread"}),
     "gate-rope": ("gate", _GATE),
-    "gate": ("gate", _GATE | _PLAIN),
-    "gate-selective": ("gate", _GATE | _SELECTIVE),
-    "gate-selective-add": ("gate", _GATE | _ADD),
-    "gate-rope-normalizer": ("gate", _GATE | {"out_norm": False}),
-    "hybrid": ("gate", _GATE | {"softmax_last": True}),
-    "gate-rope-conv": ("convolution", _GATE | _CONV),
-    "learned-conv": ("convolution", _LEARNED | _CONV),
-    "gate-conv": ("convolution", _GATE | _PLAIN | _CONV),
-    "gate-selective-conv": ("convolution", _GATE | _SELECTIVE | _CONV),
-    "linear-conv": ("convolution", _PLAIN | _CONV),
-    "linear-conv-relu2": ("convolution", _PLAIN | _CONV | {"feature_map": "relu2"}),
-    "linear-conv-hedgehog": ("convolution", _PLAIN | _CONV | {"feature_map": "hedgehog"}),
-    "linear-conv-taylor2": ("convolution", _PLAIN | _CONV | {"feature_map": "taylor2"}),
     **{
         f"gate-rope+{part}": ("ladder", _GATE | {"parts": _LADDER[: i + 1]})
         for i, part in enumerate(_LADDER[:-1])
@@ -102,10 +90,9 @@ VARIANTS: dict[str, tuple[str, Options]] = {
     "softmax-rope+init": ("softmax+init", _SOFTMAX | PARTS["init"]),
     "eq19+init": ("linear+init", PARTS["init"]),
     "spread+init": ("decay+init", _SPREAD | PARTS["init"]),
+    "block-quarter": ("block", _BLOCK | _QUARTER),
     "block": ("block", _BLOCK),
     "block-plain": ("block", _BLOCK | _PLAIN),
-    "block-quarter": ("block", _BLOCK | _QUARTER),
-    "block-selective": ("block", _BLOCK | _SELECTIVE),
     "block-selective-add": ("block", _BLOCK | _ADD),
     "block-identity": ("block", _BLOCK | {"feature_map": "identity", "normalize": False}),
     "block-bias": ("block", _BLOCK | _BIAS),
@@ -114,12 +101,94 @@ VARIANTS: dict[str, tuple[str, Options]] = {
     "block-no-conv": ("block", _BLOCK | {"short_conv": None}),
     "block-no-skip": ("block", _BLOCK | {"skip": None}),
     "block-bias-trapezoid-no-conv": ("block", _BLOCK | _BIAS | _TRAPEZOID | {"short_conv": None}),
-    "block-mixers": ("block-mixers", _BLOCK | {"mixers": True}),
+    "block-feature": ("block", _BLOCK | _QUARTER | _PER_FEATURE),
+    "block-hybrid": ("block", _BLOCK | _QUARTER | {"softmax_layer": -1}),
+    "block-hybrid-first": ("block", _BLOCK | _QUARTER | {"softmax_layer": 0}),
+    "block-erase": ("block-erase", _ERASE),
+    "block-erase-elu": ("block-erase", _ERASE | _UNIT_ELU),
+    "block-erase-elu-half": ("block-erase", _ERASE | _UNIT_ELU | _HALF),
+    "block-erase-2": ("block-erase", _ERASE_2),
+    "block-erase-2-half": ("block-erase", _ERASE_2 | _HALF),
+    "block-erase-2-plain": ("block-erase", _ERASE_2 | _UNROTATED),
+    "block-erase-2-elu": ("block-erase", _ERASE_2 | _UNIT_ELU),
+    "block-erase-2-elu-half": ("block-erase", _ERASE_2 | _UNIT_ELU | _HALF),
+    "block-erase-2-elu-plain": ("block-erase", _ERASE_2 | _UNIT_ELU | _UNROTATED),
+    "block-tied-2": ("block-erase", _TIED_2),
+    "block-feature-tied-2": ("block-erase", _TIED_2 | _PER_FEATURE),
     "block-mixers-quarter": ("block-mixers", _BLOCK | _QUARTER | {"mixers": True}),
+    "block-mixers": ("block-mixers", _BLOCK | {"mixers": True}),
     "block-softmax": ("block-softmax", _SOFTMAX_BLOCK),
     "block-softmax-quarter": ("block-softmax", _SOFTMAX_BLOCK | _QUARTER),
     **{name: (name, {}) for name in peers.PEERS},
 }
+
+
+# What the models are, for the page of tables.
+WORDS: dict[str, str] = {
+    "softmax-rope": "softmax attention with RoPE; no norm, no gate, GPT-2's initial weights",
+    "eq19": "equation 19 with the norm of each head in place of its denominator and the gate silu(W x); no decay; "
+    "GPT-2's initial weights, like all models without `block` and `+`",
+    "linear": "`eq19` without rotation (equation 18)",
+    "rope-before": "`eq19`, but queries and keys are rotated before the map",
+    "eq19-normalizer": "`eq19` with its denominator and without the norm",
+    "axial": "`eq19` with rotation by row and column",
+    "axial-before": "`axial`, rotated before the map",
+    "spread": "`eq19` with fixed decays: half-lives spread from one token to the trained length",
+    "retnet": "`eq19` with RetNet's decays",
+    "learned": "`spread` as the start of a learned decay per head",
+    "spread-relu2": "`spread` with relu^2 in place of elu+1",
+    "spread-exp": "`spread` with exp, and the denominator",
+    "spread-favor+": "`spread` with FAVOR+ of 32 features, and the denominator",
+    "spread-hedgehog": "`spread` with hedgehog; twice the state",
+    "spread-taylor2": "`spread` with the Taylor map of second order",
+    "gate-rope": "`eq19` with a forget gate",
+    "gate-rope+init": "`gate-rope` with the block's initial weights",
+    "gate-rope+conv": "the row above with the convolution",
+    "gate-rope+skip": "the row above with the skip D v",
+    "gate-rope+wide": "the row above with values twice as wide as keys",
+    "gate-rope+heads": "the row above with twice as many heads of half the size",
+    "softmax-rope+init": "`softmax-rope` with the block's initial weights",
+    "eq19+init": "`eq19` with the block's initial weights",
+    "spread+init": "`spread` with the block's initial weights",
+    "block-quarter": "**the default block**: the last row of `gate-rope+` with the tied write gate, and a quarter of "
+    "the features rotated",
+    "block": "the default block, all features rotated",
+    "block-plain": "the default block, no feature rotated",
+    "block-selective-add": "the default block with selective rotation, `bound=\"add\"`",
+    "block-identity": "`block` without a feature map",
+    "block-bias": "`block` with Mamba-3's bias on normed queries and keys",
+    "block-trapezoid": "`block` with Mamba-3's trapezoid",
+    "block-bias-trapezoid": "`block` with both",
+    "block-no-conv": "`block` without the convolution",
+    "block-no-skip": "`block` without the skip",
+    "block-bias-trapezoid-no-conv": "`block` with bias and trapezoid in place of the convolution",
+    "block-feature": "the default block with a forget gate per feature, and so without a write gate",
+    "block-hybrid": "the default block; the last layer is `block-softmax-quarter`'s",
+    "block-hybrid-first": "the default block; the first layer is `block-softmax-quarter`'s",
+    "block-erase": "the default block with the delta rule: keys of length 1, an erase gate b in (0, 1) that starts "
+    "near 0",
+    "block-erase-elu": "`block-erase` with elu+1 before keys and queries are divided by their length",
+    "block-erase-elu-half": "`block-erase-elu` with a gate that starts at 1/2",
+    "block-erase-2": "`block-erase` with b in (0, 2)",
+    "block-erase-2-half": "`block-erase-2` with a gate that starts at 1, the middle of its range",
+    "block-erase-2-plain": "`block-erase-2`, no feature rotated",
+    "block-erase-2-elu": "`block-erase-elu` with b in (0, 2)",
+    "block-erase-2-elu-half": "`block-erase-2-elu` with a gate that starts at 1",
+    "block-erase-2-elu-plain": "`block-erase-2-elu`, no feature rotated",
+    "block-tied-2": "`block-erase-2` with a tied gate, which writes too and starts at 1: Gated DeltaNet's rule",
+    "block-feature-tied-2": "`block-tied-2` with a forget gate per feature: Kimi Delta Attention's rule",
+    "block-mixers-quarter": "the default block without feed-forward networks: twice the layers, one query and key for "
+    "all heads, three times the state",
+    "block-mixers": "`block-mixers-quarter`, all features rotated",
+    "block-softmax": "softmax attention in nearly the same block: no write gate, half as many heads of twice the "
+    "size, one norm over all heads, behind skip and gate; all features rotated",
+    "block-softmax-quarter": "`block-softmax`, a quarter of the features rotated",
+    "llama": "transformers' Llama",
+    "mamba-2": "transformers' Mamba-2: twice the layers, no feed-forward networks",
+    "gated-deltanet": "transformers' Qwen3-Next with its linear layer everywhere and dense feed-forward networks",
+    "kimi-linear": "transformers' Kimi Linear with its linear layer everywhere and dense feed-forward networks",
+    "minimax": "transformers' MiniMax with its linear layer everywhere and one expert",
+}  # fmt: skip
 
 
 class Logits(nn.Module):
@@ -187,17 +256,23 @@ def _make(name: str, task: Task, hidden_dim: int) -> Logits:
     options = _with_length(VARIANTS[name][1], task.length)
     if isinstance(task, Images):
         layer = {"rope_order" if key == "order" else key: value for key, value in options.items()}
-        if layer.get("positions") == "none" and layer.get("attention") != "softmax":
-            layer = {"rotary": None} | {key: x for key, x in layer.items() if key != "positions"}
+        if layer.pop("positions", "rope") == "none":
+            layer["rotary"] = None
         return Logits(Encoder(task, layer, hidden_dim), layer | {"hidden_dim": hidden_dim}, _call)
-    order, softmax_last = options.pop("order", "after"), options.pop("softmax_last", False)
+    order, softmax_layer = options.pop("order", "after"), options.pop("softmax_layer", None)
+    erase_bias = options.pop("erase_bias", None)
     sizes: Options = {"vocab_size": task.vocab_size, "embed_dim": task.dim, "num_layers": task.layers}
     config = LanguageModelConfig(**(sizes | _block(options, task, hidden_dim)), rope_order=order)
     model = LanguageModel(config)
-    if softmax_last:
-        softmax = LanguageModelConfig(**(sizes | _block(dict(_SOFTMAX), task, hidden_dim)))
-        model.blocks[-1] = LanguageModel(softmax).blocks[-1]
-    return Logits(model, config.to_dict() | {"order": order, "softmax_last": softmax_last}, _first)
+    if softmax_layer is not None:
+        softmax = LanguageModelConfig(**(sizes | _block(dict(_SOFTMAX_BLOCK | _QUARTER), task, hidden_dim)))
+        model.blocks[softmax_layer] = LanguageModel(softmax).blocks[softmax_layer]
+    if erase_bias is not None:
+        for layer in model.modules():
+            if isinstance(layer, EraseGate):
+                nn.init.constant_(layer.bias, erase_bias)
+    settings = {"order": order, "softmax_layer": softmax_layer, "erase_bias": erase_bias}
+    return Logits(model, config.to_dict() | settings, _first)
 
 
 def _block(options: Options, task: Task, size: int) -> Options:
@@ -227,9 +302,10 @@ def _block(options: Options, task: Task, size: int) -> Options:
         }
         shape |= {"num_layers": 2 * task.layers, "hidden_dim": None}
     softmax = options.get("attention") == "softmax"
-    former = _FORMER | ({"gate": False, "out_norm": False} if softmax and not parts else {})
+    bare = _BARE | ({"gate": False, "out_norm": False} if softmax and not parts else {})
     rotation: Options = {"rotary": None} if options.get("positions", "rope") != "rope" else {}
-    return former | rotation | options | shape
+    unit: Options = {"feature_map": "unit", "normalize": False} if options.get("erase_gate") else {}
+    return bare | rotation | unit | options | shape
 
 
 def _with_length(options: Any, length: int) -> Any:

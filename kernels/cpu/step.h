@@ -224,6 +224,7 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, co
 // Heads [first, last) of one row; kv and z are that row's
 void step(const Call& c, int64_t row, int64_t first, int64_t last, float* kv, double* z) {
   const Shape s(c);
+  const FlushToZero flush;
   const auto scratch = lay_out<StepScratch>(s);
   const bool same_angles = same_positions(c);
   Units units(c, {row, first, 0, 1}, s, false);

@@ -225,6 +225,7 @@ template <class Sweep> struct BundleMemory {
 template <class Sweep>
 void run_bundle(const Call& c, int count, const Span* spans, const Ends* ends, bool want_output) {
   const Shape s(c);
+  const FlushToZero flush;
   const tiles::Configuration configuration(c.type != kFloat32);
   const auto memory = lay_out<BundleMemory<Sweep>>(s, count);
   Sweep* sweeps = memory.sweeps;

@@ -15,7 +15,7 @@ def demo(
     seconds: Annotated[float, typer.Option(help="How long to train each of two models.")] = 60.0,
     out: Annotated[Path, typer.Option(help="Folder for all results.", metavar="FOLDER")] = Path("runs/demo"),
 ) -> int:
-    """Train a small model on real text, generate from it, and outrun softmax attention, in 4 minutes.
+    """Train a small model on real text, generate from it, and compare it with softmax attention, in 4 minutes.
 
     For comparison, a softmax model with as many parameters is trained for the same time.
     """

@@ -106,7 +106,8 @@ class LinearRoPEAttention(Mixer):
                 self.write_gate = WriteGate(x_dim, g, gate.longest, tied=tied, **factory)
         self.erase_gate = None
         if config.erase_gate is not None:
-            self.erase_gate = EraseGate(x_dim, g, config.erase_gate.largest, **factory)
+            tied, largest = config.tied_erase_gate, config.erase_gate.largest
+            self.erase_gate = EraseGate(x_dim, g, largest, tied=tied, **factory)
         # A norm per head cancels a factor per token and head, unless something else was added before it.
         self._out_norm_replaces_normalizer = (
             self.normalize and self.norm_over == "head" and config.skip != "before" and not new_map.log_scaled

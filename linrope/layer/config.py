@@ -100,11 +100,10 @@ class LayerConfig:
         erase_gate: the delta rule. A token's key reads a value from the state. Before the token writes, the share b of
             that value is taken out. b = sigmoid(W_b x + b_b) per token and key/value head is the argument ``erase`` of
             linear_rope_attention; with {"name": .., "largest": 2} it is twice that, from 0 to 2, which helps to track
-            a state. With "tied" the gate
-            writes too, w = b, and write_gate must be None: DeltaNet or, with a forget_gate, Gated DeltaNet. With
-            "independent" w is that of the write_gate, or 1. Keys must not be much longer than 1: take
-            feature_map="unit". It requires normalize=False. Causal self-attention only, without trapezoid, xPos and
-            maps that return a log_scale.
+            a state. With "tied" the gate writes too, w = b, and write_gate must be None: DeltaNet or, with a
+            forget_gate, Gated DeltaNet. With "independent" w is that of the write_gate, or 1, and b starts near 0.
+            Keys must not be much longer than 1: take feature_map="unit". It requires normalize=False. Causal
+            self-attention only, without trapezoid, xPos and maps that return a log_scale.
         trapezoid: whether each token also writes the key and value before it, as in Mamba-3. S_t = f_t (S_(t-1) +
             (1 - l_t) w_t k_(t-1) v_(t-1)^T) + l_t w_t k_t v_t^T with l = sigmoid(W_l x + b_l)
             (``linrope.layer.trapezoid``). It requires normalize=False, or an out_norm that replaces the normalizer.
@@ -328,8 +327,9 @@ class LayerConfig:
         Values are twice as wide as keys, a quarter of the features is rotated, and there are an output norm, a skip and
         a gate. A causal block also has a convolution and a forget gate with a tied write gate, unless the forget gate
         is per feature. It has no forget gate if changes set the decay, and decay="spread" if they turn the gate off and
-        do not set the decay. With an erase_gate it has feature_map="unit" and normalize=False; a tied one takes the
-        place of the write gate.
+        do not set the decay. With an erase_gate it has normalize=False and keys of length 1: elu+1 divided by its
+        length, or feature_map="unit" as in Gated DeltaNet if the gate is tied, which then takes the place of the write
+        gate.
         docs/evidence.md says what each part is worth.
 
         >>> from linrope.layer.config import LayerConfig
@@ -347,9 +347,12 @@ class LayerConfig:
             gate = ForgetGateOptions.of(options["forget_gate"])
             decay = "spread" if gate is None and options["rotary"] is not None else None
             erase = EraseGateOptions.of(options.get("erase_gate"))
-            writes = gate is not None and gate.per == "head" and (erase is None or erase.name != "tied")
+            tied = erase is not None and erase.name == "tied"
+            writes = gate is not None and gate.per == "head" and not tied
             options = {"write_gate": "tied" if writes else None, "decay": decay} | options
-            options = ({} if erase is None else {"feature_map": "unit", "normalize": False}) | options
+            if erase is not None:
+                unit = {"name": "unit"} if tied else {"name": "unit", "activation": "elu+1"}
+                options = {"feature_map": unit, "normalize": False} | options
         return cls(embed_dim, num_heads, **options)
 
     def with_longest(self, tokens: float) -> LayerConfig:

@@ -170,22 +170,25 @@ class WriteGate(nn.Module):
 class SigmoidGate(nn.Module):
     """Computes a number from 0 to 1 from each token for each head, in float32 or wider: sigmoid(W x + b).
 
-    It maps x (b, n, embed_dim) to (b, n, num_heads). W starts small and b at 0, so the numbers start near 1/2.
+    It maps x (b, n, embed_dim) to (b, n, num_heads). W starts small.
 
     Args:
         embed_dim: size of x.
         num_heads: g.
+        start: b's initial value; with 0 the numbers start near 1/2.
     """
 
     def __init__(
         self,
         embed_dim: int,
         num_heads: int,
+        start: float = 0.0,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.start = start
         self.weight = nn.Parameter(torch.empty(num_heads, embed_dim, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
         self.reset_parameters()
@@ -193,7 +196,7 @@ class SigmoidGate(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
-        nn.init.zeros_(self.bias)
+        nn.init.constant_(self.bias, self.start)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -210,21 +213,23 @@ class EraseGate(SigmoidGate):
         b = largest sigmoid(W x + b_0)
 
     It maps x (b, n, embed_dim) to b (b, n, num_heads) in float32 or wider, the argument ``erase`` of
-    ``linear_rope_attention``. W starts small and b_0 at 0. With keys of length 1 the state is multiplied by 1 - b in
-    the direction of the key: b = 1 replaces what it holds there. Beyond that, up to 2, the factor is negative, with
-    which a layer can track a state such as a parity.
+    ``linear_rope_attention``. W starts small. b_0 starts at -4, so b near 0: a gate that starts open takes out what the
+    layer has to learn to use. If the gate is tied, b_0 starts at 0, since nothing would be written otherwise. With keys
+    of length 1 the state is multiplied by 1 - b in the direction of the key: b = 1 replaces what it holds there. Beyond
+    that, up to 2, the factor is negative, with which a layer can track a state such as a parity.
 
     Args:
         embed_dim: size of x.
         num_heads: g.
         largest: 1 or 2, the upper end of the range of b.
+        tied: whether b is the write factor too.
 
     Source: the gate beta of DeltaNet (arXiv 2406.06484) and Gated DeltaNet (arXiv 2412.06464); up to 2:
     arXiv 2411.12537.
 
     >>> from linrope.layer.selective import EraseGate
-    >>> EraseGate(16, 2, largest=2)(torch.zeros(1, 1, 16))
-    tensor([[[1., 1.]]], grad_fn=<MulBackward0>)
+    >>> EraseGate(16, 2)(torch.zeros(1, 1, 16))
+    tensor([[[0.0180, 0.0180]]], grad_fn=<MulBackward0>)
     """
 
     def __init__(
@@ -233,10 +238,11 @@ class EraseGate(SigmoidGate):
         num_heads: int,
         largest: int = 1,
         *,
+        tied: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(embed_dim, num_heads, device=device, dtype=dtype)
+        super().__init__(embed_dim, num_heads, 0.0 if tied else -4.0, device=device, dtype=dtype)
         self.largest = largest
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Counts the launches again that docs/performance.md tells of."""
+"""Counts the launches again that kernels/README.md tells of."""
 
 import json
 import os
@@ -17,7 +17,7 @@ def test_a_layer_launches_no_more_than_the_page_says() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "launches.py"), "--json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    page = (ROOT / "docs" / "performance.md").read_text()
+    page = (ROOT / "kernels" / "README.md").read_text()
     for line in map(json.loads, done.stdout.splitlines()):
         counts = [sum(line[p][kind].values()) for p in ("forward", "backward") for kind in line[p]]
         assert "| {} | {} | {} + {} | {} + {} |".format(line["name"], line["layer"], *counts) in page

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.study import __main__ as commands
-from benchmarks.study import lines, peers, plan, report, runner, text, training, variants
+from benchmarks.study import lines, peers, plan, report, runner, steps, text, training, variants
 from benchmarks.study.images import Images
 from benchmarks.study.runner import Run
 from benchmarks.study.tasks import Copying, Recall, Sum, Task
@@ -142,9 +142,9 @@ def test_all_models_of_a_task_have_as_many_parameters(task: Task, names: list[st
 
 
 def test_a_model_of_another_size_is_refused() -> None:
-    variants.check_parameters("gate", 1010, 1000)
-    with pytest.raises(ValueError, match="gate: got 1011 parameters, expected 1000 within 1%"):
-        variants.check_parameters("gate", 1011, 1000)
+    variants.check_parameters("gate-rope", 1010, 1000)
+    with pytest.raises(ValueError, match="gate-rope: got 1011 parameters, expected 1000 within 1%"):
+        variants.check_parameters("gate-rope", 1011, 1000)
 
 
 VARIANTS = dict(plan.PLAN)[TASKS["language"]]  # every third of them, and in make test-long the others
@@ -157,7 +157,7 @@ VARIANTS = dict(plan.PLAN)[TASKS["language"]]  # every third of them, and in mak
         for i, name in enumerate(VARIANTS)
     ]
     + [(tiny(task), names[-1]) for task, names in plan.PLAN[1:]]
-    + [(tiny(TASKS["images"]), name) for name in ("softmax-sinusoidal", "linear", "axial")],
+    + [(tiny(TASKS["images"]), name) for name in ("softmax-rope", "linear", "axial")],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_every_model_trains_and_is_measured(task: Task, name: str, tmp_path) -> None:
@@ -177,19 +177,30 @@ def test_variants_are_what_their_names_say() -> None:
         return [block.attention for block in variants.build(name, LANGUAGE).model.blocks]
 
     assert [layer.rope_order for layer in layers("rope-before")] == ["before"] * 4
-    kinds = [type(layer).__name__ for layer in layers("hybrid")]
-    assert kinds == ["LinearRoPEAttention"] * 3 + ["SoftmaxAttention"]
+    for name, softmax in (("block-hybrid", -1), ("block-hybrid-first", 0)):
+        kinds = [type(layer).__name__ for layer in layers(name)]
+        assert kinds.pop(softmax) == "SoftmaxAttention"
+        assert kinds == ["LinearRoPEAttention"] * 3
     assert layers("spread")[0].decay[-1] == pytest.approx(2 ** (-1 / LANGUAGE.length))
+    for name, largest, start in (
+        ("block-erase", 1, 0.018),
+        ("block-erase-2-half", 2, 1.0),
+        ("block-tied-2", 2, 1.0),
+    ):
+        gate = layers(name)[0].erase_gate
+        assert gate.largest == largest
+        assert layers(name)[0].feature_map.activation == "identity"
+        assert largest * gate.bias.sigmoid().mean().item() == pytest.approx(start, abs=1e-3)
 
 
 def test_the_number_in_a_recall_s_name_is_that_of_a_layer_s_state_and_growing_states_have_none() -> None:
     for task, names in plan.chosen([], 1.0):
         if task.name.startswith("recall-"):
-            model = variants.build("linear-conv", task)
-            assert "linear-conv" in names
+            model = variants.build("block", task)
+            assert "block" in names
             assert variants.state_numbers(model) == int(task.name.removeprefix("recall-")) * task.layers
             assert variants.state_numbers(variants.build("softmax-rope", task)) is None
-    assert variants.state_numbers(variants.build("hybrid", LANGUAGE)) is None
+    assert variants.state_numbers(variants.build("block-hybrid", LANGUAGE)) is None
 
 
 # Runs
@@ -200,7 +211,7 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path, monkeypatch) ->
     monkeypatch.setattr(training, "SAVE_EVERY", -1.0)
 
     def trained(folder: str) -> tuple[list[float], list[Tensor]]:
-        model = variants.build("gate-selective-conv", task, seed=1)
+        model = variants.build("block-selective-add", task, seed=1)
         losses = training.train(model, task, 1, 1e-2, tmp_path / folder / "x.pt").losses
         return losses, [p.detach() for p in model.parameters()]
 
@@ -221,7 +232,7 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path, monkeypatch) ->
 
 def test_a_study_that_was_killed_runs_only_what_is_missing(tmp_path, monkeypatch, capsys) -> None:
     def study() -> list[str]:
-        runner.study(tmp_path, ["parity", "gate-rope", "softmax-rope"], 1e-4, seeds=2, jobs=1, device="cpu")
+        runner.study(tmp_path, ["parity", "block", "softmax-rope"], 1e-4, seeds=2, jobs=1, device="cpu")
         return capsys.readouterr().out.splitlines()
 
     append = lines.append
@@ -242,14 +253,14 @@ def test_a_study_that_was_killed_runs_only_what_is_missing(tmp_path, monkeypatch
     found = lines.read(tmp_path)
     assert len({(x["model"], x["seed"], x["learning_rate"], x["phase"]) for x in found}) == len(found) == 10
     assert [(x["model"], x["seed"]) for x in found[6:]] == [
-        ("softmax-rope", 1), ("gate-rope", 1), ("softmax-rope", 2), ("gate-rope", 2),
+        ("softmax-rope", 1), ("block", 1), ("softmax-rope", 2), ("block", 2),
     ]  # fmt: skip
     assert study() == []
     assert not list((tmp_path / "unfinished").glob("*"))
 
 
 def test_a_line_has_what_repeats_the_run(tmp_path) -> None:
-    run = Run(tiny(TASKS["parity"]), "gate-rope", 3, 1e-3, "run")
+    run = Run(tiny(TASKS["parity"]), "block", 3, 1e-3, "run")
     first = runner.perform((run, tmp_path, "cpu"))
     json.dumps(first, allow_nan=False)
     assert first.keys() >= {"options", "settings", "machine", "versions", "modified", "optimizer", "date"}
@@ -268,26 +279,26 @@ def test_a_run_that_diverges_is_a_line_without_results(tmp_path) -> None:
     assert line["results"] is None
     assert line["diverged_at"] < 50
     lines.append(tmp_path, line)
-    assert "| 1 of 1 diverged |" in report.tables(tmp_path)
+    assert "| 1 of 1 diverged |" in report.page(tmp_path)
 
 
 def test_the_learning_rate_is_the_one_with_the_least_loss_of_the_grid() -> None:
     task = TASKS["parity"]
     losses = dict(zip(plan.LEARNING_RATES, (0.5, 0.2, None)))
-    grid = [Run(task, "gate-selective-add", plan.GRID_SEED, rate, "grid") for rate in losses]
+    grid = [Run(task, "block-erase-2-elu", plan.GRID_SEED, rate, "grid") for rate in losses]
     found = [run.key() | {"final_loss": losses[run.learning_rate]} for run in grid]
-    noise = [Run(task, "gate-selective-add", 1, 1e-2, "run").key() | {"final_loss": 0.0}]
-    assert runner.best_rate(task, "gate-selective-add", found + noise) == 3e-3
+    noise = [Run(task, "block-erase-2-elu", 1, 1e-2, "run").key() | {"final_loss": 0.0}]
+    assert runner.best_rate(task, "block-erase-2-elu", found + noise) == 3e-3
     with pytest.raises(RuntimeError, match="diverged"):
-        runner.best_rate(task, "gate-selective-add", found[2:])
-    counting = runner.counting([(task, ["gate-selective-add"])], 3, found)
+        runner.best_rate(task, "block-erase-2-elu", found[2:])
+    counting = runner.counting([(task, ["block-erase-2-elu"])], 3, found)
     assert [(run.seed, run.learning_rate) for run in counting] == [(seed, 3e-3) for seed in (1, 2, 3)]
 
 
 def test_a_part_of_the_study_uses_the_learning_rates_of_the_whole() -> None:
-    ((task, names),) = plan.chosen(["language", "gate-selective"], 1.0)
-    assert names == ["gate-selective"]
-    assert plan.representatives(task, names) == {"gate": "gate-rope"}
+    ((task, names),) = plan.chosen(["language", "block-feature"], 1.0)
+    assert names == ["block-feature"]
+    assert plan.representatives(task, names) == {"block": "block"}
 
 
 def test_what_cannot_be_chosen_is_refused() -> None:
@@ -312,22 +323,56 @@ def test_a_peer_that_is_not_installed_is_left_out_and_named(tmp_path, monkeypatc
 
 
 def test_the_commands(tmp_path, capsys) -> None:
-    run = f"run --out {tmp_path} --scale 1e-4 --seeds 1 --only copying --only gate-conv"
+    run = f"run --out {tmp_path} --scale 1e-4 --seeds 1 --only copying --only block-plain"
     for command in (run, f"table {tmp_path}", f"plot {tmp_path}"):
         with pytest.raises(SystemExit) as end:
             commands.main(command.split())
         assert end.value.code == 0
     shown = capsys.readouterr().out
     assert "**copying**" in shown
-    assert shown.endswith("copying.png\n")
+    assert shown.endswith("look-up.png\n")
     with pytest.raises(SystemExit, match=r"study: .*runs.jsonl: expected the results of at least one run"):
         commands.main(["table", str(tmp_path / "nothing")])
 
 
-def test_steps_of_models_are_timed_side_by_side(capsys) -> None:
-    command = "steps --only parity --only gate-rope --only block --rounds 1"
+def test_steps_of_models_are_timed_side_by_side(tmp_path, capsys) -> None:
+    command = f"steps --only parity --only softmax-rope --only block-quarter --rounds 1 --out {tmp_path}"
     commands.app(command.split(), standalone_mode=False)
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("gate-rope: ")
-    assert second.startswith("block: ")
-    assert "1.000" in first + second
+    assert first.startswith("softmax-rope: ")
+    assert second.startswith("block-quarter: ")
+    assert second.endswith("ms, 1.00 (fastest)")
+    found = steps.read(tmp_path)
+    assert found is not None
+    assert found["seconds"].keys() == {"softmax-rope", "block-quarter"}
+
+
+def test_other_people_s_linear_layers_are_timed_on_linrope_and_in_plain_pytorch() -> None:
+    if reason := peers.why_not("mamba-2"):
+        pytest.skip(reason)
+    from linrope.integrations import transformers as linrope_transformers
+
+    found = steps.step_seconds(LANGUAGE, ["mamba-2", "llama"], 1)
+    assert [set(sides) for sides in found.values()] == [{"fastest", "plain"}, {"fastest"}]
+    model = variants.build("mamba-2", LANGUAGE)
+    assert linrope_transformers.replaced(model) == ()
+    with peers.on_linrope("mamba-2"):
+        assert "scan" in linrope_transformers.replaced(model)
+    assert variants.state_numbers(model) is None
+    assert peers.state_numbers("mamba-2", model.options) == 8 * 2 * LANGUAGE.dim * model.options["state_size"]
+    assert peers.state_numbers("llama", {}) is peers.state_numbers("block", {}) is None
+
+
+def test_longer_tasks_take_the_learning_rates_of_the_others() -> None:
+    for name, other in (("language-equal-time", "language"), ("copying-1800", "copying")):
+        longer, plain = TASKS[name], TASKS[other]
+        assert longer.rate_task() == plain
+        assert longer.scaled(2.0).rate_task() == plain.scaled(2.0)
+        assert longer.steps > plain.steps
+    longer = TASKS["language-equal-time"]
+    losses = dict(zip(plan.LEARNING_RATES, (0.5, 0.2, 0.3)))
+    runs = runner.grid([(longer, ["block-quarter"])])
+    assert {(run.task, run.model) for run in runs} == {(TASKS["language"], "block")}
+    found = [run.key() | {"final_loss": losses[run.learning_rate]} for run in runs]
+    (run,) = runner.counting([(longer, ["block-quarter"])], 1, found)
+    assert (run.task, run.learning_rate) == (longer, 3e-3)

@@ -1,5 +1,6 @@
 import re
 
+from benchmarks.study import plan
 from linrope.cli import demonstration
 from linrope.models import LanguageModel
 from linrope.models.training import Corpus, checkpoints
@@ -16,6 +17,9 @@ def test_the_demo_shows_two_models_of_one_size_after_the_same_time(run, tmp_path
         r"held-out files after 0\.1 s each: \d\.\d\d linear, \d\.\d\d softmax attention; ", shown
     )
     assert re.search(r"after \d+ steps; with more --seconds, such as 600, the text gets better", shown)
+    assert "with one seed, each at the best of three learning rates" in shown
+    assert demonstration.RATES.keys() == {"linear", "softmax"}
+    assert set(demonstration.RATES.values()) <= set(plan.LEARNING_RATES)  # the rule of the study
     both = (LanguageModel(config).parameters() for config in (demonstration.LINEAR, demonstration.SOFTMAX))
     linear, softmax = (sum(p.numel() for p in parameters) for parameters in both)
     assert abs(linear - softmax) <= 0.01 * linear

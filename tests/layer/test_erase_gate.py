@@ -1,5 +1,7 @@
 """The layer's delta rule: its equation, what it refuses, the block, and models that learn, save and decode with it."""
 
+import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -108,27 +110,27 @@ def test_a_context_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "write_gate", "feature_map"),
     [
-        ({"erase_gate": "tied"}, None, "unit"),
-        ({"erase_gate": "independent"}, "tied", "unit"),
-        ({"erase_gate": "tied", "decay": None, "feature_map": "relu"}, None, "relu"),
-        ({}, "tied", "elu+1"),
+        ({"erase_gate": "tied"}, None, {"name": "unit"}),
+        ({"erase_gate": "independent"}, "tied", {"name": "unit", "activation": "elu+1"}),
+        ({"erase_gate": "tied", "decay": None, "feature_map": "relu"}, None, {"name": "relu"}),
+        ({}, "tied", {"name": "elu+1"}),
     ],
     ids=str,
 )
 def test_the_block_with_it_has_keys_of_length_1(
-    changes: Any, write_gate: str | None, feature_map: str
+    changes: Any, write_gate: str | None, feature_map: dict[str, str]
 ) -> None:
     config = LayerConfig.block(16, 4, **changes)
-    assert (config.write_gate, config.feature_map) == (write_gate, {"name": feature_map})
+    assert (config.write_gate, config.feature_map) == (write_gate, feature_map)
     assert config.normalize is ("erase_gate" not in changes)
     assert LayerConfig(**config.to_dict()) == config
     assert ("erase_gate" in repr(LinearRoPEAttention(config))) is ("erase_gate" in changes)
 
 
-def test_it_starts_in_the_middle_of_its_range() -> None:
-    for largest in (1, 2):
-        layer = LinearRoPEAttention(16, 4, erase_gate={"name": "tied", "largest": largest}, **DELTA)
-        assert_close(layer.erase_gate(torch.zeros(1, 1, 16)), torch.full((1, 1, 4), largest / 2))
+def test_it_starts_near_0_and_in_the_middle_of_its_range_if_it_writes_too() -> None:
+    for largest, (name, share) in product((1, 2), (("tied", 0.5), ("independent", 1 / (1 + math.exp(4))))):
+        layer = LinearRoPEAttention(16, 4, erase_gate={"name": name, "largest": largest}, **DELTA)
+        assert_close(layer.erase_gate(torch.zeros(1, 1, 16)), torch.full((1, 1, 4), largest * share))
         assert repr(layer.erase_gate) == f"EraseGate(16, num_heads=4, largest={largest})"
 
 

@@ -93,3 +93,27 @@ def test_the_table_of_the_docs_has_the_kept_results() -> None:
         next((ROOT / "benchmarks" / "results").glob(f"transformers-{family}-*.json")) for family in NAMES
     ]
     assert table == [line for file in files for line in lines_of(file)]
+
+
+def row_of_the_readme(file: Path) -> str:
+    """A result in the small table of README.md: how many times as fast linrope is, and its share of the memory."""
+    result = json.loads(file.read_text())
+    rows = {(row["kind"], row["batch"], row["length"]): row for row in result["rows"]}
+    longest = 2048 if ("training", 1, 2048) in rows else 512
+    cases = [("prefill", 1, 2048), ("training", 1, longest), ("decoding", 1, 2048), ("decoding", 8, 512)]
+    shares = [rows[case]["seconds"]["transformers"] / rows[case]["seconds"]["linrope"] for case in cases]
+    peaks = rows[cases[1]]["bytes"]
+    cells = [f"{NAMES[result['family']]}, {result['parameters'] / 1e6:.0f} M"]
+    cells += [f"{float(f'{share:.2g}'):g}x" for share in shares] + [
+        f"{peaks['linrope'] / peaks['transformers']:.2f}x"
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def test_the_small_table_of_the_readme_has_the_kept_results() -> None:
+    page = (ROOT / "README.md").read_text("utf-8")
+    table = page.partition("<!-- families -->\n")[2].partition("<!-- /families -->")[0].splitlines()[2:]
+    files = [
+        next((ROOT / "benchmarks" / "results").glob(f"transformers-{family}-*.json")) for family in NAMES
+    ]
+    assert table == [row_of_the_readme(file) for file in files]

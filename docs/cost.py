@@ -1,0 +1,68 @@
+"""Draws docs/assets/cost.svg: the time of linear and softmax attention by length, from a result of ``linrope bench``.
+
+    python docs/cost.py benchmarks/results/cpu-2026-11-26.json
+
+The background is transparent, and all colors are legible on white and on black pages.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib.ticker
+
+GREY, LINROPE, SOFTMAX = "#7f838a", "#16a085", "#d9732a"
+
+
+def panel(axes: Any, title: str, label: str, points: dict[str, list[tuple[int, float]]]) -> None:
+    """Both sides, microseconds by tokens; the last pair of points is labelled with its ratio."""
+    for name, color in (("linrope", LINROPE), ("softmax", SOFTMAX)):
+        axes.loglog(*zip(*points[name], strict=True), "o-", color=color, linewidth=3, markersize=6)
+    last, slow = points["softmax"][-1]
+    ratio = float(f"{slow / dict(points['linrope'])[last]:.2g}")
+    axes.annotate(
+        f"{ratio:,g}x", (last, slow), (-10, 0), textcoords="offset points", ha="right", color=SOFTMAX
+    )
+    ticks = [n for n, _ in points["linrope"]]
+    ticks = ticks if len(ticks) < 6 else ticks[::3]
+    axes.set_xticks(ticks, [f"{n // 1024}k" if n >= 1024 else str(n) for n in ticks])
+    axes.minorticks_off()
+    axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 3)))
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y:,g}")
+    axes.set_title(title, color=GREY, fontsize=16)
+    axes.set_xlabel(label, color=GREY)
+    axes.tick_params(colors=GREY)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GREY)
+
+
+def main(file: Path) -> None:
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    result = json.loads(file.read_text())
+    plt.rcParams.update({"svg.hashsalt": "cost", "font.size": 16, "text.color": GREY})
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.6), layout="constrained")
+    sides = ("linrope", "softmax")
+    rows = [(row["n"], row["training"]) for row in result["attention"]]
+    training = {
+        side: [(n, 1e6 * row[f"{side}_seconds"] / n) for n, row in rows if row[f"{side}_seconds"]]
+        for side in sides
+    }
+    longest = rows[-1][0]  # both panels end there
+    decode = [row for row in result["decode"] if row["position"] <= longest]
+    steps = {
+        side: [(row["position"], 1e6 * row[f"{side}_layer_seconds"]) for row in decode] for side in sides
+    }
+    panel(left, "training, per token", "tokens", training)
+    panel(right, "decoding, per token", "tokens before it", steps)
+    left.set_ylabel("microseconds", color=GREY)
+    for name, color, up in (("softmax attention", SOFTMAX, 0.88), ("linrope", LINROPE, 0.78)):
+        right.text(0.04, up, name, color=color, weight="bold", transform=right.transAxes)
+    figure.savefig(Path(__file__).parent / "assets" / "cost.svg", transparent=True, metadata={"Date": None})
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
