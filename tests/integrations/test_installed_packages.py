@@ -58,6 +58,7 @@ def logits_and_gradient(family: str) -> list[torch.Tensor]:
 @pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.24"), reason="it asks for fla in another way"
 )
+@pytest.mark.long  # two processes import transformers
 def test_delta_rules_run_where_fla_is_installed_and_raises(tmp_path: Path) -> None:
     package, file = tmp_path / "fla", tmp_path / "results.pt"
     package.mkdir()

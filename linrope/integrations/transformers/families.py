@@ -23,14 +23,8 @@ KIMI_DELTA_ATTENTION = ("bailing_hybrid", "glm5_next", "kimi_linear")
 CONVOLUTION = ("inkling", "lfm2", "lfm2_moe", "lfm3")  # alone
 # Folders of transformers.models
 FAMILIES = (*MAMBA2, "minimax", *GATED_DELTA_NET, *KIMI_DELTA_ATTENTION, *CONVOLUTION)
-_MAMBA1 = (
-    "its recurrent layers are Mamba-1's, with a decay for each channel and feature; with linrope's convolution alone, "
-    "prefill of 512 tokens took {} times as long and a decoding step {}"
-)
-NOT_RUN = {  # well-known families with linear layers, and why linrope does not run them
-    "mamba": _MAMBA1.format("1.00", 0.98), "falcon_mamba": _MAMBA1.format(1.03, 0.95),
-    "jamba": _MAMBA1.format(1.05, 0.95), "zamba": _MAMBA1.format("1.10", 0.97),
-}  # fmt: skip
+_MAMBA1 = "its recurrent layers are Mamba-1's, with a decay for each channel and feature"
+NOT_RUN = dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), _MAMBA1)  # well-known families, and why
 
 _log = logging.getLogger("linrope.integrations.transformers")
 _Function = Callable[..., Any]
