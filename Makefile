@@ -11,7 +11,7 @@ demo: $(VENV)/ready native
 test: $(VENV)/ready native
 	$(BIN)/python -m pytest -n auto --dist loadgroup
 
-# What make test leaves out, but for test-ptx's: minutes each of several processes, all combinations, all kernels.
+# The tests marked long, which make test leaves out: four processes, most pairs of options, all kernels compiled.
 test-long: $(VENV)/ready native
 	$(BIN)/python -m pytest -n auto --dist loadgroup -m long
 

@@ -30,9 +30,11 @@ void through_map(const Task& task, const Rows& rows, int64_t token, const float*
   if (s.map == kIdentity) return;
   if (reads_input) features(s, rows, token, kIdentity, raw);
   const float* x = reads_input ? raw : y;
-  const vf before_length = splat(!unit ? 1 : factor ? 1 / factor : 0);
-  for (int i = 0; i < s.F; i += W)
-    store(d + i, load(d + i) * slope(s.map, load(x + i), load(y + i) * before_length));
+  const vf before_length = splat(factor ? 1 / factor : 0);
+  for (int i = 0; i < s.F; i += W) {
+    const vf mapped = unit ? load(y + i) * before_length : load(y + i);
+    store(d + i, load(d + i) * slope(s.map, load(x + i), mapped));
+  }
 }
 
 // Finishes a query's gradient, given d (F) = dphi^ without the normalizer's share; rotates it back in place.

@@ -18,11 +18,14 @@ inline int size_of(int type) { return type == kFloat64 ? 8 : type == kFloat32 ? 
 
 inline int64_t batch_row(const Call& c, const Span& span) { return c.cu_seqlens.data ? 0 : span.sequence; }
 
+// A double plus and minus 1.5 * 2^52 is rounded to an integer. Not with -ffast-math, which removes both
+constexpr double kRoundToInteger = 0x1.8p52;
+
 // e^x = e^r 2^n for count numbers, a multiple of W. x is float64: differences of large sums would be off in float32
 inline void reduce(const double* x, float* r, float* n, int count) {
   for (int i = 0; i < count; i++) {
     const double d = x[i] > -104 ? x[i] : x[i] == x[i] ? -104 : x[i];
-    const double whole = d * 1.4426950408889634 + 6755399441055744.0 - 6755399441055744.0;
+    const double whole = d * 1.4426950408889634 + kRoundToInteger - kRoundToInteger;
     r[i] = (float)(d - whole * 0.69314718055994531);
     n[i] = whole == whole ? (float)whole : 0;
   }
@@ -167,7 +170,7 @@ struct Steps {
       for (int i = 0; i < pairs; i++) x[i] = read(p + i * pair, type);
     for (int i = 0; i < pairs; i++) {
       const double y = x[i] * 0.15915494309189535;  // 1 / 2 pi
-      const double rounded = y + 6755399441055744.0 - 6755399441055744.0;
+      const double rounded = y + kRoundToInteger - kRoundToInteger;
       const double whole = std::fabs(y) < 0x1p51 ? rounded : y;  // a larger y is an integer already
       const double fraction = y - whole;
       sums[i] += sign * (uint64_t)(int64_t)((fraction < 0.5 ? fraction : -0.5) * 0x1p64);

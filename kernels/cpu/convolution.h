@@ -9,7 +9,7 @@
 namespace linrope {
 namespace {
 
-constexpr int kBlock = 8;  // tokens
+constexpr int kTokensAtOnce = 8;  // that a pass computes together; not the kBlock of call.h
 
 // The rows of one sequence, tokens [first, end) of a batch row
 template <class T> struct Sequence {
@@ -44,8 +44,8 @@ void for_sequences(const Convolution& c, int64_t batch, int64_t begin, int64_t e
 
 template <class T, int TAPS> struct ForwardBlock {
   const Convolution& c;
-  const T* x[kBlock + kMaxTaps - 1];  // the rows of the taps - 1 tokens before the block and of its tokens
-  T* y[kBlock];
+  const T* x[kTokensAtOnce + kMaxTaps - 1];  // the rows of the taps - 1 tokens before the block and of its tokens
+  T* y[kTokensAtOnce];
   int64_t ahead;  // from a row to the one that the next block reads in its place, in elements
 
   template <int N, bool PART> void channels(const int64_t begin, const int64_t end) const {
@@ -88,22 +88,22 @@ template <class T, int TAPS> void convolve_tokens(const Convolution& c, int64_t 
   T* zeros = lay_out<Scratch>(c.stride).zeros;
   memset(zeros, 0, c.stride * sizeof(T));
   for_sequences(c, batch, begin, end, zeros, [&](const Sequence<T>& sequence, int64_t from, int64_t to) {
-    ForwardBlock<T, TAPS> block{c, {}, {}, kBlock * c.x.token};
+    ForwardBlock<T, TAPS> block{c, {}, {}, kTokensAtOnce * c.x.token};
     const auto run = [&]<int N>(int64_t token) {
       for (int r = 0; r < N + c.taps - 1; r++) block.x[r] = sequence.x(token - c.taps + 1 + r);
       for (int i = 0; i < N; i++) block.y[i] = sequence.at(c.y, token + i);
       block.template run<N>();
     };
-    for (; from + kBlock <= to; from += kBlock) run.template operator()<kBlock>(from);
+    for (; from + kTokensAtOnce <= to; from += kTokensAtOnce) run.template operator()<kTokensAtOnce>(from);
     for (; from < to; from++) run.template operator()<1>(from);
   });
 }
 
 template <class T, int TAPS> struct BackwardBlock {
   const Convolution& c;
-  const T* x[kBlock + kMaxTaps - 1];
-  const T* dy[kBlock];
-  T* dx[kBlock];
+  const T* x[kTokensAtOnce + kMaxTaps - 1];
+  const T* dy[kTokensAtOnce];
+  T* dx[kTokensAtOnce];
   float* later;  // (taps - 1, stride): da of the tokens after the block, then of the block's first tokens
   float* sums;   // (taps + 1, stride): the gradients of weight and bias
   int64_t x_ahead, dy_ahead;
@@ -177,7 +177,7 @@ void convolve_tokens_backward(const Convolution& c, int64_t batch, int64_t begin
   memset(zeros, 0, c.stride * sizeof(T));
   memset(unused_sums, 0, (taps + 1) * c.stride * 4);
   for_sequences(c, batch, begin, end, zeros, [&](const Sequence<T>& sequence, int64_t from, int64_t to) {
-    BackwardBlock<T, TAPS> block{c, {}, {}, {}, later, sums, -kBlock * c.x.token, -kBlock * c.dy.token};
+    BackwardBlock<T, TAPS> block{c, {}, {}, {}, later, sums, -kTokensAtOnce * c.x.token, -kTokensAtOnce * c.dy.token};
     const auto run = [&]<int N>(int64_t token) {
       for (int r = 0; r < N + taps - 1; r++) block.x[r] = sequence.x(token - taps + 1 + r);
       for (int i = 0; i < N; i++) block.dy[i] = sequence.at(c.dy, token + i);
@@ -191,10 +191,10 @@ void convolve_tokens_backward(const Convolution& c, int64_t batch, int64_t begin
     while (token > to) run.template operator()<1>(--token);
     block.sums = sums;
     while (token > from) {
-      const int64_t count = token - from >= kBlock ? kBlock : 1;
+      const int64_t count = token - from >= kTokensAtOnce ? kTokensAtOnce : 1;
       token -= count;
       for (int i = 0; i < count; i++) block.dx[i] = sequence.at(c.dx, token + i);
-      if (count == kBlock) run.template operator()<kBlock>(token);
+      if (count == kTokensAtOnce) run.template operator()<kTokensAtOnce>(token);
       else run.template operator()<1>(token);
     }
     if (from > sequence.first || !c.d_before.data) return;

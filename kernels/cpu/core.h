@@ -184,7 +184,7 @@ void solve(const System& x) {
   });
 }
 
-// Rows X of (I + L)^T X = X, in place: the last row first
+// Solves (I + L)^T Y = X, with L the scores below the diagonal. Y replaces X, the last row first
 void solve_transposed(int rows, const RowLayout& row, const float* scores, float* X) {
   panels(row, [&]<int N>(int e0) {
     row_blocks(rows, MR, [&]<int M>(int first) {

@@ -32,9 +32,9 @@ template <int M, int N> void linear_rows(const Linear& c, float* y, int64_t row,
 }
 
 void linear(const Linear& c, float* y, int64_t begin, int64_t end) {
-  constexpr int64_t kBlock = 24;  // columns whose weights stay in the first-level cache while all rows pass
-  for (int64_t column = begin; column < end; column += kBlock) {
-    const int64_t last = column + kBlock < end ? column + kBlock : end;
+  constexpr int64_t kColumnsAtOnce = 24;  // columns whose weights stay in the first-level cache while all rows pass
+  for (int64_t column = begin; column < end; column += kColumnsAtOnce) {
+    const int64_t last = column + kColumnsAtOnce < end ? column + kColumnsAtOnce : end;
     int64_t row = 0;
     for (; row + 4 <= c.rows; row += 4) linear_rows<4, 3>(c, y, row, column, last);
     for (; row + 2 <= c.rows; row += 2) linear_rows<2, 4>(c, y, row, column, last);

@@ -1,5 +1,5 @@
-// Divides a call into tasks and runs them in parallel regions. A task is one sequence and key/value head, or one
-// segment of these; a thread may get several heads at once.
+// Divides a call into tasks and runs them in parallel regions. A task is one segment of a sequence's key/value head. A
+// thread gets a bundle: the same segment of several heads.
 // With fewer than kMinTasks tasks, long sequences are cut into segments: first the state of each segment alone is
 // computed, then the states before the segments, and then every segment runs from the state before it. The cut depends
 // only on the call's shape, so that the bits of a result do not depend on the number of threads.
@@ -56,7 +56,7 @@ struct Schedule {
     if (bundle > c.g) bundle = c.g;
     if (bundle < 1 || c.sequences < 1) return;
     const int64_t shared = c.heads_per_gradient;
-    const int64_t each = bundle < shared ? shared : bundle / shared * shared;  // heads of a task
+    const int64_t each = bundle < shared ? shared : bundle / shared * shared;  // heads of a bundle
     const int64_t parts = (c.g + each - 1) / each;
     run(c.sequences * parts * count, [&](int64_t i) {
       const int64_t segment = first + i % count, sequence = i / count / parts, begin = i / count % parts * each;

@@ -19,6 +19,7 @@ def test_decoding_starts_when_all_prompts_are_read(monkeypatch) -> None:
     sizes = {"embed_dim": 16, "num_heads": 1, "num_layers": 1}
     models = {
         "linrope": LanguageModel(LanguageModelConfig(**sizes)),
+        "delta rule": LanguageModel(LanguageModelConfig(**sizes, erase_gate="independent")),
         "softmax": LanguageModel(LanguageModelConfig(**sizes, attention="softmax")),
     }
     for side in serving.SIDES:

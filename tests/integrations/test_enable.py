@@ -248,6 +248,14 @@ def test_replaced_says_what_linrope_computes_in_a_model() -> None:
         assert linrope_transformers.replaced(nn.Linear(2, 2)) == ()
 
 
+def test_nothing_is_computed_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = model("mamba2")
+    with linrope_transformers.enable("mamba2"):
+        assert linrope_transformers.replaced(net)
+        monkeypatch.setattr(native, "why_not", lambda: "not built")
+        assert linrope_transformers.replaced(net) == ()
+
+
 def test_replaced_knows_modules_that_keep_the_forward_from_before() -> None:
     """accelerate's hooks do so."""
     before, after = model("minimax"), model("minimax")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from linrope import backends
 from linrope.common.argument_checks import check_name
 from linrope.common.private_names import forward_behind_hooks
 from linrope.integrations.transformers import delta_rule, mamba2, minimax, packing, refusals, shared
@@ -164,18 +165,25 @@ def disable(*families: str) -> None:
 
 
 def replaced(model: nn.Module) -> tuple[str, ...]:
-    """What linrope computes in this model of transformers now. Empty: nothing.
+    """What linrope computes in this model of transformers now. Empty: nothing, for example without the C++ kernels.
 
     >>> from transformers import Mamba2Config, Mamba2Model
+    >>> from linrope.backends import native
     >>> from linrope.integrations import transformers as linrope_transformers
     >>> config = Mamba2Config(hidden_size=16, num_heads=4, head_dim=8, n_groups=1, num_hidden_layers=1, vocab_size=9)
     >>> model = Mamba2Model(config)
     >>> with linrope_transformers.enable("mamba2"):
-    ...     linrope_transformers.replaced(model)
-    ('convolution', 'gated norm', 'scan', 'step')
+    ...     computed = linrope_transformers.replaced(model)
+    >>> computed == (("convolution", "gated norm", "scan", "step") if native.why_not() is None else ())
+    True
     >>> linrope_transformers.replaced(model)
     ()
     """
+    # Offloaded weights are on the meta device
+    if backends.native.why_not() is not None and any(
+        x.device.type in ("cpu", "meta") for x in model.parameters()
+    ):
+        return ()
     computed = {
         entry.computes
         for (owner, name), entry in _replaced.items()
