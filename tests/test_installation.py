@@ -53,7 +53,7 @@ def show_versions(folder: Path, *paths: Path) -> str:
 
 def test_readme_and_first_page_install_pytorch_for_cpus_and_hatchling_before_they_build() -> None:
     (install,), (wheel,) = blocks("README.md"), blocks(WHEEL)
-    linrope = "pip install --no-build-isolation '.[cli]'"
+    linrope = "pip install --no-build-isolation '.[cli,huggingface]'"
     assert install == ["pip install uv hatchling", PYTORCH, linrope, "linrope env"]
     assert wheel[0].startswith("pip wheel --no-build-isolation ")
     assert blocks("docs/index.md") == [install]
