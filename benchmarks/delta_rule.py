@@ -27,7 +27,7 @@ from linrope.decode import prepare_attention
 from linrope.feature_maps import UnitMap
 
 D = 128  # features and values of a head
-STEPS = 16  # of a sequence that are timed together
+STEPS = 16  # decoding steps that are timed together
 UNIT = UnitMap(D, query_factor=D**-0.5)
 PEERS = {
     "gdn": (qwen.torch_chunk_gated_delta_rule, qwen.torch_recurrent_gated_delta_rule),

@@ -28,7 +28,7 @@ PANELS = {  # kind, batch
 
 
 def speedup(rows: list[dict[str, Any]], kind: str, batch: int) -> float:
-    """Of the longest measured case of up to 2,048 tokens."""
+    """transformers' time divided by linrope's, for the longest measured case with at most 2,048 tokens."""
     found = [x for x in rows if (x["kind"], x["batch"]) == (kind, batch) and x["length"] <= 2048]
     seconds = max(found, key=lambda x: x["length"])["seconds"]
     return float(seconds["transformers"] / seconds["linrope"])

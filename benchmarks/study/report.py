@@ -59,8 +59,8 @@ TASKS = {
     ),
     "distant": (
         "Recall over a distance",
-        "The values of 4 keys, after so many bytes of source code; trained at 8 to 4,096 bytes. A model that knows the "
-        "four values but not their keys gets 0.41.",
+        "The task is to recall the values of 4 keys. The columns give the bytes of source code in between; training "
+        "has 8 to 4,096. A model that knows the four values but not their keys gets 0.41.",
     ),
     "images": (
         "Images",

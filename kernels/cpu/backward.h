@@ -20,8 +20,8 @@
 namespace linrope {
 namespace {
 
-// Turns the gradient d of a row y of features into that of what the map found at `token`. length, factor: those of
-// Task::set_lengths. raw: scratch (F)
+// d is the gradient of a token's features y, and becomes that of the map's input. length, factor: those of
+// Task::set_lengths, read only with c.unit. raw: scratch (F)
 void through_map(const Task& task, const Rows& rows, int64_t token, const float* y, float length, float factor, float* raw,
                  float* d) {
   const Shape& s = task.s;
@@ -30,7 +30,7 @@ void through_map(const Task& task, const Rows& rows, int64_t token, const float*
   if (s.map == kIdentity) return;
   if (reads_input) features(s, rows, token, kIdentity, raw);
   const float* x = reads_input ? raw : y;
-  const vf before_length = splat(factor ? 1 / factor : 0);
+  const vf before_length = splat(unit && factor ? 1 / factor : 0);
   for (int i = 0; i < s.F; i += W) {
     const vf mapped = unit ? load(y + i) * before_length : load(y + i);
     store(d + i, load(d + i) * slope(s.map, load(x + i), mapped));

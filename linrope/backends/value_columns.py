@@ -13,7 +13,7 @@ from torch import Tensor
 from linrope.recurrence.call import Call, Sums
 from linrope.recurrence.state import LinearAttentionState
 
-FEWEST_COLUMNS = 32  # of a part: fewer do not fill the products of the kernels
+FEWEST_COLUMNS = 32  # in each part: the kernels multiply 32 columns at a time
 FEWEST_TOKENS = 256
 
 

@@ -32,9 +32,8 @@ class LayerStep:
     def __init__(self, layer: LinearRoPEAttention, state: LayerState) -> None:
         self.state = state
         write = layer.write_gate if layer.config.write_gate == "independent" else None
-        forget: Any = (
-            layer.forget_gate
-        )  # if it is per feature, the first of its two products is a projection of x
+        # The first of the two products of a gate per feature is a projection of x
+        forget: Any = layer.forget_gate
         forget = forget.down if isinstance(forget, FeatureForgetGate) else forget
         gates = layer.g_proj, forget, write, layer.erase_gate
         self.projections = Joined(layer.q_proj, layer.k_proj, layer.v_proj, *gates)
