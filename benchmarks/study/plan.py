@@ -11,16 +11,17 @@ from benchmarks.study.variants import VARIANTS, family
 LEARNING_RATES = (1e-3, 3e-3, 1e-2)
 GRID_SEED = 0  # of the runs that choose a learning rate, and of no other
 
-_BLOCKS = ["block", "block-quarter", "block-plain", "block-softmax", "block-softmax-quarter"]
+_BLOCKS = ["block-all-rotated", "block", "block-unrotated", "block-softmax-all-rotated", "block-softmax"]
 _PARTS = [name for name in VARIANTS if name.startswith("gate-rope+")]
 _MAPS = [name for name in VARIANTS if name.startswith("spread-")]
 _CHANGES = ["block-identity", "block-bias", "block-trapezoid", "block-bias-trapezoid"]
 _CHANGES += ["block-no-conv", "block-no-skip", "block-bias-trapezoid-no-conv"]
 _DELTA = ["block-erase", "block-erase-elu", "block-erase-elu-half", "block-erase-2-elu"]
-_TRACK = ["block-erase-2-elu", "block-erase-2-elu-half", "block-erase-2-elu-plain"]
-_TRACK += ["block-erase-2", "block-erase-2-half", "block-erase-2-plain"]
+_TRACK = ["block-erase-2-elu", "block-erase-2-elu-half", "block-erase-2-elu-unrotated"]
+_TRACK += ["block-erase-2", "block-erase-2-half", "block-erase-2-unrotated"]
 _TRACK += ["block-erase", "block-tied-2", "block-feature-tied-2"]
 _HYBRIDS = ["block-hybrid", "block-hybrid-first"]
+_DELTA_PEERS = ["gated-deltanet", "kimi-linear"]
 
 # The first model of a family is the one with which the family's learning rate is chosen.
 PLAN: list[tuple[Task, list[str]]] = [
@@ -30,32 +31,45 @@ PLAN: list[tuple[Task, list[str]]] = [
             *("softmax-rope", "eq19", "linear", "rope-before", "eq19-normalizer"),
             *("spread", "retnet", "learned", *_MAPS, "gate-rope", *_PARTS),
             *("softmax-rope+init", "eq19+init", "spread+init", *_BLOCKS, *_CHANGES),
-            *("block-mixers", "block-mixers-quarter", "block-feature", "block-hybrid", *_DELTA, *peers.PEERS),
+            *("block-mixers-all-rotated", "block-mixers", "block-hybrid", "block-feature", *_DELTA),
+            *("block-erase-elu-unrotated", "block-tied-2", "block-feature-tied-2", *peers.PEERS),
         ],
     ),
-    (EqualTime("language-equal-time"), ["block-quarter"]),
+    (EqualTime("language-equal-time"), ["block"]),
     (
         Recall("recall-256", heads=16, head_dim=4),
-        ["block", "block-quarter", "block-plain", *_DELTA, "gated-deltanet"],
+        [
+            *("block-all-rotated", "block", "block-unrotated", "block-feature", "block-hybrid"),
+            *(*_DELTA, "mamba-2", *_DELTA_PEERS),
+        ],
     ),
     (Recall("recall-1024"), ["softmax-rope", "gate-rope", *_PARTS, *_BLOCKS, "eq19+init"]),
     (
         Sum("parity", vocab_size=2, modulus=2),
-        ["softmax-rope", "block", "block-quarter", "block-plain", "block-selective-add", *_TRACK],
+        [
+            *("softmax-rope", "block-all-rotated", "block", "block-unrotated", "block-selective-add"),
+            *("block-feature", "block-hybrid", *_TRACK, *_DELTA_PEERS),
+        ],
     ),
     (
         Sum("modulo-3", vocab_size=3, modulus=3),
-        ["softmax-rope", "block", "block-quarter", "block-selective-add", *_TRACK],
+        [
+            *("softmax-rope", "block-all-rotated", "block", "block-selective-add"),
+            *("block-feature", "block-hybrid", *_TRACK, *_DELTA_PEERS),
+        ],
     ),
-    (Copying("copying"), ["softmax-rope", *_BLOCKS, *_HYBRIDS, *_DELTA]),
-    (LongCopying("copying-1800"), ["block-quarter", "block-hybrid-first"]),
-    (Distant("distant"), ["softmax-rope", *_BLOCKS]),
+    (
+        Copying("copying"),
+        ["softmax-rope", *_BLOCKS, *_HYBRIDS, "block-feature", *_DELTA, "mamba-2", *_DELTA_PEERS],
+    ),
+    (LongCopying("copying-1800"), ["block", "block-hybrid-first"]),
+    (Distant("distant"), ["softmax-rope", *_BLOCKS, "block-hybrid", "block-erase-elu", "mamba-2"]),
     (Images("images"), ["eq19", "linear", "axial", "axial-before"]),
 ]
 # Only where it is asked for by name: it takes longer than all of the others together.
 LONG = (
     Language("language-long", heads=8, head_dim=32, length=1024, rows=4, steps=300, layers=4, test_rows=16),
-    ["block", "block-quarter", "block-softmax", "mamba-2"],
+    ["block-all-rotated", "block", "block-softmax-all-rotated", "mamba-2"],
 )
 
 

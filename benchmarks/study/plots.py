@@ -13,17 +13,17 @@ from benchmarks.study.report import DEFAULT, Rows, counted
 # red, the delta rule green, other people's models grey.
 MODELS: dict[str, tuple[str, str]] = {
     DEFAULT: ("default block", "#1f5fbf"),
-    "block": ("default block, all rotated", "#7fb2ee"),
-    "block-plain": ("default block, none rotated", "#9aa9c9"),
-    "block-mixers-quarter": ("default block, no feed-forward", "#123a75"),
+    "block-all-rotated": ("default block, all rotated", "#7fb2ee"),
+    "block-unrotated": ("default block, none rotated", "#9aa9c9"),
+    "block-mixers": ("default block, no feed-forward", "#123a75"),
     "block-feature": ("with a gate per feature", "#2aa5b5"),
     "block-selective-add": ("with selective rotation", "#8a5cc2"),
     "block-erase-elu": ("with erase", "#2e8b57"),
     "block-erase-2-elu": ("with erase up to 2", "#2e8b57"),
     "block-hybrid": ("last layer softmax", "#c77f1e"),
     "block-hybrid-first": ("first layer softmax", "#c77f1e"),
-    "block-softmax-quarter": ("softmax in the block", "#c23b3b"),
-    "block-softmax": ("softmax in the block, all rotated", "#e58a8a"),
+    "block-softmax": ("softmax in the block", "#c23b3b"),
+    "block-softmax-all-rotated": ("softmax in the block, all rotated", "#e58a8a"),
     "softmax-rope": ("softmax alone, RoPE", "#8c1d1d"),
     "eq19": ("equation 19 alone", "#5b9e2d"),
     "mamba-2": ("Mamba-2", "#333333"),
@@ -31,11 +31,25 @@ MODELS: dict[str, tuple[str, str]] = {
     "kimi-linear": ("Kimi Linear's KDA", "#777777"),
     "minimax": ("MiniMax", "#777777"),
 }
-PRICE = [DEFAULT, "block-mixers-quarter", "block-feature", "block-erase-elu", "block-hybrid", "block-softmax"]
+PRICE = [
+    DEFAULT,
+    "block-mixers",
+    "block-feature",
+    "block-erase-elu",
+    "block-hybrid",
+    "block-softmax-all-rotated",
+]
 PRICE += ["mamba-2", "gated-deltanet", "kimi-linear", "minimax"]
-POSITIONS = ["softmax-rope", "eq19", "block-softmax", "mamba-2", DEFAULT]
+POSITIONS = ["softmax-rope", "eq19", "block-softmax-all-rotated", "mamba-2", DEFAULT]
 TRACKING = [DEFAULT, "block-selective-add", "block-erase-2-elu"]
-LOOK_UP = [DEFAULT, "block", "block-plain", "block-erase-elu", "block-hybrid-first", "block-softmax-quarter"]
+LOOK_UP = [
+    DEFAULT,
+    "block-all-rotated",
+    "block-unrotated",
+    "block-erase-elu",
+    "block-hybrid-first",
+    "block-softmax",
+]
 
 
 def plots(folder: Path, out: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from benchmarks.study.lines import Line
 from benchmarks.study.variants import VARIANTS, WORDS, family
 
 Rows = dict[str, list[Line]]  # by model, a line per seed
-DEFAULT = "block-quarter"  # the default block
+DEFAULT = "block"  # the default block
 _HEAD = """# Tables of the study
 
 After reading this page you know the figures behind [Evidence](evidence.md), which says what follows from them and what

@@ -196,8 +196,8 @@ def test_variants_are_what_their_names_say() -> None:
 def test_the_number_in_a_recall_s_name_is_that_of_a_layer_s_state_and_growing_states_have_none() -> None:
     for task, names in plan.chosen([], 1.0):
         if task.name.startswith("recall-"):
-            model = variants.build("block", task)
-            assert "block" in names
+            model = variants.build("block-all-rotated", task)
+            assert "block-all-rotated" in names
             assert variants.state_numbers(model) == int(task.name.removeprefix("recall-")) * task.layers
             assert variants.state_numbers(variants.build("softmax-rope", task)) is None
     assert variants.state_numbers(variants.build("block-hybrid", LANGUAGE)) is None
@@ -232,7 +232,9 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path, monkeypatch) ->
 
 def test_a_study_that_was_killed_runs_only_what_is_missing(tmp_path, monkeypatch, capsys) -> None:
     def study() -> list[str]:
-        runner.study(tmp_path, ["parity", "block", "softmax-rope"], 1e-4, seeds=2, jobs=1, device="cpu")
+        runner.study(
+            tmp_path, ["parity", "block-all-rotated", "softmax-rope"], 1e-4, seeds=2, jobs=1, device="cpu"
+        )
         return capsys.readouterr().out.splitlines()
 
     append = lines.append
@@ -253,14 +255,14 @@ def test_a_study_that_was_killed_runs_only_what_is_missing(tmp_path, monkeypatch
     found = lines.read(tmp_path)
     assert len({(x["model"], x["seed"], x["learning_rate"], x["phase"]) for x in found}) == len(found) == 10
     assert [(x["model"], x["seed"]) for x in found[6:]] == [
-        ("softmax-rope", 1), ("block", 1), ("softmax-rope", 2), ("block", 2),
+        ("softmax-rope", 1), ("block-all-rotated", 1), ("softmax-rope", 2), ("block-all-rotated", 2),
     ]  # fmt: skip
     assert study() == []
     assert not list((tmp_path / "unfinished").glob("*"))
 
 
 def test_a_line_has_what_repeats_the_run(tmp_path) -> None:
-    run = Run(tiny(TASKS["parity"]), "block", 3, 1e-3, "run")
+    run = Run(tiny(TASKS["parity"]), "block-all-rotated", 3, 1e-3, "run")
     first = runner.perform((run, tmp_path, "cpu"))
     json.dumps(first, allow_nan=False)
     assert first.keys() >= {"options", "settings", "machine", "versions", "modified", "optimizer", "date"}
@@ -298,7 +300,7 @@ def test_the_learning_rate_is_the_one_with_the_least_loss_of_the_grid() -> None:
 def test_a_part_of_the_study_uses_the_learning_rates_of_the_whole() -> None:
     ((task, names),) = plan.chosen(["language", "block-feature"], 1.0)
     assert names == ["block-feature"]
-    assert plan.representatives(task, names) == {"block": "block"}
+    assert plan.representatives(task, names) == {"block": "block-all-rotated"}
 
 
 def test_what_cannot_be_chosen_is_refused() -> None:
@@ -323,7 +325,7 @@ def test_a_peer_that_is_not_installed_is_left_out_and_named(tmp_path, monkeypatc
 
 
 def test_the_commands(tmp_path, capsys) -> None:
-    run = f"run --out {tmp_path} --scale 1e-4 --seeds 1 --only copying --only block-plain"
+    run = f"run --out {tmp_path} --scale 1e-4 --seeds 1 --only copying --only block-unrotated"
     for command in (run, f"table {tmp_path}", f"plot {tmp_path}"):
         with pytest.raises(SystemExit) as end:
             commands.main(command.split())
@@ -336,15 +338,15 @@ def test_the_commands(tmp_path, capsys) -> None:
 
 
 def test_steps_of_models_are_timed_side_by_side(tmp_path, capsys) -> None:
-    command = f"steps --only parity --only softmax-rope --only block-quarter --rounds 1 --out {tmp_path}"
+    command = f"steps --only parity --only softmax-rope --only block --rounds 1 --out {tmp_path}"
     commands.app(command.split(), standalone_mode=False)
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("softmax-rope: ")
-    assert second.startswith("block-quarter: ")
+    assert second.startswith("block: ")
     assert second.endswith("ms, 1.00 (fastest)")
     found = steps.read(tmp_path)
     assert found is not None
-    assert found["seconds"].keys() == {"softmax-rope", "block-quarter"}
+    assert found["seconds"].keys() == {"softmax-rope", "block"}
 
 
 def test_other_people_s_linear_layers_are_timed_on_linrope_and_in_plain_pytorch() -> None:
@@ -360,7 +362,7 @@ def test_other_people_s_linear_layers_are_timed_on_linrope_and_in_plain_pytorch(
         assert "scan" in linrope_transformers.replaced(model)
     assert variants.state_numbers(model) is None
     assert peers.state_numbers("mamba-2", model.options) == 8 * 2 * LANGUAGE.dim * model.options["state_size"]
-    assert peers.state_numbers("llama", {}) is peers.state_numbers("block", {}) is None
+    assert peers.state_numbers("llama", {}) is peers.state_numbers("block-all-rotated", {}) is None
 
 
 def test_longer_tasks_take_the_learning_rates_of_the_others() -> None:
@@ -371,8 +373,8 @@ def test_longer_tasks_take_the_learning_rates_of_the_others() -> None:
         assert longer.steps > plain.steps
     longer = TASKS["language-equal-time"]
     losses = dict(zip(plan.LEARNING_RATES, (0.5, 0.2, 0.3)))
-    runs = runner.grid([(longer, ["block-quarter"])])
-    assert {(run.task, run.model) for run in runs} == {(TASKS["language"], "block")}
+    runs = runner.grid([(longer, ["block"])])
+    assert {(run.task, run.model) for run in runs} == {(TASKS["language"], "block-all-rotated")}
     found = [run.key() | {"final_loss": losses[run.learning_rate]} for run in runs]
-    (run,) = runner.counting([(longer, ["block-quarter"])], 1, found)
+    (run,) = runner.counting([(longer, ["block"])], 1, found)
     assert (run.task, run.learning_rate) == (longer, 3e-3)

@@ -51,15 +51,15 @@ def made_up(task: Task, model: str, seed: int, results: dict[str, Any] | None) -
 def test_a_table_has_means_and_spreads_from_the_lines_alone(tmp_path) -> None:
     for seed, share in enumerate((0.5, 0.6, 0.9), 1):
         lines.append(tmp_path, made_up(TASKS["parity"], "eq19", seed, {"1x": share, "curve": [1.0]}))
-    lines.append(tmp_path, made_up(TASKS["parity"], "block", 1, {"1x": 1.0, "curve": [1.0]}))
-    lines.append(tmp_path, made_up(TASKS["parity"], "block", 2, None))
+    lines.append(tmp_path, made_up(TASKS["parity"], "block-all-rotated", 1, {"1x": 1.0, "curve": [1.0]}))
+    lines.append(tmp_path, made_up(TASKS["parity"], "block-all-rotated", 2, None))
     lines.append(tmp_path, made_up(TASKS["parity"], "eq19", 0, {"1x": 0.0}) | {"phase": "grid"})
     found = report.page(tmp_path)
     assert "\n**parity**: 600 steps of about 1,024 tokens, 2 to 3 seeds" in found
     assert re.search(r"\| guessing \| 0.500 \|", found)
     assert re.search(r"\| a perfect solver \| 1.000 \|", found)
     assert "| eq19 | 0.667 ± 0.200 | 1,234 | 64 | 0.003 |" in found
-    assert "| block | 1 of 2 diverged |" in found
+    assert "| block-all-rotated | 1 of 2 diverged |" in found
     assert "curve" not in found
 
 
@@ -72,7 +72,7 @@ def test_lines_that_do_not_belong_together_are_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="two lines of one seed"):
         report.page(tmp_path)
     other = replace(TASKS["parity"], steps=3)
-    lines.append(tmp_path, made_up(other, "block", 1, {"1x": 0.5}))
+    lines.append(tmp_path, made_up(other, "block-all-rotated", 1, {"1x": 0.5}))
     with pytest.raises(ValueError, match="several settings"):
         report.page(tmp_path)
     (tmp_path / lines.NAME).write_text('{"task": 1}\n{"ta\n{"task": 2}\n')
@@ -81,25 +81,25 @@ def test_lines_that_do_not_belong_together_are_refused(tmp_path) -> None:
 
 
 def test_the_times_of_steps_are_relative_to_the_default_block(tmp_path) -> None:
-    lines.append(tmp_path, made_up(TASKS["language"], "block-quarter", 1, {"bits": 2.0}))
+    lines.append(tmp_path, made_up(TASKS["language"], "block", 1, {"bits": 2.0}))
     assert "Time of a step" not in report.page(tmp_path).split("## The models")[1]
     steps.save(tmp_path, TASKS["language"], 8, SECONDS)
     found = report.page(tmp_path)
     assert "| mamba-2 | 1.50 | 4.00 |\n" in found
-    assert found.index("| block-quarter | 1.00 |  |") < found.index("| mamba-2 | 1.50")
+    assert found.index("| block | 1.00 |  |") < found.index("| mamba-2 | 1.50")
 
 
-SECONDS = {"mamba-2": {"fastest": 0.3, "plain": 0.8}, "block-quarter": {"fastest": 0.2}}
+SECONDS = {"mamba-2": {"fastest": 0.3, "plain": 0.8}, "block": {"fastest": 0.2}}
 
 
 def test_plots_are_drawn_from_the_lines_alone(tmp_path) -> None:
     language = {"bits": 2.0, "by position": [2.0] * 64, "by position, 1x": [2.5] * 64}
-    for model in ("block-quarter", "mamba-2"):
+    for model in ("block", "mamba-2"):
         lines.append(tmp_path, made_up(TASKS["language"], model, 1, language))
         lines.append(tmp_path, made_up(TASKS["parity"], model, 1, {"1x": 1.0, "2x": 0.5, "4x": 0.5}))
         recall = made_up(TASKS["recall-256"], model, 1, {"6 pairs": 0.5}) | {"floor": {"6 pairs": 0.1}}
         lines.append(tmp_path, recall)
-    lines.append(tmp_path, made_up(TASKS["parity"], "block", 1, None))
+    lines.append(tmp_path, made_up(TASKS["parity"], "block-all-rotated", 1, None))
     assert {path.name for path in plots.plots(tmp_path, tmp_path)} == {
         "positions.png",
         "sums.png",
