@@ -1,11 +1,12 @@
 """Markdown extension: LaTeX in ```math fences and $`..`$ becomes MathML, which is drawn without a script.
 
-It also takes the word "no-run" out of fences, which tells tests/test_docs.py not to run the code: pymdownx.superfences
-accepts no second word and would show the fence as text.
+It also takes the words "no-run" and "needs-native" out of fences. They tell tests/test_docs.py when not to run the code;
+pymdownx.superfences accepts no second word and would show the fence as text.
 """
 
 import html
 import logging
+import re
 from typing import Any
 
 from markdown import Markdown
@@ -36,14 +37,14 @@ class _Inline(InlineProcessor):
         return self.md.htmlStash.store(_mathml(m[1], display=False)), m.start(0), m.end(0)
 
 
-class _NoRun(Preprocessor):
+class _OneWord(Preprocessor):
     def run(self, lines: list[str]) -> list[str]:
-        return [line.replace("```python no-run", "```python") for line in lines]
+        return [re.sub(r"```python (no-run|needs-native)$", "```python", line) for line in lines]
 
 
 class Formulas(Extension):
     def extendMarkdown(self, md: Markdown) -> None:
-        md.preprocessors.register(_NoRun(md), "no-run", 26)  # fences have 25
+        md.preprocessors.register(_OneWord(md), "one-word", 26)  # fences have 25
         md.inlinePatterns.register(_Inline(r"\$`([^`]+)`\$", md), "formula", 195)  # backticks have 190
 
 

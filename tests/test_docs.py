@@ -1,6 +1,7 @@
 """Every ```python block of README.md and docs/*.md runs, page by page, in the page's order.
 
-A block with the info string "python no-run" is only compiled.
+A block with the info string "python no-run" is only compiled. Without the native library so is one with "python
+needs-native": the other blocks of its page run, and then the test is skipped with the reason.
 """
 
 import re
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from linrope.backends import native
 
 ROOT = Path(__file__).parents[1]
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.is_file()]
@@ -34,14 +37,20 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)  # where the blocks write
     torch.manual_seed(0)
     names: dict[str, Any] = {"__name__": "__main__"}
+    left_out = []
     for above, info, code in blocks(page.read_text("utf-8")):
-        assert info in ("", "no-run"), f"{page.name}, line {above}: unknown info string {info!r}"
+        where = f"{page.name}, line {above}"
+        assert info in ("", "no-run", "needs-native"), f"{where}: unknown info string {info!r}"
         # Empty lines in front: an error then names the line of the page.
         compiled = compile("\n" * above + code, str(page), "exec")
-        if info != "no-run":
+        if info == "needs-native" and native.why_not() is not None:
+            left_out.append(where)
+        elif info != "no-run":
             exec(compiled, names)
     if "linrope_transformers" in names:  # README leaves transformers' models on linrope
         names["linrope_transformers"].disable()
+    if left_out:
+        pytest.skip(f"all but {', '.join(left_out)} ran: {native.why_not()}")
 
 
 def test_the_index_says_what_the_readme_says() -> None:
