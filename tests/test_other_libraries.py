@@ -1,0 +1,124 @@
+"""docs/coming_from.md: its calls give what the equations of the other libraries give, written out in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from linrope import Rotary, feature_maps, linear_rope_attention, state_from_sums
+from linrope.rotation.rotary import grid_positions
+
+same = torch.testing.assert_close
+FLA: dict[str, Any] = {"feature_map": None, "normalize": False}
+
+
+@pytest.fixture
+def qkv() -> Tensor:
+    """q, k, v (b, n, h, d)"""
+    return torch.randn(3, 2, 12, 4, 8, dtype=torch.float64)
+
+
+def gated(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, h: Tensor | None = None) -> Tensor:
+    """h_t = e^(g_t) h_(t-1) + k_t v_t^T,  out_t = h_t^T q_t"""
+    h = q.new_zeros(2, 4, 8, 8) if h is None else h
+    out = []
+    for t in range(q.shape[1]):
+        h = log_decay[:, t].exp()[..., None, None] * h + k[:, t, :, :, None] * v[:, t, :, None]
+        out.append(torch.einsum("bhd,bhde->bhe", q[:, t], h))
+    return torch.stack(out, 1)
+
+
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+    """h_t = e^(g_t) h_(t-1) + beta_t k_t (v_t - e^(g_t) h_(t-1)^T k_t)^T,  out_t = h_t^T q_t"""
+    h, out = q.new_zeros(2, 4, 8, 8), []
+    for t in range(q.shape[1]):
+        h = log_decay[:, t].exp()[..., None, None] * h
+        u = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhd,bhde->bhe", k[:, t], h))
+        h = h + k[:, t, :, :, None] * u[:, :, None]
+        out.append(torch.einsum("bhd,bhde->bhe", q[:, t], h))
+    return torch.stack(out, 1)
+
+
+def test_a_decay_from_data_or_retnet_s_is_fla_s_and_mamba_s(qkv: Tensor) -> None:
+    q, k, v = qkv
+    g = F.logsigmoid(torch.randn(2, 12, 4, dtype=torch.float64))
+    same(linear_rope_attention(q, k, v, log_decay=g, **FLA), gated(q, k, v, g))
+    retnet = 1 - 2.0 ** (-5 - torch.arange(4, dtype=torch.float64))
+    same(linear_rope_attention(q, k, v, decay=retnet, **FLA), gated(q, k, v, retnet.log().expand(2, 12, 4)))
+    dt, a = F.softplus(torch.randn(2, 12, 4, dtype=torch.float64)), -torch.rand(4, dtype=torch.float64)
+    same(
+        linear_rope_attention(q, k, v, log_decay=dt * a, write=dt, **FLA),
+        gated(q, k, dt[..., None] * v, dt * a),
+    )
+
+
+def test_a_state_of_fla_is_continued_with_its_scale(qkv: Tensor) -> None:
+    q, k, v = qkv
+    g = F.logsigmoid(torch.randn(2, 12, 4, dtype=torch.float64))
+    initial_state = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    state = state_from_sums(initial_state, feature_map=None)
+    out, last = linear_rope_attention(
+        q * 8**-0.5, k, v, log_decay=g, state=state, return_state=True, **FLA
+    )  # fmt: skip
+    same(out, gated(q * 8**-0.5, k, v, g, initial_state))
+    assert last.kv.shape == initial_state.shape
+
+
+def test_the_unit_map_with_fla_s_scale_is_gated_deltanet(qkv: Tensor) -> None:
+    q, k, v = qkv
+    g, beta = F.logsigmoid(torch.randn(2, 12, 4).double()), torch.rand(2, 12, 4, dtype=torch.float64)
+    unit_q, unit_k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    unit = feature_maps.make("unit", 8, query_factor=8**-0.5)
+    same(
+        linear_rope_attention(q, k, v, feature_map=unit, normalize=False, log_decay=g, write=beta, erase=beta),
+        gated_delta_rule(unit_q * 8**-0.5, unit_k, v, g, beta),
+    )
+
+
+def test_eps_is_added_as_in_fast_transformers(qkv: Tensor) -> None:
+    q, k, v = qkv
+    scores = torch.einsum("bnhd,bmhd->bhnm", F.elu(q) + 1, F.elu(k) + 1).tril()
+    theirs = torch.einsum("bhnm,bmhe->bnhe", scores / (scores.sum(-1, keepdim=True) + 1e-6), v)
+    same(linear_rope_attention(q, k, v, eps_mode="add"), theirs)
+
+
+def test_performer_pytorch_s_projection_gives_its_features(qkv: Tensor) -> None:
+    q, k, v = qkv
+    projection_matrix = torch.randn(64, 8, dtype=torch.float64)  # (nb_features, dim_heads)
+
+    def softmax_kernel(x: Tensor) -> Tensor:  # without kernel_epsilon
+        logits = x * 8**-0.25 @ projection_matrix.T
+        return (logits - x.square().sum(-1, keepdim=True) / 2 * 8**-0.5).exp() / 64**0.5
+
+    favor: Any = feature_maps.make("favor+", 8, num_features=64).double()
+    favor.load_projection(projection_matrix)
+    weights = torch.einsum("bnhf,bmhf->bhnm", softmax_kernel(q), softmax_kernel(k))
+    theirs = torch.einsum("bhnm,bmhe->bnhe", weights / weights.sum(-1, keepdim=True), v)
+    same(linear_rope_attention(q, k, v, feature_map=favor, causal=False), theirs)
+
+
+def test_mlla_is_equation_19_with_n_times_its_eps(qkv: Tensor) -> None:
+    q, k, v = qkv
+    rotary, places, n = Rotary.axial(8, axes=2), grid_positions(3, 4), 12
+    phi, psi = F.elu(q) + 1, F.elu(k) + 1
+    den = torch.einsum("bnhd,bhd->bnh", phi, psi.mean(1)) + 1e-6
+    kv = torch.einsum("bnhd,bnhe->bhde", rotary(psi, places) / n**0.5, v / n**0.5)
+    theirs = torch.einsum("bnhd,bhde->bnhe", rotary(phi, places), kv) / den[..., None]
+    same(
+        linear_rope_attention(
+            q, k, v, rotary=rotary, positions=places, causal=False, eps=n * 1e-6, eps_mode="add"
+        ),
+        theirs,
+    )
+
+
+def test_sana_is_relu_without_a_rotation(qkv: Tensor) -> None:
+    q, k, v = qkv
+    sums = torch.einsum("bmhd,bmhe->bhde", k.relu(), F.pad(v, (0, 1), value=1.0))
+    theirs = torch.einsum("bnhd,bhde->bnhe", q.relu(), sums)
+    same(
+        linear_rope_attention(q, k, v, feature_map="relu", causal=False, eps=1e-15, eps_mode="add"),
+        theirs[..., :-1] / (theirs[..., -1:] + 1e-15),
+    )
