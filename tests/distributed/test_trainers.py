@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState
-from torch.utils.data import DataLoader, DistributedSampler  # noqa: F401  of the page's class
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import Trainer, TrainingArguments
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from linrope.distributed import Shard  # noqa: F401
 from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM
 from tests.distributed.processes import on_each_rank
-from tests.test_docs import ROOT, blocks
+from tests.support.examples import load
 
 pytestmark = pytest.mark.long
 
@@ -33,12 +32,10 @@ DATA = [{"input_ids": x, "labels": y} for x, y in zip(TOKENS, LABELS, strict=Tru
 
 
 def sequence_trainer(dp: int, cp: int) -> Any:
-    """The class of docs/distributed.md: processes of "cp" share the tokens of a row, those of "dp" the rows."""
-    page = (ROOT / "docs" / "distributed.md").read_text("utf-8")
-    (code,) = (code for _, _, code in blocks(page) if "class SequenceTrainer" in code)
-    names = globals() | {"dp": dp, "cp": cp}
-    exec(code.replace('"cuda"', '"cpu"'), names)
-    return names["SequenceTrainer"]
+    """The example's class: processes of "cp" share the tokens of a row, those of "dp" the rows."""
+    trainer = load("sequence_trainer").SequenceTrainer
+    trainer.mesh = init_device_mesh("cpu", (dp, cp), mesh_dim_names=("dp", "cp"))
+    return trainer
 
 
 def expected(model: Any) -> list[tuple[float, float]]:
