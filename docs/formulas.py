@@ -1,7 +1,7 @@
 """Markdown extension: LaTeX in ```math fences and $`..`$ becomes MathML, which is drawn without a script.
 
-It also takes the words "no-run" and "needs-native" out of fences. They tell tests/test_docs.py when not to run the code;
-pymdownx.superfences accepts no second word and would show the fence as text.
+It also takes the words "no-run" and "needs-native" out of fences. They tell tests/test_docs.py when not to run the
+code; pymdownx.superfences accepts no second word and would show the fence as text.
 """
 
 import html

@@ -72,7 +72,9 @@ def test_the_unit_map_with_fla_s_scale_is_gated_deltanet(qkv: Tensor) -> None:
     unit_q, unit_k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     unit = feature_maps.make("unit", 8, query_factor=8**-0.5)
     same(
-        linear_rope_attention(q, k, v, feature_map=unit, normalize=False, log_decay=g, write=beta, erase=beta),
+        linear_rope_attention(
+            q, k, v, feature_map=unit, normalize=False, log_decay=g, write=beta, erase=beta
+        ),
         gated_delta_rule(unit_q * 8**-0.5, unit_k, v, g, beta),
     )
 
