@@ -46,7 +46,7 @@ def test_compiled_kernels_keep_the_contract(capability: int, dtype: str, names: 
 
 
 FORMER_FAULTS = {
-    # With chunks of 16 Triton 3.6 and 3.7 turned masked keys wrongly in these tiles; 3.9 does not.
+    # With chunks of 16 Triton 3.6 to 3.8 turned masked keys wrongly in these tiles; 3.9 does not.
     "a mask hides keys in float16 at 128 features": (90, "fp16", 128),
     "a mask hides keys in float16 at 128 features, Ampere": (80, "fp16", 128),
     # dk and dv of several query heads per key head, with few values: a copy overwrote dout on Hopper.

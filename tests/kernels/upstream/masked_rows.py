@@ -1,4 +1,4 @@
-"""Triton 3.6 and 3.7: a product over 16 rows of a masked tile takes half of the rows twice and the others never.
+"""Triton 3.6 to 3.8: a product over 16 rows of a masked tile takes half of the rows twice and the others never.
 
     python masked_rows.py
 
