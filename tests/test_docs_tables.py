@@ -17,7 +17,7 @@ def test_a_page_without_a_place_for_its_table_is_refused(tmp_path, monkeypatch: 
     (tmp_path / "README.md").write_text("<!-- families -->\n| old |\n<!-- /families -->\n\n<!-- study -->\n")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     with pytest.raises(
-        ValueError, match="README.md: expected a place between <!-- study --> and <!-- /study -->"
+        ValueError, match=r"README\.md: expected a place between <!-- study --> and <!-- /study -->"
     ):
         tables.written("README.md")
 
