@@ -19,10 +19,10 @@ class Tile(NamedTuple):
 
 UNSPLIT = 256  # no split: one program has all pairs or all values
 
-# Scan and dq have chunks of 16 in "ieee" only. In float16 and bfloat16 Triton 3.6 to 3.8 compile chunks of 16 with
-# a key mask wrongly: a product adds half of the chunk's tokens twice and leaves out the others (kernels/README.md,
-# "Open points"). Before you allow chunks of 16, run `make test-ptx`, which finds such results, with every version of
-# Triton that linrope supports.
+# Scan and dq have chunks of 16 in "ieee" only. In float16 and bfloat16 Triton 3.6 to 3.8 compile chunks of 16 with a
+# key mask wrongly: a product adds half of the chunk's tokens twice and leaves out the others (kernels/README.md,
+# "Versions of Triton"). Before you allow chunks of 16, run `make test-ptx`, which finds such results, with every
+# version of Triton that linrope supports.
 #
 # TABLE[precision of products][kernel, size] is a tile. size: the least of 64, 128, 256 that holds the
 # features and the values of a head.
