@@ -79,7 +79,7 @@ def main() -> None:
         arguments = TrainingArguments(
             folder, max_steps=30, logging_steps=10, learning_rate=3e-3, per_device_train_batch_size=1,
             report_to="none", use_cpu=not cuda, disable_tqdm=True, dataloader_pin_memory=False,
-            save_strategy="no",
+            save_strategy="no", ddp_find_unused_parameters=False,
         )  # fmt: skip
         SequenceTrainer(LinRopeForCausalLM(config), arguments, train_dataset=rows(64, 256)).train()
     dist.destroy_process_group()
