@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-long test-lowest test-newest check format bench docs native dist test-fla test-dist test-sanitizers test-amx test-arm test-ptx test-gpu bench-gpu
+.PHONY: demo test test-long test-lowest test-newest check format bench bench-docs docs native dist test-fla test-dist test-sanitizers test-amx test-arm test-ptx test-gpu bench-gpu
 
 demo: $(VENV)/ready native
 	$(BIN)/linrope demo
@@ -27,6 +27,20 @@ format: $(VENV)/ready
 
 bench: $(VENV)/ready native
 	$(BIN)/linrope bench
+
+# All that README.md and docs/performance.md say of speed on a CPU, measured anew: about an hour on a machine that does
+# nothing else. Older results stay, and the pages have the newest.
+FAMILIES := mamba2 granitemoehybrid nemotron_h qwen3_5
+TODAY = $(shell date +%F)
+DELTA_RULE = $(BIN)/python benchmarks/delta_rule.py --write benchmarks/results/delta-rule
+bench-docs: $(VENV)/ready native
+	$(BIN)/linrope bench --threads 1 --max-length 16384 --positions 256,1024,4096,16384
+	for family in $(FAMILIES); do $(BIN)/linrope bench --threads 1 --transformers $$family --lengths 512,2048 || exit 1; done
+	$(BIN)/linrope bench --threads 1 --transformers kimi_linear
+	$(DELTA_RULE)-$(TODAY).json
+	$(DELTA_RULE)-8192-$(TODAY).json --rules gdn --tokens 8192
+	$(DELTA_RULE)-avx2-$(TODAY).json --rules gdn --tokens 2048 --isa v3
+	$(BIN)/python -m docs.tables
 
 # The native CPU library, from the sources as they are; without a C++ compiler the other backends do.
 native: $(VENV)/ready

@@ -1,12 +1,8 @@
-"""Draws docs/assets/cost.svg: the time of linear and softmax attention by length, from a result of ``linrope bench``.
-
-    python docs/cost.py benchmarks/results/cpu-2026-11-26.json
+"""Draws docs/assets/cost.svg for docs/tables.py: the time of both kinds of attention by length, from ``linrope bench``.
 
 The background is transparent, and all colors are legible on white and on black pages.
 """
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +33,10 @@ def panel(axes: Any, title: str, label: str, points: dict[str, list[tuple[int, f
     axes.spines[["left", "bottom"]].set_color(GREY)
 
 
-def main(file: Path) -> None:
+def main(result: dict[str, Any]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    result = json.loads(file.read_text())
     plt.rcParams.update({"svg.hashsalt": "cost", "font.size": 16, "text.color": GREY})
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.6), layout="constrained")
     sides = ("linrope", "softmax")
@@ -62,7 +57,3 @@ def main(file: Path) -> None:
         right.text(0.04, up, name, color=color, weight="bold", transform=right.transAxes)
     figure.savefig(Path(__file__).parent / "assets" / "cost.svg", transparent=True, metadata={"Date": None})
     plt.close(figure)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

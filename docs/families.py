@@ -1,12 +1,8 @@
-"""Draws docs/assets/families.svg: what ``linrope bench --transformers`` found for each family.
-
-    python docs/families.py benchmarks/results/transformers-*.json
+"""Draws docs/assets/families.svg for docs/tables.py: what ``linrope bench --transformers`` found for each family.
 
 The background is transparent, and all colors are legible on white and on black pages.
 """
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +16,27 @@ MODELS = {
     "qwen3_5": "Qwen3.5",
     "kimi_linear": "Kimi Linear",
 }
-PANELS = {  # kind, batch
-    "a prompt": ("prefill", 1),
-    "a training step": ("training", 1),
-    "a token of 8 sequences": ("decoding", 8),
-}
+CASES = [("prefill", 1), ("training", 1), ("decoding", 1), ("decoding", 8)]  # kind, batch
+PANELS = {"a prompt": 0, "a training step": 1, "a token of 8 sequences": 3}
 
 
-def speedup(rows: list[dict[str, Any]], kind: str, batch: int) -> float:
-    """transformers' time divided by linrope's, for the longest measured case with at most 2,048 tokens."""
-    found = [x for x in rows if (x["kind"], x["batch"]) == (kind, batch) and x["length"] <= 2048]
-    seconds = max(found, key=lambda x: x["length"])["seconds"]
-    return float(seconds["transformers"] / seconds["linrope"])
+def longest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each of CASES the longest that was measured, up to 2,048 tokens."""
+    short = [row for row in rows if row["length"] <= 2048]
+    found = ([row for row in short if (row["kind"], row["batch"]) == case] for case in CASES)
+    return [max(each, key=lambda row: row["length"]) for each in found]
 
 
-def main(files: list[Path]) -> None:
+def main(results: dict[str, list[dict[str, Any]]]) -> None:
+    """results: the rows by family."""
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    results = {
-        result["family"]: result["rows"] for result in (json.loads(file.read_text()) for file in files)
-    }
     plt.rcParams.update({"svg.hashsalt": "families", "font.size": 16, "text.color": GREY})
     figure, axes = plt.subplots(1, len(PANELS), figsize=(9.6, 3.4), layout="constrained", sharey=True)
     for panel, (title, case) in zip(axes, PANELS.items(), strict=True):
-        found = [speedup(results[family], *case) for family in MODELS]
+        seconds = [longest(results[family])[case]["seconds"] for family in MODELS]
+        found = [x["transformers"] / x["linrope"] for x in seconds]
         bars = panel.barh(list(MODELS.values()), found, color=LINROPE)
         panel.bar_label(bars, [f"{x:.1f}x" for x in found], padding=4, color=GREY)
         panel.axvline(1, color=GREY, linestyle=":")
@@ -57,7 +49,3 @@ def main(files: list[Path]) -> None:
         Path(__file__).parent / "assets" / "families.svg", transparent=True, metadata={"Date": None}
     )
     plt.close(figure)
-
-
-if __name__ == "__main__":
-    main([Path(x) for x in sys.argv[1:]])

@@ -23,7 +23,7 @@ they cannot say. One command writes this page from the committed lines:
 - `state`: the size of all layers' sums of keys times values together. "grows": a key/value cache.
 - `rate`: the learning rate. It is chosen for each task and family by the training loss of one model and one seed, which
   counts nowhere else.
-- The runs come from several commits and machines, so these tables have no times. [Time of a
+- The runs come from several commits and machines, which the lines name, so these tables have no times. [Time of a
   step](#time-of-a-step) was measured in one run."""
 # The heading of each task's table, and what the task asks
 TASKS = {
@@ -124,14 +124,14 @@ def table(task: str, rows: Rows) -> str:
     seeds = sorted({len(row) for row in rows.values()})
     title = (
         f"**{task}**: {settings['steps']} steps of about {every[0]['tokens_per_step']:,} tokens, "
-        f"{' to '.join(map(str, sorted({seeds[0], seeds[-1]})))} seeds, commits "
-        f"{', '.join(sorted({str(line['machine']['commit'])[:8] for line in every}))}"
+        f"{' to '.join(map(str, sorted({seeds[0], seeds[-1]})))} seeds, "
+        f"{mean(line['parameters'] for line in every):,.0f} parameters ± 1%"
     )
-    body = [["", *names, "parameters", "state", "rate"]]
+    body = [["", *names, "state", "rate"]]
     for label, key in (("guessing", "floor"), ("a perfect solver", "ceiling")):
         if every[0][key]:
             bounds = [f"{every[0][key][name]:.3f}" if name in every[0][key] else "" for name in names]
-            body.append([label, *bounds, "", "", ""])
+            body.append([label, *bounds, "", ""])
     body += [[model, *_figures(row, names), *_costs(row)] for model, row in rows.items()]
     return f"{title}\n\n{_markdown(body)}"
 
@@ -152,7 +152,6 @@ def _costs(row: list[Line]) -> list[str]:
     first = row[0]
     state = first["state_numbers"] or peers.state_numbers(first["model"], first["options"])
     return [
-        f"{first['parameters']:,}",
         "grows" if state is None else f"{state:,}",
         " or ".join(f"{rate:g}" for rate in sorted({line["learning_rate"] for line in row})),
     ]

@@ -1,18 +1,15 @@
 """``linrope bench --transformers``: both sides of small models, the table, the file and the plot."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from linrope.backends import native
 from linrope.cli.bench import families
-from linrope.cli.bench.report import times
 from linrope.integrations import transformers as linrope_transformers
 from tests.support.families import CONFIGURATIONS, VOCABULARY
 
-ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 
 
@@ -57,63 +54,3 @@ def test_outputs_that_differ_are_an_error(monkeypatch) -> None:
 
 def test_configurations_build_layers_of_the_family() -> None:
     assert set(families.CONFIGURATIONS) == set(linrope_transformers.FAMILIES)
-
-
-NAMES = {
-    "mamba2": "Mamba-2",
-    "granitemoehybrid": "Granite 4.0-H",
-    "nemotron_h": "Nemotron-H",
-    "qwen3_5": "Qwen3.5",
-    "kimi_linear": "Kimi Linear",
-}
-
-
-def lines_of(file: Path) -> list[str]:
-    """The lines of a result in the table of docs/performance.md."""
-    result = json.loads(file.read_text())
-    lines = []
-    for row in result["rows"]:
-        longest = max(other["length"] for other in result["rows"] if other["kind"] == row["kind"])
-        if row["length"] == 512 < longest and row["batch"] == 1:
-            continue
-        seconds, peaks = row["seconds"], row["bytes"]
-        kind = row["kind"] if row["batch"] == 1 else f"{row['kind']}, {row['batch']} sequences"
-        cells = [NAMES[result["family"]], kind, f"{row['length']:,}"]
-        cells += [f"{seconds[side] * 1e3:,.0f}" for side in families.SIDES]
-        cells += [times(seconds["transformers"] / seconds["linrope"])]
-        cells += [f"{peaks[side] / 1e6:,.0f}" for side in families.SIDES]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def test_the_table_of_the_docs_has_the_kept_results() -> None:
-    page = (ROOT / "docs" / "performance.md").read_text("utf-8")
-    table = page.partition("<!-- families -->\n")[2].partition("<!-- /families -->")[0].splitlines()[2:]
-    files = [
-        next((ROOT / "benchmarks" / "results").glob(f"transformers-{family}-*.json")) for family in NAMES
-    ]
-    assert table == [line for file in files for line in lines_of(file)]
-
-
-def row_of_the_readme(file: Path) -> str:
-    """A result in the small table of README.md: how many times as fast linrope is, and its share of the memory."""
-    result = json.loads(file.read_text())
-    rows = {(row["kind"], row["batch"], row["length"]): row for row in result["rows"]}
-    longest = 2048 if ("training", 1, 2048) in rows else 512
-    cases = [("prefill", 1, 2048), ("training", 1, longest), ("decoding", 1, 2048), ("decoding", 8, 512)]
-    shares = [rows[case]["seconds"]["transformers"] / rows[case]["seconds"]["linrope"] for case in cases]
-    peaks = rows[cases[1]]["bytes"]
-    cells = [f"{NAMES[result['family']]}, {result['parameters'] / 1e6:.0f} M"]
-    cells += [f"{float(f'{share:.2g}'):g}x" for share in shares] + [
-        f"{peaks['linrope'] / peaks['transformers']:.2f}x"
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
-def test_the_small_table_of_the_readme_has_the_kept_results() -> None:
-    page = (ROOT / "README.md").read_text("utf-8")
-    table = page.partition("<!-- families -->\n")[2].partition("<!-- /families -->")[0].splitlines()[2:]
-    files = [
-        next((ROOT / "benchmarks" / "results").glob(f"transformers-{family}-*.json")) for family in NAMES
-    ]
-    assert table == [row_of_the_readme(file) for file in files]

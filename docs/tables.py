@@ -1,0 +1,203 @@
+"""Writes the tables and charts of README.md and docs/performance.md from what was measured: benchmarks/results.
+
+    python -m docs.tables
+
+A table stands between <!-- NAME --> and <!-- /NAME -->. It is made from the newest file of its kind.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.study import report, steps
+from docs import cost, families
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+LENGTHS = (32, 64, 128, 256, 1024, 4096, 16384)
+OPTIONS = {
+    "decay": "`decay`",
+    "log_decay": "`log_decay`",
+    "angle_steps": "`angle_steps`",
+    "erase": "`erase`",
+    "packed": "packed sequences of 128",
+    "bfloat16": "bfloat16",
+}
+_EQ19 = "[equation 19](#what-it-computes) with output norm and gate, no block"
+MODELS = {  # of the study, and what README.md calls them
+    "block": "**the default block**",
+    "block-mixers": "no feed-forward networks: twice the layers, three times the state, one query and key",
+    "block-softmax-all-rotated": "softmax attention in the block, all features rotated",
+    "mamba-2": "Mamba-2",
+    "eq19+init": _EQ19,
+}
+
+
+def newest(name: str) -> Any:
+    """The last result by its name, which ends with a date."""
+    return json.loads(max(RESULTS.glob(f"{name}-20*.json")).read_text())
+
+
+def by_family() -> dict[str, Any]:
+    return {family: newest(f"transformers-{family}") for family in families.MODELS}
+
+
+def multiple(ratio: float) -> str:
+    """With two significant digits."""
+    return f"{float(f'{ratio:.2g}'):,g}x"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1e6 * seconds:,.0f} us" if seconds < 1e-3 else f"{1e3 * seconds:,.1f} ms"
+
+
+def table(head: str, rows: Iterable[Iterable[str]]) -> str:
+    columns = head.split("|")
+    lines = [f"| {head} |", "|" + "---|" * len(columns), *(f"| {' | '.join(row)} |" for row in rows)]
+    return "\n".join(re.sub(r"\|  +(?=\|)", "| ", line) for line in lines)
+
+
+def lengths() -> str:
+    found = {row["n"]: row for row in newest("cpu")["attention"]}
+    rows = ([f"{n:,}", *(multiple(found[n][x]["ratio"]) for x in ("forward", "training"))] for n in LENGTHS)
+    return table("tokens | forward | forward + backward", rows)
+
+
+def decoding() -> str:
+    def cells(row: dict[str, Any]) -> Iterator[str]:
+        yield f"{row['position']:,}"
+        for ours, theirs in (
+            ("linrope_donated", "softmax"),
+            ("linrope", None),
+            ("linrope_layer", "softmax_layer"),
+        ):
+            yield " / ".join(milliseconds(row[f"{side}_seconds"]) for side in (ours, theirs) if side)
+
+    head = "tokens before the step | in place: linrope / softmax | new state | whole layer: linrope / softmax"
+    return table(head, (cells(row) for row in newest("cpu")["decode"]))
+
+
+def options() -> str:
+    costs = newest("cpu")["costs"]["training"]
+    return table("option | time", ([words, f"{costs[name]:.2f}"] for name, words in OPTIONS.items()))
+
+
+def models() -> str:
+    """Of each kind the longest that was measured, up to 2,048 tokens."""
+
+    def rows() -> Iterator[list[str]]:
+        for family, result in by_family().items():
+            for row in families.longest(result["rows"]):
+                seconds, peaks = row["seconds"], row["bytes"]
+                kind = row["kind"] if row["batch"] == 1 else f"{row['kind']}, {row['batch']} sequences"
+                yield [
+                    *(families.MODELS[family], kind, f"{row['length']:,}"),
+                    *(f"{1e3 * seconds[side]:,.0f}" for side in ("transformers", "linrope")),
+                    multiple(seconds["transformers"] / seconds["linrope"]),
+                    *(f"{peaks[side] / 1e6:,.0f}" for side in ("transformers", "linrope")),
+                ]
+
+    head = "model | | tokens | transformers, ms | linrope, ms | ratio | transformers, MB | linrope, MB"
+    return table(head, rows())
+
+
+def models_in_short() -> str:
+    """How many times as fast linrope is, and its share of the memory to train."""
+
+    def rows() -> Iterator[list[str]]:
+        for family, result in by_family().items():
+            rows = families.longest(result["rows"])
+            peaks = next(row["bytes"] for row in rows if row["kind"] == "training")
+            yield [
+                f"{families.MODELS[family]}, {result['parameters'] / 1e6:.0f} M",
+                *(multiple(row["seconds"]["transformers"] / row["seconds"]["linrope"]) for row in rows),
+                f"{peaks['linrope'] / peaks['transformers']:.2f}x",
+            ]
+
+    return table("model | prompt | training step | next token | of 8 sequences | memory to train", rows())
+
+
+def _delta(file: str, case: str, kind: str, side: str = "linrope") -> str:
+    """transformers' time divided by linrope's; empty: not measured."""
+    times = newest(file)["milliseconds"].get(case, {})
+    there = f"{kind}, {side}" in times
+    return multiple(times[f"{kind}, transformers"] / times[f"{kind}, {side}"]) if there else ""
+
+
+def delta_rule() -> str:
+    rows = {
+        "512": ("delta-rule", "512 tokens"),
+        "2,048": ("delta-rule", "2,048 tokens"),
+        "2,048, both with AVX2": ("delta-rule-avx2", "2,048 tokens"),
+        "8,192": ("delta-rule-8192", "8,192 tokens"),
+    }
+    columns = [(model, kind) for model in ("gdn", "kda") for kind in ("forward", "with backward")]
+    return table(
+        "tokens | Gated DeltaNet | with backward | Kimi Delta Attention | with backward",
+        (
+            [words, *(_delta(file, f"{model}, {case}", kind) for model, kind in columns)]
+            for words, (file, case) in rows.items()
+        ),
+    )
+
+
+def delta_steps() -> str:
+    rows = [
+        [
+            f"of {words}{more}",
+            *(_delta("delta-rule", f"{model}, {batch}", "16 steps", side) for model in ("gdn", "kda")),
+        ]
+        for batch, words in (("batch 1", "one sequence"), ("batch 8", "8 sequences"))
+        for side, more in (("linrope", ""), ("prepared", ", [prepared](#a-models-decoding-step)"))
+    ]
+    return table("a step | Gated DeltaNet | Kimi Delta Attention", rows)
+
+
+def study() -> str:
+    found, seconds = report.counted(RESULTS / "study")["language"], steps.read(RESULTS / "study")["seconds"]
+    rows = []
+    for model, words in MODELS.items():
+        results = [line["results"] for line in found[model]]
+        figures = [report.spread([x[name] for x in results]) for name in ("bits", "8x - 1x")]
+        sides = seconds[model.removesuffix("+init")]  # other initial weights take the same time
+        times = {side: f"{x / seconds['block']['fastest']:.2f}" for side, x in sides.items()}
+        rows.append([words, *figures, times["fastest"], times.get("plain", "")])
+    return table(" | bits per byte | longer text | time | in plain PyTorch", rows)
+
+
+PAGES = {
+    "README.md": {"families": models_in_short, "study": study},
+    "docs/performance.md": {
+        "lengths": lengths,
+        "decoding": decoding,
+        "options": options,
+        "families": models,
+        "delta-rule": delta_rule,
+        "delta-steps": delta_steps,
+    },
+}
+
+
+def written(page: str) -> str:
+    """The text of a page, with its tables as they follow from the results.
+
+    Raises:
+        ValueError: a table has no place on the page.
+    """
+    text = (ROOT / page).read_text("utf-8")
+    for name, make in PAGES[page].items():
+        before, start, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition(f"<!-- /{name} -->")
+        if not end:
+            raise ValueError(f"{page}: expected a place between <!-- {name} --> and <!-- /{name} -->")
+        text = f"{before}{start}{make()}\n{end}{after}"
+    return text
+
+
+if __name__ == "__main__":
+    cost.main(newest("cpu"))
+    families.main({family: result["rows"] for family, result in by_family().items()})
+    for page in PAGES:
+        (ROOT / page).write_text(written(page), "utf-8")
