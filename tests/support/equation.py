@@ -320,8 +320,8 @@ def _erased(
         P_t = e^(a_t) S_(t-1),   u_t = v_t - b_t P_t^T psi_t,   S_t = P_t + psi_t u_t^T
         eta_t = max(1, |1 - b_t |psi_t|^2|) e^(a_t) eta_(t-1) + |psi_t| (|v_t| + b_t |psi_t| |P_t|)
 
-    |P_t| has the lengths of P_t's columns. |phi_t| eta_t is the M of docs/numerics.md. a (b, m, g, f or 1): eta decays by
-    the largest of the features.
+    |P_t| has the lengths of P_t's columns. |phi_t| eta_t is the M of docs/numerics.md. a (b, m, g, f or 1): eta decays
+    by the largest of the features.
     """
     S, bound, written, bounds = kv, size.square().sum(2).sqrt(), [], []
     for t in range(psi.shape[1]):
