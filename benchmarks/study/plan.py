@@ -69,7 +69,7 @@ PLAN: list[tuple[Task, list[str]]] = [
 # Only where it is asked for by name: it takes longer than all of the others together.
 LONG = (
     Language("language-long", heads=8, head_dim=32, length=1024, rows=4, steps=300, layers=4, test_rows=16),
-    ["block-all-rotated", "block", "block-softmax-all-rotated", "mamba-2"],
+    ["block-all-rotated", "block", "block-softmax-all-rotated", "mamba-2", "gated-deltanet"],
 )
 
 
