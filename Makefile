@@ -28,11 +28,12 @@ format: $(VENV)/ready
 bench: $(VENV)/ready native
 	$(BIN)/linrope bench
 
-# All that README.md and docs/performance.md say of speed on a CPU, measured anew: about an hour on a machine that does
+# All that README.md and the page Benchmarks say of speed on a CPU, measured anew: about an hour on a machine that does
 # nothing else. Older results stay, and the pages have the newest.
 FAMILIES := mamba2 granitemoehybrid nemotron_h qwen3_5
 TODAY = $(shell date +%F)
-DELTA_RULE = $(BIN)/python benchmarks/delta_rule.py --write benchmarks/results/delta-rule
+RESULTS := benchmarks/results
+DELTA_RULE = $(BIN)/python benchmarks/delta_rule.py --write $(RESULTS)/delta-rule
 bench-docs: $(VENV)/ready native
 	$(BIN)/linrope bench --threads 1 --max-length 16384 --positions 256,1024,4096,16384
 	for family in $(FAMILIES); do $(BIN)/linrope bench --threads 1 --transformers $$family --lengths 512,2048 || exit 1; done

@@ -1,19 +1,13 @@
-"""Draws docs/assets/chunk.svg: the three matrix equations of a chunk, with blocks in the shapes of their matrices.
+"""Draws docs/assets/chunk.svg: the three matrix equations of a chunk, with blocks in the shapes of their matrices."""
 
-The background is transparent. Symbols stand on light blocks, and the grey of all other text is legible on white and on
-black pages.
-"""
-
-from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.patches import Polygon
 
+from docs.drawing import BLUE, GREEN, GREY, INK, ORANGE, PALE, PINK, PURPLE, YELLOW, canvas, save
+
 SIDES = {"C": 2.8, "f": 2.1, "e": 1.6}  # lengths in the drawing: a chunk's tokens, features, values
-GREY, INK = "#7f838a", "#15181c"
-STATE, KEYS, QUERIES, SCORES = "#8fd0bd", "#f3bd83", "#a5c5ef", "#d6dae0"
-VALUES, WRITTEN, OUT = "#f0c9dc", "#d3b1ea", "#efe08c"
+STATE, KEYS, QUERIES, SCORES, VALUES, WRITTEN, OUT = GREEN, ORANGE, BLUE, PALE, PINK, PURPLE, YELLOW
 
 
 class Line:
@@ -55,13 +49,7 @@ class Line:
 
 
 def main() -> None:
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams.update({"mathtext.fontset": "stix", "svg.hashsalt": "chunk"})
-    figure, axes = plt.subplots(figsize=(9.2, 9.2))
-    figure.subplots_adjust(0, 0, 1, 1)
-    axes.set_axis_off()
+    axes = canvas(9.2, 9.2)
     axes.set(aspect="equal", xlim=(-0.1, 12.4), ylim=(-1.6, 10.9))
 
     line = Line(axes, 8.6, "1.  What the tokens write: with erase, a triangular system")
@@ -78,7 +66,7 @@ def main() -> None:
     line.block(r"$S_{\mathrm{end}}$", "f", "e", STATE).sign("=")
     line.block(r"$e^{D_{\mathrm{end}}} S_r$", "f", "e", STATE).sign("+")
     line.block(r"$(e^{D_{\mathrm{end}} - D}\,\hat\Psi)^\top$", "f", "C", KEYS).block("$U$", "C", "e", WRITTEN)
-    figure.savefig(Path(__file__).parent / "assets" / "chunk.svg", transparent=True, metadata={"Date": None})
+    save(axes.figure, "chunk")
 
 
 if __name__ == "__main__":

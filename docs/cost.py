@@ -1,17 +1,13 @@
-"""Draws docs/assets/cost.svg for docs/tables.py: the time of both kinds of attention by length, from ``linrope bench``.
+"""Draws docs/assets/cost.svg for docs/tables.py: the time of both attentions by length, from ``linrope bench``."""
 
-The background is transparent, and all colors are legible on white and on black pages.
-"""
-
-from pathlib import Path
 from typing import Any
 
 import matplotlib.ticker
 
-GREY, LINROPE, SOFTMAX = "#7f838a", "#16a085", "#d9732a"
+from docs.drawing import GREY, LINROPE, SOFTMAX, charts, label, save
 
 
-def panel(axes: Any, title: str, label: str, points: dict[str, list[tuple[int, float]]]) -> None:
+def panel(axes: Any, title: str, across: str, points: dict[str, list[tuple[int, float]]]) -> None:
     """Both sides, microseconds by tokens; the last pair of points is labelled with its ratio."""
     for name, color in (("linrope", LINROPE), ("softmax", SOFTMAX)):
         axes.loglog(*zip(*points[name], strict=True), "o-", color=color, linewidth=3, markersize=6)
@@ -27,18 +23,11 @@ def panel(axes: Any, title: str, label: str, points: dict[str, list[tuple[int, f
     axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 3)))
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:,g}")
     axes.set_title(title, color=GREY, fontsize=16)
-    axes.set_xlabel(label, color=GREY)
-    axes.tick_params(colors=GREY)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GREY)
+    label(axes, across)
 
 
 def main(result: dict[str, Any]) -> None:
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams.update({"svg.hashsalt": "cost", "font.size": 16, "text.color": GREY})
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.6), layout="constrained")
+    figure, (left, right) = charts(9.6, 4.6, 2)
     sides = ("linrope", "softmax")
     rows = [(row["n"], row["training"]) for row in result["attention"]]
     training = {
@@ -55,5 +44,4 @@ def main(result: dict[str, Any]) -> None:
     left.set_ylabel("microseconds", color=GREY)
     for name, color, up in (("softmax attention", SOFTMAX, 0.88), ("linrope", LINROPE, 0.78)):
         right.text(0.04, up, name, color=color, weight="bold", transform=right.transAxes)
-    figure.savefig(Path(__file__).parent / "assets" / "cost.svg", transparent=True, metadata={"Date": None})
-    plt.close(figure)
+    save(figure, "cost")

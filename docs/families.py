@@ -1,14 +1,9 @@
-"""Draws docs/assets/families.svg for docs/tables.py: what ``linrope bench --transformers`` found for each family.
+"""Draws docs/assets/families.svg for docs/tables.py: what ``linrope bench --transformers`` found for each family."""
 
-The background is transparent, and all colors are legible on white and on black pages.
-"""
-
-from pathlib import Path
 from typing import Any
 
-import matplotlib
+from docs.drawing import GREY, LINROPE, charts, save
 
-GREY, LINROPE = "#7f838a", "#16a085"
 MODELS = {
     "mamba2": "Mamba-2",
     "granitemoehybrid": "Granite 4.0-H",
@@ -29,11 +24,7 @@ def longest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main(results: dict[str, list[dict[str, Any]]]) -> None:
     """results: the rows by family."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams.update({"svg.hashsalt": "families", "font.size": 16, "text.color": GREY})
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(9.6, 3.4), layout="constrained", sharey=True)
+    figure, axes = charts(9.6, 3.4, len(PANELS), sharey=True)
     for panel, (title, case) in zip(axes, PANELS.items(), strict=True):
         seconds = [longest(results[family])[case]["seconds"] for family in MODELS]
         found = [x["transformers"] / x["linrope"] for x in seconds]
@@ -45,7 +36,4 @@ def main(results: dict[str, list[dict[str, Any]]]) -> None:
         panel.tick_params(colors=GREY, length=0)
         panel.spines[:].set_visible(False)
     axes[0].invert_yaxis()
-    figure.savefig(
-        Path(__file__).parent / "assets" / "families.svg", transparent=True, metadata={"Date": None}
-    )
-    plt.close(figure)
+    save(figure, "families")

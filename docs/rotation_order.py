@@ -1,20 +1,17 @@
 """Draws docs/assets/rotation_order.svg: the score of a query and a key while both move along the sequence.
 
-The key is 3 positions before the query. With the rotation after the feature map the score does not change. The
-background is transparent, and all colors are legible on white and on black pages.
+The key is 3 positions before the query. With the rotation after the feature map the score does not change.
 """
 
-from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 from torch import Tensor
 
+from docs.drawing import LINROPE, SOFTMAX, charts, label, save
 from linrope import Rotary, feature_maps
 
 HEAD_DIM, DISTANCE, SHIFTS = 64, 3, 129
-GREY, AFTER, BEFORE = "#7f838a", "#16a085", "#d9732a"
 
 
 def scores() -> tuple[Tensor, Tensor]:
@@ -37,29 +34,19 @@ def scores() -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     after, before = scores()
     assert after.std() < 1e-10 < 1 < before.std()  # what the picture says
-    plt.rcParams.update({"svg.hashsalt": "rotation_order", "font.size": 16, "text.color": GREY})
-    figure, axes = plt.subplots(figsize=(9.2, 4.8), layout="constrained")
-    for values, color in ((before, BEFORE), (after, AFTER)):
+    figure, axes = charts(9.2, 4.8)
+    for values, color in ((before, SOFTMAX), (after, LINROPE)):
         axes.plot(values, color=color, linewidth=3)
-    label = {"ha": "center", "weight": "bold"}
+    bold = {"ha": "center", "weight": "bold"}
     axes.text(
-        64, 1.03 * before.max(), "rotated before the map: absolute positions count", color=BEFORE, **label
+        64, 1.03 * before.max(), "rotated before the map: absolute positions count", color=SOFTMAX, **bold
     )
-    axes.text(64, 0.8 * after[0], "rotated after the map: only the distance counts", color=AFTER, **label)
+    axes.text(64, 0.8 * after[0], "rotated after the map: only the distance counts", color=LINROPE, **bold)
     axes.set(xlim=(0, SHIFTS - 1), ylim=(0, 1.18 * before.max()), xticks=range(0, SHIFTS, 32))
-    axes.set_xlabel("shift of query and key, in positions", color=GREY)
-    axes.set_ylabel(f"score, {DISTANCE} positions apart", color=GREY)
-    axes.tick_params(colors=GREY)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GREY)
-    figure.savefig(
-        Path(__file__).parent / "assets" / "rotation_order.svg", transparent=True, metadata={"Date": None}
-    )
+    label(axes, "shift of query and key, in positions", f"score, {DISTANCE} positions apart")
+    save(figure, "rotation_order")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The layers of the code: imports point down, nothing reaches for a GPU library, files stay short."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,6 +96,12 @@ def test_imports_point_down_only() -> None:
 )  # fmt: skip
 def test_the_check_itself_finds_upward_imports(source: str, module: str, found: list[str]) -> None:
     assert upward(source, f"linrope.{module}") == found
+
+
+def test_the_picture_of_the_layers_is_up_to_date() -> None:
+    picture = Path(__file__).parents[1] / "docs" / "assets" / "layers.svg"  # docs/layers.py draws it
+    texts = re.findall("<!-- (.*) -->", picture.read_text("utf-8"))
+    assert [x for x in texts if x in RANK] == [x for floor in FLOORS for x in sorted(floor - {"__main__"})]
 
 
 def tops(path: Path, package: str) -> set[str]:

@@ -10,7 +10,7 @@ by e^(D_i - D_j), and the T and dz that leave a chunk are decayed to the token b
 
 The gradients of log decay and of angle steps are sums over tokens. The kernels store each token's terms:
 <phi, dphi> and <psi, dpsi> for log decay, which gradients.py sums; <J phi, R^T dphi^> and <J psi, R^T dpsi^>
-for angle steps, which the caller sums. J rotates each pair by 90 degrees. With a normalizer <phi, dphi> is 0
+for angle steps, which the caller sums. J rotates each pair by 90 degrees. Where out = num / den, <phi, dphi> is 0
 up to rounding, but it is stored as computed: its error cancels part of the error of <psi, dpsi>.
 
 Divide features or sums by den, never dout: dout then goes from the async copy straight to the matrix unit.

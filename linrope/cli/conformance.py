@@ -195,25 +195,25 @@ def sizes_of_terms(inputs: dict[str, Tensor], how: dict[str, Any]) -> dict[str, 
 
 
 def _sizes_with_erase(inputs: dict[str, Tensor], how: dict[str, Any]) -> dict[str, Tensor]:
-    """A_t, the size of a column of S, and M = |phi| A.
+    """eta_t, the size of a column of S, and M = |phi| eta.
 
     P_t = e^(a_t) S_(t-1),   u_t = v_t - b_t P_t^T psi^_t,   S_t = P_t + psi^_t u_t^T
-    A_t = max(1, |1 - b_t |psi_t|^2|) e^(a_t) A_(t-1) + |psi_t| (|v_t| + b_t |psi_t| |P_t|)
+    eta_t = max(1, |1 - b_t |psi_t|^2|) e^(a_t) eta_(t-1) + |psi_t| (|v_t| + b_t |psi_t| |P_t|)
     """
     fmap, v = feature_maps.make(how["feature_map"], DIM), inputs["v"]
     phi, psi = _features(fmap.queries(inputs["q"])), _features(fmap.keys(inputs["k"]))
     psi_hat, lengths = how["rotary"](psi, torch.arange(psi.shape[1])), psi.norm(dim=-1)[..., None]
     factors, erase = inputs["log_decay"].exp()[..., None], inputs["erase"][..., None]
-    S, A, sizes = v.new_zeros(*v.shape[::2], DIM, v.shape[3]), v.new_zeros(*v.shape[::2], v.shape[3]), []
+    S, eta, sizes = v.new_zeros(*v.shape[::2], DIM, v.shape[3]), v.new_zeros(*v.shape[::2], v.shape[3]), []
     for t in range(v.shape[1]):
         k, b, length = psi_hat[:, t, :, :, None], erase[:, t], lengths[:, t]
         P = factors[:, t, :, None] * S
         S = P + k * (v[:, t] - b * (k * P).sum(2))[:, :, None]
         growth = (1 - b * length.square()).abs().clamp(min=1) * factors[:, t]
-        A = growth * A + length * (v[:, t].abs() + b * length * P.norm(dim=2))
-        sizes.append(A)
+        eta = growth * eta + length * (v[:, t].abs() + b * length * P.norm(dim=2))
+        sizes.append(eta)
     M = torch.stack(sizes, 1).repeat_interleave(HEADS // GROUPS, 2) * phi.norm(dim=-1)[..., None]
-    return {"out": M, "kv": A[:, :, None].expand_as(S), "z": A.new_zeros(*A.shape[:2], DIM)}
+    return {"out": M, "kv": eta[:, :, None].expand_as(S), "z": eta.new_zeros(*eta.shape[:2], DIM)}
 
 
 def _features(features: Any) -> Tensor:

@@ -77,7 +77,8 @@ def linear_rope_attention(
         out_i = num_i / max(den_i, eps)
 
         Theta_i = p_i theta + sum_(t<=i) omega_t      angles, one per pair of features
-        L_i     = p_i log gamma + sum_(t<=i) a_t      log decay, one per key/value head, or one per unit
+        L_i     = sum_(t<=i) a_t                      log decay, one per key/value head, or one per unit
+        a_t     = log_decay_t + (p_t - p_(t-1)) log gamma
 
     The sums run over j <= i (causal) or over all keys. A query that sees no key gets 0. With causal=True, training,
     prefill and decoding are this one call: a sequence in pieces, each with the state that the piece before returned,
@@ -96,8 +97,8 @@ def linear_rope_attention(
         normalize: False: the output is the numerator alone.
         decay: gamma in (0, 1], (g,), one per key/value head; None: 1. Causal attention only. Positions must then be
             non-decreasing.
-        log_decay: a <= 0, (b or 1, n, g or 1), a forget gate. When token t arrives, the sums over all earlier tokens
-            are multiplied by e^a. Token t itself does not decay. Causal attention only. Values below -10^4 count as
+        log_decay: (b or 1, n, g or 1) <= 0, a forget gate. When token t arrives, the sums over all earlier tokens
+            are multiplied by e^(a_t). Token t itself does not decay. Causal attention only. Values below -10^4 count as
             -10^4, which keeps nothing. Or (b or 1, n, g or 1, units), as in GLA and Kimi Linear: one number per pair of
             features that turns, then one per feature that does not (all of them, without rotary and angle_steps). The
             features of a pair decay alike, or outputs would depend on absolute positions. decay adds to every unit.

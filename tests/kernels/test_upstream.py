@@ -15,8 +15,8 @@ SECTIONS = dict(re.findall(r"^## (\w+\.py)\n(.*?)(?=^## |\Z)", README, re.M | re
 
 def blocks(section: str) -> dict[str, str]:
     """What the README says that a file prints, by the version of Triton."""
-    printed = re.findall(r"^```text\n(.*?)^```", section, re.M | re.S)
-    return {block.splitlines()[0].split()[1]: block for block in printed}
+    printed = re.findall(r"^```text\nTriton ([^\n]*)\n(.*?)^```", section, re.M | re.S)
+    return {name: f"Triton {name}\n{rest}" for names, rest in printed for name in names.split(", ")}
 
 
 def test_every_case_is_described_with_the_same_versions() -> None:

@@ -315,13 +315,13 @@ def _xpos_log_decay(rotary: Rotary) -> Tensor:
 def _erased(
     psi: Tensor, v: Tensor, erase: Tensor, a: Tensor, kv: Tensor, size: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What each token writes in place of v, token by token, and the bound of errors A (b, m, g, e).
+    """What each token writes in place of v, token by token, and the bound of errors eta (b, m, g, e).
 
         P_t = e^(a_t) S_(t-1),   u_t = v_t - b_t P_t^T psi_t,   S_t = P_t + psi_t u_t^T
-        A_t = max(1, |1 - b_t |psi_t|^2|) e^(a_t) A_(t-1) + |psi_t| (|v_t| + b_t |psi_t| |P_t|)
+        eta_t = max(1, |1 - b_t |psi_t|^2|) e^(a_t) eta_(t-1) + |psi_t| (|v_t| + b_t |psi_t| |P_t|)
 
-    |P_t| has the lengths of P_t's columns. |phi_t| A_t is the M of docs/numerics.md. a (b, m, g, f or 1): A decays by
-    the largest of the features.
+    |P_t| has the lengths of P_t's columns. |phi_t| eta_t is the M of docs/numerics.md. a (b, m, g, f or 1): eta decays
+    by the largest of the features.
     """
     S, bound, written, bounds = kv, size.square().sum(2).sqrt(), [], []
     for t in range(psi.shape[1]):
