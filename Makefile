@@ -28,7 +28,7 @@ format: $(VENV)/ready
 bench: $(VENV)/ready native
 	$(BIN)/linrope bench
 
-# All that README.md and the page Benchmarks say of speed on a CPU, measured anew: about an hour on a machine that does
+# The tables of speed in README.md and on the page Benchmarks, measured anew: about an hour on a machine that does
 # nothing else. Older results stay, and the pages have the newest.
 FAMILIES := mamba2 granitemoehybrid nemotron_h qwen3_5
 TODAY = $(shell date +%F)

@@ -34,10 +34,25 @@ MODELS = {  # of the study, and what README.md calls them
     "eq19+init": _EQ19,
 }
 
+PRICES = {  # likewise of docs/evidence.md
+    "block": "the default block",
+    "block-mixers": "`block-mixers`",
+    "block-softmax-all-rotated": "softmax attention in the block (`block-softmax-all-rotated`)",
+    "mamba-2": "Mamba-2",
+    "gated-deltanet": "Gated DeltaNet (Qwen3-Next's layer)",
+    "kimi-linear": "Kimi Delta Attention (Kimi Linear's layer)",
+    "minimax": "MiniMax's lightning attention",
+}
+
 
 def newest(name: str) -> Any:
-    """The last result by its name, which ends with a date."""
-    return json.loads(max(RESULTS.glob(f"{name}-20*.json")).read_text())
+    """The last result by its name, which ends with a date and, for a later one of that day, with a number."""
+
+    def when(path: Path) -> tuple[str, int]:
+        date, number = re.fullmatch(r"(\d+-\d+-\d+)(?:-(\d+))?", path.stem.removeprefix(f"{name}-")).groups()
+        return date, int(number or 1)
+
+    return json.loads(max(RESULTS.glob(f"{name}-20*.json"), key=when).read_text())
 
 
 def by_family() -> dict[str, Any]:
@@ -116,7 +131,9 @@ def models_in_short() -> str:
                 f"{peaks['linrope'] / peaks['transformers']:.2f}x",
             ]
 
-    return table("model | prompt | training step | next token | of 8 sequences | memory to train", rows())
+    return table(
+        "model | prompt | training step | next token | next token, batch of 8 | memory to train", rows()
+    )
 
 
 def _delta(file: str, case: str, kind: str, side: str = "linrope") -> str:
@@ -155,20 +172,33 @@ def delta_steps() -> str:
     return table("a step | Gated DeltaNet | Kimi Delta Attention", rows)
 
 
-def study() -> str:
-    found, seconds = report.counted(RESULTS / "study")["language"], steps.read(RESULTS / "study")["seconds"]
+def _of_study(task: str, model: str, names: Iterable[str]) -> list[str]:
+    """Values by name, the state, the time of a step with the fastest kernels, and that in plain PyTorch."""
+    rows = report.counted(RESULTS / "study")[task][model]
+    seconds = steps.read(RESULTS / "study")["seconds"]
+    sides = seconds[model.removesuffix("+init")]  # other initial weights take the same time
+    times = {side: f"{x / seconds['block']['fastest']:.2f}" for side, x in sides.items()}
+    values = [report.spread([line["results"][name] for line in rows]) for name in names]
+    return [*values, report.state(rows[0]), times["fastest"], times.get("plain", "")]
+
+
+def quality() -> str:
     rows = []
     for model, words in MODELS.items():
-        results = [line["results"] for line in found[model]]
-        figures = [report.spread([x[name] for x in results]) for name in ("bits", "8x - 1x")]
-        sides = seconds[model.removesuffix("+init")]  # other initial weights take the same time
-        times = {side: f"{x / seconds['block']['fastest']:.2f}" for side, x in sides.items()}
-        rows.append([words, *figures, times["fastest"], times.get("plain", "")])
+        bits, longer, _, *times = _of_study("language", model, ("bits", "8x - 1x"))
+        rows.append([words, bits, longer, *times])
     return table(" | bits per byte | longer text | time | in plain PyTorch", rows)
 
 
+def price() -> str:
+    rows = [[words, *_of_study("language", model, ("bits",))] for model, words in PRICES.items()]
+    rows.insert(1, ["the same with 950 steps", *_of_study("language-equal-time", "block", ("bits",))])
+    return table(" | bits per byte | state | time of a step | in plain PyTorch", rows)
+
+
 PAGES = {
-    "README.md": {"families": models_in_short, "study": study},
+    "docs/evidence.md": {"price": price},
+    "README.md": {"families": models_in_short, "study": quality},
     "docs/performance.md": {
         "lengths": lengths,
         "decoding": decoding,

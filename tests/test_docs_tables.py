@@ -23,11 +23,11 @@ def test_a_page_without_a_place_for_its_table_is_refused(tmp_path, monkeypatch: 
 
 
 def test_the_newest_result_counts(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for date in ("2026-11-24", "2026-11-26", "2026-11-25"):
+    for date in ("2026-11-24", "2026-11-26", "2026-11-26-2", "2026-11-26-10", "2026-11-25"):
         (tmp_path / f"cpu-{date}.json").write_text(f'"{date}"')
     (tmp_path / "cpu-others-2026-12-01.json").write_text('"another kind"')
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert tables.newest("cpu") == "2026-11-26"
+    assert tables.newest("cpu") == "2026-11-26-10"
 
 
 def test_of_each_kind_the_longest_of_at_most_2048_tokens_is_shown() -> None:

@@ -17,9 +17,10 @@ _MAPS = [name for name in VARIANTS if name.startswith("spread-")]
 _CHANGES = ["block-identity", "block-bias", "block-trapezoid", "block-bias-trapezoid"]
 _CHANGES += ["block-no-conv", "block-no-skip", "block-bias-trapezoid-no-conv"]
 _DELTA = ["block-erase", "block-erase-elu", "block-erase-elu-half", "block-erase-2-elu"]
+_KIMI = ["block-kimi", "block-kimi-large"]
 _TRACK = ["block-erase-2-elu", "block-erase-2-elu-half", "block-erase-2-elu-unrotated"]
 _TRACK += ["block-erase-2", "block-erase-2-half", "block-erase-2-unrotated"]
-_TRACK += ["block-erase", "block-tied-2", "block-feature-tied-2"]
+_TRACK += ["block-erase", "block-tied-2", "block-feature-tied-2", "block-feature-erase-2"]
 _HYBRIDS = ["block-hybrid", "block-hybrid-first"]
 _DELTA_PEERS = ["gated-deltanet", "kimi-linear"]
 
@@ -32,7 +33,8 @@ PLAN: list[tuple[Task, list[str]]] = [
             *("spread", "retnet", "learned", *_MAPS, "gate-rope", *_PARTS),
             *("softmax-rope+init", "eq19+init", "spread+init", *_BLOCKS, *_CHANGES),
             *("block-mixers-all-rotated", "block-mixers", "block-hybrid", "block-feature", *_DELTA),
-            *("block-erase-elu-unrotated", "block-tied-2", "block-feature-tied-2", *peers.PEERS),
+            *("block-erase-elu-unrotated", "block-tied-2", "block-feature-tied-2", "block-feature-erase-2"),
+            *peers.PEERS,
         ],
     ),
     (EqualTime("language-equal-time"), ["block"]),
@@ -40,7 +42,7 @@ PLAN: list[tuple[Task, list[str]]] = [
         Recall("recall-256", heads=16, head_dim=4),
         [
             *("block-all-rotated", "block", "block-unrotated", "block-feature", "block-hybrid"),
-            *(*_DELTA, "mamba-2", *_DELTA_PEERS),
+            *(*_DELTA, *_KIMI, "block-feature-erase-2", "mamba-2", *_DELTA_PEERS, "block-softmax"),
         ],
     ),
     (Recall("recall-1024"), ["softmax-rope", "gate-rope", *_PARTS, *_BLOCKS, "eq19+init"]),
@@ -60,7 +62,7 @@ PLAN: list[tuple[Task, list[str]]] = [
     ),
     (
         Copying("copying"),
-        ["softmax-rope", *_BLOCKS, *_HYBRIDS, "block-feature", *_DELTA, "mamba-2", *_DELTA_PEERS],
+        ["softmax-rope", *_BLOCKS, *_HYBRIDS, "block-feature", *_DELTA, *_KIMI, "mamba-2", *_DELTA_PEERS],
     ),
     (LongCopying("copying-1800"), ["block", "block-hybrid-first"]),
     (Distant("distant"), ["softmax-rope", *_BLOCKS, "block-hybrid", "block-erase-elu", "mamba-2"]),

@@ -21,7 +21,6 @@ MODELS: dict[str, tuple[str, str]] = {
     "block-erase-elu": ("with erase", "#2e8b57"),
     "block-erase-2-elu": ("with erase up to 2", "#2e8b57"),
     "block-hybrid": ("last layer softmax", "#c77f1e"),
-    "block-hybrid-first": ("first layer softmax", "#c77f1e"),
     "block-softmax": ("softmax in the block", "#c23b3b"),
     "block-softmax-all-rotated": ("softmax in the block, all rotated", "#e58a8a"),
     "softmax-rope": ("softmax alone, RoPE", "#8c1d1d"),
@@ -41,14 +40,17 @@ PRICE = [
 ]
 PRICE += ["mamba-2", "gated-deltanet", "kimi-linear", "minimax"]
 POSITIONS = ["softmax-rope", "eq19", "block-softmax-all-rotated", "mamba-2", DEFAULT]
-TRACKING = [DEFAULT, "block-selective-add", "block-erase-2-elu"]
+TRACKING = [DEFAULT, "block-selective-add", "block-erase-2-elu", "kimi-linear"]
 LOOK_UP = [
     DEFAULT,
     "block-all-rotated",
     "block-unrotated",
     "block-erase-elu",
-    "block-hybrid-first",
+    "block-hybrid",
     "block-softmax",
+    "mamba-2",
+    "gated-deltanet",
+    "kimi-linear",
 ]
 
 

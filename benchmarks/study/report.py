@@ -148,11 +148,15 @@ def _figures(row: list[Line], names: Sequence[str]) -> list[str]:
     return [spread([line["results"][name] for line in row]) for name in names]
 
 
+def state(line: Line) -> str:
+    """The number of numbers of the state, all layers together."""
+    numbers = line["state_numbers"] or peers.state_numbers(line["model"], line["options"])
+    return "grows" if numbers is None else f"{numbers:,}"
+
+
 def _costs(row: list[Line]) -> list[str]:
-    first = row[0]
-    state = first["state_numbers"] or peers.state_numbers(first["model"], first["options"])
     return [
-        "grows" if state is None else f"{state:,}",
+        state(row[0]),
         " or ".join(f"{rate:g}" for rate in sorted({line["learning_rate"] for line in row})),
     ]
 

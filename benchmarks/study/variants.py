@@ -60,6 +60,8 @@ _UNIT_ELU: Options = {"feature_map": {"name": "unit", "activation": "elu+1"}}
 _UNROTATED: Options = {"rotary": None}
 _HALF: Options = {"erase_bias": 0.0}
 _PER_FEATURE: Options = {"forget_gate": {"longest": LENGTH, "per": "feature"}, "write_gate": None}
+_KIMI: Options = _ERASE | _PER_FEATURE | _UNROTATED | {"erase_gate": "tied"}
+_KIMI_LARGE: Options = _KIMI | {"parts": ["init", "conv", "skip", "write"]}
 
 # name -> (family, which shares its learning rates; options). Linear ones have the output norm and the gate
 # silu(W x), unless they say otherwise. "parts": those of PARTS that are added to the bare layer. "order" is
@@ -114,6 +116,9 @@ VARIANTS: dict[str, tuple[str, Options]] = {
     "block-erase-2-elu": ("block-erase", _ERASE_2 | _UNIT_ELU),
     "block-erase-2-elu-half": ("block-erase", _ERASE_2 | _UNIT_ELU | _HALF),
     "block-erase-2-elu-unrotated": ("block-erase", _ERASE_2 | _UNIT_ELU | _UNROTATED),
+    "block-feature-erase-2": ("block-erase", _ERASE_2 | _UNIT_ELU | _PER_FEATURE),
+    "block-kimi": ("block-kimi", _KIMI),
+    "block-kimi-large": ("block-kimi", _KIMI_LARGE),
     "block-tied-2": ("block-erase", _TIED_2),
     "block-feature-tied-2": ("block-erase", _TIED_2 | _PER_FEATURE),
     "block-mixers": ("block-mixers", _BLOCK | _QUARTER | {"mixers": True}),
@@ -177,6 +182,10 @@ WORDS: dict[str, str] = {
     "block-erase-2-elu": "`block-erase-elu` with b in (0, 2)",
     "block-erase-2-elu-half": "`block-erase-2-elu` with a gate that starts at 1",
     "block-erase-2-elu-unrotated": "`block-erase-2-elu`, no feature rotated",
+    "block-feature-erase-2": "`block-erase-2-elu` with a forget gate per feature, and so without a write gate",
+    "block-kimi": "Kimi Delta Attention's rule in the default block: a forget gate per feature, a tied erase gate in "
+    "(0, 1), keys of both signs divided by their length, no feature rotated",
+    "block-kimi-large": "`block-kimi` with half as many heads of keys twice as long, and values as wide as keys",
     "block-tied-2": "`block-erase-2` with a tied gate, which writes too and starts at 1: Gated DeltaNet's rule",
     "block-feature-tied-2": "`block-tied-2` with a forget gate per feature: Kimi Delta Attention's rule",
     "block-mixers": "the default block without feed-forward networks: twice the layers, one query and key for "

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from linrope.feature_maps.elementwise import ElementwiseMap
 from linrope.layer.trapezoid import check_map_and_rotation
 from linrope.operation import checks
 
@@ -19,6 +20,11 @@ def check_parts(layer: Any) -> None:
         if fmap.log_scaled:
             raise ValueError(
                 f"feature_map={fmap}: it returns a log_scale, which means nothing with an erase_gate; expected 'unit'"
+            )
+        if isinstance(fmap, ElementwiseMap):
+            raise ValueError(
+                f"feature_map={fmap}: with an erase_gate keys must have length 1, or the state grows without bound; "
+                "expected 'unit', or {'name': 'unit', 'activation': 'elu+1'}"
             )
         if layer.rotary is not None and layer.rotary.xpos is not None:
             raise ValueError(f"rotary: got xpos={layer.rotary.xpos} with an erase_gate, expected xpos=None")

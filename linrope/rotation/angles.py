@@ -19,7 +19,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
         x: (..., f).
         cos: (..., pairs), which broadcasts against x. The first 2 * pairs features turn, the others stay as they are.
         sin: the same shape as cos.
-        layout: "interleaved" pairs (0, 1), (2, 3), ..; "half" pairs (t, t + pairs).
+        layout: "interleaved" pairs (0, 1), (2, 3), ..; "half" pairs (l, l + pairs).
 
     Returns:
         (..., f) in x's dtype. float16 and bfloat16 are rotated in float32.

@@ -16,7 +16,7 @@ from linrope.common.argument_checks import check_name, expected_one_of
 
 
 def default(dim: int, base: float) -> tuple[Tensor, float]:
-    """theta_t = base^(-2t/dim): the frequencies of RoFormer (arXiv 2104.09864, eq. 15)."""
+    """theta_l = base^(-2l/dim): the frequencies of RoFormer (arXiv 2104.09864, eq. 15)."""
     pairs = torch.arange(dim // 2, dtype=torch.float64, device="cpu")
     return base ** -(2 * pairs / dim), 1.0
 
@@ -64,9 +64,9 @@ def yarn(
 ) -> tuple[Tensor, float]:
     """Pairs that turn often within the trained length L keep theta. Pairs that hardly turn are interpolated.
 
-        t(r) = dim ln(L / (2 pi r)) / (2 ln base)         the pair that turns r times in L positions
-        ramp_t = clamp((t - low) / (high - low), 0, 1),   low = floor t(beta_fast), high = ceil t(beta_slow)
-        theta'_t = (1 - ramp_t) theta_t + ramp_t theta_t / factor
+        l(r) = dim ln(L / (2 pi r)) / (2 ln base)         the pair that turns r times in L positions
+        ramp_l = clamp((l - low) / (high - low), 0, 1),   low = floor l(beta_fast), high = ceil l(beta_slow)
+        theta'_l = (1 - ramp_l) theta_l + ramp_l theta_l / factor
         attention factor = m(1), or m(mscale) / m(mscale_all_dim),   m(c) = 0.1 c ln(factor) + 1
 
     YaRN (Peng et al. 2023, arXiv 2309.00071); the attention factor with mscale is DeepSeek's.
@@ -110,7 +110,7 @@ def longrope(
     attention_factor: float | None = None,
     seq_len: float | None = None,
 ) -> tuple[Tensor, float]:
-    """theta_t / lambda_t: lambda is long_factor if seq_len exceeds the trained length L, else short_factor.
+    """theta_l / lambda_l: lambda is long_factor if seq_len exceeds the trained length L, else short_factor.
 
         attention factor = sqrt(1 + ln(factor) / ln(L))
 
@@ -156,7 +156,7 @@ def llama3(
 def proportional(
     dim: int, base: float, *, partial_rotary_factor: float = 1.0, factor: float = 1.0
 ) -> tuple[Tensor, float]:
-    """theta_t / factor for the first partial_rotary_factor of the pairs, and 0 for the slower rest.
+    """theta_l / factor for the first partial_rotary_factor of the pairs, and 0 for the slower rest.
 
     The exponents still run over all of dim, unlike those of a smaller rotary_dim. p-RoPE (Barbero et al. 2024,
     arXiv 2410.06205); factor is Hugging Face's addition.

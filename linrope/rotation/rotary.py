@@ -70,9 +70,9 @@ def grid_positions(*sizes: int, class_tokens: int = 0) -> Tensor:
 
 
 class Rotary:
-    """RoFormer's rotation R(p), which rotates feature pair t by the angle p theta_t.
+    """RoFormer's rotation R(p), which rotates feature pair l by the angle p theta_l.
 
-        theta_t = base^(-2t / rotary_dim),  t = 0 .. rotary_dim/2 - 1                      (eq. 15)
+        theta_l = base^(-2l / rotary_dim),  l = 0 .. rotary_dim/2 - 1                      (eq. 15)
         (x_2t, x_2t+1) -> (x_2t cos a - x_2t+1 sin a,  x_2t sin a + x_2t+1 cos a),  a = p theta_t
 
     Angles are computed from integer positions, in float64 (``angles``) or in 64-bit integers that wrap

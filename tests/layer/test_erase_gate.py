@@ -68,8 +68,8 @@ def test_the_state_has_no_z() -> None:
     plain = LinearRoPEAttention(16, 4, feature_map={"name": "unit", "activation": "relu"}).double()
     with pytest.raises(ValueError, match=r"^state: made without z; expected normalize=False"):
         plain(x, state=state)
-    other = make(erase_gate="tied", feature_map="silu", normalize=False)
-    with pytest.raises(ValueError, match=r"^state: made with UnitMap\(4, .*; without z; expected silu\(4\)"):
+    other = make(erase_gate="tied", feature_map={"name": "unit", "activation": "silu"}, normalize=False)
+    with pytest.raises(ValueError, match=r"^state: made with UnitMap\(4, .*; without z; expected UnitMap\(4, .*silu"):
         other(x, state=state)
 
 
@@ -83,6 +83,8 @@ NORMALIZER = "^erase_gate: got normalize=True, expected normalize=False, and key
         ({"feature_map": "relu", "normalize": True, "out_norm": True}, NORMALIZER),
         ({"causal": False}, "^erase_gate: got causal=False, expected causal=True"),
         ({"feature_map": "exp"}, "^feature_map=.*: it returns a log_scale, .* erase_gate; expected 'unit'"),
+        *(({"feature_map": name}, "^feature_map=.*: with an erase_gate keys must have length 1, .*expected 'unit'")
+          for name in ("elu+1", "silu", "identity")),
         ({"rotary": {"xpos": 512}}, r"^rotary: got xpos=512.*erase_gate, expected xpos=None"),
         ({"trapezoid": True}, "^trapezoid=True: got an erase_gate"),
         ({"forget_gate": True, "write_gate": "tied"}, "^write_gate='tied': expected None with erase_gate='tied'"),
@@ -112,7 +114,11 @@ def test_a_context_is_refused() -> None:
     [
         ({"erase_gate": "tied"}, None, {"name": "unit"}),
         ({"erase_gate": "independent"}, "tied", {"name": "unit", "activation": "elu+1"}),
-        ({"erase_gate": "tied", "decay": None, "feature_map": "relu"}, None, {"name": "relu"}),
+        (
+            {"erase_gate": "tied", "decay": None, "feature_map": {"name": "unit", "activation": "relu"}},
+            None,
+            {"name": "unit", "activation": "relu"},
+        ),
         ({}, "tied", {"name": "elu+1"}),
     ],
     ids=str,
