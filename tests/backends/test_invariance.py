@@ -330,9 +330,13 @@ def test_autocast_does_not_narrow_the_sums(backend: str, name: str, dtype: torch
         assert cast[tensor].dtype == x.dtype
 
 
-@every_kernel
-@both_directions
-@pytest.mark.parametrize("inference_first", [True, False])
+BOTH_ORDERS = [*product((True, False), (True, False))]
+
+
+@of_backends(
+    "inference_first causal", reference=BOTH_ORDERS, eager=BOTH_ORDERS, native=BOTH_ORDERS,
+    triton=[(True, True), (False, False)],
+)  # fmt: skip
 def test_inference_mode_and_training_may_follow_each_other(inference_first, causal, backend) -> None:
     q, k, v = randoms(2, 70, 2, 4, dtype=torch.float32)
     how: dict[str, Any] = {"rotary": Rotary(4), "causal": causal, "backend": backend}

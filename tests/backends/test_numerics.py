@@ -34,9 +34,7 @@ every_dtype = pytest.mark.parametrize("dtype", BOUNDS, ids=lambda dtype: str(dty
 
 # Every CPU backend computes the output, the state, the gradients and steps in place of each random call. In call 586 of
 # seed 11 a gate is closed, and rotated weights cancel to a thousandth.
-@pytest.mark.parametrize(
-    ("seed", "start", "count"), [*((seed, 0, 100) for seed in range(2)), (11, 586, 1)], ids=str
-)
+@pytest.mark.parametrize(("seed", "start", "count"), [(0, 0, 100), (1, 0, 50), (11, 586, 1)], ids=str)
 def test_random_calls_keep_the_contract(seed: int, start: int, count: int) -> None:
     done, failed = configurations.run(count, seed, start=start, most=300)
     assert failed == []
@@ -90,7 +88,7 @@ def test_the_normalizer_does_not_drift_over_ten_million_tokens(backend: str) -> 
     for i in range(100):
         k = torch.randn(1, piece, 1, d, generator=generator)
         # Most come without queries, which is fast; some by the chunks of causal attention.
-        causal = i % 10 == 0
+        causal = i % 20 == 0
         how: dict[str, Any] = {"causal": causal, "state": state, "return_state": True, "backend": backend}
         _, state = linear_rope_attention(k if causal else k[:, :0], k, k[..., :1], **how)
         expected += torch.where(k > 0, k.double() + 1, k.double().exp()).sum((0, 1, 2))
@@ -100,7 +98,7 @@ def test_the_normalizer_does_not_drift_over_ten_million_tokens(backend: str) -> 
 
 @of_backends("steps", reference=(1, 3, 70), eager=(1, 3, 70), native=(1, 3, 70), triton=(1,))
 def test_the_normalizer_does_not_stall_after_many_tokens(steps: int, backend: str) -> None:
-    d, start, feature, tokens = 4, 2.0**25, 0.25, 40 if steps == 1 else 2100
+    d, start, feature, tokens = 4, 2.0**25, 0.25, 40 if steps == 1 else 210
     assert torch.tensor(start) + feature == start  # float32 would stall
     x = torch.full((1, steps, 1, d), feature).log()
     how: dict[str, Any] = {"feature_map": "elu+1", "rotary": Rotary(d), "backend": backend}
@@ -128,7 +126,7 @@ def test_float16_does_not_overflow_in_long_sequences(causal: bool, backend: str)
         for x in (phi, psi)
     )
     values = v[0, :, 0].double()
-    rows = torch.randint(0, n, (200,), generator=torch.Generator().manual_seed(0))
+    rows = torch.randint(0, n, (60,), generator=torch.Generator().manual_seed(0))
     for i in [0, n - 1, *rows.tolist()]:
         seen = slice(0, i + 1 if causal else n)
         den = psi[seen].sum(0) @ phi[i]
@@ -141,7 +139,7 @@ def test_float16_does_not_overflow_in_long_sequences(causal: bool, backend: str)
 @pytest.mark.usefixtures("short_segments")
 def test_future_tokens_do_not_change_one_bit_of_the_past(name: str, backend: str) -> None:
     n, borders = 9 * CHUNK + 9, (16, 32, CHUNK, 3 * CHUNK, 8 * CHUNK, 9 * CHUNK)
-    if backend == "triton":
+    if backend in ("reference", "triton"):  # one has no chunks, the other is slow
         n, borders = 200, (32, CHUNK, 130)
     how = use_map(name, 4) | {"backend": backend}
     how["rotary"] = Rotary(num_features(how, 4))

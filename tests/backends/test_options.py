@@ -31,6 +31,12 @@ def draw(contract: Contract, seed: int = 0) -> list[options.Row]:
     return options.draw(seed, chosen, together=1 if contract.backend == "triton" else 2)
 
 
+def more(contract: Contract, i: int) -> list[pytest.MarkDecorator]:
+    """The mark long for every second row in half precision: the two dtypes take turns in make test."""
+    others = {"native float16": 1, "native bfloat16": 0}
+    return [LONG] if others.get(contract.name) == i % 2 else []
+
+
 def compare(contract: Contract, row: options.Row, *, combined: bool = False) -> None:
     rotary = row["rotary"]
     before_a_backend = rotary == "yarn" or rotary.startswith("before") or row["feature_map"] == "favor+"
@@ -47,7 +53,7 @@ def compare(contract: Contract, row: options.Row, *, combined: bool = False) -> 
 @pytest.mark.parametrize(
     ("contract", "row"),
     [
-        pytest.param(contract, row, id=f"{contract.name}-{i}", marks=contract.marks)
+        pytest.param(contract, row, id=f"{contract.name}-{i}", marks=(*contract.marks, *more(contract, i)))
         for contract in TABLE
         for i, row in enumerate(draw(contract))
     ],

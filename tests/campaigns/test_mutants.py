@@ -34,6 +34,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_survivors_are_the_faults_that_no_test_sees(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tests = {"linrope/toy.py": ("tests/test_toy.py",)}
     share = report(campaign(tree, tests, number=100, seed=0, jobs=2, limit=120))

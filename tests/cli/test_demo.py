@@ -8,7 +8,7 @@ from linrope.models.training import Corpus, checkpoints
 
 def test_the_demo_shows_two_models_of_one_size_after_the_same_time(run, tmp_path, monkeypatch) -> None:
     text = "def main():\n    return 'a rose is a rose'\n"
-    corpus = Corpus.from_texts([text * (50 + i) for i in range(20)])
+    corpus = Corpus.from_texts([text * (20 + i) for i in range(20)])
     monkeypatch.setattr(demonstration.Corpus, "load", lambda: corpus)
     for part in ("measure", "stream"):  # tested by themselves
         monkeypatch.setattr(demonstration, part, lambda *_, **__: None)

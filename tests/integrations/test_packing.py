@@ -64,10 +64,16 @@ def separate(net: Any, ids: Tensor) -> Tensor:
     return torch.cat([net(x, use_cache=False).logits for x in ids.split(LENGTHS, 1)], 1)
 
 
-@pytest.mark.parametrize(
-    ("way", "training"), [*((way, False) for way in WAYS), ("seq_idx", True), ("everything", True)]
-)
-@pytest.mark.parametrize("family", FAMILIES)
+SAID = [*((way, False) for way in WAYS), ("seq_idx", True), ("everything", True)]
+# Each family has a third of the ways, and families with the same layers together have all. make test-long has the rest.
+FAMILIES_AND_WAYS = [
+    pytest.param(family, *said, marks=() if (i + j) % 3 == 0 or family == "minimax" else pytest.mark.long)
+    for i, family in enumerate(FAMILIES)
+    for j, said in enumerate(SAID)
+]
+
+
+@pytest.mark.parametrize(("family", "way", "training"), FAMILIES_AND_WAYS)
 def test_packed_sequences_have_their_own_logits_and_gradients(family: str, way: str, training: bool) -> None:
     ids, net = tokens(1, 20), packable(family).train(training)
     weights = torch.randn(1, 20, 97, generator=torch.Generator().manual_seed(0))
@@ -142,8 +148,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.parametrize("family", CONFIGURATIONS)
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [
+        pytest.param(family, case, marks=() if (i + j) % 3 == 0 else pytest.mark.long)
+        for i, family in enumerate(CONFIGURATIONS)
+        for j, case in enumerate(REFUSED)
+    ],
+)
 def test_what_cannot_be_kept_apart_is_an_error(family: str, case: str) -> None:
     options, message = REFUSED[case]
     with linrope_transformers.enable(family), pytest.raises(ValueError, match=message):

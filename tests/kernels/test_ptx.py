@@ -74,7 +74,9 @@ def test_the_whole_table_keeps_the_contract(capability: int, dtype: str, size: i
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.ptx), 90])
+@pytest.mark.parametrize(
+    "capability", [pytest.param(80, marks=pytest.mark.ptx), pytest.param(90, marks=pytest.mark.long)]
+)
 def test_a_barrier_left_out_of_a_kernel_is_seen(capability: int) -> None:
     (line,) = run_compiled("-m", "tests.kernels.ptx.barriers", str(capability), "scan_fwd_kernel")
     assert line["found"] == 0

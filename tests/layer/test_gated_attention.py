@@ -140,7 +140,13 @@ def test_gradients_are_those_of_finite_differences(options) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "more"), [("all", 9), ("exponential", 9), ("trapezoid", 1), ("gated delta rule", 9)]
+    ("name", "more"),
+    [
+        ("all", 9),
+        ("gated delta rule", 9),
+        pytest.param("exponential", 9, marks=pytest.mark.long),
+        pytest.param("trapezoid", 1, marks=pytest.mark.long),
+    ],
 )
 def test_compiled_in_one_graph_the_layer_computes_the_same(name: str, more: int) -> None:
     """A graph for gradients; then one without, for another length, that goes on from the state if there is a mask."""

@@ -40,13 +40,18 @@ CALLS = {
         ),
     },
 }  # fmt: skip
+MORE = ("gate alone", "half precision")  # the schema and the shapes are those of the others
 NATIVE = pytest.param("native", marks=needs_native)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # PyTorch 2.15 reads it itself
 @pytest.mark.parametrize(
     ("operator", "arguments"),
-    [pytest.param(name, x, id=f"{name}-{label}") for name, calls in CALLS.items() for label, x in calls.items()],
+    [
+        pytest.param(name, x, id=f"{name}-{label}", marks=pytest.mark.long if label in MORE else ())
+        for name, calls in CALLS.items()
+        for label, x in calls.items()
+    ],
 )  # fmt: skip
 @needs_native
 def test_the_operators_pass_torch_library_s_checks(operator: str, arguments: tuple) -> None:

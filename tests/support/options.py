@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import combinations
 from typing import Any
 
@@ -104,12 +105,19 @@ def fits(row: Row) -> bool:
     ))  # fmt: skip
 
 
+@cache
+def made_once(label: str) -> FeatureMap:
+    """A map to look at; the next random numbers are those that come without it."""
+    with torch.random.fork_rng(devices=[]):
+        return make_map(label, D, 2, 2)
+
+
 def is_positive(label: str) -> bool:
-    return label == "features" or make_map(label, D, 2, 2).positive
+    return label == "features" or made_once(label).positive
 
 
 def is_scaled(label: str) -> bool:
-    return label != "features" and make_map(label, D, 2, 2).log_scaled
+    return label != "features" and made_once(label).log_scaled
 
 
 def make_map(label: str, d: int, h: int, g: int) -> FeatureMap:
@@ -126,7 +134,13 @@ def draw(seed: int, options: Mapping[str, Sequence[str]] | None = None, *, toget
 
     options: those to draw from, if not from all of OPTIONS.
     """
-    options = {option: [*values] for option, values in (OPTIONS | (options or {})).items()}
+    chosen = OPTIONS | (options or {})
+    return list(_draw(seed, tuple((option, tuple(values)) for option, values in chosen.items()), together))
+
+
+@cache  # several backends have the same rows
+def _draw(seed: int, chosen: tuple[tuple[str, tuple[str, ...]], ...], together: int) -> list[Row]:
+    options = dict(chosen)
     chance, rows = random.Random(seed), []
     missing = {
         frozenset(pairs)

@@ -24,7 +24,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "family",
     [
-        name
+        pytest.param(name, marks=pytest.mark.long if name in ("minimax", "glm5_next") else ())
         for name in ("nemotron_h", "minimax", "kimi_linear", "glm5_next", "lfm2")
         if name in CONFIGURATIONS
     ],

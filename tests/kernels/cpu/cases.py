@@ -4,8 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+# Arguments are checked before an instruction set is chosen.
+on_one_isa = pytest.mark.parametrize("isa", ["baseline"], indirect=True)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.kernels.cpu.cases import error_of
+from tests.kernels.cpu.cases import error_of, on_one_isa
 from tests.support.contract import narrow
 from tests.support.equation import _rotated
 
@@ -334,6 +334,7 @@ CHECKS = [({}, x) for x in WRONG.items()]
 CHECKS += [({"factor": ONES, "rank": 5}, x) for x in WRONG_PER_FEATURE.items()]
 
 
+@on_one_isa
 @pytest.mark.parametrize(("sizes", "wrong"), CHECKS, ids=[message for _, (message, _) in CHECKS])
 def test_wrong_arguments_are_refused_and_nothing_is_written(native, sizes, wrong):
     message, changes = wrong

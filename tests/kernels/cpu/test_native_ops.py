@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from linrope import Rotary, linear_rope_attention
-from tests.kernels.cpu.cases import CASES, Case, error_of, make, random_like, with_threads
+from tests.kernels.cpu.cases import CASES, Case, error_of, make, on_one_isa, random_like, with_threads
 
 pytestmark = pytest.mark.usefixtures("isa")
 
@@ -280,6 +280,7 @@ REFUSED = [
 ]
 
 
+@on_one_isa
 @pytest.mark.parametrize(("named", "change"), REFUSED)
 def test_a_step_refuses_in_the_operation_s_words_and_writes_nothing(native, named, change):
     case = make(n=1, decay=0.1, steps=True, write=True)

@@ -352,6 +352,7 @@ def test_half_precision_is_finite_and_near(kind: str) -> None:
         assert (logits.float() - expected).norm() < 0.05 * expected.norm()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_compiled_is_eager() -> None:
     model, ids = causal_lm(**KINDS["decay"], num_hidden_layers=1), tokens(2, 9)

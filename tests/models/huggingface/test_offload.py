@@ -73,7 +73,7 @@ def test_a_model_with_weights_on_disk_computes_the_same(name: str, tmp_path) -> 
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("layer", ["model.layers.0", "model.layers.1"])
+@pytest.mark.parametrize("layer", ["model.layers.0", pytest.param("model.layers.1", marks=pytest.mark.long)])
 def test_a_model_loaded_with_a_layer_on_disk_computes_the_same(name: str, layer: str, tmp_path) -> None:
     model = make(name)
     model.save_pretrained(tmp_path / "model")
