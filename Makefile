@@ -52,8 +52,8 @@ dist: $(VENV)/ready native
 	rm -rf dist
 	$(BIN)/python -m hatchling build -d dist
 
-# What a user gets, in a fresh environment of PYTHON's (make test-dist PYTHON=python3.13): the wheel, tests of the
-# source distribution that find no other linrope than the wheel's, and a wheel made from the source distribution.
+# Installs the wheel in a fresh environment of PYTHON (make test-dist PYTHON=python3.13), as a user would, and runs tests of
+# the source distribution there. They find no linrope but the wheel's. Also builds a wheel from the source distribution.
 TRIED := build/dist
 test-dist: dist
 	rm -rf $(TRIED) && mkdir -p $(TRIED)/tree
@@ -65,8 +65,9 @@ test-dist: dist
 	cd $(TRIED)/tree && ../venv/bin/linrope env && ../venv/bin/python -m pytest -q -o pythonpath=. \
 	tests/layer/test_attention.py tests/models/test_language_model.py tests/cli/test_app.py
 
-# make test with the lowest versions that pyproject.toml allows of what a user installs, in an environment of its own.
-# Old libraries beside new ones have their DeprecationWarnings. TORCH= takes PyTorch, with CUDA, from the package index.
+# make test in an environment of its own, with the lowest releases that pyproject.toml allows of the dependencies that a
+# user installs. Old releases beside new ones raise DeprecationWarnings, which are ignored. TORCH= (empty) installs
+# PyTorch from the package index, which is the build for CUDA.
 LOWEST := build/lowest
 TORCH := --torch-backend cpu
 EXTRAS := --extra cli --extra export --extra huggingface --extra serve --extra train --extra triton
@@ -97,8 +98,8 @@ test-fla: $(VENV)/ready native
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(FLA) -c constraints.txt fla-core
 	PYTHONPATH=$(FLA) $(BIN)/python -m pytest -q tests/integrations/test_fla.py
 
-# Reads and writes out of bounds, and undefined behaviour, in a copy of the tree with a library of its own. Python
-# itself is not built for this: so both run times (GCC's) are loaded before it, and leaks are not looked for. What
+# Looks for reads and writes out of bounds and for undefined behaviour, in a copy of the tree with a library of its own.
+# Python itself is not built for this, so both run times (GCC's) are loaded before it, and leaks are not looked for. What
 # they report goes to file descriptor 2, which pytest must leave open.
 SANITIZED := build/sanitized
 test-sanitizers: $(VENV)/ready

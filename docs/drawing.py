@@ -1,7 +1,11 @@
 """What the diagrams share: colours, axes, boxes, arrows, and how a picture is saved.
 
-``python -m docs.block`` draws docs/assets/block.svg, and so on. The background is transparent. Text stands on light
-blocks, and the grey of all other text is legible on white and on black pages.
+``python -m docs.block`` draws docs/assets/block.svg; docs.chunk, docs.layers, docs.rotation_order and docs.state draw
+the pictures of their names. ``python -m docs.tables`` draws cost and families, by docs/cost.py and docs/families.py.
+CONTRIBUTING.md says when to draw each picture again.
+
+The background is transparent. Text stands on light blocks, and the grey of all other text is legible on white and on
+black pages.
 """
 
 from pathlib import Path

@@ -4,5 +4,6 @@
     python -m benchmarks.study table runs/study
     python -m benchmarks.study plot runs/study
 
-docs/evidence.md has the design: the questions, the tasks with their floors and ceilings, what it takes.
+docs/evidence.md has the questions, the findings and how they were measured; docs/evidence_tables.md has the tasks, the
+models and all results.
 """

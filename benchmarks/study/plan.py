@@ -1,4 +1,7 @@
-"""The design: which models run which task. docs/evidence.md says which question each of them answers."""
+"""The design: which models run which task.
+
+docs/evidence_tables.md describes the tasks and the models, and docs/evidence.md says which questions they answer.
+"""
 
 from collections.abc import Sequence
 

@@ -42,7 +42,7 @@ enum Memory { kAnyStrides, kDenseRows, kContiguous };
 struct Argument {
   const char* name;
   unsigned operators;  // those that have the argument
-  unsigned required;   // those in which it is not None, or has no default
+  unsigned required;   // those in which it is not None, or has no default. Operators without the argument do not count
   unsigned written;    // those that write to the tensor, as their schema says
   std::variant<View Call::*, int64_t Call::*, bool Call::*, double Call::*> to;  // the member of Call that it fills
   unsigned types = 0;  // of a tensor: a bit for each Type
@@ -55,10 +55,10 @@ constexpr unsigned kFloat32s = 1 << kFloat32, kFloat64s = 1 << kFloat64, kGates 
 constexpr unsigned kData = kFloat32s | 1 << kBFloat16 | 1 << kFloat16, kFloating = kData | kFloat64s;
 constexpr unsigned kTypeOfK = 0;
 
+namespace axis {  // whose names the shapes are written in
 // In the order of the schemas. cu_seqlens has a shape of its own: see read_packing
-using namespace axis;
 constexpr Argument kArguments[] = {
-    // name, operators, required in, written by, member of Call, types, strides, shape
+    // name, operators, required in (kAll: in each operator that has it), written by, member of Call, types, strides, shape
     {"g_out", kBackward, 0, 0, &Call::dout, kTypeOfK, kDenseRows, {b, n, h, e}},
     {"g_kv", kBackward, 0, 0, &Call::g_kv, kFloat32s, kContiguous, {sequences, g, f, e}},
     {"g_z", kBackward, 0, 0, &Call::g_z, kFloat64s, kContiguous, {sequences, g, f}},
@@ -66,7 +66,7 @@ constexpr Argument kArguments[] = {
     {"k", kAll, kAll, 0, &Call::k, kData, kDenseRows, {b, m, key_heads, f}},
     {"v", kAll, kAll, 0, &Call::v, kTypeOfK, kDenseRows, {b, m, g, e}},
     {"feature_map", kAll, kAll, 0, &Call::map},
-    {"unit", kAll, kAll, 0, &Call::unit},
+    {"unit", kAll, kAll, 0, &Call::query_length},
     {"log_decay", kAll, 0, 0, &Call::log_decay, kGates, kAnyStrides, {b1, n, g1, units}},
     {"write", kAll, 0, 0, &Call::write, kFloating, kAnyStrides, {b1, m, g1}},
     {"erase", kAll, 0, 0, &Call::erase, kFloating, kAnyStrides, {b1, m, g1}},
@@ -96,6 +96,8 @@ constexpr Argument kArguments[] = {
     {"want_erase", kBackward, kAll, 0, &Call::want_erase},
     {"advance", kStep, 0, 0, &Call::advance},
 };
+}  // namespace axis
+using axis::kArguments;
 constexpr int kCount = std::size(kArguments);
 
 constexpr int index_of(std::string_view name) {
@@ -342,7 +344,8 @@ inline void check_together(Inputs& x) {
 inline Call& read_call(Inputs& x) {
   Call& c = x.call;
   if (c.map < kIdentity || c.map > kSilu) refuse("feature_map: got ", c.map, ", expected 0 .. ", (int)kSilu);
-  if (!(c.unit >= 0 && c.unit <= FLT_MAX)) refuse("unit: got ", c.unit, ", expected 0 or a positive finite number");
+  if (!(c.query_length >= 0 && c.query_length <= FLT_MAX))
+    refuse("unit: got ", c.query_length, ", expected 0 or a positive finite number");
   if (c.normalize && !(c.eps > 0)) refuse("eps: got ", c.eps, ", expected a positive number");
   if (x.has(kErase) && c.normalize) refuse("normalize: got true with erase, expected false");
   if (x.has(kErase) && !c.causal) refuse("erase: got causal=False, expected causal=True");

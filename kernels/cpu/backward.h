@@ -1,9 +1,9 @@
 // Gradients of a causal call, last chunk to first. With gb = dout / den, S the state before the chunk, dS the gradient of
-// the state after it, D and C as in forward.h, and x the gradient of u:
-//   x_j    = e^(D_C - D_j) dS^T psi^_j + sum_(i >= j) e^(D_i - D_j) <phi^_i, psi^_j> gb_i
+// the state after it, D and D_end as in forward.h, and x the gradient of u:
+//   x_j    = e^(D_end - D_j) dS^T psi^_j + sum_(i >= j) e^(D_i - D_j) <phi^_i, psi^_j> gb_i
 //   dphi^_i = e^(D_i) S gb_i + sum_(j <= i) e^(D_i - D_j) <gb_i, u_j> psi^_j
-//   dpsi^_j = e^(D_C - D_j) dS u_j + sum_(i >= j) e^(D_i - D_j) <gb_i, u_j> phi^_i
-//   dS     <- e^(D_C) dS + sum_i e^(D_i) phi^_i gb_i^T
+//   dpsi^_j = e^(D_end - D_j) dS u_j + sum_(i >= j) e^(D_i - D_j) <gb_i, u_j> phi^_i
+//   dS     <- e^(D_end) dS + sum_i e^(D_i) phi^_i gb_i^T
 // With erase b, x solves the transposed system of forward.h, x_j -= sum_(i > j) b_i e^(D_i - D_j) <psi^_i, psi^_j> x_i, and
 // each token's key has read, too:
 //   read_i  = e^(D_i) S x_i + sum_(j < i) e^(D_i - D_j) <x_i, u_j> psi^_j        db_i = -<psi^_i, read_i>
@@ -12,8 +12,8 @@
 // A value's gradient is w x, and that of its factor <v, x>.
 //
 // The gradient of a token's log decay is the sum over all pairs of an earlier writer and of a reader that is the token or
-// a later one: those of other chunks <S, dS> e^(D_C), those with a reader in the chunk <phi^_i, e^(D_i) S gb_i>, those
-// with a writer in it <psi^_j, e^(D_C - D_j) dS u_j>, and those in it score by score. No large terms cancel.
+// a later one: those of other chunks <S, dS> e^(D_end), those with a reader in the chunk <phi^_i, e^(D_i) S gb_i>, those
+// with a writer in it <psi^_j, e^(D_end - D_j) dS u_j>, and those in it score by score. No large terms cancel.
 #pragma once
 #include "forward.h"
 
@@ -21,18 +21,18 @@ namespace linrope {
 namespace {
 
 // d is the gradient of a token's features y, and becomes that of the map's input. length, factor: those of
-// Task::set_lengths, read only with c.unit. raw: scratch (F)
+// Task::set_lengths, read only with c.query_length. raw: scratch (F)
 void through_map(const Task& task, const Rows& rows, int64_t token, const float* y, float length, float factor, float* raw,
                  float* d) {
   const Shape& s = task.s;
-  const bool unit = task.c.unit, reads_input = s.map == kSilu || s.map == kRelu2;
-  if (unit) set_length_backward(s, y, length, factor, d);
+  const bool has_length = task.c.query_length, reads_input = s.map == kSilu || s.map == kRelu2;
+  if (has_length) set_length_backward(s, y, length, factor, d);
   if (s.map == kIdentity) return;
   if (reads_input) features(s, rows, token, kIdentity, raw);
   const float* x = reads_input ? raw : y;
-  const vf before_length = splat(unit && factor ? 1 / factor : 0);
+  const vf before_length = splat(has_length && factor ? 1 / factor : 0);
   for (int i = 0; i < s.F; i += W) {
-    const vf mapped = unit ? load(y + i) * before_length : load(y + i);
+    const vf mapped = has_length ? load(y + i) * before_length : load(y + i);
     store(d + i, load(d + i) * slope(s.map, load(x + i), mapped));
   }
 }
@@ -59,7 +59,7 @@ struct FinishQuery {
         d_angle_steps[p] += phi[x] * d[y] - phi[y] * d[x];
       }
     for (int i = 0; dden != 0 && i < s.F; i += W) store(d + i, load(d + i) + load(z + i) * dden);
-    through_map(task, q, token, phi, (float)c.unit, factor, raw, d);
+    through_map(task, q, token, phi, (float)c.query_length, factor, raw, d);
     task.write_gradient(d, *dq, token);
     return dden;
   }
@@ -69,20 +69,31 @@ struct Backward : Task {
   static constexpr int C = kChunk, kChunks = kBlock / C;
   struct Scratch : Pieces {
     using Pieces::Pieces;
+    // psi, psi^, psi^ transposed, phi, phi^
     float *psi = features(), *keys = features(), *keys_t = features(), *phi = features(), *queries = features();
+    // z of each token, z before it, and dden phi summed over the query heads, then over later tokens
     float *z = features(), *z_before = features(), *dden_phi = features();
+    // dphi^, dpsi^, what the keys have read (see above), the input of a map, and the chunk's part of a running sum
     float *dq = features(), *dk = features(), *read = features(), *raw = features(1), *within = features(1);
+    // u, u transposed, gb, the gradient of u, and x times -b e^D or a token's value
     float *u = values(), *u_t = values(), *gb = values(), *x = values(), *scaled = values();
-    float *scores = score_matrix(), *products = score_matrix(), *pairs = score_matrix(), *erased = score_matrix();
+    // With `i` a reader and j a writer. scores: e^(D_i - D_j) <phi^_i, psi^_j>. products: e^(D_i - D_j) <gb_i, u_j>, and
+    // with x_i for gb_i. pairs: what i and j add to log decay's gradient. erase_scores: b_i e^(D_i - D_j) <psi^_i, psi^_j>
+    float *scores = score_matrix(), *products = score_matrix(), *pairs = score_matrix(), *erase_scores = score_matrix();
+    // den, 1 / den, b, -b
     float *dens = per_token(), *inverse_dens = per_token(), *erase = per_token(), *factors = per_token();
-    float *key_factors = per_token(), *query_factors = per_token();  // that gave the features their length
+    // The factors that gave the features of keys and of queries their length
+    float *key_factors = per_token(), *query_factors = per_token();
+    // Each token's terms of log decay's gradient, in W parts: of its queries, of its key as a reader, of its key as a writer
     float *of_readers = arena.take<float>(C * W), *of_erasers = arena.take<float>(C * W);
-    float *of_writers = arena.take<float>(C * W), *dS_t = state();
-    float *k_angles = angle_rows(), *q_angles = angle_rows();
+    float *of_writers = arena.take<float>(C * W), *dS_t = state();  // dS_t: dS transposed
+    float *k_angles = angle_rows(), *q_angles = angle_rows();       // cos and sin
     mutable ChunkDecay::Scratch decay{arena, s};
-    // Decay per unit: what keys get within leaves, and log decay's gradient. Sums over pairs of a writer and a reader: of
-    // those before and after the chunk; before it and in a leaf; in a leaf and after it; before and after a leaf
+    // Only with a decay per unit. dk_within: the part of dpsi^ that comes from pairs within leaves. da: log decay's gradient
     float *dk_within = of_units(C), *da = of_units(C);
+    // What pairs of a writer and a reader add to log decay's gradient, summed over pairs. across: the writer is before the
+    // chunk, the reader after it. reads: before the chunk, in the leaf. writes: in the leaf, after the chunk. passing: in an
+    // earlier and in a later leaf of the chunk
     float *across = of_units(1), *reads = of_units(kLeaves), *writes = of_units(kLeaves), *passing = of_units(kLeaves);
     float* of_units(int rows) const { return arena.take<float>(s.per_unit ? rows * s.F : 0); }
   };
@@ -96,10 +107,10 @@ struct Backward : Task {
   };
   const Scratch& w;
   const Kept& kept;
-  // want_output: else only the gradient of the state is. same_angles: queries and keys have the same angles
+  // want_output: false if only the gradient of the state is wanted. same_angles: queries and keys have the same angles
   const bool want_output, same_angles, want_d_log_decay, want_d_angle_steps, want_dz, erases;
   const int query_heads;
-  const bool want_states, want_z;  // S, and z, before each chunk are wanted
+  const bool want_states, want_z;  // S before each chunk is wanted; so is z
   int64_t done = 0;
   float* dS;  // the gradient of the state after the current chunk
   RunningSum z_sum, dz_sum;
@@ -242,7 +253,7 @@ struct Backward : Task {
         store(sum, load(sum) + (factor ? x * factor[i] : x));
       }
   }
-  // e^(D_C) <S, dS> of each feature
+  // e^(D_end) <S, dS> of each feature
   void find_across(const float* S_t) {
     const int P = s.feature_row.panel;
     const FeatureFactors& factors = w.decay.units.factors;
@@ -357,9 +368,9 @@ struct Backward : Task {
       w.erase[i] = erase(t + i);
       w.factors[i] = -w.erase[i];
     }
-    decay.scores(*this, w.keys, w.keys, w.keys_t, rows, w.erase, w.erased);
-    solve_transposed(rows, s.value_row, w.erased, w.x);
-    for (int i = 0; want_d_log_decay && !s.per_unit && i < rows * C; i += W) store(w.scores + i, -load(w.erased + i));
+    decay.scores(*this, w.keys, w.keys, w.keys_t, rows, w.erase, w.erase_scores);
+    solve_transposed(rows, s.value_row, w.erase_scores, w.x);
+    for (int i = 0; want_d_log_decay && !s.per_unit && i < rows * C; i += W) store(w.scores + i, -load(w.erase_scores + i));
     multiply_with_u(w.x, rows, w.scores, w.products);
     for (int i = 0; i < rows; i++) w.products[i * C + i] = 0;  // a key reads before its token writes
     read_states(w.x, rows, S_t, w.keys, w.factors, w.read, w.of_erasers);
@@ -424,7 +435,8 @@ struct Backward : Task {
   double product_of_states(const float* S, const float* dS) const {
     double total = 0;
     const int count = s.F * s.E, part = 16 * W;
-    for (int from = 0; from < count; from += part) total += dot(S + from, dS + from, count - from < part ? count - from : part);
+    for (int from = 0; from < count; from += part)
+      total += dot(S + from, dS + from, count - from < part ? count - from : part);
     return total;
   }
 

@@ -1,5 +1,5 @@
-// The operators of linrope_native. They use PyTorch's stable ABI of 2.10, so that one library serves any Python and
-// PyTorch that linrope supports.
+// The operators of linrope_native. They use only PyTorch's stable ABI, as it was in 2.10, so that one library serves any
+// Python and every PyTorch since then. linrope itself needs 2.11.
 #include <tuple>
 
 #include "mixer.h"

@@ -41,7 +41,8 @@ ISAS: dict[str, dict[str, list[str]]] = {
     "aarch64": {"baseline": []},
 }
 COMPILERS = ("c++", "g++", "clang++")  # unless $CXX names one
-STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # the stable ABI of 2.10, which later ones keep
+# The stable ABI of PyTorch 2.10, which later releases keep; linrope itself needs 2.11
+STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 
 
 class Unavailable(RuntimeError):

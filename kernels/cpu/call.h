@@ -10,11 +10,14 @@
 
 namespace linrope {
 
-constexpr int kChunk = 32;  // tokens per chunk: 64 does 20% more arithmetic at 64 features
+// Tokens per chunk: 64 does 20% more arithmetic at 64 features. These depend on it: unit_decay.h is written for four leaves
+// of 8 tokens, a chunk has whole panels (vector.h), kBlock is a multiple of it, and amx.h cuts it into tiles of 16 rows
+constexpr int kChunk = 32;
 constexpr int kMaxDim = 256;
 constexpr int kBundle = 8;  // heads that a thread sweeps together, a chunk each in turn
 constexpr int kMaxTaps = 8;
 constexpr int kBlock = 256;  // tokens of a block. The forward pass saves the state before every block of a sequence
+static_assert(kBlock % kChunk == 0);
 
 enum Type : int { kFloat32, kBFloat16, kFloat16, kFloat64, kInt32, kInt64, kBool };
 enum Map : int { kIdentity, kElu1, kRelu, kRelu2, kExp, kSilu };
@@ -58,7 +61,8 @@ struct Call {
   int64_t map, layout;
   bool causal, normalize, add_eps, want_state, save, want_log_decay, want_angle_steps, want_write, want_erase, advance;
   double eps;
-  double unit;  // not 0: features are then divided by their lengths, and those of queries multiplied by unit
+  // The argument `unit`. If it is not 0, features are divided by their lengths, and those of queries multiplied by it
+  double query_length;
 
   // What the binding adds: the results
   View out, dq, dk, dv;

@@ -41,7 +41,7 @@ inline void exponentials(const double* x, float* y, int count) {
 }
 
 struct DecayScratch {
-  float *from_start, *to_end, *of_token;  // (kChunk): e^(D_i), e^(D_C - D_i) with C the chunk's last token, e^(a_i)
+  float *from_start, *to_end, *of_token;  // (kChunk): e^(D_i), e^(D_end - D_i), e^(a_i)
   float *from_first, *to_first;           // (kChunk): e^(D_i - D_0), e^(D_0 - D_i)
   float* between;                         // (kChunk, kChunk): e^(D_i - D_j) for j <= i
   explicit DecayScratch(Arena& arena)
@@ -51,10 +51,13 @@ struct DecayScratch {
 };
 
 // One decay for all features, within a chunk. D_i is log decay summed from the chunk's first token to token i, both
-// included. Where e^(D_i - D_0) and its inverse are ordinary numbers, their products are the factors of pairs of tokens.
+// included; D_end is that of the last token. Where e^(D_i - D_0) and its inverse are ordinary numbers, their products are
+// the factors of pairs of tokens.
 // Elsewhere each factor is an exponential of its own, so that gates of any strength are exact.
 struct Decay {
-  // A smaller log decay counts as kMinLogDecay: e^-1000 is 0, and larger magnitudes would cancel in sums.
+  // A smaller log decay counts as kMinLogDecay: e^-1000 is 0 in float32 and in float64, and much larger magnitudes would
+  // cancel in differences of sums. Python's limit, MIN_LOG_DECAY = -10^4 in linrope/recurrence/decay.py, need not be the
+  // same, because e^-10000 is 0, too. Steps may pass gates without it, so that the kernels have a limit of their own.
   static constexpr double kMinLogDecay = -1000;
   const DecayScratch* scratch;  // what plan fills
   const char* base = nullptr;
@@ -232,10 +235,10 @@ struct Angles {
         const uint64_t p = s.axes == 1 ? position(token) : positions[token * position_stride + a];
         x += *(const vlu*)(theta + a * s.half + i) * p;
       }
-      vf c, s;
-      cos_sin(__builtin_convertvector((x + 0x80000000u) >> 32, vi), c, s);
-      store(to_cos + i, c);
-      store(to_sin + i, s);
+      vf cos_i, sin_i;
+      cos_sin(__builtin_convertvector((x + 0x80000000u) >> 32, vi), cos_i, sin_i);
+      store(to_cos + i, cos_i);
+      store(to_sin + i, sin_i);
     }
   }
   // The cos and sin of token chunk_begin + i. If there is a table, and the token's position is less than kChunk after

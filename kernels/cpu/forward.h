@@ -1,6 +1,7 @@
-// The forward pass, chunk by chunk. With S the state before the chunk, and D_i the log decay from the chunk's start on:
+// The forward pass, chunk by chunk. With S the state before the chunk, D_i the log decay from the chunk's start
+// to token i, and D_end that to its end:
 //   num_i = e^(D_i) S^T phi^_i + sum_(j <= i) e^(D_i - D_j) <phi^_i, psi^_j> u_j        out_i = num_i / den_i
-//   S <- e^(D_C) S + sum_j psi^_j e^(D_C - D_j) u_j^T
+//   S <- e^(D_end) S + sum_j psi^_j e^(D_end - D_j) u_j^T
 // u is what the tokens write: w v or, with erase b, what a triangular system determines:
 //   u_i = w_i v_i - b_i (e^(D_i) S^T psi^_i + sum_(j < i) e^(D_i - D_j) <psi^_i, psi^_j> u_j)
 #pragma once
@@ -32,7 +33,7 @@ struct Forward : Task {
     using Pieces::Pieces;
     float *x = features(), *hat = features();  // of keys, then of queries
     float *keys = features(), *keys_t = features(), *z = features(), *u = values(), *result = values();
-    float *scores = score_matrix(), *scale = per_token(), *erased = per_token(), *within = features(1);
+    float *scores = score_matrix(), *scale = per_token(), *erase = per_token(), *within = features(1);  // erase: b_i
     float *k_angles = angle_rows(), *q_angles = angle_rows();
     mutable ChunkDecay::Scratch decay{arena, s};
   };
@@ -95,10 +96,10 @@ struct Forward : Task {
   }
   // Replaces the values by what the tokens write
   void erase_keys(int64_t t, int rows) {
-    for (int i = 0; i < rows; i++) w.erased[i] = erase(t + i);
-    decay.scores(*this, w.keys, w.keys, w.keys_t, rows, w.erased, w.scores);
+    for (int i = 0; i < rows; i++) w.erase[i] = erase(t + i);
+    decay.scores(*this, w.keys, w.keys, w.keys_t, rows, w.erase, w.scores);
     const float* from_start = decay.from_start_of_rows();
-    for (int i = 0; i < rows; i++) w.scale[i] = from_start ? w.erased[i] * from_start[i] : w.erased[i];
+    for (int i = 0; i < rows; i++) w.scale[i] = from_start ? w.erase[i] * from_start[i] : w.erase[i];
     const float* readers = decay.carried_from_start(w.keys, rows);
     solve({rows, s.feature_row, s.value_row, readers, fresh ? nullptr : S, w.scale, w.scores, w.u});
     for (int i = 0; ends.save && i < rows; i++) copy_out(w.u + i * s.E, saved_u(t + i), s.e);

@@ -184,13 +184,13 @@ struct MixerGates {
 // A layer's step between its projections. up (g, units, rank), up_bias (g, units) and bound are those of a forget gate
 // per feature, whose first product is a part of x. write: a WriteFactor. erase: the largest number of the erase gate, or
 // 0 without one; with one there is no z. decay (g,) is the log of a fixed decay. The other arguments are those of
-// convolve, step and gated_norm. With slots (b,), inputs, kv, z and positions are those of a pool, and sequence i
-// has row slots[i] of each.
+// convolve, step and gated_norm; query_length is step's `unit`. With slots (b,), inputs, kv, z and positions are those of a
+// pool, and sequence i has row slots[i] of each.
 inline Tensor mixer_step(Tensor x, int64_t heads, bool has_gate, bool has_forget, Maybe up, Maybe up_bias, double bound,
                          int64_t write, double erase, Maybe weight, Maybe bias, Maybe inputs, bool silu, Maybe decay,
                          Tensor kv, Maybe z, Tensor positions, Maybe theta, int64_t layout, int64_t feature_map,
-                         double unit, bool normalize, double eps, Maybe norm, double norm_eps, bool over_heads, bool gate_first,
-                         Maybe skip, bool skip_first, Maybe slots) {
+                         double query_length, bool normalize, double eps, Maybe norm, double norm_eps, bool over_heads,
+                         bool gate_first, Maybe skip, bool skip_first, Maybe slots) {
   const MixerColumns at(x, kv, heads, has_gate, has_forget, up, write == kWriteGate, erase > 0);
   const MixerGates gates(x, at, has_forget, up, up_bias, bound, write, erase, decay);
   if (weight.has_value() != inputs.has_value()) refuse("weight, inputs: got one of them, expected both or none");
@@ -213,7 +213,7 @@ inline Tensor mixer_step(Tensor x, int64_t heads, bool has_gate, bool has_forget
   step[kPositions] = starts;
   step.call.layout = layout;
   step.call.map = feature_map;
-  step.call.unit = unit;
+  step.call.query_length = query_length;
   step.call.normalize = normalize;
   step.call.eps = eps;
   Call& c = read_call(step);

@@ -2,8 +2,8 @@
 //
 //   u = (out + D v) * f(z);   u = weight * u * rsqrt(mean(u^2) + eps);   y = (u + D v) * f(z)
 //
-// where f is silu or sigmoid, and D v and f(z) each stand before or after the norm. A token's rows stay in the first-level cache between
-// the two passes over them.
+// where f is silu or sigmoid, and D v and f(z) each stand before or after the norm. A token's rows stay in the first-level
+// cache between the two passes over them.
 #pragma once
 #include "arena.h"
 #include "partial.h"

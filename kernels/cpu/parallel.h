@@ -7,8 +7,8 @@
 
 namespace linrope {
 
-// What a single thread does in less than 0.1 to 0.4 ms does not wait for others: on a busy machine they start some 10 ms
-// later. These are the least sizes that get several threads
+// Work that takes one thread less than 0.1 to 0.4 ms stays on that thread, because on a busy machine others start about
+// 10 ms late. These are the least sizes for several threads
 constexpr int64_t kMinParallel = 1 << 15;        // numbers of a call's tokens
 constexpr int64_t kMinParallelStep = 1 << 20;    // numbers of the states that a decoding step changes
 constexpr int64_t kMinParallelLinear = 1 << 20;  // products in a step's projection

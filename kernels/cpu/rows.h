@@ -45,10 +45,10 @@ struct Shape {
   CompactRotation rotation;
   explicit Shape(const Call& c)
       : f((int)c.f), pairs(c.layout == kNone ? 0 : (int)c.pairs), e((int)c.e), layout((int)c.layout), map((int)c.map),
-        axes(c.theta.data ? (int)c.axes : 0), per_unit(c.log_decay.data && c.units > 1), compact(f <= W), stored(stored_pairs()), half(round_up(stored, W)),
-        rest(stored == pairs ? f - 2 * pairs : 0), feature_row(row_layout(compact ? f : 2 * half + rest)),
-        value_row(row_layout(e)), F(feature_row.size), E(value_row.size),
-        pair_stride(compact && layout == kInterleaved ? 2 : 1),
+        axes(c.theta.data ? (int)c.axes : 0), per_unit(c.log_decay.data && c.units > 1), compact(f <= W),
+        stored(stored_pairs()), half(round_up(stored, W)), rest(stored == pairs ? f - 2 * pairs : 0),
+        feature_row(row_layout(compact ? f : 2 * half + rest)), value_row(row_layout(e)), F(feature_row.size),
+        E(value_row.size), pair_stride(compact && layout == kInterleaved ? 2 : 1),
         partner(!compact ? half : layout == kInterleaved ? 1 : pairs),
         rotation(compact ? pairs : 0, layout == kInterleaved) {}
   bool padded() const { return F != f; }
@@ -218,7 +218,8 @@ inline float dot(const float* x, const float* y, int n) {
   return sum(acc);
 }
 
-// Divides a row by its length and multiplies it by `length`. Returns the factor of the row: 0 if its length is beyond float32
+// Divides a row by its length and multiplies it by `length`. Returns the factor of the row: 0 if its length
+// is beyond float32
 float set_length(const Shape& s, float* y, float length) {
   constexpr float kEps = 1e-6f;  // that of linrope/feature_maps/unit.py
   const float factor = length / std::sqrt(dot(y, y, s.F) + kEps);

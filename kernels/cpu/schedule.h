@@ -26,7 +26,9 @@ struct Schedule {
     if (heads > 0 && heads < kMinTasks) segments = (kMinTasks + heads - 1) / heads;
     const int64_t most = longest / kMinSegment / (cu.data && c.sequences ? c.sequences : 1);
     if (segments > most) segments = most > 1 ? most : 1;
-    if (c.erase.data || c.units > 1) segments = 1;  // with erase a segment multiplies its state by an f x f matrix
+    // A segment's effect on the state before it must be a Transition, one factor for all features. With erase it is an
+    // f x f matrix, and with a decay per unit a factor per feature
+    if (c.erase.data || c.units > 1) segments = 1;
   }
   int64_t heads() const { return c.sequences * c.g; }
   int64_t tasks() const { return heads() * segments; }

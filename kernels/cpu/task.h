@@ -51,11 +51,11 @@ struct Task {
     const View& mask = c.key_mask;
     return !mask.data || mask.as<bool>()[batch * mask.batch + token * mask.token];
   }
-  // Features of queries and of keys from `token` on, and with c.unit the factors that gave the rows their length; null: not
-  // wanted. The contents of masked tokens are never used, here and for values
+  // Features of queries and of keys from `token` on, and with c.query_length the factors that gave the rows their length;
+  // null: not wanted. The contents of masked tokens are never used, here and for values
   void query_features(const Rows& q, int64_t token, int direction, int count, float* phi, float* factors) const {
     features(s, q, token, direction, count, phi);
-    set_lengths(phi, count, (float)c.unit, factors);
+    set_lengths(phi, count, (float)c.query_length, factors);
   }
   void key_features(int64_t token, int direction, int count, float* psi, float* factors) const {
     features(s, k, token, direction, count, psi);
@@ -65,7 +65,7 @@ struct Task {
         if (!unmasked(token + i)) zero(psi + i * s.F, s.F);
   }
   void set_lengths(float* rows, int count, float length, float* factors) const {
-    for (int i = 0; c.unit && i < count; i++) {
+    for (int i = 0; c.query_length && i < count; i++) {
       const float factor = set_length(s, rows + i * s.F, length);
       if (factors) factors[i] = factor;
     }
@@ -152,7 +152,7 @@ struct RunningSum {
     });
   }
   // The sums over later tokens, from the last row to the first, which replace x_i:
-  // e^(D_C - D_i) total + sum_(j >= i) e^(D_j - D_i) x_j
+  // e^(D_end - D_i) total + sum_(j >= i) e^(D_j - D_i) x_j
   void rows_backward(float* x, int count, const Decay& decay) {
     const DecayScratch& d = *decay.scratch;
     columns([&]<int N>(int f) {

@@ -12,8 +12,10 @@ namespace linrope {
 namespace {
 
 constexpr int kLeaf = 8, kLeaves = kChunk / kLeaf;
+static_assert(kLeaves == 4, "set_keys, keys_of and scores spell out the pairs of four leaves");
 
-// Multiplies the rows of features of a state by e^D, each by its own; see DecayFactor. Of `count` features
+// The factors e^D of `count` features, each with a D of its own. They multiply the rows or columns of a state, in the same
+// two forms as DecayFactor.
 struct FeatureFactors {
   float *whole, *part;  // S whole + S part: 1 and e^D - 1 near 1, 0 and e^D further from 1
   double* exact;
@@ -38,7 +40,7 @@ struct FeatureFactors {
 struct Units {
   const char* base = nullptr;
   int type = 0, count = 0;  // count: of the features
-  int64_t token = 0, unit = 0;
+  int64_t token = 0, unit_stride = 0;  // in bytes, from a token or a unit to the next
   bool copies = false;    // the units are float32 numbers side by side, and the kernels' features are pairs, then the rest
   int unit_of[kMaxDim + NW];  // each feature's unit; -1: padding
 
@@ -48,12 +50,12 @@ struct Units {
     if (!a.data || c.units == 1) return;
     type = a.type;
     token = a.token * size_of(type);
-    unit = a.last * size_of(type);
+    unit_stride = a.last * size_of(type);
     for (int i = 0; i < count; i++) {
       const int f = internal ? s.caller_index(i) : i, p = s.pairs;
       unit_of[i] = f < 0 ? -1 : f >= 2 * p ? f - p : s.layout == kInterleaved ? f / 2 : f % p;
     }
-    copies = internal && !s.compact && s.stored == s.pairs && type == kFloat32 && unit == 4;
+    copies = internal && !s.compact && s.stored == s.pairs && type == kFloat32 && unit_stride == 4;
     go_to(c, span);
   }
   void go_to(const Call& c, const Span& span) {
@@ -64,7 +66,7 @@ struct Units {
   template <class T> void read_row(const Shape& s, int64_t t, T* a) const {
     const char* from = base + t * token;
     const auto gather = [&]<class Number>(const Number*) {
-      for (int i = 0; i < count; i++) a[i] = unit_of[i] < 0 ? 0 : (T) * (const Number*)(from + unit_of[i] * unit);
+      for (int i = 0; i < count; i++) a[i] = unit_of[i] < 0 ? 0 : (T) * (const Number*)(from + unit_of[i] * unit_stride);
     };
     if (!copies) return type == kFloat32 ? gather((const float*)nullptr) : gather((const double*)nullptr);
     const float* x = (const float*)from;
@@ -84,9 +86,10 @@ struct Units {
 struct UnitDecay {
   const Shape& s;
   const int F;
-  float *gates, *from_leaf, *to_leaf;   // (C, F): e^(a_i); e^ of the sum from the leaf's start to i; after i to its end
-  float* leaf;                          // (kLeaves, F): of a leaf
-  float *from_start, *to_end;           // (C, F): from the chunk's start to i; after i to the chunk's end
+  // (kChunk, F): e^(a_i); e to the sum of a from the leaf's start to i; e to the sum of a after i to the leaf's end
+  float *gates, *from_leaf, *to_leaf;
+  float* leaf;                          // (kLeaves, F): e to the sum of a over the leaf
+  float *from_start, *to_end;           // (kChunk, F): like from_leaf and to_leaf, from the chunk's start and to its end
   float *keys, *keys_t, *of_leaf;       // what `set_keys` and `scores` leave: see there
   FeatureFactors factors;               // of the whole chunk
   double *gate, *leaf_sum, *total;  // log decay of a token, of a leaf and of the chunk
@@ -208,8 +211,8 @@ struct UnitDecay {
   // The keys of leaf J, carried to its end
   const float* keys_of(int J) const { return keys + (J == 0 ? 2 : J == 1 ? 1 : 3) * kLeaf * F; }
 
-  // to_ij = scale_i <A_i, K_j>_ij for j <= i, and 0 for later j. Leaves A, carried from each leaf's start,
-  // in of_leaf
+  // to_ij = scale_i <A_i, K_j>_ij for j <= i, and 0 for later j. Afterwards of_leaf holds the rows of A, each carried from
+  // the start of its leaf
   void scores(const float* A, const float* K, const float* scale, float* to) {
     for (int i = 0; i < rows; i++) {
       zero(to + i * kChunk, kChunk);
@@ -379,10 +382,10 @@ struct ChunkDecay {
     if (per_unit) w.units.plan(units, t, rows);
     else scalar.plan(t, rows, want_between);
   }
-  // e^(D_i) and e^(D_C - D_i), one number for each row; null: 1, or a number per feature
+  // e^(D_i) and e^(D_end - D_i), one number for each row; null: 1, or a number per feature
   const float* from_start_of_rows() const { return per_unit ? nullptr : scalar.from_start(); }
   const float* to_end_of_rows() const { return per_unit ? nullptr : scalar.to_end(); }
-  // Rows A, times e^(D_i) or e^(D_C - D_i) if that is per feature
+  // Rows A, times e^(D_i) or e^(D_end - D_i) if that is per feature
   const float* carried_from_start(const float* A, int rows) const { return carried(A, rows, w.units.from_start); }
   const float* carried_to_end(const float* A, int rows) const { return carried(A, rows, w.units.to_end); }
   // Makes K_t of keys K, for `scores`. Rows after the last, up to a multiple of four, become zero
@@ -397,7 +400,8 @@ struct ChunkDecay {
     if (per_unit) w.units.scores(A, K, scale, to);
     else task.multiply_scores({rows, s.feature_row, A, K_t, scalar.between(), scale, to});
   }
-  // The state after the chunk: S = e^(D_C) S + B^T V, with features as rows or as columns of S. first: the decay is applied
+  // The state after the chunk, S = e^(D_end) S + B^T V, with features as rows or as columns of S. Without `first` S has
+  // decayed already
   Update update(Update x, bool in_columns, bool first) const {
     x.in_columns = in_columns;
     if (!first) return x;

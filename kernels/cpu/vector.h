@@ -287,7 +287,8 @@ LINROPE_INLINE void store_pairs(bf16* p, vf first, vf second) {
 }
 
 // While it exists, results of this thread below the smallest normal number are 0. Many processors take a hundred times as
-// long for subnormal numbers, which strong gates would make in every chunk.
+// long for subnormal numbers, which strong gates would make in every chunk. run_bundle (all sweeps) and step have one. The
+// convolution, the norm and the linear products have none: nothing decays there, and their subnormal results are kept.
 class FlushToZero {
 #if defined(__x86_64__)
   unsigned before = _mm_getcsr();

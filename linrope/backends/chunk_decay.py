@@ -37,7 +37,7 @@ class Decay:
         return x if self.D is None else x * self.D.exp().to(x.dtype)
 
     def to_end(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """x_j e^(D_c - D_j): decayed to the chunk's last token. dtype: that of the factor."""
+        """x_j e^(D_end - D_j): decayed to the chunk's last token. dtype: that of the factor."""
         return x if self.a is None else x * sums_after(self.a, -2).exp().to(dtype or x.dtype)
 
     def scores(self, x: Tensor, y: Tensor) -> Tensor:

@@ -3,12 +3,12 @@
 With E_i = b_i y_i, the symbols of ``key_sum.py``, and w_i v_i written v_i:
 
     u_i + sum_(j<i) e^(D_i - D_j) <E_i, y_j> u_j = v_i - e^(D_i) S^T E_i         the sum then has u in place of v
-    S  <- e^(D_c) S + sum_j e^(D_c - D_j) y_j u_j^T
+    S  <- e^(D_end) S + sum_j e^(D_end - D_j) y_j u_j^T
 
 Backwards, E is one more query, whose gradient is -du and which does not see its own key:
 
-    du_j + sum_(i>j) e^(D_i - D_j) <E_i, y_j> du_i = sum_(i>=j) e^(D_i - D_j) <x_i, y_j> g_i + e^(D_c - D_j) T^T y_j
-    T  <- e^(D_c) T + sum_i e^(D_i) (x_i g_i^T - E_i du_i^T)
+    du_j + sum_(i>j) e^(D_i - D_j) <E_i, y_j> du_i = sum_(i>=j) e^(D_i - D_j) <x_i, y_j> g_i + e^(D_end - D_j) T^T y_j
+    T  <- e^(D_end) T + sum_i e^(D_i) (x_i g_i^T - E_i du_i^T)
 
 Both are unit triangular systems, one per chunk. They are solved chunk by chunk, for all sequences at once.
 """

@@ -3,13 +3,15 @@
     num_i = sum_j e^(L_i - L_j) <R(Theta_i) phi(q_i), R(Theta_j) psi(k_j)> v_j
     den_i = sum_j e^(L_i - L_j) <phi(q_i), psi(k_j)>,       out_i = num_i / max(den_i, eps)
 
-The sums run over j <= i (causal) or over all j. With a decay per feature, e^(L_i - L_j) has a number for each feature
-and stands inside the products. With erase b, u takes the place of v, and there is no den (delta rule):
+The sums run over j <= i (causal) or over all j. v_j stands for w_j v_j: the values of a call that reaches this backend
+are already multiplied by ``write`` (``Call.expanded``). With a log decay per unit or with xPos, e^(L_i - L_j) has a
+number for each feature and stands inside the products. With erase b, u takes the place of v, and there is no den (delta
+rule):
 
     u_i + b_i sum_(j<i) e^(L_i - L_j) <R(Theta_i) psi(k_i), R(Theta_j) psi(k_j)> u_j = v_i
 
-Axes: b batch, n queries, m keys, g key/value heads, r query heads
-per key/value head, f features, e values. Autograd differentiates it.
+Axes: b batch, n queries, m keys, g key/value heads, r query heads per key/value head, f features, e values. Autograd
+differentiates it.
 """
 
 import torch

@@ -3,16 +3,16 @@
     sum_j e^(D_i - D_j) <x_i, y_j> v_j        over the keys j that query i sees
 
 With x = R phi and y = R psi it is the numerator; with x = phi, y = psi and v = 1 the denominator. D is the log decay
-summed in the chunk, S the state before it, T the gradient of the state after it, and c the chunk's last token:
+summed in the chunk, up to D_end at its end, S the state before the chunk, and T the gradient of the state after it:
 
     sum_i = e^(D_i) S^T x_i + sum_(j<=i) e^(D_i - D_j) <x_i, y_j> v_j
-    S    <- e^(D_c) S + sum_j e^(D_c - D_j) y_j v_j^T
+    S    <- e^(D_end) S + sum_j e^(D_end - D_j) y_j v_j^T
 
     dx_i  = e^(D_i) S g_i + sum_(j<=i) e^(D_i - D_j) <g_i, v_j> y_j
-    dy_j  = e^(D_c - D_j) T v_j + sum_(i>=j) e^(D_i - D_j) <g_i, v_j> x_i
-    dv_j  = e^(D_c - D_j) T^T y_j + sum_(i>=j) e^(D_i - D_j) <x_i, y_j> g_i
-    T    <- e^(D_c) T + sum_i e^(D_i) x_i g_i^T
-    da_t  = e^(D_c) <S, T> + sum_(i>=t) <x_i, e^(D_i) S g_i> + sum_(j<t) <y_j, e^(D_c - D_j) T v_j>
+    dy_j  = e^(D_end - D_j) T v_j + sum_(i>=j) e^(D_i - D_j) <g_i, v_j> x_i
+    dv_j  = e^(D_end - D_j) T^T y_j + sum_(i>=j) e^(D_i - D_j) <x_i, y_j> g_i
+    T    <- e^(D_end) T + sum_i e^(D_i) x_i g_i^T
+    da_t  = e^(D_end) <S, T> + sum_(i>=t) <x_i, e^(D_i) S g_i> + sum_(j<t) <y_j, e^(D_end - D_j) T v_j>
             + sum_(j<t<=i) e^(D_i - D_j) <x_i, y_j> <g_i, v_j>
 
 where g is the gradient of the sum, and sums over i include the r query heads of a key/value head. With a decay per
@@ -70,7 +70,7 @@ class KeySum:
 
     @property
     def y_to_end(self) -> Tensor:
-        """e^(D_c - D_j) y_j."""
+        """e^(D_end - D_j) y_j."""
         return self.decay.to_end(self.y, self.state_dtype)
 
     @property

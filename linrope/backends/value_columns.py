@@ -13,7 +13,7 @@ from torch import Tensor
 from linrope.recurrence.call import Call, Sums
 from linrope.recurrence.state import LinearAttentionState
 
-FEWEST_COLUMNS = 32  # in each part: the kernels multiply 32 columns at a time
+FEWEST_COLUMNS = 32  # in each part: the widest panel of columns, that of AVX-512 (NW in kernels/cpu/vector.h)
 FEWEST_TOKENS = 256
 
 

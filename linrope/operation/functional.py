@@ -102,7 +102,7 @@ def linear_rope_attention(
             -10^4, which keeps nothing. Or (b or 1, n, g or 1, units), as in GLA and Kimi Linear: one number per pair of
             features that turns, then one per feature that does not (all of them, without rotary and angle_steps). The
             features of a pair decay alike, or outputs would depend on absolute positions. decay adds to every unit.
-            The backend "triton" does not compute it. It requires rope_order="after".
+            A log_decay per unit requires rope_order="after", and the backend "triton" does not support it.
         angle_steps: omega, (b or 1, n, g or 1, pairs), the radians by which token t advances the rotation, in
             addition to its position. The first 2 * pairs features turn, in rotary's layout (interleaved without
             rotary).

@@ -35,7 +35,7 @@ class Plan:
 
     named_map: FeatureMap | None  # if the call gives a name; an object is read from the call
     elementwise: str | None  # the map that the backend applies to q and k; None: Python applies it
-    unit: float  # ``Resolved.unit``
+    unit: float  # ``Resolved.unit``, a length and not a unit of the features; 0 if Python applies the map
     identity: str | None  # of the next state; None: it depends on the weights of the map
     theta_turns: Tensor | None
     layout: str
@@ -133,6 +133,8 @@ def _make(call: Call, traced: bool) -> Plan:
         layout=plan.layout,
         xpos_log_decay=plan.xpos_log_decay,
     )
+    # Python applies UnitMap itself, in float32 or wider, in two cases: it rotates q and k, or multiplies them by a
+    # factor, before the map; or no backend can run the call with ``unit``.
     if unit and (
         (rotary is not None and not (by_features and rotary.attention_factor == 1))
         or isinstance(backends.first_of(call.backend, resolved, state), str)

@@ -69,7 +69,9 @@ def test_the_state_has_no_z() -> None:
     with pytest.raises(ValueError, match=r"^state: made without z; expected normalize=False"):
         plain(x, state=state)
     other = make(erase_gate="tied", feature_map={"name": "unit", "activation": "silu"}, normalize=False)
-    with pytest.raises(ValueError, match=r"^state: made with UnitMap\(4, .*; without z; expected UnitMap\(4, .*silu"):
+    with pytest.raises(
+        ValueError, match=r"^state: made with UnitMap\(4, .*; without z; expected UnitMap\(4, .*silu"
+    ):
         other(x, state=state)
 
 
