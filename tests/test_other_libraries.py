@@ -54,6 +54,35 @@ def test_a_decay_from_data_or_retnet_s_is_fla_s_and_mamba_s(qkv: Tensor) -> None
     )
 
 
+def test_mamba_ssm_s_options_are_applied_around_the_call() -> None:
+    """selective_state_update's equation: steps dt, states (batch, heads, headdim, d_state), two groups, D and z."""
+    torch.manual_seed(0)
+    x, z = torch.randn(2, 2, 12, 4, 6, dtype=torch.float64)
+    B, C = torch.randn(2, 2, 12, 2, 8, dtype=torch.float64)
+    raw, dt_bias = torch.randn(2, 12, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    A, D = -torch.rand(4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    start = torch.randn(2, 4, 6, 8, dtype=torch.float64)
+    dt = F.softplus(raw + dt_bias).clamp(0.3, 1.5)
+
+    s, theirs = start, []
+    per_head = [y.repeat_interleave(2, 2) for y in (B, C)]
+    for t in range(12):
+        key, query = (y[:, t, :, None] for y in per_head)
+        step = dt[:, t, :, None, None]
+        s = s * (step * A[:, None, None]).exp() + step * x[:, t, ..., None] * key
+        theirs.append(((s * query).sum(-1) + D[:, None] * x[:, t]) * F.silu(z[:, t]))
+
+    state = state_from_sums(start.mT, feature_map=None)
+    options: dict[str, Any] = {"log_decay": dt * A, "write": dt, **FLA}
+    y, last = linear_rope_attention(C, B, x, state=state, return_state=True, **options)
+    same((y + D[:, None] * x) * F.silu(z), torch.stack(theirs, 1))
+    same(last.kv.mT, s)
+    single = {"log_decay": (dt * A)[:, :1], "write": dt[:, :1], **FLA}
+    state = state_from_sums(start.mT, feature_map=None)
+    one, _ = linear_rope_attention(C[:, :1], B[:, :1], x[:, :1], state=state, return_state=True, **single)
+    same(one, y[:, :1])
+
+
 def test_a_state_of_fla_is_continued_with_its_scale(qkv: Tensor) -> None:
     q, k, v = qkv
     g = F.logsigmoid(torch.randn(2, 12, 4, dtype=torch.float64))

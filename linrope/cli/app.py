@@ -143,28 +143,31 @@ def generate_text(
 ) -> int:
     """Generate text from a checkpoint, streaming; with linear attention each byte takes the same time.
 
-    With a tokenizer that has an end-of-sequence token, the text ends where the model puts that.
+    With a tokenizer that has an end-of-sequence token, the text ends where the model puts that. On a CPU with the
+    C++ kernels, models of transformers with linear layers run on these.
     """
     if not prompt:
         raise ValueError("--prompt: got an empty text, expected at least one byte")
     from linrope.cli.generation import stream
-    from linrope.cli.pretrained import is_pretrained, load_pretrained, tokenizer_beside
+    from linrope.cli.pretrained import is_pretrained, load_pretrained, on_linrope, tokenizer_beside
     from linrope.models import LanguageModel
     from linrope.models.training import latest_checkpoint
 
     latest = latest_checkpoint(checkpoint)
     model: Any
     model = load_pretrained(latest) if is_pretrained(latest) else LanguageModel.load(latest)
-    stream(
-        model.eval().to(pick_device(device)),
-        tokenizer_beside(latest, model.config.vocab_size),
-        prompt,
-        max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-    )
+    where = pick_device(device)
+    with on_linrope(model, where):
+        stream(
+            model.eval().to(where),
+            tokenizer_beside(latest, model.config.vocab_size),
+            prompt,
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+        )
     return 0
 
 
@@ -200,7 +203,8 @@ def evaluate(
     """Measure bits per byte by position, also past the trained length.
 
     Reads the held-out part of the text that a run was trained on, or all of another text. A model in Hugging
-    Face format does not record its text, so it requires PATH.
+    Face format does not record its text, so it requires PATH. On a CPU with the C++ kernels, models of transformers
+    with linear layers run on these.
     """
     check_at_least(sequences=(sequences, 1), length=(1 if length is None else length, 1))
     folder, option = (checkpoint[0], "--checkpoint") if out is None else (out, "--out")

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from linrope.cli.pretrained import WithCache, is_pretrained, load_pretrained, tokenizer_beside
+from linrope.cli.pretrained import WithCache, is_pretrained, load_pretrained, on_linrope, tokenizer_beside
 from linrope.common.files import replace_file
 from linrope.models import LanguageModel
 from linrope.models.training import Corpus, bits_by_position, latest_checkpoint
@@ -52,7 +52,8 @@ def evaluate(
         console.print(
             f"{each.run}: {'the held-out part' if trained_on else 'all'} of {corpus.name}, {until:,} tokens"
         )
-        bins = bits_by_position(each.model.eval().to(device), text, until, sequences=sequences)
+        with on_linrope(each.model, device):
+            bins = bits_by_position(each.model.eval().to(device), text, until, sequences=sequences)
         results.append(
             {
                 "run": str(each.run),

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from linrope.backends import native
 from linrope.common.files import parse_json
+from linrope.integrations.transformers import Enabled, enable
+from linrope.integrations.transformers.families import families_of
 from linrope.integrations.transformers.packing import CACHES
 from linrope.models.training.corpus import load_tokenizer
 from linrope.models.training.optional import need
@@ -76,6 +79,18 @@ def tokenizer_beside(folder: Path, vocab_size: int) -> Any:
     if vocab_size != 256:
         raise ValueError(f"{folder}: has no tokenizer; expected one, or vocab_size=256 for bytes")
     return None
+
+
+def on_linrope(model: nn.Module, device: torch.device) -> Enabled:
+    """Has transformers' layers of this model compute with linrope inside a with block, on a CPU with the C++ kernels.
+
+    Not on a GPU, where linrope's kernels have never run.
+    """
+    families = families_of(model) if device.type == "cpu" and native.why_not() is None else []
+    try:
+        return enable(*families) if families else Enabled(())
+    except RuntimeError:  # in this version of transformers the functions differ, so its own code runs
+        return Enabled(())
 
 
 class WithCache(nn.Module):

@@ -8,8 +8,10 @@ import pytest
 import torch
 import transformers as hf
 
+from linrope.backends import native
 from linrope.cli.generation import stream
 from linrope.cli.pretrained import WithCache
+from linrope.integrations.transformers import replaced
 from linrope.models import LanguageModel
 from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM, LinRopeForMaskedLM
 from linrope.models.training import Corpus, bits_by_position
@@ -81,6 +83,25 @@ def test_a_model_of_transformers_continues_from_its_cache(kind: str) -> None:
         first, states = with_cache(tokens[:, :13])
         second, _ = with_cache(tokens[:, 13:], states)
         torch.testing.assert_close(torch.cat((first, second), 1), model(tokens).logits)
+
+
+@pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+def test_a_model_of_transformers_with_linear_layers_runs_on_linrope(run, text, tmp_path, monkeypatch) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 16, "n_groups": 1}
+    net = hf.Mamba2ForCausalLM(hf.Mamba2Config(vocab_size=256, max_position_embeddings=64, **sizes))
+    net.save_pretrained(tmp_path / "mamba2")
+    computed, forward = [], hf.Mamba2Model.forward
+
+    def watched(self, *arguments, **options):
+        computed.append(replaced(self))
+        return forward(self, *arguments, **options)
+
+    monkeypatch.setattr(hf.Mamba2Model, "forward", watched)
+    run("generate --checkpoint {tmp}/mamba2 --max-new-tokens 3 --device cpu")
+    run("eval {text} --checkpoint {tmp}/mamba2 --length 20 --out {tmp} --device cpu")
+    assert len(computed) > 3
+    assert all("scan" in names for names in computed)
+    assert replaced(net) == ()
 
 
 def test_generate_ends_where_the_model_ends_the_text(run, text, tmp_path, capfd, monkeypatch) -> None:

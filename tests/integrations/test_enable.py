@@ -108,6 +108,11 @@ def test_enable_and_disable() -> None:
             TypeError,
             "^families: got a BambaForCausalLM, expected the name of a family, here 'bamba'$",
         ),
+        (
+            model("qwen3_5"),
+            TypeError,
+            "^families: got a Qwen3_5ForCausalLM, expected the name of a family, here 'qwen3_5'$",
+        ),
         (nn.Linear(1, 1), TypeError, "^families: got a Linear, expected the name of a family$"),
         (None, TypeError, "got a NoneType, expected names"),
     ],
@@ -116,6 +121,12 @@ def test_a_wrong_family_is_an_error(function: Any, argument: Any, error: type, m
     with pytest.raises(error, match=message):
         function("mamba2", argument)
     assert not replaced._replaced
+
+
+def test_the_families_of_a_model_are_names_that_enable_takes() -> None:
+    for family in CONFIGURATIONS:
+        assert replaced.families_of(model(family)) == [family]
+    assert replaced.families_of(nn.Linear(1, 1)) == []
 
 
 def test_a_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,27 @@ def test_pieces_and_steps_on_a_cache(family: str) -> None:
     assert relative(*both(family, lambda: in_pieces(net, ids))) < 2e-5
 
 
+@every_family_with_a_cache
+@torch.no_grad()
+def test_a_cache_is_continued_with_and_without_linrope(family: str) -> None:
+    net, ids = model(family), tokens(2, 20)
+
+    def switching(with_linrope: list[bool]) -> Tensor:
+        """The logits of a prompt of 16 and four single tokens."""
+        cache: dict[str, Any] = {}
+        parts = []
+        for part, on in zip((ids[:, :16], *ids[:, 16:].split(1, 1)), with_linrope, strict=True):
+            (linrope_transformers.enable if on else linrope_transformers.disable)(family)
+            result = net(part, use_cache=True, **cache)
+            cache = cache_of(result)
+            parts.append(result.logits)
+        return torch.cat(parts, 1)
+
+    expected = switching([False] * 5)
+    assert relative(switching([True, True, False, False, True]), expected) < 2e-5
+    assert relative(switching([False, False, True, True, False]), expected) < 2e-5
+
+
 @pytest.mark.parametrize("family", IN_PLACE)
 def test_a_step_writes_the_cache_in_place_in_either_order(family: str) -> None:
     net, ids = model(family), tokens(2, 12)
@@ -210,6 +231,27 @@ def test_compile(family: str, compiler: str) -> None:
     assert all(relative(*pair) < 2e-5 for pair in zip(got, expected, strict=True))
 
 
+@pytest.mark.parametrize(
+    "family", ["mamba2", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3_5", "minimax"))]
+)
+@torch.no_grad()
+def test_a_compiled_model_is_compiled_again_after_enable(family: str) -> None:
+    net, ids = model(family), tokens(2, 20)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(net, dynamic=False, backend=keep)
+    expected = compiled(ids, use_cache=False).logits
+    assert "linrope" not in str([x.code for x in graphs])
+    with linrope_transformers.enable(family):
+        assert relative(compiled(ids, use_cache=False).logits, expected) < 2e-5
+    assert "linrope" in str([x.code for x in graphs])
+
+
 @torch.no_grad()
 def test_time_steps_are_limited_in_the_scan_alone_as_in_transformers() -> None:
     net, ids = model("mamba2", time_step_limit=(0.01, 0.2)), tokens(2, 40)
@@ -259,9 +301,14 @@ def test_gradient_checkpointing_ends_inside_the_with_block(family: str) -> None:
 @pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 )  # peft asks for it
-@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
-def test_lora(family: str) -> None:
-    net = peft.get_peft_model(model(family), peft.LoraConfig(target_modules="all-linear"))
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [(name, "all-linear") for name in ("granitemoehybrid", "kimi_linear", "qwen3_5")]
+    # PEFT rejects these families' out_proj
+    + [(name, ["in_proj"]) for name in ("mamba2", "falcon_h1", "nemotron_h")],
+)
+def test_lora(family: str, targets: str | list[str]) -> None:
+    net = peft.get_peft_model(model(family), peft.LoraConfig(target_modules=targets))
     for name, x in net.named_parameters():
         if "lora_B" in name:  # they start from zeros, and gradients of lora_A with them
             torch.nn.init.normal_(x, std=0.1)

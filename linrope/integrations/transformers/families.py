@@ -117,15 +117,15 @@ def enable(*families: str) -> Enabled:
     "linrope.integrations.transformers" says why, once.
 
     Args:
-        families: some of ``FAMILIES``. Default: all that the installed transformers has and linrope can replace; the
-            same logger names the others.
+        families: some of ``FAMILIES``. Default: all that the installed transformers has and linrope can replace. The
+            same logger names a family that transformers has and linrope cannot replace.
 
     Returns:
         A context manager that disables what this call enabled. It need not be used. Gradient checkpointing repeats the
         forward pass in the backward pass, so leave it after the backward pass.
 
     Raises:
-        ImportError: transformers is not installed.
+        ImportError: transformers is not installed, or lacks a family asked for by name.
         TypeError: an argument that is no name.
         ValueError: an unknown family.
         RuntimeError: a function of a family asked for by name has other parameters than linrope knows. Nothing is
@@ -192,6 +192,16 @@ def replaced(model: nn.Module) -> tuple[str, ...]:
     return tuple(sorted(computed))
 
 
+def families_of(model: nn.Module) -> list[str]:
+    """The families of a model's layers, which config.model_type does not always name: Qwen3.5's is qwen3_5_text."""
+    folders = {
+        type(x).__module__.split(".")[2]
+        for x in model.modules()
+        if type(x).__module__.startswith("transformers.models.")
+    }
+    return sorted(folders.intersection(FAMILIES))
+
+
 def _uses(module: nn.Module, owner: Any, name: str) -> bool:
     """True if the module's forward is the replaced function, or a method calls it by its name in the class's file."""
     if not isinstance(owner, ModuleType):
@@ -207,8 +217,8 @@ def _uses(module: nn.Module, owner: Any, name: str) -> bool:
 def _check_families(families: tuple[object, ...]) -> None:
     for family in families:
         if isinstance(family, nn.Module):
-            name = getattr(getattr(family, "config", None), "model_type", None)
-            hint = f"expected the name of a family{f', here {name!r}' if name else ''}"
+            names = " and ".join(map(repr, families_of(family)))
+            hint = f"expected the name of a family{f', here {names}' if names else ''}"
             raise TypeError(f"families: got a {type(family).__name__}, {hint}")
         if not isinstance(family, str):
             raise TypeError(
