@@ -175,6 +175,8 @@ WRONG = {
     "train {text} --feature-map performer": "did you mean 'favor+'",
     "train {text} --feature-map elu+": "did you mean 'elu+1'",
     "train {text} --feature-map silu": "--feature-map=silu: its features have both signs, expected one of elu+1, ",
+    "train {text} --erase-gate tied --feature-map elu+1": "--feature-map=elu+1: expected unit with --erase-gate",
+    "train {text} --erase-gate tied --feature-map silu": "--feature-map=silu: expected unit with --erase-gate",
     "train {text} --feature-map relu --attention softmax": "--feature-map: softmax attention has no feature map",
     "train {text} --rotary both": "expected one of interleaved, half, selective, none\n",
     "train {text} --rotary both --attention softmax": "--rotary='both'",

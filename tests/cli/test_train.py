@@ -62,6 +62,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "feature_map": {"name": "unit"},
         "normalize": False,
     },
+    "--erase-gate independent --feature-map unit": GATED
+    | {
+        "erase_gate": {"name": "independent", "largest": 1},
+        "feature_map": {"name": "unit"},
+        "normalize": False,
+    },
     "--attention softmax": UNGATED,
     "--attention softmax --positions shaw": UNGATED | {"attention": "softmax", "positions": "shaw"},
     "--feature-map cosformer": {"feature_map": {"name": "cosformer", "max_length": 4096}},
