@@ -65,7 +65,10 @@ PLAN: list[tuple[Task, list[str]]] = [
     ),
     (
         Copying("copying"),
-        ["softmax-rope", *_BLOCKS, *_HYBRIDS, "block-feature", *_DELTA, *_KIMI, "mamba-2", *_DELTA_PEERS],
+        [
+            *("softmax-rope", *_BLOCKS, *_HYBRIDS, "block-feature", *_DELTA, *_KIMI, "block-kimi-slow"),
+            *("mamba-2", *_DELTA_PEERS),
+        ],
     ),
     (LongCopying("copying-1800"), ["block", "block-hybrid-first"]),
     (Distant("distant"), ["softmax-rope", *_BLOCKS, "block-hybrid", "block-erase-elu", "mamba-2"]),

@@ -62,6 +62,7 @@ _HALF: Options = {"erase_bias": 0.0}
 _PER_FEATURE: Options = {"forget_gate": {"longest": LENGTH, "per": "feature"}, "write_gate": None}
 _KIMI: Options = _ERASE | _PER_FEATURE | _UNROTATED | {"erase_gate": "tied"}
 _KIMI_LARGE: Options = _KIMI | {"parts": ["init", "conv", "skip", "write"]}
+_KIMI_SLOW: Options = _KIMI | {"parts": ["conv", "skip"], "forget_gate": {"longest": 4096, "per": "feature"}}
 
 # name -> (family, which shares its learning rates; options). Linear ones have the output norm and the gate
 # silu(W x), unless they say otherwise. "parts": those of PARTS that are added to the bare layer. "order" is
@@ -119,6 +120,7 @@ VARIANTS: dict[str, tuple[str, Options]] = {
     "block-feature-erase-2": ("block-erase", _ERASE_2 | _UNIT_ELU | _PER_FEATURE),
     "block-kimi": ("block-kimi", _KIMI),
     "block-kimi-large": ("block-kimi", _KIMI_LARGE),
+    "block-kimi-slow": ("block-kimi-slow", _KIMI_SLOW),
     "block-tied-2": ("block-erase", _TIED_2),
     "block-feature-tied-2": ("block-erase", _TIED_2 | _PER_FEATURE),
     "block-mixers": ("block-mixers", _BLOCK | _QUARTER | {"mixers": True}),
@@ -186,6 +188,7 @@ WORDS: dict[str, str] = {
     "block-kimi": "Kimi Delta Attention's rule in the default block: a forget gate per feature, a tied erase gate in "
     "(0, 1), keys of both signs divided by their length, no feature rotated",
     "block-kimi-large": "`block-kimi` with half as many heads of keys twice as long, and values as wide as keys",
+    "block-kimi-slow": "`block-kimi-large` with GPT-2's initial weights, and half-lives of up to 4,096 tokens",
     "block-tied-2": "`block-erase-2` with a tied gate, which writes too and starts at 1: Gated DeltaNet's rule",
     "block-feature-tied-2": "`block-tied-2` with a forget gate per feature: Kimi Delta Attention's rule",
     "block-mixers": "the default block without feed-forward networks: twice the layers, one query and key for "
