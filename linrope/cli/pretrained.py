@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from linrope.backends import native
 from linrope.common.files import parse_json
 from linrope.integrations.transformers import Enabled, enable
-from linrope.integrations.transformers.families import families_of
+from linrope.integrations.transformers.families import families_of, say_once
 from linrope.integrations.transformers.packing import CACHES
 from linrope.models.training.corpus import load_tokenizer
 from linrope.models.training.optional import need
@@ -84,12 +84,14 @@ def tokenizer_beside(folder: Path, vocab_size: int) -> Any:
 def on_linrope(model: nn.Module, device: torch.device) -> Enabled:
     """Has transformers' layers of this model compute with linrope inside a with block, on a CPU with the C++ kernels.
 
-    Not on a GPU, where linrope's kernels have never run.
+    Not on a GPU, where linrope's kernels have never run. If this version of transformers has functions that linrope
+    does not know, its own code runs, and the log says so.
     """
     families = families_of(model) if device.type == "cpu" and native.why_not() is None else []
     try:
         return enable(*families) if families else Enabled(())
-    except RuntimeError:  # in this version of transformers the functions differ, so its own code runs
+    except RuntimeError as error:
+        say_once(type(model).__name__, str(error))
         return Enabled(())
 
 

@@ -9,6 +9,7 @@ import torch
 import transformers as hf
 
 from linrope.backends import native
+from linrope.cli import pretrained
 from linrope.cli.generation import stream
 from linrope.cli.pretrained import WithCache
 from linrope.integrations.transformers import replaced
@@ -102,6 +103,18 @@ def test_a_model_of_transformers_with_linear_layers_runs_on_linrope(run, text, t
     assert len(computed) > 3
     assert all("scan" in names for names in computed)
     assert replaced(net) == ()
+
+
+@pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+def test_functions_that_linrope_does_not_know_run_as_they_are_and_are_logged(monkeypatch, caplog) -> None:
+    def refused(*families: str) -> None:
+        raise RuntimeError(f"{families[0]}: the scan has other parameters")
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 16, "n_groups": 1}
+    monkeypatch.setattr(pretrained, "enable", refused)
+    with pretrained.on_linrope(hf.Mamba2Model(hf.Mamba2Config(**sizes)), torch.device("cpu")) as enabled:
+        assert enabled.families == ()
+    assert "Mamba2Model runs transformers' own code: mamba2: the scan has other parameters" in caplog.text
 
 
 def test_generate_ends_where_the_model_ends_the_text(run, text, tmp_path, capfd, monkeypatch) -> None:

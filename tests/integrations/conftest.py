@@ -15,7 +15,7 @@ def put_back() -> Iterator[None]:
     transformers.logging.set_verbosity_error()  # its fallback says that it is slow
     yield
     linrope_transformers.disable()
-    families._say_once.cache_clear()
+    families.say_once.cache_clear()
 
 
 @pytest.fixture

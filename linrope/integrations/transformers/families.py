@@ -165,7 +165,7 @@ def disable(*families: str) -> None:
 
 
 def replaced(model: nn.Module) -> tuple[str, ...]:
-    """What linrope computes in this model of transformers now. Empty: nothing, for example without the C++ kernels.
+    """What linrope computes in this model of transformers now; an empty tuple where the C++ kernels are missing.
 
     >>> from transformers import Mamba2Config, Mamba2Model
     >>> from linrope.backends import native
@@ -262,7 +262,7 @@ def _that_fit(families: list[str]) -> Iterator[tuple[str, list[_Target]]]:
         try:
             yield family, _targets(family)
         except (ImportError, RuntimeError) as error:
-            _say_once(f"transformers.models.{family}", str(error))
+            say_once(f"transformers.models.{family}", str(error))
 
 
 def _targets(family: str) -> list[_Target]:
@@ -349,12 +349,13 @@ def _replacement(original: _Function, ours: _Function, why_not: Callable[..., st
             # transformers' own function mixes the sequences, or raises an error that knows nothing of linrope.
             raise ValueError(f"packed sequences: {full_name}: {reason}; expected one sequence per row")
         if not torch.compiler.is_compiling():
-            _say_once(full_name, reason)
+            say_once(full_name, reason)
         return original(*arguments, **options)
 
     return call
 
 
 @cache
-def _say_once(name: str, reason: str) -> None:
+def say_once(name: str, reason: str) -> None:
+    """Logs that transformers' own code runs, and why."""
     _log.warning("%s runs transformers' own code: %s", name, reason)
