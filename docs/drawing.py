@@ -1,4 +1,4 @@
-"""What the diagrams share: colours, axes, boxes, arrows, and how a picture is saved.
+"""Functions that the scripts of the diagrams share: colours, axes, boxes, arrows, saving.
 
 ``python -m docs.block`` draws docs/assets/block.svg; docs.chunk, docs.layers, docs.rotation_order and docs.state draw
 the pictures of their names. ``python -m docs.tables`` draws cost and families, by docs/cost.py and docs/families.py.

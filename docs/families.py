@@ -16,7 +16,7 @@ PANELS = {"a prompt": 0, "a training step": 1, "a token of 8 sequences": 3}
 
 
 def longest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each of CASES the longest that was measured, up to 2,048 tokens."""
+    """For each of CASES the row with the most tokens, at most 2,048."""
     short = [row for row in rows if row["length"] <= 2048]
     found = ([row for row in short if (row["kind"], row["batch"]) == case] for case in CASES)
     return [max(each, key=lambda row: row["length"]) for each in found]

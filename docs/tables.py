@@ -8,6 +8,7 @@ A table stands between <!-- NAME --> and <!-- /NAME -->. It is made from the new
 import json
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,14 @@ OPTIONS = {
     "packed": "packed sequences of 128",
     "bfloat16": "bfloat16",
 }
-_EQ19 = "[equation 19](#what-it-computes) with output norm and gate, no block"
-MODELS = {  # of the study, and what README.md calls them
+MODELS = {  # models of the study, and what README.md calls them
     "block": "**the default block**",
     "block-mixers": "no feed-forward networks: twice the layers, three times the state, one query and key",
     "block-softmax-all-rotated": "softmax attention in the block, all features rotated",
     "mamba-2": "Mamba-2",
-    "eq19+init": _EQ19,
+    "eq19+init": "[equation 19](#what-it-computes) with output norm and gate, no block",
 }
-
-PRICES = {  # likewise of docs/evidence.md
+PRICES = {  # models of the study, and what docs/evidence.md calls them
     "block": "the default block",
     "block-mixers": "`block-mixers`",
     "block-softmax-all-rotated": "softmax attention in the block (`block-softmax-all-rotated`)",
@@ -100,7 +99,7 @@ def options() -> str:
 
 
 def models() -> str:
-    """Of each kind the longest that was measured, up to 2,048 tokens."""
+    """Times and memory of both sides, a row for each kind of call."""
 
     def rows() -> Iterator[list[str]]:
         for family, result in by_family().items():
@@ -172,10 +171,17 @@ def delta_steps() -> str:
     return table("a step | Gated DeltaNet | Kimi Delta Attention", rows)
 
 
+@cache
+def _study() -> tuple[dict[str, report.Rows], dict[str, Any]]:
+    """The study's runs, and the seconds of a step by model."""
+    folder = RESULTS / "study"
+    return report.counted(folder), steps.read(folder)["seconds"]
+
+
 def _of_study(task: str, model: str, names: Iterable[str]) -> list[str]:
     """Values by name, the state, the time of a step with the fastest kernels, and that in plain PyTorch."""
-    rows = report.counted(RESULTS / "study")[task][model]
-    seconds = steps.read(RESULTS / "study")["seconds"]
+    runs, seconds = _study()
+    rows = runs[task][model]
     sides = seconds[model.removesuffix("+init")]  # other initial weights take the same time
     times = {side: f"{x / seconds['block']['fastest']:.2f}" for side, x in sides.items()}
     values = [report.spread([line["results"][name] for line in rows]) for name in names]

@@ -73,7 +73,7 @@ class Rotary:
     """RoFormer's rotation R(p), which rotates feature pair l by the angle p theta_l.
 
         theta_l = base^(-2l / rotary_dim),  l = 0 .. rotary_dim/2 - 1                      (eq. 15)
-        (x_2t, x_2t+1) -> (x_2t cos a - x_2t+1 sin a,  x_2t sin a + x_2t+1 cos a),  a = p theta_t
+        (x_2l, x_2l+1) -> (x_2l cos a - x_2l+1 sin a,  x_2l sin a + x_2l+1 cos a),  a = p theta_l
 
     Angles are computed from integer positions, in float64 (``angles``) or in 64-bit integers that wrap
     (``turns_per_position``). Up to position 2^31 - 1 and theta = 1 they are exact to 1e-6 rad. Only cos and sin are
@@ -258,7 +258,7 @@ class Rotary:
     ) -> "Rotary":
         """Rotates the whole d_model vector before its split into heads, by giving each head its own theta.
 
-        theta_t = base^(-2t / d_model) with d_model = num_heads * head_dim, and head i has the i-th slice of it. Only
+        theta_l = base^(-2l / d_model) with d_model = num_heads * head_dim, and head i has the i-th slice of it. Only
         the interleaved layout keeps the partners of a pair in one head. With ``axes``, for positions on a grid, theta
         is sliced from ``axial`` with dim = d_model: the first heads turn with the first axis, and so on.
 

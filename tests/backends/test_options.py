@@ -32,7 +32,7 @@ def draw(contract: Contract, seed: int = 0) -> list[options.Row]:
 
 
 def more(contract: Contract, i: int) -> list[pytest.MarkDecorator]:
-    """The mark long for every second row in half precision: the two dtypes take turns in make test."""
+    """Marks every second row of bfloat16 long, and of float16 the others: make test runs a row in one of the two."""
     others = {"native float16": 1, "native bfloat16": 0}
     return [LONG] if others.get(contract.name) == i % 2 else []
 

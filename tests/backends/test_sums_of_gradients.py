@@ -161,7 +161,7 @@ def gradient_by_pairs(
     pairs = q[:, :, None] * k[:, None] * torch.einsum("bihe,bjhe->bijh", weights, v)[..., None] * E
     last = torch.einsum("bjhd,bhde,bjhe->bjhd", k, state_weights, v) * E[:, -1]
     terms = torch.cat((pairs, last[:, None]), 1)  # (b, reader, key, h, d)
-    from_reader = terms.flip(1).cumsum(1).flip(1)[:, :-1]  # of the readers t, t + 1, ..: (b, t, key, h, d)
+    from_reader = terms.flip(1).cumsum(1).flip(1)[:, :-1]  # sums over readers from t on, (b, t, key, h, d)
     before = torch.ones(from_reader.shape[1:3], dtype=torch.bool).tril(-1)
     return (from_reader * before[..., None, None]).sum(2)
 
