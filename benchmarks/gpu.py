@@ -33,7 +33,14 @@ from linrope.cli.bench.cases import AttentionCase
 
 Shape = tuple[int, int, int, int]  # batch, length, heads, dim
 SECTIONS = ("linrope", "overtaking", "decode", "softmax", "fla", "gated", "host")
-SPEEDUPS = ("forward x", "training x", "bare forward x", "bare training x")
+SPEEDUPS = (
+    "forward x",
+    "training x",
+    "forward graph x",
+    "training graph x",
+    "bare forward graph x",
+    "bare training graph x",
+)
 TOLERANCE = {torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
 BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
 WINDOW = 512  # tokens per comparison
@@ -135,17 +142,33 @@ def compare(name: str, actual: Tensor, expected: Tensor, tolerance: float) -> fl
     return error
 
 
+def captured(run: Callable[[], Any]) -> Callable[[], None]:
+    """Replays a CUDA graph of a call: what the GPU takes, without the time to launch each kernel from Python."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        run()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        run()
+    return graph.replay
+
+
 def measured(case: AttentionCase, attend: Callable[[], Tensor], modes: tuple[str, ...] = MODES) -> Row:
-    """Times of both modes, with an empty L2 cache if the inputs would fit into it."""
-    small = sum(x.nbytes for x in case.inputs) < 100e6
-    return {mode: timed(partial(getattr(case, mode), attend), case.device, small) for mode in modes}
+    """Times of both modes, with an empty L2 cache if the inputs would fit into it; on a GPU also in a CUDA graph."""
+    small, row = sum(x.nbytes for x in case.inputs) < 100e6, Row()
+    for mode in modes:
+        run = partial(getattr(case, mode), attend)
+        row[mode] = timed(run, case.device, small)
+        if case.device == "cuda":
+            row[f"{mode} graph"] = timed(captured(run), case.device, small)
+    return row
 
 
 def linrope_row(case: AttentionCase, bandwidth: float) -> Row:
-    """Times, the floor relative to them, and a training step's memory beyond inputs, out and gradients."""
+    """Times, the floor relative to those in a CUDA graph, and a training step's memory beyond inputs, out and
+    gradients."""
     attend = partial(linear_rope_attention, *case.inputs, rotary=case.rotary, backend="triton")
     row = {"errors": check(case, attend), **measured(case, attend)}
-    forward, training = (row[mode]["median_ms"] for mode in MODES)
+    forward, training = (row.get(f"{mode} graph", row[mode])["median_ms"] for mode in MODES)
     floor, per_byte = floor_bytes(case.dim, case.dim), case.tokens * case.heads / bandwidth * 1e3
     row |= {"forward_ms": forward, "forward_floor": floor["forward"] * per_byte / forward}
     row |= {"training_ms": training, "backward_floor": floor["backward"] * per_byte / (training - forward)}
@@ -243,8 +266,8 @@ def gated_row(case: AttentionCase) -> Row:
             row["not_run"][name] = ("not installed: " if isinstance(error, ImportError) else "") + repr(
                 error
             )[:200]
-    for mode in MODES:
-        row[f"{mode}_ms"] = row["functions"]["linrope"][mode]["median_ms"]
+    times = row["functions"]["linrope"]
+    row |= {f"{mode}_ms": times.get(f"{mode} graph", times[mode])["median_ms"] for mode in MODES}
     return row
 
 
@@ -271,15 +294,12 @@ def decode_row(shape: Shape, device: str, dtype: torch.dtype, bandwidth: float) 
 
     row: Row = {"layers": len(layers), "eager": timed(run, device)}
     if device == "cuda":
-        with torch.cuda.stream(torch.cuda.Stream()):
-            run()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
-            outs = run()
+        outs: list[Tensor] = []
+        replay = captured(lambda: outs.__setitem__(slice(None), run()))
         exact, _ = step(state=layers[-1].clone().donate())
-        graph.replay()
+        replay()
         assert torch.equal(outs[-1], exact), "the CUDA graph gives another output"
-        row["graph"] = timed(graph.replay, device)
+        row["graph"] = timed(replay, device)
     for name in [x for x in ("eager", "graph") if x in row]:
         seconds = row[name]["median_ms"] / 1e3 / len(layers)
         row[f"{name} tokens/s"] = b / seconds
@@ -292,6 +312,8 @@ def speedups(functions: Row, base: Row) -> Row:
     ratios: Row = {}
     for name, times in functions.items():
         for mode, x in times.items():
+            if mode not in base:
+                continue
             key = f"bare {mode} x" if name.endswith("bare") else f"{mode} x"
             ratios[key] = min(ratios.get(key, math.inf), x["median_ms"] / base[mode]["median_ms"])
     return ratios

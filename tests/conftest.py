@@ -5,7 +5,8 @@
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -36,11 +37,24 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TRITON_INTERPRET"] = "0" if device.type == "cuda" else "1"
     if device.type == "cuda":
         torch.set_default_device(device)
+        draw_on_the_cpu()
     if (name := config.getoption("--instruction-set")) is not None:
         try:
             native.use_instruction_set(name)
         except RuntimeError as error:
             raise pytest.UsageError(f"--instruction-set {name}: {error}") from error
+
+
+def draw_on_the_cpu() -> None:
+    """From here on what a generator draws comes from the CPU: the same numbers for any default device."""
+
+    def draw(make: Callable[..., torch.Tensor], *sizes: Any, **how: Any) -> torch.Tensor:
+        device = how.pop("device", None) or torch.get_default_device()
+        drawn_on = device if how.get("generator") is None else how["generator"].device
+        return make(*sizes, device=drawn_on, **how).to(device)
+
+    for name in ("rand", "randn", "randint"):
+        setattr(torch, name, partial(draw, getattr(torch, name)))
 
 
 def pytest_collection_finish() -> None:

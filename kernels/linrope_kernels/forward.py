@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linrope_kernels import tiles
 from linrope_kernels.angles import Phases, make_tables, new_table
 from linrope_kernels.decay import chunk_decay, decay_state, decay_tile
 from linrope_kernels.launch import (
@@ -167,9 +168,12 @@ def reads_out(call: Any) -> bool:
 
 
 def saved_segments(call: Any) -> int:
-    """States per sequence and head that the forward pass saves; independent of n, which may be symbolic."""
+    """States per sequence and head that the forward pass saves, none for a single segment; symbolic if n is."""
     most = most_segments(call)
-    return 0 if most == 1 or not call.causal or call.cu_seqlens is not None else most
+    if most == 1 or not call.causal or call.cu_seqlens is not None:
+        return 0
+    number = tiles.segments(call.k.shape[1], most)[0]
+    return number if number > 1 else 0
 
 
 def new_tables(call: Any) -> list[Tensor]:
@@ -185,8 +189,7 @@ def new_tables(call: Any) -> list[Tensor]:
 def new_sums(call: Any) -> list[Tensor]:
     """Empty den (b, h, n) and, unless it is cheap to recompute, a state, which the forward pass saves.
 
-    A bidirectional call saves the state of all keys; a causal one with few heads saves the states before its
-    segments. Short sequences have fewer segments and leave some of these states unwritten.
+    A bidirectional call saves the state of all keys; a causal one with few heads saves the states before its segments.
     """
     if call.q is None:
         return []
@@ -194,8 +197,8 @@ def new_sums(call: Any) -> list[Tensor]:
     saved = [call.q.new_empty(b, h, n, dtype=torch.float32)] if call.normalize else []
     if not call.causal:
         return [*saved, *new_state(call, None)]
-    most = saved_segments(call)
-    return [*saved, *new_states(call, most)] if most else saved
+    number = saved_segments(call)
+    return [*saved, *new_states(call, number)] if number else saved
 
 
 def empty_saved(call: Any) -> list[Tensor]:

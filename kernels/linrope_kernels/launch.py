@@ -4,6 +4,7 @@
 linrope, and only reads the record's fields.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,12 @@ class _Device(NamedTuple):
 def _device(x: Tensor) -> _Device:
     if not x.is_cuda:  # Triton's interpreter runs the programs one by one
         return _Device(90, 1)
-    properties = torch.cuda.get_device_properties(x.device)
+    return _gpu(x.get_device())
+
+
+@cache  # PyTorch takes several microseconds, and a call asks a dozen times
+def _gpu(index: int) -> _Device:
+    properties = torch.cuda.get_device_properties(index)
     return _Device(10 * properties.major + properties.minor, properties.multi_processor_count)
 
 

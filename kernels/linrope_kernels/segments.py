@@ -53,8 +53,12 @@ class RunningSums:
 
 
 def _sums_before(x: Tensor) -> Tensor:
-    """(b, n + 1, ..): x (b, n, ..) summed over the tokens before each one, and over all."""
-    return torch.cat((x.new_zeros(x.shape[0], 1, *x.shape[2:]), x.cumsum(1, dtype=x.dtype)), 1)
+    """(b, n + 1, ..): x (b, n, ..) summed over the tokens before each one, and over all.
+
+    Along the last axis, because PyTorch sums any other axis on a GPU one token after another.
+    """
+    sums = x.movedim(1, -1).contiguous().cumsum(-1, dtype=x.dtype)
+    return torch.nn.functional.pad(sums, (1, 0)).movedim(-1, 1)
 
 
 def sums_between(x: Tensor, segments: Segments, low: Tensor, high: Tensor) -> Tensor:

@@ -39,7 +39,9 @@ TABLE: dict[str, dict[tuple[str, int], Tile]] = {
         ("dq", 256): Tile(64, 16, UNSPLIT, 8, 2),
         ("dk", 64): Tile(64, 32, UNSPLIT, 4, 2),
         ("dk", 128): Tile(64, 32, UNSPLIT, 4, 2),
-        ("dk", 256): Tile(64, 16, UNSPLIT, 8, 2),
+        ("dk", 256): Tile(
+            64, 16, UNSPLIT, 4, 1
+        ),  # not 8 warps: ptxas 12.8 miscompiles them (kernels/README.md)
         ("dv", 64): Tile(64, UNSPLIT, 64, 4, 3),
         ("dv", 128): Tile(64, UNSPLIT, 64, 4, 2),
         ("dv", 256): Tile(32, UNSPLIT, 64, 8, 2),
@@ -147,7 +149,7 @@ def most_segments(heads: int, value_blocks: int, multiprocessors: int, warps: in
 
 def segments(n: int, most: int) -> tuple[int, int]:
     """Number and length of the segments of n tokens. Only the last segment may end with a partial chunk."""
-    length = max(1, n)
+    length = torch.sym_max(1, n)  # n may be symbolic
     if most > 1:
-        length = max(SHORTEST_SEGMENT, -(-n // (SEGMENT_MULTIPLE * most)) * SEGMENT_MULTIPLE)
-    return max(1, -(-n // length)), length
+        length = torch.sym_max(SHORTEST_SEGMENT, -(-n // (SEGMENT_MULTIPLE * most)) * SEGMENT_MULTIPLE)
+    return torch.sym_max(1, -(-n // length)), length

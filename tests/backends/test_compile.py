@@ -122,7 +122,7 @@ def test_operator_passes_torch_library_s_checks(backend, configuration) -> None:
 @pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize("backend", [pytest.param("triton", marks=LONG_HERE)])
 def test_operator_passes_them_with_segments(backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them in use: states saved for segments that a short sequence lacks hold anything."""
+    """With the states before segments among what is saved."""
     for name in ("SHORTEST_SEGMENT", "SEGMENT_MULTIPLE"):
         monkeypatch.setattr(f"linrope_kernels.tiles.{name}", 32)
     how = {"dtype": torch.float32, "layout": "half", "decay": True, "state": True, "n": 90}

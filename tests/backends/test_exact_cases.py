@@ -29,7 +29,7 @@ def test_integers_turned_by_quarters_are_exact(backend: str, causal: bool, layou
     generator = torch.Generator().manual_seed(0)
     # No zeros: cos(pi/2) is 6e-17, and vanishes only when it is added to something.
     sizes, signs = (torch.randint(low, 4, (3, n, f), generator=generator) for low in (1, 0))
-    q, k, v = sizes * (2 * (signs % 2) - 1)
+    q, k, v = (sizes * (2 * (signs % 2) - 1)).double()  # exact, and GPUs do not multiply matrices of integers
     positions = start + torch.arange(n)
     scores = quarter_turns(q, positions, layout) @ quarter_turns(k, positions, layout).T
     expected = (scores.tril() if causal else scores) @ v

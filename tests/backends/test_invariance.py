@@ -189,12 +189,12 @@ def test_what_masked_keys_hold_does_not_matter(garbage: float, name: str, causal
     "causal", reference=[True, False], eager=[True, False], native=[True, False], triton=[True]
 )  # fmt: skip
 def test_strides_of_inputs_and_gradients_do_not_matter(causal: bool, backend: str) -> None:
-    """Not in one bit, in compiled kernels."""
+    """Not in one bit, in compiled kernels; but on a GPU Triton compiles another kernel for other strides."""
     b, n, h, d = 2, 40, 2, 4
     q, k, v = randoms(b, n, h, d, dtype=torch.float64 if backend in BACKENDS else torch.float32)
     q, k, v = q, k[:1].expand_as(k), v[:, :, :1].expand_as(v)
     views = q.transpose(1, 2).contiguous().transpose(1, 2), k.movedim(3, 0).contiguous().movedim(0, 3), v
-    tolerance = 1e-12 if backend in BACKENDS else 0.0
+    tolerance = 1e-12 if backend in BACKENDS else 1e-6 if q.is_cuda else 0.0
     how: dict[str, Any] = {"rotary": Rotary(d), "causal": causal, "backend": backend}
     assert_same(everything(*views, **how), everything(*(x.clone() for x in (q, k, v)), **how), tolerance)
     alike = [x[..., :1].expand_as(x) for x in (q, k, v)]  # a last stride of 0
