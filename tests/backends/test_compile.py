@@ -56,7 +56,7 @@ def operator_arguments(
             x.requires_grad_(save)
     call = Call(
         q=q, k=k, v=v, log_decay=log_decay, angle_steps=angle_steps, write=factors, erase=shares,
-        theta_turns=Rotary(D).turns_per_position(torch.device("cpu")) if rotary else None,
+        theta_turns=Rotary(D).turns_per_position(torch.get_default_device()) if rotary else None,
         positions=torch.arange(b * n).view(b, n) if positions else torch.tensor([[3]]),
         key_positions=None if m == n else torch.tensor([[0]]), key_mask=numbers(b, m) > 0 if mask else None,
         cu_seqlens=torch.tensor([0, 5, 5, n]) if packed else None, layout=layout, feature_map="elu+1",
