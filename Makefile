@@ -139,7 +139,8 @@ test-ptx: $(VENV)/ready
 
 # These two need a GPU, with PyTorch and Triton for it; they run the tree as it lies, uninstalled.
 test-gpu:
-	PYTHONPATH=.:kernels $(PYTHON) -m pytest tests/kernels tests/backends -k "kernels or triton" --device cuda
+	PYTHONPATH=.:kernels $(PYTHON) -m pytest --device cuda -k "kernels or triton" \
+	tests/kernels/test_gpu.py tests/kernels/test_kernels.py tests/kernels/test_angles.py tests/backends
 
 bench-gpu:
 	PYTHONPATH=.:kernels $(PYTHON) benchmarks/gpu.py

@@ -135,6 +135,43 @@ def models_in_short() -> str:
     )
 
 
+def gpu() -> str:
+    """How many times as fast as softmax attention linrope is on a GPU, by the number of tokens."""
+
+    def rows() -> Iterator[list[str]]:
+        for row in newest("gpu")["overtaking"]:
+            found = row["speedups"]
+            graph = (f"{bare}{mode} graph x" for mode in ("forward", "training") for bare in ("", "bare "))
+            yield [
+                f"{row['shape'][1]:,}",
+                *(multiple(found[name]) for name in (*graph, "forward x", "training x")),
+            ]
+
+    return table(
+        "tokens | forward | softmax without RoPE | forward + backward | softmax without RoPE "
+        "| launched one by one: forward | forward + backward",
+        rows(),
+    )
+
+
+def gpu_floor() -> str:
+    """Times in a CUDA graph, and the share of the copy bandwidth that they reach."""
+
+    def rows() -> Iterator[list[str]]:
+        for row in newest("gpu")["linrope"]:
+            b, n, h, d = row["shape"]
+            backward = row["training_ms"] - row["forward_ms"]
+            yield [
+                f"{d}",
+                f"{b} x {n:,} tokens, {h} heads",
+                *(f"{x:.2f} ms" for x in (row["forward_ms"], backward)),
+                *(f"{row[name]:.0%}" for name in ("forward_floor", "backward_floor", "extra_memory")),
+            ]
+
+    head = "features | | forward | backward | forward's share | backward's share | more memory"
+    return table(head, rows())
+
+
 def _delta(file: str, case: str, kind: str, side: str = "linrope") -> str:
     """transformers' time divided by linrope's; empty: not measured."""
     times = newest(file)["milliseconds"].get(case, {})
@@ -212,6 +249,8 @@ PAGES = {
         "families": models,
         "delta-rule": delta_rule,
         "delta-steps": delta_steps,
+        "gpu": gpu,
+        "gpu-floor": gpu_floor,
     },
 }
 

@@ -11,14 +11,14 @@ from tests.kernels.compiled import CAPABILITIES, run_compiled
 from tests.kernels.without_gpu import SHARED_LIMIT
 
 # Bytes spilled per thread, at most; elsewhere none but LITTLE. A spill goes to the first-level cache: it
-# costs time, not correctness, and none of these was timed on a GPU yet.
+# costs time; kernels/README.md has the one tile that a compiler made wrong.
 LITTLE = 128
 CEILING = {
     ("scan_fwd", 128, "bf16"): 300,  # 280
     ("dk", 64, "bf16"): 230,  # 216
     ("dk", 128, "bf16"): 720,  # 688
     # 256 features: half of the register file is the state of 64 values. Rare; fewer columns would read more.
-    ("scan_fwd", 256, "bf16"): 600,
+    ("scan_fwd", 256, "bf16"): 2000,
     ("states_bwd", 256, "bf16"): 300,
     ("dq", 256, "bf16"): 1200,
     ("dk", 256, "bf16"): 1200,
@@ -63,8 +63,6 @@ if VERSION >= (3, 9):
     }
     ELSEWHERE |= {("scan_fwd", 64): 330}  # 272 on 8.0, 328 on 12.0
     DECAY_CEILING |= {"dk": 640}  # 632
-# Chunks of 32, or 32 values: tiles too small for wgmma's 64 rows. Wide heads trade it for fewer spills.
-MMA_SYNC_ON_HOPPER = {("scan_fwd", 256), ("dv", 256)}
 
 
 def described(entry: dict[str, Any]) -> tuple[str, int, str]:
@@ -120,12 +118,10 @@ def ceiling(entry: dict[str, Any]) -> int:
 
 def check_the_use_of_hopper_s_matrix_unit(report: list[dict[str, Any]]) -> None:
     for entry in report:
-        name, dim, dtype = described(entry)
-        if dtype != "bf16" or name == "step_fwd":
+        if entry["dtype"] != "bf16" or entry["kernel"] == "step_fwd":
             continue
-        small = (name, dim) in MMA_SYNC_ON_HOPPER
-        assert entry["matrix"] > 0 or small, entry
-        assert (entry["mma_sync"] > 0) == small, entry
+        assert entry["matrix"] > 0, entry
+        assert entry["mma_sync"] == 0, entry
 
 
 # make test has those of test_ptx.py, which are compiled for Hopper.

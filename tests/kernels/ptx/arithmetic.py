@@ -151,13 +151,14 @@ def number(operand: object) -> int:
     return operand.value
 
 
-@opcode("bfe", "u32 s32")
+@opcode("bfe", "u32 s32 u64")
 def bit_field_extract(instruction: Instruction) -> Run:
     kind = instruction.qualifiers[0]
     start, length = (number(x) for x in instruction.operands[2:])
 
     def extract(x: Array) -> Array:
-        field = x.astype(np.int64) >> start & (1 << length) - 1
+        wide = np.uint64 if kind == "u64" else np.int64
+        field = x.astype(wide) >> wide(start) & wide((1 << length) - 1)
         if kind == "s32" and length:
             field -= (field >> length - 1 & 1) << length
         return field.astype(x.dtype)
