@@ -39,6 +39,10 @@ TASKS = {
         "on linrope's kernels. The learning rate is that table's.",
     ),
     "language-long": ("Language, 3.5 million parameters", "The same, with rows of 1,024."),
+    "language-long-600": (
+        "Language, 3.5 million parameters, twice the steps",
+        "The same, with 600 steps. The learning rates are those of the table above.",
+    ),
     "recall-1024": (
         "Recall, 1,024 numbers of state",
         "2, 4 or 6 pairs of a key and a value, then the keys again: MQAR as "

@@ -82,6 +82,27 @@ class EqualTime(Language):
         return self.shortened(Language("language"))
 
 
+@dataclass(frozen=True)
+class Larger(Language):
+    """language with seven times the parameters and rows of four times the length."""
+
+    heads: int = 8
+    head_dim: int = 32
+    length: int = 1024
+    steps: int = 300
+    test_rows: int = 16
+
+
+@dataclass(frozen=True)
+class Doubled(Larger):
+    """language-long with twice the steps. It takes the learning rates of language-long."""
+
+    steps: int = 600
+
+    def rate_task(self) -> Language:
+        return self.shortened(Larger("language-long"))
+
+
 def _doublings(last: int) -> list[int]:
     return [2**i for i in range(1, last.bit_length())]
 

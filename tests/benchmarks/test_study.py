@@ -42,7 +42,7 @@ def tiny(task: Task) -> Task:
     return replace(task, length=128, distances=(64, 128), tested=(64,)) if isinstance(task, Distant) else task
 
 
-TASKS = {task.name: task for task, _ in [*plan.PLAN, plan.LONG]}
+TASKS = {task.name: task for task, _ in [*plan.PLAN, *plan.LONG]}
 LANGUAGE = tiny(TASKS["language"])
 
 
@@ -135,14 +135,21 @@ def size(name: str, task: Task) -> int:
 
 
 # Their models are also those of other tasks, in the same sizes but for the vocabulary or the length.
-LIKE_OTHERS = ("language-equal-time", "modulo-3", "copying-1800", "distant", "language-long")
+LIKE_OTHERS = (
+    "language-equal-time",
+    "modulo-3",
+    "copying-1800",
+    "distant",
+    "language-long",
+    "language-long-600",
+)
 
 
 @pytest.mark.parametrize(
     ("task", "names"),
     [
         pytest.param(task, names, marks=pytest.mark.long if task.name in LIKE_OTHERS else (), id=task.name)
-        for task, names in [*plan.PLAN, plan.LONG]
+        for task, names in [*plan.PLAN, *plan.LONG]
     ],
 )
 def test_all_models_of_a_task_have_as_many_parameters(task: Task, names: list[str]) -> None:
@@ -376,7 +383,9 @@ def test_other_people_s_linear_layers_are_timed_on_linrope_and_in_plain_pytorch(
 
 
 def test_longer_tasks_take_the_learning_rates_of_the_others() -> None:
-    for name, other in (("language-equal-time", "language"), ("copying-1800", "copying")):
+    for name, other in (
+        ("language-equal-time", "language"), ("copying-1800", "copying"), ("language-long-600", "language-long"),
+    ):  # fmt: skip
         longer, plain = TASKS[name], TASKS[other]
         assert longer.rate_task() == plain
         assert longer.scaled(2.0).rate_task() == plain.scaled(2.0)

@@ -36,7 +36,7 @@ def test_figures_that_other_pages_quote_are_those_of_the_tables(name: str) -> No
 
 def test_every_model_and_task_has_words() -> None:
     assert WORDS.keys() == VARIANTS.keys()
-    assert report.TASKS.keys() == {task.name for task, _ in [*plan.PLAN, plan.LONG]}
+    assert report.TASKS.keys() == {task.name for task, _ in [*plan.PLAN, *plan.LONG]}
 
 
 def made_up(task: Task, model: str, seed: int, results: dict[str, Any] | None) -> lines.Line:
