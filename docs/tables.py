@@ -234,9 +234,13 @@ def quality() -> str:
 
 
 def price() -> str:
-    rows = [[words, *_of_study("language", model, ("bits",))] for model, words in PRICES.items()]
-    rows.insert(1, ["the same with 950 steps", *_of_study("language-equal-time", "block", ("bits",))])
-    return table(" | bits per byte | state | time of a step | in plain PyTorch", rows)
+    def row(words: str, task: str, model: str) -> list[str]:
+        bits, state, time, _ = _of_study(task, model, ("bits",))
+        return [words, bits, state, time]
+
+    rows = [row(words, "language", model) for model, words in PRICES.items()]
+    rows.insert(1, row("the same with 950 steps", "language-equal-time", "block"))
+    return table(" | bits per byte | state | time of a step", rows)
 
 
 PAGES = {
