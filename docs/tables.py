@@ -28,7 +28,6 @@ OPTIONS = {
 }
 MODELS = {  # models of the study, and what README.md calls them
     "block": "**the default block**",
-    "block-mixers": "no feed-forward networks: twice the layers, three times the state, one query and key",
     "block-softmax-all-rotated": "softmax attention in the block, all features rotated",
     "mamba-2": "Mamba-2",
     "eq19+init": "[equation 19](#what-it-computes) with output norm and gate, no block",
@@ -234,13 +233,9 @@ def quality() -> str:
 
 
 def price() -> str:
-    def row(words: str, task: str, model: str) -> list[str]:
-        bits, state, time, _ = _of_study(task, model, ("bits",))
-        return [words, bits, state, time]
-
-    rows = [row(words, "language", model) for model, words in PRICES.items()]
-    rows.insert(1, row("the same with 950 steps", "language-equal-time", "block"))
-    return table(" | bits per byte | state | time of a step", rows)
+    rows = [[words, *_of_study("language", model, ("bits",))] for model, words in PRICES.items()]
+    rows.insert(1, ["the same with 950 steps", *_of_study("language-equal-time", "block", ("bits",))])
+    return table(" | bits per byte | state | time of a step | in plain PyTorch", rows)
 
 
 PAGES = {
