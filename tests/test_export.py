@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,15 @@ def assert_near(got: list[Tensor], expected: list[Tensor]) -> None:
         assert (a - b).abs().max() <= 2e-6 * b.abs().max()
 
 
+def assert_as_exact(got: list[Tensor], own: list[Tensor], exact: list[Tensor]) -> None:
+    """Not more than twice as far from float64 as the module itself, and 1e-6 of the largest entry."""
+    for a, b, x in zip(got, own, exact, strict=True):
+        assert a.dtype == b.dtype
+        assert a.shape == b.shape
+        error, allowed = (a - x).abs().max(), 2 * (b - x).abs().max() + 1e-6 * x.abs().max()
+        assert error <= allowed
+
+
 @pytest.mark.parametrize(
     "name", [name if name == "gated" else pytest.param(name, marks=pytest.mark.long) for name in KINDS]
 )
@@ -85,10 +95,15 @@ def test_an_exported_prefill_and_twenty_steps_are_the_module_s(name: str, tmp_pa
     prefill, step = programs
 
     tokens, tensors, states = tokens_of(3, 150), module.empty(3), None
+    wide, exact_states = deepcopy(model).double(), None
     for piece in tokens.split([130, *[1] * 20], 1):
         logits, tensors = (prefill if states is None else step)(piece, tensors)
         expected, states = model(piece, states)
-        assert_near([logits, *tensors], [expected, *torch.utils._pytree.tree_leaves(states)])
+        exact, exact_states = wide(piece, exact_states)
+        leaves = (
+            [y, *torch.utils._pytree.tree_leaves(s)] for y, s in ((expected, states), (exact, exact_states))
+        )
+        assert_as_exact([logits, *tensors], *leaves)
     assert tensors[module.names.index("position_0")].tolist() == [150] * 3
 
 
