@@ -14,7 +14,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 TREE = ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore", "linrope", "kernels")
 WHEEL = "docs/backends.md"  # the page whose lines build a wheel
-PYTORCH = "uv pip install torch --torch-backend=cpu"
+PYTORCH = "uv pip install 'torch>=2.11' --torch-backend=cpu"
 
 
 def blocks(page: str) -> list[list[str]]:
