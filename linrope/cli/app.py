@@ -1,6 +1,5 @@
 """The commands and their options. The other modules of this package and linrope.models do the work."""
 
-import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -11,12 +10,13 @@ import typer
 import linrope
 from linrope.cli.bench.command import bench
 from linrope.cli.check import check
-from linrope.cli.checks import RENAMED, check_at_least, check_folder
+from linrope.cli.checks import check_at_least, check_folder
 from linrope.cli.console import console
 from linrope.cli.convert import convert
 from linrope.cli.demo import PROMPT, demo
 from linrope.cli.devices import HELP as DEVICE_HELP
 from linrope.cli.devices import pick_device
+from linrope.cli.option_words import in_option_words
 from linrope.cli.train import train
 
 app = typer.Typer(
@@ -86,14 +86,9 @@ def _in_words_of_the_command(error: Exception, arguments: list[str]) -> str:
         return f"{error.filename}: {error.strerror}"
     commands = _command().commands
     command = next((commands[argument] for argument in arguments if argument in commands), None)
-    parameters = [] if command is None else command.params
-    options = {p.name: max(p.opts, key=len) for p in parameters if p.param_type_name == "option"}
-    options |= {name: options[other] for name, other in RENAMED.items() if other in options}
-    if not options or not isinstance(error, ValueError | TypeError | OSError):
+    if command is None or not isinstance(error, ValueError | TypeError | OSError):
         return str(error)
-    names = "|".join(options)
-    pattern = rf"(?<![\w./'\"-])(?:{names})(?==)|^(?:{names})(?=: got)"
-    return re.sub(pattern, lambda found: options[found[0]], str(error))
+    return in_option_words(str(error), command.params)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

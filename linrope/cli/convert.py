@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from linrope.cli.checks import check_at_least, check_folder, check_rate
+from linrope.cli.checks import check_at_least, check_feature_map, check_folder, check_rate
 from linrope.cli.console import console
 from linrope.cli.devices import pick_device
 from linrope.cli.layer_flags import FLAGS, check_flags, chosen_options, layer_flags
@@ -81,6 +81,7 @@ def convert(
     check_folder(out)
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out={out}: expected an empty or new folder")
+    check_feature_map(feature_map, flags["erase_gate"])
     import torch
     from rich.progress import track
     from safetensors import SafetensorError
@@ -100,13 +101,23 @@ def convert(
     torch.manual_seed(seed)
     teacher = load_pretrained(model_folder).to(pick_device("auto"))
     tokenizer = tokenizer_beside(model_folder, teacher.config.vocab_size)
+    chosen_map: Any = feature_map
+    if feature_map == "cosformer":  # which refuses positions from max_length on
+        chosen_map = {
+            "name": feature_map,
+            "max_length": max(getattr(teacher.config, "max_position_embeddings", 0), sequence_length),
+        }
     student = conversion.convert(
         teacher,
-        feature_map=feature_map,
+        feature_map=chosen_map,
         rope_order=rope_order,
         keep_softmax=layers,
         **chosen_options(flags, LayerConfig(1, 1)),
     )
+    if match_steps and "linear_attention" not in (student.config.layer_types or ()):
+        raise ValueError(
+            f"--keep-softmax={keep_softmax}: got all layers of the model, expected fewer, or --match-steps=0"
+        )
     if match_steps and not conversion.new_parameters(student):
         raise ValueError(
             f"--match-steps={match_steps}: --feature-map={feature_map} has no weights to match; expected 0, or a "

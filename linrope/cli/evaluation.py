@@ -38,7 +38,8 @@ def evaluate(
         raise ValueError(f"{without[0]}: does not record the text it was trained on; expected a PATH to read")
     results = []
     for each, label in zip(loaded, labels(runs), strict=True):
-        corpus = Corpus.load((each.corpus or None) if path is None else path, each.tokenizer)
+        source = (each.corpus or None) if path is None else path
+        corpus = Corpus.load(source, each.tokenizer, for_training=False)  # it may be too short for that
         trained_on = each.checksum == str(corpus.checksum)
         if path is None and not trained_on:
             raise ValueError(
@@ -46,6 +47,12 @@ def evaluate(
                 "out; expected a PATH, all of which is then read"
             )
         text = corpus.held_out if trained_on else corpus.all()
+        if text.longest < 2:
+            got = f"documents of at most {corpus.count(1)}" if text.longest else "no text"
+            raise ValueError(
+                f"{corpus.name}: got {got}, expected a document of at least {corpus.count(2)}: the model reads one and "
+                "predicts the next"
+            )
         if length is None and each.trained_length is None:
             raise ValueError(f"{each.run}: does not record the trained length; expected --length")
         until = length or min(4 * (each.trained_length or 0), text.longest - 1)

@@ -57,6 +57,12 @@ def _names(name: str) -> list[str]:
     return [*FLAGS[name], "none"]
 
 
+def word_for_none(name: str) -> str | None:
+    """What the flag of an option of LayerConfig takes for None, if it has such a word."""
+    flag = FLAGS.get(name)
+    return "none" if isinstance(flag, tuple) else "0" if flag is int else None
+
+
 def check_flags(flags: Mapping[str, Any], attention: str = "linear") -> None:
     """Raises ValueError for names that a flag does not take, and for options that this attention does not have."""
     for name, value in flags.items():
@@ -66,6 +72,11 @@ def check_flags(flags: Mapping[str, Any], attention: str = "linear") -> None:
             raise ValueError(
                 f"{option_of(name)}: softmax attention has no {name.replace('_', ' ')}; leave the option out or use "
                 "--attention=linear"
+            )
+        if attention == "softmax" and value == "selective":
+            raise ValueError(
+                "--rotary=selective: softmax attention has no selective rotation; expected interleaved, half or none, "
+                "or --attention=linear"
             )
         if isinstance(FLAGS[name], tuple):
             check_name(option_of(name), value, _names(name))

@@ -86,13 +86,14 @@ def _check_new(out: Path) -> None:
 
 def _check_choices(options: dict[str, Any], explicit: set[str]) -> None:
     """Raises ValueError for names that the command line does not take, and options without effect beside others."""
-    if options["feature_map"] is not None and options["erase_gate"] is None:
-        check_feature_map(options["feature_map"])
-    elif options["feature_map"] not in (None, "unit"):
+    erases = options["erase_gate"] not in (None, "none")
+    if options["feature_map"] is not None:
+        check_feature_map(options["feature_map"], options["erase_gate"])
+    if erases and options["feature_map"] not in (None, "unit"):
         raise ValueError(
             f"--feature-map={options['feature_map']}: expected unit with --erase-gate, which requires keys of length 1"
         )
-    if "rotary" in explicit and options["positions"] != "rope":
+    if options["rotary"] not in (None, "none") and options["positions"] != "rope":
         raise ValueError(
             f"--rotary={options['rotary']}: expected --positions=rope, not {options['positions']}"
         )

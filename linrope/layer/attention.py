@@ -17,6 +17,7 @@ from linrope.layer.feature_gate import FeatureForgetGate
 from linrope.layer.fitting import check_context, check_inputs, check_parts
 from linrope.layer.keywords import check_keywords, layer_config, shows_options
 from linrope.layer.mixer import Mixer
+from linrope.layer.options import map_in_words
 from linrope.layer.selective import EraseGate, ForgetGate, WriteGate
 from linrope.layer.state import LayerState, next_state
 from linrope.layer.trapezoid import TrapezoidGate, trapezoidal_attention
@@ -82,7 +83,10 @@ class LinearRoPEAttention(Mixer):
         g, d, x_dim = self.num_state_heads, self.head_dim, self.embed_dim
         new_map = make_map(config.feature_map, d, self.num_heads, self.num_kv_heads)
         if self.normalize and not new_map.positive:
-            raise ValueError(f"feature_map={new_map}: its features are signed; expected normalize=False")
+            raise ValueError(
+                f"feature_map={map_in_words(config.feature_map)}: its features are signed; expected normalize=False or "
+                "a positive map"
+            )
         self.feature_map = new_map.to(device=device)
         dim = d if self.rope_order == "before" else new_map.feature_dim
         self.rotary, self.angle_steps = make_rotation(config.rotary, dim, x_dim, g, factory)

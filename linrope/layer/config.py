@@ -226,7 +226,7 @@ class LayerConfig:
         if self.qk_bias and not self.qk_norm:
             raise ValueError("qk_bias=True: expected qk_norm=True with it")
         if self.write_gate is not None and self.forget_gate is None:
-            raise ValueError(f"write_gate={self.write_gate!r}: expected None without a forget_gate")
+            raise ValueError(f"write_gate={self.write_gate!r}: expected a forget_gate with it, or None")
         if self.has_gates_per_feature:
             self._check_gates_per_feature()
         if self.write_gate is not None and self.tied_erase_gate:

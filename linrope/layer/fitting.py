@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from linrope.feature_maps.elementwise import ElementwiseMap
+from linrope.layer.options import map_in_words
 from linrope.layer.trapezoid import check_map_and_rotation
 from linrope.operation import checks
 
@@ -16,25 +17,33 @@ def check_parts(layer: Any) -> None:
     rotated = layer.head_dim if before else fmap.feature_dim
     checks.check_rotary(layer.rotary, rotated, layer.num_state_heads, layer.causal, before)
     checks.check_axes(layer.rotary, layer._decay is not None, fmap)
+    name = map_in_words(layer.config.feature_map)
     if layer.erase_gate is not None:
         if fmap.log_scaled:
             raise ValueError(
-                f"feature_map={fmap}: it returns a log_scale, which means nothing with an erase_gate; expected 'unit'"
+                f"feature_map={name}: its features have scales, which mean nothing with an erase_gate; expected 'unit'"
             )
         if isinstance(fmap, ElementwiseMap):
             raise ValueError(
-                f"feature_map={fmap}: with an erase_gate keys must have length 1, or the state grows without bound; "
-                "expected 'unit', or {'name': 'unit', 'activation': 'elu+1'}"
+                f"feature_map={name}: with an erase_gate keys must have length 1, or the state grows without bound; "
+                "expected 'unit', which may have an activation"
             )
         if layer.rotary is not None and layer.rotary.xpos is not None:
             raise ValueError(f"rotary: got xpos={layer.rotary.xpos} with an erase_gate, expected xpos=None")
     if layer.trapezoid is None:
         return
-    if layer.normalize and not layer._out_norm_replaces_normalizer:
+    check_map_and_rotation(fmap, layer.rotary, name)
+    if not layer.normalize or layer._out_norm_replaces_normalizer:
+        return
+    if layer.norm_over != "head":
         raise ValueError(
-            "trapezoid=True: got normalize=True, expected False, or an out_norm that replaces the normalizer"
+            "trapezoid=True: got no out_norm per head in place of the normalizer, which the trapezoidal rule lacks; "
+            "expected out_norm=True or normalize=False"
         )
-    check_map_and_rotation(fmap, layer.rotary)
+    raise ValueError(
+        "trapezoid=True: got skip='before', with which the out_norm does not replace the normalizer, which the "
+        "trapezoidal rule lacks; expected skip='after' or normalize=False"
+    )
 
 
 def check_inputs(

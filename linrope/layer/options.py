@@ -246,6 +246,11 @@ def map_options(given: object) -> Any:
     return given
 
 
+def map_in_words(options: object) -> str:
+    """A feature map in a message: its name, if it has no options."""
+    return repr(options["name"]) if isinstance(options, Mapping) and len(options) == 1 else str(options)
+
+
 def rotary_options(given: object) -> Any:
     """A dict of a rotation's options, a Rotary, a module or None."""
     if given is None:

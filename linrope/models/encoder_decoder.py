@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from linrope.common.argument_checks import check_bools
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.config import OPTIONS
 from linrope.layer.fitting import check_vectors
@@ -37,6 +38,14 @@ def _factory(attention: dict[str, Any]) -> dict[str, Any]:
     return {name: attention[name] for name in ("device", "dtype") if name in attention}
 
 
+def _check_causal(attention: dict[str, Any], expected: bool, instead: str) -> None:
+    """Raises unless causal is what the module requires, or absent; instead: what to use for the other value."""
+    causal = attention.get("causal", expected)
+    check_bools(causal=causal)
+    if causal != expected:
+        raise ValueError(f"causal={causal}: expected {expected}, or {instead}")
+
+
 class EncoderBlock(nn.Module):
     """Bidirectional attention and a feed-forward network, each behind a norm and in a residual connection.
 
@@ -50,8 +59,9 @@ class EncoderBlock(nn.Module):
     def __init__(self, dim: int, heads: int, **attention: Any) -> None:
         super().__init__()
         factory = _factory(attention)
+        _check_causal(attention, False, "DecoderBlock(dim, heads), which sees the past alone")
         self.attention_norm = RMSNorm(dim, eps=1e-6, **factory)
-        self.attention = LinearRoPEAttention(dim, heads, causal=False, **attention)
+        self.attention = LinearRoPEAttention(dim, heads, **(attention | {"causal": False}))
         self.feed_forward_norm = RMSNorm(dim, eps=1e-6, **factory)
         self.feed_forward = SwiGLU(dim, 4 * dim, **factory)
 
@@ -79,6 +89,7 @@ class DecoderBlock(nn.Module):
     def __init__(self, dim: int, heads: int, context_dim: int | None = None, **attention: Any) -> None:
         super().__init__()
         factory = _factory(attention)
+        _check_causal(attention, True, "EncoderBlock(dim, heads), which sees all tokens")
         self.attention_norm = RMSNorm(dim, eps=1e-6, **factory)
         self.attention = LinearRoPEAttention(dim, heads, **attention)
         self.cross_norm = self.cross = None
@@ -123,6 +134,9 @@ class Encoder(nn.Module):
         heads: the number of heads, a divisor of dim.
         **attention: further arguments of LinearRoPEAttention. All parts have its device and dtype.
 
+    Raises:
+        ValueError: causal=True. A Decoder without context_dim is the causal stack of such blocks.
+
     >>> from linrope.models.encoder_decoder import Encoder
     >>> Encoder(dim=32, depth=2, heads=4)(torch.randn(2, 10, 32)).shape
     torch.Size([2, 10, 32])
@@ -131,6 +145,8 @@ class Encoder(nn.Module):
     def __init__(self, dim: int, depth: int, heads: int, **attention: Any) -> None:
         super().__init__()
         self.dim, factory = dim, _factory(attention)
+        instead = "Decoder(dim, depth, heads), which sees the past alone and returns y and its states"
+        _check_causal(attention, False, instead)
         self.blocks = nn.ModuleList(EncoderBlock(dim, heads, **attention) for _ in range(depth))
         self.norm = RMSNorm(dim, eps=1e-6, **factory)
 
@@ -157,8 +173,8 @@ class Decoder(nn.Module):
         **attention: further arguments of the causal LinearRoPEAttention, as in DecoderBlock.
 
     Raises:
-        ValueError: a context is given although context_dim is None, or missing in the first call; a context_mask comes
-            without a context; there are not as many states as blocks.
+        ValueError: causal=False, for which there is the Encoder; a context is given although context_dim is None, or
+            missing in the first call; a context_mask comes without a context; there are not as many states as blocks.
 
     >>> from linrope.models.encoder_decoder import Decoder, Encoder
     >>> encoder, decoder = Encoder(32, 2, 4), Decoder(32, 2, 4, context_dim=32, decay="spread")
@@ -174,6 +190,9 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.dim, self.context_dim, factory = dim, context_dim, _factory(attention)
+        _check_causal(
+            attention, True, "Encoder(dim, depth, heads), which sees all tokens and returns y alone"
+        )
         self.blocks = nn.ModuleList(DecoderBlock(dim, heads, context_dim, **attention) for _ in range(depth))
         self.norm = RMSNorm(dim, eps=1e-6, **factory)
 

@@ -180,7 +180,7 @@ WRONG = {
     "train {text} --feature-map relu --attention softmax": "--feature-map: softmax attention has no feature map",
     "train {text} --rotary both": "expected one of interleaved, half, selective, none\n",
     "train {text} --rotary both --attention softmax": "--rotary='both'",
-    "train {text} --rotary selective --attention softmax": "--rotary={{'name': 'selective'}}",
+    "train {text} --rotary selective --attention softmax": "--rotary=selective: softmax attention has no selective",
     "train {text} --rotary half --positions none": "--rotary=half: expected --positions=rope",
     "train {text} --attention square": "--attention='square'",
     "train {text} --positions learnt": "did you mean 'learned'",

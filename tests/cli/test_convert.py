@@ -58,6 +58,14 @@ def test_convert_takes_the_tokenizer_of_the_folder_and_leaves_out_steps(run, tex
     assert (config.vocab_size, config.rope_order, config.gate, config.out_norm) == (20, "after", True, None)
 
 
+def test_cosformer_is_made_for_the_length_of_the_model(run, tmp_path) -> None:
+    length = LlamaForCausalLM.from_pretrained(llama(tmp_path / "llama")).config.max_position_embeddings
+    options = f"--feature-map cosformer --match-steps 0 --finetune none {SHORT}"
+    run(f"convert {{tmp}}/llama --out {{tmp}}/linear --text {{text}} {options}")
+    config = LinRopeForCausalLM.from_pretrained(tmp_path / "linear").config
+    assert config.feature_map == {"name": "cosformer", "max_length": length}
+
+
 def damaged(folder: Path) -> None:
     weights = llama(folder) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -94,6 +102,12 @@ WRONG = {
     "{tmp}/llama --out {tmp}/new --feature-map t2s": "did you mean 't2r'",
     "{tmp}/llama --out {tmp}/new --feature-map relu":
         "--match-steps=300: --feature-map=relu has no weights to match; expected 0, or",
+    "{tmp}/llama --out {tmp}/new --feature-map identity":
+        "--feature-map=identity: its features have both signs, expected one of elu+1, ",
+    "{tmp}/llama --out {tmp}/new --erase-gate none --feature-map unit":
+        "--feature-map=unit: its features have both signs, expected one of elu+1, ",
+    "{tmp}/llama --out {tmp}/new --keep-softmax 0,1":
+        "--keep-softmax=0,1: got all layers of the model, expected fewer, or --match-steps=0",
     "{tmp}/llama --out {tmp}/new --rank 0": "--rank=0: expected at least 1",
     "{tmp}/llama --out {tmp}/new --short-conv 1": "--short-conv=1: expected the number of taps",
     "{tmp}/llama --out {tmp}/new --rope-order up": "--rope-order='up'",

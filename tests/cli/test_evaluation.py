@@ -68,11 +68,30 @@ def test_a_model_that_no_run_wrote_is_measured_on_a_path(run, tmp_path) -> None:
     assert (model["held_out"], model["trained_length"], model["step"]) == (False, None, None)
 
 
-def test_a_text_that_is_too_short_is_not_said_to_be_for_training(run, refused, tmp_path) -> None:
+def test_a_text_that_is_too_short_to_train_on_is_read_to_its_end(run, refused, tmp_path) -> None:
     tiny_model().save(tmp_path)
-    (tmp_path / "tiny.txt").write_text("tiny text")
-    message = "tiny.txt: got 9 bytes of text, expected more: a twentieth of it is held out\n"
-    assert refused("eval {tmp}/tiny.txt --checkpoint {tmp}").endswith(message)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for size in (2, 9, 100, 1000):
+        (tmp_path / "tiny.txt").write_text(("tiny text " * 100)[:size])
+        run(f"eval {{tmp}}/tiny.txt --checkpoint {{tmp}} --length {size - 1}")
+        assert evaluated(tmp_path)[0]["bins"][-1]["end"] == size - 1
+        (folder / "a.txt").write_bytes((tmp_path / "tiny.txt").read_bytes())
+        run(f"eval {{tmp}}/folder --checkpoint {{tmp}} --length {size}")  # a newline ends each document
+        longest = f"--length={size}: expected at least 1, less than the longest document, {size} tokens\n"
+        assert longest in refused(f"eval {{tmp}}/tiny.txt --checkpoint {{tmp}} --length {size}")
+
+
+def test_a_text_without_a_token_to_predict_is_refused_as_such(refused, tmp_path) -> None:
+    tiny_model().save(tmp_path)
+    expected = "expected a document of at least 2 bytes: the model reads one and predicts the next\n"
+    (tmp_path / "empty").mkdir()
+    for text, got in (("", "no text"), ("t", "documents of at most 1 byte")):
+        (tmp_path / "tiny.txt").write_text(text)
+        message = refused("eval {tmp}/tiny.txt --checkpoint {tmp} --length 1")
+        assert message == f"linrope: {tmp_path}/tiny.txt: got {got}, {expected}"
+    message = refused("eval {tmp}/empty --checkpoint {tmp} --length 1")
+    assert message == f"linrope: {tmp_path}/empty: got no text, {expected}"
 
 
 def test_legends_name_what_the_models_differ_in() -> None:

@@ -3,7 +3,9 @@
 import builtins
 import importlib
 import logging
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -78,6 +80,31 @@ def test_enable_and_disable() -> None:
     again = linrope_transformers.enable("mamba2", "bamba", "bamba")
     assert again.families == ("bamba",)
     assert repr(again) == "Enabled(bamba; enabled before: mamba2)"
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    {
+        "rwkv": "RWKV-4's, with a state per channel, without queries",
+        "xlstm": "its mLSTM divides by the larger of |q . n| and 1",
+        "recurrent_gemma": "its recurrent layers are RG-LRUs, with a state per channel",
+        "minimax_m2": "all its attention is softmax",
+        "minimax_m3_vl": "all its attention is softmax",
+    }.items(),
+)
+def test_a_well_known_family_that_linrope_does_not_run_is_refused_with_the_reason(
+    family: str, reason: str
+) -> None:
+    message = rf"'{family}': a family of transformers that linrope does not run \(.*{re.escape(reason)}.*\); expected"
+    with pytest.raises(ValueError, match=message):
+        linrope_transformers.enable(family)
+
+
+def test_the_page_names_all_families_that_are_refused_with_a_reason() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
+    table = page.partition("`enable` does not accept these:")[2].partition("\n- ")[0]
+    assert set(re.findall(r"`(\w+)`", table)) == set(replaced.NOT_RUN)
+    assert not set(replaced.NOT_RUN) & set(replaced.FAMILIES)
 
 
 @pytest.mark.parametrize("function", [linrope_transformers.enable, linrope_transformers.disable])

@@ -84,7 +84,7 @@ NORMALIZER = "^erase_gate: got normalize=True, expected normalize=False, and key
         ({"feature_map": "unit", "normalize": True}, NORMALIZER),
         ({"feature_map": "relu", "normalize": True, "out_norm": True}, NORMALIZER),
         ({"causal": False}, "^erase_gate: got causal=False, expected causal=True"),
-        ({"feature_map": "exp"}, "^feature_map=.*: it returns a log_scale, .* erase_gate; expected 'unit'"),
+        ({"feature_map": "exp"}, "^feature_map='exp': its features have scales, .* erase_gate; expected 'unit'"),
         *(({"feature_map": name}, "^feature_map=.*: with an erase_gate keys must have length 1, .*expected 'unit'")
           for name in ("elu+1", "silu", "identity")),
         ({"rotary": {"xpos": 512}}, r"^rotary: got xpos=512.*erase_gate, expected xpos=None"),

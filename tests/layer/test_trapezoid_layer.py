@@ -71,7 +71,8 @@ def test_states_with_and_without_the_rule_are_not_mixed_up() -> None:
         with_option(x.expand(2, -1, -1), state=state)
 
 
-NORMALIZER = "trapezoid=True: got normalize=True, expected False, or an out_norm"
+NORM = "trapezoid=True: got no out_norm per head .*; expected out_norm=True or normalize=False"
+SKIP = "trapezoid=True: got skip='before', .*; expected skip='after' or normalize=False"
 ROTATION = "rotary=.*: expected a rotation without axes, xpos and attention factor"
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "max_position_embeddings": 64}
 
@@ -79,12 +80,12 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "max_position_emb
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"out_norm": False}, NORMALIZER),
-        ({"skip": "before"}, NORMALIZER),
+        *(({"out_norm": x}, NORM) for x in (False, "all")),
+        ({"skip": "before"}, SKIP),
         ({"causal": False, "forget_gate": False, "write_gate": None}, "trapezoid: got causal=False"),
         ({"rope_order": "before"}, "trapezoid=True: got rope_order='before', expected 'after'"),
-        ({"feature_map": "exp", "normalize": False}, "feature_map=.*: it returns a log_scale"),
-        ({"feature_map": {"name": "cosformer", "max_length": 64}, "rotary": None}, "feature_map=.*: it depends on pos"),
+        ({"feature_map": "exp", "normalize": False}, "feature_map='exp': its features have scales, .*such as 'elu"),
+        ({"feature_map": {"name": "cosformer", "max_length": 64}, "rotary": None}, "feature_map=.*: its features dep"),
         *(({"rotary": rotary}, ROTATION) for rotary in ({"axes": 2}, {"xpos": 512}, YARN)),
     ],
 )  # fmt: skip

@@ -1,7 +1,9 @@
+import re
+
 import pytest
 import torch
 
-from linrope.models.encoder_decoder import Decoder, Encoder
+from linrope.models.encoder_decoder import Decoder, DecoderBlock, Encoder, EncoderBlock
 
 EXACT = {"rtol": 0, "atol": 1e-12}
 
@@ -59,6 +61,24 @@ def test_a_context_is_there_where_it_is_expected() -> None:
     with pytest.raises(ValueError, match="states: got 2, expected one per block, 1"):
         decoder(x, states=states * 2)
     assert Decoder(16, 1, 2)(x)[1][0].context is None
+
+
+def test_another_direction_than_the_module_s_is_refused_with_the_module_that_has_it() -> None:
+    past, every = "which sees the past alone", "which sees all tokens"
+    instead = {
+        Encoder: f"causal=True: expected False, or Decoder(dim, depth, heads), {past} and returns y and its states",
+        Decoder: f"causal=False: expected True, or Encoder(dim, depth, heads), {every} and returns y alone",
+        EncoderBlock: f"causal=True: expected False, or DecoderBlock(dim, heads), {past}",
+        DecoderBlock: f"causal=False: expected True, or EncoderBlock(dim, heads), {every}",
+    }
+    for kind, message in instead.items():
+        sizes = (16, 2) if kind.__name__.endswith("Block") else (16, 1, 2)
+        causal = kind in (Decoder, DecoderBlock)
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            kind(*sizes, causal=not causal)
+        assert [x.causal for x in kind(*sizes, causal=causal).modules() if hasattr(x, "causal")] == [causal]
+        with pytest.raises(TypeError, match="causal='yes': expected True or False"):
+            kind(*sizes, causal="yes")
 
 
 def test_an_encoder_on_a_grid_follows_the_positions() -> None:

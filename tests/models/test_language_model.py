@@ -170,7 +170,7 @@ def test_learned_positions_end(attention: str) -> None:
             ({"trapezoid": True}, "trapezoid=True: expected False with attention='softmax'"),
             ({"decay": "retnet"}, "decay={'name': 'retnet'}: expected None"),
             ({"forget_gate": True}, "forget_gate={'longest': 4096.0, 'per': 'head'}: expected None"),
-            ({"write_gate": "tied"}, "write_gate='tied': expected None without a forget_gate"),
+            ({"write_gate": "tied"}, "write_gate='tied': expected a forget_gate with it, or None"),
             ({"feature_map": "relu"}, r"feature_map={'name': 'relu'}: expected {'name': 'elu\+1'} with"),
             ({"normalize": False}, "normalize=False: expected True with attention"),
             ({"rotary": "selective"},

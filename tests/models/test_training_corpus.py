@@ -134,8 +134,31 @@ def test_an_absent_or_empty_corpus_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such file or folder"):
         Corpus.load(tmp_path / "absent")
     for empty in (lambda: Corpus.load(tmp_path), lambda: Corpus.from_texts([])):
-        with pytest.raises(ValueError, match="got 0 bytes of text"):
+        with pytest.raises(ValueError, match="got no text, expected some to train on and some to hold out"):
             empty()
+
+
+def test_a_text_that_is_too_short_to_train_on_says_what_its_parts_hold(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("tiny text")
+    parts = "a.txt: got 9 bytes to train on and 0 to hold out, a twentieth of the text; expected at least 2 of each"
+    with pytest.raises(ValueError, match=parts):
+        Corpus.load(tmp_path / "a.txt")
+    assert documents(Corpus.load(tmp_path / "a.txt", for_training=False).all()) == [b"tiny text"]
+    with pytest.raises(ValueError, match="texts: got 3 tokens to train on and 1 to hold out"):
+        Corpus.from_texts(["to be"], tokenizer=make_tokenizer(tmp_path))
+
+
+def test_a_document_that_was_cut_in_two_is_whole_in_all_of_the_text(tmp_path: Path) -> None:
+    text, tokenizer = "to be or not " * 20, make_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
+    for name, end in (("a.txt", b""), ("a.jsonl", b"\n")):
+        both = Corpus.load(tmp_path / name).all()
+        assert documents(both) == [text.encode() + end]
+        assert both.size == len(both)
+        both = Corpus.load(tmp_path / name, tokenizer).all()
+        assert both.tokens.tolist() == [2, 3, 4, 5] * 20 + [0]
+        assert both.size == len(text) + len(end)
 
 
 def test_the_default_corpus_is_the_standard_library() -> None:

@@ -25,7 +25,15 @@ CONVOLUTION = ("inkling", "lfm2", "lfm2_moe", "lfm3")  # alone
 # Folders of transformers.models
 FAMILIES = (*MAMBA2, "minimax", *GATED_DELTA_NET, *KIMI_DELTA_ATTENTION, *CONVOLUTION)
 _MAMBA1 = "its recurrent layers are Mamba-1's, with a decay for each channel and feature"
-NOT_RUN = dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), _MAMBA1)  # well-known families, and why
+_SOFTMAX = "all its attention is softmax; MiniMax's lightning attention is in the family minimax alone"
+# Well-known families, and why
+NOT_RUN = dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), _MAMBA1) | {
+    "minimax_m2": _SOFTMAX,
+    "minimax_m3_vl": _SOFTMAX,
+    "recurrent_gemma": "its recurrent layers are RG-LRUs, with a state per channel, without queries and keys",
+    "rwkv": "its recurrent layers are RWKV-4's, with a state per channel, without queries",
+    "xlstm": "its mLSTM divides by the larger of |q . n| and 1, and its exponential gates require a running maximum",
+}
 
 _log = logging.getLogger("linrope.integrations.transformers")
 _Function = Callable[..., Any]

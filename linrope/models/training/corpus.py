@@ -40,8 +40,8 @@ class Text:
 
     @property
     def longest(self) -> int:
-        """The number of tokens in the longest document."""
-        return int(self.sizes().max())
+        """The number of tokens in the longest document; 0 if there is none."""
+        return int(self.sizes().max()) if len(self.starts) else 0
 
     def sizes(self) -> Tensor:
         """(documents,): the number of tokens in each document."""
@@ -76,6 +76,7 @@ class Corpus:
     path: str | None = None  # the file or folder; empty: Python's standard library; None: texts in memory
     tokenizer: Any = None
     skipped: tuple[str, ...] = ()  # files that are not text
+    end: bytes = b""  # stands after each document, but in no file
     checksum: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,14 +91,29 @@ class Corpus:
         return 256 if self.tokenizer is None else len(self.tokenizer)
 
     def all(self) -> Text:
-        """Both parts as one text."""
+        """Both parts as one text, in which a document that was cut in two is whole again."""
         first, second = self.train, self.held_out
+        if len(first.names) == 1 and first.names == second.names:
+            end = len(self.end) if self.tokenizer is None else int(self.tokenizer.eos_token_id is not None)
+            tokens = torch.cat((first.tokens[: len(first) - end], second.tokens))
+            return Text(tokens, first.starts, first.names, first.size - len(self.end) + second.size)
         starts = torch.cat((first.starts, second.starts + len(first)))
         tokens, names = torch.cat((first.tokens, second.tokens)), first.names + second.names
         return Text(tokens, starts, names, first.size + second.size)
 
+    def count(self, tokens: int) -> str:
+        """That number of tokens in words.
+
+        >>> from linrope.models.training import Corpus
+        >>> Corpus.from_texts(["to be", "or not"]).count(1)
+        '1 byte'
+        """
+        return f"{tokens:,} {'byte' if self.tokenizer is None else 'token'}{'' if tokens == 1 else 's'}"
+
     @classmethod
-    def load(cls, path: str | os.PathLike[str] | None = None, tokenizer: Any = None) -> "Corpus":
+    def load(
+        cls, path: str | os.PathLike[str] | None = None, tokenizer: Any = None, *, for_training: bool = True
+    ) -> "Corpus":
         """Reads documents; default: the files of Python's standard library.
 
         Args:
@@ -105,6 +121,7 @@ class Corpus:
                 which each text file is a document; or a dataset that ``datasets`` saved to disk (column
                 "text").
             tokenizer: a tokenizer of transformers; default: bytes.
+            for_training: whether a text whose parts are too short to train on is an error. False: they may be empty.
 
         Raises:
             FileNotFoundError: there is no such path.
@@ -122,7 +139,10 @@ class Corpus:
         if not documents and skipped:
             raise ValueError(f"{name}: got no text; skipped, as not UTF-8: {_first_five(skipped)}")
         end = b"" if single else b"\n"
-        corpus = _split(documents, end, name, "" if path is None else str(root.absolute()), tokenizer)
+        where = "" if path is None else str(root.absolute())
+        corpus = _split(documents, end, name, where, tokenizer)
+        if for_training:
+            _check_parts(corpus)
         return replace(corpus, skipped=tuple(skipped))
 
     def describe(self) -> str:
@@ -138,7 +158,9 @@ class Corpus:
             ValueError: there is too little text.
         """
         documents = [(f"{name} {index}", text.encode()) for index, text in enumerate(texts)]
-        return _split(documents, b"\n", name, None, tokenizer)
+        corpus = _split(documents, b"\n", name, None, tokenizer)
+        _check_parts(corpus)
+        return corpus
 
 
 def load_tokenizer(name: str | os.PathLike[str]) -> Any:
@@ -246,10 +268,19 @@ def _split(
         for index, (document, text) in enumerate(documents):
             parts[index in held_out_indices].append((document, text + end))
     train, held_out = (_tokenize(part, end, tokenizer) for part in parts)
+    return Corpus(train, held_out, name, path, tokenizer, end=end)
+
+
+def _check_parts(corpus: Corpus) -> None:
+    """Raises ValueError if the text is too short to train on one part and to measure the loss on the other."""
+    train, held_out = corpus.train, corpus.held_out
+    if not train.size + held_out.size:
+        raise ValueError(f"{corpus.name}: got no text, expected some to train on and some to hold out")
     if len(train) < 2 or len(held_out) < 2:
-        size = sum(len(text) for _, text in documents)
-        raise ValueError(f"{name}: got {size} bytes of text, expected more: a twentieth of it is held out")
-    return Corpus(train, held_out, name, path, tokenizer)
+        raise ValueError(
+            f"{corpus.name}: got {corpus.count(len(train))} to train on and {len(held_out)} to hold out, a twentieth "
+            "of the text; expected at least 2 of each: a longer text"
+        )
 
 
 def _held_out(documents: list[tuple[str, bytes]]) -> set[int]:

@@ -1,0 +1,155 @@
+"""What the commands refuse is said in their options, whatever pair of options it is."""
+
+import re
+from itertools import combinations
+from unittest.mock import Mock
+
+import pytest
+import torch
+import typer
+
+from linrope import feature_maps
+from linrope.cli.app import _command, run
+from linrope.cli.layer_flags import FLAGS
+from linrope.cli.option_words import in_option_words
+from linrope.models import LanguageModel
+from tests.cli.commands import SMALL
+
+COMMANDS = ("train", "convert")
+# Names and values of Python, but for those of options: True, feature_map, {'name': .., UnitMap(16
+PYTHON = re.compile(r"\b(True|False|None)\b|[{\[]'|\w\(|(?<![\w./-])[a-z]+_[a-z_]+")
+SIGNED = ("identity", "silu", "unit", "rff")
+MAPS = ("silu", "unit", "favor+")  # signed, of length 1, with scales
+OTHERS = {
+    "train": [
+        "--attention softmax", *(f"--positions {x}" for x in ("none", "learned", "shaw")), "--heads 3", "--pieces 2",
+    ],
+    "convert": ["--rope-order after", "--keep-softmax 0", "--match-steps 0"],
+}  # fmt: skip
+
+
+def choices(command: str, maps: tuple[str, ...]) -> list[str]:
+    """Each option of the attention with each value, and some other options of the command."""
+    chosen = list(OTHERS[command])
+    parameters = {x.name: x for x in _command().commands[command].params}
+    for name, flag in FLAGS.items():
+        if name not in parameters or (name == "feature_map" and not maps):
+            continue
+        options = [*parameters[name].opts, *parameters[name].secondary_opts]
+        if flag is bool:
+            chosen += options
+        else:
+            values = maps if name == "feature_map" else (0, 2) if flag is int else (*flag, "none")
+            chosen += [f"{options[0]} {value}" for value in values]
+    return chosen
+
+
+@pytest.fixture
+def only_the_model(monkeypatch, tmp_path, text) -> None:
+    """Commands end when the model has been made, on the meta device."""
+
+    def meta(config) -> LanguageModel:
+        with torch.device("meta"):
+            return LanguageModel(config)
+
+    end = Mock(side_effect=typer.Exit(0))
+    monkeypatch.setattr("linrope.cli.run.accelerator_on", Mock())
+    monkeypatch.setattr("linrope.cli.run.LanguageModel", meta)
+    monkeypatch.setattr("linrope.cli.run.Corpus", Mock(load=Mock(return_value=Mock(vocab_size=256))))
+    monkeypatch.setattr("linrope.cli.run.Trainer", end)
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **sizes))
+    monkeypatch.setattr("linrope.cli.pretrained.load_pretrained", lambda folder: llama)
+    monkeypatch.setattr("linrope.models.training.Corpus", Mock(load=end))
+
+
+def line(command: str, options: tuple[str, ...], folder: str) -> list[str]:
+    start = f"train {SMALL}" if command == "train" else f"convert {folder} --finetune none"
+    return f"{start} --out {folder}/new {' '.join(options)}".split()
+
+
+@pytest.mark.usefixtures("only_the_model")
+@pytest.mark.parametrize(
+    ("command", "maps"),
+    [
+        *((command, MAPS) for command in COMMANDS),
+        *(pytest.param(command, tuple(feature_maps.NAMES), marks=pytest.mark.long) for command in COMMANDS),
+    ],
+    ids=[*COMMANDS, *(f"{command} with all maps" for command in COMMANDS)],
+)
+def test_no_refusal_of_a_pair_of_options_has_words_of_python(command: str, maps, tmp_path, capfd) -> None:
+    options = choices(command, maps)
+    pairs = [pair for pair in combinations(options, 2) if pair[0].split()[0] != pair[1].split()[0]]
+    refused = 0
+    for pair in [*((x,) for x in options), *pairs]:
+        status = run(line(command, pair, str(tmp_path)))
+        message = capfd.readouterr().err
+        assert status in (0, 2), (pair, message)
+        assert not status or message.startswith("linrope: --"), (pair, message)
+        assert not PYTHON.search(message), (pair, message)
+        refused += status == 2
+    assert refused > len(pairs) // 20
+
+
+REFUSED = {
+    "train --trapezoid --feature-map favor+": "--feature-map='favor+': its features have scales, which the "
+    "trapezoidal rule does not support; expected another map, such as 'elu+1'",
+    "train --trapezoid --feature-map cosformer": "--feature-map=cosformer: its features depend on positions, "
+    "which the trapezoidal rule does not support; expected another map, such as 'elu+1'",
+    "train --trapezoid --no-out-norm": "--trapezoid: got no --out-norm per head in place of the normalizer, which "
+    "the trapezoidal rule lacks; expected --out-norm",
+    "train --trapezoid --skip before": "--trapezoid: got --skip='before', with which the --out-norm does not "
+    "replace the normalizer, which the trapezoidal rule lacks; expected --skip='after'",
+    "train --trapezoid --erase-gate tied": "--trapezoid: got --erase-gate, expected only one of them",
+    "train --qk-bias": "--qk-bias: expected --qk-norm with it",
+    "train --write-gate tied --decay spread": "--write-gate='tied': expected --forget-gate with it, or none",
+    "train --write-gate tied --erase-gate tied": "--write-gate='tied': expected none with --erase-gate='tied', "
+    "which writes too",
+    "train --attention softmax --rotary selective": "--rotary=selective: softmax attention has no selective "
+    "rotation; expected interleaved, half or none, or --attention=linear",
+    "train --erase-gate none --feature-map silu": "--feature-map=silu: its features have both signs, "
+    f"expected one of {', '.join(x for x in feature_maps.NAMES if x not in SIGNED)}",
+    "convert --trapezoid": "--trapezoid: got --rope-order='before', expected 'after'",
+    "convert --erase-gate tied --feature-map relu": "--feature-map='relu': with --erase-gate keys must have length "
+    "1, or the state grows without bound; expected 'unit', which may have an activation",
+    "convert --erase-gate tied --feature-map favor+": "--feature-map='favor+': its features have scales, which "
+    "mean nothing with --erase-gate; expected 'unit'",
+    "convert --short-conv 1": "--short-conv=1: expected the number of taps, 2 .. 65536, or 0",
+}
+
+
+@pytest.mark.parametrize(("command", "message"), REFUSED.items(), ids=REFUSED)
+@pytest.mark.usefixtures("only_the_model")
+def test_a_refusal_of_the_layer_is_one_of_options(command: str, message: str, tmp_path, capfd) -> None:
+    name, *options = command.split()
+    assert run(line(name, tuple(options), str(tmp_path))) == 2
+    assert capfd.readouterr().err == f"linrope: {message}\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train --erase-gate none --feature-map relu",
+        "train --rotary none --positions sinusoidal",
+    ],
+)
+@pytest.mark.usefixtures("only_the_model")
+def test_options_that_fit_are_not_refused(command: str, tmp_path, capfd) -> None:
+    name, *options = command.split()
+    assert run(line(name, tuple(options), str(tmp_path))) == 0, capfd.readouterr().err
+
+
+def test_texts_and_paths_that_have_names_of_options_stay_as_they_are() -> None:
+    parameters = _command().commands["train"].params
+    message = (
+        "runs/forget_gate/config.json: got 'None', expected qk_norm=True or bias=True, not the write_gate"
+    )
+    words = "runs/forget_gate/config.json: got 'None', expected --qk-norm, not the --write-gate"
+    assert in_option_words(message, parameters) == words
+    assert in_option_words("gate=False: got trapezoid=None", parameters) == "--no-gate: got --no-trapezoid"
+    assert (
+        in_option_words("steps=None: expected short_conv=None", parameters)
+        == "--steps=None: expected --short-conv=0"
+    )
+    assert in_option_words(message, []) == message
