@@ -8,10 +8,9 @@ from linrope.cli.checks import RENAMED
 from linrope.cli.layer_flags import FLAGS, word_for_none
 from linrope.layer.config import OPTIONS
 
-_START, _END = (
-    r"(?<![\w./'\"-])",
-    r"(?![\w/'\"-])",
-)  # so that no part of a path or of a text in quotes is a name
+# No part of a path or of a text in quotes is a name.
+_START = r"(?<![\w./'\"-])"
+_END = r"(?![\w/'\"-])"
 
 
 def in_option_words(message: str, parameters: Sequence[Any]) -> str:

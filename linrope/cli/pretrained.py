@@ -84,8 +84,8 @@ def tokenizer_beside(folder: Path, vocab_size: int) -> Any:
 def on_linrope(model: nn.Module, device: torch.device) -> Enabled:
     """Has transformers' layers of this model compute with linrope inside a with block, on a CPU with the C++ kernels.
 
-    Not on a GPU, where transformers' models have never run on linrope's kernels. If this version of transformers has functions that linrope
-    does not know, its own code runs, and the log says so.
+    Not on a GPU, where transformers' models have never run on linrope's kernels. If this version of transformers has
+    functions that linrope does not know, its own code runs, and the log says so.
     """
     families = families_of(model) if device.type == "cpu" and native.why_not() is None else []
     try:
