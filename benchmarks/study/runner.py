@@ -184,8 +184,9 @@ def _thinned(losses: list[float], most: int = 50) -> list[float]:
 
 
 def _modified() -> bool | None:
-    """Whether the checkout differs from its commit; None: it is none."""
-    command = ["git", "-C", str(Path(__file__).parent), "status", "--porcelain"]
+    """Whether the checkout differs from its commit, but for results; None: it is none."""
+    others = ":(top,exclude)benchmarks/results"
+    command = ["git", "-C", str(Path(__file__).parent), "status", "--porcelain", "--", ":(top)", others]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:
