@@ -33,14 +33,6 @@ from linrope.cli.bench.cases import AttentionCase
 
 Shape = tuple[int, int, int, int]  # batch, length, heads, dim
 SECTIONS = ("linrope", "overtaking", "decode", "softmax", "fla", "gated", "host")
-SPEEDUPS = (
-    "forward x",
-    "training x",
-    "forward graph x",
-    "training graph x",
-    "bare forward graph x",
-    "bare training graph x",
-)
 TOLERANCE = {torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
 BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
 WINDOW = 512  # tokens per comparison
@@ -142,14 +134,14 @@ def compare(name: str, actual: Tensor, expected: Tensor, tolerance: float) -> fl
     return error
 
 
-def captured(run: Callable[[], Any]) -> Callable[[], None]:
-    """Replays a CUDA graph of a call: what the GPU takes, without the time to launch each kernel from Python."""
+def captured(run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """Replays a CUDA graph of a call, without the time to launch each kernel from Python; and the call's results."""
     with torch.cuda.stream(torch.cuda.Stream()):
         run()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
-        run()
-    return graph.replay
+        results = run()
+    return graph.replay, results
 
 
 def measured(case: AttentionCase, attend: Callable[[], Tensor], modes: tuple[str, ...] = MODES) -> Row:
@@ -159,7 +151,8 @@ def measured(case: AttentionCase, attend: Callable[[], Tensor], modes: tuple[str
         run = partial(getattr(case, mode), attend)
         row[mode] = timed(run, case.device, small)
         if case.device == "cuda":
-            row[f"{mode} graph"] = timed(captured(run), case.device, small)
+            replay, _ = captured(run)
+            row[f"{mode} graph"] = timed(replay, case.device, small)
     return row
 
 
@@ -294,8 +287,7 @@ def decode_row(shape: Shape, device: str, dtype: torch.dtype, bandwidth: float) 
 
     row: Row = {"layers": len(layers), "eager": timed(run, device)}
     if device == "cuda":
-        outs: list[Tensor] = []
-        replay = captured(lambda: outs.__setitem__(slice(None), run()))
+        replay, outs = captured(run)
         exact, _ = step(state=layers[-1].clone().donate())
         replay()
         assert torch.equal(outs[-1], exact), "the CUDA graph gives another output"
@@ -312,11 +304,15 @@ def speedups(functions: Row, base: Row) -> Row:
     ratios: Row = {}
     for name, times in functions.items():
         for mode, x in times.items():
-            if mode not in base:
-                continue
             key = f"bare {mode} x" if name.endswith("bare") else f"{mode} x"
             ratios[key] = min(ratios.get(key, math.inf), x["median_ms"] / base[mode]["median_ms"])
     return ratios
+
+
+def speedup_names(device: str) -> list[str]:
+    """The names that speedups gives; on a GPU also those in a CUDA graph."""
+    graphs = ("", " graph") if device == "cuda" else ("",)
+    return [f"{bare}{mode}{graph} x" for bare in ("", "bare ") for graph in graphs for mode in MODES]
 
 
 def overtaking(rows: list[Row], name: str) -> int | None:
@@ -401,7 +397,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for section in (x for x in SECTIONS if x in options.only):
         measure(result, section, shapes(section, options.tiny), row_of, started + options.budget)
-        result["overtakes"] = {x: overtaking(result.get("overtaking", []), x) for x in SPEEDUPS}
+        result["overtakes"] = {x: overtaking(result.get("overtaking", []), x) for x in speedup_names(device)}
         # Written after each section, because a run may be cut short.
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result), options.out, sep="\n")

@@ -57,15 +57,15 @@ CANDIDATES: dict[Key, list[tuple[int, int, int, int]]] = {
         (32, 64, 4, 2), (32, 64, 4, 3), (64, 32, 4, 2),
     ],
     ("states", 64): [(64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 8, 2), (128, 64, 8, 2), (32, 64, 4, 3), (64, 32, 4, 3)],
-    ("states", 128): [(64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 8, 2), (64, 128, 8, 2), (32, 64, 4, 3), (64, 32, 4, 3)],
+    ("states", 128): [(64, 64, 4, 1), (64, 64, 4, 3), (64, 64, 8, 2), (64, 128, 8, 2), (32, 64, 4, 3), (64, 32, 4, 3)],
     ("scan_fwd", 256): [
         (32, 32, 4, 1), (32, 32, 4, 2), (64, 32, 4, 1), (64, 32, 4, 2), (64, 32, 8, 1), (64, 64, 8, 1), (64, 64, 4, 1),
-        (64, 64, 8, 2), (32, 64, 4, 2), (32, 64, 8, 2),
+        (64, 64, 8, 2), (32, 64, 4, 2), (32, 64, 8, 2), (32, 32, 8, 2),
     ],
     ("dq", 256): [(64, 16, 4, 1), (64, 16, 4, 2), (64, 32, 4, 1), (64, 32, 8, 1), (32, 16, 4, 2)],
     ("dk", 256): [(64, 16, 4, 2), (64, 32, 4, 1), (32, 16, 4, 1)],
     ("dv", 256): [
-        (32, 64, 4, 2), (64, 32, 4, 1), (64, 32, 4, 2), (64, 64, 4, 1), (64, 64, 8, 1), (64, 64, 8, 2), (32, 32, 4, 2),
+        (32, 64, 4, 2), (64, 32, 4, 1), (64, 32, 4, 2), (64, 64, 4, 1), (64, 64, 8, 1), (32, 64, 8, 2), (32, 32, 4, 2),
     ],
     ("states", 256): [(64, 64, 4, 1), (64, 64, 4, 2), (64, 32, 4, 2), (64, 64, 8, 1), (64, 128, 8, 1)],
 }  # fmt: skip
@@ -80,8 +80,11 @@ def candidates(only: list[str] | None) -> Iterator[tuple[Key, Tile]]:
     """The tiles to try; the first one of each kernel and size is the table's own."""
     for (kernel, size), others in CANDIDATES.items():
         if only is None or f"{kernel}-{size}" in only:
-            yield (kernel, size), tiles.TABLE["bf16"][kernel, size]
-            yield from (((kernel, size), tile_of(kernel, *x)) for x in others)
+            own = tiles.TABLE["bf16"][kernel, size]
+            yield from (
+                ((kernel, size), tile)
+                for tile in dict.fromkeys([own, *(tile_of(kernel, *x) for x in others)])
+            )
 
 
 def training_step(case: AttentionCase) -> tuple[Tensor, ...]:

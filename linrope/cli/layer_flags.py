@@ -58,7 +58,7 @@ def _names(name: str) -> list[str]:
 
 
 def word_for_none(name: str) -> str | None:
-    """What the flag of an option of LayerConfig takes for None, if it has such a word."""
+    """The word by which a flag says None, "none" or "0"; None if it has no such word."""
     flag = FLAGS.get(name)
     return "none" if isinstance(flag, tuple) else "0" if flag is int else None
 

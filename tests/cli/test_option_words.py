@@ -1,4 +1,4 @@
-"""What the commands refuse is said in their options, whatever pair of options it is."""
+"""When a command refuses options, its message names these options and not Python's arguments."""
 
 import re
 from itertools import combinations

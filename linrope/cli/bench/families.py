@@ -66,9 +66,9 @@ _CONVOLUTIONS = {
     "layer_types": ["conv", "conv", "full_attention"],
 }
 _MAMBA = {"mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1}
-# As wide as the smaller models of each family: two or three layers that linrope computes and, in the hybrid ones, one
-# of softmax attention, which takes the same time on both sides. Mixtures of experts are left out. In
-# Inkling all layers have convolutions.
+# As wide as the smaller models of each family. Each has two or three layers that linrope computes. Hybrids also have
+# one layer of softmax attention, which takes the same time on both sides. There are no mixtures of experts. In Inkling
+# all layers have convolutions.
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("BambaConfig", _HEADS | _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [2]}),
     "bailing_hybrid": ("BailingHybridConfig", _LATENT | {"head_dim": 128}),

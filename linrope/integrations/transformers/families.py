@@ -173,7 +173,7 @@ def disable(*families: str) -> None:
 
 
 def replaced(model: nn.Module) -> tuple[str, ...]:
-    """What linrope computes in this model of transformers now; an empty tuple where the C++ kernels are missing.
+    """Names the parts of this model that run on linrope now; there are none if the C++ kernels are missing.
 
     >>> from transformers import Mamba2Config, Mamba2Model
     >>> from linrope.backends import native

@@ -102,7 +102,7 @@ class Corpus:
         return Text(tokens, starts, names, first.size + second.size)
 
     def count(self, tokens: int) -> str:
-        """That number of tokens in words.
+        """A number of tokens with its unit, which is bytes if there is no tokenizer.
 
         >>> from linrope.models.training import Corpus
         >>> Corpus.from_texts(["to be", "or not"]).count(1)
