@@ -1,4 +1,4 @@
-"""Measures linrope on one GPU: its floor, softmax attention, other libraries, gates, decoding, launches.
+"""Measures linrope on one GPU: its floor, softmax attention, other libraries, gates, decoding, launches, a model.
 
     PYTHONPATH=.:kernels python3 benchmarks/gpu.py --out benchmarks/results/gpu-name-date.json
 
@@ -26,13 +26,14 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_host import MODES, Row, host_row
+from benchmarks.gpu_model import model_row
 from benchmarks.gpu_others import OTHERS, bare
 from linrope import LinearAttentionState, Rotary, linear_rope_attention
 from linrope.cli.bench.benchmark import machine
 from linrope.cli.bench.cases import AttentionCase
 
 Shape = tuple[int, int, int, int]  # batch, length, heads, dim
-SECTIONS = ("linrope", "overtaking", "decode", "softmax", "fla", "gated", "host")
+SECTIONS = ("linrope", "overtaking", "decode", "softmax", "fla", "gated", "host", "model")
 TOLERANCE = {torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
 BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
 WINDOW = 512  # tokens per comparison
@@ -47,6 +48,8 @@ def shapes(section: str, tiny: bool) -> list[Shape]:
         return [(heads // 16, 1, 16, d) for d in (64, 128) for heads in (128, 512, 1024, 4096)]
     if section == "host":
         return [(b, 512, 16, 64) for b in (1, 8)]
+    if section == "model":
+        return [(b, n, 16, 64) for b, n in ((8, 1024), (2, 4096), (1, 16_384))]
     if section == "gated":
         return [(*size, 64) for size in ((8, 2048, 16), (4, 8192, 16), (1, 65_536, 8))]
     sizes = ((8, 2048, 16), (4, 8192, 16), (1, 8192, 96), (1, 65_536, 8), (2, 131_072, 16))
@@ -378,6 +381,8 @@ def main(arguments: list[str] | None = None) -> int:
     def row_of(section: str, shape: Shape) -> Row:
         if section == "decode":
             return decode_row(shape, device, dtype, bandwidth)
+        if section == "model":
+            return model_row(shape, device, dtype, timed)
         b, n, h, d = shape
         case, row = AttentionCase(n, b, h, d, device, dtype, gates=section == "gated"), {}
         if section == "gated":

@@ -132,6 +132,7 @@ def main() -> None:
         row: dict[str, Any] = {"kernel": kernel, "size": size, **tile._asdict()}
         try:
             table[kernel, size] = tile
+            tiles.tile.cache_clear()
             row["difference"] = difference(training_step(case), expected)
             if not row["difference"] <= 2.0**-6:
                 raise AssertionError(f"other results: {row['difference']:.3g}")
@@ -141,6 +142,7 @@ def main() -> None:
             row["failure"] = repr(error)[:200]
         finally:
             table[kernel, size] = before
+            tiles.tile.cache_clear()
         rows.append(row)
         print(" ".join(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()), flush=True)
         options.out.write_text(json.dumps(rows, indent=1) + "\n")

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linrope_kernels.memory import strides_of
+from linrope_kernels.start import start_kernel
 from linrope_kernels.tiles import power_of_two_from_16, precision
 
 Tables = tuple[
@@ -112,13 +113,12 @@ def make_table(call: Any, positions: Tensor, phases: Tensor | None, n: int) -> T
     table, positions = new_table(call, positions, phases, n), positions.contiguous()
     theta = call.theta_turns if phases is None else None
     (rows, heads, _, _), axes, chunk = table.shape, 1 if theta is None else theta.shape[0], 32
-    programs = rows * heads * -(-n // chunk)
-    if programs:
-        table_fwd_kernel[(programs,)](
-            theta, positions, strides_of(positions, 1)[0], phases, strides_of(phases, 4), table, n, heads,
-            P=call.pairs, AXES=axes, CONSECUTIVE=positions.ndim == 2 and positions.shape[1] == 1,
-            INTERLEAVED=call.layout == "interleaved", C=chunk, W=power_of_two_from_16(call.pairs),
-        )  # fmt: skip
+    start_kernel(
+        table_fwd_kernel, rows * heads * -(-n // chunk),
+        theta, positions, strides_of(positions, 1)[0], phases, strides_of(phases, 4), table, n, heads,
+        P=call.pairs, AXES=axes, CONSECUTIVE=positions.ndim == 2 and positions.shape[1] == 1,
+        INTERLEAVED=call.layout == "interleaved", C=chunk, W=power_of_two_from_16(call.pairs),
+    )  # fmt: skip
     return table
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from linrope_kernels import tiles
 from linrope_kernels.memory import Tokens, broadcast_rows
 from linrope_kernels.segments import Segments, cut_packed
+from linrope_kernels.start import start_kernel
 
 State = tuple[Tensor, Tensor]  # S (b, g, f, e) float32 and z (b, g, f) float64 or float32, contiguous
 NO_STATE = (None, None)
@@ -46,12 +47,11 @@ def launch(call: Any, kernel: Any, name: str, copies: int, *args: Any, **constan
     if not name.startswith("step"):
         copies *= -(-((f + 1) // 2) // tile.pairs) * -(-e // tile.values)
         constants |= {"DOT": tiles.precision(call.v), "C": tile.chunk, "STAGES": tile.stages}
-    if copies:
-        kernel[(copies,)](
-            *args, F=f, E=e, P=call.pairs, MAP=call.feature_map, NORMALIZE=call.normalize,
-            INTERLEAVED=not call.pairs or call.layout == "interleaved", ADD=call.eps_mode == "add",
-            W=tile.pairs, BE=tile.values, num_warps=tile.warps, num_stages=tile.stages, **constants,
-        )  # fmt: skip
+    start_kernel(
+        kernel, copies, *args, F=f, E=e, P=call.pairs, MAP=call.feature_map, NORMALIZE=call.normalize,
+        INTERLEAVED=not call.pairs or call.layout == "interleaved", ADD=call.eps_mode == "add",
+        W=tile.pairs, BE=tile.values, num_warps=tile.warps, num_stages=tile.stages, **constants,
+    )  # fmt: skip
 
 
 def most_segments(call: Any) -> int:

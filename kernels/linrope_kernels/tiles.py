@@ -5,6 +5,7 @@ In bfloat16 each is the fastest of some ten that were timed on an H100, or withi
 were chosen by what the compilers make of them (kernels/README.md).
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -117,6 +118,7 @@ def power_of_two_from_16(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
+@cache  # a call asks for a dozen tiles
 def tile(kernel: str, f: int, e: int, dot: str, capability: int) -> Tile:
     """The tile for f features and e values per head; capability: 90 for compute capability 9.0."""
     pairs, values = power_of_two_from_16((f + 1) // 2), power_of_two_from_16(e)
@@ -152,7 +154,7 @@ def most_segments(heads: int, value_blocks: int, multiprocessors: int, warps: in
 
 def segments(n: int, most: int) -> tuple[int, int]:
     """Number and length of the segments of n tokens. Only the last segment may end with a partial chunk."""
-    length = torch.sym_max(1, n)  # n may be symbolic
-    if most > 1:
-        length = torch.sym_max(SHORTEST_SEGMENT, -(-n // (SEGMENT_MULTIPLE * most)) * SEGMENT_MULTIPLE)
+    if most == 1:
+        return 1, torch.sym_max(1, n)  # n may be symbolic
+    length = torch.sym_max(SHORTEST_SEGMENT, -(-n // (SEGMENT_MULTIPLE * most)) * SEGMENT_MULTIPLE)
     return torch.sym_max(1, -(-n // length)), length

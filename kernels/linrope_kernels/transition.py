@@ -30,6 +30,7 @@ from linrope_kernels.memory import (
 )
 from linrope_kernels.pieces import divisor, dot, feature_map, operand, rotate, rounded_products
 from linrope_kernels.segments import Segments
+from linrope_kernels.start import start_kernel
 
 PREFIX_BLOCK = 1024
 
@@ -180,8 +181,9 @@ def segment_states(
         length, g, group, segments.number, segments.length, call.eps, REVERSE=queries is not None,
     )  # fmt: skip
     f, e = call.k.shape[3], call.v.shape[3]
-    if not single and call.sequences * g:
-        prefix_kernel[(call.sequences * g * -(-f * e // PREFIX_BLOCK),)](
+    if not single:
+        start_kernel(
+            prefix_kernel, call.sequences * g * -(-f * e // PREFIX_BLOCK),
             totals, segments.first_spans, states, start or NO_STATE, end or NO_STATE,
             g, segments.number, F=f, E=e, REVERSE=queries is not None, BLOCK=PREFIX_BLOCK,
         )  # fmt: skip

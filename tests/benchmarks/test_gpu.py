@@ -294,6 +294,7 @@ def test_the_whole_script_writes_every_field_and_prints_a_table(tmp_path) -> Non
         "linrope": {"shape", "errors", "forward", "training", "forward_floor", "backward_floor"},
         "gated": {"functions", "not_run"},
         "host": {"forward host us", "training host us"},
+        "model": {"functions", "errors", "forward x", "training x"},
         "decode": {"layers", "eager", "eager tokens/s", "eager floor"},
     }
     rows = {name: row for name in keys for (row,) in [result[name]]}
