@@ -80,6 +80,7 @@ def test_long_sequences(dtype: torch.dtype, d: int, b: int) -> None:
             assert (x - y).norm() <= NORM[dtype] * y.norm(), name
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # a prototype, PyTorch warns
 @every_dtype
 def test_packed_sequences_with_decay_never_ask_the_device(dtype: torch.dtype) -> None:
     lengths = torch.tensor([1, 700, 0, 3000, 64, 5000, 2], device="cpu")
@@ -90,8 +91,8 @@ def test_packed_sequences_with_decay_never_ask_the_device(dtype: torch.dtype) ->
     how: dict[str, Any] = {"rotary": Rotary(64), "decay": decay, "cu_seqlens": cu_seqlens}
     how["rotary"].turns_per_position(q.device)  # the one copy from the host, once per Rotary and device
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         out = linear_rope_attention(*leaves, backend="triton", **how)
         grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
     finally:
