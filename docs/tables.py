@@ -134,16 +134,13 @@ def models_in_short() -> str:
     )
 
 
-def gpu(graph: str = " graph") -> str:
-    """How many times as fast as softmax attention linrope is on a GPU, by the number of tokens.
-
-    graph: what the names of the measured times end with.
-    """
+def gpu() -> str:
+    """How many times as fast as softmax attention linrope is on a GPU in a CUDA graph, by the number of tokens."""
     rows = (
         [
             f"{row['shape'][1]:,}",
             *(
-                multiple(row["speedups"][f"{bare}{mode}{graph} x"])
+                multiple(row["speedups"][f"{bare}{mode} graph x"])
                 for mode in ("forward", "training")
                 for bare in ("", "bare ")
             ),
@@ -156,8 +153,35 @@ def gpu(graph: str = " graph") -> str:
     )
 
 
-def gpu_launched() -> str:
-    return gpu("")
+def gpu_model() -> str:
+    """How many times as fast as the same model with softmax attention a model is, launched from Python."""
+    rows = (
+        [f"{b} x {n:,}", *(multiple(row[f"{mode} x"]) for mode in ("forward", "training"))]
+        for row in newest("gpu")["model"]
+        for b, n, *_ in [row["shape"]]
+    )
+    return table("tokens | forward | training step", rows)
+
+
+def gpu_fla() -> str:
+    """flash-linear-attention's time divided by linrope's, in a CUDA graph."""
+    result = newest("gpu")
+    (row,) = result["fla"]
+    (linrope,) = (x for x in result["linrope"] if x["shape"] == row["shape"])
+    sides = {"route": "equation 19, composed of its functions", "bare": "its linear attention alone"}
+    return table(
+        "flash-linear-attention | forward | forward + backward",
+        (
+            [
+                words,
+                *(
+                    multiple(row["functions"][side][mode]["median_ms"] / linrope[mode]["median_ms"])
+                    for mode in ("forward graph", "training graph")
+                ),
+            ]
+            for side, words in sides.items()
+        ),
+    )
 
 
 def gpu_floor() -> str:
@@ -256,7 +280,8 @@ PAGES = {
         "delta-rule": delta_rule,
         "delta-steps": delta_steps,
         "gpu": gpu,
-        "gpu-launched": gpu_launched,
+        "gpu-model": gpu_model,
+        "gpu-fla": gpu_fla,
         "gpu-floor": gpu_floor,
     },
 }

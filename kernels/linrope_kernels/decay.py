@@ -39,7 +39,7 @@ class ChunkDecay(NamedTuple):
 
 @triton.jit
 def chunk_decay(log, chunk, DOT: tl.constexpr, AS_VECTORS: tl.constexpr):
-    """A chunk's ChunkDecay. AS_VECTORS: the factors are computed as vectors first (kernels/README.md)."""
+    """A chunk's ChunkDecay. AS_VECTORS: the factors are computed as vectors first."""
     D, D_end = load_decay(log, chunk, DOT)
     D, D_end, over_chunk = exponent(D, DOT), exponent(D_end, DOT), state_factor(D_end)
     if AS_VECTORS:

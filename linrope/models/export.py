@@ -96,7 +96,7 @@ def export_onnx(
     Prompts, pieces of prompts and decoding steps are calls of one file, with any batch and any length.
 
     Args:
-        model: with linear attention, in float32.
+        model: with linear attention, and in float32 unless operators is "portable".
         path: of the file to write.
         operators: what the attention consists of.
             "onnxruntime": its operator LinearAttention, O(N). From onnxruntime 1.29 on.
