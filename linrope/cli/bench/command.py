@@ -18,7 +18,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 _READ = {
     "compare": ("compare",),
     "distributed": ("distributed", "max_length", "heads", "dim", "out"),
-    "transformers": ("transformers", "lengths", "threads", "rounds", "budget", "out"),
+    "transformers": ("transformers", "lengths", "dtype", "threads", "rounds", "budget", "out"),
 }
 
 
@@ -124,7 +124,7 @@ def bench(
         from linrope.cli.bench import families
 
         torch.set_num_threads(threads or torch.get_num_threads())
-        families.compare(transformers, chosen if lengths else None, rounds, budget, out, console)
+        families.compare(transformers, dtype, chosen if lengths else None, rounds, budget, out, console)
         return 0
     feature_map, backend = flags["feature_map"] or "elu+1", flags["backend"] or "auto"
     decay = None if flags["decay"] in (None, "none") else flags["decay"]

@@ -69,7 +69,7 @@ def plot_family(result: dict[str, Any], path: Path) -> None:
     figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
     machine = result["machine"]
     figure.suptitle(
-        f"{result['family']} of transformers, {result['parameters'] / 1e6:.0f} M parameters, float32, "
+        f"{result['family']} of transformers, {result['parameters'] / 1e6:.0f} M parameters, {result['dtype']}, "
         f"{machine['cpu']}, {machine['threads']} thread{'s' if machine['threads'] > 1 else ''}, {machine['clock']}",
         fontsize=9,
     )
