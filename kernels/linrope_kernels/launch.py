@@ -37,7 +37,7 @@ def _gpu(index: int) -> _Device:
 
 
 def tile_of(call: Any, name: str) -> tiles.Tile:
-    f, e = call.k.shape[3], call.v.shape[3]
+    f, e = int(call.k.shape[3]), int(call.v.shape[3])  # not symbolic: kernels are compiled for them
     return tiles.tile(name, f, e, tiles.precision(call.v), _device(call.k).capability)
 
 
