@@ -132,14 +132,26 @@ def test_performer_pytorch_s_projection_gives_its_features(qkv: Tensor) -> None:
 
 def test_mlla_is_equation_19_with_n_times_its_eps(qkv: Tensor) -> None:
     q, k, v = qkv
-    rotary, places, n = Rotary.axial(8, axes=2), grid_positions(3, 4), 12
+    places, (_, n, heads, _) = grid_positions(3, 4), q.shape
+    rotary = Rotary.axial(8 * heads, axes=2)
+
+    def turned(x: Tensor) -> Tensor:  # before the split into heads
+        return rotary(x.flatten(2)[:, :, None], places).view_as(x)
+
     phi, psi = F.elu(q) + 1, F.elu(k) + 1
     den = torch.einsum("bnhd,bhd->bnh", phi, psi.mean(1)) + 1e-6
-    kv = torch.einsum("bnhd,bnhe->bhde", rotary(psi, places) / n**0.5, v / n**0.5)
-    theirs = torch.einsum("bnhd,bhde->bnhe", rotary(phi, places), kv) / den[..., None]
+    kv = torch.einsum("bnhd,bnhe->bhde", turned(psi) / n**0.5, v / n**0.5)
+    theirs = torch.einsum("bnhd,bhde->bnhe", turned(phi), kv) / den[..., None]
     same(
         linear_rope_attention(
-            q, k, v, rotary=rotary, positions=places, causal=False, eps=n * 1e-6, eps_mode="add"
+            q,
+            k,
+            v,
+            rotary=Rotary.whole_model(heads, 8, axes=2),
+            positions=places,
+            causal=False,
+            eps=n * 1e-6,
+            eps_mode="add",
         ),
         theirs,
     )
