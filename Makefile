@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-long test-lowest test-newest check format bench bench-docs docs native dist test-fla test-dist test-sanitizers test-amx test-arm test-ptx test-gpu bench-gpu
+.PHONY: demo test test-long test-lowest test-newest check format bench bench-docs bench-conditions docs native dist test-fla test-dist test-sanitizers test-amx test-arm test-ptx test-gpu bench-gpu
 
 demo: $(VENV)/ready native
 	$(BIN)/linrope demo
@@ -41,6 +41,12 @@ bench-docs: $(VENV)/ready native
 	$(DELTA_RULE)-$(TODAY).json
 	$(DELTA_RULE)-8192-$(TODAY).json --rules gdn --tokens 8192
 	$(DELTA_RULE)-avx2-$(TODAY).json --rules gdn --tokens 2048 --isa v3
+	$(BIN)/python -m docs.tables
+
+# The table of other conditions on the page Benchmarks, measured anew on a machine with two cores: about 20 minutes.
+bench-conditions: $(VENV)/ready native
+	for family in mamba2 granitemoehybrid qwen3_5; do for how in "--threads 1" "--threads 1 --dtype bfloat16" "--threads 2"; do \
+	$(BIN)/linrope bench --transformers $$family $$how --lengths 512,2048 --out $(RESULTS)/epyc || exit 1; done; done
 	$(BIN)/python -m docs.tables
 
 # The native CPU library, from the sources as they are; without a C++ compiler the other backends do.

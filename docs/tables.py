@@ -26,6 +26,11 @@ OPTIONS = {
     "packed": "packed sequences of 128",
     "bfloat16": "bfloat16",
 }
+CONDITIONS = {  # what the names of files end with
+    "": "float32, one thread",
+    "-bfloat16": "bfloat16, one thread",
+    "-2-threads": "float32, two threads",
+}
 MODELS = {  # models of the study, and what README.md calls them
     "block": "**the default block**",
     "block-softmax-all-rotated": "softmax attention in the block, all features rotated",
@@ -43,14 +48,17 @@ PRICES = {  # models of the study, and what docs/evidence.md calls them
 }
 
 
-def newest(name: str) -> Any:
-    """The last result by its name, which ends with a date and, for a later one of that day, with a number."""
+def newest(name: str, folder: str = ".") -> Any:
+    """The last result by its name, which ends with a date and, for a later one of that day, with a number.
+
+    folder: a folder of RESULTS.
+    """
 
     def when(path: Path) -> tuple[str, int]:
         date, number = re.fullmatch(r"(\d+-\d+-\d+)(?:-(\d+))?", path.stem.removeprefix(f"{name}-")).groups()
         return date, int(number or 1)
 
-    return json.loads(max(RESULTS.glob(f"{name}-20*.json"), key=when).read_text())
+    return json.loads(max((RESULTS / folder).glob(f"{name}-20*.json"), key=when).read_text())
 
 
 def by_family() -> dict[str, Any]:
@@ -116,6 +124,26 @@ def models() -> str:
     return table(head, rows())
 
 
+def faster(rows: list[dict[str, Any]]) -> list[str]:
+    """How many times as fast linrope is, for each kind of call."""
+    return [
+        multiple(row["seconds"]["transformers"] / row["seconds"]["linrope"]) for row in families.longest(rows)
+    ]
+
+
+def conditions() -> str:
+    """How many times as fast linrope is on another processor, by dtype and number of threads."""
+    return table(
+        "model | | prompt | training step | next token | next token, batch of 8",
+        (
+            [name, words, *faster(newest(f"transformers-{family}{suffix}", "epyc")["rows"])]
+            for family, name in families.MODELS.items()
+            if family in ("mamba2", "granitemoehybrid", "qwen3_5")
+            for suffix, words in CONDITIONS.items()
+        ),
+    )
+
+
 def models_in_short() -> str:
     """How many times as fast linrope is, and its share of the memory to train."""
 
@@ -125,7 +153,7 @@ def models_in_short() -> str:
             peaks = next(row["bytes"] for row in rows if row["kind"] == "training")
             yield [
                 f"{families.MODELS[family]}, {result['parameters'] / 1e6:.0f} M",
-                *(multiple(row["seconds"]["transformers"] / row["seconds"]["linrope"]) for row in rows),
+                *faster(rows),
                 f"{peaks['linrope'] / peaks['transformers']:.2f}x",
             ]
 
@@ -277,6 +305,7 @@ PAGES = {
         "decoding": decoding,
         "options": options,
         "families": models,
+        "conditions": conditions,
         "delta-rule": delta_rule,
         "delta-steps": delta_steps,
         "gpu": gpu,

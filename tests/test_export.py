@@ -155,6 +155,13 @@ def test_sequences_begin_with_no_tokens_where_the_model_is_and_in_its_dtype() ->
     assert {x.device.type for x in module.to("meta").empty(2)} == {"meta"}
 
 
+def test_another_model_is_refused_by_name() -> None:
+    with pytest.raises(
+        TypeError, match=r"model: got Linear, expected a LanguageModel; others export by torch\.export"
+    ):
+        TensorStates(nn.Linear(2, 2))
+
+
 def in_onnxruntime(
     module: nn.Module, inputs: tuple[Tensor, ...], path: Path, **options: Any
 ) -> Callable[..., list[Tensor]]:

@@ -162,7 +162,7 @@ WORDS: dict[str, str] = {
     "the features rotated",
     "block-all-rotated": "the default block, all features rotated",
     "block-unrotated": "the default block, no feature rotated",
-    "block-selective-add": "the default block with selective rotation, `bound=\"add\"`",
+    "block-selective-add": "the default block with selective rotation of all features, `bound=\"add\"`",
     "block-identity": "`block-all-rotated` without a feature map",
     "block-bias": "`block-all-rotated` with Mamba-3's bias on normed queries and keys",
     "block-trapezoid": "`block-all-rotated` with Mamba-3's trapezoid",

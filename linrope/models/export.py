@@ -35,6 +35,7 @@ class TensorStates(nn.Module):
         model: a LanguageModel with linear attention.
 
     Raises:
+        TypeError: the model is no LanguageModel.
         ValueError: the model has softmax attention, whose cache grows.
 
     >>> from linrope.models import LanguageModel, LanguageModelConfig
@@ -49,6 +50,11 @@ class TensorStates(nn.Module):
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__()
+        if not isinstance(model, LanguageModel):
+            raise TypeError(
+                f"model: got {type(model).__name__}, expected a LanguageModel; others export by torch.export or "
+                "torch.onnx.export"
+            )
         if model.config.attention != "linear":
             raise ValueError(f"model: got attention={model.config.attention!r}, expected 'linear'")
         self.model = model
@@ -110,6 +116,7 @@ def export_onnx(
 
     Raises:
         ImportError: a package of linrope[export] is missing.
+        TypeError: the model is no LanguageModel.
         ValueError: operators or tokens_per_call has another value, the model has softmax attention, or operators is not
             "portable" and the feature map has a log_scale, whose running maximum is quadratic in ONNX.
         RuntimeError: the operators cannot express the model; with check, onnxruntime is too old or computes other

@@ -13,7 +13,7 @@ from linrope.feature_maps.unit import ACTIVATIONS
 from linrope.rotation.rotary import MAX_POSITION
 from tests.support.contract import refused, takes_units
 from tests.support.maps import MAPS
-from tests.support.oracle import DATA, randoms
+from tests.support.oracle import DATA, computes, randoms
 
 MOST_FEATURES = 64  # with gates per unit, of which the equation has one for each query, key and feature
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
@@ -90,10 +90,13 @@ class Configuration:
         return self.rotary is not None and (self.order == "before" or self.rotary.attention_factor != 1)
 
     def computed_by(self, backend: str) -> bool:
-        """False if the backend refuses an input of each token."""
+        """False if the backend refuses an input of each token, or the map."""
         by_unit = "log_decay" in self.data and self.data["log_decay"].ndim == 4
-        return not any(name in self.data for name in refused(backend)) and (
-            takes_units(backend) or not by_unit
+        elementwise = "" if self.map is None else self.map.elementwise or ""
+        return (
+            not any(name in self.data for name in refused(backend))
+            and (takes_units(backend) or not by_unit)
+            and computes(backend, elementwise)
         )
 
     def rand(self, *shape: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import cycle, islice, product
 from typing import Any
 
@@ -13,10 +13,12 @@ from torch import Tensor
 from linrope import LinearAttentionState, backends, linear_rope_attention
 from linrope.backends import native
 from linrope.cli.bounds import BOUNDS, ON_TILES
+from linrope.recurrence.call import Settings
 from tests.support.equation import Equation
 from tests.support.options import OPTIONS
 from tests.support.oracle import DATA, everything, native_sets
 
+SETTINGS = tuple(x.name for x in fields(Settings) if x.name not in ("feature_map", "return_state"))
 ON_CPU = torch.get_default_device().type == "cpu"
 LONG = pytest.mark.long
 
@@ -148,9 +150,9 @@ def instruction_set(name: str | None) -> Iterator[None]:
 
 
 def refused(backend: str) -> list[str]:
-    """The inputs of each token that the backend does not compute."""
-    module = backends.load(backend)
-    return [name for name in DATA if not isinstance(module, str) and name not in module.OPTIONS]
+    """The inputs of each token and the settings that the backend does not compute."""
+    module, names = backends.load(backend), (*DATA, *SETTINGS)
+    return [name for name in names if not isinstance(module, str) and name not in module.OPTIONS]
 
 
 def takes_units(backend: str) -> bool:
@@ -159,8 +161,8 @@ def takes_units(backend: str) -> bool:
 
 
 def computed(backend: str) -> dict[str, list[str]]:
-    """The values of these inputs to draw from, for those of which the backend does not compute all values."""
-    values = {name: ["none"] for name in refused(backend)}
+    """The values of these options to draw from, for those of which the backend does not compute all values."""
+    values = {name: [next(iter(OPTIONS[name]))] for name in refused(backend)}
     if not takes_units(backend):
         values["log_decay"] = [x for x in OPTIONS["log_decay"] if not x.startswith("per unit")]
     return values

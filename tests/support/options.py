@@ -99,6 +99,8 @@ def fits(row: Row) -> bool:
         (by_position or before) and row["positions"] not in ("none", "rising"),
         "cosformer" in row["feature_map"] and {"positions", "key_positions"} & given,  # longer than its max_length
         row["normalize"] == "yes" and not is_positive(row["feature_map"]),
+        # Their normalizer may be 0, and the rotated numerator's rounding is then divided by eps.
+        row["normalize"] == "yes" and row["feature_map"] in ("relu", "relu2") and row["eps"] == "small",
         "erase" in given and (row["normalize"] == "yes" or row["causal"] == "bidirectional" or rotary == "xpos"),
         "erase" in given and is_scaled(row["feature_map"]),
         before and row["log_decay"].startswith("per unit"),
