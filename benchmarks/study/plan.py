@@ -33,7 +33,7 @@ PLAN: list[tuple[Task, list[str]]] = [
         Language("language"),
         [
             *("softmax-rope", "eq19", "linear", "rope-before", "eq19-normalizer"),
-            *("spread", "retnet", "learned", *_MAPS, "gate-rope", *_PARTS),
+            *("spread", "spread-unrotated", "retnet", "learned", *_MAPS, "gate-rope", "gate", *_PARTS),
             *("softmax-rope+init", "eq19+init", "spread+init", *_BLOCKS, *_CHANGES),
             *("block-mixers-all-rotated", "block-mixers", "block-hybrid", "block-feature", *_DELTA),
             *("block-erase-elu-unrotated", "block-tied-2", "block-feature-tied-2", "block-feature-erase-2"),

@@ -77,6 +77,7 @@ VARIANTS: dict[str, tuple[str, Options]] = {
     "axial": ("linear", _AXIAL),
     "axial-before": ("linear", _AXIAL | {"order": "before"}),
     "spread": ("decay", _SPREAD),
+    "spread-unrotated": ("decay", _SPREAD | _PLAIN),
     "retnet": ("decay", {"decay": "retnet"}),
     "learned": ("decay", {"decay": {"name": "learned", "longest": LENGTH}}),
     "spread-relu2": ("decay", _SPREAD | {"feature_map": "relu2"}),
@@ -85,6 +86,7 @@ VARIANTS: dict[str, tuple[str, Options]] = {
     "spread-hedgehog": ("decay", _SPREAD | {"feature_map": "hedgehog"}),
     "spread-taylor2": ("decay", _SPREAD | {"feature_map": "taylor2"}),
     "gate-rope": ("gate", _GATE),
+    "gate": ("gate", _GATE | _PLAIN),
     **{
         f"gate-rope+{part}": ("ladder", _GATE | {"parts": _LADDER[: i + 1]})
         for i, part in enumerate(_LADDER[:-1])
@@ -142,6 +144,7 @@ WORDS: dict[str, str] = {
     "axial": "`eq19` with rotation by row and column",
     "axial-before": "`axial`, rotated before the map",
     "spread": "`eq19` with fixed decays: half-lives spread from one token to the trained length",
+    "spread-unrotated": "`spread` without rotation",
     "retnet": "`eq19` with RetNet's decays",
     "learned": "`spread` as the start of a learned decay per head",
     "spread-relu2": "`spread` with relu^2 in place of elu+1",
@@ -150,6 +153,7 @@ WORDS: dict[str, str] = {
     "spread-hedgehog": "`spread` with hedgehog; twice the state",
     "spread-taylor2": "`spread` with the Taylor map of second order",
     "gate-rope": "`eq19` with a forget gate",
+    "gate": "`gate-rope` without rotation",
     "gate-rope+init": "`gate-rope` with the block's initial weights",
     "gate-rope+conv": "the row above with the convolution",
     "gate-rope+skip": "the row above with the skip D v",
