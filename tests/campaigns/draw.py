@@ -1,7 +1,7 @@
 """A random configuration of two calls: a first one, which makes a state, and one that is looked at."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from linrope import Rotary, feature_maps
 from linrope.feature_maps import ELEMENTWISE, FeatureMap, Features
 from linrope.feature_maps.unit import ACTIVATIONS
+from linrope.recurrence.call import Settings
 from linrope.rotation.rotary import MAX_POSITION
 from tests.support.contract import refused, takes_units
 from tests.support.maps import MAPS
@@ -90,11 +91,15 @@ class Configuration:
         return self.rotary is not None and (self.order == "before" or self.rotary.attention_factor != 1)
 
     def computed_by(self, backend: str) -> bool:
-        """False if the backend refuses an input of each token, or the map."""
+        """False if the backend refuses an input of each token, the value of a setting, or the map."""
+        defaults = {x.name: x.default for x in fields(Settings)}
         by_unit = "log_decay" in self.data and self.data["log_decay"].ndim == 4
         elementwise = "" if self.map is None else self.map.elementwise or ""
         return (
-            not any(name in self.data for name in refused(backend))
+            not any(
+                name in self.data or getattr(self, name, defaults.get(name)) != defaults.get(name)
+                for name in refused(backend)
+            )
             and (takes_units(backend) or not by_unit)
             and computes(backend, elementwise)
         )
