@@ -16,7 +16,7 @@ GRID_SEED = 0  # of the runs that choose a learning rate, and of no other
 
 _BLOCKS = ["block-all-rotated", "block", "block-unrotated", "block-softmax-all-rotated", "block-softmax"]
 _PARTS = [name for name in VARIANTS if name.startswith("gate-rope+")]
-_MAPS = [name for name in VARIANTS if name.startswith("spread-")]
+_OF_SPREAD = [name for name in VARIANTS if name.startswith("spread-")]  # its maps, and without rotation
 _CHANGES = ["block-identity", "block-bias", "block-trapezoid", "block-bias-trapezoid"]
 _CHANGES += ["block-no-conv", "block-no-skip", "block-bias-trapezoid-no-conv"]
 _DELTA = ["block-erase", "block-erase-elu", "block-erase-elu-half", "block-erase-2-elu"]
@@ -33,7 +33,7 @@ PLAN: list[tuple[Task, list[str]]] = [
         Language("language"),
         [
             *("softmax-rope", "eq19", "linear", "rope-before", "eq19-normalizer"),
-            *("spread", "spread-unrotated", "retnet", "learned", *_MAPS, "gate-rope", "gate", *_PARTS),
+            *("spread", "retnet", "learned", *_OF_SPREAD, "gate-rope", "gate", *_PARTS),
             *("softmax-rope+init", "eq19+init", "spread+init", *_BLOCKS, *_CHANGES),
             *("block-mixers-all-rotated", "block-mixers", "block-hybrid", "block-feature", *_DELTA),
             *("block-erase-elu-unrotated", "block-tied-2", "block-feature-tied-2", "block-feature-erase-2"),
