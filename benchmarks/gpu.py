@@ -25,14 +25,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu_host import MODES, Row, host_row
+from benchmarks.gpu_host import MODES, Row, Shape, host_row
 from benchmarks.gpu_model import model_row
 from benchmarks.gpu_others import OTHERS, bare
 from linrope import LinearAttentionState, Rotary, linear_rope_attention
 from linrope.cli.bench.benchmark import machine
 from linrope.cli.bench.cases import AttentionCase
 
-Shape = tuple[int, int, int, int]  # batch, length, heads, dim
 SECTIONS = ("linrope", "overtaking", "decode", "softmax", "fla", "gated", "host", "model")
 TOLERANCE = {torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
 BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")

@@ -10,6 +10,7 @@ from linrope import linear_rope_attention
 from linrope.cli.bench.cases import AttentionCase
 
 Row = dict[str, Any]
+Shape = tuple[int, int, int, int]  # batch, length, heads, dim
 MODES = ("forward", "training")
 
 

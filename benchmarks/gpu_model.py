@@ -1,18 +1,19 @@
 """Measures training steps of linrope's language model on a GPU, beside the same model with softmax attention."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.gpu_host import MODES, Row, Shape
 from linrope.models import LanguageModel, LanguageModelConfig
 
-Row = dict[str, Any]
-Shape = tuple[int, int, int, int]  # batch, length, heads, dim
 LAYERS, VOCABULARY = 4, 256
-TOLERANCE = 2.0**-4  # of the logits' size, between bfloat16 and float32 after LAYERS layers
+# How far the logits in bfloat16 may be from those in float32, as a fraction of their norm: 16 roundings of 2^-8
+TOLERANCE = 2.0**-4
 
 
 def model_of(shape: Shape, attention: str, backend: str, device: str) -> LanguageModel:
@@ -37,33 +38,40 @@ def check_model(model: LanguageModel, plain: LanguageModel, tokens: Tensor, dtyp
     return error
 
 
+def loss_of(model: LanguageModel, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    with torch.autocast(tokens.device.type, dtype):
+        logits, _ = model(tokens[:, :-1], return_states=False)
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def training_step(model: LanguageModel, tokens: Tensor, dtype: torch.dtype) -> None:
+    model.zero_grad()
+    loss_of(model, tokens, dtype).backward()
+
+
+def times_of(
+    shape: Shape, attention: str, device: str, dtype: torch.dtype, timed: Callable[..., Row]
+) -> tuple[float, Row]:
+    """The error of a model, and the times of its forward passes and training steps."""
+    model = model_of(shape, attention, "triton", device)
+    tokens = torch.randint(VOCABULARY, shape[:2], device=device)
+    error = check_model(model, model_of(shape, attention, "eager", device), tokens[:1, :1024], dtype)
+    training = partial(training_step, model, tokens, dtype)
+    times = {
+        "forward": timed(torch.no_grad()(partial(loss_of, model, tokens, dtype)), device),
+        "training": timed(training, device),
+    }
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        training()
+        times["training"]["peak_memory"] = torch.cuda.max_memory_allocated()
+    return error, times
+
+
 def model_row(shape: Shape, device: str, dtype: torch.dtype, timed: Callable[..., Row]) -> Row:
-    """Times of forward passes, and of forward and backward passes, under autocast and launched from Python."""
-    row: Row = {"functions": {}, "errors": {}}
-    for attention in ("linear", "softmax"):
-        model, plain = (model_of(shape, attention, backend, device) for backend in ("triton", "eager"))
-        tokens = torch.randint(VOCABULARY, shape[:2], device=device)
-
-        def loss(model: LanguageModel = model, tokens: Tensor = tokens) -> Tensor:
-            with torch.autocast(device, dtype):
-                logits, _ = model(tokens[:, :-1], return_states=False)
-            return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-
-        def forward(loss: Callable[[], Tensor] = loss) -> None:
-            with torch.no_grad():
-                loss()
-
-        def training(model: LanguageModel = model, loss: Callable[[], Tensor] = loss) -> None:
-            model.zero_grad()
-            loss().backward()
-
-        row["errors"][attention] = check_model(model, plain, tokens[:1, :1024], dtype)
-        row["functions"][attention] = {"forward": timed(forward, device), "training": timed(training, device)}
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            training()
-            row["functions"][attention]["training"]["peak_memory"] = torch.cuda.max_memory_allocated()
-    linear, softmax = (row["functions"][x] for x in ("linear", "softmax"))
-    for mode in linear:
-        row[f"{mode} x"] = softmax[mode]["median_ms"] / linear[mode]["median_ms"]
-    return row
+    """Times of both models under autocast, launched from Python, and how many times as fast linrope's is."""
+    row: dict[str, Any] = {"functions": {}, "errors": {}}
+    for name in ("linear", "softmax"):
+        row["errors"][name], row["functions"][name] = times_of(shape, name, device, dtype, timed)
+    linear, softmax = row["functions"].values()
+    return row | {f"{mode} x": softmax[mode]["median_ms"] / linear[mode]["median_ms"] for mode in MODES}

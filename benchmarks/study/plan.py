@@ -16,7 +16,9 @@ GRID_SEED = 0  # of the runs that choose a learning rate, and of no other
 
 _BLOCKS = ["block-all-rotated", "block", "block-unrotated", "block-softmax-all-rotated", "block-softmax"]
 _PARTS = [name for name in VARIANTS if name.startswith("gate-rope+")]
-_OF_SPREAD = [name for name in VARIANTS if name.startswith("spread-")]  # its maps, and without rotation
+_OF_SPREAD = [
+    name for name in VARIANTS if name.startswith("spread-")
+]  # with other maps, and without rotation
 _CHANGES = ["block-identity", "block-bias", "block-trapezoid", "block-bias-trapezoid"]
 _CHANGES += ["block-no-conv", "block-no-skip", "block-bias-trapezoid-no-conv"]
 _DELTA = ["block-erase", "block-erase-elu", "block-erase-elu-half", "block-erase-2-elu"]

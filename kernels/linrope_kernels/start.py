@@ -1,28 +1,32 @@
-"""Starts kernels. A short kernel runs for less time than Triton takes to find the compiled kernel of a launch."""
+"""Starts kernels, and remembers which compiled kernel belongs to which arguments.
+
+Triton looks it up anew in each launch, which takes tens of microseconds: longer than a short kernel runs.
+"""
 
 from typing import Any
 
 from torch import Tensor
 
-MOST_LAUNCHES = 4096
-_LAUNCHES: dict[Any, tuple[Any, tuple[Any, ...]]] = {}  # the compiled kernel, and the constants in its order
+MOST_LAUNCHES = 4096  # to remember: lengths of sequences may vary without end
+# For each key: the compiled kernel, and the values of its constants in the order of its signature
+_LAUNCHES: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
 
 def likeness(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a launch, with what Triton compiles a kernel for in place of each tensor.
+    """The arguments of a launch as a key: two launches with equal keys can run the same compiled kernel.
 
-    That is its dtype, and whether its address is a multiple of 16. A tuple that begins with an integer holds no tensor.
+    A tensor is replaced with what the compiled kernel depends on: its dtype, its device, and its address modulo 16.
+    Other arguments stay as they are. A tuple that begins with an integer must not contain tensors.
     """
-    return tuple(
-        [
-            (x.dtype, x.get_device(), x.data_ptr() % 16)
-            if isinstance(x, Tensor)
-            else likeness(x)
-            if isinstance(x, tuple) and not isinstance(x[0], int)  # not strides
-            else x
-            for x in args
-        ]
-    )
+    return tuple(map(_alike, args))
+
+
+def _alike(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.dtype, x.get_device(), x.data_ptr() % 16
+    if isinstance(x, tuple) and not isinstance(x[0], int):  # strides stay as they are
+        return likeness(x)
+    return x
 
 
 def start_kernel(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
@@ -30,12 +34,12 @@ def start_kernel(kernel: Any, programs: int, *args: Any, **constants: Any) -> No
     if not programs:
         return
     key = kernel, likeness(args), tuple(constants.values())
-    if key in _LAUNCHES:
-        compiled, in_order = _LAUNCHES[key]
+    if (known := _LAUNCHES.get(key)) is not None:
+        compiled, in_order = known
         compiled[(programs, 1, 1)](*args, *in_order)
         return
     compiled = kernel[(programs,)](*args, **constants)
     if compiled is not None:  # the interpreter compiles nothing
-        if len(_LAUNCHES) == MOST_LAUNCHES:  # lengths vary
+        if len(_LAUNCHES) == MOST_LAUNCHES:
             _LAUNCHES.clear()
         _LAUNCHES[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])

@@ -158,6 +158,10 @@ def test_all_models_of_a_task_have_as_many_parameters(task: Task, names: list[st
     assert all(0.99 * target <= count <= 1.01 * target for count in counts.values()), counts
 
 
+def test_no_task_has_a_model_twice() -> None:
+    assert all(len(set(names)) == len(names) for _, names in [*plan.PLAN, *plan.LONG])
+
+
 def test_a_model_of_another_size_is_refused() -> None:
     variants.check_parameters("gate-rope", 1010, 1000)
     with pytest.raises(ValueError, match="gate-rope: got 1011 parameters, expected 1000 within 1%"):

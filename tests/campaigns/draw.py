@@ -1,7 +1,7 @@
 """A random configuration of two calls: a first one, which makes a state, and one that is looked at."""
 
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,9 +10,8 @@ from torch import Tensor
 from linrope import Rotary, feature_maps
 from linrope.feature_maps import ELEMENTWISE, FeatureMap, Features
 from linrope.feature_maps.unit import ACTIVATIONS
-from linrope.recurrence.call import Settings
 from linrope.rotation.rotary import MAX_POSITION
-from tests.support.contract import refused, takes_units
+from tests.support.contract import SETTINGS, refused, takes_units
 from tests.support.maps import MAPS
 from tests.support.oracle import DATA, computes, randoms
 
@@ -92,12 +91,11 @@ class Configuration:
 
     def computed_by(self, backend: str) -> bool:
         """False if the backend refuses an input of each token, the value of a setting, or the map."""
-        defaults = {x.name: x.default for x in fields(Settings)}
         by_unit = "log_decay" in self.data and self.data["log_decay"].ndim == 4
         elementwise = "" if self.map is None else self.map.elementwise or ""
         return (
             not any(
-                name in self.data or getattr(self, name, defaults.get(name)) != defaults.get(name)
+                name in self.data or (name in SETTINGS and getattr(self, name) != SETTINGS[name])
                 for name in refused(backend)
             )
             and (takes_units(backend) or not by_unit)

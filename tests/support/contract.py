@@ -18,7 +18,8 @@ from tests.support.equation import Equation
 from tests.support.options import OPTIONS
 from tests.support.oracle import DATA, everything, native_sets
 
-SETTINGS = tuple(x.name for x in fields(Settings) if x.name not in ("feature_map", "return_state"))
+# The settings that tests draw, and their defaults
+SETTINGS = {x.name: x.default for x in fields(Settings) if x.name not in ("feature_map", "return_state")}
 ON_CPU = torch.get_default_device().type == "cpu"
 LONG = pytest.mark.long
 

@@ -120,6 +120,7 @@ def bench(
     from linrope.common.argument_checks import check_name
     from linrope.versions import versions
 
+    check_name("--dtype", dtype, DTYPES)
     if transformers:
         from linrope.cli.bench import families
 
@@ -128,7 +129,6 @@ def bench(
         return 0
     feature_map, backend = flags["feature_map"] or "elu+1", flags["backend"] or "auto"
     decay = None if flags["decay"] in (None, "none") else flags["decay"]
-    check_name("--dtype", dtype, DTYPES)
     check_name("--backend", backend, backends.NAMES)
     check_flags(flags)
     check_name("--feature-map", feature_map, feature_maps.NAMES)

@@ -285,7 +285,6 @@ def compare(
     those of ``LENGTHS`` that transformers' own code can take.
     """
     check_name("--transformers", family, tuple(CONFIGURATIONS))
-    check_name("--dtype", dtype, tuple(TOLERANCE))
     benchmark = FamilyBenchmark(family, dtype)
     longest = LONGEST.get(family, {}) if lengths is None else {}
     lengths = lengths or LENGTHS
@@ -307,9 +306,12 @@ def compare(
     noise = {f"{row['kind']} {row['length']:,}": row["spread"] for row in rows}
     for line in noise_warning(noise):
         console.print(line)
-    threads = torch.get_num_threads()
-    conditions = [dtype] * (dtype != "float32") + [f"{threads}-threads"] * (threads > 1)
-    path = unused(out, "-".join(["transformers", family, *conditions, today]))
+    name = f"transformers-{family}"
+    if dtype != "float32":
+        name += f"-{dtype}"
+    if (threads := torch.get_num_threads()) > 1:
+        name += f"-{threads}-threads"
+    path = unused(out, f"{name}-{today}")
     replace_file(path, lambda temporary: temporary.write_text(json.dumps(result, indent=1) + "\n"))
     replace_file(path.with_suffix(".png"), lambda temporary: plots.plot_family(result, temporary))
     console.print(f"written: {path}, {path.with_suffix('.png')}")
