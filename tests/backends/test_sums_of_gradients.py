@@ -258,12 +258,12 @@ def test_pieces_that_pass_the_state_on_sum_up_like_one_call(backend: str) -> Non
 
 @pytest.mark.parametrize("backend", ["triton"])
 def test_sums_over_few_tokens_are_as_exact_in_the_interpreter(backend: str) -> None:
-    """Two heads of it beside 64 of eager, whose error is the smaller one."""
+    """Two heads of it beside 64 of eager, which give the bound: two heads alone may have small sums by chance."""
 
     def error_and_size(heads: int, backend: str) -> tuple[float, float]:
         problem = Problem(math.exp(-0.75), rows=1, groups=heads, n=400, feature_map=None, normalize=False)
         exact = problem.sums(torch.float64, "eager")
         return root_mean_square(problem.sums(torch.float32, backend) - exact), root_mean_square(exact)
 
-    error, size = error_and_size(2, backend)
-    assert error <= FACTOR * error_and_size(64, "eager")[0] + SHARE * size
+    error_of_eager, size = error_and_size(64, "eager")
+    assert error_and_size(2, backend)[0] <= FACTOR * error_of_eager + SHARE * size
